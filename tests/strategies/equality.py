@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from dglx_dist.comm.session import start_session
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph
 from dglx_dist.strategies.base import STRATEGIES, Objective, WrappedModel
 from dglx_dist.training.models import build_model
@@ -246,3 +247,10 @@ def loop(model: nn.Module, loader: Any, optimizer: torch.optim.Optimizer, epochs
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+
+
+def in_original_order(rows: DistTensor, g: DistGraph, ntype: str | None = None) -> Tensor:
+    """Return all rows, (N, ...), by node id before partitioning."""
+    ordered = torch.empty_like(values := rows.to_local())
+    ordered[g.orig_ids(torch.arange(len(rows)), ntype)] = values
+    return ordered

@@ -34,13 +34,6 @@ from tests.training import hetero
 HIDDEN = 8
 
 
-def in_original_order(rows: DistTensor, g: DistGraph, ntype: str | None = None) -> Tensor:
-    """Return all rows, (N, ...), by node id before partitioning."""
-    ordered = torch.empty_like(values := rows.to_local())
-    ordered[g.orig_ids(torch.arange(len(rows)), ntype)] = values
-    return ordered
-
-
 def author_rows() -> Tensor:
     """(40, HIDDEN) float64, by original ids."""
     return torch.randn(
@@ -86,7 +79,8 @@ def plain_scores(kind: str) -> Any:
 
 
 def _in_order(g: DistGraph, rows: dict[str, DistTensor]) -> dict[str, Any]:
-    return {ntype: in_original_order(tensor, g, ntype).numpy().copy() for ntype, tensor in rows.items()}
+    ordered = {ntype: equality.in_original_order(tensor, g, ntype) for ntype, tensor in rows.items()}
+    return {ntype: one.numpy().copy() for ntype, one in ordered.items()}
 
 
 def _results(folder: str) -> dict[str, Any]:
@@ -194,7 +188,7 @@ def test_layers_are_named_and_what_stands_between_them_is_told(tmp_path: Path) -
     with start_session():
         g = DistGraph(folder)
         found = layerwise_inference(model, g, layers="layers", between=torch.relu, batch_size=90)
-        np.testing.assert_allclose(in_original_order(found, g), expected, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(equality.in_original_order(found, g), expected, rtol=0, atol=1e-12)
         for name in ("layer", "forward"):
             with pytest.raises(ConfigError, match=f"layers='{name}'"):
                 layerwise_inference(model, g, layers=name)
@@ -216,12 +210,12 @@ def test_one_type_and_a_pair_of_results(tmp_path: Path) -> None:
         out = layerwise_inference(conv, g, layers=[first, second], batch_size=90)
         graph = equality.plain_graph()
         expected = conv(graph, graph.ndata["feat"]).sum(1).detach()
-        np.testing.assert_allclose(in_original_order(out["sum"], g), expected, rtol=0, atol=1e-12)
-        assert torch.equal(in_original_order(out["input"], g), graph.ndata["feat"])
+        np.testing.assert_allclose(equality.in_original_order(out["sum"], g), expected, rtol=0, atol=1e-12)
+        assert torch.equal(equality.in_original_order(out["input"], g), graph.ndata["feat"])
         other = layerwise_inference(
             conv, g, inputs=out["input"], layers=[lambda block, h: 2 * h[: block.num_dst_nodes()]]
         )
-        assert torch.equal(in_original_order(other, g), 2 * graph.ndata["feat"])
+        assert torch.equal(equality.in_original_order(other, g), 2 * graph.ndata["feat"])
         with pytest.raises(ConfigError, match="unknown node type 'user'"):
             first_rows(g, "feat", {"user": other})
 
@@ -326,14 +320,14 @@ def _scores(evaluated_folder: str) -> dict[str, Any]:
     tensors = len(g.kvstore.names())
     for kind in equality.MODELS:
         scores = layerwise_inference(equality.model_of(kind, g), g, batch_size=37)
-        results[kind] = in_original_order(scores, g).numpy().copy()
+        results[kind] = equality.in_original_order(scores, g).numpy().copy()
         scores.delete()
     model = own_model(OwnModel)
     model.norm.eval()
-    results["own"] = in_original_order(layerwise_inference(model, g), g).numpy().copy()
+    results["own"] = equality.in_original_order(layerwise_inference(model, g), g).numpy().copy()
     assert model.training
     assert not model.norm.training
-    results["untold"] = in_original_order(
+    results["untold"] = equality.in_original_order(
         minibatch_inference(own_model(Untold), g, 2, batch_size=90), g
     ).numpy()
     assert len(g.kvstore.names()) == tensors + 2  # the two that were not deleted, and no layer in between
