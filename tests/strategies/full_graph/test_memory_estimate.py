@@ -36,7 +36,7 @@ def a_memory_trace() -> MemoryTrace:
         kinds=np.array(kinds),
         row_bytes=np.array(row_bytes),
         backward_at=4,
-        exchanged=np.array([16, 0]),
+        exchanged=np.array([[16, 8], [0, 8]]),
         parameter_bytes=100,
     )
 
@@ -53,7 +53,11 @@ def test_layers_and_their_sum() -> None:
     assert found.features == 120
     # The sources of layer 2, of which the hand-made allocations have 6 bytes each, are freed in forward.
     assert found.activations == (20, 4)
-    assert found.halo == (3 * 16, 0)
+    # Rows of layer 1 are sent without a gradient; buffers of each way hold the largest layer.
+    assert found.halo == ((3 * 16, 0), (0, 0))
+    both = estimate(replace(step_sizes(plan), sent=(3, 2)), memory_trace, 40, ahead=1)
+    assert both.halo == ((3 * 16, 2 * 8), (0, 2 * 8))
+    assert both.held == 200 + 48 + 16
     structure = found.structure
     assert structure[0] == 44 * 3 + 16 * 4 + 8 * (2 + 3)
     assert structure[1] > 0
@@ -185,8 +189,9 @@ def test_the_peak_of_a_step_follows_from_a_tiny_one(kind: str, halos: list[int])
     assert sum(predicted.activations) == pytest.approx(kept, rel=0.02)
     assert sum(predicted.activations) + predicted.gradients == pytest.approx(peak, rel=0.02)
     # Rows of layer 1 have no gradient, unless an encoder makes them.
-    first = 2 * HIDDEN if kind == "resgcn" else WIDTH
-    assert found.exchanged.tolist() == ([first * 4, 2 * HIDDEN * 4] if halos[0] else [0, 0])
+    first = [HIDDEN, HIDDEN] if kind == "resgcn" else [WIDTH, 0]
+    expected = [[4 * each, 4 * HIDDEN] if halos[0] else [0, 0] for each in first]
+    assert found.exchanged.tolist() == expected
     assert found.parameter_bytes == sum(p.numel() * 4 for p in model.parameters())
 
 
