@@ -330,7 +330,6 @@ class Survey:
     first_targets: int = 0
     """D1: destinations of the layer-1 blocks; their sources, L0, are ``input_rows``."""
     first_edges: int = 0
-    ranks_per_server: int = 1
 
     @property
     def ranks(self) -> int:
@@ -342,15 +341,9 @@ class Survey:
         return self.feature_bytes + self.sampling_bytes + self.label_bytes + self.gradient_bytes
 
     @property
-    def seeds_per_server(self) -> list[int]:
-        size = self.ranks_per_server
-        return [sum(self.seeds_per_rank[first : first + size]) for first in range(0, self.ranks, size)]
-
-    @property
     def seeds_max_over_mean(self) -> float:
-        """Over the servers; 1 is balanced."""
-        servers = self.seeds_per_server
-        return max(servers) * len(servers) / max(sum(servers), 1)
+        """Over the ranks; 1 is balanced."""
+        return max(self.seeds_per_rank) * self.ranks / max(sum(self.seeds_per_rank), 1)
 
 
 @dataclass(frozen=True, kw_only=True)
