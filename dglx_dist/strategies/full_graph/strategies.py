@@ -93,7 +93,7 @@ class _FullGraphStrategy(Strategy):
             return opened(replace(spec, num_batches=number)), estimate
 
         state = _STATE.of(g.session)
-        loader = DeferredLoader(opened_for, state.model)
+        loader = DeferredLoader(opened_for, lambda: state.model())
         state.settle_or_defer(loader)
         return loader
 
@@ -230,24 +230,22 @@ class _State:
     """Pairs deferred loaders and wrapped models of one session."""
 
     def __init__(self) -> None:
-        self._model: Callable[[], HaloModel | None] = lambda: None
+        self.model: Callable[[], HaloModel | None] = lambda: None
+        """The last one, while it lives."""
         self._is_new = False
         """Whether the model was wrapped after all existing loaders."""
         self._deferred: list[DeferredLoader] = []
 
-    def model(self) -> HaloModel | None:
-        return self._model()
-
     def settle_or_defer(self, loader: DeferredLoader) -> None:
         # Scripts that compare models make each loader while the last model lives.
-        wrapped, self._is_new = self._model() if self._is_new else None, False
+        wrapped, self._is_new = self.model() if self._is_new else None, False
         if wrapped is None:
             self._deferred.append(loader)
         else:
             loader.settle(wrapped.module)
 
     def set_model(self, wrapped: HaloModel) -> None:
-        self._model, deferred, self._deferred = weakref.ref(wrapped), self._deferred, []
+        self.model, deferred, self._deferred = weakref.ref(wrapped), self._deferred, []
         self._is_new = not deferred
         for loader in deferred:
             loader.settle(wrapped.module)
