@@ -464,11 +464,6 @@ class FullGraphLoader(EpochLoader[HaloBatch, Batch]):
     def __len__(self) -> int:
         return len(self._source)
 
-    @property
-    def plan(self) -> RankPlan | None:
-        """The plan of this rank if an epoch has one step, else None."""
-        return None if self._kept is None else self._kept.plan
-
     def batches_of(self, epoch: int) -> Callable[[int], HaloBatch]:
         return lambda step: self._load(epoch, step)
 
