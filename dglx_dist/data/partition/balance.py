@@ -228,17 +228,6 @@ def rebalance(graph: SymmetricGraph, weights: BalanceWeights, part_of_node: Arra
     return part
 
 
-def even_parts(weights: BalanceWeights) -> Array:
-    """Return (N,) int32 parts that are nearly even in all constraints, independent of edges."""
-    parts = np.empty(len(weights.columns[0]), dtype=np.int32)
-    counts = np.ceil(weights.shares * len(parts)).astype(np.int64)
-    # Part p is dealt its k-th node at the time (k + 1/2) / share; nodes of equal weights follow each other.
-    times = [(np.arange(count) + 0.5) / share for count, share in zip(counts, weights.shares, strict=True)]
-    turns = np.argsort(np.concatenate(times), kind="stable")[: len(parts)]
-    parts[np.lexsort(weights.columns)] = np.repeat(np.arange(len(counts)), counts)[turns]
-    return parts
-
-
 @njit(cache=True, nogil=True)
 def _move(
     indptr: Array,
