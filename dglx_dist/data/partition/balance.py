@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -56,10 +56,6 @@ class PartitionQuality:
     """Constraint -> tolerance promised by the partitioner."""
     missed: dict[str, float]
     """Constraint -> value reached where the promise is not met."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the figures as JSON values."""
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
 
 
 def measure(graph: RawGraph, assignment: Assignment) -> PartitionQuality:
