@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from dglx_dist.comm.collectives import barrier, gather_json
-from dglx_dist.comm.exchange import Incoming, Outgoing, StreamExchange, row_exchanges
+from dglx_dist.comm.exchange import Incoming, Outgoing, row_exchanges
 from dglx_dist.comm.session import Session
 from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.errors import ConfigError
@@ -62,23 +62,14 @@ def probe(session: Session, *, seconds: float = 2.0) -> Links | None:
     topology = session.topology
     if topology.world_size == 1:
         return None
-    streams = row_exchanges(session).streams
-    leads = topology.local_rank == 0
-    across = _ring_neighbours(
-        [topology.ranks_of_server(server)[0] for server in range(topology.num_servers)], topology.rank
-    )
-    own = list(topology.ranks_of_server(topology.server))
-    inside = _ring_neighbours(own, topology.rank)
-    external = (
-        _bandwidth(session, streams, across if leads else None, seconds / 2)
-        if topology.num_servers > 1
-        else None
-    )
-    several = any(len(topology.ranks_of_server(s)) > 1 for s in range(topology.num_servers))
-    internal = _bandwidth(session, streams, inside, seconds / 2) if several else None
-    latency = _latency(session, streams, (across if leads else None) if external is not None else inside)
+    servers = [topology.ranks_of_server(server) for server in range(topology.num_servers)]
+    across = _ring_neighbours([ranks[0] for ranks in servers], topology.rank)
+    inside = _ring_neighbours(servers[topology.server], topology.rank)
+    external = _bandwidth(session, across, seconds / 2) if len(servers) > 1 else None
+    internal = _bandwidth(session, inside, seconds / 2) if max(map(len, servers)) > 1 else None
+    latency = _latency(session, inside if external is None else across)
     # Each rank of the ring within a server moves this much.
-    server_rate = None if internal is None else internal * len(own)
+    server_rate = None if internal is None else internal * len(servers[topology.server])
     found = external if external is not None else server_rate
     assert found is not None
     return Links(
@@ -88,7 +79,7 @@ def probe(session: Session, *, seconds: float = 2.0) -> Links | None:
     )
 
 
-def _ring_neighbours(members: list[int], rank: int) -> tuple[int, int] | None:
+def _ring_neighbours(members: Sequence[int], rank: int) -> tuple[int, int] | None:
     """Return the ranks before and after ``rank``; None if it is the only member or no member."""
     if rank not in members or len(members) == 1:
         return None
@@ -96,12 +87,10 @@ def _ring_neighbours(members: list[int], rank: int) -> tuple[int, int] | None:
     return members[place - 1], members[(place + 1) % len(members)]
 
 
-def _bandwidth(
-    session: Session, streams: StreamExchange, neighbors: tuple[int, int] | None, seconds: float
-) -> float:
+def _bandwidth(session: Session, neighbors: tuple[int, int] | None, seconds: float) -> float:
     num_bytes, spent = _FIRST_BYTES, 0.0
     while True:
-        took = _longest(session, _time_swap(session, streams, neighbors, num_bytes))
+        took = _longest(session, _time_swap(session, neighbors, num_bytes))
         spent += took
         if took >= _LONG_ENOUGH_S or spent >= seconds or num_bytes >= _MOST_BYTES:
             return num_bytes / max(took, 1e-9)
@@ -110,14 +99,13 @@ def _bandwidth(
         num_bytes = int(min(max(wanted, 2 * num_bytes), 8 * num_bytes, _MOST_BYTES))
 
 
-def _latency(session: Session, streams: StreamExchange, neighbors: tuple[int, int] | None) -> float:
-    took = sum(_time_swap(session, streams, neighbors, 8) for _ in range(_SMALL_ROUNDS)) / _SMALL_ROUNDS
+def _latency(session: Session, neighbors: tuple[int, int] | None) -> float:
+    took = sum(_time_swap(session, neighbors, 8) for _ in range(_SMALL_ROUNDS)) / _SMALL_ROUNDS
     return _longest(session, took)
 
 
-def _time_swap(
-    session: Session, streams: StreamExchange, neighbors: tuple[int, int] | None, num_bytes: int
-) -> float:
+def _time_swap(session: Session, neighbors: tuple[int, int] | None, num_bytes: int) -> float:
+    streams = row_exchanges(session).streams
     barrier(session, _EXCHANGE_NAME)
     begin = time.perf_counter()
     if neighbors is not None:

@@ -13,7 +13,6 @@ import pytest
 from torch import nn
 
 from dglx_dist.comm.session import start_session
-from dglx_dist.comm.topology import Topology
 from dglx_dist.data.storage.reader import open_dataset, open_structure
 from dglx_dist.graph.structure import ReplicatedStructure
 from dglx_dist.planner.model_shape import topology_of
@@ -23,13 +22,10 @@ from dglx_dist.records import EDGE_TYPE
 from dglx_dist.strategies.cost import PartitionContext
 from dglx_dist.strategies.full_graph.cost import (
     FullGraphScheme,
-    FullWork,
     full_work_of,
     plan_trials,
-    sizes_of,
 )
-from dglx_dist.strategies.full_graph.halo_plan import RankPlan
-from dglx_dist.strategies.full_graph.memory_estimate import StepSizes, step_sizes
+from dglx_dist.strategies.full_graph.memory_estimate import StepSizes
 from dglx_dist.strategies.full_graph.plan_builder import plan_all, seeds_by_server
 from dglx_dist.training.models import build_model
 from tests.planner.hand_made import shape_of_kind
@@ -54,10 +50,6 @@ def context(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PartitionCo
     return folder, found, np.flatnonzero(mask)
 
 
-def work_of(plans: list[RankPlan], topology: Topology) -> FullWork:
-    return full_work_of(np.array([[sizes_of(plan, topology.world_size) for plan in plans]]), topology)
-
-
 def test_trials_are_the_neighbourhoods_of_a_server(
     context: tuple[Path, PartitionContext, np.ndarray],
 ) -> None:
@@ -79,42 +71,6 @@ def test_trials_are_the_neighbourhoods_of_a_server(
         found = time_on_plans(model, shape, [*smaller, whole], time.thread_time)
     assert found[0][2].tolist() == [1.0, *shape.work(sources, targets, edges)]
     assert time_on_plans(nn.Linear(6, 3), shape, [whole], time.thread_time) is None
-
-
-def preloading_work(csc: Any, bounds: np.ndarray, seeds: list[np.ndarray]) -> tuple[list[int], int]:
-    """Edges of each server, which holds all that its seeds reach, and how many rows of that are others'."""
-    targets, edges, foreign = np.repeat(np.arange(len(csc.indptr) - 1), np.diff(csc.indptr)), [], 0
-    for server, own_seeds in enumerate(seeds):
-        needed, counted = np.isin(np.arange(bounds[-1]), own_seeds), 0
-        for _ in range(LAYERS):
-            used = needed[targets]
-            counted += int(used.sum())
-            needed = needed.copy()
-            needed[csc.indices[used]] = True
-        edges.append(counted)
-        foreign += int(needed.sum() - needed[bounds[server] : bounds[server + 1]].sum())
-    return edges, foreign
-
-
-def test_closures_are_those_of_plain_counting(context: tuple[Path, PartitionContext, np.ndarray]) -> None:
-    folder, where, seeds = context
-    by_server = seeds_by_server(where, seeds)
-    plans = plan_all(where, by_server, LAYERS, LAYERS)
-    work = work_of(plans, where.topology)
-    # The memory model of auto and dglx plan sees what option memory sees of a plan.
-    assert work.largest in map(step_sizes, plans)
-    edges, foreign = preloading_work(open_structure(open_dataset(folder), EDGE_TYPE), where.bounds, by_server)
-    assert work.external_rows == foreign
-    assert work.outside == (0,) * LAYERS
-    found = [sum(plans[rank].num_edges for rank in where.topology.ranks_of_server(one)) for one in (0, 1)]
-    assert found == edges
-    # In between, servers exchange the layers above, fewer for each that is preloaded.
-    crossing = [
-        sum(work_of(plan_all(where, by_server, LAYERS, hops), where.topology).outside)
-        for hops in range(LAYERS + 1)
-    ]
-    assert crossing == sorted(crossing, reverse=True)
-    assert crossing[0] > crossing[-1] == 0
 
 
 def test_the_cut_is_that_of_the_servers(context: tuple[Path, PartitionContext, np.ndarray]) -> None:

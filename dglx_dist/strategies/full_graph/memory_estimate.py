@@ -436,12 +436,7 @@ def choose_num_batches(worst: Callable[[int, Array], int], memory_bytes: int, mo
         if many == most:
             refuse(_PROBES)
         few, many = many, min(2 * many, most)
-    while few == 0 and many > 1:
-        if fits(many // 2):
-            many //= 2
-        else:
-            few = many // 2
-    while few and many - few > max(1, many // 8):
+    while many - few > max(1, many // 8):
         middle = (few + many) // 2
         few, many = (few, middle) if fits(middle) else (middle, many)
     while not fits(many, _MOST_CHECKED):
