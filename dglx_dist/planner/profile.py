@@ -11,12 +11,12 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any
 
 import dgl
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 from dglx_dist.comm.collectives import barrier, gather_json
@@ -24,7 +24,7 @@ from dglx_dist.comm.exchange import Incoming, Outgoing, row_exchanges
 from dglx_dist.comm.session import Session
 from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.errors import ConfigError
-from dglx_dist.layers.dropout import NodeDropouts, install_node_dropouts
+from dglx_dist.layers.dropout import install_node_dropouts
 from dglx_dist.layers.tracer import MODEL_ERRORS
 from dglx_dist.planner.workload import sizes_of
 from dglx_dist.records import FEATURE, Array
@@ -173,12 +173,13 @@ def time_batches(
     shape: ModelShape,
     batches: Sequence[Sequence[Any]],
     *,
-    repetitions: int = _REPETITIONS,
+    drop_by_node: bool = False,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[Array, Array, float]:
     """Time steps of a copy of ``module`` on blocks of at least two sizes, whose data is not read.
 
-    The median counts of ``repetitions`` on each, after one on the new block.
+    The median counts of several steps on each, after one on the new block. ``drop_by_node``: with dropout as
+    full-graph strategies have it, in place of torch's generator.
 
     Returns:
         (k, 3) float64 work and (k,) float64 seconds for :func:`fit_rates`, and the extra seconds per edge of
@@ -200,12 +201,15 @@ def time_batches(
             f"the model could not be copied for timing ({type(problem).__name__}: {problem}); remove what "
             "copy.deepcopy rejects"
         ) from problem
+    dropouts = install_node_dropouts(copied, 0) if drop_by_node else None
     optimizer = torch.optim.Adam(copied.parameters(), lr=1e-9)
     rows, seconds, fresh = [], [], []
     for number, blocks in enumerate(batches):
+        if dropouts is not None:
+            dropouts.begin(0, blocks[0].srcdata[dgl.NID])
         sizes = sizes_of(blocks)
         rows.append((1.0, *(float(term) for term in shape.work(*sizes))))
-        first, *later = (_step(copied, optimizer, blocks, shape, clock) for _ in range(repetitions + 1))
+        first, *later = (_step(copied, optimizer, blocks, shape, clock) for _ in range(_REPETITIONS + 1))
         seconds.append(statistics.median(later))
         # The very first step also warms up other things.
         if number:
@@ -291,26 +295,10 @@ def time_on_plans(
 ) -> tuple[Array, Array, float] | None:
     """Return :func:`time_batches` of ``neighborhoods``; None for a model that does not run on them."""
     try:
-        return time_batches(OnPlans(module), shape, neighborhoods, clock=clock)
+        return time_batches(module, shape, neighborhoods, drop_by_node=True, clock=clock)
     except ConfigError as problem:
         log.info("the model is timed on mini-batches alone: %s", problem)
         return None
-
-
-@final
-class OnPlans(nn.Module):
-    """A model with dropout by node, as full-graph strategies have it, in place of torch's generator."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-        self._dropouts: NodeDropouts | None = None
-
-    def forward(self, blocks: Sequence[Any], x: Tensor) -> Any:
-        if self._dropouts is None:
-            self._dropouts = install_node_dropouts(self.module, 0)
-        self._dropouts.begin(0, blocks[0].srcdata[dgl.NID])
-        return self.module(blocks, x)
 
 
 _BATCH_PARTS = (1, 2, 4)

@@ -51,10 +51,18 @@ def sampler(num_layers: int = 2) -> Any:
     )
 
 
-def my_share(g: DistGraph, share: str = "uneven") -> Tensor:
+def my_share(g: DistGraph) -> Tensor:
     topology = g.session.topology
     ids = equality.new_ids_of_training(g)
-    return equality.cut(ids, equality.SHARES[share], topology.rank, topology.world_size)
+    return equality.cut(ids, equality.SHARES["uneven"], topology.rank, topology.world_size)
+
+
+def made(
+    g: DistGraph, name: str, options: Mapping[str, Any] | None = None, num_layers: int = 2, **more: Any
+) -> tuple[Any, Any]:
+    """A strategy, and its loader of this rank's share of the training nodes."""
+    strategy: Any = STRATEGIES.get(name)(g.session, options or {})
+    return strategy, strategy.loader(g, my_share(g), sampler(num_layers), **more)
 
 
 def mean_loss(model: Any, blocks: Any, x: Tensor, labels: Tensor) -> None:
@@ -80,18 +88,17 @@ def trained(
     return [p.detach().numpy().copy() for p in module.parameters()]
 
 
-def train(g: DistGraph, run: Run, module: nn.Module, num_layers: int = 2) -> Notes:
+def train(g: DistGraph, run: Run, module: nn.Module) -> Notes:
     session, notes = g.session, Notes()
     before = session.ledger.snapshot()
-    strategy: Any = STRATEGIES.get(run.strategy)(session, run.options)
-    loader = strategy.loader(g, my_share(g), sampler(num_layers))
+    strategy, loader = made(g, run.strategy, run.options)
     model = strategy.wrap(module, g)
     notes.making = moved_since(session, before)
     for _ in range(run.epochs):
         before = session.ledger.snapshot()
         notes.weights = trained(module, model, batches_of(loader), epochs=1)
         notes.moved.append(moved_since(session, before))
-    notes.rows = [loader._kept.plan.rows(level).copy() for level in range(num_layers + 1)]
+    notes.rows = [loader._kept.plan.rows(level).copy() for level in range(3)]
     notes.external_nodes = loader._kept.plan.external_nodes
     return notes
 

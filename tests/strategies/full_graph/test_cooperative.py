@@ -29,9 +29,8 @@ from tests.strategies.test_equality import TOLERANCE, difference
 def two_epochs(g: DistGraph, options: dict[str, Any]) -> dict[str, Any]:
     """Gradients of each step at the first weights, and who trained on what."""
     session = g.session
-    strategy: Any = STRATEGIES.get("cooperative")(session, options)
     before = session.ledger.snapshot()
-    loader = strategy.loader(g, runs.my_share(g), runs.sampler())
+    strategy, loader = runs.made(g, "cooperative", options)
     wrapped = strategy.wrap(runs.first_model("sage"), g)
     seeds, gradients, rows, counts = [], [], [], []
     moved: list[Counter[str]] = []
@@ -195,10 +194,9 @@ def test_a_later_run_reads_the_plans(folder: Path) -> None:
 def test_plans_of_another_seed_are_not_found_and_a_closed_graph_is_let_go(folder: Path) -> None:
     kept = []
     for seed in (0, 0, 1):
-        with start_session(seed=seed) as session:
+        with start_session(seed=seed):
             g = DistGraph(folder)
-            strategy: Any = STRATEGIES.get("cooperative")(session, {"batches": 3})
-            loader = strategy.loader(g, runs.my_share(g), runs.sampler(), seed=5)
+            _, loader = runs.made(g, "cooperative", {"batches": 3}, seed=5)
             kept.append(loader._source._cache.folder.path)
             g.close()
             graph = weakref.ref(g)
@@ -250,8 +248,7 @@ def test_less_memory_more_batches(folder: Path, wrap_first: bool) -> None:
 
 def test_the_next_batch_is_loaded_meanwhile_and_too_many_are_refused(folder: Path) -> None:
     with start_session() as session, contextlib.closing(DistGraph(folder)) as g:
-        ahead: Any = STRATEGIES.get("cooperative")(session, {"batches": 4, "keep": "rebuild"})
-        loader = ahead.loader(g, runs.my_share(g), runs.sampler())
+        _, loader = runs.made(g, "cooperative", {"batches": 4, "keep": "rebuild"})
         read, original = threading.Semaphore(0), loader._reader.targets
 
         def counted(*args: Any) -> Any:
