@@ -29,6 +29,7 @@ from dglx_dist.layers.tracer import MODEL_ERRORS
 from dglx_dist.planner.workload import sizes_of
 from dglx_dist.records import FEATURE, Array
 from dglx_dist.strategies.cost import Draws, ModelShape, Rates
+from dglx_dist.strategies.full_graph.memory_estimate import evenly_spaced
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -322,14 +323,13 @@ def batch_trials(
         seeds = seeds[topology.rank :: topology.world_size][: len(seeds) // topology.world_size]
     for part in _BATCH_PARTS if draws is not None else ():
         assert draws is not None
-        size = min(max(draws.batch_size // part, 1), len(seeds))
-        yield _sampled_blocks(g, _spread(seeds, size), draws.fanouts)
+        yield _sampled_blocks(g, seeds, max(draws.batch_size // part, 1), draws.fanouts)
     if not whole:
         return
     small = g.num_edges() * num_layers <= _MOST_EDGES
     size = len(seeds) if small else min(len(seeds), _MOST_SEEDS)
     for count in sorted({max(size // 4, 1), size}):
-        yield _sampled_blocks(g, _spread(seeds, count), (-1,) * num_layers)
+        yield _sampled_blocks(g, seeds, count, (-1,) * num_layers)
 
 
 def time_bytes(
@@ -356,12 +356,9 @@ def time_bytes(
     return timed(lambda: column[ids]), timed(lambda: zlib.crc32(plain.data))
 
 
-def _spread(seeds: Array, count: int) -> Array:
+def _sampled_blocks(g: DistGraph, seeds: Array, count: int, fanouts: tuple[int, ...]) -> list[Any]:
     # From all over the graph, as the seeds of a shuffled batch are.
-    return seeds[np.unique(np.linspace(0, len(seeds) - 1, count).astype(np.int64))]
-
-
-def _sampled_blocks(g: DistGraph, seeds: Array, fanouts: tuple[int, ...]) -> list[Any]:
+    seeds = seeds[evenly_spaced(len(seeds), count)]
     sampler = dgl.dataloading.NeighborSampler(list(fanouts))
     loader = DataLoader(g, seeds, sampler, batch_size=len(seeds), num_threads=0)
     ((_, _, blocks),) = list(loader)

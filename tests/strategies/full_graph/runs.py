@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import dgl
@@ -20,29 +19,6 @@ Step = Callable[[Any, Any, Tensor, Tensor], None]
 """(model, blocks, features, labels): forward and backward."""
 Batches = Callable[[], Iterable[tuple[Any, Tensor, Tensor]]]
 """Yields (blocks, features, labels) of an epoch."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """What is trained, and how."""
-
-    strategy: str = "full_graph"
-    options: Mapping[str, Any] = field(default_factory=dict)
-    epochs: int = equality.STEPS
-
-
-@dataclass
-class Notes:
-    """What a rank saw."""
-
-    weights: list[Any] = field(default_factory=list)
-    making: Counter[tuple[str, bool]] = field(default_factory=Counter)
-    """Bytes by phase and whether they left the server, until the first epoch."""
-    moved: list[Counter[tuple[str, bool]]] = field(default_factory=list)
-    """The same for each epoch."""
-    rows: list[Any] = field(default_factory=list)
-    """Global ids of this rank's rows of every level."""
-    external_nodes: int = 0
 
 
 def sampler(num_layers: int = 2) -> Any:
@@ -86,21 +62,6 @@ def trained(
             step(model, *batch)
             optimizer.step()
     return [p.detach().numpy().copy() for p in module.parameters()]
-
-
-def train(g: DistGraph, run: Run, module: nn.Module) -> Notes:
-    session, notes = g.session, Notes()
-    before = session.ledger.snapshot()
-    strategy, loader = made(g, run.strategy, run.options)
-    model = strategy.wrap(module, g)
-    notes.making = moved_since(session, before)
-    for _ in range(run.epochs):
-        before = session.ledger.snapshot()
-        notes.weights = trained(module, model, batches_of(loader), epochs=1)
-        notes.moved.append(moved_since(session, before))
-    notes.rows = [loader._kept.plan.rows(level).copy() for level in range(3)]
-    notes.external_nodes = loader._kept.plan.external_nodes
-    return notes
 
 
 def moved_since(session: Any, before: Any) -> Counter[tuple[str, bool]]:

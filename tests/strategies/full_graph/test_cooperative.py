@@ -19,7 +19,6 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.full_graph.expansion import EasOptions
-from dglx_dist.strategies.full_graph.options import COOPERATIVE, FullGraphOptions, read_full_graph_options
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 from tests.strategies.full_graph import runs
@@ -277,16 +276,13 @@ def test_the_next_batch_is_loaded_meanwhile_and_too_many_are_refused(folder: Pat
                 strategy.loader(g, torch.arange(seeds), runs.sampler())
 
 
-def options_of(**options: Any) -> FullGraphOptions:
-    return read_full_graph_options("cooperative", COOPERATIVE, options)
-
-
-def test_options() -> None:
-    assert options_of() == FullGraphOptions()
-    assert options_of().eas is None
-    read = options_of(memory="1MB", external_fanout=3, external_inner="batch")
-    assert (read.batches, read.memory_bytes) == (None, 2**20)
-    assert read.eas == EasOptions(hops=1, fanout=3, inner="batch")
-    assert options_of(memory=5000).memory_bytes == 5000
-    assert options_of(external_hops=0).eas == EasOptions(hops=0)
-    assert options_of(external_policy="degree").eas == EasOptions(hops=1, fanout=15, policy="degree")
+def test_options_of_memory_and_of_expansion_aware_sampling() -> None:
+    read = STRATEGIES.get("cooperative").read_options
+    assert (read({}).batches, read({}).eas) == (None, None)
+    assert [read({"memory": size}).memory_bytes for size in ("1MB", 5000)] == [2**20, 5000]
+    for options, eas in (
+        ({"external_fanout": 3, "external_inner": "batch"}, EasOptions(hops=1, fanout=3, inner="batch")),
+        ({"external_hops": 0}, EasOptions(hops=0)),
+        ({"external_policy": "degree"}, EasOptions(hops=1, fanout=15, policy="degree")),
+    ):
+        assert read(options).eas == eas
