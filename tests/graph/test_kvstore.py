@@ -61,20 +61,24 @@ def each(*functions: Callable[[], Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module", params=CASES, ids=str)
-def several(request: pytest.FixtureRequest) -> tuple[int, int | None, list[dict[str, Any]]]:
-    """Ranks, ranks per server, and what each rank found, from one start."""
+def several(request: pytest.FixtureRequest) -> SimpleNamespace:
+    """Ranks, ranks per server, and by function what each rank found, from one start."""
     ranks, per_server = request.param
     # The last one makes messages small, also for those that followed it.
     asked = (pull_all, pull_with_private_cache, add_from_threads, write_without_waiting, use_handlers)
     found = run_ranks(each, ranks, args=(*asked, add_together), ranks_per_server=per_server)
-    return ranks, per_server, found
+    return SimpleNamespace(ranks=ranks, per_server=per_server, **by_function(found))
 
 
 @pytest.fixture(scope="module")
-def two() -> list[dict[str, Any]]:
-    """What each of two ranks, with a server each, found."""
+def two() -> SimpleNamespace:
+    """By function what each of two ranks, with a server each, found."""
     asked = (push_to_everyone, fail_on_one_rank, push_one_row_often)
-    return run_ranks(each, 2, args=asked, ranks_per_server=1)
+    return SimpleNamespace(**by_function(run_ranks(each, 2, args=asked, ranks_per_server=1)))
+
+
+def by_function(found: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    return {name: [one[name] for one in found] for name in found[0]}
 
 
 def some_ids(rank: int) -> list[Array]:
@@ -102,10 +106,9 @@ def pull_all() -> list[tuple[int, int]]:
 
 
 def test_pull_equals_indexing_and_costs_what_the_formula_says(several: Any) -> None:
-    ranks, per_server, found = several
-    for counted in (one["pull_all"] for one in found):
+    for counted in several.pull_all:
         assert [sent for sent, _ in counted] == [formula for _, formula in counted]
-        assert per_server is None or ranks == 1 or any(sent for sent, _ in counted)
+        assert several.per_server is None or any(sent for sent, _ in counted)
 
 
 def push_to_everyone() -> tuple[int, list[float]]:
@@ -127,7 +130,7 @@ def push_to_everyone() -> tuple[int, list[float]]:
 def test_push_reaches_the_owner_and_the_last_of_repeated_ids_stays(two: Any) -> None:
     expected = [0.0] * 31
     expected[2], expected[25], expected[30] = 2.0, 3.0, 4.0
-    assert [one["push_to_everyone"] for one in two] == [(2 * (8 + 8), expected), (0, expected)]
+    assert two.push_to_everyone == [(2 * (8 + 8), expected), (0, expected)]
 
 
 @pytest.fixture
@@ -296,8 +299,7 @@ def pull_with_private_cache() -> list[Any]:
 
 
 def test_a_cache_changes_bytes_and_counts_only(several: Any) -> None:
-    for found in several[2]:
-        assert found["pull_with_private_cache"] == [(True, 0, 0), 0, (True, 0, 0), 0]
+    assert several.pull_with_private_cache == [[(True, 0, 0), 0, (True, 0, 0), 0]] * several.ranks
 
 
 def test_what_can_be_written_to_is_not_cached(store: KVStore) -> None:
@@ -381,16 +383,15 @@ def add_together() -> dict[str, Any]:
 
 
 def test_no_sum_is_lost_and_bytes_are_what_the_formula_says(several: Any) -> None:
-    ranks, _, found = several
     expected = {}
     for name, (_, shape) in KINDS.items():
         total = torch.zeros((NUM_ROWS, *shape), dtype=torch.float64)
-        for rank in range(ranks):
+        for rank in range(several.ranks):
             ids, rows = pushed(rank, name)
             for count in (40, 7):
                 total.index_add_(0, torch.from_numpy(ids[:count]), rows[:count].double())
         expected[name] = total.tolist()
-    assert [one["add_together"] for one in found] == [expected] * ranks
+    assert several.add_together == [expected] * several.ranks
 
 
 def add_from_threads() -> list[float]:
@@ -414,8 +415,7 @@ def add_from_threads() -> list[float]:
 
 
 def test_threads_of_all_ranks_add_to_the_same_rows(several: Any) -> None:
-    ranks, _, found = several
-    assert [one["add_from_threads"] for one in found] == [[ranks * 4 * 26.0] * NUM_ROWS] * ranks
+    assert several.add_from_threads == [[several.ranks * 4 * 26.0] * NUM_ROWS] * several.ranks
 
 
 def write_without_waiting() -> list[Any]:
@@ -442,9 +442,8 @@ def ids_of(rank: int, session: Session) -> Array:
 
 
 def test_after_a_fence_every_rank_sees_what_was_written(several: Any) -> None:
-    ranks, _, found = several
-    first = [float(row % ranks) for row in range(NUM_ROWS)]
-    assert [one["write_without_waiting"] for one in found] == [[first, [15.0, 10.0]]] * ranks
+    first = [float(row % several.ranks) for row in range(NUM_ROWS)]
+    assert several.write_without_waiting == [[first, [15.0, 10.0]]] * several.ranks
 
 
 def use_handlers() -> list[Any]:
@@ -479,8 +478,7 @@ def use_handlers() -> list[Any]:
 
 
 def test_handlers_do_what_is_pushed_and_pulled_on_the_owner(several: Any) -> None:
-    ranks, per_server, found = several
-    outcomes = [one["use_handlers"] for one in found]
+    ranks, per_server, outcomes = several.ranks, several.per_server, several.use_handlers
     rows = np.arange(8).reshape(4, 2) * ranks
     for largest, asked_for, left, _ in outcomes:
         assert largest == [rows[2].tolist(), rows[3].tolist(), rows[1].tolist()]
@@ -511,7 +509,7 @@ def push_one_row_often() -> list[list[Any]]:
 
 
 def test_rows_of_one_id_reach_the_handler_in_their_order_however_large_the_push(two: Any) -> None:
-    none, calls = (one["push_one_row_often"] for one in two)
+    none, calls = two.push_one_row_often
     assert none == []
     first, second = sorted(calls)  # requests may overtake each other
     local = 29 - 7  # rank 1 has the rows from 7 on
@@ -553,7 +551,7 @@ def fail_on_one_rank() -> list[str]:
 
 
 def test_errors_reach_the_rank_that_pushed_and_nobody_else(two: Any) -> None:
-    zero, one = (found["fail_on_one_rank"] for found in two)
+    zero, one = two.fail_on_one_rank
     assert "rank 1 takes no 23" in zero[0]
     assert "rank 1 takes no 23" in zero[1]
     for text, part in zip(
