@@ -152,7 +152,7 @@ class OneSidedExchange:
     ) -> None:
         self._session, self._op = session, op
         self.mailbox: Mailbox[list[Array]] = Mailbox(session, advice)
-        box, world_size = receiver or self.mailbox, session.topology.world_size
+        box, world_size = self.mailbox if receiver is None else receiver, session.topology.world_size
 
         def receive(name: str, arrays: Sequence[Array]) -> list[Array]:
             number, sender, step = name.split(" ", 2)
