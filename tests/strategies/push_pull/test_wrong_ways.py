@@ -65,10 +65,7 @@ WRONG: Mapping[str, tuple[str, Sequence[Wrong]]] = {
     "activation before the sum": ("sage", [(pipeline, "compute_shares", activated)]),
     "a softmax of each part's own logits": (
         "gat",
-        [
-            (pipeline, "sum_to_owner", lambda shares, exchange: shares[0]),
-            (pipeline, "send_to_parts", lambda own, like, exchange: tuple(like)),
-        ],
+        [(pipeline, "sum_over_parts", lambda shares, exchange: tuple(shares))],
     ),
     "a mean over the fan-out": ("sage", [(convolutions, "mean_in_edges", mean_of_fanout)]),
     "attention vectors of one part": ("gat", [(PartSide, "_over_all", lambda self, flat: flat)]),
