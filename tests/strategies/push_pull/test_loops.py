@@ -294,8 +294,7 @@ HELD: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder: Path = equality.write_parts(tmp_path_factory.mktemp("loops"))
+def seen(folder: Path) -> list[dict[str, Any]]:
     return run_ranks(on_rank, 2, args=(str(folder),))
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import dgl
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,36 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dglx_dist.comm.session import start_session
-from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.records import Assignment, RawGraph
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.push_pull import pipeline
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 from tests.strategies.equality import CLASSES, HIDDEN, WIDTH
 from tests.strategies.push_pull import runs
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    folder = tmp_path_factory.mktemp("refusals")
-    write_dataset(*two_types(), folder / "two")
-    return str(equality.write_parts(folder)), str(folder / "two")
-
-
-def two_types() -> tuple[RawGraph, Assignment]:
-    counts, ends = {"user": 6, "item": 6}, np.arange(6)
-    raw = RawGraph(
-        name="two",
-        num_nodes=counts,
-        edges={("user", "buys", "item"): (ends, ends), ("item", "bought by", "user"): (ends, ends)},
-        node_data={name: {"feat": np.ones((6, WIDTH)), "label": ends % 2} for name in counts},
-        num_classes=dict.fromkeys(counts, 2),
-    )
-    part_of = {name: np.zeros(6, np.int32) for name in counts}
-    return raw, Assignment(num_parts=1, part_of=part_of, method="test", seed=0)
 
 
 class Before(nn.Module):
@@ -200,8 +178,8 @@ def on_rank(folder: str) -> dict[str, str]:
         return found
 
 
-def test_every_rank_is_told_what_to_do(folders: tuple[str, str]) -> None:
-    for found in run_ranks(on_rank, 2, args=(folders[0],)):
+def test_every_rank_is_told_what_to_do(folder: Path) -> None:
+    for found in run_ranks(on_rank, 2, args=(str(folder),)):
         for name, (_, _, words) in MODELS.items():
             match(found[name], words, name)
         match(found["twice 1"], "backward went through the first layer twice.*call the model once", "twice")
@@ -213,24 +191,3 @@ def test_every_rank_is_told_what_to_do(folders: tuple[str, str]) -> None:
 
 def match(message: str, words: str, name: str) -> None:
     assert re.search(words, message), f"{name}: {message!r}"
-
-
-def two_on_rank(folder: str) -> list[str]:
-    with start_session(timeout_s=30) as session:
-        g = DistGraph(folder)
-        strategy = STRATEGIES.get("push_pull")(session, {})
-        messages = []
-        for what in (
-            lambda: strategy.wrap(Before().double(), g),
-            lambda: strategy.loader(g, {"user": torch.arange(2)}, runs.sampler(), batch_size=2),
-        ):
-            with pytest.raises(ConfigError) as error:
-                what()
-            messages.append(str(error.value))
-        return messages
-
-
-def test_graphs_of_several_node_types_are_refused(folders: tuple[str, str]) -> None:
-    (messages,) = run_ranks(two_on_rank, 1, args=(folders[1],))
-    for message in messages:
-        match(message, "graphs of one node and one edge type.*user, item.*strategy='data_parallel'", "two")

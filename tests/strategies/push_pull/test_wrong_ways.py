@@ -18,7 +18,6 @@ from dglx_dist.layers import convolutions
 from dglx_dist.strategies.push_pull import pipeline
 from dglx_dist.strategies.push_pull.pipeline import PartSide, Pipeline
 from tests.helpers.ranks import run_ranks
-from tests.strategies import equality
 from tests.strategies.push_pull import runs
 from tests.strategies.push_pull.runs import Run
 from tests.strategies.test_equality import difference
@@ -92,8 +91,7 @@ def on_rank(folder: str) -> dict[str, list[Any]]:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[Any]]]:
-    folder: Path = equality.write_parts(tmp_path_factory.mktemp("wrong"))
+def results(folder: Path) -> list[dict[str, list[Any]]]:
     return run_ranks(on_rank, RANKS, args=(str(folder),))
 
 
