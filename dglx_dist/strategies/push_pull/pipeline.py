@@ -489,7 +489,7 @@ class Pipeline:
         self._owner = owner = OwnerSide([parameter for _, parameter in trained])
         self.exchange = GradientExchange(trained, session, options.bucket_bytes)
         self._activations = AsyncExchange(session, group)
-        self._depth, self._delay, self._looks_ahead = options.depth, options.delay, options.in_flight > 1
+        self._depth, self._delay, self._looks_ahead = options.depth, options.delay, options.depth > 1
         self._whole = options.weights == "whole" and self._looks_ahead
         self.exchange.delay = options.delay if self._whole else 0
         self.exchange.after = self._after_backward
