@@ -17,7 +17,6 @@ from dglx_dist.comm.session import start_session
 from dglx_dist.dataloading import negative
 from dglx_dist.dataloading.edge_loader import (
     DistEdgeDataLoader,
-    ExcludeRule,
     build_pairs,
     open_exclude,
     read_rule,
@@ -331,8 +330,7 @@ def test_a_node_samplers_own_code_is_told_what_to_exclude(g: DistGraph) -> None:
 
 def excluded(g: DistGraph, edges: dict[Any, list[int]], **options: Any) -> dict[Any, list[int]]:
     given = {etype: np.array(ids, np.int64) for etype, ids in edges.items()}
-    rule = ExcludeRule(**options)
-    found = open_exclude(g, rule.exclude, read_rule(g, rule, given))(given)
+    found = open_exclude(g, options["exclude"], read_rule(g, given, **options))(given)
     return {etype: ids.tolist() for etype, ids in found.items()}
 
 
