@@ -110,6 +110,8 @@ def test_sparse_features_are_stored_dense(tmp_path: Path) -> None:
     dataset = store(graph, owners, tmp_path / "d")
     assert dataset.part(0).node_data(NODE_TYPE, "feat").tolist() == [[0, 0, 0, 0], [5, 0, 0, 0]]
     assert dataset.part(1).node_data(NODE_TYPE, "feat").tolist() == [[0, 2, 0, 1]]
+    assert rows.dense(np.array([2, 0, 2])).tolist() == [[5, 0, 0, 0], [0, 2, 0, 1], [5, 0, 0, 0]]
+    assert rows.dense(np.empty(0, np.int64)).shape == (0, 4)
 
 
 def test_bfloat16_is_kept_as_its_bits(tmp_path: Path) -> None:
