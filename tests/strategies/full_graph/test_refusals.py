@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import dgl
@@ -19,6 +20,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.full_graph.local_graphs import local_graph
+from tests.helpers import refusal
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 from tests.strategies.full_graph import runs
@@ -81,6 +83,7 @@ class Shallow(nn.Module):
 
 
 Case = Callable[[Any, DistGraph], Any]
+refused = partial(refusal, kind=ConfigError)
 
 
 def loads(make: Callable[[], Any] = runs.sampler, seeds: Tensor | None = None, **options: Any) -> Case:
@@ -192,14 +195,6 @@ OPTIONS: Sequence[tuple[str, dict[str, Any], str]] = (
 )
 
 
-def refusal(work: Callable[[], Any]) -> str:
-    try:
-        work()
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
 def on_rank(folder: str) -> dict[str, str]:
     with start_session(strategy="dp", timeout_s=30) as session:
         g = DistGraph(folder)
@@ -207,12 +202,12 @@ def on_rank(folder: str) -> dict[str, str]:
         for name in STRATEGY_NAMES:
             strategy: Any = STRATEGIES.get(name)(session, {})
             for case, (work, _) in CASES.items():
-                found[f"{name}/{case}"] = refusal(lambda: work(strategy, g))  # noqa: B023
-        found["local graph"] = refusal(lambda: local_graph(g))
+                found[f"{name}/{case}"] = refused(lambda: work(strategy, g))  # noqa: B023
+        found["local graph"] = refused(lambda: local_graph(g))
         too_many: Any = STRATEGIES.get("shared_preload")(session, {"hops": 3})
-        found["hops"] = refusal(lambda: loads()(too_many, g))
+        found["hops"] = refused(lambda: loads()(too_many, g))
         differing: Any = STRATEGIES.get("full_graph")(session, {"use_pp": bool(g.rank())})
-        found["differing"] = refusal(lambda: loads()(differing, g))
+        found["differing"] = refused(lambda: loads()(differing, g))
         g.barrier()
         return found
 
@@ -245,10 +240,10 @@ def two_on_rank(folder: str) -> list[str]:
         messages = []
         for name in STRATEGY_NAMES:
             strategy: Any = STRATEGIES.get(name)(session, {})
-            messages.append(refusal(lambda: strategy.wrap(runs.first_model("sage"), g)))  # noqa: B023
+            messages.append(refused(lambda: strategy.wrap(runs.first_model("sage"), g)))  # noqa: B023
             seeds = {"user": torch.arange(2)}
-            messages.append(refusal(lambda: strategy.loader(g, seeds, runs.sampler())))  # noqa: B023
-        return [*messages, refusal(lambda: local_graph(g))]
+            messages.append(refused(lambda: strategy.loader(g, seeds, runs.sampler())))  # noqa: B023
+        return [*messages, refused(lambda: local_graph(g))]
 
 
 def test_graphs_of_several_types_are_refused(folders: tuple[str, str]) -> None:
