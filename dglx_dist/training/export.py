@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +73,7 @@ def write_embeddings(
     session = g.session
     is_first = session.topology.rank == 0
 
-    def checked() -> tuple[Path, tuple[_Table, ...]]:
+    def checked() -> tuple[Path, dict[str, DistTensor]]:
         _check_column(name, row_group_bytes)
         tables = _tables(rows, g)
         g.kvstore.fence()
@@ -93,22 +92,13 @@ def write_embeddings(
     return Path(folder)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Table:
-    """The rows of one node type and their folder."""
-
-    ntype: str
-    rows: DistTensor
-    subfolder: str
-    """"" for the folder itself."""
-
-
-def _tables(rows: DistTensor | Mapping[str, DistTensor], g: DistGraph) -> tuple[_Table, ...]:
+def _tables(rows: DistTensor | Mapping[str, DistTensor], g: DistGraph) -> dict[str, DistTensor]:
+    """Return the tensors by their subfolder, "" for the folder itself."""
     is_mapping = isinstance(rows, Mapping)
     if is_mapping and not rows:
         raise ConfigError("there are no rows to write; give a DistTensor, or node type to DistTensor")
     named: Mapping[str | None, Any] = dict(rows) if is_mapping else {None: rows}  # type: ignore[arg-type]
-    tables = []
+    tables = {}
     for ntype, tensor in named.items():
         what = "rows" if ntype is None else f"rows[{ntype!r}]"
         if not isinstance(tensor, DistTensor):
@@ -127,8 +117,8 @@ def _tables(rows: DistTensor | Mapping[str, DistTensor], g: DistGraph) -> tuple[
             raise ConfigError(f"{what} has the nodes of type {owner!r}; use that key")
         if math.prod(tensor.shape[1:]) == 0:
             raise ConfigError(f"{what} has shape {tuple(tensor.shape)}; a row must have at least one value")
-        tables.append(_Table(ntype=owner, rows=tensor, subfolder=safe_name(owner) if is_mapping else ""))
-    return tuple(tables)
+        tables[safe_name(owner) if is_mapping else ""] = tensor
+    return tables
 
 
 def _check_column(name: str, row_group_bytes: int) -> None:
@@ -150,30 +140,30 @@ def _is_export(folder: Path) -> bool:
     return index.is_file() and FORMAT in index.read_text(encoding="utf-8", errors="replace")
 
 
-def _make_folders(partial: Path, tables: tuple[_Table, ...]) -> None:
+def _make_folders(partial: Path, subfolders: Iterable[str]) -> None:
     with named_failures(partial):
-        for table in tables:
-            (partial / table.subfolder).mkdir(parents=True, exist_ok=True)
+        for subfolder in subfolders:
+            (partial / subfolder).mkdir(parents=True, exist_ok=True)
 
 
 def _write_share(
-    tables: tuple[_Table, ...], g: DistGraph, partial: Path, name: str, row_group_bytes: int
+    tables: Mapping[str, DistTensor], g: DistGraph, partial: Path, name: str, row_group_bytes: int
 ) -> list[dict[str, Any]]:
     # Returns the index entries of this rank's files.
     rank = g.session.topology.rank
     files = []
-    for table in tables:
-        first, last = table.rows.part_policy.owned_range
-        path = Path(table.subfolder) / f"part-{rank:05d}.parquet"
-        schema = pa.schema([(ID, _id_type(g, table.ntype)), (name, _row_type(table.rows))])
-        step = max(row_group_bytes // _row_bytes(table.rows), 1)
+    for subfolder, rows in tables.items():
+        ntype, (first, last) = str(rows.part_policy.type_name), rows.part_policy.owned_range
+        path = Path(subfolder) / f"part-{rank:05d}.parquet"
+        schema = pa.schema([(ID, _id_type(g, ntype)), (name, _row_type(rows))])
+        step = max(row_group_bytes // _row_bytes(rows), 1)
         with named_failures(partial), pq.ParquetWriter(partial / path, schema) as writer:
             for start in range(first, last, step):
                 ids = np.arange(start, min(start + step, last))
-                columns = [_ids(g, table.ntype, ids, schema.field(ID).type)]
-                columns.append(_lists(table.rows[torch.from_numpy(ids)], schema.field(name).type))
+                columns = [_ids(g, ntype, ids, schema.field(ID).type)]
+                columns.append(_lists(rows[torch.from_numpy(ids)], schema.field(name).type))
                 writer.write_table(pa.Table.from_arrays(columns, schema=schema), row_group_size=len(ids))
-        files.append({"ntype": table.ntype, "path": path.as_posix(), "num_rows": last - first})
+        files.append({"ntype": ntype, "path": path.as_posix(), "num_rows": last - first})
     return files
 
 
