@@ -330,11 +330,12 @@ class RGCN(RelationalModel):
         num_dst = {ntype: block.num_dst_nodes(ntype) for ntype in wanted}
         rows = torch.cat([own[module_name(ntype)](h[ntype][:count]) for ntype, count in num_dst.items()])
         found = _edges_by_relation(block, self.ntypes, self.etypes, num_dst)
-        if found.sizes:
+        if found is not None:
+            merged, sizes, targets = found
             weight = self.bases[depth]() if len(self.bases) else self.weights[depth]
-            means = dgl.ops.copy_u_mean(found.block, torch.cat([h[ntype] for ntype in self.ntypes]))
-            parts = zip(torch.split(means, list(found.sizes.values())), found.sizes, strict=True)
-            rows = rows.index_add(0, found.targets, torch.cat([part @ weight[k] for part, k in parts]))
+            means = dgl.ops.copy_u_mean(merged, torch.cat([h[ntype] for ntype in self.ntypes]))
+            parts = zip(torch.split(means, list(sizes.values())), sizes, strict=True)
+            rows = rows.index_add(0, targets, torch.cat([part @ weight[k] for part, k in parts]))
         if not is_last:
             rows = self.dropout(torch.relu(rows))
         return dict(zip(num_dst, torch.split(rows, list(num_dst.values())), strict=True))
@@ -347,21 +348,15 @@ def _weights_of_relations(num_relations: int, into: int, out: int) -> nn.Paramet
     return nn.Parameter(weights)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _EdgesByRelation:
-    """The edges of a block, merged, with a destination for each pair of relation and destination."""
-
-    block: Any
-    """From all sources, type by type, to the (n,) pairs that have edges, relation by relation."""
-    sizes: Mapping[int, int]
-    """Position of the relation to its number of pairs, for relations with edges."""
-    targets: Tensor
-    """(n,) int64 destination of each pair among those of the wanted types."""
-
-
 def _edges_by_relation(
     block: Any, ntypes: Sequence[str], etypes: Sequence[EdgeType], num_dst: Mapping[str, int]
-) -> _EdgesByRelation:
+) -> tuple[Any, dict[int, int], Tensor] | None:
+    """Merge the edges of a block, with a destination for each pair of relation and destination.
+
+    Returns a block from all sources, type by type, to the (n,) pairs that have edges, relation by relation;
+    position of the relation to its number of pairs, for relations with edges; and the (n,) int64 destination
+    of each pair among those of the wanted types. None without edges.
+    """
     # One product for all relations; with one each, every relation would touch all sources and destinations.
     num_src = {ntype: block.num_src_nodes(ntype) for ntype in ntypes}
     first_src, first_dst = _starts(num_src, 0), _starts(num_dst, 0)
@@ -377,8 +372,7 @@ def _edges_by_relation(
         degrees.append(degree[pairs])
         targets.append(pairs + first_dst[etype[2]])
     if not sizes:
-        nothing = torch.empty(0, dtype=torch.int64, device=block.device)
-        return _EdgesByRelation(block=None, sizes={}, targets=nothing)
+        return None
     all_sources = torch.cat(sources)
     indptr = F.pad(torch.cat(degrees).cumsum(0, dtype=all_sources.dtype), (1, 0))
     merged = dgl.create_block(
@@ -386,7 +380,7 @@ def _edges_by_relation(
         num_src_nodes=sum(num_src.values()),
         num_dst_nodes=len(indptr) - 1,
     )
-    return _EdgesByRelation(block=merged, sizes=sizes, targets=torch.cat(targets))
+    return merged, sizes, torch.cat(targets)
 
 
 @final
