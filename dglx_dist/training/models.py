@@ -119,9 +119,6 @@ def check_kind(kind: str, known: Sequence[str] = MODEL_KINDS) -> None:
         )
 
 
-Degrees: TypeAlias = Callable[[DGLBlock], tuple[Tensor, Tensor]]
-"""A block to degrees in the whole graph: in-degrees of its destinations, out-degrees of its sources."""
-
 _NORM = "symmetric_norm"
 
 
@@ -143,12 +140,12 @@ class SymmetricConv(SplittableConv):
         super().__init__()
         self.conv = dgl.nn.GraphConv(in_dim, out_dim, norm="none", allow_zero_in_degree=True)
         self.cut = {"conv.weight": 0}
-        # A function, so that copies of the layer share the graph.
-        self._degrees = _degrees_of(graph)
+        self._graph = graph
 
     def own_edges(self, block: DGLBlock) -> dict[str, Tensor]:
         """Return the (E1,) norms of the edges."""
-        d, o = (one.clamp(min=1).to(self.conv.weight.dtype) for one in self._degrees(block))
+        d = self._graph.in_degrees(block.dstdata[dgl.NID]).clamp(min=1).to(self.conv.weight.dtype)
+        o = self._graph.out_degrees(block.srcdata[dgl.NID]).clamp(min=1).to(self.conv.weight.dtype)
         k = block.in_degrees().clamp(min=1).to(d)
         source, destination = (ends.long() for ends in block.edges())
         return {_NORM: (d.sqrt() / k)[destination] * o.rsqrt()[source]}
@@ -176,14 +173,6 @@ class SymmetricConv(SplittableConv):
             depends_on_the_graph=True,
             takes_activation=True,
         )
-
-
-def _degrees_of(graph: DistGraph) -> Degrees:
-    def degrees(block: DGLBlock) -> tuple[Tensor, Tensor]:
-        with torch.no_grad():
-            return graph.in_degrees(block.dstdata[dgl.NID]), graph.out_degrees(block.srcdata[dgl.NID])
-
-    return degrees
 
 
 class Layered(nn.Module, ABC):
