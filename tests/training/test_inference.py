@@ -255,27 +255,9 @@ def test_who_tells_no_layers_is_asked_for_them(layers: Any, message: str) -> Non
         layers_of(Model(), layers, None)
 
 
-@pytest.mark.parametrize(
-    ("value", "paths"),
-    [
-        (1, [()]),
-        ({"a": 1, "b": 2}, [("a",), ("b",)]),
-        ((1, {"a": 2}), [(0,), (1, "a")]),
-        ({"a": (1, 2), "b": {"c": 3}}, [("a", 0), ("a", 1), ("b", "c")]),
-    ],
-)
-def test_what_is_nested_comes_back(value: object, paths: list[object]) -> None:
-    flat = flatten(value)
-    assert list(flat) == paths
-    assert nest(flat) == value
-
-
-def test_keys_are_text() -> None:
+def test_what_cannot_be_nested_again_is_refused() -> None:
     with pytest.raises(ConfigError, match="the key 3"):
         flatten({3: 1})
-
-
-def test_a_tuple_that_lacks_a_place_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"only the positions \[1\] belong"):
         nest({(1, "author"): 1})
 
