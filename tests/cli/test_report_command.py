@@ -15,7 +15,6 @@ from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.report.tables import summary_table
 from tests.report.traces import span, trace_of
-from tests.strategies import equality
 from tests.training import hetero
 
 
@@ -54,8 +53,7 @@ def test_options_without_closure_are_told_what_they_are_for() -> None:
             InspectCommand(folder=Path("d"), **options)  # type: ignore[arg-type]
 
 
-def test_inspect_shows_and_draws_it(tmp_path: Path) -> None:
-    folder = equality.write_parts(tmp_path)
+def test_inspect_shows_and_draws_it(folder: Path) -> None:
     shown = CliRunner().invoke(app, ["inspect", str(folder), "--closure", "--hops", "2", "--servers", "2"])
     assert shown.exit_code == 0, shown.output
     assert "server 1" in shown.output

@@ -16,7 +16,6 @@ from dglx_dist.errors import ConfigError, UnknownNameError
 from dglx_dist.training.config import TrainConfig
 from dglx_dist.training.models import build_resgcn, check_kind
 from tests.helpers.ranks import run_ranks
-from tests.strategies import equality
 
 WIDTH, HIDDEN, CLASSES = 5, 8, 3
 
@@ -143,8 +142,7 @@ def _train(folder: str, out: str) -> list[float]:
     return [epoch.loss for epoch in train_dataset(plan).epochs]
 
 
-def test_a_run_of_the_command_line(tmp_path: Path) -> None:
-    folder = str(equality.write_parts(tmp_path))
-    (losses,) = run_ranks(_train, 1, args=(folder, str(tmp_path / "run")))
+def test_a_run_of_the_command_line(dataset: str, tmp_path: Path) -> None:
+    (losses,) = run_ranks(_train, 1, args=(dataset, str(tmp_path / "run")))
     assert losses[-1] < losses[0]
     assert json.loads((tmp_path / "run" / "config.json").read_text())["recompute"] == "exchange"

@@ -143,13 +143,9 @@ def _wrong_layers(g: DistGraph, inputs: dict[str, DistTensor]) -> None:
     refuse(lambda block, h: {}, "no rows for any node")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return hetero.write_parts(tmp_path_factory.mktemp("inference"))
-
-
 @pytest.mark.parametrize(("ranks", "ranks_per_server"), [(3, 2), *wide((1, 1), (2, 1))])
-def test_results_are_those_of_plain_dgl(folder: Path, ranks: int, ranks_per_server: int) -> None:
+def test_results_are_those_of_plain_dgl(tmp_path: Path, ranks: int, ranks_per_server: int) -> None:
+    folder = str(hetero.write_parts(tmp_path))
     plain = {kind: plain_scores(kind) for kind in ("rgcn", "hgt", "both")}
     labels = hetero.plain_graph().nodes["paper"].data
 
@@ -160,7 +156,7 @@ def test_results_are_those_of_plain_dgl(folder: Path, ranks: int, ranks_per_serv
             for name in ("train_mask", "val_mask", "test_mask")
         }
 
-    for result in run_ranks(_results, ranks, args=(str(folder),), ranks_per_server=ranks_per_server):
+    for result in run_ranks(_results, ranks, args=(folder,), ranks_per_server=ranks_per_server):
         _same(result["rgcn"], plain["rgcn"], set(hetero.NUM_NODES))
         _same(result["hgt"], plain["hgt"], set(hetero.NUM_NODES))
         _same(result["minibatch"], plain["rgcn"], set(hetero.NUM_NODES))
@@ -178,8 +174,7 @@ def _same(found: dict[str, Any], expected: dict[str, Tensor], ntypes: set[str]) 
         np.testing.assert_allclose(rows, expected[ntype].numpy(), rtol=0, atol=1e-12, err_msg=ntype)
 
 
-def test_layers_are_named_and_what_stands_between_them_is_told(tmp_path: Path) -> None:
-    folder = equality.write_parts(tmp_path)
+def test_layers_are_named_and_what_stands_between_them_is_told(folder: Path) -> None:
     convs = nn.ModuleList([dgl.nn.SAGEConv(equality.WIDTH, 5, "mean"), dgl.nn.SAGEConv(5, 3, "mean")])
     model = nn.Module()
     model.layers = convs.double()
@@ -194,9 +189,8 @@ def test_layers_are_named_and_what_stands_between_them_is_told(tmp_path: Path) -
                 layerwise_inference(model, g, layers=name)
 
 
-def test_one_type_and_a_pair_of_results(tmp_path: Path) -> None:
+def test_one_type_and_a_pair_of_results(folder: Path) -> None:
     """A homogeneous model whose layers hand a pair on, and whose first input is not the features."""
-    folder = equality.write_parts(tmp_path)
     conv = dgl.nn.SAGEConv(equality.WIDTH, 3, "mean").double()
 
     def first(block: Any, h: Tensor) -> tuple[Tensor, Tensor]:
@@ -295,9 +289,9 @@ def own_model(kind: type[nn.Module]) -> nn.Module:
     return kind().double()
 
 
-def _scores(evaluated_folder: str) -> dict[str, Any]:
+def _scores(folder: str) -> dict[str, Any]:
     session = start_session(timeout_s=60)
-    g = DistGraph(evaluated_folder)
+    g = DistGraph(folder)
     results: dict[str, Any] = {}
     tensors = len(g.kvstore.names())
     for kind in equality.MODELS:
@@ -323,13 +317,8 @@ def _scores(evaluated_folder: str) -> dict[str, Any]:
     return results
 
 
-@pytest.fixture(scope="module")
-def evaluated_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return equality.write_parts(tmp_path_factory.mktemp("evaluate"))
-
-
 @pytest.mark.parametrize(("ranks", "ranks_per_server"), [(1, 1), (3, 2), *wide((2, 1), (4, 4))])
-def test_scores_and_accuracy(evaluated_folder: Path, ranks: int, ranks_per_server: int) -> None:
+def test_scores_and_accuracy(folder: Path, ranks: int, ranks_per_server: int) -> None:
     graph = equality.plain_graph()
     features = graph.ndata["feat"]
     plain = {}
@@ -345,7 +334,7 @@ def test_scores_and_accuracy(evaluated_folder: Path, ranks: int, ranks_per_serve
         name: float(correct[graph.ndata[name]].double().mean())
         for name in ("train_mask", "val_mask", "test_mask")
     }
-    for result in run_ranks(_scores, ranks, args=(str(evaluated_folder),), ranks_per_server=ranks_per_server):
+    for result in run_ranks(_scores, ranks, args=(str(folder),), ranks_per_server=ranks_per_server):
         for name, scores in plain.items():
             np.testing.assert_allclose(result[name], scores.numpy(), rtol=0, atol=1e-12, err_msg=name)
         assert result["accuracy"] == pytest.approx(accuracy, abs=1e-15)
