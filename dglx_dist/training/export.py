@@ -42,7 +42,6 @@ def write_embeddings(
     *,
     name: str = "embedding",
     overwrite: bool = False,
-    row_group_bytes: int = ROW_GROUP_BYTES,
 ) -> Path:
     """Write node rows as Parquet files, one per rank. Collective.
 
@@ -60,7 +59,6 @@ def write_embeddings(
         folder: Must not exist, or be empty, unless ``overwrite``.
         name: Name of the column.
         overwrite: Replace the result of an earlier call.
-        row_group_bytes: Approximate size of one row group, at least 1; a rank holds one at a time.
 
     Returns:
         ``folder``.
@@ -74,7 +72,7 @@ def write_embeddings(
     is_first = session.topology.rank == 0
 
     def checked() -> tuple[Path, dict[str, DistTensor]]:
-        _check_column(name, row_group_bytes)
+        _check_column(name)
         tables = _tables(rows, g)
         g.kvstore.fence()
         return Path(folder).absolute(), tables
@@ -84,9 +82,7 @@ def write_embeddings(
     run_on_all_ranks(session, lambda: check_target(target, overwrite) if is_first else None)
     with shared_partial_folder(session, target) as partial:
         run_on_all_ranks(session, lambda: _make_folders(partial, tables) if is_first else None)
-        local_files = run_on_all_ranks(
-            session, lambda: _write_share(tables, g, partial, name, row_group_bytes)
-        )
+        local_files = run_on_all_ranks(session, lambda: _write_share(tables, g, partial, name))
         files = gather_json(local_files, session)
         run_on_all_ranks(session, lambda: _finish(partial, target, files, overwrite) if is_first else None)
     return Path(folder)
@@ -121,13 +117,11 @@ def _tables(rows: DistTensor | Mapping[str, DistTensor], g: DistGraph) -> dict[s
     return tables
 
 
-def _check_column(name: str, row_group_bytes: int) -> None:
+def _check_column(name: str) -> None:
     if not isinstance(name, str) or name in ("", ID):
         raise ConfigError(f"name={name!r}; give the column of the rows a name other than {ID!r}")
     if not name.isprintable():
         raise ConfigError(f"name={name!r} has unprintable characters; choose another name")
-    if not isinstance(row_group_bytes, int) or row_group_bytes < 1:
-        raise ConfigError(f"row_group_bytes={row_group_bytes!r}; it must be a whole number of at least 1")
 
 
 def check_target(target: Path, overwrite: bool) -> None:
@@ -147,7 +141,7 @@ def _make_folders(partial: Path, subfolders: Iterable[str]) -> None:
 
 
 def _write_share(
-    tables: Mapping[str, DistTensor], g: DistGraph, partial: Path, name: str, row_group_bytes: int
+    tables: Mapping[str, DistTensor], g: DistGraph, partial: Path, name: str
 ) -> list[dict[str, Any]]:
     # Returns the index entries of this rank's files.
     rank = g.session.topology.rank
@@ -156,7 +150,7 @@ def _write_share(
         ntype, (first, last) = str(rows.part_policy.type_name), rows.part_policy.owned_range
         path = Path(subfolder) / f"part-{rank:05d}.parquet"
         schema = pa.schema([(ID, _id_type(g, ntype)), (name, _row_type(rows))])
-        step = max(row_group_bytes // _row_bytes(rows), 1)
+        step = max(ROW_GROUP_BYTES // _row_bytes(rows), 1)
         with named_failures(partial), pq.ParquetWriter(partial / path, schema) as writer:
             for start in range(first, last, step):
                 ids = np.arange(start, min(start + step, last))
