@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, final
@@ -118,33 +117,13 @@ class EntityInputs:
         return rows.float() if rows.dtype in HALVES else rows
 
 
-@dataclass(frozen=True, kw_only=True)
-class MergedBlock:
-    """A block merged to one node and one edge type; sources begin with the destinations, type by type."""
+def _merged(block: Any, num_dst: Mapping[str, int], etypes: Sequence[EdgeType]) -> tuple[Any, Tensor, Tensor]:
+    """Merge a block to one node and one edge type; sources begin with the destinations, type by type.
 
-    block: Any
-    node_type: Tensor
-    """(num_src,) int64 position in the node types."""
-    edge_type: Tensor
-    """(E,) int64 position in the edge types."""
-    num_dst: Mapping[str, int]
-    """Destinations per node type, in order."""
-
-    def join(self, rows: Mapping[str, Tensor]) -> Tensor:
-        """Return the (num_src, F) rows of all sources from the rows by type."""
-        heads = [rows[ntype][:count] for ntype, count in self.num_dst.items()]
-        tails = [rows[ntype][count:] for ntype, count in self.num_dst.items()]
-        return torch.cat([*heads, *tails])
-
-    def split(self, rows: Tensor) -> dict[str, Tensor]:
-        """Undo :meth:`join` for (num_dst, H) rows of the destinations."""
-        return dict(zip(self.num_dst, torch.split(rows, list(self.num_dst.values())), strict=True))
-
-
-def merge_block(block: Any, ntypes: Sequence[str], etypes: Sequence[EdgeType]) -> MergedBlock:
-    """Merge ``block``, whose types are among ``ntypes`` and ``etypes``."""
-    num_dst = {ntype: block.num_dst_nodes(ntype) for ntype in ntypes}
-    num_rest = {ntype: block.num_src_nodes(ntype) - num_dst[ntype] for ntype in ntypes}
+    Returns it, the (num_src,) int64 position of the sources in the node types, and the (E,) int64 position of
+    the edges in the edge types.
+    """
+    num_rest = {ntype: block.num_src_nodes(ntype) - count for ntype, count in num_dst.items()}
     first_dst = _starts(num_dst, 0)
     first_rest = _starts(num_rest, sum(num_dst.values()))
     sources, destinations, kinds = [], [], []
@@ -161,10 +140,12 @@ def merge_block(block: Any, ntypes: Sequence[str], etypes: Sequence[EdgeType]) -
         num_dst_nodes=total,
     )
     counts = torch.tensor([*num_dst.values(), *num_rest.values()], device=block.device)
-    numbers = torch.arange(len(ntypes), device=block.device).repeat(2)
-    return MergedBlock(
-        block=merged, node_type=numbers.repeat_interleave(counts), edge_type=torch.cat(kinds), num_dst=num_dst
-    )
+    numbers = torch.arange(len(num_dst), device=block.device).repeat(2)
+    return merged, numbers.repeat_interleave(counts), torch.cat(kinds)
+
+
+def _by_type(rows: Tensor, num_dst: Mapping[str, int]) -> dict[str, Tensor]:
+    return dict(zip(num_dst, torch.split(rows, list(num_dst.values())), strict=True))
 
 
 def _starts(counts: Mapping[str, int], first: int) -> dict[str, int]:
@@ -338,7 +319,7 @@ class RGCN(RelationalModel):
             rows = rows.index_add(0, targets, torch.cat([part @ weight[k] for part, k in parts]))
         if not is_last:
             rows = self.dropout(torch.relu(rows))
-        return dict(zip(num_dst, torch.split(rows, list(num_dst.values())), strict=True))
+        return _by_type(rows, num_dst)
 
 
 def _weights_of_relations(num_relations: int, into: int, out: int) -> nn.Parameter:
@@ -422,6 +403,9 @@ class HGT(RelationalModel):
     def layer(self, depth: int, block: Any, h: Rows) -> Rows:
         if depth == 0:
             h = {ntype: F.gelu(rows) for ntype, rows in h.items()}
-        merged = merge_block(block, self.ntypes, self.etypes)
-        rows = self.convs[depth](merged.block, merged.join(h), merged.node_type, merged.edge_type)
-        return merged.split(self.head(rows) if depth == self.num_layers - 1 else rows)
+        num_dst = {ntype: block.num_dst_nodes(ntype) for ntype in self.ntypes}
+        heads = [h[ntype][:count] for ntype, count in num_dst.items()]
+        tails = [h[ntype][count:] for ntype, count in num_dst.items()]
+        merged, node_type, edge_type = _merged(block, num_dst, self.etypes)
+        rows = self.convs[depth](merged, torch.cat([*heads, *tails]), node_type, edge_type)
+        return _by_type(self.head(rows) if depth == self.num_layers - 1 else rows, num_dst)
