@@ -395,15 +395,7 @@ def _save_sparse(sparse: Sparse, checkpoint: Path) -> int:
     """Write embeddings and optimiser state below ``checkpoint``; return their number. Collective."""
     optimizers = optimizers_of(sparse)
     for number, optimizer in enumerate(optimizers):
-        folder, session = _sparse_folder(checkpoint, number), optimizer.session
-
-        def make(folder: Path = folder, is_first: bool = session.topology.rank == 0) -> None:
-            if is_first:
-                with named_failures(folder):
-                    folder.mkdir(parents=True)
-
-        run_on_all_ranks(session, make)
-        optimizer.write_into(folder)
+        optimizer.write_into(_sparse_folder(checkpoint, number))
     return len(optimizers)
 
 
