@@ -303,17 +303,9 @@ def draw_pipeline(
     first, last = _choose(trace, GRAPH_SERVER, epochs, unit="epoch", usual=_SHOWN_EPOCHS, early=1)
     shown = _window(trace, first, last)
     rows = [row for rank in trace.ranks for row in _pipeline_rows(rank, shown)]
-    heading = f"{title}: epochs {first} to {last}, {pipeline_text(trace)}"
+    heading = f"{title}: epochs {first} to {last}, {overlap_text(trace)}"
     _draw_rows(rows, _draw_intervals, path, shown=shown, title=heading)
     return first, last
-
-
-def pipeline_text(trace: TraceFile) -> str:
-    """Return ``82.0 % of the workers' time beside graph servers`` for the whole trace."""
-    fraction = overlap(trace, WORKER)
-    if fraction is None:
-        return "no task of a worker"
-    return f"{readable_percent(fraction)} of the workers' time beside graph servers"
 
 
 def _pipeline_rows(rank: RankSpans, shown: tuple[float, float]) -> list[tuple[str, list[Span]]]:
@@ -438,11 +430,12 @@ def draw_schedule(
 
 
 def overlap_text(trace: TraceFile) -> str:
-    """Return ``82 % of the network's time beside compute`` for the whole trace."""
-    fraction = overlap(trace)
-    if fraction is None:
-        return "nothing on the network"
-    return f"{readable_percent(fraction)} of the network's time beside compute"
+    """Return ``82.0 % of the network's time beside compute``, of a pipeline that of its workers."""
+    row, nothing, beside = NETWORK, "nothing on the network", "the network's time beside compute"
+    if has_intervals(trace):
+        row, nothing, beside = WORKER, "no task of a worker", "the workers' time beside graph servers"
+    fraction = overlap(trace, row)
+    return nothing if fraction is None else f"{readable_percent(fraction)} of {beside}"
 
 
 def _longest_part(span: Span, later: Sequence[Span]) -> Span:

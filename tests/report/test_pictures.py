@@ -19,7 +19,6 @@ from dglx_dist.report.pictures import (
     has_intervals,
     overlap,
     overlap_text,
-    pipeline_text,
 )
 from tests.report.records import epoch
 from tests.report.traces import span, trace_of
@@ -127,10 +126,10 @@ def test_an_epoch_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 def test_waiting_workers_are_no_work_and_intervals_survive_the_file(tmp_path: Path) -> None:
     # Workers work 2 s of each epoch, the graph server beside them 1 s of it.
-    assert pipeline_text(trace()) == "50.0 % of the workers' time beside graph servers"
+    assert overlap_text(trace()) == "50.0 % of the workers' time beside graph servers"
     write_trace(tmp_path / "t.json", trace())
     back = read_trace(tmp_path / "t.json")
-    assert pipeline_text(back) == pipeline_text(trace())
+    assert overlap_text(back) == overlap_text(trace())
     assert {one.interval for one in back.ranks[0].spans} == {0, 1, None}
     assert has_intervals(back)
     assert not has_intervals(trace_of([span("forward", "compute", 0, 1, 0)]))
