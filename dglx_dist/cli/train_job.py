@@ -43,7 +43,7 @@ from dglx_dist.training.config import TrainConfig
 from dglx_dist.training.export import check_target, write_embeddings
 from dglx_dist.training.fit import Callback, FitConfig, FitResult
 from dglx_dist.training.inference import flatten, labelled_type, layerwise_inference
-from dglx_dist.training.models import RELATIONAL_KINDS, build_model, build_resgcn
+from dglx_dist.training.models import RELATIONAL_KINDS, ResGCN, build_model
 from dglx_dist.training.relational import HGT, RGCN, EntityInputs
 from dglx_dist.training.tracing import check_trace, without_keys
 
@@ -93,7 +93,7 @@ def build(plan: TrainConfig, g: DistGraph, ntype: str, classes: int) -> BuiltMod
     if plan.model not in RELATIONAL_KINDS:
         width = g.nodes[ntype].data[FEATURE].shape[1]
         if plan.model == "resgcn":
-            return BuiltModel(module=build_resgcn(width, *sizes, recompute=plan.recompute))
+            return BuiltModel(module=ResGCN(width, *sizes, recompute=plan.recompute))
         return BuiltModel(module=build_model(plan.model, width, *sizes, plan.heads, graph=g))
     embeddings = {}
     for name in g.ntypes:

@@ -204,33 +204,29 @@ class Layered(nn.Module, ABC):
 class ResGCN(Layered):
     """ResGCN+: linear encoder, ``h <- h + conv(dropout(relu(norm(h))))`` per layer, linear decoder.
 
-    Args:
-        in_dim: Feature columns.
-        classes: Width of the result.
-        convs: One module per layer, called as ``conv(block, h)``: (num_src, H) to (num_dst, H).
-        hidden: H.
-        dropout: Probability, before every convolution and before the decoder.
-        recompute: One of :data:`RECOMPUTE`; the gradients are the same.
-
-    Raises:
-        ConfigError: ``recompute`` is unknown.
+    The paper has 28, 56 or 112 ``layers``; here they are SAGE's, with the mean. ``dropout`` is before every
+    convolution and the decoder; ``recompute`` one of :data:`RECOMPUTE`, with the same gradients. Initial
+    weights come from torch's global generator. ConfigError: a number is out of range, or ``recompute``
+    unknown.
     """
 
     def __init__(
         self,
         in_dim: int,
-        classes: int,
-        convs: Sequence[nn.Module],
-        *,
         hidden: int,
-        dropout: float,
+        classes: int,
+        layers: int,
+        dropout: float = 0.5,
+        *,
         recompute: str = "none",
     ) -> None:
         super().__init__()
+        _check_sizes("ResGCN+", in_dim, hidden, classes, layers, dropout)
         if recompute not in RECOMPUTE:
             raise ConfigError(f"recompute={recompute!r} must be one of {', '.join(RECOMPUTE)}")
+        convs = [dgl.nn.SAGEConv(hidden, hidden, "mean") for _ in range(layers)]
         self.encoder = nn.Linear(in_dim, hidden)
-        self.norms = nn.ModuleList(nn.LayerNorm(hidden) for _ in range(len(convs) + 1))
+        self.norms = nn.ModuleList(nn.LayerNorm(hidden) for _ in range(layers + 1))
         self.layers = nn.ModuleList(convs)
         self.dropout = nn.Dropout(dropout)
         self.decoder = nn.Linear(hidden, classes)
@@ -275,32 +271,6 @@ class _Halo:
             # A view would keep the local rows alive too.
             self._kept = rows[len(h) :].detach().clone()
         return rows
-
-
-def build_resgcn(
-    in_dim: int,
-    hidden: int,
-    classes: int,
-    layers: int,
-    dropout: float = 0.5,
-    *,
-    conv: str = "sage",
-    graph: DistGraph | None = None,
-    recompute: str = "none",
-) -> ResGCN:
-    """Build a ResGCN+; initial weights come from torch's global generator.
-
-    The paper has 28, 56 or 112 ``layers`` and ``conv="sage"`` (mean); for ``gcn``, ``graph`` is as in
-    :func:`build_model`; ``recompute`` as in :class:`ResGCN`.
-
-    Raises:
-        ConfigError: a number is out of range, or ``conv`` or ``recompute`` is unknown.
-    """
-    _check_sizes("ResGCN+", in_dim, hidden, classes, layers, dropout)
-    if conv not in ("sage", "gcn"):
-        raise ConfigError(f"conv={conv!r} of ResGCN+ must be 'sage' or 'gcn'")
-    convs = [_conv(conv, hidden, hidden, graph=graph) for _ in range(layers)]
-    return ResGCN(in_dim, classes, convs, hidden=hidden, dropout=dropout, recompute=recompute)
 
 
 @final
@@ -381,7 +351,7 @@ def build_model(
     check_kind(kind)
     _check_sizes(f"model {kind!r}", in_dim, hidden, classes, layers, dropout)
     if kind == "resgcn":
-        return build_resgcn(in_dim, hidden, classes, layers, dropout)
+        return ResGCN(in_dim, hidden, classes, layers, dropout)
     if kind == "gat" and (heads < 1 or hidden % heads):
         raise ConfigError(f"heads={heads} must divide hidden={hidden}; choose another number of heads")
     if kind == "sgc":
