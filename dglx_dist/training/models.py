@@ -178,25 +178,31 @@ class SymmetricConv(SplittableConv):
 class Layered(nn.Module, ABC):
     """A model of one layer for each block."""
 
-    layers: nn.ModuleList
+    num_layers: int
 
-    def forward(self, blocks: Any, h: Tensor) -> Tensor:
-        """Map (num_src, F) rows of the first block to (num_dst, C) scores of the last one's destinations.
+    def forward(self, blocks: Any, h: Any) -> Any:
+        """Map the (num_src, F) rows of the first block to (num_dst, C) scores of the last one's destinations.
 
-        ``blocks`` are one per layer, input-most first, or one graph for all layers.
+        ``blocks`` are one per layer, input-most first, or one graph for all layers. ConfigError: their number
+        is another.
         """
         if isinstance(blocks, dgl.DGLGraph):
-            blocks = [blocks] * len(self.layers)
+            blocks = [blocks] * self.num_layers
+        if len(blocks) != self.num_layers:
+            raise ConfigError(
+                f"{self.num_layers} layers need {self.num_layers} blocks, not {len(blocks)}; "
+                "give the sampler one fan-out per layer"
+            )
         for layer, block in zip(self.inference_layers(), blocks, strict=True):
             h = layer(block, h)
         return h
 
     def inference_layers(self) -> list[InferenceLayer]:
         """Return one ``(block, h) -> h`` per layer, first layer first."""
-        return [partial(self._layer, depth) for depth in range(len(self.layers))]
+        return [partial(self._layer, depth) for depth in range(self.num_layers)]
 
     @abstractmethod
-    def _layer(self, depth: int, block: Any, h: Tensor) -> Tensor:
+    def _layer(self, depth: int, block: Any, h: Any) -> Any:
         """Return the (num_dst, H) result of one layer on (num_src, F) rows."""
 
 
@@ -227,7 +233,7 @@ class ResGCN(Layered):
         convs = [dgl.nn.SAGEConv(hidden, hidden, "mean") for _ in range(layers)]
         self.encoder = nn.Linear(in_dim, hidden)
         self.norms = nn.ModuleList(nn.LayerNorm(hidden) for _ in range(layers + 1))
-        self.layers = nn.ModuleList(convs)
+        self.layers, self.num_layers = nn.ModuleList(convs), layers
         self.dropout = nn.Dropout(dropout)
         self.decoder = nn.Linear(hidden, classes)
         self.recompute = recompute
@@ -240,7 +246,7 @@ class ResGCN(Layered):
             h = residual(h)
         else:
             h = checkpoint(residual, h, use_reentrant=False)
-        return self.decoder(self._activated(h, depth + 1)) if depth == len(self.layers) - 1 else h
+        return self.decoder(self._activated(h, depth + 1)) if depth == self.num_layers - 1 else h
 
     def _residual(self, depth: int, block: Any, halo: _Halo, h: Tensor) -> Tensor:
         out = self.layers[depth](block, halo.all_rows(self._activated(h, depth)))
@@ -284,13 +290,13 @@ class Stack(Layered):
         self, convs: Sequence[nn.Module], activation: Callable[[Tensor], Tensor], dropout: float
     ) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(convs)
+        self.layers, self.num_layers = nn.ModuleList(convs), len(convs)
         self.dropout = nn.Dropout(dropout)
         self._activation = activation
 
     def _layer(self, depth: int, block: Any, h: Tensor) -> Tensor:
         h = self.layers[depth](block, h)
-        last = depth == len(self.layers) - 1
+        last = depth == self.num_layers - 1
         if h.dim() == 3:
             h = h.mean(1) if last else h.flatten(1)
         return h if last else self.dropout(self._activation(h))

@@ -6,9 +6,8 @@ out_dim)}``; for a graph of one node type, input and output may be tensors.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, final
 
@@ -22,7 +21,7 @@ from dglx_dist.dataloading.feature_fetch import HALVES
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.records import FEATURE, EdgeType
-from dglx_dist.training.models import InferenceLayer
+from dglx_dist.training.models import Layered
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -170,7 +169,7 @@ def module_name(kind: str | EdgeType) -> str:
     return f"%{name}" if hasattr(nn.ModuleDict(), name) else name
 
 
-class RelationalModel(nn.Module, ABC):
+class RelationalModel(Layered):
     """Input projections, then layers over the blocks.
 
     Args:
@@ -182,7 +181,8 @@ class RelationalModel(nn.Module, ABC):
         out_types: Node types of the result; None: all.
 
     Raises:
-        ConfigError: a number is below 1, or a type does not exist.
+        ConfigError: a number is below 1, or a type does not exist; in ``forward``, rows of an embedding are
+            not ``hidden`` wide.
     """
 
     def __init__(
@@ -214,33 +214,14 @@ class RelationalModel(nn.Module, ABC):
     def layer(self, depth: int, block: Any, h: Rows) -> Rows:
         """Map (num_src, hidden) rows of every type to (num_dst, ...) rows of the destinations."""
 
-    def forward(self, blocks: Sequence[Any], x: Rows | Tensor) -> Any:
-        """Map input rows of the first block's sources to results of the last block's destinations.
-
-        Raises:
-            ConfigError: embedding rows are not ``hidden`` wide, or there is not one block per layer.
-        """
-        if len(blocks) != self.num_layers:
-            raise ConfigError(
-                f"{self.num_layers} layers need {self.num_layers} blocks, not {len(blocks)}; "
-                "give the sampler one fan-out per layer"
-            )
-        for inference_layer, block in zip(self.inference_layers(), blocks, strict=True):
-            x = inference_layer(block, x)
-        return x
-
-    def inference_layers(self) -> list[InferenceLayer]:
-        """Return one ``(block, rows) -> rows`` per layer, first layer first."""
-        return [partial(self._step, depth) for depth in range(self.num_layers)]
-
-    def _step(self, depth: int, block: Any, x: Rows | Tensor) -> Rows | Tensor:
-        h = {self.ntypes[0]: x} if isinstance(x, Tensor) else dict(x)
+    def _layer(self, depth: int, block: Any, h: Rows | Tensor) -> Rows | Tensor:
+        rows = {self.ntypes[0]: h} if isinstance(h, Tensor) else dict(h)
         if depth == 0:
-            h = {ntype: self._projected(ntype, rows) for ntype, rows in h.items()}
-        h = self.layer(depth, block, h)
+            rows = {ntype: self._projected(ntype, of_type) for ntype, of_type in rows.items()}
+        rows = self.layer(depth, block, rows)
         if depth == self.num_layers - 1:
-            h = {ntype: rows for ntype, rows in h.items() if ntype in self.out_types}
-        return h[self.ntypes[0]] if isinstance(x, Tensor) else h
+            rows = {ntype: of_type for ntype, of_type in rows.items() if ntype in self.out_types}
+        return rows[self.ntypes[0]] if isinstance(h, Tensor) else rows
 
     def _projected(self, ntype: str, rows: Tensor) -> Tensor:
         if module_name(ntype) in self.project:
