@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -85,35 +84,6 @@ def touch(folder: Path, *names: str) -> Path:
 def test_other_folders_are_refused(tmp_path: Path, names: list[str], message: str) -> None:
     with pytest.raises(DatasetError, match=message):
         find_layout(touch(tmp_path, *names))
-
-
-BY_TYPE = {"a:to:b": {"file": "e.csv"}}
-
-
-@pytest.mark.parametrize(
-    ("description", "message"),
-    [
-        ({"nodes": {}}, "key 'edges' is missing"),
-        ({"edges": BY_TYPE, "vertices": {}}, "key 'vertices' is not supported"),
-        ({"edges": {"a:b": {"file": "e.csv"}}}, "an edge type is SOURCE:RELATION:DESTINATION, not 'a:b'"),
-        ({"edges": {"a:to:b": {}}}, "key 'edges.a:to:b.file' is missing"),
-        ({"edges": {"a:to:b": {"file": "e.csv", "src": "x"}}}, "key 'edges.a:to:b.src' is not supported"),
-        ({"edges": {"a:to:b": {"file": "e.csv", "source": "x"}}}, "both or none of source, destination"),
-        (
-            {"edges": BY_TYPE, "nodes": {"a": {"file": "n", "features": "x"}}},
-            "features' is 'x', expected a list",
-        ),
-        ({"edges": BY_TYPE, "nodes": {"a": {"file": "n", "classes": 0}}}, "classes' is 0, expected a whole"),
-        ({"edges": ["e.csv"]}, "'edges' is .*, expected an object"),
-        (["e.csv"], "it is .*, expected an object"),
-        ("{", "is not valid JSON"),
-    ],
-)
-def test_wrong_descriptions_are_refused(tmp_path: Path, description: object, message: str) -> None:
-    path = tmp_path / "shop.json"
-    path.write_text(description if isinstance(description, str) else json.dumps(description))
-    with pytest.raises(DatasetError, match=rf"shop\.json.*{message}"):
-        find_layout(path)
 
 
 NODES = (
@@ -201,32 +171,6 @@ def test_several_types_by_folders(tmp_path: Path) -> None:
     assert [ids.tolist() for ids in graph.edges[("user", "buys", "item")]] == [[1, 0], [1, 0]]
     assert [ids.tolist() for ids in graph.edges[("item", "of", "user")]] == [[0], [1]]
     assert graph.user_ids["item"].tolist() == [3, 7]
-
-
-DESCRIPTION = {
-    "name": "shop",
-    "nodes": {
-        "_N": {"file": "people.csv", "id": "who", "label": "team", "classes": 5, "split": "use",
-               "features": ["income", "age"], "ignore": ["note"]}
-    },
-    "edges": {"_N:_E:_N": {"file": "calls.csv", "source": "from", "destination": "to"}},
-}  # fmt: skip
-
-
-def test_a_description_names_the_columns(tmp_path: Path) -> None:
-    people = "who,team,use,age,income,note\n8,4,0,30,10,hi\n6,2,1,40,20,ho\n"
-    tables = {"calls_dot_csv": "from,to\n6,8\n", "graph_dot_json": json.dumps(DESCRIPTION)}
-    graph = load_dataset(write(tmp_path, people_dot_csv=people, **tables) / "graph.json")
-    assert (graph.name, graph.num_classes) == ("shop", {NODE_TYPE: 5})
-    columns = columns_of(graph)
-    assert columns["feat"].tolist() == [[10, 30], [20, 40]]
-    assert columns["label"].tolist() == [4, 2]
-    assert set(columns) == {"feat", "label", "train_mask", "val_mask"}
-    assert edges_of(graph) == [[1], [0]]
-    assert load_dataset(tmp_path).name == "shop"  # the folder of a description is read by it
-    write(tmp_path, people_dot_csv=people.replace("8,4,", "8,5,"))
-    with pytest.raises(DatasetError, match=r"people\.csv: column 'label', row 0: label 5 is outside 0\.\.4"):
-        load_dataset(tmp_path)
 
 
 BAD_TABLES = {
