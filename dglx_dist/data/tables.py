@@ -58,6 +58,12 @@ class Column:
         """Return ``count`` values from value number ``first`` on."""
         return replace(self, values=self.values.slice(first, count), first_row=self.first_row + first)
 
+    def refuse(self, odd: Array, problem: str, what: str = "") -> None:
+        """Raise the error that the first of the (K,) ``odd`` values, ``what`` before it, has ``problem``."""
+        if odd.any():
+            at = first_true(odd)
+            raise self.error(f"{what}{self.values[at].as_py()!r} {problem}", at)
+
     def refuse_gaps(self) -> None:
         if self.values.null_count:
             at = first_true(pc.is_null(self.values))
@@ -157,25 +163,22 @@ def plain(values: Any) -> Any:
     return values.cast(pa.large_string()) if pa.types.is_string_view(values.type) else values
 
 
-def id_column(table: Any, name: str, where: str) -> Any:
-    """Return the ids in column ``name`` as a pyarrow int64 or large_string array without gaps."""
+def id_column(table: Any, name: str, where: str) -> Column:
+    """Return the column ``name`` of ids as int64 or large_string without gaps."""
     ids = column(table, name, where)
     if table.num_rows == 0:
         raise DatasetError(f"{where}: the table has no row, which would leave the graph empty")
     ids.refuse_non_ids()
-    return ids.as_int64() if ids.is_whole else ids.values.cast(pa.large_string())
+    return replace(ids, values=ids.as_int64() if ids.is_whole else ids.values.cast(pa.large_string()))
 
 
-def stacked_columns(table: Any, names: Sequence[str], where: str) -> Array:
-    """Return the named number columns as one (K, F) float32 array."""
+def _stacked(table: Any, names: Sequence[str], where: str) -> Array:
     stacked = np.empty((table.num_rows, len(names)), dtype=np.float32)
     for position, name in enumerate(names):
         one = column(table, name, where)
         values = one.numbers()
-        if values.ndim != 1 and len(names) == 1:
-            return values
         if values.ndim != 1:
-            raise one.error("holds lists; name it alone as the features")
+            raise one.error("holds lists; put all features into them, and call the column feat")
         stacked[:, position] = values
     return stacked
 
@@ -186,18 +189,8 @@ _CONVENTION = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class TableLayout:
-    """The tables of one graph."""
-
-    name: str
-    nodes: Mapping[str, Path]
-    """The nodes of types without a table are those that edges name."""
-    edges: Mapping[EdgeType, Path]
-
-
-def find_layout(folder: Path) -> TableLayout:
-    """Return the layout of a folder."""
+def find_tables(folder: Path) -> tuple[dict[str, Path], dict[EdgeType, Path]]:
+    """Return the tables of node types and of edge types; the nodes of other types are those of the edges."""
     if not folder.is_dir():
         raise DatasetError(f"there is no folder {folder.absolute()}; expected {_CONVENTION}")
     if (folder / "manifest.json").is_file():
@@ -207,14 +200,11 @@ def find_layout(folder: Path) -> TableLayout:
         )
     single, nodes = _one_file(folder, "edges"), _one_file(folder, "nodes")
     if single is not None:
-        of_nodes = {} if nodes is None else {NODE_TYPE: nodes}
-        of_edges = {EDGE_TYPE: single}
-    else:
-        of_nodes = {path.stem: path for path in _tables(folder / "nodes")}
-        of_edges = {_edge_type(path): path for path in _tables(folder / "edges")}
+        return {} if nodes is None else {NODE_TYPE: nodes}, {EDGE_TYPE: single}
+    of_edges = {_edge_type(path): path for path in _tables(folder / "edges")}
     if not of_edges:
         raise DatasetError(f"{folder.absolute()} has no table of edges; expected {_CONVENTION}")
-    return TableLayout(name=folder.resolve().name, nodes=of_nodes, edges=of_edges)
+    return {path.stem: path for path in _tables(folder / "nodes")}, of_edges
 
 
 def _tables(folder: Path) -> list[Path]:
@@ -260,10 +250,12 @@ class TablesSource(DatasetSource):
     def __init__(self, location: str, options: Mapping[str, object]) -> None:
         refuse_unknown(options, ("ignore",), "tables")
         self._ignored = set(filter(None, str(options.get("ignore", "")).split(",")))
-        self._layout = find_layout(Path(location).expanduser())
+        folder = Path(location).expanduser()
+        self._name = folder.resolve().name
+        self._nodes, self._edges = find_tables(folder)
 
     def load(self) -> RawGraph:
-        nodes, paths = self._layout.nodes, self._layout.edges
+        nodes, paths = self._nodes, self._edges
         tables = {etype: read_table(path) for etype, path in paths.items()}
         ends = {etype: _ends(table, str(paths[etype])) for etype, table in tables.items()}
         ids: dict[str, Any] = {}
@@ -286,7 +278,7 @@ class TablesSource(DatasetSource):
             data = _columns(tables[etype], str(paths[etype]), keys)
             edge_data[etype] = {key: value for key, value in data.items() if isinstance(value, np.ndarray)}
         return RawGraph(
-            name=self._layout.name,
+            name=self._name,
             num_nodes={ntype: len(values) for ntype, values in ids.items()},
             edges=edges,
             node_data=node_data,
@@ -299,7 +291,7 @@ class TablesSource(DatasetSource):
 def _node_ids(table: Any, where: str) -> Any:
     if _ID not in table.column_names:
         return pa.array(np.arange(table.num_rows))
-    ids = id_column(table, _ID, where)
+    ids = id_column(table, _ID, where).values
     if len(pc.unique(ids)) < len(ids):
         check_unique(_user_ids(ids), _ID, where)
     return ids
@@ -312,8 +304,7 @@ def _ends(table: Any, where: str) -> tuple[Column, Column]:
             f"{where}: has no columns src and dst (it has {', '.join(table.column_names)}); rename them, "
             "or name them in a description for dglx ingest"
         )
-    first, second = (Column(id_column(table, name, where), name, where) for name in names)
-    return first, second
+    return id_column(table, names[0], where), id_column(table, names[1], where)
 
 
 def _ids_in_edges(node_type: str, ends: Mapping[EdgeType, tuple[Column, Column]]) -> Any:
@@ -344,10 +335,8 @@ def _positions(end: Column, ids: Any, table: Path | None) -> Array:
     else:
         found = pc.index_in(values, value_set=ids)
         unknown, positions = as_numpy(pc.is_null(found)), as_numpy(pc.fill_null(found, -1))
-    if unknown.any():
-        at = first_true(unknown)
-        count = f"(rows of {end.name!r} with unknown ids: {int(unknown.sum())})"
-        raise end.error(f"node id {values[at].as_py()!r} is not {owner} {count}", at)
+    count = f"(rows of {end.name!r} with unknown ids: {int(unknown.sum())})"
+    end.refuse(unknown, f"is not {owner} {count}", "node id ")
     return positions
 
 
@@ -361,7 +350,7 @@ def _columns(table: Any, where: str, left_out: set[str]) -> dict[str, NodeColumn
     if _SPLIT in names:
         columns.update(_split_masks(column(table, _SPLIT, where)))
     if features:
-        columns[FEATURE] = stacked_columns(table, features, where)
+        columns[FEATURE] = _stacked(table, features, where)
     for name in names:
         if name in (LABEL, _SPLIT, *features):
             continue
@@ -396,13 +385,9 @@ def _split_masks(split: Column) -> dict[str, Array]:
         place = pc.index_in(lower, value_set=pa.array(list(_SPLIT_CODES), pa.large_string()))
         odd = as_numpy(pc.is_null(place))
         codes = np.array(list(_SPLIT_CODES.values()))[as_numpy(pc.fill_null(place, 0))]
-    if odd.any():
-        at = first_true(odd)
-        raise split.error(
-            f"{split.values[at].as_py()!r} is not a split; write train, val or test (or 0, 1, 2), and "
-            "nothing (or -1) where there is none",
-            at,
-        )
+    split.refuse(
+        odd, "is not a split; write train, val or test (or 0, 1, 2), and nothing (or -1) where there is none"
+    )
     return {name: mask for name, mask in masks_of_split(codes).items() if mask.any()}
 
 
