@@ -6,7 +6,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -121,7 +121,7 @@ def partition_to_disk(
 
         write_dgl_format(graph, assignment, target)
     else:
-        kept = figures.to_json()
+        kept = asdict(figures)
         if trainers is not None:
             kept["trainers"] = _trainer_figures(measure(weighted, trainers))
         write_dataset(graph, assignment, target, quality=kept, overwrite=plan.overwrite, bfloat16=bfloat16)
@@ -164,7 +164,7 @@ def _warn_of_many(figures: PartitionQuality) -> None:
 
 def _trainer_figures(quality: PartitionQuality) -> dict[str, object]:
     kept = ("num_parts", "num_nodes", "num_edges", "edge_cut", "balance", "missed")
-    return {name: value for name, value in quality.to_json().items() if name in kept}
+    return {name: getattr(quality, name) for name in kept}
 
 
 def content_key(graph: RawGraph, plan: PartitionPlan) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from dglx_dist.layers.base import SplittableConv
 
 MODEL_ERRORS = (
+    ArithmeticError,
     RuntimeError,
     TypeError,
     ValueError,

@@ -248,22 +248,19 @@ def find_regions(
     widths to models.
     """
     compared = tuple(candidates)
-    winners, gains, usual = [], [], ""
-    for hidden in sorted(shapes):
-        names, factors = [], []
-        for rate in bytes_per_s:
-            found = choose(compared, _at_point(known, shapes[hidden], rate), constraints)
-            usual = usual or _usual(compared, constraints)
-            taken = found.taken
-            names.append("" if taken is None else taken.candidate.name)
-            factors.append(_gain(found, usual, constraints))
-        winners.append(tuple(names))
-        gains.append(tuple(factors))
+    usual = next((one.name for one in compared if constraints.unit in ("any", one.unit)), "")
+    hidden = tuple(sorted(shapes))
+    choices = [
+        [choose(compared, _at_point(known, shapes[width], rate), constraints) for rate in bytes_per_s]
+        for width in hidden
+    ]
     return Regions(
-        hidden=tuple(sorted(shapes)),
+        hidden=hidden,
         bytes_per_s=tuple(bytes_per_s),
-        winners=tuple(winners),
-        gains=tuple(gains),
+        winners=tuple(
+            tuple("" if one.taken is None else one.taken.candidate.name for one in row) for row in choices
+        ),
+        gains=tuple(tuple(_gain(one, usual, constraints) for one in row) for row in choices),
         usual=usual,
     )
 
@@ -282,7 +279,3 @@ def _at_point(known: Measured, shape: ModelShape, bytes_per_s: float) -> Measure
         # Allocations of a step were traced at the other width.
         changed |= dict.fromkeys(("of_batches", "of_graphs"), trace_of_widths(shape))
     return replace(known, **changed)
-
-
-def _usual(candidates: Sequence[Candidate], constraints: ChoiceOptions) -> str:
-    return next((one.name for one in candidates if constraints.unit in ("any", one.unit)), "")

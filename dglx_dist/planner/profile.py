@@ -25,6 +25,7 @@ from dglx_dist.comm.session import Session
 from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.dropout import NodeDropouts, install_node_dropouts
+from dglx_dist.layers.tracer import MODEL_ERRORS
 from dglx_dist.planner.workload import sizes_of
 from dglx_dist.records import FEATURE, Array
 from dglx_dist.strategies.cost import Draws, ModelShape, Rates
@@ -157,17 +158,6 @@ def _sum_until(stop: threading.Event) -> None:
         np.add(rows, 1.0, out=out)
 
 
-_MODEL_ERRORS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    dgl.DGLError,
-)
-"""Errors of a model that does not fit its batches."""
 _TERMS = 3
 _LAYER_S, _USUAL = 2.5e-3, (0.7e-9, 0.025e-9)
 """Of a layer, to sum a column of an edge, and of a multiply-add, on a current core."""
@@ -217,7 +207,7 @@ def time_batches(
         )
     try:
         copied = copy.deepcopy(module).train()
-    except _MODEL_ERRORS as problem:
+    except MODEL_ERRORS as problem:
         raise ConfigError(
             f"the model could not be copied for timing ({type(problem).__name__}: {problem}); remove what "
             "copy.deepcopy rejects"
@@ -250,7 +240,7 @@ def _step(
         loss = cross_entropy(module(blocks, rows), labels)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
-    except _MODEL_ERRORS as problem:
+    except MODEL_ERRORS as problem:
         raise ConfigError(
             f"the model could not be timed on a batch ({type(problem).__name__}: {problem}); it "
             f"is called as model(blocks, features) with {len(blocks)} blocks, one for each fan-out, and must "

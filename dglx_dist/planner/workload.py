@@ -180,7 +180,6 @@ def summed(ranks: Sequence[RankCount], sizes: RowSizes, *, ranks_per_server: int
         gradient_bytes=2 * (world_size - 1) * sizes.gradients * steps,
         first_targets=sum(one.targets[0] for one in ranks),
         first_edges=sum(one.edges[0] for one in ranks),
-        ranks_per_server=ranks_per_server,
     )
 
 
@@ -426,7 +425,6 @@ def expected_batches(
         gradient_bytes=2 * (cluster.ranks - 1) * gradient_bytes * steps,
         first_targets=round(every * targets[0]),
         first_edges=round(every * edges[0]),
-        ranks_per_server=cluster.ranks_per_server,
     )
     return BatchWork(
         survey=total,

@@ -330,7 +330,6 @@ class Survey:
     first_targets: int = 0
     """D1: destinations of the layer-1 blocks; their sources, L0, are ``input_rows``."""
     first_edges: int = 0
-    ranks_per_server: int = 1
 
     @property
     def ranks(self) -> int:
@@ -342,15 +341,9 @@ class Survey:
         return self.feature_bytes + self.sampling_bytes + self.label_bytes + self.gradient_bytes
 
     @property
-    def seeds_per_server(self) -> list[int]:
-        size = self.ranks_per_server
-        return [sum(self.seeds_per_rank[first : first + size]) for first in range(0, self.ranks, size)]
-
-    @property
     def seeds_max_over_mean(self) -> float:
-        """Over the servers; 1 is balanced."""
-        servers = self.seeds_per_server
-        return max(servers) * len(servers) / max(sum(servers), 1)
+        """Over the ranks; 1 is balanced."""
+        return max(self.seeds_per_rank) * self.ranks / max(sum(self.seeds_per_rank), 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -430,7 +423,7 @@ class MemoryTrace:
     backward_at: int
     """Number of allocations of the forward pass."""
     exchanged: Array
-    """(L,) int64 bytes per exchanged row and its gradient; 0 for layers without exchange."""
+    """(2, L) int64 bytes per row that is sent, and per gradient that comes back; 0 for none."""
     parameter_bytes: int
 
     def running(self, counts: Array) -> Array:
@@ -442,7 +435,7 @@ class MemoryTrace:
 
     def kept(self, counts: Array) -> Array:
         """Return (L,) int64 bytes that forward keeps for backward, by layer; level 0 belongs to the first."""
-        num_layers, forward = len(self.exchanged), self.kinds[: self.backward_at]
+        num_layers, forward = self.exchanged.shape[1], self.kinds[: self.backward_at]
         layer = np.where(forward <= num_layers + 1, forward - 2, (forward - 2) % num_layers)
         held = self.row_bytes[: self.backward_at] * counts[forward]
         return np.bincount(np.maximum(layer, 0), weights=held, minlength=num_layers).astype(np.int64)
@@ -462,17 +455,13 @@ def trace_of_widths(shape: ModelShape) -> MemoryTrace:
     ]
     gradients = [(kind, sign * each) for rows in kept for sign in (2, -2) for kind, each in rows]
     steps = np.array([*chain.from_iterable(kept), (0, parameters), *gradients], np.int64)
+    sent = np.array([size * layer.inputs for layer in shape.layers], np.int64)
+    has_gradient = [place > 0 or shape.first_learns for place in range(num_layers)]
     return MemoryTrace(
         kinds=steps[:, 0],
         row_bytes=steps[:, 1],
         backward_at=2 * num_layers,
-        exchanged=np.array(
-            [
-                size * layer.inputs * (2 if place or shape.first_learns else 1)
-                for place, layer in enumerate(shape.layers)
-            ],
-            np.int64,
-        ),
+        exchanged=np.stack([sent, sent * has_gradient]),
         parameter_bytes=parameters,
     )
 

@@ -61,7 +61,7 @@ def test_bytes_are_what_one_process_counts_from_the_same_draws(
     assert payload(report, "labels") == expected.label_bytes
     assert payload(report, "gradients") == expected.gradient_bytes
     assert report["extra"]["remote_rows"] == expected.remote_rows
-    assert report["extra"]["seeds_per_server"] == expected.seeds_per_server == [60, 60]
+    assert report["extra"]["seeds_per_server"] == expected.seeds_per_rank == [60, 60]
     assert report["extra"]["steps"] == expected.steps == 4
     assert report["extra"]["edges"] == expected.edges
 
@@ -74,7 +74,7 @@ def test_own_seeds_on_a_replicated_structure_move_no_structure(
     expected = counted(folder, seeds="own", structure="replicated")
     assert (expected.sampling_bytes, expected.label_bytes) == (0, 0)
     # Two epochs of as many seeds.
-    assert report["extra"]["seeds_per_server"] == [2 * seeds for seeds in expected.seeds_per_server]
+    assert report["extra"]["seeds_per_server"] == [2 * seeds for seeds in expected.seeds_per_rank]
     assert len(report["epochs"]) == 2
 
 
@@ -130,7 +130,7 @@ def test_steps_can_be_limited_and_one_process_moves_nothing(folder: Path) -> Non
     assert report["extra"]["seeds_max_over_mean"] == 1.0
     assert report["extra"]["steps"] == 2
     assert report["epochs"][0]["num_samples"] == 2 * 16
-    assert counted(folder, max_steps=2).seeds_per_server == [32, 32]
+    assert counted(folder, max_steps=2).seeds_per_rank == [32, 32]
 
 
 def test_cards_of_servers_are_added_once() -> None:

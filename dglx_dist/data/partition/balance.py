@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -56,10 +56,6 @@ class PartitionQuality:
     """Constraint -> tolerance promised by the partitioner."""
     missed: dict[str, float]
     """Constraint -> value reached where the promise is not met."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the figures as JSON values."""
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
 
 
 def measure(graph: RawGraph, assignment: Assignment) -> PartitionQuality:
@@ -226,17 +222,6 @@ def rebalance(graph: SymmetricGraph, weights: BalanceWeights, part_of_node: Arra
         if (loads <= capacity * (1 + 1e-9)).all():
             break
     return part
-
-
-def even_parts(weights: BalanceWeights) -> Array:
-    """Return (N,) int32 parts that are nearly even in all constraints, independent of edges."""
-    parts = np.empty(len(weights.columns[0]), dtype=np.int32)
-    counts = np.ceil(weights.shares * len(parts)).astype(np.int64)
-    # Part p is dealt its k-th node at the time (k + 1/2) / share; nodes of equal weights follow each other.
-    times = [(np.arange(count) + 0.5) / share for count, share in zip(counts, weights.shares, strict=True)]
-    turns = np.argsort(np.concatenate(times), kind="stable")[: len(parts)]
-    parts[np.lexsort(weights.columns)] = np.repeat(np.arange(len(counts)), counts)[turns]
-    return parts
 
 
 @njit(cache=True, nogil=True)

@@ -14,9 +14,10 @@ from typing import Any, final
 
 import numpy as np
 
-from dglx_dist.data.partition.balance import assign_balanced, even_parts
+from dglx_dist.data.partition.balance import assign_balanced
 from dglx_dist.data.partition.base import DEFAULT_TOLERANCE, Partitioner, PartitionOptions
 from dglx_dist.data.partition.graph_views import BalanceWeights, SymmetricGraph
+from dglx_dist.data.partition.one_pass import cut_ranges
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array, Assignment, RawGraph
 
@@ -160,8 +161,8 @@ class Metis(Partitioner):
 
     def _compute(self, seed: int, symmetric: SymmetricGraph, weights: BalanceWeights) -> Array:
         if len(symmetric.indices) == 0:
-            # METIS prints warnings without edges; any even assignment is as good.
-            return even_parts(weights)
+            # METIS prints warnings without edges; other weights than the first are balanced by moving nodes.
+            return cut_ranges(weights.columns[0], weights.shares)
         path = library_path()
         if path is None or (self.options.fast and unsupported_by_dgl(self.options, weights) is None):
             return part_graph_with_dgl(symmetric, self.options, weights)

@@ -61,7 +61,6 @@ class Manifest:
     """Quality figures of the partition, JSON values only."""
     files: Mapping[str, FileInfo] = field(default_factory=dict)
     """Path relative to the folder -> size and checksum, for every file but the manifest."""
-    version: int = VERSION
     checksum: str = ""
     """Of the manifest's bytes on disk; identifies the dataset's content. Empty until written or read."""
 
@@ -123,7 +122,7 @@ def to_json(manifest: Manifest) -> dict[str, object]:
     """Return the manifest as JSON values, without its checksum."""
     return {
         "format": FORMAT,
-        "version": manifest.version,
+        "version": VERSION,
         "name": manifest.name,
         "num_parts": manifest.num_parts,
         "node_types": [

@@ -93,11 +93,6 @@ _COMPOSITION_STREAM = (1 << 20) + (1 << 10)
 """Random stream of the composition; disjoint from those of samplers and external nodes."""
 
 
-def draw_of(composition: Composition, epoch: int) -> int:
-    """Return a number that is equal for epochs with equal cooperative batches."""
-    return epoch if composition == "shuffled" else 0
-
-
 def compose(
     seeds: Array,
     num_batches: int,
@@ -110,7 +105,7 @@ def compose(
     """Split the (n,) int64 ascending distinct seeds of this server into cooperative batches, each ascending.
 
     Deterministic on every rank of the server: random numbers are keyed by (seed, draw, node). Sizes differ by
-    at most 1; with more batches than seeds, some are empty. ``draw`` is :func:`draw_of` of the epoch.
+    at most 1; with more batches than seeds, some are empty. ``draw`` is equal for epochs with equal batches.
     ``clusters``, (n,) int64, are for ``ordered``, which groups seeds by cluster; None: by id, which groups
     the ids of one part of the dataset.
     """

@@ -37,7 +37,6 @@ from dglx_dist.strategies.full_graph.expansion import (
     Selection,
     cluster_seeds,
     compose,
-    draw_of,
     eas_rule,
 )
 from dglx_dist.strategies.full_graph.halo_block import HaloBlock, halo_block
@@ -125,7 +124,8 @@ class PlanSpec:
         return self.composition != "shuffled" and (self.eas is None or not self.eas.resample_every)
 
     def key(self, epoch: int, step: int) -> _Key:
-        return draw_of(self.composition, epoch), self.eas.draw(epoch) if self.eas else 0, step
+        composed = epoch if self.composition == "shuffled" else 0
+        return composed, self.eas.draw(epoch) if self.eas else 0, step
 
 
 @final
@@ -140,8 +140,9 @@ class PlanMaker:
         self._g, self._planner = g, Planner(g)
         topology = g.session.topology
         self._is_leader = topology.rank == topology.ranks_of_server(topology.server)[0]
-        self._composed: tuple[PlanSpec, int, tuple[Array, ...]] | None = None
-        self._rule: tuple[EasOptions, int, Selection] | None = None
+        # Of the last draw only.
+        self._composed: dict[tuple[PlanSpec, int], tuple[Array, ...]] = {}
+        self._rules: dict[tuple[EasOptions, int], Selection] = {}
 
     def make(self, spec: PlanSpec, key: _Key) -> RankPlan:
         """Return this rank's plan; all ranks must call it, each from one thread at a time."""
@@ -164,8 +165,8 @@ class PlanMaker:
 
     def _composed_seeds(self, spec: PlanSpec, draw: int) -> tuple[Array, ...]:
         assert isinstance(self.seeds, ServerSeeds)
-        known, own = self._composed, self.seeds.own
-        if known is None or known[:2] != (spec, draw):
+        own = self.seeds.own
+        if (spec, draw) not in self._composed:
             g, server, clusters = self._g, self._g.session.topology.server, None
             if spec.composition == "ordered":
                 nodes = np.arange(*g.get_node_partition_policy(g.ntypes[0]).bounds[server : server + 2])
@@ -173,15 +174,14 @@ class PlanMaker:
             pieces = compose(
                 own, spec.num_batches, spec.composition, seed=spec.seed, draw=draw, clusters=clusters
             )
-            known = self._composed = (spec, draw, pieces)
-        return known[2]
+            self._composed = {(spec, draw): pieces}
+        return self._composed[spec, draw]
 
     def _selection(self, eas: EasOptions, seed: int, draw: int) -> Selection:
-        known = self._rule
         # Cached, because external nodes of a server are selected once for all of its cooperative batches.
-        if known is None or known[:2] != (eas, draw):
-            known = self._rule = (eas, draw, eas_rule(eas, seed=seed, draw=draw))
-        return known[2]
+        if (eas, draw) not in self._rules:
+            self._rules = {(eas, draw): eas_rule(eas, seed=seed, draw=draw)}
+        return self._rules[eas, draw]
 
 
 @final
@@ -463,11 +463,6 @@ class FullGraphLoader(EpochLoader[HaloBatch, Batch]):
 
     def __len__(self) -> int:
         return len(self._source)
-
-    @property
-    def plan(self) -> RankPlan | None:
-        """The plan of this rank if an epoch has one step, else None."""
-        return None if self._kept is None else self._kept.plan
 
     def batches_of(self, epoch: int) -> Callable[[int], HaloBatch]:
         return lambda step: self._load(epoch, step)

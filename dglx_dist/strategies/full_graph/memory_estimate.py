@@ -126,11 +126,13 @@ class LocalExchange:
     """Replacement of an exchange with the same allocations, which sends nothing."""
 
     def __init__(self, num_halo: int) -> None:
-        self.num_halo, self.row_bytes = num_halo, 0
+        self.num_halo = num_halo
+        self.row_bytes: Array = np.zeros(2, np.int64)
+        """Of a row that is sent, and of its gradient that comes back."""
 
     def exchange(self, h: Tensor, kept: Tensor | None = None) -> Tensor:
-        both_ways = 2 if h.requires_grad else 1
-        self.row_bytes = max(self.row_bytes, both_ways * h[:1].numel() * h.element_size())
+        one_way = h[:1].numel() * h.element_size()
+        self.row_bytes = np.maximum(self.row_bytes, [one_way, one_way if h.requires_grad else 0])
         if not self.num_halo:
             return h
         return cast("Tensor", _Appended.apply(h, self.num_halo))  # type: ignore[no-untyped-call]  # torch leaves it bare
@@ -211,7 +213,7 @@ def _read(
         kinds=np.array(kinds, np.int64),
         row_bytes=np.array(row_bytes, np.int64),
         backward_at=backward_at,
-        exchanged=np.array([exchange.row_bytes for exchange in exchanges], np.int64),
+        exchanged=np.stack([exchange.row_bytes for exchange in exchanges], axis=1),
         parameter_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
     )
 
@@ -277,8 +279,8 @@ class MemoryEstimate:
     """(L,) that forward keeps for backward."""
     structure: tuple[int, ...]
     """(L,) of the block with its formats, and of the plan; 0 for a layer that shares the previous one's."""
-    halo: tuple[int, ...]
-    """(L,) buffers of sent rows and received gradients; shared by layers, so they do not add up."""
+    halo: tuple[tuple[int, ...], ...]
+    """(2, L) buffers of sent rows, and of received gradients; shared by layers, so these do not add up."""
     gradients: int
     """Peak of backward beyond the kept activations: gradients of rows and parameters."""
     optimizer: int
@@ -288,7 +290,7 @@ class MemoryEstimate:
     @property
     def held(self) -> int:
         """What is allocated once for all steps: the optimizer's tensors, and the buffers of the exchange."""
-        return self.optimizer + max(self.halo)
+        return self.optimizer + sum(max(way) for way in self.halo)
 
     @property
     def total(self) -> int:
@@ -296,8 +298,9 @@ class MemoryEstimate:
         return self.held + loaded + sum(self.activations) + self.gradients
 
     def lines(self) -> list[str]:
-        features = [self.features, *[0] * (len(self.halo) - 1)]
-        layers = zip(features, self.activations, self.structure, self.halo, strict=True)
+        features = [self.features, *[0] * (len(self.activations) - 1)]
+        both_ways = [sum(ways) for ways in zip(*self.halo, strict=True)]
+        layers = zip(features, self.activations, self.structure, both_ways, strict=True)
         return [
             f"{'layer':>8} {'features':>10} {'activations':>12} {'structure':>10} {'halo':>8}   (MB)",
             *(
@@ -316,7 +319,7 @@ def estimate(sizes: StepSizes, trace: MemoryTrace, feature_bytes: int, *, ahead:
     same sizes, are loaded in advance.
     """
     counts = np.array([1, *sizes.rows, *sizes.sources, *sizes.edges], np.int64)
-    kept, exchanged = trace.kept(counts).tolist(), trace.exchanged.tolist()
+    kept, halo = trace.kept(counts).tolist(), trace.exchanged * np.array(sizes.sent)
     layers = [*zip(sizes.edges, sizes.sources, sizes.rows[1:], sizes.sent, strict=True)]
     structure = tuple(
         0 if layers[:number][-1:] == [one] else _structure_bytes(*one) for number, one in enumerate(layers)
@@ -326,7 +329,7 @@ def estimate(sizes: StepSizes, trace: MemoryTrace, feature_bytes: int, *, ahead:
         features=features,
         activations=tuple(kept),
         structure=structure,
-        halo=tuple(rows * each for rows, each in zip(sizes.sent, exchanged, strict=True)),
+        halo=tuple(tuple(way) for way in halo.tolist()),
         gradients=max(trace.peak(counts) - sum(kept), 0),
         optimizer=OPTIMIZER_COPIES * trace.parameter_bytes,
         ahead=ahead * (features + sum(structure)),

@@ -93,7 +93,7 @@ class _FullGraphStrategy(Strategy):
             return opened(replace(spec, num_batches=number)), estimate
 
         state = _STATE.of(g.session)
-        loader = DeferredLoader(opened_for, state.model)
+        loader = DeferredLoader(opened_for, lambda: state.model())
         state.settle_or_defer(loader)
         return loader
 
@@ -117,9 +117,7 @@ class _FullGraphStrategy(Strategy):
 class FullGraph(_FullGraphStrategy):
     """One step per epoch on the whole graph; every layer exchanges border rows between ranks.
 
-    Options: ``use_pp`` (bool, default True): whether halo features are fetched once and kept, or exchanged in
-    each epoch; ``bucket_bytes`` (int, default 4 MiB): size of a bucket of parameter gradients. See
-    docs/strategies/full_graph.md.
+    Options: :data:`COMMON` of :class:`FullGraphOptions`. See docs/strategies/full_graph.md.
     """
 
     name = "full_graph"
@@ -142,14 +140,8 @@ class FullGraph(_FullGraphStrategy):
 class SharedPreload(_FullGraphStrategy):
     """One step per epoch; for the first layers, a server computes the rows that it needs from other servers.
 
-    Options: ``hops`` (int): number of layers, from the first one on, that a server computes alone; default
-    all, and 0 is full_graph. ``split`` (name of a partitioner, default METIS): splits a server's rows among
-    its ranks. ``use_pp`` and ``bucket_bytes`` as for full_graph.
-
-    Expansion-aware sampling: ``external_hops`` (int) and ``external_fanout`` (int) limit the nodes of other
-    servers, which are selected by ``external_policy`` ("uniform_external", "degree" or "shadow"), once or
-    every ``resample_every`` (int) epochs. Training then differs from that of one process. See
-    docs/strategies/shared_preload.md.
+    Options: :data:`PRELOADING` of :class:`FullGraphOptions`. With those of expansion-aware sampling
+    (``external_...``), training differs from that of one process. See docs/strategies/shared_preload.md.
     """
 
     name = "shared_preload"
@@ -171,14 +163,7 @@ class Cooperative(_FullGraphStrategy):
     A server fetches the neighbourhood of its seeds once and splits it among its ranks. Ranks exchange rows
     only within their server.
 
-    Options: ``batches`` (int): cooperative batches per epoch, default 1, which is shared_preload; or
-    ``memory`` ("4GB"): the memory limit of a rank, which determines their number. ``composition``: "random"
-    seeds, the same in all epochs, "ordered" neighbouring ones, or "shuffled" new in each epoch. ``keep``:
-    "disk" stores plans that all epochs share, and their fetched rows, beside the dataset; "rebuild" makes and
-    fetches them in each epoch. ``external_hops``, ``external_fanout``, ``external_policy``,
-    ``resample_every`` as for shared_preload; ``external_inner``: whether the expansion starts from the
-    "server" or from the seeds of the "batch". ``split``, ``use_pp`` and ``bucket_bytes`` as for
-    shared_preload. See docs/strategies/shared_preload.md.
+    Options: :data:`COOPERATIVE` of :class:`FullGraphOptions`. See docs/strategies/shared_preload.md.
     """
 
     name, gathers_seeds = "cooperative", True
@@ -245,24 +230,22 @@ class _State:
     """Pairs deferred loaders and wrapped models of one session."""
 
     def __init__(self) -> None:
-        self._model: Callable[[], HaloModel | None] = lambda: None
+        self.model: Callable[[], HaloModel | None] = lambda: None
+        """The last one, while it lives."""
         self._is_new = False
         """Whether the model was wrapped after all existing loaders."""
         self._deferred: list[DeferredLoader] = []
 
-    def model(self) -> HaloModel | None:
-        return self._model()
-
     def settle_or_defer(self, loader: DeferredLoader) -> None:
         # Scripts that compare models make each loader while the last model lives.
-        wrapped, self._is_new = self._model() if self._is_new else None, False
+        wrapped, self._is_new = self.model() if self._is_new else None, False
         if wrapped is None:
             self._deferred.append(loader)
         else:
             loader.settle(wrapped.module)
 
     def set_model(self, wrapped: HaloModel) -> None:
-        self._model, deferred, self._deferred = weakref.ref(wrapped), self._deferred, []
+        self.model, deferred, self._deferred = weakref.ref(wrapped), self._deferred, []
         self._is_new = not deferred
         for loader in deferred:
             loader.settle(wrapped.module)

@@ -132,7 +132,7 @@ def column_bytes(found: Survey, first: FirstLayer, *, group_size: int, pushed: b
         activation_gradients  the same, the other way
         gradients             2 (W - 1) (|theta_D| + flags) s, and for W / N_f > 1 groups the cut weights too
 
-    Depth, order and versions of weights change none of it.
+    Depth and versions of weights change none of it.
 
     Args:
         found: Counted on the same cut, seeds and fan-outs, one rank per server.

@@ -105,14 +105,6 @@ def between(linear: Any, g: Any, h: Tensor) -> Tensor:
         return g.dstdata["o"]
 
 
-def make_by_hand() -> nn.Module:
-    return Called(nn.Linear(2 * WIDTH, WIDTH), by_hand)
-
-
-def make_functions() -> nn.Module:
-    return Called(nn.Linear(WIDTH, WIDTH), functions)
-
-
 def initial(**taken: Callable[[Any], Tensor]) -> nn.Module:
     """A convolution that takes the first features beside the last ones."""
 
@@ -185,9 +177,9 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
         lambda conv, g, h: conv(g, h, (h[:, 0] > 0).long(), relations(g)),
     ),
     "residual": Residual,
-    "by hand": make_by_hand,
+    "by hand": lambda: Called(nn.Linear(2 * WIDTH, WIDTH), by_hand),
     "attention": lambda: Called(nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2)), attention),
-    "functions": make_functions,
+    "functions": lambda: Called(nn.Linear(WIDTH, WIDTH), functions),
     "heads": lambda: Called(nn.Linear(WIDTH, WIDTH), heads),
     "between": lambda: Called(nn.Linear(2 * WIDTH, WIDTH), between),
 }

@@ -91,8 +91,8 @@ def train(g: DistGraph, run: Run, module: nn.Module, num_layers: int = 2) -> Not
         before = session.ledger.snapshot()
         notes.weights = trained(module, model, batches_of(loader), epochs=1)
         notes.moved.append(moved_since(session, before))
-    notes.rows = [loader.plan.rows(level).copy() for level in range(num_layers + 1)]
-    notes.external_nodes = loader.plan.external_nodes
+    notes.rows = [loader._kept.plan.rows(level).copy() for level in range(num_layers + 1)]
+    notes.external_nodes = loader._kept.plan.external_nodes
     return notes
 
 

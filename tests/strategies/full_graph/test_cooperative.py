@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import weakref
@@ -25,16 +26,16 @@ from tests.strategies.full_graph import runs
 from tests.strategies.test_equality import TOLERANCE, difference
 
 
-def an_epoch(g: DistGraph, options: dict[str, Any], kind: str = "sage", epochs: int = 2) -> dict[str, Any]:
+def two_epochs(g: DistGraph, options: dict[str, Any]) -> dict[str, Any]:
     """Gradients of each step at the first weights, and who trained on what."""
     session = g.session
     strategy: Any = STRATEGIES.get("cooperative")(session, options)
     before = session.ledger.snapshot()
     loader = strategy.loader(g, runs.my_share(g), runs.sampler())
-    wrapped = strategy.wrap(runs.first_model(kind), g)
+    wrapped = strategy.wrap(runs.first_model("sage"), g)
     seeds, gradients, rows, counts = [], [], [], []
     moved: list[Counter[str]] = []
-    for _ in range(epochs):
+    for _ in range(2):
         of_epoch: list[list[int]] = []
         for _, output_nodes, blocks in loader:
             scores = wrapped(blocks, blocks[0].srcdata["feat"])
@@ -58,7 +59,7 @@ def an_epoch(g: DistGraph, options: dict[str, Any], kind: str = "sage", epochs: 
 def epochs_of(folder: str, cases: list[dict[str, Any]]) -> dict[str, Any]:
     start_session(timeout_s=60)
     g = DistGraph(folder, structure="partitioned")
-    found = {"epochs": [an_epoch(g, case) for case in cases]}
+    found = {"epochs": [two_epochs(g, case) for case in cases]}
     found["train"] = g.ndata["train_mask"][:].nonzero()[:, 0].tolist()
     bounds = g.get_node_partition_policy("_N").bounds
     found["own"] = bounds[g.session.topology.server : g.session.topology.server + 2].tolist()
@@ -91,25 +92,21 @@ def epochs(
     return everything[request.param]
 
 
-def test_every_seed_is_in_one_batch_of_its_server(epochs: list[dict[str, Any]]) -> None:
+def test_every_seed_is_in_one_batch_of_its_server_and_weighs_there(epochs: list[dict[str, Any]]) -> None:
     train = epochs[0]["train"]
     for number, case in enumerate(CASES):
+        ranks = [(result["own"], result["epochs"][number]) for result in epochs]
         for epoch in range(2):
-            steps = [result["epochs"][number]["seeds"][epoch] for result in epochs]
-            assert all(len(of_rank) == case["batches"] for of_rank in steps)
-            everything = [node for of_rank in steps for seeds in of_rank for node in seeds]
-            assert sorted(everything) == train
-            for result, of_rank in zip(epochs, steps, strict=True):
-                first, last = result["own"]
-                assert all(first <= node < last for seeds in of_rank for node in seeds)
-
-
-def test_steps_weigh_their_seeds(epochs: list[dict[str, Any]]) -> None:
-    for number, case in enumerate(CASES):
-        for result in epochs:
-            counts = result["epochs"][number]["counts"]
-            assert counts == epochs[0]["epochs"][number]["counts"]
-            assert sum(counts[: case["batches"]]) == len(result["train"])
+            assert all(len(one["seeds"][epoch]) == case["batches"] for _, one in ranks)
+            assert (
+                sorted(node for _, one in ranks for seeds in one["seeds"][epoch] for node in seeds) == train
+            )
+        for (first, last), one in ranks:
+            assert all(
+                first <= node < last for of_epoch in one["seeds"] for seeds in of_epoch for node in seeds
+            )
+            assert one["counts"] == ranks[0][1]["counts"]
+            assert sum(one["counts"][: case["batches"]]) == len(train)
 
 
 def test_gradients_of_an_epoch_add_up_to_the_whole_graphs(epochs: list[dict[str, Any]]) -> None:
@@ -163,35 +160,22 @@ def test_compositions_are_what_they_say(epochs: list[dict[str, Any]]) -> None:
     )
 
 
-def test_structure_is_asked_for_once_where_plans_are_kept(epochs: list[dict[str, Any]]) -> None:
-    asked = [
-        [sum(r["epochs"][n]["moved"][epoch]["preload_structure"] for r in epochs) for epoch in (0, 1)]
-        for n in range(3)
-    ]
-    assert asked[0][0] > 0
-    assert asked[0][1] == 0
-    assert asked[1][1] > 0
-    assert asked[2][1] > 0
-
-
-def test_features_come_once_where_batches_are_kept(epochs: list[dict[str, Any]]) -> None:
-    """3.8 (7): 0 feature bytes from the second epoch on; made again or anew, they come again."""
-    moved = [
-        [sum(r["epochs"][n]["moved"][epoch]["preload"] for r in epochs) for epoch in (0, 1)]
-        for n in range(len(CASES))
-    ]
-    for kept in (0, 3):
-        assert moved[kept][0] > 0
-        assert moved[kept][1] == 0
-    assert moved[1][0] == moved[1][1] > 0
-    assert moved[2][1] > 0
-    assert moved[4][1] > 0
+def test_what_is_kept_moves_in_the_first_epoch_alone(epochs: list[dict[str, Any]]) -> None:
+    """3.8 (7): 0 bytes of features from the second epoch on; made again or anew, they come again."""
+    for number, is_kept in enumerate((True, False, False, True, False)):
+        for phase in ("preload_structure", "preload"):
+            first, second = (
+                sum(result["epochs"][number]["moved"][epoch][phase] for result in epochs) for epoch in (0, 1)
+            )
+            assert first > 0
+            assert (second == 0) == is_kept
+            assert number != 1 or phase != "preload" or first == second
 
 
 def second_run(folder: str) -> dict[str, Any]:
     start_session(timeout_s=60)
     g = DistGraph(folder, structure="partitioned")
-    found = an_epoch(g, CASES[0])
+    found = two_epochs(g, CASES[0])
     g.close()
     return found
 
@@ -208,24 +192,20 @@ def test_a_later_run_reads_the_plans(folder: Path) -> None:
             assert difference(mine, theirs) == 0
 
 
-def kept_at(folder: str, seed: int) -> tuple[str, bool]:
-    """Where the plans of a loader with a seed of its own are kept, and whether a closed graph is let go."""
-    with start_session(timeout_s=60, seed=seed) as session:
-        g = DistGraph(folder)
-        strategy: Any = STRATEGIES.get("cooperative")(session, {"batches": 3})
-        loader = strategy.loader(g, runs.my_share(g), runs.sampler(), seed=5)
-        kept = str(loader._source._cache.folder.path)
-        g.close()
-        graph = weakref.ref(g)
-        del g, loader
-        gc.collect()
-        return kept, graph() is None
-
-
 def test_plans_of_another_seed_are_not_found_and_a_closed_graph_is_let_go(folder: Path) -> None:
-    (first,), (again,), (other,) = (run_ranks(kept_at, 1, args=(str(folder), seed)) for seed in (0, 0, 1))
-    assert first[0] == again[0] != other[0]
-    assert first[1]
+    kept = []
+    for seed in (0, 0, 1):
+        with start_session(seed=seed) as session:
+            g = DistGraph(folder)
+            strategy: Any = STRATEGIES.get("cooperative")(session, {"batches": 3})
+            loader = strategy.loader(g, runs.my_share(g), runs.sampler(), seed=5)
+            kept.append(loader._source._cache.folder.path)
+            g.close()
+            graph = weakref.ref(g)
+            del g, loader
+            gc.collect()
+            assert graph() is None
+    assert kept[0] == kept[1] != kept[2]
 
 
 def with_memory(folder: str, sizes: list[str], wrap_first: bool) -> list[int]:
@@ -268,42 +248,36 @@ def test_less_memory_more_batches(folder: Path, wrap_first: bool) -> None:
     assert 1 < some < more
 
 
-def alone(folder: str) -> tuple[list[int], str]:
-    """Return how many batches had been read in each step of an epoch, and the error for too many."""
-    session = start_session(timeout_s=60)
-    g = DistGraph(folder)
-    ahead: Any = STRATEGIES.get("cooperative")(session, {"batches": 4, "keep": "rebuild"})
-    loader = ahead.loader(g, runs.my_share(g), runs.sampler())
-    read, original = threading.Semaphore(0), loader._reader.targets
-
-    def counted(*args: Any) -> Any:
-        columns = original(*args)
-        read.release()
-        return columns
-
-    loader._reader.targets = counted
-    found = 0
-    waits = []
-    for step, _ in enumerate(loader):
-        wanted = min(step + 2, 4)
-        # The loop's own thread stands still here, so somebody else must read the next one.
-        while found < wanted and read.acquire(timeout=30):
-            found += 1
-        waits.append(found)
-    strategy: Any = STRATEGIES.get("cooperative")(session, {"batches": 1000})
-    with pytest.raises(ConfigError) as refused:
-        strategy.loader(g, torch.arange(6), runs.sampler())
-    strategy = STRATEGIES.get("cooperative")(session, {"memory": "1GB"})
-    with pytest.raises(ConfigError, match="no rank was given a node"):
-        strategy.loader(g, torch.arange(0), runs.sampler())
-    g.close()
-    return waits, str(refused.value)
-
-
 def test_the_next_batch_is_loaded_meanwhile_and_too_many_are_refused(folder: Path) -> None:
-    ((waits, message),) = run_ranks(alone, 1, args=(str(folder),))
-    assert waits == [2, 3, 4, 4]
-    assert "batches=1000 cooperative batches, but the servers have 6 seeds; give 1 to 6" in message
+    with start_session() as session, contextlib.closing(DistGraph(folder)) as g:
+        ahead: Any = STRATEGIES.get("cooperative")(session, {"batches": 4, "keep": "rebuild"})
+        loader = ahead.loader(g, runs.my_share(g), runs.sampler())
+        read, original = threading.Semaphore(0), loader._reader.targets
+
+        def counted(*args: Any) -> Any:
+            columns = original(*args)
+            read.release()
+            return columns
+
+        loader._reader.targets = counted
+        found, waits = 0, []
+        for step, _ in enumerate(loader):
+            # The loop's own thread stands still here, so somebody else must read the next one.
+            while found < min(step + 2, 4) and read.acquire(timeout=30):
+                found += 1
+            waits.append(found)
+        assert waits == [2, 3, 4, 4]
+        for options, seeds, words in (
+            (
+                {"batches": 1000},
+                6,
+                "batches=1000 cooperative batches, but the servers have 6 seeds; give 1 to 6",
+            ),
+            ({"memory": "1GB"}, 0, "no rank was given a node"),
+        ):
+            strategy: Any = STRATEGIES.get("cooperative")(session, options)
+            with pytest.raises(ConfigError, match=words):
+                strategy.loader(g, torch.arange(seeds), runs.sampler())
 
 
 def options_of(**options: Any) -> FullGraphOptions:

@@ -332,12 +332,6 @@ def test_layers_that_would_see_this_rank_alone_are_refused(name: str) -> None:
         make().double()(LocalGraph(ring()), ROWS.double())
 
 
-def test_several_hops_of_a_layer_that_dgl_has_in_float32_only() -> None:
-    block, conv = ring(), dgl.nn.APPNPConv(3, 0.2)
-    plain = dgl.graph((block.edges()[0].long(), block.edges()[1].long()))
-    torch.testing.assert_close(conv(LocalGraph(block), ROWS), conv(plain, ROWS))
-
-
 def test_a_rank_without_targets_may_reshape() -> None:
     model = flat(dgl.nn.GATConv(4, 2, 2, residual=True))
     install(model)
@@ -386,13 +380,6 @@ def test_errors_inside_of_a_layer_turn_off_what_it_turned_on_and_no_more() -> No
     with pytest.raises(KeyboardInterrupt), EmptyPartition():
         stopped(ring(0), ROWS)
     assert _get_current_function_mode() is None
-
-
-def test_hooks_are_installed_once() -> None:
-    conv = dgl.nn.SAGEConv(4, 4, "mean")
-    install(conv)
-    install(conv)
-    assert (len(conv._forward_pre_hooks), len(conv._forward_hooks)) == (1, 2)
 
 
 def test_what_a_block_cannot_do_is_refused_with_the_reason() -> None:

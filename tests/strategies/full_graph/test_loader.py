@@ -200,8 +200,8 @@ def epochs_of(folder: str) -> list[dict[str, Any]]:
         F.cross_entropy(scores, blocks[-1].dstdata["label"]).backward()
         found.append(
             {
-                "nodes": loader.plan.nodes.tolist(),
-                "external": loader.plan.external_nodes,
+                "nodes": loader._kept.plan.nodes.tolist(),
+                "external": loader._kept.plan.external_nodes,
                 "seeds": output_nodes.tolist(),
                 "num_global": blocks[-1].step_share.num_global,
                 "gradients": [parameter.grad.numpy().copy() for parameter in model.parameters()],

@@ -52,9 +52,8 @@ class Run:
     strategy: str = "push_pull"
 
     @property
-    def in_flight(self) -> int:
-        depth = int(self.options.get("depth", 1))
-        return max(depth - 1, 1) if self.options.get("order") == "backward_first" else depth
+    def depth(self) -> int:
+        return int(self.options.get("depth", 1))
 
 
 @dataclass

@@ -74,8 +74,9 @@ def write_ring(folder: Path, num_parts: int) -> Path:
     return folder
 
 
-def share_of(count: int, rank: int, world_size: int) -> torch.Tensor:
+def share_of(g: DistGraph, count: int) -> torch.Tensor:
     """Uneven shares: rank 1 has none, rank 0 the most."""
+    rank, world_size = g.session.topology.rank, g.session.topology.world_size
     owners = torch.arange(count) * 7919 % 10
     bounds = [0, 6, 6, 9, 10][: world_size + 1]
     bounds[-1] = 10
@@ -90,31 +91,22 @@ def sampler_of(**prefetch: Any) -> NeighborSampler:
 
 def nodes_of(g: DistGraph, sampler: Any = None, group: Group | None = None, **given: Any) -> PushPullLoader:
     """A loader of nodes; what is no option of the strategy is one of the loader."""
-    options, rest = _parted(given)
-    ours = group or make_group(g.session, g.session.topology.world_size)
-    topology = g.session.topology
-    seeds = share_of(NUM_NODES, topology.rank, topology.world_size)
-    store = open_columns(g, ["feat"], ours)
-    return open_loader(DataLoader, g, seeds, sampler or sampler_of(), store, ours, options, rest)
+    return _loader_of(DataLoader, g, share_of(g, NUM_NODES), sampler, group, given)
 
 
 def edges_of(g: DistGraph, **given: Any) -> PushPullLoader:
-    options, rest = _parted(given)
-    topology = g.session.topology
-    group = make_group(g.session, topology.world_size)
-    eids = share_of(2 * HALF, topology.rank, topology.world_size)[::4]
-    store = open_columns(g, ["feat"], group)
-    return open_loader(DistEdgeDataLoader, g, eids, sampler_of(), store, group, options, rest)
+    return _loader_of(DistEdgeDataLoader, g, share_of(g, 2 * HALF)[::4], None, None, given)
 
 
-def _parted(given: Mapping[str, Any]) -> tuple[PushPullOptions, dict[str, Any]]:
-    known = ("structure", "depth_of_pipeline")
-    rest = {name: value for name, value in given.items() if name not in known}
-    rest.setdefault("batch_size", 8)
-    options = PushPullOptions(
-        structure=given.get("structure", "push"), depth=given.get("depth_of_pipeline", 1)
-    )
-    return options, rest
+def _loader_of(
+    inner: Any, g: DistGraph, seeds: Any, sampler: Any, group: Group | None, given: Mapping[str, Any]
+) -> PushPullLoader:
+    loader_options: dict[str, Any] = {"batch_size": 8, **given}
+    structure, depth = (loader_options.pop(name, None) for name in ("structure", "depth_of_pipeline"))
+    options = PushPullOptions(structure=structure or "push", depth=depth or 1)
+    ours = group or make_group(g.session, g.session.topology.world_size)
+    store = open_columns(g, ["feat"], ours)
+    return open_loader(inner, g, seeds, sampler or sampler_of(), store, ours, options, loader_options)
 
 
 def in_edges(block: Any, nodes: torch.Tensor) -> list[tuple[int, int]]:
@@ -335,7 +327,7 @@ def on_four(folder: str) -> dict[str, Any]:
         group = make_group(session, 2)
         found: dict[str, Any] = {"partitioned": refused(lambda: nodes_of(g, structure="resample"))}
         pushed = nodes_of(g, group=group, depth_of_pipeline=2, depth=2, num_threads=2)
-        plain = DataLoader(g, share_of(NUM_NODES, session.topology.rank, 4), sampler_of(), batch_size=8)
+        plain = DataLoader(g, share_of(g, NUM_NODES), sampler_of(), batch_size=8)
         pipeline = Pipeline()
         PIPELINES.set(session, [ref(pipeline), ref(Pipeline())])
         found["batches"] = compare(session, pushed, plain)
