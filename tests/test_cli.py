@@ -60,13 +60,6 @@ def refused_here(*arguments: str, folder: Path) -> str:
     return said.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "program"), [(("bench", "--list"), "bench"), (("lab", "run", "--", "x"), "netlab")]
-)
-def test_commands_that_have_moved_say_where(arguments: tuple[str, ...], program: str, tmp_path: Path) -> None:
-    assert f"has moved to `python scripts/{program}`" in refused_here(*arguments, folder=tmp_path)
-
-
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data") / "tiny"

@@ -213,7 +213,7 @@ class ParameterService:
 
     def _give_worker(self, name: str, arrays: Sequence[Array]) -> list[Array]:
         answer = self._give(name, arrays)
-        self._rpc.count(DOWN, TaskKey.parse(name).step, None, WORKER, payload_bytes(answer))
+        self._rpc.ledger.add(DOWN, TaskKey.parse(name).step, self._rpc.rank, WORKER, payload_bytes(answer))
         return answer
 
     def _take(self, name: str, arrays: Sequence[Array]) -> list[Array]:
@@ -226,7 +226,7 @@ class ParameterService:
 
     def _take_from_worker(self, name: str, arrays: Sequence[Array]) -> list[Array]:
         # First: these gradients may end the epoch, and with it what is counted as the epoch's.
-        self._rpc.count(UP, TaskKey.parse(name).step, WORKER, None, payload_bytes(arrays))
+        self._rpc.ledger.add(UP, TaskKey.parse(name).step, WORKER, self._rpc.rank, payload_bytes(arrays))
         return self._take(name, arrays)
 
     def _take_sums(self, name: str, arrays: Sequence[Array]) -> list[Array]:

@@ -81,9 +81,9 @@ def test_caller_counts_both_directions_and_payload_only() -> None:
         ids = np.array([3, 1, 3], dtype=np.int64)
         (rows,) = caller.call(1, "rows", "feat", [ids], phase="features", layer=2)
         counted = [
-            (r.phase, r.layer, r.source, r.destination, r.inside, r.num_bytes) for r in caller._ledger.rows()
+            (r.phase, r.layer, r.source, r.destination, r.inside, r.num_bytes) for r in caller.ledger.rows()
         ]
-        assert server._ledger.total() == 0
+        assert server.ledger.total() == 0
     assert np.array_equal(rows, TABLE[[3, 1, 3]])
     assert counted == [("features", 2, 0, 1, False, 3 * 8), ("features", 2, 1, 0, False, 3 * 16)]
 
@@ -176,7 +176,7 @@ def test_replies_find_their_calls_in_any_order_and_from_many_threads() -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        assert caller._ledger.total(phase="p") == 80 * (8 + 400)
+        assert caller.ledger.total(phase="p") == 80 * (8 + 400)
     assert not failures
 
 

@@ -25,6 +25,18 @@ from tests.helpers import refusal, wide
 from tests.helpers.ranks import run_ranks
 
 
+def each(folder: Path) -> list[Any]:
+    return [free_in_blocks(folder), relation_tables(folder), find_nonzero(folder)]
+
+
+@pytest.fixture(scope="module", params=[(1, None), (3, 2), *wide(((2, 1),), ((3, 1),))], ids=str)
+def several(request: pytest.FixtureRequest, small_dataset: Path) -> tuple[int, int | None, list[Any]]:
+    """Ranks, ranks per server, and by rank what each function found in a session of its own."""
+    ranks, per_server = request.param
+    found = run_ranks(each, ranks, args=(small_dataset,), ranks_per_server=per_server)
+    return ranks, per_server, list(zip(*found, strict=True))
+
+
 def ones(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.ones(shape, dtype=dtype)
 
@@ -308,16 +320,11 @@ def free_in_blocks(folder: Path) -> list[Any]:
         return [names, gone, left, same, counts, num_bytes]
 
 
-@pytest.mark.parametrize(("ranks", "per_server"), [(1, None), (3, 2), *wide((2, 1))])
-def test_a_block_frees_its_tensor_and_masks_are_joined_and_counted(
-    small_dataset: Path, ranks: int, per_server: int | None
-) -> None:
-    servers = 1 if per_server is None else 2
+def test_a_block_frees_its_tensor_and_masks_are_joined_and_counted(several: Any) -> None:
+    ranks, per_server, (found, _, _) = several
+    servers = -(-ranks // per_server) if per_server else 1
     expected = [[ranks * 1.0, ranks * 2.0, ranks * 3.0], True, [], True, [14, 199], 2 * 8 * (servers - 1)]
-    assert (
-        run_ranks(free_in_blocks, ranks, args=(small_dataset,), ranks_per_server=per_server)
-        == [expected] * ranks
-    )
+    assert list(found) == [expected] * ranks
 
 
 def test_masks_of_different_kinds_cannot_be_joined(graph: DistGraph) -> None:
@@ -387,11 +394,8 @@ def relation_tables(folder: Path) -> dict[str, Any]:
         return seen
 
 
-@pytest.mark.parametrize(("ranks", "per_server"), [(1, None), (3, 2), *wide((2, 1), (3, 1))])
-def test_tables_of_any_size_lie_on_the_servers(
-    small_dataset: Path, ranks: int, per_server: int | None
-) -> None:
-    outcomes = run_ranks(relation_tables, ranks, args=(small_dataset,), ranks_per_server=per_server)
+def test_tables_of_any_size_lie_on_the_servers(several: Any) -> None:
+    ranks, per_server, (_, outcomes, _) = several
     servers = -(-ranks // per_server) if per_server else 1
     first_of_server = [outcomes[server * (per_server or 1)] for server in range(servers)]
     for size in (11, 1, 0):
@@ -439,11 +443,8 @@ def find_nonzero(folder: Path) -> list[Any]:
         ]
 
 
-@pytest.mark.parametrize(("ranks", "per_server"), [(1, None), (3, 2), *wide((2, 1), (3, 1))])
-def test_marked_rows_are_found_for_one_bit_a_row(
-    small_dataset: Path, ranks: int, per_server: int | None
-) -> None:
-    outcomes = run_ranks(find_nonzero, ranks, args=(small_dataset,), ranks_per_server=per_server)
+def test_marked_rows_are_found_for_one_bit_a_row(several: Any) -> None:
+    outcomes = several[2][2]
     assert all(outcome[:5] == [True, True, [3, 38], 2, True] for outcome in outcomes)
     shares = [node for outcome in outcomes for node in outcome[5]]
     assert len(shares) == len(set(shares)) == 14

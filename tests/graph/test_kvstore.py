@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +34,7 @@ NUM_ROWS = 31
 OFFSETS = np.array([0, 7, 7, 20, NUM_ROWS])
 """Four parts, of which the second is empty."""
 
-CASES = [(1, None), (2, 1), (3, 2), *wide((2, None), (3, 1), (4, 2))]
+CASES = [(1, None), (2, 1), (3, 2), *wide(((2, None),), ((3, 1),), ((4, 2),))]
 """(ranks, ranks per server)."""
 
 
@@ -53,6 +53,32 @@ def open_store(session: Session) -> KVStore:
         store.add(name, OFFSETS, shards, ColumnInfo(dtype=dtype, row_shape=shape))
     barrier(session, "adding")
     return store
+
+
+def each(*functions: Callable[[], Any]) -> dict[str, Any]:
+    """What ``functions`` return, by name; each has a session of its own."""
+    return {function.__name__: function() for function in functions}
+
+
+@pytest.fixture(scope="module", params=CASES, ids=str)
+def several(request: pytest.FixtureRequest) -> SimpleNamespace:
+    """Ranks, ranks per server, and by function what each rank found, from one start."""
+    ranks, per_server = request.param
+    # The last one makes messages small, also for those that followed it.
+    asked = (pull_all, pull_with_private_cache, add_from_threads, write_without_waiting, use_handlers)
+    found = run_ranks(each, ranks, args=(*asked, add_together), ranks_per_server=per_server)
+    return SimpleNamespace(ranks=ranks, per_server=per_server, **by_function(found))
+
+
+@pytest.fixture(scope="module")
+def two() -> SimpleNamespace:
+    """By function what each of two ranks, with a server each, found."""
+    asked = (push_to_everyone, fail_on_one_rank, push_one_row_often)
+    return SimpleNamespace(**by_function(run_ranks(each, 2, args=asked, ranks_per_server=1)))
+
+
+def by_function(found: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    return {name: [one[name] for one in found] for name in found[0]}
 
 
 def some_ids(rank: int) -> list[Array]:
@@ -79,11 +105,10 @@ def pull_all() -> list[tuple[int, int]]:
         return counted
 
 
-@pytest.mark.parametrize(("ranks", "per_server"), CASES)
-def test_pull_equals_indexing_and_costs_what_the_formula_says(ranks: int, per_server: int | None) -> None:
-    for counted in run_ranks(pull_all, ranks, ranks_per_server=per_server):
+def test_pull_equals_indexing_and_costs_what_the_formula_says(several: Any) -> None:
+    for counted in several.pull_all:
         assert [sent for sent, _ in counted] == [formula for _, formula in counted]
-        assert per_server is None or ranks == 1 or any(sent for sent, _ in counted)
+        assert several.per_server is None or any(sent for sent, _ in counted)
 
 
 def push_to_everyone() -> tuple[int, list[float]]:
@@ -102,10 +127,10 @@ def push_to_everyone() -> tuple[int, list[float]]:
         return session.ledger.total(phase="push"), store.pull("out", np.arange(31))[:, 1].tolist()
 
 
-def test_push_reaches_the_owner_and_the_last_of_repeated_ids_stays() -> None:
+def test_push_reaches_the_owner_and_the_last_of_repeated_ids_stays(two: Any) -> None:
     expected = [0.0] * 31
     expected[2], expected[25], expected[30] = 2.0, 3.0, 4.0
-    assert run_ranks(push_to_everyone, 2, ranks_per_server=1) == [(2 * (8 + 8), expected), (0, expected)]
+    assert two.push_to_everyone == [(2 * (8 + 8), expected), (0, expected)]
 
 
 @pytest.fixture
@@ -273,10 +298,8 @@ def pull_with_private_cache() -> list[Any]:
         return found
 
 
-@pytest.mark.parametrize(("ranks", "per_server"), [(1, None), (2, 1), *wide((3, 1), (4, 2))])
-def test_a_cache_changes_bytes_and_counts_only(ranks: int, per_server: int | None) -> None:
-    for found in run_ranks(pull_with_private_cache, ranks, ranks_per_server=per_server):
-        assert found == [(True, 0, 0), 0, (True, 0, 0), 0]
+def test_a_cache_changes_bytes_and_counts_only(several: Any) -> None:
+    assert several.pull_with_private_cache == [[(True, 0, 0), 0, (True, 0, 0), 0]] * several.ranks
 
 
 def test_what_can_be_written_to_is_not_cached(store: KVStore) -> None:
@@ -288,9 +311,6 @@ def test_what_can_be_written_to_is_not_cached(store: KVStore) -> None:
     with pytest.raises(ConfigError, match="no tensor 'feet'"):
         store.cache_counts("feet")
 
-
-PUSH_CASES = [(1, None), (2, 1), (3, 2), *wide((2, None), (3, 1))]
-"""(ranks, ranks per server)."""
 
 KINDS = {
     "f": ("float32", (5,)),
@@ -362,18 +382,16 @@ def add_together() -> dict[str, Any]:
         return seen
 
 
-@pytest.mark.parametrize(("ranks", "per_server"), PUSH_CASES)
-def test_no_sum_is_lost_and_bytes_are_what_the_formula_says(ranks: int, per_server: int | None) -> None:
+def test_no_sum_is_lost_and_bytes_are_what_the_formula_says(several: Any) -> None:
     expected = {}
     for name, (_, shape) in KINDS.items():
         total = torch.zeros((NUM_ROWS, *shape), dtype=torch.float64)
-        for rank in range(ranks):
+        for rank in range(several.ranks):
             ids, rows = pushed(rank, name)
             for count in (40, 7):
                 total.index_add_(0, torch.from_numpy(ids[:count]), rows[:count].double())
         expected[name] = total.tolist()
-    for seen in run_ranks(add_together, ranks, ranks_per_server=per_server):
-        assert seen == expected
+    assert several.add_together == [expected] * several.ranks
 
 
 def add_from_threads() -> list[float]:
@@ -396,8 +414,8 @@ def add_from_threads() -> list[float]:
         return store.pull("d", ids).tolist()
 
 
-def test_threads_of_all_ranks_add_to_the_same_rows() -> None:
-    assert run_ranks(add_from_threads, 3, ranks_per_server=2) == [[3 * 4 * 26.0] * NUM_ROWS] * 3
+def test_threads_of_all_ranks_add_to_the_same_rows(several: Any) -> None:
+    assert several.add_from_threads == [[several.ranks * 4 * 26.0] * NUM_ROWS] * several.ranks
 
 
 def write_without_waiting() -> list[Any]:
@@ -423,11 +441,9 @@ def ids_of(rank: int, session: Session) -> Array:
     return np.arange(NUM_ROWS) % session.topology.world_size == rank
 
 
-@pytest.mark.parametrize(("ranks", "per_server"), [(2, 1), (3, 2)])
-def test_after_a_fence_every_rank_sees_what_was_written(ranks: int, per_server: int) -> None:
-    first = [float(row % ranks) for row in range(NUM_ROWS)]
-    for seen in run_ranks(write_without_waiting, ranks, ranks_per_server=per_server):
-        assert seen == [first, [15.0, 10.0]]
+def test_after_a_fence_every_rank_sees_what_was_written(several: Any) -> None:
+    first = [float(row % several.ranks) for row in range(NUM_ROWS)]
+    assert several.write_without_waiting == [[first, [15.0, 10.0]]] * several.ranks
 
 
 def use_handlers() -> list[Any]:
@@ -461,9 +477,8 @@ def use_handlers() -> list[Any]:
         return [largest, asked_for, store.pull("i", np.arange(NUM_ROWS)).abs().sum().item(), number_of_calls]
 
 
-@pytest.mark.parametrize(("ranks", "per_server"), [(1, None), (2, 1), (3, 2)])
-def test_handlers_do_what_is_pushed_and_pulled_on_the_owner(ranks: int, per_server: int | None) -> None:
-    outcomes = run_ranks(use_handlers, ranks, ranks_per_server=per_server)
+def test_handlers_do_what_is_pushed_and_pulled_on_the_owner(several: Any) -> None:
+    ranks, per_server, outcomes = several.ranks, several.per_server, several.use_handlers
     rows = np.arange(8).reshape(4, 2) * ranks
     for largest, asked_for, left, _ in outcomes:
         assert largest == [rows[2].tolist(), rows[3].tolist(), rows[1].tolist()]
@@ -493,8 +508,8 @@ def push_one_row_often() -> list[list[Any]]:
         return calls
 
 
-def test_rows_of_one_id_reach_the_handler_in_their_order_however_large_the_push() -> None:
-    none, calls = run_ranks(push_one_row_often, 2, ranks_per_server=1)
+def test_rows_of_one_id_reach_the_handler_in_their_order_however_large_the_push(two: Any) -> None:
+    none, calls = two.push_one_row_often
     assert none == []
     first, second = sorted(calls)  # requests may overtake each other
     local = 29 - 7  # rank 1 has the rows from 7 on
@@ -535,8 +550,8 @@ def fail_on_one_rank() -> list[str]:
         return said
 
 
-def test_errors_reach_the_rank_that_pushed_and_nobody_else() -> None:
-    zero, one = run_ranks(fail_on_one_rank, 2, ranks_per_server=1)
+def test_errors_reach_the_rank_that_pushed_and_nobody_else(two: Any) -> None:
+    zero, one = two.fail_on_one_rank
     assert "rank 1 takes no 23" in zero[0]
     assert "rank 1 takes no 23" in zero[1]
     for text, part in zip(
