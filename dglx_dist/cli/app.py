@@ -11,7 +11,6 @@ from dglx_dist.cli.plan import plan
 from dglx_dist.cli.report import inspect, report
 from dglx_dist.cli.serverless import lambda_app
 from dglx_dist.cli.train import train
-from dglx_dist.errors import ConfigError
 
 app = typer.Typer(
     name="dglx",
@@ -50,10 +49,3 @@ def root(
 for command in (partition, ingest, inspect, plan, train, report):
     app.command(no_args_is_help=True)(command)
 app.add_typer(lambda_app)
-
-
-@app.command("bench", hidden=True, add_help_option=False, context_settings={"ignore_unknown_options": True})
-@app.command("lab", hidden=True, add_help_option=False, context_settings={"ignore_unknown_options": True})
-def _moved(context: typer.Context, _: Annotated[list[str] | None, typer.Argument()] = None) -> None:
-    script = {"bench": "bench", "lab": "netlab"}[str(context.info_name)]
-    raise ConfigError(f"`dglx {context.info_name}` has moved to `python scripts/{script}` of the repository")

@@ -34,7 +34,7 @@ def plan(config: PlanConfig) -> None:
     Nothing is trained: one process counts batches and plans of all ranks, and times the model on a few of
     them. `dglx train --strategy auto` does this and trains.
     """
-    from dglx_dist.cli.plan_job import make_map, make_plan
+    from dglx_dist.cli.plan_job import make_plan
     from dglx_dist.report.tables import plan_head, plan_lines, plan_table
 
     _check_no_unused_options(config)
@@ -43,7 +43,7 @@ def plan(config: PlanConfig) -> None:
     if picture is not None:
         check_picture(picture, "--map", "map.png")
     with libraries_on_stderr():
-        choice, regions = (make_plan(config, notify), None) if picture is None else make_map(config, notify)
+        choice, regions = make_plan(config, notify, with_map=picture is not None)
     if picture is not None and regions is not None:
         _draw(config, choice, regions, picture, quiet=as_json)
     if as_json:

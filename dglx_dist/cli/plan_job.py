@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -68,13 +68,18 @@ def _draws_of(plan: PlanConfig) -> Draws | None:
     return draws_of(plan, plan.layers, plan.fanouts, plan.batch_size, epoch=_EPOCH)
 
 
-def make_plan(plan: PlanConfig, notify: Notify | None = None) -> Choice:
+def make_plan(
+    plan: PlanConfig, notify: Notify | None = None, *, with_map: bool = False
+) -> tuple[Choice, Regions | None]:
     """Predict every way to train, and choose one; one process calls it. ``notify`` gets each next step.
+
+    ``with_map``: return the winners at other hidden widths and bandwidths, too.
 
     ConfigError: the dataset lacks what training needs, or parts for the servers. StorageError: it is damaged.
     """
     known, candidates = measured(plan, notify)
-    return choose(candidates, known, constraints_of(plan))
+    regions = _regions(plan, known, candidates) if with_map else None
+    return choose(candidates, known, constraints_of(plan)), regions
 
 
 def measured(plan: PlanConfig, notify: Notify | None = None) -> tuple[Measured, tuple[Candidate, ...]]:
@@ -238,13 +243,8 @@ def _shape(plan: PlanConfig, features: int, hidden: int, classes: int) -> ModelS
     return shape_of_module(module, features, classes, plan.layers, kind=plan.model, hidden=hidden)
 
 
-def make_map(plan: PlanConfig, notify: Notify | None = None) -> tuple[Choice, Regions]:
-    """Return the plan, and the winners at other hidden widths and bandwidths; see :func:`make_plan`.
-
-    One dry run suffices: batches and plans are the same at every width, and rates are taken from
-    ``plan.hidden``.
-    """
-    known, candidates = measured(plan, notify)
+def _regions(plan: PlanConfig, known: Measured, candidates: Sequence[Candidate]) -> Regions:
+    # Batches and plans are the same at every width, and rates are taken from plan.hidden.
     graph, heads = known.graph, plan.heads if plan.model == "gat" else 1
     # Widths are multiples of the attention heads.
     widths = {plan.hidden, *(-(-hidden // heads) * heads for hidden in MAP_WIDTHS)}
@@ -252,5 +252,4 @@ def make_map(plan: PlanConfig, notify: Notify | None = None) -> tuple[Choice, Re
     for hidden in widths - {plan.hidden}:
         shapes[hidden] = _shape(plan, graph.features, hidden, graph.classes)
     rates = [_PAYLOAD / 8 * bits for bits in np.geomspace(*MAP_BITS_PER_S, MAP_STEPS)]
-    found = find_regions(known, candidates, constraints_of(plan), shapes, [float(rate) for rate in rates])
-    return choose(candidates, known, constraints_of(plan)), found
+    return find_regions(known, candidates, constraints_of(plan), shapes, [float(rate) for rate in rates])

@@ -225,10 +225,10 @@ def report_trace(path: Path, batches: tuple[int, int] | None) -> None:
         + [f"{name}={value}" for name, value in dict(trace.facts.get("options", {})).items()]
     )
     if pictures.has_intervals(trace):
-        text, draw = pictures.pipeline_text(trace), partial(pictures.draw_pipeline, epochs=batches)
+        draw = partial(pictures.draw_pipeline, epochs=batches)
     else:
-        text, draw = pictures.overlap_text(trace), partial(pictures.draw_schedule, batches=batches)
-    write(f"{title}: {text}")
+        draw = partial(pictures.draw_schedule, batches=batches)
+    write(f"{title}: {pictures.overlap_text(trace)}")
     draw_or_warn(lambda: draw(trace, target, title=title), target)
 
 

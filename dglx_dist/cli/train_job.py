@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import dgl
 import torch
@@ -43,7 +43,7 @@ from dglx_dist.training.config import TrainConfig
 from dglx_dist.training.export import check_target, write_embeddings
 from dglx_dist.training.fit import Callback, FitConfig, FitResult
 from dglx_dist.training.inference import flatten, labelled_type, layerwise_inference
-from dglx_dist.training.models import RELATIONAL_KINDS, build_model, build_resgcn
+from dglx_dist.training.models import RELATIONAL_KINDS, ResGCN, build_model
 from dglx_dist.training.relational import HGT, RGCN, EntityInputs
 from dglx_dist.training.tracing import check_trace, without_keys
 
@@ -77,24 +77,18 @@ def _resolve_auto(
     return plan, choice
 
 
-@dataclass(frozen=True, kw_only=True)
-class BuiltModel:
-    """A model with its inputs and the optimizer of its trainable rows."""
-
-    module: nn.Module
-    inputs: EntityInputs | None = None
-    """None: the features of the only node type."""
-    sparse: SparseOptimizer | None = None
+Built: TypeAlias = tuple[nn.Module, EntityInputs | None, SparseOptimizer | None]
+"""A model, its inputs (None: the features of the only node type), and the optimizer of its trainable rows."""
 
 
-def build(plan: TrainConfig, g: DistGraph, ntype: str, classes: int) -> BuiltModel:
+def build(plan: TrainConfig, g: DistGraph, ntype: str, classes: int) -> Built:
     """Build the model for ``classes`` of ``ntype``, with trainable rows without features; collective."""
     sizes = (plan.hidden, classes, plan.layers, plan.dropout)
     if plan.model not in RELATIONAL_KINDS:
         width = g.nodes[ntype].data[FEATURE].shape[1]
         if plan.model == "resgcn":
-            return BuiltModel(module=build_resgcn(width, *sizes, recompute=plan.recompute))
-        return BuiltModel(module=build_model(plan.model, width, *sizes, plan.heads, graph=g))
+            return ResGCN(width, *sizes, recompute=plan.recompute), None, None
+        return build_model(plan.model, width, *sizes, plan.heads, graph=g), None, None
     embeddings = {}
     for name in g.ntypes:
         if FEATURE not in g.nodes[name].data:
@@ -107,7 +101,7 @@ def build(plan: TrainConfig, g: DistGraph, ntype: str, classes: int) -> BuiltMod
     relational: Any = HGT if plan.model == "hgt" else RGCN
     module = relational(g, inputs.feature_widths, plan.hidden, classes, **options)
     sparse = SparseAdam(list(embeddings.values()), lr=plan.lr) if embeddings else None
-    return BuiltModel(module=module, inputs=inputs, sparse=sparse)
+    return module, inputs, sparse
 
 
 def _check_outputs(plan: TrainConfig, session: Session) -> None:
@@ -124,7 +118,7 @@ def _check_outputs(plan: TrainConfig, session: Session) -> None:
 
 
 def _write_outputs(
-    plan: TrainConfig, wrapped: WrappedModel, built: BuiltModel, g: DistGraph, ntype: str
+    plan: TrainConfig, wrapped: WrappedModel, inputs: EntityInputs | None, g: DistGraph, ntype: str
 ) -> None:
     """Write predictions and last hidden layers, from all neighbours, over earlier ones; collective."""
     outputs = [(EMBEDDING, plan.save_embeddings), (PREDICTION, plan.predictions)]
@@ -148,7 +142,7 @@ def _write_outputs(
         rows = layerwise_inference(
             module,
             g,
-            inputs=None if built.inputs is None else built.inputs.tensors,
+            inputs=None if inputs is None else inputs.tensors,
             layers=hidden if name == EMBEDDING else [*hidden, classes],
             ntypes=None if name == EMBEDDING else [ntype],
         )
@@ -178,8 +172,8 @@ def train_dataset(plan: TrainConfig) -> Trained:
         plan = _resume_after_restart(plan, session)
         g = DistGraph(plan.data, structure=plan.structure, verify=plan.verify, session=session)
         ntype = _check_trainable(plan, g)
-        built = build(plan, g, ntype, g.num_classes(ntype))
-        plan, choice = _resolve_auto(plan, g, built.module)
+        module, inputs, _ = built = build(plan, g, ntype, g.num_classes(ntype))
+        plan, choice = _resolve_auto(plan, g, module)
         plan = with_defaults(plan)
         _check_cache(plan, session)
         _check_outputs(plan, session)
@@ -210,7 +204,7 @@ def train_dataset(plan: TrainConfig) -> Trained:
         if writes:
             write_run(folder, config, epochs, summary, plan=choice)
             _draw(epochs, folder, run_title(summary, config))
-        _write_outputs(plan, wrapped, built, g, ntype)
+        _write_outputs(plan, wrapped, inputs, g, ntype)
         return Trained(rank=session.topology.rank, folder=folder, epochs=epochs, summary=summary)
 
 
@@ -317,18 +311,19 @@ def run_config(plan: TrainConfig, g: DistGraph, session: Session) -> dict[str, o
 
 
 def _fit(
-    plan: TrainConfig, g: DistGraph, ntype: str, built: BuiltModel, after_epoch: Callback
+    plan: TrainConfig, g: DistGraph, ntype: str, built: Built, after_epoch: Callback
 ) -> tuple[WrappedModel, FitResult]:
+    module, inputs, sparse = built
     # A cache that auto chose is filled already.
     if plan.cache is not None and not g.kvstore.has_cache:
         _cache_features(plan, g, ntype, plan.cache)
     has_checkpoints = plan.checkpoint_every > 0 or plan.resume
     options = common_fields(plan, FitConfig) | {"checkpoint_every": max(plan.checkpoint_every, 1)}
     folder = Path(plan.out) / CHECKPOINTS if has_checkpoints else None
-    config = FitConfig(**options, checkpoint_folder=folder, ntype=ntype, inputs=built.inputs)
+    config = FitConfig(**options, checkpoint_folder=folder, ntype=ntype, inputs=inputs)
     loader_options: dict[str, Any] = {"depth": plan.depth, "num_threads": plan.loader_threads}
     return fit(
-        built.module,
+        module,
         g,
         config=config,
         fanouts=plan.fanouts,
@@ -337,7 +332,7 @@ def _fit(
             parameters, lr=plan.lr, weight_decay=plan.weight_decay
         ),
         callbacks=[after_epoch],
-        sparse=built.sparse,
+        sparse=sparse,
         **{name: value for name, value in loader_options.items() if value is not None},
     )
 

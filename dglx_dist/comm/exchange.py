@@ -20,13 +20,14 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TypeAlias, final
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dglx_dist.comm.collectives import barrier, gather_json, peers_named
 from dglx_dist.comm.endpoints import open_streams
-from dglx_dist.comm.mailbox import Mailbox
+from dglx_dist.comm.mailbox import Mailbox, OneSidedExchange
 from dglx_dist.comm.session import Session, SessionField
 from dglx_dist.comm.trace import NETWORK
 from dglx_dist.errors import ConfigError, PeerError
@@ -198,6 +199,7 @@ def open_devices(session: Session) -> DeviceExchange | None:
     return DeviceExchange(session, device)
 
 
+_ADVICE = "run the same layers on all ranks"
 _NUMBERS: SessionField[Iterator[int]] = SessionField(lambda _: count())
 _Arrived: TypeAlias = Mailbox[tuple[float, Array]]
 """Time of arrival and bytes of each message of one exchange."""
@@ -205,11 +207,12 @@ _Arrived: TypeAlias = Mailbox[tuple[float, Array]]
 
 @final
 class _Inbox:
-    """What has arrived, by exchange; dropped where nobody can wait for it any more."""
+    """What has arrived, by number of the exchange; dropped where nobody can wait for it any more."""
 
     def __init__(self, session: Session) -> None:
-        self._session = session
-        self._lock, self._num_posted = threading.Lock(), 0
+        self._session, self._lock = session, threading.Lock()
+        self.first_round = 0
+        """Number of the next exchange of this rank."""
         self._posted: weakref.WeakValueDictionary[int, _Arrived] = weakref.WeakValueDictionary()
         self._early: dict[int, _Arrived] = {}
         """Of exchanges that this rank has not posted yet."""
@@ -217,22 +220,31 @@ class _Inbox:
     def post(self) -> tuple[int, _Arrived]:
         """Return the number of a new exchange, and its messages."""
         with self._lock:
-            number, self._num_posted = self._num_posted, self._num_posted + 1
-            arrived = self._early.pop(number) if number in self._early else self._new()
+            number, self.first_round = self.first_round, self.first_round + 1
+            arrived = self._early.pop(number, None) or self._new()
             self._posted[number] = arrived
             return number, arrived
 
-    def of(self, number: int) -> _Arrived | None:
+    def put(self, round_number: int, step: str, sender: int, message: list[Array]) -> None:
         with self._lock:
-            if number < self._num_posted:
-                return self._posted.get(number)
-            return self._early.setdefault(number, self._new())
+            if round_number < self.first_round:
+                arrived = self._posted.get(round_number)
+            else:
+                arrived = self._early.setdefault(round_number, self._new())
+        if arrived is not None:
+            arrived.put(0, step, sender, (time.perf_counter(), message[0]))
 
     def __len__(self) -> int:
         return len(self._posted) + len(self._early)
 
     def _new(self) -> _Arrived:
-        return Mailbox(self._session, "run the same layers on all ranks")
+        return Mailbox(self._session, _ADVICE)
+
+
+def _check_bytes(arrays: Sequence[Array]) -> None:
+    if len(arrays) != 1 or arrays[0].dtype != np.uint8 or arrays[0].ndim != 1:
+        kinds = ", ".join(f"{array.dtype} of shape {array.shape}" for array in arrays)
+        raise ValueError(f"a message must be one array of bytes, not {kinds or 'none'}")
 
 
 @final
@@ -244,31 +256,19 @@ class CallExchange(Exchange):
 
     def __init__(self, session: Session, span: str) -> None:
         super().__init__(session)
-        self._op, self._span = f"exchange-{next(_NUMBERS.of(session))}", span
-        self._inbox = inbox = _Inbox(session)
-
-        def receive(name: str, arrays: Sequence[Array]) -> list[Array]:
-            sender, number, what = name.split(" ", 2)
-            arrived = inbox.of(int(number))
-            if arrived is not None:
-                arrived.put(0, what, int(sender), (time.perf_counter(), arrays[0]))
-            return []
-
-        # Not a method, which would keep the exchange alive as long as the session.
-        session.rpc.register(self._op, receive)
-        weakref.finalize(self, session.rpc.unregister, self._op)
-        barrier(session, f"opening of {self._op}")
+        op, self._span = f"exchange-{next(_NUMBERS.of(session))}", span
+        self._inbox = _Inbox(session)
+        self._calls = OneSidedExchange(session, op, _ADVICE, _check_bytes, self._inbox)
+        barrier(session, f"opening of {op}")
 
     def _post(
         self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], name: str, batch: int | None
     ) -> Callable[[Iterator[bool]], None]:
         _fill(outgoing)
-        rpc, begin = self.session.rpc, time.perf_counter()
+        begin = time.perf_counter()
         number, mailbox = self._inbox.post()
-        text = f"{self.session.topology.rank} {number} {name}"
-        sent = [
-            rpc.submit(one.rank, self._op, text, [_flat(one.rows).numpy()], phase=None) for one in outgoing
-        ]
+        rows_to = {one.rank: [_flat(one.rows).numpy()] for one in outgoing}
+        sent = self._calls.submit(number, name, rows_to, phase=None)
 
         def finish(work: Iterator[bool]) -> None:
             for _ in work:

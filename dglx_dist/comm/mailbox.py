@@ -6,15 +6,19 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from typing import Generic, TypeVar, final
+from typing import Any, Generic, Protocol, TypeVar, final
 
 from dglx_dist.comm.collectives import raise_for_missing
+from dglx_dist.comm.rpc import Pending
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import DglxError
 from dglx_dist.records import Array
 
 _CHECK_EVERY_S = 1.0
 """Period at which a waiting rank probes those it waits for."""
+
+MAX_AHEAD = 1 << 16
+"""Rounds by which a message may be early: what is kept for later is bounded."""
 
 M = TypeVar("M")
 
@@ -35,7 +39,7 @@ class Mailbox(Generic[M]):
         self._session, self._advice = session, advice
         self._arrived: dict[tuple[int, Hashable], dict[int, M]] = {}
         self._changed = threading.Condition()
-        self._first_round = 0
+        self.first_round = 0
         self._reason: BaseException | None = None
         # Made when raised: a stored exception would keep the frames of its traceback alive.
         self._failures: dict[int, Callable[[], BaseException]] = {}
@@ -43,7 +47,7 @@ class Mailbox(Generic[M]):
     def put(self, round_number: int, step: Hashable, sender: int, message: M) -> None:
         """Add the message of the rank ``sender``, unless its round has ended."""
         with self._changed:
-            if round_number >= self._first_round:
+            if round_number >= self.first_round:
                 self._arrived.setdefault((round_number, step), {})[sender] = message
                 self._changed.notify_all()
 
@@ -90,8 +94,8 @@ class Mailbox(Generic[M]):
 
     def _end_before(self, round_number: int, reason: BaseException | None) -> None:
         with self._changed:
-            if round_number > self._first_round:
-                self._first_round, self._reason = round_number, reason
+            if round_number > self.first_round:
+                self.first_round, self._reason = round_number, reason
                 self._arrived = {key: value for key, value in self._arrived.items() if key[0] >= round_number}
                 self._failures = {key: value for key, value in self._failures.items() if key >= round_number}
             self._changed.notify_all()
@@ -106,10 +110,10 @@ class Mailbox(Generic[M]):
 
         with self._changed:
             self._changed.wait_for(
-                lambda: round_number < self._first_round or round_number in self._failures or not missing(),
+                lambda: round_number < self.first_round or round_number in self._failures or not missing(),
                 min(_CHECK_EVERY_S, max(deadline - time.monotonic(), 0.0)),
             )
-            if round_number < self._first_round:
+            if round_number < self.first_round:
                 raise self._reason or RoundEnded(f"round {round_number} ended before step {step}")
             if missing() and round_number in self._failures:
                 raise self._failures[round_number]()
@@ -119,52 +123,74 @@ class Mailbox(Generic[M]):
             return {rank: arrived[rank] for rank in senders}
 
 
+class Receiver(Protocol):
+    """Takes the messages of :class:`OneSidedExchange`."""
+
+    @property
+    def first_round(self) -> int:
+        """The round, or number, that this rank is at."""
+
+    def put(self, round_number: int, step: str, sender: int, message: list[Array]) -> None: ...
+
+
 @final
 class OneSidedExchange:
     """Arrays of any number and size, on any thread. All ranks must construct it before one posts.
 
     ``op`` is the name of the remote call, equal on all ranks and used by nothing else; ``check`` is called
-    with received arrays, and the sender gets its error.
+    with received arrays, and the sender gets its error. ``receiver`` takes the messages in place of
+    :attr:`mailbox`.
     """
 
     def __init__(
-        self, session: Session, op: str, advice: str, check: Callable[[Sequence[Array]], None] | None = None
+        self,
+        session: Session,
+        op: str,
+        advice: str,
+        check: Callable[[Sequence[Array]], None] | None = None,
+        receiver: Receiver | None = None,
     ) -> None:
         self._session, self._op = session, op
         self.mailbox: Mailbox[list[Array]] = Mailbox(session, advice)
-        mailbox, world_size = self.mailbox, session.topology.world_size
+        box, world_size = self.mailbox if receiver is None else receiver, session.topology.world_size
 
         def receive(name: str, arrays: Sequence[Array]) -> list[Array]:
-            round_number, sender, step = name.split(" ", 2)
+            number, sender, step = name.split(" ", 2)
             if not 0 <= int(sender) < world_size:
                 raise ValueError(f"sender {sender} is not one of the {world_size} ranks")
+            if not 0 <= int(number) < box.first_round + MAX_AHEAD:
+                raise ValueError(f"{step!r} of round {number} is not kept: this rank is at {box.first_round}")
             if check is not None:
                 check(arrays)
-            mailbox.put(int(round_number), step, int(sender), list(arrays))
+            box.put(int(number), step, int(sender), list(arrays))
             return []
 
         # Not a method, which would keep the owner of the exchange alive as long as the session.
         session.rpc.register(op, receive)
         weakref.finalize(self, session.rpc.unregister, op)
 
-    def post(
+    def submit(
         self,
         round_number: int,
         step: str,
         arrays: Mapping[int, Sequence[Array]],
         *,
-        phase: str,
+        phase: str | None,
         layer: int = 0,
-    ) -> None:
-        """Deliver to each rank its ``arrays`` of a round; :meth:`Mailbox.take` waits for those of others.
-
-        PeerError: a rank is dead or silent; RemoteError: it rejects the arrays.
-        """
-        topology = self._session.topology
+    ) -> list[Pending]:
+        """Send each rank its ``arrays`` of a round, and return at once; PeerError: a rank is dead."""
+        topology, submit = self._session.topology, self._session.rpc.submit
         name = f"{round_number} {topology.rank} {step}"
         # Starts with the next rank, so that not all ranks send to the same one first.
         order = sorted(arrays, key=lambda rank: (rank - topology.rank) % topology.world_size)
-        submit = self._session.rpc.submit
-        sent = [submit(rank, self._op, name, list(arrays[rank]), phase=phase, layer=layer) for rank in order]
-        for call in sent:
+        return [submit(rank, self._op, name, list(arrays[rank]), phase=phase, layer=layer) for rank in order]
+
+    def post(
+        self, round_number: int, step: str, arrays: Mapping[int, Sequence[Array]], **counted: Any
+    ) -> None:
+        """:meth:`submit`, and wait until all is delivered; :meth:`Mailbox.take` waits for what others send.
+
+        PeerError: a rank is dead or silent; RemoteError: it rejects the arrays.
+        """
+        for call in self.submit(round_number, step, arrays, **counted):
             call.result()

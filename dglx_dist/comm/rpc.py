@@ -497,7 +497,7 @@ class Rpc:
     """Serves and makes one-sided calls, which ``ledger`` counts; an answer may take ``timeout_s``."""
 
     def __init__(self, rank: int, ledger: Ledger, timeout_s: float) -> None:
-        self.rank, self.timeout_s, self._ledger = rank, timeout_s, ledger
+        self.rank, self.timeout_s, self.ledger = rank, timeout_s, ledger
         self.doing = ""
         """The collective that this rank waits in, reported to other ranks on request; "" for none."""
         self._handlers: dict[str, Handler] = {
@@ -565,8 +565,8 @@ class Rpc:
         call = self._client.send(rank, op, name, arrays)
         call.timeout_s = self.timeout_s
         if phase is not None:
-            call.count = partial(self.count, phase, layer, rank, None)
-            self.count(phase, layer, None, rank, payload_bytes(arrays))
+            call.count = partial(self.ledger.add, phase, layer, rank, self.rank)
+            self.ledger.add(phase, layer, self.rank, rank, payload_bytes(arrays))
         return call
 
     def call(
@@ -590,10 +590,6 @@ class Rpc:
                 (status,) = ping.result(timeout_s)
                 found[rank] = status.tobytes().decode(errors="replace")
         return found
-
-    def count(self, phase: str, layer: int, source: int | None, destination: int | None, size: int) -> None:
-        ends = [self.rank if rank is None else rank for rank in (source, destination)]
-        self._ledger.add(phase, layer, ends[0], ends[1], size)
 
     def close(self) -> None:
         """Stop serving and calling; may be called twice. Does not wait for other ranks."""

@@ -22,17 +22,12 @@ def keep_memory() -> bool:
     every step: 37 % of the processor time of forward and backward of GraphSAGE 3 x 256 on sampled blocks.
     The cost is memory: a process keeps its peak, which was 12 % more there.
     """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except AttributeError:
-        return False
-    # The order matters only in that a refused first setting leaves everything as it was.
-    done = mallopt(_MMAP_MAX, 0) == 1 and mallopt(_TRIM_THRESHOLD, _NEVER) == 1
+    done = _set((_MMAP_MAX, 0), (_TRIM_THRESHOLD, _NEVER))
     if done:
         log.info(
             "glibc keeps freed memory for the next step; set any MALLOC_ variable or GLIBC_TUNABLES to choose"
         )
-    return bool(done)
+    return done
 
 
 def return_memory() -> bool:
@@ -41,13 +36,14 @@ def return_memory() -> bool:
     Kept memory is fragmented: full-graph training of GraphSAGE held 1.4 to 1.6 times the memory that it used
     at any time.
     """
-    try:
-        library = ctypes.CDLL(None)
-        mallopt, trim = library.mallopt, library.malloc_trim
-    except AttributeError:
-        return False
     # Setting the threshold also keeps glibc from raising it to what was freed last.
-    settings = ((_MMAP_MAX, _DEFAULT_MMAP_MAX), (_MMAP_THRESHOLD, _LARGE), (_TRIM_THRESHOLD, _LARGE))
-    done = all(mallopt(name, value) == 1 for name, value in settings)
-    trim(0)
+    done = _set((_MMAP_MAX, _DEFAULT_MMAP_MAX), (_MMAP_THRESHOLD, _LARGE), (_TRIM_THRESHOLD, _LARGE))
+    if done:
+        ctypes.CDLL(None).malloc_trim(0)
     return done
+
+
+def _set(*settings: tuple[int, int]) -> bool:
+    """Apply ``settings`` in their order, up to the first that is refused; return whether none was."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt is not None and all(mallopt(name, value) == 1 for name, value in settings)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias
@@ -151,16 +151,6 @@ class Column:
                 f"{self.name!r} belongs to the dataset on disk, which is read-only; create a tensor to "
                 "write to with g.new_tensor(shape, dtype, name)"
             )
-
-
-def shards_of(offsets: Array, parts: Mapping[int, Array]) -> tuple[Shard, ...]:
-    shards = []
-    for part in sorted(parts):
-        count = int(offsets[part + 1] - offsets[part])
-        if len(parts[part]) != count:
-            raise ConfigError(f"part {part} has {len(parts[part])} rows for {count} ids")
-        shards.append(Shard(first=int(offsets[part]), rows=parts[part]))
-    return tuple(shards)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,6 @@ from dglx_dist.comm.session import Session, Shared, current_session
 from dglx_dist.data.partition.hierarchical import TRAINERS_PER_PART
 from dglx_dist.data.storage.columns import IDS, MANIFEST
 from dglx_dist.data.storage.dgl_format import import_dgl_format
-from dglx_dist.data.storage.manifest import Manifest
 from dglx_dist.data.storage.reader import StoredDataset, StoredPart, Verify, open_dataset, open_structure
 from dglx_dist.errors import ConfigError, RemoteError, StorageError
 from dglx_dist.graph.cache import CachePlan, CacheRequest, Fanouts, cache_rows
@@ -40,7 +39,7 @@ from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.partition_book import PartitionBook, Placement, canonical_etype
 from dglx_dist.graph.sampling import UNIFORM, DrawRule, draw_uniform, sampled_graph
 from dglx_dist.graph.shared_memory import InitRows
-from dglx_dist.graph.structure import CSCShard, PartitionedStructure, ReplicatedStructure, Structure
+from dglx_dist.graph.structure import PartitionedStructure, ReplicatedStructure, Structure
 from dglx_dist.records import Array, ColumnInfo, EdgeType
 
 if TYPE_CHECKING:
@@ -112,7 +111,8 @@ def open_structures(
         log.info("%s: %d parts, structure %s", dataset.folder, manifest.num_parts, mode)
     if mode == "partitioned":
         return {
-            etype: _partitioned(dataset, session, placement, label, etype) for etype in manifest.edge_types
+            etype: PartitionedStructure(session, dataset, placement, label, etype)
+            for etype in manifest.edge_types
         }
     return {etype: _replicated(dataset, session, etype) for etype in manifest.edge_types}
 
@@ -141,40 +141,6 @@ def _replicated(dataset: StoredDataset, session: Session, etype: EdgeType) -> Re
     made = run_on_all_ranks(session, lambda: open_structure(dataset, etype) if first else None)
     csc = run_on_all_ranks(session, lambda: made or open_structure(dataset, etype))
     return ReplicatedStructure(etype, dataset.manifest.num_nodes(etype[0]), csc.indptr, csc.indices)
-
-
-def _partitioned(
-    dataset: StoredDataset, session: Session, placement: Placement, label: str, etype: EdgeType
-) -> PartitionedStructure:
-    manifest = dataset.manifest
-    node_offsets, edge_offsets = manifest.node_offsets[etype[2]], manifest.edge_offsets[etype]
-    shards = run_on_all_ranks(
-        session,
-        lambda: tuple(
-            CSCShard(
-                indptr=dataset.part(part).indptr(etype),
-                indices=dataset.part(part).indices(etype),
-                first_node=int(node_offsets[part]),
-                first_edge=int(edge_offsets[part]),
-            )
-            for part in placement.local_parts
-        ),
-    )
-    bounds = placement.server_offsets(node_offsets), placement.server_offsets(edge_offsets)
-    return PartitionedStructure(
-        session, placement, label, etype, manifest.num_nodes(etype[0]), shards, bounds
-    )
-
-
-def book_of(placement: Placement, manifest: Manifest) -> PartitionBook:
-    """Return the partition book of a dataset; a partition is what one server holds."""
-    per_part = manifest.parameters.get(TRAINERS_PER_PART)
-    return PartitionBook(
-        {ntype: placement.server_offsets(offsets) for ntype, offsets in manifest.node_offsets.items()},
-        {etype: placement.server_offsets(offsets) for etype, offsets in manifest.edge_offsets.items()},
-        placement.topology.server,
-        manifest.num_parts * per_part if isinstance(per_part, int) else None,
-    )
 
 
 def policies_of(
@@ -267,7 +233,13 @@ class DistGraph(Shared):
         # Unique for each open graph, so that a run may have several.
         label = str(broadcast_json(secrets.token_hex(4), self.session))
         self.kvstore = KVStore(self.session, self.placement, label)
-        self._book = book_of(self.placement, manifest)
+        merge, per_part = self.placement.server_offsets, manifest.parameters.get(TRAINERS_PER_PART)
+        self._book = PartitionBook(
+            {ntype: merge(offsets) for ntype, offsets in manifest.node_offsets.items()},
+            {etype: merge(offsets) for etype, offsets in manifest.edge_offsets.items()},
+            self.session.topology.server,
+            manifest.num_parts * per_part if isinstance(per_part, int) else None,
+        )
         self._node_policies = policies_of("node", self._book, self.kvstore, manifest.checksum)
         self._edge_policies = policies_of("edge", self._book, self.kvstore, manifest.checksum)
         policies = {**self._node_policies, **self._edge_policies}

@@ -27,8 +27,8 @@ from dglx_dist.graph.column import (
     PullHandler,
     PushHandler,
     RowCache,
+    Shard,
     check_cacheable,
-    shards_of,
 )
 from dglx_dist.graph.partition_book import Placement, RowOwners
 from dglx_dist.graph.row_kernels import (
@@ -109,8 +109,14 @@ class KVStore:
         ``shards``: the (n, *row) rows of every part of the local server. ConfigError: the name is taken, or
         rows do not match ``offsets`` or ``info``.
         """
-        bounds, found = self.placement.server_offsets(offsets), shards_of(offsets, shards)
-        self.add_column(Column(name=name, info=info, bounds=bounds, shards=found, writable=False))
+        found = []
+        for part in sorted(shards):
+            num_rows = int(offsets[part + 1] - offsets[part])
+            if len(shards[part]) != num_rows:
+                raise ConfigError(f"part {part} has {len(shards[part])} rows for {num_rows} ids")
+            found.append(Shard(first=int(offsets[part]), rows=shards[part]))
+        bounds = self.placement.server_offsets(offsets)
+        self.add_column(Column(name=name, info=info, bounds=bounds, shards=tuple(found), writable=False))
 
     def add_column(self, column: Column) -> None:
         """Add ``column``; ConfigError when its name is taken."""

@@ -209,7 +209,7 @@ class SparseOptimizer:
         self.read_saved(Path(fsdecode(folder)))
 
     def write_into(self, folder: Path) -> None:
-        """Write what :meth:`save` writes into an empty folder that all ranks see; collective."""
+        """Write what :meth:`save` writes into a new folder below one that all ranks see; collective."""
         self.flush()
         fill_folder(self.session, folder, self._write_own, self._saved_facts())
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Generic, TypeAlias, TypeVar, final
+from typing import Generic, TypeVar, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dglx_dist.comm.session import Session
 from dglx_dist.comm.topology import Topology
 from dglx_dist.comm.wire import FRAME_BYTES
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.ids import Ids, as_ids
-from dglx_dist.graph.row_kernels import check_ids, plan_remote, spread_rows
+from dglx_dist.graph.row_kernels import check_ids
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, EdgeType
 
 
@@ -289,9 +288,6 @@ class Placement:
         return int(ranks[self.topology.local_rank % len(ranks)])
 
 
-Compute: TypeAlias = Callable[[Array], Sequence[Array]]
-"""(k,) int64 ids of the local server to arrays (k,) int64, always the same number of them."""
-
 MAX_MESSAGE_BYTES = FRAME_BYTES
 """Rows of one message, which one frame holds; more are split, so that rows are placed while others are in
 transit. Replies of 1 MiB cost the serving rank 1.5 times the processor time in a measurement."""
@@ -300,46 +296,3 @@ transit. Replies of 1 MiB cost the serving rank 1.5 times the processor time in 
 def rows_per_message(row_bytes: int) -> int:
     """Return the most rows of ``row_bytes``, each with its id, for one message; at least 1."""
     return max(1, MAX_MESSAGE_BYTES // max(row_bytes, 8))
-
-
-Answered: TypeAlias = Callable[[], list[Array]]
-"""Computes the local server's answers, waits for the others, and returns all; for the submitting thread."""
-
-
-def submit_to_owners(
-    session: Session,
-    placement: Placement,
-    op: str,
-    ids: Array,
-    bounds: Array,
-    compute: Compute,
-    parameters: str = "",
-) -> Answered:
-    """Ask ``op`` of the servers that own ``ids``, and return at once.
-
-    Sends 8 bytes per distinct remote id and receives 8 per answer. Not collective. Every rank has registered
-    ``op``, which answers ``parameters`` and its ids as ``compute`` does; ``bounds``: (S + 1,) int64 id ranges
-    of the servers.
-
-    Returns:
-        A function that waits for as many (K,) int64 arrays as ``compute`` returns, in the order of ``ids``.
-    """
-    own = placement.topology.server
-    plan = plan_remote(ids, bounds, own)
-    calls = [
-        (session.rpc.submit(rank, op, parameters, [plan.ids[first:last]], phase="structure"), first, last)
-        for rank, first, last in plan.requests(placement.serving_ranks)
-    ]
-
-    def answered() -> list[Array]:
-        local = np.flatnonzero((ids >= bounds[own]) & (ids < bounds[own + 1]))
-        answers = compute(ids[local])
-        out = [np.empty(len(ids), dtype=np.int64) for _ in answers]
-        for column, values in zip(out, answers, strict=True):
-            column[local] = values
-        for pending, first, last in calls:
-            for column, values in zip(out, pending.result(), strict=True):
-                spread_rows(values, column, plan.starts, plan.positions, first, last)
-        return out
-
-    return answered

@@ -378,12 +378,10 @@ def _plan(ids: Array, bounds: Array, own: int, cached: SlotTable, is_distinct: b
 @njit(cache=True, nogil=True)
 def _split(ids: Array, low: int, high: int, cached: SlotTable) -> tuple[Array, Array, Array]:
     """Return the places of the ids to request, and places and slots of the cached ones."""
-    remote = _count_outside(ids, low, high)
-    places = np.empty(remote, np.int64)
-    # Without a cache there are no hits.
-    most_hits = remote if len(cached.slots) else 0
-    hit_places = np.empty(most_hits, np.int64)
-    hit_slots = np.empty(most_hits, np.int64)
+    # Memory that is not written to costs nothing.
+    places = np.empty(len(ids), np.int64)
+    hit_places = np.empty(len(ids), np.int64)
+    hit_slots = np.empty(len(ids), np.int64)
     misses, hits = 0, 0
     for position in range(ids.shape[0]):
         key = ids[position]
@@ -417,14 +415,6 @@ def group_by_range(ids: Array, bounds: Array) -> tuple[Array, Array]:
         following[places[k]] += 1
         places[k] = place
     return places, starts
-
-
-@njit(cache=True, nogil=True)
-def _count_outside(ids: Array, low: int, high: int) -> int:
-    count = 0
-    for k in range(ids.shape[0]):
-        count += ids[k] < low or ids[k] >= high
-    return count
 
 
 @njit(cache=True, nogil=True)

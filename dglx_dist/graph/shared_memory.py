@@ -109,7 +109,9 @@ def save_folder(session: Session, target: Path, write_own: WriteOwn, facts: Mapp
 
 
 def fill_folder(session: Session, folder: Path, write_own: WriteOwn, facts: Mapping[str, object]) -> None:
-    """Write the rows of every rank into an empty folder that all see, then the index on rank 0; collective.
+    """Write the rows of every rank into an empty or missing folder, then the index on rank 0; collective.
+
+    All ranks must see it, or the one in which it is made.
 
     Raises:
         StorageError: on all ranks, when one cannot write.
@@ -117,6 +119,7 @@ def fill_folder(session: Session, folder: Path, write_own: WriteOwn, facts: Mapp
 
     def write() -> list[dict[str, Any]]:
         with named_failures(folder):
+            folder.mkdir(parents=True, exist_ok=True)
             return [asdict(file) for file in write_own(folder)]
 
     def finish(lines_of_ranks: Sequence[object]) -> None:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import final
+from typing import NamedTuple, final
 
 import numpy as np
 import torch
@@ -157,13 +157,9 @@ MAX_PARAMETERS = 100
 _MAX_PROBLEM = 2000
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class StepMessage:
+class StepMessage(NamedTuple):
     """One rank's share of a step."""
 
-    sender: int
-    step: int
-    """1, 2, ..."""
     used: Sequence[bool]
     """Of each parameter, whether it is part of the sender's backward passes, with any rows or none."""
     gradients: Sequence[RowSum]
@@ -284,10 +280,7 @@ class SparseExchange:
             submit = self._session.rpc.submit
             sent.append(submit(rank, self._op, name, arrays, phase="sparse_gradients"))
         # Not through the handler: local rows are neither copied nor checked.
-        gradients = [share[own] for share in shares]
-        self._accept(
-            StepMessage(sender=own, step=self._step, used=used, gradients=gradients, problem=problem)
-        )
+        self._accept(own, self._step, StepMessage(used, [share[own] for share in shares], problem))
         return sent
 
     def _cut(self, table: OwnedRows, total: RowSum | None) -> list[RowSum]:
@@ -310,14 +303,12 @@ class SparseExchange:
         for table, gradient in zip(self._tables, gradients, strict=not problem):
             table.check(gradient)
         marks = [mark == "1" for mark in used]
-        self._accept(
-            StepMessage(sender=int(sender), step=int(step), used=marks, gradients=gradients, problem=problem)
-        )
+        self._accept(int(sender), int(step), StepMessage(marks, gradients, problem))
         return []
 
-    def _accept(self, message: StepMessage) -> None:
+    def _accept(self, sender: int, step: int, message: StepMessage) -> None:
         if self._staleness is None:
-            self._mailbox.put(message.step, None, message.sender, message)
+            self._mailbox.put(step, None, sender, message)
             return
         for table, used, gradient in zip(self._tables, message.used, message.gradients, strict=True):
             if used:

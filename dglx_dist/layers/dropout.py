@@ -10,6 +10,7 @@ import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, final
 
 import dgl
@@ -63,17 +64,14 @@ def deal_out_concatenated(widths: Sequence[int], parts: int) -> tuple[tuple[Colu
 
     Returns for each part its runs, one per matrix and possibly empty, as columns of the whole.
     """
-    if not widths:
-        raise ConfigError("no matrices to cut; name at least one feature")
-    total, cuts, before = sum(widths), [], 0
-    for width in widths:
-        cuts.append(
-            [
-                Columns(first=before + one.first, last=before + one.last, width=total)
-                for one in deal_out_columns(width, parts)
-            ]
-        )
-        before += width
+    total, starts = sum(widths), accumulate(widths, initial=0)
+    cuts = [
+        [
+            Columns(first=start + one.first, last=start + one.last, width=total)
+            for one in deal_out_columns(width, parts)
+        ]
+        for start, width in zip(starts, widths, strict=False)
+    ]
     return tuple(zip(*cuts, strict=True))
 
 
@@ -208,13 +206,13 @@ def install_node_dropouts(model: nn.Module, seed: int) -> NodeDropouts:
     replacements: dict[nn.Module, NodeDropout] = {}
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if isinstance(module, NodeDropout):
-            module.detach()
+            module.shared.remove_hooks()
         # Exact types: a subclass does something else.
         if type(module) in (nn.Dropout, NodeDropout):
-            edges = name.rpartition(".")[2] in _EDGE_DROPOUTS
+            parent, _, last = name.rpartition(".")
             if module not in replacements:
-                replacements[module] = NodeDropout(module, shared, edges=edges)
-            _replace(model, name, replacements[module])
+                replacements[module] = NodeDropout(module, shared, edges=last in _EDGE_DROPOUTS)
+            model.get_submodule(parent).register_module(last, replacements[module])
     for module in model.modules():
         # Scripted modules do not support these hooks.
         if not isinstance(module, NodeDropout | torch.jit.ScriptModule):
@@ -357,7 +355,7 @@ class NodeDropout(nn.Module):
         super().__init__()
         self.p: float = dropout.p
         self.inplace: bool = dropout.inplace
-        self._shared, self._edges = shared, edges
+        self.shared, self._edges = shared, edges
         self.train(dropout.training)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -368,14 +366,10 @@ class NodeDropout(nn.Module):
         """
         if not self.training or self.p == 0:
             return x
-        dropped = self._shared.drop(x, self.p, edges=self._edges)
+        dropped = self.shared.drop(x, self.p, edges=self._edges)
         if dropped is None:
             return functional.dropout(x, self.p, True, self.inplace)
         return dropped
-
-    def detach(self) -> None:
-        """Remove the hooks of the model's dropouts, which are about to be replaced."""
-        self._shared.remove_hooks()
 
     def extra_repr(self) -> str:
         return f"p={self.p}, inplace={self.inplace}"
@@ -393,8 +387,3 @@ def _edge_ids(graph: Any, count: int) -> Tensor | None:
         return None
     ids: Tensor | None = graph.edata.get(dgl.EID)
     return ids
-
-
-def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, last = name.rpartition(".")
-    model.get_submodule(parent).register_module(last, module)

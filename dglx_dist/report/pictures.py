@@ -35,36 +35,22 @@ from dglx_dist.records import EpochRecord
 from dglx_dist.report.tables import readable_percent
 
 
-@dataclass(frozen=True, kw_only=True)
-class Overlap:
-    """Overlap with computing, in seconds summed over the ranks."""
+def overlap(trace: TraceFile, row: str = NETWORK) -> float | None:
+    """Return the share of the time of transfers, or of a worker's tasks, in which their rank computed too.
 
-    busy_s: float
-    """Time with at least one transfer of a rank, or task of it at a worker."""
-    beside_s: float
-    """Time of these in which that rank computed too, without waiting."""
-    compute_s: float
-    """Time in which a rank computed."""
-
-    @property
-    def fraction(self) -> float | None:
-        """``beside_s / busy_s``; None without transfers."""
-        return self.beside_s / self.busy_s if self.busy_s > 0 else None
-
-
-def overlap(trace: TraceFile, row: str = NETWORK) -> Overlap:
-    """Measure how long ranks computed during the spans of ``row``."""
-    busy_s = beside_s = compute_s = 0.0
+    The time of a rank in which at least one span of ``row`` runs, summed over the ranks; waiting is not
+    computing. None without such spans.
+    """
+    busy_s = beside_s = 0.0
     for rank in trace.ranks:
         busy = [one for one in rank.spans if one.row == row and not is_wait(one)]
         work = [one for one in rank.spans if one.row in (COMPUTE, GRAPH_SERVER)]
         waits = [one for one in work if is_wait(one)]
-        computing_s, any_s = _covered(work) - _covered(waits), _covered([*busy, *work])
         busy_s += _covered(busy)
-        compute_s += computing_s
         # Computing without the part that no span of the row is beside.
-        beside_s += computing_s - (any_s - _covered([*busy, *waits]))
-    return Overlap(busy_s=busy_s, beside_s=beside_s, compute_s=compute_s)
+        alone_s = _covered([*busy, *work]) - _covered([*busy, *waits])
+        beside_s += _covered(work) - _covered(waits) - alone_s
+    return beside_s / busy_s if busy_s > 0 else None
 
 
 def is_wait(span: Span) -> bool:
@@ -317,17 +303,9 @@ def draw_pipeline(
     first, last = _choose(trace, GRAPH_SERVER, epochs, unit="epoch", usual=_SHOWN_EPOCHS, early=1)
     shown = _window(trace, first, last)
     rows = [row for rank in trace.ranks for row in _pipeline_rows(rank, shown)]
-    heading = f"{title}: epochs {first} to {last}, {pipeline_text(trace)}"
+    heading = f"{title}: epochs {first} to {last}, {overlap_text(trace)}"
     _draw_rows(rows, _draw_intervals, path, shown=shown, title=heading)
     return first, last
-
-
-def pipeline_text(trace: TraceFile) -> str:
-    """Return ``82.0 % of the workers' time beside graph servers`` for the whole trace."""
-    fraction = overlap(trace, WORKER).fraction
-    if fraction is None:
-        return "no task of a worker"
-    return f"{readable_percent(fraction)} of the workers' time beside graph servers"
 
 
 def _pipeline_rows(rank: RankSpans, shown: tuple[float, float]) -> list[tuple[str, list[Span]]]:
@@ -452,11 +430,12 @@ def draw_schedule(
 
 
 def overlap_text(trace: TraceFile) -> str:
-    """Return ``82 % of the network's time beside compute`` for the whole trace."""
-    fraction = overlap(trace).fraction
-    if fraction is None:
-        return "nothing on the network"
-    return f"{readable_percent(fraction)} of the network's time beside compute"
+    """Return ``82.0 % of the network's time beside compute``, of a pipeline that of its workers."""
+    row, nothing, beside = NETWORK, "nothing on the network", "the network's time beside compute"
+    if has_intervals(trace):
+        row, nothing, beside = WORKER, "no task of a worker", "the workers' time beside graph servers"
+    fraction = overlap(trace, row)
+    return nothing if fraction is None else f"{readable_percent(fraction)} of {beside}"
 
 
 def _longest_part(span: Span, later: Sequence[Span]) -> Span:

@@ -10,7 +10,6 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import final
 
 import numpy as np
@@ -101,12 +100,7 @@ class ParameterService:
     """
 
     def __init__(
-        self,
-        rpc: Rpc,
-        server: ParameterServer,
-        num_ranks: int,
-        timeline: Timeline | None = None,
-        run: int = 0,
+        self, rpc: Rpc, server: ParameterServer, num_ranks: int, timeline: Timeline, run: int = 0
     ) -> None:
         self.server, self._timeline, self._number = server, timeline, run
         self._rpc, self._ranks, self._timeout_s = rpc, range(num_ranks), rpc.timeout_s
@@ -147,11 +141,7 @@ class ParameterService:
                 self._changed.wait()
                 self._changed.clear()
                 while not self._closing.is_set() and (ready := self.server.own_sums()) is not None:
-                    with (
-                        self._timeline.span("WU", PARAMETER_SERVER, ready[0])
-                        if self._timeline
-                        else nullcontext()
-                    ):
+                    with self._timeline.span("WU", PARAMETER_SERVER, ready[0]):
                         self._update(*ready)
         except Exception as error:  # noqa: BLE001 - reported to all who wait for an update
             # Also while closing: this rank may be ending for the same reason, and others need the cause.
@@ -213,7 +203,7 @@ class ParameterService:
 
     def _give_worker(self, name: str, arrays: Sequence[Array]) -> list[Array]:
         answer = self._give(name, arrays)
-        self._rpc.count(DOWN, TaskKey.parse(name).step, None, WORKER, payload_bytes(answer))
+        self._rpc.ledger.add(DOWN, TaskKey.parse(name).step, self._rpc.rank, WORKER, payload_bytes(answer))
         return answer
 
     def _take(self, name: str, arrays: Sequence[Array]) -> list[Array]:
@@ -226,7 +216,7 @@ class ParameterService:
 
     def _take_from_worker(self, name: str, arrays: Sequence[Array]) -> list[Array]:
         # First: these gradients may end the epoch, and with it what is counted as the epoch's.
-        self._rpc.count(UP, TaskKey.parse(name).step, WORKER, None, payload_bytes(arrays))
+        self._rpc.ledger.add(UP, TaskKey.parse(name).step, WORKER, self._rpc.rank, payload_bytes(arrays))
         return self._take(name, arrays)
 
     def _take_sums(self, name: str, arrays: Sequence[Array]) -> list[Array]:

@@ -71,7 +71,7 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> dict[str, dict[s
         for name, tensor in tensors.items():
             raw = _bytes_of(tensor.detach().cpu().contiguous())
             entries[name] = {
-                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "dtype": _dtype_name(tensor),
                 "shape": list(tensor.shape),
                 "file": path.name,
                 "first_byte": file.tell(),
@@ -84,9 +84,23 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> dict[str, dict[s
     return entries
 
 
+_DTYPES = {str(one): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+
+
+def _dtype(name: object) -> torch.dtype:
+    found = _DTYPES.get(f"torch.{name}")
+    if found is None:
+        raise CheckpointError(f"the checkpoint has the dtype {name!r}, which this torch does not have")
+    return found
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
 def _saved(folder: Path, name: str, entry: Mapping[str, Any]) -> SavedTensor:
     """Check an entry of ``state.json``. Nothing is allocated, since an untrusted one may have any size."""
-    file, dtype = entry["file"], getattr(torch, str(entry["dtype"]), None)
+    file, dtype = entry["file"], _dtype(entry["dtype"])
     shape = tuple(whole(size) for size in entry["shape"])
     path, first, num_bytes = folder / file, whole(entry["first_byte"]), whole(entry["num_bytes"])
     if path.name != file:
@@ -95,10 +109,6 @@ def _saved(folder: Path, name: str, entry: Mapping[str, Any]) -> SavedTensor:
         raise CheckpointError(f"{path} is missing; {_REMEDY}")
     if path.stat().st_size < first + num_bytes:
         raise CheckpointError(f"{path} is damaged: it is shorter than {first + num_bytes} bytes; {_REMEDY}")
-    if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(
-            f"the checkpoint has the dtype {entry['dtype']!r}, which this torch does not have"
-        )
     if num_bytes != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{name!r} has the shape {list(shape)} of {dtype} and {num_bytes} bytes")
     return SavedTensor(dtype=dtype, shape=shape, path=path, first_byte=first, crc32=whole(entry["crc32"]))
@@ -157,7 +167,6 @@ def _below(prefix: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_model(path: Path, saved_tensors: Mapping[str, SavedTensor], model: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError unless the model has the saved names, shapes and dtypes."""
     saved_model = _below("model/", saved_tensors)
     for name in dict.fromkeys([*model, *saved_model]):
         tensor, saved = model.get(name), saved_model.get(name)
@@ -182,7 +191,6 @@ def _check_run(
     loader: object,
     random_state: bool,
 ) -> None:
-    """Raise CheckpointError for another dataset, or a position or random state that cannot be restored."""
     for name, value in dataset.items():
         if state["dataset"].get(name, value) != value:
             raise CheckpointError(
@@ -210,22 +218,45 @@ def _check_optimizer(
     module: nn.Module,
     tensors: Mapping[str, Any],
 ) -> None:
-    """Raise CheckpointError unless the optimizer is as saved, ValueError for state of unknown parameters."""
     if optimizer is None:
         return
     if saved is None:
         raise CheckpointError(f"{path} has no optimizer; load it without one")
-    check_matches(optimizer, module, saved)
-    known = set(chain.from_iterable(group["params"] for group in saved["groups"]))
-    unknown = {name.rpartition("/")[0] for name in tensors}.union(saved["scalars"]) - known
+    kind = type(optimizer).__name__
+    if kind != saved["kind"]:
+        raise CheckpointError(
+            f"the checkpoint's optimizer is {saved['kind']}, not {kind}; use the same, or load without one"
+        )
+    names = _names(optimizer, module)
+    current = [
+        sorted(names[position] for position in group["params"])
+        for group in optimizer.state_dict()["param_groups"]
+    ]
+    wanted = [sorted(group["params"]) for group in saved["groups"]]
+    if current != wanted:
+        wrong = next(
+            (
+                number
+                for number, (one, other) in enumerate(zip(current, wanted, strict=False))
+                if one != other
+            ),
+            min(len(current), len(wanted)),
+        )
+        raise CheckpointError(
+            f"parameter group {wrong} of the optimizer has other parameters than in the checkpoint; build it "
+            "from the same parameters"
+        )
+    for value in chain.from_iterable(group.values() for group in saved["groups"]):
+        _from_plain(value)
+    unknown = {_name(tensor) for tensor in tensors}.union(saved["scalars"]) - set(chain.from_iterable(wanted))
     if unknown:
         raise ValueError(f"the optimizer has state of {min(unknown)!r}, which is no parameter")
 
 
-def join_optimizer(
+def _join_optimizer(
     model: nn.Module, tensors: Mapping[str, Tensor], plain: Mapping[str, Any], session: Session
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Join the ranks' results of :func:`split_state` to those of the uncut model. Collective.
+    """Join the ranks' results of :func:`_split_optimizer` to those of the uncut model. Collective.
 
     A rank without columns, whose piece never had a gradient, may lack a tensor; zeros take its place. Of
     values that exist once per parameter, such as steps, those of the lowest rank count.
@@ -248,7 +279,7 @@ def join_optimizer(
     joined = {path: value for path, value in tensors.items() if path not in of_pieces}
     # In the same order on every rank, since each join is collective.
     for path in sorted(described):
-        dtype, values = getattr(torch, described[path]["dtype"]), described[path]["values"]
+        dtype, values = _dtype(described[path]["dtype"]), described[path]["values"]
         if values is not None:
             joined[path] = torch.tensor(values, dtype=dtype)
             continue
@@ -259,8 +290,7 @@ def join_optimizer(
     return joined, {**plain, "scalars": {**plain["scalars"], **scalars}}
 
 
-def cut_optimizer(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return this rank's pieces of the result of :func:`join_optimizer`. Not collective."""
+def _cut_optimizer(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if not isinstance(model, WrappedModel):
         return dict(tensors)
     return {path: model.cut_state(_name(path), value) for path, value in tensors.items()}
@@ -273,19 +303,16 @@ def _name(path: str) -> str:
 def _described(value: Tensor, parameter: Tensor) -> dict[str, Any]:
     # The values are only needed if they are not split like the parameter.
     values = None if value.shape == parameter.shape else value.tolist()
-    return {"dtype": str(value.dtype).removeprefix("torch."), "values": values}
+    return {"dtype": _dtype_name(value), "values": values}
 
 
 _SCALARS = (int, float, bool, str, type(None))
 
 
-def split_state(
+def _split_optimizer(
     optimizer: torch.optim.Optimizer, model: nn.Module
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the optimizer's tensors by ``<parameter>/<key>``, and the rest of its state as JSON values.
-
-    Parameters have their names in ``model``, the user's module (not wrapped). Other values: CheckpointError.
-    """
+    # Tensors by <parameter>/<key> and the rest as JSON values; ``model`` is the user's module, not wrapped.
     names = _names(optimizer, model)
     state = optimizer.state_dict()
     tensors: dict[str, Tensor] = {}
@@ -305,14 +332,12 @@ def split_state(
     return tensors, {"groups": groups, "scalars": scalars, "kind": type(optimizer).__name__}
 
 
-def restore_state(
+def _restore_optimizer(
     optimizer: torch.optim.Optimizer,
     model: nn.Module,
     tensors: Mapping[str, Tensor],
     plain: Mapping[str, Any],
 ) -> None:
-    """Load the result of :func:`split_state` into a matching optimizer; see :func:`check_matches`."""
-    check_matches(optimizer, model, plain)
     position_of = {name: position for position, name in _names(optimizer, model).items()}
     state: dict[int, dict[str, Any]] = {position_of[name]: dict(v) for name, v in plain["scalars"].items()}
     for path, tensor in tensors.items():
@@ -326,30 +351,6 @@ def restore_state(
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def check_matches(optimizer: torch.optim.Optimizer, model: nn.Module, plain: Mapping[str, Any]) -> None:
-    """Raise CheckpointError unless the optimizer is of the saved kind and has the saved parameter groups."""
-    kind = type(optimizer).__name__
-    if kind != plain["kind"]:
-        raise CheckpointError(
-            f"the checkpoint's optimizer is {plain['kind']}, not {kind}; use the same, or load without one"
-        )
-    names = _names(optimizer, model)
-    current = [
-        sorted(names[position] for position in group["params"])
-        for group in optimizer.state_dict()["param_groups"]
-    ]
-    saved = [sorted(group["params"]) for group in plain["groups"]]
-    if current != saved:
-        wrong = next(
-            (number for number, pair in enumerate(zip(current, saved, strict=False)) if pair[0] != pair[1]),
-            min(len(current), len(saved)),
-        )
-        raise CheckpointError(
-            f"parameter group {wrong} of the optimizer has other parameters than in the checkpoint; build it "
-            "from the same parameters"
-        )
-
-
 def _names(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[int, str]:
     named = {id(parameter): name for name, parameter in model.named_parameters()}
     names: dict[int, str] = {}
@@ -361,7 +362,7 @@ def _names(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[int, str]
 
 def _plain(name: str, value: object) -> Any:
     if isinstance(value, Tensor) and value.numel() == 1:
-        return {"tensor": value.item(), "dtype": str(value.dtype).removeprefix("torch.")}
+        return {"tensor": value.item(), "dtype": _dtype_name(value)}
     if isinstance(value, tuple | list) and all(isinstance(entry, _SCALARS) for entry in value):
         return {"tuple": list(value)} if isinstance(value, tuple) else list(value)
     if isinstance(value, _SCALARS):
@@ -376,7 +377,7 @@ def _from_plain(value: Any) -> Any:
     if isinstance(value, dict) and "tuple" in value:
         return tuple(value["tuple"])
     if isinstance(value, dict) and "tensor" in value:
-        return torch.tensor(value["tensor"], dtype=getattr(torch, value["dtype"]))
+        return torch.tensor(value["tensor"], dtype=_dtype(value["dtype"]))
     return value
 
 
@@ -395,20 +396,11 @@ def _save_sparse(sparse: Sparse, checkpoint: Path) -> int:
     """Write embeddings and optimiser state below ``checkpoint``; return their number. Collective."""
     optimizers = optimizers_of(sparse)
     for number, optimizer in enumerate(optimizers):
-        folder, session = _sparse_folder(checkpoint, number), optimizer.session
-
-        def make(folder: Path = folder, is_first: bool = session.topology.rank == 0) -> None:
-            if is_first:
-                with named_failures(folder):
-                    folder.mkdir(parents=True)
-
-        run_on_all_ranks(session, make)
-        optimizer.write_into(folder)
+        optimizer.write_into(_sparse_folder(checkpoint, number))
     return len(optimizers)
 
 
 def _check_sparse(checkpoint: Path, saved: int, sparse: Sparse) -> None:
-    """Raise CheckpointError unless ``sparse`` can load the ``saved`` optimisers. Not collective."""
     optimizers = optimizers_of(sparse)
     if saved and not optimizers:
         raise CheckpointError(f"{checkpoint} has embeddings, which belong to the model; pass sparse=")
@@ -504,11 +496,11 @@ def save(  # noqa: PLR0913 - one for each thing that can be saved
     def prepare() -> tuple[dict[str, Tensor], dict[str, Any] | None]:
         _check_json({"extra": extra, "dataset": dataset})
         _check_tensors(of_model)
-        return split_state(optimizer, module) if optimizer is not None else ({}, None)
+        return _split_optimizer(optimizer, module) if optimizer is not None else ({}, None)
 
     of_optimizer, plain = run_on_all_ranks(session, prepare, CheckpointError)
     if plain is not None:
-        of_optimizer, plain = join_optimizer(model, of_optimizer, plain, session)
+        of_optimizer, plain = _join_optimizer(model, of_optimizer, plain, session)
     tensors = {f"model/{name}": value for name, value in of_model.items()}
     tensors |= {f"optimizer/{name}": value for name, value in of_optimizer.items()}
     own = _own_share(tensors, session) | _random_state(rank)
@@ -610,8 +602,8 @@ def load(
     wanted = run_on_all_ranks(session, read, CheckpointError)
     model.load_state_dict(_below("model/", wanted))
     if optimizer is not None:
-        of_optimizer = cut_optimizer(model, _below("optimizer/", wanted))
-        restore_state(optimizer, _plain_module(model), of_optimizer, state["optimizer"])
+        of_optimizer = _cut_optimizer(model, _below("optimizer/", wanted))
+        _restore_optimizer(optimizer, _plain_module(model), of_optimizer, state["optimizer"])
     _load_sparse(sparse, path)
     if loader is not None:
         loader.load_state_dict(state["loader"][rank if same_ranks else 0])

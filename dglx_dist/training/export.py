@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +42,6 @@ def write_embeddings(
     *,
     name: str = "embedding",
     overwrite: bool = False,
-    row_group_bytes: int = ROW_GROUP_BYTES,
 ) -> Path:
     """Write node rows as Parquet files, one per rank. Collective.
 
@@ -61,7 +59,6 @@ def write_embeddings(
         folder: Must not exist, or be empty, unless ``overwrite``.
         name: Name of the column.
         overwrite: Replace the result of an earlier call.
-        row_group_bytes: Approximate size of one row group, at least 1; a rank holds one at a time.
 
     Returns:
         ``folder``.
@@ -74,8 +71,8 @@ def write_embeddings(
     session = g.session
     is_first = session.topology.rank == 0
 
-    def checked() -> tuple[Path, tuple[_Table, ...]]:
-        _check_column(name, row_group_bytes)
+    def checked() -> tuple[Path, dict[str, DistTensor]]:
+        _check_column(name)
         tables = _tables(rows, g)
         g.kvstore.fence()
         return Path(folder).absolute(), tables
@@ -85,30 +82,19 @@ def write_embeddings(
     run_on_all_ranks(session, lambda: check_target(target, overwrite) if is_first else None)
     with shared_partial_folder(session, target) as partial:
         run_on_all_ranks(session, lambda: _make_folders(partial, tables) if is_first else None)
-        local_files = run_on_all_ranks(
-            session, lambda: _write_share(tables, g, partial, name, row_group_bytes)
-        )
+        local_files = run_on_all_ranks(session, lambda: _write_share(tables, g, partial, name))
         files = gather_json(local_files, session)
         run_on_all_ranks(session, lambda: _finish(partial, target, files, overwrite) if is_first else None)
     return Path(folder)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Table:
-    """The rows of one node type and their folder."""
-
-    ntype: str
-    rows: DistTensor
-    subfolder: str
-    """"" for the folder itself."""
-
-
-def _tables(rows: DistTensor | Mapping[str, DistTensor], g: DistGraph) -> tuple[_Table, ...]:
+def _tables(rows: DistTensor | Mapping[str, DistTensor], g: DistGraph) -> dict[str, DistTensor]:
+    """Return the tensors by their subfolder, "" for the folder itself."""
     is_mapping = isinstance(rows, Mapping)
     if is_mapping and not rows:
         raise ConfigError("there are no rows to write; give a DistTensor, or node type to DistTensor")
     named: Mapping[str | None, Any] = dict(rows) if is_mapping else {None: rows}  # type: ignore[arg-type]
-    tables = []
+    tables = {}
     for ntype, tensor in named.items():
         what = "rows" if ntype is None else f"rows[{ntype!r}]"
         if not isinstance(tensor, DistTensor):
@@ -127,17 +113,15 @@ def _tables(rows: DistTensor | Mapping[str, DistTensor], g: DistGraph) -> tuple[
             raise ConfigError(f"{what} has the nodes of type {owner!r}; use that key")
         if math.prod(tensor.shape[1:]) == 0:
             raise ConfigError(f"{what} has shape {tuple(tensor.shape)}; a row must have at least one value")
-        tables.append(_Table(ntype=owner, rows=tensor, subfolder=safe_name(owner) if is_mapping else ""))
-    return tuple(tables)
+        tables[safe_name(owner) if is_mapping else ""] = tensor
+    return tables
 
 
-def _check_column(name: str, row_group_bytes: int) -> None:
+def _check_column(name: str) -> None:
     if not isinstance(name, str) or name in ("", ID):
         raise ConfigError(f"name={name!r}; give the column of the rows a name other than {ID!r}")
     if not name.isprintable():
         raise ConfigError(f"name={name!r} has unprintable characters; choose another name")
-    if not isinstance(row_group_bytes, int) or row_group_bytes < 1:
-        raise ConfigError(f"row_group_bytes={row_group_bytes!r}; it must be a whole number of at least 1")
 
 
 def check_target(target: Path, overwrite: bool) -> None:
@@ -150,30 +134,30 @@ def _is_export(folder: Path) -> bool:
     return index.is_file() and FORMAT in index.read_text(encoding="utf-8", errors="replace")
 
 
-def _make_folders(partial: Path, tables: tuple[_Table, ...]) -> None:
+def _make_folders(partial: Path, subfolders: Iterable[str]) -> None:
     with named_failures(partial):
-        for table in tables:
-            (partial / table.subfolder).mkdir(parents=True, exist_ok=True)
+        for subfolder in subfolders:
+            (partial / subfolder).mkdir(parents=True, exist_ok=True)
 
 
 def _write_share(
-    tables: tuple[_Table, ...], g: DistGraph, partial: Path, name: str, row_group_bytes: int
+    tables: Mapping[str, DistTensor], g: DistGraph, partial: Path, name: str
 ) -> list[dict[str, Any]]:
     # Returns the index entries of this rank's files.
     rank = g.session.topology.rank
     files = []
-    for table in tables:
-        first, last = table.rows.part_policy.owned_range
-        path = Path(table.subfolder) / f"part-{rank:05d}.parquet"
-        schema = pa.schema([(ID, _id_type(g, table.ntype)), (name, _row_type(table.rows))])
-        step = max(row_group_bytes // _row_bytes(table.rows), 1)
+    for subfolder, rows in tables.items():
+        ntype, (first, last) = str(rows.part_policy.type_name), rows.part_policy.owned_range
+        path = Path(subfolder) / f"part-{rank:05d}.parquet"
+        schema = pa.schema([(ID, _id_type(g, ntype)), (name, _row_type(rows))])
+        step = max(ROW_GROUP_BYTES // _row_bytes(rows), 1)
         with named_failures(partial), pq.ParquetWriter(partial / path, schema) as writer:
             for start in range(first, last, step):
                 ids = np.arange(start, min(start + step, last))
-                columns = [_ids(g, table.ntype, ids, schema.field(ID).type)]
-                columns.append(_lists(table.rows[torch.from_numpy(ids)], schema.field(name).type))
+                columns = [_ids(g, ntype, ids, schema.field(ID).type)]
+                columns.append(_lists(rows[torch.from_numpy(ids)], schema.field(name).type))
                 writer.write_table(pa.Table.from_arrays(columns, schema=schema), row_group_size=len(ids))
-        files.append({"ntype": table.ntype, "path": path.as_posix(), "num_rows": last - first})
+        files.append({"ntype": ntype, "path": path.as_posix(), "num_rows": last - first})
     return files
 
 

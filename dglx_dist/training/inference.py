@@ -269,11 +269,6 @@ def _compute_of(
     return compute
 
 
-def local_share(g: DistGraph, ntype: str) -> tuple[int, int]:
-    """Return the range [first, last) of this rank's nodes; the ranges of ranks are disjoint."""
-    return g.get_node_partition_policy(ntype).owned_range
-
-
 def batches(share: tuple[int, int], batch_size: int) -> Iterator[tuple[int, int]]:
     """Cut ``first <= id < last`` into pieces of at most ``batch_size``."""
     if batch_size < 1:
@@ -352,7 +347,8 @@ def _leaves_of(ntype: str, output: Any, g: DistGraph, count: int) -> dict[Path, 
 
 def _for_all(g: DistGraph, compute: _Compute, batch_size: int, ntypes: Sequence[str], what: str) -> _Rows:
     """Compute the results of all nodes of the types, each rank its share. Collective."""
-    shares = {ntype: list(batches(local_share(g, ntype), batch_size)) for ntype in ntypes}
+    owned = {ntype: g.get_node_partition_policy(ntype).owned_range for ntype in ntypes}
+    shares = {ntype: list(batches(share, batch_size)) for ntype, share in owned.items()}
     # All ranks, even without nodes, must know the shapes of the results before allocation.
     started = run_on_all_ranks(
         g.session,
@@ -529,7 +525,7 @@ def _accuracy(
     scores: DistTensor, g: DistGraph, ntype: str, label: str, names: Sequence[str]
 ) -> dict[str, float]:
     counts = torch.zeros(len(names), 2, dtype=torch.int64)
-    first, last = local_share(g, ntype)
+    first, last = g.get_node_partition_policy(ntype).owned_range
     data = g.nodes[ntype].data
     if last > first:
         rows = slice(first, last)

@@ -119,9 +119,6 @@ def check_kind(kind: str, known: Sequence[str] = MODEL_KINDS) -> None:
         )
 
 
-Degrees: TypeAlias = Callable[[DGLBlock], tuple[Tensor, Tensor]]
-"""A block to degrees in the whole graph: in-degrees of its destinations, out-degrees of its sources."""
-
 _NORM = "symmetric_norm"
 
 
@@ -143,12 +140,12 @@ class SymmetricConv(SplittableConv):
         super().__init__()
         self.conv = dgl.nn.GraphConv(in_dim, out_dim, norm="none", allow_zero_in_degree=True)
         self.cut = {"conv.weight": 0}
-        # A function, so that copies of the layer share the graph.
-        self._degrees = _degrees_of(graph)
+        self._graph = graph
 
     def own_edges(self, block: DGLBlock) -> dict[str, Tensor]:
         """Return the (E1,) norms of the edges."""
-        d, o = (one.clamp(min=1).to(self.conv.weight.dtype) for one in self._degrees(block))
+        d = self._graph.in_degrees(block.dstdata[dgl.NID]).clamp(min=1).to(self.conv.weight.dtype)
+        o = self._graph.out_degrees(block.srcdata[dgl.NID]).clamp(min=1).to(self.conv.weight.dtype)
         k = block.in_degrees().clamp(min=1).to(d)
         source, destination = (ends.long() for ends in block.edges())
         return {_NORM: (d.sqrt() / k)[destination] * o.rsqrt()[source]}
@@ -178,36 +175,34 @@ class SymmetricConv(SplittableConv):
         )
 
 
-def _degrees_of(graph: DistGraph) -> Degrees:
-    def degrees(block: DGLBlock) -> tuple[Tensor, Tensor]:
-        with torch.no_grad():
-            return graph.in_degrees(block.dstdata[dgl.NID]), graph.out_degrees(block.srcdata[dgl.NID])
-
-    return degrees
-
-
 class Layered(nn.Module, ABC):
     """A model of one layer for each block."""
 
-    layers: nn.ModuleList
+    num_layers: int
 
-    def forward(self, blocks: Any, h: Tensor) -> Tensor:
-        """Map (num_src, F) rows of the first block to (num_dst, C) scores of the last one's destinations.
+    def forward(self, blocks: Any, h: Any) -> Any:
+        """Map the (num_src, F) rows of the first block to (num_dst, C) scores of the last one's destinations.
 
-        ``blocks`` are one per layer, input-most first, or one graph for all layers.
+        ``blocks`` are one per layer, input-most first, or one graph for all layers. ConfigError: their number
+        is another.
         """
         if isinstance(blocks, dgl.DGLGraph):
-            blocks = [blocks] * len(self.layers)
+            blocks = [blocks] * self.num_layers
+        if len(blocks) != self.num_layers:
+            raise ConfigError(
+                f"{self.num_layers} layers need {self.num_layers} blocks, not {len(blocks)}; "
+                "give the sampler one fan-out per layer"
+            )
         for layer, block in zip(self.inference_layers(), blocks, strict=True):
             h = layer(block, h)
         return h
 
     def inference_layers(self) -> list[InferenceLayer]:
         """Return one ``(block, h) -> h`` per layer, first layer first."""
-        return [partial(self._layer, depth) for depth in range(len(self.layers))]
+        return [partial(self._layer, depth) for depth in range(self.num_layers)]
 
     @abstractmethod
-    def _layer(self, depth: int, block: Any, h: Tensor) -> Tensor:
+    def _layer(self, depth: int, block: Any, h: Any) -> Any:
         """Return the (num_dst, H) result of one layer on (num_src, F) rows."""
 
 
@@ -215,34 +210,30 @@ class Layered(nn.Module, ABC):
 class ResGCN(Layered):
     """ResGCN+: linear encoder, ``h <- h + conv(dropout(relu(norm(h))))`` per layer, linear decoder.
 
-    Args:
-        in_dim: Feature columns.
-        classes: Width of the result.
-        convs: One module per layer, called as ``conv(block, h)``: (num_src, H) to (num_dst, H).
-        hidden: H.
-        dropout: Probability, before every convolution and before the decoder.
-        recompute: One of :data:`RECOMPUTE`; the gradients are the same.
-
-    Raises:
-        ConfigError: ``recompute`` is unknown.
+    The paper has 28, 56 or 112 ``layers``; here they are SAGE's, with the mean. ``dropout`` is before every
+    convolution and the decoder; ``recompute`` one of :data:`RECOMPUTE`, with the same gradients. Initial
+    weights come from torch's global generator. ConfigError: a number is out of range, or ``recompute``
+    unknown.
     """
 
     def __init__(
         self,
         in_dim: int,
-        classes: int,
-        convs: Sequence[nn.Module],
-        *,
         hidden: int,
-        dropout: float,
+        classes: int,
+        layers: int,
+        dropout: float = 0.5,
+        *,
         recompute: str = "none",
     ) -> None:
         super().__init__()
+        _check_sizes("ResGCN+", in_dim, hidden, classes, layers, dropout)
         if recompute not in RECOMPUTE:
             raise ConfigError(f"recompute={recompute!r} must be one of {', '.join(RECOMPUTE)}")
+        convs = [dgl.nn.SAGEConv(hidden, hidden, "mean") for _ in range(layers)]
         self.encoder = nn.Linear(in_dim, hidden)
-        self.norms = nn.ModuleList(nn.LayerNorm(hidden) for _ in range(len(convs) + 1))
-        self.layers = nn.ModuleList(convs)
+        self.norms = nn.ModuleList(nn.LayerNorm(hidden) for _ in range(layers + 1))
+        self.layers, self.num_layers = nn.ModuleList(convs), layers
         self.dropout = nn.Dropout(dropout)
         self.decoder = nn.Linear(hidden, classes)
         self.recompute = recompute
@@ -255,7 +246,7 @@ class ResGCN(Layered):
             h = residual(h)
         else:
             h = checkpoint(residual, h, use_reentrant=False)
-        return self.decoder(self._activated(h, depth + 1)) if depth == len(self.layers) - 1 else h
+        return self.decoder(self._activated(h, depth + 1)) if depth == self.num_layers - 1 else h
 
     def _residual(self, depth: int, block: Any, halo: _Halo, h: Tensor) -> Tensor:
         out = self.layers[depth](block, halo.all_rows(self._activated(h, depth)))
@@ -288,32 +279,6 @@ class _Halo:
         return rows
 
 
-def build_resgcn(
-    in_dim: int,
-    hidden: int,
-    classes: int,
-    layers: int,
-    dropout: float = 0.5,
-    *,
-    conv: str = "sage",
-    graph: DistGraph | None = None,
-    recompute: str = "none",
-) -> ResGCN:
-    """Build a ResGCN+; initial weights come from torch's global generator.
-
-    The paper has 28, 56 or 112 ``layers`` and ``conv="sage"`` (mean); for ``gcn``, ``graph`` is as in
-    :func:`build_model`; ``recompute`` as in :class:`ResGCN`.
-
-    Raises:
-        ConfigError: a number is out of range, or ``conv`` or ``recompute`` is unknown.
-    """
-    _check_sizes("ResGCN+", in_dim, hidden, classes, layers, dropout)
-    if conv not in ("sage", "gcn"):
-        raise ConfigError(f"conv={conv!r} of ResGCN+ must be 'sage' or 'gcn'")
-    convs = [_conv(conv, hidden, hidden, graph=graph) for _ in range(layers)]
-    return ResGCN(in_dim, classes, convs, hidden=hidden, dropout=dropout, recompute=recompute)
-
-
 @final
 class Stack(Layered):
     """A sequence of convolutions, with activation and dropout after all but the last.
@@ -325,13 +290,13 @@ class Stack(Layered):
         self, convs: Sequence[nn.Module], activation: Callable[[Tensor], Tensor], dropout: float
     ) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(convs)
+        self.layers, self.num_layers = nn.ModuleList(convs), len(convs)
         self.dropout = nn.Dropout(dropout)
         self._activation = activation
 
     def _layer(self, depth: int, block: Any, h: Tensor) -> Tensor:
         h = self.layers[depth](block, h)
-        last = depth == len(self.layers) - 1
+        last = depth == self.num_layers - 1
         if h.dim() == 3:
             h = h.mean(1) if last else h.flatten(1)
         return h if last else self.dropout(self._activation(h))
@@ -392,7 +357,7 @@ def build_model(
     check_kind(kind)
     _check_sizes(f"model {kind!r}", in_dim, hidden, classes, layers, dropout)
     if kind == "resgcn":
-        return build_resgcn(in_dim, hidden, classes, layers, dropout)
+        return ResGCN(in_dim, hidden, classes, layers, dropout)
     if kind == "gat" and (heads < 1 or hidden % heads):
         raise ConfigError(f"heads={heads} must divide hidden={hidden}; choose another number of heads")
     if kind == "sgc":

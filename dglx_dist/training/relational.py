@@ -6,10 +6,8 @@ out_dim)}``; for a graph of one node type, input and output may be tensors.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, final
 
@@ -23,7 +21,7 @@ from dglx_dist.dataloading.feature_fetch import HALVES
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.records import FEATURE, EdgeType
-from dglx_dist.training.models import InferenceLayer
+from dglx_dist.training.models import Layered
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -118,33 +116,13 @@ class EntityInputs:
         return rows.float() if rows.dtype in HALVES else rows
 
 
-@dataclass(frozen=True, kw_only=True)
-class MergedBlock:
-    """A block merged to one node and one edge type; sources begin with the destinations, type by type."""
+def _merged(block: Any, num_dst: Mapping[str, int], etypes: Sequence[EdgeType]) -> tuple[Any, Tensor, Tensor]:
+    """Merge a block to one node and one edge type; sources begin with the destinations, type by type.
 
-    block: Any
-    node_type: Tensor
-    """(num_src,) int64 position in the node types."""
-    edge_type: Tensor
-    """(E,) int64 position in the edge types."""
-    num_dst: Mapping[str, int]
-    """Destinations per node type, in order."""
-
-    def join(self, rows: Mapping[str, Tensor]) -> Tensor:
-        """Return the (num_src, F) rows of all sources from the rows by type."""
-        heads = [rows[ntype][:count] for ntype, count in self.num_dst.items()]
-        tails = [rows[ntype][count:] for ntype, count in self.num_dst.items()]
-        return torch.cat([*heads, *tails])
-
-    def split(self, rows: Tensor) -> dict[str, Tensor]:
-        """Undo :meth:`join` for (num_dst, H) rows of the destinations."""
-        return dict(zip(self.num_dst, torch.split(rows, list(self.num_dst.values())), strict=True))
-
-
-def merge_block(block: Any, ntypes: Sequence[str], etypes: Sequence[EdgeType]) -> MergedBlock:
-    """Merge ``block``, whose types are among ``ntypes`` and ``etypes``."""
-    num_dst = {ntype: block.num_dst_nodes(ntype) for ntype in ntypes}
-    num_rest = {ntype: block.num_src_nodes(ntype) - num_dst[ntype] for ntype in ntypes}
+    Returns it, the (num_src,) int64 position of the sources in the node types, and the (E,) int64 position of
+    the edges in the edge types.
+    """
+    num_rest = {ntype: block.num_src_nodes(ntype) - count for ntype, count in num_dst.items()}
     first_dst = _starts(num_dst, 0)
     first_rest = _starts(num_rest, sum(num_dst.values()))
     sources, destinations, kinds = [], [], []
@@ -161,10 +139,12 @@ def merge_block(block: Any, ntypes: Sequence[str], etypes: Sequence[EdgeType]) -
         num_dst_nodes=total,
     )
     counts = torch.tensor([*num_dst.values(), *num_rest.values()], device=block.device)
-    numbers = torch.arange(len(ntypes), device=block.device).repeat(2)
-    return MergedBlock(
-        block=merged, node_type=numbers.repeat_interleave(counts), edge_type=torch.cat(kinds), num_dst=num_dst
-    )
+    numbers = torch.arange(len(num_dst), device=block.device).repeat(2)
+    return merged, numbers.repeat_interleave(counts), torch.cat(kinds)
+
+
+def _by_type(rows: Tensor, num_dst: Mapping[str, int]) -> dict[str, Tensor]:
+    return dict(zip(num_dst, torch.split(rows, list(num_dst.values())), strict=True))
 
 
 def _starts(counts: Mapping[str, int], first: int) -> dict[str, int]:
@@ -189,7 +169,7 @@ def module_name(kind: str | EdgeType) -> str:
     return f"%{name}" if hasattr(nn.ModuleDict(), name) else name
 
 
-class RelationalModel(nn.Module, ABC):
+class RelationalModel(Layered):
     """Input projections, then layers over the blocks.
 
     Args:
@@ -201,7 +181,8 @@ class RelationalModel(nn.Module, ABC):
         out_types: Node types of the result; None: all.
 
     Raises:
-        ConfigError: a number is below 1, or a type does not exist.
+        ConfigError: a number is below 1, or a type does not exist; in ``forward``, rows of an embedding are
+            not ``hidden`` wide.
     """
 
     def __init__(
@@ -233,33 +214,14 @@ class RelationalModel(nn.Module, ABC):
     def layer(self, depth: int, block: Any, h: Rows) -> Rows:
         """Map (num_src, hidden) rows of every type to (num_dst, ...) rows of the destinations."""
 
-    def forward(self, blocks: Sequence[Any], x: Rows | Tensor) -> Any:
-        """Map input rows of the first block's sources to results of the last block's destinations.
-
-        Raises:
-            ConfigError: embedding rows are not ``hidden`` wide, or there is not one block per layer.
-        """
-        if len(blocks) != self.num_layers:
-            raise ConfigError(
-                f"{self.num_layers} layers need {self.num_layers} blocks, not {len(blocks)}; "
-                "give the sampler one fan-out per layer"
-            )
-        for inference_layer, block in zip(self.inference_layers(), blocks, strict=True):
-            x = inference_layer(block, x)
-        return x
-
-    def inference_layers(self) -> list[InferenceLayer]:
-        """Return one ``(block, rows) -> rows`` per layer, first layer first."""
-        return [partial(self._step, depth) for depth in range(self.num_layers)]
-
-    def _step(self, depth: int, block: Any, x: Rows | Tensor) -> Rows | Tensor:
-        h = {self.ntypes[0]: x} if isinstance(x, Tensor) else dict(x)
+    def _layer(self, depth: int, block: Any, h: Rows | Tensor) -> Rows | Tensor:
+        rows = {self.ntypes[0]: h} if isinstance(h, Tensor) else dict(h)
         if depth == 0:
-            h = {ntype: self._projected(ntype, rows) for ntype, rows in h.items()}
-        h = self.layer(depth, block, h)
+            rows = {ntype: self._projected(ntype, of_type) for ntype, of_type in rows.items()}
+        rows = self.layer(depth, block, rows)
         if depth == self.num_layers - 1:
-            h = {ntype: rows for ntype, rows in h.items() if ntype in self.out_types}
-        return h[self.ntypes[0]] if isinstance(x, Tensor) else h
+            rows = {ntype: of_type for ntype, of_type in rows.items() if ntype in self.out_types}
+        return rows[self.ntypes[0]] if isinstance(h, Tensor) else rows
 
     def _projected(self, ntype: str, rows: Tensor) -> Tensor:
         if module_name(ntype) in self.project:
@@ -330,14 +292,15 @@ class RGCN(RelationalModel):
         num_dst = {ntype: block.num_dst_nodes(ntype) for ntype in wanted}
         rows = torch.cat([own[module_name(ntype)](h[ntype][:count]) for ntype, count in num_dst.items()])
         found = _edges_by_relation(block, self.ntypes, self.etypes, num_dst)
-        if found.sizes:
+        if found is not None:
+            merged, sizes, targets = found
             weight = self.bases[depth]() if len(self.bases) else self.weights[depth]
-            means = dgl.ops.copy_u_mean(found.block, torch.cat([h[ntype] for ntype in self.ntypes]))
-            parts = zip(torch.split(means, list(found.sizes.values())), found.sizes, strict=True)
-            rows = rows.index_add(0, found.targets, torch.cat([part @ weight[k] for part, k in parts]))
+            means = dgl.ops.copy_u_mean(merged, torch.cat([h[ntype] for ntype in self.ntypes]))
+            parts = zip(torch.split(means, list(sizes.values())), sizes, strict=True)
+            rows = rows.index_add(0, targets, torch.cat([part @ weight[k] for part, k in parts]))
         if not is_last:
             rows = self.dropout(torch.relu(rows))
-        return dict(zip(num_dst, torch.split(rows, list(num_dst.values())), strict=True))
+        return _by_type(rows, num_dst)
 
 
 def _weights_of_relations(num_relations: int, into: int, out: int) -> nn.Parameter:
@@ -347,21 +310,15 @@ def _weights_of_relations(num_relations: int, into: int, out: int) -> nn.Paramet
     return nn.Parameter(weights)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _EdgesByRelation:
-    """The edges of a block, merged, with a destination for each pair of relation and destination."""
-
-    block: Any
-    """From all sources, type by type, to the (n,) pairs that have edges, relation by relation."""
-    sizes: Mapping[int, int]
-    """Position of the relation to its number of pairs, for relations with edges."""
-    targets: Tensor
-    """(n,) int64 destination of each pair among those of the wanted types."""
-
-
 def _edges_by_relation(
     block: Any, ntypes: Sequence[str], etypes: Sequence[EdgeType], num_dst: Mapping[str, int]
-) -> _EdgesByRelation:
+) -> tuple[Any, dict[int, int], Tensor] | None:
+    """Merge the edges of a block, with a destination for each pair of relation and destination.
+
+    Returns a block from all sources, type by type, to the (n,) pairs that have edges, relation by relation;
+    position of the relation to its number of pairs, for relations with edges; and the (n,) int64 destination
+    of each pair among those of the wanted types. None without edges.
+    """
     # One product for all relations; with one each, every relation would touch all sources and destinations.
     num_src = {ntype: block.num_src_nodes(ntype) for ntype in ntypes}
     first_src, first_dst = _starts(num_src, 0), _starts(num_dst, 0)
@@ -377,8 +334,7 @@ def _edges_by_relation(
         degrees.append(degree[pairs])
         targets.append(pairs + first_dst[etype[2]])
     if not sizes:
-        nothing = torch.empty(0, dtype=torch.int64, device=block.device)
-        return _EdgesByRelation(block=None, sizes={}, targets=nothing)
+        return None
     all_sources = torch.cat(sources)
     indptr = F.pad(torch.cat(degrees).cumsum(0, dtype=all_sources.dtype), (1, 0))
     merged = dgl.create_block(
@@ -386,7 +342,7 @@ def _edges_by_relation(
         num_src_nodes=sum(num_src.values()),
         num_dst_nodes=len(indptr) - 1,
     )
-    return _EdgesByRelation(block=merged, sizes=sizes, targets=torch.cat(targets))
+    return merged, sizes, torch.cat(targets)
 
 
 @final
@@ -428,6 +384,9 @@ class HGT(RelationalModel):
     def layer(self, depth: int, block: Any, h: Rows) -> Rows:
         if depth == 0:
             h = {ntype: F.gelu(rows) for ntype, rows in h.items()}
-        merged = merge_block(block, self.ntypes, self.etypes)
-        rows = self.convs[depth](merged.block, merged.join(h), merged.node_type, merged.edge_type)
-        return merged.split(self.head(rows) if depth == self.num_layers - 1 else rows)
+        num_dst = {ntype: block.num_dst_nodes(ntype) for ntype in self.ntypes}
+        heads = [h[ntype][:count] for ntype, count in num_dst.items()]
+        tails = [h[ntype][count:] for ntype, count in num_dst.items()]
+        merged, node_type, edge_type = _merged(block, num_dst, self.etypes)
+        rows = self.convs[depth](merged, torch.cat([*heads, *tails]), node_type, edge_type)
+        return _by_type(self.head(rows) if depth == self.num_layers - 1 else rows, num_dst)

@@ -35,11 +35,6 @@ from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(equality.write_parts(tmp_path_factory.mktemp("auto")))
-
-
 def plan_of(data: str, out: Path, **changes: Any) -> TrainConfig:
     told: dict[str, Any] = {
         "strategy": AUTO,
@@ -121,8 +116,8 @@ def choose_and_train(data: str, out: str) -> dict[str, Any]:
     }
 
 
-def test_auto_trains_as_the_strategy_that_it_chose(data: str, tmp_path: Path) -> None:
-    ranks = run_ranks(choose_and_train, 2, args=(data, str(tmp_path)), ranks_per_server=1, timeout_s=200)
+def test_auto_trains_as_the_strategy_that_it_chose(dataset: str, tmp_path: Path) -> None:
+    ranks = run_ranks(choose_and_train, 2, args=(dataset, str(tmp_path)), ranks_per_server=1, timeout_s=200)
     first = ranks[0]
     assert first["losses"] == first["named"]
     assert len(first["losses"]) == 3
@@ -203,8 +198,8 @@ def test_what_is_told_of_training_is_checked_when_it_arrives() -> None:
             Training(**wrong)
 
 
-def test_what_is_distributed_under_auto_is_chosen_for_once(data: str) -> None:
-    g = distribute(data, strategy=AUTO)
+def test_what_is_distributed_under_auto_is_chosen_for_once(dataset: str) -> None:
+    g = distribute(dataset, strategy=AUTO)
     with g.session:
         model = build_model("sage", equality.WIDTH, 8, equality.CLASSES).double()
         with pytest.raises(ConfigError, match=r"call dx\.choose_strategy"):
@@ -214,19 +209,19 @@ def test_what_is_distributed_under_auto_is_chosen_for_once(data: str) -> None:
         wrap(model, g)
 
 
-def test_one_process_has_a_choice_too(data: str, tmp_path: Path) -> None:
-    trained = train_dataset(plan_of(data, tmp_path / "alone", epochs=1))
+def test_one_process_has_a_choice_too(dataset: str, tmp_path: Path) -> None:
+    trained = train_dataset(plan_of(dataset, tmp_path / "alone", epochs=1))
     assert trained.summary["strategy"] == "data_parallel"
     # Fan-outs are of the mini-batches that whole graphs are weighed against; nothing warns of them.
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        whole = plan_of(data, tmp_path / "whole", epochs=1, strategy_options={"unit": "full_graph"})
+        whole = plan_of(dataset, tmp_path / "whole", epochs=1, strategy_options={"unit": "full_graph"})
         assert train_dataset(whole).summary["strategy"] == "full_graph"
     taken, *_, workers = json.loads((tmp_path / "whole" / "plan.json").read_text())["predictions"]
     assert (taken["name"], taken["candidate"]["way"]) == ("full_graph", [0, "", 1])
     assert (workers["name"], workers["feasible"]) == ("lambda", True)
     with pytest.raises(ConfigError, match="--cache vip must be left out with --strategy auto"):
-        plan_of(data, tmp_path / "alone", cache="vip")
+        plan_of(dataset, tmp_path / "alone", cache="vip")
 
 
 @pytest.mark.parametrize(
@@ -241,10 +236,10 @@ def test_one_process_has_a_choice_too(data: str, tmp_path: Path) -> None:
     ],
 )
 def test_a_checkpoint_that_auto_could_not_have_made_is_not_gone_on_with(
-    data: str, tmp_path: Path, told: dict[str, Any], said: str
+    dataset: str, tmp_path: Path, told: dict[str, Any], said: str
 ) -> None:
     with init(AUTO) as session:
-        g = DistGraph(data, session=session)
+        g = DistGraph(dataset, session=session)
         assert adopt_checkpointed(g, tmp_path, Training()) is None
         checkpoint.save(tmp_path, model=torch.nn.Linear(1, 1), extra=told)
         with pytest.raises(ConfigError, match=said):

@@ -22,7 +22,7 @@ from dglx_dist.errors import StorageError
 from dglx_dist.records import EpochRecord
 from dglx_dist.report.run_folder import append_epoch
 from dglx_dist.training.config import TrainConfig
-from tests.api.graphs import as_dgl
+from tests.api.graphs import as_dgl, plan_of, written
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 from tests.training import hetero
@@ -42,8 +42,11 @@ def dataset(tmp_path: Path) -> str:
 
 def test_a_run_that_replaces_another_leaves_no_checkpoint_of_it(dataset: str, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    train_dataset(TrainConfig(data=dataset, out=str(out), epochs=2, checkpoint_every=1))
+    deep: dict[str, Any] = {"model": "resgcn", "layers": 3, "recompute": "exchange", "checkpoint_every": 1}
+    rows = str(tmp_path / "rows")
+    train_dataset(TrainConfig(data=dataset, out=str(out), epochs=2, save_embeddings=rows, **deep))
     assert any((out / CHECKPOINTS).iterdir())
+    assert json.loads((out / "config.json").read_text())["recompute"] == "exchange"
     train_dataset(TrainConfig(data=dataset, out=str(out), epochs=1))
     assert not (out / CHECKPOINTS).exists()
 
@@ -134,12 +137,9 @@ def predicted_dataset(folder: Path, parts: int) -> str:
     return str(folder / "t")
 
 
-def _train(data: str, out: str) -> float:
+def _train(data: str, out: Path) -> float:
     """Train for an epoch, and again for thirty; return the test accuracy of the second run."""
-    plan = TrainConfig(
-        data=data, out=f"{out}/run", epochs=30, hidden=8, dropout=0.0, model="mlp", batch_size=6, lr=0.05,
-        predictions=f"{out}/classes", save_embeddings=f"{out}/hidden", eval_every=0,
-    )  # fmt: skip
+    plan = plan_of(data, out, epochs=30, model="mlp", batch_size=6, lr=0.05, eval_every=0)
     # The second replaces what the first has written.
     train_dataset(replace(plan, epochs=1))
     accuracy = train_dataset(plan).summary["test_accuracy"]
@@ -149,31 +149,22 @@ def _train(data: str, out: str) -> float:
 
 def test_the_class_of_every_node_under_its_original_id(tmp_path: Path) -> None:
     for ranks in (1, 2):
-        folder = tmp_path / str(ranks)
-        data = predicted_dataset(folder, ranks)
-        assert run_ranks(_train, ranks, args=(data, str(folder))) == [1.0] * ranks
-        table = pyarrow.dataset.dataset(folder / "classes").to_table().to_pydict()
-        assert dict(zip(table["id"], table["prediction"], strict=True)) == {
-            node: node // 3 for node in range(6)
-        }
-        hidden = pyarrow.dataset.dataset(folder / "hidden").to_table()
-        rows = dict(zip(hidden["id"].to_pylist(), hidden["embedding"].to_pylist(), strict=True))
-        assert {len(row) for row in rows.values()} == {8}
+        data, out = predicted_dataset(tmp_path / str(ranks), ranks), tmp_path / f"run-{ranks}"
+        assert run_ranks(_train, ranks, args=(data, out)) == [1.0] * ranks
+        classes, rows = written(out)
+        assert classes.tolist() == [0, 0, 0, 1, 1, 1]
+        assert rows.shape == (6, 8)
         # Nodes of one triangle have the same features, so the same hidden layer; the other's differs.
-        assert rows[0] == rows[1] == rows[2] != rows[3] == rows[4] == rows[5]
+        assert (rows == rows[[0, 0, 0, 3, 3, 3]]).all()
+        assert (rows[0] != rows[3]).any()
 
 
 def test_a_folder_of_something_else_is_found_before_training(tmp_path: Path) -> None:
-    (tmp_path / "classes").mkdir()
-    (tmp_path / "classes" / "letter.txt").write_text("dear")
+    (tmp_path / "run" / "classes").mkdir(parents=True)
+    (tmp_path / "run" / "classes" / "letter.txt").write_text("dear")
     with pytest.raises(dx.StorageError, match="something other than exported rows"):
-        _train(predicted_dataset(tmp_path, 1), str(tmp_path))
-    assert not (tmp_path / "run").exists()
-
-
-def test_one_layer_has_no_layer_before_the_scores() -> None:
-    with pytest.raises(dx.ConfigError, match="--save-embeddings out must be left out with --layers 1"):
-        TrainConfig(data="d", out="o", layers=1, fanouts=(5,), save_embeddings="out")
+        _train(predicted_dataset(tmp_path, 1), tmp_path / "run")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["classes"]
 
 
 def _train_model(folder: str, out: str, options: dict[str, Any]) -> list[tuple[float, float]]:

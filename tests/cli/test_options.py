@@ -113,16 +113,6 @@ def test_a_value_out_of_range_names_its_option(words: tuple[str, str], said: str
     assert said in str(refused)
 
 
-def test_a_record_is_made_from_another_by_name() -> None:
-    @dataclass
-    class Box:
-        photo: str | None
-        ribbon: bool = True
-
-    assert options.common_fields(Cake(place="d", photo="p"), Box) == {"photo": "p"}
-    assert options.flag_of(Cake, "sizes") == "--widths"
-
-
 @pytest.mark.parametrize("config", [TrainConfig, PlanConfig])
 def test_no_two_options_of_a_command_have_the_same_flag(config: Any) -> None:
     flags = [options.flag_of(config, one.name) for one in fields(config) if one.metadata]

@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 from dglx_dist.cli.app import app
 from dglx_dist.cli.common import libraries_on_stderr
 from dglx_dist.errors import ConfigError
-from tests.strategies import equality
 
 FIGURES = ("--nodes", "1e9", "--edges", "2e10", "--features", "128", "--servers", "64", "--ranks", "512")
 
@@ -28,14 +27,9 @@ def refused(*arguments: str) -> str:
     return str(shown.exception)
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(equality.write_parts(tmp_path_factory.mktemp("plan")))
-
-
-def test_a_dataset_has_a_table_a_choice_and_a_map(data: str, tmp_path: Path) -> None:
+def test_a_dataset_has_a_table_a_choice_and_a_map(dataset: str, tmp_path: Path) -> None:
     picture = tmp_path / "maps" / "map.png"
-    told = (data, "--hidden", "8", "--fanout", "3,2", "--batch-size", "20", "--servers", "2")
+    told = (dataset, "--hidden", "8", "--fanout", "3,2", "--batch-size", "20", "--servers", "2")
     shown = plan(*told, "--bandwidth-external", "100mbit", "--map", str(picture))
     assert shown.exit_code == 0, shown.output
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -43,7 +37,7 @@ def test_a_dataset_has_a_table_a_choice_and_a_map(data: str, tmp_path: Path) -> 
         assert part in shown.output
     assert shown.output.count("->") == 1
     # So deep a model has no mini-batches: whole graphs are compared.
-    deep = json.loads(plan(data, "--hidden", "8", "--layers", "8", "--json").output)
+    deep = json.loads(plan(dataset, "--hidden", "8", "--layers", "8", "--json").output)
     assert not deep["chosen"].startswith(("data_parallel", "push_pull"))
 
 
@@ -69,40 +63,40 @@ def test_json_is_alone_on_standard_output(capfd: pytest.CaptureFixture[str]) -> 
     assert "Cannot bisect" in shown.err
 
 
-def test_mistakes_are_named(data: str) -> None:
+def test_mistakes_are_named(dataset: str) -> None:
     assert "give either the folder DIR" in refused("--servers", "2")
-    assert f"the dataset is {data}, and --data is x; give one" in refused(data, "--data", "x")
+    assert f"the dataset is {dataset}, and --data is x; give one" in refused(dataset, "--data", "x")
     assert "belong together" in refused("--nodes", "10")
-    assert "--unit graph must be" in refused("--data", data, "--unit", "graph")
-    assert "4 part" in refused("--data", data, "--servers", "9")
-    assert "--ranks 3 cannot be divided among --servers 2" in refused("--data", data, "--ranks", "3")
-    assert "give one of the two" in refused("--data", data, "--ranks", "4", "--ranks-per-server", "1")
-    assert "--structure split must be" in refused("--data", data, "--structure", "split")
-    told = refused("--data", data, "--bandwidth-external", "1 lightyear")
+    assert "--unit graph must be" in refused("--data", dataset, "--unit", "graph")
+    assert "4 part" in refused("--data", dataset, "--servers", "9")
+    assert "--ranks 3 cannot be divided among --servers 2" in refused("--data", dataset, "--ranks", "3")
+    assert "give one of the two" in refused("--data", dataset, "--ranks", "4", "--ranks-per-server", "1")
+    assert "--structure split must be" in refused("--data", dataset, "--structure", "split")
+    told = refused("--data", dataset, "--bandwidth-external", "1 lightyear")
     assert "--bandwidth-external: rate '1 lightyear'" in told
-    assert "--memory: 'much' is not a size in bytes" in refused("--data", data, "--memory", "much")
-    assert "--latency-ms -1.0 must be" in refused("--data", data, "--latency-ms", "-1")
-    told = refused("--data", data, "--model", "gat", "--heads", "0")
+    assert "--memory: 'much' is not a size in bytes" in refused("--data", dataset, "--memory", "much")
+    assert "--latency-ms -1.0 must be" in refused("--data", dataset, "--latency-ms", "-1")
+    told = refused("--data", dataset, "--model", "gat", "--heads", "0")
     assert "--heads 0 must be a divisor of --hidden 64" in told
-    assert "--seed -1" in refused("--data", data, "--seed", "-1")
+    assert "--seed -1" in refused("--data", dataset, "--seed", "-1")
 
 
-def test_options_without_effect_are_refused(data: str) -> None:
-    assert "leave --speed out" in refused(data, "--speed", "50")
-    assert "leave --edge-cut out" in refused("--data", data, "--edge-cut", "0.1")
+def test_options_without_effect_are_refused(dataset: str) -> None:
+    assert "leave --speed out" in refused(dataset, "--speed", "50")
+    assert "leave --edge-cut out" in refused("--data", dataset, "--edge-cut", "0.1")
     assert "--seed needs a dataset" in refused(*FIGURES, "--seed", "1")
     assert "add --unit any" in refused(*FIGURES, "--full-graph-epochs", "2")
     assert "--batch-size is for mini-batches" in refused(
         *FIGURES, "--unit", "full_graph", "--batch-size", "9"
     )
-    assert "either the folder" in refused("--data", data, "--nodes", "10", "--edges", "10")
+    assert "either the folder" in refused("--data", dataset, "--nodes", "10", "--edges", "10")
     assert "there is no partitioner 'rnadom'; did you mean 'random'?" in refused(
         *FIGURES, "--partitioner", "rnadom"
     )
 
 
 def test_a_map_that_cannot_be_written_is_refused_before_anything_is_counted(
-    data: str, tmp_path: Path
+    dataset: str, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
     missing = str(tmp_path / "no-dataset")

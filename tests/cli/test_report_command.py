@@ -1,75 +1,45 @@
 """``dglx inspect`` and ``dglx report``."""
 
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 from dglx_dist.cli.app import app
 from dglx_dist.cli.common import draw_or_warn, show
-from dglx_dist.cli.report import InspectCommand, overview, part_bytes, read_batches, report
+from dglx_dist.cli.report import InspectCommand, part_bytes, read_batches, report
 from dglx_dist.comm.trace import write_trace
-from dglx_dist.data.storage.columns import FileInfo
-from dglx_dist.data.storage.manifest import Manifest
+from dglx_dist.data.storage.manifest import read_manifest
 from dglx_dist.errors import ConfigError, StorageError
-from dglx_dist.records import EDGE_TYPE, NODE_TYPE, ColumnInfo
+from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.report.tables import summary_table
 from tests.report.traces import span, trace_of
-from tests.strategies import equality
-
-TWO_PARTS = Manifest(
-    name="drawn",
-    num_parts=2,
-    node_offsets={NODE_TYPE: np.array([0, 3, 6])},
-    edge_offsets={EDGE_TYPE: np.array([0, 4, 7])},
-    node_columns={
-        NODE_TYPE: {
-            "feat": ColumnInfo(dtype="float32", row_shape=(5,)),
-            "label": ColumnInfo(dtype="int64", row_shape=()),
-        }
-    },
-    edge_columns={EDGE_TYPE: {"weight": ColumnInfo(dtype="float32", row_shape=())}},
-    num_classes={},
-    user_ids={},
-    method="metis",
-    seed=0,
-    quality={"edge_cut": 0.25, "balance": {"nodes": 1.0, "train": 1.5}, "num_nodes": [3, 3]},
-    files={
-        "part0/a.arrow": FileInfo(num_bytes=10, checksum="00000000"),
-        "part1/a.arrow": FileInfo(num_bytes=1, checksum="00000000"),
-        "part1/b.arrow": FileInfo(num_bytes=2, checksum="00000000"),
-    },
-)
+from tests.training import hetero
 
 
-def test_overview_has_counts_and_figures() -> None:
-    shown = overview(TWO_PARTS)
-    assert shown["nodes"] == "6: feat float32[5], label int64"
-    assert shown["edges"] == "7: weight float32"
-    assert shown["edge cut"] == "0.2500"
-    assert shown["balance train (max/mean)"] == "1.5000"
-    assert shown["bytes on disk"] == 13
-    assert "trainers" not in shown
-    assert part_bytes(TWO_PARTS) == [10, 3]
-
-
-def test_several_types_are_named_and_trainers_have_figures_of_their_own() -> None:
-    rates, offsets = ("user", "rates", "film"), np.array([0, 1, 2])
-    trainers = {"num_parts": 4, "edge_cut": 0.5, "balance": {"train": 1.25}}
-    typed = replace(
-        TWO_PARTS,
-        node_offsets={"user": offsets, "film": offsets},
-        node_columns={"user": {}, "film": {}},
-        edge_offsets={rates: offsets},
-        edge_columns={rates: {}},
-        quality={**TWO_PARTS.quality, "trainers": trainers},
+def test_types_columns_balance_and_trainers_are_shown(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    partition_to_disk(
+        hetero.raw_graph(), folder, PartitionPlan(num_parts=2, method="random", trainers_per_part=2)
     )
-    shown = overview(typed)
-    assert {"nodes user", "nodes film", "edges user.rates.film"} < shown.keys()
-    assert shown["trainers"] == "4, edge cut 0.5000"
-    assert shown["balance train of trainers"] == "1.2500"
+    shown = CliRunner().invoke(app, ["inspect", str(folder)], env={"COLUMNS": "200"}).output
+    lines = [" ".join(line.split()) for line in shown.splitlines()]
+    manifest = read_manifest(folder)
+    quality: Any = manifest.quality
+    trainers = quality["trainers"]
+    for told in (
+        "nodes paper 60: feat float64[6], label int64, ",
+        "nodes author 40: trainer_id int32",
+        "edges author.writes.paper 120: trainer_id int32",
+        f"edge cut {quality['edge_cut']:.4f}",
+        f"balance train (max/mean) {quality['balance']['train']:.4f}",
+        f"trainers 4, edge cut {trainers['edge_cut']:.4f}",
+        f"balance train of trainers {trainers['balance']['train']:.4f}",
+    ):
+        assert any(line.startswith(told) for line in lines), told
+    sizes = [(path.split("/")[0], info.num_bytes) for path, info in manifest.files.items()]
+    assert part_bytes(manifest) == [sum(size for part, size in sizes if part == f"part{n}") for n in (0, 1)]
 
 
 def test_options_without_closure_are_told_what_they_are_for() -> None:
@@ -83,12 +53,12 @@ def test_options_without_closure_are_told_what_they_are_for() -> None:
             InspectCommand(folder=Path("d"), **options)  # type: ignore[arg-type]
 
 
-def test_inspect_shows_and_draws_it(tmp_path: Path) -> None:
-    folder = equality.write_parts(tmp_path)
+def test_inspect_shows_and_draws_it(folder: Path) -> None:
     shown = CliRunner().invoke(app, ["inspect", str(folder), "--closure", "--hops", "2", "--servers", "2"])
     assert shown.exit_code == 0, shown.output
     assert "server 1" in shown.output
     assert "server 2" not in shown.output
+    assert "trainers" not in shown.output
     # The equality graph has 7 float64 features.
     rows = [line.split() for line in shown.output.splitlines() if line.split()[:1] in (["0"], ["1"], ["2"])]
     assert rows[-3][1:3] == ["1.00", "1.00"]

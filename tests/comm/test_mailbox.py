@@ -5,9 +5,11 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 
-from dglx_dist.comm.mailbox import Mailbox, OneSidedExchange, RoundEnded
+from dglx_dist.comm.exchange import CallExchange, _check_bytes
+from dglx_dist.comm.mailbox import MAX_AHEAD, Mailbox, OneSidedExchange, RoundEnded
 from dglx_dist.comm.session import start_session
 from dglx_dist.errors import PeerError, RemoteError
 
@@ -55,13 +57,34 @@ def test_messages_of_others_than_the_senders_are_left_out(mailbox: Mailbox[str])
     assert mailbox.take(0, 0, (1,), "rows") == {1: "a"}
 
 
-def test_a_sender_that_is_no_rank_is_refused() -> None:
+ROWS = np.zeros(4, np.uint8)
+
+
+@pytest.mark.parametrize("op", ["box", "exchange-0"])
+@pytest.mark.parametrize(
+    ("name", "arrays", "problem"),
+    [
+        ("0 1 rows", [ROWS], "sender 1 is not one of the 1 ranks"),
+        ("0 -1 rows", [ROWS], "sender -1 is not one of the 1 ranks"),
+        ("-1 0 rows", [ROWS], "'rows' of round -1 is not kept: this rank is at 0"),
+        (f"{MAX_AHEAD} 0 rows", [ROWS], f"round {MAX_AHEAD} is not kept"),
+        ("0 0", [ROWS], "not enough values"),
+        ("0 0 rows", [], "one array of bytes, not none"),
+        ("0 0 rows", [ROWS, ROWS], "not uint8 of shape .4,., uint8"),
+        ("0 0 rows", [ROWS.astype(np.float32)], "not float32"),
+        ("0 0 rows", [ROWS[None]], "not uint8 of shape .1, 4."),
+    ],
+)
+def test_messages_that_no_rank_sends_are_refused(
+    op: str, name: str, arrays: list[np.ndarray], problem: str
+) -> None:
     with start_session() as session:
-        exchange = OneSidedExchange(session, "box", "all ranks must send")
-        for sender in (1, -1):
-            with pytest.raises((RemoteError, ValueError), match=f"sender {sender} is not one of the 1 ranks"):
-                session.rpc.call(0, "box", f"0 {sender} rows", [], phase="other")
+        exchange = OneSidedExchange(session, "box", "all ranks must send", _check_bytes)
+        calls = CallExchange(session, "pull")
+        with pytest.raises(RemoteError, match=problem):
+            session.rpc.call(0, op, name, arrays, phase="other")
         assert not exchange.mailbox._arrived
+        assert not len(calls._inbox)
 
 
 def test_a_cancelled_round_ends_the_wait_and_drops_what_came(mailbox: Mailbox[str]) -> None:

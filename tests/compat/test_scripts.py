@@ -95,12 +95,6 @@ def launch(stock_parts: Mapping[str, Path], tmp_path_factory: pytest.TempPathFac
     return folder, returned
 
 
-@pytest.fixture(scope="module")
-def two_ranks(launch: tuple[Path, Any]) -> Path:
-    """The folder of what two ranks came to."""
-    return launch[0]
-
-
 @pytest.mark.parametrize(
     ("name", "like"),
     [
@@ -109,41 +103,33 @@ def two_ranks(launch: tuple[Path, Any]) -> Path:
         *((name, "node_classification") for name in ("nodes", "dp", "push_pull", "full_graph")),
     ],
 )
-def test_two_ranks_train_as_stock_dgl_does_alone(two_ranks: Path, stock: Path, name: str, like: str) -> None:
-    found = losses([two_ranks / f"{name}-{rank}.json" for rank in range(2)])
+def test_two_ranks_train_as_stock_dgl_does_alone(launch: Any, stock: Path, name: str, like: str) -> None:
+    found = losses([launch[0] / f"{name}-{rank}.json" for rank in range(2)])
     expected = losses([stock / f"{like}-0.json"])
     assert found == pytest.approx(expected, rel=2e-5)
     assert expected[-1] < expected[0]
 
 
 @pytest.mark.parametrize("name", ["nodes", "dp", "push_pull", "full_graph"])
-def test_inference_of_the_script_is_right_under_every_strategy(
-    two_ranks: Path, stock: Path, name: str
-) -> None:
+def test_inference_of_the_script_is_right_under_every_strategy(launch: Any, stock: Path, name: str) -> None:
     alone = told(stock / "node_classification-0.json")
-    answers = [told(two_ranks / f"{name}-{rank}.json") for rank in range(2)]
+    answers = [told(launch[0] / f"{name}-{rank}.json") for rank in range(2)]
     for count in ("tested", "right"):
         assert sum(one[count] for one in answers) == alone[count]
 
 
-def test_no_batch_of_edges_sees_its_own_edges(two_ranks: Path) -> None:
-    answers = [told(two_ranks / f"edges-{rank}.json") for rank in range(2)]
+def test_no_batch_of_edges_sees_its_own_edges(launch: Any) -> None:
+    answers = [told(launch[0] / f"edges-{rank}.json") for rank in range(2)]
     assert all(one["overlaps"] == 0 and len(one["losses"]) == 3 for one in answers)
 
 
-def test_a_rank_without_seeds_stops_unless_a_model_is_wrapped(launch: tuple[Path, Any]) -> None:
-    alone, wrapped, *_ = zip(*launch[1], strict=True)
+def test_ranks_without_seeds_tensors_that_one_rank_keeps_and_shares(launch: Any) -> None:
+    """A rank without seeds stops unless a model is wrapped; servers are the machines and partitions."""
+    alone, wrapped, seen, places, shares = zip(*launch[1], strict=True)
     assert alone == ([3, 3, 3, [[0, 1], [2, 3], [4]]], [1, 1, 1, [[40]]])
     assert wrapped == ([3, 3, 3, [[0, 1], [2, 3], [4]]], [3, 3, 3, [[40], [], []]])
-
-
-def test_a_tensor_lives_as_long_as_one_rank_refers_to_it(launch: tuple[Path, Any]) -> None:
-    assert [seen for _, _, seen, *_ in launch[1]] == [[True, False]] * 2
-
-
-def test_servers_are_the_machines_and_partitions(launch: tuple[Path, Any]) -> None:
-    assert [places for *_, places, _ in launch[1]] == [[2, 2, rank, rank] for rank in range(2)]
-    shares = [share for *_, share in launch[1]]
+    assert seen == ([True, False], [True, False])
+    assert places == ([2, 2, 0, 0], [2, 2, 1, 1])
     assert [len(share) for share in shares] == [18, 18]
     assert not set(shares[0]) & set(shares[1])
 
@@ -162,11 +148,8 @@ def test_under_torchrun_one_process_says_once_what_it_does_not_use(
     ]
     noise = run_under_torchrun("node_classification.py", [*words, "--ip_config", "hosts.txt"])
     assert noise.count("UserWarning") == 1
-    assert (
-        "ip_config='hosts.txt', DGL_ROLE='client', DGL_DIST_MODE='distributed', DGL_NUM_SERVER='1'" in noise
-    )
-    answer, expected = told(tmp_path / "alone-0.json"), told(stock / "node_classification-0.json")
-    assert losses([tmp_path / "alone-0.json"]) == pytest.approx(
-        losses([stock / "node_classification-0.json"]), rel=1e-4
-    )
+    assert "'hosts.txt', DGL_ROLE='client', DGL_DIST_MODE='distributed', DGL_NUM_SERVER='1'" in noise
+    files = tmp_path / "alone-0.json", stock / "node_classification-0.json"
+    assert losses([files[0]]) == pytest.approx(losses([files[1]]), rel=1e-4)
+    answer, expected = map(told, files)
     assert answer["first"] == pytest.approx(expected["first"], rel=1e-3, abs=1e-4)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -31,10 +32,11 @@ from tests.helpers import refusal, wide
 from tests.helpers.ranks import run_ranks, start_ranks
 
 NUM_ROWS = 31
+FIRST, INFO = np.array([0]), ColumnInfo(dtype="float32", row_shape=(5,))
 OFFSETS = np.array([0, 7, 7, 20, NUM_ROWS])
 """Four parts, of which the second is empty."""
 
-CASES = [(1, None), (2, 1), (3, 2), *wide((2, None), (3, 1), (4, 2))]
+CASES = [(1, None), (2, 1), (3, 2), *wide(((2, None),), ((3, 1),), ((4, 2),))]
 """(ranks, ranks per server)."""
 
 
@@ -53,6 +55,32 @@ def open_store(session: Session) -> KVStore:
         store.add(name, OFFSETS, shards, ColumnInfo(dtype=dtype, row_shape=shape))
     barrier(session, "adding")
     return store
+
+
+def each(*functions: Callable[[], Any]) -> dict[str, Any]:
+    """What ``functions`` return, by name; each has a session of its own."""
+    return {function.__name__: function() for function in functions}
+
+
+@pytest.fixture(scope="module", params=CASES, ids=str)
+def several(request: pytest.FixtureRequest) -> SimpleNamespace:
+    """Ranks, ranks per server, and by function what each rank found, from one start."""
+    ranks, per_server = request.param
+    # The last one makes messages small, also for those that followed it.
+    asked = (pull_all, pull_with_private_cache, add_from_threads, write_without_waiting, use_handlers)
+    found = run_ranks(each, ranks, args=(*asked, add_together), ranks_per_server=per_server)
+    return SimpleNamespace(ranks=ranks, per_server=per_server, **by_function(found))
+
+
+@pytest.fixture(scope="module")
+def two() -> SimpleNamespace:
+    """By function what each of two ranks, with a server each, found."""
+    asked = (fail_on_one_rank, push_one_row_often)
+    return SimpleNamespace(**by_function(run_ranks(each, 2, args=asked, ranks_per_server=1)))
+
+
+def by_function(found: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    return {name: [one[name] for one in found] for name in found[0]}
 
 
 def some_ids(rank: int) -> list[Array]:
@@ -79,33 +107,10 @@ def pull_all() -> list[tuple[int, int]]:
         return counted
 
 
-@pytest.mark.parametrize(("ranks", "per_server"), CASES)
-def test_pull_equals_indexing_and_costs_what_the_formula_says(ranks: int, per_server: int | None) -> None:
-    for counted in run_ranks(pull_all, ranks, ranks_per_server=per_server):
+def test_pull_equals_indexing_and_costs_what_the_formula_says(several: Any) -> None:
+    for counted in several.pull_all:
         assert [sent for sent, _ in counted] == [formula for _, formula in counted]
-        assert per_server is None or ranks == 1 or any(sent for sent, _ in counted)
-
-
-def push_to_everyone() -> tuple[int, list[float]]:
-    with start_session() as session:
-        store = open_store(session)
-        bounds, server = store.placement.server_offsets(OFFSETS), session.topology.server
-        mine = np.zeros((int(bounds[server + 1] - bounds[server]), 2), np.float32)
-        info = ColumnInfo(dtype="float32", row_shape=(2,))
-        shard = Shard(first=int(bounds[server]), rows=mine)
-        store.add_column(Column(name="out", info=info, bounds=bounds, shards=(shard,), writable=True))
-        barrier(session, "adding")
-        if session.topology.rank == 0:
-            ids = np.array([30, 2, 25, 30])
-            store.push("out", ids, np.array([[1, 1], [2, 2], [3, 3], [4, 4]], np.float32))
-        barrier(session, "pushing")
-        return session.ledger.total(phase="push"), store.pull("out", np.arange(31))[:, 1].tolist()
-
-
-def test_push_reaches_the_owner_and_the_last_of_repeated_ids_stays() -> None:
-    expected = [0.0] * 31
-    expected[2], expected[25], expected[30] = 2.0, 3.0, 4.0
-    assert run_ranks(push_to_everyone, 2, ranks_per_server=1) == [(2 * (8 + 8), expected), (0, expected)]
+        assert several.per_server is None or any(sent for sent, _ in counted)
 
 
 @pytest.fixture
@@ -113,28 +118,39 @@ def store(alone: Session) -> KVStore:
     return open_store(alone)
 
 
-def test_what_cannot_be_asked_for_is_refused(store: KVStore) -> None:
-    with pytest.raises(IndexError, match="id 31 at position 2 is outside 'feat'"):
-        store.pull("feat", np.array([0, 30, 31]))
-    with pytest.raises(IndexError, match="id -1 at position 0"):
-        store.pull("feat", np.array([-1]))
-    with pytest.raises(ConfigError, match=r"no tensor 'feature' \(known: 'feat', 'label', 'mask'\)"):
-        store.pull("feature", np.array([0]))
-    with pytest.raises(ConfigError, match="read-only"):
-        store.push("feat", np.array([0]), np.zeros((1, 5), np.float32))
-    with pytest.raises(ConfigError, match="already"):
-        store.add("feat", OFFSETS, {}, ColumnInfo(dtype="float32", row_shape=(5,)))
-    with pytest.raises(ConfigError, match="1 rows for 7 ids"):
-        store.add("x", OFFSETS, {0: np.zeros(1)}, ColumnInfo(dtype="float64", row_shape=()))
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda kv: kv.pull("feat", np.array([0, 30, 31])), "id 31 at position 2 is outside 'feat'"),
+        (lambda kv: kv.pull("feat", np.array([-1])), "id -1 at position 0"),
+        (
+            lambda kv: kv.pull("feature", FIRST),
+            r"no tensor 'feature' \(known: 'feat', 'label', 'mask'\)",
+        ),
+        (lambda kv: kv.push("feat", FIRST, np.zeros((1, 5), np.float32)), "read-only"),
+        (
+            lambda kv: kv.add("feat", OFFSETS, {}, INFO),
+            "already",
+        ),
+        (
+            lambda kv: kv.add("x", OFFSETS, {0: np.zeros(1)}, ColumnInfo(dtype="float64", row_shape=())),
+            "1 rows for 7 ids",
+        ),
+        (lambda kv: kv.cache_counts("feet"), "no tensor 'feet'"),
+        (lambda kv: kv.pull("feat", FIRST, out=torch.empty(2, 5)), r"shape \(1, 5\)"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_refused(
+    store: KVStore, ask: Callable[[KVStore], object], message: str
+) -> None:
+    with pytest.raises((IndexError, ConfigError), match=message):
+        ask(store)
 
 
-def test_out_is_filled_or_refused(store: KVStore) -> None:
-
+def test_out_is_filled(store: KVStore) -> None:
     out = torch.empty(2, 5)
     assert store.pull("feat", np.array([3, 1]), out=out) is out
     assert out.numpy().tolist() == table("float32", (5,))[[3, 1]].tolist()
-    with pytest.raises(ConfigError, match=r"shape \(3, 5\)"):
-        store.pull("feat", np.array([3, 1, 2]), out=out)
 
 
 class FakeRpc:
@@ -273,24 +289,9 @@ def pull_with_private_cache() -> list[Any]:
         return found
 
 
-@pytest.mark.parametrize(("ranks", "per_server"), [(1, None), (2, 1), *wide((3, 1), (4, 2))])
-def test_a_cache_changes_bytes_and_counts_only(ranks: int, per_server: int | None) -> None:
-    for found in run_ranks(pull_with_private_cache, ranks, ranks_per_server=per_server):
-        assert found == [(True, 0, 0), 0, (True, 0, 0), 0]
+def test_a_cache_changes_bytes_and_counts_only(several: Any) -> None:
+    assert several.pull_with_private_cache == [[(True, 0, 0), 0, (True, 0, 0), 0]] * several.ranks
 
-
-def test_what_can_be_written_to_is_not_cached(store: KVStore) -> None:
-    rows, info = np.zeros((5, 3), np.float32), ColumnInfo(dtype="float32", row_shape=(3,))
-    shards = (Shard(first=0, rows=rows),)
-    store.add_column(Column(name="own", info=info, bounds=np.array([0, 5]), shards=shards, writable=True))
-    with pytest.raises(ConfigError, match="'own' can be written to"):
-        store.set_cache("own", RowCache(table=NO_SLOTS, rows=rows[:0]))
-    with pytest.raises(ConfigError, match="no tensor 'feet'"):
-        store.cache_counts("feet")
-
-
-PUSH_CASES = [(1, None), (2, 1), (3, 2), *wide((2, None), (3, 1))]
-"""(ranks, ranks per server)."""
 
 KINDS = {
     "f": ("float32", (5,)),
@@ -344,16 +345,11 @@ def add_together() -> dict[str, Any]:
             servers = np.array(topology.server_of_rank)[owner]
             row_bytes = 8 + values[0].nbytes
             away, near = servers != topology.server, (servers == topology.server) & (owner != topology.rank)
-            counted = {
-                outside: sum(
-                    row.num_bytes
-                    for row in sent
-                    if (not topology.same_server(row.source, row.destination)) is outside
-                    and row.phase == "push"
-                )
-                for outside in (True, False)
-            }
-            assert counted == {True: row_bytes * int(away.sum()), False: row_bytes * int(near.sum())}
+            counted = [
+                sum(row.num_bytes for row in sent if row.phase == "push" and row.inside is inside)
+                for inside in (False, True)
+            ]
+            assert counted == [row_bytes * int(away.sum()), row_bytes * int(near.sum())]
             store.push(name, ids[:7], values[:7], accumulate=True, wait=False)
             store.fence()
         barrier(session, "adding")
@@ -362,18 +358,16 @@ def add_together() -> dict[str, Any]:
         return seen
 
 
-@pytest.mark.parametrize(("ranks", "per_server"), PUSH_CASES)
-def test_no_sum_is_lost_and_bytes_are_what_the_formula_says(ranks: int, per_server: int | None) -> None:
+def test_no_sum_is_lost_and_bytes_are_what_the_formula_says(several: Any) -> None:
     expected = {}
     for name, (_, shape) in KINDS.items():
         total = torch.zeros((NUM_ROWS, *shape), dtype=torch.float64)
-        for rank in range(ranks):
+        for rank in range(several.ranks):
             ids, rows = pushed(rank, name)
             for count in (40, 7):
                 total.index_add_(0, torch.from_numpy(ids[:count]), rows[:count].double())
         expected[name] = total.tolist()
-    for seen in run_ranks(add_together, ranks, ranks_per_server=per_server):
-        assert seen == expected
+    assert several.add_together == [expected] * several.ranks
 
 
 def add_from_threads() -> list[float]:
@@ -381,23 +375,20 @@ def add_from_threads() -> list[float]:
         store = open_to_push(session)
         ids = np.arange(NUM_ROWS)
 
-        def work() -> None:
+        def work(_thread: int) -> None:
             for _ in range(25):
                 store.push("d", ids, np.ones(NUM_ROWS), accumulate=True, wait=False)
             store.push("d", ids, np.ones(NUM_ROWS), accumulate=True)
 
-        threads = [threading.Thread(target=work) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(work, range(4)))
         store.fence()
         barrier(session, "adding")
         return store.pull("d", ids).tolist()
 
 
-def test_threads_of_all_ranks_add_to_the_same_rows() -> None:
-    assert run_ranks(add_from_threads, 3, ranks_per_server=2) == [[3 * 4 * 26.0] * NUM_ROWS] * 3
+def test_threads_of_all_ranks_add_to_the_same_rows(several: Any) -> None:
+    assert several.add_from_threads == [[several.ranks * 4 * 26.0] * NUM_ROWS] * several.ranks
 
 
 def write_without_waiting() -> list[Any]:
@@ -412,22 +403,24 @@ def write_without_waiting() -> list[Any]:
         barrier(session, "writing")
         first = store.pull("f", np.arange(NUM_ROWS))[:, 4].tolist()
         barrier(session, "reading")
-        repeated = np.array([30, 3, 30, 3])
+        repeated, before = np.array([30, 3, 30, 3]), session.ledger.total(phase="push")
         if rank == 0:
             store.push("f", repeated, np.arange(20, dtype=np.float32).reshape(4, 5))
+        sent = session.ledger.total(phase="push") - before
         barrier(session, "writing once more")
-        return [first, store.pull("f", np.array([3, 30]))[:, 0].tolist()]
+        return [first, store.pull("f", np.array([3, 30]))[:, 0].tolist(), sent]
 
 
 def ids_of(rank: int, session: Session) -> Array:
     return np.arange(NUM_ROWS) % session.topology.world_size == rank
 
 
-@pytest.mark.parametrize(("ranks", "per_server"), [(2, 1), (3, 2)])
-def test_after_a_fence_every_rank_sees_what_was_written(ranks: int, per_server: int) -> None:
-    first = [float(row % ranks) for row in range(NUM_ROWS)]
-    for seen in run_ranks(write_without_waiting, ranks, ranks_per_server=per_server):
-        assert seen == [first, [15.0, 10.0]]
+def test_after_a_fence_every_rank_sees_what_was_written(several: Any) -> None:
+    first = [float(row % several.ranks) for row in range(NUM_ROWS)]
+    # Of a repeated id the last row stays, and only that is sent: row 30, where it is another server's.
+    num_servers = topology_of(several.ranks, several.per_server).num_servers
+    sent = [(8 + 20) * (num_servers > 1), *[0] * (several.ranks - 1)]
+    assert several.write_without_waiting == [[first, [15.0, 10.0], one] for one in sent]
 
 
 def use_handlers() -> list[Any]:
@@ -461,9 +454,8 @@ def use_handlers() -> list[Any]:
         return [largest, asked_for, store.pull("i", np.arange(NUM_ROWS)).abs().sum().item(), number_of_calls]
 
 
-@pytest.mark.parametrize(("ranks", "per_server"), [(1, None), (2, 1), (3, 2)])
-def test_handlers_do_what_is_pushed_and_pulled_on_the_owner(ranks: int, per_server: int | None) -> None:
-    outcomes = run_ranks(use_handlers, ranks, ranks_per_server=per_server)
+def test_handlers_do_what_is_pushed_and_pulled_on_the_owner(several: Any) -> None:
+    ranks, per_server, outcomes = several.ranks, several.per_server, several.use_handlers
     rows = np.arange(8).reshape(4, 2) * ranks
     for largest, asked_for, left, _ in outcomes:
         assert largest == [rows[2].tolist(), rows[3].tolist(), rows[1].tolist()]
@@ -493,8 +485,8 @@ def push_one_row_often() -> list[list[Any]]:
         return calls
 
 
-def test_rows_of_one_id_reach_the_handler_in_their_order_however_large_the_push() -> None:
-    none, calls = run_ranks(push_one_row_often, 2, ranks_per_server=1)
+def test_rows_of_one_id_reach_the_handler_in_their_order_however_large_the_push(two: Any) -> None:
+    none, calls = two.push_one_row_often
     assert none == []
     first, second = sorted(calls)  # requests may overtake each other
     local = 29 - 7  # rank 1 has the rows from 7 on
@@ -535,8 +527,8 @@ def fail_on_one_rank() -> list[str]:
         return said
 
 
-def test_errors_reach_the_rank_that_pushed_and_nobody_else() -> None:
-    zero, one = run_ranks(fail_on_one_rank, 2, ranks_per_server=1)
+def test_errors_reach_the_rank_that_pushed_and_nobody_else(two: Any) -> None:
+    zero, one = two.fail_on_one_rank
     assert "rank 1 takes no 23" in zero[0]
     assert "rank 1 takes no 23" in zero[1]
     for text, part in zip(
@@ -601,7 +593,9 @@ def target(alone: Session) -> KVStore:
     return open_to_push(alone)
 
 
-def test_what_does_not_fit_changes_nothing(target: KVStore) -> None:
+def test_what_can_be_written_to_is_not_cached_and_what_does_not_fit_changes_nothing(target: KVStore) -> None:
+    with pytest.raises(ConfigError, match="'d' can be written to"):
+        target.set_cache("d", RowCache(table=NO_SLOTS, rows=np.empty(0)))
     with pytest.raises(IndexError, match="id 31 at position 1"):
         target.push("d", np.array([0, 31]), np.ones(2), accumulate=True)
     with pytest.raises(ConfigError, match=r"takes rows of float32 and shape \(1, 5\)"):

@@ -9,7 +9,7 @@ import pytest
 
 from dglx_dist.planner.choose import choose, enumerate_candidates, find_regions, predict, works_of
 from dglx_dist.planner.records import ChoiceOptions
-from dglx_dist.strategies.cost import Candidate, PlanContext
+from dglx_dist.strategies.cost import Candidate, PlanContext, ring_split
 from dglx_dist.strategies.full_graph.cost import FullGraphScheme
 from dglx_dist.strategies.serverless.cost import GhostPairs
 from tests.planner import hand_made
@@ -145,6 +145,13 @@ def test_what_does_not_fit_says_so() -> None:
     assert "--memory" in found.why[0]
     uncounted = replace(WHOLE, works=(FullGraphScheme(1),))
     assert predict(uncounted, known()).why_not == "its plans were not counted"
+
+
+def test_gradients_go_around_a_ring() -> None:
+    """4 ranks on 2 servers send 6 / 4 of 100 bytes each; ranks 1 and 3 send across."""
+    assert ring_split(100, (0, 0, 1, 1), 3) == (900, 900)
+    assert ring_split(100, (0,) * 4, 3) == (0, 1800)
+    assert ring_split(100, (0,), 3) == (0, 0)
 
 
 def test_candidates_follow_the_servers() -> None:

@@ -51,7 +51,7 @@ def test_some_batches_stand_for_as_many_seeds_as_there_are() -> None:
 
 def test_a_large_cluster_is_planned_from_figures_with_its_assumptions() -> None:
     began = time.process_time()
-    choice = make_plan(
+    choice, _ = make_plan(
         PlanConfig(
             nodes=1e9,
             edges=2e10,
@@ -81,9 +81,9 @@ def test_figures_alone_come_near_what_is_counted(tmp_path: Path) -> None:
     )
     partition_to_disk(generate(config), tmp_path / "graph", PartitionPlan(num_parts=2, method="random"))
     common = {"hidden": 8, "fanouts": (5, 5), "batch_size": 100, "servers": 2, "unit": "any"}
-    counted = make_plan(PlanConfig(data=str(tmp_path / "graph"), dry_batches=0, **common))  # type: ignore[arg-type]
+    counted, _ = make_plan(PlanConfig(data=str(tmp_path / "graph"), dry_batches=0, **common))  # type: ignore[arg-type]
     graph = counted.graph
-    told = make_plan(
+    told, _ = make_plan(
         PlanConfig(
             nodes=graph.nodes,
             edges=graph.edges,

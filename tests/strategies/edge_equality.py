@@ -22,7 +22,7 @@ from dglx_dist.dataloading import negative
 from dglx_dist.graph.analysis import reverse_edge_ids
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph
-from dglx_dist.strategies.base import STRATEGIES
+from dglx_dist.strategies.base import STRATEGIES, WrappedModel
 from tests.strategies.equality import cut
 
 NUM_NODES, HALF, WIDTH, HIDDEN, CLASSES, NEGATIVES, BATCH, EPOCHS, RATE = 300, 900, 5, 6, 3, 4, 32, 4, 0.2
@@ -115,12 +115,18 @@ class Step:
 
 def on_ranks(folder: str, structure: str, only: list[str]) -> dict[str, Any]:
     """Train the tasks ``only`` on this rank; return the steps, weights and losses by task."""
-    session = start_session(timeout_s=60)
-    g = DistGraph(folder, structure=structure)
+    start_session(timeout_s=60)
+    return train_tasks(DistGraph(folder, structure=structure), only)
+
+
+def train_tasks(
+    g: DistGraph, only: list[str], strategy_name: str = "data_parallel", **options: Any
+) -> dict[str, Any]:
+    session = g.session
     ids = g.edata["train_mask"][:].nonzero()[:, 0]
     ids = ids[g.orig_edge_ids(ids).argsort()]
     mine = cut(ids, SHARES, session.topology.rank, session.topology.world_size)
-    strategy = STRATEGIES.get("data_parallel")(session, {})
+    strategy = STRATEGIES.get(strategy_name)(session, options)
     results = {}
     for task in only:
         exclude = TASKS[task]
@@ -136,7 +142,7 @@ def on_ranks(folder: str, structure: str, only: list[str]) -> dict[str, Any]:
     return results
 
 
-def train(task: str, model: nn.Module, loader: Any, g: DistGraph) -> dict[str, Any]:
+def train(task: str, model: WrappedModel, loader: Any, g: DistGraph) -> dict[str, Any]:
     """The user's loop, with notes."""
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     steps, losses = [], []
@@ -150,7 +156,7 @@ def train(task: str, model: nn.Module, loader: Any, g: DistGraph) -> dict[str, A
             optimizer.step()
             steps.append(noted(g, graphs))
             losses.append(float(loss))
-    weights = [p.detach().numpy().copy() for p in model.module.parameters()]
+    weights = [p.detach().numpy().copy() for p in model.whole().parameters()]
     return {"steps": steps, "weights": weights, "losses": losses}
 
 

@@ -9,7 +9,7 @@ import torch
 
 import dglx_dist as dx
 from dglx_dist.data.partition.base import PartitionOptions
-from dglx_dist.errors import ConfigError, DglxError, StorageError
+from dglx_dist.errors import DglxError, StorageError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.prepare import PartitionPlan, partition_to_disk
@@ -66,7 +66,8 @@ def _write(data: str, out: str) -> None:
             "venue": numbered(g, "venue", 2, torch.bfloat16),
         }
         # 20 bytes a paper: a row group holds one or two.
-        assert write_embeddings(rows, g, out, row_group_bytes=45) == Path(out)
+        export.ROW_GROUP_BYTES = 45
+        assert write_embeddings(rows, g, out) == Path(out)
         write_embeddings(rows["paper"], g, f"{out}-papers", name="h")
         write_embeddings(g.nodes["paper"].data["feat"], g, f"{out}-papers", name="feat", overwrite=True)
 
@@ -154,8 +155,6 @@ def test_errors_of_one_process(tmp_path: Path) -> None:
     with dx.init():
         g = DistGraph(dataset(tmp_path / "d", parts=1))
         papers = numbered(g, "paper", 3, torch.float32)
-        with pytest.raises(ConfigError, match="row_group_bytes=0"):
-            write_embeddings(papers, g, tmp_path / "o", row_group_bytes=0)
         (tmp_path / "o").write_text("a file")
         with pytest.raises(StorageError, match="is a file"):
             write_embeddings(papers, g, tmp_path / "o", overwrite=True)

@@ -33,6 +33,17 @@ BATCH = 40
 TIMES = ("seconds", "sample_s", "fetch_s", "wait_s", "compute_s", "exchange_s")
 
 
+def prepared(
+    g: DistGraph, model: torch.nn.Module, fanouts: list[int], ids: Any = None, **options: Any
+) -> tuple[Any, Any]:
+    """A loader of data_parallel, over all training nodes unless ``ids`` are given, and the wrapped model."""
+    strategy = STRATEGIES.get("data_parallel")(g.session, {})
+    told = {"prefetch_node_feats": ["feat"], "prefetch_labels": ["label"]}
+    nodes = equality.new_ids_of_training(g) if ids is None else ids
+    loader = strategy.loader(g, nodes, dgl.dataloading.NeighborSampler(fanouts, **told), **options)
+    return loader, strategy.wrap(model, g)
+
+
 def _fits(folder: str, configs: list[dict[str, Any]], dropout: float) -> list[tuple[Any, list[Any]]]:
     start_session(timeout_s=60)
     g = DistGraph(folder)
@@ -40,18 +51,12 @@ def _fits(folder: str, configs: list[dict[str, Any]], dropout: float) -> list[tu
 
 
 def _fit(g: DistGraph, config: dict[str, Any], dropout: float) -> tuple[dict[str, Any], list[Any]]:
-    session, topology = g.session, g.session.topology
-    strategy = STRATEGIES.get("data_parallel")(session, {})
+    topology = g.session.topology
     # The second rank has one step's seeds, and runs out of them.
     ids = equality.cut(equality.new_ids_of_training(g), (3.0, 1.0), topology.rank, topology.world_size)
-    sampler = dgl.dataloading.NeighborSampler(
-        [-1, 4], prefetch_node_feats=["feat"], prefetch_labels=["label"]
-    )
-    loader = strategy.loader(g, ids, sampler, batch_size=BATCH, shuffle=True)
     torch.manual_seed(11)
-    model = strategy.wrap(
-        build_model("sage", equality.WIDTH, equality.HIDDEN, equality.CLASSES, 2, dropout).double(), g
-    )
+    plain = build_model("sage", equality.WIDTH, equality.HIDDEN, equality.CLASSES, 2, dropout).double()
+    loader, model = prepared(g, plain, [-1, 4], ids, batch_size=BATCH, shuffle=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     torch.manual_seed(topology.rank)
     seen: list[int] = []
@@ -187,14 +192,9 @@ def test_early_stop_and_first_loss(folder: Path, tmp_path: Path) -> None:
 
 
 def _hopeless(folder: str, checkpoints: str) -> list[dict[str, Any]]:
-    session = start_session()
+    start_session()
     g = DistGraph(folder)
-    strategy = STRATEGIES.get("data_parallel")(session, {})
-    sampler = dgl.dataloading.MultiLayerFullNeighborSampler(
-        2, prefetch_node_feats=["feat"], prefetch_labels=["label"]
-    )
-    loader = strategy.loader(g, equality.new_ids_of_training(g), sampler, batch_size=BATCH)
-    model = strategy.wrap(equality.model_of("sage", g), g)
+    loader, model = prepared(g, equality.model_of("sage", g), [-1, -1], batch_size=BATCH)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     config = FitConfig(epochs=9, patience=2, checkpoint_folder=checkpoints, resume=True)
     return [asdict(train(model, loader, optimizer, g, config)) for _ in range(2)]
@@ -224,15 +224,10 @@ def test_features_come_in_the_dtype_of_the_model(tmp_path: Path, kind: str, dtyp
     part_of = {"_N": np.zeros(equality.NUM_NODES, np.int32)}
     parts = Assignment(num_parts=1, part_of=part_of, method="test", seed=0)
     write_dataset(raw, parts, tmp_path / "data")
-    with start_session() as session:
+    with start_session():
         g = DistGraph(tmp_path / "data")
-        sampler = dgl.dataloading.NeighborSampler(
-            [2, 2], prefetch_node_feats=["feat"], prefetch_labels=["label"]
-        )
-        strategy = STRATEGIES.get("data_parallel")(session, {})
-        loader = strategy.loader(g, equality.new_ids_of_training(g), sampler, batch_size=BATCH)
         plain = build_model(kind, equality.WIDTH, equality.HIDDEN, equality.CLASSES, 2, 0.0)
-        model = strategy.wrap(plain, g)
+        loader, model = prepared(g, plain, [2, 2], batch_size=BATCH)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         result = train(model, loader, optimizer, g, FitConfig(epochs=1))
     assert np.isfinite(result.epochs[0].loss)
@@ -249,14 +244,9 @@ class Noted:
 
 
 def test_late_rows_of_all_optimisers_arrive_before_evaluation(folder: Path) -> None:
-    with start_session() as session:
+    with start_session():
         g = DistGraph(folder)
-        sampler = dgl.dataloading.NeighborSampler(
-            [2, 2], prefetch_node_feats=["feat"], prefetch_labels=["label"]
-        )
-        strategy = STRATEGIES.get("data_parallel")(session, {})
-        loader = strategy.loader(g, equality.new_ids_of_training(g), sampler, batch_size=500)
-        model = strategy.wrap(equality.model_of("sage", g), g)
+        loader, model = prepared(g, equality.model_of("sage", g), [2, 2], batch_size=500)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         calls: list[str] = []
         sparse: Any = [Noted(calls, "a"), Noted(calls, "b")]

@@ -45,6 +45,10 @@ def _figures(cut: tuple[int, ...]) -> dict[str, Any]:
         "no rows f1": metrics.f1(none, none, 5, session),
         "one class": metrics.roc_auc(score, torch.ones_like(positive), session),
         "all tied": metrics.roc_auc(torch.zeros_like(score), positive, session),
+        "mrr": mrr(ranks_of(rows), session),
+        "hits": [hits_at(k, ranks_of(rows), session) for k in (1, 3, 10)],
+        "no rows mrr": mrr(none.float(), session),
+        "no rows hits": hits_at(3, none, session),
     }
 
 
@@ -72,40 +76,29 @@ def test_figures(ranks: int) -> None:
         # Off by 1, 3, 1, 2 and 1.
         assert result["rmse"] == pytest.approx(math.sqrt((1 + 9 + 1 + 4 + 1) / 12), abs=1e-15)
         assert result["mae"] == pytest.approx((1 + 3 + 1 + 2 + 1) / 12, abs=1e-15)
-        assert all(
-            math.isnan(result[name]) for name in ("no rows", "no rows rmse", "no rows f1", "one class")
-        )
-
-
-def test_bad_arguments() -> None:
-    with start_session() as session:
-        with pytest.raises(ConfigError, match=r"score\[1\] is nan"):
-            metrics.roc_auc(torch.tensor([0.0, math.nan]), torch.tensor([0, 1]), session)
-        with pytest.raises(ConfigError, match=r"\(2, 3\) predictions do not match \(3,\) labels"):
-            metrics.accuracy(torch.zeros(2, 3), torch.zeros(3, dtype=torch.int64), session)
-        with pytest.raises(ConfigError, match=r"\(2, 1\) predictions do not match \(2,\) targets"):
-            metrics.rmse(torch.zeros(2, 1), torch.zeros(2), session)
-        with pytest.raises(ConfigError, match="'weighted'"):
-            metrics.f1(torch.zeros(1).long(), torch.zeros(1).long(), 1, session, average="weighted")  # type: ignore[arg-type]
-        with pytest.raises(ConfigError, match="k=0"):
-            hits_at(0, torch.ones(1), session)
+        whole = ranks_of()
+        assert result["mrr"] == pytest.approx(float((1 / whole).mean()), abs=1e-14)
+        assert result["hits"] == [float((whole <= k).double().mean()) for k in (1, 3, 10)]
+        undefined = {name for name, value in result.items() if isinstance(value, float) and math.isnan(value)}
+        assert undefined == {"one class", *(name for name in result if name.startswith("no rows"))}
 
 
 # (0, 0) is answered by 1 and 3, (0, 1) by 2, (4, 0) by 0; one edge is there twice.
 EDGES = torch.tensor([[0, 0, 1], [0, 0, 3], [0, 1, 2], [4, 0, 0], [0, 0, 3]]).T
 
 
-def random_case(seed: int, queries: int = 40, candidates: int = 17) -> tuple[Tensor, Tensor, Tensor]:
+def random_case(seed: int, queries: int = 40, candidates: int = 17) -> tuple[Tensor, Tensor]:
     """Scores with many ties (values 0 to 4) and the triples that are asked for."""
     random = torch.Generator().manual_seed(seed)
     scores = torch.randint(5, (6 * 3, candidates), generator=random).double()
-    triples = torch.stack([torch.randint(high, (queries,), generator=random) for high in (6, 3, candidates)])
-    return scores, triples, torch.randint(candidates, (queries,), generator=random)
+    return scores, torch.stack(
+        [torch.randint(high, (queries,), generator=random) for high in (6, 3, candidates)]
+    )
 
 
 def ranks_of(rows: slice = slice(None)) -> Tensor:
     """Filtered ranks of the triples ``rows`` of case 2."""
-    scores, (subject, relation, answer), _ = random_case(2)
+    scores, (subject, relation, answer) = random_case(2, len(LABEL))
     known = KnownEdges(subject, relation, answer)
     asked = (subject[rows], relation[rows], answer[rows])
     return rank_of_answer(lambda s, r: scores[s * 3 + r].clone(), *asked, known=known)
@@ -138,7 +131,7 @@ def test_known_answers_are_found() -> None:
 @pytest.mark.parametrize("max_scores", [1, 40, 10**6])
 @pytest.mark.parametrize("filtered", [True, False])
 def test_ranks_are_those_of_a_naive_loop(max_scores: int, filtered: bool) -> None:
-    scores, (subject, relation, answer), _ = random_case(1)
+    scores, (subject, relation, answer) = random_case(1)
     known = KnownEdges(subject, relation, answer)
     asked_at_once = []
 
@@ -162,31 +155,16 @@ def test_ranks_are_those_of_a_naive_loop(max_scores: int, filtered: bool) -> Non
     assert max(asked_at_once) <= max(1, max_scores // scores.shape[1])
 
 
-def _ranking_figures(cut: tuple[int, ...]) -> dict[str, Any]:
-    session = start_session()
-    ranks = ranks_of(slice(cut[session.topology.rank], cut[session.topology.rank + 1]))
-    none = torch.zeros(0)
-    return {
-        "mrr": mrr(ranks, session),
-        "hits": [hits_at(k, ranks, session) for k in (1, 3, 10)],
-        "none": [mrr(none, session), hits_at(3, none, session)],
-    }
-
-
-@pytest.mark.parametrize(("ranks", "cut"), [(1, (0, 40)), (3, (0, 11, 30, 40)), *wide((2, (0, 40, 40)))])
-def test_figures_of_all_ranks(ranks: int, cut: tuple[int, ...]) -> None:
-    whole = ranks_of()
-    for result in run_ranks(_ranking_figures, ranks, args=(cut,)):
-        assert result["mrr"] == pytest.approx(float((1 / whole).mean()), abs=1e-14)
-        assert result["hits"] == [float((whole <= k).double().mean()) for k in (1, 3, 10)]
-        assert all(math.isnan(value) for value in result["none"])
-
-
 ONE, TWO = torch.zeros(1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
 
 
 def ranked(answer: Tensor = ONE, score: float = 0.0, subject: Tensor = ONE, **options: Any) -> Tensor:
     return rank_of_answer(lambda s, r: torch.full((len(s), 2), score), subject, ONE, answer, **options)
+
+
+def collective(metric: Any, *given: Any, **options: Any) -> None:
+    with start_session() as session:
+        metric(*given, session, **options)
 
 
 @pytest.mark.parametrize(
@@ -205,8 +183,19 @@ def ranked(answer: Tensor = ONE, score: float = 0.0, subject: Tensor = ONE, **op
         (lambda: KnownEdges(ONE - 1, ONE, ONE), "subject -1 is negative"),
         (lambda: KnownEdges(TWO, ONE, ONE), "2 subjects, 1 relations and 1 answers"),
         (lambda: KnownEdges(ONE + 2**40, ONE + 2**40, ONE), "63 bits"),
+        (lambda: collective(metrics.roc_auc, torch.tensor([0.0, math.nan]), TWO), r"score\[1\] is nan"),
+        (
+            lambda: collective(metrics.accuracy, torch.zeros(2, 3), torch.zeros(3)),
+            r"\(2, 3\) predictions do not match \(3,\) labels",
+        ),
+        (
+            lambda: collective(metrics.rmse, torch.zeros(2, 1), TWO),
+            r"\(2, 1\) predictions do not match \(2,\) targets",
+        ),
+        (lambda: collective(metrics.f1, ONE, ONE, 1, average="weighted"), "'weighted'"),
+        (lambda: collective(hits_at, 0, torch.ones(1)), "k=0"),
     ],
 )
-def test_bad_ranking_arguments(call: Any, message: str) -> None:
+def test_bad_arguments(call: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         call()

@@ -163,26 +163,28 @@ def test_types_may_be_called_as_no_module_may(kind: str) -> None:
         assert model.load_state_dict(model.state_dict()).missing_keys == []
 
 
-def test_bad_arguments() -> None:
-    graph = hetero.plain_graph()
-    with pytest.raises(ConfigError, match="no node type 'papers'"):
-        RGCN(graph, {"papers": 3}, 4, 2)
-    with pytest.raises(ConfigError, match="no node type 'papers'"):
-        RGCN(graph, {}, 4, 2, out_types=["papers"])
-    with pytest.raises(ConfigError, match="layers=0"):
-        RGCN(graph, {}, 4, 2, layers=0)
-    with pytest.raises(ConfigError, match="heads=3 must divide hidden=8"):
-        HGT(graph, {}, 8, 2, heads=3)
-    with pytest.raises(ConfigError, match="num_bases=0"):
-        RGCN(graph, {}, 8, 2, num_bases=0)
-    twins = dgl.heterograph({("a", "to", "a"): ([0], [0]), ("a", "to", "b"): ([0], [0])})
-    with pytest.raises(ConfigError, match="2 types of 1 names"):
-        RGCN(twins, {}, 8, 2, num_bases=2)
-    block = hetero.whole_block()
-    with pytest.raises(ConfigError, match=r"rows of 'author' are 7 wide.*8 wide"):
-        model_of("rgcn")([block, block], inputs(7))
-    with pytest.raises(ConfigError, match="2 layers need 2 blocks, not 1"):
-        model_of("rgcn")([block], inputs())
+TWINS = dgl.heterograph({("a", "to", "a"): ([0], [0]), ("a", "to", "b"): ([0], [0])})
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda graph: RGCN(graph, {"papers": 3}, 4, 2), "no node type 'papers'"),
+        (lambda graph: RGCN(graph, {}, 4, 2, out_types=["papers"]), "no node type 'papers'"),
+        (lambda graph: RGCN(graph, {}, 4, 2, layers=0), "layers=0"),
+        (lambda graph: HGT(graph, {}, 8, 2, heads=3), "heads=3 must divide hidden=8"),
+        (lambda graph: RGCN(graph, {}, 8, 2, num_bases=0), "num_bases=0"),
+        (lambda _: RGCN(TWINS, {}, 8, 2, num_bases=2), "2 types of 1 names"),
+        (
+            lambda _: model_of("rgcn")([hetero.whole_block()] * 2, inputs(7)),
+            r"rows of 'author' are 7 wide.*8 wide",
+        ),
+        (lambda _: model_of("rgcn")([hetero.whole_block()], inputs()), "2 layers need 2 blocks, not 1"),
+    ],
+)
+def test_bad_arguments(call: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        call(hetero.plain_graph())
 
 
 @pytest.fixture

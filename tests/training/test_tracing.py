@@ -6,7 +6,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import dgl
 import pytest
 import torch
 
@@ -16,13 +15,13 @@ from dglx_dist.comm.trace import COMPUTE, LOADER, NETWORK, RankSpans, read_trace
 from dglx_dist.errors import StorageError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import EpochRecord
-from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.training.fit import FitConfig, train
 from dglx_dist.training.models import build_model
 from dglx_dist.training.tracing import without_keys
 from tests.helpers.ranks import run_ranks
 from tests.report.traces import trace_of
 from tests.strategies import equality
+from tests.training.test_fit import prepared
 
 BATCH = 40
 
@@ -30,21 +29,13 @@ BATCH = 40
 def _fit(
     g: DistGraph, trace: Path, stop_after: int | None = None, trained: int = 0, **options: Any
 ) -> tuple[int, list[Any]]:
-    session = g.session
-    strategy = STRATEGIES.get("data_parallel")(session, {})
-    ids = equality.cut(
-        equality.new_ids_of_training(g), (3.0, 1.0), session.topology.rank, session.topology.world_size
-    )
-    sampler = dgl.dataloading.NeighborSampler(
-        [-1, 4], prefetch_node_feats=["feat"], prefetch_labels=["label"]
-    )
-    loader = strategy.loader(g, ids, sampler, batch_size=BATCH)
+    topology = g.session.topology
+    ids = equality.cut(equality.new_ids_of_training(g), (3.0, 1.0), topology.rank, topology.world_size)
+    torch.manual_seed(11)
+    plain = build_model("sage", equality.WIDTH, equality.HIDDEN, equality.CLASSES, 2, 0.0).double()
+    loader, model = prepared(g, plain, [-1, 4], ids, batch_size=BATCH)
     # Epochs that the loader has had in an earlier call.
     loader.set_epoch(trained)
-    torch.manual_seed(11)
-    model = strategy.wrap(
-        build_model("sage", equality.WIDTH, equality.HIDDEN, equality.CLASSES, 2, 0.0).double(), g
-    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def stop(record: EpochRecord) -> None:

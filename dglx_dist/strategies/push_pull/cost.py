@@ -132,7 +132,7 @@ def column_bytes(found: Survey, first: FirstLayer, *, group_size: int, pushed: b
         activation_gradients  the same, the other way
         gradients             2 (W - 1) (|theta_D| + flags) s, and for W / N_f > 1 groups the cut weights too
 
-    Depth, order and versions of weights change none of it.
+    Depth and versions of weights change none of it.
 
     Args:
         found: Counted on the same cut, seeds and fan-outs, one rank per server.
@@ -168,7 +168,7 @@ def _traffic(known: Measured, first: FirstLayer, size: int, *, pushed: bool) -> 
     others, away = _others_of_group(cluster, size)
     crossing = {name: count * away // others if others else 0 for name, count in in_group.items()}
     inside = {name: count - crossing[name] for name, count in in_group.items()}
-    sums = ring_split(first.replicated_bytes, cluster, work.steps)
+    sums = ring_split(first.replicated_bytes, cluster.server_of_rank, work.steps)
     groups = cluster.ranks // size
     if groups > 1:
         # Every part's ring has the same bytes, up to columns that do not divide evenly.

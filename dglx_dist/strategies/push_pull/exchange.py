@@ -216,41 +216,27 @@ def share_edge_values(
     return by_owner
 
 
-def sum_to_owner(shares: Sequence[Tensor], exchange: AsyncExchange) -> Tensor:
-    """Return the sum over the parts of their shares for this rank's own block; every member must call it.
+def sum_over_parts(shares: Sequence[Tensor], exchange: AsyncExchange) -> tuple[Tensor, ...]:
+    """Return the sums over the parts for every owner's block, N_f of them; every member must call it.
 
-    ``shares`` are this part's for each owner's block: N_f tensors, (n of that owner, ...).
+    ``shares`` are this part's for each owner's block: N_f tensors, (n of that owner, ...). Each owner adds
+    its own and sends the sum to the parts.
     """
-    return cast("Tensor", _SumToOwner.apply(exchange, *shares))  # type: ignore[no-untyped-call]  # torch leaves it bare
+    return cast("tuple[Tensor, ...]", _SumOverParts.apply(exchange, *shares))  # type: ignore[no-untyped-call]  # torch leaves it bare
 
 
-def send_to_parts(own: Tensor, like: Sequence[Tensor], exchange: AsyncExchange) -> tuple[Tensor, ...]:
-    """Return the tensors of all owners, N_f of them, this rank's ``own`` included; every member must call it.
-
-    ``like`` are N_f tensors with the shapes and dtypes that come from the owners.
-    """
-    return cast("tuple[Tensor, ...]", _SendToParts.apply(exchange, own, *like))  # type: ignore[no-untyped-call]  # torch leaves it bare
-
-
-class _SumToOwner(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, exchange: AsyncExchange, *shares: Tensor) -> Tensor:
-        ctx.exchange, ctx.like = exchange, [share.detach() for share in shares]
-        return add_in_order(exchange.pull(shares, FORWARD)())
+class _SumOverParts(torch.autograd.Function):
+    # A share goes into the sum of every part, so its gradient is the sum over the parts of theirs.
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return None, *ctx.exchange.push(gradient, ctx.like, BACKWARD)()
-
-
-class _SendToParts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, exchange: AsyncExchange, own: Tensor, *like: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchange, ctx.num_like = exchange, len(like)
-        received = exchange.push(own, like, FORWARD)()
-        # The own one is the input itself, which autograd must not see as an output.
-        return tuple(tensor.clone() if tensor.data_ptr() == own.data_ptr() else tensor for tensor in received)
+    def forward(ctx: Any, exchange: AsyncExchange, *shares: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange = exchange
+        return tuple(_summed(shares, exchange, FORWARD))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, add_in_order(ctx.exchange.pull(gradients, BACKWARD)()), *[None] * ctx.num_like
+        return None, *_summed(gradients, ctx.exchange, BACKWARD)
+
+
+def _summed(shares: Sequence[Tensor], exchange: AsyncExchange, phase: str) -> Received:
+    return exchange.push(add_in_order(exchange.pull(shares, phase)()), shares, phase)()

@@ -164,7 +164,7 @@ class PushPullLoader(EpochLoader[_Made, Any]):
         self._inner, self._store, self._group = inner, store, group
         num_alive = (inner.depth + _EXTRA_BATCHES) * group.size
         self._precision, self._memory = Precision(feature_dtype, num_alive), RowMemory(num_alive)
-        self._looks_ahead = options.in_flight > 1
+        self._looks_ahead = options.depth > 1
         # The ranks' loaders share a name, as all construct theirs in the same order.
         self._label = f"push_pull.{next(_LOADER_NUMBERS.of(session))}"
         self._wide = g.num_nodes() >= SMALL_NODES

@@ -15,7 +15,6 @@ from dglx_dist.strategies.base import check_options
 from dglx_dist.strategies.gradient_sync import BUCKET_BYTES
 
 Weights: TypeAlias = Literal["whole", "split"]
-Order: TypeAlias = Literal["forward_first", "backward_first"]
 StructureChoice: TypeAlias = Literal["auto", "push", "resample"]
 
 
@@ -32,7 +31,6 @@ class PushPullOptions:
     weights: Weights = option(
         "whole", "Whether both sides of a batch use one version of the weights (the paper's), or only M lags."
     )
-    order: Order = option("forward_first", "Whether the next batch begins before the last one goes back.")
     group_size: int = option(
         0,
         "Ranks that hold all columns together; 0: the fewest that ``memory`` allows, all without it.",
@@ -61,18 +59,9 @@ class PushPullOptions:
         return tuple(name.strip() for name in self.features.split(","))
 
     @property
-    def in_flight(self) -> int:
-        """Mini-batches in flight in the order in which they run.
-
-        With ``backward_first`` nothing runs between a batch's gradient and its step, which is the sequence of
-        one batch less in flight.
-        """
-        return max(self.depth - 1, 1) if self.order == "backward_first" else self.depth
-
-    @property
     def delay(self) -> int:
         """Iterations of the user's loop between a batch's loss and the step of its part side."""
-        return max(self.in_flight - 2, 0)
+        return max(self.depth - 2, 0)
 
 
 def read_push_pull_options(options: Mapping[str, object]) -> PushPullOptions:

@@ -43,9 +43,8 @@ from dglx_dist.strategies.push_pull.exchange import (
     PartInput,
     Transfer,
     add_in_order,
-    send_to_parts,
     share_edge_values,
-    sum_to_owner,
+    sum_over_parts,
 )
 from dglx_dist.strategies.push_pull.options import PushPullOptions
 from dglx_dist.strategies.push_pull.split_model import InputSpec, Origin, SplitModel, read_input_spec
@@ -311,11 +310,8 @@ def compute_shares(
     """
     transformed = [layer.transform(one) for one in given]
     shares = [layer.scatter(one, rows) for one, rows in zip(given, transformed, strict=True)]
-    sent = [
-        send_to_parts(sum_to_owner(of_owners, exchange), of_owners, exchange)
-        for of_owners in zip(*shares, strict=True)
-    ]
-    scattered: list[PartialSums] = list(zip(*sent, strict=True)) if sent else [()] * group.size
+    summed = [sum_over_parts(of_owners, exchange) for of_owners in zip(*shares, strict=True)]
+    scattered: list[PartialSums] = list(zip(*summed, strict=True)) if summed else [()] * group.size
     gathered = [
         layer.gather(one, rows, sums) for one, rows, sums in zip(given, transformed, scattered, strict=True)
     ]
@@ -493,7 +489,7 @@ class Pipeline:
         self._owner = owner = OwnerSide([parameter for _, parameter in trained])
         self.exchange = GradientExchange(trained, session, options.bucket_bytes)
         self._activations = AsyncExchange(session, group)
-        self._depth, self._delay, self._looks_ahead = options.depth, options.delay, options.in_flight > 1
+        self._depth, self._delay, self._looks_ahead = options.depth, options.delay, options.depth > 1
         self._whole = options.weights == "whole" and self._looks_ahead
         self.exchange.delay = options.delay if self._whole else 0
         self.exchange.after = self._after_backward

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import copy
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, ClassVar, TypeAlias, TypeVar, final
+from typing import Any, TypeAlias, TypeVar, final
 
 import torch
 from dgl.heterograph import DGLBlock
@@ -165,25 +164,16 @@ def _copied(known: Tensor, rows: Tensor, origin: Origin) -> bool:
     return may_be and known.shape == rows.shape and torch.equal(known.to(rows.dtype), rows)
 
 
-class InputModule(ABC):
-    """What replaces ``forward`` of a module before the first layer: it works on each column by itself.
-
-    The parameters in ``cut`` have one entry per input column of the part.
-    """
-
-    cut: Mapping[str, int] = MappingProxyType({})
-    """Parameter name to the dimension that runs over the input columns."""
-    stashed: ClassVar[bool] = True
-    """Whether batches in flight have their own leaves of the parameters; else gradients come by rows."""
-
-    @abstractmethod
-    def forward(self, x: Tensor) -> Tensor:
-        """Compute on the own batch, and record the origin of the result."""
+InputModule: TypeAlias = "ColumnDropout | ColumnEmbedding | ColumnLayerNorm"
+"""What replaces ``forward`` of a module before the first layer: it works on each column of the own batch by
+itself, and records the origin of the result. ``cut`` is parameter name to the dimension over the columns."""
 
 
 @final
-class ColumnDropout(InputModule):
+class ColumnDropout:
     """``nn.Dropout``: keyed draws on the input, else torch's own. ``stream`` is one for each module."""
+
+    cut: Mapping[str, int] = MappingProxyType({})
 
     def __init__(self, dropout: nn.Dropout, provenance: InputProvenance, seed: int, stream: int) -> None:
         self._dropout, self._provenance, self._seed, self._stream = dropout, provenance, seed, stream
@@ -205,16 +195,15 @@ class ColumnDropout(InputModule):
 
 
 @final
-class ColumnEmbedding(InputModule):
+class ColumnEmbedding:
     """``nn.Embedding`` of all nodes as the input.
 
-    Any torch optimizer trains it; with ``sparse=True`` the gradient is sparse too.
+    Any torch optimizer trains it; with ``sparse=True`` the gradient is sparse too. Its gradients come by
+    rows, so batches in flight have no leaves of the weight.
 
     Raises:
         ConfigError: an option of the embedding needs whole rows.
     """
-
-    stashed = False
 
     def __init__(
         self, embedding: nn.Embedding, provenance: InputProvenance, runs: tuple[Columns, ...]
@@ -267,7 +256,7 @@ class ColumnEmbedding(InputModule):
 
 
 @final
-class ColumnLayerNorm(InputModule):
+class ColumnLayerNorm:
     """``nn.LayerNorm`` of the uncut input rows.
 
     A node's row has the same mean and variance in every batch, so they are computed once, over all parts:
@@ -665,7 +654,7 @@ def split_model(
     prefix = prefixes[first]
     stashed = [prefix + inner for inner in (*layer.cut, *layer.shared)]
     for module, one in inputs.items():
-        stashed += [prefixes[module] + inner for inner in one.cut if one.stashed]
+        stashed += [prefixes[module] + inner for inner in one.cut if not isinstance(one, ColumnEmbedding)]
         compute_by(module, one.forward)
     for module, cut in dimensions.items():
         cut_in_place(module, cut, own)

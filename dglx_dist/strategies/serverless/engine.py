@@ -221,16 +221,16 @@ class Engine:
         }
 
     def _counted(self, op: str, handler: Handler) -> Handler:
-        count = self._session.rpc.count
+        count, own = self._session.ledger.add, self._session.topology.rank
 
         def answer(name: str, arrays: Sequence[Array]) -> Sequence[Array]:
             layer = 0 if op == PROGRAM else TaskKey.parse(name.partition("/")[0]).step
             if op == GIVE:
                 # First: these rows may end the epoch, and with it what is counted as the epoch's.
-                count(UP, layer, WORKER, None, payload_bytes(arrays))
+                count(UP, layer, WORKER, own, payload_bytes(arrays))
                 return handler(name, arrays)
             answers = handler(name, arrays)
-            count(PROGRAM_PHASE if op == PROGRAM else DOWN, layer, None, WORKER, payload_bytes(answers))
+            count(PROGRAM_PHASE if op == PROGRAM else DOWN, layer, own, WORKER, payload_bytes(answers))
             return answers
 
         return answer

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dglx_dist.comm.session import start_session
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.training.models import RECOMPUTE, build_resgcn
+from dglx_dist.training.models import RECOMPUTE, ResGCN
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 from tests.strategies.full_graph import runs
@@ -68,7 +68,7 @@ class Late(nn.Module):
 def resgcn(layers: int, dropout: float, recompute: str) -> nn.Module:
     """The same weights at every call."""
     torch.manual_seed(1)
-    return build_resgcn(
+    return ResGCN(
         equality.WIDTH, HIDDEN, equality.CLASSES, layers, dropout=dropout, recompute=recompute
     ).double()
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import dgl
+import numpy as np
 import pytest
 import torch
 from dgl.dataloading import NeighborSampler, as_edge_prediction_sampler
@@ -18,13 +19,13 @@ from dglx_dist.comm.session import start_session
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.records import Assignment, RawGraph
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.full_graph.local_graphs import local_graph
 from tests.helpers import refusal
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 from tests.strategies.full_graph import runs
-from tests.strategies.push_pull.test_refusals import two_types
 
 STRATEGY_NAMES = ("full_graph", "shared_preload")
 
@@ -34,6 +35,19 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     folder = tmp_path_factory.mktemp("full_graph_refusals")
     write_dataset(*two_types(), folder / "two")
     return str(equality.write_parts(folder)), str(folder / "two")
+
+
+def two_types() -> tuple[RawGraph, Assignment]:
+    counts, ends = {"user": 6, "item": 6}, np.arange(6)
+    raw = RawGraph(
+        name="two",
+        num_nodes=counts,
+        edges={("user", "buys", "item"): (ends, ends), ("item", "bought by", "user"): (ends, ends)},
+        node_data={name: {"feat": np.ones((6, equality.WIDTH)), "label": ends % 2} for name in counts},
+        num_classes=dict.fromkeys(counts, 2),
+    )
+    part_of = {name: np.zeros(6, np.int32) for name in counts}
+    return raw, Assignment(num_parts=1, part_of=part_of, method="test", seed=0)
 
 
 class OwnCode(NeighborSampler):
@@ -238,7 +252,7 @@ def two_on_rank(folder: str) -> list[str]:
     with start_session(strategy="full_graph", timeout_s=30) as session:
         g = DistGraph(folder)
         messages = []
-        for name in STRATEGY_NAMES:
+        for name in (*STRATEGY_NAMES, "push_pull"):
             strategy: Any = STRATEGIES.get(name)(session, {})
             messages.append(refused(lambda: strategy.wrap(runs.first_model("sage"), g)))  # noqa: B023
             seeds = {"user": torch.arange(2)}

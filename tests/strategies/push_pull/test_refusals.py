@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import dgl
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,10 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dglx_dist.comm.session import start_session
-from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.records import Assignment, RawGraph
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.push_pull import pipeline
 from tests.helpers.ranks import run_ranks
@@ -27,136 +25,114 @@ from tests.strategies import equality
 from tests.strategies.equality import CLASSES, HIDDEN, WIDTH
 from tests.strategies.push_pull import runs
 
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    folder = tmp_path_factory.mktemp("refusals")
-    write_dataset(*two_types(), folder / "two")
-    return str(equality.write_parts(folder)), str(folder / "two")
+Use = Callable[[Any, list[Any], Tensor], Tensor]
+"""A net, its blocks and the features to hidden rows."""
 
 
-def two_types() -> tuple[RawGraph, Assignment]:
-    counts, ends = {"user": 6, "item": 6}, np.arange(6)
-    raw = RawGraph(
-        name="two",
-        num_nodes=counts,
-        edges={("user", "buys", "item"): (ends, ends), ("item", "bought by", "user"): (ends, ends)},
-        node_data={name: {"feat": np.ones((6, WIDTH)), "label": ends % 2} for name in counts},
-        num_classes=dict.fromkeys(counts, 2),
-    )
-    part_of = {name: np.zeros(6, np.int32) for name in counts}
-    return raw, Assignment(num_parts=1, part_of=part_of, method="test", seed=0)
-
-
-class Before(nn.Module):
-    """A model that does something to the features, or with them, around its first layer."""
+class Net(nn.Module):
+    """Two convolutions, the first as ``use`` has it, and another module that it may use."""
 
     def __init__(
         self,
-        before: Callable[[Tensor], Tensor] | None = None,
-        module: nn.Module | None = None,
+        use: Use = lambda net, blocks, x: net.first(blocks[0], x),
+        other: nn.Module | None = None,
         width: int = WIDTH,
     ) -> None:
         super().__init__()
-        self.before, self.module = before, module
+        self.use, self.other = use, other
         self.first = dgl.nn.SAGEConv(width, HIDDEN, "mean")
         self.last = dgl.nn.SAGEConv(HIDDEN, CLASSES, "mean")
 
     def forward(self, blocks: list[Any], x: Tensor) -> Tensor:
-        x = x if self.module is None else self.module(x)
-        x = x if self.before is None else self.before(x)
-        return self.last(blocks[1], self.first(blocks[0], x))
+        return self.last(blocks[1], self.use(self, blocks, x))
 
 
-class Around(Before):
-    """A skip connection from the features."""
-
-    def __init__(self, beside: bool) -> None:
-        super().__init__()
-        self.beside = beside
-        self.skip = nn.Linear(WIDTH + HIDDEN if beside else WIDTH, HIDDEN)
-
-    def forward(self, blocks: list[Any], x: Tensor) -> Tensor:
-        h, own = self.first(blocks[0], x), x[: blocks[0].num_dst_nodes()]
-        h = self.skip(torch.cat([h, own], 1)) if self.beside else h + self.skip(own)
-        return self.last(blocks[1], h)
+def after(change: Callable[[Tensor], Tensor]) -> Net:
+    return Net(lambda net, blocks, x: net.first(blocks[0], change(x)))
 
 
-class TwoFirst(Before):
-    """Two layers on the same rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.other = dgl.nn.SAGEConv(WIDTH, HIDDEN, "mean")
-
-    def forward(self, blocks: list[Any], x: Tensor) -> Tensor:
-        return self.last(blocks[1], self.first(blocks[0], x) + self.other(blocks[0], x))
+def through(module: nn.Module) -> Net:
+    return Net(lambda net, blocks, x: net.first(blocks[0], net.other(x)), module)
 
 
-class Weighted(Before):
-    """Edge weights that the model makes itself."""
-
-    def __init__(self, trained: bool) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()), requires_grad=trained)
-
-    def forward(self, blocks: list[Any], x: Tensor) -> Tensor:
-        weight = torch.ones(blocks[0].num_edges(), dtype=x.dtype) * self.scale
-        return self.last(blocks[1], self.first(blocks[0], x, edge_weight=weight))
+def skip(net: Any, blocks: list[Any], x: Tensor) -> Tensor:
+    return net.first(blocks[0], x) + net.other(x[: blocks[0].num_dst_nodes()])
 
 
-class WeightedOnOne(Before):
-    """Rank 0 alone weighs its edges."""
-
-    def forward(self, blocks: list[Any], x: Tensor) -> Tensor:
-        weight = torch.ones(blocks[0].num_edges(), dtype=x.dtype) if dist.get_rank() == 0 else None
-        return self.last(blocks[1], self.first(blocks[0], x, edge_weight=weight))
+def skip_beside(net: Any, blocks: list[Any], x: Tensor) -> Tensor:
+    return net.other(torch.cat([net.first(blocks[0], x), x[: blocks[0].num_dst_nodes()]], 1))
 
 
-class OtherBlock(Before):
-    """Calls its first layer on a block of its own."""
+def two_first(net: Any, blocks: list[Any], x: Tensor) -> Tensor:
+    return net.other(blocks[0], x) + net.first(blocks[0], x)
 
-    def forward(self, blocks: list[Any], x: Tensor) -> Tensor:
-        block = dgl.to_block(dgl.rand_graph(5, 12), torch.arange(5))
-        return self.first(block, x[: block.num_src_nodes()])
+
+def weighed(net: Any, blocks: list[Any], x: Tensor) -> Tensor:
+    """By weights that the model makes itself; trained ones if it has some."""
+    weight = torch.ones(blocks[0].num_edges(), dtype=x.dtype)
+    return net.first(blocks[0], x, edge_weight=weight if net.other is None else weight * net.other.weight)
+
+
+def weighed_on_one(net: Any, blocks: list[Any], x: Tensor) -> Tensor:
+    return weighed(net, blocks, x) if dist.get_rank() == 0 else net.first(blocks[0], x)
+
+
+def other_block(net: Any, blocks: list[Any], x: Tensor) -> Tensor:
+    block = dgl.to_block(dgl.rand_graph(5, 12), torch.arange(5))
+    return net.first(block, x[: block.num_src_nodes()])
 
 
 NOT_AS_THEY_CAME = r"not the loader's features as they came.*LayerNorm.*Dropout.*Embedding.*data_parallel"
 ONLY_A_SHARE = r"share of the input's columns.*no skip connection.*data_parallel"
-MODELS: Mapping[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
-    "times two": (lambda: Before(lambda x: x * 2), {}, NOT_AS_THEY_CAME),
-    "relu": (lambda: Before(torch.relu), {"depth": 3}, NOT_AS_THEY_CAME),
-    "functional dropout": (lambda: Before(lambda x: F.dropout(x, 0.5)), {}, NOT_AS_THEY_CAME),
-    "scaled": (lambda: Before(module=nn.PReLU()), {}, r"'module' \(PReLU\) was given \d col.*data_parallel"),
-    "batch norm": (lambda: Before(module=nn.BatchNorm1d(WIDTH)), {}, r"BatchNorm1d.*LayerNorm"),
-    "linear": (lambda: Before(module=nn.Linear(WIDTH, WIDTH)), {}, rf"'module' \(Linear\).*{ONLY_A_SHARE}"),
-    "skip": (lambda: Around(beside=False), {"depth": 2}, rf"'skip' \(Linear\).*{ONLY_A_SHARE}"),
-    "skip beside": (lambda: Around(beside=True), {}, rf"'skip' \(Linear\).*{ONLY_A_SHARE}"),
-    "two first layers": (TwoFirst, {}, rf"'other' \(SAGEConv\).*{ONLY_A_SHARE}"),
-    "computed weights": (
-        lambda: Weighted(False),
-        {"depth": 2},
-        r"'edge_weight'.*depth=1.*prefetch_edge_feats",
-    ),
-    "trained weights": (lambda: Weighted(True), {}, r"'edge_weight' is trained.*data_parallel"),
-    "weights on one rank": (WeightedOnOne, {}, "disagree on the values of edges.*edge_weight=nothing"),
-    "other block": (OtherBlock, {}, r"not come from the strategy's loader.*model\.whole\(\)"),
-    "other width": (
-        lambda: Before(width=WIDTH + 1),
+TWICE = "backward went through the first layer twice.*call the model once"
+LBFGS = {"optimizer": torch.optim.LBFGS, "closure": (lambda: 0.0,)}
+TRAINS = "^$"
+CASES: tuple[tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any], str], ...] = (
+    (lambda: after(lambda x: x * 2), {}, {}, NOT_AS_THEY_CAME),
+    (lambda: after(torch.relu), {"depth": 3}, {}, NOT_AS_THEY_CAME),
+    (lambda: after(lambda x: F.dropout(x, 0.5)), {}, {}, NOT_AS_THEY_CAME),
+    (lambda: through(nn.PReLU()), {}, {}, r"'other' \(PReLU\) was given \d col.*data_parallel"),
+    (lambda: through(nn.BatchNorm1d(WIDTH)), {}, {}, r"BatchNorm1d.*LayerNorm"),
+    (lambda: through(nn.Linear(WIDTH, WIDTH)), {}, {}, rf"'other' \(Linear\).*{ONLY_A_SHARE}"),
+    (lambda: Net(skip, nn.Linear(WIDTH, HIDDEN)), {"depth": 2}, {}, rf"'other' \(Linear\).*{ONLY_A_SHARE}"),
+    (lambda: Net(skip_beside, nn.Linear(WIDTH + HIDDEN, HIDDEN)), {}, {}, rf"'other' \(Lin.*{ONLY_A_SHARE}"),
+    (
+        lambda: Net(two_first, dgl.nn.SAGEConv(WIDTH, HIDDEN, "mean")),
         {},
-        rf"no layer that takes the {WIDTH} columns of the input",
+        {},
+        rf"'first' \(SAGEConv\).*{ONLY_A_SHARE}",
     ),
-    "unknown feature": (Before, {"features": "feat,fat"}, r"features: the nodes have no 'fat' \(known: "),
-    "empty feature": (Before, {"features": "feat,"}, "has an empty name; as 'feat,extra'"),
-    "group": (Before, {"group_size": 3}, r"does not divide the 2 ranks; choose one of 1, 2"),
-    "unknown option": (Before, {"dept": 2}, r"dept"),
-    "depth": (Before, {"depth": 4}, r"depth=4 must be 1, 2 or 3"),
-    "memory": (Before, {"memory": "much"}, r"'much' is not a size in bytes; write it as '4GB'"),
-}
-ACCEPTED = {"computed weights, one by one": (lambda: Weighted(False), {"depth": 1})}
+    (lambda: Net(weighed), {"depth": 2}, {}, r"'edge_weight'.*depth=1.*prefetch_edge_feats"),
+    (lambda: Net(weighed), {"depth": 1}, {}, TRAINS),
+    (lambda: Net(weighed, nn.PReLU()), {}, {}, r"'edge_weight' is trained.*data_parallel"),
+    (lambda: Net(weighed_on_one), {}, {}, "disagree on the values of edges.*edge_weight=nothing"),
+    (lambda: Net(other_block), {}, {}, r"not come from the strategy's loader.*model\.whole\(\)"),
+    (lambda: Net(width=WIDTH + 1), {}, {}, rf"no layer that takes the {WIDTH} columns of the input"),
+    (Net, {"features": "feat,fat"}, {}, r"features: the nodes have no 'fat' \(known: "),
+    (Net, {"features": "feat,"}, {}, "has an empty name; as 'feat,extra'"),
+    (Net, {"group_size": 3}, {}, r"does not divide the 2 ranks; choose one of 1, 2"),
+    (Net, {"depth": 4}, {}, r"depth=4 must be 1, 2 or 3"),
+    (Net, {"memory": "much"}, {}, r"'much' is not a size in bytes; write it as '4GB'"),
+    (Net, {"memory": "1000"}, {}, "take 28000 bytes, and 2 ranks of 1000.*grant more memory, or use more"),
+    (Net, {"depth": 1}, {"twice": True}, TWICE),
+    (Net, {"depth": 3}, {"twice": True}, TWICE),
+    (Net, {"depth": 2}, {"calls": 2}, "called twice for one batch.*call it once.*depth=1"),
+    (Net, {}, LBFGS, "LBFGS looks at whole parameters.*data_parallel"),
+    # And after all that, what is right still trains.
+    (Net, {"depth": 3}, {}, TRAINS),
+)
+"""The model, the options, what else is done, and words of the message."""
 
 
-def one_step(g: DistGraph, make: Callable[[], nn.Module], options: dict[str, Any], **how: Any) -> str:
+def one_step(
+    g: DistGraph,
+    make: Callable[[], nn.Module],
+    options: dict[str, Any],
+    optimizer: Any = torch.optim.SGD,
+    calls: int = 1,
+    twice: bool = False,
+    closure: tuple[Any, ...] = (),
+) -> str:
     """Return what a user's script would end with; nothing where it does not."""
     try:
         strategy = STRATEGIES.get("push_pull")(g.session, options)
@@ -167,70 +143,35 @@ def one_step(g: DistGraph, make: Callable[[], nn.Module], options: dict[str, Any
         loader = strategy.loader(g, mine, runs.sampler(), batch_size=60)
         torch.manual_seed(0)
         model: Any = strategy.wrap(make().double(), g)
-        optimizer = how.get("optimizer", torch.optim.SGD)(model.parameters(), lr=0.1)
+        steps = optimizer(model.parameters(), lr=0.1)
         for _, _, blocks in loader:
-            loss: Any = sum(runs.loss_of(model, blocks) for _ in range(how.get("calls", 1)))
-            loss.backward(retain_graph=how.get("twice", False))
-            if how.get("twice"):
+            loss: Any = sum(runs.loss_of(model, blocks) for _ in range(calls))
+            loss.backward(retain_graph=twice)
+            if twice:
                 loss.backward()
-            optimizer.step(*how.get("closure", ()))
+            steps.step(*closure)
     except ConfigError as error:
         return str(error)
     return ""
 
 
-def on_rank(folder: str) -> dict[str, str]:
+def on_rank(folder: str) -> list[str]:
     with start_session(timeout_s=30):
         g = DistGraph(folder)
-        found = {name: one_step(g, make, options) for name, (make, options, _) in MODELS.items()}
-        found |= {name: one_step(g, make, options) for name, (make, options) in ACCEPTED.items()}
-        for depth in (1, 3):
-            found[f"twice {depth}"] = one_step(g, Before, {"depth": depth}, twice=True)
-        found["calls"] = one_step(g, Before, {"depth": 2}, calls=2)
-        found["lbfgs"] = one_step(g, Before, {}, optimizer=torch.optim.LBFGS, closure=(lambda: 0.0,))
-        model = Before().double()
+        model = Net().double()
         gone = mock.patch.object(pipeline.dist, "new_group", side_effect=RuntimeError("gone"))
         with gone, pytest.raises(PeerError):
             STRATEGIES.get("push_pull")(g.session, {"group_size": 1}).wrap(model, g)
         assert model.first.fc_neigh.weight.shape == (HIDDEN, WIDTH)
         assert not any("forward" in vars(module) for module in model.modules())
-        # And after all that, what is right still trains.
-        found["right"] = one_step(g, Before, {"depth": 3})
+        found = [one_step(g, make, options, **how) for make, options, how, _ in CASES]
         g.barrier()
         return found
 
 
-def test_every_rank_is_told_what_to_do(folders: tuple[str, str]) -> None:
-    for found in run_ranks(on_rank, 2, args=(folders[0],)):
-        for name, (_, _, words) in MODELS.items():
-            match(found[name], words, name)
-        match(found["twice 1"], "backward went through the first layer twice.*call the model once", "twice")
-        match(found["twice 3"], "backward went through the first layer twice.*call the model once", "twice")
-        match(found["calls"], "called twice for one batch.*call it once.*depth=1", "calls")
-        match(found["lbfgs"], "LBFGS looks at whole parameters.*data_parallel", "lbfgs")
-        assert [found[name] for name in (*ACCEPTED, "right")] == [""] * (len(ACCEPTED) + 1)
-
-
-def match(message: str, words: str, name: str) -> None:
-    assert re.search(words, message), f"{name}: {message!r}"
-
-
-def two_on_rank(folder: str) -> list[str]:
-    with start_session(timeout_s=30) as session:
-        g = DistGraph(folder)
-        strategy = STRATEGIES.get("push_pull")(session, {})
-        messages = []
-        for what in (
-            lambda: strategy.wrap(Before().double(), g),
-            lambda: strategy.loader(g, {"user": torch.arange(2)}, runs.sampler(), batch_size=2),
-        ):
-            with pytest.raises(ConfigError) as error:
-                what()
-            messages.append(str(error.value))
-        return messages
-
-
-def test_graphs_of_several_node_types_are_refused(folders: tuple[str, str]) -> None:
-    (messages,) = run_ranks(two_on_rank, 1, args=(folders[1],))
-    for message in messages:
-        match(message, "graphs of one node and one edge type.*user, item.*strategy='data_parallel'", "two")
+def test_every_rank_is_told_what_to_do(folder: Path) -> None:
+    for found in run_ranks(on_rank, 2, args=(str(folder),)):
+        wrong = {
+            words: said for said, (*_, words) in zip(found, CASES, strict=True) if not re.search(words, said)
+        }
+        assert not wrong

@@ -18,7 +18,6 @@ from dglx_dist.layers import convolutions
 from dglx_dist.strategies.push_pull import pipeline
 from dglx_dist.strategies.push_pull.pipeline import PartSide, Pipeline
 from tests.helpers.ranks import run_ranks
-from tests.strategies import equality
 from tests.strategies.push_pull import runs
 from tests.strategies.push_pull.runs import Run
 from tests.strategies.test_equality import difference
@@ -65,10 +64,7 @@ WRONG: Mapping[str, tuple[str, Sequence[Wrong]]] = {
     "activation before the sum": ("sage", [(pipeline, "compute_shares", activated)]),
     "a softmax of each part's own logits": (
         "gat",
-        [
-            (pipeline, "sum_to_owner", lambda shares, exchange: shares[0]),
-            (pipeline, "send_to_parts", lambda own, like, exchange: tuple(like)),
-        ],
+        [(pipeline, "sum_over_parts", lambda shares, exchange: tuple(shares))],
     ),
     "a mean over the fan-out": ("sage", [(convolutions, "mean_in_edges", mean_of_fanout)]),
     "attention vectors of one part": ("gat", [(PartSide, "_over_all", lambda self, flat: flat)]),
@@ -95,8 +91,7 @@ def on_rank(folder: str) -> dict[str, list[Any]]:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[Any]]]:
-    folder: Path = equality.write_parts(tmp_path_factory.mktemp("wrong"))
+def results(folder: Path) -> list[dict[str, list[Any]]]:
     return run_ranks(on_rank, RANKS, args=(str(folder),))
 
 

@@ -1,0 +1,185 @@
+"""``dglx train`` and dx.fit under strategies that work inside the model, against data_parallel."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import dgl
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import dglx_dist as dx
+from dglx_dist.cli.train_job import train_dataset
+from dglx_dist.errors import CheckpointError, ConfigError
+from dglx_dist.training.fit import FitConfig
+from dglx_dist.training.inference import minibatch_inference
+from dglx_dist.training.models import build_model
+from dglx_dist.training.relational import EntityInputs
+from tests.api.graphs import plan_of, written
+from tests.helpers import wide
+from tests.helpers.ranks import run_ranks
+from tests.strategies import equality
+
+EPOCHS = 4
+SMALL: dict[str, Any] = {"fanouts": (-1, -1), "epochs": EPOCHS}
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {
+    "data_parallel": ("data_parallel", {}),
+    "push_pull": ("p3", {}),
+    "full_graph": ("fb", {}),
+    "one_hop": ("flx", {"hops": 1}),
+    "closed": ("granndis", {"use_pp": False}),
+}
+
+
+def train_each_way(dataset: str, folder: str) -> None:
+    for name, (strategy, options) in WAYS.items():
+        out = Path(folder) / name
+        batch_size = equality.NUM_NODES if name in ("data_parallel", "push_pull") else None
+        way = {"strategy": strategy, "strategy_options": options, "batch_size": batch_size}
+        trained = train_dataset(plan_of(dataset, out, **SMALL, **way, model="gcn"))
+        assert [one.num_samples for one in trained.epochs] == [167] * EPOCHS
+    check_resuming(dataset, Path(folder))
+
+
+def check_resuming(dataset: str, folder: Path) -> None:
+    """A run that is broken off goes on to the same weights, also under other strategies."""
+    whole, parts = folder / "whole", folder / "parts"
+    options = {"strategy": "full_graph", "dropout": 0.5, "checkpoint_every": 1, "save_embeddings": None}
+    plan = plan_of(dataset, whole, **SMALL, **options)
+    train_dataset(plan)
+    again = replace(plan, out=str(parts), predictions=str(parts / "classes"))
+    train_dataset(replace(again, epochs=2, predictions=None))
+    again = replace(again, resume=True)
+    train_dataset(again)
+    lines = [(one / "metrics.jsonl").read_text().splitlines() for one in (whole, parts)]
+    losses = [[json.loads(line)["loss"] for line in of_run] for of_run in lines]
+    assert losses[0] == losses[1]
+    # Weights and Adam's moments, cut or not, are of one kind.
+    cut: dict[str, Any] = {"strategy": "push_pull", "strategy_options": {"depth": 3}}
+    train_dataset(replace(again, epochs=EPOCHS + 1, **cut))
+    train_dataset(replace(again, epochs=EPOCHS + 2, strategy="data_parallel"))
+    for way in {"strategy": "full_graph"}, cut:
+        with pytest.raises(CheckpointError, match="build the model as it was"):
+            train_dataset(replace(again, epochs=EPOCHS + 3, hidden=16, **way))
+    assert len((parts / "metrics.jsonl").read_text().splitlines()) == EPOCHS + 2
+
+
+@pytest.mark.parametrize(("ranks", "ranks_per_server"), [(2, 1), *wide((3, 2))])
+def test_results_are_those_of_data_parallel(
+    dataset: str, tmp_path: Path, ranks: int, ranks_per_server: int
+) -> None:
+    run_ranks(
+        train_each_way, ranks, args=(dataset, str(tmp_path)), ranks_per_server=ranks_per_server, timeout_s=240
+    )
+    expected_classes, expected_rows = written(tmp_path / "data_parallel")
+    for name in WAYS:
+        classes, rows = written(tmp_path / name)
+        np.testing.assert_allclose(rows, expected_rows, rtol=2e-3, atol=2e-4, err_msg=name)
+        assert (classes == expected_classes).mean() > 0.99
+        told = json.loads((tmp_path / name / "config.json").read_text())["strategy"]
+        assert name in (told, "one_hop", "closed")
+    records = [json.loads(line) for line in (tmp_path / "closed" / "metrics.jsonl").read_text().splitlines()]
+    # Between servers nothing but the gradients of parameters crosses.
+    assert len({one["bytes_outside"] for one in records}) == 1
+
+
+def fit_on_rank(dataset: str, trace: str) -> list[Any]:
+    with dx.init("full_graph", timeout=30, seed=1) as session:
+        g = dx.DistGraph(dataset)
+        seen: list[Any] = []
+        torch.manual_seed(2)
+        model = build_model("sage", equality.WIDTH, 8, equality.CLASSES, 2, dropout=0.3)
+        wrapped, result = dx.fit(model, g, config=FitConfig(epochs=3, trace=trace), callbacks=[seen.append])
+        assert wrapped.module is wrapped.whole() is model
+        assert seen == result.epochs
+        # What was fitted once may be again.
+        dx.fit(model, g, config=FitConfig(epochs=1))
+        g.barrier()
+        assert session.step_share is None
+        return [(one.loss, one.num_samples, one.bytes_inside + one.bytes_outside) for one in seen]
+
+
+def test_fit_tells_what_an_epoch_was(dataset: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    mine, other = run_ranks(fit_on_rank, 2, args=(dataset, str(trace)), ranks_per_server=1)
+    assert mine == other
+    losses = [loss for loss, _, _ in mine]
+    assert losses == sorted(losses, reverse=True)
+    assert all(samples == 167 for _, samples, _ in mine)
+    # Nothing is fetched in an epoch, so all move the same.
+    assert len({moved for _, _, moved in mine}) == 1
+    names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"] if "name" in event}
+    assert {"forward", "backward", "step"} <= names
+    assert any(name.startswith("halo of") for name in names)
+    assert any(name.startswith("halo gradients of") for name in names)
+
+
+class Sage(nn.Module):
+    """One layer on rows of its own, or on what it is given."""
+
+    def __init__(self, num_nodes: int = 0) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(num_nodes, equality.WIDTH, sparse=True) if num_nodes else None
+        self.conv = dgl.nn.SAGEConv(equality.WIDTH, equality.CLASSES, "mean")
+
+    def forward(self, blocks: Any, h: Any) -> torch.Tensor:
+        if self.rows is not None:
+            h = self.rows(blocks[0].srcdata[dgl.NID])
+        out: torch.Tensor = self.conv(blocks[0], h)
+        return out
+
+
+def refusals(dataset: str, folder: str) -> None:
+    with pytest.raises(ConfigError, match=r"--cache vip keeps feature rows.*leave --cache out"):
+        train_dataset(plan_of(dataset, Path(folder) / "cached", strategy="push_pull", cache="vip"))
+    assert not (Path(folder) / "cached").exists()
+    with dx.init("push_pull", timeout=30, seed=1):
+        g = dx.DistGraph(dataset)
+        sampler = dgl.dataloading.NeighborSampler(
+            [3], prefetch_node_feats=["feat"], prefetch_labels=["label"]
+        )
+        seeds = dx.node_split(g.ndata["train_mask"], g.get_partition_book())
+        loader = dx.DataLoader(g, seeds, sampler, batch_size=30)
+        embedding = dx.DistEmbedding(g.num_nodes(), equality.WIDTH, "rows", graph=g)
+        inputs = EntityInputs(g, embeddings={g.ntypes[0]: embedding})
+        config = FitConfig(inputs=inputs, epochs=1)
+        with pytest.raises(ConfigError, match=r"DistEmbedding.*nn\.Embedding\(.*sparse=True"):
+            dx.fit(Sage(), g, config=config, fanouts=[3])
+        model = dx.wrap(Sage(), g)
+        _, _, blocks = next(iter(loader))
+        with pytest.raises(ConfigError, match=r"(?s)embedding|Embedding"):
+            model(blocks, embedding(blocks[0].srcdata[dgl.NID]))
+        check_whole(g, loader)
+        g.barrier()
+
+
+def check_whole(g: Any, loader: Any) -> None:
+    """Evaluation takes the user's class with rows of all columns, and the wrapped model trains on."""
+    model = dx.wrap(Sage(g.num_nodes()).double(), g)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    before = model.whole()
+    for _, _, blocks in loader:
+        optimizer.zero_grad()
+        loss = cross_entropy(model(blocks, blocks[0].srcdata["feat"]), blocks[-1].dstdata["label"])
+        loss.backward()
+        assert model.clip_grad_norm_(1e6) > 0
+        optimizer.step()
+    after, uncut = model.whole(), Sage(g.num_nodes()).double()
+    assert type(after.conv) is dgl.nn.SAGEConv
+    assert type(after.rows) is nn.Embedding
+    assert not any(torch.equal(p, q) for p, q in zip(after.parameters(), before.parameters(), strict=True))
+    uncut.load_state_dict(model.state_dict())
+    for model_or_copy in (model, after):
+        assert dx.evaluate(model_or_copy, g, num_layers=1) == dx.evaluate(uncut, g, num_layers=1)
+    with pytest.raises(ConfigError, match=r"whole\(\)"):
+        minibatch_inference(dx.wrap(Sage().double(), g).module, g, 1)
+
+
+def test_what_push_pull_cannot_do_is_refused(dataset: str, tmp_path: Path) -> None:
+    run_ranks(refusals, 2, args=(dataset, str(tmp_path)))
