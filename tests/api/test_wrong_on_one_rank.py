@@ -12,6 +12,7 @@ import torch
 
 import dglx_dist as dx
 from dglx_dist.comm.session import start_session
+from dglx_dist.graph.analysis import reverse_edge_ids
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.training import metrics
 from tests.graph import small
@@ -39,8 +40,12 @@ def calls(g: DistGraph, folder: str) -> Calls:
     adam = partial(dx.optim.SparseAdam, params=[trained], lr=0.1)
     by_degree = partial(g.cache_rows, "feat", alpha=0.5, policy="degree")
     by_access = partial(g.cache_rows, "feat", alpha=0.5, fanouts=[2], batch_size=2)
+    reverse = partial(reverse_edge_ids, g)
     written = partial(dx.write_embeddings, rows=rows, g=g, folder=f"{folder}/out")
     handled = partial(g.kvstore.register_push_handler, handler=None)
+    saved, optimizer = f"{folder}/saved", adam()
+    rows.save(f"{saved}/rows")
+    optimizer.save(f"{saved}/adam")
 
     def unheard(then: Callable[[], Any]) -> Callable[[], Any]:
         def push_and_go_on() -> None:
@@ -73,6 +78,17 @@ def calls(g: DistGraph, folder: str) -> Calls:
         "export: a push that failed": (written, unheard(written)),
         "a push that failed before a barrier": (g.barrier, unheard(g.barrier)),
         "a push that failed before closing": (g.close, unheard(g.close)),
+        **{
+            f"{what}: folder": (partial(call, f"{saved}/{name}"), partial(call, None))
+            for what, name, call in (
+                ("saving a tensor", "rows", rows.save),
+                ("loading a tensor", "rows", rows.load),
+                ("saving an optimiser", "adam", optimizer.save),
+                ("loading an optimiser", "adam", optimizer.load),
+            )
+        },
+        "reverse edges: type": (reverse, partial(reverse, etype="sells")),
+        "reverse edges: by": (reverse, partial(reverse, by="name")),
         "handler: name": (partial(handled, rows.kvstore_key), partial(handled, [])),
     }
     for metric, right, wrong_one in (

@@ -17,17 +17,20 @@ SUMMARY = {"test_accuracy": 0.75, "phase_seconds": {"wait": 0.1}}
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
-    epochs = [epoch(0), epoch(1, val=None)]
+    epochs = [epoch(0, seconds=4.0), epoch(1, val=None)]
     write_run(tmp_path / "run", CONFIG, epochs, SUMMARY)
     run = read_run(tmp_path / "run")
     assert run.epochs == tuple(epochs)
     assert run.summary == SUMMARY
     assert run.config == {"model": "sage", "fanout": [10, 5], "data": "data/x"}
-
-
-def test_a_metrics_line_carries_the_rate(tmp_path: Path) -> None:
-    write_run(tmp_path, CONFIG, [epoch(0, seconds=4.0)], SUMMARY)
-    assert json.loads((tmp_path / "metrics.jsonl").read_text())["samples_per_second"] == 25.0
+    metrics = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    assert json.loads(metrics.splitlines()[0])["samples_per_second"] == 25.0
+    # Of a run that did not finish too, and its file has the same bytes.
+    folder = start_run(tmp_path / "steps", CONFIG)
+    for record in epochs:
+        append_epoch(folder, record)
+    assert (read_run(folder).epochs, read_run(folder).summary) == (tuple(epochs), None)
+    assert (folder / "metrics.jsonl").read_bytes() == metrics
 
 
 def test_a_loss_that_is_no_number_survives_as_valid_json(tmp_path: Path) -> None:
@@ -36,34 +39,12 @@ def test_a_loss_that_is_no_number_survives_as_valid_json(tmp_path: Path) -> None
     assert math.isnan(read_run(tmp_path).epochs[0].loss)
 
 
-def test_epochs_appended_one_by_one_are_the_same_file(tmp_path: Path) -> None:
-    write_run(tmp_path / "whole", CONFIG, [epoch(0), epoch(1)], SUMMARY)
-    folder = start_run(tmp_path / "steps", CONFIG)
-    append_epoch(folder, epoch(0))
-    append_epoch(folder, epoch(1))
-    assert (folder / "metrics.jsonl").read_bytes() == (tmp_path / "whole" / "metrics.jsonl").read_bytes()
-
-
-def test_a_run_that_did_not_finish_has_its_epochs_and_no_summary(tmp_path: Path) -> None:
-    append_epoch(start_run(tmp_path, CONFIG), epoch(0))
-    assert (read_run(tmp_path).epochs, read_run(tmp_path).summary) == ((epoch(0),), None)
-
-
-def test_a_run_without_an_epoch_says_so(tmp_path: Path) -> None:
-    start_run(tmp_path, CONFIG)
-    with pytest.raises(StorageError, match=r"metrics\.jsonl.*before its first epoch"):
-        read_run(tmp_path)
-
-
-def test_starting_again_forgets_the_earlier_summary(tmp_path: Path) -> None:
+def test_starting_again_forgets_the_earlier_summary_and_its_epochs(tmp_path: Path) -> None:
     write_run(tmp_path, CONFIG, [epoch(0)], SUMMARY)
     start_run(tmp_path, CONFIG)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json"]
-
-
-def test_a_missing_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="nowhere"):
-        read_run(tmp_path / "nowhere")
+    with pytest.raises(StorageError, match=r"metrics\.jsonl.*before its first epoch"):
+        read_run(tmp_path)
 
 
 @pytest.mark.parametrize(("name", "where"), [("summary.json", "summary.json"), ("metrics.jsonl", "line 2")])
@@ -75,7 +56,11 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, where: str) -> None:
         read_run(tmp_path)
 
 
-def test_a_file_where_the_folder_should_be_is_an_error_of_ours(tmp_path: Path) -> None:
+def test_a_folder_that_is_missing_or_a_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="nowhere"):
+        read_run(tmp_path / "nowhere")
+    with pytest.raises(StorageError, match="nowhere"):
+        append_epoch(tmp_path / "nowhere", epoch(0))
     (tmp_path / "run").write_text("")
     with pytest.raises(StorageError, match="--out"):
         start_run(tmp_path / "run", CONFIG)
@@ -106,8 +91,3 @@ def test_no_room_for_the_end_of_a_run_costs_no_epoch(tmp_path: Path, monkeypatch
     with pytest.raises(StorageError, match="cannot write the run"):
         write_run(tmp_path, CONFIG, [epoch(0)], SUMMARY)
     assert read_epochs(tmp_path) == (epoch(0),)
-
-
-def test_an_epoch_that_cannot_be_written_is_an_error_of_ours(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="nowhere"):
-        append_epoch(tmp_path / "nowhere", epoch(0))
