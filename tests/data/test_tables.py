@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet
 import pytest
 
 from dglx_dist.data.sources import load_dataset
 from dglx_dist.data.tables import column
 from dglx_dist.errors import DatasetError
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, RawGraph
+from tests.data.tables import write
 
 FIXED = pa.FixedSizeListArray.from_arrays(pa.array([1.0, 2.0, 3.0, 4.0]), 2)
 
@@ -41,18 +40,6 @@ def test_numbers_and_lists_of_numbers_become_arrays_or_are_refused(values: objec
         return
     with pytest.raises(DatasetError, match=f"t: {expected}"):
         found.numbers()
-
-
-def write(folder: Path, files: Mapping[str, str | Mapping[str, object]]) -> Path:
-    """Write texts, and Parquet tables by column, below ``folder``."""
-    for name, content in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if isinstance(content, str):
-            path.write_text(content)
-        else:
-            pyarrow.parquet.write_table(pa.table(content), path)
-    return folder
 
 
 @pytest.mark.parametrize(
