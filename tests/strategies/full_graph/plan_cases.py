@@ -36,6 +36,7 @@ def raw_graph() -> RawGraph:
                 "train_mask": np.arange(NUM_NODES) % 11 == 3,
             }
         },
+        edge_data={EDGE_TYPE: {"weight": random.random((int(kept.sum()), 2))}},
         num_classes={NODE_TYPE: 4},
     )
 
