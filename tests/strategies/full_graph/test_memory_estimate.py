@@ -15,7 +15,7 @@ from dglx_dist.records import EDGE_TYPE, Array
 from dglx_dist.strategies.cost import MemoryTrace
 from dglx_dist.strategies.full_graph import memory_estimate
 from dglx_dist.strategies.full_graph.halo_block import halo_block
-from dglx_dist.strategies.full_graph.halo_plan import HaloLayer, RankPlan
+from dglx_dist.strategies.full_graph.halo_plan import RankPlan
 from dglx_dist.strategies.full_graph.memory_estimate import (
     choose_num_batches,
     estimate,
@@ -102,24 +102,10 @@ def model_of(kind: str, width: int = WIDTH) -> nn.Module:
 
 
 def random_plan(levels: list[int], halos: list[int], edges: list[int]) -> RankPlan:
-    random = np.random.default_rng(1)
-    layers = []
-    for number, (halo, count) in enumerate(zip(halos, edges, strict=True)):
-        own, targets = levels[number], levels[number + 1]
-        cuts = np.sort(random.integers(count, size=targets - 1))
-        layers.append(
-            HaloLayer(
-                own_rows=own,
-                targets=targets,
-                indptr=np.concatenate([[0], cuts, [count]]),
-                indices=random.integers(own + halo, size=count),
-                edge_ids=np.arange(count),
-                halo_nodes=np.arange(own, own + halo),
-                receive=((1, halo),) if halo else (),
-                send=((1, np.arange(2)),) if halo else (),
-            )
-        )
-    return RankPlan(nodes=np.arange(levels[0]), layers=tuple(layers), external_nodes=0)
+    sources = [own + halo for own, halo in zip(levels, halos, strict=False)]
+    counts = np.array([1, *levels, *sources, *edges])
+    layers = tuple(memory_estimate._layer(counts, number, len(edges)) for number in (1, 2))
+    return RankPlan(nodes=np.arange(levels[0]), layers=layers, external_nodes=0)
 
 
 def allocated(model: nn.Module, plan: RankPlan) -> tuple[int, int]:
