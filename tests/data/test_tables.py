@@ -12,8 +12,8 @@ import pytest
 from dglx_dist.data.sources import load_dataset
 from dglx_dist.data.tables import column
 from dglx_dist.errors import DatasetError
-from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, RawGraph
-from tests.data.tables import write
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE
+from tests.data.raw_graphs import columns_of, edges_of, write
 
 FIXED = pa.FixedSizeListArray.from_arrays(pa.array([1.0, 2.0, 3.0, 4.0]), 2)
 
@@ -61,14 +61,6 @@ NODES = (
     "id,split,label,feat_1,feat_0\nbob,train,red,1,0.5\nann,val,blue,2,1.5\ncid,,,3,2.5\ndan,test,red,4,3.5\n"
 )
 EDGES = "src,dst,weight\nann,bob,1\nbob,cid,2\ndan,ann,3\n"
-
-
-def edges_of(graph: RawGraph) -> list[list[int]]:
-    return [ids.tolist() for ids in graph.edges[EDGE_TYPE]]
-
-
-def columns_of(graph: RawGraph) -> dict[str, Array]:
-    return {name: np.asarray(column) for name, column in graph.node_data[NODE_TYPE].items()}
 
 
 def test_string_ids_are_mapped_and_columns_get_their_meaning_from_their_names(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.data.tables import write
+from tests.data.raw_graphs import write
 
 USERS: dict[str, Any] = {
     "id": ["ann", "bob", "cid", "dan", "eve"],

@@ -32,7 +32,7 @@ from tests.data.ingest.shop import (
     put_at,
     write_shop,
 )
-from tests.data.tables import write
+from tests.data.raw_graphs import write
 
 BUYS_TYPE = ("user", "buys", "item")
 PLENTY = "8GB"
