@@ -114,10 +114,6 @@ class BufferMeans:
         self._before: list[Tensor] = []
         self.note()
 
-    @property
-    def needed(self) -> bool:
-        return bool(self._before) and self._session.topology.world_size > 1
-
     def note(self) -> None:
         """Record the current values as equal on all ranks: after loading or moving the model."""
         self._before = [buffer.detach().clone() for buffer in self._floats()]
@@ -127,7 +123,7 @@ class BufferMeans:
 
         ``weight`` is this rank's in a step whose loss is a mean.
         """
-        if not self.needed:
+        if self._session.topology.world_size == 1:
             return
         if self._reduction == "sum":
             weight = 1.0 / self._session.topology.world_size

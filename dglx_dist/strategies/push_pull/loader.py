@@ -121,17 +121,13 @@ def _check_block(arrays: Sequence[Array]) -> None:
 
 @dataclass(kw_only=True, eq=False)
 class _Made:
-    """A batch of the inner loader, and every owner's input of it."""
+    """A batch of the inner loader; as the user gets it, with its share, once the consumer's thread has it."""
 
     batch: Any
-    inputs: tuple[PartInput, ...]
-    """By part."""
+    group_batch: GroupBatch
     sample_s: float
     fetch_s: float
-    following: _Made | None = None
-    """The next one, where the loader looks ahead."""
-    linked: tuple[GroupBatch, Any, StepShare | None] | None = None
-    """The batch as all parts see it, as the user gets it, and its share; set on the consumer's thread."""
+    share: StepShare | None = None
 
 
 @final
@@ -240,7 +236,8 @@ class PushPullLoader(EpochLoader[_Made, Any]):
                 self._pushes.mailbox.cancel(iteration, error)
                 raise
             fetch_s = batch.fetch_s + time.perf_counter() - begin
-            return _Made(batch=batch, inputs=inputs, sample_s=batch.sample_s, fetch_s=fetch_s)
+            made = GroupBatch(number, inputs)
+            return _Made(batch=batch, group_batch=made, sample_s=batch.sample_s, fetch_s=fetch_s)
 
         return make
 
@@ -336,36 +333,34 @@ class PushPullLoader(EpochLoader[_Made, Any]):
         return PartInput(block=owner.block, nodes=owner.nodes, columns=columns, number=number)
 
     def in_order(self, batches: Iterator[_Made]) -> Iterator[_Made]:
+        delivered = map(self._delivered, batches)
         if not self._looks_ahead:
-            yield from batches
+            yield from delivered
             return
-        made = next(batches, None)
+        made = next(delivered, None)
         while made is not None:
-            made.following = next(batches, None)
+            following = next(delivered, None)
+            made.group_batch.following = None if following is None else following.group_batch
             yield made
-            made = made.following
+            made = following
 
     def deliver(self, step: int, batch: _Made) -> Any:
-        group_batch, delivered, share = self._linked(step, batch)
-        if batch.following is not None:
-            group_batch.following = self._linked(step + 1, batch.following)[0]
-        self._session.step_share = share
-        return delivered
+        self._session.step_share = batch.share
+        return batch.batch
 
-    def _linked(self, step: int, made: _Made) -> tuple[GroupBatch, Any, StepShare | None]:
-        if made.linked is not None:
-            return made.linked
-        delivered = self._inner.deliver(step, made.batch)
-        block = delivered[-1][0]
-        inputs, part = self._on_device(block, made.inputs), self._group.part
+    def _delivered(self, made: _Made) -> _Made:
+        group_batch, part = made.group_batch, self._group.part
+        made.batch = self._inner.deliver(group_batch.number % len(self), made.batch)
+        made.share, block = self._session.step_share, made.batch[-1][0]
+        inputs = self._on_device(block, group_batch.inputs)
         for name, columns in inputs[part].columns.items():
             block.srcdata[name] = columns
         # A view, and not the user's block itself, which gets a reference to the batch: the cycle would keep
         # the rows in memory until the garbage collector finds it.
         own = replace(inputs[part], block=block.local_var())
-        block.push_pull = GroupBatch(own.number, (*inputs[:part], own, *inputs[part + 1 :]))
-        made.linked = block.push_pull, delivered, self._session.step_share
-        return made.linked
+        group_batch.inputs = (*inputs[:part], own, *inputs[part + 1 :])
+        block.push_pull = group_batch
+        return made
 
     def _on_device(self, block: DGLBlock, inputs: tuple[PartInput, ...]) -> tuple[PartInput, ...]:
         """Return ``inputs`` on the device of the user's block, but for the own block, which it replaces."""

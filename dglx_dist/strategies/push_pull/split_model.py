@@ -641,8 +641,7 @@ def split_model(
     Raises:
         ConfigError: no layer takes the input's columns and can be split, or a module before it cannot.
     """
-    widths = _input_widths(model, store, num_nodes)
-    name, layer = find_first_layer(model, sum(widths), sync)
+    names, widths, (name, layer) = _find_input(model, store, num_nodes, sync)
     first, provenance = model.get_submodule(name), InputProvenance()
     runs = deal_out_concatenated(widths, group.size)
     own = runs[group.part]
@@ -660,7 +659,6 @@ def split_model(
         cut_in_place(module, cut, own)
     if layer is not first:
         compute_by(first, _ByStages(first, layer).forward)
-    names = store.names
     features = [Origin(names=(name,), runs=(run,)) for name, run in zip(names, own, strict=bool(names))]
     return SplitModel(
         layer=layer,
@@ -739,12 +737,33 @@ def find_first_layer(model: nn.Module, width: int, sync: Sync) -> tuple[str, Spl
     )
 
 
-def _input_widths(model: nn.Module, store: ColumnStore, num_nodes: int) -> tuple[int, ...]:
-    """Return the columns of the model's input: of the features, or of its embedding of all nodes."""
-    if store.names:
-        return tuple(store.widths[name] for name in store.names)
+def _find_input(
+    model: nn.Module, store: ColumnStore, num_nodes: int, sync: Sync
+) -> tuple[tuple[str, ...], tuple[int, ...], tuple[str, SplittableConv]]:
+    """Return names and widths of the features, and the layer that takes them.
+
+    Without names: of the model's embedding of all nodes, where there are no features that a layer takes.
+    """
+    inputs = {store.names: tuple(store.widths.values())} if store.names else {}
     for _, embedding in embeddings_of_all_nodes(model, num_nodes):
-        return (embedding.embedding_dim,)
+        inputs.setdefault((), (embedding.embedding_dim,))
+    problems = []
+    for names, widths in inputs.items():
+        try:
+            layer = find_first_layer(model, sum(widths), sync)
+        except ConfigError as error:
+            problems.append(error)
+            continue
+        for name in names:
+            if not store.dtype(name).is_floating_point:
+                raise ConfigError(
+                    f"the feature {name!r} is {store.dtype(name)}, and the first layer computes with "
+                    "floating-point numbers; store it as float32 or float16, or name others with option "
+                    "features="
+                )
+        return names, widths, layer
+    if problems:
+        raise problems[0]
     raise ConfigError(
         f"the nodes have none of the features that the strategy was configured with, and the model has no "
         f"torch.nn.Embedding({num_nodes}, ...) in their place; name the features with the option features="

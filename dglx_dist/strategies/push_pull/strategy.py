@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 from dglx_dist.comm.session import Session
 from dglx_dist.data.storage.files import read_size
 from dglx_dist.errors import ConfigError
-from dglx_dist.layers.convolutions import Sync
 from dglx_dist.records import FEATURE
 from dglx_dist.strategies.base import (
     Parts,
@@ -33,12 +32,10 @@ from dglx_dist.strategies.push_pull import cost as costs
 from dglx_dist.strategies.push_pull.exchange import Group, GroupBatch, make_group
 from dglx_dist.strategies.push_pull.feature_columns import ColumnStore, open_columns
 from dglx_dist.strategies.push_pull.options import PushPullOptions, read_push_pull_options
-from dglx_dist.strategies.push_pull.pipeline import Pipeline, VersionLog, replicas_group
+from dglx_dist.strategies.push_pull.pipeline import Pipeline, replicas_group
 from dglx_dist.strategies.push_pull.split_model import (
     CutState,
     SplitModel,
-    embeddings_of_all_nodes,
-    find_first_layer,
     split_model,
 )
 
@@ -88,9 +85,6 @@ class PushPull(Strategy):
 
     def wrap(self, model: nn.Module, g: DistGraph, reduction: Reduction = "mean") -> WrappedModel:
         store, group = self._opened(g)
-        if _input_is_embedding(model, store, g.num_nodes(), self._options.sync):
-            store = ColumnStore([], group, self._session)
-        _check_floats(store)
         return PushPullModel(model, g, store, group, self._options, reduction=reduction)
 
     def _open_loader(
@@ -135,30 +129,6 @@ class PushPull(Strategy):
             f"the features take {num_bytes} bytes, and {world_size} ranks of {memory_bytes} bytes (option "
             "memory) cannot hold them; grant more memory, or use more ranks"
         )
-
-
-def _input_is_embedding(model: nn.Module, store: ColumnStore, num_nodes: int, sync: Sync) -> bool:
-    """Return whether no layer takes the features, and one takes the model's embedding of all nodes."""
-    widths = [embedding.embedding_dim for _, embedding in embeddings_of_all_nodes(model, num_nodes)]
-    features = sum(store.widths.values())
-    return bool(widths) and not _takes(model, features, sync) and _takes(model, widths[0], sync)
-
-
-def _takes(model: nn.Module, width: int, sync: Sync) -> bool:
-    try:
-        find_first_layer(model, width, sync)
-    except ConfigError:
-        return False
-    return True
-
-
-def _check_floats(store: ColumnStore) -> None:
-    for name in store.names:
-        if not store.dtype(name).is_floating_point:
-            raise ConfigError(
-                f"the feature {name!r} is {store.dtype(name)}, and the first layer computes with "
-                "floating-point numbers; store it as float32 or float16, or name others with option features="
-            )
 
 
 @final
@@ -258,11 +228,6 @@ class PushPullModel(WrappedModel):
             replicated=tuple(name for name in names if name not in self._cuts),
             local=tuple(name for name in names if name in self._cuts),
         )
-
-    @property
-    def versions(self) -> VersionLog:
-        """The versions of the weights that each batch read and wrote, on both sides."""
-        return self._pipeline.log
 
     def exchange_seconds(self, *, reset: bool = False) -> float:
         return self._pipeline.exchange_seconds(reset=reset)
