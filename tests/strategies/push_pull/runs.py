@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import dgl
@@ -253,7 +254,7 @@ def delayed_sgd(
     Args:
         model: With the first weights; both sides' gradients come from one backward through it.
         part_names: Parameters of the side M; all others are D's.
-        log: Every batch once on each side.
+        log: Every batch once on each side, in the order of the steps.
         loss_of: The loss.
         make: Each side gets an optimizer of its own.
     """
@@ -265,43 +266,25 @@ def delayed_sgd(
     live = {side: {n: nn.Parameter(named[n].detach().clone()) for n in names[side]} for side in SIDES}
     optimizers = {side: make(list(live[side].values())) for side in SIDES}
     reads = {side: {one.batch: one.read for one in log if one.side == side} for side in SIDES}
-    gradients: dict[int, dict[str, Tensor | None]] = {}
+    assert all(sorted(reads[side]) == list(range(len(log) // 2)) for side in SIDES)
 
+    @cache
     def gradients_of(batch: int) -> Mapping[str, Tensor | None]:
-        if batch not in gradients:
-            for side in SIDES:
-                for name, value in history[side][reads[side][batch]].items():
-                    named[name].data = value.clone()
-            model.zero_grad()
-            loss_of(model, batch).backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
-            gradients[batch] = {n: None if p.grad is None else p.grad.clone() for n, p in named.items()}
-        return gradients[batch]
+        for side in SIDES:
+            for name, value in history[side][reads[side][batch]].items():
+                named[name].data = value.clone()
+        model.zero_grad()
+        loss_of(model, batch).backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
+        return {n: None if p.grad is None else p.grad.clone() for n, p in named.items()}
 
-    due = {side: _by_written(log, side) for side in SIDES}
-    while any(due.values()):
-        # The side whose next step needs only versions that are there.
-        side = next(
-            s for s in SIDES
-            if due[s] and all(reads[o][b] < len(history[o]) for b in due[s][0] for o in SIDES)
-        )  # fmt: skip
+    steps: dict[tuple[Side, int], list[int]] = {}
+    for one in log:
+        steps.setdefault((one.side, one.written), []).append(one.batch)
+    for (side, written), batches in steps.items():
+        assert written == len(history[side]) - 1
         for name, parameter in live[side].items():
-            parameter.grad = None
-            for batch in due[side][0]:
-                found = gradients_of(batch)[name]
-                if found is not None:
-                    parameter.grad = found.clone() if parameter.grad is None else parameter.grad + found
-        due[side].pop(0)
+            found = [grad for batch in batches if (grad := gradients_of(batch)[name]) is not None]
+            parameter.grad = torch.stack(found).sum(0) if found else None
         optimizers[side].step()
         history[side].append({n: p.detach().clone() for n, p in live[side].items()})
     return {n: value for side in SIDES for n, value in history[side][-1].items()}
-
-
-def _by_written(log: Sequence[Version], side: Side) -> list[list[int]]:
-    """Return the batches of each step of a side; the log must leave out no step and no batch."""
-    mine = [one for one in log if one.side == side]
-    assert sorted(one.batch for one in mine) == list(range(len(mine)))
-    steps = [[one.batch for one in mine if one.written == step] for step in range(len(mine))]
-    while steps and not steps[-1]:
-        steps.pop()
-    assert all(steps)
-    return steps
