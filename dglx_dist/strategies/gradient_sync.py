@@ -170,7 +170,7 @@ class GradientExchange:
         self._layout: tuple[tuple[torch.dtype, torch.device], ...] = ()
         self._in_flight: list[Any] = []
         self._waited_s = 0.0
-        self.after: Callable[[float], None] | None = None
+        self.after: Callable[[float], None] = lambda weight: None
         """Called with the weight at the end of every exchanging backward, on every rank."""
         self.delay = 0
         """Write the sums of the backward so many calls ago to ``.grad``, so that they overlap compute."""
@@ -310,8 +310,7 @@ class GradientExchange:
         sums = self._wait_oldest(self.delay)
         for index in range(len(self._parameters)):
             self._write(index, sums.get(index))
-        if self.after is not None:
-            self.after(self._weight)
+        self.after(self._weight)
         self._graph_task = _IDLE
         self._before = []
 

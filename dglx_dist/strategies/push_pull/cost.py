@@ -29,10 +29,11 @@ from dglx_dist.strategies.cost import (
     sampling_seconds,
     traffic_with_sums,
 )
+from dglx_dist.strategies.push_pull.exchange import BACKWARD, FORWARD
 from dglx_dist.strategies.push_pull.split_model import find_first_layer
 
 _SHORT_ID_BYTES = 4
-_SUMS = ("activations", "activation_gradients")
+_SUMS = (FORWARD, BACKWARD)
 _ROUNDS_OF_SUMS = 4
 """Sequential messages: request and reply, forward and backward."""
 _BLOCK_S = 1.5e-3

@@ -21,7 +21,7 @@ from dgl.dataloading import EdgePredictionSampler
 from dgl.heterograph import DGLBlock
 from torch import Tensor
 
-from dglx_dist.comm.collectives import check_equal, gather_int64, run_on_all_ranks
+from dglx_dist.comm.collectives import check_equal, gather_json, run_on_all_ranks
 from dglx_dist.comm.mailbox import OneSidedExchange
 from dglx_dist.comm.session import SessionField
 from dglx_dist.comm.trace import LOADER
@@ -260,20 +260,17 @@ class PushPullLoader(EpochLoader[_Made, Any]):
         return blocks
 
     def _decide(self) -> None:
-        # The slowest rank counts, as all wait for it.
-        costs = list(self._costs)
+        costs, others = list(self._costs), self._group.size - 1
         costs = costs[_WARM_UP:] or costs
-        others = self._group.size - 1
-        sample_s, push_s = (
-            (statistics.median(column) for column in zip(*costs, strict=True)) if costs else (0.0, 0.0)
-        )
-        measured = [len(costs), round(sample_s * others * 1e9), round(push_s * 1e9)]
-        rows = gather_int64(measured, self._session)
-        if not rows[:, 0].any():
+        seconds = [statistics.median(column) for column in zip(*costs, strict=True)]
+        measured = [one for one in cast("list[Any]", gather_json(seconds, self._session)) if one]
+        if not measured:
             return
         self._undecided = False
         self._costs.clear()
-        resample_s, push_s = rows[:, 1].max() / 1e9, rows[:, 2].max() / 1e9
+        # The slowest rank counts, as all wait for it.
+        sample_s, push_s = (max(column) for column in zip(*measured, strict=True))
+        resample_s = sample_s * others
         mode: Literal["push", "resample"] = "resample" if resample_s < push_s else "push"
         reason = "costs less"
         if mode == "resample":

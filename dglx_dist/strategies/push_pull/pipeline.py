@@ -27,7 +27,7 @@ from torch.optim.optimizer import (
 
 from dglx_dist.comm.collectives import check_equal, gather_int64, peers_named, sum_over_ranks
 from dglx_dist.comm.ledger import ring_bytes
-from dglx_dist.comm.session import Session, SessionField
+from dglx_dist.comm.session import Session, SessionField, Shared
 from dglx_dist.comm.trace import COMPUTE, WAIT
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import PartialSums, SplittableConv, StageInput
@@ -427,7 +427,7 @@ def replicas_group(session: Session, group: Group) -> dist.ProcessGroup | None:
 
 
 @final
-class Pipeline:
+class Pipeline(Shared):
     """Runs batches through the first layer of one model, in lock-step with the other ranks.
 
     ``replicas`` is their process group; ``buffers`` are averaged after each backward.
@@ -478,10 +478,6 @@ class Pipeline:
         self.weight = 1.0
         """Of this rank's gradient in the step; set before each forward call."""
 
-    def __deepcopy__(self, memo: object) -> Pipeline:
-        # A copy of the model belongs to the same run.
-        return self
-
     def begin(self, group_batch: GroupBatch | None) -> None:
         """Prepare for the model's call on a batch; None where its blocks come from elsewhere."""
         self._owner.restore()
@@ -518,9 +514,16 @@ class Pipeline:
             self._check_first_call(group_batch)
         spec = read_input_spec(layer, given, self._provenance)
         self._agree_on_edges(given.edges)
-        batch = self._take_begun(group_batch, spec)
+        batch = self._begun_for(group_batch)
         if batch is None:
             batch = self._start(layer, group_batch, spec, given.edges)
+        else:
+            self._begun = None
+            if self._spec != spec:
+                raise ConfigError(
+                    "the model gave its first layer other inputs than in the batch before, which batches in "
+                    "flight do not allow; use depth=1"
+                )
         if ahead:
             self._begin_following(layer, group_batch, spec)
         sums = self._timed(batch.sums, f"{WAIT} for the pull", batch.number)
@@ -592,17 +595,6 @@ class Pipeline:
         """Return the batch that was begun ahead, if it is this one with the same inputs."""
         begun = self._begun if torch.is_grad_enabled() else None
         return begun if begun is not None and begun.inputs is group_batch.inputs else None
-
-    def _take_begun(self, group_batch: GroupBatch, spec: InputSpec) -> InFlightBatch | None:
-        batch = self._begun_for(group_batch)
-        if batch is not None:
-            self._begun = None
-            if self._spec != spec:
-                raise ConfigError(
-                    "the model gave its first layer other inputs than in the batch before, which batches in "
-                    "flight do not allow; use depth=1"
-                )
-        return batch
 
     def _begin_following(self, layer: SplittableConv, group_batch: GroupBatch, spec: InputSpec) -> None:
         following = group_batch.following

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dglx_dist.comm.collectives import gather_int64, gather_json
-from dglx_dist.comm.session import Session
+from dglx_dist.comm.session import Session, Shared
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import SplittableConv, StageInput, cut_in_place, cut_out, join_parts
 from dglx_dist.layers.convolutions import Sync, stages_of
@@ -105,7 +105,7 @@ class Origin:
 
 
 @final
-class InputProvenance:
+class InputProvenance(Shared):
     """The origins of tensors of the batch that the model is computing.
 
     A tensor is recognised by its memory address, so that a view of the loader's own is known and anything
@@ -116,10 +116,6 @@ class InputProvenance:
         self.own: PartInput | None = None
         """The own part of the batch that the model computes; None outside of a batch."""
         self._known: list[tuple[Tensor, Origin]] = []
-
-    def __deepcopy__(self, memo: object) -> InputProvenance:
-        # A copy of the model belongs to the same pipeline, which says what is computed.
-        return self
 
     def begin(self, group_batch: GroupBatch | None, part: int) -> None:
         """Forget the last batch; ``group_batch`` is the one that the model computes now, if any."""
@@ -356,11 +352,7 @@ def read_input_spec(layer: SplittableConv, given: StageInput, provenance: InputP
 
 
 def _key_of(values: Tensor, block: DGLBlock) -> str | None:
-    for key, stored in block.edata.items():
-        same = stored.shape == values.shape and stored.dtype == values.dtype
-        if same and stored.data_ptr() == values.data_ptr():
-            return str(key)
-    return None
+    return next((str(key) for key, stored in block.edata.items() if _same(stored, values)), None)
 
 
 _Module = TypeVar("_Module", bound=nn.Module)

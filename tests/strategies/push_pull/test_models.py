@@ -274,7 +274,8 @@ def on_rank(folder: str) -> dict[str, Any]:
         bonds, task = DistGraph(f"{folder}/bonds"), "links reverse_id"
         for name, strategy, options in LINKS:
             weights = edge_equality.train_tasks(bonds, [task], strategy, **options)[task]["weights"]
-            found[name] = {str(n): value for n, value in enumerate(weights)}
+            # But for the layer of classes, which links do not train.
+            found[name] = {str(n): value for n, value in enumerate(weights[:-2])}
         g.barrier()
         return found
 
