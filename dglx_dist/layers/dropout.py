@@ -19,7 +19,6 @@ import torch
 from dgl.heterograph import DGLBlock
 from numba import njit
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
 from dglx_dist.comm.session import Shared
@@ -334,16 +333,14 @@ class NodeDropouts(Shared):
 
 
 @final
-class NodeDropout(nn.Module):
+class NodeDropout(nn.Dropout):
     """Replacement for ``nn.Dropout``: keyed during a pass of the strategy, torch's own at any other time.
 
     ``edges`` tells whether it is applied to edge values.
     """
 
-    def __init__(self, dropout: nn.Dropout | NodeDropout, shared: NodeDropouts, *, edges: bool) -> None:
-        super().__init__()
-        self.p: float = dropout.p
-        self.inplace: bool = dropout.inplace
+    def __init__(self, dropout: nn.Dropout, shared: NodeDropouts, *, edges: bool) -> None:
+        super().__init__(dropout.p, dropout.inplace)
         self.shared, self._edges = shared, edges
         self.train(dropout.training)
 
@@ -356,12 +353,7 @@ class NodeDropout(nn.Module):
         if not self.training or self.p == 0:
             return x
         dropped = self.shared.drop(x, self.p, edges=self._edges)
-        if dropped is None:
-            return functional.dropout(x, self.p, True, self.inplace)
-        return dropped
-
-    def extra_repr(self) -> str:
-        return f"p={self.p}, inplace={self.inplace}"
+        return super().forward(x) if dropped is None else dropped
 
 
 def _row_ids(graph: Any, count: int, nodes: Tensor) -> Tensor | None:

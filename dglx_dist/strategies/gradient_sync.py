@@ -51,21 +51,17 @@ class Bucket:
             for index, piece, parameter in zip(indices, pieces, parameters, strict=True)
         }
         """The (possibly summed) gradients."""
-        self._missing = len(sizes)
-
-    @property
-    def complete(self) -> bool:
-        """Whether every gradient was put since the last :meth:`clear`."""
-        return self._missing == 0
+        self.missing = len(sizes)
+        """Gradients that were not put since the last :meth:`clear`."""
 
     def clear(self) -> None:
         """Forget all gradients: zero, and computed by nobody."""
         self.flat.zero_()
-        self._missing = len(self.indices)
+        self.missing = len(self.indices)
 
     def put(self, index: int, gradient: Tensor, weight: float) -> None:
         """Store ``weight * gradient``; with weight 0 exact zeros, even if the gradient is not finite."""
-        self._missing -= 1
+        self.missing -= 1
         if weight != 0.0:
             torch.mul(gradient, weight, out=self.views[index])
             self._flags[self.indices.index(index)] = 1
@@ -214,7 +210,13 @@ class GradientExchange:
     def _begin(self, weight: float) -> None:
         graph_task = torch._C._current_graph_task_id()
         if graph_task == self._graph_task:
-            self._check_same(weight)
+            if weight != self._weight:
+                raise ConfigError(
+                    "one backward call spans forward calls of different steps (this rank has of all "
+                    f"targets {self._weight:.6g} in one and {weight:.6g} in another), whose gradients cannot "
+                    "be weighted separately; call backward() once after each forward call, the gradients add "
+                    "up in .grad"
+                )
             return
         if self._graph_task != _IDLE:
             # An earlier backward raised half-way: its buckets are void, but sums into them may still run.
@@ -229,15 +231,6 @@ class GradientExchange:
         # Autograd drops the callback when the backward ends, also when it ends by an error.
         self._callback = weakref.ref(callback)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-    def _check_same(self, weight: float) -> None:
-        if weight != self._weight:
-            raise ConfigError(
-                "one backward call spans forward calls of different steps (this rank has of all "
-                f"targets {self._weight:.6g} in one and {weight:.6g} in another), whose gradients cannot be "
-                "weighted separately; call backward() once after each forward call, the gradients add up in "
-                ".grad"
-            )
 
     def _clear_buckets(self) -> None:
         layout = tuple((parameter.dtype, parameter.device) for parameter in self._parameters)
@@ -281,7 +274,7 @@ class GradientExchange:
         # In order, which is the same on every rank.
         while len(self._in_flight) < len(self._buckets):
             bucket = self._buckets[len(self._in_flight)]
-            if not (bucket.complete or incomplete):
+            if bucket.missing and not incomplete:
                 return
             self._in_flight.append(self._send(bucket))
 

@@ -161,16 +161,6 @@ def close(found: Tensor | None, expected: Tensor | None) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_whole_outputs_of_parts_of_gat_do_not_add_up() -> None:
-    """The known wrong way: the softmax of a part's logits is no part of the softmax."""
-    block, x, _ = block_and_rows(8)
-    conv, staged = made("gat", 8)
-    conv.activation = staged.activation = None
-    cuts = deal_out_columns(8, 2)
-    wrong = sum(part_of(staged, [columns])(block, x[:, columns.cut]) for columns in cuts)
-    assert (wrong - conv(block, x)).abs().max() > 1e-2
-
-
 @pytest.mark.parametrize(
     ("sync", "module", "message"),
     [

@@ -14,7 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast, final
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast, final
 
 import torch
 from dgl.dataloading import EdgePredictionSampler
@@ -69,18 +69,6 @@ class OwnerBlock(NamedTuple):
 
 OwnerBlocks: TypeAlias = dict[int, OwnerBlock]
 """Those of the other owners, by part."""
-
-
-class StructureDecision(NamedTuple):
-    """How the parts of a group get the blocks of other owners."""
-
-    mode: Literal["none", "push", "resample"]
-    """None in a group of one rank."""
-    reason: str
-    resample_s: float | None = None
-    """Seconds per batch to sample for the other owners on the slowest rank, where it was compared."""
-    push_s: float | None = None
-    """Seconds per batch of the push there."""
 
 
 def pack_block(own: OwnerBlock, *, wide: bool) -> list[Array]:
@@ -171,13 +159,8 @@ class PushPullLoader(EpochLoader[_Made, Any]):
         self._pushes = OneSidedExchange(session, f"{self._label}.structure", advice, _check_block)
         self._resampled: Callable[[int], Callable[[int], OwnerBlocks]] | None = None
         super().__init__(session, seed=inner.seed, depth=inner.depth, num_threads=inner.num_threads)
-        if group.size == 1:
-            self.decision = StructureDecision("none", "a group of one rank")
-        elif options.structure == "resample":
+        if options.structure == "resample" and group.size > 1:
             self._resampled = self._open_resampling()
-            self.decision = StructureDecision("resample", "requested")
-        else:
-            self.decision = StructureDecision("push", "not compared yet" if self._undecided else "requested")
         settings = {
             "depth": inner.depth,
             "features": store.names,
@@ -271,18 +254,16 @@ class PushPullLoader(EpochLoader[_Made, Any]):
         # The slowest rank counts, as all wait for it.
         sample_s, push_s = (max(column) for column in zip(*measured, strict=True))
         resample_s = sample_s * others
-        mode: Literal["push", "resample"] = "resample" if resample_s < push_s else "push"
         reason = "costs less"
-        if mode == "resample":
+        if resample_s < push_s:
             try:
                 self._resampled = self._open_resampling()
             except ConfigError as error:
-                mode, reason = "push", f"resampling is not possible: {error}"
-        self.decision = StructureDecision(mode, reason, resample_s, push_s)
+                reason = f"resampling is not possible: {error}"
         if self._session.topology.rank == 0:
             log.info(
                 "push_pull structure: %s (%s); per batch: sampling for %d other owners %.4f s, push %.4f s",
-                mode,
+                "push" if self._resampled is None else "resample",
                 reason,
                 others,
                 resample_s,

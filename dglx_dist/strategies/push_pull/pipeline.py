@@ -106,7 +106,12 @@ class OptimizerHooks:
         self._side: dict[int, Side] = {id(parameter): "M" for parameter in part}
         self._side |= {id(parameter): "D" for parameter in owner}
         self._known: list[weakref.ref[Optimizer]] = []
-        self._held_back: tuple[Side, ...] = ()
+        self.held_back: tuple[Side, ...] = ()
+        """Sides that have no gradient in the coming step, as all their batches are still in flight.
+
+        Zeros that the user's ``zero_grad(set_to_none=False)`` left would count as one: to Adam, momentum and
+        weight decay a step without a batch. So gradients of nothing but zeros are removed.
+        """
         self._stepped_without_part: set[int] = set()
         """Optimizers that have stepped since the part side's gradients wait."""
         self._warned = False
@@ -117,14 +122,6 @@ class OptimizerHooks:
             handle = register(_weak_hook(weakref.WeakMethod(action)))
             weakref.finalize(self, handle.remove)
 
-    def hold_back(self, sides: tuple[Side, ...]) -> None:
-        """Set the sides that have no gradient in the coming step, as all their batches are still in flight.
-
-        Zeros that the user's ``zero_grad(set_to_none=False)`` left would count as one: to Adam, momentum and
-        weight decay a step without a batch. So gradients of nothing but zeros are removed.
-        """
-        self._held_back = sides
-
     @contextmanager
     def own_step(self) -> Iterator[None]:
         """Step the known optimizers with the gradients that the block leaves, and no others.
@@ -134,21 +131,21 @@ class OptimizerHooks:
         optimizers = [found for ref in self._known if (found := ref()) is not None]
         parameters = [parameter for one in optimizers for parameter in _parameters(one)]
         before = [parameter.grad for parameter in parameters]
-        held_back, self._held_back = self._held_back, ()
+        held_back, self.held_back = self.held_back, ()
         part_waits, self.part_waits = self.part_waits, False
         for parameter in parameters:
             parameter.grad = None
         yield
         for one in optimizers:
             one.step()
-        self._held_back = held_back
+        self.held_back = held_back
         self.part_waits |= part_waits
         for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient
 
     def _before(self, optimizer: Optimizer) -> None:
-        for parameter in _parameters(optimizer) if self._held_back else ():
-            if self._side.get(id(parameter)) in self._held_back and _is_zero(parameter.grad):
+        for parameter in _parameters(optimizer) if self.held_back else ():
+            if self._side.get(id(parameter)) in self.held_back and _is_zero(parameter.grad):
                 parameter.grad = None
         stepped = self._stepped_by(optimizer)
         if not stepped:
@@ -655,7 +652,7 @@ class Pipeline(Shared):
         self._owner.restore()
         self._buffers.average(weight)
         waiting: tuple[Side, ...] = ("M", "D") if self._whole else ("M",)
-        self.hooks.hold_back(waiting if self._pushed and not self._ready else ())
+        self.hooks.held_back = waiting if self._pushed and not self._ready else ()
         while self._ready:
             self._add(self._ready.pop(0))
         self._current = None
