@@ -143,7 +143,6 @@ class SymmetricConv(SplittableConv):
         self._graph = graph
 
     def own_edges(self, block: DGLBlock) -> dict[str, Tensor]:
-        """Return the (E1,) norms of the edges."""
         d = self._graph.in_degrees(block.dstdata[dgl.NID]).clamp(min=1).to(self.conv.weight.dtype)
         o = self._graph.out_degrees(block.srcdata[dgl.NID]).clamp(min=1).to(self.conv.weight.dtype)
         k = block.in_degrees().clamp(min=1).to(d)
