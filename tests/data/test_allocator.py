@@ -10,7 +10,7 @@ import pytest
 # Counts the pages that the system hands out for 64 MB, when more than that has been used and freed before.
 PROGRAM = """
 import resource, torch
-from dglx_dist.comm.system import keep_memory
+from dglx_dist.data.allocator import keep_memory
 if {kept}:
     assert keep_memory()
 for floats in (20_000_000, 20_000_000, 16_000_000):
@@ -42,7 +42,7 @@ def test_a_large_tensor_is_paged_in_once_when_memory_is_kept() -> None:
 RETURNED = """
 import torch
 from pathlib import Path
-from dglx_dist.comm.system import keep_memory, return_memory
+from dglx_dist.data.allocator import keep_memory, return_memory
 
 def resident():
     return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines()
