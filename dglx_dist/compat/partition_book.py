@@ -178,7 +178,7 @@ def edge_type(g: DistGraph, etype: str | EdgeType) -> str | EdgeType:
 
 
 def _open_graphs() -> Sequence[DistGraph]:
-    last = opened_graph()
+    last = cast("DistGraph", opened_graph())
     return [*(g for g in _GRAPHS.of(current_session()) if g is not last), last]
 
 

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from dglx_dist.comm.collectives import (
 from dglx_dist.data.storage.columns import IDS
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.column import Column, RowCache, check_cacheable
+from dglx_dist.graph.dist_tensor import OpenedGraph
 from dglx_dist.graph.ids import Ids
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.row_kernels import SlotTable, fill_table, table_sizes
@@ -32,9 +33,6 @@ from dglx_dist.graph.shared_memory import shared_rows
 from dglx_dist.graph.split import node_split
 from dglx_dist.graph.structure import CSCShard
 from dglx_dist.records import Array, ColumnInfo, EdgeType
-
-if TYPE_CHECKING:
-    from dglx_dist.graph.dist_graph import DistGraph
 
 
 def count_sources(
@@ -254,7 +252,7 @@ def check_budget(policy: str, alpha: float) -> None:
         )
 
 
-def cache_rows(g: DistGraph, request: CacheRequest) -> CachePlan:
+def cache_rows(g: OpenedGraph, request: CacheRequest) -> CachePlan:
     session, store = g.session, g.kvstore
     column = run_on_all_ranks(session, lambda: _column_of(g, request), ConfigError)
     arguments = [request.name, request.ntype, float(request.alpha), request.policy]
@@ -282,7 +280,7 @@ def cache_rows(g: DistGraph, request: CacheRequest) -> CachePlan:
     return plan
 
 
-def _column_of(g: DistGraph, request: CacheRequest) -> Column:
+def _column_of(g: OpenedGraph, request: CacheRequest) -> Column:
     request.check()
     policy = g.get_node_partition_policy(request.ntype)
     data = g.nodes[request.ntype].data
@@ -296,7 +294,7 @@ def _column_of(g: DistGraph, request: CacheRequest) -> Column:
     return column
 
 
-def _degree_scores(g: DistGraph, request: CacheRequest, _file_name: str) -> Array:
+def _degree_scores(g: OpenedGraph, request: CacheRequest, _file_name: str) -> Array:
     """Return each row's number of out-edges in the whole graph; (0,) except on the first rank of a server."""
     is_leader, total = g.session.topology.local_rank == 0, np.zeros(0, np.int64)
     for etype in _from(g, request.ntype):
@@ -313,7 +311,7 @@ def _degree_scores(g: DistGraph, request: CacheRequest, _file_name: str) -> Arra
     return total
 
 
-def _halo_scores(g: DistGraph, request: CacheRequest, _file_name: str) -> Array:
+def _halo_scores(g: OpenedGraph, request: CacheRequest, _file_name: str) -> Array:
     """Return each row's number of edges to nodes of the local server."""
     server, total = g.session.topology.server, np.zeros(g.num_nodes(request.ntype), np.int64)
     if g.session.topology.local_rank == 0:
@@ -324,7 +322,7 @@ def _halo_scores(g: DistGraph, request: CacheRequest, _file_name: str) -> Array:
     return total
 
 
-def vip_scores(g: DistGraph, request: CacheRequest, file_name: str) -> Array:
+def vip_scores(g: OpenedGraph, request: CacheRequest, file_name: str) -> Array:
     """Return how many of the server's ranks need each row per step, on average; in memory that they share."""
     local = run_on_all_ranks(g.session, lambda: _access_of_rank(g, request), ConfigError)
     info = ColumnInfo(dtype="float64", row_shape=())
@@ -337,7 +335,7 @@ def vip_scores(g: DistGraph, request: CacheRequest, file_name: str) -> Array:
     return total
 
 
-def _access_of_rank(g: DistGraph, request: CacheRequest) -> Array:
+def _access_of_rank(g: OpenedGraph, request: CacheRequest) -> Array:
     structures = {etype: g.structure(etype) for etype in g.canonical_etypes}
     if not all(structure.is_whole for structure in structures.values()):
         raise ConfigError(
@@ -359,7 +357,7 @@ def _access_of_rank(g: DistGraph, request: CacheRequest) -> Array:
     )[request.ntype]
 
 
-def _seeds(g: DistGraph, request: CacheRequest) -> dict[str, Array]:
+def _seeds(g: OpenedGraph, request: CacheRequest) -> dict[str, Array]:
     counts = {ntype: g.num_nodes(ntype) for ntype in g.ntypes}
     if request.seeds is not None:
         try:
@@ -374,11 +372,11 @@ def _seeds(g: DistGraph, request: CacheRequest) -> dict[str, Array]:
     return {ntype: node_split(g.nodes[ntype].data[TRAIN_MASK], book, ntype).numpy() for ntype in masked}
 
 
-def _from(g: DistGraph, ntype: str) -> list[EdgeType]:
+def _from(g: OpenedGraph, ntype: str) -> list[EdgeType]:
     return [etype for etype in g.canonical_etypes if etype[0] == ntype]
 
 
-_SCORES: Mapping[str, Callable[[DistGraph, CacheRequest, str], Array]] = {
+_SCORES: Mapping[str, Callable[[OpenedGraph, CacheRequest, str], Array]] = {
     "vip": vip_scores,
     "degree": _degree_scores,
     "halo": _halo_scores,

@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, TypeVar, cast, final
+from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, Protocol, TypeVar, cast, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dglx_dist.comm.collectives import barrier, check_equal, run_on_all_ranks
-from dglx_dist.comm.session import SessionField, Shared, current_session
+from dglx_dist.comm.session import Session, SessionField, Shared, current_session
 from dglx_dist.data.storage.columns import numpy_dtype
+from dglx_dist.data.storage.reader import StoredDataset
 from dglx_dist.data.storage.row_files import RowFile, SavedRows, check_rows, read_index, read_rows, write_rows
 from dglx_dist.errors import ConfigError, RemoteError, StorageError
 from dglx_dist.graph.column import Column, Shard
@@ -26,10 +27,8 @@ from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.partition_book import PartitionBook, RowOwners
 from dglx_dist.graph.row_kernels import column_info, numpy_view, tensor_view, torch_dtype
 from dglx_dist.graph.shared_memory import InitRows, save_folder, shared_rows
+from dglx_dist.graph.structure import Structure
 from dglx_dist.records import Array, ColumnInfo, EdgeType
-
-if TYPE_CHECKING:
-    from dglx_dist.graph.dist_graph import DistGraph
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -152,7 +151,7 @@ def own_policy(name: str, rows: int | Sequence[int], book: PartitionBook, store:
 
 
 def _place_of(
-    shape: Sequence[int], dtype: torch.dtype, place: PartitionPolicy | DistGraph
+    shape: Sequence[int], dtype: torch.dtype, place: PartitionPolicy | OpenedGraph
 ) -> tuple[PartitionPolicy, ColumnInfo]:
     """Return policy and rows of a tensor; ``place``: the policy, or the graph that has one of its length."""
     try:
@@ -216,7 +215,7 @@ def _check_same(
             )
 
 
-OPENED: SessionField[DistGraph | None] = SessionField(lambda _: None)
+OPENED: SessionField[OpenedGraph | None] = SessionField(lambda _: None)
 """The graph opened last."""
 
 
@@ -259,7 +258,7 @@ class DistTensor(Shared):
         is_gdata: bool = True,
         attach: bool = True,
         *,
-        graph: DistGraph | None = None,
+        graph: OpenedGraph | None = None,
     ) -> None:
         policy = part_policy if isinstance(part_policy, PartitionPolicy) else None
         store = policy.store if policy is not None else (graph or opened_graph()).kvstore
@@ -648,7 +647,31 @@ class TypedViews(Generic[K, V]):
         )
 
 
-def opened_graph() -> DistGraph:
+class OpenedGraph(Protocol):
+    """The interface of :class:`DistGraph` for modules that it imports."""
+
+    session: Session
+    dataset: StoredDataset
+    kvstore: KVStore
+
+    @property
+    def ntypes(self) -> list[str]: ...
+    @property
+    def canonical_etypes(self) -> list[EdgeType]: ...
+    @property
+    def nodes(self) -> TypedViews[str, DataView]: ...
+    @property
+    def edges(self) -> TypedViews[str | EdgeType, DataView]: ...
+    def num_nodes(self, ntype: str | None = None) -> int: ...
+    def num_edges(self, etype: str | EdgeType | None = None) -> int: ...
+    def structure(self, etype: str | EdgeType | None = None) -> Structure: ...
+    def get_partition_book(self) -> PartitionBook: ...
+    def get_node_partition_policy(self, ntype: str) -> PartitionPolicy: ...
+    def get_edge_partition_policy(self, etype: str | EdgeType) -> PartitionPolicy: ...
+    def policy_of_length(self, num_rows: int) -> PartitionPolicy: ...
+
+
+def opened_graph() -> OpenedGraph:
     """Return the graph opened last in the current session; ConfigError when none is open."""
     found = OPENED.of(current_session())
     if found is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, final
+from typing import final
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from dglx_dist.comm.collectives import barrier, run_on_all_ranks
 from dglx_dist.comm.session import Shared
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.dist_tensor import DistTensor, PartitionPolicy, opened_graph, owned_rows
+from dglx_dist.graph.dist_tensor import DistTensor, OpenedGraph, PartitionPolicy, opened_graph, owned_rows
 from dglx_dist.graph.ids import Ids, as_ids
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.row_kernels import number_distinct
@@ -23,9 +23,6 @@ from dglx_dist.graph.shared_memory import InitRows, check_memory
 from dglx_dist.graph.sparse_gradient import RowGradient, summed
 from dglx_dist.keyed_random import full_word, item_key
 from dglx_dist.records import Array, StepShare
-
-if TYPE_CHECKING:
-    from dglx_dist.graph.dist_graph import DistGraph
 
 _CHUNK_BYTES = 1 << 24
 """Rows generated at a time if they need conversion."""
@@ -108,7 +105,7 @@ class DistEmbedding(Shared):
         part_policy: PartitionPolicy | None = None,
         *,
         dtype: torch.dtype = torch.float32,
-        graph: DistGraph | None = None,
+        graph: OpenedGraph | None = None,
     ) -> None:
         store = part_policy.store if part_policy is not None else (graph or opened_graph()).kvstore
 
@@ -253,7 +250,7 @@ def _make_rows(
     return weight
 
 
-def _dataset_of(policy: PartitionPolicy, graph: DistGraph | None) -> str:
+def _dataset_of(policy: PartitionPolicy, graph: OpenedGraph | None) -> str:
     graph = graph or opened_graph()
     return graph.dataset.manifest.checksum if graph.kvstore is policy.store else ""
 

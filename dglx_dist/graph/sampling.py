@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dglx_dist.errors import ConfigError
+from dglx_dist.graph.dist_tensor import OpenedGraph
 from dglx_dist.graph.ids import Ids, as_ids
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.structure import NO_EDGES, CSCShard, InEdges, Structure
@@ -19,8 +20,6 @@ from dglx_dist.records import Array, EdgeType
 
 if TYPE_CHECKING:
     import dgl
-
-    from dglx_dist.graph.dist_graph import DistGraph
 
 
 def draw_parameters(fanout: int, replace: bool, seed: int) -> str:
@@ -72,7 +71,7 @@ class DrawRule:
 
 
 def draw_in_edges(
-    g: DistGraph, structure: Structure, nodes: Array, fanout: int, rule: DrawRule, exclude: Array
+    g: OpenedGraph, structure: Structure, nodes: Array, fanout: int, rule: DrawRule, exclude: Array
 ) -> InEdges:
     """Return drawn in-edges, at most ``fanout`` (-1: all) of each of the (K,) int64 ``nodes``.
 
@@ -111,7 +110,7 @@ def as_dgl_graph(
 
 
 def sampled_graph(
-    g: DistGraph,
+    g: OpenedGraph,
     seed_nodes: Ids | Mapping[str, Ids],
     fanout: int | Mapping[Any, int],
     exclude_edges: Ids | Mapping[Any, Ids] | None,
@@ -173,7 +172,7 @@ def _list(types: Iterable[object]) -> str:
     return ", ".join(map(str, types))
 
 
-def _weights_key(g: DistGraph, etype: EdgeType, name: str) -> str:
+def _weights_key(g: OpenedGraph, etype: EdgeType, name: str) -> str:
     data = g.edges[etype].data
     return data[name].kvstore_key if name in data else g.get_edge_partition_policy(etype).key(name)
 
