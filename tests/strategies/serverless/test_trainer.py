@@ -19,7 +19,6 @@ from dglx_dist.comm.trace import read_trace
 from dglx_dist.errors import CheckpointError, ConfigError
 from dglx_dist.graph.optim import SparseAdam
 from dglx_dist.records import EpochRecord
-from dglx_dist.serverless.parameter_server import initialise
 from dglx_dist.strategies.base import Objective, WrappedModel
 from dglx_dist.strategies.serverless.graph_partition import read_features, read_structure
 from dglx_dist.strategies.serverless.graph_server import GraphServer
@@ -334,30 +333,6 @@ def test_what_no_worker_can_train_is_refused(g: Any) -> None:
     model = dx.wrap(equality.model_of("sage", g), g)
     with pytest.raises(ConfigError, match="the loader is a list"):
         model.trainer([], adam(model.parameters()), Objective(loss=F.cross_entropy))
-
-
-def test_weights_are_drawn_when_asked(folder: Path) -> None:
-    """By name and shape alone; what is frozen stays, and biases begin at 0."""
-    drawn = []
-    for seed in (1, 1, 2):
-        with dx.init("lambda", seed=seed, initialise="he_normal", **INLINE):
-            g = dx.DistGraph(folder)
-            model = equality.PlainModel("gcn").double()
-            frozen = model.convs[1].weight
-            frozen.requires_grad_(False)
-            model.convs[0].bias.data.fill_(3.0)
-            before = frozen.clone()
-            dx.wrap(model, g)
-            assert torch.equal(frozen, before)
-            assert not model.convs[0].bias.any()
-            drawn.append(model.convs[0].weight.detach().clone())
-    assert torch.equal(drawn[0], drawn[1])
-    assert (drawn[0] != drawn[2]).all()
-    shapes = {"convs.0.weight": (equality.WIDTH, equality.HIDDEN)}
-    kind = np.dtype(np.float64)
-    # DGL has (inputs, outputs); torch's way round would divide by the outputs.
-    right = initialise(shapes, "he_normal", 1, kind, inputs_first=shapes)
-    assert np.array_equal(drawn[0].numpy(), right["convs.0.weight"])
 
 
 def put(g: Any, name: str, rows: torch.Tensor) -> None:
