@@ -16,7 +16,6 @@ from dglx_dist.serverless.aws import clients, package
 from dglx_dist.serverless.aws.clients import Place, is_amazon
 from dglx_dist.serverless.aws.deploy import try_function
 from dglx_dist.serverless.aws.executor import AwsExecutor, read_report
-from dglx_dist.serverless.controller import Controller, ControllerOptions
 from dglx_dist.serverless.executors.base import EXECUTORS, ExecutorContext, Invocation
 from dglx_dist.training.config import TrainConfig
 
@@ -66,37 +65,27 @@ def function(service: FunctionsService) -> Function:
     return found
 
 
-def test_tasks_come_back_by_the_controller_with_their_bill(service: FunctionsService) -> None:
+def test_tasks_come_back_with_their_bill(service: FunctionsService) -> None:
     bench, ours = Bench(gcn(), [7, 4, 3]), function(service)
     ours.concurrency = 2
     keys = [key for interval in range(3) for key in keys_of(bench.program, interval)]
     with served(bench), executor(service) as running:
-        # However slow this machine is, nothing is late.
-        patient = {"least_s": PATIENCE_S, "first_s": PATIENCE_S}
-        options = ControllerOptions(most=3, workers=4, tick_s=0.01, **patient)
-        controller = Controller(running, options)
-        with controller.run():
-            for key in keys:
-                controller.launch(bench.task(key), ready=True)
-            left = set(keys)
-            deadline = time.monotonic() + PATIENCE_S
-            while left or controller.counts.unbilled:
-                controller.raise_if_failed()
-                assert time.monotonic() < deadline, (left, controller.counts, ours.outcomes)
-                done = {key for key in left if len(bench.given.get(key, {})) == 2}
-                assert all(controller.finished(key, 0) for key in done)
-                left -= done
-                time.sleep(0.005)
-        counts = controller.counts
+        running.size(4)
+        for key in keys:
+            running.invoke(bench.task(key).to_event())
+        assert bench.wait_for(running, keys) == []
+        billed, deadline = running.billed(), time.monotonic() + PATIENCE_S
+        while len(billed) < len(keys):
+            assert time.monotonic() < deadline, (billed, ours.outcomes)
+            time.sleep(0.005)
+            billed += running.billed()
     for key in keys:
         bench.check(key)
     assert len(ours.containers) <= 2
-    assert (counts.invocations, counts.relaunched) == (len(keys), 0)
-    assert 1 <= counts.cold <= 2
-    assert counts.warm == len(keys) - counts.cold
-    seconds = sum(outcome.duration_s for outcome in ours.outcomes)
-    assert counts.billed_s == pytest.approx(seconds, abs=0.002 * len(keys))
-    assert counts.gb_s == pytest.approx(counts.billed_s * 192 / 1024, abs=0.001 * len(keys))
+    assert 1 <= sum(one.cold for one in billed) <= 2
+    assert {one.memory_mb for one in billed} == {192}
+    seconds = [sum(one.duration_s for one in some) for some in (billed, ours.outcomes)]
+    assert seconds[0] == pytest.approx(seconds[1], abs=0.002 * len(keys))
     assert running.simulated
 
 

@@ -23,11 +23,11 @@ from dglx_dist.serverless.program import Edge, Gather, Scatter, Vertex
 from dglx_dist.serverless.stages.base import STAGES, register_stage
 from dglx_dist.strategies.serverless.graph_partition import edge_values
 from dglx_dist.strategies.serverless.layer_kinds import FACTOR_OF_NORM, EdgeFactor
-from dglx_dist.strategies.serverless.model_to_program import Chain, chain_of, find_layers
+from dglx_dist.strategies.serverless.model_to_program import chain_of, find_layers
 from dglx_dist.training.fit import FitConfig
 from dglx_dist.training.models import build_model
-from tests.serverless.programs import PlainRun
 from tests.strategies import equality
+from tests.strategies.serverless import cases
 from tests.strategies.serverless.own_stage import Gate
 from tests.strategies.serverless.own_tensor_stage import TensorGate
 
@@ -163,21 +163,6 @@ def factor_values(factor: EdgeFactor, g: Any) -> Array:
     return values
 
 
-def run(chain: Chain, model: nn.Module, g: Any, x: Array, labels: Array) -> PlainRun:
-    sources, targets = (ends.numpy() for ends in g.edges())
-    indptr = np.concatenate([[0], np.cumsum(np.bincount(targets, minlength=NODES))])
-    return PlainRun(
-        replace(chain.program, num_train=int((labels >= 0).sum())),
-        {name: value.numpy() for name, value in model.state_dict().items()},
-        x=x,
-        indptr=indptr,
-        sources=sources,
-        fixed={name: factor_values(factor, g) for name, factor in chain.factors.items()},
-        labels=labels,
-        bounds=[0, 7, 7, NODES],
-    )
-
-
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_program_is_the_model(kind: str) -> None:
     torch.manual_seed(2)
@@ -189,7 +174,16 @@ def test_the_program_is_the_model(kind: str) -> None:
     x = random.standard_normal((NODES, WIDTH))
     labels = np.where(np.arange(NODES) % 3, random.integers(CLASSES, size=NODES), -1).astype(np.int32)
     chain = chain_of(model, {"w": ()})
-    found = run(chain, model, g, x, labels)
+    program = replace(chain.program, num_train=int((labels >= 0).sum()))
+    sources, targets = (ends.numpy() for ends in g.edges())
+    case = cases.Case(
+        indptr=np.concatenate([[0], np.cumsum(np.bincount(targets, minlength=NODES))]),
+        sources=sources,
+        x=x,
+        labels=labels,
+        fixed={name: factor_values(factor, g) for name, factor in chain.factors.items()},
+    )
+    found = cases.plain_run(program, {name: one.numpy() for name, one in model.state_dict().items()}, case)
 
     rows = torch.from_numpy(labels) >= 0
     blocks = [g for layer in find_layers(model) if layer.takes_block]
