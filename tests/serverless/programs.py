@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from dglx_dist.data.json_fields import Json
 from dglx_dist.records import Array
 from dglx_dist.serverless.parameter_server import ParameterServer
 from dglx_dist.serverless.program import Drop, Edge, Gather, Program, Scatter, Slot, Step, Vertex
+from dglx_dist.serverless.stages.base import VertexStage
 
 RELU: Json = {"name": "relu"}
 ELU: Json = {"name": "elu", "alpha": 1.0}
@@ -165,6 +169,21 @@ def linear_gradients(interval: int, epoch: int, step: int) -> list[Array]:
 
 def before(layer: int) -> str:
     return "x" if layer == 1 else f"h{layer - 1}"
+
+
+class TorchStage(torch.autograd.Function):
+    """A vertex stage between steps that torch differentiates."""
+
+    @staticmethod
+    def forward(ctx: Any, stage: VertexStage, num_weights: int, *given: Tensor) -> tuple[Tensor, ...]:
+        arrays = [one.detach().numpy() for one in given]
+        ctx.stage, ctx.given = stage, (arrays[:num_weights], arrays[num_weights:])
+        return tuple(map(torch.tensor, stage.forward(*ctx.given).outputs))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        found = ctx.stage.backward(*ctx.given, [one.contiguous().numpy() for one in gradients])
+        return None, None, *map(torch.tensor, (*found.weights, *found.inputs))
 
 
 def exchange(servers: Sequence[ParameterServer]) -> int | None:

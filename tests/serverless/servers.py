@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -39,8 +39,16 @@ from dglx_dist.serverless.tasks import (
     take_half,
 )
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 CORES = {"x86_64": ("Nehalem", "Haswell"), "aarch64": ("ARMV8", "NEOVERSEN1")}
+
+
+def until(holds: Callable[[], object], what: str = "so") -> None:
+    """Wait for what other threads, processes or services do."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline, f"not {what} within {PATIENCE_S} s"
+        time.sleep(0.002)
 
 
 def other_core() -> str:
@@ -132,9 +140,8 @@ class Bench:
         """Wait until all halves of ``keys`` are here; return what was lost meanwhile."""
         lost: list[Lost] = []
         deadline = time.monotonic() + PATIENCE_S
-        while any(len(self.given.get(key, {})) < 2 for key in keys):
+        while missing := [str(key) for key in keys if len(self.given.get(key, {})) < 2]:
             lost += executor.lost()
-            missing = [str(key) for key in keys if len(self.given.get(key, {})) < 2]
             assert time.monotonic() < deadline, f"missing {missing}; lost {lost[:2]}"
             time.sleep(0.002)
         return lost + executor.lost()

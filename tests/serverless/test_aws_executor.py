@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,17 +15,16 @@ from dglx_dist.serverless.aws import clients, package
 from dglx_dist.serverless.aws.clients import Place, is_amazon
 from dglx_dist.serverless.aws.deploy import try_function
 from dglx_dist.serverless.aws.executor import AwsExecutor, read_report
-from dglx_dist.serverless.executors.base import EXECUTORS, ExecutorContext, Invocation
+from dglx_dist.serverless.executors.base import EXECUTORS, ExecutorContext, Invocation, Lost
 from dglx_dist.training.config import TrainConfig
 
 from ..helpers.functions_service import REGION, Function, FunctionsService
 from ..helpers.zips import zipped
 from ..strategies import equality
 from .programs import gcn
-from .servers import Bench, keys_of, served
+from .servers import Bench, keys_of, served, until
 
 NAME, LAYER = "dglx-worker", f"arn:aws:lambda:{REGION}:123456789012:layer:numpy-pyzmq:1"
-PATIENCE_S = 60
 
 
 @pytest.fixture(autouse=True)
@@ -74,11 +72,8 @@ def test_tasks_come_back_with_their_bill(service: FunctionsService) -> None:
         for key in keys:
             running.invoke(bench.task(key).to_event())
         assert bench.wait_for(running, keys) == []
-        billed, deadline = running.billed(), time.monotonic() + PATIENCE_S
-        while len(billed) < len(keys):
-            assert time.monotonic() < deadline, (billed, ours.outcomes)
-            time.sleep(0.005)
-            billed += running.billed()
+        billed = list[Invocation]()
+        until(lambda: billed.extend(running.billed()) or len(billed) == len(keys), "billed")
     for key in keys:
         bench.check(key)
     assert len(ours.containers) <= 2
@@ -119,10 +114,7 @@ def test_what_a_dead_container_did_not_do_another_does(service: FunctionsService
     bench.late = 10**6
     with served(bench), executor(service, read_log=False) as running:
         running.invoke(bench.task(key).to_event())
-        deadline = time.monotonic() + PATIENCE_S
-        while ("pull", f"{key}/0") not in bench.calls:
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        until(lambda: ("pull", f"{key}/0") in bench.calls, "asked for rows")
         assert service.kill_busy(NAME) == 1
         (outcome,) = service.wait_for(NAME, 1)
         assert outcome.error == "Sandbox.Exit"
@@ -192,10 +184,8 @@ def test_an_event_that_aws_does_not_take_is_lost_at_once(service: FunctionsServi
     with served(bench), executor(service, function="gone", read_log=False) as running:
         service.discard(service.functions.pop("gone"))
         running.invoke(bench.task(key).to_event())
-        deadline = time.monotonic() + PATIENCE_S
-        while not (lost := running.lost()):
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        lost = list[Lost]()
+        until(lambda: lost.extend(running.lost()) or lost, "lost")
     assert (lost[0].key, lost[0].attempt) == (key, 0)
     assert "Function not found" in lost[0].reason
 

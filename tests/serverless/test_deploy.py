@@ -58,18 +58,11 @@ def client(service: str) -> Any:
     return PLACE.client(service)
 
 
-def plan(deployment: Deployment) -> list[str]:
-    """What a dry run says."""
-    said: list[str] = []
-    made.deploy(deployment, Changes(said.append, dry_run=True))
-    return [text.removeprefix("would ") for text in said]
-
-
-def do(deployment: Deployment) -> list[str]:
+def do(deployment: Deployment, *, dry_run: bool = False) -> list[str]:
     """Deploy; return what was said."""
     said: list[str] = []
-    made.deploy(deployment, Changes(said.append))
-    return said
+    made.deploy(deployment, Changes(said.append, dry_run=dry_run))
+    return [text.removeprefix("would ") for text in said]
 
 
 def remove(*, dry_run: bool = False) -> list[str]:
@@ -78,8 +71,7 @@ def remove(*, dry_run: bool = False) -> list[str]:
     return [text.removeprefix("would ") for text in said]
 
 
-def plan_removal() -> list[str]:
-    return remove(dry_run=True)
+plan, plan_removal = functools.partial(do, dry_run=True), functools.partial(remove, dry_run=True)
 
 
 def settings() -> dict[str, Any]:

@@ -20,8 +20,8 @@ from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.serverless.executors.base import EXECUTORS, Executor, ExecutorContext, Latency, Lost
 from dglx_dist.serverless.tasks import Direction, TaskKey
 from dglx_dist.serverless.worker import RemoteCaller, TaskPhase, Worker
+from dglx_dist.serverless.worker_process import Fault
 
-from .faults import Faults
 from .programs import gat, gcn, sage
 from .servers import Bench, keys_of, served
 
@@ -152,39 +152,14 @@ def test_a_task_that_fails_is_told_of_with_its_reason(name: str) -> None:
 @pytest.mark.parametrize("name", ["inline", "local"])
 def test_a_kill_is_known_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bench, key = Bench(gcn(), ROWS), TaskKey(0, 4, 3, Direction.FUSED)
-    # The draw is by key and attempt: with this seed the first goes wrong and the second does not.
-    Faults(kill=0.3, seed=seed_for(key), places=(TaskPhase.PUSHED,)).strike(monkeypatch)
+    kill = Fault(place=TaskPhase.PUSHED)
+    monkeypatch.setattr(Latency, "draw", lambda _latency, _key, attempt: kill if attempt else None)
     lost = lost_of(name, bench, key)
     assert (lost.key, lost.attempt) == (key, 1)
     how = "was killed by signal 9: no output" if name == "local" else "was killed by an injected fault"
     assert how in lost.reason
     assert bench.pushes == [key]
     assert key not in bench.given
-
-
-def seed_for(key: TaskKey) -> int:
-    """A seed that kills attempt 1 of ``key`` and not the first task of all."""
-    other = keys_of(gcn())[0]
-    for seed in range(1000):
-        faults = Faults(seed=seed, kill=0.3)
-        if faults.draw(key, 1)[0] is not None and faults.draw(other, 0)[0] is None:
-            return seed
-    raise AssertionError("no seed")
-
-
-@pytest.mark.parametrize("name", ["inline", "local"])
-def test_delays_and_duplicates_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(gcn(), ROWS)
-    keys = [key for interval in range(len(ROWS)) for key in keys_of(bench.program, interval)]
-    Faults(delay=0.3, duplicate=0.5, delay_s=0.001, seed=3).strike(monkeypatch)
-    with served(bench), executor_of(name, bench.handlers()) as executor:
-        executor.size(2)
-        for key in keys:
-            executor.invoke(bench.task(key).to_event())
-        assert bench.wait_for(executor, keys) == []
-    for key in keys:
-        bench.check(key)
-    assert len(bench.pushes) > len(set(bench.pushes))
 
 
 def test_unknown_options_and_late_events_are_refused() -> None:

@@ -279,41 +279,6 @@ def test_twenty_steps_are_torchs_to_the_last_bit(kind: str, settings: dict[str, 
                 assert (ours.tobytes(), ours.shape) == (value.numpy().tobytes(), tuple(value.shape)), key
 
 
-def split(settings: dict[str, Any]) -> list[dict[str, Any]]:
-    return [{**settings, "lr": 0.01, "params": ["a"]}, {**settings, "lr": 0.0, "params": ["b"]}]
-
-
-@pytest.mark.parametrize(
-    ("kind", "settings"), [("SGD", {"momentum": 0.9}), ("Adam", {"amsgrad": True})], ids=str
-)
-def test_a_state_goes_on_where_it_was_left(kind: str, settings: dict[str, Any]) -> None:
-    def steps(update: Update, weights: Sequence[Array], numbers: range) -> Sequence[Array]:
-        for number in numbers:
-            weights = update.apply(weights, tuple(np.full(2, float(number + 1)) for _ in range(2)))
-        return weights
-
-    first = Update(kind, split(settings), ["a", "b"])
-    whole = steps(first, (np.ones(2), np.ones(2)), range(4))
-    early = Update(kind, split(settings), ["a", "b"])
-    half = steps(early, (np.ones(2), np.ones(2)), range(2))
-    late = Update(kind, split(settings), ["a", "b"], early.state)
-    again = steps(late, half, range(2, 4))
-    assert bits(again) == bits(whole)
-    assert list(late.state) == list(first.state)
-    assert bits(late.state.values()) == bits(first.state.values())
-    # A group of its own has its own learning rate, and 0 means that the weight stays.
-    assert whole[1].tobytes() == np.ones(2).tobytes()
-    assert whole[0].tobytes() != np.ones(2).tobytes()
-
-
-def test_a_weight_that_the_optimizer_lacks_stays() -> None:
-    update = Update("Adam", [{"lr": 1.0, "params": ["b"]}], ["a", "b"])
-    a, b = update.apply((np.ones(2), np.ones(2)), (np.ones(2), np.ones(2)))
-    assert a.tobytes() == np.ones(2).tobytes() != b.tobytes()
-    assert not [key for key in update.state if key.startswith("a/")]
-    assert not b.flags.writeable
-
-
 @pytest.mark.parametrize(
     ("kind", "group", "says"),
     [

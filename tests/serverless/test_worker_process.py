@@ -6,7 +6,7 @@ import socket
 import socketserver
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -19,7 +19,7 @@ from dglx_dist.serverless.worker import WorkerAnswer
 from dglx_dist.serverless.worker_process import CpuThrottle, Fault, Relay
 
 from .programs import gcn
-from .servers import Bench, keys_of
+from .servers import Bench, keys_of, until
 
 POOL_KEYS = [key for interval in range(3) for key in keys_of(gcn(), interval)]
 
@@ -65,13 +65,6 @@ class FakeWorker(WorkerHandle):
 
     def end(self) -> None:
         self.ended += 1
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def event(key: TaskKey) -> bytes:

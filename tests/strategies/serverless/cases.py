@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.nn.functional import cross_entropy, leaky_relu
 
 from dglx_dist.comm.session import Session
@@ -18,7 +17,7 @@ from dglx_dist.layers.dropout import MODULES, Columns, DropDraws, drop_entries
 from dglx_dist.records import Array
 from dglx_dist.serverless.parameter_server import ParameterPlan, ParameterServer, Update, assign
 from dglx_dist.serverless.program import Drop, Edge, Gather, Program, Vertex
-from dglx_dist.serverless.stages.base import VertexStage, vertex_stage
+from dglx_dist.serverless.stages.base import vertex_stage
 from dglx_dist.strategies.serverless.engine import Engine
 from dglx_dist.strategies.serverless.graph_partition import (
     LocalGraph,
@@ -29,7 +28,7 @@ from dglx_dist.strategies.serverless.graph_partition import (
 )
 from dglx_dist.strategies.serverless.graph_server import GraphServer
 from dglx_dist.strategies.serverless.options import LambdaOptions, read_lambda_options
-from tests.serverless.programs import dropping, gat, gcn, sage
+from tests.serverless.programs import TorchStage, dropping, gat, gcn, sage
 
 PROGRAMS = {"gcn": gcn, "sage": sage, "gat": gat, "dropping": dropping}
 LR = 0.05
@@ -118,21 +117,6 @@ class PlainRun(NamedTuple):
     gradients: dict[str, Array]
 
 
-class _Stage(torch.autograd.Function):
-    """A vertex stage between steps that torch differentiates."""
-
-    @staticmethod
-    def forward(ctx: Any, stage: VertexStage, num_weights: int, *given: Tensor) -> tuple[Tensor, ...]:
-        arrays = [one.detach().numpy() for one in given]
-        ctx.stage, ctx.given = stage, (arrays[:num_weights], arrays[num_weights:])
-        return tuple(map(torch.tensor, stage.forward(*ctx.given).outputs))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        found = ctx.stage.backward(*ctx.given, [one.contiguous().numpy() for one in gradients])
-        return None, None, *map(torch.tensor, (*found.weights, *found.inputs))
-
-
 def plain_run(program: Program, weights: Mapping[str, Array], graph: Case, epoch: int = 0) -> PlainRun:
     """Run the steps over plain edge lists; torch differentiates all but stages. Masks are those of seed 0."""
     leaves = {name: torch.tensor(value, requires_grad=True) for name, value in weights.items()}
@@ -158,7 +142,7 @@ def plain_run(program: Program, weights: Mapping[str, Array], graph: Case, epoch
         elif isinstance(step, Vertex):
             given = [*(leaves[name] for name in step.weights), *(rows[name] for name in step.inputs)]
             stage = vertex_stage(step.stage, step.config)
-            made: Any = _Stage.apply(stage, len(step.weights), *given)  # type: ignore[no-untyped-call]
+            made: Any = TorchStage.apply(stage, len(step.weights), *given)  # type: ignore[no-untyped-call]
             rows |= {slot.name: one for slot, one in zip(step.outputs, made, strict=True)}
     labels = torch.from_numpy(graph.labels).long()
     scores, labels = rows[program.steps[-1].outputs[0].name][labels >= 0], labels[labels >= 0]

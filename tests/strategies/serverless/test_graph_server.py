@@ -5,12 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dglx_dist.comm.rpc import Handler
 from dglx_dist.errors import ConfigError
-from dglx_dist.serverless.tasks import Address, Secrets, Task, TaskKey, parse_half
-from dglx_dist.serverless.worker import PROGRAM, PULL, WEIGHTS, DirectCaller, Worker
+from dglx_dist.serverless.tasks import TASK_OVER, TaskKey
 from dglx_dist.strategies.serverless.graph_partition import crossing_edges, cut_intervals
-from dglx_dist.strategies.serverless.graph_server import GraphServer, SubmitResult, TaskKind
+from dglx_dist.strategies.serverless.graph_server import SubmitResult, TaskKind
 
 from . import cases
 from .serial_scheduler import LocalParameters, compute_task
@@ -65,31 +63,10 @@ def test_each_half_is_taken_once_and_only_while_its_task_is_open() -> None:
     assert server.task_table.keys == []
     for half in (0, 1):
         assert server.submit(key, half, first) is SubmitResult.LATE
-    assert worker_finds_it_over(server, LocalParameters(parameters), key)
+        (over,) = server.task_table.pull(key, half) or []
+        assert over is TASK_OVER
     rows = server.part.nodes_of(0)
     np.testing.assert_array_equal(server._rows["h1"][rows], np.concatenate([first[0], second[0]]))
-
-
-def worker_finds_it_over(server: GraphServer, parameters: LocalParameters, key: TaskKey) -> bool:
-    """Run another attempt at a task that is done; return whether it ends without an error."""
-    here = Address(rank=0, host="here", endpoint="tcp://127.0.0.1:1")
-    task = Task(
-        key=key,
-        rows=server.rows_of(0),
-        program=server.program.digest,
-        graph_server=here,
-        parameter_server=here,
-        secrets=Secrets(secret="s"),
-        timeout_s=5.0,
-        attempt=1,
-    )
-    handlers: dict[str, Handler] = {
-        PROGRAM: lambda _name, _arrays: [np.frombuffer(server.program.to_json(), np.uint8)],
-        WEIGHTS: lambda name, _arrays: parameters.weights(TaskKey.parse(name)),
-        PULL: lambda name, _arrays: server.task_table.pull(*parse_half(name)) or [],
-    }
-    answer = Worker(DirectCaller(handlers)).handle(task.to_event())
-    return (answer["accepted"], answer["error"]) == (False, "")
 
 
 def test_lists_of_another_partition_are_refused() -> None:

@@ -484,23 +484,15 @@ def test_an_activation_behind_it_needs_to_be_taken() -> None:
 
 
 def test_values_of_edges() -> None:
-    """0 -> 1, 0 -> 2, 1 -> 2, 2 -> 2: in-degrees 0, 1, 3; out-degrees 2, 1, 1."""
-    whole = dgl.graph(([0, 0, 1, 2], [1, 2, 2, 2]), num_nodes=3)
-    whole.edata.update({"w": torch.arange(1.0, 5.0), "two": torch.ones(4, 2)})
-    root = np.sqrt
-    expected = {
-        "sum": [1, 1, 1, 1],
-        "mean": [1, 1 / 3, 1 / 3, 1 / 3],
-        "left": [1 / 2, 1 / 2, 1, 1],
-        "both": [1 / root(2), 1 / root(6), 1 / root(3), 1 / root(3)],
-    }
+    whole, everyone = graph(), np.arange(NODES)
+    whole.edata["two"] = torch.ones(whole.num_edges(), 2)
     with dx.init():
         g = dx.distribute(whole)
-        for name, values in expected.items():
-            found = edge_values(FACTOR_OF_NORM[name], g, np.arange(3), "float64")
-            np.testing.assert_allclose(found[:, 0], values)
-        weighed = edge_values(EdgeFactor(target=-1.0, column="w"), g, np.array([2]), "float32")
-        assert weighed.dtype == np.float32
-        np.testing.assert_allclose(weighed[:, 0], [2 / 3, 1, 4 / 3], rtol=1e-6)
+        for factor in (*FACTOR_OF_NORM.values(), EdgeFactor(target=-1.0, column="w")):
+            expected = factor_values(factor, whole)
+            np.testing.assert_allclose(edge_values(factor, g, everyone, "float64"), expected)
+        (of_target,) = np.nonzero(whole.edges()[1].numpy() == 2)
+        some = edge_values(factor, g, np.array([2]), "float32")
+        np.testing.assert_array_equal(some, expected[of_target].astype(np.float32))
         with pytest.raises(ConfigError, match=r"'two' has \(2,\) numbers per edge"):
-            edge_values(EdgeFactor(column="two"), g, np.arange(3), "float64")
+            edge_values(EdgeFactor(column="two"), g, everyone, "float64")
