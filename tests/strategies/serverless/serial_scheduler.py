@@ -47,8 +47,8 @@ def compute_task(server: GraphServer, parameters: LocalParameters, key: TaskKey)
     weights = parameters.weights(key) if work.weights else []
     found = []
     for half in (0, 1):
-        arrays, nodes = server.task_table.pull(key, half), half_rows(rows, half)
-        assert arrays is not None, f"task {key} is not open"
+        arrays, nodes = server.pull(key, half), half_rows(rows, half)
+        assert arrays, f"task {key} is not open"
         found.append(work.half(weights, arrays, nodes.stop - nodes.start))
     return found
 

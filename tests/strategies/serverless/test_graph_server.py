@@ -46,7 +46,7 @@ def test_messages_that_are_not_what_a_scatter_sends_are_refused() -> None:
 def test_each_half_is_taken_once_and_only_while_its_task_is_open() -> None:
     (server, _), parameters = cases.servers(cases.gcn(), STARTS, 2)
     key, task = TaskKey.parse("r0.e0.s1.i0.f"), server.schedule[1]
-    assert server.task_table.pull(key, 0) is None
+    assert server.pull(key, 0) == []
     with pytest.raises(ConfigError, match="came before it began"):
         server.submit(key, 0, [])
     server.compute(0, 0, server.schedule[0])
@@ -58,12 +58,12 @@ def test_each_half_is_taken_once_and_only_while_its_task_is_open() -> None:
         server.submit(key, 0, [first[0][:-1]])
     assert server.submit(key, 0, first) is SubmitResult.TAKEN
     assert server.submit(key, 0, first) is SubmitResult.AGAIN
-    assert server.task_table.keys == [key]
+    assert server.open_tasks == [key]
     assert server.submit(key, 1, second) is SubmitResult.LAST
-    assert server.task_table.keys == []
+    assert server.open_tasks == []
     for half in (0, 1):
         assert server.submit(key, half, first) is SubmitResult.LATE
-        (over,) = server.task_table.pull(key, half) or []
+        (over,) = server.pull(key, half)
         assert over is TASK_OVER
     rows = server.part.nodes_of(0)
     np.testing.assert_array_equal(server._rows["h1"][rows], np.concatenate([first[0], second[0]]))
