@@ -160,7 +160,11 @@ def test_connections_and_program_are_kept_for_the_next_task_and_renewed_after_a_
         monkeypatch.setattr(caller_module, "_IDLE_S", -1.0)
         worker.handle(bench.task(keys[2]).to_event())
         assert caller._client is not client
-    assert [name for what, name in bench.calls if what == "program"] == [kernels()]
+        assert [name for what, name in bench.calls if what == "program"] == [kernels()]
+        # Each run hears which kernels a worker computes with.
+        for epoch in range(2):
+            worker.handle(bench.task(replace(keys[0], run=1, epoch=epoch)).to_event())
+    assert [name for what, name in bench.calls if what == "program"] == [kernels(), kernels()]
 
 
 def test_a_function_takes_tasks_as_events_and_as_requests() -> None:
@@ -174,14 +178,6 @@ def test_a_function_takes_tasks_as_events_and_as_requests() -> None:
         for key in keys[:3]:
             bench.check(key)
         function._WORKER._caller.close()
-
-
-def test_each_run_hears_which_kernels_a_worker_computes_with() -> None:
-    bench, (key, *_) = Bench(gcn(), ROWS), keys_of(gcn())
-    worker = Worker(DirectCaller(bench.handlers()))
-    for task in (bench.task(key), bench.task(replace(key, run=1)), bench.task(replace(key, run=1, epoch=1))):
-        worker.handle(task.to_event())
-    assert [name for what, name in bench.calls if what == "program"] == [kernels(), kernels()]
 
 
 def test_a_task_that_another_attempt_has_done_ends_without_an_error() -> None:

@@ -136,21 +136,6 @@ def test_who_is_late_holds_no_place_and_leaves_when_it_comes_back() -> None:
     pool.close()
 
 
-def test_closing_ends_what_runs_and_forgets_what_waits() -> None:
-    made = Made()
-    pool = made.pool()
-    for key in POOL_KEYS[:4]:
-        pool.invoke(event(key))
-    until(lambda: [worker.calls for worker in made.workers] == [1])
-    pool.close()
-    assert made.done == []
-    assert pool._num_up == 0
-    assert pool.lost() == []
-    assert [worker.ended for worker in made.workers] == [1]
-    with pytest.raises(PeerError, match="closed"):
-        pool.invoke(event(POOL_KEYS[0]))
-
-
 SIZE = 300_000
 
 
