@@ -198,17 +198,11 @@ def test_who_waits_too_long_is_told_for_what() -> None:
     assert "parameter server 0 on rank 0" in str(caught.value)
 
 
-def test_what_workers_must_not_ask_is_refused() -> None:
+def test_what_servers_must_not_send_is_refused() -> None:
+    """What workers must not is in test_worker_access.py."""
     rpc = alone()
     with served(rpc, plan_of(1)):
-        good = [np.zeros(SHAPES["v"])]
         for op, name, arrays, says in (
-            (ops.WEIGHTS, "r0.e0.s0.i99.f", [], "no interval 99"),
-            (ops.WEIGHTS, "r0.e0.s3.i0.f", [], "step 3 has no weights"),
-            (ops.WEIGHTS, "../etc", [], "no key"),
-            (ops.WEIGHTS, "r0.e1.s0.i0.f", [], "beyond staleness 0"),
-            (ops.GRADIENTS, "r0.e0.s2.i0.f", good, "goes forward"),
-            (ops.GRADIENTS, "r0.e0.s2.i0.b", [good[0][:1]], "of shape"),
             (ops.SUMS, "0/0", [np.zeros(SIZE)], "sums of server 0"),
             (ops.SUMS, "0", [np.zeros(SIZE)], "no number and server"),
             (ops.SUMS, "0/1", [], "0 arrays"),
