@@ -30,7 +30,6 @@ from dglx_dist.serverless.tasks import (
     Secrets,
     Task,
     TaskKey,
-    TaskOptions,
     Work,
     join_halves,
     kernels,
@@ -73,7 +72,7 @@ class Bench:
     Args:
         program: What is trained.
         rows: Of each interval.
-        rematerialise: As in TaskOptions.
+        rematerialise: As in Task.
     """
 
     def __init__(self, program: Program, rows: Sequence[int], *, rematerialise: bool = True) -> None:
@@ -112,7 +111,8 @@ class Bench:
             parameter_server=self.address,
             secrets=self.secrets,
             timeout_s=timeout_s,
-            options=TaskOptions(streaming=streaming, rematerialise=self.rematerialise),
+            streaming=streaming,
+            rematerialise=self.rematerialise,
         )
 
     def arrays(self, key: TaskKey) -> list[Array]:

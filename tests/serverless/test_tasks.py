@@ -17,7 +17,6 @@ from dglx_dist.serverless.tasks import (
     Secrets,
     Task,
     TaskKey,
-    TaskOptions,
     attempt_name,
     check_payload,
     given_items,
@@ -44,7 +43,7 @@ def task(**changes: Any) -> Task:
         "secrets": Secrets(secret="abc", public_key=KEY, secret_key=KEY),
         "timeout_s": 2.5,
         "attempt": 4,
-        "options": TaskOptions(streaming=False, rematerialise=True),
+        "streaming": False,
     }
     return Task(**{**fields, **changes})
 
@@ -91,7 +90,7 @@ def test_a_key_is_checked_against_the_program() -> None:
 
 
 def test_a_task_comes_back_from_its_event() -> None:
-    for one in (task(), task(secrets=Secrets(secret="s"), attempt=0, options=TaskOptions())):
+    for one in (task(), task(secrets=Secrets(secret="s"), attempt=0, streaming=True)):
         event = one.to_event()
         assert Task.from_event(event) == one
         assert Task.from_event(event.decode()) == one

@@ -11,7 +11,7 @@ from dglx_dist.strategies.serverless.graph_partition import crossing_edges, cut_
 from dglx_dist.strategies.serverless.graph_server import SubmitResult, TaskKind
 
 from . import cases
-from .serial_scheduler import LocalParameters, compute_task
+from .serial_scheduler import compute_task
 
 STARTS = [0, 17, 40]
 
@@ -50,7 +50,7 @@ def test_each_half_is_taken_once_and_only_while_its_task_is_open() -> None:
     assert server.pull(key, 0) == []
     server.compute(0, 0, server.schedule[0])
     server.open(0, 0, server.schedule[1])
-    first, second = (one.rows for one in compute_task(server, LocalParameters(parameters), key))
+    first, second = (one.rows for one in compute_task(server, parameters, key))
     with pytest.raises(ConfigError, match="output h1 of shape"):
         server.submit(key, 0, [first[0][:-1]])
     assert server.submit(key, 0, first) is SubmitResult.TAKEN
