@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, final
+from typing import Annotated, Any, ClassVar, TypeAlias, final
 
 import numpy as np
 import pyarrow as pa
@@ -13,13 +13,19 @@ import pyarrow.compute as pc
 
 from dglx_dist.data.ingest.config import FeatureSpec
 from dglx_dist.data.ingest.tables import Piece, Table, numbers_of_text
+from dglx_dist.data.json_fields import Fields, Within
 from dglx_dist.data.tables import Column, as_numpy, first_true
-from dglx_dist.errors import ConfigError, DatasetError
+from dglx_dist.data.validate import column_error
+from dglx_dist.errors import DatasetError
 from dglx_dist.records import FEATURE, Array, ColumnInfo
 
 _FOUND_SETTINGS = ("max_val", "min_val", "sum", "mapping")
 MAX_CATEGORIES = 1 << 14
 """Maximum number of distinct texts of a categorical column."""
+_Text: TypeAlias = Annotated[str, Within(1)]
+_Number: TypeAlias = Annotated[float, Within(-1e308, 1e308)]
+_Numbers: TypeAlias = Annotated[tuple[_Number, ...], Within(1)]
+_Codes: TypeAlias = Annotated[Mapping[str, int], Within(1)]
 
 
 class Transform(ABC):
@@ -27,9 +33,9 @@ class Transform(ABC):
 
     needs_scan = False
 
-    def __init__(self, column: str, settings: Mapping[str, Any]) -> None:
+    def __init__(self, column: str, settings: Fields) -> None:
         self.column = column
-        self.settings = settings
+        self.settings = settings.given
 
     def scan(self, rows: Column) -> None:  # noqa: B027  # most need not
         """Update the statistics with some rows."""
@@ -51,20 +57,14 @@ def make_transforms(spec: FeatureSpec) -> tuple[Transform, ...]:
         "to_categorical": Categorical,
         "no-op": Unchanged,
     }
-    kind, count = kinds[spec.transform], len(spec.columns)
-    return tuple(
-        kind(column, _settings_of_column(spec.settings, number, count))
-        for number, column in enumerate(spec.columns)
-    )
-
-
-def _settings_of_column(settings: Mapping[str, Any], number: int, count: int) -> Mapping[str, Any]:
-    if count == 1:
-        return settings
-    return {
-        key: value[number] if isinstance(value, list) and len(value) == count else value
-        for key, value in settings.items()
-    }
+    kind, count, made = kinds[spec.transform], len(spec.columns), []
+    for number, column in enumerate(spec.columns):
+        settings = {
+            key: value[number] if count > 1 and isinstance(value, list) and len(value) == count else value
+            for key, value in spec.settings.items()
+        }
+        made.append(kind(column, Fields(settings, f"{spec.transform} of the column {column!r}")))
+    return tuple(made)
 
 
 def join_settings(of_columns: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -80,12 +80,10 @@ def join_settings(of_columns: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 class Unchanged(Transform):
     """Numbers without change; texts are split at ``separator``."""
 
-    def __init__(self, column: str, settings: Mapping[str, Any]) -> None:
+    def __init__(self, column: str, settings: Fields) -> None:
         super().__init__(column, settings)
-        self._separator = _text(settings, "separator", column)
-        self._width = settings.get("truncate_dim")
-        if self._width is not None and (type(self._width) is not int or self._width < 1):
-            raise ConfigError(f"truncate_dim of {column!r} is {self._width!r}; give a whole number above 0")
+        self._separator = settings.value("separator", _Text | None)
+        self._width = settings.value("truncate_dim", Annotated[int, Within(1)] | None)
 
     def apply(self, rows: Column) -> Array:
         found = _matrix(rows, self._separator)
@@ -101,11 +99,13 @@ class _Scaled(Transform):
     _reductions: ClassVar[Mapping[str, np.ufunc]]
     """Setting with a statistic -> how it is found."""
 
-    def __init__(self, column: str, settings: Mapping[str, Any]) -> None:
+    def __init__(self, column: str, settings: Fields) -> None:
         super().__init__(column, settings)
-        given = {key: _numbers(settings, key, column) for key in self._reductions}
-        self._found = {key: values for key, values in given.items() if values is not None}
-        self._missing = [key for key in given if key not in self._found]
+        self._found: dict[str, Array] = {}
+        for key in filter(settings.has, self._reductions):
+            kind = _Numbers if isinstance(settings.given[key], list) else _Number
+            self._found[key] = np.array(settings.value(key, kind), np.float64, ndmin=1)
+        self._missing = [key for key in self._reductions if key not in self._found]
 
     def scan(self, rows: Column) -> None:
         matrix = self._matrix(rows)
@@ -129,25 +129,21 @@ class MaxMin(_Scaled):
 
     _reductions: ClassVar = {"min_val": np.minimum, "max_val": np.maximum}
 
-    def __init__(self, column: str, settings: Mapping[str, Any]) -> None:
+    def __init__(self, column: str, settings: Fields) -> None:
         super().__init__(column, settings)
-        self._bounds = {key: _number(settings, key, column) for key in ("min_bound", "max_bound")}
+        self._bounds = {key: settings.value(key, _Number | None) for key in ("min_bound", "max_bound")}
 
     def finalize(self, where: str) -> Mapping[str, Any]:
         if len(self._found) < 2:
-            raise DatasetError(
-                f"{where}: column {self.column!r} has no row to find its minimum and maximum in"
-            )
+            raise column_error(where, self.column, "has no row to find its minimum and maximum in")
         for key, name, nearer in (("min_val", "min_bound", np.maximum), ("max_val", "max_bound", np.minimum)):
             bound = self._bounds[name]
             if key in self._missing and bound is not None:
                 self._found[key] = nearer(self._found[key], bound)
         low, high = self._found["min_val"], self._found["max_val"]
         if (high <= low).any():
-            raise DatasetError(
-                f"{where}: column {self.column!r}: its maximum {high.max()} is not above its "
-                f"minimum {low.min()}, and max_min_norm would divide by 0; leave the column out"
-            )
+            problem = f"has the maximum {high.max()}, which is not above its minimum {low.min()}"
+            raise column_error(where, self.column, f"{problem}; max_min_norm would divide by 0: leave it out")
         return {**self.settings, "min_val": low.tolist(), "max_val": high.tolist()}
 
     def apply(self, rows: Column) -> Array:
@@ -165,10 +161,10 @@ class Standard(_Scaled):
     def finalize(self, where: str) -> Mapping[str, Any]:
         total = self._found.get("sum")
         if total is None or (total == 0).any():
-            raise DatasetError(
-                f"{where}: column {self.column!r}: the sum of its values is 0, and standard would "
-                "divide by it; take max_min_norm, or leave the column out"
+            problem = (
+                "has values of sum 0, by which standard would divide; take max_min_norm, or leave it out"
             )
+            raise column_error(where, self.column, problem)
         return {**self.settings, "sum": total.tolist()}
 
     def apply(self, rows: Column) -> Array:
@@ -181,37 +177,25 @@ class Categorical(Transform):
 
     needs_scan = True
 
-    def __init__(self, column: str, settings: Mapping[str, Any]) -> None:
+    def __init__(self, column: str, settings: Fields) -> None:
         super().__init__(column, settings)
-        self._separator = _text(settings, "separator", column)
-        mapping = settings.get("mapping")
-        self._given = mapping is not None
+        self._separator = settings.value("separator", _Text | None)
+        self._given = settings.has("mapping")
         self._seen: set[str] = set()
-        self._codes: Mapping[str, int] = {}
-        if mapping is not None:
-            self._codes = mapping if isinstance(mapping, dict) else {}
-            are_whole = all(type(number) is int for number in self._codes.values())
-            if not are_whole or not self._codes or {*self._codes.values()} != {*range(len(self._codes))}:
-                raise ConfigError(
-                    f"mapping of {column!r} must give each text a number, from 0 on without gaps"
-                )
+        self._codes: Mapping[str, int] = settings.value("mapping", _Codes | None) or {}
+        if self._given and {*self._codes.values()} != {*range(len(self._codes))}:
+            raise settings.wrong("mapping", "a number for each text, from 0 on without gaps")
 
     def scan(self, rows: Column) -> None:
         if not self._given:
-            add_texts(
-                self._seen,
-                self._texts(rows)[1],
-                rows,
-                "to_categorical makes a column of each; encode it otherwise",
-            )
+            why = "to_categorical makes a column of each; encode it otherwise"
+            add_texts(self._seen, self._texts(rows)[1], rows, why)
 
     def finalize(self, where: str) -> Mapping[str, Any]:
         if not self._given:
             self._codes = {text: number for number, text in enumerate(sorted(self._seen))}
         if not self._codes:
-            raise DatasetError(
-                f"{where}: column {self.column!r} has no value to make a category of; leave it out"
-            )
+            raise column_error(where, self.column, "has no value to make a category of; leave it out")
         return {**self.settings, "mapping": dict(self._codes)}
 
     def apply(self, rows: Column) -> Array:
@@ -255,32 +239,6 @@ def _matrix(rows: Column, separator: str | None = None) -> Array:
     return found.reshape(len(found), -1) if found.ndim == 1 else found
 
 
-def _number(settings: Mapping[str, Any], key: str, column: str) -> float | None:
-    value = settings.get(key)
-    if value is not None and not _is_number(value):
-        raise ConfigError(f"{key} of {column!r} is {value!r}; give a number")
-    return value
-
-
-def _numbers(settings: Mapping[str, Any], key: str, column: str) -> Array | None:
-    value = settings.get(key)
-    values = value if isinstance(value, list) else [value]
-    if value is not None and not (values and all(map(_is_number, values))):
-        raise ConfigError(f"{key} of {column!r} is {value!r}; give a number, or a list of them")
-    return None if value is None else np.array(values, np.float64)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _text(settings: Mapping[str, Any], key: str, column: str) -> str | None:
-    value = settings.get(key)
-    if value is not None and (not isinstance(value, str) or not value):
-        raise ConfigError(f"{key} of {column!r} is {value!r}; give a text that is not empty")
-    return value
-
-
 @final
 class Features:
     """Features of one type; features with the same name are columns of one tensor."""
@@ -293,15 +251,9 @@ class Features:
             self._tensors.setdefault(spec.name, []).extend(transforms)
         self._scanned = [one for transforms in self._of_spec for one in transforms if one.needs_scan]
         self._batch_bytes = batch_bytes
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self._tensors)
-
-    @property
-    def scanned_columns(self) -> tuple[str, ...]:
+        self.names = tuple(self._tensors)
+        self.scanned_columns = tuple(one.column for one in self._scanned)
         """Columns that must be scanned in full before they are transformed."""
-        return tuple(one.column for one in self._scanned)
 
     def scan(self, piece: Piece) -> None:
         for one in self._scanned:
