@@ -36,6 +36,7 @@ def write(folder: ArrayFolder, rows: Any = ROWS) -> None:
         stream.append(rows[4:4])
         stream.append(rows[4:])
         writer.put("flags", np.array([True, False]))
+        writer.put("none", np.empty((0, 3), np.float16))
         writer.publish(FACTS)
 
 
@@ -51,16 +52,10 @@ def test_what_is_written_is_mapped(tmp_path: Path, mode: Any) -> None:
     facts, arrays = folder.read(mode)
     assert facts == FACTS
     assert np.array_equal(arrays["rows"], ROWS)
-    assert arrays["flags"].tolist() == [True, False]
+    assert (arrays["flags"].tolist(), arrays["none"].shape) == ([True, False], (0, 3))
     assert (arrays["rows"].flags.writeable, arrays["rows"].flags.owndata) == (mode == "c", False)
     assert names(tmp_path / "a") == ["b"]
-    assert names(tmp_path / "a/b") == ["flags.npy", "rows.npy", STAMP]
-
-
-def test_empty_arrays(tmp_path: Path) -> None:
-    folder = ArrayFolder(tmp_path / "a")
-    assert folder.keep({"x": np.empty((0, 3), np.float16), "y": np.empty(0, np.int64)}, {}, "it")
-    assert {name: array.shape for name, array in folder.read()[1].items()} == {"x": (0, 3), "y": (0,)}
+    assert names(tmp_path / "a/b") == ["flags.npy", "none.npy", "rows.npy", STAMP]
 
 
 @pytest.mark.parametrize("name", ["rows.npy", STAMP])
