@@ -5,7 +5,6 @@ Public names are imported on first use, so that ``import dglx_dist`` and ``dglx 
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -85,7 +84,8 @@ def __getattr__(name: str) -> object:
         raise AttributeError(
             f"module 'dglx_dist' has no attribute {name!r}; public names: {', '.join(__all__)}"
         )
-    return getattr(importlib.import_module(_MODULE_OF[name]), name)
+    # With a fromlist, as a name may be a module of its own that nobody has imported yet.
+    return getattr(__import__(_MODULE_OF[name], fromlist=[name]), name)
 
 
 def __dir__() -> list[str]:

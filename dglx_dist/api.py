@@ -44,7 +44,6 @@ from dglx_dist.data.storage.files import (
 from dglx_dist.data.storage.manifest import check_target, read_manifest
 from dglx_dist.data.storage.reader import open_dataset, verify_files
 from dglx_dist.data.storage.writer import FeatureDtype
-from dglx_dist.dataloading.edge_loader import samples_edges
 from dglx_dist.dataloading.step_loader import whole_number
 from dglx_dist.errors import ConfigError, DatasetError, PeerError, StorageError
 from dglx_dist.graph.dist_graph import DistGraph
@@ -528,7 +527,8 @@ def DataLoader(g: DistGraph, indices: Any, graph_sampler: Any, **options: Any) -
     """
     inner = _distributed(g)
     strategy = strategy_of(inner.session)
-    make = strategy.edge_loader if samples_edges(graph_sampler) else strategy.loader
+    of_edges = isinstance(graph_sampler, dgl.dataloading.EdgePredictionSampler)
+    make = strategy.edge_loader if of_edges else strategy.loader
     return make(inner, indices, graph_sampler, **options)
 
 

@@ -65,33 +65,24 @@ _NUM_CHECKED = 1024
 """Edges of a rank whose ends are compared with those of their reverse edges."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExcludeRule:
-    """The exclusion options, named as in DGL."""
-
-    exclude: Any = None
-    """None, one of :data:`MODES`, or a function of the batch's edge ids to edge ids."""
-    reverse_eids: Any = None
-    """For ``reverse_id``: (E,) ids by edge id, or a dict of them by edge type."""
-    reverse_etypes: Any = None
-    """For ``reverse_types``: edge type to the type of its reverse edges."""
-
-
-def read_rule(g: DistGraph, rule: ExcludeRule, edges: Edges) -> Reverse:
+def read_rule(
+    g: DistGraph, edges: Edges, exclude: Any, reverse_eids: Any = None, reverse_etypes: Any = None
+) -> Reverse:
     """Check what one rank can check, for its ``edges``; return what the options say of reverse edges.
+
+    The options are those of :class:`DistEdgeDataLoader`, without fixed ids.
 
     Raises:
         ConfigError: the mode is unknown, an option that it needs is missing or of the wrong length or dtype,
             or an option is given that it does not use; or a given reverse edge is none.
     """
-    exclude = rule.exclude
     if exclude is not None and not callable(exclude) and exclude not in MODES:
         raise ConfigError(f"exclude={exclude!r}; choose None, {', '.join(map(repr, MODES))}, or a function")
     ids = "dx.reverse_edge_ids(g) finds them in the ids of the partitioned graph"
     types = "give {edge type: type of its reverse edges}"
     for name, mode, given, advice in (
-        ("reverse_eids", "reverse_id", rule.reverse_eids, ids),
-        ("reverse_etypes", "reverse_types", rule.reverse_etypes, types),
+        ("reverse_eids", "reverse_id", reverse_eids, ids),
+        ("reverse_etypes", "reverse_types", reverse_etypes, types),
     ):
         if exclude == mode and given is None:
             raise ConfigError(f"exclude={mode!r} needs {name}=; {advice}")
@@ -102,7 +93,7 @@ def read_rule(g: DistGraph, rule: ExcludeRule, edges: Edges) -> Reverse:
     if exclude not in ("reverse_id", "reverse_types"):
         return {}
     by_id = exclude == "reverse_id"
-    reverse = _reverse_tables(g, rule.reverse_eids) if by_id else _reverse_types(g, rule.reverse_etypes)
+    reverse = _reverse_tables(g, reverse_eids) if by_id else _reverse_types(g, reverse_etypes)
     missing = [etype for etype in _etypes_with_items(edges) if etype not in reverse]
     if missing:
         raise ConfigError(
@@ -466,7 +457,7 @@ class DistEdgeDataLoader(StepLoader[EdgeType, EdgeBatch, EdgesBatch]):
         drop_last: bool = False,
         **options: Any,
     ) -> None:
-        rule = ExcludeRule(exclude=exclude, reverse_eids=reverse_eids, reverse_etypes=reverse_etypes)
+        rule = {"exclude": exclude, "reverse_eids": reverse_eids, "reverse_etypes": reverse_etypes}
         options |= {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last}
         read = run_on_all_ranks(
             g.session, lambda: _checked(g, eids, sampler, rule, negative_sampler, options), ConfigError
@@ -507,18 +498,13 @@ class DistEdgeDataLoader(StepLoader[EdgeType, EdgeBatch, EdgesBatch]):
         return nodes, graphs[0], graphs[1], blocks
 
 
-def samples_edges(sampler: object) -> bool:
-    """Whether ``sampler`` is DGL's ``as_edge_prediction_sampler(...)``."""
-    return isinstance(sampler, EdgePredictionSampler)
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Checked:
     """The options of an edge loader, checked on one rank, with DGL's wrapper taken off the node sampler."""
 
     sampler: Any
     exclude: Any
-    """As of :class:`ExcludeRule`; fixed ids are in ``options``."""
+    """None, one of :data:`MODES`, or a function of edge ids; fixed ids are in ``options``."""
     reverse: Reverse
     negative: Any
     items: Items[EdgeType]
@@ -530,27 +516,25 @@ def _checked(
     g: DistGraph,
     eids: Ids | Mapping[Any, Ids],
     sampler: Any,
-    rule: ExcludeRule,
+    rule: dict[str, Any],
     negative: Any,
     options: Mapping[str, Any],
 ) -> _Checked:
     labels: Any = ()
     if isinstance(sampler, EdgePredictionSampler):
-        _check_wrapper(sampler, (rule.exclude, rule.reverse_eids, rule.reverse_etypes, negative))
-        rule = ExcludeRule(
-            exclude=sampler.exclude, reverse_eids=sampler.reverse_eids, reverse_etypes=sampler.reverse_etypes
-        )
+        _check_wrapper(sampler, (*rule.values(), negative))
+        rule = {name: getattr(sampler, name) for name in rule}
         sampler, negative, labels = sampler.sampler, sampler.negative_sampler, sampler.prefetch_labels
     read_sampler(sampler)
     read = read_options(options)
-    if rule.exclude is not None and not isinstance(rule.exclude, str) and not callable(rule.exclude):
-        # Fixed edges.
-        read, rule = replace(read, exclude=rule.exclude), replace(rule, exclude=None)
+    fixed = rule["exclude"]
+    if fixed is not None and not isinstance(fixed, str) and not callable(fixed):
+        read, rule = replace(read, exclude=fixed), {**rule, "exclude": None}
     items = read_items(eids, {etype: g.num_edges(etype) for etype in g.canonical_etypes}, "edge")
     return _Checked(
         sampler=sampler,
-        exclude=rule.exclude,
-        reverse=read_rule(g, rule, items.ids),
+        exclude=rule["exclude"],
+        reverse=read_rule(g, items.ids, **rule),
         negative=read_negative(negative),
         items=items,
         options=read,

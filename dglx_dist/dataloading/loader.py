@@ -17,7 +17,6 @@ from dglx_dist.dataloading.feature_fetch import Columns, Precision, RowMemory
 from dglx_dist.dataloading.kernels import Schema
 from dglx_dist.dataloading.minibatch import (
     BatchMaker,
-    Excluded,
     KernelMaker,
     MiniBatch,
     NodeIds,
@@ -61,9 +60,7 @@ def open_maker(g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOpti
     signature = f"fanouts={plan.fanouts}, replace={plan.replace}, prob={plan.weights!r}"
     check_equal(g.session, "the sampler", signature)
     if draws is None:
-        return SamplerMaker(
-            lambda seeds, exclude: _call_sampler(sampler, g, seeds, exclude), g.kvstore, columns, g.ntypes
-        )
+        return SamplerMaker(sampler, g, columns)
     return KernelMaker(_source(g, draws, plan.weights), draws, g.kvstore, columns)
 
 
@@ -191,15 +188,6 @@ def _excluded(exclude: Any, g: DistGraph) -> dict[EdgeType, Array]:
         return {}
     counts = {etype: g.num_edges(etype) for etype in g.canonical_etypes}
     return {etype: np.unique(ids) for etype, ids in by_type(exclude, counts, "edge").items() if len(ids)}
-
-
-def _call_sampler(sampler: Any, g: DistGraph, seeds: NodeIds, exclude: Excluded) -> Any:
-    edges = {etype: torch.from_numpy(ids) for etype, ids in exclude.items() if len(ids)}
-    if not edges:
-        return sampler.sample(g, seeds)
-    # DGL's samplers take plain ids where there is one edge type.
-    excluded = edges if len(g.canonical_etypes) > 1 else next(iter(edges.values()))
-    return sampler.sample(g, seeds, exclude_eids=excluded)
 
 
 Batch: TypeAlias = tuple[NodeIds, NodeIds, list[DGLBlock]]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
-from typing import NoReturn, TypeAlias, final
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, final
 
 import dgl
 import numpy as np
@@ -26,6 +26,9 @@ from dglx_dist.dataloading.sampler import BatchSource, Draws
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.records import EDGE_TYPE, Array, EdgeType
+
+if TYPE_CHECKING:
+    from dglx_dist.graph.dist_graph import DistGraph
 
 
 def build_block(indptr: Tensor, sources: Tensor, num_src: int, etype: EdgeType = EDGE_TYPE) -> DGLBlock:
@@ -111,9 +114,6 @@ Excluded: TypeAlias = Mapping[EdgeType, Array]
 NodeIds: TypeAlias = Tensor | dict[str, Tensor]
 """(n,) int64 global ids; a dict of them by type when the graph has more than one node type."""
 
-SampleBlocks: TypeAlias = Callable[[NodeIds, Excluded], tuple[NodeIds, NodeIds, list[DGLBlock]]]
-"""Seeds and excluded edges to input nodes, output nodes and blocks."""
-
 NOTHING_EXCLUDED: Excluded = MappingProxyType({})
 
 
@@ -137,17 +137,17 @@ class MiniBatch:
 class SamplerMaker:
     """The :class:`dglx_dist.dataloading.step_loader.Maker` of blocks around nodes by a sampler's own code."""
 
-    def __init__(self, sample: SampleBlocks, store: KVStore, columns: Columns, ntypes: Sequence[str]) -> None:
-        self._sample, self._store, self._columns, self._ntypes = sample, store, columns, tuple(ntypes)
+    def __init__(self, sampler: Any, g: DistGraph, columns: Columns) -> None:
+        self._sampler, self._g, self._columns = sampler, g, columns
 
     def make(self, seeds: Seeds, epoch: int, exclude: Excluded = NOTHING_EXCLUDED) -> MiniBatch:
         begin = time.perf_counter()
-        input_nodes, output_nodes, blocks = self._sample(_node_ids(seeds, self._ntypes), exclude)
+        input_nodes, output_nodes, blocks = self._sample(_node_ids(seeds, self._g.ntypes), exclude)
         sampled = time.perf_counter()
         edges = [edges_of(block) for block in blocks] if self._columns.edges else []
         inputs, targets = self._arrays(input_nodes), self._arrays(output_nodes)
         # Nodes of a user's sampler may be repeated.
-        submit_columns(self._store, self._columns, inputs, targets, edges, distinct=False)(blocks)
+        submit_columns(self._g.kvstore, self._columns, inputs, targets, edges, distinct=False)(blocks)
         end = time.perf_counter()
         return MiniBatch(
             input_nodes=input_nodes,
@@ -166,9 +166,17 @@ class SamplerMaker:
     def sampling_signature(self) -> str:
         return ""
 
+    def _sample(self, seeds: NodeIds, exclude: Excluded) -> Any:
+        edges = {etype: torch.from_numpy(ids) for etype, ids in exclude.items() if len(ids)}
+        if not edges:
+            return self._sampler.sample(self._g, seeds)
+        # DGL's samplers take plain ids where there is one edge type.
+        excluded = edges if len(self._g.canonical_etypes) > 1 else next(iter(edges.values()))
+        return self._sampler.sample(self._g, seeds, exclude_eids=excluded)
+
     def _arrays(self, nodes: NodeIds) -> dict[str, Array]:
         if isinstance(nodes, Tensor):
-            return {self._ntypes[0]: nodes.numpy()}
+            return {self._g.ntypes[0]: nodes.numpy()}
         return {ntype: ids.numpy() for ntype, ids in nodes.items()}
 
 

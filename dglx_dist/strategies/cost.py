@@ -609,9 +609,9 @@ def traffic_with_sums(
     )
 
 
-def ring_split(num_bytes: int, cluster: Cluster, steps: int) -> tuple[int, int]:
-    """Return the bytes (between servers, within servers) of ``steps`` ring all-reduces over all ranks."""
-    ranks, server_of, outside, inside = cluster.ranks, cluster.server_of_rank, 0, 0
+def ring_split(num_bytes: int, server_of: Sequence[int], steps: int) -> tuple[int, int]:
+    """Return the bytes (between servers, within) of ``steps`` ring all-reduces by ranks on (W,) servers."""
+    ranks, outside, inside = len(server_of), 0, 0
     for rank in range(ranks) if ranks > 1 else ():
         sent = ring_bytes(num_bytes, ranks, rank) * steps
         if server_of[rank] == server_of[(rank + 1) % ranks]:

@@ -148,7 +148,7 @@ def _traffic(known: Measured, cache: CacheHits | None) -> Traffic:
     row, work = ID_BYTES + known.graph.feature_bytes, known.mini_batches
     hits, rows = (0, 0) if cache is None else (cache.hits, cache.rows)
     phases = row_bytes(replace(work.survey, feature_bytes=work.survey.feature_bytes - hits * row))
-    sums = ring_split(known.shape.gradient_bytes, known.cluster, work.steps)
+    sums = ring_split(known.shape.gradient_bytes, known.cluster.server_of_rank, work.steps)
     return traffic_with_sums(phases, {}, sums, once=rows * row, exact=work.counted)
 
 

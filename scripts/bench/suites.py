@@ -23,7 +23,6 @@ PROGRAMS: Mapping[str, tuple[str, str]] = {
     "same_bits": ("micro.same_bits:main", "digests of weights, losses, bytes: equal in two checkouts?"),
     "sampling": ("micro.sampling:main", "neighbour sampling beside stock DGL"),
     "halo": ("micro.halo:main", "how much of a link the halo exchange uses; under netlab"),
-    "expansion": ("micro.expansion:main", "what preloading neighbourhoods costs, by hop and cut"),
     "real_data": ("micro.real_data:main", "accuracy on real graphs, one process beside two ranks"),
     "worker": ("worker:serve", ""),
 }

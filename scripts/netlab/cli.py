@@ -239,7 +239,7 @@ def outcome_table(outcome: LabOutcome) -> Table:
     table = Table(
         box=box.SIMPLE_HEAD,
         pad_edge=False,
-        title=f"{outcome.label}: {took}",
+        title=f"{outcome.lab['label']}: {took}",
         title_justify="left",
         caption=_LEGEND if counted else _NO_LEDGER,
         caption_justify="left",

@@ -20,7 +20,7 @@ from dglx_dist.comm.trace import UNFINISHED, Pass
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.records import EpochRecord
 from scripts.json_records import read_record
-from scripts.netlab.base import Card, Lab, label
+from scripts.netlab.base import Card, Lab
 from scripts.netlab.launch import LabRun
 from scripts.out_files import make_folder, write_text, writing_to
 
@@ -193,10 +193,8 @@ def compare(cards_before: Sequence[Card], cards_after: Sequence[Card], trace: Tr
 class LabOutcome:
     """One command on one lab."""
 
-    label: str
-    """What was emulated, for a heading: "namespaces, 100mbit between servers" or "loopback, ..."."""
     lab: dict[str, object]
-    """What :meth:`Lab.describe` said."""
+    """What :meth:`Lab.describe` said; its ``label`` is for headings."""
     command: tuple[str, ...]
     ranks_per_server: int
     run: LabRun
@@ -219,7 +217,7 @@ class LabOutcome:
         done.pop("trace_folder")
         told = [{**asdict(one), "ratio": one.ratio, "verdict": one.verdict} for one in self.witnesses]
         return {
-            "label": self.label,
+            "label": self.lab["label"],
             "lab": self.lab,
             "command": list(self.command),
             "ranks_per_server": self.ranks_per_server,
@@ -244,7 +242,6 @@ def find_outcome(lab: Lab, command: Sequence[str], ranks_per_server: int, run: L
         except StorageError as error:
             missing = str(error)
     return LabOutcome(
-        label=label(lab),
         lab=lab.describe(),
         command=tuple(command),
         ranks_per_server=ranks_per_server,

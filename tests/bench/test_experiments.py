@@ -11,7 +11,7 @@ import pytest
 from dglx_dist.planner.records import Rate
 from dglx_dist.strategies.cost import Survey
 from scripts.bench import suites
-from scripts.bench.experiments import common, data_parallel
+from scripts.bench.experiments import data_parallel
 from scripts.bench.notes import read_notes
 from scripts.bench.records import BenchPlan, MatchedPhi
 from scripts.bench.simulate import ComputeCost, Line
@@ -30,6 +30,9 @@ def test_d1_predicts_from_counted_bytes_and_measures_both_at_the_rate_that_suits
     by_name = {ratio.name: ratio for ratio in small_d1.ratios}
     bytes_of = small_d1.facts["payload bytes of an epoch"]
     assert by_name["bytes, random / metis"].predicted == pytest.approx(bytes_of["random"] / bytes_of["metis"])
+    assert small_d1.facts["predicted at phi 0.65, all overlapped"] == pytest.approx(
+        min(1 / 0.35, bytes_of["random"] / bytes_of["metis"]), abs=0.006
+    )
     matched = by_name["random / metis at phi 0.65"]
     assert matched.low == 1.5
     assert matched.predicted == pytest.approx(1 / (0.35 + 0.65 * bytes_of["metis"] / bytes_of["random"]))
@@ -78,11 +81,6 @@ def found(**changed: Any) -> Survey:
         "feature_bytes": 0, "sampling_bytes": 0, "label_bytes": 0, "gradient_bytes": 0,
     }  # fmt: skip
     return Survey(**{**fields, **changed})
-
-
-def test_the_closed_form() -> None:
-    assert common.speedup_hidden(0.8, 0.25) == pytest.approx(4.0)
-    assert common.speedup_hidden(0.8, 0.1) == pytest.approx(5.0)
 
 
 def test_weak_scaling_by_hand() -> None:

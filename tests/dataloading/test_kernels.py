@@ -73,20 +73,8 @@ def test_hashed_numbering_is_the_direct_one(fanouts: list[int]) -> None:
         assert one.tolist() == other.tolist()
 
 
-DIRECT = Table(np.zeros(100, np.uint32), np.empty(0, np.int64), 1)
-
-
 def hashed(capacity: int) -> Table:
     return Table(np.zeros(capacity, np.uint32), np.empty(capacity, np.int64), 1)
-
-
-@pytest.mark.parametrize("table", [DIRECT, hashed(16)], ids=["direct", "hashed"])
-def test_numbers_in_order_of_first_sight(table: Table) -> None:
-    nodes, local = np.empty(8, np.int64), np.empty(6, np.int64)
-    count = number(table, np.array([7, 3, 7, 99, 3, 0]), nodes, 0, local)
-    assert count == 4
-    assert local.tolist() == [0, 1, 0, 2, 1, 3]
-    assert nodes[:4].tolist() == [7, 3, 99, 0]
 
 
 def numbered(keys: np.ndarray, count: int) -> NumberedNodes:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
+
 import dgl
 import numpy as np
 import pytest
 import torch
 from dgl import nn as dgl_nn
+from dgl.dataloading import NeighborSampler
 
+from dglx_dist.comm.session import start_session
 from dglx_dist.dataloading.kernels import Workspace
+from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.dataloading.minibatch import BatchBlockBuilder
 from dglx_dist.dataloading.sampler import WholeSource
+from dglx_dist.graph.dist_graph import DistGraph
 from tests.dataloading.shop import edges_in, shop_draws, typed_shop
 from tests.helpers.ranks import run_ranks
 
@@ -71,14 +77,6 @@ def test_moved_blocks_of_several_types_keep_their_ids() -> None:
 
 
 def same_seeds_on_all(folder: str) -> list[str]:
-    import warnings
-
-    from dgl.dataloading import NeighborSampler
-
-    from dglx_dist.comm.session import start_session
-    from dglx_dist.dataloading.loader import DataLoader
-    from dglx_dist.graph.dist_graph import DistGraph
-
     with start_session(timeout_s=60), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         DataLoader(DistGraph(folder), [1, 2, 3], NeighborSampler([2]))

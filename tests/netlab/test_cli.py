@@ -248,13 +248,3 @@ def test_up_and_status_say_what_is_missing(own_notes: Path, monkeypatch: pytest.
     assert "apt-get install iproute2" in str(refused)
     assert told.exit_code == 0
     assert "apt-get install iproute2" in told.output
-
-
-def test_a_damaged_lab_is_named_and_down_all_removes_it(own_notes: Path) -> None:
-    own_notes.mkdir()
-    (own_notes / "slow.json").write_text("{")
-    refused = lab("status").exception
-    assert isinstance(refused, LabError)
-    assert str(own_notes / "slow.json") in str(refused)
-    assert lab("down", "--all").output == "down: slow\n"
-    assert lab("status").output == "no lab is up\n"

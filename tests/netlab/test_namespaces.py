@@ -20,7 +20,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.planner.records import Rate
 from scripts.netlab import cgroups, labs, servers, state
 from scripts.netlab.base import LabError, LabSpec
-from scripts.netlab.labs import NamespaceLab, attach, open_detached, open_lab
+from scripts.netlab.labs import NamespaceLab, attach, open_lab
 from scripts.netlab.servers import CARD, Holder, Process, cgroup_name, wait_until_ended
 from tests.helpers.cgroups import quota_of
 from tests.netlab.helpers import LIMIT_S, lab_of, output, python, reaches
@@ -305,14 +305,6 @@ def test_a_lab_stays_up_for_other_processes_until_it_is_taken_down(lab_name: str
     assert _traces_of(lab_name) == []
     with pytest.raises(ConfigError, match="no lab called"):
         attach(lab_name)
-
-
-def test_down_ends_what_runs_inside(lab_name: str) -> None:
-    lab = open_detached(LabSpec(servers=1), lab_name)
-    child = subprocess.Popen(lab.servers[0].inside(["sleep", "600"]))
-    state.take_down(lab_name)
-    assert child.wait(timeout=LIMIT_S) != 0
-    assert _traces_of(lab_name) == []
 
 
 def test_closing_leaves_another_lab_that_got_the_name(lab_name: str) -> None:

@@ -389,7 +389,7 @@ def _traffic(known: Measured, work: FullWork, *, use_pp: bool) -> Traffic:
     return traffic_with_sums(
         outside,
         inside,
-        ring_split(known.shape.gradient_bytes, known.cluster, work.steps),
+        ring_split(known.shape.gradient_bytes, known.cluster.server_of_rank, work.steps),
         once=work.external_rows * (ID_BYTES + row) + halo,
         exact=work.counted and one_planner and widths_known,
     )

@@ -168,7 +168,7 @@ def _traffic(known: Measured, first: FirstLayer, size: int, *, pushed: bool) -> 
     others, away = _others_of_group(cluster, size)
     crossing = {name: count * away // others if others else 0 for name, count in in_group.items()}
     inside = {name: count - crossing[name] for name, count in in_group.items()}
-    sums = ring_split(first.replicated_bytes, cluster, work.steps)
+    sums = ring_split(first.replicated_bytes, cluster.server_of_rank, work.steps)
     groups = cluster.ranks // size
     if groups > 1:
         # Every part's ring has the same bytes, up to columns that do not divide evenly.

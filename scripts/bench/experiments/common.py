@@ -88,8 +88,3 @@ def predicted_time(phi: float, kappa: float, beta: float) -> float:
     overlaps, because a layer waits for its rows; traffic within a server is free.
     """
     return (1.0 - phi) * kappa + phi * beta
-
-
-def speedup_hidden(phi: float, beta: float) -> float:
-    """Return 1 / max(1 - phi, beta): the network is always busy, and computing overlaps with it."""
-    return 1.0 / max(1.0 - phi, beta)

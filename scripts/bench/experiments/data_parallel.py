@@ -14,7 +14,7 @@ from dglx_dist.prepare import PartitionPlan
 from dglx_dist.strategies.cost import Survey
 from scripts.bench import data
 from scripts.bench.data import calibrated, survey
-from scripts.bench.experiments.common import GIGABIT, clustered, predicted_time, speedup_hidden, trained
+from scripts.bench.experiments.common import GIGABIT, clustered, predicted_time, trained
 from scripts.bench.records import BenchPlan, ExperimentPlan, MatchedPhi, Ratio, Shape
 
 SERVERS = 4
@@ -86,7 +86,8 @@ def partition(plan: BenchPlan, size: Size) -> ExperimentPlan:
         trained(f"{name}, {GIGABIT}", folder, params, shape=SHAPE, rate=GIGABIT)
         for name, folder in folders.items()
     ]
-    added, hidden = 1.0 / predicted_time(PHI, 1.0, bytes_ratio), speedup_hidden(PHI, bytes_ratio)
+    # One after the other, and with a network that is always busy while computing overlaps with it.
+    added, hidden = 1.0 / predicted_time(PHI, 1.0, bytes_ratio), 1.0 / max(1.0 - PHI, bytes_ratio)
     both: Any = {"over": "random", "under": "metis"}
     at_gigabit: Any = {name: f"{variant}, {GIGABIT}" for name, variant in both.items()}
     return ExperimentPlan(

@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from dglx_dist.comm.ledger import ring_bytes
-from dglx_dist.comm.topology import Topology
 from dglx_dist.data.storage.reader import open_dataset, open_structure
 from dglx_dist.data.synthetic import SyntheticConfig
 from dglx_dist.graph.partition_book import Placement
@@ -18,11 +16,10 @@ from dglx_dist.graph.structure import ReplicatedStructure
 from dglx_dist.planner.model_shape import shape_of_module, topology_of
 from dglx_dist.planner.records import Rate
 from dglx_dist.prepare import PartitionPlan
-from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array
-from dglx_dist.strategies.cost import ModelShape, PartitionContext
-from dglx_dist.strategies.full_graph.cost import FullWork, exchanged_bytes, full_work_of, sizes_of
-from dglx_dist.strategies.full_graph.expansion import compose
-from dglx_dist.strategies.full_graph.halo_plan import RankPlan
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE
+from dglx_dist.strategies.cost import ID_BYTES, ModelShape, PartitionContext, ring_split
+from dglx_dist.strategies.full_graph.cost import exchanged_bytes, full_work_of, sizes_of
+from dglx_dist.strategies.full_graph.expansion import EasOptions, compose, eas_rule
 from dglx_dist.strategies.full_graph.plan_builder import plan_all, seeds_by_server
 from scripts.bench import data
 from scripts.bench.experiments.common import GIGABIT, builds, clustered, predicted_time, quotient, trained
@@ -51,7 +48,7 @@ BATCHES = 2
 """Cooperative batches of an epoch."""
 LEARNING = (BASE_PP, PRELOAD_PP, EAS, COOPERATIVE)
 """Whose accuracy is drawn: without pp the same numbers come later."""
-_ID_BYTES, _CLASSES = 8, SyntheticConfig().classes
+_CLASSES = SyntheticConfig().classes
 EVERY = 5
 """Epochs from one evaluation to the next."""
 
@@ -202,7 +199,6 @@ def plan_of(
 
     phases = of_all(lambda name, found: dict(found.phases[name]))
     kappas = of_all(lambda name, found: found.kappa(name))
-    once = of_all(lambda name, found: found.once.get(name))
     variants = [_variant(plan, size, one, scheme, counted[one.label]) for one, scheme in pairs]
     fast = [scheme for scheme in schemes if scheme in (BASE_PP, PRELOAD_PP)]
     ratios: list[Ratio] = []
@@ -235,7 +231,12 @@ def plan_of(
             "expansion factor of the servers": facts_of(lambda one: one.expansion),
             KAPPA: kappas,
             PREDICTED_BYTES: phases,
-            PREDICTED_ONCE: {name: found for name, found in once.items() if found is not None},
+            # Features of co-batches are fetched by the run that makes them, here the one that warms up.
+            PREDICTED_ONCE: {
+                one.named(scheme): counted[one.label].once[scheme]
+                for one, scheme in pairs
+                if scheme != COOPERATIVE
+            },
         },
     )
 
@@ -251,27 +252,15 @@ class Counted:
     expansion: list[float]
     """(S,) feature rows that a server holds after preloading, relative to its own nodes: D_i."""
     edges: Mapping[str, tuple[int, ...]]
-    """(S,) aggregated in an epoch; of EAS an upper bound: with all foreign in-neighbours within 1 hop."""
+    """(S,) aggregated in an epoch."""
     phases: Mapping[str, Mapping[str, int]]
     """Bytes of an epoch by ledger phase; of co-batches when they are on disk."""
     once: Mapping[str, int]
-    """Bytes of features that are sent once, ids included, where they are known."""
-    co_batch_features: int
-    """The same of all co-batches."""
+    """Bytes of features that are sent once, ids included; of co-batches when none are on disk."""
 
     def kappa(self, scheme: str) -> float:
         """Return the work of the server with most by that of the baseline's."""
         return round(max(self.edges[scheme]) / max(*self.edges[BASE], 1), 3)
-
-
-def gradient_bytes(shape: ModelShape, topology: Topology) -> int:
-    """Return the bytes between servers of a step's ring all-reduce of gradients."""
-    servers, ranks = topology.server_of_rank, topology.world_size
-    return sum(
-        ring_bytes(shape.gradient_bytes, ranks, rank)
-        for rank in range(ranks)
-        if servers[rank] != servers[(rank + 1) % ranks]
-    )
 
 
 def count_setting(plan: BenchPlan, size: Size, setting: Setting) -> Counted:
@@ -288,29 +277,23 @@ def count_setting(plan: BenchPlan, size: Size, setting: Setting) -> Counted:
     own = seeds_by_server(context, np.flatnonzero(np.concatenate(masks)))
     pieces = zip(*(compose(mine, BATCHES, "random", seed=plan.seed) for mine in own), strict=True)
 
-    def near(_: object, mine: tuple[int, int], __: object) -> Array:
-        first, last = mine
-        sources = csc.indices[csc.indptr[first] : csc.indptr[last]]
-        return np.union1d(np.arange(first, last), sources)
-
-    layers = setting.layers
+    layers, eas = setting.layers, eas_rule(EasOptions(hops=1, fanout=15), seed=plan.seed)
     exchanging, preloading = ([plan_all(context, own, layers, hops)] for hops in (0, layers))
     steps = {
         **dict.fromkeys((BASE, BASE_PP), exchanging),
         **dict.fromkeys((PRELOAD, PRELOAD_PP), preloading),
-        EAS: [plan_all(context, own, layers, layers, eas=near)],
+        EAS: [plan_all(context, own, layers, layers, eas=eas)],
         COOPERATIVE: [plan_all(context, piece, layers, layers) for piece in pieces],
     }
     ranks = [topology.ranks_of_server(server) for server in range(SERVERS)]
-
-    def work(steps: list[list[RankPlan]]) -> FullWork:
-        sizes = [[sizes_of(made, topology.world_size) for made in step] for step in steps]
-        return full_work_of(np.array(sizes), topology)
-
-    pairs = work(exchanging).outside
-    row = setting.features * shape.itemsize
-    preloaded = work(preloading).external_rows * (_ID_BYTES + row)
-    gradients = gradient_bytes(shape, topology)
+    work = {
+        name: full_work_of(
+            np.array([[sizes_of(one, topology.world_size) for one in step] for step in made]), topology
+        )
+        for name, made in steps.items()
+    }
+    pairs, row = work[BASE].outside, setting.features * shape.itemsize
+    gradients, _ = ring_split(shape.gradient_bytes, topology.server_of_rank, 1)
     sums = {"gradients": gradients}
     plain, kept = (exchanged_bytes(pairs, shape, use_pp=use_pp) for use_pp in (False, True))
     return Counted(
@@ -330,8 +313,10 @@ def count_setting(plan: BenchPlan, size: Size, setting: Setting) -> Counted:
             **dict.fromkeys((PRELOAD, PRELOAD_PP, EAS), sums),
             COOPERATIVE: {"gradients": BATCHES * gradients},
         },
-        once={BASE: 0, BASE_PP: pairs[0] * row, **dict.fromkeys((PRELOAD, PRELOAD_PP), preloaded)},
-        co_batch_features=work(steps[COOPERATIVE]).external_rows * (_ID_BYTES + row),
+        once={
+            **{name: one.external_rows * (ID_BYTES + row) for name, one in work.items()},
+            **{BASE: 0, BASE_PP: pairs[0] * row},
+        },
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from dglx_dist.records import FEATURE, LABEL, NODE_TYPE, Array, NodeColumn, RawG
 from dglx_dist.serverless.cost import prices
 from dglx_dist.strategies.serverless.cost import serverless_bytes
 from scripts.bench import data
-from scripts.bench.experiments.common import bytes_quotient, clustered, quotient
+from scripts.bench.experiments.common import builds, bytes_quotient, clustered, quotient
 from scripts.bench.records import PREDICTED_BYTES, BenchPlan, ExperimentPlan, Job, Ratio, Shape, Variant
 
 SERVERS = 2
@@ -326,9 +325,4 @@ def _unit_rows(features: NodeColumn, rows: Array) -> Array:
     return found.astype(np.float32) / np.maximum(norms, 1e-12)
 
 
-def _build(name: str, plan: BenchPlan) -> ExperimentPlan:
-    size = replace(SIZES.get(plan.suite, SIZES["papers"]), **_PLANS[name][1])
-    return plan_at(name, plan, size)
-
-
-BUILDS = {name: partial(_build, name) for name in _PLANS}
+BUILDS = builds(_PLANS, lambda name, plan, size: plan_at(name, plan, replace(size, **_PLANS[name][1])), SIZES)

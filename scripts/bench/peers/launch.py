@@ -187,16 +187,11 @@ def run_once(
 def _environment(launch: Launch) -> dict[str, str | None]:
     inherited = {name: None for name in inherited_environment() if name.startswith(_PEER_VARIABLES)}
     kept = rank_environment(1, environment={})
-    allocator = {name: value for name, value in kept.items() if name.startswith("MALLOC_")}
-    changes: Mapping[str, Mapping[str, str | None]] = {
-        "unset": dict.fromkeys(allocator),
-        # glibc's own defaults, said so that our ranks leave them alone.
-        "glibc": {**dict.fromkeys(allocator), "MALLOC_PERTURB_": "0"},
-        "tuned": allocator,
-    }
+    tuned = launch.allocator == "tuned"
+    allocator = {name: value if tuned else None for name, value in kept.items() if name.startswith("MALLOC_")}
     return {
         **inherited,
-        **changes[launch.allocator],
+        **allocator,
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
         "PYTHONPATH": str(Path(__file__).parents[3]),

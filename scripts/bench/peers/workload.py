@@ -45,8 +45,8 @@ class Launch:
     """Measured ones."""
     warmup: int = 1
     """Epochs before those."""
-    allocator: Literal["unset", "glibc", "tuned"] = "unset"
-    """unset: as a user of torchrun finds it (ours then keeps freed memory by itself); glibc: the C library's
-    defaults for both; tuned: the settings of ``dglx train`` for both."""
+    allocator: Literal["unset", "tuned"] = "unset"
+    """unset: as a user of torchrun finds it (ours then keeps freed memory by itself); tuned: the settings of
+    ``dglx train`` for both."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """For the system's program alone, JSON values."""
