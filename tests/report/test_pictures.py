@@ -23,52 +23,44 @@ from dglx_dist.report.pictures import (
 from tests.report.records import epoch
 from tests.report.traces import span, trace_of
 
-
-def test_what_lies_beside_work_is_counted_once_and_waiting_is_no_work() -> None:
-    #          0    1    2    3    4    5    6
-    # compute  [forward      ][ wait  ][bwd ]
-    # network       [pull         ]
-    #                    [push              ]
-    spans = [
-        span("forward D", "compute", 0, 3),
-        span("wait for the push", "compute", 3, 5),
-        span("backward D", "compute", 5, 6),
-        span("pull", "network", 1, 4),
-        span("push gradient", "network", 2, 6),
-    ]
-    assert overlap(trace_of(spans)) == pytest.approx(3 / 5)
-
-
-def test_a_wait_inside_a_span_of_work_is_taken_out_of_it() -> None:
-    spans = [
-        span("backward", "compute", 0, 10),
-        span("wait for the all-reduce", "compute", 2, 9),
-        span("all-reduce D", "network", 1, 9),
-    ]
-    assert overlap(trace_of(spans)) == 1 / 8
+#          0    1    2    3    4    5    6
+# compute  [forward      ][ wait  ][bwd ]
+# network       [pull         ]
+#                    [push              ]
+STEP = [
+    span("forward D", "compute", 0, 3),
+    span("wait for the push", "compute", 3, 5),
+    span("backward D", "compute", 5, 6),
+    span("pull", "network", 1, 4),
+    span("push gradient", "network", 2, 6),
+]
+# A wait inside a span of work is taken out of it.
+INSIDE_WORK = [
+    span("backward", "compute", 0, 10),
+    span("wait for the all-reduce", "compute", 2, 9),
+    span("all-reduce D", "network", 1, 9),
+]
+BUSY, SILENT = [span("forward", "compute", 0, 4)], [span("pull", "network", 0, 4)]
 
 
-def test_ranks_are_summed_and_do_not_hide_each_other() -> None:
-    busy, silent = [span("forward", "compute", 0, 4)], [span("pull", "network", 0, 4)]
-    assert overlap(trace_of(busy, silent)) == 0.0
+@pytest.mark.parametrize(
+    ("ranks", "fraction"), [([STEP], 3 / 5), ([INSIDE_WORK], 1 / 8), ([BUSY, SILENT], 0.0), ([BUSY], None)]
+)
+def test_what_lies_beside_work_of_its_rank_is_counted_once(
+    ranks: list[list[Span]], fraction: float | None
+) -> None:
+    assert overlap(trace_of(*ranks)) == pytest.approx(fraction)
 
 
-def test_without_traffic_there_is_no_fraction() -> None:
-    assert overlap(trace_of([span("forward", "compute", 0, 4)])) is None
-    assert overlap(trace_of([])) is None
-
-
-def test_a_run_becomes_a_picture_with_something_on_it(tmp_path: Path) -> None:
-    draw([epoch(0), epoch(1, val=None)], tmp_path / "run.png", title="two epochs")
-    picture = imread(tmp_path / "run.png")
-    assert picture.shape[1] > picture.shape[0] > 300
-    assert picture[..., :3].std() > 0.05
-
-
-def test_a_run_without_epochs_or_evaluation_still_draws(tmp_path: Path) -> None:
-    draw([], tmp_path / "none.png", title="nothing")
-    draw([epoch(0, val=None)], tmp_path / "one.png", title="no evaluation")
-    assert imread(tmp_path / "none.png").shape == imread(tmp_path / "one.png").shape
+def test_a_run_becomes_a_picture_without_epochs_or_evaluation_too(tmp_path: Path) -> None:
+    path, shapes = tmp_path / "run.png", set()
+    for epochs in ([epoch(0), epoch(1, val=None)], [epoch(0, val=None)], []):
+        draw(epochs, path, title="epochs")
+        picture = imread(path)
+        assert picture[..., :3].std() > 0.05
+        shapes.add(picture.shape)
+    ((height, width, _),) = shapes
+    assert width > height > 300
 
 
 def test_panels_stand_two_to_a_row(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from dglx_dist.data.partition.graph_views import (
     balance_weights,
     describe,
     first_ids,
-    in_degrees,
     induced_graph,
     symmetrise,
 )
@@ -103,13 +102,6 @@ def test_parallel_and_opposite_edges_become_a_weight_and_loops_nothing(
 
 def test_node_types_follow_each_other() -> None:
     assert first_ids(AUTHORS_AND_PAPERS) == {"author": 0, "paper": 2, "venue": 5}
-
-
-def test_in_degrees_count_all_edge_types_where_the_edge_ends() -> None:
-    # authors 0, 1; papers 0..2, of which 0 is written once and cited once; the venue.
-    assert in_degrees(AUTHORS_AND_PAPERS).tolist() == [0, 0, 2, 1, 1, 0]
-    assert in_degrees(TWO_TRIANGLES).tolist() == [1, 1, 1, 2, 1, 1]
-    assert in_degrees(homogeneous(2, [(0, 0), (1, 0), (1, 0)])).tolist() == [3, 0]
 
 
 def test_each_node_type_is_a_constraint() -> None:

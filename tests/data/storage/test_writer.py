@@ -57,7 +57,7 @@ def graphs(draw: st.DrawFn) -> tuple[RawGraph, Assignment]:
         return {name: rng.integers(0, 2, (count, *shape)).astype(dtype) for name, dtype in chosen.items()}
 
     user_ids = {
-        ntype: np.array([f"{ntype.encode().hex()}{node}" for node in range(count)], dtype=np.str_)
+        ntype: np.array([f"{ntype}{node}" for node in range(count)], dtype=np.str_)
         if draw(st.booleans())
         else rng.permutation(count) - 5
         for ntype, count in num_nodes.items()
