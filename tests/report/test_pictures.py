@@ -14,8 +14,7 @@ from dglx_dist.report.pictures import (
     COLORS,
     draw,
     draw_parts,
-    draw_pipeline,
-    draw_schedule,
+    draw_trace,
     has_intervals,
     overlap,
     overlap_text,
@@ -103,19 +102,6 @@ def colors_of(path: Path) -> set[int]:
     }
 
 
-def test_epochs_are_drawn_in_the_colours_of_their_intervals(tmp_path: Path) -> None:
-    assert draw_pipeline(trace(), tmp_path / "a.png", title="t") == (2, 3)
-    assert draw_pipeline(trace(), tmp_path / "b.png", title="t", epochs=(3, 99)) == (3, 4)
-    assert colors_of(tmp_path / "a.png") == {0, 1}
-
-
-def test_an_epoch_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no epoch from 7 to 9; it has 0 to 4"):
-        draw_pipeline(trace(), tmp_path / "a.png", title="t", epochs=(7, 9))
-    with pytest.raises(ConfigError, match="no epoch to draw"):
-        draw_pipeline(trace_of([]), tmp_path / "a.png", title="t")
-
-
 def test_waiting_workers_are_no_work_and_intervals_survive_the_file(tmp_path: Path) -> None:
     # Workers work 2 s of each epoch, the graph server beside them 1 s of it.
     assert overlap_text(trace()) == "50.0 % of the workers' time beside graph servers"
@@ -136,22 +122,43 @@ def batches(number: int) -> list[Span]:
     return [one for both in of_each for one in both]
 
 
-def test_the_batches_asked_for_are_drawn_in_their_colours(tmp_path: Path) -> None:
-    trace = trace_of(batches(6), batches(6))
-    assert draw_schedule(trace, tmp_path / "a.png", title="t", batches=(1, 2)) == (1, 2)
-    assert colors_of(tmp_path / "a.png") == {1, 2}
-    assert draw_schedule(trace, tmp_path / "b.png", title="t", batches=(4, 99)) == (4, 5)
-    assert colors_of(tmp_path / "b.png") == {4, 5}
-    # Unasked, those in the middle.
-    assert draw_schedule(trace_of(batches(12)), tmp_path / "a.png", title="t") == (4, 7)
-    assert draw_schedule(trace_of(batches(2)), tmp_path / "a.png", title="t") == (0, 1)
+@pytest.mark.parametrize(
+    ("trace", "asked", "drawn", "colors"),
+    [
+        (trace_of(batches(6), batches(6)), (1, 2), (1, 2), {1, 2}),
+        (trace_of(batches(6), batches(6)), (4, 99), (4, 5), {4, 5}),
+        # Unasked, those in the middle.
+        (trace_of(batches(12)), None, (4, 7), {4, 5, 6, 7}),
+        (trace_of(batches(2)), None, (0, 1), {0, 1}),
+        # Epochs in the colours of their intervals.
+        (trace(), None, (2, 3), {0, 1}),
+        (trace(), (3, 99), (3, 4), {0, 1}),
+    ],
+)
+def test_the_batches_or_epochs_asked_for_are_drawn_in_their_colours(
+    tmp_path: Path,
+    trace: TraceFile,
+    asked: tuple[int, int] | None,
+    drawn: tuple[int, int],
+    colors: set[int],
+) -> None:
+    assert draw_trace(trace, tmp_path / "a.png", title="t", batches=asked) == drawn
+    assert colors_of(tmp_path / "a.png") == colors
 
 
-def test_batches_that_are_not_there_are_refused_and_nothing_is_written(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no batch from 7 to 9; it has 0 to 5"):
-        draw_schedule(trace_of(batches(6)), tmp_path / "a.png", title="t", batches=(7, 9))
-    with pytest.raises(ConfigError, match="no batch to draw"):
-        draw_schedule(trace_of([]), tmp_path / "a.png", title="t")
+@pytest.mark.parametrize(
+    ("trace", "said"),
+    [
+        (trace_of(batches(6)), "no batch from 7 to 9; it has 0 to 5"),
+        (trace(), "no epoch from 7 to 9; it has 0 to 4"),
+        (trace_of([]), "no batch to draw"),
+    ],
+)
+def test_batches_that_are_not_there_are_refused_and_nothing_is_written(
+    tmp_path: Path, trace: TraceFile, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        draw_trace(trace, tmp_path / "a.png", title="t", batches=(7, 9))
     assert not list(tmp_path.iterdir())
 
 

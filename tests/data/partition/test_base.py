@@ -70,7 +70,7 @@ def test_a_tolerance_is_one_for_all_or_by_name() -> None:
         ({"tolerance": 0.0}, "tolerance of every constraint is 0.0"),
         ({"tolerance": float("nan")}, "nan"),
         ({"tolerance": {"trian": 0.1}}, "'trian', which is not balanced"),
-        ({"objective": "volume"}, "'volume'; it is 'cut' or 'vol'"),
+        ({"objective": "volume"}, "objective is volume; it must be cut or vol"),
         ({"target_weights": (1.0, 0.0)}, r"target_weights\[1\] is 0.0"),
         ({"servers": 0}, "servers is 0"),
         ({"workers": -1}, "workers is -1"),
