@@ -173,8 +173,6 @@ def whole_number(options: Mapping[str, object], name: str) -> int | None:
 
 
 _OWN_OPTIONS = ("index", "split")
-_MAGIC = (0xDD2E4FF046B4A13F).to_bytes(8, "little")
-"""First bytes of a file of ``dgl.save_graphs``."""
 
 
 def raw_graph_from_dgl(
@@ -282,18 +280,13 @@ class DglBinarySource(DatasetSource):
 
         if not self._path.is_file():
             raise DatasetError(f"there is no file {self._path.absolute()}; expected one of dgl.save_graphs")
-        with self._path.open("rb") as file:
-            if file.read(len(_MAGIC)) != _MAGIC:
-                raise DatasetError(
-                    f"{self._path}: not a file of saved DGL graphs; write one with dgl.save_graphs"
-                )
         try:
             graphs, _ = dgl.load_graphs(str(self._path))
         except (dgl.DGLError, RuntimeError) as error:
             # DGL's message is a C++ check and a stack trace; neither helps the user.
             raise DatasetError(
-                f"{self._path}: this file of saved DGL graphs is damaged or cut off; copy it again, or write "
-                "it again with dgl.save_graphs"
+                f"{self._path}: not a file of saved DGL graphs, or damaged or cut off; copy it again, "
+                "or write it with dgl.save_graphs"
             ) from error
         graph = graphs[_position(len(graphs), self._index, str(self._path))]
         return raw_graph_from_dgl(graph, name=self._path.stem, split=self._split)

@@ -14,6 +14,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -128,21 +129,17 @@ def test_ranks_that_disagree_are_refused() -> None:
 
 
 def test_one_rank_may_end_long_before_another() -> None:
-    first, second = run_ranks(_read_late, 2)
-    assert (first, second) == ("done", "read")
+    assert run_ranks(_read_late, 2) == ["done", "read"]
 
 
 def _read_late() -> str:
     with start_session() as session:
-        import numpy as np
-
-        rows = np.arange(5)
-        session.rpc.register("rows", lambda _name, _arrays: [rows])
+        session.rpc.register("rows", lambda _name, _arrays: [np.arange(5)])
         barrier(session, "registered")
         if session.topology.rank == 0:
             return "done"
         for _ in range(200):
-            assert session.rpc.call(0, "rows", "", [], phase="p")[0].tolist() == rows.tolist()
+            assert session.rpc.call(0, "rows", "", [], phase="p")[0].tolist() == [0, 1, 2, 3, 4]
         return "read"
 
 
@@ -225,21 +222,11 @@ def _has_default_sigterm() -> bool:
     return signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def _with_a_pool() -> bool:
+def _fork() -> list[object]:
     session = start_session(timeout_s=60)
     with multiprocessing.get_context("fork").Pool(2) as pool:
         found = pool.apply(_has_default_sigterm)
     # Leaving the pool sent SIGTERM to its processes, which must have ended them and not this one.
-    barrier(session, "after the pool")
-    return found
-
-
-def test_processes_forked_from_a_rank_end_alone() -> None:
-    assert run_ranks(_with_a_pool, 2) == [True, True]
-
-
-def _fork_that_exits() -> list[object]:
-    session = start_session(timeout_s=60)
     child = os.fork()
     if child == 0:
         try:
@@ -250,15 +237,15 @@ def _fork_that_exits() -> list[object]:
                 current_session()
                 os._exit(9)
             atexit._run_exitfuncs()  # as an ordinary end would, which the helper stands in the way of
-            os._exit(0 if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL else 8)
+            os._exit(0 if _has_default_sigterm() else 8)
         os._exit(7)
     _, status = os.waitpid(child, 0)
     barrier(session, "after the child")
-    return [os.waitstatus_to_exitcode(status), session.scratch.is_dir()]
+    return [found, os.waitstatus_to_exitcode(status), session.scratch.is_dir()]
 
 
-def test_forked_process_lets_go_of_the_session() -> None:
-    assert run_ranks(_fork_that_exits, 2, ranks_per_server=1) == [[0, True]] * 2
+def test_forked_processes_end_alone_and_let_go_of_the_session() -> None:
+    assert run_ranks(_fork, 2, ranks_per_server=1) == [[True, 0, True]] * 2
 
 
 def _own_handler_later() -> list[bool]:
@@ -303,11 +290,6 @@ def _torchrun(script: Path, monitor_interval: float = 0.1) -> subprocess.Complet
     return subprocess.run(
         [*command, str(script)], env=variables, capture_output=True, text=True, timeout=120, check=False
     )
-
-
-def test_no_session_is_left_behind() -> None:
-    with pytest.raises(ValueError, match="init"):
-        current_session()
 
 
 def _wait_for_sigterm(folder: str) -> None:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet
 import pytest
 
 from dglx_dist.data.sources import load_dataset
 from dglx_dist.data.tables import column
 from dglx_dist.errors import DatasetError
-from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, RawGraph
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE
+from tests.data.raw_graphs import columns_of, edges_of, write
 
 FIXED = pa.FixedSizeListArray.from_arrays(pa.array([1.0, 2.0, 3.0, 4.0]), 2)
 
@@ -43,18 +42,6 @@ def test_numbers_and_lists_of_numbers_become_arrays_or_are_refused(values: objec
         found.numbers()
 
 
-def write(folder: Path, files: Mapping[str, str | Mapping[str, object]]) -> Path:
-    """Write texts, and Parquet tables by column, below ``folder``."""
-    for name, content in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if isinstance(content, str):
-            path.write_text(content)
-        else:
-            pyarrow.parquet.write_table(pa.table(content), path)
-    return folder
-
-
 @pytest.mark.parametrize(
     ("names", "message"),
     [
@@ -74,14 +61,6 @@ NODES = (
     "id,split,label,feat_1,feat_0\nbob,train,red,1,0.5\nann,val,blue,2,1.5\ncid,,,3,2.5\ndan,test,red,4,3.5\n"
 )
 EDGES = "src,dst,weight\nann,bob,1\nbob,cid,2\ndan,ann,3\n"
-
-
-def edges_of(graph: RawGraph) -> list[list[int]]:
-    return [ids.tolist() for ids in graph.edges[EDGE_TYPE]]
-
-
-def columns_of(graph: RawGraph) -> dict[str, Array]:
-    return {name: np.asarray(column) for name, column in graph.node_data[NODE_TYPE].items()}
 
 
 def test_string_ids_are_mapped_and_columns_get_their_meaning_from_their_names(tmp_path: Path) -> None:

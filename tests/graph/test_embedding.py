@@ -18,7 +18,7 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.embedding import DistEmbedding, fill_uniform
 from dglx_dist.records import StepShare
 from tests.graph.small import NUM_NODES, zeros
-from tests.graph.sparse_cases import DIM, KINDS, STEPS, embeddings, expected, make_optimizer, train
+from tests.graph.sparse_cases import KINDS, STEPS, embeddings, expected, make_optimizer, train
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 
@@ -194,7 +194,7 @@ def test_first_values_depend_on_the_seed_the_name_and_the_row_alone(small_datase
         for result in run_ranks(first_values, ranks, args=(small_dataset,), ranks_per_server=per_server):
             assert result == alone
     wide, other, _ = (torch.tensor(values) for values in alone)
-    assert not torch.equal(wide, other)
+    assert not torch.equal(wide.float(), other.float())
     assert len(wide.unique()) == NUM_NODES * 3
     assert bool((wide >= -1).all())
     assert bool((wide < 1).all())
@@ -205,10 +205,12 @@ def train_all_kinds(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with start_session(seed=3) as session:
         g = DistGraph(folder)
-        for kind in KINDS:
+        alone = session.topology.world_size == 1
+        for kind in (*KINDS, *(["async"] if alone else [])):
             embed = embeddings(g, kind)
             before = [e.weight.to_local() for e in embed]
-            optimizer = make_optimizer(kind, embed)
+            late = {"mode": "async", "staleness": 0} if kind == "async" else {}
+            optimizer = make_optimizer("sgd" if late else kind, embed, **late)
             g.barrier()
             snapshot = session.ledger.snapshot()
             train(g, embed, optimizer, range(STEPS))
@@ -227,9 +229,9 @@ def train_all_kinds(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(("ranks", "per_server"), [(1, 1), (2, 1), (4, 2), *wide((2, 2), (3, 3))])
 def test_equal_to_torch_on_one_process(small_dataset: Path, ranks: int, per_server: int) -> None:
     results = run_ranks(train_all_kinds, ranks, args=(small_dataset,), ranks_per_server=per_server)
-    for kind in KINDS:
+    for kind in results[0]:
         before = [torch.tensor(rows, dtype=torch.float64) for rows in results[0][kind]["before"]]
-        reference = expected(kind, before, ranks)
+        reference = expected("sgd" if kind == "async" else kind, before, ranks)
         for result in results:
             for first, wanted, rows in zip(before, reference, result[kind]["after"], strict=True):
                 after = torch.tensor(rows, dtype=torch.float64)
@@ -238,12 +240,11 @@ def test_equal_to_torch_on_one_process(small_dataset: Path, ranks: int, per_serv
                 assert not torch.equal(after[:30], first[:30])
             assert result[kind]["untouched_state"] == 0.0
         assert ranks == 1 or sum(result[kind]["sent"] for result in results) > 0
-    assert DIM == 3
 
 
-def filled(first: int, count: int, dtype: torch.dtype = torch.float32, name: str = "e") -> torch.Tensor:
+def filled(first: int, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     rows = torch.empty(count, 3, dtype=dtype)
-    fill_uniform(rows, first, 5, name)
+    fill_uniform(rows, first, 5, "e")
     return rows
 
 
@@ -255,11 +256,3 @@ def test_a_row_is_the_same_whoever_makes_it(dtype: torch.dtype, monkeypatch: pyt
     # Four rows at a time: short rows are made through a buffer.
     monkeypatch.setattr(row_init, "_CHUNK_BYTES", 4 * 4 * 3)
     assert torch.equal(filled(0, 50, dtype), whole)
-
-
-def test_draws_are_uniform_and_streams_are_told_apart_by_name() -> None:
-    rows = filled(0, 20_000).double()
-    assert -1.0 <= float(rows.min()) < -0.999
-    assert 0.999 < float(rows.max()) < 1.0
-    assert abs(float(rows.mean())) < 4 / (3 * 60_000) ** 0.5
-    assert not torch.equal(filled(0, 4), filled(0, 4, name="other"))

@@ -43,38 +43,43 @@ def test_even_shares_are_disjoint_whole_and_differ_by_one(servers: tuple[int, ..
     assert all(np.all(np.diff(share) > 0) for share in found)
 
 
-def test_servers_take_runs_of_ids() -> None:
-    found = shares(np.arange(8), [0, 1, 8], (0, 0, 1, 1))
-    assert sorted([*found[0], *found[1]]) == [0, 1, 2, 3]
-
-
-def test_not_even_means_ones_own() -> None:
-    found = shares(np.arange(0, 20, 2), [0, 5, 20], (0, 0, 1), force_even=False)
-    assert sorted([*found[0], *found[1]]) == [0, 2, 4]
-    assert found[2].tolist() == [6, 8, 10, 12, 14, 16, 18]
-
-
 def test_ranks_of_a_server_get_a_random_deal_that_repeats() -> None:
     first, again = (shares(np.arange(40), [0, 40], (0, 0)) for _ in range(2))
     assert [one.tolist() for one in first] == [one.tolist() for one in again]
     assert first[0].tolist() != list(range(20))
 
 
-@pytest.mark.parametrize("force_even", [True, False])
-def test_trainers_get_what_they_prefer(force_even: bool) -> None:
-    trainer_of = np.array([1, 0, 1, 0, 3, 2, 3, 2])
-    found = shares(np.arange(8), [0, 4, 8], (0, 0, 1, 1), force_even=force_even, trainer_of=trainer_of)
-    assert [share.tolist() for share in found] == [[1, 3], [0, 2], [5, 7], [4, 6]]
+PREFERRED, OWN = np.array([1, 0, 1, 0, 3, 2, 3, 2]), {"force_even": False}
+
+
+@pytest.mark.parametrize(
+    ("ids", "bounds", "servers", "options", "expected"),
+    [
+        # Servers take runs of ids; not even, their own ones.
+        (range(8), [0, 1, 8], (0, 1), {}, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        (range(0, 20, 2), [0, 5, 20], (0, 1), OWN, [[0, 2, 4], [*range(6, 20, 2)]]),
+        # Trainers get what they prefer, and all of it where shares need not be even.
+        (range(8), [0, 4, 8], (0, 0, 1, 1), {"trainer_of": PREFERRED}, [[1, 3], [0, 2], [5, 7], [4, 6]]),
+        (
+            range(8),
+            [0, 4, 8],
+            (0, 0, 1, 1),
+            OWN | {"trainer_of": PREFERRED},
+            [[1, 3], [0, 2], [5, 7], [4, 6]],
+        ),
+        (range(6), [0, 6], (0, 0), OWN | {"trainer_of": np.array([1] * 5 + [0])}, [[5], [0, 1, 2, 3, 4]]),
+    ],
+)
+def test_shares_by_hand(
+    ids: range, bounds: list[int], servers: tuple[int, ...], options: Any, expected: list[list[int]]
+) -> None:
+    found = shares(np.array(ids), bounds, servers, **options)
+    assert [share.tolist() for share in found] == expected
 
 
 def test_even_comes_before_preferred() -> None:
     found = shares(np.arange(6), [0, 6], (0, 0), trainer_of=np.zeros(6, np.int64))
     assert [len(share) for share in found] == [3, 3]
-
-
-def test_not_even_gives_a_trainer_all_it_prefers() -> None:
-    found = shares(np.arange(6), [0, 6], (0, 0), trainer_of=np.array([1] * 5 + [0]), force_even=False)
-    assert [share.tolist() for share in found] == [[5], [0, 1, 2, 3, 4]]
 
 
 @pytest.mark.parametrize(
@@ -101,16 +106,12 @@ def test_masks_and_ids(marked: object, expected: list[int]) -> None:
         ([2, 2, 3], 4, "1 of the 3 ids are repeated"),
         ([0.5, 1.0], 2, "give a bool mask or integer ids"),
         (np.zeros((2, 2), bool), 2, "one dimension"),
+        ([1, 9], 4, "id 9 at position 1"),
     ],
 )
 def test_what_is_neither_or_both_is_refused(marked: object, count: int, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises((ConfigError, IndexError), match=message):
         marked_ids(marked, count)  # type: ignore[arg-type]
-
-
-def test_an_id_out_of_range_is_named() -> None:
-    with pytest.raises(IndexError, match="id 9 at position 1"):
-        marked_ids([1, 9], 4)
 
 
 def test_trainer_ids_of_another_length_are_refused(graph: DistGraph) -> None:

@@ -15,7 +15,6 @@ from dglx_dist.data.storage.row_files import read_index, write_index
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.graph import optim
-from dglx_dist.graph import shared_memory as row_folders
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.embedding import DistEmbedding
@@ -110,46 +109,6 @@ def test_a_flipped_byte_in_the_share_of_one_rank_is_an_error_on_all_and_changes_
         assert values == [1.0, 1.0]
 
 
-def test_a_save_that_dies_half_way_leaves_the_one_before(
-    graph: DistGraph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tensor = graph.new_tensor((NUM_NODES,), torch.int64, "h")
-    tensor.save(tmp_path / "h")
-    tensor[:] = 9
-
-    def killed(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(row_folders, "write_index", killed)
-        with pytest.raises(KeyboardInterrupt):
-            tensor.save(tmp_path / "h")
-    assert os.listdir(tmp_path) == ["h"]
-    tensor.load(tmp_path / "h")
-    assert tensor.count_nonzero() == 0
-    tensor[:] = 8
-    tensor.save(tmp_path / "h")
-    assert os.listdir(tmp_path) == ["h"]
-    tensor[:] = 0
-    tensor.load(tmp_path / "h")
-    assert tensor.to_local().tolist() == [8] * NUM_NODES
-
-
-def test_a_save_that_fails_leaves_nothing_half_written(graph: DistGraph, tmp_path: Path) -> None:
-    tensor = graph.new_tensor((NUM_NODES,), torch.int64, "h")
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "notes" / "a.txt").write_text("mine")
-    with pytest.raises(StorageError, match=r"holds something else than saved rows, such as 'a\.txt'"):
-        tensor.save(tmp_path / "notes")
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(StorageError, match="is a file"):
-        tensor.save(tmp_path / "file")
-    with pytest.raises(StorageError, match="cannot be written"):
-        tensor.save(tmp_path / "file" / "below")
-    assert sorted(os.listdir(tmp_path)) == ["file", "notes"]
-    assert os.listdir(tmp_path / "notes") == ["a.txt"]
-
-
 def test_rows_of_another_dataset_or_type_are_refused(graph: DistGraph, tmp_path: Path) -> None:
     graph.new_tensor((NUM_NODES,), torch.int64, "h").save(tmp_path / "h")
     part_of = {NODE_TYPE: (np.arange(NUM_NODES) % 3).astype(np.int32)}
@@ -174,31 +133,6 @@ def test_what_cannot_be_loaded_is_named(graph: DistGraph, tmp_path: Path) -> Non
         tensor.load(tmp_path / "h", "x")
     with pytest.raises(ConfigError, match="read-only"):
         graph.ndata["label"].load(tmp_path / "h")
-
-
-def name_no_folder(dataset: Path, folder: Path) -> list[str]:
-    with start_session(timeout_s=15):
-        g = DistGraph(dataset)
-        tensor = g.new_tensor((NUM_NODES, 3), torch.float32, "h")
-        optimizer = optim.SparseAdam([DistEmbedding(NUM_NODES, 2, "e")], lr=0.1)
-        target: Any = None if g.rank() == 1 else folder / "saved"
-        said = []
-        for call in (tensor.save, tensor.load, optimizer.save, optimizer.load):
-            try:
-                call(target)
-            except (StorageError, TypeError) as error:
-                said.append(f"{type(error).__name__}: {error}")
-        return [*said, *os.listdir(folder)]
-
-
-def test_what_is_no_folder_on_one_rank_is_an_error_on_all(small_dataset: Path, tmp_path: Path) -> None:
-    tmp_path = tmp_path / "folder"
-    tmp_path.mkdir()
-    zero, one = run_ranks(name_no_folder, 2, args=(small_dataset, tmp_path), ranks_per_server=1)
-    assert len(zero) == len(one) == 4
-    assert all(text.startswith("TypeError: ") for text in one)
-    # What is not there at all is told before what rank 1 gave.
-    assert [text.startswith("StorageError: rank 1 on ") for text in zero] == [True, False, True, False]
 
 
 def train_and_save(folder: Path, saved: Path) -> dict[str, Any]:

@@ -35,26 +35,19 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def loader_of(g: DistGraph, strategy: str, options: dict[str, Any], share: str, **more: Any) -> Any:
-    return STRATEGIES.get(strategy)(g.session, options).loader(
-        g, runs.my_share(g, share), runs.sampler(), **more
-    )
-
-
 def on_rank(folder: str) -> dict[str, Any]:
     with start_session(timeout_s=60) as session:
         g = DistGraph(folder)
         found: dict[str, Any] = {}
         for name, (strategy, options) in WAYS.items():
-            loader = loader_of(g, strategy, options, "uneven")
+            _, loader = runs.made(g, strategy, options)
             found[name] = look_at(g, loader, use_pp=options.get("use_pp", True))
         check_positions(g)
         # Ranks that name the same seeds, or none, train on each once.
         everyone = equality.new_ids_of_training(g)
-        sampler = runs.sampler()
-        strategy = STRATEGIES.get("full_graph")(session, {})
+        full_graph = STRATEGIES.get("full_graph")(session, {})
         for seeds in (everyone, everyone if session.topology.rank == 0 else everyone[:0]):
-            ((_, _, blocks),) = strategy.loader(g, seeds, sampler)
+            ((_, _, blocks),) = full_graph.loader(g, seeds, runs.sampler())
             share = blocks[-1].step_share
             assert (share.num_local, share.num_global) == found["full"]["targets"]
         g.barrier()
@@ -100,7 +93,7 @@ def look_at(g: DistGraph, loader: Any, *, use_pp: bool) -> dict[str, Any]:
 
 
 def check_positions(g: DistGraph) -> None:
-    loader = loader_of(g, "full_graph", {}, "uneven", seed=7)
+    _, loader = runs.made(g, "full_graph", seed=7)
     for _ in loader:
         position = loader.state_dict()
     assert position == {"epoch": 0, "step": 1, "seed": 7}
@@ -186,10 +179,9 @@ OPTIONS = {"external_hops": 1, "external_fanout": 1, "resample_every": 2}
 
 def epochs_of(folder: str) -> list[dict[str, Any]]:
     """Five epochs, and then the first and the last once more."""
-    session = start_session(timeout_s=60)
+    start_session(timeout_s=60)
     g = DistGraph(folder, structure="partitioned")
-    strategy: Any = STRATEGIES.get("shared_preload")(session, OPTIONS)
-    loader = strategy.loader(g, runs.my_share(g), runs.sampler())
+    strategy, loader = runs.made(g, "shared_preload", OPTIONS)
     model = strategy.wrap(runs.first_model("sage"), g)
     found = []
     for epoch in EPOCHS:
