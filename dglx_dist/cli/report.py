@@ -119,12 +119,9 @@ def overview(manifest: Manifest) -> dict[str, object]:
 
 
 def _tensors(columns: Mapping[str, ColumnInfo]) -> str:
-    return ", ".join(f"{name} {_row_type(info)}" for name, info in columns.items()) or "no tensors"
-
-
-def _row_type(info: ColumnInfo) -> str:
-    """Return dtype and shape of one row: ``float32[5]``, or ``int64`` for a number."""
-    return f"{info.dtype}{list(info.row_shape) or ''}"
+    # Dtype and shape of one row: float32[5], or int64 for a number.
+    types = {name: f"{info.dtype}{list(info.row_shape) or ''}" for name, info in columns.items()}
+    return ", ".join(f"{name} {row}" for name, row in types.items()) or "no tensors"
 
 
 def part_columns(quality: dict[str, Any]) -> dict[str, list[float]]:

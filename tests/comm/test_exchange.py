@@ -182,6 +182,7 @@ def send_ahead_and_another_size() -> list[Any]:
             assert torch.equal(received[0], rows)
         (span,) = session.timeline.spans
         found = [span.end_s >= span.begin_s, session.ledger.total(phase="forward"), len(calls._inbox)]
+        barrier(session, "counted")
         outgoing = [Outgoing(rank=1 - rank, rows=torch.zeros(2 + rank))]
         incoming = [Incoming(rank=1 - rank, rows=torch.zeros(2))]
         said = refusal(calls.post(outgoing, incoming, "rows", phase=None), PeerError)

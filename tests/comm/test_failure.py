@@ -157,18 +157,24 @@ if rank == {victim}:
 print("rank", rank, "waits", flush=True)
 {wait}
 """
+SUM = 'sum_over_ranks(torch.ones(4), session, phase="dense")'
+
+
+def _torchrun(script: Path, text: str, monitor_interval: float = 0.1) -> subprocess.CompletedProcess[str]:
+    script.write_text(text)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--monitor-interval", str(monitor_interval), str(script)]
+    variables = dict(os.environ, PYTHONPATH=str(REPOSITORY), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120, check=False)
 
 
 @pytest.mark.parametrize(
-    "wait",
-    ['sum_over_ranks(torch.ones(4), session, phase="dense")', *wide("threading.Event().wait()")],
-    ids=["in a collective", "at something else"],
+    "wait", [SUM, *wide("threading.Event().wait()")], ids=["in a collective", "at something else"]
 )
 def test_torchrun_survivor_ends_in_time_and_names_the_killed(tmp_path: Path, wait: str) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT.format(victim=1, signal=int(signal.SIGKILL), wait=wait))
     started = time.monotonic()
-    done = _torchrun(script, SLOW_LOOK_S)
+    script = SCRIPT.format(victim=1, signal=int(signal.SIGKILL), wait=wait)
+    done = _torchrun(tmp_path / "train.py", script, SLOW_LOOK_S)
     assert done.returncode != 0
     assert time.monotonic() - started < LIMIT_S + 30  # torchrun's own start included
     assert re.search(r"rank 1 on \S+ (did not answer|closed)", done.stderr), done.stderr
@@ -176,46 +182,30 @@ def test_torchrun_survivor_ends_in_time_and_names_the_killed(tmp_path: Path, wai
 
 @pytest.mark.wide
 def test_uncaught_error_is_left_for_the_others(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    text = SCRIPT.format(victim=-1, signal=0, wait='sum_over_ranks(torch.ones(4), session, phase="dense")')
-    script.write_text(text.replace('print("rank"', 'assert rank != 1, "my own fault"\nprint("rank"'))
-    done = _torchrun(script, SLOW_LOOK_S)
+    script = SCRIPT.format(victim=-1, signal=0, wait=SUM)
+    script = script.replace('print("rank"', 'assert rank != 1, "my own fault"\nprint("rank"')
+    done = _torchrun(tmp_path / "train.py", script, SLOW_LOOK_S)
     assert done.returncode != 0
     assert "rank 1 failed first: AssertionError: my own fault" in done.stderr, done.stderr
 
 
-def test_script_that_ends_without_close_ends_cleanly(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT.format(victim=-1, signal=0, wait="print('end of', session.scratch)"))
-    done = _torchrun(script)
-    assert done.returncode == 0, done.stderr
-    (folder,) = set(re.findall(r"end of (\S+)", done.stdout))
-    assert not Path(folder).exists()
-
-
-ANSWERING_AT_EXIT = """
+ANSWER_AT_EXIT = """
 import time
-import numpy as np
-from dglx_dist.comm.session import start_session
-from dglx_dist.comm.collectives import barrier
-
-session = start_session(timeout_s=20)
-session.rpc.register("rows", lambda _name, _arrays: [np.arange(3)])
-barrier(session, "registered")
-if session.topology.rank == 1:
+if rank == 1:
     while not session.store.raw.check(["barrier/2/0"]):  # until rank 0 is in its exit handlers
         time.sleep(0.01)
-    print("read", session.rpc.call(0, "rows", "", [], phase="p")[0].tolist())
+    print("status", session.rpc.peer_status([0], 20.0))
+print("end of", session.scratch)
 """
 
 
-@pytest.mark.wide
-def test_rank_whose_script_has_ended_still_answers_the_others(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(ANSWERING_AT_EXIT)
-    done = _torchrun(script)
+def test_rank_whose_script_has_ended_without_close_still_answers_and_ends_cleanly(tmp_path: Path) -> None:
+    script = SCRIPT.format(victim=-1, signal=0, wait=ANSWER_AT_EXIT)
+    done = _torchrun(tmp_path / "train.py", script)
     assert done.returncode == 0, done.stderr
-    assert "read [0, 1, 2]" in done.stdout
+    assert "status {0: 'the end of the session'}" in done.stdout
+    (folder,) = set(re.findall(r"end of (\S+)\n", done.stdout))
+    assert not Path(folder).exists()
 
 
 def _has_default_sigterm() -> bool:
@@ -281,15 +271,6 @@ def _taken_wakeup() -> None:
 def test_sigterm_ends_a_rank_whose_wakeup_descriptor_is_somebody_elses() -> None:
     outcomes = start_ranks(_taken_wakeup, 2)
     assert [one.exitcode for one in outcomes] == [128 + signal.SIGTERM] * 2
-
-
-def _torchrun(script: Path, monitor_interval: float = 0.1) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["--monitor-interval", str(monitor_interval)]
-    variables = dict(os.environ, PYTHONPATH=str(REPOSITORY), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
-    return subprocess.run(
-        [*command, str(script)], env=variables, capture_output=True, text=True, timeout=120, check=False
-    )
 
 
 def _wait_for_sigterm(folder: str) -> None:

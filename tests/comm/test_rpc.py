@@ -16,7 +16,7 @@ import pytest
 import zmq
 
 from dglx_dist.comm import rpc as rpc_module
-from dglx_dist.comm.auth import Credentials, make_credentials_keys
+from dglx_dist.comm.auth import Credentials
 from dglx_dist.comm.ledger import Ledger
 from dglx_dist.comm.rpc import PeerAddress, Rpc
 from dglx_dist.comm.session import start_session
@@ -331,7 +331,7 @@ def test_malformed_message_of_a_member_is_dropped(caplog: pytest.LogCaptureFixtu
 
 
 def test_curve_accepts_only_the_keys_of_the_job() -> None:
-    keys = [make_credentials_keys() for _ in range(3)]
+    keys = [zmq.curve_keypair() for _ in range(3)]
     members = frozenset(public for public, _ in keys[:2])
     sides = [Credentials(secret=b"", public_key=p, secret_key=s, accepted_keys=members) for p, s in keys]
     with pair(mine=sides[0], theirs=sides[1]) as (caller, server):

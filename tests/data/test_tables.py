@@ -99,7 +99,7 @@ def test_ids_of_any_kind_are_mapped(tmp_path: Path, files: dict[str, str], ids: 
 
 def test_parquet_with_lists_as_features(tmp_path: Path) -> None:
     ids = pa.array([4, 2], pa.int16())
-    nodes = {"id": ids, "feat": [[1.0, 2.0], [3.0, 4.0]], "train_mask": [True, False], "age": [30, 40]}
+    nodes = {"id": ids, "feat": [[1.0, 2.0], [3.0, 4.0]], "split": [0, -1], "age": [30, 40]}
     graph = load_dataset(write(tmp_path, {"nodes.parquet": nodes, "edges.parquet": {"src": [2], "dst": [4]}}))
     assert {name: rows.tolist() for name, rows in columns_of(graph).items()} == {
         "feat": [[1, 2], [3, 4]],
@@ -142,7 +142,7 @@ WIDE = pa.array([0, 2**63], pa.uint64())
         ("id,city\n1,Rome\n", "1,1", r"nodes\.csv: column 'city' holds strings.*ignore=city"),
         ("id,label\n1,0\n2,-3\n", "1,2", r"nodes\.csv: column 'label', row 1: label -3"),
         ("id,split\n1,train\n2,dev\n", "1,2", r"column 'split', row 1: 'dev' is not a split"),
-        ("id,split\n1,0\n2,7\n", "1,2", r"column 'split', row 1: 7 is not a split"),
+        ("id,split\n1,\n2,7\n", "1,2", r"column 'split', row 1: 7 is not a split"),
         ("id,x,x\n1,1,2\n", "1,1", r"nodes\.csv: has 2 columns 'x'; rename"),
         ("id\n1\n2\n", "1,2\n1,2,3", r"edges\.csv: not readable as a csv table"),
         ("id\n1\n", "", r"edges\.csv: the table has no row"),

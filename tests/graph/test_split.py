@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from dglx_dist.comm.collectives import gather_json
 from dglx_dist.comm.session import start_session
 from dglx_dist.comm.topology import Topology
 from dglx_dist.errors import ConfigError
@@ -128,45 +130,40 @@ def test_without_a_book_the_graph_opened_last_tells(small_dataset: Path) -> None
     assert edge_split(torch.arange(g.num_edges()) == 3).tolist() == [3]
 
 
-def split_in_rank(folder: str) -> dict[str, Any]:
-    with start_session(timeout_s=60):
-        g = DistGraph(folder)
+def split_in_rank(folder: str) -> None:
+    with start_session(timeout_s=60) as session:
+        g, topology = DistGraph(folder), session.topology
         book = g.get_partition_book()
         stars = g.edges["buys"].data["stars"]
         mask = g.new_tensor((BUYING,), torch.bool, "mask", part_policy=stars.part_policy)
         first, last = mask.local_range
-        if g.session.topology.local_rank == 0:
-            mask[slice(first, last)] = torch.arange(first, last) % 3 != 0
+        marks = torch.arange(BUYING) % 3 != 0
+        if topology.local_rank == 0:
+            mask[slice(first, last)] = marks[first:last]
         g.barrier()
-        wishes = torch.arange(BUYING) % g.session.topology.world_size
         with pytest.raises(ConfigError, match="_E"):
             edge_split(mask)
-        return {
-            "tensor": edge_split(mask, book, etype="buys").tolist(),
-            "mask": edge_split(np.arange(BUYING) % 3 != 0, book, etype=BUYS).tolist(),
-            "own": edge_split(mask, etype=BUYS, force_even=False).tolist(),
-            "range": [first, last],
-            "knows": edge_split(torch.ones(KNOWING, dtype=torch.bool), book, etype=KNOWS).tolist(),
-            "wishes": edge_split(mask, book, etype="buys", edge_trainer_ids=wishes).tolist(),
-            "few": edge_split([7], book, etype="knows").tolist(),
-        }
+        own = edge_split(mask, etype=BUYS, force_even=False)
+        assert ((own >= first) & (own < last)).all()
+        assert torch.equal(edge_split(mask, book, etype="buys"), edge_split(marks, book, etype=BUYS))
+        preferred = torch.arange(BUYING) % topology.world_size
+        found = edge_split(mask, book, etype="buys", edge_trainer_ids=preferred)
+        # On one server: 30 marked edges each, and each rank prefers exactly half of them.
+        assert topology.num_servers > 1 or (preferred[found] == topology.rank).all()
+        every, marked = torch.ones(KNOWING, dtype=torch.bool), marks.nonzero()[:, 0].tolist()
+        for share, wanted, is_even in (
+            (own, marked, False),
+            (edge_split(mask, book, etype="buys"), marked, True),
+            (found, marked, True),
+            (edge_split(every, book, etype=KNOWS), list(range(KNOWING)), True),
+            (edge_split([7], book, etype="knows"), [7], True),
+        ):
+            shares = gather_json(share.tolist(), session)
+            assert sorted(chain(*shares)) == wanted
+            assert not is_even or max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
 @pytest.mark.parametrize(("ranks", "ranks_per_server"), [(3, 1), *wide((2, 2))])
 def test_shares_are_disjoint_complete_and_even(tmp_path: Path, ranks: int, ranks_per_server: int) -> None:
     folder = bonds.write(bonds.shop(), tmp_path / "shop", 3)
-    results = run_ranks(split_in_rank, ranks, args=(str(folder),), ranks_per_server=ranks_per_server)
-    marked = [edge for edge in range(BUYING) if edge % 3]
-    wanted = {"tensor": marked, "mask": marked, "own": marked, "wishes": marked, "few": [7]}
-    for name, ids in (wanted | {"knows": list(range(KNOWING))}).items():
-        shares = [result[name] for result in results]
-        assert sorted(edge for share in shares for edge in share) == ids
-        if name != "own":
-            assert max(map(len, shares)) - min(map(len, shares)) <= 1
-    for rank, result in enumerate(results):
-        assert result["tensor"] == result["mask"]
-        first, last = result["range"]
-        assert all(first <= edge < last for edge in result["own"])
-        if ranks_per_server == ranks:
-            # One server: 30 marked edges each, and each rank wishes for exactly half of them.
-            assert all(edge % ranks == rank for edge in result["wishes"])
+    run_ranks(split_in_rank, ranks, args=(str(folder),), ranks_per_server=ranks_per_server)

@@ -195,7 +195,7 @@ def test_files_name_the_split(tmp_path: Path) -> None:
         ("buys.parquet", BUYS | {"who": [1.5] * 6}, r"'who' must hold integer or string ids"),
         ("users-1.parquet", LAST_USERS | {"emb": [[1.0, 2.0], [1e300, 1.0]]},
          r"users-1.parquet: column 'emb', row 1: 1e\+300 is beyond float32"),
-        ("items.parquet", ITEMS | {"price": [0.0, 1.0, -1.0]}, r"'price': the sum of its values is 0"),
+        ("items.parquet", ITEMS | {"price": [0.0, 1.0, -1.0]}, "items.parquet: column 'price' has values of"),
         ("users-0.parquet", FIRST_USERS | {"emb": pa.array([[]] * 3, pa.list_(pa.float32()))},
          r"users-0.parquet: column 'emb', row 0: an empty list"),
         ("knows.csv", "a;b\nann;bob\nann\n", r"knows.csv: not readable as a csv table: .*Expected 2 col"),

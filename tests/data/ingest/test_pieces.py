@@ -190,7 +190,7 @@ def transformed(values: list[Any], name: str, **settings: Any) -> list[Any]:
         ([7, 8, 9, 7], "to_categorical", {}, [[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 0, 0]]),
         (["1; 2 ;3", "4;5e0;6", "7;8;9", "0;0;0"], "no-op", {"separator": ";", "truncate_dim": 2},
          [[1, 2], [4, 5], [7, 8], [0, 0]]),
-        ([2, 2, 2, 2], "max_min_norm", {}, "t.csv: column 'x': its maximum 2.0 is not above its minimum 2.0"),
+        ([2, 2, 2, 2], "max_min_norm", {}, "t.csv: column 'x' has the maximum 2.0, which is not above"),
         ([[1, 2], [3, 4], [1], [2]], "max_min_norm", {}, "column 'x', row 2: 1 numbers, but there were 2"),
         ([["a"], ["b"], [], []], "to_categorical", {}, "one value a row, or texts with a separator"),
         (["", None, "", None], "to_categorical", {}, "has no value to make a category of"),

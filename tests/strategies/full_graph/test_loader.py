@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,10 +14,9 @@ import torch
 import torch.nn.functional as F
 
 from dglx_dist.comm.session import start_session
-from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.errors import CheckpointError, PeerError
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment
+from dglx_dist.records import NODE_TYPE
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.full_graph.expansion import EasOptions
 from dglx_dist.strategies.full_graph.halo_block import HaloBlock
@@ -123,29 +121,12 @@ def test_every_seed_is_computed_once_where_it_lies(folder: Path, ranks: int, ran
             assert set(one[name]["owned"]) <= {one[name]["server"]}
 
 
-NUM_LAYERS, COLUMNS = 3, 2
-ROW_BYTES = COLUMNS * 8
-
-
-@pytest.fixture(scope="module")
-def preload_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    raw = plan_cases.raw_graph()
-    num_edges = len(raw.edges[EDGE_TYPE][0])
-    raw = replace(
-        raw, edge_data={EDGE_TYPE: {"weight": np.random.default_rng(1).random((num_edges, COLUMNS))}}
-    )
-    part_of = (np.arange(plan_cases.NUM_NODES) >= 150).astype(np.int32)
-    folder = tmp_path_factory.mktemp("full_graph_preload") / "parts"
-    write_dataset(raw, Assignment(num_parts=2, part_of={NODE_TYPE: part_of}, method="test", seed=0), folder)
-    return folder
-
-
-def preload_on_rank(preload_folder: str, strategy: str) -> int:
+def preload_on_rank(folder: str, strategy: str) -> int:
     """Return how many edges of the closure end at nodes of the other server."""
     with start_session(timeout_s=60) as session:
-        g = DistGraph(preload_folder)
+        g = DistGraph(folder)
         topology = session.topology
-        sampler = dgl.dataloading.MultiLayerFullNeighborSampler(NUM_LAYERS, prefetch_edge_feats=["weight"])
+        sampler = dgl.dataloading.MultiLayerFullNeighborSampler(3, prefetch_edge_feats=["weight"])
         seeds = torch.from_numpy(np.flatnonzero(g.ndata["train_mask"][:].numpy()))
         mine = seeds[topology.rank :: topology.world_size]
         loader = STRATEGIES.get(strategy)(session, {}).loader(g, mine, sampler)
@@ -163,13 +144,14 @@ def preload_on_rank(preload_folder: str, strategy: str) -> int:
             if row.phase == "preload" and row.destination == topology.rank and row.source != topology.rank
         )
         g.barrier()
-        assert received == ROW_BYTES * remote
+        assert received == 2 * 8 * remote
         return remote
 
 
 @pytest.mark.parametrize("strategy", ["full_graph", "shared_preload"])
-def test_values_of_edges_come_once_for_all_layers(preload_folder: Path, strategy: str) -> None:
-    remote = run_ranks(preload_on_rank, 2, args=(str(preload_folder), strategy), ranks_per_server=1)
+def test_values_of_edges_come_once_for_all_layers(tmp_path: Path, strategy: str) -> None:
+    folder = str(plan_cases.write_chains(tmp_path))
+    remote = run_ranks(preload_on_rank, 2, args=(folder, strategy), ranks_per_server=1)
     assert (sum(remote) > 0) == (strategy == "shared_preload")
 
 
