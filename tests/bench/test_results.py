@@ -16,14 +16,9 @@ from tests.bench.helpers import epoch, outcome_of, plan_of
 OUTCOME = outcome_of(plan_of("a", "b"))
 
 
-def test_the_outcome_of_these_tests_has_no_field_at_its_default() -> None:
-    plain = Outcome(experiment="", status="measured")
-    assert [
-        one.name for one in fields(Outcome) if getattr(OUTCOME, one.name) == getattr(plain, one.name)
-    ] == []
-
-
 def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
+    plain = Outcome(experiment="", status="measured")
+    assert not [one for one in fields(Outcome) if getattr(OUTCOME, one.name) == getattr(plain, one.name)]
     path = results.write(tmp_path / "new", OUTCOME)
     assert path == tmp_path / "new" / "T1.json"
     assert results.read(tmp_path / "new") == (OUTCOME,)
@@ -60,20 +55,14 @@ def _lacking_a_field(value: Any) -> str:
         (lambda value: json.dumps({**value, "machine": 7}), ".*machine is a int, not"),
         (lambda value: "[" * 100_000, ""),
         (_lacking_a_field, ".*seconds"),
+        (lambda value: json.dumps({**value, "version": 99}), "version 99, this release reads 1"),
     ],
-    ids=["short", "cut", "type", "deep", "field"],
+    ids=["short", "cut", "type", "deep", "field", "version"],
 )
 def test_a_damaged_result_is_named(tmp_path: Path, change: Callable[[Any], str], said: str) -> None:
     path = results.write(tmp_path, OUTCOME)
     path.write_text(change(json.loads(path.read_text())))
-    with pytest.raises(StorageError, match=rf"T1\.json is damaged{said}"):
-        results.read(tmp_path)
-
-
-def test_a_result_of_another_version_is_refused(tmp_path: Path) -> None:
-    path = results.write(tmp_path, OUTCOME)
-    path.write_text(path.read_text().replace('"version": 1,', '"version": 99,', 1))
-    with pytest.raises(StorageError, match="has version 99, this release reads 1"):
+    with pytest.raises(StorageError, match=rf"T1\.json (is damaged|has ){said}"):
         results.read(tmp_path)
 
 
