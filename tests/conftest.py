@@ -9,7 +9,7 @@ import pytest
 import torch
 from numba.core.dispatcher import Dispatcher
 
-from dglx_dist.serverless.aws.package import Packed, write_zip
+from dglx_dist.serverless.aws.package import write_zip
 
 torch.set_num_threads(1)
 
@@ -40,9 +40,11 @@ def _place(names: dict[str, Any]) -> int:
 
 
 @pytest.fixture(scope="session")
-def worker_package(tmp_path_factory: pytest.TempPathFactory) -> Packed:
+def worker_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The whole package of a worker, NumPy and pyzmq included; written once, for it takes seconds."""
-    return write_zip(tmp_path_factory.mktemp("package") / "worker.zip")
+    target = tmp_path_factory.mktemp("package") / "worker.zip"
+    write_zip(target)
+    return target
 
 
 @pytest.fixture(scope="module")

@@ -63,7 +63,7 @@ class PartitionCommand(PartitionOptions):
     data: str = option(
         ...,
         "`synthetic`, `synthetic:nodes=20000,degree=25,seed=0`, a `.npz` file, a `.bin` of "
-        "saved DGL graphs, a folder or `.json` of CSV / Parquet tables, `dgl:CoraGraphDataset`, "
+        "saved DGL graphs, a folder of CSV / Parquet tables, `dgl:CoraGraphDataset`, "
         "`ogb:ogbn-arxiv`, a dataset of one part, as `dglx ingest` writes it.",
         metavar="DATA",
     )

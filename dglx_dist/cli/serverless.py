@@ -72,6 +72,7 @@ def package(
 
     Example: `dglx lambda package worker.zip --python 3.12`
     """
+    from hashlib import sha256
     from tempfile import TemporaryDirectory
 
     from dglx_dist.serverless.aws.clients import ARCHITECTURES
@@ -89,8 +90,9 @@ def package(
         if python is not None:
             wheels = Path(folder)
             download_wheels(wheels, python=python, architecture=ARCHITECTURES[architecture or "x86_64"])
-        written = write_zip(target, pairs(stage or [], "--stage"), wheels=wheels)
-    write(f"{target}: {written.num_bytes / 1024**2:.1f} MB, SHA-256 {written.sha256[:16]}")
+        write_zip(target, pairs(stage or [], "--stage"), wheels=wheels)
+    written = target.read_bytes()
+    write(f"{target}: {len(written) / 1024**2:.1f} MB, SHA-256 {sha256(written).hexdigest()[:16]}")
     if lacks := what_aws_lacks(target):
         warn(f"AWS cannot run it: {lacks}")
 

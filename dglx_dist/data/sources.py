@@ -360,10 +360,10 @@ DATASETS: Registry[DatasetSource] = Registry(
 )
 
 
-_SOURCE_OF_SUFFIX = {".npz": "npz", ".bin": "dgl_binary", ".dgl": "dgl_binary", ".json": "tables"}
+_SOURCE_OF_SUFFIX = {".npz": "npz", ".bin": "dgl_binary", ".dgl": "dgl_binary"}
 _EXPECTED = (
-    "a .npz file, a .bin file of saved DGL graphs, a folder or a .json description of CSV / Parquet "
-    "tables, or NAME:WHERE with NAME one of"
+    "a .npz file, a .bin file of saved DGL graphs, a folder of CSV / Parquet tables, or NAME:WHERE with "
+    "NAME one of"
 )
 
 
@@ -372,7 +372,7 @@ def load_dataset(spec: str | os.PathLike[str] | dgl.DGLGraph, /, **options: obje
 
     Args:
         spec: ``synthetic``, ``synthetic:nodes=20000,degree=25,seed=0``, a path (``.npz``, ``.bin`` of
-            saved DGL graphs, a folder or ``.json`` of tables), ``dgl:CoraGraphDataset``,
+            saved DGL graphs, a folder of tables), ``dgl:CoraGraphDataset``,
             ``ogb:ogbn-arxiv``, or a DGLGraph. ``NAME:WHERE`` names the source, whatever the suffix.
         options: Options of the source; see its class.
 

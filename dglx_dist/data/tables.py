@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias, final
+from typing import Any, final
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +14,6 @@ import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet
 
-from dglx_dist.data.json_fields import Fields, Within
 from dglx_dist.data.sources import (
     DatasetSource,
     classes_of,
@@ -58,6 +57,12 @@ class Column:
     def part(self, first: int, count: int) -> Column:
         """Return ``count`` values from value number ``first`` on."""
         return replace(self, values=self.values.slice(first, count), first_row=self.first_row + first)
+
+    def refuse(self, odd: Array, problem: str, what: str = "") -> None:
+        """Raise the error that the first of the (K,) ``odd`` values, ``what`` before it, has ``problem``."""
+        if odd.any():
+            at = first_true(odd)
+            raise self.error(f"{what}{self.values[at].as_py()!r} {problem}", at)
 
     def refuse_gaps(self) -> None:
         if self.values.null_count:
@@ -158,71 +163,36 @@ def plain(values: Any) -> Any:
     return values.cast(pa.large_string()) if pa.types.is_string_view(values.type) else values
 
 
-def id_column(table: Any, name: str, where: str) -> Any:
-    """Return the ids in column ``name`` as a pyarrow int64 or large_string array without gaps."""
+def id_column(table: Any, name: str, where: str) -> Column:
+    """Return the column ``name`` of ids as int64 or large_string without gaps."""
     ids = column(table, name, where)
     if table.num_rows == 0:
         raise DatasetError(f"{where}: the table has no row, which would leave the graph empty")
     ids.refuse_non_ids()
-    return ids.as_int64() if ids.is_whole else ids.values.cast(pa.large_string())
+    return replace(ids, values=ids.as_int64() if ids.is_whole else ids.values.cast(pa.large_string()))
 
 
-def stacked_columns(table: Any, names: Sequence[str], where: str) -> Array:
-    """Return the named number columns as one (K, F) float32 array."""
+def _stacked(table: Any, names: Sequence[str], where: str) -> Array:
     stacked = np.empty((table.num_rows, len(names)), dtype=np.float32)
     for position, name in enumerate(names):
         one = column(table, name, where)
         values = one.numbers()
-        if values.ndim != 1 and len(names) == 1:
-            return values
         if values.ndim != 1:
-            raise one.error("holds lists; name it alone as the features")
+            raise one.error("holds lists; put all features into them, and call the column feat")
         stacked[:, position] = values
     return stacked
 
 
-DESCRIPTION = "graph.json"
 _CONVENTION = (
     "nodes.csv (optional) and edges.csv, or nodes/TYPE.csv and edges/SOURCE__RELATION__DESTINATION.csv, "
-    f"each .csv or .parquet, or {DESCRIPTION}"
+    "each .csv or .parquet"
 )
-_Word: TypeAlias = Annotated[str, Within(1)]
-_OF_ANY = ("file", "split", "features", "ignore")
-_OF_NODES, _OF_EDGES = (*_OF_ANY, "id", "label", "classes"), (*_OF_ANY, "source", "destination")
 
 
-@dataclass(frozen=True, kw_only=True)
-class TableSpec:
-    """One table and the roles of its columns, as in a description; None: by the usual names."""
-
-    file: _Word
-    id: _Word | None = None
-    source: _Word | None = None
-    destination: _Word | None = None
-    label: _Word | None = None
-    classes: Annotated[int, Within(1)] | None = None
-    """Number of classes; None: the largest label + 1."""
-    split: _Word | None = None
-    features: tuple[str, ...] | None = None
-    ignore: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class TableLayout:
-    """The tables of one graph."""
-
-    name: str
-    nodes: Mapping[str, TableSpec]
-    """The nodes of types without a table are those that edges name."""
-    edges: Mapping[EdgeType, TableSpec]
-
-
-def find_layout(folder: Path) -> TableLayout:
-    """Return the layout of a folder, or of a ``.json`` description."""
-    if folder.is_file() or (folder / DESCRIPTION).is_file():
-        return _described(folder if folder.is_file() else folder / DESCRIPTION)
+def find_tables(folder: Path) -> tuple[dict[str, Path], dict[EdgeType, Path]]:
+    """Return the tables of node types and of edge types; the nodes of other types are those of the edges."""
     if not folder.is_dir():
-        raise DatasetError(f"there is no folder or description {folder.absolute()}; expected {_CONVENTION}")
+        raise DatasetError(f"there is no folder {folder.absolute()}; expected {_CONVENTION}")
     if (folder / "manifest.json").is_file():
         raise DatasetError(
             f"{folder} is a partitioned dataset (it has a manifest.json), not a raw graph; train on it "
@@ -230,40 +200,11 @@ def find_layout(folder: Path) -> TableLayout:
         )
     single, nodes = _one_file(folder, "edges"), _one_file(folder, "nodes")
     if single is not None:
-        of_nodes = {} if nodes is None else {NODE_TYPE: nodes}
-        of_edges = {EDGE_TYPE: single}
-    else:
-        of_nodes = {path.stem: path for path in _tables(folder / "nodes")}
-        of_edges = {_edge_type(path.stem, "__", path): path for path in _tables(folder / "edges")}
+        return {} if nodes is None else {NODE_TYPE: nodes}, {EDGE_TYPE: single}
+    of_edges = {_edge_type(path): path for path in _tables(folder / "edges")}
     if not of_edges:
         raise DatasetError(f"{folder.absolute()} has no table of edges; expected {_CONVENTION}")
-    return TableLayout(
-        name=folder.resolve().name,
-        nodes={ntype: TableSpec(file=str(path)) for ntype, path in of_nodes.items()},
-        edges={etype: TableSpec(file=str(path)) for etype, path in of_edges.items()},
-    )
-
-
-def _described(path: Path) -> TableLayout:
-    try:
-        text = path.read_bytes()
-    except OSError as error:
-        raise DatasetError(f"{path} cannot be read: {error.strerror}") from error
-    top = Fields.parse(text, str(path), error=DatasetError).only(("name", "nodes", "edges"))
-    nodes = top.inner("nodes") if top.has("nodes") else Fields({}, str(path))
-    edges = top.inner("edges")
-
-    def spec(entry: Fields) -> TableSpec:
-        found = entry.record(TableSpec, defaults=True)
-        if (found.source is None) != (found.destination is None):
-            raise entry.failure("it must name both or none of source, destination")
-        return replace(found, file=str(path.parent / found.file))
-
-    return TableLayout(
-        name=top.maybe("name", top.word, path.resolve().parent.name),
-        nodes={ntype: spec(nodes.inner(ntype).only(_OF_NODES)) for ntype in nodes.given},
-        edges={_edge_type(key, ":", path): spec(edges.inner(key).only(_OF_EDGES)) for key in edges.given},
-    )
+    return {path.stem: path for path in _tables(folder / "nodes")}, of_edges
 
 
 def _tables(folder: Path) -> list[Path]:
@@ -277,11 +218,10 @@ def _one_file(folder: Path, stem: str) -> Path | None:
     return found[0] if found else None
 
 
-def _edge_type(text: str, separator: str, where: Path) -> EdgeType:
-    pieces = text.split(separator)
+def _edge_type(path: Path) -> EdgeType:
+    pieces = path.stem.split("__")
     if len(pieces) != 3 or not all(pieces):
-        expected = separator.join(("SOURCE", "RELATION", "DESTINATION"))
-        raise DatasetError(f"{where}: an edge type is {expected}, not {text!r}")
+        raise DatasetError(f"{path}: an edge type is SOURCE__RELATION__DESTINATION, not {path.stem!r}")
     return pieces[0], pieces[1], pieces[2]
 
 
@@ -292,7 +232,7 @@ _SPLIT_CODES = {"train": 0, "val": 1, "valid": 1, "validation": 1, "test": 2, ""
 
 @final
 class TablesSource(DatasetSource):
-    """A folder of tables, or a ``.json`` that describes them.
+    """A folder of tables.
 
     By convention: ``nodes.csv`` (may be absent: the nodes are then those of the edges) and
     ``edges.csv``; for several types ``nodes/TYPE.csv`` and
@@ -301,8 +241,8 @@ class TablesSource(DatasetSource):
     is 7: write Parquet to keep the zeros), ``label`` numbers or strings (empty: none;
     strings are numbered in alphabetical order), ``split`` train, val or test, ``feat`` lists or
     ``feat_0``, ``feat_1`` ... the features; in edge tables ``src`` and ``dst`` the ids. Every other
-    column is kept under its own name and must hold numbers. A description gives these roles to columns
-    with other names. Ids other than 0..N-1 in order are kept in ``user_ids``.
+    column is kept under its own name and must hold numbers. Ids other than 0..N-1 in order are kept in
+    ``user_ids``. Tables with other column names are for ``dglx ingest``.
 
     Option ``ignore``: columns to leave out, separated by commas.
     """
@@ -310,18 +250,20 @@ class TablesSource(DatasetSource):
     def __init__(self, location: str, options: Mapping[str, object]) -> None:
         refuse_unknown(options, ("ignore",), "tables")
         self._ignored = set(filter(None, str(options.get("ignore", "")).split(",")))
-        self._layout = find_layout(Path(location).expanduser())
+        folder = Path(location).expanduser()
+        self._name = folder.resolve().name
+        self._nodes, self._edges = find_tables(folder)
 
     def load(self) -> RawGraph:
-        nodes, specs = self._layout.nodes, self._layout.edges
-        tables = {etype: read_table(Path(spec.file)) for etype, spec in specs.items()}
-        ends = {etype: _ends(table, specs[etype]) for etype, table in tables.items()}
+        nodes, paths = self._nodes, self._edges
+        tables = {etype: read_table(path) for etype, path in paths.items()}
+        ends = {etype: _ends(table, str(paths[etype])) for etype, table in tables.items()}
         ids: dict[str, Any] = {}
         node_data: dict[str, dict[str, NodeColumn]] = {}
-        for ntype, spec in nodes.items():
-            table = read_table(Path(spec.file))
-            ids[ntype] = _node_ids(table, spec)
-            node_data[ntype] = _columns(table, spec, {spec.id or _ID} | self._ignored)
+        for ntype, path in nodes.items():
+            table = read_table(path)
+            ids[ntype] = _node_ids(table, str(path))
+            node_data[ntype] = _columns(table, str(path), {_ID} | self._ignored)
         # Sorted, since the order of a set of strings changes from run to run, and ids follow it.
         for ntype in sorted({ntype for etype in ends for ntype in (etype[0], etype[2])} - ids.keys()):
             ids[ntype] = _ids_in_edges(ntype, ends)
@@ -333,40 +275,36 @@ class TablesSource(DatasetSource):
             )
             edges[etype] = (first, second)
             keys = {end.name for end in found} | self._ignored
-            data = _columns(tables[etype], specs[etype], keys)
+            data = _columns(tables[etype], str(paths[etype]), keys)
             edge_data[etype] = {key: value for key, value in data.items() if isinstance(value, np.ndarray)}
-        stated = {ntype: spec.classes for ntype, spec in nodes.items() if spec.classes}
         return RawGraph(
-            name=self._layout.name,
+            name=self._name,
             num_nodes={ntype: len(values) for ntype, values in ids.items()},
             edges=edges,
             node_data=node_data,
             edge_data=edge_data,
-            num_classes=classes_of(node_data) | stated,
+            num_classes=classes_of(node_data),
             user_ids={ntype: _user_ids(values) for ntype, values in ids.items() if not _is_range(values)},
         )
 
 
-def _node_ids(table: Any, spec: TableSpec) -> Any:
-    if spec.id is None and _ID not in table.column_names:
+def _node_ids(table: Any, where: str) -> Any:
+    if _ID not in table.column_names:
         return pa.array(np.arange(table.num_rows))
-    name = spec.id or _ID
-    ids = id_column(table, name, spec.file)
+    ids = id_column(table, _ID, where).values
     if len(pc.unique(ids)) < len(ids):
-        check_unique(_user_ids(ids), name, spec.file)
+        check_unique(_user_ids(ids), _ID, where)
     return ids
 
 
-def _ends(table: Any, spec: TableSpec) -> tuple[Column, Column]:
-    usual = next((names for names in _KEYS_OF_EDGES if set(names) <= set(table.column_names)), None)
-    names = usual if spec.source is None or spec.destination is None else (spec.source, spec.destination)
+def _ends(table: Any, where: str) -> tuple[Column, Column]:
+    names = next((names for names in _KEYS_OF_EDGES if set(names) <= set(table.column_names)), None)
     if names is None:
         raise DatasetError(
-            f"{spec.file}: has no columns src and dst (it has {', '.join(table.column_names)}); rename them, "
-            f"or name them in a {DESCRIPTION}"
+            f"{where}: has no columns src and dst (it has {', '.join(table.column_names)}); rename them, "
+            "or name them in a description for dglx ingest"
         )
-    first, second = (Column(id_column(table, name, spec.file), name, spec.file) for name in names)
-    return first, second
+    return id_column(table, names[0], where), id_column(table, names[1], where)
 
 
 def _ids_in_edges(node_type: str, ends: Mapping[EdgeType, tuple[Column, Column]]) -> Any:
@@ -385,9 +323,9 @@ def _ids_in_edges(node_type: str, ends: Mapping[EdgeType, tuple[Column, Column]]
     return distinct.take(pc.sort_indices(distinct))
 
 
-def _positions(end: Column, ids: Any, table: TableSpec | None) -> Array:
+def _positions(end: Column, ids: Any, table: Path | None) -> Array:
     """Return (E,) int32 or int64, the row in ``ids`` of each value of ``end``."""
-    owner, values = f"among the ids of {table.file}" if table is not None else "a node", end.values
+    owner, values = f"among the ids of {table}" if table is not None else "a node", end.values
     if values.type != ids.type:
         raise end.error(f"holds {values.type} ids, but those {owner} are {ids.type}; write both alike")
     if _is_range(ids):
@@ -397,38 +335,34 @@ def _positions(end: Column, ids: Any, table: TableSpec | None) -> Array:
     else:
         found = pc.index_in(values, value_set=ids)
         unknown, positions = as_numpy(pc.is_null(found)), as_numpy(pc.fill_null(found, -1))
-    if unknown.any():
-        at = first_true(unknown)
-        count = f"(rows of {end.name!r} with unknown ids: {int(unknown.sum())})"
-        raise end.error(f"node id {values[at].as_py()!r} is not {owner} {count}", at)
+    count = f"(rows of {end.name!r} with unknown ids: {int(unknown.sum())})"
+    end.refuse(unknown, f"is not {owner} {count}", "node id ")
     return positions
 
 
-def _columns(table: Any, spec: TableSpec, taken: set[str]) -> dict[str, NodeColumn]:
+def _columns(table: Any, where: str, left_out: set[str]) -> dict[str, NodeColumn]:
     columns: dict[str, NodeColumn] = {}
-    where, left_out = spec.file, taken | set(spec.ignore)
     names = [name for name in table.column_names if name not in left_out]
     numbered = [(int(match[1]), name) for name in names if (match := re.fullmatch(r"feat_?(\d+)", name))]
-    features = [name for _, name in sorted(numbered)] if spec.features is None else spec.features
-    label, split = spec.label or LABEL, spec.split or _SPLIT
-    if label in names or spec.label:
-        columns[LABEL] = _labels(column(table, label, where))
-    if split in names or spec.split:
-        columns.update(_split_masks(column(table, split, where)))
+    features = [name for _, name in sorted(numbered)]
+    if LABEL in names:
+        columns[LABEL] = _labels(column(table, LABEL, where))
+    if _SPLIT in names:
+        columns.update(_split_masks(column(table, _SPLIT, where)))
     if features:
-        columns[FEATURE] = stacked_columns(table, features, where)
+        columns[FEATURE] = _stacked(table, features, where)
     for name in names:
-        if name in (label, split, *features):
+        if name in (LABEL, _SPLIT, *features):
             continue
         found = column(table, name, where)
         if found.is_text:
             raise found.error(
-                f"holds strings, which no model can use; leave it out with ignore={name} (an option, or a "
-                f"list in {DESCRIPTION}), or encode it as numbers"
+                f"holds strings, which no model can use; leave it out with the option ignore={name}, or "
+                "encode it as numbers"
             )
         columns[name] = found.numbers()
     columns = standard_columns(columns, where)
-    check_columns(columns, table.num_rows, spec.classes or count_classes(columns), where)
+    check_columns(columns, table.num_rows, count_classes(columns), where)
     return columns
 
 
@@ -451,13 +385,9 @@ def _split_masks(split: Column) -> dict[str, Array]:
         place = pc.index_in(lower, value_set=pa.array(list(_SPLIT_CODES), pa.large_string()))
         odd = as_numpy(pc.is_null(place))
         codes = np.array(list(_SPLIT_CODES.values()))[as_numpy(pc.fill_null(place, 0))]
-    if odd.any():
-        at = first_true(odd)
-        raise split.error(
-            f"{split.values[at].as_py()!r} is not a split; write train, val or test (or 0, 1, 2), and "
-            "nothing (or -1) where there is none",
-            at,
-        )
+    split.refuse(
+        odd, "is not a split; write train, val or test (or 0, 1, 2), and nothing (or -1) where there is none"
+    )
     return {name: mask for name, mask in masks_of_split(codes).items() if mask.any()}
 
 

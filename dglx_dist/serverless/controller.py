@@ -123,19 +123,6 @@ class ControllerOptions:
         return usual * min(2.0**attempt, MAX_BACKOFF)
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class Finished:
-    """One finished task, for traces; times in seconds of the controller's clock."""
-
-    key: TaskKey
-    attempt: int
-    sent: float
-    ready: float
-    """When its rows became ready; until then the worker waited."""
-    done: float
-
-
 @dataclass
 class _Pending:
     """An unfinished task."""
@@ -159,7 +146,8 @@ class Controller:
 
     Call :meth:`launch` when the preceding task *starts*, so that a worker is up when the rows are ready, and
     :meth:`ready` when they are. The executor belongs to the caller, whose ``notice`` may call :meth:`wake`.
-    ``observer`` is called with each finished task, on the thread that calls :meth:`finished`.
+    ``observer`` is called with the key of each finished task and the times, by ``clock``, when its attempt
+    was sent, when its rows became ready, and now; on the thread that calls :meth:`finished`.
     """
 
     def __init__(
@@ -167,7 +155,7 @@ class Controller:
         executor: Executor,
         options: ControllerOptions,
         clock: Callable[[], float] = time.monotonic,
-        observer: Callable[[Finished], None] | None = None,
+        observer: Callable[[TaskKey, float, float, float], None] | None = None,
     ) -> None:
         self._executor, self._options, self._clock, self._observer = executor, options, clock, observer
         self._tuner = Autotuner(options.most) if options.workers is None else None
@@ -237,7 +225,7 @@ class Controller:
                 before = self._averages.get(kind, took)
                 self._averages[kind] = _USUAL_KEEP * before + (1 - _USUAL_KEEP) * took
         if self._observer is not None:
-            self._observer(Finished(key=key, attempt=attempt, sent=sent, ready=ready, done=now))
+            self._observer(key, sent, ready, now)
         self._send()
         return True
 

@@ -141,19 +141,15 @@ class Counts:
 class Bill:
     """Dollars of one run."""
 
-    requests: float
-    compute: float
+    functions: float
+    """Of their invocations and of their time."""
     servers: float
     simulated: bool
     """Whether the functions ran elsewhere than at the provider, so that their dollars are an estimate."""
     prices: str
     """Name and date of the price table."""
     unknown: int = 0
-    """Invocations of unknown duration: ``compute`` is then a lower bound."""
-
-    @property
-    def functions(self) -> float:
-        return self.requests + self.compute
+    """Invocations of unknown duration: ``functions`` is then a lower bound."""
 
     @property
     def total(self) -> float:
@@ -188,8 +184,7 @@ def bill(
 ) -> Bill:
     """Return the dollars of a run, given the seconds of all servers of each instance type."""
     return Bill(
-        requests=functions.invocations * prices.per_request,
-        compute=functions.gb_s * prices.per_gb_second,
+        functions=functions.invocations * prices.per_request + functions.gb_s * prices.per_gb_second,
         servers=math.fsum(seconds / 3600 * prices.server(kind) for kind, seconds in server_seconds.items()),
         simulated=simulated,
         prices=f"{prices.name} of {prices.date}",

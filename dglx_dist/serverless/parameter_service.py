@@ -10,7 +10,6 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import final
 
 import numpy as np
@@ -101,12 +100,7 @@ class ParameterService:
     """
 
     def __init__(
-        self,
-        rpc: Rpc,
-        server: ParameterServer,
-        num_ranks: int,
-        timeline: Timeline | None = None,
-        run: int = 0,
+        self, rpc: Rpc, server: ParameterServer, num_ranks: int, timeline: Timeline, run: int = 0
     ) -> None:
         self.server, self._timeline, self._number = server, timeline, run
         self._rpc, self._ranks, self._timeout_s = rpc, range(num_ranks), rpc.timeout_s
@@ -147,11 +141,7 @@ class ParameterService:
                 self._changed.wait()
                 self._changed.clear()
                 while not self._closing.is_set() and (ready := self.server.own_sums()) is not None:
-                    with (
-                        self._timeline.span("WU", PARAMETER_SERVER, ready[0])
-                        if self._timeline
-                        else nullcontext()
-                    ):
+                    with self._timeline.span("WU", PARAMETER_SERVER, ready[0]):
                         self._update(*ready)
         except Exception as error:  # noqa: BLE001 - reported to all who wait for an update
             # Also while closing: this rank may be ending for the same reason, and others need the cause.

@@ -368,8 +368,7 @@ class Worker:
             self._run_of_program, self._program, self._works = run, program, {}
         kind = (key.step, key.direction, task.options.rematerialise)
         if kind not in self._works:
-            # The graph server checks the number of intervals, which a worker does not know.
-            key.check(self._program, key.interval + 1)
+            key.check(self._program)
             self._works[kind] = Work(self._program, *kind)
         return self._works[kind]
 

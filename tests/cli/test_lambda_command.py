@@ -11,7 +11,6 @@ from typer.testing import CliRunner, Result
 from dglx_dist.cli.app import app
 from dglx_dist.errors import ConfigError
 from dglx_dist.serverless.aws import package
-from dglx_dist.serverless.aws.package import Packed
 
 from ..helpers.functions_service import REGION, FunctionsService
 
@@ -23,14 +22,14 @@ def functions(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["lambda", *arguments], env={"COLUMNS": "150", **keys})
 
 
-def test_deploy_try_and_remove(worker_package: Packed) -> None:
+def test_deploy_try_and_remove(worker_package: Path) -> None:
     with FunctionsService() as service:
         where = ("--endpoint-url", service.url)
         command = (
             "deploy",
             "ours",
             "--package",
-            str(worker_package.path),
+            str(worker_package),
             "--role",
             ROLE,
             "--memory",

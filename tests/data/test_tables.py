@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +12,11 @@ import pyarrow.parquet
 import pytest
 
 from dglx_dist.data.sources import load_dataset
-from dglx_dist.data.tables import column, find_layout, id_column, read_table, stacked_columns
+from dglx_dist.data.tables import column
 from dglx_dist.errors import DatasetError
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, RawGraph
 
 FIXED = pa.FixedSizeListArray.from_arrays(pa.array([1.0, 2.0, 3.0, 4.0]), 2)
-
-
-def test_what_is_no_table_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "t.parquet").write_text("no parquet")
-    with pytest.raises(DatasetError, match=r"t\.parquet: not readable as a parquet table"):
-        read_table(tmp_path / "t.parquet")
-
-
-def test_ids_come_in_one_chunk_of_one_of_two_types() -> None:
-    chunks = pa.chunked_array([pa.array([1, 2], pa.int16()), pa.array([3], pa.int16())])
-    ids = id_column(pa.table({"id": chunks}), "id", "t")
-    assert (ids.type, ids.to_pylist()) == (pa.int64(), [1, 2, 3])
-    texts = pa.array(["x", "y", "x"])
-    for kept in (texts.dictionary_encode(), texts.cast(pa.string_view())):
-        assert id_column(pa.table({"id": kept}), "id", "t").to_pylist() == ["x", "y", "x"]
 
 
 @pytest.mark.parametrize(
@@ -58,18 +43,15 @@ def test_numbers_and_lists_of_numbers_become_arrays_or_are_refused(values: objec
         found.numbers()
 
 
-def test_columns_stand_side_by_side_in_the_order_asked_for() -> None:
-    table = pa.table({"a": [1, 2], "b": [0.5, 1.5], "c": [[1.0], [2.0]]})
-    stacked = stacked_columns(table, ["b", "a"], "t")
-    assert (stacked.dtype, stacked.tolist()) == (np.float32, [[0.5, 1.0], [1.5, 2.0]])
-    with pytest.raises(DatasetError, match="column 'c' holds lists"):
-        stacked_columns(table, ["a", "c"], "t")
-
-
-def touch(folder: Path, *names: str) -> Path:
-    for name in names:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).touch()
+def write(folder: Path, files: Mapping[str, str | Mapping[str, object]]) -> Path:
+    """Write texts, and Parquet tables by column, below ``folder``."""
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, str):
+            path.write_text(content)
+        else:
+            pyarrow.parquet.write_table(pa.table(content), path)
     return folder
 
 
@@ -80,40 +62,12 @@ def touch(folder: Path, *names: str) -> Path:
         (["edges.csv", "edges.parquet"], r"has both edges\.csv and edges\.parquet; remove one"),
         (["edges/a-b.csv"], "an edge type is SOURCE__RELATION__DESTINATION, not 'a-b'"),
         (["manifest.json"], "is a partitioned dataset"),
+        (["edges.parquet"], r"edges\.parquet: not readable as a parquet table"),
     ],
 )
 def test_other_folders_are_refused(tmp_path: Path, names: list[str], message: str) -> None:
     with pytest.raises(DatasetError, match=message):
-        find_layout(touch(tmp_path, *names))
-
-
-BY_TYPE = {"a:to:b": {"file": "e.csv"}}
-
-
-@pytest.mark.parametrize(
-    ("description", "message"),
-    [
-        ({"nodes": {}}, "key 'edges' is missing"),
-        ({"edges": BY_TYPE, "vertices": {}}, "key 'vertices' is not supported"),
-        ({"edges": {"a:b": {"file": "e.csv"}}}, "an edge type is SOURCE:RELATION:DESTINATION, not 'a:b'"),
-        ({"edges": {"a:to:b": {}}}, "key 'edges.a:to:b.file' is missing"),
-        ({"edges": {"a:to:b": {"file": "e.csv", "src": "x"}}}, "key 'edges.a:to:b.src' is not supported"),
-        ({"edges": {"a:to:b": {"file": "e.csv", "source": "x"}}}, "both or none of source, destination"),
-        (
-            {"edges": BY_TYPE, "nodes": {"a": {"file": "n", "features": "x"}}},
-            "features' is 'x', expected a list",
-        ),
-        ({"edges": BY_TYPE, "nodes": {"a": {"file": "n", "classes": 0}}}, "classes' is 0, expected a whole"),
-        ({"edges": ["e.csv"]}, "'edges' is .*, expected an object"),
-        (["e.csv"], "it is .*, expected an object"),
-        ("{", "is not valid JSON"),
-    ],
-)
-def test_wrong_descriptions_are_refused(tmp_path: Path, description: object, message: str) -> None:
-    path = tmp_path / "shop.json"
-    path.write_text(description if isinstance(description, str) else json.dumps(description))
-    with pytest.raises(DatasetError, match=rf"shop\.json.*{message}"):
-        find_layout(path)
+        load_dataset(write(tmp_path, dict.fromkeys(names, "")))
 
 
 NODES = (
@@ -122,25 +76,16 @@ NODES = (
 EDGES = "src,dst,weight\nann,bob,1\nbob,cid,2\ndan,ann,3\n"
 
 
-def write(folder: Path, **files: str) -> Path:
-    """Write ``files`` (name with _dot_ and _in_ for . and /) below ``folder``."""
-    for name, text in files.items():
-        path = folder / name.replace("_dot_", ".").replace("_in_", "/")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return folder
-
-
 def edges_of(graph: RawGraph) -> list[list[int]]:
     return [ids.tolist() for ids in graph.edges[EDGE_TYPE]]
 
 
-def columns_of(graph: RawGraph, node_type: str = NODE_TYPE) -> dict[str, Array]:
-    return {name: np.asarray(column) for name, column in graph.node_data[node_type].items()}
+def columns_of(graph: RawGraph) -> dict[str, Array]:
+    return {name: np.asarray(column) for name, column in graph.node_data[NODE_TYPE].items()}
 
 
 def test_string_ids_are_mapped_and_columns_get_their_meaning_from_their_names(tmp_path: Path) -> None:
-    graph = load_dataset(write(tmp_path, nodes_dot_csv=NODES, edges_dot_csv=EDGES))
+    graph = load_dataset(write(tmp_path, {"nodes.csv": NODES, "edges.csv": EDGES}))
     assert graph.num_nodes == {NODE_TYPE: 4}
     assert graph.user_ids[NODE_TYPE].tolist() == ["bob", "ann", "cid", "dan"]
     assert graph.user_ids[NODE_TYPE].dtype.kind == "U"
@@ -156,45 +101,44 @@ def test_string_ids_are_mapped_and_columns_get_their_meaning_from_their_names(tm
     assert graph.num_classes == {NODE_TYPE: 2}
 
 
-def test_integer_ids_with_gaps_are_mapped(tmp_path: Path) -> None:
-    nodes, edges = "id\n70\n5000000000\n9\n", "source,destination\n9,70\n70,5000000000\n"
-    graph = load_dataset(write(tmp_path, nodes_dot_csv=nodes, edges_dot_csv=edges))
-    assert graph.user_ids[NODE_TYPE].tolist() == [70, 5_000_000_000, 9]
-    assert graph.user_ids[NODE_TYPE].dtype == np.int64
-    assert edges_of(graph) == [[2, 0], [0, 1]]
-
-
-def test_ids_that_count_from_zero_need_no_mapping(tmp_path: Path) -> None:
-    graph = load_dataset(
-        write(tmp_path, nodes_dot_csv="age\n30\n40\n50\n", edges_dot_csv="src,dst\n2,0\n1,1\n")
-    )
-    assert graph.user_ids == {}
-    assert edges_of(graph) == [[2, 1], [0, 1]]
-    assert columns_of(graph)["age"].tolist() == [30, 40, 50]
-
-
-def test_without_a_node_table_the_nodes_are_those_of_the_edges(tmp_path: Path) -> None:
-    graph = load_dataset(write(tmp_path, edges_dot_csv="src,dst\nx,c\nb,x\n"))
-    assert graph.user_ids[NODE_TYPE].tolist() == ["b", "c", "x"]
-    assert edges_of(graph) == [[2, 0], [1, 2]]
+@pytest.mark.parametrize(
+    ("files", "ids", "edges"),
+    [
+        ({"nodes.csv": "id\n70\n5000000000\n9\n", "edges.csv": "source,destination\n9,70\n70,5000000000\n"},
+         [70, 5_000_000_000, 9], [[2, 0], [0, 1]]),
+        ({"nodes.csv": "age\n30\n40\n50\n", "edges.csv": "src,dst\n2,0\n1,1\n"}, None, [[2, 1], [0, 1]]),
+        ({"edges.csv": "src,dst\nx,c\nb,x\n"}, ["b", "c", "x"], [[2, 0], [1, 2]]),
+    ],
+    ids=["integers with gaps", "from zero", "of edges"],
+)  # fmt: skip
+def test_ids_of_any_kind_are_mapped(tmp_path: Path, files: dict[str, str], ids: Any, edges: Any) -> None:
+    graph = load_dataset(write(tmp_path, files))
+    assert edges_of(graph) == edges
+    assert ids is None or graph.user_ids[NODE_TYPE].tolist() == ids
+    assert bool(graph.user_ids) == (ids is not None)
 
 
 def test_parquet_with_lists_as_features(tmp_path: Path) -> None:
-    table = pa.table({"id": [4, 2], "feat": [[1.0, 2.0], [3.0, 4.0]], "train_mask": [True, False]})
-    pyarrow.parquet.write_table(table, tmp_path / "nodes.parquet")
-    pyarrow.parquet.write_table(pa.table({"src": [2], "dst": [4]}), tmp_path / "edges.parquet")
-    graph = load_dataset(tmp_path)
-    assert columns_of(graph)["feat"].tolist() == [[1, 2], [3, 4]]
-    assert columns_of(graph)["train_mask"].tolist() == [True, False]
+    ids = pa.array([4, 2], pa.int16())
+    nodes = {"id": ids, "feat": [[1.0, 2.0], [3.0, 4.0]], "train_mask": [True, False], "age": [30, 40]}
+    graph = load_dataset(write(tmp_path, {"nodes.parquet": nodes, "edges.parquet": {"src": [2], "dst": [4]}}))
+    assert {name: rows.tolist() for name, rows in columns_of(graph).items()} == {
+        "feat": [[1, 2], [3, 4]],
+        "train_mask": [True, False],
+        "age": [30, 40],
+    }
+    assert graph.user_ids[NODE_TYPE].dtype == np.int64
     assert edges_of(graph) == [[1], [0]]
 
 
 def test_several_types_by_folders(tmp_path: Path) -> None:
     folder = write(
         tmp_path,
-        nodes_in_user_dot_csv="id,label\nu2,1\nu1,0\n",
-        edges_in_user__buys__item_dot_csv="src,dst\nu1,7\nu2,3\n",
-        edges_in_item__of__user_dot_csv="src,dst\n3,u1\n",
+        {
+            "nodes/user.csv": "id,label\nu2,1\nu1,0\n",
+            "edges/user__buys__item.csv": "src,dst\nu1,7\nu2,3\n",
+            "edges/item__of__user.csv": "src,dst\n3,u1\n",
+        },
     )
     graph = load_dataset(folder)
     assert graph.num_nodes == {"user": 2, "item": 2}
@@ -203,111 +147,58 @@ def test_several_types_by_folders(tmp_path: Path) -> None:
     assert graph.user_ids["item"].tolist() == [3, 7]
 
 
-DESCRIPTION = {
-    "name": "shop",
-    "nodes": {
-        "_N": {"file": "people.csv", "id": "who", "label": "team", "classes": 5, "split": "use",
-               "features": ["income", "age"], "ignore": ["note"]}
-    },
-    "edges": {"_N:_E:_N": {"file": "calls.csv", "source": "from", "destination": "to"}},
-}  # fmt: skip
+WIDE = pa.array([0, 2**63], pa.uint64())
 
 
-def test_a_description_names_the_columns(tmp_path: Path) -> None:
-    people = "who,team,use,age,income,note\n8,4,0,30,10,hi\n6,2,1,40,20,ho\n"
-    tables = {"calls_dot_csv": "from,to\n6,8\n", "graph_dot_json": json.dumps(DESCRIPTION)}
-    graph = load_dataset(write(tmp_path, people_dot_csv=people, **tables) / "graph.json")
-    assert (graph.name, graph.num_classes) == ("shop", {NODE_TYPE: 5})
-    columns = columns_of(graph)
-    assert columns["feat"].tolist() == [[10, 30], [20, 40]]
-    assert columns["label"].tolist() == [4, 2]
-    assert set(columns) == {"feat", "label", "train_mask", "val_mask"}
-    assert edges_of(graph) == [[1], [0]]
-    assert load_dataset(tmp_path).name == "shop"  # the folder of a description is read by it
-    write(tmp_path, people_dot_csv=people.replace("8,4,", "8,5,"))
-    with pytest.raises(DatasetError, match=r"people\.csv: column 'label', row 0: label 5 is outside 0\.\.4"):
-        load_dataset(tmp_path)
-
-
-BAD_TABLES = {
-    "twice": (
-        "id\na\nb\na\n",
-        "src,dst\na,b\n",
-        r"nodes\.csv: column 'id', row 2: .*'a' occurs already in row 0",
-    ),
-    "unknown end": (
-        "id\na\nb\n",
-        "src,dst\na,b\nb,zoe\n",
-        r"edges\.csv: column 'dst', row 1: .*'zoe' is not among .*nodes\.csv \(rows of 'dst' .*ids: 1\)",
-    ),
-    "beyond the last row": (
-        "age\n1\n2\n",
-        "src,dst\n0,1\n2,1\n",
-        r"edges\.csv: column 'src', row 1: node id 2",
-    ),
-    "kinds": ("id\na\nb\n", "src,dst\n1,2\n", r"column 'src' holds int64 ids, but .* are large_string"),
-    "empty id": ("id,x\n1,1\n,2\n", "src,dst\n1,1\n", r"nodes\.csv: column 'id', row 1: is empty"),
-    "fraction as id": (
-        "id\n1.5\n",
-        "src,dst\n1,1\n",
-        r"column 'id' must hold integer or string ids; it holds double",
-    ),
-    "no ends": ("id\n1\n", "from,to\n1,1\n", r"edges\.csv: has no columns src and dst \(it has from, to\)"),
-    "empty feature": (
-        "id,feat_0\n1,\n2,1\n",
-        "src,dst\n1,2\n",
-        r"nodes\.csv: column 'feat_0', row 0: is empty",
-    ),
-    "strings": (
-        "id,city\n1,Rome\n",
-        "src,dst\n1,1\n",
-        r"nodes\.csv: column 'city' holds strings.*ignore=city",
-    ),
-    "label": ("id,label\n1,0\n2,-3\n", "src,dst\n1,2\n", r"nodes\.csv: column 'label', row 1: label -3"),
-    "split": ("id,split\n1,train\n2,dev\n", "src,dst\n1,2\n", r"column 'split', row 1: 'dev' is not a split"),
-    "split number": ("id,split\n1,0\n2,7\n", "src,dst\n1,2\n", r"column 'split', row 1: 7 is not a split"),
-    "overlap": (
-        "id,train_mask,test_mask\n1,1,0\n2,1,1\n",
-        "src,dst\n1,2\n",
-        r"nodes\.csv: columns 'train_mask' and 'test_mask' overlap: row 1",
-    ),
-    "edge column": ("id\n1\n2\n", "src,dst,w\n1,2,1\n2,1,inf\n", r"edges\.csv: column 'w', row 1: inf"),
-    "same name": ("id,x,x\n1,1,2\n", "src,dst\n1,1\n", r"nodes\.csv: has 2 columns 'x'; rename"),
-    "ragged": ("id\n1\n2\n", "src,dst\n1,2\n1,2,3\n", r"edges\.csv: not readable as a csv table"),
-    "no row": ("id\n1\n", "src,dst\n", r"edges\.csv: the table has no row"),
-}
-
-
-@pytest.mark.parametrize(("nodes", "edges", "message"), BAD_TABLES.values(), ids=BAD_TABLES)
+@pytest.mark.parametrize(
+    ("nodes", "edges", "message"),
+    [
+        ("id\na\nb\na\n", "a,b", r"nodes\.csv: column 'id', row 2: .*'a' occurs already in row 0"),
+        ("id\na\nb\n", "a,b\nb,zoe",
+         r"edges\.csv: column 'dst', row 1: .*'zoe' is not among .*nodes\.csv \(rows of 'dst' .*ids: 1\)"),
+        ("age\n1\n2\n", "0,1\n2,1", r"edges\.csv: column 'src', row 1: node id 2"),
+        ("id\na\nb\n", "1,2", r"column 'src' holds int64 ids, but .* are large_string"),
+        ("id,x\n1,1\n,2\n", "1,1", r"nodes\.csv: column 'id', row 1: is empty"),
+        ("id\n1.5\n", "1,1", r"column 'id' must hold integer or string ids; it holds double"),
+        ("id,city\n1,Rome\n", "1,1", r"nodes\.csv: column 'city' holds strings.*ignore=city"),
+        ("id,label\n1,0\n2,-3\n", "1,2", r"nodes\.csv: column 'label', row 1: label -3"),
+        ("id,split\n1,train\n2,dev\n", "1,2", r"column 'split', row 1: 'dev' is not a split"),
+        ("id,split\n1,0\n2,7\n", "1,2", r"column 'split', row 1: 7 is not a split"),
+        ("id,x,x\n1,1,2\n", "1,1", r"nodes\.csv: has 2 columns 'x'; rename"),
+        ("id\n1\n2\n", "1,2\n1,2,3", r"edges\.csv: not readable as a csv table"),
+        ("id\n1\n", "", r"edges\.csv: the table has no row"),
+        ({"id": WIDE}, "0,1", r"nodes\.parquet: column 'id' has a number beyond 64 signed bits"),
+        ({"id": [0, 1], "label": WIDE}, "0,1", r"nodes\.parquet: column 'label' has a number beyond"),
+        ({"feat_0": [1, 2], "feat_1": [[1], [2]]}, "0,1", "column 'feat_1' holds lists; .* call .* feat"),
+    ],
+)  # fmt: skip
 def test_bad_tables_are_named_with_column_and_row(
-    tmp_path: Path, nodes: str, edges: str, message: str
+    tmp_path: Path, nodes: str | dict[str, object], edges: str, message: str
 ) -> None:
+    name = "nodes.csv" if isinstance(nodes, str) else "nodes.parquet"
     with pytest.raises(DatasetError, match=message):
-        load_dataset(write(tmp_path, nodes_dot_csv=nodes, edges_dot_csv=edges))
+        load_dataset(write(tmp_path, {name: nodes, "edges.csv": f"src,dst\n{edges}\n"}))
+
+
+@pytest.mark.parametrize(
+    ("edges", "message"),
+    [
+        ("from,to\n1,1\n", r"edges\.csv: has no columns src and dst \(it has from, to\).* dglx ingest"),
+        ("src,dst,w\n1,1,1\n1,1,inf\n", r"edges\.csv: column 'w', row 1: inf"),
+    ],
+)
+def test_bad_columns_of_edges_are_named(tmp_path: Path, edges: str, message: str) -> None:
+    with pytest.raises(DatasetError, match=message):
+        load_dataset(write(tmp_path, {"edges.csv": edges}))
 
 
 def test_types_without_a_table_come_in_the_order_of_their_names(tmp_path: Path) -> None:
     # New ids, and what a seed draws, follow the order of the types: it may not change from run to run.
     pairs = [("g", "a"), ("f", "c"), ("b", "e"), ("d", "h")]
-    tables = {f"edges_in_{one}__r__{other}_dot_csv": "src,dst\n0,1\n" for one, other in pairs}
-    assert list(load_dataset(write(tmp_path, **tables)).num_nodes) == list("abcdefgh")
-
-
-@pytest.mark.parametrize(
-    ("nodes", "named"),
-    [
-        ({"id": pa.array([1, 2**63], pa.uint64())}, "column 'id' has a number beyond 64 signed bits"),
-        ({"id": [0, 1], "label": pa.array([1, 2**63], pa.uint64())}, "column 'label' has a number beyond"),
-    ],
-)
-def test_numbers_beyond_int64_are_refused(tmp_path: Path, nodes: dict[str, object], named: str) -> None:
-    pyarrow.parquet.write_table(pa.table(nodes), tmp_path / "nodes.parquet")
-    write(tmp_path, edges_dot_csv="src,dst\n0,1\n")
-    with pytest.raises(DatasetError, match=rf"nodes\.parquet: {named}"):
-        load_dataset(tmp_path)
+    tables = {f"edges/{one}__r__{other}.csv": "src,dst\n0,1\n" for one, other in pairs}
+    assert list(load_dataset(write(tmp_path, tables)).num_nodes) == list("abcdefgh")
 
 
 def test_columns_can_be_left_out_by_option(tmp_path: Path) -> None:
-    nodes = "id,city,boss\n1,Rome,Ann\n"
-    folder = write(tmp_path, nodes_dot_csv=nodes, edges_dot_csv="src,dst\n1,1\n")
-    assert columns_of(load_dataset(folder, ignore="city,boss")) == {}
+    tables = {"nodes.csv": "id,city,boss\n1,Rome,Ann\n", "edges.csv": "src,dst\n1,1\n"}
+    assert columns_of(load_dataset(write(tmp_path, tables), ignore="city,boss")) == {}

@@ -12,11 +12,10 @@ import pytest
 
 from dglx_dist.cli.train_job import train_dataset
 from dglx_dist.errors import ConfigError, PeerError, RemoteError
-from dglx_dist.serverless.aws import clients
+from dglx_dist.serverless.aws import clients, package
 from dglx_dist.serverless.aws.clients import Place, is_amazon
 from dglx_dist.serverless.aws.deploy import try_function
 from dglx_dist.serverless.aws.executor import AwsExecutor, read_report
-from dglx_dist.serverless.aws.package import write_zip
 from dglx_dist.serverless.controller import Controller, ControllerOptions
 from dglx_dist.serverless.executors.base import EXECUTORS, ExecutorContext, Invocation
 from dglx_dist.training.config import TrainConfig
@@ -46,7 +45,10 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FunctionsServi
 
     NumPy and pyzmq are in a layer, so that 15 MB are neither packed nor unpacked.
     """
-    code = write_zip(tmp_path_factory.mktemp("package") / "worker.zip", libraries=False).path
+    code = tmp_path_factory.mktemp("package") / "worker.zip"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(package, "LIBRARIES", {})
+        package.write_zip(code)
     with FunctionsService() as running:
         running.add(NAME, code.read_bytes(), Layers=[{"Arn": LAYER}])
         yield running

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from dglx_dist.errors import ConfigError, PeerError
-from dglx_dist.serverless.controller import Autotuner, Controller, ControllerOptions, Finished, most_workers
+from dglx_dist.serverless.controller import Autotuner, Controller, ControllerOptions, most_workers
 from dglx_dist.serverless.cost import prices
 from dglx_dist.serverless.executors.base import Executor, ExecutorContext, Invocation, Lost
 from dglx_dist.serverless.tasks import Address, Direction, Secrets, Task, TaskKey
@@ -58,9 +58,9 @@ class Scene:
     """A controller with a clock that stands still and an executor that only notes."""
 
     def __init__(self, workers: int | None = 2, intervals: int = 100, **options: object) -> None:
-        self.clock, self.executor, self.seen = Clock(), Noted(), list[Finished]()
+        self.clock, self.executor, self.seen = Clock(), Noted(), list[tuple[TaskKey, float, float, float]]()
         chosen = ControllerOptions(most=most_workers(intervals), workers=workers, **options)  # type: ignore[arg-type]
-        self.controller = Controller(self.executor, chosen, self.clock, self.seen.append)
+        self.controller = Controller(self.executor, chosen, self.clock, lambda *told: self.seen.append(told))
 
     def launch(self, interval: int, epoch: int = 0, *, ready: bool = True) -> TaskKey:
         task = make_task(interval, epoch)
@@ -147,8 +147,8 @@ def test_time_counts_from_when_the_rows_are_there() -> None:
     assert scene.wait(0.2) == [f"{key}/1"]
     scene.clock.now += 1
     assert scene.controller.finished(key, 1)
-    (seen,) = scene.seen
-    assert (seen.attempt, seen.ready - seen.sent, seen.done - seen.sent) == pytest.approx((1, -2.1, 1))
+    ((seen, sent, ready, done),) = scene.seen
+    assert (seen, ready - sent, done - sent) == (key, pytest.approx(-2.1), pytest.approx(1))
 
 
 def test_the_time_out_is_five_times_the_usual_and_at_least_half_a_second() -> None:

@@ -13,15 +13,6 @@ from dglx_dist.serverless.cost import Counts, bill, billed_gb_seconds, dollars, 
 PAPER, NOW = prices("dorylus"), prices("aws")
 
 
-def test_a_million_invocations_of_100_ms_at_192_mb() -> None:
-    million = Counts(invocations=10**6, warm=10**6, gb_s=billed_gb_seconds(0.1, 192, PAPER) * 10**6)
-    cost = bill(million, {}, PAPER, simulated=True)
-    assert cost.requests == pytest.approx(0.20, rel=1e-12)
-    assert cost.total == pytest.approx(0.20 + 1e6 * 0.1 / 3600 * 0.01125, rel=1e-12)
-    assert cost.total == pytest.approx(0.5125, rel=1e-12)
-    assert (PAPER.step_s, PAPER.server("c5n.2xlarge")) == (0.1, pytest.approx(4 * 0.108))
-
-
 @pytest.mark.parametrize(
     ("seconds", "steps"), [(0, 0), (1e-9, 1), (0.1, 1), (0.1 + 1e-9, 2), (0.3, 3), (0.7, 7), (0.70001, 8)]
 )

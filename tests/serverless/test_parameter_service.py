@@ -14,6 +14,7 @@ from dglx_dist.comm.ledger import WORKER, Ledger
 from dglx_dist.comm.rpc import Rpc
 from dglx_dist.comm.session import Session, start_session
 from dglx_dist.comm.topology import Topology
+from dglx_dist.comm.trace import Timeline
 from dglx_dist.errors import ConfigError, PeerError, RemoteError
 from dglx_dist.records import Array
 from dglx_dist.serverless import parameter_service as ops
@@ -58,7 +59,8 @@ def served(
     service = None
     if rpc.rank < plan.num_servers:
         update = Update("Adam", GROUPS, list(SHAPES))
-        service = ParameterService(rpc, ParameterServer(plan, rpc.rank, first_weights(), update), num_ranks)
+        server = ParameterServer(plan, rpc.rank, first_weights(), update)
+        service = ParameterService(rpc, server, num_ranks, Timeline())
     client = ParameterClient(rpc, plan, listen)
     try:
         yield service, client

@@ -25,7 +25,7 @@ from dglx_dist.serverless.stages.base import (
     VertexStage,
     register_stage,
 )
-from dglx_dist.serverless.tasks import Direction, Work, add_gradients
+from dglx_dist.serverless.tasks import Direction, Work
 from tests.helpers.schema import check_every_field
 
 from .programs import dropping, gat, gcn, sage
@@ -51,24 +51,6 @@ def test_a_digest_is_the_programs_and_nothing_elses() -> None:
     assert found.stdout.strip() == gat().digest
     others = [gat(), gcn(), sage(), gcn((5, 4, 4, 3)), gcn(num_train=7), replace(gcn(), dtype="float32")]
     assert len({program.digest for program in others}) == len(others)
-
-
-def test_what_a_program_tells() -> None:
-    program = gat()
-    assert program.vertex_steps == (0, 4, 8)
-    assert program.last == 8
-    assert list(program.slots)[:3] == ["x", "z1", "el1"]
-    assert program.slots["r2"] == Slot("r2", 12)
-    assert program.trained == set(program.slots) - {"x"}
-    assert program.weights_of(0) == {
-        "layers.1.fc.weight": (6, 5),
-        "layers.1.attn_l": (1, 3, 2),
-        "layers.1.attn_r": (1, 3, 2),
-    }
-    assert program.weights_of(8) == {}
-    assert list(program.weight_shapes)[3] == "layers.1.bias"
-    assert gcn().trained == {"h1", "a2", "h2"}  # a1, sums of features, has no gradient
-    assert sage().trained == {"h1", "a2", "h2"}
 
 
 def changed(index: int, **fields: Any) -> Callable[[], Program]:
@@ -221,21 +203,6 @@ def test_a_text_cannot_name_what_is_not_registered() -> None:
     text["steps"][0]["stage"] = "subprocess:run"
     with pytest.raises(UnknownNameError, match="there is no stage 'subprocess:run'"):
         Program.from_json(json.dumps(text))
-
-
-def test_a_task_is_the_sum_of_its_halves_and_the_first_has_the_odd_row() -> None:
-    program = gcn()
-    work = Work(program, 1, Direction.BACKWARD, True)
-    rng = np.random.default_rng(0)
-    weights = [rng.normal(size=shape) for shape in work.weights.values()]
-    x, slope = rng.normal(size=(7, 5)), rng.normal(size=(7, 4))
-    whole = work.whole(weights, [x, slope], 7)
-    first, second = work.half(weights, [x[:4], slope[:4]], 4), work.half(weights, [x[4:], slope[4:]], 3)
-    summed = add_gradients(first.gradients, second.gradients)
-    assert all(map(np.array_equal, whole.gradients, summed))
-    assert whole.rows == first.rows == ()  # features get no gradient
-    one = work.whole(weights, [x[:1], slope[:1]], 1)
-    assert all(map(np.array_equal, one.gradients, work.half(weights, [x[:1], slope[:1]], 1).gradients))
 
 
 def broken(program: Program, step: int, direction: Direction) -> tuple[Work, list[Array], list[Array]]:

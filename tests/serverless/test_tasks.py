@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 from typing import Any
 
 import numpy as np
 import pytest
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.serverless.stages.base import half_rows
 from dglx_dist.serverless.tasks import (
     MAX_EVENT_BYTES,
     Address,
     Direction,
-    Item,
     Role,
     Secrets,
     Task,
@@ -25,11 +22,9 @@ from dglx_dist.serverless.tasks import (
     check_payload,
     given_items,
     half_name,
-    join_halves,
     parse_attempt,
     parse_half,
     pulled_items,
-    take_half,
 )
 from tests.helpers.schema import check_every_field
 
@@ -63,13 +58,6 @@ def test_a_key_comes_back_from_its_text(key: TaskKey) -> None:
     assert parse_attempt(attempt_name(key, 0, 12)) == (key, 0, 12)
 
 
-def test_keys_have_an_order_and_differ_by_direction() -> None:
-    assert str(TaskKey(3, 2, 7, F, 2)) == "r2.e3.s2.i7.f"
-    assert len({TaskKey(3, 2, 7, direction) for direction in Direction}) == 3
-    keys = [TaskKey(1, 0, 5, F), TaskKey(0, 9, 0, B), TaskKey(0, 9, 1, B), TaskKey(0, 1, 9, FB)]
-    assert sorted(keys) == [keys[3], keys[1], keys[2], keys[0]]
-
-
 NO_KEYS = """r0.e3.s2.i7 r0.e3.s2.i7.g r0.e3.s2.i7.fb.f R0.e3.s2.i7.f r0.e03.s2.i7.f r0.e-3.s2.i7.f
 r0.e+3.s2.i7.f r0.e3.s2.i.f r0.e1e3.s2.i7.f r0.e٣.s2.i7.f e3.s2.i7.f r01.e3.s2.i7.f r-1.e3.s2.i7.f
 r1000000000.e3.s2.i7.f r0.e1000000000.s2.i7.f r0.e3.s10000.i7.f r0.e3.s2.i1000000000.f r0.e3.s2.i7.f/0"""
@@ -99,17 +87,16 @@ def test_what_names_no_half_or_attempt_is_refused() -> None:
 
 def test_a_key_is_checked_against_the_program() -> None:
     for good in (TaskKey(9, 1, 3, F), TaskKey(9, 1, 3, B), TaskKey(9, 4, 0, FB), TaskKey(9, 4, 0, B)):
-        good.check(gcn(), 4)
-    TaskKey(0, 2, 0, B).check(gat(), 1)
+        good.check(gcn())
+    TaskKey(0, 2, 0, B).check(gat())
     for bad, message in (
-        (TaskKey(0, 1, 4, F), "interval 4 of 4"),
         (TaskKey(0, 5, 0, F), "step 5 of 5"),
         (TaskKey(0, 0, 0, F), "graph servers do themselves"),
         (TaskKey(0, 2, 0, B), "graph servers do themselves"),
         (TaskKey(0, 1, 0, FB), "only the last"),
     ):
         with pytest.raises(ConfigError, match=message):
-            bad.check(gcn(), 4)
+            bad.check(gcn())
 
 
 def test_a_task_comes_back_from_its_event() -> None:
@@ -189,35 +176,12 @@ def test_a_task_that_could_not_be_read_is_not_written() -> None:
             bad.to_event()
 
 
-def row_bytes(items: tuple[Item, ...]) -> int:
-    """Bytes per node."""
-    return sum(
-        np.dtype(item.dtype).itemsize * max(1, item.width) for item in items if item.per.value == "node"
-    )
-
-
-def test_bytes_of_a_graph_convolution_are_the_papers() -> None:
-    """5-4-3 columns of 8 bytes: docs/strategies/lambda.md, "Bytes", rows of the interval left out."""
-    program = gcn()
-    for rematerialise, twice in ((True, 1), (False, 2)):
-        assert row_bytes(pulled_items(program, 1, F, rematerialise)) == 5 * 8
-        assert row_bytes(given_items(program, 1, F, rematerialise)) == twice * 4 * 8
-        assert row_bytes(pulled_items(program, 1, B, rematerialise)) == (5 + twice * 4) * 8
-        assert given_items(program, 1, B, rematerialise) == ()
-        assert row_bytes(given_items(program, 4, F, rematerialise)) == twice * 3 * 8
-        assert row_bytes(pulled_items(program, 4, B, rematerialise)) == (4 + twice * 3) * 8
-        assert row_bytes(given_items(program, 4, B, rematerialise)) == 4 * 8
-        assert row_bytes(pulled_items(program, 4, FB, rematerialise)) == 4 * 8 + 4
-        assert row_bytes(given_items(program, 4, FB, rematerialise)) == 4 * 8
-    one_layer = gcn((5, 3))
-    assert [item.role for item in given_items(one_layer, 1, FB, True)] == [Role.STATISTICS]
-
-
 def test_own_rows_of_features_get_no_gradient() -> None:
     program = sage()
     assert [item.slot for item in pulled_items(program, 1, F, True)] == ["a1", "x"]
     assert given_items(program, 1, B, True) == ()
     assert [item.slot for item in given_items(program, 4, B, True)] == ["a2", "h1"]
+    assert [item.role for item in given_items(gcn((5, 3)), 1, FB, True)] == [Role.STATISTICS]
 
 
 def test_attention_pulls_rows_of_edges() -> None:
@@ -228,31 +192,6 @@ def test_attention_pulls_rows_of_edges() -> None:
     ]
     assert forward == backward[:3]
     assert [item.per.value for item in given_items(gat(), 2, B, True)] == ["edge"]
-
-
-@pytest.mark.parametrize("rows", [0, 1, 2, 5])
-def test_halves_are_cut_at_rows_and_their_edges(rows: int) -> None:
-    items = pulled_items(gat(), 2, B, True)
-    indptr = np.array([0, 2, 2, 5, 6, 9])[: rows + 1]
-    edges = int(indptr[-1])
-    arrays = [np.arange(3.0 * n).reshape(n, 3) for n in (edges, rows)]
-    arrays += [indptr, *(np.arange(3.0 * edges).reshape(edges, 3) for _ in range(2))]
-    halves = [take_half(items, arrays, rows, half) for half in (0, 1)]
-    for half, cut in enumerate(halves):
-        span = half_rows(rows, half)
-        check_payload(items, cut, span.stop - span.start, "a half")
-    assert [len(cut[1]) for cut in halves] == [math.ceil(rows / 2), rows // 2]
-    for place in (0, 1, 3, 4):
-        assert np.array_equal(np.concatenate([cut[place] for cut in halves]), arrays[place])
-    assert np.array_equal(np.diff(halves[1][2]), np.diff(indptr)[math.ceil(rows / 2) :])
-
-
-def test_joining_adds_statistics_and_stacks_rows() -> None:
-    items = given_items(gcn(), 4, FB, True)
-    parts = [[np.full((2, 4), 1.0), np.array([1.5, 1.0])], [np.full((1, 4), 2.0), np.array([2.0, 0.0])]]
-    rows, statistics = join_halves(items, *parts)
-    assert rows[:, 0].tolist() == [1, 1, 2]
-    assert statistics.tolist() == [3.5, 1]
 
 
 def test_edges_given_are_checked_against_what_was_pulled() -> None:

@@ -58,6 +58,9 @@ def test_bytes_are_those_of_the_paper() -> None:
     apart = [sum(pair) for pair in zip(moved(av2), moved(grad2), strict=True)]
     together = moved(fused)
     statistics = 2 * 2 * 8
+    assert moved(fused, rematerialise=False) == together
+    assert moved(av2, rematerialise=False)[1] == 2 * n * 3 * s
+    assert moved(grad2, rematerialise=False)[:2] == (n * (4 + 3 + 3) * s, n * 4 * s)
     assert together == (n * 4 * s + n * 4, n * 4 * s + statistics, second, second)
     # Fusion saves the outputs up, the gradient down with the inputs a second time, and the weights once.
     saved = [one - other for one, other in zip(apart, together, strict=True)]

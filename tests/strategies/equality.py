@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dglx_dist.comm.session import start_session
+from dglx_dist.comm.session import Session, start_session
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.dist_tensor import DistTensor
@@ -247,6 +248,14 @@ def loop(model: nn.Module, loader: Any, optimizer: torch.optim.Optimizer, epochs
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+
+
+def moved_since(session: Session, before: Any) -> Counter[str]:
+    """Bytes of this rank's ledger since a snapshot, by phase."""
+    moved = Counter[str]()
+    for row in session.ledger.since(before):
+        moved[row.phase] += row.num_bytes
+    return moved
 
 
 def in_original_order(rows: DistTensor, g: DistGraph, ntype: str | None = None) -> Tensor:

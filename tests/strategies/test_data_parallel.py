@@ -6,7 +6,6 @@ Every case runs in each rank and returns its gradients; the answer is one proces
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +22,7 @@ from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.gradient_sync import make_buckets
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
+from tests.strategies.equality import moved_since
 
 CUTS = {1: (0, 6), 2: (0, 4, 6), 3: (0, 4, 6, 6)}
 """Rows of each rank; the third rank has none."""
@@ -61,14 +61,17 @@ def gradients(model: nn.Module) -> dict[str, Any]:
     }
 
 
-# Each case: (model, x, y, scale): runs backward once or more. Alone it gets all rows.
+# Each case: (model, x, y): runs backward once or more. Alone it gets all rows.
 def mean(model: nn.Module, x: Tensor, y: Tensor) -> None:
     F.cross_entropy(model(x), y).backward()
 
 
+def penalty_of(model: nn.Module) -> Any:
+    return 0.1 * sum(p.pow(2).sum() for name, p in model.named_parameters() if "never" not in name)
+
+
 def with_penalty(model: nn.Module, x: Tensor, y: Tensor) -> None:
-    penalty = sum(p.pow(2).sum() for name, p in model.named_parameters() if "never" not in name)
-    (F.cross_entropy(model(x), y) + 0.1 * penalty).backward()
+    (F.cross_entropy(model(x), y) + penalty_of(model)).backward()
 
 
 def accumulated(model: nn.Module, x: Tensor, y: Tensor) -> None:
@@ -80,26 +83,21 @@ def two_forwards(model: nn.Module, x: Tensor, y: Tensor) -> None:
     (F.cross_entropy(model(x), y) + F.cross_entropy(model(2 * x), y)).backward()
 
 
+def of_some(model: nn.Module, x: Tensor) -> Tensor:
+    """Scores; only rows 0 to 3, which are rank 0's, go through ``side``: other ranks do not use it."""
+    scores: Tensor = model(x, use_side=len(x) >= 4)
+    return torch.cat([scores[:4], model(x[4:])]) if len(x) == 6 else scores
+
+
 def side_on_some(model: nn.Module, x: Tensor, y: Tensor) -> None:
-    """Only rows 0 to 3, which are rank 0's, go through ``side``: other ranks do not use it."""
-    loss = x.new_zeros(())
-    first_four = len(x) >= 4
-    scores = model(x, use_side=first_four)
-    if len(x) == 6:
-        plain = model(x[4:])
-        scores = torch.cat([scores[:4], plain])
-    loss = F.cross_entropy(scores, y)
-    loss.backward()
+    F.cross_entropy(of_some(model, x), y).backward()
 
 
 def penalty_where_only_some_rows_go(model: nn.Module, x: Tensor, y: Tensor) -> None:
     """On the ranks whose rows do not go through ``side``, its gradient comes from the penalty alone."""
-    scores = model(x, use_side=len(x) >= 4)
-    if len(x) == 6:
-        scores = torch.cat([scores[:4], model(x[4:])])
+    scores = of_some(model, x)
     # Made after the forward call, so backward reaches it before the model.
-    penalty = sum(p.pow(2).sum() for name, p in model.named_parameters() if "never" not in name)
-    (F.cross_entropy(scores, y) + 0.1 * penalty).backward()
+    (F.cross_entropy(scores, y) + penalty_of(model)).backward()
 
 
 def hooked_and_unused(model: nn.Module, x: Tensor, y: Tensor) -> None:
@@ -170,7 +168,7 @@ def _all_cases(cut: tuple[int, ...]) -> dict[str, Any]:
     results["summed"] = gradients(model)
     before = session.ledger.snapshot()
     mean(wrap(session, model), x[mine], y[mine])
-    results["bytes"] = sum(row.num_bytes for row in session.ledger.since(before) if row.phase == "gradients")
+    results["bytes"] = moved_since(session, before)["gradients"]
     return results
 
 
@@ -231,89 +229,31 @@ def test_uneven_shards_tell_the_rule_from_its_mistakes() -> None:
     np.testing.assert_allclose((4 * first + 2 * second) / 6, exact, atol=1e-12)
 
 
-def _refusals() -> list[str]:
-    session = start_session()
+def test_refusals_name_the_remedy() -> None:
     x, y = rows()
     model = net()
-    wrapped = wrap(session, model)
-    said = []
-
-    def expect(action: Callable[[], object]) -> None:
-        try:
-            action()
-        except ConfigError as error:
-            said.append(str(error))
-
-    expect(lambda: wrapped(x))
-    session.step_share = StepShare(num_local=1, num_global=2)
-    first = wrapped(x)
-    session.step_share = StepShare(num_local=1, num_global=4)
-    expect(lambda: (first.sum() + wrapped(x).sum()).backward())
-    mean(wrapped, x, y)  # the failed backward must not spoil the next one
-    said.append(json.dumps(gradients(model)["first.weight"].tolist()))
-    model.frozen.requires_grad_(True)
-    expect(lambda: wrapped(x))
-    embedding = nn.Embedding(4, 2, sparse=True).double()
-    table = wrap(session, embedding)
-    expect(lambda: table(torch.tensor([1, 1])).sum().backward())
-    expect(lambda: wrap(session, net(), reduction="max"))
-    return said
-
-
-def test_refusals_name_the_remedy() -> None:
-    no_share, mixed, after, unfrozen, sparse, reduction = run_ranks(_refusals, 1)[0]
-    assert "count_targets" in no_share
-    assert "call backward() once after each forward call" in mixed
-    np.testing.assert_allclose(json.loads(after), one_process()["mean"]["first.weight"] / 4, atol=1e-12)
-    assert "'frozen' was added or unfrozen after wrapping" in unfrozen
-    assert "DistEmbedding" in sparse
-    assert "'max'" in reduction
-
-
-def _different_models() -> list[str]:
-    session = start_session()
-    odd = session.topology.rank == 1
-    partly_frozen = nn.Linear(3, 2)
-    partly_frozen.bias.requires_grad_(not odd)
-    said = []
-    for model, options in (
-        (nn.Linear(3 if odd else 4, 2), {}),
-        (partly_frozen, {}),
-        (nn.Linear(3, 2), {"reduction": "sum" if odd else "mean"}),
-        (nn.Linear(3, 2), {"bucket_bytes": 9 if odd else 8}),
-    ):
-        try:
-            wrap(session, model, **options)
-        except ConfigError as error:
-            said.append(str(error))
-    return said
-
-
-def test_different_models_are_refused_on_every_rank() -> None:
-    for width, frozen, reduction, bucket in run_ranks(_different_models, 2):
-        assert "disagree on the wrapped model" in width
-        assert "weight (2, 3)" in width
-        assert "weight (2, 4)" in width
-        assert "bias (2,) float32 frozen" in frozen
-        assert "reduction=sum" in reduction
-        assert "bucket_bytes=9" in bucket
-
-
-def _transposed() -> tuple[list[Any], int]:
-    session = start_session()
-    layer = nn.Linear(2, 3).double()
-    rank = session.topology.rank
-    layer.weight = nn.Parameter(torch.full((2, 3), float(rank), dtype=torch.float64).t())
-    with torch.no_grad():
-        layer.bias.fill_(rank)
-    wrap(session, layer)
-    sums = [float(p.detach().sum()) for p in layer.parameters()]
-    return sums, session.ledger.total(phase="weights")
-
-
-def test_first_weights_of_rank_0_win_in_any_layout_and_are_counted() -> None:
-    # 2 * 3 + 3 numbers of 8 bytes to each of two ranks.
-    assert run_ranks(_transposed, 3) == [([0, 0], 2 * 9 * 8), ([0, 0], 0), ([0, 0], 0)]
+    with start_session() as session:
+        wrapped = wrap(session, model)
+        with pytest.raises(ConfigError, match="count_targets"):
+            wrapped(x)
+        session.step_share = StepShare(num_local=1, num_global=2)
+        first = wrapped(x)
+        session.step_share = StepShare(num_local=1, num_global=4)
+        with pytest.raises(ConfigError, match=r"call backward\(\) once after each forward call"):
+            (first.sum() + wrapped(x).sum()).backward()
+        mean(wrapped, x, y)  # the failed backward must not spoil the next one
+        expected = one_process()["mean"]["first.weight"] / 4
+        np.testing.assert_allclose(gradients(model)["first.weight"], expected, atol=1e-12)
+        model.frozen.requires_grad_(True)
+        with pytest.raises(ConfigError, match="'frozen' was added or unfrozen after wrapping"):
+            wrapped(x)
+        table = wrap(session, nn.Embedding(4, 2, sparse=True).double())
+        with pytest.raises(ConfigError, match="DistEmbedding"):
+            table(torch.tensor([1, 1])).sum().backward()
+        with pytest.raises(ConfigError, match="'max'"):
+            wrap(session, net(), reduction="max")
+        with pytest.raises(ConfigError, match="bucket_bytes=0"):
+            wrap(session, net(), bucket_bytes=0)
 
 
 class Reentrant(nn.Module):
@@ -339,29 +279,59 @@ def test_reentrant_checkpointing_is_refused() -> None:
         model.module.net.side(x).sum().backward()
 
 
-def _running_statistics() -> dict[str, Any]:
-    session = start_session()
+def _different_models(session: Session) -> None:
+    """Are refused on every rank."""
+    odd = session.topology.rank == 1
+    partly_frozen = nn.Linear(3, 2)
+    partly_frozen.bias.requires_grad_(not odd)
+    for model, options, words in (
+        (nn.Linear(3 if odd else 4, 2), {}, ("the wrapped model", "weight (2, 3)", "weight (2, 4)")),
+        (partly_frozen, {}, ("bias (2,) float32 frozen",)),
+        (nn.Linear(3, 2), {"reduction": "sum" if odd else "mean"}, ("reduction=sum",)),
+        (nn.Linear(3, 2), {"bucket_bytes": 9 if odd else 8}, ("bucket_bytes=9",)),
+    ):
+        with pytest.raises(ConfigError, match="disagree on") as refused:
+            wrap(session, model, **options)
+        assert all(word in str(refused.value) for word in words), (words, str(refused.value))
+
+
+def _first_weights(session: Session) -> None:
+    """Those of rank 0 win, in any layout, and are counted."""
+    layer, rank = nn.Linear(2, 3).double(), session.topology.rank
+    layer.weight = nn.Parameter(torch.full((2, 3), float(rank), dtype=torch.float64).t())
+    with torch.no_grad():
+        layer.bias.fill_(rank)
+    before = session.ledger.snapshot()
+    wrap(session, layer)
+    assert not any(p.any() for p in layer.parameters())
+    # 2 * 3 + 3 numbers of 8 bytes to each of two ranks.
+    assert moved_since(session, before)["weights"] == (2 * 9 * 8 if rank == 0 else 0)
+
+
+def _running_statistics(session: Session) -> None:
+    """Become the weighted mean on all ranks."""
     rank = session.topology.rank
     model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2)).double()
     model.register_buffer("constant", torch.tensor([1 / 3, 0.1], dtype=torch.float64))
     wrapped = wrap(session, model)
-    count = (3, 1, 0)[rank]
-    session.step_share = StepShare(num_local=count, num_global=4)
-    batch = torch.full((4, 2), float(rank + 1), dtype=torch.float64)
-    wrapped(batch).sum().backward()
-    return {name: value.numpy() for name, value in wrapped.state_dict().items()}
+    session.step_share = StepShare(num_local=(3, 1, 0)[rank], num_global=4)
+    wrapped(torch.full((4, 2), float(rank + 1), dtype=torch.float64)).sum().backward()
+    state = wrapped.state_dict()
+    # Momentum 0.1 of the batch means 1 and 2, weighed 3 to 1; rank 2 has no targets.
+    np.testing.assert_allclose(state["0.running_mean"], 0.1 * (3 * 1 + 1 * 2) / 4, atol=1e-12)
+    assert state["constant"].tolist() == [1 / 3, 0.1]
+    assert state.keys() == model.state_dict().keys()
 
 
-def _buffers_after_loading() -> list[Any]:
-    """What a run has after loading its own state is what it has without."""
-    session = start_session()
+def _loaded_buffers(session: Session) -> None:
+    """A run goes on after loading its own state as without, to the last bit."""
     rank, results = session.topology.rank, []
     saved: dict[str, Tensor] = {}
     for load in (False, True):
         model = nn.BatchNorm1d(5).double()
         model.register_buffer("constant", torch.full((5,), 0.1 + load, dtype=torch.float64))
         wrapped = wrap(session, model)
-        session.step_share = StepShare(num_local=(2, 1)[rank], num_global=3)
+        session.step_share = StepShare(num_local=(2, 1, 4)[rank], num_global=7)
         for step in range(9):
             if load and step == 4:
                 wrapped.load_state_dict(saved)
@@ -370,18 +340,14 @@ def _buffers_after_loading() -> list[Any]:
             batch = torch.randn(4, 5, generator=torch.Generator().manual_seed(9 * step + rank))
             wrapped(batch.double()).sum().backward()
         results.append([value.tolist() for value in wrapped.state_dict().values()])
-    return results
+    assert results[0] == results[1]
 
 
-def test_loaded_buffers_go_on_to_the_last_bit() -> None:
-    for without, loaded in run_ranks(_buffers_after_loading, 2):
-        assert loaded == without
+def _on_three() -> None:
+    with start_session(timeout_s=60) as session:
+        for check in (_different_models, _first_weights, _running_statistics, _loaded_buffers):
+            check(session)
 
 
-def test_buffers_become_the_weighted_mean_on_all_ranks() -> None:
-    results = run_ranks(_running_statistics, 3)
-    for result in results:
-        # Momentum 0.1 of the batch means 1 and 2, weighed 3 to 1; rank 2 has no targets.
-        np.testing.assert_allclose(result["0.running_mean"], 0.1 * (3 * 1 + 1 * 2) / 4, atol=1e-12)
-        assert result["constant"].tolist() == [1 / 3, 0.1]
-        assert result.keys() == results[0].keys() >= {"0.weight", "1.bias", "0.running_var"}
+def test_models_are_the_same_everywhere_or_refused_and_so_are_buffers() -> None:
+    run_ranks(_on_three, 3)

@@ -43,11 +43,6 @@ def test_options_are_checked_by_type() -> None:
         check_options("s", {"depth": True}, known)
 
 
-def test_bucket_bytes_must_be_positive() -> None:
-    with pytest.raises(ConfigError, match="bucket_bytes=0"):
-        DataParallel(None, {"bucket_bytes": 0})  # type: ignore[arg-type]
-
-
 def test_a_strategy_that_knows_nodes_only_says_so() -> None:
     class NodesOnly(Strategy):
         def __init__(self, session: Any, options: Any) -> None: ...

@@ -309,17 +309,16 @@ def text_buffers(ids: Any) -> tuple[Array, Array]:
 
 
 def append_ids(folder: Path, buckets: Array, numbers: Array, ids: Any) -> None:
-    """Append (K,) int64 numbers and K pyarrow int64 or large_string ids to the files named by ``buckets``."""
+    """Append (K,) int64 numbers and K pyarrow int64 or large_string ids to the files named by ``buckets``.
+
+    Each file is a sequence of Arrow streams.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     order = np.argsort(buckets, kind="stable")
-    ids, numbers = ids.take(pa.array(order)), numbers[order]
+    rows = pa.record_batch([pa.array(numbers[order]), ids.take(pa.array(order))], ["number", "id"])
     for number, run in runs(buckets[order]):
-        piece = ids[run]
-        is_text = not pa.types.is_integer(piece.type)
-        values = text_buffers(piece) if is_text else (piece.to_numpy(zero_copy_only=False),)
-        with (folder / str(number)).open("ab") as file:
-            for array in (np.array([len(piece), is_text], np.int64), numbers[run], *values):
-                array.tofile(file)
+        with (folder / str(number)).open("ab") as file, pa.ipc.new_stream(file, rows.schema) as stream:
+            stream.write_batch(rows[run])
 
 
 def read_ids(path: Path, most_bytes: int | None) -> Iterator[tuple[Array, Any]]:
@@ -329,22 +328,12 @@ def read_ids(path: Path, most_bytes: int | None) -> Iterator[tuple[Array, Any]]:
     """
     if not path.is_file():
         return
-    numbers: list[Array] = []
-    ids: list[Any] = []
-    held = 0
+    size, held, held_bytes = path.stat().st_size, [], 0
     with path.open("rb") as file:
-        while len(head := np.fromfile(file, np.int64, 2)):
-            count, is_text = head.tolist()
-            numbers.append(np.fromfile(file, np.int64, count))
-            values = np.fromfile(file, np.int64, count + is_text)
-            if is_text:
-                buffers = [None, pa.py_buffer(values), pa.py_buffer(np.fromfile(file, np.uint8, values[-1]))]
-                ids.append(pa.Array.from_buffers(pa.large_string(), count, buffers))
-            else:
-                ids.append(pa.array(values))
-            held += numbers[-1].nbytes + ids[-1].nbytes
-            if most_bytes is not None and held >= most_bytes:
-                yield np.concatenate(numbers), pa.concat_arrays(ids)
-                numbers, ids, held = [], [], 0
-    if numbers:
-        yield np.concatenate(numbers), pa.concat_arrays(ids)
+        while file.tell() < size:
+            held.append(pa.ipc.open_stream(file).read_all())
+            held_bytes += held[-1].nbytes
+            if file.tell() == size or (most_bytes is not None and held_bytes >= most_bytes):
+                joined = pa.concat_tables(held).combine_chunks()
+                yield joined["number"].chunk(0).to_numpy(), joined["id"].chunk(0)
+                held, held_bytes = [], 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, final
+from typing import Annotated, Any, ClassVar, TypeAlias, final
 
 import numpy as np
 import pyarrow as pa
@@ -13,13 +13,18 @@ import pyarrow.compute as pc
 
 from dglx_dist.data.ingest.config import FeatureSpec
 from dglx_dist.data.ingest.tables import Piece, Table, numbers_of_text
+from dglx_dist.data.json_fields import Fields, Within
 from dglx_dist.data.tables import Column, as_numpy, first_true
-from dglx_dist.errors import ConfigError, DatasetError
+from dglx_dist.errors import DatasetError
 from dglx_dist.records import FEATURE, Array, ColumnInfo
 
 _FOUND_SETTINGS = ("max_val", "min_val", "sum", "mapping")
 MAX_CATEGORIES = 1 << 14
 """Maximum number of distinct texts of a categorical column."""
+_Text: TypeAlias = Annotated[str, Within(1)]
+_Number: TypeAlias = Annotated[float, Within(-1e308, 1e308)]
+_Numbers: TypeAlias = Annotated[tuple[_Number, ...], Within(1)]
+_Codes: TypeAlias = Annotated[Mapping[str, int], Within(1)]
 
 
 class Transform(ABC):
@@ -27,9 +32,9 @@ class Transform(ABC):
 
     needs_scan = False
 
-    def __init__(self, column: str, settings: Mapping[str, Any]) -> None:
+    def __init__(self, column: str, settings: Fields) -> None:
         self.column = column
-        self.settings = settings
+        self.settings = settings.given
 
     def scan(self, rows: Column) -> None:  # noqa: B027  # most need not
         """Update the statistics with some rows."""
@@ -51,20 +56,14 @@ def make_transforms(spec: FeatureSpec) -> tuple[Transform, ...]:
         "to_categorical": Categorical,
         "no-op": Unchanged,
     }
-    kind, count = kinds[spec.transform], len(spec.columns)
-    return tuple(
-        kind(column, _settings_of_column(spec.settings, number, count))
-        for number, column in enumerate(spec.columns)
-    )
-
-
-def _settings_of_column(settings: Mapping[str, Any], number: int, count: int) -> Mapping[str, Any]:
-    if count == 1:
-        return settings
-    return {
-        key: value[number] if isinstance(value, list) and len(value) == count else value
-        for key, value in settings.items()
-    }
+    kind, count, made = kinds[spec.transform], len(spec.columns), []
+    for number, column in enumerate(spec.columns):
+        settings = {
+            key: value[number] if count > 1 and isinstance(value, list) and len(value) == count else value
+            for key, value in spec.settings.items()
+        }
+        made.append(kind(column, Fields(settings, f"{spec.transform} of the column {column!r}")))
+    return tuple(made)
 
 
 def join_settings(of_columns: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -80,12 +79,10 @@ def join_settings(of_columns: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
 class Unchanged(Transform):
     """Numbers without change; texts are split at ``separator``."""
 
-    def __init__(self, column: str, settings: Mapping[str, Any]) -> None:
+    def __init__(self, column: str, settings: Fields) -> None:
         super().__init__(column, settings)
-        self._separator = _text(settings, "separator", column)
-        self._width = settings.get("truncate_dim")
-        if self._width is not None and (type(self._width) is not int or self._width < 1):
-            raise ConfigError(f"truncate_dim of {column!r} is {self._width!r}; give a whole number above 0")
+        self._separator = settings.value("separator", _Text | None)
+        self._width = settings.value("truncate_dim", Annotated[int, Within(1)] | None)
 
     def apply(self, rows: Column) -> Array:
         found = _matrix(rows, self._separator)
@@ -101,11 +98,13 @@ class _Scaled(Transform):
     _reductions: ClassVar[Mapping[str, np.ufunc]]
     """Setting with a statistic -> how it is found."""
 
-    def __init__(self, column: str, settings: Mapping[str, Any]) -> None:
+    def __init__(self, column: str, settings: Fields) -> None:
         super().__init__(column, settings)
-        given = {key: _numbers(settings, key, column) for key in self._reductions}
-        self._found = {key: values for key, values in given.items() if values is not None}
-        self._missing = [key for key in given if key not in self._found]
+        self._found: dict[str, Array] = {}
+        for key in filter(settings.has, self._reductions):
+            kind = _Numbers if isinstance(settings.given[key], list) else _Number
+            self._found[key] = np.array(settings.value(key, kind), np.float64, ndmin=1)
+        self._missing = [key for key in self._reductions if key not in self._found]
 
     def scan(self, rows: Column) -> None:
         matrix = self._matrix(rows)
@@ -129,9 +128,9 @@ class MaxMin(_Scaled):
 
     _reductions: ClassVar = {"min_val": np.minimum, "max_val": np.maximum}
 
-    def __init__(self, column: str, settings: Mapping[str, Any]) -> None:
+    def __init__(self, column: str, settings: Fields) -> None:
         super().__init__(column, settings)
-        self._bounds = {key: _number(settings, key, column) for key in ("min_bound", "max_bound")}
+        self._bounds = {key: settings.value(key, _Number | None) for key in ("min_bound", "max_bound")}
 
     def finalize(self, where: str) -> Mapping[str, Any]:
         if len(self._found) < 2:
@@ -181,20 +180,14 @@ class Categorical(Transform):
 
     needs_scan = True
 
-    def __init__(self, column: str, settings: Mapping[str, Any]) -> None:
+    def __init__(self, column: str, settings: Fields) -> None:
         super().__init__(column, settings)
-        self._separator = _text(settings, "separator", column)
-        mapping = settings.get("mapping")
-        self._given = mapping is not None
+        self._separator = settings.value("separator", _Text | None)
+        self._given = settings.has("mapping")
         self._seen: set[str] = set()
-        self._codes: Mapping[str, int] = {}
-        if mapping is not None:
-            self._codes = mapping if isinstance(mapping, dict) else {}
-            are_whole = all(type(number) is int for number in self._codes.values())
-            if not are_whole or not self._codes or {*self._codes.values()} != {*range(len(self._codes))}:
-                raise ConfigError(
-                    f"mapping of {column!r} must give each text a number, from 0 on without gaps"
-                )
+        self._codes: Mapping[str, int] = settings.value("mapping", _Codes | None) or {}
+        if self._given and {*self._codes.values()} != {*range(len(self._codes))}:
+            raise settings.wrong("mapping", "a number for each text, from 0 on without gaps")
 
     def scan(self, rows: Column) -> None:
         if not self._given:
@@ -253,32 +246,6 @@ def add_texts(seen: set[str], texts: Any, rows: Column, why: str) -> None:
 def _matrix(rows: Column, separator: str | None = None) -> Array:
     found = numbers_of_text(rows, separator) if rows.is_text else rows.numbers()
     return found.reshape(len(found), -1) if found.ndim == 1 else found
-
-
-def _number(settings: Mapping[str, Any], key: str, column: str) -> float | None:
-    value = settings.get(key)
-    if value is not None and not _is_number(value):
-        raise ConfigError(f"{key} of {column!r} is {value!r}; give a number")
-    return value
-
-
-def _numbers(settings: Mapping[str, Any], key: str, column: str) -> Array | None:
-    value = settings.get(key)
-    values = value if isinstance(value, list) else [value]
-    if value is not None and not (values and all(map(_is_number, values))):
-        raise ConfigError(f"{key} of {column!r} is {value!r}; give a number, or a list of them")
-    return None if value is None else np.array(values, np.float64)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _text(settings: Mapping[str, Any], key: str, column: str) -> str | None:
-    value = settings.get(key)
-    if value is not None and (not isinstance(value, str) or not value):
-        raise ConfigError(f"{key} of {column!r} is {value!r}; give a text that is not empty")
-    return value
 
 
 @final

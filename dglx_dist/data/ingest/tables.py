@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pyarrow.csv
 import pyarrow.parquet
 
 from dglx_dist.data.ingest.config import FileSet
-from dglx_dist.data.tables import Column, as_numpy, check_names, first_true, plain
+from dglx_dist.data.tables import Column, as_numpy, check_names, plain
 from dglx_dist.data.validate import check_finite
 from dglx_dist.errors import DatasetError
 from dglx_dist.records import Array
@@ -45,7 +46,7 @@ class Piece:
 
 
 class Table:
-    """The files of one node or edge type, read about ``batch_bytes`` at a time."""
+    """The files of one node or edge type, read about ``batch_bytes`` at a time; :meth:`check` comes first."""
 
     def __init__(self, files: FileSet, batch_bytes: int) -> None:
         self.files = files
@@ -77,34 +78,27 @@ class Table:
         """Return the number of rows; reads CSV files in full."""
         if self.files.format == "csv":
             return sum(piece.num_rows for piece in self.pieces([]))
-        ends = [0]
-        for path in self.files.paths:
-            ends.append(ends[-1] + _metadata(path).num_rows)
-        self._ends = ends[1:]
-        return ends[-1]
+        self._ends = list(accumulate(_metadata(path).num_rows for path in self.files.paths))
+        return self.num_rows
 
     def locate(self, row: int) -> tuple[Path, int]:
         """Return the file of a row and its number there."""
-        first = 0
-        for path, end in zip(self.files.paths, self._ends, strict=True):
-            if row < end:
-                return path, row - first
-            first = end
-        raise AssertionError(f"row {row} of {first}")
+        at = bisect_right(self._ends, row)
+        return self.files.paths[at], row - (self._ends[at - 1] if at else 0)
 
     def check(self, names: Sequence[str]) -> None:
         """Raise DatasetError unless every file is readable and has each of these columns once."""
         for path in self.files.paths:
-            if self.files.format == "csv":
-                check_names(_header(path, self.files.separator), names, str(path))
-            else:
-                _schema(path, names)
+            is_csv = self.files.format == "csv"
+            check_names(
+                _header(path, self.files.separator) if is_csv else _schema(path).names, names, str(path)
+            )
 
     def is_whole_number(self, name: str) -> bool:
         """Whether every file holds ``name`` as whole numbers; CSV columns are texts."""
         if self.files.format == "csv":
             return False
-        return all(pa.types.is_integer(_schema(path, [name]).field(name).type) for path in self.files.paths)
+        return all(pa.types.is_integer(_schema(path).field(name).type) for path in self.files.paths)
 
     def _read(self, path: Path, names: list[str]) -> Iterator[Any]:
         try:
@@ -124,8 +118,7 @@ class Table:
             ) from error
 
     def _read_parquet(self, path: Path, names: list[str]) -> Iterator[Any]:
-        names = names or _schema(path, []).names[:1]
-        _schema(path, names)
+        names = names or _schema(path).names[:1]
         with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 16, pre_buffer=False) as file:
             for number in range(file.metadata.num_row_groups):
                 row_bytes = max(_row_bytes(file, number, names), _MIN_ROW_BYTES)
@@ -140,7 +133,6 @@ class Table:
 
     def _read_csv(self, path: Path, names: list[str]) -> Iterator[Any]:
         names = names or _header(path, self.files.separator)[:1]
-        check_names(_header(path, self.files.separator), names, str(path))
         with pyarrow.csv.open_csv(
             path,
             read_options=pyarrow.csv.ReadOptions(use_threads=False, block_size=self._block_bytes()),
@@ -157,14 +149,9 @@ def _read_lines(path: Path) -> Iterator[Any]:
     try:
         with path.open(encoding="utf-8-sig") as file:
             texts = (text.strip() for text in file if text.strip())
-            for number in count():
-                ids = [
-                    _id_of_line(text, path, number * _LINES + row)
-                    for row, text in enumerate(islice(texts, _LINES))
-                ]
-                if not ids:
-                    return
-                yield pa.record_batch([pa.array(ids, pa.large_string())], [LINE_COLUMN])
+            ids = (_id_of_line(text, path, row) for row, text in enumerate(texts))
+            while piece := list(islice(ids, _LINES)):
+                yield pa.record_batch([pa.array(piece, pa.large_string())], [LINE_COLUMN])
     except UnicodeDecodeError:
         raise DatasetError(
             f"{path}: holds no text with one id a line; for a table, give custom_split_filenames the column"
@@ -208,10 +195,8 @@ def _row_bytes(file: Any, number: int, names: Sequence[str]) -> int:
     return int(total // max(group.num_rows, 1)) + probe
 
 
-def _schema(path: Path, names: Sequence[str]) -> Any:
-    schema = _metadata(path).schema.to_arrow_schema()
-    check_names(schema.names, names, str(path))
-    return schema
+def _schema(path: Path) -> Any:
+    return _metadata(path).schema.to_arrow_schema()
 
 
 def _metadata(path: Path) -> Any:
@@ -256,20 +241,13 @@ def ids_of(column: Column, *, is_text: bool) -> Any:
     column.refuse_non_ids()
     if is_text:
         texts = column.values.cast(pa.large_string())
-        empty = as_numpy(pc.equal(texts, ""))
-        if empty.any():
-            raise column.error("the id is empty", first_true(empty))
+        column.refuse(as_numpy(pc.equal(texts, "")), "is empty", "node id ")
         return texts
     if column.is_text:
         # Arrow also parses 0x10 and 007, which would be other ids when written back.
         odd = ~as_numpy(pc.match_substring_regex(column.values, _WHOLE))
-        if odd.any():
-            at = first_true(odd)
-            raise column.error(
-                f"node id {column.values[at].as_py()!r} is not a whole number, as those of its nodes are "
-                "(their row numbers where they have no node_id_col)",
-                at,
-            )
+        rows = "their row numbers where they have no node_id_col"
+        column.refuse(odd, f"is not a whole number, as those of its nodes are ({rows})", "node id ")
     return column.as_int64()
 
 

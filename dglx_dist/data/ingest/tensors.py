@@ -103,13 +103,8 @@ def _whole(rows: Column) -> Array:
     numbers = as_numpy(pc.fill_null(rows.values.cast(pa.float64(), safe=False), -1))
     numbers = np.where(np.isnan(numbers), -1.0, numbers)
     odd = (numbers != np.floor(numbers)) | (numbers < -1) | np.isinf(numbers)
-    if odd.any():
-        at = first_true(odd)
-        raise rows.error(
-            f"{rows.values[at].as_py()!r} is not a class; give whole numbers from 0 on (-1 or nothing: none)"
-            ", or make it a task of regression",
-            at,
-        )
+    remedy = "give whole numbers from 0 on (-1 or nothing: none), or make it a task of regression"
+    rows.refuse(odd, f"is not a class; {remedy}")
     return numbers.astype(np.int64)
 
 

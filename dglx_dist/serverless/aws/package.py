@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import ast
-import hashlib
 import importlib.util
 import subprocess
 import sys
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from modulefinder import ModuleFinder
 from pathlib import Path, PurePosixPath
 from types import CodeType
-from typing import Any, final
+from typing import Any
 
 import dglx_dist
 from dglx_dist.data.json_fields import write_json
@@ -196,41 +194,26 @@ def worker_files(root: Path) -> tuple[str, ...]:
     return tuple(sorted(Path(file).relative_to(root).as_posix() for file in files if file))
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class Packed:
-    """A written zip file."""
-
-    path: Path
-    num_bytes: int
-    sha256: str
-    """64 hexadecimal characters; equal contents give equal files."""
-
-
-def write_zip(
-    path: Path, stages: Mapping[str, str] | None = None, *, wheels: Path | None = None, libraries: bool = True
-) -> Packed:
-    """Write the zip package of a worker to ``path``, atomically.
+def write_zip(path: Path, stages: Mapping[str, str] | None = None, *, wheels: Path | None = None) -> None:
+    """Write the zip package of a worker to ``path``, atomically; equal contents give equal files.
 
     Args:
         stages: The user's own: name to ``module:Class``. Their whole package is included, except hidden
             files.
         wheels: Folder with wheels of numpy and pyzmq for the service's Python and processor (see
             :func:`download_wheels`); None: the libraries installed here, which must be of that kind.
-        libraries: Whether to include numpy and pyzmq; False if a layer of the service has them.
     """
     root, stages = package_root(), stages or {}
     contents: dict[str, Path | bytes] = {file: root / file for file in worker_files(root)}
     for own in stage_paths(stages):
         contents.update(_code(own))
     contents[STAGES_FILE] = write_json(dict(stages))
-    if libraries:
-        if wheels is None and sys.platform != "linux":
-            raise ConfigError(
-                f"functions run on Linux, but the installed libraries are for {sys.platform}; fetch others "
-                "with `dglx lambda package --python 3.12`"
-            )
-        contents.update(installed_files() if wheels is None else wheel_files(wheels))
+    if wheels is None and sys.platform != "linux":
+        raise ConfigError(
+            f"functions run on Linux, but the installed libraries are for {sys.platform}; fetch others "
+            "with `dglx lambda package --python 3.12`"
+        )
+    contents.update(installed_files() if wheels is None else wheel_files(wheels))
     with (
         replaced_file(path) as part,
         zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED, compresslevel=_LEVEL) as archive,
@@ -239,8 +222,6 @@ def write_zip(
             entry = zipfile.ZipInfo(name, _DATE)
             entry.external_attr, entry.compress_type = _MODE, zipfile.ZIP_DEFLATED
             archive.writestr(entry, content if isinstance(content, bytes) else content.read_bytes())
-    written = path.read_bytes()
-    return Packed(path=path, num_bytes=len(written), sha256=hashlib.sha256(written).hexdigest())
 
 
 def _code(path: Path) -> Iterator[tuple[str, Path]]:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import NormalDist
-from types import TracebackType
 from typing import Annotated, ClassVar, TypeAlias, final
 
 from dglx_dist.comm.rpc import Handler
@@ -115,9 +114,7 @@ class Executor(ABC):
     def __enter__(self) -> Executor:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -27,7 +27,7 @@ from dglx_dist.comm.trace import GRAPH_SERVER, NETWORK, WAIT, WORKER, Span, Time
 from dglx_dist.errors import ConfigError, DglxError
 from dglx_dist.records import Array
 from dglx_dist.serverless.aws.package import stages_of
-from dglx_dist.serverless.controller import Controller, ControllerOptions, Finished, most_workers
+from dglx_dist.serverless.controller import Controller, ControllerOptions, most_workers
 from dglx_dist.serverless.executors.base import EXECUTORS, ExecutorContext
 from dglx_dist.serverless.parameter_server import ParameterPlan
 from dglx_dist.serverless.parameter_service import pair_name, parse_pair
@@ -284,15 +284,17 @@ def addresses_of(access: ClientAccess) -> tuple[dict[int, Address], Secrets]:
     return addresses, Secrets(secret=shown.secret.decode(), **keys)
 
 
-def _note_spans(timeline: Timeline, program: Program, done: Finished) -> None:
+def _note_spans(
+    timeline: Timeline, program: Program, key: TaskKey, sent: float, ready: float, done: float
+) -> None:
     # The worker's wait for its rows, and its work, with the clock of the timeline.
-    key, work = done.key, max(done.sent, done.ready)
+    work = max(sent, ready)
     note = partial(Span, row=WORKER, batch=key.epoch, interval=key.interval)
-    if done.sent < work:
-        timeline.note(note(name=f"{WAIT} for rows", begin_s=done.sent, end_s=work))
+    if sent < work:
+        timeline.note(note(name=f"{WAIT} for rows", begin_s=sent, end_s=work))
     spans = {Direction.FORWARD: "{}", Direction.BACKWARD: "grad{}", Direction.FUSED: "{}+grad"}
     name = spans[key.direction].format(program.steps[key.step].name)
-    timeline.note(note(name=name, begin_s=work, end_s=done.done))
+    timeline.note(note(name=name, begin_s=work, end_s=done))
 
 
 _SPANS = {

@@ -280,7 +280,7 @@ def test_what_is_wrong_in_the_description_is_told_before_a_table_is_read(tmp_pat
         ("edges.1.dest_id_col", "bee", DatasetError, "knows.csv: has no column 'bee'"),
         ("edges.0.features.0.feature_col", "cost", DatasetError, "buys.parquet: has no column 'cost'"),
         ("nodes.1.features.0.transform", {"name": "standard", "sum": "3"}, ConfigError,
-         "sum of 'price' is '3'"),
+         r"standard of the column 'price': key 'sum' is '3', expected a number"),
         ("nodes.0.labels.0", {"task_type": "classification", "label_col": "segment",
                               "custom_split_filenames": {"train": "t.csv", "column": "i"}},
          DatasetError, "t.csv: has no column 'i'"),

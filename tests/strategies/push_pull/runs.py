@@ -115,8 +115,7 @@ def train(g: DistGraph, run: Run, watch: Callable[[Any], None] | None = None) ->
             notes.targets.append(g.orig_ids(targets, "_N").tolist())
             for name, count in zip(SIZES, size_of(blocks[0]), strict=True):
                 notes.moved[name] += count
-    for row in session.ledger.since(before):
-        notes.moved[row.phase] += row.num_bytes
+    notes.moved += equality.moved_since(session, before)
     state = model.state_dict()
     notes.weights = [state[name].numpy().copy() for name, _ in first_model(run.kind).named_parameters()]
     if run.strategy == "push_pull":

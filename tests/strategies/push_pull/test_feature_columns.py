@@ -17,21 +17,20 @@ import torch
 
 from dglx_dist.comm.session import Session, start_session
 from dglx_dist.data.storage.arrays import STAMP
-from dglx_dist.data.storage.reader import StoredDataset, open_dataset
+from dglx_dist.data.storage.reader import open_dataset
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.dataloading.feature_fetch import RowMemory
 from dglx_dist.errors import ConfigError, RemoteError, StorageError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.layers.dropout import Columns, deal_out_columns
 from dglx_dist.prepare import PartitionPlan, partition_to_disk
-from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, Assignment, RawGraph, SparseRows
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph, SparseRows
 from dglx_dist.strategies.push_pull import feature_columns
 from dglx_dist.strategies.push_pull.exchange import Group, make_group
 from dglx_dist.strategies.push_pull.feature_columns import (
     OPENED,
     PHASE,
     VALUES,
-    ColumnSlice,
     ColumnStore,
     load_columns,
     open_columns,
@@ -93,7 +92,7 @@ def write(folder: Path, *, num_parts: int = NUM_PARTS, last_is_empty: bool = Fal
     return folder / "data"
 
 
-def moved(session: Session, before: Any) -> int:
+def received(session: Session, before: Any) -> int:
     """Bytes that this rank received as columns since then; what it asked with is 32 bytes a message."""
     mine = session.topology.rank
     rows = [row for row in session.ledger.since(before) if row.phase == PHASE]
@@ -103,8 +102,8 @@ def moved(session: Session, before: Any) -> int:
     return sum(row.num_bytes for row in rows if row.destination == mine)
 
 
-def rows_elsewhere(g: DistGraph) -> int:
-    first, last = g.ndata["one"].local_range
+def rows_elsewhere(g: DistGraph, name: str = "one") -> int:
+    first, last = g.ndata[name].local_range
     return g.num_nodes() - (last - first)
 
 
@@ -149,8 +148,10 @@ def everything(folder: str, size: int) -> None:
             }
             # Ranks of one machine that hold the same columns make one file.
             loads = not found and (not cache or group.rank == min(group.replicas))
-            assert moved(session, before) == loads * sum(row_bytes.values()) * rows_elsewhere(g)
-            assert num_bytes(store) == sum(row_bytes.values()) * NUM_NODES
+            assert received(session, before) == loads * sum(row_bytes.values()) * rows_elsewhere(g)
+            assert (
+                sum(one.rows.nbytes for one in store.slices.values()) == sum(row_bytes.values()) * NUM_NODES
+            )
             for name in NAMES:
                 check_rows(g, store, name, group.part, group.size)
             check_sharing(g, store, make_group(session, group.size))
@@ -162,17 +163,13 @@ def everything(folder: str, size: int) -> None:
                 store.rows("one", torch.tensor([0]))
 
 
-def num_bytes(store: ColumnStore) -> int:
-    return sum(one.rows.nbytes for one in store.slices.values())
-
-
 def check_sharing(g: DistGraph, store: ColumnStore, group: Group) -> None:
     """What is open is not opened again, also where it is asked for together with something else."""
     before = g.session.ledger.snapshot()
     assert open_columns(g, list(NAMES), group) is store
     other = open_columns(g, ["three"], group)
-    assert num_bytes(other) == NUM_NODES * 4 * len(other.slices["three"].columns)
-    assert moved(g.session, before) == 0
+    assert other.slices["three"] is store.slices["three"]
+    assert received(g.session, before) == 0
 
 
 def check_disagreement(g: DistGraph, group: Group) -> None:
@@ -234,11 +231,6 @@ def test_tensors_of_the_program_are_copied_as_they_are_and_never_kept_on_disk(
     g.close()
 
 
-def whole(dataset: StoredDataset, name: str) -> Array:
-    parts = range(dataset.manifest.num_parts)
-    return np.concatenate([dataset.part(part).node_data(NODE_TYPE, name) for part in parts])
-
-
 @pytest.mark.parametrize("width", [1, 3, 7])
 def test_feature_partitioning_writes_the_columns_of_each_part(
     tmp_path: Path, width: int, monkeypatch: pytest.MonkeyPatch
@@ -249,14 +241,11 @@ def test_feature_partitioning_writes_the_columns_of_each_part(
         random_homogeneous(0, width=width), tmp_path / "d", PartitionPlan(num_parts=3, method="feature")
     )
     dataset = open_dataset(tmp_path / "d")
+    whole = np.concatenate([dataset.part(part).node_data(NODE_TYPE, "feat") for part in range(3)])
     for columns in deal_out_columns(width, 3):
-        file = stored_slice(dataset, NODE_TYPE, "feat", columns)
-        assert file.folder is not None
-        assert file.folder.path.exists() is (len(columns) > 0)
-        if len(columns):
-            found = file.read()
-            assert found is not None
-            assert np.array_equal(found, whole(dataset, "feat")[:, columns.cut])
+        found = stored_slice(dataset, NODE_TYPE, "feat", columns).read()
+        assert (found is not None) == (len(columns) > 0)
+        assert found is None or np.array_equal(found, whole[:, columns.cut])
     base = tmp_path / "d" / "cache" / f"columns-{dataset.manifest.checksum}" / NODE_TYPE
     assert [path.name for path in base.iterdir()] == ["feat"]
     assert len(list(base.rglob(FILE))) == min(width, 3)
@@ -292,24 +281,15 @@ def write_large(folder: Path, method: str = "hash", num_parts: int = 4) -> Path:
     return folder
 
 
-class Counted:
-    """Opens a graph and its columns, and tells what moved."""
-
-    def __init__(self, session: Session, folder: str, size: int = 0, *, cache: bool = True) -> None:
-        self.g = DistGraph(folder)
-        before = session.ledger.snapshot()
-        group = make_group(session, size or session.topology.world_size)
-        self.store = open_columns(self.g, ["feat"], group, cache=cache)
-        mine = session.topology.rank
-        self.received = sum(
-            row.num_bytes
-            for row in session.ledger.since(before)
-            if row.phase == PHASE and row.destination == mine
-        )
-        first, last = self.g.ndata["feat"].local_range
-        self.full = (LOADED_NODES - last + first) * len(self.store.slices["feat"].columns) * 4
-        check(self.g, self.store)
-        self.g.close()
+def opened_bytes(session: Session, folder: Path, size: int = 0) -> tuple[int, int]:
+    """Open the columns; return what this rank received for them, and what it would without any file."""
+    g, before = DistGraph(folder), session.ledger.snapshot()
+    store = open_columns(g, ["feat"], make_group(session, size or session.topology.world_size))
+    found = received(session, before)
+    check(g, store)
+    full = rows_elsewhere(g, "feat") * len(store.slices["feat"].columns) * 4
+    g.close()
+    return found, full
 
 
 def check(g: DistGraph, store: ColumnStore) -> None:
@@ -317,54 +297,37 @@ def check(g: DistGraph, store: ColumnStore) -> None:
     assert torch.equal(store.rows("feat", every), g.ndata["feat"][every][:, store.slices["feat"].columns.cut])
 
 
-def files_of(folder: str) -> list[Path]:
-    return sorted(Path(folder).rglob(FILE))
+def files_of(folder: Path) -> list[Path]:
+    return sorted(folder.rglob(FILE))
 
 
-def with_faults(folder: str, ready: str) -> list[str]:
+def with_faults(folder: Path, ready: Path) -> None:
     """One rank's file is damaged, the disk is full, machines race, and files come with the partition."""
     with start_session(timeout_s=60) as session:
-        rank, done = session.topology.rank, []
-        made = Counted(session, folder)
-        assert made.received == made.full > 0
+        rank = session.topology.rank
+        moved, full = opened_bytes(session, folder)
+        assert moved == full > 0
         session.hosts = ("a", "b")
         if rank == 0:
             files_of(folder)[1].write_bytes(b"damaged")
-        again = Counted(session, folder)
         # Rank 0 has its file and only answers.
-        assert again.received == (again.full if rank == 1 else 0)
-        done.append("damage")
-
+        assert opened_bytes(session, folder)[0] == (full if rank == 1 else 0)
         # No lower rank of the own machine wants the same: both load and one file stays.
-        both = Counted(session, folder, size=1)
-        assert both.received == both.full == (LOADED_NODES - rows_here(session, folder)) * WIDTH * 4
+        moved, full = opened_bytes(session, folder, size=1)
+        assert moved == full
         assert len([path for path in files_of(folder) if path.parent.name == f"0-{WIDTH}"]) == 1
-        assert not list(Path(folder).rglob("*.partial"))
-        done.append("race")
-
-        assert Counted(session, ready).received == 0
+        assert not list(folder.rglob("*.partial"))
+        assert opened_bytes(session, ready)[0] == 0
         assert len(files_of(ready)) == 2
-        done.append("partitioned")
-
         session.hosts = ("a", "a")
         full_disk(session, ready)
-        done.append("full disk")
-        return done
 
 
-def rows_here(session: Session, folder: str) -> int:
-    g = DistGraph(folder)
-    first, last = g.ndata["feat"].local_range
-    g.close()
-    return int(last - first)
-
-
-def full_disk(session: Session, ready: str) -> None:
+def full_disk(session: Session, ready: Path) -> None:
     """The file grows until the system says no: the columns are loaded into memory."""
-    rank = session.topology.rank
     g = DistGraph(ready)
     g.barrier()
-    if rank == 0:
+    if session.topology.rank == 0:
         for path in files_of(ready):
             path.with_name(STAMP).unlink()
     g.barrier()
@@ -374,18 +337,17 @@ def full_disk(session: Session, ready: str) -> None:
     store = open_columns(g, ["feat"], make_group(session, 2))
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     check(g, store)
-    assert not list(Path(ready).rglob("*.partial"))
+    assert not list(ready.rglob("*.partial"))
 
 
 def test_ranks_help_each_other_whatever_their_files_are(tmp_path: Path) -> None:
     ready = write_large(tmp_path / "ready", "feature", num_parts=2)
-    found = run_ranks(with_faults, 2, args=(str(write_large(tmp_path / "d")), str(ready)), ranks_per_server=1)
-    assert found == [["damage", "race", "partitioned", "full disk"]] * 2
+    run_ranks(with_faults, 2, args=(write_large(tmp_path / "d"), ready), ranks_per_server=1)
 
 
 def test_one_part_of_one_rank_is_mapped_as_it_is(tmp_path: Path, session: Session) -> None:
-    Counted(session, str(write_large(tmp_path / "d", num_parts=1)))
-    assert not list((tmp_path / "d").rglob(FILE))
+    opened_bytes(session, write_large(tmp_path / "d", num_parts=1))
+    assert not files_of(tmp_path)
 
 
 def test_where_no_file_can_be_made_columns_stay_in_memory(
@@ -424,7 +386,8 @@ def test_a_kept_copy_needs_no_more_memory_than_some_messages(
 
 def test_who_cannot_answer_is_named_and_leaves_nothing_behind(tmp_path: Path, session: Session) -> None:
     g = DistGraph(write_large(tmp_path / "d"))
-    wanted = everything_loaded(g)
+    columns = Columns(first=0, last=WIDTH, width=WIDTH)
+    wanted = replace(stored_slice(g.dataset, NODE_TYPE, "feat", columns), key=g.ndata["feat"].kvstore_key)
 
     def broken(key: str) -> Any:
         raise StorageError("part 1 is damaged; copy it again")
@@ -438,8 +401,3 @@ def test_who_cannot_answer_is_named_and_leaves_nothing_behind(tmp_path: Path, se
     load_columns(g.kvstore, [wanted], session)
     assert np.array_equal(wanted.rows, g.ndata["feat"][torch.arange(LOADED_NODES)].numpy())
     g.close()
-
-
-def everything_loaded(g: DistGraph) -> ColumnSlice:
-    columns = Columns(first=0, last=WIDTH, width=WIDTH)
-    return replace(stored_slice(g.dataset, NODE_TYPE, "feat", columns), key=g.ndata["feat"].kvstore_key)

@@ -20,6 +20,7 @@ from dglx_dist.strategies.push_pull.exchange import make_group
 from dglx_dist.strategies.push_pull.feature_columns import ColumnSlice, ColumnStore
 from dglx_dist.strategies.push_pull.split_model import PHASE, CutState, SplitModel, split_model
 from tests.helpers.ranks import run_ranks
+from tests.strategies import equality
 
 WIDTHS, HIDDEN, NODES = (3, 2), 4, 3
 WIDTH = sum(WIDTHS)
@@ -160,7 +161,7 @@ def on_rank(sizes: tuple[int, ...]) -> int:
         net, state, _ = split(session, sizes[-1])
         before = session.ledger.snapshot()
         state.join("first.fc_self.weight", net.first.fc_self.weight)
-        return sum(row.num_bytes for row in session.ledger.since(before) if row.phase == PHASE)
+        return equality.moved_since(session, before)[PHASE]
 
 
 @pytest.mark.parametrize(
