@@ -27,7 +27,6 @@ from scripts.netlab.launch import (
     run,
     server_environment,
     start,
-    with_changes,
 )
 from tests.netlab.helpers import WAITS, WHO, processes_with, script, wait_until_gone
 
@@ -99,10 +98,6 @@ def test_ranks_have_their_share_of_their_servers_cores(monkeypatch: pytest.Monke
     assert server_environment(server, 3)["OMP_NUM_THREADS"] == "5"
 
 
-def test_changes_set_and_unset() -> None:
-    assert with_changes({"a": "1", "b": "2"}, {"b": None, "c": "3", "d": None}) == {"a": "1", "c": "3"}
-
-
 @pytest.fixture
 def shells(lab: Lab, tmp_path: Path) -> Callable[..., Started]:
     """Make a command of shell scripts, one per server, in the place of torchrun."""
@@ -125,29 +120,40 @@ def told(folder: Path, server: int, message: str, second: int, *, lost: bool) ->
     return f"echo '{json}' > {folder}/server-{server}.json"
 
 
-def test_the_cause_is_told_also_when_its_consequence_is_seen_first(
-    shells: Callable[..., Started], tmp_path: Path
+@pytest.mark.parametrize(
+    ("first", "second", "code", "cause"),
+    [
+        # A consequence is seen before its cause.
+        (
+            lambda at: f"{told(at, 0, 'lost', 1, lost=True)}; exit 3",
+            lambda at: f"while [ ! -e {at}/server-0.json ]; do sleep 0.01; done; sleep 0.3; "
+            f"{told(at, 1, 'cause', 2, lost=False)}; exit 4",
+            4, "server 1: cause",
+        ),
+        # Of two causes the earlier one is told.
+        (
+            lambda at: f"{told(at, 0, 'late', 3, lost=False)}; exit 3",
+            lambda at: f"sleep 0.3; {told(at, 1, 'early', 2, lost=False)}; exit 4",
+            4, "server 1: early",
+        ),
+        # The others end soon after one has failed.
+        (
+            lambda _: "kill -KILL $$", lambda _: "sleep 1000",
+            128 + signal.SIGKILL, "server 0: its launcher ended with code 137; see its output",
+        ),
+    ],
+)  # fmt: skip
+def test_the_cause_of_a_failure_is_told(
+    first: Callable[[Path], str],
+    second: Callable[[Path], str],
+    code: int,
+    cause: str,
+    shells: Callable[..., Started],
+    tmp_path: Path,
 ) -> None:
-    consequence = f"{told(tmp_path, 0, 'lost', 1, lost=True)}; exit 3"
-    cause = f"while [ ! -e {tmp_path}/server-0.json ]; do sleep 0.01; done; sleep 0.3; "
-    cause += f"{told(tmp_path, 1, 'cause', 2, lost=False)}; exit 4"
-    with shells(consequence, cause) as started:
-        assert started.wait(30) == 4
-        assert started.failure == "server 1: cause"
-        assert started.poll() == 4
-
-
-def test_the_others_end_soon_after_one_has_failed(shells: Callable[..., Started]) -> None:
-    with shells("kill -KILL $$", "sleep 1000") as started:
-        assert started.wait(30) == 128 + signal.SIGKILL
-    assert started.failure == "server 0: its launcher ended with code 137; see its output"
-
-
-def test_of_several_causes_the_earliest_is_told(shells: Callable[..., Started], tmp_path: Path) -> None:
-    late, early = told(tmp_path, 0, "late", 3, lost=False), told(tmp_path, 1, "early", 2, lost=False)
-    with shells(f"{late}; exit 3", f"sleep 0.3; {early}; exit 4") as started:
-        assert started.wait(30) == 4
-    assert started.failure == "server 1: early"
+    with shells(first(tmp_path), second(tmp_path)) as started:
+        assert started.wait(30) == started.poll() == code
+    assert started.failure == cause
 
 
 def test_leaving_the_block_ends_all(shells: Callable[..., Started], tmp_path: Path) -> None:

@@ -26,15 +26,6 @@ from tests.helpers.cgroups import quota_of
 from tests.netlab.helpers import LIMIT_S, lab_of, output, python, reaches
 
 
-def test_one_that_has_ended_cannot_stay() -> None:
-    held = Holder("one", ["--net"], [])
-    held.init.kill()
-    wait_until_ended((held.init, held.outer))
-    with pytest.raises(LabError, match="has ended already"):
-        held.stay()
-    held.close()
-
-
 def test_a_command_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "_START_S", 0.3)
     monkeypatch.setattr(servers, "_END_S", 0.3)
@@ -146,13 +137,6 @@ def test_two_labs_at_once_do_not_see_each_other(pair: NamespaceLab) -> None:
         cards = pair.cards()
         assert reaches(other.servers[0], "10.77.0.2")
         assert pair.cards()[1].received - cards[1].received < 1000
-
-
-def test_both_ends_of_a_cable_are_limited(pair: NamespaceLab) -> None:
-    for server in pair.servers:
-        assert rate_of(server.init.pid, CARD) == SLOW.bits_per_s
-        assert rate_of(switch_of(pair), f"server{server.number}") == SLOW.bits_per_s
-        assert rate_of(server.init.pid, "lo") is None
 
 
 def test_rates_change_at_once_and_can_be_lifted() -> None:
