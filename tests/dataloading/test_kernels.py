@@ -9,12 +9,9 @@ import numpy as np
 import pytest
 
 from dglx_dist.dataloading.kernels import (
-    NumberedNodes,
     Schema,
     Table,
     Workspace,
-    grown_table,
-    number,
     relations_of,
 )
 from dglx_dist.errors import ConfigError
@@ -66,33 +63,14 @@ def test_epochs_and_hops_draw_differently() -> None:
 def test_hashed_numbering_is_the_direct_one(fanouts: list[int]) -> None:
     csc = random_csc(500, 8)
     seeds = np.arange(0, 500, 11)
-    direct, hashed = (
-        sampled(csc, seeds, fanouts, workspace=Workspace(500, direct_limit=limit)) for limit in (500, 0)
-    )
+    small = Workspace(500, direct_limit=0)
+    # So small that it grows within the batch.
+    small.keep(Table(np.zeros(64, np.uint32), np.empty(64, np.int64), 1))
+    direct = sampled(csc, seeds, fanouts, workspace=Workspace(500))
+    hashed = sampled(csc, seeds, fanouts, workspace=small)
+    assert len(small.table.keys) >= 2 * len(hashed.nodes)
     for one, other in zip(direct, hashed, strict=True):
         assert one.tolist() == other.tolist()
-
-
-def hashed(capacity: int) -> Table:
-    return Table(np.zeros(capacity, np.uint32), np.empty(capacity, np.int64), 1)
-
-
-def numbered(keys: np.ndarray, count: int) -> NumberedNodes:
-    return NumberedNodes(keys, keys, np.array([0, len(keys)]), np.array([count]))
-
-
-def test_growing_keeps_the_numbers() -> None:
-    small = hashed(8)
-    nodes, local = np.empty(40, np.int64), np.empty(3, np.int64)
-    count = number(small, np.array([10**12, 5, 77]), nodes, 0, local)
-    large = grown_table(small, numbered(nodes, count), 30)
-    assert len(large.keys) >= 2 * 33
-    more = np.empty(32, np.int64)
-    count = number(large, np.arange(70, 102), nodes, count, more)
-    assert count == 3 + 32 - 1
-    assert more[7] == 2
-    assert number(large, np.array([5, 10**12]), nodes, count, local) == count
-    assert local[:2].tolist() == [1, 0]
 
 
 CSC = random_csc(300, 5)

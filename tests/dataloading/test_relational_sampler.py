@@ -12,12 +12,10 @@ import torch
 from dglx_dist.dataloading.kernels import Schema, Workspace
 from dglx_dist.dataloading.minibatch import BatchBlockBuilder
 from dglx_dist.dataloading.sampler import RemoteSource, WholeSource, keyed_draw
-from dglx_dist.errors import ConfigError
 from dglx_dist.graph.structure import CSCShard
 from dglx_dist.keyed_random import Rule
 from tests.dataloading.graphs import random_csc
 from tests.dataloading.shop import (
-    BUYS,
     KNOWS,
     LIKE,
     SETTINGS,
@@ -62,19 +60,6 @@ def test_full_fanout_is_what_dgl_samples(direct_limit: int, wide: list) -> None:
             assert targets == theirs.dstnodes[ntype].data[dgl.NID].tolist()
             assert mine[: len(targets)].tolist() == targets
         frontier = {ntype: block.srcnodes[ntype].data[dgl.NID] for ntype in schema.ntypes}
-
-
-def test_fanouts_are_of_a_layer_and_an_edge_type() -> None:
-    schema, cscs = typed_shop()
-    outer = dict.fromkeys(schema.etypes, 0) | {KNOWS: 2, SOLD: -1}
-    inner = dict.fromkeys(schema.etypes, 1) | {BUYS: 0}
-    _, blocks = blocks_of(schema, cscs, [outer, inner])
-    for fanouts, block in zip((outer, inner), blocks, strict=True):
-        for etype, csc in zip(schema.etypes, cscs, strict=True):
-            nodes = block.dstnodes[etype[2]].data[dgl.NID]
-            degrees = torch.from_numpy(np.diff(csc.indptr))[nodes]
-            most = fanouts[etype] if fanouts[etype] >= 0 else 99
-            assert block.in_degrees(etype=etype).tolist() == degrees.clamp(max=most).tolist()
 
 
 def test_edge_types_draw_independently() -> None:
@@ -201,14 +186,3 @@ def test_in_every_hop_all_requests_leave_before_anything_is_drawn() -> None:
         kinds = [kind for kind, at, _ in events if at == layer]
         assert kinds == ["ask"] * 6 + ["draw"] * 6
     assert [layer for _, layer, _ in events] == sorted((layer for _, layer, _ in events), reverse=True)
-
-
-def test_a_repeated_seed_is_refused_and_the_workspace_stays_good() -> None:
-    schema, cscs = typed_shop()
-    draws, workspace = shop_draws(schema, [2]), Workspace(80)
-    source = cut_source([], schema, cscs)
-    with pytest.raises(ConfigError, match="node 3 more than once"):
-        source.sample(draws.request({"item": np.array([3, 5, 3])}, 0, {}), {}, workspace)
-    batch = source.sample(draws.request(SEEDS, 0, {}), {}, workspace)
-    expected = WholeSource(schema, cscs).sample(draws.request(SEEDS, 0, {}), {}, Workspace(80))
-    assert batch.nodes.tolist() == expected.nodes.tolist()

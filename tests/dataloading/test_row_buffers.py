@@ -77,12 +77,6 @@ def test_a_type_that_was_asked_for(stored: torch.dtype, wanted: torch.dtype) -> 
     assert Precision(wanted).converted(labels) is labels
 
 
-def test_rows_of_any_shape_none_included() -> None:
-    for shape in ((0, 2), (3,), (0,), (2, 3, 4), (3, 0)):
-        rows = torch.ones(shape, dtype=torch.float16)
-        assert torch.equal(Precision().converted(rows), torch.ones(shape))
-
-
 @pytest.mark.parametrize("wrong", ["float16", torch.int32, torch.complex64, 16])
 def test_no_floating_point_type(wrong: object) -> None:
     with pytest.raises(ConfigError, match="feature_dtype="):
