@@ -244,12 +244,8 @@ def shop_in_rank(folder: str, structure: Any) -> dict[str, Any]:
 
 def check_ends(g: DistGraph, pairs: Any) -> None:
     for etype in (BUYS, KNOWS):
-        for ntype, ends, expected in zip(
-            etype[::2],
-            pairs.edges(etype=etype),
-            g.find_edges(pairs.edges[etype].data[dgl.EID], etype),
-            strict=True,
-        ):
+        expected = g.find_edges(pairs.edges[etype].data[dgl.EID], etype)
+        for ntype, ends, nodes in zip(etype[::2], pairs.edges(etype=etype), expected, strict=True):
             assert torch.equal(pairs.nodes[ntype].data[dgl.NID][ends], nodes)
 
 
