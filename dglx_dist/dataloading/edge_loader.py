@@ -245,7 +245,6 @@ def build_pairs(
     ids: Mapping[EdgeType, Array],
     positive: EdgePairs,
     negative: EdgePairs | None,
-    idtype: torch.dtype = torch.int64,
 ) -> tuple[Mapping[str, Array], list[dgl.DGLGraph]]:
     """Build pair graphs, with all types of the whole graph, over the nodes that occur in the pairs.
 
@@ -260,7 +259,7 @@ def build_pairs(
         found[etype[2]].append(ends[1])
     nodes = {ntype: np.unique(np.concatenate(touched)) for ntype, touched in found.items()}
     order = {ntype: torch.from_numpy(touched) for ntype, touched in nodes.items()}
-    graphs = [_graph(pairs, nodes, idtype) for pairs in both]
+    graphs = [_graph(pairs, nodes) for pairs in both]
     for graph in graphs:
         for ntype, ids_of_type in order.items():
             graph.nodes[ntype].data[dgl.NID] = ids_of_type
@@ -269,7 +268,7 @@ def build_pairs(
     return nodes, graphs
 
 
-def _graph(pairs: EdgePairs, nodes: Mapping[str, Array], idtype: torch.dtype) -> dgl.DGLGraph:
+def _graph(pairs: EdgePairs, nodes: Mapping[str, Array]) -> dgl.DGLGraph:
     local = {
         etype: (
             torch.from_numpy(np.searchsorted(nodes[etype[0]], sources)),
@@ -278,7 +277,7 @@ def _graph(pairs: EdgePairs, nodes: Mapping[str, Array], idtype: torch.dtype) ->
         for etype, (sources, destinations) in pairs.items()
     }
     counts = {ntype: len(ids) for ntype, ids in nodes.items()}
-    return dgl.heterograph(local, num_nodes_dict=counts, idtype=idtype)
+    return dgl.heterograph(local, num_nodes_dict=counts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,7 +360,7 @@ class EdgeMaker:
         found = {etype: self.g.structure(etype).submit_find_edges(ids) for etype, ids in edges.items()}
         ends = {etype: pending() for etype, pending in found.items()}
         if self.negative is None:
-            return build_pairs(self.g.ntypes, edges, ends, None, self.g.idtype)
+            return build_pairs(self.g.ntypes, edges, ends, None)
         batch = [
             Positives(
                 etype=etype,
@@ -377,7 +376,7 @@ class EdgeMaker:
         ]
         nothing: Pairs = np.empty(0, np.int64), np.empty(0, np.int64)
         drawn = dict.fromkeys(edges, nothing) | (self.negative(batch) if batch else {})
-        return build_pairs(self.g.ntypes, edges, ends, drawn, self.g.idtype)
+        return build_pairs(self.g.ntypes, edges, ends, drawn)
 
 
 EdgesBatch: TypeAlias = (

@@ -83,7 +83,6 @@ def _local_plan(
         replace=plan.replace,
         exclude=_excluded(options.exclude, g),
         seed=seed,
-        idtype=np.dtype(np.int32 if g.idtype == torch.int32 else np.int64),
     )
 
 
@@ -102,7 +101,6 @@ def neighborhood_maker(g: DistGraph, num_layers: int) -> BatchMaker:
         replace=False,
         exclude={},
         seed=0,
-        idtype=np.dtype(np.int64),
     )
     return KernelMaker(_source(g, draws, None, "in_edges"), draws, g.kvstore, Columns())
 

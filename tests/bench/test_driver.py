@@ -117,7 +117,7 @@ def test_what_is_compared_takes_turns_at_the_rate_that_gives_the_phi(tmp_path: P
     assert results.read(tmp_path) == (outcome,)
     assert outcome.label == ""
     assert outcome.command == "python scripts/bench --suite quick --only T1 --repetitions 5 --out DIR"
-    assert told[:2] == ["T1: making its datasets", "T1: warming up: a (0 of 21 jobs)"]
+    assert told[:2] == ["T1: making its datasets", "T1: warming up: a (0 of 18 jobs)"]
     # Three jobs are expected of a calibration, and two were enough.
     assert told[-1].startswith("T1: repetition 5 of 5: b (19 of 20 jobs, about")
     assert stage.shapes == [TWO]

@@ -35,15 +35,12 @@ def draws_of(
     replace: bool = False,
     exclude: Sequence[int] = (),
     seed: int = 0,
-    dtype: str = "int64",
 ) -> Draws:
     """Draws on a graph of one type; ``fanouts`` as DGL orders them: input-most layer first."""
     schema = Schema(ntypes=(NODE_TYPE,), num_nodes=(num_nodes,), etypes=(EDGE_TYPE,))
     hops = np.array(list(fanouts)[::-1], np.int64)[:, None]
     excluded = {EDGE_TYPE: np.array(sorted(exclude), np.int64)}
-    return Draws(
-        schema=schema, fanouts=hops, replace=replace, exclude=excluded, seed=seed, idtype=np.dtype(dtype)
-    )
+    return Draws(schema=schema, fanouts=hops, replace=replace, exclude=excluded, seed=seed)
 
 
 def sampled(

@@ -94,7 +94,7 @@ def shop_draws(schema: Schema, fanouts: Sequence[Mapping[EdgeType, int] | int], 
     rows = [
         [layer if isinstance(layer, int) else layer[etype] for etype in schema.etypes] for layer in fanouts
     ]
-    usual = {"replace": False, "exclude": {}, "seed": 3, "idtype": np.dtype(np.int64)}
+    usual = {"replace": False, "exclude": {}, "seed": 3}
     return Draws(schema=schema, fanouts=np.array(rows[::-1], np.int64), **(usual | fields))
 
 

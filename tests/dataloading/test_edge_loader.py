@@ -262,7 +262,6 @@ def check_shop(g: DistGraph, pairs: Any, negatives: Any, blocks: Any, input_node
     assert torch.equal(stars, g.orig_edge_ids(pairs.edges["buys"].data[dgl.EID], BUYS))
 
 
-@pytest.mark.parametrize(("ranks", "structure"), [(1, "replicated"), (2, "partitioned")])
 def ends_in_rank(folder: str) -> list[str]:
     """What the loader asks of others, and waits for, until the ends of a batch's edges are there."""
     with start_session(timeout_s=60) as session, pytest.MonkeyPatch.context() as patch:
@@ -292,6 +291,7 @@ def test_ends_of_all_types_are_asked_for_before_any_is_waited_for(folders: dict[
         assert events[:4] == ["ask"] * 2 + ["wait"] * 2
 
 
+@pytest.mark.parametrize(("ranks", "structure"), [(1, "replicated"), (2, "partitioned")])
 def test_edges_of_several_types(folders: dict[str, str], ranks: int, structure: str) -> None:
     results = run_ranks(shop_in_rank, ranks, args=(folders["shop"], structure), ranks_per_server=1)
     assert sorted(chain(*(result["buys"] for result in results))) == list(range(BUYING))

@@ -12,11 +12,10 @@ import torch
 from dglx_dist.dataloading.kernels import Schema, Workspace
 from dglx_dist.dataloading.minibatch import BatchBlockBuilder
 from dglx_dist.dataloading.sampler import RemoteSource, WholeSource, keyed_draw
-from dglx_dist.graph.structure import CSCShard
+from dglx_dist.graph.structure import NO_EDGES, CSCShard
 from dglx_dist.keyed_random import Rule
 from tests.dataloading.graphs import random_csc
 from tests.dataloading.shop import (
-    KNOWS,
     LIKE,
     SETTINGS,
     SOLD,
@@ -118,71 +117,34 @@ def test_on_any_ranks_and_servers_the_same_is_drawn(shop: Path) -> None:
 
 
 class Recording:
-    """Stands in for the structure of one edge type, cut in two at a node: notes who asks and who draws."""
+    """Stands in for the structure of one edge type: notes who asks and who draws."""
 
-    def __init__(self, name, csc, cut, draw, events) -> None:
-        edge = int(csc.indptr[cut])
-        self._name, self._cut, self._draw, self._events = name, cut, draw, events
-        self._pieces = [
-            CSCShard(indptr=csc.indptr[: cut + 1], indices=csc.indices[:edge], first_node=0, first_edge=0),
-            CSCShard(
-                indptr=csc.indptr[cut:] - edge, indices=csc.indices[edge:], first_node=cut, first_edge=edge
-            ),
-        ]
+    def __init__(self, name, csc, events) -> None:
+        self._name, self._events = name, events
+        self._whole = CSCShard(indptr=csc.indptr, indices=csc.indices, first_node=0, first_edge=0)
 
     def submit(self, op, nodes, parameters, *, exclude, layer):
-        from dglx_dist.graph.structure import Piece, join_pieces
-
         self._events.append(("ask", layer, self._name))
-        nodes = nodes.copy()
 
         def drawn():
             self._events.append(("draw", layer, self._name))
-            places = np.flatnonzero(nodes < self._cut), np.flatnonzero(nodes >= self._cut)
-            pieces = [
-                Piece(
-                    edges=self._draw(piece, nodes[at], parameters, exclude),
-                    starts=np.arange(len(at) + 1),
-                    positions=at,
-                )
-                for piece, at in zip(self._pieces, places, strict=True)
-            ]
-            return join_pieces(len(nodes), pieces)
+            return keyed_draw(Rule(False, NO_EDGES), {})(self._whole, nodes, parameters, exclude)
 
         return drawn
 
 
-def cut_source(events, schema, cscs):
-    draw = keyed_draw(Rule(False, np.empty(0, np.int64)), {})
-    structures = [
-        Recording(etype, csc, (len(csc.indptr) - 1) // 2, draw, events)
-        for etype, csc in zip(schema.etypes, cscs, strict=True)
-    ]
-    return RemoteSource(schema, structures, "draw")
-
-
-@pytest.mark.parametrize("dtype", ["int32", "int64"])
 @pytest.mark.parametrize("direct_limit", [0, 1000])
-def test_joined_pieces_make_the_batch_of_the_kernel(dtype: str, direct_limit: int) -> None:
-    schema, cscs = typed_shop()
-    draws = shop_draws(schema, [3, 2, -1], idtype=np.dtype(dtype))
-    once = {KNOWS: np.arange(0, len(cscs[0].indices), 3)}
-    request = draws.request(SEEDS, 0, once)
-    workspace = Workspace(80, direct_limit=direct_limit)
-    source = cut_source([], schema, cscs)
-    batch, again = source.sample(request, once, workspace), source.sample(request, once, workspace)
-    expected = WholeSource(schema, cscs).sample(request, once, Workspace(80))
-    for one, two, other in zip(batch, again, expected, strict=True):
-        assert one.tolist() == two.tolist() == other.tolist()
-    assert batch.sources.dtype == dtype
-
-
-def test_in_every_hop_all_requests_leave_before_anything_is_drawn() -> None:
+def test_in_every_hop_all_requests_leave_before_anything_is_drawn(direct_limit: int) -> None:
     schema, cscs = typed_shop()
     events: list[tuple[str, int, tuple[str, str, str]]] = []
-    draws = shop_draws(schema, [2, 2])
-    cut_source(events, schema, cscs).sample(draws.request(SEEDS, 0, {}), {}, Workspace(80))
+    structures = [Recording(etype, csc, events) for etype, csc in zip(schema.etypes, cscs, strict=True)]
+    source, workspace = RemoteSource(schema, structures, "draw"), Workspace(80, direct_limit=direct_limit)
+    request = shop_draws(schema, [3, 2]).request(SEEDS, 0, {})
+    batch = source.sample(request, {}, workspace)
     for layer in (2, 1):
         kinds = [kind for kind, at, _ in events if at == layer]
         assert kinds == ["ask"] * 6 + ["draw"] * 6
     assert [layer for _, layer, _ in events] == sorted((layer for _, layer, _ in events), reverse=True)
+    again, expected = (one.sample(request, {}, workspace) for one in (source, WholeSource(schema, cscs)))
+    for one, two, other in zip(batch, again, expected, strict=True):
+        assert one.tolist() == two.tolist() == other.tolist()

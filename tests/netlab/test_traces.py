@@ -15,7 +15,8 @@ from dglx_dist.comm.trace import Pass, TraceWriter
 from dglx_dist.errors import ConfigError, StorageError
 from scripts.netlab.base import Card, LabSpec, LoopbackLab
 from scripts.netlab.traces import Trace, compare, find_outcome, read_trace
-from tests.netlab.helpers import ended, epoch, rank_trace, row, trace_of
+from tests.bench.helpers import epoch
+from tests.netlab.helpers import ended, rank_trace, row, trace_of
 
 SERVERS = (0, 0, 1)
 
