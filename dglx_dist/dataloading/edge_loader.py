@@ -236,7 +236,7 @@ def _lookup(reverse: DistTensor) -> ReverseOf:
     return lambda edges: store.pull(key, edges, phase="sampling").numpy().astype(np.int64, copy=False)
 
 
-EdgePairs = Mapping[EdgeType, Pairs]
+EdgePairs = Mapping[EdgeType, Sequence[Array]]
 """Edge type to (sources, destinations), (P,) int64 global node ids each; every type of the graph."""
 
 

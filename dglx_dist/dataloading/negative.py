@@ -52,7 +52,8 @@ class Positives:
     """Place of the type among those of the graph."""
     ids: Array
     """(B,) int64 edge ids."""
-    ends: Pairs
+    ends: Sequence[Array]
+    """(sources, destinations), (B,) int64 each."""
     num_nodes: tuple[int, int]
     """Nodes of the types of the sources and of the destinations."""
     seed: int
