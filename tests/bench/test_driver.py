@@ -17,7 +17,7 @@ import torch
 from dglx_dist.errors import ConfigError
 from dglx_dist.planner.records import Rate
 from scripts.bench import driver, results
-from scripts.bench.driver import read_measured, read_measurement
+from scripts.bench.driver import read_measurement
 from scripts.bench.records import (
     BenchPlan,
     ExperimentPlan,
@@ -29,7 +29,6 @@ from scripts.bench.records import (
     Variant,
     check_plan,
 )
-from scripts.netlab.calibrate import Measured
 from tests.bench.helpers import TWO, epoch, experiment_of, plan_of
 
 
@@ -46,15 +45,6 @@ def test_the_machine_is_described_without_naming_host_or_user() -> None:
 
 
 (A, _) = plan_of("a", "b").variants
-TWO_EPOCHS = [asdict(epoch(0, 1.0)), asdict(epoch(1, 3.0))]
-
-
-def test_a_calibration_sees_one_epoch_of_one_server() -> None:
-    report = {"epochs": TWO_EPOCHS, "bytes_outside_wire": 4_400_000}
-    assert read_measured(A, [report] * 2) == Measured(seconds=2.0, bytes_per_server=1_100_000.0)
-    report["bytes_outside_wire"] = None
-    # No card: 2 MB payload per epoch, by two servers.
-    assert read_measured(A, [report] * 2) == Measured(seconds=2.0, bytes_per_server=1_000_000.0)
 
 
 @pytest.mark.parametrize("report", [{"peak_bytes": 5}, {"epochs": [], "peek_bytes": 5}])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,11 +13,10 @@ from dglx_dist.data.synthetic import SyntheticConfig
 from dglx_dist.errors import ConfigError
 from dglx_dist.prepare import PartitionPlan
 from scripts.bench.peers import launch
-from scripts.bench.peers.data import assignment_of, copy_of, launch_of, launched
+from scripts.bench.peers.data import assignment_of, copy_of, launch_of
 from scripts.bench.peers.launch import run_once
-from scripts.bench.peers.workload import TRAINERS, Launch, Workload
-from scripts.bench.records import JobError, Shape
-from scripts.json_records import read_record
+from scripts.bench.peers.workload import Launch, Workload
+from scripts.bench.records import JobError
 from scripts.netlab.base import LabSpec, LoopbackLab
 from scripts.netlab.labs import open_lab
 
@@ -117,15 +115,3 @@ def test_parts_become_phases() -> None:
     record = launch.as_record([{"epoch": 0, "seconds": 9.0, "parts": parts, "counts": counts}], wire=99)
     assert (record.compute_s, record.exchange_s, record.wait_s, record.fetch_s) == (3.0, 4.0, 1.0, 3.0)
     assert (record.bytes_outside, record.bytes_inside) == (5, 3)
-
-
-@pytest.mark.parametrize("system", TRAINERS)
-def test_a_launch_survives_its_job_and_warms_up_for_one_epoch(system: str) -> None:
-    told = Launch(system=system, workload=TINY, data="x")
-    job = launched("a", told, shape=Shape(servers=2)).job
-    assert job.params == asdict(told)
-    assert read_record(Launch, json.loads(json.dumps(job.params))) == told
-    warm = read_record(Launch, {**job.params, **job.warm})
-    assert (warm.warmup, warm.epochs) == (0, 1)
-    with pytest.raises(TypeError, match="system is 'stok', none of stock, ours"):
-        read_record(Launch, {**job.params, "system": "stok"})

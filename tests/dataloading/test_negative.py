@@ -40,6 +40,7 @@ def test_one_end_of_each_edge_is_kept(graph: DistGraph, sampler: NegativeSampler
     assert sources.shape[1] == (6 if corrupt == "both" else 3)
     tails = slice(0, 0) if corrupt == "head" else slice(0, 3)
     heads = slice(0, 0) if corrupt == "tail" else slice(-3, None)
+    assert all(len(ends) == 0 for ends in draw(kept, graph, positives(graph, [])))
     assert (sources[:, tails] == edges.ends[0][:, None]).all()
     assert (destinations[:, heads] == edges.ends[1][:, None]).all()
     for drawn in (destinations[:, tails], sources[:, heads]):
@@ -54,13 +55,6 @@ def test_an_edge_has_its_negatives_in_whatever_batch(graph: DistGraph, sampler: 
     assert piece.tolist() == [whole[3].tolist(), whole[1].tolist()]
     assert draw(sampler, graph, positives(graph, [7, 300, 12, 99], epoch=1))[1].tolist() != whole.tolist()
     assert draw(sampler, graph, positives(graph, [7, 300, 12, 99], seed=2))[1].tolist() != whole.tolist()
-
-
-@pytest.mark.parametrize("sampler", KINDS, ids=lambda one: type(one).__name__)
-def test_no_edges_have_no_negatives(graph: DistGraph, sampler: NegativeSampler) -> None:
-    sources, destinations = draw(sampler, graph, positives(graph, []))
-    assert len(sources) == len(destinations) == 0
-    assert sources.dtype == destinations.dtype == np.int64
 
 
 def test_uniform_reaches_every_node_alike(graph: DistGraph) -> None:
@@ -116,9 +110,13 @@ def test_in_batch_negatives_are_other_edges_ends(graph: DistGraph) -> None:
         (lambda: negative.Uniform(2, corrupt="middle"), "corrupt='middle'"),  # type: ignore[arg-type]
         (lambda: negative.DegreeWeighted(2, power=-1.0), "power=-1.0"),
         (lambda: negative.DegreeWeighted(2, power=float("nan")), "power=nan"),
+        (lambda: read_negative(dgl_negative.GlobalUniform(3)), "use dx.negative.Uniform"),
+        (lambda: read_negative(negative.Uniform), r"e.g. dx.negative.Uniform\(5\)"),
+        (lambda: read_negative(5), "negative_sampler=5"),
+        (lambda: read_negative(dgl_negative.Uniform(-1)), "k=-1"),
     ],
 )
-def test_wrong_values_are_named(make, message: str) -> None:
+def test_what_cannot_be_honoured_is_told(make, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
 
@@ -145,20 +143,6 @@ def test_a_users_own_code_is_run(graph: DistGraph) -> None:
         assert destinations.tolist() == ((edges.ends[1] + 1) % 60).tolist()
     none = open_negative(graph, lambda g, eids: (torch.tensor([]), torch.tensor([])), [EDGE_TYPE])
     assert [(len(ends), ends.dtype) for ends in none([edges])[EDGE_TYPE]] == [(0, np.int64)] * 2
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (dgl_negative.GlobalUniform(3), "use dx.negative.Uniform"),
-        (negative.Uniform, r"e.g. dx.negative.Uniform\(5\)"),
-        (5, "negative_sampler=5"),
-        (dgl_negative.Uniform(-1), "k=-1"),
-    ],
-)
-def test_what_cannot_be_honoured_is_told(given: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        read_negative(given)
 
 
 @pytest.mark.parametrize(

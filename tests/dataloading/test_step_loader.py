@@ -106,12 +106,6 @@ def test_ids_and_masks_by_type_are_read_and_copied() -> None:
     )
 
 
-def test_as_many_batches_ahead_as_there_are_threads() -> None:
-    assert read_options({"num_threads": 3}).depth == 3
-    assert read_options({"num_threads": 3, "depth": 5}).depth == 5
-    assert read_options({"num_threads": 0}).depth == 1
-
-
 @pytest.mark.parametrize("name", ["use_uva", "use_ddp", "num_workers", "pin_memory", "persistent_workers"])
 def test_needless_options_of_dgl_are_warned_about_once_they_ask_for_something(name: str) -> None:
     with pytest.warns(UserWarning, match=f"{name}=True has no effect"):
@@ -119,12 +113,6 @@ def test_needless_options_of_dgl_are_warned_about_once_they_ask_for_something(na
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         read_options({name: False})
-
-
-@pytest.mark.parametrize(("name", "value"), [("depth", 0), ("depth", 1.5), ("num_threads", -1), ("seed", -1)])
-def test_bad_values_are_refused(name: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=f"{name}={value}"):
-        read_options({name: value})
 
 
 @dataclass(frozen=True)
