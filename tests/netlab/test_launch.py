@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
 import socket
@@ -111,13 +112,11 @@ def shells(lab: Lab, tmp_path: Path) -> Callable[..., Started]:
     return make
 
 
-def told(folder: Path, server: int, message: str, second: int, *, lost: bool) -> str:
-    """Shell that writes down a failure as a launcher does."""
-    json = (
-        f'{{"rank": {server}, "message": "{message}", "exit_code": {server + 3}, '
-        f'"lost_a_peer": {str(lost).lower()}, "second": {second}}}'
-    )
-    return f"echo '{json}' > {folder}/server-{server}.json"
+def told(server: int, message: str, second: int, *, lost: bool) -> str:
+    """Shell that writes down a failure as a launcher does, and ends."""
+    code = server + 3
+    failure = {"rank": server, "message": message, "exit_code": code, "lost_a_peer": lost, "second": second}
+    return f"echo '{json.dumps(failure)}' > server-{server}.json; exit {code}"
 
 
 @pytest.mark.parametrize(
@@ -125,33 +124,33 @@ def told(folder: Path, server: int, message: str, second: int, *, lost: bool) ->
     [
         # A consequence is seen before its cause.
         (
-            lambda at: f"{told(at, 0, 'lost', 1, lost=True)}; exit 3",
-            lambda at: f"while [ ! -e {at}/server-0.json ]; do sleep 0.01; done; sleep 0.3; "
-            f"{told(at, 1, 'cause', 2, lost=False)}; exit 4",
+            told(0, "lost", 1, lost=True),
+            "while [ ! -e server-0.json ]; do sleep 0.01; done; sleep 0.3; " + told(1, "cause", 2, lost=False),
             4, "server 1: cause",
         ),
         # Of two causes the earlier one is told.
         (
-            lambda at: f"{told(at, 0, 'late', 3, lost=False)}; exit 3",
-            lambda at: f"sleep 0.3; {told(at, 1, 'early', 2, lost=False)}; exit 4",
+            told(0, "late", 3, lost=False), "sleep 0.3; " + told(1, "early", 2, lost=False),
             4, "server 1: early",
         ),
         # The others end soon after one has failed.
         (
-            lambda _: "kill -KILL $$", lambda _: "sleep 1000",
+            "kill -KILL $$", "sleep 1000",
             128 + signal.SIGKILL, "server 0: its launcher ended with code 137; see its output",
         ),
     ],
 )  # fmt: skip
 def test_the_cause_of_a_failure_is_told(
-    first: Callable[[Path], str],
-    second: Callable[[Path], str],
+    first: str,
+    second: str,
     code: int,
     cause: str,
     shells: Callable[..., Started],
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with shells(first(tmp_path), second(tmp_path)) as started:
+    monkeypatch.chdir(tmp_path)
+    with shells(first, second) as started:
         assert started.wait(30) == started.poll() == code
     assert started.failure == cause
 
