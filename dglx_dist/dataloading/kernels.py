@@ -513,7 +513,7 @@ def sample_batch(relations: Relations, request: SampleRequest, table: Table) -> 
     return RawBatch(ids, starts, node_ends, indptr, sources, edge_ids, edge_ends), used
 
 
-DIRECT_LIMIT = 1 << 26
+_DIRECT_LIMIT = 1 << 26
 """Nodes of the largest graph with a direct table (4 bytes per node and thread); larger ones are hashed."""
 
 _FIRST_SLOTS = 1 << 16
@@ -524,8 +524,8 @@ _LAST_BASE = 1 << 31
 class Workspace:
     """The relabelling table of one thread."""
 
-    def __init__(self, num_nodes: int, *, direct_limit: int = DIRECT_LIMIT) -> None:
-        direct = num_nodes <= direct_limit
+    def __init__(self, num_nodes: int) -> None:
+        direct = num_nodes <= _DIRECT_LIMIT
         slots = np.zeros(num_nodes if direct else _FIRST_SLOTS, np.uint32)
         self._table = Table(slots, np.empty(0 if direct else _FIRST_SLOTS, np.int64), 1)
 

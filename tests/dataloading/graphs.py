@@ -11,6 +11,9 @@ from dglx_dist.dataloading.sampler import Draws, WholeSource
 from dglx_dist.keyed_random import Csc
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE
 
+HASHED = 1 << 40
+"""Nodes of a graph whose workspaces are hashed."""
+
 
 def csc_from(in_edges: Sequence[Sequence[int]], weights: Sequence[float] = (), dtype: str = "int32") -> Csc:
     """Node n has the in-neighbours ``in_edges[n]``, whose edges are numbered one after another."""

@@ -14,7 +14,7 @@ from dglx_dist.dataloading.minibatch import BatchBlockBuilder
 from dglx_dist.dataloading.sampler import RemoteSource, WholeSource, keyed_draw
 from dglx_dist.graph.structure import NO_EDGES, CSCShard
 from dglx_dist.keyed_random import Rule
-from tests.dataloading.graphs import random_csc
+from tests.dataloading.graphs import HASHED, random_csc
 from tests.dataloading.shop import (
     LIKE,
     SETTINGS,
@@ -31,19 +31,18 @@ from tests.helpers.ranks import run_ranks
 SEEDS = {"user": np.array([29, 3, 8]), "item": np.array([40, 4])}
 
 
-def blocks_of(schema, cscs, fanouts, seeds=SEEDS, exclude=None, direct_limit=1000, **draws):
-    request = shop_draws(schema, fanouts, **draws).request(seeds, 0, exclude or {})
-    workspace = Workspace(sum(schema.num_nodes), direct_limit=direct_limit)
-    batch = WholeSource(schema, cscs).sample(request, exclude or {}, workspace)
+def blocks_of(schema, cscs, fanouts, seeds=SEEDS, size=1000):
+    request = shop_draws(schema, fanouts).request(seeds, 0, {})
+    batch = WholeSource(schema, cscs).sample(request, {}, Workspace(size))
     return BatchBlockBuilder(schema).blocks(batch)
 
 
-@pytest.mark.parametrize("direct_limit", [0, 1000])
+@pytest.mark.parametrize("size", [80, HASHED])
 @pytest.mark.parametrize("wide", [[], [SOLD, LIKE]])
-def test_full_fanout_is_what_dgl_samples(direct_limit: int, wide: list) -> None:
+def test_full_fanout_is_what_dgl_samples(size: int, wide: list) -> None:
     schema, cscs = typed_shop(wide)
     whole = dgl_shop(schema, cscs)
-    _, blocks = blocks_of(schema, cscs, [-1, -1], direct_limit=direct_limit)
+    _, blocks = blocks_of(schema, cscs, [-1, -1], size=size)
     frontier = {ntype: torch.from_numpy(ids) for ntype, ids in SEEDS.items()}
     for block in reversed(blocks):
         sampled = dgl.sampling.sample_neighbors(whole, frontier, -1)
@@ -133,12 +132,12 @@ class Recording:
         return drawn
 
 
-@pytest.mark.parametrize("direct_limit", [0, 1000])
-def test_in_every_hop_all_requests_leave_before_anything_is_drawn(direct_limit: int) -> None:
+@pytest.mark.parametrize("size", [80, HASHED])
+def test_in_every_hop_all_requests_leave_before_anything_is_drawn(size: int) -> None:
     schema, cscs = typed_shop()
     events: list[tuple[str, int, tuple[str, str, str]]] = []
     structures = [Recording(etype, csc, events) for etype, csc in zip(schema.etypes, cscs, strict=True)]
-    source, workspace = RemoteSource(schema, structures, "draw"), Workspace(80, direct_limit=direct_limit)
+    source, workspace = RemoteSource(schema, structures, "draw"), Workspace(size)
     request = shop_draws(schema, [3, 2]).request(SEEDS, 0, {})
     batch = source.sample(request, {}, workspace)
     for layer in (2, 1):

@@ -125,7 +125,8 @@ def told(server: int, message: str, second: int, *, lost: bool) -> str:
         # A consequence is seen before its cause.
         (
             told(0, "lost", 1, lost=True),
-            "while [ ! -e server-0.json ]; do sleep 0.01; done; sleep 0.3; " + told(1, "cause", 2, lost=False),
+            "while [ ! -e server-0.json ]; do sleep 0.01; done; sleep 0.3; "
+            + told(1, "cause", 2, lost=False),
             4, "server 1: cause",
         ),
         # Of two causes the earlier one is told.
