@@ -14,14 +14,13 @@ from dglx_dist.dataloading.minibatch import BatchBlockBuilder
 from dglx_dist.dataloading.sampler import RemoteSource, WholeSource, keyed_draw
 from dglx_dist.graph.structure import NO_EDGES, CSCShard
 from dglx_dist.keyed_random import Rule
-from tests.dataloading.graphs import HASHED, random_csc
+from tests.dataloading.graphs import HASHED, draws_of, random_csc
 from tests.dataloading.shop import (
     LIKE,
     SETTINGS,
     SOLD,
     dgl_shop,
     edges_in,
-    shop_draws,
     shop_in_rank,
     typed_shop,
     write_shop,
@@ -32,7 +31,7 @@ SEEDS = {"user": np.array([29, 3, 8]), "item": np.array([40, 4])}
 
 
 def blocks_of(schema, cscs, fanouts, seeds=SEEDS, size=1000):
-    request = shop_draws(schema, fanouts).request(seeds, 0, {})
+    request = draws_of(schema, fanouts).request(seeds, 0, {})
     batch = WholeSource(schema, cscs).sample(request, {}, Workspace(size))
     return BatchBlockBuilder(schema).blocks(batch)
 
@@ -138,7 +137,7 @@ def test_in_every_hop_all_requests_leave_before_anything_is_drawn(size: int) -> 
     events: list[tuple[str, int, tuple[str, str, str]]] = []
     structures = [Recording(etype, csc, events) for etype, csc in zip(schema.etypes, cscs, strict=True)]
     source, workspace = RemoteSource(schema, structures, "draw"), Workspace(size)
-    request = shop_draws(schema, [3, 2]).request(SEEDS, 0, {})
+    request = draws_of(schema, [3, 2]).request(SEEDS, 0, {})
     batch = source.sample(request, {}, workspace)
     for layer in (2, 1):
         kinds = [kind for kind, at, _ in events if at == layer]

@@ -17,7 +17,8 @@ from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.dataloading.minibatch import BatchBlockBuilder
 from dglx_dist.dataloading.sampler import WholeSource
 from dglx_dist.graph.dist_graph import DistGraph
-from tests.dataloading.shop import edges_in, shop_draws, typed_shop
+from tests.dataloading.graphs import draws_of
+from tests.dataloading.shop import edges_in, typed_shop
 from tests.helpers.ranks import run_ranks
 
 TYPED_SEEDS = {"user": np.array([29, 3, 8]), "item": np.array([40, 4])}
@@ -25,7 +26,7 @@ TYPED_SEEDS = {"user": np.array([29, 3, 8]), "item": np.array([40, 4])}
 
 def typed_blocks(seeds):
     schema, cscs = typed_shop()
-    request = shop_draws(schema, [4, 3]).request(seeds, 0, {})
+    request = draws_of(schema, [4, 3]).request(seeds, 0, {})
     batch = WholeSource(schema, cscs).sample(request, {}, Workspace(80))
     return schema, *BatchBlockBuilder(schema).blocks(batch)
 
