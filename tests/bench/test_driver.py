@@ -109,7 +109,7 @@ def test_what_is_compared_takes_turns_at_the_rate_that_gives_the_phi(tmp_path: P
     assert outcome.command == "python scripts/bench --suite quick --only T1 --repetitions 5 --out DIR"
     assert told[:2] == ["T1: making its datasets", "T1: warming up: a (0 of 18 jobs)"]
     # Three jobs are expected of a calibration, and two were enough.
-    assert told[-1].startswith("T1: repetition 5 of 5: b (19 of 20 jobs, about")
+    assert told[-1].startswith("T1: repetition 5 of 5: a (19 of 20 jobs, about")
     assert stage.shapes == [TWO]
     assert stage.closed
     # phi 0.5: as long on the wire as without it, 16e6 bit in 1 s. The first guess is exact here.
