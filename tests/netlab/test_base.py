@@ -44,13 +44,6 @@ def test_no_core_is_dealt_out_twice(servers: int, cpus: float) -> None:
     assert all(share <= 1 + 1e-9 for share in load.values())
 
 
-def test_refuses_more_than_there_is() -> None:
-    with pytest.raises(
-        ConfigError, match=r"4 servers of 1 cores need 4, and there are 2; give each at most 0\.5"
-    ):
-        deal_out(TWO, 4, 1.0)
-
-
 RATE = Rate.parse("100mbit")
 
 

@@ -189,24 +189,6 @@ def test_a_folder_that_cannot_be_written_is_told_before_any_server_is_made(
         app([command, "--out", place, "--", str(path)], standalone_mode=False)
 
 
-@pytest.mark.wide
-def test_what_a_killed_command_left_is_removed_by_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place = tmp_path / "temporary"
-    place.mkdir()
-    monkeypatch.setitem(ENVIRONMENT, "TMPDIR", str(place))
-    path = script(tmp_path, WAITS)
-    with running("--loopback", "--", path) as process:
-        process.send_signal(signal.SIGKILL)
-        process.wait(timeout=60)
-    wait_until_gone(path)
-    assert list(place.iterdir())
-    done = netlab("run", "--loopback", "--", script(tmp_path, "pass"))
-    assert done.returncode == 0, done.stderr
-    assert list(place.iterdir()) == []
-
-
 def lab(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "150"})
 
