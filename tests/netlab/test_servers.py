@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from dglx_dist.planner.records import Rate
 from scripts.netlab import servers
 from scripts.netlab.base import LabError
 from scripts.netlab.servers import find_process
@@ -31,6 +32,12 @@ def test_a_zombie_has_ended(child: subprocess.Popen[bytes]) -> None:
     # Not waited for yet: it stays as a zombie.
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert not process.alive()
+
+
+@pytest.mark.parametrize(("rate", "burst"), [("10gbit", 2_500_000), ("1gbit", 262_144), ("49mbit", 30_625)])
+def test_a_bucket_lasts_20_milliseconds_and_less_where_bundles_are_torn(rate: str, burst: int) -> None:
+    words = ["tbf", "rate", f"{Rate.parse(rate).bits_per_s}bit", "burst", str(burst), "latency", "50ms"]
+    assert servers.limit_command("eth0", Rate.parse(rate))[6:] == words
 
 
 def test_a_failure_is_told_with_command_and_answer() -> None:
