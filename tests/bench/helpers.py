@@ -11,6 +11,7 @@ from dglx_dist.comm.topology import read_topology
 from dglx_dist.data.synthetic import SyntheticConfig
 from dglx_dist.prepare import PartitionPlan
 from dglx_dist.records import EpochRecord
+from dglx_dist.strategies.cost import Survey
 from scripts.bench.jobs.params import TrainParams, read_params
 from scripts.bench.peers.launch import KIND as PROGRAM
 from scripts.bench.records import (
@@ -163,6 +164,14 @@ def scaling() -> tuple[Experiment, Outcome]:
 
 
 TWO = Shape(servers=2)
+
+
+def survey(**changed: Any) -> Survey:
+    fields = {
+        "steps": 10, "input_rows": 0, "remote_rows": 0, "edges": 0, "seeds_per_rank": [5, 5],
+        "feature_bytes": 0, "sampling_bytes": 0, "label_bytes": 0, "gradient_bytes": 0,
+    }  # fmt: skip
+    return Survey(**{**fields, **changed})
 
 
 def epoch(number: int = 0, seconds: float = 2.0, **fields: Any) -> EpochRecord:
