@@ -56,12 +56,10 @@ def write(text: str, style: str = "") -> None:
 
 
 def say(text: str, style: str = "") -> None:
-    """Write a line to standard error."""
     Console(stderr=True, soft_wrap=True).print(text, style=style, highlight=False, markup=False)
 
 
 def warn(text: str) -> None:
-    """Write a warning to standard error."""
     say(f"warning: {text}", "yellow")
 
 

@@ -83,7 +83,6 @@ def make_plan(
 
 
 def measured(plan: PlanConfig, notify: Notify | None = None) -> tuple[Measured, tuple[Candidate, ...]]:
-    """Return counts and rates, and the candidates that they suffice for."""
     return _from_figures(plan) if plan.data is None else _from_dataset(plan, plan.data, notify)
 
 

@@ -97,7 +97,6 @@ def inspect(config: InspectCommand) -> None:
 
 
 def overview(manifest: Manifest) -> dict[str, object]:
-    """Return the figures of the whole dataset, in the order of display."""
     quality = manifest.quality
     found: dict[str, object] = {}
     for ntype, columns in manifest.node_columns.items():
@@ -130,7 +129,6 @@ def _row_type(info: ColumnInfo) -> str:
 
 
 def part_columns(quality: dict[str, Any]) -> dict[str, list[float]]:
-    """Return figures of each part by heading; empty for a dataset without any."""
     headings = {
         "nodes": "num_nodes", "edges": "num_edges", "halo nodes": "halo_nodes",
         "halo factor": "halo_factor", "remote in-edges": "remote_fraction",
@@ -139,7 +137,6 @@ def part_columns(quality: dict[str, Any]) -> dict[str, list[float]]:
 
 
 def part_bytes(manifest: Manifest) -> list[int]:
-    """Return (P,) bytes on disk of each part."""
     sizes = [0] * manifest.num_parts
     for path, info in manifest.files.items():
         part = path.split("/")[0].removeprefix("part")
@@ -165,7 +162,6 @@ def _show_closure(dataset: StoredDataset, picture: Path, config: InspectCommand)
 
 
 def feature_bytes(manifest: Manifest) -> int:
-    """Return the bytes of one node's features; 0 without any."""
     from dglx_dist.data.storage.columns import numpy_dtype
 
     info = manifest.node_columns[manifest.node_types[0]].get(FEATURE)
@@ -233,7 +229,6 @@ def report_trace(path: Path, batches: tuple[int, int] | None) -> None:
 
 
 def read_batches(text: str | None) -> tuple[int, int] | None:
-    """Read ``FIRST:LAST``; ConfigError for another form."""
     if text is None:
         return None
     first, _, last = text.partition(":")

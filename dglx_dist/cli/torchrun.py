@@ -128,7 +128,6 @@ def first_failure(failures: dict[Any, ProcessFailure]) -> tuple[int, ProcessFail
 
 
 def describe(rank: int, failure: ProcessFailure) -> str:
-    """Return one message with the rank and the reason."""
     recorded = _recorded(failure)
     if recorded:
         return f"rank {rank} failed: {recorded}"

@@ -75,12 +75,6 @@ class Credentials:
         )
 
 
-def make_credentials_keys() -> tuple[bytes, bytes]:
-    """Make a Curve key pair, (public, secret), both Z85."""
-    public, secret = zmq.curve_keypair()
-    return public, secret
-
-
 @final
 class ZapAuthenticator:
     """Answers ZeroMQ's authentication requests (ZAP, RFC 27) for all sockets of ``context``.

@@ -468,7 +468,12 @@ class StreamExchange(Exchange):
                 if not ready and not busy:
                     # Work that still waits after all messages arrived is a bug and would not end.
                     assert waiting, f"work beside the {name} waits for more bytes than expected"
-                    self._raise_no_progress([rank for rank, left in transfers.items() if left], name)
+                    late = ", ".join(self._named(rank) for rank, left in transfers.items() if left)
+                    raise RuntimeError(
+                        f"exchange {name!r} made no progress for {self.session.timeout_s:g} s on rank "
+                        f"{self.session.topology.rank}, which waits for {late}; check their output, or raise "
+                        "timeout_s (DGLX_TIMEOUT)"
+                    )
                 for key, events in ready:
                     left = transfers[key.data]
                     self._move(key.data, left, events)
@@ -491,13 +496,6 @@ class StreamExchange(Exchange):
         except OSError as error:
             # peers_named reports the rank that died or failed first.
             raise RuntimeError(f"the connection to {self._named(rank)} broke: {error}") from error
-
-    def _raise_no_progress(self, ranks: Sequence[int], name: str) -> None:
-        raise RuntimeError(
-            f"exchange {name!r} made no progress for {self.session.timeout_s:g} s on rank "
-            f"{self.session.topology.rank}, which waits for {', '.join(map(self._named, ranks))}; check "
-            "their output, or raise timeout_s (DGLX_TIMEOUT)"
-        )
 
     def _named(self, rank: int) -> str:
         return f"rank {rank} on {self.session.hosts[rank]}"

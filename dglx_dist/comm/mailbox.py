@@ -51,13 +51,18 @@ class Mailbox(Generic[M]):
                 self._arrived.setdefault((round_number, step), {})[sender] = message
                 self._changed.notify_all()
 
-    def begin(self, round_number: int) -> None:
-        """End the earlier rounds."""
-        self._end_before(round_number, None)
+    def begin(self, round_number: int, reason: BaseException | None = None) -> None:
+        """End the earlier rounds; whoever waits for them gets the first ``reason``."""
+        with self._changed:
+            if round_number > self.first_round:
+                self.first_round, self._reason = round_number, reason
+                self._arrived = {key: value for key, value in self._arrived.items() if key[0] >= round_number}
+                self._failures = {key: value for key, value in self._failures.items() if key >= round_number}
+            self._changed.notify_all()
 
     def cancel(self, round_number: int, reason: BaseException | None = None) -> None:
-        """End ``round_number`` and the earlier ones; whoever waits for it gets the first ``reason``."""
-        self._end_before(round_number + 1, reason)
+        """End ``round_number`` and the earlier ones."""
+        self.begin(round_number + 1, reason)
 
     def fail(self, round_number: int, reason: Callable[[], BaseException]) -> None:
         """Let whoever waits for messages of ``round_number`` that are missing get the first ``reason``."""
@@ -91,14 +96,6 @@ class Mailbox(Generic[M]):
                 raise_for_missing(self._session, absent, what, advice=self._advice, late=True)
             deadline = time.monotonic() + self._session.timeout_s
         return missing
-
-    def _end_before(self, round_number: int, reason: BaseException | None) -> None:
-        with self._changed:
-            if round_number > self.first_round:
-                self.first_round, self._reason = round_number, reason
-                self._arrived = {key: value for key, value in self._arrived.items() if key[0] >= round_number}
-                self._failures = {key: value for key, value in self._failures.items() if key >= round_number}
-            self._changed.notify_all()
 
     def _missing(
         self, round_number: int, step: Hashable, senders: Collection[int], deadline: float

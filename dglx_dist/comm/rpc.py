@@ -19,7 +19,7 @@ from typing import Any, TypeAlias, final
 import numpy as np
 import zmq
 
-from dglx_dist.comm.auth import Credentials, ZapAuthenticator, make_credentials_keys
+from dglx_dist.comm.auth import Credentials, ZapAuthenticator
 from dglx_dist.comm.ledger import Ledger
 from dglx_dist.comm.topology import endpoint_of
 from dglx_dist.comm.wire import (
@@ -242,8 +242,8 @@ def open_endpoints(
     Returns:
         What this rank, or its clients, presents, and the addresses of all ranks.
     """
-    server = make_credentials_keys() if encrypted else (None, None)
-    client = make_credentials_keys() if encrypted and for_clients else server
+    server = zmq.curve_keypair() if encrypted else (None, None)
+    client = zmq.curve_keypair() if encrypted and for_clients else server
     # Rank 0's secret counts; with key pairs it gives no access.
     keys = [key and key.decode() for key in (server[0], client[0])]
     offers = gather("credentials", [secrets.token_hex(32), *keys])
@@ -442,7 +442,7 @@ class Client:
         credentials: Credentials,
     ) -> None:
         self._context, self._peers, self._credentials = context, peers, credentials
-        self._closing = threading.Event()
+        self.closing = threading.Event()
         self._local = threading.local()
         self._links: weakref.WeakSet[Link] = weakref.WeakSet()
         self._links_lock = threading.Lock()
@@ -452,14 +452,11 @@ class Client:
 
     def close(self) -> None:
         """End the waiting calls of all threads with an error, and close their connections."""
-        self._closing.set()
+        self.closing.set()
         with self._links_lock:
             for link in list(self._links):
                 link.close()
             self._links.clear()
-
-    def forget(self) -> None:
-        self._closing.set()
 
     def _link(self, rank: int) -> Link:
         self._raise_if_closed()
@@ -479,12 +476,12 @@ class Client:
         _configure(socket)
         self._credentials.present(socket, peer.public_key)
         socket.setsockopt(zmq.IPV6, int("[" in peer.endpoint))
-        link = Link(socket, peer, self._closing)
+        link = Link(socket, peer, self.closing)
         self._links.add(link)
         return link
 
     def _raise_if_closed(self) -> None:
-        if self._closing.is_set():
+        if self.closing.is_set():
             raise PeerError("the session is closed; start a new one with dglx_dist.init()")
 
 
@@ -604,7 +601,7 @@ class Rpc:
     def forget(self) -> None:
         """In a forked process: leave sockets and threads to the parent and refuse calls."""
         if self._client is not None:
-            self._client.forget()
+            self._client.closing.set()
 
     def _serve(self, address: str, credentials: Credentials, handlers: Mapping[str, Handler]) -> str:
         self._contexts.append(zmq.Context())

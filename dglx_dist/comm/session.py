@@ -32,7 +32,6 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from dglx_dist.comm.ledger import Ledger
 from dglx_dist.comm.rendezvous import JobStore, listening_address, open_store
 from dglx_dist.comm.rpc import Rpc, open_endpoints
-from dglx_dist.comm.system import keep_memory
 from dglx_dist.comm.topology import (
     Settings,
     Topology,
@@ -44,6 +43,7 @@ from dglx_dist.comm.topology import (
     with_nodes,
 )
 from dglx_dist.comm.trace import Timeline, TraceWriter, open_trace
+from dglx_dist.data.allocator import keep_memory
 from dglx_dist.data.storage.files import hold, locked
 from dglx_dist.errors import ConfigError, DglxError, PeerError
 from dglx_dist.records import StepShare

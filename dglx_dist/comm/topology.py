@@ -276,7 +276,7 @@ def _parsed(variables: Mapping[str, str], name: str, parse: Callable[[str], T | 
 
 _RANK_DEFAULTS = {
     # Otherwise every large tensor is mapped, page-faulted in and returned to the system at every step,
-    # which costs up to a third of a training step on CPUs. system.keep_memory() does the same from within,
+    # which costs up to a third of a training step on CPUs. allocator.keep_memory() does the same from within,
     # which is later than the first imports. A MALLOC_TOP_PAD_ would add 0.5 GB to a rank and no speed.
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(16 << 30),

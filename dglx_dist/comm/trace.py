@@ -154,10 +154,9 @@ class TraceWriter:
             "passes": [asdict(done) for done in self._passes],
             "epochs": self._epochs,
         }
-        part = _part_of(self._path)
         try:
-            part.write_text(json.dumps(values) + "\n", encoding="utf-8")
-            part.replace(self._path)
+            _part_of(self._path).write_text(json.dumps(values) + "\n", encoding="utf-8")
+            _part_of(self._path).replace(self._path)
         except OSError as error:
             log.warning("the trace %s of rank %d could not be written: %s", self._path, self._rank, error)
 
@@ -200,6 +199,7 @@ def _part_of(path: Path) -> Path:
 _FORMAT = "dglx_dist trace 1"
 _MAX_US = 1e18
 _HEAD = f'{{"otherData": {{"format": "{_FORMAT}"'
+_NUMBERS = ("batch", "interval")
 _ROWS = (COMPUTE, GRAPH_SERVER, WORKER, PARAMETER_SERVER, NETWORK, LOADER)
 
 
@@ -330,7 +330,7 @@ def _events(one: RankSpans, zero: float) -> Iterator[dict[str, Any]]:
 
 
 def _event(span: Span, rank: int, thread: int, zero: float) -> dict[str, Any]:
-    args = {"batch": span.batch, "interval": span.interval}
+    numbers = {name: getattr(span, name) for name in _NUMBERS}
     return {
         "name": span.name,
         "cat": span.row,
@@ -339,7 +339,7 @@ def _event(span: Span, rank: int, thread: int, zero: float) -> dict[str, Any]:
         "dur": round(1e6 * (span.end_s - span.begin_s), 3),
         "pid": rank,
         "tid": thread,
-        "args": {name: value for name, value in args.items() if value is not None},
+        "args": {name: value for name, value in numbers.items() if value is not None},
     }
 
 
@@ -364,15 +364,9 @@ def assign_tracks(spans: Iterable[Span], *, nested: bool = True) -> list[list[Sp
 def _span(event: Fields) -> Span:
     begin, duration = event.number("ts", 0, _MAX_US), event.number("dur", 0, _MAX_US)
     args = event.inner("args")
-    batch, interval = (args.whole(name) if name in args.given else None for name in ("batch", "interval"))
-    return Span(
-        name=event.text("name"),
-        row=event.text("cat"),
-        begin_s=begin / 1e6,
-        end_s=(begin + duration) / 1e6,
-        batch=batch,
-        interval=interval,
-    )
+    numbers = {name: args.whole(name) if name in args.given else None for name in _NUMBERS}
+    name, row = event.text("name"), event.text("cat")
+    return Span(name=name, row=row, begin_s=begin / 1e6, end_s=(begin + duration) / 1e6, **numbers)
 
 
 def shifted_by(spans: Iterable[Span], offset_s: float) -> tuple[Span, ...]:

@@ -173,8 +173,6 @@ def whole_number(options: Mapping[str, object], name: str) -> int | None:
 
 
 _OWN_OPTIONS = ("index", "split")
-_MAGIC = (0xDD2E4FF046B4A13F).to_bytes(8, "little")
-"""First bytes of a file of ``dgl.save_graphs``."""
 
 
 def raw_graph_from_dgl(
@@ -282,18 +280,13 @@ class DglBinarySource(DatasetSource):
 
         if not self._path.is_file():
             raise DatasetError(f"there is no file {self._path.absolute()}; expected one of dgl.save_graphs")
-        with self._path.open("rb") as file:
-            if file.read(len(_MAGIC)) != _MAGIC:
-                raise DatasetError(
-                    f"{self._path}: not a file of saved DGL graphs; write one with dgl.save_graphs"
-                )
         try:
             graphs, _ = dgl.load_graphs(str(self._path))
         except (dgl.DGLError, RuntimeError) as error:
             # DGL's message is a C++ check and a stack trace; neither helps the user.
             raise DatasetError(
-                f"{self._path}: this file of saved DGL graphs is damaged or cut off; copy it again, or write "
-                "it again with dgl.save_graphs"
+                f"{self._path}: not a file of saved DGL graphs, or damaged or cut off; copy it again, "
+                "or write it with dgl.save_graphs"
             ) from error
         graph = graphs[_position(len(graphs), self._index, str(self._path))]
         return raw_graph_from_dgl(graph, name=self._path.stem, split=self._split)
@@ -417,10 +410,14 @@ def _source_and_location(spec: str) -> tuple[str, str]:
 
 
 _SPARSE = ("feat_indptr", "feat_indices", "feat_data", "feat_dim")
+_OF_TRIPLES = {
+    **{"head": "src", "tail": "dst", "rel": "etype", "relation_names": "etype_names"},
+    **{"num_entities": "num_nodes", "num_relations": "num_etypes"},
+}
+"""Names of the arrays of a knowledge graph -> of those of a graph with relations."""
 _STRUCTURE = {
-    *("src", "dst", "head", "tail", "rel", "etype", "etype_names", "relation_names", "triple_split"),
-    *("num_classes", "num_nodes", "num_etypes", "num_entities", "num_relations", "both_directions", "split"),
-    *_SPARSE,
+    *("src", "dst", "etype", "etype_names", "triple_split", "num_classes", "num_nodes", "num_etypes"),
+    *("both_directions", "split", *_SPARSE),
 }
 # NumPy reads an array's header before its checksum, so a damaged archive raises any of these.
 _UNREADABLE = (
@@ -451,10 +448,8 @@ class NpzSource(DatasetSource):
     def load(self) -> RawGraph:
         arrays = _read(self._path)
         where = str(self._path)
-        triples = "head" in arrays
-        _require(arrays, ("head", "rel", "tail") if triples else ("src", "dst"), where)
-        ends = ("head", "tail") if triples else ("src", "dst")
-        source_ids, destination_ids = (_ids(arrays[name], name, where) for name in ends)
+        _require(arrays, ("src", "dst"), where)
+        source_ids, destination_ids = (_ids(arrays[name], name, where) for name in ("src", "dst"))
         num_nodes = _num_nodes(arrays, source_ids, destination_ids, where)
         node_columns, edge_columns = _columns(arrays, num_nodes, len(source_ids), where)
         if "triple_split" in arrays:
@@ -462,10 +457,8 @@ class NpzSource(DatasetSource):
             masks = masks_of_split(arrays["triple_split"])
             edge_columns.update({name: mask for name, mask in masks.items() if mask.any()})
         edges, edge_data = {EDGE_TYPE: (source_ids, destination_ids)}, {EDGE_TYPE: edge_columns}
-        relation = arrays.get("rel", arrays.get("etype"))
-        if relation is not None:
-            names = arrays.get("relation_names", arrays.get("etype_names"))
-            edges, edge_data = _by_relation(source_ids, destination_ids, edge_columns, relation, names, where)
+        if "etype" in arrays:
+            edges, edge_data = _by_relation(source_ids, destination_ids, edge_columns, arrays, where)
         is_given = "num_classes" in arrays
         num_classes = _count(arrays, "num_classes", where) if is_given else count_classes(node_columns)
         return RawGraph(
@@ -483,7 +476,7 @@ def _read(path: Path) -> dict[str, Array]:
         raise DatasetError(f"there is no file {path.absolute()}; expected a .npz file")
     try:
         with np.load(path, allow_pickle=False) as stored:
-            return {name: stored[name] for name in stored.files}
+            return {_OF_TRIPLES.get(name, name): stored[name] for name in stored.files}
     except _UNREADABLE as error:
         raise DatasetError(f"{path}: not a readable .npz file of plain arrays ({error})") from error
 
@@ -493,7 +486,7 @@ def _require(arrays: Mapping[str, Array], names: tuple[str, ...], where: str) ->
     if missing is not None:
         raise DatasetError(
             f"{where}: lacks the array {missing!r}; a graph needs src and dst, a knowledge graph head, "
-            f"rel and tail (the file has {', '.join(sorted(arrays)) or 'none'})"
+            f"rel and tail in their place (the file has {', '.join(sorted(arrays)) or 'none'})"
         )
 
 
@@ -505,9 +498,8 @@ def _count(arrays: Mapping[str, Array], name: str, where: str) -> int:
 
 
 def _num_nodes(arrays: Mapping[str, Array], source_ids: Array, destination_ids: Array, where: str) -> int:
-    for name in ("num_nodes", "num_entities"):
-        if name in arrays:
-            return _count(arrays, name, where)
+    if "num_nodes" in arrays:
+        return _count(arrays, "num_nodes", where)
     of_nodes = [arrays[name] for name in (FEATURE, LABEL, *_OTHER_NAMES) if name in arrays]
     counts = [len(column) for column in of_nodes if column.ndim and len(column) != len(source_ids)]
     return max(*counts, *(1 + int(ids.max(initial=-1)) for ids in (source_ids, destination_ids)))
@@ -551,13 +543,12 @@ def _by_relation(
     source_ids: Array,
     destination_ids: Array,
     columns: Mapping[str, Array],
-    relation: Array,
-    names: Array | None,
+    arrays: Mapping[str, Array],
     where: str,
 ) -> tuple[dict[EdgeType, tuple[Array, Array]], dict[EdgeType, dict[str, Array]]]:
-    relation = _ids(relation, "rel or etype", where)
-    if names is None:
-        names = np.array([f"r{code}" for code in range(int(relation.max(initial=-1)) + 1)])
+    relation = _ids(arrays["etype"], "rel or etype", where)
+    numbered = [f"r{code}" for code in range(int(relation.max(initial=-1)) + 1)]
+    names = arrays.get("etype_names", numbered)
     check_ids(relation, len(names), "rel or etype", where, what="relation")
     _same_length(source_ids, relation, "relations", where)
     # One stable sort puts each relation's edges together without changing their order.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import final
 
@@ -345,14 +346,11 @@ def _splits(config: SyntheticConfig, communities: Array) -> dict[str, Array]:
 
 def _parsed(name: str, value: object, kind: type) -> object:
     text = str(value)
-    if kind is int and text.removeprefix("-").isdecimal():
-        return int(text)  # a float would round a seed of more than 53 bits
-    try:
+    with suppress(ValueError):
+        if kind is int and text.removeprefix("-").isdecimal():
+            return int(text)  # a float would round a seed of more than 53 bits
         number = float(text.replace("_", ""))
-    except ValueError:
-        raise ConfigError(f"{name}={text!r} of the synthetic graph must be a number") from None
-    if kind is float:
-        return number
-    if not number.is_integer():
-        raise ConfigError(f"{name}={text!r} of the synthetic graph must be a whole number")
-    return int(number)
+        if kind is float or number.is_integer():
+            return kind(number)
+    wanted = "a whole number" if kind is int else "a number"
+    raise ConfigError(f"{name}={text!r} of the synthetic graph must be {wanted}")

@@ -227,7 +227,10 @@ def _edge_type(path: Path) -> EdgeType:
 
 _KEYS_OF_EDGES = (("src", "dst"), ("source", "destination"))
 _SPLIT, _ID = "split", "id"
-_SPLIT_CODES = {"train": 0, "val": 1, "valid": 1, "validation": 1, "test": 2, "": -1, "none": -1}
+_SPLIT_CODES = {
+    **{"train": 0, "val": 1, "valid": 1, "validation": 1, "test": 2, "": -1, "none": -1},
+    **{"0": 0, "1": 1, "2": 2, "-1": -1},
+}
 
 
 @final
@@ -376,18 +379,11 @@ def _labels(labels: Column) -> Array:
 
 
 def _split_masks(split: Column) -> dict[str, Array]:
-    if split.is_whole:
-        split.refuse_gaps()
-        codes = as_numpy(split.values)
-        odd = (codes < -1) | (codes > 2)
-    else:
-        lower = pc.utf8_lower(pc.fill_null(split.values.cast(pa.large_string()), ""))
-        place = pc.index_in(lower, value_set=pa.array(list(_SPLIT_CODES), pa.large_string()))
-        odd = as_numpy(pc.is_null(place))
-        codes = np.array(list(_SPLIT_CODES.values()))[as_numpy(pc.fill_null(place, 0))]
-    split.refuse(
-        odd, "is not a split; write train, val or test (or 0, 1, 2), and nothing (or -1) where there is none"
-    )
+    lower = pc.utf8_lower(pc.fill_null(split.values.cast(pa.large_string()), ""))
+    place = pc.index_in(lower, value_set=pa.array(list(_SPLIT_CODES), pa.large_string()))
+    remedy = "write train, val or test (or 0, 1, 2), and nothing (or -1) where there is none"
+    split.refuse(as_numpy(pc.is_null(place)), f"is not a split; {remedy}")
+    codes = np.array(list(_SPLIT_CODES.values()))[as_numpy(place)]
     return {name: mask for name, mask in masks_of_split(codes).items() if mask.any()}
 
 

@@ -44,17 +44,15 @@ def check_raw_graph(graph: RawGraph, where: str) -> None:
         check_ids(source_ids, graph.num_nodes[source], "src", here)
         check_ids(destination_ids, graph.num_nodes[destination], "dst", here)
         check_columns(graph.edge_data.get(edge_type, {}), len(source_ids), None, here)
-    for node_type, columns in graph.node_data.items():
+    for node_type in {**graph.node_data, **graph.user_ids}:
         here = where if graph.is_homogeneous else f"{where}, nodes {node_type!r}"
         if node_type not in graph.num_nodes:
-            raise DatasetError(f"{here}: columns of a node type that the graph lacks")
-        check_columns(columns, graph.num_nodes[node_type], graph.num_classes.get(node_type), here)
-    for node_type, user_ids in graph.user_ids.items():
-        here = where if graph.is_homogeneous else f"{where}, nodes {node_type!r}"
-        if node_type not in graph.num_nodes:
-            raise DatasetError(f"{here}: user ids of a node type that the graph lacks")
-        _check_length(user_ids, graph.num_nodes[node_type], "id", here)
-        check_unique(user_ids, "id", here)
+            raise DatasetError(f"{here}: columns or user ids of a node type that the graph lacks")
+        columns, count = graph.node_data.get(node_type, {}), graph.num_nodes[node_type]
+        check_columns(columns, count, graph.num_classes.get(node_type), here)
+        if node_type in graph.user_ids:
+            _check_length(graph.user_ids[node_type], count, "id", here)
+            check_unique(graph.user_ids[node_type], "id", here)
 
 
 def check_assignment(assignment: Assignment, graph: RawGraph) -> None:

@@ -12,9 +12,10 @@ import torch
 from dgl import DGLError
 from dgl.heterograph import DGLBlock
 from torch import Tensor, nn
+from torch.nn import functional
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.layers.dropout import Columns, DropDraws, drop_attention, dropped
+from dglx_dist.layers.dropout import Columns, DropDraws, drop_attention, drop_entries
 
 PartialSums: TypeAlias = tuple[Tensor, ...]
 """Tensors whose sums over the parts a layer needs."""
@@ -236,14 +237,16 @@ class SplittableConv(nn.Module, ABC):
         """
         if not self._drops(given, probability):
             return given.x
-        return dropped(given.x, probability, given.draws)
+        if given.draws is None:
+            return functional.dropout(given.x, probability)
+        return drop_entries(given.x, probability, given.draws)
 
     def drop_edges(self, given: StageInput, attention: Tensor, probability: float) -> Tensor:
         """Return ``attention`` ((E1, K, 1)) with entries dropped, while training; raises as above."""
         if not self._drops(given, probability):
             return attention
         if given.draws is None:
-            return dropped(attention, probability)
+            return functional.dropout(attention, probability)
         return drop_attention(given.block, attention, probability, given.draws)
 
     def check_in_edges(self, block: DGLBlock) -> None:

@@ -19,7 +19,6 @@ import torch
 from dgl.heterograph import DGLBlock
 from numba import njit
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
 from dglx_dist.comm.session import Shared
@@ -48,10 +47,8 @@ class Columns:
 def deal_out_columns(width: int, parts: int) -> tuple[Columns, ...]:
     """Cut ``width`` columns into ``parts`` runs; the first ``width % parts`` are one longer (P3).
 
-    More parts than columns leave the last parts without any. Without columns or parts ConfigError is raised.
+    More parts than columns leave the last parts without any.
     """
-    if width < 1 or parts < 1:
-        raise ConfigError(f"{width} columns cannot be cut into {parts} parts; both must be at least 1")
     least, longer = divmod(width, parts)
     ends = [(part + 1) * least + min(part + 1, longer) for part in range(parts)]
     return tuple(
@@ -101,8 +98,6 @@ def drop_entries(x: Tensor, probability: float, draws: DropDraws, stream: int = 
 
     The runs of ``draws`` have F_p columns together; streams draw independently of each other.
     """
-    if probability == 0:
-        return x
     kept = kept_entries(draws.seed, draws.number, stream, draws.nodes, draws.runs, probability)
     return x * _scaled(kept, probability, x)
 
@@ -113,8 +108,6 @@ def drop_attention(block: DGLBlock, attention: Tensor, probability: float, draws
     An edge is keyed by its destination and its position among the destination's in-edges, which parts get
     from the owner; the parts' edge numbers differ. ``attention`` is (E1, K, 1); ``draws`` are the owner's.
     """
-    if probability == 0:
-        return attention
     indptr, _, edge_ids = block.adj_tensors("csc")
     first = indptr.cpu().numpy().astype(np.int64)
     kept = _kept_edges(
@@ -129,11 +122,6 @@ def drop_attention(block: DGLBlock, attention: Tensor, probability: float, draws
         # From the order of the CSC matrix to the block's edge numbers.
         scaled = torch.empty_like(scaled).index_copy_(0, edge_ids.long(), scaled)
     return attention * scaled.unsqueeze(-1)
-
-
-def dropped(x: Tensor, probability: float, draws: DropDraws | None = None) -> Tensor:
-    """Return ``x`` with entries dropped by ``draws``, or by torch if None."""
-    return functional.dropout(x, probability) if draws is None else drop_entries(x, probability, draws)
 
 
 def kept_entries(
@@ -345,16 +333,14 @@ class NodeDropouts(Shared):
 
 
 @final
-class NodeDropout(nn.Module):
+class NodeDropout(nn.Dropout):
     """Replacement for ``nn.Dropout``: keyed during a pass of the strategy, torch's own at any other time.
 
     ``edges`` tells whether it is applied to edge values.
     """
 
-    def __init__(self, dropout: nn.Dropout | NodeDropout, shared: NodeDropouts, *, edges: bool) -> None:
-        super().__init__()
-        self.p: float = dropout.p
-        self.inplace: bool = dropout.inplace
+    def __init__(self, dropout: nn.Dropout, shared: NodeDropouts, *, edges: bool) -> None:
+        super().__init__(dropout.p, dropout.inplace)
         self.shared, self._edges = shared, edges
         self.train(dropout.training)
 
@@ -367,12 +353,7 @@ class NodeDropout(nn.Module):
         if not self.training or self.p == 0:
             return x
         dropped = self.shared.drop(x, self.p, edges=self._edges)
-        if dropped is None:
-            return functional.dropout(x, self.p, True, self.inplace)
-        return dropped
-
-    def extra_repr(self) -> str:
-        return f"p={self.p}, inplace={self.inplace}"
+        return super().forward(x) if dropped is None else dropped
 
 
 def _row_ids(graph: Any, count: int, nodes: Tensor) -> Tensor | None:

@@ -11,24 +11,25 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any
 
 import dgl
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 from dglx_dist.comm.collectives import barrier, gather_json
-from dglx_dist.comm.exchange import Incoming, Outgoing, StreamExchange, row_exchanges
+from dglx_dist.comm.exchange import Incoming, Outgoing, row_exchanges
 from dglx_dist.comm.session import Session
 from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.errors import ConfigError
-from dglx_dist.layers.dropout import NodeDropouts, install_node_dropouts
+from dglx_dist.layers.dropout import install_node_dropouts
 from dglx_dist.layers.tracer import MODEL_ERRORS
 from dglx_dist.planner.workload import sizes_of
 from dglx_dist.records import FEATURE, Array
 from dglx_dist.strategies.cost import Draws, ModelShape, Rates
+from dglx_dist.strategies.full_graph.memory_estimate import evenly_spaced
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -62,23 +63,14 @@ def probe(session: Session, *, seconds: float = 2.0) -> Links | None:
     topology = session.topology
     if topology.world_size == 1:
         return None
-    streams = row_exchanges(session).streams
-    leads = topology.local_rank == 0
-    across = _ring_neighbours(
-        [topology.ranks_of_server(server)[0] for server in range(topology.num_servers)], topology.rank
-    )
-    own = list(topology.ranks_of_server(topology.server))
-    inside = _ring_neighbours(own, topology.rank)
-    external = (
-        _bandwidth(session, streams, across if leads else None, seconds / 2)
-        if topology.num_servers > 1
-        else None
-    )
-    several = any(len(topology.ranks_of_server(s)) > 1 for s in range(topology.num_servers))
-    internal = _bandwidth(session, streams, inside, seconds / 2) if several else None
-    latency = _latency(session, streams, (across if leads else None) if external is not None else inside)
+    servers = [topology.ranks_of_server(server) for server in range(topology.num_servers)]
+    across = _ring_neighbours([ranks[0] for ranks in servers], topology.rank)
+    inside = _ring_neighbours(servers[topology.server], topology.rank)
+    external = _bandwidth(session, across, seconds / 2) if len(servers) > 1 else None
+    internal = _bandwidth(session, inside, seconds / 2) if max(map(len, servers)) > 1 else None
+    latency = _latency(session, inside if external is None else across)
     # Each rank of the ring within a server moves this much.
-    server_rate = None if internal is None else internal * len(own)
+    server_rate = None if internal is None else internal * len(servers[topology.server])
     found = external if external is not None else server_rate
     assert found is not None
     return Links(
@@ -88,7 +80,7 @@ def probe(session: Session, *, seconds: float = 2.0) -> Links | None:
     )
 
 
-def _ring_neighbours(members: list[int], rank: int) -> tuple[int, int] | None:
+def _ring_neighbours(members: Sequence[int], rank: int) -> tuple[int, int] | None:
     """Return the ranks before and after ``rank``; None if it is the only member or no member."""
     if rank not in members or len(members) == 1:
         return None
@@ -96,12 +88,10 @@ def _ring_neighbours(members: list[int], rank: int) -> tuple[int, int] | None:
     return members[place - 1], members[(place + 1) % len(members)]
 
 
-def _bandwidth(
-    session: Session, streams: StreamExchange, neighbors: tuple[int, int] | None, seconds: float
-) -> float:
+def _bandwidth(session: Session, neighbors: tuple[int, int] | None, seconds: float) -> float:
     num_bytes, spent = _FIRST_BYTES, 0.0
     while True:
-        took = _longest(session, _time_swap(session, streams, neighbors, num_bytes))
+        took = _longest(session, _time_swap(session, neighbors, num_bytes))
         spent += took
         if took >= _LONG_ENOUGH_S or spent >= seconds or num_bytes >= _MOST_BYTES:
             return num_bytes / max(took, 1e-9)
@@ -110,14 +100,13 @@ def _bandwidth(
         num_bytes = int(min(max(wanted, 2 * num_bytes), 8 * num_bytes, _MOST_BYTES))
 
 
-def _latency(session: Session, streams: StreamExchange, neighbors: tuple[int, int] | None) -> float:
-    took = sum(_time_swap(session, streams, neighbors, 8) for _ in range(_SMALL_ROUNDS)) / _SMALL_ROUNDS
+def _latency(session: Session, neighbors: tuple[int, int] | None) -> float:
+    took = sum(_time_swap(session, neighbors, 8) for _ in range(_SMALL_ROUNDS)) / _SMALL_ROUNDS
     return _longest(session, took)
 
 
-def _time_swap(
-    session: Session, streams: StreamExchange, neighbors: tuple[int, int] | None, num_bytes: int
-) -> float:
+def _time_swap(session: Session, neighbors: tuple[int, int] | None, num_bytes: int) -> float:
+    streams = row_exchanges(session).streams
     barrier(session, _EXCHANGE_NAME)
     begin = time.perf_counter()
     if neighbors is not None:
@@ -185,12 +174,13 @@ def time_batches(
     shape: ModelShape,
     batches: Sequence[Sequence[Any]],
     *,
-    repetitions: int = _REPETITIONS,
+    drop_by_node: bool = False,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[Array, Array, float]:
     """Time steps of a copy of ``module`` on blocks of at least two sizes, whose data is not read.
 
-    The median counts of ``repetitions`` on each, after one on the new block.
+    The median counts of several steps on each, after one on the new block. ``drop_by_node``: with dropout as
+    full-graph strategies have it, in place of torch's generator.
 
     Returns:
         (k, 3) float64 work and (k,) float64 seconds for :func:`fit_rates`, and the extra seconds per edge of
@@ -212,12 +202,15 @@ def time_batches(
             f"the model could not be copied for timing ({type(problem).__name__}: {problem}); remove what "
             "copy.deepcopy rejects"
         ) from problem
+    dropouts = install_node_dropouts(copied, 0) if drop_by_node else None
     optimizer = torch.optim.Adam(copied.parameters(), lr=1e-9)
     rows, seconds, fresh = [], [], []
     for number, blocks in enumerate(batches):
+        if dropouts is not None:
+            dropouts.begin(0, blocks[0].srcdata[dgl.NID])
         sizes = sizes_of(blocks)
         rows.append((1.0, *(float(term) for term in shape.work(*sizes))))
-        first, *later = (_step(copied, optimizer, blocks, shape, clock) for _ in range(repetitions + 1))
+        first, *later = (_step(copied, optimizer, blocks, shape, clock) for _ in range(_REPETITIONS + 1))
         seconds.append(statistics.median(later))
         # The very first step also warms up other things.
         if number:
@@ -303,26 +296,10 @@ def time_on_plans(
 ) -> tuple[Array, Array, float] | None:
     """Return :func:`time_batches` of ``neighborhoods``; None for a model that does not run on them."""
     try:
-        return time_batches(OnPlans(module), shape, neighborhoods, clock=clock)
+        return time_batches(module, shape, neighborhoods, drop_by_node=True, clock=clock)
     except ConfigError as problem:
         log.info("the model is timed on mini-batches alone: %s", problem)
         return None
-
-
-@final
-class OnPlans(nn.Module):
-    """A model with dropout by node, as full-graph strategies have it, in place of torch's generator."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-        self._dropouts: NodeDropouts | None = None
-
-    def forward(self, blocks: Sequence[Any], x: Tensor) -> Any:
-        if self._dropouts is None:
-            self._dropouts = install_node_dropouts(self.module, 0)
-        self._dropouts.begin(0, blocks[0].srcdata[dgl.NID])
-        return self.module(blocks, x)
 
 
 _BATCH_PARTS = (1, 2, 4)
@@ -346,14 +323,13 @@ def batch_trials(
         seeds = seeds[topology.rank :: topology.world_size][: len(seeds) // topology.world_size]
     for part in _BATCH_PARTS if draws is not None else ():
         assert draws is not None
-        size = min(max(draws.batch_size // part, 1), len(seeds))
-        yield _sampled_blocks(g, _spread(seeds, size), draws.fanouts)
+        yield _sampled_blocks(g, seeds, max(draws.batch_size // part, 1), draws.fanouts)
     if not whole:
         return
     small = g.num_edges() * num_layers <= _MOST_EDGES
     size = len(seeds) if small else min(len(seeds), _MOST_SEEDS)
     for count in sorted({max(size // 4, 1), size}):
-        yield _sampled_blocks(g, _spread(seeds, count), (-1,) * num_layers)
+        yield _sampled_blocks(g, seeds, count, (-1,) * num_layers)
 
 
 def time_bytes(
@@ -380,12 +356,9 @@ def time_bytes(
     return timed(lambda: column[ids]), timed(lambda: zlib.crc32(plain.data))
 
 
-def _spread(seeds: Array, count: int) -> Array:
+def _sampled_blocks(g: DistGraph, seeds: Array, count: int, fanouts: tuple[int, ...]) -> list[Any]:
     # From all over the graph, as the seeds of a shuffled batch are.
-    return seeds[np.unique(np.linspace(0, len(seeds) - 1, count).astype(np.int64))]
-
-
-def _sampled_blocks(g: DistGraph, seeds: Array, fanouts: tuple[int, ...]) -> list[Any]:
+    seeds = seeds[evenly_spaced(len(seeds), count)]
     sampler = dgl.dataloading.NeighborSampler(list(fanouts))
     loader = DataLoader(g, seeds, sampler, batch_size=len(seeds), num_threads=0)
     ((_, _, blocks),) = list(loader)

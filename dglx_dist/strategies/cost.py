@@ -335,16 +335,6 @@ class Survey:
     def ranks(self) -> int:
         return len(self.seeds_per_rank)
 
-    @property
-    def payload_bytes(self) -> int:
-        """Payload between ranks; between servers if each has one rank."""
-        return self.feature_bytes + self.sampling_bytes + self.label_bytes + self.gradient_bytes
-
-    @property
-    def seeds_max_over_mean(self) -> float:
-        """Over the ranks; 1 is balanced."""
-        return max(self.seeds_per_rank) * self.ranks / max(sum(self.seeds_per_rank), 1)
-
 
 @dataclass(frozen=True, kw_only=True)
 class CacheHits:

@@ -179,8 +179,7 @@ class ReplicatedModel(WrappedModel):
         broadcast_state(model, session)
         self._exchange = GradientExchange(trained, session, bucket_bytes)
         self._buffer_means = BufferMeans(model, session, reduction)
-        if self._buffer_means.needed:
-            self._exchange.after = self._buffer_means.average
+        self._exchange.after = self._buffer_means.average
 
     def exchange_seconds(self, *, reset: bool = False) -> float:
         return self._exchange.seconds(reset=reset)

@@ -51,21 +51,17 @@ class Bucket:
             for index, piece, parameter in zip(indices, pieces, parameters, strict=True)
         }
         """The (possibly summed) gradients."""
-        self._missing = len(sizes)
-
-    @property
-    def complete(self) -> bool:
-        """Whether every gradient was put since the last :meth:`clear`."""
-        return self._missing == 0
+        self.missing = len(sizes)
+        """Gradients that were not put since the last :meth:`clear`."""
 
     def clear(self) -> None:
         """Forget all gradients: zero, and computed by nobody."""
         self.flat.zero_()
-        self._missing = len(self.indices)
+        self.missing = len(self.indices)
 
     def put(self, index: int, gradient: Tensor, weight: float) -> None:
         """Store ``weight * gradient``; with weight 0 exact zeros, even if the gradient is not finite."""
-        self._missing -= 1
+        self.missing -= 1
         if weight != 0.0:
             torch.mul(gradient, weight, out=self.views[index])
             self._flags[self.indices.index(index)] = 1
@@ -114,10 +110,6 @@ class BufferMeans:
         self._before: list[Tensor] = []
         self.note()
 
-    @property
-    def needed(self) -> bool:
-        return bool(self._before) and self._session.topology.world_size > 1
-
     def note(self) -> None:
         """Record the current values as equal on all ranks: after loading or moving the model."""
         self._before = [buffer.detach().clone() for buffer in self._floats()]
@@ -127,7 +119,7 @@ class BufferMeans:
 
         ``weight`` is this rank's in a step whose loss is a mean.
         """
-        if not self.needed:
+        if self._session.topology.world_size == 1:
             return
         if self._reduction == "sum":
             weight = 1.0 / self._session.topology.world_size
@@ -174,7 +166,7 @@ class GradientExchange:
         self._layout: tuple[tuple[torch.dtype, torch.device], ...] = ()
         self._in_flight: list[Any] = []
         self._waited_s = 0.0
-        self.after: Callable[[float], None] | None = None
+        self.after: Callable[[float], None] = lambda weight: None
         """Called with the weight at the end of every exchanging backward, on every rank."""
         self.delay = 0
         """Write the sums of the backward so many calls ago to ``.grad``, so that they overlap compute."""
@@ -218,7 +210,13 @@ class GradientExchange:
     def _begin(self, weight: float) -> None:
         graph_task = torch._C._current_graph_task_id()
         if graph_task == self._graph_task:
-            self._check_same(weight)
+            if weight != self._weight:
+                raise ConfigError(
+                    "one backward call spans forward calls of different steps (this rank has of all "
+                    f"targets {self._weight:.6g} in one and {weight:.6g} in another), whose gradients cannot "
+                    "be weighted separately; call backward() once after each forward call, the gradients add "
+                    "up in .grad"
+                )
             return
         if self._graph_task != _IDLE:
             # An earlier backward raised half-way: its buckets are void, but sums into them may still run.
@@ -233,15 +231,6 @@ class GradientExchange:
         # Autograd drops the callback when the backward ends, also when it ends by an error.
         self._callback = weakref.ref(callback)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-    def _check_same(self, weight: float) -> None:
-        if weight != self._weight:
-            raise ConfigError(
-                "one backward call spans forward calls of different steps (this rank has of all "
-                f"targets {self._weight:.6g} in one and {weight:.6g} in another), whose gradients cannot be "
-                "weighted separately; call backward() once after each forward call, the gradients add up in "
-                ".grad"
-            )
 
     def _clear_buckets(self) -> None:
         layout = tuple((parameter.dtype, parameter.device) for parameter in self._parameters)
@@ -285,7 +274,7 @@ class GradientExchange:
         # In order, which is the same on every rank.
         while len(self._in_flight) < len(self._buckets):
             bucket = self._buckets[len(self._in_flight)]
-            if not (bucket.complete or incomplete):
+            if bucket.missing and not incomplete:
                 return
             self._in_flight.append(self._send(bucket))
 
@@ -314,8 +303,7 @@ class GradientExchange:
         sums = self._wait_oldest(self.delay)
         for index in range(len(self._parameters)):
             self._write(index, sums.get(index))
-        if self.after is not None:
-            self.after(self._weight)
+        self.after(self._weight)
         self._graph_task = _IDLE
         self._before = []
 

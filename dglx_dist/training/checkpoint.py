@@ -60,7 +60,6 @@ class SavedTensor:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor on the CPU."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -386,7 +385,6 @@ Sparse: TypeAlias = SparseOptimizer | Sequence[SparseOptimizer] | None
 
 
 def optimizers_of(sparse: Sparse) -> Sequence[SparseOptimizer]:
-    """Return ``sparse`` as a sequence."""
     if sparse is None:
         return ()
     return (sparse,) if isinstance(sparse, SparseOptimizer) else tuple(sparse)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,7 +81,6 @@ def write_embeddings(
     target, tables = run_on_all_ranks(session, checked, ConfigError)
     run_on_all_ranks(session, lambda: check_target(target, overwrite) if is_first else None)
     with shared_partial_folder(session, target) as partial:
-        run_on_all_ranks(session, lambda: _make_folders(partial, tables) if is_first else None)
         local_files = run_on_all_ranks(session, lambda: _write_share(tables, g, partial, name))
         files = gather_json(local_files, session)
         run_on_all_ranks(session, lambda: _finish(partial, target, files, overwrite) if is_first else None)
@@ -134,12 +133,6 @@ def _is_export(folder: Path) -> bool:
     return index.is_file() and FORMAT in index.read_text(encoding="utf-8", errors="replace")
 
 
-def _make_folders(partial: Path, subfolders: Iterable[str]) -> None:
-    with named_failures(partial):
-        for subfolder in subfolders:
-            (partial / subfolder).mkdir(parents=True, exist_ok=True)
-
-
 def _write_share(
     tables: Mapping[str, DistTensor], g: DistGraph, partial: Path, name: str
 ) -> list[dict[str, Any]]:
@@ -150,13 +143,16 @@ def _write_share(
         ntype, (first, last) = str(rows.part_policy.type_name), rows.part_policy.owned_range
         path = Path(subfolder) / f"part-{rank:05d}.parquet"
         schema = pa.schema([(ID, _id_type(g, ntype)), (name, _row_type(rows))])
-        step = max(ROW_GROUP_BYTES // _row_bytes(rows), 1)
-        with named_failures(partial), pq.ParquetWriter(partial / path, schema) as writer:
-            for start in range(first, last, step):
-                ids = np.arange(start, min(start + step, last))
-                columns = [_ids(g, ntype, ids, schema.field(ID).type)]
-                columns.append(_lists(rows[torch.from_numpy(ids)], schema.field(name).type))
-                writer.write_table(pa.Table.from_arrays(columns, schema=schema), row_group_size=len(ids))
+        row_bytes = math.prod(rows.shape[1:]) * max(rows.dtype.itemsize, 4) + 8
+        step = max(ROW_GROUP_BYTES // row_bytes, 1)
+        with named_failures(partial):
+            (partial / subfolder).mkdir(parents=True, exist_ok=True)
+            with pq.ParquetWriter(partial / path, schema) as writer:
+                for start in range(first, last, step):
+                    ids = np.arange(start, min(start + step, last))
+                    columns = [_ids(g, ntype, ids, schema.field(ID).type)]
+                    columns.append(_lists(rows[torch.from_numpy(ids)], schema.field(name).type))
+                    writer.write_table(pa.Table.from_arrays(columns, schema=schema), row_group_size=len(ids))
         files.append({"ntype": ntype, "path": path.as_posix(), "num_rows": last - first})
     return files
 
@@ -181,10 +177,6 @@ def _row_type(rows: DistTensor) -> pa.DataType:
     for size in reversed(rows.shape[1:]):
         found = pa.list_(found, int(size))
     return found
-
-
-def _row_bytes(rows: DistTensor) -> int:
-    return math.prod(rows.shape[1:]) * max(rows.dtype.itemsize, 4) + 8
 
 
 def _ids(g: DistGraph, ntype: str, ids: Array, dtype: pa.DataType) -> pa.Array:

@@ -418,7 +418,6 @@ class _Run:
 
     @property
     def has_epochs(self) -> bool:
-        """Whether there are epochs to train."""
         return self._next < self._config.epochs and not self.result.stopped_early
 
     def advance(self, trainer: EpochTrainer | None, after_step: Callable[[], None]) -> Sequence[EpochRecord]:

@@ -143,7 +143,6 @@ class SymmetricConv(SplittableConv):
         self._graph = graph
 
     def own_edges(self, block: DGLBlock) -> dict[str, Tensor]:
-        """Return the (E1,) norms of the edges."""
         d = self._graph.in_degrees(block.dstdata[dgl.NID]).clamp(min=1).to(self.conv.weight.dtype)
         o = self._graph.out_degrees(block.srcdata[dgl.NID]).clamp(min=1).to(self.conv.weight.dtype)
         k = block.in_degrees().clamp(min=1).to(d)
@@ -241,15 +240,15 @@ class ResGCN(Layered):
     def _layer(self, depth: int, block: Any, h: Tensor) -> Tensor:
         if depth == 0:
             h = self.encoder(h)
-        residual = partial(self._residual, depth, block, _Halo(block, keep=self.recompute == "keep"))
+        residual = partial(self._residual, depth, block, _halo_rows(block, keep=self.recompute == "keep"))
         if self.recompute == "none" or not torch.is_grad_enabled():
             h = residual(h)
         else:
             h = checkpoint(residual, h, use_reentrant=False)
         return self.decoder(self._activated(h, depth + 1)) if depth == self.num_layers - 1 else h
 
-    def _residual(self, depth: int, block: Any, halo: _Halo, h: Tensor) -> Tensor:
-        out = self.layers[depth](block, halo.all_rows(self._activated(h, depth)))
+    def _residual(self, depth: int, block: Any, all_rows: Callable[[Tensor], Tensor], h: Tensor) -> Tensor:
+        out = self.layers[depth](block, all_rows(self._activated(h, depth)))
         return h[: block.num_dst_nodes()] + out
 
     def _activated(self, h: Tensor, depth: int) -> Tensor:
@@ -257,26 +256,24 @@ class ResGCN(Layered):
         return out
 
 
-class _Halo:
-    """The halo rows of one layer in one step, kept for recomputation if ``keep``.
+def _halo_rows(block: Any, *, keep: bool) -> Callable[[Tensor], Tensor]:
+    """Return a function from local rows to those of all sources, whose halo is that of its first call.
 
     Blocks of strategies that exchange rows have a method ``all_rows``; without ``keep`` the convolution calls
-    it.
+    it, and the function returns its argument.
     """
+    exchange = getattr(block, "all_rows", None) if keep else None
+    kept: Tensor | None = None
 
-    def __init__(self, block: Any, *, keep: bool) -> None:
-        self._exchange = getattr(block, "all_rows", None) if keep else None
-        self._kept: Tensor | None = None
-
-    def all_rows(self, h: Tensor) -> Tensor:
-        """Return the rows of all sources if they are kept, else ``h``."""
-        if self._exchange is None:
-            return h
-        rows: Tensor = self._exchange(h, kept=self._kept)
-        if rows is not h and self._kept is None:
+    def all_rows(h: Tensor) -> Tensor:
+        nonlocal kept
+        rows: Tensor = h if exchange is None else exchange(h, kept=kept)
+        if rows is not h and kept is None:
             # A view would keep the local rows alive too.
-            self._kept = rows[len(h) :].detach().clone()
+            kept = rows[len(h) :].detach().clone()
         return rows
+
+    return all_rows
 
 
 @final

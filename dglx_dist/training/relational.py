@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, final
+from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import dgl
 import torch
@@ -25,14 +25,7 @@ from dglx_dist.training.models import Layered
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
-
-
-class Embedding(Protocol):
-    """The interface of ``dglx_dist.DistEmbedding``."""
-
-    @property
-    def weight(self) -> DistTensor: ...
-    def __call__(self, ids: Tensor, device: torch.device | None = None) -> Tensor: ...
+    from dglx_dist.graph.embedding import DistEmbedding
 
 
 @final
@@ -51,7 +44,7 @@ class EntityInputs:
     """
 
     def __init__(
-        self, g: DistGraph, *, feature: str = FEATURE, embeddings: Mapping[str, Embedding] | None = None
+        self, g: DistGraph, *, feature: str = FEATURE, embeddings: Mapping[str, DistEmbedding] | None = None
     ) -> None:
         self._g, self.feature = g, feature
         """Name of the node data."""
@@ -154,15 +147,6 @@ def _starts(counts: Mapping[str, int], first: int) -> dict[str, int]:
 Rows: TypeAlias = dict[str, Tensor]
 
 
-class HasTypes(Protocol):
-    """A DistGraph or a DGLGraph."""
-
-    @property
-    def ntypes(self) -> Sequence[str]: ...
-    @property
-    def canonical_etypes(self) -> Sequence[EdgeType]: ...
-
-
 def module_name(kind: str | EdgeType) -> str:
     """Return a module name for a type, without dots and unlike any attribute of ModuleDict."""
     name = str(kind).replace("%", "%25").replace(".", "%2E")
@@ -187,7 +171,7 @@ class RelationalModel(Layered):
 
     def __init__(
         self,
-        graph: HasTypes,
+        graph: DistGraph | dgl.DGLGraph,
         feature_widths: Mapping[str, int],
         hidden: int,
         layers: int,
@@ -255,7 +239,7 @@ class RGCN(RelationalModel):
 
     def __init__(
         self,
-        graph: HasTypes,
+        graph: DistGraph | dgl.DGLGraph,
         feature_widths: Mapping[str, int],
         hidden: int,
         out_dim: int,
@@ -360,7 +344,7 @@ class HGT(RelationalModel):
 
     def __init__(
         self,
-        graph: HasTypes,
+        graph: DistGraph | dgl.DGLGraph,
         feature_widths: Mapping[str, int],
         hidden: int,
         out_dim: int,

@@ -217,8 +217,6 @@ def _split_by_trainer(folder: str) -> dict[str, Any]:
         # Trainers fold onto the ranks where there are more of them.
         rank_of = 4 / book.num_trainers
         return {
-            "sizes": (len(seeds), len(edges)),
-            "ids": (seeds.tolist(), edges.tolist()),
             "own nodes": ((trainers[seeds] * rank_of).long() == rank).float().mean().item(),
             "own edges": ((of_edge[edges] * rank_of).long() == rank).float().mean().item(),
             "uneven": set((trainers[own] * rank_of).long().tolist()) <= {rank},
@@ -226,7 +224,6 @@ def _split_by_trainer(folder: str) -> dict[str, Any]:
             "trainers": book.num_trainers,
             "dtype": (str(rows.dtype), str(g.nodes["author"].data["trainer_id"].dtype)),
             "sent": sent,
-            "marked": (int(mask[:].sum()), int(marked[:].sum())),
         }
 
 
@@ -237,11 +234,6 @@ def test_ranks_work_on_the_nodes_of_their_trainer(num_trainers: int, tmp_path: P
         balance=("train", "ntype"), balance_edges=True, tolerance=0.1,
     )  # fmt: skip
     results = run_ranks(_split_by_trainer, 4, args=(str(tmp_path / "t"),), ranks_per_server=2)
-    for kind in (0, 1):
-        sizes = [one["sizes"][kind] for one in results]
-        assert max(sizes) - min(sizes) <= 1
-        everything = sorted(i for one in results for i in one["ids"][kind])
-        assert len(set(everything)) == len(everything) == results[0]["marked"][kind]
     for one in results:
         assert one["own nodes"] > 0.85
         assert one["own edges"] > 0.85

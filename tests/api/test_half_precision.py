@@ -1,21 +1,14 @@
-"""Features stored in half precision, from the partitioned dataset to the model and its evaluation."""
+"""Features stored in half precision, from the partitioned dataset to the blocks."""
 
 from pathlib import Path
 from typing import Any
 
 import dgl
-import pytest
 import torch
 
 import dglx_dist as dx
-from dglx_dist.data.sources import load_dataset
-from dglx_dist.prepare import PartitionPlan, partition_to_disk
-from dglx_dist.training.models import build_model
 from tests.api.graphs import as_dgl
 from tests.helpers.ranks import run_ranks
-
-CORA = Path(__file__).parents[3] / "shared" / "data" / "cora.npz"
-
 
 F16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 GIVEN = {None: (F32, F64, F32), F64: (F64, F64, F64), F16: (F16, F16, F16)}
@@ -54,26 +47,3 @@ def test_blocks_get_the_asked_precision_whether_rows_are_here_or_elsewhere(tmp_p
     for parts, structure in ((1, "replicated"), (2, "partitioned")):
         dx.partition_graph(numbered(), f"t{parts}", parts, tmp_path, feature_dtype=halves)
         run_ranks(_batches, parts, args=(str(tmp_path / f"t{parts}"), structure), ranks_per_server=1)
-
-
-def _accuracy(folder: Path, dtype: str) -> float:
-    """Mean test accuracy of three seeds after 12 epochs."""
-    plan = PartitionPlan(num_parts=1, method="contiguous", feature_dtype=dtype)
-    partition_to_disk(load_dataset(CORA), folder, plan)
-    total = 0.0
-    for seed in range(3):
-        with dx.init(seed=seed):
-            g = dx.DistGraph(folder)
-            torch.manual_seed(seed)
-            model = build_model("sage", g.ndata["feat"].shape[1], 32, 7, 2, 0.5, 1, graph=g)
-            config = dx.FitConfig(epochs=12, eval_every=0, show_progress=False)
-            total += dx.fit(model, g, config=config, fanouts=(10, 10), batch_size=128)[1].test_accuracy or 0.0
-    return total / 3
-
-
-@pytest.mark.real_data
-@pytest.mark.skipif(not CORA.exists(), reason="the real graphs are not here")
-def test_bfloat16_features_train_as_well_as_float32(tmp_path: Path) -> None:
-    full, half = (_accuracy(tmp_path / dtype, dtype) for dtype in ("float32", "bfloat16"))
-    assert full > 0.7
-    assert abs(half - full) < 0.02

@@ -168,11 +168,8 @@ def test_a_folder_of_something_else_is_found_before_training(tmp_path: Path) -> 
 
 
 def _train_model(folder: str, out: str, options: dict[str, Any]) -> list[tuple[float, float]]:
-    plan = TrainConfig(
-        data=folder, out=out, hidden=8, fanouts=(-1, -1), batch_size=20, dropout=0.0, lr=0.02, eval_every=0,
-        **options,
-    )  # fmt: skip
-    epochs = train_dataset(plan).epochs
+    usual = {"hidden": 8, "fanouts": (-1, -1), "batch_size": 20, "dropout": 0.0, "lr": 0.02, "eval_every": 0}
+    epochs = train_dataset(TrainConfig(**{"data": folder, "out": out, **usual, **options})).epochs
     return [(epoch.loss, epoch.train_accuracy) for epoch in epochs]
 
 
@@ -201,10 +198,16 @@ def test_a_run_on_two_servers_is_that_of_one_process(model: str, tmp_path: Path)
 
 
 def test_a_resumed_run_goes_on_with_its_rows(tmp_path: Path) -> None:
-    data, out = str(hetero.write_parts(tmp_path)), str(tmp_path / "run")
-    whole = _train_model(data, str(tmp_path / "whole"), {"model": "rgcn", "epochs": 4})
-    _train_model(data, out, {"model": "rgcn", "epochs": 2, "checkpoint_every": 1})
-    assert _train_model(data, out, {"model": "rgcn", "epochs": 4, "resume": True}) == whole
+    """With the state of both optimizers and of dropout."""
+    data, whole, parts = str(hetero.write_parts(tmp_path)), str(tmp_path / "whole"), str(tmp_path / "run")
+
+    def losses(out: str, **options: Any) -> list[Any]:
+        given = {"model": "rgcn", "dropout": 0.5, **options}
+        return run_ranks(_train_model, 2, args=(data, out, given), ranks_per_server=1)
+
+    expected = losses(whole, epochs=4)
+    losses(parts, epochs=2, checkpoint_every=1)
+    assert losses(parts, epochs=4, resume=True) == expected
 
 
 def test_a_model_for_one_type_names_those_for_several(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 
 import dglx_dist as dx
 from dglx_dist.comm.session import start_session
+from dglx_dist.graph.analysis import reverse_edge_ids
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.training import metrics
 from tests.graph import small
@@ -39,8 +40,12 @@ def calls(g: DistGraph, folder: str) -> Calls:
     adam = partial(dx.optim.SparseAdam, params=[trained], lr=0.1)
     by_degree = partial(g.cache_rows, "feat", alpha=0.5, policy="degree")
     by_access = partial(g.cache_rows, "feat", alpha=0.5, fanouts=[2], batch_size=2)
+    reverse = partial(reverse_edge_ids, g)
     written = partial(dx.write_embeddings, rows=rows, g=g, folder=f"{folder}/out")
     handled = partial(g.kvstore.register_push_handler, handler=None)
+    saved, optimizer = f"{folder}/saved", adam()
+    rows.save(f"{saved}/rows")
+    optimizer.save(f"{saved}/adam")
 
     def unheard(then: Callable[[], Any]) -> Callable[[], Any]:
         def push_and_go_on() -> None:
@@ -51,42 +56,47 @@ def calls(g: DistGraph, folder: str) -> Calls:
 
         return push_and_go_on
 
-    found: Calls = {}
-    for name, wrong in {
-        "dtype": {"dtype": torch.int32},
-        "no columns": {"embedding_dim": 0},
-        "columns in words": {"embedding_dim": "three"},
-        "a row too many": {"num_embeddings": small.NUM_NODES + 1},
-    }.items():
-        found[f"embedding: {name}"] = embedding, partial(embedding, **wrong)
-    settings: dict[str, dict[str, Any]] = {
-        "lr": {"lr": -1},
-        "lr in words": {"lr": "much"},
-        "betas": {"betas": (2,)},
-        "mode": {"mode": "neither"},
-        "staleness": {"mode": "async", "staleness": -1},
-        "no list": {"params": None},
-        "no embedding": {"params": [ones]},
-    }
-    for name, wrong in settings.items():
-        found[f"optimiser: {name}"] = adam, partial(adam, **wrong)
+    wrongly: list[tuple[Callable[..., Any], dict[str, Any]]] = [
+        (embedding, {"dtype": torch.int32}),
+        (embedding, {"embedding_dim": 0}),
+        (embedding, {"embedding_dim": "three"}),
+        (embedding, {"num_embeddings": small.NUM_NODES + 1}),
+        (adam, {"lr": -1}),
+        (adam, {"lr": "much"}),
+        (adam, {"betas": (2,)}),
+        (adam, {"mode": "neither"}),
+        (adam, {"mode": "async", "staleness": -1}),
+        (adam, {"params": None}),
+        (adam, {"params": [ones]}),
+        (by_degree, {"ntype": "nobody"}),
+        (by_access, {"fanouts": 5}),
+        (written, {"folder": None}),
+        (written, {"name": "\ud800"}),
+    ]
+    found: Calls = {f"{call}, {wrong}": (call, partial(call, **wrong)) for call, wrong in wrongly}
     found |= {
-        "cache: node type": (by_degree, partial(by_degree, ntype="nobody")),
-        "cache: fan-outs": (by_access, partial(by_access, fanouts=5)),
-        "export: folder": (written, partial(written, folder=None)),
-        "export: name": (written, partial(written, name="\ud800")),
         "export: a push that failed": (written, unheard(written)),
         "a push that failed before a barrier": (g.barrier, unheard(g.barrier)),
         "a push that failed before closing": (g.close, unheard(g.close)),
+        **{
+            f"{what}: folder": (partial(call, f"{saved}/{name}"), partial(call, None))
+            for what, name, call in (
+                ("saving a tensor", "rows", rows.save),
+                ("loading a tensor", "rows", rows.load),
+                ("saving an optimiser", "adam", optimizer.save),
+                ("loading an optimiser", "adam", optimizer.load),
+            )
+        },
+        "reverse edges: type": (reverse, partial(reverse, etype="sells")),
+        "reverse edges: by": (reverse, partial(reverse, by="name")),
         "handler: name": (partial(handled, rows.kvstore_key), partial(handled, [])),
     }
-    for name, call, right, wrong_one in (
-        ("hits", metrics.hits_at, (3, ones), (0, ones)),
-        ("area", metrics.roc_auc, (ones, ones), (ones, torch.ones(4))),
-        ("errors", metrics.rmse, (ones, ones), (ones, ones[:, None])),
-        ("accuracy", metrics.accuracy, (ones, ones), (ones, torch.ones(4))),
+    for metric, right, wrong_one in (
+        (metrics.hits_at, (3, ones), (0, ones)),
+        (metrics.roc_auc, (ones, ones), (ones, torch.ones(4))),
+        (metrics.accuracy, (ones, ones), (ones, torch.ones(4))),
     ):
-        found[name] = partial(call, *right, session), partial(call, *wrong_one, session)
+        found[str(metric)] = partial(metric, *right, session), partial(metric, *wrong_one, session)
     return found
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import zmq
 
-from dglx_dist.comm.auth import Credentials, make_credentials_keys
+from dglx_dist.comm.auth import Credentials
 from dglx_dist.comm.endpoints import ClientAccess, open_client_access
 from dglx_dist.comm.rpc import Client
 from dglx_dist.comm.session import Session, start_session
@@ -62,7 +62,7 @@ def test_a_session_of_one_rank_encrypts_with_curve(session: Session, monkeypatch
     assert access.addresses[0].endpoint.startswith("tcp://127.0.0.1:")
     assert access.addresses[0].public_key not in (None, access.credentials.public_key)
     assert ask(access, access.credentials) == [42]
-    public, secret = make_credentials_keys()
+    public, secret = zmq.curve_keypair()
     stranger = Credentials(secret=access.credentials.secret, public_key=public, secret_key=secret)
     for other in (stranger, Credentials(secret=access.credentials.secret)):
         with pytest.raises(PeerError, match="refused"):

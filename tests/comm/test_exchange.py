@@ -90,14 +90,10 @@ def test_only_ranks_with_an_accelerator_each(
     assert opened.called == direct
 
 
-def test_without_accelerators_there_is_none() -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_one_rank_exchanges_nothing_on_accelerators(device: str) -> None:
     with start_session() as session:
-        assert open_devices(session) is None
-
-
-def test_one_rank_with_an_accelerator_has_nobody_to_talk_to() -> None:
-    with start_session() as session:
-        session.device = torch.device("cuda", 0)
+        session.device = torch.device(device, 0)
         assert open_devices(session) is None
 
 
@@ -174,24 +170,8 @@ def test_closed_end_is_an_error() -> None:
             list(receiving(two, 1, filled(0, 8)))
 
 
-def send_another_size() -> str:
+def send_ahead_and_another_size() -> list[Any]:
     with start_session(timeout_s=20) as session:
-        calls, rank = CallExchange(session, "pull"), session.topology.rank
-        outgoing = [Outgoing(rank=1 - rank, rows=torch.zeros(2 + rank))]
-        incoming = [Incoming(rank=1 - rank, rows=torch.zeros(2))]
-        said = refusal(calls.post(outgoing, incoming, "rows", phase=None), PeerError)
-        barrier(session, "both have seen it")
-        return said
-
-
-def test_calls_of_another_size_are_refused() -> None:
-    of_zero, of_one = run_ranks(send_another_size, 2)
-    assert "rank 1 sends 12 bytes of 'rows' where this rank expects 8" in of_zero
-    assert of_one == ""
-
-
-def send_ahead() -> list[Any]:
-    with start_session() as session:
         calls, rows, rank = CallExchange(session, "pull"), torch.tensor([1.5, 2.5]), session.topology.rank
         session.timeline.start()
         if rank == 1:
@@ -201,11 +181,19 @@ def send_ahead() -> list[Any]:
             received = calls.post([], [Incoming(rank=1, rows=torch.zeros(2))], "rows", phase="forward")()
             assert torch.equal(received[0], rows)
         (span,) = session.timeline.spans
-        return [span.end_s >= span.begin_s, session.ledger.total(phase="forward"), len(calls._inbox)]
+        found = [span.end_s >= span.begin_s, session.ledger.total(phase="forward"), len(calls._inbox)]
+        barrier(session, "counted")
+        outgoing = [Outgoing(rank=1 - rank, rows=torch.zeros(2 + rank))]
+        incoming = [Incoming(rank=1 - rank, rows=torch.zeros(2))]
+        said = refusal(calls.post(outgoing, incoming, "rows", phase=None), PeerError)
+        barrier(session, "both have seen it")
+        return [*found, said]
 
 
-def test_rows_of_a_rank_that_is_ahead_are_kept_counted_and_take_no_negative_time() -> None:
-    assert run_ranks(send_ahead, 2) == [[True, 0, 0], [True, 8, 0]]
+def test_rows_of_a_rank_that_is_ahead_are_kept_and_those_of_another_size_refused() -> None:
+    zero, one = run_ranks(send_ahead_and_another_size, 2)
+    assert (zero[:3], one) == ([True, 0, 0], [True, 8, 0, ""])
+    assert "rank 1 sends 12 bytes of 'rows' where this rank expects 8" in zero[3]
 
 
 def lose_the_other_rank() -> list[str]:

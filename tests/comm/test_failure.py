@@ -14,6 +14,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -128,21 +129,17 @@ def test_ranks_that_disagree_are_refused() -> None:
 
 
 def test_one_rank_may_end_long_before_another() -> None:
-    first, second = run_ranks(_read_late, 2)
-    assert (first, second) == ("done", "read")
+    assert run_ranks(_read_late, 2) == ["done", "read"]
 
 
 def _read_late() -> str:
     with start_session() as session:
-        import numpy as np
-
-        rows = np.arange(5)
-        session.rpc.register("rows", lambda _name, _arrays: [rows])
+        session.rpc.register("rows", lambda _name, _arrays: [np.arange(5)])
         barrier(session, "registered")
         if session.topology.rank == 0:
             return "done"
         for _ in range(200):
-            assert session.rpc.call(0, "rows", "", [], phase="p")[0].tolist() == rows.tolist()
+            assert session.rpc.call(0, "rows", "", [], phase="p")[0].tolist() == [0, 1, 2, 3, 4]
         return "read"
 
 
@@ -160,18 +157,24 @@ if rank == {victim}:
 print("rank", rank, "waits", flush=True)
 {wait}
 """
+SUM = 'sum_over_ranks(torch.ones(4), session, phase="dense")'
+
+
+def _torchrun(script: Path, text: str, monitor_interval: float = 0.1) -> subprocess.CompletedProcess[str]:
+    script.write_text(text)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--monitor-interval", str(monitor_interval), str(script)]
+    variables = dict(os.environ, PYTHONPATH=str(REPOSITORY), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120, check=False)
 
 
 @pytest.mark.parametrize(
-    "wait",
-    ['sum_over_ranks(torch.ones(4), session, phase="dense")', *wide("threading.Event().wait()")],
-    ids=["in a collective", "at something else"],
+    "wait", [SUM, *wide("threading.Event().wait()")], ids=["in a collective", "at something else"]
 )
 def test_torchrun_survivor_ends_in_time_and_names_the_killed(tmp_path: Path, wait: str) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT.format(victim=1, signal=int(signal.SIGKILL), wait=wait))
     started = time.monotonic()
-    done = _torchrun(script, SLOW_LOOK_S)
+    script = SCRIPT.format(victim=1, signal=int(signal.SIGKILL), wait=wait)
+    done = _torchrun(tmp_path / "train.py", script, SLOW_LOOK_S)
     assert done.returncode != 0
     assert time.monotonic() - started < LIMIT_S + 30  # torchrun's own start included
     assert re.search(r"rank 1 on \S+ (did not answer|closed)", done.stderr), done.stderr
@@ -179,67 +182,41 @@ def test_torchrun_survivor_ends_in_time_and_names_the_killed(tmp_path: Path, wai
 
 @pytest.mark.wide
 def test_uncaught_error_is_left_for_the_others(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    text = SCRIPT.format(victim=-1, signal=0, wait='sum_over_ranks(torch.ones(4), session, phase="dense")')
-    script.write_text(text.replace('print("rank"', 'assert rank != 1, "my own fault"\nprint("rank"'))
-    done = _torchrun(script, SLOW_LOOK_S)
+    script = SCRIPT.format(victim=-1, signal=0, wait=SUM)
+    script = script.replace('print("rank"', 'assert rank != 1, "my own fault"\nprint("rank"')
+    done = _torchrun(tmp_path / "train.py", script, SLOW_LOOK_S)
     assert done.returncode != 0
     assert "rank 1 failed first: AssertionError: my own fault" in done.stderr, done.stderr
 
 
-def test_script_that_ends_without_close_ends_cleanly(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT.format(victim=-1, signal=0, wait="print('end of', session.scratch)"))
-    done = _torchrun(script)
-    assert done.returncode == 0, done.stderr
-    (folder,) = set(re.findall(r"end of (\S+)", done.stdout))
-    assert not Path(folder).exists()
-
-
-ANSWERING_AT_EXIT = """
+ANSWER_AT_EXIT = """
 import time
-import numpy as np
-from dglx_dist.comm.session import start_session
-from dglx_dist.comm.collectives import barrier
-
-session = start_session(timeout_s=20)
-session.rpc.register("rows", lambda _name, _arrays: [np.arange(3)])
-barrier(session, "registered")
-if session.topology.rank == 1:
+if rank == 1:
     while not session.store.raw.check(["barrier/2/0"]):  # until rank 0 is in its exit handlers
         time.sleep(0.01)
-    print("read", session.rpc.call(0, "rows", "", [], phase="p")[0].tolist())
+    print("status", session.rpc.peer_status([0], 20.0))
+print("end of", session.scratch)
 """
 
 
-@pytest.mark.wide
-def test_rank_whose_script_has_ended_still_answers_the_others(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(ANSWERING_AT_EXIT)
-    done = _torchrun(script)
+def test_rank_whose_script_has_ended_without_close_still_answers_and_ends_cleanly(tmp_path: Path) -> None:
+    script = SCRIPT.format(victim=-1, signal=0, wait=ANSWER_AT_EXIT)
+    done = _torchrun(tmp_path / "train.py", script)
     assert done.returncode == 0, done.stderr
-    assert "read [0, 1, 2]" in done.stdout
+    assert "status {0: 'the end of the session'}" in done.stdout
+    (folder,) = set(re.findall(r"end of (\S+)\n", done.stdout))
+    assert not Path(folder).exists()
 
 
 def _has_default_sigterm() -> bool:
     return signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def _with_a_pool() -> bool:
+def _fork() -> list[object]:
     session = start_session(timeout_s=60)
     with multiprocessing.get_context("fork").Pool(2) as pool:
         found = pool.apply(_has_default_sigterm)
     # Leaving the pool sent SIGTERM to its processes, which must have ended them and not this one.
-    barrier(session, "after the pool")
-    return found
-
-
-def test_processes_forked_from_a_rank_end_alone() -> None:
-    assert run_ranks(_with_a_pool, 2) == [True, True]
-
-
-def _fork_that_exits() -> list[object]:
-    session = start_session(timeout_s=60)
     child = os.fork()
     if child == 0:
         try:
@@ -250,15 +227,15 @@ def _fork_that_exits() -> list[object]:
                 current_session()
                 os._exit(9)
             atexit._run_exitfuncs()  # as an ordinary end would, which the helper stands in the way of
-            os._exit(0 if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL else 8)
+            os._exit(0 if _has_default_sigterm() else 8)
         os._exit(7)
     _, status = os.waitpid(child, 0)
     barrier(session, "after the child")
-    return [os.waitstatus_to_exitcode(status), session.scratch.is_dir()]
+    return [found, os.waitstatus_to_exitcode(status), session.scratch.is_dir()]
 
 
-def test_forked_process_lets_go_of_the_session() -> None:
-    assert run_ranks(_fork_that_exits, 2, ranks_per_server=1) == [[0, True]] * 2
+def test_forked_processes_end_alone_and_let_go_of_the_session() -> None:
+    assert run_ranks(_fork, 2, ranks_per_server=1) == [[True, 0, True]] * 2
 
 
 def _own_handler_later() -> list[bool]:
@@ -294,20 +271,6 @@ def _taken_wakeup() -> None:
 def test_sigterm_ends_a_rank_whose_wakeup_descriptor_is_somebody_elses() -> None:
     outcomes = start_ranks(_taken_wakeup, 2)
     assert [one.exitcode for one in outcomes] == [128 + signal.SIGTERM] * 2
-
-
-def _torchrun(script: Path, monitor_interval: float = 0.1) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["--monitor-interval", str(monitor_interval)]
-    variables = dict(os.environ, PYTHONPATH=str(REPOSITORY), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
-    return subprocess.run(
-        [*command, str(script)], env=variables, capture_output=True, text=True, timeout=120, check=False
-    )
-
-
-def test_no_session_is_left_behind() -> None:
-    with pytest.raises(ValueError, match="init"):
-        current_session()
 
 
 def _wait_for_sigterm(folder: str) -> None:

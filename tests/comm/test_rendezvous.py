@@ -63,14 +63,18 @@ def test_a_rank_that_failed_after_it_came_has_not_failed_before(store: JobStore)
     assert asked == [[0, 2], [2]]
 
 
-def rendezvous_at(port: int) -> Rendezvous:
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "1"}
+def rendezvous_at(port: int, host: str = "127.0.0.1") -> Rendezvous:
+    variables = {"MASTER_ADDR": host, "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "1"}
     return read_rendezvous({**variables, "LOCAL_WORLD_SIZE": "1"})
 
 
-def test_a_store_that_rank_0_hosts_listens_on_loopback_only_and_serves_all_its_sessions() -> None:
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+        return int(free.getsockname()[1])
+
+
+def test_a_store_that_rank_0_hosts_listens_on_loopback_only_and_serves_all_its_sessions() -> None:
+    port = free_port()
     first = module.open_store(rendezvous_at(port), 0, 1, 30.0)
     first.set("session", "first")
     listening = [
@@ -87,28 +91,21 @@ def test_a_store_that_rank_0_hosts_listens_on_loopback_only_and_serves_all_its_s
 
 
 def test_a_rank_that_finds_no_store_says_so() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     with pytest.raises(PeerError, match=rf"rank 1 found no rendezvous at .*:{port}") as caught:
         module.open_store(rendezvous_at(port), 1, 2, 2.0)
     assert "something else" not in str(caught.value)
 
 
-def test_a_taken_port_is_named() -> None:
+def test_what_else_listens_there_is_no_rendezvous() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(PeerError, match=rf"cannot serve the rendezvous at 127\.0\.0\.1:{port}: .*in use"):
             module.open_store(rendezvous_at(port), 0, 1, 30.0)
-
-
-def test_what_listens_but_never_answers_is_no_rendezvous() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        port = silent.getsockname()[1]
         with pytest.raises(PeerError, match=rf"rank 1 found no rendezvous .*:{port}.*something else"):
             module.open_store(rendezvous_at(port), 1, 2, 0.5)
 
 
 def test_an_unknown_host_is_named() -> None:
-    variables = {"MASTER_ADDR": "256.1.1.1", "MASTER_PORT": "1", "RANK": "0", "WORLD_SIZE": "1"}
     with pytest.raises(ConfigError, match=r"MASTER_ADDR='256\.1\.1\.1' is no host"):
-        module.open_store(read_rendezvous({**variables, "LOCAL_WORLD_SIZE": "1"}), 0, 1, 30.0)
+        module.open_store(rendezvous_at(1, "256.1.1.1"), 0, 1, 30.0)

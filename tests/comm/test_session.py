@@ -8,6 +8,7 @@ import shutil
 import signal
 import threading
 import uuid
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,15 +49,10 @@ def test_there_is_one_at_a_time() -> None:
         with pytest.raises(ConfigError, match="open already"):
             start_session()
         assert current_session().topology.world_size == 1
+    for timeout_s in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ConfigError, match="timeout_s"):
+            start_session(timeout_s=timeout_s)
     start_session().close()
-
-
-@pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("inf"), float("nan")])
-def test_time_limit_must_make_sense(timeout_s: float) -> None:
-    with pytest.raises(ConfigError, match="timeout_s"):
-        start_session(timeout_s=timeout_s)
-    with pytest.raises(ConfigError, match="init"):
-        current_session()
 
 
 def _three_sessions() -> list[list[int]]:
@@ -76,15 +72,20 @@ def test_sessions_follow_each_other_in_a_process() -> None:
     assert run_ranks(_three_sessions, 2) == [[[0, 0], [1, 2], [2, 4]]] * 2
 
 
-def test_name_of_the_folder_tells_nothing_of_the_secret() -> None:
-    (shown,) = set(run_ranks(_folder_shows_secret, 2))
-    assert not shown
-
-
-def _folder_shows_secret() -> bool:
+def _folder_and_endpoint() -> list[Any]:
     with start_session() as session:
         secret = session.rpc.credentials.secret.decode()
-        return any(secret[at : at + 8] in session.scratch.name for at in range(len(secret) - 7))
+        shown = any(secret[at : at + 8] in session.scratch.name for at in range(len(secret) - 7))
+        return [str(session.scratch), str(session.rpc._servers[0].endpoint), shown]
+
+
+def test_ranks_of_a_server_share_a_folder_and_all_listen_on_the_rendezvous_interface_only() -> None:
+    paths, endpoints, shown = zip(*run_ranks(_folder_and_endpoint, 3, ranks_per_server=2), strict=True)
+    assert paths[0] == paths[1] != paths[2]
+    assert not any(map(os.path.exists, paths))
+    assert all(endpoint.startswith("tcp://127.0.0.1:") for endpoint in endpoints)
+    assert len(set(endpoints)) == 3
+    assert not any(shown)  # anything of the secret in the folder's name
 
 
 def test_work_under_way_is_finished_before_the_end_and_its_error_ends_the_session() -> None:
@@ -137,28 +138,19 @@ def test_ranks_that_differ_are_named(other: dict[str, Any], reason: str) -> None
         check_agreement([told(depth=2), told(depth=2), other])
 
 
-class Counter:
-    def __init__(self, calls: list[str]) -> None:
-        self._calls = calls
-
-    def count(self) -> None:
-        self._calls.append("called")
-
-
 def test_only_while_the_object_lives() -> None:
-    calls: list[str] = []
-    counter = Counter(calls)
-    call = if_alive(counter.count)
+    event = threading.Event()
+    call, alive = if_alive(event.set), weakref.ref(event)
     call()
-    assert calls == ["called"]
-    del counter
+    assert event.is_set()
+    del event
     call()
-    assert calls == ["called"]
+    assert alive() is None
 
 
-def test_last_one_to_leave_removes_it() -> None:
+def test_the_last_one_to_leave_removes_the_folder_and_nobody_elses() -> None:
     job = uuid.uuid4().hex[:12]
-    first, second = Scratch(job, 0), Scratch(job, 0)
+    first, second, other = Scratch(job, 0), Scratch(job, 0), Scratch(uuid.uuid4().hex[:12], 0)
     assert first.path == second.path
     (first.path / "rows").write_text("x")
     first.close()
@@ -166,14 +158,8 @@ def test_last_one_to_leave_removes_it() -> None:
     assert (second.path / "rows").read_text() == "x"
     second.close()
     assert not second.path.exists()
-
-
-def test_folders_in_use_are_left_alone_by_others() -> None:
-    mine = Scratch(uuid.uuid4().hex[:12], 0)
-    other = Scratch(uuid.uuid4().hex[:12], 0)
-    assert mine.path.is_dir()
+    assert other.path.is_dir()
     other.close()
-    mine.close()
 
 
 def _open_and_die(job: str) -> None:
@@ -190,17 +176,6 @@ def test_folder_of_a_killed_process_is_removed_by_who_survives_it_or_comes_next(
     mine = mine or Scratch(f"other{job}", 0)
     mine.close()
     assert list(mine.path.parent.glob(f"*{job}-s3")) == []
-
-
-def _path() -> str:
-    with start_session() as session:
-        return str(session.scratch)
-
-
-def test_ranks_of_a_server_share_one() -> None:
-    a, b, c = run_ranks(_path, 3, ranks_per_server=2)
-    assert a == b != c
-    assert not any(os.path.exists(path) for path in (a, b, c))
 
 
 def test_a_folder_taken_away_before_it_was_locked_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,37 +203,16 @@ def rendezvous(**variables: str) -> object:
     return read_rendezvous(common | variables)
 
 
-def test_interface_is_honoured_and_unknown_ones_listed() -> None:
+def test_the_address_of_the_interface_or_towards_the_rendezvous_is_taken() -> None:
     assert interface_address("lo") == "127.0.0.1"
-    assert listening_address(rendezvous(GLOO_SOCKET_IFNAME="lo")) == "127.0.0.1"
+    for variables in ({"GLOO_SOCKET_IFNAME": "lo"}, {}, {"MASTER_ADDR": "localhost"}):
+        assert listening_address(rendezvous(**variables)) in ("127.0.0.1", "::1")
     with pytest.raises(ConfigError, match=r"GLOO_SOCKET_IFNAME='nope0'.*there are: .*lo"):
         listening_address(rendezvous(GLOO_SOCKET_IFNAME="nope0"))
-
-
-def test_address_towards_the_rendezvous_is_taken() -> None:
-    assert listening_address(rendezvous()) == "127.0.0.1"
-    assert listening_address(rendezvous(MASTER_ADDR="localhost")) in ("127.0.0.1", "::1")
-
-
-def test_unknown_host_is_named() -> None:
     with pytest.raises(ConfigError, match=r"MASTER_ADDR='no\.such\.host\.invalid'"):
         listening_address(rendezvous(MASTER_ADDR="no.such.host.invalid"))
-
-
-def test_endpoints() -> None:
     assert endpoint_of("10.0.0.1", 7) == "tcp://10.0.0.1:7"
     assert endpoint_of("fe80::1", 7) == "tcp://[fe80::1]:7"
-
-
-def _endpoint() -> str:
-    with start_session() as session:
-        return str(session.rpc._servers[0].endpoint)
-
-
-def test_ranks_listen_on_the_rendezvous_interface_only() -> None:
-    endpoints = run_ranks(_endpoint, 2)
-    assert all(endpoint.startswith("tcp://127.0.0.1:") for endpoint in endpoints)
-    assert len(set(endpoints)) == 2
 
 
 def test_the_speed_of_a_card_is_what_the_kernel_says(monkeypatch: pytest.MonkeyPatch) -> None:

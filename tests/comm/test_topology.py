@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
 
 from dglx_dist.comm.topology import (
+    Settings,
     Topology,
     bind_alike,
     launched_by_torchrun,
@@ -19,21 +21,13 @@ from dglx_dist.comm.topology import (
 )
 from dglx_dist.errors import ConfigError
 
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+
 
 def launched(rank: int = 0, world_size: int = 4, **more: object) -> dict[str, str]:
-    variables = {
-        "RANK": rank,
-        "WORLD_SIZE": world_size,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": 29500,
-        **more,
-    }
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}
+    variables = {"RANK": rank, "WORLD_SIZE": world_size, **address, **more}
     return {key: str(value) for key, value in variables.items()}
-
-
-def test_without_torchrun_it_is_one_process() -> None:
-    assert not launched_by_torchrun({})
-    assert read_topology({}) == Topology(0, 1, (0,))
 
 
 @pytest.mark.parametrize(
@@ -58,39 +52,32 @@ def test_servers(world_size: int, more: dict[str, int], servers: tuple[int, ...]
     assert all(topology.same_server(world_size - 1, rank) for rank in members)
 
 
-def test_machines_of_different_size_are_put_right() -> None:
+def test_machines_of_different_size_are_put_right_and_without_torchrun_it_is_one_process() -> None:
+    assert not launched_by_torchrun({})
+    assert read_topology({}) == Topology(0, 1, (0,))
     guessed = read_topology(launched(0, 3, LOCAL_WORLD_SIZE=2))
     assert with_nodes(guessed, (0, 1, 1), {}).server_of_rank == (0, 1, 1)
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("name", "values"),
     [
-        ("RANK", "4"),
-        ("RANK", "-1"),
-        ("RANK", "one"),
-        ("WORLD_SIZE", "0"),
-        ("WORLD_SIZE", "4.0"),
-        ("LOCAL_WORLD_SIZE", "0"),
-        ("DGLX_RANKS_PER_SERVER", "0"),
-        ("DGLX_RANKS_PER_SERVER", ""),
-        ("DGLX_TIMEOUT", "soon"),
-        ("DGLX_TIMEOUT", "-3"),
-        ("DGLX_TIMEOUT", "nan"),
-        ("DGLX_CURVE", "perhaps"),
+        ("RANK", ["4", "-1", "one"]),
+        ("WORLD_SIZE", ["0", "4.0"]),
+        ("LOCAL_WORLD_SIZE", ["0"]),
+        ("DGLX_RANKS_PER_SERVER", ["0", ""]),
+        ("DGLX_TIMEOUT", ["soon", "-3", "nan"]),
+        ("DGLX_CURVE", ["perhaps"]),
+        ("DGLX_OPTIONS", ["depth=2", "[2]"]),
+        ("MASTER_PORT", ["0", "70000"]),
+        ("GROUP_RANK", ["x"]),
     ],
 )
-def test_bad_values_are_named(name: str, value: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name}='{value}'"):
-        read_topology(launched() | {name: value})
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("MASTER_PORT", "0"), ("MASTER_PORT", "70000"), ("GROUP_RANK", "x")]
-)
-def test_bad_rendezvous_is_named(name: str, value: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name}='{value}'"):
-        read_rendezvous(launched() | {name: value})
+def test_bad_values_are_named(name: str, values: list[str]) -> None:
+    for value in values:
+        read = read_rendezvous if name in ("MASTER_PORT", "GROUP_RANK") else read_topology
+        with pytest.raises(ConfigError, match=re.escape(f"{name}={value!r} must be ")):
+            read(launched() | {name: value})
 
 
 def test_missing_address_tells_what_to_do() -> None:
@@ -101,22 +88,20 @@ def test_missing_address_tells_what_to_do() -> None:
 
 
 def test_settings() -> None:
-    assert read_settings({}).timeout_s is None
-    found = read_settings({"DGLX_TIMEOUT": "2.5", "DGLX_STRATEGY": "x", "DGLX_CURVE": "yes"})
-    assert (found.timeout_s, found.strategy, found.curve) == (2.5, "x", True)
+    variables = {"DGLX_TIMEOUT": "2.5", "DGLX_STRATEGY": "x", "DGLX_CURVE": "yes"}
+    variables |= {"DGLX_OPTIONS": '{"depth": 2}', "DGL_CONF_PATH": "data/g.json"}
+    expected = Settings(
+        timeout_s=2.5, strategy="x", curve=True, options={"depth": 2}, part_config=Path("data/g.json")
+    )
+    assert read_settings(variables) == expected
+    assert read_settings({"DGL_CONF_PATH": "", "LD_PRELOAD": ""}) == Settings()
+    assert read_settings({"OMP_NUM_THREADS": "1"}) == Settings(omp_threads_set=True)
+    for name in ("MALLOC_ARENA_MAX", "GLIBC_TUNABLES", "LD_PRELOAD"):
+        assert read_settings({name: "x"}) == Settings(allocator_set=True)
     assert read_rendezvous(launched(GLOO_SOCKET_IFNAME="eth0,eth1")).interface == "eth0"
     assert read_rendezvous(launched(GROUP_WORLD_SIZE=1)).interface == "lo"
     # Without torchrun's word, other ranks may be on other machines.
     assert read_rendezvous(launched()).interface is None
-
-
-def test_what_a_launcher_says_for_a_script() -> None:
-    found = read_settings({"DGLX_OPTIONS": '{"depth": 2}', "DGL_CONF_PATH": "data/g.json"})
-    assert (found.options, found.part_config) == ({"depth": 2}, Path("data/g.json"))
-    assert read_settings({"DGL_CONF_PATH": ""}).part_config is None
-    for wrong in ("depth=2", "[2]"):
-        with pytest.raises(ConfigError, match="must be a JSON object"):
-            read_settings({"DGLX_OPTIONS": wrong})
 
 
 @pytest.mark.parametrize("servers", [(1, 1), (0, 2), (0, 1, 0), (0,)])
@@ -140,26 +125,14 @@ def test_gloo_and_nccl_follow_the_ranks_to_loopback_unless_the_user_set_them(
     assert (os.environ[GLOO], os.environ[NCCL]) == ("lo", "eth7")
 
 
-GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
-
-
-def test_cores_are_shared_and_memory_is_kept() -> None:
-    cores = len(os.sched_getaffinity(0))
+def test_cores_are_shared_memory_is_kept_and_what_the_user_set_stays() -> None:
     found = rank_environment(1, environment={"HOME": "/h"})
-    assert found["OMP_NUM_THREADS"] == str(cores)
-    assert found["HOME"] == "/h"
-    assert found["MALLOC_MMAP_MAX_"] == "0"
-    assert found["KINETO_LOG_LEVEL"] == "99"
+    assert (found["OMP_NUM_THREADS"], found["HOME"]) == (str(len(os.sched_getaffinity(0))), "/h")
+    assert (found["MALLOC_MMAP_MAX_"], found["KINETO_LOG_LEVEL"]) == ("0", "99")
     assert rank_environment(10_000, environment={})["OMP_NUM_THREADS"] == "1"
-
-
-def test_what_the_user_set_stays() -> None:
     given = {"OMP_NUM_THREADS": "7", "MALLOC_MMAP_MAX_": "5", "KINETO_LOG_LEVEL": "0"}
     found = rank_environment(2, environment=given)
     assert {name: found[name] for name in given} == given
     assert "DGLX_RANKS_PER_SERVER" not in found
-
-
-def test_no_ranks_are_refused() -> None:
     with pytest.raises(ConfigError, match="at least 1"):
         rank_environment(0)

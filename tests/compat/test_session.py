@@ -18,7 +18,7 @@ from dglx_dist.comm.session import current_session, session_if_open, start_later
 from dglx_dist.compat import namespace as session
 from dglx_dist.compat.dataloading import DistDataLoader, DistEdgeDataLoader, DistNodeDataLoader
 from dglx_dist.compat.dist_graph import DistGraph
-from dglx_dist.compat.dist_tensor import DistTensor
+from dglx_dist.compat.dist_tensor import DistTensor, attached_rows
 from dglx_dist.compat.partition import edge_split, load_partition_book, node_split, partition_graph
 from dglx_dist.compat.partition_book import RangePartitionBook
 from dglx_dist.errors import ConfigError, UnknownNameError
@@ -143,16 +143,23 @@ def test_of_two_graphs_the_one_whose_book_is_given(g: DistGraph, stock_parts: Ma
     assert ("mine" in g.ndata, "mine" in typed.nodes["paper"].data) == (False, True)
 
 
-def test_rows_of_a_batch_are_not_taken_for_those_of_another_graph(
+def test_rows_of_a_batch_are_those_on_its_blocks_and_not_those_of_another_graph(
     g: DistGraph, stock_parts: Mapping[str, Path]
 ) -> None:
     other = DistGraph("one", part_config=stock_parts["one"])
     sampler = dgl.dataloading.NeighborSampler([2], prefetch_node_feats=["features"])
     (batch,) = DistNodeDataLoader(g, torch.arange(60), sampler, batch_size=60)
-    nodes, drawn = batch[0], batch[-1][0].srcdata["features"]
-    assert torch.equal(g.ndata["features"][nodes], drawn)
+    nodes, blocks = batch[0], [block.int() for block in batch[-1]]
+    drawn, features = blocks[0].srcdata["features"], g.ndata["features"]
+    del batch
+    assert features[nodes].data_ptr() == drawn.data_ptr() != features[nodes.clone()].data_ptr()
+    assert torch.equal(features[nodes.clone()], drawn)
+    assert attached_rows(g.ndata["labels"].inner, nodes) is None
     assert torch.equal(other.ndata["features"][nodes], other.ndata["features"][nodes.clone()])
     assert not torch.equal(other.ndata["features"][nodes], drawn)
+    # They are not kept for that.
+    del blocks, drawn
+    assert attached_rows(features.inner, nodes) is None
 
 
 def test_the_only_type_may_have_any_name(tmp_path: Path) -> None:

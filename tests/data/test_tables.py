@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet
 import pytest
 
 from dglx_dist.data.sources import load_dataset
 from dglx_dist.data.tables import column
 from dglx_dist.errors import DatasetError
-from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, RawGraph
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE
+from tests.data.raw_graphs import columns_of, edges_of, write
 
 FIXED = pa.FixedSizeListArray.from_arrays(pa.array([1.0, 2.0, 3.0, 4.0]), 2)
 
@@ -43,18 +42,6 @@ def test_numbers_and_lists_of_numbers_become_arrays_or_are_refused(values: objec
         found.numbers()
 
 
-def write(folder: Path, files: Mapping[str, str | Mapping[str, object]]) -> Path:
-    """Write texts, and Parquet tables by column, below ``folder``."""
-    for name, content in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if isinstance(content, str):
-            path.write_text(content)
-        else:
-            pyarrow.parquet.write_table(pa.table(content), path)
-    return folder
-
-
 @pytest.mark.parametrize(
     ("names", "message"),
     [
@@ -74,14 +61,6 @@ NODES = (
     "id,split,label,feat_1,feat_0\nbob,train,red,1,0.5\nann,val,blue,2,1.5\ncid,,,3,2.5\ndan,test,red,4,3.5\n"
 )
 EDGES = "src,dst,weight\nann,bob,1\nbob,cid,2\ndan,ann,3\n"
-
-
-def edges_of(graph: RawGraph) -> list[list[int]]:
-    return [ids.tolist() for ids in graph.edges[EDGE_TYPE]]
-
-
-def columns_of(graph: RawGraph) -> dict[str, Array]:
-    return {name: np.asarray(column) for name, column in graph.node_data[NODE_TYPE].items()}
 
 
 def test_string_ids_are_mapped_and_columns_get_their_meaning_from_their_names(tmp_path: Path) -> None:
@@ -120,7 +99,7 @@ def test_ids_of_any_kind_are_mapped(tmp_path: Path, files: dict[str, str], ids: 
 
 def test_parquet_with_lists_as_features(tmp_path: Path) -> None:
     ids = pa.array([4, 2], pa.int16())
-    nodes = {"id": ids, "feat": [[1.0, 2.0], [3.0, 4.0]], "train_mask": [True, False], "age": [30, 40]}
+    nodes = {"id": ids, "feat": [[1.0, 2.0], [3.0, 4.0]], "split": [0, -1], "age": [30, 40]}
     graph = load_dataset(write(tmp_path, {"nodes.parquet": nodes, "edges.parquet": {"src": [2], "dst": [4]}}))
     assert {name: rows.tolist() for name, rows in columns_of(graph).items()} == {
         "feat": [[1, 2], [3, 4]],
@@ -163,7 +142,7 @@ WIDE = pa.array([0, 2**63], pa.uint64())
         ("id,city\n1,Rome\n", "1,1", r"nodes\.csv: column 'city' holds strings.*ignore=city"),
         ("id,label\n1,0\n2,-3\n", "1,2", r"nodes\.csv: column 'label', row 1: label -3"),
         ("id,split\n1,train\n2,dev\n", "1,2", r"column 'split', row 1: 'dev' is not a split"),
-        ("id,split\n1,0\n2,7\n", "1,2", r"column 'split', row 1: 7 is not a split"),
+        ("id,split\n1,\n2,7\n", "1,2", r"column 'split', row 1: 7 is not a split"),
         ("id,x,x\n1,1,2\n", "1,1", r"nodes\.csv: has 2 columns 'x'; rename"),
         ("id\n1\n2\n", "1,2\n1,2,3", r"edges\.csv: not readable as a csv table"),
         ("id\n1\n", "", r"edges\.csv: the table has no row"),

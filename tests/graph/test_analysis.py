@@ -105,28 +105,28 @@ def test_refusals(line: StoredDataset, tmp_path: Path) -> None:
         measure_expansion(open_dataset(hetero.write_parts(tmp_path)), 1, 1)
 
 
-ORDER = np.arange
+NONE = np.empty(0, np.int64)
+FORWARD = np.array([0, 0, 0]), np.array([1, 1, 1]), np.array([2, 3, 1])
+BACKWARD = np.array([1, 1]), np.array([0, 0]), np.array([9, 8])
+LOOP = np.array([0, 1, 1, 2]), np.array([1, 0, 2, 2]), np.arange(4)
 
 
-def test_each_edge_finds_the_edge_back() -> None:
-    """0 -> 1, 1 -> 0, 1 -> 2, 2 -> 2: the third has none, a loop is its own reverse."""
-    edges = np.array([0, 1, 1, 2]), np.array([1, 0, 2, 2]), ORDER(4)
-    assert match_reverse(edges, edges).tolist() == [1, 0, -1, 3]
-
-
-def test_parallel_edges_are_matched_in_the_order_of_the_source() -> None:
-    """Three times 0 -> 1, twice 1 -> 0; the source had the edges in the order 2, 0, 1 and 4, 3."""
-    forward = np.array([0, 0, 0]), np.array([1, 1, 1]), np.array([2, 3, 1])
-    backward = np.array([1, 1]), np.array([0, 0]), np.array([9, 8])
-    assert match_reverse(forward, backward).tolist() == [0, -1, 1]
-    assert match_reverse(backward, forward).tolist() == [0, 2]
-
-
-def test_no_edges() -> None:
-    none = np.empty(0, np.int64)
-    some = np.array([0]), np.array([1]), ORDER(1)
-    assert match_reverse((none, none, none), some).tolist() == []
-    assert match_reverse(some, (none, none, none)).tolist() == [-1]
+@pytest.mark.parametrize(
+    ("edges", "others", "expected"),
+    [
+        # 0 -> 1, 1 -> 0, 1 -> 2, 2 -> 2: the third has none, a loop is its own reverse.
+        (LOOP, LOOP, [1, 0, -1, 3]),
+        # Three times 0 -> 1, twice 1 -> 0; the source had the edges in the order 2, 0, 1 and 4, 3.
+        (FORWARD, BACKWARD, [0, -1, 1]),
+        (BACKWARD, FORWARD, [0, 2]),
+        ((NONE, NONE, NONE), LOOP, []),
+        (BACKWARD, (NONE, NONE, NONE), [-1, -1]),
+    ],
+)
+def test_each_edge_finds_the_edge_back_in_the_order_of_the_source(
+    edges: Any, others: Any, expected: list[int]
+) -> None:
+    assert match_reverse(edges, others).tolist() == expected
 
 
 def find(ring: str, shop: str, structure: Any) -> None:
@@ -151,6 +151,10 @@ def find(ring: str, shop: str, structure: Any) -> None:
             (v, u) in pairs for u, v in zip(source.tolist(), destination.tolist(), strict=True)
         ]
         assert 0 < has.sum() < len(has)
+        etype = BUYS if g.rank() else KNOWS
+        said = refusal(lambda: reverse_edge_ids(g, etype, reverse_etype=BOUGHT if g.rank() else KNOWS))
+        assert g.session.topology.world_size == 1 or "ask alike on all ranks" in said
+        g.barrier()
 
 
 @pytest.mark.parametrize(("ranks", "structure"), [(1, "replicated"), (2, "partitioned"), (3, "replicated")])
@@ -177,27 +181,3 @@ def test_what_cannot_be_reversed_is_told(tmp_path: Path, etype: Any, options: An
         g = DistGraph(bonds.write(bonds.shop(), tmp_path / "shop", 1))
         with pytest.raises(ConfigError, match=message):
             reverse_edge_ids(g, etype, **options)
-
-
-def ask_differently(shop: str) -> list[str]:
-    with start_session(timeout_s=15):
-        g = DistGraph(shop)
-        reverse_edge_ids(g, KNOWS)
-        one = g.rank() == 1
-        calls: list[Any] = [
-            lambda: reverse_edge_ids(g, "sells" if one else KNOWS),
-            lambda: reverse_edge_ids(g, KNOWS, by="name" if one else "endpoints"),
-            lambda: reverse_edge_ids(g, BUYS if one else KNOWS, reverse_etype=BOUGHT if one else KNOWS),
-        ]
-        said = [refusal(call, ConfigError) for call in calls]
-        g.barrier()
-        return said
-
-
-def test_what_one_rank_asks_wrongly_or_differently_is_an_error_on_all(tmp_path: Path) -> None:
-    shop = bonds.write(bonds.shop(), tmp_path / "shop", 2)
-    zero, one = run_ranks(ask_differently, 2, args=(str(shop),), ranks_per_server=1)
-    assert [text.startswith("rank 1 on ") for text in zero] == [True, True, False]
-    assert "sells" in one[0]
-    assert "by='name'" in one[1]
-    assert all("ask alike on all ranks" in said[2] for said in (zero, one))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
-from itertools import pairwise
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,28 +14,27 @@ import pytest
 import torch
 
 import dglx_dist
-from dglx_dist.comm.collectives import barrier
-from dglx_dist.comm.session import start_session
+from dglx_dist.comm.collectives import barrier, gather_int64, gather_json
+from dglx_dist.comm.session import Session, start_session
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.split import node_split
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE
 from tests.graph.small import NUM_NODES
-from tests.helpers import refusal, wide
+from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 
 
-def each(folder: Path) -> list[Any]:
-    return [free_in_blocks(folder), relation_tables(folder), find_nonzero(folder)]
+def each(folder: Path) -> None:
+    for function in (free_in_blocks, relation_tables, find_nonzero, write_each_others_rows):
+        with start_session() as session:
+            function(DistGraph(folder), session)
 
 
-@pytest.fixture(scope="module", params=[(1, None), (3, 2), *wide(((2, 1),), ((3, 1),))], ids=str)
-def several(request: pytest.FixtureRequest, small_dataset: Path) -> tuple[int, int | None, list[Any]]:
-    """Ranks, ranks per server, and by rank what each function found in a session of its own."""
-    ranks, per_server = request.param
-    found = run_ranks(each, ranks, args=(small_dataset,), ranks_per_server=per_server)
-    return ranks, per_server, list(zip(*found, strict=True))
+@pytest.mark.parametrize(("ranks", "per_server"), [(1, None), (3, 2), *wide((2, 1), (3, 1))])
+def test_on_ranks_and_servers(small_dataset: Path, ranks: int, per_server: int | None) -> None:
+    run_ranks(each, ranks, args=(small_dataset,), ranks_per_server=per_server)
 
 
 def ones(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -121,11 +121,6 @@ def test_a_pull_from_two_servers_goes_through_few_modules_and_calls(small_datase
     assert len(called) <= 70, called
 
 
-def test_tensors_of_the_dataset_cannot_be_written(graph: DistGraph) -> None:
-    with pytest.raises(ConfigError, match="read-only; create a tensor"):
-        graph.ndata["feat"][[0]] = torch.zeros(1, 5)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.float16])
 def test_write_then_read_in_every_dtype(graph: DistGraph, dtype: torch.dtype) -> None:
     tensor = graph.new_tensor((NUM_NODES, 2), dtype)
@@ -176,18 +171,7 @@ def test_a_name_attaches_if_shape_and_dtype_match(graph: DistGraph) -> None:
     second = DistTensor((NUM_NODES,), torch.float32, "h")
     second[[0]] = 5.0
     assert (first[0], float(graph.ndata["h"].to_local().sum())) == (5.0, 44.0)
-    with pytest.raises(ConfigError, match="choose another name"):
-        DistTensor((NUM_NODES, 2), torch.float32, "h")
-    with pytest.raises(ConfigError, match="already"):
-        DistTensor((NUM_NODES,), torch.float32, "h", attach=False)
-    with pytest.raises(ConfigError, match="no type has 39 rows"):
-        DistTensor((39,), torch.float32)
-
-
-def test_first_values_for_a_column_of_the_dataset_are_refused(graph: DistGraph) -> None:
     assert DistTensor((NUM_NODES, 5), torch.float32, "feat").to_local().abs().sum() > 0
-    with pytest.raises(ConfigError, match="'feat' is data of the dataset, which init_func cannot fill"):
-        DistTensor((NUM_NODES, 5), torch.float32, "feat", init_func=ones)
 
 
 def test_a_deleted_tensor_frees_its_name(graph: DistGraph) -> None:
@@ -197,44 +181,21 @@ def test_a_deleted_tensor_frees_its_name(graph: DistGraph) -> None:
     assert graph.new_tensor((NUM_NODES, 3), torch.float32, "h").shape == (NUM_NODES, 3)
 
 
-def write_each_others_rows(folder: Path) -> Any:
-    with start_session() as session:
-        g = DistGraph(folder)
-        rank, world = g.rank(), session.topology.world_size
-        tensor = g.new_tensor((NUM_NODES, 2), torch.bfloat16, "h", init_func=ones)
-        left = [name for name in os.listdir(session.scratch) if "tensor" in name]
-        g.barrier()
-        ids = torch.arange(rank, NUM_NODES, world)
-        tensor[ids] = (10 * rank + torch.zeros(len(ids), 2)).to(torch.bfloat16)
-        g.barrier()
-        first, last = tensor.local_range
-        shared = tensor.local_rows()
-        assert torch.equal(shared, tensor[first:last])
-        return (
-            tensor.to_local()[:, 1].float().tolist(),
-            left,
-            session.ledger.total(phase="push", outside=False),
-        )
+def write_each_others_rows(g: DistGraph, session: Session) -> None:
+    rank, world, every = g.rank(), session.topology.world_size, torch.arange(NUM_NODES)
+    tensor = g.new_tensor((NUM_NODES, 2), torch.bfloat16, "h", init_func=ones)
+    assert [name for name in os.listdir(session.scratch) if "tensor" in name] == []
+    g.barrier()
+    ids = every[every % world == rank]
+    tensor[ids] = (10 * rank + torch.zeros(len(ids), 2)).to(torch.bfloat16)
+    g.barrier()
+    first, last = tensor.local_range
+    assert torch.equal(tensor.local_rows(), tensor[first:last])
+    assert torch.equal(tensor.to_local()[:, 1].float(), 10.0 * (every % world))
+    assert session.ledger.total(phase="push", outside=False) == 0
 
 
-@pytest.mark.parametrize(("ranks", "per_server"), [(4, 2), *wide((2, 2), (3, 1))])
-def test_ranks_write_rows_of_all_servers(small_dataset: Path, ranks: int, per_server: int) -> None:
-    expected = [10.0 * (node % ranks) for node in range(NUM_NODES)]
-    for values, left, inside in run_ranks(
-        write_each_others_rows, ranks, args=(small_dataset,), ranks_per_server=per_server
-    ):
-        assert values == expected
-        assert left == []
-        assert inside == 0
-
-
-@pytest.mark.parametrize("shape", [(), (NUM_NODES, -1), (NUM_NODES, 2.5), NUM_NODES, "ab"])
-def test_a_shape_that_is_none_is_refused(graph: DistGraph, shape: Any) -> None:
-    with pytest.raises(ConfigError, match="shape is"):
-        DistTensor(shape, torch.float32)
-
-
-def differ_on_one_rank(folder: Path) -> list[str]:
+def differ_on_one_rank(folder: Path) -> None:
     with start_session(timeout_s=30) as session:
         g = DistGraph(folder)
         one = g.rank() == 1
@@ -244,96 +205,69 @@ def differ_on_one_rank(folder: Path) -> list[str]:
                 raise ValueError("no luck")
             return torch.zeros(shape, dtype=dtype)
 
-        rows, float32 = (NUM_NODES,), torch.float32
-        own, other = g.new_policy("r", 5), g.new_policy("r", 6)
-        said = [
-            refusal(lambda: DistTensor((39,) if one else rows, float32, "h")),
-            refusal(lambda: DistTensor((NUM_NODES, 2) if one else rows, float32, "h")),
-            refusal(lambda: DistTensor(rows, torch.int64 if one else float32, "h")),
-            refusal(lambda: DistTensor(rows, torch.complex64 if one else float32, "h")),
-            refusal(lambda: DistTensor((), float32) if one else DistTensor(rows, float32)),
-            refusal(lambda: DistTensor((6 if one else 5,), float32, "h", part_policy=other if one else own)),
-            refusal(lambda: DistTensor((5,), float32, part_policy=3 if one else own)),
-            refusal(lambda: DistTensor(rows, float32, "h", out_of_luck)),
-        ]
+        right: dict[str, Any] = {"shape": (NUM_NODES,), "dtype": torch.float32, "name": "h"}
+        own = {"shape": (5,), "part_policy": g.new_policy("r", 5)}
+        for given, wrong, message in (
+            ({}, {"shape": (39,)}, "no type has 39 rows"),
+            (
+                {},
+                {"shape": (NUM_NODES, 2)},
+                r"rank 0 has shape=.40., rank 1 has shape=.40, 2.; create it alike",
+            ),
+            ({}, {"dtype": torch.int64}, "rank 0 has dtype=float32, rank 1 has dtype=int64; create it alike"),
+            ({}, {"dtype": torch.complex64}, "cannot have dtype 'complex64'"),
+            ({"name": None}, {"shape": ()}, "give the number of rows first"),
+            (own, {"shape": (6,), "part_policy": g.new_policy("r", 6)}, "create it alike on all ranks"),
+            (own, {"part_policy": 3}, r"part_policy is 3; give what g\.get_node_partition_policy gives"),
+            ({"init_func": out_of_luck}, {}, "init_func raised ValueError: no luck"),
+        ):
+            with pytest.raises(ConfigError, match=message):
+                DistTensor(**{**right, **given, **(wrong if one else {})})
         assert [name for name in os.listdir(session.scratch) if "tensor" in name] == []
         # Numbers are still in step, and no name is taken.
-        unnamed = DistTensor(rows, float32)
-        DistTensor(rows, float32, "h")
+        assert len(set(gather_json(DistTensor((NUM_NODES,), torch.float32).name, session))) == 1
+        made = DistTensor(**right)
         g.barrier()
+        is_made = r"float32 of shape \(40,\), server bounds .0, 14, 40., not "
+        for wrong, message in (
+            ({"shape": (NUM_NODES, 2)}, is_made + r"float32 of shape \(40, 2\)"),
+            ({"dtype": torch.int64}, is_made + r"int64 of shape \(40,\)"),
+            ({"attach": False}, "already"),
+            ({"shape": (39,)}, "no type has 39 rows"),
+        ):
+            if one:
+                with pytest.raises(ConfigError, match=message):
+                    DistTensor(**{**right, **wrong})
         if one:
-            said += [
-                refusal(lambda: DistTensor((NUM_NODES, 2), float32, "h")),
-                refusal(lambda: DistTensor(rows, torch.int64, "h")),
-                refusal(lambda: DistTensor(rows, float32, "h", attach=False)),
-                refusal(lambda: DistTensor((39,), float32, "h")),
-            ]
-            DistTensor(rows, float32, "h")[[3]] = torch.tensor([4.0])
+            DistTensor(**right)[[3]] = torch.tensor([4.0])
         g.barrier()
-        return [*said, unnamed.name, str(float(g.ndata["h"][3]))]
+        assert made[3] == 4.0
 
 
 def test_what_one_rank_asks_for_differently_is_an_error_on_all_and_attaching_on_one_alone(
     small_dataset: Path,
 ) -> None:
-    zero, one = run_ranks(differ_on_one_rank, 2, args=(small_dataset,), ranks_per_server=1)
-    assert "rank 1 on " in zero[0]
-    assert "no type has 39 rows" in zero[0]
-    assert one[0].startswith("no type has 39 rows")
-    for said in (zero, one):
-        assert "disagree on a tensor: rank 0 has shape=[40], rank 1 has shape=[40, 2]" in said[1]
-        assert "rank 0 has dtype=float32, rank 1 has dtype=int64" in said[2]
-        assert all("create it alike on all ranks" in text for text in (said[1], said[2], said[5]))
-        assert "cannot have dtype 'complex64'" in said[3]
-        assert "give the number of rows first" in said[4]
-        assert said[6].endswith("part_policy is 3; give what g.get_node_partition_policy gives")
-        assert said[7] == "init_func raised ValueError: no luck"
-    assert "float32 of shape (40,), server bounds [0, 14, 40], not float32 of shape (40, 2), " in one[8]
-    assert "is float32 of shape (40,), server bounds [0, 14, 40], not int64 of shape (40,), " in one[9]
-    assert "already" in one[10]
-    assert "no type has 39 rows" in one[11]
-    assert zero[8:] == one[12:]
-    assert zero[9] == "4.0"
+    run_ranks(differ_on_one_rank, 2, args=(small_dataset,), ranks_per_server=1)
 
 
-def free_in_blocks(folder: Path) -> list[Any]:
-    with start_session() as session:
-        g = DistGraph(folder)
-        names = []
-        for layer in range(3):
-            with g.new_tensor((NUM_NODES, 1 + layer), torch.float32, "h") as hidden:
-                hidden.push(torch.arange(NUM_NODES), torch.ones(1), accumulate=True, wait=False)
-                g.barrier()
-                names.append(float(hidden[5].sum()))
-        gone = "h" not in g.ndata
-        try:
-            with g.new_tensor((NUM_NODES,), torch.float32, "h"):
-                raise KeyError("on every rank, but it need not be")
-        except KeyError:
-            pass
-        left = [key for key in g.kvstore.names() if key.endswith("~h")]
-        mask = g.ndata["train_mask"] | g.new_tensor((NUM_NODES,), torch.bool)
-        same = torch.equal(mask.to_local(), g.ndata["train_mask"].to_local())
-        sent = session.ledger.snapshot()
-        counts = [g.ndata["train_mask"].count_nonzero(), g.ndata["feat"].count_nonzero()]
-        num_bytes = sum(row.num_bytes for row in session.ledger.since(sent) if row.phase == "masks")
-        return [names, gone, left, same, counts, num_bytes]
-
-
-def test_a_block_frees_its_tensor_and_masks_are_joined_and_counted(several: Any) -> None:
-    ranks, per_server, (found, _, _) = several
-    servers = -(-ranks // per_server) if per_server else 1
-    expected = [[ranks * 1.0, ranks * 2.0, ranks * 3.0], True, [], True, [14, 199], 2 * 8 * (servers - 1)]
-    assert list(found) == [expected] * ranks
-
-
-def test_masks_of_different_kinds_cannot_be_joined(graph: DistGraph) -> None:
-    with pytest.raises(ConfigError, match="cannot be joined; give two masks"):
-        graph.ndata["train_mask"] | graph.ndata["label"]
-    with pytest.raises(ConfigError, match="cannot be joined"):
-        graph.ndata["feat"] | graph.ndata["feat"]
-    with pytest.raises(TypeError):
-        graph.ndata["train_mask"] | 1  # type: ignore[operator]
+def free_in_blocks(g: DistGraph, session: Session) -> None:
+    """A block frees its tensor, also after an error; and masks are joined and counted."""
+    for columns in (1, 2, 3):
+        with g.new_tensor((NUM_NODES, columns), torch.float32, "h") as hidden:
+            hidden.push(torch.arange(NUM_NODES), torch.ones(1), accumulate=True, wait=False)
+            g.barrier()
+            assert hidden[5].tolist() == [session.topology.world_size] * columns
+    assert "h" not in g.ndata
+    with pytest.raises(KeyError), g.new_tensor((NUM_NODES,), torch.float32, "h"):
+        raise KeyError("on every rank, but it need not be")
+    assert [key for key in g.kvstore.names() if key.endswith("~h")] == []
+    train = g.ndata["train_mask"]
+    mask = train | g.new_tensor((NUM_NODES,), torch.bool)
+    assert torch.equal(mask.to_local(), train.to_local())
+    sent = session.ledger.snapshot()
+    assert [train.count_nonzero(), g.ndata["feat"].count_nonzero()] == [14, 199]
+    num_bytes = sum(row.num_bytes for row in session.ledger.since(sent) if row.phase == "masks")
+    assert num_bytes == 2 * 8 * (session.topology.num_servers - 1)
 
 
 def test_to_moves_what_is_read_and_not_the_rows(graph: DistGraph) -> None:
@@ -355,106 +289,101 @@ def test_policies_are_named_as_in_dgl(graph: DistGraph) -> None:
         own.to_partid(torch.tensor([11]))
 
 
-def test_wrong_sizes_and_bounds_are_refused(graph: DistGraph) -> None:
-    with pytest.raises(ConfigError, match="was given -1 rows"):
-        graph.new_policy("r", -1)
-    # "own~a~b" of it would be the tensor "b" of the policy "a".
-    with pytest.raises(ConfigError, match="has a '~'"):
-        graph.new_policy("a~b", 3)
-    for bounds in ([0], [0, 5, 9], [1, 9], [0, -1]):
-        with pytest.raises(ConfigError, match=r"for 1 server\(s\); give 2 ascending"):
-            graph.new_policy("r", bounds)
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda g: g.new_policy("r", -1), "was given -1 rows"),
+        # "own~a~b" of it would be the tensor "b" of the policy "a".
+        (lambda g: g.new_policy("a~b", 3), "has a '~'"),
+        (lambda g: g.new_policy("r", [0]), r"for 1 server\(s\); give 2 ascending"),
+        (lambda g: g.new_policy("r", [0, 5, 9]), "give 2 ascending"),
+        (lambda g: g.new_policy("r", [1, 9]), "give 2 ascending"),
+        (lambda g: g.new_policy("r", [0, -1]), "give 2 ascending"),
+        (lambda _: DistTensor((11, 4), torch.float32), r"no type has 11 rows .*new_policy\(name, 11\)"),
+        (lambda _: DistTensor((), torch.float32), "shape is"),
+        (lambda _: DistTensor((NUM_NODES, -1), torch.float32), "shape is"),
+        (lambda _: DistTensor((NUM_NODES, 2.5), torch.float32), "shape is"),
+        (lambda _: DistTensor(NUM_NODES, torch.float32), "shape is"),
+        (lambda _: DistTensor("ab", torch.float32), "shape is"),
+        (
+            lambda g: DistTensor((7,), torch.bool, part_policy=g.new_policy("r", 8)),
+            "a tensor of 7 rows does not go with own~r, of which there are 8",
+        ),
+        (lambda _: DistTensor((NUM_NODES, 2), torch.float32, "feat"), "choose another name"),
+        (lambda _: DistTensor((NUM_NODES,), torch.int64, "label", attach=False), "already"),
+        (
+            lambda _: DistTensor((NUM_NODES, 5), torch.float32, "feat", init_func=ones),
+            "'feat' is data of the dataset, which init_func cannot fill",
+        ),
+        (lambda g: g.ndata["train_mask"] | g.ndata["label"], "cannot be joined; give two masks"),
+        (lambda g: g.ndata["feat"] | g.ndata["feat"], "cannot be joined"),
+        (lambda g: g.kvstore.nonzero(g.ndata["feat"].kvstore_key), r"has rows of shape \(5,\); only one of"),
+        (lambda g: g.kvstore.count_nonzero("x"), "no tensor 'x'"),
+        (lambda g: g.ndata["feat"].push([0], torch.zeros(1, 5)), "read-only; create a tensor"),
+    ],
+)
+def test_what_cannot_be_made_joined_or_written_is_refused(
+    graph: DistGraph, make: Callable[[DistGraph], object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(graph)
 
 
-def test_a_number_of_rows_that_fits_no_type_names_the_remedy(graph: DistGraph) -> None:
-    with pytest.raises(ConfigError, match=r"no type has 11 rows .* part_policy=g.new_policy\(name, 11\)"):
-        DistTensor((11, 4), torch.float32)
-
-
-def relation_tables(folder: Path) -> dict[str, Any]:
-    with start_session() as session:
-        g = DistGraph(folder)
-        servers = session.topology.num_servers
-        seen: dict[str, Any] = {}
-        for size in (11, 1, 0):
-            table = DistTensor(
-                (size, 2), torch.float32, f"w{size}", part_policy=g.new_policy("relations", size)
-            )
-            if g.rank() == 0:
-                table[:] = torch.arange(2 * size, dtype=torch.float32).reshape(size, 2)
-            g.barrier()
-            seen[f"w{size}"] = (table.to_local().tolist(), len(table.local_rows()))
-            assert f"w{size}" not in g.ndata
-        by_hand = g.new_policy("by hand", [0, *[5] * servers])
-        only_first = DistTensor((5,), torch.int64, "x", part_policy=by_hand)
-        only_first[:] = g.rank() * 0 + 7
-        g.barrier()
-        again = DistTensor((5,), torch.int64, "x", part_policy=g.new_policy("by hand", [0, *[5] * servers]))
-        seen["x"] = (again.to_local().tolist(), again.local_range)
-        return seen
-
-
-def test_tables_of_any_size_lie_on_the_servers(several: Any) -> None:
-    ranks, per_server, (_, outcomes, _) = several
-    servers = -(-ranks // per_server) if per_server else 1
-    first_of_server = [outcomes[server * (per_server or 1)] for server in range(servers)]
+def relation_tables(g: DistGraph, session: Session) -> None:
+    """Tables of any size lie on the servers."""
+    topology = session.topology
     for size in (11, 1, 0):
-        table = torch.arange(2.0 * size).reshape(size, 2).tolist()
-        assert all(seen[f"w{size}"][0] == table for seen in outcomes)
-        rows = [seen[f"w{size}"][1] for seen in first_of_server]
-        assert sum(rows) == size
-        assert max(rows) - min(rows) <= 1
-    assert [seen["x"][1] for seen in first_of_server] == [(0, 5)] + [(5, 5)] * (servers - 1)
-    assert all(seen["x"][0] == [7] * 5 for seen in outcomes)
+        policy, name = g.new_policy("relations", size), f"w{size}"
+        table = DistTensor((size, 2), torch.float32, name, part_policy=policy)
+        values = torch.arange(2.0 * size).reshape(size, 2)
+        if g.rank() == 0:
+            table[:] = values
+        g.barrier()
+        assert torch.equal(table.to_local(), values)
+        assert name not in g.ndata
+        rows = gather_int64([len(table.local_rows()), topology.server], session)
+        of_servers = [count for count, _ in sorted({(int(n), int(server)) for n, server in rows})]
+        assert max(of_servers) - min(of_servers) <= 1
+        assert len(table.local_rows()) == np.diff(policy.bounds)[topology.server]
+    by_hand = g.new_policy("by hand", [0, *[5] * topology.num_servers])
+    DistTensor((5,), torch.int64, "x", part_policy=by_hand)[:] = 7
+    g.barrier()
+    again = DistTensor((5,), torch.int64, "x", part_policy=g.new_policy("by hand", by_hand.bounds.tolist()))
+    assert again.to_local().tolist() == [7] * 5
+    assert again.local_range == ((5, 5) if topology.server else (0, 5))
 
 
 def test_a_tensor_of_all_nodes_can_be_asked_for_by_policy(graph: DistGraph) -> None:
     policy = graph.get_node_partition_policy(NODE_TYPE)
     assert DistTensor((NUM_NODES,), torch.bool, "seen", part_policy=policy).part_policy is policy
-    with pytest.raises(ConfigError, match="a tensor of 7 rows does not go with own~r, of which there are 8"):
-        DistTensor((7,), torch.bool, part_policy=graph.new_policy("r", 8))
+    with pytest.raises(TypeError):
+        graph.ndata["train_mask"] | 1  # type: ignore[operator]
 
 
-def find_nonzero(folder: Path) -> list[Any]:
-    with start_session() as session:
-        g = DistGraph(folder)
-        mask = g.ndata["train_mask"]
-        before = session.ledger.snapshot()
-        marked = g.kvstore.nonzero(mask.kvstore_key)
-        sent = session.ledger.since(before)
-        first, last = mask.local_range
-        servers = mask.part_policy.bounds
-        formula = sum(-(-(b - a) // 8) for a, b in pairwise(servers.tolist()) if a != first or b != last)
-        equal = marked.tolist() == np.flatnonzero(mask.to_local().numpy()).tolist()
-        half = g.new_tensor((NUM_NODES,), torch.bfloat16, "half")
-        if g.rank() == 0:
-            half[[3, 38, 7]] = torch.tensor([1.0, -2.0, -0.0], dtype=torch.bfloat16)
-        g.barrier()
-        before = session.ledger.snapshot()
-        share = node_split(mask)
-        phases = {row.phase for row in session.ledger.since(before)}
-        return [
-            equal,
-            sum(row.num_bytes for row in sent) == formula,
-            g.kvstore.nonzero(half.kvstore_key).tolist(),
-            half.count_nonzero(),
-            phases == ({"masks"} if session.topology.num_servers > 1 else set()),
-            share.tolist(),
-        ]
+def find_nonzero(g: DistGraph, session: Session) -> None:
+    """Marked rows are found for one bit a row, and shares of them are disjoint."""
+    mask = g.ndata["train_mask"]
+    before = session.ledger.snapshot()
+    marked = g.kvstore.nonzero(mask.kvstore_key)
+    sent = session.ledger.since(before)
+    assert marked.tolist() == np.flatnonzero(mask.to_local().numpy()).tolist()
+    counts = np.diff(mask.part_policy.bounds).tolist()
+    del counts[session.topology.server]
+    assert sum(row.num_bytes for row in sent) == sum(-(-count // 8) for count in counts)
+    half = g.new_tensor((NUM_NODES,), torch.bfloat16, "half")
+    if g.rank() == 0:
+        half[[3, 38, 7]] = torch.tensor([1.0, -2.0, -0.0], dtype=torch.bfloat16)
+    g.barrier()
+    assert g.kvstore.nonzero(half.kvstore_key).tolist() == [3, 38]
+    assert half.count_nonzero() == 2
+    before = session.ledger.snapshot()
+    share = node_split(mask)
+    assert {row.phase for row in session.ledger.since(before)} == ({"masks"} if counts else set())
+    shares = gather_json(share.tolist(), session)
+    assert sorted(itertools.chain(*shares)) == marked.tolist()
 
 
-def test_marked_rows_are_found_for_one_bit_a_row(several: Any) -> None:
-    outcomes = several[2][2]
-    assert all(outcome[:5] == [True, True, [3, 38], 2, True] for outcome in outcomes)
-    shares = [node for outcome in outcomes for node in outcome[5]]
-    assert len(shares) == len(set(shares)) == 14
-
-
-def test_only_one_dimension_makes_a_mask(graph: DistGraph) -> None:
-    with pytest.raises(ConfigError, match=r"has rows of shape \(5,\); only one of one dimension is a mask"):
-        graph.kvstore.nonzero(graph.ndata["feat"].kvstore_key)
-    with pytest.raises(ConfigError, match="no tensor 'x'"):
-        graph.kvstore.count_nonzero("x")
+def test_no_rows_have_no_nonzero(graph: DistGraph) -> None:
     empty = DistTensor((0,), torch.bool, "none", part_policy=graph.new_policy("none", 0))
     assert graph.kvstore.nonzero(empty.kvstore_key).tolist() == []
     assert empty.count_nonzero() == 0

@@ -11,9 +11,7 @@ from dglx_dist.graph.row_kernels import (
     add_rows,
     as_words,
     check_summable,
-    first_outside,
     gather_rows,
-    number_distinct,
     numpy_view,
     plan_remote,
     scatter_rows,
@@ -55,15 +53,6 @@ def test_adding_touches_only_the_rows_that_are_named_and_here(dtype: str) -> Non
     assert target.tolist() == [[50, 61], [2, 3], [14, 25]]
 
 
-def test_rows_without_columns_and_no_rows_at_all() -> None:
-    wide, narrow = ColumnInfo(dtype="float32", row_shape=(0,)), ColumnInfo(dtype="float32", row_shape=(3,))
-    assert sum_repeated(np.zeros((2, 0), np.float32), plan_of([1, 1]), wide).shape == (1, 0)
-    assert sum_repeated(np.zeros((0, 3), np.float32), plan_of([]), narrow).shape == (0, 3)
-    target = np.ones((2, 3), np.float32)
-    add_rows(target, 0, np.empty(0, np.int64), np.empty((0, 3), np.float32), narrow)
-    assert target.tolist() == [[1] * 3] * 2
-
-
 def test_bool_has_no_sum() -> None:
     with pytest.raises(ConfigError, match="'mask' holds bool, which cannot be added"):
         check_summable("mask", ColumnInfo(dtype="bool", row_shape=()))
@@ -89,22 +78,17 @@ def rows(count: int, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("dtype", "shape"), ROWS)
-def test_gather_from_two_shards_equals_indexing(dtype: str, shape: tuple[int, ...]) -> None:
+def test_gather_equals_indexing_and_scatter_assignment(dtype: str, shape: tuple[int, ...]) -> None:
     table, ids = rows(20, dtype, shape), np.array([3, 19, 3, 0, 7, 8, 19])
-    out = np.zeros((len(ids), *shape), dtype=dtype)
+    out, values = np.zeros((len(ids), *shape), dtype=dtype), rows(len(ids), dtype, shape)
+    # Of two shards, and into one that has the rows 6 to 13.
     gather_rows(table[:8], 0, ids, out)
     gather_rows(table[8:].copy(), 8, ids, out)
     assert out.tobytes() == table[ids].tobytes()
-
-
-@pytest.mark.parametrize(("dtype", "shape"), ROWS)
-def test_scatter_equals_assignment(dtype: str, shape: tuple[int, ...]) -> None:
-    values, ids = rows(4, dtype, shape), np.array([12, 3, 9, 12])
-    table = np.zeros((8, *shape), dtype=dtype)
-    expected = np.zeros((16, *shape), dtype=dtype)
+    expected, part = table.copy(), table[6:14].copy()
     expected[ids] = values
-    scatter_rows(values, table, 6, ids)
-    assert table.tobytes() == expected[6:14].tobytes()
+    scatter_rows(values, part, 6, ids)
+    assert part.tobytes() == expected[6:14].tobytes()
 
 
 def test_a_buffer_off_the_word_boundary_is_read_in_smaller_words() -> None:
@@ -116,37 +100,15 @@ def test_a_buffer_off_the_word_boundary_is_read_in_smaller_words() -> None:
     assert out.tobytes() == raw[16:24].tobytes() + raw[:8].tobytes()
 
 
-def test_rows_without_columns_and_no_ids_are_nothing_to_do() -> None:
+def test_rows_without_columns_and_no_rows_at_all_are_nothing_to_do() -> None:
+    wide, narrow = ColumnInfo(dtype="float32", row_shape=(0,)), ColumnInfo(dtype="float32", row_shape=(3,))
+    assert sum_repeated(np.zeros((2, 0), np.float32), plan_of([1, 1]), wide).shape == (1, 0)
+    assert sum_repeated(np.zeros((0, 3), np.float32), plan_of([]), narrow).shape == (0, 3)
     gather_rows(np.zeros((4, 0), np.float32), 0, np.array([1, 2]), np.zeros((2, 0), np.float32))
-    out = np.zeros((0, 3), np.float32)
-    gather_rows(np.ones((4, 3), np.float32), 0, np.zeros(0, np.int64), out)
-    assert out.shape == (0, 3)
-
-
-@pytest.mark.parametrize(("ids", "position"), [([], -1), ([0, 4], -1), ([0, 5, 9], 1), ([2, 1, -1], 2)])
-def test_the_first_id_out_of_range_is_found(ids: list[int], position: int) -> None:
-    assert first_outside(np.array(ids, dtype=np.int64), 5) == position
-
-
-BOUNDS = np.array([0, 10, 20, 20, 30])
-
-
-@pytest.mark.parametrize("own", [0, 1, 2, 3])
-def test_many_ids_against_numpy(own: int) -> None:
-    ids = np.random.default_rng(own).integers(0, 30, 500)
-    plan = plan_remote(ids, BOUNDS, own)
-    remote = ids[(ids < BOUNDS[own]) | (ids >= BOUNDS[own + 1])]
-    assert sorted(plan.ids.tolist()) == np.unique(remote).tolist()
-    assert np.array_equal(np.repeat(plan.ids, np.diff(plan.starts)), ids[plan.positions])
-    server_of_slot = np.repeat(np.arange(4), np.diff(plan.server_starts))
-    assert np.array_equal(server_of_slot, np.searchsorted(BOUNDS, plan.ids, side="right") - 1)
-
-
-def test_distinct_ids_are_numbered_in_order_of_appearance() -> None:
-    distinct, places = number_distinct(np.array([7, 3, 7, 0, 3]))
-    assert (distinct.tolist(), places.tolist()) == ([7, 3, 0], [0, 1, 0, 2, 1])
-    none, places = number_distinct(np.empty(0, np.int64))
-    assert (none.tolist(), places.tolist()) == ([], [])
+    target, none = np.ones((2, 3), np.float32), np.empty((0, 3), np.float32)
+    add_rows(target, 0, np.empty(0, np.int64), none, narrow)
+    gather_rows(target, 0, np.empty(0, np.int64), none)
+    assert target.tolist() == [[1] * 3] * 2
 
 
 @pytest.mark.parametrize(

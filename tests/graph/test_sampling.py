@@ -10,17 +10,6 @@ from dglx_dist.graph.sampling import by_type, fanout_by_type
 RATES, SEES, HATES = ("user", "rates", "item"), ("user", "sees", "item"), ("item", "sees", "user")
 
 
-def test_ids_by_type_and_by_relation() -> None:
-    assert by_type([2, 1], {"user": 3}, "node")["user"].tolist() == [2, 1]
-    found = by_type({"rates": [0]}, {RATES: 2, SEES: 1}, "edge")
-    assert {key: ids.tolist() for key, ids in found.items()} == {RATES: [0]}
-
-
-def test_one_fanout_stands_for_all() -> None:
-    assert fanout_by_type(3, [RATES, SEES]) == {RATES: 3, SEES: 3}
-    assert fanout_by_type({"rates": 1, SEES: -1}, [RATES, SEES]) == {RATES: 1, SEES: -1}
-
-
 def test_mistakes_are_named() -> None:
     with pytest.raises(ConfigError, match="several node types; give a dict of ids by type: user, item"):
         by_type([0], {"user": 3, "item": 2}, "node")

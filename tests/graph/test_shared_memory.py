@@ -110,7 +110,12 @@ def test_nothing_but_saved_rows_is_replaced(alone: Session, tmp_path: Path) -> N
     with pytest.raises(StorageError, match=r"such as 'thesis\.tex'; choose another folder"):
         save(alone, project, 4)
     assert sorted(os.listdir(project)) == ["index.json", "thesis.tex"]
-    assert sorted(os.listdir(tmp_path)) == ["project", "rows"]
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(StorageError, match="is a file"):
+        save(alone, tmp_path / "file", 5)
+    with pytest.raises(StorageError, match="cannot be written"):
+        save(alone, tmp_path / "file" / "below", 6)
+    assert sorted(os.listdir(tmp_path)) == ["file", "project", "rows"]
 
 
 def test_a_folder_that_a_rank_does_not_see_is_named(

@@ -14,7 +14,7 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.graph.sparse_gradient import RowSum
 from dglx_dist.graph.sparse_update import OwnedRows, UpdateRule, adagrad_rule, adam_rule, sgd_rule
-from tests.graph.small import NUM_NODES, zeros
+from tests.graph.small import NUM_NODES
 
 
 def trained(names: list[str], steps: int) -> Any:
@@ -112,23 +112,8 @@ def test_a_first_step_of_gradient_2(kind: str) -> None:
     assert [np.flatnonzero(state).tolist() for state in states] == [[7]] * len(states)
 
 
-def summed(ids: list[int], values: list[float], weight: float = 1.0, dtype: Any = np.float32) -> RowSum:
-    """Rows of one column, kept in the opposite order."""
-    rows = np.array(values[::-1], dtype=dtype)[:, None]
-    return RowSum(np.array(ids, np.int64), rows, np.arange(len(ids))[::-1], weight)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_of_several_ranks_are_summed_and_updated_once(graph: DistGraph, dtype: torch.dtype) -> None:
-    embedding = DistEmbedding(NUM_NODES, 1, "e", init_func=zeros, dtype=dtype)
-    table = OwnedRows(embedding, [], sgd_rule(1.0))
-    for _ in range(2):
-        table.apply([summed([3, 5], [1.0, 2.0], 0.5), summed([], []), summed([5, 7, 3], [4.0, 8.0, 16.0])])
-    assert embedding.weight[[3, 5, 7, 4]].tolist() == [[-33.0], [-10.0], [-16.0], [0.0]]
-    table.apply([summed([7], [1.0], 2.0)])
-    table.apply([])
-    assert embedding.weight[[7]].tolist() == [[-18.0]]
-    assert table.steps == 4
+def summed(ids: list[int], values: list[float], dtype: Any = np.float32) -> RowSum:
+    return RowSum(np.array(ids), np.array(values, dtype=dtype)[:, None], np.arange(len(ids)), 1.0)
 
 
 def test_a_gradient_that_does_not_fit_is_refused(graph: DistGraph) -> None:

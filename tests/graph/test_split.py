@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from dglx_dist.comm.collectives import gather_json
 from dglx_dist.comm.session import start_session
 from dglx_dist.comm.topology import Topology
 from dglx_dist.errors import ConfigError
@@ -43,38 +45,43 @@ def test_even_shares_are_disjoint_whole_and_differ_by_one(servers: tuple[int, ..
     assert all(np.all(np.diff(share) > 0) for share in found)
 
 
-def test_servers_take_runs_of_ids() -> None:
-    found = shares(np.arange(8), [0, 1, 8], (0, 0, 1, 1))
-    assert sorted([*found[0], *found[1]]) == [0, 1, 2, 3]
-
-
-def test_not_even_means_ones_own() -> None:
-    found = shares(np.arange(0, 20, 2), [0, 5, 20], (0, 0, 1), force_even=False)
-    assert sorted([*found[0], *found[1]]) == [0, 2, 4]
-    assert found[2].tolist() == [6, 8, 10, 12, 14, 16, 18]
-
-
 def test_ranks_of_a_server_get_a_random_deal_that_repeats() -> None:
     first, again = (shares(np.arange(40), [0, 40], (0, 0)) for _ in range(2))
     assert [one.tolist() for one in first] == [one.tolist() for one in again]
     assert first[0].tolist() != list(range(20))
 
 
-@pytest.mark.parametrize("force_even", [True, False])
-def test_trainers_get_what_they_prefer(force_even: bool) -> None:
-    trainer_of = np.array([1, 0, 1, 0, 3, 2, 3, 2])
-    found = shares(np.arange(8), [0, 4, 8], (0, 0, 1, 1), force_even=force_even, trainer_of=trainer_of)
-    assert [share.tolist() for share in found] == [[1, 3], [0, 2], [5, 7], [4, 6]]
+PREFERRED, OWN = np.array([1, 0, 1, 0, 3, 2, 3, 2]), {"force_even": False}
+
+
+@pytest.mark.parametrize(
+    ("ids", "bounds", "servers", "options", "expected"),
+    [
+        # Servers take runs of ids; not even, their own ones.
+        (range(8), [0, 1, 8], (0, 1), {}, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        (range(0, 20, 2), [0, 5, 20], (0, 1), OWN, [[0, 2, 4], [*range(6, 20, 2)]]),
+        # Trainers get what they prefer, and all of it where shares need not be even.
+        (range(8), [0, 4, 8], (0, 0, 1, 1), {"trainer_of": PREFERRED}, [[1, 3], [0, 2], [5, 7], [4, 6]]),
+        (
+            range(8),
+            [0, 4, 8],
+            (0, 0, 1, 1),
+            OWN | {"trainer_of": PREFERRED},
+            [[1, 3], [0, 2], [5, 7], [4, 6]],
+        ),
+        (range(6), [0, 6], (0, 0), OWN | {"trainer_of": np.array([1] * 5 + [0])}, [[5], [0, 1, 2, 3, 4]]),
+    ],
+)
+def test_shares_by_hand(
+    ids: range, bounds: list[int], servers: tuple[int, ...], options: Any, expected: list[list[int]]
+) -> None:
+    found = shares(np.array(ids), bounds, servers, **options)
+    assert [share.tolist() for share in found] == expected
 
 
 def test_even_comes_before_preferred() -> None:
     found = shares(np.arange(6), [0, 6], (0, 0), trainer_of=np.zeros(6, np.int64))
     assert [len(share) for share in found] == [3, 3]
-
-
-def test_not_even_gives_a_trainer_all_it_prefers() -> None:
-    found = shares(np.arange(6), [0, 6], (0, 0), trainer_of=np.array([1] * 5 + [0]), force_even=False)
-    assert [share.tolist() for share in found] == [[5], [0, 1, 2, 3, 4]]
 
 
 @pytest.mark.parametrize(
@@ -101,16 +108,12 @@ def test_masks_and_ids(marked: object, expected: list[int]) -> None:
         ([2, 2, 3], 4, "1 of the 3 ids are repeated"),
         ([0.5, 1.0], 2, "give a bool mask or integer ids"),
         (np.zeros((2, 2), bool), 2, "one dimension"),
+        ([1, 9], 4, "id 9 at position 1"),
     ],
 )
 def test_what_is_neither_or_both_is_refused(marked: object, count: int, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises((ConfigError, IndexError), match=message):
         marked_ids(marked, count)  # type: ignore[arg-type]
-
-
-def test_an_id_out_of_range_is_named() -> None:
-    with pytest.raises(IndexError, match="id 9 at position 1"):
-        marked_ids([1, 9], 4)
 
 
 def test_trainer_ids_of_another_length_are_refused(graph: DistGraph) -> None:
@@ -127,45 +130,40 @@ def test_without_a_book_the_graph_opened_last_tells(small_dataset: Path) -> None
     assert edge_split(torch.arange(g.num_edges()) == 3).tolist() == [3]
 
 
-def split_in_rank(folder: str) -> dict[str, Any]:
-    with start_session(timeout_s=60):
-        g = DistGraph(folder)
+def split_in_rank(folder: str) -> None:
+    with start_session(timeout_s=60) as session:
+        g, topology = DistGraph(folder), session.topology
         book = g.get_partition_book()
         stars = g.edges["buys"].data["stars"]
         mask = g.new_tensor((BUYING,), torch.bool, "mask", part_policy=stars.part_policy)
         first, last = mask.local_range
-        if g.session.topology.local_rank == 0:
-            mask[slice(first, last)] = torch.arange(first, last) % 3 != 0
+        marks = torch.arange(BUYING) % 3 != 0
+        if topology.local_rank == 0:
+            mask[slice(first, last)] = marks[first:last]
         g.barrier()
-        wishes = torch.arange(BUYING) % g.session.topology.world_size
         with pytest.raises(ConfigError, match="_E"):
             edge_split(mask)
-        return {
-            "tensor": edge_split(mask, book, etype="buys").tolist(),
-            "mask": edge_split(np.arange(BUYING) % 3 != 0, book, etype=BUYS).tolist(),
-            "own": edge_split(mask, etype=BUYS, force_even=False).tolist(),
-            "range": [first, last],
-            "knows": edge_split(torch.ones(KNOWING, dtype=torch.bool), book, etype=KNOWS).tolist(),
-            "wishes": edge_split(mask, book, etype="buys", edge_trainer_ids=wishes).tolist(),
-            "few": edge_split([7], book, etype="knows").tolist(),
-        }
+        own = edge_split(mask, etype=BUYS, force_even=False)
+        assert ((own >= first) & (own < last)).all()
+        assert torch.equal(edge_split(mask, book, etype="buys"), edge_split(marks, book, etype=BUYS))
+        preferred = torch.arange(BUYING) % topology.world_size
+        found = edge_split(mask, book, etype="buys", edge_trainer_ids=preferred)
+        # On one server: 30 marked edges each, and each rank prefers exactly half of them.
+        assert topology.num_servers > 1 or (preferred[found] == topology.rank).all()
+        every, marked = torch.ones(KNOWING, dtype=torch.bool), marks.nonzero()[:, 0].tolist()
+        for share, wanted, is_even in (
+            (own, marked, False),
+            (edge_split(mask, book, etype="buys"), marked, True),
+            (found, marked, True),
+            (edge_split(every, book, etype=KNOWS), list(range(KNOWING)), True),
+            (edge_split([7], book, etype="knows"), [7], True),
+        ):
+            shares = gather_json(share.tolist(), session)
+            assert sorted(chain(*shares)) == wanted
+            assert not is_even or max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
 @pytest.mark.parametrize(("ranks", "ranks_per_server"), [(3, 1), *wide((2, 2))])
 def test_shares_are_disjoint_complete_and_even(tmp_path: Path, ranks: int, ranks_per_server: int) -> None:
     folder = bonds.write(bonds.shop(), tmp_path / "shop", 3)
-    results = run_ranks(split_in_rank, ranks, args=(str(folder),), ranks_per_server=ranks_per_server)
-    marked = [edge for edge in range(BUYING) if edge % 3]
-    wanted = {"tensor": marked, "mask": marked, "own": marked, "wishes": marked, "few": [7]}
-    for name, ids in (wanted | {"knows": list(range(KNOWING))}).items():
-        shares = [result[name] for result in results]
-        assert sorted(edge for share in shares for edge in share) == ids
-        if name != "own":
-            assert max(map(len, shares)) - min(map(len, shares)) <= 1
-    for rank, result in enumerate(results):
-        assert result["tensor"] == result["mask"]
-        first, last = result["range"]
-        assert all(first <= edge < last for edge in result["own"])
-        if ranks_per_server == ranks:
-            # One server: 30 marked edges each, and each rank wishes for exactly half of them.
-            assert all(edge % ranks == rank for edge in result["wishes"])
+    run_ranks(split_in_rank, ranks, args=(str(folder),), ranks_per_server=ranks_per_server)

@@ -22,26 +22,26 @@ def vip(shard: CSCShard, seeds: list[int], fanouts: list[int], batch_size: int) 
     return access_probability({EDGE_TYPE: shard}, {NODE_TYPE: count}, seeds_of, hops, batch_size)[NODE_TYPE]
 
 
-def test_two_hops_by_hand() -> None:
-    # Hop 1 draws one of 1 and 2: 1/2 each. Hop 2 draws for 0 again, and 3 for each of 1 and 2 that is there:
-    # 1 is missed by both hops with 1/4; 3 with 1/2 * 1/2, the two being taken as independent.
-    assert vip(DIAMOND, [0], [1, 1], 1).tolist() == pytest.approx([1, 0.75, 0.75, 0.75])
-
-
-def test_a_batch_of_some_seeds_and_full_fan_out() -> None:
-    # One of the seeds 0 and 1: each with 1/2. Node 3 comes with seed 1, at the first hop.
-    assert vip(DIAMOND, [0, 1], [-1], 1).tolist() == pytest.approx([0.5, 1 - 0.5 * 0.5, 0.5, 0.5])
-    # As many seeds as the batch has room for are all in it.
-    assert vip(DIAMOND, [0, 1], [5], 2).tolist() == pytest.approx([1, 1, 1, 1])
-    assert vip(DIAMOND, [], [5], 2).tolist() == [0, 0, 0, 0]
-
-
-def test_fan_outs_are_input_most_first() -> None:
-    # The seed draws both neighbours, and then nothing is drawn for anyone.
-    assert vip(DIAMOND, [0], [0, 2], 1).tolist() == pytest.approx([1, 1, 1, 0])
-    # The seed draws nothing, then both neighbours: 3 is never reached.
-    assert vip(DIAMOND, [0], [2, 0], 1).tolist() == pytest.approx([1, 1, 1, 0])
-    assert vip(DIAMOND, [0], [2, 2], 1).tolist() == pytest.approx([1, 1, 1, 1])
+@pytest.mark.parametrize(
+    ("seeds", "fanouts", "batch_size", "expected"),
+    [
+        # Hop 1 draws one of 1 and 2: 1/2 each. Hop 2 draws for 0 again, and 3 for each of 1 and 2 that is
+        # there: 1 is missed by both hops with 1/4; 3 with 1/2 * 1/2, the two being taken as independent.
+        ([0], [1, 1], 1, [1, 0.75, 0.75, 0.75]),
+        # One of the seeds 0 and 1: each with 1/2. Node 3 comes with seed 1, at the first hop.
+        ([0, 1], [-1], 1, [0.5, 1 - 0.5 * 0.5, 0.5, 0.5]),
+        # As many seeds as the batch has room for are all in it.
+        ([0, 1], [5], 2, [1, 1, 1, 1]),
+        ([], [5], 2, [0, 0, 0, 0]),
+        # Fan-outs are input-most first: the seed draws both neighbours, and then nothing is drawn for anyone.
+        ([0], [0, 2], 1, [1, 1, 1, 0]),
+        # The seed draws nothing, then both neighbours: 3 is never reached.
+        ([0], [2, 0], 1, [1, 1, 1, 0]),
+        ([0], [2, 2], 1, [1, 1, 1, 1]),
+    ],
+)
+def test_access_by_hand(seeds: list[int], fanouts: list[int], batch_size: int, expected: list[float]) -> None:
+    assert vip(DIAMOND, seeds, fanouts, batch_size).tolist() == pytest.approx(expected)
 
 
 def test_several_types() -> None:
@@ -90,11 +90,14 @@ def test_drawn_batches_need_rows_as_often_as_predicted() -> None:
 
 def test_the_most_wanted_of_others() -> None:
     scores = np.array([5.0, 9.0, 2.0, 2.0, 0.0, 2.0, 7.0])
-    assert most_wanted(scores, (1, 2), 3).tolist() == [0, 2, 6]
-    assert most_wanted(scores, (1, 2), 4).tolist() == [0, 2, 3, 6]
-    assert most_wanted(scores, (1, 2), 100).tolist() == [0, 2, 3, 5, 6]
-    assert most_wanted(scores, (0, 7), 3).tolist() == []
-    assert most_wanted(scores, (1, 2), 0).tolist() == []
+    for own, budget, ids in (
+        ((1, 2), 3, [0, 2, 6]),
+        ((1, 2), 4, [0, 2, 3, 6]),
+        ((1, 2), 100, [0, 2, 3, 5, 6]),
+        ((0, 7), 3, []),
+        ((1, 2), 0, []),
+    ):
+        assert most_wanted(scores, own, budget).tolist() == ids
     assert expected_hit_rate(scores, (1, 2), np.array([0, 6])) == pytest.approx(12 / 18)
     assert expected_hit_rate(scores, (0, 7), np.array([], np.int64)) is None
 

@@ -21,7 +21,6 @@ from dglx_dist.layers.dropout import (
     NodeDropout,
     deal_out_columns,
     deal_out_concatenated,
-    drop_attention,
     drop_entries,
     install_node_dropouts,
     kept_entries,
@@ -79,6 +78,7 @@ def test_entries_are_kept_as_often_as_said_and_their_mean_stays() -> None:
         (SAGEConv(7, 5, "mean", feat_drop=0.4), "columns"),
         (SAGEConv(7, 9, "gcn", feat_drop=0.4), "columns"),
         (GATConv(7, 5, 2, feat_drop=0.4, attn_drop=0.3), "columns"),
+        (GATConv(7, 5, 2, attn_drop=0.3), "columns"),
         (GATConv(7, 5, 2, feat_drop=0.4), "inputs"),
         (GATv2Conv(7, 5, 2, feat_drop=0.4), "inputs"),
         (SAGEConv(7, 5, "pool", feat_drop=0.4), "inputs"),
@@ -123,20 +123,6 @@ def test_without_draws_a_part_among_others_refuses_to_drop() -> None:
     with pytest.raises(ConfigError, match=r"drops with probability 0\.4 .*data_parallel"):
         staged(block, x)
     staged.eval()(block, x)
-
-
-def test_attention_is_dropped_by_destination_and_place_not_by_number_of_the_edge() -> None:
-    """A part numbers the edges as the matrix has them, the owner as it likes: the same edges are dropped."""
-    block, _, _ = block_and_rows(7)
-    nodes = NODES[: block.num_src_nodes()]
-    draws = DropDraws(seed=0, number=0, nodes=nodes, runs=())
-    ones = torch.ones(block.num_edges(), 2, 1)
-    owners = drop_attention(block, ones, 0.5, draws)
-    indptr, indices, edge_ids = block.adj_tensors("csc")
-    assert not torch.equal(edge_ids, torch.arange(len(edge_ids)))
-    part = dgl.create_block(("csc", (indptr, indices, [])), block.num_src_nodes(), block.num_dst_nodes())
-    assert torch.equal(drop_attention(part, ones, 0.5, draws), owners[edge_ids])
-    assert 0.3 < (owners != 0).double().mean() < 0.7
 
 
 # The ring 0 -> 1 -> ... -> 11 -> 0 with chords v -> v + 5.

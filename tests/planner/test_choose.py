@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from dglx_dist.planner.choose import choose, enumerate_candidates, find_regions, predict, works_of
-from dglx_dist.planner.records import ChoiceOptions, Outcome
+from dglx_dist.planner.records import ChoiceOptions
 from dglx_dist.strategies.cost import Candidate, PlanContext, ring_split
 from dglx_dist.strategies.full_graph.cost import FullGraphScheme
 from dglx_dist.strategies.serverless.cost import GhostPairs
@@ -21,14 +20,7 @@ COLUMNS = Candidate(strategy="push_pull", unit="mini_batch", options={"structure
 LATE = replace(COLUMNS, options={"structure": "push", "depth": 3}, exact=False)
 WHOLE = Candidate(strategy="full_graph", unit="full_graph", works=(FullGraphScheme(0),))
 PRELOADED = Candidate(strategy="shared_preload", unit="full_graph", works=(FullGraphScheme(2),))
-
-
-def test_bytes_of_rows_by_hand() -> None:
-    """2000 remote rows of 8 + 400 bytes; gradients of 2 ranks, 5 steps: 2 (W - 1) times their bytes each."""
-    found = predict(ROWS, known())
-    assert found.outside == {"features": 2000 * 408, "gradients": 2 * SHAPE.gradient_bytes * 5}
-    assert found.inside == {}
-    assert found.bytes_exact
+WORKERS = Candidate(strategy="lambda", unit="full_graph", works=(FullGraphScheme(0), GhostPairs()))
 
 
 def test_seconds_of_rows_by_hand() -> None:
@@ -53,8 +45,6 @@ def test_a_rank_of_more_cores_waits_less_for_what_is_fetched_ahead(cores: float,
 def test_sums_are_waited_for() -> None:
     """500 rows of 16 numbers there and back, over two cards."""
     found = predict(COLUMNS, known())
-    assert found.outside["activations"] == found.outside["activation_gradients"] == 500 * 16 * 4
-    assert found.outside["structure"] == 4 * (500 + 10 + 5000 + 4000)
     assert found.seconds.outside >= 2 * 500 * 16 * 4 / 2 / 1e6
 
 
@@ -74,9 +64,7 @@ def test_an_owner_more_is_a_block_more_in_each_step() -> None:
 
 def test_layers_of_whole_graphs_wait_for_rows() -> None:
     """The features of layer 1 are kept; 100 rows of 16 numbers through a card, there and back."""
-    found = predict(WHOLE, known())
-    assert found.outside["halo"] == found.outside["halo_gradients"] == 200 * 16 * 4
-    assert found.seconds.outside == pytest.approx(2 * 100 * 16 * 4 / 1e6)
+    assert predict(WHOLE, known()).seconds.outside == pytest.approx(2 * 100 * 16 * 4 / 1e6)
     assert predict(PRELOADED, known()).seconds.outside == 0.0
 
 
@@ -155,24 +143,8 @@ def test_what_does_not_fit_says_so() -> None:
     assert all("GB a rank" in one.why_not for one in found.predictions)
     assert "nearest is" in found.why[0]
     assert "--memory" in found.why[0]
-    unsplit = replace(SHAPE, refused={"push_pull": "no layer takes the features"})
-    refused = predict(COLUMNS, known(shape=unsplit))
-    assert (refused.why_not, refused.epoch_seconds) == ("no layer takes the features", 0.0)
     uncounted = replace(WHOLE, works=(FullGraphScheme(1),))
     assert predict(uncounted, known()).why_not == "its plans were not counted"
-
-
-def test_a_choice_is_json_with_its_outcome() -> None:
-    found = choose((ROWS, COLUMNS, WHOLE), known(), ChoiceOptions())
-    outcome = Outcome(epoch=1, epoch_seconds=1.0, bytes_outside=5, bytes_inside=0, peak_memory_bytes=7)
-    value = json.loads(json.dumps(replace(found, outcome=outcome).to_json()))
-    assert value["chosen"] == "push_pull structure=push"
-    assert value["outcome"]["bytes_outside"] == 5
-    by_name = {one["name"]: one for one in value["predictions"]}
-    assert by_name.keys() == {"data_parallel", "push_pull structure=push", "full_graph"}
-    assert by_name["full_graph"]["candidate"]["way"] == [0, "", 1]
-    assert by_name["data_parallel"]["candidate"]["way"] is None
-    assert {"bytes_outside", "bytes_inside", "outside", "inside"} <= by_name["data_parallel"].keys()
 
 
 def test_gradients_go_around_a_ring() -> None:
@@ -224,15 +196,13 @@ def test_a_wide_model_does_not_fit_where_a_narrow_one_does() -> None:
     assert "" not in found.winners[0]
 
 
-def test_what_a_model_cannot_be_is_no_choice() -> None:
-    works = FullGraphScheme(0), GhostPairs()
-    workers = Candidate(strategy="lambda", unit="full_graph", works=works)
-    assert predict(workers, known()).feasible
-    norming = known(shape=replace(SHAPE, refused={"lambda": "'norm', BatchNorm1d, takes means"}))
-    assert predict(workers, norming).why_not == "'norm', BatchNorm1d, takes means"
-    normalizing = known(shape=replace(SHAPE, refused={"full_graph": "'norm' is a BatchNorm1d"}))
-    assert predict(WHOLE, normalizing).why_not == "'norm' is a BatchNorm1d"
-    assert predict(ROWS, normalizing).feasible
+@pytest.mark.parametrize("candidate", [WHOLE, COLUMNS, WORKERS], ids=lambda one: one.name)
+def test_what_a_model_cannot_be_is_no_choice(candidate: Candidate) -> None:
+    assert predict(candidate, known()).feasible
+    refused = known(shape=replace(SHAPE, refused={candidate.strategy: "'norm' is a BatchNorm1d"}))
+    found = predict(candidate, refused)
+    assert (found.why_not, found.epoch_seconds) == ("'norm' is a BatchNorm1d", 0.0)
+    assert predict(ROWS, refused).feasible
 
 
 def test_bytes_of_a_model_that_is_guessed_are_expected_where_its_layers_exchange() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,128 +12,63 @@ import pytest
 from torch import nn
 
 from dglx_dist.comm.session import start_session
-from dglx_dist.comm.topology import Topology
 from dglx_dist.data.storage.reader import open_dataset, open_structure
-from dglx_dist.graph.structure import ReplicatedStructure
 from dglx_dist.planner.model_shape import topology_of
 from dglx_dist.planner.profile import busy_cores, time_on_plans
-from dglx_dist.planner.workload import stats_of_dataset
-from dglx_dist.records import EDGE_TYPE
-from dglx_dist.strategies.cost import PartitionContext
+from dglx_dist.planner.workload import sizes_of, stats_of_dataset
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE
 from dglx_dist.strategies.full_graph.cost import (
     FullGraphScheme,
-    FullWork,
     full_work_of,
     plan_trials,
-    sizes_of,
 )
-from dglx_dist.strategies.full_graph.halo_plan import RankPlan
-from dglx_dist.strategies.full_graph.memory_estimate import StepSizes, step_sizes
+from dglx_dist.strategies.full_graph.memory_estimate import StepSizes
 from dglx_dist.strategies.full_graph.plan_builder import plan_all, seeds_by_server
 from dglx_dist.training.models import build_model
 from tests.planner.hand_made import shape_of_kind
-from tests.strategies import equality
+from tests.strategies.full_graph.plan_cases import NUM_NODES, plain_context
 
 LAYERS = 3
 
 
-@pytest.fixture(scope="module")
-def context(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PartitionContext, np.ndarray]:
-    folder = equality.write_parts(tmp_path_factory.mktemp("plans"))
-    dataset, csc = open_dataset(folder), open_structure(open_dataset(folder), EDGE_TYPE)
-    offsets = dataset.manifest.node_offsets["_N"]
-    mask = np.concatenate([dataset.part(part).node_data("_N", "train_mask") for part in range(4)])
-    structure = ReplicatedStructure(EDGE_TYPE, len(mask), csc.indptr, csc.indices)
-    found = PartitionContext(
-        structure=structure,
-        bounds=np.array([0, int(offsets[2]), int(offsets[4])]),
-        topology=topology_of(2, 2),
-        seed=0,
-    )
-    return folder, found, np.flatnonzero(mask)
-
-
-def work_of(plans: list[RankPlan], topology: Topology) -> FullWork:
-    return full_work_of(np.array([[sizes_of(plan, topology.world_size) for plan in plans]]), topology)
-
-
-def test_trials_are_the_neighbourhoods_of_a_server(
-    context: tuple[Path, PartitionContext, np.ndarray],
-) -> None:
+def test_trials_are_the_neighbourhoods_of_a_server() -> None:
     """The largest is what the server's ranks compute together, and the model runs on it by itself."""
-    _, where, seeds = context
-    alone = replace(where, topology=topology_of(2, 1))
-    plan = plan_all(alone, seeds_by_server(alone, seeds), LAYERS, LAYERS)[1]
-    *smaller, whole = plan_trials(alone, seeds, LAYERS, server=1)
-    edges, sources = [len(one.indices) for one in plan.layers], [one.num_sources for one in plan.layers]
-    targets = [one.targets for one in plan.layers]
-    assert [block.num_edges() for block in whole] == edges
-    assert [block.num_src_nodes() for block in whole] == sources
-    assert [block.num_dst_nodes() for block in whole] == targets
+    where, seeds = plain_context(2, 1), np.arange(3, NUM_NODES, 11)
+    plan = plan_all(where, seeds_by_server(where, seeds), LAYERS, LAYERS)[1]
+    *smaller, whole = plan_trials(where, seeds, LAYERS, server=1)
+    sizes = [[one.num_sources, one.targets, len(one.indices)] for one in plan.layers]
+    sources, targets, edges = zip(*sizes, strict=True)
+    assert sizes_of(whole) == ([*sources], [*targets], [*edges])
     assert [len(blocks) for blocks in smaller] == [LAYERS] * 2
     assert smaller[0][0].num_edges() < whole[0].num_edges()
-    shape = shape_of_kind("sage", 6, 4, 3, LAYERS)
-    model = build_model("sage", 6, 4, 3, LAYERS)
+    shape, model = shape_of_kind("sage", 6, 4, 3, LAYERS), build_model("sage", 6, 4, 3, LAYERS)
     with busy_cores(1):
         found = time_on_plans(model, shape, [*smaller, whole], time.thread_time)
+    assert found is not None
     assert found[0][2].tolist() == [1.0, *shape.work(sources, targets, edges)]
     assert time_on_plans(nn.Linear(6, 3), shape, [whole], time.thread_time) is None
 
 
-def preloading_work(csc: Any, bounds: np.ndarray, seeds: list[np.ndarray]) -> tuple[list[int], int]:
-    """Edges of each server, which holds all that its seeds reach, and how many rows of that are others'."""
-    targets, edges, foreign = np.repeat(np.arange(len(csc.indptr) - 1), np.diff(csc.indptr)), [], 0
-    for server, own_seeds in enumerate(seeds):
-        needed, counted = np.isin(np.arange(bounds[-1]), own_seeds), 0
-        for _ in range(LAYERS):
-            used = needed[targets]
-            counted += int(used.sum())
-            needed = needed.copy()
-            needed[csc.indices[used]] = True
-        edges.append(counted)
-        foreign += int(needed.sum() - needed[bounds[server] : bounds[server + 1]].sum())
-    return edges, foreign
+def test_the_cut_is_that_of_the_servers(folder: Path) -> None:
+    dataset = open_dataset(folder)
+    csc, offsets = open_structure(dataset, EDGE_TYPE), dataset.manifest.node_offsets[NODE_TYPE]
+    # The first two of four parts are those of server 0.
+    targets = np.repeat(np.arange(len(csc.indptr) - 1), np.diff(csc.indptr))
+    crossing = np.count_nonzero((targets < offsets[2]) != (csc.indices < offsets[2]))
+    assert stats_of_dataset(dataset, 2).edge_cut == pytest.approx(crossing / len(csc.indices))
+    assert stats_of_dataset(dataset, 1).edge_cut == 0.0
 
 
-def test_closures_are_those_of_plain_counting(context: tuple[Path, PartitionContext, np.ndarray]) -> None:
-    folder, where, seeds = context
-    by_server = seeds_by_server(where, seeds)
-    plans = plan_all(where, by_server, LAYERS, LAYERS)
-    work = work_of(plans, where.topology)
-    # The memory model of auto and dglx plan sees what option memory sees of a plan.
-    assert work.largest in map(step_sizes, plans)
-    edges, foreign = preloading_work(open_structure(open_dataset(folder), EDGE_TYPE), where.bounds, by_server)
-    assert work.external_rows == foreign
-    assert work.outside == (0,) * LAYERS
-    found = [sum(plans[rank].num_edges for rank in where.topology.ranks_of_server(one)) for one in (0, 1)]
-    assert found == edges
-    # In between, servers exchange the layers above, fewer for each that is preloaded.
-    crossing = [
-        sum(work_of(plan_all(where, by_server, LAYERS, hops), where.topology).outside)
-        for hops in range(LAYERS + 1)
-    ]
-    assert crossing == sorted(crossing, reverse=True)
-    assert crossing[0] > crossing[-1] == 0
-
-
-def test_the_cut_is_that_of_the_servers(context: tuple[Path, PartitionContext, np.ndarray]) -> None:
-    folder, where, _ = context
-    csc = open_structure(open_dataset(folder), EDGE_TYPE)
-    server_of = np.searchsorted(where.bounds, np.arange(500), side="right") - 1
-    targets = np.repeat(np.arange(500), np.diff(csc.indptr))
-    crossing = np.count_nonzero(server_of[targets] != server_of[csc.indices])
-    assert stats_of_dataset(open_dataset(folder), 2).edge_cut == pytest.approx(crossing / len(csc.indices))
-    assert stats_of_dataset(open_dataset(folder), 1).edge_cut == 0.0
-
-
-def test_more_cooperative_batches_than_seeds_are_counted(
-    context: tuple[Path, PartitionContext, np.ndarray],
-) -> None:
-    folder, where, seeds = context
+def test_more_cooperative_batches_than_seeds_are_counted() -> None:
     with start_session() as session:
-        run: Any = SimpleNamespace(g=SimpleNamespace(session=session), partition=where, in_job=False)
-        run.graph, run.num_layers = stats_of_dataset(open_dataset(folder), 2), LAYERS
-        run.seeds = seeds[[0, 1, -1]]
+        run: Any = SimpleNamespace(
+            g=SimpleNamespace(session=session),
+            partition=plain_context(2, 2),
+            graph=SimpleNamespace(edges=300),
+            num_layers=LAYERS,
+            in_job=False,
+            seeds=np.array([3, 4, 100]),
+        )
         work = FullGraphScheme(LAYERS, cooperative_batches=8).count(run)
     assert work.steps == 2, "the servers have 2 seeds and 1"
 

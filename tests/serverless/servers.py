@@ -10,8 +10,9 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+import zmq
 
-from dglx_dist.comm.auth import Credentials, make_credentials_keys
+from dglx_dist.comm.auth import Credentials
 from dglx_dist.comm.ledger import Ledger
 from dglx_dist.comm.rpc import Handler, Rpc
 from dglx_dist.comm.topology import Topology
@@ -196,8 +197,8 @@ def served(bench: Bench, *, curve: bool = False) -> Iterator[Rpc]:
     """Serve ``bench`` on a port of this machine."""
     topology = Topology(rank=0, world_size=1, server_of_rank=(0,))
     rpc = Rpc(0, Ledger(topology), 20.0)
-    public, secret = make_credentials_keys() if curve else (None, None)
-    worker_public, worker_secret = make_credentials_keys() if curve else (None, None)
+    public, secret = zmq.curve_keypair() if curve else (None, None)
+    worker_public, worker_secret = zmq.curve_keypair() if curve else (None, None)
     accepted = frozenset(key for key in (worker_public,) if key is not None)
     endpoint = rpc.listen(
         "127.0.0.1",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from dglx_dist.comm.session import Session, start_session
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import StepShare
-from dglx_dist.strategies.base import STRATEGIES
+from dglx_dist.strategies.base import STRATEGIES, count_targets, find_share
 from dglx_dist.strategies.gradient_sync import make_buckets
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
@@ -214,19 +215,13 @@ def test_buckets_hold_the_last_parameters_first_and_one_dtype() -> None:
     assert make_buckets([], 1) == []
 
 
-def test_uneven_shards_tell_the_rule_from_its_mistakes() -> None:
-    """The mean of two ranks' means, and their unweighted sum, are not the gradient of one process."""
-    x, y = rows()
-    parts = []
-    for mine in (slice(4), slice(4, 6)):
-        model = net()
-        mean(model, x[mine], y[mine])
-        parts.append(gradients(model)["first.weight"])
-    first, second = parts
-    exact = one_process()["mean"]["first.weight"]
-    for wrong in ((first + second) / 2, first + second):
-        assert np.abs(wrong - exact).max() > 1e-3
-    np.testing.assert_allclose((4 * first + 2 * second) / 6, exact, atol=1e-12)
+def test_stamp_on_the_last_block_wins_over_the_session() -> None:
+    ours, stale = StepShare(num_local=1, num_global=4), StepShare(num_local=9, num_global=9)
+    session: Any = SimpleNamespace(step_share=stale)
+    blocks = [SimpleNamespace(), SimpleNamespace(step_share=ours)]
+    assert find_share((blocks, "x"), session) == ours
+    assert find_share((blocks[1], "x"), session) == ours
+    assert find_share((blocks[:1], [], 3.0), session) == stale
 
 
 def test_refusals_name_the_remedy() -> None:
@@ -236,6 +231,7 @@ def test_refusals_name_the_remedy() -> None:
         wrapped = wrap(session, model)
         with pytest.raises(ConfigError, match="count_targets"):
             wrapped(x)
+        summed(wrap(session, net(), reduction="sum"), x, y)
         session.step_share = StepShare(num_local=1, num_global=2)
         first = wrapped(x)
         session.step_share = StepShare(num_local=1, num_global=4)
@@ -343,10 +339,18 @@ def _loaded_buffers(session: Session) -> None:
     assert results[0] == results[1]
 
 
+def _counted_targets(session: Session) -> None:
+    rank = session.topology.rank
+    assert count_targets(3 * rank, session) == StepShare(num_local=3 * rank, num_global=9)
+
+
 def _on_three() -> None:
     with start_session(timeout_s=60) as session:
-        for check in (_different_models, _first_weights, _running_statistics, _loaded_buffers):
+        for check in CHECKS:
             check(session)
+
+
+CHECKS = (_different_models, _first_weights, _running_statistics, _loaded_buffers, _counted_targets)
 
 
 def test_models_are_the_same_everywhere_or_refused_and_so_are_buffers() -> None:

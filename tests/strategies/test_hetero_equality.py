@@ -30,7 +30,6 @@ from tests.strategies import equality
 from tests.training import hetero
 
 HIDDEN, STEPS, RATE = 8, 10, 0.3
-STRATEGIES_TESTED = ("data_parallel",)
 PLACEMENTS = [(1, 1), (2, 1), *wide((2, 2), (3, 3), (3, 2))]
 TOLERANCE = 1e-10
 
@@ -67,7 +66,7 @@ def weights_of(model: nn.Module) -> dict[str, Any]:
     return {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
 
 
-def _train(folder: str, strategy_name: str, share: str) -> dict[str, Any]:
+def _train(folder: str, share: str) -> dict[str, Any]:
     session = start_session(timeout_s=60)
     g = DistGraph(folder)
     topology, policy = session.topology, g.get_node_partition_policy("author")
@@ -82,7 +81,7 @@ def _train(folder: str, strategy_name: str, share: str) -> dict[str, Any]:
     for bases in (None, 2):
         authors = DistEmbedding(40, HIDDEN, f"rows-{bases}", part_policy=policy, dtype=torch.float64)
         _fill(authors.weight, g)
-        strategy = STRATEGIES.get(strategy_name)(session, {})
+        strategy = STRATEGIES.get("data_parallel")(session, {})
         loader = strategy.loader(g, {"paper": mine}, sampler, batch_size=len(ids))
         inputs = EntityInputs(g, embeddings={"author": authors})
         assert inputs.feature_widths == hetero.WIDTHS
@@ -134,13 +133,12 @@ def differences(found: tuple[dict[str, Any], Any], expected: tuple[dict[str, Any
     return worst | {"rows": float(np.abs(found[1] - expected[1]).max())}
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES_TESTED)
 @pytest.mark.parametrize("share", ["empty", *wide("uneven")])
 @pytest.mark.parametrize(("ranks", "ranks_per_server"), PLACEMENTS)
 def test_weights_and_rows_are_those_of_one_process(
-    folder: Path, plain: dict[str, Any], ranks: int, ranks_per_server: int, share: str, strategy: str
+    folder: Path, plain: dict[str, Any], ranks: int, ranks_per_server: int, share: str
 ) -> None:
-    results = run_ranks(_train, ranks, args=(str(folder), strategy, share), ranks_per_server=ranks_per_server)
+    results = run_ranks(_train, ranks, args=(str(folder), share), ranks_per_server=ranks_per_server)
     for result in results:
         for bases, found in result.items():
             wrong = {k: v for k, v in differences(found, plain[bases]).items() if not v <= TOLERANCE}

@@ -8,19 +8,22 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import dgl
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from dglx_dist.comm.session import Session, start_session
+from dglx_dist.comm.session import start_session
 from dglx_dist.errors import CheckpointError
-from dglx_dist.layers.base import cut_out
-from dglx_dist.layers.dropout import deal_out_concatenated
+from dglx_dist.graph import optim
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.graph.embedding import DistEmbedding
+from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.records import StepShare
-from dglx_dist.strategies.base import STRATEGIES, Parts, WrappedModel
-from dglx_dist.strategies.push_pull.exchange import make_group
-from dglx_dist.strategies.push_pull.split_model import Cut, CutState
+from dglx_dist.strategies.base import STRATEGIES, WrappedModel
 from dglx_dist.training import checkpoint
+from tests.api.graphs import two_triangles
+from tests.graph import small
 from tests.helpers.ranks import run_ranks
 
 
@@ -88,38 +91,31 @@ class Stateful(nn.Linear):
         return {"calls": 3}
 
 
-def _fail_on_one_rank(folder: str) -> list[str]:
+def _fail_on_one_rank(folder: str) -> None:
     session = start_session(timeout_s=60)
     odd = session.topology.rank == 1
     Path(folder, "a file").touch()
     session.store.barrier("the file")  # type: ignore[union-attr]
-    said = []
-    for action in (
-        lambda: checkpoint.load(folder, model=net()),
-        lambda: checkpoint.save(folder, model=net(), extra={"when": object()} if odd else None),
-        lambda: checkpoint.save(folder, model=Stateful(2, 2) if odd else nn.Linear(2, 2)),
-        lambda: checkpoint.save(Path(folder, "a file"), model=net()),
-        lambda: checkpoint.save(folder, model=net(), epoch=1),
-        lambda: checkpoint.load(folder, model=net(9 if odd else 3)),
+    of_first, of_second = ("rank 0 on .*", "") if odd else ("", "rank 1 on .*")
+    strange = Stateful(2, 2) if odd else nn.Linear(2, 2)
+    for said, action in (
+        ("no complete checkpoint", lambda: checkpoint.load(folder, model=net())),
+        (
+            f"^{of_second}extra cannot be saved",
+            lambda: checkpoint.save(folder, model=net(), extra={"when": object()} if odd else None),
+        ),
+        (f"^{of_second}'_extra_state' of .* dict", lambda: checkpoint.save(folder, model=strange)),
+        (f"^{of_first}.*a file", lambda: checkpoint.save(Path(folder, "a file"), model=net())),
     ):
-        try:
+        with pytest.raises(CheckpointError, match=said):
             action()
-        except CheckpointError as error:
-            said.append(str(error))
-    return said
+    checkpoint.save(folder, model=net(), epoch=1)
+    with pytest.raises(CheckpointError, match=r"'0.weight' is \(4, 3\)"):
+        checkpoint.load(folder, model=net(9 if odd else 3))
 
 
 def test_what_fails_on_one_rank_fails_on_all_and_the_run_goes_on(tmp_path: Path) -> None:
-    first, second = run_ranks(_fail_on_one_rank, 2, args=(str(tmp_path),))
-    for said in first, second:
-        none, extra, state, file, model = said
-        assert "no complete checkpoint" in none
-        assert "extra cannot be saved" in extra
-        assert "'_extra_state' of the model is of type dict" in state
-        assert "a file" in file
-        assert "'0.weight' is (4, 3)" in model
-    assert all(text.startswith("rank 1 on ") for text in first[1:3])
-    assert second[3].startswith("rank 0 on ")
+    run_ranks(_fail_on_one_rank, 2, args=(str(tmp_path),))
 
 
 def made() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -318,7 +314,34 @@ def test_a_full_disk_is_one_message_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-WIDTH, HIDDEN, STEPS, SAVE_AT = 3, 4, 5, 3
+def test_several_optimisers_are_saved_in_their_order(tmp_path: Path) -> None:
+    small.write(small.build(), tmp_path / "graph")
+    model = nn.Linear(1, 1)
+    with start_session(seed=1):
+        g = DistGraph(tmp_path / "graph")
+        rows = [DistEmbedding(small.NUM_NODES, width, f"rows-{width}", graph=g) for width in (1, 2)]
+        both = [optim.SparseAdam(rows[:1], lr=0.1), optim.SparseSGD(rows[1:], lr=0.2, mode="async")]
+        (rows[0]([3]).sum() + rows[1]([4]).sum()).backward()
+        for optimizer in both:
+            optimizer.step()
+        saved = [embedding.weight.to_local() for embedding in rows]
+        path = checkpoint.save(tmp_path / "saved", model=model, sparse=both)
+        for embedding, optimizer in zip(rows, both, strict=True):
+            embedding.weight[[3, 4]] = torch.zeros(2, embedding.embedding_dim)
+            optimizer.lr = 9.0
+        for wrong, message in (
+            (both[:1], "has 2 optimisers of embeddings, but sparse= has 1"),
+            (both[::-1], "'SparseAdam', this run has 'SparseSGD'"),
+            ([], "pass sparse="),
+        ):
+            with pytest.raises(CheckpointError, match=message):
+                checkpoint.load(path, model=model, sparse=wrong)
+        checkpoint.load(path, model=model, sparse=both)
+        assert [optimizer.lr for optimizer in both] == [0.1, 0.2]
+        assert all(torch.equal(e.weight.to_local(), then) for e, then in zip(rows, saved, strict=True))
+
+
+STEPS, SAVE_AT = 5, 3
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "adam": lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.01, amsgrad=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.5),
@@ -331,107 +354,60 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
 }
 
 
-class Net(nn.Module):
-    """As a user would have it; what goes first differs from the order in which parts list them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.bias = nn.Parameter(torch.randn(HIDDEN, dtype=torch.float64))
-        self.weight = nn.Parameter(torch.randn(HIDDEN, WIDTH, dtype=torch.float64))
+def convolution() -> nn.Module:
+    """Over the two features of :func:`two_triangles`."""
+    torch.manual_seed(3)
+    return nn.Sequential(dgl.nn.SAGEConv(2, 4, "mean")).double()
 
 
-class Pieces(nn.Module):
-    """One part of :class:`Net`, under its names."""
-
-    def __init__(self, net: Net, piece: Tensor) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(piece)
-        self.bias = net.bias
-
-
-class Cutting(WrappedModel):
-    """A wrapped model whose weight is cut by columns; whoever trains it gives the gradients."""
-
-    def __init__(self, net: Net, session: Session, size: int) -> None:
-        super().__init__()
-        group, runs = make_group(session, size), deal_out_concatenated([WIDTH], size)
-        cut = Cut(shape=(HIDDEN, WIDTH), dimension=1, runs=runs)
-        self._state = CutState(session, group, {"weight": cut})
-        self.module = Pieces(net, cut_out(net.weight.detach(), runs[group.part], 1))
-
-    @property
-    def parts(self) -> Parts:
-        return Parts(replicated=("bias",), local=("weight",))
-
-    def exchange_seconds(self, *, reset: bool = False) -> float:
-        return 0.0
-
-    def join_state(self, name: str, mine: Tensor) -> Tensor:
-        return self._state.join(name, mine)
-
-    def cut_state(self, name: str, uncut: Tensor) -> Tensor:
-        return self._state.cut(name, uncut)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        state = self.module.state_dict(*args, **kwargs)
-        self._state.join_all(state)
-        return state
-
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        return self.module.load_state_dict(self._state.cut_all(state_dict), strict=strict)
-
-
-def advance_split(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+def step_alike(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
     """Gradients that depend on the step only; a piece of no columns gets none."""
     module = model.module if isinstance(model, WrappedModel) else model
     for step in steps:
         random = torch.Generator().manual_seed(step)
-        for name, shape in (("weight", (HIDDEN, WIDTH)), ("bias", (HIDDEN,))):
-            gradient = torch.randn(shape, generator=random, dtype=torch.float64)
+        for name, parameter in convolution().named_parameters():
+            gradient = torch.randn(parameter.shape, generator=random, dtype=torch.float64)
             own = model.cut_state(name, gradient) if isinstance(model, WrappedModel) else gradient
             module.get_parameter(name).grad = own if own.numel() else None
         optimizer.step()
 
 
-def on_rank(folder: str, size: int, resume: bool) -> dict[str, Any]:
+def on_rank(data: str, folder: str, size: int, resume: bool) -> dict[str, Any]:
     """Train, save on the way or go on from there; the final state by optimizer. ``size`` 0: uncut."""
     found = {}
     with start_session(timeout_s=30) as session:
+        g = DistGraph(data)
         for name, make in OPTIMIZERS.items():
-            model: nn.Module = Net() if size == 0 else Cutting(Net(), session, size)
+            model = convolution()
+            if size:
+                model = STRATEGIES.get("push_pull")(session, {"group_size": size}).wrap(model, g)
             optimizer = make(model.parameters())
             place = f"{folder}/{name}"
             if resume:
                 checkpoint.load(place, model=model, optimizer=optimizer, random_state=False)
             else:
-                advance_split(model, optimizer, range(SAVE_AT))
+                step_alike(model, optimizer, range(SAVE_AT))
                 checkpoint.save(place, model=model, optimizer=optimizer)
-            advance_split(model, optimizer, range(SAVE_AT, STEPS))
+            step_alike(model, optimizer, range(SAVE_AT, STEPS))
             found[name] = {key: value.tolist() for key, value in model.state_dict().items()}
     return found
 
 
-@pytest.fixture(scope="module")
-def plain() -> dict[str, Any]:
-    """The final weights of a run of one process that saves nothing."""
-    found = {}
-    for name, make in OPTIMIZERS.items():
-        net = Net()
-        advance_split(net, make(net.parameters()), range(STEPS))
-        found[name] = {key: value.tolist() for key, value in net.state_dict().items()}
-    return found
-
-
-def on_four(by_parts: str, uncut: str) -> list[dict[str, Any]]:
+def on_four(data: str, by_parts: str, uncut: str) -> list[dict[str, Any]]:
     """Save by four parts; load by two parts, each of which has two replicas."""
-    return [on_rank(by_parts, 4, False), on_rank(uncut, 2, True)]
+    return [on_rank(data, by_parts, 4, False), on_rank(data, uncut, 2, True)]
 
 
-def test_what_is_saved_by_parts_or_uncut_is_loaded_uncut_or_by_parts(tmp_path: Any, plain: Any) -> None:
-    by_parts, uncut = str(tmp_path / "parts"), str(tmp_path / "uncut")
-    assert on_rank(uncut, 0, False) == plain
-    # The fourth part has no columns, hence no gradient and no optimizer state of its own.
-    assert run_ranks(on_four, 4, args=(by_parts, uncut)) == [[plain] * 2] * 4
-    assert on_rank(by_parts, 0, True) == plain
-    assert run_ranks(on_rank, 2, args=(by_parts, 2, True)) == [plain] * 2
+def test_what_is_saved_by_parts_or_uncut_is_loaded_uncut_or_by_parts(tmp_path: Path) -> None:
+    partition_to_disk(two_triangles(), tmp_path / "data", PartitionPlan(num_parts=1, method="hash"))
+    data, by_parts, uncut = (str(tmp_path / name) for name in ("data", "parts", "uncut"))
+    plain = {}
+    for name, make in OPTIMIZERS.items():
+        model = convolution()
+        step_alike(model, make(model.parameters()), range(STEPS))
+        plain[name] = {key: value.tolist() for key, value in model.state_dict().items()}
+    assert on_rank(data, uncut, 0, False) == plain
+    # Two of four parts have no columns, hence no gradient and no optimizer state of their own.
+    assert run_ranks(on_four, 4, args=(data, by_parts, uncut)) == [[plain] * 2] * 4
+    assert on_rank(data, by_parts, 0, True) == plain
+    assert run_ranks(on_rank, 2, args=(data, by_parts, 2, True)) == [plain] * 2

@@ -1,6 +1,7 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pyarrow.dataset
@@ -9,7 +10,7 @@ import torch
 
 import dglx_dist as dx
 from dglx_dist.data.partition.base import PartitionOptions
-from dglx_dist.errors import DglxError, StorageError
+from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.prepare import PartitionPlan, partition_to_disk
@@ -21,7 +22,7 @@ from tests.helpers.ranks import run_ranks
 NAMES = np.array([f"paper {i}" for i in range(7)])
 
 
-def dataset(folder: Path, parts: int = 2) -> str:
+def dataset(folder: Path) -> str:
     """Seven papers with names, three authors with numbers, one venue with neither."""
     graph = RawGraph(
         name="library",
@@ -30,7 +31,7 @@ def dataset(folder: Path, parts: int = 2) -> str:
         node_data={"paper": {"feat": np.arange(14, dtype=np.float32).reshape(7, 2)}},
         user_ids={"paper": NAMES, "author": np.array([700, 500, 600])},
     )
-    plan = PartitionPlan(num_parts=parts, method="random", options=PartitionOptions(), seed=3)
+    plan = PartitionPlan(num_parts=2, method="random", options=PartitionOptions(), seed=3)
     partition_to_disk(graph, folder, plan)
     return str(folder)
 
@@ -97,8 +98,7 @@ def test_every_row_is_found_under_its_own_id(ranks: int, per_server: int, tmp_pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["d", "out", "out-papers"]
 
 
-def _refused(data: str, out: str) -> dict[str, tuple[str, str]]:
-    found: dict[str, tuple[str, str]] = {}
+def _refused(data: str, out: str) -> None:
     with dx.init() as session:
         g = DistGraph(data)
         rank = session.topology.rank
@@ -106,55 +106,26 @@ def _refused(data: str, out: str) -> dict[str, tuple[str, str]]:
         authors = numbered(g, "author", 3, torch.float32)
         write_embeddings(authors, g, f"{out}/old")
 
-        def refused(what: str, rows: Any, folder: str = f"{out}/new", **options: Any) -> None:
-            try:
-                write_embeddings(rows, g, folder, **options)
-            except DglxError as error:
-                found[what] = type(error).__name__, str(error)
+        def refused(kind: type[Exception], said: str, rows: Any, folder: str = "new", **options: Any) -> None:
+            with pytest.raises(kind, match=said):
+                write_embeddings(rows, g, f"{out}/{folder}", **options)
 
-        refused("exists", papers, f"{out}/old")
-        refused("foreign", papers, f"{out}/foreign", overwrite=True)
-        refused("only rank 1", papers if rank == 0 else papers[:])
-        refused("misnamed", {"paper": authors})
-        refused("nothing", {})
-        refused("id", papers, name="id")
-        broken = export._lists
-        if rank == 1:
-
-            def full_disk(*_: Any) -> Any:
-                raise OSError(28, "No space left on device")
-
-            export._lists = full_disk
-        refused("disk", papers, f"{out}/old", overwrite=True)
-        export._lists = broken
-    return found
+        refused(StorageError, "pass overwrite=True", papers, "old")
+        refused(StorageError, "something other than exported rows", papers, "foreign", overwrite=True)
+        refused(StorageError, "is a file", papers, "foreign/letter.txt", overwrite=True)
+        refused(ConfigError, "rows is a Tensor", papers if rank == 0 else papers[:])
+        refused(ConfigError, "has the nodes of type 'author'", {"paper": authors})
+        refused(ConfigError, "no rows to write", {})
+        refused(ConfigError, "a name other than 'id'", papers, name="id")
+        full = OSError(28, "No space left on device")
+        with mock.patch.object(export, "_lists", side_effect=full if rank == 1 else export._lists):
+            refused(StorageError, "No space left", papers, "old", overwrite=True)
 
 
 def test_an_error_on_one_rank_is_one_on_all_and_leaves_what_was_there(tmp_path: Path) -> None:
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "letter.txt").write_text("dear")
-    results = run_ranks(_refused, 2, args=(dataset(tmp_path / "d"), str(tmp_path)))
-    for found in results:
-        for what, kind, text in (
-            ("exists", "StorageError", "pass overwrite=True"),
-            ("foreign", "StorageError", "something other than exported rows"),
-            ("only rank 1", "ConfigError", "rows is a Tensor"),
-            ("misnamed", "ConfigError", "has the nodes of type 'author'"),
-            ("nothing", "ConfigError", "no rows to write"),
-            ("id", "ConfigError", "a name other than 'id'"),
-            ("disk", "StorageError", "No space left"),
-        ):
-            assert found[what][0] == kind, found[what]
-            assert text in found[what][1]
+    run_ranks(_refused, 2, args=(dataset(tmp_path / "d"), str(tmp_path)))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["d", "foreign", "old"]
     assert (tmp_path / "foreign" / "letter.txt").read_text() == "dear"
     assert table(tmp_path / "old") == {700: [0.0, 1.0, 2.0], 500: [10.0, 11.0, 12.0], 600: [20.0, 21.0, 22.0]}
-
-
-def test_errors_of_one_process(tmp_path: Path) -> None:
-    with dx.init():
-        g = DistGraph(dataset(tmp_path / "d", parts=1))
-        papers = numbered(g, "paper", 3, torch.float32)
-        (tmp_path / "o").write_text("a file")
-        with pytest.raises(StorageError, match="is a file"):
-            write_embeddings(papers, g, tmp_path / "o", overwrite=True)

@@ -21,7 +21,7 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import Assignment
 from dglx_dist.strategies.base import STRATEGIES, edge_data_named
 from dglx_dist.strategies.serverless.trainer import LambdaTrainer
-from dglx_dist.training.fit import FitConfig, epoch_line, train
+from dglx_dist.training.fit import FitConfig, FitResult, epoch_line, train
 from dglx_dist.training.inference import evaluate
 from dglx_dist.training.models import build_model
 from tests.helpers import wide
@@ -44,13 +44,7 @@ def prepared(
     return loader, strategy.wrap(model, g)
 
 
-def _fits(folder: str, configs: list[dict[str, Any]], dropout: float) -> list[tuple[Any, list[Any]]]:
-    start_session(timeout_s=60)
-    g = DistGraph(folder)
-    return [_fit(g, config, dropout) for config in configs]
-
-
-def _fit(g: DistGraph, config: dict[str, Any], dropout: float) -> tuple[dict[str, Any], list[Any]]:
+def _fit(g: DistGraph, dropout: float = 0.5, **config: Any) -> tuple[FitResult, list[Any]]:
     topology = g.session.topology
     # The second rank has one step's seeds, and runs out of them.
     ids = equality.cut(equality.new_ids_of_training(g), (3.0, 1.0), topology.rank, topology.world_size)
@@ -59,44 +53,40 @@ def _fit(g: DistGraph, config: dict[str, Any], dropout: float) -> tuple[dict[str
     loader, model = prepared(g, plain, [-1, 4], ids, batch_size=BATCH, shuffle=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     torch.manual_seed(topology.rank)
-    seen: list[int] = []
-    result = train(
-        model, loader, optimizer, g, FitConfig(**config), callbacks=[lambda record: seen.append(record.epoch)]
-    )
-    assert seen == [record.epoch for record in result.epochs]
-    weights = [p.detach().numpy().copy() for p in model.parameters()]
-    return asdict(result), weights
+    seen: list[Any] = []
+    result = train(model, loader, optimizer, g, FitConfig(**config), callbacks=[seen.append])
+    assert seen == result.epochs
+    return result, [p.detach().numpy().copy() for p in model.parameters()]
 
 
-def run(
-    folder: Path, ranks: int, *configs: dict[str, Any], dropout: float = 0.5, trace: Path | None = None
-) -> list[list[tuple[Any, list[Any]]]]:
-    """What each rank has of each configuration, one after the other in the same processes."""
-    environment = {} if trace is None else {"DGLX_TRACE": str(trace)}
-    arguments = (str(folder), list(configs), dropout)
-    return run_ranks(_fits, ranks, args=arguments, ranks_per_server=1, environment=environment)
+def resumed(folder: str, saved: str) -> None:
+    start_session(timeout_s=60)
+    g, options = DistGraph(folder), {"eval_every": 2, "checkpoint_folder": saved}
+    whole, weights = _fit(g, epochs=4, eval_every=2)
+    _fit(g, epochs=2, **options)
+    rest, other = _fit(g, epochs=4, checkpoint_every=5, resume=True, **options)
+    assert all(np.array_equal(x, y) for x, y in zip(weights, other, strict=True))
+    assert (rest.first_epoch, [record.epoch for record in rest.epochs]) == (2, [2, 3])
+    assert [record.loss for record in rest.epochs] == [record.loss for record in whole.epochs[2:]]
+    for name in ("accuracy", "best_epoch", "best_val_accuracy"):
+        assert getattr(rest, name) == getattr(whole, name)
 
 
 @pytest.mark.parametrize("ranks", [2, *wide(1)])
 def test_resumed_fit_is_the_uninterrupted_one(folder: Path, tmp_path: Path, ranks: int) -> None:
-    whole = {"epochs": 4, "eval_every": 2}
-    half = {"epochs": 2, "eval_every": 2, "checkpoint_folder": str(tmp_path)}
-    rest = {**whole, "checkpoint_folder": str(tmp_path), "checkpoint_every": 5, "resume": True}
-    before = run(folder, ranks, whole, half)
-    after = run(folder, ranks, rest)
-    for ((a, weights), _), [(b, other)] in zip(before, after, strict=True):
-        assert all(np.array_equal(x, y) for x, y in zip(weights, other, strict=True))
-        assert b["first_epoch"] == 2
-        assert [r["epoch"] for r in b["epochs"]] == [2, 3]
-        assert [r["loss"] for r in a["epochs"][2:]] == [r["loss"] for r in b["epochs"]]
-        assert a["accuracy"] == b["accuracy"]
-        assert (a["best_epoch"], a["best_val_accuracy"]) == (b["best_epoch"], b["best_val_accuracy"])
+    run_ranks(resumed, ranks, args=(str(folder), str(tmp_path)), ranks_per_server=1)
     # After the last epoch it saved, though 5 epochs were not over.
     assert sorted(p.name[:12] for p in tmp_path.iterdir()) == ["epoch-000001", "epoch-000002", "epoch-000004"]
 
 
+def recorded(folder: str) -> dict[str, Any]:
+    start_session(timeout_s=60)
+    return asdict(_fit(DistGraph(folder), 0.0, epochs=2)[0])
+
+
 def test_records_are_sums_over_ranks(folder: Path, tmp_path: Path) -> None:
-    results = [result for [(result, _)] in run(folder, 2, {"epochs": 2}, dropout=0.0, trace=tmp_path)]
+    traced = {"DGLX_TRACE": str(tmp_path)}
+    results = run_ranks(recorded, 2, args=(str(folder),), ranks_per_server=1, environment=traced)
     assert results[0] == results[1]
     for rank in range(2):
         assert json.loads((tmp_path / f"rank-{rank}.json").read_text())["epochs"] == results[rank]["epochs"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from dglx_dist.comm.session import start_session
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.dist_tensor import DistTensor
+from dglx_dist.records import SPLITS
 from dglx_dist.training.inference import (
     evaluate,
     first_rows,
@@ -78,46 +80,55 @@ def plain_scores(kind: str) -> Any:
         return model_of(kind)([block] * {"rgcn": 3, "hgt": 2, "both": 1}[kind], x)
 
 
-def _in_order(g: DistGraph, rows: dict[str, DistTensor]) -> dict[str, Any]:
-    ordered = {ntype: equality.in_original_order(tensor, g, ntype) for ntype, tensor in rows.items()}
-    return {ntype: one.numpy().copy() for ntype, one in ordered.items()}
+def _same(g: DistGraph, found: Mapping[str, DistTensor], expected: Any, ntypes: Iterable[str]) -> None:
+    assert set(found) == set(ntypes)
+    for ntype, rows in found.items():
+        ordered = equality.in_original_order(rows, g, ntype)
+        np.testing.assert_allclose(ordered, expected[ntype], rtol=0, atol=1e-12, err_msg=ntype)
 
 
-def _results(folder: str) -> dict[str, Any]:
+def accuracy_of(scores: Tensor, data: Any, names: Iterable[str] = SPLITS) -> Any:
+    correct = scores.argmax(1) == data["label"]
+    accuracy = {name: float(correct[data[name]].double().mean()) for name in names}
+    return pytest.approx(accuracy, abs=1e-15)
+
+
+def of_several_types(folder: str) -> None:
     session = start_session(timeout_s=60)
     g = DistGraph(folder)
-    authors = g.new_tensor(
-        (40, HIDDEN), torch.float64, "rows", part_policy=g.get_node_partition_policy("author")
-    )
+    policy = g.get_node_partition_policy("author")
+    authors = g.new_tensor((40, HIDDEN), torch.float64, "rows", part_policy=policy)
     mine = g.local_nodes("author")
     authors[mine] = author_rows()[g.orig_ids(mine, "author")]
     g.barrier()
     inputs = {"author": authors} | {ntype: g.nodes[ntype].data["feat"] for ntype in hetero.WIDTHS}
-    results: dict[str, Any] = {}
+    plain = {kind: plain_scores(kind) for kind in ("rgcn", "hgt", "both")}
     tensors = len(g.kvstore.names())
     for kind in ("rgcn", "hgt"):
         rows = layerwise_inference(model_of(kind), g, inputs=inputs, batch_size=7)
-        results[kind] = _in_order(g, rows)
+        _same(g, rows, plain[kind], hetero.NUM_NODES)
         for tensor in rows.values():
             tensor.delete()
     rows = minibatch_inference(model_of("rgcn"), g, 3, inputs=inputs, batch_size=7)
-    results["minibatch"] = _in_order(g, rows)
+    _same(g, rows, plain["rgcn"], hetero.NUM_NODES)
     rows = layerwise_inference(model_of("both"), g, inputs=inputs, batch_size=7, ntypes=["author", "paper"])
     assert set(rows) == {"hidden", "scores"}
-    results["both"] = {"hidden": _in_order(g, rows["hidden"]), "scores": _in_order(g, rows["scores"][0])}
-    results["both again"] = _in_order(g, rows["scores"][1])
-    results["accuracy"] = evaluate(model_of("rgcn"), g, inputs=inputs)
+    found = rows["hidden"], *rows["scores"]
+    for one, expected in zip(found, (plain["both"]["hidden"], *plain["both"]["scores"]), strict=True):
+        _same(g, one, expected, ("author", "paper"))
+    labels = hetero.plain_graph().nodes["paper"].data
+    assert evaluate(model_of("rgcn"), g, inputs=inputs) == accuracy_of(plain["rgcn"]["paper"], labels)
     kept = len(g.kvstore.names())
     assert kept == tensors + 3 + 6  # minibatch's three types, and three results of two types
     with pytest.raises(ConfigError, match=r"returns \['hidden'\]\['paper'\].*choose the scores with output="):
         evaluate(model_of("both"), g, inputs=inputs, batch_size=7)
-    results["accuracy both"] = evaluate(model_of("both"), g, inputs=inputs, output=0, batch_size=7)
+    accuracy = evaluate(model_of("both"), g, inputs=inputs, output=0, batch_size=7)
+    assert accuracy == accuracy_of(plain["both"]["scores"][0]["paper"], labels)
     assert len(g.kvstore.names()) == kept
     with pytest.raises(ConfigError, match=r"'author' have no tensor 'feat'.*inputs="):
         evaluate(model_of("rgcn"), g)
     _wrong_layers(g, inputs)
     session.close()
-    return results
 
 
 def _wrong_layers(g: DistGraph, inputs: dict[str, DistTensor]) -> None:
@@ -146,32 +157,7 @@ def _wrong_layers(g: DistGraph, inputs: dict[str, DistTensor]) -> None:
 @pytest.mark.parametrize(("ranks", "ranks_per_server"), [(3, 2), *wide((1, 1), (2, 1))])
 def test_results_are_those_of_plain_dgl(tmp_path: Path, ranks: int, ranks_per_server: int) -> None:
     folder = str(hetero.write_parts(tmp_path))
-    plain = {kind: plain_scores(kind) for kind in ("rgcn", "hgt", "both")}
-    labels = hetero.plain_graph().nodes["paper"].data
-
-    def accuracy(scores: Tensor) -> dict[str, float]:
-        correct = scores.argmax(1) == labels["label"]
-        return {
-            name: float(correct[labels[name]].double().mean())
-            for name in ("train_mask", "val_mask", "test_mask")
-        }
-
-    for result in run_ranks(_results, ranks, args=(folder,), ranks_per_server=ranks_per_server):
-        _same(result["rgcn"], plain["rgcn"], set(hetero.NUM_NODES))
-        _same(result["hgt"], plain["hgt"], set(hetero.NUM_NODES))
-        _same(result["minibatch"], plain["rgcn"], set(hetero.NUM_NODES))
-        _same(result["both"]["hidden"], plain["both"]["hidden"], {"author", "paper"})
-        _same(result["both"]["scores"], plain["both"]["scores"][0], {"author", "paper"})
-        _same(result["both again"], plain["both"]["scores"][1], {"author", "paper"})
-        assert result["accuracy"] == pytest.approx(accuracy(plain["rgcn"]["paper"]), abs=1e-15)
-        scores = plain["both"]["scores"][0]["paper"]
-        assert result["accuracy both"] == pytest.approx(accuracy(scores), abs=1e-15)
-
-
-def _same(found: dict[str, Any], expected: dict[str, Tensor], ntypes: set[str]) -> None:
-    assert set(found) == ntypes
-    for ntype, rows in found.items():
-        np.testing.assert_allclose(rows, expected[ntype].numpy(), rtol=0, atol=1e-12, err_msg=ntype)
+    run_ranks(of_several_types, ranks, args=(folder,), ranks_per_server=ranks_per_server)
 
 
 def test_layers_are_named_and_what_stands_between_them_is_told(folder: Path) -> None:
@@ -267,53 +253,40 @@ def own_model() -> OwnModel:
     return OwnModel().double()
 
 
-def _scores(folder: str) -> dict[str, Any]:
+def of_one_type(folder: str) -> None:
     session = start_session(timeout_s=60)
-    g = DistGraph(folder)
-    results: dict[str, Any] = {}
+    g, graph = DistGraph(folder), equality.plain_graph()
+    features = graph.ndata["feat"]
+
+    def check(rows: DistTensor, plain: nn.Module) -> None:
+        with torch.no_grad():
+            expected = plain.eval()([graph, graph], features)
+        np.testing.assert_allclose(equality.in_original_order(rows, g), expected, rtol=0, atol=1e-12)
+
     tensors = len(g.kvstore.names())
     for kind in equality.MODELS:
         scores = layerwise_inference(equality.model_of(kind, g), g, batch_size=37)
-        results[kind] = equality.in_original_order(scores, g).numpy().copy()
+        torch.manual_seed(11)
+        check(scores, equality.PlainModel(kind).double())
         scores.delete()
     model = own_model()
     model.norm.eval()
-    results["own"] = equality.in_original_order(layerwise_inference(model, g), g).numpy().copy()
+    check(layerwise_inference(model, g), own_model())
     assert model.training
     assert not model.norm.training
-    results["untold"] = equality.in_original_order(
-        minibatch_inference(Untold(own_model()), g, 2, batch_size=90), g
-    ).numpy()
+    check(minibatch_inference(Untold(own_model()), g, 2, batch_size=90), own_model())
     assert len(g.kvstore.names()) == tensors + 2  # the two that were not deleted, and no layer in between
-    results["accuracy"] = evaluate(own_model(), g)
-    results["accuracy untold"] = evaluate(Untold(own_model()), g, ["val_mask"], num_layers=2)
+    with torch.no_grad():
+        scores, told = own_model().eval()([graph, graph], features), ["val_mask"]
+    assert evaluate(own_model(), g) == accuracy_of(scores, graph.ndata)
+    assert evaluate(Untold(own_model()), g, told, num_layers=2) == accuracy_of(scores, graph.ndata, told)
     with pytest.raises(ConfigError, match=r"inference_layers\(\).*num_layers="):
         evaluate(Untold(own_model()), g)
     with pytest.raises(ConfigError, match=r"no tensor 'tset_mask'.*known: 'feat', 'label', 'train_mask'"):
         evaluate(own_model(), g, ["tset_mask"])
     session.close()
-    return results
 
 
 @pytest.mark.parametrize(("ranks", "ranks_per_server"), [(1, 1), (3, 2), *wide((2, 1), (4, 4))])
 def test_scores_and_accuracy(folder: Path, ranks: int, ranks_per_server: int) -> None:
-    graph = equality.plain_graph()
-    features = graph.ndata["feat"]
-    plain = {}
-    with torch.no_grad():
-        for kind in equality.MODELS:
-            torch.manual_seed(11)
-            plain[kind] = equality.PlainModel(kind).double().eval()([graph, graph], features)
-        plain["own"] = own_model().eval()([graph, graph], features)
-    plain["untold"] = plain["own"]
-    # Untold's weights are those of the OwnModel inside it.
-    correct = plain["own"].argmax(1) == graph.ndata["label"]
-    accuracy = {
-        name: float(correct[graph.ndata[name]].double().mean())
-        for name in ("train_mask", "val_mask", "test_mask")
-    }
-    for result in run_ranks(_scores, ranks, args=(str(folder),), ranks_per_server=ranks_per_server):
-        for name, scores in plain.items():
-            np.testing.assert_allclose(result[name], scores.numpy(), rtol=0, atol=1e-12, err_msg=name)
-        assert result["accuracy"] == pytest.approx(accuracy, abs=1e-15)
-        assert result["accuracy untold"] == pytest.approx({"val_mask": accuracy["val_mask"]}, abs=1e-15)
+    run_ranks(of_one_type, ranks, args=(str(folder),), ranks_per_server=ranks_per_server)

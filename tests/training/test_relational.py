@@ -1,8 +1,7 @@
-"""R-GCN is its formula, HGT is DGL's on the homogeneous graph, and both agree on smaller blocks."""
+"""R-GCN is its formula, HGT is DGL's on the homogeneous graph; smaller blocks: test_inference.py."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +14,8 @@ import torch
 from torch import Tensor
 
 import dglx_dist as dx
-from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.errors import ConfigError
-from dglx_dist.records import Assignment
+from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.training.relational import HGT, RGCN, EntityInputs, RelationalModel
 from tests.training import hetero
 
@@ -92,35 +90,15 @@ def test_hgt_is_that_of_dgl_on_the_homogeneous_graph() -> None:
         np.testing.assert_allclose(found[ntype], of_type, rtol=0, atol=1e-12, err_msg=ntype)
 
 
-def blocks_of(seeds: dict[str, Tensor]) -> tuple[list[Any], dict[str, Tensor]]:
-    """Two hops of every in-edge by DGL, and the input nodes."""
-    sampler = dgl.dataloading.MultiLayerFullNeighborSampler(2)
-    input_nodes, _, blocks = sampler.sample_blocks(hetero.plain_graph(), seeds)
-    return blocks, input_nodes
-
-
 @pytest.mark.parametrize("kind", ["rgcn", "rgcn_bases", "hgt"])
-@pytest.mark.parametrize("seeds", [{"paper": [3, 50, 4]}, {"venue": [1], "author": [0, 7]}, {"paper": []}])
-def test_blocks_of_some_seeds_give_the_rows_of_the_whole_graph(kind: str, seeds: dict[str, Any]) -> None:
-    model, x = model_of(kind), inputs()
-    wanted = {ntype: torch.tensor(ids, dtype=torch.int64) for ntype, ids in seeds.items()}
-    blocks, input_nodes = blocks_of(wanted)
-    whole = hetero.whole_block()
-    with torch.no_grad():
-        found = model(blocks, {ntype: rows[input_nodes[ntype]] for ntype, rows in x.items()})
-        expected = model([whole, whole], x)
-    for ntype in hetero.NUM_NODES:
-        ids = wanted.get(ntype, torch.zeros(0, dtype=torch.int64))
-        np.testing.assert_allclose(found[ntype], expected[ntype][ids], rtol=0, atol=1e-12, err_msg=ntype)
-
-
-def test_no_destination_at_all_still_leads_back_to_the_weights() -> None:
-    for kind in ("rgcn", "rgcn_bases", "hgt"):
-        model = model_of(kind, out_types=["paper"])
-        blocks, input_nodes = blocks_of({"paper": torch.zeros(0, dtype=torch.int64)})
-        out = model(blocks, {ntype: rows[input_nodes[ntype]] for ntype, rows in inputs().items()})["paper"]
-        assert out.shape == (0, 3)
-        out.sum().backward()
+def test_no_destination_at_all_still_leads_back_to_the_weights(kind: str) -> None:
+    sampler = dgl.dataloading.MultiLayerFullNeighborSampler(2)
+    nobody = {"paper": torch.zeros(0, dtype=torch.int64)}
+    input_nodes, _, blocks = sampler.sample_blocks(hetero.plain_graph(), nobody)
+    x = {ntype: rows[input_nodes[ntype]] for ntype, rows in inputs().items()}
+    out = model_of(kind, out_types=["paper"])(blocks, x)["paper"]
+    assert out.shape == (0, 3)
+    out.sum().backward()
 
 
 def test_one_node_type_takes_and_gives_tensors() -> None:
@@ -187,48 +165,39 @@ def test_bad_arguments(call: Any, message: str) -> None:
         call(hetero.plain_graph())
 
 
-@pytest.fixture
-def g(tmp_path: Path) -> Iterator[dx.DistGraph]:
+def test_input_rows_are_the_same_whether_the_loader_attached_them_or_not(tmp_path: Path) -> None:
     raw = hetero.raw_graph()
     paper, venue = raw.node_data["paper"], raw.node_data["venue"]
     data = {
         "paper": {**paper, "feat": np.asarray(paper["feat"]).astype(np.float16), "flat": paper["label"]},
         "venue": {**venue, "flat": np.zeros(hetero.NUM_NODES["venue"])},
     }
-    part_of = {ntype: np.zeros(count, np.int32) for ntype, count in hetero.NUM_NODES.items()}
-    parts = Assignment(num_parts=1, part_of=part_of, method="test", seed=0)
-    write_dataset(replace(raw, node_data=data), parts, tmp_path / "parts")
+    plan = PartitionPlan(num_parts=1, method="hash")
+    partition_to_disk(replace(raw, node_data=data), tmp_path / "parts", plan)
     with dx.init(seed=0):
-        yield dx.DistGraph(tmp_path / "parts")
-
-
-def authors_of(g: dx.DistGraph, count: int = hetero.NUM_NODES["author"]) -> dx.DistEmbedding:
-    policy = g.get_node_partition_policy("author") if count == hetero.NUM_NODES["author"] else None
-    return dx.DistEmbedding(count, 4, f"rows-{count}", part_policy=policy, graph=g)
-
-
-def block_of(g: dx.DistGraph, prefetched: Any) -> Any:
-    sampler = dgl.dataloading.NeighborSampler([2], prefetch_node_feats=prefetched)
-    ((_, _, blocks),) = dx.DataLoader(g, {"paper": torch.arange(9)}, sampler, batch_size=9)
-    return blocks[0]
-
-
-def test_rows_are_the_same_whether_the_loader_attached_them_or_not(g: dx.DistGraph) -> None:
-    inputs = EntityInputs(g, embeddings={"author": authors_of(g)})
-    assert inputs.feature_widths == hetero.WIDTHS
-    attached, fetched = (
-        inputs(block_of(g, prefetched)) for prefetched in ({"paper": ["feat"], "venue": ["feat"]}, {})
-    )
-    for ntype, rows in attached.items():
-        # float16 on disk, but few models compute in it.
-        assert rows.dtype == fetched[ntype].dtype == (torch.float64 if ntype == "venue" else torch.float32)
-        assert torch.equal(rows, fetched[ntype])
-
-
-def test_what_has_no_rows_is_told_with_the_remedy(g: dx.DistGraph) -> None:
-    with pytest.raises(dx.ConfigError, match=r"type 'author' have no tensor 'feat'; give them a DistEmb"):
-        EntityInputs(g)
-    with pytest.raises(dx.ConfigError, match="has 60 rows for 40 nodes"):
-        EntityInputs(g, embeddings={"author": SimpleNamespace(weight=g.nodes["paper"].data["feat"])})  # type: ignore[dict-item]
-    with pytest.raises(dx.ConfigError, match=r"'flat' of nodes of type 'paper' has shape \(60,\)"):
-        EntityInputs(g, feature="flat", embeddings={"author": authors_of(g)})
+        g = dx.DistGraph(tmp_path / "parts")
+        authors = dx.DistEmbedding(40, 4, part_policy=g.get_node_partition_policy("author"), graph=g)
+        inputs, made = EntityInputs(g, embeddings={"author": authors}), []
+        assert inputs.feature_widths == hetero.WIDTHS
+        for prefetched in ({"paper": ["feat"], "venue": ["feat"]}, {}):
+            sampler = dgl.dataloading.NeighborSampler([2], prefetch_node_feats=prefetched)
+            ((_, _, blocks),) = dx.DataLoader(g, {"paper": torch.arange(9)}, sampler, batch_size=9)
+            made.append(inputs(blocks[0]))
+        attached, fetched = made
+        for ntype, rows in attached.items():
+            # float16 on disk, but few models compute in it.
+            assert (
+                rows.dtype == fetched[ntype].dtype == (torch.float64 if ntype == "venue" else torch.float32)
+            )
+            assert torch.equal(rows, fetched[ntype])
+        wrong: Any = SimpleNamespace(weight=g.nodes["paper"].data["feat"])
+        for given, said in (
+            ({}, r"type 'author' have no tensor 'feat'; give them a DistEmb"),
+            ({"embeddings": {"author": wrong}}, "has 60 rows for 40 nodes"),
+            (
+                {"feature": "flat", "embeddings": {"author": authors}},
+                r"'flat' .* 'paper' has shape \(60,\)",
+            ),
+        ):
+            with pytest.raises(ConfigError, match=said):
+                EntityInputs(g, **given)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -63,10 +63,11 @@ def _traced(folder: str, out: str) -> dict[str, Any]:
     return told
 
 
+Traced: TypeAlias = tuple[Path, list[dict[str, Any]]]
+
+
 @pytest.fixture(scope="module", params=[1, 2])
-def traced(
-    request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, list[dict[str, Any]]]:
+def traced(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Traced:
     out = tmp_path_factory.mktemp(f"traces-{request.param}")
     (out / "mine.json").write_text("of somebody else")
     # Of an earlier run that failed: goes when the next one starts.
@@ -78,7 +79,7 @@ def names_of(rank: RankSpans, row: str) -> set[str]:
     return {span.name for span in rank.spans if span.row == row}
 
 
-def test_every_rank_is_in_the_file_with_every_step(traced: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_every_rank_is_in_the_file_with_every_step(traced: Traced) -> None:
     out, told = traced
     trace = read_trace(out / "good.json")
     assert len(trace.ranks) == len(told)
@@ -97,9 +98,7 @@ def test_every_rank_is_in_the_file_with_every_step(traced: tuple[Path, list[dict
     assert set(trace.facts["versions"]) == {"dglx_dist", "torch", "dgl"}
 
 
-def test_sums_of_gradients_end_on_all_ranks_only_after_all_began(
-    traced: tuple[Path, list[dict[str, Any]]],
-) -> None:
+def test_sums_of_gradients_end_on_all_ranks_only_after_all_began(traced: Traced) -> None:
     """A sum needs all ranks, which shows only on a common clock."""
     trace = read_trace(traced[0] / "good.json")
     error_s = sum(rank.clock_error_s for rank in trace.ranks)
@@ -108,7 +107,7 @@ def test_sums_of_gradients_end_on_all_ranks_only_after_all_began(
         assert max(span.begin_s for span in together) <= min(span.end_s for span in together) + error_s
 
 
-def test_recording_changes_no_weight_and_stops_when_asked(traced: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_recording_changes_no_weight_and_stops_when_asked(traced: Traced) -> None:
     out, told = traced
     for rank in told:
         assert rank["weights"] == rank["weights of the short one"] == told[0]["weights"]
@@ -118,16 +117,14 @@ def test_recording_changes_no_weight_and_stops_when_asked(traced: tuple[Path, li
     assert [span.batch for span in short.ranks[0].spans if span.name == "step"] == [0]
 
 
-def test_what_is_no_trace_is_not_overwritten_and_all_ranks_hear_it(
-    traced: tuple[Path, list[dict[str, Any]]],
-) -> None:
+def test_what_is_no_trace_is_not_overwritten_and_all_ranks_hear_it(traced: Traced) -> None:
     out, told = traced
     assert (out / "mine.json").read_text() == "of somebody else"
     for rank in told:
         assert "something other than a trace" in rank["mine.json"]
 
 
-def test_ranks_that_fail_leave_what_they_have(traced: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_ranks_that_fail_leave_what_they_have(traced: Traced) -> None:
     out, told = traced
     assert not (out / "failed.json").exists()
     for rank, seen in enumerate(told):
@@ -137,13 +134,8 @@ def test_ranks_that_fail_leave_what_they_have(traced: tuple[Path, list[dict[str,
         numbers = list(range(3 * seen["steps"], 4 * seen["steps"]))
         for name in ("sample", "step"):
             assert sorted(s.batch for s in own.spans if s.name == name and s.batch is not None) == numbers
-    names = {
-        "good.json",
-        "short.json",
-        "mine.json",
-        *(f"failed.rank-{rank}.json" for rank in range(len(told))),
-    }
-    assert {path.name for path in out.iterdir()} == names
+    failed = {f"failed.rank-{rank}.json" for rank in range(len(told))}
+    assert {path.name for path in out.iterdir()} == {"good.json", "short.json", "mine.json"} | failed
 
 
 def test_a_trace_tells_no_key_of_an_endpoint() -> None:

@@ -7,6 +7,7 @@ folder of the description or to the current folder.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from glob import glob
@@ -342,13 +343,11 @@ def _shares(entry: Fields) -> tuple[float, float, float]:
 
 def _check_types(config: IngestConfig) -> None:
     names, relations = [node.kind for node in config.nodes], [edge.kind for edge in config.edges]
-    known: tuple[tuple[str, list[Any]], ...] = (("node", names), ("edge", relations))
-    for what, found in known:
-        for one in found:
-            if found.count(one) > 1:
-                raise ConfigError(
-                    f"{config.path}: {what} type {one!r} is described twice; list its files in one entry"
-                )
+    for kind, count in Counter([*names, *relations]).items():
+        if count > 1:
+            raise ConfigError(
+                f"{config.path}: the type {kind!r} is described twice; list its files in one entry"
+            )
     for source, relation, destination in relations:
         for ntype in (source, destination):
             if ntype not in names:

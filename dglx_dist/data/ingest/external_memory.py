@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,16 +13,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from dglx_dist.data.allocator import return_memory
 from dglx_dist.data.ingest.tables import Piece, Table, ids_of
 from dglx_dist.data.storage.files import resident
 from dglx_dist.data.tables import as_numpy
 from dglx_dist.data.validate import column_error, first_repeat, repeated_id
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array
-
-_M_MMAP_THRESHOLD = -3
-"""Parameter number in <malloc.h>."""
-_MMAP_THRESHOLD_BYTES = 1 << 17
 
 LIBRARY_BYTES = 48 * 2**20
 """Library code that is not loaded yet, and buffers that do not depend on the limit."""
@@ -73,10 +69,7 @@ def low_memory_allocators() -> Iterator[None]:
     """
     before = pa.default_memory_pool()
     pa.set_memory_pool(pa.system_memory_pool())
-    # Not every C library has mallopt.
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
+    release_memory()
     try:
         yield
     finally:
@@ -85,9 +78,7 @@ def low_memory_allocators() -> Iterator[None]:
 
 def release_memory() -> None:
     """Return freed memory to the system; called between steps, since malloc does not reuse small pieces."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    return_memory(1 << 17)
 
 
 def runs(values: Array) -> Iterator[tuple[int, slice]]:

@@ -15,6 +15,7 @@ from dglx_dist.data.ingest.config import FeatureSpec
 from dglx_dist.data.ingest.tables import Piece, Table, numbers_of_text
 from dglx_dist.data.json_fields import Fields, Within
 from dglx_dist.data.tables import Column, as_numpy, first_true
+from dglx_dist.data.validate import column_error
 from dglx_dist.errors import DatasetError
 from dglx_dist.records import FEATURE, Array, ColumnInfo
 
@@ -134,19 +135,15 @@ class MaxMin(_Scaled):
 
     def finalize(self, where: str) -> Mapping[str, Any]:
         if len(self._found) < 2:
-            raise DatasetError(
-                f"{where}: column {self.column!r} has no row to find its minimum and maximum in"
-            )
+            raise column_error(where, self.column, "has no row to find its minimum and maximum in")
         for key, name, nearer in (("min_val", "min_bound", np.maximum), ("max_val", "max_bound", np.minimum)):
             bound = self._bounds[name]
             if key in self._missing and bound is not None:
                 self._found[key] = nearer(self._found[key], bound)
         low, high = self._found["min_val"], self._found["max_val"]
         if (high <= low).any():
-            raise DatasetError(
-                f"{where}: column {self.column!r}: its maximum {high.max()} is not above its "
-                f"minimum {low.min()}, and max_min_norm would divide by 0; leave the column out"
-            )
+            problem = f"has the maximum {high.max()}, which is not above its minimum {low.min()}"
+            raise column_error(where, self.column, f"{problem}; max_min_norm would divide by 0: leave it out")
         return {**self.settings, "min_val": low.tolist(), "max_val": high.tolist()}
 
     def apply(self, rows: Column) -> Array:
@@ -164,10 +161,10 @@ class Standard(_Scaled):
     def finalize(self, where: str) -> Mapping[str, Any]:
         total = self._found.get("sum")
         if total is None or (total == 0).any():
-            raise DatasetError(
-                f"{where}: column {self.column!r}: the sum of its values is 0, and standard would "
-                "divide by it; take max_min_norm, or leave the column out"
+            problem = (
+                "has values of sum 0, by which standard would divide; take max_min_norm, or leave it out"
             )
+            raise column_error(where, self.column, problem)
         return {**self.settings, "sum": total.tolist()}
 
     def apply(self, rows: Column) -> Array:
@@ -191,20 +188,14 @@ class Categorical(Transform):
 
     def scan(self, rows: Column) -> None:
         if not self._given:
-            add_texts(
-                self._seen,
-                self._texts(rows)[1],
-                rows,
-                "to_categorical makes a column of each; encode it otherwise",
-            )
+            why = "to_categorical makes a column of each; encode it otherwise"
+            add_texts(self._seen, self._texts(rows)[1], rows, why)
 
     def finalize(self, where: str) -> Mapping[str, Any]:
         if not self._given:
             self._codes = {text: number for number, text in enumerate(sorted(self._seen))}
         if not self._codes:
-            raise DatasetError(
-                f"{where}: column {self.column!r} has no value to make a category of; leave it out"
-            )
+            raise column_error(where, self.column, "has no value to make a category of; leave it out")
         return {**self.settings, "mapping": dict(self._codes)}
 
     def apply(self, rows: Column) -> Array:
@@ -260,15 +251,9 @@ class Features:
             self._tensors.setdefault(spec.name, []).extend(transforms)
         self._scanned = [one for transforms in self._of_spec for one in transforms if one.needs_scan]
         self._batch_bytes = batch_bytes
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self._tensors)
-
-    @property
-    def scanned_columns(self) -> tuple[str, ...]:
+        self.names = tuple(self._tensors)
+        self.scanned_columns = tuple(one.column for one in self._scanned)
         """Columns that must be scanned in full before they are transformed."""
-        return tuple(one.column for one in self._scanned)
 
     def scan(self, piece: Piece) -> None:
         for one in self._scanned:

@@ -36,6 +36,7 @@ class Labels:
     def __init__(self, column: str, is_regression: bool) -> None:
         self.column = column
         self.is_regression = is_regression
+        self.dtype: np.dtype[Any] = np.dtype(np.float32 if is_regression else np.int64)
         self.num_classes: int | None = None
         self.names: tuple[str, ...] = ()
         """Class names, where labels are texts."""
@@ -43,10 +44,6 @@ class Labels:
         self._texts: set[str] = set()
         self._class_names: Any = None
         self._largest = -1
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return np.dtype(np.float32 if self.is_regression else np.int64)
 
     def scan(self, rows: Column) -> None:
         if self.is_regression:
@@ -67,7 +64,6 @@ class Labels:
         """Count the classes, after all rows of the table ``where`` are scanned."""
         if self.is_regression:
             return
-        table = Column(None, self.column, where)
         if self._is_text:
             names = sorted(self._texts)
             if all(map(_CLASS_NUMBER.fullmatch, names)):
@@ -77,9 +73,9 @@ class Labels:
                 self._class_names = pa.array(names, pa.large_string())
                 self.names = tuple(names)
         if self._largest < 0:
-            raise table.error("has no label in any row; leave labels out")
+            raise column_error(where, self.column, "has no label in any row; leave labels out")
         if self._largest >= MAX_CLASSES:
-            raise table.error(f"has {too_many_classes(self._largest)}")
+            raise column_error(where, self.column, f"has {too_many_classes(self._largest)}")
         self.num_classes = self._largest + 1
 
     def codes(self, rows: Column) -> Array:

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import dgl
@@ -21,7 +21,6 @@ from torch import Tensor
 
 from dglx_dist.comm.collectives import barrier, gather_int64, gather_json
 from dglx_dist.comm.exchange import row_exchanges
-from dglx_dist.comm.session import if_alive
 from dglx_dist.comm.trace import LOADER
 from dglx_dist.dataloading.feature_fetch import LABEL_PHASE, Columns
 from dglx_dist.dataloading.step_loader import EpochLoader
@@ -34,7 +33,6 @@ from dglx_dist.strategies.full_graph.expansion import (
     AUTO,
     Composition,
     EasOptions,
-    Selection,
     cluster_seeds,
     compose,
     eas_rule,
@@ -140,9 +138,8 @@ class PlanMaker:
         self._g, self._planner = g, Planner(g)
         topology = g.session.topology
         self._is_leader = topology.rank == topology.ranks_of_server(topology.server)[0]
-        # Of the last draw only.
-        self._composed: dict[tuple[PlanSpec, int], tuple[Array, ...]] = {}
-        self._rules: dict[tuple[EasOptions, int], Selection] = {}
+        # Of the last draw only. External nodes of a server are selected once for all of its batches.
+        self._composed, self._selection = lru_cache(1)(self._compose), lru_cache(1)(eas_rule)
 
     def make(self, spec: PlanSpec, key: _Key) -> RankPlan:
         """Return this rank's plan; all ranks must call it, each from one thread at a time."""
@@ -151,37 +148,25 @@ class PlanMaker:
             seeds = self.seeds
         else:
             # Only the leader of a server passes its seeds.
-            seeds = self._composed_seeds(spec, composition_draw)[step] if self._is_leader else _NO_SEEDS
+            seeds = self._composed(spec, composition_draw)[step] if self._is_leader else _NO_SEEDS
         return self._planner.plan(
             PlanRequest(
                 seeds=seeds,
                 num_layers=spec.num_layers,
                 hops=spec.hops,
-                eas=None if spec.eas is None else self._selection(spec.eas, spec.seed, eas_draw),
+                eas=None if spec.eas is None else self._selection(spec.eas, seed=spec.seed, draw=eas_draw),
                 split=spec.split,
                 show_progress=not isinstance(self.seeds, ServerSeeds),
             )
         )
 
-    def _composed_seeds(self, spec: PlanSpec, draw: int) -> tuple[Array, ...]:
+    def _compose(self, spec: PlanSpec, draw: int) -> tuple[Array, ...]:
         assert isinstance(self.seeds, ServerSeeds)
-        own = self.seeds.own
-        if (spec, draw) not in self._composed:
-            g, server, clusters = self._g, self._g.session.topology.server, None
-            if spec.composition == "ordered":
-                nodes = np.arange(*g.get_node_partition_policy(g.ntypes[0]).bounds[server : server + 2])
-                clusters = cluster_seeds(g.structure(), nodes, own, spec.num_batches, seed=spec.seed)
-            pieces = compose(
-                own, spec.num_batches, spec.composition, seed=spec.seed, draw=draw, clusters=clusters
-            )
-            self._composed = {(spec, draw): pieces}
-        return self._composed[spec, draw]
-
-    def _selection(self, eas: EasOptions, seed: int, draw: int) -> Selection:
-        # Cached, because external nodes of a server are selected once for all of its cooperative batches.
-        if (eas, draw) not in self._rules:
-            self._rules = {(eas, draw): eas_rule(eas, seed=seed, draw=draw)}
-        return self._rules[eas, draw]
+        g, own, server, clusters = self._g, self.seeds.own, self._g.session.topology.server, None
+        if spec.composition == "ordered":
+            nodes = np.arange(*g.get_node_partition_policy(g.ntypes[0]).bounds[server : server + 2])
+            clusters = cluster_seeds(g.structure(), nodes, own, spec.num_batches, seed=spec.seed)
+        return compose(own, spec.num_batches, spec.composition, seed=spec.seed, draw=draw, clusters=clusters)
 
 
 @final
@@ -453,8 +438,6 @@ class FullGraphLoader(EpochLoader[HaloBatch, Batch]):
         # A kept batch may need an exchange, which must run on the thread of the loop.
         num_threads = 0 if self._keeps else 1
         super().__init__(g.session, seed=request.seed, depth=request.depth, num_threads=num_threads)
-        # A graph outlives its loaders.
-        g.on_close.append(if_alive(source.close))
         # Opening connections is collective, so it cannot be left to the look-ahead thread.
         row_exchanges(self._session)
         if self._keeps:

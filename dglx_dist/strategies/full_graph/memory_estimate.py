@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._pytree import tree_leaves
 
 from dglx_dist.comm.collectives import gather_int64, run_on_all_ranks
-from dglx_dist.comm.system import return_memory
+from dglx_dist.data.allocator import return_memory
 from dglx_dist.errors import ConfigError
 from dglx_dist.keyed_random import hash_ids, stream_key
 from dglx_dist.layers.dropout import NodeDropout, install_node_dropouts
@@ -436,12 +436,7 @@ def choose_num_batches(worst: Callable[[int, Array], int], memory_bytes: int, mo
         if many == most:
             refuse(_PROBES)
         few, many = many, min(2 * many, most)
-    while few == 0 and many > 1:
-        if fits(many // 2):
-            many //= 2
-        else:
-            few = many // 2
-    while few and many - few > max(1, many // 8):
+    while many - few > max(1, many // 8):
         middle = (few + many) // 2
         few, many = (few, middle) if fits(middle) else (middle, many)
     while not fits(many, _MOST_CHECKED):

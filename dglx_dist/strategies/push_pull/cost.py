@@ -29,10 +29,11 @@ from dglx_dist.strategies.cost import (
     sampling_seconds,
     traffic_with_sums,
 )
+from dglx_dist.strategies.push_pull.exchange import BACKWARD, FORWARD
 from dglx_dist.strategies.push_pull.split_model import find_first_layer
 
 _SHORT_ID_BYTES = 4
-_SUMS = ("activations", "activation_gradients")
+_SUMS = (FORWARD, BACKWARD)
 _ROUNDS_OF_SUMS = 4
 """Sequential messages: request and reply, forward and backward."""
 _BLOCK_S = 1.5e-3
@@ -191,9 +192,8 @@ def _traffic(known: Measured, first: FirstLayer, size: int, *, pushed: bool) -> 
 
 def _others_of_group(cluster: Cluster, size: int) -> tuple[int, int]:
     """Return pairs of an owner and another part of its group, and those of them on two servers."""
-    server_of, same_server = cluster.server_of_rank, 0
-    for first in range(0, cluster.ranks, size):
-        same_server += sum(count * count for count in Counter(server_of[first : first + size]).values())
+    groups = (cluster.server_of_rank[first : first + size] for first in range(0, cluster.ranks, size))
+    same_server = sum(count * count for group in groups for count in Counter(group).values())
     # A group has size squared ordered pairs of ranks, including pairs with itself.
     return cluster.ranks * (size - 1), cluster.ranks * size - same_server
 

@@ -25,7 +25,7 @@ from dglx_dist.comm.collectives import (
 )
 from dglx_dist.comm.rpc import Pending
 from dglx_dist.comm.session import Session, SessionField
-from dglx_dist.data.storage.arrays import ArrayFolder, ArrayStream, ArrayWriter
+from dglx_dist.data.storage.arrays import ArrayFolder
 from dglx_dist.data.storage.columns import numpy_dtype, safe_name
 from dglx_dist.data.storage.reader import StoredDataset
 from dglx_dist.data.storage.writer import CHUNK_BYTES
@@ -119,10 +119,6 @@ class ColumnSlice:
         found = None if self.folder is None else self.folder.find(self.facts)
         return found[1][VALUES] if found is not None else None
 
-    def begin(self, writer: ArrayWriter) -> ArrayStream:
-        """Begin to write the file; ``writer.publish(facts)`` ends it. May raise OSError."""
-        return writer.stream(VALUES, self.dtype, self.shape)
-
     def local(self, store: KVStore) -> Array | None:
         """Return the rows if this rank has them: no values, those of a single part, or a file."""
         column = store.column(self.key)
@@ -182,7 +178,9 @@ def _write_feature(dataset: StoredDataset, ntype: str, name: str, num_parts: int
         progress(f"Columns of {name}", num_rows, enabled=num_rows * row_bytes > PROGRESS_BYTES) as advance,
     ):
         writers = [stack.enter_context(one.folder.writing()) for one in slices if one.folder is not None]
-        streams = [one.begin(writer) for one, writer in zip(slices, writers, strict=True)]
+        streams = [
+            writer.stream(VALUES, one.dtype, one.shape) for one, writer in zip(slices, writers, strict=True)
+        ]
         for part in range(dataset.manifest.num_parts):
             rows = dataset.part(part).node_data(ntype, name)
             for first in range(0, len(rows), step):
@@ -245,7 +243,7 @@ def _load(wanted: ColumnSlice, pieces: Callable[[], Iterator[Array]]) -> Iterato
     if wanted.folder is not None:
         try:
             with wanted.folder.writing() as writer:
-                stream = wanted.begin(writer)
+                stream = writer.stream(VALUES, wanted.dtype, wanted.shape)
                 for piece in pieces():
                     stream.append(piece)
                     yield piece.nbytes

@@ -14,14 +14,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, cast, final
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast, final
 
 import torch
 from dgl.dataloading import EdgePredictionSampler
 from dgl.heterograph import DGLBlock
 from torch import Tensor
 
-from dglx_dist.comm.collectives import check_equal, gather_int64, run_on_all_ranks
+from dglx_dist.comm.collectives import check_equal, gather_json, run_on_all_ranks
 from dglx_dist.comm.mailbox import OneSidedExchange
 from dglx_dist.comm.session import SessionField
 from dglx_dist.comm.trace import LOADER
@@ -71,18 +71,6 @@ OwnerBlocks: TypeAlias = dict[int, OwnerBlock]
 """Those of the other owners, by part."""
 
 
-class StructureDecision(NamedTuple):
-    """How the parts of a group get the blocks of other owners."""
-
-    mode: Literal["none", "push", "resample"]
-    """None in a group of one rank."""
-    reason: str
-    resample_s: float | None = None
-    """Seconds per batch to sample for the other owners on the slowest rank, where it was compared."""
-    push_s: float | None = None
-    """Seconds per batch of the push there."""
-
-
 def pack_block(own: OwnerBlock, *, wide: bool) -> list[Array]:
     """Return source ids (L0,), indptr (D1 + 1,) and indices (E1,): int32, the ids int64 where ``wide``."""
     indptr, indices, _ = own.block.adj_tensors("csc")
@@ -121,17 +109,13 @@ def _check_block(arrays: Sequence[Array]) -> None:
 
 @dataclass(kw_only=True, eq=False)
 class _Made:
-    """A batch of the inner loader, and every owner's input of it."""
+    """A batch of the inner loader; as the user gets it, with its share, once the consumer's thread has it."""
 
     batch: Any
-    inputs: tuple[PartInput, ...]
-    """By part."""
+    group_batch: GroupBatch
     sample_s: float
     fetch_s: float
-    following: _Made | None = None
-    """The next one, where the loader looks ahead."""
-    linked: tuple[GroupBatch, Any, StepShare | None] | None = None
-    """The batch as all parts see it, as the user gets it, and its share; set on the consumer's thread."""
+    share: StepShare | None = None
 
 
 @final
@@ -174,13 +158,8 @@ class PushPullLoader(EpochLoader[_Made, Any]):
         self._pushes = OneSidedExchange(session, f"{self._label}.structure", advice, _check_block)
         self._resampled: Callable[[int], Callable[[int], OwnerBlocks]] | None = None
         super().__init__(session, seed=inner.seed, depth=inner.depth, num_threads=inner.num_threads)
-        if group.size == 1:
-            self.decision = StructureDecision("none", "a group of one rank")
-        elif options.structure == "resample":
+        if options.structure == "resample" and group.size > 1:
             self._resampled = self._open_resampling()
-            self.decision = StructureDecision("resample", "requested")
-        else:
-            self.decision = StructureDecision("push", "not compared yet" if self._undecided else "requested")
         settings = {
             "depth": inner.depth,
             "features": store.names,
@@ -239,7 +218,8 @@ class PushPullLoader(EpochLoader[_Made, Any]):
                 self._pushes.mailbox.cancel(iteration, error)
                 raise
             fetch_s = batch.fetch_s + time.perf_counter() - begin
-            return _Made(batch=batch, inputs=inputs, sample_s=batch.sample_s, fetch_s=fetch_s)
+            made = GroupBatch(number, inputs)
+            return _Made(batch=batch, group_batch=made, sample_s=batch.sample_s, fetch_s=fetch_s)
 
         return make
 
@@ -262,32 +242,27 @@ class PushPullLoader(EpochLoader[_Made, Any]):
         return blocks
 
     def _decide(self) -> None:
-        # The slowest rank counts, as all wait for it.
-        costs = list(self._costs)
+        costs, others = list(self._costs), self._group.size - 1
         costs = costs[_WARM_UP:] or costs
-        others = self._group.size - 1
-        sample_s, push_s = (
-            (statistics.median(column) for column in zip(*costs, strict=True)) if costs else (0.0, 0.0)
-        )
-        measured = [len(costs), round(sample_s * others * 1e9), round(push_s * 1e9)]
-        rows = gather_int64(measured, self._session)
-        if not rows[:, 0].any():
+        seconds = [statistics.median(column) for column in zip(*costs, strict=True)]
+        measured = [one for one in cast("list[Any]", gather_json(seconds, self._session)) if one]
+        if not measured:
             return
         self._undecided = False
         self._costs.clear()
-        resample_s, push_s = rows[:, 1].max() / 1e9, rows[:, 2].max() / 1e9
-        mode: Literal["push", "resample"] = "resample" if resample_s < push_s else "push"
+        # The slowest rank counts, as all wait for it.
+        sample_s, push_s = (max(column) for column in zip(*measured, strict=True))
+        resample_s = sample_s * others
         reason = "costs less"
-        if mode == "resample":
+        if resample_s < push_s:
             try:
                 self._resampled = self._open_resampling()
             except ConfigError as error:
-                mode, reason = "push", f"resampling is not possible: {error}"
-        self.decision = StructureDecision(mode, reason, resample_s, push_s)
+                reason = f"resampling is not possible: {error}"
         if self._session.topology.rank == 0:
             log.info(
                 "push_pull structure: %s (%s); per batch: sampling for %d other owners %.4f s, push %.4f s",
-                mode,
+                "push" if self._resampled is None else "resample",
                 reason,
                 others,
                 resample_s,
@@ -335,36 +310,34 @@ class PushPullLoader(EpochLoader[_Made, Any]):
         return PartInput(block=owner.block, nodes=owner.nodes, columns=columns, number=number)
 
     def in_order(self, batches: Iterator[_Made]) -> Iterator[_Made]:
+        delivered = map(self._delivered, batches)
         if not self._looks_ahead:
-            yield from batches
+            yield from delivered
             return
-        made = next(batches, None)
+        made = next(delivered, None)
         while made is not None:
-            made.following = next(batches, None)
+            following = next(delivered, None)
+            made.group_batch.following = None if following is None else following.group_batch
             yield made
-            made = made.following
+            made = following
 
     def deliver(self, step: int, batch: _Made) -> Any:
-        group_batch, delivered, share = self._linked(step, batch)
-        if batch.following is not None:
-            group_batch.following = self._linked(step + 1, batch.following)[0]
-        self._session.step_share = share
-        return delivered
+        self._session.step_share = batch.share
+        return batch.batch
 
-    def _linked(self, step: int, made: _Made) -> tuple[GroupBatch, Any, StepShare | None]:
-        if made.linked is not None:
-            return made.linked
-        delivered = self._inner.deliver(step, made.batch)
-        block = delivered[-1][0]
-        inputs, part = self._on_device(block, made.inputs), self._group.part
+    def _delivered(self, made: _Made) -> _Made:
+        group_batch, part = made.group_batch, self._group.part
+        made.batch = self._inner.deliver(group_batch.number % len(self), made.batch)
+        made.share, block = self._session.step_share, made.batch[-1][0]
+        inputs = self._on_device(block, group_batch.inputs)
         for name, columns in inputs[part].columns.items():
             block.srcdata[name] = columns
         # A view, and not the user's block itself, which gets a reference to the batch: the cycle would keep
         # the rows in memory until the garbage collector finds it.
         own = replace(inputs[part], block=block.local_var())
-        block.push_pull = GroupBatch(own.number, (*inputs[:part], own, *inputs[part + 1 :]))
-        made.linked = block.push_pull, delivered, self._session.step_share
-        return made.linked
+        group_batch.inputs = (*inputs[:part], own, *inputs[part + 1 :])
+        block.push_pull = group_batch
+        return made
 
     def _on_device(self, block: DGLBlock, inputs: tuple[PartInput, ...]) -> tuple[PartInput, ...]:
         """Return ``inputs`` on the device of the user's block, but for the own block, which it replaces."""

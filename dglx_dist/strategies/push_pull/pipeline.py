@@ -11,7 +11,6 @@ import inspect
 import logging
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from torch.optim.optimizer import (
 
 from dglx_dist.comm.collectives import check_equal, gather_int64, peers_named, sum_over_ranks
 from dglx_dist.comm.ledger import ring_bytes
-from dglx_dist.comm.session import Session, SessionField
+from dglx_dist.comm.session import Session, SessionField, Shared
 from dglx_dist.comm.trace import COMPUTE, WAIT
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import PartialSums, SplittableConv, StageInput
@@ -94,39 +93,25 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-_KEPT = 1 << 16
-
-
 @final
-@dataclass(frozen=True, kw_only=True)
-class Version:
-    """The step of one batch on one side."""
-
-    batch: int
-    side: Side
-    read: int
-    """Steps that had been taken when the batch read its weights."""
-    written: int
-    """Steps that had been taken before its own; the lag is ``written - read``."""
-
-
-@final
-class VersionLog:
-    """Counts the optimizers' steps on both sides, and records the versions of each batch.
+class OptimizerHooks:
+    """Follows the optimizers' steps on both sides.
 
     torch calls global hooks at every optimizer's steps, so the user's loop does not have to register its own.
     """
 
     def __init__(self, part: Iterable[nn.Parameter], owner: Iterable[nn.Parameter]) -> None:
-        self.steps: dict[Side, int] = {"M": 0, "D": 0}
-        self.done: deque[Version] = deque(maxlen=_KEPT)
-        """The latest, oldest first."""
-        self._pending: list[tuple[int, Side, int]] = []
-        """(batch, side, read) of gradients that wait for a step."""
+        self.part_waits = False
+        """Whether gradients of the part side wait for a step."""
         self._side: dict[int, Side] = {id(parameter): "M" for parameter in part}
         self._side |= {id(parameter): "D" for parameter in owner}
         self._known: list[weakref.ref[Optimizer]] = []
-        self._held_back: tuple[Side, ...] = ()
+        self.held_back: tuple[Side, ...] = ()
+        """Sides that have no gradient in the coming step, as all their batches are still in flight.
+
+        Zeros that the user's ``zero_grad(set_to_none=False)`` left would count as one: to Adam, momentum and
+        weight decay a step without a batch. So gradients of nothing but zeros are removed.
+        """
         self._stepped_without_part: set[int] = set()
         """Optimizers that have stepped since the part side's gradients wait."""
         self._warned = False
@@ -137,18 +122,6 @@ class VersionLog:
             handle = register(_weak_hook(weakref.WeakMethod(action)))
             weakref.finalize(self, handle.remove)
 
-    def computed(self, batch: int, side: Side, read: int) -> None:
-        """Record that the gradients of ``batch`` on one side wait for a step."""
-        self._pending.append((batch, side, read))
-
-    def hold_back(self, sides: tuple[Side, ...]) -> None:
-        """Set the sides that have no gradient in the coming step, as all their batches are still in flight.
-
-        Zeros that the user's ``zero_grad(set_to_none=False)`` left would count as one: to Adam, momentum and
-        weight decay a step without a batch. So gradients of nothing but zeros are removed.
-        """
-        self._held_back = sides
-
     @contextmanager
     def own_step(self) -> Iterator[None]:
         """Step the known optimizers with the gradients that the block leaves, and no others.
@@ -158,20 +131,21 @@ class VersionLog:
         optimizers = [found for ref in self._known if (found := ref()) is not None]
         parameters = [parameter for one in optimizers for parameter in _parameters(one)]
         before = [parameter.grad for parameter in parameters]
-        held_back, self._held_back = self._held_back, ()
-        pending, self._pending = self._pending, []
+        held_back, self.held_back = self.held_back, ()
+        part_waits, self.part_waits = self.part_waits, False
         for parameter in parameters:
             parameter.grad = None
         yield
         for one in optimizers:
             one.step()
-        self._held_back, self._pending = held_back, pending + self._pending
+        self.held_back = held_back
+        self.part_waits |= part_waits
         for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient
 
     def _before(self, optimizer: Optimizer) -> None:
-        for parameter in _parameters(optimizer) if self._held_back else ():
-            if self._side.get(id(parameter)) in self._held_back and _is_zero(parameter.grad):
+        for parameter in _parameters(optimizer) if self.held_back else ():
+            if self._side.get(id(parameter)) in self.held_back and _is_zero(parameter.grad):
                 parameter.grad = None
         stepped = self._stepped_by(optimizer)
         if not stepped:
@@ -190,18 +164,9 @@ class VersionLog:
         sides = {self._side[one] for one in self._stepped_by(optimizer)}
         if not sides:
             return
-        # A batch on which the model was called twice has one gradient, their sum.
-        taken = list(dict.fromkeys(one for one in self._pending if one[1] in sides))
-        self._pending = [one for one in self._pending if one[1] not in sides]
-        for batch, side, read in taken:
-            self.done.append(Version(batch=batch, side=side, read=read, written=self.steps[side]))
-        for side in {side for _, side, _ in taken}:
-            self.steps[side] += 1
-        self._warn_if_part_is_left_out(optimizer)
-
-    def _warn_if_part_is_left_out(self, optimizer: Optimizer) -> None:
+        self.part_waits &= "M" not in sides
         # The part side's gradients wait while another optimizer steps for the second time.
-        if not any(side == "M" for _, side, _ in self._pending):
+        if not self.part_waits:
             self._stepped_without_part = set()
         elif id(optimizer) not in self._stepped_without_part:
             self._stepped_without_part.add(id(optimizer))
@@ -277,8 +242,6 @@ class InFlightBatch:
     """Of the input rows."""
     leaves: Leaves
     """The part side's weights at fM: the stash."""
-    read: Mapping[Side, int]
-    """Steps that each side's weights had seen."""
     values: list[Tensor] | None
     """The owner side's weights at fM; None where they need not be the same."""
     sources: list[Tensor] = field(default_factory=list)
@@ -461,7 +424,7 @@ def replicas_group(session: Session, group: Group) -> dist.ProcessGroup | None:
 
 
 @final
-class Pipeline:
+class Pipeline(Shared):
     """Runs batches through the first layer of one model, in lock-step with the other ranks.
 
     ``replicas`` is their process group; ``buffers`` are averaged after each backward.
@@ -494,7 +457,7 @@ class Pipeline:
         self.exchange.delay = options.delay if self._whole else 0
         self.exchange.after = self._after_backward
         by_rows = [module.get_parameter(name) for name in split.cuts if name not in split.stashed]
-        self.log = VersionLog([*part.parameters.values(), *by_rows], owner.parameters)
+        self.hooks = OptimizerHooks([*part.parameters.values(), *by_rows], owner.parameters)
         self._spec: InputSpec | None = None
         self._edge_kinds: dict[str, str] | None = None
         """Per-edge values by name that all ranks agreed on last."""
@@ -511,10 +474,6 @@ class Pipeline:
         PIPELINES.of(session).append(weakref.ref(self))
         self.weight = 1.0
         """Of this rank's gradient in the step; set before each forward call."""
-
-    def __deepcopy__(self, memo: object) -> Pipeline:
-        # A copy of the model belongs to the same run.
-        return self
 
     def begin(self, group_batch: GroupBatch | None) -> None:
         """Prepare for the model's call on a batch; None where its blocks come from elsewhere."""
@@ -552,9 +511,16 @@ class Pipeline:
             self._check_first_call(group_batch)
         spec = read_input_spec(layer, given, self._provenance)
         self._agree_on_edges(given.edges)
-        batch = self._take_begun(group_batch, spec)
+        batch = self._begun_for(group_batch)
         if batch is None:
             batch = self._start(layer, group_batch, spec, given.edges)
+        else:
+            self._begun = None
+            if self._spec != spec:
+                raise ConfigError(
+                    "the model gave its first layer other inputs than in the batch before, which batches in "
+                    "flight do not allow; use depth=1"
+                )
         if ahead:
             self._begin_following(layer, group_batch, spec)
         sums = self._timed(batch.sums, f"{WAIT} for the pull", batch.number)
@@ -574,7 +540,7 @@ class Pipeline:
             self._begun.sums()
             self._begun = None
         while self._pushed:
-            with self.log.own_step():
+            with self.hooks.own_step():
                 self.exchange.add_delayed()
                 self._add(self._backward_part(self._pushed.pop(0)))
 
@@ -627,17 +593,6 @@ class Pipeline:
         begun = self._begun if torch.is_grad_enabled() else None
         return begun if begun is not None and begun.inputs is group_batch.inputs else None
 
-    def _take_begun(self, group_batch: GroupBatch, spec: InputSpec) -> InFlightBatch | None:
-        batch = self._begun_for(group_batch)
-        if batch is not None:
-            self._begun = None
-            if self._spec != spec:
-                raise ConfigError(
-                    "the model gave its first layer other inputs than in the batch before, which batches in "
-                    "flight do not allow; use depth=1"
-                )
-        return batch
-
     def _begin_following(self, layer: SplittableConv, group_batch: GroupBatch, spec: InputSpec) -> None:
         following = group_batch.following
         if following is None or self._begun_for(following) is not None:
@@ -657,7 +612,6 @@ class Pipeline:
                 inputs=group_batch.inputs,
                 origin=spec.origin,
                 leaves=self._part.leaves(copied=self._looks_ahead and torch.is_grad_enabled()),
-                read=dict(self.log.steps),
                 values=self._owner.copies() if self._whole and torch.is_grad_enabled() else None,
             )
             by_column = dict.fromkeys(layer.edges_by_column, self._split.runs)
@@ -691,20 +645,16 @@ class Pipeline:
         self._part.add(batch)
         # A frozen side is never stepped.
         if batch.of_sources or any(leaf.requires_grad for leaf in batch.leaves.values()):
-            self.log.computed(batch.number, "M", batch.read["M"])
-        if self._whole:
-            self.log.computed(batch.number, "D", batch.read["D"])
+            self.hooks.part_waits = True
 
     def _after_backward(self, weight: float) -> None:
         # Not where the gradients are computed: every rank sums them after those of the owner side.
         self._owner.restore()
         self._buffers.average(weight)
         waiting: tuple[Side, ...] = ("M", "D") if self._whole else ("M",)
-        self.log.hold_back(waiting if self._pushed and not self._ready else ())
+        self.hooks.held_back = waiting if self._pushed and not self._ready else ()
         while self._ready:
             self._add(self._ready.pop(0))
-        if self._current is not None and not self._whole:
-            self.log.computed(self._current.number, "D", self.log.steps["D"])
         self._current = None
 
     def _timed(self, wait: Any, name: str, number: int) -> Any:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dglx_dist.comm.collectives import gather_int64, gather_json
-from dglx_dist.comm.session import Session
+from dglx_dist.comm.session import Session, Shared
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import SplittableConv, StageInput, cut_in_place, cut_out, join_parts
 from dglx_dist.layers.convolutions import Sync, stages_of
@@ -105,7 +105,7 @@ class Origin:
 
 
 @final
-class InputProvenance:
+class InputProvenance(Shared):
     """The origins of tensors of the batch that the model is computing.
 
     A tensor is recognised by its memory address, so that a view of the loader's own is known and anything
@@ -116,10 +116,6 @@ class InputProvenance:
         self.own: PartInput | None = None
         """The own part of the batch that the model computes; None outside of a batch."""
         self._known: list[tuple[Tensor, Origin]] = []
-
-    def __deepcopy__(self, memo: object) -> InputProvenance:
-        # A copy of the model belongs to the same pipeline, which says what is computed.
-        return self
 
     def begin(self, group_batch: GroupBatch | None, part: int) -> None:
         """Forget the last batch; ``group_batch`` is the one that the model computes now, if any."""
@@ -356,11 +352,7 @@ def read_input_spec(layer: SplittableConv, given: StageInput, provenance: InputP
 
 
 def _key_of(values: Tensor, block: DGLBlock) -> str | None:
-    for key, stored in block.edata.items():
-        same = stored.shape == values.shape and stored.dtype == values.dtype
-        if same and stored.data_ptr() == values.data_ptr():
-            return str(key)
-    return None
+    return next((str(key) for key, stored in block.edata.items() if _same(stored, values)), None)
 
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -641,8 +633,7 @@ def split_model(
     Raises:
         ConfigError: no layer takes the input's columns and can be split, or a module before it cannot.
     """
-    widths = _input_widths(model, store, num_nodes)
-    name, layer = find_first_layer(model, sum(widths), sync)
+    names, widths, (name, layer) = _find_input(model, store, num_nodes, sync)
     first, provenance = model.get_submodule(name), InputProvenance()
     runs = deal_out_concatenated(widths, group.size)
     own = runs[group.part]
@@ -660,7 +651,6 @@ def split_model(
         cut_in_place(module, cut, own)
     if layer is not first:
         compute_by(first, _ByStages(first, layer).forward)
-    names = store.names
     features = [Origin(names=(name,), runs=(run,)) for name, run in zip(names, own, strict=bool(names))]
     return SplitModel(
         layer=layer,
@@ -739,12 +729,33 @@ def find_first_layer(model: nn.Module, width: int, sync: Sync) -> tuple[str, Spl
     )
 
 
-def _input_widths(model: nn.Module, store: ColumnStore, num_nodes: int) -> tuple[int, ...]:
-    """Return the columns of the model's input: of the features, or of its embedding of all nodes."""
-    if store.names:
-        return tuple(store.widths[name] for name in store.names)
+def _find_input(
+    model: nn.Module, store: ColumnStore, num_nodes: int, sync: Sync
+) -> tuple[tuple[str, ...], tuple[int, ...], tuple[str, SplittableConv]]:
+    """Return names and widths of the features, and the layer that takes them.
+
+    Without names: of the model's embedding of all nodes, where there are no features that a layer takes.
+    """
+    inputs = {store.names: tuple(store.widths.values())} if store.names else {}
     for _, embedding in embeddings_of_all_nodes(model, num_nodes):
-        return (embedding.embedding_dim,)
+        inputs.setdefault((), (embedding.embedding_dim,))
+    problems = []
+    for names, widths in inputs.items():
+        try:
+            layer = find_first_layer(model, sum(widths), sync)
+        except ConfigError as error:
+            problems.append(error)
+            continue
+        for name in names:
+            if not store.dtype(name).is_floating_point:
+                raise ConfigError(
+                    f"the feature {name!r} is {store.dtype(name)}, and the first layer computes with "
+                    "floating-point numbers; store it as float32 or float16, or name others with option "
+                    "features="
+                )
+        return names, widths, layer
+    if problems:
+        raise problems[0]
     raise ConfigError(
         f"the nodes have none of the features that the strategy was configured with, and the model has no "
         f"torch.nn.Embedding({num_nodes}, ...) in their place; name the features with the option features="

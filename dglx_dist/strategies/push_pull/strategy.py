@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -15,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 from dglx_dist.comm.session import Session
 from dglx_dist.data.storage.files import read_size
 from dglx_dist.errors import ConfigError
-from dglx_dist.layers.convolutions import Sync
 from dglx_dist.records import FEATURE
 from dglx_dist.strategies.base import (
     Parts,
@@ -33,12 +31,9 @@ from dglx_dist.strategies.push_pull import cost as costs
 from dglx_dist.strategies.push_pull.exchange import Group, GroupBatch, make_group
 from dglx_dist.strategies.push_pull.feature_columns import ColumnStore, open_columns
 from dglx_dist.strategies.push_pull.options import PushPullOptions, read_push_pull_options
-from dglx_dist.strategies.push_pull.pipeline import Pipeline, VersionLog, replicas_group
+from dglx_dist.strategies.push_pull.pipeline import Pipeline, replicas_group
 from dglx_dist.strategies.push_pull.split_model import (
     CutState,
-    SplitModel,
-    embeddings_of_all_nodes,
-    find_first_layer,
     split_model,
 )
 
@@ -88,9 +83,6 @@ class PushPull(Strategy):
 
     def wrap(self, model: nn.Module, g: DistGraph, reduction: Reduction = "mean") -> WrappedModel:
         store, group = self._opened(g)
-        if _input_is_embedding(model, store, g.num_nodes(), self._options.sync):
-            store = ColumnStore([], group, self._session)
-        _check_floats(store)
         return PushPullModel(model, g, store, group, self._options, reduction=reduction)
 
     def _open_loader(
@@ -137,79 +129,6 @@ class PushPull(Strategy):
         )
 
 
-def _input_is_embedding(model: nn.Module, store: ColumnStore, num_nodes: int, sync: Sync) -> bool:
-    """Return whether no layer takes the features, and one takes the model's embedding of all nodes."""
-    widths = [embedding.embedding_dim for _, embedding in embeddings_of_all_nodes(model, num_nodes)]
-    features = sum(store.widths.values())
-    return bool(widths) and not _takes(model, features, sync) and _takes(model, widths[0], sync)
-
-
-def _takes(model: nn.Module, width: int, sync: Sync) -> bool:
-    try:
-        find_first_layer(model, width, sync)
-    except ConfigError:
-        return False
-    return True
-
-
-def _check_floats(store: ColumnStore) -> None:
-    for name in store.names:
-        if not store.dtype(name).is_floating_point:
-            raise ConfigError(
-                f"the feature {name!r} is {store.dtype(name)}, and the first layer computes with "
-                "floating-point numbers; store it as float32 or float16, or name others with option features="
-            )
-
-
-@final
-class InputGuard:
-    """Checks the inputs of modules with weights, while the model computes on a part's columns.
-
-    The hook is registered only during a call of the model, so that modules stay as the user made them.
-    Nothing is checked in a group of one rank, which holds all columns.
-    """
-
-    def __init__(self, module: nn.Module, split: SplitModel, group: Group) -> None:
-        self._provenance, self._group, self._first = split.provenance, group, type(split.layer).__name__
-        inside = set(split.layer.modules())
-        self._names = {
-            id(one): name
-            for name, one in module.named_modules()
-            if one not in inside
-            and any(True for _ in one.parameters())
-            and split.takes_columns.isdisjoint(one.modules())
-        }
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Raise ConfigError inside the block when a module that is not split gets this rank's columns."""
-        if self._group.size == 1 or self._provenance.own is None:
-            yield
-            return
-        handle = register_module_forward_pre_hook(self._check)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-    def _check(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        name = self._names.get(id(module))
-        if name is None:
-            return
-        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
-        given = next((one for one in tensors if self._provenance.holds(one)), None)
-        if given is None and isinstance(module, nn.Linear) and tensors:
-            # Columns that were concatenated to something else, as in torch.cat([h, x], 1).
-            given = None if tensors[0].shape[-1] == module.in_features else tensors[0]
-        if given is not None:
-            raise ConfigError(
-                f"{name!r} ({type(module).__name__}) was given {given.shape[-1]} columns, but this rank has "
-                f"only its share of the input's columns, and the first layer alone ({self._first}) is split. "
-                "Let nothing else with weights use the input (no skip connection around the first layer, no "
-                "second layer on the same rows), or use strategy='data_parallel'"
-            )
-
-
 @final
 class PushPullModel(WrappedModel):
     """The user's model with its first convolution split; modifies the user's module.
@@ -249,7 +168,16 @@ class PushPullModel(WrappedModel):
         self._trained = {id(p) for p in self.module.parameters() if p.requires_grad}
         self._pipeline = Pipeline(session, group, replicas, options, model, split, self._buffer_means)
         split.layer.run_parts = self._pipeline
-        self._guard = InputGuard(self.module, split, group)
+        self._provenance, self._first = split.provenance, type(split.layer).__name__
+        inside = set(split.layer.modules())
+        self._whole_inputs = {
+            id(one): name
+            for name, one in model.named_modules()
+            if one not in inside
+            and any(True for _ in one.parameters())
+            and split.takes_columns.isdisjoint(one.modules())
+        }
+        """Modules with weights that are not split, by name: they must not be given a part's columns."""
 
     @property
     def parts(self) -> Parts:
@@ -258,11 +186,6 @@ class PushPullModel(WrappedModel):
             replicated=tuple(name for name in names if name not in self._cuts),
             local=tuple(name for name in names if name in self._cuts),
         )
-
-    @property
-    def versions(self) -> VersionLog:
-        """The versions of the weights that each batch read and wrote, on both sides."""
-        return self._pipeline.log
 
     def exchange_seconds(self, *, reset: bool = False) -> float:
         return self._pipeline.exchange_seconds(reset=reset)
@@ -288,8 +211,32 @@ class PushPullModel(WrappedModel):
         return self._pipeline.exchange.mark(self._computed(args, kwargs), weight)
 
     def _computed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self._guard.watching():
+        if self._group.size == 1 or self._provenance.own is None:
             return self.module(*args, **kwargs)
+        # Only during the call, so that modules stay as the user made them.
+        handle = register_module_forward_pre_hook(self._check_input)
+        try:
+            return self.module(*args, **kwargs)
+        finally:
+            handle.remove()
+
+    def _check_input(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        """Raise ConfigError where a module that is not split gets this rank's columns."""
+        name = self._whole_inputs.get(id(module))
+        if name is None:
+            return
+        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+        given = next((one for one in tensors if self._provenance.holds(one)), None)
+        if given is None and isinstance(module, nn.Linear) and tensors:
+            # Columns that were concatenated to something else, as in torch.cat([h, x], 1).
+            given = None if tensors[0].shape[-1] == module.in_features else tensors[0]
+        if given is not None:
+            raise ConfigError(
+                f"{name!r} ({type(module).__name__}) was given {given.shape[-1]} columns, but this rank has "
+                f"only its share of the input's columns, and the first layer alone ({self._first}) is split. "
+                "Let nothing else with weights use the input (no skip connection around the first layer, no "
+                "second layer on the same rows), or use strategy='data_parallel'"
+            )
 
     def whole(self) -> nn.Module:
         self.drain()

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 from dglx_dist.data.partition.base import PartitionOptions
@@ -72,13 +73,17 @@ def _of_each(found: Mapping[str, Survey], value: Callable[[Survey], Any]) -> dic
     return {name: value(one) for name, one in found.items()}
 
 
+def _payload(found: Survey) -> int:
+    return found.feature_bytes + found.sampling_bytes + found.label_bytes + found.gradient_bytes
+
+
 def partition(plan: BenchPlan, size: Size) -> ExperimentPlan:
     """Return D1: one graph cut in two ways, the same model on both, at a matched rate and at 1 Gbit/s."""
     cuts = {name: PartitionPlan(num_parts=SERVERS, method=name) for name in ("random", "metis")}
     folders = data.prepare(size.graph(plan), cuts, plan.work)
     params = size.params(plan.seed)
     found = survey({name: {"data": str(folder), **params} for name, folder in folders.items()}, SERVERS)
-    bytes_ratio = found["metis"].payload_bytes / found["random"].payload_bytes
+    bytes_ratio = _payload(found["metis"]) / _payload(found["random"])
     curve = {"warmup": 0, "epochs": size.curve_epochs}
     matched = MatchedPhi(phi=PHI, baseline="random")
     variants = [trained(*one, params, shape=SHAPE, rate=matched, curve=curve) for one in folders.items()]
@@ -104,7 +109,7 @@ def partition(plan: BenchPlan, size: Size) -> ExperimentPlan:
             "remote share of input rows": _of_each(
                 found, lambda one: round(one.remote_rows / one.input_rows, 3)
             ),
-            "payload bytes of an epoch": _of_each(found, lambda one: one.payload_bytes),
+            "payload bytes of an epoch": _of_each(found, _payload),
             "bytes ratio metis / random": round(bytes_ratio, 3),
             "predicted at phi 0.65, nothing overlapped": round(added, 2),
             "predicted at phi 0.65, all overlapped": round(hidden, 2),
@@ -130,7 +135,7 @@ def balance(plan: BenchPlan, size: Size) -> ExperimentPlan:
         for name, folder in cut.items()
     }
     found = survey(jobs, SERVERS)
-    uneven = _of_each(found, lambda one: one.seeds_max_over_mean)
+    uneven = _of_each(found, lambda one: max(one.seeds_per_rank) / fmean(one.seeds_per_rank))
     plain, balanced = _CUTS
     return ExperimentPlan(
         variants=tuple(
@@ -151,7 +156,7 @@ def balance(plan: BenchPlan, size: Size) -> ExperimentPlan:
             "datasets": {name: data.facts(folder) for name, folder in folders.items()},
             "max / mean seeds of a server": {name: round(value, 2) for name, value in uneven.items()},
             "steps of an epoch": _of_each(found, lambda one: one.steps),
-            "payload bytes of an epoch": _of_each(found, lambda one: one.payload_bytes),
+            "payload bytes of an epoch": _of_each(found, _payload),
         },
     )
 
@@ -199,7 +204,7 @@ def scaling(plan: BenchPlan, size: Size) -> ExperimentPlan:
             "edges of a batch": edges,
             "compute slept for a step, s": {name: round(seconds, 4) for name, seconds in step_s.items()},
             "payload bytes of a step and server": _of_each(
-                found, lambda one: one.payload_bytes // (one.steps * one.ranks)
+                found, lambda one: _payload(one) // (one.steps * one.ranks)
             ),
             "steps of an epoch": _of_each(found, lambda one: one.steps),
         },
@@ -210,7 +215,7 @@ def weak_scaling(one_step_s: float, found: Survey, rate: Rate) -> float:
     """Return the expected samples per second of a run relative to one server that moves nothing."""
     # A step lasts as long as its compute or its pulls, which are made ahead, and then the gradients.
     bytes_per_s = rate.bits_per_s / 8 * found.ranks * found.steps
-    pull_s = (found.payload_bytes - found.gradient_bytes) / bytes_per_s
+    pull_s = (_payload(found) - found.gradient_bytes) / bytes_per_s
     return found.ranks * one_step_s / (max(one_step_s, pull_s) + found.gradient_bytes / bytes_per_s)
 
 

@@ -46,11 +46,11 @@ def main(args):
         exclude="reverse_id",
         reverse_eids=th.arange(g.num_edges()),  # the edges themselves, as in DGL's own example
         negative_sampler=dgl.dataloading.negative_sampler.Uniform(1),
-        batch_size=args.batch_size,
+        batch_size=400,
         shuffle=True,
     )
     losses, overlaps = [], 0
-    for _ in range(args.num_epochs):
+    for _ in range(3):
         with model.join():
             for inputs, positive, negative, blocks in loader:
                 taken = positive.edata[dgl.EID]
@@ -73,6 +73,4 @@ if __name__ == "__main__":
     for name in ("graph_name", "ip_config", "part_config", "out"):
         parser.add_argument(f"--{name}")
     parser.add_argument("--local_rank", type=int)
-    parser.add_argument("--num_epochs", type=int, default=3)
-    parser.add_argument("--batch_size", type=int, default=400)
     main(parser.parse_args())

@@ -63,13 +63,13 @@ def main(args):
     th.manual_seed(0)
     model = SAGE([g.ndata["features"].shape[1], 16, classes])
     model = DistributedDataParallel(model)
-    optimizer = th.optim.Adam(model.parameters(), lr=args.lr)
-    sampler = dgl.dataloading.NeighborSampler([int(one) for one in args.fan_out.split(",")])
+    optimizer = th.optim.Adam(model.parameters(), lr=0.02)
+    sampler = dgl.dataloading.NeighborSampler([-1, -1])
     loader = DistNodeDataLoader(
-        g, train, sampler, batch_size=args.batch_size, shuffle=True, drop_last=False, num_workers=0
+        g, train, sampler, batch_size=1000, shuffle=True, drop_last=False, num_workers=0
     )
     losses = []
-    for _ in range(args.num_epochs):
+    for _ in range(3):
         with model.join():
             for inputs, seeds, blocks in loader:
                 scores = model(blocks, g.ndata["features"][inputs])
@@ -92,8 +92,4 @@ if __name__ == "__main__":
     for name in ("graph_name", "ip_config", "part_config", "out"):
         parser.add_argument(f"--{name}")
     parser.add_argument("--local_rank", type=int)
-    parser.add_argument("--num_epochs", type=int, default=3)
-    parser.add_argument("--batch_size", type=int, default=1000)
-    parser.add_argument("--fan_out", default="-1,-1")
-    parser.add_argument("--lr", type=float, default=0.02)
     main(parser.parse_args())

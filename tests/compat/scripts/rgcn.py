@@ -75,11 +75,11 @@ def main(args):
         g,
         {"paper": train},
         dgl.dataloading.MultiLayerFullNeighborSampler(2),
-        batch_size=args.batch_size,
+        batch_size=1000,
         shuffle=True,
     )
     losses = []
-    for _ in range(args.num_epochs):
+    for _ in range(3):
         for nodes, seeds, blocks in loader:
             # Of the types of the seeds alone: DGL leaves out edge types of which nothing was drawn.
             (scores,) = model(blocks, inputs(nodes)).values()
@@ -100,6 +100,4 @@ if __name__ == "__main__":
     for name in ("graph_name", "ip_config", "part_config", "out"):
         parser.add_argument(f"--{name}")
     parser.add_argument("--local_rank", type=int)
-    parser.add_argument("--num_epochs", type=int, default=3)
-    parser.add_argument("--batch_size", type=int, default=1000)
     main(parser.parse_args())

@@ -2,12 +2,12 @@
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet
 import pytest
 
 from dglx_dist.data.ingest import graph as build
@@ -20,15 +20,26 @@ from dglx_dist.data.storage.reader import StoredPart, open_dataset
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.errors import ConfigError, DatasetError, StorageError
 from dglx_dist.prepare import load_graph
-from tests.data.ingest.shop import BUYS, ITEMS, USERS, describe, one_type, put_at, write_csv, write_shop
+from tests.data.ingest.shop import (
+    BUYS,
+    FIRST_USERS,
+    ITEMS,
+    LAST_USERS,
+    TABLES,
+    USERS,
+    describe,
+    one_type,
+    put_at,
+    write_shop,
+)
+from tests.data.raw_graphs import write
 
 BUYS_TYPE = ("user", "buys", "item")
 PLENTY = "8GB"
 """More than the process of the tests holds, which counts."""
-EMPTY_LISTS = pa.array([[]] * 3, pa.list_(pa.float32()))
 
 
-@pytest.fixture(params=[1 << 26, 1 << 12], ids=["all fits", "nothing fits"])
+@pytest.fixture(params=[1 << 26, 1 << 11], ids=["all fits", "nothing fits"])
 def budget(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Budget:
     """Few bytes, so that five rows make many buckets, beside what the program itself takes."""
     found = Budget(work=request.param)
@@ -36,9 +47,14 @@ def budget(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> B
     return found
 
 
-def run(folder: Path, description: dict[str, Any] | None = None, **options: Any) -> Ingested:
-    config = read_config(write_shop(folder, description))
-    return ingest(config, IngestPlan(out=folder / "out", memory=PLENTY, **options))
+def run(
+    folder: Path,
+    description: dict[str, Any] | None = None,
+    tables: Mapping[str, Any] = TABLES,
+    **options: Any,
+) -> Ingested:
+    config = read_config(write_shop(folder, description, tables))
+    return ingest(config, IngestPlan(**({"out": folder / "out", "memory": PLENTY} | options)))
 
 
 def part_of(folder: Path) -> StoredPart:
@@ -80,13 +96,12 @@ def test_what_is_in_the_tables_is_in_the_dataset(tmp_path: Path) -> None:
 
 
 def test_the_same_bytes_within_any_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ["a", "b"]
-    for name, work in zip(names, (1 << 26, 1 << 11), strict=True):
+    manifests = set()
+    for work in (1 << 26, 1 << 11):
         monkeypatch.setattr(build, "open_budget", lambda limit, work=work: Budget(work=work))
-        (tmp_path / name).mkdir()
-        run(tmp_path / name, reverse_edges=True, name="shop")
-    texts = [(tmp_path / name / "out" / "manifest.json").read_text() for name in names]
-    assert texts[0] == texts[1]  # it has the checksums of all files
+        run(tmp_path, reverse_edges=True, overwrite=True)
+        manifests.add((tmp_path / "out" / "manifest.json").read_text())  # it has the checksums of all files
+    assert len(manifests) == 1
 
 
 @pytest.mark.usefixtures("budget")
@@ -94,23 +109,18 @@ def test_equals_the_reader_of_tables_in_memory(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     ids = [f"n{number}" for number in random.permutation(150)]
     ends = random.integers(0, 150, (2, 800))
-    nodes = {"id": ids, "feat": random.random((150, 3), dtype=np.float32).tolist()}
+    features = pa.array(random.random((150, 3)).tolist(), pa.list_(pa.float32()))
     edges = {"src": [ids[i] for i in ends[0]], "dst": [ids[i] for i in ends[1]], "w": random.random(800)}
-    tables = tmp_path / "tables"
-    tables.mkdir()
-    pyarrow.parquet.write_table(pa.table({**nodes, "feat": pa.array(nodes["feat"], pa.list_(pa.float32()))}),
-                                tables / "nodes.parquet")  # fmt: skip
-    pyarrow.parquet.write_table(pa.table(edges), tables / "edges.parquet", row_group_size=300)
+    tables = {"tables/nodes.parquet": {"id": ids, "feat": features}, "tables/edges.parquet": edges}
     ends_of = {"relation": ["_N", "_E", "_N"], "source_id_col": "src", "dest_id_col": "dst"}
     weights = [{"feature_col": "w", "out_dtype": "float64"}]
     description = one_type(
         "_N",
-        {"files": "nodes.parquet", "features": [{"feature_col": "feat"}]},
-        {"files": "edges.parquet", "features": weights} | ends_of,
+        {"files": "tables/nodes.parquet", "features": [{"feature_col": "feat"}]},
+        {"files": "tables/edges.parquet", "features": weights} | ends_of,
     )
-    (tables / "one.json").write_text(json.dumps(description))
-    ingest(read_config(tables / "one.json"), IngestPlan(out=tmp_path / "out", memory=PLENTY))
-    graph = load_dataset(tables)
+    run(tmp_path, description, tables)
+    graph = load_dataset(tmp_path / "tables")
     assignment = PARTITIONERS.get("contiguous")(PartitionOptions()).assign(graph, 1, 0)
     write_dataset(graph, assignment, tmp_path / "other")
     ours, theirs = (open_dataset(tmp_path / name).manifest.files for name in ("out", "other"))
@@ -164,55 +174,47 @@ def test_files_name_the_split(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("budget")
 @pytest.mark.parametrize(
-    ("file", "columns", "message"),
+    ("file", "content", "message"),
     [
-        ("users-1.parquet", {**{k: v[3:] for k, v in USERS.items()}, "id": ["dan", "ann"]},
+        ("users-1.parquet", LAST_USERS | {"id": ["dan", "ann"]},
          r"users-1.parquet: column 'id', row 1: node id 'ann' occurs already in row 0 of .*users-0.parquet"),
-        ("users-1.parquet", {**{k: v[3:] for k, v in USERS.items()}, "id": ["dan", None]},
+        ("users-1.parquet", LAST_USERS | {"id": ["dan", None]},
          r"users-1.parquet: column 'id', row 1: is empty"),
-        ("users-1.parquet", {**{k: v[3:] for k, v in USERS.items()}, "age": [1.0, float("nan")]},
+        ("users-1.parquet", LAST_USERS | {"id": ["dan", ""]}, r"column 'id', row 1: node id '' is empty"),
+        ("users-1.parquet", LAST_USERS | {"age": [1.0, float("nan")]},
          r"users-1.parquet: column 'age', row 1: nan .*is not a finite number"),
-        ("users-1.parquet", {**{k: v[3:] for k, v in USERS.items()}, "age": ["1", "old"]},
+        ("users-1.parquet", LAST_USERS | {"age": ["1", "old"]},
          r"users-1.parquet: column 'age', row 1: 'old' is not a number"),
-        ("users-1.parquet", {**{k: v[3:] for k, v in USERS.items()}, "emb": [[1.0, 2.0], [1.0]]},
+        ("users-1.parquet", LAST_USERS | {"emb": [[1.0, 2.0], [1.0]]},
          r"users-1.parquet: column 'emb', row 1: .*1 .*, but"),
-        ("users-1.parquet", {k: v[3:] for k, v in USERS.items() if k != "emb"}, r"has no column 'emb'"),
-        ("buys.parquet", {**BUYS, "who": ["eve", "ann", "zoe", "ann", "zoe", "eve"]},
+        ("users-1.parquet", {"id": ["dan", "eve"]}, r"users-1.parquet: has no column 'age'"),
+        ("buys.parquet", BUYS | {"who": ["eve", "ann", "zoe", "ann", "zoe", "eve"]},
          r"buys.parquet: column 'who', row 2: .*'zoe' is not among .* 'user' nodes \(rows of 'who' .*: 2\)"),
-        ("buys.parquet", {**BUYS, "what": [70, 9, 70, 70, 9, 8]},
+        ("buys.parquet", BUYS | {"what": [70, 9, 70, 70, 9, 8]},
          r"buys.parquet: column 'what', row 5: .* 8 is not among .* 'item' nodes \(rows of 'what' .*: 1\)"),
-        ("buys.parquet", {**BUYS, "who": [1.5] * 6}, r"'who' must hold integer or string ids"),
-        ("users-1.parquet", {**{k: v[3:] for k, v in USERS.items()}, "emb": [[1.0, 2.0], [1e300, 1.0]]},
+        ("buys.parquet", BUYS | {"who": [1.5] * 6}, r"'who' must hold integer or string ids"),
+        ("users-1.parquet", LAST_USERS | {"emb": [[1.0, 2.0], [1e300, 1.0]]},
          r"users-1.parquet: column 'emb', row 1: 1e\+300 is beyond float32"),
-        ("items.parquet", {**ITEMS, "price": [0.0, 1.0, -1.0]}, r"'price': the sum of its values is 0"),
-        ("users-0.parquet", {**{k: v[:3] for k, v in USERS.items()}, "emb": EMPTY_LISTS},
+        ("items.parquet", ITEMS | {"price": [0.0, 1.0, -1.0]}, "items.parquet: column 'price' has values of"),
+        ("users-0.parquet", FIRST_USERS | {"emb": pa.array([[]] * 3, pa.list_(pa.float32()))},
          r"users-0.parquet: column 'emb', row 0: an empty list"),
+        ("knows.csv", "a;b\nann;bob\nann\n", r"knows.csv: not readable as a csv table: .*Expected 2 col"),
     ],
 )  # fmt: skip
 def test_a_bad_row_is_named_and_nothing_is_written(
-    tmp_path: Path, file: str, columns: dict[str, Any], message: str
+    tmp_path: Path, file: str, content: object, message: str
 ) -> None:
-    path = write_shop(tmp_path)
-    pyarrow.parquet.write_table(pa.table(columns), tmp_path / file)
     with pytest.raises(DatasetError, match=message):
-        ingest(read_config(path), IngestPlan(out=tmp_path / "out", memory=PLENTY))
+        run(tmp_path, tables=TABLES | {file: content})
     assert not (tmp_path / "out").exists()
     assert [path.name for path in tmp_path.iterdir() if path.name.endswith("partial")] == []
 
 
 @pytest.mark.usefixtures("budget")
-def test_a_broken_line_of_csv_is_named(tmp_path: Path) -> None:
-    path = write_shop(tmp_path)
-    (tmp_path / "knows.csv").write_text("a;b\nann;bob\nann\n")
-    with pytest.raises(DatasetError, match=r"knows.csv: not readable as a csv table: .*Expected 2 col"):
-        ingest(read_config(path), IngestPlan(out=tmp_path / "out", memory=PLENTY))
-
-
-@pytest.mark.usefixtures("budget")
 def test_ids_that_only_csv_names_are_texts_as_they_are_written(tmp_path: Path) -> None:
-    write_csv(tmp_path / "n.csv", {"id": ["007", "7", "x,y"], "x": ["1", " 2.5", "3e1"]})
-    write_csv(tmp_path / "e.csv", {"s": ["7", "x,y"], "d": ["007", "7"]})
-    run(tmp_path, one_type("n", {"files": "n.csv", "features": [{"feature_col": "x"}]}, {"files": "e.csv"}))
+    tables = {"n.csv": 'id,x\n007,1\n7, 2.5\n"x,y",3e1\n', "e.csv": 's,d\n7,007\n"x,y",7\n'}
+    nodes = {"files": "n.csv", "features": [{"feature_col": "x"}]}
+    run(tmp_path, one_type("n", nodes, {"files": "e.csv"}), tables)
     part = part_of(tmp_path)
     assert part.user_ids("n").tolist() == ["007", "7", "x,y"]
     assert part.indices(("n", "e", "n")).tolist() == [1, 2]
@@ -221,62 +223,49 @@ def test_ids_that_only_csv_names_are_texts_as_they_are_written(tmp_path: Path) -
 
 @pytest.mark.usefixtures("budget")
 def test_rows_without_an_id_column_are_numbered(tmp_path: Path) -> None:
-    write_csv(tmp_path / "n.csv", {"x": ["1", "2", "3"]})
-    write_csv(tmp_path / "e.csv", {"s": ["2", "0"], "d": ["1", "1"]})
+    tables = {"n.csv": "x\n1\n2\n3\n", "e.csv": "s,d\n2,1\n0,1\n"}
     nodes = {"files": "n.csv", "node_id_col": None, "features": [{"feature_col": "x"}]}
     labels = [{"task_type": "link_prediction", "split_pct": [0.5, 0.5, 0]}]
     description = one_type("n", nodes, {"files": "e.csv", "labels": labels})
-    run(tmp_path, description)
+    run(tmp_path, description, tables)
     part, etype = part_of(tmp_path), ("n", "e", "n")
     assert part.user_ids("n") is None
     assert part.indices(etype).tolist() == [0, 2]
     masks = [part.edge_data(etype, f"{name}_mask") for name in ("train", "val")]
     assert sorted(masks[0].tolist()) == [False, True]
     assert (masks[0] != masks[1]).all()
-    for odd in ("one", "0x1", "01", "+1"):
-        (tmp_path / "e.csv").write_text(f"s,d\n2,1\n0,{odd}\n")
-        with pytest.raises(
-            DatasetError, match=rf"e.csv: column 'd', row 1: node id '{re.escape(odd)}' is no"
-        ):
-            run(tmp_path, description, overwrite=True)
+    for odd in ("'one'", "'0x1'", "'01'", "'+1'", "3", "-1"):
+        tables["e.csv"] = f"s,d\n2,1\n0,{odd.strip(chr(39))}\n"
+        with pytest.raises(DatasetError, match=rf"e.csv: column 'd', row 1: node id {re.escape(odd)} is no"):
+            run(tmp_path, description, tables, overwrite=True)
 
 
 def test_texts_are_the_same_however_a_program_keeps_them(tmp_path: Path) -> None:
-    path = write_shop(tmp_path)
     users, buys = pa.table(USERS), pa.table(BUYS)
     names = pa.array(USERS["id"], pa.string_view())
     users = users.set_column(0, "id", names).set_column(2, "city", users["city"].dictionary_encode())
     users = users.set_column(4, "segment", users["segment"].dictionary_encode())
-    pyarrow.parquet.write_table(users.slice(0, 3), tmp_path / "users-0.parquet")
-    pyarrow.parquet.write_table(users.slice(3), tmp_path / "users-1.parquet")
-    pyarrow.parquet.write_table(
-        buys.set_column(0, "who", buys["who"].dictionary_encode()), tmp_path / "buys.parquet"
-    )
-    ingest(read_config(path), IngestPlan(out=tmp_path / "views", memory=PLENTY))
-    run(tmp_path, name="views")
-    names_of = [(tmp_path / folder / "manifest.json").read_text() for folder in ("views", "out")]
-    assert names_of[0] == names_of[1]
+    buys = buys.set_column(0, "who", buys["who"].dictionary_encode())
+    kept = {"users-0.parquet": users.slice(0, 3), "users-1.parquet": users.slice(3), "buys.parquet": buys}
+    manifests = [run(tmp_path, tables=TABLES | more, overwrite=True).manifest for more in ({}, kept)]
+    assert manifests[0].checksum == manifests[1].checksum
 
 
 def test_files_without_a_row_stand_among_others(tmp_path: Path) -> None:
-    for name, text in (("a", ""), ("b", "x,1\n"), ("c", ""), ("d", "y,2\n")):
-        (tmp_path / f"n-{name}.csv").write_text(f"id,v\n{text}")
-    write_csv(tmp_path / "e-0.csv", {"s": ["x"], "d": ["y"]})
-    (tmp_path / "e-1.csv").write_text("s,d\n")
+    rows = {"n-a": "", "n-b": "x,1\n", "n-c": "", "n-d": "y,2\n"}
+    tables = {f"{name}.csv": f"id,v\n{text}" for name, text in rows.items()}
+    tables |= {"e-0.csv": "s,d\nx,y\n", "e-1.csv": "s,d\n"}
     nodes = {"files": "n-*.csv", "features": [{"feature_col": "v"}]}
-    run(tmp_path, one_type("n", nodes, {"files": "e-*.csv"}))
+    run(tmp_path, one_type("n", nodes, {"files": "e-*.csv"}), tables)
     part = part_of(tmp_path)
     assert part.user_ids("n").tolist() == ["x", "y"]
     assert part.node_data("n", "v").tolist() == [1.0, 2.0]
     assert part.indices(("n", "e", "n")).tolist() == [0]
 
 
-def test_what_is_wrong_in_the_description_is_told_before_a_table_is_read(tmp_path: Path) -> None:
-    path = write_shop(tmp_path)
-    users = {**{k: v[3:] for k, v in USERS.items()}, "id": ["dan", "dan"]}
-    pyarrow.parquet.write_table(pa.table(users), tmp_path / "users-1.parquet")
-    (tmp_path / "t.csv").write_text("id\n")
-    for place, value, kind, message in (
+@pytest.mark.parametrize(
+    ("place", "value", "kind", "message"),
+    [
         ("edges.1.dest_id_col", "bee", DatasetError, "knows.csv: has no column 'bee'"),
         ("edges.0.features.0.feature_col", "cost", DatasetError, "buys.parquet: has no column 'cost'"),
         ("nodes.1.features.0.transform", {"name": "standard", "sum": "3"}, ConfigError,
@@ -284,68 +273,52 @@ def test_what_is_wrong_in_the_description_is_told_before_a_table_is_read(tmp_pat
         ("nodes.0.labels.0", {"task_type": "classification", "label_col": "segment",
                               "custom_split_filenames": {"train": "t.csv", "column": "i"}},
          DatasetError, "t.csv: has no column 'i'"),
-    ):  # fmt: skip
-        description = describe()
-        put_at(description, place, value)
-        path.write_text(json.dumps(description))
-        with pytest.raises(kind, match=message):
-            ingest(read_config(path), IngestPlan(out=tmp_path / "out", memory=PLENTY))
+    ],
+)  # fmt: skip
+def test_what_is_wrong_in_the_description_is_told_before_a_table_is_read(
+    tmp_path: Path, place: str, value: object, kind: type[Exception], message: str
+) -> None:
+    description = describe()
+    put_at(description, place, value)
+    bad = {"users-1.parquet": LAST_USERS | {"id": ["dan", "dan"]}, "t.csv": "id\n"}
+    with pytest.raises(kind, match=message):
+        run(tmp_path, description, TABLES | bad)
 
 
 def test_what_was_found_transforms_later_tables_alike(tmp_path: Path) -> None:
-    done = run(tmp_path)
-    write_description(done, tmp_path / "again" / "shop.json")
-    (tmp_path / "again" / "more").mkdir()
+    write_description(run(tmp_path), tmp_path / "again" / "shop.json")
     told = json.loads((tmp_path / "again" / "shop.json").read_text())
     features = told["nodes"][0]["features"]
     assert features[0]["transform"] == {"name": "max_min_norm", "min_val": [20.0], "max_val": [60.0]}
     assert features[1]["transform"]["mapping"] == {"Bonn": 0, "Jena": 1, "Ulm": 2}
     assert "transform" not in features[2]
     # Other people, other ages, another city: the same numbers for the same values all the same.
-    changed = {
-        **{k: v[:3] for k, v in USERS.items()},
-        "city": ["Ulm", "Rom", "Ulm"],
-        "age": [30.0, 90.0, 40.0],
-    }
-    folder = tmp_path / "again" / "more"
-    path = write_shop(folder, told)
-    pyarrow.parquet.write_table(pa.table(changed), folder / "users-0.parquet")
-    ingest(read_config(path), IngestPlan(out=folder / "out", memory=PLENTY))
-    rows = part_of(folder).node_data("user", "feat")[:2].tolist()
+    changed = FIRST_USERS | {"city": ["Ulm", "Rom", "Ulm"], "age": [30.0, 90.0, 40.0]}
+    run(tmp_path / "again", told, TABLES | {"users-0.parquet": changed})
+    rows = part_of(tmp_path / "again").node_data("user", "feat")[:2].tolist()
     assert rows == [[0.25, 0, 0, 1], [1.0, 0, 0, 0]]
 
 
 def test_a_target_that_holds_something_is_refused_at_once(tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine.txt").write_text("kept")
-    with pytest.raises(StorageError, match="exists already"):
-        run(tmp_path)
-    with pytest.raises(StorageError, match="other than a dataset of this program"):
-        run(tmp_path, overwrite=True)
+    write(tmp_path, {"out/mine.txt": "kept"})
     within = tmp_path / "new" / "x"
-    for what, places in (
-        ("workspace", {"workspace": within}),
-        ("output-conf-file", {"output_description": within}),
-    ):
-        plan = IngestPlan(out=tmp_path / "new", memory=PLENTY, **places)
-        with pytest.raises(ConfigError, match=rf"the {what} .* is in .*new"):
-            ingest(read_config(tmp_path / "shop.json"), plan)
-
-
-def test_too_little_memory_is_told_with_the_least(tmp_path: Path) -> None:
-    config = read_config(write_shop(tmp_path))
-    with pytest.raises(ConfigError, match=r"--memory 10MB leaves too little .* grant at least \d+MB"):
-        ingest(config, IngestPlan(out=tmp_path / "out", memory="10MB"))
+    for kind, message, options in (
+        (StorageError, "exists already", {}),
+        (StorageError, "other than a dataset of this program", {"overwrite": True}),
+        (ConfigError, "the workspace .* is in .*new", {"out": tmp_path / "new", "workspace": within}),
+        (ConfigError, "the output-conf-file .* is in .*new",
+         {"out": tmp_path / "new", "output_description": within}),
+        (ConfigError, r"--memory 10MB leaves too little .* grant at least \d+MB",
+         {"out": tmp_path / "new", "memory": "10MB"}),
+    ):  # fmt: skip
+        with pytest.raises(kind, match=message):
+            run(tmp_path, **options)
 
 
 def test_reverse_edges_that_are_described_already_are_refused(tmp_path: Path) -> None:
     description = describe()
     description["edges"][1]["relation"] = ["item", "buys-rev", "user"]
-    description["edges"][1] |= {
-        "source_id_col": "what",
-        "dest_id_col": "who",
-        "files": "buys.parquet",
-        "format": {"name": "parquet"},
-    }
+    description["edges"][1] |= {"source_id_col": "what", "dest_id_col": "who", "files": "buys.parquet"}
+    description["edges"][1]["format"] = {"name": "parquet"}
     with pytest.raises(ConfigError, match="described already"):
         run(tmp_path, description, reverse_edges=True)

@@ -55,26 +55,6 @@ class Residual(nn.Module):
         return h[: block.num_dst_nodes()] + self.conv(block, torch.relu(self.norm(h)))
 
 
-def by_hand(linear: Any, g: Any, h: Tensor) -> Tensor:
-    """Message passing with DGL's functions; the rows are first and not where a hook looks."""
-    with g.local_scope():
-        g.srcdata["h"] = h
-        g.update_all(fn.copy_u("h", "m"), fn.mean("m", "o"))
-        return linear(torch.cat([h[: g.num_dst_nodes()], g.dstdata["o"]], 1))
-
-
-def attention(linear: Any, g: Any, h: Tensor) -> Tensor:
-    """Edges first, softmax, then messages, all by hand."""
-    query, key = linear
-    with g.local_scope():
-        g.srcdata.update({"h": h, "k": key(h)})
-        g.dstdata["q"] = query(h[: g.num_dst_nodes()])
-        g.apply_edges(fn.u_dot_v("k", "q", "s"))
-        g.edata["a"] = dgl.ops.edge_softmax(g, g.edata["s"])
-        g.update_all(fn.u_mul_e("h", "a", "m"), fn.sum("m", "o"))
-        return g.dstdata["o"]
-
-
 def functions(linear: Any, g: Any, h: Tensor) -> Tensor:
     """Messages and reductions that are functions of the user's."""
     with g.local_scope():
@@ -84,15 +64,6 @@ def functions(linear: Any, g: Any, h: Tensor) -> Tensor:
             lambda nodes: {"o": torch.logsumexp(nodes.mailbox["m"], 1)},
         )
         return g.dstdata["o"]
-
-
-def heads(linear: Any, g: Any, h: Tensor) -> Tensor:
-    """Messages of three dimensions, which the edges weigh head by head, by hand."""
-    with g.local_scope():
-        g.srcdata["h"] = linear(h).view(len(h), -1, 2)
-        g.edata["w"] = features(2)(g).unsqueeze(-1)
-        g.update_all(fn.u_mul_e("h", "w", "m"), fn.max("m", "o"))
-        return g.dstdata["o"].flatten(1)
 
 
 def between(linear: Any, g: Any, h: Tensor) -> Tensor:
@@ -177,10 +148,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
         lambda conv, g, h: conv(g, h, (h[:, 0] > 0).long(), relations(g)),
     ),
     "residual": Residual,
-    "by hand": lambda: Called(nn.Linear(2 * WIDTH, WIDTH), by_hand),
-    "attention": lambda: Called(nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2)), attention),
     "functions": lambda: Called(nn.Linear(WIDTH, WIDTH), functions),
-    "heads": lambda: Called(nn.Linear(WIDTH, WIDTH), heads),
     "between": lambda: Called(nn.Linear(2 * WIDTH, WIDTH), between),
 }
 """On blocks and on local graphs."""

@@ -11,7 +11,7 @@ from dglx_dist.comm.topology import Topology
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.graph.structure import ReplicatedStructure
 from dglx_dist.planner.model_shape import topology_of
-from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, Assignment, RawGraph
 from dglx_dist.strategies.cost import PartitionContext
 from dglx_dist.strategies.full_graph.halo_plan import RankPlan
 
@@ -36,6 +36,7 @@ def raw_graph() -> RawGraph:
                 "train_mask": np.arange(NUM_NODES) % 11 == 3,
             }
         },
+        edge_data={EDGE_TYPE: {"weight": random.random((int(kept.sum()), 2))}},
         num_classes={NODE_TYPE: 4},
     )
 
@@ -52,13 +53,16 @@ def write_chains(folder: Path) -> Path:
     return folder / "parts"
 
 
+def structure_of(num_nodes: int, source: Array, destination: Array) -> ReplicatedStructure:
+    order = np.lexsort((source, destination))
+    indptr = np.concatenate([[0], np.cumsum(np.bincount(destination, minlength=num_nodes))])
+    return ReplicatedStructure(EDGE_TYPE, num_nodes, indptr, source[order])
+
+
 def plain_context(servers: int, per_server: int) -> PartitionContext:
     """The graph in its own ids, cut into servers of unequal size."""
-    source, destination = raw_graph().edges[EDGE_TYPE]
-    order = np.lexsort((source, destination))
-    indptr = np.concatenate([[0], np.cumsum(np.bincount(destination, minlength=NUM_NODES))])
     return PartitionContext(
-        structure=ReplicatedStructure(EDGE_TYPE, NUM_NODES, indptr, source[order]),
+        structure=structure_of(NUM_NODES, *raw_graph().edges[EDGE_TYPE]),
         bounds=np.array([0, *[96, 168, 216][: servers - 1], NUM_NODES]),
         topology=topology_of(servers, per_server),
         seed=4,

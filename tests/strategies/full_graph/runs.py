@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import dgl
@@ -22,39 +21,24 @@ Batches = Callable[[], Iterable[tuple[Any, Tensor, Tensor]]]
 """Yields (blocks, features, labels) of an epoch."""
 
 
-@dataclass(frozen=True)
-class Run:
-    """What is trained, and how."""
-
-    strategy: str = "full_graph"
-    options: Mapping[str, Any] = field(default_factory=dict)
-    epochs: int = equality.STEPS
-
-
-@dataclass
-class Notes:
-    """What a rank saw."""
-
-    weights: list[Any] = field(default_factory=list)
-    making: Counter[tuple[str, bool]] = field(default_factory=Counter)
-    """Bytes by phase and whether they left the server, until the first epoch."""
-    moved: list[Counter[tuple[str, bool]]] = field(default_factory=list)
-    """The same for each epoch."""
-    rows: list[Any] = field(default_factory=list)
-    """Global ids of this rank's rows of every level."""
-    external_nodes: int = 0
-
-
 def sampler(num_layers: int = 2) -> Any:
     return dgl.dataloading.MultiLayerFullNeighborSampler(
         num_layers, prefetch_node_feats=["feat"], prefetch_labels=["label"]
     )
 
 
-def my_share(g: DistGraph, share: str = "uneven") -> Tensor:
+def my_share(g: DistGraph) -> Tensor:
     topology = g.session.topology
     ids = equality.new_ids_of_training(g)
-    return equality.cut(ids, equality.SHARES[share], topology.rank, topology.world_size)
+    return equality.cut(ids, equality.SHARES["uneven"], topology.rank, topology.world_size)
+
+
+def made(
+    g: DistGraph, name: str, options: Mapping[str, Any] | None = None, num_layers: int = 2, **more: Any
+) -> tuple[Any, Any]:
+    """A strategy, and its loader of this rank's share of the training nodes."""
+    strategy: Any = STRATEGIES.get(name)(g.session, options or {})
+    return strategy, strategy.loader(g, my_share(g), sampler(num_layers), **more)
 
 
 def mean_loss(model: Any, blocks: Any, x: Tensor, labels: Tensor) -> None:
@@ -78,22 +62,6 @@ def trained(
             step(model, *batch)
             optimizer.step()
     return [p.detach().numpy().copy() for p in module.parameters()]
-
-
-def train(g: DistGraph, run: Run, module: nn.Module, num_layers: int = 2) -> Notes:
-    session, notes = g.session, Notes()
-    before = session.ledger.snapshot()
-    strategy: Any = STRATEGIES.get(run.strategy)(session, run.options)
-    loader = strategy.loader(g, my_share(g), sampler(num_layers))
-    model = strategy.wrap(module, g)
-    notes.making = moved_since(session, before)
-    for _ in range(run.epochs):
-        before = session.ledger.snapshot()
-        notes.weights = trained(module, model, batches_of(loader), epochs=1)
-        notes.moved.append(moved_since(session, before))
-    notes.rows = [loader._kept.plan.rows(level).copy() for level in range(num_layers + 1)]
-    notes.external_nodes = loader._kept.plan.external_nodes
-    return notes
 
 
 def moved_since(session: Any, before: Any) -> Counter[tuple[str, bool]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,28 +18,54 @@ from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 from tests.strategies.full_graph import runs
-from tests.strategies.full_graph.runs import Notes, Run
 from tests.strategies.test_equality import TOLERANCE, difference
 
 EPOCHS, SIZE = 3, 8
-RUNS = {
-    "full_graph": Run(epochs=EPOCHS),
-    "full_graph, features anew": Run(options={"use_pp": False}, epochs=EPOCHS),
-    "hops 0": Run("shared_preload", {"hops": 0}, epochs=EPOCHS),
-    "hops 1": Run("shared_preload", {"hops": 1}, epochs=EPOCHS),
-    "hops 1, features anew": Run("shared_preload", {"hops": 1, "use_pp": False}, epochs=EPOCHS),
-    "hops 2": Run("shared_preload", {"hops": 2}, epochs=EPOCHS),
-    "all hops": Run("shared_preload", {}, epochs=EPOCHS),
-    "all hops, features anew": Run("shared_preload", {"use_pp": False}, epochs=EPOCHS),
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "full_graph": ("full_graph", {}),
+    "full_graph, features anew": ("full_graph", {"use_pp": False}),
+    "hops 0": ("shared_preload", {"hops": 0}),
+    "hops 1": ("shared_preload", {"hops": 1}),
+    "hops 1, features anew": ("shared_preload", {"hops": 1, "use_pp": False}),
+    "hops 2": ("shared_preload", {"hops": 2}),
+    "all hops": ("shared_preload", {}),
+    "all hops, features anew": ("shared_preload", {"use_pp": False}),
 }
 WIDTHS = {1: equality.WIDTH, 2: equality.HIDDEN}
 """Columns of what goes into each layer."""
 
 
+@dataclass
+class Notes:
+    """What a rank saw."""
+
+    weights: list[Any]
+    making: Counter[tuple[str, bool]]
+    """Bytes by phase and whether they left the server, until the first epoch."""
+    moved: list[Counter[tuple[str, bool]]]
+    """The same for each epoch."""
+    rows: list[Array]
+    """Global ids of this rank's rows of every level."""
+    external_nodes: int
+
+
+def train(g: DistGraph, name: str, options: dict[str, Any]) -> Notes:
+    module, before = runs.first_model("sage"), g.session.ledger.snapshot()
+    strategy, loader = runs.made(g, name, options)
+    model = strategy.wrap(module, g)
+    moved = [runs.moved_since(g.session, before)]
+    for _ in range(EPOCHS):
+        before = g.session.ledger.snapshot()
+        weights = runs.trained(module, model, runs.batches_of(loader), epochs=1)
+        moved.append(runs.moved_since(g.session, before))
+    plan = loader._kept.plan
+    return Notes(weights, moved[0], moved[1:], [*map(plan.rows, range(3))], plan.external_nodes)
+
+
 def on_rank(folder: str) -> tuple[dict[str, Notes], dict[str, Any]]:
     with start_session(timeout_s=60) as session:
         g = DistGraph(folder)
-        found = {name: runs.train(g, run, runs.first_model("sage")) for name, run in RUNS.items()}
+        found = {name: train(g, *run) for name, run in RUNS.items()}
         facts = {
             "original": g.orig_ids(np.arange(equality.NUM_NODES), NODE_TYPE).numpy(),
             "inner": g.local_nodes().numpy(),
@@ -53,10 +80,10 @@ def test_bytes_are_those_of_the_formula(folder: Path, ranks: int, ranks_per_serv
     results = run_ranks(on_rank, ranks, args=(str(folder),), ranks_per_server=ranks_per_server)
     servers = results[0][1]["servers"]
     outside, expected = {}, runs.one_process(runs.first_model("sage"), epochs=EPOCHS)
-    for name, run in RUNS.items():
+    for name, (_, options) in RUNS.items():
         notes = [found[name] for found, _ in results]
         pairs = halo_pairs(notes, results[0][1]["original"], servers)
-        check(notes, pairs, use_pp=run.options.get("use_pp", True))
+        check(notes, pairs, use_pp=options.get("use_pp", True))
         outside[name] = halo_bytes(notes, True)
         for one in notes:
             assert difference(one.weights, expected) <= TOLERANCE, name
@@ -130,5 +157,5 @@ def check_preload(
         assert external == 0
     row_bytes = equality.WIDTH * SIZE
     for outside in (False, True):
-        halo = pairs[1, outside] * row_bytes if RUNS[name].options.get("use_pp", True) else 0
+        halo = pairs[1, outside] * row_bytes if RUNS[name][1].get("use_pp", True) else 0
         assert moved["preload", outside] == halo + (external * (row_bytes + 8) if outside else 0), name

@@ -19,7 +19,6 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.full_graph.expansion import EasOptions
-from dglx_dist.strategies.full_graph.options import COOPERATIVE, FullGraphOptions, read_full_graph_options
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 from tests.strategies.full_graph import runs
@@ -29,9 +28,8 @@ from tests.strategies.test_equality import TOLERANCE, difference
 def two_epochs(g: DistGraph, options: dict[str, Any]) -> dict[str, Any]:
     """Gradients of each step at the first weights, and who trained on what."""
     session = g.session
-    strategy: Any = STRATEGIES.get("cooperative")(session, options)
     before = session.ledger.snapshot()
-    loader = strategy.loader(g, runs.my_share(g), runs.sampler())
+    strategy, loader = runs.made(g, "cooperative", options)
     wrapped = strategy.wrap(runs.first_model("sage"), g)
     seeds, gradients, rows, counts = [], [], [], []
     moved: list[Counter[str]] = []
@@ -195,10 +193,9 @@ def test_a_later_run_reads_the_plans(folder: Path) -> None:
 def test_plans_of_another_seed_are_not_found_and_a_closed_graph_is_let_go(folder: Path) -> None:
     kept = []
     for seed in (0, 0, 1):
-        with start_session(seed=seed) as session:
+        with start_session(seed=seed):
             g = DistGraph(folder)
-            strategy: Any = STRATEGIES.get("cooperative")(session, {"batches": 3})
-            loader = strategy.loader(g, runs.my_share(g), runs.sampler(), seed=5)
+            _, loader = runs.made(g, "cooperative", {"batches": 3}, seed=5)
             kept.append(loader._source._cache.folder.path)
             g.close()
             graph = weakref.ref(g)
@@ -250,8 +247,7 @@ def test_less_memory_more_batches(folder: Path, wrap_first: bool) -> None:
 
 def test_the_next_batch_is_loaded_meanwhile_and_too_many_are_refused(folder: Path) -> None:
     with start_session() as session, contextlib.closing(DistGraph(folder)) as g:
-        ahead: Any = STRATEGIES.get("cooperative")(session, {"batches": 4, "keep": "rebuild"})
-        loader = ahead.loader(g, runs.my_share(g), runs.sampler())
+        _, loader = runs.made(g, "cooperative", {"batches": 4, "keep": "rebuild"})
         read, original = threading.Semaphore(0), loader._reader.targets
 
         def counted(*args: Any) -> Any:
@@ -280,16 +276,13 @@ def test_the_next_batch_is_loaded_meanwhile_and_too_many_are_refused(folder: Pat
                 strategy.loader(g, torch.arange(seeds), runs.sampler())
 
 
-def options_of(**options: Any) -> FullGraphOptions:
-    return read_full_graph_options("cooperative", COOPERATIVE, options)
-
-
-def test_options() -> None:
-    assert options_of() == FullGraphOptions()
-    assert options_of().eas is None
-    read = options_of(memory="1MB", external_fanout=3, external_inner="batch")
-    assert (read.batches, read.memory_bytes) == (None, 2**20)
-    assert read.eas == EasOptions(hops=1, fanout=3, inner="batch")
-    assert options_of(memory=5000).memory_bytes == 5000
-    assert options_of(external_hops=0).eas == EasOptions(hops=0)
-    assert options_of(external_policy="degree").eas == EasOptions(hops=1, fanout=15, policy="degree")
+def test_options_of_memory_and_of_expansion_aware_sampling() -> None:
+    read = STRATEGIES.get("cooperative").read_options
+    assert (read({}).batches, read({}).eas) == (None, None)
+    assert [read({"memory": size}).memory_bytes for size in ("1MB", 5000)] == [2**20, 5000]
+    for options, eas in (
+        ({"external_fanout": 3, "external_inner": "batch"}, EasOptions(hops=1, fanout=3, inner="batch")),
+        ({"external_hops": 0}, EasOptions(hops=0)),
+        ({"external_policy": "degree"}, EasOptions(hops=1, fanout=15, policy="degree")),
+    ):
+        assert read(options).eas == eas

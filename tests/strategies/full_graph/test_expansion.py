@@ -13,9 +13,7 @@ import numpy as np
 import pytest
 
 from dglx_dist.errors import StorageError
-from dglx_dist.graph.structure import ReplicatedStructure
 from dglx_dist.keyed_random import stream_key
-from dglx_dist.records import EDGE_TYPE
 from dglx_dist.strategies.full_graph import expansion
 from dglx_dist.strategies.full_graph.expansion import (
     TOLERANCE,
@@ -31,7 +29,7 @@ from dglx_dist.strategies.full_graph.expansion import (
     work_of_groups,
     write_held,
 )
-from tests.strategies.full_graph.plan_cases import NUM_NODES, plain_context, whole_of
+from tests.strategies.full_graph.plan_cases import NUM_NODES, plain_context, structure_of, whole_of
 
 
 def test_ordered_batches_of_two_rings_with_one_bridge_are_the_rings() -> None:
@@ -39,17 +37,16 @@ def test_ordered_batches_of_two_rings_with_one_bridge_are_the_rings() -> None:
     even, odd = np.arange(0, 40, 2), np.arange(1, 40, 2)
     pairs = [(ring[i], ring[(i + step) % 20]) for ring in (even, odd) for i in range(20) for step in (1, 2)]
     pairs += [(1, 0), (45, 3), (46, 2)]
-    source, destination = np.array(pairs).T
-    order = np.lexsort((source, destination))
-    indptr = np.concatenate([[0], np.cumsum(np.bincount(destination, minlength=50))])
-    structure = ReplicatedStructure(EDGE_TYPE, 50, indptr, source[order])
-    seeds = np.arange(0, 40, 3)
+    structure, seeds = structure_of(50, *np.array(pairs).T), np.arange(0, 40, 3)
     clusters = cluster_seeds(structure, np.arange(40), seeds, 2, seed=0)
     pieces = {tuple(piece.tolist()) for piece in compose(seeds, 2, "ordered", seed=1, clusters=clusters)}
     assert pieces == {tuple(range(0, 40, 6)), tuple(range(3, 40, 6))}
     assert cluster_seeds(structure, np.arange(40), seeds, 1, seed=0).tolist() == [0] * len(seeds)
     one, again, other = ([*map(list, compose(seeds, 2, "random", seed=seed))] for seed in (1, 1, 2))
     assert one == again != other
+
+
+NONE = np.empty(0, np.int64)
 
 
 def random_closure(num_rows: int = 400, counts: tuple[int, ...] = (400, 300, 200, 100)) -> KHopNeighborhood:
@@ -96,13 +93,7 @@ def test_few_rows_no_rows_and_no_edges() -> None:
     assert split_rows(random_closure(0, (0, 0)), 2, "auto", seed=0).tolist() == []
     assert split_rows(random_closure(), 1, "auto", seed=0).max() == 0
     assert sorted(split_rows(random_closure(2, (2, 1)), 3, "auto", seed=0).tolist()) == [0, 1]
-    alone = KHopNeighborhood(
-        nodes=np.arange(4),
-        counts=np.array([4, 4]),
-        indptr=np.zeros(5, np.int64),
-        sources=np.empty(0, np.int64),
-        edge_ids=np.empty(0, np.int64),
-    )
+    alone = replace(random_closure(4, (4, 4)), indptr=np.zeros(5, np.int64), sources=NONE, edge_ids=NONE)
     assert np.bincount(split_rows(alone, 2, "auto", seed=0)).tolist() == [2, 2]
 
 
@@ -118,7 +109,6 @@ def test_shared_memory_without_room_is_told_and_left_clean(tmp_path: Path) -> No
     assert not (tmp_path / "held").exists()
 
 
-NONE = np.empty(0, np.int64)
 STREAM = stream_key(7, 0, 3)
 
 # Node 4 reads 0 (twice), 1, 2, 3; node 5 reads 1; node 6 reads nobody.
@@ -216,7 +206,3 @@ def test_other_draws_and_batches(chosen_by: dict[tuple[EasPolicy, int, int], set
     assert any(rule(options, draw) != chosen for draw in range(1, 9))
     seeds = set(range(own[0], own[0] + 4))
     assert rule(EasOptions(inner="batch")) == seeds | whole.in_neighbours(seeds)
-    assert [EasOptions(resample_every=every).draw(epoch) for every in (0, 3) for epoch in (0, 2, 3, 8)] == [
-        *(0, 0, 0, 0),
-        *(0, 0, 1, 2),
-    ]

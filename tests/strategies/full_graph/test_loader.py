@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,10 +14,9 @@ import torch
 import torch.nn.functional as F
 
 from dglx_dist.comm.session import start_session
-from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.errors import CheckpointError, PeerError
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment
+from dglx_dist.records import NODE_TYPE
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.full_graph.expansion import EasOptions
 from dglx_dist.strategies.full_graph.halo_block import HaloBlock
@@ -35,26 +33,19 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def loader_of(g: DistGraph, strategy: str, options: dict[str, Any], share: str, **more: Any) -> Any:
-    return STRATEGIES.get(strategy)(g.session, options).loader(
-        g, runs.my_share(g, share), runs.sampler(), **more
-    )
-
-
 def on_rank(folder: str) -> dict[str, Any]:
     with start_session(timeout_s=60) as session:
         g = DistGraph(folder)
         found: dict[str, Any] = {}
         for name, (strategy, options) in WAYS.items():
-            loader = loader_of(g, strategy, options, "uneven")
+            _, loader = runs.made(g, strategy, options)
             found[name] = look_at(g, loader, use_pp=options.get("use_pp", True))
         check_positions(g)
         # Ranks that name the same seeds, or none, train on each once.
         everyone = equality.new_ids_of_training(g)
-        sampler = runs.sampler()
-        strategy = STRATEGIES.get("full_graph")(session, {})
+        full_graph = STRATEGIES.get("full_graph")(session, {})
         for seeds in (everyone, everyone if session.topology.rank == 0 else everyone[:0]):
-            ((_, _, blocks),) = strategy.loader(g, seeds, sampler)
+            ((_, _, blocks),) = full_graph.loader(g, seeds, runs.sampler())
             share = blocks[-1].step_share
             assert (share.num_local, share.num_global) == found["full"]["targets"]
         g.barrier()
@@ -100,7 +91,7 @@ def look_at(g: DistGraph, loader: Any, *, use_pp: bool) -> dict[str, Any]:
 
 
 def check_positions(g: DistGraph) -> None:
-    loader = loader_of(g, "full_graph", {}, "uneven", seed=7)
+    _, loader = runs.made(g, "full_graph", seed=7)
     for _ in loader:
         position = loader.state_dict()
     assert position == {"epoch": 0, "step": 1, "seed": 7}
@@ -130,29 +121,12 @@ def test_every_seed_is_computed_once_where_it_lies(folder: Path, ranks: int, ran
             assert set(one[name]["owned"]) <= {one[name]["server"]}
 
 
-NUM_LAYERS, COLUMNS = 3, 2
-ROW_BYTES = COLUMNS * 8
-
-
-@pytest.fixture(scope="module")
-def preload_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    raw = plan_cases.raw_graph()
-    num_edges = len(raw.edges[EDGE_TYPE][0])
-    raw = replace(
-        raw, edge_data={EDGE_TYPE: {"weight": np.random.default_rng(1).random((num_edges, COLUMNS))}}
-    )
-    part_of = (np.arange(plan_cases.NUM_NODES) >= 150).astype(np.int32)
-    folder = tmp_path_factory.mktemp("full_graph_preload") / "parts"
-    write_dataset(raw, Assignment(num_parts=2, part_of={NODE_TYPE: part_of}, method="test", seed=0), folder)
-    return folder
-
-
-def preload_on_rank(preload_folder: str, strategy: str) -> int:
+def preload_on_rank(folder: str, strategy: str) -> int:
     """Return how many edges of the closure end at nodes of the other server."""
     with start_session(timeout_s=60) as session:
-        g = DistGraph(preload_folder)
+        g = DistGraph(folder)
         topology = session.topology
-        sampler = dgl.dataloading.MultiLayerFullNeighborSampler(NUM_LAYERS, prefetch_edge_feats=["weight"])
+        sampler = dgl.dataloading.MultiLayerFullNeighborSampler(3, prefetch_edge_feats=["weight"])
         seeds = torch.from_numpy(np.flatnonzero(g.ndata["train_mask"][:].numpy()))
         mine = seeds[topology.rank :: topology.world_size]
         loader = STRATEGIES.get(strategy)(session, {}).loader(g, mine, sampler)
@@ -170,13 +144,14 @@ def preload_on_rank(preload_folder: str, strategy: str) -> int:
             if row.phase == "preload" and row.destination == topology.rank and row.source != topology.rank
         )
         g.barrier()
-        assert received == ROW_BYTES * remote
+        assert received == 2 * 8 * remote
         return remote
 
 
 @pytest.mark.parametrize("strategy", ["full_graph", "shared_preload"])
-def test_values_of_edges_come_once_for_all_layers(preload_folder: Path, strategy: str) -> None:
-    remote = run_ranks(preload_on_rank, 2, args=(str(preload_folder), strategy), ranks_per_server=1)
+def test_values_of_edges_come_once_for_all_layers(tmp_path: Path, strategy: str) -> None:
+    folder = str(plan_cases.write_chains(tmp_path))
+    remote = run_ranks(preload_on_rank, 2, args=(folder, strategy), ranks_per_server=1)
     assert (sum(remote) > 0) == (strategy == "shared_preload")
 
 
@@ -186,10 +161,9 @@ OPTIONS = {"external_hops": 1, "external_fanout": 1, "resample_every": 2}
 
 def epochs_of(folder: str) -> list[dict[str, Any]]:
     """Five epochs, and then the first and the last once more."""
-    session = start_session(timeout_s=60)
+    start_session(timeout_s=60)
     g = DistGraph(folder, structure="partitioned")
-    strategy: Any = STRATEGIES.get("shared_preload")(session, OPTIONS)
-    loader = strategy.loader(g, runs.my_share(g), runs.sampler())
+    strategy, loader = runs.made(g, "shared_preload", OPTIONS)
     model = strategy.wrap(runs.first_model("sage"), g)
     found = []
     for epoch in EPOCHS:

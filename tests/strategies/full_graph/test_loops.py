@@ -70,13 +70,6 @@ STEPS: dict[str, tuple[runs.Step, str, str]] = {
 """With the model and the reduction."""
 
 
-def made(g: DistGraph, way: str) -> tuple[Any, Any]:
-    """Return a strategy and its loader."""
-    name, options = WAYS[way]
-    strategy: Any = STRATEGIES.get(name)(g.session, options)
-    return strategy, strategy.loader(g, runs.my_share(g), runs.sampler())
-
-
 def on_local_graph(g: DistGraph, step: runs.Step, kind: str, reduction: str = "mean") -> list[Any]:
     strategy: Any = STRATEGIES.get("full_graph")(g.session, {})
     lg, module = dx.local_graph(g), runs.first_model(kind)
@@ -91,7 +84,7 @@ def trained(
 ) -> list[Any]:
     if way == LOCAL:
         return on_local_graph(g, step, kind, reduction)
-    (strategy, loader), module = made(g, way), runs.first_model(kind)
+    (strategy, loader), module = runs.made(g, *WAYS[way]), runs.first_model(kind)
     return runs.trained(
         module, strategy.wrap(module, g, reduction), runs.batches_of(loader), step, epochs=EPOCHS
     )
@@ -99,7 +92,7 @@ def trained(
 
 def trained_in_two(g: DistGraph, way: str) -> list[Any]:
     """Two wrapped models, one on the rows that the other one returns."""
-    strategy, loader = made(g, way)
+    strategy, loader = runs.made(g, *WAYS[way])
     module: Any = runs.first_model("sage")
     body, head = (strategy.wrap(conv, g) for conv in module.convs)
 
@@ -121,7 +114,7 @@ def with_embedding(g: DistGraph, way: str) -> list[Any]:
     # By original ids, whatever the ids of this graph are.
     embedding.weight[mine] = first_rows(*size)[g.orig_ids(mine)]
     g.barrier()
-    (strategy, loader), module = made(g, way), runs.first_model("sage")
+    (strategy, loader), module = runs.made(g, *WAYS[way]), runs.first_model("sage")
     sparse = SparseSGD([embedding], lr=equality.RATE)
 
     def batches() -> Iterator[tuple[Any, Tensor, Tensor]]:
@@ -154,7 +147,7 @@ def plain_embedding() -> list[Any]:
 
 def rows_and_gradients(g: DistGraph, way: str) -> dict[str, Any]:
     """What the first layer computes of which nodes, and the gradients of what goes in, by original id."""
-    strategy, loader = made(g, way)
+    strategy, loader = runs.made(g, *WAYS[way])
     ((_, _, blocks),) = loader
     module: Any = runs.first_model("sage")
     hidden: list[Tensor] = []
@@ -209,13 +202,9 @@ def test_ranks_leave_the_weights_of_one_process(results: list[dict[str, Any]], n
             assert difference(weights, expected) <= TOLERANCE, way
 
 
-def on_one_rank(folder: str) -> list[Any]:
-    with start_session(strategy="full_graph"), contextlib.closing(DistGraph(folder)) as g:
-        return on_local_graph(g, runs.mean_loss, "sage")
-
-
 def test_a_local_graph_of_one_rank_is_the_whole_graph(folder: Path) -> None:
-    (weights,) = run_ranks(on_one_rank, 1, args=(str(folder),))
+    with start_session(strategy="full_graph"), contextlib.closing(DistGraph(folder)) as g:
+        weights = on_local_graph(g, runs.mean_loss, "sage")
     assert difference(weights, expected_of("plain")) <= TOLERANCE
 
 

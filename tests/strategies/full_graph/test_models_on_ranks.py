@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from dglx_dist.comm.session import start_session
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.training.models import RECOMPUTE, ResGCN
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
@@ -98,9 +97,8 @@ def on_ranks(folder: str) -> dict[str, Any]:
     topology = session.topology
     results: dict[str, Any] = {}
     for way, (name, options) in WAYS.items():
-        strategy = STRATEGIES.get(name)(session, dict(options))
         for kind, (module, layers) in models(way).items():
-            loader = strategy.loader(g, runs.my_share(g), runs.sampler(layers))
+            strategy, loader = runs.made(g, name, options, layers)
             model = strategy.wrap(module, g)
             # Functional draws of torch differ between ranks, and must not matter.
             torch.manual_seed(topology.rank)

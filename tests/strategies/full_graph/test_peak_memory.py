@@ -28,6 +28,7 @@ WITHIN = 0.15
 _ARENA_MAX = -8
 """Of <malloc.h>."""
 LAYERS, FEATURES, HIDDEN = 3, 64, 128
+ORDERED = {"composition": "ordered", "keep": "rebuild"}
 
 
 @pytest.fixture(scope="module")
@@ -61,30 +62,35 @@ def _model(kind: str) -> torch.nn.Module:
     return build_model(kind, FEATURES, HIDDEN, 10, LAYERS, dropout=0.5, heads=2)
 
 
-def _trained(folder: str, kind: str, memory: str) -> tuple[int, int, MemoryEstimate]:
-    """Return the bytes that two epochs took at their peak, their steps, and what was predicted."""
-    session = start_session(timeout_s=100)
-    g = DistGraph(folder)
-    options = {"memory": memory, "composition": "ordered", "keep": "rebuild"}
-    strategy: Any = STRATEGIES.get("cooperative")(session, options)
-    gc.collect()
-    before = _status()
-    Path("/proc/self/clear_refs").write_text("5")
+def _train(g: DistGraph, name: str, options: dict[str, Any], kind: str, epochs: int) -> Any:
+    """Return the loader."""
+    strategy: Any = STRATEGIES.get(name)(g.session, options)
     model = strategy.wrap(_model(kind), g)
     loader = strategy.loader(g, _my_share(g), runs.sampler(LAYERS))
     optimizer = torch.optim.Adam(model.parameters())
-    for _ in range(2):
+    for _ in range(epochs):
         for _, _, blocks in loader:
             scores = model(blocks, blocks[0].srcdata["feat"])
             loss = F.cross_entropy(scores, blocks[-1].dstdata["label"])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+    return loader
+
+
+def _trained(folder: str, kind: str, memory: str) -> tuple[int, int, MemoryEstimate]:
+    """Return the bytes that two epochs took at their peak, their steps, and what was predicted."""
+    session = start_session(timeout_s=100)
+    g = DistGraph(folder)
+    gc.collect()
+    before = _status()
+    Path("/proc/self/clear_refs").write_text("5")
+    loader = _train(g, "cooperative", {**ORDERED, "memory": memory}, kind, 2)
     after = _status()
     # Files of the dataset that were mapped meanwhile are the system's.
     mapped = sum(after[name] - before[name] for name in ("RssFile", "RssShmem"))
     taken, steps, predicted = after["VmHWM"] - before["VmRSS"] - mapped, len(loader), loader.memory
-    del loader, model, blocks
+    del loader
     g.close()
     session.close()
     return taken, steps, predicted
@@ -121,19 +127,13 @@ def _steps_within(folder: str, strategy_name: str, options: dict[str, Any], limi
     """Train an epoch with at most ``limit`` bytes of addresses more than now; return the number of steps."""
     session = start_session(timeout_s=100)
     g = DistGraph(folder)
-    strategy: Any = STRATEGIES.get(strategy_name)(session, options)
     before = resource.getrlimit(resource.RLIMIT_AS)
     if limit:
         resource.setrlimit(resource.RLIMIT_AS, (_status()["VmSize"] + limit, before[1]))
     try:
-        model = strategy.wrap(_model("sage"), g)
-        loader = strategy.loader(g, _my_share(g), runs.sampler(LAYERS))
-        for _, _, blocks in loader:
-            scores = model(blocks, blocks[0].srcdata["feat"])
-            F.cross_entropy(scores, blocks[-1].dstdata["label"]).backward()
+        steps = len(_train(g, strategy_name, options, "sage", 1))
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
-    steps = len(loader)
     g.close()
     session.close()
     return steps
@@ -143,11 +143,10 @@ def limited(folders: list[str]) -> tuple[str, int]:
     # A heap for each thread reserves 64 MB of addresses that are never used.
     assert ctypes.CDLL(None).mallopt(_ARENA_MAX, 1) == 1
     limit = 160 * 2**20
-    ordered = {"composition": "ordered", "keep": "rebuild"}
     # Everything that is loaded and compiled once.
-    _steps_within(folders[0], "cooperative", {**ordered, "memory": "1GB"}, 0)
+    _steps_within(folders[0], "cooperative", {**ORDERED, "memory": "1GB"}, 0)
     # What fits is granted; the rest is for threads and what the allocator cannot use.
-    steps = _steps_within(folders[1], "cooperative", {**ordered, "memory": "80MB"}, limit)
+    steps = _steps_within(folders[1], "cooperative", {**ORDERED, "memory": "80MB"}, limit)
     try:
         _steps_within(folders[1], "full_graph", {}, limit)
     except (RuntimeError, MemoryError) as error:

@@ -18,7 +18,7 @@ from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.errors import ConfigError, DglxError, PeerError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.partition_book import RowOwners
-from dglx_dist.graph.structure import ReplicatedStructure
+from dglx_dist.planner.model_shape import topology_of
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, Assignment, RawGraph
 from dglx_dist.strategies.cost import PartitionContext
 from dglx_dist.strategies.full_graph import plan_builder
@@ -37,6 +37,7 @@ from tests.strategies.full_graph.plan_cases import (
     NUM_NODES,
     check_plans,
     plain_context,
+    structure_of,
     whole_of,
     write_chains,
 )
@@ -137,12 +138,10 @@ def test_ranks_make_the_plans_of_one_process(
     folder: Path, ranks: int, per_server: int, structure: str
 ) -> None:
     results = run_ranks(plan_on_rank, ranks, args=(str(folder), structure), ranks_per_server=per_server)
-    source, destination = results[0]["edges"]
-    indptr = np.concatenate([[0], np.cumsum(np.bincount(destination, minlength=NUM_NODES))])
     context = PartitionContext(
-        structure=ReplicatedStructure(EDGE_TYPE, NUM_NODES, indptr, source),
+        structure=structure_of(NUM_NODES, *results[0]["edges"]),
         bounds=results[0]["bounds"],
-        topology=plain_context(ranks // per_server, per_server).topology,
+        topology=topology_of(ranks // per_server, per_server),
         seed=0,
     )
     whole, topology = whole_of(context), context.topology

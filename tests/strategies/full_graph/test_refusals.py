@@ -26,6 +26,7 @@ from tests.helpers import refusal
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 from tests.strategies.full_graph import runs
+from tests.strategies.full_graph.layers_of_dgl import Called
 
 STRATEGY_NAMES = ("full_graph", "shared_preload")
 
@@ -57,45 +58,6 @@ class OwnCode(NeighborSampler):
         return super().sample_blocks(g, seed_nodes, exclude_eids)
 
 
-class Normed(nn.Module):
-    """A batch norm between the layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = runs.first_model("sage")
-        self.norm = nn.BatchNorm1d(equality.CLASSES).double()
-
-    def forward(self, blocks: Any, x: Tensor) -> Tensor:
-        out: Tensor = self.norm(self.inner(blocks, x))
-        return out
-
-
-class Pooled(nn.Module):
-    """Scores and the mean of all nodes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = runs.first_model("sage")
-        self.pool = dgl.nn.AvgPooling()
-
-    def forward(self, blocks: Any, x: Tensor) -> Tensor:
-        scores = self.inner(blocks, x)
-        out: Tensor = scores + self.pool(blocks[-1], scores)
-        return out
-
-
-class Shallow(nn.Module):
-    """One layer, whatever it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = dgl.nn.SAGEConv(equality.WIDTH, equality.CLASSES, "mean").double()
-
-    def forward(self, blocks: Any, x: Tensor) -> Tensor:
-        out: Tensor = self.conv(blocks[0], x)
-        return out
-
-
 Case = Callable[[Any, DistGraph], Any]
 refused = partial(refusal, kind=ConfigError)
 
@@ -104,6 +66,11 @@ def loads(make: Callable[[], Any] = runs.sampler, seeds: Tensor | None = None, *
     return lambda strategy, g: strategy.loader(
         g, runs.my_share(g) if seeds is None else seeds, make(), **options
     )
+
+
+def beside(**module: nn.Module) -> Case:
+    """Wrap a model that has a module more."""
+    return lambda strategy, g: strategy.wrap(nn.ModuleDict({"inner": runs.first_model("sage"), **module}), g)
 
 
 def blocks_of(strategy: Any, g: DistGraph) -> Any:
@@ -123,7 +90,9 @@ def on_plain_blocks(strategy: Any, g: DistGraph) -> None:
 
 def too_few_layers(strategy: Any, g: DistGraph) -> None:
     blocks = blocks_of(strategy, g)
-    strategy.wrap(Shallow(), g)(blocks, blocks[0].srcdata["feat"])
+    conv = dgl.nn.SAGEConv(equality.WIDTH, equality.CLASSES, "mean").double()
+    shallow = Called(conv, lambda conv, blocks, x: conv(blocks[0], x))
+    strategy.wrap(shallow, g)(blocks, blocks[0].srcdata["feat"])
 
 
 def on_cut_rows(strategy: Any, g: DistGraph) -> None:
@@ -167,11 +136,11 @@ CASES: Mapping[str, tuple[Case, str]] = {
         "trains on nodes, not on batches of edges",
     ),
     "batch norm": (
-        lambda strategy, g: strategy.wrap(Normed(), g),
+        beside(norm=nn.BatchNorm1d(equality.CLASSES).double()),
         "'norm' is a BatchNorm1d.*twice; use torch.nn.LayerNorm",
     ),
     "pooling": (
-        lambda strategy, g: strategy.wrap(Pooled(), g),
+        beside(pool=dgl.nn.AvgPooling()),
         "'pool' is a AvgPooling, which reads all nodes.*layerwise_in",
     ),
     "reduction": (

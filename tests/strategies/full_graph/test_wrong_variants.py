@@ -69,13 +69,8 @@ WRONG: dict[str, Wrap] = {
 
 
 def train(g: DistGraph, wrap: Wrap, kind: str) -> list[Any]:
-    strategy = right_strategy(g)
-    loader = strategy.loader(g, runs.my_share(g), runs.sampler())
+    strategy, loader = runs.made(g, "full_graph")
     return steps_on(loader, runs.first_model(kind), lambda model: wrap(g, strategy, model))
-
-
-def right_strategy(g: DistGraph) -> Any:
-    return STRATEGIES.get("full_graph")(g.session, {})
 
 
 def steps_on(loader: Any, module: nn.Module, wrap: Callable[[nn.Module], Any]) -> list[Any]:
@@ -95,7 +90,8 @@ def counting_replicas(g: DistGraph) -> list[Any]:
     assert plans.share(0, plans.plan(0, 0)).num_global > int(is_training.sum())
     request = read_request("full_graph", g, seeds, runs.sampler(), {})
     loader = FullGraphLoader(g, plans, request, use_pp=True)
-    return steps_on(loader, runs.first_model("sage"), lambda model: right_strategy(g).wrap(model, g))
+    strategy: Any = STRATEGIES.get("full_graph")(g.session, {})
+    return steps_on(loader, runs.first_model("sage"), lambda model: strategy.wrap(model, g))
 
 
 def on_rank(folder: str) -> dict[str, list[Any]]:

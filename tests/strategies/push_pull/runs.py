@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import dgl
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.strategies.base import STRATEGIES
-from dglx_dist.strategies.push_pull.pipeline import Side, Version
+from dglx_dist.strategies.push_pull.pipeline import Side
 from tests.strategies import equality
 
 EPOCHS, BATCH, STEPS = 2, 20, 4
@@ -56,6 +59,18 @@ class Run:
         return int(self.options.get("depth", 1))
 
 
+@dataclass(frozen=True)
+class Version:
+    """The step of one batch on one side."""
+
+    batch: int
+    side: Side
+    read: int
+    """Steps that the side had taken when the batch read its weights."""
+    written: int
+    """Steps before its own; the lag is ``written - read``."""
+
+
 @dataclass
 class Notes:
     """What a rank saw."""
@@ -69,6 +84,7 @@ class Notes:
     """What an epoch left behind."""
 
 
+SIDES: tuple[Side, Side] = ("M", "D")
 SIZES = ("L0", "D1", "E1")
 
 
@@ -87,8 +103,8 @@ def first_model(kind: str) -> nn.Module:
     return equality.PlainModel(kind).double()
 
 
-def train(g: DistGraph, run: Run, watch: Callable[[Any], None] | None = None) -> Notes:
-    """Do the user's loop; ``watch`` is called with the wrapped model before."""
+def train(g: DistGraph, run: Run) -> Notes:
+    """Do the user's loop."""
     session, notes = g.session, Notes()
     rank, world_size = session.topology.rank, session.topology.world_size
     ids = equality.new_ids_of_training(g)[: BATCH * STEPS]
@@ -99,28 +115,80 @@ def train(g: DistGraph, run: Run, watch: Callable[[Any], None] | None = None) ->
     loader = strategy.loader(g, mine, sampler(), batch_size=-(-largest // STEPS), shuffle=True, seed=5)
     model: Any = strategy.wrap(first_model(run.kind), g)
     optimizer = OPTIMIZERS[run.optimizer](model.parameters())
-    if watch is not None:
-        watch(model)
     before = session.ledger.snapshot()
-    for _ in range(EPOCHS):
-        for _, targets, blocks in loader:
-            optimizer.zero_grad(set_to_none=run.set_to_none)
-            losses = [loss_of(model, blocks) for _ in range(run.calls)]
-            torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
-            if len(notes.targets) in run.peeks:
-                _ = model.state_dict()
-            optimizer.step()
-            if len(notes.targets) in run.drains:
-                _ = model.state_dict() if len(notes.targets) % 2 else model.whole()
-            notes.targets.append(g.orig_ids(targets, "_N").tolist())
-            for name, count in zip(SIZES, size_of(blocks[0]), strict=True):
-                notes.moved[name] += count
-    notes.moved += equality.moved_since(session, before)
-    state = model.state_dict()
+    with versions_of(model) if run.strategy == "push_pull" else nullcontext(list[Version]()) as notes.log:
+        for _ in range(EPOCHS):
+            for _, targets, blocks in loader:
+                optimizer.zero_grad(set_to_none=run.set_to_none)
+                losses = [loss_of(model, blocks) for _ in range(run.calls)]
+                torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
+                if len(notes.targets) in run.peeks:
+                    _ = model.state_dict()
+                optimizer.step()
+                if len(notes.targets) in run.drains:
+                    _ = model.state_dict() if len(notes.targets) % 2 else model.whole()
+                notes.targets.append(g.orig_ids(targets, "_N").tolist())
+                for name, count in zip(SIZES, size_of(blocks[0]), strict=True):
+                    notes.moved[name] += count
+        notes.moved += equality.moved_since(session, before)
+        state = model.state_dict()
     notes.weights = [state[name].numpy().copy() for name, _ in first_model(run.kind).named_parameters()]
     if run.strategy == "push_pull":
-        notes.log, notes.left = list(model.versions.done), left_over(model)
+        notes.left = left_over(model)
     return notes
+
+
+@contextmanager
+def versions_of(model: Any) -> Iterator[list[Version]]:
+    """Record the versions of the weights that each batch reads and writes, inside the block."""
+    pipeline, done = model._pipeline, list[Version]()
+    steps: dict[Side, int] = {"M": 0, "D": 0}
+    reads: dict[int, dict[Side, int]] = {}
+    pending: list[tuple[int, Side]] = []
+    start, add, after, own_step = (
+        pipeline._start,
+        pipeline._add,
+        pipeline.exchange.after,
+        pipeline.hooks.own_step,
+    )
+
+    def started(layer: Any, group_batch: Any, *rest: Any) -> Any:
+        reads[group_batch.number] = dict(steps)
+        return start(layer, group_batch, *rest)
+
+    def added(batch: Any) -> None:
+        pending.extend((batch.number, side) for side in (SIDES if pipeline._whole else SIDES[:1]))
+        add(batch)
+
+    def backward_ended(weight: float) -> None:
+        batch = pipeline._current
+        if batch is not None and not pipeline._whole:
+            reads[batch.number]["D"] = steps["D"]
+            pending.append((batch.number, "D"))
+        after(weight)
+
+    @contextmanager
+    def stepped_apart() -> Iterator[None]:
+        others, pending[:] = pending[:], []
+        with own_step():
+            yield
+        pending[:0] = others
+
+    def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        sides = {side for one, side in pipeline.hooks._side.items() if one in parameters}
+        # A batch on which the model was called twice has one gradient, their sum.
+        taken = dict.fromkeys(one for one in pending if one[1] in sides)
+        pending[:] = [one for one in pending if one not in taken]
+        done.extend(Version(batch, side, reads[batch][side], steps[side]) for batch, side in taken)
+        for side in {side for _, side in taken}:
+            steps[side] += 1
+
+    pipeline._start, pipeline._add, pipeline.exchange.after = started, added, backward_ended
+    pipeline.hooks.own_step = stepped_apart
+    with register_optimizer_step_post_hook(stepped):
+        yield done
+    assert not pending
 
 
 def left_over(model: Any) -> dict[str, int]:
@@ -135,7 +203,7 @@ def left_over(model: Any) -> dict[str, int]:
         "unread": sum(
             len(one._inbox) for one in (pipeline._activations._pulls, pipeline._activations._pushes)
         ),
-        "pending": len(pipeline.log._pending),
+        "waiting": int(pipeline.hooks.part_waits),
     }
 
 
@@ -173,7 +241,6 @@ LossOf = Callable[[nn.Module, int], Tensor]
 """A model and the number of a batch to the mean loss over all targets of all ranks."""
 
 MakeOptimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
-SIDES: tuple[Side, Side] = ("M", "D")
 
 
 def delayed_sgd(
@@ -187,7 +254,7 @@ def delayed_sgd(
     Args:
         model: With the first weights; both sides' gradients come from one backward through it.
         part_names: Parameters of the side M; all others are D's.
-        log: Every batch once on each side.
+        log: Every batch once on each side, in the order of the steps.
         loss_of: The loss.
         make: Each side gets an optimizer of its own.
     """
@@ -199,43 +266,25 @@ def delayed_sgd(
     live = {side: {n: nn.Parameter(named[n].detach().clone()) for n in names[side]} for side in SIDES}
     optimizers = {side: make(list(live[side].values())) for side in SIDES}
     reads = {side: {one.batch: one.read for one in log if one.side == side} for side in SIDES}
-    gradients: dict[int, dict[str, Tensor | None]] = {}
+    assert all(sorted(reads[side]) == list(range(len(log) // 2)) for side in SIDES)
 
+    @cache
     def gradients_of(batch: int) -> Mapping[str, Tensor | None]:
-        if batch not in gradients:
-            for side in SIDES:
-                for name, value in history[side][reads[side][batch]].items():
-                    named[name].data = value.clone()
-            model.zero_grad()
-            loss_of(model, batch).backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
-            gradients[batch] = {n: None if p.grad is None else p.grad.clone() for n, p in named.items()}
-        return gradients[batch]
+        for side in SIDES:
+            for name, value in history[side][reads[side][batch]].items():
+                named[name].data = value.clone()
+        model.zero_grad()
+        loss_of(model, batch).backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
+        return {n: None if p.grad is None else p.grad.clone() for n, p in named.items()}
 
-    due = {side: _by_written(log, side) for side in SIDES}
-    while any(due.values()):
-        # The side whose next step needs only versions that are there.
-        side = next(
-            s for s in SIDES
-            if due[s] and all(reads[o][b] < len(history[o]) for b in due[s][0] for o in SIDES)
-        )  # fmt: skip
+    steps: dict[tuple[Side, int], list[int]] = {}
+    for one in log:
+        steps.setdefault((one.side, one.written), []).append(one.batch)
+    for (side, written), batches in steps.items():
+        assert written == len(history[side]) - 1
         for name, parameter in live[side].items():
-            parameter.grad = None
-            for batch in due[side][0]:
-                found = gradients_of(batch)[name]
-                if found is not None:
-                    parameter.grad = found.clone() if parameter.grad is None else parameter.grad + found
-        due[side].pop(0)
+            found = [grad for batch in batches if (grad := gradients_of(batch)[name]) is not None]
+            parameter.grad = torch.stack(found).sum(0) if found else None
         optimizers[side].step()
         history[side].append({n: p.detach().clone() for n, p in live[side].items()})
     return {n: value for side in SIDES for n, value in history[side][-1].items()}
-
-
-def _by_written(log: Sequence[Version], side: Side) -> list[list[int]]:
-    """Return the batches of each step of a side; the log must leave out no step and no batch."""
-    mine = [one for one in log if one.side == side]
-    assert sorted(one.batch for one in mine) == list(range(len(mine)))
-    steps = [[one.batch for one in mine if one.written == step] for step in range(len(mine))]
-    while steps and not steps[-1]:
-        steps.pop()
-    assert all(steps)
-    return steps

@@ -18,8 +18,7 @@ from tests.helpers.ranks import run_ranks
 from tests.layers.test_convolutions import BY_ROWS, CONVS
 from tests.strategies import equality
 
-MAKE: dict[str, Any] = {name: make for name, (make, _) in (CONVS | BY_ROWS).items()}
-MAKE["sgc"] = lambda width: dgl.nn.SGConv(width, 5)
+MAKE = {**CONVS, **BY_ROWS, "sgc": lambda width: dgl.nn.SGConv(width, 5)}
 
 
 def first_of(name: str, seed: int) -> nn.Module:

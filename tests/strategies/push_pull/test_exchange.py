@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from dglx_dist.comm.session import start_session
-from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.push_pull.exchange import BACKWARD, FORWARD, STRUCTURE
@@ -32,7 +31,7 @@ def with_size(run: Run, size: int) -> Run:
 
 
 def on_rank(folder: str) -> dict[str, Any]:
-    with start_session(timeout_s=60) as session:
+    with start_session(timeout_s=60):
         g = DistGraph(folder)
         found: dict[str, Any] = {
             f"{name} {size}": runs.train(g, with_size(run, size))
@@ -40,9 +39,6 @@ def on_rank(folder: str) -> dict[str, Any]:
             for size in SIZES
         }
         found["chosen"] = {memory: chosen_size(g, memory) for memory in ("28000", "27KB", "14000", "7000")}
-        found["errors"] = [
-            error_of(session, g, options) for options in ({"group_size": 3}, {"memory": "1000"})
-        ]
         g.barrier()
         return found
 
@@ -51,14 +47,6 @@ def chosen_size(g: DistGraph, memory: str) -> int:
     model: Any = STRATEGIES.get("push_pull")(g.session, {"memory": memory}).wrap(runs.first_model("sage"), g)
     size: int = model._group.size
     return size
-
-
-def error_of(session: Any, g: DistGraph, options: dict[str, Any]) -> str:
-    try:
-        STRATEGIES.get("push_pull")(session, options).wrap(runs.first_model("sage"), g)
-    except ConfigError as error:
-        return str(error)
-    return ""
 
 
 def test_groups_leave_the_weights_of_one_process_and_move_less(folder: Path) -> None:
@@ -74,11 +62,6 @@ def test_groups_leave_the_weights_of_one_process_and_move_less(folder: Path) -> 
     # 27 KB are 27648 bytes, and all features take 28000.
     assert FEATURE_BYTES == 28000
     assert results[0]["chosen"] == {"28000": 1, "27KB": 2, "14000": 2, "7000": 4}
-    for result in results:
-        divides, memory = result["errors"]
-        assert divides == "group_size=3 does not divide the 4 ranks; choose one of 1, 2, 4"
-        assert "28000 bytes" in memory
-        assert "grant more memory, or use more ranks" in memory
 
 
 def check_bytes(name: str, by_size: dict[int, list[Notes]]) -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from weakref import ref
 
 import dgl
@@ -28,12 +29,12 @@ from dglx_dist.graph.analysis import reverse_edge_ids
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.layers.dropout import deal_out_columns
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment
+from dglx_dist.strategies.push_pull import loader as push_pull_loader
 from dglx_dist.strategies.push_pull.exchange import Group, GroupBatch, PartInput, make_group
 from dglx_dist.strategies.push_pull.feature_columns import ColumnStore, open_columns
 from dglx_dist.strategies.push_pull.loader import (
     OwnerBlock,
     PushPullLoader,
-    StructureDecision,
     _check_block,
     open_loader,
     pack_block,
@@ -97,41 +98,34 @@ def _loader_of(
     return open_loader(inner, g, seeds, sampler or sampler_of(), store, ours, options, loader_options)
 
 
-def seen(one: PartInput) -> dict[str, Any]:
-    """What a part has of one owner's batch; all but the columns must be equal on all parts."""
-    indptr, indices, _ = one.block.adj_tensors("csc")
-    destinations = one.nodes[: one.block.num_dst_nodes()].repeat_interleave(indptr.diff().long())
-    return {
-        "number": one.number,
-        "nodes": one.nodes.tolist(),
-        "destinations": one.block.num_dst_nodes(),
-        # (source, destination) as global ids, in the order of the columns.
-        "edges": list(zip(one.nodes[indices.long()].tolist(), destinations.tolist(), strict=True)),
-        "idtype": str(one.block.idtype),
-        "columns": {name: rows.numpy() for name, rows in one.columns.items()},
-    }
+Seen = tuple[int, list[int], list[int], list[int], str]
+"""Number, nodes, indptr, indices and index type of one owner's batch, which must be equal on all parts."""
+Epoch = list[list[Seen]]
+"""By step, by owner."""
 
 
-def epoch_of(loader: PushPullLoader) -> list[list[dict[str, Any]]]:
-    """By step, by owner: what this part has."""
-    found = []
+def epoch_of(g: DistGraph, loader: PushPullLoader) -> tuple[Epoch, Counter[str]]:
+    """What this part has, with its own columns; and what it sent and asked for meanwhile, by phase."""
+    found, before, group = [], g.session.ledger.snapshot(), loader._group
+    columns = deal_out_columns(WIDTH, group.size)[group.part]
     for *_, blocks in loader:
-        block, group_batch = blocks[0], blocks[0].push_pull
-        own = group_batch.inputs[loader._group.part]
+        block, inputs = blocks[0], blocks[0].push_pull.inputs
+        own = inputs[group.part]
         assert own.block.edata.keys() == block.edata.keys()
         for name, values in own.block.edata.items():
             assert values.data_ptr() == block.edata[name].data_ptr()
         assert torch.equal(block.srcdata[dgl.NID], own.nodes)
-        for name, rows in own.columns.items():
-            assert block.srcdata[name].data_ptr() == rows.data_ptr()
-        found.append([seen(one) for one in group_batch.inputs])
-    return found
+        assert block.srcdata["feat"].data_ptr() == own.columns["feat"].data_ptr()
+        for one in inputs:
+            ids = g.orig_ids(one.nodes)[:, None]
+            assert torch.equal(one.columns["feat"], (ids * 10 + torch.arange(WIDTH)).float()[:, columns.cut])
+        found.append([seen(one) for one in inputs])
+    return found, equality.moved_since(g.session, before)
 
 
-def counted_epoch(g: DistGraph, loader: PushPullLoader) -> tuple[list[list[dict[str, Any]]], Counter[str]]:
-    """And what this rank sent and asked for meanwhile, by phase."""
-    before = g.session.ledger.snapshot()
-    return epoch_of(loader), equality.moved_since(g.session, before)
+def seen(one: PartInput) -> Seen:
+    indptr, indices, _ = one.block.adj_tensors("csc")
+    return one.number, one.nodes.tolist(), indptr.tolist(), indices.tolist(), str(one.block.idtype)
 
 
 class OwnCode(NeighborSampler):
@@ -165,8 +159,8 @@ def on_three(folder: str) -> dict[str, Any]:
                 ),
             }
             for kind, loader in kinds.items():
-                found[f"{kind}/{structure}"] = [counted_epoch(g, loader) for _ in range(2)]
-        found["own code"] = [counted_epoch(g, nodes_of(g, OwnCode(prefetch_labels=["label"])))]
+                found[f"{kind}/{structure}"] = [epoch_of(g, loader) for _ in range(2)]
+        found["own code"] = [epoch_of(g, nodes_of(g, OwnCode(prefetch_labels=["label"])))]
         check_choice(g, [epoch for epoch, _ in found["nodes/push"]])
         for words, make in {
             "own code": lambda: nodes_of(g, OwnCode(), structure="resample"),
@@ -180,22 +174,24 @@ def on_three(folder: str) -> dict[str, Any]:
         return found
 
 
-def check_choice(g: DistGraph, pushed: list[Any]) -> None:
+def check_choice(g: DistGraph, pushed: list[Epoch]) -> None:
     """What "auto" does where one of both costs next to nothing on the slowest rank, after the first epoch."""
     for cheap, costs in (("push", (1.0, 1e-9)), ("resample", (1e-9, 1.0))):
         loader = nodes_of(g, structure="auto", shuffle=True)
-        first, before = counted_epoch(g, loader)
+        first, before = epoch_of(g, loader)
         loader._costs.extend([costs] * 1000)
-        second, after = counted_epoch(g, loader)
-        assert loader.decision == StructureDecision(cheap, "costs less", 2 * costs[0], costs[1])  # type: ignore[arg-type]
+        with mock.patch.object(push_pull_loader.log, "info") as told:
+            second, after = epoch_of(g, loader)
+        assert [one.args[1:] for one in told.call_args_list] == [
+            (cheap, "costs less", 2, 2 * costs[0], costs[1])
+        ][g.session.topology.rank :]
         assert before["structure"] > 0
         assert (after["structure"] > 0) == (cheap == "push")
         # 8 bytes for each seed of the others.
         assert after["seeds"] == (0 if cheap == "push" else 8 * (NUM_NODES - len(share_of(g, NUM_NODES))))
-        for mine, theirs in zip((first, second), pushed, strict=True):
-            assert [[one["edges"] for one in step] for step in mine] == [
-                [one["edges"] for one in step] for step in theirs
-            ]
+        assert [[seen[1:4] for seen in step] for epoch in (first, second) for step in epoch] == [
+            [seen[1:4] for seen in step] for epoch in pushed for step in epoch
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -210,33 +206,17 @@ KINDS = ("nodes", "here", "edges")
     "kind", [*(f"{kind}/{way}" for kind in KINDS for way in ("push", "resample")), "own code"]
 )
 def test_every_part_has_what_the_owner_has(three: list[dict[str, Any]], kind: str) -> None:
-    for by_part in zip(*(found[kind] for found in three), strict=True):
-        epochs = [epoch for epoch, _ in by_part]
-        assert len(epochs[0]) > 3
-        for step, parts in enumerate(zip(*epochs, strict=True)):
-            for owner in range(3):
-                of_owner = parts[owner][owner]
-                assert of_owner["number"] >= step
-                for part in range(3):
-                    on_part = parts[part][owner]
-                    assert on_part | {"columns": None} == of_owner | {"columns": None}, (step, owner, part)
-                    check_columns(on_part, part)
-
-
-def check_columns(on_part: dict[str, Any], part: int) -> None:
-    columns = deal_out_columns(WIDTH, 3)[part]
-    rows = on_part["columns"]["feat"]
-    assert rows.shape == (len(on_part["nodes"]), len(columns))
-    firsts = rows[:, :1] - columns.first
-    assert np.array_equal(rows, firsts + np.arange(columns.first, columns.last))
+    first, *others = ([epoch for epoch, _ in found[kind]] for found in three)
+    assert min(map(len, first)) > 3
+    assert others == [first, first]
 
 
 def test_epochs_of_an_empty_rank_and_of_others(three: list[dict[str, Any]]) -> None:
     (first, _), (second, _) = three[0]["nodes/push"]
-    assert [step[0]["nodes"] for step in first] != [step[0]["nodes"] for step in second]
-    assert [step[0]["number"] for step in (*first, *second)] == list(range(len(first) + len(second)))
+    assert [step[0][1] for step in first] != [step[0][1] for step in second]
+    assert [step[0][0] for step in (*first, *second)] == list(range(len(first) + len(second)))
     # Rank 1 has no seeds: blocks of no destination, on all parts.
-    assert {step[1]["destinations"] for step in first} == {0}
+    assert all(indptr == [0] for step in first for _, _, indptr, _, _ in step[1:2])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -244,9 +224,9 @@ def test_bytes(three: list[dict[str, Any]], kind: str) -> None:
     """int32 CSC to each of two peers; nothing when structure is drawn again."""
     for rank, found in enumerate(three):
         for (epoch, pushed), (_, drawn) in zip(found[f"{kind}/push"], found[f"{kind}/resample"], strict=True):
-            own = [step[rank] for step in epoch]
-            values = sum(len(one["nodes"]) + len(one["edges"]) + one["destinations"] + 1 for one in own)
-            assert pushed["structure"] == 2 * 4 * values
+            assert pushed["structure"] == 2 * 4 * sum(
+                len(array) for step in epoch for array in step[rank][1:4]
+            )
             assert drawn["structure"] == drawn["features"] == pushed["features"] == 0
             assert drawn["columns"] == pushed["columns"] == drawn["seeds"] == 0
 
@@ -278,13 +258,14 @@ def on_four(folder: str) -> None:
         assert not pushed._pushes.mailbox._arrived
         assert session.step_share is None
         automatic = nodes_of(g, group=group, structure="auto")
-        for _ in range(2):
-            assert automatic.decision.mode == "push"
-            epoch_of(automatic)
-        _, reason, _, push_s = automatic.decision
-        assert "structure='replicated'" in reason or reason == "costs less"
-        assert push_s is not None
-        assert push_s > 0
+        with mock.patch.object(push_pull_loader.log, "info") as told:
+            assert all(epoch_of(g, automatic)[1]["structure"] for _ in range(2))
+        for one in told.call_args_list:
+            _, mode, reason, *_, push_s = one.args
+            assert mode == "push"
+            assert "structure='replicated'" in reason or reason == "costs less"
+            assert push_s > 0
+        assert told.call_count == (session.topology.rank == 0)
         g.barrier()
 
 
@@ -338,9 +319,7 @@ def graph(folder: Path) -> Any:
 
 def test_one_rank_has_all_columns_and_sends_nothing(graph: DistGraph) -> None:
     loader = nodes_of(graph, structure="auto")
-    epoch, moved = counted_epoch(graph, loader)
-    assert all(own["columns"]["feat"].shape == (len(own["nodes"]), WIDTH) for (own,) in epoch)
-    assert loader.decision.mode == "none"
+    _, moved = epoch_of(graph, loader)
     assert not moved["structure"]
 
 

@@ -30,7 +30,6 @@ from tests.helpers.ranks import run_ranks
 from tests.strategies import edge_equality, equality
 from tests.strategies.equality import CLASSES, HIDDEN, NUM_NODES, RATE, WIDTH
 from tests.strategies.push_pull.runs import SHARES, size_of
-from tests.strategies.test_equality import difference
 
 EXTRA, EPOCHS, P, TOLERANCE = 4, 3, 0.3, 1e-10
 
@@ -266,20 +265,22 @@ def on_rank(folder: str) -> dict[str, Any]:
             found[f"{name}, rows"] = train(graphs[case.data], case, "data_parallel")
         for name in LATE:
             found[f"{name}, late"] = train(graphs[CASES[name].data], CASES[name], "push_pull", depth=3)
-        with pytest.raises(dx.ConfigError) as tied:
+        with pytest.raises(dx.ConfigError, match=TIED):
             train(g, Case(lambda: Tied("weight")), "push_pull")
-        found["tied weight"] = str(tied.value)
         with pytest.raises(dx.ConfigError, match=r"'feat' is torch.int64.*store it as float32"):
             STRATEGIES.get("push_pull")(session, {}).wrap(dgl.nn.SAGEConv(5, 7, "mean"), graphs["whole"])
         with pytest.raises(dx.ConfigError, match=rf"'shift' has shape .*each of the {WIDTH} input columns"):
             train(g, Case(lambda: Net(Narrow)), "push_pull")
         bonds, task = DistGraph(f"{folder}/bonds"), "links reverse_id"
         for name, strategy, options in LINKS:
-            found[name] = edge_equality.train_tasks(bonds, [task], strategy, **options)[task]["weights"]
+            weights = edge_equality.train_tasks(bonds, [task], strategy, **options)[task]["weights"]
+            # But for the layer of classes, which links do not train.
+            found[name] = {str(n): value for n, value in enumerate(weights[:-2])}
         g.barrier()
         return found
 
 
+TIED = "'layers.[01].fc_neigh.weight' and 'layers.[01].fc_neigh.weight' are one parameter.*data_parallel"
 LINKS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("links", "push_pull", {}),
     ("links, rows", "data_parallel", {}),
@@ -287,7 +288,7 @@ LINKS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 )
 
 LATE = ("side by side", "embedding without features")
-"""Also with batches in flight, where all ranks must have the same."""
+"""Also with batches in flight."""
 
 
 @pytest.fixture(scope="module")
@@ -327,7 +328,7 @@ def test_dropout_is_the_same_on_any_number_of_parts(
             np.testing.assert_allclose(found[f"{name}, {how}"][key], value, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", LATE)
+@pytest.mark.parametrize("name", [*LATE, "links"])
 def test_late_batches_leave_all_ranks_the_same(results: dict[int, list[dict[str, Any]]], name: str) -> None:
     states = [found[f"{name}, late"] for found in results[3]]
     for key, value in states[0].items():
@@ -335,18 +336,10 @@ def test_late_batches_leave_all_ranks_the_same(results: dict[int, list[dict[str,
         assert np.abs(value - results[3][0][name][key]).max() > 1e-6
 
 
-def test_a_cut_weight_that_another_layer_has_too_is_refused(results: dict[int, list[dict[str, Any]]]) -> None:
-    for found in results[3]:
-        for words in ("'layers.0.fc_neigh.weight'", "'layers.1.fc_neigh.weight'", "data_parallel"):
-            assert words in found["tied weight"]
-
-
 def test_links_are_learnt_as_by_data_parallel(results: dict[int, list[dict[str, Any]]]) -> None:
     for found in results[3]:
-        assert difference(found["links"], found["links, rows"]) <= TOLERANCE
-        assert difference(found["links"], results[3][0]["links"]) == 0
-        assert difference(found["links, late"], found["links"]) > 1e-6
-        assert difference(found["links, late"], results[3][0]["links, late"]) == 0
+        for key, value in found["links, rows"].items():
+            assert np.abs(found["links"][key] - value).max() <= TOLERANCE
 
 
 def test_memory_may_be_a_number_of_bytes() -> None:

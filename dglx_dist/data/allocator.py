@@ -11,8 +11,6 @@ log = logging.getLogger(__name__)
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
 _NEVER = 2**31 - 1
 _DEFAULT_MMAP_MAX = 65536
-_LARGE = 1 << 20
-"""Bytes of a separately mapped tensor, while memory is returned."""
 
 
 def keep_memory() -> bool:
@@ -30,14 +28,15 @@ def keep_memory() -> bool:
     return done
 
 
-def return_memory() -> bool:
+def return_memory(large: int = 1 << 20) -> bool:
     """Make glibc return freed memory of this process to the system; False with another C library.
 
-    Kept memory is fragmented: full-graph training of GraphSAGE held 1.4 to 1.6 times the memory that it used
-    at any time.
+    What has ``large`` bytes or more is mapped separately from then on; smaller pieces that are free by now
+    are returned once. Kept memory is fragmented: full-graph training of GraphSAGE held 1.4 to 1.6 times the
+    memory that it used at any time.
     """
     # Setting the threshold also keeps glibc from raising it to what was freed last.
-    done = _set((_MMAP_MAX, _DEFAULT_MMAP_MAX), (_MMAP_THRESHOLD, _LARGE), (_TRIM_THRESHOLD, _LARGE))
+    done = _set((_MMAP_MAX, _DEFAULT_MMAP_MAX), (_MMAP_THRESHOLD, large), (_TRIM_THRESHOLD, large))
     if done:
         ctypes.CDLL(None).malloc_trim(0)
     return done

@@ -7,12 +7,10 @@ import sys
 
 import pytest
 
-from dglx_dist.comm.topology import read_settings
-
 # Counts the pages that the system hands out for 64 MB, when more than that has been used and freed before.
 PROGRAM = """
 import resource, torch
-from dglx_dist.comm.system import keep_memory
+from dglx_dist.data.allocator import keep_memory
 if {kept}:
     assert keep_memory()
 for floats in (20_000_000, 20_000_000, 16_000_000):
@@ -44,7 +42,7 @@ def test_a_large_tensor_is_paged_in_once_when_memory_is_kept() -> None:
 RETURNED = """
 import torch
 from pathlib import Path
-from dglx_dist.comm.system import keep_memory, return_memory
+from dglx_dist.data.allocator import keep_memory, return_memory
 
 def resident():
     return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines()
@@ -68,10 +66,3 @@ print(left_after())
 def test_what_is_freed_goes_back_where_memory_counts() -> None:
     returned, kept = (printed_by(RETURNED.format(returned=returned)) for returned in (True, False))
     assert returned < 20 < 100 < kept
-
-
-def test_what_the_user_said_about_the_allocator_is_seen() -> None:
-    assert not read_settings({}).allocator_set
-    assert not read_settings({"LD_PRELOAD": "", "OMP_NUM_THREADS": "1"}).allocator_set
-    for name in ("MALLOC_ARENA_MAX", "GLIBC_TUNABLES", "LD_PRELOAD"):
-        assert read_settings({name: "x"}).allocator_set
