@@ -23,7 +23,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -35,6 +34,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
+from dglx_dist.cli.common import say
 from dglx_dist.comm.rendezvous import serve_store
 from dglx_dist.data.storage.files import replaced_file
 
@@ -65,9 +65,7 @@ def main(arguments: Sequence[str]) -> int:
         if file is not None:
             write_failure(file, rank, failure)
             return exit_code(failure)
-        Console(stderr=True, soft_wrap=True).print(
-            describe(rank, failure), style="red", highlight=False, markup=False
-        )
+        say(describe(rank, failure), "red")
         return exit_code(failure)
     return 0
 

@@ -645,7 +645,7 @@ def raw_graph_from_ogb(
     }
     node_data: dict[str, dict[str, NodeColumn]] = {}
     for node_type, count in num_nodes.items():
-        columns = dict(_columns_of(graph, "node_", node_type))
+        columns = _columns_of(graph, "node_", node_type)
         if node_type in labels:
             columns[LABEL] = np.asarray(labels[node_type])
         for part, mask_name in _MASK_OF_PART.items():
@@ -658,7 +658,7 @@ def raw_graph_from_ogb(
         num_nodes=num_nodes,
         edges=edges,
         node_data=node_data,
-        edge_data={edge_type: dict(_columns_of(graph, "edge_", edge_type)) for edge_type in edges},
+        edge_data={edge_type: _columns_of(graph, "edge_", edge_type) for edge_type in edges},
         num_classes=classes_of(node_data),
     )
 
@@ -674,8 +674,8 @@ def _as_several_types(
     return by_type, {NODE_TYPE: labels}, {part: {NODE_TYPE: ids} for part, ids in split.items()}
 
 
-def _columns_of(graph: Mapping[str, Any], prefix: str, owner: object) -> list[tuple[str, Array]]:
-    found = []
+def _columns_of(graph: Mapping[str, Any], prefix: str, owner: object) -> dict[str, Array]:
+    found = {}
     for key, values in graph.items():
         name = key.removesuffix("_dict")
         if name == "edge_index" or not name.startswith(prefix) or values is None or values.get(owner) is None:
@@ -683,7 +683,7 @@ def _columns_of(graph: Mapping[str, Any], prefix: str, owner: object) -> list[tu
         name, value = name.removeprefix(prefix), np.asarray(values[owner])
         # OGB stores scalars as (K, 1), e.g. the year of a paper.
         is_scalar = name != "feat" and value.ndim == 2 and value.shape[1] == 1
-        found.append((FEATURE if name == "feat" else name, value[:, 0] if is_scalar else value))
+        found[FEATURE if name == "feat" else name] = value[:, 0] if is_scalar else value
     return found
 
 

@@ -79,8 +79,6 @@ class DeclaredStage:
     """What the module applies to the stage's result, if that is not in ``config``."""
     dropout: str = ""
     """Name of a dropout of the module that it applies to its input."""
-    inputs_first: bool | None = None
-    """Whether its matrices are (inputs, outputs), and not (outputs, inputs); None: as their shapes say."""
 
 
 @runtime_checkable

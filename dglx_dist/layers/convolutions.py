@@ -519,7 +519,6 @@ def _graph_conv_stage(conv: dglnn.GraphConv) -> DeclaredStage:
         around=around[conv._norm],
         takes_activation=True,
         activation=conv._activation,
-        inputs_first=True,
     )
 
 
@@ -541,7 +540,6 @@ def _sage_stage(conv: dglnn.SAGEConv) -> DeclaredStage:
         takes_activation=True,
         activation=conv.activation,
         dropout="feat_drop",
-        inputs_first=False,
     )
 
 

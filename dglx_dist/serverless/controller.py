@@ -27,8 +27,12 @@ WORKER_BYTES_PER_S = 25e6
 _LEAST_POWER = 1 / 16
 _USUAL_FACTOR, _USUAL_KEEP = 5.0, 0.95
 """A time-out is so many moving averages, in which the past has this weight."""
-MAX_BACKOFF = 8.0
-_LEAST_PAUSE_S = 0.001
+_FIRST_S, _LEAST_S, _MAX_BACKOFF = 10.0, 0.5, 8.0
+"""Time-out before the first task of a kind has finished, as workers may have to start and import; the least
+time-out after it; the largest factor for further attempts."""
+_TICK_S, _TUNE_S = 0.05, 1.0
+"""Intervals of the check for deaths and time-outs, and of tuning."""
+_BATCH_WAIT_S = 0.005
 _JOIN_TIMEOUT_S = 5.0
 
 
@@ -93,34 +97,18 @@ class ControllerOptions:
     workers: int | None = None
     """Maximum number of running tasks; None: tuned, starting at ``most``."""
     batch: int = 1
-    """Tasks to send together while others run; fewer once one has waited ``batch_wait_s``."""
-    batch_wait_s: float = 0.005
-    tick_s: float = 0.05
-    """Interval of the check for deaths and time-outs."""
-    tune_s: float = 1.0
-    """Interval of tuning."""
-    least_s: float = 0.5
-    """Least time-out of an attempt."""
-    first_s: float = 10.0
-    """Time-out before the first task of a kind has finished: workers may have to start and import."""
+    """Tasks to send together while others run; fewer once one has waited 5 ms."""
     retries: int = 8
     """Further attempts at one task before the run fails."""
     prices: PriceTable = field(default_factory=prices)
     """Defines how billed durations are rounded."""
 
-    @property
-    def pause_s(self) -> float:
-        # Ticks must also be frequent enough to send an incomplete batch in time.
-        return self.tick_s if self.batch == 1 else min(self.tick_s, max(self.batch_wait_s, _LEAST_PAUSE_S))
 
-    def timeout_s(self, average_s: float | None, attempt: int = 0) -> float:
-        """Return the time-out of an attempt at a kind of task with this moving average; None: none finished.
-
-        Each further attempt has twice the time, up to 8 times: if the machine is slow and the worker alive,
-        relaunching slows it down further.
-        """
-        usual = self.first_s if average_s is None else max(self.least_s, _USUAL_FACTOR * average_s)
-        return usual * min(2.0**attempt, MAX_BACKOFF)
+def _timeout_s(average_s: float | None, attempt: int) -> float:
+    # Each further attempt has twice the time: if the machine is slow and the worker alive, relaunching slows
+    # it down further.
+    usual = _FIRST_S if average_s is None else max(_LEAST_S, _USUAL_FACTOR * average_s)
+    return usual * min(2.0**attempt, _MAX_BACKOFF)
 
 
 @dataclass
@@ -265,7 +253,8 @@ class Controller:
 
     def _tick_until_stopped(self) -> None:
         while True:
-            self._awake.wait(self._options.pause_s)
+            # Also often enough to send an incomplete batch in time.
+            self._awake.wait(_TICK_S if self._options.batch == 1 else _BATCH_WAIT_S)
             self._awake.clear()
             if self._stopped.is_set():
                 return
@@ -296,7 +285,7 @@ class Controller:
         if self._running and len(self._pending) - len(self._running) < options.batch:
             # The batch is incomplete, and others are running.
             waits = (now - work.queued for key, work in self._pending.items() if key not in self._running)
-            if max(waits, default=0.0) < options.batch_wait_s:
+            if max(waits, default=0.0) < _BATCH_WAIT_S:
                 return taken
         while self._heap and len(self._running) < self.workers:
             is_early, _, _, key = self._heap[0]
@@ -334,7 +323,7 @@ class Controller:
                     continue
                 took = now - max(work.sent[work.task.attempt], work.ready)
                 average = self._averages.get(_kind(work.task.key))
-                allowed = self._options.timeout_s(average, len(work.sent) - 1)
+                allowed = _timeout_s(average, len(work.sent) - 1)
                 if took > allowed:
                     self._again(work, f"it gave no rows for {took:.3g} s; the limit is {allowed:.3g} s")
 
@@ -358,7 +347,7 @@ class Controller:
 
     def _tune(self) -> None:
         now = self._clock()
-        if self._tuner is None or self._queue is None or now - self._tuned < self._options.tune_s:
+        if self._tuner is None or self._queue is None or now - self._tuned < _TUNE_S:
             return
         self._tuned = now
         number = self._tuner.observe(self._queue())

@@ -1,4 +1,4 @@
-"""Parameter servers without communication: plans, initial weights, updates, stashes and sums."""
+"""Parameter servers without communication: plans, updates, stashes and sums."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, TypeAlias, final, get_args
+from typing import Any, final
 
 import numpy as np
 import torch
 
 from dglx_dist.errors import CheckpointError, ConfigError
 from dglx_dist.records import Array
-from dglx_dist.registry import did_you_mean
 from dglx_dist.serverless.program import Program
 from dglx_dist.serverless.stages.base import Shapes
 
@@ -45,58 +44,6 @@ def assign(sizes: Sequence[int] | Array, num_servers: int) -> Array:
         loads[server] += int(sizes[interval]) + 1
         server_of[interval] = server
     return server_of
-
-
-Scheme: TypeAlias = Literal["xavier_uniform", "xavier_normal", "he_uniform", "he_normal"]
-
-
-def check_scheme(name: str) -> None:
-    """Raise ConfigError unless ``name`` is a :data:`Scheme`."""
-    known = get_args(Scheme)
-    if name not in known:
-        raise ConfigError(
-            f"there is no initialisation {name!r}{did_you_mean(name, known)} (there are: {', '.join(known)})"
-        )
-
-
-def initialise(
-    shapes: Mapping[str, tuple[int, ...]],
-    scheme: Scheme,
-    seed: int,
-    dtype: np.dtype[np.floating],
-    *,
-    inputs_first: Collection[str] = (),
-) -> dict[str, Array]:
-    """Draw initial weights; each depends only on its name, its shape and the seed.
-
-    Xavier preserves the variance in both directions (Glorot and Bengio, 2010), He in the forward pass under
-    rectifiers (He et al., 2015), with gain sqrt(2). Scalars and vectors are biases and start at zero.
-
-    Args:
-        shapes: By name; (outputs, inputs, ...) as in torch.
-        dtype: float32 or float64; float32 is float64 rounded.
-        inputs_first: Names of weights of shape (inputs, outputs), as in DGL's GraphConv.
-    """
-    check_scheme(scheme)
-    return {
-        name: _draw(name, shape, scheme, seed, name in inputs_first).astype(dtype)
-        for name, shape in shapes.items()
-    }
-
-
-def _draw(name: str, shape: tuple[int, ...], scheme: Scheme, seed: int, inputs_first: bool) -> Array:
-    if len(shape) < 2 or 0 in shape:
-        return np.zeros(shape)
-    field = math.prod(shape[2:])
-    outputs, inputs = shape[0] * field, shape[1] * field
-    if inputs_first:
-        outputs, inputs = inputs, outputs
-    spread = math.sqrt(2 / (inputs + outputs) if scheme.startswith("xavier") else 2 / inputs)
-    key = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    generator = np.random.Generator(np.random.Philox(key=np.frombuffer(key[:16], np.uint64)))
-    if scheme.endswith("uniform"):
-        return generator.uniform(-1.0, 1.0, shape) * (spread * math.sqrt(3))
-    return generator.standard_normal(shape) * spread
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -165,17 +165,6 @@ class Secrets:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class TaskOptions:
-    """Options of a task; every choice gives the same bits."""
-
-    streaming: bool = True
-    """Compute the first half while the second arrives."""
-    rematerialise: bool = True
-    """Recompute intermediate results in the backward pass instead of transferring them."""
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
 class Task:
     """Complete description of a task for a worker."""
 
@@ -190,7 +179,11 @@ class Task:
     timeout_s: Annotated[float, Within(1e-3, MAX_TIMEOUT_S)]
     """Time limit of each call."""
     attempt: Annotated[int, Within(0, MAX_ATTEMPT)] = 0
-    options: TaskOptions = TaskOptions()
+    # Every choice of these gives the same bits.
+    streaming: bool = True
+    """Compute the first half while the second arrives."""
+    rematerialise: bool = True
+    """Recompute intermediate results in the backward pass instead of transferring them."""
 
     def again(self) -> Task:
         """Return the next attempt."""

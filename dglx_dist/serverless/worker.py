@@ -325,7 +325,7 @@ class Worker:
 
     def _run(self, task: Task) -> bool:
         self._caller.begin()
-        calls, streaming = _Calls(self._caller, task), task.options.streaming
+        calls, streaming = _Calls(self._caller, task), task.streaming
         work = self._work(task, calls)
         self._hook(TaskPhase.BEFORE_PULL)
         requested = calls.parameters(WEIGHTS) if work.weights else None
@@ -366,7 +366,7 @@ class Worker:
                     f"{program.digest[:12]} instead of {task.program[:12]}: it belongs to another run"
                 )
             self._run_of_program, self._program, self._works = run, program, {}
-        kind = (key.step, key.direction, task.options.rematerialise)
+        kind = (key.step, key.direction, task.rematerialise)
         if kind not in self._works:
             key.check(self._program)
             self._works[kind] = Work(self._program, *kind)

@@ -72,10 +72,12 @@ class RunOptions:
 class ModelConfig:
     """Options of a ready-made model and its mini-batches; a wrong value is a ConfigError."""
 
-    model: str = _of_model("sage", "sage, gcn, sgc, gat, mlp or resgcn (deep).")
+    model: str = _of_model(
+        "sage", "sage, gcn, sgc, gat, mlp or resgcn (deep); to train on several types, rgcn or hgt."
+    )
     layers: int = _of_model(2, "Convolutions.", check=at_least(1))
     hidden: int = _of_model(64, "Width between them.", check=at_least(1))
-    heads: int = _of_model(4, "Attention heads of gat.")
+    heads: int = _of_model(4, "Attention heads of gat and hgt.")
     fanouts: tuple[int, ...] | None = _of_loading(
         None,
         "Neighbours sampled per node and layer, input-most first; -1: all. Default: 25, then 10 for each "
@@ -131,10 +133,6 @@ class TrainConfig(RunOptions, ModelConfig):
     seed: int = option(
         0, "Of weights, order and samples, which are equal on any number of ranks.", check=at_least(0)
     )
-    model: str = _of_model(
-        "sage", "sage, gcn, sgc, gat, mlp or resgcn (deep); for several types rgcn or hgt."
-    )
-    heads: int = _of_model(4, "Attention heads of gat and hgt.")
     dropout: float = _of_model(
         0.5,
         "Probability, after each layer but the last.",

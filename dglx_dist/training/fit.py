@@ -28,7 +28,7 @@ from dglx_dist.progress import progress
 from dglx_dist.records import FEATURE, LABEL, SPLITS, EpochRecord
 from dglx_dist.strategies.base import CACHE_CHOICE, EpochTrainer, Objective, WrappedModel
 from dglx_dist.training import checkpoint
-from dglx_dist.training.checkpoint import Sparse, optimizers_of
+from dglx_dist.training.checkpoint import Positioned, Sparse, optimizers_of
 from dglx_dist.training.config import RunOptions
 from dglx_dist.training.inference import check_evaluable, evaluate, float_of, labelled_type
 from dglx_dist.training.relational import EntityInputs
@@ -116,17 +116,15 @@ def _input_rows(model: nn.Module, block: Any, feature: str, inputs: EntityInputs
     return {ntype: rows.to(dtype) for ntype, rows in inputs(block).items()}
 
 
-class TrainingLoader(Protocol):
-    """The loader interface of :func:`train_epoch`."""
+class TrainingLoader(Positioned, Protocol):
+    """The loader interface of :func:`train_epoch`.
+
+    Its position has ``epoch`` and ``step``, the completed steps of it.
+    """
 
     def __len__(self) -> int: ...
     def __iter__(self) -> Any: ...
     def times(self, *, reset: bool = False) -> LoaderTimes: ...
-    def state_dict(self) -> Any:
-        """Return the position as JSON values, with ``epoch`` and ``step``, the completed steps of it."""
-        ...
-
-    def load_state_dict(self, state: Any) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)

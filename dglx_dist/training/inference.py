@@ -214,12 +214,8 @@ def minibatch_inference(
     """Compute every node's results from its whole neighbourhood of ``num_layers`` hops. Collective.
 
     Exact for any model that is called as ``model(blocks, h)`` with ``num_layers`` blocks, but each batch
-    recomputes shared neighbours: prefer :func:`layerwise_inference`, with the same other arguments and
-    result, if the model defines its layers.
-
-    Raises:
-        ConfigError: ``num_layers`` is below 1, a type has no input, or the model returns no rows for some
-            nodes.
+    recomputes shared neighbours: prefer :func:`layerwise_inference`, with the same other arguments, result
+    and errors, if the model defines its layers.
     """
     if num_layers < 1:
         raise ConfigError(f"num_layers={num_layers} must be at least 1")

@@ -155,17 +155,13 @@ class KnownEdges:
     """
 
     def __init__(self, subject: Tensor, relation: Tensor, answer: Tensor) -> None:
-        columns = [_ids(ids, name) for ids, name in ((subject, "subject"), (relation, "relation"))]
+        _check_lengths(subject, relation, answer, "edges")
+        subjects, relations = _ids(subject, "subject"), _ids(relation, "relation")
         answers = _ids(answer, "answer")
-        if len({len(columns[0]), len(columns[1]), len(answers)}) != 1:
-            raise ConfigError(
-                f"{len(columns[0])} subjects, {len(columns[1])} relations and {len(answers)} answers do not "
-                "form one list of edges; give columns of one length"
-            )
-        self._num_subjects = 1 + int(columns[0].max(initial=-1))
-        if self._num_subjects * (1 + int(columns[1].max(initial=-1))) >= 2**63:
+        self._num_subjects = 1 + int(subjects.max(initial=-1))
+        if self._num_subjects * (1 + int(relations.max(initial=-1))) >= 2**63:
             raise ConfigError("pairs of subject and relation exceed 63 bits; renumber them from 0")
-        keys = columns[1] * self._num_subjects + columns[0]
+        keys = relations * self._num_subjects + subjects
         order = np.lexsort((answers, keys))
         keys, answers = keys[order], answers[order]
         fresh = np.ones(len(keys), dtype=bool)
@@ -232,11 +228,7 @@ def rank_of_answer(
     """
     if max_scores < 1:
         raise ConfigError(f"max_scores={max_scores} must be at least 1")
-    if not len(subject) == len(relation) == len(answer):
-        raise ConfigError(
-            f"{len(subject)} subjects, {len(relation)} relations and {len(answer)} answers do not form one "
-            "list of queries; give columns of one length"
-        )
+    _check_lengths(subject, relation, answer, "queries")
     if len(answer) and int(answer.min()) < 0:
         raise ConfigError(f"answer {int(answer.min())} is negative; answers are columns of the scores")
     out, first, at_once = torch.empty(len(answer), dtype=torch.float64), 0, 1
@@ -294,6 +286,14 @@ def _ranks(positive: Tensor, others: Tensor) -> Tensor:
     above = (others > positive[:, None]).sum(1)
     equal = (others == positive[:, None]).sum(1)
     return 1.0 + above.to(torch.float64) + 0.5 * equal.to(torch.float64)
+
+
+def _check_lengths(subject: Tensor, relation: Tensor, answer: Tensor, what: str) -> None:
+    if not len(subject) == len(relation) == len(answer):
+        raise ConfigError(
+            f"{len(subject)} subjects, {len(relation)} relations and {len(answer)} answers do not form one "
+            f"list of {what}; give columns of one length"
+        )
 
 
 def _refuse_nan(*scores: Tensor) -> None:

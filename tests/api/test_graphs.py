@@ -196,35 +196,30 @@ def two_circles() -> Any:
     return g
 
 
-def _split_by_trainer(folder: str) -> dict[str, Any]:
+def _split_by_trainer(folder: str, num_trainers: int) -> None:
     with dx.init() as session:
         g = dx.DistGraph(folder)
-        book, rank = g.get_partition_book(), session.topology.rank
-        trainers = g.nodes["paper"].data["trainer_id"]
-        mask = g.nodes["paper"].data["train_mask"]
+        book, rank, paper = g.get_partition_book(), session.topology.rank, g.nodes["paper"].data
+        trainers, mask, cites = paper["trainer_id"], paper["train_mask"], g.edges["cites"].data
         seeds = dx.node_split(mask, book, ntype="paper", node_trainer_ids=trainers)
         own = dx.node_split(mask, book, ntype="paper", force_even=False, node_trainer_ids=trainers)
-        of_edge = g.edges["cites"].data["trainer_id"]
-        marked = g.edges["cites"].data["train_mask"]
-        edges = dx.edge_split(marked, book, etype="cites", edge_trainer_ids=of_edge)
+        of_edge = cites["trainer_id"]
+        edges = dx.edge_split(cites["train_mask"], book, etype="cites", edge_trainer_ids=of_edge)
+        assert book.num_trainers == 2 * num_trainers
+        # Trainers fold onto the ranks where there are more of them.
+        rank_of = 4 / book.num_trainers
+        assert ((trainers[seeds] * rank_of).long() == rank).float().mean() > 0.85
+        assert ((of_edge[edges] * rank_of).long() == rank).float().mean() > 0.85
+        assert ((trainers[own] * rank_of).long() == rank).all()
         _, destinations = g.find_edges(torch.arange(g.num_edges("cites")), "cites")
-        feat = g.nodes["paper"].data["feat"]
+        assert torch.equal(of_edge[:], trainers[destinations])
         before = session.ledger.snapshot()
         first, last = book.node_bounds("paper")[1 - session.topology.server :][:2]
         remote = torch.arange(first, last)[:7]
-        rows = feat[torch.cat([remote, remote])]
-        sent = sum(row.num_bytes for row in session.ledger.since(before))
-        # Trainers fold onto the ranks where there are more of them.
-        rank_of = 4 / book.num_trainers
-        return {
-            "own nodes": ((trainers[seeds] * rank_of).long() == rank).float().mean().item(),
-            "own edges": ((of_edge[edges] * rank_of).long() == rank).float().mean().item(),
-            "uneven": set((trainers[own] * rank_of).long().tolist()) <= {rank},
-            "by destination": torch.equal(of_edge[:], trainers[destinations]),
-            "trainers": book.num_trainers,
-            "dtype": (str(rows.dtype), str(g.nodes["author"].data["trainer_id"].dtype)),
-            "sent": sent,
-        }
+        rows = paper["feat"][torch.cat([remote, remote])]
+        assert (rows.dtype, g.nodes["author"].data["trainer_id"].dtype) == (torch.bfloat16, torch.int32)
+        # Half precision on the wire: an id and six values of two bytes for each distinct remote row.
+        assert sum(row.num_bytes for row in session.ledger.since(before)) == (8 + 6 * 2) * 7
 
 
 @pytest.mark.parametrize("num_trainers", [2, 4])
@@ -233,16 +228,7 @@ def test_ranks_work_on_the_nodes_of_their_trainer(num_trainers: int, tmp_path: P
         two_circles(), "t", 2, tmp_path, num_trainers_per_machine=num_trainers, feature_dtype=torch.bfloat16,
         balance=("train", "ntype"), balance_edges=True, tolerance=0.1,
     )  # fmt: skip
-    results = run_ranks(_split_by_trainer, 4, args=(str(tmp_path / "t"),), ranks_per_server=2)
-    for one in results:
-        assert one["own nodes"] > 0.85
-        assert one["own edges"] > 0.85
-        assert one["uneven"]
-        assert one["by destination"]
-        assert one["trainers"] == 2 * num_trainers
-        assert one["dtype"] == ("torch.bfloat16", "torch.int32")
-        # Half precision on the wire: an id and six values of two bytes for each distinct remote row.
-        assert one["sent"] == (8 + 6 * 2) * 7
+    run_ranks(_split_by_trainer, 4, args=(str(tmp_path / "t"), num_trainers), ranks_per_server=2)
 
 
 def _authors(folder: str) -> tuple[int, list[int]]:

@@ -38,10 +38,6 @@ class Outcome:
     """How long the container took to start; None for a warm one."""
     log: str
 
-    @property
-    def cold(self) -> bool:
-        return self.init_s is not None
-
     def report(self, memory_mb: int) -> str:
         """The line with which AWS ends an invocation in the log."""
         ms = self.duration_s * 1e3
@@ -96,10 +92,6 @@ class Container:
         self._process = self._start(task)
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         self._watcher.start()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def run(self, request: str, event: bytes, timeout_s: float) -> Outcome:
         """Hand ``event`` to the handler and wait until it has ended, or is killed."""

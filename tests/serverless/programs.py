@@ -1,20 +1,20 @@
-"""Small programs of three models, and a plain single-process way of running any program."""
+"""Small programs of three models."""
 
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dglx_dist.data.json_fields import Json
-from dglx_dist.layers.dropout import MODULES, Columns, DropDraws, drop_entries
 from dglx_dist.records import Array
 from dglx_dist.serverless.parameter_server import ParameterServer
-from dglx_dist.serverless.program import FIXED, Drop, Edge, Gather, Program, Scatter, Slot, Step, Vertex
-from dglx_dist.serverless.tasks import Computed, Direction, Item, Role, Work
+from dglx_dist.serverless.program import Drop, Edge, Gather, Program, Scatter, Slot, Step, Vertex
+from dglx_dist.serverless.stages.base import VertexStage
 
 RELU: Json = {"name": "relu"}
 ELU: Json = {"name": "elu", "alpha": 1.0}
@@ -171,137 +171,19 @@ def before(layer: int) -> str:
     return "x" if layer == 1 else f"h{layer - 1}"
 
 
-class PlainRun:
-    """One epoch of a program in one process: every task by Work, every gather over plain edge lists.
+class TorchStage(torch.autograd.Function):
+    """A vertex stage between steps that torch differentiates."""
 
-    Args:
-        program: What to run.
-        weights: By the user's names.
-        indptr: (N + 1,) of the in-edges.
-        sources: (E,) of the in-edges.
-        fixed: Edge values by name, (E, 1).
-        labels: (N,) int32.
-        bounds: (K + 1,) first node of each interval, and N.
-        epoch: Keys the dropout masks; the seed is 0.
-    """
+    @staticmethod
+    def forward(ctx: Any, stage: VertexStage, num_weights: int, *given: Tensor) -> tuple[Tensor, ...]:
+        arrays = [one.detach().numpy() for one in given]
+        ctx.stage, ctx.given = stage, (arrays[:num_weights], arrays[num_weights:])
+        return tuple(map(torch.tensor, stage.forward(*ctx.given).outputs))
 
-    def __init__(
-        self,
-        program: Program,
-        weights: Mapping[str, Array],
-        *,
-        x: Array,
-        indptr: Array,
-        sources: Array,
-        fixed: Mapping[str, Array],
-        labels: Array,
-        bounds: list[int],
-        epoch: int = 0,
-    ) -> None:
-        self.epoch = epoch
-        self.program, self.weights, self.fixed = program, weights, fixed
-        self.indptr, self.sources, self.labels, self.bounds = indptr, sources, labels, bounds
-        self.targets = np.repeat(np.arange(len(indptr) - 1), np.diff(indptr))
-        self.rows: dict[str, Array] = {"x": x}
-        self.row_gradients: dict[str, Array] = {}
-        self.gradients = {name: np.zeros_like(weight) for name, weight in weights.items()}
-        self.loss_sum, self.correct = 0.0, 0
-        for step in range(program.last):
-            self._forward(step)
-        self._task(program.last, Direction.FUSED)
-        for step in reversed(range(program.last)):
-            self._backward(step)
-
-    def _forward(self, index: int) -> None:
-        step = self.program.steps[index]
-        if isinstance(step, Gather):
-            out = np.zeros((len(self.labels), step.output.width))
-            np.add.at(out, self.targets, self._spread(step) * self.rows[step.source][self.sources])
-            self.rows[step.output.name] = out
-        elif isinstance(step, Drop):
-            self.rows[step.output.name] = self._dropped(step, self.rows[step.source])
-        elif not isinstance(step, Scatter):
-            self._task(index, Direction.FORWARD)
-
-    def _backward(self, index: int) -> None:
-        step = self.program.steps[index]
-        trained = self.program.trained
-        if isinstance(step, Gather) and step.output.name in trained:
-            slope = self.row_gradients[step.output.name][self.targets]
-            if step.source in trained:
-                self._add(step.source, self.sources, slope * self._spread(step))
-            if step.edges is not None and not step.edges.startswith(FIXED):
-                heads = self.rows[step.edges].shape[1]
-                products = (slope * self.rows[step.source][self.sources]).reshape(len(slope), heads, -1)
-                self.row_gradients[step.edges] = products.sum(-1)
-        elif isinstance(step, Edge):
-            logits = self._task(index, Direction.BACKWARD)
-            self._add(step.sources, self.sources, logits)
-            self._add(step.targets, self.targets, logits)
-        elif isinstance(step, Drop) and step.source in trained:
-            slope = self._dropped(step, self.row_gradients[step.output.name])
-            self._add(step.source, np.arange(len(slope)), slope)
-        elif isinstance(step, Vertex):
-            self._task(index, Direction.BACKWARD)
-
-    def _dropped(self, step: Drop, rows: Array) -> Array:
-        draws = DropDraws(
-            seed=0,
-            number=self.epoch,
-            nodes=torch.arange(len(rows)),
-            runs=(Columns(first=0, last=rows.shape[1], width=rows.shape[1]),),
-        )
-        dropped: Array = drop_entries(
-            torch.from_numpy(rows), step.probability, draws, MODULES + step.call
-        ).numpy()
-        return dropped
-
-    def _spread(self, step: Gather) -> Array:
-        """(E, width or 1): what each edge weighs, by column."""
-        if step.edges is None:
-            return np.ones((len(self.sources), 1))
-        if step.edges.startswith(FIXED):
-            return self.fixed[step.edges]
-        values = self.rows[step.edges]
-        return np.repeat(values, step.output.width // values.shape[1], axis=1)
-
-    def _add(self, slot: str, where: Array, rows: Array) -> None:
-        total = self.row_gradients.setdefault(slot, np.zeros_like(self.rows[slot]))
-        np.add.at(total, where, rows)
-
-    def _task(self, index: int, direction: Direction) -> Array:
-        """Run one step of every interval; return the last array given for all nodes or edges."""
-        work = Work(self.program, index, direction, True)
-        found = [self._interval(work, *ends) for ends in itertools.pairwise(self.bounds)]
-        joined = [np.concatenate(parts) for parts in zip(*(one.rows for one in found), strict=True)]
-        for item, array in zip(work.given, joined, strict=True):
-            if item.role is Role.OUTPUT:
-                self.rows[item.slot] = array
-            elif item.role is Role.GRADIENT and isinstance(self.program.steps[index], Vertex):
-                self._add(item.slot, np.arange(len(array)), array)
-        for one in found:
-            if direction is Direction.FUSED:
-                self.loss_sum += float(one.rows[-1][0])
-                self.correct += int(one.rows[-1][1])
-            for name, slope in zip(work.weights if work.pushes else (), one.gradients, strict=True):
-                self.gradients[name] = self.gradients[name] + slope
-        return joined[-1] if joined else np.zeros(0)
-
-    def _interval(self, work: Work, first: int, end: int) -> Computed:
-        arrays = [self._pulled(item, first, end) for item in work.pulled]
-        return work.whole([self.weights[name] for name in work.weights], arrays, end - first)
-
-    def _pulled(self, item: Item, first: int, end: int) -> Array:
-        edges = slice(int(self.indptr[first]), int(self.indptr[end]))
-        is_edge = item.per.value == "edge"
-        if item.role is Role.LABELS:
-            return self.labels[first:end]
-        if item.role is Role.INDPTR:
-            return self.indptr[first : end + 1] - self.indptr[first]
-        if item.role is Role.SOURCES:
-            return self.rows[item.slot][self.sources[edges]]
-        store = self.row_gradients if item.role is Role.GRADIENT else self.rows
-        return store[item.slot][edges if is_edge else slice(first, end)]
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        found = ctx.stage.backward(*ctx.given, [one.contiguous().numpy() for one in gradients])
+        return None, None, *map(torch.tensor, (*found.weights, *found.inputs))
 
 
 def exchange(servers: Sequence[ParameterServer]) -> int | None:

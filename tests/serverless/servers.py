@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -31,7 +31,6 @@ from dglx_dist.serverless.tasks import (
     Secrets,
     Task,
     TaskKey,
-    TaskOptions,
     Work,
     join_halves,
     kernels,
@@ -40,8 +39,16 @@ from dglx_dist.serverless.tasks import (
     take_half,
 )
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 CORES = {"x86_64": ("Nehalem", "Haswell"), "aarch64": ("ARMV8", "NEOVERSEN1")}
+
+
+def until(holds: Callable[[], object], what: str = "so") -> None:
+    """Wait for what other threads, processes or services do."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline, f"not {what} within {PATIENCE_S} s"
+        time.sleep(0.002)
 
 
 def other_core() -> str:
@@ -66,7 +73,7 @@ class Bench:
     Args:
         program: What is trained.
         rows: Of each interval.
-        rematerialise: As in TaskOptions.
+        rematerialise: As in Task.
     """
 
     def __init__(self, program: Program, rows: Sequence[int], *, rematerialise: bool = True) -> None:
@@ -105,7 +112,8 @@ class Bench:
             parameter_server=self.address,
             secrets=self.secrets,
             timeout_s=timeout_s,
-            options=TaskOptions(streaming=streaming, rematerialise=self.rematerialise),
+            streaming=streaming,
+            rematerialise=self.rematerialise,
         )
 
     def arrays(self, key: TaskKey) -> list[Array]:
@@ -133,9 +141,8 @@ class Bench:
         """Wait until all halves of ``keys`` are here; return what was lost meanwhile."""
         lost: list[Lost] = []
         deadline = time.monotonic() + PATIENCE_S
-        while any(len(self.given.get(key, {})) < 2 for key in keys):
+        while missing := [str(key) for key in keys if len(self.given.get(key, {})) < 2]:
             lost += executor.lost()
-            missing = [str(key) for key in keys if len(self.given.get(key, {})) < 2]
             assert time.monotonic() < deadline, f"missing {missing}; lost {lost[:2]}"
             time.sleep(0.002)
         return lost + executor.lost()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,18 +15,16 @@ from dglx_dist.serverless.aws import clients, package
 from dglx_dist.serverless.aws.clients import Place, is_amazon
 from dglx_dist.serverless.aws.deploy import try_function
 from dglx_dist.serverless.aws.executor import AwsExecutor, read_report
-from dglx_dist.serverless.controller import Controller, ControllerOptions
-from dglx_dist.serverless.executors.base import EXECUTORS, ExecutorContext, Invocation
+from dglx_dist.serverless.executors.base import EXECUTORS, ExecutorContext, Invocation, Lost
 from dglx_dist.training.config import TrainConfig
 
 from ..helpers.functions_service import REGION, Function, FunctionsService
 from ..helpers.zips import zipped
 from ..strategies import equality
 from .programs import gcn
-from .servers import Bench, keys_of, served
+from .servers import Bench, keys_of, served, until
 
 NAME, LAYER = "dglx-worker", f"arn:aws:lambda:{REGION}:123456789012:layer:numpy-pyzmq:1"
-PATIENCE_S = 60
 
 
 @pytest.fixture(autouse=True)
@@ -66,37 +63,24 @@ def function(service: FunctionsService) -> Function:
     return found
 
 
-def test_tasks_come_back_by_the_controller_with_their_bill(service: FunctionsService) -> None:
+def test_tasks_come_back_with_their_bill(service: FunctionsService) -> None:
     bench, ours = Bench(gcn(), [7, 4, 3]), function(service)
     ours.concurrency = 2
     keys = [key for interval in range(3) for key in keys_of(bench.program, interval)]
     with served(bench), executor(service) as running:
-        # However slow this machine is, nothing is late.
-        patient = {"least_s": PATIENCE_S, "first_s": PATIENCE_S}
-        options = ControllerOptions(most=3, workers=4, tick_s=0.01, **patient)
-        controller = Controller(running, options)
-        with controller.run():
-            for key in keys:
-                controller.launch(bench.task(key), ready=True)
-            left = set(keys)
-            deadline = time.monotonic() + PATIENCE_S
-            while left or controller.counts.unbilled:
-                controller.raise_if_failed()
-                assert time.monotonic() < deadline, (left, controller.counts, ours.outcomes)
-                done = {key for key in left if len(bench.given.get(key, {})) == 2}
-                assert all(controller.finished(key, 0) for key in done)
-                left -= done
-                time.sleep(0.005)
-        counts = controller.counts
+        running.size(4)
+        for key in keys:
+            running.invoke(bench.task(key).to_event())
+        assert bench.wait_for(running, keys) == []
+        billed = list[Invocation]()
+        until(lambda: billed.extend(running.billed()) or len(billed) == len(keys), "billed")
     for key in keys:
         bench.check(key)
     assert len(ours.containers) <= 2
-    assert (counts.invocations, counts.relaunched) == (len(keys), 0)
-    assert 1 <= counts.cold <= 2
-    assert counts.warm == len(keys) - counts.cold
-    seconds = sum(outcome.duration_s for outcome in ours.outcomes)
-    assert counts.billed_s == pytest.approx(seconds, abs=0.002 * len(keys))
-    assert counts.gb_s == pytest.approx(counts.billed_s * 192 / 1024, abs=0.001 * len(keys))
+    assert 1 <= sum(one.cold for one in billed) <= 2
+    assert {one.memory_mb for one in billed} == {192}
+    seconds = [sum(one.duration_s for one in some) for some in (billed, ours.outcomes)]
+    assert seconds[0] == pytest.approx(seconds[1], abs=0.002 * len(keys))
     assert running.simulated
 
 
@@ -130,10 +114,7 @@ def test_what_a_dead_container_did_not_do_another_does(service: FunctionsService
     bench.late = 10**6
     with served(bench), executor(service, read_log=False) as running:
         running.invoke(bench.task(key).to_event())
-        deadline = time.monotonic() + PATIENCE_S
-        while ("pull", f"{key}/0") not in bench.calls:
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        until(lambda: ("pull", f"{key}/0") in bench.calls, "asked for rows")
         assert service.kill_busy(NAME) == 1
         (outcome,) = service.wait_for(NAME, 1)
         assert outcome.error == "Sandbox.Exit"
@@ -203,10 +184,8 @@ def test_an_event_that_aws_does_not_take_is_lost_at_once(service: FunctionsServi
     with served(bench), executor(service, function="gone", read_log=False) as running:
         service.discard(service.functions.pop("gone"))
         running.invoke(bench.task(key).to_event())
-        deadline = time.monotonic() + PATIENCE_S
-        while not (lost := running.lost()):
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        lost = list[Lost]()
+        until(lambda: lost.extend(running.lost()) or lost, "lost")
     assert (lost[0].key, lost[0].attempt) == (key, 0)
     assert "Function not found" in lost[0].reason
 

@@ -24,6 +24,7 @@ from dglx_dist.serverless.aws.deploy import Changes, compiled_of, runtime_for, w
 from ..helpers.zips import zipped
 
 NAME, REGION = "dglx-worker", "eu-west-1"
+NEW_CODE = ["update the code of dglx-worker", "wait until dglx-worker is updated"]
 RUNTIME = f"python3.{sys.version_info.minor}"
 PLACE = Place(region=REGION)
 """One for all tests: each new one reads boto3's descriptions of the services again."""
@@ -58,18 +59,11 @@ def client(service: str) -> Any:
     return PLACE.client(service)
 
 
-def plan(deployment: Deployment) -> list[str]:
-    """What a dry run says."""
-    said: list[str] = []
-    made.deploy(deployment, Changes(said.append, dry_run=True))
-    return [text.removeprefix("would ") for text in said]
-
-
-def do(deployment: Deployment) -> list[str]:
+def do(deployment: Deployment, *, dry_run: bool = False) -> list[str]:
     """Deploy; return what was said."""
     said: list[str] = []
-    made.deploy(deployment, Changes(said.append))
-    return said
+    made.deploy(deployment, Changes(said.append, dry_run=dry_run))
+    return [text.removeprefix("would ") for text in said]
 
 
 def remove(*, dry_run: bool = False) -> list[str]:
@@ -78,8 +72,7 @@ def remove(*, dry_run: bool = False) -> list[str]:
     return [text.removeprefix("would ") for text in said]
 
 
-def plan_removal() -> list[str]:
-    return remove(dry_run=True)
+plan, plan_removal = functools.partial(do, dry_run=True), functools.partial(remove, dry_run=True)
 
 
 def settings() -> dict[str, Any]:
@@ -114,10 +107,7 @@ def test_only_what_differs_is_updated(wanted: Deployment, tmp_path: Path) -> Non
     assert (settings()["MemorySize"], settings()["Timeout"], settings()["CodeSha256"]) == (512, 30, first)
     zipped(tmp_path, "second")
     said = do(replace(wanted, memory_mb=512, timeout_s=30))
-    assert [text.split(" (")[0] for text in said] == [
-        "update the code of dglx-worker",
-        "wait until dglx-worker is updated",
-    ]
+    assert [text.split(" (")[0] for text in said] == NEW_CODE
     assert settings()["CodeSha256"] != first
 
 
@@ -176,15 +166,10 @@ def test_everything_that_was_made_is_removed_and_nothing_else(wanted: Deployment
     do(wanted)
     client("logs").create_log_group(logGroupName=f"/aws/lambda/{NAME}")
     client("logs").create_log_group(logGroupName=f"/aws/lambda/{NAME}-2")
-    assert (
-        plan_removal()
-        == remove()
-        == [
-            "delete the function dglx-worker",
-            "delete the log /aws/lambda/dglx-worker",
-            "delete the role dglx-worker-role",
-        ]
-    )
+    made_before = [
+        f"delete the {what}" for what in (f"function {NAME}", f"log /aws/lambda/{NAME}", f"role {NAME}-role")
+    ]
+    assert plan_removal() == remove() == made_before
     assert client("lambda").list_functions()["Functions"] == []
     assert client("iam").list_roles()["Roles"] == []
     assert [one["logGroupName"] for one in client("logs").describe_log_groups()["logGroups"]] == [
@@ -223,12 +208,9 @@ def test_a_function_that_aws_is_still_at_work_on_is_waited_for(
 ) -> None:
     """The first deploy may have been ended before it was usable: then AWS takes no change either."""
     do(wanted)
-    now, states = (
-        made._own_function(client("lambda"), NAME),
-        [{"State": "Pending"}, {"LastUpdateStatus": "InProgress"}],
-    )
+    now = made._own_function(client("lambda"), NAME)
     assert now is not None
-    for state, waits in zip(states, ("active", "updated"), strict=True):
+    for waits, state in (("active", {"State": "Pending"}), ("updated", {"LastUpdateStatus": "InProgress"})):
         there = {**now, "Configuration": {**now["Configuration"], **state}}
         monkeypatch.setattr(made, "_own_function", lambda _client, _name, there=there: there)
         assert plan(wanted) == [f"wait until dglx-worker is {waits}"]
@@ -239,11 +221,7 @@ def test_another_processor_is_a_change_of_the_code(wanted: Deployment) -> None:
     """Without libraries a package is the same for both."""
     do(wanted)
     # moto does not change it.
-    planned = plan(replace(wanted, architecture="arm64"))
-    assert [text.split(" (")[0] for text in planned] == [
-        "update the code of dglx-worker",
-        "wait until dglx-worker is updated",
-    ]
+    assert [text.split(" (")[0] for text in plan(replace(wanted, architecture="arm64"))] == NEW_CODE
 
 
 def test_a_role_that_is_not_known_yet_is_waited_for(
@@ -300,11 +278,7 @@ def test_a_package_must_fit_its_runtime(wanted: Deployment, tmp_path: Path) -> N
     """NumPy 2 needs glibc 2.27, and AWS's Python 3.11 stands on Amazon Linux 2 with 2.26."""
     assert runtime_for(wanted, on_aws=True) == RUNTIME
     old = zipped(tmp_path, "\0GLIBC_2.5\0GLIBC_2.27\0", name="numpy/x.cpython-311-x86_64-linux-gnu.so")
-    assert (compiled_of(old).python, compiled_of(old).architecture, compiled_of(old).glibc) == (
-        11,
-        "x86_64",
-        27,
-    )
+    assert compiled_of(old) == (11, "x86_64", 27)
     with pytest.raises(ConfigError, match=r"needs glibc 2.27 .* has 2.26; .*--python 3.12"):
         runtime_for(wanted, on_aws=True)
     assert runtime_for(wanted, on_aws=False) == "python3.11"

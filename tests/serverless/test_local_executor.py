@@ -5,8 +5,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,14 +15,14 @@ import pytest
 from dglx_dist.errors import ConfigError
 from dglx_dist.serverless.aws.package import stage_paths, stages_of
 from dglx_dist.serverless.executors import local
-from dglx_dist.serverless.executors.base import ExecutorContext
+from dglx_dist.serverless.executors.base import ExecutorContext, Invocation
 from dglx_dist.serverless.executors.local import LocalExecutor
 from dglx_dist.serverless.program import Gather, Program, Vertex
 from dglx_dist.serverless.stages.base import register_stage
-from dglx_dist.serverless.tasks import Direction, Task, TaskKey
+from dglx_dist.serverless.tasks import Direction, TaskKey
 
 from .programs import gcn
-from .servers import Bench, keys_of, served
+from .servers import Bench, keys_of, served, until
 
 ROOT = Path(__file__).parents[2]
 FORWARD = TaskKey(0, 1, 0, Direction.FORWARD)
@@ -52,13 +50,6 @@ class Scaled(VertexStage):
     def backward(self, weights, inputs, gradients, *, saved=None, wanted=None):
         return Backward((gradients[0] * weights[0],), ((gradients[0] * inputs[0]).sum(0),))
 '''
-
-
-def until(holds: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < deadline, f"not {what} within 20 s"
-        time.sleep(0.005)
 
 
 def children(of: int) -> list[int]:
@@ -119,7 +110,7 @@ def test_a_process_shows_no_secret_and_sees_nothing_of_its_user(
 
 PARENT = """
 import os, sys, time
-from dglx_dist.serverless.executors.base import ExecutorContext
+from dglx_dist.serverless.executors.base import ExecutorContext, Invocation
 from dglx_dist.serverless.executors.local import LocalExecutor
 
 executor = LocalExecutor(ExecutorContext(), {})
@@ -221,26 +212,15 @@ def test_a_package_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pyt
     assert "ended with exit code 1" in lost.reason
 
 
-def seconds_of(bench: Bench, tasks: Sequence[Task], **options: object) -> list[float]:
-    with served(bench), LocalExecutor(ExecutorContext(), options) as executor:
-        address = {"graph_server": bench.address, "parameter_server": bench.address, "secrets": bench.secrets}
-        for task in tasks:
-            executor.invoke(replace(task, **address).to_event())  # type: ignore[arg-type]
-        bench.wait_for(executor, [task.key for task in tasks])
-        found: list[float] = []
-        until(lambda: len(found) == len(tasks) or not found.extend(_seconds(executor)), "told of all")
-        return found
-
-
-def _seconds(executor: LocalExecutor) -> list[float]:
-    return [one.duration_s for one in executor.billed()]
-
-
 def test_bandwidth_and_processor_are_those_of_a_small_function() -> None:
     # 5000 rows of 40 bytes down, of 32 bytes up: 200 kB and 160 kB.
-    bench = Bench(gcn(), [5000])
-    tasks = [bench.task(replace(FORWARD, epoch=epoch)) for epoch in range(2)]
-    for took_s in seconds_of(bench, tasks, bytes_per_s=1e6, cpu_share=0.9):
-        assert took_s > 0.2
-    for task in tasks:
-        bench.check(task.key)
+    bench, keys, billed = Bench(gcn(), [5000]), [FORWARD, replace(FORWARD, epoch=1)], list[Invocation]()
+    options = {"bytes_per_s": 1e6, "cpu_share": 0.9}
+    with served(bench), LocalExecutor(ExecutorContext(), options) as executor:
+        for key in keys:
+            executor.invoke(bench.task(key).to_event())
+        assert bench.wait_for(executor, keys) == []
+        until(lambda: billed.extend(executor.billed()) or len(billed) == 2, "billed")
+    assert all(one.duration_s > 0.2 for one in billed)
+    for key in keys:
+        bench.check(key)

@@ -1,9 +1,8 @@
-"""The parameter server without sockets: initial weights, updates, versions, stashes, duplicates, refusals."""
+"""The parameter server without sockets: updates, versions, stashes, duplicates, refusals."""
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,10 +16,8 @@ from dglx_dist.records import Array
 from dglx_dist.serverless.parameter_server import (
     ParameterPlan,
     ParameterServer,
-    Scheme,
     Update,
     assign,
-    initialise,
 )
 
 from .programs import LINEAR_STEPS as STEPS
@@ -139,28 +136,15 @@ def test_a_duplicate_with_other_bits_is_an_error() -> None:
     assert bits(server.latest()) == plain_answer(server.plan, 1)
 
 
-def test_what_is_not_asked_for_is_refused() -> None:
+def test_what_is_of_another_server_or_epoch_is_refused() -> None:
+    """More of it, and other shapes, in test_worker_access.py."""
     plan = plan_of(num_servers=2, staleness=1)
     first, second = servers_of(plan)
     mine, other = plan.intervals_of(0)[0], plan.intervals_of(1)[0]
-    good = gradients_of(mine, 0, 2)
-    wrong: list[tuple[tuple[int, int, int], list[Array], str]] = [
-        ((other, 0, 2), good, "is of parameter server 1"),
-        ((9, 0, 2), good, "no interval 9"),
-        ((-1, 0, 2), good, "no interval -1"),
-        ((mine, -1, 2), good, "epoch -1"),
-        ((mine, 2, 2), good, "beyond staleness 1"),
-        ((mine, 0, 9), good, "step 9"),
-        ((mine, 0, 2), [*good, *good], "2 arrays for 1"),
-        ((mine, 0, 2), [good[0].astype(np.float32)], "float32 of shape"),
-        ((mine, 0, 2), [good[0][:1]], r"shape \(1, 2\)"),
-    ]
-    for key, arrays, says in wrong:
-        with pytest.raises(ConfigError, match=says):
-            first.gradients(*key, arrays)
-    for key in ((other, 0, 2), (9, 0, 2), (mine, 2, 2), (mine, 0, 4)):
-        with pytest.raises(ConfigError):
-            first.weights(*key)
+    with pytest.raises(ConfigError, match=f"interval {other} is of parameter server 1, not of 0"):
+        first.gradients(other, 0, 2, gradients_of(other, 0, 2))
+    with pytest.raises(ConfigError, match="beyond staleness 1"):
+        first.weights(mine, 2, 2)
     vector = np.zeros(plan.size)
     for sender, epoch, sums in ((0, 0, vector), (2, 0, vector), (1, 3, vector), (1, 0, vector[:1])):
         with pytest.raises(ConfigError, match="server"):
@@ -238,40 +222,6 @@ def test_intervals_go_to_the_lightest_server() -> None:
             assign([1, 2], servers)
 
 
-F64 = np.dtype(np.float64)
-TORCH = {
-    "xavier_uniform": torch.nn.init.xavier_uniform_,
-    "xavier_normal": torch.nn.init.xavier_normal_,
-    "he_uniform": lambda weight: torch.nn.init.kaiming_uniform_(weight, nonlinearity="relu"),
-    "he_normal": lambda weight: torch.nn.init.kaiming_normal_(weight, nonlinearity="relu"),
-}
-
-
-@pytest.mark.parametrize("scheme", TORCH)
-@pytest.mark.parametrize("shape", [(300, 100), (1, 8, 3000)], ids=str)
-def test_the_spread_is_torchs(scheme: Scheme, shape: tuple[int, ...]) -> None:
-    ours = initialise({"w": shape}, scheme, 0, F64)["w"]
-    theirs = TORCH[scheme](torch.empty(shape, dtype=torch.float64)).numpy()
-    assert abs(ours.std() / theirs.std() - 1) < 0.03
-    assert abs(ours.mean()) < 5 * ours.std() / math.sqrt(ours.size)
-    if scheme.endswith("uniform"):
-        assert abs(np.abs(ours).max() / np.abs(theirs).max() - 1) < 0.001
-
-
-def test_a_weight_depends_on_name_shape_and_seed_alone() -> None:
-    shapes = {"a": (3, 4), "b": (3, 4), "bias": (4,), "number": ()}
-    first = initialise(shapes, "xavier_uniform", 1, F64)
-    again = initialise(dict(reversed(shapes.items())), "xavier_uniform", 1, F64)
-    for name in shapes:
-        np.testing.assert_array_equal(first[name], again[name])
-    assert (first["a"] != first["b"]).all()
-    assert (first["a"] != initialise(shapes, "xavier_uniform", 2, F64)["a"]).all()
-    assert not first["bias"].any()
-    assert first["number"] == 0
-    narrow = initialise(shapes, "xavier_uniform", 1, np.dtype(np.float32))["a"]
-    np.testing.assert_array_equal(narrow, first["a"].astype(np.float32))
-
-
 # More than one block and more than one vector, with a tail; a matrix; one element; a number; nothing.
 UPDATE_SHAPES = {"wide": (91, 103), "row": (1, 7), "one": (1,), "number": (), "none": (0, 3)}
 TORCH_UPDATES = {"SGD": torch.optim.SGD, "Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
@@ -314,41 +264,6 @@ def test_twenty_steps_are_torchs_to_the_last_bit(kind: str, settings: dict[str, 
             if value is not None:
                 ours = update.state[f"{name}/{key}"]
                 assert (ours.tobytes(), ours.shape) == (value.numpy().tobytes(), tuple(value.shape)), key
-
-
-def split(settings: dict[str, Any]) -> list[dict[str, Any]]:
-    return [{**settings, "lr": 0.01, "params": ["a"]}, {**settings, "lr": 0.0, "params": ["b"]}]
-
-
-@pytest.mark.parametrize(
-    ("kind", "settings"), [("SGD", {"momentum": 0.9}), ("Adam", {"amsgrad": True})], ids=str
-)
-def test_a_state_goes_on_where_it_was_left(kind: str, settings: dict[str, Any]) -> None:
-    def steps(update: Update, weights: Sequence[Array], numbers: range) -> Sequence[Array]:
-        for number in numbers:
-            weights = update.apply(weights, tuple(np.full(2, float(number + 1)) for _ in range(2)))
-        return weights
-
-    first = Update(kind, split(settings), ["a", "b"])
-    whole = steps(first, (np.ones(2), np.ones(2)), range(4))
-    early = Update(kind, split(settings), ["a", "b"])
-    half = steps(early, (np.ones(2), np.ones(2)), range(2))
-    late = Update(kind, split(settings), ["a", "b"], early.state)
-    again = steps(late, half, range(2, 4))
-    assert bits(again) == bits(whole)
-    assert list(late.state) == list(first.state)
-    assert bits(late.state.values()) == bits(first.state.values())
-    # A group of its own has its own learning rate, and 0 means that the weight stays.
-    assert whole[1].tobytes() == np.ones(2).tobytes()
-    assert whole[0].tobytes() != np.ones(2).tobytes()
-
-
-def test_a_weight_that_the_optimizer_lacks_stays() -> None:
-    update = Update("Adam", [{"lr": 1.0, "params": ["b"]}], ["a", "b"])
-    a, b = update.apply((np.ones(2), np.ones(2)), (np.ones(2), np.ones(2)))
-    assert a.tobytes() == np.ones(2).tobytes() != b.tobytes()
-    assert not [key for key in update.state if key.startswith("a/")]
-    assert not b.flags.writeable
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
-"""Every stage against torch's autograd of the same layer's own mathematics, in float64."""
+"""Stages: gradients, equal bits from what was saved, torch's functions to the last digits, refusals."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,27 +10,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from dglx_dist.data.json_fields import Fields, Json
-from dglx_dist.errors import ConfigError, UnknownNameError
+from dglx_dist.data.json_fields import Json
+from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array
 from dglx_dist.serverless.stages.base import (
     STAGES,
-    Backward,
-    Forward,
-    Mask,
-    Rows,
-    StageShapes,
-    VertexStage,
+    Config,
     edge_stage,
     erf,
     register_stage,
     vertex_stage,
 )
 
-from .programs import sequence
+from .programs import TorchStage, sequence
 
 F64 = 1e-12
-Model = Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[Tensor, ...]]
 ACTIVATIONS: dict[str, tuple[Mapping[str, Json], Callable[[Tensor], Tensor]]] = {
     "identity": ({"name": "identity"}, lambda z: z),
     "relu": ({"name": "relu"}, functional.relu),
@@ -41,195 +36,57 @@ ACTIVATIONS: dict[str, tuple[Mapping[str, Json], Callable[[Tensor], Tensor]]] = 
     "gelu_tanh": ({"name": "gelu_tanh"}, lambda z: functional.gelu(z, approximate="tanh")),
 }
 RELU, ELU = {"name": "relu"}, {"name": "elu", "alpha": 1.0}
+DENSE = {"in": 4, "out": 3, "bias": True}
+PROJECT = {"in": 6, "heads": 3, "width": 2}
+FINISH = {"heads": 2, "width": 3, "merge": "flatten", "bias": True, "activation": ELU, "after": RELU}
+NORM = {"width": 3, "eps": 1e-5, "scale": True, "bias": True}
+STAGES_OF_VERTICES: list[tuple[str, Any]] = [
+    *(("dense", {**DENSE, "activation": config}) for config, _ in ACTIVATIONS.values()),
+    *(("dense", {**DENSE, "bias": False, "transposed": transposed}) for transposed in (False, True)),
+    ("rows", {"width": 4, "bias": True, "activation": ELU}),
+    ("rows", {"width": 4, "bias": False}),
+    *(("sage", {**DENSE, "bias": bias, "activation": RELU}) for bias in (False, True)),
+    *(("attention_project", {**PROJECT, "residual": kind}) for kind in ("none", "identity", "linear")),
+    ("attention_project", {**PROJECT, "residual": "linear", "residual_bias": True}),
+    *(
+        ("attention_finish", {**FINISH, "merge": merge, "bias": residual, "residual": residual})
+        for merge in ("flatten", "mean")
+        for residual in (False, True)
+    ),
+    *(("layer_norm", {**NORM, "scale": scale, "activation": ELU}) for scale in (False, True)),
+    ("layer_norm", {**NORM, "bias": False}),
+    ("sequence", sequence(("sage", DENSE), ("layer_norm", NORM), ("dense", {**DENSE, "in": 3}))),
+    ("sequence", sequence(("attention_finish", FINISH), ("attention_project", PROJECT))),
+]
+"""What they compute is compared with DGL's layers by test_model_to_program.py."""
 
 
-def torch_heads(rows: Tensor, heads: int, bias: Tensor | None, merge: str, residual: Tensor | None) -> Tensor:
-    """What GATConv does behind its sum, with elu inside, and relu behind the merge."""
-    out = rows.view(-1, heads, rows.shape[1] // heads)
-    out = out if residual is None else out + residual.view_as(out)
-    out = out if bias is None else out + bias.view(1, heads, -1)
-    out = functional.elu(out)
-    return functional.relu(out.mean(1) if merge == "mean" else out.flatten(1))
-
-
-def torch_project(h: Tensor, matrix: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, ...]:
-    """GATConv up to its logits."""
-    z = functional.linear(h, matrix).view(-1, *left.shape[1:])
-    return z.flatten(1), (z * left).sum(-1), (z * right).sum(-1)
-
-
-def heads_config(merge: str, bias: bool = True, residual: bool = False) -> dict[str, Json]:
-    return {
-        **{"heads": 2, "width": 3, "merge": merge, "bias": bias, "residual": residual},
-        **{"activation": ELU, "after": RELU},
-    }
-
-
-def cases() -> dict[str, tuple[str, dict[str, Json], Model]]:
-    """Name to stage, config and torch's way of (weights, inputs) -> outputs."""
-    found: dict[str, tuple[str, dict[str, Json], Model]] = {}
-    for name, (config, act) in ACTIVATIONS.items():
-        sizes: dict[str, Json] = {"in": 4, "out": 3, "bias": True, "activation": config}
-        found[f"dense {name}"] = ("dense", sizes, lambda w, x, act=act: (act(x[0] @ w[0] + w[1]),))
-    relu = {"in": 4, "out": 3, "bias": False, "activation": RELU}
-    found |= {
-        "dense no bias": ("dense", relu, lambda w, x: (functional.relu(x[0] @ w[0]),)),
-        "dense transposed": (
-            "dense",
-            {**relu, "transposed": True, "bias": True},
-            lambda w, x: (functional.relu(functional.linear(x[0], w[0], w[1])),),
-        ),
-        "rows": (
-            "rows",
-            {"width": 4, "bias": True, "activation": ELU},
-            lambda w, x: (functional.elu(x[0] + w[0]),),
-        ),
-        "rows as they are": ("rows", {"width": 4, "bias": False}, lambda w, x: (x[0],)),
-        "sage": (
-            "sage",
-            {**relu, "bias": True},
-            lambda w, x: (
-                functional.relu(functional.linear(x[1], w[0], w[2]) + functional.linear(x[0], w[1])),
-            ),
-        ),
-        "sage no bias": (
-            "sage",
-            {**relu, "activation": None},
-            lambda w, x: (functional.linear(x[1], w[0]) + functional.linear(x[0], w[1]),),
-        ),
-        "project": (
-            "attention_project",
-            {"in": 5, "heads": 2, "width": 3},
-            lambda w, x: torch_project(x[0], *w),
-        ),
-        "finish flat and project": (
-            "sequence",
-            sequence(
-                ("attention_finish", heads_config("flatten")),
-                ("attention_project", {"in": 6, "heads": 3, "width": 2, "residual": "identity"}),
-            ),
-            lambda w, x: with_own(torch_heads(x[0], 2, w[0], "flatten", None), w[1:4], None, None),
-        ),
-        "finish with a residual and project": (
-            "sequence",
-            sequence(
-                ("attention_finish", heads_config("mean", bias=False, residual=True)),
-                (
-                    "attention_project",
-                    {"in": 3, "heads": 2, "width": 4, "residual": "linear", "residual_bias": True},
-                ),
-            ),
-            lambda w, x: with_own(torch_heads(x[0], 2, None, "mean", x[1]), w[:3], w[3], w[4]),
-        ),
-        "norm": (
-            "layer_norm",
-            {"width": 4, "eps": 1e-5, "scale": True, "bias": True, "activation": ELU},
-            lambda w, x: (functional.elu(functional.layer_norm(x[0], (4,), w[0], w[1], 1e-5)),),
-        ),
-        "norm without weights": (
-            "layer_norm",
-            {"width": 4, "eps": 0.1, "scale": False, "bias": False},
-            lambda w, x: (functional.layer_norm(x[0], (4,), eps=0.1),),
-        ),
-        "sage, norm, dense": (
-            "sequence",
-            sequence(
-                ("sage", {**relu, "activation": None}),
-                ("layer_norm", {"width": 3, "eps": 1e-5, "scale": True, "bias": False, "activation": RELU}),
-                ("dense", {"in": 3, "out": 2, "bias": True}),
-            ),
-            lambda w, x: (
-                functional.relu(
-                    functional.layer_norm(
-                        functional.linear(x[1], w[0]) + functional.linear(x[0], w[1]), (3,), w[2]
-                    )
-                )
-                @ w[3]
-                + w[4],
-            ),
-        ),
-        "finish flat": (
-            "attention_finish",
-            heads_config("flatten"),
-            lambda w, x: (torch_heads(x[0], 2, w[0], "flatten", None),),
-        ),
-        "finish mean with a residual": (
-            "attention_finish",
-            heads_config("mean", residual=True),
-            lambda w, x: (torch_heads(x[0], 2, w[0], "mean", x[1]),),
-        ),
-    }
-    return found
-
-
-def with_own(
-    h: Tensor, w: Sequence[Tensor], matrix: Tensor | None, bias: Tensor | None
-) -> tuple[Tensor, ...]:
-    return (*torch_project(h, *w), h if matrix is None else functional.linear(h, matrix, bias))
-
-
-def draw(
-    stage: VertexStage, rows: int, dtype: str = "float64"
-) -> tuple[list[Array], list[Array], list[Array]]:
-    """Weights, inputs and gradients of the outputs."""
-    rng = np.random.default_rng(rows)
-
-    def normal(*shape: int) -> Array:
-        return rng.normal(size=shape).astype(dtype)
-
-    return (
-        [normal(*shape) for shape in stage.shapes.weights.values()],
-        [normal(rows, width) for width in stage.shapes.inputs],
-        [normal(rows, width) for width in stage.shapes.outputs],
-    )
-
-
-def torch_answer(
-    model: Model, weights: list[Array], inputs: list[Array], gradients: list[Array]
-) -> tuple[list[Array], list[Array], list[Array]]:
-    """Outputs, and gradients of inputs and weights."""
-    w = [torch.tensor(weight, requires_grad=True) for weight in weights]
-    x = [torch.tensor(given, requires_grad=True) for given in inputs]
-    outputs = model(w, x)
-    found = torch.autograd.grad(outputs, [*x, *w], [torch.tensor(g) for g in gradients])
-    arrays = [gradient.numpy() for gradient in found]
-    return [out.detach().numpy() for out in outputs], arrays[: len(x)], arrays[len(x) :]
-
-
-@pytest.mark.parametrize("case", cases())
-def test_a_vertex_stage_is_what_torch_computes(case: str) -> None:
-    name, config, model = cases()[case]
+@pytest.mark.parametrize(("name", "config"), STAGES_OF_VERTICES, ids=str)
+def test_a_vertex_stage_differentiates_what_it_computes(name: str, config: Config) -> None:
     stage = vertex_stage(name, config)
+    shapes, draw = stage.shapes, np.random.default_rng(0)
+    weights = [draw.normal(size=shape) for shape in shapes.weights.values()]
     for rows in (0, 1, 7):
-        weights, inputs, gradients = draw(stage, rows)
-        before = [array.copy() for array in (*weights, *inputs, *gradients)]
-        forward = stage.forward(weights, inputs)
+        inputs = [draw.normal(size=(rows, width)) for width in shapes.inputs]
+        gradients = [draw.normal(size=(rows, width)) for width in shapes.outputs]
+        arrays = [*weights, *inputs, *gradients]
+        before = [array.copy() for array in arrays]
+        outputs, saved = stage.forward(weights, inputs)
         backward = stage.backward(weights, inputs, gradients)
-        outputs, input_gradients, weight_gradients = torch_answer(model, weights, inputs, gradients)
-        close(forward.outputs, outputs)
-        close(backward.inputs, input_gradients)
-        close(backward.weights, weight_gradients)
-        assert [out.shape for out in forward.outputs] == [(rows, width) for width in stage.shapes.outputs]
-        assert [z.shape for z in forward.saved] == [(rows, width) for width in stage.shapes.saved]
+        assert [out.shape for out in outputs] == [(rows, width) for width in shapes.outputs]
+        assert [z.shape for z in saved] == [(rows, width) for width in shapes.saved]
         # What was saved gives the very same bits as what is computed again, and nothing given was written to.
-        again = stage.backward(weights, inputs, gradients, saved=forward.saved)
-        assert all(map(np.array_equal, again.inputs, backward.inputs))
-        assert all(map(np.array_equal, again.weights, backward.weights))
-        assert all(map(np.array_equal, (*weights, *inputs, *gradients), before))
-
-
-@pytest.mark.parametrize("case", cases())
-def test_a_vertex_stage_keeps_float32_and_leaves_out_what_is_not_wanted(case: str) -> None:
-    name, config, model = cases()[case]
-    stage = vertex_stage(name, config)
-    weights, inputs, gradients = draw(stage, 7, "float32")
-    forward = stage.forward(weights, inputs)
-    backward = stage.backward(weights, inputs, gradients, wanted=[False] * len(inputs))
-    assert backward.inputs == (None,) * len(inputs)
-    arrays = [*forward.outputs, *forward.saved, *backward.weights]
-    assert {str(array.dtype) for array in arrays} == {"float32"}
-    _, _, weight_gradients = torch_answer(model, weights, inputs, gradients)
-    close(backward.weights, weight_gradients, 2e-5)
+        again = stage.backward(weights, inputs, gradients, saved=saved)
+        assert all(map(np.array_equal, again.inputs + again.weights, backward.inputs + backward.weights))
+        assert all(map(np.array_equal, arrays, before))
+    leaves = [torch.tensor(array, requires_grad=True) for array in (*weights, *inputs)]
+    torch.autograd.gradcheck(lambda *some: TorchStage.apply(stage, len(weights), *some), leaves)
+    narrow = [[one.astype("float32") for one in some] for some in (weights, inputs, gradients)]
+    outputs, saved = stage.forward(*narrow[:2])
+    unwanted = stage.backward(*narrow, wanted=[False] * len(inputs))
+    assert unwanted.inputs == (None,) * len(inputs)
+    assert {str(one.dtype) for one in (*outputs, *saved, *unwanted.weights)} <= {"float32"}
+    close(unwanted.weights, backward.weights, 2e-5)
 
 
 def close(found: Sequence[Array | None], wanted: Sequence[Array], tolerance: float = F64) -> None:
@@ -364,48 +221,16 @@ def test_a_config_is_checked_field_by_field(name: str) -> None:
             STAGES.get(name)({key: value for key, value in GOOD[name].items() if key != missing})
 
 
-class Square(VertexStage):
-    """A user's own: h = (x w)^2 by column."""
-
-    def __init__(self, config: Mapping[str, Json]) -> None:
-        width = Fields(config, "stage square").whole("width", 1, 99)
-        self.shapes = StageShapes({"w": (width,)}, (width,), (width,))
-
-    def forward(self, weights: Rows, inputs: Rows) -> Forward:
-        return Forward(((inputs[0] * weights[0]) ** 2,), ())
-
-    def backward(
-        self, weights: Rows, inputs: Rows, gradients: Rows, *, saved: Rows | None = None, wanted: Mask = None
-    ) -> Backward:
-        slope = 2 * inputs[0] * weights[0] * gradients[0]
-        return Backward((slope * weights[0],), ((slope * inputs[0]).sum(0),))
-
-
-def test_a_users_own_stage_is_run_once_it_is_registered() -> None:
-    path = f"{__name__}:Square"
-    for name in (path, "test_square"):
-        with pytest.raises(UnknownNameError, match="there is no stage"):
-            vertex_stage(name, {"width": 2})
-    register_stage("test_square", path)
-    register_stage("test_square", Square)
-    stage = vertex_stage("test_square", {"width": 2})
-    assert isinstance(stage, Square)
-    weights, inputs, gradients = draw(stage, 5)
-    _, input_gradients, weight_gradients = torch_answer(
-        lambda w, x: ((x[0] * w[0]) ** 2,), weights, inputs, gradients
-    )
-    found = stage.backward(weights, inputs, gradients)
-    close(found.inputs, input_gradients)
-    close(found.weights, weight_gradients)
+OWN = "tests.strategies.serverless.own_stage:Gate"
 
 
 @pytest.mark.parametrize(
     ("name", "stage", "message"),
     [
-        ("dense", f"{__name__}:Square", "taken"),
-        ("mine", "no_such_module_at_all:Square", "cannot be imported"),
+        ("dense", OWN, "taken"),
+        ("mine", "no_such_module_at_all:Gate", "cannot be imported"),
         ("mine", f"{__name__}:Missing", "cannot be imported"),
-        ("mine", "os;path:Square", "not the path of a class"),
+        ("mine", "os;path:Gate", "not the path of a class"),
         ("mine", "os:system", "not a subclass"),
         ("mine", f"{__name__}:close", "not a subclass"),
     ],

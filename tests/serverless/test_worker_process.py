@@ -6,7 +6,7 @@ import socket
 import socketserver
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -19,7 +19,7 @@ from dglx_dist.serverless.worker import WorkerAnswer
 from dglx_dist.serverless.worker_process import CpuThrottle, Fault, Relay
 
 from .programs import gcn
-from .servers import Bench, keys_of
+from .servers import Bench, keys_of, until
 
 POOL_KEYS = [key for interval in range(3) for key in keys_of(gcn(), interval)]
 
@@ -65,13 +65,6 @@ class FakeWorker(WorkerHandle):
 
     def end(self) -> None:
         self.ended += 1
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def event(key: TaskKey) -> bytes:
@@ -141,21 +134,6 @@ def test_who_is_late_holds_no_place_and_leaves_when_it_comes_back() -> None:
     assert len(made.workers) == 2
     assert pool._num_up == 1
     pool.close()
-
-
-def test_closing_ends_what_runs_and_forgets_what_waits() -> None:
-    made = Made()
-    pool = made.pool()
-    for key in POOL_KEYS[:4]:
-        pool.invoke(event(key))
-    until(lambda: [worker.calls for worker in made.workers] == [1])
-    pool.close()
-    assert made.done == []
-    assert pool._num_up == 0
-    assert pool.lost() == []
-    assert [worker.ended for worker in made.workers] == [1]
-    with pytest.raises(PeerError, match="closed"):
-        pool.invoke(event(POOL_KEYS[0]))
 
 
 SIZE = 300_000

@@ -16,7 +16,6 @@ from dglx_dist.data.ingest.tables import Piece, Table, numbers_of_text
 from dglx_dist.data.json_fields import Fields, Within
 from dglx_dist.data.tables import Column, as_numpy, first_true
 from dglx_dist.data.validate import column_error
-from dglx_dist.errors import DatasetError
 from dglx_dist.records import FEATURE, Array, ColumnInfo
 
 _FOUND_SETTINGS = ("max_val", "min_val", "sum", "mapping")
@@ -264,24 +263,21 @@ class Features:
         return [join_settings([one.finalize(where) for one in transforms]) for transforms in self._of_spec]
 
     def info(self, name: str, table: Table) -> ColumnInfo:
-        """Return dtype and row shape of one tensor, from its first row.
+        """Return dtype and row shape of one tensor, from the first row; there must be one.
 
         Without out_dtype floating-point numbers are float32, as models compute, and whole numbers stay. One
         number a row is a scalar. The model's input is a float32 matrix in any case.
         """
         transforms = self._tensors[name]
-        for piece in table.pieces([one.column for one in transforms]):
-            row = _rows(transforms, piece, 0, 1)
-            width, found = row.shape[1], row.dtype
-            if not width:
-                problem = "an empty list; give at least one number a row, or leave the column out"
-                raise piece.columns[transforms[0].column].error(problem, 0)
-            usual = "float32" if found.kind == "f" or name == FEATURE else found.name
-            return ColumnInfo(
-                dtype=self._dtypes.get(name, usual),
-                row_shape=() if width == 1 and name != FEATURE else (width,),
-            )
-        raise DatasetError(f"{table.files.paths[0]}: the table has no row")
+        piece = next(table.pieces([one.column for one in transforms]))
+        row = _rows(transforms, piece, 0, 1)
+        width, found = row.shape[1], row.dtype
+        if not width:
+            problem = "an empty list; give at least one number a row, or leave the column out"
+            raise piece.columns[transforms[0].column].error(problem, 0)
+        usual = "float32" if found.kind == "f" or name == FEATURE else found.name
+        row_shape = () if width == 1 and name != FEATURE else (width,)
+        return ColumnInfo(dtype=self._dtypes.get(name, usual), row_shape=row_shape)
 
     def chunks(self, name: str, table: Table, info: ColumnInfo) -> Iterator[Array]:
         """Yield the rows of one tensor, (k, *row) of ``info``'s dtype."""

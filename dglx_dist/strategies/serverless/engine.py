@@ -203,7 +203,7 @@ class Engine:
         """Register the operations of workers; return those for workers in this process, uncounted."""
         handlers: dict[str, Handler] = {
             PROGRAM: self._send_program,
-            PULL: lambda name, _arrays: self._server.task_table.pull(*parse_half(name)) or [],
+            PULL: lambda name, _arrays: self._server.pull(*parse_half(name)),
             GIVE: self._submit,
         }
         for op, handler in handlers.items():
@@ -271,7 +271,7 @@ class Engine:
                 late=late and bool(behind),
             )
         if late:
-            open_tasks = [str(key) for key in self._server.task_table.keys[:5]]
+            open_tasks = [str(key) for key in self._server.open_tasks[:5]]
             tasks = f"no worker gave rows for {', '.join(open_tasks)}; " if open_tasks else ""
             misses = what_misses(self._session.rpc, range(self._num_servers))
             raise PeerError(

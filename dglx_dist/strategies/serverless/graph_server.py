@@ -17,7 +17,7 @@ and are compiled apart for values and None.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple, TypeAlias, final
@@ -260,78 +260,6 @@ class _OpenTask(NamedTuple):
     submitted: dict[int, Sequence[Array]]
 
 
-@final
-class TaskTable:
-    """Open tasks of one graph server's ``intervals`` (global numbers). Thread-safe; never blocks.
-
-    ``works`` are in the order of an epoch. Workers of other runs in the session than ``run`` are rejected.
-    """
-
-    def __init__(self, works: Mapping[tuple[int, Direction], Work], intervals: range, run: int = 0) -> None:
-        self._works, self._intervals, self._run = works, intervals, run
-        self._order = {kind: at for at, kind in enumerate(works)}
-        self._open: dict[TaskKey, _OpenTask] = {}
-        self._completed: dict[int, tuple[int, int]] = {}
-        self._lock = threading.Lock()
-
-    @property
-    def keys(self) -> list[TaskKey]:
-        with self._lock:
-            return sorted(self._open)
-
-    def open(self, key: TaskKey, rows: int, arrays: Sequence[Array]) -> None:
-        """Open task ``key``; ``arrays`` are what its Work pulls; they must not change until then."""
-        pulled = self._work(key).pulled
-        halves = take_half(pulled, arrays, rows, 0), take_half(pulled, arrays, rows, 1)
-        with self._lock:
-            self._open[key] = _OpenTask(rows, halves, {})
-
-    def pull(self, key: TaskKey, half: int) -> list[Array] | None:
-        """Return the arrays of half 0 or 1 of a task: TASK_OVER if it is done, None if it is not open yet."""
-        self._work(key)
-        with self._lock:
-            task = self._open.get(key)
-            if task is None and self._is_complete(key):
-                return [TASK_OVER]
-        return None if task is None else task.halves[half]
-
-    def submit(
-        self, key: TaskKey, half: int, arrays: Sequence[Array]
-    ) -> tuple[SubmitResult, list[Sequence[Array]]]:
-        """Accept a worker's results for half 0 or 1; return also, for the last half, the arrays of both."""
-        work = self._work(key)
-        with self._lock:
-            task = self._open.get(key)
-            if task is None and not self._is_complete(key):
-                raise ConfigError(f"rows of task {key} came before it began")
-            if task is None or half in task.submitted:
-                return SubmitResult.LATE if task is None else SubmitResult.AGAIN, []
-            rows, edges = half_length(task.rows, half), len(task.halves[half][0])
-            check_payload(work.given, arrays, rows, f"what came of {key}", num_edges=edges)
-            task.submitted[half] = arrays
-            if len(task.submitted) < 2:
-                return SubmitResult.TAKEN, []
-            del self._open[key]
-            self._completed[key.interval] = key.epoch, self._order[key.step, key.direction]
-        return SubmitResult.LAST, [task.submitted[0], task.submitted[1]]
-
-    def _work(self, key: TaskKey) -> Work:
-        key.check_run(self._run)
-        if key.interval not in self._intervals:
-            raise ConfigError(
-                f"task {key} is of no interval from {self._intervals.start} to {self._intervals.stop - 1}, "
-                "those of this graph server"
-            )
-        work = self._works.get((key.step, key.direction))
-        if work is None:
-            raise ConfigError(f"task {key}: no worker does step {key.step} in this direction here")
-        return work
-
-    def _is_complete(self, key: TaskKey) -> bool:
-        last = self._completed.get(key.interval)
-        return last is not None and (key.epoch, self._order[key.step, key.direction]) <= last
-
-
 GhostMessage: TypeAlias = tuple[int, list[Array]]
 """A peer, and (r,) int32 positions in the ghost list, which both sides have in the same order, and (r, width)
 rows of each slot."""
@@ -342,6 +270,7 @@ class GraphServer:
     """Executes the tasks of its intervals: in order within an interval, concurrently across intervals.
 
     ``run``, the number of the run in its session, is part of the task keys, and ``seed`` of those of dropout.
+    Workers of other runs are rejected. No method blocks.
     """
 
     def __init__(
@@ -374,8 +303,10 @@ class GraphServer:
             if task.kind is TaskKind.WORK
         }
         """Worker tasks by step and direction."""
-        numbers = range(part.first_interval, part.first_interval + part.num_intervals)
-        self.task_table = TaskTable(self.works, numbers, run)
+        self._order = {kind: at for at, kind in enumerate(self.works)}
+        self._open: dict[TaskKey, _OpenTask] = {}
+        self._completed: dict[int, tuple[int, int]] = {}
+        """Interval -> epoch and order of the last worker task that is done."""
 
     def _allocate(self) -> None:
         graph, program = self.part.graph, self.program
@@ -445,19 +376,64 @@ class GraphServer:
             next(saved) if item.role is Role.SAVED else self._pulled(interval, task.step, item)
             for item in work.pulled
         ]
-        self.task_table.open(self.key_of(interval, epoch, task), self.rows_of(interval), arrays)
+        rows = self.rows_of(interval)
+        halves = take_half(work.pulled, arrays, rows, 0), take_half(work.pulled, arrays, rows, 1)
+        with self._lock:
+            self._open[self.key_of(interval, epoch, task)] = _OpenTask(rows, halves, {})
+
+    @property
+    def open_tasks(self) -> list[TaskKey]:
+        """Tasks that workers have not completed."""
+        with self._lock:
+            return sorted(self._open)
+
+    def pull(self, key: TaskKey, half: int) -> list[Array]:
+        """Return the arrays of half 0 or 1 of a task: TASK_OVER if it is done, [] if it is not open yet."""
+        self._work_of(key)
+        with self._lock:
+            if (task := self._open.get(key)) is not None:
+                return task.halves[half]
+            return [TASK_OVER] if self._is_complete(key) else []
 
     def submit(self, key: TaskKey, half: int, arrays: Sequence[Array]) -> SubmitResult:
         """Accept a worker's results for half 0 or 1 of a task."""
-        result, both = self.task_table.submit(key, half, arrays)
-        if result is SubmitResult.LAST:
-            interval, step = key.interval - self.part.first_interval, self.program.steps[key.step]
-            for item, *halves in zip(self.works[key.step, key.direction].given, *both, strict=True):
-                if isinstance(step, Edge) and item.role is Role.GRADIENT:
-                    self._take_edge_gradients(interval, key.step, step, halves)
-                else:
-                    self._take(interval, key, item, halves)
-        return result
+        work = self._work_of(key)
+        with self._lock:
+            task = self._open.get(key)
+            if task is None and not self._is_complete(key):
+                raise ConfigError(f"rows of task {key} came before it began")
+            if task is None or half in task.submitted:
+                return SubmitResult.LATE if task is None else SubmitResult.AGAIN
+            rows, edges = half_length(task.rows, half), len(task.halves[half][0])
+            check_payload(work.given, arrays, rows, f"what came of {key}", num_edges=edges)
+            task.submitted[half] = arrays
+            if len(task.submitted) < 2:
+                return SubmitResult.TAKEN
+            del self._open[key]
+            self._completed[key.interval] = key.epoch, self._order[key.step, key.direction]
+        interval, step = key.interval - self.part.first_interval, self.program.steps[key.step]
+        for item, *halves in zip(work.given, task.submitted[0], task.submitted[1], strict=True):
+            if isinstance(step, Edge) and item.role is Role.GRADIENT:
+                self._take_edge_gradients(interval, key.step, step, halves)
+            else:
+                self._take(interval, key, item, halves)
+        return SubmitResult.LAST
+
+    def _work_of(self, key: TaskKey) -> Work:
+        key.check_run(self.run)
+        first, end = self.part.first_interval, self.part.first_interval + self.part.num_intervals
+        if not first <= key.interval < end:
+            raise ConfigError(
+                f"task {key} is of no interval from {first} to {end - 1}, those of this graph server"
+            )
+        work = self.works.get((key.step, key.direction))
+        if work is None:
+            raise ConfigError(f"task {key}: no worker does step {key.step} in this direction here")
+        return work
+
+    def _is_complete(self, key: TaskKey) -> bool:
+        last = self._completed.get(key.interval)
+        return last is not None and (key.epoch, self._order[key.step, key.direction]) <= last
 
     def ghost_messages(self, interval: int, task: ScheduledTask) -> list[GhostMessage]:
         """Return what a SCATTER or SEND_BACK task sends: one message per graph server that needs rows."""

@@ -399,8 +399,6 @@ class Layer(ABC):
     """Dropouts inside the module that become steps, by their names in it."""
     own_function: Callable[[Tensor], Tensor] | None = None
     """The activation that the module applies to its result."""
-    inputs_first: tuple[Tensor, ...] = ()
-    """Weights of shape (inputs, outputs); torch has them the other way round."""
 
     def __init__(self, name: str, module: Any, width: int | None, row_shape: tuple[int, ...] | None) -> None:
         self.name, self.module, self.width, self.row_shape = name, module, width, row_shape
@@ -530,12 +528,6 @@ class DeclaredLayer(Layer):
             self.refuse(f"has a stage {declared.stage!r} of {len(stage.shapes.outputs)} outputs; give it one")
         self._weights = [self._parameter(weight) for weight in declared.weights]
         self._check_parameters(*self._weights)
-        # Of a square weight both orientations have the same shape.
-        self.inputs_first = tuple(
-            weight
-            for weight in self._weights
-            if declared.inputs_first is not False and weight.shape == (self.width, *stage.shapes.outputs)
-        )
         if declare is None and not declared.depends_on_the_graph:
             check_declared(name, module, declared, stage)
 
@@ -584,7 +576,6 @@ def _stage_of_rows(stage: str, config: Mapping[str, Any], weights: tuple[str, ..
         around=None,
         own=True,
         takes_activation=True,
-        inputs_first=False,
     )
 
 

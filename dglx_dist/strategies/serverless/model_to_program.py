@@ -41,8 +41,6 @@ class Chain:
     """For one training node."""
     factors: Mapping[str, EdgeFactor]
     """Edge weights by the names that steps use."""
-    inputs_first: tuple[str, ...]
-    """Names of the weights of shape (inputs, outputs)."""
     want_in_edges: tuple[str, ...]
     """Names of the layers that raise for a node without in-edges."""
 
@@ -90,7 +88,6 @@ def chain_of(model: nn.Module, edge_columns: Mapping[str, tuple[int, ...]] | Non
             steps=tuple(builder.steps), features=width, classes=classes, num_train=1, dtype=dtype
         ),
         factors=builder.factors,
-        inputs_first=tuple(names[id(weight)] for layer in layers for weight in layer.inputs_first),
         want_in_edges=tuple(layer.name for layer in layers if layer.wants_in_edges),
     )
 

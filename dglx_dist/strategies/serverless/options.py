@@ -12,7 +12,6 @@ from dglx_dist.options import Check, between, check_ranges, option
 from dglx_dist.registry import did_you_mean
 from dglx_dist.serverless.cost import DEFAULT_PRICES, PriceTable, prices
 from dglx_dist.serverless.executors.base import EXECUTORS
-from dglx_dist.serverless.parameter_server import Scheme, check_scheme
 from dglx_dist.strategies.base import check_options
 
 Mode: TypeAlias = Literal["no_pipe", "pipe", "async"]
@@ -44,11 +43,6 @@ class LambdaOptions:
     fusion: bool = option(True, "Whether the last step runs forward and backward in one task.")
     rematerialise: bool = option(True, "Whether backward recomputes what forward would otherwise send.")
     streaming: bool = option(True, "Whether workers compute the first half while they receive the second.")
-    initialise: Scheme | Literal[""] = option(
-        "",
-        "Initialisation of the trained weights at ``wrap``, by the session's seed: xavier_uniform, "
-        "xavier_normal, he_uniform or he_normal; biases become 0, other vectors and, if empty, all are kept.",
-    )
     prices: str = field(default=DEFAULT_PRICES, repr=False)
     """Name or file of a price table."""
     server: str = field(default=DEFAULT_SERVER, repr=False)
@@ -60,8 +54,6 @@ class LambdaOptions:
 
     def __post_init__(self) -> None:
         check_ranges(self, "option {name}={value!r}")
-        if self.initialise:
-            check_scheme(self.initialise)
         if self.staleness and self.mode != "async":
             raise ConfigError(
                 f"option staleness={self.staleness} has no meaning with mode={self.mode!r}, which has a "

@@ -32,7 +32,7 @@ from dglx_dist.serverless.executors.base import EXECUTORS, ExecutorContext
 from dglx_dist.serverless.parameter_server import ParameterPlan
 from dglx_dist.serverless.parameter_service import pair_name, parse_pair
 from dglx_dist.serverless.program import Program
-from dglx_dist.serverless.tasks import MAX_TIMEOUT_S, Address, Direction, Secrets, Task, TaskKey, TaskOptions
+from dglx_dist.serverless.tasks import MAX_TIMEOUT_S, Address, Direction, Secrets, Task, TaskKey
 from dglx_dist.strategies.serverless.graph_server import (
     Barrier,
     GraphServer,
@@ -214,7 +214,8 @@ class WorkerPool:
             graph_server=self._addresses[rank],
             secrets=secrets,
             timeout_s=min(session.timeout_s, MAX_TIMEOUT_S),
-            options=TaskOptions(streaming=options.streaming, rematerialise=options.rematerialise),
+            streaming=options.streaming,
+            rematerialise=options.rematerialise,
         )
         # The executor may give notice before the controller exists.
         self._wake: Callable[[], None] = lambda: None

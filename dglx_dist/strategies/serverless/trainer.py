@@ -31,7 +31,7 @@ from dglx_dist.graph.ids import Ids
 from dglx_dist.records import Array, EpochRecord
 from dglx_dist.serverless.aws.package import check_imports, stages_of
 from dglx_dist.serverless.cost import Counts
-from dglx_dist.serverless.parameter_server import Scheme, Update, initialise
+from dglx_dist.serverless.parameter_server import Update
 from dglx_dist.serverless.stages.base import Backward, Forward
 from dglx_dist.strategies.base import EpochTrainer, Objective, WrappedModel, check_one_type
 from dglx_dist.strategies.data_parallel import broadcast_state, check_same_model
@@ -187,23 +187,6 @@ def _settings(optimizer: Optimizer, model: nn.Module) -> tuple[list[dict[str, An
 def weights_of(model: nn.Module, names: Sequence[str]) -> list[Array]:
     found = dict(model.named_parameters())
     return [found[name].detach().cpu().numpy().copy() for name in names]
-
-
-def draw_weights(model: nn.Module, chain: Chain, scheme: Scheme, seed: int) -> None:
-    """Initialise the trained weights by the session's ``seed``, equal on all ranks, and set biases to 0.
-
-    Frozen parameters keep their values, and so do vectors that are not a bias, such as a scale.
-    """
-    trained = {
-        name: one
-        for name, one in model.named_parameters()
-        if one.requires_grad and (one.dim() > 1 or name.rpartition(".")[2] == "bias")
-    }
-    shapes = {name: tuple(one.shape) for name, one in trained.items()}
-    drawn = initialise(shapes, scheme, seed, np.dtype(chain.program.dtype), inputs_first=chain.inputs_first)
-    with torch.no_grad():
-        for name, weight in drawn.items():
-            trained[name].copy_(torch.from_numpy(weight))
 
 
 def write_back(
@@ -369,8 +352,6 @@ class LambdaModel(WrappedModel):
         self._chain, self._options = chain_of(model, columns), options
         if not options.in_process:
             check_imports(stages_of(self._chain.program.steps), options.executor)
-        if options.initialise:
-            draw_weights(model, self._chain, options.initialise, g.session.seed)
 
     def exchange_seconds(self, *, reset: bool = False) -> float:
         return 0.0  # Epochs overlap, so no rank waits only for exchanges.

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch.nn.functional import cross_entropy, leaky_relu
 
 from dglx_dist.comm.session import Session
+from dglx_dist.layers.dropout import MODULES, Columns, DropDraws, drop_entries
 from dglx_dist.records import Array
 from dglx_dist.serverless.parameter_server import ParameterPlan, ParameterServer, Update, assign
-from dglx_dist.serverless.program import Program
+from dglx_dist.serverless.program import Drop, Edge, Gather, Program, Vertex
+from dglx_dist.serverless.stages.base import vertex_stage
 from dglx_dist.strategies.serverless.engine import Engine
 from dglx_dist.strategies.serverless.graph_partition import (
     LocalGraph,
@@ -24,7 +28,7 @@ from dglx_dist.strategies.serverless.graph_partition import (
 )
 from dglx_dist.strategies.serverless.graph_server import GraphServer
 from dglx_dist.strategies.serverless.options import LambdaOptions, read_lambda_options
-from tests.serverless.programs import PlainRun, dropping, gat, gcn, sage
+from tests.serverless.programs import TorchStage, dropping, gat, gcn, sage
 
 PROGRAMS = {"gcn": gcn, "sage": sage, "gat": gat, "dropping": dropping}
 LR = 0.05
@@ -38,7 +42,8 @@ class Case:
     sources: Array
     x: Array = field(repr=False)
     labels: Array
-    fixed: Array
+    fixed: Mapping[str, Array]
+    """Weights of edges by name, (E, 1)."""
 
     @property
     def num_nodes(self) -> int:
@@ -63,7 +68,7 @@ class Case:
             interval_sizes=np.concatenate([np.diff(one) for one in bounds]),
             features=np.concatenate([self.x[first:end], self.x[graph.ghosts]]),
             labels=self.labels[first:end],
-            fixed={"fixed:0": self.fixed[edges]},
+            fixed={name: values[edges] for name, values in self.fixed.items()},
         )
 
     def parts(self, starts: Sequence[int], intervals: int) -> list[Part]:
@@ -95,7 +100,7 @@ def case(num_nodes: int = 40, num_edges: int = 160, seed: int = 0) -> Case:
         sources=sources[order],
         x=draw.standard_normal((num_nodes, 5)),
         labels=labels,
-        fixed=draw.random((num_edges, 1)),
+        fixed={"fixed:0": draw.random((num_edges, 1))},
     )
 
 
@@ -104,18 +109,47 @@ def first_weights(program: Program) -> dict[str, Array]:
     return {name: draw.standard_normal(shape) * 0.5 for name, shape in program.weight_shapes.items()}
 
 
-def plain_run(program: Program, weights: dict[str, Array], graph: Case, epoch: int = 0) -> PlainRun:
-    return PlainRun(
-        program,
-        weights,
-        x=graph.x,
-        indptr=graph.indptr,
-        sources=graph.sources,
-        fixed={"fixed:0": graph.fixed},
-        labels=graph.labels,
-        bounds=[0, graph.num_nodes],
-        epoch=epoch,
-    )
+class PlainRun(NamedTuple):
+    """One epoch of a whole graph by torch."""
+
+    loss_sum: float
+    correct: int
+    gradients: dict[str, Array]
+
+
+def plain_run(program: Program, weights: Mapping[str, Array], graph: Case, epoch: int = 0) -> PlainRun:
+    """Run the steps over plain edge lists; torch differentiates all but stages. Masks are those of seed 0."""
+    leaves = {name: torch.tensor(value, requires_grad=True) for name, value in weights.items()}
+    degrees, sources = torch.from_numpy(np.diff(graph.indptr)), torch.from_numpy(graph.sources).long()
+    targets = torch.arange(graph.num_nodes).repeat_interleave(degrees)
+    rows = {name: torch.tensor(value) for name, value in {"x": graph.x, **graph.fixed}.items()}
+    for step in program.steps:
+        if isinstance(step, Gather):
+            values = torch.ones(len(sources), 1) if step.edges is None else rows[step.edges]
+            spread = values.repeat_interleave(step.output.width // values.shape[1], 1)
+            sums = torch.zeros(graph.num_nodes, step.output.width, dtype=torch.float64)
+            rows[step.output.name] = sums.index_add(0, targets, spread * rows[step.source][sources])
+        elif isinstance(step, Edge):
+            slope: Any = step.config["slope"]
+            logits = leaky_relu(rows[step.sources][sources] + rows[step.targets][targets], slope)
+            by_target = logits.split(degrees.tolist())
+            rows[step.output.name] = torch.cat([one.softmax(0) for one in by_target])
+        elif isinstance(step, Drop):
+            source, width = rows[step.source], step.output.width
+            columns = Columns(first=0, last=width, width=width)
+            draws = DropDraws(seed=0, number=epoch, nodes=torch.arange(len(source)), runs=(columns,))
+            rows[step.output.name] = drop_entries(source, step.probability, draws, MODULES + step.call)
+        elif isinstance(step, Vertex):
+            given = [*(leaves[name] for name in step.weights), *(rows[name] for name in step.inputs)]
+            stage = vertex_stage(step.stage, step.config)
+            made: Any = TorchStage.apply(stage, len(step.weights), *given)  # type: ignore[no-untyped-call]
+            rows |= {slot.name: one for slot, one in zip(step.outputs, made, strict=True)}
+    labels = torch.from_numpy(graph.labels).long()
+    scores, labels = rows[program.steps[-1].outputs[0].name][labels >= 0], labels[labels >= 0]
+    loss = cross_entropy(scores, labels, reduction="sum")
+    (loss / program.num_train).backward()
+    gradients = {name: one.grad.numpy() for name, one in leaves.items()}
+    return PlainRun(loss.item(), int((scores.argmax(1) == labels).sum()), gradients)
 
 
 @functools.cache

@@ -12,7 +12,6 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.serverless.parameter_server import ParameterServer
 from dglx_dist.strategies.serverless.graph_partition import edge_values
 from dglx_dist.strategies.serverless.graph_server import GraphServer
-from dglx_dist.strategies.serverless.layer_kinds import EdgeFactor
 from dglx_dist.strategies.serverless.model_to_program import Chain, chain_of
 from dglx_dist.strategies.serverless.options import LambdaOptions
 from dglx_dist.strategies.serverless.trainer import update_of, weights_of, write_back
@@ -48,12 +47,11 @@ def weights_after(g: DistGraph, kind: str, graph_servers: int, epochs: int) -> l
 def case_of(g: DistGraph, chain: Chain) -> Case:
     everyone = np.arange(g.num_nodes())
     edges = g.structure(g.canonical_etypes[0]).ask("in_edges", everyone)
-    (factor,) = list(chain.factors.values()) or [EdgeFactor()]
     mask = g.ndata["train_mask"][:].numpy().astype(bool)
     return Case(
         indptr=edges.indptr,
         sources=edges.sources,
         x=g.ndata["feat"][:].numpy(),
         labels=np.where(mask, g.ndata["label"][:].numpy(), -1).astype(np.int32),
-        fixed=edge_values(factor, g, everyone, "float64"),
+        fixed={name: edge_values(one, g, everyone, "float64") for name, one in chain.factors.items()},
     )

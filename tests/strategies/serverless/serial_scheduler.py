@@ -11,7 +11,6 @@ from typing import NamedTuple, TypeAlias, final
 
 import numpy as np
 
-from dglx_dist.records import Array
 from dglx_dist.serverless.parameter_server import ParameterServer
 from dglx_dist.serverless.stages.base import half_rows
 from dglx_dist.serverless.tasks import Computed, TaskKey, add_gradients
@@ -20,35 +19,23 @@ from dglx_dist.strategies.serverless.scheduler import EXCHANGED, Progress
 from tests.serverless.programs import exchange
 
 
-@final
-class LocalParameters:
-    """All parameter servers of a plan, in this process."""
-
-    def __init__(self, servers: Sequence[ParameterServer]) -> None:
-        self._servers = servers
-
-    def weights(self, key: TaskKey) -> list[Array]:
-        return self._of(key).weights(key.interval, key.epoch, key.step)
-
-    def gradients(self, key: TaskKey, arrays: Sequence[Array]) -> None:
-        self._of(key).gradients(key.interval, key.epoch, key.step, arrays)
-
-    def _of(self, key: TaskKey) -> ParameterServer:
-        return self._servers[int(self._servers[0].plan.server_of_interval[key.interval])]
+def server_of(key: TaskKey, parameters: Sequence[ParameterServer]) -> ParameterServer:
+    return parameters[int(parameters[0].plan.server_of_interval[key.interval])]
 
 
 Halves: TypeAlias = list[Computed]
 
 
-def compute_task(server: GraphServer, parameters: LocalParameters, key: TaskKey) -> Halves:
+def compute_task(server: GraphServer, parameters: Sequence[ParameterServer], key: TaskKey) -> Halves:
     """Pull weights and rows of the open task ``key``, and compute it in its two halves."""
     work = server.works[key.step, key.direction]
     rows = server.rows_of(key.interval - server.part.first_interval)
-    weights = parameters.weights(key) if work.weights else []
+    owner = server_of(key, parameters)
+    weights = owner.weights(key.interval, key.epoch, key.step) if work.weights else []
     found = []
     for half in (0, 1):
-        arrays, nodes = server.task_table.pull(key, half), half_rows(rows, half)
-        assert arrays is not None, f"task {key} is not open"
+        arrays, nodes = server.pull(key, half), half_rows(rows, half)
+        assert arrays, f"task {key} is not open"
         found.append(work.half(weights, arrays, nodes.stop - nodes.start))
     return found
 
@@ -97,7 +84,6 @@ class SerialScheduler:
         choose: Choice = first_come,
     ) -> None:
         self.servers, self._parameters, self._choose = servers, parameters, choose
-        self._local_parameters = LocalParameters(parameters)
         ranks = [one.rank for one in servers]
         self.progress = [
             Progress(
@@ -153,7 +139,7 @@ class SerialScheduler:
             self._move(event.server, event.interval)
         elif event.kind == "compute":
             key = self._waiting.pop((event.server, event.interval))
-            computed = compute_task(self.servers[event.server], self._local_parameters, key)
+            computed = compute_task(self.servers[event.server], self._parameters, key)
             self._computed[event.server, event.interval] = key, computed
         else:
             key, found = self._computed.pop((event.server, event.interval))
@@ -161,7 +147,8 @@ class SerialScheduler:
             work = server.works[key.step, key.direction]
             if work.pushes and work.weights:
                 gradients = add_gradients(found[0].gradients, found[1].gradients)
-                self._local_parameters.gradients(key, gradients)
+                owner = server_of(key, self._parameters)
+                owner.gradients(key.interval, key.epoch, key.step, gradients)
             results = [server.submit(key, half, found[half].rows) for half in (0, 1)]
             assert results[-1] is SubmitResult.LAST, f"task {key} is not over with all it gives"
             self._finish(event.server, event.interval)

@@ -24,7 +24,7 @@ from dglx_dist.strategies.serverless.graph_partition import exchange_boundaries,
 from dglx_dist.strategies.serverless.options import read_lambda_options
 from dglx_dist.strategies.serverless.scheduler import check_reachable
 from tests.helpers.ranks import run_ranks, start_ranks
-from tests.serverless.faults import Faults
+from tests.serverless.faults import strike
 from tests.strategies.equality import write_parts
 
 from . import cases
@@ -79,7 +79,7 @@ def four_ranks(folder: str) -> None:
         check_bytes_read(session, folder)
         before = session.ledger.snapshot()
         with pytest.MonkeyPatch.context() as patch:
-            Faults(duplicate=1.0).strike(patch)
+            strike(patch)
             train(session, "gcn", "pipe")
         moved = Counter[str]()
         for row in session.ledger.since(before):
@@ -93,7 +93,7 @@ def four_ranks(folder: str) -> None:
 
 
 def test_one_rank_whose_tasks_are_all_done_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    Faults(duplicate=1.0).strike(monkeypatch)
+    strike(monkeypatch)
     with start_session(timeout_s=30.0) as session:
         train(session, "dropping", "pipe", threads=2)
 

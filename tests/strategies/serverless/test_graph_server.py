@@ -5,15 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dglx_dist.comm.rpc import Handler
 from dglx_dist.errors import ConfigError
-from dglx_dist.serverless.tasks import Address, Secrets, Task, TaskKey, parse_half
-from dglx_dist.serverless.worker import PROGRAM, PULL, WEIGHTS, DirectCaller, Worker
+from dglx_dist.serverless.tasks import TASK_OVER, TaskKey
 from dglx_dist.strategies.serverless.graph_partition import crossing_edges, cut_intervals
-from dglx_dist.strategies.serverless.graph_server import GraphServer, SubmitResult, TaskKind
+from dglx_dist.strategies.serverless.graph_server import SubmitResult, TaskKind
 
 from . import cases
-from .serial_scheduler import LocalParameters, compute_task
+from .serial_scheduler import compute_task
 
 STARTS = [0, 17, 40]
 
@@ -46,50 +44,25 @@ def test_messages_that_are_not_what_a_scatter_sends_are_refused() -> None:
 
 
 def test_each_half_is_taken_once_and_only_while_its_task_is_open() -> None:
+    """What is refused before and after is in test_worker_access.py."""
     (server, _), parameters = cases.servers(cases.gcn(), STARTS, 2)
-    key, task = TaskKey.parse("r0.e0.s1.i0.f"), server.schedule[1]
-    assert server.task_table.pull(key, 0) is None
-    with pytest.raises(ConfigError, match="came before it began"):
-        server.submit(key, 0, [])
+    key = TaskKey.parse("r0.e0.s1.i0.f")
+    assert server.pull(key, 0) == []
     server.compute(0, 0, server.schedule[0])
-    server.open(0, 0, task)
-    first, second = (one.rows for one in compute_task(server, LocalParameters(parameters), key))
-    with pytest.raises(ConfigError, match=r"what came of r0\.e0\.s1\.i0\.f has 0 arrays, not 1"):
-        server.submit(key, 0, [])
+    server.open(0, 0, server.schedule[1])
+    first, second = (one.rows for one in compute_task(server, parameters, key))
     with pytest.raises(ConfigError, match="output h1 of shape"):
         server.submit(key, 0, [first[0][:-1]])
     assert server.submit(key, 0, first) is SubmitResult.TAKEN
     assert server.submit(key, 0, first) is SubmitResult.AGAIN
-    assert server.task_table.keys == [key]
+    assert server.open_tasks == [key]
     assert server.submit(key, 1, second) is SubmitResult.LAST
-    assert server.task_table.keys == []
+    assert server.open_tasks == []
     for half in (0, 1):
         assert server.submit(key, half, first) is SubmitResult.LATE
-    assert worker_finds_it_over(server, LocalParameters(parameters), key)
+        assert server.pull(key, half) == [TASK_OVER]
     rows = server.part.nodes_of(0)
     np.testing.assert_array_equal(server._rows["h1"][rows], np.concatenate([first[0], second[0]]))
-
-
-def worker_finds_it_over(server: GraphServer, parameters: LocalParameters, key: TaskKey) -> bool:
-    """Run another attempt at a task that is done; return whether it ends without an error."""
-    here = Address(rank=0, host="here", endpoint="tcp://127.0.0.1:1")
-    task = Task(
-        key=key,
-        rows=server.rows_of(0),
-        program=server.program.digest,
-        graph_server=here,
-        parameter_server=here,
-        secrets=Secrets(secret="s"),
-        timeout_s=5.0,
-        attempt=1,
-    )
-    handlers: dict[str, Handler] = {
-        PROGRAM: lambda _name, _arrays: [np.frombuffer(server.program.to_json(), np.uint8)],
-        WEIGHTS: lambda name, _arrays: parameters.weights(TaskKey.parse(name)),
-        PULL: lambda name, _arrays: server.task_table.pull(*parse_half(name)) or [],
-    }
-    answer = Worker(DirectCaller(handlers)).handle(task.to_event())
-    return (answer["accepted"], answer["error"]) == (False, "")
 
 
 def test_lists_of_another_partition_are_refused() -> None:

@@ -23,11 +23,11 @@ from dglx_dist.serverless.program import Edge, Gather, Scatter, Vertex
 from dglx_dist.serverless.stages.base import STAGES, register_stage
 from dglx_dist.strategies.serverless.graph_partition import edge_values
 from dglx_dist.strategies.serverless.layer_kinds import FACTOR_OF_NORM, EdgeFactor
-from dglx_dist.strategies.serverless.model_to_program import Chain, chain_of, find_layers
+from dglx_dist.strategies.serverless.model_to_program import chain_of, find_layers
 from dglx_dist.training.fit import FitConfig
 from dglx_dist.training.models import build_model
-from tests.serverless.programs import PlainRun
 from tests.strategies import equality
+from tests.strategies.serverless import cases
 from tests.strategies.serverless.own_stage import Gate
 from tests.strategies.serverless.own_tensor_stage import TensorGate
 
@@ -163,21 +163,6 @@ def factor_values(factor: EdgeFactor, g: Any) -> Array:
     return values
 
 
-def run(chain: Chain, model: nn.Module, g: Any, x: Array, labels: Array) -> PlainRun:
-    sources, targets = (ends.numpy() for ends in g.edges())
-    indptr = np.concatenate([[0], np.cumsum(np.bincount(targets, minlength=NODES))])
-    return PlainRun(
-        replace(chain.program, num_train=int((labels >= 0).sum())),
-        {name: value.numpy() for name, value in model.state_dict().items()},
-        x=x,
-        indptr=indptr,
-        sources=sources,
-        fixed={name: factor_values(factor, g) for name, factor in chain.factors.items()},
-        labels=labels,
-        bounds=[0, 7, 7, NODES],
-    )
-
-
 @pytest.mark.parametrize("kind", MODELS)
 def test_the_program_is_the_model(kind: str) -> None:
     torch.manual_seed(2)
@@ -189,7 +174,16 @@ def test_the_program_is_the_model(kind: str) -> None:
     x = random.standard_normal((NODES, WIDTH))
     labels = np.where(np.arange(NODES) % 3, random.integers(CLASSES, size=NODES), -1).astype(np.int32)
     chain = chain_of(model, {"w": ()})
-    found = run(chain, model, g, x, labels)
+    program = replace(chain.program, num_train=int((labels >= 0).sum()))
+    sources, targets = (ends.numpy() for ends in g.edges())
+    case = cases.Case(
+        indptr=np.concatenate([[0], np.cumsum(np.bincount(targets, minlength=NODES))]),
+        sources=sources,
+        x=x,
+        labels=labels,
+        fixed={name: factor_values(factor, g) for name, factor in chain.factors.items()},
+    )
+    found = cases.plain_run(program, {name: one.numpy() for name, one in model.state_dict().items()}, case)
 
     rows = torch.from_numpy(labels) >= 0
     blocks = [g for layer in find_layers(model) if layer.takes_block]
@@ -490,23 +484,15 @@ def test_an_activation_behind_it_needs_to_be_taken() -> None:
 
 
 def test_values_of_edges() -> None:
-    """0 -> 1, 0 -> 2, 1 -> 2, 2 -> 2: in-degrees 0, 1, 3; out-degrees 2, 1, 1."""
-    whole = dgl.graph(([0, 0, 1, 2], [1, 2, 2, 2]), num_nodes=3)
-    whole.edata.update({"w": torch.arange(1.0, 5.0), "two": torch.ones(4, 2)})
-    root = np.sqrt
-    expected = {
-        "sum": [1, 1, 1, 1],
-        "mean": [1, 1 / 3, 1 / 3, 1 / 3],
-        "left": [1 / 2, 1 / 2, 1, 1],
-        "both": [1 / root(2), 1 / root(6), 1 / root(3), 1 / root(3)],
-    }
+    whole, everyone = graph(), np.arange(NODES)
+    whole.edata["two"] = torch.ones(whole.num_edges(), 2)
     with dx.init():
         g = dx.distribute(whole)
-        for name, values in expected.items():
-            found = edge_values(FACTOR_OF_NORM[name], g, np.arange(3), "float64")
-            np.testing.assert_allclose(found[:, 0], values)
-        weighed = edge_values(EdgeFactor(target=-1.0, column="w"), g, np.array([2]), "float32")
-        assert weighed.dtype == np.float32
-        np.testing.assert_allclose(weighed[:, 0], [2 / 3, 1, 4 / 3], rtol=1e-6)
+        for factor in (*FACTOR_OF_NORM.values(), EdgeFactor(target=-1.0, column="w")):
+            expected = factor_values(factor, whole)
+            np.testing.assert_allclose(edge_values(factor, g, everyone, "float64"), expected)
+        (of_target,) = np.nonzero(whole.edges()[1].numpy() == 2)
+        some = edge_values(factor, g, np.array([2]), "float32")
+        np.testing.assert_array_equal(some, expected[of_target].astype(np.float32))
         with pytest.raises(ConfigError, match=r"'two' has \(2,\) numbers per edge"):
-            edge_values(EdgeFactor(column="two"), g, np.arange(3), "float64")
+            edge_values(EdgeFactor(column="two"), g, everyone, "float64")

@@ -189,7 +189,7 @@ def test_bounds_hold_in_a_thousand_random_schedules(staleness: int, runs: int) -
             assert server.updates == epochs
             assert server._stash_of == {}
             assert list(server._versions) == [epochs]
-        assert not any(server.task_table.keys for server in servers)
+        assert not any(server.open_tasks for server in servers)
         worst = {name: max(value, getattr(bounds, name)) for name, value in worst.items()}
     # The bounds are reached, so that the test would see one that is exceeded.
     assert worst == {"spread": staleness, "lag": staleness + 1, "alive": staleness + 2}
