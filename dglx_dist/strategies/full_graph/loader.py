@@ -364,7 +364,7 @@ class ColumnReader:
         return found
 
     def _converted(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: self._columns.precision.converted(values) for name, values in rows.items()}
+        return {name: self._columns.memory.converted(values) for name, values in rows.items()}
 
 
 def _only(by_type: Mapping[Any, Mapping[str, str]]) -> Mapping[str, str]:
