@@ -181,7 +181,7 @@ def test_a_batch_without_seeds_has_columns_without_rows(graph: DistGraph) -> Non
 
 def open_again_and_again(folder: Path) -> tuple[list[int], list[bool]]:
     """How many rules were served so far after each loader, and whether weighed draws are of the weights."""
-    with start_session(timeout_s=30), pytest.MonkeyPatch.context() as patch:
+    with start_session(timeout_s=120), pytest.MonkeyPatch.context() as patch:
         g = DistGraph(folder, structure="partitioned")
         rank, all_nodes = g.rank(), {"_N": np.arange(g.num_nodes())}
         served, counts, right = [], [], []
