@@ -326,13 +326,12 @@ def _cluster(session: Session, options: AutoOptions) -> Cluster:
     cores = len(os.sched_getaffinity(0)) / ranks_of_host
     memory = read_size(options.memory) if options.memory else psutil.virtual_memory().total // ranks_of_host
     resources: Sequence[Any] = gather_json([cores, memory], session)
-    unlimited = 1e12
     return Cluster(
         servers=topology.num_servers,
         ranks_per_server=len(topology.ranks_of_server(0)),
-        external_bytes_per_s=unlimited if links is None else links.external_bytes_per_s,
-        internal_bytes_per_s=unlimited if links is None else links.internal_bytes_per_s,
-        latency_s=0.0 if links is None else links.latency_s,
+        external_bytes_per_s=links.external_bytes_per_s,
+        internal_bytes_per_s=links.internal_bytes_per_s,
+        latency_s=links.latency_s,
         cores=min(float(one[0]) for one in resources),
         memory_bytes=min(int(one[1]) for one in resources),
     )

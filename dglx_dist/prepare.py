@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -176,28 +176,24 @@ def content_key(graph: RawGraph, plan: PartitionPlan) -> str:
         *(plan.trainers_per_part, plan.feature_dtype),
     )
     digest.update(repr(settings).encode())
-    for name, array in _arrays(graph):
+    data = {"edges": graph.edges, "of edges": graph.edge_data, "of nodes": graph.node_data}
+    for name, array in _arrays({**data, "ids": graph.user_ids}):
         digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
         digest.update(np.ascontiguousarray(array).view(np.uint8).data if array.size else b"")
     return digest.hexdigest()[:16]
 
 
-def _arrays(graph: RawGraph) -> Iterator[tuple[str, Array]]:
-    for etype, (source, destination) in sorted(graph.edges.items()):
-        yield f"edges {etype} source", source
-        yield f"edges {etype} destination", destination
-        for name, values in sorted(graph.edge_data.get(etype, {}).items()):
-            yield f"edges {etype} {name}", values
-    for ntype, columns in sorted(graph.node_data.items()):
-        for name, column in sorted(columns.items()):
-            if isinstance(column, SparseRows):
-                yield f"nodes {ntype} {name} indptr", column.indptr
-                yield f"nodes {ntype} {name} indices {column.num_columns}", column.indices
-                yield f"nodes {ntype} {name} values", column.values
-            else:
-                yield f"nodes {ntype} {name}", column
-    for ntype, ids in sorted(graph.user_ids.items()):
-        yield f"ids {ntype}", ids
+def _arrays(data: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Array]]:
+    for key, value in sorted(data.items()):
+        name = f"{prefix}{key!r} "
+        if isinstance(value, Mapping):
+            yield from _arrays(value, name)
+        elif isinstance(value, tuple):
+            yield from _arrays(dict(enumerate(value)), name)
+        elif isinstance(value, SparseRows):
+            yield from _arrays(vars(value) | {"num_columns": np.array(value.num_columns)}, name)
+        else:
+            yield name, value
 
 
 def _with_weights(graph: RawGraph, weights: Mapping[str, Array]) -> RawGraph:

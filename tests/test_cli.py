@@ -168,8 +168,6 @@ def test_help_reads_like_documentation() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("bench --list", "has moved to `python scripts/bench`"),
-        ("lab run -- x", "has moved to `python scripts/netlab`"),
         ("partition nowhere.npz --out x", "nowhere.npz"),
         (f"partition {GRAPH} --method metiss --out x", "'metis'"),
         (f"partition {GRAPH} --tolerance much --out x", "--tolerance 'much'"),

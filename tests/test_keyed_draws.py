@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from dglx_dist.keyed_random import Csc, Rule, count_hop, draw_among, draw_edges, draw_hop, stream_key
+from dglx_dist.keyed_random import Csc, Rule, draw_among, draw_edges, stream_key
 from tests.dataloading.graphs import csc_from
 
 NO_EDGES = np.empty(0, np.int64)
@@ -13,12 +13,8 @@ CHI2_P_1E3 = {4: 18.47, 9: 27.88, 99: 148.2}
 def draw(
     csc: Csc, node: int, fanout: int, *, seed: int = 0, replace: bool = False, exclude=NO_EDGES
 ) -> list[int]:
-    nodes = np.array([node], np.int64)
     rule = Rule(replace, np.asarray(exclude, np.int64))
-    indptr, starts = np.empty(2, np.int64), np.empty(1, np.int64)
-    largest = count_hop(csc, nodes, fanout, rule, indptr, starts)
-    edges = np.empty(indptr[-1], np.int64)
-    draw_hop(csc, nodes, stream_key(seed, 0, 0), fanout < 0, rule, (indptr, starts, largest), edges)
+    *_, edges = draw_edges(csc, np.array([node], np.int64), fanout, stream_key(seed, 0, 0), rule)
     return edges.tolist()
 
 

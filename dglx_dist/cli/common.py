@@ -137,12 +137,11 @@ def command(config: type[C]) -> Callable[[Callable[[C], None]], Callable[..., No
 def _parameter(one: Field[Any], declared: Option, hint: Any, flag: str) -> inspect.Parameter:
     kind = declared.kind or (str if declared.parse or get_origin(hint) is Literal else hint)
     default: Any = inspect.Parameter.empty
-    info = typer.Argument(**declared.shown)
     if one.default is not MISSING or one.default_factory is not MISSING:
         default = None if one.default in (MISSING, "") else one.default
         kind = kind | None if default is None else kind
-        if flag.startswith("-"):
-            info = typer.Option(flag, **declared.shown)
+    is_option = flag.startswith("-") and (default is not inspect.Parameter.empty or declared.flag is not None)
+    info = typer.Option(flag, **declared.shown) if is_option else typer.Argument(**declared.shown)
     return inspect.Parameter(
         one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info]
     )

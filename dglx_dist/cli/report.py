@@ -6,7 +6,6 @@ import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -210,19 +209,15 @@ def report_trace(path: Path, batches: tuple[int, int] | None) -> None:
     StorageError: the file is no trace, or damaged. ConfigError: it has no such ``batches``.
     """
     from dglx_dist.comm.trace import read_trace
-    from dglx_dist.report import pictures
+    from dglx_dist.report.pictures import draw_trace, overlap_text
 
     trace, target = read_trace(path), path.with_suffix(".png")
     title = " ".join(
         [str(trace.facts.get("strategy", path.stem))]
         + [f"{name}={value}" for name, value in dict(trace.facts.get("options", {})).items()]
     )
-    if pictures.has_intervals(trace):
-        draw = partial(pictures.draw_pipeline, epochs=batches)
-    else:
-        draw = partial(pictures.draw_schedule, batches=batches)
-    write(f"{title}: {pictures.overlap_text(trace)}")
-    draw_or_warn(lambda: draw(trace, target, title=title), target)
+    write(f"{title}: {overlap_text(trace)}")
+    draw_or_warn(lambda: draw_trace(trace, target, title=title, batches=batches), target)
 
 
 def read_batches(text: str | None) -> tuple[int, int] | None:

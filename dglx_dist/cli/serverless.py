@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from dglx_dist.cli.common import warn, write
+from dglx_dist.cli.common import command, warn, write
 from dglx_dist.errors import ConfigError
-from dglx_dist.options import pairs
+from dglx_dist.options import option, pairs
+from dglx_dist.serverless.aws.clients import ARCHITECTURES, Deployment, Place
 
 lambda_app = typer.Typer(
     name="lambda",
@@ -19,15 +21,12 @@ lambda_app = typer.Typer(
 )
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the function.", show_default=False)]
-Region = Annotated[
-    str | None,
-    typer.Option(help="Region of AWS. Default: as the AWS command line has it.", show_default=False),
-]
-EndpointUrl = Annotated[
-    str | None, typer.Option(metavar="URL", help="Another service with AWS's interface.", show_default=False)
-]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and do nothing.")]
-NETWORK = "Network: a function must reach the graph servers"
+REGION = "Region of AWS. Default: as the AWS command line has it."
+ENDPOINT_URL = "Another service with AWS's interface."
+DRY_RUN = "Print what would be done, and do nothing."
+Region = Annotated[str | None, typer.Option(help=REGION, show_default=False)]
+EndpointUrl = Annotated[str | None, typer.Option(metavar="URL", help=ENDPOINT_URL, show_default=False)]
+DryRun = Annotated[bool, typer.Option("--dry-run", help=DRY_RUN)]
 
 
 @lambda_app.callback(
@@ -75,7 +74,6 @@ def package(
     from hashlib import sha256
     from tempfile import TemporaryDirectory
 
-    from dglx_dist.serverless.aws.clients import ARCHITECTURES
     from dglx_dist.serverless.aws.deploy import what_aws_lacks
     from dglx_dist.serverless.aws.package import download_wheels, write_zip
 
@@ -97,39 +95,18 @@ def package(
         warn(f"AWS cannot run it: {lacks}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class DeployCommand(Deployment):
+    """Options of ``dglx lambda deploy``."""
+
+    region: str | None = option(None, REGION)
+    endpoint_url: str | None = option(None, ENDPOINT_URL, metavar="URL")
+    dry_run: bool = option(False, DRY_RUN, flag="--dry-run")
+
+
 @lambda_app.command()
-def deploy(  # noqa: PLR0913  # one argument per option
-    name: Name,
-    package: Annotated[
-        Path, typer.Option(metavar="FILE", help="What `dglx lambda package` wrote.", show_default=False)
-    ],
-    memory: Annotated[
-        int, typer.Option(metavar="MB", help="Memory; AWS gives cores by it: one for 1769 MB.")
-    ] = 192,
-    timeout: Annotated[int, typer.Option(metavar="SECONDS", help="After which AWS ends an invocation.")] = 60,
-    role: Annotated[
-        str | None, typer.Option(help="Name or ARN of its role. Default: one is made.", show_default=False)
-    ] = None,
-    subnet: Annotated[
-        list[str] | None,
-        typer.Option(
-            rich_help_panel=NETWORK, metavar="ID", help="Subnet it runs in; may be given several times."
-        ),
-    ] = None,
-    security_group: Annotated[
-        list[str] | None,
-        typer.Option(
-            rich_help_panel=NETWORK, metavar="ID", help="What it may reach; may be given several times."
-        ),
-    ] = None,
-    bucket: Annotated[
-        str | None, typer.Option(help="S3 bucket for a package above 50 MB.", show_default=False)
-    ] = None,
-    architecture: Annotated[str, typer.Option(help="Processor of the function: x86_64 or arm64.")] = "x86_64",
-    region: Region = None,
-    endpoint_url: EndpointUrl = None,
-    dry_run: DryRun = False,
-) -> None:
+@command(DeployCommand)
+def deploy(config: DeployCommand) -> None:
     """Create the function, or update it; wait until it can be used.
 
     Parts that are up to date are left alone, so a repeated call continues where the last one stopped.
@@ -137,24 +114,11 @@ def deploy(  # noqa: PLR0913  # one argument per option
     Example: `dglx lambda deploy dglx-worker --package worker.zip --memory 512 --dry-run`
     """
     from dglx_dist.serverless.aws import deploy as aws
-    from dglx_dist.serverless.aws.clients import Deployment, Place
 
-    wanted = Deployment(
-        name=name,
-        package=package,
-        role=role,
-        memory_mb=memory,
-        timeout_s=timeout,
-        subnets=tuple(subnet or ()),
-        security_groups=tuple(security_group or ()),
-        bucket=bucket,
-        architecture=architecture,
-        place=Place(region=region, endpoint_url=endpoint_url),
-    )
-    changes = aws.Changes(write, dry_run=dry_run)
-    aws.deploy(wanted, changes)
+    changes = aws.Changes(write, dry_run=config.dry_run)
+    aws.deploy(replace(config, place=Place(region=config.region, endpoint_url=config.endpoint_url)), changes)
     if not changes.number:
-        write(f"{name} is up to date")
+        write(f"{config.name} is up to date")
 
 
 @lambda_app.command("invoke-test")
@@ -174,7 +138,6 @@ def invoke_test(
 
     Example: `dglx lambda invoke-test dglx-worker --address 10.0.0.5`
     """
-    from dglx_dist.serverless.aws.clients import Place
     from dglx_dist.serverless.aws.deploy import try_function
 
     place = Place(region=region, endpoint_url=endpoint_url)
@@ -192,7 +155,6 @@ def remove(
     Example: `dglx lambda remove dglx-worker --dry-run`
     """
     from dglx_dist.serverless.aws import deploy as aws
-    from dglx_dist.serverless.aws.clients import Place
 
     changes = aws.Changes(write, dry_run=dry_run)
     aws.remove(name, Place(region=region, endpoint_url=endpoint_url), changes)

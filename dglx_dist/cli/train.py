@@ -82,7 +82,7 @@ def train(config: TrainConfig) -> None:
 
         show(epoch_table(trained.epochs))
         show(summary_table(trained.summary))
-        write(f"written to {trained.folder}; again: dglx report {trained.folder}")
+        write(f"written to {config.out}; again: dglx report {config.out}")
 
 
 def check_launched(ranks: int | None, servers: int | None) -> None:

@@ -158,7 +158,6 @@ class Trained:
     """Results of a run, equal on every rank but for ``rank``."""
 
     rank: int
-    folder: Path
     epochs: tuple[EpochRecord, ...]
     """Includes those before a resume."""
     summary: Mapping[str, object]
@@ -205,7 +204,7 @@ def train_dataset(plan: TrainConfig) -> Trained:
             write_run(folder, config, epochs, summary, plan=choice)
             _draw(epochs, folder, run_title(summary, config))
         _write_outputs(plan, wrapped, inputs, g, ntype)
-        return Trained(rank=session.topology.rank, folder=folder, epochs=epochs, summary=summary)
+        return Trained(rank=session.topology.rank, epochs=epochs, summary=summary)
 
 
 def _clear_checkpoints(folder: Path) -> None:

@@ -30,7 +30,6 @@ from dglx_dist.planner.profile import (
 from dglx_dist.planner.workload import (
     EXPECTED,
     TRAIN_MASK,
-    check_train_nodes,
     count_batches,
     row_sizes,
     stats_of_dataset,
@@ -107,7 +106,11 @@ def measure(
     notify = notify or (lambda _: None)
     notify("figures of the graph")
     run = _run_of(g, len(shape.layers), config)
-    check_train_nodes(len(run.seeds), str(g.dataset.folder))
+    if not len(run.seeds):
+        raise ConfigError(
+            f"node data {TRAIN_MASK!r} of {g.dataset.folder} marks no node: there is nothing to plan for; "
+            "partition a graph with training nodes"
+        )
     candidates = _candidates(run, config)
     works = works_of(candidates)
     batches, per_edge = None, 0.0

@@ -385,15 +385,6 @@ def check_plannable(manifest: Manifest, where: str) -> None:
             )
 
 
-def check_train_nodes(count: int, where: str) -> None:
-    """Raise ConfigError if there is no training node."""
-    if not count:
-        raise ConfigError(
-            f"node data {TRAIN_MASK!r} of {where} marks no node: there is nothing to plan for; partition a "
-            "graph with training nodes"
-        )
-
-
 EXPECTED = (
     "batches and closures are expected from the number of nodes and edges and the spread of degrees, as if "
     "neighbours were drawn independently; communities make them smaller",

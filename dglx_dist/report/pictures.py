@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -259,71 +259,14 @@ class _Row:
             self.axes.text((left + right) / 2, self.height, text, **style)
 
 
-def _draw_rows(
-    rows: Sequence[tuple[str, list[Span]]],
-    draw_row: Callable[[_Row, list[Span]], None],
-    path: str | Path,
-    *,
-    shown: tuple[float, float],
-    title: str,
-) -> None:
-    with _picture(path, (13, 1.4 + 0.38 * len(rows)), title) as (axes,):
-        for height, (_, spans) in enumerate(rows):
-            draw_row(_Row(axes=axes, height=height, shown=shown), spans)
-        axes.set(xlim=(0, 1e3 * (shown[1] - shown[0])), ylim=(len(rows) - 0.4, -0.6), xlabel="milliseconds")
-        axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=8)
-
-
 def _within(spans: Sequence[Span], row: str, shown: tuple[float, float]) -> list[Span]:
     begin, end = shown
     return [span for span in spans if span.row == row and span.end_s > begin and span.begin_s < end]
 
 
-_SHOWN_EPOCHS = 2
-_BACKWARD_PREFIXES = ("grad", "publish", "collect")
-"""Prefixes of the names of backward spans, which are hatched."""
-
-
 def has_intervals(trace: TraceFile) -> bool:
     """Whether the trace is of a strategy that trains in intervals."""
     return any(span.row == GRAPH_SERVER for rank in trace.ranks for span in rank.spans)
-
-
-def draw_pipeline(
-    trace: TraceFile, path: str | Path, *, title: str, epochs: tuple[int, int] | None = None
-) -> tuple[int, int]:
-    """Draw ``epochs`` (first and last; None: two in the middle) of each rank into a PNG file.
-
-    Each interval has a colour, backward is hatched. Returns the first and the last epoch.
-
-    Raises:
-        ConfigError: the trace has no such epoch.
-    """
-    # The first epoch compiles kernels and starts workers.
-    first, last = _choose(trace, GRAPH_SERVER, epochs, unit="epoch", usual=_SHOWN_EPOCHS, early=1)
-    shown = _window(trace, first, last)
-    rows = [row for rank in trace.ranks for row in _pipeline_rows(rank, shown)]
-    heading = f"{title}: epochs {first} to {last}, {overlap_text(trace)}"
-    _draw_rows(rows, _draw_intervals, path, shown=shown, title=heading)
-    return first, last
-
-
-def _pipeline_rows(rank: RankSpans, shown: tuple[float, float]) -> list[tuple[str, list[Span]]]:
-    found: list[tuple[str, list[Span]]] = []
-    for row in (GRAPH_SERVER, WORKER, PARAMETER_SERVER, NETWORK):
-        for number, spans in enumerate(assign_tracks(_within(rank.spans, row, shown), nested=False)):
-            if row == WORKER:
-                name = f"rank {rank.rank}, worker {number + 1}"
-            else:
-                name = f"rank {rank.rank}, {row}" if number == 0 else ""
-            found.append((name, spans))
-    return found
-
-
-def _draw_intervals(row: _Row, spans: list[Span]) -> None:
-    for span in spans:
-        row.box(span, span.interval, hatch="//" if span.name.startswith(_BACKWARD_PREFIXES) else None)
-        row.label(span, span.name if span.interval is None else f"{span.name} i{span.interval}")
 
 
 REGION_COLORS = (
@@ -390,43 +333,56 @@ SHORT = {
 """Labels of spans; others have their names."""
 SPLIT = {"forward": "fD", "backward": "bD"}
 """Labels if the first layer has its own spans on top: the rest is the owner's side."""
-_SHOWN_BATCHES = 4
+_BACKWARD_PREFIXES = ("grad", "publish", "collect")
+"""Prefixes of the names of backward spans of intervals, which are hatched."""
 
 
-def draw_schedule(
+def draw_trace(
     trace: TraceFile, path: str | Path, *, title: str, batches: tuple[int, int] | None = None
 ) -> tuple[int, int]:
     """Draw ``batches`` (first and last; None: some in the middle) of each rank into a PNG file.
 
-    Each batch has a colour, waiting is grey. Returns the first and the last batch.
+    Each batch has a colour, waiting is grey. Of a strategy that trains in intervals they are epochs, each
+    interval has a colour, and backward is hatched. Returns the first and the last batch or epoch.
 
     Raises:
-        ConfigError: the trace has no such batch.
+        ConfigError: the trace has no such batch or epoch.
     """
-    # The first batches compile kernels and open connections; the last ones are drained.
-    first, last = _choose(trace, COMPUTE, batches, unit="batch", usual=_SHOWN_BATCHES)
-    shown = _window(trace, first, last, (COMPUTE,))
-    split = any(span.name == "forward M" for rank in trace.ranks for span in rank.spans)
-    names = SHORT | SPLIT if split else SHORT
-    rows = [
-        (f"rank {rank.rank}\n{row}" if number == 0 else "", spans)
-        for rank in trace.ranks
-        for row in (COMPUTE, NETWORK, LOADER)
-        for number, spans in enumerate(
-            assign_tracks(_within(rank.spans, row, shown), nested=row == COMPUTE) or [[]]
-        )
-    ]
-
-    def draw_batches(row: _Row, spans: list[Span]) -> None:
-        for place, span in enumerate(spans):
-            row.box(span, span.batch)
-            label = names.get(span.name, span.name) + ("" if span.batch is None else str(span.batch))
-            # Nested spans come later and lie on top.
-            row.label(_longest_part(span, spans[place + 1 :]), label)
-
-    heading = f"{title}: batches {first} to {last}, {overlap_text(trace)}"
-    _draw_rows(rows, draw_batches, path, shown=shown, title=heading)
+    by_epoch, names = has_intervals(trace), SHORT
+    if by_epoch:
+        # The first epoch compiles kernels and starts workers.
+        first, last = _choose(trace, GRAPH_SERVER, batches, unit="epoch", usual=2, early=1)
+        shown, units, names = _window(trace, first, last), "epochs", {}
+    else:
+        # The first batches compile kernels and open connections; the last ones are drained.
+        first, last = _choose(trace, COMPUTE, batches, unit="batch", usual=4)
+        shown, units = _window(trace, first, last, (COMPUTE,)), "batches"
+        if any(span.name == "forward M" for rank in trace.ranks for span in rank.spans):
+            names = SHORT | SPLIT
+    rows = [row for rank in trace.ranks for row in _rows_of(rank, shown, by_epoch)]
+    heading = f"{title}: {units} {first} to {last}, {overlap_text(trace)}"
+    with _picture(path, (13, 1.4 + 0.38 * len(rows)), heading) as (axes,):
+        for height, (_, spans) in enumerate(rows):
+            row = _Row(axes=axes, height=height, shown=shown)
+            for place, span in enumerate(spans):
+                number, mark = (span.interval, " i") if by_epoch else (span.batch, "")
+                is_backward = by_epoch and span.name.startswith(_BACKWARD_PREFIXES)
+                row.box(span, number, hatch="//" if is_backward else None)
+                label = names.get(span.name, span.name) + ("" if number is None else f"{mark}{number}")
+                # Nested spans come later and lie on top.
+                row.label(_longest_part(span, spans[place + 1 :]), label)
+        axes.set(xlim=(0, 1e3 * (shown[1] - shown[0])), ylim=(len(rows) - 0.4, -0.6), xlabel="milliseconds")
+        axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=8)
     return first, last
+
+
+def _rows_of(rank: RankSpans, shown: tuple[float, float], by_epoch: bool) -> Iterator[tuple[str, list[Span]]]:
+    kinds = (GRAPH_SERVER, WORKER, PARAMETER_SERVER, NETWORK) if by_epoch else (COMPUTE, NETWORK, LOADER)
+    for kind in kinds:
+        tracks = assign_tracks(_within(rank.spans, kind, shown), nested=kind == COMPUTE)
+        for number, spans in enumerate(tracks or [[]]):
+            name = f"{kind} {number + 1}" if kind == WORKER else kind
+            yield f"rank {rank.rank}\n{name}" if number == 0 or kind == WORKER else "", spans
 
 
 def overlap_text(trace: TraceFile) -> str:

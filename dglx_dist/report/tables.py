@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from operator import attrgetter
 from statistics import fmean, median
 
 from rich import box
@@ -74,15 +75,7 @@ def _plan_cells(one: Prediction, *, chosen: bool) -> tuple[str, ...]:
     remark = one.why_not or "; ".join(filter(None, (only, one.note)))
     if not one.seconds.total:
         return ("", one.candidate.name, *[""] * 9, _kind(one), remark)
-    seconds = one.seconds
-    parts = (
-        seconds.total,
-        seconds.compute,
-        seconds.sampling,
-        seconds.outside,
-        seconds.inside,
-        seconds.all_reduce,
-    )
+    parts = attrgetter("total", "compute", "sampling", "outside", "inside", "all_reduce")(one.seconds)
     about = "" if one.bytes_exact else "~"
     return (
         "->" if chosen else "",

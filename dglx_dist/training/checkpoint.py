@@ -390,14 +390,6 @@ def optimizers_of(sparse: Sparse) -> Sequence[SparseOptimizer]:
     return (sparse,) if isinstance(sparse, SparseOptimizer) else tuple(sparse)
 
 
-def _save_sparse(sparse: Sparse, checkpoint: Path) -> int:
-    """Write embeddings and optimiser state below ``checkpoint``; return their number. Collective."""
-    optimizers = optimizers_of(sparse)
-    for number, optimizer in enumerate(optimizers):
-        optimizer.write_into(_sparse_folder(checkpoint, number))
-    return len(optimizers)
-
-
 def _check_sparse(checkpoint: Path, saved: int, sparse: Sparse) -> None:
     optimizers = optimizers_of(sparse)
     if saved and not optimizers:
@@ -510,13 +502,15 @@ def save(  # noqa: PLR0913 - one for each thing that can be saved
                     return write_tensors(own, partial / f"tensors-{rank}.bin")
 
             entries: Any = gather_json(run_on_all_ranks(session, write), session)
+            for number, one in enumerate(optimizers_of(sparse)):
+                one.write_into(_sparse_folder(partial, number))
             state = {
                 "version": VERSION,
                 "epoch": epoch,
                 "step": step,
                 "world_size": session.topology.world_size,
                 "optimizer": plain,
-                "sparse": _save_sparse(sparse, partial),
+                "sparse": len(optimizers_of(sparse)),
                 "loader": gather_json(loader.state_dict() if loader is not None else None, session),
                 "dataset": dict(dataset or {}),
                 "extra": dict(extra or {}),

@@ -237,11 +237,7 @@ TRAINED_WITH = "strategy"
 
 @dataclass(frozen=True, kw_only=True)
 class FitConfig(RunOptions):
-    """Configuration of :func:`train`, beside the options that ``dglx train`` has too.
-
-    Raises:
-        ConfigError: a value is out of range.
-    """
+    """Configuration of :func:`train`, beside the options that ``dglx train`` has too; wrong: ConfigError."""
 
     checkpoint_folder: str | Path | None = None
     """Folder of checkpoints, shared by all ranks; None: none are saved."""

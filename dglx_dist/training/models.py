@@ -162,7 +162,6 @@ class SymmetricConv(SplittableConv):
         return gathered[0] + self.conv.bias
 
     def vertex_stage(self) -> DeclaredStage:
-        """Return the stage that strategy ``lambda`` runs on workers."""
         wide, narrow = self.conv.weight.shape
         return DeclaredStage(
             stage="dense",

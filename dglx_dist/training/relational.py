@@ -337,9 +337,6 @@ class HGT(RelationalModel):
         out_dim: Width of the result; ``hidden`` is that of all heads together.
         heads: Attention heads; must divide ``hidden``.
         dropout: Probability inside the convolutions.
-
-    Raises:
-        ConfigError: a number is out of range, or a type does not exist.
     """
 
     def __init__(

@@ -103,7 +103,6 @@ def choose_and_train(data: str, out: str) -> dict[str, Any]:
         with pytest.raises(ConfigError, match="nothing to choose"):
             choose_strategy(model, g)
         g.close()
-    assert links is not None
     return {
         "summary": dict(chosen.summary),
         "losses": [one.loss for one in chosen.epochs],

@@ -25,17 +25,8 @@ def functions(*arguments: str) -> Result:
 def test_deploy_try_and_remove(worker_package: Path) -> None:
     with FunctionsService() as service:
         where = ("--endpoint-url", service.url)
-        command = (
-            "deploy",
-            "ours",
-            "--package",
-            str(worker_package),
-            "--role",
-            ROLE,
-            "--memory",
-            "256",
-            *where,
-        )
+        given = f"--package {worker_package} --role {ROLE} --memory 256".split()
+        command = ("deploy", "ours", *given, *where)
         planned = functions(*command, "--dry-run")
         assert planned.exit_code == 0, planned.output
         assert "would create the function ours: memory 256 MB" in planned.output

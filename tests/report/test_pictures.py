@@ -14,8 +14,7 @@ from dglx_dist.report.pictures import (
     COLORS,
     draw,
     draw_parts,
-    draw_pipeline,
-    draw_schedule,
+    draw_trace,
     has_intervals,
     overlap,
     overlap_text,
@@ -23,52 +22,44 @@ from dglx_dist.report.pictures import (
 from tests.report.records import epoch
 from tests.report.traces import span, trace_of
 
-
-def test_what_lies_beside_work_is_counted_once_and_waiting_is_no_work() -> None:
-    #          0    1    2    3    4    5    6
-    # compute  [forward      ][ wait  ][bwd ]
-    # network       [pull         ]
-    #                    [push              ]
-    spans = [
-        span("forward D", "compute", 0, 3),
-        span("wait for the push", "compute", 3, 5),
-        span("backward D", "compute", 5, 6),
-        span("pull", "network", 1, 4),
-        span("push gradient", "network", 2, 6),
-    ]
-    assert overlap(trace_of(spans)) == pytest.approx(3 / 5)
-
-
-def test_a_wait_inside_a_span_of_work_is_taken_out_of_it() -> None:
-    spans = [
-        span("backward", "compute", 0, 10),
-        span("wait for the all-reduce", "compute", 2, 9),
-        span("all-reduce D", "network", 1, 9),
-    ]
-    assert overlap(trace_of(spans)) == 1 / 8
+#          0    1    2    3    4    5    6
+# compute  [forward      ][ wait  ][bwd ]
+# network       [pull         ]
+#                    [push              ]
+STEP = [
+    span("forward D", "compute", 0, 3),
+    span("wait for the push", "compute", 3, 5),
+    span("backward D", "compute", 5, 6),
+    span("pull", "network", 1, 4),
+    span("push gradient", "network", 2, 6),
+]
+# A wait inside a span of work is taken out of it.
+INSIDE_WORK = [
+    span("backward", "compute", 0, 10),
+    span("wait for the all-reduce", "compute", 2, 9),
+    span("all-reduce D", "network", 1, 9),
+]
+BUSY, SILENT = [span("forward", "compute", 0, 4)], [span("pull", "network", 0, 4)]
 
 
-def test_ranks_are_summed_and_do_not_hide_each_other() -> None:
-    busy, silent = [span("forward", "compute", 0, 4)], [span("pull", "network", 0, 4)]
-    assert overlap(trace_of(busy, silent)) == 0.0
+@pytest.mark.parametrize(
+    ("ranks", "fraction"), [([STEP], 3 / 5), ([INSIDE_WORK], 1 / 8), ([BUSY, SILENT], 0.0), ([BUSY], None)]
+)
+def test_what_lies_beside_work_of_its_rank_is_counted_once(
+    ranks: list[list[Span]], fraction: float | None
+) -> None:
+    assert overlap(trace_of(*ranks)) == pytest.approx(fraction)
 
 
-def test_without_traffic_there_is_no_fraction() -> None:
-    assert overlap(trace_of([span("forward", "compute", 0, 4)])) is None
-    assert overlap(trace_of([])) is None
-
-
-def test_a_run_becomes_a_picture_with_something_on_it(tmp_path: Path) -> None:
-    draw([epoch(0), epoch(1, val=None)], tmp_path / "run.png", title="two epochs")
-    picture = imread(tmp_path / "run.png")
-    assert picture.shape[1] > picture.shape[0] > 300
-    assert picture[..., :3].std() > 0.05
-
-
-def test_a_run_without_epochs_or_evaluation_still_draws(tmp_path: Path) -> None:
-    draw([], tmp_path / "none.png", title="nothing")
-    draw([epoch(0, val=None)], tmp_path / "one.png", title="no evaluation")
-    assert imread(tmp_path / "none.png").shape == imread(tmp_path / "one.png").shape
+def test_a_run_becomes_a_picture_without_epochs_or_evaluation_too(tmp_path: Path) -> None:
+    path, shapes = tmp_path / "run.png", set()
+    for epochs in ([epoch(0), epoch(1, val=None)], [epoch(0, val=None)], []):
+        draw(epochs, path, title="epochs")
+        picture = imread(path)
+        assert picture[..., :3].std() > 0.05
+        shapes.add(picture.shape)
+    ((height, width, _),) = shapes
+    assert width > height > 300
 
 
 def test_panels_stand_two_to_a_row(tmp_path: Path) -> None:
@@ -111,19 +102,6 @@ def colors_of(path: Path) -> set[int]:
     }
 
 
-def test_epochs_are_drawn_in_the_colours_of_their_intervals(tmp_path: Path) -> None:
-    assert draw_pipeline(trace(), tmp_path / "a.png", title="t") == (2, 3)
-    assert draw_pipeline(trace(), tmp_path / "b.png", title="t", epochs=(3, 99)) == (3, 4)
-    assert colors_of(tmp_path / "a.png") == {0, 1}
-
-
-def test_an_epoch_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no epoch from 7 to 9; it has 0 to 4"):
-        draw_pipeline(trace(), tmp_path / "a.png", title="t", epochs=(7, 9))
-    with pytest.raises(ConfigError, match="no epoch to draw"):
-        draw_pipeline(trace_of([]), tmp_path / "a.png", title="t")
-
-
 def test_waiting_workers_are_no_work_and_intervals_survive_the_file(tmp_path: Path) -> None:
     # Workers work 2 s of each epoch, the graph server beside them 1 s of it.
     assert overlap_text(trace()) == "50.0 % of the workers' time beside graph servers"
@@ -144,22 +122,43 @@ def batches(number: int) -> list[Span]:
     return [one for both in of_each for one in both]
 
 
-def test_the_batches_asked_for_are_drawn_in_their_colours(tmp_path: Path) -> None:
-    trace = trace_of(batches(6), batches(6))
-    assert draw_schedule(trace, tmp_path / "a.png", title="t", batches=(1, 2)) == (1, 2)
-    assert colors_of(tmp_path / "a.png") == {1, 2}
-    assert draw_schedule(trace, tmp_path / "b.png", title="t", batches=(4, 99)) == (4, 5)
-    assert colors_of(tmp_path / "b.png") == {4, 5}
-    # Unasked, those in the middle.
-    assert draw_schedule(trace_of(batches(12)), tmp_path / "a.png", title="t") == (4, 7)
-    assert draw_schedule(trace_of(batches(2)), tmp_path / "a.png", title="t") == (0, 1)
+@pytest.mark.parametrize(
+    ("trace", "asked", "drawn", "colors"),
+    [
+        (trace_of(batches(6), batches(6)), (1, 2), (1, 2), {1, 2}),
+        (trace_of(batches(6), batches(6)), (4, 99), (4, 5), {4, 5}),
+        # Unasked, those in the middle.
+        (trace_of(batches(12)), None, (4, 7), {4, 5, 6, 7}),
+        (trace_of(batches(2)), None, (0, 1), {0, 1}),
+        # Epochs in the colours of their intervals.
+        (trace(), None, (2, 3), {0, 1}),
+        (trace(), (3, 99), (3, 4), {0, 1}),
+    ],
+)
+def test_the_batches_or_epochs_asked_for_are_drawn_in_their_colours(
+    tmp_path: Path,
+    trace: TraceFile,
+    asked: tuple[int, int] | None,
+    drawn: tuple[int, int],
+    colors: set[int],
+) -> None:
+    assert draw_trace(trace, tmp_path / "a.png", title="t", batches=asked) == drawn
+    assert colors_of(tmp_path / "a.png") == colors
 
 
-def test_batches_that_are_not_there_are_refused_and_nothing_is_written(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no batch from 7 to 9; it has 0 to 5"):
-        draw_schedule(trace_of(batches(6)), tmp_path / "a.png", title="t", batches=(7, 9))
-    with pytest.raises(ConfigError, match="no batch to draw"):
-        draw_schedule(trace_of([]), tmp_path / "a.png", title="t")
+@pytest.mark.parametrize(
+    ("trace", "said"),
+    [
+        (trace_of(batches(6)), "no batch from 7 to 9; it has 0 to 5"),
+        (trace(), "no epoch from 7 to 9; it has 0 to 4"),
+        (trace_of([]), "no batch to draw"),
+    ],
+)
+def test_batches_that_are_not_there_are_refused_and_nothing_is_written(
+    tmp_path: Path, trace: TraceFile, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        draw_trace(trace, tmp_path / "a.png", title="t", batches=(7, 9))
     assert not list(tmp_path.iterdir())
 
 

@@ -93,12 +93,9 @@ def test_the_zip_is_small_and_works_alone(worker_package: Path, tmp_path: Path) 
 def test_equal_contents_are_equal_bytes_and_others_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "__init__.py").write_text("")
-    (tmp_path / "mine" / "stages.py").write_text("class Stage: pass\n")
-    (tmp_path / "mine" / ".env").write_text("KEY=mine\n")
-    (tmp_path / "mine" / ".git").mkdir()
-    (tmp_path / "mine" / ".git" / "config").write_text("")
+    (tmp_path / "mine" / ".git").mkdir(parents=True)
+    for name in ("__init__.py", "stages.py", ".env", ".git/config"):
+        (tmp_path / "mine" / name).write_text("KEY = 1\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(libraries, "LIBRARIES", {})
     first, other = tmp_path / "1.zip", tmp_path / "2.zip"

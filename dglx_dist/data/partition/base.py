@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.options import fractions, names, option, tolerances
+from dglx_dist.options import at_least, check_ranges, fractions, names, option, tolerances
 from dglx_dist.records import Assignment, RawGraph
 from dglx_dist.registry import Registry
 
@@ -50,13 +50,15 @@ class PartitionOptions:
     """``vol``: the number of (node, remote part) pairs that must be communicated."""
     fast: bool = option(False, "Cheaper: less time (kaminpar) or memory (metis), a worse cut.")
     """Of kaminpar its fast mode; of metis DistDGL's."""
-    servers: int | None = option(None, "For hierarchical: servers; parts = servers x workers.")
-    workers: int | None = option(None, "For hierarchical: workers in each server.")
+    servers: int | None = option(
+        None, "For hierarchical: servers; parts = servers x workers.", check=at_least(1)
+    )
+    workers: int | None = option(None, "For hierarchical: workers in each server.", check=at_least(1))
     inner: str | None = None
     """Partitioner of both levels of ``hierarchical``; None: the default one."""
     file: str | PathLike[str] | None = option(None, "For file: a .npy with one part id per node.", kind=Path)
     """Node types one after the other."""
-    threads: int = option(1, "Threads of the partitioner, if it supports them.")
+    threads: int = option(1, "Threads of the partitioner, if it supports them.", check=at_least(1))
     """Of ``kaminpar``; with more than 1 results may not be reproducible."""
 
     def __post_init__(self) -> None:
@@ -69,16 +71,12 @@ class PartitionOptions:
                 raise ConfigError(f"balance names {name!r} twice; name each constraint once")
         object.__setattr__(self, "balance", tuple(self.balance))
         _check_tolerance(self.tolerance, self.constraints)
-        if self.objective not in ("cut", "vol"):
-            raise ConfigError(f"objective is {self.objective!r}; it is 'cut' or 'vol'")
+        check_ranges(self, "{name} is {value}; it")
         if self.target_weights is not None:
             object.__setattr__(self, "target_weights", tuple(float(w) for w in self.target_weights))
             for part, weight in enumerate(self.target_weights):
                 if not (weight > 0 and math.isfinite(weight)):
                     raise ConfigError(f"target_weights[{part}] is {weight}; every share must be above 0")
-        for name, value in (("servers", self.servers), ("workers", self.workers), ("threads", self.threads)):
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; it must be at least 1")
 
     @property
     def constraints(self) -> tuple[str, ...]:

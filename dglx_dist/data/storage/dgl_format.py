@@ -211,14 +211,11 @@ class _Collected:
         config = self._config
         path = config.file(part, "part_graph")
         structure = _load(path, lambda name: dgl.load_graphs(name)[0][0])
-        for data, name in (
-            *((structure.ndata, name) for name in (dgl.NID, "inner_node")),
-            *((structure.edata, name) for name in (dgl.EID, "inner_edge")),
-        ):
-            if name not in data:
-                raise StorageError(
-                    f"{path} has no {name!r} of its nodes or edges; it is not a part written by DGL"
-                )
+        missing = {dgl.NID, "inner_node"} - {*structure.ndata} | {dgl.EID, "inner_edge"} - {*structure.edata}
+        if missing:
+            raise StorageError(
+                f"{path} has no {min(missing)!r} of its nodes or edges; it is not a part written by DGL"
+            )
         nodes, edges = structure.ndata[dgl.NID].numpy(), structure.edata[dgl.EID].numpy()
         inner_nodes = structure.ndata["inner_node"].numpy() == 1
         # A part has all data only of edges into owned nodes.
@@ -484,10 +481,7 @@ def _ids(ids: Array) -> torch.Tensor:
 
 def _ranges(names: Sequence[str], ranges: IdRanges) -> dict[str, list[list[int]]]:
     ends = ranges.starts + ranges.counts
-    return {
-        name: [[int(first), int(end)] for first, end in zip(ranges.starts[kind], ends[kind], strict=True)]
-        for kind, name in enumerate(names)
-    }
+    return dict(zip(names, np.stack([ranges.starts, ends], axis=-1).tolist(), strict=True))
 
 
 def _check_names(graph: RawGraph) -> None:

@@ -11,9 +11,11 @@ import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 
+from dglx_dist.data.json_fields import Fields, Within
 from dglx_dist.data.storage.columns import (
     FileInfo,
     check_file,
@@ -23,7 +25,7 @@ from dglx_dist.data.storage.columns import (
     write_column,
 )
 from dglx_dist.data.storage.files import replaced_file
-from dglx_dist.errors import StorageError
+from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.records import Array, ColumnInfo
 
 INDEX = "index.json"
@@ -37,10 +39,10 @@ class RowFile:
     """One file: the rows ``first`` to ``first + num_rows - 1`` of the tensor ``name``."""
 
     name: str
-    first: int
-    num_rows: int
+    first: Annotated[int, Within(0)]
+    num_rows: Annotated[int, Within(0)]
     dtype: str
-    row_shape: tuple[int, ...]
+    row_shape: tuple[Annotated[int, Within(0)], ...]
     path: str
     """Relative to the folder."""
     num_bytes: int
@@ -143,20 +145,18 @@ def read_index(folder: Path) -> RowIndex:
     """Return the index of ``folder``; StorageError if it is missing, damaged or of another version."""
     path = folder / INDEX
     try:
-        body = json.loads(path.read_text(encoding="utf-8"))
-        if body.pop("checksum") != _checksum(body):
-            raise ValueError("its checksum differs")
-        version, facts = body["version"], body["facts"]
-        files = [RowFile(**{**line, "row_shape": tuple(line["row_shape"])}) for line in body["files"]]
+        top = Fields.parse(path.read_bytes(), INDEX)
+        if top.text("checksum") != _checksum(top.given):
+            raise top.failure("its checksum differs")
+        version, facts = top.whole("version"), top.inner("facts").given
+        files = top.value("files", tuple[RowFile, ...])
         if any(Path(file.path).name != file.path for file in files):
-            raise ValueError("it names files outside the folder")
-        if not isinstance(facts, dict) or not all(map(_is_valid, files)):
-            raise ValueError("it has values of a wrong type")
+            raise top.failure("it names files outside the folder")
     except FileNotFoundError:
         raise StorageError(
             f"{folder} has no {INDEX}: nothing was saved there; give the folder of a finished save"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
+    except (OSError, ConfigError) as problem:
         raise StorageError(f"{path} is damaged ({problem}); use another copy") from problem
     if version != VERSION:
         raise StorageError(f"{path} has version {version}, this package reads {VERSION}; save it again")
@@ -201,11 +201,6 @@ def read_rows(folder: Path, saved: SavedRows, first: int, last: int, out: Array)
         np.copyto(out[begin - first : end - first], rows[begin - file.first : end - file.first], casting="no")
 
 
-def _is_valid(file: RowFile) -> bool:
-    numbers = (file.first, file.num_rows, *file.row_shape)
-    return isinstance(file.name, str) and all(isinstance(one, int) and one >= 0 for one in numbers)
-
-
 def _overlapping(saved: SavedRows, first: int, last: int) -> list[RowFile]:
     return [file for file in saved.files if file.num_rows and file.first < last and file.last > first]
 
@@ -231,4 +226,6 @@ def _index_of(folder: Path, files: Iterable[RowFile], facts: Mapping[str, object
 
 
 def _checksum(body: Mapping[str, object]) -> str:
+    # Of all but the checksum.
+    body = {name: value for name, value in body.items() if name != "checksum"}
     return f"{zlib.crc32(json.dumps(body, sort_keys=True).encode()):08x}"

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias, final
 from urllib.parse import urlsplit
 
 from dglx_dist.errors import ConfigError, DglxError, PeerError
+from dglx_dist.options import option
 
 Client: TypeAlias = Any
 """A boto3 client; boto3 creates these classes at run time, without types."""
@@ -33,6 +34,7 @@ MEMORY_MB, MAX_TIMEOUT_S = (128, 10_240), 900
 EVENT_AGE_S = 60
 """An event that waits longer is dropped: by then the controller has sent another attempt."""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+NETWORK = "Network: a function must reach the graph servers"
 ARCHITECTURES = {"x86_64": "x86_64", "arm64": "aarch64"}
 """AWS's name of a processor to the name in compiled files."""
 
@@ -127,25 +129,32 @@ def found_or_none(
             return None
 
 
-@final
+def _several(help: str, flag: str) -> Any:
+    return option(tuple, help, flag=flag, kind=list[str], parse=_as_tuple, panel=NETWORK, metavar="ID")
+
+
+def _as_tuple(values: list[str], _flag: str) -> tuple[str, ...]:
+    return tuple(values)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
     """Desired state of one function; ConfigError for what is outside the limits of AWS."""
 
-    name: str
-    package: Path
-    """Zip file written by ``dglx lambda package``."""
-    role: str | None = None
-    """Name or ARN of the execution role; None: a role NAME-role is created."""
-    memory_mb: int = 192
-    """AWS assigns cores by memory: one per 1769 MB."""
-    timeout_s: int = 60
-    subnets: tuple[str, ...] = ()
+    name: str = option(..., "Name of the function.", metavar="NAME")
+    package: Path = option(..., "What `dglx lambda package` wrote.", flag="--package", metavar="FILE")
+    memory_mb: int = option(
+        192, "Memory; AWS gives cores by it: one for 1769 MB.", flag="--memory", metavar="MB"
+    )
+    timeout_s: int = option(60, "After which AWS ends an invocation.", flag="--timeout", metavar="SECONDS")
+    role: str | None = option(None, "Name or ARN of its role. Default: one is made, NAME-role.")
+    subnets: tuple[str, ...] = _several("Subnet it runs in; may be given several times.", "--subnet")
     """Subnets that can reach the graph servers; (): the internet."""
-    security_groups: tuple[str, ...] = ()
-    bucket: str | None = None
-    """S3 bucket for a package above 50 MB."""
-    architecture: str = "x86_64"
+    security_groups: tuple[str, ...] = _several(
+        "What it may reach; may be given several times.", "--security-group"
+    )
+    bucket: str | None = option(None, "S3 bucket for a package above 50 MB.")
+    architecture: str = option("x86_64", "Processor of the function: x86_64 or arm64.")
     place: Place = field(default_factory=Place)
 
     def __post_init__(self) -> None:

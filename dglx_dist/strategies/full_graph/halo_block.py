@@ -221,16 +221,9 @@ class InEdgesOnly:
     this rank's copies of the sources; that is correct, because the exchange adds them up.
     """
 
-    def __get__(self, graph: Any, owner: Any = None) -> Any:
-        if graph is None:
-            return self
-        try:
-            return graph.__dict__["_graph"]
-        except KeyError:
-            raise AttributeError("_graph") from None
-
     def __set__(self, graph: Any, index: HeteroGraphIndex) -> None:
-        # DGL makes a new index when a graph changes its device, formats or integer type.
+        # DGL makes a new index when a graph changes its device, formats or integer type. Without ``__get__``,
+        # Python reads the instance's own attribute.
         index.__class__ = _InEdgesOnlyIndex
         graph.__dict__["_graph"] = index
 

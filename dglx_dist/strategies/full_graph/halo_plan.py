@@ -89,10 +89,6 @@ class RankPlan:
     def seeds(self) -> int:
         return self.layers[-1].targets
 
-    @property
-    def num_edges(self) -> int:
-        return sum(len(layer.indices) for layer in self.layers)
-
     def rows(self, level: int) -> Array:
         """Return the (n_l,) int64 global ids of this rank's rows of the output of layer ``level``, 0..L."""
         count = self.layers[0].own_rows if level == 0 else self.layers[level - 1].targets

@@ -257,7 +257,12 @@ def local_graph(
     """
 
     def checked() -> tuple[Mapping[str, str], Mapping[str, str]]:
-        _check_strategy(g.session.strategy)
+        if STRATEGIES.get(g.session.strategy).traits.unit != "full_graph":
+            raise ConfigError(
+                "dx.local_graph has rows of other ranks in its gradients, and strategy "
+                f"{g.session.strategy!r} would weight them as this rank's own; use "
+                "dx.distribute(graph, strategy='full_graph'), or the same in dx.init"
+            )
         check_graph(g)
         names = list(g.ndata) if columns is None else columns
         return _keys(g.ndata, names, "ndata"), _keys(g.edata, edge_columns, "edata")
@@ -283,15 +288,6 @@ def local_graph(
     if targets is not None and targets in lg.ndata:
         lg.step_share = count_targets(int(lg.ndata[targets].sum()), g.session)
     return lg
-
-
-def _check_strategy(name: str) -> None:
-    """Raise ConfigError if wrapped models would treat gradients of halo rows as their own."""
-    if STRATEGIES.get(name).traits.unit != "full_graph":
-        raise ConfigError(
-            f"dx.local_graph has rows of other ranks in its gradients, and strategy {name!r} would weight "
-            "them as this rank's own; use dx.distribute(graph, strategy='full_graph'), or the same in dx.init"
-        )
 
 
 def _keys(view: DataView, names: Sequence[str], where: str) -> dict[str, str]:
@@ -323,8 +319,8 @@ class _ExchangedColumn:
     """An exchanged column and the own rows from which it was exchanged."""
 
     own: Tensor
-    version: int
-    """:data:`_UNKNOWN` if changes are not tracked."""
+    version: int | None
+    """None if changes are not tracked."""
     whole: Tensor
 
     def is_of(self, rows: Tensor) -> bool:
@@ -335,16 +331,13 @@ class _ExchangedColumn:
             same
             and rows.dtype == self.own.dtype
             and rows.stride() == self.own.stride()
-            and _version_of(rows) == self.version != _UNKNOWN
+            and _version_of(rows) == self.version is not None
             # Two tensors with shared memory may have separate gradients.
             and (rows is self.own or not with_gradient)
             and with_gradient == self.whole.requires_grad
         )
 
 
-_UNKNOWN = -1
-
-
-def _version_of(rows: Tensor) -> int:
+def _version_of(rows: Tensor) -> int | None:
     # Torch tracks no versions of tensors created in inference mode.
-    return _UNKNOWN if rows.is_inference() else rows._version
+    return None if rows.is_inference() else rows._version

@@ -8,6 +8,8 @@ counts of a real plan, the same sequence of allocations gives the peak of a real
 from __future__ import annotations
 
 import copy
+import itertools
+import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn, cast, final
@@ -194,24 +196,22 @@ def _all_events(roots: Any) -> Iterator[Any]:
 def _read(
     events: list[tuple[int, int, int]], counts: Array, exchanges: list[LocalExchange], model: nn.Module
 ) -> MemoryTrace:
-    kinds: list[int] = []
-    row_bytes: list[int] = []
+    changes: list[tuple[int, int]] = []
     backward_at = 0
     held: dict[int, tuple[int, int]] = {}
     for _, address, num_bytes in events:
         if not num_bytes:
-            backward_at = len(kinds)
+            backward_at = len(changes)
         elif num_bytes > 0:
             held[address] = _kind_of(num_bytes, counts)
-            kinds.append(held[address][0])
-            row_bytes.append(held[address][1])
+            changes.append(held[address])
         elif address in held:
             kind, each = held.pop(address)
-            kinds.append(kind)
-            row_bytes.append(-each)
+            changes.append((kind, -each))
+    kinds, row_bytes = np.array(changes, np.int64).T
     return MemoryTrace(
-        kinds=np.array(kinds, np.int64),
-        row_bytes=np.array(row_bytes, np.int64),
+        kinds=kinds,
+        row_bytes=row_bytes,
         backward_at=backward_at,
         exchanged=np.stack([exchange.row_bytes for exchange in exchanges], axis=1),
         parameter_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
@@ -251,14 +251,13 @@ def _layer(counts: Array, number: int, num_layers: int) -> HaloLayer:
 
 def _primes(count: int, widths: Collection[int]) -> list[int]:
     """Return ``count`` primes that divide no width, so that parameter sizes match no kind of rows."""
-    found: list[int] = []
-    number = _FIRST_PRIME
-    while len(found) < count:
-        is_prime = all(number % divisor for divisor in range(2, int(number**0.5) + 1))
-        if is_prime and all(width % number for width in widths if width):
-            found.append(number)
-        number += 1
-    return found
+    primes = (
+        number
+        for number in itertools.count(_FIRST_PRIME)
+        if all(number % divisor for divisor in range(2, math.isqrt(number) + 1))
+        and all(width % number for width in widths if width)
+    )
+    return list(itertools.islice(primes, count))
 
 
 _PROBES = 3

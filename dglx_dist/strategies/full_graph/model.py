@@ -239,7 +239,7 @@ class HaloModel(ReplicatedModel):
         weight = gradient_weight(share, self._reduction)
         # Blocks before the last one carry no share: their rows are inputs of another model.
         is_even = share == StepShare(num_local=1, num_global=world_size)
-        weighted = output if is_even else weigh_gradients(output, world_size * weight)
+        weighted = output if is_even else _weigh_gradients(output, world_size * weight)
         # W and 1 / W cancel, except for a penalty on the parameters, which bypasses the model's output: it
         # counts once in total, not once per rank.
         return self._exchange.mark(weighted, 1.0 / world_size)
@@ -254,8 +254,7 @@ class HaloModel(ReplicatedModel):
         return self.module(*args, **kwargs)
 
 
-def weigh_gradients(output: Any, weight: float) -> Any:
-    """Return the (nested) tensors of ``output`` with gradients multiplied by ``weight``."""
+def _weigh_gradients(output: Any, weight: float) -> Any:
     return replace_floats(output, lambda *floats: [_WeighGradients.apply(one, weight) for one in floats])  # type: ignore[no-untyped-call]  # torch leaves it bare
 
 

@@ -115,12 +115,11 @@ class OptimizerHooks:
         self._stepped_without_part: set[int] = set()
         """Optimizers that have stepped since the part side's gradients wait."""
         self._warned = False
-        for register, action in (
-            (register_optimizer_step_pre_hook, self._before),
-            (register_optimizer_step_post_hook, self._after),
-        ):
-            handle = register(_weak_hook(weakref.WeakMethod(action)))
-            weakref.finalize(self, handle.remove)
+        alive = weakref.proxy(self)
+        before = register_optimizer_step_pre_hook(lambda optimizer, *_: alive._before(optimizer))
+        after = register_optimizer_step_post_hook(lambda optimizer, *_: alive._after(optimizer))
+        weakref.finalize(self, before.remove)
+        weakref.finalize(self, after.remove)
 
     @contextmanager
     def own_step(self) -> Iterator[None]:
@@ -190,15 +189,6 @@ def _is_zero(gradient: Tensor | None) -> bool:
         return False
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     return not bool(values.any())
-
-
-def _weak_hook(method: weakref.WeakMethod[Any]) -> Any:
-    def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        call = method()
-        if call is not None:
-            call(optimizer)
-
-    return hook
 
 
 @final

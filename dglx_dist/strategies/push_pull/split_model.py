@@ -6,9 +6,9 @@ A part repeats for other owners' nodes what the model did with the rows of its o
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar, final
 
@@ -17,18 +17,14 @@ from dgl.heterograph import DGLBlock
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dglx_dist.comm.collectives import gather_int64, gather_json
-from dglx_dist.comm.session import Session, Shared
+from dglx_dist.comm.session import Shared
 from dglx_dist.errors import ConfigError
-from dglx_dist.layers.base import SplittableConv, StageInput, cut_in_place, cut_out, join_parts
+from dglx_dist.layers.base import SplittableConv, StageInput, cut_in_place
 from dglx_dist.layers.convolutions import Sync, stages_of
 from dglx_dist.layers.dropout import MODULES, Columns, DropDraws, deal_out_concatenated, drop_entries
 from dglx_dist.layers.tracer import convolutions_in
-from dglx_dist.strategies.push_pull.exchange import AsyncExchange, Group, GroupBatch, PartInput
+from dglx_dist.strategies.push_pull.exchange import Group, GroupBatch, PartInput
 from dglx_dist.strategies.push_pull.feature_columns import ColumnStore
-
-PHASE = "weights"
-"""Ledger phase of pieces of weights and of optimizer state that are joined."""
 
 _OWN_FORWARD = "_dglx_forward"
 """Marks a module whose ``forward`` is replaced."""
@@ -462,143 +458,41 @@ class Cut:
         return tuple(shape)
 
 
-@final
-class CutState:
-    """Joins and cuts the cut parameters of a model, their optimizer state and their gradients.
-
-    ``cuts`` are by name of the parameter in the user's module.
-    """
-
-    def __init__(self, session: Session, group: Group, cuts: Mapping[str, Cut]) -> None:
-        self._session, self._group, self._cuts = session, group, dict(cuts)
-        self._exchange = AsyncExchange(session, group)
-
-    def join(self, name: str, piece: Tensor) -> Tensor:
-        """Return the uncut tensor of the pieces of a group; every rank must call it.
-
-        A tensor of another shape than the piece of parameter ``name``, as a count of steps, is returned as it
-        is.
-        """
-        cut = self._cuts.get(name)
-        if cut is None:
-            return piece
-        is_piece = tuple(piece.shape) == cut.piece_shape(self._group.part)
-        # One value per parameter may have the shape of a piece of one column, but not on all parts.
-        if not gather_int64([is_piece], self._session).all():
-            return piece
-        like = [piece.new_empty(cut.piece_shape(part)) for part in range(self._group.size)]
-        return join_parts(self._exchange.push(piece, like, PHASE)(), cut.runs, cut.dimension)
-
-    def cut(self, name: str, uncut: Tensor) -> Tensor:
-        """Return a copy of this rank's piece; a tensor of another shape is returned as it is."""
-        cut = self._cuts.get(name)
-        if cut is None or tuple(uncut.shape) != cut.shape:
-            return uncut
-        return cut_out(uncut, cut.runs[self._group.part], cut.dimension)
-
-    def join_all(self, state: MutableMapping[str, Any], prefix: str = "") -> None:
-        """Replace the pieces in a ``state_dict`` by the uncut parameters; every rank must call it."""
-        for name in self._cuts:
-            state[prefix + name] = self.join(name, state[prefix + name].detach())
-
-    def cut_all(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a ``state_dict`` with this rank's pieces in place of the uncut parameters.
-
-        Raises:
-            RuntimeError: a parameter has another shape than the uncut one, as torch raises.
-        """
-        own = dict(state)
-        for name, cut in self._cuts.items():
-            given = state.get(name)
-            if given is None:
-                continue
-            if tuple(given.shape) != cut.shape:
-                raise RuntimeError(
-                    f"size mismatch for {name}: copying a param with shape {tuple(given.shape)}, the uncut "
-                    f"shape in the current model is {cut.shape}; load what state_dict() of the wrapped "
-                    "model gave"
-                )
-            own[name] = self.cut(name, given)
-        return own
-
-    def whole(self, module: nn.Module) -> nn.Module:
-        """Return a copy of the user's uncut module with the current weights; every rank must call it.
-
-        Raises:
-            ConfigError: the module holds something that cannot be copied.
-        """
-        # torch does not copy results with a history, which modules may hold.
-        memo: dict[int, Any] = {
-            id(value): value.detach().clone()
-            for inner in module.modules()
-            for value in vars(inner).values()
-            if isinstance(value, Tensor) and not value.is_leaf
-        }
-        # Not part of the uncut module: they hold the last batch and the moments of all rows.
-        memo |= {id(inner.forward): False for inner in module.modules() if _OWN_FORWARD in vars(inner)}
-        for name in self._cuts:
-            piece = module.get_parameter(name)
-            memo[id(piece)] = nn.Parameter(self.join(name, piece.detach()), piece.requires_grad)
-        try:
-            found = copy.deepcopy(module, memo)
-        except TypeError as error:
-            raise ConfigError(
-                f"{type(module).__name__} holds something that cannot be copied ({error}), and its uncut "
-                "form is a copy; keep such things out of the model, or give their class a __deepcopy__"
-            ) from error
-        for inner in found.modules():
-            if inner.__dict__.pop(_OWN_FORWARD, False):
-                del inner.__dict__["forward"]
-            inner.__dict__.pop("run_parts", None)
-        return found
-
-    def clip_grad_norm_(
-        self, named: Iterable[tuple[str, nn.Parameter]], max_norm: float, norm_type: float
-    ) -> Tensor:
-        """Scale gradients so that their norm over the uncut model is at most ``max_norm``; collective.
-
-        Pieces count once for each part, not for its replicas; replicated parameters count once.
-
-        Returns:
-            () the norm before, equal on every rank.
-
-        Raises:
-            ConfigError: ``norm_type`` is not above 0.
-        """
-        if not norm_type > 0:
-            raise ConfigError(f"norm_type={norm_type} must be above 0, or inf for the largest gradient")
-        found = [(name, p.grad) for name, p in named if p.grad is not None]
-        local = _power([grad for name, grad in found if name in self._cuts], norm_type)
-        shared = _power([grad for name, grad in found if name not in self._cuts], norm_type)
-        # Every rank uses those of the first group, so that all get the same bits.
-        rows: list[Any] = gather_json([local, shared], self._session)[: self._group.size]
-        powers = [row[0] for row in rows] + [rows[0][1]]
-        # In torch, where nan propagates.
-        joined = torch.tensor(powers, dtype=torch.float64)
-        norm = joined.max() if math.isinf(norm_type) else joined.sum().pow(1 / norm_type)
-        factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0))
-        with torch.no_grad():
-            for _, grad in found:
-                grad.mul_(factor)
-        dtype = found[0][1].dtype if found else torch.get_default_dtype()
-        return norm.to(dtype)
-
-
 def compute_by(module: nn.Module, forward: Callable[..., Tensor]) -> None:
-    """Replace ``forward`` of a user's module, until :meth:`CutState.whole` copies it."""
+    """Replace ``forward`` of a user's module, but not of its :func:`uncut_copy`."""
     module.__dict__.update({"forward": forward, _OWN_FORWARD: True})
 
 
-def _power(gradients: Iterable[Tensor], norm_type: float) -> float:
-    """Return the sum of the p-th powers of all values, or the largest absolute value; 0 of none."""
-    found = [torch.zeros((), dtype=torch.float64)]
-    for gradient in gradients:
-        values = gradient.detach()
-        values = (values.coalesce().values() if values.is_sparse else values).abs().double().cpu()
-        if values.numel():
-            found.append(values.max() if math.isinf(norm_type) else values.pow(norm_type).sum())
-    powers = torch.stack(found)
-    return float(powers.max() if math.isinf(norm_type) else powers.sum())
+def uncut_copy(module: nn.Module, uncut: Mapping[str, Tensor]) -> nn.Module:
+    """Return a copy of the user's module with ``uncut`` tensors in place of pieces of parameters, by name.
+
+    Raises:
+        ConfigError: the module holds something that cannot be copied.
+    """
+    # torch does not copy results with a history, which modules may hold.
+    memo: dict[int, Any] = {
+        id(value): value.detach().clone()
+        for inner in module.modules()
+        for value in vars(inner).values()
+        if isinstance(value, Tensor) and not value.is_leaf
+    }
+    # Not part of the uncut module: they hold the last batch and the moments of all rows.
+    memo |= {id(inner.forward): False for inner in module.modules() if _OWN_FORWARD in vars(inner)}
+    for name, whole in uncut.items():
+        piece = module.get_parameter(name)
+        memo[id(piece)] = nn.Parameter(whole, piece.requires_grad)
+    try:
+        found = copy.deepcopy(module, memo)
+    except TypeError as error:
+        raise ConfigError(
+            f"{type(module).__name__} holds something that cannot be copied ({error}), and its uncut "
+            "form is a copy; keep such things out of the model, or give their class a __deepcopy__"
+        ) from error
+    for inner in found.modules():
+        if inner.__dict__.pop(_OWN_FORWARD, False):
+            del inner.__dict__["forward"]
+        inner.__dict__.pop("run_parts", None)
+    return found
 
 
 @final
@@ -650,7 +544,7 @@ def split_model(
     for module, cut in dimensions.items():
         cut_in_place(module, cut, own)
     if layer is not first:
-        compute_by(first, _ByStages(first, layer).forward)
+        compute_by(first, partial(_by_stages, first, layer))
     features = [Origin(names=(name,), runs=(run,)) for name, run in zip(names, own, strict=bool(names))]
     return SplitModel(
         layer=layer,
@@ -690,16 +584,10 @@ def _cuts(
     return cuts
 
 
-@final
-class _ByStages:
-    """What replaces a convolution's ``forward``: no closure, so that a copy computes with its own weights."""
-
-    def __init__(self, conv: nn.Module, stages: SplittableConv) -> None:
-        self._conv, self._stages = conv, stages
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        self._stages.training = self._conv.training
-        return self._stages.forward(*args, **kwargs)
+def _by_stages(conv: nn.Module, stages: SplittableConv, *args: Any, **kwargs: Any) -> Tensor:
+    # Bound by a partial and no closure, so that a copy computes with its own weights.
+    stages.training = conv.training
+    return stages.forward(*args, **kwargs)
 
 
 def find_first_layer(model: nn.Module, width: int, sync: Sync) -> tuple[str, SplittableConv]:

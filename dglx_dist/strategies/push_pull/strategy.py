@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, final
 
@@ -11,9 +12,11 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
+from dglx_dist.comm.collectives import gather_int64, gather_json
 from dglx_dist.comm.session import Session
 from dglx_dist.data.storage.files import read_size
 from dglx_dist.errors import ConfigError
+from dglx_dist.layers.base import cut_out, join_parts
 from dglx_dist.records import FEATURE
 from dglx_dist.strategies.base import (
     Parts,
@@ -28,17 +31,17 @@ from dglx_dist.strategies.base import (
 from dglx_dist.strategies.data_parallel import broadcast_state, check_same_model
 from dglx_dist.strategies.gradient_sync import BufferMeans, check_frozen
 from dglx_dist.strategies.push_pull import cost as costs
-from dglx_dist.strategies.push_pull.exchange import Group, GroupBatch, make_group
+from dglx_dist.strategies.push_pull.exchange import AsyncExchange, Group, GroupBatch, make_group
 from dglx_dist.strategies.push_pull.feature_columns import ColumnStore, open_columns
 from dglx_dist.strategies.push_pull.options import PushPullOptions, read_push_pull_options
 from dglx_dist.strategies.push_pull.pipeline import Pipeline, replicas_group
-from dglx_dist.strategies.push_pull.split_model import (
-    CutState,
-    split_model,
-)
+from dglx_dist.strategies.push_pull.split_model import split_model, uncut_copy
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
+
+PHASE = "weights"
+"""Ledger phase of pieces of weights and of optimizer state that are joined."""
 
 
 @final
@@ -163,7 +166,7 @@ class PushPullModel(WrappedModel):
             model, store, group, num_nodes=g.num_nodes(), seed=session.seed, sync=options.sync
         )
         self.module, self._cuts = model, split.cuts
-        self._state = CutState(session, group, split.cuts)
+        self._exchange = AsyncExchange(session, group)
         self._buffer_means = BufferMeans(self.module, session, reduction)
         self._trained = {id(p) for p in self.module.parameters() if p.requires_grad}
         self._pipeline = Pipeline(session, group, replicas, options, model, split, self._buffer_means)
@@ -240,28 +243,71 @@ class PushPullModel(WrappedModel):
 
     def whole(self) -> nn.Module:
         self.drain()
-        return self._state.whole(self.module)
+        pieces = {name: self.module.get_parameter(name).detach() for name in self._cuts}
+        return uncut_copy(self.module, {name: self.join_state(name, one) for name, one in pieces.items()})
 
     def join_state(self, name: str, piece: Tensor) -> Tensor:
-        return self._state.join(name, piece)
+        cut = self._cuts.get(name)
+        if cut is None:
+            return piece
+        # A count of steps is no piece. One value per parameter may have the shape of a piece of one column,
+        # but not on all parts.
+        is_piece = tuple(piece.shape) == cut.piece_shape(self._group.part)
+        if not gather_int64([is_piece], self._session).all():
+            return piece
+        like = [piece.new_empty(cut.piece_shape(part)) for part in range(self._group.size)]
+        return join_parts(self._exchange.push(piece, like, PHASE)(), cut.runs, cut.dimension)
 
     def cut_state(self, name: str, uncut: Tensor) -> Tensor:
-        return self._state.cut(name, uncut)
+        cut = self._cuts.get(name)
+        if cut is None or tuple(uncut.shape) != cut.shape:
+            return uncut
+        return cut_out(uncut, cut.runs[self._group.part], cut.dimension)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        return self._state.clip_grad_norm_(self.module.named_parameters(), max_norm, norm_type)
+        """Clip as the base class says; pieces count once for each part, not for its replicas.
+
+        Raises:
+            ConfigError: ``norm_type`` is not above 0.
+        """
+        if not norm_type > 0:
+            raise ConfigError(f"norm_type={norm_type} must be above 0, or inf for the largest gradient")
+        found = [(name, p.grad) for name, p in self.module.named_parameters() if p.grad is not None]
+        local = _power([grad for name, grad in found if name in self._cuts], norm_type)
+        shared = _power([grad for name, grad in found if name not in self._cuts], norm_type)
+        # Every rank uses those of the first group, so that all get the same bits.
+        rows: list[Any] = gather_json([local, shared], self._session)[: self._group.size]
+        powers = [row[0] for row in rows] + [rows[0][1]]
+        # In torch, where nan propagates.
+        joined = torch.tensor(powers, dtype=torch.float64)
+        norm = joined.max() if math.isinf(norm_type) else joined.sum().pow(1 / norm_type)
+        factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        with torch.no_grad():
+            for _, grad in found:
+                grad.mul_(factor)
+        dtype = found[0][1].dtype if found else torch.get_default_dtype()
+        return norm.to(dtype)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         self.drain()
-        state = self.module.state_dict(*args, **kwargs)
-        self._state.join_all(state, kwargs.get("prefix", ""))
+        state, prefix = self.module.state_dict(*args, **kwargs), kwargs.get("prefix", "")
+        for name in self._cuts:
+            state[prefix + name] = self.join_state(name, state[prefix + name].detach())
         return state
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         self.drain()
-        return super().load_state_dict(self._state.cut_all(state_dict), strict, assign)
+        for name, cut in self._cuts.items():
+            if name in state_dict and tuple(state_dict[name].shape) != cut.shape:
+                raise RuntimeError(
+                    f"size mismatch for {name}: copying a param with shape {tuple(state_dict[name].shape)}, "
+                    f"the uncut shape in the current model is {cut.shape}; load what state_dict() of the "
+                    "wrapped model gave"
+                )
+        own = {name: self.cut_state(name, value) for name, value in state_dict.items()}
+        return super().load_state_dict(own, strict, assign)
 
     def note_buffers(self) -> None:
         self._buffer_means.note()
@@ -274,3 +320,15 @@ def _group_batch_of(arguments: tuple[Any, ...]) -> GroupBatch | None:
         if isinstance(group_batch, GroupBatch):
             return group_batch
     return None
+
+
+def _power(gradients: Iterable[Tensor], norm_type: float) -> float:
+    """Return the sum of the p-th powers of all values, or the largest absolute value; 0 of none."""
+    found = [torch.zeros((), dtype=torch.float64)]
+    for gradient in gradients:
+        values = gradient.detach()
+        values = (values.coalesce().values() if values.is_sparse else values).abs().double().cpu()
+        if values.numel():
+            found.append(values.max() if math.isinf(norm_type) else values.pow(norm_type).sum())
+    powers = torch.stack(found)
+    return float(powers.max() if math.isinf(norm_type) else powers.sum())

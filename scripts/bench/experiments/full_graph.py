@@ -304,7 +304,10 @@ def count_setting(plan: BenchPlan, size: Size, setting: Setting) -> Counted:
             for of, size in zip(ranks, np.diff(bounds), strict=True)
         ],
         edges={
-            name: tuple(sum(step[rank].num_edges for step in made for rank in of) for of in ranks)
+            name: tuple(
+                sum(len(layer.indices) for step in made for rank in of for layer in step[rank].layers)
+                for of in ranks
+            )
             for name, made in steps.items()
         },
         phases={

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,6 @@ from dglx_dist.data.partition.graph_views import (
     balance_weights,
     describe,
     first_ids,
-    in_degrees,
     induced_graph,
     symmetrise,
 )
@@ -46,10 +47,7 @@ def test_edges_among_the_chosen_nodes_remain() -> None:
 
 
 def test_only_the_columns_that_are_weighed_are_copied() -> None:
-    features = SparseRows(
-        indptr=np.zeros(4, int), indices=np.zeros(0, int), values=np.zeros(0), num_columns=2
-    )
-    graph = homogeneous(3, [], train_mask=np.array([True, False, True]), feat=features, cost=np.arange(3))
+    graph = homogeneous(3, [], train_mask=np.array([True, False, True]), feat=SPARSE, cost=np.arange(3))
     piece = induced_graph(graph, np.array([1, 2]), ("train",))
     assert list(piece.node_data["_N"]) == ["train_mask"]
     assert piece.node_data["_N"]["train_mask"].tolist() == [False, True]
@@ -72,13 +70,6 @@ def rows(graph: SymmetricGraph) -> list[dict[int, int]]:
     ]
 
 
-def test_parallel_and_opposite_edges_become_a_weight_and_loops_nothing() -> None:
-    graph = homogeneous(4, [(0, 1), (0, 1), (1, 0), (2, 2), (1, 2)])
-    assert rows(symmetrise(graph)) == [{1: 3}, {0: 3, 2: 1}, {1: 1}, {}]
-    assert symmetrise(graph, weighted=False).edge_weights is None
-    assert [sorted(r) for r in rows(symmetrise(graph, weighted=False))] == [[1], [0, 2], [1], []]
-
-
 def test_weights_that_hardly_differ_are_left_out() -> None:
     ring = [(i, (i + 1) % 400) for i in range(400)]
     assert symmetrise(homogeneous(400, [*ring, *ring[:4]])).edge_weights is None
@@ -87,29 +78,30 @@ def test_weights_that_hardly_differ_are_left_out() -> None:
     assert sorted(kept.tolist()) == [1] * 790 + [2] * 10
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    "graph",
+    [
+        communities(num_nodes=320),
+        AUTHORS_AND_PAPERS,
+        homogeneous(4, [(0, 1), (0, 1), (1, 0), (2, 2), (1, 2)]),
+    ],
+)
+def test_parallel_and_opposite_edges_become_a_weight_and_loops_nothing(
+    graph: RawGraph, weighted: bool
+) -> None:
+    first, plain = first_ids(graph), [Counter() for _ in range(graph.total_nodes)]
+    for (source, _, destination), (src, dst) in graph.edges.items():
+        for u, v in zip((src + first[source]).tolist(), (dst + first[destination]).tolist(), strict=True):
+            plain[u][v] += u != v
+            plain[v][u] += u != v
+    symmetric = symmetrise(graph, weighted=weighted)
+    expected = [{v: n if weighted else 1 for v, n in row.items() if n} for row in plain]
+    assert rows(symmetric) == expected
+
+
 def test_node_types_follow_each_other() -> None:
     assert first_ids(AUTHORS_AND_PAPERS) == {"author": 0, "paper": 2, "venue": 5}
-    assert [sorted(r) for r in rows(symmetrise(AUTHORS_AND_PAPERS))] == [[2, 3], [4], [0, 4], [0], [1, 2], []]
-
-
-def test_a_larger_graph_agrees_with_the_plain_way() -> None:
-    graph = communities(num_nodes=320)
-    ((src, dst),) = graph.edges.values()
-    plain: list[dict[int, int]] = [{} for _ in range(320)]
-    for u, v in zip(src.tolist(), dst.tolist(), strict=True):
-        if u != v:
-            plain[u][v] = plain[u].get(v, 0) + 1
-            plain[v][u] = plain[v].get(u, 0) + 1
-    symmetric = symmetrise(graph)
-    assert symmetric.edge_weights is not None
-    assert rows(symmetric) == plain
-
-
-def test_in_degrees_count_all_edge_types_where_the_edge_ends() -> None:
-    # authors 0, 1; papers 0..2, of which 0 is written once and cited once; the venue.
-    assert in_degrees(AUTHORS_AND_PAPERS).tolist() == [0, 0, 2, 1, 1, 0]
-    assert in_degrees(TWO_TRIANGLES).tolist() == [1, 1, 1, 2, 1, 1]
-    assert in_degrees(homogeneous(2, [(0, 0), (1, 0), (1, 0)])).tolist() == [3, 0]
 
 
 def test_each_node_type_is_a_constraint() -> None:
@@ -136,26 +128,23 @@ def test_loads_capacities_and_what_is_missed() -> None:
     assert weights.missed(np.array([0, 0, 0, 1])) == {}
 
 
+SPARSE = SparseRows(indptr=np.zeros(4, int), indices=np.zeros(0, int), values=np.zeros(0), num_columns=2)
+
+
 @pytest.mark.parametrize(
-    ("values", "named"),
+    ("name", "values", "named"),
     [
-        (np.array([1, -2, 3]), "node 1 of type '_N' weighs -2"),
-        (np.ones((3, 2), dtype=int), r"\(3, 2\) int64"),
-        (np.ones(3), "float64"),
-        (
-            SparseRows(indptr=np.zeros(4, int), indices=np.zeros(0, int), values=np.zeros(0), num_columns=2),
-            r"\(3, 2\) float64",
-        ),
+        ("cost", np.array([1, -2, 3]), "node 1 of type '_N' weighs -2"),
+        ("cost", np.ones((3, 2), dtype=int), r"\(3, 2\) int64"),
+        ("cost", np.ones(3), "float64"),
+        ("cost", SPARSE, r"\(3, 2\) float64"),
+        ("train", None, "no node column 'train_mask'.*none"),
+        ("trian", None, "cannot balance 'trian'.*did you mean 'train'"),
+        ("degre", None, "cannot balance 'degre'.*did you mean 'degree'"),
+        ("coost", np.ones(3, dtype=int), "cannot balance 'coost'.*did you mean 'cost'"),
     ],
 )
-def test_a_column_that_is_no_weight_is_refused(values: np.ndarray, named: str) -> None:
-    options = PartitionOptions(balance=("nodes", "cost"))
+def test_what_is_no_weight_is_refused(name: str, values: Any, named: str) -> None:
+    graph = homogeneous(3, [], **({} if values is None else {"cost": values}))
     with pytest.raises(ConfigError, match=named):
-        balance_weights(homogeneous(3, [], cost=values), options, 2, None)
-
-
-def test_a_misspelt_weight_names_the_nearest() -> None:
-    for name, near in (("trian", "train"), ("degre", "degree"), ("coost", "cost")):
-        graph = homogeneous(2, [(0, 1)], cost=np.ones(2, dtype=int))
-        with pytest.raises(ConfigError, match=f"cannot balance '{name}'.*did you mean '{near}'"):
-            balance_weights(graph, PartitionOptions(balance=(name,)), 1, None)
+        balance_weights(graph, PartitionOptions(balance=("nodes", name)), 2, None)

@@ -37,21 +37,6 @@ def test_workers_of_one_server_have_neighbouring_numbers() -> None:
     assert assignment.parameters["workers"] == 2
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        (PartitionOptions(), "needs the number of servers"),
-        (PartitionOptions(servers=4), "6 parts are not 4 servers x 1 workers"),
-        (PartitionOptions(servers=2, workers=2), "6 parts are not 2 servers x 2 workers = 4"),
-        (PartitionOptions(servers=2, inner="hierarchical"), "cannot use 'hierarchical'"),
-        (PartitionOptions(servers=2, inner="ldg", fast=True), "Ldg does not support fast"),
-    ],
-)
-def test_what_does_not_fit_is_refused(options: PartitionOptions, named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        Hierarchical(options).assign(TWO_TRIANGLES, 6, 0)
-
-
 AT_ONE_LEVEL_ONLY = {"hierarchical", "file"}
 
 
@@ -154,6 +139,13 @@ def test_a_column_of_that_name_is_not_overwritten() -> None:
 @pytest.mark.parametrize(
     ("method", "options", "named"),
     [
+        # Of six parts:
+        ("", PartitionOptions(), "needs the number of servers"),
+        ("", PartitionOptions(servers=4), "6 parts are not 4 servers x 1 workers"),
+        ("", PartitionOptions(servers=2, workers=2), "6 parts are not 2 servers x 2 workers = 4"),
+        ("", PartitionOptions(servers=2, inner="hierarchical"), "cannot use 'hierarchical'"),
+        ("", PartitionOptions(servers=2, inner="ldg", fast=True), "Ldg does not support fast"),
+        # Of two parts of two trainers:
         ("hierarchical", PartitionOptions(), "cannot use 'hierarchical'"),
         ("file", PartitionOptions(), "cannot use 'file'"),
         ("metis", PartitionOptions(servers=2), "ask for two levels already"),
@@ -161,6 +153,11 @@ def test_a_column_of_that_name_is_not_overwritten() -> None:
         ("random", PartitionOptions(balance=("train",)), "Random does not support balance"),
     ],
 )
-def test_two_levels_refuse_what_does_not_fit(method: str, options: PartitionOptions, named: str) -> None:
+def test_what_does_not_fit_is_refused(method: str, options: PartitionOptions, named: str) -> None:
+    def assign() -> object:
+        if method:
+            return assign_two_levels(communities(), method, options, (2, 2), 0)
+        return Hierarchical(options).assign(TWO_TRIANGLES, 6, 0)
+
     with pytest.raises(ConfigError, match=named):
-        assign_two_levels(communities(), method, options, (2, 2), 0)
+        assign()

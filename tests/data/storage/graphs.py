@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from operator import methodcaller
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from dglx_dist.data.storage.columns import column_info, read_column, write_column
 from dglx_dist.data.storage.manifest import read_manifest, write_manifest
-from dglx_dist.data.storage.reader import StoredDataset, open_dataset
+from dglx_dist.data.storage.reader import StoredDataset, StoredPart, open_dataset
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, Assignment, EdgeType, RawGraph
 
@@ -128,69 +130,56 @@ def read_back(dataset: StoredDataset) -> RawGraph:
         etype: np.concatenate([part.original_edge_ids(etype) for part in parts])
         for etype in manifest.edge_types
     }
-    node_data = {
-        ntype: {
-            name: _restored([part.node_data(ntype, name) for part in parts], node_ids[ntype])
-            for name in columns
-        }
-        for ntype, columns in manifest.node_columns.items()
-    }
-    edge_data = {
-        etype: {
-            name: _restored([part.edge_data(etype, name) for part in parts], edge_ids[etype])
-            for name in columns
-        }
-        for etype, columns in manifest.edge_columns.items()
-    }
+
+    def restored(original_ids: Array, read: Callable[[StoredPart], Array | None]) -> Array:
+        stored = np.concatenate([read(part) for part in parts])
+        out = np.empty_like(stored)
+        out[original_ids] = stored
+        return out
+
     edges = {}
-    for etype in manifest.edge_types:
-        source = np.concatenate([part.indices(etype) for part in parts])
+    for source, relation, destination in manifest.edge_types:
+        etype = (source, relation, destination)
+        sources = restored(edge_ids[etype], methodcaller("indices", etype))
         degrees = np.concatenate([np.diff(part.indptr(etype)) for part in parts])
-        destination = np.repeat(np.arange(len(degrees)), degrees)
-        edges[etype] = (
-            _restored([node_ids[etype[0]][source]], edge_ids[etype]),
-            _restored([node_ids[etype[2]][destination]], edge_ids[etype]),
-        )
-    user_ids = {
-        ntype: _restored([part.user_ids(ntype) for part in parts], node_ids[ntype])
-        for ntype in manifest.user_ids
-    }
+        destinations = np.empty_like(edge_ids[etype])
+        destinations[edge_ids[etype]] = np.repeat(node_ids[destination], degrees)
+        edges[etype] = node_ids[source][sources], destinations
     return RawGraph(
         name=manifest.name,
         num_nodes={ntype: manifest.num_nodes(ntype) for ntype in manifest.node_types},
         edges=edges,
-        node_data=node_data,
-        edge_data=edge_data,
+        node_data={
+            ntype: {
+                name: restored(node_ids[ntype], methodcaller("node_data", ntype, name)) for name in columns
+            }
+            for ntype, columns in manifest.node_columns.items()
+        },
+        edge_data={
+            etype: {
+                name: restored(edge_ids[etype], methodcaller("edge_data", etype, name)) for name in columns
+            }
+            for etype, columns in manifest.edge_columns.items()
+        },
         num_classes=manifest.num_classes,
-        user_ids=user_ids,
+        user_ids={
+            ntype: restored(node_ids[ntype], methodcaller("user_ids", ntype)) for ntype in manifest.user_ids
+        },
     )
-
-
-def _restored(pieces: list[Array | None], original_ids: Array) -> Array:
-    stored = np.concatenate([piece for piece in pieces if piece is not None])
-    out = np.empty_like(stored)
-    out[original_ids] = stored
-    return out
 
 
 def assert_same_graph(found: RawGraph, expected: RawGraph) -> None:
-    assert (found.name, dict(found.num_nodes), dict(found.num_classes)) == (
-        expected.name,
-        dict(expected.num_nodes),
-        dict(expected.num_classes),
-    )
     assert list(found.edges) == list(expected.edges)
-    for etype, ends in expected.edges.items():
-        np.testing.assert_array_equal(found.edges[etype], ends)
-        _assert_same_columns(found.edge_data[etype], expected.edge_data.get(etype, {}))
-    for ntype in expected.num_nodes:
-        _assert_same_columns(found.node_data[ntype], expected.node_data.get(ntype, {}))
-    _assert_same_columns(found.user_ids, expected.user_ids)
+    assert _plain(found) == _plain(expected)
 
 
-def _assert_same_columns(found, expected) -> None:
-    assert set(found) == set(expected)
-    for name, column in expected.items():
-        assert found[name].shape == column.shape
-        assert found[name].dtype.kind == column.dtype.kind
-        assert found[name].tolist() == column.tolist()
+def _plain(graph: RawGraph) -> list[Any]:
+    def columns(data: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: (one.dtype.kind, one.shape, one.tolist()) for name, one in data.items()}
+
+    return [
+        (graph.name, dict(graph.num_nodes), dict(graph.num_classes), columns(graph.user_ids)),
+        {ntype: columns(graph.node_data.get(ntype, {})) for ntype in graph.num_nodes},
+        {etype: columns(graph.edge_data.get(etype, {})) for etype in graph.edges},
+        {etype: [end.tolist() for end in ends] for etype, ends in graph.edges.items()},
+    ]

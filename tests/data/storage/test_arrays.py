@@ -36,6 +36,7 @@ def write(folder: ArrayFolder, rows: Any = ROWS) -> None:
         stream.append(rows[4:4])
         stream.append(rows[4:])
         writer.put("flags", np.array([True, False]))
+        writer.put("none", np.empty((0, 3), np.float16))
         writer.publish(FACTS)
 
 
@@ -51,16 +52,10 @@ def test_what_is_written_is_mapped(tmp_path: Path, mode: Any) -> None:
     facts, arrays = folder.read(mode)
     assert facts == FACTS
     assert np.array_equal(arrays["rows"], ROWS)
-    assert arrays["flags"].tolist() == [True, False]
+    assert (arrays["flags"].tolist(), arrays["none"].shape) == ([True, False], (0, 3))
     assert (arrays["rows"].flags.writeable, arrays["rows"].flags.owndata) == (mode == "c", False)
     assert names(tmp_path / "a") == ["b"]
-    assert names(tmp_path / "a/b") == ["flags.npy", "rows.npy", STAMP]
-
-
-def test_empty_arrays(tmp_path: Path) -> None:
-    folder = ArrayFolder(tmp_path / "a")
-    assert folder.keep({"x": np.empty((0, 3), np.float16), "y": np.empty(0, np.int64)}, {}, "it")
-    assert {name: array.shape for name, array in folder.read()[1].items()} == {"x": (0, 3), "y": (0,)}
+    assert names(tmp_path / "a/b") == ["flags.npy", "none.npy", "rows.npy", STAMP]
 
 
 @pytest.mark.parametrize("name", ["rows.npy", STAMP])
@@ -230,51 +225,45 @@ def kept(cache: Path) -> list[str]:
     return sorted(path.name for path in (cache / "columns-abc").iterdir() if path.suffix != ".lock")
 
 
-AGES = {"days": 3, "now": 0, "month": 31}
+AGES, TWO = {"days": 3, "now": 0, "month": 31}, {"old": 3, "new": 1}
 
 
 @pytest.mark.parametrize(
-    ("limits", "expected", "ages"),
+    ("limits", "free", "ages", "expected"),
     [
-        (None, ["days", "now"], AGES),
-        (None, ["a", "b"], {"a": 300, "b": 310, "c": 331}),  # of a dataset that rested
-        ('{"max_age_days": 40}', ["days", "month", "now"], AGES),
-        ('{"max_age_days": 2}', ["now"], AGES),
-        ('{"max_size": "20KB"}', ["days", "now"], AGES),
-        ('{"max_size": "10KB", "max_age_days": 99}', ["now"], AGES),
-        ('{"max_size": "1"}', [], AGES),
+        ("{}", None, AGES, ["days", "now"]),
+        ("{}", None, {"a": 300, "b": 310, "c": 331}, ["a", "b"]),  # of a dataset that rested
+        ('{"max_age_days": 40}', None, AGES, ["days", "month", "now"]),
+        ('{"max_age_days": 2}', None, AGES, ["now"]),
+        ('{"max_size": "20KB"}', None, AGES, ["days", "now"]),
+        ('{"max_size": "10KB", "max_age_days": 99}', None, AGES, ["now"]),
+        ('{"max_size": "1"}', None, AGES, []),
+        # Without limits a quarter of the disk is used.
+        ("", 60_000, TWO, ["new", "old"]),
+        ("", 20_000, TWO, ["new"]),
     ],
 )
 def test_entries_are_evicted_by_age_and_size(
     tmp_path: Path,
-    limits: str | None,
-    expected: list[str],
-    ages: dict[str, int],
+    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    limits: str,
+    free: int | None,
+    ages: dict[str, int],
+    expected: list[str],
 ) -> None:
     for name, days_ago in ages.items():
         used(tmp_path, name, days_ago)
-    if limits is not None:
+    if limits:
         (tmp_path / LIMITS).write_text(limits)
+    if free is not None:
+        usage = namedtuple("usage", ["free"])
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(free))
     with caplog.at_level(logging.INFO):
         ArrayCache(tmp_path, "def").clean()
     assert kept(tmp_path) == expected
-    assert caplog.text.count("was evicted") == 3 - len(expected)
+    assert caplog.text.count("was evicted") == len(ages) - len(expected)
     assert len(list(tmp_path.rglob("*.lock"))) == len(expected)
-
-
-def test_without_limits_a_quarter_of_the_disk_is_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, days_ago in (("old", 3), ("new", 1)):
-        used(tmp_path, name, days_ago)
-    usage = namedtuple("usage", ["free"])
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(60_000))
-    ArrayCache(tmp_path, "abc").clean()
-    assert kept(tmp_path) == ["new", "old"]
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(20_000))
-    ArrayCache(tmp_path, "abc").clean()
-    assert kept(tmp_path) == ["new"]
 
 
 def test_what_the_latest_runs_used_is_not_evicted_for_its_size(

@@ -19,7 +19,6 @@ from dglx_dist.data.storage.columns import (
     read_strings,
     safe_name,
     write_column,
-    write_strings,
 )
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.records import ColumnInfo
@@ -46,14 +45,6 @@ def test_the_file_is_plain_arrow(tmp_path: Path) -> None:
     table = pa.ipc.open_file(tmp_path / "x.arrow").read_all()
     assert table.column("values").to_pylist() == [0, 1, 2, 3, 4, 5]
     assert table.schema.metadata == {b"dtype": b"float32", b"shape": b"[3, 2]"}
-
-
-@pytest.mark.parametrize("strings", [[], ["a"], ["", "ü", "a longer one", "😀"]])
-def test_strings_come_back(tmp_path: Path, strings: list[str]) -> None:
-    path = tmp_path / "x.arrow"
-    written = write_strings(path, np.array(strings, dtype=np.str_))
-    assert read_strings(path, "x", len(strings)).tolist() == strings
-    assert checksum(path) == written
 
 
 def test_a_dtype_that_cannot_be_stored_is_named() -> None:

@@ -14,7 +14,7 @@ from dglx_dist.data.json_fields import Fields
 from dglx_dist.data.storage.manifest import from_json, read_manifest, to_json, write_manifest
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.errors import ConfigError, StorageError
-from tests.data.storage.graphs import ODD_ONES_OUT, TWO_TRIANGLES, random_heterogeneous, random_owners
+from tests.data.storage.graphs import ODD_ONES_OUT, TWO_TRIANGLES
 from tests.helpers.schema import check_every_field
 
 
@@ -22,16 +22,6 @@ from tests.helpers.schema import check_every_field
 def value(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     manifest = write_dataset(TWO_TRIANGLES, ODD_ONES_OUT, tmp_path_factory.mktemp("manifest") / "d")
     return to_json(manifest)
-
-
-def test_json_and_back(tmp_path: Path) -> None:
-    graph = random_heterogeneous(1)
-    manifest = write_dataset(graph, random_owners(graph, 3, 0), tmp_path / "d")
-    read = read_manifest(tmp_path / "d")
-    assert to_json(read) == to_json(manifest)
-    assert to_json(from_json(to_json(manifest), "x")) == to_json(manifest)
-    assert read.checksum == manifest.checksum != ""
-    assert (read.num_nodes("item"), read.num_edges(("user", "rates", "item"))) == (13, 60)
 
 
 MISSING = object()

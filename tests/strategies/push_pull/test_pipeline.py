@@ -104,16 +104,12 @@ def check_log(run: Run, notes: Notes, num_batches: int) -> None:
     assert num_batches == EPOCHS * runs.STEPS
     per_epoch, split = runs.STEPS, run.options.get("weights") == "split"
     for side in ("M", "D"):
-        mine = sorted((one for one in notes.log if one.side == side), key=lambda one: one.batch)
-        assert [one.batch for one in mine] == list(range(num_batches))
-        assert sorted(one.written for one in mine) == list(range(num_batches))
+        mine = sorted((one.batch, one.written, one.read) for one in notes.log if one.side == side)
+        assert sorted(written for _, written, _ in mine) == list(range(num_batches))
         if run.drains or run.peeks:
             continue
-        assert [one.written for one in mine] == list(range(num_batches))
         most = 0 if split and side == "D" else run.depth - 1
-        assert [one.written - one.read for one in mine] == [
-            min(b % per_epoch, most) for b in range(num_batches)
-        ]
+        assert mine == [(b, b, b - min(b % per_epoch, most)) for b in range(num_batches)]
 
 
 LONGEST_S = 0.05

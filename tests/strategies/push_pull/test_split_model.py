@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import dgl
@@ -18,7 +19,8 @@ from dglx_dist.layers.dropout import deal_out_concatenated
 from dglx_dist.records import ColumnInfo
 from dglx_dist.strategies.push_pull.exchange import make_group
 from dglx_dist.strategies.push_pull.feature_columns import ColumnSlice, ColumnStore
-from dglx_dist.strategies.push_pull.split_model import PHASE, CutState, SplitModel, split_model
+from dglx_dist.strategies.push_pull.options import PushPullOptions
+from dglx_dist.strategies.push_pull.strategy import PHASE, PushPullModel
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 
@@ -62,46 +64,45 @@ def store_of(session: Session, size: int) -> ColumnStore:
     return ColumnStore(slices, group, session)
 
 
-def split(session: Session, size: int) -> tuple[Any, CutState, dict[str, Tensor]]:
-    """Return a part, its state, and the weights of the uncut model."""
+def wrapped(net: nn.Module, session: Session, size: int) -> PushPullModel:
+    graph: Any = SimpleNamespace(session=session, num_nodes=lambda: NODES)
+    group, options = make_group(session, size), PushPullOptions()
+    return PushPullModel(net, graph, store_of(session, size), group, options, reduction="mean")
+
+
+def split(session: Session, size: int) -> tuple[Any, PushPullModel, dict[str, Tensor]]:
+    """Return a part, its wrapper, and the weights of the uncut model."""
     torch.manual_seed(5)
-    net, group = Net().double(), make_group(session, size)
+    net = Net().double()
     uncut = {name: value.clone() for name, value in net.state_dict().items()}
-    found = cut_up(net, session, size)
+    model = wrapped(net, session, size)
     net.eval()
-    return net, CutState(session, group, found.cuts), uncut
-
-
-def cut_up(net: Net, session: Session, size: int) -> SplitModel:
-    group = make_group(session, size)
-    return split_model(net, store_of(session, size), group, num_nodes=NODES, seed=0, sync="columns")
+    return net, model, uncut
 
 
 def check_joining(session: Session, size: int) -> None:
     """That states are joined and cut is tested with every convolution in test_convolutions.py."""
-    net, state, uncut = split(session, size)
-    joined = net.state_dict(prefix="a.")
-    state.join_all(joined, "a.")
-    assert all(torch.equal(joined[f"a.{name}"], value) for name, value in uncut.items())
-    assert hasattr(joined, "_metadata")
+    net, model, _ = split(session, size)
     steps = torch.tensor(3.0)
-    assert state.join("first.fc_neigh.weight", steps) is steps
-    assert state.cut("first.fc_neigh.weight", steps) is steps
+    assert model.join_state("first.fc_neigh.weight", steps) is steps
+    assert model.cut_state("first.fc_neigh.weight", steps) is steps
     if size > 1:
         with pytest.raises(RuntimeError, match=r"norm\.weight.*uncut shape .*\(5,\)"):
-            state.cut_all(net.state_dict())
+            model.load_state_dict(net.state_dict())
 
 
 def check_whole(session: Session, size: int) -> None:
-    net, state, uncut = split(session, size)
+    net, model, uncut = split(session, size)
     graph = dgl.create_block(([0, 1, 2, 2], [0, 0, 1, 2]), num_src_nodes=3, num_dst_nodes=3)
     x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     plain = Net().double().eval()
     plain.load_state_dict(uncut)
+    # The stages of the first layer, as if there were no other part.
+    net.first.forward.args[1].run_parts = None
     copied, own = copy.deepcopy(net), x[:, : net.norm.weight.numel()]
     computed = net.first(graph, own)
     net.seen = net.second.fc_self.weight * 2  # a result with a history
-    whole: Any = state.whole(net)
+    whole: Any = model.whole()
     assert [type(one) for one in whole.modules()] == [type(one) for one in Net().modules()]
     assert not any(module.training for module in whole.modules())
     assert torch.equal(whole(graph, x), plain(graph, x))
@@ -112,10 +113,10 @@ def check_whole(session: Session, size: int) -> None:
             parameter.zero_()
     assert torch.equal(whole(graph, x), plain(graph, x))
     assert torch.equal(copied.first(graph, own), computed)
-    assert not any(parameter.any() for parameter in state.whole(net).parameters())
+    assert not any(parameter.any() for parameter in model.whole().parameters())
     net.lock = copy  # a module of Python's, which nothing can copy
     with pytest.raises(ConfigError, match="cannot be copied"):
-        state.whole(net)
+        model.whole()
 
 
 def check_clipping(session: Session, size: int) -> None:
@@ -125,31 +126,31 @@ def check_clipping(session: Session, size: int) -> None:
         name: torch.randn(value.shape, generator=random, dtype=torch.float64) for name, value in uncut.items()
     }
     for norm_type in (1.0, 2.0, 3.5, math.inf):
-        net, state, _ = split(session, size)
+        net, model, _ = split(session, size)
         plain = Net().double()
         for name, parameter in plain.named_parameters():
             parameter.grad = gradients[name].clone()
         for name, parameter in net.named_parameters():
-            parameter.grad = state.cut(name, gradients[name]).clone()
+            parameter.grad = model.cut_state(name, gradients[name]).clone()
         for bound in (0.5, 1e6):
             expected = nn.utils.clip_grad_norm_(plain.parameters(), bound, norm_type)
-            found = state.clip_grad_norm_(net.named_parameters(), bound, norm_type)
+            found = model.clip_grad_norm_(bound, norm_type)
             torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
             assert len(set(map(str, gather_json(float(found), session)))) == 1
         for name, parameter in plain.named_parameters():
             assert parameter.grad is not None
             own = dict(net.named_parameters())[name].grad
-            torch.testing.assert_close(own, state.cut(name, parameter.grad), rtol=1e-12, atol=0)
-    net, state, _ = split(session, size)
-    assert state.clip_grad_norm_(net.named_parameters(), 1.0, 2.0) == 0
+            torch.testing.assert_close(own, model.cut_state(name, parameter.grad), rtol=1e-12, atol=0)
+    net, model, _ = split(session, size)
+    assert model.clip_grad_norm_(1.0) == 0
+    net.rows = nn.Parameter(torch.zeros(3, 2))
+    net.rows.grad = torch.sparse_coo_tensor([[1, 1]], [[3.0, 0.0], [0.0, 4.0]], (3, 2), check_invariants=True)
+    assert model.clip_grad_norm_(1.0) == 5
+    torch.testing.assert_close(net.rows.grad.to_dense()[1], torch.tensor([0.6, 0.8]))
     net.norm.bias.grad = torch.full_like(net.norm.bias, math.nan)
-    assert state.clip_grad_norm_(net.named_parameters(), 1.0, math.inf).isnan()
+    assert model.clip_grad_norm_(1.0, math.inf).isnan()
     with pytest.raises(ConfigError, match="norm_type=0"):
-        state.clip_grad_norm_(net.named_parameters(), 1.0, 0)
-    weight = nn.Parameter(torch.zeros(3, 2))
-    weight.grad = torch.sparse_coo_tensor([[1, 1]], [[3.0, 0.0], [0.0, 4.0]], (3, 2), check_invariants=True)
-    assert state.clip_grad_norm_([("rows", weight)], 1.0, 2.0) == 5
-    torch.testing.assert_close(weight.grad.to_dense()[1], torch.tensor([0.6, 0.8]))
+        model.clip_grad_norm_(1.0, 0)
 
 
 def on_rank(sizes: tuple[int, ...]) -> int:
@@ -158,9 +159,9 @@ def on_rank(sizes: tuple[int, ...]) -> int:
             check_joining(session, size)
             check_whole(session, size)
             check_clipping(session, size)
-        net, state, _ = split(session, sizes[-1])
+        net, model, _ = split(session, sizes[-1])
         before = session.ledger.snapshot()
-        state.join("first.fc_self.weight", net.first.fc_self.weight)
+        model.join_state("first.fc_self.weight", net.first.fc_self.weight)
         return equality.moved_since(session, before)[PHASE]
 
 
@@ -185,7 +186,7 @@ def test_a_model_that_is_refused_stays_as_it_was() -> None:
     net.first.fc_neigh.weight = net.first.fc_self.weight
     before = dict(net.named_parameters(remove_duplicate=False))
     with start_session() as session, pytest.raises(ConfigError, match=r"'first\.fc_\w+.*are one parameter"):
-        cut_up(net, session, 1)
+        wrapped(net, session, 1)
     assert all(one is before[name] for name, one in net.named_parameters(remove_duplicate=False))
     assert not any("forward" in vars(module) for module in net.modules())
 
@@ -194,4 +195,4 @@ def test_a_weight_that_a_parametrization_computes_is_refused() -> None:
     net = Net().double()
     nn.utils.parametrizations.weight_norm(net.first.fc_neigh)
     with start_session() as session, pytest.raises(ConfigError, match="' is no parameter, but"):
-        cut_up(net, session, 1)
+        wrapped(net, session, 1)
