@@ -164,12 +164,16 @@ def main() -> None:
     through = str if setup.bytes_per_s is None else Relay(setup.bytes_per_s).endpoint
     worker = Worker(RemoteCaller(through), at_phase)
     register_packaged_stages()
-    while True:
-        fields = Fields.parse(lines.get(), "a line of input", _LONGEST_LINE)
+
+    def answer(line: bytes) -> bytes:
+        fields = Fields.parse(line, "a line of input", _LONGEST_LINE)
         event = fields.inner("event").given
-        faults.next = fields.maybe("fault", lambda name, line=fields: line.value(name, Fault), None)
+        faults.next = fields.maybe("fault", lambda name: fields.value(name, Fault), None)
         fields.end()
-        answers.write(write_json(worker.attempt(event)[0].as_json()) + b"\n")
+        return write_json(worker.attempt(event)[0].as_json()) + b"\n"
+
+    while True:
+        answers.write(answer(lines.get()))
 
 
 def _read(source: BinaryIO, lines: queue.SimpleQueue[bytes]) -> NoReturn:
