@@ -258,7 +258,10 @@ class CallExchange(Exchange):
         super().__init__(session)
         op, self._span = f"exchange-{next(_NUMBERS.of(session))}", span
         self._inbox = _Inbox(session)
-        self._calls = OneSidedExchange(session, op, _ADVICE, _check_bytes, self._inbox)
+        inbox = self._inbox
+        self._calls = OneSidedExchange(
+            session, op, _ADVICE, _check_bytes, inbox.put, lambda: inbox.first_round
+        )
         barrier(session, f"opening of {op}")
 
     def _post(

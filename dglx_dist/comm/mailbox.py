@@ -6,7 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar, final
+from typing import Any, Generic, TypeAlias, TypeVar, final
 
 from dglx_dist.comm.collectives import raise_for_missing
 from dglx_dist.comm.rpc import Pending
@@ -120,14 +120,8 @@ class Mailbox(Generic[M]):
             return {rank: arrived[rank] for rank in senders}
 
 
-class Receiver(Protocol):
-    """Takes the messages of :class:`OneSidedExchange`."""
-
-    @property
-    def first_round(self) -> int:
-        """The round, or number, that this rank is at."""
-
-    def put(self, round_number: int, step: str, sender: int, message: list[Array]) -> None: ...
+Put: TypeAlias = Callable[[int, str, int, list[Array]], None]
+"""(number of the round, step, sender, arrays): takes a message, as :meth:`Mailbox.put` does."""
 
 
 @final
@@ -135,8 +129,8 @@ class OneSidedExchange:
     """Arrays of any number and size, on any thread. All ranks must construct it before one posts.
 
     ``op`` is the name of the remote call, equal on all ranks and used by nothing else; ``check`` is called
-    with received arrays, and the sender gets its error. ``receiver`` takes the messages in place of
-    :attr:`mailbox`.
+    with received arrays, and the sender gets its error. ``put`` takes the messages in place of
+    :attr:`mailbox`; ``first_round`` is then the round that this rank is at.
     """
 
     def __init__(
@@ -145,21 +139,23 @@ class OneSidedExchange:
         op: str,
         advice: str,
         check: Callable[[Sequence[Array]], None] | None = None,
-        receiver: Receiver | None = None,
+        put: Put | None = None,
+        first_round: Callable[[], int] | None = None,
     ) -> None:
         self._session, self._op = session, op
         self.mailbox: Mailbox[list[Array]] = Mailbox(session, advice)
-        box, world_size = self.mailbox if receiver is None else receiver, session.topology.world_size
+        mailbox, world_size = self.mailbox, session.topology.world_size
+        deliver, current = put or mailbox.put, first_round or (lambda: mailbox.first_round)
 
         def receive(name: str, arrays: Sequence[Array]) -> list[Array]:
             number, sender, step = name.split(" ", 2)
             if not 0 <= int(sender) < world_size:
                 raise ValueError(f"sender {sender} is not one of the {world_size} ranks")
-            if not 0 <= int(number) < box.first_round + MAX_AHEAD:
-                raise ValueError(f"{step!r} of round {number} is not kept: this rank is at {box.first_round}")
+            if not 0 <= int(number) < current() + MAX_AHEAD:
+                raise ValueError(f"{step!r} of round {number} is not kept: this rank is at {current()}")
             if check is not None:
                 check(arrays)
-            box.put(int(number), step, int(sender), list(arrays))
+            deliver(int(number), step, int(sender), list(arrays))
             return []
 
         # Not a method, which would keep the owner of the exchange alive as long as the session.

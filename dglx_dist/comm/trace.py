@@ -14,9 +14,10 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any, final
 
@@ -127,11 +128,7 @@ class TraceWriter:
         self._path = _reserved(folder, rank)
         self._epochs: list[Mapping[str, object]] = []
         self._passes: list[Pass] = []
-        self._num_loaders = 0
-
-    def new_loader(self) -> int:
-        self._num_loaders += 1
-        return self._num_loaders - 1
+        self.new_loader: Callable[[], int] = count().__next__
 
     def note_pass(self, done: Pass) -> None:
         self._passes.append(done)

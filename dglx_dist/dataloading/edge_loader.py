@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, final
+from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import dgl
 import numpy as np
@@ -236,17 +236,8 @@ def _lookup(reverse: DistTensor) -> ReverseOf:
     return lambda edges: store.pull(key, edges, phase="sampling").numpy().astype(np.int64, copy=False)
 
 
-EdgePairs = Mapping[EdgeType, Pairs]
+EdgePairs = Mapping[EdgeType, Sequence[Array]]
 """Edge type to (sources, destinations), (P,) int64 global node ids each; every type of the graph."""
-
-
-class PairGraphs(NamedTuple):
-    """Positive and negative pairs over one set of nodes; see :class:`EdgeBatch`."""
-
-    nodes: Mapping[str, Array]
-    """Node type to the (n,) int64 ascending distinct ids in the pairs: the seeds of the blocks."""
-    positive: dgl.DGLGraph
-    negative: dgl.DGLGraph | None
 
 
 def build_pairs(
@@ -254,11 +245,12 @@ def build_pairs(
     ids: Mapping[EdgeType, Array],
     positive: EdgePairs,
     negative: EdgePairs | None,
-    idtype: torch.dtype = torch.int64,
-) -> PairGraphs:
+) -> tuple[Mapping[str, Array], list[dgl.DGLGraph]]:
     """Build pair graphs, with all types of the whole graph, over the nodes that occur in the pairs.
 
-    ``ids`` are the (B,) int64 ids of the positive edges of every type, ``positive`` their ends.
+    ``ids`` are the (B,) int64 ids of the positive edges of every type, ``positive`` their ends. Returns node
+    type to the (n,) int64 ascending distinct ids in the pairs, which are the seeds of the blocks, and the
+    graph of the positive pairs, with ``negative`` that of these too.
     """
     both = [positive] if negative is None else [positive, negative]
     found: dict[str, list[Array]] = {ntype: [np.empty(0, np.int64)] for ntype in ntypes}
@@ -267,16 +259,16 @@ def build_pairs(
         found[etype[2]].append(ends[1])
     nodes = {ntype: np.unique(np.concatenate(touched)) for ntype, touched in found.items()}
     order = {ntype: torch.from_numpy(touched) for ntype, touched in nodes.items()}
-    graphs = [_graph(pairs, nodes, idtype) for pairs in both]
+    graphs = [_graph(pairs, nodes) for pairs in both]
     for graph in graphs:
         for ntype, ids_of_type in order.items():
             graph.nodes[ntype].data[dgl.NID] = ids_of_type
     for etype, edges in ids.items():
         graphs[0].edges[etype].data[dgl.EID] = torch.from_numpy(edges)
-    return PairGraphs(nodes, graphs[0], None if negative is None else graphs[1])
+    return nodes, graphs
 
 
-def _graph(pairs: EdgePairs, nodes: Mapping[str, Array], idtype: torch.dtype) -> dgl.DGLGraph:
+def _graph(pairs: EdgePairs, nodes: Mapping[str, Array]) -> dgl.DGLGraph:
     local = {
         etype: (
             torch.from_numpy(np.searchsorted(nodes[etype[0]], sources)),
@@ -285,17 +277,16 @@ def _graph(pairs: EdgePairs, nodes: Mapping[str, Array], idtype: torch.dtype) ->
         for etype, (sources, destinations) in pairs.items()
     }
     counts = {ntype: len(ids) for ntype, ids in nodes.items()}
-    return dgl.heterograph(local, num_nodes_dict=counts, idtype=idtype)
+    return dgl.heterograph(local, num_nodes_dict=counts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeBatch(MiniBatch):
     """One batch of an edge loader: the pairs, and the blocks around their nodes."""
 
-    positive: dgl.DGLGraph
-    """The batch's edges over the destinations of the last block, in their order."""
-    negative: dgl.DGLGraph | None
-    """Negative pairs over the same nodes; None without a negative sampler."""
+    pairs: list[dgl.DGLGraph]
+    """The batch's edges over the destinations of the last block, in their order; then negative pairs over the
+    same nodes, if there is a negative sampler."""
 
 
 @final
@@ -336,19 +327,18 @@ class EdgeMaker:
         begin = time.perf_counter()
         # First, so that the labels arrive while pairs and blocks are made.
         pulls = self._submit_columns(edges)
-        pairs = self._pairs(edges, epoch)
+        seeds, pairs = self._pairs(edges, epoch)
         exclude = self.exclude(edges)
         paired = time.perf_counter()
-        batch = self.blocks.make(pairs.nodes, epoch, exclude)
+        batch = self.blocks.make(seeds, epoch, exclude)
         sampled = time.perf_counter()
         for etype, columns in pulls.items():
             for name, pull in columns.items():
-                pairs.positive.edges[etype].data[name] = pull()
+                pairs[0].edges[etype].data[name] = pull()
         return EdgeBatch(
             input_nodes=batch.input_nodes,
             output_nodes=batch.output_nodes,
-            positive=pairs.positive,
-            negative=pairs.negative,
+            pairs=pairs,
             blocks=batch.blocks,
             sample_s=(paired - begin) + batch.sample_s,
             fetch_s=batch.fetch_s + time.perf_counter() - sampled,
@@ -363,34 +353,30 @@ class EdgeMaker:
             for etype, columns in self.columns.items()
         }
 
-    def _pairs(self, edges: Mapping[EdgeType, Array], epoch: int) -> PairGraphs:
+    def _pairs(
+        self, edges: Mapping[EdgeType, Array], epoch: int
+    ) -> tuple[Mapping[str, Array], list[dgl.DGLGraph]]:
         # All requests are sent before the first wait.
-        found = [self.g.structure(etype).submit_find_edges(ids) for etype, ids in edges.items()]
-        batch = []
-        for number, (etype, ids) in enumerate(edges.items()):
-            structure, (sources, destinations) = self.g.structure(etype), found[number]()
-            batch.append(
-                Positives(
-                    etype=etype,
-                    number=number,
-                    ids=ids,
-                    sources=sources,
-                    destinations=destinations,
-                    num_sources=structure.num_sources,
-                    num_destinations=structure.num_destinations,
-                    seed=self.seed,
-                    epoch=epoch,
-                )
-            )
-        ends = {one.etype: (one.sources, one.destinations) for one in batch}
+        found = {etype: self.g.structure(etype).submit_find_edges(ids) for etype, ids in edges.items()}
+        ends = {etype: pending() for etype, pending in found.items()}
         if self.negative is None:
-            return build_pairs(self.g.ntypes, edges, ends, None, self.g.idtype)
-        nonempty = [one for one in batch if len(one.ids)]
-        drawn = self.negative(nonempty) if nonempty else {}
+            return build_pairs(self.g.ntypes, edges, ends, None)
+        batch = [
+            Positives(
+                etype=etype,
+                number=number,
+                ids=ids,
+                ends=ends[etype],
+                num_nodes=(self.g.num_nodes(etype[0]), self.g.num_nodes(etype[2])),
+                seed=self.seed,
+                epoch=epoch,
+            )
+            for number, (etype, ids) in enumerate(edges.items())
+            if len(ids)
+        ]
         nothing: Pairs = np.empty(0, np.int64), np.empty(0, np.int64)
-        return build_pairs(
-            self.g.ntypes, edges, ends, {etype: drawn.get(etype, nothing) for etype in edges}, self.g.idtype
-        )
+        drawn = dict.fromkeys(edges, nothing) | (self.negative(batch) if batch else {})
+        return build_pairs(self.g.ntypes, edges, ends, drawn)
 
 
 EdgesBatch: TypeAlias = (
@@ -484,8 +470,7 @@ class DistEdgeDataLoader(StepLoader[EdgeType, EdgeBatch, EdgesBatch]):
         super().__init__(g.session, read.items, read.options, maker)
 
     def _on_device(self, batch: EdgeBatch, share: StepShare) -> EdgesBatch:
-        blocks, nodes = batch.blocks, batch.input_nodes
-        graphs = [graph for graph in (batch.positive, batch.negative) if graph is not None]
+        blocks, nodes, graphs = batch.blocks, batch.input_nodes, batch.pairs
         if self._device.type != "cpu":
             blocks = [block.to(self._device) for block in blocks]
             graphs = [graph.to(self._device) for graph in graphs]

@@ -34,16 +34,25 @@ _MARGIN = 8
 """New buffers get 1/8 spare rows, so that batches of about the same size fit."""
 
 
+HALVES = (torch.float16, torch.bfloat16)
+FLOATS = (*HALVES, torch.float32, torch.float64)
+
+
 @final
 class RowMemory:
-    """Memory for the rows of columns, since page faults of a fresh array cost as much as filling it.
+    """Memory for the rows of columns, and their conversion to the floating-point ``dtype`` of batches.
 
-    An array is not returned explicitly: it is used again when all its views, including tensors over it, are
-    gone. At most ``num_batches`` are kept of a column. Thread-safe.
+    Page faults of a fresh array cost as much as filling it, so arrays are used again. None is returned
+    explicitly: it is idle when all its views, including tensors over it, are gone. At most ``num_batches``
+    are kept of a column. Thread-safe.
+
+    Features stored in half precision save disk, memory and network traffic, but few models compute in it, so
+    ``dtype`` None converts float16 and bfloat16 to float32 and keeps others. Integers and booleans are not
+    converted.
     """
 
-    def __init__(self, num_batches: int = 4) -> None:
-        self._num_batches = num_batches
+    def __init__(self, num_batches: int = 4, dtype: torch.dtype | None = None) -> None:
+        self._num_batches, self._dtype = num_batches, check_float(dtype)
         self._kept: dict[tuple[str, ColumnInfo], list[Array]] = {}
         self._lock = threading.Lock()
         # Measured, because interpreters differ in the references that a loop itself holds.
@@ -72,31 +81,6 @@ class RowMemory:
                     kept.append(array)
         return tensor_view(array[:count].reshape(count, *info.row_shape), info)
 
-
-def _references(arrays: Sequence[Array]) -> list[int]:
-    # Includes the references of this loop. A comprehension would hold others.
-    counts = []
-    for array in arrays:
-        counts.append(sys.getrefcount(array))
-    return counts
-
-
-HALVES = (torch.float16, torch.bfloat16)
-FLOATS = (*HALVES, torch.float32, torch.float64)
-
-
-@final
-class Precision:
-    """Converts the floating-point columns of batches to ``dtype``. Thread-safe.
-
-    Features stored in half precision save disk, memory and network traffic, but few models compute in it, so
-    None converts float16 and bfloat16 to float32 and keeps others. Integers and booleans are not converted.
-    """
-
-    def __init__(self, dtype: torch.dtype | None = None, num_batches: int = 4) -> None:
-        self._dtype = check_float(dtype)
-        self._memory = RowMemory(num_batches)
-
     def target(self, dtype: torch.dtype) -> torch.dtype:
         """Return the output dtype for a column of ``dtype``."""
         if dtype not in FLOATS:
@@ -108,7 +92,15 @@ class Precision:
         dtype = self.target(rows.dtype)
         if dtype == rows.dtype:
             return rows
-        return self._memory.rows("", len(rows), column_info(dtype, tuple(rows.shape[1:]))).copy_(rows)
+        return self.rows("", len(rows), column_info(dtype, tuple(rows.shape[1:]))).copy_(rows)
+
+
+def _references(arrays: Sequence[Array]) -> list[int]:
+    # Includes the references of this loop. A comprehension would hold others.
+    counts = []
+    for array in arrays:
+        counts.append(sys.getrefcount(array))
+    return counts
 
 
 def check_float(dtype: object) -> torch.dtype | None:
@@ -133,10 +125,8 @@ class Columns:
     """For the destinations of the last block, by node type."""
     edges: Mapping[EdgeType, Mapping[str, str]] = field(default_factory=dict)
     """For the edges of every block, by edge type."""
-    precision: Precision = field(default_factory=Precision)
-    """Converts the floating-point columns of inputs and edges."""
     memory: RowMemory = field(default_factory=RowMemory)
-    """Memory for the rows of inputs."""
+    """Memory for the rows of inputs, and for those of inputs and edges that are converted."""
 
 
 def submit_columns(
@@ -179,7 +169,7 @@ def submit_columns(
 
     def finish(built: Sequence[DGLBlock]) -> None:
         for number, side, kind, name, pull in pending:
-            rows = pull() if side == "dstnodes" else columns.precision.converted(pull())
+            rows = pull() if side == "dstnodes" else columns.memory.converted(pull())
             getattr(built[number], side)[kind].data[name] = rows
 
     return finish

@@ -248,8 +248,6 @@ class SampleRequest(NamedTuple):
     """(X,) int64 edges that are not drawn, edge type by edge type, ascending within one."""
     exclude_ends: Array
     """(R + 1,) int64."""
-    like: Array
-    """Any array of the output dtype of indptr, sources and edge ids."""
 
 
 class RawBatch(NamedTuple):
@@ -265,11 +263,11 @@ class RawBatch(NamedTuple):
     node_ends: Array
     """(L + 1, T) int64; the first row has the numbers of seeds."""
     indptr: Array
-    """Each has one entry more than the hop has nodes of the destination type, and starts at 0."""
+    """int64; each has one entry more than the hop has nodes of the destination type, and starts at 0."""
     sources: Array
-    """Positions among the nodes of the source type."""
+    """int64 positions among the nodes of the source type."""
     edge_ids: Array
-    """Global edge ids."""
+    """int64 global edge ids."""
     edge_ends: Array
     """(L * R + 1,) int64; hop h and edge type r have the edges ``[h * R + r]:[h * R + r + 1]``."""
 
@@ -483,14 +481,11 @@ def sample_batch(relations: Relations, request: SampleRequest, table: Table) -> 
         The batch, and the table to pass next time.
     """
     num_hops, num_relations = request.fanouts.shape
-    like = request.like
     node_ends = np.zeros((num_hops + 1, len(relations.offsets) - 1), np.int64)
     edge_ends = np.zeros(num_hops * num_relations + 1, np.int64)
     table, nodes = number_seeds(table, relations.offsets, request.seeds, request.seed_ends)
     node_ends[0] = nodes.counts
-    indptr = np.empty(0, like.dtype)
-    sources = np.empty(0, like.dtype)
-    edge_ids = np.empty(0, like.dtype)
+    indptr, sources, edge_ids = np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64)
     if nodes.counts.sum() < len(request.seeds):
         num_hops = 0
     for hop_index in range(num_hops):
@@ -518,7 +513,7 @@ def sample_batch(relations: Relations, request: SampleRequest, table: Table) -> 
     return RawBatch(ids, starts, node_ends, indptr, sources, edge_ids, edge_ends), used
 
 
-DIRECT_LIMIT = 1 << 26
+_DIRECT_LIMIT = 1 << 26
 """Nodes of the largest graph with a direct table (4 bytes per node and thread); larger ones are hashed."""
 
 _FIRST_SLOTS = 1 << 16
@@ -529,8 +524,8 @@ _LAST_BASE = 1 << 31
 class Workspace:
     """The relabelling table of one thread."""
 
-    def __init__(self, num_nodes: int, *, direct_limit: int = DIRECT_LIMIT) -> None:
-        direct = num_nodes <= direct_limit
+    def __init__(self, num_nodes: int) -> None:
+        direct = num_nodes <= _DIRECT_LIMIT
         slots = np.zeros(num_nodes if direct else _FIRST_SLOTS, np.uint32)
         self._table = Table(slots, np.empty(0 if direct else _FIRST_SLOTS, np.int64), 1)
 

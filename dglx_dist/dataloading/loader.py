@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import numpy as np
@@ -13,7 +12,7 @@ from dgl.heterograph import DGLBlock
 from torch import Tensor
 
 from dglx_dist.comm.collectives import barrier, check_equal, gather_json, run_on_all_ranks
-from dglx_dist.dataloading.feature_fetch import Columns, Precision, RowMemory
+from dglx_dist.dataloading.feature_fetch import Columns, RowMemory
 from dglx_dist.dataloading.kernels import Schema
 from dglx_dist.dataloading.minibatch import (
     BatchMaker,
@@ -68,9 +67,7 @@ def _local_plan(
     g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOptions, seed: int
 ) -> tuple[Columns, Draws | None]:
     # Not collective. No draws: the sampler runs its own code.
-    alive = options.depth + _SPARE_BUFFERS
-    columns = find_columns(g, plan, Precision(options.feature_dtype, alive))
-    columns = replace(columns, memory=RowMemory(alive))
+    columns = find_columns(g, plan, RowMemory(options.depth + _SPARE_BUFFERS, options.feature_dtype))
     if plan.fanouts is None:
         if options.exclude is not None:
             raise ConfigError(
@@ -86,7 +83,6 @@ def _local_plan(
         replace=plan.replace,
         exclude=_excluded(options.exclude, g),
         seed=seed,
-        idtype=np.dtype(np.int32 if g.idtype == torch.int32 else np.int64),
     )
 
 
@@ -105,7 +101,6 @@ def neighborhood_maker(g: DistGraph, num_layers: int) -> BatchMaker:
         replace=False,
         exclude={},
         seed=0,
-        idtype=np.dtype(np.int64),
     )
     return KernelMaker(_source(g, draws, None, "in_edges"), draws, g.kvstore, Columns())
 

@@ -35,7 +35,12 @@ Pairs: TypeAlias = tuple[Array, Array]
 
 _HOP = 1 << 40
 """The hop number of the first negative draws, above those of real hops."""
-_TAIL, _HEAD = 0, 1
+_SOURCE, _DESTINATION = 0, 1
+_REPLACED: Mapping[str, tuple[int, ...]] = {
+    "tail": (_DESTINATION,),
+    "head": (_SOURCE,),
+    "both": (_DESTINATION, _SOURCE),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,36 +52,20 @@ class Positives:
     """Place of the type among those of the graph."""
     ids: Array
     """(B,) int64 edge ids."""
-    sources: Array
-    """(B,) int64."""
-    destinations: Array
-    """(B,) int64."""
-    num_sources: int
-    """Nodes of the source type."""
-    num_destinations: int
-    """Nodes of the destination type."""
+    ends: Sequence[Array]
+    """(sources, destinations), (B,) int64 each."""
+    num_nodes: tuple[int, int]
+    """Nodes of the types of the sources and of the destinations."""
     seed: int
     epoch: int
 
-    def stream(self, side: int) -> np.uint64:
-        """Return the key of all draws that replace one side (0: destinations, 1: sources)."""
-        return stream_key(self.seed, self.epoch, _HOP + 2 * self.number + side)
-
-    def ends(self, side: int) -> Array:
-        """Return the (B,) ends on one side."""
-        return self.sources if side == _HEAD else self.destinations
-
-    def bound(self, side: int) -> int:
-        """Return the number of nodes of the type on one side."""
-        return self.num_sources if side == _HEAD else self.num_destinations
+    def stream(self, end: int) -> np.uint64:
+        """Return the key of all draws that replace one end."""
+        return stream_key(self.seed, self.epoch, _HOP + 2 * self.number + (end == _SOURCE))
 
 
-Draw: TypeAlias = Callable[[Positives], Pairs]
-"""Edges to negative pairs, edge by edge in the order of the edges. Thread-safe."""
-
-
-Ends: TypeAlias = Callable[[Positives, int], Array]
-"""Edges and the side to replace to the (B, k) replacements."""
+Replacements: TypeAlias = Callable[[Positives, int], Array]
+"""Edges and the end to replace to (B, k) nodes, row by row those of an edge. Thread-safe."""
 
 
 @dataclass(frozen=True)
@@ -92,33 +81,16 @@ class NegativeSampler(ABC):
 
     def __post_init__(self) -> None:
         whole_number("k", self.k, least=1)
-        if self.corrupt not in _SIDES:
+        if self.corrupt not in _REPLACED:
             raise ConfigError(f"corrupt={self.corrupt!r}; choose 'tail', 'head' or 'both'")
 
     @abstractmethod
-    def _ends(self, g: DistGraph, etypes: Sequence[EdgeType]) -> Ends:
-        """Return the function that draws replacements."""
-
-    def open(self, g: DistGraph, etypes: Sequence[EdgeType]) -> Draw:
-        """Return the draw function for edges of ``etypes``. Not collective, but may read from other servers.
+    def open(self, g: DistGraph, etypes: Sequence[EdgeType]) -> Replacements:
+        """Return what draws for edges of ``etypes``. Not collective, but may read from other servers.
 
         Raises:
             PeerError: another server is silent.
         """
-        ends = self._ends(g, etypes)
-
-        def draw(edges: Positives) -> Pairs:
-            sources, destinations = [], []
-            for side in _SIDES[self.corrupt]:
-                other = ends(edges, side)
-                kept = np.broadcast_to(edges.ends(1 - side)[:, None], other.shape)
-                sources.append(other if side == _HEAD else kept)
-                destinations.append(kept if side == _HEAD else other)
-            return np.concatenate(sources, axis=1).reshape(-1), np.concatenate(destinations, axis=1).reshape(
-                -1
-            )
-
-        return draw
 
 
 @final
@@ -132,8 +104,8 @@ class Uniform(NegativeSampler):
         ConfigError: ``k`` is no whole number of at least 1, or ``corrupt`` none of its three values.
     """
 
-    def _ends(self, g: DistGraph, etypes: Sequence[EdgeType]) -> Ends:
-        return lambda edges, side: _uniform(edges.ids, edges.stream(side), self.k, edges.bound(side))
+    def open(self, g: DistGraph, etypes: Sequence[EdgeType]) -> Replacements:
+        return lambda edges, end: _uniform(edges.ids, edges.stream(end), self.k, edges.num_nodes[end])
 
 
 @final
@@ -144,9 +116,9 @@ class PerSourceUniform(NegativeSampler):
     Fewer nodes are sampled. A node has the same negatives in all batches of an epoch.
     """
 
-    def _ends(self, g: DistGraph, etypes: Sequence[EdgeType]) -> Ends:
-        return lambda edges, side: _uniform(
-            edges.ends(1 - side), edges.stream(side), self.k, edges.bound(side)
+    def open(self, g: DistGraph, etypes: Sequence[EdgeType]) -> Replacements:
+        return lambda edges, end: _uniform(
+            edges.ends[1 - end], edges.stream(end), self.k, edges.num_nodes[end]
         )
 
 
@@ -171,10 +143,10 @@ class DegreeWeighted(NegativeSampler):
         if not isinstance(self.power, (int, float)) or not 0 <= self.power < float("inf"):
             raise ConfigError(f"power={self.power!r}; give a finite number of at least 0, e.g. 0.75")
 
-    def _ends(self, g: DistGraph, etypes: Sequence[EdgeType]) -> Ends:
-        sides = _SIDES[self.corrupt]
-        tables = {(e, side): _cumulative(g, e, side, self.power) for e in etypes for side in sides}
-        return lambda edges, side: _weighted(edges.ids, edges.stream(side), self.k, tables[edges.etype, side])
+    def open(self, g: DistGraph, etypes: Sequence[EdgeType]) -> Replacements:
+        ends = _REPLACED[self.corrupt]
+        tables = {(etype, end): _cumulative(g, etype, end, self.power) for etype in etypes for end in ends}
+        return lambda edges, end: _weighted(edges.ids, edges.stream(end), self.k, tables[edges.etype, end])
 
 
 @final
@@ -195,25 +167,22 @@ class InBatch(NegativeSampler):
     def __post_init__(self) -> None:
         Uniform(1 if self.k is None else self.k, self.corrupt)
 
-    def _ends(self, g: DistGraph, etypes: Sequence[EdgeType]) -> Ends:
-        def ends(edges: Positives, side: int) -> Array:
+    def open(self, g: DistGraph, etypes: Sequence[EdgeType]) -> Replacements:
+        def others_of(edges: Positives, end: int) -> Array:
             others = max(len(edges.ids) - 1, 0)
             count = others if self.k is None else min(self.k, others)
-            circle = np.argsort(hash_ids(edges.ids, edges.stream(side)), kind="stable")
+            circle = np.argsort(hash_ids(edges.ids, edges.stream(end)), kind="stable")
             place = np.empty_like(circle)
             place[circle] = np.arange(len(circle))
             steps = place[:, None] + np.arange(1, count + 1)
-            return edges.ends(side)[circle[steps % max(len(circle), 1)]]
+            return edges.ends[end][circle[steps % max(len(circle), 1)]]
 
-        return ends
-
-
-_SIDES: Mapping[str, tuple[int, ...]] = {"tail": (_TAIL,), "head": (_HEAD,), "both": (_TAIL, _HEAD)}
+        return others_of
 
 
-def _cumulative(g: DistGraph, etype: EdgeType, side: int, power: float) -> Array:
+def _cumulative(g: DistGraph, etype: EdgeType, end: int, power: float) -> Array:
     """Return the (N,) float64 cumulative sums of degree ** power."""
-    degrees = (g.out_degrees if side == _HEAD else g.in_degrees)(None, etype).numpy()
+    degrees = (g.out_degrees if end == _SOURCE else g.in_degrees)(None, etype).numpy()
     # Nodes without an edge weigh 0 even at power 0, where 0 ** 0 would be 1.
     with np.errstate(over="ignore"):
         sums = np.cumsum(np.where(degrees > 0, degrees.astype(np.float64) ** power, 0.0))
@@ -276,9 +245,19 @@ def open_negative(g: DistGraph, sampler: Any, etypes: Sequence[EdgeType]) -> Dra
     if sampler is None:
         return None
     if isinstance(sampler, NegativeSampler):
-        draw = sampler.open(g, etypes)
-        return lambda batch: {edges.etype: draw(edges) for edges in batch}
+        drawn = sampler.open(g, etypes)
+        return lambda batch: {edges.etype: _pairs(edges, drawn, sampler.corrupt) for edges in batch}
     return lambda batch: _call_user_sampler(g, sampler, batch)
+
+
+def _pairs(edges: Positives, drawn: Replacements, corrupt: Corrupt) -> Pairs:
+    pieces = []
+    for end in _REPLACED[corrupt]:
+        other = drawn(edges, end)
+        kept = np.broadcast_to(edges.ends[1 - end][:, None], other.shape)
+        pieces.append((other, kept) if end == _SOURCE else (kept, other))
+    sources, destinations = (np.concatenate(ends, axis=1).reshape(-1) for ends in zip(*pieces, strict=True))
+    return sources, destinations
 
 
 def _call_user_sampler(

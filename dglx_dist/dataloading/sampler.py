@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, TypeAlias, final
+from typing import TypeAlias, final
 
 import numpy as np
 
@@ -48,11 +48,9 @@ class Draws:
     exclude: Mapping[EdgeType, Array]
     """Edge type to (X,) int64 ascending ids of edges never drawn; types may be missing."""
     seed: int
-    idtype: np.dtype[Any]
-    """Of the blocks' structure: int32 or int64."""
 
     def signature(self) -> str:
-        """Return the fields but types and index dtype, with a digest of the excluded edges."""
+        """Return the fields but types, with a digest of the excluded edges."""
         digest = hashlib.sha256()
         for etype, ids in self.exclude.items():
             digest.update(f"{etype} {len(ids)} ".encode())
@@ -84,7 +82,6 @@ class Draws:
             self.replace,
             edges,
             edge_ends,
-            np.empty(0, self.idtype),
         )
 
 
@@ -160,7 +157,7 @@ class RemoteSource:
             _check_seeds(request, nodes.counts)
             for hop in range(len(request.fanouts)):
                 edges = self._draw(request, exclude, hop, nodes)
-                table, nodes, local = self._number(table, nodes, edges, request.like.dtype)
+                table, nodes, local = self._number(table, nodes, edges)
                 parts += [
                     (of_type.indptr, numbers, of_type.edge_ids)
                     for of_type, numbers in zip(edges, local, strict=True)
@@ -170,7 +167,7 @@ class RemoteSource:
             # Also after an error, or the next batch would see the numbers assigned so far.
             workspace.keep(table._replace(base=table.base + int(nodes.counts.max())))
         ids, starts = packed_ids(nodes)
-        return RawBatch(ids, starts, np.array(node_ends), *_joined(parts, request.like.dtype))
+        return RawBatch(ids, starts, np.array(node_ends), *_joined(parts))
 
     def _draw(
         self, request: SampleRequest, exclude: Mapping[EdgeType, Array], hop: int, nodes: NumberedNodes
@@ -188,13 +185,13 @@ class RemoteSource:
         return [draw() for draw in pending]
 
     def _number(
-        self, table: Table, nodes: NumberedNodes, edges: Sequence[InEdges], dtype: np.dtype[np.generic]
+        self, table: Table, nodes: NumberedNodes, edges: Sequence[InEdges]
     ) -> tuple[Table, NumberedNodes, list[Array]]:
         more, done = np.zeros(len(nodes.counts), np.int64), nodes.counts.copy()
         np.add.at(more, self._source_types, [len(of_type.sources) for of_type in edges])
         nodes = grown_nodes(nodes, more)
         table = grown_table(table, nodes, int(more.sum()))
-        local = [np.empty(len(of_type.sources), dtype) for of_type in edges]
+        local = [np.empty(len(of_type.sources), np.int64) for of_type in edges]
         for relation, of_type in enumerate(edges):
             node_type = self._source_types[relation]
             keys = of_type.sources + self._offsets[node_type]
@@ -238,12 +235,8 @@ def keyed_draw(rule: Rule, weights: Mapping[int, Array]) -> Draw:
     return draw
 
 
-def _joined(
-    parts: Sequence[tuple[Array, Array, Array]], dtype: np.dtype[np.generic]
-) -> tuple[Array, Array, Array, Array]:
+def _joined(parts: Sequence[tuple[Array, Array, Array]]) -> tuple[Array, Array, Array, Array]:
     """Return (indptr, sources, edge ids, edge ends) of consecutive parts (indptr, sources, edge ids)."""
     edge_ends = np.cumsum([0, *(len(edge_ids) for _, _, edge_ids in parts)])
-    indptr, sources, edge_ids = (
-        np.concatenate(part).astype(dtype, copy=False) for part in zip(*parts, strict=True)
-    )
+    indptr, sources, edge_ids = (np.concatenate(part) for part in zip(*parts, strict=True))
     return indptr, sources, edge_ids, edge_ends

@@ -10,7 +10,7 @@ import numpy as np
 from dgl.dataloading import BlockSampler, EdgePredictionSampler, NeighborSampler
 from numba import njit
 
-from dglx_dist.dataloading.feature_fetch import Columns, Precision
+from dglx_dist.dataloading.feature_fetch import Columns, RowMemory
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.row_kernels import numpy_view
 from dglx_dist.graph.structure import Structure
@@ -138,13 +138,13 @@ def _listed(given: object, option: str) -> tuple[str, ...]:
 K = TypeVar("K")
 
 
-def find_columns(g: DistGraph, plan: SamplePlan, precision: Precision) -> Columns:
+def find_columns(g: DistGraph, plan: SamplePlan, memory: RowMemory) -> Columns:
     """Return the columns of ``g`` that ``plan`` attaches; ConfigError lists the existing ones."""
     return Columns(
         inputs=_node_columns(g, plan.node_feats, "prefetch_node_feats"),
         targets=_node_columns(g, plan.labels, "prefetch_labels"),
         edges=edge_columns(g, plan.edge_feats, "prefetch_edge_feats"),
-        precision=precision,
+        memory=memory,
     )
 
 

@@ -31,22 +31,8 @@ from dglx_dist.graph.row_kernels import SlotTable, fill_table, table_sizes
 from dglx_dist.graph.sampling import NO_IDS, by_type, fanout_by_type
 from dglx_dist.graph.shared_memory import shared_rows
 from dglx_dist.graph.split import node_split
-from dglx_dist.graph.structure import CSCShard
+from dglx_dist.graph.structure import CSCShard, count_sources
 from dglx_dist.records import Array, ColumnInfo, EdgeType
-
-
-def count_sources(
-    shards: Sequence[CSCShard], num_sources: int, nodes: tuple[int, int] | None = None
-) -> Array:
-    """Return the (N,) int64 number of edges of each source to the destinations (first, end); None: all."""
-    counts = np.zeros(num_sources, np.int64)
-    for shard in shards:
-        first, end = nodes if nodes is not None else (shard.first_node, shard.last_node)
-        num_rows = shard.last_node - shard.first_node
-        begin = min(max(first - shard.first_node, 0), num_rows)
-        stop = min(max(end - shard.first_node, begin), num_rows)
-        _count(shard.indices[shard.indptr[begin] : shard.indptr[stop]], counts)
-    return counts
 
 
 def access_probability(
@@ -129,12 +115,6 @@ def expected_hit_rate(scores: Array, own: tuple[int, int], cached: Array) -> flo
     """Return the share of ``cached`` rows in the remote scores; None when all of these are 0."""
     remote = float(scores[: own[0]].sum() + scores[own[1] :].sum())
     return float(scores[cached].sum()) / remote if remote > 0 else None
-
-
-@njit(cache=True, nogil=True)
-def _count(sources: Array, counts: Array) -> None:
-    for edge in range(len(sources)):
-        counts[np.uint64(sources[edge])] += 1
 
 
 @njit(cache=True, nogil=True)

@@ -10,7 +10,7 @@ import numpy as np
 from numba import njit
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.row_kernels import change_ahead, number_distinct
+from dglx_dist.graph.row_kernels import number_distinct, read_ahead
 from dglx_dist.records import Array, StepShare
 
 AHEAD = 4
@@ -94,8 +94,8 @@ def update_adagrad(
     step, small, factor = kind(constants[0]), kind(constants[1]), kind(gradient.weight)
     last = len(at) - 1
     for k in range(len(at)):
-        change_ahead(weight, at[min(k + AHEAD, last)])
-        change_ahead(total, touched[min(k + AHEAD, last)])
+        read_ahead(weight, at[min(k + AHEAD, last)])
+        read_ahead(total, touched[min(k + AHEAD, last)])
         row, state = np.uint64(at[k]), np.uint64(touched[k])
         place = np.uint64(gradient.places[k])
         for at_column in range(weight.shape[1]):
@@ -123,9 +123,9 @@ def update_adam(
     gain_square, small = kind(constants[2]), kind(constants[3])
     factor, last = kind(gradient.weight), len(at) - 1
     for k in range(len(at)):
-        change_ahead(weight, at[min(k + AHEAD, last)])
-        change_ahead(mean, touched[min(k + AHEAD, last)])
-        change_ahead(square, touched[min(k + AHEAD, last)])
+        read_ahead(weight, at[min(k + AHEAD, last)])
+        read_ahead(mean, touched[min(k + AHEAD, last)])
+        read_ahead(square, touched[min(k + AHEAD, last)])
         row, state = np.uint64(at[k]), np.uint64(touched[k])
         place = np.uint64(gradient.places[k])
         for at_column in range(weight.shape[1]):

@@ -125,6 +125,26 @@ def all_in_edges(shard: CSCShard, nodes: Array, _parameters: str = "", _exclude:
     return InEdges(indptr=indptr, sources=shard.indices[at].astype(np.int64), edge_ids=at + shard.first_edge)
 
 
+def count_sources(
+    shards: Sequence[CSCShard], num_sources: int, nodes: tuple[int, int] | None = None
+) -> Array:
+    """Return the (N,) int64 number of edges of each source to the destinations (first, end); None: all."""
+    counts = np.zeros(num_sources, np.int64)
+    for shard in shards:
+        first, end = nodes if nodes is not None else (shard.first_node, shard.last_node)
+        num_rows = shard.last_node - shard.first_node
+        begin = min(max(first - shard.first_node, 0), num_rows)
+        stop = min(max(end - shard.first_node, begin), num_rows)
+        _count(shard.indices[shard.indptr[begin] : shard.indptr[stop]], counts)
+    return counts
+
+
+@njit(cache=True, nogil=True)
+def _count(sources: Array, counts: Array) -> None:
+    for edge in range(len(sources)):
+        counts[np.uint64(sources[edge])] += 1
+
+
 @njit(cache=True, nogil=True)
 def _sizes(indptr: Array, starts: Array, positions: Array, sizes: Array) -> None:
     for node in range(len(indptr) - 1):
@@ -291,10 +311,7 @@ class Structure:
         """Return [(K,) int64 out-edges of each node that end here]."""
         if self._local_out_degrees is None:
             # Counted once, when first asked for: it reads every edge.
-            total = np.zeros(self.num_sources, dtype=np.int64)
-            for shard in self.shards:
-                total += np.bincount(shard.indices, minlength=self.num_sources)
-            self._local_out_degrees = total
+            self._local_out_degrees = count_sources(self.shards, self.num_sources)
         return [self._local_out_degrees[nodes]]
 
     def _find_edges(self, edge_ids: Array) -> Sequence[Array]:

@@ -147,7 +147,6 @@ def _sum_until(stop: threading.Event) -> None:
         np.add(rows, 1.0, out=out)
 
 
-_TERMS = 3
 _LAYER_S, _USUAL = 2.5e-3, (0.7e-9, 0.025e-9)
 """Of a layer, to sum a column of an edge, and of a multiply-add, on a current core."""
 _TRUST = 0.1
@@ -281,8 +280,8 @@ def fit_rates(work: Array, seconds: Array, num_layers: int = 2) -> tuple[float, 
     # Columns differ by many orders of magnitude: a factor of 1 is the usual rate.
     scaled = work * usual / seconds[:, None]
     scale = 1.0 / max(float(np.median(scaled.sum(axis=1))), 1e-300)
-    rows = np.concatenate([scaled, np.eye(_TERMS) * _TRUST / scale])
-    aim = np.concatenate([np.ones(len(seconds)), np.full(_TERMS, _TRUST)])
+    rows = np.concatenate([scaled, np.eye(len(usual)) * _TRUST / scale])
+    aim = np.concatenate([np.ones(len(seconds)), np.full(len(usual), _TRUST)])
     best, _ = nnls(rows, aim)
     step, edge, product = (best * usual).tolist()
     return step, edge, product

@@ -9,9 +9,9 @@ from typing import Any
 
 from dglx_dist.comm.topology import read_topology
 from dglx_dist.data.synthetic import SyntheticConfig
-from dglx_dist.planner.records import Rate
 from dglx_dist.prepare import PartitionPlan
 from dglx_dist.records import EpochRecord
+from dglx_dist.strategies.cost import Survey
 from scripts.bench.jobs.params import TrainParams, read_params
 from scripts.bench.peers.launch import KIND as PROGRAM
 from scripts.bench.records import (
@@ -166,6 +166,14 @@ def scaling() -> tuple[Experiment, Outcome]:
 TWO = Shape(servers=2)
 
 
+def survey(**changed: Any) -> Survey:
+    fields = {
+        "steps": 10, "input_rows": 0, "remote_rows": 0, "edges": 0, "seeds_per_rank": [5, 5],
+        "feature_bytes": 0, "sampling_bytes": 0, "label_bytes": 0, "gradient_bytes": 0,
+    }  # fmt: skip
+    return Survey(**{**fields, **changed})
+
+
 def epoch(number: int = 0, seconds: float = 2.0, **fields: Any) -> EpochRecord:
     values: dict[str, Any] = {
         "loss": 0.5,
@@ -219,36 +227,3 @@ def jobs_of(name: str, plan: ExperimentPlan) -> list[tuple[Variant, TrainParams]
             assert bool(variant.simulated) == (told.simulated is not None)
             found.append((variant, told))
     return found
-
-
-def outcome_of(plan: ExperimentPlan) -> Outcome:
-    """Everything that an outcome can hold, with other values in every field than the default ones."""
-    odd = Variant(
-        name="odd",
-        shape=Shape(servers=3, ranks_per_server=2, cpus=0.5),
-        job=Job(kind="echo", params={"a": [1, {"b": None}]}, warm={"c": True}),
-        rate=Rate(123_456_789),
-        simulated="compute",
-        curve=Job(kind="echo", params={"epochs": 20}),
-    )
-    measured = Measurement(
-        variant="odd",
-        repetition=4,
-        epochs=(epoch(1), epoch(2, cache_hits=7)),
-        bytes_outside_wire=5,
-        peak_bytes=6,
-        accuracy=((0.5, 0.25), (1.0, 0.5)),
-        extra={"steps": 8},
-    )
-    return Outcome(
-        experiment="T1",
-        status="failed",
-        reason="stopped",
-        network={"odd": {"kind": "namespaces"}},
-        plan=ExperimentPlan(variants=(*plan.variants, odd), ratios=plan.ratios, facts=plan.facts),
-        measurements=(measured,),
-        machine={"cpu": "x"},
-        label="quick look",
-        command="python scripts/bench --only T1 --out DIR",
-        date="2026-01-02T03:04:05+00:00",
-    )

@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ from scripts.bench import driver, results, suites
 from scripts.bench.cli import app, choose
 from scripts.bench.figures import figures_of
 from scripts.bench.pages import summary
-from scripts.bench.records import BenchPlan, Experiment, Measurement, Outcome
-from tests.bench.helpers import epoch, plan_of
+from scripts.bench.records import BenchPlan, Experiment, Outcome
+from tests.bench.helpers import SLOW, outcome
 
 
 def bench(*arguments: str) -> Any:
@@ -95,6 +96,8 @@ def test_the_plan_is_what_was_asked_for(tmp_path: Path, monkeypatch: pytest.Monk
     assert [plan.work for plan in plans] == [tmp_path / "work", tmp_path / "w"]
     assert [plan.repetitions for plan in plans] == [7, 5]
     assert [plan.seed for plan in plans] == [3, 0]
+    assert [one.id for one in choose("quick", [])] == [one.id for one in suites.suite("quick")]
+    assert [one.id for one in choose("quick", ["d2", "D1,D2"])] == ["D2", "D1"]
 
 
 @pytest.mark.parametrize(
@@ -116,24 +119,8 @@ def test_mistakes_are_told_before_anything_runs(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_suite_is_chosen_unless_experiments_are_named() -> None:
-    assert [one.id for one in choose("quick", [])] == [one.id for one in suites.suite("quick")]
-    assert [one.id for one in choose("quick", ["d2", "D1,D2"])] == ["D2", "D1"]
-
-
 def test_the_last_lines_say_what_came_out() -> None:
-    measurements = tuple(
-        Measurement(variant=name, repetition=number, epochs=(epoch(seconds=seconds),))
-        for number in range(2)
-        for name, seconds in (("a", 3.0), ("b", 1.0))
-    )
-    outcome = Outcome(
-        experiment="D1",
-        status="measured",
-        plan=plan_of("a", "b"),
-        measurements=measurements,
-        label="quick look",
-    )
-    assert summary(figures_of(suites.find("D1"), outcome)) == (
-        "links not limited; quick look: `A over B` **3.00**, predicted 2.00, bound at least 1.5 missed"
+    given = replace(outcome(kind="loopback", fast=SLOW), label="quick look")
+    assert summary(figures_of(suites.find("D1"), given)) == (
+        "links not limited; quick look: `speed-up` **1.00**, predicted 1.90, bound at least 1.5 missed"
     )

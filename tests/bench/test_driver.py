@@ -17,7 +17,7 @@ import torch
 from dglx_dist.errors import ConfigError
 from dglx_dist.planner.records import Rate
 from scripts.bench import driver, results
-from scripts.bench.driver import read_measured, read_measurement
+from scripts.bench.driver import read_measurement
 from scripts.bench.records import (
     BenchPlan,
     ExperimentPlan,
@@ -29,7 +29,6 @@ from scripts.bench.records import (
     Variant,
     check_plan,
 )
-from scripts.netlab.calibrate import Measured
 from tests.bench.helpers import TWO, epoch, experiment_of, plan_of
 
 
@@ -46,24 +45,6 @@ def test_the_machine_is_described_without_naming_host_or_user() -> None:
 
 
 (A, _) = plan_of("a", "b").variants
-TWO_EPOCHS = [asdict(epoch(0, 1.0)), asdict(epoch(1, 3.0))]
-
-
-def test_epochs_are_those_of_all_ranks_and_memory_is_the_largest_rank_s() -> None:
-    rank = {"epochs": TWO_EPOCHS, "bytes_outside_wire": 100, "accuracy": [[1, 0.5]], "extra": {"steps": 3}}
-    found = read_measurement(A, 2, [rank | {"peak_bytes": 5}, rank | {"peak_bytes": 9}])
-    assert (found.variant, found.repetition, found.seconds) == ("a", 2, 2.0)
-    assert found.epochs == (epoch(0, 1.0), epoch(1, 3.0))
-    assert (found.bytes_outside_wire, found.peak_bytes) == (100, 9)
-    assert (found.accuracy, found.extra) == (((1.0, 0.5),), {"steps": 3})
-
-
-def test_a_calibration_sees_one_epoch_of_one_server() -> None:
-    report = {"epochs": TWO_EPOCHS, "bytes_outside_wire": 4_400_000}
-    assert read_measured(A, [report] * 2) == Measured(seconds=2.0, bytes_per_server=1_100_000.0)
-    report["bytes_outside_wire"] = None
-    # No card: 2 MB payload per epoch, by two servers.
-    assert read_measured(A, [report] * 2) == Measured(seconds=2.0, bytes_per_server=1_000_000.0)
 
 
 @pytest.mark.parametrize("report", [{"peak_bytes": 5}, {"epochs": [], "peek_bytes": 5}])
@@ -96,10 +77,11 @@ class Played:
         if len(self.done) == self._fails_at:
             raise JobError("rank 1 died")
         self.done.append((job.params["as"], "free" if rate is None else str(rate)))
-        # 4 MB over the cards of two servers in each epoch, each 2 MB.
+        # 4 MB over the cards of two servers in each of two epochs, each 2 MB.
         seconds = 1.0 + (0.0 if rate is None else 16e6 / rate.bits_per_s)
-        report = {"epochs": [asdict(epoch(0, seconds))], "bytes_outside_wire": 4_000_000}
-        return [report | ({"accuracy": [[1.0, 0.5]]} if "curve" in job.params else {})] * 2
+        report = {"epochs": [asdict(epoch(n, seconds)) for n in range(2)], "bytes_outside_wire": 8_000_000}
+        report |= {"accuracy": [[1.0, 0.5]]} if "curve" in job.params else {}
+        return [report | {"peak_bytes": peak} for peak in (5, 9)]
 
     def describe(self, shape: Shape, rate: Rate | None) -> dict[str, Any]:
         return {"kind": "namespaces" if self._limited else "loopback", "external": rate and str(rate)}
@@ -112,14 +94,22 @@ def bench(folder: Path, repetitions: int = 5) -> BenchPlan:
     return BenchPlan(suite="quick", out=folder, work=folder / "work", repetitions=repetitions)
 
 
-def run(plan: ExperimentPlan | None, stage: Played, folder: Path, repetitions: int = 5) -> Outcome:
-    return driver.run(experiment_of(plan), bench(folder, repetitions), lambda _: None, open_stage=stage.open)
+def run(
+    plan: ExperimentPlan | None, stage: Played, folder: Path, repetitions: int = 5, tell: Any = lambda _: None
+) -> Outcome:
+    return driver.run(experiment_of(plan), bench(folder, repetitions), tell, open_stage=stage.open)
 
 
 def test_what_is_compared_takes_turns_at_the_rate_that_gives_the_phi(tmp_path: Path) -> None:
-    stage = Played()
-    outcome = run(plan_of("a", "b", "c"), stage, tmp_path)
+    stage, told = Played(), list[str]()
+    outcome = run(plan_of("a", "b", "c"), stage, tmp_path, tell=told.append)
     assert outcome.status == "measured"
+    assert results.read(tmp_path) == (outcome,)
+    assert outcome.label == ""
+    assert outcome.command == "python scripts/bench --suite quick --only T1 --repetitions 5 --out DIR"
+    assert told[:2] == ["T1: making its datasets", "T1: warming up: a (0 of 18 jobs)"]
+    # Three jobs are expected of a calibration, and two were enough.
+    assert told[-1].startswith("T1: repetition 5 of 5: a (19 of 20 jobs, about")
     assert stage.shapes == [TWO]
     assert stage.closed
     # phi 0.5: as long on the wire as without it, 16e6 bit in 1 s. The first guess is exact here.
@@ -131,29 +121,10 @@ def test_what_is_compared_takes_turns_at_the_rate_that_gives_the_phi(tmp_path: P
     assert [(one.variant, one.repetition) for one in outcome.measurements[:4]] == [
         ("a", 0), ("b", 0), ("c", 0), ("b", 1),
     ]  # fmt: skip
-    assert outcome.measurements[0].seconds == 2.0
+    assert (outcome.measurements[0].seconds, outcome.measurements[0].peak_bytes) == (2.0, 9)
     assert outcome.network["b"]["external"] == "16mbit"
     assert outcome.network["b"]["phi"] == 0.5
     assert outcome.network["b"]["calibration"]["baseline"] == "a"
-
-
-def test_jobs_are_told_with_how_many_are_left(tmp_path: Path) -> None:
-    told: list[str] = []
-    plan = plan_of("a", "b")
-    driver.run(experiment_of(plan), bench(tmp_path, 2), told.append, open_stage=Played().open)
-    assert told[:2] == ["T1: making its datasets", "T1: warming up: a (0 of 6 jobs)"]
-    # Three jobs are expected of a calibration, and two were enough.
-    assert told[3].startswith(
-        "T1: finding the rate at which a has phi 0.5: without limit (2 of 9 jobs, about"
-    )
-    assert told[-1].startswith("T1: repetition 2 of 2: a (7 of 8 jobs, about")
-
-
-def test_what_is_returned_is_what_is_written(tmp_path: Path) -> None:
-    outcome = run(plan_of("a", "b"), Played(), tmp_path)
-    assert results.read(tmp_path) == (outcome,)
-    assert outcome.label == ""
-    assert outcome.command == "python scripts/bench --suite quick --only T1 --repetitions 5 --out DIR"
 
 
 def test_no_path_of_the_user_is_kept(tmp_path: Path) -> None:
@@ -166,36 +137,22 @@ def test_no_path_of_the_user_is_kept(tmp_path: Path) -> None:
     assert outcome.plan.variants[0].job.params["data"] == "WORK/synthetic-1"
 
 
-def test_each_variant_has_its_own_servers_and_rate(tmp_path: Path) -> None:
-    one, two = (
-        Variant(name=name, shape=shape, rate=rate, job=Job(kind="echo", params={"as": name}))
-        for name, shape, rate in (("one", Shape(servers=1), None), ("two", TWO, Rate(100 * MEGABIT)))
-    )
+def test_each_variant_has_its_servers_rate_warm_up_and_a_curve_that_is_no_repetition(tmp_path: Path) -> None:
+    warmed = Job(kind="echo", params={"as": "one"}, warm={"as": "one, once"})
+    one = Variant(name="one", shape=Shape(servers=1), job=warmed)
+    curve = Job(kind="echo", params={"as": "curve of two", "curve": True})
+    job = Job(kind="echo", params={"as": "two"})
+    two = Variant(name="two", shape=TWO, rate=Rate(100 * MEGABIT), job=job, curve=curve)
     stage = Played()
     outcome = run(ExperimentPlan(variants=(one, two)), stage, tmp_path, repetitions=1)
     assert stage.shapes == [Shape(servers=1), TWO]
-    assert stage.done[2:] == [("one", "free"), ("two", "100mbit")]
+    assert stage.done == [
+        ("one, once", "free"), ("two", "free"),
+        ("one", "free"), ("two", "100mbit"), ("curve of two", "100mbit"),
+    ]  # fmt: skip
     assert (outcome.network["one"]["external"], outcome.network["two"]["external"]) == (None, "100mbit")
-
-
-def test_warming_up_uses_what_the_job_says_for_it(tmp_path: Path) -> None:
-    plan = plan_of("a", "b")
-    cheap = replace(plan.variants[0], job=Job(kind="echo", params={"as": "a"}, warm={"as": "a, once"}))
-    stage = Played()
-    run(replace(plan, variants=(cheap, plan.variants[1])), stage, tmp_path, repetitions=1)
-    assert [name for name, _ in stage.done[:3]] == ["a, once", "b", "a"]
-
-
-def test_curves_are_drawn_last_and_are_no_repetitions(tmp_path: Path) -> None:
-    curve = Job(kind="echo", params={"as": "curve of b", "curve": True})
-    plan = plan_of("a", "b")
-    drawn = replace(plan.variants[1], curve=curve)
-    stage = Played()
-    outcome = run(replace(plan, variants=(plan.variants[0], drawn)), stage, tmp_path)
-    assert stage.done[-1] == ("curve of b", "16mbit")
+    assert [bool(one.epochs) for one in outcome.measurements] == [True, True, False]
     assert outcome.measurements[-1].accuracy == ((1.0, 0.5),)
-    assert outcome.measurements[-1].epochs == ()
-    assert sum(bool(one.epochs) for one in outcome.measurements) == 10
 
 
 def test_on_plain_loopback_no_rate_is_asked_for_and_none_is_noted(tmp_path: Path) -> None:
@@ -225,7 +182,7 @@ def test_an_interrupt_leaves_the_whole_repetitions_in_the_file(tmp_path: Path) -
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        driver.run(experiment_of(plan_of("a", "b")), bench(tmp_path), interrupt, open_stage=stage.open)
+        run(plan_of("a", "b"), stage, tmp_path, tell=interrupt)
     assert stage.closed
     (kept,) = results.read(tmp_path)
     assert (kept.status, kept.reason) == ("failed", "stopped after repetition 2 of 5")

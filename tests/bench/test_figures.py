@@ -41,14 +41,18 @@ from scripts.bench.records import (
 from tests.bench.helpers import EXPERIMENT, epoch_of, measurements, outcome, variant, with_curves
 
 
-def test_without_cards_or_bytes_there_is_no_wire_ratio() -> None:
+def test_what_was_not_measured_has_no_figures() -> None:
+    given = outcome()
     for fields in ({"wire": None}, {"outside": 0, "wire": 0}):
-        bare = replace(outcome(), measurements=measurements("random", [1.0], **fields))
+        bare = replace(given, measurements=measurements("random", [1.0], **fields))
         assert [one["wire_by_ledger"] for one in variant_rows(bare)] == [None]
-
-
-def test_a_ratio_without_a_measurement_or_over_nothing_has_no_value() -> None:
-    half = replace(outcome(), measurements=measurements("random", [1.0, 2.0]))
+    for nothing in (replace(given, plan=None), replace(given, measurements=())):
+        assert variant_rows(nothing) == []
+    assert ratio_figures(replace(given, plan=None)) == ()
+    # A curve without epochs is no measurement of time.
+    curve = replace(given.measurements[0], repetition=5, epochs=(), accuracy=((1.0, 0.5),))
+    assert variant_rows(replace(given, measurements=(*given.measurements, curve))) == variant_rows(given)
+    half = replace(given, measurements=measurements("random", [1.0, 2.0]))
     assert [one.value for one in ratio_figures(half)] == [None]
     assert "no measurement" in judge_experiment(EXPERIMENT, half).why
     silent = replace(
@@ -70,20 +74,9 @@ def test_a_target_that_one_repetition_did_not_reach_leaves_no_ratio() -> None:
     assert reached(10, 11, 12, None, None) == [None]
 
 
-def test_what_was_not_measured_has_no_figures() -> None:
-    for nothing in (replace(outcome(), plan=None), replace(outcome(), measurements=())):
-        assert variant_rows(nothing) == []
-    assert ratio_figures(replace(outcome(), plan=None)) == ()
-    # A curve without epochs is no measurement of time.
-    given = outcome()
-    curve = replace(given.measurements[0], repetition=5, epochs=(), accuracy=((1.0, 0.5),))
-    assert variant_rows(replace(given, measurements=(*given.measurements, curve))) == variant_rows(given)
-
-
 def test_time_to_the_best_accuracy_that_all_reach() -> None:
     given = outcome()
-    assert time_to_accuracy(given) is None
-    assert accuracy_in_words(given) == ""
+    assert (time_to_accuracy(given), accuracy_in_words(given)) == (None, "")
     slow, fast = (next(m for m in given.measurements if m.variant == name) for name in ("random", "metis"))
     curves = (
         replace(slow, accuracy=((2.0, 0.5), (4.0, 0.75), (6.0, 0.8))),
@@ -99,30 +92,17 @@ def ratio(low: float | None, high: float | None = None) -> Ratio:
     return Ratio(name="speed-up", over="random", under="metis", low=low, high=high)
 
 
-def verdict_of(given: Outcome) -> Verdict:
-    (figures,) = ratio_figures(given)
-    return judge(figures)
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "word"),
-    [
-        (1.5, None, "reproduced"),
-        (2.0, 2.0, "reproduced"),
-        (2.01, None, "not reproduced"),
-        (1.5, 1.99, "not reproduced"),
-        (None, 2.5, "reproduced"),
-        (None, None, "no bound"),
-    ],
-)
-def test_twice_as_fast_against_bounds(low: float | None, high: float | None, word: str) -> None:
-    assert verdict_of(outcome(ratio=ratio(low, high))).word == word
+TWICE = (2.0,) * 5
 
 
 @pytest.mark.parametrize(
     ("slow", "low", "high", "word"),
     [
-        # Medians 1.2 and 1.0; the quartiles of the pairs are 0.9 and 1.3.
+        (TWICE, 2.0, 2.0, "reproduced"),
+        (TWICE, 2.01, None, "not reproduced"),
+        (TWICE, 1.5, 1.99, "not reproduced"),
+        (TWICE, None, None, "no bound"),
+        # Medians 1.2 and 1.0; the quartiles of the pairs are 0.9 and 1.3: they hold 1.
         ((0.8, 0.9, 1.2, 1.3, 1.4), 1.1, None, "not reproduced"),
         # Bounds on both sides of one claim no difference, and the range may hold it.
         ((0.9, 0.95, 1.0, 1.05, 1.1), 0.9, 1.1, "reproduced"),
@@ -133,40 +113,27 @@ def test_twice_as_fast_against_bounds(low: float | None, high: float | None, wor
         ((0.7, 0.8, 0.9, 0.9, 0.9), None, 0.95, "reproduced"),
     ],
 )
-def test_a_range_that_holds_one_shows_no_difference(
+def test_a_ratio_is_judged_by_its_bounds(
     slow: tuple[float, ...], low: float | None, high: float | None, word: str
 ) -> None:
-    assert verdict_of(outcome(slow=slow, fast=(1.0,) * 5, ratio=ratio(low, high))).word == word
+    (figures,) = ratio_figures(outcome(slow=slow, fast=(1.0,) * 5, ratio=ratio(low, high)))
+    assert judge(figures).word == word
 
 
-@pytest.mark.parametrize("low", [0.1, 1.5, 5.0, None])
-def test_without_limited_links_nothing_is_judged(low: float | None) -> None:
-    assert verdict_of(outcome(kind="loopback", ratio=ratio(low))).word == "links not limited"
-    assert verdict_of(replace(outcome(ratio=ratio(low)), network={})).word == "links not limited"
-
-
-def test_one_server_has_no_link_to_limit() -> None:
-    given = outcome()
-    alone = tuple(replace(one, shape=replace(one.shape, servers=1)) for one in given.plan.variants)
-    found = replace(given, plan=replace(given.plan, variants=alone), network={})
-    assert verdict_of(found).word == "reproduced"
-
-
-def calibrated(given: Outcome, **changed: Any) -> Outcome:
-    note = {
-        "rate": "38mbit", "baseline": "random", "phi": 0.64, "wanted": 0.65, "within_tolerance": True,
-        "seconds_at_rate": 0.209, "seconds_free": 0.0762, **changed,
-    }  # fmt: skip
-    network = {name: {**one, "phi": note["phi"], "calibration": note} for name, one in given.network.items()}
-    return replace(given, network=network)
-
-
-def test_a_claim_at_a_phi_that_was_not_reached_is_not_judged() -> None:
+def test_nothing_is_judged_without_limited_links_or_at_a_phi_that_was_not_reached() -> None:
     given = outcome(ratio=ratio(1.5))
-    found = judge_experiment(EXPERIMENT, calibrated(given, phi=0.8, within_tolerance=False))
-    assert found.word == "phi not matched"
-    assert "phi is 0.80, not 0.65" in found.why
-    assert judge_experiment(EXPERIMENT, calibrated(given)).word == "reproduced"
+    for loopback in (outcome(kind="loopback", ratio=ratio(1.5)), replace(given, network={})):
+        assert judge_experiment(EXPERIMENT, loopback).word == "links not limited"
+    # One server has no link to limit.
+    alone = tuple(replace(one, shape=replace(one.shape, servers=1)) for one in given.plan.variants)
+    on_one = replace(given, plan=replace(given.plan, variants=alone), network={})
+    assert judge_experiment(EXPERIMENT, on_one).word == "reproduced"
+    for phi, reached in ((0.8, False), (0.64, True)):
+        note = {"phi": phi, "calibration": {"wanted": 0.65, "within_tolerance": reached}}
+        network = {name: {**one, **note} for name, one in given.network.items()}
+        found = judge_experiment(EXPERIMENT, replace(given, network=network))
+        assert found.word == ("reproduced" if reached else "phi not matched")
+        assert ("phi is 0.80, not 0.65" in found.why) is not reached
 
 
 def test_absent_failed_and_not_measured_yet_give_the_reason() -> None:
@@ -189,32 +156,27 @@ def with_phases(name: str, phases: dict[str, int], **drawn: int) -> Measurement:
     return Measurement(variant=name, repetition=0, epochs=(epoch_of(1.0), epoch_of(1.0)), extra=extra)
 
 
-PREDICTED = {PREDICTED_BYTES: {"random": {"features": 4_000_000}, "columns": {"activations": 1_000_000}}}
-TWO_PHASES = Outcome(
-    experiment="D1",
-    status="measured",
-    plan=ExperimentPlan(variants=(variant("random"), variant("columns")), facts=PREDICTED),
-    measurements=(
-        with_phases("random", {"features": 8_000_000, "control": 70}),
-        with_phases("columns", {"activations": 2_000_002}),
-    ),
-)
-
-
 def test_bytes_of_an_epoch_stand_beside_the_formula() -> None:
-    random, columns = phase_rows(TWO_PHASES)
+    facts = {PREDICTED_BYTES: {"random": {"features": 4_000_000}, "columns": {"activations": 1_000_000}}}
+    given = Outcome(
+        experiment="D1",
+        status="measured",
+        plan=ExperimentPlan(variants=(variant("random"), variant("columns")), facts=facts),
+        measurements=(
+            # Rows are those of a repetition in which no task was launched again.
+            with_phases("random", {"features": 9_000_000}, relaunched=1),
+            with_phases("random", {"features": 8_000_000, "control": 70}),
+            with_phases("columns", {"activations": 2_000_002}),
+        ),
+    )
     heads = ["MB per epoch", "activations", "features", "total", "by the formula", "difference, bytes"]
-    assert list(random) == heads
-    assert list(random.values()) == ["random", "0.000", "4.000", "4.000", "4.000", "0"]
-    assert list(columns.values()) == ["columns", "1.000", "0.000", "1.000", "1.000", "+1"]
-    # Of a repetition in which no task was launched again.
-    again = with_phases("random", {"features": 9_000_000}, relaunched=1)
-    given = replace(TWO_PHASES, measurements=(again, *TWO_PHASES.measurements))
-    assert phase_rows(given) == phase_rows(TWO_PHASES)
+    cells = [
+        ["random", "0.000", "4.000", "4.000", "4.000", "0"],
+        ["columns", "1.000", "0.000", *["1.000"] * 2, "+1"],
+    ]
+    assert phase_rows(given) == [dict(zip(heads, row, strict=True)) for row in cells]
     # They are in a table of their own.
-    assert figures_of(EXPERIMENT, TWO_PHASES)["facts"] == []
-    assert phase_rows(replace(TWO_PHASES, measurements=())) == []
-    assert phase_rows(replace(TWO_PHASES, plan=replace(TWO_PHASES.plan, facts={}))) == []
+    assert figures_of(EXPERIMENT, given)["facts"] == []
 
 
 CELLS = tuple(Cell(name=one, chosen=f"{one}: a", ways=(f"{one}: a", f"{one}: b")) for one in ("1", "2", "3"))
@@ -241,16 +203,12 @@ def judged(of: str, high: float, *, off: float = 1.1, counted: int = 2) -> Outco
     return replace(given, plan=plan, measurements=found, network=network)
 
 
-def test_a_cell_without_one_of_its_ways_has_no_regret() -> None:
-    whole = judged("median", 1.15)
-    assert judge(ratio_figures(whole)[0]).word == "not reproduced"
-    without = replace(whole, measurements=tuple(one for one in whole.measurements if one.variant != "2: b"))
-    assert [one.value for one in ratio_figures(without)] == [None]
-    assert judge(ratio_figures(without)[0]).why.startswith("a cell could not")
-
-
-def test_regret_alone_does_not_reproduce_what_was_predicted() -> None:
+def test_regret_is_of_all_cells_and_predictions_are_judged_beside_it() -> None:
     """Seconds are 10 % off; of two ways whose bytes were counted one moved others, then none."""
+    whole = judged("median", 1.15)
+    without = replace(whole, measurements=tuple(one for one in whole.measurements if one.variant != "2: b"))
+    assert judge(ratio_figures(whole)[0]).word == "not reproduced"
+    assert judge(ratio_figures(without)[0]).why.startswith("a cell could not")
     assert judge_experiment(EXPERIMENT, judged("median", 1.25)).word == "partly reproduced"
     assert judge_experiment(EXPERIMENT, judged("median", 1.25, counted=1)).word == "reproduced"
     far = judge_experiment(EXPERIMENT, judged("median", 1.25, off=1.3, counted=1))

@@ -7,19 +7,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dglx_dist.planner.records import Rate
-from scripts.bench import pool as pools
-from scripts.bench import worker
-from scripts.bench.pool import WorkerPool, do_alone, open_stage
+from scripts.bench.pool import WorkerPool, open_stage
 from scripts.bench.records import Job, JobError, Shape
-from scripts.bench.worker import wait_for_job
 from scripts.netlab.base import Lab, LabSpec, LoopbackLab
 from tests.helpers import wide
 from tests.netlab.helpers import processes_with, wait_until_gone
@@ -27,74 +22,10 @@ from tests.netlab.helpers import processes_with, wait_until_gone
 ECHO = Job(kind="echo", params={"word": "hello"})
 
 
-def test_a_rank_leaves_when_its_driver_is_silent_or_the_folder_is_gone(tmp_path: Path) -> None:
-    before = time.monotonic()
-    assert wait_for_job(tmp_path, 0, silent_s=0.5) is None
-    assert time.monotonic() - before > 0.5
-    assert wait_for_job(tmp_path / "removed", 0) is None
-
-
 @pytest.fixture
 def lab() -> Iterator[Lab]:
     with LoopbackLab(LabSpec(servers=2), "a test") as opened:
         yield opened
-
-
-class Absent:
-    """A launcher whose ranks never come; the test plays them."""
-
-    failure: str | None = None
-    code: int | None = None
-    stopped = False
-
-    def poll(self) -> int | None:
-        return self.code
-
-    def stop(self) -> None:
-        self.stopped = True
-
-
-@pytest.fixture
-def absent(monkeypatch: pytest.MonkeyPatch) -> Absent:
-    played = Absent()
-    monkeypatch.setattr(pools, "torchrun", lambda *_, **__: played)
-    return played
-
-
-def test_ranks_that_never_report_are_all_named_and_the_pool_takes_no_other_job(
-    lab: Lab, absent: Absent, tmp_path: Path
-) -> None:
-    pool = WorkerPool(lab, 2, tmp_path)
-    worker.report_path(tmp_path, 0, 2).write_text("{}")
-    with pytest.raises(
-        JobError, match=r"ranks 0, 1, 3 did not finish job 0 \(echo\) in 0.2 s; the others did"
-    ):
-        pool.do(ECHO, 0.2)
-    assert absent.stopped
-    with pytest.raises(JobError, match="takes no job after one that failed"):
-        pool.do(ECHO, 0.2)
-
-
-def test_a_launcher_that_ended_is_told_with_what_it_said(lab: Lab, absent: Absent, tmp_path: Path) -> None:
-    pool = WorkerPool(lab, 1, tmp_path)
-    (tmp_path / "server-0.log").write_text("no such module\n")
-    absent.code = 3
-    with pytest.raises(
-        JobError, match=r"(?s)job 0 \(echo\) failed: exit code 3.*server-0.log: no such module"
-    ):
-        pool.do(ECHO, 30.0)
-
-
-def test_closing_asks_the_ranks_to_leave_and_stops_those_that_do_not(
-    lab: Lab, absent: Absent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pools, "LEAVE_S", 0.1)
-    pool = WorkerPool(lab, 1, tmp_path)
-    pool.close()
-    pool.close()
-    found: Any = worker.read_job(tmp_path, 0)
-    assert found[0].kind == worker.END
-    assert absent.stopped
 
 
 @pytest.mark.wide
@@ -115,10 +46,10 @@ def test_the_same_ranks_do_job_after_job_until_the_pool_is_closed(lab: Lab, tmp_
             {"fails_on": 1},
             r"(?s)job 1 \(echo\) failed: server 1: rank 1 failed: ConfigError: .*to fail.*\n  server-1.log",
         ),
+        # With where it hangs.
+        ({"silent_on": 0}, r"(?s)rank 0 did not finish job 1 \(echo\) in 5 s; the others did.*echo\.py"),
         *wide(
             ({"dies_on": 1}, r"job 1 \(echo\) failed: server 1: rank 1 .*was ended by SIGKILL"),
-            # With where it hangs.
-            ({"silent_on": 0}, r"(?s)rank 0 did not finish job 1 \(echo\) in 5 s; the others did.*echo\.py"),
         ),
     ],
 )
@@ -129,6 +60,8 @@ def test_a_rank_that_fails_dies_or_is_silent_is_named_and_ends_the_pool(
         pool.do(ECHO, 120.0)
         with pytest.raises(JobError, match=said):
             pool.do(Job(kind="echo", params=params), 5.0 if "silent_on" in params else 120.0)
+        with pytest.raises(JobError, match="takes no job after one that failed"):
+            pool.do(ECHO, 120.0)
         assert processes_with(str(tmp_path)) == []
 
 
@@ -180,9 +113,3 @@ def test_nothing_outlives_a_bench_that_is_ended(
         with open_stage([]):
             pass
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_job_is_done_in_a_process_of_its_own() -> None:
-    report = do_alone(ECHO)
-    assert (report["params"], report["rank"]) == ({"word": "hello"}, 0)
-    assert report["process"] != os.getpid()

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,11 @@ from scripts.bench.jobs.params import TrainParams, read_params
 from scripts.bench.peers.workload import Launch
 from scripts.bench.records import PREDICTED_BYTES, BenchPlan
 from scripts.json_records import read_record
-from tests.bench.helpers import context, jobs_of
+from tests.bench.helpers import context, jobs_of, survey
 from tests.helpers.ranks import run_ranks
 
 TINY = Size(nodes=1200, degree=8, batch_size=8, steps=2)
 RATE = Rate.parse("1gbit")
-
-
-COUNTED = Survey(
-    steps=2, input_rows=400, remote_rows=300, edges=900, seeds_per_rank=[16] * 4, feature_bytes=122_400,
-    sampling_bytes=0, label_bytes=48, gradient_bytes=50_000, first_targets=60, first_edges=600,
-)  # fmt: skip
 
 
 @pytest.fixture
@@ -36,8 +29,10 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Surveys take seconds; where only the jobs matter, one by hand stands for all."""
 
     def by_hand(params: Mapping[str, Any], servers: Mapping[str, int]) -> dict[str, Survey]:
+        counted = {"remote_rows": 300, "edges": 900, "feature_bytes": 122_400, "gradient_bytes": 50_000}
+        counted |= {"first_targets": 60, "first_edges": 600}
         return {
-            name: replace(COUNTED, seeds_per_rank=[16] * servers[name]) for name in params if servers[name]
+            name: survey(seeds_per_rank=[16] * servers[name], **counted) for name in params if servers[name]
         }
 
     monkeypatch.setattr(push_pull, "survey", by_hand)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from dglx_dist.data.synthetic import SyntheticConfig, generate
-from dglx_dist.errors import ConfigError
 from dglx_dist.records import NODE_TYPE
 from dglx_dist.strategies.serverless.options import read_lambda_options
 from scripts.bench.experiments.serverless import BUILDS, Case, Size, plan_at, plan_of, projected
@@ -81,15 +80,6 @@ def test_what_a_run_moves_is_predicted_to_the_byte(bench: BenchPlan) -> None:
 def test_epochs_are_counted_to_the_first_that_is_good_enough() -> None:
     records = [epoch(train_accuracy=accuracy) for accuracy in (0.5, 0.7, 0.6, 0.9)]
     assert [job.epochs_to(records, target) for target in (0.5, 0.7, 0.8, 0.95, None)] == [1, 2, 4, None, None]
-
-
-def test_a_wrong_parameter_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"no parameter 'epoch'.*'epochs'"):
-        read_params(IntervalParams, {"data": "x", "epoch": 3})
-    with pytest.raises(ConfigError, match="needs the parameter data"):
-        read_params(IntervalParams, {})
-    with pytest.raises(ConfigError, match=r"target=2\.0 of a bounded job must be a fraction"):
-        read_params(IntervalParams, {"data": "x", "target": 2.0})
 
 
 def test_projections_keep_directions_and_splits_cover_all_nodes() -> None:

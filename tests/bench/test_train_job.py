@@ -8,7 +8,7 @@ from dglx_dist.errors import ConfigError, UnknownNameError
 from scripts.bench import data
 from scripts.bench.driver import KEYS, read_measurement
 from scripts.bench.jobs import counts, train
-from scripts.bench.jobs.params import TrainParams, read_params
+from scripts.bench.jobs.params import IntervalParams, TrainParams, read_params
 from scripts.bench.records import Job, Shape, Variant
 from tests.bench.helpers import HALVES, SMALL, context, params_of
 from tests.helpers.ranks import run_ranks
@@ -64,6 +64,9 @@ def test_bytes_are_what_one_process_counts_from_the_same_draws(
     assert report["extra"]["seeds_per_server"] == expected.seeds_per_rank == [60, 60]
     assert report["extra"]["steps"] == expected.steps == 4
     assert report["extra"]["edges"] == expected.edges
+    # The same ranks do the same job again.
+    assert report["epochs"][0]["loss"] == two_ranks[0][1]["epochs"][0]["loss"]
+    assert payload(two_ranks[0][1], "features", "sampling") == payload(report, "features", "sampling")
 
 
 def test_own_seeds_on_a_replicated_structure_move_no_structure(
@@ -76,13 +79,6 @@ def test_own_seeds_on_a_replicated_structure_move_no_structure(
     # Two epochs of as many seeds.
     assert report["extra"]["seeds_per_server"] == [2 * seeds for seeds in expected.seeds_per_rank]
     assert len(report["epochs"]) == 2
-
-
-def test_the_same_job_gives_the_same_loss_and_bytes(two_ranks: list[list[dict[str, Any]]]) -> None:
-    first, second = two_ranks[0][:2]
-    assert first["epochs"][0]["loss"] == second["epochs"][0]["loss"]
-    assert first["epochs"][0]["num_samples"] == second["epochs"][0]["num_samples"] == 120
-    assert payload(first, "features", "sampling") == payload(second, "features", "sampling")
 
 
 def test_slept_compute_moves_the_bytes_of_real_compute(two_ranks: list[list[dict[str, Any]]]) -> None:
@@ -133,14 +129,9 @@ def test_steps_can_be_limited_and_one_process_moves_nothing(folder: Path) -> Non
     assert counted(folder, max_steps=2).seeds_per_rank == [32, 32]
 
 
-def test_cards_of_servers_are_added_once() -> None:
-    rows = [(0, 100), (0, 100), (1, 50)]
-    assert train.sum_by_server(rows) == 150
-    assert train.sum_by_server([(0, 100), (1, -1)]) is None
-
-
 def test_wrong_parameters_are_told() -> None:
     for params, told in (
+        ({"data": "x", "target": 2.0}, r"target=2\.0 of a bounded job must be a fraction"),
         ({"data": "d", "fanout": [3]}, "did you mean 'fanouts'"),
         ({}, "needs the parameter data"),
         ({"data": "d", "epochs": 0}, "epochs=0"),
@@ -150,6 +141,6 @@ def test_wrong_parameters_are_told() -> None:
         ({"data": "d", "accuracy": True, "simulated": COST}, "learns nothing"),
     ):
         with pytest.raises(ConfigError, match=told):
-            read_params(TrainParams, params)
+            read_params(IntervalParams if "target" in params else TrainParams, params)
     with pytest.raises(UnknownNameError, match="sage"):
         read_params(TrainParams, {"data": "d", "model": "sagee"})

@@ -1,7 +1,6 @@
 """Small graphs for the tests of sampling, and batches of them."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +9,9 @@ from dglx_dist.dataloading.kernels import RawBatch, Schema, Workspace
 from dglx_dist.dataloading.sampler import Draws, WholeSource
 from dglx_dist.keyed_random import Csc
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE
+
+HASHED = 1 << 40
+"""Nodes of a graph whose workspaces are hashed."""
 
 
 def csc_from(in_edges: Sequence[Sequence[int]], weights: Sequence[float] = (), dtype: str = "int32") -> Csc:
@@ -28,22 +30,10 @@ def random_csc(num_nodes: int, mean_degree: int, seed: int = 0, dtype: str = "in
     return csc_from([row.tolist() for row in rows], dtype=dtype)
 
 
-def draws_of(
-    num_nodes: int,
-    fanouts: Sequence[int],
-    *,
-    replace: bool = False,
-    exclude: Sequence[int] = (),
-    seed: int = 0,
-    dtype: str = "int64",
-) -> Draws:
-    """Draws on a graph of one type; ``fanouts`` as DGL orders them: input-most layer first."""
-    schema = Schema(ntypes=(NODE_TYPE,), num_nodes=(num_nodes,), etypes=(EDGE_TYPE,))
-    hops = np.array(list(fanouts)[::-1], np.int64)[:, None]
-    excluded = {EDGE_TYPE: np.array(sorted(exclude), np.int64)}
-    return Draws(
-        schema=schema, fanouts=hops, replace=replace, exclude=excluded, seed=seed, idtype=np.dtype(dtype)
-    )
+def draws_of(schema: Schema, fanouts: Sequence[int]) -> Draws:
+    """Draws of as many edges of every type; ``fanouts`` as DGL orders them: input-most layer first."""
+    hops = np.repeat(np.array(fanouts[::-1], np.int64)[:, None], len(schema.etypes), axis=1)
+    return Draws(schema=schema, fanouts=hops, replace=False, exclude={}, seed=3)
 
 
 def sampled(
@@ -53,13 +43,12 @@ def sampled(
     *,
     epoch: int = 0,
     workspace: Workspace | None = None,
-    **draws: Any,
 ) -> RawBatch:
     """A batch of a graph of one type."""
     num_nodes = len(csc.indptr) - 1
-    drawn = draws_of(num_nodes, fanouts, **draws)
-    request = drawn.request({NODE_TYPE: np.asarray(seeds, np.int64)}, epoch, {})
-    return WholeSource(drawn.schema, [csc]).sample(request, {}, workspace or Workspace(num_nodes))
+    schema = Schema(ntypes=(NODE_TYPE,), num_nodes=(num_nodes,), etypes=(EDGE_TYPE,))
+    request = draws_of(schema, fanouts).request({NODE_TYPE: np.asarray(seeds, np.int64)}, epoch, {})
+    return WholeSource(schema, [csc]).sample(request, {}, workspace or Workspace(num_nodes))
 
 
 def edges_of_hop(batch: RawBatch, hop: int) -> list[tuple[int, int, int]]:

@@ -13,7 +13,6 @@ from dglx_dist.comm.session import start_session
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.dataloading.kernels import Schema
 from dglx_dist.dataloading.loader import DataLoader, open_maker
-from dglx_dist.dataloading.sampler import Draws
 from dglx_dist.dataloading.sampler_spec import read_sampler
 from dglx_dist.dataloading.step_loader import LoaderOptions
 from dglx_dist.graph.dist_graph import DistGraph
@@ -87,15 +86,6 @@ def typed_shop(wide: Sequence[EdgeType] = ()) -> tuple[Schema, list[Csc]]:
         indices = sources[order].astype(np.int64 if etype in wide else np.int32)
         cscs.append(Csc(indptr, indices, np.empty(0, np.float32), 0, 0))
     return schema, cscs
-
-
-def shop_draws(schema: Schema, fanouts: Sequence[Mapping[EdgeType, int] | int], **fields: Any) -> Draws:
-    """``fanouts`` as DGL orders them: input-most layer first."""
-    rows = [
-        [layer if isinstance(layer, int) else layer[etype] for etype in schema.etypes] for layer in fanouts
-    ]
-    usual = {"replace": False, "exclude": {}, "seed": 3, "idtype": np.dtype(np.int64)}
-    return Draws(schema=schema, fanouts=np.array(rows[::-1], np.int64), **(usual | fields))
 
 
 def dgl_shop(schema: Schema, cscs: Sequence[Csc]) -> dgl.DGLGraph:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import dgl
@@ -241,21 +242,53 @@ def shop_in_rank(folder: str, structure: Any) -> dict[str, Any]:
         return seen
 
 
+def check_ends(g: DistGraph, pairs: Any) -> None:
+    for etype in (BUYS, KNOWS):
+        expected = g.find_edges(pairs.edges[etype].data[dgl.EID], etype)
+        for ntype, ends, nodes in zip(etype[::2], pairs.edges(etype=etype), expected, strict=True):
+            assert torch.equal(pairs.nodes[ntype].data[dgl.NID][ends], nodes)
+
+
 def check_shop(g: DistGraph, pairs: Any, negatives: Any, blocks: Any, input_nodes: Any) -> None:
     assert set(pairs.canonical_etypes) == set(negatives.canonical_etypes) == set(g.canonical_etypes)
     for ntype in g.ntypes:
         assert torch.equal(pairs.nodes[ntype].data[dgl.NID], blocks[-1].dstnodes[ntype].data[dgl.NID])
         assert torch.equal(negatives.nodes[ntype].data[dgl.NID], pairs.nodes[ntype].data[dgl.NID])
         assert torch.equal(input_nodes[ntype], blocks[0].srcnodes[ntype].data[dgl.NID])
-    for etype in (BUYS, KNOWS):
-        ids = pairs.edges[etype].data[dgl.EID]
-        assert negatives.num_edges(etype) == 4 * len(ids)
-        sources, destinations = pairs.edges(etype=etype)
-        assert torch.equal(pairs.nodes[etype[0]].data[dgl.NID][sources], g.find_edges(ids, etype)[0])
-        assert torch.equal(pairs.nodes[etype[2]].data[dgl.NID][destinations], g.find_edges(ids, etype)[1])
+        assert all(negatives.num_edges(etype) == 4 * pairs.num_edges(etype) for etype in g.canonical_etypes)
+    check_ends(g, pairs)
     assert pairs.num_edges(BOUGHT) == negatives.num_edges(BOUGHT) == 0
     stars = pairs.edges["buys"].data["stars"]
     assert torch.equal(stars, g.orig_edge_ids(pairs.edges["buys"].data[dgl.EID], BUYS))
+
+
+def ends_in_rank(folder: str) -> list[str]:
+    """What the loader asks of others, and waits for, until the ends of a batch's edges are there."""
+    with start_session(timeout_s=60) as session, pytest.MonkeyPatch.context() as patch:
+        g = DistGraph(folder, structure="partitioned")
+        eids = {
+            etype: torch.arange(g.num_edges(etype))[session.topology.rank :: 2] for etype in (BUYS, KNOWS)
+        }
+        sampler = NeighborSampler([dict.fromkeys(g.canonical_etypes, 0)])
+        loader = loader_of(g, eids=eids, sampler=sampler, batch_size=BUYING + KNOWING, num_threads=0)
+        events: list[str] = []
+        submit = session.rpc.submit
+
+        def noted(*args: Any, **options: Any) -> Any:
+            events.append("ask")
+            pending = submit(*args, **options)
+            return SimpleNamespace(result=lambda: (events.append("wait"), pending.result())[1])
+
+        patch.setattr(session.rpc, "submit", noted)
+        ((_, pairs, _),) = loader
+        check_ends(g, pairs)
+        g.barrier()
+        return events
+
+
+def test_ends_of_all_types_are_asked_for_before_any_is_waited_for(folders: dict[str, str]) -> None:
+    for events in run_ranks(ends_in_rank, 2, args=(folders["shop"],), ranks_per_server=1):
+        assert events[:4] == ["ask"] * 2 + ["wait"] * 2
 
 
 @pytest.mark.parametrize(("ranks", "structure"), [(1, "replicated"), (2, "partitioned")])
@@ -424,6 +457,5 @@ def test_what_cannot_be_honoured_over_types_is_told(
 
 def test_parallel_edges_stay_two() -> None:
     ends = np.array([5, 5]), np.array([6, 6])
-    graphs = build_pairs(["_N"], {EDGE_TYPE: np.array([1, 0])}, {EDGE_TYPE: ends}, None)
-    assert graphs.positive.num_edges() == 2
-    assert graphs.positive.edata[dgl.EID].tolist() == [1, 0]
+    _, (pairs,) = build_pairs(["_N"], {EDGE_TYPE: np.array([1, 0])}, {EDGE_TYPE: ends}, None)
+    assert pairs.edata[dgl.EID].tolist() == [1, 0]

@@ -15,7 +15,8 @@ from dglx_dist.dataloading.minibatch import BatchBlockBuilder, BatchMaker, Kerne
 from dglx_dist.dataloading.sampler import WholeSource
 from dglx_dist.dataloading.step_loader import run_ahead
 from dglx_dist.records import ColumnInfo
-from tests.dataloading.shop import KNOWS, LIKE, shop_draws, typed_shop
+from tests.dataloading.graphs import draws_of
+from tests.dataloading.shop import KNOWS, LIKE, typed_shop
 
 TYPED = Columns(
     inputs={"user": {"feat": "user feat"}, "item": {"feat": "item feat"}},
@@ -46,7 +47,7 @@ class FakeStore:
 
 def typed(note: Callable[[str, str], None]) -> BatchMaker:
     schema, cscs = typed_shop()
-    draws = shop_draws(schema, [2, 3])
+    draws = draws_of(schema, [2, 3])
     return KernelMaker(WholeSource(schema, cscs), draws, FakeStore(note), TYPED)
 
 

@@ -9,17 +9,14 @@ import numpy as np
 import pytest
 
 from dglx_dist.dataloading.kernels import (
-    NumberedNodes,
     Schema,
     Table,
     Workspace,
-    grown_table,
-    number,
     relations_of,
 )
 from dglx_dist.errors import ConfigError
 from dglx_dist.keyed_random import Csc
-from tests.dataloading.graphs import csc_from, edges_of_hop, random_csc, sampled
+from tests.dataloading.graphs import HASHED, csc_from, edges_of_hop, random_csc, sampled
 
 # 0 <- 1, 2    1 <- 3    2 <- 3, 4    3 <-    4 <- 0
 DIAMOND = csc_from([[1, 2], [3], [3, 4], [], [0]])
@@ -66,41 +63,23 @@ def test_epochs_and_hops_draw_differently() -> None:
 def test_hashed_numbering_is_the_direct_one(fanouts: list[int]) -> None:
     csc = random_csc(500, 8)
     seeds = np.arange(0, 500, 11)
-    direct, hashed = (
-        sampled(csc, seeds, fanouts, workspace=Workspace(500, direct_limit=limit)) for limit in (500, 0)
-    )
+    small = Workspace(HASHED)
+    # So small that it grows within the batch.
+    small.keep(Table(np.zeros(64, np.uint32), np.empty(64, np.int64), 1))
+    direct = sampled(csc, seeds, fanouts, workspace=Workspace(500))
+    hashed = sampled(csc, seeds, fanouts, workspace=small)
+    assert Workspace(HASHED).table.slots.nbytes < 1 << 20
+    assert len(small.table.keys) >= 2 * len(hashed.nodes)
     for one, other in zip(direct, hashed, strict=True):
         assert one.tolist() == other.tolist()
-
-
-def hashed(capacity: int) -> Table:
-    return Table(np.zeros(capacity, np.uint32), np.empty(capacity, np.int64), 1)
-
-
-def numbered(keys: np.ndarray, count: int) -> NumberedNodes:
-    return NumberedNodes(keys, keys, np.array([0, len(keys)]), np.array([count]))
-
-
-def test_growing_keeps_the_numbers() -> None:
-    small = hashed(8)
-    nodes, local = np.empty(40, np.int64), np.empty(3, np.int64)
-    count = number(small, np.array([10**12, 5, 77]), nodes, 0, local)
-    large = grown_table(small, numbered(nodes, count), 30)
-    assert len(large.keys) >= 2 * 33
-    more = np.empty(32, np.int64)
-    count = number(large, np.arange(70, 102), nodes, count, more)
-    assert count == 3 + 32 - 1
-    assert more[7] == 2
-    assert number(large, np.array([5, 10**12]), nodes, count, local) == count
-    assert local[:2].tolist() == [1, 0]
 
 
 CSC = random_csc(300, 5)
 
 
-@pytest.mark.parametrize("direct_limit", [0, 300])
-def test_a_used_workspace_samples_what_a_new_one_samples(direct_limit: int) -> None:
-    used = Workspace(300, direct_limit=direct_limit)
+@pytest.mark.parametrize("size", [300, HASHED])
+def test_a_used_workspace_samples_what_a_new_one_samples(size: int) -> None:
+    used = Workspace(size)
     for epoch in range(20):
         seeds = np.arange(epoch, 300, 17)
         again = sampled(CSC, seeds, [4, 4], epoch=epoch, workspace=used)
@@ -109,9 +88,9 @@ def test_a_used_workspace_samples_what_a_new_one_samples(direct_limit: int) -> N
         assert again.sources.tolist() == fresh.sources.tolist()
 
 
-@pytest.mark.parametrize("direct_limit", [0, 300])
-def test_numbers_that_would_overflow_start_again(direct_limit: int) -> None:
-    workspace = Workspace(300, direct_limit=direct_limit)
+@pytest.mark.parametrize("size", [300, HASHED])
+def test_numbers_that_would_overflow_start_again(size: int) -> None:
+    workspace = Workspace(size)
     expected = sampled(CSC, [1, 2, 3], [4], workspace=workspace)
     workspace.keep(workspace.table._replace(base=(1 << 31) - 2))
     for _ in range(3):
@@ -126,10 +105,6 @@ def test_a_refused_batch_leaves_no_trace() -> None:
         sampled(CSC, [7, 5, 7], [4], workspace=workspace)
     again = sampled(CSC, [5, 6, 7], [4], workspace=workspace)
     assert again.nodes.tolist() == sampled(CSC, [5, 6, 7], [4]).nodes.tolist()
-
-
-def test_memory_is_bounded_on_huge_graphs() -> None:
-    assert Workspace(10**12).table.slots.nbytes < 1 << 20
 
 
 def test_memory_of_another_layout_is_not_read_by_address() -> None:

@@ -12,19 +12,15 @@ import torch
 from dglx_dist.dataloading.kernels import Schema, Workspace
 from dglx_dist.dataloading.minibatch import BatchBlockBuilder
 from dglx_dist.dataloading.sampler import RemoteSource, WholeSource, keyed_draw
-from dglx_dist.errors import ConfigError
-from dglx_dist.graph.structure import CSCShard
+from dglx_dist.graph.structure import NO_EDGES, CSCShard
 from dglx_dist.keyed_random import Rule
-from tests.dataloading.graphs import random_csc
+from tests.dataloading.graphs import HASHED, draws_of, random_csc
 from tests.dataloading.shop import (
-    BUYS,
-    KNOWS,
     LIKE,
     SETTINGS,
     SOLD,
     dgl_shop,
     edges_in,
-    shop_draws,
     shop_in_rank,
     typed_shop,
     write_shop,
@@ -34,19 +30,18 @@ from tests.helpers.ranks import run_ranks
 SEEDS = {"user": np.array([29, 3, 8]), "item": np.array([40, 4])}
 
 
-def blocks_of(schema, cscs, fanouts, seeds=SEEDS, exclude=None, direct_limit=1000, **draws):
-    request = shop_draws(schema, fanouts, **draws).request(seeds, 0, exclude or {})
-    workspace = Workspace(sum(schema.num_nodes), direct_limit=direct_limit)
-    batch = WholeSource(schema, cscs).sample(request, exclude or {}, workspace)
+def blocks_of(schema, cscs, fanouts, seeds=SEEDS, size=1000):
+    request = draws_of(schema, fanouts).request(seeds, 0, {})
+    batch = WholeSource(schema, cscs).sample(request, {}, Workspace(size))
     return BatchBlockBuilder(schema).blocks(batch)
 
 
-@pytest.mark.parametrize("direct_limit", [0, 1000])
+@pytest.mark.parametrize("size", [80, HASHED])
 @pytest.mark.parametrize("wide", [[], [SOLD, LIKE]])
-def test_full_fanout_is_what_dgl_samples(direct_limit: int, wide: list) -> None:
+def test_full_fanout_is_what_dgl_samples(size: int, wide: list) -> None:
     schema, cscs = typed_shop(wide)
     whole = dgl_shop(schema, cscs)
-    _, blocks = blocks_of(schema, cscs, [-1, -1], direct_limit=direct_limit)
+    _, blocks = blocks_of(schema, cscs, [-1, -1], size=size)
     frontier = {ntype: torch.from_numpy(ids) for ntype, ids in SEEDS.items()}
     for block in reversed(blocks):
         sampled = dgl.sampling.sample_neighbors(whole, frontier, -1)
@@ -62,19 +57,6 @@ def test_full_fanout_is_what_dgl_samples(direct_limit: int, wide: list) -> None:
             assert targets == theirs.dstnodes[ntype].data[dgl.NID].tolist()
             assert mine[: len(targets)].tolist() == targets
         frontier = {ntype: block.srcnodes[ntype].data[dgl.NID] for ntype in schema.ntypes}
-
-
-def test_fanouts_are_of_a_layer_and_an_edge_type() -> None:
-    schema, cscs = typed_shop()
-    outer = dict.fromkeys(schema.etypes, 0) | {KNOWS: 2, SOLD: -1}
-    inner = dict.fromkeys(schema.etypes, 1) | {BUYS: 0}
-    _, blocks = blocks_of(schema, cscs, [outer, inner])
-    for fanouts, block in zip((outer, inner), blocks, strict=True):
-        for etype, csc in zip(schema.etypes, cscs, strict=True):
-            nodes = block.dstnodes[etype[2]].data[dgl.NID]
-            degrees = torch.from_numpy(np.diff(csc.indptr))[nodes]
-            most = fanouts[etype] if fanouts[etype] >= 0 else 99
-            assert block.in_degrees(etype=etype).tolist() == degrees.clamp(max=most).tolist()
 
 
 def test_edge_types_draw_independently() -> None:
@@ -133,82 +115,34 @@ def test_on_any_ranks_and_servers_the_same_is_drawn(shop: Path) -> None:
 
 
 class Recording:
-    """Stands in for the structure of one edge type, cut in two at a node: notes who asks and who draws."""
+    """Stands in for the structure of one edge type: notes who asks and who draws."""
 
-    def __init__(self, name, csc, cut, draw, events) -> None:
-        edge = int(csc.indptr[cut])
-        self._name, self._cut, self._draw, self._events = name, cut, draw, events
-        self._pieces = [
-            CSCShard(indptr=csc.indptr[: cut + 1], indices=csc.indices[:edge], first_node=0, first_edge=0),
-            CSCShard(
-                indptr=csc.indptr[cut:] - edge, indices=csc.indices[edge:], first_node=cut, first_edge=edge
-            ),
-        ]
+    def __init__(self, name, csc, events) -> None:
+        self._name, self._events = name, events
+        self._whole = CSCShard(indptr=csc.indptr, indices=csc.indices, first_node=0, first_edge=0)
 
     def submit(self, op, nodes, parameters, *, exclude, layer):
-        from dglx_dist.graph.structure import Piece, join_pieces
-
         self._events.append(("ask", layer, self._name))
-        nodes = nodes.copy()
 
         def drawn():
             self._events.append(("draw", layer, self._name))
-            places = np.flatnonzero(nodes < self._cut), np.flatnonzero(nodes >= self._cut)
-            pieces = [
-                Piece(
-                    edges=self._draw(piece, nodes[at], parameters, exclude),
-                    starts=np.arange(len(at) + 1),
-                    positions=at,
-                )
-                for piece, at in zip(self._pieces, places, strict=True)
-            ]
-            return join_pieces(len(nodes), pieces)
+            return keyed_draw(Rule(False, NO_EDGES), {})(self._whole, nodes, parameters, exclude)
 
         return drawn
 
 
-def cut_source(events, schema, cscs):
-    draw = keyed_draw(Rule(False, np.empty(0, np.int64)), {})
-    structures = [
-        Recording(etype, csc, (len(csc.indptr) - 1) // 2, draw, events)
-        for etype, csc in zip(schema.etypes, cscs, strict=True)
-    ]
-    return RemoteSource(schema, structures, "draw")
-
-
-@pytest.mark.parametrize("dtype", ["int32", "int64"])
-@pytest.mark.parametrize("direct_limit", [0, 1000])
-def test_joined_pieces_make_the_batch_of_the_kernel(dtype: str, direct_limit: int) -> None:
-    schema, cscs = typed_shop()
-    draws = shop_draws(schema, [3, 2, -1], idtype=np.dtype(dtype))
-    once = {KNOWS: np.arange(0, len(cscs[0].indices), 3)}
-    request = draws.request(SEEDS, 0, once)
-    workspace = Workspace(80, direct_limit=direct_limit)
-    source = cut_source([], schema, cscs)
-    batch, again = source.sample(request, once, workspace), source.sample(request, once, workspace)
-    expected = WholeSource(schema, cscs).sample(request, once, Workspace(80))
-    for one, two, other in zip(batch, again, expected, strict=True):
-        assert one.tolist() == two.tolist() == other.tolist()
-    assert batch.sources.dtype == dtype
-
-
-def test_in_every_hop_all_requests_leave_before_anything_is_drawn() -> None:
+@pytest.mark.parametrize("size", [80, HASHED])
+def test_in_every_hop_all_requests_leave_before_anything_is_drawn(size: int) -> None:
     schema, cscs = typed_shop()
     events: list[tuple[str, int, tuple[str, str, str]]] = []
-    draws = shop_draws(schema, [2, 2])
-    cut_source(events, schema, cscs).sample(draws.request(SEEDS, 0, {}), {}, Workspace(80))
+    structures = [Recording(etype, csc, events) for etype, csc in zip(schema.etypes, cscs, strict=True)]
+    source, workspace = RemoteSource(schema, structures, "draw"), Workspace(size)
+    request = draws_of(schema, [3, 2]).request(SEEDS, 0, {})
+    batch = source.sample(request, {}, workspace)
     for layer in (2, 1):
         kinds = [kind for kind, at, _ in events if at == layer]
         assert kinds == ["ask"] * 6 + ["draw"] * 6
     assert [layer for _, layer, _ in events] == sorted((layer for _, layer, _ in events), reverse=True)
-
-
-def test_a_repeated_seed_is_refused_and_the_workspace_stays_good() -> None:
-    schema, cscs = typed_shop()
-    draws, workspace = shop_draws(schema, [2]), Workspace(80)
-    source = cut_source([], schema, cscs)
-    with pytest.raises(ConfigError, match="node 3 more than once"):
-        source.sample(draws.request({"item": np.array([3, 5, 3])}, 0, {}), {}, workspace)
-    batch = source.sample(draws.request(SEEDS, 0, {}), {}, workspace)
-    expected = WholeSource(schema, cscs).sample(draws.request(SEEDS, 0, {}), {}, Workspace(80))
-    assert batch.nodes.tolist() == expected.nodes.tolist()
+    again, expected = (one.sample(request, {}, workspace) for one in (source, WholeSource(schema, cscs)))
+    for one, two, other in zip(batch, again, expected, strict=True):
+        assert one.tolist() == two.tolist() == other.tolist()

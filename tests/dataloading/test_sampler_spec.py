@@ -20,6 +20,7 @@ from tests.dataloading.shop import KNOWS
         (lambda: dl.NeighborSampler([{("u", "e", "v"): -3}]), r"fanouts\[0\]\[\('u', 'e', 'v'\)\] is -3"),
         (lambda: dl.NeighborSampler([3, -2]), r"fanouts\[1\] is -2"),
         (lambda: dl.NeighborSampler([2.5]), r"fanouts\[0\] is 2.5"),
+        (lambda: dl.NeighborSampler([1 << 70]), r"fanouts\[0\] is 11805"),
         (lambda: dl.NeighborSampler([]), "one number per layer"),
         (lambda: dl.NeighborSampler(5), "one number per layer"),
         (lambda: dl.NeighborSampler([3], prefetch_node_feats={"user": [3]}), r"\['user'\] is \[3\]"),

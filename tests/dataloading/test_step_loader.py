@@ -18,7 +18,6 @@ from dglx_dist.comm.session import Session, start_session
 from dglx_dist.dataloading.step_loader import (
     Items,
     LoaderOptions,
-    Schedule,
     StepLoader,
     read_items,
     read_options,
@@ -71,10 +70,6 @@ def test_leaving_early_ends_the_threads() -> None:
 NONE = np.empty(0, np.int64)
 
 
-def two() -> Items[str]:
-    return Items(ids={"a": np.array([5, 6, 7]), "b": np.array([5, 9])})
-
-
 def test_order_is_a_permutation_keyed_by_epoch_and_ids() -> None:
     ids = np.arange(100, 200)
 
@@ -97,12 +92,6 @@ def test_equal_ids_of_two_types_do_not_stand_together() -> None:
     assert abs(np.corrcoef(place[:200], place[200:])[0, 1]) < 0.25
 
 
-def test_a_digest_tells_sets_apart() -> None:
-    assert two().digest() == Items(ids={"a": np.array([7, 5, 6]), "b": np.array([9, 5])}).digest()
-    assert two().digest() != Items(ids={"a": np.array([5, 9]), "b": np.array([5, 6, 7])}).digest()
-    assert Items(ids={"a": NONE}).digest() == 0
-
-
 COUNTS = {("u", "buys", "i"): 4, ("i", "likes", "u"): 3}
 
 
@@ -117,12 +106,6 @@ def test_ids_and_masks_by_type_are_read_and_copied() -> None:
     )
 
 
-def test_as_many_batches_ahead_as_there_are_threads() -> None:
-    assert read_options({"num_threads": 3}).depth == 3
-    assert read_options({"num_threads": 3, "depth": 5}).depth == 5
-    assert read_options({"num_threads": 0}).depth == 1
-
-
 @pytest.mark.parametrize("name", ["use_uva", "use_ddp", "num_workers", "pin_memory", "persistent_workers"])
 def test_needless_options_of_dgl_are_warned_about_once_they_ask_for_something(name: str) -> None:
     with pytest.warns(UserWarning, match=f"{name}=True has no effect"):
@@ -130,30 +113,6 @@ def test_needless_options_of_dgl_are_warned_about_once_they_ask_for_something(na
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         read_options({name: False})
-
-
-@pytest.mark.parametrize(("name", "value"), [("depth", 0), ("depth", 1.5), ("num_threads", -1), ("seed", -1)])
-def test_bad_values_are_refused(name: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=f"{name}={value}"):
-        read_options({name: value})
-
-
-SCHEDULED = (5, 2, 0)
-
-
-def on_rank(rank: int, *, drop_last: bool = False) -> Schedule:
-    used = tuple(count - count % 2 for count in SCHEDULED) if drop_last else SCHEDULED
-    return Schedule(batch_size=2, used=used, rank=rank)
-
-
-def test_shares_by_hand() -> None:
-    assert [on_rank(0).share(step) for step in range(3)] == [
-        StepShare(num_local=2, num_global=4),
-        StepShare(num_local=2, num_global=2),
-        StepShare(num_local=1, num_global=1),
-    ]
-    assert on_rank(2).share(0) == StepShare(num_local=0, num_global=4)
-    assert on_rank(0, drop_last=True).share(1) == StepShare(num_local=2, num_global=2)
 
 
 @dataclass(frozen=True)

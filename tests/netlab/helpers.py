@@ -25,6 +25,7 @@ from scripts.netlab.launch import LabRun
 from scripts.netlab.servers import NamespaceServer, Process, find_process
 from scripts.netlab.state import LabState
 from scripts.netlab.traces import RankTrace, Trace
+from tests.bench.helpers import epoch
 
 WHO = """\
 import os, sys
@@ -84,13 +85,6 @@ def noted(name: str, **more: Any) -> LabState:
         **more,
     }
     return LabState(name=name, **values)
-
-
-def epoch(number: int, seconds: float) -> EpochRecord:
-    return EpochRecord(
-        epoch=number, loss=0.5, train_accuracy=0.5, val_accuracy=None, seconds=seconds, num_samples=4,
-        sample_s=0.1, fetch_s=0.2, wait_s=0.3, compute_s=0.4, exchange_s=0.5, bytes_inside=6, bytes_outside=7,
-    )  # fmt: skip
 
 
 def row(source: int, destination: int, num_bytes: int, *, inside: bool = False) -> LedgerRow:

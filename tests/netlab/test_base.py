@@ -9,21 +9,6 @@ import pytest
 from dglx_dist.errors import ConfigError
 from dglx_dist.planner.records import Rate
 from scripts.netlab.base import LabSpec, LoopbackLab, deal_out, label
-from tests.netlab.helpers import PaperLab
-
-
-@pytest.mark.parametrize(
-    ("rates", "says"),
-    [
-        ({"external": "100mbit"}, "namespaces, 100mbit between servers"),
-        ({"external": "1gbit", "internal": "40gbit"}, "namespaces, 1gbit between servers, 40gbit within"),
-        ({}, "namespaces, links not limited"),
-    ],
-)
-def test_the_rates_that_are_held_are_named(rates: dict[str, str], says: str) -> None:
-    spec = LabSpec(servers=2, **{name: Rate.parse(rate) for name, rate in rates.items()})
-    assert label(PaperLab(spec)) == says
-
 
 TWO, FOUR, EIGHT = (0, 1), (0, 2, 4, 6), tuple(range(8))
 
@@ -59,22 +44,6 @@ def test_no_core_is_dealt_out_twice(servers: int, cpus: float) -> None:
     assert all(share <= 1 + 1e-9 for share in load.values())
 
 
-def test_refuses_more_than_there_is() -> None:
-    with pytest.raises(
-        ConfigError, match=r"4 servers of 1 cores need 4, and there are 2; give each at most 0\.5"
-    ):
-        deal_out(TWO, 4, 1.0)
-
-
-def test_says_what_holds_it() -> None:
-    (fraction,) = deal_out(TWO, 1, 0.5)
-    (whole,) = deal_out(TWO, 1, None)
-    assert fraction.held_by(quota=True) == "affinity and quota"
-    assert whole.held_by(quota=False) == "affinity"
-    # Half a core on a core of which nobody keeps the other half from it.
-    assert fraction.held_by(quota=False) == "nothing"
-
-
 RATE = Rate.parse("100mbit")
 
 
@@ -89,6 +58,10 @@ def test_without_taskset_nothing_is_said_to_be_held(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("shutil.which", lambda name: None)
     server = LoopbackLab(LabSpec(servers=1)).servers[0]
     assert (server.cpu_held_by, server.inside(["a"])) == ("nothing", ["a"])
+
+
+def test_a_fraction_of_a_core_is_not_held_without_a_quota() -> None:
+    assert LoopbackLab(LabSpec(servers=1, cpus=0.5)).servers[0].cpu_held_by == "nothing"
 
 
 def test_a_rate_that_was_asked_for_is_reported_as_not_held() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,8 @@ from dglx_dist.comm.trace import Pass
 from dglx_dist.errors import ConfigError
 from dglx_dist.planner.records import Rate
 from scripts.netlab import calibrate, cli, labs
-from scripts.netlab.base import LabError, LabSpec
-from scripts.netlab.calibrate import LEAST_RATE, CommandMeasure, Measured, find_rate, measured_of
+from scripts.netlab.base import LabError
+from scripts.netlab.calibrate import LEAST_RATE, Measured, find_rate, measured_of
 from scripts.netlab.launch import LabRun
 from scripts.netlab.traces import Trace
 from tests.netlab.helpers import COMPUTE_S, PaperLab, ended, rank_trace, ranks_that_train, row
@@ -94,46 +95,14 @@ def test_what_is_not_reached_is_said() -> None:
     assert found.wanted == 0.5
     assert found.phi == 0.0
     assert min(one.rate for one in found.tries) == LEAST_RATE
-
-
-def test_the_nearest_try_is_returned_when_they_run_out() -> None:
     found = find_rate(half_overlapped, 0.3, max_tries=2, tolerance=0.001)
-    assert len(found.tries) == 2
-    assert not found.within_tolerance
+    assert (len(found.tries), found.within_tolerance) == (2, False)
     assert abs(found.phi - 0.3) == min(abs(one.phi - 0.3) for one in found.tries)
 
 
 def test_a_command_that_sends_nothing_is_told_so() -> None:
     with pytest.raises(ConfigError, match=r"does not communicate.*more than one server"):
         find_rate(lambda _rate: Measured(seconds=1.0, bytes_per_server=0), 0.5)
-
-
-COMMAND = ["train.py"]
-
-
-@pytest.mark.parametrize("epochs", [0, 1])
-def test_too_few_epochs_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, epochs: int) -> None:
-    monkeypatch.setattr(calibrate, "run", ranks_that_train(epochs))
-    measure = CommandMeasure(PaperLab(LabSpec(servers=2)), COMMAND, tmp_path, lambda _line: None)
-    with pytest.raises(ConfigError, match=rf"noted {epochs} epochs and two are needed.*--epochs"):
-        measure(None)
-
-
-def test_a_command_that_fails_is_told_with_its_output(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(*_arguments: object, log_folder: Path, **_options: object) -> LabRun:
-        (log_folder / "server-1.log").write_text("first\nTypeError: no\n")
-        return ended(3, "server 1: rank 1 ended with exit code 3")
-
-    monkeypatch.setattr(calibrate, "run", fails)
-    measure = CommandMeasure(PaperLab(LabSpec(servers=2)), COMMAND, tmp_path, lambda _line: None)
-    with pytest.raises(LabError) as caught:
-        measure(Rate.parse("1mbit"))
-    assert str(caught.value) == (
-        "the command failed at 1mbit: server 1: rank 1 ended with exit code 3\n"
-        "  server-1.log: first\n  server-1.log: TypeError: no"
-    )
 
 
 def test_a_loop_of_ones_own_is_measured_by_its_passes() -> None:
@@ -172,6 +141,34 @@ def test_it_shows_the_tries_and_writes_the_rate(script: str, tmp_path: Path) -> 
     assert written["tries"] == [{"rate": "40mbit", "seconds": 4.0, "phi": 0.5}]
 
 
+def fails(*_arguments: object, log_folder: Path, **_options: object) -> LabRun:
+    (log_folder / "server-1.log").write_text("first\nTypeError: no\n")
+    return ended(3, "server 1: rank 1 ended with exit code 3")
+
+
+FAILURE = (
+    "the command failed without a limit: server 1: rank 1 ended with exit code 3\n"
+    "  server-1.log: first\n  server-1.log: TypeError: no"
+)
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (ranks_that_train(0), "noted 0 epochs and two are needed"),
+        (ranks_that_train(1), "noted 1 epochs and two are needed"),
+        (fails, FAILURE),
+    ],
+)
+def test_a_command_that_fails_or_trains_too_little_is_told(
+    script: str, monkeypatch: pytest.MonkeyPatch, run: Callable[..., LabRun], message: str
+) -> None:
+    monkeypatch.setattr(calibrate, "run", run)
+    refused = _calibrate("--", script).exception
+    assert isinstance(refused, ConfigError | LabError)
+    assert message in str(refused)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -189,11 +186,8 @@ def test_what_makes_no_sense_is_told_before_anything_runs(
     assert message in str(refused)
 
 
-def test_without_emulated_servers_it_says_what_is_missing(
-    script: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cli, "open_lab", labs.open_lab)
-    monkeypatch.setattr(labs, "what_is_missing", lambda: "tc: not installed, apt-get install iproute2")
+def test_without_emulated_servers_it_says_so(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "open_lab", partial(labs.open_lab, force_loopback=True))
     refused = _calibrate("--", script).exception
     assert isinstance(refused, LabError)
-    assert "links can be limited: tc: not installed, apt-get install iproute2" in str(refused)
+    assert "links can be limited: this is loopback" in str(refused)

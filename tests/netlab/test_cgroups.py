@@ -2,44 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import secrets
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from scripts.netlab import cgroups
 from tests.helpers.cgroups import quota_of
-
-
-@pytest.fixture
-def group() -> Path:
-    """A group of half a core."""
-    if os.geteuid() != 0:
-        pytest.skip("control groups need root")
-    made = cgroups.make(f"dglx-lab-test-{secrets.token_hex(5)}-0", 0.5)
-    if made is None:
-        pytest.skip("this machine lets no control group be made")
-    return made
-
-
-def test_a_group_holds_processes_to_its_share(group: Path) -> None:
-    try:
-        assert quota_of(group) == 0.5
-        done = subprocess.run(
-            ["sh", "-c", f"echo 0 > {group}/cgroup.procs && cat /proc/self/cgroup"],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert group.name in done.stdout
-        assert group in cgroups.find(group.name)
-    finally:
-        cgroups.remove(group)
-    assert not group.exists()
-    assert cgroups.find(group.name) == []
-    cgroups.remove(group)
 
 
 def _as_files(folder: Path, names: tuple[str, ...]) -> Path:

@@ -189,24 +189,6 @@ def test_a_folder_that_cannot_be_written_is_told_before_any_server_is_made(
         app([command, "--out", place, "--", str(path)], standalone_mode=False)
 
 
-@pytest.mark.wide
-def test_what_a_killed_command_left_is_removed_by_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place = tmp_path / "temporary"
-    place.mkdir()
-    monkeypatch.setitem(ENVIRONMENT, "TMPDIR", str(place))
-    path = script(tmp_path, WAITS)
-    with running("--loopback", "--", path) as process:
-        process.send_signal(signal.SIGKILL)
-        process.wait(timeout=60)
-    wait_until_gone(path)
-    assert list(place.iterdir())
-    done = netlab("run", "--loopback", "--", script(tmp_path, "pass"))
-    assert done.returncode == 0, done.stderr
-    assert list(place.iterdir()) == []
-
-
 def lab(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "150"})
 
@@ -227,14 +209,11 @@ def test_up_status_down(own_notes: Path, needs_lab: None) -> None:
     assert lab("status").output == "no lab is up\n"
 
 
-@pytest.mark.parametrize("arguments", [(), ("slow", "--all")])
-def test_down_wants_one_lab_or_all(arguments: tuple[str, ...], own_notes: Path) -> None:
-    refused = lab("down", *arguments).exception
-    assert isinstance(refused, ConfigError)
-    assert "--all" in str(refused)
-
-
-def test_down_of_an_unknown_lab_lists_those_there_are(own_notes: Path) -> None:
+def test_down_wants_one_lab_that_there_is_or_all(own_notes: Path) -> None:
+    for arguments in ((), ("slow", "--all")):
+        refused = lab("down", *arguments).exception
+        assert isinstance(refused, ConfigError)
+        assert "--all" in str(refused)
     refused = lab("down", "fast").exception
     assert isinstance(refused, ConfigError)
     assert str(refused) == "there is no lab called 'fast'; up are: none"

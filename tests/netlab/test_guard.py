@@ -1,10 +1,11 @@
 """The guard as a process: shells and sleeps in place of launchers and ranks."""
 
-import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from scripts.netlab import guard
 
@@ -20,15 +21,43 @@ def guarded(grace_s: float, script: str) -> "subprocess.Popen[str]":
     )
 
 
-def ended(process: "subprocess.Popen[str]") -> tuple[int, str]:
-    """Exit code and the rest of the output, which ends only when nobody is left who could write."""
-    rest = process.stdout.read()
-    return process.wait(timeout=30), rest
-
-
-def test_it_ends_as_its_command_does() -> None:
-    assert ended(guarded(5, "echo out; exit 7")) == (7, "out\n")
-    assert ended(guarded(5, "kill -KILL $$")) == (128 + signal.SIGKILL, "")
+@pytest.mark.parametrize(
+    ("grace_s", "script", "ending", "code", "said"),
+    [
+        (5, "echo ready; echo out; exit 7", None, 7, "out\n"),
+        (5, "echo ready; kill -KILL $$", None, 128 + signal.SIGKILL, ""),
+        # A shell handles signals between commands only, hence the short sleeps.
+        (
+            60, "trap 'echo asked; exit 3' TERM; echo ready; while true; do sleep 0.05; done",
+            "end", 3, "asked\n",
+        ),
+        (0.3, f"trap '' TERM; echo ready; sleep {FOREVER}", "end", 128 + signal.SIGKILL, ""),
+        (5, f"echo ready; exec sleep {FOREVER}", "signal", 128 + signal.SIGTERM, ""),
+        # What it leaves behind is killed, in a session of its own too.
+        (
+            5, f"mkfifo fifo; setsid sh -c 'trap \"\" TERM; echo ready; echo go > fifo; sleep {FOREVER}' & "
+            "read line < fifo; exit 0", None, 0, "",
+        ),
+    ],
+)  # fmt: skip
+def test_a_command_ends_by_itself_or_with_its_input_or_a_signal(
+    grace_s: float,
+    script: str,
+    ending: str | None,
+    code: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    process = guarded(grace_s, script)
+    assert process.stdout.readline() == "ready\n"
+    if ending == "end":
+        process.stdin.close()
+    if ending == "signal":
+        process.terminate()
+    # Output ends only when nobody is left who could write.
+    assert (process.stdout.read(), process.wait(timeout=30)) == (said, code)
 
 
 def test_a_command_that_does_not_exist_is_said() -> None:
@@ -36,33 +65,3 @@ def test_a_command_that_does_not_exist_is_said() -> None:
         [sys.executable, guard.__file__, "5", "/no/such/program"], capture_output=True, text=True
     )
     assert (done.returncode, done.stderr) == (127, "/no/such/program: No such file or directory\n")
-
-
-def test_at_the_end_of_its_input_the_command_is_asked_to_end() -> None:
-    # A shell handles signals between commands only, hence the short sleeps.
-    process = guarded(60, "trap 'echo asked; exit 3' TERM; echo ready; while true; do sleep 0.05; done")
-    assert process.stdout.readline() == "ready\n"
-    process.stdin.close()
-    assert ended(process) == (3, "asked\n")
-
-
-def test_a_command_that_does_not_listen_is_killed_after_the_grace() -> None:
-    process = guarded(0.3, f"trap '' TERM; echo ready; sleep {FOREVER}")
-    assert process.stdout.readline() == "ready\n"
-    process.stdin.close()
-    assert ended(process) == (128 + signal.SIGKILL, "")
-
-
-def test_what_the_command_leaves_behind_is_killed_also_in_a_session_of_its_own(tmp_path: Path) -> None:
-    fifo = tmp_path / "fifo"
-    os.mkfifo(fifo)
-    orphan = f'trap "" TERM; echo ready; echo go > {fifo}; sleep {FOREVER}'
-    process = guarded(5, f"setsid sh -c '{orphan}' & read line < {fifo}; exit 0")
-    assert ended(process) == (0, "ready\n")
-
-
-def test_a_signal_is_like_the_end_of_the_input() -> None:
-    process = guarded(5, f"echo ready; exec sleep {FOREVER}")
-    assert process.stdout.readline() == "ready\n"
-    process.terminate()
-    assert ended(process) == (128 + signal.SIGTERM, "")

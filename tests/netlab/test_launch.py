@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import signal
 import socket
@@ -27,7 +28,6 @@ from scripts.netlab.launch import (
     run,
     server_environment,
     start,
-    with_changes,
 )
 from tests.netlab.helpers import WAITS, WHO, processes_with, script, wait_until_gone
 
@@ -99,10 +99,6 @@ def test_ranks_have_their_share_of_their_servers_cores(monkeypatch: pytest.Monke
     assert server_environment(server, 3)["OMP_NUM_THREADS"] == "5"
 
 
-def test_changes_set_and_unset() -> None:
-    assert with_changes({"a": "1", "b": "2"}, {"b": None, "c": "3", "d": None}) == {"a": "1", "c": "3"}
-
-
 @pytest.fixture
 def shells(lab: Lab, tmp_path: Path) -> Callable[..., Started]:
     """Make a command of shell scripts, one per server, in the place of torchrun."""
@@ -116,38 +112,48 @@ def shells(lab: Lab, tmp_path: Path) -> Callable[..., Started]:
     return make
 
 
-def told(folder: Path, server: int, message: str, second: int, *, lost: bool) -> str:
-    """Shell that writes down a failure as a launcher does."""
-    json = (
-        f'{{"rank": {server}, "message": "{message}", "exit_code": {server + 3}, '
-        f'"lost_a_peer": {str(lost).lower()}, "second": {second}}}'
-    )
-    return f"echo '{json}' > {folder}/server-{server}.json"
+def told(server: int, message: str, second: int, *, lost: bool) -> str:
+    """Shell that writes down a failure as a launcher does, and ends."""
+    code = server + 3
+    failure = {"rank": server, "message": message, "exit_code": code, "lost_a_peer": lost, "second": second}
+    return f"echo '{json.dumps(failure)}' > server-{server}.json; exit {code}"
 
 
-def test_the_cause_is_told_also_when_its_consequence_is_seen_first(
-    shells: Callable[..., Started], tmp_path: Path
+@pytest.mark.parametrize(
+    ("first", "second", "code", "cause"),
+    [
+        # A consequence is seen before its cause.
+        (
+            told(0, "lost", 1, lost=True),
+            "while [ ! -e server-0.json ]; do sleep 0.01; done; sleep 0.3; "
+            + told(1, "cause", 2, lost=False),
+            4, "server 1: cause",
+        ),
+        # Of two causes the earlier one is told.
+        (
+            told(0, "late", 3, lost=False), "sleep 0.3; " + told(1, "early", 2, lost=False),
+            4, "server 1: early",
+        ),
+        # The others end soon after one has failed.
+        (
+            "kill -KILL $$", "sleep 1000",
+            128 + signal.SIGKILL, "server 0: its launcher ended with code 137; see its output",
+        ),
+    ],
+)  # fmt: skip
+def test_the_cause_of_a_failure_is_told(
+    first: str,
+    second: str,
+    code: int,
+    cause: str,
+    shells: Callable[..., Started],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    consequence = f"{told(tmp_path, 0, 'lost', 1, lost=True)}; exit 3"
-    cause = f"while [ ! -e {tmp_path}/server-0.json ]; do sleep 0.01; done; sleep 0.3; "
-    cause += f"{told(tmp_path, 1, 'cause', 2, lost=False)}; exit 4"
-    with shells(consequence, cause) as started:
-        assert started.wait(30) == 4
-        assert started.failure == "server 1: cause"
-        assert started.poll() == 4
-
-
-def test_the_others_end_soon_after_one_has_failed(shells: Callable[..., Started]) -> None:
-    with shells("kill -KILL $$", "sleep 1000") as started:
-        assert started.wait(30) == 128 + signal.SIGKILL
-    assert started.failure == "server 0: its launcher ended with code 137; see its output"
-
-
-def test_of_several_causes_the_earliest_is_told(shells: Callable[..., Started], tmp_path: Path) -> None:
-    late, early = told(tmp_path, 0, "late", 3, lost=False), told(tmp_path, 1, "early", 2, lost=False)
-    with shells(f"{late}; exit 3", f"sleep 0.3; {early}; exit 4") as started:
-        assert started.wait(30) == 4
-    assert started.failure == "server 1: early"
+    monkeypatch.chdir(tmp_path)
+    with shells(first, second) as started:
+        assert started.wait(30) == started.poll() == code
+    assert started.failure == cause
 
 
 def test_leaving_the_block_ends_all(shells: Callable[..., Started], tmp_path: Path) -> None:

@@ -26,15 +26,6 @@ from tests.helpers.cgroups import quota_of
 from tests.netlab.helpers import LIMIT_S, lab_of, output, python, reaches
 
 
-def test_one_that_has_ended_cannot_stay() -> None:
-    held = Holder("one", ["--net"], [])
-    held.init.kill()
-    wait_until_ended((held.init, held.outer))
-    with pytest.raises(LabError, match="has ended already"):
-        held.stay()
-    held.close()
-
-
 def test_a_command_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(servers, "_START_S", 0.3)
     monkeypatch.setattr(servers, "_END_S", 0.3)
@@ -88,13 +79,6 @@ def test_processes_are_held_to_their_cores_and_quota() -> None:
             assert cgroup_name(lab.name, server.number) in output(server, "cat", "/proc/self/cgroup")
 
 
-def test_a_rank_reads_its_own_card(pair: NamespaceLab) -> None:
-    code = f"import sys; sys.path[:] = {sys.path!r}\n"
-    code += f"from scripts.netlab.servers import read_card; print(read_card('{CARD}').sent)"
-    sent = int(python(pair.servers[0], code))
-    assert sent <= pair.cards()[0].sent < sent + 10_000
-
-
 def test_a_server_that_is_gone_is_not_taken_for_who_got_its_number(pair: NamespaceLab) -> None:
     """Its first process has ended, and this one has the number now: its card is this machine's."""
     gone = replace(pair.servers[0], init=Process(pid=os.getpid(), started=1))
@@ -146,13 +130,6 @@ def test_two_labs_at_once_do_not_see_each_other(pair: NamespaceLab) -> None:
         cards = pair.cards()
         assert reaches(other.servers[0], "10.77.0.2")
         assert pair.cards()[1].received - cards[1].received < 1000
-
-
-def test_both_ends_of_a_cable_are_limited(pair: NamespaceLab) -> None:
-    for server in pair.servers:
-        assert rate_of(server.init.pid, CARD) == SLOW.bits_per_s
-        assert rate_of(switch_of(pair), f"server{server.number}") == SLOW.bits_per_s
-        assert rate_of(server.init.pid, "lo") is None
 
 
 def test_rates_change_at_once_and_can_be_lifted() -> None:
@@ -219,17 +196,14 @@ def test_nothing_stays_after_closing() -> None:
         lab.set_rates(SLOW, None)
 
 
-@pytest.mark.parametrize("server", [0, 1])
-def test_nothing_stays_after_a_failure_half_way(
-    server: int, lab_name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The cable of a server cannot be laid, once of the first and once of the last one."""
+def test_nothing_stays_after_a_failure_half_way(lab_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cable of the last server cannot be laid; then the first one cannot be set up."""
     made: list[Any] = []
     port_of = servers.port_of
 
     def bad_port(number: int) -> str:
         made.extend(state.read_notes(lab_name).processes)
-        return "a/name/that/is/refused" if number == server else port_of(number)
+        return "a/name/that/is/refused" if number == 1 else port_of(number)
 
     monkeypatch.setattr(servers, "port_of", bad_port)
     with pytest.raises(LabError, match="a/name/that/is/refused"):
@@ -237,9 +211,6 @@ def test_nothing_stays_after_a_failure_half_way(
     assert made
     assert not any(process.alive() for process in made)
     assert _traces_of(lab_name) == []
-
-
-def test_nothing_stays_when_a_setup_command_fails(lab_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(labs, "SETUP", [["ip", "link", "set", "nonesuch", "up"]])
     with pytest.raises(LabError, match=r"server 0 could not be made: .*nonesuch"):
         open_lab(LabSpec(servers=2, cpus=0.3), name=lab_name)

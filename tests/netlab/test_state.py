@@ -73,43 +73,39 @@ def test_notes_of_a_lab_that_was_taken_down_are_not_written_again(own_notes: Pat
     assert list(own_notes.iterdir()) == []
 
 
-def _damage(values: dict[str, Any], key: str, value: Any) -> str:
-    return json.dumps({**values, key: value})
-
-
 @pytest.mark.parametrize(
-    ("key", "value"),
+    "damage",
     [
-        ("format", 99),
-        ("owner", {"pid": "x", "started": 1}),
-        ("owner", {"pid": -1, "started": 1}),
-        ("owner", None),
-        ("servers", [{"number": 0}]),
-        ("servers", 3),
-        ("spec", {"servers": 0, "external": None, "internal": None, "cpus": None}),
-        ("held", "nobody"),
-        ("complete", "yes"),
-        ("spec", {"servers": 10**12, "external": None, "internal": None, "cpus": None}),
-        ("spec", {"servers": float("inf"), "external": None, "internal": None, "cpus": None}),
+        {"format": 99},
+        {"owner": {"pid": "x", "started": 1}},
+        {"owner": {"pid": -1, "started": 1}},
+        {"owner": None},
+        {"servers": [{"number": 0}]},
+        {"servers": 3},
+        {"held": "nobody"},
+        {"complete": "yes"},
+        *(
+            {"spec": {"servers": count, "external": None, "internal": None, "cpus": None}}
+            for count in (0, 10**12, float("inf"))
+        ),
+        *("", "{", "[]", "null", "\x00\x01", "[" * 100_000, "\udcff"),
     ],
+    ids=lambda damage: repr(damage)[-20:],
 )
-def test_damaged_notes_are_named_and_can_be_removed(key: str, value: Any, own_notes: Path) -> None:
-    state.write_notes(noted("a"), new=True)
-    path = own_notes / "a.json"
-    path.write_text(_damage(json.loads(path.read_text()), key, value))
+def test_damaged_notes_are_named_until_they_are_taken_down(damage: Any, own_notes: Path) -> None:
+    for name in ("a", "b"):
+        state.write_notes(noted(name), new=True)
+        path = own_notes / f"{name}.json"
+        text = json.dumps(json.loads(path.read_text()) | damage) if isinstance(damage, dict) else damage
+        path.write_text(text, errors="surrogateescape")
     for ask in (lambda: state.read_notes("a"), state.list_labs):
-        with pytest.raises(LabError, match=rf"{path} is damaged.*down --all"):
+        with pytest.raises(LabError, match=rf"{own_notes}/a.json is damaged.*down --all"):
             ask()
-
-
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", "null", "\x00\x01", "[" * 100_000, "\udcff"], ids=lambda text: repr(text[-3:])
-)
-def test_notes_that_are_no_notes(text: str, own_notes: Path) -> None:
-    own_notes.mkdir()
-    (own_notes / "a.json").write_text(text, errors="surrogateescape")
-    with pytest.raises(LabError, match="damaged"):
-        state.read_notes("a")
+    assert state.clean_stale() == []
+    state.take_down("a")
+    assert state.lab_names() == ["b"]
+    assert state.take_down_all() == ["b"]
+    assert state.lab_names() == []
 
 
 @pytest.mark.parametrize("where", ["switch", "init", "outer"])
@@ -213,18 +209,6 @@ def test_a_process_that_is_no_holder_is_left_alone(
     assert state.lab_names() == []
     assert child.poll() is None
     child.communicate(b"\n", timeout=30)
-
-
-@pytest.mark.parametrize("text", ["", "{", '{"format": 99}'])
-def test_damaged_notes_stay_until_they_are_taken_down(text: str, own_notes: Path) -> None:
-    own_notes.mkdir()
-    (own_notes / "a.json").write_text(text)
-    (own_notes / "b.json").write_text(text)
-    assert state.clean_stale() == []
-    state.take_down("a")
-    assert state.lab_names() == ["b"]
-    assert state.take_down_all() == ["b"]
-    assert state.lab_names() == []
 
 
 def test_a_lab_of_root_is_left_to_root(own_notes: Path, monkeypatch: pytest.MonkeyPatch) -> None:

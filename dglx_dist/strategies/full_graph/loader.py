@@ -50,10 +50,6 @@ if TYPE_CHECKING:
 PHASE = "preload"
 """Ledger phase of features and edge values, which are fetched once."""
 
-FetchHalo: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""Maps ((own rows, *row), (n_halo, *row) output) to the filled output; collective."""
-
-
 _NO_SEEDS: Array = np.empty(0, np.int64)
 
 _Key: TypeAlias = tuple[int, int, int]
@@ -321,11 +317,13 @@ class ColumnReader:
         self._store: KVStore = g.kvstore
         self._columns, self._cache = columns, cache
 
-    def inputs(self, plan: RankPlan, fetch: FetchHalo | None = None) -> dict[str, Tensor]:
+    def inputs(
+        self, plan: RankPlan, fetch: Callable[[Tensor, Tensor], Tensor] | None = None
+    ) -> dict[str, Tensor]:
         """Return the (rows, *row) features of the rank, or with ``fetch`` those of all sources of layer 1.
 
-        ``fetch`` fetches the halo in the stored type, which may be half as wide as the compute type; then
-        this call is collective.
+        ``fetch`` maps (own rows, (n_halo, *row) output) to the filled output, in the stored type, which may
+        be half as wide as the compute type; then this call is collective.
         """
         keys = _only(self._columns.inputs)
         if fetch is None:
@@ -366,7 +364,7 @@ class ColumnReader:
         return found
 
     def _converted(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: self._columns.precision.converted(values) for name, values in rows.items()}
+        return {name: self._columns.memory.converted(values) for name, values in rows.items()}
 
 
 def _only(by_type: Mapping[Any, Mapping[str, str]]) -> Mapping[str, str]:

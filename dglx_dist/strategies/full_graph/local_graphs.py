@@ -17,7 +17,7 @@ from dgl.view import HeteroNodeView
 from torch import Tensor
 
 from dglx_dist.comm.collectives import check_equal, run_on_all_ranks
-from dglx_dist.dataloading.feature_fetch import Precision
+from dglx_dist.dataloading.feature_fetch import RowMemory
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.partition_book import RowOwners
 from dglx_dist.records import Array, StepShare
@@ -279,12 +279,12 @@ def local_graph(
     block = halo_block(layer, torch.from_numpy(plan.nodes), exchange, etype=etype, out_degrees=g.out_degrees)
     lg = LocalGraph(block)
     lg.edata.update(_rows(g, edge_keys, layer.edge_ids))
-    precision = Precision()
+    memory = RowMemory()
     for name, rows in _rows(g, node_keys, plan.nodes).items():
-        lg.ndata[name] = precision.converted(rows)
+        lg.ndata[name] = memory.converted(rows)
         if use_pp and rows.is_floating_point() and rows.dim() > 1:
             # Sent in the stored type, which may be half as wide as the compute type.
-            lg.keep_halo(name, precision.converted(exchange.fetch(rows, phase=PHASE)))
+            lg.keep_halo(name, memory.converted(exchange.fetch(rows, phase=PHASE)))
     if targets is not None and targets in lg.ndata:
         lg.step_share = count_targets(int(lg.ndata[targets].sum()), g.session)
     return lg

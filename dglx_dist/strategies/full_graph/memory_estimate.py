@@ -406,7 +406,7 @@ def _feature_row(g: DistGraph, request: LoaderRequest) -> Tensor:
         )
     (key,) = inputs.values()
     rows = g.kvstore.pull(key, np.zeros(1, np.int64), phase="preload")
-    return request.columns.precision.converted(rows).clone()
+    return request.columns.memory.converted(rows).clone()
 
 
 def choose_num_batches(worst: Callable[[int, Array], int], memory_bytes: int, most: int) -> int:

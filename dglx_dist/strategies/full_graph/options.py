@@ -13,7 +13,7 @@ from dgl.dataloading import NeighborSampler
 
 from dglx_dist.comm.collectives import check_equal, run_on_all_ranks
 from dglx_dist.data.storage.files import read_size
-from dglx_dist.dataloading.feature_fetch import Columns, Precision
+from dglx_dist.dataloading.feature_fetch import Columns, RowMemory
 from dglx_dist.dataloading.sampler_spec import Fanout, SamplePlan, find_columns, read_sampler
 from dglx_dist.dataloading.step_loader import read_items, read_options, seed_of
 from dglx_dist.errors import ConfigError
@@ -246,7 +246,7 @@ def _read(
     request = LoaderRequest(
         seeds=np.asarray(ids, np.int64),
         num_layers=len(fanouts),
-        columns=find_columns(g, plan, Precision(options.feature_dtype, options.depth + _BATCHES_IN_USE)),
+        columns=find_columns(g, plan, RowMemory(options.depth + _BATCHES_IN_USE, options.feature_dtype)),
         seed=seed_of(options, g.session),
         depth=options.depth,
         device=torch.device(g.session.device if options.device is None else options.device),

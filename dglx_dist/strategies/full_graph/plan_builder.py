@@ -141,7 +141,6 @@ def _leaders(context: PartitionContext) -> list[int]:
 
 
 def _by_leader(context: PartitionContext, ids: Array) -> dict[int, Array]:
-    """Split the (n,) ascending ``ids`` by the server that owns them."""
     return dict(zip(_leaders(context), seeds_by_server(context, ids), strict=True))
 
 

@@ -29,7 +29,7 @@ from dglx_dist.data.storage.arrays import ArrayFolder
 from dglx_dist.data.storage.columns import numpy_dtype, safe_name
 from dglx_dist.data.storage.reader import StoredDataset
 from dglx_dist.data.storage.writer import CHUNK_BYTES
-from dglx_dist.dataloading.feature_fetch import Precision, RowMemory
+from dglx_dist.dataloading.feature_fetch import RowMemory
 from dglx_dist.errors import ConfigError, PeerError, StorageError
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.partition_book import rows_per_message
@@ -331,13 +331,11 @@ class ColumnStore:
         """Return the stored dtype; raises as :meth:`rows`."""
         return torch_dtype(self._slice(name).info.dtype)
 
-    def rows(
-        self, name: str, nodes: Tensor, memory: RowMemory | None = None, precision: Precision | None = None
-    ) -> Tensor:
+    def rows(self, name: str, nodes: Tensor, memory: RowMemory | None = None) -> Tensor:
         """Return (K, F_p), a copy of the own columns of ``g.ndata[name][nodes]``. Thread-safe; sends nothing.
 
-        ``nodes`` are (K,) int64 on the CPU, any order, repeats allowed; ``memory`` lends the copy's buffers.
-        Without ``precision`` float16 and bfloat16 become float32, as in data parallel training.
+        ``nodes`` are (K,) int64 on the CPU, any order, repeats allowed; ``memory`` lends the copy's buffers
+        and has its dtype; without, float16 and bfloat16 become float32, as in data parallel training.
 
         Raises:
             ConfigError: the feature was not opened, or ``nodes`` are no ids.
@@ -348,9 +346,10 @@ class ColumnStore:
             raise ConfigError(f"nodes are {nodes.dtype} of shape {tuple(nodes.shape)}; give (K,) int64 ids")
         ids = nodes.numpy()
         check_ids(ids, len(one.rows), repr(name))
-        found = (memory or RowMemory()).rows(name, len(ids), one.info)
+        memory = memory or RowMemory()
+        found = memory.rows(name, len(ids), one.info)
         take_rows(one.rows, ids, numpy_view(found))
-        return (precision or Precision()).converted(found)
+        return memory.converted(found)
 
     def moments(self) -> Moments:
         """Return mean and variance of each node's row of all columns, of all features and parts.

@@ -25,7 +25,7 @@ from dglx_dist.comm.collectives import check_equal, gather_json, run_on_all_rank
 from dglx_dist.comm.mailbox import OneSidedExchange
 from dglx_dist.comm.session import SessionField
 from dglx_dist.comm.trace import LOADER
-from dglx_dist.dataloading.feature_fetch import Precision, RowMemory
+from dglx_dist.dataloading.feature_fetch import RowMemory
 from dglx_dist.dataloading.minibatch import build_block
 from dglx_dist.dataloading.sampler_spec import read_sampler
 from dglx_dist.dataloading.step_loader import EpochLoader, Items, StepLoader
@@ -146,8 +146,7 @@ class PushPullLoader(EpochLoader[_Made, Any]):
     ) -> None:
         session, (self._etype,) = g.session, g.canonical_etypes
         self._inner, self._store, self._group = inner, store, group
-        num_alive = (inner.depth + _EXTRA_BATCHES) * group.size
-        self._precision, self._memory = Precision(feature_dtype, num_alive), RowMemory(num_alive)
+        self._memory = RowMemory((inner.depth + _EXTRA_BATCHES) * group.size, feature_dtype)
         self._looks_ahead = options.depth > 1
         # The ranks' loaders share a name, as all construct theirs in the same order.
         self._label = f"push_pull.{next(_LOADER_NUMBERS.of(session))}"
@@ -306,8 +305,8 @@ class PushPullLoader(EpochLoader[_Made, Any]):
         return of_epoch
 
     def _input_of(self, owner: OwnerBlock, number: int) -> PartInput:
-        store, memory, precision = self._store, self._memory, self._precision
-        columns = {name: store.rows(name, owner.nodes, memory, precision) for name in store.names}
+        store = self._store
+        columns = {name: store.rows(name, owner.nodes, self._memory) for name in store.names}
         return PartInput(block=owner.block, nodes=owner.nodes, columns=columns, number=number)
 
     def in_order(self, batches: Iterator[_Made]) -> Iterator[_Made]:
