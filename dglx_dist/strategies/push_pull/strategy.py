@@ -48,11 +48,7 @@ PHASE = "weights"
 class PushPull(Strategy):
     """Features are cut by column and never move; partial activations of the first layer do (P3).
 
-    Options: ``depth`` (1 to 3 mini-batches in flight), ``weights`` ("whole" or "split"), ``group_size``
-    (ranks that hold all columns together; 0: the fewest that ``memory`` allows, else all), ``memory``
-    ("4GB"), ``structure`` ("auto", "push" or "resample"), ``sync`` ("columns" or "inputs"), ``features``
-    (comma-separated names), ``cache_columns`` (bool), ``bucket_bytes`` (int). See
-    docs/strategies/push_pull.md.
+    Options: those of :class:`PushPullOptions`. See docs/strategies/push_pull.md.
     """
 
     traits = Traits(
