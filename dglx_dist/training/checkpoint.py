@@ -571,7 +571,6 @@ def load(
     )
     path = Path(str(broadcast_json(found, session)))
     of_model = model.state_dict()
-
     rank = session.topology.rank
 
     def read() -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Any]]:
