@@ -17,7 +17,7 @@ import torch
 from dglx_dist.errors import ConfigError
 from dglx_dist.planner.records import Rate
 from scripts.bench import driver, results
-from scripts.bench.driver import read_measurement
+from scripts.bench.driver import read_measured, read_measurement
 from scripts.bench.records import (
     BenchPlan,
     ExperimentPlan,
@@ -51,6 +51,12 @@ def test_the_machine_is_described_without_naming_host_or_user() -> None:
 def test_reports_of_another_kind_are_refused(report: dict[str, object]) -> None:
     with pytest.raises(JobError, match="it must report epochs, and of others only bytes_outside_wire"):
         read_measurement(A, 0, [report])
+
+
+def test_where_no_card_counts_the_payload_stands_in() -> None:
+    """2 MB between two servers in each epoch."""
+    report = {"epochs": [asdict(epoch(number)) for number in range(3)]}
+    assert read_measured(A, [report] * 2).bytes_per_server == 1_000_000
 
 
 MEGABIT = 10**6

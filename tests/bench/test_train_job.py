@@ -129,6 +129,11 @@ def test_steps_can_be_limited_and_one_process_moves_nothing(folder: Path) -> Non
     assert counted(folder, max_steps=2).seeds_per_rank == [32, 32]
 
 
+def test_cards_of_servers_are_added_once() -> None:
+    assert train.sum_by_server([(0, 100), (0, 100), (1, 50)]) == 150
+    assert train.sum_by_server([(0, 100), (1, -1)]) is None
+
+
 def test_wrong_parameters_are_told() -> None:
     for params, told in (
         ({"data": "x", "target": 2.0}, r"target=2\.0 of a bounded job must be a fraction"),

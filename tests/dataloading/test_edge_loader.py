@@ -352,6 +352,13 @@ def test_a_node_samplers_own_code_is_told_what_to_exclude(g: DistGraph) -> None:
     assert total > 1000
 
 
+def test_no_edges_ask_for_no_negatives(g: DistGraph) -> None:
+    options = dict.fromkeys(("exclude", "negative_sampler"), lambda *_: pytest.fail("called for no edges"))
+    loader = loader_of(g, **options)
+    # As of a rank that has run out of edges.
+    assert [pairs.num_edges() for pairs in loader.batches_of(0)(len(loader)).pairs] == [0, 0]
+
+
 def excluded(g: DistGraph, edges: dict[Any, list[int]], **options: Any) -> dict[Any, list[int]]:
     given = {etype: np.array(ids, np.int64) for etype, ids in edges.items()}
     found = open_exclude(g, options["exclude"], read_rule(g, given, **options))(given)
