@@ -53,12 +53,6 @@ def test_reports_of_another_kind_are_refused(report: dict[str, object]) -> None:
         read_measurement(A, 0, [report])
 
 
-def test_where_no_card_counts_the_payload_stands_in() -> None:
-    """2 MB between two servers in each epoch."""
-    report = {"epochs": [asdict(epoch(number)) for number in range(3)]}
-    assert read_measured(A, [report] * 2).bytes_per_server == 1_000_000
-
-
 MEGABIT = 10**6
 
 
@@ -168,6 +162,8 @@ def test_on_plain_loopback_no_rate_is_asked_for_and_none_is_noted(tmp_path: Path
     assert {rate for _, rate in stage.done} == {"free"}
     assert len(stage.done) == 2 + 10
     assert outcome.network["a"] == {"kind": "loopback", "external": None}
+    # Where no card counts, the payload stands in: 2 MB between two servers in each epoch.
+    assert read_measured(A, [{"epochs": [asdict(epoch(n)) for n in range(3)]}] * 2).bytes_per_server == 1e6
 
 
 def test_a_failure_keeps_what_was_measured_before(tmp_path: Path) -> None:

@@ -16,12 +16,7 @@ from dgl.dataloading import negative_sampler as dgl_negative
 
 from dglx_dist.comm.session import start_session
 from dglx_dist.dataloading import negative
-from dglx_dist.dataloading.edge_loader import (
-    DistEdgeDataLoader,
-    build_pairs,
-    open_exclude,
-    read_rule,
-)
+from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader, open_exclude, read_rule
 from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.analysis import reverse_edge_ids
@@ -460,9 +455,3 @@ def test_what_cannot_be_honoured_over_types_is_told(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         loader_of(shop, eids=eids, **rule)
-
-
-def test_parallel_edges_stay_two() -> None:
-    ends = np.array([5, 5]), np.array([6, 6])
-    _, (pairs,) = build_pairs(["_N"], {EDGE_TYPE: np.array([1, 0])}, {EDGE_TYPE: ends}, None)
-    assert pairs.edata[dgl.EID].tolist() == [1, 0]
