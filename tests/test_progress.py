@@ -9,16 +9,14 @@ import pytest
 from dglx_dist.progress import progress
 
 
-def test_other_ranks_are_silent(capfd: pytest.CaptureFixture[str]) -> None:
-    with progress("writing parts", 0, enabled=False) as advance:
-        advance(1)
-    assert capfd.readouterr() == ("", "")
-
-
-def test_a_line_stands_as_it_is_without_a_terminal(capfd: pytest.CaptureFixture[str]) -> None:
-    with progress("writing parts", 3) as advance:
-        advance.say("part 0 " * 20 + "[done]")
-    assert capfd.readouterr().err == "writing parts ...\n" + "part 0 " * 20 + "[done]\n"
+def test_a_line_stands_as_it_is_without_a_terminal_and_nothing_of_other_ranks(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    for enabled in (False, True):
+        with progress("writing parts", 3, enabled=enabled) as advance:
+            advance(1)
+            advance.say("part 0 " * 20 + "[done]")
+    assert capfd.readouterr() == ("", "writing parts ...\n" + "part 0 " * 20 + "[done]\n")
 
 
 def test_a_line_stands_above_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,12 +16,12 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, BinaryIO, NoReturn, final
 
 from dglx_dist.comm.topology import endpoint_of
-from dglx_dist.data.json_fields import Fields, Json, Within, read_json, read_record, write_json
+from dglx_dist.data.json_fields import Fields, Within, read_json, read_record, write_json
 from dglx_dist.serverless.tasks import MAX_EVENT_BYTES
 from dglx_dist.serverless.worker import RemoteCaller, TaskPhase, Worker, register_packaged_stages
 
@@ -152,32 +152,28 @@ def main() -> None:
     # Output that a user's stage prints must not mix with the answers.
     os.dup2(2, 1)
     threading.Thread(target=_read, args=(sys.stdin.buffer, lines), name="dglx-input", daemon=True).start()
-    setup = read_json(lines.get(), _LONGEST_LINE, "a worker's setup")
-    process = _Process(read_record(Setup, setup, "a worker's setup"))
+    given = read_json(lines.get(), _LONGEST_LINE, "a worker's setup")
+    setup, faults = read_record(Setup, given, "a worker's setup"), FaultInjector(_die)
+    throttle = None if setup.cpu_share is None else CpuThrottle(setup.cpu_share)
+
+    def at_phase(phase: TaskPhase) -> None:
+        faults(phase)
+        if throttle is not None:
+            throttle.rest()
+
+    through = str if setup.bytes_per_s is None else Relay(setup.bytes_per_s).endpoint
+    worker = Worker(RemoteCaller(through), at_phase)
     register_packaged_stages()
-    while True:
-        answers.write(write_json(process.answer(lines.get())) + b"\n")
 
-
-@final
-class _Process:
-    def __init__(self, setup: Setup) -> None:
-        self._faults = FaultInjector(_die)
-        self._throttle = None if setup.cpu_share is None else CpuThrottle(setup.cpu_share)
-        through = str if setup.bytes_per_s is None else Relay(setup.bytes_per_s).endpoint
-        self._worker = Worker(RemoteCaller(through), self._at_phase)
-
-    def answer(self, line: bytes) -> Mapping[str, Json]:
+    def answer(line: bytes) -> bytes:
         fields = Fields.parse(line, "a line of input", _LONGEST_LINE)
         event = fields.inner("event").given
-        self._faults.next = fields.maybe("fault", lambda name: fields.value(name, Fault), None)
+        faults.next = fields.maybe("fault", lambda name: fields.value(name, Fault), None)
         fields.end()
-        return self._worker.attempt(event)[0].as_json()
+        return write_json(worker.attempt(event)[0].as_json()) + b"\n"
 
-    def _at_phase(self, phase: TaskPhase) -> None:
-        self._faults(phase)
-        if self._throttle is not None:
-            self._throttle.rest()
+    while True:
+        answers.write(answer(lines.get()))
 
 
 def _read(source: BinaryIO, lines: queue.SimpleQueue[bytes]) -> NoReturn:

@@ -18,7 +18,6 @@ from dglx_dist.data.sources import (
     DATASETS,
     cache_set_aside,
     load_dataset,
-    raw_graph_from_dgl,
     raw_graph_from_ogb,
     standard_columns,
 )
@@ -105,15 +104,11 @@ def test_something_else_than_a_graph_is_refused(given: Any, error: type[Exceptio
         load_dataset(given)
 
 
-def test_one_of_several_splits_is_chosen() -> None:
-    chosen = load_dataset(triangle(train_mask=SPLITS), split=1)
-    assert columns_of(chosen)["train_mask"].tolist() == [False, True, False]
-
-
-def test_ids_of_a_larger_graph_are_left_out() -> None:
-    part = dgl.node_subgraph(triangle(), [1, 2])
+def test_one_of_several_splits_is_chosen_and_ids_of_a_larger_graph_are_left_out() -> None:
+    part = dgl.node_subgraph(triangle(train_mask=SPLITS), [0, 1])
     assert dgl.NID in part.ndata
-    graph = raw_graph_from_dgl(part)
+    graph = load_dataset(part, split=1)
+    assert columns_of(graph)["train_mask"].tolist() == [False, True]
     assert dgl.NID not in graph.node_data[NODE_TYPE]
     assert dgl.EID not in graph.edge_data[EDGE_TYPE]
 

@@ -149,26 +149,19 @@ WIDE = pa.array([0, 2**63], pa.uint64())
         ({"id": WIDE}, "0,1", r"nodes\.parquet: column 'id' has a number beyond 64 signed bits"),
         ({"id": [0, 1], "label": WIDE}, "0,1", r"nodes\.parquet: column 'label' has a number beyond"),
         ({"feat_0": [1, 2], "feat_1": [[1], [2]]}, "0,1", "column 'feat_1' holds lists; .* call .* feat"),
+        ("id\n1\n", {"from": [1], "to": [1]},
+         r"edges\.parquet: has no columns src and dst \(it has from, to\).* dglx ingest"),
+        ("id\n1\n", {"src": [1, 1], "dst": [1, 1], "w": [1, np.inf]}, r"edges\.parquet: .* 'w', row 1: inf"),
     ],
 )  # fmt: skip
 def test_bad_tables_are_named_with_column_and_row(
-    tmp_path: Path, nodes: str | dict[str, object], edges: str, message: str
+    tmp_path: Path, nodes: str | dict[str, object], edges: str | dict[str, object], message: str
 ) -> None:
-    name = "nodes.csv" if isinstance(nodes, str) else "nodes.parquet"
+    edges = f"src,dst\n{edges}\n" if isinstance(edges, str) else edges
+    files = {"nodes": nodes, "edges": edges}
+    tables = {f"{name}.{'csv' if isinstance(of, str) else 'parquet'}": of for name, of in files.items()}
     with pytest.raises(DatasetError, match=message):
-        load_dataset(write(tmp_path, {name: nodes, "edges.csv": f"src,dst\n{edges}\n"}))
-
-
-@pytest.mark.parametrize(
-    ("edges", "message"),
-    [
-        ("from,to\n1,1\n", r"edges\.csv: has no columns src and dst \(it has from, to\).* dglx ingest"),
-        ("src,dst,w\n1,1,1\n1,1,inf\n", r"edges\.csv: column 'w', row 1: inf"),
-    ],
-)
-def test_bad_columns_of_edges_are_named(tmp_path: Path, edges: str, message: str) -> None:
-    with pytest.raises(DatasetError, match=message):
-        load_dataset(write(tmp_path, {"edges.csv": edges}))
+        load_dataset(write(tmp_path, tables))
 
 
 def test_types_without_a_table_come_in_the_order_of_their_names(tmp_path: Path) -> None:

@@ -191,15 +191,11 @@ def test_an_event_that_aws_does_not_take_is_lost_at_once(service: FunctionsServi
 
 
 def test_report_lines_are_read_as_aws_writes_them() -> None:
+    request = "6f747ee1-8c0b-4d4a-a1d5-1d0c2f6c1a11"
     line = (
-        "REPORT RequestId: 6f747ee1-8c0b-4d4a-a1d5-1d0c2f6c1a11\tDuration: 12.34 ms\t"
-        "Billed Duration: 113 ms\tMemory Size: 192 MB\tMax Memory Used: 88 MB\tInit Duration: 100.60 ms\t\n"
+        f"REPORT RequestId: {request}\tDuration: 12.34 ms\tBilled Duration: 113 ms\tMemory Size: 192 MB\t"
+        "Max Memory Used: 88 MB\tInit Duration: 100.60 ms\t\n"
     )
-    found = read_report(line)
-    assert found is not None
-    invocation = Invocation(duration_s=0.113, cold=True, memory_mb=192)
-    assert found == ("6f747ee1-8c0b-4d4a-a1d5-1d0c2f6c1a11", invocation)
-    warm = read_report(line.replace("Init Duration", "Other Duration"))
-    assert warm is not None
-    assert not warm[1].cold
-    assert read_report("START RequestId: 6f747ee1-8c0b-4d4a-a1d5-1d0c2f6c1a11 Version: $LATEST") is None
+    for text, cold in ((line, True), (line.replace("Init Duration", "Other Duration"), False)):
+        assert read_report(text) == (request, Invocation(duration_s=0.113, cold=cold, memory_mb=192))
+    assert read_report(f"START RequestId: {request} Version: $LATEST") is None

@@ -175,10 +175,7 @@ def test_the_time_out_is_five_times_the_usual_of_its_step_and_doubles_up_to_eigh
 def test_the_dead_are_replaced_at_once_and_once() -> None:
     scene = Scene()
     key = scene.launch(0, ready=False)
-    scene.executor.dead = [
-        Lost(key=key, attempt=0, reason="killed"),
-        Lost(key=key, attempt=0, reason="killed"),
-    ]
+    scene.executor.dead = [Lost(key=key, attempt=0, reason="killed")] * 2
     assert scene.wait(0) == [f"{key}/1"]
     scene.executor.dead = [Lost(key=key, attempt=0, reason="told late")]
     assert scene.wait(0) == []

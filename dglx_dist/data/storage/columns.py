@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 from urllib.parse import quote
 
 import numpy as np
@@ -163,10 +163,7 @@ def check_file(path: Path, expected: FileInfo, remedy: str) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Body:
-    """Content of one buffer of a column."""
-
+class _Body(NamedTuple):
     pieces: Iterator[Array]
     num_bytes: int
 

@@ -112,33 +112,21 @@ def write_rows(
     written = FileInfo(num_bytes=0, checksum="")
     if len(rows):  # two writers may have an empty range at the same row
         written = write_column(folder / path, info, len(rows), [rows])
-    return RowFile(
-        name=name,
-        first=first,
-        num_rows=len(rows),
-        dtype=info.dtype,
-        row_shape=info.row_shape,
-        path=path,
-        num_bytes=written.num_bytes,
-        checksum=written.checksum,
-    )
+    return RowFile(name=name, first=first, num_rows=len(rows), path=path, **asdict(info), **asdict(written))
 
 
-def write_index(
-    folder: Path, files: Iterable[RowFile], facts: Mapping[str, object] | None = None
-) -> RowIndex:
+def write_index(folder: Path, files: Iterable[RowFile], facts: Mapping[str, object]) -> None:
     """Write the index over the files of all writers, in any order; one writer calls it last.
 
     Raises:
         StorageError: the files of a tensor overlap, have gaps or differ in dtype or row shape.
     """
-    index = _index_of(folder, files, dict(facts or {}))
+    index = _index_of(folder, files, facts)
     lines = [asdict(file) for tensor in index.tensors.values() for file in tensor.files]
-    body = {"version": VERSION, "facts": dict(index.facts), "files": lines}
+    body = {"version": VERSION, "facts": dict(facts), "files": lines}
     text = json.dumps({"checksum": _checksum(body), **body}, indent=1)
     with replaced_file(folder / INDEX) as partial:
         partial.write_text(text, encoding="utf-8")
-    return index
 
 
 def read_index(folder: Path) -> RowIndex:

@@ -14,27 +14,15 @@ from tests.data.partition.graphs import AUTHORS_AND_PAPERS, TWO_TRIANGLES, commu
 from tests.helpers import wide
 
 every_partitioner = pytest.mark.parametrize("name", PARTITIONERS.names())
-every_graph = pytest.mark.parametrize(
-    "graph",
-    [
-        TWO_TRIANGLES,
-        AUTHORS_AND_PAPERS,
-        homogeneous(7, []),
-        homogeneous(9, [(0, 1), (1, 0)]),
-        homogeneous(8, [(0, 0), (1, 1), (3, 4), (3, 4), (4, 3)]),
-        homogeneous(0, []),
-        communities(num_nodes=400),
-    ],
-    ids=[
-        "two_triangles",
-        "heterogeneous",
-        "no_edges",
-        "isolated",
-        "loops_and_parallel",
-        "empty",
-        "communities",
-    ],
-)
+GRAPHS = {
+    "two_triangles": TWO_TRIANGLES,
+    "heterogeneous": AUTHORS_AND_PAPERS,
+    "no_edges": homogeneous(7, []),
+    "isolated": homogeneous(9, [(0, 1), (1, 0)]),
+    "loops_and_parallel": homogeneous(8, [(0, 0), (1, 1), (3, 4), (3, 4), (4, 3)]),
+    "empty": homogeneous(0, []),
+    "communities": communities(num_nodes=400),
+}
 
 
 def assign(name: str, graph: RawGraph, num_parts: int, seed: int = 0, **options: Any) -> Assignment:
@@ -55,7 +43,7 @@ def those_that_honour(*fields: str) -> list[str]:
 
 
 @every_partitioner
-@every_graph
+@pytest.mark.parametrize("graph", GRAPHS.values(), ids=GRAPHS)
 @pytest.mark.parametrize("num_parts", [1, 3, 70, *wide(2, 4)])
 def test_every_node_has_one_owner_and_parts_are_as_even_as_stated(
     name: str, graph: RawGraph, num_parts: int

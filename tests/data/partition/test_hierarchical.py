@@ -16,13 +16,8 @@ from dglx_dist.data.partition.hierarchical import (
     with_trainer_ids,
 )
 from dglx_dist.errors import ConfigError
-from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE, RawGraph
 from tests.data.partition.graphs import AUTHORS_AND_PAPERS, TWO_TRIANGLES, communities, flat, homogeneous
-
-
-def over_servers(assignment: Assignment, workers: int) -> Assignment:
-    parts = {t: (p // workers).astype(np.int32) for t, p in assignment.part_of.items()}
-    return Assignment(num_parts=assignment.num_parts // workers, part_of=parts, method="m", seed=0)
 
 
 def test_workers_of_one_server_have_neighbouring_numbers() -> None:
@@ -30,11 +25,13 @@ def test_workers_of_one_server_have_neighbouring_numbers() -> None:
     cliques = [(a + s, b + s) for s in (0, 10, 20, 30) for a in range(10) for b in range(a)]
     joins = [(a + s, a + s + 10) for s in (0, 20) for a in range(10)]
     graph = homogeneous(40, [*cliques, *joins, (9, 20)])
+    split = assign_two_levels(graph, "kaminpar", PartitionOptions(), (2, 2), 0)
+    workers = flat(split.trainers.part_of)
+    assert [len(set(workers[s : s + 10])) for s in (0, 10, 20, 30)] == [1, 1, 1, 1]
+    assert measure(graph, split.parts).cut_edges == 1
+    # The workers follow from the parts and the servers.
     assignment = Hierarchical(PartitionOptions(servers=2)).assign(graph, 4, 0)
-    parts = flat(assignment.part_of)
-    assert [len(set(parts[s : s + 10])) for s in (0, 10, 20, 30)] == [1, 1, 1, 1]
-    assert measure(graph, over_servers(assignment, 2)).cut_edges == 1
-    assert assignment.parameters["workers"] == 2
+    assert (flat(assignment.part_of), assignment.parameters["workers"]) == (workers, 2)
 
 
 AT_ONE_LEVEL_ONLY = {"hierarchical", "file"}

@@ -13,7 +13,6 @@ import signal
 import threading
 import time
 from collections import namedtuple
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -183,13 +182,6 @@ def test_another_failure_of_the_disk_is_an_error(tmp_path: Path, monkeypatch: py
         ArrayFolder(tmp_path / "x").keep({"x": ROWS}, {}, "the plan")
 
 
-def in_another_process(act: Callable[..., None], *args: object) -> int | None:
-    process = multiprocessing.get_context("fork").Process(target=act, args=args)
-    process.start()
-    process.join(60)
-    return process.exitcode
-
-
 def killed(folder: Path, when: str) -> None:
     if when == "published":
         ArrayWriter.publish = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
@@ -204,7 +196,10 @@ def killed(folder: Path, when: str) -> None:
 def test_the_next_opening_removes_what_a_killed_write_left(tmp_path: Path, when: str) -> None:
     store(TWO_TRIANGLES, ODD_ONES_OUT, tmp_path / "d")
     cache = tmp_path / "d" / "cache"
-    assert in_another_process(killed, cache, when) == -signal.SIGKILL
+    process = multiprocessing.get_context("fork").Process(target=killed, args=(cache, when))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
     assert [path.suffix for path in (cache / "columns-abc/_N/feat").iterdir() if path.is_dir()] == [
         ".partial"
     ]

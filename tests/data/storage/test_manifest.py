@@ -118,13 +118,10 @@ def test_the_path_leads_into_lists_and_objects() -> None:
         Fields({"c": 1}, "file", "a[0].b").end()
 
 
-@pytest.mark.parametrize("value", [1, True, 1.0, "1"])
+@pytest.mark.parametrize("value", [True, 1.0, "1"])
 def test_one_is_not_true(value: object) -> None:
     """Python takes 1, True and 1.0 for equal; a manifest does not."""
-    fields = Fields({"a": value}, "file")
-    assert (fields.choice("a", (1, True, 1.0, "1"))) is not None
-    if type(value) is int:
-        assert fields.whole("a") == 1
-    else:
-        with pytest.raises(ConfigError, match="whole number"):
-            fields.whole("a")
+    with pytest.raises(ConfigError, match="whole number"):
+        Fields({"a": value}, "file").whole("a")
+    with pytest.raises(ConfigError, match="one of 1"):
+        Fields({"a": value}, "file").choice("a", (1,))

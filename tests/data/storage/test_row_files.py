@@ -24,7 +24,7 @@ from dglx_dist.records import ColumnInfo
 TABLE = np.arange(22, dtype=np.float32).reshape(11, 2)
 
 
-def save(folder: Path, cuts: list[int], facts: dict[str, object] | None = None) -> list[RowFile]:
+def save(folder: Path, cuts: list[int], **facts: object) -> list[RowFile]:
     """Write ``TABLE`` cut before the rows ``cuts``, each run by a writer of its own."""
     starts = [0, *cuts, 11]
     files = [write_rows(folder, "w/x", a, TABLE[a:b]) for a, b in itertools.pairwise(starts)]
@@ -37,7 +37,7 @@ def save(folder: Path, cuts: list[int], facts: dict[str, object] | None = None) 
 def test_what_some_wrote_others_read_whatever_their_number(
     tmp_path: Path, cuts: list[int], readers: list[int]
 ) -> None:
-    save(tmp_path, cuts, {"epoch": 3})
+    save(tmp_path, cuts, epoch=3)
     index = read_index(tmp_path)
     saved = index.tensor("w/x", tmp_path)
     assert (saved.shape, saved.info.dtype, index.facts) == ((11, 2), "float32", {"epoch": 3})
@@ -57,7 +57,7 @@ def test_several_tensors_of_any_dtype_share_a_folder(tmp_path: Path) -> None:
         write_rows(tmp_path, "mask", 0, np.array([True, False, True])),
         write_rows(tmp_path, "empty", 0, np.empty((0, 4), np.int64)),
     ]
-    write_index(tmp_path, files)
+    write_index(tmp_path, files, {})
     index = read_index(tmp_path)
     assert {name: (one.shape, one.info.dtype) for name, one in index.tensors.items()} == {
         "half": ((2,), "bfloat16"),
@@ -122,7 +122,7 @@ def test_runs_must_make_up_the_tensor(tmp_path: Path) -> None:
     first, second, third = save(tmp_path, [3, 6])
     for files in ([first, third], [second, third], [first, first, second, third]):
         with pytest.raises(StorageError, match="should follow"):
-            write_index(tmp_path, files)
+            write_index(tmp_path, files, {})
     other = write_rows(tmp_path, "w/x", 11, np.zeros((1, 2)))
     with pytest.raises(StorageError, match=r"has float64 rows of shape \(2,\)"):
-        write_index(tmp_path, [first, second, third, other])
+        write_index(tmp_path, [first, second, third, other], {})

@@ -96,21 +96,13 @@ def test_small_chunks_write_the_same_bytes(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_sparse_features_are_stored_dense(tmp_path: Path) -> None:
-    # Rows: {1: 2.0, 3: 1.0}, nothing, {0: 5.0}.
-    rows = SparseRows(
-        indptr=np.array([0, 2, 2, 3]),
-        indices=np.array([1, 3, 0], np.int32),
-        values=np.array([2, 1, 5], np.float32),
-        num_columns=4,
-    )
-    edges = {EDGE_TYPE: (np.array([0]), np.array([1]))}
-    graph = RawGraph(name="", num_nodes={NODE_TYPE: 3}, edges=edges, node_data={NODE_TYPE: {"feat": rows}})
     owners = Assignment(num_parts=2, part_of={NODE_TYPE: np.array([1, 0, 0])}, method="", seed=0)
-    dataset = store(graph, owners, tmp_path / "d")
-    assert dataset.part(0).node_data(NODE_TYPE, "feat").tolist() == [[0, 0, 0, 0], [5, 0, 0, 0]]
-    assert dataset.part(1).node_data(NODE_TYPE, "feat").tolist() == [[0, 2, 0, 1]]
-    assert rows.dense(np.array([2, 0, 2])).tolist() == [[5, 0, 0, 0], [0, 2, 0, 1], [5, 0, 0, 0]]
-    assert rows.dense(np.empty(0, np.int64)).shape == (0, 4)
+    dataset = store(graph(SPARSE), owners, tmp_path / "d")
+    first, second, third = [1, 0, 0, 2], [0, 0, 0, 0], [0, 1e6, 3, 0]
+    assert dataset.part(0).node_data(NODE_TYPE, "feat").tolist() == [second, third]
+    assert dataset.part(1).node_data(NODE_TYPE, "feat").tolist() == [first]
+    assert SPARSE.dense(np.array([2, 0, 2])).tolist() == [third, first, third]
+    assert SPARSE.dense(np.empty(0, np.int64)).shape == (0, 4)
 
 
 def test_bfloat16_is_kept_as_its_bits(tmp_path: Path) -> None:
