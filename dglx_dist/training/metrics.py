@@ -56,14 +56,17 @@ def f1(
         ConfigError: on all ranks: ``average`` is invalid, or shapes do not match.
     """
 
-    def checked() -> Tensor:
+    def counted() -> Tensor:
         if average not in ("macro", "micro"):
             raise ConfigError(f"average={average!r} must be 'macro' or 'micro'")
-        return _as_classes(predicted, label)
+        classes = _as_classes(predicted, label)
+        rows = (label[classes == label], classes, label)
+        found = [torch.bincount(one, minlength=num_classes) for one in rows]
+        if any(len(one) > num_classes for one in found):
+            raise ConfigError(f"a class is not below num_classes={num_classes}; give the number of all")
+        return torch.stack(found)
 
-    classes = run_on_all_ranks(session, checked, ConfigError)
-    hit = torch.bincount(label[classes == label], minlength=num_classes)
-    counts = torch.stack([hit, *(torch.bincount(one, minlength=num_classes) for one in (classes, label))])
+    counts = run_on_all_ranks(session, counted, ConfigError)
     hit, positive, true = sum_over_ranks(counts, session, phase=PHASE).to(torch.float64)
     if average == "micro":
         hit, positive, true = hit.sum()[None], positive.sum()[None], true.sum()[None]
