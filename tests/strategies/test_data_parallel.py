@@ -39,6 +39,8 @@ class Net(nn.Module):
         self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
 
     def forward(self, x: Tensor, use_side: bool = False) -> Tensor:
+        # A buffer of the first call is no running average of the ranks.
+        self.register_buffer("called", torch.ones(1))
         scores = self.second(torch.tanh(self.first(x))) * self.frozen
         return scores + self.side(x) if use_side else scores
 
