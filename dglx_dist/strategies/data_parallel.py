@@ -87,7 +87,7 @@ class DataParallel(Strategy):
     def wrap(
         self, model: nn.Module, g: DistGraph | None = None, reduction: Reduction = "mean"
     ) -> WrappedModel:
-        """Return ``model`` with exact gradients over all ranks; raises as :func:`check_same_model`. Collective."""
+        """Return ``model`` with exact gradients; collective, and raises as :func:`check_same_model`."""
         return DataParallelModel(model, self._session, reduction=reduction, bucket_bytes=self._bucket_bytes)
 
     @staticmethod
