@@ -25,15 +25,13 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
         copy(ROOT / name, source / name)
     run(sys.executable, "-m", "venv", "--without-pip", str(environment), folder=folder)
     python = environment / "bin" / "python"
-    purelib = Path(run(str(python), "-c", PURELIB, folder=folder).strip())
+    told = run(str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", folder=folder)
+    purelib = Path(told.strip())
     # A path in a .pth file is searched, but .pth files there (as of an editable install) are not read.
     (purelib / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     pip = (sys.executable, "-m", "pip", "--python", str(python), "install", "-q")
     run(*pip, "--no-deps", "--no-build-isolation", "--no-index", str(source), folder=folder)
     return environment
-
-
-PURELIB = "import sysconfig; print(sysconfig.get_path('purelib'))"
 
 
 def run(*command: str, folder: Path) -> str:

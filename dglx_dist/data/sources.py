@@ -410,14 +410,10 @@ def _source_and_location(spec: str) -> tuple[str, str]:
 
 
 _SPARSE = ("feat_indptr", "feat_indices", "feat_data", "feat_dim")
-_OF_TRIPLES = {
-    **{"head": "src", "tail": "dst", "rel": "etype", "relation_names": "etype_names"},
-    **{"num_entities": "num_nodes", "num_relations": "num_etypes"},
-}
-"""Names of the arrays of a knowledge graph -> of those of a graph with relations."""
 _STRUCTURE = {
-    *("src", "dst", "etype", "etype_names", "triple_split", "num_classes", "num_nodes", "num_etypes"),
-    *("both_directions", "split", *_SPARSE),
+    *("src", "dst", "head", "tail", "rel", "etype", "etype_names", "relation_names", "triple_split"),
+    *("num_classes", "num_nodes", "num_etypes", "num_entities", "num_relations", "both_directions", "split"),
+    *_SPARSE,
 }
 # NumPy reads an array's header before its checksum, so a damaged archive raises any of these.
 _UNREADABLE = (
@@ -448,8 +444,9 @@ class NpzSource(DatasetSource):
     def load(self) -> RawGraph:
         arrays = _read(self._path)
         where = str(self._path)
-        _require(arrays, ("src", "dst"), where)
-        source_ids, destination_ids = (_ids(arrays[name], name, where) for name in ("src", "dst"))
+        needed = ("head", "rel", "tail") if "head" in arrays else ("src", "dst")
+        _require(arrays, needed, where)
+        source_ids, destination_ids = (_ids(arrays[name], name, where) for name in (needed[0], needed[-1]))
         num_nodes = _num_nodes(arrays, source_ids, destination_ids, where)
         node_columns, edge_columns = _columns(arrays, num_nodes, len(source_ids), where)
         if "triple_split" in arrays:
@@ -457,8 +454,10 @@ class NpzSource(DatasetSource):
             masks = masks_of_split(arrays["triple_split"])
             edge_columns.update({name: mask for name, mask in masks.items() if mask.any()})
         edges, edge_data = {EDGE_TYPE: (source_ids, destination_ids)}, {EDGE_TYPE: edge_columns}
-        if "etype" in arrays:
-            edges, edge_data = _by_relation(source_ids, destination_ids, edge_columns, arrays, where)
+        relation = arrays.get("rel", arrays.get("etype"))
+        if relation is not None:
+            names = arrays.get("relation_names", arrays.get("etype_names"))
+            edges, edge_data = _by_relation(source_ids, destination_ids, edge_columns, relation, names, where)
         is_given = "num_classes" in arrays
         num_classes = _count(arrays, "num_classes", where) if is_given else count_classes(node_columns)
         return RawGraph(
@@ -476,7 +475,7 @@ def _read(path: Path) -> dict[str, Array]:
         raise DatasetError(f"there is no file {path.absolute()}; expected a .npz file")
     try:
         with np.load(path, allow_pickle=False) as stored:
-            return {_OF_TRIPLES.get(name, name): stored[name] for name in stored.files}
+            return {name: stored[name] for name in stored.files}
     except _UNREADABLE as error:
         raise DatasetError(f"{path}: not a readable .npz file of plain arrays ({error})") from error
 
@@ -486,7 +485,7 @@ def _require(arrays: Mapping[str, Array], names: tuple[str, ...], where: str) ->
     if missing is not None:
         raise DatasetError(
             f"{where}: lacks the array {missing!r}; a graph needs src and dst, a knowledge graph head, "
-            f"rel and tail in their place (the file has {', '.join(sorted(arrays)) or 'none'})"
+            f"rel and tail (the file has {', '.join(sorted(arrays)) or 'none'})"
         )
 
 
@@ -498,8 +497,9 @@ def _count(arrays: Mapping[str, Array], name: str, where: str) -> int:
 
 
 def _num_nodes(arrays: Mapping[str, Array], source_ids: Array, destination_ids: Array, where: str) -> int:
-    if "num_nodes" in arrays:
-        return _count(arrays, "num_nodes", where)
+    for name in ("num_nodes", "num_entities"):
+        if name in arrays:
+            return _count(arrays, name, where)
     of_nodes = [arrays[name] for name in (FEATURE, LABEL, *_OTHER_NAMES) if name in arrays]
     counts = [len(column) for column in of_nodes if column.ndim and len(column) != len(source_ids)]
     return max(*counts, *(1 + int(ids.max(initial=-1)) for ids in (source_ids, destination_ids)))
@@ -543,12 +543,13 @@ def _by_relation(
     source_ids: Array,
     destination_ids: Array,
     columns: Mapping[str, Array],
-    arrays: Mapping[str, Array],
+    relation: Array,
+    names: Array | None,
     where: str,
 ) -> tuple[dict[EdgeType, tuple[Array, Array]], dict[EdgeType, dict[str, Array]]]:
-    relation = _ids(arrays["etype"], "rel or etype", where)
-    numbered = [f"r{code}" for code in range(int(relation.max(initial=-1)) + 1)]
-    names = arrays.get("etype_names", numbered)
+    relation = _ids(relation, "rel or etype", where)
+    if names is None:
+        names = np.array([f"r{code}" for code in range(int(relation.max(initial=-1)) + 1)])
     check_ids(relation, len(names), "rel or etype", where, what="relation")
     _same_length(source_ids, relation, "relations", where)
     # One stable sort puts each relation's edges together without changing their order.

@@ -81,6 +81,13 @@ class Column:
         except pa.ArrowInvalid as error:
             raise self.error(f"has a number beyond 64 signed bits: {error}") from error
 
+    def texts(self) -> Any:
+        """Return the values as a pyarrow array of large_string."""
+        try:
+            return self.values.cast(pa.large_string())
+        except pa.ArrowException as error:
+            raise self.error(f"holds {self.values.type} that is not text; write texts or numbers") from error
+
     def numbers(self) -> Array:
         """Return (K,) numbers or booleans, or (K, F) if its rows are lists.
 
@@ -379,7 +386,7 @@ def _labels(labels: Column) -> Array:
 
 
 def _split_masks(split: Column) -> dict[str, Array]:
-    lower = pc.utf8_lower(pc.fill_null(split.values.cast(pa.large_string()), ""))
+    lower = pc.utf8_lower(pc.fill_null(split.texts(), ""))
     place = pc.index_in(lower, value_set=pa.array(list(_SPLIT_CODES), pa.large_string()))
     remedy = "write train, val or test (or 0, 1, 2), and nothing (or -1) where there is none"
     split.refuse(as_numpy(pc.is_null(place)), f"is not a split; {remedy}")

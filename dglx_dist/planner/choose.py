@@ -82,15 +82,12 @@ def _uncounted(candidate: Candidate, known: Measured) -> str:
 
 def choose(candidates: Iterable[Candidate], known: Measured, constraints: ChoiceOptions) -> Choice:
     """Predict every candidate and choose the fastest one that is allowed and feasible."""
-    predictions = [predict(one, known) for one in candidates]
-    allowed = [one for one in predictions if one.feasible and not _barred(one.candidate, constraints)]
+    predictions = [replace(predict(one, known), barred=_barred(one, constraints)) for one in candidates]
+    allowed = [one for one in predictions if one.feasible and not one.barred]
     least = min((worth(one, constraints) for one in allowed), default=0.0)
     taken = next((one for one in allowed if worth(one, constraints) <= _NEAR * least), None)
-    barred = [_barred(one.candidate, constraints) for one in predictions]
-    place = None if taken is None else predictions.index(taken)
-    order = sorted(
-        range(len(predictions)),
-        key=lambda at: (not predictions[at].feasible, bool(barred[at]), worth(predictions[at], constraints)),
+    ranked = sorted(
+        predictions, key=lambda one: (not one.feasible, bool(one.barred), worth(one, constraints))
     )
     assumptions = [*known.cluster.assumptions, *known.assumptions]
     if constraints.unit == "any":
@@ -102,8 +99,8 @@ def choose(candidates: Iterable[Candidate], known: Measured, constraints: Choice
         graph=known.graph,
         trained=known.trained,
         cluster=known.cluster,
-        predictions=tuple(replace(predictions[at], barred=barred[at]) for at in order),
-        picked=-1 if place is None else order.index(place),
+        predictions=tuple(ranked),
+        picked=-1 if taken is None else ranked.index(taken),
         why=tuple(_reasons(taken, allowed, predictions, constraints)),
         assumptions=tuple(assumptions),
         epoch=known.epoch,
@@ -130,7 +127,7 @@ def _reasons(
     constraints: ChoiceOptions,
 ) -> list[str]:
     if taken is None:
-        return [_nearest([one for one in every if not _barred(one.candidate, constraints)])]
+        return [_nearest([one for one in every if not one.barred])]
     reasons = [_biggest(taken)]
     fastest = min(allowed, key=lambda one: worth(one, constraints))
     if fastest is not taken:
@@ -150,7 +147,7 @@ def _reasons(
     better = [
         one
         for one in every
-        if one.feasible and _barred(one.candidate, constraints) and one.candidate.unit == taken.candidate.unit
+        if one.feasible and one.barred and one.candidate.unit == taken.candidate.unit
         if worth(one, constraints) < worth(taken, constraints)
     ]
     if better:

@@ -119,7 +119,8 @@ class BufferMeans:
 
         ``weight`` is this rank's in a step whose loss is a mean.
         """
-        if self._session.topology.world_size == 1:
+        # A model without buffers may get some in its first call, as caches of constants.
+        if self._session.topology.world_size == 1 or not self._before:
             return
         if self._reduction == "sum":
             weight = 1.0 / self._session.topology.world_size

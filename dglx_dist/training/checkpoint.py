@@ -141,7 +141,7 @@ def _state_of(folder: Path) -> Iterator[dict[str, Any]]:
     try:
         _check_state(folder, state)
         yield state
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as problem:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as problem:
         raise CheckpointError(
             f"{path} is damaged ({type(problem).__name__}: {problem}); {_REMEDY}"
         ) from problem
@@ -233,20 +233,12 @@ def _check_optimizer(
     ]
     wanted = [sorted(group["params"]) for group in saved["groups"]]
     if current != wanted:
-        wrong = next(
-            (
-                number
-                for number, (one, other) in enumerate(zip(current, wanted, strict=False))
-                if one != other
-            ),
-            min(len(current), len(wanted)),
-        )
+        pairs = enumerate(zip(current, wanted, strict=False))
+        wrong = next((number for number, (a, b) in pairs if a != b), min(len(current), len(wanted)))
         raise CheckpointError(
             f"parameter group {wrong} of the optimizer has other parameters than in the checkpoint; build it "
             "from the same parameters"
         )
-    for value in chain.from_iterable(group.values() for group in saved["groups"]):
-        _from_plain(value)
     unknown = {_name(tensor) for tensor in tensors}.union(saved["scalars"]) - set(chain.from_iterable(wanted))
     if unknown:
         raise ValueError(f"the optimizer has state of {min(unknown)!r}, which is no parameter")
@@ -331,23 +323,30 @@ def _split_optimizer(
     return tensors, {"groups": groups, "scalars": scalars, "kind": type(optimizer).__name__}
 
 
-def _restore_optimizer(
+def _optimizer_state(
     optimizer: torch.optim.Optimizer,
     model: nn.Module,
     tensors: Mapping[str, Tensor],
     plain: Mapping[str, Any],
-) -> None:
+) -> dict[str, Any]:
+    # What the optimizer loads; undoes _split_optimizer.
     position_of = {name: position for position, name in _names(optimizer, model).items()}
-    state: dict[int, dict[str, Any]] = {position_of[name]: dict(v) for name, v in plain["scalars"].items()}
+    state: dict[int, dict[str, Any]] = {
+        position_of[name]: {key: _from_plain(value) for key, value in scalars.items()}
+        for name, scalars in plain["scalars"].items()
+    }
     for path, tensor in tensors.items():
         name, _, key = path.rpartition("/")
         state[position_of[name]][key] = tensor
     groups = []
     for group, own in zip(plain["groups"], optimizer.state_dict()["param_groups"], strict=True):
         values = {key: _from_plain(value) for key, value in group.items() if key != "params"}
+        for key, value in values.items():
+            if isinstance(own.get(key), float) and not isinstance(value, float | int | Tensor):
+                raise ValueError(f"{key!r} of the optimizer is {value!r}")
         # Strategies may list parameters in another order: saved state goes by name, torch's by position.
         groups.append(values | {"params": own["params"]})
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    return {"state": state, "param_groups": groups}
 
 
 def _names(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[int, str]:
@@ -572,33 +571,34 @@ def load(
     )
     path = Path(str(broadcast_json(found, session)))
     of_model = model.state_dict()
+    rank = session.topology.rank
 
-    def checked() -> tuple[dict[str, Any], dict[str, SavedTensor]]:
+    def read() -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Any]]:
         with _state_of(path) as state:
             tensors = {name: _saved(path, name, entry) for name, entry in state["tensors"].items()}
             _check_model(path, tensors, of_model)
             _check_run(path, state, tensors, session, dataset or {}, loader=loader, random_state=random_state)
-            saved_tensors = _below("optimizer/", tensors)
-            _check_optimizer(path, state["optimizer"], optimizer, _plain_module(model), saved_tensors)
-        _check_sparse(path, state.get("sparse", 0), sparse)
-        return state, tensors
+            module, saved_tensors = _plain_module(model), _below("optimizer/", tensors)
+            _check_optimizer(path, state["optimizer"], optimizer, module, saved_tensors)
+            _check_sparse(path, state.get("sparse", 0), sparse)
+            prefixes = ("model/", *(["optimizer/"] if optimizer is not None else []))
+            same_ranks = state["world_size"] == session.topology.world_size
+            prefixes += (f"random/{rank}/",) if random_state and same_ranks else ()
+            wanted = {name: one.read(name) for name, one in tensors.items() if name.startswith(prefixes)}
+            if optimizer is None:
+                return state, wanted, {}
+            of_optimizer = _cut_optimizer(model, _below("optimizer/", wanted))
+            return state, wanted, _optimizer_state(optimizer, module, of_optimizer, state["optimizer"])
 
-    state, tensors = run_on_all_ranks(session, checked, CheckpointError)
-    rank, same_ranks = session.topology.rank, state["world_size"] == session.topology.world_size
-    prefixes = ("model/", *(["optimizer/"] if optimizer is not None else []))
-    prefixes += (f"random/{rank}/",) if random_state and same_ranks else ()
-
-    def read() -> dict[str, Tensor]:
-        return {name: one.read(name) for name, one in tensors.items() if name.startswith(prefixes)}
-
-    wanted = run_on_all_ranks(session, read, CheckpointError)
+    # All that may fail on one rank precedes the first change.
+    state, wanted, of_optimizer = run_on_all_ranks(session, read, CheckpointError)
+    if loader is not None:
+        position = state["loader"][rank if state["world_size"] == session.topology.world_size else 0]
+        run_on_all_ranks(session, lambda: loader.load_state_dict(position), CheckpointError)
     model.load_state_dict(_below("model/", wanted))
     if optimizer is not None:
-        of_optimizer = _cut_optimizer(model, _below("optimizer/", wanted))
-        _restore_optimizer(optimizer, _plain_module(model), of_optimizer, state["optimizer"])
+        optimizer.load_state_dict(of_optimizer)
     _load_sparse(sparse, path)
-    if loader is not None:
-        loader.load_state_dict(state["loader"][rank if same_ranks else 0])
     _restore_random_state(_below(f"random/{rank}/", wanted))
     return Resumed(
         path=path,

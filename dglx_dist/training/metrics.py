@@ -6,7 +6,7 @@ Functions with a ``session`` are collective: every rank calls them with its own 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from typing import Literal, TypeAlias, final
 
 import numpy as np
@@ -56,14 +56,17 @@ def f1(
         ConfigError: on all ranks: ``average`` is invalid, or shapes do not match.
     """
 
-    def checked() -> Tensor:
+    def counted() -> Tensor:
         if average not in ("macro", "micro"):
             raise ConfigError(f"average={average!r} must be 'macro' or 'micro'")
-        return _as_classes(predicted, label)
+        classes = _as_classes(predicted, label)
+        rows = (label[classes == label], classes, label)
+        found = [torch.bincount(one, minlength=num_classes) for one in rows]
+        if any(len(one) > num_classes for one in found):
+            raise ConfigError(f"a class is not below num_classes={num_classes}; give the number of all")
+        return torch.stack(found)
 
-    classes = run_on_all_ranks(session, checked, ConfigError)
-    hit = torch.bincount(label[classes == label], minlength=num_classes)
-    counts = torch.stack([hit, *(torch.bincount(one, minlength=num_classes) for one in (classes, label))])
+    counts = run_on_all_ranks(session, counted, ConfigError)
     hit, positive, true = sum_over_ranks(counts, session, phase=PHASE).to(torch.float64)
     if average == "micro":
         hit, positive, true = hit.sum()[None], positive.sum()[None], true.sum()[None]
@@ -99,19 +102,41 @@ def roc_auc(score: Tensor, label: Tensor, session: Session) -> float:
     return twice_wins / (2 * pairs) if pairs else math.nan
 
 
+def rmse(predicted: Tensor, target: Tensor, session: Session) -> float:
+    """Root mean squared error over all ranks' values; nan without values.
+
+    ``predicted`` and ``target`` are (B,) or (B, K) real numbers; ConfigError on all ranks if shapes differ.
+    """
+    return math.sqrt(_mean_error(predicted, target, 2, session))
+
+
+def mae(predicted: Tensor, target: Tensor, session: Session) -> float:
+    """Mean absolute error over all ranks' values; nan without values. See :func:`rmse`."""
+    return _mean_error(predicted, target, 1, session)
+
+
+def _mean_error(predicted: Tensor, target: Tensor, power: int, session: Session) -> float:
+    run_on_all_ranks(session, lambda: _check_pair(predicted, target, "targets"), ConfigError)
+    return _mean((predicted.detach().double() - target.double()).abs() ** power, session)
+
+
 def _mean(values: Tensor, session: Session) -> float:
     counted = torch.tensor([float(values.sum()), float(values.numel())], dtype=torch.float64)
     total, count = sum_over_ranks(counted, session, phase=PHASE).tolist()
     return total / count if count else math.nan
 
 
+def _check_pair(predicted: Tensor, target: Tensor, what: str) -> None:
+    if predicted.shape != target.shape:
+        # (B, 1) against (B,) would be broadcast to all pairs of rows.
+        raise ConfigError(f"{tuple(predicted.shape)} predictions do not match {tuple(target.shape)} {what}")
+
+
 def _check_scores(score: Tensor, label: Tensor) -> None:
     if bool(torch.isnan(score).any()):
         row = int(torch.isnan(score).nonzero()[0, 0])
         raise ConfigError(f"score[{row}] is nan and cannot be ranked; mask it out first")
-    if score.shape != label.shape:
-        # (B, 1) against (B,) would be broadcast to all pairs of rows.
-        raise ConfigError(f"{tuple(score.shape)} predictions do not match {tuple(label.shape)} labels")
+    _check_pair(score, label, "labels")
 
 
 def _gather_rows(values: Tensor, session: Session) -> Tensor:
@@ -155,9 +180,9 @@ class KnownEdges:
     """
 
     def __init__(self, subject: Tensor, relation: Tensor, answer: Tensor) -> None:
-        _check_lengths(subject, relation, answer, "edges")
         subjects, relations = _ids(subject, "subject"), _ids(relation, "relation")
         answers = _ids(answer, "answer")
+        _check_lengths(subjects, relations, answers, "edges")
         self._num_subjects = 1 + int(subjects.max(initial=-1))
         if self._num_subjects * (1 + int(relations.max(initial=-1))) >= 2**63:
             raise ConfigError("pairs of subject and relation exceed 63 bits; renumber them from 0")
@@ -288,7 +313,7 @@ def _ranks(positive: Tensor, others: Tensor) -> Tensor:
     return 1.0 + above.to(torch.float64) + 0.5 * equal.to(torch.float64)
 
 
-def _check_lengths(subject: Tensor, relation: Tensor, answer: Tensor, what: str) -> None:
+def _check_lengths(subject: Sized, relation: Sized, answer: Sized, what: str) -> None:
     if not len(subject) == len(relation) == len(answer):
         raise ConfigError(
             f"{len(subject)} subjects, {len(relation)} relations and {len(answer)} answers do not form one "

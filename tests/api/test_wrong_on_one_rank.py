@@ -94,6 +94,8 @@ def calls(g: DistGraph, folder: str) -> Calls:
     for metric, right, wrong_one in (
         (metrics.hits_at, (3, ones), (0, ones)),
         (metrics.roc_auc, (ones, ones), (ones, torch.ones(4))),
+        (metrics.f1, (ones.long(), ones.long(), 2), (ones.long(), ones.long(), 1)),
+        (metrics.rmse, (ones, ones), (ones, ones[:, None])),
         (metrics.accuracy, (ones, ones), (ones, torch.ones(4))),
     ):
         found[str(metric)] = partial(metric, *right, session), partial(metric, *wrong_one, session)

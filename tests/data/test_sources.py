@@ -318,7 +318,8 @@ TWO_NAMES = np.array(["a", "b"])
         ({"train_mask": np.array([0, 2, 1, 0])}, "column 'train_mask', row 1: 2 is neither 0 nor 1"),
         ({"train_mask": np.zeros(4, bool)}, "column 'train_mask' selects no row"),
         ({"feat_data": np.ones(2)}, "lacks the array 'feat_indptr'"),
-        ({"etype": np.array([0, 1, 2]), "etype_names": TWO_NAMES}, "row 2: relation 2 is outside"),
+        ({"etype": np.array([0, 1, 2**60]), "etype_names": TWO_NAMES}, f"row 2: relation {2**60} is outside"),
+        ({"head": np.array([0]), "tail": np.array([1])}, r"lacks the array 'rel'.* \(the file has .*head, "),
         ({"etype": np.array([0, 1])}, "3 edges but 2 relations"),
         ({"etype": np.array([0, 1, np.nan])}, "column 'rel or etype' must hold one whole number"),
         ({"src": np.array(0)}, r"column 'src' must hold one whole number a row; it is int64 of shape \(\)"),
@@ -371,6 +372,26 @@ def test_no_damaged_byte_ends_in_another_error(tmp_path: Path) -> None:
         path.write_bytes(content)
         refused += refusal(lambda: load_dataset(path), DatasetError) != ""
     assert refused > 50
+
+
+REAL = Path(__file__).parents[3] / "shared" / "data"
+
+
+@pytest.mark.real_data
+@pytest.mark.skipif(not REAL.exists(), reason="the real graphs are not here")
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("dblp_full", [17_716, 105_734, 1639, 4, 80, 120, 17_516]),
+        ("coauthor_physics", [34_493, 495_924, 8415, 5, 100, 150, 34_243]),
+    ],
+)
+def test_real_graphs_have_their_published_sizes(name: str, sizes: list[int]) -> None:
+    graph = load_dataset(REAL / f"{name}.npz")
+    columns = graph.node_data[NODE_TYPE]
+    masks = (np.count_nonzero(columns[split]) for split in ("train_mask", "val_mask", "test_mask"))
+    classes = graph.num_classes[NODE_TYPE]
+    assert [graph.total_nodes, graph.total_edges, columns["feat"].shape[1], classes, *masks] == sizes
 
 
 WRITES = ("author", "writes", "paper")

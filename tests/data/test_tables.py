@@ -146,6 +146,7 @@ WIDE = pa.array([0, 2**63], pa.uint64())
         ("id,x,x\n1,1,2\n", "1,1", r"nodes\.csv: has 2 columns 'x'; rename"),
         ("id\n1\n2\n", "1,2\n1,2,3", r"edges\.csv: not readable as a csv table"),
         ("id\n1\n", "", r"edges\.csv: the table has no row"),
+        ({"split": [[0], [1]]}, "0,1", "column 'split' holds list<.*> that is not text; write texts or numb"),
         ({"id": WIDE}, "0,1", r"nodes\.parquet: column 'id' has a number beyond 64 signed bits"),
         ({"id": [0, 1], "label": WIDE}, "0,1", r"nodes\.parquet: column 'label' has a number beyond"),
         ({"feat_0": [1, 2], "feat_1": [[1], [2]]}, "0,1", "column 'feat_1' holds lists; .* call .* feat"),

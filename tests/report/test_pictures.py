@@ -37,13 +37,13 @@ STEP = [
 INSIDE_WORK = [
     span("backward", "compute", 0, 10),
     span("wait for the all-reduce", "compute", 2, 9),
-    span("all-reduce D", "network", 1, 9),
+    span("all-reduce D", "network", 1, 8),
 ]
 BUSY, SILENT = [span("forward", "compute", 0, 4)], [span("pull", "network", 0, 4)]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "fraction"), [([STEP], 3 / 5), ([INSIDE_WORK], 1 / 8), ([BUSY, SILENT], 0.0), ([BUSY], None)]
+    ("ranks", "fraction"), [([STEP], 3 / 5), ([INSIDE_WORK], 1 / 7), ([BUSY, SILENT], 0.0), ([BUSY], None)]
 )
 def test_what_lies_beside_work_of_its_rank_is_counted_once(
     ranks: list[list[Span]], fraction: float | None

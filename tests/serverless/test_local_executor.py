@@ -110,7 +110,7 @@ def test_a_process_shows_no_secret_and_sees_nothing_of_its_user(
 
 PARENT = """
 import os, sys, time
-from dglx_dist.serverless.executors.base import ExecutorContext, Invocation
+from dglx_dist.serverless.executors.base import ExecutorContext
 from dglx_dist.serverless.executors.local import LocalExecutor
 
 executor = LocalExecutor(ExecutorContext(), {})

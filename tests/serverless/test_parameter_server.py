@@ -247,9 +247,12 @@ def start(dtype: str, seed: int = 0) -> dict[str, Array]:
 def test_twenty_steps_are_torchs_to_the_last_bit(kind: str, settings: dict[str, Any], dtype: str) -> None:
     theirs = {name: torch.tensor(value) for name, value in start(dtype).items()}
     optimizer = TORCH_UPDATES[kind](list(theirs.values()), **settings)
-    update = Update(kind, [{**settings, "params": list(UPDATE_SHAPES)}], list(UPDATE_SHAPES))
+    groups, names = [{**settings, "params": list(UPDATE_SHAPES)}], list(UPDATE_SHAPES)
+    update = Update(kind, groups, names)
     weights: Sequence[Array] = tuple(start(dtype).values())
     for step in range(20):
+        if step == 10:  # as from a checkpoint
+            update = Update(kind, groups, names, update.state)
         scale = 10.0 ** (step % 7 - 5)
         gradients = [(value * scale).astype(dtype) for value in start(dtype, step + 1).values()]
         for weight, gradient in zip(theirs.values(), gradients, strict=True):
@@ -257,7 +260,7 @@ def test_twenty_steps_are_torchs_to_the_last_bit(kind: str, settings: dict[str, 
         optimizer.step()
         weights = update.apply(weights, gradients)
         assert bits(weights) == bits(one.numpy() for one in theirs.values())
-    assert {str(weight.dtype) for weight in weights} == {dtype}
+    assert {(str(weight.dtype), weight.flags.writeable) for weight in weights} == {(dtype, False)}
     state = optimizer.state_dict()["state"]
     for position, name in enumerate(UPDATE_SHAPES):
         for key, value in state.get(position, {}).items():

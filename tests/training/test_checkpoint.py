@@ -27,13 +27,13 @@ from tests.helpers.ranks import run_ranks
 
 
 class Position:
-    """A loader that only has a position."""
+    """A loader that only has a position, and takes none."""
 
     def state_dict(self) -> dict[str, int]:
         return {"epoch": 0, "step": 3}
 
     def load_state_dict(self, state: Any) -> None:
-        raise AssertionError("refused before it is set")
+        raise CheckpointError("of another seed")
 
 
 def net(width: int = 3) -> nn.Module:
@@ -127,7 +127,7 @@ def refused(saved: Path, said: str) -> None:
     model, optimizer = made()
     before = str(model.state_dict())
     with start_session(), pytest.raises(CheckpointError, match=said):
-        checkpoint.load(saved, model=model, optimizer=optimizer)
+        checkpoint.load(saved, model=model, optimizer=optimizer, loader=Position())
     assert str(model.state_dict()) == before
     assert not optimizer.state
 
@@ -159,6 +159,10 @@ def with_lr(value: object) -> Callable[[State], State]:
     return changed
 
 
+def with_scalars(scalars: object) -> Callable[[State], State]:
+    return lambda state: state | {"optimizer": state["optimizer"] | {"scalars": scalars}}
+
+
 @pytest.mark.parametrize(
     ("said", "change"),
     [
@@ -171,6 +175,11 @@ def with_lr(value: object) -> Callable[[State], State]:
         ("torch does not have", entry(dtype=5)),
         ("torch does not have", entry(dtype="save")),
         ("torch does not have", with_lr({"tensor": 0.1, "dtype": "load"})),
+        ("damaged", with_lr({"tensor": 1 << 70, "dtype": "int8"})),
+        ("'lr' of the optimizer is 'much'", with_lr("much")),
+        ("damaged", with_scalars({"0.bias": 5})),
+        ("damaged", with_scalars({})),
+        ("of another seed", lambda state: state),
         ("random state", entry(dtype="int8")),
         ("version 1, this package reads 2; load it with the package", lambda state: state | {"version": 1}),
         *((rf"state\.json is damaged.*'{name}'", without(name)) for name in ("tensors", "extra", "loader")),
@@ -302,11 +311,23 @@ def test_several_optimisers_are_saved_in_their_order(tmp_path: Path) -> None:
 
 
 STEPS, SAVE_AT = 5, 3
+
+
+class Counting(torch.optim.SGD):
+    """With a tuple for each parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["seen"] = self.state[parameter].get("seen", ()) + (1,)  # noqa: RUF005
+        return super().step(closure)
+
+
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "adam": lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.01, amsgrad=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.5),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "tuples": lambda p: Counting(p, lr=0.1),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, centered=True),
     "asgd": lambda p: torch.optim.ASGD(p, lr=0.1),
     "rprop": lambda p: torch.optim.Rprop(p, lr=0.1),

@@ -38,6 +38,9 @@ def _figures(cut: tuple[int, ...]) -> dict[str, Any]:
         "micro": metrics.f1(said, label, 5, session, average="micro"),
         "auc": metrics.roc_auc(score, positive, session),
         "auc of a loop that trains": metrics.roc_auc(score.clone().requires_grad_(), positive, session),
+        "rmse": metrics.rmse(said.float(), label.float(), session),
+        "mae": metrics.mae(said[:, None].float(), label[:, None].float(), session),
+        "no rows rmse": metrics.rmse(none.float(), none.float(), session),
         "no rows": metrics.accuracy(none, none, session),
         "no rows f1": metrics.f1(none, none, 5, session),
         "one class": metrics.roc_auc(score, torch.ones_like(positive), session),
@@ -70,6 +73,9 @@ def test_figures(ranks: int) -> None:
         assert result["auc"] == pytest.approx(brute_force_auc(), abs=1e-15)
         assert result["auc of a loop that trains"] == result["auc"]
         assert result["all tied"] == 0.5
+        # Off by 1, 3, 1, 2 and 1.
+        assert result["rmse"] == pytest.approx(math.sqrt((1 + 9 + 1 + 4 + 1) / 12), abs=1e-15)
+        assert result["mae"] == pytest.approx((1 + 3 + 1 + 2 + 1) / 12, abs=1e-15)
         whole = ranks_of()
         assert result["mrr"] == pytest.approx(float((1 / whole).mean()), abs=1e-14)
         assert result["hits"] == [float((whole <= k).double().mean()) for k in (1, 3, 10)]
@@ -176,6 +182,7 @@ def collective(metric: Any, *given: Any, **options: Any) -> None:
         (lambda: rank_of_positive(torch.tensor([math.nan]), torch.zeros(1, 1)), "nan"),
         (lambda: KnownEdges(ONE - 1, ONE, ONE), "subject -1 is negative"),
         (lambda: KnownEdges(TWO, ONE, ONE), "2 subjects, 1 relations and 1 answers"),
+        (lambda: KnownEdges(ONE.expand(1, 2), ONE, ONE), "2 subjects, 1 relations and 1 answers"),
         (lambda: KnownEdges(ONE + 2**40, ONE + 2**40, ONE), "63 bits"),
         (lambda: collective(metrics.roc_auc, torch.tensor([0.0, math.nan]), TWO), r"score\[1\] is nan"),
         (
@@ -186,6 +193,7 @@ def collective(metric: Any, *given: Any, **options: Any) -> None:
             lambda: collective(metrics.roc_auc, torch.zeros(2, 1), TWO),
             r"\(2, 1\) predictions do not match \(2,\) labels",
         ),
+        (lambda: collective(metrics.rmse, torch.zeros(2, 1), TWO), r"do not match \(2,\) targets"),
         (lambda: collective(metrics.f1, ONE, ONE, 1, average="weighted"), "'weighted'"),
         (lambda: collective(hits_at, 0, torch.ones(1)), "k=0"),
     ],

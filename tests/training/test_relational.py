@@ -96,7 +96,7 @@ def test_no_destination_at_all_still_leads_back_to_the_weights(kind: str) -> Non
     nobody = {"paper": torch.zeros(0, dtype=torch.int64)}
     input_nodes, _, blocks = sampler.sample_blocks(hetero.plain_graph(), nobody)
     x = {ntype: rows[input_nodes[ntype]] for ntype, rows in inputs().items()}
-    out = model_of(kind, out_types=["paper"])(blocks, x)["paper"]
+    (out,) = model_of(kind, out_types=["paper"])(blocks, x).values()
     assert out.shape == (0, 3)
     out.sum().backward()
 

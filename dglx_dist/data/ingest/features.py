@@ -212,10 +212,7 @@ class Categorical(Transform):
         kind = rows.values.type
         if pa.types.is_nested(kind):
             raise rows.error(f"holds {kind}; to_categorical takes one value a row, or texts with a separator")
-        try:
-            texts = rows.values.cast(pa.large_string())
-        except pa.ArrowException as error:
-            raise rows.error(f"holds {kind} that is not text ({error}); write texts or numbers") from error
+        texts = rows.texts()
         row_of = np.arange(len(texts))
         if self._separator is not None:
             lists = pc.fill_null(pc.split_pattern(texts, self._separator), [])

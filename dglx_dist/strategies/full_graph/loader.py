@@ -131,11 +131,11 @@ class PlanMaker:
 
     def __init__(self, g: DistGraph, seeds: ServerSeeds | Array) -> None:
         self.seeds = seeds
-        self._g, self._planner = g, Planner(g)
+        self._planner = Planner(g)
         topology = g.session.topology
         self._is_leader = topology.rank == topology.ranks_of_server(topology.server)[0]
         # Of the last draw only. External nodes of a server are selected once for all of its batches.
-        self._composed, self._selection = lru_cache(1)(self._compose), lru_cache(1)(eas_rule)
+        self._composed, self._selection = lru_cache(1)(partial(_compose, g, seeds)), lru_cache(1)(eas_rule)
 
     def make(self, spec: PlanSpec, key: _Key) -> RankPlan:
         """Return this rank's plan; all ranks must call it, each from one thread at a time."""
@@ -156,13 +156,14 @@ class PlanMaker:
             )
         )
 
-    def _compose(self, spec: PlanSpec, draw: int) -> tuple[Array, ...]:
-        assert isinstance(self.seeds, ServerSeeds)
-        g, own, server, clusters = self._g, self.seeds.own, self._g.session.topology.server, None
-        if spec.composition == "ordered":
-            nodes = np.arange(*g.get_node_partition_policy(g.ntypes[0]).bounds[server : server + 2])
-            clusters = cluster_seeds(g.structure(), nodes, own, spec.num_batches, seed=spec.seed)
-        return compose(own, spec.num_batches, spec.composition, seed=spec.seed, draw=draw, clusters=clusters)
+
+def _compose(g: DistGraph, seeds: ServerSeeds | Array, spec: PlanSpec, draw: int) -> tuple[Array, ...]:
+    assert isinstance(seeds, ServerSeeds)
+    own, server, clusters = seeds.own, g.session.topology.server, None
+    if spec.composition == "ordered":
+        nodes = np.arange(*g.get_node_partition_policy(g.ntypes[0]).bounds[server : server + 2])
+        clusters = cluster_seeds(g.structure(), nodes, own, spec.num_batches, seed=spec.seed)
+    return compose(own, spec.num_batches, spec.composition, seed=spec.seed, draw=draw, clusters=clusters)
 
 
 @final

@@ -11,10 +11,11 @@ import inspect
 import logging
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, cast, final
+from typing import Any, Literal, NamedTuple, TypeAlias, cast, final
 
 import torch
 import torch.distributed as dist
@@ -93,16 +94,30 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+class Version(NamedTuple):
+    """The step of one batch on one side."""
+
+    batch: int
+    side: Side
+    read: int
+    """Steps that the side had taken when the batch read its weights."""
+    written: int
+    """Steps that it had taken before the batch's own; the lag is ``written - read``."""
+
+
 @final
-class OptimizerHooks:
-    """Follows the optimizers' steps on both sides.
+class VersionLog:
+    """Follows the optimizers' steps on both sides, and records the versions that batches read and wrote.
 
     torch calls global hooks at every optimizer's steps, so the user's loop does not have to register its own.
     """
 
     def __init__(self, part: Iterable[nn.Parameter], owner: Iterable[nn.Parameter]) -> None:
-        self.part_waits = False
-        """Whether gradients of the part side wait for a step."""
+        self.done: deque[Version] = deque(maxlen=1 << 16)
+        """The latest, in the order of the steps."""
+        self.waiting: list[tuple[int, Side, int]] = []
+        """(batch, side, read) of gradients that wait for a step."""
+        self.steps: dict[Side, int] = {"M": 0, "D": 0}
         self._side: dict[int, Side] = {id(parameter): "M" for parameter in part}
         self._side |= {id(parameter): "D" for parameter in owner}
         self._known: list[weakref.ref[Optimizer]] = []
@@ -131,14 +146,13 @@ class OptimizerHooks:
         parameters = [parameter for one in optimizers for parameter in _parameters(one)]
         before = [parameter.grad for parameter in parameters]
         held_back, self.held_back = self.held_back, ()
-        part_waits, self.part_waits = self.part_waits, False
+        waiting, self.waiting = self.waiting, []
         for parameter in parameters:
             parameter.grad = None
         yield
         for one in optimizers:
             one.step()
-        self.held_back = held_back
-        self.part_waits |= part_waits
+        self.held_back, self.waiting = held_back, waiting + self.waiting
         for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient
 
@@ -163,9 +177,14 @@ class OptimizerHooks:
         sides = {self._side[one] for one in self._stepped_by(optimizer)}
         if not sides:
             return
-        self.part_waits &= "M" not in sides
+        # A batch on which the model was called twice has one gradient, their sum.
+        taken = dict.fromkeys(one for one in self.waiting if one[1] in sides)
+        self.waiting = [one for one in self.waiting if one not in taken]
+        self.done.extend(Version(*one, self.steps[one[1]]) for one in taken)
+        for side in {side for _, side, _ in taken}:
+            self.steps[side] += 1
         # The part side's gradients wait while another optimizer steps for the second time.
-        if not self.part_waits:
+        if not any(side == "M" for _, side, _ in self.waiting):
             self._stepped_without_part = set()
         elif id(optimizer) not in self._stepped_without_part:
             self._stepped_without_part.add(id(optimizer))
@@ -232,6 +251,8 @@ class InFlightBatch:
     """Of the input rows."""
     leaves: Leaves
     """The part side's weights at fM: the stash."""
+    read: Mapping[Side, int]
+    """Steps that each side's weights had seen at fM."""
     values: list[Tensor] | None
     """The owner side's weights at fM; None where they need not be the same."""
     sources: list[Tensor] = field(default_factory=list)
@@ -447,7 +468,7 @@ class Pipeline(Shared):
         self.exchange.delay = options.delay if self._whole else 0
         self.exchange.after = self._after_backward
         by_rows = [module.get_parameter(name) for name in split.cuts if name not in split.stashed]
-        self.hooks = OptimizerHooks([*part.parameters.values(), *by_rows], owner.parameters)
+        self.log = VersionLog([*part.parameters.values(), *by_rows], owner.parameters)
         self._spec: InputSpec | None = None
         self._edge_kinds: dict[str, str] | None = None
         """Per-edge values by name that all ranks agreed on last."""
@@ -530,7 +551,7 @@ class Pipeline(Shared):
             self._begun.sums()
             self._begun = None
         while self._pushed:
-            with self.hooks.own_step():
+            with self.log.own_step():
                 self.exchange.add_delayed()
                 self._add(self._backward_part(self._pushed.pop(0)))
 
@@ -602,6 +623,7 @@ class Pipeline(Shared):
                 inputs=group_batch.inputs,
                 origin=spec.origin,
                 leaves=self._part.leaves(copied=self._looks_ahead and torch.is_grad_enabled()),
+                read=dict(self.log.steps),
                 values=self._owner.copies() if self._whole and torch.is_grad_enabled() else None,
             )
             by_column = dict.fromkeys(layer.edges_by_column, self._split.runs)
@@ -635,16 +657,20 @@ class Pipeline(Shared):
         self._part.add(batch)
         # A frozen side is never stepped.
         if batch.of_sources or any(leaf.requires_grad for leaf in batch.leaves.values()):
-            self.hooks.part_waits = True
+            self.log.waiting.append((batch.number, "M", batch.read["M"]))
+        if self._whole:
+            self.log.waiting.append((batch.number, "D", batch.read["D"]))
 
     def _after_backward(self, weight: float) -> None:
         # Not where the gradients are computed: every rank sums them after those of the owner side.
         self._owner.restore()
         self._buffers.average(weight)
         waiting: tuple[Side, ...] = ("M", "D") if self._whole else ("M",)
-        self.hooks.held_back = waiting if self._pushed and not self._ready else ()
+        self.log.held_back = waiting if self._pushed and not self._ready else ()
         while self._ready:
             self._add(self._ready.pop(0))
+        if self._current is not None and not self._whole:
+            self.log.waiting.append((self._current.number, "D", self.log.steps["D"]))
         self._current = None
 
     def _timed(self, wait: Any, name: str, number: int) -> Any:

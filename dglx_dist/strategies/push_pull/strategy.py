@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -34,7 +34,7 @@ from dglx_dist.strategies.push_pull import cost as costs
 from dglx_dist.strategies.push_pull.exchange import AsyncExchange, Group, GroupBatch, make_group
 from dglx_dist.strategies.push_pull.feature_columns import ColumnStore, open_columns
 from dglx_dist.strategies.push_pull.options import PushPullOptions, read_push_pull_options
-from dglx_dist.strategies.push_pull.pipeline import Pipeline, replicas_group
+from dglx_dist.strategies.push_pull.pipeline import Pipeline, Version, replicas_group
 from dglx_dist.strategies.push_pull.split_model import split_model, uncut_copy
 
 if TYPE_CHECKING:
@@ -48,11 +48,7 @@ PHASE = "weights"
 class PushPull(Strategy):
     """Features are cut by column and never move; partial activations of the first layer do (P3).
 
-    Options: ``depth`` (1 to 3 mini-batches in flight), ``weights`` ("whole" or "split"), ``group_size``
-    (ranks that hold all columns together; 0: the fewest that ``memory`` allows, else all), ``memory``
-    ("4GB"), ``structure`` ("auto", "push" or "resample"), ``sync`` ("columns" or "inputs"), ``features``
-    (comma-separated names), ``cache_columns`` (bool), ``bucket_bytes`` (int). See
-    docs/strategies/push_pull.md.
+    Options: those of :class:`PushPullOptions`. See docs/strategies/push_pull.md.
     """
 
     traits = Traits(
@@ -189,6 +185,11 @@ class PushPullModel(WrappedModel):
             replicated=tuple(name for name in names if name not in self._cuts),
             local=tuple(name for name in names if name in self._cuts),
         )
+
+    @property
+    def versions(self) -> Sequence[Version]:
+        """Of the weights that the latest batches read and wrote, in the order of their steps."""
+        return tuple(self._pipeline.log.done)
 
     def exchange_seconds(self, *, reset: bool = False) -> float:
         return self._pipeline.exchange_seconds(reset=reset)

@@ -15,7 +15,7 @@ from dglx_dist.serverless.executors.base import EXECUTORS
 from dglx_dist.strategies.base import check_options
 
 Mode: TypeAlias = Literal["no_pipe", "pipe", "async"]
-
+Scheme: TypeAlias = Literal["keep", "xavier_uniform", "xavier_normal", "he_uniform", "he_normal"]
 
 DEFAULT_SERVER = "c5.2xlarge"
 """Server type of the paper's graph servers."""
@@ -43,6 +43,7 @@ class LambdaOptions:
     fusion: bool = option(True, "Whether the last step runs forward and backward in one task.")
     rematerialise: bool = option(True, "Whether backward recomputes what forward would otherwise send.")
     streaming: bool = option(True, "Whether workers compute the first half while they receive the second.")
+    initialise: Scheme = option("keep", "How ``wrap`` draws trained weights, by the seed; biases are 0.")
     prices: str = field(default=DEFAULT_PRICES, repr=False)
     """Name or file of a price table."""
     server: str = field(default=DEFAULT_SERVER, repr=False)

@@ -37,8 +37,8 @@ from dglx_dist.strategies.base import EpochTrainer, Objective, WrappedModel, che
 from dglx_dist.strategies.data_parallel import broadcast_state, check_same_model
 from dglx_dist.strategies.serverless.engine import Account, Engine, account_of_ranks, progress_line
 from dglx_dist.strategies.serverless.graph_partition import open_part
-from dglx_dist.strategies.serverless.model_to_program import Chain, chain_of
-from dglx_dist.strategies.serverless.options import LambdaOptions
+from dglx_dist.strategies.serverless.model_to_program import Chain, chain_of, find_layers
+from dglx_dist.strategies.serverless.options import LambdaOptions, Scheme
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -187,6 +187,26 @@ def _settings(optimizer: Optimizer, model: nn.Module) -> tuple[list[dict[str, An
 def weights_of(model: nn.Module, names: Sequence[str]) -> list[Array]:
     found = dict(model.named_parameters())
     return [found[name].detach().cpu().numpy().copy() for name in names]
+
+
+def draw_weights(model: nn.Module, scheme: Scheme, seed: int) -> None:
+    """Draw trained weights with torch's functions, He for rectifiers, and set biases to 0.
+
+    What is frozen keeps its values, and so do vectors that are not a bias, such as a scale.
+    """
+    draw = getattr(nn.init, f"{scheme.replace('he_', 'kaiming_')}_")
+    generator = torch.Generator().manual_seed(seed)
+    for layer in find_layers(model):
+        for name, weight in layer.module.named_parameters():
+            drawn = torch.zeros(weight.shape, dtype=weight.dtype)
+            if weight.dim() > 1 and scheme.startswith("he"):
+                # DGL's GraphConv has (inputs, outputs), where torch's fan_in is of (outputs, inputs).
+                is_transposed = weight.dim() == 2 and weight.shape == (layer.width, *(layer.row_shape or ()))
+                draw(drawn, 0, "fan_out" if is_transposed else "fan_in", "relu", generator)
+            elif weight.dim() > 1:
+                draw(drawn, generator=generator)
+            if weight.requires_grad and (weight.dim() > 1 or name.rpartition(".")[2] == "bias"):
+                weight.detach().copy_(drawn)
 
 
 def write_back(
@@ -346,6 +366,8 @@ class LambdaModel(WrappedModel):
         super().__init__()
         check_one_type("lambda", g)
         check_same_model(model, g.session, str(options))
+        if options.initialise != "keep":
+            draw_weights(model, options.initialise, g.session.seed)
         broadcast_state(model, g.session)
         self.module = model
         columns = {name: tuple(g.edata[name].shape[1:]) for name in g.edata}

@@ -1,13 +1,13 @@
 """Trainable rows in place of features, written for ``dgl.distributed``; draws its own neighbours."""
 
-import argparse
 import json
 
 import dgl
 import dgl.distributed
 import torch as th
-from dgl.nn import SAGEConv
 from torch.nn.parallel import DistributedDataParallel
+
+from tests.compat.scripts.node_classification import SAGE, arguments, opened
 
 
 def first_rows(shape, dtype):
@@ -17,26 +17,14 @@ def first_rows(shape, dtype):
     return rows
 
 
-class SAGE(th.nn.Module):
-    def __init__(self, width, classes):
-        super().__init__()
-        self.near = SAGEConv(width, width, "mean")
-        self.far = SAGEConv(width, classes, "mean")
-
-    def forward(self, blocks, h):
-        return self.far(blocks[1], th.relu(self.near(blocks[0], h)))
-
-
 def main(args):
-    dgl.distributed.initialize(args.ip_config)
-    th.distributed.init_process_group(backend="gloo")
-    g = dgl.distributed.DistGraph(args.graph_name, part_config=args.part_config)
+    g = opened(args)
     train = dgl.distributed.node_split(g.ndata["train_mask"], g.get_partition_book(), force_even=True)
     th.manual_seed(0)
     policy = g.get_node_partition_policy("_N")
     embedding = dgl.distributed.DistEmbedding(g.num_nodes(), 8, "rows", first_rows, policy)
     classes = int(g.ndata["labels"][th.arange(g.num_nodes())].max()) + 1
-    model = DistributedDataParallel(SAGE(8, classes))
+    model = DistributedDataParallel(SAGE([8, 8, classes]))
     dense = th.optim.Adam(model.parameters(), lr=0.02)
     sparse = dgl.distributed.optim.SparseAdam([embedding], lr=0.05)
 
@@ -70,8 +58,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    for name in ("graph_name", "ip_config", "part_config", "out"):
-        parser.add_argument(f"--{name}")
-    parser.add_argument("--local_rank", type=int)
-    main(parser.parse_args())
+    main(arguments())

@@ -1,6 +1,5 @@
 """GraphSAGE without labels, written for ``dgl.distributed``: edges against pairs that are none."""
 
-import argparse
 import json
 
 import dgl
@@ -8,18 +7,9 @@ import dgl.distributed
 import dgl.function as fn
 import torch as th
 from dgl.dataloading import DistEdgeDataLoader
-from dgl.nn import SAGEConv
 from torch.nn.parallel import DistributedDataParallel
 
-
-class SAGE(th.nn.Module):
-    def __init__(self, in_width, width):
-        super().__init__()
-        self.near = SAGEConv(in_width, width, "mean")
-        self.far = SAGEConv(width, width, "mean")
-
-    def forward(self, blocks, h):
-        return self.far(blocks[1], th.relu(self.near(blocks[0], h)))
+from tests.compat.scripts.node_classification import SAGE, arguments, opened
 
 
 def score(graph, h):
@@ -30,13 +20,11 @@ def score(graph, h):
 
 
 def main(args):
-    dgl.distributed.initialize(args.ip_config)
-    th.distributed.init_process_group(backend="gloo")
-    g = dgl.distributed.DistGraph(args.graph_name, part_config=args.part_config)
+    g = opened(args)
     every = th.ones(g.num_edges(), dtype=th.bool)
     edges = dgl.distributed.edge_split(every, g.get_partition_book(), force_even=True)
     th.manual_seed(0)
-    model = SAGE(g.ndata["features"].shape[1], 16)
+    model = SAGE([g.ndata["features"].shape[1], 16, 16])
     model = DistributedDataParallel(model)
     optimizer = th.optim.Adam(model.parameters(), lr=0.01)
     loader = DistEdgeDataLoader(
@@ -69,8 +57,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    for name in ("graph_name", "ip_config", "part_config", "out"):
-        parser.add_argument(f"--{name}")
-    parser.add_argument("--local_rank", type=int)
-    main(parser.parse_args())
+    main(arguments())

@@ -53,9 +53,7 @@ def split(g, mask):
 
 
 def main(args):
-    dgl.distributed.initialize(args.ip_config)
-    th.distributed.init_process_group(backend="gloo")
-    g = dgl.distributed.DistGraph(args.graph_name, part_config=args.part_config)
+    g = opened(args)
     book = g.get_partition_book()
     train, test = split(g, "train_mask"), split(g, "test_mask")
     print(f"rank {g.rank()}: {len(train)} nodes, {len(book.partid2nids(book.partid))} in the partition")
@@ -87,9 +85,19 @@ def main(args):
     g.barrier()
 
 
-if __name__ == "__main__":
+def arguments():
     parser = argparse.ArgumentParser()
     for name in ("graph_name", "ip_config", "part_config", "out"):
         parser.add_argument(f"--{name}")
     parser.add_argument("--local_rank", type=int)
-    main(parser.parse_args())
+    return parser.parse_args()
+
+
+def opened(args):
+    dgl.distributed.initialize(args.ip_config)
+    th.distributed.init_process_group(backend="gloo")
+    return dgl.distributed.DistGraph(args.graph_name, part_config=args.part_config)
+
+
+if __name__ == "__main__":
+    main(arguments())

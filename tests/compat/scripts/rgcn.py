@@ -1,6 +1,5 @@
 """R-GCN on a graph of several types, written for ``dgl.distributed``: features here, trainable rows there."""
 
-import argparse
 import json
 
 import dgl
@@ -9,6 +8,8 @@ import torch as th
 from dgl.dataloading import DistNodeDataLoader
 from dgl.nn import GraphConv, HeteroGraphConv
 from torch.nn.parallel import DistributedDataParallel
+
+from tests.compat.scripts.node_classification import arguments, opened
 
 
 class Inputs(th.nn.Module):
@@ -58,9 +59,7 @@ class RGCN(th.nn.Module):
 
 
 def main(args):
-    dgl.distributed.initialize(args.ip_config)
-    th.distributed.init_process_group(backend="gloo")
-    g = dgl.distributed.DistGraph(args.graph_name, part_config=args.part_config)
+    g = opened(args)
     book, data = g.get_partition_book(), g.nodes["paper"].data
     train = dgl.distributed.node_split(data["train_mask"], book, ntype="paper", force_even=True)
     th.manual_seed(0)
@@ -96,8 +95,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    for name in ("graph_name", "ip_config", "part_config", "out"):
-        parser.add_argument(f"--{name}")
-    parser.add_argument("--local_rank", type=int)
-    main(parser.parse_args())
+    main(arguments())

@@ -170,9 +170,8 @@ ODD = random_homogeneous(1, num_nodes=29, num_edges=120)
 @pytest.mark.parametrize("num_parts", [1, 3])
 def test_stock_partitions_open_here(tmp_path: Path, raw: RawGraph, num_parts: int) -> None:
     graph = as_dgl(raw)
-    np.random.seed(
-        1
-    )  # DGL draws from the global stream; its own check needs a node of each type in each part.
+    # DGL draws from the global stream; its own check needs a node of each type in each part.
+    np.random.seed(1)
     original_nodes, original_edges = dgl.distributed.partition_graph(
         graph, "shop", num_parts, str(tmp_path / "dgl"), part_method="random", return_mapping=True
     )

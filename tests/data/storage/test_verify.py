@@ -131,18 +131,29 @@ def test_a_shortened_file_is_found(folder: Path) -> None:
         open_dataset(folder)
 
 
+def recorded(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, path_at: int) -> list[str]:
+    """The paths with which a function is called."""
+    paths: list[str] = []
+    real = getattr(module, name)
+
+    def recording(*arguments: Any) -> object:
+        paths.append(str(arguments[path_at]))
+        return real(*arguments)
+
+    monkeypatch.setattr(module, name, recording)
+    return paths
+
+
 @pytest.fixture
 def read_files(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the files that are read to verify them."""
-    names: list[str] = []
-    real = columns.checksum
+    """The files that are read to verify them."""
+    return recorded(monkeypatch, columns, "checksum", 0)
 
-    def recording(path: Path) -> object:
-        names.append(path.name)
-        return real(path)
 
-    monkeypatch.setattr(columns, "checksum", recording)
-    return names
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The arrays whose ids are compared with their ranges."""
+    return recorded(monkeypatch, verify, "_check_ids", 1)
 
 
 def test_only_a_changed_file_is_read_again(folder: Path, read_files: list[str]) -> None:
@@ -151,7 +162,7 @@ def test_only_a_changed_file_is_read_again(folder: Path, read_files: list[str]) 
     path = folder / "part1/nodes/_N/data/label.arrow"
     os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
     open_dataset(folder)
-    assert read_files == ["label.arrow"]
+    assert read_files == [str(path)]
 
 
 def test_a_damaged_stamp_only_costs_time(folder: Path, read_files: list[str]) -> None:
@@ -233,20 +244,6 @@ def test_an_array_that_holds_no_ids_is_named(folder: Path) -> None:
     write_manifest(replace(manifest, files={**manifest.files, path: file}), folder)
     with pytest.raises(DatasetError, match=r"indices is float32 .* expected int32 or int64"):
         open_dataset(folder)
-
-
-@pytest.fixture
-def compared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the arrays whose ids are compared with their ranges."""
-    names: list[str] = []
-    real = verify._check_ids
-
-    def recording(folder: Path, path: str, *ranges: Any) -> None:
-        names.append(path)
-        real(folder, path, *ranges)
-
-    monkeypatch.setattr(verify, "_check_ids", recording)
-    return names
 
 
 def test_whole_files_are_read_and_ids_compared_once(

@@ -117,6 +117,10 @@ def test_bfloat16_is_kept_as_its_bits(tmp_path: Path) -> None:
     assert part.node_data(NODE_TYPE, "half").tolist() == bits[part.original_node_ids(NODE_TYPE)].tolist()
 
 
+def owned_by(part_of: object, num_parts: int = 2) -> Assignment:
+    return Assignment(num_parts=num_parts, part_of={NODE_TYPE: np.array(part_of)}, method="", seed=0)
+
+
 ROWS = SparseRows(indptr=np.arange(7), indices=np.zeros(6, np.int32), values=np.ones(6), num_columns=1)
 
 
@@ -134,7 +138,16 @@ ROWS = SparseRows(indptr=np.arange(7), indices=np.zeros(6, np.int32), values=np.
         ({"user_ids": {NODE_TYPE: np.full(6, 2**63, np.uint64)}}, {}, "'_N' have dtype uint64"),
         ({"user_ids": {NODE_TYPE: np.arange(6.0)}}, {}, "'_N' have dtype float64"),
         ({"user_ids": {NODE_TYPE: np.arange(5)}}, {}, r"'_N' have shape \(5,\), but there are 6"),
-        ({"edges": {EDGE_TYPE: (np.arange(7), np.zeros(7, int))}}, {}, "row 6: node id 6"),
+        ({"edges": {EDGE_TYPE: (np.arange(7), np.zeros(7, int))}}, {}, "'src', row 6: node id 6"),
+        ({"edges": {EDGE_TYPE: (np.zeros(7, int), np.arange(7))}}, {}, "'dst', row 6: node id 6"),
+        ({"edges": {EDGE_TYPE: (np.ones(7), np.ones(7, int))}}, {}, "'src' must hold one whole number a row"),
+        ({"edges": {EDGE_TYPE: (np.ones(7, int), np.ones((7, 1), int))}}, {}, "'dst' must hold one whole"),
+        ({}, {"assignment": owned_by([0, 1, 0, 1, 0, 2])}, "node 5 .* part 2"),
+        ({}, {"assignment": owned_by([0, -1, 0, 1, 0, 1])}, "node 1 .* part -1"),
+        ({}, {"assignment": owned_by([0, 1])}, "6 nodes"),
+        ({}, {"assignment": owned_by([0.0] * 6)}, "whole number"),
+        ({}, {"assignment": owned_by([0] * 6, 0)}, "at least 1"),
+        ({}, {"assignment": Assignment(num_parts=1, part_of={}, method="", seed=0)}, "no owners .*'_N'"),
     ],
 )
 def test_what_cannot_be_stored_is_named_and_leaves_nothing(
@@ -142,7 +155,7 @@ def test_what_cannot_be_stored_is_named_and_leaves_nothing(
 ) -> None:
     graph = dataclasses.replace(TWO_TRIANGLES, **change)
     with pytest.raises((ConfigError, DatasetError), match=message):
-        write_dataset(graph, ODD_ONES_OUT, tmp_path / "d", **how)
+        write_dataset(graph, **({"assignment": ODD_ONES_OUT, "folder": tmp_path / "d"} | how))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -250,39 +263,6 @@ def test_it_is_the_plain_sort(seed: int, num_parts: int, num_nodes: int, num_edg
 
 def owned_by(part_of: object, num_parts: int = 2) -> Assignment:
     return Assignment(num_parts=num_parts, part_of={NODE_TYPE: np.array(part_of)}, method="", seed=0)
-
-
-@pytest.mark.parametrize(
-    ("assignment", "message"),
-    [
-        (owned_by([0, 1, 0, 1, 0, 2]), "node 5 .* part 2"),
-        (owned_by([0, -1, 0, 1, 0, 1]), "node 1 .* part -1"),
-        (owned_by([0, 1]), "6 nodes"),
-        (owned_by([0.0] * 6), "whole number"),
-        (owned_by([0] * 6, 0), "at least 1"),
-        (Assignment(num_parts=1, part_of={}, method="", seed=0), "no owners .*'_N'"),
-    ],
-)
-def test_wrong_owners_are_refused(assignment: Assignment, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        relabel_nodes(TWO_TRIANGLES, assignment)
-
-
-@pytest.mark.parametrize(
-    ("ends", "named"),
-    [
-        (np.array([1, 2]), ", row 1: node id 2"),
-        (np.array([0.0, 1.0]), " must hold one whole number a row"),
-        (np.array([[0, 1]]), " must hold one whole number a row"),
-    ],
-)
-def test_ends_that_are_no_nodes_are_refused(ends: Array, named: str) -> None:
-    good = np.array([0, 1])
-    for column, both in (("src", (ends, good)), ("dst", (good, ends))):
-        graph = RawGraph(name="", num_nodes={NODE_TYPE: 2}, edges={EDGE_TYPE: both})
-        order = relabel_nodes(graph, owned_by([0, 1]))[NODE_TYPE]
-        with pytest.raises(DatasetError, match=f"'{column}'{named}"):
-            relabel_edges(graph, EDGE_TYPE, order, order)
 
 
 HARD = [0.0, -0.0, 1.0, 1 / 3, -2.7, 65504.0, 2.0**-24, 1.00390625, 1.01171875, math.nan, math.inf, -math.inf]

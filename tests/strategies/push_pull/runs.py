@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -13,11 +12,10 @@ import dgl
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.strategies.base import STRATEGIES
-from dglx_dist.strategies.push_pull.pipeline import Side
+from dglx_dist.strategies.push_pull.pipeline import Side, Version
 from tests.strategies import equality
 
 EPOCHS, BATCH, STEPS = 2, 20, 4
@@ -59,24 +57,12 @@ class Run:
         return int(self.options.get("depth", 1))
 
 
-@dataclass(frozen=True)
-class Version:
-    """The step of one batch on one side."""
-
-    batch: int
-    side: Side
-    read: int
-    """Steps that the side had taken when the batch read its weights."""
-    written: int
-    """Steps before its own; the lag is ``written - read``."""
-
-
 @dataclass
 class Notes:
     """What a rank saw."""
 
     weights: list[Any] = field(default_factory=list)
-    log: list[Version] = field(default_factory=list)
+    log: Sequence[Version] = ()
     targets: list[list[int]] = field(default_factory=list)
     """Original ids, by batch."""
     moved: Counter[str] = field(default_factory=Counter)
@@ -116,79 +102,25 @@ def train(g: DistGraph, run: Run) -> Notes:
     model: Any = strategy.wrap(first_model(run.kind), g)
     optimizer = OPTIMIZERS[run.optimizer](model.parameters())
     before = session.ledger.snapshot()
-    with versions_of(model) if run.strategy == "push_pull" else nullcontext(list[Version]()) as notes.log:
-        for _ in range(EPOCHS):
-            for _, targets, blocks in loader:
-                optimizer.zero_grad(set_to_none=run.set_to_none)
-                losses = [loss_of(model, blocks) for _ in range(run.calls)]
-                torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
-                if len(notes.targets) in run.peeks:
-                    _ = model.state_dict()
-                optimizer.step()
-                if len(notes.targets) in run.drains:
-                    _ = model.state_dict() if len(notes.targets) % 2 else model.whole()
-                notes.targets.append(g.orig_ids(targets, "_N").tolist())
-                for name, count in zip(SIZES, size_of(blocks[0]), strict=True):
-                    notes.moved[name] += count
-        notes.moved += equality.moved_since(session, before)
-        state = model.state_dict()
+    for _ in range(EPOCHS):
+        for _, targets, blocks in loader:
+            optimizer.zero_grad(set_to_none=run.set_to_none)
+            losses = [loss_of(model, blocks) for _ in range(run.calls)]
+            torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
+            if len(notes.targets) in run.peeks:
+                _ = model.state_dict()
+            optimizer.step()
+            if len(notes.targets) in run.drains:
+                _ = model.state_dict() if len(notes.targets) % 2 else model.whole()
+            notes.targets.append(g.orig_ids(targets, "_N").tolist())
+            for name, count in zip(SIZES, size_of(blocks[0]), strict=True):
+                notes.moved[name] += count
+    notes.moved += equality.moved_since(session, before)
+    state = model.state_dict()
     notes.weights = [state[name].numpy().copy() for name, _ in first_model(run.kind).named_parameters()]
     if run.strategy == "push_pull":
-        notes.left = left_over(model)
+        notes.log, notes.left = model.versions, left_over(model)
     return notes
-
-
-@contextmanager
-def versions_of(model: Any) -> Iterator[list[Version]]:
-    """Record the versions of the weights that each batch reads and writes, inside the block."""
-    pipeline, done = model._pipeline, list[Version]()
-    steps: dict[Side, int] = {"M": 0, "D": 0}
-    reads: dict[int, dict[Side, int]] = {}
-    pending: list[tuple[int, Side]] = []
-    start, add, after, own_step = (
-        pipeline._start,
-        pipeline._add,
-        pipeline.exchange.after,
-        pipeline.hooks.own_step,
-    )
-
-    def started(layer: Any, group_batch: Any, *rest: Any) -> Any:
-        reads[group_batch.number] = dict(steps)
-        return start(layer, group_batch, *rest)
-
-    def added(batch: Any) -> None:
-        pending.extend((batch.number, side) for side in (SIDES if pipeline._whole else SIDES[:1]))
-        add(batch)
-
-    def backward_ended(weight: float) -> None:
-        batch = pipeline._current
-        if batch is not None and not pipeline._whole:
-            reads[batch.number]["D"] = steps["D"]
-            pending.append((batch.number, "D"))
-        after(weight)
-
-    @contextmanager
-    def stepped_apart() -> Iterator[None]:
-        others, pending[:] = pending[:], []
-        with own_step():
-            yield
-        pending[:0] = others
-
-    def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        sides = {side for one, side in pipeline.hooks._side.items() if one in parameters}
-        # A batch on which the model was called twice has one gradient, their sum.
-        taken = dict.fromkeys(one for one in pending if one[1] in sides)
-        pending[:] = [one for one in pending if one not in taken]
-        done.extend(Version(batch, side, reads[batch][side], steps[side]) for batch, side in taken)
-        for side in {side for _, side in taken}:
-            steps[side] += 1
-
-    pipeline._start, pipeline._add, pipeline.exchange.after = started, added, backward_ended
-    pipeline.hooks.own_step = stepped_apart
-    with register_optimizer_step_post_hook(stepped):
-        yield done
-    assert not pending
 
 
 def left_over(model: Any) -> dict[str, int]:
@@ -203,7 +135,7 @@ def left_over(model: Any) -> dict[str, int]:
         "unread": sum(
             len(one._inbox) for one in (pipeline._activations._pulls, pipeline._activations._pushes)
         ),
-        "waiting": int(pipeline.hooks.part_waits),
+        "waiting": len(pipeline.log.waiting),
     }
 
 

@@ -21,10 +21,11 @@ import pytest
 from dglx_dist.comm.mailbox import Mailbox
 from dglx_dist.comm.session import start_session
 from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.strategies.push_pull.pipeline import Version
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 from tests.strategies.push_pull import runs
-from tests.strategies.push_pull.runs import EPOCHS, SIDES, Notes, Run, Version
+from tests.strategies.push_pull.runs import EPOCHS, SIDES, Notes, Run
 from tests.strategies.test_equality import difference
 
 WHOLE, SPLIT = {"weights": "whole"}, {"weights": "split"}

@@ -160,6 +160,7 @@ def test_a_price_table_is_read_once(tmp_path: Path) -> None:
         ({"staleness": -1, "mode": "async"}, "staleness=-1 must be from 0"),
         ({"switch_at": 0.9}, "leave one out"),
         ({"switch_at": 1.5, "mode": "async"}, "accuracy from 0 to 1"),
+        ({"initialise": "xavier"}, "initialise='xavier' must be keep, xavier_uniform, .* or he_normal"),
         ({"intervals": 0}, "intervals=0 must be from 1"),
         ({"batch": 0}, "batch=0 must be from 1"),
         ({"parameter_servers": 0}, "parameter_servers=0 must be from 1"),

@@ -25,6 +25,7 @@ from dglx_dist.strategies.serverless.graph_server import GraphServer
 from dglx_dist.strategies.serverless.trainer import (
     IntervalLoader,
     backward_by_torch,
+    draw_weights,
     forward_by_torch,
     update_of,
     write_back,
@@ -306,6 +307,31 @@ def test_what_no_worker_can_train_is_refused(g: Any) -> None:
     model = dx.wrap(equality.model_of("sage", g), g)
     with pytest.raises(ConfigError, match="the loader is a list"):
         model.trainer([], adam(model.parameters()), Objective(loss=F.cross_entropy))
+
+
+@pytest.mark.parametrize(("kind", "fans"), [("xavier", 300 + 100), ("he", 300)])
+@pytest.mark.parametrize("law", ["uniform", "normal"])
+def test_weights_are_drawn_with_variance_two_by_fans(kind: str, fans: int, law: str) -> None:
+    """DGL's GraphConv has (inputs, outputs), torch (outputs, inputs)."""
+    convs = [dgl.nn.GraphConv(300, 100), dgl.nn.SAGEConv(300, 100, "mean"), nn.Linear(300, 100)]
+    nn.init.ones_(convs[0].bias)
+    frozen = nn.Linear(3, 3).requires_grad_(False)
+    before = frozen.weight.clone()
+    draw_weights(nn.ModuleList([*convs, frozen]), f"{kind}_{law}", 1)  # type: ignore[arg-type]  # made here
+    for weight in (convs[0].weight, convs[1].fc_neigh.weight, convs[2].weight):
+        assert weight.std().item() == pytest.approx((2 / fans) ** 0.5, rel=0.02)
+        assert (weight.abs().max() < 1.8 * weight.std()) == (law == "uniform")
+    assert not convs[0].bias.any()
+    assert torch.equal(frozen.weight, before)
+
+
+def test_drawn_weights_are_those_of_the_seed(folder: Path) -> None:
+    drawn = []
+    for seed in (1, 1, 2):
+        with dx.init("lambda", seed=seed, initialise="he_normal", **INLINE):
+            model = dx.wrap(equality.PlainModel("gcn").double(), dx.DistGraph(folder))
+            drawn.append(next(model.parameters()).detach().clone())
+    assert [torch.equal(drawn[0], other) for other in drawn] == [True, True, False]
 
 
 def put(g: Any, name: str, rows: torch.Tensor) -> None:
