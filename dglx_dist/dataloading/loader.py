@@ -14,13 +14,7 @@ from torch import Tensor
 from dglx_dist.comm.collectives import barrier, check_equal, gather_json, run_on_all_ranks
 from dglx_dist.dataloading.feature_fetch import Columns, RowMemory
 from dglx_dist.dataloading.kernels import Schema
-from dglx_dist.dataloading.minibatch import (
-    BatchMaker,
-    KernelMaker,
-    MiniBatch,
-    NodeIds,
-    SamplerMaker,
-)
+from dglx_dist.dataloading.minibatch import BatchMaker, KernelMaker, MiniBatch, NodeIds, SamplerMaker
 from dglx_dist.dataloading.sampler import BatchSource, Draws, RemoteSource, WholeSource, csc_of, keyed_draw
 from dglx_dist.dataloading.sampler_spec import (
     Fanout,

@@ -17,7 +17,7 @@ import torch
 from dglx_dist.errors import ConfigError
 from dglx_dist.planner.records import Rate
 from scripts.bench import driver, results
-from scripts.bench.driver import read_measurement
+from scripts.bench.driver import read_measured, read_measurement
 from scripts.bench.records import (
     BenchPlan,
     ExperimentPlan,
@@ -162,6 +162,8 @@ def test_on_plain_loopback_no_rate_is_asked_for_and_none_is_noted(tmp_path: Path
     assert {rate for _, rate in stage.done} == {"free"}
     assert len(stage.done) == 2 + 10
     assert outcome.network["a"] == {"kind": "loopback", "external": None}
+    # Where no card counts, the payload stands in: 2 MB between two servers in each epoch.
+    assert read_measured(A, [{"epochs": [asdict(epoch(n)) for n in range(3)]}] * 2).bytes_per_server == 1e6
 
 
 def test_a_failure_keeps_what_was_measured_before(tmp_path: Path) -> None:

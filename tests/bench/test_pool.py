@@ -15,6 +15,7 @@ import pytest
 from dglx_dist.planner.records import Rate
 from scripts.bench.pool import WorkerPool, open_stage
 from scripts.bench.records import Job, JobError, Shape
+from scripts.bench.worker import wait_for_job
 from scripts.netlab.base import Lab, LabSpec, LoopbackLab
 from tests.helpers import wide
 from tests.netlab.helpers import processes_with, wait_until_gone
@@ -26,6 +27,11 @@ ECHO = Job(kind="echo", params={"word": "hello"})
 def lab() -> Iterator[Lab]:
     with LoopbackLab(LabSpec(servers=2), "a test") as opened:
         yield opened
+
+
+def test_a_rank_leaves_when_its_driver_is_silent_or_the_folder_is_gone(tmp_path: Path) -> None:
+    assert wait_for_job(tmp_path, 0, silent_s=0.1) is None
+    assert wait_for_job(tmp_path / "removed", 0) is None
 
 
 @pytest.mark.wide

@@ -127,6 +127,9 @@ def test_steps_can_be_limited_and_one_process_moves_nothing(folder: Path) -> Non
     assert report["extra"]["steps"] == 2
     assert report["epochs"][0]["num_samples"] == 2 * 16
     assert counted(folder, max_steps=2).seeds_per_rank == [32, 32]
+    # Cards of servers are added once.
+    assert train.sum_by_server([(0, 100), (0, 100), (1, 50)]) == 150
+    assert train.sum_by_server([(0, 100), (1, -1)]) is None
 
 
 def test_wrong_parameters_are_told() -> None:

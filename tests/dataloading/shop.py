@@ -100,8 +100,8 @@ def dgl_shop(schema: Schema, cscs: Sequence[Csc]) -> dgl.DGLGraph:
 def edges_in(block: dgl.DGLGraph, etype: EdgeType) -> list[tuple[int, int, int]]:
     """Sorted (global source, global destination, edge id)."""
     source, destination = block.edges(etype=etype)
-    sources = block.srcnodes[etype[0]].data[dgl.NID][source.long()].tolist()
-    destinations = block.dstnodes[etype[2]].data[dgl.NID][destination.long()].tolist()
+    sources = block.srcnodes[etype[0]].data[dgl.NID][source].tolist()
+    destinations = block.dstnodes[etype[2]].data[dgl.NID][destination].tolist()
     return sorted(zip(sources, destinations, block.edges[etype].data[dgl.EID].tolist(), strict=True))
 
 

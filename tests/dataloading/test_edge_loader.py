@@ -16,12 +16,7 @@ from dgl.dataloading import negative_sampler as dgl_negative
 
 from dglx_dist.comm.session import start_session
 from dglx_dist.dataloading import negative
-from dglx_dist.dataloading.edge_loader import (
-    DistEdgeDataLoader,
-    build_pairs,
-    open_exclude,
-    read_rule,
-)
+from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader, open_exclude, read_rule
 from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.analysis import reverse_edge_ids
@@ -352,6 +347,13 @@ def test_a_node_samplers_own_code_is_told_what_to_exclude(g: DistGraph) -> None:
     assert total > 1000
 
 
+def test_no_edges_ask_for_no_negatives(g: DistGraph) -> None:
+    options = dict.fromkeys(("exclude", "negative_sampler"), lambda *_: pytest.fail("called for no edges"))
+    loader = loader_of(g, **options)
+    # As of a rank that has run out of edges.
+    assert [pairs.num_edges() for pairs in loader.batches_of(0)(len(loader)).pairs] == [0, 0]
+
+
 def excluded(g: DistGraph, edges: dict[Any, list[int]], **options: Any) -> dict[Any, list[int]]:
     given = {etype: np.array(ids, np.int64) for etype, ids in edges.items()}
     found = open_exclude(g, options["exclude"], read_rule(g, given, **options))(given)
@@ -453,9 +455,3 @@ def test_what_cannot_be_honoured_over_types_is_told(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         loader_of(shop, eids=eids, **rule)
-
-
-def test_parallel_edges_stay_two() -> None:
-    ends = np.array([5, 5]), np.array([6, 6])
-    _, (pairs,) = build_pairs(["_N"], {EDGE_TYPE: np.array([1, 0])}, {EDGE_TYPE: ends}, None)
-    assert pairs.edata[dgl.EID].tolist() == [1, 0]

@@ -8,12 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from dglx_dist.dataloading.kernels import (
-    Schema,
-    Table,
-    Workspace,
-    relations_of,
-)
+from dglx_dist.dataloading.kernels import Schema, Table, Workspace, relations_of
 from dglx_dist.errors import ConfigError
 from dglx_dist.keyed_random import Csc
 from tests.dataloading.graphs import HASHED, csc_from, edges_of_hop, random_csc, sampled

@@ -12,6 +12,7 @@ import torch
 from dglx_dist.dataloading.kernels import Schema, Workspace
 from dglx_dist.dataloading.minibatch import BatchBlockBuilder
 from dglx_dist.dataloading.sampler import RemoteSource, WholeSource, keyed_draw
+from dglx_dist.errors import ConfigError
 from dglx_dist.graph.structure import NO_EDGES, CSCShard
 from dglx_dist.keyed_random import Rule
 from tests.dataloading.graphs import HASHED, draws_of, random_csc
@@ -137,7 +138,11 @@ def test_in_every_hop_all_requests_leave_before_anything_is_drawn(size: int) -> 
     events: list[tuple[str, int, tuple[str, str, str]]] = []
     structures = [Recording(etype, csc, events) for etype, csc in zip(schema.etypes, cscs, strict=True)]
     source, workspace = RemoteSource(schema, structures, "draw"), Workspace(size)
-    request = draws_of(schema, [3, 2]).request(SEEDS, 0, {})
+    draws = draws_of(schema, [3, 2])
+    # Numbers of a batch that is refused are not those of the next.
+    with pytest.raises(ConfigError, match="node 3 more than once"):
+        source.sample(draws.request({"item": np.array([4, 3, 3])}, 0, {}), {}, workspace)
+    request = draws.request(SEEDS, 0, {})
     batch = source.sample(request, {}, workspace)
     for layer in (2, 1):
         kinds = [kind for kind, at, _ in events if at == layer]

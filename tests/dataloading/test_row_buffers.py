@@ -71,8 +71,8 @@ def test_what_is_no_half_stays_the_same_memory(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("wanted", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_a_type_that_was_asked_for(stored: torch.dtype, wanted: torch.dtype) -> None:
-    rows = VALUES.to(stored)
-    assert torch.equal(RowMemory(dtype=wanted).converted(rows), rows.to(wanted))
+    for rows in (VALUES, *map(torch.ones, ((0, 2), 3, (2, 3, 4), (3, 0)))):
+        assert torch.equal(RowMemory(dtype=wanted).converted(rows.to(stored)), rows.to(stored).to(wanted))
     labels = torch.tensor([3, 4])
     assert RowMemory(dtype=wanted).converted(labels) is labels
 

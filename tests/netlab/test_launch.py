@@ -28,6 +28,7 @@ from scripts.netlab.launch import (
     run,
     server_environment,
     start,
+    with_changes,
 )
 from tests.netlab.helpers import WAITS, WHO, processes_with, script, wait_until_gone
 
@@ -97,6 +98,7 @@ def test_ranks_have_their_share_of_their_servers_cores(monkeypatch: pytest.Monke
     assert server_environment(server, 1)["MALLOC_MMAP_MAX_"] == "0"
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert server_environment(server, 3)["OMP_NUM_THREADS"] == "5"
+    assert with_changes({"a": "1", "b": "2"}, {"b": None, "c": "3", "d": None}) == {"a": "1", "c": "3"}
 
 
 @pytest.fixture
