@@ -204,8 +204,4 @@ def _map(path: Path, count: int, info: ColumnInfo) -> Array:
     with path.open("r+b") as file:
         memory = mmap.mmap(file.fileno(), 0)
     size = count * math.prod(info.row_shape)
-    return (
-        np.frombuffer(memory, dtype, count=size).reshape(count, *info.row_shape)
-        if size
-        else np.empty((count, *info.row_shape), dtype)
-    )
+    return np.frombuffer(memory, dtype, count=size).reshape(count, *info.row_shape)
