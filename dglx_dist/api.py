@@ -374,15 +374,10 @@ class DistDataset:
     """
 
     def __init__(self, g: DistGraph, num_classes: int | None) -> None:
-        self._g = g
-        self._num_classes = num_classes
+        self._g, self._num_classes = g, num_classes
 
     def __getitem__(self, index: int) -> DistGraph:
-        """Return the graph.
-
-        Raises:
-            IndexError: ``index`` is not 0.
-        """
+        """Return the graph; IndexError if ``index`` is not 0."""
         if index not in (0, -1):
             raise IndexError(f"the dataset has one graph, but index {index} was requested")
         return self._g
@@ -392,11 +387,7 @@ class DistDataset:
 
     @property
     def num_classes(self) -> int:
-        """Classes of the labels.
-
-        Raises:
-            ConfigError: neither the dataset nor its labels have it.
-        """
+        """Classes of the labels; ConfigError if neither the dataset nor its labels have them."""
         return self._g.num_classes() if self._num_classes is None else self._num_classes
 
     @property
@@ -462,10 +453,8 @@ def distribute_dataset(dataset: dgl.data.DGLDataset, **options: Any) -> DistData
         )
     num_classes = getattr(dataset, "num_classes", None)
     g = distribute(graph, **options)
-    classes = broadcast_json(
-        int(num_classes) if isinstance(num_classes, (int, np.integer)) else None, g.session
-    )
-    return DistDataset(g, cast("int | None", classes))
+    known = int(num_classes) if isinstance(num_classes, (int, np.integer)) else None
+    return DistDataset(g, cast("int | None", broadcast_json(known, g.session)))
 
 
 def init(

@@ -152,7 +152,6 @@ def _show_closure(dataset: StoredDataset, picture: Path, config: InspectCommand)
     factors, foreign = found.factors.tolist(), found.foreign.max(axis=1).tolist()
     show(expansion_table(factors, foreign, feature_bytes(manifest), found.work.max(axis=1).tolist()))
     target = picture.with_name(f"{picture.stem}-closure.png")
-
     title = f"{manifest.name}, {len(factors[0])} servers"
     draw_or_warn(lambda: draw_expansion(factors, target, title=title), target, _ELSEWHERE)
 
@@ -161,9 +160,7 @@ def feature_bytes(manifest: Manifest) -> int:
     from dglx_dist.data.storage.columns import numpy_dtype
 
     info = manifest.node_columns[manifest.node_types[0]].get(FEATURE)
-    if info is None:
-        return 0
-    return numpy_dtype(info.dtype).itemsize * math.prod(info.row_shape)
+    return 0 if info is None else numpy_dtype(info.dtype).itemsize * math.prod(info.row_shape)
 
 
 def report(

@@ -107,13 +107,11 @@ def check_before_launch(config: TrainConfig) -> None:
     from dglx_dist.planner.workload import check_plannable
     from dglx_dist.strategies.base import AUTO, STRATEGIES
 
-    options = {**read_settings().options, **config.strategy_options}
-    read_options = (
-        read_auto_options if config.strategy == AUTO else STRATEGIES.get(config.strategy).read_options
-    )
-    read_options(options)
+    is_auto = config.strategy == AUTO
+    read_options = read_auto_options if is_auto else STRATEGIES.get(config.strategy).read_options
+    read_options({**read_settings().options, **config.strategy_options})
     manifest = read_manifest(Path(config.data))
-    if config.strategy == AUTO:
+    if is_auto:
         check_plannable(manifest, config.data)
     parts, servers = manifest.num_parts, config.servers or 1
     if parts < servers:

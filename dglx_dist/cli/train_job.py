@@ -130,11 +130,8 @@ def _write_outputs(
     def classes(block: Any, h: Any) -> Any:
         scores = last(block, h)
         # Relational models give a dictionary, also of one node type.
-        return (
-            {name: rows.argmax(1) for name, rows in scores.items()}
-            if isinstance(scores, dict)
-            else scores.argmax(1)
-        )
+        several = isinstance(scores, dict)
+        return {name: rows.argmax(1) for name, rows in scores.items()} if several else scores.argmax(1)
 
     for name, folder in outputs:
         if folder is None:

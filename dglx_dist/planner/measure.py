@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -214,10 +215,7 @@ def _rates(
         return plan_rates, plan_rates
     whole = plan_rates is None and bool(works)
     batches = list(batch_trials(run.g, run.seeds, config.draws, layers, whole=whole))
-
-    def timed() -> tuple[Array, Array, float]:
-        return time_batches(module, shape, batches, clock=clock)
-
+    timed = partial(time_batches, module, shape, batches, clock=clock)
     # A model that fails on one rank alone must not leave the others waiting.
     rates = of_all(run_on_all_ranks(session, timed, ConfigError))
     assert rates is not None

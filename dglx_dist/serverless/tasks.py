@@ -314,14 +314,6 @@ def take_half(items: Sequence[Item], arrays: Sequence[Array], rows: int, half: i
     ]
 
 
-def join_halves(items: Sequence[Item], first: Sequence[Array], second: Sequence[Array]) -> list[Array]:
-    """Return the arrays of a task from those of its halves; statistics are added."""
-    return [
-        one + other if item.per is Per.HALF else np.concatenate([one, other])
-        for item, one, other in zip(items, first, second, strict=True)
-    ]
-
-
 def check_payload(
     items: Sequence[Item], arrays: Sequence[Array], rows: int, where: str, *, num_edges: int | None = None
 ) -> None:
@@ -394,7 +386,7 @@ def kernels() -> str:
 
 
 class Computed(NamedTuple):
-    """Results of a half or of a whole task."""
+    """Results of a half, or of both."""
 
     rows: Arrays
     """For the graph server: see :func:`given_items`."""
@@ -444,13 +436,12 @@ class Work:
         return found
 
     def whole(self, weights: Sequence[Array], arrays: Sequence[Array], rows: int) -> Computed:
-        """Compute a whole task of ``rows`` rows in two halves, bit-identical to a worker."""
-        halves = [
+        """Compute a task of ``rows`` rows as a worker does: the rows of one half, then those of the other."""
+        first, second = (
             self.half(weights, take_half(self.pulled, arrays, rows, half), half_length(rows, half))
             for half in (0, 1)
-        ]
-        joined = tuple(join_halves(self.given, halves[0].rows, halves[1].rows))
-        return Computed(joined, add_gradients(halves[0].gradients, halves[1].gradients))
+        )
+        return Computed(first.rows + second.rows, add_gradients(first.gradients, second.gradients))
 
     @property
     def _returned(self) -> str:

@@ -173,10 +173,7 @@ class ModelShape:
     def work(self, sources: Sequence[int], targets: Sequence[int], edges: Sequence[int]) -> tuple[int, int]:
         """Return (columns of edges summed, multiply-adds) of forward and backward.
 
-        Args:
-            sources: (L,) rows that go into each layer.
-            targets: (L,) rows that come out.
-            edges: (L,).
+        ``sources`` and ``targets`` are the (L,) rows that go into each layer and come out; (L,) ``edges``.
         """
         summed, multiplied = 0, 0
         for place, layer in enumerate(self.layers):

@@ -87,12 +87,7 @@ class DataParallel(Strategy):
     def wrap(
         self, model: nn.Module, g: DistGraph | None = None, reduction: Reduction = "mean"
     ) -> WrappedModel:
-        """Return ``model`` with exact gradients over all ranks; every rank must call it.
-
-        Raises:
-            ConfigError: ``reduction`` is neither "mean" nor "sum", or the ranks differ in the model, in its
-                trained parameters, or in the options.
-        """
+        """Return ``model`` with exact gradients; collective, and raises as :func:`check_same_model`."""
         return DataParallelModel(model, self._session, reduction=reduction, bucket_bytes=self._bucket_bytes)
 
     @staticmethod

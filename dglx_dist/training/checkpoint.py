@@ -600,13 +600,7 @@ def load(
         optimizer.load_state_dict(of_optimizer)
     _load_sparse(sparse, path)
     _restore_random_state(_below(f"random/{rank}/", wanted))
-    return Resumed(
-        path=path,
-        epoch=state["epoch"],
-        step=state["step"],
-        world_size=state["world_size"],
-        extra=state["extra"],
-    )
+    return Resumed(path=path, **{name: state[name] for name in ("epoch", "step", "world_size", "extra")})
 
 
 def read_extra(folder: str | Path) -> Mapping[str, Any] | None:

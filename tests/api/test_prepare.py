@@ -13,7 +13,7 @@ from dglx_dist.data.partition.base import PartitionOptions
 from dglx_dist.data.storage.reader import open_dataset
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.prepare import PartitionPlan, content_key, partition_to_disk
-from dglx_dist.records import EDGE_TYPE, NODE_TYPE, RawGraph
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE, NodeColumn, RawGraph, SparseRows
 from tests.api.graphs import two_triangles
 
 
@@ -66,11 +66,14 @@ def test_the_key_changes_with_every_thing_that_matters() -> None:
     feat = np.asarray(graph.node_data[NODE_TYPE]["feat"]).copy()
     feat[5, 1] += 1
 
-    def with_feat(column: np.ndarray[Any, Any]) -> RawGraph:
+    def with_feat(column: NodeColumn) -> RawGraph:
         return replace(graph, node_data={NODE_TYPE: {**graph.node_data[NODE_TYPE], "feat": column}})
 
     (source, destination) = graph.edges[EDGE_TYPE]
+    rows = SparseRows(indptr=np.arange(7), indices=np.zeros(6, np.int32), values=np.ones(6), num_columns=2)
+    others = {"num_columns": 3}, {"indices": np.ones(6, np.int32)}, {"indptr": np.array([0, 0, *range(2, 7)])}
     keys = {
+        *(content_key(with_feat(replace(rows, **other)), plan) for other in ({}, *others)),
         content_key(graph, plan),
         content_key(with_feat(np.zeros((6, 2), np.float32)), plan),
         content_key(with_feat(feat), plan),
@@ -85,5 +88,5 @@ def test_the_key_changes_with_every_thing_that_matters() -> None:
         content_key(graph, replace(plan, num_parts=3)),
         content_key(graph, replace(plan, method="random")),
     }
-    assert len(keys) == 13
+    assert len(keys) == 17
     assert content_key(two_triangles(), plan) in keys

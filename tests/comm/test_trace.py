@@ -44,6 +44,7 @@ def _epoch(loss: float) -> EpochRecord:
 
 def test_a_loss_that_is_no_number_is_none_in_the_file(tmp_path: Path) -> None:
     writer, topology = TraceWriter(tmp_path, 1), Topology(1, 2, (0, 1))
+    assert [writer.new_loader(), writer.new_loader()] == [0, 1]
     writer.note_epoch(_epoch(0.75))
     writer.note_epoch(_epoch(float("nan")))
     writer.write("job", topology, Ledger(topology), failed=False)

@@ -104,6 +104,9 @@ def test_limits() -> None:
     for shape in ((2**40, 2**40), (-1, 1), (-1, -1)):
         with pytest.raises(WireError, match="negative or of more than"):
             decode(bytes(raw[:-16]) + np.array(shape, "<i8").tobytes())
+    for start, said in ((b"HTTP\1", "b'HTTP' version 1, not"), (b"DGLX\xff", "version 255, not")):
+        with pytest.raises(WireError, match=f"starts with .*{said}"):
+            decode(start + bytes(raw[5:]))
 
 
 SENT = [

@@ -108,15 +108,9 @@ def store(alone: Session) -> KVStore:
     [
         (lambda kv: kv.pull("feat", np.array([0, 30, 31])), "id 31 at position 2 is outside 'feat'"),
         (lambda kv: kv.pull("feat", np.array([-1])), "id -1 at position 0"),
-        (
-            lambda kv: kv.pull("feature", FIRST),
-            r"no tensor 'feature' \(known: 'feat', 'label', 'mask'\)",
-        ),
+        (lambda kv: kv.pull("feature", FIRST), r"no tensor 'feature' \(known: 'feat', 'label', 'mask'\)"),
         (lambda kv: kv.push("feat", FIRST, np.zeros((1, 5), np.float32)), "read-only"),
-        (
-            lambda kv: kv.add("feat", OFFSETS, {}, INFO),
-            "already",
-        ),
+        (lambda kv: kv.add("feat", OFFSETS, {}, INFO), "already"),
         (
             lambda kv: kv.add("x", OFFSETS, {0: np.zeros(1)}, ColumnInfo(dtype="float64", row_shape=())),
             "1 rows for 7 ids",

@@ -60,7 +60,7 @@ def test_homogeneous_ids_go_there_and_back() -> None:
         (lambda: RowOwners(np.array([0, 7]), topology(0, 0, 1)), r"shape \(2,\) for 2 servers"),
         (
             lambda: Placement(2, topology(0, 0, 1, 2)),
-            r"2 part\(s\).*3 servers.*dglx partition .* 3",
+            r"2 part\(s\).*3 servers.*dglx partition DATA --parts 3",
         ),
     ],
 )

@@ -113,7 +113,7 @@ def test_a_first_step_of_gradient_2(kind: str) -> None:
 
 
 def summed(ids: list[int], values: list[float], dtype: Any = np.float32) -> RowSum:
-    return RowSum(np.array(ids), np.array(values, dtype=dtype)[:, None], np.arange(len(ids)), 1.0)
+    return RowSum(np.array(ids, np.int64), np.array(values, dtype=dtype)[:, None], np.arange(len(ids)), 1.0)
 
 
 def test_a_gradient_that_does_not_fit_is_refused(graph: DistGraph) -> None:
@@ -125,6 +125,13 @@ def test_a_gradient_that_does_not_fit_is_refused(graph: DistGraph) -> None:
     with pytest.raises(ConfigError, match="owns the rows 0 to 39 of 'e', not -1 to 40"):
         table.check(summed([40, -1], [1.0, 1.0]))
     table.check(summed([39], [1.0]))
+
+
+def test_a_step_in_which_nobody_used_rows_of_this_rank_counts(graph: DistGraph) -> None:
+    table = OwnedRows(DistEmbedding(NUM_NODES, 1, "e"), [], sgd_rule(1.0))
+    for gradients in ([], [summed([], [])]):
+        table.apply(gradients)
+    assert table.steps == 2
 
 
 def test_all_who_change_rows_by_what_they_were_take_turns(graph: DistGraph) -> None:

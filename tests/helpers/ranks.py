@@ -82,7 +82,7 @@ def start_ranks(
     *,
     args: Sequence[Any] = (),
     ranks_per_server: int | None = None,
-    timeout_s: float = 120.0,
+    timeout_s: float = 240.0,
     environment: dict[str, str] | None = None,
     after_start: Callable[[list[int]], None] | None = None,
 ) -> list[Outcome]:
@@ -93,7 +93,8 @@ def start_ranks(
         world_size: Number of processes.
         args: The same for all.
         ranks_per_server: DGLX_RANKS_PER_SERVER.
-        timeout_s: After this all are killed and their stacks shown.
+        timeout_s: After this all are killed and their stacks shown. Compiling all kernels of a loader takes
+            two minutes of a busy machine.
         environment: More variables for the ranks.
         after_start: Called with the process ids once all run.
     """

@@ -21,6 +21,7 @@ from dglx_dist.layers.dropout import (
     NodeDropout,
     deal_out_columns,
     deal_out_concatenated,
+    drop_attention,
     drop_entries,
     install_node_dropouts,
     kept_entries,
@@ -123,6 +124,17 @@ def test_without_draws_a_part_among_others_refuses_to_drop() -> None:
     with pytest.raises(ConfigError, match=r"drops with probability 0\.4 .*data_parallel"):
         staged(block, x)
     staged.eval()(block, x)
+
+
+def test_attention_is_dropped_by_destination_and_place_not_by_number_of_the_edge() -> None:
+    """A part numbers the edges as the matrix has them, the owner as it likes: the same edges are dropped."""
+    block, _, _ = block_and_rows(7)
+    indptr, indices, edge_ids = block.adj_tensors("csc")
+    assert not torch.equal(edge_ids, torch.arange(len(edge_ids)))
+    part = dgl.create_block(("csc", (indptr, indices, [])), block.num_src_nodes(), block.num_dst_nodes())
+    draws, ones = DropDraws(seed=0, number=0, nodes=NODES, runs=()), torch.ones(len(indices), 2, 1)
+    owners, parts = (drop_attention(one, ones, 0.5, draws) for one in (block, part))
+    assert torch.equal(parts, owners[edge_ids])
 
 
 # The ring 0 -> 1 -> ... -> 11 -> 0 with chords v -> v + 5.

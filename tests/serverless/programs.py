@@ -63,7 +63,7 @@ def gcn(widths: tuple[int, ...] = (5, 4, 3), num_train: int = 6) -> Program:
         config |= {} if last else {"activation": RELU}
         weights = f"layers.{layer}.weight layers.{layer}.bias"
         steps += [
-            ga(f"GA{layer}", before(layer), f"a{layer}:{wide}"),
+            ga(f"GA{layer}", f"h{layer - 1}" if layer > 1 else "x", f"a{layer}:{wide}"),
             av(f"AV{layer}", "dense", config, f"a{layer}", f"h{layer}:{narrow}", weights),
         ]
         steps += [] if last else [Scatter(name=f"SC{layer}", slots=(f"h{layer}",))]
@@ -72,20 +72,15 @@ def gcn(widths: tuple[int, ...] = (5, 4, 3), num_train: int = 6) -> Program:
 
 def sage() -> Program:
     """Two SAGEConv of 5-4-3 columns, relu between them."""
-    steps: list[Step] = []
-    for layer, (wide, narrow) in enumerate([(5, 4), (4, 3)], start=1):
-        config: dict[str, Json] = {"in": wide, "out": narrow, "bias": True}
-        config |= {"activation": RELU} if layer == 1 else {}
-        weights = " ".join(
-            f"layers.{layer}.fc_{name}" for name in ("self.weight", "neigh.weight", "self.bias")
-        )
-        inputs = f"a{layer} {before(layer)}"
-        steps += [
-            ga(f"GA{layer}", before(layer), f"a{layer}:{wide}"),
-            av(f"AV{layer}", "sage", config, inputs, f"h{layer}:{narrow}", weights),
-        ]
-        steps += [Scatter(name="SC1", slots=("h1",))] if layer == 1 else []
-    return made(*steps)
+    first: Json = {"in": 5, "out": 4, "bias": True, "activation": RELU}
+    weights = "layers.{0}.fc_self.weight layers.{0}.fc_neigh.weight layers.{0}.fc_self.bias"
+    return made(
+        ga("GA1", "x", "a1:5"),
+        av("AV1", "sage", first, "a1 x", "h1:4", weights.format(1)),
+        Scatter(name="SC1", slots=("h1",)),
+        ga("GA2", "h1", "a2:4"),
+        av("AV2", "sage", {"in": 4, "out": 3, "bias": True}, "a2 h1", "h2:3", weights.format(2)),
+    )
 
 
 def gat() -> Program:
@@ -94,13 +89,17 @@ def gat() -> Program:
     second: Json = {"in": 6, "heads": 4, "width": 3, "residual": "linear", "residual_bias": True}
     both = sequence(("attention_finish", first), ("attention_project", second))
     finish: Json = {"heads": 4, "width": 3, "bias": False, "merge": "mean", "residual": True}
-    own = ["fc.weight", "attn_l", "attn_r"]
-    one = " ".join(f"layers.1.{name}" for name in own)
-    two = " ".join(
-        ["layers.1.bias", *(f"layers.2.{name}" for name in [*own, "res_fc.weight", "res_fc.bias"])]
-    )
+    own = "layers.{0}.fc.weight layers.{0}.attn_l layers.{0}.attn_r"
+    two = f"layers.1.bias {own.format(2)} layers.2.res_fc.weight layers.2.res_fc.bias"
     return made(
-        av("AV1", "attention_project", {"in": 5, "heads": 3, "width": 2}, "x", "z1:6 el1:3 er1:3", one),
+        av(
+            "AV1",
+            "attention_project",
+            {"in": 5, "heads": 3, "width": 2},
+            "x",
+            "z1:6 el1:3 er1:3",
+            own.format(1),
+        ),
         Scatter(name="SC1", slots=("z1", "el1")),
         ae("AE1", "el1", "er1", "att1:3"),
         ga("GA1", "z1", "s1:6", "att1"),
@@ -165,10 +164,6 @@ def linear_weights() -> list[Array]:
 def linear_gradients(interval: int, epoch: int, step: int) -> list[Array]:
     draw, shapes = np.random.default_rng([interval, epoch, step]), linear().weight_shapes
     return [draw.standard_normal(shapes[name]) for name in LINEAR_STEPS[step]]
-
-
-def before(layer: int) -> str:
-    return "x" if layer == 1 else f"h{layer - 1}"
 
 
 class TorchStage(torch.autograd.Function):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dglx_dist.comm.session import Session, start_session
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import StepShare
-from dglx_dist.strategies.base import STRATEGIES, count_targets, find_share
+from dglx_dist.strategies.base import STRATEGIES, count_targets, find_share, gradient_weight
 from dglx_dist.strategies.gradient_sync import make_buckets
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
@@ -224,6 +224,9 @@ def test_stamp_on_the_last_block_wins_over_the_session() -> None:
     assert find_share((blocks, "x"), session) == ours
     assert find_share((blocks[1], "x"), session) == ours
     assert find_share((blocks[:1], [], 3.0), session) == stale
+    # Without targets a loss weighs nothing, whatever it is, also where nobody has any.
+    nobody = StepShare(num_local=0, num_global=0)
+    assert gradient_weight(nobody, "sum") == gradient_weight(nobody, "mean") == 0.0
 
 
 def test_refusals_name_the_remedy() -> None:

@@ -138,8 +138,10 @@ class _Process(WorkerHandle):
         given = write_json(None if fault is None else vars(fault))
         line = event.replace(b"\n", b" ")  # JSON strings contain no raw newline
         process = self._running()
-        answer = _ask(process, b'{"event":' + line + b',"fault":' + given + b"}\n")
-        if not answer.endswith(b"\n"):
+        _write(process, b'{"event":' + line + b',"fault":' + given + b"}\n")
+        assert process.stdout is not None
+        answer = process.stdout.readline(MAX_ANSWER_BYTES)
+        if not answer.endswith(b"\n"):  # it died
             task = Task.from_event(event)
             raise PeerError(f"task {task.key}, attempt {task.attempt}: {self._exit_report(process)}")
         return WorkerAnswer.from_json(answer)
@@ -198,13 +200,6 @@ class _Process(WorkerHandle):
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         last = output.decode(errors="replace").strip() or "no output"
         return f"worker process {process.pid} {how}: {last}"
-
-
-def _ask(process: subprocess.Popen[bytes], line: bytes) -> bytes:
-    """Write ``line`` and return the answer, which lacks its line end if the process died."""
-    _write(process, line)
-    assert process.stdout is not None
-    return process.stdout.readline(MAX_ANSWER_BYTES)
 
 
 def _write(process: subprocess.Popen[bytes], line: bytes) -> None:

@@ -55,13 +55,8 @@ class _FullGraphStrategy(Strategy):
         """Return a :class:`FullGraphLoader`, or one that waits for a model; every rank must call it.
 
         With option ``memory`` it is made for the model wrapped before it, unless that one has a loader. Then
-        its length is unknown until the next model is wrapped.
-
-        Args:
-            g: A graph of one node and one edge type.
-            indices: (K,) this rank's seeds; the rank or server that owns a seed computes it.
-            sampler: Of ``dgl.dataloading``; gives the number of layers and the columns to prefetch.
-            loader_options: As for ``dglx_dist.DataLoader``; the batch size has no effect.
+        its length is unknown until the next model is wrapped. The rank or server that owns a seed computes
+        it. The sampler gives the number of layers and the columns to prefetch; a batch size has no effect.
 
         Raises:
             ConfigError: on all ranks: an argument or option is not supported; see :func:`read_request`.

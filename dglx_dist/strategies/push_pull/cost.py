@@ -90,16 +90,12 @@ def candidates(context: PlanContext) -> Iterator[Candidate]:
     make = partial(Candidate, unit="mini_batch")
     yield make(options={"structure": "push"})
     yield make(options={"structure": "resample"})
-    for size in _groups(context):
-        yield make(options={"structure": "push", "group_size": size})
+    # One rank with all columns, the ranks of a server, half of all ranks.
+    for size in sorted({1, context.ranks // context.servers, context.ranks // 2}):
+        if context.ranks % size == 0 and size < context.ranks:
+            yield make(options={"structure": "push", "group_size": size})
     for late in ({"depth": 3}, {"depth": 3, "weights": "split"}):
         yield make(options={"structure": "push", **late}, exact=False)
-
-
-def _groups(context: PlanContext) -> list[int]:
-    # One rank with all columns, the ranks of a server, half of all ranks.
-    sizes = {1, context.ranks // context.servers, context.ranks // 2}
-    return sorted(size for size in sizes if context.ranks % size == 0 and size < context.ranks)
 
 
 def cost(candidate: Candidate, known: Measured) -> Cost:

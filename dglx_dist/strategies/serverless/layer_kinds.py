@@ -570,12 +570,7 @@ def _norm_stage(norm: nn.LayerNorm) -> DeclaredStage:
 
 def _stage_of_rows(stage: str, config: Mapping[str, Any], weights: tuple[str, ...]) -> DeclaredStage:
     return DeclaredStage(
-        stage=stage,
-        config=config,
-        weights=weights,
-        around=None,
-        own=True,
-        takes_activation=True,
+        stage=stage, config=config, weights=weights, around=None, own=True, takes_activation=True
     )
 
 

@@ -43,9 +43,7 @@ class LambdaOptions:
     fusion: bool = option(True, "Whether the last step runs forward and backward in one task.")
     rematerialise: bool = option(True, "Whether backward recomputes what forward would otherwise send.")
     streaming: bool = option(True, "Whether workers compute the first half while they receive the second.")
-    initialise: Scheme = option(
-        "keep", "How trained weights are drawn at ``wrap``, by the session's seed; biases become 0."
-    )
+    initialise: Scheme = option("keep", "How ``wrap`` draws trained weights, by the seed; biases are 0.")
     prices: str = field(default=DEFAULT_PRICES, repr=False)
     """Name or file of a price table."""
     server: str = field(default=DEFAULT_SERVER, repr=False)

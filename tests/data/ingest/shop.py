@@ -20,7 +20,7 @@ ITEMS = {"number": [70, 5_000_000_000, 9], "price": [1.0, 3.0, 4.0]}
 BUYS = {
     "who": ["eve", "ann", "bob", "ann", "dan", "eve"],
     "what": [70, 9, 70, 70, 5_000_000_000, 9],
-    "count": [3.0, 1.0, 2.0, 5.0, 4.0, 6.0],
+    "count": [3, 1, 2, 5, 4, 6],
 }
 TABLES = {
     "users-0.parquet": FIRST_USERS,
@@ -58,7 +58,7 @@ def describe() -> dict[str, Any]:
         "files": ["buys.parquet"],
         "source_id_col": "who",
         "dest_id_col": "what",
-        "features": [{"feature_col": "count", "out_dtype": "float64"}],
+        "features": [{"feature_col": "count"}],
     }
     knows = {
         "relation": ["user", "knows", "user"],

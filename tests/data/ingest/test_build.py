@@ -86,8 +86,8 @@ def test_what_is_in_the_tables_is_in_the_dataset(tmp_path: Path) -> None:
     assert part.indices(BUYS_TYPE).tolist() == [0, 1, 4, 3, 0, 4]
     assert part.indices(BUYS_TYPE).dtype == np.int32
     assert part.original_edge_ids(BUYS_TYPE).tolist() == [3, 2, 0, 4, 1, 5]
-    assert part.edge_data(BUYS_TYPE, "count").tolist() == [5.0, 2.0, 3.0, 4.0, 1.0, 6.0]
-    assert part.edge_data(BUYS_TYPE, "count").dtype == np.float64
+    assert part.edge_data(BUYS_TYPE, "count").tolist() == [5, 2, 3, 4, 1, 6]
+    assert part.edge_data(BUYS_TYPE, "count").dtype == np.int64  # whole numbers stay
     reverse = ("item", "buys-rev", "user")
     assert part.indptr(reverse).tolist() == [0, 2, 3, 3, 4, 6]
     assert part.indices(reverse).tolist() == [0, 2, 0, 1, 0, 2]
