@@ -42,19 +42,14 @@ def test_collectives_give_every_rank_the_same_and_a_sum_costs_a_ring(world_size:
     assert sum(counted) == 2 * (world_size - 1) * 12
     assert max(counted) - min(counted) <= 1
     ranks = range(world_size)
-    assert (
-        found
-        == [
-            {
-                "shaped": (WHOLE * factor).tolist(),
-                "kept": True,
-                "no rows": (0, 3),
-                "sum": [factor] * 3,
-                "table": [[rank, 10 * rank] for rank in ranks],
-                "nothing": (world_size, 0),
-                "said": [{"rank": rank, "text": "x" * rank} for rank in ranks],
-                "told": {"from": world_size - 1},
-            }
-        ]
-        * world_size
-    )
+    expected = {
+        "shaped": (WHOLE * factor).tolist(),
+        "kept": True,
+        "no rows": (0, 3),
+        "sum": [factor] * 3,
+        "table": [[rank, 10 * rank] for rank in ranks],
+        "nothing": (world_size, 0),
+        "said": [{"rank": rank, "text": "x" * rank} for rank in ranks],
+        "told": {"from": world_size - 1},
+    }
+    assert found == [expected] * world_size

@@ -212,7 +212,7 @@ def differ_on_one_rank(folder: Path) -> None:
             (
                 {},
                 {"shape": (NUM_NODES, 2)},
-                r"rank 0 has shape=.40., rank 1 has shape=.40, 2.; create it alike",
+                "rank 0 has shape=.40., rank 1 has shape=.40, 2.; create it alike",
             ),
             ({}, {"dtype": torch.int64}, "rank 0 has dtype=float32, rank 1 has dtype=int64; create it alike"),
             ({}, {"dtype": torch.complex64}, "cannot have dtype 'complex64'"),
