@@ -210,6 +210,9 @@ def test_bars_are_the_medians_of_phases_and_bytes() -> None:
     assert tops == pytest.approx([one["seconds"][0] for one in rows])
     assert [text.get_text() for text in axes.texts] == ["2.1 s", "1.05 s"]
     axes = Figure().subplots()
+    plots.draw_phases(axes, variant_rows(outcome(simulated="compute is slept")))
+    assert [text.get_text() for text in axes.texts] == ["2.1 s sim.", "1.05 s sim."]
+    axes = Figure().subplots()
     plots.draw_bytes(axes, rows)
     bars = {bars.get_label(): [bar.get_height() for bar in bars] for bars in axes.containers}
     assert bars["payload between servers (ledger)"] == [40, 10]

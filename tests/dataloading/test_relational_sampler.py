@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from dglx_dist.dataloading.kernels import Schema, Workspace
+from dglx_dist.dataloading.kernels import Schema, Table, Workspace
 from dglx_dist.dataloading.minibatch import BatchBlockBuilder
 from dglx_dist.dataloading.sampler import RemoteSource, WholeSource, keyed_draw
 from dglx_dist.errors import ConfigError
@@ -33,7 +33,11 @@ SEEDS = {"user": np.array([29, 3, 8]), "item": np.array([40, 4])}
 
 def blocks_of(schema, cscs, fanouts, seeds=SEEDS, size=1000):
     request = draws_of(schema, fanouts).request(seeds, 0, {})
-    batch = WholeSource(schema, cscs).sample(request, {}, Workspace(size))
+    workspace = Workspace(size)
+    if size == HASHED:
+        # So small that it grows within the batch.
+        workspace.keep(Table(np.zeros(16, np.uint32), np.empty(16, np.int64), 1))
+    batch = WholeSource(schema, cscs).sample(request, {}, workspace)
     return BatchBlockBuilder(schema).blocks(batch)
 
 
