@@ -33,7 +33,6 @@ K = TypeVar("K")
 _MARGIN = 8
 """New buffers get 1/8 spare rows, so that batches of about the same size fit."""
 
-
 HALVES = (torch.float16, torch.bfloat16)
 FLOATS = (*HALVES, torch.float32, torch.float64)
 

@@ -89,13 +89,8 @@ def _source(g: DistGraph, draws: Draws, weights: str | None, op: str = "") -> Ba
 
 def neighborhood_maker(g: DistGraph, num_layers: int) -> BatchMaker:
     """Return what makes blocks of all in-edges of ``num_layers`` hops, without columns. Not collective."""
-    draws = Draws(
-        schema=_schema(g),
-        fanouts=np.full((num_layers, len(g.canonical_etypes)), -1),
-        replace=False,
-        exclude={},
-        seed=0,
-    )
+    fanouts = np.full((num_layers, len(g.canonical_etypes)), -1)
+    draws = Draws(schema=_schema(g), fanouts=fanouts, replace=False, exclude={}, seed=0)
     return KernelMaker(_source(g, draws, None, "in_edges"), draws, g.kvstore, Columns())
 
 

@@ -74,14 +74,9 @@ class Draws:
                 for etype in self.schema.etypes
             ]
             edges, edge_ends = np.concatenate(lists), _ends(lists)
+        streams = relation_keys(self.seed, epoch, num_hops, num_relations)
         return SampleRequest(
-            np.concatenate(nodes),
-            _ends(nodes),
-            self.fanouts,
-            relation_keys(self.seed, epoch, num_hops, num_relations),
-            self.replace,
-            edges,
-            edge_ends,
+            np.concatenate(nodes), _ends(nodes), self.fanouts, streams, self.replace, edges, edge_ends
         )
 
 
