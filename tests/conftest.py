@@ -57,5 +57,4 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def dataset(folder: Path) -> str:
-    """The same as it is named in a configuration."""
     return str(folder)

@@ -37,7 +37,6 @@ def succeeded(*arguments: str) -> str:
 
 
 def refused(*arguments: str) -> str:
-    """Run what must be refused: one message, no traceback, exit code 2."""
     done = dglx(*arguments)
     assert done.returncode == 2, (done.stdout, done.stderr)
     assert "Traceback" not in done.stderr
@@ -178,7 +177,7 @@ def test_help_reads_like_documentation() -> None:
         ("train nowhere --servers 2", "--ranks"),
         ("train nowhere --epochs 0", "--epochs 0"),
         ("train nowhere --model sag", "error: there is no model 'sag'; did you mean 'sage'"),
-        ("train DATASET --ranks 2 --strategy data_paralel", "did you mean 'data_parallel'"),
+        ("train DATASET --ranks 2 --strategy data_paralel", "did you mean 'data_parallel'? (known: auto, "),
         ("train DATASET --ranks 3 --servers 3", "has 2 parts, too few for --servers 3"),
         ("train DATASET --ranks 2 --option bucket_byte=1", "did you mean 'bucket_bytes'"),
         ("report nowhere", "nowhere"),
@@ -203,7 +202,6 @@ def test_the_traceback_is_there_for_who_asks() -> None:
 
 
 def rank_processes(launcher: int) -> dict[int, int]:
-    """Return {rank: process id} of the ranks two levels below the process ``launcher``."""
     found = {}
     for one in (one for agent in psutil.Process(launcher).children() for one in agent.children()):
         # Or it has just ended, or is no rank.

@@ -12,7 +12,6 @@ DEMO = Path(__file__).parent.parent / "scripts" / "demo.sh"
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """Return a folder ``copy`` with the script, set up; beside it lies ``my graph.npz``."""
     folder = tmp_path / "copy"
     for name in ("scripts", ".venv/bin"):
         (folder / name).mkdir(parents=True)

@@ -87,7 +87,6 @@ def test_hgt_differs_from_rgcn_by_the_model_only() -> None:
 
 
 def code_of(text: str) -> list[str]:
-    """Lines of a script without its docstring and blank lines."""
     return [line for line in text.split('"""\n', 2)[-1].splitlines() if line.strip()]
 
 

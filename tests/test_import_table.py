@@ -54,7 +54,6 @@ def wrongly_imported(source: Source, rooms: list[str]) -> Iterator[str]:
 
 
 def forbidden(source: Source) -> list[str]:
-    """Return what nobody may import, with its line."""
     # Programs of peers are stock DGL, run by path in processes of their own to be measured beside.
     allowed = {"dgl.distributed"} if source.name.startswith("scripts/bench/peers/programs/") else set()
     return [
@@ -106,7 +105,6 @@ def test_a_forbidden_import_would_be_seen() -> None:
 
 
 def imported_modules(inside: list[Source]) -> dict[str, set[str]]:
-    """Return the modules that each module of the package imports, also late or for types."""
     names = {
         "dglx_dist." + one.name.removesuffix(".py").removesuffix("/__init__").replace("/", "."): one
         for one in inside

@@ -19,7 +19,6 @@ def draw(
 
 
 def star(degree: int, weights=()) -> Csc:
-    """Nodes 1 ... degree point to node 0."""
     return csc_from([list(range(1, degree + 1))] + [[]] * degree, weights)
 
 

@@ -19,7 +19,6 @@ def offenders(rule: Callable[[Iterable[ast.AST]], list[int]], *, but: tuple[str,
 
 
 def uses(nodes: Iterable[ast.AST], module: str, attributes: set[str]) -> list[int]:
-    """Lines that read ``module.attribute``."""
     return [
         node.lineno
         for node in nodes
@@ -31,7 +30,6 @@ def uses(nodes: Iterable[ast.AST], module: str, attributes: set[str]) -> list[in
 
 
 def calls(nodes: Iterable[ast.AST], names: set[str]) -> list[int]:
-    """Lines that call one of the built-in functions ``names``."""
     return [
         node.lineno
         for node in nodes
@@ -63,7 +61,6 @@ def long_functions(nodes: Iterable[ast.AST]) -> list[int]:
 
 
 def rebound(nodes: Iterable[ast.AST]) -> list[int]:
-    """Lines that say ``global``."""
     return [node.lineno for node in nodes if isinstance(node, ast.Global)]
 
 

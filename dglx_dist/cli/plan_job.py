@@ -23,7 +23,7 @@ from dglx_dist.planner.model_shape import shape_of_module
 from dglx_dist.planner.profile import assumed_rates
 from dglx_dist.planner.records import Choice, ChoiceOptions, Rate
 from dglx_dist.planner.workload import EXPECTED, check_plannable, expected_batches
-from dglx_dist.records import FEATURE, NODE_TYPE
+from dglx_dist.records import FEATURE
 from dglx_dist.report.tables import plural
 from dglx_dist.strategies.base import DEFAULT_STRATEGY
 from dglx_dist.strategies.cost import (
@@ -172,7 +172,7 @@ def _from_dataset(
 def _measured_on(
     plan: PlanConfig, g: DistGraph, cluster: Cluster, notify: Notify | None
 ) -> tuple[Measured, tuple[Candidate, ...]]:
-    features, classes = g.ndata[FEATURE].shape[1], g.num_classes(NODE_TYPE)
+    features, classes = g.ndata[FEATURE].shape[1], g.num_classes(g.ntypes[0])
     module = build_model(plan.model, features, plan.hidden, classes, plan.layers, 0.5, plan.heads, graph=g)
     shape = shape_of_module(module, features, classes, plan.layers, kind=plan.model, hidden=plan.hidden)
     here, assumptions = len(os.sched_getaffinity(0)), []

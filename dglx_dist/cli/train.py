@@ -105,10 +105,11 @@ def check_before_launch(config: TrainConfig) -> None:
     from dglx_dist.auto import read_auto_options
     from dglx_dist.data.storage.manifest import read_manifest
     from dglx_dist.planner.workload import check_plannable
-    from dglx_dist.strategies.base import AUTO, STRATEGIES
+    from dglx_dist.strategies.base import AUTO, STRATEGIES, resolve_strategy
 
-    is_auto = config.strategy == AUTO
-    read_options = read_auto_options if is_auto else STRATEGIES.get(config.strategy).read_options
+    strategy = resolve_strategy(config.strategy, auto=True)
+    is_auto = strategy == AUTO
+    read_options = read_auto_options if is_auto else STRATEGIES.get(strategy).read_options
     read_options({**read_settings().options, **config.strategy_options})
     manifest = read_manifest(Path(config.data))
     if is_auto:

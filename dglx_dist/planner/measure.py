@@ -36,7 +36,7 @@ from dglx_dist.planner.workload import (
     stats_of_dataset,
     stats_of_manifest,
 )
-from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array
+from dglx_dist.records import EDGE_TYPE, Array
 from dglx_dist.strategies.cost import (
     CACHE_SIZES,
     Candidate,
@@ -171,7 +171,9 @@ def _candidates(run: PlannedRun, config: MeasureConfig) -> tuple[Candidate, ...]
 def _run_of(g: DistGraph, num_layers: int, config: MeasureConfig) -> PlannedRun:
     manifest, cluster = g.dataset.manifest, config.cluster
     topology = g.session.topology if config.in_job else topology_of(cluster.servers, cluster.ranks_per_server)
-    bounds = Placement(manifest.num_parts, topology).server_offsets(manifest.node_offsets[NODE_TYPE])
+    bounds = Placement(manifest.num_parts, topology).server_offsets(
+        manifest.node_offsets[manifest.node_types[0]]
+    )
     seeds = marked_ids(g.ndata[TRAIN_MASK], g.num_nodes())
     return PlannedRun(
         g=g,

@@ -28,7 +28,7 @@ from dglx_dist.graph.cache import CacheRequest, access_probability, most_wanted,
 from dglx_dist.graph.partition_book import Placement
 from dglx_dist.graph.split import split_ids
 from dglx_dist.planner.model_shape import topology_of
-from dglx_dist.records import FEATURE, LABEL, NODE_TYPE, Array
+from dglx_dist.records import FEATURE, LABEL, Array
 from dglx_dist.strategies.base import DEFAULT_STRATEGY
 from dglx_dist.strategies.cost import (
     ID_BYTES,
@@ -330,9 +330,9 @@ def stats_of_dataset(dataset: StoredDataset, servers: int) -> GraphStats:
     """
     manifest = dataset.manifest
     check_plannable(manifest, str(dataset.folder))
-    etype = manifest.edge_types[0]
+    ntype, etype = manifest.node_types[0], manifest.edge_types[0]
     placement = Placement(manifest.num_parts, topology_of(servers, 1))
-    bounds = placement.server_offsets(manifest.node_offsets[NODE_TYPE])
+    bounds = placement.server_offsets(manifest.node_offsets[ntype])
     cut, squares, train = 0, 0.0, 0
     for number in range(manifest.num_parts):
         part, server = dataset.part(number), int(placement.server_of_part[number])
@@ -340,8 +340,8 @@ def stats_of_dataset(dataset: StoredDataset, servers: int) -> GraphStats:
         cut += int(np.count_nonzero((indices < bounds[server]) | (indices >= bounds[server + 1])))
         degrees = np.diff(part.indptr(etype)).astype(np.float64)
         squares += float(degrees @ degrees)
-        train += int(np.count_nonzero(part.node_data(NODE_TYPE, TRAIN_MASK)))
-    nodes, edges = manifest.num_nodes(NODE_TYPE), manifest.num_edges(etype)
+        train += int(np.count_nonzero(part.node_data(ntype, TRAIN_MASK)))
+    nodes, edges = manifest.num_nodes(ntype), manifest.num_edges(etype)
     return replace(
         stats_of_manifest(manifest, servers, train),
         edge_cut=cut / max(edges, 1),
@@ -351,17 +351,18 @@ def stats_of_dataset(dataset: StoredDataset, servers: int) -> GraphStats:
 
 def stats_of_manifest(manifest: Manifest, servers: int, train_nodes: int) -> GraphStats:
     """Return the statistics of a dataset without reading it; the spread of degrees is the default."""
-    info, etype = manifest.node_columns[NODE_TYPE][FEATURE], manifest.edge_types[0]
+    ntype, etype = manifest.node_types[0], manifest.edge_types[0]
+    info = manifest.node_columns[ntype][FEATURE]
     cut, parts = float(str(manifest.quality.get("edge_cut", 0.0))), manifest.num_parts
     # With P parts on fewer servers, edges between parts of one server are not cut.
     fewer = (servers - 1) / servers * parts / max(parts - 1, 1)
     return GraphStats(
         name=manifest.name,
-        nodes=manifest.num_nodes(NODE_TYPE),
+        nodes=manifest.num_nodes(ntype),
         edges=manifest.num_edges(etype),
         features=math.prod(info.row_shape),
         feature_bytes=numpy_dtype(info.dtype).itemsize * math.prod(info.row_shape),
-        classes=int(manifest.num_classes.get(NODE_TYPE, 0)),
+        classes=int(manifest.num_classes.get(ntype, 0)),
         train_nodes=train_nodes,
         edge_cut=cut * fewer,
         method=manifest.method,

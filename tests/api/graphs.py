@@ -34,13 +34,11 @@ def as_dgl() -> dgl.DGLGraph:
 
 
 def plan_of(dataset: str, out: Path, **changes: Any) -> TrainConfig:
-    """A small run that writes classes and embeddings."""
     written = {"predictions": str(out / "classes"), "save_embeddings": str(out / "rows")}
     return TrainConfig(**{"data": dataset, "out": str(out), "hidden": 8, "dropout": 0.0} | written | changes)
 
 
 def written(out: Path) -> tuple[Any, Any]:
-    """The classes and the embeddings of a run, by original id."""
     classes = pyarrow.dataset.dataset(out / "classes").to_table().sort_by("id")
     rows = pyarrow.dataset.dataset(out / "rows").to_table().sort_by("id")
     return classes["prediction"].to_numpy(), np.array(rows["embedding"].to_pylist())

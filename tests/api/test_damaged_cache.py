@@ -94,7 +94,6 @@ PLAN = PartitionPlan(num_parts=2, method="hash")
 
 @pytest.fixture
 def instead(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., None]], None]:
-    """Put a function in the place of the cutting."""
     return lambda cut: monkeypatch.setattr(cut_cache, "partition_to_disk", cut)
 
 

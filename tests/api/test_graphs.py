@@ -128,8 +128,6 @@ def test_distributing_joins_the_ranks_and_keeps_the_names_of_columns(tmp_path: P
 
 
 class _OneGraph:
-    """As DGL's datasets are used."""
-
     num_classes = 7
 
     def __getitem__(self, index: int) -> dgl.DGLGraph:
@@ -140,8 +138,6 @@ class _OneGraph:
 
 
 class _Pair(_OneGraph):
-    """As those of OGB are."""
-
     def __getitem__(self, index: int) -> Any:
         return as_dgl(), torch.zeros(6)
 

@@ -34,7 +34,6 @@ HALVES = PartitionPlan(num_parts=2, method="random")
 
 
 def params_of(folder: Path, **changed: object) -> dict[str, object]:
-    """Parameters of a short training job."""
     return {"data": str(folder), "hidden": 8, "fanouts": [3, 2], "batch_size": 16, **changed}
 
 

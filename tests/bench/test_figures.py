@@ -151,7 +151,6 @@ def test_absent_failed_and_not_measured_yet_give_the_reason() -> None:
 
 
 def with_phases(name: str, phases: dict[str, int], **drawn: int) -> Measurement:
-    """Two epochs."""
     extra: dict[str, Any] = {"bytes_outside_by_phase": phases, **drawn}
     return Measurement(variant=name, repetition=0, epochs=(epoch_of(1.0), epoch_of(1.0)), extra=extra)
 

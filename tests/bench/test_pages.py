@@ -49,7 +49,6 @@ text
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Notes, and no results."""
     found = tmp_path / "results"
     found.mkdir()
     (found / "notes.md").write_text(NOTES)

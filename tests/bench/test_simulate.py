@@ -13,7 +13,6 @@ COST = ComputeCost(forward=Line(base_s=0.5, per_edge_s=0.01), backward=Line(base
 
 
 def block(edges: int, targets: int) -> Any:
-    """As much of a block as is looked at."""
     return SimpleNamespace(
         num_edges=lambda: edges,
         num_dst_nodes=lambda: targets,

@@ -104,5 +104,4 @@ def run_under_torchrun(script: str, arguments: list[str]) -> str:
 
 
 def told(path: Path) -> Any:
-    """What a script wrote."""
     return json.loads(path.read_text())

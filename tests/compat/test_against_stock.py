@@ -11,7 +11,6 @@ from tests.helpers.ranks import run_ranks
 
 @pytest.fixture(scope="module")
 def answers(stock: Path, probe_words: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
-    """What stock DGL says, and what we say."""
     ours = tmp_path_factory.mktemp("answers") / "ours.json"
     run_ranks(play, 1, args=[[["--", *probe_words, "--out", str(ours)]], True])
     return told(stock / "probe.json"), told(ours)

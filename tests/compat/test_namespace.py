@@ -82,7 +82,6 @@ INSERTED = {"sample_neighbors": "replace", "sample_etype_neighbors": "replace"}
 
 
 def stock_of(name: str) -> Any:
-    """What the installed DGL has of that name, None where it has nothing."""
     owner, _, method = name.partition(".")
     for module in (dgl.distributed, dgl.dataloading, dgl.distributed.optim, graph_partition_book):
         if hasattr(module, owner):

@@ -56,7 +56,6 @@ def uneven(config: Path) -> Any:
 
 
 def commands(parts: Mapping[str, Path], folder: Path, scripts: Path) -> list[list[str]]:
-    """The command line of each run on two ranks."""
     plain, wrapped = SCRIPTS, scripts / "node_classification.py"
     made = []
     for name, script, graph, strategy in (
@@ -74,7 +73,6 @@ def commands(parts: Mapping[str, Path], folder: Path, scripts: Path) -> list[lis
 
 
 def losses(files: list[Path]) -> list[float]:
-    """The mean loss of each step over the targets of all ranks."""
     ranks = [told(file)["losses"] for file in files]
     return [
         sum(loss * count for loss, count in step) / sum(count for _, count in step)
@@ -84,7 +82,6 @@ def losses(files: list[Path]) -> list[float]:
 
 @pytest.fixture(scope="module")
 def launch(stock_parts: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """The folder of what two ranks on two servers came to, and what each returned."""
     folder, scripts = tmp_path_factory.mktemp("ranks"), tmp_path_factory.mktemp("scripts")
     text = (SCRIPTS / "node_classification.py").read_text()
     assert text.count(DDP) == 1

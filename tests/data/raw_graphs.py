@@ -14,7 +14,6 @@ from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, EdgeType, RawGraph
 
 
 def write(folder: Path, files: Mapping[str, str | Mapping[str, Any]]) -> Path:
-    """Write texts, and Parquet tables by column, below ``folder``; return it."""
     for name, content in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)

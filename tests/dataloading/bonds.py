@@ -48,7 +48,6 @@ def shop() -> RawGraph:
 
 
 def write(graph: RawGraph, folder: Path, num_parts: int) -> Path:
-    """Write ``graph`` with nodes dealt to the parts at random."""
     part_of = {
         ntype: np.random.default_rng(3).integers(num_parts, size=count).astype(np.int32)
         for ntype, count in graph.num_nodes.items()

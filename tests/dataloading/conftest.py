@@ -11,26 +11,22 @@ from tests.dataloading.shop import write_shop
 
 @pytest.fixture(scope="session")
 def rings(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """Number of parts to the folder of the dataset."""
     folder = tmp_path_factory.mktemp("rings")
     return {num_parts: write_rings(folder / str(num_parts), num_parts) for num_parts in (1, 2, 4)}
 
 
 @pytest.fixture
 def graph(rings: dict[int, Path]) -> Iterator[DistGraph]:
-    """The rings in one part, in a session of one rank."""
     with start_session():
         yield DistGraph(rings[1])
 
 
 @pytest.fixture(scope="session")
 def shop_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shop, of several node and edge types, in one part."""
     return write_shop(tmp_path_factory.mktemp("shop") / "1", 1)
 
 
 @pytest.fixture
 def shop_graph(shop_folder: Path) -> Iterator[DistGraph]:
-    """The shop in one part, in a session of one rank."""
     with start_session():
         yield DistGraph(shop_folder)

@@ -44,7 +44,6 @@ def sampled(
     epoch: int = 0,
     workspace: Workspace | None = None,
 ) -> RawBatch:
-    """A batch of a graph of one type."""
     num_nodes = len(csc.indptr) - 1
     schema = Schema(ntypes=(NODE_TYPE,), num_nodes=(num_nodes,), etypes=(EDGE_TYPE,))
     request = draws_of(schema, fanouts).request({NODE_TYPE: np.asarray(seeds, np.int64)}, epoch, {})
@@ -52,7 +51,6 @@ def sampled(
 
 
 def edges_of_hop(batch: RawBatch, hop: int) -> list[tuple[int, int, int]]:
-    """(global source, global destination, edge id) of a hop, in order."""
     node_ends = batch.node_ends[:, 0]
     num_rows = node_ends[:-1] + 1
     first = int(num_rows[:hop].sum())

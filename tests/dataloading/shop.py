@@ -65,7 +65,6 @@ def raw_shop() -> RawGraph:
 
 
 def write_shop(folder: Path, num_parts: int) -> Path:
-    """Users alternate between parts in runs of 4; all items are in part 0."""
     part_of = {
         "user": (np.arange(NUM_NODES["user"]) // 4 % num_parts).astype(np.int32),
         "item": np.zeros(NUM_NODES["item"], np.int32),
@@ -89,7 +88,6 @@ def typed_shop(wide: Sequence[EdgeType] = ()) -> tuple[Schema, list[Csc]]:
 
 
 def dgl_shop(schema: Schema, cscs: Sequence[Csc]) -> dgl.DGLGraph:
-    """The same graph as DGL has it; edge ids are positions."""
     data = {}
     for etype, csc in zip(schema.etypes, cscs, strict=True):
         arrays = (torch.from_numpy(csc.indptr), torch.from_numpy(csc.indices.astype(np.int64)))
@@ -98,7 +96,6 @@ def dgl_shop(schema: Schema, cscs: Sequence[Csc]) -> dgl.DGLGraph:
 
 
 def edges_in(block: dgl.DGLGraph, etype: EdgeType) -> list[tuple[int, int, int]]:
-    """Sorted (global source, global destination, edge id)."""
     source, destination = block.edges(etype=etype)
     sources = block.srcnodes[etype[0]].data[dgl.NID][source].tolist()
     destinations = block.dstnodes[etype[2]].data[dgl.NID][destination].tolist()

@@ -193,7 +193,6 @@ def test_fixed_ids_are_never_drawn(g: DistGraph) -> None:
 
 
 def shop_in_rank(folder: str, structure: Any) -> dict[str, Any]:
-    """Batches of two edge types with exclusion of reverse types."""
     with start_session(timeout_s=60) as session:
         g = DistGraph(folder, structure=structure)
         rank, world = session.topology.rank, session.topology.world_size

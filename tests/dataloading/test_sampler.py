@@ -52,7 +52,6 @@ def test_blocks_of_several_types_have_all_types_and_agree_with_dgls_own(seeds) -
 
 
 def hetero_outcome(kind, graph, sizes):
-    """Outputs and input gradients of a HeteroGraphConv over all edge types."""
     torch.manual_seed(0)
     convs = {
         "sage": lambda: dgl_nn.SAGEConv(4, 3, "mean"),

@@ -117,8 +117,6 @@ def test_needless_options_of_dgl_are_warned_about_once_they_ask_for_something(na
 
 @dataclass(frozen=True)
 class Echo:
-    """A batch that is its items."""
-
     rows: list[int]
     epoch: int
     sample_s: float = 0.25
@@ -126,8 +124,6 @@ class Echo:
 
 
 class EchoMaker:
-    """Makes what it was asked for."""
-
     def make(self, items: Mapping[str, Any], epoch: int) -> Echo:
         return Echo([int(row) for ids in items.values() for row in ids], epoch)
 
@@ -140,8 +136,6 @@ class EchoMaker:
 
 @final
 class Echoes(StepLoader[str, Echo, tuple[list[int], int, StepShare]]):
-    """Hands out what its maker made."""
-
     def _on_device(self, batch: Echo, share: StepShare) -> tuple[list[int], int, StepShare]:
         assert self._session.step_share is share
         return batch.rows, batch.epoch, share

@@ -23,12 +23,10 @@ def small_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def alone() -> Iterator[Session]:
-    """A session of one rank."""
     with start_session(topology=Topology(0, 1, (0,)), seed=1) as session:
         yield session
 
 
 @pytest.fixture
 def graph(alone: Session, small_dataset: Path) -> DistGraph:
-    """The small graph, opened by one process."""
     return DistGraph(small_dataset)

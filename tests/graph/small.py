@@ -27,7 +27,6 @@ def features() -> np.ndarray:
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """For ``init_func=``."""
     return torch.zeros(shape, dtype=dtype)
 
 
@@ -57,6 +56,5 @@ def part_of() -> np.ndarray:
 
 
 def write(graph: RawGraph, folder: Path) -> None:
-    """Partition ``graph`` by :func:`part_of` and write it."""
     assignment = Assignment(num_parts=3, part_of={NODE_TYPE: part_of()}, method="hand", seed=0)
     write_dataset(graph, assignment, folder)

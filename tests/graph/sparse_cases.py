@@ -47,7 +47,6 @@ def loss_of(embed: Sequence[Callable[[Tensor], Tensor]], ids: Tensor, step: int)
 
 
 def make_optimizer(kind: str, params: Sequence[DistEmbedding], **options: Any) -> Any:
-    """The optimiser of :func:`torch_optimizer` for DistEmbeddings."""
     if kind == "sgd":
         return optim.SparseSGD(params, lr=0.5, **options)
     if kind == "adagrad":
@@ -56,7 +55,6 @@ def make_optimizer(kind: str, params: Sequence[DistEmbedding], **options: Any) -
 
 
 def torch_optimizer(kind: str, params: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    """Torch's."""
     if kind == "sgd":
         return torch.optim.SGD(params, lr=0.5)
     if kind == "adagrad":
@@ -67,7 +65,6 @@ def torch_optimizer(kind: str, params: Sequence[nn.Parameter]) -> torch.optim.Op
 def embeddings(
     g: DistGraph, kind: str, dtype: torch.dtype = torch.float64
 ) -> tuple[DistEmbedding, DistEmbedding]:
-    """Two new embeddings of the nodes."""
     return (
         DistEmbedding(NUM_NODES, DIM, f"{kind}-one", dtype=dtype, graph=g),
         DistEmbedding(NUM_NODES, DIM, f"{kind}-two", dtype=dtype, graph=g),
@@ -75,7 +72,6 @@ def embeddings(
 
 
 def train(g: DistGraph, embed: Sequence[DistEmbedding], optimizer: Any, steps: range) -> None:
-    """Train on this rank's batches."""
     topology = g.session.topology
     for step in steps:
         sizes = [len(batch(step, rank, topology.world_size)) for rank in range(topology.world_size)]

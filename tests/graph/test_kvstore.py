@@ -57,7 +57,6 @@ def open_store(session: Session) -> KVStore:
 
 
 def each(*functions: Callable[[], None]) -> None:
-    """Call ``functions``, each with a session of its own."""
     for function in functions:
         function()
 
@@ -372,7 +371,6 @@ def write_without_waiting() -> None:
 
 
 def use_handlers() -> None:
-    """What is pushed and pulled is done on the owner."""
     with start_session() as session:
         store, topology, calls = open_to_push(session), session.topology, []
 

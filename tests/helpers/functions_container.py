@@ -27,8 +27,6 @@ INIT_WITHIN_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How one invocation ended."""
-
     request: str
     body: bytes
     error: str | None
@@ -112,12 +110,10 @@ class Container:
         return Outcome(request=request, body=body, error=error, duration_s=took, init_s=init_s, log=log)
 
     def kill(self) -> None:
-        """End the process; may be called twice, on any thread."""
         self.alive = False
         self._process.kill()
 
     def close(self) -> None:
-        """Kill, and remove what it left."""
         self.kill()
         self._watcher.join()
         self._folder.cleanup()

@@ -94,19 +94,16 @@ class FunctionsService(AbstractContextManager["FunctionsService"]):
         assert not any(thread.is_alive() for thread in self._threads)
 
     def discard(self, function: Function) -> None:
-        """End the containers of ``function`` and forget its code."""
         for container in function.made:
             container.close()
         function.folder.cleanup()
 
     def add(self, name: str, code: bytes, **settings: Any) -> Function:
-        """Make a function without asking by HTTP."""
         defaults = {"Handler": "dglx_dist.serverless.aws.function.handler", "MemorySize": 192, "Timeout": 30}
         self.functions[name] = Function(name, {**defaults, **settings}, code, {})
         return self.functions[name]
 
     def kill_busy(self, name: str) -> int:
-        """Kill the containers of ``name`` that run something; return how many."""
         with self._changed:
             busy = list(self.functions[name].busy)
         for container in busy:
@@ -114,7 +111,6 @@ class FunctionsService(AbstractContextManager["FunctionsService"]):
         return len(busy)
 
     def wait_for(self, name: str, number: int, within_s: float = 60.0) -> list[Outcome]:
-        """Wait until ``number`` invocations of ``name`` have ended."""
         with self._changed:
             done = self._changed.wait_for(lambda: len(self.functions[name].outcomes) >= number, within_s)
             assert done, f"{len(self.functions[name].outcomes)} of {number} ended within {within_s} s"

@@ -45,8 +45,6 @@ class RankError(AssertionError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one rank ended."""
-
     rank: int
     result: Any
     error: str
@@ -175,7 +173,6 @@ def _rank_main(
 
 
 def _wait_for(processes: list[Any], timeout_s: float) -> set[int]:
-    """Wait until all ended; return the ranks that did not in time."""
     deadline = time.monotonic() + timeout_s
     running = dict(enumerate(processes))
     while running and time.monotonic() < deadline:

@@ -13,8 +13,6 @@ PACKAGE = ROOT / "dglx_dist"
 
 @dataclass(frozen=True)
 class Source:
-    """One file."""
-
     name: str
     """Path inside the package, e.g. ``comm/topology.py``; of a script its path from the root."""
     text: str
@@ -24,18 +22,15 @@ class Source:
 
 @functools.cache
 def sources() -> list[Source]:
-    """Return every source file of the package, by name."""
     texts = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
     return [source_of(name, text) for name, text in texts.items()]
 
 
 @functools.cache
 def scripts() -> list[Source]:
-    """Return every Python file of ``scripts``, by name."""
     paths = sorted((ROOT / "scripts").rglob("*.py"))
     return [source_of(str(path.relative_to(ROOT)), path.read_text()) for path in paths]
 
 
 def source_of(name: str, text: str) -> Source:
-    """Return what a file of that name and text is."""
     return Source(name, text, tuple(ast.walk(ast.parse(text, name))))

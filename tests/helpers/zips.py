@@ -7,7 +7,6 @@ from pathlib import Path
 
 
 def zipped(folder: Path, text: str = "first", *, name: str = "code.py") -> Path:
-    """Write a zip with one file to ``folder``; one that is there is replaced."""
     path = folder / "worker.zip"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(name, text)

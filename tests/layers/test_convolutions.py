@@ -93,7 +93,6 @@ def edge_choices(name: str, weight: Tensor) -> list[dict[str, Tensor]]:
 
 
 def part_of(layer: SplittableConv, runs: Sequence[Columns]) -> SplittableConv:
-    """A copy of ``layer`` that has only the columns ``runs``."""
     part = copy.deepcopy(layer)
     cut_in_place(part, layer.cut, runs)
     return part
@@ -127,7 +126,6 @@ def run_parts(
 
 
 def summed_gradient(layers: list[SplittableConv], name: str) -> Tensor | None:
-    """The uncut gradient, from what the parts hold."""
     found = [layer.get_parameter(name).grad for layer in layers]
     if name in layers[0].cut:
         return torch.cat([grad for grad in found if grad is not None], dim=layers[0].cut[name])

@@ -49,7 +49,6 @@ def changed(name: str) -> str:
 
 
 def run_scripts(folder: str, names: list[str], arguments: list[str]) -> dict[str, float]:
-    """Run scripts one after another as a user would, and return the test accuracy that each prints."""
     os.chdir(folder)
     sys.path.insert(0, folder)
     found = {}

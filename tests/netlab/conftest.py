@@ -42,7 +42,6 @@ def lab_name() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def pair(needs_lab: None) -> Iterator[NamespaceLab]:
-    """Two servers, for tests that leave them as they are."""
     lab = lab_of(2, external=Rate.parse("20mbit"))
     yield lab
     lab.close()
@@ -50,7 +49,6 @@ def pair(needs_lab: None) -> Iterator[NamespaceLab]:
 
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that waits for the end of its input."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         yield process
         process.kill()

@@ -75,7 +75,6 @@ NOBODY = Process(pid=2**22 - 1, started=1)
 
 
 def noted(name: str, **more: Any) -> LabState:
-    """Notes of a lab of this process, without a server."""
     values: dict[str, Any] = {
         "spec": LabSpec(servers=1),
         "held": "process",
@@ -115,7 +114,6 @@ def rank_trace(
 
 
 def trace_of(server_of_rank: Sequence[int], ledgers: Sequence[Sequence[LedgerRow]]) -> Trace:
-    """One session; ``ledgers`` by rank."""
     ranks = [rank_trace(rank, server_of_rank, ledger=rows) for rank, rows in enumerate(ledgers)]
     return Trace(sessions=(tuple(ranks),))
 
@@ -179,7 +177,6 @@ def lab_of(servers: int, **more: Any) -> NamespaceLab:
 
 
 def output(server: NamespaceServer, *command: str, **more: Any) -> str:
-    """Run ``command`` on ``server``; it must succeed."""
     done = subprocess.run(
         server.inside(command), capture_output=True, text=True, timeout=LIMIT_S, check=False, **more
     )

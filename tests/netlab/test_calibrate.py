@@ -115,7 +115,6 @@ def test_a_loop_of_ones_own_is_measured_by_its_passes() -> None:
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A command; what runs it leaves what ranks would that compute 2 s and send 10 MB per epoch."""
     monkeypatch.setattr(labs, "what_is_missing", lambda: None)
     monkeypatch.setattr(cli, "open_lab", PaperLab)
     monkeypatch.setattr(calibrate, "run", ranks_that_train(3))

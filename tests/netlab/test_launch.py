@@ -115,7 +115,6 @@ def shells(lab: Lab, tmp_path: Path) -> Callable[..., Started]:
 
 
 def told(server: int, message: str, second: int, *, lost: bool) -> str:
-    """Shell that writes down a failure as a launcher does, and ends."""
     code = server + 3
     failure = {"rank": server, "message": message, "exit_code": code, "lost_a_peer": lost, "second": second}
     return f"echo '{json.dumps(failure)}' > server-{server}.json; exit {code}"

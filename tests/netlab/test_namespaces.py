@@ -174,7 +174,6 @@ def test_a_card_counts_what_was_sent(pair: NamespaceLab) -> None:
 
 
 def _traces_of(name: str) -> list[str]:
-    """Everything that a lab could leave on this machine."""
     left = [str(folder) for number in range(3) for folder in cgroups.find(cgroup_name(name, number))]
     left += [str(path) for path in state.notes_folder().glob(f"*{name}*")]
     left += [device for device in os.listdir("/sys/class/net") if device.startswith(("server", "bridge"))]

@@ -68,7 +68,6 @@ def streams(
 
 @pytest.fixture(scope="module")
 def lab(needs_lab: None) -> Iterator[Lab]:
-    """Three idle servers without limits."""
     with open_lab(LabSpec(servers=3)) as made:
         yield made
 

@@ -52,7 +52,6 @@ RATES = Rates(step_s=0.0, edge_column_s=1e-8, multiply_add_s=0.0, sample_edge_s=
 
 
 def shape_of_kind(kind: str, features: int, hidden: int, classes: int, layers: int) -> ModelShape:
-    """Return the shape of a ready-made model."""
     model = build_model(kind, features, hidden, classes, layers, 0.0)
     return shape_of_module(model, features, classes, layers, kind=kind, hidden=hidden)
 
@@ -61,7 +60,6 @@ SHAPE = shape_of_kind("sage", 100, 16, 10, 2)
 
 
 def known(**changed: Any) -> Measured:
-    """Return what is measured of it."""
     trace = trace_of_widths(SHAPE)
     fields: dict[str, Any] = {
         "graph": GRAPH,

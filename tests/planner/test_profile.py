@@ -62,8 +62,6 @@ def test_a_new_block_takes_longer_by_its_edges() -> None:
 
 
 class Fails(nn.Module):
-    """Raises what it is told to."""
-
     def __init__(self, problem: Exception, weights: torch.Tensor) -> None:
         super().__init__()
         self.problem, self.weights = problem, weights

@@ -15,6 +15,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.planner.model_shape import topology_of
 from dglx_dist.planner.workload import RankCount, RowSizes, work_of_counts
 from dglx_dist.prepare import PartitionPlan, partition_to_disk
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE
 from dglx_dist.training.config import PlanConfig
 
 SIZES = RowSizes(feature=40, label=8, gradients=100, partitioned=False)
@@ -53,7 +54,16 @@ def test_figures_alone_come_near_what_is_counted(tmp_path: Path) -> None:
     config = SyntheticConfig(
         nodes=6000, degree=10, features=16, homophily=0.0, locality=0.0, exponent=9.0, train_rate=0.2, seed=3
     )
-    partition_to_disk(generate(config), tmp_path / "graph", PartitionPlan(num_parts=2, method="random"))
+    raw = generate(config)
+    raw = replace(  # The one node type may have any name.
+        raw,
+        num_nodes={"user": config.nodes},
+        edges={("user", "knows", "user"): raw.edges[EDGE_TYPE]},
+        node_data={"user": raw.node_data[NODE_TYPE]},
+        edge_data={},
+        num_classes={"user": raw.num_classes[NODE_TYPE]},
+    )
+    partition_to_disk(raw, tmp_path / "graph", PartitionPlan(num_parts=2, method="random"))
     common = {"hidden": 8, "fanouts": (5, 5), "batch_size": 100, "servers": 2, "unit": "any"}
     counted, _ = make_plan(PlanConfig(data=str(tmp_path / "graph"), dry_batches=0, **common))  # type: ignore[arg-type]
     graph = counted.graph

@@ -8,7 +8,6 @@ def span(name: str, row: str, begin_s: float, end_s: float, batch: int | None = 
 
 
 def trace_of(*ranks: list[Span], strategy: str = "push_pull") -> TraceFile:
-    """One rank for each list of spans."""
     return TraceFile(
         ranks=tuple(
             RankSpans(rank=number, host=f"host{number}", spans=tuple(spans), clock_error_s=number * 1e-4)

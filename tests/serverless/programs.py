@@ -21,13 +21,11 @@ ELU: Json = {"name": "elu", "alpha": 1.0}
 
 
 def slot(text: str) -> Slot:
-    """Read NAME:COLUMNS."""
     name, _, width = text.partition(":")
     return Slot(name, int(width))
 
 
 def av(name: str, stage: str, config: Json, inputs: str, outputs: str, weights: str = "") -> Vertex:
-    """Return a Vertex step; outputs as for :func:`slot`."""
     return Vertex(
         name=name,
         stage=stage,
@@ -55,7 +53,6 @@ def made(
 
 
 def gcn(widths: tuple[int, ...] = (5, 4, 3), num_train: int = 6) -> Program:
-    """GraphConv per pair of widths, relu between them."""
     steps: list[Step] = []
     for layer in range(1, len(widths)):
         wide, narrow, last = widths[layer - 1], widths[layer], layer == len(widths) - 1
@@ -71,7 +68,6 @@ def gcn(widths: tuple[int, ...] = (5, 4, 3), num_train: int = 6) -> Program:
 
 
 def sage() -> Program:
-    """Two SAGEConv of 5-4-3 columns, relu between them."""
     first: Json = {"in": 5, "out": 4, "bias": True, "activation": RELU}
     weights = "layers.{0}.fc_self.weight layers.{0}.fc_neigh.weight layers.{0}.fc_self.bias"
     return made(

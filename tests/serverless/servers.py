@@ -43,7 +43,6 @@ CORES = {"x86_64": ("Nehalem", "Haswell"), "aarch64": ("ARMV8", "NEOVERSEN1")}
 
 
 def until(holds: Callable[[], object], what: str = "so") -> None:
-    """Wait for what other threads, processes or services do."""
     deadline = time.monotonic() + PATIENCE_S
     while not holds():
         assert time.monotonic() < deadline, f"not {what} within {PATIENCE_S} s"
@@ -58,7 +57,6 @@ def other_core() -> str:
 
 
 def keys_of(program: Program, interval: int = 0, epoch: int = 0) -> list[TaskKey]:
-    """Every task that a worker can do."""
     found = []
     for index, step in enumerate(program.steps):
         if isinstance(step, Vertex | Edge):
@@ -90,7 +88,6 @@ class Bench:
         self._lock = threading.Lock()
 
     def handlers(self) -> dict[str, Handler]:
-        """Operation to what answers it."""
         return {
             ops.PROGRAM: self._give_program,
             ops.PULL: self._pull,
@@ -123,7 +120,6 @@ class Bench:
         return [self._draw(rng, item, rows, indptr) for item in self.work(key).pulled]
 
     def check(self, key: TaskKey) -> None:
-        """Compare what came for ``key`` with a direct call, bit for bit."""
         work = self.work(key)
         wanted = work.whole(
             [self.weights[name] for name in work.weights], self.arrays(key), self.task(key).rows
@@ -200,7 +196,6 @@ class Bench:
 
 @contextmanager
 def served(bench: Bench, *, curve: bool = False) -> Iterator[Rpc]:
-    """Serve ``bench`` on a port of this machine."""
     topology = Topology(rank=0, world_size=1, server_of_rank=(0,))
     rpc = Rpc(0, Ledger(topology), 20.0)
     public, secret = zmq.curve_keypair() if curve else (None, None)

@@ -26,8 +26,6 @@ class Clock:
 
 
 class Noted(Executor):
-    """Runs nothing and remembers what it was asked."""
-
     def __init__(
         self, context: ExecutorContext | None = None, options: Mapping[str, object] | None = None
     ) -> None:
@@ -68,7 +66,6 @@ class Scene:
         return task.key
 
     def wait(self, seconds: float) -> list[str]:
-        """Let time pass and tick; return what was sent."""
         before = len(self.executor.sent)
         self.clock.now += seconds
         self.controller.tick()

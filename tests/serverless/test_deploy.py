@@ -60,7 +60,6 @@ def client(service: str) -> Any:
 
 
 def do(deployment: Deployment, *, dry_run: bool = False) -> list[str]:
-    """Deploy; return what was said."""
     said: list[str] = []
     made.deploy(deployment, Changes(said.append, dry_run=dry_run))
     return [text.removeprefix("would ") for text in said]

@@ -39,7 +39,6 @@ ROWS = [5, 0, 1, 4]
 def functions_service(
     answer: tuple[int, bytes] | None = None, certificate: Path | None = None
 ) -> Iterator[tuple[str, list[Mapping[str, str]]]]:
-    """A URL behind which the handler runs, and the headers of what came."""
     seen: list[Mapping[str, str]] = []
 
     def run(event: bytes) -> bytes:
@@ -212,7 +211,6 @@ def test_options_of_http_are_checked(options: dict[str, object], message: str) -
 
 
 def posted(bench: Bench, **options: object) -> list[Lost]:
-    """Post one event; wait for the word that it is lost."""
     told = threading.Event()
     with EXECUTORS.get("http")(ExecutorContext(notice=told.set), options) as executor:
         executor.invoke(bench.task(keys_of(bench.program)[0]).to_event())
@@ -278,7 +276,6 @@ def test_certificates_are_verified(tmp_path: Path) -> None:
 
 
 def self_signed(folder: Path) -> Path:
-    """A file with a key and a certificate for 127.0.0.1."""
     from ipaddress import ip_address
 
     from cryptography import x509

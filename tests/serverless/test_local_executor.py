@@ -53,12 +53,10 @@ class Scaled(VertexStage):
 
 
 def children(of: int) -> list[int]:
-    """Processes whose parent is ``of``."""
     return [one.pid for one in psutil.Process(of).children()]
 
 
 def workers() -> list[int]:
-    """Worker processes of this one."""
     return [
         pid for pid in children(os.getpid()) if b"worker_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
@@ -72,7 +70,6 @@ def is_alive(pid: int) -> bool:
 
 
 def waiting_bench() -> Bench:
-    """Its rows never come."""
     bench = Bench(gcn(), [7])
     bench.late = 1 << 60
     return bench

@@ -72,7 +72,6 @@ def served(
 
 
 def push(client: ParameterClient, epoch: int = 0, *, lacking: Collection[tuple[int, int]] = ()) -> None:
-    """Send all gradients of an epoch that go to a server of this rank, but those of (interval, step)."""
     for interval in client._plan.intervals_of(0):
         for step in STEPS:
             if (interval, step) not in lacking:

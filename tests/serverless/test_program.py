@@ -54,8 +54,6 @@ def test_a_digest_is_the_programs_and_nothing_elses() -> None:
 
 
 def changed(index: int, **fields: Any) -> Callable[[], Program]:
-    """gcn with other fields in one step."""
-
     def make() -> Program:
         program = gcn()
         steps = list(program.steps)

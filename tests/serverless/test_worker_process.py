@@ -25,8 +25,6 @@ POOL_KEYS = [key for interval in range(3) for key in keys_of(gcn(), interval)]
 
 
 class Made:
-    """Workers that wait for a word each; what they did."""
-
     def __init__(self) -> None:
         self.workers: list[FakeWorker] = []
         self.done: list[TaskKey] = []
@@ -145,7 +143,6 @@ class Answering(socketserver.BaseRequestHandler):
 
 @contextmanager
 def echo() -> Iterator[str]:
-    """An endpoint that gives back what it gets."""
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Answering) as server:
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, daemon=True).start()

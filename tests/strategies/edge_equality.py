@@ -57,7 +57,6 @@ def raw_graph() -> RawGraph:
 
 
 def write_parts(folder: Path) -> Path:
-    """Write the graph in three unequal parts of random nodes; return where."""
     part_of = np.random.default_rng(6).choice(3, size=NUM_NODES, p=[0.5, 0.3, 0.2]).astype(np.int32)
     assignment = Assignment(num_parts=3, part_of={NODE_TYPE: part_of}, method="test", seed=6)
     write_dataset(raw_graph(), assignment, folder / "bonds")
@@ -78,7 +77,6 @@ class Net(nn.Module):
         return self.convs[1](blocks[1], torch.relu(self.convs[0](blocks[0], h)))
 
     def forward(self, graphs: list[Any], blocks: list[Any], h: Tensor) -> list[Tensor]:
-        """Return for each pair graph the products and the classes of its pairs."""
         h = self.nodes(blocks, h)
         out = []
         for graph in graphs:
@@ -104,8 +102,6 @@ def loss_of(task: str, outputs: list[Tensor], labels: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Step:
-    """What one rank trained on in one step, in original ids."""
-
     edges: Any
     positive: Any
     """(2, B) ends."""
@@ -143,7 +139,6 @@ def train_tasks(
 
 
 def train(task: str, model: WrappedModel, loader: Any, g: DistGraph) -> dict[str, Any]:
-    """The user's loop, with notes."""
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     steps, losses = [], []
     for _ in range(EPOCHS):
@@ -161,7 +156,6 @@ def train(task: str, model: WrappedModel, loader: Any, g: DistGraph) -> dict[str
 
 
 def noted(g: DistGraph, graphs: list[Any]) -> Step:
-    """What is in the pair graphs, in original ids."""
     ends = []
     for graph in graphs:
         nodes = g.orig_ids(graph.ndata[dgl.NID])

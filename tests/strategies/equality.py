@@ -75,7 +75,6 @@ def raw_graph() -> RawGraph:
 
 
 def write_parts(folder: Path) -> Path:
-    """Write the graph in four unequal parts of random nodes; return where."""
     part_of = np.random.default_rng(4).choice(NUM_PARTS, size=NUM_NODES, p=[0.4, 0.3, 0.2, 0.1])
     assignment = Assignment(
         num_parts=NUM_PARTS, part_of={NODE_TYPE: part_of.astype(np.int32)}, method="test", seed=4
@@ -104,14 +103,11 @@ class PlainResidual(nn.Module):
 
 
 def plain_model(kind: str) -> nn.Module:
-    """A model written against DGL, with its first weights."""
     torch.manual_seed(11)
     return (PlainResidual() if kind == "resgcn" else PlainModel(kind)).double()
 
 
 class PlainModel(nn.Module):
-    """Two convolutions of dgl.nn, as a user of DGL writes them."""
-
     def __init__(self, kind: str) -> None:
         super().__init__()
         widths = (WIDTH, HIDDEN, CLASSES)
@@ -138,7 +134,6 @@ def _plain_conv(kind: str, in_dim: int, out_dim: int, last: bool) -> nn.Module:
 
 
 def plain_graph() -> Any:
-    """The graph as DGL has it."""
     raw = raw_graph()
     graph = dgl.graph(raw.edges[EDGE_TYPE], num_nodes=NUM_NODES)
     for name, column in raw.node_data[NODE_TYPE].items():
@@ -178,7 +173,6 @@ def model_of(kind: str, g: DistGraph) -> nn.Module:
 
 
 def new_ids_of_training(g: DistGraph) -> Tensor:
-    """The training nodes as ids of ``g``, in the order of their original ids."""
     ids = g.ndata["train_mask"][:].nonzero()[:, 0]
     return ids[g.orig_ids(ids, NODE_TYPE).argsort()]
 
@@ -216,7 +210,6 @@ def on_ranks(folder: str, columns: list[Column]) -> dict[str, Any]:
 
 
 def shares_of(column: Column, ranks: int) -> tuple[str, ...]:
-    """The ways to cut that differ on so many ranks."""
     return column.shares if ranks > 1 else column.shares[:1]
 
 
@@ -229,7 +222,6 @@ def _loader(strategy: Any, g: DistGraph, mine: Tensor, batch_size: int) -> Any:
 
 
 def train(model: WrappedModel, loader: Any, epochs: int) -> None:
-    """The user's loop, or what the strategy has in its place."""
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     trainer = model.trainer(loader, optimizer, Objective(loss=F.cross_entropy))
     if trainer is None:
@@ -240,7 +232,6 @@ def train(model: WrappedModel, loader: Any, epochs: int) -> None:
 
 
 def loop(model: nn.Module, loader: Any, optimizer: torch.optim.Optimizer, epochs: int) -> None:
-    """Train as a user of DGL does."""
     for _ in range(epochs):
         for _, _, blocks in loader:
             scores = model(blocks, blocks[0].srcdata["feat"])
@@ -251,7 +242,6 @@ def loop(model: nn.Module, loader: Any, optimizer: torch.optim.Optimizer, epochs
 
 
 def moved_since(session: Session, before: Any) -> Counter[str]:
-    """Bytes of this rank's ledger since a snapshot, by phase."""
     moved = Counter[str]()
     for row in session.ledger.since(before):
         moved[row.phase] += row.num_bytes
@@ -259,7 +249,6 @@ def moved_since(session: Session, before: Any) -> Counter[str]:
 
 
 def in_original_order(rows: DistTensor, g: DistGraph, ntype: str | None = None) -> Tensor:
-    """Return all rows, (N, ...), by node id before partitioning."""
     ordered = torch.empty_like(values := rows.to_local())
     ordered[g.orig_ids(torch.arange(len(rows)), ntype)] = values
     return ordered

@@ -47,7 +47,6 @@ def model_of(graph: Any, bases: int | None) -> RGCN:
 
 
 def one_process(bases: int | None) -> tuple[dict[str, Any], Any]:
-    """Train on the whole graph; return the weights by name and the rows of the authors."""
     graph, block = hetero.plain_graph(), hetero.whole_block()
     table = nn.Embedding.from_pretrained(first_rows(), freeze=False)
     model = model_of(graph, bases)

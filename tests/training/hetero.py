@@ -69,7 +69,6 @@ def write_parts(folder: Path) -> Path:
 
 
 def plain_graph() -> Any:
-    """The graph as DGL has it, with its node data."""
     raw = raw_graph()
     graph = dgl.heterograph(raw.edges, num_nodes_dict=dict(raw.num_nodes))
     for ntype, columns in raw.node_data.items():
@@ -79,6 +78,5 @@ def plain_graph() -> Any:
 
 
 def whole_block() -> Any:
-    """All nodes of all types as destinations, and all edges."""
     graph = plain_graph()
     return dgl.to_block(graph, {ntype: graph.nodes(ntype) for ntype in graph.ntypes})

@@ -27,8 +27,6 @@ from tests.helpers.ranks import run_ranks
 
 
 class Position:
-    """A loader that only has a position, and takes none."""
-
     def state_dict(self) -> dict[str, int]:
         return {"epoch": 0, "step": 3}
 
@@ -42,8 +40,6 @@ def net(width: int = 3) -> nn.Module:
 
 
 class Stateful(nn.Linear):
-    """A module with a state that is no tensor."""
-
     def get_extra_state(self) -> dict[str, int]:
         return {"calls": 3}
 
@@ -82,7 +78,6 @@ def made() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """After two steps of Adam."""
     model, optimizer = made()
     for _ in range(2):
         optimizer.zero_grad()
@@ -123,7 +118,6 @@ State: TypeAlias = dict[str, Any]
 
 
 def refused(saved: Path, said: str) -> None:
-    """One clear error, before anything is changed."""
     model, optimizer = made()
     before = str(model.state_dict())
     with start_session(), pytest.raises(CheckpointError, match=said):
@@ -142,7 +136,6 @@ def test_damage_is_found_and_changes_nothing(saved: Path, length: int | None) ->
 
 
 def entry(**change: Any) -> Callable[[State], State]:
-    """A tensor's entry that a stranger wrote."""
     name = "random/0/cpu"
     return lambda state: state | {"tensors": state["tensors"] | {name: state["tensors"][name] | change}}
 

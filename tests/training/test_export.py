@@ -37,7 +37,6 @@ def dataset(folder: Path) -> str:
 
 
 def table(folder: Path) -> dict[Any, Any]:
-    """Rows by id, all files read as one table."""
     read = pyarrow.dataset.dataset(folder).to_table()
     name = next(column for column in read.column_names if column != "id")
     rows = dict(zip(read["id"].to_pylist(), read[name].to_pylist(), strict=True))

@@ -132,8 +132,6 @@ def of_several_types(folder: str) -> None:
 
 
 def _wrong_layers(g: DistGraph, inputs: dict[str, DistTensor]) -> None:
-    """Each is one error on all ranks, also where only one rank's nodes are to blame."""
-
     def refuse(layer: Any, message: str) -> None:
         with pytest.raises(ConfigError, match=message):
             layerwise_inference(nn.Linear(1, 1), g, inputs=inputs, layers=[layer], batch_size=7)
@@ -242,8 +240,6 @@ class OwnModel(nn.Module):
 
 
 class Untold(nn.Sequential):
-    """The same, without a word about its layers."""
-
     def forward(self, blocks: list[Any], h: Tensor) -> Tensor:
         return self[0](blocks, h)
 

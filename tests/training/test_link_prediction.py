@@ -48,8 +48,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 class Pairs(nn.Module):
-    """The decoder on both pair graphs, as :class:`LinkPrediction` calls it."""
-
     def __init__(self, etypes: Any) -> None:
         super().__init__()
         self.etypes = etypes
@@ -61,7 +59,6 @@ class Pairs(nn.Module):
 
 
 def loader_of(g: dx.DistGraph) -> Any:
-    """All training edges of all ranks in one step, and three negatives for each."""
     eids = {
         etype: dx.edge_split(g.edges[etype].data["train_mask"], etype=etype) for etype in g.canonical_etypes
     }
@@ -117,7 +114,6 @@ def trained(folder: str, kind: str) -> dict[str, Any]:
 
 
 def loop(model: Any, g: dx.DistGraph, inputs: Any, sparse: Any) -> list[float]:
-    """The same steps, written out."""
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     loader, losses = loader_of(g), []
     for _ in range(EPOCHS):

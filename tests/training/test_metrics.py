@@ -97,7 +97,6 @@ def random_case(seed: int, queries: int = 40, candidates: int = 17) -> tuple[Ten
 
 
 def ranks_of(rows: slice = slice(None)) -> Tensor:
-    """Filtered ranks of the triples ``rows`` of case 2."""
     scores, (subject, relation, answer) = random_case(2, len(LABEL))
     known = KnownEdges(subject, relation, answer)
     asked = (subject[rows], relation[rows], answer[rows])

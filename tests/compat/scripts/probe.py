@@ -15,7 +15,6 @@ from dgl.dataloading import DistEdgeDataLoader, DistNodeDataLoader
 
 
 def refuses(action):
-    """Whether an error is raised, of whatever kind."""
     try:
         action()
     except Exception:
@@ -296,7 +295,6 @@ def about_book(loaded):
 
 
 def about_types(g):
-    """A graph of several types."""
     seeds = {"paper": th.tensor([2, 0, 5])}
     every, more = dist.sample_neighbors(g, seeds, -1), g.sample_neighbors(seeds, -1)
     homogeneous = g.get_partition_book().map_to_homo_nid(seeds["paper"], "paper")

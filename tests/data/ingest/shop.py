@@ -32,7 +32,6 @@ TABLES = {
 
 
 def describe() -> dict[str, Any]:
-    """The description, to be changed by a test."""
     user = {
         "node_type": "user",
         "format": {"name": "parquet"},
@@ -79,7 +78,6 @@ def one_type(kind: str, node: dict[str, Any], edge: dict[str, Any]) -> dict[str,
 
 
 def put_at(description: Any, path: str, value: object) -> None:
-    """Change one value, such as that at ``nodes.0.files``."""
     *steps, last = (int(step) if step.isdigit() else step for step in path.split("."))
     for step in steps:
         description = description[step]
@@ -89,5 +87,4 @@ def put_at(description: Any, path: str, value: object) -> None:
 def write_shop(
     folder: Path, description: dict[str, Any] | None = None, tables: Mapping[str, Any] = TABLES
 ) -> Path:
-    """Write tables and description; return the description's path."""
     return write(folder, {**tables, "shop.json": json.dumps(description or describe())}) / "shop.json"

@@ -8,7 +8,6 @@ from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, RawGraph
 
 
 def homogeneous(num_nodes: int, pairs: list[tuple[int, int]], **columns: Array) -> RawGraph:
-    """Directed edges src -> dst, as given."""
     ends = np.array(pairs, dtype=np.int64).reshape(-1, 2)
     return RawGraph(
         name="drawn",
@@ -59,5 +58,4 @@ def communities(
 
 
 def flat(part_of: Mapping[str, Array]) -> list[int]:
-    """All owners in one list, type after type."""
     return np.concatenate(list(part_of.values())).tolist()

@@ -58,7 +58,6 @@ def test_every_node_has_one_owner_and_parts_are_as_even_as_stated(
 
 
 def check_balance(assignment: Assignment, graph: RawGraph) -> None:
-    """Every part is within the tolerance that the assignment itself states."""
     num_parts, stated = assignment.num_parts, assignment.parameters["tolerance"]
     assert isinstance(stated, dict)
     assert "missed" not in assignment.parameters

@@ -62,7 +62,6 @@ def test_ids_narrower_than_the_row_of_all_types_do_not_overflow() -> None:
 
 
 def rows(graph: SymmetricGraph) -> list[dict[int, int]]:
-    """Neighbour -> weight of every row."""
     weights = np.ones(len(graph.indices), int) if graph.edge_weights is None else graph.edge_weights
     return [
         dict(zip(graph.indices[a:b].tolist(), weights[a:b].tolist(), strict=True))

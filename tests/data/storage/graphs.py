@@ -91,7 +91,6 @@ def store(graph: RawGraph, assignment: Assignment, folder: Path) -> StoredDatase
 
 
 def put_value(folder: Path, path: str, at: int, value: int) -> None:
-    """Change one value of a dataset's array, and the checksums with it."""
     values = read_column(folder / path, path).copy()
     values[at] = value
     (folder / path).unlink()
@@ -116,7 +115,6 @@ def flipped_bits(path: Path, every: int = 1) -> Iterator[int]:
 
 
 def put_together(dataset: StoredDataset, ntype: str) -> Array:
-    """Original id of every new id, all parts."""
     parts = range(dataset.manifest.num_parts)
     return np.concatenate([dataset.part(part).original_node_ids(ntype) for part in parts])
 

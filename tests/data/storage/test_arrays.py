@@ -208,7 +208,6 @@ def test_the_next_opening_removes_what_a_killed_write_left(tmp_path: Path, when:
 
 
 def used(cache: Path, name: str, days_ago: float, num_bytes: int = 8000) -> Path:
-    """Make an entry that is of no use to this process any more."""
     entry = ArrayCache(cache, "abc").entry("columns", name)
     write(entry, np.zeros((num_bytes // 8, 1)))
     lock = entry.path.with_name(f"{name}.lock")

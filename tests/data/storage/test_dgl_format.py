@@ -31,7 +31,6 @@ BARE = RawGraph(
 
 
 def load(config: Path, part: int, monkeypatch: pytest.MonkeyPatch):
-    """Stock DGL's reading of one part, its own checks on."""
     monkeypatch.setenv("DGL_DIST_DEBUG", "1")
     return dgl.distributed.load_partition(str(config), part)
 

@@ -145,7 +145,6 @@ def test_a_small_process_does_not_inherit_the_peak_of_the_one_that_starts_it() -
 
 
 def edges_of(structure: CSC, dataset: StoredDataset, etype: EdgeType) -> list[tuple[int, int]]:
-    """Original (source, destination) of every edge, sorted."""
     destinations = np.repeat(np.arange(len(structure.indptr) - 1), np.diff(structure.indptr))
     sources = put_together(dataset, etype[0])[structure.indices]
     return sorted(zip(sources.tolist(), put_together(dataset, etype[2])[destinations].tolist(), strict=True))

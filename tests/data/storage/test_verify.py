@@ -47,7 +47,6 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path, stored: Path) -> Path:
-    """A dataset to change, written and never opened."""
     return Path(shutil.copytree(stored, tmp_path / "d", ignore=shutil.ignore_patterns("cache")))
 
 
@@ -132,7 +131,6 @@ def test_a_shortened_file_is_found(folder: Path) -> None:
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, path_at: int) -> list[str]:
-    """The paths with which a function is called."""
     paths: list[str] = []
     real = getattr(module, name)
 
@@ -146,13 +144,11 @@ def recorded(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, path_at: i
 
 @pytest.fixture
 def read_files(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The files that are read to verify them."""
     return recorded(monkeypatch, columns, "checksum", 0)
 
 
 @pytest.fixture
 def compared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The arrays whose ids are compared with their ranges."""
     return recorded(monkeypatch, verify, "_check_ids", 1)
 
 

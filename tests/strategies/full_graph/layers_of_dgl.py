@@ -56,7 +56,6 @@ class Residual(nn.Module):
 
 
 def functions(linear: Any, g: Any, h: Tensor) -> Tensor:
-    """Messages and reductions that are functions of the user's."""
     with g.local_scope():
         g.srcdata["h"] = h
         g.update_all(
@@ -90,17 +89,14 @@ def _ids(g: Any) -> Tensor:
 
 
 def weights(g: Any) -> Tensor:
-    """(E,) positive weights, each of its edge."""
     return 1.0 + (_ids(g) % 5).double() / 7
 
 
 def relations(g: Any) -> Tensor:
-    """(E,) edge types."""
     return _ids(g) % NUM_RELATIONS
 
 
 def features(width: int) -> Callable[[Any], Tensor]:
-    """Give (E, width) features of edges, each of its edge."""
     return lambda g: torch.cos(_ids(g).double().unsqueeze(1) * torch.arange(1.0, width + 1))
 
 
@@ -204,8 +200,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 class Stack(nn.Module):
-    """Two layers, on two blocks or on one graph."""
-
     def __init__(self, make: Callable[[], nn.Module]) -> None:
         super().__init__()
         torch.manual_seed(5)

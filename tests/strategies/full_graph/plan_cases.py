@@ -77,8 +77,6 @@ def whole_of(context: PartitionContext) -> Whole:
 
 @dataclass(frozen=True)
 class Whole:
-    """The whole graph in the ids of the dataset, and who owns what."""
-
     source: np.ndarray
     """(E,) by edge id."""
     destination: np.ndarray

@@ -36,7 +36,6 @@ def my_share(g: DistGraph) -> Tensor:
 def made(
     g: DistGraph, name: str, options: Mapping[str, Any] | None = None, num_layers: int = 2, **more: Any
 ) -> tuple[Any, Any]:
-    """A strategy, and its loader of this rank's share of the training nodes."""
     strategy: Any = STRATEGIES.get(name)(g.session, options or {})
     return strategy, strategy.loader(g, my_share(g), sampler(num_layers), **more)
 
@@ -54,7 +53,6 @@ def batches_of(loader: Any) -> Batches:
 def trained(
     module: nn.Module, model: Any, batches: Batches, step: Step = mean_loss, epochs: int = equality.STEPS
 ) -> list[Any]:
-    """Do the user's loop with ``model``; return the weights of ``module``."""
     optimizer = torch.optim.SGD(module.parameters(), lr=equality.RATE)
     for _ in range(epochs):
         for batch in batches():
@@ -89,7 +87,6 @@ class OfTargets(nn.Module):
 
 
 def one_process(module: nn.Module, step: Step = mean_loss, epochs: int = equality.STEPS) -> list[Any]:
-    """The weights that plain DGL and torch leave."""
     graph = equality.plain_graph()
     targets = graph.ndata["train_mask"].nonzero()[:, 0]
     batch = [graph, graph], graph.ndata["feat"], graph.ndata["label"][targets]

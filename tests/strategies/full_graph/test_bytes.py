@@ -37,8 +37,6 @@ WIDTHS = {1: equality.WIDTH, 2: equality.HIDDEN}
 
 @dataclass
 class Notes:
-    """What a rank saw."""
-
     weights: list[Any]
     making: Counter[tuple[str, bool]]
     """Bytes by phase and whether they left the server, until the first epoch."""

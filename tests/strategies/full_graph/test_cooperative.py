@@ -76,7 +76,6 @@ CASES: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def everything(folder: Path) -> dict[int, list[dict[str, Any]]]:
-    """By the number of ranks, on two servers."""
     return {
         ranks: run_ranks(epochs_of, ranks, args=(str(folder), CASES), ranks_per_server=ranks // 2)
         for ranks in (2, 4)

@@ -108,7 +108,6 @@ NEEDS: Needs = {(0, 1): [6, 0, 2], (0, 3): [1], (1, 3): [2, 1], (2, 0): [4], (2,
 
 
 def everything(own_rows: Sequence[int], *width: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """The rows of all ranks, one after the other."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(sum(own_rows), *width, generator=generator, dtype=torch.float64).to(dtype)
 

@@ -160,7 +160,6 @@ OPTIONS = {"external_hops": 1, "external_fanout": 1, "resample_every": 2}
 
 
 def epochs_of(folder: str) -> list[dict[str, Any]]:
-    """Five epochs, and then the first and the last once more."""
     start_session(timeout_s=60)
     g = DistGraph(folder, structure="partitioned")
     strategy, loader = runs.made(g, "shared_preload", OPTIONS)

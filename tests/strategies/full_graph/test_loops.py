@@ -40,13 +40,11 @@ LOCAL = "local graph"
 
 
 def forward_twice(model: Any, blocks: Any, x: Tensor, labels: Tensor) -> None:
-    """One backward through two passes, as consistency losses have it."""
     first, second = model(blocks, x), model(blocks, 2 * x)
     (F.cross_entropy(first, labels) + F.cross_entropy(second, labels)).backward()  # type: ignore[no-untyped-call]
 
 
 def accumulated(model: Any, blocks: Any, x: Tensor, labels: Tensor) -> None:
-    """Two backwards whose gradients add up."""
     for scale in (1, 2):
         runs.mean_loss(model, blocks, scale * x, labels)
 

@@ -66,7 +66,6 @@ class Late(nn.Module):
 
 
 def resgcn(layers: int, dropout: float, recompute: str) -> nn.Module:
-    """The same weights at every call."""
     torch.manual_seed(1)
     return ResGCN(
         equality.WIDTH, HIDDEN, equality.CLASSES, layers, dropout=dropout, recompute=recompute
@@ -91,7 +90,6 @@ def models(way: str) -> dict[str, tuple[nn.Module, int]]:
 
 
 def on_ranks(folder: str) -> dict[str, Any]:
-    """Weights and halo bytes by ``way/model``."""
     session = start_session(timeout_s=60)
     g = DistGraph(folder)
     topology = session.topology
@@ -113,7 +111,6 @@ def on_ranks(folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def placed(folder: Path, request: pytest.FixtureRequest) -> dict[tuple[int, int], list[dict[str, Any]]]:
-    """By (servers, ranks per server), of each rank."""
     return {
         (servers, ranks): run_ranks(
             on_ranks, servers * ranks, args=(str(folder),), ranks_per_server=ranks, timeout_s=240
@@ -123,8 +120,6 @@ def placed(folder: Path, request: pytest.FixtureRequest) -> dict[tuple[int, int]
 
 
 def plain_deep(layers: int, dropout: float) -> list[Any]:
-    """Weights that plain DGL trains on the whole graph in one process."""
-
     def step(model: Any, graphs: Any, x: Tensor, labels: Tensor) -> None:
         runs.mean_loss(model, graphs[0], x, labels)
 

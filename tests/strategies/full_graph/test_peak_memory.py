@@ -63,7 +63,6 @@ def _model(kind: str) -> torch.nn.Module:
 
 
 def _train(g: DistGraph, name: str, options: dict[str, Any], kind: str, epochs: int) -> Any:
-    """Return the loader."""
     strategy: Any = STRATEGIES.get(name)(g.session, options)
     model = strategy.wrap(_model(kind), g)
     loader = strategy.loader(g, _my_share(g), runs.sampler(LAYERS))
@@ -79,7 +78,6 @@ def _train(g: DistGraph, name: str, options: dict[str, Any], kind: str, epochs: 
 
 
 def _trained(folder: str, kind: str, memory: str) -> tuple[int, int, MemoryEstimate]:
-    """Return the bytes that two epochs took at their peak, their steps, and what was predicted."""
     session = start_session(timeout_s=100)
     g = DistGraph(folder)
     gc.collect()

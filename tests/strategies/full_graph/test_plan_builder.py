@@ -104,7 +104,6 @@ REQUESTS: dict[str, dict[str, Any]] = {
 
 
 def plan_on_rank(folder: str, structure: Any) -> dict[str, Any]:
-    """Plan all requests; return the plans, what the leader asked for, and what moved."""
     session = start_session(timeout_s=60)
     g = DistGraph(folder, structure=structure)
     rank, world_size, submit = session.topology.rank, session.topology.world_size, g.structure().submit
@@ -169,7 +168,6 @@ def test_ranks_make_the_plans_of_one_process(
 
 
 def refuse(folder: str) -> list[str]:
-    """What each bad request raises here, by turn."""
     session = start_session(timeout_s=60)
     planner, rank = Planner(DistGraph(folder, structure="partitioned")), session.topology.rank
     messages = []

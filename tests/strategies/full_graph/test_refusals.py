@@ -52,8 +52,6 @@ def two_types() -> tuple[RawGraph, Assignment]:
 
 
 class OwnCode(NeighborSampler):
-    """A sampler whose code is the user's."""
-
     def sample_blocks(self, g: Any, seed_nodes: Any, exclude_eids: Any = None) -> Any:
         return super().sample_blocks(g, seed_nodes, exclude_eids)
 
@@ -69,7 +67,6 @@ def loads(make: Callable[[], Any] = runs.sampler, seeds: Tensor | None = None, *
 
 
 def beside(**module: nn.Module) -> Case:
-    """Wrap a model that has a module more."""
     return lambda strategy, g: strategy.wrap(nn.ModuleDict({"inner": runs.first_model("sage"), **module}), g)
 
 

@@ -36,8 +36,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @dataclass(frozen=True)
 class Run:
-    """What is trained, and how."""
-
     kind: str
     options: Mapping[str, Any]
     optimizer: str = "sgd"
@@ -59,8 +57,6 @@ class Run:
 
 @dataclass
 class Notes:
-    """What a rank saw."""
-
     weights: list[Any] = field(default_factory=list)
     log: Sequence[Version] = ()
     targets: list[list[int]] = field(default_factory=list)
@@ -90,7 +86,6 @@ def first_model(kind: str) -> nn.Module:
 
 
 def train(g: DistGraph, run: Run) -> Notes:
-    """Do the user's loop."""
     session, notes = g.session, Notes()
     rank, world_size = session.topology.rank, session.topology.world_size
     ids = equality.new_ids_of_training(g)[: BATCH * STEPS]
@@ -140,7 +135,6 @@ def left_over(model: Any) -> dict[str, int]:
 
 
 def loss_of(model: nn.Module, blocks: Any) -> Tensor:
-    """The mean over a batch's own targets."""
     return F.cross_entropy(model(blocks, blocks[0].srcdata["feat"]), blocks[-1].dstdata["label"])
 
 
@@ -158,13 +152,11 @@ def plain_loss(targets: Sequence[Sequence[int]]) -> Callable[[nn.Module, int], T
 def simulate(
     run: Run, log: Sequence[Version], model: nn.Module, loss_of: Callable[[nn.Module, int], Tensor]
 ) -> list[Any]:
-    """Return the weights of the simulator, in the order of the plain model's."""
     found = delayed_sgd(model, PART_NAMES[run.kind], log, loss_of, OPTIMIZERS[run.optimizer])
     return [found[name].numpy() for name, _ in first_model(run.kind).named_parameters()]
 
 
 def of_all_ranks(notes: Sequence[Notes]) -> list[list[int]]:
-    """The targets of all ranks, by batch."""
     by_batch = zip(*(one.targets for one in notes), strict=True)
     return [[target for of_rank in batch for target in of_rank] for batch in by_batch]
 

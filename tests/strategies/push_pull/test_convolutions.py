@@ -22,7 +22,6 @@ MAKE = {**CONVS, **BY_ROWS, "sgc": lambda width: dgl.nn.SGConv(width, 5)}
 
 
 def first_of(name: str, seed: int) -> nn.Module:
-    """The convolution with what a seed draws, buffers included."""
     torch.manual_seed(seed)
     net = nn.Sequential(MAKE[name](equality.WIDTH))
     net.load_state_dict({key: value + torch.rand(()) for key, value in net.state_dict().items()})
@@ -30,7 +29,6 @@ def first_of(name: str, seed: int) -> nn.Module:
 
 
 def differences(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
-    """Names that only one has, or whose values differ."""
     same = {name for name in found.keys() & wanted.keys() if torch.equal(found[name], wanted[name])}
     return sorted((found.keys() | wanted.keys()) - same)
 

@@ -129,8 +129,6 @@ def seen(one: PartInput) -> Seen:
 
 
 class OwnCode(NeighborSampler):
-    """A sampler whose code is the user's; it may fail at its third batch."""
-
     def __init__(self, how: str = "", **prefetch: Any) -> None:
         super().__init__(FANOUTS, **prefetch)
         self.how, self.batches = how, 0
@@ -232,8 +230,6 @@ def test_bytes(three: list[dict[str, Any]], kind: str) -> None:
 
 
 class Pipeline:
-    """Counts how often it is drained."""
-
     drained = 0
 
     def drain(self) -> None:
@@ -270,7 +266,6 @@ def on_four(folder: str) -> None:
 
 
 def check_batches(session: Session, pushed: Any, plain: Any) -> None:
-    """Go through two loaders side by side."""
     kept: list[tuple[GroupBatch, GroupBatch | None]] = []
     expected = [(batch, session.step_share, plain.state_dict(), plain.epoch) for batch in plain]
     for batch, (other, share, *state) in zip(pushed, expected, strict=True):
@@ -292,7 +287,6 @@ def check_batches(session: Session, pushed: Any, plain: Any) -> None:
 
 
 def check_positions(loader: Any) -> None:
-    """Leave after two batches, begin anew, go on from there."""
     loader.set_epoch(7)
     first = []
     for batch in loader:

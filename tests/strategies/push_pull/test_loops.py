@@ -33,8 +33,6 @@ from tests.strategies.test_equality import difference
 
 
 class Trained:
-    """A model, its loader and the user's step, on one rank."""
-
     def __init__(
         self,
         g: DistGraph,

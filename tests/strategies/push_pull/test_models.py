@@ -123,8 +123,6 @@ class Narrow(Shifted):
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained."""
-
     make: Callable[[], nn.Module] = Net
     features: tuple[str, ...] = ("feat",)
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -208,7 +206,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(
     g: DistGraph, case: Case, strategy: str, seeds: Tensor | None = None, **options: Any
 ) -> dict[str, Any]:
-    """Return the uncut state, buffers included."""
     session = g.session
     rank, world_size = session.topology.rank, session.topology.world_size
     if seeds is None:

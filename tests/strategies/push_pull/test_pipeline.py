@@ -63,7 +63,6 @@ def on_rank(folder: str, names: list[str]) -> dict[str, Notes]:
 
 @functools.cache
 def exact(kind: str, optimizer: str, targets: tuple[tuple[int, ...], ...]) -> list[Any]:
-    """Training without any delay."""
     log = [Version(batch=b, side=s, read=b, written=b) for b in range(len(targets)) for s in SIDES]
     return runs.simulate(
         Run(kind, {}, optimizer), log, runs.first_model(kind), runs.plain_loss([list(t) for t in targets])

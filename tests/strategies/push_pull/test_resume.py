@@ -48,7 +48,6 @@ class Net(nn.Module):
 def trained(
     dataset: str, checkpoints: str, options: dict[str, Any], kill: bool
 ) -> tuple[dict[str, Any], int, dict[str, float]]:
-    """Return the weights, the first epoch and the accuracy."""
     with init("push_pull", timeout=20, seed=3, **options) as session:
         g = DistGraph(dataset)
         torch.manual_seed(1)

@@ -52,7 +52,6 @@ class Net(nn.Module):
 
 
 def store_of(session: Session, size: int) -> ColumnStore:
-    """Two features of ones."""
     group = make_group(session, size)
     slices = []
     for name, width in zip("ab", WIDTHS, strict=True):
@@ -71,7 +70,6 @@ def wrapped(net: nn.Module, session: Session, size: int) -> PushPullModel:
 
 
 def split(session: Session, size: int) -> tuple[Any, PushPullModel, dict[str, Tensor]]:
-    """Return a part, its wrapper, and the weights of the uncut model."""
     torch.manual_seed(5)
     net = Net().double()
     uncut = {name: value.clone() for name, value in net.state_dict().items()}

@@ -36,8 +36,6 @@ LR = 0.05
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """N nodes in CSC order, five features, three classes."""
-
     indptr: Array
     sources: Array
     x: Array = field(repr=False)
@@ -110,8 +108,6 @@ def first_weights(program: Program) -> dict[str, Array]:
 
 
 class PlainRun(NamedTuple):
-    """One epoch of a whole graph by torch."""
-
     loss_sum: float
     correct: int
     gradients: dict[str, Array]
@@ -205,7 +201,6 @@ INTERVALS = 3
 
 
 def engine(session: Session, name: str, **options: Any) -> Engine:
-    """Return a real engine on this rank, whose workers are threads."""
     program, starts = PROGRAMS[name](), STARTS[session.topology.world_size]
     graph, names = case().graphs(starts)[session.topology.rank], list(program.weight_shapes)
     part = case().part(graph, exchange_boundaries(session, graph), INTERVALS)

@@ -68,7 +68,6 @@ def first_come(events: Sequence[Event]) -> int:
 
 
 def seeded(seed: int) -> Choice:
-    """Return a choice at random, the same for the same seed."""
     draw = np.random.default_rng(seed)
     return lambda events: int(draw.integers(len(events)))
 
@@ -98,7 +97,6 @@ class SerialScheduler:
         """Called after each event."""
 
     def run(self, end: int) -> None:
-        """Train until all intervals have ended the epoch before ``end``, and its update is made."""
         for progress in self.progress:
             progress.end = end
         while not all(progress.is_done for progress in self.progress):
@@ -109,7 +107,6 @@ class SerialScheduler:
             self.watch(event)
 
     def events(self) -> list[Event]:
-        """Return what can happen now."""
         found = [
             Event("start", server, interval, progress.position[interval])
             for server, progress in enumerate(self.progress)

@@ -58,7 +58,6 @@ KINDS = ("sage", "gcn", "gat")
 
 
 def train(folder: str, kind: str, strategy: str, **options: Any) -> tuple[list[Any], list[Any]]:
-    """Return the weights, and loss and validation accuracy of each epoch."""
     with dx.init(strategy, timeout=60, seed=5, **options):
         g = dx.DistGraph(folder)
         torch.manual_seed(1)
@@ -83,7 +82,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def expected(folder: str) -> dict[str, Any]:
-    """By full_graph in one process."""
     return {kind: train(folder, kind, "full_graph") for kind in KINDS}
 
 

@@ -48,8 +48,6 @@ ON_ROWS = (nn.Linear, nn.LayerNorm, nn.Dropout)
 
 
 class Seq(nn.Module):
-    """Layers, and what is called behind each."""
-
     def __init__(self, layers: list[nn.Module], after: list[Callable[[Tensor], Tensor]]) -> None:
         super().__init__()
         self.inner = nn.ModuleDict({"layers": nn.ModuleList(layers)})
@@ -276,7 +274,6 @@ class Noisy(nn.Module):
 
 
 def modules(*inner: nn.Module) -> nn.Module:
-    """A model that has ``inner`` between its layers."""
     model = pair(nn.Sequential(*inner))
     model.between = model._after[0]  # type: ignore[attr-defined, index]
     return model

@@ -100,7 +100,6 @@ def difference(one: nn.Module, other: nn.Module) -> float:
 def fit(
     g: Any, config: FitConfig, *, slower_on: tuple[int, ...] = (), **more: Any
 ) -> tuple[WrappedModel, Any, Any]:
-    """Train SAGE; after epoch 5 with another learning rate on the ranks ``slower_on``."""
     made: list[torch.optim.Optimizer] = []
 
     def make(parameters: Any) -> torch.optim.Optimizer:

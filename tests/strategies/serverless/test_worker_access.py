@@ -45,7 +45,6 @@ class WorkerClient:
 
 
 def asked(client: WorkerClient, op: str) -> str:
-    """Return what ``op`` is answered with."""
     try:
         found = client.ask(op, "r0.e0.s1.i0.f", [LARGE])
     except RemoteError as error:
@@ -62,7 +61,6 @@ def is_kept_out(access: ClientAccess, rank: int) -> None:
 
 
 def knock() -> dict[str, str]:
-    """Ask the other rank, as a worker, for all that it answers; return what it said."""
     with start_session(timeout_s=60.0) as session:
         KVStore(session, Placement(2, session.topology))
         engine = cases.engine(session, "gcn", parameter_servers=2)
@@ -201,7 +199,6 @@ class Attacker:
 
 
 def _first_half(rows: int, work: Work) -> list[Array]:
-    """Zeros in the form of what a worker gives for the first half."""
     half = (rows + 1) // 2
     return [np.zeros((half, item.width) if item.width else (2,), item.dtype) for item in work.given]
 
