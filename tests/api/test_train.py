@@ -138,7 +138,6 @@ def predicted_dataset(folder: Path, parts: int) -> str:
 
 
 def _train(data: str, out: Path) -> float:
-    """Train for an epoch, and again for thirty; return the test accuracy of the second run."""
     plan = plan_of(data, out, epochs=30, model="mlp", batch_size=6, lr=0.05, eval_every=0)
     # The second replaces what the first has written.
     train_dataset(replace(plan, epochs=1))

@@ -28,7 +28,6 @@ def pair(timeout_s: float = 10.0) -> Iterator[tuple[socket.socket, socket.socket
 
 
 def both(connects: Callable[[], object], listens: Callable[[], object]) -> tuple[object, object]:
-    """What each end returned or raised; the one that fails leaves as a process would."""
     found: list[object] = [None, None]
 
     def run(place: int, action: Callable[[], object]) -> None:

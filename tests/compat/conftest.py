@@ -28,7 +28,6 @@ def stock_parts(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
 
 @pytest.fixture(scope="session")
 def probe_words(stock_parts: Mapping[str, Path]) -> list[str]:
-    """The probe and its partitions; what is missing is ``--out``."""
     parts = [word for name, path in stock_parts.items() for word in (f"--{name}", str(path))]
     return [str(SCRIPTS / "probe.py"), *parts]
 
@@ -37,7 +36,6 @@ def probe_words(stock_parts: Mapping[str, Path]) -> list[str]:
 def stock(
     stock_parts: Mapping[str, Path], probe_words: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """The folder of what the scripts say with DGL's own package, in one process."""
     folder = tmp_path_factory.mktemp("said")
     runs = [[*probe_words, "--out", str(folder / "probe.json")]]
     for script, graph in (("node_classification", "one"), ("embeddings", "one"), ("rgcn", "typed")):

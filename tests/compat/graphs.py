@@ -39,7 +39,6 @@ def paper_graph(nodes: int = 60, seed: int = 0) -> dgl.DGLGraph:
 
 
 def typed_graph(papers: int = 24, authors: int = 15) -> dgl.DGLGraph:
-    """Papers with features and labels, authors without."""
     draw = torch.Generator().manual_seed(1)
     label = torch.arange(papers) % 3
     writers = torch.arange(papers).repeat(3) * 7 % authors

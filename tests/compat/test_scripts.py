@@ -15,7 +15,6 @@ DDP, WRAP = "model = DistributedDataParallel(model)", "model = dglx_dist.wrap(mo
 
 
 def scripts_and_more(runs: list[list[str]], config: Path) -> Any:
-    """Run scripts one after the other in this rank; returns what :func:`uneven` does."""
     play(runs, ours=True)
     return uneven(config)
 

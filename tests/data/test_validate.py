@@ -45,7 +45,6 @@ def with_user_ids(ntype: str, *ids: object) -> RawGraph:
 
 
 def shop(**num_nodes: int) -> RawGraph:
-    """Two purchases, one of an unknown weight."""
     buys = ("user", "buys", "item")
     return RawGraph(
         name="shop",

@@ -31,7 +31,6 @@ def random_csc(num_nodes: int, mean_degree: int, seed: int = 0, dtype: str = "in
 
 
 def draws_of(schema: Schema, fanouts: Sequence[int]) -> Draws:
-    """Draws of as many edges of every type; ``fanouts`` as DGL orders them: input-most layer first."""
     hops = np.repeat(np.array(fanouts[::-1], np.int64)[:, None], len(schema.etypes), axis=1)
     return Draws(schema=schema, fanouts=hops, replace=False, exclude={}, seed=3)
 

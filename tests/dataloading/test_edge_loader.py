@@ -257,7 +257,6 @@ def check_shop(g: DistGraph, pairs: Any, negatives: Any, blocks: Any, input_node
 
 
 def ends_in_rank(folder: str) -> list[str]:
-    """What the loader asks of others, and waits for, until the ends of a batch's edges are there."""
     with start_session(timeout_s=60) as session, pytest.MonkeyPatch.context() as patch:
         g = DistGraph(folder, structure="partitioned")
         eids = {

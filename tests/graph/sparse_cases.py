@@ -84,7 +84,6 @@ def train(g: DistGraph, embed: Sequence[DistEmbedding], optimizer: Any, steps: r
 
 
 def expected(kind: str, first_values: Sequence[Tensor], world: int, steps: int = STEPS) -> list[Tensor]:
-    """The rows after training in one process on the batches of ``world`` ranks together."""
     embed = [nn.Embedding.from_pretrained(rows.clone(), freeze=False, sparse=True) for rows in first_values]
     optimizer = torch_optimizer(kind, [module.weight for module in embed])
     for step in range(steps):

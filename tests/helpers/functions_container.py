@@ -37,7 +37,6 @@ class Outcome:
     log: str
 
     def report(self, memory_mb: int) -> str:
-        """The line with which AWS ends an invocation in the log."""
         ms = self.duration_s * 1e3
         init = "" if self.init_s is None else f"\tInit Duration: {self.init_s * 1e3:.2f} ms"
         return (
@@ -47,8 +46,6 @@ class Outcome:
 
 
 class Answering(BaseHTTPRequestHandler):
-    """Answers the requests that came to ``owner``."""
-
     owner: Any
     protocol_version = "HTTP/1.1"
 
@@ -68,7 +65,6 @@ class Answering(BaseHTTPRequestHandler):
 
 
 def serve(handler: type[Answering], owner: object) -> ThreadingHTTPServer:
-    """Serve ``owner`` by ``handler`` on a port of loopback, in threads."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (handler,), {"owner": owner}))
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()

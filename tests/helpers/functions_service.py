@@ -138,7 +138,6 @@ class FunctionsService(AbstractContextManager["FunctionsService"]):
                 return
 
     def _container(self, function: Function, *, waits: bool) -> Container | None:
-        """Take a warm container, or make a cold one; None where there is no room, or the service ends."""
         with self._changed:
             while not self._closed:
                 function.containers = [one for one in function.containers if one.alive]

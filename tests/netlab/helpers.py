@@ -51,20 +51,17 @@ time.sleep(1000)
 
 
 def script(folder: Path, text: str) -> str:
-    """Write a script whose path no other process of this machine has in its arguments."""
     path = folder / "ranks.py"
     path.write_text(text)
     return str(path)
 
 
 def processes_with(word: str) -> list[str]:
-    """Return the command lines of all processes, those in namespaces too, that have ``word`` in them."""
     lines = (" ".join(one.info["cmdline"] or ()) for one in psutil.process_iter(["cmdline"]))
     return [line for line in lines if word in line]
 
 
 def wait_until_gone(word: str, timeout_s: float = 20.0) -> list[str]:
-    """Wait until no process has ``word`` in its arguments; return those that still have."""
     deadline = time.monotonic() + timeout_s
     while (left := processes_with(word)) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -102,7 +102,6 @@ pytestmark = pytest.mark.usefixtures("needs_lab")
 
 
 def rate_of(pid: int, device: str) -> int | None:
-    """Bits per second that the kernel lets ``device`` send in the namespace of ``pid``."""
     answer = servers.run_inside(pid, [["tc", "-j", "qdisc", "show", "dev", device]])
     (root,) = [one for one in json.loads(answer) if one.get("root")]
     return int(root["options"]["rate"]) * 8 if root["kind"] == "tbf" else None

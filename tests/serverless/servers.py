@@ -113,7 +113,6 @@ class Bench:
         )
 
     def arrays(self, key: TaskKey) -> list[Array]:
-        """What the whole task pulls; equal whenever it is asked for."""
         rng = np.random.default_rng([key.step, key.interval, len(key.direction.value)])
         rows = self.rows[key.interval]
         indptr = np.concatenate([[0], np.cumsum(rng.integers(0, 4, size=rows))])

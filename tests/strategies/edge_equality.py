@@ -64,8 +64,6 @@ def write_parts(folder: Path) -> Path:
 
 
 class Net(nn.Module):
-    """Two convolutions of dgl.nn and, for classes of edges, a layer over both ends."""
-
     def __init__(self) -> None:
         super().__init__()
         self.convs = nn.ModuleList(
@@ -110,7 +108,6 @@ class Step:
 
 
 def on_ranks(folder: str, structure: str, only: list[str]) -> dict[str, Any]:
-    """Train the tasks ``only`` on this rank; return the steps, weights and losses by task."""
     start_session(timeout_s=60)
     return train_tasks(DistGraph(folder, structure=structure), only)
 
@@ -199,7 +196,6 @@ def one_process(
 
 
 def without(graph: Any, edges: Any, exclude: str | None) -> Any:
-    """The graph without what a batch of ``edges`` excludes."""
     if exclude is None:
         return graph
     gone = [edges] if exclude == "self" else [edges, (edges + HALF) % (2 * HALF)]

@@ -164,7 +164,6 @@ def one_process(
 
 
 def model_of(kind: str, g: DistGraph) -> nn.Module:
-    """Our model of that kind, with the same first weights as the plain one."""
     torch.manual_seed(11)
     graph = g if kind == "gcn_symmetric" else None
     return build_model(
@@ -178,7 +177,6 @@ def new_ids_of_training(g: DistGraph) -> Tensor:
 
 
 def cut(ids: Tensor, proportions: tuple[float, ...], rank: int, world_size: int) -> Tensor:
-    """This rank's piece of ``ids`` when they are cut by the first ``world_size`` proportions."""
     ends = np.round(np.cumsum(proportions[:world_size]) / sum(proportions[:world_size]) * len(ids))
     bounds = [0, *ends.astype(int).tolist()]
     return ids[bounds[rank] : bounds[rank + 1]]

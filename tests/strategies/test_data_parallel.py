@@ -281,7 +281,6 @@ def test_reentrant_checkpointing_is_refused() -> None:
 
 
 def _different_models(session: Session) -> None:
-    """Are refused on every rank."""
     odd = session.topology.rank == 1
     partly_frozen = nn.Linear(3, 2)
     partly_frozen.bias.requires_grad_(not odd)
@@ -297,7 +296,6 @@ def _different_models(session: Session) -> None:
 
 
 def _first_weights(session: Session) -> None:
-    """Those of rank 0 win, in any layout, and are counted."""
     layer, rank = nn.Linear(2, 3).double(), session.topology.rank
     layer.weight = nn.Parameter(torch.full((2, 3), float(rank), dtype=torch.float64).t())
     with torch.no_grad():
@@ -310,7 +308,6 @@ def _first_weights(session: Session) -> None:
 
 
 def _running_statistics(session: Session) -> None:
-    """Become the weighted mean on all ranks."""
     rank = session.topology.rank
     model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2)).double()
     model.register_buffer("constant", torch.tensor([1 / 3, 0.1], dtype=torch.float64))

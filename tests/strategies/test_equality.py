@@ -111,7 +111,6 @@ def _targets_of_step(ids: Any, step: int) -> Any:
 
 
 def _many_steps(folder: str, fanouts: list[int]) -> list[Any]:
-    """Train 20 steps of 8 targets in all, on this many ranks."""
     session = start_session(timeout_s=60)
     g = DistGraph(folder)
     rank, world_size = session.topology.rank, session.topology.world_size

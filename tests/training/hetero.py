@@ -56,7 +56,6 @@ def raw_graph() -> RawGraph:
 
 
 def write_parts(folder: Path) -> Path:
-    """Write it in three parts; all venues are in part 0, which has no author."""
     random = np.random.default_rng(6)
     part_of = {
         "author": random.integers(1, NUM_PARTS, NUM_NODES["author"]).astype(np.int32),

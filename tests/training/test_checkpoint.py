@@ -329,7 +329,6 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
 
 
 def convolution() -> nn.Module:
-    """Over the two features of :func:`two_triangles`."""
     torch.manual_seed(3)
     return nn.Sequential(dgl.nn.SAGEConv(2, 4, "mean")).double()
 

@@ -37,7 +37,6 @@ HIDDEN = 8
 
 
 def author_rows() -> Tensor:
-    """(40, HIDDEN) float64, by original ids."""
     return torch.randn(
         hetero.NUM_NODES["author"], HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
     )
@@ -221,8 +220,6 @@ def test_what_cannot_be_nested_again_is_refused() -> None:
 
 
 class OwnModel(nn.Module):
-    """A user's model with DGL's own GraphConv and its symmetric norm, which reads the sources' degrees."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first = dgl.nn.GraphConv(equality.WIDTH, 6, norm="both", allow_zero_in_degree=True)

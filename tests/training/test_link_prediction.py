@@ -73,7 +73,6 @@ def loader_of(g: dx.DistGraph) -> Any:
 
 
 def triples_of(g: dx.DistGraph) -> tuple[Tensor, Tensor]:
-    """(3, E) triples by ids of ``g`` and which of them are for training."""
     columns, masks = [], []
     for number, etype in enumerate(g.canonical_etypes):
         u, v = g.find_edges(torch.arange(g.num_edges(etype)), etype)

@@ -88,7 +88,6 @@ EDGES = torch.tensor([[0, 0, 1], [0, 0, 3], [0, 1, 2], [4, 0, 0], [0, 0, 3]]).T
 
 
 def random_case(seed: int, queries: int = 40, candidates: int = 17) -> tuple[Tensor, Tensor]:
-    """Scores with many ties (values 0 to 4) and the triples that are asked for."""
     random = torch.Generator().manual_seed(seed)
     scores = torch.randint(5, (6 * 3, candidates), generator=random).double()
     return scores, torch.stack(

@@ -23,7 +23,6 @@ def refuses(action):
 
 
 def numbers(value):
-    """Plain Python numbers, and dtypes, of tensors, arrays and nests of them."""
     if isinstance(value, th.Tensor):
         # DGL keeps masks as uint8.
         is_mask = value.dtype in (th.bool, th.uint8)
@@ -251,7 +250,6 @@ def about_store(g):
 
 
 def about_files(config):
-    """What the functions say that read partitions, of two parts."""
     found = {}
     for part in range(2):
         graph, nodes, edges, _, name, ntypes, etypes = dist.load_partition(config, part)

@@ -70,7 +70,6 @@ def describe() -> dict[str, Any]:
 
 
 def one_type(kind: str, node: dict[str, Any], edge: dict[str, Any]) -> dict[str, Any]:
-    """The description of one table of nodes, with ids in ``id``, and one of edges from ``s`` to ``d``."""
     return {
         "nodes": [{"node_type": kind, "node_id_col": "id"} | node],
         "edges": [{"relation": [kind, "e", kind], "source_id_col": "s", "dest_id_col": "d"} | edge],

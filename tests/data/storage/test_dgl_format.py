@@ -36,7 +36,6 @@ def load(config: Path, part: int, monkeypatch: pytest.MonkeyPatch):
 
 
 def in_edges(graph: dgl.DGLGraph, book, etype: EdgeType) -> list[tuple[int, int, int]]:
-    """(edge id, source, destination) of one type's edges into owned nodes, per-type global ids."""
     inner = graph.edata["inner_edge"].bool()
     source, destination = graph.edges(order="eid")
     kinds, edges = book.map_to_per_etype(graph.edata[dgl.EID][inner])

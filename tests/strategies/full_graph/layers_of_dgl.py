@@ -30,13 +30,10 @@ class Called(nn.Module):
 
 
 def flat(conv: nn.Module) -> nn.Module:
-    """A convolution with heads, whose output is one row per node again."""
     return Called(conv, lambda conv, g, h: conv(g, h).flatten(1))
 
 
 def with_edges(conv: nn.Module, **taken: Callable[[Any], Tensor]) -> nn.Module:
-    """A convolution that takes a value per edge; the first tensor of those that return several."""
-
     def call(conv: Any, g: Any, h: Tensor) -> Tensor:
         out = conv(g, h, **{name: take(g) for name, take in taken.items()})
         return out[0] if isinstance(out, tuple) else out
@@ -66,7 +63,6 @@ def functions(linear: Any, g: Any, h: Tensor) -> Tensor:
 
 
 def between(linear: Any, g: Any, h: Tensor) -> Tensor:
-    """Functions of the user's of both ends of an edge, then a sum of what is on the edges."""
     with g.local_scope():
         g.srcdata["h"], g.dstdata["t"] = h, h[: g.num_dst_nodes()]
         g.apply_edges(lambda edges: {"e": torch.cat([edges.src["h"], edges.dst["t"]], 1)})
@@ -76,8 +72,6 @@ def between(linear: Any, g: Any, h: Tensor) -> Tensor:
 
 
 def initial(**taken: Callable[[Any], Tensor]) -> nn.Module:
-    """A convolution that takes the first features beside the last ones."""
-
     def call(conv: Any, g: Any, h: Tensor) -> Tensor:
         return conv(g, h, torch.sin(h), **{name: take(g) for name, take in taken.items()})
 

@@ -42,7 +42,6 @@ def raw_graph() -> RawGraph:
 
 
 def write_chains(folder: Path) -> Path:
-    """Write the graph in four unequal parts, runs of ids but for every tenth node."""
     part_of = np.searchsorted([96, 168, 216], np.arange(NUM_NODES), side="right")
     astray = np.arange(0, NUM_NODES, 10)
     part_of[astray] = np.random.default_rng(6).integers(NUM_PARTS, size=len(astray))

@@ -96,7 +96,6 @@ def test_bytes_are_those_of_the_formula(folder: Path, ranks: int, ranks_per_serv
 
 
 def halo_bytes(notes: Sequence[Notes], outside: bool) -> int:
-    """What activations and their gradients moved in all epochs, over all ranks."""
     return sum(
         moved[phase, outside] for one in notes for moved in one.moved for phase in ("halo", "halo_gradients")
     )

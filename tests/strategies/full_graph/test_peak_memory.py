@@ -122,7 +122,6 @@ def test_the_peak_is_within_15_percent(
 
 
 def _steps_within(folder: str, strategy_name: str, options: dict[str, Any], limit: int) -> int:
-    """Train an epoch with at most ``limit`` bytes of addresses more than now; return the number of steps."""
     session = start_session(timeout_s=100)
     g = DistGraph(folder)
     before = resource.getrlimit(resource.RLIMIT_AS)

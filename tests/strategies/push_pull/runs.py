@@ -119,7 +119,6 @@ def train(g: DistGraph, run: Run) -> Notes:
 
 
 def left_over(model: Any) -> dict[str, int]:
-    """Count what is in flight, stashed, delayed, or on its way."""
     pipeline = model._pipeline
     return {
         "begun": int(pipeline._begun is not None),
@@ -139,7 +138,6 @@ def loss_of(model: nn.Module, blocks: Any) -> Tensor:
 
 
 def plain_loss(targets: Sequence[Sequence[int]]) -> Callable[[nn.Module, int], Tensor]:
-    """The loss of plain DGL over the whole graph; ``targets`` by batch are those of all ranks."""
     graph = equality.plain_graph()
 
     def found(model: nn.Module, batch: int) -> Tensor:

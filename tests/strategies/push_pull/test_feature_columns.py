@@ -278,7 +278,6 @@ def write_large(folder: Path, method: str = "hash", num_parts: int = 4) -> Path:
 
 
 def opened_bytes(session: Session, folder: Path, size: int = 0) -> tuple[int, int]:
-    """Open the columns; return what this rank received for them, and what it would without any file."""
     g, before = DistGraph(folder), session.ledger.snapshot()
     store = open_columns(g, ["feat"], make_group(session, size or session.topology.world_size))
     found = received(session, before)

@@ -76,7 +76,6 @@ class Case:
 
 
 def boundaries_of(graphs: Sequence[LocalGraph]) -> list[list[Array]]:
-    """``Part.boundary`` per graph server and peer."""
     return [
         [graph.own_positions(peer.ghost_ids(graph.rank), peer.rank) for peer in graphs] for graph in graphs
     ]

@@ -24,7 +24,6 @@ INTERVALS = 3
 
 
 def weights_after(g: DistGraph, kind: str, graph_servers: int, epochs: int) -> list[Any]:
-    """Train on ``graph_servers`` graph servers, each larger than the one before; return the weights."""
     model = equality.model_of(kind, g)
     optimizer = torch.optim.SGD(model.parameters(), lr=equality.RATE)
     chain = chain_of(model)

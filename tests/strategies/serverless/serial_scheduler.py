@@ -27,7 +27,6 @@ Halves: TypeAlias = list[Computed]
 
 
 def compute_task(server: GraphServer, parameters: Sequence[ParameterServer], key: TaskKey) -> Halves:
-    """Pull weights and rows of the open task ``key``, and compute it in its two halves."""
     work = server.works[key.step, key.direction]
     rows = server.rows_of(key.interval - server.part.first_interval)
     owner = server_of(key, parameters)

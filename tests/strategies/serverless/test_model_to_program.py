@@ -388,8 +388,6 @@ class GatedConv(nn.Module):
 
 
 class Model(nn.Module):
-    """The user's layer, one of DGL's, and a head."""
-
     def __init__(self, **declared: Any) -> None:
         super().__init__()
         self.gated = GatedConv(equality.WIDTH, HIDDEN, **declared)
@@ -403,8 +401,6 @@ class Model(nn.Module):
 
 
 class Doubled(Gate):
-    """Right forward, wrong backward."""
-
     def backward(self, *given: Any, **named: Any) -> Any:
         found = super().backward(*given, **named)
         return found._replace(weights=(2 * found.weights[0],))

@@ -75,7 +75,6 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 
 
 def plain(epochs: int, rate_of: Callable[[int], float] = lambda epoch: 0.02) -> tuple[nn.Module, list[Any]]:
-    """SAGE by plain DGL and torch: the model, and loss and training accuracy of each epoch."""
     graph = equality.plain_graph()
     torch.manual_seed(11)
     model = equality.PlainModel("sage").double()

@@ -53,7 +53,6 @@ def asked(client: WorkerClient, op: str) -> str:
 
 
 def is_kept_out(access: ClientAccess, rank: int) -> None:
-    """Check that whoever shows and asks so is not let in by ``rank``."""
     client = WorkerClient(access, rank=rank)
     with pytest.raises(PeerError, match="refused the connection"):
         client.ask(PROGRAM, "")
