@@ -72,6 +72,7 @@ class Cake:
 def bake(*arguments: str) -> Result:
     @command(Cake)
     def cake(config: Cake) -> None:
+        """Bake one."""
         print(json.dumps([asdict(replace(config, given=frozenset())), sorted(config.given)], default=list))
 
     app = typer.Typer()

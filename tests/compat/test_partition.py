@@ -117,7 +117,7 @@ def test_files_of_an_earlier_partition_are_replaced(tmp_path: Path) -> None:
         ({"balance_ntypes": torch.zeros(7)}, r"has shape \(7,\) for the 60 nodes of '_N'"),
         ({"part_method": "random", "balance_edges": True}, "honours balance"),
         ({"part_method": "nothing"}, "there is no partitioner 'nothing'"),
-        ({"objtype": "both"}, "objective is 'both'"),
+        ({"objtype": "both"}, "objective is both"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(tmp_path: Path, arguments: Any, reason: str) -> None:
