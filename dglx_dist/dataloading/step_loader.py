@@ -412,6 +412,7 @@ class StepLoader(EpochLoader[M, T], Generic[K, M, T]):
         # DGL's own graphs on a GPU do not tell which tensors a copy fills: they are moved at once.
         self.copies = open_copies(self.device) if in_torch(self.device) else None
         self.moves_batches = self.device.type != "cpu" or in_torch(self.device)
+        """Whether batches are not as their maker leaves them: on another device, or on the torch path."""
         size, counts = int(options.batch_size), _counts(items, options, session)
         used = tuple(count - count % size if options.drop_last else count for count in counts)
         self._schedule = Schedule(batch_size=size, used=used, rank=session.topology.rank)
