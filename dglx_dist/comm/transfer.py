@@ -131,7 +131,8 @@ def carried(
 @final
 class _CudaStreams:
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it bare
 
     def copying(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._stream)

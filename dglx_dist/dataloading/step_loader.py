@@ -466,13 +466,14 @@ class StepLoader(EpochLoader[M, T], Generic[K, M, T]):
         if not self.moves_batches:
             return make
 
-        def moved(step: int) -> M:
-            batch = make(step)
+        def make_moved(step: int) -> M:
+            batch: Any = make(step)
             with self._session.timeline.span("copy to the device", LOADER, epoch * len(self) + step):
                 found, arrive = carried(self.copies, self.device, partial(batch.moved, self.device))
-            return replace(found, arrive=arrive)
+            moved: M = replace(found, arrive=arrive)
+            return moved
 
-        return moved
+        return make_moved
 
     def deliver(self, step: int, batch: M) -> T:
         share = self._session.step_share = self._schedule.share(step)
