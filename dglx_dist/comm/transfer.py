@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar, final
 import torch
 from torch import Tensor
 
-from dglx_dist.errors import ConfigError
+from dglx_dist.comm.devices import check_device
 
 T = TypeVar("T")
 
@@ -22,23 +22,16 @@ Copy: TypeAlias = Callable[[Tensor], Tensor]
 def device_of(given: torch.device | str | None, own: torch.device) -> torch.device:
     """Return the device that ``given`` names on a rank whose own is ``own``; None: that one.
 
-    Raises:
-        ConfigError: it is no device, or this machine does not have it.
+    ConfigError: it is no device, or this machine does not have it.
     """
     if given is None:
         return own
-    try:
-        device = torch.device(given)
-    except (RuntimeError, TypeError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"device={given!r} is no device ({reason}); give e.g. 'cpu' or 'cuda:0'") from None
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(
-            f"device={given!r}, but torch {torch.__version__} sees {torch.cuda.device_count()} GPUs here; "
-            f"leave device= out to take the rank's own, {own}"
-        )
-    # On another thread than the main one, "cuda" without an index would mean the first one.
-    return own if device.index is None and device.type == own.type else device
+    device = check_device(given)
+    if device.index is None and device.type == own.type:
+        return own
+    # On another thread than this one, "cuda" without an index would mean the first one.
+    has_index = device.index is not None or device.type != "cuda"
+    return device if has_index else torch.device("cuda", torch.cuda.current_device())
 
 
 class Event(Protocol):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dglx_dist.comm.collectives import gather_int64
+from dglx_dist.comm.devices import check_device
 from dglx_dist.comm.session import Session
 from dglx_dist.comm.trace import COMPUTE, LOADER, WAIT, Pass
 from dglx_dist.comm.transfer import Copy, carried, device_of, open_copies
@@ -192,7 +193,8 @@ def read_options(options: Mapping[str, Any]) -> LoaderOptions:
     whole_number("num_threads", read.num_threads, least=0)
     if read.seed is not None:
         whole_number("seed", read.seed, least=0)
-    device_of(read.device, torch.device("cpu"))
+    if read.device is not None:
+        check_device(read.device)
     check_float(read.feature_dtype)
     # Threads beyond the depth would be idle.
     return replace(read, depth=max(read.depth, read.num_threads))
