@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from dgl.dataloading import NeighborSampler
 from torch import Tensor
 
 from dglx_dist import negative
-from dglx_dist.comm.transfer import CopyStream
+from dglx_dist.comm.transfer import CopyStream, open_copies
 from dglx_dist.dataloading import step_loader
 from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
 from dglx_dist.dataloading.loader import DataLoader
@@ -159,3 +160,48 @@ def test_batches_on_a_device_are_those_of_the_cpu(
         found = list(flat(batch))
         assert all(tensor.is_meta for tensor in found)
         assert [tensor.shape for tensor in found] == shapes_of
+
+
+class Noted:
+    """A tensor, stream or event of CUDA that notes its calls."""
+
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self._name, self._calls = name, calls
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Noted:
+            given = [getattr(one, "_name", str(one)) for one in (*args, *kwargs.values())]
+            self._calls.append(f"{self._name}.{method}({', '.join(given)})")
+            return Noted(f"{self._name}.{method}", self._calls)
+
+        return call
+
+
+def test_on_cuda_the_consumers_stream_waits_and_the_copies_outlive_its_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+
+    @contextmanager
+    def current(stream: Noted) -> Iterator[None]:
+        calls.append(f"use {stream._name}")
+        yield
+        calls.append("use the former")
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: Noted("copies", calls))
+    monkeypatch.setattr(torch.cuda, "stream", current)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Noted("compute", calls))
+    copies = open_copies(torch.device("cuda", 1))
+    assert copies is not None
+    rows: Any = Noted("rows", calls)
+    _, arrive = copies.carry(lambda copy: copy(rows))
+    arrive()
+    assert calls == [
+        "use copies",
+        "rows.pin_memory()",
+        "rows.pin_memory.to(cuda:1, True)",
+        "copies.record_event()",
+        "use the former",
+        "compute.wait_event(copies.record_event)",
+        "rows.pin_memory.to.record_stream(compute)",
+    ]
