@@ -16,11 +16,13 @@ from torch import Tensor
 from dglx_dist.comm.collectives import gather_int64
 from dglx_dist.comm.session import current_session
 from dglx_dist.compat.dist_graph import DistGraph, inner_graph, without_empty_types
-from dglx_dist.compat.dist_tensor import inner_tensor, remember
+from dglx_dist.compat.dist_tensor import DistTensor, inner_tensor, remember
+from dglx_dist.compat.partition_book import edge_ids
 from dglx_dist.compat.wrappers import refuse_graphbolt
 from dglx_dist.dataloading.step_loader import run_ahead, whole_number
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph as InnerDistGraph
+from dglx_dist.graph.dist_tensor import DistTensor as InnerTensor
 from dglx_dist.graph.ids import Ids, as_array
 from dglx_dist.records import StepShare
 from dglx_dist.strategies.base import WRAPPED, Strategy, strategy_of
@@ -148,7 +150,7 @@ class _Loader(_Epochs):
     """
 
     def __init__(self, g: InnerDistGraph, strategy: Strategy, inner: Any, options: Mapping[str, Any]) -> None:
-        self._g, self._inner = g, inner
+        self._g, self._inner, self._shown = g, inner, DistGraph.over(g)
         self._batch_size = int(options.get("batch_size", 1))
         traits = strategy.traits
         self._needs_wrap = traits.unit != "mini_batch" or traits.features != "rows"
@@ -184,6 +186,9 @@ class _Loader(_Epochs):
             if self._drops_empty_types:
                 blocks = [without_empty_types(block) for block in blocks]
             remember(self._g, batch[0], blocks)
+            for graph in (*batch[1:-1], *blocks):
+                if isinstance(graph, dgl.DGLGraph):
+                    self._shown.show_ids(graph)
             yield (*batch[:-1], blocks)
 
 
@@ -229,8 +234,10 @@ class DistEdgeDataLoader(_Loader):
         if sampling is not None and inner_graph(sampling) is not inner:
             why = "blocks are sampled from that of the edges"
             raise ConfigError(f"g_sampling is another graph, but {why}; leave it out")
-        options, strategy = {**_options(kwargs, device), **_edge_options(g, inner, kwargs)}, _strategy(inner)
-        loader = strategy.edge_loader(inner, eids, graph_sampler, **options)
+        shown = DistGraph.over(inner)
+        options = {**_options(kwargs, device), **_edge_options(shown, g, kwargs)}
+        strategy = _strategy(inner)
+        loader = strategy.edge_loader(inner, shown.our_edges(eids), graph_sampler, **options)
         super().__init__(inner, strategy, loader, options)
 
 
@@ -246,14 +253,14 @@ def _options(given: Mapping[str, Any], device: Any) -> dict[str, Any]:
     return {**options, "device": "cpu" if device is None else device}
 
 
-def _edge_options(g: Any, inner: InnerDistGraph, given: Mapping[str, Any]) -> dict[str, Any]:
+def _edge_options(shown: DistGraph, g: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     exclude, reverse = given.get("exclude"), given.get("reverse_eids")
     if exclude != "reverse_id":
         # DGL reads it in that mode only.
         reverse = None
     elif _is_identity(reverse):
         why = "reverse_eids says that each edge is its own reverse, so reverse edges are not excluded"
-        if inner.rank() == 0:
+        if shown.rank() == 0:
             warnings.warn(f"{why}; dglx_dist.reverse_edge_ids(g.inner) finds them", stacklevel=4)
         exclude, reverse = "self", None
     etypes = given.get("reverse_etypes") if exclude == "reverse_types" else None
@@ -261,12 +268,16 @@ def _edge_options(g: Any, inner: InnerDistGraph, given: Mapping[str, Any]) -> di
     # DGL's negative samplers and ours are read, not called.
     is_known = type(negative).__module__.startswith(("dgl.dataloading.", "dglx_dist."))
     if callable(negative) and not is_known:
-        negative = partial(_on_graph, negative, g)
+        negative = partial(_on_graph, negative, g, shown)
+    if callable(exclude):
+        exclude = partial(_excluded, exclude, shown)
     if isinstance(reverse, Mapping):
-        reverse = {etype: inner_tensor(one) for etype, one in reverse.items()}
+        reverse = {etype: _our_reverse(shown, etype, one) for etype, one in reverse.items()}
+    elif reverse is not None:
+        reverse = _our_reverse(shown, None, reverse)
     return {
         "exclude": exclude,
-        "reverse_eids": inner_tensor(reverse),
+        "reverse_eids": reverse,
         "reverse_etypes": etypes,
         "negative_sampler": negative,
     }
@@ -279,8 +290,23 @@ def _is_identity(reverse: object) -> bool:
     return ids.ndim == 1 and np.array_equal(ids, np.arange(len(ids)))
 
 
-def _on_graph(negative: Any, g: Any, _: object, eids: Any) -> Any:
-    return negative(g, eids)
+def _our_reverse(shown: DistGraph, etype: Any, reverse: Any) -> Any:
+    kind = shown.to_canonical_etype(etype)
+    ids = edge_ids(shown.inner.kvstore, kind)
+    # Tensors of dglx_dist, as reverse_edge_ids makes them, have its ids.
+    if ids is None or isinstance(reverse, InnerTensor) or len(reverse) != len(ids.ours):
+        return inner_tensor(reverse)
+    table = as_array(reverse.to_local() if isinstance(reverse, DistTensor) else reverse)
+    return torch.from_numpy(np.where(table < 0, table, ids.ours[table])[ids.source])
+
+
+def _excluded(exclude: Any, shown: DistGraph, edges: Any) -> Any:
+    answer = exclude(shown.shown_edges(edges))
+    return None if answer is None else shown.our_edges(answer)
+
+
+def _on_graph(negative: Any, g: Any, shown: DistGraph, _: object, eids: Any) -> Any:
+    return negative(g, shown.shown_edges(eids))
 
 
 def sample_neighbors(
@@ -302,7 +328,8 @@ def sample_neighbors(
     if isinstance(exclude_edges, bool):
         exclude_edges, replace = None, exclude_edges
     inner, options = inner_graph(g), (edge_dir, prob, exclude_edges, replace)
-    return without_empty_types(inner.sample_neighbors(_by_type(inner, nodes), fanout, *options))
+    view = g if isinstance(g, DistGraph) else inner
+    return without_empty_types(view.sample_neighbors(_by_type(inner, nodes), fanout, *options))
 
 
 def sample_etype_neighbors(  # noqa: PLR0913 - DGL's signature
@@ -322,13 +349,12 @@ def sample_etype_neighbors(  # noqa: PLR0913 - DGL's signature
 
 def in_subgraph(g: object, nodes: Any) -> dgl.DGLGraph:
     """Return the graph of all nodes with all in-edges of ``nodes``, ids in ``edata[dgl.EID]``."""
-    inner = inner_graph(g)
-    return without_empty_types(inner.sample_neighbors(_by_type(inner, nodes), -1))
+    return sample_neighbors(g, nodes, -1)
 
 
 def find_edges(g: object, edge_ids: Ids) -> tuple[Tensor, Tensor]:
     """Return (sources, destinations) of edges; with several types all ids are homogeneous."""
-    inner = inner_graph(g)
+    inner: Any = g if isinstance(g, DistGraph) else inner_graph(g)
     book = inner.get_partition_book()
     if len(book.etypes) == len(book.ntypes) == 1:
         return inner.find_edges(edge_ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, cast, final
 
 import numpy as np
@@ -15,7 +16,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.dist_tensor import PartitionPolicy as InnerPartitionPolicy
 from dglx_dist.graph.dist_tensor import opened_graph, type_text
-from dglx_dist.graph.ids import Ids
+from dglx_dist.graph.ids import Ids, integer_ids
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.partition_book import PartitionBook
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, EdgeType
@@ -32,8 +33,12 @@ class RangePartitionBook(GraphPartitionBook, of=PartitionBook):
     """Contiguous ids per type and partition, with DGL's arguments and methods.
 
     Without a type, ids of a graph of several types are *homogeneous*: one numbering for all types. The maps
-    have (P, 2) homogeneous ranges by type; ConfigError if they do not fit, or do not number ids as DGL does.
+    have (P, 2) homogeneous ranges by type; ConfigError if they do not fit. If they overlap, or number ids in
+    another way than DGL, homogeneous ids are a ConfigError, and all else works. ConfigError too if they do
+    not grow from partition to partition.
     """
+
+    _unusual = ""
 
     global_nid_dtype = global_eid_dtype = torch.int64
     """Of newer versions of DGL."""
@@ -59,7 +64,24 @@ class RangePartitionBook(GraphPartitionBook, of=PartitionBook):
         }
         self.inner = PartitionBook(nodes, edges, part_id)
         for kind, ids in ((node_map, self.inner.map_to_homo_nid), (edge_map, self.inner.map_to_homo_eid)):
-            _check_numbering(kind, ids)
+            self._unusual = self._unusual or _other_numbering(kind, ids)
+
+    def _homogeneous(self) -> PartitionBook:
+        if self._unusual:
+            raise ConfigError(f"these ids are homogeneous, and {self._unusual}; name a type")
+        return self.inner
+
+    def map_to_per_ntype(self, ids: Ids) -> tuple[Tensor, Tensor]:
+        return self._homogeneous().map_to_per_ntype(ids)
+
+    def map_to_per_etype(self, ids: Ids) -> tuple[Tensor, Tensor]:
+        return self._homogeneous().map_to_per_etype(ids)
+
+    def map_to_homo_nid(self, ids: Ids, ntype: str = NODE_TYPE) -> Tensor:
+        return self._homogeneous().map_to_homo_nid(ids, ntype)
+
+    def map_to_homo_eid(self, ids: Ids, etype: str | EdgeType = EDGE_TYPE) -> Tensor:
+        return self._homogeneous().map_to_homo_eid(ids, etype)
 
     partid: Any = Forward(PartitionBook, "partid")
     """The partition of this rank."""
@@ -79,6 +101,12 @@ class RangePartitionBook(GraphPartitionBook, of=PartitionBook):
 
     def _offsets(self, bounds: Iterable[Array]) -> list[int]:
         return [0, *np.cumsum([int(np.diff(one)[self.partid]) for one in bounds]).tolist()]
+
+    def _num_nodes(self, ntype: str = NODE_TYPE) -> int:
+        return self._of(ntype).num_nodes(ntype)
+
+    def _num_edges(self, etype: str | EdgeType = EDGE_TYPE) -> int:
+        return self._of(etype).num_edges(etype)
 
     def shared_memory(self, graph_name: str) -> None:
         raise ConfigError("every rank has the book, which is a few numbers; leave shared_memory() out")
@@ -106,7 +134,7 @@ class RangePartitionBook(GraphPartitionBook, of=PartitionBook):
         book = self.inner
         is_node, is_edge = kind == NODE_TYPE, kind in (EDGE_TYPE, EDGE_TYPE[1])
         if (is_node and NODE_TYPE not in book.ntypes) or (is_edge and EDGE_TYPE not in book.canonical_etypes):
-            counts = book.metadata()
+            counts = self._homogeneous().metadata()
             nodes, edges = (
                 np.cumsum([0, *(one[f"num_{of}"] for one in counts)]) for of in ("nodes", "edges")
             )
@@ -121,18 +149,25 @@ def _bounds(ranges: Mapping[Any, Any], key: object, num_parts: int) -> Array:
     return np.concatenate([[0], np.cumsum(given[:, 1] - given[:, 0])])
 
 
-def _check_numbering(ranges: Mapping[Any, Any], to_homogeneous: Callable[[Ids, Any], Tensor]) -> None:
-    """Raise ConfigError unless homogeneous ids run through the partitions, and in each through the types."""
+def _other_numbering(ranges: Mapping[Any, Any], to_homogeneous: Callable[[Ids, Any], Tensor]) -> str:
+    """Return which ids do not run through the partitions, and in each through the types; "" if all do.
+
+    ConfigError where DGL refuses them, too: ranges do not grow from partition to partition.
+    """
+    by_type = sorted(
+        (np.asarray(given, dtype=np.int64) for given in ranges.values()), key=lambda one: one[0, 0]
+    )
+    if (np.diff(np.stack(by_type, axis=1).reshape(-1, 2), axis=0) < 0).any():
+        told = {key: np.asarray(given).tolist() for key, given in ranges.items()}
+        raise ConfigError(f"the maps are {told}; ids must be numbered partition by partition")
     for key, given in ranges.items():
         found = np.asarray(given, dtype=np.int64)
         sizes = found[:, 1] - found[:, 0]
         firsts = np.cumsum(sizes) - sizes
         expected = to_homogeneous(torch.from_numpy(firsts[sizes > 0]), key).numpy()
         if not np.array_equal(found[sizes > 0, 0], expected):
-            raise ConfigError(
-                f"the map of {key!r} is {found.tolist()}; ids must be numbered partition by partition, and "
-                "in each type by type"
-            )
+            return f"the map of {key!r} is {found.tolist()}, which is not in order of the types"
+    return ""
 
 
 _GRAPHS: SessionField[list[DistGraph]] = SessionField(lambda _: [])
@@ -143,6 +178,56 @@ def remember_graph(g: DistGraph) -> None:
     graphs = _GRAPHS.of(g.session)
     graphs.append(g)
     g.on_close.append(lambda: graphs.remove(g))
+    if g.dataset.manifest.num_parts == 1:
+        part, found = g.dataset.part(0), _EDGE_IDS.of(g.session).setdefault(g.kvstore.label, {})
+        for etype in g.canonical_etypes:
+            source = np.asarray(part.original_edge_ids(etype))
+            if not np.array_equal(source, np.arange(len(source))):
+                found[etype] = EdgeIds(source)
+
+
+@final
+class EdgeIds:
+    """The ids of the edges of one type of a graph in one part, as DGL has them: those of the source.
+
+    Ours follow (destination, source), whatever the number of parts.
+    """
+
+    def __init__(self, source: Array) -> None:
+        self.source = source
+        """(E,) int64: DGL's id of each of our edges."""
+
+    @cached_property
+    def ours(self) -> Array:
+        """(E,) int64: our id of each of DGL's edges."""
+        ours = np.empty_like(self.source)
+        ours[self.source] = np.arange(len(ours))
+        return ours
+
+
+_EDGE_IDS: SessionField[dict[str, dict[EdgeType, EdgeIds]]] = SessionField(lambda _: {})
+
+
+def edge_ids(store: KVStore, etype: object) -> EdgeIds | None:
+    """Return the ids of the edges of a type in the graph of ``store``; None where ours are DGL's."""
+    return _EDGE_IDS.of(store.session).get(store.label, {}).get(cast("EdgeType", etype))
+
+
+def our_edges(store: KVStore, etype: object, ids: Ids) -> Ids:
+    """Return our ids of edges that a script names."""
+    if (known := edge_ids(store, etype)) is None:
+        return ids
+    given = integer_ids(ids, len(known.ours), f"the edges {etype}")
+    if len(given) and not (given.min() >= 0 and given.max() < len(known.ours)):
+        return given  # whoever reads them raises
+    found = torch.from_numpy(known.ours[given])
+    return found.to(ids.device) if isinstance(ids, Tensor) else found
+
+
+def shown_edges(store: KVStore, etype: object, ids: Tensor) -> Tensor:
+    """Return the ids under which a script knows our edges."""
+    known = edge_ids(store, etype)
+    return ids if known is None else torch.from_numpy(known.source[ids.cpu().numpy()]).to(ids.device)
 
 
 def graph_of_book(book: PartitionBook | None) -> DistGraph:

@@ -636,8 +636,16 @@ class TypedViews(Generic[K, V]):
     def __getitem__(self, key: K) -> TypeView[V]:
         return TypeView(self._view_of(key))
 
-    def map(self, wrap: Callable[[V], U]) -> TypedViews[K, U]:
-        return TypedViews(lambda key: wrap(self._view_of(key)), self._remedy)
+    def map(self, wrap: Callable[[V], U], unknown: type[ConfigError]) -> TypedViews[K, U]:
+        """Return views of the same, which raise ``unknown`` for a type that does not exist."""
+
+        def view_of(key: K) -> U:
+            try:
+                return wrap(self._view_of(key))
+            except ConfigError as error:
+                raise unknown(str(error)) from None
+
+        return TypedViews(view_of, self._remedy)
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
         """Raise ConfigError, where a DGLGraph returns all ids."""

@@ -1,6 +1,7 @@
 """``initialize`` and the names about processes, in one process."""
 
 import copy
+import gc
 import os
 import time
 import warnings
@@ -93,8 +94,8 @@ def test_what_cannot_be_honoured_is_refused() -> None:
 
 def test_a_graph_is_opened_by_its_own_name(stock_parts: Mapping[str, Path]) -> None:
     session.initialize()
-    with pytest.raises(ConfigError, match="is of the graph 'two', not 'other'"):
-        DistGraph("other", part_config=stock_parts["two"])
+    with pytest.warns(UserWarning, match="is of the graph 'two', not 'other'; it is opened"):
+        assert DistGraph("other", part_config=stock_parts["two"]).num_nodes() == 60
     with pytest.raises(ConfigError, match="part_config"):
         DistGraph("two")
     with pytest.warns(UserWarning, match="gpb is not used"):
@@ -191,6 +192,27 @@ def test_tensors_are_freed_once_nobody_refers_to_them(g: DistGraph) -> None:
     DistTensor((60,), torch.int64, "fourth")
     assert {name for name in g.ndata if name in ("kept", "first", "third", "fourth")} == {"kept", "fourth"}
     assert not [name for name in g.ndata if name.startswith("unnamed-0")]
+
+
+def test_the_name_of_a_deleted_tensor_is_free(g: DistGraph) -> None:
+    tensor = DistTensor((60,), torch.float32, "t", lambda shape, dtype: torch.ones(shape, dtype=dtype))
+    key = tensor.kvstore_key
+    with pytest.raises(ConfigError, match=r"'t' is float32 .* or delete it on the ranks \[0\]"):
+        DistTensor((60, 3), torch.int64, "t")
+    assert DistTensor((60,), torch.float32, "t")[[5]].item() == 1
+    cycle = [tensor]
+    cycle.append(cycle)  # type: ignore[arg-type]  # what only the garbage collector frees
+    del tensor, cycle
+    gc.collect()
+    assert key not in g._client.data_name_list()
+    # DGL gives new rows of zeros too, not those of the deleted one.
+    assert DistTensor((60,), torch.float32, "t")[[5]].item() == 0
+    again = DistTensor((60, 3), torch.int64, "t")
+    assert (again.shape, key in g._client.gdata_name_list()) == ((60, 3), True)
+    kept = DistTensor((60,), torch.float32, "kept", persistent=True)
+    del kept
+    with pytest.raises(ConfigError, match="the existing tensor 'kept' is float32"):
+        DistTensor((60, 3), torch.float32, "kept")
 
 
 def test_a_saved_tensor_is_the_tensor_of_its_rows(g: DistGraph, tmp_path: Path) -> None:
