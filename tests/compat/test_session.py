@@ -9,17 +9,19 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import dgl
+import dgl.nn
 import numpy as np
 import pytest
 import torch
 from dgl.data.utils import save_tensors
 
+import dglx_dist as dx
 from dglx_dist.api import init
 from dglx_dist.comm.session import current_session, session_if_open, start_later
 from dglx_dist.compat import namespace as session
 from dglx_dist.compat.dataloading import DistDataLoader, DistEdgeDataLoader, DistNodeDataLoader
 from dglx_dist.compat.dist_graph import DistGraph
-from dglx_dist.compat.dist_tensor import DistTensor, attached_rows
+from dglx_dist.compat.dist_tensor import DistEmbedding, DistTensor, attached_rows
 from dglx_dist.compat.partition import edge_split, load_partition_book, node_split, partition_graph
 from dglx_dist.compat.partition_book import RangePartitionBook
 from dglx_dist.errors import ConfigError, UnknownNameError
@@ -277,3 +279,49 @@ def test_strategies_inside_the_model_ask_for_wrap(stock_parts: Mapping[str, Path
             sum(len(batch[1]) for batch in DistNodeDataLoader(g, torch.arange(60), sampler, batch_size=7))
             == 60
         )
+
+
+def test_edges_of_one_part_have_the_scripts_ids_wherever_they_come_or_go(tmp_path: Path) -> None:
+    # A ring in both directions: edge i and i + 8 are reverse; sorted by destination they are others.
+    ends = torch.tensor([3, 0, 6, 5, 1, 7, 2, 4])
+    graph = dgl.add_reverse_edges(dgl.graph((ends, (ends + 1) % 8)))
+    reverse = torch.arange(16).roll(8)
+    partition_graph(graph, "ring", 1, tmp_path)
+    session.initialize()
+    g = DistGraph("ring", part_config=tmp_path / "ring.json")
+    asked = []
+
+    def excluded(edges: torch.Tensor) -> torch.Tensor:
+        asked.append(edges.tolist())
+        return torch.cat([edges, reverse[edges]])
+
+    def are_right(drawn: dgl.DGLGraph) -> bool:
+        nodes = drawn.srcdata[dgl.NID], drawn.dstdata[dgl.NID]
+        mine = [of[at] for of, at in zip(nodes, drawn.edges(), strict=True)]
+        return torch.equal(torch.stack(mine), torch.stack(graph.find_edges(drawn.edata[dgl.EID])))
+
+    sampler = dgl.dataloading.MultiLayerFullNeighborSampler(2)
+    found = dx.reverse_edge_ids(g.inner)
+    for how in ({"reverse_eids": reverse}, {"reverse_eids": found}, {"exclude": excluded}):
+        options = {"batch_size": 2, "exclude": "reverse_id", **how}
+        for _ in range(2):
+            ((_, pairs, blocks),) = DistEdgeDataLoader(g, torch.tensor([3, 12]), sampler, **options)
+            assert pairs.edata[dgl.EID].tolist() == [3, 12]
+            for block in blocks:
+                assert are_right(block)
+                assert {3, 11, 12, 4}.isdisjoint(block.edata[dgl.EID].tolist())
+    assert asked == [[3, 12], [3, 12]]
+    some = g.sample_neighbors([0, 5], -1, exclude_edges=[3])
+    assert sorted(some.edata[dgl.EID].tolist()) == sorted({*graph.in_edges([0, 5], "eid").tolist()} - {3})
+    rows = DistEmbedding(16, 1, "rows", part_policy=g.get_edge_partition_policy("_E"))
+    rows.weight[[3]] = torch.tensor([[5.0]])
+    assert rows(torch.tensor([2, 3]))[:, 0].tolist() == [0, 5]
+    assert torch.equal(g.orig_edge_ids(torch.arange(16)), torch.arange(16))
+    session.exit_client()
+    session.initialize(strategy="full_graph")
+    g = DistGraph("ring", part_config=tmp_path / "ring.json")
+    loader = DistNodeDataLoader(g, torch.arange(8), dgl.dataloading.NeighborSampler([-1]))
+    dx.wrap(dgl.nn.SAGEConv(2, 2, "mean"), g)
+    for _ in range(2):
+        for _, _, (block,) in loader:
+            assert are_right(block)
