@@ -15,9 +15,9 @@ from torch import Tensor
 
 from dglx_dist.comm.collectives import gather_int64
 from dglx_dist.comm.session import current_session
-from dglx_dist.compat.dist_graph import DistGraph, inner_graph, without_empty_types
+from dglx_dist.compat.dist_graph import DistGraph, inner_graph, show_ids, without_empty_types
 from dglx_dist.compat.dist_tensor import DistTensor, inner_tensor, remember
-from dglx_dist.compat.partition_book import edge_ids
+from dglx_dist.compat.partition_book import edge_ids, of_each_type, our_edges, shown_edges
 from dglx_dist.compat.wrappers import refuse_graphbolt
 from dglx_dist.dataloading.step_loader import run_ahead, whole_number
 from dglx_dist.errors import ConfigError
@@ -150,7 +150,7 @@ class _Loader(_Epochs):
     """
 
     def __init__(self, g: InnerDistGraph, strategy: Strategy, inner: Any, options: Mapping[str, Any]) -> None:
-        self._g, self._inner, self._shown = g, inner, DistGraph.over(g)
+        self._g, self._inner = g, inner
         self._batch_size = int(options.get("batch_size", 1))
         traits = strategy.traits
         self._needs_wrap = traits.unit != "mini_batch" or traits.features != "rows"
@@ -188,7 +188,7 @@ class _Loader(_Epochs):
             remember(self._g, batch[0], blocks)
             for graph in (*batch[1:-1], *blocks):
                 if isinstance(graph, dgl.DGLGraph):
-                    self._shown.show_ids(graph)
+                    show_ids(self._g, graph)
             yield (*batch[:-1], blocks)
 
 
@@ -234,10 +234,9 @@ class DistEdgeDataLoader(_Loader):
         if sampling is not None and inner_graph(sampling) is not inner:
             why = "blocks are sampled from that of the edges"
             raise ConfigError(f"g_sampling is another graph, but {why}; leave it out")
-        shown = DistGraph.over(inner)
-        options = {**_options(kwargs, device), **_edge_options(shown, g, kwargs)}
-        strategy = _strategy(inner)
-        loader = strategy.edge_loader(inner, shown.our_edges(eids), graph_sampler, **options)
+        options, strategy = {**_options(kwargs, device), **_edge_options(g, inner, kwargs)}, _strategy(inner)
+        ours = of_each_type(our_edges, inner, eids)
+        loader = strategy.edge_loader(inner, ours, graph_sampler, **options)
         super().__init__(inner, strategy, loader, options)
 
 
@@ -253,14 +252,14 @@ def _options(given: Mapping[str, Any], device: Any) -> dict[str, Any]:
     return {**options, "device": "cpu" if device is None else device}
 
 
-def _edge_options(shown: DistGraph, g: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+def _edge_options(g: Any, inner: InnerDistGraph, given: Mapping[str, Any]) -> dict[str, Any]:
     exclude, reverse = given.get("exclude"), given.get("reverse_eids")
     if exclude != "reverse_id":
         # DGL reads it in that mode only.
         reverse = None
     elif _is_identity(reverse):
         why = "reverse_eids says that each edge is its own reverse, so reverse edges are not excluded"
-        if shown.rank() == 0:
+        if inner.rank() == 0:
             warnings.warn(f"{why}; dglx_dist.reverse_edge_ids(g.inner) finds them", stacklevel=4)
         exclude, reverse = "self", None
     etypes = given.get("reverse_etypes") if exclude == "reverse_types" else None
@@ -268,16 +267,14 @@ def _edge_options(shown: DistGraph, g: Any, given: Mapping[str, Any]) -> dict[st
     # DGL's negative samplers and ours are read, not called.
     is_known = type(negative).__module__.startswith(("dgl.dataloading.", "dglx_dist."))
     if callable(negative) and not is_known:
-        negative = partial(_on_graph, negative, g, shown)
+        negative = partial(_on_graph, negative, g, inner)
     if callable(exclude):
-        exclude = partial(_excluded, exclude, shown)
+        exclude = partial(_excluded, exclude, inner)
     if isinstance(reverse, Mapping):
-        reverse = {etype: _our_reverse(shown, etype, one) for etype, one in reverse.items()}
-    elif reverse is not None:
-        reverse = _our_reverse(shown, None, reverse)
+        reverse = {etype: _our_reverse(inner, etype, one) for etype, one in reverse.items()}
     return {
         "exclude": exclude,
-        "reverse_eids": reverse,
+        "reverse_eids": reverse if isinstance(reverse, Mapping) else _our_reverse(inner, None, reverse),
         "reverse_etypes": etypes,
         "negative_sampler": negative,
     }
@@ -290,9 +287,8 @@ def _is_identity(reverse: object) -> bool:
     return ids.ndim == 1 and np.array_equal(ids, np.arange(len(ids)))
 
 
-def _our_reverse(shown: DistGraph, etype: Any, reverse: Any) -> Any:
-    kind = shown.to_canonical_etype(etype)
-    ids = edge_ids(shown.inner.kvstore, kind)
+def _our_reverse(g: InnerDistGraph, etype: Any, reverse: Any) -> Any:
+    ids = None if reverse is None else edge_ids(g.kvstore, g.to_canonical_etype(etype))
     # Tensors of dglx_dist, as reverse_edge_ids makes them, have its ids.
     if ids is None or isinstance(reverse, InnerTensor) or len(reverse) != len(ids.ours):
         return inner_tensor(reverse)
@@ -300,13 +296,13 @@ def _our_reverse(shown: DistGraph, etype: Any, reverse: Any) -> Any:
     return torch.from_numpy(np.where(table < 0, table, ids.ours[table])[ids.source])
 
 
-def _excluded(exclude: Any, shown: DistGraph, edges: Any) -> Any:
-    answer = exclude(shown.shown_edges(edges))
-    return None if answer is None else shown.our_edges(answer)
+def _excluded(exclude: Any, g: InnerDistGraph, edges: Any) -> Any:
+    answer = exclude(of_each_type(shown_edges, g, edges))
+    return None if answer is None else of_each_type(our_edges, g, answer)
 
 
-def _on_graph(negative: Any, g: Any, shown: DistGraph, _: object, eids: Any) -> Any:
-    return negative(g, shown.shown_edges(eids))
+def _on_graph(negative: Any, g: Any, inner: InnerDistGraph, _: object, eids: Any) -> Any:
+    return negative(g, of_each_type(shown_edges, inner, eids))
 
 
 def sample_neighbors(

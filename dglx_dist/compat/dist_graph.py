@@ -19,6 +19,7 @@ from dglx_dist.compat.partition_book import (
     edge_ids,
     edge_type,
     node_type,
+    of_each_type,
     our_edges,
     remember_graph,
     shown_edges,
@@ -58,6 +59,15 @@ def without_empty_types(graph: dgl.DGLGraph) -> dgl.DGLGraph:
         for key in types:
             getattr(reduced, view)[key].data.update(getattr(graph, view)[key].data)
     return reduced
+
+
+def show_ids(g: InnerDistGraph, graph: dgl.DGLGraph) -> dgl.DGLGraph:
+    """Return a graph or block of edges of ``g``, now with the ids that scripts know."""
+    for etype in graph.canonical_etypes:
+        data = graph.edges[etype].data
+        if dgl.EID in data and edge_ids(g.kvstore, etype) is not None:
+            data[dgl.EID] = shown_edges(g.kvstore, etype, data[dgl.EID])
+    return graph
 
 
 def local_partition(g: InnerDistGraph) -> dgl.DGLGraph:
@@ -227,10 +237,10 @@ class DistGraph(Wrapper, of=InnerDistGraph):
     ) -> dgl.DGLGraph:
         """Sample in-edges of nodes, without ``exclude_edges``, which DGL 1.1.3 ignores."""
         if exclude_edges is not None:
-            exclude_edges = self.our_edges(exclude_edges)
+            exclude_edges = of_each_type(our_edges, self.inner, exclude_edges)
         options = (edge_dir, prob, exclude_edges, replace, etype_sorted, output_device)
         drawn = self.inner.sample_neighbors(seed_nodes, fanout, *options)
-        return self.show_ids(without_empty_types(drawn))
+        return show_ids(self.inner, without_empty_types(drawn))
 
     def find_edges(self, edges: Ids, etype: str | EdgeType | None = None) -> tuple[Tensor, Tensor]:
         kind = self.to_canonical_etype(etype)
@@ -240,29 +250,9 @@ class DistGraph(Wrapper, of=InnerDistGraph):
         kind = self.to_canonical_etype(etype)
         return self.inner.orig_edge_ids(our_edges(self.inner.kvstore, kind, ids), kind)
 
-    def our_edges(self, edges: Any) -> Any:
-        """Return the ids that ``.inner`` has for edges, given as ids or as a dict of them by type."""
-        if isinstance(edges, Mapping):
-            return {
-                one: our_edges(self.inner.kvstore, self.to_canonical_etype(one), ids)
-                for one, ids in edges.items()
-            }
-        only = len(self.canonical_etypes) == 1
-        return our_edges(self.inner.kvstore, self.canonical_etypes[0], edges) if only else edges
-
-    def shown_edges(self, edges: Any) -> Any:
-        """Return the ids that scripts know of edges of ``.inner``."""
-        if isinstance(edges, Mapping):
-            return {etype: shown_edges(self.inner.kvstore, etype, ids) for etype, ids in edges.items()}
-        return shown_edges(self.inner.kvstore, self.canonical_etypes[0], edges)
-
-    def show_ids(self, graph: dgl.DGLGraph) -> dgl.DGLGraph:
-        """Return a graph of edges of ``.inner``, now with the ids that scripts know."""
-        for etype in graph.canonical_etypes:
-            data = graph.edges[etype].data
-            if dgl.EID in data and edge_ids(self.inner.kvstore, etype) is not None:
-                data[dgl.EID] = shown_edges(self.inner.kvstore, etype, data[dgl.EID])
-        return graph
+    def new_edge_ids(self, ids: Ids, etype: str | EdgeType | None = None) -> Tensor:
+        kind = self.to_canonical_etype(etype)
+        return shown_edges(self.inner.kvstore, kind, self.inner.new_edge_ids(ids, kind))
 
     def add_edge_attribute(self, name: str, padding: Any = None) -> None:
         raise ConfigError("there is no GraphBolt graph; every edge tensor can be used as prob= or mask=")

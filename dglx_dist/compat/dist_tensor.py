@@ -20,6 +20,7 @@ from dglx_dist.compat.partition_book import (
     graph_of_store,
     inner_policy,
     our_edges,
+    shown_edges,
 )
 from dglx_dist.compat.wrappers import Forward, Wrapper
 from dglx_dist.errors import ConfigError
@@ -327,6 +328,11 @@ class DistTensor(Wrapper, of=InnerDistTensor):
     @property
     def local_partition(self) -> Tensor:
         return self._by_id(self.inner.local_rows())
+
+    def nonzero(self, *, as_tuple: bool = False) -> Any:
+        ids = self.inner.nonzero()
+        share = shown_edges(self.inner.kvstore, self.inner.part_policy.type_name, ids)
+        return (share[:, 0],) if as_tuple else share
 
     def _by_id(self, rows: Tensor) -> Tensor:
         ids = edge_ids(self.inner.kvstore, self.inner.part_policy.type_name)

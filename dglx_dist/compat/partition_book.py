@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, cast, final
+from typing import Any, NoReturn, cast, final
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.dist_tensor import PartitionPolicy as InnerPartitionPolicy
 from dglx_dist.graph.dist_tensor import opened_graph, type_text
-from dglx_dist.graph.ids import Ids, integer_ids
+from dglx_dist.graph.ids import Ids, as_ids
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.partition_book import PartitionBook
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, EdgeType
@@ -65,23 +65,12 @@ class RangePartitionBook(GraphPartitionBook, of=PartitionBook):
         self.inner = PartitionBook(nodes, edges, part_id)
         for kind, ids in ((node_map, self.inner.map_to_homo_nid), (edge_map, self.inner.map_to_homo_eid)):
             self._unusual = self._unusual or _other_numbering(kind, ids)
-
-    def _homogeneous(self) -> PartitionBook:
         if self._unusual:
-            raise ConfigError(f"these ids are homogeneous, and {self._unusual}; name a type")
-        return self.inner
+            names = "map_to_per_ntype", "map_to_per_etype", "map_to_homo_nid", "map_to_homo_eid"
+            vars(self).update(dict.fromkeys(names, self._refuse_homogeneous))
 
-    def map_to_per_ntype(self, ids: Ids) -> tuple[Tensor, Tensor]:
-        return self._homogeneous().map_to_per_ntype(ids)
-
-    def map_to_per_etype(self, ids: Ids) -> tuple[Tensor, Tensor]:
-        return self._homogeneous().map_to_per_etype(ids)
-
-    def map_to_homo_nid(self, ids: Ids, ntype: str = NODE_TYPE) -> Tensor:
-        return self._homogeneous().map_to_homo_nid(ids, ntype)
-
-    def map_to_homo_eid(self, ids: Ids, etype: str | EdgeType = EDGE_TYPE) -> Tensor:
-        return self._homogeneous().map_to_homo_eid(ids, etype)
+    def _refuse_homogeneous(self, *_: object, **__: object) -> NoReturn:
+        raise ConfigError(f"these ids are homogeneous, and {self._unusual}; name a type")
 
     partid: Any = Forward(PartitionBook, "partid")
     """The partition of this rank."""
@@ -134,7 +123,9 @@ class RangePartitionBook(GraphPartitionBook, of=PartitionBook):
         book = self.inner
         is_node, is_edge = kind == NODE_TYPE, kind in (EDGE_TYPE, EDGE_TYPE[1])
         if (is_node and NODE_TYPE not in book.ntypes) or (is_edge and EDGE_TYPE not in book.canonical_etypes):
-            counts = self._homogeneous().metadata()
+            if self._unusual:
+                self._refuse_homogeneous()
+            counts = book.metadata()
             nodes, edges = (
                 np.cumsum([0, *(one[f"num_{of}"] for one in counts)]) for of in ("nodes", "edges")
             )
@@ -188,18 +179,14 @@ def remember_graph(g: DistGraph) -> None:
 
 @final
 class EdgeIds:
-    """The ids of the edges of one type of a graph in one part, as DGL has them: those of the source.
-
-    Ours follow (destination, source), whatever the number of parts.
-    """
+    """DGL's (E,) int64 ids of our edges of one type in a graph in one part: those of the ``source``."""
 
     def __init__(self, source: Array) -> None:
         self.source = source
-        """(E,) int64: DGL's id of each of our edges."""
 
     @cached_property
     def ours(self) -> Array:
-        """(E,) int64: our id of each of DGL's edges."""
+        """(E,) int64: our id, by destination and source, of each of DGL's edges."""
         ours = np.empty_like(self.source)
         ours[self.source] = np.arange(len(ours))
         return ours
@@ -217,11 +204,16 @@ def our_edges(store: KVStore, etype: object, ids: Ids) -> Ids:
     """Return our ids of edges that a script names."""
     if (known := edge_ids(store, etype)) is None:
         return ids
-    given = integer_ids(ids, len(known.ours), f"the edges {etype}")
-    if len(given) and not (given.min() >= 0 and given.max() < len(known.ours)):
-        return given  # whoever reads them raises
-    found = torch.from_numpy(known.ours[given])
+    found = torch.from_numpy(known.ours[as_ids(ids, len(known.ours), f"the edges {etype}")])
     return found.to(ids.device) if isinstance(ids, Tensor) else found
+
+
+def of_each_type(number: Callable[..., Any], g: DistGraph, edges: Any) -> Any:
+    """Apply :func:`our_edges` or :func:`shown_edges` to ids of the only type, or to a dict by type."""
+    if isinstance(edges, Mapping):
+        return {key: number(g.kvstore, g.to_canonical_etype(key), ids) for key, ids in edges.items()}
+    only = len(g.canonical_etypes) == 1
+    return number(g.kvstore, g.canonical_etypes[0], edges) if only else edges
 
 
 def shown_edges(store: KVStore, etype: object, ids: Tensor) -> Tensor:
