@@ -90,7 +90,7 @@ def partition_graph(  # noqa: PLR0913 - DGL's signature
     use_graphbolt: bool = False,
     *,
     seed: int = 0,
-    **graphbolt_options: object,
+    **kwargs: object,
 ) -> tuple[Ids, Ids] | None:
     """Partition ``g`` and write DGL's files, which DGL and this package read; one process calls it.
 
@@ -112,9 +112,9 @@ def partition_graph(  # noqa: PLR0913 - DGL's signature
         why = "farther neighbours are fetched on demand, and there is one format"
         told = f"num_hops={num_hops}, use_graphbolt={use_graphbolt}"
         raise ConfigError(f"{told}: only 1 and False can be honoured; {why}")
-    if graphbolt_options:
+    if kwargs:
         why = "options of GraphBolt's files, which are not written; leave them out"
-        raise ConfigError(f"{', '.join(graphbolt_options)}: {why}")
+        raise ConfigError(f"{', '.join(kwargs)}: {why}")
     whole_number("num_parts", num_parts, least=1)
     whole_number("num_trainers_per_machine", num_trainers_per_machine, least=1)
     whole_number("seed", seed, least=0)
