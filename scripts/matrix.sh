@@ -36,6 +36,8 @@ print(sys.version.split()[0], *map(version, sys.argv[1:]), sep=" | ")' $packages
 status=0
 echo "| Python | ${packages// / | } | demo | tests | seconds |"
 for version; do
-    (run_one "$version") || status=1
+    # In the background and waited for, so that any command that fails ends it.
+    run_one "$version" &
+    wait $! || status=1
 done
 exit $status

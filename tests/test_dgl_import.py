@@ -1,4 +1,4 @@
-"""`import dgl` after `import dglx_dist` where GraphBolt works, fails or is absent, with a small dgl of our own."""
+"""`import dgl` after `import dglx_dist`, where GraphBolt works, fails or is absent; with a dgl of our own."""
 
 from __future__ import annotations
 
