@@ -52,12 +52,13 @@ hint_at_lab() {
 }
 
 install_torch() {
-    local pin
+    local pip=(.venv/bin/python -m pip install -qq --constraint "$constraints") pin
     pin=$(grep '^torch==' "$constraints")
-    # A CPU build from where pip already looks; else from PyTorch's own index; else whatever pip finds.
-    .venv/bin/python -m pip install -qq --constraint "$constraints" "${pin}+cpu" 2>/dev/null ||
-        .venv/bin/python -m pip install -qq --constraint "$constraints" "$pin" \
-            --extra-index-url https://download.pytorch.org/whl/cpu
+    # A CPU build from where pip already looks; else from PyTorch's own index, asked for nothing else; else any build.
+    "${pip[@]}" "$pin+cpu" 2>/dev/null && return
+    "${pip[@]}" --no-deps --retries 1 --index-url https://download.pytorch.org/whl/cpu "$pin+cpu" 2>/dev/null && return
+    echo "no CPU build of $pin can be reached; PyPI's comes with several gigabytes of CUDA"
+    "${pip[@]}" "$pin"
 }
 
 main() {
