@@ -243,7 +243,7 @@ def choose_in_job(model: nn.Module, g: DistGraph, training: Training) -> Choice:
     check_plannable(g.dataset.manifest, str(g.dataset.folder))
     with progress("choosing a strategy", 1, enabled=session.topology.rank == 0) as advance:
         # Training must draw the same random numbers as if the strategy had been named.
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng([session.device] if session.device.type == "cuda" else []):
             choice, draws = _choose(model, g, training, options, advance.show)
         advance(1)
         for line in plan_lines(choice):
