@@ -85,7 +85,7 @@ class Training:
     """Of a ready-made model; None: derived from its convolutions."""
     hidden: int | None = None
     own_loop: bool = False
-    """Whether the user's loop takes the steps, which not every strategy supports."""
+    """Whether the user's loop or torch's autocast takes the steps, which not every strategy supports."""
 
     def __post_init__(self) -> None:
         if self.fanouts is not None:
@@ -394,6 +394,7 @@ def facts_of(session: Session, result: FitResult) -> dict[str, Any]:
     """Return strategy, ranks, exact accuracies and the largest memory of any rank; collective."""
     return {
         "strategy": session.strategy,
+        "precision": result.precision,
         "ranks": session.topology.world_size,
         "servers": session.topology.num_servers,
         "test_accuracy": result.test_accuracy,

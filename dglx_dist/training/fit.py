@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -26,10 +26,17 @@ from dglx_dist.graph.optim import SparseOptimizer
 from dglx_dist.options import check_ranges, common_fields
 from dglx_dist.progress import progress
 from dglx_dist.records import FEATURE, LABEL, SPLITS, EpochRecord
-from dglx_dist.strategies.base import CACHE_CHOICE, EpochTrainer, Objective, WrappedModel
+from dglx_dist.strategies.base import (
+    CACHE_CHOICE,
+    EpochTrainer,
+    Objective,
+    Traits,
+    WrappedModel,
+    strategy_of,
+)
 from dglx_dist.training import checkpoint
 from dglx_dist.training.checkpoint import Positioned, Sparse, optimizers_of
-from dglx_dist.training.config import RunOptions
+from dglx_dist.training.config import BF16, FLOAT32, RunOptions
 from dglx_dist.training.inference import check_evaluable, evaluate, float_of, labelled_type
 from dglx_dist.training.relational import EntityInputs
 from dglx_dist.training.tracing import recording, without_keys
@@ -136,6 +143,12 @@ class Step:
     task: Task
     sparse: Sequence[SparseOptimizer] = ()
     """Optimisers of the model's input embeddings."""
+    precision: str = FLOAT32
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context of a forward pass, in training and evaluation."""
+        device = float_of(self.model).device.type
+        return torch.autocast(device, torch.bfloat16) if self.precision == BF16 else nullcontext()
 
 
 def train_epoch(
@@ -178,7 +191,7 @@ def train_epoch(
 
 
 def _train_step(step: Step, batch: Any, span: Callable[[str], AbstractContextManager[None]]) -> StepLoss:
-    with span("forward"):
+    with span("forward"), step.autocast():
         found = step.task(step.model, batch)
     step.optimizer.zero_grad(set_to_none=True)
     for rows in step.sparse:
@@ -231,8 +244,9 @@ Evaluate = Callable[[WrappedModel], Mapping[str, float]]
 """The wrapped model to scores by mask name, higher is better, equal on all ranks. Collective."""
 
 _, _VALIDATION, _TEST = SPLITS
-TRAINED_WITH = "strategy"
-"""Key in ``extra`` of a checkpoint: name and options of the strategy, and the cache that ``auto`` chose."""
+TRAINED_WITH, PRECISION = "strategy", "precision"
+"""Keys in ``extra`` of a checkpoint: name and options of the strategy, and the cache that ``auto`` chose; the
+precision of forward passes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,6 +296,8 @@ class FitResult:
     first_epoch: int = 0
     """Above 0 after a resume."""
     stopped_early: bool = False
+    precision: str = FLOAT32
+    """Of forward passes."""
     account: dict[str, object] = field(default_factory=dict)
     """Cost of the run, as ``dollars`` with a ``label``; empty if nothing is paid by use."""
     choice: Choice | None = None
@@ -329,10 +345,16 @@ def train(
         StorageError: the trace cannot be written; before training if possible.
     """
     config = config or FitConfig()
+    if torch.is_autocast_enabled(float_of(model).device.type):
+        raise ConfigError(
+            "training inside torch.autocast would compute all steps with the weights of the first, which it "
+            "keeps converted until its block ends; give precision='bf16' instead"
+        )
     if config.task is None and config.ntype is None:
         config = replace(config, ntype=labelled_type(g, config.label))
     run = _Run(loader, g, config, _step_of(model, optimizer, sparse, config))
     run.resume()
+    check_precision(run.result.precision, type(strategy_of(g.session)).traits, g.session.strategy)
     run.check_evaluation()
     steps = len(loader) * (config.epochs - run.result.first_epoch)
     enabled = config.show_progress and g.session.topology.rank == 0
@@ -359,6 +381,15 @@ def train(
     return replace(run.result, account=account)
 
 
+def check_precision(precision: str | None, traits: Traits, strategy: str) -> None:
+    """Raise ConfigError unless forward passes under a strategy can have that precision; None: the default."""
+    if precision == BF16 and not traits.own_loop:
+        raise ConfigError(
+            f"precision bf16: strategy {strategy!r} does not compute in torch but on workers, in the dtype "
+            "of the weights; leave it out, or use strategy='data_parallel'"
+        )
+
+
 def epoch_line(record: EpochRecord) -> str:
     """Return ``epoch 3: loss 1.2345, val 84.1 %, 0.15 s``, without val if not evaluated."""
     validation = "" if record.val_accuracy is None else f"val {record.val_accuracy:.1%}, ".replace("%", " %")
@@ -375,7 +406,8 @@ class _Run:
     """The state of one call of :func:`train`."""
 
     def __init__(self, loader: TrainingLoader, g: DistGraph, config: FitConfig, step: Step) -> None:
-        self._loader, self._g, self._config, self._step = loader, g, config, step
+        self._loader, self._g, self._config = loader, g, config
+        self._step = replace(step, precision=config.precision or FLOAT32)
         self._session: Session = g.session
         self._state: dict[str, Any] = {
             "model": step.model,
@@ -385,7 +417,7 @@ class _Run:
             # Must be equal in the run that loads the checkpoint.
             "dataset": {"num_nodes": g.num_nodes(), "num_edges": g.num_edges()},
         }
-        self.result = FitResult()
+        self.result = FitResult(precision=self._step.precision)
         """Of the epochs so far."""
         self._next, self._evaluations_since_best = 0, 0
 
@@ -395,7 +427,8 @@ class _Run:
             return
         resumed = checkpoint.load(folder, **self._state)
         self._next = resumed.epoch
-        best = resumed.extra.get("best")
+        best, before = resumed.extra.get("best"), BF16 if resumed.extra.get(PRECISION) == BF16 else FLOAT32
+        self._step = replace(self._step, precision=self._config.precision or before)
         self._evaluations_since_best = int(resumed.extra.get("evaluations_since_best", 0))
         self.result = FitResult(
             accuracy={str(name): float(value) for name, value in resumed.extra.get("accuracy", {}).items()},
@@ -403,6 +436,7 @@ class _Run:
             best_val_accuracy=float(best[1]) if best else None,
             first_epoch=resumed.epoch,
             stopped_early=self._patience_is_over(),
+            precision=self._step.precision,
         )
 
     def check_evaluation(self) -> None:
@@ -460,10 +494,11 @@ class _Run:
             # With an asynchronous optimizer, other ranks may still be writing rows.
             rows.flush()
         accuracy = self.result.accuracy
-        if config.evaluate is not None:
-            accuracy = dict(config.evaluate(self._step.model))
-        elif config.task is None:
-            accuracy = evaluate(self._step.model, self._g, **self._evaluate_options)
+        with self._step.autocast():
+            if config.evaluate is not None:
+                accuracy = dict(config.evaluate(self._step.model))
+            elif config.task is None:
+                accuracy = evaluate(self._step.model, self._g, **self._evaluate_options)
         self.result = replace(self.result, accuracy=accuracy)
         validation, best = self.result.val_accuracy, self.result.best_val_accuracy
         if validation is None:
@@ -499,6 +534,7 @@ class _Run:
                 "evaluations_since_best": self._evaluations_since_best,
                 "accuracy": self.result.accuracy,
                 TRAINED_WITH: _trained_with(self._session),
+                PRECISION: self.result.precision,
             },
         )
 
