@@ -62,7 +62,7 @@ from dglx_dist.strategies.base import (
 )
 from dglx_dist.training.checkpoint import Sparse
 from dglx_dist.training.config import BF16
-from dglx_dist.training.fit import Callback, FitConfig, FitResult, TrainingLoader, train
+from dglx_dist.training.fit import Callback, FitConfig, FitResult, TrainingLoader, train, with_precision
 from dglx_dist.training.inference import labelled_type
 from dglx_dist.training.relational import EntityInputs
 
@@ -692,8 +692,7 @@ def fit(  # noqa: PLR0913 - all but two have defaults
             and ``loader_options``.
         trace: File for a trace of the first ``config.trace_steps`` steps of all ranks, as ``config.trace``;
             open it in Perfetto, or draw it with `dglx report FILE`.
-        precision: As ``config.precision``: ``bf16`` runs forward passes, of training and evaluation, under
-            torch's autocast in bfloat16.
+        precision: As ``config.precision``: ``bf16`` trains under torch's autocast in bfloat16.
         loader_options: More for :func:`DataLoader`.
 
     Returns:
@@ -711,6 +710,7 @@ def fit(  # noqa: PLR0913 - all but two have defaults
         config = replace(config, trace=trace)
     if precision is not None:
         config = replace(config, precision=precision)
+    config = with_precision(config, config.checkpoint_folder)
     if loader is not None and loader_options:
         raise ConfigError(
             f"{', '.join(loader_options)} cannot be changed in a given loader; make it with them"

@@ -41,7 +41,7 @@ from dglx_dist.report.tables import run_title, summarise
 from dglx_dist.strategies.base import AUTO, WrappedModel, strategy_of
 from dglx_dist.training.config import BF16, TrainConfig
 from dglx_dist.training.export import check_target, write_embeddings
-from dglx_dist.training.fit import Callback, FitConfig, FitResult, check_precision
+from dglx_dist.training.fit import Callback, FitConfig, FitResult, check_precision, with_precision
 from dglx_dist.training.inference import flatten, labelled_type, layerwise_inference
 from dglx_dist.training.models import RELATIONAL_KINDS, ResGCN, build_model
 from dglx_dist.training.relational import HGT, RGCN, EntityInputs
@@ -168,7 +168,7 @@ def train_dataset(plan: TrainConfig) -> Trained:
     folder = Path(plan.out)
     options: dict[str, Any] = dict(plan.strategy_options)
     with init(plan.strategy, timeout=plan.timeout_s, seed=plan.seed, **options) as session:
-        plan = _resume_after_restart(plan, session)
+        plan = with_precision(_resume_after_restart(plan, session), folder / CHECKPOINTS)
         g = DistGraph(plan.data, structure=plan.structure, verify=plan.verify, session=session)
         ntype = _check_trainable(plan, g)
         module, inputs, _ = built = build(plan, g, ntype, g.num_classes(ntype))
@@ -193,7 +193,6 @@ def train_dataset(plan: TrainConfig) -> Trained:
         )
         epochs = (*(e for e in before if e.epoch < result.first_epoch), *result.epochs)
         facts = facts_of(session, result)
-        config["precision"] = result.precision
         summary = summarise(facts, epochs)
         if choice is not None:
             choice["outcome"] = asdict(outcome_of(choice["epoch"], epochs, facts))

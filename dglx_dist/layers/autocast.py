@@ -1,7 +1,7 @@
 """DGL's operators under ``torch.autocast`` on CPUs.
 
-DGL casts the operands of its kernels under CUDA's autocast, but not under that of CPUs. There a kernel gets rows
-in bfloat16 from a linear layer, edge weights or attention in float32, and refuses them.
+DGL casts the operands of its kernels under the autocast of CUDA, but not of CPUs. There a kernel gets rows in
+bfloat16 from a linear layer, edge weights or attention in float32, and refuses them.
 """
 
 from __future__ import annotations

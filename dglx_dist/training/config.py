@@ -30,7 +30,7 @@ from dglx_dist.options import (
 from dglx_dist.planner.records import ChoiceOptions, Rate
 
 FLOAT32, BF16 = PRECISIONS = "float32", "bf16"
-"""Of forward passes; bf16: under torch's autocast in bfloat16. Weights and optimizer keep their dtype."""
+"""Of forward passes in training; weights, gradients, optimizer and evaluation are float32 with both."""
 
 _INIT_ARGUMENTS = ("strategy", "timeout", "seed", "backend")
 _of_model = partial(option, panel="Model")
@@ -55,7 +55,8 @@ class RunOptions:
     """Includes those before a resume."""
     precision: str | None = _of_optimizer(
         None,
-        "Of forward passes: float32, or bf16 (torch's autocast). Default: float32, or as before a resume.",
+        "bf16: forward passes of training in bfloat16, by torch's autocast. Default: float32, or as before a "
+        "resume.",
         check=one_of(*PRECISIONS),
     )
     eval_every: int = _of_run(1, "Epochs between exact evaluations; 0: at the end.", check=at_least(0))

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, final
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -144,11 +144,7 @@ class Step:
     sparse: Sequence[SparseOptimizer] = ()
     """Optimisers of the model's input embeddings."""
     precision: str = FLOAT32
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context of a forward pass, in training and evaluation."""
-        device = float_of(self.model).device.type
-        return torch.autocast(device, torch.bfloat16) if self.precision == BF16 else nullcontext()
+    """Of forward passes."""
 
 
 def train_epoch(
@@ -191,7 +187,9 @@ def train_epoch(
 
 
 def _train_step(step: Step, batch: Any, span: Callable[[str], AbstractContextManager[None]]) -> StepLoss:
-    with span("forward"), step.autocast():
+    device = float_of(step.model).device.type
+    autocast = torch.autocast(device, torch.bfloat16) if step.precision == BF16 else nullcontext()
+    with span("forward"), autocast:
         found = step.task(step.model, batch)
     step.optimizer.zero_grad(set_to_none=True)
     for rows in step.sparse:
@@ -236,6 +234,8 @@ def _over_ranks(ranks: Sequence[dict[str, Any]], epoch: int) -> EpochRecord:
         bytes_outside=total("outside"),
     )
 
+
+Options = TypeVar("Options", bound=RunOptions)
 
 Callback = Callable[[EpochRecord], None]
 """Called on every rank after each epoch, with the same record."""
@@ -350,11 +350,12 @@ def train(
             "training inside torch.autocast would compute all steps with the weights of the first, which it "
             "keeps converted until its block ends; give precision='bf16' instead"
         )
+    config = with_precision(config, config.checkpoint_folder)
+    check_precision(config.precision, strategy_of(g.session).traits, g.session.strategy)
     if config.task is None and config.ntype is None:
         config = replace(config, ntype=labelled_type(g, config.label))
     run = _Run(loader, g, config, _step_of(model, optimizer, sparse, config))
     run.resume()
-    check_precision(run.result.precision, type(strategy_of(g.session)).traits, g.session.strategy)
     run.check_evaluation()
     steps = len(loader) * (config.epochs - run.result.first_epoch)
     enabled = config.show_progress and g.session.topology.rank == 0
@@ -379,6 +380,14 @@ def train(
             account = trainer.account()
             advance.say(f"cost {account['text']}")
     return replace(run.result, account=account)
+
+
+def with_precision(config: Options, checkpoints: str | Path | None) -> Options:
+    """Return ``config`` with a precision: as given, else that of the checkpoint to resume. Collective."""
+    if config.precision is not None:
+        return config
+    extra = checkpoint.read_extra(checkpoints) if config.resume and checkpoints is not None else None
+    return replace(config, precision=BF16 if extra and extra.get(PRECISION) == BF16 else FLOAT32)
 
 
 def check_precision(precision: str | None, traits: Traits, strategy: str) -> None:
@@ -406,8 +415,7 @@ class _Run:
     """The state of one call of :func:`train`."""
 
     def __init__(self, loader: TrainingLoader, g: DistGraph, config: FitConfig, step: Step) -> None:
-        self._loader, self._g, self._config = loader, g, config
-        self._step = replace(step, precision=config.precision or FLOAT32)
+        self._loader, self._g, self._config, self._step = loader, g, config, step
         self._session: Session = g.session
         self._state: dict[str, Any] = {
             "model": step.model,
@@ -417,7 +425,7 @@ class _Run:
             # Must be equal in the run that loads the checkpoint.
             "dataset": {"num_nodes": g.num_nodes(), "num_edges": g.num_edges()},
         }
-        self.result = FitResult(precision=self._step.precision)
+        self.result = FitResult(precision=step.precision)
         """Of the epochs so far."""
         self._next, self._evaluations_since_best = 0, 0
 
@@ -427,8 +435,7 @@ class _Run:
             return
         resumed = checkpoint.load(folder, **self._state)
         self._next = resumed.epoch
-        best, before = resumed.extra.get("best"), BF16 if resumed.extra.get(PRECISION) == BF16 else FLOAT32
-        self._step = replace(self._step, precision=self._config.precision or before)
+        best = resumed.extra.get("best")
         self._evaluations_since_best = int(resumed.extra.get("evaluations_since_best", 0))
         self.result = FitResult(
             accuracy={str(name): float(value) for name, value in resumed.extra.get("accuracy", {}).items()},
@@ -494,11 +501,10 @@ class _Run:
             # With an asynchronous optimizer, other ranks may still be writing rows.
             rows.flush()
         accuracy = self.result.accuracy
-        with self._step.autocast():
-            if config.evaluate is not None:
-                accuracy = dict(config.evaluate(self._step.model))
-            elif config.task is None:
-                accuracy = evaluate(self._step.model, self._g, **self._evaluate_options)
+        if config.evaluate is not None:
+            accuracy = dict(config.evaluate(self._step.model))
+        elif config.task is None:
+            accuracy = evaluate(self._step.model, self._g, **self._evaluate_options)
         self.result = replace(self.result, accuracy=accuracy)
         validation, best = self.result.val_accuracy, self.result.best_val_accuracy
         if validation is None:
@@ -543,7 +549,10 @@ def _step_of(
     model: WrappedModel, optimizer: torch.optim.Optimizer, sparse: Sparse, config: FitConfig
 ) -> Step:
     task = config.task or NodeClassification(**common_fields(config, NodeClassification))
-    return Step(model=model, optimizer=optimizer, task=task, sparse=optimizers_of(sparse))
+    precision = config.precision or FLOAT32
+    return Step(
+        model=model, optimizer=optimizer, task=task, sparse=optimizers_of(sparse), precision=precision
+    )
 
 
 def _objective_of(config: FitConfig, sparse: Sparse) -> Objective:
