@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dglx_dist.comm.collectives import gather_int64
+from dglx_dist.comm.devices import check_device
 from dglx_dist.comm.session import Session
 from dglx_dist.comm.trace import COMPUTE, LOADER, WAIT, Pass
 from dglx_dist.dataloading.feature_fetch import check_float
@@ -25,6 +26,7 @@ from dglx_dist.errors import CheckpointError, ConfigError
 from dglx_dist.graph.ids import Ids
 from dglx_dist.graph.sampling import by_type
 from dglx_dist.keyed_random import hash_ids, stream_key
+from dglx_dist.message_passing import in_torch
 from dglx_dist.records import Array, StepShare
 from dglx_dist.registry import did_you_mean
 
@@ -190,18 +192,10 @@ def read_options(options: Mapping[str, Any]) -> LoaderOptions:
     if read.seed is not None:
         whole_number("seed", read.seed, least=0)
     if read.device is not None:
-        _check_device(read.device)
+        check_device(read.device)
     check_float(read.feature_dtype)
     # Threads beyond the depth would be idle.
     return replace(read, depth=max(read.depth, read.num_threads))
-
-
-def _check_device(device: object) -> None:
-    try:
-        torch.device(device)  # type: ignore[call-overload]  # whatever the user gave
-    except (RuntimeError, TypeError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"device={device!r} is no device ({reason}); give e.g. 'cpu' or 'cuda:0'") from None
 
 
 def whole_number(name: str, value: object, *, least: int) -> int:
@@ -403,6 +397,8 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
         # Batches are moved on threads, where "cuda" without an index would mean the first one.
         has_index = device.index is not None or device.type != session.device.type
         self._device = device if has_index else session.device
+        self.moves_batches = self._device.type != "cpu" or in_torch(self._device)
+        """Whether batches are not as their maker leaves them: on another device, or on the torch path."""
         size, counts = int(options.batch_size), _counts(items, options, session)
         used = tuple(count - count % size if options.drop_last else count for count in counts)
         self._schedule = Schedule(batch_size=size, used=used, rank=session.topology.rank)
