@@ -86,7 +86,7 @@ class Training:
     """Of a ready-made model; None: derived from its convolutions."""
     hidden: int | None = None
     own_loop: bool = False
-    """Whether the user's loop takes the steps, which not every strategy supports."""
+    """Whether the user's loop or torch's autocast takes the steps, which not every strategy supports."""
 
     def __post_init__(self) -> None:
         if self.fanouts is not None:
@@ -399,6 +399,7 @@ def facts_of(session: Session, result: FitResult) -> dict[str, Any]:
     on_device = [of_rank for _, of_rank in peaks if of_rank is not None]
     return {
         "strategy": session.strategy,
+        "precision": result.precision,
         "ranks": session.topology.world_size,
         "servers": session.topology.num_servers,
         "test_accuracy": result.test_accuracy,
