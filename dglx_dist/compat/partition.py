@@ -96,7 +96,7 @@ def partition_graph(  # noqa: PLR0913 - DGL's signature
     use_graphbolt: bool = False,
     *,
     seed: int = 0,
-    **graphbolt_options: object,
+    **kwargs: object,
 ) -> tuple[Ids, Ids] | None:
     """Partition ``g`` and write DGL's files, which DGL and this package read; one process calls it.
 
@@ -117,9 +117,9 @@ def partition_graph(  # noqa: PLR0913 - DGL's signature
     refuse_graphbolt(use_graphbolt)
     if num_hops != 1:
         warnings.warn(f"num_hops={num_hops}: parts get 1, and fetch farther ones on demand", stacklevel=2)
-    if graphbolt_options:
+    if kwargs:
         why = "options of GraphBolt's files, which are not written; leave them out"
-        raise ConfigError(f"{', '.join(graphbolt_options)}: {why}")
+        raise ConfigError(f"{', '.join(kwargs)}: {why}")
     whole_number("num_parts", num_parts, least=1)
     whole_number("num_trainers_per_machine", num_trainers_per_machine, least=1)
     whole_number("seed", seed, least=0)

@@ -445,7 +445,7 @@ class DistGraph(Shared):
                 f"edge_dir is {edge_dir!r}; only 'in' can be sampled: reverse the graph instead"
             )
         call = np.random.SeedSequence([self.session.seed, self.rank(), next(self._draws)])
-        rule = DrawRule(replace=replace, prob=prob, seed=int(call.generate_state(1, np.uint64)[0] >> 1))
+        rule = DrawRule(replace=replace, prob=prob, seed=int(call.generate_state(1, np.uint64)[0]) >> 1)
         graph = sampled_graph(self, seed_nodes, fanout, exclude_edges, rule)
         return graph if output_device is None else place(graph, output_device)
 

@@ -18,6 +18,7 @@ from dglx_dist.comm.collectives import gather_int64
 from dglx_dist.comm.session import Session, SessionField, start_session
 from dglx_dist.comm.topology import read_settings
 from dglx_dist.errors import ConfigError
+from dglx_dist.layers import autocast
 from dglx_dist.records import FEATURE, LABEL, EpochRecord, StepShare
 from dglx_dist.registry import Registry, did_you_mean
 from dglx_dist.strategies.cost import Candidate, Cost, Measured, PlanContext, Unit
@@ -146,6 +147,10 @@ class WrappedModel(nn.Module, ABC):
 
     module: nn.Module
     """The user's module. Calling it directly, past the wrapper, leaves its gradients on this rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        autocast.install()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the user's module.
