@@ -216,7 +216,10 @@ class ColumnEmbedding:
 
     def forward(self, x: Tensor) -> Tensor:
         own = self._provenance.own
-        if own is None or x.shape != own.nodes.shape or not torch.equal(x.long(), own.nodes):
+        # The loader's own tensor is known without reading it, for which the host would wait for a device.
+        if own is None or not (
+            _same(x, own.nodes) or (x.shape == own.nodes.shape and torch.equal(x.long(), own.nodes))
+        ):
             raise ConfigError(
                 f"nn.Embedding of {len(self.weight)} nodes was cut by columns, so it can only be asked "
                 f"for the rows of a batch's input nodes; it was given ids of shape {tuple(x.shape)} that "
@@ -287,9 +290,9 @@ class ColumnLayerNorm:
 
     def apply(self, rows: Tensor, owner: PartInput, runs: Sequence[Columns]) -> Tensor:
         """Return the normalized features, with the module's current weights."""
-        norm, (means, variances) = self._norm, self._moments
-        # Mean and variance stay on their device; the nodes may be on another one.
-        ids = owner.nodes.to(means.device)
+        if self._moments[0].device != rows.device:
+            self._moments = self._moments[0].to(rows.device), self._moments[1].to(rows.device)
+        norm, ids, (means, variances) = self._norm, owner.nodes, self._moments
         mean, scale = means[ids], (variances[ids] + norm.eps).rsqrt()
         rows = (rows - mean.to(rows).unsqueeze(1)) * scale.to(rows).unsqueeze(1)
         rows = rows if norm.weight is None else rows * norm.weight
