@@ -41,6 +41,7 @@ from dglx_dist.graph.column import PendingPull
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.ids import Ids, as_array, as_ids
 from dglx_dist.graph.sampling import by_type
+from dglx_dist.message_passing import place
 from dglx_dist.records import Array, EdgeType, StepShare
 
 if TYPE_CHECKING:
@@ -471,9 +472,9 @@ class DistEdgeDataLoader(StepLoader[EdgeType, EdgeBatch, EdgesBatch]):
 
     def _on_device(self, batch: EdgeBatch, share: StepShare) -> EdgesBatch:
         blocks, nodes, graphs = batch.blocks, batch.input_nodes, batch.pairs
-        if self._device.type != "cpu":
-            blocks = [block.to(self._device) for block in blocks]
-            graphs = [graph.to(self._device) for graph in graphs]
+        if self.moves_batches:
+            blocks = [place(block, self._device) for block in blocks]
+            graphs = [place(graph, self._device) for graph in graphs]
             nodes = nodes_to(nodes, self._device)
         # On each of them, since a model may get the blocks, a pair graph, or both.
         for stamped in (blocks[-1], *graphs):

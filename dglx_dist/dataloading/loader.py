@@ -30,6 +30,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.ids import Ids
 from dglx_dist.graph.sampling import by_type, fanout_by_type
 from dglx_dist.keyed_random import Csc, Rule
+from dglx_dist.message_passing import place
 from dglx_dist.records import Array, EdgeType, StepShare
 
 if TYPE_CHECKING:
@@ -227,8 +228,8 @@ class DataLoader(StepLoader[str, MiniBatch, Batch]):
 
     def _on_device(self, batch: MiniBatch, share: StepShare) -> Batch:
         blocks, nodes, seeds = batch.blocks, batch.input_nodes, batch.output_nodes
-        if self._device.type != "cpu":
-            blocks = [block.to(self._device) for block in blocks]
+        if self.moves_batches:
+            blocks = [place(block, self._device) for block in blocks]
             nodes, seeds = nodes_to(nodes, self._device), nodes_to(seeds, self._device)
         blocks[-1].step_share = share
         return nodes, seeds, blocks

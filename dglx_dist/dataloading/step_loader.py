@@ -25,6 +25,7 @@ from dglx_dist.errors import CheckpointError, ConfigError
 from dglx_dist.graph.ids import Ids
 from dglx_dist.graph.sampling import by_type
 from dglx_dist.keyed_random import hash_ids, stream_key
+from dglx_dist.message_passing import in_torch
 from dglx_dist.records import Array, StepShare
 from dglx_dist.registry import did_you_mean
 
@@ -403,6 +404,8 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
         # Batches are moved on threads, where "cuda" without an index would mean the first one.
         has_index = device.index is not None or device.type != session.device.type
         self._device = device if has_index else session.device
+        self.moves_batches = self._device.type != "cpu" or in_torch(self._device)
+        """Whether batches are not as their maker leaves them: on another device, or on the torch path."""
         size, counts = int(options.batch_size), _counts(items, options, session)
         used = tuple(count - count % size if options.drop_last else count for count in counts)
         self._schedule = Schedule(batch_size=size, used=used, rank=session.topology.rank)

@@ -40,6 +40,7 @@ from dglx_dist.graph.partition_book import PartitionBook, Placement, canonical_e
 from dglx_dist.graph.sampling import UNIFORM, DrawRule, draw_uniform, sampled_graph
 from dglx_dist.graph.shared_memory import InitRows
 from dglx_dist.graph.structure import PartitionedStructure, ReplicatedStructure, Structure
+from dglx_dist.message_passing import in_torch, install, place
 from dglx_dist.records import Array, ColumnInfo, EdgeType
 
 if TYPE_CHECKING:
@@ -226,6 +227,8 @@ class DistGraph(Shared):
                 "give DistGraph either the folder of a partitioned dataset or part_config=, DGL's JSON file"
             )
         self.session = session or current_session()
+        if in_torch(self.session.device):
+            install()  # for blocks that a script moves by itself
         path = Path(folder) if folder is not None else imported(Path(str(part_config)), self.session)
         self.dataset: StoredDataset = open_together(path, self.session, verify)
         manifest = self.dataset.manifest
@@ -438,7 +441,7 @@ class DistGraph(Shared):
         call = np.random.SeedSequence([self.session.seed, self.rank(), next(self._draws)])
         rule = DrawRule(replace=replace, prob=prob, seed=int(call.generate_state(1, np.uint64)[0] >> 1))
         graph = sampled_graph(self, seed_nodes, fanout, exclude_edges, rule)
-        return graph if output_device is None else graph.to(output_device)
+        return graph if output_device is None else place(graph, output_device)
 
     def local_nodes(self, ntype: str | None = None) -> Tensor:
         """Return the ids of the local server's nodes, ascending."""

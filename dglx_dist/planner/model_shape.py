@@ -18,6 +18,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import Declares, LayerWork, SplittableConv
 from dglx_dist.layers.convolutions import CONVOLUTIONS, stages_of
 from dglx_dist.layers.tracer import MODEL_ERRORS, convolutions_in, random_block, stand_ins, trace_calls
+from dglx_dist.message_passing import place
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.cost import ModelShape
 
@@ -100,7 +101,7 @@ def _traced(module: nn.Module, features: int, num_layers: int) -> tuple[tuple[La
     generator = torch.Generator().manual_seed(0)
     like = next(one for one in module.parameters() if one.is_floating_point())
     blocks = [
-        random_block(targets, sources, 4 * targets, generator).to(like.device)
+        place(random_block(targets, sources, 4 * targets, generator), like.device)
         for sources, targets in pairwise(sizes)
     ]
     x = torch.randn(sizes[0], features, generator=generator).to(like)

@@ -19,6 +19,7 @@ from dglx_dist.dataloading.minibatch import BatchMaker
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.row_kernels import torch_dtype
+from dglx_dist.message_passing import place
 from dglx_dist.records import FEATURE, LABEL, SPLITS, Array
 from dglx_dist.strategies.base import WrappedModel, edge_data_named
 from dglx_dist.training.models import InferenceLayer
@@ -259,7 +260,7 @@ def _compute_of(
         h = {
             path: tensor[sources[type_of(path, g)].data[dgl.NID]].to(*target) for path, tensor in rows.items()
         }
-        made = [_with_degrees(block.to(target[0]), g) for block in blocks]
+        made = [_with_degrees(place(block, target[0]), g) for block in blocks]
         return _leaves_of(ntype, one(made, nest(h)), g, len(ids))
 
     return compute

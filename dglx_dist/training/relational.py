@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from dglx_dist.dataloading.feature_fetch import HALVES
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor
+from dglx_dist.message_passing import create_block
 from dglx_dist.records import FEATURE, EdgeType
 from dglx_dist.training.models import Layered
 
@@ -126,10 +127,12 @@ def _merged(block: Any, num_dst: Mapping[str, int], etypes: Sequence[EdgeType]) 
         destinations.append(v + first_dst[destination])
         kinds.append(torch.full_like(u, number))
     total = sum(num_dst.values())
-    merged = dgl.create_block(
-        (torch.cat(sources), torch.cat(destinations)),
-        num_src_nodes=total + sum(num_rest.values()),
-        num_dst_nodes=total,
+    merged = create_block(
+        "coo",
+        torch.cat(destinations),
+        torch.cat(sources),
+        num_src=total + sum(num_rest.values()),
+        num_dst=total,
     )
     counts = torch.tensor([*num_dst.values(), *num_rest.values()], device=block.device)
     numbers = torch.arange(len(num_dst), device=block.device).repeat(2)
@@ -321,11 +324,7 @@ def _edges_by_relation(
         return None
     all_sources = torch.cat(sources)
     indptr = F.pad(torch.cat(degrees).cumsum(0, dtype=all_sources.dtype), (1, 0))
-    merged = dgl.create_block(
-        ("csc", (indptr, all_sources, all_sources[:0])),
-        num_src_nodes=sum(num_src.values()),
-        num_dst_nodes=len(indptr) - 1,
-    )
+    merged = create_block("csc", indptr, all_sources, num_src=sum(num_src.values()), num_dst=len(indptr) - 1)
     return merged, sizes, torch.cat(targets)
 
 

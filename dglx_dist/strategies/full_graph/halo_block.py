@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from dglx_dist.dataloading.minibatch import build_block
 from dglx_dist.errors import ConfigError
+from dglx_dist.message_passing import TorchIndex, place
 from dglx_dist.records import EDGE_TYPE, EdgeType
 from dglx_dist.strategies.full_graph.halo_plan import HaloLayer
 from dglx_dist.strategies.gradient_sync import replace_floats
@@ -186,9 +187,10 @@ def reduce_without_edges(block: Any, message: Any, reduce: Any) -> dict[str, Ten
 
 def _one_edge_block(block: Any) -> Any:
     """Return a block of one edge with the destination and edge columns of ``block``, all zeros."""
-    (source, relation, destination), device = block.canonical_etypes[0], block.device
-    ends = torch.zeros(1, dtype=block.idtype, device=device)
+    source, relation, destination = block.canonical_etypes[0]
+    ends = torch.zeros(1, dtype=block.idtype)
     one = dgl.create_block({(source, relation, destination): (ends, ends)}, {source: 1}, {destination: 1})
+    one = place(one, block.device)
     for target, source_data in ((one.dstdata, block.dstdata), (one.edata, block.edata)):
         for name, rows in source_data.items():
             target[name] = _one_row(rows)
@@ -224,18 +226,26 @@ class InEdgesOnly:
     def __set__(self, graph: Any, index: HeteroGraphIndex) -> None:
         # DGL makes a new index when a graph changes its device, formats or integer type. Without ``__get__``,
         # Python reads the instance's own attribute.
-        index.__class__ = _InEdgesOnlyIndex
+        index.__class__ = _InEdgesOnlyTorchIndex if isinstance(index, TorchIndex) else _InEdgesOnlyIndex
         graph.__dict__["_graph"] = index
 
 
-class _InEdgesOnlyIndex(HeteroGraphIndex):
+class _NotReversed:
     """A graph index with complete in-edges and incomplete out-edges."""
 
     def reverse(self) -> Any:
         # -1: no backward pass is running, see torch.autograd.graph.
         if torch._C._current_graph_task_id() == -1:
             refuse_reversed("this")
-        return super().reverse()
+        return super().reverse()  # type: ignore[misc]  # a graph index follows in every subclass
+
+
+class _InEdgesOnlyIndex(_NotReversed, HeteroGraphIndex):
+    pass
+
+
+class _InEdgesOnlyTorchIndex(_NotReversed, TorchIndex):
+    pass
 
 
 def refuse_reversed(what: str) -> NoReturn:

@@ -28,6 +28,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.row_kernels import empty_rows
 from dglx_dist.keyed_random import hash_ids, stream_key
+from dglx_dist.message_passing import place
 from dglx_dist.records import Array, StepShare
 from dglx_dist.strategies.full_graph.expansion import (
     AUTO,
@@ -398,7 +399,7 @@ class HaloBatch:
                 exchanges.append(HaloExchange(g.session, layer, depth + 1))
                 etype, degrees = g.canonical_etypes[0], g.out_degrees
                 block = halo_block(layer, nodes, exchanges[-1], etype=etype, out_degrees=degrees)
-                self.blocks.append(block.to(device))
+                self.blocks.append(place(block, device))
         first, last = self.blocks[0], self.blocks[-1]
         edges = {name: rows.to(device) for name, rows in reader.edges(plan).items()}
         fetch = partial(exchanges[0].fetch, phase=PHASE) if filled else None

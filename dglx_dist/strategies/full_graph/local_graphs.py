@@ -20,6 +20,7 @@ from dglx_dist.comm.collectives import check_equal, run_on_all_ranks
 from dglx_dist.dataloading.feature_fetch import RowMemory
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.partition_book import RowOwners
+from dglx_dist.message_passing import place
 from dglx_dist.records import Array, StepShare
 from dglx_dist.strategies.base import STRATEGIES, count_targets
 from dglx_dist.strategies.full_graph.halo_block import (
@@ -127,6 +128,7 @@ class LocalGraph(DGLGraph):
         if moved is self:
             return self
         moved._block = self._block.to(device, **kwargs)
+        moved._graph = moved._block._graph
         moved._exchanged, names = {}, list(self.ndata.keys())
         moved._prefetched = tuple(
             _ExchangedColumn(rows, _version_of(rows), one.whole.to(device, **kwargs))
@@ -287,7 +289,7 @@ def local_graph(
             lg.keep_halo(name, memory.converted(exchange.fetch(rows, phase=PHASE)))
     if targets is not None and targets in lg.ndata:
         lg.step_share = count_targets(int(lg.ndata[targets].sum()), g.session)
-    return lg
+    return place(lg, g.session.device)
 
 
 def _keys(view: DataView, names: Sequence[str], where: str) -> dict[str, str]:

@@ -30,6 +30,7 @@ from dglx_dist.dataloading.minibatch import build_block
 from dglx_dist.dataloading.sampler_spec import read_sampler
 from dglx_dist.dataloading.step_loader import EpochLoader, Items, StepLoader
 from dglx_dist.errors import ConfigError
+from dglx_dist.message_passing import place
 from dglx_dist.records import Array, EdgeType, StepShare
 from dglx_dist.strategies.push_pull.exchange import STRUCTURE, Group, GroupBatch, PartInput
 from dglx_dist.strategies.push_pull.feature_columns import ColumnStore, open_columns
@@ -341,13 +342,13 @@ class PushPullLoader(EpochLoader[_Made, Any]):
 
     def _on_device(self, block: DGLBlock, inputs: tuple[PartInput, ...]) -> tuple[PartInput, ...]:
         """Return ``inputs`` on the device of the user's block, but for the own block, which it replaces."""
-        if block.device.type == "cpu":
+        if not self._inner.moves_batches:
             return inputs
         own = self._group.part
         return tuple(
             replace(
                 one,
-                block=one.block if part == own else one.block.to(block.device),
+                block=one.block if part == own else place(one.block, block.device),
                 nodes=one.nodes.to(block.device),
                 columns={name: rows.to(block.device) for name, rows in one.columns.items()},
             )
