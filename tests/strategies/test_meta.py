@@ -1,7 +1,7 @@
 """A step of every strategy on torch's meta device, whose tensors have no data, and its books.
 
 What goes through the CPU or NumPy, reads a value, or makes a tensor on a wrong device, fails there.
-Structure, sampling, agreements and the ledger are the real ones; torch's fake backend "sends" tensors without data.
+Structure, sampling, agreements and the ledger are real; torch's fake backend "sends" what has no data.
 """
 
 from __future__ import annotations
@@ -26,14 +26,37 @@ from tests.strategies.push_pull import runs
 
 META, EPOCHS, BATCH = torch.device("meta"), 2, 30
 DROPPED, TRAINED = "gat, dropped", "sage, trained"
+PUSHED = ("structure", "push")
+"""Else the time that it takes decides."""
 
 COLUMNS = [
     Column("data_parallel", models=(*MODELS, TRAINED)),
-    Column("push_pull", models=(*MODELS, DROPPED, TRAINED)),
-    Column("push_pull", (("depth", 2),), models=("sage", DROPPED)),
-    Column("push_pull", (("depth", 3), ("weights", "split")), models=("gat",)),
-    Column("push_pull", (("group_size", 1),), models=("sage", TRAINED)),
-    Column("push_pull", (("sync", "inputs"),), models=("gat",)),
+    Column("push_pull", (PUSHED,), models=(*MODELS, DROPPED, TRAINED)),
+    Column(
+        "push_pull",
+        (
+            PUSHED,
+            ("depth", 2),
+        ),
+        models=("sage", DROPPED),
+    ),
+    Column("push_pull", (PUSHED, ("depth", 3), ("weights", "split")), models=("gat",)),
+    Column(
+        "push_pull",
+        (
+            PUSHED,
+            ("group_size", 1),
+        ),
+        models=("sage", TRAINED),
+    ),
+    Column(
+        "push_pull",
+        (
+            PUSHED,
+            ("sync", "inputs"),
+        ),
+        models=("gat",),
+    ),
     Column("full_graph", models=(*MODELS, DROPPED)),
     Column("full_graph", (("use_pp", False),), models=("gat",)),
     Column("shared_preload", (("hops", 1),), models=("gcn_symmetric",)),
@@ -63,8 +86,9 @@ def trained_on(device: str, g: DistGraph, column: Column, kind: str) -> tuple[li
     """Train two epochs; return shapes, dtypes and devices of all that a step makes, and the bytes moved."""
     session, rank = g.session, g.session.topology.rank
     strategy = STRATEGIES.get(column.strategy)(session, dict(column.options))
+    # No batch is empty: a rank without a gradient reads from the device whether others have it.
     ids = equality.new_ids_of_training(g)[: 2 * BATCH * 2]
-    mine = equality.cut(ids, equality.SHARES["uneven"], rank, session.topology.world_size)
+    mine = ids[rank :: session.topology.world_size]
     sizes = {} if strategy.traits.unit == "full_graph" else {"batch_size": BATCH, "shuffle": True}
     before, seen = session.ledger.snapshot(), list[Any]()
     loader = strategy.loader(g, mine, runs.sampler(), device=device, seed=5, **sizes)
@@ -89,7 +113,9 @@ def trained_on(device: str, g: DistGraph, column: Column, kind: str) -> tuple[li
     seen.append([(name, tuple(one.shape)) for name, one in state.items()])
     moved = Counter[Any]()
     for row in session.ledger.since(before):
-        moved[row.phase, row.layer, row.destination] += row.num_bytes
+        # Agreements differ in length, and columns stay after the first opening.
+        if row.phase not in ("control", "columns"):
+            moved[row.phase, row.layer, row.destination] += row.num_bytes
     return seen, moved
 
 
@@ -113,11 +139,6 @@ def test_a_step_without_data_is_the_same_in_all_but_the_numbers(folder: Path) ->
         for name, by_device in found.items():
             (seen, moved), (seen_on_meta, moved_on_meta) = by_device["cpu"], by_device["meta"]
             assert seen == seen_on_meta, (rank, name)
-            # Agreements and sizes are not data, and a cache of ids is filled once.
-            for phase in ("control", "structure"):
-                for books in (moved, moved_on_meta):
-                    for key in [key for key in books if key[0] == phase and False]:
-                        del books[key]
             assert moved == moved_on_meta, (rank, name)
             assert len(seen) > 2
             assert moved
