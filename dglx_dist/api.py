@@ -463,6 +463,7 @@ def init(
     timeout: float = 300.0,
     seed: int = 0,
     backend: str | None = None,
+    device: torch.device | str = "auto",
     **options: object,
 ) -> Session:
     """Join the other ranks that torchrun started; every rank calls it first. One process without torchrun.
@@ -471,7 +472,9 @@ def init(
         strategy: Name or alias of a strategy, or ``auto``; None: DGLX_STRATEGY, else ``data_parallel``.
         timeout: Seconds that a rank may be silent before the others raise an error that names it.
         seed: Of all random numbers, which are the same on any number of ranks.
-        backend: Of ``torch.distributed``; None: gloo, and nccl beside it where there is CUDA.
+        backend: Of ``torch.distributed``; None: gloo, with nccl where every rank has a GPU to itself.
+        device: Of this rank: ``cpu``, ``cuda`` (by ``LOCAL_RANK``; ranks share where there are more), or
+            ``cuda:N``; ``auto``: DGLX_DEVICE, else a GPU where one can be used. Rank 0 logs what it is.
         options: The strategy's own options; those in DGLX_OPTIONS, which is JSON, are added.
 
     Returns:
@@ -479,14 +482,15 @@ def init(
 
     Raises:
         UnknownNameError: there is no such strategy; the message has the nearest name.
-        ConfigError: the strategy does not know an option, ``seed`` is no seed, the ranks' arguments differ,
-            or a session is open already.
+        ConfigError: the strategy does not know an option, ``seed`` is no seed, the ranks' arguments or kinds
+            of devices differ, a rank lacks ``device``, or a session is open already.
         PeerError: ranks are missing after ``timeout``; the message lists them.
     """
     # Checked first: a wrong name must not cost a rendezvous.
     seed = whole_number("seed", seed, least=0)
     name = resolve_strategy(strategy, auto=True)
-    session = begin(name, options, timeout_s=timeout, seed=seed, backend=backend, check=check_session_options)
+    joining: dict[str, Any] = {"timeout_s": timeout, "seed": seed, "backend": backend, "device": device}
+    session = begin(name, options, **joining, check=check_session_options)
     torch.manual_seed(seed)
     return session
 

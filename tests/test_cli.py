@@ -92,6 +92,7 @@ def test_a_run_folder_holds_what_was_promised(run: Path) -> None:
     assert summary["bytes_inside"] == 0
     assert summary["bytes_outside"] > 0
     assert summary["peak_memory_bytes"] > 50e6
+    assert (summary["device"], summary["peak_device_memory_bytes"]) == ("cpu", None)
     epochs = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [epoch["epoch"] for epoch in epochs] == [0, 1, 2, 3, 4]
     assert all(epoch["num_samples"] == 100 for epoch in epochs)

@@ -164,11 +164,13 @@ def train_dataset(plan: TrainConfig) -> Trained:
     """Train, evaluate and write the run folder; every rank that torchrun started must call it."""
     folder = Path(plan.out)
     options: dict[str, Any] = dict(plan.strategy_options)
-    with init(plan.strategy, timeout=plan.timeout_s, seed=plan.seed, **options) as session:
+    joining: dict[str, Any] = {"timeout": plan.timeout_s, "seed": plan.seed, "device": plan.device}
+    with init(plan.strategy, **joining, **options) as session:
         plan = _resume_after_restart(plan, session)
         g = DistGraph(plan.data, structure=plan.structure, verify=plan.verify, session=session)
         ntype = _check_trainable(plan, g)
         module, inputs, _ = built = build(plan, g, ntype, g.num_classes(ntype))
+        module.to(session.device)
         plan, choice = _resolve_auto(plan, g, module)
         plan = with_defaults(plan)
         _check_cache(plan, session)

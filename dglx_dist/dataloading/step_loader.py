@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from dglx_dist.comm.collectives import gather_int64
+from dglx_dist.comm.devices import check_device
 from dglx_dist.comm.session import Session
 from dglx_dist.comm.trace import COMPUTE, LOADER, WAIT, Pass
 from dglx_dist.dataloading.feature_fetch import check_float
@@ -191,18 +192,10 @@ def read_options(options: Mapping[str, Any]) -> LoaderOptions:
     if read.seed is not None:
         whole_number("seed", read.seed, least=0)
     if read.device is not None:
-        _check_device(read.device)
+        check_device(read.device)
     check_float(read.feature_dtype)
     # Threads beyond the depth would be idle.
     return replace(read, depth=max(read.depth, read.num_threads))
-
-
-def _check_device(device: object) -> None:
-    try:
-        torch.device(device)  # type: ignore[call-overload]  # whatever the user gave
-    except (RuntimeError, TypeError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"device={device!r} is no device ({reason}); give e.g. 'cpu' or 'cuda:0'") from None
 
 
 def whole_number(name: str, value: object, *, least: int) -> int:

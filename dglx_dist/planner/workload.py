@@ -111,7 +111,8 @@ def count_rank(
     topology, bounds = place
     own_seeds = split_ids(seeds, bounds, topology, force_even=draws.force_even)[: draws.most_seeds]
     sampler = dgl.dataloading.NeighborSampler(list(draws.fanouts))
-    loader = DataLoader(g, own_seeds, sampler, batch_size=draws.batch_size, shuffle=True, num_threads=0)
+    options: dict[str, Any] = {"shuffle": True, "num_threads": 0, "device": "cpu"}
+    loader = DataLoader(g, own_seeds, sampler, batch_size=draws.batch_size, **options)
     loader.set_epoch(draws.epoch)
     own = int(bounds[topology.server]), int(bounds[topology.server + 1])
     layers, batches = len(draws.fanouts), 0

@@ -7,8 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -147,10 +149,15 @@ class WrappedModel(nn.Module, ABC):
         """Call the user's module.
 
         Raises:
-            ConfigError: the model reads edge data that its block does not have; the message has the remedy.
+            ConfigError: the model reads edge data that its block does not have, or is on another device than
+                its inputs; the message has the remedy.
         """
-        with edge_data_named():
-            return super().__call__(*args, **kwargs)
+        try:
+            with edge_data_named():
+                return super().__call__(*args, **kwargs)
+        except Exception as error:
+            _raise_for_devices(self.module, (*args, *kwargs.values()), error)
+            raise
 
     @property
     def parts(self) -> Parts:
@@ -238,6 +245,21 @@ class WrappedModel(nn.Module, ABC):
         result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it bare
         self.note_buffers()
         return result
+
+
+def _raise_for_devices(module: nn.Module, arguments: Iterable[Any], error: Exception) -> None:
+    """Raise ConfigError from ``error`` if ``module`` and an argument lie on different devices."""
+    own = next((one.device for one in module.parameters()), None)
+    flat = chain.from_iterable(
+        one.values() if isinstance(one, Mapping) else one if isinstance(one, list | tuple) else (one,)
+        for one in arguments
+    )
+    other = next((one.device for one in flat if getattr(one, "device", own) != own), None)
+    if own is not None and other is not None:
+        raise ConfigError(
+            f"the model is on {own}, its inputs on {other}; wrap model.to(dx.local_device()), or give the "
+            f"loader device={str(own)!r}"
+        ) from error
 
 
 class Strategy(ABC):
@@ -443,6 +465,7 @@ def begin(
     timeout_s: float = 300.0,
     seed: int = 0,
     backend: str | None = None,
+    device: torch.device | str = "auto",
     check: Callable[[Session], object] = strategy_of,
 ) -> Session:
     """Join the other ranks for ``strategy``; every rank must call it.
@@ -453,15 +476,17 @@ def begin(
         timeout_s: Seconds that a rank may be silent.
         seed: Of everything random.
         backend: Of the process group, if there is none yet.
+        device: See :func:`start_session`.
         check: Raises ConfigError for the session's options.
 
     Raises:
-        ConfigError: the strategy does not know an option, ranks disagree, or a session is open already.
+        ConfigError: the strategy does not know an option, ranks disagree or lack the device, or a session is
+            open already.
         PeerError: ranks are missing after the time-out.
     """
     merged = {**read_settings().options, **options}
     session = start_session(
-        strategy=strategy, options=merged, timeout_s=timeout_s, seed=seed, backend=backend
+        strategy=strategy, options=merged, timeout_s=timeout_s, seed=seed, backend=backend, device=device
     )
     try:
         check(session)

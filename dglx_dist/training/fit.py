@@ -51,8 +51,8 @@ class StepLoss:
     """() mean over this rank's targets, with a gradient even without targets."""
     num_targets: int
     """As the loader counts them: destinations, or positive edges."""
-    num_correct: int
-    """Correct targets, for the train accuracy."""
+    num_correct: int | Tensor
+    """Correct targets, for the train accuracy. A () tensor does not wait for the device."""
 
 
 Task: TypeAlias = Callable[[WrappedModel, Any], StepLoss]
@@ -78,7 +78,7 @@ class NodeClassification:
         if isinstance(scores, dict):
             scores = scores[self.ntype or blocks[-1].dsttypes[0]]
         labels = blocks[-1].dstnodes[self.ntype or blocks[-1].dsttypes[0]].data[self.label]
-        correct = int((scores.detach().argmax(1) == labels).sum()) if len(labels) else 0
+        correct = (scores.detach().argmax(1) == labels).sum() if len(labels) else 0
         return StepLoss(loss=self.loss(scores, labels), num_targets=len(labels), num_correct=correct)
 
 
@@ -105,7 +105,7 @@ class LinkPrediction:
         return StepLoss(
             loss=self.loss(torch.cat([positive, negative]), truth),
             num_targets=len(positive),
-            num_correct=int((positive.detach() > 0).sum()),
+            num_correct=(positive.detach() > 0).sum(),
         )
 
 
@@ -146,7 +146,7 @@ def train_epoch(
     loader.times(reset=True)
     step.model.exchange_seconds(reset=True)
     before = session.ledger.snapshot()
-    loss, correct, targets = 0.0, 0, 0
+    steps: list[tuple[Tensor, int | Tensor, int]] = []
     begin = time.perf_counter()
     for batch in loader:
         # Numbered like the loader's batches, so that a trace shows the batch of a step.
@@ -155,10 +155,14 @@ def train_epoch(
         found = _train_step(step, batch, partial(session.timeline.span, row=COMPUTE, batch=number))
         if found.num_targets:
             # The mean over no targets is nan, which would spoil the total.
-            loss += float(found.loss.detach()) * found.num_targets
-            correct += found.num_correct
-            targets += found.num_targets
+            steps.append((found.loss.detach(), found.num_correct, found.num_targets))
         after_step()
+    # Read at the end: each step would wait for the device.
+    loss, correct, targets = 0.0, 0, 0
+    for of_step, num_correct, num_targets in steps:
+        loss += float(of_step) * num_targets
+        correct += int(num_correct)
+        targets += num_targets
     seconds = time.perf_counter() - begin
     rows = session.ledger.since(before)
     times = loader.times()

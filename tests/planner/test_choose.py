@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dglx_dist.planner.choose import choose, enumerate_candidates, find_regions, predict, works_of
+from dglx_dist.planner.profile import assumed_rates
 from dglx_dist.planner.records import ChoiceOptions
 from dglx_dist.strategies.cost import Candidate, PlanContext, ring_split
 from dglx_dist.strategies.full_graph.cost import FullGraphScheme
@@ -21,6 +22,30 @@ LATE = replace(COLUMNS, options={"structure": "push", "depth": 3}, exact=False)
 WHOLE = Candidate(strategy="full_graph", unit="full_graph", works=(FullGraphScheme(0),))
 PRELOADED = Candidate(strategy="shared_preload", unit="full_graph", works=(FullGraphScheme(2),))
 WORKERS = Candidate(strategy="lambda", unit="full_graph", works=(FullGraphScheme(0), GhostPairs()))
+
+
+def test_memory_of_gpus_is_a_limit_of_its_own() -> None:
+    """On a GPU lies what is not the program, the features, the columns or the structure: 8.14 of 108.8 MB."""
+    on_cpu = predict(ROWS, known())
+    mapped = 10**8 + hand_made.GRAPH.structure_bytes + 500 * 400
+    for limit, host, feasible in ((10**7, mapped, True), (10**5, mapped, False), (10**7, mapped // 2, False)):
+        cluster = replace(CLUSTER, device_memory_bytes=limit, memory_bytes=host)
+        found = predict(ROWS, known(cluster=cluster))
+        assert found.feasible == feasible
+        assert found.memory_bytes == on_cpu.memory_bytes
+        assert found.device_memory_bytes == on_cpu.memory_bytes - mapped
+        assert ("on its GPU, of 0.0" in found.why_not) == (limit == 10**5)
+    assert on_cpu.device_memory_bytes == 0
+
+
+def test_rows_cross_pcie_at_its_rate() -> None:
+    """2000 rows of 400 bytes, of which nothing is hidden behind computing on the one core."""
+    rates = replace(RATES, copy_byte_s=1e-6)
+    assert predict(ROWS, known(rates=rates)).seconds.sampling == pytest.approx(2000 * 400 * 1e-6)
+    fast = assumed_rates(speed=50, on_gpu=True)
+    assert fast.sample_edge_s == assumed_rates().sample_edge_s
+    assert fast.multiply_add_s == pytest.approx(assumed_rates().multiply_add_s / 50)
+    assert (fast.copy_byte_s > 0) > (assumed_rates(speed=50).copy_byte_s > 0)
 
 
 def test_seconds_of_rows_by_hand() -> None:
