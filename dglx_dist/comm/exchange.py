@@ -203,11 +203,8 @@ def open_devices(session: Session) -> DeviceExchange | None:
     device = session.device
     # A single rank has no process group.
     on_nccl = device.type == "cuda" and dist.is_initialized() and "nccl" in dist.get_backend_config()
-    uuid = str(torch.cuda.get_device_properties(device).uuid) if on_nccl else ""
-    uuids = [str(one) for one in gather_json(uuid, session)]
-    if "" in uuids or len(set(uuids)) < len(uuids):
-        return None
-    return DeviceExchange(session, device)
+    alone = gather_json(on_nccl and session.ranks_of_device == 1, session)
+    return DeviceExchange(session, device) if all(alone) else None
 
 
 DEVICES: SessionField[DeviceExchange | None] = SessionField(open_devices)

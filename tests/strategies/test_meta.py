@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
@@ -17,8 +18,10 @@ from torch import Tensor, nn
 
 from dglx_dist.comm.exchange import DEVICES, DeviceExchange
 from dglx_dist.comm.session import start_session
+from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.strategies.base import STRATEGIES
+from dglx_dist.strategies.serverless.model_to_program import chain_of
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 from tests.strategies.equality import MODELS, Column
@@ -60,7 +63,7 @@ COLUMNS = [
     Column("full_graph", models=(*MODELS, DROPPED)),
     Column("full_graph", (("use_pp", False),), models=("gat",)),
     Column("shared_preload", (("hops", 1),), models=("gcn_symmetric",)),
-    Column("cooperative", (("batches", 2),), models=(DROPPED,)),
+    Column("cooperative", (("batches", 2), ("keep", "rebuild")), models=(DROPPED,)),
 ]
 
 
@@ -142,3 +145,8 @@ def test_a_step_without_data_is_the_same_in_all_but_the_numbers(folder: Path) ->
             assert moved == moved_on_meta, (rank, name)
             assert len(seen) > 2
             assert moved
+
+
+def test_lambda_computes_on_cpus() -> None:
+    with pytest.raises(ConfigError, match=r"the model is on meta, .* leave model\.to\(device\) out"):
+        chain_of(Model("sage").to(META))
