@@ -603,12 +603,11 @@ def _relation(index: HeteroGraphIndex, etype: int, move: Move) -> Relation:
         )
     _, _, offsets, sources, order = one.adjacency_matrix_tensors(0, True, "csr")
     by_dst = Segments(num_dst, num_edges, grouped=(move(offsets), None))
-    moved = move(sources)
     if len(order) and not bool((order[1:] > order[:-1]).all()):
-        order = move(order)
-        by_dst.grouped = by_dst.grouped[0], order
-        moved = torch.empty_like(moved).index_copy_(0, order.long(), moved)
-    return Relation(Segments(num_src, num_edges, ends=moved), by_dst)
+        by_dst.grouped = by_dst.grouped[0], move(order)
+        # On the host: the device may not have its copies yet.
+        sources = torch.empty_like(sources).index_copy_(0, order.long(), sources)
+    return Relation(Segments(num_src, num_edges, ends=move(sources)), by_dst)
 
 
 _DGL_DEVICE: Callable[[Any], torch.device] = DGLGraph.device.fget

@@ -367,10 +367,15 @@ class DistGraph(Shared):
         seeds: Ids | Mapping[str, Ids] | None = None,
         fanouts: Fanouts | None = None,
         batch_size: int | None = None,
+        device: torch.device | str | None = None,
     ) -> CachePlan:
         """Keep copies of other servers' rows, once per server; no result changes. Collective.
 
         A second call replaces the first one's rows; ``alpha=0`` drops them. One server keeps nothing.
+
+        With ``device``, each rank keeps rows of any server there, chosen for itself: batches of loaders for
+        that device take them from it, so that they cross neither the network nor the bus. Both caches may be
+        used together.
 
         Args:
             name: Of node data of the dataset, which is read-only.
@@ -380,6 +385,7 @@ class DistGraph(Shared):
             ntype: Node type; None: the only one.
             seeds: For vip: this rank's training nodes; None: its share of ``train_mask``.
             fanouts, batch_size: For vip: as the loader's.
+            device: Of the loader's batches, such as ``"cuda"``, this rank's GPU; None: the server's memory.
 
         Raises:
             ConfigError: on all ranks, when an argument is invalid on one, or memory is short there.
@@ -387,7 +393,7 @@ class DistGraph(Shared):
         known = run_on_all_ranks(
             self.session, lambda: self._ntype_or_only(ntype, "cache_rows(ntype=)"), ConfigError
         )
-        return cache_rows(self, CacheRequest(name, known, alpha, policy, seeds, fanouts, batch_size))
+        return cache_rows(self, CacheRequest(name, known, alpha, policy, seeds, fanouts, batch_size, device))
 
     def structure(self, etype: str | EdgeType | None = None) -> Structure:
         return self._structures[self._etype_or_only(etype, "an edge type")]

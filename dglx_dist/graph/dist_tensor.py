@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dglx_dist.comm.collectives import barrier, check_equal, run_on_all_ranks
 from dglx_dist.comm.session import Session, SessionField, Shared, current_session
+from dglx_dist.comm.transfer import to_device
 from dglx_dist.data.storage.columns import numpy_dtype
 from dglx_dist.data.storage.reader import StoredDataset
 from dglx_dist.data.storage.row_files import RowFile, SavedRows, check_rows, read_index, read_rows, write_rows
@@ -364,7 +365,7 @@ class DistTensor(Shared):
         device = self._device
         if isinstance(index, Tensor) and index.device.type != "cpu":
             device = index.device
-        rows = rows.to(device)
+        rows = rows if device.type == "cpu" else to_device(rows, device)
         return rows[0] if isinstance(index, int | np.integer) else rows
 
     def __setitem__(self, index: Ids, values: Tensor) -> None:
