@@ -31,6 +31,7 @@ from dglx_dist.comm.endpoints import open_streams
 from dglx_dist.comm.mailbox import Mailbox, OneSidedExchange
 from dglx_dist.comm.session import Session, SessionField
 from dglx_dist.comm.trace import NETWORK
+from dglx_dist.comm.transfer import to_host
 from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.records import Array
 
@@ -215,23 +216,13 @@ def is_on_host(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def host_memory(shape: Sequence[int], like: Tensor) -> Tensor:
-    """Return uninitialised host memory of the dtype of ``like``, page-locked if that lies on a device.
-
-    Torch keeps page-locked memory for later, and lends it again once copies from it are done.
-    """
-    pinned = not is_on_host(like) and torch.cuda.is_available()
-    return torch.empty(tuple(shape), dtype=like.dtype, pin_memory=pinned)
-
-
-def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return contiguous copies in host memory of tensors on one device; the host waits for it once."""
-    copies = [host_memory(one.shape, one) for one in tensors]
-    # A device copies in order, so all are done when the last one is; without rows it would not be waited for.
-    pairs = sorted(zip(copies, tensors, strict=True), key=lambda pair: pair[0].numel())
-    for number, (copy, one) in enumerate(pairs, 1):
-        copy.copy_(one, non_blocking=number < len(pairs))
-    return copies
+def copied_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return contiguous tensors in host memory. All copies begin before the first one is waited for."""
+    copies = [to_host(one) for one in tensors]
+    for _, arrive in copies:
+        if arrive is not None:
+            arrive()
+    return [copy for copy, _ in copies]
 
 
 _ADVICE = "run the same layers on all ranks"

@@ -18,12 +18,12 @@ from dglx_dist.comm.exchange import (
     Incoming,
     Outgoing,
     ReusableBuffer,
-    host_memory,
+    copied_to_host,
     is_on_host,
     row_exchanges,
-    to_host,
 )
 from dglx_dist.comm.session import Session
+from dglx_dist.comm.transfer import Copy, host_memory
 from dglx_dist.errors import ConfigError
 from dglx_dist.strategies.full_graph.halo_plan import HaloLayer
 
@@ -187,17 +187,17 @@ class HaloExchange:
         own, halo = gradient[: self.own_rows], gradient[self.own_rows :]
         wider = torch.float32 if gradient.dtype in _SUMMED_WIDER else gradient.dtype
         total = torch.empty(own.shape, dtype=wider, device=gradient.device)
-        sent = halo.contiguous() if self._is_readable(halo) else to_host([halo])[0]
+        sent = halo.contiguous() if self._is_readable(halo) else copied_to_host([halo])[0]
         outgoing = [Outgoing(rank=rank, rows=part) for rank, part in _pieces_of(sent, self._received)]
         received = self._memory(self._exchanges.received, self._num_sent, gradient)
         incoming = [Incoming(rank=rank, rows=part) for rank, part in _pieces_of(received, self._sent)]
-        adding = added(total, self._rows_on(total.device), incoming)
+        adding = added(total, self.rows_on(total.device), incoming)
         self._swap(outgoing, incoming, BACKWARD, chain(copied(own, total), adding))
         return total.to(gradient.dtype)
 
     def _receive(self, h: Tensor, halo: Tensor, phase: str, own: Tensor | None = None) -> None:
         """Fill ``halo`` with the rows of peers and, at the same time, ``own`` with ``h``."""
-        readable, rows_to = self._is_readable(h), self._rows_on(h.device)
+        readable, rows_to = self._is_readable(h), self.rows_on(h.device)
         if readable:
             sent = self._memory(self._exchanges.sent, self._num_sent, h)
             outgoing = [
@@ -205,7 +205,7 @@ class HaloExchange:
                 for (rank, part), rows in zip(_pieces_of(sent, self._sent), rows_to, strict=True)
             ]
         else:
-            copies = to_host([h.index_select(0, rows) for rows in rows_to])
+            copies = copied_to_host([h.index_select(0, rows) for rows in rows_to])
             outgoing = [
                 Outgoing(rank=rank, rows=part) for (rank, _), part in zip(self._sent, copies, strict=True)
             ]
@@ -233,10 +233,11 @@ class HaloExchange:
             return buffer.take(shape, like.dtype)
         return like.new_empty(shape) if self._is_direct(like) else host_memory(shape, like)
 
-    def _rows_on(self, device: torch.device) -> list[Tensor]:
-        """Return the own rows sent to each peer; copied to a device once."""
+    def rows_on(self, device: torch.device, copy: Copy | None = None) -> list[Tensor]:
+        """Return the own rows sent to each peer; copied to a device once, by ``copy`` if that is given."""
         if device not in self._sent_rows:
-            self._sent_rows[device] = [rows.to(device) for rows in self._sent_rows[torch.device("cpu")]]
+            copy = copy or (lambda rows: rows.to(device))
+            self._sent_rows[device] = [copy(rows) for rows in self._sent_rows[torch.device("cpu")]]
         return self._sent_rows[device]
 
     def _is_readable(self, rows: Tensor) -> bool:

@@ -21,11 +21,11 @@ from dglx_dist.comm.exchange import (
     Exchange,
     Incoming,
     Outgoing,
-    host_memory,
+    copied_to_host,
     is_on_host,
-    to_host,
 )
 from dglx_dist.comm.session import Session
+from dglx_dist.comm.transfer import host_memory
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import cut_out
 from dglx_dist.layers.dropout import Columns
@@ -172,7 +172,7 @@ class AsyncExchange:
         if self._devices is not None and not is_on_host(own):
             exchange = self._devices
         elif not is_on_host(own):
-            rows = dict(zip(rows, to_host([*rows.values()]), strict=True))
+            rows = dict(zip(rows, copied_to_host([*rows.values()]), strict=True))
             received = {part: host_memory(like[part].shape, like[part]) for part, _ in others}
         outgoing = [Outgoing(rank=rank, rows=rows[id(sent[part])]) for part, rank in others]
         incoming = [Incoming(rank=rank, rows=received[part]) for part, rank in others]

@@ -104,8 +104,8 @@ class Origin:
 class InputProvenance(Shared):
     """The origins of tensors of the batch that the model is computing.
 
-    A tensor is recognised by its memory address, so that a view of the loader's own is known and anything
-    computed from it is not.
+    A tensor is recognised by its storage, so that a view of the loader's own is known and anything computed
+    from it is not.
     """
 
     def __init__(self) -> None:
@@ -124,10 +124,6 @@ class InputProvenance(Shared):
     def find(self, rows: Tensor) -> Origin | None:
         """Return the origin of ``rows``, a change of dtype included; None if it is unknown."""
         for known, origin in self._known:
-            if known is rows:
-                return origin
-        # The latest first: all rows of an empty batch have the same address.
-        for known, origin in reversed(self._known):
             if _same(known, rows):
                 return origin
         for known, origin in reversed(self._known):
@@ -137,8 +133,8 @@ class InputProvenance(Shared):
 
     def holds(self, rows: Tensor) -> bool:
         """Whether ``rows`` share memory with known ones."""
-        address = rows.untyped_storage().data_ptr()
-        return address != 0 and any(known.untyped_storage().data_ptr() == address for known, _ in self._known)
+        storage = rows.untyped_storage()._cdata
+        return any(known.untyped_storage()._cdata == storage for known, _ in self._known)
 
 
 def _same(known: Tensor, rows: Tensor) -> bool:
@@ -146,7 +142,8 @@ def _same(known: Tensor, rows: Tensor) -> bool:
         known.shape == rows.shape
         and known.dtype == rows.dtype
         and known.stride() == rows.stride()
-        and known.data_ptr() == rows.data_ptr()
+        and known.storage_offset() == rows.storage_offset()
+        and known.untyped_storage()._cdata == rows.untyped_storage()._cdata
     )
 
 

@@ -42,7 +42,7 @@ def on_accelerators(g: DistGraph, name: str, size: int, *, each_has_one: bool) -
     before = DEVICES.of(g.session)
     with (
         mock.patch.object(exchange, "is_on_host", return_value=False),
-        mock.patch.object(exchange, "to_host", wraps=exchange.to_host) as copied,
+        mock.patch.object(exchange, "copied_to_host", wraps=exchange.copied_to_host) as copied,
     ):
         DEVICES.set(g.session, direct)
         notes = runs.train(g, with_size(RUNS[name], size))
