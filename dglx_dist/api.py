@@ -61,7 +61,8 @@ from dglx_dist.strategies.base import (
     strategy_of,
 )
 from dglx_dist.training.checkpoint import Sparse
-from dglx_dist.training.fit import Callback, FitConfig, FitResult, TrainingLoader, train
+from dglx_dist.training.config import BF16
+from dglx_dist.training.fit import Callback, FitConfig, FitResult, TrainingLoader, train, with_precision
 from dglx_dist.training.inference import labelled_type
 from dglx_dist.training.relational import EntityInputs
 
@@ -668,6 +669,7 @@ def fit(  # noqa: PLR0913 - all but two have defaults
     sparse: Sparse = None,
     loader: TrainingLoader | None = None,
     trace: str | Path | None = None,
+    precision: str | None = None,
     **loader_options: Any,
 ) -> tuple[WrappedModel, FitResult]:
     """Train ``model`` with the current strategy, which ``auto`` chooses here; every rank must call it.
@@ -694,6 +696,7 @@ def fit(  # noqa: PLR0913 - all but two have defaults
             and ``loader_options``.
         trace: File for a trace of the first ``config.trace_steps`` steps of all ranks, as ``config.trace``;
             open it in Perfetto, or draw it with `dglx report FILE`.
+        precision: As ``config.precision``: ``bf16`` trains under torch's autocast in bfloat16.
         loader_options: More for :func:`DataLoader`.
 
     Returns:
@@ -709,6 +712,9 @@ def fit(  # noqa: PLR0913 - all but two have defaults
     config = config or FitConfig()
     if trace is not None:
         config = replace(config, trace=trace)
+    if precision is not None:
+        config = replace(config, precision=precision)
+    config = with_precision(config, config.checkpoint_folder)
     if loader is not None and loader_options:
         raise ConfigError(
             f"{', '.join(loader_options)} cannot be changed in a given loader; make it with them"
@@ -716,7 +722,13 @@ def fit(  # noqa: PLR0913 - all but two have defaults
     choice = None
     if g.session.strategy == AUTO:
         _check_auto(config)
-        training = partial(Training, fanouts=fanouts, batch_size=batch_size, epochs=config.epochs)
+        training = partial(
+            Training,
+            fanouts=fanouts,
+            batch_size=batch_size,
+            epochs=config.epochs,
+            own_loop=config.precision == BF16,
+        )
         read = run_on_all_ranks(g.session, training, ConfigError)
         _, choice = resolve(model, g, read, config.checkpoint_folder if config.resume else None)
         if default_batch_size(g.session.strategy) is None:

@@ -86,7 +86,7 @@ class Training:
     """Of a ready-made model; None: derived from its convolutions."""
     hidden: int | None = None
     own_loop: bool = False
-    """Whether the user's loop takes the steps, which not every strategy supports."""
+    """Whether the user's loop or torch's autocast takes the steps, which not every strategy supports."""
 
     def __post_init__(self) -> None:
         if self.fanouts is not None:
@@ -243,7 +243,7 @@ def choose_in_job(model: nn.Module, g: DistGraph, training: Training) -> Choice:
     check_plannable(g.dataset.manifest, str(g.dataset.folder))
     with progress("choosing a strategy", 1, enabled=session.topology.rank == 0) as advance:
         # Training must draw the same random numbers as if the strategy had been named.
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng([session.device] if session.device.type == "cuda" else []):
             choice, draws = _choose(model, g, training, options, advance.show)
         advance(1)
         for line in plan_lines(choice):
@@ -399,6 +399,7 @@ def facts_of(session: Session, result: FitResult) -> dict[str, Any]:
     on_device = [of_rank for _, of_rank in peaks if of_rank is not None]
     return {
         "strategy": session.strategy,
+        "precision": result.precision,
         "ranks": session.topology.world_size,
         "servers": session.topology.num_servers,
         "test_accuracy": result.test_accuracy,

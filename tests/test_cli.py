@@ -181,6 +181,8 @@ def test_help_reads_like_documentation() -> None:
         ("train DATASET --ranks 2 --strategy data_paralel", "did you mean 'data_parallel'? (known: auto, "),
         ("train DATASET --ranks 3 --servers 3", "has 2 parts, too few for --servers 3"),
         ("train DATASET --ranks 2 --option bucket_byte=1", "did you mean 'bucket_bytes'"),
+        ("train DATASET --ranks 2 --strategy dorylus --precision bf16", "'lambda' does not compute in torch"),
+        ("train nowhere --precision half", "--precision half must be float32 or bf16"),
         ("report nowhere", "nowhere"),
     ],
 )

@@ -28,6 +28,7 @@ from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.dropout import install_node_dropouts
 from dglx_dist.layers.tracer import MODEL_ERRORS
+from dglx_dist.message_passing import place
 from dglx_dist.planner.workload import sizes_of
 from dglx_dist.records import FEATURE, Array
 from dglx_dist.strategies.cost import Draws, ModelShape, Rates
@@ -216,7 +217,7 @@ def time_batches(
     optimizer, device = torch.optim.Adam(copied.parameters(), lr=1e-9), _device_of(module)
     rows, seconds, fresh = [], [], []
     for number, batch in enumerate(batches):
-        blocks = [block.to(device) for block in batch]
+        blocks = [place(block, device) for block in batch]
         if dropouts is not None:
             dropouts.begin(0, blocks[0].srcdata[dgl.NID])
         sizes = sizes_of(blocks)

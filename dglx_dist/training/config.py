@@ -29,6 +29,9 @@ from dglx_dist.options import (
 )
 from dglx_dist.planner.records import ChoiceOptions, Rate
 
+FLOAT32, BF16 = PRECISIONS = "float32", "bf16"
+"""Of forward passes in training; weights, gradients, optimizer and evaluation keep the model's dtype."""
+
 _INIT_ARGUMENTS = ("strategy", "timeout", "seed", "backend", "device")
 _of_model = partial(option, panel="Model")
 _of_optimizer = partial(option, panel="Optimizer")
@@ -50,6 +53,12 @@ class RunOptions:
 
     epochs: int = _of_optimizer(10, "Of the whole run.", check=at_least(1))
     """Includes those before a resume."""
+    precision: str | None = _of_optimizer(
+        None,
+        "bf16: forward passes of training in bfloat16, by torch's autocast. Default: float32, or as before a "
+        "resume.",
+        check=one_of(*PRECISIONS),
+    )
     eval_every: int = _of_run(1, "Epochs between exact evaluations; 0: at the end.", check=at_least(0))
     """The last epoch is always evaluated."""
     patience: int | None = _of_run(

@@ -24,18 +24,30 @@ PRELOADED = Candidate(strategy="shared_preload", unit="full_graph", works=(FullG
 WORKERS = Candidate(strategy="lambda", unit="full_graph", works=(FullGraphScheme(0), GhostPairs()))
 
 
-def test_memory_of_gpus_is_a_limit_of_its_own() -> None:
-    """On a GPU lies what is not the program, the features, the columns or the structure: 8.14 of 108.8 MB."""
-    on_cpu = predict(ROWS, known())
-    mapped = 10**8 + hand_made.GRAPH.structure_bytes + 500 * 400
-    for limit, host, feasible in ((10**7, mapped, True), (10**5, mapped, False), (10**7, mapped // 2, False)):
-        cluster = replace(CLUSTER, device_memory_bytes=limit, memory_bytes=host)
-        found = predict(ROWS, known(cluster=cluster))
-        assert found.feasible == feasible
-        assert found.memory_bytes == on_cpu.memory_bytes
-        assert found.device_memory_bytes == on_cpu.memory_bytes - mapped
-        assert ("on its GPU, of 0.0" in found.why_not) == (limit == 10**5)
-    assert on_cpu.device_memory_bytes == 0
+PROGRAM, STRUCTURE, OWN_FEATURES = 10**8, hand_made.GRAPH.structure_bytes, 500 * 400
+
+
+@pytest.mark.parametrize(
+    ("candidate", "on_host"),
+    [
+        (ROWS, PROGRAM + STRUCTURE + OWN_FEATURES),
+        (COLUMNS, PROGRAM + STRUCTURE + OWN_FEATURES + 1000 * 400 // 2),
+        (WHOLE, PROGRAM + OWN_FEATURES),
+        # Its workers are processes without GPUs.
+        (WORKERS, None),
+    ],
+)
+def test_memory_of_gpus_is_a_limit_of_its_own(candidate: Candidate, on_host: int | None) -> None:
+    """On the GPU is what is not the program, the features, the columns or the structure as it is mapped."""
+    whole = predict(candidate, known())
+    mapped = whole.memory_bytes if on_host is None else on_host
+    on_gpu = whole.memory_bytes - mapped
+    for host, gpu, said in ((0, 1, ""), (-1, 1, "GB a rank, of 0"), (0, 0, "GB a rank on its GPU, of 0.0")):
+        limits = {"memory_bytes": mapped + host, "device_memory_bytes": max(on_gpu - 1 + gpu, 1)}
+        found = predict(candidate, known(cluster=replace(CLUSTER, **limits)))
+        assert (found.memory_bytes, found.device_memory_bytes) == (whole.memory_bytes, on_gpu)
+        assert (said in found.why_not) if said and (on_gpu or host) else found.feasible
+    assert whole.device_memory_bytes == 0
 
 
 def test_rows_cross_pcie_at_its_rate() -> None:
