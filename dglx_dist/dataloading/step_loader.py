@@ -24,6 +24,7 @@ from dglx_dist.comm.session import Session
 from dglx_dist.comm.trace import COMPUTE, LOADER, WAIT, Pass
 from dglx_dist.comm.transfer import Copy, carried, device_of, open_copies
 from dglx_dist.dataloading.feature_fetch import check_float
+from dglx_dist.dataloading.sampler_spec import refuse_by_name
 from dglx_dist.errors import CheckpointError, ConfigError
 from dglx_dist.graph.ids import Ids
 from dglx_dist.graph.sampling import by_type
@@ -120,6 +121,7 @@ def read_items(given: Ids | Mapping[Any, Ids], counts: Mapping[K, int], what: st
         ConfigError: a type is unknown or ambiguous, ids of several types are no dict, or an id is repeated.
         IndexError: an id is out of range.
     """
+    refuse_by_name(given)
     found = by_type(given, counts, what)
     for key, ids in found.items():
         distinct, times = np.unique(ids, return_counts=True)

@@ -25,8 +25,7 @@ from dglx_dist.data.storage.reader import StoredDataset
 from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.cache import CacheRequest, access_probability, most_wanted, vip_scores
-from dglx_dist.graph.partition_book import Placement
-from dglx_dist.graph.split import split_ids
+from dglx_dist.graph.partition_book import Placement, split_ids
 from dglx_dist.planner.model_shape import topology_of
 from dglx_dist.records import FEATURE, LABEL, Array
 from dglx_dist.strategies.base import DEFAULT_STRATEGY

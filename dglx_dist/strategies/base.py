@@ -139,8 +139,10 @@ class WrappedModel(nn.Module, ABC):
     """The user's model, wrapped by a strategy to train together with the other ranks.
 
     Call it like the user's module. Backward is collective, and so is forward under strategies that exchange
-    activations, on the thread of the training loop. Names and shapes in ``state_dict`` are those of the
-    user's module, uncut, under every strategy, so that a checkpoint of one loads under another.
+    activations, on the thread of the training loop. Attributes of the user's module can be read through it;
+    what computes (submodules, parameters, methods) only without gradients, as those would stay on this rank.
+    Names and shapes in ``state_dict`` are those of the user's module, uncut, under every strategy, so that a
+    checkpoint of one loads under another.
     """
 
     module: nn.Module
@@ -163,6 +165,32 @@ class WrappedModel(nn.Module, ABC):
         except Exception as error:
             _raise_for_devices(self.module, (*args, *kwargs.values()), error)
             raise
+
+    def _inside(self) -> nn.Module | None:
+        # None while it is made, copied or unpickled.
+        modules = self.__dict__.get("_modules", {})
+        found: nn.Module | None = modules.get("module", modules.get("inner"))
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_") or (inside := self._inside()) is None:
+                raise
+        value = getattr(inside, name)
+        if torch.is_grad_enabled() and (isinstance(value, Tensor) or callable(value)):
+            raise AttributeError(
+                f"{name!r} is of the wrapped module, and gradients of what it computes would stay on this "
+                f"rank: call it in forward(), or take model.module.{name} where it does not train"
+            )
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        inside = None if name.startswith("_") or hasattr(type(self), name) else self._inside()
+        if inside is not None and name not in (*vars(self), *self._modules) and hasattr(inside, name):
+            raise AttributeError(f"{name!r} is of the wrapped module; set model.module.{name}")
+        super().__setattr__(name, value)
 
     @property
     def parts(self) -> Parts:
