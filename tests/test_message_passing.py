@@ -261,6 +261,12 @@ CASES: dict[str, Case] = {
         blocks=False,
     ),
 }
+if hasattr(dglnn, "GatedGCNConv"):  # from DGL 2 on
+    CASES["GatedGCNConv"] = Case(
+        lambda: dglnn.GatedGCNConv(8, 4, 5, batch_norm=False),
+        lambda layer, g, x, e: layer(g, x, e),
+        blocks=False,
+    )
 
 WITHOUT_GRAPH = {"DenseChebConv", "DenseGraphConv", "DenseSAGEConv"}
 CUGRAPH = {"CuGraphGATConv", "CuGraphRelGraphConv", "CuGraphSAGEConv"}
