@@ -32,15 +32,15 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
-    python_requires=">=3.10",
+    python_requires=">=3.10,<3.13",
     packages=find_packages(include=["dglx_dist", "dglx_dist.*"]),
     package_data={"dglx_dist": ["py.typed"]},
     install_requires=[
         "torch>=2.4",
-        # 2.1.0 cannot be imported with another torch than the one it was built for.
-        "dgl>=1.1.3,!=2.1.0",
-        # DGL 1.1.3 imports packaging without asking for it.
+        "dgl>=1.1.3",
+        # DGL imports them without asking for them: 1.1.3 packaging, 2.1.0 pandas.
         "packaging",
+        "pandas>=2",
         "numpy>=1.26",
         "scipy>=1.11",
         "pyarrow>=14",
@@ -69,6 +69,7 @@ setup(
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3.10",
         "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from dglx_dist import dgl_import
+
 if TYPE_CHECKING:
     from dglx_dist.api import DataLoader as DataLoader
     from dglx_dist.api import DistEdgeDataLoader as DistEdgeDataLoader
@@ -52,6 +54,9 @@ if TYPE_CHECKING:
     from dglx_dist.training.inference import layerwise_inference as layerwise_inference
 
 __version__ = "0.1.0"
+
+# Before anything imports DGL.
+dgl_import.install()
 
 _EXPORTS = {
     "api": "DataLoader DistEdgeDataLoader DistNodeDataLoader choose_strategy distribute distribute_dataset "

@@ -61,7 +61,8 @@ from dglx_dist.strategies.base import (
     strategy_of,
 )
 from dglx_dist.training.checkpoint import Sparse
-from dglx_dist.training.fit import Callback, FitConfig, FitResult, TrainingLoader, train
+from dglx_dist.training.config import BF16
+from dglx_dist.training.fit import Callback, FitConfig, FitResult, TrainingLoader, train, with_precision
 from dglx_dist.training.inference import labelled_type
 from dglx_dist.training.relational import EntityInputs
 
@@ -463,6 +464,7 @@ def init(
     timeout: float = 300.0,
     seed: int = 0,
     backend: str | None = None,
+    device: torch.device | str = "auto",
     **options: object,
 ) -> Session:
     """Join the other ranks that torchrun started; every rank calls it first. One process without torchrun.
@@ -471,7 +473,9 @@ def init(
         strategy: Name or alias of a strategy, or ``auto``; None: DGLX_STRATEGY, else ``data_parallel``.
         timeout: Seconds that a rank may be silent before the others raise an error that names it.
         seed: Of all random numbers, which are the same on any number of ranks.
-        backend: Of ``torch.distributed``; None: gloo, and nccl beside it where there is CUDA.
+        backend: Of ``torch.distributed``; None: gloo, with nccl where every rank has a GPU to itself.
+        device: Of this rank: ``cpu``, ``cuda`` (by ``LOCAL_RANK``; ranks share where there are more), or
+            ``cuda:N``; ``auto``: DGLX_DEVICE, else a GPU where one can be used. Rank 0 logs what it is.
         options: The strategy's own options; those in DGLX_OPTIONS, which is JSON, are added.
 
     Returns:
@@ -479,14 +483,15 @@ def init(
 
     Raises:
         UnknownNameError: there is no such strategy; the message has the nearest name.
-        ConfigError: the strategy does not know an option, ``seed`` is no seed, the ranks' arguments differ,
-            or a session is open already.
+        ConfigError: the strategy does not know an option, ``seed`` is no seed, the ranks' arguments or kinds
+            of devices differ, a rank lacks ``device``, or a session is open already.
         PeerError: ranks are missing after ``timeout``; the message lists them.
     """
     # Checked first: a wrong name must not cost a rendezvous.
     seed = whole_number("seed", seed, least=0)
     name = resolve_strategy(strategy, auto=True)
-    session = begin(name, options, timeout_s=timeout, seed=seed, backend=backend, check=check_session_options)
+    joining: dict[str, Any] = {"timeout_s": timeout, "seed": seed, "backend": backend, "device": device}
+    session = begin(name, options, **joining, check=check_session_options)
     torch.manual_seed(seed)
     return session
 
@@ -664,6 +669,7 @@ def fit(  # noqa: PLR0913 - all but two have defaults
     sparse: Sparse = None,
     loader: TrainingLoader | None = None,
     trace: str | Path | None = None,
+    precision: str | None = None,
     **loader_options: Any,
 ) -> tuple[WrappedModel, FitResult]:
     """Train ``model`` with the current strategy, which ``auto`` chooses here; every rank must call it.
@@ -690,6 +696,7 @@ def fit(  # noqa: PLR0913 - all but two have defaults
             and ``loader_options``.
         trace: File for a trace of the first ``config.trace_steps`` steps of all ranks, as ``config.trace``;
             open it in Perfetto, or draw it with `dglx report FILE`.
+        precision: As ``config.precision``: ``bf16`` trains under torch's autocast in bfloat16.
         loader_options: More for :func:`DataLoader`.
 
     Returns:
@@ -705,6 +712,9 @@ def fit(  # noqa: PLR0913 - all but two have defaults
     config = config or FitConfig()
     if trace is not None:
         config = replace(config, trace=trace)
+    if precision is not None:
+        config = replace(config, precision=precision)
+    config = with_precision(config, config.checkpoint_folder)
     if loader is not None and loader_options:
         raise ConfigError(
             f"{', '.join(loader_options)} cannot be changed in a given loader; make it with them"
@@ -712,7 +722,13 @@ def fit(  # noqa: PLR0913 - all but two have defaults
     choice = None
     if g.session.strategy == AUTO:
         _check_auto(config)
-        training = partial(Training, fanouts=fanouts, batch_size=batch_size, epochs=config.epochs)
+        training = partial(
+            Training,
+            fanouts=fanouts,
+            batch_size=batch_size,
+            epochs=config.epochs,
+            own_loop=config.precision == BF16,
+        )
         read = run_on_all_ranks(g.session, training, ConfigError)
         _, choice = resolve(model, g, read, config.checkpoint_folder if config.resume else None)
         if default_batch_size(g.session.strategy) is None:

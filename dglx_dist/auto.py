@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from dglx_dist.comm.collectives import broadcast_json, check_equal, gather_json, run_on_all_ranks
+from dglx_dist.comm.devices import device_memory, device_words, peak_device_memory
 from dglx_dist.comm.session import Session
 from dglx_dist.comm.topology import Topology
 from dglx_dist.data.storage.files import peak, read_size, resident
@@ -85,7 +86,7 @@ class Training:
     """Of a ready-made model; None: derived from its convolutions."""
     hidden: int | None = None
     own_loop: bool = False
-    """Whether the user's loop takes the steps, which not every strategy supports."""
+    """Whether the user's loop or torch's autocast takes the steps, which not every strategy supports."""
 
     def __post_init__(self) -> None:
         if self.fanouts is not None:
@@ -242,7 +243,7 @@ def choose_in_job(model: nn.Module, g: DistGraph, training: Training) -> Choice:
     check_plannable(g.dataset.manifest, str(g.dataset.folder))
     with progress("choosing a strategy", 1, enabled=session.topology.rank == 0) as advance:
         # Training must draw the same random numbers as if the strategy had been named.
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng([session.device] if session.device.type == "cuda" else []):
             choice, draws = _choose(model, g, training, options, advance.show)
         advance(1)
         for line in plan_lines(choice):
@@ -325,7 +326,8 @@ def _cluster(session: Session, options: AutoOptions) -> Cluster:
     ranks_of_host = session.hosts.count(session.hosts[topology.rank])
     cores = len(os.sched_getaffinity(0)) / ranks_of_host
     memory = read_size(options.memory) if options.memory else psutil.virtual_memory().total // ranks_of_host
-    resources: Sequence[Any] = gather_json([cores, memory], session)
+    on_device = device_memory(session.device) // session.ranks_of_device
+    resources: Sequence[Any] = gather_json([cores, memory, on_device], session)
     return Cluster(
         servers=topology.num_servers,
         ranks_per_server=len(topology.ranks_of_server(0)),
@@ -334,6 +336,7 @@ def _cluster(session: Session, options: AutoOptions) -> Cluster:
         latency_s=links.latency_s,
         cores=min(float(one[0]) for one in resources),
         memory_bytes=min(int(one[1]) for one in resources),
+        device_memory_bytes=min(int(one[2]) for one in resources),
     )
 
 
@@ -391,12 +394,17 @@ def plan_summary(value: Mapping[str, Any]) -> dict[str, object]:
 
 
 def facts_of(session: Session, result: FitResult) -> dict[str, Any]:
-    """Return strategy, ranks, exact accuracies and the largest memory of any rank; collective."""
+    """Return strategy, ranks, exact accuracies, device and the largest memory of any rank; collective."""
+    peaks: Sequence[Any] = gather_json([peak(), peak_device_memory(session.device)], session)
+    on_device = [of_rank for _, of_rank in peaks if of_rank is not None]
     return {
         "strategy": session.strategy,
+        "precision": result.precision,
         "ranks": session.topology.world_size,
         "servers": session.topology.num_servers,
         "test_accuracy": result.test_accuracy,
         "val_accuracy": result.val_accuracy,
-        "peak_memory_bytes": max(int(str(one)) for one in gather_json(peak(), session)),
+        "peak_memory_bytes": max(in_all for in_all, _ in peaks),
+        "device": device_words(session.device),
+        "peak_device_memory_bytes": max(on_device, default=None),
     }

@@ -578,7 +578,8 @@ def _relation(index: HeteroGraphIndex, etype: int, move: Move) -> Relation:
     _, _, offsets, sources, order = one.adjacency_matrix_tensors(0, True, "csr")
     in_order = not len(order) or bool((order[1:] > order[:-1]).all())
     if not in_order:
-        sources, _, _ = one.edges(0, "eid")
+        # On the host: the device may not have its copies yet.
+        sources = torch.empty_like(sources).index_copy_(0, order.long(), sources)
     by_dst = Segments(num_dst, num_edges, grouped=(move(offsets), None if in_order else move(order)))
     return Relation(Segments(num_src, num_edges, ends=move(sources)), by_dst)
 

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Makes .venv with the pinned CPU dependencies and installs dglx_dist into it, editable.
+# Makes .venv with the CPU dependencies pinned for its Python, and installs dglx_dist into it, editable.
 # Runs in a second, and without network, when nothing has changed since the last time.
 #
-#   scripts/setup.sh              PYTHON=/path/to/python3.11 scripts/setup.sh
+#   scripts/setup.sh              takes Python 3.11, else 3.12, else 3.10
+#   PYTHON=/path/to/python3.12 scripts/setup.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -11,23 +12,28 @@ die() {
     exit 1
 }
 
+version_of() {
+    "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null
+}
+
 find_python() {
-    local candidate
-    for candidate in ${PYTHON:+"$PYTHON"} python3.11 python3 python; do
-        if command -v "$candidate" >/dev/null &&
-            "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
+    local candidate version found="" candidates=(python3.11 python3.12 python3.10 python3 python)
+    [ -z "${PYTHON:-}" ] || candidates=("$PYTHON")
+    for candidate in "${candidates[@]}"; do
+        version=$(version_of "$candidate") || continue
+        found+=" $version"
+        if [ -f "constraints/$version.txt" ]; then
             echo "$candidate"
             return
         fi
     done
-    die "no Python 3.11 found. The pinned versions need exactly that (the dgl 1.1.3 wheels end there, numpy's and
-pyarrow's begin there). Install it (Debian 12, Ubuntu: apt-get install python3.11 python3.11-venv) or point
-PYTHON at it. With another Python or a GPU, install your own torch and dgl, then: pip install -e ."
+    die "no Python 3.10, 3.11 or 3.12 found${PYTHON:+ at PYTHON=$PYTHON}${found:+, only$found}. DGL has wheels for these. Install one
+(Debian, Ubuntu: apt-get install python3 python3-venv) or point PYTHON at it."
 }
 
 check_machine() {
     "$1" -c 'import venv, ensurepip' 2>/dev/null ||
-        die "$1 cannot make virtual environments; install them (Debian, Ubuntu: apt-get install python3.11-venv)"
+        die "$1 cannot make virtual environments; install them (Debian, Ubuntu: apt-get install python$2-venv)"
     if ! ldconfig -p 2>/dev/null | grep 'libgomp\.so\.1' >/dev/null && [ "$(uname -s)" = Linux ]; then
         echo "setup.sh: libgomp.so.1 is not in the library path; if importing dgl fails below, install it" \
             "(Debian, Ubuntu: apt-get install libgomp1; Fedora: dnf install libgomp)" >&2
@@ -46,32 +52,39 @@ hint_at_lab() {
 }
 
 install_torch() {
-    local pin
-    pin=$(grep '^torch==' constraints.txt)
-    # A CPU build from where pip already looks; else from PyTorch's own index; else whatever pip finds.
-    .venv/bin/python -m pip install -qq --constraint constraints.txt "${pin}+cpu" 2>/dev/null ||
-        .venv/bin/python -m pip install -qq --constraint constraints.txt "$pin" \
-            --extra-index-url https://download.pytorch.org/whl/cpu
+    local pip=(.venv/bin/python -m pip install -qq --constraint "$constraints") pin
+    pin=$(grep '^torch==' "$constraints")
+    # A CPU build from where pip already looks; else from PyTorch's own index, asked for nothing else; else any build.
+    "${pip[@]}" "$pin+cpu" 2>/dev/null && return
+    "${pip[@]}" --no-deps --retries 1 --index-url https://download.pytorch.org/whl/cpu "$pin+cpu" 2>/dev/null && return
+    echo "no CPU build of $pin can be reached; PyPI's comes with several gigabytes of CUDA"
+    "${pip[@]}" "$pin"
 }
 
 main() {
-    local python stamp now
-    stamp=.venv/dglx_dist.stamp
-    now=$(cat setup.py constraints.txt scripts/setup.sh | sha256sum | cut -d' ' -f1)
-    if [ -x .venv/bin/dglx ] && [ "$(cat "$stamp" 2>/dev/null)" = "$now  $PWD" ]; then
-        return
-    fi
+    local python version constraints stamp now
     if [ ! -x .venv/bin/python ]; then
         python=$(find_python)
-        check_machine "$python"
+        version=$(version_of "$python")
+        check_machine "$python" "$version"
         echo "making .venv with $("$python" --version)"
         "$python" -m venv .venv
     fi
+    version=$(version_of .venv/bin/python) || die ".venv has no working Python; remove the folder and try again"
+    [ -z "${PYTHON:-}" ] || [ "$version" = "$(version_of "$PYTHON")" ] ||
+        die ".venv has Python $version, not that of PYTHON=$PYTHON; remove the folder .venv first"
+    constraints=constraints/$version.txt
+    [ -f "$constraints" ] || die ".venv has Python $version, which is not supported; remove the folder and try again"
+    stamp=.venv/dglx_dist.stamp
+    now=$(cat setup.py "$constraints" scripts/setup.sh | sha256sum | cut -d' ' -f1)
+    if [ -x .venv/bin/dglx ] && [ "$(cat "$stamp" 2>/dev/null)" = "$now  $PWD" ]; then
+        return
+    fi
     echo "installing the pinned dependencies; a few minutes the first time"
     install_torch || die "torch could not be installed; the message above says why (a proxy? an offline machine?)"
-    .venv/bin/python -m pip install -qq --constraint constraints.txt "setuptools>=68" wheel -e ".[dev]" ||
+    .venv/bin/python -m pip install -qq --constraint "$constraints" "setuptools>=68" wheel -e ".[dev]" ||
         die "the dependencies could not be installed; the message above says which one and why"
-    .venv/bin/python -c 'import dgl, dglx_dist' ||
+    .venv/bin/python -c 'import dglx_dist, dgl' ||
         die "dgl does not load; when the message above names libgomp.so.1: apt-get install libgomp1 (or dnf install libgomp)"
     hint_at_lab
     echo "$now  $PWD" >"$stamp"

@@ -92,6 +92,7 @@ def test_a_run_folder_holds_what_was_promised(run: Path) -> None:
     assert summary["bytes_inside"] == 0
     assert summary["bytes_outside"] > 0
     assert summary["peak_memory_bytes"] > 50e6
+    assert (summary["device"], summary["peak_device_memory_bytes"]) == ("cpu", None)
     epochs = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [epoch["epoch"] for epoch in epochs] == [0, 1, 2, 3, 4]
     assert all(epoch["num_samples"] == 100 for epoch in epochs)
@@ -180,6 +181,8 @@ def test_help_reads_like_documentation() -> None:
         ("train DATASET --ranks 2 --strategy data_paralel", "did you mean 'data_parallel'? (known: auto, "),
         ("train DATASET --ranks 3 --servers 3", "has 2 parts, too few for --servers 3"),
         ("train DATASET --ranks 2 --option bucket_byte=1", "did you mean 'bucket_bytes'"),
+        ("train DATASET --ranks 2 --strategy dorylus --precision bf16", "'lambda' does not compute in torch"),
+        ("train nowhere --precision half", "--precision half must be float32 or bf16"),
         ("report nowhere", "nowhere"),
     ],
 )

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dglx_dist.planner.records import Choice
 
 _FIGURES_OPTIONS = ("features", "classes", "train_share", "partitioner", "edge_cut", "degree_spread", "speed")
-_DATA_OPTIONS = ("dry_batches", "seed")
+_DATA_OPTIONS = ("dry_batches", "seed", "device")
 _BATCH_OPTIONS = ("fanouts", "batch_size")
 
 
@@ -29,7 +29,7 @@ def plan(config: PlanConfig) -> None:
     --bandwidth-external 1gbit`
 
     Without a dataset: `dglx plan --nodes 1e9 --edges 2e10 --features 128 --servers 64 --ranks-per-server 8
-    --bandwidth-external 100gbit --cores 8 --speed 50 --memory 80GB`
+    --bandwidth-external 100gbit --cores 8 --speed 50 --memory 80GB --device-memory 80GB`
 
     Nothing is trained: one process counts batches and plans of all ranks, and times the model on a few of
     them. `dglx train --strategy auto` does this and trains.

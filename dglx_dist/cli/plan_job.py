@@ -14,8 +14,10 @@ import torch
 
 from dglx_dist.api import init
 from dglx_dist.auto import batch_assumptions, draws_of
+from dglx_dist.comm.devices import device_memory, num_gpus
 from dglx_dist.data.partition.base import PARTITIONERS
 from dglx_dist.data.storage.manifest import read_manifest
+from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.planner.choose import Regions, choose, enumerate_candidates, find_regions, works_of
 from dglx_dist.planner.measure import PROGRAM_BYTES, MeasureConfig, measure
@@ -104,7 +106,7 @@ def _from_figures(plan: PlanConfig) -> tuple[Measured, tuple[Candidate, ...]]:
         graph=graph,
         shape=shape,
         cluster=cluster,
-        rates=assumed_rates(speed=plan.speed),
+        rates=assumed_rates(speed=plan.speed, on_gpu=plan.device_memory_bytes is not None),
         program_bytes=PROGRAM_BYTES,
         of_batches=trace,
         of_graphs=trace,
@@ -117,7 +119,12 @@ def _from_figures(plan: PlanConfig) -> tuple[Measured, tuple[Candidate, ...]]:
             f"{100 * graph.edge_cut:.1f}% of the edges are between servers ({graph.method}) (--edge-cut)",
             f"the squares of in-degrees are {graph.degree_spread:g} times what equal ones have "
             "(--degree-spread)",
-            f"a rank computes as fast as {plural(plan.speed, 'core')} of a server (--speed, not measured)",
+            f"a rank computes as fast as {plural(plan.speed, 'core')} of a server (--speed, not measured)"
+            + (
+                "; one core draws its batches, which reach its GPU at 12 GB/s"
+                if cluster.device_memory_bytes
+                else ""
+            ),
             f"the structure of the graph is {'partitioned' if partitioned else 'on every server'}",
             *batch_assumptions(plan.unit, plan.layers, plan.fanouts),
         ),
@@ -157,7 +164,8 @@ def _from_dataset(
     threads, here = torch.get_num_threads(), len(os.sched_getaffinity(0))
     torch.set_num_threads(min(max(int(cluster.cores), 1), here))
     try:
-        with init(DEFAULT_STRATEGY, seed=plan.seed) as session:
+        with init(DEFAULT_STRATEGY, seed=plan.seed, device=plan.device) as session:
+            cluster = _with_gpus(plan, cluster, session.device)
             g = DistGraph(folder, structure="replicated", session=session)
             known, candidates = _measured_on(plan, g, cluster, notify)
             g.close()
@@ -169,13 +177,31 @@ def _from_dataset(
     return known, candidates
 
 
+def _with_gpus(plan: PlanConfig, cluster: Cluster, device: torch.device) -> Cluster:
+    """Return ``cluster`` with the memory of GPUs, if the model is timed on one here."""
+    if device.type != "cuda":
+        if plan.device_memory_bytes is not None:
+            raise ConfigError(
+                "--device-memory is of GPUs, but the model is timed on the CPU here; leave it out, or plan "
+                "by figures of the graph (--nodes, --edges, --speed)"
+            )
+        return cluster
+    limit = plan.device_memory_bytes
+    if limit is not None:
+        return replace(cluster, device_memory_bytes=limit)
+    limit = device_memory(device) // -(-plan.ranks_of_machine // num_gpus())
+    said = f"{limit / 1e9:.1f} GB of GPU memory a rank: as here (--device-memory)"
+    return replace(cluster, device_memory_bytes=limit, assumptions=(*cluster.assumptions, said))
+
+
 def _measured_on(
     plan: PlanConfig, g: DistGraph, cluster: Cluster, notify: Notify | None
 ) -> tuple[Measured, tuple[Candidate, ...]]:
     features, classes = g.ndata[FEATURE].shape[1], g.num_classes(g.ntypes[0])
     module = build_model(plan.model, features, plan.hidden, classes, plan.layers, 0.5, plan.heads, graph=g)
+    module.to(g.session.device)
     shape = shape_of_module(module, features, classes, plan.layers, kind=plan.model, hidden=plan.hidden)
-    here, assumptions = len(os.sched_getaffinity(0)), []
+    here, on_gpu, assumptions = len(os.sched_getaffinity(0)), g.session.device.type == "cuda", []
     if cluster.cores > here:
         cores = plural(cluster.cores, "core")
         assumptions = [f"a rank of {cores} computes as fast as the {here} here, on which it was timed"]
@@ -184,7 +210,7 @@ def _measured_on(
         draws=_draws_of(plan),
         partitioned=_is_partitioned(plan, 8 * g.num_nodes() + 4 * g.num_edges()),
         epoch=_EPOCH,
-        clock=time.thread_time if torch.get_num_threads() == 1 else time.perf_counter,
+        clock=time.perf_counter if torch.get_num_threads() > 1 or on_gpu else time.thread_time,
         # Ranks that compute on the machine of each, at most one per core.
         other_ranks=max(min(plan.ranks_of_machine, here) - 1, 0),
         assumptions=(*batch_assumptions(plan.unit, plan.layers, plan.fanouts), *assumptions),
@@ -221,6 +247,7 @@ def cluster_of(plan: PlanConfig) -> Cluster:
         latency_s=(_LATENCY_MS if plan.latency_ms is None else plan.latency_ms) / 1e3,
         cores=cores,
         memory_bytes=memory,
+        device_memory_bytes=plan.device_memory_bytes or 0,
         burst_bytes=rate.burst_bytes() if plan.here else 0,
         assumptions=tuple(assumptions),
     )

@@ -101,16 +101,21 @@ def check_launched(ranks: int | None, servers: int | None) -> None:
 
 
 def check_before_launch(config: TrainConfig) -> None:
-    """Check strategy and options (ConfigError) and the dataset (StorageError) before a process is started."""
+    """Check options and device (ConfigError) and the dataset (StorageError) before a process is started."""
     from dglx_dist.auto import read_auto_options
+    from dglx_dist.comm.devices import check_request
     from dglx_dist.data.storage.manifest import read_manifest
     from dglx_dist.planner.workload import check_plannable
     from dglx_dist.strategies.base import AUTO, STRATEGIES, resolve_strategy
+    from dglx_dist.training.fit import check_precision
 
     strategy = resolve_strategy(config.strategy, auto=True)
     is_auto = strategy == AUTO
     read_options = read_auto_options if is_auto else STRATEGIES.get(strategy).read_options
     read_options({**read_settings().options, **config.strategy_options})
+    if not is_auto:
+        check_precision(config.precision, STRATEGIES.get(strategy).traits, strategy)
+    check_request(config.device)
     manifest = read_manifest(Path(config.data))
     if is_auto:
         check_plannable(manifest, config.data)

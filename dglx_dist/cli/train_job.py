@@ -39,9 +39,9 @@ from dglx_dist.report.pictures import draw
 from dglx_dist.report.run_folder import PICTURE, append_epoch, launch_of, read_epochs, start_run, write_run
 from dglx_dist.report.tables import run_title, summarise
 from dglx_dist.strategies.base import AUTO, WrappedModel, strategy_of
-from dglx_dist.training.config import TrainConfig
+from dglx_dist.training.config import BF16, TrainConfig
 from dglx_dist.training.export import check_target, write_embeddings
-from dglx_dist.training.fit import Callback, FitConfig, FitResult
+from dglx_dist.training.fit import Callback, FitConfig, FitResult, check_precision, with_precision
 from dglx_dist.training.inference import flatten, labelled_type, layerwise_inference
 from dglx_dist.training.models import RELATIONAL_KINDS, ResGCN, build_model
 from dglx_dist.training.relational import HGT, RGCN, EntityInputs
@@ -65,7 +65,10 @@ def _resolve_auto(
     if plan.strategy != AUTO:
         return plan, None
     folder = Path(plan.out)
-    training = Training(num_layers=plan.layers, kind=plan.model, **common_fields(plan, Training))
+    own_loop = plan.precision == BF16
+    training = Training(
+        num_layers=plan.layers, kind=plan.model, own_loop=own_loop, **common_fields(plan, Training)
+    )
     taken, chosen = resolve(module, g, training, folder / CHECKPOINTS if plan.resume else None)
     choice = plan_of_run(folder, g.session) if chosen is None else chosen.to_json()
     plan = replace(plan, strategy=taken.strategy, strategy_options=dict(taken.options))
@@ -164,14 +167,17 @@ def train_dataset(plan: TrainConfig) -> Trained:
     """Train, evaluate and write the run folder; every rank that torchrun started must call it."""
     folder = Path(plan.out)
     options: dict[str, Any] = dict(plan.strategy_options)
-    with init(plan.strategy, timeout=plan.timeout_s, seed=plan.seed, **options) as session:
-        plan = _resume_after_restart(plan, session)
+    joining: dict[str, Any] = {"timeout": plan.timeout_s, "seed": plan.seed, "device": plan.device}
+    with init(plan.strategy, **joining, **options) as session:
+        plan = with_precision(_resume_after_restart(plan, session), folder / CHECKPOINTS)
         g = DistGraph(plan.data, structure=plan.structure, verify=plan.verify, session=session)
         ntype = _check_trainable(plan, g)
         module, inputs, _ = built = build(plan, g, ntype, g.num_classes(ntype))
+        module.to(session.device)
         plan, choice = _resolve_auto(plan, g, module)
         plan = with_defaults(plan)
         _check_cache(plan, session)
+        check_precision(plan.precision, strategy_of(session).traits, session.strategy)
         _check_outputs(plan, session)
         writes = session.topology.rank == 0
         config = run_config(plan, g, session)

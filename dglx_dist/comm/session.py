@@ -18,7 +18,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from itertools import zip_longest
 from pathlib import Path
@@ -29,6 +29,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from dglx_dist.comm.devices import (
+    AUTO,
+    RankDevice,
+    backend_of,
+    describe,
+    is_built_for_gpus,
+    take_device,
+)
 from dglx_dist.comm.ledger import Ledger
 from dglx_dist.comm.rendezvous import JobStore, listening_address, open_store
 from dglx_dist.comm.rpc import Rpc, open_endpoints
@@ -332,6 +340,8 @@ class Session:
     hosts: tuple[str, ...]
     """(W,) machine of each rank, for messages."""
     device: torch.device
+    ranks_of_device: int
+    """Ranks that share the GPU; 1 on the CPU."""
     job: str
     """Unique name of the session, equal on its ranks."""
     trace: TraceWriter | None
@@ -461,6 +471,7 @@ def start_session(
     timeout_s: float = 300.0,
     seed: int = 0,
     backend: str | None = None,
+    device: torch.device | str = AUTO,
     topology: Topology | None = None,
 ) -> Session:
     """Join the other ranks of the job and make the session the current one; collective.
@@ -474,11 +485,13 @@ def start_session(
         options: The strategy's options; only stored.
         timeout_s: How long a rank may be silent, here and in every collective; DGLX_TIMEOUT overrides it.
         seed: Seed of all random numbers; equal on all ranks.
-        backend: Of the process group; None: gloo, and nccl beside it where there is CUDA.
+        backend: Of the process group; None: gloo, and nccl beside it where every rank has a GPU to itself.
+        device: ``cpu``, ``cuda``, ``cuda:N``; ``auto``: DGLX_DEVICE, else a GPU where one can be used.
         topology: None: read from the environment.
 
     Raises:
-        ConfigError: the environment is invalid, ranks disagree, or a session is open already.
+        ConfigError: the environment is invalid, ranks disagree, a rank lacks its device, or a session is open
+            already.
         PeerError: ranks are missing after the time-out; the message lists them.
     """
     if _CURRENT or _LATER:
@@ -492,10 +505,12 @@ def start_session(
     if launched_by_torchrun() and not settings.allocator_set:
         keep_memory()
     mine = {"strategy": strategy, "options": dict(options or {}), "timeout_s": limit_s, "seed": seed}
+    asked = settings.device or AUTO if str(device) == AUTO else str(device)
     if found.world_size == 1:
-        session = _session_of_one_rank(found, settings, mine)
+        session = _session_of_one_rank(found, settings, mine, asked)
     else:
-        session = _session_of_ranks(found, settings, mine, correct_nodes=topology is None, backend=backend)
+        correct_nodes, request = topology is None, (asked, backend)
+        session = _session_of_ranks(found, settings, mine, request, correct_nodes=correct_nodes)
     _CURRENT.append(session)
     return session
 
@@ -523,15 +538,19 @@ def session_if_open() -> Session | None:
     return _CURRENT[-1] if _CURRENT else None
 
 
-def _session_of_one_rank(topology: Topology, settings: Settings, mine: Mapping[str, Any]) -> Session:
-    ledger = Ledger(topology)
+def _session_of_one_rank(
+    topology: Topology, settings: Settings, mine: Mapping[str, Any], device: str
+) -> Session:
+    ledger, hosts, taken = Ledger(topology), (socket.gethostname(),), take_device(device, 0)
+    _say_devices([taken], hosts, backend_of([taken], hosts, None))
     return Session(
         **mine,
         topology=topology,
         rpc=Rpc(0, ledger, mine["timeout_s"]),
         ledger=ledger,
-        hosts=(socket.gethostname(),),
-        device=_device(0),
+        hosts=hosts,
+        device=torch.device(taken.name),
+        ranks_of_device=1,
         job=secrets.token_hex(8),
         trace=None if settings.trace is None else TraceWriter(settings.trace, topology.rank),
     )
@@ -541,11 +560,14 @@ def _session_of_ranks(
     topology: Topology,
     settings: Settings,
     mine: Mapping[str, Any],
+    request: tuple[str, str | None],
     *,
     correct_nodes: bool,
-    backend: str | None,
 ) -> Session:
-    """Meet the other ranks; ``mine`` has the arguments of :func:`start_session` that a session stores."""
+    """Meet the other ranks; ``mine`` has the arguments of :func:`start_session` that a session stores.
+
+    ``request`` is the device and the backend.
+    """
     if not launched_by_torchrun():
         raise ConfigError(f"{topology.world_size} ranks need torchrun's environment; start with torchrun")
     timeout_s, rendezvous = float(mine["timeout_s"]), read_rendezvous()
@@ -553,17 +575,22 @@ def _session_of_ranks(
     raw = open_store(rendezvous, topology.rank, topology.world_size, timeout_s)
     store = JobStore(raw, topology.rank, topology.world_size, timeout_s)
     trace, no_trace = open_trace(settings.trace, topology.rank)
+    device, backend = request
+    taken = take_device(device, rendezvous.local_rank)
     hello = {
         "host": socket.gethostname(),
         "node": rendezvous.node,
         **agreement_facts(mine["strategy"], mine["options"], mine["seed"], settings.curve),
         "no_trace": no_trace,
+        "device": asdict(taken),
     }
     hellos: list[Any] = store.exchange("start", hello)
     check_agreement(hellos)
+    hosts = tuple(str(one["host"]) for one in hellos)
+    devices = [RankDevice(**one["device"]) for one in hellos]
+    backend = backend_of(devices, hosts, backend)
     if correct_nodes:
         topology = with_nodes(topology, tuple(one["node"] for one in hellos))
-    hosts = tuple(str(one["host"]) for one in hellos)
     ledger = Ledger(topology)
     rpc = Rpc(topology.rank, ledger, timeout_s)
     with ExitStack() as undo:
@@ -575,16 +602,16 @@ def _session_of_ranks(
         rpc.connect(addresses)
         owns_group = _make_group(raw, topology, timeout_s, backend)
         undo.pop_all()
-    device = _device(rendezvous.local_rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # the meaning of "cuda" without a number in the user's code
+    if topology.rank == 0:
+        _say_devices(devices, hosts, dist.get_backend_config())
     return Session(
         **mine,
         topology=topology,
         rpc=rpc,
         ledger=ledger,
         hosts=hosts,
-        device=device,
+        device=torch.device(taken.name),
+        ranks_of_device=sum(one.card == taken.card for one in devices) if taken.card else 1,
         # A hash, because folder names are public on a machine and must not reveal the secret.
         job=hashlib.sha256(credentials.secret).hexdigest()[:16],
         trace=trace,
@@ -593,24 +620,24 @@ def _session_of_ranks(
     )
 
 
-def _make_group(raw: Store, topology: Topology, timeout_s: float, backend: str | None) -> bool:
+def _say_devices(ranks: Sequence[RankDevice], hosts: Sequence[str], backend: str) -> None:
+    # Python shows warnings where nobody configured logging: who has a GPU, or a torch for one, must see what
+    # became of it. With a torch for CPUs the line says nothing new.
+    is_news = ranks[0].card or (ranks[0].why and is_built_for_gpus())
+    log.log(logging.WARNING if is_news else logging.INFO, "%s", describe(ranks, hosts, backend))
+
+
+def _make_group(raw: Store, topology: Topology, timeout_s: float, backend: str) -> bool:
     if dist.is_initialized():
         return False
-    chosen = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     dist.init_process_group(
-        chosen,
+        backend,
         store=PrefixStore("group", raw),
         rank=topology.rank,
         world_size=topology.world_size,
         timeout=timedelta(seconds=timeout_s),
     )
     return True
-
-
-def _device(local_rank: int) -> torch.device:
-    if torch.cuda.is_available():
-        return torch.device("cuda", local_rank % torch.cuda.device_count())
-    return torch.device("cpu")
 
 
 T = TypeVar("T", bound="Shared")

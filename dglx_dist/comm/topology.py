@@ -94,6 +94,8 @@ class Settings:
     """DGLX_STRATEGY."""
     timeout_s: float | None = None
     """DGLX_TIMEOUT, seconds."""
+    device: str | None = None
+    """DGLX_DEVICE."""
     curve: bool = False
     """DGLX_CURVE: encrypt one-sided calls."""
     ranks_per_server: int | None = None
@@ -187,6 +189,7 @@ def read_settings(variables: Mapping[str, str] = os.environ) -> Settings:
     return Settings(
         strategy=variables.get("DGLX_STRATEGY") or None,
         timeout_s=_seconds(variables, "DGLX_TIMEOUT"),
+        device=variables.get("DGLX_DEVICE") or None,
         curve=_flag(variables, "DGLX_CURVE"),
         ranks_per_server=per_server,
         omp_threads_set="OMP_NUM_THREADS" in variables,

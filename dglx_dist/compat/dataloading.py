@@ -15,12 +15,14 @@ from torch import Tensor
 
 from dglx_dist.comm.collectives import gather_int64
 from dglx_dist.comm.session import current_session
-from dglx_dist.compat.dist_graph import DistGraph, inner_graph, without_empty_types
-from dglx_dist.compat.dist_tensor import inner_tensor, remember
+from dglx_dist.compat.dist_graph import DistGraph, inner_graph, show_ids, without_empty_types
+from dglx_dist.compat.dist_tensor import DistTensor, inner_tensor, remember
+from dglx_dist.compat.partition_book import edge_ids, of_each_type, our_edges, shown_edges
 from dglx_dist.compat.wrappers import refuse_graphbolt
 from dglx_dist.dataloading.step_loader import run_ahead, whole_number
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph as InnerDistGraph
+from dglx_dist.graph.dist_tensor import DistTensor as InnerTensor
 from dglx_dist.graph.ids import Ids, as_array
 from dglx_dist.records import StepShare
 from dglx_dist.strategies.base import WRAPPED, Strategy, strategy_of
@@ -184,6 +186,9 @@ class _Loader(_Epochs):
             if self._drops_empty_types:
                 blocks = [without_empty_types(block) for block in blocks]
             remember(self._g, batch[0], blocks)
+            for graph in (*batch[1:-1], *blocks):
+                if isinstance(graph, dgl.DGLGraph):
+                    show_ids(self._g, graph)
             yield (*batch[:-1], blocks)
 
 
@@ -230,7 +235,8 @@ class DistEdgeDataLoader(_Loader):
             why = "blocks are sampled from that of the edges"
             raise ConfigError(f"g_sampling is another graph, but {why}; leave it out")
         options, strategy = {**_options(kwargs, device), **_edge_options(g, inner, kwargs)}, _strategy(inner)
-        loader = strategy.edge_loader(inner, eids, graph_sampler, **options)
+        ours = of_each_type(our_edges, inner, eids)
+        loader = strategy.edge_loader(inner, ours, graph_sampler, **options)
         super().__init__(inner, strategy, loader, options)
 
 
@@ -261,12 +267,14 @@ def _edge_options(g: Any, inner: InnerDistGraph, given: Mapping[str, Any]) -> di
     # DGL's negative samplers and ours are read, not called.
     is_known = type(negative).__module__.startswith(("dgl.dataloading.", "dglx_dist."))
     if callable(negative) and not is_known:
-        negative = partial(_on_graph, negative, g)
+        negative = partial(_on_graph, negative, g, inner)
+    if callable(exclude):
+        exclude = partial(_excluded, exclude, inner)
     if isinstance(reverse, Mapping):
-        reverse = {etype: inner_tensor(one) for etype, one in reverse.items()}
+        reverse = {etype: _our_reverse(inner, etype, one) for etype, one in reverse.items()}
     return {
         "exclude": exclude,
-        "reverse_eids": inner_tensor(reverse),
+        "reverse_eids": reverse if isinstance(reverse, Mapping) else _our_reverse(inner, None, reverse),
         "reverse_etypes": etypes,
         "negative_sampler": negative,
     }
@@ -279,8 +287,22 @@ def _is_identity(reverse: object) -> bool:
     return ids.ndim == 1 and np.array_equal(ids, np.arange(len(ids)))
 
 
-def _on_graph(negative: Any, g: Any, _: object, eids: Any) -> Any:
-    return negative(g, eids)
+def _our_reverse(g: InnerDistGraph, etype: Any, reverse: Any) -> Any:
+    ids = None if reverse is None else edge_ids(g.kvstore, g.to_canonical_etype(etype))
+    # Tensors of dglx_dist, as reverse_edge_ids makes them, have its ids.
+    if ids is None or isinstance(reverse, InnerTensor) or len(reverse) != len(ids.ours):
+        return inner_tensor(reverse)
+    table = as_array(reverse.to_local() if isinstance(reverse, DistTensor) else reverse)
+    return torch.from_numpy(np.where(table < 0, table, ids.ours[table])[ids.source])
+
+
+def _excluded(exclude: Any, g: InnerDistGraph, edges: Any) -> Any:
+    answer = exclude(of_each_type(shown_edges, g, edges))
+    return None if answer is None else of_each_type(our_edges, g, answer)
+
+
+def _on_graph(negative: Any, g: Any, inner: InnerDistGraph, _: object, eids: Any) -> Any:
+    return negative(g, of_each_type(shown_edges, inner, eids))
 
 
 def sample_neighbors(
@@ -302,7 +324,8 @@ def sample_neighbors(
     if isinstance(exclude_edges, bool):
         exclude_edges, replace = None, exclude_edges
     inner, options = inner_graph(g), (edge_dir, prob, exclude_edges, replace)
-    return without_empty_types(inner.sample_neighbors(_by_type(inner, nodes), fanout, *options))
+    view = g if isinstance(g, DistGraph) else inner
+    return without_empty_types(view.sample_neighbors(_by_type(inner, nodes), fanout, *options))
 
 
 def sample_etype_neighbors(  # noqa: PLR0913 - DGL's signature
@@ -322,13 +345,12 @@ def sample_etype_neighbors(  # noqa: PLR0913 - DGL's signature
 
 def in_subgraph(g: object, nodes: Any) -> dgl.DGLGraph:
     """Return the graph of all nodes with all in-edges of ``nodes``, ids in ``edata[dgl.EID]``."""
-    inner = inner_graph(g)
-    return without_empty_types(inner.sample_neighbors(_by_type(inner, nodes), -1))
+    return sample_neighbors(g, nodes, -1)
 
 
 def find_edges(g: object, edge_ids: Ids) -> tuple[Tensor, Tensor]:
     """Return (sources, destinations) of edges; with several types all ids are homogeneous."""
-    inner = inner_graph(g)
+    inner: Any = g if isinstance(g, DistGraph) else inner_graph(g)
     book = inner.get_partition_book()
     if len(book.etypes) == len(book.ntypes) == 1:
         return inner.find_edges(edge_ids)

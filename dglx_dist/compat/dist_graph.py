@@ -15,8 +15,16 @@ from torch import Tensor
 
 from dglx_dist.comm.topology import read_settings, read_topology
 from dglx_dist.compat.dist_tensor import DistTensor, KVClient, inner_tensor, use
-from dglx_dist.compat.partition_book import edge_type, node_type, remember_graph
-from dglx_dist.compat.wrappers import Wrapper
+from dglx_dist.compat.partition_book import (
+    edge_ids,
+    edge_type,
+    node_type,
+    of_each_type,
+    our_edges,
+    remember_graph,
+    shown_edges,
+)
+from dglx_dist.compat.wrappers import UnknownTypeError, Wrapper
 from dglx_dist.data.storage.columns import MANIFEST
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph as InnerDistGraph
@@ -53,6 +61,15 @@ def without_empty_types(graph: dgl.DGLGraph) -> dgl.DGLGraph:
     return reduced
 
 
+def show_ids(g: InnerDistGraph, graph: dgl.DGLGraph) -> dgl.DGLGraph:
+    """Return a graph or block of edges of ``g``, now with the ids that scripts know."""
+    for etype in graph.canonical_etypes:
+        data = graph.edges[etype].data
+        if dgl.EID in data and edge_ids(g.kvstore, etype) is not None:
+            data[dgl.EID] = shown_edges(g.kvstore, etype, data[dgl.EID])
+    return graph
+
+
 def local_partition(g: InnerDistGraph) -> dgl.DGLGraph:
     """Build the graph of the own server's nodes, their in-edges, and the remote sources of these.
 
@@ -65,14 +82,16 @@ def local_partition(g: InnerDistGraph) -> dgl.DGLGraph:
     pieces = []
     for etype in book.canonical_etypes:
         found = g.structure(etype).ask("in_edges", of_type[etype[2]].numpy())
+        numbers = shown_edges(g.kvstore, etype, torch.from_numpy(found.edge_ids))
         ends = np.repeat(of_type[etype[2]].numpy(), np.diff(found.indptr))
         joined = (
             book.map_to_homo_nid(found.sources, etype[0]),
             book.map_to_homo_nid(ends, etype[2]),
-            book.map_to_homo_eid(found.edge_ids, etype),
+            book.map_to_homo_eid(numbers, etype),
         )
         pieces.append([ids.numpy() for ids in joined])
-    sources, destinations, edges = (np.concatenate(one) for one in zip(*pieces, strict=True))
+    ends_and_ids = np.concatenate([np.stack(piece) for piece in pieces], axis=1)
+    sources, destinations, edges = ends_and_ids[:, np.argsort(ends_and_ids[2])]
     halo = np.setdiff1d(sources, own)
     nodes = np.concatenate([own, halo])
     order = np.argsort(nodes, kind="stable")
@@ -119,7 +138,9 @@ class DistGraph(Wrapper, of=InnerDistGraph):
 
     Opening one is collective, and opens the session if there is none. ``gpb`` is ignored with a warning;
     ``part_config`` is DGL's JSON file or the folder of a dataset of ours, None: what DGL_CONF_PATH names.
-    ConfigError: no partition is named, or it holds a graph of another name.
+    A warning: it holds a graph of another name. ConfigError: no partition is named.
+
+    Edges of a graph in one part have the ids of the source, as with DGL, which does not number them anew.
     """
 
     def __init__(self, graph_name: str, gpb: object = None, part_config: str | Path | None = None) -> None:
@@ -133,8 +154,9 @@ class DistGraph(Wrapper, of=InnerDistGraph):
         self.inner = InnerDistGraph(path) if is_ours else InnerDistGraph(part_config=path)
         remember_graph(self.inner)
         self.graph_name = graph_name
-        if not path.is_dir() and self.inner.name != graph_name:
-            raise ConfigError(f"{path} is of the graph {self.inner.name!r}, not {graph_name!r}")
+        if not path.is_dir() and self.inner.name != graph_name and self.inner.rank() == 0:
+            what = f"{path} is of the graph {self.inner.name!r}, not {graph_name!r}"
+            warnings.warn(f"{what}; it is opened, as with DGL", stacklevel=2)
 
     inner: InnerDistGraph
 
@@ -148,11 +170,11 @@ class DistGraph(Wrapper, of=InnerDistGraph):
 
     @property
     def nodes(self) -> TypedViews[str, DataView]:
-        return self.inner.nodes.map(DataView.over)
+        return self.inner.nodes.map(DataView.over, UnknownTypeError)
 
     @property
     def edges(self) -> TypedViews[str | EdgeType, DataView]:
-        return self.inner.edges.map(DataView.over)
+        return self.inner.edges.map(DataView.over, UnknownTypeError)
 
     def is_pinned(self) -> bool:
         return False
@@ -214,8 +236,23 @@ class DistGraph(Wrapper, of=InnerDistGraph):
         output_device: torch.device | str | None = None,
     ) -> dgl.DGLGraph:
         """Sample in-edges of nodes, without ``exclude_edges``, which DGL 1.1.3 ignores."""
+        if exclude_edges is not None:
+            exclude_edges = of_each_type(our_edges, self.inner, exclude_edges)
         options = (edge_dir, prob, exclude_edges, replace, etype_sorted, output_device)
-        return without_empty_types(self.inner.sample_neighbors(seed_nodes, fanout, *options))
+        drawn = self.inner.sample_neighbors(seed_nodes, fanout, *options)
+        return show_ids(self.inner, without_empty_types(drawn))
+
+    def find_edges(self, edges: Ids, etype: str | EdgeType | None = None) -> tuple[Tensor, Tensor]:
+        kind = self.to_canonical_etype(etype)
+        return self.inner.find_edges(our_edges(self.inner.kvstore, kind, edges), kind)
+
+    def orig_edge_ids(self, ids: Ids, etype: str | EdgeType | None = None) -> Tensor:
+        kind = self.to_canonical_etype(etype)
+        return self.inner.orig_edge_ids(our_edges(self.inner.kvstore, kind, ids), kind)
+
+    def new_edge_ids(self, ids: Ids, etype: str | EdgeType | None = None) -> Tensor:
+        kind = self.to_canonical_etype(etype)
+        return shown_edges(self.inner.kvstore, kind, self.inner.new_edge_ids(ids, kind))
 
     def add_edge_attribute(self, name: str, padding: Any = None) -> None:
         raise ConfigError("there is no GraphBolt graph; every edge tensor can be used as prob= or mask=")

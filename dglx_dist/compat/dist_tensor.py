@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, cast, final
 from weakref import WeakSet
 
@@ -13,7 +14,14 @@ from torch import Tensor
 
 from dglx_dist.comm.collectives import barrier, gather_json, run_on_all_ranks
 from dglx_dist.comm.session import SessionField
-from dglx_dist.compat.partition_book import PartitionPolicy, graph_of_store, inner_policy
+from dglx_dist.compat.partition_book import (
+    PartitionPolicy,
+    edge_ids,
+    graph_of_store,
+    inner_policy,
+    our_edges,
+    shown_edges,
+)
 from dglx_dist.compat.wrappers import Forward, Wrapper
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
@@ -114,10 +122,10 @@ class KVClient(Wrapper, of=KVStore):
 
     def push(self, name: str, id_tensor: Ids, data_tensor: Tensor) -> None:
         """Overwrite rows and wait until their owners have them; DGL does not wait."""
-        self._tensor(name)[id_tensor] = data_tensor
+        DistTensor.over(self._tensor(name))[id_tensor] = data_tensor
 
     def pull(self, name: str, id_tensor: Ids) -> Tensor:
-        return self._tensor(name)[id_tensor]
+        return DistTensor.over(self._tensor(name))[id_tensor]
 
     def register_push_handler(self, name: str, func: Callable[..., None]) -> None:
         """Apply pushes with ``func(store, name, local ids, rows)`` on the owner; all ranks must call it."""
@@ -140,7 +148,9 @@ class KVClient(Wrapper, of=KVStore):
         return [*self.gdata_name_list(), *(key.removeprefix(_HIDDEN) for key in created)]
 
     def gdata_name_list(self) -> list[str]:
-        return [name for name in self.inner.names() if name.startswith(_KINDS)]
+        # Without those that no object of this rank refers to: DGL would have freed them.
+        gone = {name for name, users in users_of(self.inner).items() if not users}
+        return [name for name in self.inner.names() if name.startswith(_KINDS) and name not in gone]
 
     def get_data_meta(self, name: str) -> tuple[torch.dtype, tuple[int, ...], PartitionPolicy]:
         tensor = self._tensor(name)
@@ -190,7 +200,7 @@ class _LocalRows(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._client.data_name_list():
             raise KeyError(name)
-        return self._client._tensor(name).local_rows()
+        return DistTensor.over(self._client._tensor(name)).local_partition
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._client.data_name_list())
@@ -213,9 +223,11 @@ def use(tensor: InnerDistTensor, user: object) -> None:
     users_of(tensor.kvstore).get(tensor.kvstore_key, WeakSet()).add(user)
 
 
-def _free_unused(store: KVStore) -> None:
-    """Free the tensors that no rank refers to any more; every rank must call it."""
+def _free_unused(store: KVStore, wanted: Sequence[str]) -> list[int]:
+    """Free the tensors that no rank refers to any more; return who refers to ``wanted``. Collective."""
     users = users_of(store)
+    if any(users.get(key) for key in wanted):
+        gc.collect()  # a cycle may be all that refers to it here
     unused = [key for key, of in users.items() if not of and store.has(key)]
     # The gather ends after every rank has entered it, so no rank still reads these rows.
     run_on_all_ranks(store.session, store.fence)
@@ -223,6 +235,8 @@ def _free_unused(store: KVStore) -> None:
     for key in sorted(set.intersection(*map(set, unused_by_rank))):
         store.remove(key)
         del users[key]
+    kept = {key for key in wanted if key in users}
+    return [rank for rank, of_rank in enumerate(unused_by_rank) if kept - set(of_rank)]
 
 
 @final
@@ -230,8 +244,10 @@ class DistTensor(Wrapper, of=InnerDistTensor):
     """Rows on the servers, with DGL's arguments; ``.inner`` is ours.
 
     Creating one is collective. Writing waits until the owners have the rows, unlike DGL's. A tensor that is
-    not persistent is freed when a later one is created and no rank refers to it any more. ``attach`` has no
-    effect: DGL appends the number of a group of clients, of which there is one here.
+    not persistent is freed when a later one is created and no rank refers to it any more, and its name is
+    then free for any shape; as long as one rank refers to it, all attach to it. Attaching to others, which
+    are never freed, is not collective. ``attach`` has no effect: DGL appends the number of a group of
+    clients, of which there is one here.
     """
 
     inner: InnerDistTensor
@@ -252,11 +268,20 @@ class DistTensor(Wrapper, of=InnerDistTensor):
             raise ConfigError("a tensor without a name cannot be persistent; give it a name")
         policy = inner_policy(part_policy)
         store = opened_graph().kvstore if policy is None else policy.store
+        taken = [key for key in store.names() if name is not None and key.endswith(f"~{name}")]
+        # Decided by the arguments and the store, which are alike on all ranks.
+        holders = []
+        if not taken or not users_of(store).keys().isdisjoint(taken):
+            holders = _free_unused(store, taken)
         known = set(store.names())
-        # Freeing is collective, but attaching to an existing tensor is not.
-        if name is None or not any(key.endswith(f"~{name}") for key in known):
-            _free_unused(store)
-        self.inner = InnerDistTensor(tuple(shape), dtype, name, init_func, policy, persistent, is_gdata)
+        if taken and name is not None:
+            # The state of an optimizer, and what else the graph does not show.
+            place = policy or opened_graph().policy_of_length(next(iter(shape)))
+            is_gdata = is_gdata and (place.key(name) in known or place.hidden_key(name) not in known)
+        try:
+            self.inner = InnerDistTensor(tuple(shape), dtype, name, init_func, policy, persistent, is_gdata)
+        except ConfigError as error:
+            raise ConfigError(f"{error}, or delete it on the ranks {holders}") if holders else error from None
         if not persistent and self.inner.kvstore_key not in known:
             users_of(store)[self.inner.kvstore_key] = WeakSet()
         use(self.inner, self)
@@ -270,10 +295,10 @@ class DistTensor(Wrapper, of=InnerDistTensor):
     def __getitem__(self, idx: Ids) -> Tensor:
         """Return the rows of ``idx``, (K, *row); of one integer, (1, *row)."""
         found = attached_rows(self.inner, idx)
-        return self.inner[_many(idx)] if found is None else found
+        return self.inner[_rows(self.inner, idx)] if found is None else found
 
     def __setitem__(self, idx: Ids, val: Tensor) -> None:
-        self.inner[_many(idx)] = val
+        self.inner[_rows(self.inner, idx)] = val
 
     def __or__(self, other: DistTensor) -> DistTensor:
         """Return the bitwise or as a new tensor, such as the union of two masks; collective."""
@@ -288,8 +313,7 @@ class DistTensor(Wrapper, of=InnerDistTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Save the tensor of all rows under ``torch.save``, so that it loads without this package."""
-        rows = self.inner.to_local()
-        return rows.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch leaves it bare
+        return self.to_local().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch leaves it bare
 
     def __copy__(self) -> DistTensor:
         return self
@@ -297,9 +321,22 @@ class DistTensor(Wrapper, of=InnerDistTensor):
     def __repr__(self) -> str:
         return repr(self.inner)
 
+    def to_local(self) -> Tensor:
+        """Return all rows as one tensor."""
+        return self._by_id(self.inner.to_local())
+
     @property
     def local_partition(self) -> Tensor:
-        return self.inner.local_rows()
+        return self._by_id(self.inner.local_rows())
+
+    def nonzero(self, *, as_tuple: bool = False) -> Any:
+        ids = self.inner.nonzero()
+        share = shown_edges(self.inner.kvstore, self.inner.part_policy.type_name, ids)
+        return (share[:, 0],) if as_tuple else share
+
+    def _by_id(self, rows: Tensor) -> Tensor:
+        ids = edge_ids(self.inner.kvstore, self.inner.part_policy.type_name)
+        return rows if ids is None else rows[torch.from_numpy(ids.ours)]
 
     @property
     def name(self) -> str:
@@ -314,8 +351,9 @@ def inner_tensor(value: object) -> object:
     return value.inner if isinstance(value, DistTensor) else value
 
 
-def _many(idx: Ids) -> Ids:
-    return [int(idx)] if isinstance(idx, int | np.integer) else idx
+def _rows(tensor: InnerDistTensor, idx: Ids) -> Ids:
+    many: Ids = [int(idx)] if isinstance(idx, int | np.integer) else idx
+    return our_edges(tensor.kvstore, tensor.part_policy.type_name, many)
 
 
 @final
@@ -339,7 +377,7 @@ class DistEmbedding(Wrapper, of=InnerDistEmbedding):
 
     def __call__(self, idx: Ids, device: torch.device | str = "cpu") -> Tensor:
         """Return rows; an optimizer of ``dgl.distributed.optim`` takes their gradients."""
-        return self.inner(idx, device)
+        return self.inner(our_edges(self.inner.kvstore, self.inner.part_policy.type_name, idx), device)
 
     weight: Any = Forward(InnerDistEmbedding, "weight")
     optm_state: Any = Forward(InnerDistEmbedding, "optm_state")

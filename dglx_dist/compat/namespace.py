@@ -169,8 +169,9 @@ CONSTANTS: Mapping[str, Any] = {
     "DEFAULT_NTYPE": NODE_TYPE,
     "DEFAULT_ETYPE": EDGE_TYPE,
     "MAX_QUEUE_SIZE": MAX_QUEUE_SIZE,
+    "SERVER_EXIT": "server_exit",
 }
-"""Names in ``dgl.distributed.constants``; from DGL 2.4 on also in the package."""
+"""Names in ``dgl.distributed.constants``; from DGL 2.0 on also in the package."""
 
 # Names that modules of ``dgl.dataloading`` have as well.
 _LOADER_NAMES = ("DistGraph", "DistDataLoader", "DistNodeDataLoader", "DistEdgeDataLoader")

@@ -17,7 +17,13 @@ from dgl.data.utils import load_tensors
 from torch import Tensor
 
 from dglx_dist.compat.dist_tensor import DistTensor, inner_tensor
-from dglx_dist.compat.partition_book import RangePartitionBook, edge_type, graph_of_book, node_type
+from dglx_dist.compat.partition_book import (
+    RangePartitionBook,
+    edge_ids,
+    edge_type,
+    graph_of_book,
+    node_type,
+)
 from dglx_dist.compat.wrappers import refuse_graphbolt
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
 from dglx_dist.data.partition.hierarchical import TRAINER_ID, assign_two_levels, with_trainer_ids
@@ -90,12 +96,12 @@ def partition_graph(  # noqa: PLR0913 - DGL's signature
     use_graphbolt: bool = False,
     *,
     seed: int = 0,
-    **graphbolt_options: object,
+    **kwargs: object,
 ) -> tuple[Ids, Ids] | None:
     """Partition ``g`` and write DGL's files, which DGL and this package read; one process calls it.
 
     Nodes are numbered as DGL does: part by part, in the order they had. Edges are numbered by part, then
-    destination, then source.
+    destination, then source; with one part they keep their ids, as with DGL.
 
     Args are DGL's, but:
         out_path: Files of an earlier partition in this folder are replaced.
@@ -108,13 +114,12 @@ def partition_graph(  # noqa: PLR0913 - DGL's signature
 
     With ``return_mapping`` return original node and edge ids in the new order, by type if there are several.
     """
-    if num_hops != 1 or use_graphbolt:
-        why = "farther neighbours are fetched on demand, and there is one format"
-        told = f"num_hops={num_hops}, use_graphbolt={use_graphbolt}"
-        raise ConfigError(f"{told}: only 1 and False can be honoured; {why}")
-    if graphbolt_options:
+    refuse_graphbolt(use_graphbolt)
+    if num_hops != 1:
+        warnings.warn(f"num_hops={num_hops}: parts get 1, and fetch farther ones on demand", stacklevel=2)
+    if kwargs:
         why = "options of GraphBolt's files, which are not written; leave them out"
-        raise ConfigError(f"{', '.join(graphbolt_options)}: {why}")
+        raise ConfigError(f"{', '.join(kwargs)}: {why}")
     whole_number("num_parts", num_parts, least=1)
     whole_number("num_trainers_per_machine", num_trainers_per_machine, least=1)
     whole_number("seed", seed, least=0)
@@ -284,7 +289,12 @@ def edge_split(
 ) -> Tensor:
     """Return a rank's share of the marked edges; as :func:`node_split`."""
     g = _graph(edges, partition_book)
-    kind, how = edge_type(g, etype), (rank, force_even, cast("Any", inner_tensor(edge_trainer_ids)))
+    kind = edge_type(g, etype)
+    if edge_ids(g.kvstore, g.to_canonical_etype(kind)) is not None:
+        edges, edge_trainer_ids = (
+            one.to_local() if isinstance(one, DistTensor) else one for one in (edges, edge_trainer_ids)
+        )
+    how = rank, force_even, cast("Any", inner_tensor(edge_trainer_ids))
     return split_edges(_mask(edges, g, g.num_edges(kind), kind), g.get_partition_book(), kind, *how)
 
 

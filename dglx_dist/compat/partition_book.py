@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast, final
+from functools import cached_property
+from typing import Any, NoReturn, cast, final
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.dist_tensor import PartitionPolicy as InnerPartitionPolicy
 from dglx_dist.graph.dist_tensor import opened_graph, type_text
-from dglx_dist.graph.ids import Ids
+from dglx_dist.graph.ids import Ids, as_ids
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.partition_book import PartitionBook
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, EdgeType
@@ -32,8 +33,12 @@ class RangePartitionBook(GraphPartitionBook, of=PartitionBook):
     """Contiguous ids per type and partition, with DGL's arguments and methods.
 
     Without a type, ids of a graph of several types are *homogeneous*: one numbering for all types. The maps
-    have (P, 2) homogeneous ranges by type; ConfigError if they do not fit, or do not number ids as DGL does.
+    have (P, 2) homogeneous ranges by type; ConfigError if they do not fit. If they overlap, or number ids in
+    another way than DGL, homogeneous ids are a ConfigError, and all else works. ConfigError too if they do
+    not grow from partition to partition.
     """
+
+    _unusual = ""
 
     global_nid_dtype = global_eid_dtype = torch.int64
     """Of newer versions of DGL."""
@@ -59,7 +64,13 @@ class RangePartitionBook(GraphPartitionBook, of=PartitionBook):
         }
         self.inner = PartitionBook(nodes, edges, part_id)
         for kind, ids in ((node_map, self.inner.map_to_homo_nid), (edge_map, self.inner.map_to_homo_eid)):
-            _check_numbering(kind, ids)
+            self._unusual = self._unusual or _other_numbering(kind, ids)
+        if self._unusual:
+            names = "map_to_per_ntype", "map_to_per_etype", "map_to_homo_nid", "map_to_homo_eid"
+            vars(self).update(dict.fromkeys(names, self._refuse_homogeneous))
+
+    def _refuse_homogeneous(self, *_: object, **__: object) -> NoReturn:
+        raise ConfigError(f"these ids are homogeneous, and {self._unusual}; name a type")
 
     partid: Any = Forward(PartitionBook, "partid")
     """The partition of this rank."""
@@ -79,6 +90,12 @@ class RangePartitionBook(GraphPartitionBook, of=PartitionBook):
 
     def _offsets(self, bounds: Iterable[Array]) -> list[int]:
         return [0, *np.cumsum([int(np.diff(one)[self.partid]) for one in bounds]).tolist()]
+
+    def _num_nodes(self, ntype: str = NODE_TYPE) -> int:
+        return self._of(ntype).num_nodes(ntype)
+
+    def _num_edges(self, etype: str | EdgeType = EDGE_TYPE) -> int:
+        return self._of(etype).num_edges(etype)
 
     def shared_memory(self, graph_name: str) -> None:
         raise ConfigError("every rank has the book, which is a few numbers; leave shared_memory() out")
@@ -106,6 +123,8 @@ class RangePartitionBook(GraphPartitionBook, of=PartitionBook):
         book = self.inner
         is_node, is_edge = kind == NODE_TYPE, kind in (EDGE_TYPE, EDGE_TYPE[1])
         if (is_node and NODE_TYPE not in book.ntypes) or (is_edge and EDGE_TYPE not in book.canonical_etypes):
+            if self._unusual:
+                self._refuse_homogeneous()
             counts = book.metadata()
             nodes, edges = (
                 np.cumsum([0, *(one[f"num_{of}"] for one in counts)]) for of in ("nodes", "edges")
@@ -121,18 +140,25 @@ def _bounds(ranges: Mapping[Any, Any], key: object, num_parts: int) -> Array:
     return np.concatenate([[0], np.cumsum(given[:, 1] - given[:, 0])])
 
 
-def _check_numbering(ranges: Mapping[Any, Any], to_homogeneous: Callable[[Ids, Any], Tensor]) -> None:
-    """Raise ConfigError unless homogeneous ids run through the partitions, and in each through the types."""
+def _other_numbering(ranges: Mapping[Any, Any], to_homogeneous: Callable[[Ids, Any], Tensor]) -> str:
+    """Return which ids do not run through the partitions, and in each through the types; "" if all do.
+
+    ConfigError where DGL refuses them, too: ranges do not grow from partition to partition.
+    """
+    by_type = sorted(
+        (np.asarray(given, dtype=np.int64) for given in ranges.values()), key=lambda one: one[0, 0]
+    )
+    if (np.diff(np.stack(by_type, axis=1).reshape(-1, 2), axis=0) < 0).any():
+        told = {key: np.asarray(given).tolist() for key, given in ranges.items()}
+        raise ConfigError(f"the maps are {told}; ids must be numbered partition by partition")
     for key, given in ranges.items():
         found = np.asarray(given, dtype=np.int64)
         sizes = found[:, 1] - found[:, 0]
         firsts = np.cumsum(sizes) - sizes
         expected = to_homogeneous(torch.from_numpy(firsts[sizes > 0]), key).numpy()
         if not np.array_equal(found[sizes > 0, 0], expected):
-            raise ConfigError(
-                f"the map of {key!r} is {found.tolist()}; ids must be numbered partition by partition, and "
-                "in each type by type"
-            )
+            return f"the map of {key!r} is {found.tolist()}, which is not in order of the types"
+    return ""
 
 
 _GRAPHS: SessionField[list[DistGraph]] = SessionField(lambda _: [])
@@ -143,6 +169,57 @@ def remember_graph(g: DistGraph) -> None:
     graphs = _GRAPHS.of(g.session)
     graphs.append(g)
     g.on_close.append(lambda: graphs.remove(g))
+    if g.dataset.manifest.num_parts == 1:
+        part, found = g.dataset.part(0), _EDGE_IDS.of(g.session).setdefault(g.kvstore.label, {})
+        for etype in g.canonical_etypes:
+            source = np.asarray(part.original_edge_ids(etype))
+            if not np.array_equal(source, np.arange(len(source))):
+                found[etype] = EdgeIds(source)
+
+
+@final
+class EdgeIds:
+    """DGL's (E,) int64 ids of our edges of one type in a graph in one part: those of the ``source``."""
+
+    def __init__(self, source: Array) -> None:
+        self.source = source
+
+    @cached_property
+    def ours(self) -> Array:
+        """(E,) int64: our id, by destination and source, of each of DGL's edges."""
+        ours = np.empty_like(self.source)
+        ours[self.source] = np.arange(len(ours))
+        return ours
+
+
+_EDGE_IDS: SessionField[dict[str, dict[EdgeType, EdgeIds]]] = SessionField(lambda _: {})
+
+
+def edge_ids(store: KVStore, etype: object) -> EdgeIds | None:
+    """Return the ids of the edges of a type in the graph of ``store``; None where ours are DGL's."""
+    return _EDGE_IDS.of(store.session).get(store.label, {}).get(cast("EdgeType", etype))
+
+
+def our_edges(store: KVStore, etype: object, ids: Ids) -> Ids:
+    """Return our ids of edges that a script names."""
+    if (known := edge_ids(store, etype)) is None:
+        return ids
+    found = torch.from_numpy(known.ours[as_ids(ids, len(known.ours), f"the edges {etype}")])
+    return found.to(ids.device) if isinstance(ids, Tensor) else found
+
+
+def of_each_type(number: Callable[..., Any], g: DistGraph, edges: Any) -> Any:
+    """Apply :func:`our_edges` or :func:`shown_edges` to ids of the only type, or to a dict by type."""
+    if isinstance(edges, Mapping):
+        return {key: number(g.kvstore, g.to_canonical_etype(key), ids) for key, ids in edges.items()}
+    only = len(g.canonical_etypes) == 1
+    return number(g.kvstore, g.canonical_etypes[0], edges) if only else edges
+
+
+def shown_edges(store: KVStore, etype: object, ids: Tensor) -> Tensor:
+    """Return the ids under which a script knows our edges."""
+    known = edge_ids(store, etype)
+    return ids if known is None else torch.from_numpy(known.source[ids.cpu().numpy()]).to(ids.device)
 
 
 def graph_of_book(book: PartitionBook | None) -> DistGraph:

@@ -6,6 +6,8 @@ import functools
 import inspect
 from typing import Any, ClassVar, TypeVar, final
 
+import dgl
+
 from dglx_dist.comm.session import Shared
 from dglx_dist.errors import ConfigError
 
@@ -66,6 +68,10 @@ def view(value: Any) -> Any:
     if inspect.ismethod(value):
         return functools.wraps(value)(lambda *args, **kwargs: view(value(*args, **kwargs)))
     return value
+
+
+class UnknownTypeError(ConfigError, dgl.DGLError):
+    """There is no such node or edge type; scripts expect a DGLError."""
 
 
 def refuse_graphbolt(use_graphbolt: bool) -> None:

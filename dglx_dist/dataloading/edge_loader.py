@@ -15,8 +15,9 @@ from dgl.heterograph import DGLBlock
 from torch import Tensor
 
 from dglx_dist.comm.collectives import check_equal, gather_int64, run_on_all_ranks
+from dglx_dist.comm.transfer import Copy
 from dglx_dist.dataloading.feature_fetch import EDGE_PHASE
-from dglx_dist.dataloading.loader import nodes_to, open_maker
+from dglx_dist.dataloading.loader import open_maker
 from dglx_dist.dataloading.minibatch import NOTHING_EXCLUDED, BatchMaker, Excluded, MiniBatch, NodeIds
 from dglx_dist.dataloading.negative import (
     DrawAll,
@@ -289,6 +290,10 @@ class EdgeBatch(MiniBatch):
     """The batch's edges over the destinations of the last block, in their order; then negative pairs over the
     same nodes, if there is a negative sampler."""
 
+    def moved(self, device: torch.device, copy: Copy) -> EdgeBatch:
+        pairs = [place(graph, device, copy=copy) for graph in self.pairs]
+        return replace(super().moved(device, copy), pairs=pairs)
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -343,6 +348,7 @@ class EdgeMaker:
             blocks=batch.blocks,
             sample_s=(paired - begin) + batch.sample_s,
             fetch_s=batch.fetch_s + time.perf_counter() - sampled,
+            split=batch.split,
         )
 
     def _submit_columns(self, edges: Mapping[EdgeType, Array]) -> dict[EdgeType, dict[str, PendingPull]]:
@@ -470,12 +476,10 @@ class DistEdgeDataLoader(StepLoader[EdgeType, EdgeBatch, EdgesBatch]):
         )
         super().__init__(g.session, read.items, read.options, maker)
 
-    def _on_device(self, batch: EdgeBatch, share: StepShare) -> EdgesBatch:
+    def _delivered(self, batch: EdgeBatch, share: StepShare) -> EdgesBatch:
+        if batch.arrive is not None or batch.split:
+            batch.arrived()
         blocks, nodes, graphs = batch.blocks, batch.input_nodes, batch.pairs
-        if self.moves_batches:
-            blocks = [place(block, self._device) for block in blocks]
-            graphs = [place(graph, self._device) for graph in graphs]
-            nodes = nodes_to(nodes, self._device)
         # On each of them, since a model may get the blocks, a pair graph, or both.
         for stamped in (blocks[-1], *graphs):
             stamped.step_share = share

@@ -6,7 +6,7 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeVar, final
 
 import dgl
@@ -15,11 +15,12 @@ import torch
 from dgl.heterograph import DGLBlock
 from torch import Tensor
 
+from dglx_dist.comm.transfer import Copy
 from dglx_dist.data.storage.columns import numpy_dtype
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.column import PendingPull
+from dglx_dist.graph.column import DeviceRows, PendingPull
 from dglx_dist.graph.kvstore import KVStore
-from dglx_dist.graph.row_kernels import column_info, empty_rows, tensor_view
+from dglx_dist.graph.row_kernels import column_info, empty_rows, tensor_view, torch_dtype
 from dglx_dist.records import Array, ColumnInfo, EdgeType
 
 EDGE_PHASE, LABEL_PHASE, FEATURE_PHASE = "edge_features", "labels", "features"
@@ -33,6 +34,7 @@ K = TypeVar("K")
 _MARGIN = 8
 """New buffers get 1/8 spare rows, so that batches of about the same size fit."""
 
+_CPU = torch.device("cpu")
 HALVES = (torch.float16, torch.bfloat16)
 FLOATS = (*HALVES, torch.float32, torch.float64)
 
@@ -47,11 +49,13 @@ class RowMemory:
 
     Features stored in half precision save disk, memory and network traffic, but few models compute in it, so
     ``dtype`` None converts float16 and bfloat16 to float32 and keeps others. Integers and booleans are not
-    converted.
+    converted. For a ``device`` that is a GPU the memory is page-locked, so that rows are copied from there.
     """
 
-    def __init__(self, num_batches: int = 4, dtype: torch.dtype | None = None) -> None:
-        self._num_batches, self._dtype = num_batches, check_float(dtype)
+    def __init__(
+        self, num_batches: int = 4, dtype: torch.dtype | None = None, device: torch.device = _CPU
+    ) -> None:
+        self._num_batches, self._dtype, self.device = num_batches, check_float(dtype), device
         self._kept: dict[tuple[str, ColumnInfo], list[Array]] = {}
         self._lock = threading.Lock()
         # Measured, because interpreters differ in the references that a loop itself holds.
@@ -73,12 +77,19 @@ class RowMemory:
             if longest is not None and len(kept[longest]) >= count:
                 array = kept[longest]
             else:
-                array = np.empty((count + count // _MARGIN, width), numpy_dtype(info.dtype))
+                array = self._new((count + count // _MARGIN, width), info)
                 if longest is not None:
                     kept[longest] = array
                 elif len(kept) < self._num_batches:
                     kept.append(array)
         return tensor_view(array[:count].reshape(count, *info.row_shape), info)
+
+    def _new(self, shape: tuple[int, int], info: ColumnInfo) -> Array:
+        if self.device.type != "cuda":
+            return np.empty(shape, numpy_dtype(info.dtype))
+        # The very array that torch gives: only that is counted as the base of views.
+        dtype = torch.int16 if info.dtype == "bfloat16" else torch_dtype(info.dtype)
+        return torch.empty(shape, dtype=dtype, pin_memory=torch.cuda.is_available()).numpy()
 
     def target(self, dtype: torch.dtype) -> torch.dtype:
         """Return the output dtype for a column of ``dtype``."""
@@ -128,6 +139,32 @@ class Columns:
     """Memory for the rows of inputs, and for those of inputs and edges that are converted."""
 
 
+@final
+@dataclass(frozen=True, kw_only=True)
+class SplitColumn:
+    """Rows of a column of the first block's sources, of which some are cached on the device of the batch."""
+
+    ntype: str
+    name: str
+    cached: DeviceRows
+    places: tuple[Tensor, Tensor, Tensor]
+    """(h,) int64 positions of cached rows, their slots, and (m,) positions of the others."""
+    rows: Tensor
+    """(m, *row) those that are not cached, in the column's dtype."""
+    dtype: torch.dtype
+    """Of the column in the block."""
+
+    def moved(self, copy: Copy) -> SplitColumn:
+        """Return the same with what is copied to the device."""
+        hits, slots, missing = map(copy, self.places)
+        return replace(self, places=(hits, slots, missing), rows=copy(self.rows))
+
+    def attach(self, blocks: Sequence[DGLBlock]) -> None:
+        """Set the column, on the current stream."""
+        rows = self.cached.joined(*self.places, self.rows)
+        blocks[0].srcnodes[self.ntype].data[self.name] = rows.to(self.dtype)
+
+
 def submit_columns(
     store: KVStore,
     columns: Columns,
@@ -136,7 +173,7 @@ def submit_columns(
     blocks: Sequence[EdgesOfBlock],
     *,
     distinct: bool = True,
-) -> Callable[[Sequence[DGLBlock]], None]:
+) -> Callable[[Sequence[DGLBlock]], Sequence[SplitColumn]]:
     """Send the requests for all rows of a batch, without waiting.
 
     Args:
@@ -148,13 +185,19 @@ def submit_columns(
         distinct: Whether no input node and no target is repeated, as in all batches of compiled kernels.
 
     Returns:
-        What waits and sets the columns on the blocks, the input-most first. It raises PeerError if an owner
-        of rows is dead or silent.
+        What waits and sets the columns on the blocks, the input-most first, but for the returned ones: those
+        with rows on the device of the batch, which are set there. It raises PeerError if an owner of rows is
+        dead or silent.
     """
     pending: list[tuple[int, str, Any, str, PendingPull]] = []
+    split: list[Callable[[], SplitColumn]] = []
     for ntype, name, key in _each(columns.inputs):
-        ids = inputs.get(ntype, NO_ROWS)
-        out = columns.memory.rows(key, len(ids), store.column(key).info)
+        ids, column = inputs.get(ntype, NO_ROWS), store.column(key)
+        cached = column.on_device
+        if cached is not None and cached.rows.device == columns.memory.device:
+            split.append(_submit_split(store, columns.memory, cached, (ntype, name, key), ids, distinct))
+            continue
+        out = columns.memory.rows(key, len(ids), column.info)
         pull = store.submit_pull(key, ids, out=out, distinct=distinct, phase=FEATURE_PHASE)
         pending.append((0, "srcnodes", ntype, name, pull))
     for ntype, name, key in _each(columns.targets):
@@ -166,12 +209,36 @@ def submit_columns(
             pull = store.submit_pull(key, ids, phase=EDGE_PHASE, layer=number + 1)
             pending.append((number, "edges", etype, name, pull))
 
-    def finish(built: Sequence[DGLBlock]) -> None:
+    def finish(built: Sequence[DGLBlock]) -> Sequence[SplitColumn]:
         for number, side, kind, name, pull in pending:
             rows = pull() if side == "dstnodes" else columns.memory.converted(pull())
             getattr(built[number], side)[kind].data[name] = rows
+        return [finished() for finished in split] if split else ()
 
     return finish
+
+
+def _submit_split(
+    store: KVStore,
+    memory: RowMemory,
+    cached: DeviceRows,
+    names: tuple[str, str, str],
+    ids: Array,
+    distinct: bool,
+) -> Callable[[], SplitColumn]:
+    ntype, name, key = names
+    missing, hits, slots = store.split_cached(key, ids, cached)
+    out = memory.rows(key, len(missing), store.column(key).info)
+    pull = store.submit_pull(key, ids[missing], out=out, distinct=distinct, phase=FEATURE_PHASE)
+    hit_places, hit_slots, others = map(torch.from_numpy, (hits, slots, missing))
+    return lambda: SplitColumn(
+        ntype=ntype,
+        name=name,
+        cached=cached,
+        places=(hit_places, hit_slots, others),
+        rows=pull(),
+        dtype=memory.target(cached.rows.dtype),
+    )
 
 
 def _each(columns: Mapping[K, Mapping[str, str]]) -> Iterator[tuple[K, str, str]]:

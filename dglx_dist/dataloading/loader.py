@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import numpy as np
-import torch
 from dgl.heterograph import DGLBlock
-from torch import Tensor
 
 from dglx_dist.comm.collectives import barrier, check_equal, gather_json, run_on_all_ranks
+from dglx_dist.comm.transfer import device_of
 from dglx_dist.dataloading.feature_fetch import Columns, RowMemory
 from dglx_dist.dataloading.kernels import Schema
 from dglx_dist.dataloading.minibatch import BatchMaker, KernelMaker, MiniBatch, NodeIds, SamplerMaker
@@ -30,7 +29,6 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.ids import Ids
 from dglx_dist.graph.sampling import by_type, fanout_by_type
 from dglx_dist.keyed_random import Csc, Rule
-from dglx_dist.message_passing import place
 from dglx_dist.records import Array, EdgeType, StepShare
 
 if TYPE_CHECKING:
@@ -62,7 +60,9 @@ def _local_plan(
     g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOptions, seed: int
 ) -> tuple[Columns, Draws | None]:
     # Not collective. No draws: the sampler runs its own code.
-    columns = find_columns(g, plan, RowMemory(options.depth + _SPARE_BUFFERS, options.feature_dtype))
+    device = device_of(options.device, g.session.device)
+    memory = RowMemory(options.depth + _SPARE_BUFFERS, options.feature_dtype, device)
+    columns = find_columns(g, plan, memory)
     if plan.fanouts is None:
         if options.exclude is not None:
             raise ConfigError(
@@ -226,17 +226,8 @@ class DataLoader(StepLoader[str, MiniBatch, Batch]):
         maker = open_maker(g, sampler, plan, read, seed_of(read, g.session))
         super().__init__(g.session, seeds, read, maker)
 
-    def _on_device(self, batch: MiniBatch, share: StepShare) -> Batch:
-        blocks, nodes, seeds = batch.blocks, batch.input_nodes, batch.output_nodes
-        if self.moves_batches:
-            blocks = [place(block, self._device) for block in blocks]
-            nodes, seeds = nodes_to(nodes, self._device), nodes_to(seeds, self._device)
-        blocks[-1].step_share = share
-        return nodes, seeds, blocks
-
-
-def nodes_to(nodes: NodeIds, device: torch.device) -> NodeIds:
-    """Move node ids to ``device``."""
-    if isinstance(nodes, Tensor):
-        return nodes.to(device)
-    return {ntype: ids.to(device) for ntype, ids in nodes.items()}
+    def _delivered(self, batch: MiniBatch, share: StepShare) -> Batch:
+        if batch.arrive is not None or batch.split:
+            batch.arrived()
+        batch.blocks[-1].step_share = share
+        return batch.input_nodes, batch.output_nodes, batch.blocks

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, final
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar, final
 
 import dgl
 import numpy as np
@@ -20,11 +20,13 @@ from dgl.heterograph import DGLBlock
 from dgl.heterograph_index import HeteroGraphIndex
 from torch import Tensor
 
-from dglx_dist.dataloading.feature_fetch import Columns, EdgesOfBlock, edges_of, submit_columns
+from dglx_dist.comm.transfer import Copy
+from dglx_dist.dataloading.feature_fetch import Columns, EdgesOfBlock, SplitColumn, edges_of, submit_columns
 from dglx_dist.dataloading.kernels import RawBatch, Schema, Workspace
 from dglx_dist.dataloading.sampler import BatchSource, Draws
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.kvstore import KVStore
+from dglx_dist.message_passing import place
 from dglx_dist.records import EDGE_TYPE, Array, EdgeType
 
 if TYPE_CHECKING:
@@ -116,6 +118,8 @@ NodeIds: TypeAlias = Tensor | dict[str, Tensor]
 
 NOTHING_EXCLUDED: Excluded = MappingProxyType({})
 
+M = TypeVar("M", bound="MiniBatch")
+
 
 @dataclass(frozen=True, kw_only=True)
 class MiniBatch:
@@ -131,6 +135,31 @@ class MiniBatch:
     """Seconds of sampling and building blocks; includes features if one call does both."""
     fetch_s: float
     """Seconds of fetching columns."""
+    split: Sequence[SplitColumn] = ()
+    """Columns that are set when the batch is delivered."""
+    arrive: Callable[[], None] | None = None
+    """Lets the consumer's stream wait for copies to a device."""
+
+    def moved(self: M, device: torch.device, copy: Copy) -> M:
+        """Return the batch on ``device``; :meth:`arrived` sets the rest there."""
+        return replace(
+            self,
+            input_nodes=_moved_nodes(self.input_nodes, copy),
+            output_nodes=_moved_nodes(self.output_nodes, copy),
+            blocks=[place(block, device, copy=copy) for block in self.blocks],
+            split=[column.moved(copy) for column in self.split],
+        )
+
+    def arrived(self) -> None:
+        """Let the current stream wait for the copies, and set the columns that are partly cached there."""
+        if self.arrive is not None:
+            self.arrive()
+        for column in self.split:
+            column.attach(self.blocks)
+
+
+def _moved_nodes(nodes: NodeIds, copy: Copy) -> NodeIds:
+    return copy(nodes) if isinstance(nodes, Tensor) else {ntype: copy(ids) for ntype, ids in nodes.items()}
 
 
 @final
@@ -147,7 +176,8 @@ class SamplerMaker:
         edges = [edges_of(block) for block in blocks] if self._columns.edges else []
         inputs, targets = self._arrays(input_nodes), self._arrays(output_nodes)
         # Nodes of a user's sampler may be repeated.
-        submit_columns(self._g.kvstore, self._columns, inputs, targets, edges, distinct=False)(blocks)
+        finish = submit_columns(self._g.kvstore, self._columns, inputs, targets, edges, distinct=False)
+        split = finish(blocks)
         end = time.perf_counter()
         return MiniBatch(
             input_nodes=input_nodes,
@@ -155,6 +185,7 @@ class SamplerMaker:
             blocks=blocks,
             sample_s=sampled - begin,
             fetch_s=end - sampled,
+            split=split,
         )
 
     def offline(self) -> NoReturn:
@@ -244,7 +275,7 @@ class KernelMaker:
         building = time.perf_counter()
         nodes, blocks = self._builder.blocks(batch)
         built = time.perf_counter()
-        finish(blocks)
+        split = finish(blocks)
         output_nodes = _node_ids(seeds, self._schema.ntypes)
         end = time.perf_counter()
         return MiniBatch(
@@ -253,6 +284,7 @@ class KernelMaker:
             blocks=blocks,
             sample_s=(sampled - begin) + (built - building),
             fetch_s=(building - sampled) + (end - built),
+            split=split,
         )
 
     def _edges(self, batch: RawBatch) -> Sequence[EdgesOfBlock]:

@@ -50,6 +50,30 @@ class SamplePlan:
     """Edge columns for every block."""
 
 
+_NEIGHBORS = "use dgl.dataloading.NeighborSampler(fanouts), which draws the neighbours of each node by itself"
+_IDS = "give the ids, a tensor or a dict of them by type; batch_size= and shuffle= are the loader's"
+_REMEDIES: Mapping[str, str] = {
+    "ClusterGCNSampler": "strategy='cooperative' trains on groups of nodes, and drops no edge",
+    **dict.fromkeys(
+        ("SAINTSampler", "ShaDowKHopSampler", "LaborSampler", "CappedNeighborSampler"), _NEIGHBORS
+    ),
+    # GraphBolt's.
+    **dict.fromkeys(("SubgraphSampler", "NeighborSamplerImpl", "LayerNeighborSampler"), _NEIGHBORS),
+    **dict.fromkeys(("ItemSampler", "ItemSet", "ItemSetDict", "HeteroItemSet"), _IDS),
+    "NegativeSampler": "give negative_sampler=dgl.dataloading.negative_sampler.Uniform(k) to the edge loader",
+    "FeatureFetcher": "name the columns in prefetch_node_feats= of dgl.dataloading.NeighborSampler",
+    "DataLoader": "dx.DataLoader(g, ids, sampler) makes the batches; give it the ids and the sampler",
+}
+"""Class of DGL or GraphBolt, and of what derives from it, to what takes its place."""
+
+
+def refuse_by_name(given: object) -> None:
+    """Raise ConfigError with the remedy for a sampler or loader that cannot work here."""
+    for kind in type(given).__mro__:
+        if kind.__name__ in _REMEDIES and kind.__module__.startswith("dgl."):
+            raise ConfigError(f"{kind.__module__}.{kind.__name__}: {_REMEDIES[kind.__name__]}")
+
+
 def read_sampler(sampler: object) -> SamplePlan:
     """Read a DGL sampler.
 
@@ -59,6 +83,7 @@ def read_sampler(sampler: object) -> SamplePlan:
     Raises:
         ConfigError: the sampler or one of its options is unsupported; the message names the supported ones.
     """
+    refuse_by_name(sampler)
     if isinstance(sampler, EdgePredictionSampler):
         raise ConfigError(
             "as_edge_prediction_sampler(...) is for edge loaders, and this is a node loader; pass it to "

@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -18,9 +19,12 @@ import torch
 from torch import Tensor
 
 from dglx_dist.comm.collectives import gather_int64
+from dglx_dist.comm.devices import check_device
 from dglx_dist.comm.session import Session
 from dglx_dist.comm.trace import COMPUTE, LOADER, WAIT, Pass
+from dglx_dist.comm.transfer import Copy, carried, device_of, open_copies
 from dglx_dist.dataloading.feature_fetch import check_float
+from dglx_dist.dataloading.sampler_spec import refuse_by_name
 from dglx_dist.errors import CheckpointError, ConfigError
 from dglx_dist.graph.ids import Ids
 from dglx_dist.graph.sampling import by_type
@@ -117,6 +121,7 @@ def read_items(given: Ids | Mapping[Any, Ids], counts: Mapping[K, int], what: st
         ConfigError: a type is unknown or ambiguous, ids of several types are no dict, or an id is repeated.
         IndexError: an id is out of range.
     """
+    refuse_by_name(given)
     found = by_type(given, counts, what)
     for key, ids in found.items():
         distinct, times = np.unique(ids, return_counts=True)
@@ -131,7 +136,7 @@ def read_items(given: Ids | Mapping[Any, Ids], counts: Mapping[K, int], what: st
 
 
 _NEEDLESS = {
-    "use_uva": "features are read on the CPU, by the loader's threads",
+    "use_uva": "features are read on the CPU, by the loader's threads; see g.cache_rows(device=)",
     "use_ddp": "pass each rank its own indices: dx.node_split(mask)",
     "num_workers": "batches are made on threads: see num_threads=",
     "pin_memory": "batches are moved to device= by the loader",
@@ -139,7 +144,7 @@ _NEEDLESS = {
     "use_prefetch_thread": "batches are always made ahead, depth= of them",
     "use_alternate_streams": "batches are moved to device= by the loader",
     "pin_prefetcher": "batches are moved to device= by the loader",
-    "gpu_cache": "features are read on the CPU, by the loader's threads",
+    "gpu_cache": "g.cache_rows(name, alpha=, device='cuda') keeps rows on the device",
 }
 
 
@@ -156,11 +161,11 @@ class LoaderOptions:
     seed: int | None = None
     """Seed of order and draws; None: the session's."""
     depth: int = 1
-    """Batches made ahead, at least ``num_threads``. Each costs its memory."""
+    """Batches made ahead, at least ``num_threads``. Each costs its memory, also on the device."""
     num_threads: int = 1
     """Batches made at a time; 0: in the training loop itself."""
     device: torch.device | str | None = None
-    """Device of the batches; None: the session's."""
+    """Device of the batches; None: the session's, whichever the model is on."""
     exclude: Tensor | Array | Mapping[Any, Tensor | Array] | None = None
     """(X,) ids of edges that are never drawn, by edge type if there are several; equal on all ranks if
     servers hold parts of the graph."""
@@ -191,18 +196,10 @@ def read_options(options: Mapping[str, Any]) -> LoaderOptions:
     if read.seed is not None:
         whole_number("seed", read.seed, least=0)
     if read.device is not None:
-        _check_device(read.device)
+        check_device(read.device)
     check_float(read.feature_dtype)
     # Threads beyond the depth would be idle.
     return replace(read, depth=max(read.depth, read.num_threads))
-
-
-def _check_device(device: object) -> None:
-    try:
-        torch.device(device)  # type: ignore[call-overload]  # whatever the user gave
-    except (RuntimeError, TypeError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"device={device!r} is no device ({reason}); give e.g. 'cpu' or 'cuda:0'") from None
 
 
 def whole_number(name: str, value: object, *, least: int) -> int:
@@ -283,7 +280,7 @@ class LoaderTimes:
     sample_s: float = 0.0
     """Sampling and building blocks, on the loader's threads; with local features if one call does both."""
     fetch_s: float = 0.0
-    """Fetching columns, on the loader's threads."""
+    """Fetching columns, and beginning to copy batches to a device, on the loader's threads."""
     wait_s: float = 0.0
     """Waiting of the consumer."""
 
@@ -387,7 +384,22 @@ class EpochLoader(ABC, Generic[B, T]):
         return delivered
 
 
-class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
+M = TypeVar("M", bound="Movable")
+
+
+class Movable(Timed, Protocol):
+    """A batch of a step loader."""
+
+    @property
+    def arrive(self) -> Callable[[], None] | None:
+        """Lets the consumer's stream wait for the copies to its device; None: there are none."""
+
+    def moved(self: M, device: torch.device, copy: Copy) -> M:
+        """Return the batch on ``device``, with its tensors copied by ``copy``."""
+        ...
+
+
+class StepLoader(EpochLoader[M, T], Generic[K, M, T]):
     """Yields batches of this rank's items, made ahead on threads, in as many steps as the other ranks.
 
     Constructing it is collective; iterating calls no collective. A rank that has run out of ``items`` gets
@@ -398,13 +410,12 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
         PeerError: a rank did not take part.
     """
 
-    def __init__(self, session: Session, items: Items[K], options: LoaderOptions, maker: Maker[K, B]) -> None:
+    def __init__(self, session: Session, items: Items[K], options: LoaderOptions, maker: Maker[K, M]) -> None:
         self.items, self._options, self._maker = items, options, maker
-        device = torch.device(session.device if options.device is None else options.device)
-        # Batches are moved on threads, where "cuda" without an index would mean the first one.
-        has_index = device.index is not None or device.type != session.device.type
-        self._device = device if has_index else session.device
-        self.moves_batches = self._device.type != "cpu" or in_torch(self._device)
+        self.device = device_of(options.device, session.device)
+        # DGL's own graphs on a GPU do not tell which tensors a copy fills: they are moved at once.
+        self.copies = open_copies(self.device) if in_torch(self.device) else None
+        self.moves_batches = self.device.type != "cpu" or in_torch(self.device)
         """Whether batches are not as their maker leaves them: on another device, or on the torch path."""
         size, counts = int(options.batch_size), _counts(items, options, session)
         used = tuple(count - count % size if options.drop_last else count for count in counts)
@@ -413,8 +424,8 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
         super().__init__(session, seed=seed, depth=options.depth, num_threads=options.num_threads)
 
     @abstractmethod
-    def _on_device(self, batch: B, share: StepShare) -> T:
-        """Return the batch for the consumer, moved to the device and stamped with ``share``."""
+    def _delivered(self, batch: M, share: StepShare) -> T:
+        """Return the batch for the consumer, on its device and stamped with ``share``."""
 
     def __len__(self) -> int:
         return self._schedule.num_steps
@@ -425,7 +436,7 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
         used = self._schedule.used
         return used[self._schedule.rank], sum(used)
 
-    def offline(self) -> Callable[[Mapping[K, Any], int], B]:
+    def offline(self) -> Callable[[Mapping[K, Any], int], M]:
         """Return (items, epoch) to that batch of any rank; see :meth:`Maker.offline`. Thread-safe."""
         return self._maker.offline().make
 
@@ -444,18 +455,35 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
         order = of_rank.order(shuffle=self._options.shuffle, seed=self.seed, epoch=epoch)
         return lambda step: of_rank.take(order[schedule.slice_of(step)])
 
-    def batches_of(self, epoch: int) -> Callable[[int], B]:
+    def made_of(self, epoch: int) -> Callable[[int], M]:
+        """Return :meth:`batches_of` in host memory."""
         items_of = self.seeds_of_step(epoch)
 
-        def make(step: int) -> B:
+        def make(step: int) -> M:
             with self._session.timeline.span("sample", LOADER, epoch * len(self) + step):
                 return self._maker.make(items_of(step), epoch)
 
         return make
 
-    def deliver(self, step: int, batch: B) -> T:
+    def batches_of(self, epoch: int) -> Callable[[int], M]:
+        make = self.made_of(epoch)
+        if not self.moves_batches:
+            return make
+
+        def make_moved(step: int) -> M:
+            batch: Any = make(step)
+            begin = time.perf_counter()
+            with self._session.timeline.span("copy to the device", LOADER, epoch * len(self) + step):
+                found, arrive = carried(self.copies, self.device, partial(batch.moved, self.device))
+            fetch_s = batch.fetch_s + time.perf_counter() - begin
+            moved: M = replace(found, arrive=arrive, fetch_s=fetch_s)
+            return moved
+
+        return make_moved
+
+    def deliver(self, step: int, batch: M) -> T:
         share = self._session.step_share = self._schedule.share(step)
-        return self._on_device(batch, share)
+        return self._delivered(batch, share)
 
 
 def check_position(state: Mapping[str, int], seed: int, num_steps: int) -> None:

@@ -21,13 +21,14 @@ from dglx_dist.comm.collectives import (
     run_on_all_ranks,
     sum_over_ranks,
 )
+from dglx_dist.comm.transfer import device_of
 from dglx_dist.data.storage.columns import IDS
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.column import Column, RowCache, check_cacheable
+from dglx_dist.graph.column import Column, DeviceRows, RowCache, check_cacheable
 from dglx_dist.graph.dist_tensor import OpenedGraph
 from dglx_dist.graph.ids import Ids
 from dglx_dist.graph.kvstore import KVStore
-from dglx_dist.graph.row_kernels import SlotTable, fill_table, table_sizes
+from dglx_dist.graph.row_kernels import NO_SLOTS, SlotTable, fill_table, table_sizes
 from dglx_dist.graph.sampling import NO_IDS, by_type, fanout_by_type
 from dglx_dist.graph.shared_memory import shared_rows
 from dglx_dist.graph.split import node_split
@@ -145,11 +146,12 @@ class CachePlan:
 
     policy: str
     rows: int
-    """Rows of other servers in this server's cache."""
+    """Rows of other servers in this server's cache; of any server in that of this rank's device."""
     bytes: int
-    """The server's memory for the rows and the table that finds them."""
+    """Memory for these rows and the table that finds them: the server's, or this rank's."""
     expected_hit_rate: float | None
-    """Share of hits among remote rows that the policy's model predicts; None where it has none."""
+    """Share of hits among remote rows (on a device: among all) that the policy's model predicts; None where
+    it has none."""
 
 
 def fill_cache(store: KVStore, column: Column, file_name: str, ids: Array) -> RowCache:
@@ -179,7 +181,38 @@ def fill_cache(store: KVStore, column: Column, file_name: str, ids: Array) -> Ro
     return RowCache(table=SlotTable(slots, keys), rows=rows)
 
 
+def device_rows(store: KVStore, column: Column, ids: Array, device: torch.device) -> DeviceRows:
+    """Fetch (C,) int64 distinct ``ids`` of any server to ``device``. Every rank calls it, with its own ids.
+
+    Raises:
+        ConfigError: on all ranks, when the rows of one do not fit.
+    """
+    session = store.session
+    table = NO_SLOTS
+    if len(ids):
+        num_slots, num_keys = table_sizes(len(ids), column.num_rows)
+        table = SlotTable(np.empty(num_slots, np.int32), np.empty(num_keys, np.int64))
+        fill_table(table, ids)
+    rows = run_on_all_ranks(
+        session, lambda: store.pull(column.name, ids, distinct=True, phase=PHASE_ROW_CACHE)
+    )
+
+    def placed() -> DeviceRows:
+        try:
+            return DeviceRows(table=table, rows=rows.to(device))
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(
+                f"{len(ids)} rows of {column.row_bytes} bytes of {column.name!r} cannot be kept on {device} "
+                f"({reason}); use a smaller alpha, or leave device= out to keep them in the server's memory"
+            ) from error
+
+    return run_on_all_ranks(session, placed, ConfigError)
+
+
 POLICIES = ("vip", "degree", "halo")
+_NOBODY = 0, 0
+"""The rows that a cache on a device leaves out: none, since those of the local server are copied there."""
 TRAIN_MASK = "train_mask"
 
 Fanouts: TypeAlias = Sequence[int | Mapping[str | EdgeType, int]]
@@ -199,6 +232,7 @@ class CacheRequest:
     seeds: Ids | Mapping[str, Ids] | None
     fanouts: Fanouts | None
     batch_size: int | None
+    device: torch.device | str | None = None
 
     def check(self) -> None:
         check_budget(self.policy, self.alpha)
@@ -234,15 +268,17 @@ def check_budget(policy: str, alpha: float) -> None:
 
 def cache_rows(g: OpenedGraph, request: CacheRequest) -> CachePlan:
     session, store = g.session, g.kvstore
-    column = run_on_all_ranks(session, lambda: _column_of(g, request), ConfigError)
-    arguments = [request.name, request.ntype, float(request.alpha), request.policy]
+    column, device = run_on_all_ranks(session, lambda: _column_of(g, request), ConfigError)
+    arguments = [request.name, request.ntype, float(request.alpha), request.policy, device and device.type]
     check_equal(session, "cache_rows", arguments, "give it the same arguments on all ranks")
     topology = session.topology
     own = int(column.bounds[topology.server]), int(column.bounds[topology.server + 1])
-    number = store.next_number()
+    budget, number = int(request.alpha * (own[1] - own[0])), store.next_number()
     scores = _SCORES[request.policy](g, request, f"scores-{number}")
+    if device is not None:
+        return _cache_on(device, store, column, request, most_wanted(scores, _NOBODY, budget), scores)
     is_leader = topology.local_rank == 0
-    chosen = most_wanted(scores, own, int(request.alpha * (own[1] - own[0]))) if is_leader else NO_IDS
+    chosen = most_wanted(scores, own, budget) if is_leader else NO_IDS
     cache = fill_cache(store, column, f"cache-{number}", chosen)
     # Also when no row has a score, so that all ranks agree on whether there is a cache.
     store.set_cache(column.name, cache if request.alpha > 0 else None)
@@ -260,7 +296,22 @@ def cache_rows(g: OpenedGraph, request: CacheRequest) -> CachePlan:
     return plan
 
 
-def _column_of(g: OpenedGraph, request: CacheRequest) -> Column:
+def _cache_on(
+    device: torch.device, store: KVStore, column: Column, request: CacheRequest, ids: Array, scores: Array
+) -> CachePlan:
+    cache = device_rows(store, column, ids, device)
+    store.set_device_rows(column.name, cache if request.alpha > 0 else None)
+    plan = CachePlan(
+        policy=request.policy,
+        rows=len(ids),
+        bytes=cache.num_bytes,
+        expected_hit_rate=expected_hit_rate(scores, _NOBODY, ids) if request.policy == "vip" else None,
+    )
+    log.info("rank %d caches %s on %s: %s", store.session.topology.rank, column.name, device, plan)
+    return plan
+
+
+def _column_of(g: OpenedGraph, request: CacheRequest) -> tuple[Column, torch.device | None]:
     request.check()
     policy = g.get_node_partition_policy(request.ntype)
     data = g.nodes[request.ntype].data
@@ -271,16 +322,17 @@ def _column_of(g: OpenedGraph, request: CacheRequest) -> Column:
         )
     column = policy.store.column(policy.key(request.name))
     check_cacheable(column)
-    return column
+    return column, None if request.device is None else device_of(request.device, g.session.device)
 
 
 def _degree_scores(g: OpenedGraph, request: CacheRequest, _file_name: str) -> Array:
-    """Return each row's number of out-edges in the whole graph; (0,) except on the first rank of a server."""
+    """Return each row's number of out-edges in the whole graph; (0,) on some ranks that choose no rows."""
     is_leader, total = g.session.topology.local_rank == 0, np.zeros(0, np.int64)
     for etype in _from(g, request.ntype):
         structure = g.structure(etype)
         if structure.is_whole:
-            counts = count_sources(structure.shards, structure.num_sources) if is_leader else total
+            chooses = is_leader or request.device is not None
+            counts = count_sources(structure.shards, structure.num_sources) if chooses else total
         else:
             # Each server counts the edges it holds, on one of its ranks.
             held = count_sources(structure.shards if is_leader else (), structure.num_sources)
@@ -294,7 +346,7 @@ def _degree_scores(g: OpenedGraph, request: CacheRequest, _file_name: str) -> Ar
 def _halo_scores(g: OpenedGraph, request: CacheRequest, _file_name: str) -> Array:
     """Return each row's number of edges to nodes of the local server."""
     server, total = g.session.topology.server, np.zeros(g.num_nodes(request.ntype), np.int64)
-    if g.session.topology.local_rank == 0:
+    if g.session.topology.local_rank == 0 or request.device is not None:
         for etype in _from(g, request.ntype):
             bounds, structure = g.get_node_partition_policy(etype[2]).bounds, g.structure(etype)
             own = int(bounds[server]), int(bounds[server + 1])
@@ -303,8 +355,13 @@ def _halo_scores(g: OpenedGraph, request: CacheRequest, _file_name: str) -> Arra
 
 
 def vip_scores(g: OpenedGraph, request: CacheRequest, file_name: str) -> Array:
-    """Return how many of the server's ranks need each row per step, on average; in memory that they share."""
+    """Return how many of the server's ranks need each row per step, on average; in memory that they share.
+
+    For a cache on a device, the need of this rank alone.
+    """
     local = run_on_all_ranks(g.session, lambda: _access_of_rank(g, request), ConfigError)
+    if request.device is not None:
+        return local
     info = ColumnInfo(dtype="float64", row_shape=())
     total = shared_rows(g.session, file_name, len(local), info)
     topology = g.session.topology

@@ -61,6 +61,36 @@ class RowCache:
         return int(self.rows.nbytes + self.table.slots.nbytes + self.table.keys.nbytes)
 
 
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+"""Dtypes that torch cannot index, and what it copies in their place."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DeviceRows:
+    """Some rows of one column on this rank's device; immutable."""
+
+    table: SlotTable
+    """Id of a row to its slot."""
+    rows: Tensor
+    """(C, *row) in the column's dtype; slot s is row s."""
+
+    @property
+    def num_bytes(self) -> int:
+        return int(self.rows.nbytes + self.table.slots.nbytes + self.table.keys.nbytes)
+
+    def joined(self, hits: Tensor, slots: Tensor, missing: Tensor, rows: Tensor) -> Tensor:
+        """Return cached ``slots`` at the positions ``hits`` and ``rows`` at ``missing``, all on the device.
+
+        (h,) and (m,) int64 positions are together 0 to h + m - 1; (m, *row) ``rows`` have the column's dtype.
+        """
+        dtype = self.rows.dtype
+        kind = _SIGNED.get(dtype, dtype)
+        cached = self.rows.view(kind)
+        out = cached.new_empty((len(hits) + len(missing), *cached.shape[1:]))
+        out.index_copy_(0, hits, cached.index_select(0, slots))
+        return out.index_copy_(0, missing, rows.view(kind)).view(dtype)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Column:
     """One named tensor, as this rank sees it."""
@@ -78,10 +108,12 @@ class Column:
     """Applies the rows that are pushed."""
     cache: RowCache | None = None
     """Of rows of other servers; only for a column of the dataset."""
+    on_device: DeviceRows | None = None
+    """Of rows of any server, for batches on that device; only for a column of the dataset."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held by this rank while it updates rows that it owns from their old values."""
-    counts: list[int] = field(default_factory=lambda: [0, 0, 0])
-    """Rows that this rank requested: of the local server, cached, of other servers."""
+    counts: list[int] = field(default_factory=lambda: [0, 0, 0, 0])
+    """Rows that this rank requested, as in :class:`CacheCounts`."""
 
     def __post_init__(self) -> None:
         dtype = numpy_dtype(self.info.dtype)
@@ -160,9 +192,11 @@ class CacheCounts:
     local: int = 0
     """Of the local server."""
     hits: int = 0
-    """Of another server, in the cache."""
+    """Of another server, in a cache."""
     misses: int = 0
     """Of another server, and requested there."""
+    on_device: int = 0
+    """Of any server, in the cache on the device; counted above, too."""
 
     @property
     def hit_rate(self) -> float | None:
@@ -171,7 +205,10 @@ class CacheCounts:
 
     def __sub__(self, other: CacheCounts) -> CacheCounts:
         return CacheCounts(
-            local=self.local - other.local, hits=self.hits - other.hits, misses=self.misses - other.misses
+            local=self.local - other.local,
+            hits=self.hits - other.hits,
+            misses=self.misses - other.misses,
+            on_device=self.on_device - other.on_device,
         )
 
 

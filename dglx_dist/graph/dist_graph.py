@@ -367,10 +367,15 @@ class DistGraph(Shared):
         seeds: Ids | Mapping[str, Ids] | None = None,
         fanouts: Fanouts | None = None,
         batch_size: int | None = None,
+        device: torch.device | str | None = None,
     ) -> CachePlan:
         """Keep copies of other servers' rows, once per server; no result changes. Collective.
 
         A second call replaces the first one's rows; ``alpha=0`` drops them. One server keeps nothing.
+
+        With ``device``, each rank keeps rows of any server there, chosen for itself: batches of loaders for
+        that device take them from it, so that they cross neither the network nor the bus. Both caches may be
+        used together.
 
         Args:
             name: Of node data of the dataset, which is read-only.
@@ -380,6 +385,7 @@ class DistGraph(Shared):
             ntype: Node type; None: the only one.
             seeds: For vip: this rank's training nodes; None: its share of ``train_mask``.
             fanouts, batch_size: For vip: as the loader's.
+            device: Of the loader's batches, such as ``"cuda"``, this rank's GPU; None: the server's memory.
 
         Raises:
             ConfigError: on all ranks, when an argument is invalid on one, or memory is short there.
@@ -387,7 +393,7 @@ class DistGraph(Shared):
         known = run_on_all_ranks(
             self.session, lambda: self._ntype_or_only(ntype, "cache_rows(ntype=)"), ConfigError
         )
-        return cache_rows(self, CacheRequest(name, known, alpha, policy, seeds, fanouts, batch_size))
+        return cache_rows(self, CacheRequest(name, known, alpha, policy, seeds, fanouts, batch_size, device))
 
     def structure(self, etype: str | EdgeType | None = None) -> Structure:
         return self._structures[self._etype_or_only(etype, "an edge type")]
@@ -439,7 +445,7 @@ class DistGraph(Shared):
                 f"edge_dir is {edge_dir!r}; only 'in' can be sampled: reverse the graph instead"
             )
         call = np.random.SeedSequence([self.session.seed, self.rank(), next(self._draws)])
-        rule = DrawRule(replace=replace, prob=prob, seed=int(call.generate_state(1, np.uint64)[0] >> 1))
+        rule = DrawRule(replace=replace, prob=prob, seed=int(call.generate_state(1, np.uint64)[0]) >> 1)
         graph = sampled_graph(self, seed_nodes, fanout, exclude_edges, rule)
         return graph if output_device is None else place(graph, output_device)
 
@@ -456,6 +462,20 @@ class DistGraph(Shared):
         """Return the (K,) int64 positions of the edges in the source's list."""
         policy = self._edge_policies[self._etype_or_only(etype, "orig_edge_ids(ids, etype)")]
         return self._hidden(policy, ORIGINAL_IDS, ids)
+
+    def new_ids(self, ids: Ids, ntype: str | None = None) -> Tensor:
+        """Return the (K,) int64 ids of nodes of the source: the inverse of :meth:`orig_ids`, read whole."""
+        policy = self._node_policies[self._ntype_or_only(ntype, "new_ids(ids, ntype)")]
+        return self._new_ids(policy, ids)
+
+    def new_edge_ids(self, ids: Ids, etype: str | EdgeType | None = None) -> Tensor:
+        """Return the (K,) int64 ids of edges of the source, as :meth:`new_ids`."""
+        policy = self._edge_policies[self._etype_or_only(etype, "new_edge_ids(ids, etype)")]
+        return self._new_ids(policy, ids)
+
+    def _new_ids(self, policy: PartitionPolicy, ids: Ids) -> Tensor:
+        asked = as_ids(ids, policy.get_size(), f"{policy.policy_str} of the source")
+        return self._hidden(policy, ORIGINAL_IDS, slice(None)).argsort()[torch.from_numpy(asked)]
 
     def user_ids(self, ids: Ids, ntype: str | None = None) -> Array:
         """Return the user's own (K,) ids of nodes, int64 or unicode text; without any, :meth:`orig_ids`.

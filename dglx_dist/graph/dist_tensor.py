@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dglx_dist.comm.collectives import barrier, check_equal, run_on_all_ranks
 from dglx_dist.comm.session import Session, SessionField, Shared, current_session
+from dglx_dist.comm.transfer import to_device
 from dglx_dist.data.storage.columns import numpy_dtype
 from dglx_dist.data.storage.reader import StoredDataset
 from dglx_dist.data.storage.row_files import RowFile, SavedRows, check_rows, read_index, read_rows, write_rows
@@ -24,7 +25,7 @@ from dglx_dist.errors import ConfigError, RemoteError, StorageError
 from dglx_dist.graph.column import Column, Shard
 from dglx_dist.graph.ids import Ids, as_ids, integer_ids
 from dglx_dist.graph.kvstore import KVStore
-from dglx_dist.graph.partition_book import PartitionBook, RowOwners
+from dglx_dist.graph.partition_book import PartitionBook, RowOwners, split_ids
 from dglx_dist.graph.row_kernels import column_info, numpy_view, tensor_view, torch_dtype
 from dglx_dist.graph.shared_memory import InitRows, save_folder, shared_rows
 from dglx_dist.graph.structure import Structure
@@ -300,9 +301,20 @@ class DistTensor(Shared):
         """Return all rows; without this method NumPy would read them one by one."""
         return np.asarray(self.to_local().numpy(), dtype=dtype)
 
+    def nonzero(self, *, as_tuple: bool = False) -> Any:
+        """Return this rank's share of the ids of rows that are not 0, as ``dx.node_split``, in torch's shape.
+
+        Scripts of one machine train on ``mask.nonzero()``. ConfigError: it has more than one dimension.
+        """
+        marked, topology = self.kvstore.nonzero(self._key), self.kvstore.session.topology
+        share = torch.from_numpy(split_ids(marked, self.part_policy.bounds, topology))
+        return (share,) if as_tuple else share[:, None]
+
     @classmethod
-    def __torch_function__(cls, func: Any, *_: object) -> NoReturn:
-        """Raise TypeError: no function of torch takes a DistTensor."""
+    def __torch_function__(cls, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Raise TypeError: of torch's functions, ``nonzero`` alone takes a DistTensor."""
+        if func is torch.nonzero:
+            return args[0].nonzero(**(kwargs or {}))
         raise TypeError(f"torch's {func.__name__} takes no DistTensor: {TENSOR_REMEDY}")
 
     @property
@@ -364,7 +376,7 @@ class DistTensor(Shared):
         device = self._device
         if isinstance(index, Tensor) and index.device.type != "cpu":
             device = index.device
-        rows = rows.to(device)
+        rows = rows if device.type == "cpu" else to_device(rows, device)
         return rows[0] if isinstance(index, int | np.integer) else rows
 
     def __setitem__(self, index: Ids, values: Tensor) -> None:
@@ -636,8 +648,16 @@ class TypedViews(Generic[K, V]):
     def __getitem__(self, key: K) -> TypeView[V]:
         return TypeView(self._view_of(key))
 
-    def map(self, wrap: Callable[[V], U]) -> TypedViews[K, U]:
-        return TypedViews(lambda key: wrap(self._view_of(key)), self._remedy)
+    def map(self, wrap: Callable[[V], U], unknown: type[ConfigError]) -> TypedViews[K, U]:
+        """Return views of the same, which raise ``unknown`` for a type that does not exist."""
+
+        def view_of(key: K) -> U:
+            try:
+                return wrap(self._view_of(key))
+            except ConfigError as error:
+                raise unknown(str(error)) from None
+
+        return TypedViews(view_of, self._remedy)
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
         """Raise ConfigError, where a DGLGraph returns all ids."""

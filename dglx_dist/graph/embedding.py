@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dglx_dist.comm.collectives import barrier, run_on_all_ranks
 from dglx_dist.comm.session import Shared
+from dglx_dist.comm.transfer import to_device, to_host
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor, OpenedGraph, PartitionPolicy, opened_graph, owned_rows
 from dglx_dist.graph.ids import Ids, as_ids
@@ -192,14 +193,16 @@ class DistEmbedding(Shared):
         self._num_kept_rows = 0
 
     def take_gradients(self) -> list[RowGradient]:
-        """Return and drop all gradients, in the order of the backward passes."""
+        """Return and drop all gradients, in the order of the backward passes, when they are on the host."""
         gradients = self._gradients
         self.reset_trace()
+        _wait_for(gradients)
         return gradients
 
     def _pull(self, ids: Array, device: torch.device, *, distinct: bool = False) -> Tensor:
         rows = self.kvstore.pull(self.weight.kvstore_key, ids, distinct=distinct, phase=PHASE)
-        return rows.to(device=device, dtype=self.compute_dtype)
+        rows = rows if device.type == "cpu" else to_device(rows, device)
+        return rows.to(self.compute_dtype)
 
     def _recorder(self, ids: Array, share: StepShare | None) -> Callable[[Tensor], None]:
         """Return the hook that moves the gradient out of the leaf; it keeps no leaf or graph alive."""
@@ -207,7 +210,10 @@ class DistEmbedding(Shared):
         def record(leaf: Tensor) -> None:
             gradient, leaf.grad = leaf.grad, None
             assert gradient is not None
-            self._keep(RowGradient(ids=ids, rows=gradient.detach().cpu().contiguous().numpy(), share=share))
+            rows, wait = gradient.detach().contiguous(), None
+            if rows.device.type != "cpu":
+                rows, wait = to_host(rows)
+            self._keep(RowGradient(ids=ids, rows=rows.numpy(), share=share, wait=wait))
 
         return record
 
@@ -216,6 +222,7 @@ class DistEmbedding(Shared):
         self._num_kept_rows += len(gradient.ids)
         # A program that never steps would otherwise fill the memory: past this size most ids are repeated.
         if len(self._gradients) > 1 and self._num_kept_rows > 2 * self.num_embeddings:
+            _wait_for(self._gradients)
             self._gradients = _summed_by_share(self._gradients)
             self._num_kept_rows = sum(len(kept.ids) for kept in self._gradients)
 
@@ -253,6 +260,12 @@ def _make_rows(
 def _dataset_of(policy: PartitionPolicy, graph: OpenedGraph | None) -> str:
     graph = graph or opened_graph()
     return graph.dataset.manifest.checksum if graph.kvstore is policy.store else ""
+
+
+def _wait_for(gradients: list[RowGradient]) -> None:
+    for gradient in gradients:
+        if gradient.wait is not None:
+            gradient.wait()
 
 
 def _summed_by_share(gradients: list[RowGradient]) -> list[RowGradient]:

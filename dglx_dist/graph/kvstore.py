@@ -23,6 +23,7 @@ from dglx_dist.errors import ConfigError, DglxError, PeerError, RemoteError
 from dglx_dist.graph.column import (
     CacheCounts,
     Column,
+    DeviceRows,
     PendingPull,
     PullHandler,
     PushHandler,
@@ -40,6 +41,7 @@ from dglx_dist.graph.row_kernels import (
     move_rows,
     numpy_view,
     plan_remote,
+    split_cached,
     spread_rows,
     sum_repeated,
     take_rows,
@@ -233,17 +235,43 @@ class KVStore:
         check_cacheable(column)
         self._columns[name] = replace(column, cache=cache)
 
+    def set_device_rows(self, name: str, rows: DeviceRows | None) -> None:
+        """Let batches on the device take rows of ``name`` from ``rows``; else as :meth:`set_cache`."""
+        column = self.column(name)
+        check_cacheable(column)
+        self._columns[name] = replace(column, on_device=rows)
+
+    def split_cached(self, name: str, ids: Array, cached: DeviceRows) -> tuple[Array, Array, Array]:
+        """Count the rows of (K,) int64 ``ids`` that are ``cached`` as requested; IndexError: an id is no row.
+
+        Returns the positions of the other ids, those of the cached ones, and the slots of these.
+        """
+        column = self.column(name)
+        column.check(ids)
+        missing, hits, slots = split_cached(ids, cached.table)
+        first, end = column.bounds[self._server : self._server + 2]
+        found = ids[hits]
+        num_local = int(np.count_nonzero((found >= first) & (found < end)))
+        with self._counts_lock:
+            column.counts[0] += num_local
+            column.counts[1] += len(hits) - num_local
+            column.counts[3] += len(hits)
+        return missing, hits, slots
+
     def cache_counts(self, name: str | None = None) -> CacheCounts:
         """Return the rows that this rank requested: of one tensor, or of all those with a cache."""
-        asked = self._columns.values() if name is None else [self.column(name)]
+        asked = self._cached() if name is None else [self.column(name)]
         with self._counts_lock:
-            counted = [column.counts for column in asked if name is not None or column.cache is not None]
-            local, hits, misses = np.sum([[0, 0, 0], *counted], axis=0).tolist()
-        return CacheCounts(local=local, hits=hits, misses=misses)
+            counted = [[0] * 4, *(column.counts for column in asked)]
+            local, hits, misses, on_device = np.sum(counted, axis=0).tolist()
+        return CacheCounts(local=local, hits=hits, misses=misses, on_device=on_device)
 
     @property
     def has_cache(self) -> bool:
-        return any(column.cache is not None for column in self._columns.values())
+        return bool(self._cached())
+
+    def _cached(self) -> list[Column]:
+        return [one for one in self._columns.values() if one.cache is not None or one.on_device is not None]
 
     def push(
         self,

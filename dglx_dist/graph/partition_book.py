@@ -296,3 +296,54 @@ transit. Replies of 1 MiB cost the serving rank 1.5 times the processor time in 
 def rows_per_message(row_bytes: int) -> int:
     """Return the most rows of ``row_bytes``, each with its id, for one message; at least 1."""
     return max(1, MAX_MESSAGE_BYTES // max(row_bytes, 8))
+
+
+def split_ids(
+    ids: Array, bounds: Array, topology: Topology, *, force_even: bool = True, trainer_of: Array | None = None
+) -> Array:
+    """Return the share of ``topology.rank`` in the ascending, distinct (n,) int64 ``ids``.
+
+    ``bounds``: (S + 1,) int64 id ranges of the servers; ``trainer_of``: (n,) preferred rank of each id.
+    """
+    server = topology.server
+    ranks = topology.ranks_of_server(server)
+    if force_even:
+        of_ranks = _even_quota(len(ids), topology.world_size)
+        quota = of_ranks[ranks[0] : ranks[-1] + 1]
+        first = int(of_ranks[: ranks[0]].sum())
+        last = first + int(quota.sum())
+    else:
+        first, last = (int(at) for at in np.searchsorted(ids, bounds[server : server + 2]))
+        quota = _even_quota(last - first, len(ranks))
+    preferred = None if trainer_of is None else trainer_of[first:last] - ranks[0]
+    if preferred is not None and not force_even:
+        quota = _preferred_quota(preferred, len(ranks))
+    # At random, equally on every rank; servers differ and runs repeat.
+    order = np.random.default_rng(server).permutation(last - first)
+    owner = np.repeat(np.arange(len(ranks)), quota)
+    if preferred is not None:
+        # A local rank that does not exist stands for any.
+        owner = _preferred_owners(preferred[order], quota)
+    return np.sort(ids[first:last][order[owner == topology.local_rank]])
+
+
+def _even_quota(num_ids: int, num_ranks: int) -> Array:
+    """Return (``num_ranks``,) counts that sum to ``num_ids`` and differ by at most 1."""
+    base, extra = divmod(num_ids, num_ranks)
+    return base + (np.arange(num_ranks) < extra).astype(np.int64)
+
+
+def _preferred_owners(preferred: Array, quota: Array) -> Array:
+    """Assign each position to its preferred rank up to that rank's quota, and the rest to any rank."""
+    owner = np.full(len(preferred), -1, dtype=np.int64)
+    for rank, size in enumerate(quota):
+        owner[np.flatnonzero(preferred == rank)[:size]] = rank
+    remaining = quota - np.bincount(owner[owner >= 0], minlength=len(quota))
+    owner[owner < 0] = np.repeat(np.arange(len(quota)), remaining)
+    return owner
+
+
+def _preferred_quota(preferred: Array, num_ranks: int) -> Array:
+    """Return the counts that satisfy every preference; ids without one are divided evenly."""
+    known = preferred[(preferred >= 0) & (preferred < num_ranks)]
+    return np.bincount(known, minlength=num_ranks) + _even_quota(len(preferred) - len(known), num_ranks)

@@ -325,6 +325,11 @@ def plan_remote(
     return RemotePlan(*_plan(ids, bounds, own_server, cached, distinct))
 
 
+def split_cached(ids: Array, cached: SlotTable) -> tuple[Array, Array, Array]:
+    """Return the (K,) int64 positions of ``ids`` that are not ``cached``; those that are, and their slots."""
+    return _split(ids, 0, 0, cached)
+
+
 def number_distinct(ids: Array) -> tuple[Array, Array]:
     """Return the distinct (K,) int64 ``ids`` in order of appearance, and the (K,) int64 index of each."""
     place_of = np.empty(len(ids), np.int64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -151,6 +151,8 @@ class RowGradient:
     """(k, d) float32 or float64. Read-only: autograd may share the memory with another tensor."""
     share: StepShare | None
     """Of the step, at the time of the call."""
+    wait: Callable[[], None] | None = None
+    """Waits until ``rows`` have arrived from a device; None: they have."""
 
 
 def weight_of(share: StepShare | None, reduction: Reduction, world_size: int) -> float:

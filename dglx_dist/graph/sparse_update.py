@@ -77,7 +77,8 @@ def adam_rule(lr: float, betas: tuple[float, float], eps: float, *, corrected: b
 
     ``corrected``: whether ``eps`` is added to the root of the second moment after bias correction, as
     ``torch.optim.Adam`` and DGL do, or before it, as ``torch.optim.SparseAdam`` does. The two differ where
-    gradients are not much larger than ``eps / sqrt(1 - beta2)``. ConfigError for an invalid setting.
+    gradients are not much larger than ``eps / sqrt(1 - beta2)``. The moments then have DGL's names, too.
+    ConfigError for an invalid setting.
     """
     if len(betas) != 2 or not all(0.0 <= beta < 1.0 for beta in betas):
         raise ConfigError(f"betas={betas} must be two numbers in [0, 1)")
@@ -89,7 +90,8 @@ def adam_rule(lr: float, betas: tuple[float, float], eps: float, *, corrected: b
         return rate * correction / (1.0 - beta1**step), 1.0 - beta1, 1.0 - beta2, small
 
     settings = {"beta1": beta1, "beta2": beta2, "eps": at_least_0("eps", eps)}
-    return UpdateRule(lr, update_adam, constants, settings, ("mean", "square"))
+    names = ("mem", "power") if corrected else ("mean", "square")
+    return UpdateRule(lr, update_adam, constants, settings, names)
 
 
 def at_least_0(name: str, value: float) -> float:

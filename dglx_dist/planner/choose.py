@@ -51,9 +51,14 @@ def predict(candidate: Candidate, known: Measured) -> Prediction:
     """Return the predicted epoch of ``candidate``; if it is not feasible, the reason and zeros."""
     why_not = known.shape.refused.get(candidate.strategy) or _uncounted(candidate, known)
     found = Cost() if why_not else STRATEGIES.get(candidate.strategy).cost(candidate, known)
-    needed = found.memory - found.shared + found.shared // known.cluster.ranks_per_server
-    if not why_not and needed > known.cluster.memory_bytes:
-        why_not = f"needs {needed / 1e9:.1f} GB a rank, of {known.cluster.memory_bytes / 1e9:.1f}"
+    cluster = known.cluster
+    on_device = found.memory - found.on_host if cluster.device_memory_bytes else 0
+    needed = found.memory - on_device - found.shared + found.shared // cluster.ranks_per_server
+    if not why_not and needed > cluster.memory_bytes:
+        why_not = f"needs {needed / 1e9:.1f} GB a rank, of {cluster.memory_bytes / 1e9:.1f}"
+    elif not why_not and on_device > cluster.device_memory_bytes:
+        limit = cluster.device_memory_bytes
+        why_not = f"needs {on_device / 1e9:.1f} GB a rank on its GPU, of {limit / 1e9:.1f}"
     notes = [found.note] if found.note else []
     if candidate.epochs_factor != 1.0:
         notes.append(f"about {candidate.epochs_factor:g} x the epochs")
@@ -65,6 +70,7 @@ def predict(candidate: Candidate, known: Measured) -> Prediction:
         bytes_exact=found.traffic.exact,
         once_bytes=found.traffic.once,
         memory_bytes=found.memory,
+        device_memory_bytes=on_device,
         why_not=why_not,
         note="; ".join(notes),
     )
@@ -168,7 +174,8 @@ def _nearest(allowed: Sequence[Prediction]) -> str:
         one = min(large, key=lambda one: one.memory_bytes)
         return (
             f"no allowed candidate fits; nearest is {one.candidate.name}, which {one.why_not}: take "
-            "smaller batches or fan-outs, more servers, or ranks with more memory (--memory)"
+            "smaller batches or fan-outs, more servers, or ranks with more memory (--memory, "
+            "--device-memory)"
         )
     refused = "; ".join(f"{one.candidate.name}: {one.why_not}" for one in allowed[:3])
     return f"no requested strategy can train this ({refused or 'there is none'}); try --unit any"

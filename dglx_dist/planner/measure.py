@@ -201,7 +201,7 @@ def _rates(
     session, layers, clock = run.g.session, run.num_layers, config.clock
     byte_seconds = time_bytes(run.g, _owned(run), clock)
     every: Sequence[Any] = gather_json(byte_seconds, session)
-    slowest = float(max(one[0] for one in every)), float(max(one[1] for one in every))
+    slowest = [float(max(of_ranks)) for of_ranks in zip(*every, strict=True)]
 
     def of_all(tried: tuple[Array, Array, float] | None) -> Rates | None:
         local = None if tried is None else [tried[0].tolist(), tried[1].tolist(), tried[2]]

@@ -10,22 +10,25 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import dgl
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from dglx_dist.comm.collectives import barrier, gather_json
+from dglx_dist.comm.devices import synchronize
 from dglx_dist.comm.exchange import Incoming, Outgoing, row_exchanges
 from dglx_dist.comm.session import Session
 from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.dropout import install_node_dropouts
 from dglx_dist.layers.tracer import MODEL_ERRORS
+from dglx_dist.message_passing import place
 from dglx_dist.planner.workload import sizes_of
 from dglx_dist.records import FEATURE, Array
 from dglx_dist.strategies.cost import Draws, ModelShape, Rates
@@ -147,6 +150,8 @@ def _sum_until(stop: threading.Event) -> None:
         np.add(rows, 1.0, out=out)
 
 
+_COPY_BYTE_S = 1 / 12e9
+"""To a GPU on PCIe 3.0 with 16 lanes, or on half of PCIe 4.0, from pinned memory."""
 _LAYER_S, _USUAL = 2.5e-3, (0.7e-9, 0.025e-9)
 """Of a layer, to sum a column of an edge, and of a multiply-add, on a current core."""
 _TRUST = 0.1
@@ -154,8 +159,11 @@ _TRUST = 0.1
 _REPETITIONS = 3
 
 
-def assumed_rates(*, speed: float = 1.0) -> Rates:
-    """Return the rates of ``speed`` cores of a current server; an accelerator is worth about 50."""
+def assumed_rates(*, speed: float = 1.0, on_gpu: bool = False) -> Rates:
+    """Return the rates of ``speed`` cores of a current server; an accelerator is worth about 50.
+
+    With ``on_gpu`` only the model computes at that speed: one core draws batches, and rows cross PCIe.
+    """
     one = Rates(
         step_s=2 * _LAYER_S,
         edge_column_s=_USUAL[0],
@@ -165,7 +173,11 @@ def assumed_rates(*, speed: float = 1.0) -> Rates:
         fresh_edge_s=20e-9,
         check_byte_s=0.25e-9,
     )
-    return one.slowed(1.0 / speed)
+    fast = one.slowed(1.0 / speed)
+    if not on_gpu:
+        return fast
+    of_host = {name: getattr(one, name) for name in ("sample_edge_s", "gather_byte_s", "check_byte_s")}
+    return replace(fast, **of_host, copy_byte_s=_COPY_BYTE_S)
 
 
 def time_batches(
@@ -176,7 +188,7 @@ def time_batches(
     drop_by_node: bool = False,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[Array, Array, float]:
-    """Time steps of a copy of ``module`` on blocks of at least two sizes, whose data is not read.
+    """Time steps of a copy of ``module``, on its device, on blocks of at least two sizes; data is not read.
 
     The median counts of several steps on each, after one on the new block. ``drop_by_node``: with dropout as
     full-graph strategies have it, in place of torch's generator.
@@ -202,9 +214,10 @@ def time_batches(
             "copy.deepcopy rejects"
         ) from problem
     dropouts = install_node_dropouts(copied, 0) if drop_by_node else None
-    optimizer = torch.optim.Adam(copied.parameters(), lr=1e-9)
+    optimizer, device = torch.optim.Adam(copied.parameters(), lr=1e-9), _device_of(module)
     rows, seconds, fresh = [], [], []
-    for number, blocks in enumerate(batches):
+    for number, batch in enumerate(batches):
+        blocks = [place(block, device) for block in batch]
         if dropouts is not None:
             dropouts.begin(0, blocks[0].srcdata[dgl.NID])
         sizes = sizes_of(blocks)
@@ -225,8 +238,10 @@ def _step(
     clock: Callable[[], float],
 ) -> float:
     kind = next((one.dtype for one in module.parameters() if one.is_floating_point()), torch.float32)
-    rows = torch.ones(blocks[0].num_src_nodes(), shape.features, dtype=kind)
-    labels = torch.zeros(blocks[-1].num_dst_nodes(), dtype=torch.int64)
+    device = _device_of(module)
+    rows = torch.ones(blocks[0].num_src_nodes(), shape.features, dtype=kind, device=device)
+    labels = torch.zeros(blocks[-1].num_dst_nodes(), dtype=torch.int64, device=device)
+    synchronize(device)
     begin = clock()
     try:
         loss = cross_entropy(module(blocks, rows), labels)
@@ -239,12 +254,17 @@ def _step(
             "return a row of scores for each target"
         ) from problem
     optimizer.step()
+    synchronize(device)
     return clock() - begin
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device
 
 
 def measured_rates(
     tried: Sequence[tuple[Array, Array, float]],
-    byte_seconds: tuple[float, float],
+    byte_seconds: Sequence[float],
     sample_edge_s: float,
     num_layers: int,
 ) -> Rates:
@@ -262,6 +282,7 @@ def measured_rates(
         gather_byte_s=byte_seconds[0],
         fresh_edge_s=max(fresh for _, _, fresh in tried),
         check_byte_s=byte_seconds[1],
+        copy_byte_s=byte_seconds[2],
     )
 
 
@@ -333,11 +354,11 @@ def batch_trials(
 
 def time_bytes(
     g: DistGraph, nodes: Array, clock: Callable[[], float] = time.perf_counter
-) -> tuple[float, float]:
+) -> tuple[float, float, float]:
     """Return the seconds to read a byte of the features of some of ``nodes``, which this server should own,
-    and to compute its checksum, as for rows read from disk.
+    to compute its checksum, as for rows read from disk, and to copy it to the session's GPU.
     """
-    ids = np.resize(nodes, _GATHERED)
+    ids, device = np.resize(nodes, _GATHERED), g.session.device
     column = g.ndata[FEATURE]
     # The first time maps the file.
     rows = column[ids].contiguous()
@@ -352,13 +373,18 @@ def time_bytes(
             seconds.append(clock() - begin)
         return statistics.median(seconds) / count
 
-    return timed(lambda: column[ids]), timed(lambda: zlib.crc32(plain.data))
+    def copy(pinned: Tensor) -> None:
+        pinned.to(device, non_blocking=True)
+        synchronize(device)
+
+    copied = timed(partial(copy, rows.pin_memory())) if device.type == "cuda" else 0.0
+    return timed(lambda: column[ids]), timed(lambda: zlib.crc32(plain.data)), copied
 
 
 def _sampled_blocks(g: DistGraph, seeds: Array, count: int, fanouts: tuple[int, ...]) -> list[Any]:
     # From all over the graph, as the seeds of a shuffled batch are.
     seeds = seeds[evenly_spaced(len(seeds), count)]
     sampler = dgl.dataloading.NeighborSampler(list(fanouts))
-    loader = DataLoader(g, seeds, sampler, batch_size=len(seeds), num_threads=0)
+    loader = DataLoader(g, seeds, sampler, batch_size=len(seeds), num_threads=0, device="cpu")
     ((_, _, blocks),) = list(loader)
     return list(blocks)

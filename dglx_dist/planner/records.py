@@ -107,7 +107,9 @@ class Prediction:
     once_bytes: int
     """Bytes between servers before the first epoch: preloaded features and structure, columns, caches."""
     memory_bytes: int
-    """Peak memory of one rank, including the program."""
+    """Peak memory of one rank, including the program, of the host and of its GPU together."""
+    device_memory_bytes: int = 0
+    """Part of it on the GPU; 0 where ranks compute on CPUs."""
     why_not: str = ""
     """Why it is not feasible; empty: it is."""
     barred: str = ""

@@ -25,8 +25,7 @@ from dglx_dist.data.storage.reader import StoredDataset
 from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.cache import CacheRequest, access_probability, most_wanted, vip_scores
-from dglx_dist.graph.partition_book import Placement
-from dglx_dist.graph.split import split_ids
+from dglx_dist.graph.partition_book import Placement, split_ids
 from dglx_dist.planner.model_shape import topology_of
 from dglx_dist.records import FEATURE, LABEL, Array
 from dglx_dist.strategies.base import DEFAULT_STRATEGY
@@ -111,7 +110,8 @@ def count_rank(
     topology, bounds = place
     own_seeds = split_ids(seeds, bounds, topology, force_even=draws.force_even)[: draws.most_seeds]
     sampler = dgl.dataloading.NeighborSampler(list(draws.fanouts))
-    loader = DataLoader(g, own_seeds, sampler, batch_size=draws.batch_size, shuffle=True, num_threads=0)
+    options: dict[str, Any] = {"shuffle": True, "num_threads": 0, "device": "cpu"}
+    loader = DataLoader(g, own_seeds, sampler, batch_size=draws.batch_size, **options)
     loader.set_epoch(draws.epoch)
     own = int(bounds[topology.server]), int(bounds[topology.server + 1])
     layers, batches = len(draws.fanouts), 0

@@ -105,6 +105,7 @@ def plan_head(choice: Choice) -> str:
         f"{readable_bytes(cluster.external_bytes_per_s)}/s outside, "
         f"{readable_bytes(cluster.internal_bytes_per_s)}/s inside, "
         f"{plural(cluster.cores, 'core')} and {readable_bytes(cluster.memory_bytes)} a rank"
+        + (f", {readable_bytes(cluster.device_memory_bytes)} on its GPU" * bool(cluster.device_memory_bytes))
     )
 
 

@@ -7,8 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -16,6 +18,7 @@ from dglx_dist.comm.collectives import gather_int64
 from dglx_dist.comm.session import Session, SessionField, start_session
 from dglx_dist.comm.topology import read_settings
 from dglx_dist.errors import ConfigError
+from dglx_dist.layers import autocast
 from dglx_dist.records import FEATURE, LABEL, EpochRecord, StepShare
 from dglx_dist.registry import Registry, did_you_mean
 from dglx_dist.strategies.cost import Candidate, Cost, Measured, PlanContext, Unit
@@ -136,21 +139,58 @@ class WrappedModel(nn.Module, ABC):
     """The user's model, wrapped by a strategy to train together with the other ranks.
 
     Call it like the user's module. Backward is collective, and so is forward under strategies that exchange
-    activations, on the thread of the training loop. Names and shapes in ``state_dict`` are those of the
-    user's module, uncut, under every strategy, so that a checkpoint of one loads under another.
+    activations, on the thread of the training loop. Attributes of the user's module can be read through it;
+    what computes (submodules, parameters, methods) only without gradients, as those would stay on this rank.
+    Names and shapes in ``state_dict`` are those of the user's module, uncut, under every strategy, so that a
+    checkpoint of one loads under another.
     """
 
     module: nn.Module
     """The user's module. Calling it directly, past the wrapper, leaves its gradients on this rank."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        autocast.install()
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the user's module.
 
         Raises:
-            ConfigError: the model reads edge data that its block does not have; the message has the remedy.
+            ConfigError: the model reads edge data that its block does not have, or is on another device than
+                its inputs; the message has the remedy.
         """
-        with edge_data_named():
-            return super().__call__(*args, **kwargs)
+        try:
+            with edge_data_named():
+                return super().__call__(*args, **kwargs)
+        except Exception as error:
+            _raise_for_devices(self.module, (*args, *kwargs.values()), error)
+            raise
+
+    def _inside(self) -> nn.Module | None:
+        # None while it is made, copied or unpickled.
+        modules = self.__dict__.get("_modules", {})
+        found: nn.Module | None = modules.get("module", modules.get("inner"))
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_") or (inside := self._inside()) is None:
+                raise
+        value = getattr(inside, name)
+        if torch.is_grad_enabled() and (isinstance(value, Tensor) or callable(value)):
+            raise AttributeError(
+                f"{name!r} is of the wrapped module, and gradients of what it computes would stay on this "
+                f"rank: call it in forward(), or take model.module.{name} where it does not train"
+            )
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        inside = None if name.startswith("_") or hasattr(type(self), name) else self._inside()
+        if inside is not None and name not in (*vars(self), *self._modules) and hasattr(inside, name):
+            raise AttributeError(f"{name!r} is of the wrapped module; set model.module.{name}")
+        super().__setattr__(name, value)
 
     @property
     def parts(self) -> Parts:
@@ -238,6 +278,21 @@ class WrappedModel(nn.Module, ABC):
         result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it bare
         self.note_buffers()
         return result
+
+
+def _raise_for_devices(module: nn.Module, arguments: Iterable[Any], error: Exception) -> None:
+    """Raise ConfigError from ``error`` if ``module`` and an argument lie on different devices."""
+    own = next((one.device for one in module.parameters()), None)
+    flat = chain.from_iterable(
+        one.values() if isinstance(one, Mapping) else one if isinstance(one, list | tuple) else (one,)
+        for one in arguments
+    )
+    other = next((one.device for one in flat if getattr(one, "device", own) != own), None)
+    if own is not None and other is not None:
+        raise ConfigError(
+            f"the model is on {own}, its inputs on {other}; wrap model.to(dx.local_device()), or give the "
+            f"loader device={str(own)!r}"
+        ) from error
 
 
 class Strategy(ABC):
@@ -443,6 +498,7 @@ def begin(
     timeout_s: float = 300.0,
     seed: int = 0,
     backend: str | None = None,
+    device: torch.device | str = "auto",
     check: Callable[[Session], object] = strategy_of,
 ) -> Session:
     """Join the other ranks for ``strategy``; every rank must call it.
@@ -453,15 +509,17 @@ def begin(
         timeout_s: Seconds that a rank may be silent.
         seed: Of everything random.
         backend: Of the process group, if there is none yet.
+        device: See :func:`start_session`.
         check: Raises ConfigError for the session's options.
 
     Raises:
-        ConfigError: the strategy does not know an option, ranks disagree, or a session is open already.
+        ConfigError: the strategy does not know an option, ranks disagree or lack the device, or a session is
+            open already.
         PeerError: ranks are missing after the time-out.
     """
     merged = {**read_settings().options, **options}
     session = start_session(
-        strategy=strategy, options=merged, timeout_s=timeout_s, seed=seed, backend=backend
+        strategy=strategy, options=merged, timeout_s=timeout_s, seed=seed, backend=backend, device=device
     )
     try:
         check(session)

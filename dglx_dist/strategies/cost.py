@@ -70,6 +70,8 @@ class Cluster:
     cores: float
     """Per rank; may be fractional."""
     memory_bytes: int
+    device_memory_bytes: int = 0
+    """Of a rank on its GPU; 0: ranks compute on CPUs."""
     burst_bytes: int = 0
     """Bytes that a card sends at once after a pause, beyond its rate: emulated links are token buckets."""
     assumptions: tuple[str, ...] = ()
@@ -386,6 +388,8 @@ class Rates:
     cooperative batches pay it in every step, whole graphs once."""
     check_byte_s: float = 0.0
     """To compute the checksum of plans and rows read from disk."""
+    copy_byte_s: float = 0.0
+    """To copy a byte from the host's memory to the GPU; 0 on CPUs."""
 
     def compute_s(self, work: tuple[int, int], steps: int) -> float:
         """Return the seconds of ``work`` (see :meth:`ModelShape.work`) in ``steps`` steps."""
@@ -570,6 +574,8 @@ class Cost:
     """Peak bytes of a rank, including the program."""
     shared: int = 0
     """Part of it that the ranks of a server map together."""
+    on_host: int = 0
+    """Part of it that is in the host's memory where ranks compute on GPUs; the rest is on the GPU."""
     note: str = ""
     """A remark for tables."""
 
@@ -620,11 +626,11 @@ def compute_seconds(known: Measured, work: BatchWork) -> float:
 
 
 def sampling_seconds(known: Measured, work: BatchWork, draws: int = 1) -> float:
-    """Return the seconds of drawing each batch ``draws`` times and of gathering its rows."""
+    """Return the seconds of drawing each batch ``draws`` times, and of gathering and copying its rows."""
     rates, (sources, _, edges) = known.rates, work.worked
     return (
         draws * rates.sample_edge_s * sum(edges)
-        + rates.gather_byte_s * sources[0] * known.graph.feature_bytes
+        + (rates.gather_byte_s + rates.copy_byte_s) * sources[0] * known.graph.feature_bytes
     )
 
 

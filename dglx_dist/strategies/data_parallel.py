@@ -121,6 +121,7 @@ class DataParallel(Strategy):
             traffic=traffic,
             memory=known.batch_memory(held=shared),
             shared=shared + known.structure,
+            on_host=known.program_bytes + shared + known.structure,
         )
 
 
@@ -237,7 +238,8 @@ def check_same_model(
 ) -> None:
     """Raise ConfigError if the models of the ranks differ, or ``reduction`` is unknown; collective.
 
-    Compares names, shapes, dtypes, frozen parameters, ``settings`` and ``reduction``.
+    Compares names, shapes, dtypes, devices, frozen parameters, ``settings`` and ``reduction``. All of a model
+    must be on one device.
     """
     if reduction not in ("mean", "sum"):
         raise ConfigError(f"reduction={reduction!r} must be 'mean' or 'sum'")
@@ -248,7 +250,14 @@ def check_same_model(
     ]
     remedy = "build the model from the same configuration on every rank"
     check_equal(session, "the wrapped model", described, remedy)
+    # Equal on all ranks by now, so that all raise.
+    places = {one.device: name for name, one in (*model.named_parameters(), *model.named_buffers())}
+    if len(places) > 1:
+        parts = ", ".join(f"{name!r} on {device}" for device, name in places.items())
+        raise ConfigError(f"the model is on several devices ({parts}); wrap model.to(dx.local_device())")
 
 
 def _kind(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} {tensor.dtype}".replace("torch.", "")
+    # Ranks have different GPUs, but the same kind of device.
+    place = "" if tensor.device.type == "cpu" else f" on {tensor.device.type}"
+    return f"{tuple(tensor.shape)} {tensor.dtype}{place}".replace("torch.", "")

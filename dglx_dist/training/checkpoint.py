@@ -492,7 +492,7 @@ def save(  # noqa: PLR0913 - one for each thing that can be saved
         of_optimizer, plain = _join_optimizer(model, of_optimizer, plain, session)
     tensors = {f"model/{name}": value for name, value in of_model.items()}
     tensors |= {f"optimizer/{name}": value for name, value in of_optimizer.items()}
-    own = _own_share(tensors, session) | _random_state(rank)
+    own = _own_share(tensors, session) | _random_state(session)
     try:
         with shared_partial_folder(session, final) as partial:
 
@@ -599,7 +599,7 @@ def load(
     if optimizer is not None:
         optimizer.load_state_dict(of_optimizer)
     _load_sparse(sparse, path)
-    _restore_random_state(_below(f"random/{rank}/", wanted))
+    _restore_random_state(_below(f"random/{rank}/", wanted), session)
     return Resumed(path=path, **{name: state[name] for name in ("epoch", "step", "world_size", "extra")})
 
 
@@ -673,15 +673,17 @@ def _plain_module(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, WrappedModel) else model
 
 
-def _random_state(rank: int) -> dict[str, Tensor]:
-    state = {f"random/{rank}/cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state[f"random/{rank}/cuda"] = torch.cuda.get_rng_state()
+def _random_state(session: Session) -> dict[str, Tensor]:
+    prefix = f"random/{session.topology.rank}"
+    state = {f"{prefix}/cpu": torch.get_rng_state()}
+    if session.device.type == "cuda":
+        state[f"{prefix}/cuda"] = torch.cuda.get_rng_state(session.device)
     return state
 
 
-def _restore_random_state(state: Mapping[str, Tensor]) -> None:
+def _restore_random_state(state: Mapping[str, Tensor], session: Session) -> None:
     if "cpu" in state:
         torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    # A checkpoint of GPUs may be resumed on CPUs, and the other way round.
+    if "cuda" in state and session.device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], session.device)

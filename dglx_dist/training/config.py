@@ -29,7 +29,10 @@ from dglx_dist.options import (
 )
 from dglx_dist.planner.records import ChoiceOptions, Rate
 
-_INIT_ARGUMENTS = ("strategy", "timeout", "seed", "backend")
+FLOAT32, BF16 = PRECISIONS = "float32", "bf16"
+"""Of forward passes in training; weights, gradients, optimizer and evaluation keep the model's dtype."""
+
+_INIT_ARGUMENTS = ("strategy", "timeout", "seed", "backend", "device")
 _of_model = partial(option, panel="Model")
 _of_optimizer = partial(option, panel="Optimizer")
 _of_loading = partial(option, panel="Loading")
@@ -50,6 +53,12 @@ class RunOptions:
 
     epochs: int = _of_optimizer(10, "Of the whole run.", check=at_least(1))
     """Includes those before a resume."""
+    precision: str | None = _of_optimizer(
+        None,
+        "bf16: forward passes of training in bfloat16, by torch's autocast. Default: float32, or as before a "
+        "resume.",
+        check=one_of(*PRECISIONS),
+    )
     eval_every: int = _of_run(1, "Epochs between exact evaluations; 0: at the end.", check=at_least(0))
     """The last epoch is always evaluated."""
     patience: int | None = _of_run(
@@ -78,6 +87,8 @@ class ModelConfig:
     layers: int = _of_model(2, "Convolutions.", check=at_least(1))
     hidden: int = _of_model(64, "Width between them.", check=at_least(1))
     heads: int = _of_model(4, "Attention heads of gat and hgt.")
+    device: str = _of_model("auto", "cuda, cuda:N or cpu; auto: a GPU where there is one.")
+    """Ranks on one machine take its GPUs in turn, and share them where there are more ranks."""
     fanouts: tuple[int, ...] | None = _of_loading(
         None,
         "Neighbours sampled per node and layer, input-most first; -1: all. Default: 25, then 10 for each "
@@ -265,10 +276,19 @@ class PlanConfig(ChoiceOptions, ModelConfig):
         metavar="SIZE",
         parse=in_option(read_size),
     )
+    device_memory_bytes: int | None = _of_servers(
+        None,
+        "Of a rank's GPU, e.g. 80GB. Default: as here, if the model is timed on a GPU.",
+        flag="--device-memory",
+        metavar="SIZE",
+        parse=in_option(read_size),
+    )
     here: bool = _of_servers(False, "All servers are this machine.")
     """As under ``dglx train --servers`` and scripts/netlab."""
     speed: float = _of_graph(
-        1.0, "Of a rank, relative to one core of a server; an accelerator: 50.", check=ABOVE_ZERO
+        1.0,
+        "Of a rank, relative to one core of a server; a GPU: 50. With --device-memory, of the model alone.",
+        check=ABOVE_ZERO,
     )
     nodes: float | None = _of_graph(None, "E.g. 1e9.", check=between(1, _MOST_NODES))
     edges: float | None = _of_graph(None, "E.g. 2e10.", check=between(0, _MOST_EDGES))

@@ -6,11 +6,11 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, final
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +26,17 @@ from dglx_dist.graph.optim import SparseOptimizer
 from dglx_dist.options import check_ranges, common_fields
 from dglx_dist.progress import progress
 from dglx_dist.records import FEATURE, LABEL, SPLITS, EpochRecord
-from dglx_dist.strategies.base import CACHE_CHOICE, EpochTrainer, Objective, WrappedModel
+from dglx_dist.strategies.base import (
+    CACHE_CHOICE,
+    EpochTrainer,
+    Objective,
+    Traits,
+    WrappedModel,
+    strategy_of,
+)
 from dglx_dist.training import checkpoint
 from dglx_dist.training.checkpoint import Positioned, Sparse, optimizers_of
-from dglx_dist.training.config import RunOptions
+from dglx_dist.training.config import BF16, FLOAT32, RunOptions
 from dglx_dist.training.inference import check_evaluable, evaluate, float_of, labelled_type
 from dglx_dist.training.relational import EntityInputs
 from dglx_dist.training.tracing import recording, without_keys
@@ -51,8 +58,8 @@ class StepLoss:
     """() mean over this rank's targets, with a gradient even without targets."""
     num_targets: int
     """As the loader counts them: destinations, or positive edges."""
-    num_correct: int
-    """Correct targets, for the train accuracy."""
+    num_correct: int | Tensor
+    """Correct targets, for the train accuracy. A () tensor does not wait for the device."""
 
 
 Task: TypeAlias = Callable[[WrappedModel, Any], StepLoss]
@@ -78,7 +85,7 @@ class NodeClassification:
         if isinstance(scores, dict):
             scores = scores[self.ntype or blocks[-1].dsttypes[0]]
         labels = blocks[-1].dstnodes[self.ntype or blocks[-1].dsttypes[0]].data[self.label]
-        correct = int((scores.detach().argmax(1) == labels).sum()) if len(labels) else 0
+        correct = (scores.detach().argmax(1) == labels).sum() if len(labels) else 0
         return StepLoss(loss=self.loss(scores, labels), num_targets=len(labels), num_correct=correct)
 
 
@@ -105,7 +112,7 @@ class LinkPrediction:
         return StepLoss(
             loss=self.loss(torch.cat([positive, negative]), truth),
             num_targets=len(positive),
-            num_correct=int((positive.detach() > 0).sum()),
+            num_correct=(positive.detach() > 0).sum(),
         )
 
 
@@ -136,6 +143,8 @@ class Step:
     task: Task
     sparse: Sequence[SparseOptimizer] = ()
     """Optimisers of the model's input embeddings."""
+    precision: str = FLOAT32
+    """Of forward passes."""
 
 
 def train_epoch(
@@ -146,7 +155,7 @@ def train_epoch(
     loader.times(reset=True)
     step.model.exchange_seconds(reset=True)
     before = session.ledger.snapshot()
-    loss, correct, targets = 0.0, 0, 0
+    steps: list[tuple[Tensor, int | Tensor, int]] = []
     begin = time.perf_counter()
     for batch in loader:
         # Numbered like the loader's batches, so that a trace shows the batch of a step.
@@ -155,10 +164,14 @@ def train_epoch(
         found = _train_step(step, batch, partial(session.timeline.span, row=COMPUTE, batch=number))
         if found.num_targets:
             # The mean over no targets is nan, which would spoil the total.
-            loss += float(found.loss.detach()) * found.num_targets
-            correct += found.num_correct
-            targets += found.num_targets
+            steps.append((found.loss.detach(), found.num_correct, found.num_targets))
         after_step()
+    # Read at the end: each step would wait for the device.
+    loss, correct, targets = 0.0, 0, 0
+    for of_step, num_correct, num_targets in steps:
+        loss += float(of_step) * num_targets
+        correct += int(num_correct)
+        targets += num_targets
     seconds = time.perf_counter() - begin
     rows = session.ledger.since(before)
     times = loader.times()
@@ -178,7 +191,9 @@ def train_epoch(
 
 
 def _train_step(step: Step, batch: Any, span: Callable[[str], AbstractContextManager[None]]) -> StepLoss:
-    with span("forward"):
+    device = float_of(step.model).device.type
+    autocast = torch.autocast(device, torch.bfloat16) if step.precision == BF16 else nullcontext()
+    with span("forward"), autocast:
         found = step.task(step.model, batch)
     step.optimizer.zero_grad(set_to_none=True)
     for rows in step.sparse:
@@ -224,6 +239,8 @@ def _over_ranks(ranks: Sequence[dict[str, Any]], epoch: int) -> EpochRecord:
     )
 
 
+Options = TypeVar("Options", bound=RunOptions)
+
 Callback = Callable[[EpochRecord], None]
 """Called on every rank after each epoch, with the same record."""
 
@@ -231,8 +248,9 @@ Evaluate = Callable[[WrappedModel], Mapping[str, float]]
 """The wrapped model to scores by mask name, higher is better, equal on all ranks. Collective."""
 
 _, _VALIDATION, _TEST = SPLITS
-TRAINED_WITH = "strategy"
-"""Key in ``extra`` of a checkpoint: name and options of the strategy, and the cache that ``auto`` chose."""
+TRAINED_WITH, PRECISION = "strategy", "precision"
+"""Keys in ``extra`` of a checkpoint: name and options of the strategy, and the cache that ``auto`` chose; the
+precision of forward passes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,6 +300,8 @@ class FitResult:
     first_epoch: int = 0
     """Above 0 after a resume."""
     stopped_early: bool = False
+    precision: str = FLOAT32
+    """Of forward passes."""
     account: dict[str, object] = field(default_factory=dict)
     """Cost of the run, as ``dollars`` with a ``label``; empty if nothing is paid by use."""
     choice: Choice | None = None
@@ -329,6 +349,14 @@ def train(
         StorageError: the trace cannot be written; before training if possible.
     """
     config = config or FitConfig()
+    device = float_of(model).device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        raise ConfigError(
+            "training inside torch.autocast would compute all steps with the weights of the first, which it "
+            "keeps converted until its block ends; give precision='bf16' instead"
+        )
+    config = with_precision(config, config.checkpoint_folder)
+    check_precision(config.precision, strategy_of(g.session).traits, g.session.strategy)
     if config.task is None and config.ntype is None:
         config = replace(config, ntype=labelled_type(g, config.label))
     run = _Run(loader, g, config, _step_of(model, optimizer, sparse, config))
@@ -359,6 +387,23 @@ def train(
     return replace(run.result, account=account)
 
 
+def with_precision(config: Options, checkpoints: str | Path | None) -> Options:
+    """Return ``config`` with a precision: as given, else that of the checkpoint to resume. Collective."""
+    if config.precision is not None:
+        return config
+    extra = checkpoint.read_extra(checkpoints) if config.resume and checkpoints is not None else None
+    return replace(config, precision=BF16 if extra and extra.get(PRECISION) == BF16 else FLOAT32)
+
+
+def check_precision(precision: str | None, traits: Traits, strategy: str) -> None:
+    """Raise ConfigError unless forward passes under a strategy can have that precision; None: the default."""
+    if precision == BF16 and not traits.own_loop:
+        raise ConfigError(
+            f"precision bf16: strategy {strategy!r} does not compute in torch but on workers, in the dtype "
+            "of the weights; leave it out, or use strategy='data_parallel'"
+        )
+
+
 def epoch_line(record: EpochRecord) -> str:
     """Return ``epoch 3: loss 1.2345, val 84.1 %, 0.15 s``, without val if not evaluated."""
     validation = "" if record.val_accuracy is None else f"val {record.val_accuracy:.1%}, ".replace("%", " %")
@@ -385,7 +430,7 @@ class _Run:
             # Must be equal in the run that loads the checkpoint.
             "dataset": {"num_nodes": g.num_nodes(), "num_edges": g.num_edges()},
         }
-        self.result = FitResult()
+        self.result = FitResult(precision=step.precision)
         """Of the epochs so far."""
         self._next, self._evaluations_since_best = 0, 0
 
@@ -403,6 +448,7 @@ class _Run:
             best_val_accuracy=float(best[1]) if best else None,
             first_epoch=resumed.epoch,
             stopped_early=self._patience_is_over(),
+            precision=self._step.precision,
         )
 
     def check_evaluation(self) -> None:
@@ -499,6 +545,7 @@ class _Run:
                 "evaluations_since_best": self._evaluations_since_best,
                 "accuracy": self.result.accuracy,
                 TRAINED_WITH: _trained_with(self._session),
+                PRECISION: self.result.precision,
             },
         )
 
@@ -507,7 +554,10 @@ def _step_of(
     model: WrappedModel, optimizer: torch.optim.Optimizer, sparse: Sparse, config: FitConfig
 ) -> Step:
     task = config.task or NodeClassification(**common_fields(config, NodeClassification))
-    return Step(model=model, optimizer=optimizer, task=task, sparse=optimizers_of(sparse))
+    precision = config.precision or FLOAT32
+    return Step(
+        model=model, optimizer=optimizer, task=task, sparse=optimizers_of(sparse), precision=precision
+    )
 
 
 def _objective_of(config: FitConfig, sparse: Sparse) -> Objective:

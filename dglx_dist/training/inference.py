@@ -19,6 +19,7 @@ from dglx_dist.dataloading.minibatch import BatchMaker
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.row_kernels import torch_dtype
+from dglx_dist.layers import autocast
 from dglx_dist.message_passing import place
 from dglx_dist.records import FEATURE, LABEL, SPLITS, Array
 from dglx_dist.strategies.base import WrappedModel, edge_data_named
@@ -28,12 +29,12 @@ if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
 
-def _with_degrees(block: Any, g: DistGraph) -> Any:
+def _with_degrees(block: Any, g: DistGraph, device: torch.device) -> Any:
     """Return a block whose destinations have all their in-edges, with the degrees of the graph."""
     types = (block.srctypes, block.dsttypes)
     whole = _FullBlock(block._graph, types, block.etypes, block._node_frames, block._edge_frames)
-    whole.graph = g
-    return whole
+    whole.graph, whole.on_host = g, block
+    return place(whole, device)
 
 
 class _FullBlock(DGLBlock):
@@ -45,19 +46,21 @@ class _FullBlock(DGLBlock):
 
     graph: DistGraph | None = None
     """Set after construction, since DGL constructs slices and copies with the same class."""
+    on_host: Any = None
+    """The block with the ids of its sources on the CPU, where degrees are read."""
 
     def __getitem__(self, key: Any) -> Any:
         part = super().__getitem__(key)
-        part.graph = self.graph
+        part.graph, part.on_host = self.graph, self.on_host
         return part
 
     def out_degrees(self, u: Any = "__ALL__", etype: Any = None) -> Tensor:
         """Return the degrees, which are read only when a convolution asks for them."""
         assert self.graph is not None
         etype = self.to_canonical_etype(etype)  # an error without a type where there are several
-        ids = self.srcnodes[etype[0]].data[dgl.NID]
-        ids = ids if isinstance(u, str) else ids[u]
-        return self.graph.out_degrees(ids, etype).to(ids.device)
+        ids = self.on_host.srcnodes[etype[0]].data[dgl.NID]
+        ids = ids if isinstance(u, str) else ids[torch.as_tensor(u).cpu()]
+        return self.graph.out_degrees(ids, etype).to(self.device)
 
 
 def layers_of(
@@ -260,7 +263,7 @@ def _compute_of(
         h = {
             path: tensor[sources[type_of(path, g)].data[dgl.NID]].to(*target) for path, tensor in rows.items()
         }
-        made = [_with_degrees(place(block, target[0]), g) for block in blocks]
+        made = [_with_degrees(block, g, target[0]) for block in blocks]
         return _leaves_of(ntype, one(made, nest(h)), g, len(ids))
 
     return compute
@@ -321,6 +324,7 @@ def type_of(path: Path, g: DistGraph) -> str:
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Set evaluation mode without gradients inside the block; restore each module's mode afterwards."""
+    autocast.install()
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

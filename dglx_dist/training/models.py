@@ -143,8 +143,8 @@ class SymmetricConv(SplittableConv):
         self._graph = graph
 
     def own_edges(self, block: DGLBlock) -> dict[str, Tensor]:
-        d = self._graph.in_degrees(block.dstdata[dgl.NID]).clamp(min=1).to(self.conv.weight.dtype)
-        o = self._graph.out_degrees(block.srcdata[dgl.NID]).clamp(min=1).to(self.conv.weight.dtype)
+        d = self._graph.in_degrees(block.dstdata[dgl.NID]).clamp(min=1).to(self.conv.weight)
+        o = self._graph.out_degrees(block.srcdata[dgl.NID]).clamp(min=1).to(self.conv.weight)
         k = block.in_degrees().clamp(min=1).to(d)
         source, destination = (ends.long() for ends in block.edges())
         return {_NORM: (d.sqrt() / k)[destination] * o.rsqrt()[source]}

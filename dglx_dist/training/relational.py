@@ -136,7 +136,9 @@ def _merged(block: Any, num_dst: Mapping[str, int], etypes: Sequence[EdgeType]) 
     )
     counts = torch.tensor([*num_dst.values(), *num_rest.values()], device=block.device)
     numbers = torch.arange(len(num_dst), device=block.device).repeat(2)
-    return merged, numbers.repeat_interleave(counts), torch.cat(kinds)
+    # With its size the result needs no waiting for the device.
+    kinds_of_nodes = numbers.repeat_interleave(counts, output_size=total + sum(num_rest.values()))
+    return merged, kinds_of_nodes, torch.cat(kinds)
 
 
 def _by_type(rows: Tensor, num_dst: Mapping[str, int]) -> dict[str, Tensor]:
@@ -315,7 +317,7 @@ def _edges_by_relation(
             continue
         indptr, indices, _ = block.adj_tensors("csc", etype)
         degree = indptr.diff()
-        (pairs,) = degree.nonzero(as_tuple=True)
+        pairs = _with_edges(degree)
         sizes[number] = len(pairs)
         sources.append(indices + first_src[etype[0]])
         degrees.append(degree[pairs])
@@ -326,6 +328,13 @@ def _edges_by_relation(
     indptr = F.pad(torch.cat(degrees).cumsum(0, dtype=all_sources.dtype), (1, 0))
     merged = create_block("csc", indptr, all_sources, num_src=sum(num_src.values()), num_dst=len(indptr) - 1)
     return merged, sizes, torch.cat(targets)
+
+
+def _with_edges(degree: Tensor) -> Tensor:
+    """Return the destinations with edges; off the CPU all, since counting them would wait for the device."""
+    if degree.device.type == "cpu":
+        return degree.nonzero(as_tuple=True)[0]
+    return torch.arange(len(degree), device=degree.device)
 
 
 @final

@@ -8,12 +8,17 @@ import dgl
 import pytest
 import torch
 from dgl.dataloading import NeighborSampler, as_edge_prediction_sampler
+from dgl.nn import SAGEConv
+from torch import nn
 
 import dglx_dist as dx
 from dglx_dist.comm.session import current_session
+from dglx_dist.compat.dist_graph import DistGraph as ScriptGraph
+from dglx_dist.compat.namespace import ScriptModel
 from dglx_dist.errors import ConfigError
 from dglx_dist.strategies.base import Parts, WrappedModel
 from tests.dataloading import bonds
+from tests.strategies import equality
 
 
 @pytest.fixture
@@ -41,6 +46,43 @@ class Wrapped(WrappedModel):
 
 
 ALONE: Any = dgl.graph(([0, 1], [1, 2]))
+
+
+class Predicts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.predictor = SAGEConv(equality.WIDTH, 3, "mean"), nn.Linear(3, 1)
+        self.widths = [equality.WIDTH, 3]
+
+    def forward(self, blocks: Any, x: Any) -> Any:
+        return self.conv(blocks[0], x)
+
+
+@pytest.mark.parametrize("strategy", ["data_parallel", "full_graph", "push_pull"])
+def test_attributes_of_the_module_are_read_through_its_wrapper(dataset: str, strategy: str) -> None:
+    with dx.init(strategy):
+        g = ScriptGraph.over(dx.DistGraph(dataset))
+        module = Predicts().double()
+        names = [name for name, _ in module.named_parameters()]
+        model = dx.wrap(module, g)
+        assert isinstance(model, ScriptModel) == (strategy == "push_pull")
+        assert model.widths is module.widths
+        with torch.no_grad():
+            assert model.predictor is module.predictor
+        # Its gradients would stay on this rank.
+        with pytest.raises(AttributeError, match=r"'predictor' is of the wrapped .*model\.module\.predictor"):
+            model.predictor  # noqa: B018 - reading it raises
+        with pytest.raises(AttributeError, match="'Predicts' object has no attribute 'nothing'"):
+            model.nothing  # noqa: B018
+        with pytest.raises(AttributeError, match=r"set model\.module\.widths"):
+            model.widths = []
+        model.mine = 3
+        assert (model.mine, model.train(False).training, module.training) == (3, False, False)
+        assert sorted(model.state_dict()) == sorted(names)
+        if strategy == "data_parallel":
+            # As torch's own __getattr__ does, for an object that is not made yet.
+            with pytest.raises(AttributeError):
+                type(model).__new__(type(model)).widths  # noqa: B018
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,10 @@ def train_each_way(dataset: str, folder: str) -> None:
         way = {"strategy": strategy, "strategy_options": options, "batch_size": batch_size}
         trained = train_dataset(plan_of(dataset, out, **SMALL, **way, model="gcn"))
         assert [one.num_samples for one in trained.epochs] == [167] * EPOCHS
+        half = train_dataset(plan_of(dataset, out / "bf16", **SMALL, **way, model="gcn", precision="bf16"))
+        assert half.summary["precision"] == "bf16"
+        for one, other in zip(trained.epochs, half.epochs, strict=True):
+            assert 0 < abs(one.loss - other.loss) < 2e-3 * one.loss
     check_resuming(dataset, Path(folder))
 
 
@@ -48,12 +52,13 @@ def check_resuming(dataset: str, folder: Path) -> None:
     """A run that is broken off goes on to the same weights, also under other strategies."""
     whole, parts = folder / "whole", folder / "parts"
     options = {"strategy": "full_graph", "dropout": 0.5, "checkpoint_every": 1, "save_embeddings": None}
+    options["precision"] = "bf16"
     plan = plan_of(dataset, whole, **SMALL, **options)
     train_dataset(plan)
     again = replace(plan, out=str(parts), predictions=str(parts / "classes"))
     train_dataset(replace(again, epochs=2, predictions=None))
-    again = replace(again, resume=True)
-    train_dataset(again)
+    again = replace(again, resume=True, precision=None)
+    assert train_dataset(again).summary["precision"] == "bf16"
     lines = [(one / "metrics.jsonl").read_text().splitlines() for one in (whole, parts)]
     losses = [[json.loads(line)["loss"] for line in of_run] for of_run in lines]
     assert losses[0] == losses[1]

@@ -201,7 +201,12 @@ def test_a_resumed_run_goes_on_with_its_rows(tmp_path: Path) -> None:
     data, whole, parts = str(hetero.write_parts(tmp_path)), str(tmp_path / "whole"), str(tmp_path / "run")
 
     def losses(out: str, **options: Any) -> list[Any]:
-        given = {"model": "rgcn", "dropout": 0.5, **options}
+        given = {
+            "model": "rgcn",
+            "dropout": 0.5,
+            "precision": None if "resume" in options else "bf16",
+            **options,
+        }
         return run_ranks(_train_model, 2, args=(data, out, given), ranks_per_server=1)
 
     expected = losses(whole, epochs=4)

@@ -55,6 +55,15 @@ def test_figures_alone_are_json() -> None:
     assert (value["cluster"]["servers"], value["cluster"]["ranks_per_server"]) == (64, 8)
 
 
+def test_gpus_of_figures_have_a_memory_of_their_own() -> None:
+    told = (*FIGURES, "--speed", "50", "--memory", "80GB", "--device-memory", "16GB")
+    value = json.loads(plan(*told, "--json").output)
+    assert value["cluster"]["device_memory_bytes"] == 16 * 2**30
+    taken = value["predictions"][value["picked"]]
+    assert 0 < taken["device_memory_bytes"] < taken["memory_bytes"]
+    assert "on its GPU" in plan(*told).output
+
+
 def test_json_is_alone_on_standard_output(capfd: pytest.CaptureFixture[str]) -> None:
     with libraries_on_stderr():
         ctypes.CDLL(None).puts(b"***Cannot bisect a graph with 0 vertices!")
@@ -75,6 +84,9 @@ def test_mistakes_are_named(dataset: str) -> None:
     told = refused("--data", dataset, "--bandwidth-external", "1 lightyear")
     assert "--bandwidth-external: rate '1 lightyear'" in told
     assert "--memory: 'much' is not a size in bytes" in refused("--data", dataset, "--memory", "much")
+    assert "timed on the CPU" in refused(dataset, "--device-memory", "80GB")
+    assert "device='cuda:9'" in refused(dataset, "--device", "cuda:9")
+    assert "--device needs a dataset" in refused(*FIGURES, "--device", "cpu")
     assert "--latency-ms -1.0 must be" in refused("--data", dataset, "--latency-ms", "-1")
     told = refused("--data", dataset, "--model", "gat", "--heads", "0")
     assert "--heads 0 must be a divisor of --hidden 64" in told

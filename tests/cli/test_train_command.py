@@ -71,6 +71,11 @@ def test_wrong_options_of_strategies_are_refused_before_ranks_start(
         check_before_launch(asked(strategy, Path("nowhere"), **options))
 
 
+def test_a_gpu_that_is_not_here_is_refused_before_ranks_start() -> None:
+    with pytest.raises(ConfigError, match="device='cuda:9', but"):
+        check_before_launch(TrainConfig(data="nowhere", ranks=2, device="cuda:9"))
+
+
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
@@ -91,6 +96,7 @@ def test_wrong_options_of_strategies_are_refused_before_ranks_start(
         ({"cache": "vip", "cache_alpha": -0.1}, r"--cache-alpha -0\.1 must be at least 0"),
         ({"strategy_options": {"seed": 1}}, "--option seed"),
         ({"strategy_options": {"backend": "nccl"}}, "--option backend"),
+        ({"strategy_options": {"device": "cpu"}}, "--option device"),
     ],
 )
 def test_what_cannot_run_is_refused_before_a_run_folder_is_touched(asked: dict[str, Any], said: str) -> None:

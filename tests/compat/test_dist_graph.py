@@ -142,6 +142,12 @@ def test_state_of_optimizers_goes_out_and_in(g: DistGraph, tmp_path: Path, kind:
     optimizer.load_local_state_dict(told)
     assert len(embedding.optm_state) == (1 if kind is optim.SparseAdagrad else 2)
     assert told["emb_states"][embedding.name]["ids"].tolist() == list(range(15))
+    # A script reads the state by DGL's name of it.
+    name = "sum" if kind is optim.SparseAdagrad else "power"
+    state = DistTensor((15, 2), torch.float32, f"{embedding.name}_{name}", part_policy=policy)
+    assert torch.equal(state[torch.arange(15)], embedding.optm_state[-1][torch.arange(15)])
+    assert (state[[5]] > 0).all()
+    assert state.name in g._client.data_name_list()
     embedding(torch.tensor([2])).sum().backward()
     embedding.reset_trace()
     optimizer.step()
@@ -183,6 +189,13 @@ def test_weights_that_the_script_hung_on_the_edges(g: DistGraph) -> None:
     ((*_, blocks),) = DistNodeDataLoader(g, papers, sampler, batch_size=24)
     for drawn in (blocks[0], sampling.sample_neighbors(g, papers, -1, prob="chance")):
         assert sorted(drawn.edges["writes"].data[dgl.EID].tolist()) == [one for one in range(72) if one % 3]
+
+
+def test_an_unknown_type_is_an_error_of_dgl_too(g: DistGraph) -> None:
+    for views in (g.nodes, g.edges):
+        with pytest.raises(dgl.DGLError, match="type 'xxx'") as raised:
+            views["xxx"].data  # noqa: B018 - reading it raises
+        assert isinstance(raised.value, ConfigError)
 
 
 def test_reverse_edges_of_another_type_are_kept_out(g: DistGraph) -> None:

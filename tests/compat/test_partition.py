@@ -23,9 +23,10 @@ def whole(config: Path, parts: int, ntype: str, name: str) -> torch.Tensor:
 @pytest.mark.parametrize("formats", [None, ["csc", "coo"]])
 def test_stock_dgl_loads_what_was_cut(tmp_path: Path, formats: Any) -> None:
     graph = paper_graph()
-    nodes, edges = partition_graph(
-        graph, "mine", 2, tmp_path, balance_edges=True, return_mapping=True, graph_formats=formats
-    )
+    with pytest.warns(UserWarning, match="num_hops=2: parts get 1"):
+        nodes, edges = partition_graph(
+            graph, "mine", 2, tmp_path, 2, balance_edges=True, return_mapping=True, graph_formats=formats
+        )
     structures = []
     for part in range(2):
         local, _, edge_data, book, name, ntypes, _ = dgl.distributed.load_partition(
@@ -72,6 +73,30 @@ def test_edges_of_dgls_parts_have_new_ids_that_lead_back(tmp_path: Path) -> None
                 assert torch.equal(mine, local.ndata[dgl.NID][own[inner]])
 
 
+@pytest.mark.parametrize("graph", [paper_graph(), typed_graph()], ids=["one type", "typed"])
+def test_one_part_keeps_the_ids_of_nodes_and_edges(tmp_path: Path, graph: dgl.DGLGraph) -> None:
+    for write in (dgl.distributed.partition_graph, partition_graph):
+        mapped = write(graph, "whole", 1, str(tmp_path / write.__module__), return_mapping=True)
+        for ids in mapped:
+            for one in ids.values() if isinstance(ids, dict) else [ids]:
+                assert torch.equal(one, torch.arange(len(one)))
+    stock, ours = (
+        tmp_path / write.__module__ / "whole.json"
+        for write in (dgl.distributed.partition_graph, partition_graph)
+    )
+    # Stock DGL reads the same from both.
+    (graph_1, nodes_1, edges_1, *_), (graph_2, nodes_2, edges_2, *_) = (
+        dgl.distributed.load_partition(str(one), 0) for one in (stock, ours)
+    )
+    for one, two in ((nodes_1, nodes_2), (edges_1, edges_2), (graph_1.edata, graph_2.edata)):
+        # Of one type DGL writes its number, too.
+        assert two.keys() <= one.keys() <= {*two.keys(), dgl.ETYPE}
+        assert {name: rows.tolist() for name, rows in two.items()} == {
+            name: one[name].tolist() for name in two
+        }
+    assert all(torch.equal(one, two) for one, two in zip(graph_1.edges(), graph_2.edges(), strict=True))
+
+
 def test_types_are_balanced_each_by_itself_and_trainers_are_told(tmp_path: Path) -> None:
     graph = typed_graph()
     kinds = {"paper": graph.nodes["paper"].data["train_mask"].long()}
@@ -107,7 +132,6 @@ def test_files_of_an_earlier_partition_are_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"num_hops": 2}, "fetched on demand"),
         ({"use_graphbolt": True}, "there is one format"),
         ({"store_eids": True}, "store_eids: options of GraphBolt"),
         ({"num_parts": 0}, "num_parts=0; give a whole number of at least 1"),

@@ -1,10 +1,12 @@
-"""Partition books made by hand are refused where ids do not run through the partitions, then the types."""
+"""Partition books made by hand: their homogeneous ids must run through the partitions, then the types."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import dgl.distributed
 import pytest
+import torch
 
 from dglx_dist.compat.partition_book import RangePartitionBook
 from dglx_dist.errors import ConfigError
@@ -14,16 +16,55 @@ NODES = {"user": [[0, 2], [5, 6]], "item": [[2, 5], [6, 6]]}
 
 
 @pytest.mark.parametrize(
-    ("nodes", "part", "changes", "reason"),
+    ("nodes", "part", "reason"),
     [
-        (NODES, 2, {}, "part_id is 2; there are 2 parts"),
-        ({"user": [[0, 2], [5, 6]]}, 0, {}, "the map of 'item' has shape"),
+        (NODES, 2, "part_id is 2; there are 2 parts"),
+        ({"user": [[0, 2], [5, 6]]}, 0, "the map of 'item' has shape"),
         # The users of both partitions before the items.
-        ({"user": [[0, 2], [2, 3]], "item": [[3, 6], [6, 6]]}, 0, {}, "must be numbered partition by"),
-        (NODES, 0, {"edges": {LIKES: [[1, 4], [4, 5]]}}, "must be numbered partition by"),
+        ({"user": [[0, 2], [2, 3]], "item": [[3, 6], [6, 6]]}, 0, "must be numbered partition by"),
     ],
 )
-def test_other_numberings_are_refused(nodes: Any, part: int, changes: Any, reason: str) -> None:
-    edges = changes.get("edges", {LIKES: [[0, 4], [4, 5]]})
+def test_maps_that_do_not_fit_are_refused(nodes: Any, part: int, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        RangePartitionBook(part, 2, nodes, edges, {"user": 0, "item": 1}, {LIKES: 0})
+        RangePartitionBook(part, 2, nodes, {LIKES: [[0, 4], [4, 5]]}, {"user": 0, "item": 1}, {LIKES: 0})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "edges"),
+    [
+        # The same numbers for both types, as in DGL's own test.
+        ({"user": [[0, 2], [2, 3]], "item": [[0, 3], [3, 3]]}, [[0, 4], [4, 5]]),
+        (NODES, [[1, 4], [4, 6]]),
+    ],
+)
+def test_with_other_numberings_ids_of_a_type_are_as_with_dgl(nodes: Any, edges: Any) -> None:
+    books = [
+        kind(
+            0,
+            2,
+            {ntype: torch.tensor(of) for ntype, of in nodes.items()},
+            {LIKES: torch.tensor(edges)},
+            {"user": 0, "item": 1},
+            {LIKES: 0},
+        )
+        for kind in (RangePartitionBook, dgl.distributed.graph_partition_book.RangePartitionBook)
+    ]
+    told = [
+        [
+            *(book.partid2nids(part, ntype).tolist() for ntype in nodes for part in range(2)),
+            *(book.nid2partid(torch.arange(3), ntype).tolist() for ntype in nodes),
+            book.nid2localnid(torch.arange(2), 0, "user").tolist(),
+            book.eid2partid(torch.arange(5), LIKES).tolist(),
+            book.partid2eids(1, LIKES).tolist(),
+            (book.local_ntype_offset, book.ntypes, book.canonical_etypes),
+        ]
+        for book in books
+    ]
+    assert told[0] == told[1]
+    for homogeneous in (
+        lambda book: book.map_to_per_ntype([0]),
+        lambda book: book.map_to_homo_eid([0], LIKES),
+        lambda book: book.partid2nids(0),
+    ):
+        with pytest.raises(ConfigError, match="homogeneous, and the map of"):
+            homogeneous(books[0])

@@ -1,6 +1,7 @@
 """``initialize`` and the names about processes, in one process."""
 
 import copy
+import gc
 import os
 import time
 import warnings
@@ -8,17 +9,19 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import dgl
+import dgl.nn
 import numpy as np
 import pytest
 import torch
 from dgl.data.utils import save_tensors
 
+import dglx_dist as dx
 from dglx_dist.api import init
 from dglx_dist.comm.session import current_session, session_if_open, start_later
 from dglx_dist.compat import namespace as session
 from dglx_dist.compat.dataloading import DistDataLoader, DistEdgeDataLoader, DistNodeDataLoader
 from dglx_dist.compat.dist_graph import DistGraph
-from dglx_dist.compat.dist_tensor import DistTensor, attached_rows
+from dglx_dist.compat.dist_tensor import DistEmbedding, DistTensor, attached_rows
 from dglx_dist.compat.partition import edge_split, load_partition_book, node_split, partition_graph
 from dglx_dist.compat.partition_book import RangePartitionBook
 from dglx_dist.errors import ConfigError, UnknownNameError
@@ -93,8 +96,8 @@ def test_what_cannot_be_honoured_is_refused() -> None:
 
 def test_a_graph_is_opened_by_its_own_name(stock_parts: Mapping[str, Path]) -> None:
     session.initialize()
-    with pytest.raises(ConfigError, match="is of the graph 'two', not 'other'"):
-        DistGraph("other", part_config=stock_parts["two"])
+    with pytest.warns(UserWarning, match="is of the graph 'two', not 'other'; it is opened"):
+        assert DistGraph("other", part_config=stock_parts["two"]).num_nodes() == 60
     with pytest.raises(ConfigError, match="part_config"):
         DistGraph("two")
     with pytest.warns(UserWarning, match="gpb is not used"):
@@ -193,6 +196,27 @@ def test_tensors_are_freed_once_nobody_refers_to_them(g: DistGraph) -> None:
     assert not [name for name in g.ndata if name.startswith("unnamed-0")]
 
 
+def test_the_name_of_a_deleted_tensor_is_free(g: DistGraph) -> None:
+    tensor = DistTensor((60,), torch.float32, "t", lambda shape, dtype: torch.ones(shape, dtype=dtype))
+    key = tensor.kvstore_key
+    with pytest.raises(ConfigError, match=r"'t' is float32 .* or delete it on the ranks \[0\]"):
+        DistTensor((60, 3), torch.int64, "t")
+    assert DistTensor((60,), torch.float32, "t")[[5]].item() == 1
+    cycle = [tensor]
+    cycle.append(cycle)  # type: ignore[arg-type]  # what only the garbage collector frees
+    del tensor, cycle
+    gc.collect()
+    assert key not in g._client.data_name_list()
+    # DGL gives new rows of zeros too, not those of the deleted one.
+    assert DistTensor((60,), torch.float32, "t")[[5]].item() == 0
+    again = DistTensor((60, 3), torch.int64, "t")
+    assert (again.shape, key in g._client.gdata_name_list()) == ((60, 3), True)
+    kept = DistTensor((60,), torch.float32, "kept", persistent=True)
+    del kept
+    with pytest.raises(ConfigError, match="the existing tensor 'kept' is float32"):
+        DistTensor((60, 3), torch.float32, "kept")
+
+
 def test_a_saved_tensor_is_the_tensor_of_its_rows(g: DistGraph, tmp_path: Path) -> None:
     labels = g.ndata["labels"]
     torch.save({"labels": labels}, tmp_path / "labels.pt")
@@ -255,3 +279,49 @@ def test_strategies_inside_the_model_ask_for_wrap(stock_parts: Mapping[str, Path
             sum(len(batch[1]) for batch in DistNodeDataLoader(g, torch.arange(60), sampler, batch_size=7))
             == 60
         )
+
+
+def test_edges_of_one_part_have_the_scripts_ids_wherever_they_come_or_go(tmp_path: Path) -> None:
+    # A ring in both directions: edge i and i + 8 are reverse; sorted by destination they are others.
+    ends = torch.tensor([3, 0, 6, 5, 1, 7, 2, 4])
+    graph = dgl.add_reverse_edges(dgl.graph((ends, (ends + 1) % 8)))
+    reverse = torch.arange(16).roll(8)
+    partition_graph(graph, "ring", 1, tmp_path)
+    session.initialize()
+    g = DistGraph("ring", part_config=tmp_path / "ring.json")
+    asked = []
+
+    def excluded(edges: torch.Tensor) -> torch.Tensor:
+        asked.append(edges.tolist())
+        return torch.cat([edges, reverse[edges]])
+
+    def are_right(drawn: dgl.DGLGraph) -> bool:
+        nodes = drawn.srcdata[dgl.NID], drawn.dstdata[dgl.NID]
+        mine = [of[at] for of, at in zip(nodes, drawn.edges(), strict=True)]
+        return torch.equal(torch.stack(mine), torch.stack(graph.find_edges(drawn.edata[dgl.EID])))
+
+    sampler = dgl.dataloading.MultiLayerFullNeighborSampler(2)
+    found = dx.reverse_edge_ids(g.inner)
+    for how in ({"reverse_eids": reverse}, {"reverse_eids": found}, {"exclude": excluded}):
+        options = {"batch_size": 2, "exclude": "reverse_id", **how}
+        for _ in range(2):
+            ((_, pairs, blocks),) = DistEdgeDataLoader(g, torch.tensor([3, 12]), sampler, **options)
+            assert pairs.edata[dgl.EID].tolist() == [3, 12]
+            for block in blocks:
+                assert are_right(block)
+                assert {3, 11, 12, 4}.isdisjoint(block.edata[dgl.EID].tolist())
+    assert asked == [[3, 12], [3, 12]]
+    some = g.sample_neighbors([0, 5], -1, exclude_edges=[3])
+    assert sorted(some.edata[dgl.EID].tolist()) == sorted({*graph.in_edges([0, 5], "eid").tolist()} - {3})
+    rows = DistEmbedding(16, 1, "rows", part_policy=g.get_edge_partition_policy("_E"))
+    rows.weight[[3]] = torch.tensor([[5.0]])
+    assert rows(torch.tensor([2, 3]))[:, 0].tolist() == [0, 5]
+    assert torch.equal(g.orig_edge_ids(torch.arange(16)), torch.arange(16))
+    session.exit_client()
+    session.initialize(strategy="full_graph")
+    g = DistGraph("ring", part_config=tmp_path / "ring.json")
+    loader = DistNodeDataLoader(g, torch.arange(8), dgl.dataloading.NeighborSampler([-1]))
+    dx.wrap(dgl.nn.SAGEConv(2, 2, "mean"), g)
+    for _ in range(2):
+        for _, _, (block,) in loader:
+            assert are_right(block)

@@ -102,6 +102,7 @@ WRONG = [
     ({"indices": [3, 5, 3]}, ConfigError, "node 3 more than once"),
     ({"indices": [3, 60]}, IndexError, "60"),
     ({"indices": {"user": [1]}}, ConfigError, "'user'"),
+    ({"indices": type("ItemSampler", (), {"__module__": "dgl.graphbolt"})()}, ConfigError, "give the ids"),
     ({"batch_size": 0}, ConfigError, "batch_size=0"),
     ({"depth": 1.5}, ConfigError, "depth=1.5"),
     ({"num_threads": -1}, ConfigError, "num_threads=-1"),

@@ -27,13 +27,48 @@ from tests.dataloading.shop import KNOWS
         (lambda: dl.NeighborSampler([3], prefetch_labels="label"), r"give a list: \['label'\]"),
         (lambda: dl.NeighborSampler([3], prefetch_edge_feats=[3]), "list of column names"),
         (lambda: dl.as_edge_prediction_sampler(dl.NeighborSampler([3])), "DistEdgeDataLoader"),
-        (lambda: dl.ShaDowKHopSampler([3]), "NeighborSampler"),
         (lambda: object(), "NeighborSampler"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_with_the_remedy(make, remedy: str) -> None:
     with pytest.raises(ConfigError, match=remedy):
         read_sampler(make())
+
+
+WORK = {
+    "Sampler",
+    "BlockSampler",
+    "NeighborSampler",
+    "MultiLayerFullNeighborSampler",
+    "EdgePredictionSampler",
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "remedy"),
+    [
+        *(
+            (kind, "dgl.dataloading.NeighborSampler|strategy='cooperative'")
+            for kind in dl.Sampler.__subclasses__()
+        ),
+        (dl.LaborSampler, "dgl.dataloading.NeighborSampler"),
+        (dl.DataLoader, "dx.DataLoader"),
+        # GraphBolt need not be installed: its class, and one that derives from it.
+        ("ItemSampler", "give the ids"),
+        ("SubgraphSampler", "dgl.dataloading.NeighborSampler"),
+        ("NegativeSampler", "negative_sampler.Uniform"),
+        ("FeatureFetcher", "prefetch_node_feats"),
+    ],
+)
+def test_what_else_dgl_has_is_refused_by_name(kind, remedy: str) -> None:
+    if isinstance(kind, str):
+        base = type(kind, (), {"__module__": "dgl.graphbolt.some_file"})
+        kind = type(f"Distributed{kind}", (base,), {})
+    if kind.__name__ not in WORK:
+        with pytest.raises(
+            ConfigError, match=rf"dgl\.\w+.*{kind.__name__.removeprefix('Distributed')}: .*({remedy})"
+        ):
+            read_sampler(kind.__new__(kind))
 
 
 def test_weights_in_half_precision_have_their_values(graph: DistGraph) -> None:

@@ -136,7 +136,7 @@ class EchoMaker:
 
 @final
 class Echoes(StepLoader[str, Echo, tuple[list[int], int, StepShare]]):
-    def _on_device(self, batch: Echo, share: StepShare) -> tuple[list[int], int, StepShare]:
+    def _delivered(self, batch: Echo, share: StepShare) -> tuple[list[int], int, StepShare]:
         assert self._session.step_share is share
         return batch.rows, batch.epoch, share
 

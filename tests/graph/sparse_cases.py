@@ -32,7 +32,7 @@ def batch(step: int, rank: int, world: int) -> Tensor:
 
 def targets(ids: Tensor, step: int) -> Tensor:
     """(K, DIM) float64 that depend on the ids and the step alone."""
-    return torch.sin(ids.double()[:, None] * torch.arange(1, DIM + 1) + step)
+    return torch.sin(ids.double()[:, None] * torch.arange(1, DIM + 1, device=ids.device) + step)
 
 
 def predict(embed: Sequence[Callable[[Tensor], Tensor]], ids: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ from dglx_dist.comm.session import start_session
 from dglx_dist.comm.topology import Topology
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.graph.split import edge_split, marked_ids, node_split, split_ids
+from dglx_dist.graph.partition_book import split_ids
+from dglx_dist.graph.split import edge_split, marked_ids, node_split
 from tests.dataloading import bonds
 from tests.dataloading.bonds import BUYING, BUYS, KNOWING, KNOWS
 from tests.helpers import wide
@@ -146,6 +147,12 @@ def split_in_rank(folder: str) -> None:
         own = edge_split(mask, etype=BUYS, force_even=False)
         assert ((own >= first) & (own < last)).all()
         assert torch.equal(edge_split(mask, book, etype="buys"), edge_split(marks, book, etype=BUYS))
+        # As scripts of one machine write it, and ids from outside the graph.
+        assert torch.equal(mask.nonzero()[:, 0], edge_split(marks, book, etype=BUYS))
+        assert torch.equal(torch.nonzero(mask, as_tuple=True)[0], mask.nonzero()[:, 0])
+        ids = torch.tensor([4, 0, 11])
+        assert torch.equal(g.orig_edge_ids(g.new_edge_ids(ids, BUYS), BUYS), ids)
+        assert torch.equal(g.new_ids(g.orig_ids(ids, "user"), "user"), ids)
         preferred = torch.arange(BUYING) % topology.world_size
         found = edge_split(mask, book, etype="buys", edge_trainer_ids=preferred)
         # On one server: 30 marked edges each, and each rank prefers exactly half of them.

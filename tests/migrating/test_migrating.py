@@ -20,7 +20,7 @@ from tests.helpers.ranks import run_ranks
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent.parent / "docs" / "migrating.md"
-ADDED = {"graphsage": 6, "gat": 5, "rgcn": 8, "link_prediction": 8}
+ADDED = {"graphsage": 6, "gat": 5, "rgcn": 5, "link_prediction": 6}
 """Script -> lines that are new or changed; the page names these numbers."""
 LEAST = {"link_prediction": 0.65}
 """Script -> accuracy below which it learned nothing, if not 0.9: a random pair is of one class as often."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dglx_dist.planner.choose import choose, enumerate_candidates, find_regions, predict, works_of
+from dglx_dist.planner.profile import assumed_rates
 from dglx_dist.planner.records import ChoiceOptions
 from dglx_dist.strategies.cost import Candidate, PlanContext, ring_split
 from dglx_dist.strategies.full_graph.cost import FullGraphScheme
@@ -21,6 +22,42 @@ LATE = replace(COLUMNS, options={"structure": "push", "depth": 3}, exact=False)
 WHOLE = Candidate(strategy="full_graph", unit="full_graph", works=(FullGraphScheme(0),))
 PRELOADED = Candidate(strategy="shared_preload", unit="full_graph", works=(FullGraphScheme(2),))
 WORKERS = Candidate(strategy="lambda", unit="full_graph", works=(FullGraphScheme(0), GhostPairs()))
+
+
+PROGRAM, STRUCTURE, OWN_FEATURES = 10**8, hand_made.GRAPH.structure_bytes, 500 * 400
+
+
+@pytest.mark.parametrize(
+    ("candidate", "on_host"),
+    [
+        (ROWS, PROGRAM + STRUCTURE + OWN_FEATURES),
+        (COLUMNS, PROGRAM + STRUCTURE + OWN_FEATURES + 1000 * 400 // 2),
+        (WHOLE, PROGRAM + OWN_FEATURES),
+        # Its workers are processes without GPUs.
+        (WORKERS, None),
+    ],
+)
+def test_memory_of_gpus_is_a_limit_of_its_own(candidate: Candidate, on_host: int | None) -> None:
+    """On the GPU is what is not the program, the features, the columns or the structure as it is mapped."""
+    whole = predict(candidate, known())
+    mapped = whole.memory_bytes if on_host is None else on_host
+    on_gpu = whole.memory_bytes - mapped
+    for host, gpu, said in ((0, 1, ""), (-1, 1, "GB a rank, of 0"), (0, 0, "GB a rank on its GPU, of 0.0")):
+        limits = {"memory_bytes": mapped + host, "device_memory_bytes": max(on_gpu - 1 + gpu, 1)}
+        found = predict(candidate, known(cluster=replace(CLUSTER, **limits)))
+        assert (found.memory_bytes, found.device_memory_bytes) == (whole.memory_bytes, on_gpu)
+        assert (said in found.why_not) if said and (on_gpu or host) else found.feasible
+    assert whole.device_memory_bytes == 0
+
+
+def test_rows_cross_pcie_at_its_rate() -> None:
+    """2000 rows of 400 bytes, of which nothing is hidden behind computing on the one core."""
+    rates = replace(RATES, copy_byte_s=1e-6)
+    assert predict(ROWS, known(rates=rates)).seconds.sampling == pytest.approx(2000 * 400 * 1e-6)
+    fast = assumed_rates(speed=50, on_gpu=True)
+    assert fast.sample_edge_s == assumed_rates().sample_edge_s
+    assert fast.multiply_add_s == pytest.approx(assumed_rates().multiply_add_s / 50)
+    assert (fast.copy_byte_s > 0) > (assumed_rates(speed=50).copy_byte_s > 0)
 
 
 def test_seconds_of_rows_by_hand() -> None:

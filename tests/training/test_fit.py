@@ -125,6 +125,8 @@ def test_what_an_evaluation_lacks_is_told_before_training(
             model = Silent("gcn").double()
             with pytest.raises(ConfigError, match=message):
                 dx.fit(model, g, config=replace(config, **changed))
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises(ConfigError, match="precision='bf16'"):
+            dx.fit(model, g, config=config)
     # Strategy lambda runs the model on a small graph of its own, to see its steps.
     assert strategy == "lambda" or not trained
 

@@ -332,9 +332,10 @@ def write_dgl_format(
 
     Each part holds its nodes first, then the halo: the sources of their in-edges. DGL's per-type ids are the
     new ids of a dataset written from the same arguments. Booleans become uint8, which DGL's files can hold.
-    ``orig_nids.dgl`` and ``orig_eids.dgl`` hold the ids of the source. The features of one part at a time are
-    in memory. One process calls it. ``formats`` are those of the structure, of ``coo`` (default), ``csc`` and
-    ``csr``; the others are as for :func:`write_dataset`. Returns the JSON file, DGL's ``part_config``.
+    ``orig_nids.dgl`` and ``orig_eids.dgl`` hold the ids of the source; in one part, edges keep these, as with
+    DGL. The features of one part at a time are in memory. One process calls it. ``formats`` are those of the
+    structure, of ``coo`` (default), ``csc`` and ``csr``; the others are as for :func:`write_dataset`. Returns
+    the JSON file, DGL's ``part_config``.
 
     Raises:
         ConfigError: graph and assignment do not match, or DGL's files cannot hold a value or a name.
@@ -375,12 +376,16 @@ class _DglWriter:
         }
         self._node_ranges = IdRanges.of_offsets([order.offsets for order in nodes.values()])
         self._edge_ranges = IdRanges.of_offsets([order.offsets for order in self._edges.values()])
+        self._renumbers = max(len(order.offsets) for order in nodes.values()) > 2
 
     def write_part(self, part: int, folder: Path) -> None:
         folder.mkdir()
         dgl.save_graphs(str(folder / _FILES["part_graph"]), [self._structure(part)], formats=self._formats)
         node_rows = {ntype: rows_of(order, part) for ntype, order in self._nodes.items()}
-        edge_rows = {etype: rows_of(order, part) for etype, order in self._edges.items()}
+        edge_rows = {
+            etype: rows_of(order, part) if self._renumbers else np.arange(len(order.indices))
+            for etype, order in self._edges.items()
+        }
         self._save_rows(folder, "node_feats", "orig_nids.dgl", node_rows, self._graph.node_data)
         self._save_rows(folder, "edge_feats", "orig_eids.dgl", edge_rows, self._graph.edge_data)
 
@@ -454,6 +459,9 @@ class _DglWriter:
             destinations.append(np.repeat(np.arange(len(degrees)) + shift, degrees))
             indices = order.indices[order.offsets[part] : order.offsets[part + 1]]
             sources.append(self._node_ranges.from_typed(self._ntypes.index(etype[0]), indices))
+            if not self._renumbers:
+                by_source_id = np.argsort(rows_of(order, part))
+                sources[-1], destinations[-1] = sources[-1][by_source_id], destinations[-1][by_source_id]
         return np.concatenate(sources), np.concatenate(destinations)
 
     def _tensor(self, column: tuple[str | EdgeType, str], values: NodeColumn, rows: Array) -> torch.Tensor:

@@ -26,7 +26,10 @@ LIBRARIES = {"numpy": "numpy", "zmq": "pyzmq"}
 _UNUSED_FOLDERS = {"tests", "__pycache__", "include", "f2py", "_examples", "distutils"}
 _UNUSED_ENDINGS = (".pyi", ".pyc", ".pxd", ".pyx", ".h", ".c", ".a", ".lib")
 _MAX_OUTPUT = 2000
-ENTRIES = ("dglx_dist.serverless.aws.function", "dglx_dist.serverless.worker_process")
+ENTRIES = (
+    *("dglx_dist.serverless.aws.function", "dglx_dist.serverless.worker_process"),
+    "dglx_dist.dgl_import",  # the package's own __init__ imports it
+)
 _STAGES = "dglx_dist/serverless/stages"
 """The registry names these modules in strings, so no import leads to them."""
 _DATE = (1980, 1, 1, 0, 0, 0)
@@ -176,7 +179,7 @@ class _Finder(ModuleFinder):
         return super().find_module(name, path, parent)
 
     def scan_code(self, co: CodeType, m: Any) -> None:
-        # The package's own __init__ imports lazily, and a worker uses none of its names.
+        # The package's own __init__ imports nearly everything lazily, and a worker uses none of its names.
         if m.__name__ != "dglx_dist":
             super().scan_code(co, m)
 

@@ -354,6 +354,7 @@ def cost(candidate: Candidate, known: Measured) -> Cost:
         traffic=traffic,
         memory=full_graph_memory(known, work, ahead=0 if work.steps == 1 else 1),
         shared=known.own_features,
+        on_host=known.program_bytes + known.own_features,
     )
 
 

@@ -22,13 +22,14 @@ from torch import Tensor
 from dglx_dist.comm.collectives import barrier, gather_int64, gather_json
 from dglx_dist.comm.exchange import row_exchanges
 from dglx_dist.comm.trace import LOADER
+from dglx_dist.comm.transfer import Copy, open_copies
 from dglx_dist.dataloading.feature_fetch import LABEL_PHASE, Columns
 from dglx_dist.dataloading.step_loader import EpochLoader
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.row_kernels import empty_rows
 from dglx_dist.keyed_random import hash_ids, stream_key
-from dglx_dist.message_passing import place
+from dglx_dist.message_passing import in_torch, place
 from dglx_dist.records import Array, StepShare
 from dglx_dist.strategies.full_graph.expansion import (
     AUTO,
@@ -382,8 +383,16 @@ class HaloBatch:
     """
 
     def __init__(
-        self, g: DistGraph, plan: RankPlan, reader: ColumnReader, *, filled: bool, device: torch.device
+        self,
+        g: DistGraph,
+        plan: RankPlan,
+        reader: ColumnReader,
+        *,
+        filled: bool,
+        device: torch.device,
+        copy: Copy | None = None,
     ) -> None:
+        copy = copy or (lambda rows: rows.to(device))
         begin = time.perf_counter()
         self.plan = plan
         exchanges: list[HaloExchange] = []
@@ -399,17 +408,19 @@ class HaloBatch:
                 exchanges.append(HaloExchange(g.session, layer, depth + 1))
                 etype, degrees = g.canonical_etypes[0], g.out_degrees
                 block = halo_block(layer, nodes, exchanges[-1], etype=etype, out_degrees=degrees)
-                self.blocks.append(place(block, device))
+                self.blocks.append(place(block, device, copy=copy))
         first, last = self.blocks[0], self.blocks[-1]
-        edges = {name: rows.to(device) for name, rows in reader.edges(plan).items()}
+        edges = {name: copy(rows) for name, rows in reader.edges(plan).items()}
         fetch = partial(exchanges[0].fetch, phase=PHASE) if filled else None
         for name, rows in reader.inputs(plan, fetch).items():
-            (first.set_all if filled else first.set_own)(name, rows.to(device))
-        last.dstdata.update({name: rows.to(device) for name, rows in reader.targets(plan).items()})
+            (first.set_all if filled else first.set_own)(name, copy(rows))
+        last.dstdata.update({name: copy(rows) for name, rows in reader.targets(plan).items()})
         for block, layer in zip(self.blocks, plan.layers, strict=True):
             block.edata.update({name: rows[: len(layer.edge_ids)] for name, rows in edges.items()})
-        self.input_nodes: Tensor = (first.srcdata[dgl.NID] if filled else nodes).to(device)
+        self.input_nodes: Tensor = first.srcdata[dgl.NID] if filled else copy(nodes)
         """(n,) int64 global ids of the input rows of the model."""
+        self.arrive: Callable[[], None] | None = None
+        """Lets the consumer's stream wait for copies to the device."""
         self.fetch_s = time.perf_counter() - begin
         """Seconds spent in the constructor; 0 once they have been counted."""
         self.sample_s = 0.0
@@ -435,6 +446,9 @@ class FullGraphLoader(EpochLoader[HaloBatch, Batch]):
         self._reader = ColumnReader(g, request.columns, source.row_cache)
         self._keeps, self._use_pp = len(source) == 1, use_pp
         self._kept: HaloBatch | None = None
+        device = request.device
+        # A kept batch is copied once: page-locked memory for all features would be kept, too.
+        self._copies = open_copies(device) if in_torch(device) and not self._keeps else None
         # A kept batch may need an exchange, which must run on the thread of the loop.
         num_threads = 0 if self._keeps else 1
         super().__init__(g.session, seed=request.seed, depth=request.depth, num_threads=num_threads)
@@ -458,13 +472,20 @@ class FullGraphLoader(EpochLoader[HaloBatch, Batch]):
             # Freed first, or two batches would be held while the next one is read.
             self._kept = None
             filled = self._keeps and self._use_pp
-            batch = HaloBatch(self._g, plan, self._reader, filled=filled, device=self._request.device)
+            make = partial(HaloBatch, self._g, plan, self._reader, filled=filled, device=self._request.device)
+            if self._copies is None:
+                batch = make()
+            else:
+                batch, arrive = self._copies.carry(lambda copy: make(copy=copy))
+                batch.arrive = arrive
         if self._keeps:
             self._kept = batch
         return batch
 
     def deliver(self, step: int, batch: HaloBatch) -> Batch:
         batch.fetch_s = 0.0  # a kept batch is read once
+        if batch.arrive is not None:
+            batch.arrive()
         # Rows outside of the model, such as embeddings, have equal weight on each rank: HaloModel has applied
         # n_local / n_global to the gradient at the model's output.
         self._session.step_share = StepShare(num_local=1, num_global=self._session.topology.world_size)

@@ -84,7 +84,7 @@ def trace_memory(
     features in the compute type. With ``with_halo`` ranks of a server share rows, so layers exchange.
     ``out_degrees`` maps ids in [0, number of rows) to out-degrees. ConfigError: the model fails.
     """
-    copied = copy.deepcopy(model).train()
+    copied = copy.deepcopy(model).cpu().train()
     _restore_plain_dropouts(copied)
     install(copied)
     dropouts = install_node_dropouts(copied, seed)

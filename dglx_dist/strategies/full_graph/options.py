@@ -12,6 +12,7 @@ import torch
 from dgl.dataloading import NeighborSampler
 
 from dglx_dist.comm.collectives import check_equal, run_on_all_ranks
+from dglx_dist.comm.transfer import device_of
 from dglx_dist.data.storage.files import read_size
 from dglx_dist.dataloading.feature_fetch import Columns, RowMemory
 from dglx_dist.dataloading.sampler_spec import Fanout, SamplePlan, find_columns, read_sampler
@@ -249,7 +250,7 @@ def _read(
         columns=find_columns(g, plan, RowMemory(options.depth + _BATCHES_IN_USE, options.feature_dtype)),
         seed=seed_of(options, g.session),
         depth=options.depth,
-        device=torch.device(g.session.device if options.device is None else options.device),
+        device=device_of(options.device, g.session.device),
     )
     return request, fanouts
 

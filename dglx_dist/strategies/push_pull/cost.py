@@ -116,6 +116,7 @@ def cost(candidate: Candidate, known: Measured) -> Cost:
         traffic=traffic,
         memory=peak,
         shared=known.own_features + known.structure,
+        on_host=known.program_bytes + columns + known.own_features + known.structure,
     )
 
 

@@ -25,6 +25,7 @@ from dglx_dist.comm.collectives import check_equal, gather_json, run_on_all_rank
 from dglx_dist.comm.mailbox import OneSidedExchange
 from dglx_dist.comm.session import SessionField
 from dglx_dist.comm.trace import LOADER
+from dglx_dist.comm.transfer import Copy, carried
 from dglx_dist.dataloading.feature_fetch import RowMemory
 from dglx_dist.dataloading.minibatch import build_block
 from dglx_dist.dataloading.sampler_spec import read_sampler
@@ -147,7 +148,7 @@ class PushPullLoader(EpochLoader[_Made, Any]):
     ) -> None:
         session, (self._etype,) = g.session, g.canonical_etypes
         self._inner, self._store, self._group = inner, store, group
-        self._memory = RowMemory((inner.depth + _EXTRA_BATCHES) * group.size, feature_dtype)
+        self._memory = RowMemory((inner.depth + _EXTRA_BATCHES) * group.size, feature_dtype, inner.device)
         self._looks_ahead = options.depth > 1
         # The ranks' loaders share a name, as all construct theirs in the same order.
         self._label = f"push_pull.{next(_LOADER_NUMBERS.of(session))}"
@@ -192,7 +193,7 @@ class PushPullLoader(EpochLoader[_Made, Any]):
                 pipeline.drain()
 
     def batches_of(self, epoch: int) -> Callable[[int], _Made]:
-        make_inner, iteration = self._inner.batches_of(epoch), self._iteration
+        make_inner, iteration = self._inner.made_of(epoch), self._iteration
         if self._undecided and iteration > 0:
             self._decide()
         self._pushes.mailbox.begin(iteration)
@@ -214,6 +215,9 @@ class PushPullLoader(EpochLoader[_Made, Any]):
                 with timeline.span("gather columns", LOADER, number):
                     blocks = {group.part: own, **others}
                     inputs = tuple(self._input_of(blocks[part], number) for part in range(group.size))
+                if self._inner.moves_batches:
+                    with timeline.span("copy to the device", LOADER, number):
+                        batch, inputs = self._moved(batch, inputs)
             except BaseException as error:
                 # Other threads of this loader wait for ranks that now wait for this one.
                 self._pushes.mailbox.cancel(iteration, error)
@@ -330,7 +334,7 @@ class PushPullLoader(EpochLoader[_Made, Any]):
         group_batch, part = made.group_batch, self._group.part
         made.batch = self._inner.deliver(group_batch.number % len(self), made.batch)
         made.share, block = self._session.step_share, made.batch[-1][0]
-        inputs = self._on_device(block, group_batch.inputs)
+        inputs = group_batch.inputs
         for name, columns in inputs[part].columns.items():
             block.srcdata[name] = columns
         # A view, and not the user's block itself, which gets a reference to the batch: the cycle would keep
@@ -340,20 +344,23 @@ class PushPullLoader(EpochLoader[_Made, Any]):
         block.push_pull = group_batch
         return made
 
-    def _on_device(self, block: DGLBlock, inputs: tuple[PartInput, ...]) -> tuple[PartInput, ...]:
-        """Return ``inputs`` on the device of the user's block, but for the own block, which it replaces."""
-        if not self._inner.moves_batches:
-            return inputs
-        own = self._group.part
-        return tuple(
-            replace(
-                one,
-                block=one.block if part == own else place(one.block, block.device),
-                nodes=one.nodes.to(block.device),
-                columns={name: rows.to(block.device) for name, rows in one.columns.items()},
+    def _moved(self, batch: Any, inputs: tuple[PartInput, ...]) -> tuple[Any, tuple[PartInput, ...]]:
+        """Return both on the loader's device, but for the own block of ``inputs``: it will be the user's."""
+        own, device = self._group.part, self._inner.device
+
+        def move(copy: Copy) -> tuple[Any, tuple[PartInput, ...]]:
+            return batch.moved(device, copy), tuple(
+                replace(
+                    one,
+                    block=one.block if part == own else place(one.block, device, copy=copy),
+                    nodes=copy(one.nodes),
+                    columns={name: copy(rows) for name, rows in one.columns.items()},
+                )
+                for part, one in enumerate(inputs)
             )
-            for part, one in enumerate(inputs)
-        )
+
+        (batch, inputs), arrive = carried(self._inner.copies, device, move)
+        return replace(batch, arrive=arrive), inputs
 
 
 def open_loader(

@@ -114,12 +114,14 @@ def cost(candidate: Candidate, known: Measured) -> Cost:
     factor = 1.0 if candidate.exact else _ASYNC
     # Every epoch in flight keeps its activations.
     in_flight = 1 + 0.5 * (int(candidate.options.get("staleness", -1)) + 1)
-    kept = full_graph_memory(known, work) - known.fixed
+    memory = known.fixed + round((full_graph_memory(known, work) - known.fixed) * in_flight)
     return Cost(
         seconds=Seconds(compute=factor * compute, outside=factor * outside, inside=factor * inside),
         traffic=traffic,
-        memory=known.fixed + round(kept * in_flight),
-        note="workers on the same servers",
+        memory=memory,
+        on_host=memory,
+        note="workers on the same servers"
+        + (", as fast as their GPUs" if cluster.device_memory_bytes else ""),
     )
 
 

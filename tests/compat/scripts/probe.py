@@ -1,6 +1,6 @@
 """What ``dgl.distributed`` answers, as JSON: run once with DGL's own and once with what takes its place.
 
-Edge ids are not compared, for they are numbered anew; edges are told apart by the column ``mark``.
+The graphs are in one part, so that edges keep the ids that they had.
 """
 
 import argparse
@@ -40,7 +40,8 @@ def ends(graph, etype=None):
     # DGL leaves out the types of which nothing was drawn.
     if etype not in (None, *graph.etypes):
         return []
-    return sorted(zip(*(one.tolist() for one in graph.edges(etype=etype)), strict=True))
+    columns = [*graph.edges(etype=etype), graph.edges[etype or "_E"].data[dgl.EID]]
+    return sorted(zip(*(one.tolist() for one in columns), strict=True))
 
 
 def about_graph(g):
@@ -68,14 +69,24 @@ def about_graph(g):
 
 
 def about_edges(g):
-    order = th.argsort(g.edata["mark"][th.arange(g.num_edges())])
-    some = order[:9]
+    order, some = th.arange(g.num_edges()), th.tensor([8, 1, 40, 2, 5, 30, 7, 0, 3])
+    written = dist.DistTensor(
+        (g.num_edges(),), th.int64, "written", part_policy=g.get_edge_partition_policy("_E")
+    )
+    written[some] = th.arange(9)
     induced, whole = g.edge_subgraph(some), g.edge_subgraph(some, relabel_nodes=False)
     source, destination = induced.edges()
     return {
         "ends": g.find_edges(order),
         "ends by function": dist.find_edges(g, order),
-        "marks": g.edata["mark"][some],
+        "marks": [g.edata["mark"][some], g.edata["mark"][3:7], g.edata["mark"].local_partition],
+        "written": [written[order], written.local_partition, g._client.pull(written.kvstore_key, some)],
+        "local": sorted(
+            zip(
+                *(one.tolist() for one in (*g.local_partition.edges(), g.local_partition.edata[dgl.EID])),
+                strict=True,
+            )
+        ),
         "induced": sorted(
             zip(
                 induced.ndata[dgl.NID][source].tolist(),
@@ -149,6 +160,8 @@ def about_splits(g):
     book, number = g.get_partition_book(), g.num_nodes()
     mask = g.ndata["train_mask"][th.arange(number)]
     every = th.ones(g.num_edges(), dtype=th.bool)
+    chosen = dist.DistTensor((g.num_edges(),), th.bool, part_policy=g.get_edge_partition_policy("_E"))
+    chosen[th.tensor([31, 2, 17])] = every[:3]
     return {
         "nodes": [
             dist.node_split(g.ndata["train_mask"], book),
@@ -157,6 +170,10 @@ def about_splits(g):
             dist.node_split(mask.bool(), book),
         ],
         "number of edges": [len(dist.edge_split(every, book)), len(dist.edge_split(every, book, rank=0))],
+        "edges": [
+            dist.edge_split(th.arange(g.num_edges()) % 7 < 2, book),
+            dist.edge_split(chosen, book),
+        ],
         "book": [book.partid, book.num_partitions(), book.metadata(), book.ntypes, book.canonical_etypes],
         "wrong": [
             refuses(lambda: dist.node_split(mask[:-1].bool(), book)),
@@ -188,11 +205,11 @@ def about_loaders(g):
     plain = dist.DistDataLoader(nodes, 2, shuffle=True, collate_fn=lambda items: items)
     shuffled = [list(plain), list(plain)]
     pairs = []
-    order = th.argsort(g.edata["mark"][th.arange(g.num_edges())])
+    order = th.tensor([8, 1, 40, 2, 5])
     negative = dgl.dataloading.negative_sampler.Uniform(2)
     for loader in (
-        DistEdgeDataLoader(g, order[:5], sampler, batch_size=5),
-        DistEdgeDataLoader(g, order[:5], sampler, batch_size=5, negative_sampler=negative),
+        DistEdgeDataLoader(g, order, sampler, batch_size=5),
+        DistEdgeDataLoader(g, order, sampler, batch_size=5, negative_sampler=negative),
     ):
         for batch in loader:
             positive, blocks = batch[1], batch[-1]
@@ -201,6 +218,11 @@ def about_loaders(g):
                 [
                     sorted(zip(seeds[source].tolist(), seeds[destination].tolist(), strict=True)),
                     sorted(g.edata["mark"][positive.edata[dgl.EID]].tolist()),
+                    [
+                        sorted(graph.edata[dgl.EID].tolist())
+                        for graph in (positive, *blocks)
+                        if len(batch) == 3
+                    ],
                     bool((seeds == blocks[-1].dstdata[dgl.NID]).all()),
                     [graph.num_edges() for graph in batch[1:-1]],
                 ]
@@ -297,7 +319,7 @@ def about_types(g):
     every, more = dist.sample_neighbors(g, seeds, -1), g.sample_neighbors(seeds, -1)
     homogeneous = g.get_partition_book().map_to_homo_nid(seeds["paper"], "paper")
     by_id = dist.sample_etype_neighbors(g, homogeneous, -1)
-    order = th.argsort(g.edges["writes"].data["mark"][th.arange(g.num_edges("writes"))])
+    order = th.arange(g.num_edges("writes"))
     part = g.edge_subgraph({"writes": order[:4]}, relabel_nodes=False)
     return {
         "types": [g.ntypes, sorted(g.etypes), sorted(g.canonical_etypes), g.get_ntype_id("paper")],

@@ -1,0 +1,94 @@
+"""Models and batches on wrong devices; ``meta`` stands in for a GPU, as its tensors mix with no other."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import dgl
+import pytest
+import torch
+
+import dglx_dist as dx
+from dglx_dist.comm.session import start_session
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.strategies.base import STRATEGIES
+from dglx_dist.training import checkpoint
+from tests.helpers import refusal
+from tests.helpers.ranks import run_ranks
+from tests.strategies import equality
+
+
+def half_on(device: str, g: DistGraph) -> torch.nn.Module:
+    model = equality.model_of("sage", g)
+    own = [one for one in model.modules() if any(True for _ in one.parameters(recurse=False))]
+    own[-1].to(device)
+    return model
+
+
+def _refusals(folder: str) -> list[str]:
+    session = start_session(timeout_s=60)
+    g, odd = DistGraph(folder), os.environ["RANK"] == "1"
+    found = []
+    for name in STRATEGIES.names():
+        wrap = STRATEGIES.get(name)(session, {}).wrap
+        found.append(refusal(lambda wrap=wrap: wrap(half_on("meta", g), g), ConfigError))  # type: ignore[misc]
+        one = half_on("meta" if odd else "cpu", g)
+        found.append(refusal(lambda wrap=wrap, one=one: wrap(one, g), ConfigError))  # type: ignore[misc]
+    return found
+
+
+def test_a_model_in_halves_is_refused_on_all_ranks_by_every_strategy(dataset: str) -> None:
+    first, second = run_ranks(_refusals, 2, args=(dataset,))
+    assert first == second
+    halves, odd = set(first[::2]), set(first[1::2])
+    assert len(halves) == len(odd) == 1
+    (text,) = halves
+    assert "the model is on several devices (" in text
+    assert " on cpu, " in text
+    assert "wrap model.to(dx.local_device())" in text
+    (text,) = odd
+    assert "ranks disagree on the wrapped model" in text
+    assert " on meta" in text
+
+
+def test_batches_on_another_device_are_an_error_with_the_remedy(dataset: str) -> None:
+    with start_session():
+        g = DistGraph(dataset)
+        sampler = dgl.dataloading.NeighborSampler([3, 3], prefetch_node_feats=["feat"])
+        _, _, blocks = next(iter(dx.DataLoader(g, torch.arange(5), sampler, batch_size=5)))
+        model = dx.wrap(equality.model_of("sage", g).to("meta"), g)
+        said = refusal(lambda: model(blocks, blocks[0].srcdata["feat"]), ConfigError)
+    assert said == (
+        "the model is on meta, its inputs on cpu; wrap model.to(dx.local_device()), or give the loader "
+        "device='meta'"
+    )
+
+
+def test_errors_of_the_model_itself_stay(dataset: str) -> None:
+    with start_session():
+        g = DistGraph(dataset)
+        model = dx.wrap(torch.nn.Linear(3, 2), g)
+        with pytest.raises(RuntimeError, match="mat1 and mat2"):
+            model(torch.ones(2, 4))
+
+
+def test_random_states_of_gpus_are_saved_and_left_where_there_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint of a GPU loads on a CPU and the other way round."""
+    state, restored = torch.arange(16, dtype=torch.uint8), []
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: state)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda value, device: restored.append((value, device)))
+    model, gpu, cpu = torch.nn.Linear(2, 2), torch.device("cuda", 0), torch.device("cpu")
+    with start_session() as session:
+        for saved_on in (gpu, cpu):
+            session.device = saved_on
+            checkpoint.save(tmp_path / saved_on.type, model=model)
+            for loaded_on in (gpu, cpu):
+                session.device = loaded_on
+                checkpoint.load(tmp_path / saved_on.type, model=model)
+    ((value, device),) = restored
+    assert torch.equal(value, state)
+    assert device == gpu

@@ -1,0 +1,249 @@
+"""Loaders for a device: what is copied when and on which thread, with stand-ins, and the batches there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from dgl.dataloading import NeighborSampler
+from dgl.nn import GATConv, GraphConv, SAGEConv
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dglx_dist import negative
+from dglx_dist.comm.transfer import CopyStream, open_copies
+from dglx_dist.dataloading import step_loader
+from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
+from dglx_dist.dataloading.loader import DataLoader
+from dglx_dist.graph.dist_graph import DistGraph
+from tests.helpers.elsewhere import DEVICE, Elsewhere
+from tests.helpers.streams import GARBAGE, LateEvent, LateStreams
+
+FEATS, LABELS = {"prefetch_node_feats": ["feat"]}, {"prefetch_labels": ["label"]}
+
+
+def nodes_of(g: DistGraph, **options: Any) -> Any:
+    sampler = NeighborSampler([3, 4], prefetch_edge_feats=["source"], **FEATS, **LABELS)
+    return DataLoader(g, torch.arange(60), sampler, batch_size=7, shuffle=True, **options)
+
+
+def edges_of(g: DistGraph, **options: Any) -> Any:
+    return DistEdgeDataLoader(
+        g,
+        torch.arange(100),
+        NeighborSampler([3], **FEATS),
+        negative_sampler=negative.Uniform(2),
+        exclude="self",
+        batch_size=30,
+        **options,
+    )
+
+
+def typed(g: DistGraph, **options: Any) -> Any:
+    feats = {"user": ["feat"], "item": ["feat"]}
+    sampler = NeighborSampler([2, 3], prefetch_node_feats=feats, prefetch_labels={"item": ["label"]})
+    return DataLoader(
+        g, {"item": torch.arange(50), "user": torch.arange(5)}, sampler, batch_size=20, **options
+    )
+
+
+def flat(found: Any) -> Iterator[Tensor]:
+    """All tensors of a batch: ids, structure and columns."""
+    if isinstance(found, Tensor):
+        yield found
+    elif isinstance(found, dict):
+        yield from (tensor for key in sorted(found) for tensor in flat(found[key]))
+    elif isinstance(found, (tuple, list)):
+        yield from (tensor for one in found for tensor in flat(one))
+    else:
+        for etype in found.canonical_etypes:
+            yield from found.edges(etype=etype)
+            yield from flat(dict(found.edges[etype].data))
+        for side, ntypes in ((found.srcnodes, found.srctypes), (found.dstnodes, found.dsttypes)):
+            yield from (tensor for ntype in ntypes for tensor in flat(dict(side[ntype].data)))
+
+
+def contents(loader: Any) -> list[list[Tensor]]:
+    return [[tensor.cpu().clone() for tensor in flat(batch)] for batch in loader]
+
+
+def same(found: list[list[Tensor]], expected: list[list[Tensor]]) -> bool:
+    return [len(one) for one in found] == [len(one) for one in expected] and all(
+        torch.equal(mine, theirs)
+        for one, other in zip(found, expected, strict=True)
+        for mine, theirs in zip(one, other, strict=True)
+    )
+
+
+LOADERS = [("graph", nodes_of), ("graph", edges_of), ("shop_graph", typed)]
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> LateStreams:
+    streams = LateStreams()
+    monkeypatch.setenv("DGLX_MESSAGE_PASSING", "torch")
+    monkeypatch.setattr(step_loader, "open_copies", lambda _device: CopyStream(streams))
+    return streams
+
+
+@pytest.mark.parametrize(("name", "make"), LOADERS)
+@pytest.mark.parametrize("options", [{"num_threads": 0}, {}, {"num_threads": 2, "depth": 3}])
+def test_a_batch_is_copied_from_where_it_was_made_and_waited_for_where_it_is_used(
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    make: Callable[..., Any],
+    options: dict[str, int],
+) -> None:
+    g = request.getfixturevalue(name)
+    expected = contents(make(g, **options))
+    streams = request.getfixturevalue("late")
+    loader = make(g, **options)
+    assert same(contents(loader), expected)
+    threads = {
+        what: {thread for done, thread in streams.log if done == what} for what in ("copy", "event", "wait")
+    }
+    assert threads["wait"] == {"MainThread"}
+    assert all(("dglx-loader" in one) == bool(options.get("num_threads", 1)) for one in threads["copy"])
+    order = [what for what, _ in streams.log]
+    assert order.count("event") == order.count("wait") == len(loader)
+    if options == {}:
+        # One batch ahead: the second batch is under way before the first is waited for, or while it is used.
+        for number in range(1, len(loader)):
+            assert [what for what in order if what != "copy"][: 2 * number].count("event") >= number
+
+
+def test_a_batch_that_is_not_waited_for_is_garbage(
+    graph: DistGraph, late: LateStreams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LateStreams, "wait", lambda *_: None)
+    for nodes, _, blocks in nodes_of(graph):
+        assert bool((nodes == GARBAGE).all())
+        assert bool((blocks[0].srcdata["feat"] == GARBAGE).all())
+
+
+def test_memory_that_is_given_up_before_its_copy_is_done_is_noticed(
+    graph: DistGraph, late: LateStreams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(CopyStream, "_keep", lambda *_: None)
+        with pytest.raises(AssertionError, match="freed before its copy was done"):
+            contents(nodes_of(graph))
+    copies, found = CopyStream(LateStreams()), []
+    for number in range(3):
+        rows = torch.full((3,), number)
+        found.append(copies.carry(lambda copy, rows=rows: copy(rows)))
+    del rows
+    # Two batches later, as if every event were reached at once.
+    assert found[1][1]() is None
+    assert found[1][0].tolist() == [1] * 3
+    monkeypatch.setattr(LateEvent, "query", lambda _: True)
+    copies.carry(lambda copy: copy(torch.zeros(1)))
+    with pytest.raises(AssertionError, match="freed before its copy was done"):
+        found[2][1]()
+
+
+@pytest.mark.parametrize(("name", "make"), LOADERS)
+def test_batches_on_a_device_are_those_of_the_cpu(
+    request: pytest.FixtureRequest, name: str, make: Callable[..., Any]
+) -> None:
+    g = request.getfixturevalue(name)
+    expected = contents(make(g, num_threads=0))
+    shapes = [[tensor.shape for tensor in one] for one in expected]
+    with Elsewhere():
+        loader = make(g, num_threads=0, device=DEVICE)
+        batches = [list(flat(batch)) for batch in loader]
+        assert {tensor.device for one in batches for tensor in one} == {DEVICE}
+        assert same([[tensor.cpu() for tensor in one] for one in batches], expected)
+    for batch, shapes_of in zip(make(g, device="meta"), shapes, strict=True):
+        found = list(flat(batch))
+        assert all(tensor.is_meta for tensor in found)
+        assert [tensor.shape for tensor in found] == shapes_of
+
+
+NETS: dict[str, Callable[[], list[nn.Module]]] = {
+    "sage": lambda: [SAGEConv(3, 8, "mean"), SAGEConv(8, 7, "pool")],
+    "gcn": lambda: [GraphConv(3, 8, allow_zero_in_degree=True), GraphConv(8, 7, allow_zero_in_degree=True)],
+    "gat": lambda: [GATConv(3, 4, 2, allow_zero_in_degree=True), GATConv(8, 7, 1, allow_zero_in_degree=True)],
+}
+
+
+def trained(g: DistGraph, kind: str, device: torch.device) -> tuple[list[Tensor], int]:
+    torch.manual_seed(0)
+    sampler = NeighborSampler([3, 3], **FEATS, **LABELS)
+    loader = DataLoader(g, torch.arange(60), sampler, batch_size=16, seed=1, num_threads=0, device=device)
+    layers = nn.ModuleList(NETS[kind]()).to(device)
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.01)
+    before = g.kvstore.cache_counts(g.ndata["feat"].kvstore_key)
+    for _, _, blocks in loader:
+        h = blocks[0].srcdata["feat"]
+        for layer, block in zip(layers, blocks, strict=True):
+            h = torch.relu(layer(block, h).flatten(1))
+        loss = F.cross_entropy(h, blocks[-1].dstdata["label"])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    counts = g.kvstore.cache_counts(g.ndata["feat"].kvstore_key) - before
+    return [parameter.detach().cpu() for parameter in layers.parameters()], counts.on_device
+
+
+@pytest.mark.parametrize("kind", list(NETS))
+def test_a_step_mixes_no_devices_and_reads_nothing_from_one(
+    graph: DistGraph, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Elsewhere():
+        plan = graph.cache_rows("feat", alpha=0.5, policy="degree", device=DEVICE)
+        assert plan.rows == 30
+        found, num_hits = trained(graph, kind, DEVICE)
+    monkeypatch.setenv("DGLX_MESSAGE_PASSING", "torch")
+    expected, num_on_cpu = trained(graph, kind, torch.device("cpu"))
+    assert num_hits > num_on_cpu == 0
+    assert all(map(torch.equal, found, expected))
+
+
+class Noted:
+    """A tensor, stream or event of CUDA that notes its calls."""
+
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self._name, self._calls = name, calls
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Noted:
+            given = [getattr(one, "_name", str(one)) for one in (*args, *kwargs.values())]
+            self._calls.append(f"{self._name}.{method}({', '.join(given)})")
+            return Noted(f"{self._name}.{method}", self._calls)
+
+        return call
+
+
+def test_on_cuda_the_consumers_stream_waits_and_the_copies_outlive_its_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+
+    @contextmanager
+    def current(stream: Noted) -> Iterator[None]:
+        calls.append(f"use {stream._name}")
+        yield
+        calls.append("use the former")
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: Noted("copies", calls))
+    monkeypatch.setattr(torch.cuda, "stream", current)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Noted("compute", calls))
+    copies = open_copies(torch.device("cuda", 1))
+    assert copies is not None
+    rows: Any = Noted("rows", calls)
+    _, arrive = copies.carry(lambda copy: copy(rows))
+    arrive()
+    assert calls == [
+        "use copies",
+        "rows.pin_memory()",
+        "rows.pin_memory.to(cuda:1, True)",
+        "copies.record_event()",
+        "use the former",
+        "compute.wait_event(copies.record_event)",
+        "rows.pin_memory.to.record_stream(compute)",
+    ]

@@ -1,0 +1,133 @@
+"""Which Python and which versions scripts/setup.sh takes, with Pythons that only say what they were asked."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from distutils.core import run_setup  # of setuptools, from Python 3.12 on
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+# Says its version, makes a .venv of itself, and writes down what pip is asked for.
+PYTHON = """#!/bin/bash
+case "$*" in
+    *version_info*) echo {version} ;;
+    "-m venv .venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python && cp "$0" .venv/bin/dglx ;;
+    *"pip install"*) echo "$@" >>pip.log ;;
+esac
+"""
+TOOLS = ("bash", "cat", "cp", "cut", "dirname", "grep", "mkdir", "sha256sum", "uname")
+ALL = {"python3": "3.9", **{f"python{version}": version for version in ("3.10", "3.11", "3.12", "3.13")}}
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    folder = tmp_path / "my copy"
+    (folder / "scripts").mkdir(parents=True)
+    shutil.copy(ROOT / "scripts" / "setup.sh", folder / "scripts")
+    shutil.copy(ROOT / "setup.py", folder)
+    shutil.copytree(ROOT / "constraints", folder / "constraints")
+    return folder
+
+
+def setup(copy: Path, found: dict[str, str], python: str | None = None) -> tuple[int, str, str]:
+    """Run setup.sh where the Pythons of ``found`` are: return its exit code, output, and pip's arguments."""
+    tools = copy.parent / "tools"
+    shutil.rmtree(tools, ignore_errors=True)
+    tools.mkdir()
+    for name in TOOLS:
+        (tools / name).symlink_to(str(shutil.which(name)))
+    for name, version in found.items():
+        (tools / name).write_text(PYTHON.format(version=version))
+        (tools / name).chmod(0o755)
+    environment = {"PATH": str(tools)} | ({} if python is None else {"PYTHON": python})
+    done = subprocess.run(
+        [copy / "scripts" / "setup.sh"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    log = copy / "pip.log"
+    return done.returncode, done.stdout + done.stderr, log.read_text() if log.exists() else ""
+
+
+ALL = {
+    "python3": "3.9",
+    "python3.10": "3.10",
+    "python3.11": "3.11",
+    "python3.12": "3.12",
+    "python3.13": "3.13",
+}
+
+
+@pytest.mark.parametrize(
+    ("found", "python", "version"),
+    [
+        (ALL, None, "3.11"),
+        (ALL, "python3.12", "3.12"),
+        ({"python3.10": "3.10", "python3.12": "3.12"}, None, "3.12"),
+        ({"python3.10": "3.10", "python3": "3.13"}, None, "3.10"),
+        ({"python3": "3.12"}, None, "3.12"),
+    ],
+)
+def test_the_versions_are_those_of_the_python(
+    copy: Path, found: dict[str, str], python: str | None, version: str
+) -> None:
+    code, told, asked = setup(copy, found, python)
+    assert code == 0, told
+    (torch,) = re.findall(r"^torch==.*", (ROOT / "constraints" / f"{version}.txt").read_text(), re.MULTILINE)
+    assert asked.splitlines() == [
+        f"-m pip install -qq --constraint constraints/{version}.txt {torch}+cpu",
+        f"-m pip install -qq --constraint constraints/{version}.txt setuptools>=68 wheel -e .[dev]",
+    ]
+    assert setup(copy, found, python) == (0, "", asked), "nothing has changed since"
+
+
+@pytest.mark.parametrize(
+    ("found", "python", "message"),
+    [
+        ({}, None, "no Python 3.10, 3.11 or 3.12 found. DGL"),
+        ({"python3": "3.13"}, None, "found, only 3.13. DGL"),
+        (ALL, "python3.13", "found at PYTHON=python3.13, only 3.13. DGL"),
+        (ALL, "/no/such/python", "found at PYTHON=/no/such/python. DGL"),
+    ],
+)
+def test_other_pythons_are_refused(
+    copy: Path, found: dict[str, str], python: str | None, message: str
+) -> None:
+    code, told, asked = setup(copy, found, python)
+    assert (code, asked) == (1, "")
+    assert message in told
+
+
+def test_an_environment_of_another_python_is_not_changed(copy: Path) -> None:
+    setup(copy, ALL)
+    code, told, _ = setup(copy, ALL, "python3.12")
+    assert (code, told) == (
+        1,
+        "setup.sh: .venv has Python 3.11, not that of PYTHON=python3.12; remove the folder .venv first\n",
+    )
+
+
+def pins(version: str) -> dict[str, str]:
+    text = (ROOT / "constraints" / f"{version}.txt").read_text()
+    return {name.lower(): pin for name, pin in re.findall(r"^([\w.-]+)==(\S+)$", text, re.MULTILINE)}
+
+
+def test_declared_versions_are_those_of_the_environments() -> None:
+    declared = run_setup(str(ROOT / "setup.py"), stop_after="init")
+    pythons = [path.stem for path in (ROOT / "constraints").iterdir()]
+    named = [one.rpartition(" ")[2] for one in declared.get_classifiers() if re.search(r"Python :: \d", one)]
+    assert sorted(named) == sorted(pythons)
+    assert set(str(declared.python_requires).split(",")) == {">=3.10", "<3.13"}
+    oldest = pins("3.10")
+    for needed in declared.install_requires:
+        name, _, least = needed.partition(">=")
+        assert all(name in pins(python) for python in pythons), name
+        # The oldest environment has exactly the oldest versions that are allowed.
+        assert oldest[name].split(".")[: len(least.split("."))] == least.split(".") or not least, needed

@@ -1,0 +1,125 @@
+"""Steps, inference and timing of models on ``meta``: what reads a value or mixes devices fails there."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import dgl
+import numpy as np
+import pytest
+import torch
+from dgl.dataloading import NeighborSampler, as_edge_prediction_sampler
+from torch import nn
+
+import dglx_dist as dx
+from dglx_dist.comm.session import start_session
+from dglx_dist.dataloading.loader import neighborhood_maker
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.message_passing import place
+from dglx_dist.planner.profile import time_batches
+from dglx_dist.records import NODE_TYPE
+from dglx_dist.training import relational
+from dglx_dist.training.fit import LinkPrediction, NodeClassification, Step, _train_step
+from dglx_dist.training.inference import _compute_of, _on_block, first_rows
+from dglx_dist.training.models import SymmetricConv, build_model
+from dglx_dist.training.relational import HGT, RGCN
+from tests.planner.hand_made import shape_of_kind
+from tests.strategies import equality
+from tests.training import hetero
+
+META = torch.device("meta")
+SIZES = (equality.WIDTH, equality.HIDDEN, equality.CLASSES, 2)
+
+
+class Pairs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = build_model("sage", *SIZES)
+
+    def forward(self, blocks: list[Any], x: Any, pairs: Any, negatives: Any) -> Any:
+        h = self.rows(blocks, x)
+        return tuple((h[u] * h[v]).sum(1) for u, v in (pairs.edges(), negatives.edges()))
+
+
+@pytest.mark.parametrize("of_edges", [False, True])
+def test_a_step_reads_no_value(dataset: str, of_edges: bool) -> None:
+    with start_session() as session:
+        session.device = META
+        g = DistGraph(dataset)
+        sampler: Any = NeighborSampler([3, 3], prefetch_node_feats=["feat"], prefetch_labels=["label"])
+        task: Any = LinkPrediction() if of_edges else NodeClassification()
+        # Not wrapped: the sums of gradients have their own test.
+        model: Any = (Pairs() if of_edges else build_model("sage", *SIZES)).to(META)
+        if of_edges:
+            sampler = as_edge_prediction_sampler(sampler, negative_sampler=dx.negative.PerSourceUniform(2))
+        loader = dx.DataLoader(g, torch.arange(40), sampler, batch_size=20)
+        step = Step(model=model, optimizer=torch.optim.Adam(model.parameters()), task=task)
+        found = [_train_step(step, batch, lambda _: nullcontext()) for batch in loader]
+        assert [one.num_targets for one in found] == [20, 20]
+        for one in found:
+            assert one.loss.is_meta
+            assert isinstance(one.num_correct, torch.Tensor)
+            assert one.num_correct.is_meta
+        assert all(p.grad is not None and p.grad.is_meta for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["sage", "gat", "degrees"])
+def test_layers_of_an_evaluation_stay_on_the_device_of_the_model(dataset: str, kind: str) -> None:
+    with start_session():
+        g = DistGraph(dataset)
+        conv = dgl.nn.GraphConv(equality.WIDTH, 5, norm="both", allow_zero_in_degree=True).to(META)
+
+        def with_degrees(block: Any, h: torch.Tensor) -> Any:
+            assert block.out_degrees().is_meta  # of the whole graph, read on the CPU
+            return conv(block, h)
+
+        layer: Any = with_degrees
+        if kind != "degrees":
+            layer = equality.model_of(kind, g).float().to(META).inference_layers()[0]  # type: ignore[operator]
+        rows, target = first_rows(g, "feat", None), (META, torch.float32)
+        compute = _compute_of(_on_block(layer), g, neighborhood_maker(g, 1), rows, target)
+        (out,) = compute(NODE_TYPE, np.arange(9)).values()
+        assert out.is_meta
+        assert len(out) == 9
+
+
+class Degrees:
+    """A graph that has read its degrees, on the CPU as always."""
+
+    def in_degrees(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.ones(len(ids))
+
+    out_degrees = in_degrees
+
+
+def test_norms_follow_the_weights() -> None:
+    block = place(dgl.to_block(dgl.graph(([0, 1, 2, 3], [0, 0, 1, 1])), [0, 1]), META)
+    conv = SymmetricConv(3, 2, Degrees()).to(META)  # type: ignore[arg-type]
+    assert all(norm.is_meta for norm in conv.own_edges(block).values())
+
+
+@pytest.mark.parametrize("kind", [RGCN, HGT])
+def test_relations_are_merged_without_reading_them(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, options = hetero.plain_graph(), {"heads": 2} if kind is HGT else {}
+    widths = {**hetero.WIDTHS, "author": 3}
+    model = kind(graph, widths, 8, hetero.CLASSES, layers=1, **options)
+    block = hetero.whole_block()
+    x = {ntype: torch.randn(block.num_src_nodes(ntype), width) for ntype, width in widths.items()}
+    plain = model([block], x)
+    # Off the CPU, R-GCN has a row of each relation for every destination: zeros where it has no edges.
+    monkeypatch.setattr(relational, "_with_edges", lambda degree: torch.arange(len(degree)))
+    assert all(torch.allclose(rows, plain[ntype], atol=1e-6) for ntype, rows in model([block], x).items())
+    monkeypatch.undo()
+    on_meta = model.to(META)([place(block, META)], {ntype: rows.to(META) for ntype, rows in x.items()})
+    assert {ntype: (rows.is_meta, rows.shape) for ntype, rows in on_meta.items()} == {
+        ntype: (True, rows.shape) for ntype, rows in plain.items()
+    }
+
+
+def test_a_model_is_timed_where_it_is() -> None:
+    block = dgl.to_block(dgl.graph(([0, 1, 2, 3], [0, 0, 1, 1])), [0, 1])
+    model = build_model("sage", 3, 4, 2, 1).to(META)
+    work, seconds, _ = time_batches(model, shape_of_kind("sage", 3, 4, 2, 1), [[block], [block]])
+    assert work.shape == (2, 3)
+    assert (seconds > 0).all()
