@@ -217,7 +217,8 @@ class PushPullLoader(EpochLoader[_Made, Any]):
                     blocks = {group.part: own, **others}
                     inputs = tuple(self._input_of(blocks[part], number) for part in range(group.size))
                 if self._inner.moves_batches:
-                    batch, inputs = self._moved(batch, inputs)
+                    with timeline.span("copy to the device", LOADER, number):
+                        batch, inputs = self._moved(batch, inputs)
             except BaseException as error:
                 # Other threads of this loader wait for ranks that now wait for this one.
                 self._pushes.mailbox.cancel(iteration, error)
