@@ -46,7 +46,7 @@ setup(
         "pyarrow>=14",
         "numba>=0.59",
         "pyzmq>=25",
-        "pymetis>=2023.1",
+        "pymetis>=2025.2.1",
         "kaminpar>=3.5",
         "psutil>=5.9",
         "rich>=13.8",

@@ -75,10 +75,11 @@ def place(graph: Graph, device: torch.device | str, *, copy: Move | None = None)
     Raises:
         ConfigError: DGLX_MESSAGE_PASSING has an invalid value.
     """
+    device = torch.device(device)
     if not in_torch(device):
         return graph.to(device)
     install()
-    return graph.to(device, copy=copy)
+    return graph.to(device) if copy is None else graph.to(device, copy=copy)
 
 
 def create_block(form: str, first: Tensor, sources: Tensor, *, num_src: int, num_dst: int) -> DGLBlock:
@@ -105,24 +106,14 @@ def create_block(form: str, first: Tensor, sources: Tensor, *, num_src: int, num
 
 @final
 class Segments:
-    """The edges of each node at one of their ends, from the (E,) ends or from their CSC.
+    """The edges of each node at one of their ends.
 
-    The other one is computed when it is first read, and kept.
+    ``given``: :attr:`ends` or :attr:`grouped`; the other one is computed when first read, and kept.
     """
 
-    def __init__(
-        self,
-        num_nodes: int,
-        num_edges: int,
-        *,
-        ends: Tensor | None = None,
-        grouped: tuple[Tensor, Tensor | None] | None = None,
-    ) -> None:
+    def __init__(self, num_nodes: int, num_edges: int, **given: Any) -> None:
         self.num_nodes, self.num_edges = num_nodes, num_edges
-        if ends is not None:
-            self.ends = ends
-        if grouped is not None:
-            self.grouped = grouped
+        vars(self).update(given)
 
     @functools.cached_property
     def grouped(self) -> tuple[Tensor, Tensor | None]:
@@ -249,18 +240,20 @@ class _Extreme(Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, segments: Segments, how: str) -> Tensor:
-        count, order = segments.num_edges, segments.grouped[1]
-        ordered, ends = segments.in_order(rows), segments.ends_in_order
+        offsets, order = segments.grouped
+        ordered, ends, count = segments.in_order(rows), segments.ends_in_order, segments.num_edges
         best = segments.reduced(ordered, how)
-        one_a_row = (count,) + (1,) * (rows.dim() - 1)
-        places = torch.arange(count, dtype=torch.int32, device=rows.device).view(one_a_row)
-        places = torch.where(ordered == best.index_select(0, ends), places, count)
-        first = torch.full(best.shape, count, dtype=torch.int32, device=rows.device)
-        first.scatter_reduce_(0, ends.long().view(one_a_row).expand_as(rows), places, "amin")
-        found, first = first < count, first.long()
-        ctx.count = count
+        # Places among the edges of a node, exact in single precision up to 2**24 of them.
+        places = torch.arange(count, device=rows.device) - offsets[:-1].index_select(0, ends)
+        places = places.float().view(count, *(1,) * (rows.dim() - 1))
+        attaining = torch.where(ordered == best.index_select(0, ends), places, math.inf)
+        first = segments.reduced(attaining, "min")
+        found = first < math.inf
+        starts = offsets[:-1].long().view(-1, *(1,) * (rows.dim() - 1))
+        first = torch.where(found, torch.where(found, first, 0).long() + starts, count)
         if order is not None:
-            first = torch.cat([order.long(), first.new_full((1,), count)])[first]
+            first = torch.cat([order.long(), starts.new_full((1,), count)])[first]
+        ctx.count = count
         ctx.save_for_backward(first)
         return torch.where(found, best, 0)
 
@@ -334,22 +327,16 @@ def messages(relation: Relation, op: str, lhs: Rows, rhs: Rows, targets: str) ->
 
     Trailing dimensions broadcast as in NumPy; "dot" sums over the last one, which stays with size 1.
     """
-    if op == "copy_lhs":
-        assert lhs is not None
-        return relation.on_edges(lhs, targets[0])
-    assert rhs is not None
-    if op == "copy_rhs":
-        return relation.on_edges(rhs, targets[1])
-    assert lhs is not None
-    rank = max(lhs.dim(), rhs.dim())
-    left, right = (
-        rows.reshape(len(rows), *(1,) * (rank - rows.dim()), *rows.shape[1:])
-        for rows in (relation.on_edges(lhs, targets[0]), relation.on_edges(rhs, targets[1]))
-    )
+    sides = ((lhs, targets[0], "copy_rhs"), (rhs, targets[1], "copy_lhs"))
+    carried = [relation.on_edges(rows, of) for rows, of, other in sides if rows is not None and op != other]
+    if len(carried) == 1:
+        return carried[0]
+    rank = max(one.dim() for one in carried)
+    left, right = (one.reshape(len(one), *(1,) * (rank - one.dim()), *one.shape[1:]) for one in carried)
     if op == "add":
         return left + right
     both = left * right
-    return both.sum(-1, keepdim=True) if op == "dot" else both
+    return both.sum(-1, keepdim=True) if op == "dot" and rank > 1 else both
 
 
 def heads_of(lhs: Tensor, rhs: Tensor) -> int:
@@ -363,17 +350,13 @@ def heads_of(lhs: Tensor, rhs: Tensor) -> int:
 
 def spmm(relation: Relation, op: str, how: str, lhs: Rows, rhs: Rows) -> Tensor:
     """Reduce the messages that sources and edges send to each destination; (D, ...)."""
-    heads = 1 if op == "copy_lhs" else 0
-    if op == "mul":
-        assert lhs is not None
-        assert rhs is not None
-        heads = heads_of(lhs, rhs)
-    if how != "sum" or not heads:
+    weights = rhs if op == "mul" else None
+    heads = int(op == "copy_lhs") if lhs is None or weights is None else heads_of(lhs, weights)
+    if lhs is None or how != "sum" or not heads:
         return reduce_edges(messages(relation, op, lhs, rhs, "ue"), relation.by_dst, how)
-    assert lhs is not None
-    dtype = lhs.dtype if rhs is None else torch.promote_types(lhs.dtype, rhs.dtype)
+    dtype = lhs.dtype if weights is None else torch.promote_types(lhs.dtype, weights.dtype)
     rows = lhs.to(dtype).reshape(len(lhs), heads, math.prod(lhs.shape[1:]) // heads)
-    weights = None if rhs is None else rhs.to(dtype).reshape(len(rhs), heads)
+    weights = None if weights is None else weights.to(dtype).reshape(len(weights), heads)
     sums = _weighted_sum(rows, weights, relation)
     return sums.reshape(len(sums), *lhs.shape[1:])
 
@@ -398,7 +381,7 @@ def spmm_hetero(index: TorchIndex, op: str, how: str, num_lhs: int, *operands: R
     out: list[Rows] = [None] * index.number_of_ntypes()
     arriving: dict[int, list[tuple[Relation, Tensor]]] = {}
     for etype, relation in enumerate(index.relations):
-        source, destination = index.ends_of_type(etype)
+        source, destination = index.metagraph.find_edge(etype)
         lhs = None if op == "copy_rhs" else sources[source]
         rhs = None if op == "copy_lhs" else edges[etype]
         if lhs is None and rhs is None:
@@ -421,7 +404,7 @@ def sddmm_hetero(
     """:func:`sddmm` of every edge type."""
 
     def rows_of(rows: Sequence[Rows], target: str, etype: int) -> Rows:
-        source, destination = index.ends_of_type(etype)
+        source, destination = index.metagraph.find_edge(etype)
         return rows[{"u": source, "v": destination, "e": etype}[target[0]]]
 
     found: list[Rows] = []
@@ -438,7 +421,7 @@ def edge_softmax_hetero(index: TorchIndex, eids: Any, norm_by: str, *scores: Row
     meeting: dict[int, list[int]] = {}
     for etype, rows in enumerate(scores):
         if rows is not None:
-            meeting.setdefault(index.ends_of_type(etype)[1], []).append(etype)
+            meeting.setdefault(index.metagraph.find_edge(etype)[1], []).append(etype)
     out: list[Rows] = [None] * len(scores)
     for etypes in meeting.values():
         segments = [index.relations[etype].by_dst for etype in etypes]
@@ -463,11 +446,6 @@ def segment_reduce(how: str, rows: Tensor, offsets: Tensor) -> Tensor:
     """Reduce rows ``offsets[n]`` to ``offsets[n + 1]``."""
     segments = Segments(len(offsets) - 1, len(rows), grouped=(offsets, None))
     return reduce_edges(rows, segments, how)
-
-
-def scatter_add(rows: Tensor, targets: Tensor, num_targets: int) -> Tensor:
-    """Sum the rows of each of ``num_targets`` targets."""
-    return reduce_edges(rows, Segments(num_targets, len(targets), ends=targets), "sum")
 
 
 def segment_mm(rows: Tensor, matrices: Tensor, lengths: Tensor) -> Tensor:
@@ -529,10 +507,6 @@ class TorchIndex(HeteroGraphIndex):
         index.__class__ = cls
         index.relations, index.device = relations, device
         return index
-
-    def ends_of_type(self, etype: int) -> tuple[int, int]:
-        """Node types of the sources and destinations."""
-        return self.metagraph.find_edge(etype)
 
     def get_relation_graph(self, etype: int) -> TorchIndex:
         one = super().get_relation_graph(etype)
@@ -602,16 +576,16 @@ def _relation(index: HeteroGraphIndex, etype: int, move: Move) -> Relation:
             Segments(num_src, num_edges, ends=move(src)), Segments(num_dst, num_edges, ends=move(dst))
         )
     _, _, offsets, sources, order = one.adjacency_matrix_tensors(0, True, "csr")
-    by_dst = Segments(num_dst, num_edges, grouped=(move(offsets), None))
-    if len(order) and not bool((order[1:] > order[:-1]).all()):
-        by_dst.grouped = by_dst.grouped[0], move(order)
+    in_order = not len(order) or bool((order[1:] > order[:-1]).all())
+    if not in_order:
         # On the host: the device may not have its copies yet.
         sources = torch.empty_like(sources).index_copy_(0, order.long(), sources)
+    by_dst = Segments(num_dst, num_edges, grouped=(move(offsets), None if in_order else move(order)))
     return Relation(Segments(num_src, num_edges, ends=move(sources)), by_dst)
 
 
 _DGL_DEVICE: Callable[[Any], torch.device] = DGLGraph.device.fget
-_DGL_TO, _DGL_IN_DEGREES, _DGL_OUT_DEGREES = DGLGraph.to, DGLGraph.in_degrees, DGLGraph.out_degrees
+_DGL_TO = DGLGraph.to
 
 
 def _device(graph: Any) -> torch.device:
@@ -647,17 +621,16 @@ def _moved_frame(frame: Frame, device: torch.device, move: Move) -> Frame:
     return moved
 
 
-def _in_degrees(graph: Any, v: Any = ALL, etype: Any = None) -> Any:
-    if not isinstance(graph._graph, TorchIndex) or not is_all(v):
-        return _DGL_IN_DEGREES(graph, v, etype)
-    return graph._graph.relations[graph.get_etype_id(etype)].by_dst.degrees
+def _degrees(name: str, side: str) -> Callable[..., Any]:
+    stock = getattr(DGLGraph, name)
 
+    def degrees(graph: Any, nodes: Any = ALL, etype: Any = None, **named: Any) -> Any:
+        # DGL's own reads the number of valid ids from the device.
+        if isinstance(graph._graph, TorchIndex) and is_all(nodes) and not named:
+            return getattr(graph._graph.relations[graph.get_etype_id(etype)], side).degrees
+        return stock(graph, *(() if named else (nodes,)), etype=etype, **named)
 
-def _out_degrees(graph: Any, u: Any = ALL, etype: Any = None) -> Any:
-    # DGL's own checks the range of ids, and waits for the device.
-    if not isinstance(graph._graph, TorchIndex) or not is_all(u):
-        return _DGL_OUT_DEGREES(graph, u, etype)
-    return graph._graph.relations[graph.get_etype_id(etype)].by_src.degrees
+    return degrees
 
 
 _OF_INDEX: dict[str, Callable[..., Any]] = {
@@ -670,7 +643,7 @@ _OF_INDEX: dict[str, Callable[..., Any]] = {
 }
 _OF_TENSORS: dict[str, Callable[..., Any]] = {
     "SegmentReduce": segment_reduce,
-    "ScatterAdd": scatter_add,
+    "ScatterAdd": lambda rows, ends, count: _sum(rows, Segments(count, len(ends), ends=ends)),
     "SEGMENTMM": segment_mm,
     "GATHERMM": gather_mm,
 }
@@ -706,7 +679,9 @@ def _install_once() -> None:
     for name in (*_OF_INDEX, *_OF_TENSORS):
         setattr(sparse, name, _dispatched(name))
     DGLGraph.device = property(_device)
-    DGLGraph.to, DGLGraph.in_degrees, DGLGraph.out_degrees = _to, _in_degrees, _out_degrees
+    DGLGraph.to = _to
+    DGLGraph.in_degrees = _degrees("in_degrees", "by_dst")
+    DGLGraph.out_degrees = _degrees("out_degrees", "by_src")
     with warnings.catch_warnings():
         # Torch says once per process that its CSR tensors are new.
         warnings.simplefilter("ignore")

@@ -11,8 +11,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 where=${MATRIX:-$PWD/build/matrix}
-tests=(tests/test_dgl_import.py tests/strategies tests/compat tests/data/storage tests/graph/test_sampling.py
-    tests/dataloading/test_loader.py tests/training/test_checkpoint.py)
+tests=(tests/test_dgl_import.py tests/test_message_passing.py tests/strategies/test_*.py tests/compat tests/data/storage
+    tests/graph/test_sampling.py tests/dataloading/test_loader.py tests/training/test_checkpoint.py)
 packages="torch dgl numpy numba pyarrow"
 [ $# -gt 0 ] || set -- 3.10 3.11 3.12
 

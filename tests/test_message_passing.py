@@ -10,13 +10,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import dgl
+import dgl.function as fn
 import pytest
 import torch
 from dgl.nn import pytorch as dglnn
 from dgl.nn.pytorch import conv
 from torch import Tensor, nn
 
-from dglx_dist.message_passing import TorchIndex, place
+from dglx_dist import message_passing
+from dglx_dist.errors import ConfigError
+from dglx_dist.message_passing import TorchIndex, create_block, gather_mm, place, segment_mm
 
 TOLERANCE = 1e-10
 
@@ -72,6 +75,16 @@ def outcome(
     if isinstance(loss, Tensor) and loss.requires_grad:
         loss.backward()
     return [*outputs, *(leaf.grad for leaf in leaves)]
+
+
+def operator(name: str) -> Callable[[Any, list[Tensor]], Tensor]:
+    """One of dgl.ops, with the zeros of `update_all` where DGL's kernels leave an infinite number."""
+
+    def compute(g: Any, rows: list[Tensor]) -> Tensor:
+        out = getattr(dgl.ops, name)(g, *rows)
+        return out.masked_fill(out.isinf(), 0)
+
+    return compute
 
 
 def difference(some: list[Tensor | None], others: list[Tensor | None]) -> float:
@@ -136,6 +149,8 @@ def types_of(count: int, num_types: int, device: Any) -> Tensor:
 
 BY_DEGREE = "DGL groups nodes by degree on the host"
 READS = "the layer itself reads a number from the device"
+COUNTS = "DGL copies the number of nodes to CPU or CUDA devices only"
+CHANGES = "the layer removes edges from the graph"
 zero = {"allow_zero_in_degree": True}
 statistics = ["mean", "max", "min", "std", "var", "sum", "moment3"]
 
@@ -160,7 +175,6 @@ CASES: dict[str, Case] = {
     "EdgeWeightNorm right": Case(
         lambda: dglnn.EdgeWeightNorm("right"),
         lambda layer, g, x, e: layer(g, e[:, 0].square() + 0.1),
-        not_on_meta=READS,
     ),
     "GATConv": Case(lambda: dglnn.GATConv(8, 5, 3, **zero), of_pair),
     "GATConv weighted": Case(
@@ -172,6 +186,7 @@ CASES: dict[str, Case] = {
     "EGATConv": Case(
         lambda: dglnn.EGATConv(8, 4, 5, 6, 3),
         lambda layer, g, x, e: layer(g, pair(g, x) if g.is_block else x, e),
+        not_on_meta=READS,
     ),
     "DotGatConv": Case(lambda: dglnn.DotGatConv(8, 5, 2, **zero), plain),
     "AGNNConv": Case(lambda: dglnn.AGNNConv(**zero), of_pair),
@@ -190,9 +205,7 @@ CASES: dict[str, Case] = {
     },
     "CFConv": Case(lambda: dglnn.CFConv(8, 4, 6, 5), with_edges),
     **{
-        f"GMMConv {how}": Case(
-            lambda how=how: dglnn.GMMConv(8, 5, 4, 2, how, **zero), with_edges, not_on_meta=""
-        )
+        f"GMMConv {how}": Case(lambda how=how: dglnn.GMMConv(8, 5, 4, 2, how, **zero), with_edges)
         for how in ("sum", "mean", "max")
     },
     "RelGraphConv": Case(
@@ -215,7 +228,10 @@ CASES: dict[str, Case] = {
     ),
     "TAGConv": Case(lambda: dglnn.TAGConv(8, 5, k=2), plain, blocks=False),
     "ChebConv": Case(
-        lambda: dglnn.ChebConv(8, 5, 3), lambda layer, g, x, e: layer(g, x, [2.0]), blocks=False
+        lambda: dglnn.ChebConv(8, 5, 3),
+        lambda layer, g, x, e: layer(g, x, [2.0]),
+        blocks=False,
+        not_on_meta=COUNTS,
     ),
     "APPNPConv": Case(lambda: dglnn.APPNPConv(3, 0.2), plain, blocks=False),
     "GCN2Conv": Case(
@@ -244,7 +260,10 @@ CASES: dict[str, Case] = {
         not_on_meta=BY_DEGREE,
     ),
     "TWIRLSConv": Case(
-        lambda: dglnn.TWIRLSConv(8, 5, 6, 2, attention=True, T=0.0, attn_bef=True), plain, blocks=False
+        lambda: dglnn.TWIRLSConv(8, 5, 6, 2, attention=True, T=0.0, attn_bef=True),
+        plain,
+        blocks=False,
+        not_on_meta=CHANGES,
     ),
     "TWIRLSUnfoldingAndAttention": Case(
         lambda: dglnn.TWIRLSUnfoldingAndAttention(8, 0.5, 1.0, 2), plain, blocks=False
@@ -253,6 +272,7 @@ CASES: dict[str, Case] = {
         lambda: dglnn.AtomicConv(torch.tensor([12.0, 8.0]), torch.zeros(2), torch.ones(2), torch.arange(3.0)),
         lambda layer, g, x, e: layer(g, x[:, :1].detach().round(), e[:, :1].abs()),
         blocks=False,
+        not_on_meta=BY_DEGREE,
     ),
     # It frees its input after forward and its output after backward.
     "GroupRevRes": Case(
@@ -261,6 +281,12 @@ CASES: dict[str, Case] = {
         blocks=False,
     ),
 }
+if hasattr(dglnn, "GatedGCNConv"):  # from DGL 2 on
+    CASES["GatedGCNConv"] = Case(
+        lambda: dglnn.GatedGCNConv(8, 4, 5, batch_norm=False),
+        lambda layer, g, x, e: layer(g, x, e),
+        blocks=False,
+    )
 
 WITHOUT_GRAPH = {"DenseChebConv", "DenseGraphConv", "DenseSAGEConv"}
 CUGRAPH = {"CuGraphGATConv", "CuGraphRelGraphConv", "CuGraphSAGEConv"}
@@ -297,3 +323,424 @@ def test_convolution(name: str) -> None:
     assert "graph with loops" in done
     assert not case.blocks or "block with loops" in done
     assert len(done) >= 3
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_convolution_without_data(name: str) -> None:
+    """On the device `meta` whatever goes through the CPU fails."""
+    case = CASES[name]
+    graph = GRAPHS["block" if case.blocks else "graph"]()
+    with torch.device("meta"):
+        layer = case.make().to("meta")
+        x, e = (
+            torch.randn(graph.num_src_nodes(), 8, requires_grad=True),
+            torch.randn(graph.num_edges(), 4, requires_grad=True),
+        )
+
+        def run() -> None:
+            found = case.call(layer, place(graph, "meta"), x, e)
+            outputs = (
+                [*found.values()]
+                if isinstance(found, dict)
+                else [*found]
+                if isinstance(found, tuple)
+                else [found]
+            )
+            assert {out.device.type for out in outputs} == {"meta"}
+            sum(out.sum() for out in outputs if out.is_floating_point()).backward()
+
+        if case.not_on_meta:
+            with pytest.raises((RuntimeError, NotImplementedError), match=r"[mM]eta|nonzero"):
+                run()
+        else:
+            run()
+
+
+SHAPES: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
+    ((), ()),
+    ((3,), (3,)),
+    ((3,), (1,)),
+    ((1,), (4,)),
+    ((2, 3), (2, 1)),
+    ((2, 3), (3,)),
+    ((2, 1, 3), (2, 4, 1)),
+    ((12, 2), (12, 1)),
+]
+"""Trailing dimensions of two operands."""
+
+
+@pytest.mark.parametrize(("left", "right"), SHAPES)
+@pytest.mark.parametrize("kind", ["graph", "block in CSC order"])
+def test_operators(kind: str, left: tuple[int, ...], right: tuple[int, ...]) -> None:
+    """Every message with every reduction, and every operator on edges; with ties."""
+    graph = GRAPHS[kind]()
+    u, v = (
+        leaf(graph.num_src_nodes(), *left, ties=True),
+        leaf(graph.num_dst_nodes(), *right, ties=True, seed=3),
+    )
+    e = leaf(graph.num_edges(), *right, ties=True, seed=4)
+    names = [f"u_{op}_e_{how}" for op in ("add", "sub", "mul") for how in ("sum", "max", "min", "mean")]
+    for name in names:
+        assert_alike(graph, operator(name), [u, e])
+    divisor = leaf(graph.num_edges(), *right)
+    assert_alike(graph, operator("u_div_e_sum"), [u, divisor])
+    for how in ("sum", "max", "min", "mean"):
+        assert_alike(graph, operator(f"copy_u_{how}"), [u])
+        assert_alike(graph, operator(f"copy_e_{how}"), [e])
+    of = {"u": u, "v": v, "e": e}
+    for op in ("add", "sub", "mul", "dot"):
+        for a, b in ("uv", "vu", "ue", "eu", "ve", "ev"):
+            if op == "dot" and (left or (1,))[-1] != (right or (1,))[-1]:
+                continue
+            name = f"{a}_{op}_{b}"
+            assert_alike(graph, operator(name), [of[a], of[b]])
+
+
+def test_operators_refuse_nothing_that_dgl_takes_for_copies() -> None:
+    graph = GRAPHS["block"]()
+    for name, count in (("copy_u", graph.num_src_nodes()), ("copy_v", graph.num_dst_nodes())):
+        assert_alike(graph, operator(name), [leaf(count, 3)])
+
+
+@pytest.mark.parametrize("kind", GRAPHS)
+@pytest.mark.parametrize("norm_by", ["dst", "src"])
+def test_edge_softmax(kind: str, norm_by: str) -> None:
+    graph = GRAPHS[kind]()
+    scores = leaf(graph.num_edges(), 3, 1)
+    assert_alike(graph, lambda g, rows: dgl.ops.edge_softmax(g, rows[0], norm_by=norm_by), [scores])
+    some = torch.arange(0, graph.num_edges(), 2, dtype=graph.idtype)
+    if len(some):
+        few = leaf(len(some), 2)
+        assert_alike(graph, lambda g, rows: dgl.ops.edge_softmax(g, rows[0], some, norm_by), [few])
+
+
+def test_without_edges_there_are_zeros_and_no_gradient() -> None:
+    """DGL's own gives the gradient of these zeros to node 0."""
+    graph, x = place(GRAPHS["no edges"](), "cpu"), leaf(5, 3)
+    for how in ("sum", "max", "min", "mean"):
+        out = getattr(dgl.ops, f"copy_u_{how}")(graph, x)
+        out.sum().backward()
+        assert not out.any()
+        assert x.grad is not None
+        assert not x.grad.any()
+
+
+LENGTHS = torch.tensor([3, 0, 70, 1, 130, 0])
+
+
+def test_operators_on_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a graph, tensors decide: DGL's own run on the CPU unless the variable says otherwise."""
+    rows, matrices = leaf(int(LENGTHS.sum()), 5), leaf(len(LENGTHS), 5, 4)
+    targets = torch.randint(9, (len(rows),), generator=torch.Generator().manual_seed(0))
+    backend = dgl.backend.pytorch.sparse
+    message_passing.install()
+    for how in ("sum", "max", "min", "mean"):
+        expected = outcome(None, lambda _, x, how=how: plain_segments(x[0], how), [rows])
+        found = outcome(None, lambda _, x, how=how: dgl.ops.segment_reduce(LENGTHS, x[0], how), [rows])
+        assert difference(found, expected) <= TOLERANCE
+    added = outcome(None, lambda _, x: backend.scatter_add(x[0], targets, 10), [rows])
+    expected = outcome(None, lambda _, x: x[0].new_zeros(10, 5).index_add(0, targets, x[0]), [rows])
+    assert difference(added, expected) <= TOLERANCE
+    product = outcome(None, lambda _, x: segment_mm(x[0], x[1], LENGTHS), [rows, matrices])
+    expected = outcome(None, lambda _, x: backend.segment_mm(x[0], x[1], LENGTHS), [rows, matrices])
+    assert difference(product, expected) <= TOLERANCE
+    of_matrices, of_rows = targets % len(matrices), targets * 3
+    for chosen in (None, of_rows):
+        product = outcome(
+            None, lambda _, x, c=chosen: gather_mm(x[0], x[1], c, of_matrices), [rows, matrices]
+        )
+        expected = outcome(
+            None, lambda _, x, c=chosen: backend.gather_mm(x[0], x[1], c, of_matrices), [rows, matrices]
+        )
+        assert difference(product, expected) <= TOLERANCE
+    for name in message_passing._OF_TENSORS:
+        monkeypatch.setitem(message_passing._OF_TENSORS, name, None)
+    monkeypatch.delenv("DGLX_MESSAGE_PASSING")
+    stock = outcome(None, lambda _, x: dgl.ops.segment_reduce(LENGTHS, x[0], "sum"), [rows])
+    assert difference(stock, outcome(None, lambda _, x: plain_segments(x[0], "sum"), [rows])) <= TOLERANCE
+
+
+def plain_segments(rows: Tensor, how: str) -> Tensor:
+    def reduced(part: Tensor) -> Tensor:
+        if not len(part):
+            return part.sum(0)
+        return {"sum": part.sum(0), "mean": part.mean(0), "max": part.amax(0), "min": part.amin(0)}[how]
+
+    return torch.stack([reduced(part) for part in rows.split(LENGTHS.tolist())])
+
+
+TYPES = {"a": 20, "b": 9, "c": 10}
+
+
+def typed_graph(*, empty: bool) -> Any:
+    """Relation 0 has no edges where ``empty``."""
+
+    def ends(source: str, destination: str, count: int, seed: int) -> tuple[Tensor, Tensor]:
+        return random_ends(TYPES[source], TYPES[destination], count, seed)
+
+    edges = {
+        ("a", "r0", "b"): ends("a", "b", 0 if empty else 15, 1),
+        ("a", "r1", "b"): ends("a", "b", 30, 2),
+        ("b", "r3", "a"): ends("b", "a", 25, 3),
+        ("c", "r2", "b"): ends("c", "b", 12, 4),
+    }
+    return dgl.heterograph(edges, TYPES)
+
+
+def plain_update(
+    graph: Any, rows: dict[str, Tensor], weights: dict[Any, Tensor], op: str, how: str
+) -> list[Tensor]:
+    """What every node receives over all edge types, node by node."""
+    out = []
+    for ntype in ("a", "b"):
+        carried, ends = [], []
+        for etype in graph.canonical_etypes:
+            if etype[2] == ntype:
+                source, destination = graph.edges(etype=etype)
+                u, e = rows[etype[0]][source], weights[etype]
+                carried.append({"copy_u": u, "copy_e": e, "mul": u * e}[op])
+                ends.append(destination)
+        messages, places = torch.cat(carried), torch.cat(ends)
+        of_nodes = [messages[places == node] for node in range(graph.num_nodes(ntype))]
+        zeros = torch.zeros(messages.shape[1:])
+        reduced = {"sum": lambda m: m.sum(0), "max": lambda m: m.max(0)[0], "min": lambda m: m.min(0)[0]}[how]
+        out.append(torch.stack([reduced(m) if len(m) else zeros for m in of_nodes]))
+    return out
+
+
+MESSAGES = {"copy_u": fn.copy_u("h", "m"), "copy_e": fn.copy_e("w", "m"), "mul": fn.u_mul_e("h", "w", "m")}
+
+
+@pytest.mark.parametrize("empty", [False, True])
+@pytest.mark.parametrize("op", MESSAGES)
+def test_update_of_all_edge_types_at_once(op: str, empty: bool) -> None:
+    """Also where relation 0 has no edges, which DGL's own gets wrong."""
+    graph = typed_graph(empty=empty)
+    rows = {ntype: leaf(count, 5, seed=number) for number, (ntype, count) in enumerate(TYPES.items())}
+    weights = {etype: leaf(graph.num_edges(etype), 5, seed=7) for etype in graph.canonical_etypes}
+    leaves = [*rows.values(), *weights.values()]
+
+    def ours(g: Any, _: Any, how: str) -> tuple[Tensor, ...]:
+        g.ndata["h"], g.edata["w"] = rows, weights
+        g.update_all(MESSAGES[op], getattr(fn, how)("m", "out"))
+        return tuple(g.ndata["out"][ntype] for ntype in ("a", "b"))
+
+    for how in ("sum", "max", "min"):
+        expected = outcome(
+            graph, lambda g, _, how=how: tuple(plain_update(g, rows, weights, op, how)), leaves
+        )
+        found = outcome(place(graph, "cpu"), lambda g, _, how=how: ours(g, _, how), leaves)
+        assert difference(found, expected) <= TOLERANCE
+
+
+def test_operators_on_edges_of_all_types() -> None:
+    graph = typed_graph(empty=False)
+    rows = {ntype: leaf(count, 5, seed=number) for number, (ntype, count) in enumerate(TYPES.items())}
+    scores = {etype: leaf(graph.num_edges(etype), 3, seed=7) for etype in graph.canonical_etypes}
+
+    def dots(g: Any, _: Any) -> tuple[Tensor, ...]:
+        g = g.local_var()
+        g.ndata["h"] = rows
+        g.apply_edges(fn.u_dot_v("h", "h", "dot"))
+        return tuple(g.edges[etype].data["dot"] for etype in g.canonical_etypes)
+
+    assert_alike(graph, dots, [*rows.values()])
+    for norm_by in ("dst", "src"):
+        assert_alike(
+            graph, lambda g, _, by=norm_by: dgl.ops.edge_softmax(g, scores, norm_by=by), [*scores.values()]
+        )
+
+
+def typed_block(*, empty: bool) -> Any:
+    graph = typed_graph(empty=empty)
+    seeds = {"a": torch.arange(6), "b": torch.arange(8)}
+    return dgl.to_block(dgl.in_subgraph(graph, seeds), seeds)
+
+
+@pytest.mark.parametrize("empty", [False, True])
+@pytest.mark.parametrize("make", [typed_graph, typed_block])
+@pytest.mark.parametrize("aggregate", ["sum", "max", "stack"])
+def test_typed_convolutions(make: Any, empty: bool, aggregate: str) -> None:
+    graph = make(empty=empty)
+    torch.manual_seed(1)
+    kinds: list[Callable[[], nn.Module]] = [
+        lambda: dglnn.SAGEConv(5, 4, "mean"),
+        lambda: dglnn.GraphConv(5, 4, norm="both", allow_zero_in_degree=True),
+        lambda: dglnn.GATConv((5, 5), 4, 1, allow_zero_in_degree=True),
+        # DGL's gradient of the largest of no edges is wrong.
+        lambda: dglnn.GINConv(nn.Linear(5, 4), "sum" if empty else "max"),
+    ]
+    kinds = kinds if aggregate == "sum" else kinds[:1]
+    for kind in kinds:
+        layer = dglnn.HeteroGraphConv({f"r{number}": kind() for number in range(4)}, aggregate)
+        rows = {ntype: leaf(graph.num_src_nodes(ntype), 5) for ntype in graph.srctypes}
+        assert_alike(
+            graph,
+            lambda g, _, rows=rows, layer=layer: {
+                name: out.flatten(1) for name, out in layer(g, rows).items()
+            },
+            [*rows.values(), *layer.parameters()],
+        )
+
+
+@pytest.mark.parametrize("cross", ["sum", "max", "min", "mean", "stack"])
+def test_update_by_edge_type(cross: str) -> None:
+    graph = typed_block(empty=True)
+    rows = {ntype: leaf(graph.num_src_nodes(ntype), 5) for ntype in graph.srctypes}
+
+    def update(g: Any, _: Any) -> dict[str, Tensor]:
+        g = g.local_var()
+        g.srcdata["h"] = rows
+        one = (fn.copy_u("h", "m"), fn.mean("m", "out"))
+        g.multi_update_all(dict.fromkeys(g.canonical_etypes, one), cross)
+        return g.dstdata["out"]
+
+    assert_alike(graph, update, [*rows.values()])
+
+
+@pytest.mark.parametrize("kind", ["graph", "block", "block in CSC order", "int32 graph"])
+def test_functions_of_the_user(kind: str) -> None:
+    """Messages, reductions and functions of edges, of all and of some edges."""
+    graph = GRAPHS[kind]()
+    x, y, e = leaf(graph.num_src_nodes(), 3), leaf(graph.num_dst_nodes(), 3), leaf(graph.num_edges(), 3)
+
+    def compute(g: Any, _: Any) -> tuple[Tensor, ...]:
+        g = g.local_var()
+        g.srcdata["x"], g.edata["e"] = x, e
+        g.dstdata["y"] = y
+        g.update_all(
+            lambda edges: {"m": edges.src["x"] * edges.data["e"] + edges.dst["y"]},
+            lambda nodes: {"first": nodes.mailbox["m"][:, 0], "sum": nodes.mailbox["m"].cumsum(1)[:, -1]},
+        )
+        some = torch.tensor([5, 2, 9], dtype=g.idtype)
+        g.apply_edges(lambda edges: {"f": edges.src["x"] - edges.dst["y"]})
+        g.apply_edges(lambda edges: {"f": edges.src["x"].exp()}, some)
+        return g.dstdata["first"], g.dstdata["sum"], g.edata["f"]
+
+    assert_alike(graph, compute, [x, y, e])
+
+
+@pytest.mark.parametrize("kind", GRAPHS)
+def test_structure(kind: str) -> None:
+    """What a placed graph answers, with DGL's values and types."""
+    graph = GRAPHS[kind]()
+    placed = place(graph, "cpu")
+    assert (placed.device, placed.idtype, type(placed)) == (graph.device, graph.idtype, type(graph))
+    nodes = torch.tensor([1, 0, 1], dtype=graph.idtype)[: min(3, graph.num_dst_nodes() + 1)]
+    nodes = nodes if graph.num_dst_nodes() > 1 else nodes[:0]
+    some = torch.arange(0, graph.num_edges(), 3, dtype=graph.idtype)
+    answers = {
+        "edges": lambda g: g.edges(form="all", order="eid"),
+        "sorted edges": lambda g: g.edges(form="all", order="srcdst")[:2],
+        "find_edges": lambda g: g.find_edges(some),
+        "in_edges": lambda g: tuple(one.sort()[0] for one in g.in_edges(nodes, form="all")),
+        "out_edges": lambda g: tuple(one.sort()[0] for one in g.out_edges(nodes, form="all")),
+        "in_degrees": lambda g: (g.in_degrees(), g.in_degrees(nodes), g.in_degrees(v=nodes)),
+        "out_degrees": lambda g: (g.out_degrees(), g.out_degrees(nodes), g.out_degrees(u=nodes, etype="_E")),
+        "offsets": lambda g: g.adj_tensors("csc")[:1],
+        "ends": lambda g: g.adj_tensors("coo"),
+    }
+    for name, ask in answers.items():
+        for ours, dgls in zip(ask(placed), ask(graph), strict=True):
+            assert torch.equal(ours, dgls), name
+            assert ours.dtype == dgls.dtype, name
+
+
+def test_place_moves_every_tensor_once_and_leaves_the_graph_as_it_was() -> None:
+    block = GRAPHS["block"]()
+    block.srcdata["x"], block.edata["w"] = torch.ones(30, 2), torch.ones(80)
+    block.step_share = "kept"
+    moved: list[Tensor] = []
+
+    def copy(tensor: Tensor) -> Tensor:
+        moved.append(tensor)
+        return tensor.to("meta")
+
+    placed = place(block, "meta", copy=copy)
+    assert len(moved) == 4  # both ends of the edges, and two columns
+    assert placed.step_share == "kept"
+    assert {placed.device.type, placed.srcdata["x"].device.type, placed.edges()[0].device.type} == {"meta"}
+    assert place(placed, "meta") is placed
+    assert not isinstance(block._graph, TorchIndex)
+    assert block.device.type == "cpu"
+
+
+def test_to_the_cpu_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = dgl.batch([GRAPHS["graph"](), GRAPHS["one node"]()])
+    placed = place(batch, "cpu")
+    assert torch.equal(placed.batch_num_nodes(), batch.batch_num_nodes())
+    monkeypatch.setenv("DGLX_MESSAGE_PASSING", "dgl")
+    back = place(placed, "cpu")
+    assert not isinstance(back._graph, TorchIndex)
+    assert torch.equal(back.edges()[0], batch.edges()[0])
+    assert place(batch, "cpu") is batch
+
+
+def test_a_block_made_on_its_device() -> None:
+    source, destination = random_ends(9, 5, 20)
+    offsets, order = torch.zeros(6, dtype=torch.int64), destination.argsort(stable=True)
+    offsets[1:] = torch.bincount(destination, minlength=5).cumsum(0)
+    x = leaf(9, 3)
+    for made in (
+        create_block("coo", destination, source, num_src=9, num_dst=5),
+        create_block("csc", offsets, source[order], num_src=9, num_dst=5),
+    ):
+        assert isinstance(made._graph, TorchIndex)
+        assert made.num_edges() == 20
+        expected = torch.zeros(5, 3).index_add(0, destination, x[source])
+        assert torch.allclose(dgl.ops.copy_u_sum(made, x), expected, atol=TOLERANCE)
+        made.edata["w"] = torch.ones(20)
+        with pytest.raises(ConfigError, match="made on its device"):
+            made.to("meta")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_summed_in_single(dtype: torch.dtype) -> None:
+    star = dgl.create_block((torch.arange(5000), torch.zeros(5000, dtype=torch.int64)), 5000, 1)
+    x, weight = torch.ones(5000, 2, dtype=dtype, requires_grad=True), torch.ones(5000, 1, dtype=dtype)
+    placed = place(star, "cpu")
+    wide = torch.ones(5000, 2, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        sums = [
+            dgl.ops.copy_u_sum(placed, x),
+            dgl.ops.copy_e_sum(placed, x),
+            dgl.ops.u_mul_e_sum(placed, x, weight),
+            dgl.ops.u_add_e_sum(placed, x * 0, x),
+            dgl.ops.u_mul_e_sum(placed, wide, weight),
+        ]
+        softmax = dgl.ops.edge_softmax(placed, x)
+        assert dgl.ops.copy_u_max(placed, x).tolist() == [[1, 1]]
+    for out in sums:
+        assert out.tolist() == [[torch.tensor(5000.0, dtype=out.dtype).item()] * 2]
+    assert torch.allclose(softmax.float(), torch.full((5000, 2), 1 / 5000, dtype=torch.float32), rtol=1e-2)
+    sums[0].sum().backward()
+    assert x.grad is not None
+    assert bool((x.grad == 1).all())
+
+
+def test_a_gradient_shared_by_ties_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's amax shares it."""
+    graph, x = GRAPHS["graph"](), leaf(14, 3, ties=True)
+    expected = outcome(graph, operator("copy_u_max"), [x])
+
+    def shared(rows: Tensor, segments: Any, how: str) -> Tensor:
+        best = torch.full((segments.num_nodes, 3), -torch.inf)
+        places = segments.ends[:, None].expand_as(rows)
+        best = best.scatter_reduce(0, places, rows, "amax")
+        return torch.where(best.isinf(), 0, best)
+
+    monkeypatch.setattr(message_passing, "_extreme", shared)
+    found = outcome(place(graph, "cpu"), operator("copy_u_max"), [x])
+    assert difference(found[:1], expected[:1]) <= TOLERANCE
+    assert difference(found, expected) > 1e-3
+
+
+def test_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert message_passing.in_torch("cpu")
+    monkeypatch.setenv("DGLX_MESSAGE_PASSING", "dgl")
+    assert not message_passing.in_torch("cuda:1")
+    monkeypatch.delenv("DGLX_MESSAGE_PASSING")
+    assert (message_passing.in_torch("cpu"), message_passing.in_torch("meta")) == (False, True)
+    monkeypatch.setenv("DGLX_MESSAGE_PASSING", "cuda")
+    with pytest.raises(ConfigError, match=r"DGLX_MESSAGE_PASSING='cuda' must be 'torch' .* or 'dgl'"):
+        place(GRAPHS["graph"](), "cpu")

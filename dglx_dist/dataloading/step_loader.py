@@ -280,7 +280,7 @@ class LoaderTimes:
     sample_s: float = 0.0
     """Sampling and building blocks, on the loader's threads; with local features if one call does both."""
     fetch_s: float = 0.0
-    """Fetching columns, on the loader's threads."""
+    """Fetching columns, and beginning to copy batches to a device, on the loader's threads."""
     wait_s: float = 0.0
     """Waiting of the consumer."""
 
@@ -472,9 +472,11 @@ class StepLoader(EpochLoader[M, T], Generic[K, M, T]):
 
         def make_moved(step: int) -> M:
             batch: Any = make(step)
+            begin = time.perf_counter()
             with self._session.timeline.span("copy to the device", LOADER, epoch * len(self) + step):
                 found, arrive = carried(self.copies, self.device, partial(batch.moved, self.device))
-            moved: M = replace(found, arrive=arrive)
+            fetch_s = batch.fetch_s + time.perf_counter() - begin
+            moved: M = replace(found, arrive=arrive, fetch_s=fetch_s)
             return moved
 
         return make_moved

@@ -3,16 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-import dgl
 import pytest
 
 from tests.compat.graphs import play, told
 from tests.helpers.ranks import run_ranks
-
-pytestmark = pytest.mark.skipif(
-    not dgl.__version__.startswith("1."),
-    reason="DGL 2's own in_degrees() takes no single id, and its optimizers need a process group",
-)
 
 
 @pytest.fixture(scope="module")

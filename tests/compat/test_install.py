@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 REBOUND = """
-import dgl
+import dglx_dist, dgl
 from dgl.distributed import dist_context, kvstore, role, rpc
 stock = dgl.distributed.DistGraph, dgl.dataloading.DistNodeDataLoader, role.get_rank
 pull, plain = kvstore.default_pull_handler, dgl.dataloading.DistDataLoader
@@ -48,7 +48,7 @@ assert not hasattr(dgl.distributed, "DistNodeDataLoader")
 
 TAKEN = """
 import sys, importlib.abc
-import dgl, dgl.dataloading
+import dglx_dist, dgl, dgl.dataloading
 # As from DGL 2.4 on: import dgl does not load the package, and with a current PyTorch it cannot be loaded.
 for name in [name for name in sys.modules if name.startswith("dgl.distributed")]:
     del sys.modules[name]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from dgl.dataloading import NeighborSampler
-from torch import Tensor
+from dgl.nn import GATConv, GraphConv, SAGEConv
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from dglx_dist import negative
-from dglx_dist.comm.transfer import CopyStream
+from dglx_dist.comm.transfer import CopyStream, open_copies
 from dglx_dist.dataloading import step_loader
 from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
 from dglx_dist.dataloading.loader import DataLoader
@@ -159,3 +162,88 @@ def test_batches_on_a_device_are_those_of_the_cpu(
         found = list(flat(batch))
         assert all(tensor.is_meta for tensor in found)
         assert [tensor.shape for tensor in found] == shapes_of
+
+
+NETS: dict[str, Callable[[], list[nn.Module]]] = {
+    "sage": lambda: [SAGEConv(3, 8, "mean"), SAGEConv(8, 7, "pool")],
+    "gcn": lambda: [GraphConv(3, 8, allow_zero_in_degree=True), GraphConv(8, 7, allow_zero_in_degree=True)],
+    "gat": lambda: [GATConv(3, 4, 2, allow_zero_in_degree=True), GATConv(8, 7, 1, allow_zero_in_degree=True)],
+}
+
+
+def trained(g: DistGraph, kind: str, device: torch.device) -> tuple[list[Tensor], int]:
+    torch.manual_seed(0)
+    sampler = NeighborSampler([3, 3], **FEATS, **LABELS)
+    loader = DataLoader(g, torch.arange(60), sampler, batch_size=16, seed=1, num_threads=0, device=device)
+    layers = nn.ModuleList(NETS[kind]()).to(device)
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.01)
+    before = g.kvstore.cache_counts(g.ndata["feat"].kvstore_key)
+    for _, _, blocks in loader:
+        h = blocks[0].srcdata["feat"]
+        for layer, block in zip(layers, blocks, strict=True):
+            h = torch.relu(layer(block, h).flatten(1))
+        loss = F.cross_entropy(h, blocks[-1].dstdata["label"])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    counts = g.kvstore.cache_counts(g.ndata["feat"].kvstore_key) - before
+    return [parameter.detach().cpu() for parameter in layers.parameters()], counts.on_device
+
+
+@pytest.mark.parametrize("kind", list(NETS))
+def test_a_step_mixes_no_devices_and_reads_nothing_from_one(
+    graph: DistGraph, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Elsewhere():
+        plan = graph.cache_rows("feat", alpha=0.5, policy="degree", device=DEVICE)
+        assert plan.rows == 30
+        found, num_hits = trained(graph, kind, DEVICE)
+    monkeypatch.setenv("DGLX_MESSAGE_PASSING", "torch")
+    expected, num_on_cpu = trained(graph, kind, torch.device("cpu"))
+    assert num_hits > num_on_cpu == 0
+    assert all(map(torch.equal, found, expected))
+
+
+class Noted:
+    """A tensor, stream or event of CUDA that notes its calls."""
+
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self._name, self._calls = name, calls
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Noted:
+            given = [getattr(one, "_name", str(one)) for one in (*args, *kwargs.values())]
+            self._calls.append(f"{self._name}.{method}({', '.join(given)})")
+            return Noted(f"{self._name}.{method}", self._calls)
+
+        return call
+
+
+def test_on_cuda_the_consumers_stream_waits_and_the_copies_outlive_its_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+
+    @contextmanager
+    def current(stream: Noted) -> Iterator[None]:
+        calls.append(f"use {stream._name}")
+        yield
+        calls.append("use the former")
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: Noted("copies", calls))
+    monkeypatch.setattr(torch.cuda, "stream", current)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Noted("compute", calls))
+    copies = open_copies(torch.device("cuda", 1))
+    assert copies is not None
+    rows: Any = Noted("rows", calls)
+    _, arrive = copies.carry(lambda copy: copy(rows))
+    arrive()
+    assert calls == [
+        "use copies",
+        "rows.pin_memory()",
+        "rows.pin_memory.to(cuda:1, True)",
+        "copies.record_event()",
+        "use the former",
+        "compute.wait_event(copies.record_event)",
+        "rows.pin_memory.to.record_stream(compute)",
+    ]

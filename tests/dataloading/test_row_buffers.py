@@ -14,8 +14,11 @@ from dglx_dist.records import ColumnInfo
 ROW = ColumnInfo(dtype="float32", row_shape=(3,))
 
 
-def test_memory_held_by_a_view_or_by_autograd_is_not_lent() -> None:
-    lent = RowMemory(2)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_memory_held_by_a_view_or_by_autograd_is_not_lent(device: str, dtype: str) -> None:
+    # On a machine without a GPU its memory is not page-locked, but held in the same way.
+    lent, ROW = RowMemory(2, device=torch.device(device)), ColumnInfo(dtype=dtype, row_shape=(3,))
     at = (rows := lent.rows("a", 5, ROW)).data_ptr()
     tensor = rows[:2].view(-1)[:1]
     del rows

@@ -8,9 +8,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
-_setup_privateuseone_for_python_backend("elsewhere")
+
+class _Backend(_DummyBackendModule):
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+
+_setup_privateuseone_for_python_backend("elsewhere", _Backend())
 DEVICE = torch.device("elsewhere", 0)
 _aten = torch.ops.aten
 _COPIES = (_aten._to_copy.default, _aten.copy_.default)
@@ -24,8 +30,9 @@ class There(Tensor):
 
     @staticmethod
     def __new__(cls, host: Tensor) -> There:
+        strides = host.stride() if host.layout is torch.strided else None  # a sparse one looks dense
         made = Tensor._make_wrapper_subclass(
-            cls, host.shape, strides=host.stride(), dtype=host.dtype, device=DEVICE
+            cls, host.shape, strides=strides, dtype=host.dtype, device=DEVICE
         )
         made.host = host
         return made

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dglx_dist import message_passing
 from dglx_dist.comm.session import Session, start_session
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.graph.dist_graph import DistGraph
@@ -46,10 +48,12 @@ class Column:
     keeps_loader: bool = False
     """Whether all models are trained from one loader."""
     name: str = ""
+    in_torch: bool = False
+    """Whether torch runs DGL's operators: DGLX_MESSAGE_PASSING=torch."""
 
     def __str__(self) -> str:
         named = [self.strategy, *(f"{key}={value}" for key, value in self.options)]
-        return self.name or "-".join(named)
+        return (self.name or "-".join(named)) + " in torch" * self.in_torch
 
 
 def raw_graph() -> RawGraph:
@@ -194,6 +198,8 @@ def on_ranks(folder: str, columns: list[Column]) -> dict[str, Any]:
         if "parameter_servers" in options:
             options["parameter_servers"] = min(options["parameter_servers"], topology.world_size)
         strategy = STRATEGIES.get(column.strategy)(session, options)
+        os.environ["DGLX_MESSAGE_PASSING"] = "torch" if column.in_torch else ""
+        calls = _count_calls("spmm")
         for share in shares_of(column, topology.world_size):
             mine = cut(train_ids, SHARES[share], topology.rank, topology.world_size)
             loader = None
@@ -204,7 +210,22 @@ def on_ranks(folder: str, columns: list[Column]) -> dict[str, Any]:
                 train(model, loader, column.steps)
                 weights = [p.detach().numpy().copy() for p in model.whole().parameters()]
                 results[f"{column}/{kind}/{share}"] = weights
+        # The graph servers of lambda sum by kernels of their own.
+        assert bool(calls) == (column.in_torch and column.strategy != "lambda")
     return results
+
+
+def _count_calls(name: str) -> list[str]:
+    """Return a list to which every call of this function of the torch path is added."""
+    calls: list[str] = []
+    function = getattr(message_passing, name)
+
+    def counted(*args: Any) -> Any:
+        calls.append(name)
+        return function(*args)
+
+    setattr(message_passing, name, counted)
+    return calls
 
 
 def shares_of(column: Column, ranks: int) -> tuple[str, ...]:

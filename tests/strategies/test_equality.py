@@ -6,6 +6,7 @@ A new strategy is one more line in COLUMNS.
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,10 @@ COLUMNS = [
     ),
 ]
 
+IN_TORCH = [
+    replace(column, in_torch=True, models=("sage", "gat"), shares=column.shares[-1:]) for column in COLUMNS
+]
+
 # (ranks, ranks per server): one server, several of them, servers of unequal size (three ranks: two and one).
 PLACEMENTS = [(1, 1), (2, 1), (3, 2), (4, 2), *wide((2, 2), (3, 3), (3, 1), (4, 4), (4, 1))]
 TOLERANCE = 1e-10
@@ -63,16 +68,17 @@ def difference(mine: list[Any], other: list[Any]) -> float:
 
 @pytest.mark.parametrize(("ranks", "ranks_per_server"), PLACEMENTS)
 def test_matrix(folder: Path, ranks: int, ranks_per_server: int) -> None:
+    columns = [*COLUMNS, *IN_TORCH] if ranks in (1, 3) else COLUMNS
     results = run_ranks(
         equality.on_ranks,
         ranks,
-        args=(str(folder), COLUMNS),
+        args=(str(folder), columns),
         ranks_per_server=ranks_per_server,
         timeout_s=280,
     )
     expected = {
         f"{column}/{kind}/{share}": plain_weights(kind, column.steps)
-        for column in COLUMNS
+        for column in columns
         for kind in column.models
         for share in equality.shares_of(column, ranks)
     }

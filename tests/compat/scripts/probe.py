@@ -56,7 +56,7 @@ def about_graph(g):
         "names": [sorted(g.ndata), sorted(g.edata), "features" in g.ndata, "nothing" in g.ndata],
         "schemes": {name: one for name, one in schemes.items() if not name.endswith("mask")},
         "edge schemes": list(g.edge_attr_schemes()["mark"].shape),
-        "in degrees": [g.in_degrees(), g.in_degrees(nodes), g.in_degrees(4)],
+        "in degrees": [g.in_degrees(), g.in_degrees(nodes), g.in_degrees(nodes[:1])],
         "out degrees": [g.out_degrees(), g.out_degrees(nodes)],
         "local": [g.local_partition.num_nodes(), g.local_partition.num_edges()],
         "views": [len(g.ndata), g.nodes["_N"].data["labels"][nodes], g.ndata["features"].shape],
