@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import final
 
 import psutil
@@ -64,7 +65,8 @@ def serve_store(host: str, port: int, world_size: int, timeout: timedelta) -> TC
     """
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.create_server((str(address[0]), int(address[1])), family=family)
-    return TCPStore(
+    serve = partial(
+        TCPStore,
         host,
         listener.getsockname()[1],
         world_size,
@@ -74,6 +76,10 @@ def serve_store(host: str, port: int, world_size: int, timeout: timedelta) -> TC
         multi_tenant=True,
         master_listen_fd=listener.detach(),
     )
+    try:
+        return serve()
+    except NotImplementedError:  # torch 2.4's default, libuv, takes no socket
+        return serve(use_libuv=False)
 
 
 def _check_host(host: str, port: int) -> None:
