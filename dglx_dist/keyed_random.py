@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numba import njit
 
 from dglx_dist.records import Array
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -105,6 +108,37 @@ def hash_ids(ids: Array, stream: np.uint64) -> Array:
     for i in range(len(ids)):
         out[i] = item_key(stream, ids[i])
     return out
+
+
+def words_on_device(stream: np.uint64, ids: Tensor, numbers: Tensor) -> Tensor:
+    """Return (n, k) int64, the bits of :func:`full_word` of the :func:`item_key` of each id and each number.
+
+    ``ids`` are (n,) int64, ``numbers`` (k,) or (n, k) int64, both on the device that computes.
+    """
+    keys = _mix_on_device(_mix_on_device(ids.long()) ^ _as_int64(stream))
+    return _mix_on_device(keys.unsqueeze(1) + numbers * _as_int64(_GOLDEN))
+
+
+def high_half(words: Tensor) -> Tensor:
+    """Return the upper 32 of the 64 bits of int64 ``words``, as numbers from 0."""
+    return _shifted(words, 32)
+
+
+def _mix_on_device(words: Tensor) -> Tensor:
+    # int64 wraps around, so sums and products have the bits of unsigned ones.
+    words = words + _as_int64(_GOLDEN)
+    for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
+        words = (words ^ _shifted(words, shift)) * _as_int64(factor)
+    return words ^ _shifted(words, 31)
+
+
+def _shifted(words: Tensor, count: int) -> Tensor:
+    # Torch's shift repeats the sign.
+    return (words >> count) & ((1 << (64 - count)) - 1)
+
+
+def _as_int64(word: np.uint64) -> int:
+    return int(np.uint64(word).astype(np.int64))
 
 
 class Csc(NamedTuple):

@@ -1,7 +1,18 @@
 import numpy as np
 import pytest
+import torch
 
-from dglx_dist.keyed_random import bounded, hash_ids, item_key, relation_keys, splitmix64, stream_key
+from dglx_dist.keyed_random import (
+    bounded,
+    full_word,
+    hash_ids,
+    high_half,
+    item_key,
+    relation_keys,
+    splitmix64,
+    stream_key,
+    words_on_device,
+)
 
 
 def test_splitmix64_is_the_published_one() -> None:
@@ -50,6 +61,18 @@ def test_hash_of_ids_depends_on_the_id_alone() -> None:
     forward, backward = hash_ids(ids, stream), hash_ids(ids[::-1].copy(), stream)
     assert forward.tolist() == backward[::-1].tolist()
     assert int(forward[0]) == int(item_key(stream, 5))
+
+
+def test_a_device_has_the_same_words() -> None:
+    """Where int64 has a sign and products overflow, too."""
+    ids, numbers = [0, 1, 2**31, 2**40 + 7, 2**63 - 1], [0, 1, 5, 2**32 + 3, 2**62]
+    for stream in (stream_key(1, 2, 3), stream_key(7, 0, 1 << 33), np.uint64(2**64 - 1)):
+        keys = [np.uint64(item_key(stream, one)) for one in ids]
+        words = np.array([[full_word(key, number) for number in numbers] for key in keys], np.uint64)
+        found = words_on_device(stream, torch.tensor(ids), torch.tensor(numbers))
+        assert found.numpy().view(np.uint64).tolist() == words.tolist()
+        assert high_half(found).tolist() == (words >> np.uint64(32)).tolist()
+        assert (found < 0).any()
 
 
 def test_edge_types_have_keys_of_their_own_and_the_first_has_the_hops() -> None:

@@ -61,7 +61,20 @@ def gather_int64(values: Sequence[int] | Array, session: Session) -> Array:
     local = np.ascontiguousarray(values, dtype=np.int64).reshape(-1)
     if session.topology.world_size == 1 or not len(local):
         return np.broadcast_to(local, (session.topology.world_size, len(local))).copy()
-    return _gather(torch.from_numpy(local), session).numpy()
+    return gather_rows(torch.from_numpy(local), session).numpy()
+
+
+def gather_rows(local: Tensor, session: Session) -> Tensor:
+    """Return (W, ...) on the device of ``local``, row r from rank r; all have one shape and dtype."""
+    topology = session.topology
+    if topology.world_size == 1:
+        return local.unsqueeze(0)
+    rows = [torch.empty_like(local) for _ in range(topology.world_size)]
+    with peers_named(session, "all-gather"):
+        dist.all_gather(rows, local)
+    size = local.numel() * local.element_size()
+    session.ledger.add(CONTROL, 0, topology.rank, _next_rank(session), size * (topology.world_size - 1))
+    return torch.stack(rows)
 
 
 def gather_json(value: object, session: Session) -> list[object]:
@@ -72,7 +85,7 @@ def gather_json(value: object, session: Session) -> list[object]:
     sizes = gather_int64([len(raw)], session)[:, 0]
     padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
     padded[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-    rows = _gather(padded, session).numpy()
+    rows = gather_rows(padded, session).numpy()
     return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
 
@@ -121,16 +134,6 @@ def _doing(session: Session, what: str) -> Iterator[None]:
         yield
     finally:
         session.rpc.doing = before
-
-
-def _gather(local: Tensor, session: Session) -> Tensor:
-    topology = session.topology
-    rows = [torch.empty_like(local) for _ in range(topology.world_size)]
-    with peers_named(session, "all-gather"):
-        dist.all_gather(rows, local)
-    size = local.numel() * local.element_size()
-    session.ledger.add(CONTROL, 0, topology.rank, _next_rank(session), size * (topology.world_size - 1))
-    return torch.stack(rows)
 
 
 def _next_rank(session: Session) -> int:

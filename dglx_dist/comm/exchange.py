@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import count
 from typing import TypeAlias, final
 
@@ -30,6 +31,7 @@ from dglx_dist.comm.endpoints import open_streams
 from dglx_dist.comm.mailbox import Mailbox, OneSidedExchange
 from dglx_dist.comm.session import Session, SessionField
 from dglx_dist.comm.trace import NETWORK
+from dglx_dist.comm.transfer import to_host
 from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.records import Array
 
@@ -159,30 +161,40 @@ class Exchange(ABC):
 class DeviceExchange(Exchange):
     """By torch.distributed between the accelerators of ranks. Every rank must construct it.
 
-    Later work on the device's current stream waits for the rows; the host does not. Sizes are not compared.
+    Messages leave at once, in the order of the posts, which must be equal on all ranks. Later work on the
+    device's current stream waits for the rows; the host does not. Sizes are not compared.
     """
 
     def __init__(self, session: Session, device: torch.device) -> None:
         super().__init__(session)
         self._in_use = threading.Lock()
-        # All ranks must create the communicator together; later not all of them have messages.
         with peers_named(session, "opening of connections between accelerators"):
-            dist.all_reduce(torch.zeros(1, device=device))
+            # Of its own: between the sums of gradients, a message has no place that is equal on all ranks.
+            self._group = dist.new_group(timeout=timedelta(seconds=session.timeout_s))
+            # All ranks must create the communicator together; later not all of them have messages.
+            dist.all_reduce(torch.zeros(1, device=device), group=self._group)
 
     def _post(
         self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], name: str, batch: int | None
     ) -> Callable[[Iterator[bool]], None]:
+        begin = time.perf_counter()
+        with peers_named(self.session, name), self._in_use:
+            _fill(outgoing)
+            ops = [dist.P2POp(dist.isend, _flat(one.rows), one.rank, self._group) for one in outgoing]
+            ops += [dist.P2POp(dist.irecv, _flat(one.rows), one.rank, self._group) for one in incoming]
+            posted = dist.batch_isend_irecv(ops) if ops else []
+
         def finish(work: Iterator[bool]) -> None:
-            with self.session.timeline.span(name, NETWORK, batch), self._in_use:
-                _fill(outgoing)
-                ops = [dist.P2POp(dist.isend, _flat(one.rows), one.rank) for one in outgoing]
-                ops += [dist.P2POp(dist.irecv, _flat(one.rows), one.rank) for one in incoming]
-                for posted in dist.batch_isend_irecv(ops) if ops else ():
-                    posted.wait()
-            for one in incoming:
-                one.num_arrived = one.rows.numel() * one.rows.element_size()
+            # What needs no message comes first, beside their transfer.
+            while next(work, False):
+                pass
+            for one in posted:
+                one.wait()
+            for message in incoming:
+                message.num_arrived = message.rows.numel() * message.rows.element_size()
             for _ in work:
                 pass
+            self.session.timeline.add(name, NETWORK, begin, time.perf_counter(), batch)
 
         return finish
 
@@ -192,11 +204,25 @@ def open_devices(session: Session) -> DeviceExchange | None:
     device = session.device
     # A single rank has no process group.
     on_nccl = device.type == "cuda" and dist.is_initialized() and "nccl" in dist.get_backend_config()
-    uuid = str(torch.cuda.get_device_properties(device).uuid) if on_nccl else ""
-    uuids = [str(one) for one in gather_json(uuid, session)]
-    if "" in uuids or len(set(uuids)) < len(uuids):
-        return None
-    return DeviceExchange(session, device)
+    alone = gather_json(on_nccl and session.ranks_of_device == 1, session)
+    return DeviceExchange(session, device) if all(alone) else None
+
+
+DEVICES: SessionField[DeviceExchange | None] = SessionField(open_devices)
+"""The exchange for tensors on accelerators, made collectively; None: they are sent through host memory."""
+
+
+def is_on_host(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def copied_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return contiguous tensors in host memory. All copies begin before the first one is waited for."""
+    copies = [to_host(one) for one in tensors]
+    for _, arrive in copies:
+        if arrive is not None:
+            arrive()
+    return [copy for copy, _ in copies]
 
 
 _ADVICE = "run the same layers on all ranks"
@@ -510,8 +536,7 @@ class RowExchanges:
 
     def __init__(self, session: Session) -> None:
         self.streams = StreamExchange(session)
-        self.devices = open_devices(session)
-        """For tensors on accelerators; None: they are sent through host memory."""
+        self.devices = DEVICES.of(session)
         self.sent, self.received = ReusableBuffer(), ReusableBuffer()
         """Host memory of the current exchange."""
 

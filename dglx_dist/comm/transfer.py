@@ -158,7 +158,15 @@ def to_device(rows: Tensor, device: torch.device) -> Tensor:
 def to_host(rows: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
     """Return contiguous ``rows`` in host memory, and what waits until they have arrived; None: they have."""
     if rows.device.type != "cuda":
-        return rows.cpu(), None
-    host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+        return rows.contiguous().cpu(), None
+    host = host_memory(rows.shape, rows)
     host.copy_(rows, non_blocking=True)
     return host, torch.cuda.current_stream(rows.device).record_event().synchronize
+
+
+def host_memory(shape: Sequence[int], like: Tensor) -> Tensor:
+    """Return new host memory of the dtype of ``like``, page-locked if that is on a GPU.
+
+    Torch lends page-locked memory again once copies from it are done.
+    """
+    return torch.empty(tuple(shape), dtype=like.dtype, pin_memory=like.device.type == "cuda")

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dglx_dist.comm.session import Shared
 from dglx_dist.errors import ConfigError
-from dglx_dist.keyed_random import full_word, item_key, stream_key
+from dglx_dist.keyed_random import full_word, high_half, item_key, stream_key, words_on_device
 from dglx_dist.records import Array
 
 
@@ -109,15 +109,18 @@ def drop_attention(block: DGLBlock, attention: Tensor, probability: float, draws
     from the owner; the parts' edge numbers differ. ``attention`` is (E1, K, 1); ``draws`` are the owner's.
     """
     indptr, _, edge_ids = block.adj_tensors("csc")
-    first = indptr.cpu().numpy().astype(np.int64)
-    kept = _kept_edges(
-        stream_key(draws.seed, draws.number, ATTENTION),
-        draws.nodes[: block.num_dst_nodes()].cpu().numpy(),
-        first,
-        attention.shape[1],
-        _threshold(probability),
-    )
-    scaled = _scaled(torch.from_numpy(kept), probability, attention)
+    stream, threshold = stream_key(draws.seed, draws.number, ATTENTION), _threshold(probability)
+    first, nodes, heads = indptr.long(), draws.nodes[: block.num_dst_nodes()], attention.shape[1]
+    if _on_host(first):
+        kept = torch.from_numpy(_kept_edges(stream, nodes.numpy(), first.numpy(), heads, threshold))
+    else:
+        count = len(attention)
+        targets = torch.arange(len(nodes), device=first.device)
+        targets = targets.repeat_interleave(first.diff(), output_size=count)
+        places = torch.arange(count, device=first.device) - first[targets]
+        numbers = (places * heads).unsqueeze(1) + torch.arange(heads, device=first.device)
+        kept = _kept_on_device(stream, nodes[targets], numbers, threshold)
+    scaled = _scaled(kept, probability, attention)
     if len(edge_ids):
         # From the order of the CSC matrix to the block's edge numbers.
         scaled = torch.empty_like(scaled).index_copy_(0, edge_ids.long(), scaled)
@@ -127,15 +130,29 @@ def drop_attention(block: DGLBlock, attention: Tensor, probability: float, draws
 def kept_entries(
     seed: int, number: int, stream: int, nodes: Tensor, runs: Sequence[Columns], probability: float
 ) -> Tensor:
-    """Return the (L0, F_p) bool mask of kept entries for the columns ``runs`` of ``nodes`` ((L0,) int64)."""
-    columns = np.concatenate([np.arange(run.first, run.last) for run in runs]).astype(np.int64)
-    kept = _kept(
-        stream_key(seed, number, stream),
-        np.ascontiguousarray(nodes.cpu().numpy()),
-        columns,
-        _threshold(probability),
-    )
-    return torch.from_numpy(kept)
+    """Return the (L0, F_p) bool mask of kept entries for the columns ``runs`` of ``nodes`` ((L0,) int64).
+
+    It is on the device of ``nodes``, and has the same bits on every device.
+    """
+    key, threshold = stream_key(seed, number, stream), _threshold(probability)
+    if _on_host(nodes):
+        columns = np.concatenate([np.arange(run.first, run.last) for run in runs]).astype(np.int64)
+        return torch.from_numpy(_kept(key, np.ascontiguousarray(nodes.numpy()), columns, threshold))
+    numbers = torch.cat([torch.arange(run.first, run.last, device=nodes.device) for run in runs])
+    # In pieces: the words take 8 bytes for each entry.
+    pieces = torch.split(nodes, max(_WORDS_AT_ONCE // max(len(numbers), 1), 1))
+    return torch.cat([_kept_on_device(key, piece, numbers, threshold) for piece in pieces])
+
+
+_WORDS_AT_ONCE = 1 << 22
+
+
+def _on_host(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+def _kept_on_device(stream: np.uint64, nodes: Tensor, numbers: Tensor, threshold: np.uint64) -> Tensor:
+    return high_half(words_on_device(stream, nodes, numbers)) >= int(threshold)
 
 
 def _threshold(probability: float) -> np.uint64:

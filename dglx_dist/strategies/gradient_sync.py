@@ -53,11 +53,12 @@ class Bucket:
         """The (possibly summed) gradients."""
         self.missing = len(sizes)
         """Gradients that were not put since the last :meth:`clear`."""
+        self._num_computed = 0
 
     def clear(self) -> None:
         """Forget all gradients: zero, and computed by nobody."""
         self.flat.zero_()
-        self.missing = len(self.indices)
+        self.missing, self._num_computed = len(self.indices), 0
 
     def put(self, index: int, gradient: Tensor, weight: float) -> None:
         """Store ``weight * gradient``; with weight 0 exact zeros, even if the gradient is not finite."""
@@ -65,9 +66,13 @@ class Bucket:
         if weight != 0.0:
             torch.mul(gradient, weight, out=self.views[index])
             self._flags[self.indices.index(index)] = 1
+            self._num_computed += 1
 
     def used(self) -> dict[int, bool]:
         """Return for each parameter whether any rank put a gradient."""
+        if self._num_computed == len(self.indices):
+            # Known without the others' flags, for which the host would wait for the device.
+            return dict.fromkeys(self.indices, True)
         return dict(zip(self.indices, (self._flags > 0).tolist(), strict=True))
 
 

@@ -58,34 +58,27 @@ def test_bytes_are_a_view() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "backend", "cards", "direct"),
+    ("device", "backend", "sharing", "others", "direct"),
     [
-        ("cpu", "cpu:gloo", ["", ""], False),
-        ("cuda", "cpu:gloo,cuda:nccl", ["a", "b"], True),
+        ("cpu", "cpu:gloo", 1, False, False),
+        ("cuda", "cpu:gloo,cuda:nccl", 1, True, True),
         # NCCL refuses two ranks on one.
-        ("cuda", "cpu:gloo,cuda:nccl", ["a", "a"], False),
-        ("cuda", "cpu:gloo,cuda:nccl", ["a", ""], False),
-        ("cuda", "cpu:gloo,cuda:gloo", ["", ""], False),
+        ("cuda", "cpu:gloo,cuda:nccl", 2, True, False),
+        ("cuda", "cpu:gloo,cuda:nccl", 1, False, False),
+        ("cuda", "gloo", 1, False, False),
     ],
 )
 def test_only_ranks_with_an_accelerator_each(
-    device: str, backend: str, cards: list[str], direct: bool
+    device: str, backend: str, sharing: int, others: bool, direct: bool
 ) -> None:
-    gathered: list[str] = []
-
-    def gather(uuid: str, _session: object) -> list[str]:
-        gathered.append(uuid)
-        return cards
-
+    session: Any = SimpleNamespace(device=torch.device(device), ranks_of_device=sharing)
     with (
-        mock.patch.object(exchange, "gather_json", gather),
+        mock.patch.object(exchange, "gather_json", lambda alone, _session: [alone, others]),
         mock.patch.object(exchange.dist, "is_initialized", return_value=True),
         mock.patch.object(exchange.dist, "get_backend_config", return_value=backend),
-        mock.patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(uuid="a")),
         mock.patch.object(exchange, "DeviceExchange") as opened,
     ):
-        made = open_devices(SimpleNamespace(device=torch.device(device)))  # type: ignore[arg-type]
-    assert gathered == [cards[0]]
+        made = open_devices(session)
     assert (made is not None) == direct
     assert opened.called == direct
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dglx_dist.errors import ConfigError
+from dglx_dist.layers import dropout
 from dglx_dist.layers.convolutions import Sync, stages_of
 from dglx_dist.layers.dropout import (
     Columns,
@@ -135,6 +136,32 @@ def test_attention_is_dropped_by_destination_and_place_not_by_number_of_the_edge
     draws, ones = DropDraws(seed=0, number=0, nodes=NODES, runs=()), torch.ones(len(indices), 2, 1)
     owners, parts = (drop_attention(one, ones, 0.5, draws) for one in (block, part))
     assert torch.equal(parts, owners[edge_ids])
+
+
+def test_a_device_drops_the_same_entries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The torch path, in pieces of rows, for features, attention, no rows and no columns."""
+    block, _, _ = block_and_rows(7)
+    cases = [
+        (NODES, deal_out_concatenated([5, 4], 2)[1]),
+        (NODES[:0], all_columns(3)),
+        (NODES[:3], (Columns(first=4, last=4, width=4),)),
+    ]
+    draws, ones = DropDraws(seed=0, number=0, nodes=NODES, runs=()), torch.ones(block.num_edges(), 3, 1)
+
+    def drawn() -> list[Tensor]:
+        entries = [kept_entries(7, 3, 1 << 32, nodes, runs, 0.3) for nodes, runs in cases]
+        return [
+            *entries,
+            drop_attention(block, ones, 0.4, draws),
+            kept_entries(7, 3, 1, NODES, all_columns(3), 1.0),
+        ]
+
+    expected = drawn()
+    monkeypatch.setattr(dropout, "_on_host", lambda tensor: False)
+    monkeypatch.setattr(dropout, "_WORDS_AT_ONCE", 100)
+    for found, wanted in zip(drawn(), expected, strict=True):
+        assert torch.equal(found, wanted)
+    assert not found.any()
 
 
 # The ring 0 -> 1 -> ... -> 11 -> 0 with chords v -> v + 5.

@@ -366,7 +366,7 @@ class HaloBlock(DGLBlock):
             return super().out_degrees(u, etype)
         if not self._degrees:
             self._degrees.append(self._fetch_out_degrees(self._sources))
-        degrees = self._degrees[0].to(device=self.device, dtype=self.idtype)
+        degrees = self._degrees[0] = self._degrees[0].to(device=self.device, dtype=self.idtype)
         if is_all(u):
             return degrees
         return int(degrees[u]) if isinstance(u, int) else degrees[torch.as_tensor(u).long()]

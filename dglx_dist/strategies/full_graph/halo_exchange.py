@@ -14,8 +14,16 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor
 
-from dglx_dist.comm.exchange import Incoming, Outgoing, ReusableBuffer, row_exchanges
+from dglx_dist.comm.exchange import (
+    Incoming,
+    Outgoing,
+    ReusableBuffer,
+    copied_to_host,
+    is_on_host,
+    row_exchanges,
+)
 from dglx_dist.comm.session import Session
+from dglx_dist.comm.transfer import Copy, host_memory
 from dglx_dist.errors import ConfigError
 from dglx_dist.strategies.full_graph.halo_plan import HaloLayer
 
@@ -26,20 +34,12 @@ _STEP_BYTES = 1 << 20
 """Local rows are copied in steps of this size."""
 
 
-def is_on_host(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu"
-
-
 def gathered(h: Tensor, rows: Tensor, out: Tensor) -> Iterator[Tensor]:
     """Copy ``h[rows]`` into ``out`` and yield it, piece by piece.
 
-    ``h`` is (n, ...) on any device, ``rows`` (k,) int64 there; ``out`` is (k, ...) contiguous, there or in
-    host memory, of the dtype of ``h``.
+    ``h`` is (n, ...), ``rows`` (k,) int64, and ``out`` (k, ...) contiguous of the dtype of ``h``, all on one
+    device.
     """
-    if h.device != out.device:
-        out.copy_(h.index_select(0, rows))
-        yield out
-        return
     for some, piece in zip(_pieces_like(rows, out), _pieces_like(out, out), strict=True):
         torch.index_select(h, 0, some, out=piece)
         yield piece
@@ -83,7 +83,7 @@ def _add_from_peer(total: Tensor, rows: Tensor, part: Incoming) -> Iterator[bool
         needed += piece.numel() * piece.element_size()
         while part.num_arrived < needed:
             yield False
-        total.index_add_(0, some, piece.to(total.device, total.dtype))
+        total.index_add_(0, some, piece.to(total.device, total.dtype, non_blocking=True))
         yield True
 
 
@@ -187,27 +187,33 @@ class HaloExchange:
         own, halo = gradient[: self.own_rows], gradient[self.own_rows :]
         wider = torch.float32 if gradient.dtype in _SUMMED_WIDER else gradient.dtype
         total = torch.empty(own.shape, dtype=wider, device=gradient.device)
-        sent = (halo if self._is_direct(halo) else halo.cpu()).contiguous()
+        sent = halo.contiguous() if self._is_readable(halo) else copied_to_host([halo])[0]
         outgoing = [Outgoing(rank=rank, rows=part) for rank, part in _pieces_of(sent, self._received)]
         received = self._memory(self._exchanges.received, self._num_sent, gradient)
         incoming = [Incoming(rank=rank, rows=part) for rank, part in _pieces_of(received, self._sent)]
-        adding = added(total, self._rows_on(total.device), incoming)
+        adding = added(total, self.rows_on(total.device), incoming)
         self._swap(outgoing, incoming, BACKWARD, chain(copied(own, total), adding))
         return total.to(gradient.dtype)
 
     def _receive(self, h: Tensor, halo: Tensor, phase: str, own: Tensor | None = None) -> None:
         """Fill ``halo`` with the rows of peers and, at the same time, ``own`` with ``h``."""
-        sent = self._memory(self._exchanges.sent, self._num_sent, h)
-        outgoing = [
-            Outgoing(rank=rank, rows=part, pieces=gathered(h, rows, part))
-            for (rank, part), rows in zip(_pieces_of(sent, self._sent), self._rows_on(h.device), strict=True)
-        ]
-        in_place = is_on_host(halo) or self._is_direct(halo)
-        target = halo if in_place else self._memory(self._exchanges.received, self.num_halo, halo)
+        readable, rows_to = self._is_readable(h), self.rows_on(h.device)
+        if readable:
+            sent = self._memory(self._exchanges.sent, self._num_sent, h)
+            outgoing = [
+                Outgoing(rank=rank, rows=part, pieces=gathered(h, rows, part))
+                for (rank, part), rows in zip(_pieces_of(sent, self._sent), rows_to, strict=True)
+            ]
+        else:
+            copies = copied_to_host([h.index_select(0, rows) for rows in rows_to])
+            outgoing = [
+                Outgoing(rank=rank, rows=part) for (rank, _), part in zip(self._sent, copies, strict=True)
+            ]
+        target = halo if readable else host_memory(halo.shape, halo)
         incoming = [Incoming(rank=rank, rows=part) for rank, part in _pieces_of(target, self._received)]
         self._swap(outgoing, incoming, phase, () if own is None else copied(h, own))
-        if not in_place:
-            halo.copy_(target)
+        if not readable:
+            halo.copy_(target, non_blocking=True)
 
     def _swap(
         self, outgoing: list[Outgoing], incoming: list[Incoming], phase: str, meanwhile: Iterable[bool]
@@ -223,13 +229,20 @@ class HaloExchange:
     def _memory(self, buffer: ReusableBuffer, num_rows: int, like: Tensor) -> Tensor:
         """Return (num_rows, ...) memory that the exchange of ``like`` can access."""
         shape = (num_rows, *like.shape[1:])
-        return like.new_empty(shape) if self._is_direct(like) else buffer.take(shape, like.dtype)
+        if is_on_host(like):
+            return buffer.take(shape, like.dtype)
+        return like.new_empty(shape) if self._is_direct(like) else host_memory(shape, like)
 
-    def _rows_on(self, device: torch.device) -> list[Tensor]:
-        """Return the own rows sent to each peer; copied to a device once."""
+    def rows_on(self, device: torch.device, copy: Copy | None = None) -> list[Tensor]:
+        """Return the own rows sent to each peer; copied to a device once, by ``copy`` if that is given."""
         if device not in self._sent_rows:
-            self._sent_rows[device] = [rows.to(device) for rows in self._sent_rows[torch.device("cpu")]]
+            copy = copy or (lambda rows: rows.to(device))
+            self._sent_rows[device] = [copy(rows) for rows in self._sent_rows[torch.device("cpu")]]
         return self._sent_rows[device]
+
+    def _is_readable(self, rows: Tensor) -> bool:
+        """Whether the exchange can read and write ``rows`` where they are."""
+        return is_on_host(rows) or self._is_direct(rows)
 
     def _is_direct(self, rows: Tensor) -> bool:
         return self._exchanges.devices is not None and not is_on_host(rows)

@@ -406,6 +406,7 @@ class HaloBatch:
                 self.blocks.append(self.blocks[-1].through(exchanges[-1]))
             else:
                 exchanges.append(HaloExchange(g.session, layer, depth + 1))
+                exchanges[-1].rows_on(device, copy)
                 etype, degrees = g.canonical_etypes[0], g.out_degrees
                 block = halo_block(layer, nodes, exchanges[-1], etype=etype, out_degrees=degrees)
                 self.blocks.append(place(block, device, copy=copy))

@@ -15,8 +15,17 @@ import torch
 from dgl.heterograph import DGLBlock
 from torch import Tensor
 
-from dglx_dist.comm.exchange import CallExchange, Incoming, Outgoing
+from dglx_dist.comm.exchange import (
+    DEVICES,
+    CallExchange,
+    Exchange,
+    Incoming,
+    Outgoing,
+    copied_to_host,
+    is_on_host,
+)
 from dglx_dist.comm.session import Session
+from dglx_dist.comm.transfer import host_memory
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import cut_out
 from dglx_dist.layers.dropout import Columns
@@ -117,11 +126,12 @@ Transfer: TypeAlias = Callable[[], Received]
 class AsyncExchange:
     """Exchanges tensors between the members of a group without blocking the caller.
 
-    Construction is collective.
+    Tensors on accelerators stay there if every rank has its own; else the caller waits for their copies in
+    host memory. Construction is collective.
     """
 
     def __init__(self, session: Session, group: Group) -> None:
-        self._group = group
+        self._group, self._devices = group, DEVICES.of(session)
         # Pulls and pushes may overtake each other on the wire.
         self._pulls = CallExchange(session, "pull")
         self._pushes = CallExchange(session, "push gradient")
@@ -146,18 +156,25 @@ class AsyncExchange:
 
     def _post(
         self,
-        exchange: CallExchange,
+        exchange: Exchange,
         sent: Sequence[Tensor],
         like: Sequence[Tensor],
         phase: str,
         batch: int | None,
     ) -> Transfer:
-        """Send ``sent[p]`` to each other member p and receive what is ``like[p]``; all on the CPU."""
+        """Send ``sent[p]`` to each other member p and receive what is ``like[p]``."""
         own, others, parts = sent[self._group.part].detach(), self._group.others, range(self._group.size)
         if not others:
             return lambda: [own]
-        received = {part: torch.empty(like[part].shape, dtype=like[part].dtype) for part, _ in others}
-        outgoing = [Outgoing(rank=rank, rows=sent[part].detach().contiguous().cpu()) for part, rank in others]
+        # One tensor may go to several members.
+        rows = {id(sent[part]): sent[part].detach().contiguous() for part, _ in others}
+        received = {part: like[part].new_empty(like[part].shape) for part, _ in others}
+        if self._devices is not None and not is_on_host(own):
+            exchange = self._devices
+        elif not is_on_host(own):
+            rows = dict(zip(rows, copied_to_host([*rows.values()]), strict=True))
+            received = {part: host_memory(like[part].shape, like[part]) for part, _ in others}
+        outgoing = [Outgoing(rank=rank, rows=rows[id(sent[part])]) for part, rank in others]
         incoming = [Incoming(rank=rank, rows=received[part]) for part, rank in others]
         name = phase if batch is None else f"{phase} of batch {batch}"
         wait = exchange.post(outgoing, incoming, name, phase=phase, layer=1, batch=batch)
@@ -165,7 +182,8 @@ class AsyncExchange:
         @cache
         def arrived() -> Received:
             wait()
-            return [received[part].to(own.device) if part in received else own for part in parts]
+            found = {part: rows.to(own.device, non_blocking=True) for part, rows in received.items()}
+            return [found.get(part, own) for part in parts]
 
         return arrived
 

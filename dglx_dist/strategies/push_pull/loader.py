@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast, final
 
+import dgl
 import torch
 from dgl.dataloading import EdgePredictionSampler
 from dgl.heterograph import DGLBlock
@@ -334,12 +335,15 @@ class PushPullLoader(EpochLoader[_Made, Any]):
         group_batch, part = made.group_batch, self._group.part
         made.batch = self._inner.deliver(group_batch.number % len(self), made.batch)
         made.share, block = self._session.step_share, made.batch[-1][0]
-        inputs = group_batch.inputs
+        inputs, nodes = group_batch.inputs, group_batch.inputs[part].nodes
+        if self._inner.moves_batches:
+            # Under all its names one tensor: which nodes a model asks for is known without reading a device.
+            nodes = block.srcdata[dgl.NID] = made.batch[0].long()
         for name, columns in inputs[part].columns.items():
             block.srcdata[name] = columns
         # A view, and not the user's block itself, which gets a reference to the batch: the cycle would keep
         # the rows in memory until the garbage collector finds it.
-        own = replace(inputs[part], block=block.local_var())
+        own = replace(inputs[part], block=block.local_var(), nodes=nodes)
         group_batch.inputs = (*inputs[:part], own, *inputs[part + 1 :])
         block.push_pull = group_batch
         return made
@@ -353,7 +357,7 @@ class PushPullLoader(EpochLoader[_Made, Any]):
                 replace(
                     one,
                     block=one.block if part == own else place(one.block, device, copy=copy),
-                    nodes=copy(one.nodes),
+                    nodes=one.nodes if part == own else copy(one.nodes),
                     columns={name: copy(rows) for name, rows in one.columns.items()},
                 )
                 for part, one in enumerate(inputs)

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, Literal, NamedTuple, TypeAlias, cast, final
 
 import torch
@@ -425,10 +426,11 @@ def replicas_group(session: Session, group: Group) -> dist.ProcessGroup | None:
     """Return the process group of the replicas, None without others; every rank must call it."""
     if len(group.replicas) == 1:
         return None
+    limit = timedelta(seconds=session.timeout_s)
     with peers_named(session, "groups of replicas"):
         # Every rank must make every group, in the same order.
         made = [
-            dist.new_group(list(range(part, session.topology.world_size, group.size)))
+            dist.new_group(list(range(part, session.topology.world_size, group.size)), timeout=limit)
             for part in range(group.size)
         ]
     return made[group.part]
@@ -538,7 +540,7 @@ class Pipeline(Shared):
         if not torch.is_grad_enabled():
             return sums
         batch.weight, self._current = self.weight, batch
-        anchor = torch.zeros((), requires_grad=True)
+        anchor = torch.zeros((), requires_grad=True, device=sums[0].device)
         return cast("PartialSums", PullBackward.apply(anchor, self, batch, *sums))  # type: ignore[no-untyped-call]  # torch leaves it bare
 
     def drain(self) -> None:
@@ -694,4 +696,4 @@ class PullBackward(torch.autograd.Function):
         # The graph lives as long as the user keeps the loss; the batch must not.
         batch, ctx.batch = ctx.batch, None
         ctx.pipeline.complete(batch, gradients)
-        return torch.zeros(()), None, None, *[None] * len(gradients)
+        return gradients[0].new_zeros(()), None, None, *[None] * len(gradients)

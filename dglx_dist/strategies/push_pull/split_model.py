@@ -104,8 +104,8 @@ class Origin:
 class InputProvenance(Shared):
     """The origins of tensors of the batch that the model is computing.
 
-    A tensor is recognised by its memory address, so that a view of the loader's own is known and anything
-    computed from it is not.
+    A tensor is recognised by its storage, so that a view of the loader's own is known and anything computed
+    from it is not.
     """
 
     def __init__(self) -> None:
@@ -124,10 +124,6 @@ class InputProvenance(Shared):
     def find(self, rows: Tensor) -> Origin | None:
         """Return the origin of ``rows``, a change of dtype included; None if it is unknown."""
         for known, origin in self._known:
-            if known is rows:
-                return origin
-        # The latest first: all rows of an empty batch have the same address.
-        for known, origin in reversed(self._known):
             if _same(known, rows):
                 return origin
         for known, origin in reversed(self._known):
@@ -137,8 +133,8 @@ class InputProvenance(Shared):
 
     def holds(self, rows: Tensor) -> bool:
         """Whether ``rows`` share memory with known ones."""
-        address = rows.untyped_storage().data_ptr()
-        return address != 0 and any(known.untyped_storage().data_ptr() == address for known, _ in self._known)
+        storage = rows.untyped_storage()._cdata
+        return any(known.untyped_storage()._cdata == storage for known, _ in self._known)
 
 
 def _same(known: Tensor, rows: Tensor) -> bool:
@@ -146,7 +142,8 @@ def _same(known: Tensor, rows: Tensor) -> bool:
         known.shape == rows.shape
         and known.dtype == rows.dtype
         and known.stride() == rows.stride()
-        and known.data_ptr() == rows.data_ptr()
+        and known.storage_offset() == rows.storage_offset()
+        and known.untyped_storage()._cdata == rows.untyped_storage()._cdata
     )
 
 
@@ -216,7 +213,10 @@ class ColumnEmbedding:
 
     def forward(self, x: Tensor) -> Tensor:
         own = self._provenance.own
-        if own is None or x.shape != own.nodes.shape or not torch.equal(x.long(), own.nodes):
+        # The loader's own tensor is known without reading it, for which the host would wait for a device.
+        if own is None or not (
+            _same(x, own.nodes) or (x.shape == own.nodes.shape and torch.equal(x.long(), own.nodes))
+        ):
             raise ConfigError(
                 f"nn.Embedding of {len(self.weight)} nodes was cut by columns, so it can only be asked "
                 f"for the rows of a batch's input nodes; it was given ids of shape {tuple(x.shape)} that "
@@ -287,9 +287,9 @@ class ColumnLayerNorm:
 
     def apply(self, rows: Tensor, owner: PartInput, runs: Sequence[Columns]) -> Tensor:
         """Return the normalized features, with the module's current weights."""
-        norm, (means, variances) = self._norm, self._moments
-        # Mean and variance stay on their device; the nodes may be on another one.
-        ids = owner.nodes.to(means.device)
+        if self._moments[0].device != rows.device:
+            self._moments = self._moments[0].to(rows.device), self._moments[1].to(rows.device)
+        norm, ids, (means, variances) = self._norm, owner.nodes, self._moments
         mean, scale = means[ids], (variances[ids] + norm.eps).rsqrt()
         rows = (rows - mean.to(rows).unsqueeze(1)) * scale.to(rows).unsqueeze(1)
         rows = rows if norm.weight is None else rows * norm.weight

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from dglx_dist.comm.collectives import gather_int64, gather_json
+from dglx_dist.comm.collectives import gather_int64, gather_rows
 from dglx_dist.comm.session import Session
 from dglx_dist.data.storage.files import read_size
 from dglx_dist.errors import ConfigError
@@ -274,15 +274,15 @@ class PushPullModel(WrappedModel):
         if not norm_type > 0:
             raise ConfigError(f"norm_type={norm_type} must be above 0, or inf for the largest gradient")
         found = [(name, p.grad) for name, p in self.module.named_parameters() if p.grad is not None]
-        local = _power([grad for name, grad in found if name in self._cuts], norm_type)
-        shared = _power([grad for name, grad in found if name not in self._cuts], norm_type)
+        zero = torch.zeros((), dtype=torch.float64, device=next(self.module.parameters()).device)
+        local = _power([grad for name, grad in found if name in self._cuts], norm_type, zero)
+        shared = _power([grad for name, grad in found if name not in self._cuts], norm_type, zero)
         # Every rank uses those of the first group, so that all get the same bits.
-        rows: list[Any] = gather_json([local, shared], self._session)[: self._group.size]
-        powers = [row[0] for row in rows] + [rows[0][1]]
+        rows = gather_rows(torch.stack([local, shared]), self._session)[: self._group.size]
         # In torch, where nan propagates.
-        joined = torch.tensor(powers, dtype=torch.float64)
+        joined = torch.cat([rows[:, 0], rows[0, 1:]])
         norm = joined.max() if math.isinf(norm_type) else joined.sum().pow(1 / norm_type)
-        factor = float((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         with torch.no_grad():
             for _, grad in found:
                 grad.mul_(factor)
@@ -323,13 +323,13 @@ def _group_batch_of(arguments: tuple[Any, ...]) -> GroupBatch | None:
     return None
 
 
-def _power(gradients: Iterable[Tensor], norm_type: float) -> float:
-    """Return the sum of the p-th powers of all values, or the largest absolute value; 0 of none."""
-    found = [torch.zeros((), dtype=torch.float64)]
+def _power(gradients: Iterable[Tensor], norm_type: float, zero: Tensor) -> Tensor:
+    """Return the sum of the p-th powers of all values, or the largest absolute value; of none 0."""
+    found = [zero]
     for gradient in gradients:
         values = gradient.detach()
-        values = (values.coalesce().values() if values.is_sparse else values).abs().double().cpu()
+        values = (values.coalesce().values() if values.is_sparse else values).abs().double()
         if values.numel():
             found.append(values.max() if math.isinf(norm_type) else values.pow(norm_type).sum())
     powers = torch.stack(found)
-    return float(powers.max() if math.isinf(norm_type) else powers.sum())
+    return powers.max() if math.isinf(norm_type) else powers.sum()

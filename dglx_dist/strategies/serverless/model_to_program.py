@@ -115,6 +115,12 @@ def _check_parameters(model: nn.Module) -> None:
             f"the model's parameters are {found}; strategy 'lambda' trains float32 or float64, all of one "
             "dtype: call model.float()"
         )
+    device = next(model.parameters()).device
+    if device.type != "cpu":
+        raise ConfigError(
+            f"the model is on {device}, but graph servers and workers of strategy 'lambda' compute on CPUs; "
+            "leave model.to(device) out, or take device='cpu' in dx.init (dglx train --device cpu)"
+        )
 
 
 @dataclass(kw_only=True)

@@ -6,10 +6,15 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import torch
+
+from dglx_dist.comm.exchange import DEVICES, DeviceExchange
 from dglx_dist.comm.session import start_session
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.strategies.base import STRATEGIES
+from dglx_dist.strategies.push_pull import exchange
 from dglx_dist.strategies.push_pull.exchange import BACKWARD, FORWARD, STRUCTURE
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
@@ -23,11 +28,27 @@ RUNS = {
     "gat": Run("gat", {}, share="uneven"),
     "late": Run("gat", {"depth": 3}, share="uneven"),
 }
+ON_ACCELERATORS = [("late", 4), ("sage", 2)]
 FEATURE_BYTES = equality.NUM_NODES * equality.WIDTH * 8
 
 
 def with_size(run: Run, size: int) -> Run:
     return replace(run, options={**run.options, "group_size": size, "structure": "push"})
+
+
+def on_accelerators(g: DistGraph, name: str, size: int, *, each_has_one: bool) -> Notes:
+    """What rows on accelerators take: each rank's own, or one that they share. Gloo and the CPU stand in."""
+    direct = DeviceExchange(g.session, torch.device("cpu")) if each_has_one else None
+    before = DEVICES.of(g.session)
+    with (
+        mock.patch.object(exchange, "is_on_host", return_value=False),
+        mock.patch.object(exchange, "copied_to_host", wraps=exchange.copied_to_host) as copied,
+    ):
+        DEVICES.set(g.session, direct)
+        notes = runs.train(g, with_size(RUNS[name], size))
+    DEVICES.set(g.session, before)
+    assert (direct is not None and direct.waited_s > 0, copied.called) == (each_has_one, not each_has_one)
+    return notes
 
 
 def on_rank(folder: str) -> dict[str, Any]:
@@ -38,6 +59,10 @@ def on_rank(folder: str) -> dict[str, Any]:
             for name, run in RUNS.items()
             for size in SIZES
         }
+        for name, size in ON_ACCELERATORS:
+            for each_has_one in (True, False):
+                notes = on_accelerators(g, name, size, each_has_one=each_has_one)
+                found[f"{name} {size}, accelerators, {each_has_one}"] = notes
         found["chosen"] = {memory: chosen_size(g, memory) for memory in ("28000", "27KB", "14000", "7000")}
         g.barrier()
         return found
@@ -59,6 +84,14 @@ def test_groups_leave_the_weights_of_one_process_and_move_less(folder: Path) -> 
             for one in notes:
                 assert difference(one.weights, plain) <= 1e-10, (name, size)
         check_bytes(name, {size: [result[f"{name} {size}"] for result in results] for size in SIZES})
+    for name, size in ON_ACCELERATORS:
+        for result in results:
+            plain = result[f"{name} {size}"]
+            for each_has_one in (True, False):
+                one = result[f"{name} {size}, accelerators, {each_has_one}"]
+                assert difference(one.weights, plain.weights) == 0, (name, size, each_has_one)
+                assert one.moved == plain.moved, (name, size, each_has_one)
+                assert one.left == plain.left
     # 27 KB are 27648 bytes, and all features take 28000.
     assert FEATURE_BYTES == 28000
     assert results[0]["chosen"] == {"28000": 1, "27KB": 2, "14000": 2, "7000": 4}
