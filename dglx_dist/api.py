@@ -801,5 +801,8 @@ def _node_loader(
     sampler = dgl.dataloading.NeighborSampler(
         list(fanouts), prefetch_node_feats=feats, prefetch_labels=labels
     )
+    stored = {g.nodes[name].data[column].dtype for name, (column,) in feats.items()}
+    if config.precision == BF16 and stored == {torch.bfloat16}:
+        options = {"feature_dtype": torch.bfloat16, **options}
     loader: TrainingLoader = DataLoader(g, seeds, sampler, **options)
     return loader

@@ -117,10 +117,16 @@ class LinkPrediction:
 
 
 def _input_rows(model: nn.Module, block: Any, feature: str, inputs: EntityInputs | None) -> Any:
-    dtype = float_of(model).dtype
+    weight = float_of(model)
+
+    def converted(rows: Tensor) -> Tensor:
+        # Autocast takes bfloat16 as it is, and would convert it back.
+        half = rows.dtype == torch.bfloat16 and torch.is_autocast_enabled(weight.device.type)
+        return rows if half else rows.to(weight.dtype)
+
     if inputs is None:
-        return block.srcdata[feature].to(dtype)
-    return {ntype: rows.to(dtype) for ntype, rows in inputs(block).items()}
+        return converted(block.srcdata[feature])
+    return {ntype: converted(rows) for ntype, rows in inputs(block).items()}
 
 
 class TrainingLoader(Positioned, Protocol):

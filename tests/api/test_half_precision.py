@@ -7,6 +7,8 @@ import dgl
 import torch
 
 import dglx_dist as dx
+from dglx_dist.training.fit import FitConfig
+from dglx_dist.training.models import Stack
 from tests.api.graphs import as_dgl
 from tests.helpers.ranks import run_ranks
 
@@ -30,6 +32,33 @@ def _batches(folder: str, structure: Any) -> None:
                 assert (feat.dtype, wide.dtype, block.edata["e"].dtype) == given
                 assert torch.equal(feat, stored[inputs].to(feat.dtype))
                 assert torch.equal(feat, wide[:, :2].to(feat.dtype))
+
+
+class Seen(Stack):
+    """Notes in which dtype input rows come to training."""
+
+    def forward(self, blocks: Any, h: Any) -> Any:
+        self.seen = h.dtype
+        return super().forward(blocks, h)
+
+
+def _fitted(folder: str) -> None:
+    for strategy in ("data_parallel", "push_pull", "full_graph", "cooperative"):
+        with dx.init(strategy, timeout=30):
+            g = dx.DistGraph(folder)
+            for precision, given in (("bf16", F16), ("float32", F32)):
+                model = Seen([dgl.nn.SAGEConv(2, 4, "mean"), dgl.nn.SAGEConv(4, 2, "mean")], torch.relu, 0.0)
+                config = FitConfig(epochs=2, eval_every=0, show_progress=False)
+                wrapped, _ = dx.fit(model, g, config=config, precision=precision)
+                assert wrapped.module.seen == given, strategy
+
+
+def test_rows_stored_in_bfloat16_are_trained_on_as_they_are(tmp_path: Path) -> None:
+    g = as_dgl()
+    g.ndata["feat"] = torch.rand(g.num_nodes(), 2)
+    g.ndata["label"], g.ndata["train_mask"] = (g.nodes() > 2).long(), g.nodes() < 4
+    dx.partition_graph(g, "t", 2, tmp_path, feature_dtype=F16)
+    run_ranks(_fitted, 2, args=(str(tmp_path / "t"),))
 
 
 def numbered() -> Any:

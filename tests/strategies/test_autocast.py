@@ -125,12 +125,12 @@ def distance(mine: list[Any], other: list[Any]) -> float:
     return float(np.sqrt(sum(((a - b) ** 2).sum() for a, b in zip(mine, other, strict=True))))
 
 
-@pytest.mark.parametrize("ranks", [2, *wide(1, 3)])
-def test_every_strategy_is_one_process_but_for_rounding(folder: Path, ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "path"), [(2, "dgl"), (2, "torch"), *wide((1, "dgl"), (3, "dgl"))])
+def test_every_strategy_is_one_process_but_for_rounding(folder: Path, ranks: int, path: str) -> None:
     """A strategy may round as often again as bfloat16 in one process does: not more than twice its distance
     from float32."""
     autocast.install()
-    results = run_ranks(on_ranks, ranks, args=(str(folder),))
+    results = run_ranks(on_ranks, ranks, args=(str(folder),), environment={"DGLX_MESSAGE_PASSING": path})
     exchanged = {f"{way.strategy} {kind}": way.exchanged for way in WAYS for kind in way.layers}
     assert all(set(result) == set(exchanged) for result in results)
     for name, phase in exchanged.items():

@@ -17,14 +17,19 @@ from dglx_dist.comm.session import start_session
 from dglx_dist.dataloading.loader import neighborhood_maker
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.message_passing import place
-from dglx_dist.planner.profile import time_batches
+from dglx_dist.planner import measure
+from dglx_dist.planner.choose import choose
+from dglx_dist.planner.measure import MeasureConfig
+from dglx_dist.planner.model_shape import shape_of_module
+from dglx_dist.planner.records import ChoiceOptions
 from dglx_dist.records import NODE_TYPE
+from dglx_dist.strategies.cost import Draws, trace_of_widths
 from dglx_dist.training import relational
 from dglx_dist.training.fit import LinkPrediction, NodeClassification, Step, _train_step
 from dglx_dist.training.inference import _compute_of, _on_block, first_rows
 from dglx_dist.training.models import SymmetricConv, build_model
 from dglx_dist.training.relational import HGT, RGCN
-from tests.planner.hand_made import shape_of_kind
+from tests.planner.hand_made import CLUSTER
 from tests.strategies import equality
 from tests.training import hetero
 
@@ -117,9 +122,17 @@ def test_relations_are_merged_without_reading_them(kind: Any, monkeypatch: pytes
     }
 
 
-def test_a_model_is_timed_where_it_is() -> None:
-    block = dgl.to_block(dgl.graph(([0, 1, 2, 3], [0, 0, 1, 1])), [0, 1])
-    model = build_model("sage", 3, 4, 2, 1).to(META)
-    work, seconds, _ = time_batches(model, shape_of_kind("sage", 3, 4, 2, 1), [[block], [block]])
-    assert work.shape == (2, 3)
-    assert (seconds > 0).all()
+def test_the_planner_measures_where_the_model_is(dataset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches are counted on the CPU; steps on them and on plans of whole graphs are timed on the device."""
+    # Allocations are traced on a copy on the CPU, which has no values here.
+    monkeypatch.setattr(measure, "_traced_memory", lambda _, shape, with_halo: trace_of_widths(shape))
+    draws = Draws(fanouts=(3, 3), batch_size=20, epoch=1, most_batches=2)
+    with start_session() as session:
+        session.device = META
+        g = DistGraph(dataset, structure="replicated")
+        model = build_model("sage", *SIZES).to(META)
+        shape = shape_of_module(model, equality.WIDTH, equality.CLASSES, 2, kind="sage")
+        known, candidates = measure.measure(g, model, shape, MeasureConfig(cluster=CLUSTER, draws=draws))
+    assert known.plan_rates is not None
+    assert min(known.rates.step_s, known.plan_rates.step_s) > 0
+    assert choose(candidates, known, ChoiceOptions(unit="any")).taken is not None
