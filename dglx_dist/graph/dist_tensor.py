@@ -23,7 +23,7 @@ from dglx_dist.data.storage.reader import StoredDataset
 from dglx_dist.data.storage.row_files import RowFile, SavedRows, check_rows, read_index, read_rows, write_rows
 from dglx_dist.errors import ConfigError, RemoteError, StorageError
 from dglx_dist.graph.column import Column, Shard
-from dglx_dist.graph.ids import Ids, as_ids, integer_ids
+from dglx_dist.graph.ids import Ids, as_array, as_ids, integer_ids
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.partition_book import PartitionBook, RowOwners, split_ids
 from dglx_dist.graph.row_kernels import column_info, numpy_view, tensor_view, torch_dtype
@@ -299,7 +299,7 @@ class DistTensor(Shared):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         """Return all rows; without this method NumPy would read them one by one."""
-        return np.asarray(self.to_local().numpy(), dtype=dtype)
+        return np.asarray(as_array(self.to_local()), dtype=dtype)
 
     def nonzero(self, *, as_tuple: bool = False) -> Any:
         """Return this rank's share of the ids of rows that are not 0, as ``dx.node_split``, in torch's shape.
@@ -434,7 +434,7 @@ class DistTensor(Shared):
             )
         joined = DistTensor(self.shape, self.dtype, part_policy=self.part_policy)
         ids = np.arange(*self.part_policy.owned_range)
-        self.kvstore.write_local(joined.kvstore_key, ids, numpy_view(self[ids] | other[ids]))
+        self.kvstore.write_local(joined.kvstore_key, ids, numpy_view((self[ids] | other[ids]).cpu()))
         barrier(self.kvstore.session, f"joining {self.name!r} and {other.name!r}")
         return joined
 

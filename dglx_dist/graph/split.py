@@ -151,7 +151,7 @@ def _preferred_ranks(
 
 
 def _whole(given: Marked) -> Array:
-    return given.to_local().numpy() if isinstance(given, DistTensor) else as_array(given)
+    return as_array(given.to_local() if isinstance(given, DistTensor) else given)
 
 
 def _book(marked: Marked, book: PartitionBook | None) -> PartitionBook:

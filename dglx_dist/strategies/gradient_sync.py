@@ -73,7 +73,7 @@ class Bucket:
         if self._num_computed == len(self.indices):
             # Known without the others' flags, for which the host would wait for the device.
             return dict.fromkeys(self.indices, True)
-        return dict(zip(self.indices, (self._flags > 0).tolist(), strict=True))
+        return dict(zip(self.indices, (self._flags > 0).cpu().tolist(), strict=True))
 
 
 def make_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[Bucket]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.embedding import DistEmbedding
+from dglx_dist.graph.split import node_split
 from tests.graph.small import NUM_NODES, zeros
 from tests.graph.sparse_cases import KINDS, STEPS, batch, embeddings, loss_of, make_optimizer, train
 from tests.helpers.elsewhere import DEVICE, Elsewhere
@@ -30,6 +32,10 @@ def test_embeddings_train_on_a_device_to_the_same_bits(graph: DistGraph, kind: s
         assert torch.equal(mine.weight.to_local(), theirs.weight.to_local())
 
 
+def mask_of(g: DistGraph) -> torch.Tensor:
+    return g.ndata["train_mask"][:]
+
+
 def test_rows_are_read_and_written_where_the_ids_are(graph: DistGraph) -> None:
     ids, tensor = torch.tensor([7, 3, 7]), graph.new_tensor((NUM_NODES, 2), torch.float32)
     rows = torch.arange(6.0).view(3, 2)
@@ -42,6 +48,10 @@ def test_rows_are_read_and_written_where_the_ids_are(graph: DistGraph) -> None:
         assert found.cpu().tolist() == [[8.0, 11.0], [4.0, 6.0], [8.0, 11.0]]
         mask = (torch.arange(NUM_NODES) == 3).to(DEVICE)
         assert tensor[mask].cpu().tolist() == [[4.0, 6.0]]
+        train = graph.ndata["train_mask"].to(DEVICE)
+        assert torch.equal(node_split(train), node_split(mask_of(graph)))
+        assert np.array_equal(train, mask_of(graph).numpy())
+        assert (train | train).count_nonzero() == int(mask_of(graph).sum())
 
 
 def test_rows_go_where_they_are_asked_for(graph: DistGraph) -> None:
