@@ -250,10 +250,6 @@ class DistGraph(Wrapper, of=InnerDistGraph):
         kind = self.to_canonical_etype(etype)
         return self.inner.orig_edge_ids(our_edges(self.inner.kvstore, kind, ids), kind)
 
-    def new_edge_ids(self, ids: Ids, etype: str | EdgeType | None = None) -> Tensor:
-        kind = self.to_canonical_etype(etype)
-        return shown_edges(self.inner.kvstore, kind, self.inner.new_edge_ids(ids, kind))
-
     def add_edge_attribute(self, name: str, padding: Any = None) -> None:
         raise ConfigError("there is no GraphBolt graph; every edge tensor can be used as prob= or mask=")
 

@@ -17,13 +17,7 @@ from dgl.data.utils import load_tensors
 from torch import Tensor
 
 from dglx_dist.compat.dist_tensor import DistTensor, inner_tensor
-from dglx_dist.compat.partition_book import (
-    RangePartitionBook,
-    edge_ids,
-    edge_type,
-    graph_of_book,
-    node_type,
-)
+from dglx_dist.compat.partition_book import RangePartitionBook, edge_ids, edge_type, graph_of_book, node_type
 from dglx_dist.compat.wrappers import refuse_graphbolt
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
 from dglx_dist.data.partition.hierarchical import TRAINER_ID, assign_two_levels, with_trainer_ids

@@ -34,12 +34,10 @@ class RangePartitionBook(GraphPartitionBook, of=PartitionBook):
 
     Without a type, ids of a graph of several types are *homogeneous*: one numbering for all types. The maps
     have (P, 2) homogeneous ranges by type; ConfigError if they do not fit. If they overlap, or number ids in
-    another way than DGL, homogeneous ids are a ConfigError, and all else works. ConfigError too if they do
-    not grow from partition to partition.
+    another way than DGL, homogeneous ids are a ConfigError, and all else works.
     """
 
     _unusual = ""
-
     global_nid_dtype = global_eid_dtype = torch.int64
     """Of newer versions of DGL."""
 
@@ -141,16 +139,7 @@ def _bounds(ranges: Mapping[Any, Any], key: object, num_parts: int) -> Array:
 
 
 def _other_numbering(ranges: Mapping[Any, Any], to_homogeneous: Callable[[Ids, Any], Tensor]) -> str:
-    """Return which ids do not run through the partitions, and in each through the types; "" if all do.
-
-    ConfigError where DGL refuses them, too: ranges do not grow from partition to partition.
-    """
-    by_type = sorted(
-        (np.asarray(given, dtype=np.int64) for given in ranges.values()), key=lambda one: one[0, 0]
-    )
-    if (np.diff(np.stack(by_type, axis=1).reshape(-1, 2), axis=0) < 0).any():
-        told = {key: np.asarray(given).tolist() for key, given in ranges.items()}
-        raise ConfigError(f"the maps are {told}; ids must be numbered partition by partition")
+    """Return which ids do not run through the partitions, and in each through the types; "" if all do."""
     for key, given in ranges.items():
         found = np.asarray(given, dtype=np.int64)
         sizes = found[:, 1] - found[:, 0]

@@ -465,17 +465,9 @@ class DistGraph(Shared):
 
     def new_ids(self, ids: Ids, ntype: str | None = None) -> Tensor:
         """Return the (K,) int64 ids of nodes of the source: the inverse of :meth:`orig_ids`, read whole."""
-        policy = self._node_policies[self._ntype_or_only(ntype, "new_ids(ids, ntype)")]
-        return self._new_ids(policy, ids)
-
-    def new_edge_ids(self, ids: Ids, etype: str | EdgeType | None = None) -> Tensor:
-        """Return the (K,) int64 ids of edges of the source, as :meth:`new_ids`."""
-        policy = self._edge_policies[self._etype_or_only(etype, "new_edge_ids(ids, etype)")]
-        return self._new_ids(policy, ids)
-
-    def _new_ids(self, policy: PartitionPolicy, ids: Ids) -> Tensor:
-        asked = as_ids(ids, policy.get_size(), f"{policy.policy_str} of the source")
-        return self._hidden(policy, ORIGINAL_IDS, slice(None)).argsort()[torch.from_numpy(asked)]
+        key = self._ntype_or_only(ntype, "new_ids(ids, ntype)")
+        asked = as_ids(ids, self.num_nodes(key), f"the nodes {key!r} of the source")
+        return self._hidden(self._node_policies[key], ORIGINAL_IDS, slice(None)).argsort()[asked]
 
     def user_ids(self, ids: Ids, ntype: str | None = None) -> Array:
         """Return the user's own (K,) ids of nodes, int64 or unicode text; without any, :meth:`orig_ids`.

@@ -14,11 +14,11 @@ import socket
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import dglx_dist.compat  # before dgl, which it lets import  # isort: skip
 import dgl
 import dgl.data
 import torch
 
-import dglx_dist.compat
 from dglx_dist.comm import session
 from tests.helpers.ranks import _environment
 

@@ -20,8 +20,6 @@ NODES = {"user": [[0, 2], [5, 6]], "item": [[2, 5], [6, 6]]}
     [
         (NODES, 2, "part_id is 2; there are 2 parts"),
         ({"user": [[0, 2], [5, 6]]}, 0, "the map of 'item' has shape"),
-        # The users of both partitions before the items.
-        ({"user": [[0, 2], [2, 3]], "item": [[3, 6], [6, 6]]}, 0, "must be numbered partition by"),
     ],
 )
 def test_maps_that_do_not_fit_are_refused(nodes: Any, part: int, reason: str) -> None:
