@@ -50,7 +50,7 @@ setup(
         "kaminpar>=3.5",
         "psutil>=5.9",
         "rich>=13.8",
-        "typer>=0.12",
+        "typer>=0.16",
         "matplotlib>=3.8",
     ],
     extras_require={"ogb": OGB, "aws": AWS, "dev": DEV},

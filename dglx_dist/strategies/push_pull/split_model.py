@@ -124,7 +124,7 @@ class InputProvenance(Shared):
     def find(self, rows: Tensor) -> Origin | None:
         """Return the origin of ``rows``, a change of dtype included; None if it is unknown."""
         for known, origin in self._known:
-            if _same(known, rows):
+            if known is rows or _same(known, rows):
                 return origin
         for known, origin in reversed(self._known):
             if not rows.requires_grad and _copied(known, rows, origin):
