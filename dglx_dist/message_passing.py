@@ -361,11 +361,6 @@ def spmm(relation: Relation, op: str, how: str, lhs: Rows, rhs: Rows) -> Tensor:
     return sums.reshape(len(sums), *lhs.shape[1:])
 
 
-def sddmm(relation: Relation, op: str, lhs: Rows, rhs: Rows, lhs_target: str, rhs_target: str) -> Tensor:
-    """Combine rows of the ends of edges and of edges; (E, ...)."""
-    return messages(relation, op, lhs, rhs, lhs_target[0] + rhs_target[0])
-
-
 def edge_softmax(index: TorchIndex, scores: Tensor, eids: Any, norm_by: str) -> Tensor:
     """Softmax of scores over in-edges (norm_by "dst") or out-edges ("src"), of all edges or of ``eids``."""
     # Indices of distributed graphs refuse to be reversed.
@@ -401,7 +396,7 @@ def spmm_hetero(index: TorchIndex, op: str, how: str, num_lhs: int, *operands: R
 def sddmm_hetero(
     index: TorchIndex, op: str, num_lhs: int, lhs_target: str, rhs_target: str, *operands: Rows
 ) -> tuple[Rows, ...]:
-    """:func:`sddmm` of every edge type."""
+    """:func:`messages` of every edge type."""
 
     def rows_of(rows: Sequence[Rows], target: str, etype: int) -> Rows:
         source, destination = index.metagraph.find_edge(etype)
@@ -411,7 +406,7 @@ def sddmm_hetero(
     for etype, relation in enumerate(index.relations):
         lhs = None if op == "copy_rhs" else rows_of(operands[:num_lhs], lhs_target, etype)
         rhs = None if op == "copy_lhs" else rows_of(operands[num_lhs:], rhs_target, etype)
-        found.append(sddmm(relation, op, lhs, rhs, lhs_target, rhs_target))
+        found.append(messages(relation, op, lhs, rhs, lhs_target[0] + rhs_target[0]))
     return tuple(found)
 
 
@@ -442,16 +437,14 @@ def _joined(segments: Sequence[Segments]) -> Segments:
     return Segments(segments[0].num_nodes, len(ends), ends=ends)
 
 
-def segment_reduce(how: str, rows: Tensor, offsets: Tensor) -> Tensor:
-    """Reduce rows ``offsets[n]`` to ``offsets[n + 1]``."""
-    segments = Segments(len(offsets) - 1, len(rows), grouped=(offsets, None))
-    return reduce_edges(rows, segments, how)
-
-
 def segment_mm(rows: Tensor, matrices: Tensor, lengths: Tensor) -> Tensor:
     """(N, A) rows, the first ``lengths[0]`` of which meet the first of the (R, A, B) matrices, and so on."""
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(rows.device)
-    return grouped_product(rows, matrices, Segments(len(matrices), len(rows), grouped=(offsets, None)))
+    return grouped_product(rows, matrices, _in_groups(rows, offsets))
+
+
+def _in_groups(rows: Tensor, offsets: Tensor) -> Segments:
+    return Segments(len(offsets) - 1, len(rows), grouped=(offsets, None))
 
 
 def gather_mm(rows: Tensor, matrices: Tensor, of_rows: Tensor | None, of_matrices: Tensor | None) -> Tensor:
@@ -635,14 +628,14 @@ def _degrees(name: str, side: str) -> Callable[..., Any]:
 
 _OF_INDEX: dict[str, Callable[..., Any]] = {
     "GSpMM": lambda index, *args: spmm(index.relations[0], *args),
-    "GSDDMM": lambda index, *args: sddmm(index.relations[0], *args),
+    "GSDDMM": lambda index, op, lhs, rhs, a, b: messages(index.relations[0], op, lhs, rhs, a[0] + b[0]),
     "EdgeSoftmax": edge_softmax,
     "GSpMM_hetero": spmm_hetero,
     "GSDDMM_hetero": sddmm_hetero,
     "EdgeSoftmax_hetero": edge_softmax_hetero,
 }
 _OF_TENSORS: dict[str, Callable[..., Any]] = {
-    "SegmentReduce": segment_reduce,
+    "SegmentReduce": lambda how, rows, offsets: reduce_edges(rows, _in_groups(rows, offsets), how),
     "ScatterAdd": lambda rows, ends, count: _sum(rows, Segments(count, len(ends), ends=ends)),
     "SEGMENTMM": segment_mm,
     "GATHERMM": gather_mm,
@@ -682,9 +675,5 @@ def _install_once() -> None:
     DGLGraph.to = _to
     DGLGraph.in_degrees = _degrees("in_degrees", "by_dst")
     DGLGraph.out_degrees = _degrees("out_degrees", "by_src")
-    with warnings.catch_warnings():
-        # Torch says once per process that its CSR tensors are new.
-        warnings.simplefilter("ignore")
-        torch.sparse_csr_tensor(
-            torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), torch.zeros(0), (0, 0)
-        )
+    # Torch says once per process that its CSR tensors are new.
+    warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")

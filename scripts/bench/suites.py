@@ -21,6 +21,7 @@ FAMILIES = ("data_parallel", "push_pull", "full_graph", "serverless", "choice", 
 PROGRAMS: Mapping[str, tuple[str, str]] = {
     "performance": ("performance:main", "puts docs/performance.md together from docs/results"),
     "same_bits": ("micro.same_bits:main", "digests of weights, losses, bytes: equal in two checkouts?"),
+    "message_passing": ("micro.message_passing:main", "DGL's kernels beside the torch path, on the CPU"),
     "sampling": ("micro.sampling:main", "neighbour sampling beside stock DGL"),
     "halo": ("micro.halo:main", "how much of a link the halo exchange uses; under netlab"),
     "real_data": ("micro.real_data:main", "accuracy on real graphs, one process beside two ranks"),
