@@ -177,7 +177,7 @@ def test_any_column_of_any_split_is_put_together(dtype: torch.dtype, row: tuple[
         cached = DeviceRows(table=table, rows=rows[kept])
         for ids in ([], [4, 4], [11, 0, 4, 3, 4], list(range(12))):
             asked = np.array(ids, np.int64)
-            missing, hits, slots = split_cached(asked, cached.table)
+            missing, hits, slots = split_cached(asked, 0, 0, cached.table)
             assert set(asked[hits]) <= set(kept)
             assert not set(asked[missing]) & set(kept)
             places = [torch.from_numpy(one) for one in (hits, slots, missing)]
