@@ -279,6 +279,9 @@ def cache_rows(g: OpenedGraph, request: CacheRequest) -> CachePlan:
     cache: RowCache | DeviceRows
     # It is set also when no row has a score, so that all ranks agree on whether there is a cache.
     if device is not None:
+        # Freed first, or both would add to the peak of the device's memory.
+        store.set_device_rows(column.name, None)
+        column = store.column(column.name)
         cache, who = device_rows(store, column, chosen, device), f"rank {topology.rank} on {device}"
         store.set_device_rows(column.name, cache if request.alpha > 0 else None)
     else:
