@@ -300,7 +300,6 @@ def _explained_timeout(session: Session) -> Iterator[None]:
 
 
 def _session_for(strategy: str | None) -> Session:
-    """Return the current session, or open one for ``strategy``."""
     session = session_or(
         lambda: begin(resolve_strategy(strategy, auto=True), {}, check=check_session_options)
     )

@@ -196,7 +196,6 @@ def adopt_checkpointed(g: DistGraph, folder: str | Path, training: Training) -> 
 def _fill_cache(
     g: DistGraph, policy: str, alpha: float, fanouts: Sequence[int], batch_size: int | None
 ) -> None:
-    """Fill the chosen cache, and record it for checkpoints; collective."""
     g.cache_rows(FEATURE, alpha=alpha, policy=policy, fanouts=list(fanouts), batch_size=batch_size)
     CACHE_CHOICE.set(g.session, {"policy": policy, "alpha": alpha})
 
@@ -319,7 +318,6 @@ def check_equal_servers(topology: Topology) -> None:
 
 
 def _cluster(session: Session, options: AutoOptions) -> Cluster:
-    """Return the servers of the running job; collective."""
     topology = session.topology
     check_equal_servers(topology)
     links = probe(session)

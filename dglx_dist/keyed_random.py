@@ -174,7 +174,6 @@ def merged(always: Array, once: Array) -> Array:
 
 @njit(cache=True, nogil=True)
 def _is_plain(csc: Csc, exclude: Array, start: int, end: int) -> bool:
-    """Whether every edge in [start, end) is a candidate and all are equally likely."""
     if len(csc.weights) > 0:
         return False
     if len(exclude) == 0:
@@ -308,7 +307,6 @@ def _lightest(csc: Csc, stream: np.uint64, among: Array, out: Array, ages: Array
 
 @njit(cache=True, nogil=True)
 def _weighted_repeats(csc: Csc, key: np.uint64, among: Array, out: Array, sums: Array) -> None:
-    """Draw len(out) of the candidates ``among`` with replacement, in proportion to their weights."""
     total = 0.0
     for i in range(len(among)):
         total += csc.weights[among[i]]
@@ -322,7 +320,6 @@ def _weighted_repeats(csc: Csc, key: np.uint64, among: Array, out: Array, sums: 
 def _draw_unequal(
     csc: Csc, stream: np.uint64, key: np.uint64, rule: Rule, among: Array, out: Array, scratch: Array
 ) -> None:
-    """Fill ``out`` with positions drawn from ``among``, for excluded or weighted edges."""
     if len(out) == 0:
         return
     if len(out) == len(among) and not rule.replace:
@@ -339,7 +336,6 @@ def _draw_unequal(
 
 @njit(cache=True, nogil=True)
 def _draw_uniform(key: np.uint64, degree: int, replace: bool, out: Array, bits: Array) -> None:
-    """Fill ``out`` with numbers in [0, degree), distinct unless ``replace``."""
     if replace:
         number = 0
         for i in range(len(out)):

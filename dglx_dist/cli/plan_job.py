@@ -178,7 +178,6 @@ def _from_dataset(
 
 
 def _with_gpus(plan: PlanConfig, cluster: Cluster, device: torch.device) -> Cluster:
-    """Return ``cluster`` with the memory of GPUs, if the model is timed on one here."""
     if device.type != "cuda":
         if plan.device_memory_bytes is not None:
             raise ConfigError(

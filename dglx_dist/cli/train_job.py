@@ -108,8 +108,6 @@ def build(plan: TrainConfig, g: DistGraph, ntype: str, classes: int) -> Built:
 
 
 def _check_outputs(plan: TrainConfig, session: Session) -> None:
-    """Check before training that results and trace can be written; collective."""
-
     def check() -> None:
         for name in (plan.predictions, plan.save_embeddings):
             if name is not None and session.topology.rank == 0:
@@ -123,7 +121,6 @@ def _check_outputs(plan: TrainConfig, session: Session) -> None:
 def _write_outputs(
     plan: TrainConfig, wrapped: WrappedModel, inputs: EntityInputs | None, g: DistGraph, ntype: str
 ) -> None:
-    """Write predictions and last hidden layers, from all neighbours, over earlier ones; collective."""
     outputs = [(EMBEDDING, plan.save_embeddings), (PREDICTION, plan.predictions)]
     if not any(folder for _, folder in outputs):
         return

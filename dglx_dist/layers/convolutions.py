@@ -53,7 +53,6 @@ def _then(function: Callable[[Tensor], Tensor] | None, rows: Tensor) -> Tensor:
 
 
 def _narrows(given: StageInput, weight: Tensor) -> bool:
-    """Whether the (outputs, columns) ``weight`` is applied before the sum."""
     return narrows_first(given.block, weight.shape[1], weight.shape[0])
 
 

@@ -318,7 +318,6 @@ class NodeDropouts(Shared):
         return drop_entries(flat, probability, draws, MODULES + call.number).reshape(x.shape)
 
     def _call(self, step: int, nodes: Tensor) -> tuple[_Call, Any]:
-        """Return this call, or the one in forward that it repeats, and its graph or None."""
         state, graph = int(torch.randint(1 << 62, ()).item()), self._graph()
         if torch._C._current_graph_task_id() == -1:  # in forward
             reference = None if graph is None else weakref.ref(graph)

@@ -225,7 +225,6 @@ def _rates(
 
 
 def _owned(run: PlannedRun) -> Array:
-    """Return training nodes whose features this process can read from its server's memory."""
     if not run.in_job:
         return run.seeds
     first, last = run.partition.own_range(run.partition.topology.server)

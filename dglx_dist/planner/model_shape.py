@@ -81,7 +81,6 @@ def _kind_of(module: nn.Module) -> str:
 
 
 def _work_of(module: nn.Module, inputs: int, outputs: int) -> LayerWork:
-    """Return the work of a module that is called with a block, but for linear layers in an unknown one."""
     try:
         return replace(stages_of(module, "inputs").work(), outputs=outputs)
     except ConfigError:

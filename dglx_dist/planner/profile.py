@@ -84,7 +84,6 @@ def probe(session: Session, *, seconds: float = 2.0) -> Links:
 
 
 def _ring_neighbours(members: Sequence[int], rank: int) -> tuple[int, int] | None:
-    """Return the ranks before and after ``rank``; None if it is the only member or no member."""
     if rank not in members or len(members) == 1:
         return None
     place = members.index(rank)

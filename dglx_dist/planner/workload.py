@@ -430,7 +430,6 @@ def expected_batches(
 def _expected_batch(
     graph: GraphStats, cluster: Cluster, seeds: float, fanouts: Sequence[int]
 ) -> tuple[tuple[list[float], list[float], list[float]], float]:
-    """Return sources, targets and edges of a batch by layer, and the share of input rows of other servers."""
     sources: list[float] = []
     targets: list[float] = []
     edges: list[float] = []

@@ -59,7 +59,6 @@ def is_wait(span: Span) -> bool:
 
 
 def _covered(spans: Iterable[Span]) -> float:
-    """Return the seconds in which at least one of the spans runs."""
     total, until = 0.0, -math.inf
     for begin, end in sorted((one.begin_s, one.end_s) for one in spans):
         total += max(end - max(begin, until), 0.0)
@@ -90,7 +89,6 @@ def _choose(
 def _window(
     trace: TraceFile, first: int, last: int, rows: Collection[str] | None = None
 ) -> tuple[float, float]:
-    """Return begin and end in seconds of spans ``first`` to ``last`` of ``rows``, with a margin."""
     shown = [
         span
         for rank in trace.ranks

@@ -177,7 +177,6 @@ def read_epochs(folder: Path) -> tuple[EpochRecord, ...]:
 
 
 def _plain(value: object) -> object:
-    """Return ``value`` as JSON; numbers that are not finite become null."""
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

@@ -36,7 +36,6 @@ def readable_percent(fraction: float | None) -> str:
 
 
 def _table(names: Iterable[str], caption: str | None = None) -> Table:
-    """Return a table with one column of numbers per name."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left")
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from dglx_dist.comm.collectives import gather_int64
 from dglx_dist.comm.session import Session, SessionField, start_session
 from dglx_dist.comm.topology import read_settings
-from dglx_dist.errors import ConfigError
+from dglx_dist.errors import ConfigError, DglxError
 from dglx_dist.layers import autocast
 from dglx_dist.records import FEATURE, LABEL, EpochRecord, StepShare
 from dglx_dist.registry import Registry, did_you_mean
@@ -162,6 +162,8 @@ class WrappedModel(nn.Module, ABC):
         try:
             with edge_data_named():
                 return super().__call__(*args, **kwargs)
+        except DglxError:
+            raise
         except Exception as error:
             _raise_for_devices(self.module, (*args, *kwargs.values()), error)
             raise
@@ -281,7 +283,6 @@ class WrappedModel(nn.Module, ABC):
 
 
 def _raise_for_devices(module: nn.Module, arguments: Iterable[Any], error: Exception) -> None:
-    """Raise ConfigError from ``error`` if ``module`` and an argument lie on different devices."""
     own = next((one.device for one in module.parameters()), None)
     flat = chain.from_iterable(
         one.values() if isinstance(one, Mapping) else one if isinstance(one, list | tuple) else (one,)

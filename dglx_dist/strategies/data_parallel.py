@@ -140,7 +140,6 @@ def row_bytes(found: Survey) -> dict[str, int]:
 
 
 def _traffic(known: Measured, cache: CacheHits | None) -> Traffic:
-    """Return the traffic (docs/design/contracts.md); with a cache, of misses only."""
     row, work = ID_BYTES + known.graph.feature_bytes, known.mini_batches
     hits, rows = (0, 0) if cache is None else (cache.hits, cache.rows)
     phases = row_bytes(replace(work.survey, feature_bytes=work.survey.feature_bytes - hits * row))

@@ -408,7 +408,6 @@ def _check_sparse(checkpoint: Path, saved: int, sparse: Sparse) -> None:
 
 
 def _load_sparse(sparse: Sparse, checkpoint: Path) -> None:
-    """Overwrite embeddings and optimiser state, after :func:`_check_sparse`. Collective."""
     for number, optimizer in enumerate(optimizers_of(sparse)):
         optimizer.flush()
         try:

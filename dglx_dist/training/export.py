@@ -88,7 +88,6 @@ def write_embeddings(
 
 
 def _tables(rows: DistTensor | Mapping[str, DistTensor], g: DistGraph) -> dict[str, DistTensor]:
-    """Return the tensors by their subfolder, "" for the folder itself."""
     is_mapping = isinstance(rows, Mapping)
     if is_mapping and not rows:
         raise ConfigError("there are no rows to write; give a DistTensor, or node type to DistTensor")
@@ -198,7 +197,6 @@ def _texts(g: DistGraph, ntype: str, ids: Array) -> Iterator[Array]:
 
 
 def _lists(rows: Tensor, dtype: pa.DataType) -> pa.Array:
-    """Return (n, *row) values as n numbers or nested fixed-size lists."""
     if rows.dtype == torch.bfloat16:
         rows = rows.float()
     values = pa.array(rows.reshape(-1).numpy())

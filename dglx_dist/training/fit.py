@@ -197,8 +197,9 @@ def train_epoch(
 
 
 def _train_step(step: Step, batch: Any, span: Callable[[str], AbstractContextManager[None]]) -> StepLoss:
-    device = float_of(step.model).device.type
-    autocast = torch.autocast(device, torch.bfloat16) if step.precision == BF16 else nullcontext()
+    autocast: AbstractContextManager[Any] = nullcontext()
+    if step.precision == BF16:
+        autocast = torch.autocast(float_of(step.model).device.type, torch.bfloat16)
     with span("forward"), autocast:
         found = step.task(step.model, batch)
     step.optimizer.zero_grad(set_to_none=True)

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 
 def _with_degrees(block: Any, g: DistGraph, device: torch.device) -> Any:
-    """Return a block whose destinations have all their in-edges, with the degrees of the graph."""
     types = (block.srctypes, block.dsttypes)
     whole = _FullBlock(block._graph, types, block.etypes, block._node_frames, block._edge_frames)
     whole.graph, whole.on_host = g, block
@@ -336,7 +335,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _leaves_of(ntype: str, output: Any, g: DistGraph, count: int) -> dict[Path, Tensor]:
-    """Return the leaves of an output for the ``count`` destinations of one type."""
     leaves = {path: leaf for path, leaf in flatten(output).items() if type_of(path, g) == ntype}
     for path, leaf in leaves.items():
         if not isinstance(leaf, Tensor) or not leaf.dim() or len(leaf) != count:
@@ -347,7 +345,6 @@ def _leaves_of(ntype: str, output: Any, g: DistGraph, count: int) -> dict[Path, 
 
 
 def _for_all(g: DistGraph, compute: _Compute, batch_size: int, ntypes: Sequence[str], what: str) -> _Rows:
-    """Compute the results of all nodes of the types, each rank its share. Collective."""
     owned = {ntype: g.get_node_partition_policy(ntype).owned_range for ntype in ntypes}
     shares = {ntype: list(batches(share, batch_size)) for ntype, share in owned.items()}
     # All ranks, even without nodes, must know the shapes of the results before allocation.

@@ -140,7 +140,6 @@ def _check_scores(score: Tensor, label: Tensor) -> None:
 
 
 def _gather_rows(values: Tensor, session: Session) -> Tensor:
-    """Return the (K,) float64 values of all ranks, bit-equal and in the order of the ranks."""
     lengths = gather_int64([len(values)], session)[:, 0]
     padded = np.zeros(int(lengths.max()), dtype=np.float64)
     padded[: len(values)] = values.numpy()

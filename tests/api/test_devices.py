@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from unittest import mock
 
 import dgl
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 import dglx_dist as dx
 from dglx_dist.comm.session import start_session
-from dglx_dist.errors import ConfigError
+from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.training import checkpoint
@@ -72,6 +73,9 @@ def test_errors_of_the_model_itself_stay(dataset: str) -> None:
         model = dx.wrap(torch.nn.Linear(3, 2), g)
         with pytest.raises(RuntimeError, match="mat1 and mat2"):
             model(torch.ones(2, 4))
+        model.module.forward = mock.Mock(side_effect=PeerError("rank 1 is silent"))
+        with pytest.raises(PeerError, match="rank 1 is silent"):
+            model(torch.ones(2, 3, device="meta"))
 
 
 def test_random_states_of_gpus_are_saved_and_left_where_there_is_none(

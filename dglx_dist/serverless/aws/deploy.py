@@ -260,7 +260,6 @@ def _owner(role: Found) -> object:
 
 
 def _own_function(client: Client, name: str) -> Found | None:
-    """Return the function ``name``, None if there is none; ConfigError unless dglx made it."""
     what, missing = f"could not look for the function {name}", client.exceptions.ResourceNotFoundException
     found = found_or_none(what, missing, client.get_function, FunctionName=name)
     if found is not None and found.get("Tags", {}).get(TAG) != name:

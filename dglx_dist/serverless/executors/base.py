@@ -288,7 +288,6 @@ class PoolExecutor(Executor):
             worker.end()
 
     def _invoke(self, worker: WorkerHandle, task: Task, event: bytes) -> tuple[Invocation | None, str]:
-        """Run a task; return what is billed, and why it failed, "" on success."""
         started = time.monotonic()
         try:
             answer = worker.invoke(event, self._latency.draw(task.key, task.attempt))

@@ -131,7 +131,6 @@ class FullGraphScheme(Work):
         return full_work_of(gathered.reshape(len(steps), topology.world_size, -1), topology)
 
     def _maker(self, run: PlannedRun) -> Callable[[list[Array]], list[RankPlan]]:
-        """Return what makes the plans of all ranks, or in a job that of this rank; then collective."""
         topology, eas = run.partition.topology, None
         if self.limit:
             limits = EasOptions(hops=EAS_HOPS[self.limit], fanout=EAS_FANOUT)

@@ -132,7 +132,6 @@ def cluster_seeds(structure: Structure, nodes: Array, seeds: Array, num_clusters
 
 
 def _induced_graph(structure: Structure, nodes: Array, seeds: Array) -> RawGraph:
-    """Return the subgraph induced by ``nodes``, renumbered in order, with the seeds as training nodes."""
     sources, destinations = [], []
     for some, found in in_edges_of(structure, nodes):
         edges = only_from(found, nodes)

@@ -143,7 +143,6 @@ _RESHAPING: tuple[Callable[..., Any], ...] = (Tensor.view, Tensor.reshape, torch
 
 
 def _complete_shape(shape: Sequence[int], wanted: Sequence[int]) -> tuple[int, ...]:
-    """Return ``wanted`` with -1 replaced so that rows have as many elements as those of ``shape``."""
     known = math.prod(size for size in wanted[1:] if size != -1)
     if len(shape) < 2 or shape[0] or not wanted or wanted[0] or -1 not in wanted or not known:
         return tuple(wanted)
@@ -186,7 +185,6 @@ def reduce_without_edges(block: Any, message: Any, reduce: Any) -> dict[str, Ten
 
 
 def _one_edge_block(block: Any) -> Any:
-    """Return a block of one edge with the destination and edge columns of ``block``, all zeros."""
     source, relation, destination = block.canonical_etypes[0]
     ends = torch.zeros(1, dtype=block.idtype)
     one = dgl.create_block({(source, relation, destination): (ends, ends)}, {source: 1}, {destination: 1})
@@ -396,7 +394,6 @@ class HaloBlock(DGLBlock):
         return self
 
     def _with_fetched_sources(self) -> HaloBlock:
-        """Return this block with columns of own rows that are exchanged on first read."""
         own = self._node_frames[0]
         if not any(isinstance(column, OwnRowsColumn) for column in own._columns.values()):
             return self

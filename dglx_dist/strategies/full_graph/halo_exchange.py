@@ -196,7 +196,6 @@ class HaloExchange:
         return total.to(gradient.dtype)
 
     def _receive(self, h: Tensor, halo: Tensor, phase: str, own: Tensor | None = None) -> None:
-        """Fill ``halo`` with the rows of peers and, at the same time, ``own`` with ``h``."""
         readable, rows_to = self._is_readable(h), self.rows_on(h.device)
         if readable:
             sent = self._memory(self._exchanges.sent, self._num_sent, h)
@@ -227,7 +226,6 @@ class HaloExchange:
         exchange.post(outgoing, incoming, name, phase=phase, layer=self.number)(meanwhile)
 
     def _memory(self, buffer: ReusableBuffer, num_rows: int, like: Tensor) -> Tensor:
-        """Return (num_rows, ...) memory that the exchange of ``like`` can access."""
         shape = (num_rows, *like.shape[1:])
         if is_on_host(like):
             return buffer.take(shape, like.dtype)
@@ -241,7 +239,6 @@ class HaloExchange:
         return self._sent_rows[device]
 
     def _is_readable(self, rows: Tensor) -> bool:
-        """Whether the exchange can read and write ``rows`` where they are."""
         return is_on_host(rows) or self._is_direct(rows)
 
     def _is_direct(self, rows: Tensor) -> bool:
@@ -282,7 +279,6 @@ class _ReturnGradients(torch.autograd.Function):
 
 
 def _pieces_of(rows: Tensor, counts: Sequence[tuple[int, int]]) -> Iterator[tuple[int, Tensor]]:
-    """Split the rows of several ranks into (rank, its rows)."""
     first = 0
     for rank, count in counts:
         yield rank, rows[first : first + count]

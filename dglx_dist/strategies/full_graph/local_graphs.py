@@ -138,7 +138,6 @@ class LocalGraph(DGLGraph):
         return moved
 
     def _messages(self) -> HaloBlock:
-        """Return the block over this graph's nodes and edges, with columns exchanged on first read."""
         (own,) = self._node_frames
         block: HaloBlock = self._block.__copy__()
         block._node_frames = [fetched_frame(own, self._sources_of, self._block.num_src_nodes()), own]

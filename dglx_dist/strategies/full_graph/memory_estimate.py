@@ -397,7 +397,6 @@ def choose_batches(
 
 
 def _feature_row(g: DistGraph, request: LoaderRequest) -> Tensor:
-    """Return (1, F) of the model's input, in the compute type."""
     inputs = next(iter(request.columns.inputs.values()), {})
     if len(inputs) != 1:
         raise ConfigError(

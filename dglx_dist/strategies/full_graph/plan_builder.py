@@ -265,7 +265,6 @@ def _read_layers(
 
 
 def _holders_of(context: PartitionContext, hops: int, ids: Array, held: KHopNeighborhood) -> Steps[Array]:
-    """Return the ranks that hold the (k,) ascending ``ids`` of other servers."""
     topology = context.topology
     if hops == 0:
         return RowOwners(context.bounds, topology).rank_of(ids)

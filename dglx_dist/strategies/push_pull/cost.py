@@ -188,7 +188,6 @@ def _traffic(known: Measured, first: FirstLayer, size: int, *, pushed: bool) -> 
 
 
 def _others_of_group(cluster: Cluster, size: int) -> tuple[int, int]:
-    """Return pairs of an owner and another part of its group, and those of them on two servers."""
     groups = (cluster.server_of_rank[first : first + size] for first in range(0, cluster.ranks, size))
     same_server = sum(count * count for group in groups for count in Counter(group).values())
     # A group has size squared ordered pairs of ranks, including pairs with itself.

@@ -162,7 +162,6 @@ class AsyncExchange:
         phase: str,
         batch: int | None,
     ) -> Transfer:
-        """Send ``sent[p]`` to each other member p and receive what is ``like[p]``."""
         own, others, parts = sent[self._group.part].detach(), self._group.others, range(self._group.size)
         if not others:
             return lambda: [own]

@@ -284,7 +284,6 @@ def _pieces(store: KVStore, wanted: ColumnSlice, session: Session, op: str) -> I
 
 
 def _serve_columns(store: KVStore, key: str, arrays: Sequence[Array]) -> Sequence[Array]:
-    """Return the requested columns of a range of this server's rows."""
     begin, end, left, right = arrays[0].tolist()
     pieces = [
         rows[max(begin - first, 0) : max(end - first, 0), left:right]

@@ -230,7 +230,6 @@ class PushPullLoader(EpochLoader[_Made, Any]):
         return make
 
     def _pushed(self, iteration: int, epoch: int, step: int, own: OwnerBlock, sample_s: float) -> OwnerBlocks:
-        """Exchange the own block for those of the other owners; PeerError if one is dead or late."""
         began = time.perf_counter()
         ranks = [rank for _, rank in self._group.others]
         sent = dict.fromkeys(ranks, pack_block(own, wide=self._wide))
@@ -395,7 +394,6 @@ def open_loader(
 
 
 def _split_prefetch(g: DistGraph, sampler: Any, names: tuple[str, ...]) -> tuple[Any, tuple[str, ...]]:
-    """Return a copy of ``sampler`` without prefetched input matrices, and ``names`` with theirs."""
     if isinstance(sampler, EdgePredictionSampler):
         outer = copy.copy(sampler)
         outer.sampler, names = _split_prefetch(g, sampler.sampler, names)

@@ -584,7 +584,6 @@ class Pipeline(Shared):
             self._ready.append(self._backward_part(self._pushed.pop(0)))
 
     def _agree_on_edges(self, edges: Mapping[str, Tensor]) -> None:
-        """Raise ConfigError on all ranks unless all give the same per-edge values; when they change."""
         # A rank that has none would leave the others waiting for them.
         kinds = {name: f"{list(one.shape[1:])} {one.dtype}" for name, one in sorted(edges.items())}
         if kinds != self._edge_kinds:
@@ -602,7 +601,6 @@ class Pipeline(Shared):
         self._last_called = weakref.ref(group_batch)
 
     def _begun_for(self, group_batch: GroupBatch) -> InFlightBatch | None:
-        """Return the batch that was begun ahead, if it is this one with the same inputs."""
         begun = self._begun if torch.is_grad_enabled() else None
         return begun if begun is not None and begun.inputs is group_batch.inputs else None
 
@@ -618,7 +616,6 @@ class Pipeline(Shared):
     def _start(
         self, layer: SplittableConv, group_batch: GroupBatch, spec: InputSpec, own_edges: Mapping[str, Tensor]
     ) -> InFlightBatch:
-        """Run fM of a batch and send its shares."""
         with self._session.timeline.span("forward M", COMPUTE, group_batch.number):
             batch = InFlightBatch(
                 number=group_batch.number,

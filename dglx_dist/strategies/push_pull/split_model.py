@@ -148,7 +148,6 @@ def _same(known: Tensor, rows: Tensor) -> bool:
 
 
 def _copied(known: Tensor, rows: Tensor, origin: Origin) -> bool:
-    """Whether ``rows`` are ``known`` in another dtype, or concatenated by the user."""
     may_be = known.dtype != rows.dtype or (len(origin.names) > 1 and not origin.steps)
     return may_be and known.shape == rows.shape and torch.equal(known.to(rows.dtype), rows)
 
@@ -561,7 +560,6 @@ def split_model(
 def _cuts(
     model: nn.Module, dimensions: Mapping[nn.Module, Mapping[str, int]], runs: tuple[tuple[Columns, ...], ...]
 ) -> dict[str, Cut]:
-    """Return the cuts under all names; ConfigError if a parameter that is cut has another place, too."""
     known: dict[nn.Parameter, tuple[tuple[nn.Module, str], int]] = {}
     for module, cut in dimensions.items():
         for inner, dimension in cut.items():

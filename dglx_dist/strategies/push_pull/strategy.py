@@ -225,7 +225,6 @@ class PushPullModel(WrappedModel):
             handle.remove()
 
     def _check_input(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        """Raise ConfigError where a module that is not split gets this rank's columns."""
         name = self._whole_inputs.get(id(module))
         if name is None:
             return
@@ -324,7 +323,6 @@ def _group_batch_of(arguments: tuple[Any, ...]) -> GroupBatch | None:
 
 
 def _power(gradients: Iterable[Tensor], norm_type: float, zero: Tensor) -> Tensor:
-    """Return the sum of the p-th powers of all values, or the largest absolute value; of none 0."""
     found = [zero]
     for gradient in gradients:
         values = gradient.detach()

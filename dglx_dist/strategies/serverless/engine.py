@@ -200,7 +200,6 @@ class Engine:
         self.abandon()
 
     def _answer_workers(self, undo: ExitStack) -> dict[str, Handler]:
-        """Register the operations of workers; return those for workers in this process, uncounted."""
         handlers: dict[str, Handler] = {
             PROGRAM: self._send_program,
             PULL: lambda name, _arrays: self._server.pull(*parse_half(name)),

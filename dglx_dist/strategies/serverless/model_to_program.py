@@ -334,7 +334,6 @@ def _check_order(layers: Sequence[Layer], seen: _Trace) -> None:
 def _function_of(
     where: str, call: _Call, in_training: _Call, outside: Mapping[str, nn.Parameter]
 ) -> RowFunction:
-    """Return the function that the model applies after a call, which is given as in both modes."""
     function = find_function(call.result, call.then, call.layer.own_function)
     if function is None:
         sums = torch.logsumexp(call.then.detach(), -1)
