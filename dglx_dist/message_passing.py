@@ -23,7 +23,7 @@ from typing import Any, TypeAlias, TypeVar, final
 
 import dgl
 import torch
-from dgl import DGLGraph
+from dgl import DGLGraph, ndarray
 from dgl.backend.pytorch import sparse
 from dgl.base import ALL, is_all
 from dgl.frame import Column, Frame, LazyFeature
@@ -555,7 +555,7 @@ def cpu_index(index: HeteroGraphIndex) -> HeteroGraphIndex:
     for etype, relation in enumerate(index.relations if isinstance(index, TorchIndex) else ()):
         if HeteroGraphIndex.num_edges(index, etype) != relation.by_dst.num_edges:
             raise ConfigError("the structure of this graph was made on its device and cannot leave it")
-    return HeteroGraphIndex.copy_to(index, dgl.ndarray.cpu(0))
+    return HeteroGraphIndex.copy_to(index, ndarray.cpu(0))
 
 
 def _relation(index: HeteroGraphIndex, etype: int, move: Move) -> Relation:

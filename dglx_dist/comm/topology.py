@@ -110,8 +110,6 @@ class Settings:
     """DGL_CONF_PATH: the partition, from DGL's launcher."""
     dgl_processes: Mapping[str, str] = field(default_factory=dict)
     """Variables by which DGL's launcher configures its servers and clients, where they are set."""
-    message_passing: str | None = None
-    """DGLX_MESSAGE_PASSING: what runs DGL's operators; None: DGL's kernels on the CPU, torch elsewhere."""
     trace: Path | None = None
     """DGLX_TRACE: folder to which every session writes its trace, see comm/trace.py."""
 
@@ -200,14 +198,13 @@ def read_settings(variables: Mapping[str, str] = os.environ) -> Settings:
         options=_object(variables, "DGLX_OPTIONS"),
         part_config=Path(variables["DGL_CONF_PATH"]) if variables.get("DGL_CONF_PATH") else None,
         dgl_processes={name: variables[name] for name in _DGL_VARIABLES if name in variables},
-        message_passing=read_message_passing(variables),
         trace=Path(variables["DGLX_TRACE"]) if variables.get("DGLX_TRACE") else None,
     )
 
 
-def read_message_passing(variables: Mapping[str, str] = os.environ) -> str | None:
-    """Read DGLX_MESSAGE_PASSING; None: not set. ConfigError for an invalid value."""
-    value = variables.get("DGLX_MESSAGE_PASSING") or None
+def read_message_passing() -> str | None:
+    """Read what DGLX_MESSAGE_PASSING has run DGL's operators; None: not set. ConfigError: it is invalid."""
+    value = os.environ.get("DGLX_MESSAGE_PASSING") or None
     if value in (None, "torch", "dgl"):
         return value
     raise ConfigError(

@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeAlias, TypeVar, final
+from typing import Any, TypeAlias, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -34,36 +34,37 @@ def device_of(given: torch.device | str | None, own: torch.device) -> torch.devi
     return device if has_index else torch.device("cuda", torch.cuda.current_device())
 
 
-class Event(Protocol):
-    """A position in the order of a stream's work."""
+@final
+class Streams:
+    """The stream of copies of one GPU, and page-locked memory. Thread-safe; tests have them for CPUs."""
 
-    def query(self) -> bool:
-        """Return whether the work before it is done."""
-        ...
-
-
-class Streams(Protocol):
-    """The stream of copies of one device, and page-locked memory. Thread-safe."""
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it bare
 
     def copying(self) -> AbstractContextManager[Any]:
-        """Make the stream of copies the current one of this thread."""
-        ...
+        """Make the stream of copies, and its device, the current ones of this thread."""
+        return torch.cuda.stream(self._stream)
 
     def pinned(self, tensor: Tensor) -> Tensor:
         """Return ``tensor`` in page-locked memory: itself if it lies there."""
-        ...
+        return tensor.pin_memory()
 
     def copy(self, pinned: Tensor) -> Tensor:
         """Begin to copy to the device, on the current stream."""
-        ...
+        return pinned.to(self._device, non_blocking=True)
 
-    def event(self) -> Event:
-        """Return the end of the work that the current stream has so far."""
-        ...
+    def event(self) -> torch.cuda.Event:
+        """Return the end of the work that the stream of copies has so far."""
+        return self._stream.record_event()
 
-    def wait(self, event: Event, tensors: Sequence[Tensor]) -> None:
+    def wait(self, event: torch.cuda.Event, tensors: Sequence[Tensor]) -> None:
         """Let later work of the current stream wait for ``event``, and ``tensors`` live until it is done."""
-        ...
+        current = torch.cuda.current_stream(self._device)
+        current.wait_event(event)
+        for tensor in tensors:
+            # Else its memory could be given to a later copy while this stream still computes with it.
+            tensor.record_stream(current)
 
 
 @final
@@ -73,7 +74,7 @@ class CopyStream:
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
         self._lock = threading.Lock()
-        self._in_flight: deque[tuple[Event, list[Tensor]]] = deque()
+        self._in_flight: deque[tuple[Any, list[Tensor]]] = deque()
         """The sources of copies, kept until these are done: their memory may be used again afterwards."""
 
     def carry(self, move: Callable[[Copy], T]) -> tuple[T, Callable[[], None]]:
@@ -102,7 +103,7 @@ class CopyStream:
 
         return moved, arrive
 
-    def _keep(self, done: Event, sources: list[Tensor]) -> None:
+    def _keep(self, done: Any, sources: list[Tensor]) -> None:
         with self._lock:
             while self._in_flight and self._in_flight[0][0].query():
                 self._in_flight.popleft()
@@ -111,7 +112,7 @@ class CopyStream:
 
 def open_copies(device: torch.device) -> CopyStream | None:
     """Return what copies the batches of one loader to ``device``; None: no streams are used for it."""
-    return CopyStream(_CudaStreams(device)) if device.type == "cuda" else None
+    return CopyStream(Streams(device)) if device.type == "cuda" else None
 
 
 def carried(
@@ -119,32 +120,6 @@ def carried(
 ) -> tuple[T, Callable[[], None] | None]:
     """:meth:`CopyStream.carry`, or without ``copies`` at once: then there is nothing to call."""
     return (move(lambda tensor: tensor.to(device)), None) if copies is None else copies.carry(move)
-
-
-@final
-class _CudaStreams:
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it bare
-
-    def copying(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._stream)
-
-    def pinned(self, tensor: Tensor) -> Tensor:
-        return tensor.pin_memory()
-
-    def copy(self, pinned: Tensor) -> Tensor:
-        return pinned.to(self._device, non_blocking=True)
-
-    def event(self) -> Event:
-        return self._stream.record_event()
-
-    def wait(self, event: Any, tensors: Sequence[Tensor]) -> None:
-        current = torch.cuda.current_stream(self._device)
-        current.wait_event(event)
-        for tensor in tensors:
-            # Else its memory could be given to a later copy while this stream still computes with it.
-            tensor.record_stream(current)
 
 
 def to_device(rows: Tensor, device: torch.device) -> Tensor:

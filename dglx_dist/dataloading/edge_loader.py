@@ -477,8 +477,7 @@ class DistEdgeDataLoader(StepLoader[EdgeType, EdgeBatch, EdgesBatch]):
         super().__init__(g.session, read.items, read.options, maker)
 
     def _delivered(self, batch: EdgeBatch, share: StepShare) -> EdgesBatch:
-        if batch.arrive is not None or batch.split:
-            batch.arrived()
+        batch.arrived()
         blocks, nodes, graphs = batch.blocks, batch.input_nodes, batch.pairs
         # On each of them, since a model may get the blocks, a pair graph, or both.
         for stamped in (blocks[-1], *graphs):

@@ -147,21 +147,17 @@ class SplitColumn:
     ntype: str
     name: str
     cached: DeviceRows
-    places: tuple[Tensor, Tensor, Tensor]
-    """(h,) int64 positions of cached rows, their slots, and (m,) positions of the others."""
-    rows: Tensor
-    """(m, *row) those that are not cached, in the column's dtype."""
+    parts: Sequence[Tensor]
+    """The arguments of :meth:`DeviceRows.joined`."""
     dtype: torch.dtype
     """Of the column in the block."""
 
     def moved(self, copy: Copy) -> SplitColumn:
-        """Return the same with what is copied to the device."""
-        hits, slots, missing = map(copy, self.places)
-        return replace(self, places=(hits, slots, missing), rows=copy(self.rows))
+        return replace(self, parts=[copy(part) for part in self.parts])
 
     def attach(self, blocks: Sequence[DGLBlock]) -> None:
         """Set the column, on the current stream."""
-        rows = self.cached.joined(*self.places, self.rows)
+        rows = self.cached.joined(*self.parts)
         blocks[0].srcnodes[self.ntype].data[self.name] = rows.to(self.dtype)
 
 
@@ -213,7 +209,7 @@ def submit_columns(
         for number, side, kind, name, pull in pending:
             rows = pull() if side == "dstnodes" else columns.memory.converted(pull())
             getattr(built[number], side)[kind].data[name] = rows
-        return [finished() for finished in split] if split else ()
+        return [finished() for finished in split]
 
     return finish
 
@@ -230,15 +226,8 @@ def _submit_split(
     missing, hits, slots = store.split_cached(key, ids, cached)
     out = memory.rows(key, len(missing), store.column(key).info)
     pull = store.submit_pull(key, ids[missing], out=out, distinct=distinct, phase=FEATURE_PHASE)
-    hit_places, hit_slots, others = map(torch.from_numpy, (hits, slots, missing))
-    return lambda: SplitColumn(
-        ntype=ntype,
-        name=name,
-        cached=cached,
-        places=(hit_places, hit_slots, others),
-        rows=pull(),
-        dtype=memory.target(cached.rows.dtype),
-    )
+    places, dtype = map(torch.from_numpy, (hits, slots, missing)), memory.target(cached.rows.dtype)
+    return lambda: SplitColumn(ntype=ntype, name=name, cached=cached, parts=[*places, pull()], dtype=dtype)
 
 
 def _each(columns: Mapping[K, Mapping[str, str]]) -> Iterator[tuple[K, str, str]]:

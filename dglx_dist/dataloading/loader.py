@@ -227,7 +227,6 @@ class DataLoader(StepLoader[str, MiniBatch, Batch]):
         super().__init__(g.session, seeds, read, maker)
 
     def _delivered(self, batch: MiniBatch, share: StepShare) -> Batch:
-        if batch.arrive is not None or batch.split:
-            batch.arrived()
+        batch.arrived()
         batch.blocks[-1].step_share = share
         return batch.input_nodes, batch.output_nodes, batch.blocks

@@ -22,7 +22,7 @@ from dglx_dist.comm.collectives import gather_int64
 from dglx_dist.comm.devices import check_device
 from dglx_dist.comm.session import Session
 from dglx_dist.comm.trace import COMPUTE, LOADER, WAIT, Pass
-from dglx_dist.comm.transfer import Copy, carried, device_of, open_copies
+from dglx_dist.comm.transfer import carried, device_of, open_copies
 from dglx_dist.dataloading.feature_fetch import check_float
 from dglx_dist.dataloading.sampler_spec import refuse_by_name
 from dglx_dist.errors import CheckpointError, ConfigError
@@ -384,22 +384,7 @@ class EpochLoader(ABC, Generic[B, T]):
         return delivered
 
 
-M = TypeVar("M", bound="Movable")
-
-
-class Movable(Timed, Protocol):
-    """A batch of a step loader."""
-
-    @property
-    def arrive(self) -> Callable[[], None] | None:
-        """Lets the consumer's stream wait for the copies to its device; None: there are none."""
-
-    def moved(self: M, device: torch.device, copy: Copy) -> M:
-        """Return the batch on ``device``, with its tensors copied by ``copy``."""
-        ...
-
-
-class StepLoader(EpochLoader[M, T], Generic[K, M, T]):
+class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
     """Yields batches of this rank's items, made ahead on threads, in as many steps as the other ranks.
 
     Constructing it is collective; iterating calls no collective. A rank that has run out of ``items`` gets
@@ -410,7 +395,7 @@ class StepLoader(EpochLoader[M, T], Generic[K, M, T]):
         PeerError: a rank did not take part.
     """
 
-    def __init__(self, session: Session, items: Items[K], options: LoaderOptions, maker: Maker[K, M]) -> None:
+    def __init__(self, session: Session, items: Items[K], options: LoaderOptions, maker: Maker[K, B]) -> None:
         self.items, self._options, self._maker = items, options, maker
         self.device = device_of(options.device, session.device)
         # DGL's own graphs on a GPU do not tell which tensors a copy fills: they are moved at once.
@@ -424,7 +409,7 @@ class StepLoader(EpochLoader[M, T], Generic[K, M, T]):
         super().__init__(session, seed=seed, depth=options.depth, num_threads=options.num_threads)
 
     @abstractmethod
-    def _delivered(self, batch: M, share: StepShare) -> T:
+    def _delivered(self, batch: B, share: StepShare) -> T:
         """Return the batch for the consumer, on its device and stamped with ``share``."""
 
     def __len__(self) -> int:
@@ -436,7 +421,7 @@ class StepLoader(EpochLoader[M, T], Generic[K, M, T]):
         used = self._schedule.used
         return used[self._schedule.rank], sum(used)
 
-    def offline(self) -> Callable[[Mapping[K, Any], int], M]:
+    def offline(self) -> Callable[[Mapping[K, Any], int], B]:
         """Return (items, epoch) to that batch of any rank; see :meth:`Maker.offline`. Thread-safe."""
         return self._maker.offline().make
 
@@ -455,33 +440,33 @@ class StepLoader(EpochLoader[M, T], Generic[K, M, T]):
         order = of_rank.order(shuffle=self._options.shuffle, seed=self.seed, epoch=epoch)
         return lambda step: of_rank.take(order[schedule.slice_of(step)])
 
-    def made_of(self, epoch: int) -> Callable[[int], M]:
+    def made_of(self, epoch: int) -> Callable[[int], B]:
         """Return :meth:`batches_of` in host memory."""
         items_of = self.seeds_of_step(epoch)
 
-        def make(step: int) -> M:
+        def make(step: int) -> B:
             with self._session.timeline.span("sample", LOADER, epoch * len(self) + step):
                 return self._maker.make(items_of(step), epoch)
 
         return make
 
-    def batches_of(self, epoch: int) -> Callable[[int], M]:
+    def batches_of(self, epoch: int) -> Callable[[int], B]:
         make = self.made_of(epoch)
         if not self.moves_batches:
             return make
 
-        def make_moved(step: int) -> M:
+        def make_moved(step: int) -> B:
             batch: Any = make(step)
             begin = time.perf_counter()
             with self._session.timeline.span("copy to the device", LOADER, epoch * len(self) + step):
                 found, arrive = carried(self.copies, self.device, partial(batch.moved, self.device))
             fetch_s = batch.fetch_s + time.perf_counter() - begin
-            moved: M = replace(found, arrive=arrive, fetch_s=fetch_s)
+            moved: B = replace(found, arrive=arrive, fetch_s=fetch_s)
             return moved
 
         return make_moved
 
-    def deliver(self, step: int, batch: M) -> T:
+    def deliver(self, step: int, batch: B) -> T:
         share = self._session.step_share = self._schedule.share(step)
         return self._delivered(batch, share)
 

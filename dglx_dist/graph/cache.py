@@ -28,7 +28,7 @@ from dglx_dist.graph.column import Column, DeviceRows, RowCache, check_cacheable
 from dglx_dist.graph.dist_tensor import OpenedGraph
 from dglx_dist.graph.ids import Ids
 from dglx_dist.graph.kvstore import KVStore
-from dglx_dist.graph.row_kernels import NO_SLOTS, SlotTable, fill_table, table_sizes
+from dglx_dist.graph.row_kernels import SlotTable, fill_table, table_sizes
 from dglx_dist.graph.sampling import NO_IDS, by_type, fanout_by_type
 from dglx_dist.graph.shared_memory import shared_rows
 from dglx_dist.graph.split import node_split
@@ -188,11 +188,9 @@ def device_rows(store: KVStore, column: Column, ids: Array, device: torch.device
         ConfigError: on all ranks, when the rows of one do not fit.
     """
     session = store.session
-    table = NO_SLOTS
-    if len(ids):
-        num_slots, num_keys = table_sizes(len(ids), column.num_rows)
-        table = SlotTable(np.empty(num_slots, np.int32), np.empty(num_keys, np.int64))
-        fill_table(table, ids)
+    num_slots, num_keys = table_sizes(len(ids), column.num_rows) if len(ids) else (0, 0)
+    table = SlotTable(np.empty(num_slots, np.int32), np.empty(num_keys, np.int64))
+    fill_table(table, ids)
     rows = run_on_all_ranks(
         session, lambda: store.pull(column.name, ids, distinct=True, phase=PHASE_ROW_CACHE)
     )
@@ -211,8 +209,6 @@ def device_rows(store: KVStore, column: Column, ids: Array, device: torch.device
 
 
 POLICIES = ("vip", "degree", "halo")
-_NOBODY = 0, 0
-"""The rows that a cache on a device leaves out: none, since those of the local server are copied there."""
 TRAIN_MASK = "train_mask"
 
 Fanouts: TypeAlias = Sequence[int | Mapping[str | EdgeType, int]]
@@ -275,39 +271,31 @@ def cache_rows(g: OpenedGraph, request: CacheRequest) -> CachePlan:
     own = int(column.bounds[topology.server]), int(column.bounds[topology.server + 1])
     budget, number = int(request.alpha * (own[1] - own[0])), store.next_number()
     scores = _SCORES[request.policy](g, request, f"scores-{number}")
+    # Rows of the local server are worth a place on a device.
+    chooses, own = (True, (0, 0)) if device is not None else (topology.local_rank == 0, own)
+    chosen = most_wanted(scores, own, budget) if chooses else NO_IDS
+    has_rate = chooses and request.policy == "vip"
+    rate: object = expected_hit_rate(scores, own, chosen) if has_rate else None
+    cache: RowCache | DeviceRows
+    # It is set also when no row has a score, so that all ranks agree on whether there is a cache.
     if device is not None:
-        return _cache_on(device, store, column, request, most_wanted(scores, _NOBODY, budget), scores)
-    is_leader = topology.local_rank == 0
-    chosen = most_wanted(scores, own, budget) if is_leader else NO_IDS
-    cache = fill_cache(store, column, f"cache-{number}", chosen)
-    # Also when no row has a score, so that all ranks agree on whether there is a cache.
-    store.set_cache(column.name, cache if request.alpha > 0 else None)
-    has_rate = is_leader and request.policy == "vip"
-    rates = gather_json(expected_hit_rate(scores, own, chosen) if has_rate else None, session)
-    rate = rates[topology.ranks_of_server(topology.server)[0]]
+        # Freed first, or both would add to the peak of the device's memory.
+        store.set_device_rows(column.name, None)
+        column = store.column(column.name)
+        cache, who = device_rows(store, column, chosen, device), f"rank {topology.rank} on {device}"
+        store.set_device_rows(column.name, cache if request.alpha > 0 else None)
+    else:
+        cache, who = fill_cache(store, column, f"cache-{number}", chosen), f"server {topology.server}"
+        store.set_cache(column.name, cache if request.alpha > 0 else None)
+        rate = gather_json(rate, session)[topology.ranks_of_server(topology.server)[0]]
     plan = CachePlan(
         policy=request.policy,
         rows=len(cache.rows),
         bytes=cache.num_bytes,
         expected_hit_rate=rate if isinstance(rate, float) else None,
     )
-    if is_leader:
-        log.info("server %d caches %s: %s", topology.server, column.name, plan)
-    return plan
-
-
-def _cache_on(
-    device: torch.device, store: KVStore, column: Column, request: CacheRequest, ids: Array, scores: Array
-) -> CachePlan:
-    cache = device_rows(store, column, ids, device)
-    store.set_device_rows(column.name, cache if request.alpha > 0 else None)
-    plan = CachePlan(
-        policy=request.policy,
-        rows=len(ids),
-        bytes=cache.num_bytes,
-        expected_hit_rate=expected_hit_rate(scores, _NOBODY, ids) if request.policy == "vip" else None,
-    )
-    log.info("rank %d caches %s on %s: %s", store.session.topology.rank, column.name, device, plan)
+    if chooses:
+        log.info("%s caches %s: %s", who, column.name, plan)
     return plan
 
 

@@ -181,7 +181,7 @@ class DistEmbedding(Shared):
         places = None
         distinct, place_of = number_distinct(index)
         if len(distinct) < len(index):
-            places = torch.from_numpy(place_of).to(target)
+            places = to_device(torch.from_numpy(place_of), target)
         leaf = self._pull(distinct, target, distinct=True).requires_grad_()
         record = self._recorder(distinct, self.kvstore.session.step_share)
         leaf.register_post_accumulate_grad_hook(record)  # type: ignore[no-untyped-call]  # untyped in torch

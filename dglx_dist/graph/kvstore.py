@@ -248,7 +248,7 @@ class KVStore:
         """
         column = self.column(name)
         column.check(ids)
-        missing, hits, slots = split_cached(ids, cached.table)
+        missing, hits, slots = split_cached(ids, 0, 0, cached.table)
         first, end = column.bounds[self._server : self._server + 2]
         found = ids[hits]
         num_local = int(np.count_nonzero((found >= first) & (found < end)))

@@ -325,11 +325,6 @@ def plan_remote(
     return RemotePlan(*_plan(ids, bounds, own_server, cached, distinct))
 
 
-def split_cached(ids: Array, cached: SlotTable) -> tuple[Array, Array, Array]:
-    """Return the (K,) int64 positions of ``ids`` that are not ``cached``; those that are, and their slots."""
-    return _split(ids, 0, 0, cached)
-
-
 def number_distinct(ids: Array) -> tuple[Array, Array]:
     """Return the distinct (K,) int64 ``ids`` in order of appearance, and the (K,) int64 index of each."""
     place_of = np.empty(len(ids), np.int64)
@@ -338,7 +333,7 @@ def number_distinct(ids: Array) -> tuple[Array, Array]:
 
 @njit(cache=True, nogil=True)
 def _plan(ids: Array, bounds: Array, own: int, cached: SlotTable, is_distinct: bool) -> Any:
-    places, hit_places, hit_slots = _split(ids, bounds[own], bounds[own + 1], cached)
+    places, hit_places, hit_slots = split_cached(ids, bounds[own], bounds[own + 1], cached)
     if is_distinct:
         slots, server_starts = group_by_range(ids[places], bounds)
         positions = np.empty(len(places), np.int64)
@@ -364,8 +359,11 @@ def _plan(ids: Array, bounds: Array, own: int, cached: SlotTable, is_distinct: b
 
 
 @njit(cache=True, nogil=True)
-def _split(ids: Array, low: int, high: int, cached: SlotTable) -> tuple[Array, Array, Array]:
-    """Return the places of the ids to request, and places and slots of the cached ones."""
+def split_cached(ids: Array, low: int, high: int, cached: SlotTable) -> tuple[Array, Array, Array]:
+    """Return the places of the ids to request, and places and slots of the cached ones; all int64.
+
+    Those from ``low`` to below ``high`` are in neither.
+    """
     # Memory that is not written to costs nothing.
     places = np.empty(len(ids), np.int64)
     hit_places = np.empty(len(ids), np.int64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from dglx_dist.errors import ConfigError, DglxError
 from dglx_dist.graph.cache import most_wanted
 from dglx_dist.graph.column import DeviceRows
 from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.row_kernels import NO_SLOTS, SlotTable, fill_table, split_cached
 from dglx_dist.records import NODE_TYPE
 from tests.graph.small import NUM_NODES, edges
@@ -157,6 +159,25 @@ def test_each_rank_of_a_server_keeps_what_it_needs_itself(small_dataset: Path) -
         assert (len(found), rate) == (3, 0.75)
 
 
+def test_former_rows_on_a_device_are_freed_first(
+    small_dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with start_session(topology=Topology(0, 1, (0,))):
+        g, pull = DistGraph(small_dataset), KVStore.pull
+        g.cache_rows("feat", alpha=0.5, policy="degree", device="cpu")
+        kept = g.kvstore.column(g.ndata["feat"].kvstore_key).on_device
+        assert kept is not None
+        former = weakref.ref(kept.rows)
+        del kept
+
+        def pulled(*args: Any, **options: Any) -> torch.Tensor:
+            assert former() is None
+            return pull(*args, **options)
+
+        monkeypatch.setattr(KVStore, "pull", pulled)
+        assert g.cache_rows("feat", alpha=0.2, policy="degree", device="cpu").rows > 0
+
+
 def column_of(dtype: torch.dtype, row: tuple[int, ...]) -> Any:
     rows = torch.arange(12 * max(int(np.prod(row)), 0)).view(12, *row) % 7
     return rows.to(dtype)
@@ -177,7 +198,7 @@ def test_any_column_of_any_split_is_put_together(dtype: torch.dtype, row: tuple[
         cached = DeviceRows(table=table, rows=rows[kept])
         for ids in ([], [4, 4], [11, 0, 4, 3, 4], list(range(12))):
             asked = np.array(ids, np.int64)
-            missing, hits, slots = split_cached(asked, cached.table)
+            missing, hits, slots = split_cached(asked, 0, 0, cached.table)
             assert set(asked[hits]) <= set(kept)
             assert not set(asked[missing]) & set(kept)
             places = [torch.from_numpy(one) for one in (hits, slots, missing)]

@@ -25,6 +25,7 @@ from typing import Any
 from torch._C._distributed_c10d import TCPStore
 
 PRELOAD = [
+    "dglx_dist",
     "torch",
     "torch.distributed",
     "torch._dynamo",  # the first optimizer imports it

@@ -17,11 +17,13 @@ class LateStreams:
     """Copies happen as late as the order of events allows: when somebody waits for them.
 
     Until then the copy holds garbage. The source is read then, and only referred to: whoever begins a copy
-    must keep it, and must not write to it. ``log`` has what was done, and on which thread.
+    must keep it, and must not write to it. ``log`` has what was done, and on which thread; ``carried`` counts
+    the events that nobody has acquired there.
     """
 
     def __init__(self) -> None:
         self.log: list[tuple[str, str]] = []
+        self.carried = threading.Semaphore(0)
         self._begun: list[tuple[weakref.ref[Tensor], Tensor]] = []
         self._num_done = 0
         self._here = threading.local()
@@ -49,6 +51,7 @@ class LateStreams:
 
     def event(self) -> LateEvent:
         self._note("event")
+        self.carried.release()
         return LateEvent(self, len(self._begun))
 
     def wait(self, event: LateEvent, tensors: Sequence[Tensor]) -> None:
