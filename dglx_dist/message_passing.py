@@ -3,9 +3,9 @@
 On a graph that :func:`place` has put on a device, DGL's operators (``update_all``, ``apply_edges``,
 ``edge_softmax``, ``dgl.ops``) run the functions of this module; on every other graph, DGL's own kernels.
 
-Each row of a result has one writer, which adds in the order of the edges: nothing depends on the order in
-which threads of a device finish. No function waits for the device, but for the in-edges of some nodes, which
-DGL asks for in user-defined reductions.
+Each row of a result has one writer, which adds in the order of the edges; only products with a sparse matrix
+leave the order to the device's library. No function waits for the device, but for the in-edges of some nodes,
+which DGL asks for in user-defined reductions.
 
 Letters of shapes: S sources, D destinations, E edges, H heads, F features of a head.
 """
@@ -46,6 +46,8 @@ Rows: TypeAlias = Tensor | None
 _HALVES = (torch.float16, torch.bfloat16)
 _MOST_HEADS = 8
 """Products with a sparse matrix for one sum; with more heads, messages are made."""
+_PIECE = 2**24
+"""Elements of rows that are gathered to edges at a time for gradients of weights."""
 _BLOCK_ROWS = 64
 """Rows that are multiplied by one matrix at a time in :func:`grouped_product`."""
 
@@ -255,7 +257,7 @@ class _Extreme(Function):
             first = torch.cat([order.long(), starts.new_full((1,), count)])[first]
         ctx.count = count
         ctx.save_for_backward(first)
-        return torch.where(found, best, 0)
+        return torch.where(found | best.isnan(), best, 0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -278,10 +280,18 @@ class _WeightedSum(Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         rows, weights = ctx.saved_tensors
         relation, of_rows, of_weights = ctx.relation, None, None
+        size = max(1, _PIECE // max(1, math.prod(grad.shape[1:])))
         if ctx.needs_input_grad[0]:
             of_rows = _weighted_sum(grad, weights, relation.reverse)
         if ctx.needs_input_grad[1]:
-            of_weights = (gather(rows, relation.by_src) * gather(grad, relation.by_dst)).sum(-1)
+            # In pieces: all rows of edges at once would be far larger than those of nodes.
+            ends = (side.ends.split(size) for side in (relation.by_src, relation.by_dst))
+            of_weights = torch.cat(
+                [
+                    (rows.index_select(0, u) * grad.index_select(0, v)).sum(-1)
+                    for u, v in zip(*ends, strict=True)
+                ]
+            )
         return of_rows, of_weights, None
 
 
@@ -439,7 +449,7 @@ def _joined(segments: Sequence[Segments]) -> Segments:
 
 def segment_mm(rows: Tensor, matrices: Tensor, lengths: Tensor) -> Tensor:
     """(N, A) rows, the first ``lengths[0]`` of which meet the first of the (R, A, B) matrices, and so on."""
-    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(rows.device)
+    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(rows.device, non_blocking=True)
     return grouped_product(rows, matrices, _in_groups(rows, offsets))
 
 

@@ -133,10 +133,10 @@ def describe(ranks: Sequence[RankDevice], hosts: Sequence[str], backend: str) ->
     shown = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
     who = "1 rank" if len(ranks) == 1 else f"{len(ranks)} ranks"
     who += f" on {machines} machines" if machines > 1 else ""
-    on_nccl = bool(ranks[0].card) and "nccl" in backend
     if len({one.card for one in ranks}) < len(ranks) and ranks[0].card:
         return f"{who} share {shown}: rows go through host memory by gloo"
-    how = "" if len(ranks) == 1 else f", {'NCCL' if on_nccl else 'gloo'}"
+    by = "NCCL" if ranks[0].card and "nccl" in backend else "gloo"
+    how = "" if len(ranks) == 1 else f", {by}"
     return f"{who}, {shown}{how}" + (f": {ranks[0].why}" if ranks[0].why else "")
 
 

@@ -131,7 +131,7 @@ def to_device(rows: Tensor, device: torch.device) -> Tensor:
 
 
 def to_host(rows: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
-    """Return contiguous ``rows`` in host memory, and what waits until they have arrived; None: they have."""
+    """Return ``rows`` contiguous in host memory, and what waits until they have arrived; None: they have."""
     if rows.device.type != "cuda":
         return rows.contiguous().cpu(), None
     host = host_memory(rows.shape, rows)

@@ -186,16 +186,20 @@ def submit_columns(
         dead or silent.
     """
     pending: list[tuple[int, str, Any, str, PendingPull]] = []
-    split: list[Callable[[], SplitColumn]] = []
+    split: list[tuple[str, str, DeviceRows, Sequence[Array], PendingPull]] = []
     for ntype, name, key in _each(columns.inputs):
         ids, column = inputs.get(ntype, NO_ROWS), store.column(key)
         cached = column.on_device
+        places: Sequence[Array] = ()
         if cached is not None and cached.rows.device == columns.memory.device:
-            split.append(_submit_split(store, columns.memory, cached, (ntype, name, key), ids, distinct))
-            continue
+            places = store.split_cached(key, ids, cached)
+            ids = ids[places[-1]]
         out = columns.memory.rows(key, len(ids), column.info)
         pull = store.submit_pull(key, ids, out=out, distinct=distinct, phase=FEATURE_PHASE)
-        pending.append((0, "srcnodes", ntype, name, pull))
+        if cached is not None and places:
+            split.append((ntype, name, cached, places, pull))
+        else:
+            pending.append((0, "srcnodes", ntype, name, pull))
     for ntype, name, key in _each(columns.targets):
         pull = store.submit_pull(key, targets.get(ntype, NO_ROWS), distinct=distinct, phase=LABEL_PHASE)
         pending.append((-1, "dstnodes", ntype, name, pull))
@@ -209,25 +213,18 @@ def submit_columns(
         for number, side, kind, name, pull in pending:
             rows = pull() if side == "dstnodes" else columns.memory.converted(pull())
             getattr(built[number], side)[kind].data[name] = rows
-        return [finished() for finished in split]
+        return [
+            SplitColumn(
+                ntype=ntype,
+                name=name,
+                cached=cached,
+                parts=[*map(torch.from_numpy, places), pull()],
+                dtype=columns.memory.target(cached.rows.dtype),
+            )
+            for ntype, name, cached, places, pull in split
+        ]
 
     return finish
-
-
-def _submit_split(
-    store: KVStore,
-    memory: RowMemory,
-    cached: DeviceRows,
-    names: tuple[str, str, str],
-    ids: Array,
-    distinct: bool,
-) -> Callable[[], SplitColumn]:
-    ntype, name, key = names
-    missing, hits, slots = store.split_cached(key, ids, cached)
-    out = memory.rows(key, len(missing), store.column(key).info)
-    pull = store.submit_pull(key, ids[missing], out=out, distinct=distinct, phase=FEATURE_PHASE)
-    places, dtype = map(torch.from_numpy, (hits, slots, missing)), memory.target(cached.rows.dtype)
-    return lambda: SplitColumn(ntype=ntype, name=name, cached=cached, parts=[*places, pull()], dtype=dtype)
 
 
 def _each(columns: Mapping[K, Mapping[str, str]]) -> Iterator[tuple[K, str, str]]:

@@ -204,12 +204,7 @@ class CacheCounts:
         return self.hits / (self.hits + self.misses) if self.hits + self.misses else None
 
     def __sub__(self, other: CacheCounts) -> CacheCounts:
-        return CacheCounts(
-            local=self.local - other.local,
-            hits=self.hits - other.hits,
-            misses=self.misses - other.misses,
-            on_device=self.on_device - other.on_device,
-        )
+        return CacheCounts(**{name: count - getattr(other, name) for name, count in vars(self).items()})
 
 
 def check_cacheable(column: Column) -> None:

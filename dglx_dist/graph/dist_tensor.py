@@ -376,7 +376,7 @@ class DistTensor(Shared):
         device = self._device
         if isinstance(index, Tensor) and index.device.type != "cpu":
             device = index.device
-        rows = rows if device.type == "cpu" else to_device(rows, device)
+        rows = to_device(rows, device)
         return rows[0] if isinstance(index, int | np.integer) else rows
 
     def __setitem__(self, index: Ids, values: Tensor) -> None:

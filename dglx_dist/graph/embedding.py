@@ -201,8 +201,7 @@ class DistEmbedding(Shared):
 
     def _pull(self, ids: Array, device: torch.device, *, distinct: bool = False) -> Tensor:
         rows = self.kvstore.pull(self.weight.kvstore_key, ids, distinct=distinct, phase=PHASE)
-        rows = rows if device.type == "cpu" else to_device(rows, device)
-        return rows.to(self.compute_dtype)
+        return to_device(rows, device).to(self.compute_dtype)
 
     def _recorder(self, ids: Array, share: StepShare | None) -> Callable[[Tensor], None]:
         """Return the hook that moves the gradient out of the leaf; it keeps no leaf or graph alive."""
@@ -210,9 +209,7 @@ class DistEmbedding(Shared):
         def record(leaf: Tensor) -> None:
             gradient, leaf.grad = leaf.grad, None
             assert gradient is not None
-            rows, wait = gradient.detach().contiguous(), None
-            if rows.device.type != "cpu":
-                rows, wait = to_host(rows)
+            rows, wait = to_host(gradient.detach())
             self._keep(RowGradient(ids=ids, rows=rows.numpy(), share=share, wait=wait))
 
         return record

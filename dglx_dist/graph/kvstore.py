@@ -244,7 +244,7 @@ class KVStore:
     def split_cached(self, name: str, ids: Array, cached: DeviceRows) -> tuple[Array, Array, Array]:
         """Count the rows of (K,) int64 ``ids`` that are ``cached`` as requested; IndexError: an id is no row.
 
-        Returns the positions of the other ids, those of the cached ones, and the slots of these.
+        Returns the positions of the cached ids, their slots, and the positions of the others.
         """
         column = self.column(name)
         column.check(ids)
@@ -256,7 +256,7 @@ class KVStore:
             column.counts[0] += num_local
             column.counts[1] += len(hits) - num_local
             column.counts[3] += len(hits)
-        return missing, hits, slots
+        return hits, slots, missing
 
     def cache_counts(self, name: str | None = None) -> CacheCounts:
         """Return the rows that this rank requested: of one tensor, or of all those with a cache."""

@@ -134,11 +134,13 @@ def _merged(block: Any, num_dst: Mapping[str, int], etypes: Sequence[EdgeType]) 
         num_src=total + sum(num_rest.values()),
         num_dst=total,
     )
-    counts = torch.tensor([*num_dst.values(), *num_rest.values()], device=block.device)
-    numbers = torch.arange(len(num_dst), device=block.device).repeat(2)
-    # With its size the result needs no waiting for the device.
-    kinds_of_nodes = numbers.repeat_interleave(counts, output_size=total + sum(num_rest.values()))
-    return merged, kinds_of_nodes, torch.cat(kinds)
+    # Without a tensor of counts, whose copy to a device would be waited for.
+    of_nodes = [
+        torch.full((count,), number, device=block.device)
+        for counts in (num_dst, num_rest)
+        for number, count in enumerate(counts.values())
+    ]
+    return merged, torch.cat(of_nodes), torch.cat(kinds)
 
 
 def _by_type(rows: Tensor, num_dst: Mapping[str, int]) -> dict[str, Tensor]:

@@ -83,7 +83,8 @@ def _add_from_peer(total: Tensor, rows: Tensor, part: Incoming) -> Iterator[bool
         needed += piece.numel() * piece.element_size()
         while part.num_arrived < needed:
             yield False
-        total.index_add_(0, some, piece.to(total.device, total.dtype, non_blocking=True))
+        # Moved as it is: with another dtype, torch would convert it on the host and wait for its copy.
+        total.index_add_(0, some, piece.to(total.device, non_blocking=True).to(total.dtype))
         yield True
 
 

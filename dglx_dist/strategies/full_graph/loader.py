@@ -22,7 +22,7 @@ from torch import Tensor
 from dglx_dist.comm.collectives import barrier, gather_int64, gather_json
 from dglx_dist.comm.exchange import row_exchanges
 from dglx_dist.comm.trace import LOADER
-from dglx_dist.comm.transfer import Copy, open_copies
+from dglx_dist.comm.transfer import Copy, carried, open_copies
 from dglx_dist.dataloading.feature_fetch import LABEL_PHASE, Columns
 from dglx_dist.dataloading.step_loader import EpochLoader
 from dglx_dist.errors import ConfigError
@@ -387,12 +387,11 @@ class HaloBatch:
         g: DistGraph,
         plan: RankPlan,
         reader: ColumnReader,
+        copy: Copy,
         *,
         filled: bool,
         device: torch.device,
-        copy: Copy | None = None,
     ) -> None:
-        copy = copy or (lambda rows: rows.to(device))
         begin = time.perf_counter()
         self.plan = plan
         exchanges: list[HaloExchange] = []
@@ -473,12 +472,10 @@ class FullGraphLoader(EpochLoader[HaloBatch, Batch]):
             # Freed first, or two batches would be held while the next one is read.
             self._kept = None
             filled = self._keeps and self._use_pp
-            make = partial(HaloBatch, self._g, plan, self._reader, filled=filled, device=self._request.device)
-            if self._copies is None:
-                batch = make()
-            else:
-                batch, arrive = self._copies.carry(lambda copy: make(copy=copy))
-                batch.arrive = arrive
+            device = self._request.device
+            make = partial(HaloBatch, self._g, plan, self._reader, filled=filled, device=device)
+            batch, arrive = carried(self._copies, device, make)
+            batch.arrive = arrive
         if self._keeps:
             self._kept = batch
         return batch
