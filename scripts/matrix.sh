@@ -22,7 +22,7 @@ run_one() {
     git -C "$folder" fetch -q "$PWD" HEAD
     cd "$folder"
     git checkout -q --detach FETCH_HEAD
-    PYTHON=$(command -v "python$1") scripts/demo.sh >"$log" 2>&1 && demo=passed
+    PYTHON=python$1 scripts/demo.sh >"$log" 2>&1 && demo=passed
     versions=$(.venv/bin/python -c 'import sys
 from importlib.metadata import version
 print(sys.version.split()[0], *map(version, sys.argv[1:]), sep=" | ")' $packages)

@@ -17,16 +17,22 @@ version_of() {
 }
 
 find_python() {
-    local candidate version found="" candidates=(python3.11 python3.12 python3.10 python3 python)
+    local candidate version found="" usable="" candidates=(python3.11 python3.12 python3.10 python3 python)
     [ -z "${PYTHON:-}" ] || candidates=("$PYTHON")
     for candidate in "${candidates[@]}"; do
         version=$(version_of "$candidate") || continue
         found+=" $version"
-        if [ -f "constraints/$version.txt" ]; then
-            echo "$candidate"
-            return
+        [ -f "constraints/$version.txt" ] || continue
+        usable=${usable:-$candidate}
+        if "$candidate" -c 'import venv, ensurepip' 2>/dev/null; then
+            usable=$candidate
+            break
         fi
     done
+    if [ -n "$usable" ]; then
+        echo "$usable"
+        return
+    fi
     die "no Python 3.10, 3.11 or 3.12 found${PYTHON:+ at PYTHON=$PYTHON}${found:+, only$found}. DGL has wheels for these. Install one
 (Debian, Ubuntu: apt-get install python3 python3-venv) or point PYTHON at it."
 }

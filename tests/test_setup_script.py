@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-# Says its version, makes a .venv of itself, and writes down what pip is asked for.
+# Says its version, makes a .venv of itself, and writes down what pip is asked for. Without a version it
+# fails, as a shim of pyenv does; a "bare" one has no ensurepip.
 PYTHON = """#!/bin/bash
 case "$*" in
-    *version_info*) echo {version} ;;
+    *version_info*) version="{version}"; [ -n "$version" ] && echo "${{version% bare}}" ;;
+    *ensurepip*) [[ "{version}" != *bare ]] ;;
     "-m venv .venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python && cp "$0" .venv/bin/dglx ;;
     *"pip install"*) echo "$@" >>pip.log ;;
 esac
@@ -56,15 +58,6 @@ def setup(copy: Path, found: dict[str, str], python: str | None = None) -> tuple
     return done.returncode, done.stdout + done.stderr, log.read_text() if log.exists() else ""
 
 
-ALL = {
-    "python3": "3.9",
-    "python3.10": "3.10",
-    "python3.11": "3.11",
-    "python3.12": "3.12",
-    "python3.13": "3.13",
-}
-
-
 @pytest.mark.parametrize(
     ("found", "python", "version"),
     [
@@ -73,6 +66,7 @@ ALL = {
         ({"python3.10": "3.10", "python3.12": "3.12"}, None, "3.12"),
         ({"python3.10": "3.10", "python3": "3.13"}, None, "3.10"),
         ({"python3": "3.12"}, None, "3.12"),
+        ({"python3.11": "3.11 bare", "python3.12": "", "python3.10": "3.10"}, None, "3.10"),
     ],
 )
 def test_the_versions_are_those_of_the_python(
@@ -93,6 +87,7 @@ def test_the_versions_are_those_of_the_python(
     [
         ({}, None, "no Python 3.10, 3.11 or 3.12 found. DGL"),
         ({"python3": "3.13"}, None, "found, only 3.13. DGL"),
+        ({"python3.11": "3.11 bare"}, None, "python3.11 cannot make virtual environments; install"),
         (ALL, "python3.13", "found at PYTHON=python3.13, only 3.13. DGL"),
         (ALL, "/no/such/python", "found at PYTHON=/no/such/python. DGL"),
     ],

@@ -24,6 +24,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph as InnerDistGraph
 from dglx_dist.graph.dist_tensor import DistTensor as InnerTensor
 from dglx_dist.graph.ids import Ids, as_array
+from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.records import StepShare
 from dglx_dist.strategies.base import WRAPPED, Strategy, strategy_of
 from dglx_dist.strategies.data_parallel import DataParallel
@@ -270,11 +271,9 @@ def _edge_options(g: Any, inner: InnerDistGraph, given: Mapping[str, Any]) -> di
         negative = partial(_on_graph, negative, g, inner)
     if callable(exclude):
         exclude = partial(_excluded, exclude, inner)
-    if isinstance(reverse, Mapping):
-        reverse = {etype: _our_reverse(inner, etype, one) for etype, one in reverse.items()}
     return {
         "exclude": exclude,
-        "reverse_eids": reverse if isinstance(reverse, Mapping) else _our_reverse(inner, None, reverse),
+        "reverse_eids": of_each_type(_our_reverse, inner, reverse),
         "reverse_etypes": etypes,
         "negative_sampler": negative,
     }
@@ -287,10 +286,10 @@ def _is_identity(reverse: object) -> bool:
     return ids.ndim == 1 and np.array_equal(ids, np.arange(len(ids)))
 
 
-def _our_reverse(g: InnerDistGraph, etype: Any, reverse: Any) -> Any:
-    ids = None if reverse is None else edge_ids(g.kvstore, g.to_canonical_etype(etype))
+def _our_reverse(store: KVStore, etype: Any, reverse: Any) -> Any:
+    ids = edge_ids(store, etype)
     # Tensors of dglx_dist, as reverse_edge_ids makes them, have its ids.
-    if ids is None or isinstance(reverse, InnerTensor) or len(reverse) != len(ids.ours):
+    if ids is None or reverse is None or isinstance(reverse, InnerTensor) or len(reverse) != len(ids.ours):
         return inner_tensor(reverse)
     table = as_array(reverse.to_local() if isinstance(reverse, DistTensor) else reverse)
     return torch.from_numpy(np.where(table < 0, table, ids.ours[table])[ids.source])

@@ -64,46 +64,8 @@ def without_empty_types(graph: dgl.DGLGraph) -> dgl.DGLGraph:
 def show_ids(g: InnerDistGraph, graph: dgl.DGLGraph) -> dgl.DGLGraph:
     """Return a graph or block of edges of ``g``, now with the ids that scripts know."""
     for etype in graph.canonical_etypes:
-        data = graph.edges[etype].data
-        if dgl.EID in data and edge_ids(g.kvstore, etype) is not None:
+        if edge_ids(g.kvstore, etype) is not None and dgl.EID in (data := graph.edges[etype].data):
             data[dgl.EID] = shown_edges(g.kvstore, etype, data[dgl.EID])
-    return graph
-
-
-def local_partition(g: InnerDistGraph) -> dgl.DGLGraph:
-    """Build the graph of the own server's nodes, their in-edges, and the remote sources of these.
-
-    Own nodes come first. Ids are homogeneous. ``ndata`` has ``dgl.NID`` and ``inner_node``; ``edata`` has
-    ``dgl.EID`` and ``inner_edge``, which is 1; with several types also ``dgl.NTYPE`` and ``dgl.ETYPE``.
-    """
-    book = g.get_partition_book()
-    of_type = {ntype: book.partid2nids(book.partid, ntype) for ntype in book.ntypes}
-    own = np.concatenate([book.map_to_homo_nid(ids, ntype).numpy() for ntype, ids in of_type.items()])
-    pieces = []
-    for etype in book.canonical_etypes:
-        found = g.structure(etype).ask("in_edges", of_type[etype[2]].numpy())
-        numbers = shown_edges(g.kvstore, etype, torch.from_numpy(found.edge_ids))
-        ends = np.repeat(of_type[etype[2]].numpy(), np.diff(found.indptr))
-        joined = (
-            book.map_to_homo_nid(found.sources, etype[0]),
-            book.map_to_homo_nid(ends, etype[2]),
-            book.map_to_homo_eid(numbers, etype),
-        )
-        pieces.append([ids.numpy() for ids in joined])
-    ends_and_ids = np.concatenate([np.stack(piece) for piece in pieces], axis=1)
-    sources, destinations, edges = ends_and_ids[:, np.argsort(ends_and_ids[2])]
-    halo = np.setdiff1d(sources, own)
-    nodes = np.concatenate([own, halo])
-    order = np.argsort(nodes, kind="stable")
-    local = [order[np.searchsorted(nodes, ends, sorter=order)] for ends in (sources, destinations)]
-    graph = dgl.graph((torch.from_numpy(local[0]), torch.from_numpy(local[1])), num_nodes=len(nodes))
-    graph.ndata[dgl.NID] = torch.from_numpy(nodes)
-    graph.ndata["inner_node"] = (torch.arange(len(nodes)) < len(own)).to(torch.uint8)
-    graph.edata[dgl.EID] = torch.from_numpy(edges)
-    graph.edata["inner_edge"] = torch.ones(len(edges), dtype=torch.uint8)
-    if len(book.ntypes) > 1 or len(book.etypes) > 1:
-        graph.ndata[dgl.NTYPE] = book.map_to_per_ntype(nodes)[0].to(torch.int32)
-        graph.edata[dgl.ETYPE] = book.map_to_per_etype(edges)[0].to(torch.int32)
     return graph
 
 
@@ -166,7 +128,41 @@ class DistGraph(Wrapper, of=InnerDistGraph):
 
     @property
     def local_partition(self) -> dgl.DGLGraph:
-        return local_partition(self.inner)
+        """Build the graph of the own server's nodes, their in-edges, and the remote sources of these.
+
+        Own nodes come first. Ids are homogeneous. ``ndata`` has ``dgl.NID`` and ``inner_node``; ``edata`` has
+        ``dgl.EID`` and ``inner_edge``, which is 1; with several types also ``dgl.NTYPE`` and ``dgl.ETYPE``.
+        """
+        g = self.inner
+        book = g.get_partition_book()
+        of_type = {ntype: book.partid2nids(book.partid, ntype) for ntype in book.ntypes}
+        own = np.concatenate([book.map_to_homo_nid(ids, ntype).numpy() for ntype, ids in of_type.items()])
+        pieces = []
+        for etype in book.canonical_etypes:
+            found = g.structure(etype).ask("in_edges", of_type[etype[2]].numpy())
+            numbers = shown_edges(g.kvstore, etype, torch.from_numpy(found.edge_ids))
+            ends = np.repeat(of_type[etype[2]].numpy(), np.diff(found.indptr))
+            joined = (
+                book.map_to_homo_nid(found.sources, etype[0]),
+                book.map_to_homo_nid(ends, etype[2]),
+                book.map_to_homo_eid(numbers, etype),
+            )
+            pieces.append([ids.numpy() for ids in joined])
+        ends_and_ids = np.concatenate([np.stack(piece) for piece in pieces], axis=1)
+        sources, destinations, edges = ends_and_ids[:, np.argsort(ends_and_ids[2])]
+        halo = np.setdiff1d(sources, own)
+        nodes = np.concatenate([own, halo])
+        order = np.argsort(nodes, kind="stable")
+        local = [order[np.searchsorted(nodes, ends, sorter=order)] for ends in (sources, destinations)]
+        graph = dgl.graph((torch.from_numpy(local[0]), torch.from_numpy(local[1])), num_nodes=len(nodes))
+        graph.ndata[dgl.NID] = torch.from_numpy(nodes)
+        graph.ndata["inner_node"] = (torch.arange(len(nodes)) < len(own)).to(torch.uint8)
+        graph.edata[dgl.EID] = torch.from_numpy(edges)
+        graph.edata["inner_edge"] = torch.ones(len(edges), dtype=torch.uint8)
+        if len(book.ntypes) > 1 or len(book.etypes) > 1:
+            graph.ndata[dgl.NTYPE] = book.map_to_per_ntype(nodes)[0].to(torch.int32)
+            graph.edata[dgl.ETYPE] = book.map_to_per_etype(edges)[0].to(torch.int32)
+        return graph
 
     @property
     def nodes(self) -> TypedViews[str, DataView]:

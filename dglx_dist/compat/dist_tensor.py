@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, TypeAlias, cast, final
 from weakref import WeakSet
 
@@ -26,12 +27,12 @@ from dglx_dist.compat.wrappers import Forward, Wrapper
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.dist_tensor import DistTensor as InnerDistTensor
+from dglx_dist.graph.dist_tensor import PartitionPolicy as InnerPolicy
 from dglx_dist.graph.dist_tensor import opened_graph
 from dglx_dist.graph.embedding import DistEmbedding as InnerDistEmbedding
 from dglx_dist.graph.ids import Ids
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.shared_memory import InitRows
-from dglx_dist.records import EdgeType
 
 _Rows: TypeAlias = Mapping[tuple[KVStore, str], Callable[[], Any]]
 _BATCH: SessionField[tuple[Callable[[], Any], _Rows]] = SessionField(lambda _: (lambda: None, {}))
@@ -78,17 +79,9 @@ class KVClient(Wrapper, of=KVStore):
         policies += map(g.get_edge_partition_policy, g.canonical_etypes)
         return {policy.policy_str: PartitionPolicy.over(policy) for policy in policies}
 
-    @property
-    def num_servers(self) -> int:
-        return self.inner.placement.topology.num_servers
-
-    @property
-    def client_id(self) -> int:
-        return self.inner.placement.topology.rank
-
-    @property
-    def machine_id(self) -> int:
-        return self.inner.placement.topology.server
+    num_servers = property(attrgetter("inner.placement.topology.num_servers"))
+    client_id = property(attrgetter("inner.placement.topology.rank"))
+    machine_id = property(attrgetter("inner.placement.topology.server"))
 
     @property
     def data_store(self) -> Mapping[str, Tensor]:
@@ -178,16 +171,12 @@ class KVClient(Wrapper, of=KVStore):
 
     def _tensor(self, name: str) -> InnerDistTensor:
         key = self.inner.column(self._key(name)).name
-        shown, g = key.removeprefix(_HIDDEN), graph_of_store(self.inner)
+        shown = key.removeprefix(_HIDDEN)
         if not shown.startswith(_KINDS):
             raise ConfigError(f"{name!r} is not laid out by nodes or edges of a type; use its own tensor")
         kind, type_name, short = shown.split("~", 2)
-        policy = (
-            g.get_node_partition_policy(type_name)
-            if kind == "node"
-            else g.get_edge_partition_policy(cast("EdgeType", tuple(type_name.split(":"))))
-        )
-        return InnerDistTensor.existing(policy, short, key)
+        policy = self.all_possible_part_policy[f"{kind}~{type_name}"]
+        return InnerDistTensor.existing(policy.inner, short, key)
 
 
 @final
@@ -279,7 +268,8 @@ class DistTensor(Wrapper, of=InnerDistTensor):
             place = policy or opened_graph().policy_of_length(next(iter(shape)))
             is_gdata = is_gdata and (place.key(name) in known or place.hidden_key(name) not in known)
         try:
-            self.inner = InnerDistTensor(tuple(shape), dtype, name, init_func, policy, persistent, is_gdata)
+            first = init_func and _by_our_ids(init_func, policy, shape)
+            self.inner = InnerDistTensor(tuple(shape), dtype, name, first, policy, persistent, is_gdata)
         except ConfigError as error:
             raise ConfigError(f"{error}, or delete it on the ranks {holders}") if holders else error from None
         if not persistent and self.inner.kvstore_key not in known:
@@ -351,6 +341,15 @@ def inner_tensor(value: object) -> object:
     return value.inner if isinstance(value, DistTensor) else value
 
 
+def _by_our_ids(init: InitRows, policy: InnerPolicy | None, shape: Sequence[int]) -> InitRows:
+    def rows(local_shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        place, made = policy or opened_graph().policy_of_length(shape[0]), init(local_shape, dtype)
+        ids = edge_ids(place.store, place.type_name)
+        return made if ids is None else made[torch.from_numpy(ids.source.copy())]
+
+    return rows
+
+
 def _rows(tensor: InnerDistTensor, idx: Ids) -> Ids:
     many: Ids = [int(idx)] if isinstance(idx, int | np.integer) else idx
     return our_edges(tensor.kvstore, tensor.part_policy.type_name, many)
@@ -373,6 +372,7 @@ class DistEmbedding(Wrapper, of=InnerDistEmbedding):
         policy = inner_policy(part_policy)
         graph = opened_graph() if policy is None else graph_of_store(policy.store)
         init = init_func or (lambda shape, dtype: torch.zeros(shape, dtype=dtype))
+        init = _by_our_ids(init, policy, (num_embeddings,))
         self.inner = InnerDistEmbedding(num_embeddings, embedding_dim, name, init, policy, graph=graph)
 
     def __call__(self, idx: Ids, device: torch.device | str = "cpu") -> Tensor:
@@ -382,7 +382,4 @@ class DistEmbedding(Wrapper, of=InnerDistEmbedding):
     weight: Any = Forward(InnerDistEmbedding, "weight")
     optm_state: Any = Forward(InnerDistEmbedding, "optm_state")
     """The optimizer's tensors; empty without an optimizer."""
-
-    @property
-    def data_name(self) -> str:
-        return self.inner.weight.kvstore_key
+    data_name = property(attrgetter("inner.weight.kvstore_key"))

@@ -335,13 +335,10 @@ class ScriptModel(WrappedModel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.inner(*args, **kwargs)
 
-    @property
-    def parts(self) -> Any:
-        return self.inner.parts
-
     def exchange_seconds(self, *, reset: bool = False) -> float:
         return self.inner.exchange_seconds(reset=reset)
 
+    parts: Any = Forward(WrappedModel, "parts")
     whole: Any = Forward(WrappedModel, "whole")
     join_state: Any = Forward(WrappedModel, "join_state")
     cut_state: Any = Forward(WrappedModel, "cut_state")

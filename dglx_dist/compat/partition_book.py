@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NoReturn, cast, final
 
@@ -143,9 +144,8 @@ def _other_numbering(ranges: Mapping[Any, Any], to_homogeneous: Callable[[Ids, A
     for key, given in ranges.items():
         found = np.asarray(given, dtype=np.int64)
         sizes = found[:, 1] - found[:, 0]
-        firsts = np.cumsum(sizes) - sizes
-        expected = to_homogeneous(torch.from_numpy(firsts[sizes > 0]), key).numpy()
-        if not np.array_equal(found[sizes > 0, 0], expected):
+        firsts = (np.cumsum(sizes) - sizes)[sizes > 0]
+        if found[sizes > 0, 0].tolist() != to_homogeneous(firsts, key).tolist():
             return f"the map of {key!r} is {found.tolist()}, which is not in order of the types"
     return ""
 
@@ -159,19 +159,18 @@ def remember_graph(g: DistGraph) -> None:
     graphs.append(g)
     g.on_close.append(lambda: graphs.remove(g))
     if g.dataset.manifest.num_parts == 1:
-        part, found = g.dataset.part(0), _EDGE_IDS.of(g.session).setdefault(g.kvstore.label, {})
         for etype in g.canonical_etypes:
-            source = np.asarray(part.original_edge_ids(etype))
-            if not np.array_equal(source, np.arange(len(source))):
-                found[etype] = EdgeIds(source)
+            source = np.asarray(g.dataset.part(0).original_edge_ids(etype))
+            if (source[1:] < source[:-1]).any():
+                _EDGE_IDS.of(g.session)[g.kvstore.label, etype] = EdgeIds(source)
 
 
-@final
+@dataclass(frozen=True)
 class EdgeIds:
-    """DGL's (E,) int64 ids of our edges of one type in a graph in one part: those of the ``source``."""
+    """Both numberings of the edges of one type in a graph in one part."""
 
-    def __init__(self, source: Array) -> None:
-        self.source = source
+    source: Array
+    """(E,) int64: DGL's id, which is that of the source, of each of our edges."""
 
     @cached_property
     def ours(self) -> Array:
@@ -181,12 +180,12 @@ class EdgeIds:
         return ours
 
 
-_EDGE_IDS: SessionField[dict[str, dict[EdgeType, EdgeIds]]] = SessionField(lambda _: {})
+_EDGE_IDS: SessionField[dict[tuple[str, object], EdgeIds]] = SessionField(lambda _: {})
 
 
 def edge_ids(store: KVStore, etype: object) -> EdgeIds | None:
     """Return the ids of the edges of a type in the graph of ``store``; None where ours are DGL's."""
-    return _EDGE_IDS.of(store.session).get(store.label, {}).get(cast("EdgeType", etype))
+    return _EDGE_IDS.of(store.session).get((store.label, etype))
 
 
 def our_edges(store: KVStore, etype: object, ids: Ids) -> Ids:

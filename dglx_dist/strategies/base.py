@@ -163,7 +163,8 @@ class WrappedModel(nn.Module, ABC):
             with edge_data_named():
                 return super().__call__(*args, **kwargs)
         except Exception as error:
-            _raise_for_devices(self.module, (*args, *kwargs.values()), error)
+            # Not .module: reading it may be collective, and other ranks may not fail.
+            _raise_for_devices(self.parameters(), (*args, *kwargs.values()), error)
             raise
 
     def _inside(self) -> nn.Module | None:
@@ -280,9 +281,9 @@ class WrappedModel(nn.Module, ABC):
         return result
 
 
-def _raise_for_devices(module: nn.Module, arguments: Iterable[Any], error: Exception) -> None:
-    """Raise ConfigError from ``error`` if ``module`` and an argument lie on different devices."""
-    own = next((one.device for one in module.parameters()), None)
+def _raise_for_devices(parameters: Iterable[Tensor], arguments: Iterable[Any], error: Exception) -> None:
+    """Raise ConfigError from ``error`` if the parameters and an argument lie on different devices."""
+    own = next((one.device for one in parameters), None)
     flat = chain.from_iterable(
         one.values() if isinstance(one, Mapping) else one if isinstance(one, list | tuple) else (one,)
         for one in arguments

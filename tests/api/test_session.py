@@ -58,6 +58,24 @@ class Predicts(nn.Module):
         return self.conv(blocks[0], x)
 
 
+def test_an_error_of_one_rank_reads_nothing_from_the_others() -> None:
+    class Fails(Wrapped):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = nn.Linear(1, 1)
+
+        def forward(self, x: Any) -> Any:
+            raise ValueError("of one rank")
+
+        def whole(self) -> Any:
+            raise AssertionError("collective")
+
+    with pytest.raises(ValueError, match="of one rank"):
+        ScriptModel(Fails())(torch.ones(1))
+    with pytest.raises(ConfigError, match="the model is on cpu, its inputs on meta"):
+        ScriptModel(Fails())(torch.ones(1, device="meta"))
+
+
 @pytest.mark.parametrize("strategy", ["data_parallel", "full_graph", "push_pull"])
 def test_attributes_of_the_module_are_read_through_its_wrapper(dataset: str, strategy: str) -> None:
     with dx.init(strategy):

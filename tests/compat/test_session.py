@@ -316,6 +316,11 @@ def test_edges_of_one_part_have_the_scripts_ids_wherever_they_come_or_go(tmp_pat
     rows = DistEmbedding(16, 1, "rows", part_policy=g.get_edge_partition_policy("_E"))
     rows.weight[[3]] = torch.tensor([[5.0]])
     assert rows(torch.tensor([2, 3]))[:, 0].tolist() == [0, 5]
+    # Values beside the graph, with and without the policy of edges.
+    for policy in (None, g.get_edge_partition_policy("_E")):
+        made = DistTensor((16,), torch.int64, init_func=lambda *_: torch.arange(16), part_policy=policy)
+        assert made[torch.tensor([3, 12])].tolist() == [3, 12]
+        assert torch.equal(made.to_local(), torch.arange(16))
     assert torch.equal(g.orig_edge_ids(torch.arange(16)), torch.arange(16))
     session.exit_client()
     session.initialize(strategy="full_graph")
