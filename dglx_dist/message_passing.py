@@ -195,9 +195,8 @@ class Relation:
         wide = torch.float32 if rows.dtype in _HALVES and not rows.is_cuda else rows.dtype
         rows = rows.to(wide)
         if weights is None:
-            return (
-                self._matrix(rows.new_ones(self.by_dst.num_edges), rows.flatten(1)).view_as(out).to(out.dtype)
-            )
+            sums = self._matrix(rows.new_ones(self.by_dst.num_edges), rows.flatten(1))
+            return sums.view_as(out).to(out.dtype)
         for head in range(rows.shape[1]):
             values = self.by_dst.in_order(weights[:, head]).to(wide)
             out[:, head] = self._matrix(values, rows[:, head])
@@ -654,13 +653,14 @@ _OF_TENSORS: dict[str, Callable[..., Any]] = {
 
 def _dispatched(name: str) -> SimpleNamespace:
     """Stands in for an autograd function of DGL; its ``apply`` runs that, or ours where that is to run."""
-    stock, of_index, of_tensors = getattr(sparse, name), _OF_INDEX.get(name), _OF_TENSORS.get(name)
+    stock, ours = getattr(sparse, name), {**_OF_INDEX, **_OF_TENSORS}[name]
 
     def apply(*args: Any) -> Any:
-        if of_index is not None:
-            return (of_index if isinstance(args[0], TorchIndex) else stock.apply)(*args)
-        device = next(one.device for one in args if isinstance(one, Tensor))
-        return (of_tensors if of_tensors is not None and in_torch(device) else stock.apply)(*args)
+        if name in _OF_INDEX:
+            is_ours = isinstance(args[0], TorchIndex)
+        else:
+            is_ours = in_torch(next(one.device for one in args if isinstance(one, Tensor)))
+        return (ours if is_ours else stock.apply)(*args)
 
     return SimpleNamespace(apply=apply)
 

@@ -126,21 +126,12 @@ def _merged(block: Any, num_dst: Mapping[str, int], etypes: Sequence[EdgeType]) 
         sources.append(torch.where(inside, u + first_dst[source], u - num_dst[source] + first_rest[source]))
         destinations.append(v + first_dst[destination])
         kinds.append(torch.full_like(u, number))
-    total = sum(num_dst.values())
-    merged = create_block(
-        "coo",
-        torch.cat(destinations),
-        torch.cat(sources),
-        num_src=total + sum(num_rest.values()),
-        num_dst=total,
-    )
+    counts, total = [*num_dst.values(), *num_rest.values()], sum(num_dst.values())
+    ends = torch.cat(destinations), torch.cat(sources)
+    merged = create_block("coo", *ends, num_src=sum(counts), num_dst=total)
     # Without a tensor of counts, whose copy to a device would be waited for.
-    of_nodes = [
-        torch.full((count,), number, device=block.device)
-        for counts in (num_dst, num_rest)
-        for number, count in enumerate(counts.values())
-    ]
-    return merged, torch.cat(of_nodes), torch.cat(kinds)
+    kinds_of = (torch.full((count,), k % len(num_dst), device=block.device) for k, count in enumerate(counts))
+    return merged, torch.cat([*kinds_of]), torch.cat(kinds)
 
 
 def _by_type(rows: Tensor, num_dst: Mapping[str, int]) -> dict[str, Tensor]:
