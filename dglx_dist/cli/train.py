@@ -115,7 +115,7 @@ def check_before_launch(config: TrainConfig) -> None:
     read_options({**read_settings().options, **config.strategy_options})
     if not is_auto:
         check_precision(config.precision, STRATEGIES.get(strategy).traits, strategy)
-    check_request(config.device)
+    check_request((config.device == AUTO and read_settings().device) or config.device)
     manifest = read_manifest(Path(config.data))
     if is_auto:
         check_plannable(manifest, config.data)

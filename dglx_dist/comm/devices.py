@@ -45,8 +45,9 @@ def check_device(device: object) -> torch.device:
     try:
         found = torch.device(device)  # type: ignore[call-overload]  # whatever the user gave
     except (RuntimeError, TypeError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"device={device!r} is no device ({reason}); give e.g. 'cpu' or 'cuda:0'") from None
+        raise ConfigError(
+            f"device={device!r} is no device; give 'cpu', 'cuda', or one as 'cuda:0'"
+        ) from error
     if found.type != "cuda":
         return found
     count = num_gpus()
@@ -60,7 +61,7 @@ def check_device(device: object) -> torch.device:
 
 def check_request(device: object) -> torch.device | None:
     """Return the device that a session is to have, None for ``auto``; ConfigError: there is none such."""
-    found = None if device == AUTO else check_device(device)
+    found = None if device is None or device == AUTO else check_device(device)
     if found is not None and found.type not in ("cpu", "cuda"):
         raise ConfigError(f"device={str(device)!r}: ranks train on GPUs or CPUs; give auto, cuda or cpu")
     return found

@@ -505,7 +505,7 @@ def start_session(
     if launched_by_torchrun() and not settings.allocator_set:
         keep_memory()
     mine = {"strategy": strategy, "options": dict(options or {}), "timeout_s": limit_s, "seed": seed}
-    asked = settings.device or AUTO if str(device) == AUTO else str(device)
+    asked = settings.device or AUTO if device is None or str(device) == AUTO else str(device)
     if found.world_size == 1:
         session = _session_of_one_rank(found, settings, mine, asked)
     else:

@@ -49,9 +49,11 @@ def choosable() -> Mapping[str, frozenset[str]]:
 
 def predict(candidate: Candidate, known: Measured) -> Prediction:
     """Return the predicted epoch of ``candidate``; if it is not feasible, the reason and zeros."""
+    cluster, strategy = known.cluster, STRATEGIES.get(candidate.strategy)
     why_not = known.shape.refused.get(candidate.strategy) or _uncounted(candidate, known)
-    found = Cost() if why_not else STRATEGIES.get(candidate.strategy).cost(candidate, known)
-    cluster = known.cluster
+    if cluster.device_memory_bytes and not strategy.traits.on_gpus:
+        why_not = "computes on CPUs only"
+    found = Cost() if why_not else strategy.cost(candidate, known)
     on_device = found.memory - found.on_host if cluster.device_memory_bytes else 0
     needed = found.memory - on_device - found.shared + found.shared // cluster.ranks_per_server
     if not why_not and needed > cluster.memory_bytes:

@@ -18,7 +18,7 @@ from dglx_dist.comm.collectives import gather_int64
 from dglx_dist.comm.session import Session, SessionField, start_session
 from dglx_dist.comm.topology import read_settings
 from dglx_dist.errors import ConfigError, DglxError
-from dglx_dist.layers import autocast
+from dglx_dist.layers import dgl_kernels
 from dglx_dist.records import FEATURE, LABEL, EpochRecord, StepShare
 from dglx_dist.registry import Registry, did_you_mean
 from dglx_dist.strategies.cost import Candidate, Cost, Measured, PlanContext, Unit
@@ -50,6 +50,8 @@ class Traits:
     """The network traffic, in one line."""
     own_loop: bool = True
     """Whether a user's loop can take the steps; False: only an :class:`EpochTrainer` can."""
+    on_gpus: bool = True
+    """Whether it trains models on GPUs."""
     complexity: int = 100
     """Of candidates that are about equally fast, the planner takes the one with the least."""
 
@@ -150,7 +152,7 @@ class WrappedModel(nn.Module, ABC):
 
     def __init__(self) -> None:
         super().__init__()
-        autocast.install()
+        dgl_kernels.correct()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the user's module.

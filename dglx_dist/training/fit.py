@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, final
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
-from dglx_dist.comm.collectives import gather_int64, gather_json
+from dglx_dist.comm.collectives import check_equal, gather_int64, gather_json
 from dglx_dist.comm.session import Session
 from dglx_dist.comm.trace import COMPUTE
 from dglx_dist.dataloading.step_loader import LoaderTimes
@@ -362,6 +362,10 @@ def train(
             "training inside torch.autocast would compute all steps with the weights of the first, which it "
             "keeps converted until its block ends; give precision='bf16' instead"
         )
+    # Before anything is collective: ranks of other settings would wait for each other.
+    shared = {one.name: getattr(config, one.name) for one in fields(RunOptions) if one.name != "trace"}
+    of_groups = [{**group, "params": len(group["params"])} for group in optimizer.param_groups]
+    check_equal(g.session, "the settings of training", {**shared, "optimizer": of_groups})
     config = with_precision(config, config.checkpoint_folder)
     check_precision(config.precision, strategy_of(g.session).traits, g.session.strategy)
     if config.task is None and config.ntype is None:

@@ -28,26 +28,28 @@ PROGRAM, STRUCTURE, OWN_FEATURES = 10**8, hand_made.GRAPH.structure_bytes, 500 *
 
 
 @pytest.mark.parametrize(
-    ("candidate", "on_host"),
+    ("candidate", "mapped"),
     [
         (ROWS, PROGRAM + STRUCTURE + OWN_FEATURES),
         (COLUMNS, PROGRAM + STRUCTURE + OWN_FEATURES + 1000 * 400 // 2),
         (WHOLE, PROGRAM + OWN_FEATURES),
-        # Its workers are processes without GPUs.
-        (WORKERS, None),
     ],
 )
-def test_memory_of_gpus_is_a_limit_of_its_own(candidate: Candidate, on_host: int | None) -> None:
+def test_memory_of_gpus_is_a_limit_of_its_own(candidate: Candidate, mapped: int) -> None:
     """On the GPU is what is not the program, the features, the columns or the structure as it is mapped."""
     whole = predict(candidate, known())
-    mapped = whole.memory_bytes if on_host is None else on_host
     on_gpu = whole.memory_bytes - mapped
     for host, gpu, said in ((0, 1, ""), (-1, 1, "GB a rank, of 0"), (0, 0, "GB a rank on its GPU, of 0.0")):
         limits = {"memory_bytes": mapped + host, "device_memory_bytes": max(on_gpu - 1 + gpu, 1)}
         found = predict(candidate, known(cluster=replace(CLUSTER, **limits)))
         assert (found.memory_bytes, found.device_memory_bytes) == (whole.memory_bytes, on_gpu)
-        assert (said in found.why_not) if said and (on_gpu or host) else found.feasible
+        assert (said in found.why_not) if said else found.feasible
     assert whole.device_memory_bytes == 0
+
+
+def test_what_computes_on_cpus_is_no_choice_for_gpus() -> None:
+    on_gpus = known(cluster=replace(CLUSTER, device_memory_bytes=10**12))
+    assert predict(WORKERS, on_gpus).why_not == "computes on CPUs only"
 
 
 def test_rows_cross_pcie_at_its_rate() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from dglx_dist.strategies.serverless.trainer import LambdaTrainer
 from dglx_dist.training.fit import FitConfig, FitResult, epoch_line, train
 from dglx_dist.training.inference import evaluate
 from dglx_dist.training.models import build_model
-from tests.helpers import wide
+from tests.helpers import refusal, wide
 from tests.helpers.ranks import run_ranks
 from tests.report.records import epoch
 from tests.strategies import equality
@@ -190,6 +191,21 @@ def _hopeless(folder: str, checkpoints: str) -> list[dict[str, Any]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     config = FitConfig(epochs=9, patience=2, checkpoint_folder=checkpoints, resume=True)
     return [asdict(train(model, loader, optimizer, g, config)) for _ in range(2)]
+
+
+def _disagreeing(folder: str) -> list[str]:
+    with start_session(timeout_s=30) as session:
+        g, rank = DistGraph(folder), session.topology.rank
+        one = [{"precision": ["float32", "bf16"][rank]}, {"epochs": 2 + rank}, {"eval_every": rank}]
+        return [refusal(partial(_fit, g, **config), ConfigError) for config in one]
+
+
+def test_ranks_train_with_equal_settings(folder: Path) -> None:
+    for said in run_ranks(_disagreeing, 2, args=(str(folder),)):
+        for text, settings in zip(said, ("precision=float32", "epochs=2", "eval_every=0"), strict=True):
+            assert text.startswith(
+                f"ranks disagree on the settings of training: rank 0 has {settings}, rank 1"
+            )
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,6 @@ def cost(candidate: Candidate, known: Measured) -> Cost:
         seconds=Seconds(compute=factor * compute, outside=factor * outside, inside=factor * inside),
         traffic=traffic,
         memory=memory,
-        on_host=memory,
         note="workers on the same servers"
         + (", as fast as their GPUs" if cluster.device_memory_bytes else ""),
     )

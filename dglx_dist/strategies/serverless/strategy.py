@@ -30,6 +30,7 @@ class Lambda(Strategy):
         exact=True,
         summary="features of ghosts once; boundary rows and their gradients; rows and weights to workers",
         own_loop=False,
+        on_gpus=False,
         complexity=50,
     )
 
