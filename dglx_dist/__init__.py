@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from dglx_dist.errors import DglxError as DglxError
     from dglx_dist.errors import PeerError as PeerError
     from dglx_dist.errors import RemoteError as RemoteError
+    from dglx_dist.errors import Stopped as Stopped
     from dglx_dist.errors import StorageError as StorageError
     from dglx_dist.errors import UnknownNameError as UnknownNameError
     from dglx_dist.graph import optim as optim
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from dglx_dist.graph.split import edge_split as edge_split
     from dglx_dist.graph.split import node_split as node_split
     from dglx_dist.strategies.full_graph.local_graphs import local_graph as local_graph
+    from dglx_dist.training.checkpoint import checkpoints as checkpoints
     from dglx_dist.training.checkpoint import load as load
     from dglx_dist.training.checkpoint import save as save
     from dglx_dist.training.export import write_embeddings as write_embeddings
@@ -63,7 +65,7 @@ _EXPORTS = {
     "fit init local_device original_ids partition_graph reduce_mean register_partitioner register_strategy "
     "shutdown strategy_names wrap",
     "dataloading": "negative",
-    "errors": "CheckpointError ConfigError DatasetError DglxError PeerError RemoteError StorageError "
+    "errors": "CheckpointError ConfigError DatasetError DglxError PeerError RemoteError Stopped StorageError "
     "UnknownNameError",
     "graph": "optim",
     "graph.analysis": "reverse_edge_ids",
@@ -73,7 +75,7 @@ _EXPORTS = {
     "graph.partition_book": "PartitionBook",
     "graph.split": "edge_split node_split",
     "strategies.full_graph.local_graphs": "local_graph",
-    "training.checkpoint": "load save",
+    "training.checkpoint": "checkpoints load save",
     "training.export": "write_embeddings",
     "training.fit": "FitConfig FitResult",
     "training.inference": "evaluate layerwise_inference",

@@ -38,6 +38,7 @@ from dglx_dist.data.storage.files import (
     named_failures,
     partial_folder,
     publish,
+    read_small,
     remove_abandoned,
     replace_folder,
 )
@@ -62,7 +63,7 @@ from dglx_dist.strategies.base import (
 )
 from dglx_dist.training.checkpoint import Sparse
 from dglx_dist.training.config import BF16
-from dglx_dist.training.fit import Callback, FitConfig, FitResult, TrainingLoader, train, with_precision
+from dglx_dist.training.fit import Callback, FitConfig, FitResult, TrainingLoader, settled, train
 from dglx_dist.training.inference import labelled_type
 from dglx_dist.training.relational import EntityInputs
 
@@ -318,8 +319,8 @@ def _partitioned_as(path: Path) -> Literal["folder", "part_config"] | None:
     if path.suffix != ".json" or not path.is_file():
         return None
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
+        value = json.loads(read_small(path))
+    except (OSError, ValueError, RecursionError):
         return None
     return "part_config" if isinstance(value, dict) and "part-0" in value else None
 
@@ -707,13 +708,14 @@ def fit(  # noqa: PLR0913 - all but two have defaults
             ``loader``, or ``auto`` does not support this training.
         CheckpointError: the checkpoint to resume from does not match.
         StorageError: the trace cannot be written.
+        Stopped: a rank was told to end, and all have saved a checkpoint.
     """
     config = config or FitConfig()
     if trace is not None:
         config = replace(config, trace=trace)
     if precision is not None:
         config = replace(config, precision=precision)
-    config = with_precision(config, config.checkpoint_folder)
+    config = settled(config, config.checkpoint_folder, g.session)
     if loader is not None and loader_options:
         raise ConfigError(
             f"{', '.join(loader_options)} cannot be changed in a given loader; make it with them"
@@ -745,6 +747,8 @@ def fit(  # noqa: PLR0913 - all but two have defaults
         if batch_size is not None:
             options["batch_size"] = batch_size
         loader = _node_loader(g, config, fanouts, options)
+        batches = {"fanouts": None if fanouts is None else list(fanouts), "batch_size": batch_size}
+        config = replace(config, configuration={**batches, **config.configuration})
     wrapped = wrap(model, g)
     if make_optimizer is None:
         optimizer: torch.optim.Optimizer = torch.optim.Adam(wrapped.parameters(), lr=lr)
@@ -752,7 +756,7 @@ def fit(  # noqa: PLR0913 - all but two have defaults
         optimizer = make_optimizer(wrapped.parameters())
     result = train(wrapped, loader, optimizer, g, config, callbacks=callbacks, sparse=sparse)
     if choice is not None and result.epochs:
-        facts = facts_of(g.session, result)
+        facts = facts_of(wrapped, g.session, result)
         choice = replace(choice, outcome=outcome_of(choice.epoch, result.epochs, facts))
     return wrapped, replace(result, choice=choice)
 

@@ -38,6 +38,7 @@ from dglx_dist.strategies.base import (
     DEFAULT_STRATEGY,
     STRATEGIES,
     check_options,
+    float_of,
     strategy_of,
 )
 from dglx_dist.strategies.cost import Candidate, Cluster, Draws, ModelShape
@@ -242,7 +243,8 @@ def choose_in_job(model: nn.Module, g: DistGraph, training: Training) -> Choice:
     check_plannable(g.dataset.manifest, str(g.dataset.folder))
     with progress("choosing a strategy", 1, enabled=session.topology.rank == 0) as advance:
         # Training must draw the same random numbers as if the strategy had been named.
-        with torch.random.fork_rng([session.device] if session.device.type == "cuda" else []):
+        device = float_of(model).device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
             choice, draws = _choose(model, g, training, options, advance.show)
         advance(1)
         for line in plan_lines(choice):
@@ -262,7 +264,7 @@ def _choose(
 ) -> tuple[Choice, Draws | None]:
     shape = _shape(model, g, training)
     notify("probing the links")
-    cluster = _cluster(g.session, options)
+    cluster = _cluster(g.session, options, float_of(model).device)
     layers, epoch = len(shape.layers), min(1, training.epochs - 1)
     draws = draws_of(options, layers, training.fanouts, training.batch_size, epoch=epoch)
     wanted = options if draws is not None else replace(options, unit="full_graph")
@@ -317,14 +319,14 @@ def check_equal_servers(topology: Topology) -> None:
         )
 
 
-def _cluster(session: Session, options: AutoOptions) -> Cluster:
+def _cluster(session: Session, options: AutoOptions, device: torch.device) -> Cluster:
     topology = session.topology
     check_equal_servers(topology)
     links = probe(session)
     ranks_of_host = session.hosts.count(session.hosts[topology.rank])
     cores = len(os.sched_getaffinity(0)) / ranks_of_host
     memory = read_size(options.memory) if options.memory else psutil.virtual_memory().total // ranks_of_host
-    on_device = device_memory(session.device) // session.ranks_of_device
+    on_device = device_memory(device) // session.ranks_of_device
     resources: Sequence[Any] = gather_json([cores, memory, on_device], session)
     return Cluster(
         servers=topology.num_servers,
@@ -391,9 +393,10 @@ def plan_summary(value: Mapping[str, Any]) -> dict[str, object]:
     return found
 
 
-def facts_of(session: Session, result: FitResult) -> dict[str, Any]:
-    """Return strategy, ranks, exact accuracies, device and the largest memory of any rank; collective."""
-    peaks: Sequence[Any] = gather_json([peak(), peak_device_memory(session.device)], session)
+def facts_of(model: nn.Module, session: Session, result: FitResult) -> dict[str, Any]:
+    """Return strategy, ranks, exact accuracies, the model's device, most memory of any rank; collective."""
+    device = float_of(model).device
+    peaks: Sequence[Any] = gather_json([peak(), peak_device_memory(device)], session)
     on_device = [of_rank for _, of_rank in peaks if of_rank is not None]
     return {
         "strategy": session.strategy,
@@ -403,6 +406,6 @@ def facts_of(session: Session, result: FitResult) -> dict[str, Any]:
         "test_accuracy": result.test_accuracy,
         "val_accuracy": result.val_accuracy,
         "peak_memory_bytes": max(in_all for in_all, _ in peaks),
-        "device": device_words(session.device),
+        "device": device_words(device),
         "peak_device_memory_bytes": max(on_device, default=None),
     }

@@ -1,28 +1,49 @@
-"""Import of DGL where its GraphBolt cannot be loaded: ``dgl.graphbolt`` is then an empty module.
+"""Imports of DGL without its GraphBolt, and of libraries that keep caches without a home folder.
 
 DGL 2.0 to 2.3 import GraphBolt with ``import dgl``, and its library is built for a few versions of torch.
-Nothing else in DGL's graphs, kernels, layers and single-machine loaders uses it, nor does this package.
+Nothing else in DGL's graphs, kernels, layers and single-machine loaders uses it, nor does this package:
+``dgl.graphbolt`` is an empty module where it cannot be loaded.
+
+DGL writes a file to the home folder when it is imported, Numba does not compile where it can cache nothing,
+and Matplotlib complains. What they read is set before they are imported.
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import stat
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 from types import ModuleType
 from typing import final
 
 NAME = "dgl.graphbolt"
 
+log = logging.getLogger(__name__)
+
 
 @final
-class GraphBoltFinder:
-    """Finds ``dgl.graphbolt`` where Python does; if its import fails, it is empty, with an ImportWarning."""
+class LibraryFinder:
+    """Finds ``dgl.graphbolt`` where Python does; if its import fails, it is empty, with an ImportWarning.
+
+    Finds nothing else, but sets the environment of the libraries above.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        if fullname == "dgl":
+            # The only one that this package works with. Else DGL looks for a file, and writes it.
+            os.environ.setdefault("DGLBACKEND", "pytorch")
+        elif fullname == "numba" and not _is_writable_package():
+            _provide_cache("NUMBA_CACHE_DIR", "XDG_CACHE_HOME", "~/.cache", "numba")
+        elif fullname == "matplotlib":
+            _provide_cache("MPLCONFIGDIR", "XDG_CONFIG_HOME", "~/.config", "matplotlib")
         spec = PathFinder.find_spec(fullname, path, target) if fullname == NAME else None
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
@@ -51,7 +72,48 @@ def _try(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
     warnings.warn(message, ImportWarning, stacklevel=2)
 
 
+def _is_writable_package() -> bool:
+    """Return whether Numba can cache beside each module of this package, as it does first."""
+    for folder, names, _ in os.walk(Path(__file__).parent):
+        names[:] = [name for name in names if name != "__pycache__"]
+        cache = Path(folder, "__pycache__")
+        if not os.access(cache if cache.exists() else folder, os.W_OK):
+            return False
+    return True
+
+
+def _provide_cache(variable: str, base: str, default: str, name: str) -> None:
+    """Set ``variable`` to a temporary folder where the usual folder of the cache cannot be made."""
+    if os.environ.get(variable):
+        return
+    usual = Path(os.path.expanduser(os.environ.get(base) or default), name)
+    try:
+        if not usual.is_absolute():
+            raise FileNotFoundError(2, "this user has no home folder", str(usual))
+        usual.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=usual):
+            return
+    except OSError as error:
+        os.environ[variable] = folder = str(_temporary_folder())
+        # Without its cache Numba compiles for a minute. The ranks of a launcher that said so inherit it.
+        tell = log.warning if name == "numba" and os.environ.get("LOCAL_RANK", "0") == "0" else log.info
+        reason = f"{usual} cannot be written ({error.strerror})"
+        tell("%s: the cache of %s is in %s; set %s to choose another folder", reason, name, folder, variable)
+
+
+def _temporary_folder() -> Path:
+    """Return a folder of this user only: what lies in it is trusted."""
+    folder = Path(tempfile.gettempdir(), f"dglx-cache-{os.getuid()}")
+    try:
+        folder.mkdir(0o700)
+    except FileExistsError:
+        found = folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+            return Path(tempfile.mkdtemp(prefix="dglx-cache-"))
+    return folder
+
+
 def install() -> None:
-    """Add the finder once; ``import dgl`` of an earlier time is not changed by it."""
-    if not any(isinstance(finder, GraphBoltFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, GraphBoltFinder())
+    """Add the finder once; imports of an earlier time are not changed by it."""
+    if not any(isinstance(finder, LibraryFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, LibraryFinder())

@@ -33,3 +33,20 @@ class RemoteError(DglxError):
 
 class CheckpointError(DglxError):
     """A checkpoint is missing, incomplete, or of a model, optimizer or dataset that does not match."""
+
+
+class Stopped(SystemExit):
+    """Training has stopped on all ranks because one was told to end; a checkpoint is saved.
+
+    Uncaught it ends Python without a traceback, with the exit code 75 (EX_TEMPFAIL: start it again).
+    """
+
+    EXIT_CODE = 75
+
+    def __init__(self, text: str) -> None:
+        super().__init__(self.EXIT_CODE)
+        self.text = text
+        """Where the checkpoint is, and how to go on."""
+
+    def __str__(self) -> str:
+        return self.text

@@ -33,12 +33,10 @@ from torch import Tensor
 from torch.autograd import Function
 
 from dglx_dist.comm.topology import read_message_passing
+from dglx_dist.comm.transfer import Copy, ids_to_device
 from dglx_dist.errors import ConfigError
 
 Graph = TypeVar("Graph", bound=Any)
-
-Move: TypeAlias = Callable[[Tensor], Tensor]
-"""Copies a tensor to the device of a graph."""
 
 Rows: TypeAlias = Tensor | None
 """(n, ...) rows of nodes or edges; None: the operator does not read that operand."""
@@ -62,7 +60,7 @@ def in_torch(device: torch.device | str) -> bool:
     return torch.device(device).type != "cpu" if chosen is None else chosen == "torch"
 
 
-def place(graph: Graph, device: torch.device | str, *, copy: Move | None = None) -> Graph:
+def place(graph: Graph, device: torch.device | str, *, copy: Copy | None = None) -> Graph:
     """Return ``graph`` on ``device``: structure, node and edge columns; itself if it lies there already.
 
     Where :func:`in_torch`, its operators run in torch, else it is DGL's own ``graph.to(device)``. Structure
@@ -191,8 +189,7 @@ class Relation:
         out = rows.new_empty(self.by_dst.num_nodes, *rows.shape[1:])
         if not out.numel() or rows.is_meta:  # torch has no sparse product without data
             return out
-        # On CPUs torch has sparse products of single and double precision only.
-        wide = torch.float32 if rows.dtype in _HALVES and not rows.is_cuda else rows.dtype
+        wide = torch.float32 if rows.dtype in _HALVES and not _multiplies_halves(rows) else rows.dtype
         rows = rows.to(wide)
         if weights is None:
             sums = self._matrix(rows.new_ones(self.by_dst.num_edges), rows.flatten(1))
@@ -209,6 +206,12 @@ class Relation:
         matrix = torch.sparse_csr_tensor(offsets, self.columns, values, shape, check_invariants=False)
         with torch.autocast(rows.device.type, enabled=False):
             return matrix @ rows
+
+
+def _multiplies_halves(rows: Tensor) -> bool:
+    """Whether torch has sparse products of this half precision here: on CPUs of neither."""
+    older = rows.is_cuda and torch.cuda.get_device_capability(rows.device) < (8, 0)
+    return rows.is_cuda and not (older and rows.dtype is torch.bfloat16)
 
 
 # Autograd functions, each other's derivatives.
@@ -500,7 +503,7 @@ class TorchIndex(HeteroGraphIndex):
     device: torch.device
 
     @classmethod
-    def of(cls, index: HeteroGraphIndex, device: torch.device, move: Move) -> TorchIndex:
+    def of(cls, index: HeteroGraphIndex, device: torch.device, move: Copy) -> TorchIndex:
         etypes = range(index.number_of_etypes())
         return cls.around(cpu_index(index), tuple(_relation(index, etype, move) for etype in etypes), device)
 
@@ -567,7 +570,7 @@ def cpu_index(index: HeteroGraphIndex) -> HeteroGraphIndex:
     return HeteroGraphIndex.copy_to(index, ndarray.cpu(0))
 
 
-def _relation(index: HeteroGraphIndex, etype: int, move: Move) -> Relation:
+def _relation(index: HeteroGraphIndex, etype: int, move: Copy) -> Relation:
     """Copy the edges of one type, in the format in which they are stored."""
     one = HeteroGraphIndex.get_relation_graph(index, etype)
     source, destination = index.metagraph.find_edge(etype)
@@ -594,7 +597,7 @@ def _device(graph: Any) -> torch.device:
     return graph._graph.device if isinstance(graph._graph, TorchIndex) else _DGL_DEVICE(graph)
 
 
-def _to(graph: Any, device: torch.device | str | None, *, copy: Move | None = None, **options: Any) -> Any:
+def _to(graph: Any, device: torch.device | str | None, *, copy: Copy | None = None, **options: Any) -> Any:
     if device is None:
         return graph
     index, target = graph._graph, torch.empty(0, device=device).device  # with its number
@@ -606,8 +609,8 @@ def _to(graph: Any, device: torch.device | str | None, *, copy: Move | None = No
     move = copy or (lambda tensor: tensor.to(target, **options))
     moved = copying.copy(graph)
     moved._graph = TorchIndex.of(index, target, move) if torch_path else cpu_index(index)
-    moved._node_frames = [_moved_frame(frame, target, move) for frame in graph._node_frames]
-    moved._edge_frames = [_moved_frame(frame, target, move) for frame in graph._edge_frames]
+    moved._node_frames = [moved_frame(frame, target, move) for frame in graph._node_frames]
+    moved._edge_frames = [moved_frame(frame, target, move) for frame in graph._edge_frames]
     for name in ("_batch_num_nodes", "_batch_num_edges"):
         counts = getattr(graph, name)
         if counts is not None:
@@ -615,11 +618,13 @@ def _to(graph: Any, device: torch.device | str | None, *, copy: Move | None = No
     return moved
 
 
-def _moved_frame(frame: Frame, device: torch.device, move: Move) -> Frame:
+def moved_frame(frame: Frame, device: torch.device, move: Copy) -> Frame:
+    """Copy the columns of a graph's nodes or edges to ``device``."""
     moved = frame.clone()
     for name, column in frame._columns.items():
-        lazy = isinstance(column, LazyFeature)
-        moved._columns[name] = column.to(device) if lazy else Column.create(move(column.data))
+        lazy, is_ids = isinstance(column, LazyFeature), name in (dgl.NID, dgl.EID)
+        copy = functools.partial(ids_to_device, device=device, copy=move) if is_ids else move
+        moved._columns[name] = column.to(device) if lazy else Column.create(copy(column.data))
     return moved
 
 

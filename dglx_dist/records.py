@@ -6,7 +6,7 @@ W ranks, S servers, B seeds of a batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -168,6 +168,8 @@ class EpochRecord:
     """Rows of other servers found in a cache of remote rows."""
     cache_misses: int = 0
     """Rows of cached tensors that had to be fetched."""
+    checkpoint_s: float = 0.0
+    """Training stood still for checkpoints, on the slowest rank; not part of ``seconds``."""
 
     @property
     def samples_per_second(self) -> float:
@@ -179,3 +181,50 @@ class EpochRecord:
         """Hits / remote rows of cached tensors; None without a cache, or without remote rows."""
         total = self.cache_hits + self.cache_misses
         return self.cache_hits / total if total else None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class IdRanges:
+    """Homogeneous ids of nodes or edges, as DGL numbers them: part by part, in each type by type.
+
+    T types, P parts.
+    """
+
+    starts: Array
+    """(T, P) int64: first id of the type's nodes (or edges) in the part."""
+    counts: Array
+    """(T, P) int64."""
+
+    @staticmethod
+    def of_offsets(offsets: Sequence[Array]) -> IdRanges:
+        """Return the ranges for T arrays (P + 1,) of per-type offsets."""
+        counts = np.stack([np.diff(one) for one in offsets]).astype(np.int64)
+        flat = np.concatenate([[0], np.cumsum(counts.T.ravel())])[:-1]
+        return IdRanges(starts=np.ascontiguousarray(flat.reshape(counts.T.shape).T), counts=counts)
+
+    @property
+    def offsets(self) -> Array:
+        """(T, P + 1): per-type ids of part p are ``offsets[t, p] .. offsets[t, p + 1] - 1``."""
+        return np.pad(np.cumsum(self.counts, axis=1), ((0, 0), (1, 0)))
+
+    def part_range(self, part: int) -> tuple[int, int]:
+        """Return the first id of one part and the first one after it."""
+        first = int(self.starts[0, part])
+        return first, first + int(self.counts[:, part].sum())
+
+    def from_typed(self, kind: int, ids: Array) -> Array:
+        """Return the homogeneous ids of per-type ids (K,) of type number ``kind``."""
+        offsets = self.offsets[kind]
+        part = np.searchsorted(offsets[1:], ids, side="right")
+        return self.starts[kind][part] + (ids - offsets[part])
+
+    def locate(self, ids: Array) -> tuple[Array, Array]:
+        """Return the type number and the part of homogeneous ids (K,)."""
+        ends = (self.starts + self.counts).T.ravel()
+        slot = np.searchsorted(ends, ids, side="right")
+        return slot % len(self.starts), slot // len(self.starts)
+
+    def to_typed(self, ids: Array) -> tuple[Array, Array]:
+        """Return the type number and the per-type id of homogeneous ids (K,)."""
+        kind, part = self.locate(ids)
+        return kind, ids - self.starts[kind, part] + self.offsets[kind, part]

@@ -7,7 +7,7 @@ Expect: the first prints how the original ids map to the new ones. The second pr
 an exact test accuracy above 0.75; a second start resumes from its checkpoint for five more epochs.
 
 What differs from 02_data_parallel.py: `dx.partition_graph` in place of `dx.distribute`, `dx.DistGraph` on
-the folder, `inference_layers` for exact evaluation, `dx.save` and `dx.load`.
+the folder, `inference_layers` for exact evaluation, and `dx.checkpoints`: two lines.
 """
 
 import sys
@@ -59,19 +59,19 @@ def main():
     loader = dx.DataLoader(g, dx.node_split(g.ndata["train_mask"]), sampler, batch_size=64, shuffle=True)
     model = dx.wrap(SAGE(g.ndata["feat"].shape[1], 64, CLASSES), g)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    parts = {"model": model, "optimizer": optimizer, "loader": loader}
-    first = dx.load(CHECKPOINTS, **parts).epoch if CHECKPOINTS.is_dir() else 0
-    for epoch in range(first, first + EPOCHS):
+    # Goes on from the newest checkpoint, if there is one.
+    saved = dx.checkpoints(CHECKPOINTS, model, optimizer, loader, every=1, keep=2)
+    for epoch in range(saved.epoch, saved.epoch + EPOCHS):
         for _, _, blocks in loader:
             scores = model(blocks, blocks[0].srcdata["feat"])
             loss = F.cross_entropy(scores, blocks[-1].dstdata["label"])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+            saved.step()
         accuracy = dx.evaluate(model, g)
         if session.topology.rank == 0:
             print(f"epoch {epoch}: validation accuracy {accuracy['val_mask']:.3f}", flush=True)
-    dx.save(CHECKPOINTS, epoch=first + EPOCHS, **parts)
     if session.topology.rank == 0:
         print(f"test accuracy {accuracy['test_mask']:.3f}")
 

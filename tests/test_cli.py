@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -151,7 +151,7 @@ def test_one_process_needs_no_launcher_and_resumes(dataset: Path, tmp_path: Path
     common = ("train", str(dataset), "--hidden", "8", "--fanout", "3,3", "--out", str(tmp_path))
     started = dglx(*common, "--epochs", "1", "--checkpoint-every", "1")
     assert "training epoch 0 ..." in started.stderr
-    resumed = dglx(*common, "--epochs", "3", "--resume")
+    resumed = dglx(*common, "--epochs", "3")
     assert "training epochs 1 to 2 ..." in resumed.stderr
     # One line as each ends, though nobody looks at a terminal.
     assert [line[:14] for line in resumed.stderr.splitlines()[-2:]] == ["epoch 1: loss ", "epoch 2: loss "]
@@ -272,6 +272,38 @@ def test_a_killed_command_takes_its_ranks_along(dataset: Path, tmp_path: Path) -
     assert [path.name for path in folder.iterdir() if path.name.startswith(("torchelastic", "dglx"))] == []
 
 
+def killed_within(pids: Iterable[int], seconds: float) -> bool:
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], seconds)
+    return not alive
+
+
+def test_a_command_that_is_told_to_end_saves_and_goes_on(dataset: Path, tmp_path: Path) -> None:
+    """With the code and the line that users look for; and a killed torchrun takes its ranks along."""
+    with training(dataset, tmp_path) as process:
+        process.send_signal(signal.SIGUSR1)
+        _, said = process.communicate(timeout=60)
+    (line,) = [line for line in said.splitlines() if not line.startswith(("epoch ", "training "))]
+    assert (process.returncode, line[:14]) == (75, "stopped after ")
+    assert line.endswith(f" is saved in {tmp_path}/checkpoints, and the same command goes on from it")
+    # Started by another launcher, which is then killed.
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "dglx_dist.cli", "train", str(dataset), "--epochs", "100000", "--fanout", "3,3"]
+    with subprocess.Popen(
+        [*command, "--out", str(tmp_path)], stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
+    ) as torchrun:
+        while not (said := torchrun.stderr.readline()).startswith("epoch "):
+            assert said, "it ended"
+            if "going on" in said:
+                assert f"going on from {tmp_path}/checkpoints/epoch-" in said
+        ranks = {one.pid for one in psutil.Process(torchrun.pid).children()}
+        assert len(ranks) == 2
+        torchrun.kill()
+        assert killed_within(ranks, 15)
+        said = torchrun.stderr.read()
+    assert "the process that started it has ended" in said or "stopped after" in said
+    assert "Traceback" not in said
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize("ignored", [False, True], ids=["in-a-terminal", "in-the-background"])
 def test_an_interrupt_is_told_once(dataset: Path, tmp_path: Path, ignored: bool) -> None:
@@ -282,6 +314,6 @@ def test_an_interrupt_is_told_once(dataset: Path, tmp_path: Path, ignored: bool)
         # As a terminal does: to the command, its launcher and all ranks.
         os.killpg(process.pid, signal.SIGINT)
         _, said = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGINT
+    assert process.returncode == 75
     (line,) = [line for line in said.splitlines() if not line.startswith("epoch ")]
-    assert line.startswith("interrupted; ")
+    assert line.startswith("stopped after ")

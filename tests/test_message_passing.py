@@ -1,10 +1,12 @@
 """The torch path against DGL's own kernels: outputs and gradients of every convolution and operator.
 
-On CPU tensors, float64. What DGL's kernels do wrong is compared with a few lines of plain torch.
+Float64, on the CPU or the device that DGLX_DEVICE names. What DGL's kernels do wrong is compared with a few
+lines of plain torch.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -23,6 +25,7 @@ from dglx_dist.message_passing import TorchIndex, create_block, gather_mm, place
 from tests.helpers.convolutions import CASES
 
 TOLERANCE = 1e-10
+DEVICE = torch.device(os.environ.get("DGLX_DEVICE") or "cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -74,10 +77,10 @@ def outcome(
         leaf.grad = None
     torch.manual_seed(2)
     outputs = [out + 0 for out in listed(compute(graph, leaves))]  # some layers free theirs after backward
-    loss = sum((out * torch.randn_like(out)).sum() for out in outputs)
+    loss = sum((out * torch.randn(out.shape, dtype=out.dtype, device="cpu").to(out)).sum() for out in outputs)
     if isinstance(loss, Tensor) and loss.requires_grad:
         loss.backward()
-    return [*outputs, *(leaf.grad for leaf in leaves)]
+    return [None if one is None else one.cpu() for one in (*outputs, *(leaf.grad for leaf in leaves))]
 
 
 def operator(name: str) -> Callable[[Any, list[Tensor]], Tensor]:
@@ -101,12 +104,24 @@ def difference(some: list[Tensor | None], others: list[Tensor | None]) -> float:
     return max(between(a, b) for a, b in zip(some, others, strict=True))
 
 
-def assert_alike(graph: Any, compute: Callable[[Any, list[Tensor]], Any], leaves: list[Tensor]) -> None:
+def moved(leaves: list[Tensor], device: torch.device | str) -> None:
+    for one in leaves:
+        one.grad, one.data = None, one.data.to(device)
+
+
+def assert_alike(
+    graph: Any, compute: Callable[[Any, list[Tensor]], Any], leaves: list[Tensor], layer: Any = None
+) -> None:
     """The same on DGL's kernels and on the torch path, used twice, as by two layers on one block."""
-    expected, placed = outcome(graph, compute, leaves), place(graph, "cpu")
+    expected, placed = outcome(graph, compute, leaves), place(graph, DEVICE)
     assert isinstance(placed._graph, TorchIndex)
-    for _ in range(2):
-        assert difference(outcome(placed, compute, leaves), expected) <= TOLERANCE
+    moved(leaves, DEVICE)
+    if layer is not None:
+        layer.to(DEVICE)
+    with DEVICE:
+        for _ in range(2):
+            assert difference(outcome(placed, compute, leaves), expected) <= TOLERANCE
+    moved(leaves, "cpu")
 
 
 def leaf(*shape: int, ties: bool = False, seed: int = 1) -> Tensor:
@@ -144,7 +159,7 @@ def test_convolution(name: str) -> None:
             outcome(graph, compute, leaves)
         except (dgl.DGLError, RuntimeError, IndexError, ValueError, KeyError):
             continue  # on this graph DGL's own path has none
-        assert_alike(graph, compute, leaves)
+        assert_alike(graph, compute, leaves, layer)
         done.append(kind)
     assert {"graph with loops", *(["block with loops"] if case.blocks else [])} <= {*done}
     assert len(done) >= 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from io import TextIOWrapper
 from typing import Any
 
 from dglx_dist.cli.common import LAUNCHED, report_error
@@ -29,6 +30,10 @@ def run_command_line(app: Callable[..., Any], program: str) -> None:
     own, others = sys.argv[1:end], sys.argv[end:]
     debug = "--debug" in own
     arguments = [argument for argument in own if argument not in ("--debug", LAUNCHED)] + others
+    for stream in sys.stdout, sys.stderr:
+        if isinstance(stream, TextIOWrapper):
+            # Names of files may hold what the locale cannot show.
+            stream.reconfigure(errors="backslashreplace")
     try:
         app(arguments, prog_name=program)
     except DglxError as error:

@@ -34,7 +34,8 @@ app = typer.Typer(
 On several machines, torchrun starts the ranks: `torchrun --nnodes 2 --nproc-per-node 4
 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m dglx_dist.cli train data/demo --out runs/demo`
 
-Exit codes: 0; 2 for what you can correct, with one message that says how; 128 + signal where a rank was
+Exit codes: 0; 75 where the run was told to end and has saved a checkpoint, from which the same command goes
+on; 2 for what you can correct, with one message that says how; 128 + signal where a rank was
 killed; 1 for everything else.
 """
 )

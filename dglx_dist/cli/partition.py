@@ -46,7 +46,7 @@ def ingest(config: IngestCommand) -> None:
         write(
             f"{done.manifest.num_edges(etype)} edges {':'.join(etype)}; {', '.join(columns) or 'no tensors'}"
         )
-    write(f"peak memory {done.peak_bytes / 2**20:.0f} MB of {config.memory}")
+    write(f"peak memory {done.peak_bytes / 10**6:.0f} MB of {config.memory}")
     if config.output_description is not None:
         write_description(done, config.output_description)
         write(f"settings found are in {config.output_description}")

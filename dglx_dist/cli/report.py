@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -13,7 +14,7 @@ import typer
 from rich.console import Console
 
 from dglx_dist.cli.common import check_picture, command, draw_or_warn, show, warn, write
-from dglx_dist.errors import ConfigError
+from dglx_dist.errors import ConfigError, DglxError, StorageError
 from dglx_dist.options import at_least, check_ranges, option
 from dglx_dist.records import EDGE_TYPE, FEATURE, NODE_TYPE
 
@@ -190,14 +191,27 @@ def report(
     from dglx_dist.report.run_folder import PICTURE, read_run
     from dglx_dist.report.tables import epoch_table, run_title, summary_table
 
-    run = read_run(folder)
-    show(epoch_table(run.epochs))
-    if run.summary is None:
-        warn(_how_to_resume(folder, run.config))
-        return
-    show(summary_table(run.summary))
-    title = run_title(run.summary, run.config)
-    draw_or_warn(lambda: draw(run.epochs, folder / PICTURE, title=title), folder / PICTURE)
+    with _damage_named(folder):
+        run = read_run(folder)
+        show(epoch_table(run.epochs))
+        if run.summary is None:
+            warn(_how_to_resume(folder, run.config))
+            return
+        show(summary_table(run.summary))
+        title = run_title(run.summary, run.config)
+        draw_or_warn(lambda: draw(run.epochs, folder / PICTURE, title=title), folder / PICTURE)
+
+
+@contextmanager
+def _damage_named(path: Path) -> Iterator[None]:
+    """Raise StorageError for what values of a kind that no run writes lead to."""
+    try:
+        yield
+    except DglxError:
+        raise
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as problem:
+        what = f"{type(problem).__name__}: {str(problem)[:200]}"
+        raise StorageError(f"{path} is damaged ({what}); repeat the run") from problem
 
 
 def report_trace(path: Path, batches: tuple[int, int] | None) -> None:
@@ -208,13 +222,14 @@ def report_trace(path: Path, batches: tuple[int, int] | None) -> None:
     from dglx_dist.comm.trace import read_trace
     from dglx_dist.report.pictures import draw_trace, overlap_text
 
-    trace, target = read_trace(path), path.with_suffix(".png")
-    title = " ".join(
-        [str(trace.facts.get("strategy", path.stem))]
-        + [f"{name}={value}" for name, value in dict(trace.facts.get("options", {})).items()]
-    )
-    write(f"{title}: {overlap_text(trace)}")
-    draw_or_warn(lambda: draw_trace(trace, target, title=title, batches=batches), target)
+    with _damage_named(path):
+        trace, target = read_trace(path), path.with_suffix(".png")
+        title = " ".join(
+            [str(trace.facts.get("strategy", path.stem))]
+            + [f"{name}={value}" for name, value in dict(trace.facts.get("options", {})).items()]
+        )
+        write(f"{title}: {overlap_text(trace)}")
+        draw_or_warn(lambda: draw_trace(trace, target, title=title, batches=batches), target)
 
 
 def read_batches(text: str | None) -> tuple[int, int] | None:

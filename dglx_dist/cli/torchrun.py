@@ -1,9 +1,10 @@
 """torchrun with one error message and a rendezvous store on one address.
 
 ``dglx train --ranks N`` starts ``python -m dglx_dist.cli.torchrun <torchrun's arguments>``. It differs from
-torchrun in two ways. A failed run ends with the message of the rank that failed first, instead of a
-traceback of the launcher. With ``--failure-file FILE`` before torchrun's arguments the message is written to
-that file as JSON: scripts/netlab starts one launcher per server and shows the first failure of all.
+torchrun in three ways. A failed run ends with the message of the rank that failed first, instead of a
+traceback of the launcher. When it is told to end, ranks have the time that they need for a checkpoint; after
+30 s torchrun's agent would kill them. With ``--failure-file FILE`` before torchrun's arguments the message is
+written to that file as JSON: scripts/netlab starts one launcher per server and shows the first failure.
 
 The store of the rendezvous listens on one address, with ``--standalone`` on loopback. torchrun's own listens
 on every interface, and its rendezvous for ``--standalone`` unpickles whatever is written to it.
@@ -12,19 +13,22 @@ on every interface, and its rendezvous for ``--standalone`` unpickles whatever i
 from __future__ import annotations
 
 import argparse
-import ctypes
+import contextlib
 import json
 import logging
 import math
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
+import psutil
 from torch.distributed import run
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing import api as agent
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import (
     RendezvousInfo,
@@ -36,9 +40,11 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from dglx_dist.cli.common import say
 from dglx_dist.comm.rendezvous import serve_store
+from dglx_dist.comm.stopping import SAME_KEY_S, end_with_parent
+from dglx_dist.comm.topology import be_parent
 from dglx_dist.data.storage.files import replaced_file
+from dglx_dist.errors import Stopped
 
-_PR_SET_PDEATHSIG = 1
 _AGENT_WAITS_S = 30
 """Of torchrun's agent, for ranks to end after one has failed; then it kills them."""
 _BACKEND = "dglx-static"
@@ -48,6 +54,8 @@ _BACKEND = "dglx-static"
 def main(arguments: Sequence[str]) -> int:
     """Run torchrun with ``arguments`` and return the exit code of the rank that failed first, or 0."""
     end_with_parent()
+    be_parent()
+    told = _Signals()
     file, arguments = _failure_file(arguments)
     # The agent logs each rank that it ends, which hides the cause.
     logging.disable(logging.ERROR)
@@ -58,10 +66,14 @@ def main(arguments: Sequence[str]) -> int:
             parsed = run.parse_args(["--log-dir", logs, *arguments])  # type: ignore[no-untyped-call]
             _use_one_address(parsed)
             run.run(parsed)  # type: ignore[no-untyped-call]  # torch leaves them bare
-    except SignalException as error:
+    except agent.SignalException as error:
         return 128 + int(error.sigval)
     except ChildFailedError as error:
+        if any(one.exitcode == Stopped.EXIT_CODE for one in error.failures.values()):
+            return Stopped.EXIT_CODE
         rank, failure = first_failure(error.failures)
+        if told.first and (_lost_a_peer(failure) or not _recorded(failure)):
+            return 128 + told.first
         if file is not None:
             write_failure(file, rank, failure)
             return exit_code(failure)
@@ -104,9 +116,28 @@ def _use_one_address(parsed: argparse.Namespace) -> None:
     rendezvous_handler_registry.register(_BACKEND, make)
 
 
-def end_with_parent() -> None:
-    """Receive SIGTERM from the kernel when the parent process ends, even if it is killed."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+class _Signals:
+    """Passes signals to the ranks as SIGTERM and lets the agent wait for them; a second Ctrl-C kills them."""
+
+    def __init__(self) -> None:
+        self.first = 0
+        """The first signal, or 0."""
+        self._first_s = 0.0
+        # The agent installs this function for SIGTERM and SIGINT, and torch before 2.9 has no other way.
+        agent._terminate_process_handler = self._pass_on  # type: ignore[assignment]  # same call
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+            signal.signal(number, self._pass_on)
+
+    def _pass_on(self, number: int, _frame: FrameType | None) -> None:
+        ranks = psutil.Process().children()
+        again = number == signal.SIGINT and self.first and time.monotonic() - self._first_s > SAME_KEY_S
+        if not self.first:
+            self.first, self._first_s = number, time.monotonic()
+        for rank in ranks:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rank.send_signal(signal.SIGKILL if again else signal.SIGTERM)
+        if not ranks:
+            raise agent.SignalException("told to end before ranks were started", signal.Signals(number))
 
 
 def first_failure(failures: dict[Any, ProcessFailure]) -> tuple[int, ProcessFailure]:

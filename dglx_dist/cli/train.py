@@ -11,41 +11,47 @@ from pathlib import Path
 import typer
 
 from dglx_dist.cli.common import LAUNCHED, command, say, show, write
-from dglx_dist.comm.topology import launched_by_torchrun, rank_environment, read_settings, read_topology
+from dglx_dist.comm.topology import (
+    be_parent,
+    launched_by_torchrun,
+    rank_environment,
+    read_settings,
+    read_topology,
+    with_secret,
+)
 from dglx_dist.errors import ConfigError
 from dglx_dist.report.tables import plural
 from dglx_dist.training.config import TrainConfig, ranks_of_each
 
 INTERRUPTED = 128 + signal.SIGINT
+_TOLD = (INTERRUPTED, 128 + signal.SIGTERM, 128 + signal.SIGUSR1)
 
 
 def start_ranks(arguments: Sequence[str], *, ranks: int, servers: int | None) -> int:
     """Run ``dglx ARGUMENTS`` on W ``ranks`` of this machine, as S virtual servers, and wait for them.
 
-    Returns the exit code: 0, 130 after Ctrl-C, that of the rank that failed first, or 128 + the signal that
-    ended the launcher; unless it is 0, a message has been shown. ConfigError: uneven servers, or no ranks.
+    SIGTERM, SIGUSR1 and Ctrl-C are passed on to them. Returns the exit code: 0; 75 where they have saved a
+    checkpoint, 128 + the signal where they could not; that of the rank that failed first, or 128 + the signal
+    that ended the launcher. Unless it is 0, a message has been shown. ConfigError: uneven servers, or no
+    ranks.
     """
     command = [
         *(sys.executable, "-m", "dglx_dist.cli.torchrun"),
         *("--standalone", "--nproc-per-node", str(ranks)),
         *("-m", "dglx_dist.cli", LAUNCHED, *arguments),
     ]
-    environment = rank_environment(ranks, ranks_per_server=ranks_of_each(ranks, servers))
+    be_parent()
+    environment = with_secret(rank_environment(ranks, ranks_per_server=ranks_of_each(ranks, servers)))
     process = subprocess.Popen(command, env=environment)
-    # Ending this command ends its ranks too.
-    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-    try:
-        code = process.wait()
-    except KeyboardInterrupt:
-        # The terminal also interrupts the launcher, which ends the ranks; wait for it.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        process.wait()
-        code = INTERRUPTED
-    # In the background of a script this process ignores the interrupt, and only the launcher receives it.
-    if code == INTERRUPTED:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        # A shell starts commands in the background with SIGINT ignored, and then it stays so.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, _: process.send_signal(number))
+    code = process.wait()
+    if code in _TOLD:
+        name = "interrupted" if code == INTERRUPTED else f"ended by {signal.Signals(code - 128).name}"
         say(
-            "interrupted; the ranks have ended. The same command with --resume goes on from the newest "
-            "checkpoint, where --checkpoint-every saved any",
+            f"{name}; the ranks have ended. The same command goes on from the newest checkpoint, if any",
             "red",
         )
     if code < 0:
@@ -115,7 +121,7 @@ def check_before_launch(config: TrainConfig) -> None:
     read_options({**read_settings().options, **config.strategy_options})
     if not is_auto:
         check_precision(config.precision, STRATEGIES.get(strategy).traits, strategy)
-    check_request((config.device == AUTO and read_settings().device) or config.device)
+    check_request(config.device, read_settings().device)
     manifest = read_manifest(Path(config.data))
     if is_auto:
         check_plannable(manifest, config.data)

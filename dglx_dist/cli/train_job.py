@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -25,9 +23,8 @@ from dglx_dist.auto import (
     plan_summary,
     resolve,
 )
-from dglx_dist.comm.collectives import broadcast_json, run_on_all_ranks
+from dglx_dist.comm.collectives import run_on_all_ranks
 from dglx_dist.comm.session import Session
-from dglx_dist.comm.topology import read_launch
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.embedding import DistEmbedding
@@ -36,18 +33,17 @@ from dglx_dist.options import common_fields
 from dglx_dist.planner.workload import check_plannable
 from dglx_dist.records import FEATURE, LABEL, EpochRecord
 from dglx_dist.report.pictures import draw
-from dglx_dist.report.run_folder import PICTURE, append_epoch, launch_of, read_epochs, start_run, write_run
+from dglx_dist.report.run_folder import PICTURE, append_epoch, read_epochs, start_run, write_run
 from dglx_dist.report.tables import run_title, summarise
 from dglx_dist.strategies.base import AUTO, WrappedModel, strategy_of
-from dglx_dist.training.config import BF16, TrainConfig
+from dglx_dist.training.checkpoint import read_extra
+from dglx_dist.training.config import BF16, TrainConfig, configuration_of
 from dglx_dist.training.export import check_target, write_embeddings
-from dglx_dist.training.fit import Callback, FitConfig, FitResult, check_precision, with_precision
+from dglx_dist.training.fit import Callback, FitConfig, FitResult, check_precision, check_same, settled
 from dglx_dist.training.inference import flatten, labelled_type, layerwise_inference
 from dglx_dist.training.models import RELATIONAL_KINDS, ResGCN, build_model
 from dglx_dist.training.relational import HGT, RGCN, EntityInputs
 from dglx_dist.training.tracing import check_trace, without_keys
-
-log = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"
 """Folder inside a run folder."""
@@ -166,7 +162,7 @@ def train_dataset(plan: TrainConfig) -> Trained:
     options: dict[str, Any] = dict(plan.strategy_options)
     joining: dict[str, Any] = {"timeout": plan.timeout_s, "seed": plan.seed, "device": plan.device}
     with init(plan.strategy, **joining, **options) as session:
-        plan = with_precision(_resume_after_restart(plan, session), folder / CHECKPOINTS)
+        plan = settled(plan, folder / CHECKPOINTS, session)
         g = DistGraph(plan.data, structure=plan.structure, verify=plan.verify, session=session)
         ntype = _check_trainable(plan, g)
         module, inputs, _ = built = build(plan, g, ntype, g.num_classes(ntype))
@@ -178,23 +174,22 @@ def train_dataset(plan: TrainConfig) -> Trained:
         _check_outputs(plan, session)
         writes = session.topology.rank == 0
         config = run_config(plan, g, session)
+        facts = _configuration(plan, g, folder)
         before = read_epochs(folder) if plan.resume else ()
 
         def start() -> None:
             if writes:
-                if not plan.resume:
-                    _clear_checkpoints(folder)
                 start_run(folder, config, keep_metrics=plan.resume, plan=choice)
 
         run_on_all_ranks(session, start)
         wrapped, result = _fit(
-            plan, g, ntype, built, lambda record: append_epoch(folder, record) if writes else None
+            plan, g, ntype, built, facts, lambda record: append_epoch(folder, record) if writes else None
         )
         epochs = (*(e for e in before if e.epoch < result.first_epoch), *result.epochs)
-        facts = facts_of(session, result)
-        summary = summarise(facts, epochs)
+        costs = facts_of(wrapped, session, result)
+        summary = summarise(costs, epochs)
         if choice is not None:
-            choice["outcome"] = asdict(outcome_of(choice["epoch"], epochs, facts))
+            choice["outcome"] = asdict(outcome_of(choice["epoch"], epochs, costs))
             summary[AUTO] = plan_summary(choice)
         if result.account:
             shown = {name: value for name, value in result.account.items() if name != "text"}
@@ -207,36 +202,16 @@ def train_dataset(plan: TrainConfig) -> Trained:
         return Trained(rank=session.topology.rank, epochs=epochs, summary=summary)
 
 
-def _clear_checkpoints(folder: Path) -> None:
-    """Remove the checkpoints of a replaced run, which --resume would load; a restart moves them aside."""
-    launch, restarts = read_launch()
-    if restarts and (folder / CHECKPOINTS).is_dir():
-        # On several machines rank 0 may now be another one, and cannot tell whose checkpoints these are.
-        aside = folder / f"{CHECKPOINTS}-before-{launch or 'restart'}-{restarts}"
-        try:
-            (folder / CHECKPOINTS).rename(aside)
-        except OSError as error:
-            raise StorageError(f"cannot move the earlier checkpoints to {aside}: {error}") from error
-        log.warning("this restart begins at epoch 0; the earlier checkpoints are kept in %s", aside)
-    shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
-
-
-def _resume_after_restart(plan: TrainConfig, session: Session) -> TrainConfig:
-    """Return ``plan`` with ``resume`` where the launcher has restarted this run; collective."""
-    (launch, restarts), folder, is_first = read_launch(), Path(plan.out), session.topology.rank == 0
-    if restarts == 0 or plan.resume or plan.checkpoint_every == 0:
-        return plan
-    # The folder may still hold an earlier run that this launch has not replaced yet.
-    found = run_on_all_ranks(session, lambda: launch_of(folder) if is_first else "", StorageError)
-    if broadcast_json(found == launch, session) is not True:
-        return plan
-    if is_first:
-        log.warning(
-            "restart %d by the launcher: the run goes on from the newest checkpoint in %s, if there is one",
-            restarts,
-            folder / CHECKPOINTS,
+def _configuration(plan: TrainConfig, g: DistGraph, folder: Path) -> dict[str, object]:
+    """Return what a run that goes on must have in common; ConfigError if it differs. Collective."""
+    facts = configuration_of(plan, g.dataset.manifest.checksum)
+    facts["strategy_options"] = without_keys(plan.strategy_options)
+    saved = read_extra(folder / CHECKPOINTS) if plan.goes_on else None
+    if saved is not None:
+        check_same(
+            saved, facts, folder, "give another --out, or --overwrite, which begins anew and removes them"
         )
-    return replace(plan, resume=True)
+    return facts
 
 
 def with_defaults(plan: TrainConfig) -> TrainConfig:
@@ -299,7 +274,6 @@ def run_config(plan: TrainConfig, g: DistGraph, session: Session) -> dict[str, o
         "timeout_s": session.timeout_s,
         "ranks": session.topology.world_size,
         "servers": session.topology.num_servers,
-        "launch": read_launch()[0],
         "graph": g.name,
         "nodes": g.num_nodes(),
         "edges": g.num_edges(),
@@ -310,16 +284,19 @@ def run_config(plan: TrainConfig, g: DistGraph, session: Session) -> dict[str, o
 
 
 def _fit(
-    plan: TrainConfig, g: DistGraph, ntype: str, built: Built, after_epoch: Callback
+    plan: TrainConfig,
+    g: DistGraph,
+    ntype: str,
+    built: Built,
+    facts: Mapping[str, object],
+    after_epoch: Callback,
 ) -> tuple[WrappedModel, FitResult]:
     module, inputs, sparse = built
     # A cache that auto chose is filled already.
     if plan.cache is not None and not g.kvstore.has_cache:
         _cache_features(plan, g, ntype, plan.cache)
-    has_checkpoints = plan.checkpoint_every > 0 or plan.resume
-    options = common_fields(plan, FitConfig) | {"checkpoint_every": max(plan.checkpoint_every, 1)}
-    folder = Path(plan.out) / CHECKPOINTS if has_checkpoints else None
-    config = FitConfig(**options, checkpoint_folder=folder, ntype=ntype, inputs=inputs)
+    folder, options = Path(plan.out) / CHECKPOINTS, common_fields(plan, FitConfig)
+    config = FitConfig(**options, checkpoint_folder=folder, ntype=ntype, inputs=inputs, configuration=facts)
     loader_options: dict[str, Any] = {"depth": plan.depth, "num_threads": plan.loader_threads}
     return fit(
         module,

@@ -1,20 +1,27 @@
-"""Authentication of connections: one secret per job, or one key pair per rank.
+"""Authentication: keys derived from the job's secret, connections of one-sided calls.
 
-Plain (default): rank 0 draws a random secret, all ranks get it through the rendezvous store, and every
-connection must present it. It rejects unauthenticated connections; like the store itself, it does not protect
-against eavesdropping. Curve: each rank makes a key pair, only public keys pass through the store, connections
-are encrypted and only keys of this job are accepted; a secret key never leaves its process. External clients
-have other secrets, or keys, which give access to less (see endpoints.py).
+Each use has a key of its own (:func:`derived_key`), so the secret itself is sent nowhere. Without Curve a
+connection presents a nonce and its HMAC, which the server accepts once: who records a handshake cannot repeat
+it. ZeroMQ carries both in its PLAIN mechanism, since it reads no message of a connection before that is
+accepted. The server proves that it knows the key in its first answer, and until then no answer counts. This
+does not protect against an attacker on the path. Curve does: each rank makes a key pair, only public keys
+leave its process, connections are encrypted and only keys of this job are accepted. External clients have
+another key and other key pairs, which give access to less (see endpoints.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import hmac
+import json
 import logging
 import os
+import resource
+import secrets
 import socket
 import threading
+import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import final
 
@@ -24,10 +31,18 @@ from zmq.utils import z85
 from dglx_dist.comm.wire import read_event
 
 _DOMAIN = b"dglx"
-_USER = b"rank"
+_NONCE_BYTES = 16
 _STOP, _EVENTS = "inproc://zap-stop", "inproc://zap-events"
+_LOOK_EVERY_MS = 1000
+_FEW = 0.25
+"""Share of free file descriptors below which a rank warns."""
 
 log = logging.getLogger(__name__)
+
+
+def derived_key(secret: bytes, *purpose: object) -> bytes:
+    """Return the key, ASCII, for one ``purpose`` (JSON values); it reveals nothing of ``secret``."""
+    return hmac.digest(secret, json.dumps(purpose).encode(), "sha256").hex().encode()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +50,7 @@ class Credentials:
     """Credentials that one rank presents and accepts."""
 
     secret: bytes = field(repr=False)
-    """The job's secret, ASCII."""
+    """Key of the connections, equal at both ends, ASCII."""
     public_key: bytes | None = None
     """Of the rank's Curve key pair, Z85; None: plain."""
     secret_key: bytes | None = field(default=None, repr=False)
@@ -51,28 +66,20 @@ class Credentials:
             socket.setsockopt(zmq.CURVE_SERVER, 1)
             socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret_key)
 
-    def present(self, socket: zmq.Socket[bytes], server_key: bytes | None) -> None:
-        """Make ``socket``, not yet connected, present these credentials."""
+    def present(self, socket: zmq.Socket[bytes], server: int, server_key: bytes | None) -> None:
+        """Make ``socket``, not yet connected, present these credentials to rank ``server``, once."""
         if self.secret_key is None or self.public_key is None or server_key is None:
-            socket.setsockopt(zmq.PLAIN_USERNAME, _USER)
-            socket.setsockopt(zmq.PLAIN_PASSWORD, self.secret)
+            nonce = secrets.token_hex(_NONCE_BYTES).encode()
+            socket.setsockopt(zmq.PLAIN_USERNAME, nonce)
+            socket.setsockopt(zmq.PLAIN_PASSWORD, self.proof("calls", server, nonce))
         else:
             socket.setsockopt(zmq.CURVE_SERVERKEY, server_key)
             socket.setsockopt(zmq.CURVE_PUBLICKEY, self.public_key)
             socket.setsockopt(zmq.CURVE_SECRETKEY, self.secret_key)
 
-    def accepts(self, mechanism: bytes, presented: list[bytes]) -> bool:
-        """Whether a connection that presented ``presented`` is of this job."""
-        if self.secret_key is None:
-            return (
-                mechanism == b"PLAIN"
-                and len(presented) == 2
-                and hmac.compare_digest(presented[0], _USER)
-                and hmac.compare_digest(presented[1], self.secret)
-            )
-        return (
-            mechanism == b"CURVE" and len(presented) == 1 and z85.encode(presented[0]) in self.accepted_keys
-        )
+    def proof(self, role: str, server: int, nonce: bytes) -> bytes:
+        """Return what only who knows the key can answer to ``nonce``; ``role``: "calls" or "serves"."""
+        return derived_key(self.secret, role, server, nonce.hex())
 
 
 @final
@@ -80,12 +87,20 @@ class ZapAuthenticator:
     """Answers ZeroMQ's authentication requests (ZAP, RFC 27) for all sockets of ``context``.
 
     A context may have one. The ``guarded`` socket, whose connections are monitored, must not be bound yet.
+    Its thread also keeps ``watch``.
     """
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], credentials: Credentials, guarded: zmq.Socket[bytes]
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        rank: int,
+        credentials: Credentials,
+        guarded: zmq.Socket[bytes],
+        watch: DescriptorWatch,
     ) -> None:
-        self._credentials = credentials
+        self._rank, self._credentials, self._watch = rank, credentials, watch
+        self._spent: set[bytes] = set()
+        """Nonces of accepted connections."""
         self._requests = context.socket(zmq.REP)
         self._requests.setsockopt(zmq.LINGER, 0)
         self._requests.bind("inproc://zeromq.zap.01")
@@ -115,7 +130,8 @@ class ZapAuthenticator:
             poller.register(source, zmq.POLLIN)
         ready: dict[object, int] = {}
         while self._stop not in ready:
-            ready = dict(poller.poll())
+            ready = dict(poller.poll(_LOOK_EVERY_MS))
+            self._watch.look()
             if self._requests in ready:
                 self._answer()
             if self._events in ready:
@@ -129,12 +145,25 @@ class ZapAuthenticator:
             self._requests.send_multipart([b"1.0", b"", b"500", b"malformed", b"", b""])
             return
         version, request, _domain, address, _identity, mechanism, *presented = frames
-        if self._credentials.accepts(mechanism, presented):
-            self._requests.send_multipart([version, request, b"200", b"OK", _USER, b""])
+        if self._accepts(mechanism, presented):
+            self._requests.send_multipart([version, request, b"200", b"OK", b"rank", b""])
             return
         name = address.decode(errors="replace")
         log.warning("refused a connection from %s: it does not know this job's secret", name)
         self._requests.send_multipart([version, request, b"400", b"not of this job", b"", b""])
+
+    def _accepts(self, mechanism: bytes, presented: list[bytes]) -> bool:
+        mine = self._credentials
+        if mine.secret_key is not None:
+            is_curve = mechanism == b"CURVE" and len(presented) == 1
+            return is_curve and z85.encode(presented[0]) in mine.accepted_keys
+        if mechanism != b"PLAIN" or len(presented) != 2:
+            return False
+        nonce, proof = presented
+        if not hmac.compare_digest(proof, mine.proof("calls", self._rank, nonce)) or nonce in self._spent:
+            return False
+        self._spent.add(nonce)
+        return True
 
     def _note_event(self) -> None:
         event, handle = read_event(self._events)
@@ -154,3 +183,44 @@ def _peer_name(handle: int) -> str:
         host, port, *_ = copy.getpeername()
         return f"{host}:{port}"
     return "an address that is gone"
+
+
+@final
+class DescriptorWatch:
+    """Names the cause when the process runs out of file descriptors, before it does.
+
+    gloo keeps the descriptor of every connection to its ports, also of strangers and after their end, and a
+    process that cannot open another one ends. Construction raises the limit to what the system allows.
+    """
+
+    def __init__(self) -> None:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+        self._look_at_s, self._is_few = 0.0, False
+
+    def look(self) -> None:
+        """Log an error when few descriptors are left; looks at most once a second."""
+        now_s = time.monotonic()
+        if now_s < self._look_at_s:
+            return
+        self._look_at_s = now_s + _LOOK_EVERY_MS / 1000
+        limit, used = resource.getrlimit(resource.RLIMIT_NOFILE)[0], os.listdir("/proc/self/fd")
+        was_few, self._is_few = self._is_few, limit - len(used) < _FEW * limit
+        if self._is_few and not was_few:
+            kinds = Counter(_kind(int(one)) for one in used)
+            log.error(
+                "%d of %d file descriptors are in use (%s), and this process ends when none is left; if they "
+                "are sockets, something connects to this job's ports again and again: close them to other "
+                "machines, and raise the limit (ulimit -Hn)",
+                len(used),
+                limit,
+                ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(4)),
+            )
+
+
+def _kind(descriptor: int) -> str:
+    with contextlib.suppress(OSError):
+        if os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
+            return f"sockets of {_peer_name(descriptor).rpartition(':')[0]}"
+    return "others"

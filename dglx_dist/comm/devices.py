@@ -40,30 +40,39 @@ def no_gpu() -> str:
     return f"torch {torch.__version__} {why}"
 
 
-def check_device(device: object) -> torch.device:
-    """Return ``device`` if this process has it; ConfigError otherwise."""
+def check_device(device: object, name: str = "device") -> torch.device:
+    """Return ``device`` if this process has it; ConfigError, by the ``name`` of the option, otherwise."""
     try:
         found = torch.device(device)  # type: ignore[call-overload]  # whatever the user gave
     except (RuntimeError, TypeError) as error:
         raise ConfigError(
-            f"device={device!r} is no device; give 'cpu', 'cuda', or one as 'cuda:0'"
+            f"{name}={device!r} is no device; give 'cpu', 'cuda', or one as 'cuda:0'"
         ) from error
     if found.type != "cuda":
         return found
     count = num_gpus()
     if not count:
-        raise ConfigError(f"device={str(device)!r}, but {no_gpu()}; {_REMEDY}")
+        raise ConfigError(f"{name}={str(device)!r}, but {no_gpu()}; {_REMEDY}")
     if (found.index or 0) >= count:
         known = ", ".join(f"cuda:{number}" for number in range(count))
-        raise ConfigError(f"device={str(device)!r}, but this machine has {known}; take one of them")
+        raise ConfigError(f"{name}={str(device)!r}, but this machine has {known}; take one of them")
     return found
 
 
-def check_request(device: object) -> torch.device | None:
-    """Return the device that a session is to have, None for ``auto``; ConfigError: there is none such."""
-    found = None if device is None or device == AUTO else check_device(device)
+def _request(device: object, variable: str | None) -> tuple[str, object]:
+    # Its name in messages, and the value.
+    return ("DGLX_DEVICE", variable) if variable and device in (None, AUTO) else ("device", device)
+
+
+def check_request(device: object, variable: str | None) -> torch.device | None:
+    """Return the device that a session is to have, None for ``auto``; ConfigError: there is none such.
+
+    ``variable`` is the value of DGLX_DEVICE, which stands for ``auto``.
+    """
+    name, asked = _request(device, variable)
+    found = None if asked in (None, AUTO) else check_device(asked, name)
     if found is not None and found.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device={str(device)!r}: ranks train on GPUs or CPUs; give auto, cuda or cpu")
+        raise ConfigError(f"{name}={str(asked)!r}: ranks train on GPUs or CPUs; give auto, cuda or cpu")
     return found
 
 
@@ -80,10 +89,10 @@ class RankDevice:
     """Why the rank has not the device that it should have; "": it has."""
 
 
-def take_device(device: object, local_rank: int) -> RankDevice:
-    """Take ``device``, or a GPU by the rank's number on its machine; an error is in the result."""
+def take_device(device: object, local_rank: int, variable: str | None = None) -> RankDevice:
+    """Take the device of :func:`check_request`, a GPU by the rank's number; an error is in the result."""
     try:
-        wanted = check_request(device)
+        wanted = check_request(device, variable)
     except ConfigError as error:
         return RankDevice(problem=str(error))
     if wanted is not None and wanted.type == "cpu":
@@ -97,7 +106,8 @@ def take_device(device: object, local_rank: int) -> RankDevice:
         unusable = f"cuda:{number} cannot be used ({str(error).splitlines()[0]})"
     if wanted is None:
         return RankDevice(why=unusable)
-    return RankDevice(problem=f"device={str(device)!r}: {unusable}; see nvidia-smi, or {_REMEDY}")
+    name, asked = _request(device, variable)
+    return RankDevice(problem=f"{name}={str(asked)!r}: {unusable}; see nvidia-smi, or {_REMEDY}")
 
 
 def backend_of(ranks: Sequence[RankDevice], hosts: Sequence[str], backend: str | None) -> str:

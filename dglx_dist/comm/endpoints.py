@@ -1,8 +1,8 @@
 """Endpoints beside one-sided calls: a TCP connection per pair of ranks, and access for external clients.
 
-The connections carry large messages that both ends expect. Ranks exchange addresses and a secret per pair by
-one-sided calls, which authenticates a connection (see auth.py) without sending the secret over it. Data on it
-is not encrypted, as in collectives.
+The connections carry large messages that both ends expect. Ranks exchange addresses by one-sided calls, and
+prove to each other that they know a key of the pair, which is sent nowhere. Data is not encrypted: with
+``DGLX_CURVE`` rows go by one-sided calls (see exchange.py).
 
 External clients, such as stateless workers, have their own secret, port and handlers. Their secret may
 be stored where the job's must not, as in the events of a functions service: it gives no access to the ranks'
@@ -24,8 +24,8 @@ from typing import final
 
 import numpy as np
 
-from dglx_dist.comm.auth import Credentials
-from dglx_dist.comm.collectives import barrier, gather_json
+from dglx_dist.comm.auth import Credentials, derived_key
+from dglx_dist.comm.collectives import barrier
 from dglx_dist.comm.rendezvous import interface_address
 from dglx_dist.comm.rpc import Handler, PeerAddress, open_endpoints
 from dglx_dist.comm.session import Session, SessionField
@@ -40,7 +40,7 @@ _OPENING = "opening of connections between ranks"
 _CLIENT_ACCESS: SessionField[ClientAccess | None] = SessionField(lambda _: None)
 _HELLO = struct.Struct("!8sI32s")
 _MAGIC = b"dglxstr1"
-_NONCE_BYTES = _SECRET_BYTES = _PROOF_BYTES = 32
+_NONCE_BYTES = _PROOF_BYTES = 32
 _HANDSHAKE_S = 5.0
 """How long an unauthenticated connection may block the next one."""
 _CHECK_EVERY_S = 1.0
@@ -58,8 +58,8 @@ def open_streams(session: Session) -> dict[int, socket.socket]:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with ExitStack() as undo:
         listener = undo.enter_context(socket.create_server((address, 0), family=family, backlog=world_size))
-        offers = {peer: secrets.token_bytes(_SECRET_BYTES) for peer in range(rank + 1, world_size)}
-        session.rpc.register(_OFFER, _offerer(address, listener.getsockname()[1], offers))
+        offers = {peer: _key(session, rank, peer) for peer in range(rank + 1, world_size)}
+        session.rpc.register(_OFFER, _offerer(address, listener.getsockname()[1]))
         undo.callback(session.rpc.unregister, _OFFER)
         barrier(session, _OPENING)
         connected: dict[int, socket.socket] = {}
@@ -79,24 +79,24 @@ def open_streams(session: Session) -> dict[int, socket.socket]:
     return connected
 
 
-def _offerer(address: str, port: int, offers: Mapping[int, bytes]) -> Handler:
-    where = np.frombuffer(address.encode(), dtype=np.uint8)
+def _key(session: Session, listens: int, connects: int) -> bytes:
+    assert session.store is not None
+    return derived_key(session.store.key, "stream", listens, connects)
 
-    def offer(name: str, _arrays: Sequence[Array]) -> list[Array]:
-        secret = np.frombuffer(offers[int(name)], dtype=np.uint8)
-        return [where, np.array([port], dtype=np.int64), secret]
 
-    return offer
+def _offerer(address: str, port: int) -> Handler:
+    where: list[Array] = [np.frombuffer(address.encode(), dtype=np.uint8), np.array([port], dtype=np.int64)]
+    return lambda _name, _arrays: where
 
 
 def _connect(session: Session, peer: int) -> socket.socket:
     rank = session.topology.rank
-    where, port, secret = session.rpc.call(peer, _OFFER, str(rank), [], phase="control")
+    where, port = session.rpc.call(peer, _OFFER, "", [], phase="control")
     address = where.tobytes().decode()
     with ExitStack() as undo:
         try:
             connection = socket.create_connection((address, int(port[0])), timeout=session.timeout_s)
-            show(undo.enter_context(connection), rank, secret.tobytes())
+            show(undo.enter_context(connection), rank, _key(session, peer, rank))
         except OSError as error:
             raise PeerError(
                 f"rank {rank} cannot connect to rank {peer} on {session.hosts[peer]} at {address}:{port[0]} "
@@ -197,9 +197,10 @@ def open_client_access(session: Session, interface: str = "") -> ClientAccess:
         interface_address(interface, "option interface") if interface else "127.0.0.1"
     )
     credentials, addresses = open_endpoints(
-        lambda _, value: gather_json(value, session),
+        (lambda _, value: [value]) if session.store is None else session.store.exchange,
         session.hosts,
         lambda served: session.rpc.listen_to_clients(address, served),
+        secret=secrets.token_bytes(32) if session.store is None else session.store.key,
         encrypted=read_settings().curve,
         for_clients=True,
     )

@@ -31,7 +31,6 @@ from dglx_dist.comm.endpoints import open_streams
 from dglx_dist.comm.mailbox import Mailbox, OneSidedExchange
 from dglx_dist.comm.session import Session, SessionField
 from dglx_dist.comm.trace import NETWORK
-from dglx_dist.comm.transfer import to_host
 from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.records import Array
 
@@ -212,19 +211,6 @@ DEVICES: SessionField[DeviceExchange | None] = SessionField(open_devices)
 """The exchange for tensors on accelerators, made collectively; None: they are sent through host memory."""
 
 
-def is_on_host(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu"
-
-
-def copied_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return contiguous tensors in host memory. All copies begin before the first one is waited for."""
-    copies = [to_host(one) for one in tensors]
-    for _, arrive in copies:
-        if arrive is not None:
-            arrive()
-    return [copy for copy, _ in copies]
-
-
 _ADVICE = "run the same layers on all ranks"
 _NUMBERS: SessionField[Iterator[int]] = SessionField(lambda _: count())
 _Arrived: TypeAlias = Mailbox[tuple[float, Array]]
@@ -277,10 +263,11 @@ def _check_bytes(arrays: Sequence[Array]) -> None:
 class CallExchange(Exchange):
     """By one-sided calls, in host memory; any number in flight, received on the threads that serve calls.
 
-    Those of different objects may overtake each other. Construction is collective. ``span``: name in traces.
+    Those of different objects may overtake each other. Construction is collective. ``span``: name in traces,
+    that of each exchange if empty.
     """
 
-    def __init__(self, session: Session, span: str) -> None:
+    def __init__(self, session: Session, span: str = "") -> None:
         super().__init__(session)
         op, self._span = f"exchange-{next(_NUMBERS.of(session))}", span
         self._inbox = _Inbox(session)
@@ -300,7 +287,8 @@ class CallExchange(Exchange):
         sent = self._calls.submit(number, name, rows_to, phase=None)
 
         def finish(work: Iterator[bool]) -> None:
-            for _ in work:
+            # What needs no message comes first, beside their transfer.
+            while next(work, False):
                 pass
             arrived = mailbox.take(0, name, [one.rank for one in incoming], name)
             for one in incoming:
@@ -309,11 +297,13 @@ class CallExchange(Exchange):
                 if len(rows) != one.num_arrived:
                     raise _differs(one.rank, f"{len(rows)} bytes of {name!r}", f"{one.num_arrived}")
                 _flat(one.rows).numpy()[:] = rows
+            for _ in work:
+                pass
             for call in sent:
                 call.result()
             # Rows of a rank that is ahead arrived before this one posted.
             end = max([begin, *(at for at, _ in arrived.values())])
-            self.session.timeline.add(self._span, NETWORK, begin, end, batch)
+            self.session.timeline.add(self._span or name, NETWORK, begin, end, batch)
 
         return finish
 
@@ -535,7 +525,9 @@ class RowExchanges:
     """Exchanges of rows on the thread of the training loop, and their memory. Construction is collective."""
 
     def __init__(self, session: Session) -> None:
-        self.streams = StreamExchange(session)
+        mine = session.rpc.credentials
+        encrypted = mine is not None and mine.secret_key is not None
+        self.streams = CallExchange(session) if encrypted else StreamExchange(session)
         self.devices = DEVICES.of(session)
         self.sent, self.received = ReusableBuffer(), ReusableBuffer()
         """Host memory of the current exchange."""

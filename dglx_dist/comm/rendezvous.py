@@ -1,29 +1,51 @@
-"""Meeting of the ranks: network addresses, the rendezvous store with its barriers, the first failure."""
+"""Meeting of the ranks: network addresses, the rendezvous store with its barriers, the first failure.
+
+The store itself refuses nobody, so every value that ranks put into it carries an HMAC with a key of the job.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hmac
 import ipaddress
 import json
+import logging
+import os
 import queue
+import re
+import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import final
 
 import psutil
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from dglx_dist.comm.topology import Rendezvous
+from dglx_dist.comm.auth import derived_key
+from dglx_dist.comm.topology import LOOPBACK_HOSTS, Rendezvous, Settings
 from dglx_dist.errors import ConfigError, PeerError
 
 _CHECK_EVERY_S = 1.0
 """Period at which a waiting rank probes those it waits for."""
 _FIRST_ERROR = "first_error"
-_LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+_SECRET, _SECRET_FILE = "secret", "dglx-secret"
+_SEAL_BYTES = 32
+_HOW_TO_SHARE = (
+    "write one (`openssl rand -hex 32`) to a file of mode 600 and set DGLX_SECRET_FILE on all machines"
+)
+_OPEN_SECRET = (
+    "this job has no secret of its own, so its ranks get one through the rendezvous store: whoever reaches "
+    "that on the network can read features, change what is trained, and pose as a rank"
+)
+
+log = logging.getLogger(__name__)
 
 
 def open_store(rendezvous: Rendezvous, rank: int, world_size: int, timeout_s: float) -> Store:
@@ -119,7 +141,7 @@ def _connected_store(host: str, port: int, world_size: int, timeout_s: float) ->
 
 def _hosted_store(host: str, port: int, world_size: int, timeout_s: float) -> Store:
     timeout, taken = timedelta(seconds=timeout_s), None
-    if host in _LOOPBACK_HOSTS:
+    if host in LOOPBACK_HOSTS:
         try:
             return serve_store(host, port, world_size, timeout)
         except OSError as error:
@@ -135,13 +157,102 @@ def _hosted_store(host: str, port: int, world_size: int, timeout_s: float) -> St
 
 
 @final
+class SealedStore(Store):
+    """``inner`` with an HMAC before each value, which binds it to its key; counters have none.
+
+    PeerError: a value was not written with ``secret``.
+    """
+
+    def __init__(self, inner: Store, secret: bytes) -> None:
+        super().__init__()
+        self.inner, self._secret = inner, secret
+
+    def set(self, key: str, value: str | bytes) -> None:
+        raw = value.encode() if isinstance(value, str) else value
+        self.inner.set(key, self._seal(key, raw) + raw)  # type: ignore[arg-type]  # bytes are valid
+
+    def get(self, key: str) -> bytes:
+        return self._opened(key, self.inner.get(key))
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self._opened(key, found) for key, found in zip(keys, self.inner.multi_get(keys), strict=True)]
+
+    def add(self, key: str, amount: int) -> int:
+        return self.inner.add(key, amount)
+
+    def check(self, keys: list[str]) -> bool:
+        return self.inner.check(keys)
+
+    def wait(self, keys: list[str], *limit: timedelta) -> None:
+        self.inner.wait(keys, *limit)
+
+    def renewed(self, *facts: object) -> SealedStore:
+        """Return the store with a secret made from this one's and ``facts`` (JSON)."""
+        return SealedStore(self.inner, derived_key(self._secret, *facts))
+
+    def _seal(self, key: str, value: bytes) -> bytes:
+        return hmac.digest(derived_key(self._secret, "value", key), value, "sha256")
+
+    def _opened(self, key: str, found: bytes) -> bytes:
+        value = found[_SEAL_BYTES:]
+        if not hmac.compare_digest(found[:_SEAL_BYTES], self._seal(key, value)):
+            raise PeerError(
+                f"{key!r} in the rendezvous store (its last part is a rank) does not carry this job's seal: "
+                "that rank has another secret, or another process writes to the store; give all ranks the "
+                "same DGLX_SECRET or DGLX_SECRET_FILE, and open the store to the machines of the job only"
+            )
+        return value
+
+
+@final
 class JobStore:
     """The store as used by the ranks of one session. Any thread."""
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout_s: float) -> None:
-        self.raw = store
+        self.raw = self.unsealed = self._failures = store
+        self.key = b""
+        """Of the session, set by :meth:`seal`."""
         self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self._barriers = 0
+
+    def seal(self, settings: Settings, *, is_local: bool) -> None:
+        """Agree on the job's secret, and seal with it what is written from here on.
+
+        Without one in the ``settings``, rank 0 makes it. If all ranks are on this machine (``is_local``) they
+        read it from rank 0's memory, which takes the same user; else it goes through the store, with a
+        warning. ConfigError: some ranks have one and others none, or it is required and missing.
+        """
+        secret, made = settings.secret, b""
+        if secret is None and settings.require_secret and not is_local:
+            raise ConfigError(f"DGLX_REQUIRE_SECRET is set, but there is no secret; {_HOW_TO_SHARE}")
+        if self.rank == 0:
+            if secret is None:
+                secret = made = secrets.token_hex(_SEAL_BYTES).encode()
+            with _private_file(made if is_local else b"") as path:
+                self.raw.set(_SECRET, path or made.decode())
+                if made and not path:
+                    log.warning("%s; %s", _OPEN_SECRET, _HOW_TO_SHARE)
+                self._meet(secret)
+            return
+        if secret is None:
+            self._wait([_SECRET], "the start", None)
+            secret = self.raw.get(_SECRET)
+            if not secret:
+                self.raw.set(f"start/{self.rank}", "")  # without a seal, so that the others do not wait
+                raise ConfigError(f"rank 0 has a secret and rank {self.rank} has none; {_HOW_TO_SHARE}")
+            if is_local:
+                secret = _read_private_file(secret.decode(errors="replace"))
+        self._meet(secret)
+
+    def _meet(self, secret: bytes) -> None:
+        """Derive the key of this session from fresh random numbers of all ranks."""
+        self.raw = self._failures = SealedStore(self.raw, derived_key(secret, "store"))
+        mine = secrets.token_hex(_SEAL_BYTES)
+        nonces = self.exchange("start", mine)
+        # What another session wrote would open here, too, but then no two ranks get the same key.
+        nonces[self.rank] = mine
+        self.raw = self.raw.renewed(nonces)
+        self.key = derived_key(secret, "session", nonces)
 
     def exchange(self, what: str, value: object) -> list[object]:
         """Send ``value`` (JSON) to every rank and return all of them by rank; each rank must call it once."""
@@ -189,17 +300,28 @@ class JobStore:
     def report_failure(self, text: str) -> None:
         """Store ``text`` as the reason why this rank ends, unless another rank was first."""
         try:
-            if not self.raw.check([_FIRST_ERROR]):
-                self.raw.set(_FIRST_ERROR, json.dumps({"rank": self.rank, "text": text[:2000]}))
+            if not self._failures.check([_FIRST_ERROR]):
+                self._failures.set(_FIRST_ERROR, json.dumps({"rank": self.rank, "text": text[:2000]}))
         except RuntimeError:
             return  # the store is gone, so no rank could read it
 
+    def report_end(self) -> None:
+        """Tell the others that this rank ends early, so that they do not take it for a dead one."""
+        with contextlib.suppress(RuntimeError):
+            self.raw.set(f"ended/{self.rank}", "")
+
+    def have_ended(self, rank: int) -> bool:
+        """Whether ``rank`` has told so."""
+        with contextlib.suppress(RuntimeError):
+            return bool(self.raw.check([f"ended/{rank}"]))
+        return False
+
     def first_failure(self) -> tuple[int, str] | None:
-        """(rank, text) of the first rank that reported a failure, or None."""
+        """(rank, text) of the first rank that reported a failure, or None; PeerError: it is no rank's."""
         try:
-            if not self.raw.check([_FIRST_ERROR]):
+            if not self._failures.check([_FIRST_ERROR]):
                 return None
-            failure = json.loads(self.raw.get(_FIRST_ERROR))
+            failure = json.loads(self._failures.get(_FIRST_ERROR))
         except RuntimeError:
             return None
         return int(failure["rank"]), str(failure["text"])
@@ -234,6 +356,35 @@ class JobStore:
             raise PeerError(
                 f"the rendezvous store is gone ({_first_line(error)}); the launcher or rank 0 has ended"
             ) from error
+
+
+@contextmanager
+def _private_file(content: bytes) -> Iterator[str]:
+    """Yield a path at which this user's processes on this machine read ``content``; "" if it is empty."""
+    if not content:
+        yield ""
+        return
+    descriptor = os.memfd_create(_SECRET_FILE)
+    try:
+        os.write(descriptor, content)
+        yield f"/proc/{os.getpid()}/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
+
+
+def _read_private_file(path: str) -> bytes:
+    try:
+        # The path comes from the store: no other file of this user's is taken for a secret.
+        is_ours = re.fullmatch(r"/proc/[0-9]+/fd/[0-9]+", path) and os.stat(path).st_uid == os.getuid()
+        if is_ours and os.readlink(path) == f"/memfd:{_SECRET_FILE} (deleted)":
+            return Path(path).read_bytes()
+        reason = "no such file of this user's"
+    except OSError as error:
+        reason = str(error.strerror)
+    raise PeerError(
+        f"the secret of rank 0 cannot be read ({reason}): ranks run as different users or in different "
+        f"containers, or another process writes to the rendezvous store; {_HOW_TO_SHARE}"
+    )
 
 
 def _first_line(error: Exception) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hmac
 import logging
 import queue
 import secrets
@@ -19,7 +20,7 @@ from typing import Any, TypeAlias, final
 import numpy as np
 import zmq
 
-from dglx_dist.comm.auth import Credentials, ZapAuthenticator
+from dglx_dist.comm.auth import Credentials, DescriptorWatch, ZapAuthenticator, derived_key
 from dglx_dist.comm.ledger import Ledger
 from dglx_dist.comm.topology import endpoint_of
 from dglx_dist.comm.wire import (
@@ -50,6 +51,9 @@ which saves two thread switches; an operation without measurement counts as slow
 _NUM_WORKERS = 2
 """Handlers that run at the same time, so that a slow one does not block the others."""
 
+_PROVE = "cluster.prove"
+"""First call of a connection: the server proves that it knows the key; 0 is its number."""
+
 _WAKE = b"wake"
 _WAKE_ENDPOINT = "inproc://serve-wake"
 
@@ -61,15 +65,17 @@ class Server:
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
+        rank: int,
         address: str,
         credentials: Credentials,
         handlers: Mapping[str, Handler],
+        watch: DescriptorWatch,
     ) -> None:
-        self._handlers = handlers
+        self._rank, self._credentials, self._handlers = rank, credentials, handlers
         self._router = context.socket(zmq.ROUTER)
         credentials.guard(self._router)
         _configure(self._router)
-        self._authenticator = ZapAuthenticator(context, credentials, self._router)
+        self._authenticator = ZapAuthenticator(context, rank, credentials, self._router, watch)
         self._router.setsockopt(zmq.IPV6, int(":" in address))
         self._router.bind(_WAKE_ENDPOINT)
         self._waker = context.socket(zmq.DEALER)
@@ -127,6 +133,10 @@ class Server:
             head = decode(first.bytes)
             if head.kind is not Kind.REQUEST:
                 raise WireError(f"of kind {head.kind.name}, which is no request")
+            if head.op == _PROVE:
+                proof = self._credentials.proof("serves", self._rank, head.name.encode())
+                self._send(peer, encode(Head(Kind.REPLY, head.request, name=proof.decode())))
+                return
             if head.op not in self._handlers:
                 # Of what is not registered, for an external client in particular, no array is read.
                 self._send(peer, _error(head, f"LookupError: {_unknown_operation(head.op, self._handlers)}"))
@@ -226,16 +236,17 @@ def open_endpoints(
     hosts: Sequence[str],
     listen: Callable[[Credentials], str],
     *,
+    secret: bytes,
     encrypted: bool,
     for_clients: bool = False,
 ) -> tuple[Credentials, dict[int, PeerAddress]]:
-    """Agree on credentials, and listen with them; collective.
+    """Exchange public keys, and listen with the credentials; collective.
 
     Args:
         gather: (what, JSON value) to the values of all ranks.
         hosts: (W,) machine of each rank.
         listen: Serves with the given credentials; returns the endpoint.
-        encrypted: Whether each rank makes a key pair; else rank 0's secret gives access.
+        secret: Of all ranks; it gives access unless ``encrypted``, with which each rank makes a key pair.
         for_clients: Whether external clients connect, with another key pair than those of the endpoints, and
             not ranks.
 
@@ -244,21 +255,20 @@ def open_endpoints(
     """
     server = zmq.curve_keypair() if encrypted else (None, None)
     client = zmq.curve_keypair() if encrypted and for_clients else server
-    # Rank 0's secret counts; with key pairs it gives no access.
-    keys = [key and key.decode() for key in (server[0], client[0])]
-    offers = gather("credentials", [secrets.token_hex(32), *keys])
-    secret = offers[0][0].encode()
-    accepted = frozenset(key.encode() for _, _, key in offers if key)
+    purpose = "clients" if for_clients else "ranks"
+    offers = gather(f"keys of {purpose}", [key and key.decode() for key in (server[0], client[0])])
+    key_of_calls = derived_key(secret, purpose)
+    accepted = frozenset(key.encode() for _, key in offers if key)
     presented, served = (
-        Credentials(secret=secret, public_key=public, secret_key=hidden, accepted_keys=accepted)
+        Credentials(secret=key_of_calls, public_key=public, secret_key=hidden, accepted_keys=accepted)
         for public, hidden in (client, server)
     )
-    endpoints = gather("endpoint", listen(served))
+    endpoints = gather(f"endpoints of {purpose}", listen(served))
     addresses = {
         rank: PeerAddress(
             rank=rank, host=host, endpoint=str(endpoint), public_key=None if key is None else key.encode()
         )
-        for rank, (host, endpoint, (_, key, _)) in enumerate(zip(hosts, endpoints, offers, strict=True))
+        for rank, (host, endpoint, (key, _)) in enumerate(zip(hosts, endpoints, offers, strict=True))
     }
     return presented, addresses
 
@@ -332,7 +342,13 @@ class Pending:
 class Link:
     """The connection over which one thread calls one peer; any thread may wait for replies, and close it."""
 
-    def __init__(self, socket: zmq.Socket[bytes], peer: PeerAddress, closing: threading.Event) -> None:
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        peer: PeerAddress,
+        credentials: Credentials,
+        closing: threading.Event,
+    ) -> None:
         self.name = f"rank {peer.rank} on {peer.host}"
         self.broken = ""
         self._socket, self._closing = socket, closing
@@ -342,6 +358,10 @@ class Link:
         # monitor of the old one has ended.
         self._monitor = socket.get_monitor_socket(_WATCHED, f"inproc://link-{uuid.uuid4().hex}")
         socket.connect(peer.endpoint)
+        nonce = secrets.token_hex(16)
+        self._due_proof: bytes | None = credentials.proof("serves", peer.rank, nonce.encode())
+        """None: the server has proved itself."""
+        send_message(socket, encode(Head(Kind.REQUEST, 0, _PROVE, nonce)))
         self._receive_timeout_ms = -1
         self._waiting: set[int] = set()
         self.replies: dict[int, tuple[Head, list[Array]]] = {}
@@ -404,6 +424,11 @@ class Link:
         first = self._socket.recv()
         try:
             head = decode(first)
+            if self._due_proof is not None:
+                if not hmac.compare_digest(head.name.encode(), self._due_proof):
+                    self.broken = "does not know this job's secret"
+                    return
+                self._due_proof = None
             arrays = read_arrays(self._socket, head)
             if head.request in self._waiting:
                 self._waiting.discard(head.request)
@@ -474,9 +499,9 @@ class Client:
     def _open(self, peer: PeerAddress) -> Link:
         socket = self._context.socket(zmq.DEALER)
         _configure(socket)
-        self._credentials.present(socket, peer.public_key)
+        self._credentials.present(socket, peer.rank, peer.public_key)
         socket.setsockopt(zmq.IPV6, int("[" in peer.endpoint))
-        link = Link(socket, peer, self.closing)
+        link = Link(socket, peer, self._credentials, self.closing)
         self._links.add(link)
         return link
 
@@ -506,6 +531,7 @@ class Rpc:
         self._contexts: list[zmq.Context[zmq.Socket[bytes]]] = []
         """One for each server: ZeroMQ has one authenticator for all sockets of a context."""
         self._servers: list[Server] = []
+        self._watch = DescriptorWatch()
         self._client: Client | None = None
         self.credentials: Credentials | None = None
         """Presented and accepted by this rank; None: it does not listen."""
@@ -605,7 +631,9 @@ class Rpc:
 
     def _serve(self, address: str, credentials: Credentials, handlers: Mapping[str, Handler]) -> str:
         self._contexts.append(zmq.Context())
-        self._servers.append(Server(self._contexts[-1], address, credentials, handlers))
+        self._servers.append(
+            Server(self._contexts[-1], self.rank, address, credentials, handlers, self._watch)
+        )
         return self._servers[-1].endpoint
 
     def _call_locally(self, op: str, name: str, arrays: Sequence[Array]) -> list[Array]:

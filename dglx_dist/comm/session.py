@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import hashlib
 import json
 import logging
+import math
 import os
 import secrets
 import shutil
@@ -15,20 +15,22 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from itertools import zip_longest
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Generic, TypeVar, final
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore
 
+from dglx_dist.comm.auth import derived_key
 from dglx_dist.comm.devices import (
     AUTO,
     RankDevice,
@@ -40,6 +42,7 @@ from dglx_dist.comm.devices import (
 from dglx_dist.comm.ledger import Ledger
 from dglx_dist.comm.rendezvous import JobStore, listening_address, open_store
 from dglx_dist.comm.rpc import Rpc, open_endpoints
+from dglx_dist.comm.stopping import SAME_KEY_S, SignalPipe, StopPoint, end_process, end_with_parent
 from dglx_dist.comm.topology import (
     Settings,
     Topology,
@@ -48,12 +51,13 @@ from dglx_dist.comm.topology import (
     read_rendezvous,
     read_settings,
     read_topology,
+    started_by_agent,
     with_nodes,
 )
 from dglx_dist.comm.trace import Timeline, TraceWriter, open_trace
 from dglx_dist.data.allocator import keep_memory
 from dglx_dist.data.storage.files import hold, locked
-from dglx_dist.errors import ConfigError, DglxError, PeerError
+from dglx_dist.errors import ConfigError, DglxError, PeerError, Stopped
 from dglx_dist.records import StepShare
 
 _OPTIONS_OF_MACHINE = frozenset({"memory", "threads"})
@@ -120,45 +124,45 @@ log = logging.getLogger(__name__)
 
 _PROBE_S = 5.0
 _PROBE_AT_END_S = 2.0
-_EXIT_CODE = 128 + signal.SIGTERM
+_WITHOUT_LAUNCHER_S = 10.0
+"""For the checkpoint of ranks whose launcher was killed."""
 
 
 @final
 class FailureWatch:
     """Reports this rank's first error to the others, and names dead ranks after a failure.
 
-    While it is open, an uncaught exception is written to the store before Python ends, and SIGTERM (which
-    torchrun sends to the survivors of a dead rank) ends the process with status 143 after naming the silent
-    ranks and ``release``, even while the main thread hangs in a collective. The user's own handler stays in
-    effect, whether installed before or later.
+    While it is open, an uncaught exception is written to the store before Python ends.
     """
 
-    def __init__(self, store: JobStore, rpc: Rpc, hosts: Sequence[str], release: Callable[[], None]) -> None:
-        self._store, self._rpc, self._hosts, self._release = store, rpc, hosts, release
+    def __init__(self, store: JobStore, rpc: Rpc, hosts: Sequence[str]) -> None:
+        self._store, self._rpc, self._hosts = store, rpc, hosts
         self.failed = False
         self._previous_hook = sys.excepthook
         sys.excepthook = self._hook
-        self._signals = _SignalPipe(self._terminate)
 
-    def close(self, *, forked: bool = False) -> None:
-        """Restore the previous handlers; in a ``forked`` process without effect on the parent."""
+    def close(self) -> None:
         if sys.excepthook == self._hook:
             sys.excepthook = self._previous_hook
-        self._signals.close(forked=forked)
 
     def describe(self, doing: str, probe_s: float = _PROBE_S) -> str:
         """Describe the other ranks: the first failure, silent ranks, ranks in another collective."""
-        failure = self._store.first_failure()
         others = [rank for rank in range(self._store.world_size) if rank != self._store.rank]
         statuses = self._rpc.peer_status(others, probe_s)
-        dead = [rank for rank, at in statuses.items() if at is None]
+        # After the probe: ranks that lost the dead one, this one too, may have ended their session meanwhile.
+        own, parts = self._store.rank, []
+        try:
+            failure = self._store.first_failure()
+        except PeerError as error:
+            failure, parts = None, [str(error)]
+        silent = [] if self._store.have_ended(own) else [rank for rank, at in statuses.items() if at is None]
+        ended = [rank for rank in silent if self._store.have_ended(rank)]
         elsewhere = {rank: at for rank, at in statuses.items() if at is not None and at != self._rpc.doing}
-        parts = []
-        if failure is not None and failure[0] != self._store.rank:
+        if failure is not None:
             parts.append(f"rank {failure[0]} failed first: {failure[1]}")
-        if dead:
-            names = ", ".join(f"rank {rank} on {self._hosts[rank]}" for rank in dead)
-            parts.append(f"{names} did not answer within {probe_s:g} s and is probably dead")
+        if dead := [f"rank {rank} on {self._hosts[rank]}" for rank in silent if rank not in ended]:
+            parts.append(f"{', '.join(dead)} did not answer within {probe_s:g} s and is probably dead")
+        parts = parts or [f"rank {rank} on {self._hosts[rank]} has ended" for rank in ended]
         if not parts:
             # All ranks are alive, so they are in different collectives.
             parts = [
@@ -166,81 +170,12 @@ class FailureWatch:
                 + (f"waits at {at!r}" if at else "computes")
                 for rank, at in elsewhere.items()
             ]
-        return f"{doing}: " + ("; ".join(parts) if parts else "all ranks still answer")
+        return f"{doing}: " + ("; ".join(parts) if parts else "no rank is known to have ended")
 
     def _hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self.failed = True
         self._store.report_failure(f"{kind.__name__}: {error}")
         self._previous_hook(kind, error, trace)
-
-    def _terminate(self) -> None:
-        text = self.describe(f"rank {self._store.rank} was told to end (SIGTERM)", _PROBE_AT_END_S)
-        log.error("%s", text)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        with contextlib.suppress(OSError):
-            self._release()
-        # The main thread may hang in a collective for ever, so it cannot end the process.
-        _end_process()
-
-
-@final
-class _SignalPipe:
-    """Runs ``action`` on a thread when SIGTERM arrives, even while the main thread is blocked.
-
-    Python runs signal handlers only between two steps of the main thread; the interpreter's C handler writes
-    to the wake-up descriptor at once.
-    """
-
-    def __init__(self, action: Callable[[], None]) -> None:
-        self._installed = False
-        if threading.current_thread() is not threading.main_thread():
-            return
-        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-            return
-        self._action = action
-        self._read, self._write = os.pipe2(os.O_CLOEXEC)
-        os.set_blocking(self._write, False)
-        self._previous_wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        signal.signal(signal.SIGTERM, self._handle)
-        self._installed = True
-        threading.Thread(target=self._listen, name="dglx-signals", daemon=True).start()
-
-    def close(self, *, forked: bool) -> None:
-        """Restore the signal; closed from another thread than the main one, SIGTERM just ends the process."""
-        if not self._installed:
-            return
-        if not forked and threading.current_thread() is not threading.main_thread():
-            self._action = _end_process  # only the main thread may set handlers, so the pipe must stay
-            return
-        self._installed = False
-        if signal.getsignal(signal.SIGTERM) == self._handle:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        in_place = signal.set_wakeup_fd(self._previous_wakeup)
-        if in_place != self._write:
-            signal.set_wakeup_fd(in_place)  # another owner's by now
-        os.close(self._write)
-        if forked:
-            os.close(self._read)  # else the thread does, which a forked process lacks
-
-    def _listen(self) -> None:
-        while received := os.read(self._read, 64):
-            if self._previous_wakeup >= 0:
-                with contextlib.suppress(OSError):
-                    os.write(self._previous_wakeup, received)
-            if signal.SIGTERM in received and signal.getsignal(signal.SIGTERM) == self._handle:
-                self._action()
-        os.close(self._read)
-
-    def _handle(self, number: int, _frame: FrameType | None) -> None:
-        # Replaces the default action, which would end the process without a message. The interpreter has
-        # written to the pipe already, unless the wake-up descriptor has another owner by now.
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._write, bytes([number]))
-
-
-def _end_process() -> None:
-    os._exit(_EXIT_CODE)
 
 
 _PREFIX = "dglx-"
@@ -365,8 +300,12 @@ class Session:
         self._closed = False
         self._scratch = Scratch(self.job, self.topology.server)
         self._watch: FailureWatch | None = None
+        self.stop_point = StopPoint(self.rpc, self.topology.world_size)
+        self._pipes: list[SignalPipe] = []
+        self._launcher, self._interrupted_s = os.getppid(), math.inf
         if self.store is not None:
-            self._watch = FailureWatch(self.store, self.rpc, self.hosts, self._scratch.close)
+            self._watch = FailureWatch(self.store, self.rpc, self.hosts)
+            self._pipes.append(SignalPipe([signal.SIGTERM], self._on_signal))
         atexit.register(self._at_exit)
         os.register_at_fork(after_in_child=if_alive(self._leave_to_parent))
 
@@ -405,10 +344,11 @@ class Session:
         self.rpc.doing = _END
         if self.trace is not None:
             self.trace.write(self.job, self.topology, self.ledger, failed=failed)
-        if self.store is not None and not failed:
-            self._wait_for_the_others(self.store)
+        if self.store is not None:
+            self.store.report_end() if failed else self._wait_for_the_others(self.store)
         if self._watch is not None:
             self._watch.close()
+        self._close_pipes()
         self.rpc.close()
         if self.owns_group and dist.is_initialized():
             dist.destroy_process_group()
@@ -422,9 +362,64 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
+        failed = error is not None and not isinstance(error, Stopped)
+        if error is not None and failed:
             self.fail(error)
-        self.close(failed=error is not None)
+        self.close(failed=failed)
+
+    @contextmanager
+    def stoppable(self) -> Iterator[StopPoint]:
+        """Let SIGTERM, SIGUSR1 and SIGINT stop the block on all ranks at the same point; collective.
+
+        SIGTERM is sent by schedulers, by torchrun to the survivors of a dead rank, and by the kernel when
+        torchrun is killed. A second SIGINT ends this rank at once, and so does a signal that not all ranks
+        can follow, or outside of the block. The user's own handlers stay in effect.
+        """
+        pipe = SignalPipe([signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], self._on_signal)
+        self._pipes.append(pipe)
+        self._interrupted_s = math.inf
+        self.stop_point.open()
+        failed = True
+        try:
+            yield self.stop_point
+            failed = False
+        finally:
+            self.stop_point.close(failed=failed)
+            if pipe in self._pipes:  # else the session was closed meanwhile, or this process is a fork
+                self._pipes.remove(pipe)
+            pipe.close()
+
+    def _on_signal(self, number: int) -> None:
+        """Stop all ranks, or end this process, even while the main thread hangs in a collective."""
+        now, name = time.monotonic(), signal.Signals(number).name
+        again = number == signal.SIGINT and now - self._interrupted_s > SAME_KEY_S
+        if number == signal.SIGINT:
+            self._interrupted_s = min(self._interrupted_s, now)
+        if self.stop_point.is_over and not again:
+            return
+        doing = f"rank {self.topology.rank} was told to end ({name})"
+        if os.getppid() != self._launcher:
+            doing = f"rank {self.topology.rank} ends, since the process that started it has ended"
+            limit = threading.Timer(_WITHOUT_LAUNCHER_S, self._end, (number, doing))
+            limit.daemon = True
+            limit.start()
+        if again or not self.stop_point.ask():
+            self._end(number, doing)
+
+    def _end(self, number: int, doing: str) -> None:
+        log.error("%s", doing if self._watch is None else self._watch.describe(doing, _PROBE_AT_END_S))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with contextlib.suppress(OSError):
+            self._scratch.close()
+        if self.store is not None:
+            self.store.report_end()
+        # The main thread may hang in a collective for ever, so it cannot end the process.
+        end_process(number)
+
+    def _close_pipes(self, *, forked: bool = False) -> None:
+        while self._pipes:
+            self._pipes.pop().close(forked=forked)
 
     def _finish_work(self) -> None:
         try:
@@ -445,7 +440,8 @@ class Session:
         self._closed = True
         atexit.unregister(self._at_exit)
         if self._watch is not None:
-            self._watch.close(forked=True)
+            self._watch.close()
+        self._close_pipes(forked=True)
         self.rpc.forget()
         _CURRENT.clear()
 
@@ -458,9 +454,10 @@ class Session:
     def raise_for_dead(self, missing: list[int], what: str) -> None:
         """Raise PeerError if one of the ranks ``missing`` at ``what`` does not answer."""
         for rank in self.rpc.silent(missing, _PROBE_S):
+            ended = self.store is not None and self.store.have_ended(rank)
             raise PeerError(
-                f"rank {rank} on {self.hosts[rank]} did not come to {what!r} and does not answer: it is "
-                "probably dead; look at its output"
+                f"rank {rank} on {self.hosts[rank]} did not come to {what!r} and "
+                + ("has ended" if ended else "does not answer: it is probably dead; look at its output")
             )
 
 
@@ -502,14 +499,15 @@ def start_session(
     if not 0 < limit_s < float("inf"):
         raise ConfigError(f"timeout_s={limit_s} must be a number of seconds above 0")
     found = topology or read_topology()
+    if started_by_agent():
+        end_with_parent()
     if launched_by_torchrun() and not settings.allocator_set:
         keep_memory()
     mine = {"strategy": strategy, "options": dict(options or {}), "timeout_s": limit_s, "seed": seed}
-    asked = settings.device or AUTO if device is None or str(device) == AUTO else str(device)
     if found.world_size == 1:
-        session = _session_of_one_rank(found, settings, mine, asked)
+        session = _session_of_one_rank(found, settings, mine, device)
     else:
-        correct_nodes, request = topology is None, (asked, backend)
+        correct_nodes, request = topology is None, (device, backend)
         session = _session_of_ranks(found, settings, mine, request, correct_nodes=correct_nodes)
     _CURRENT.append(session)
     return session
@@ -539,9 +537,9 @@ def session_if_open() -> Session | None:
 
 
 def _session_of_one_rank(
-    topology: Topology, settings: Settings, mine: Mapping[str, Any], device: str
+    topology: Topology, settings: Settings, mine: Mapping[str, Any], device: object
 ) -> Session:
-    ledger, hosts, taken = Ledger(topology), (socket.gethostname(),), take_device(device, 0)
+    ledger, hosts, taken = Ledger(topology), (socket.gethostname(),), take_device(device, 0, settings.device)
     _say_devices([taken], hosts, backend_of([taken], hosts, None))
     return Session(
         **mine,
@@ -560,7 +558,7 @@ def _session_of_ranks(
     topology: Topology,
     settings: Settings,
     mine: Mapping[str, Any],
-    request: tuple[str, str | None],
+    request: tuple[object, str | None],
     *,
     correct_nodes: bool,
 ) -> Session:
@@ -574,9 +572,10 @@ def _session_of_ranks(
     bind_alike(rendezvous)
     raw = open_store(rendezvous, topology.rank, topology.world_size, timeout_s)
     store = JobStore(raw, topology.rank, topology.world_size, timeout_s)
+    store.seal(settings, is_local=rendezvous.is_local)
     trace, no_trace = open_trace(settings.trace, topology.rank)
     device, backend = request
-    taken = take_device(device, rendezvous.local_rank)
+    taken = take_device(device, rendezvous.local_rank, settings.device)
     hello = {
         "host": socket.gethostname(),
         "node": rendezvous.node,
@@ -584,7 +583,7 @@ def _session_of_ranks(
         "no_trace": no_trace,
         "device": asdict(taken),
     }
-    hellos: list[Any] = store.exchange("start", hello)
+    hellos: list[Any] = store.exchange("settings", hello)
     check_agreement(hellos)
     hosts = tuple(str(one["host"]) for one in hellos)
     devices = [RankDevice(**one["device"]) for one in hellos]
@@ -596,14 +595,24 @@ def _session_of_ranks(
     with ExitStack() as undo:
         undo.callback(rpc.close)
         address = listening_address(rendezvous)
-        credentials, addresses = open_endpoints(
-            store.exchange, hosts, lambda served: rpc.listen(address, served), encrypted=settings.curve
+        _, addresses = open_endpoints(
+            store.exchange,
+            hosts,
+            lambda served: rpc.listen(address, served),
+            secret=store.key,
+            encrypted=settings.curve,
         )
         rpc.connect(addresses)
-        owns_group = _make_group(raw, topology, timeout_s, backend)
+        owns_group = _make_group(store, topology, timeout_s, backend)
         undo.pop_all()
     if topology.rank == 0:
         _say_devices(devices, hosts, dist.get_backend_config())
+        if settings.curve:
+            log.warning(
+                "DGLX_CURVE: calls and rows between ranks are encrypted; collectives of %s, which sum "
+                "gradients, are not",
+                backend,
+            )
     return Session(
         **mine,
         topology=topology,
@@ -612,8 +621,7 @@ def _session_of_ranks(
         hosts=hosts,
         device=torch.device(taken.name),
         ranks_of_device=sum(one.card == taken.card for one in devices) if taken.card else 1,
-        # A hash, because folder names are public on a machine and must not reveal the secret.
-        job=hashlib.sha256(credentials.secret).hexdigest()[:16],
+        job=derived_key(store.key, "name of the job").decode()[:16],
         trace=trace,
         store=store,
         owns_group=owns_group,
@@ -627,12 +635,14 @@ def _say_devices(ranks: Sequence[RankDevice], hosts: Sequence[str], backend: str
     log.log(logging.WARNING if is_news else logging.INFO, "%s", describe(ranks, hosts, backend))
 
 
-def _make_group(raw: Store, topology: Topology, timeout_s: float, backend: str) -> bool:
+def _make_group(store: JobStore, topology: Topology, timeout_s: float, backend: str) -> bool:
     if dist.is_initialized():
         return False
+    # NCCL's threads outlive the interpreter, in which a sealed store runs.
+    found = store.raw if backend == "gloo" else store.unsealed
     dist.init_process_group(
         backend,
-        store=PrefixStore("group", raw),
+        store=PrefixStore("group", found),
         rank=topology.rank,
         world_size=topology.world_size,
         timeout=timedelta(seconds=timeout_s),

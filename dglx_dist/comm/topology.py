@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
+import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,6 +22,10 @@ _DGL_VARIABLES = (
 T = TypeVar("T")
 
 _LOOPBACK = "lo"
+_PARENT = "DGLX_PARENT"
+LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1")
+_LEAST_SECRET, _MOST_SECRET = 32, 4096
+"""Characters."""
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
 
 
@@ -82,6 +88,8 @@ class Rendezvous:
     """This machine among them."""
     local_rank: int
     """Index of this rank on its machine, which selects its accelerator."""
+    is_local: bool
+    """Whether all ranks are certainly on this machine."""
     interface: str | None
     """Network interface to bind to, loopback with a single machine; None: the one that reaches ``host``."""
 
@@ -97,7 +105,11 @@ class Settings:
     device: str | None = None
     """DGLX_DEVICE."""
     curve: bool = False
-    """DGLX_CURVE: encrypt one-sided calls."""
+    """DGLX_CURVE: encrypt calls and rows between ranks."""
+    secret: bytes | None = field(default=None, repr=False)
+    """DGLX_SECRET, or what DGLX_SECRET_FILE holds: of the job."""
+    require_secret: bool = False
+    """DGLX_REQUIRE_SECRET: without one, ranks of several machines do not start."""
     ranks_per_server: int | None = None
     """DGLX_RANKS_PER_SERVER."""
     omp_threads_set: bool = False
@@ -158,25 +170,53 @@ def read_rendezvous(variables: Mapping[str, str] = os.environ) -> Rendezvous:
     per_node = _integer(variables, "LOCAL_WORLD_SIZE", minimum=1, default=world_size)
     rank = _integer(variables, "RANK", minimum=0, below=world_size)
     interface = variables.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip()
+    hosted_by_agent = _flag(variables, "TORCHELASTIC_USE_AGENT_STORE")
     return Rendezvous(
         host=variables["MASTER_ADDR"],
         port=_integer(variables, "MASTER_PORT", minimum=1, below=65536),
-        hosted_by_agent=_flag(variables, "TORCHELASTIC_USE_AGENT_STORE"),
-        attempt=_integer(variables, "TORCHELASTIC_RESTART_COUNT", minimum=0, default=0),
+        hosted_by_agent=hosted_by_agent,
+        # Each launcher counts its own: that of a machine that came back begins again. A launcher's store
+        # outlives attempts, rank 0's does not.
+        attempt=_integer(variables, "TORCHELASTIC_RESTART_COUNT", minimum=0, default=0)
+        if hosted_by_agent
+        else 0,
         job=variables.get("TORCHELASTIC_RUN_ID", "none"),
         num_nodes=_integer(variables, "GROUP_WORLD_SIZE", minimum=1, default=-(-world_size // per_node)),
         node=_integer(variables, "GROUP_RANK", minimum=0, default=rank // per_node),
         local_rank=_integer(variables, "LOCAL_RANK", minimum=0, default=rank % per_node),
+        is_local=variables.get("GROUP_WORLD_SIZE") == "1" or variables["MASTER_ADDR"] in LOOPBACK_HOSTS,
         interface=interface or (_LOOPBACK if variables.get("GROUP_WORLD_SIZE") == "1" else None),
     )
 
 
 def read_launch(variables: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Return a name of this start of torchrun and its number of restarts; ("", 0) without torchrun."""
+    """Return a name of this start of torchrun and its number of restarts; ("", 0) without torchrun.
+
+    On several machines it is the job's id, which the user may give again: it must not name one machine's
+    launcher, since rank 0 may move.
+    """
     # FOLDER/JOB_RANDOM/attempt_1/0/error.json: the name with random letters is the same after a restart.
     parents = Path(variables.get("TORCHELASTIC_ERROR_FILE", "")).parents
     attempt = _integer(variables, "TORCHELASTIC_RESTART_COUNT", minimum=0, default=0)
-    return (parents[2].name, attempt) if len(parents) > 2 else ("", 0)
+    if _integer(variables, "GROUP_WORLD_SIZE", minimum=1, default=1) > 1:
+        return variables.get("TORCHELASTIC_RUN_ID", ""), attempt
+    return (parents[2].name, attempt) if len(parents) > 2 else ("", attempt)
+
+
+def started_by_agent(variables: Mapping[str, str] = os.environ) -> bool:
+    """Whether torchrun is the parent of this process, or of what started it."""
+    return "TORCHELASTIC_RUN_ID" in variables
+
+
+def be_parent() -> None:
+    """Tell the processes that this one starts whose they are; see :func:`take_parent`."""
+    os.environ[_PARENT] = str(os.getpid())
+
+
+def take_parent() -> int | None:
+    """Return the process id of the parent, if it is one of ours and has said so; only once."""
+    found = os.environ.pop(_PARENT, "")
+    return int(found) if found.isdecimal() else None
 
 
 def read_settings(variables: Mapping[str, str] = os.environ) -> Settings:
@@ -189,6 +229,8 @@ def read_settings(variables: Mapping[str, str] = os.environ) -> Settings:
         timeout_s=_seconds(variables, "DGLX_TIMEOUT"),
         device=variables.get("DGLX_DEVICE") or None,
         curve=_flag(variables, "DGLX_CURVE"),
+        secret=_secret(variables),
+        require_secret=_flag(variables, "DGLX_REQUIRE_SECRET"),
         ranks_per_server=per_server,
         omp_threads_set="OMP_NUM_THREADS" in variables,
         allocator_set=any(
@@ -225,6 +267,13 @@ def bind_alike(rendezvous: Rendezvous) -> None:
             os.environ.setdefault(variable, _LOOPBACK)
 
 
+def with_secret(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return ``environment`` with a secret for the ranks of a new job, unless it has one."""
+    if environment.get("DGLX_SECRET") or environment.get("DGLX_SECRET_FILE"):
+        return dict(environment)
+    return {**environment, "DGLX_SECRET": secrets.token_hex(32)}
+
+
 def silence_profiler() -> None:
     """Silence messages of torch's profiler on standard error, unless the user set the variable."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -255,6 +304,35 @@ def _integer(
 
     wanted = f"a whole number of at least {minimum}" + ("" if below is None else f" and below {below}")
     return _parsed(variables, name, parsed, wanted)
+
+
+def _secret(variables: Mapping[str, str]) -> bytes | None:
+    # No message shows any of it.
+    name = variables.get("DGLX_SECRET_FILE", "")
+    secret = _private_bytes(name) if name else os.fsencode(variables.get("DGLX_SECRET", ""))
+    secret = secret.strip()
+    if not name and not secret:
+        return None
+    if not _LEAST_SECRET <= len(secret) <= _MOST_SECRET:
+        raise ConfigError(
+            f"{'DGLX_SECRET_FILE' if name else 'DGLX_SECRET'} has {len(secret)} characters, outside "
+            f"[{_LEAST_SECRET}, {_MOST_SECRET}]; make a secret with `openssl rand -hex 32`"
+        )
+    return secret
+
+
+def _private_bytes(name: str) -> bytes:
+    try:
+        with open(name, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077 or status.st_uid != os.getuid():
+                raise ConfigError(
+                    f"DGLX_SECRET_FILE={name!r} must be a file that is yours and that nobody else can read; "
+                    f"run `chmod 600 {name}` as the user of this job"
+                )
+            return file.read(2 * _MOST_SECRET)
+    except OSError as error:
+        raise ConfigError(f"DGLX_SECRET_FILE={name!r} cannot be read: {error.strerror}") from None
 
 
 def _object(variables: Mapping[str, str], name: str) -> dict[str, object]:

@@ -24,7 +24,7 @@ from typing import Any, final
 from dglx_dist.comm.ledger import Ledger
 from dglx_dist.comm.topology import Topology
 from dglx_dist.data.json_fields import Fields
-from dglx_dist.data.storage.files import partial_folder, replaced_file
+from dglx_dist.data.storage.files import partial_folder, read_small, replaced_file
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.records import EpochRecord
 
@@ -276,7 +276,7 @@ def write_trace(path: Path, trace: TraceFile) -> None:
 def read_trace(path: str | Path) -> TraceFile:
     """Read what :func:`write_trace` wrote; StorageError if it is missing, damaged or no trace of ours."""
     try:
-        fields = Fields(json.loads(Path(path).read_text(encoding="utf-8")), str(path), error=StorageError)
+        fields = Fields(json.loads(read_small(Path(path), 1 << 30)), str(path), error=StorageError)
     except FileNotFoundError as error:
         raise StorageError(
             f"there is no file {path}; `dglx train --trace FILE` and fit(trace=) write one"

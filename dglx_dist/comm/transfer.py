@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, TypeVar, final
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from dglx_dist.comm.devices import check_device
 
@@ -122,12 +123,36 @@ def carried(
     return (move(lambda tensor: tensor.to(device)), None) if copies is None else copies.carry(move)
 
 
+def is_on_host(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
 def to_device(rows: Tensor, device: torch.device) -> Tensor:
     """Return ``rows`` of host memory on ``device``, copied on the current stream; no GPU is waited for."""
     if device.type == "cuda":
         # torch keeps the page-locked copy until it is read.
         return rows.pin_memory().to(device, non_blocking=True)
     return rows.to(device)
+
+
+_SOURCES = WeakTensorKeyDictionary()
+"""Ids on a device to (the tensor of the host of which they are a copy, the versions of both then)."""
+
+
+def ids_to_device(ids: Tensor, device: torch.device, copy: Copy | None = None) -> Tensor:
+    """Return ``ids`` of the host on ``device``, where :func:`ids_on_host` knows them without waiting."""
+    moved = to_device(ids, device) if copy is None else copy(ids)
+    if ids.is_cpu and not (moved.is_cpu or moved.is_inference() or ids.is_inference()):
+        _SOURCES[moved] = ids, moved._version, ids._version
+    return moved
+
+
+def ids_on_host(ids: Tensor) -> Tensor:
+    """Return ``ids`` on the host; waits for their device, unless they are an unchanged copy from there."""
+    known = None if ids.is_cpu else _SOURCES.get(ids)  # type: ignore[no-untyped-call]  # torch leaves it bare
+    if known is not None and known[1:] == (ids._version, known[0]._version):
+        return known[0].detach()
+    return ids.detach().cpu()
 
 
 def to_host(rows: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
@@ -137,6 +162,15 @@ def to_host(rows: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
     host = host_memory(rows.shape, rows)
     host.copy_(rows, non_blocking=True)
     return host, torch.cuda.current_stream(rows.device).record_event().synchronize
+
+
+def copied_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return contiguous tensors in host memory. All copies begin before the first one is waited for."""
+    copies = [to_host(one) for one in tensors]
+    for _, arrive in copies:
+        if arrive is not None:
+            arrive()
+    return [copy for copy, _ in copies]
 
 
 def host_memory(shape: Sequence[int], like: Tensor) -> Tensor:

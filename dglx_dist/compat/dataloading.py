@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, final
 
@@ -13,19 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dglx_dist.comm.collectives import gather_int64
 from dglx_dist.comm.session import current_session
 from dglx_dist.compat.dist_graph import DistGraph, inner_graph, show_ids, without_empty_types
 from dglx_dist.compat.dist_tensor import DistTensor, inner_tensor, remember
 from dglx_dist.compat.partition_book import edge_ids, of_each_type, our_edges, shown_edges
-from dglx_dist.compat.wrappers import refuse_graphbolt
-from dglx_dist.dataloading.step_loader import run_ahead, whole_number
+from dglx_dist.dataloading.step_loader import Schedule, gather_counts, run_ahead, whole_number
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph as InnerDistGraph
 from dglx_dist.graph.dist_tensor import DistTensor as InnerTensor
-from dglx_dist.graph.ids import Ids, as_array
+from dglx_dist.graph.ids import as_array
 from dglx_dist.graph.kvstore import KVStore
-from dglx_dist.records import StepShare
 from dglx_dist.strategies.base import WRAPPED, Strategy, strategy_of
 from dglx_dist.strategies.data_parallel import DataParallel
 
@@ -82,16 +80,16 @@ class DistDataLoader(_Epochs):
         self.collate_fn = collate_fn or list
         self._order = torch.arange(len(dataset))
         self._for_inference = not torch.is_grad_enabled()
-        # Items of each step: (steps,) of this rank, and (W, steps) of all once they iterate together.
-        self._local_sizes = _sizes(np.array([len(dataset)]), self.batch_size, self.drop_last)[0]
-        self._all_sizes: np.ndarray[Any, Any] | None = None
+        # Of this rank, and of all once they iterate together.
+        self._own = Schedule.of([len(dataset)], self.batch_size, self.drop_last, rank=0)
+        self._common: Schedule | None = None
 
     @property
     def expected_idxs(self) -> int:
-        return len(self._local_sizes)
+        return self._own.num_steps
 
     def __len__(self) -> int:
-        return len(self._shares())
+        return self._schedule().num_steps
 
     def __iter__(self) -> Iterator[Any]:
         if self.shuffle:
@@ -99,49 +97,39 @@ class DistDataLoader(_Epochs):
         return super().__iter__()
 
     def _batches(self) -> Iterator[Any]:
-        order, shares = self._order, self._shares()
+        order, schedule = self._order, self._schedule()
+        # DistributedDataParallel weights ranks equally, however many items each has.
+        weight = self._session.topology.world_size if schedule is self._own else 1
 
         def make(step: int) -> Any:
-            first = step * self.batch_size
-            chosen = order[first : first + shares[step].num_local].tolist()
+            chosen = order[schedule.slice_of(step)].tolist()
             return self.collate_fn([_item(self.dataset[at]) for at in chosen])
 
-        steps = range(len(shares))
+        steps = range(schedule.num_steps)
         try:
             made = run_ahead(make, steps, depth=max(self.queue_size, 1), num_threads=int(self.queue_size > 0))
-            for share, batch in zip(shares, made, strict=True):
-                self._session.step_share = share
+            for step, batch in zip(steps, made, strict=True):
+                share = schedule.share(step)
+                self._session.step_share = replace(share, num_global=share.num_global * weight)
                 yield batch
         finally:
             self._session.step_share = None
 
-    def _shares(self) -> list[StepShare]:
+    def _schedule(self) -> Schedule:
         """Return the items of each step; the first call after a model was wrapped is collective."""
-        topology = self._session.topology
         if self._for_inference or not WRAPPED.of(self._session):
-            # DistributedDataParallel weights ranks equally, however many items each has.
-            world_size = topology.world_size
-            return [StepShare(num_local=int(n), num_global=int(n) * world_size) for n in self._local_sizes]
-        if self._all_sizes is None:
-            local = [len(self.dataset), self.batch_size, int(self.drop_last)]
-            rows = gather_int64(local, self._session)
-            if (rows[:, 1:] != rows[0, 1:]).any():
-                raise ConfigError(f"the ranks differ in batch_size or drop_last: {rows[:, 1:].tolist()}")
-            self._all_sizes = _sizes(rows[:, 0], self.batch_size, self.drop_last)
-        steps = self._all_sizes.T.tolist()
-        return [StepShare(num_local=sizes[topology.rank], num_global=sum(sizes)) for sizes in steps]
+            return self._own
+        if self._common is None:
+            counts = gather_counts([len(self.dataset)], self.batch_size, self.drop_last, self._session)
+            made = counts[:, 0].tolist(), self.batch_size, self.drop_last, self._session.topology.rank
+            self._common = Schedule.of(*made)
+        return self._common
 
 
 def _item(item: Any) -> Any:
     if isinstance(item, tuple):
         return (item[0], _item(item[1]))
     return item.item() if isinstance(item, Tensor | np.generic) else item
-
-
-def _sizes(counts: np.ndarray[Any, Any], batch_size: int, drop_last: bool) -> np.ndarray[Any, Any]:
-    kept = counts // batch_size * batch_size if drop_last else counts
-    firsts = np.arange(0, int(kept.max(initial=0)), batch_size)
-    return np.clip(kept[:, None] - firsts[None, :], 0, batch_size)
 
 
 class _Loader(_Epochs):
@@ -317,9 +305,9 @@ def sample_neighbors(
     """Sample in-edges of nodes into a graph of all nodes, with edge ids in ``edata[dgl.EID]``.
 
     Edge types without sampled edges are left out, as in DGL. ``prob`` names an edge tensor of weights or a
-    mask. A bool as ``exclude_edges`` is taken for ``replace``, its place in DGL 1.1.3.
+    mask. A bool as ``exclude_edges`` is taken for ``replace``, its place in DGL 1.1.3. ``use_graphbolt`` has
+    no effect.
     """
-    refuse_graphbolt(use_graphbolt)
     if isinstance(exclude_edges, bool):
         exclude_edges, replace = None, exclude_edges
     inner, options = inner_graph(g), (edge_dir, prob, exclude_edges, replace)
@@ -345,22 +333,6 @@ def sample_etype_neighbors(  # noqa: PLR0913 - DGL's signature
 def in_subgraph(g: object, nodes: Any) -> dgl.DGLGraph:
     """Return the graph of all nodes with all in-edges of ``nodes``, ids in ``edata[dgl.EID]``."""
     return sample_neighbors(g, nodes, -1)
-
-
-def find_edges(g: object, edge_ids: Ids) -> tuple[Tensor, Tensor]:
-    """Return (sources, destinations) of edges; with several types all ids are homogeneous."""
-    inner: Any = g if isinstance(g, DistGraph) else inner_graph(g)
-    book = inner.get_partition_book()
-    if len(book.etypes) == len(book.ntypes) == 1:
-        return inner.find_edges(edge_ids)
-    kinds, typed = book.map_to_per_etype(edge_ids)
-    sources, destinations = torch.empty_like(typed), torch.empty_like(typed)
-    for number, etype in enumerate(book.canonical_etypes):
-        chosen = kinds == number
-        found = inner.find_edges(typed[chosen], etype)
-        sources[chosen] = book.map_to_homo_nid(found[0], etype[0])
-        destinations[chosen] = book.map_to_homo_nid(found[1], etype[2])
-    return sources, destinations
 
 
 def _by_type(g: InnerDistGraph, nodes: Any) -> Any:

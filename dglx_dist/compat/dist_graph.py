@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any, cast, final
 
 import dgl
-import numpy as np
 import torch
 from dgl.frame import Scheme
+from dgl.graph_index import from_coo
+from dgl.heterograph import DGLBlock
+from dgl.heterograph_index import create_heterograph_from_relations
+from dgl.utils import toindex
 from torch import Tensor
 
 from dglx_dist.comm.topology import read_settings, read_topology
@@ -26,13 +29,15 @@ from dglx_dist.compat.partition_book import (
 )
 from dglx_dist.compat.wrappers import UnknownTypeError, Wrapper
 from dglx_dist.data.storage.columns import MANIFEST
+from dglx_dist.data.storage.dgl_format import part_structure
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph as InnerDistGraph
 from dglx_dist.graph.dist_tensor import DataView as InnerDataView
 from dglx_dist.graph.dist_tensor import DistTensor as InnerTensor
 from dglx_dist.graph.dist_tensor import TypedViews
 from dglx_dist.graph.ids import Ids
-from dglx_dist.records import EdgeType
+from dglx_dist.message_passing import TorchIndex
+from dglx_dist.records import EdgeType, IdRanges
 
 
 def without_empty_types(graph: dgl.DGLGraph) -> dgl.DGLGraph:
@@ -44,20 +49,18 @@ def without_empty_types(graph: dgl.DGLGraph) -> dgl.DGLGraph:
     kept = [etype for etype in graph.canonical_etypes if graph.num_edges(etype)]
     if len(kept) in (0, len(graph.canonical_etypes)):
         return graph
-    edges = {etype: graph.edges(etype=etype, order="eid") for etype in kept}
-    if graph.is_block:
-        sources = {ntype: graph.num_src_nodes(ntype) for ntype in graph.srctypes}
-        destinations = {ntype: graph.num_dst_nodes(ntype) for ntype in graph.dsttypes}
-        reduced = dgl.create_block(edges, sources, destinations, idtype=graph.idtype, device=graph.device)
-        reduced.step_share = getattr(graph, "step_share", None)
-        frames = {"srcnodes": graph.srctypes, "dstnodes": graph.dsttypes, "edges": kept}
-    else:
-        counts = {ntype: graph.num_nodes(ntype) for ntype in graph.ntypes}
-        reduced = dgl.heterograph(edges, counts, idtype=graph.idtype, device=graph.device)
-        frames = {"nodes": graph.ntypes, "edges": kept}
-    for view, types in frames.items():
-        for key in types:
-            getattr(reduced, view)[key].data.update(getattr(graph, view)[key].data)
+    index, numbers = graph._graph, [graph.get_etype_id(etype) for etype in kept]
+    sources, destinations = zip(*map(index.metagraph.find_edge, numbers), strict=True)
+    counts = [index.num_nodes(ntype) for ntype in range(index.number_of_ntypes())]
+    of_types = from_coo(len(counts), sources, destinations, True)
+    relations = [index.get_relation_graph(number) for number in numbers]
+    made = create_heterograph_from_relations(of_types, relations, toindex(counts, "int64"))
+    if isinstance(index, TorchIndex):
+        TorchIndex.around(made, tuple(index.relations[number] for number in numbers), index.device)
+    ntypes = (graph.srctypes, graph.dsttypes) if graph.is_block else graph.ntypes
+    names, frames = [name for _, name, _ in kept], [graph._edge_frames[number] for number in numbers]
+    reduced = (DGLBlock if graph.is_block else dgl.DGLGraph)(made, ntypes, names, graph._node_frames, frames)
+    reduced.step_share = getattr(graph, "step_share", None)
     return reduced
 
 
@@ -130,39 +133,15 @@ class DistGraph(Wrapper, of=InnerDistGraph):
     def local_partition(self) -> dgl.DGLGraph:
         """Build the graph of the own server's nodes, their in-edges, and the remote sources of these.
 
-        Own nodes come first. Ids are homogeneous. ``ndata`` has ``dgl.NID`` and ``inner_node``; ``edata`` has
-        ``dgl.EID`` and ``inner_edge``, which is 1; with several types also ``dgl.NTYPE`` and ``dgl.ETYPE``.
+        Own nodes come first. Ids are homogeneous. ``ndata`` has ``dgl.NID``, ``part_id`` and ``inner_node``;
+        ``edata`` has ``dgl.EID`` and ``inner_edge``, which is 1; with several types also ``dgl.NTYPE`` and
+        ``dgl.ETYPE``.
         """
-        g = self.inner
-        book = g.get_partition_book()
-        of_type = {ntype: book.partid2nids(book.partid, ntype) for ntype in book.ntypes}
-        own = np.concatenate([book.map_to_homo_nid(ids, ntype).numpy() for ntype, ids in of_type.items()])
-        pieces = []
-        for etype in book.canonical_etypes:
-            found = g.structure(etype).ask("in_edges", of_type[etype[2]].numpy())
-            numbers = shown_edges(g.kvstore, etype, torch.from_numpy(found.edge_ids))
-            ends = np.repeat(of_type[etype[2]].numpy(), np.diff(found.indptr))
-            joined = (
-                book.map_to_homo_nid(found.sources, etype[0]),
-                book.map_to_homo_nid(ends, etype[2]),
-                book.map_to_homo_eid(numbers, etype),
-            )
-            pieces.append([ids.numpy() for ids in joined])
-        ends_and_ids = np.concatenate([np.stack(piece) for piece in pieces], axis=1)
-        sources, destinations, edges = ends_and_ids[:, np.argsort(ends_and_ids[2])]
-        halo = np.setdiff1d(sources, own)
-        nodes = np.concatenate([own, halo])
-        order = np.argsort(nodes, kind="stable")
-        local = [order[np.searchsorted(nodes, ends, sorter=order)] for ends in (sources, destinations)]
-        graph = dgl.graph((torch.from_numpy(local[0]), torch.from_numpy(local[1])), num_nodes=len(nodes))
-        graph.ndata[dgl.NID] = torch.from_numpy(nodes)
-        graph.ndata["inner_node"] = (torch.arange(len(nodes)) < len(own)).to(torch.uint8)
-        graph.edata[dgl.EID] = torch.from_numpy(edges)
-        graph.edata["inner_edge"] = torch.ones(len(edges), dtype=torch.uint8)
-        if len(book.ntypes) > 1 or len(book.etypes) > 1:
-            graph.ndata[dgl.NTYPE] = book.map_to_per_ntype(nodes)[0].to(torch.int32)
-            graph.edata[dgl.ETYPE] = book.map_to_per_etype(edges)[0].to(torch.int32)
-        return graph
+        book = self.inner.get_partition_book()
+        nodes = IdRanges.of_offsets([*map(book.node_bounds, book.ntypes)])
+        edges = IdRanges.of_offsets([*map(book.edge_bounds, book.canonical_etypes)])
+        ends = find_edges(self, torch.arange(*edges.part_range(book.partid)))
+        return part_structure(nodes, edges, book.partid, (ends[0].numpy(), ends[1].numpy()))
 
     @property
     def nodes(self) -> TypedViews[str, DataView]:
@@ -182,12 +161,6 @@ class DistGraph(Wrapper, of=InnerDistGraph):
         return self.inner.num_edges(None if etype is None else edge_type(self.inner, etype))
 
     number_of_nodes, number_of_edges = num_nodes, num_edges
-
-    def in_degrees(self, v: Ids | None = None) -> Tensor:
-        return self.inner.in_degrees(v)
-
-    def out_degrees(self, u: Ids | None = None) -> Tensor:
-        return self.inner.out_degrees(u)
 
     def get_ntype_id(self, ntype: str | None) -> int:
         """Return the number of a node type; None: of the only one, else a ConfigError."""
@@ -247,7 +220,7 @@ class DistGraph(Wrapper, of=InnerDistGraph):
         return self.inner.orig_edge_ids(our_edges(self.inner.kvstore, kind, ids), kind)
 
     def add_edge_attribute(self, name: str, padding: Any = None) -> None:
-        raise ConfigError("there is no GraphBolt graph; every edge tensor can be used as prob= or mask=")
+        """Do nothing: every edge tensor can be used as ``prob=`` or ``mask=``."""
 
 
 def inner_graph(g: object) -> InnerDistGraph:
@@ -257,3 +230,19 @@ def inner_graph(g: object) -> InnerDistGraph:
     if isinstance(g, InnerDistGraph):
         return g
     raise ConfigError(f"the graph is a {type(g).__name__}; give a dgl.distributed.DistGraph")
+
+
+def find_edges(g: object, edge_ids: Ids) -> tuple[Tensor, Tensor]:
+    """Return (sources, destinations) of edges; with several types all ids are homogeneous."""
+    inner: Any = g if isinstance(g, DistGraph) else inner_graph(g)
+    book = inner.get_partition_book()
+    if len(book.etypes) == len(book.ntypes) == 1:
+        return inner.find_edges(edge_ids)
+    kinds, typed = book.map_to_per_etype(edge_ids)
+    sources, destinations = torch.empty_like(typed), torch.empty_like(typed)
+    for number, etype in enumerate(book.canonical_etypes):
+        chosen = kinds == number
+        found = inner.find_edges(typed[chosen], etype)
+        sources[chosen] = book.map_to_homo_nid(found[0], etype[0])
+        destinations[chosen] = book.map_to_homo_nid(found[1], etype[2])
+    return sources, destinations

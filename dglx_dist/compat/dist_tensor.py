@@ -30,9 +30,10 @@ from dglx_dist.graph.dist_tensor import DistTensor as InnerDistTensor
 from dglx_dist.graph.dist_tensor import PartitionPolicy as InnerPolicy
 from dglx_dist.graph.dist_tensor import opened_graph
 from dglx_dist.graph.embedding import DistEmbedding as InnerDistEmbedding
-from dglx_dist.graph.ids import Ids
+from dglx_dist.graph.ids import Ids, as_array
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.shared_memory import InitRows
+from dglx_dist.records import Array
 
 _Rows: TypeAlias = Mapping[tuple[KVStore, str], Callable[[], Any]]
 _BATCH: SessionField[tuple[Callable[[], Any], _Rows]] = SessionField(lambda _: (lambda: None, {}))
@@ -300,6 +301,10 @@ class DistTensor(Wrapper, of=InnerDistTensor):
 
     def __len__(self) -> int:
         return len(self.inner)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        """Return all rows; without this method NumPy would read them one by one."""
+        return np.asarray(as_array(self.to_local()), dtype=dtype)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Save the tensor of all rows under ``torch.save``, so that it loads without this package."""

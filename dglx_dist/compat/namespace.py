@@ -18,9 +18,9 @@ from dglx_dist.comm.collectives import barrier
 from dglx_dist.comm.session import current_session, session_if_open, start_later
 from dglx_dist.comm.topology import Topology, read_settings, read_topology
 from dglx_dist.compat import dataloading, optim, partition, partition_book
-from dglx_dist.compat.dist_graph import DistGraph, inner_graph
+from dglx_dist.compat.dist_graph import DistGraph, find_edges, inner_graph
 from dglx_dist.compat.dist_tensor import DistEmbedding, DistTensor, KVClient
-from dglx_dist.compat.wrappers import Forward, refuse_graphbolt
+from dglx_dist.compat.wrappers import Forward
 from dglx_dist.dataloading.step_loader import whole_number
 from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.graph.dist_tensor import OPENED, opened_graph
@@ -49,12 +49,11 @@ def initialize(
     It creates no process group, so that the script may call ``init_process_group`` next. If there is none
     when the graph is opened, one is created then.
 
-    The arguments before ``use_graphbolt`` are ignored. One warning on rank 0 names those that differ from
+    The arguments before ``strategy`` are ignored. One warning on rank 0 names those that differ from
     DGL's defaults, and the variables of DGL's launcher. ``strategy`` None: that of ``python -m
     dglx_dist.run``, else ``data_parallel``; ``timeout``: seconds that a rank may be silent before the others
     raise an error that names it; ``options``: of the strategy.
     """
-    refuse_graphbolt(use_graphbolt)
     if session_if_open() is not None:
         raise ConfigError("initialize was called before; call dgl.distributed.exit_client() between the two")
     name, seed = resolve_strategy(strategy), whole_number("seed", seed, least=0)
@@ -70,11 +69,12 @@ def initialize(
         # None is the default of newer versions.
         "net_type": ("socket" if net_type is None else net_type, "socket"),
         "num_worker_threads": (num_worker_threads, 1),
+        "use_graphbolt": (use_graphbolt, False),
         **{key: (options.pop(key), None) for key in _SERVER_OPTIONS if key in options},
     }
     ignored = [f"{key}={value!r}" for key, (value, usual) in given.items() if value != usual]
     ignored += [f"{key}={value!r}" for key, value in launcher.items()]
-    why = "not used, because torchrun starts the ranks, and there are no servers and no sampler processes"
+    why = "not used: torchrun starts the ranks, and there are no servers, no sampler processes, no GraphBolt"
     if ignored and read_topology().rank == 0:
         warnings.warn(f"{', '.join(ignored)}: {why}", stacklevel=2)
     start_later(lambda: begin(name, options, timeout_s=timeout, seed=seed))
@@ -152,7 +152,7 @@ _REPLACEMENTS: tuple[Any, ...] = (
     *(DistGraph, DistTensor, DistEmbedding, KVClient),
     *(dataloading.DistDataLoader, dataloading.DistNodeDataLoader, dataloading.DistEdgeDataLoader),
     *(dataloading.sample_neighbors, dataloading.sample_etype_neighbors),
-    *(dataloading.in_subgraph, dataloading.find_edges),
+    *(dataloading.in_subgraph, find_edges),
     *(partition.node_split, partition.edge_split, partition.partition_graph),
     *(partition.load_partition, partition.load_partition_book, partition.load_partition_feats),
     *(partition_book.GraphPartitionBook, partition_book.RangePartitionBook, partition_book.PartitionPolicy),
@@ -338,10 +338,7 @@ class ScriptModel(WrappedModel):
     def exchange_seconds(self, *, reset: bool = False) -> float:
         return self.inner.exchange_seconds(reset=reset)
 
-    parts: Any = Forward(WrappedModel, "parts")
-    whole: Any = Forward(WrappedModel, "whole")
-    join_state: Any = Forward(WrappedModel, "join_state")
-    cut_state: Any = Forward(WrappedModel, "cut_state")
-    clip_grad_norm_: Any = Forward(WrappedModel, "clip_grad_norm_")
-    state_dict: Any = Forward(WrappedModel, "state_dict")
-    load_state_dict: Any = Forward(WrappedModel, "load_state_dict")
+
+_FORWARDED = "parts whole join_state cut_state clip_grad_norm_ state_dict load_state_dict"
+for _name in _FORWARDED.split():
+    setattr(ScriptModel, _name, Forward(WrappedModel, _name))

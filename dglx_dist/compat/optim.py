@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from os import PathLike
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from dglx_dist.compat.dist_tensor import DistEmbedding
@@ -23,19 +22,6 @@ class _Optimizer(SparseOptimizer):
     def __init__(self, params: Sequence[DistEmbedding], rule: Callable[[], UpdateRule]) -> None:
         inner: Any = [param.inner if isinstance(param, DistEmbedding) else param for param in params]
         super().__init__(inner, rule)
-
-    def load_local_state_dict(self, local_state_dict: Mapping[str, Any]) -> None:
-        super().load_local_state_dict(local_state_dict)
-
-    def save(self, f: str | bytes | PathLike[str]) -> None:
-        super().save(f)
-
-    def load(self, f: str | bytes | PathLike[str]) -> None:
-        super().load(f)
-
-    @property
-    def inner(self) -> SparseOptimizer:
-        return self
 
 
 @final

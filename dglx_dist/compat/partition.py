@@ -13,17 +13,17 @@ from typing import Any, TypeAlias, cast
 import dgl
 import numpy as np
 import torch
-from dgl.data.utils import load_tensors
 from torch import Tensor
 
 from dglx_dist.compat.dist_tensor import DistTensor, inner_tensor
 from dglx_dist.compat.partition_book import RangePartitionBook, edge_ids, edge_type, graph_of_book, node_type
-from dglx_dist.compat.wrappers import refuse_graphbolt
+from dglx_dist.data.dgl_files import check_files, load_graphs, load_tensors
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
 from dglx_dist.data.partition.hierarchical import TRAINER_ID, assign_two_levels, with_trainer_ids
+from dglx_dist.data.sources import edges_of_dgl
 from dglx_dist.data.storage.dgl_format import read_part_config, write_dgl_format
 from dglx_dist.dataloading.step_loader import whole_number
-from dglx_dist.errors import ConfigError, StorageError
+from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.ids import as_array
 from dglx_dist.graph.row_kernels import numpy_view
@@ -31,43 +31,36 @@ from dglx_dist.graph.split import edge_split as split_edges
 from dglx_dist.graph.split import node_split as split_nodes
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, EdgeType, RawGraph
 
-_DGL_COLUMNS = (dgl.NID, dgl.EID, "inner_node", "inner_edge")
-"""Columns that DGL adds to partitions."""
-
 
 def raw_graph(
     graph: dgl.DGLGraph, name: str, without: Set[str] = frozenset()
 ) -> tuple[RawGraph, frozenset[tuple[str | EdgeType, str]]]:
     """Return the graph, and the names of its uint16 columns that hold bfloat16 bits.
 
-    Unlike ``load_dataset``, it keeps all names and dtypes, as scripts ask for the names that they gave.
+    Unlike ``load_dataset``, it keeps all names and dtypes, as scripts ask for the names that they gave, but
+    the columns that DGL adds to partitions, and those ``without``.
     """
     if not isinstance(graph, dgl.DGLGraph):
         raise ConfigError(f"partition_graph takes a DGLGraph, not a {type(graph).__name__}")
     bfloat16: list[tuple[str | EdgeType, str]] = []
+    dropped = {dgl.NID, dgl.EID, "inner_node", "inner_edge", *without}
 
     def columns(owner: str | EdgeType, data: Any) -> dict[str, Array]:
         bfloat16.extend((owner, key) for key, rows in data.items() if rows.dtype == torch.bfloat16)
-        return {key: _as_array(rows) for key, rows in data.items() if key not in (*_DGL_COLUMNS, *without)}
+        kept = {key: rows.detach().cpu().contiguous() for key, rows in data.items() if key not in dropped}
+        return {key: numpy_view(rows) for key, rows in kept.items()}
 
-    edges = {}
-    for etype in graph.canonical_etypes:
-        source, destination = graph.edges(etype=etype, order="eid")
-        edges[etype] = _as_array(source.long()), _as_array(destination.long())
     raw = RawGraph(
         name=name,
         num_nodes={ntype: graph.num_nodes(ntype) for ntype in graph.ntypes},
-        edges=edges,
+        edges=edges_of_dgl(graph),
         node_data={ntype: columns(ntype, graph.nodes[ntype].data) for ntype in graph.ntypes},
         edge_data={etype: columns(etype, graph.edges[etype].data) for etype in graph.canonical_etypes},
     )
     return raw, frozenset(bfloat16)
 
 
-def _as_array(tensor: Tensor) -> Array:
-    return numpy_view(tensor.detach().cpu().contiguous())
-
-
+_OF_GRAPHBOLT = {"store_eids", "store_inner_node", "store_inner_edge", "n_jobs"}
 Ids: TypeAlias = Tensor | dict[Any, Tensor]
 Loaded: TypeAlias = tuple[
     dgl.DGLGraph, dict[str, Tensor], dict[str, Tensor], RangePartitionBook, str, list[str], list[EdgeType]
@@ -108,12 +101,13 @@ def partition_graph(  # noqa: PLR0913 - DGL's signature
 
     With ``return_mapping`` return original node and edge ids in the new order, by type if there are several.
     """
-    refuse_graphbolt(use_graphbolt)
     if num_hops != 1:
         warnings.warn(f"num_hops={num_hops}: parts get 1, and fetch farther ones on demand", stacklevel=2)
-    if kwargs:
-        why = "options of GraphBolt's files, which are not written; leave them out"
-        raise ConfigError(f"{', '.join(kwargs)}: {why}")
+    if unknown := sorted(kwargs.keys() - _OF_GRAPHBOLT):
+        raise ConfigError(f"partition_graph has no argument {', '.join(unknown)}; leave it out")
+    if use_graphbolt or kwargs:
+        why = "not used: GraphBolt's files are not written. Nothing here needs them, but DGL's GraphBolt does"
+        warnings.warn(f"{', '.join(['use_graphbolt'] * use_graphbolt + [*kwargs])}: {why}", stacklevel=2)
     whole_number("num_parts", num_parts, least=1)
     whole_number("num_trainers_per_machine", num_trainers_per_machine, least=1)
     whole_number("seed", seed, least=0)
@@ -143,9 +137,10 @@ def load_partition(
     part_config: str | Path, part_id: int, load_feats: bool = True, use_graphbolt: bool = False
 ) -> Loaded:
     """Return (structure, node data, edge data, book, graph name, node types, edge types) of one part."""
-    refuse_graphbolt(use_graphbolt)
+    if use_graphbolt:
+        raise ConfigError("use_graphbolt=True cannot be honoured: there is one format; leave it out")
     book, name, ntypes, etypes = load_partition_book(part_config, part_id)
-    graph = dgl.load_graphs(str(_file(part_config, part_id, "part_graph")))[0][0]
+    graph = load_graphs(_file(part_config, part_id, "part_graph"))[0]
     nodes, edges = load_partition_feats(part_config, part_id) if load_feats else ({}, {})
     return graph, nodes or {}, edges or {}, book, name, list(ntypes), list(etypes)
 
@@ -226,11 +221,12 @@ def _replace_files(out: Path, write: Callable[[Path], Path]) -> Path:
 
 
 def _mapping(config: Path, num_parts: int) -> tuple[Ids, Ids]:
-    def whole(name: str, key: str) -> Tensor:
-        files = [_file(config, part, "part_graph").with_name(name) for part in range(num_parts)]
-        return torch.cat([load_tensors(str(file))[key] for file in files])
-
     types = read_part_config(config.absolute())
+
+    def whole(name: str, key: str) -> Tensor:
+        files = [types.file(part, "part_graph").with_name(name) for part in range(num_parts)]
+        return torch.cat([load_tensors(file)[key] for file in files])
+
     nodes = {ntype: whole("orig_nids.dgl", ntype) for ntype in types.ntypes}
     edges = {etype: whole("orig_eids.dgl", ":".join(etype)) for etype in types.etypes}
     if len(nodes) == len(edges) == 1:
@@ -243,15 +239,13 @@ def _file(part_config: str | Path, part: int, kind: str) -> Path:
     config = read_part_config(path)
     if not 0 <= part < config.num_parts:
         raise ConfigError(f"{path} has the parts 0 to {config.num_parts - 1}, not {part}")
-    found = config.file(part, kind)
-    if not found.is_file():
-        raise StorageError(f"{found} is missing; copy it here or partition the graph again")
-    return found
+    check_files(config.dgl_files(part))
+    return config.file(part, kind)
 
 
 def _tensors(part_config: str | Path, part: int, kind: str, only: str) -> dict[str, Tensor]:
     # Files of old versions leave out the only type.
-    tensors = load_tensors(str(_file(part_config, part, kind)))
+    tensors = load_tensors(_file(part_config, part, kind))
     return {name if "/" in name else f"{only}/{name}": tensor for name, tensor in tensors.items()}
 
 

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NoReturn, cast, final
+from typing import Any, NoReturn, TypeVar, cast, final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dglx_dist.comm.session import SessionField, current_session
+from dglx_dist.comm.transfer import ids_to_device
 from dglx_dist.compat.wrappers import Forward, Wrapper
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.dist_tensor import PartitionPolicy as InnerPartitionPolicy
 from dglx_dist.graph.dist_tensor import opened_graph, type_text
-from dglx_dist.graph.ids import Ids, as_ids
+from dglx_dist.graph.ids import Ids, as_array, as_ids
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.partition_book import PartitionBook
-from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, EdgeType
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, EdgeType, IdRanges
+
+K = TypeVar("K", str, EdgeType)
 
 
 class GraphPartitionBook(Wrapper):
@@ -55,15 +60,9 @@ class RangePartitionBook(GraphPartitionBook, of=PartitionBook):
             raise ConfigError(f"part_id is {part_id}; there are {num_parts} parts, numbered from 0")
         if not ntypes or not etypes:
             raise ConfigError("a book needs node types and edge types; give ntypes and etypes")
-        nodes = {
-            ntype: _bounds(node_map, ntype, num_parts) for ntype in sorted(ntypes, key=ntypes.__getitem__)
-        }
-        edges = {
-            etype: _bounds(edge_map, etype, num_parts) for etype in sorted(etypes, key=etypes.__getitem__)
-        }
-        self.inner = PartitionBook(nodes, edges, part_id)
-        for kind, ids in ((node_map, self.inner.map_to_homo_nid), (edge_map, self.inner.map_to_homo_eid)):
-            self._unusual = self._unusual or _other_numbering(kind, ids)
+        nodes, nodes_unusual = _bounds(node_map, ntypes, num_parts)
+        edges, edges_unusual = _bounds(edge_map, etypes, num_parts)
+        self.inner, self._unusual = PartitionBook(nodes, edges, part_id), nodes_unusual or edges_unusual
         if self._unusual:
             names = "map_to_per_ntype", "map_to_per_etype", "map_to_homo_nid", "map_to_homo_eid"
             vars(self).update(dict.fromkeys(names, self._refuse_homogeneous))
@@ -90,64 +89,57 @@ class RangePartitionBook(GraphPartitionBook, of=PartitionBook):
     def _offsets(self, bounds: Iterable[Array]) -> list[int]:
         return [0, *np.cumsum([int(np.diff(one)[self.partid]) for one in bounds]).tolist()]
 
-    def _num_nodes(self, ntype: str = NODE_TYPE) -> int:
-        return self._of(ntype).num_nodes(ntype)
-
-    def _num_edges(self, etype: str | EdgeType = EDGE_TYPE) -> int:
-        return self._of(etype).num_edges(etype)
+    _num_nodes: Any = Forward(PartitionBook, "num_nodes")
+    _num_edges: Any = Forward(PartitionBook, "num_edges")
 
     def shared_memory(self, graph_name: str) -> None:
         raise ConfigError("every rank has the book, which is a few numbers; leave shared_memory() out")
 
-    def nid2partid(self, nids: Ids, ntype: str = NODE_TYPE) -> Tensor:
-        return self._of(ntype).nid2partid(nids, ntype)
-
-    def eid2partid(self, eids: Ids, etype: str | EdgeType = EDGE_TYPE) -> Tensor:
-        return self._of(etype).eid2partid(eids, etype)
-
-    def partid2nids(self, partid: int, ntype: str = NODE_TYPE) -> Tensor:
-        return self._of(ntype).partid2nids(int(partid), ntype)
-
-    def partid2eids(self, partid: int, etype: str | EdgeType = EDGE_TYPE) -> Tensor:
-        return self._of(etype).partid2eids(int(partid), etype)
-
-    def nid2localnid(self, nids: Ids, partid: int, ntype: str = NODE_TYPE) -> Tensor:
-        return self._of(ntype).nid2localnid(nids, int(partid), ntype)
-
-    def eid2localeid(self, eids: Ids, partid: int, etype: str | EdgeType = EDGE_TYPE) -> Tensor:
-        return self._of(etype).eid2localeid(eids, int(partid), etype)
-
-    def _of(self, kind: str | EdgeType) -> PartitionBook:
+    def _of(self, kind: str | EdgeType | None) -> PartitionBook:
         """Return the book of ids of ``kind``: DGL's defaults stand for homogeneous ids, unless they exist."""
         book = self.inner
-        is_node, is_edge = kind == NODE_TYPE, kind in (EDGE_TYPE, EDGE_TYPE[1])
-        if (is_node and NODE_TYPE not in book.ntypes) or (is_edge and EDGE_TYPE not in book.canonical_etypes):
-            if self._unusual:
-                self._refuse_homogeneous()
-            counts = book.metadata()
-            nodes, edges = (
-                np.cumsum([0, *(one[f"num_{of}"] for one in counts)]) for of in ("nodes", "edges")
-            )
-            return PartitionBook({NODE_TYPE: nodes}, {EDGE_TYPE: edges}, book.partid)
-        return book
+        known = kind in book.ntypes or kind in (*book.canonical_etypes, *book.etypes)
+        if known or kind not in (NODE_TYPE, EDGE_TYPE, EDGE_TYPE[1]):
+            return book
+        if self._unusual:
+            self._refuse_homogeneous()
+        return book.homogeneous()
 
 
-def _bounds(ranges: Mapping[Any, Any], key: object, num_parts: int) -> Array:
-    given = np.asarray(ranges[key], dtype=np.int64) if key in ranges else np.empty(0, np.int64)
-    if given.shape != (num_parts, 2):
-        raise ConfigError(f"the map of {key!r} has shape {given.shape}; give ({num_parts}, 2) ranges")
-    return np.concatenate([[0], np.cumsum(given[:, 1] - given[:, 0])])
+def _by_kind(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of the core's book, whose last argument is a type, for both kinds of ids."""
+    signature = inspect.signature(method)
+
+    @functools.wraps(method)
+    def of_book(self: RangePartitionBook, *args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(self, *args, **kwargs)
+        given.apply_defaults()
+        _, *ids, kind = given.args
+        return method(self._of(kind), *ids, kind)
+
+    return of_book
 
 
-def _other_numbering(ranges: Mapping[Any, Any], to_homogeneous: Callable[[Ids, Any], Tensor]) -> str:
-    """Return which ids do not run through the partitions, and in each through the types; "" if all do."""
-    for key, given in ranges.items():
-        found = np.asarray(given, dtype=np.int64)
-        sizes = found[:, 1] - found[:, 0]
-        firsts = (np.cumsum(sizes) - sizes)[sizes > 0]
-        if found[sizes > 0, 0].tolist() != to_homogeneous(firsts, key).tolist():
-            return f"the map of {key!r} is {found.tolist()}, which is not in order of the types"
-    return ""
+for _name in ("nid2partid", "partid2nids", "nid2localnid", "eid2partid", "partid2eids", "eid2localeid"):
+    setattr(RangePartitionBook, _name, _by_kind(getattr(PartitionBook, _name)))
+
+
+def _bounds(ranges: Mapping[K, Any], kinds: Mapping[K, int], num_parts: int) -> tuple[dict[K, Array], str]:
+    """Return (P + 1,) first ids by type, and which ids do not run through the parts and then the types."""
+    given: dict[K, Array] = {}
+    bounds: dict[K, Array] = {}
+    for key in sorted(kinds, key=kinds.__getitem__):
+        given[key] = np.asarray(ranges.get(key, []), dtype=np.int64)
+        if given[key].shape != (num_parts, 2):
+            what = f"the map of {key!r} has shape {given[key].shape}"
+            raise ConfigError(f"{what}; give ({num_parts}, 2) ranges")
+        bounds[key] = np.concatenate([[0], np.cumsum(np.diff(given[key]))])
+    for (key, found), starts in zip(
+        given.items(), IdRanges.of_offsets([*bounds.values()]).starts, strict=True
+    ):
+        if (found[:, 0] != starts)[found[:, 1] > found[:, 0]].any():
+            return bounds, f"the map of {key!r} is {found.tolist()}, which is not in order of the types"
+    return bounds, ""
 
 
 _GRAPHS: SessionField[list[DistGraph]] = SessionField(lambda _: [])
@@ -193,7 +185,7 @@ def our_edges(store: KVStore, etype: object, ids: Ids) -> Ids:
     if (known := edge_ids(store, etype)) is None:
         return ids
     found = torch.from_numpy(known.ours[as_ids(ids, len(known.ours), f"the edges {etype}")])
-    return found.to(ids.device) if isinstance(ids, Tensor) else found
+    return ids_to_device(found, ids.device) if isinstance(ids, Tensor) else found
 
 
 def of_each_type(number: Callable[..., Any], g: DistGraph, edges: Any) -> Any:
@@ -207,7 +199,9 @@ def of_each_type(number: Callable[..., Any], g: DistGraph, edges: Any) -> Any:
 def shown_edges(store: KVStore, etype: object, ids: Tensor) -> Tensor:
     """Return the ids under which a script knows our edges."""
     known = edge_ids(store, etype)
-    return ids if known is None else torch.from_numpy(known.source[ids.cpu().numpy()]).to(ids.device)
+    if known is None:
+        return ids
+    return ids_to_device(torch.from_numpy(known.source[as_array(ids)]), ids.device)
 
 
 def graph_of_book(book: PartitionBook | None) -> DistGraph:
@@ -289,16 +283,6 @@ class PartitionPolicy(Wrapper, of=InnerPartitionPolicy):
     def get_data_name(self, name: str) -> str:
         """Return the name of the tensor ``name`` in the KVStore."""
         return self.inner.key(name)
-
-    def to_local(self, id_tensor: Ids) -> Tensor:
-        """Return the ids counted from the own partition's first."""
-        book, key = self.inner.partition_book, self.inner.type_name
-        if isinstance(key, str):
-            return book.nid2localnid(id_tensor, book.partid, key)
-        return book.eid2localeid(id_tensor, book.partid, key)
-
-    def to_partid(self, id_tensor: Tensor) -> Tensor:
-        return self.inner.to_partid(id_tensor)
 
 
 @final

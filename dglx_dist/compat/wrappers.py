@@ -72,9 +72,3 @@ def view(value: Any) -> Any:
 
 class UnknownTypeError(ConfigError, dgl.DGLError):
     """There is no such node or edge type; scripts expect a DGLError."""
-
-
-def refuse_graphbolt(use_graphbolt: bool) -> None:
-    """Raise ConfigError where DGL would write or read GraphBolt's format."""
-    if use_graphbolt:
-        raise ConfigError("use_graphbolt=True cannot be honoured: there is one format; leave it out")

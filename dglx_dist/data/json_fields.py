@@ -8,6 +8,7 @@ import inspect
 import json
 import math
 import reprlib
+import sys
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
@@ -20,6 +21,7 @@ Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Js
 T = TypeVar("T")
 Reader: TypeAlias = Callable[[str], object]
 _MISSING = object()
+_LARGEST = sys.float_info.max
 
 
 class Within(NamedTuple):
@@ -131,12 +133,12 @@ class Fields:
             raise self.wrong(name, f"a whole number{_range(low, high, 'from')}")
         return value
 
-    def number(self, name: str, low: float, high: float) -> float:
+    def number(self, name: str, low: float = -_LARGEST, high: float = _LARGEST) -> float:
         """Return a number in [``low``, ``high``], both finite."""
         value = self._get(name)
         # Bounds before float(): NaN is within none, and a huge integer does not fit a float.
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-            raise self.wrong(name, f"a number{_range(low, high, 'from')}")
+            raise self.wrong(name, f"a number{_range(low, high, 'from') if high < _LARGEST else ''}")
         return float(value)
 
     def flag(self, name: str) -> bool:

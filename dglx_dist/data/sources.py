@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
+from dglx_dist.data.dgl_files import check_files, load_graphs
 from dglx_dist.data.validate import check_ids, check_raw_graph, check_whole, column_error
-from dglx_dist.errors import ConfigError, DatasetError, UnknownNameError
+from dglx_dist.errors import ConfigError, DatasetError, StorageError, UnknownNameError
 from dglx_dist.records import (
     EDGE_TYPE,
     FEATURE,
@@ -202,20 +203,14 @@ def raw_graph_from_dgl(
         )
     if graph.is_block:
         raise ConfigError("the graph is a block of a mini-batch; give the graph that it was drawn from")
-    known = graph.formats()
-    if "coo" not in (*known["created"], *known["not created"]):
-        # Only this format returns edges in the order of their ids.
-        graph = graph.formats(["coo", "csr", "csc"])
     node_data = {}
     for node_type in graph.ntypes:
         where = f"{name}, nodes {node_type!r}"
         arrays = _arrays(graph.nodes[node_type].data, dgl.NID)
         arrays = {key: _one_split(key, array, split, where) for key, array in arrays.items()}
         node_data[node_type] = standard_columns(arrays, where, rename=rename)
-    edges, edge_data = {}, {}
+    edge_data = {}
     for edge_type in graph.canonical_etypes:
-        source_ids, destination_ids = graph.edges(etype=edge_type, order="eid")
-        edges[edge_type] = (_as_array(source_ids), _as_array(destination_ids))
         columns = _arrays(graph.edges[edge_type].data, dgl.EID)
         where = f"{name}, edges {edge_type[1]!r}"
         masks = {key: _as_mask(columns[key], key, where) for key in SPLITS if key in columns}
@@ -223,11 +218,21 @@ def raw_graph_from_dgl(
     return RawGraph(
         name=name,
         num_nodes={node_type: graph.num_nodes(node_type) for node_type in graph.ntypes},
-        edges=edges,
+        edges=edges_of_dgl(graph),
         node_data=node_data,
         edge_data=edge_data,
         num_classes={ntype: max(count, num_classes or 0) for ntype, count in classes_of(node_data).items()},
     )
+
+
+def edges_of_dgl(graph: dgl.DGLGraph) -> dict[EdgeType, tuple[Array, Array]]:
+    """Return the (sources, destinations) of each type in the order of the edge ids, (E,) of their dtype."""
+    known = graph.formats()
+    if "coo" not in (*known["created"], *known["not created"]):
+        # Only this format returns edges in the order of their ids.
+        graph = graph.formats(["coo", "csr", "csc"])
+    every = {etype: graph.edges(etype=etype, order="eid") for etype in graph.canonical_etypes}
+    return {etype: (_as_array(source), _as_array(ends)) for etype, (source, ends) in every.items()}
 
 
 @final
@@ -276,14 +281,12 @@ class DglBinarySource(DatasetSource):
         self._index, self._split = (whole_number(options, name) for name in _OWN_OPTIONS)
 
     def load(self) -> RawGraph:
-        import dgl
-
         if not self._path.is_file():
             raise DatasetError(f"there is no file {self._path.absolute()}; expected one of dgl.save_graphs")
         try:
-            graphs, _ = dgl.load_graphs(str(self._path))
-        except (dgl.DGLError, RuntimeError) as error:
-            # DGL's message is a C++ check and a stack trace; neither helps the user.
+            check_files([("graphs", self._path)])
+            graphs = load_graphs(self._path)
+        except StorageError as error:
             raise DatasetError(
                 f"{self._path}: not a file of saved DGL graphs, or damaged or cut off; copy it again, "
                 "or write it with dgl.save_graphs"

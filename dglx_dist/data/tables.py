@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -134,13 +135,23 @@ def first_true(wrong: Any) -> int:
     return int(np.argmax(wrong)) if len(wrong) else 0
 
 
+def open_arrow(path: Path) -> Any:
+    """Return a file of Arrow's; given a path itself, Arrow refuses one that is not UTF-8."""
+    return pa.OSFile(os.fsencode(path))
+
+
 def read_table(path: Path) -> Any:
     """Return the table in ``path``, a ``.csv`` with a header line or a ``.parquet``, as a pyarrow.Table."""
     try:
-        if path.suffix == ".csv":
-            return pyarrow.csv.read_csv(path)
-        return pyarrow.parquet.read_table(path)
-    except (pa.ArrowInvalid, OSError) as error:
+        with open_arrow(path) as file:
+            read = pyarrow.csv.read_csv if path.suffix == ".csv" else pyarrow.parquet.read_table
+            table = read(file)
+        columns = zip(table.column_names, table.schema.types, strict=True)
+        binary = [name for name, kind in columns if pa.types.is_binary(kind)]
+        if binary and path.suffix == ".csv":
+            raise OSError(f"column {binary[0]!r} is not text in UTF-8; save it as that")
+        return table
+    except (pa.ArrowInvalid, OSError, UnicodeDecodeError) as error:
         raise DatasetError(f"{path}: not readable as a {path.suffix[1:]} table: {error}") from error
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar, final
@@ -20,7 +21,7 @@ from dgl.heterograph import DGLBlock
 from dgl.heterograph_index import HeteroGraphIndex
 from torch import Tensor
 
-from dglx_dist.comm.transfer import Copy
+from dglx_dist.comm.transfer import Copy, ids_to_device
 from dglx_dist.dataloading.feature_fetch import Columns, EdgesOfBlock, SplitColumn, edges_of, submit_columns
 from dglx_dist.dataloading.kernels import RawBatch, Schema, Workspace
 from dglx_dist.dataloading.sampler import BatchSource, Draws
@@ -142,10 +143,11 @@ class MiniBatch:
 
     def moved(self: M, device: torch.device, copy: Copy) -> M:
         """Return the batch on ``device``; :meth:`arrived` sets the rest there."""
+        copied = partial(ids_to_device, device=device, copy=copy)
         return replace(
             self,
-            input_nodes=_moved_nodes(self.input_nodes, copy),
-            output_nodes=_moved_nodes(self.output_nodes, copy),
+            input_nodes=_moved_nodes(self.input_nodes, copied),
+            output_nodes=_moved_nodes(self.output_nodes, copied),
             blocks=[place(block, device, copy=copy) for block in self.blocks],
             split=[column.moved(copy) for column in self.split],
         )

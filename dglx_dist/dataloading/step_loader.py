@@ -6,7 +6,7 @@ import time
 import warnings
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 def run_ahead(
-    make: Callable[[int], T], steps: range, *, depth: int, num_threads: int
+    make: Callable[[int], T], steps: Iterable[int], *, depth: int, num_threads: int
 ) -> Generator[T, None, None]:
     """Yield ``make(step)`` for each step in order, started at most ``depth`` steps ahead of the consumer.
 
@@ -222,6 +222,12 @@ class Schedule:
     """(W,) seeds of each rank in an epoch."""
     rank: int
 
+    @classmethod
+    def of(cls, counts: Sequence[int], batch_size: int, drop_last: bool, rank: int) -> Schedule:
+        """Return the schedule for ``counts`` seeds of the ranks."""
+        used = tuple(count - count % batch_size if drop_last else count for count in counts)
+        return cls(batch_size=batch_size, used=used, rank=rank)
+
     @property
     def num_steps(self) -> int:
         """Steps of an epoch, the same on every rank."""
@@ -296,6 +302,7 @@ class EpochLoader(ABC, Generic[B, T]):
         self._session = session
         self.seed, self.depth, self.num_threads = seed, depth, num_threads
         self._epoch, self._next_step, self._started = 0, 0, False
+        self._end: int | None = None
         self._times, self._waited_s = LoaderTimes(), 0.0
         self._trace_number = 0 if session.trace is None else session.trace.new_loader()
 
@@ -338,6 +345,14 @@ class EpochLoader(ABC, Generic[B, T]):
         check_position(state, self.seed, len(self))
         self._epoch, self._next_step, self._started = int(state["epoch"]), int(state["step"]), False
 
+    def end_at(self, step: int | None) -> None:
+        """End the iteration, or the next one, after ``step`` steps of its epoch; the one after has the rest.
+
+        None: at the end of the epoch. No batch beyond ``step`` is begun, as far as none has been yet. Every
+        rank must call it alike.
+        """
+        self._end = step
+
     def times(self, *, reset: bool = False) -> LoaderTimes:
         """Return the seconds since the start or the last reset."""
         times = self._times
@@ -350,22 +365,35 @@ class EpochLoader(ABC, Generic[B, T]):
         if self._started:
             self._epoch, self._next_step = self._epoch + 1, 0
         self._started = True
-        epoch, steps = self._epoch, range(self._next_step, len(self))
+        epoch, first = self._epoch, self._next_step
         began, waited_s = time.perf_counter(), self._waited_s
-        ahead = run_ahead(self.batches_of(epoch), steps, depth=self.depth, num_threads=self.num_threads)
+        ahead = run_ahead(
+            self.batches_of(epoch), self._steps(), depth=self.depth, num_threads=self.num_threads
+        )
         try:
             with closing(ahead) as batches:
                 stream = self.in_order(batches)
-                for step in steps:
+                for step in self._steps():
                     yield self._next(step, stream)
         finally:
             # A step after the loop does not belong to the last batch and must not get its weight.
             self._session.step_share = None
-        if steps.start == 0 and self._session.trace is not None:
+            self._end = None
+        self._started = False
+        if self._next_step < len(self):
+            return
+        if first == 0 and self._session.trace is not None:
             seconds, wait_s = time.perf_counter() - began, self._waited_s - waited_s
             done = Pass(loader=self._trace_number, steps=len(self), seconds=seconds, wait_s=wait_s)
             self._session.trace.note_pass(done)
-        self._epoch, self._next_step, self._started = epoch + 1, 0, False
+        self._epoch, self._next_step = epoch + 1, 0
+
+    def _steps(self) -> Iterator[int]:
+        # Read at each step, since the training loop may end its pass early.
+        step = self._next_step
+        while step < (len(self) if self._end is None else min(self._end, len(self))):
+            yield step
+            step += 1
 
     def _next(self, step: int, batches: Iterator[B]) -> T:
         begin = time.perf_counter()
@@ -402,9 +430,8 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
         self.copies = open_copies(self.device) if in_torch(self.device) else None
         self.moves_batches = self.device.type != "cpu" or in_torch(self.device)
         """Whether batches are not as their maker leaves them: on another device, or on the torch path."""
-        size, counts = int(options.batch_size), _counts(items, options, session)
-        used = tuple(count - count % size if options.drop_last else count for count in counts)
-        self._schedule = Schedule(batch_size=size, used=used, rank=session.topology.rank)
+        counts, size = _counts(items, options, session), int(options.batch_size)
+        self._schedule = Schedule.of(counts, size, options.drop_last, session.topology.rank)
         seed = seed_of(options, session)
         super().__init__(session, seed=seed, depth=options.depth, num_threads=options.num_threads)
 
@@ -497,16 +524,22 @@ def seed_of(options: LoaderOptions, session: Session) -> int:
     return session.seed if options.seed is None else whole_number("seed", options.seed, least=0)
 
 
-def _counts(items: Items[K], options: LoaderOptions, session: Session) -> tuple[int, ...]:
-    """Return the number of items of each rank; warn if all ranks have the same ones. Collective."""
-    local = [len(items), items.digest() if len(items) else 0]
-    rows = gather_int64([*local, int(options.batch_size), int(options.drop_last)], session)
-    for name, given in (("batch_size", rows[:, 2]), ("drop_last", rows[:, 3])):
+def gather_counts(local: Sequence[int], batch_size: int, drop_last: bool, session: Session) -> Array:
+    """Return ``local`` of each rank, (W, n) int64; ConfigError if the other two differ. Collective."""
+    rows = gather_int64([*local, batch_size, int(drop_last)], session)
+    for name, given in (("batch_size", rows[:, -2]), ("drop_last", rows[:, -1])):
         if bool((given != given[0]).any()):
             raise ConfigError(
                 f"the ranks have {name} {', '.join(map(str, given.tolist()))}; give all the same, so that "
                 "they have the same number of steps"
             )
+    return rows[:, :-2]
+
+
+def _counts(items: Items[K], options: LoaderOptions, session: Session) -> tuple[int, ...]:
+    """Return the number of items of each rank; warn if all ranks have the same ones. Collective."""
+    local = [len(items), items.digest() if len(items) else 0]
+    rows = gather_counts(local, int(options.batch_size), options.drop_last, session)
     if len(rows) > 1 and len(items) and bool((rows == rows[0]).all()):
         warnings.warn(
             f"all {len(rows)} ranks were given the same {len(items)} indices, so each is used {len(rows)} "

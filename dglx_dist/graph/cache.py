@@ -291,7 +291,7 @@ def cache_rows(g: OpenedGraph, request: CacheRequest) -> CachePlan:
     plan = CachePlan(
         policy=request.policy,
         rows=len(cache.rows),
-        bytes=cache.num_bytes,
+        bytes=sum(one.nbytes for one in (cache.rows, *cache.table)),
         expected_hit_rate=rate if isinstance(rate, float) else None,
     )
     if chooses:

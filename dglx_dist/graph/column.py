@@ -56,10 +56,6 @@ class RowCache:
     rows: Array
     """(C, *row) in NumPy's form of the column's dtype; slot s is row s."""
 
-    @property
-    def num_bytes(self) -> int:
-        return int(self.rows.nbytes + self.table.slots.nbytes + self.table.keys.nbytes)
-
 
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 """Dtypes that torch cannot index, and what it copies in their place."""
@@ -73,10 +69,6 @@ class DeviceRows:
     """Id of a row to its slot."""
     rows: Tensor
     """(C, *row) in the column's dtype; slot s is row s."""
-
-    @property
-    def num_bytes(self) -> int:
-        return int(self.rows.nbytes + self.table.slots.nbytes + self.table.keys.nbytes)
 
     def joined(self, hits: Tensor, slots: Tensor, missing: Tensor, rows: Tensor) -> Tensor:
         """Return cached ``slots`` at the positions ``hits`` and ``rows`` at ``missing``, all on the device.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,7 +19,7 @@ from torch import Tensor
 from dglx_dist.comm.collectives import barrier, broadcast_json, check_equal, gather_json, run_on_all_ranks
 from dglx_dist.comm.session import Session, Shared, current_session
 from dglx_dist.data.partition.hierarchical import TRAINERS_PER_PART
-from dglx_dist.data.storage.columns import IDS, MANIFEST
+from dglx_dist.data.storage.columns import CACHE, IDS, MANIFEST
 from dglx_dist.data.storage.dgl_format import import_dgl_format
 from dglx_dist.data.storage.reader import StoredDataset, StoredPart, Verify, open_dataset, open_structure
 from dglx_dist.errors import ConfigError, RemoteError, StorageError
@@ -69,7 +70,7 @@ def open_together(folder: Path, session: Session, verify: Verify) -> StoredDatas
 
 
 def imported(part_config: Path, session: Session) -> Path:
-    """Return the folder of our dataset beside DGL's files, imported now if these are newer. Collective."""
+    """Return the folder of our dataset beside DGL's files, imported now if these have changed. Collective."""
     folder = part_config.absolute().with_suffix(".dglx")
 
     def check() -> None:
@@ -78,24 +79,32 @@ def imported(part_config: Path, session: Session) -> Path:
                 f"{part_config} does not exist; give the JSON file that DGL's partition_graph wrote"
             )
 
-    def import_if_newer() -> None:
-        manifest = folder / MANIFEST
-        if not manifest.exists() or manifest.stat().st_mtime < _newest(part_config):
+    def import_if_changed() -> None:
+        found, kept = _stamps(part_config), folder / _IMPORTED
+        # Not whether they are newer: clocks of machines differ.
+        if not (folder / MANIFEST).exists() or not kept.exists() or kept.read_text() != found:
             log.info("importing %s into %s", part_config, folder)
             import_dgl_format(part_config, folder, overwrite=folder.exists())
+            kept.parent.mkdir(exist_ok=True)
+            kept.write_text(found)
 
     # On all ranks, or one that does not see the file would wait for the others.
     run_on_all_ranks(session, check)
     # Rank 0 goes first: on a shared file system the other machines then find the result.
-    run_on_all_ranks(session, lambda: import_if_newer() if session.topology.rank == 0 else None)
-    run_on_all_ranks(session, lambda: import_if_newer() if is_first_on_machine(session) else None)
+    run_on_all_ranks(session, lambda: import_if_changed() if session.topology.rank == 0 else None)
+    run_on_all_ranks(session, lambda: import_if_changed() if is_first_on_machine(session) else None)
     return folder
 
 
-def _newest(part_config: Path) -> float:
+_IMPORTED = f"{CACHE}/imported.json"
+"""Stamps of the files that a dataset was imported from."""
+
+
+def _stamps(part_config: Path) -> str:
     # Scripts write columns into a part and leave the JSON file unchanged.
-    of_parts = part_config.parent.glob("part*/*.dgl")
-    return max(path.stat().st_mtime for path in (part_config, *of_parts))
+    paths = sorted(part_config.parent.glob("part*/*.dgl"))
+    stats = [(path.name, path.stat()) for path in (part_config, *paths)]
+    return json.dumps([[name, one.st_size, one.st_mtime_ns] for name, one in stats])
 
 
 def open_structures(
@@ -398,16 +407,16 @@ class DistGraph(Shared):
     def structure(self, etype: str | EdgeType | None = None) -> Structure:
         return self._structures[self._etype_or_only(etype, "an edge type")]
 
-    def in_degrees(self, nodes: Ids | None = None, etype: str | EdgeType | None = None) -> Tensor:
-        """Return the (K,) int64 numbers of in-edges of ``nodes``, or of all."""
+    def in_degrees(self, v: Ids | None = None, etype: str | EdgeType | None = None) -> Tensor:
+        """Return the (K,) int64 numbers of in-edges of ``v``, or of all."""
         structure = self.structure(etype)
-        ids = as_ids_or_all(nodes, structure.num_destinations, f"the nodes of type {structure.etype[2]!r}")
+        ids = as_ids_or_all(v, structure.num_destinations, f"the nodes of type {structure.etype[2]!r}")
         return torch.from_numpy(structure.in_degrees(ids))
 
-    def out_degrees(self, nodes: Ids | None = None, etype: str | EdgeType | None = None) -> Tensor:
-        """Return the (K,) int64 numbers of out-edges of ``nodes``, or of all; first reads every edge."""
+    def out_degrees(self, u: Ids | None = None, etype: str | EdgeType | None = None) -> Tensor:
+        """Return the (K,) int64 numbers of out-edges of ``u``, or of all; first reads every edge."""
         structure = self.structure(etype)
-        ids = as_ids_or_all(nodes, structure.num_sources, f"the nodes of type {structure.etype[0]!r}")
+        ids = as_ids_or_all(u, structure.num_sources, f"the nodes of type {structure.etype[0]!r}")
         return torch.from_numpy(structure.out_degrees(ids))
 
     def find_edges(self, edges: Ids, etype: str | EdgeType | None = None) -> tuple[Tensor, Tensor]:

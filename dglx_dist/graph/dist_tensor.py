@@ -26,7 +26,7 @@ from dglx_dist.graph.column import Column, Shard
 from dglx_dist.graph.ids import Ids, as_array, as_ids, integer_ids
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.partition_book import PartitionBook, RowOwners, split_ids
-from dglx_dist.graph.row_kernels import column_info, numpy_view, tensor_view, torch_dtype
+from dglx_dist.graph.row_kernels import check_ids, column_info, numpy_view, tensor_view, torch_dtype
 from dglx_dist.graph.shared_memory import InitRows, save_folder, shared_rows
 from dglx_dist.graph.structure import Structure
 from dglx_dist.records import Array, ColumnInfo, EdgeType
@@ -90,14 +90,17 @@ class PartitionPolicy:
     def get_part_size(self) -> int:
         return int(self.bounds[self.part_id + 1] - self.bounds[self.part_id])
 
-    def to_partid(self, ids: Ids) -> Tensor:
+    def to_partid(self, id_tensor: Ids) -> Tensor:
         """Return the partition of each row; IndexError when an id is out of range."""
-        rows = as_ids(ids, self.get_size(), self.policy_str)
+        rows = as_ids(id_tensor, self.get_size(), self.policy_str)
         return torch.from_numpy(np.searchsorted(self.bounds, rows, side="right") - 1)
 
-    def to_local(self, ids: Tensor) -> Tensor:
-        """Return the ids relative to the first row of the local server, which must own them."""
-        return ids - int(self.bounds[self.part_id])
+    def to_local(self, id_tensor: Ids) -> Tensor:
+        """Return the ids relative to the local server's first row; IndexError where it does not own one."""
+        first, last = (int(at) for at in self.bounds[self.part_id : self.part_id + 2])
+        local = as_ids(id_tensor, self.get_size(), self.policy_str) - first
+        check_ids(local, last - first, f"{self.policy_str} of this server (ids counted from {first})")
+        return torch.from_numpy(local)
 
     def key(self, name: str) -> str:
         """Return the store's name of the tensor that users call ``name``."""
@@ -314,8 +317,23 @@ class DistTensor(Shared):
     def __torch_function__(cls, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Raise TypeError: of torch's functions, ``nonzero`` alone takes a DistTensor."""
         if func is torch.nonzero:
-            return args[0].nonzero(**(kwargs or {}))
+            given = dict(zip(("input",), args, strict=False)) | (kwargs or {})
+            return given.pop("input").nonzero(**given)
         raise TypeError(f"torch's {func.__name__} takes no DistTensor: {TENSOR_REMEDY}")
+
+    def __array_function__(self, func: Any, _: Any, args: Any, kwargs: Any) -> Any:
+        """Let NumPy's functions take all rows, but for ``nonzero``, which gives this rank's share."""
+        if func is np.nonzero:
+            return (self.nonzero(as_tuple=True)[0].numpy(),)
+        return func._implementation(*args, **kwargs)  # it calls __array__, also of those in lists
+
+    def __eq__(self, other: object) -> bool:
+        """Compare by identity; TypeError for values, of which Python would say that none is equal."""
+        if isinstance(other, int | float | Tensor | np.ndarray | np.generic):
+            raise TypeError(f"a DistTensor is not compared by value: {TENSOR_REMEDY}")
+        return self is other
+
+    __hash__ = Shared.__hash__
 
     @property
     def name(self) -> str:
@@ -371,6 +389,8 @@ class DistTensor(Shared):
                 is of another kind.
             PeerError: an owner is dead or silent.
         """
+        if isinstance(index, tuple):
+            raise IndexError(f"{self._name!r} is indexed by rows; for a column write t[ids][:, column]")
         ids = integer_ids(index, self._column.num_rows, repr(self._name))
         rows = self.part_policy.store.pull(self._key, ids)
         device = self._device

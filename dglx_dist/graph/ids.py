@@ -8,6 +8,7 @@ from typing import TypeAlias
 import numpy as np
 from torch import Tensor
 
+from dglx_dist.comm.transfer import ids_on_host
 from dglx_dist.graph.row_kernels import check_ids
 from dglx_dist.records import Array
 
@@ -18,7 +19,7 @@ Ids: TypeAlias = Tensor | Array | Sequence[int] | int | slice
 def as_array(values: Tensor | Array | Sequence[int] | int) -> Array:
     """Return ``values`` as a NumPy array, without a copy where possible."""
     if isinstance(values, Tensor):
-        return values.detach().cpu().numpy()
+        return ids_on_host(values).numpy()
     return np.asarray(values)
 
 

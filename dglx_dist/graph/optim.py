@@ -20,7 +20,7 @@ from dglx_dist.errors import ConfigError, DglxError, StorageError
 from dglx_dist.graph.dist_tensor import DistTensor, owned_rows
 from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.graph.row_kernels import column_info, numpy_view
-from dglx_dist.graph.shared_memory import check_memory, fill_folder, save_folder
+from dglx_dist.graph.shared_memory import WriteOwn, check_memory, save_folder
 from dglx_dist.graph.sparse_gradient import Reduction, RowSum, weighted_sum
 from dglx_dist.graph.sparse_update import (
     MAX_PARAMETERS,
@@ -163,41 +163,40 @@ class SparseOptimizer:
         params = {"lr": self.lr, **self.settings, "world_size": self.session.topology.world_size}
         return {"params": params, "emb_states": states}
 
-    def load_local_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_local_state_dict(self, local_state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`local_state_dict` returned on some rank, with rows of any rank.
 
         Call it on all ranks, and a barrier afterwards. Of the settings it loads only ``lr``. ConfigError: it
         is of other embeddings or of another kind of optimiser; nothing has changed.
         """
         tables = {table.embedding.name: table for table in self.tables}
-        for name, entry in state["emb_states"].items():
+        for name, entry in local_state_dict["emb_states"].items():
             known = sorted(tensor.name for tensor in tables[name].states) if name in tables else None
             if known != sorted(entry["states"]):
                 raise ConfigError(
                     f"the state holds {sorted(entry['states'])} of {name!r}, this optimiser has "
                     f"{known if known is not None else f'no embedding {name!r}'}; build it as it was"
                 )
-        for name, entry in state["emb_states"].items():
+        for name, entry in local_state_dict["emb_states"].items():
             for tensor in tables[name].states:
                 tensor[entry["ids"]] = entry["states"][tensor.name]
             tables[name].steps = int(entry["steps"])
-        self.lr = float(state["params"]["lr"])
+        self.lr = float(local_state_dict["params"]["lr"])
 
-    def save(self, folder: str | bytes | PathLike[str]) -> None:
-        """Write the embeddings and the optimiser's state as ``folder``; collective.
+    def save(self, f: str | bytes | PathLike[str]) -> None:
+        """Write the embeddings and the optimiser's state as the folder ``f``; collective.
 
         Each rank writes the rows it owns. All ranks must see the folder; it replaces an earlier one whole or
         not at all.
 
         Raises:
-            StorageError: on all ranks, when one cannot write, or ``folder`` holds something other than saved
+            StorageError: on all ranks, when one cannot write, or ``f`` holds something other than saved
                 rows; its former content is unchanged.
         """
-        self.flush()
-        target = run_on_all_ranks(self.session, lambda: Path(fsdecode(folder)))
-        save_folder(self.session, target, self._write_own, self._saved_facts())
+        target = run_on_all_ranks(self.session, lambda: Path(fsdecode(f)))
+        save_folder(self.session, target, *self.rows_to_save())
 
-    def load(self, folder: str | bytes | PathLike[str]) -> None:
+    def load(self, f: str | bytes | PathLike[str]) -> None:
         """Load what :meth:`save` wrote on any number of ranks and servers; collective.
 
         Raises:
@@ -205,13 +204,34 @@ class SparseOptimizer:
                 or embeddings; nothing has changed.
         """
         self.flush()
-        run_on_all_ranks(self.session, lambda: self.check_saved(Path(fsdecode(folder))))
-        self.read_saved(Path(fsdecode(folder)))
+        run_on_all_ranks(self.session, lambda: self.check_saved(Path(fsdecode(f))))
+        self.read_saved(Path(fsdecode(f)))
 
-    def write_into(self, folder: Path) -> None:
-        """Write what :meth:`save` writes into a new folder below one that all ranks see; collective."""
+    @property
+    def own_rows(self) -> list[torch.Tensor]:
+        """The rows that this rank saves, of embeddings and states, in memory that its server shares."""
+        return [owned_rows(tensor) for _, _, tensor in self._tensors()]
+
+    def rows_to_save(
+        self, copied: Callable[[str, torch.Tensor], torch.Tensor] = lambda _name, rows: rows
+    ) -> tuple[WriteOwn, Mapping[str, object]]:
+        """Return what :meth:`save` writes: this rank's rows, and the index's facts; collective.
+
+        ``copied``: name and rows to a copy of them, which may be written while training goes on.
+        """
         self.flush()
-        fill_folder(self.session, folder, self._write_own, self._saved_facts())
+        rows = [
+            (name, table.first, column_info(tensor.dtype, tensor.shape[1:]), copied(name, owned_rows(tensor)))
+            for name, table, tensor in self._tensors()
+        ]
+
+        def write_own(folder: Path) -> list[RowFile]:
+            return [
+                write_rows(folder, name, first, numpy_view(own), info=info) for name, first, info, own in rows
+            ]
+
+        # After the copies: in mode "async" a rank that went on would change the others' rows.
+        return write_own, self._saved_facts()
 
     def check_saved(self, folder: Path) -> None:
         """Raise StorageError unless ``folder`` holds this optimiser's tensors, with this rank's rows intact.
@@ -292,18 +312,6 @@ class SparseOptimizer:
             yield f"{number}.weight", table, table.embedding.weight
             for name, state in zip(table.rule.state_names, table.states, strict=True):
                 yield f"{number}.{name}", table, state
-
-    def _write_own(self, folder: Path) -> list[RowFile]:
-        return [
-            write_rows(
-                folder,
-                name,
-                table.first,
-                numpy_view(owned_rows(tensor)),
-                info=column_info(tensor.dtype, tensor.shape[1:]),
-            )
-            for name, table, tensor in self._tensors()
-        ]
 
     def _table(self, param: DistEmbedding, number: int) -> OwnedRows:
         states = tuple(

@@ -16,7 +16,7 @@ from dglx_dist.comm.wire import FRAME_BYTES
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.ids import Ids, as_ids
 from dglx_dist.graph.row_kernels import check_ids
-from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, EdgeType
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, EdgeType, IdRanges
 
 
 @final
@@ -105,7 +105,7 @@ class PartitionBook:
 
     def metadata(self) -> list[dict[str, int]]:
         """Return one record per partition: ``machine_id``, ``num_nodes`` and ``num_edges`` over all types."""
-        nodes, edges = self._nodes.sizes(), self._edges.sizes()
+        nodes, edges = np.diff(self._nodes.ends), np.diff(self._edges.ends)
         return [
             {"machine_id": part, "num_nodes": int(nodes[part]), "num_edges": int(edges[part])}
             for part in range(self.num_partitions())
@@ -119,6 +119,10 @@ class PartitionBook:
 
     def to_canonical_etype(self, etype: str | EdgeType) -> EdgeType:
         return canonical_etype(etype, self._edges.types)
+
+    def homogeneous(self) -> PartitionBook:
+        """Return the book of the homogeneous ids, as of one node type and one edge type."""
+        return PartitionBook({NODE_TYPE: self._nodes.ends}, {EDGE_TYPE: self._edges.ends}, self.partid)
 
     def node_bounds(self, ntype: str = NODE_TYPE) -> Array:
         return self._nodes.bounds(ntype)
@@ -183,9 +187,7 @@ class _Ranges(Generic[K]):
         self.types = tuple(bounds)
         self._bounds = {key: np.asarray(value, dtype=np.int64) for key, value in bounds.items()}
         self.num_partitions = len(next(iter(self._bounds.values()))) - 1
-        by_partition = np.stack([np.diff(self._bounds[key]) for key in self.types], axis=1)
-        # First homogeneous id of each (partition, type), partitions outermost, and the end.
-        self._homogeneous = np.concatenate([[0], np.cumsum(by_partition.reshape(-1))])
+        self._ids = IdRanges.of_offsets([*self._bounds.values()])
 
     def bounds(self, key: K) -> Array:
         if key not in self._bounds:
@@ -193,11 +195,13 @@ class _Ranges(Generic[K]):
             raise ConfigError(f"there are no {self._what} of type {key!r} (known: {known})")
         return self._bounds[key]
 
-    def sizes(self) -> Array:
-        return np.diff(self._homogeneous[:: len(self.types)])
+    @property
+    def ends(self) -> Array:
+        """(P + 1,) first homogeneous id of each partition, and the end."""
+        return np.concatenate([[0], np.cumsum(self._ids.counts.sum(axis=0))])
 
     def total(self, key: K | None) -> int:
-        return int(self._homogeneous[-1] if key is None else self.bounds(key)[-1])
+        return int(self._ids.counts.sum() if key is None else self.bounds(key)[-1])
 
     def _checked(self, ids: Ids, key: K) -> Array:
         return as_ids(ids, self.total(key), f"the {self._what} of type {key!r}")
@@ -219,18 +223,11 @@ class _Ranges(Generic[K]):
         return torch.from_numpy(local)
 
     def split_types(self, ids: Ids) -> tuple[Tensor, Tensor]:
-        checked = as_ids(ids, int(self._homogeneous[-1]), f"the {self._what} of all types")
-        cell = np.searchsorted(self._homogeneous, checked, side="right") - 1
-        partition, type_id = cell // len(self.types), cell % len(self.types)
-        first = np.stack([self._bounds[key] for key in self.types], axis=1)
-        within = checked - self._homogeneous[cell] + first[partition, type_id]
-        return torch.from_numpy(type_id), torch.from_numpy(within)
+        kinds, within = self._ids.to_typed(as_ids(ids, self.total(None), f"the {self._what} of all types"))
+        return torch.from_numpy(kinds), torch.from_numpy(within)
 
     def join_types(self, ids: Ids, key: K) -> Tensor:
-        bounds, checked = self.bounds(key), self._checked(ids, key)
-        partition = np.searchsorted(bounds, checked, side="right") - 1
-        cell = partition * len(self.types) + self.types.index(key)
-        return torch.from_numpy(checked - bounds[partition] + self._homogeneous[cell])
+        return torch.from_numpy(self._ids.from_typed(self.types.index(key), self._checked(ids, key)))
 
     def _check_partition(self, partition: int) -> None:
         if not 0 <= partition < self.num_partitions:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import numpy as np
 import psutil
@@ -96,7 +96,8 @@ def save_folder(session: Session, target: Path, write_own: WriteOwn, facts: Mapp
     """
     is_first = session.topology.rank == 0
 
-    def finish() -> None:
+    def finish(lines: Sequence[object]) -> None:
+        index_shares(partial, lines, facts)
         with named_failures(target):
             # Checked again, since files may have been added meanwhile.
             check_replaceable(target)
@@ -104,35 +105,29 @@ def save_folder(session: Session, target: Path, write_own: WriteOwn, facts: Mapp
 
     run_on_all_ranks(session, lambda: check_replaceable(target) if is_first else None)
     with shared_partial_folder(session, target) as partial:
-        fill_folder(session, partial, write_own, facts)
-        run_on_all_ranks(session, lambda: finish() if is_first else None)
+        lines = gather_json(run_on_all_ranks(session, lambda: write_share(partial, write_own)), session)
+        run_on_all_ranks(session, lambda: finish(lines) if is_first else None)
 
 
-def fill_folder(session: Session, folder: Path, write_own: WriteOwn, facts: Mapping[str, object]) -> None:
-    """Write the rows of every rank into an empty or missing folder, then the index on rank 0; collective.
+def write_share(folder: Path, write_own: WriteOwn) -> list[dict[str, Any]]:
+    """Write this rank's rows into a folder, which may be missing, and return its lines of the index.
 
-    All ranks must see it, or the one in which it is made.
-
-    Raises:
-        StorageError: on all ranks, when one cannot write.
+    StorageError: it cannot be written.
     """
+    with named_failures(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        return [asdict(file) for file in write_own(folder)]
 
-    def write() -> list[dict[str, Any]]:
-        with named_failures(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            return [asdict(file) for file in write_own(folder)]
 
-    def finish(lines_of_ranks: Sequence[object]) -> None:
-        files = [
-            RowFile(**{**line, "row_shape": tuple(line["row_shape"])})
-            for lines in lines_of_ranks
-            for line in cast("list[dict[str, Any]]", lines)
-        ]
-        with named_failures(folder):
-            write_index(folder, files, facts)
-
-    lines = gather_json(run_on_all_ranks(session, write), session)
-    run_on_all_ranks(session, lambda: finish(lines) if session.topology.rank == 0 else None)
+def index_shares(folder: Path, lines_of_ranks: Sequence[Any], facts: Mapping[str, object]) -> None:
+    """Write the index over what :func:`write_share` returned on all ranks; for one rank."""
+    files = [
+        RowFile(**{**line, "row_shape": tuple(line["row_shape"])})
+        for lines in lines_of_ranks
+        for line in lines
+    ]
+    with named_failures(folder):
+        write_index(folder, files, facts)
 
 
 InitRows: TypeAlias = Callable[[tuple[int, ...], torch.dtype], Tensor]

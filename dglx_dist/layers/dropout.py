@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dglx_dist.comm.session import Shared
+from dglx_dist.comm.transfer import is_on_host
 from dglx_dist.errors import ConfigError
 from dglx_dist.keyed_random import full_word, high_half, item_key, stream_key, words_on_device
 from dglx_dist.records import Array
@@ -111,7 +112,7 @@ def drop_attention(block: DGLBlock, attention: Tensor, probability: float, draws
     indptr, _, edge_ids = block.adj_tensors("csc")
     stream, threshold = stream_key(draws.seed, draws.number, ATTENTION), _threshold(probability)
     first, nodes, heads = indptr.long(), draws.nodes[: block.num_dst_nodes()], attention.shape[1]
-    if _on_host(first):
+    if is_on_host(first):
         kept = torch.from_numpy(_kept_edges(stream, nodes.numpy(), first.numpy(), heads, threshold))
     else:
         count = len(attention)
@@ -135,7 +136,7 @@ def kept_entries(
     It is on the device of ``nodes``, and has the same bits on every device.
     """
     key, threshold = stream_key(seed, number, stream), _threshold(probability)
-    if _on_host(nodes):
+    if is_on_host(nodes):
         columns = np.concatenate([np.arange(run.first, run.last) for run in runs]).astype(np.int64)
         return torch.from_numpy(_kept(key, np.ascontiguousarray(nodes.numpy()), columns, threshold))
     numbers = torch.cat([torch.arange(run.first, run.last, device=nodes.device) for run in runs])
@@ -145,10 +146,6 @@ def kept_entries(
 
 
 _WORDS_AT_ONCE = 1 << 22
-
-
-def _on_host(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu"
 
 
 def _kept_on_device(stream: np.uint64, nodes: Tensor, numbers: Tensor, threshold: np.uint64) -> Tensor:

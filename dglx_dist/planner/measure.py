@@ -37,6 +37,7 @@ from dglx_dist.planner.workload import (
     stats_of_manifest,
 )
 from dglx_dist.records import EDGE_TYPE, Array
+from dglx_dist.strategies.base import float_of
 from dglx_dist.strategies.cost import (
     CACHE_SIZES,
     Candidate,
@@ -199,7 +200,7 @@ def _rates(
     per_edge: float,
 ) -> tuple[Rates, Rates | None]:
     session, layers, clock = run.g.session, run.num_layers, config.clock
-    byte_seconds = time_bytes(run.g, _owned(run), clock)
+    byte_seconds = time_bytes(run.g, _owned(run), float_of(module).device, clock)
     every: Sequence[Any] = gather_json(byte_seconds, session)
     slowest = [float(max(of_ranks)) for of_ranks in zip(*every, strict=True)]
 
@@ -233,8 +234,7 @@ def _owned(run: PlannedRun) -> Array:
 
 
 def _traced_memory(module: nn.Module, shape: ModelShape, *, with_halo: bool) -> MemoryTrace:
-    kind = next((one.dtype for one in module.parameters() if one.is_floating_point()), torch.float32)
-    row = torch.zeros(1, shape.features, dtype=kind)
+    row = torch.zeros(1, shape.features, dtype=float_of(module).dtype)
     silence_profiler()
     try:
         return trace_memory(

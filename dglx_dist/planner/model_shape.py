@@ -19,7 +19,7 @@ from dglx_dist.layers.base import Declares, LayerWork, SplittableConv
 from dglx_dist.layers.convolutions import CONVOLUTIONS, stages_of
 from dglx_dist.layers.tracer import MODEL_ERRORS, convolutions_in, random_block, stand_ins, trace_calls
 from dglx_dist.message_passing import place
-from dglx_dist.strategies.base import STRATEGIES
+from dglx_dist.strategies.base import STRATEGIES, float_of
 from dglx_dist.strategies.cost import ModelShape
 
 
@@ -98,7 +98,7 @@ def _traced(module: nn.Module, features: int, num_layers: int) -> tuple[tuple[La
     # Levels of different sizes, so that the number of rows tells the level.
     sizes = [8 + 5 * (num_layers - level) for level in range(num_layers + 1)]
     generator = torch.Generator().manual_seed(0)
-    like = next(one for one in module.parameters() if one.is_floating_point())
+    like = float_of(module)
     blocks = [
         place(random_block(targets, sources, 4 * targets, generator), like.device)
         for sources, targets in pairwise(sizes)

@@ -31,6 +31,7 @@ from dglx_dist.layers.tracer import MODEL_ERRORS
 from dglx_dist.message_passing import place
 from dglx_dist.planner.workload import sizes_of
 from dglx_dist.records import FEATURE, Array
+from dglx_dist.strategies.base import float_of
 from dglx_dist.strategies.cost import Draws, ModelShape, Rates
 from dglx_dist.strategies.full_graph.memory_estimate import evenly_spaced
 
@@ -213,7 +214,7 @@ def time_batches(
             "copy.deepcopy rejects"
         ) from problem
     dropouts = install_node_dropouts(copied, 0) if drop_by_node else None
-    optimizer, device = torch.optim.Adam(copied.parameters(), lr=1e-9), _device_of(module)
+    optimizer, device = torch.optim.Adam(copied.parameters(), lr=1e-9), float_of(module).device
     rows, seconds, fresh = [], [], []
     for number, batch in enumerate(batches):
         blocks = [place(block, device) for block in batch]
@@ -236,9 +237,8 @@ def _step(
     shape: ModelShape,
     clock: Callable[[], float],
 ) -> float:
-    kind = next((one.dtype for one in module.parameters() if one.is_floating_point()), torch.float32)
-    device = _device_of(module)
-    rows = torch.ones(blocks[0].num_src_nodes(), shape.features, dtype=kind, device=device)
+    like = float_of(module)
+    rows, device = like.new_ones(blocks[0].num_src_nodes(), shape.features), like.device
     labels = torch.zeros(blocks[-1].num_dst_nodes(), dtype=torch.int64, device=device)
     synchronize(device)
     begin = clock()
@@ -255,10 +255,6 @@ def _step(
     optimizer.step()
     synchronize(device)
     return clock() - begin
-
-
-def _device_of(module: nn.Module) -> torch.device:
-    return next(module.parameters()).device
 
 
 def measured_rates(
@@ -352,13 +348,12 @@ def batch_trials(
 
 
 def time_bytes(
-    g: DistGraph, nodes: Array, clock: Callable[[], float] = time.perf_counter
+    g: DistGraph, nodes: Array, device: torch.device, clock: Callable[[], float] = time.perf_counter
 ) -> tuple[float, float, float]:
     """Return the seconds to read a byte of the features of some of ``nodes``, which this server should own,
-    to compute its checksum, as for rows read from disk, and to copy it to the session's GPU.
+    to compute its checksum, as for rows read from disk, and to copy it to ``device``, if that is a GPU.
     """
-    ids, device = np.resize(nodes, _GATHERED), g.session.device
-    column = g.ndata[FEATURE]
+    ids, column = np.resize(nodes, _GATHERED), g.ndata[FEATURE]
     # The first time maps the file.
     rows = column[ids].contiguous()
     count = max(rows.numel() * rows.element_size(), 1)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from dglx_dist.data.storage.files import replaced_file
-from dglx_dist.errors import StorageError
+from dglx_dist.data.json_fields import Fields
+from dglx_dist.data.storage.files import read_small, replaced_file
+from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.records import EpochRecord
 
 CONFIG, METRICS, SUMMARY, PICTURE = "config.json", "metrics.jsonl", "summary.json", "picture.png"
@@ -91,11 +92,6 @@ def write_run(
         raise _unwritable(target, error) from error
 
 
-def launch_of(folder: Path) -> str:
-    """Return ``launch`` of a run's configuration, "" if there is none."""
-    return str(_read_object(folder / CONFIG).get("launch", "")) if (folder / CONFIG).is_file() else ""
-
-
 def read_plan(folder: Path) -> dict[str, Any] | None:
     """Read the candidates of ``auto``; None: the strategy was given."""
     return _read_object(folder / PLAN) if (folder / PLAN).is_file() else None
@@ -139,8 +135,8 @@ def _epoch_line(record: EpochRecord) -> str:
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        value = json.loads(read_small(path))
+    except (OSError, ValueError, RecursionError) as error:
         raise StorageError(f"{path} is damaged ({error}); repeat the run") from error
     if not isinstance(value, dict):
         raise StorageError(f"{path} holds {type(value).__name__} where an object is expected; repeat the run")
@@ -159,21 +155,28 @@ def read_epochs(folder: Path) -> tuple[EpochRecord, ...]:
     path = folder / METRICS
     if not path.is_file():
         return ()
-    names = [field.name for field in fields(EpochRecord)]
     epochs: list[EpochRecord] = []
-    whole_lines = path.read_bytes().split(b"\n")[:-1]
-    for number, line in enumerate(whole_lines, start=1):
-        try:
-            values = json.loads(line)
-            # nan is written as null.
-            values["loss"] = math.nan if values["loss"] is None else values["loss"]
-            record = EpochRecord(**{name: values[name] for name in names})
+    try:
+        whole_lines = read_small(path).split(b"\n")[:-1]
+        for number, line in enumerate(whole_lines, start=1):
+            record = _read_epoch(line, f"line {number}")
             while epochs and epochs[-1].epoch >= record.epoch:
                 epochs.pop()
             epochs.append(record)
-        except (ValueError, TypeError, KeyError) as error:
-            raise StorageError(f"{path}, line {number}, is damaged ({error}); repeat the run") from error
+    except (OSError, ConfigError) as error:
+        raise StorageError(f"{path} is damaged ({error}); repeat the run") from error
     return tuple(epochs)
+
+
+def _read_epoch(line: bytes, where: str) -> EpochRecord:
+    values = Fields.parse(line, where)
+    # nan is written as null.
+    nulls = [name for name, value in values.given.items() if value is None and name != "val_accuracy"]
+    readers: dict[str, Any] = dict.fromkeys(nulls, lambda _: math.nan)
+    record = values.record(EpochRecord, **readers)
+    if max(map(abs, (one for one in astuple(record) if isinstance(one, int)))) >= 1 << 63:
+        raise ConfigError(f"{where} has a count beyond 63 bits")
+    return record
 
 
 def _plain(value: object) -> object:

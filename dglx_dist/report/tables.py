@@ -44,20 +44,21 @@ def _table(names: Iterable[str], caption: str | None = None) -> Table:
 
 _PLAN_COLUMNS = (
     "", "strategy, options", "s", "compute", "draw", "outside", "inside", "sums", "bytes out", "bytes in",
-    "memory", "steps", "",
+    "memory", "GPU", "steps", "",
 )  # fmt: skip
 _PLAN_LEGEND = (
     "s: seconds of an epoch, then its parts: computing, drawing batches, waiting for rows of other servers "
     "and of ranks of the same one, sums of gradients. Then payload of an epoch between servers and inside of "
-    "them, ~: expected, else counted; and the peak memory of a rank. exact: same weights as one process on "
-    "the same batches. group_size: N_f of P3; hops: k, external_hops: m, batches: R of GraNNDis; "
-    "staleness: S of Dorylus; cache: policy and alpha"
+    "them, ~: expected, else counted; and the peak memory of a rank, beside that on its GPU. exact: same "
+    "weights as one process on the same batches. group_size: N_f of P3; hops: k, external_hops: m, "
+    "batches: R of GraNNDis; staleness: S of Dorylus; cache: policy and alpha"
 )
 
 
 def plan_table(choice: Choice) -> Table:
     """Return one row per candidate in the order of ``choice``, with the chosen one marked."""
-    table = _table(_PLAN_COLUMNS, _PLAN_LEGEND)
+    on_gpus = bool(choice.cluster.device_memory_bytes)
+    table = _table([one for one in _PLAN_COLUMNS if on_gpus or one != "GPU"], _PLAN_LEGEND)
     for column, wraps in ((1, True), (-2, False), (-1, True)):
         table.columns[column].justify, table.columns[column].no_wrap = "left", not wraps
     for row, one in enumerate(choice.predictions):
@@ -65,15 +66,16 @@ def plan_table(choice: Choice) -> Table:
         style = "bold" if row == choice.picked else ("" if eligible else "dim")
         following = choice.predictions[row + 1 : row + 2]
         last = eligible and any(other.barred or not other.feasible for other in following)
-        table.add_row(*_plan_cells(one, chosen=row == choice.picked), style=style, end_section=last)
+        cells = _plan_cells(one, chosen=row == choice.picked, on_gpus=on_gpus)
+        table.add_row(*cells, style=style, end_section=last)
     return table
 
 
-def _plan_cells(one: Prediction, *, chosen: bool) -> tuple[str, ...]:
+def _plan_cells(one: Prediction, *, chosen: bool, on_gpus: bool) -> tuple[str, ...]:
     only = f"only with {one.barred}" if one.barred else ""
     remark = one.why_not or "; ".join(filter(None, (only, one.note)))
     if not one.seconds.total:
-        return ("", one.candidate.name, *[""] * 9, _kind(one), remark)
+        return ("", one.candidate.name, *[""] * (9 + on_gpus), _kind(one), remark)
     parts = attrgetter("total", "compute", "sampling", "outside", "inside", "all_reduce")(one.seconds)
     about = "" if one.bytes_exact else "~"
     return (
@@ -82,7 +84,8 @@ def _plan_cells(one: Prediction, *, chosen: bool) -> tuple[str, ...]:
         *map(readable_seconds, parts),
         about + readable_bytes(one.inter_server_bytes),
         about + readable_bytes(one.intra_server_bytes),
-        readable_bytes(one.memory_bytes),
+        readable_bytes(one.memory_bytes - one.device_memory_bytes),
+        *([readable_bytes(one.device_memory_bytes)] if on_gpus else []),
         _kind(one),
         remark,
     )
@@ -125,6 +128,7 @@ def summarise(facts: Mapping[str, object], epochs: Sequence[EpochRecord]) -> dic
 
     The first epoch warms caches and compiles kernels, so it is left out if there are others:
     ``epoch_seconds`` and ``samples_per_second`` are medians, ``bytes_*`` and ``phase_seconds`` means.
+    ``checkpoint_seconds`` are those in which training stood still for checkpoints, of all epochs.
     """
     warm = list(epochs[1:]) or list(epochs)
     return {
@@ -135,6 +139,7 @@ def summarise(facts: Mapping[str, object], epochs: Sequence[EpochRecord]) -> dic
         "bytes_inside": round(fmean(e.bytes_inside for e in warm)) if warm else 0,
         "bytes_outside": round(fmean(e.bytes_outside for e in warm)) if warm else 0,
         **_cache_figures(warm),
+        **({"checkpoint_seconds": pauses} if (pauses := sum(e.checkpoint_s for e in epochs)) else {}),
         "phase_seconds": phase_seconds(warm),
     }
 
@@ -171,19 +176,23 @@ def epoch_table(epochs: Iterable[EpochRecord]) -> Table:
 
     ``sample`` and ``fetch`` run on the loader's threads beside the other phases, so the columns do not sum to
     ``seconds``; ``wait`` is the part of them that is not hidden. With a cache of remote rows, ``hits`` is its
-    hit rate.
+    hit rate; with checkpoints, ``saving`` is how long training stood still for them.
     """
     epochs = list(epochs)
-    cached = any(record.cache_hit_rate is not None for record in epochs)
-    table = _table((*_EPOCH_COLUMNS, *(["hits"] if cached else [])), _EPOCH_LEGEND)
-    for record in epochs:
-        table.add_row(*_epoch_cells(record), *([readable_percent(record.cache_hit_rate)] if cached else []))
+    more: dict[str, list[str]] = {}
+    if any(record.cache_hit_rate is not None for record in epochs):
+        more["hits"] = [readable_percent(record.cache_hit_rate) for record in epochs]
+    if any(record.checkpoint_s for record in epochs):
+        more["saving"] = [readable_seconds(record.checkpoint_s) for record in epochs]
+    table = _table((*_EPOCH_COLUMNS, *more), _EPOCH_LEGEND)
+    for number, record in enumerate(epochs):
+        table.add_row(*_epoch_cells(record), *(cells[number] for cells in more.values()))
     return table
 
 
 _EPOCH_LEGEND = (
     "phases are means over ranks: sample and fetch on the loader's threads, wait is what training waited "
-    "for them; bytes inside / outside the server, all ranks"
+    "for them; bytes inside / outside the server, all ranks; saving: training stood still for checkpoints"
 )
 
 

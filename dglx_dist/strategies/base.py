@@ -161,6 +161,8 @@ class WrappedModel(nn.Module, ABC):
             ConfigError: the model reads edge data that its block does not have, or is on another device than
                 its inputs; the message has the remedy.
         """
+        # Autocast keeps converted weights until its block ends, over the steps of a loop that lies in it.
+        torch.clear_autocast_cache()
         try:
             with edge_data_named():
                 return super().__call__(*args, **kwargs)
@@ -201,6 +203,11 @@ class WrappedModel(nn.Module, ABC):
     def parts(self) -> Parts:
         """The replicated and the cut parameters."""
         return Parts(replicated=tuple(name for name, _ in self.module.named_parameters()), local=())
+
+    @property
+    def overlaps_steps(self) -> bool:
+        """Whether a batch begins before the step of the one before, until its loader's pass ends."""
+        return False
 
     @abstractmethod
     def exchange_seconds(self, *, reset: bool = False) -> float:
@@ -297,6 +304,12 @@ def _raise_for_devices(parameters: Iterable[Tensor], arguments: Iterable[Any], e
             f"the model is on {own}, its inputs on {other}; wrap model.to(dx.local_device()), or give the "
             f"loader device={str(own)!r}"
         ) from error
+
+
+def float_of(model: nn.Module) -> Tensor:
+    """Return a tensor of the floating-point dtype and the device of the model's parameters."""
+    floats = (p for p in model.parameters() if p.is_floating_point())
+    return next(floats, torch.zeros(()))
 
 
 class Strategy(ABC):

@@ -242,15 +242,24 @@ def check_same_model(
     """
     if reduction not in ("mean", "sum"):
         raise ConfigError(f"reduction={reduction!r} must be 'mean' or 'sum'")
+    places = {one.device: name for name, one in (*model.named_parameters(), *model.named_buffers())}
     described = [
         f"reduction={reduction}, {settings}",
         *(f"{name} {_kind(p)}{'' if p.requires_grad else ' frozen'}" for name, p in model.named_parameters()),
         *(f"{name} {_kind(buffer)}" for name, buffer in model.named_buffers()),
+        # Their kinds may be equal. Last: a parameter's is more exact.
+        "all of it on one device"
+        if len(places) < 2
+        else f"parts on {len(places)} devices (wrap model.to(dx.local_device()))",
     ]
     remedy = "build the model from the same configuration on every rank"
     check_equal(session, "the wrapped model", described, remedy)
-    # Equal on all ranks by now, so that all raise.
-    places = {one.device: name for name, one in (*model.named_parameters(), *model.named_buffers())}
+    # As many on all ranks by now, and of the same kinds, so that all raise.
+    if session.device.type != "meta" and torch.device("meta") in places:
+        raise ConfigError(
+            f"the model's {places[torch.device('meta')]!r} is on meta, where tensors have no values; before "
+            "it is wrapped, call model.to_empty(device=dx.local_device()), then initialise or load it"
+        )
     if len(places) > 1:
         parts = ", ".join(f"{name!r} on {device}" for device, name in places.items())
         raise ConfigError(f"the model is on several devices ({parts}); wrap model.to(dx.local_device())")

@@ -3,35 +3,55 @@
 A checkpoint is a folder ``<folder>/epoch-<e>-step-<s>``. It is written under another name and renamed when
 complete, so an interrupted save does not affect earlier checkpoints. It has ``tensors-<rank>.bin`` (the bytes
 of one tensor after another) and ``state.json``: the state, position, dtype, shape and CRC-32 of each tensor,
-and a CRC-32 of these values.
+a CRC-32 of the index of each folder of rows, and a CRC-32 of these values: one sum over all that it is.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
+import shutil
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
+from functools import partial
+from itertools import chain, count
 from pathlib import Path
+from threading import Thread
 from typing import Any, Protocol, TypeAlias
 
+import numpy as np
+import psutil
 import torch
 from torch import Tensor, nn
 
-from dglx_dist.comm.collectives import broadcast_json, gather_json, run_on_all_ranks
-from dglx_dist.comm.session import Session, current_session
-from dglx_dist.data.storage.files import named_failures, publish_over
-from dglx_dist.errors import CheckpointError, StorageError
+from dglx_dist.comm.collectives import broadcast_json, gather_int64, gather_json, run_on_all_ranks
+from dglx_dist.comm.mailbox import OneSidedExchange
+from dglx_dist.comm.session import Session, SessionField, current_session
+from dglx_dist.data.storage.files import discard, named_failures, publish_over
+from dglx_dist.data.storage.row_files import INDEX
+from dglx_dist.errors import CheckpointError, ConfigError, DglxError, Stopped, StorageError
 from dglx_dist.graph.optim import SparseOptimizer
-from dglx_dist.graph.shared_memory import shared_partial_folder
+from dglx_dist.graph.shared_memory import WriteOwn, index_shares, shared_partial_folder, write_share
 from dglx_dist.strategies.base import WrappedModel
+from dglx_dist.training.config import EVERY, Every, steps_between
+from dglx_dist.training.optimizer_state import (
+    check_optimizer,
+    cut_optimizer,
+    dtype_name,
+    dtype_of,
+    join_optimizer,
+    optimizer_state,
+    split_optimizer,
+)
 
-VERSION = 2
+log = logging.getLogger(__name__)
+
+VERSION = 3
 STATE_NAME = "state.json"
 _REMEDY = "load an older checkpoint; with --resume, move its folder away and the one before it is taken"
 
@@ -70,7 +90,7 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> dict[str, dict[s
         for name, tensor in tensors.items():
             raw = _bytes_of(tensor.detach().cpu().contiguous())
             entries[name] = {
-                "dtype": _dtype_name(tensor),
+                "dtype": dtype_name(tensor),
                 "shape": list(tensor.shape),
                 "file": path.name,
                 "first_byte": file.tell(),
@@ -83,23 +103,9 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> dict[str, dict[s
     return entries
 
 
-_DTYPES = {str(one): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
-
-
-def _dtype(name: object) -> torch.dtype:
-    found = _DTYPES.get(f"torch.{name}")
-    if found is None:
-        raise CheckpointError(f"the checkpoint has the dtype {name!r}, which this torch does not have")
-    return found
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
 def _saved(folder: Path, name: str, entry: Mapping[str, Any]) -> SavedTensor:
     """Check an entry of ``state.json``. Nothing is allocated, since an untrusted one may have any size."""
-    file, dtype = entry["file"], _dtype(entry["dtype"])
+    file, dtype = entry["file"], dtype_of(entry["dtype"])
     shape = tuple(whole(size) for size in entry["shape"])
     path, first, num_bytes = folder / file, whole(entry["first_byte"]), whole(entry["num_bytes"])
     if path.name != file:
@@ -159,6 +165,8 @@ def _check_state(path: Path, state: Any) -> None:
         raise ValueError(f"{wrong[0] if wrong else 'loader'!r} has a wrong type or length")
     if state["crc32"] != _crc_of(state):
         raise ValueError("its values have changed since they were written")
+    if (key := _key(path.name)) is not None and key[:2] != (state["epoch"], state["step"]):
+        raise ValueError(f"it is that of step {state['step']} of epoch {state['epoch']}")
 
 
 def _below(prefix: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -210,175 +218,6 @@ def _check_run(
         )
 
 
-def _check_optimizer(
-    path: Path,
-    saved: Mapping[str, Any] | None,
-    optimizer: torch.optim.Optimizer | None,
-    module: nn.Module,
-    tensors: Mapping[str, Any],
-) -> None:
-    if optimizer is None:
-        return
-    if saved is None:
-        raise CheckpointError(f"{path} has no optimizer; load it without one")
-    kind = type(optimizer).__name__
-    if kind != saved["kind"]:
-        raise CheckpointError(
-            f"the checkpoint's optimizer is {saved['kind']}, not {kind}; use the same, or load without one"
-        )
-    names = _names(optimizer, module)
-    current = [
-        sorted(names[position] for position in group["params"])
-        for group in optimizer.state_dict()["param_groups"]
-    ]
-    wanted = [sorted(group["params"]) for group in saved["groups"]]
-    if current != wanted:
-        pairs = enumerate(zip(current, wanted, strict=False))
-        wrong = next((number for number, (a, b) in pairs if a != b), min(len(current), len(wanted)))
-        raise CheckpointError(
-            f"parameter group {wrong} of the optimizer has other parameters than in the checkpoint; build it "
-            "from the same parameters"
-        )
-    unknown = {_name(tensor) for tensor in tensors}.union(saved["scalars"]) - set(chain.from_iterable(wanted))
-    if unknown:
-        raise ValueError(f"the optimizer has state of {min(unknown)!r}, which is no parameter")
-
-
-def _join_optimizer(
-    model: nn.Module, tensors: Mapping[str, Tensor], plain: Mapping[str, Any], session: Session
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Join the ranks' results of :func:`_split_optimizer` to those of the uncut model. Collective.
-
-    A rank without columns, whose piece never had a gradient, may lack a tensor; zeros take its place. Of
-    values that exist once per parameter, such as steps, those of the lowest rank count.
-    """
-    if not isinstance(model, WrappedModel) or not model.parts.local:
-        return dict(tensors), dict(plain)
-    local = set(model.parts.local)
-    pieces = {name: parameter for name, parameter in model.module.named_parameters() if name in local}
-    of_pieces = {path: value for path, value in tensors.items() if _name(path) in pieces}
-    scalars = {name: values for name, values in plain["scalars"].items() if name in pieces}
-    local_state = {
-        "tensors": {path: _described(value, pieces[_name(path)]) for path, value in of_pieces.items()},
-        "scalars": scalars,
-    }
-    described: dict[str, Any] = {}
-    for of_rank in reversed(gather_json(local_state, session)):
-        assert isinstance(of_rank, dict)
-        described |= of_rank["tensors"]
-        scalars |= of_rank["scalars"]
-    joined = {path: value for path, value in tensors.items() if path not in of_pieces}
-    # In the same order on every rank, since each join is collective.
-    for path in sorted(described):
-        dtype, values = _dtype(described[path]["dtype"]), described[path]["values"]
-        if values is not None:
-            joined[path] = torch.tensor(values, dtype=dtype)
-            continue
-        piece = of_pieces.get(path)
-        if piece is None:
-            piece = torch.zeros_like(pieces[_name(path)], dtype=dtype, requires_grad=False)
-        joined[path] = model.join_state(_name(path), piece)
-    return joined, {**plain, "scalars": {**plain["scalars"], **scalars}}
-
-
-def _cut_optimizer(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    if not isinstance(model, WrappedModel):
-        return dict(tensors)
-    return {path: model.cut_state(_name(path), value) for path, value in tensors.items()}
-
-
-def _name(path: str) -> str:
-    return path.rpartition("/")[0]
-
-
-def _described(value: Tensor, parameter: Tensor) -> dict[str, Any]:
-    # The values are only needed if they are not split like the parameter.
-    values = None if value.shape == parameter.shape else value.tolist()
-    return {"dtype": _dtype_name(value), "values": values}
-
-
-_SCALARS = (int, float, bool, str, type(None))
-
-
-def _split_optimizer(
-    optimizer: torch.optim.Optimizer, model: nn.Module
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    # Tensors by <parameter>/<key> and the rest as JSON values; ``model`` is the user's module, not wrapped.
-    names = _names(optimizer, model)
-    state = optimizer.state_dict()
-    tensors: dict[str, Tensor] = {}
-    scalars: dict[str, dict[str, Any]] = {}
-    for position, entries in state["state"].items():
-        scalars[names[position]] = {}
-        for key, value in entries.items():
-            if isinstance(value, Tensor):
-                tensors[f"{names[position]}/{key}"] = value
-            else:
-                scalars[names[position]][key] = _plain(f"{names[position]}/{key}", value)
-    groups = [
-        {key: _plain(key, value) for key, value in group.items() if key != "params"}
-        | {"params": [names[position] for position in group["params"]]}
-        for group in state["param_groups"]
-    ]
-    return tensors, {"groups": groups, "scalars": scalars, "kind": type(optimizer).__name__}
-
-
-def _optimizer_state(
-    optimizer: torch.optim.Optimizer,
-    model: nn.Module,
-    tensors: Mapping[str, Tensor],
-    plain: Mapping[str, Any],
-) -> dict[str, Any]:
-    # What the optimizer loads; undoes _split_optimizer.
-    position_of = {name: position for position, name in _names(optimizer, model).items()}
-    state: dict[int, dict[str, Any]] = {
-        position_of[name]: {key: _from_plain(value) for key, value in scalars.items()}
-        for name, scalars in plain["scalars"].items()
-    }
-    for path, tensor in tensors.items():
-        name, _, key = path.rpartition("/")
-        state[position_of[name]][key] = tensor
-    groups = []
-    for group, own in zip(plain["groups"], optimizer.state_dict()["param_groups"], strict=True):
-        values = {key: _from_plain(value) for key, value in group.items() if key != "params"}
-        for key, value in values.items():
-            if isinstance(own.get(key), float) and not isinstance(value, float | int | Tensor):
-                raise ValueError(f"{key!r} of the optimizer is {value!r}")
-        # Strategies may list parameters in another order: saved state goes by name, torch's by position.
-        groups.append(values | {"params": own["params"]})
-    return {"state": state, "param_groups": groups}
-
-
-def _names(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[int, str]:
-    named = {id(parameter): name for name, parameter in model.named_parameters()}
-    names: dict[int, str] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            names[len(names)] = named.get(id(parameter), f"#{len(names)}")
-    return names
-
-
-def _plain(name: str, value: object) -> Any:
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return {"tensor": value.item(), "dtype": _dtype_name(value)}
-    if isinstance(value, tuple | list) and all(isinstance(entry, _SCALARS) for entry in value):
-        return {"tuple": list(value)} if isinstance(value, tuple) else list(value)
-    if isinstance(value, _SCALARS):
-        return value
-    raise CheckpointError(
-        f"the optimizer has {name!r} of type {type(value).__name__}, which cannot be saved without running "
-        "code on load; save it yourself through ``extra``"
-    )
-
-
-def _from_plain(value: Any) -> Any:
-    if isinstance(value, dict) and "tuple" in value:
-        return tuple(value["tuple"])
-    if isinstance(value, dict) and "tensor" in value:
-        return torch.tensor(value["tensor"], dtype=_dtype(value["dtype"]))
-    return value
-
-
 Sparse: TypeAlias = SparseOptimizer | Sequence[SparseOptimizer] | None
 """One optimiser of embeddings, several in a fixed order, or none."""
 
@@ -389,8 +228,8 @@ def optimizers_of(sparse: Sparse) -> Sequence[SparseOptimizer]:
     return (sparse,) if isinstance(sparse, SparseOptimizer) else tuple(sparse)
 
 
-def _check_sparse(checkpoint: Path, saved: int, sparse: Sparse) -> None:
-    optimizers = optimizers_of(sparse)
+def _check_sparse(checkpoint: Path, indices: Sequence[int], sparse: Sparse) -> None:
+    optimizers, saved = optimizers_of(sparse), len(indices)
     if saved and not optimizers:
         raise CheckpointError(f"{checkpoint} has embeddings, which belong to the model; pass sparse=")
     if optimizers and not saved:
@@ -400,9 +239,12 @@ def _check_sparse(checkpoint: Path, saved: int, sparse: Sparse) -> None:
             f"{checkpoint} has {saved} optimisers of embeddings, but sparse= has {len(optimizers)}; pass "
             "those that it was saved with, in that order"
         )
-    for number, optimizer in enumerate(optimizers):
+    for number, (optimizer, index) in enumerate(zip(optimizers, indices, strict=True)):
+        folder = _sparse_folder(checkpoint, number)
+        if _index_of(folder) != index:
+            raise CheckpointError(f"{folder} is damaged, or of another checkpoint; {_REMEDY}")
         try:
-            optimizer.check_saved(_sparse_folder(checkpoint, number))
+            optimizer.check_saved(folder)
         except StorageError as error:
             raise CheckpointError(str(error)) from error
 
@@ -414,6 +256,14 @@ def _load_sparse(sparse: Sparse, checkpoint: Path) -> None:
             optimizer.read_saved(_sparse_folder(checkpoint, number))
         except StorageError as error:
             raise CheckpointError(str(error)) from error
+
+
+def _index_of(folder: Path) -> int:
+    """Return the CRC-32 of the index of saved rows, which has those of their files."""
+    try:
+        return zlib.crc32((folder / INDEX).read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"cannot read {folder / INDEX}: {error}; {_REMEDY}") from error
 
 
 def _sparse_folder(checkpoint: Path, number: int) -> Path:
@@ -474,50 +324,314 @@ def save(  # noqa: PLR0913 - one for each thing that can be saved
             be saved, or writing failed on one.
         PeerError: a rank is dead or silent.
     """
-    session = current_session()
-    rank = session.topology.rank
-    final = Path(folder) / f"epoch-{epoch:06d}-step-{step:09d}"
-    module = _plain_module(model)
-    # First: this completes the steps that a pipeline has in flight, which also change the optimizer's state.
-    of_model = model.state_dict()
+    state = RunState(model=model, optimizer=optimizer, loader=loader, sparse=sparse, dataset=dataset or {})
+    return CheckpointWriter(folder, state).save(epoch=epoch, step=step, extra=extra or {}, wait=True)
 
-    def prepare() -> tuple[dict[str, Tensor], dict[str, Any] | None]:
-        _check_json({"extra": extra, "dataset": dataset})
-        _check_tensors(of_model)
-        return _split_optimizer(optimizer, module) if optimizer is not None else ({}, None)
 
-    of_optimizer, plain = run_on_all_ranks(session, prepare, CheckpointError)
-    if plain is not None:
-        of_optimizer, plain = _join_optimizer(model, of_optimizer, plain, session)
-    tensors = {f"model/{name}": value for name, value in of_model.items()}
-    tensors |= {f"optimizer/{name}": value for name, value in of_optimizer.items()}
-    own = _own_share(tensors, session) | _random_state(session)
-    try:
-        with shared_partial_folder(session, final) as partial:
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """What checkpoints of a run save, as of :func:`save`."""
 
-            def write() -> dict[str, dict[str, Any]]:
-                with named_failures(final):
-                    return write_tensors(own, partial / f"tensors-{rank}.bin")
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None = None
+    loader: Positioned | None = None
+    sparse: Sparse = None
+    dataset: Mapping[str, object] = field(default_factory=dict)
 
-            entries: Any = gather_json(run_on_all_ranks(session, write), session)
-            for number, one in enumerate(optimizers_of(sparse)):
-                one.write_into(_sparse_folder(partial, number))
-            state = {
-                "version": VERSION,
-                "epoch": epoch,
-                "step": step,
+
+@dataclass(frozen=True, kw_only=True)
+class _Snapshot:
+    """One rank's share of a checkpoint, and ``state.json`` without the entries of its tensors."""
+
+    own: Mapping[str, Tensor]
+    rows: Sequence[tuple[WriteOwn, Mapping[str, object]]]
+    state: Mapping[str, object]
+
+
+def _as_it_is(_place: str, _name: str, tensor: Tensor) -> Tensor:
+    return tensor
+
+
+_WRITERS: SessionField[Iterator[int]] = SessionField(lambda _session: count())
+_WRITTEN = "written"
+
+
+class CheckpointWriter:
+    """Saves the checkpoints of a run, from a copy and on a thread while training goes on.
+
+    All ranks make it alike. The thread calls no collective: each rank reports its share to rank 0, which then
+    publishes the whole.
+
+    Args:
+        folder: As for :func:`save`.
+        state: What is saved.
+        keep: Number of newest checkpoints that stay; older ones are removed after a new one is complete.
+            None: all.
+    """
+
+    def __init__(self, folder: str | Path, state: RunState, keep: int | None = None) -> None:
+        self._session, self._folder, self._saved, self._keep = current_session(), Path(folder), state, keep
+        op = f"checkpoints-{next(_WRITERS.of(self._session))}"
+        self._reports = OneSidedExchange(self._session, op, "start again from the checkpoint before")
+        self._buffers: dict[str, Tensor] = {}
+        """Kept for the next copy, since new memory is slow to fill."""
+        self._thread: Thread | None = None
+        self._number, self._problem = 0, ""
+
+    def save(self, *, epoch: int, step: int, extra: Mapping[str, object], wait: bool = False) -> Path:
+        """Save as :func:`save`; without ``wait`` it returns when all is copied. Collective.
+
+        It waits first for the checkpoint before, and raises its error. Where memory for a copy is short on a
+        rank, all ranks write at once.
+        """
+        self.wait()
+        session, stack = self._session, ExitStack()
+        final = self._folder / f"epoch-{epoch:06d}-step-{step:09d}"
+        facts = {"version": VERSION, "epoch": epoch, "step": step, "extra": dict(extra)}
+        snapshot, copied = self._snapshot(facts, wait=wait)
+        try:
+            folder = stack.enter_context(shared_partial_folder(session, final))
+        except StorageError as error:
+            raise CheckpointError(str(error)) from error
+        self._number += 1
+        self._thread = Thread(
+            target=self._write, args=(snapshot, folder, final, stack), name="dglx-checkpoint", daemon=True
+        )
+        if copied:
+            self._thread.start()
+            return final
+        self._thread.run()
+        self.wait()
+        return final
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is complete. Collective.
+
+        CheckpointError: on all ranks, with one message, when one could not write; those before are unchanged.
+        """
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return
+        if thread.ident is not None:
+            thread.join()
+        problems = [text for text in gather_json(self._problem, self._session) if text]
+        if problems:
+            self._problem = ""
+            raise CheckpointError(str(problems[0]))
+
+    def abandon(self) -> None:
+        """Give up a checkpoint that is being written, after a failure; waits for nobody."""
+        self._reports.mailbox.cancel(self._number)
+
+    def _snapshot(self, facts: Mapping[str, object], *, wait: bool) -> tuple[_Snapshot, bool]:
+        """Return this rank's share, and whether it is a copy. Collective."""
+        session, model, optimizer = self._session, self._saved.model, self._saved.optimizer
+        module, loader, dataset = _plain_module(model), self._saved.loader, self._saved.dataset
+        # First: this completes the steps that a pipeline has in flight, which change the optimizer, too.
+        of_model = model.state_dict()
+
+        def prepare() -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+            _check_json({"extra": facts["extra"], "dataset": dataset})
+            _check_tensors(of_model)
+            return split_optimizer(optimizer, module) if optimizer is not None else ({}, None)
+
+        of_optimizer, plain = run_on_all_ranks(session, prepare, CheckpointError)
+        if plain is not None:
+            of_optimizer, plain = join_optimizer(model, of_optimizer, plain, session)
+        tensors = {f"model/{name}": value for name, value in of_model.items()}
+        tensors |= {f"optimizer/{name}": value for name, value in of_optimizer.items()}
+        own = _own_share(tensors, session) | _random_state(session)
+        sparse = optimizers_of(self._saved.sparse)
+        copies = not wait and self._has_memory(
+            [*own.values(), *chain.from_iterable(s.own_rows for s in sparse)]
+        )
+        copied = self._copied if copies else _as_it_is
+        rows = [one.rows_to_save(partial(copied, f"sparse/{place}")) for place, one in enumerate(sparse)]
+        snapshot = _Snapshot(
+            own={name: copied("", name, tensor) for name, tensor in own.items()},
+            rows=rows,
+            state={
+                **facts,
                 "world_size": session.topology.world_size,
                 "optimizer": plain,
-                "sparse": len(optimizers_of(sparse)),
                 "loader": gather_json(loader.state_dict() if loader is not None else None, session),
-                "dataset": dict(dataset or {}),
-                "extra": dict(extra or {}),
-                "tensors": dict(chain.from_iterable(one.items() for one in entries)),
-            }
-            run_on_all_ranks(session, lambda: _publish(partial, final, state) if rank == 0 else None)
-    except StorageError as error:
-        raise CheckpointError(str(error)) from error
-    return final
+                "dataset": dict(dataset),
+            },
+        )
+        return snapshot, copies
+
+    def _has_memory(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether every rank can hold a copy of its ``tensors``. Collective."""
+        session = self._session
+        held = sum(one.nbytes for one in self._buffers.values())
+        needed = max(0, sum(one.nbytes for one in tensors) - held)
+        on_host = session.hosts.count(session.hosts[session.topology.rank])
+        enough = needed * on_host < psutil.virtual_memory().available
+        return bool(gather_int64([enough], session).all())
+
+    def _copied(self, place: str, name: str, tensor: Tensor) -> Tensor:
+        buffer = self._buffers.get(name := f"{place}/{name}")
+        if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
+            buffer = self._buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return buffer.copy_(tensor.detach())
+
+    def _write(self, snapshot: _Snapshot, folder: Path, final: Path, stack: ExitStack) -> None:
+        """Write and report this rank's share; on rank 0 publish those of all. Calls no collective."""
+        session, rank = self._session, self._session.topology.rank
+        try:
+            with stack:
+                report = self._written(snapshot, folder, final)
+                if rank > 0:
+                    raw = np.frombuffer(json.dumps(report).encode(), np.uint8)
+                    self._reports.post(self._number, _WRITTEN, {0: [raw]}, phase=None)
+                    return
+                others = range(1, session.topology.world_size)
+                what = f"its share of {final.name}"
+                sent = self._reports.mailbox.take(self._number, _WRITTEN, others, what)
+                reports = [report, *(json.loads(sent[other][0].tobytes()) for other in others)]
+                self._publish(reports, snapshot, folder, final)
+        except Exception as error:  # noqa: BLE001 - the training loop raises it, on all ranks
+            self._problem = str(error) if isinstance(error, DglxError) else f"{type(error).__name__}: {error}"
+
+    def _written(self, snapshot: _Snapshot, folder: Path, final: Path) -> dict[str, Any]:
+        rank = self._session.topology.rank
+        try:
+            with named_failures(final):
+                entries = write_tensors(snapshot.own, folder / f"tensors-{rank}.bin")
+                lines = [
+                    write_share(_sparse_folder(folder, number), write_own)
+                    for number, (write_own, _) in enumerate(snapshot.rows)
+                ]
+        except StorageError as error:
+            return {"problem": f"rank {rank} on {self._session.hosts[rank]}: {error}"}
+        return {"problem": "", "tensors": entries, "rows": lines}
+
+    def _publish(
+        self, reports: Sequence[dict[str, Any]], snapshot: _Snapshot, folder: Path, final: Path
+    ) -> None:
+        """Complete and rename the checkpoint; a complete one that it replaces exists at every moment."""
+        for report in reports:
+            if report["problem"]:
+                raise CheckpointError(report["problem"])
+        for number, (_, facts) in enumerate(snapshot.rows):
+            index_shares(_sparse_folder(folder, number), [one["rows"][number] for one in reports], facts)
+        tensors = dict(chain.from_iterable(one["tensors"].items() for one in reports))
+        indices = [_index_of(_sparse_folder(folder, number)) for number in range(len(snapshot.rows))]
+        with named_failures(final):
+            state = {**snapshot.state, "sparse": indices, "tensors": tensors}
+            write_json(folder / STATE_NAME, state)
+            publish_over(folder, final)
+        if self._keep is not None:
+            _remove_older(final, self._keep)
+
+
+class SizedPositioned(Positioned, Protocol):
+    """A loader with a position, and a number of steps in an epoch."""
+
+    def __len__(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class _BetweenEpochs:
+    """A loader that is before the next epoch as soon as it is after the last step of one."""
+
+    loader: SizedPositioned
+
+    def state_dict(self) -> Any:
+        position = self.loader.state_dict()
+        is_over = position["step"] == len(self.loader)
+        return position | {"epoch": position["epoch"] + 1, "step": 0} if is_over else position
+
+    def load_state_dict(self, state: Any) -> None:
+        self.loader.load_state_dict(state)
+
+
+class Checkpoints:
+    """Checkpoints of a loop of one's own: resumes from the newest in ``folder``, and saves while it trains.
+
+    All ranks make it alike, after model, optimizer and loader. The session's end waits for the last one::
+
+        saved = dx.checkpoints("run", model, optimizer, loader, every="200steps", keep=2)
+        for epoch in range(saved.epoch, 10):
+            for input_nodes, output_nodes, blocks in loader:
+                ...
+                saved.step()
+
+    Args:
+        folder: On a disk that all ranks share.
+        model: Wrapped or plain.
+        optimizer: As for :func:`save`, which ``sparse`` is, too.
+        loader: Its position is saved, and set when it resumes: the next iteration has the rest of its epoch.
+        every: Epochs between checkpoints, or steps: ``"200steps"``.
+        keep: Number of newest checkpoints that stay; None: all.
+
+    Raises:
+        ConfigError: ``every`` is neither.
+        CheckpointError: as of :func:`load`.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loader: SizedPositioned,
+        *,
+        every: Every = 1,
+        keep: int | None = None,
+        sparse: Sparse = None,
+    ) -> None:
+        if not EVERY.holds(every):
+            raise ConfigError(f"every={every!r} must be {EVERY.allowed}")
+        self._loader = _BetweenEpochs(loader)
+        state = RunState(model=model, optimizer=optimizer, loader=self._loader, sparse=sparse)
+        self._writer, self._steps_of_epoch = CheckpointWriter(folder, state, keep), len(loader)
+        self._steps_between = max(1, steps_between(every, len(loader)))
+        self.epoch = 0
+        """First epoch of the loop; above 0, or inside of it, if a checkpoint was loaded."""
+        self.extra: dict[str, Any] = {}
+        """The user's own JSON values: saved with each checkpoint, and loaded."""
+        if exists(folder):
+            resumed = load(folder, **vars(state))
+            self.epoch, self.extra = resumed.epoch, dict(resumed.extra)
+        self._folder, self._open = folder, ExitStack()
+        self._stop_point = self._open.enter_context(current_session().stoppable())
+        current_session().before_close.append(self.close)
+
+    def close(self) -> None:
+        """Wait for the last checkpoint; signals end ranks at once from now on. The session's end calls it."""
+        self._open.close()
+        self._writer.wait()
+
+    def step(self) -> None:
+        """Save if it is time; called after each step, on all ranks.
+
+        Raises:
+            CheckpointError: as of :func:`save`; also of the checkpoint before, which is written meanwhile.
+            Stopped: a rank was told to end by SIGTERM, SIGUSR1 or Ctrl-C; a checkpoint of this step is saved.
+        """
+        position = self._loader.state_dict()
+        epoch, step = int(position["epoch"]), int(position["step"])
+        stops = self._stop_point.passed()
+        if stops or (epoch * self._steps_of_epoch + step) % self._steps_between == 0:
+            self._writer.save(epoch=epoch, step=step, extra=self.extra, wait=stops)
+        if stops:
+            raise Stopped(
+                f"stopped after {step} steps of epoch {epoch}, as asked; a checkpoint is saved in "
+                f"{self._folder}, and the same command goes on from it"
+            )
+
+
+checkpoints = Checkpoints
+
+
+def _remove_older(newest: Path, keep: int) -> None:
+    older = sorted(found for found in _complete(newest.parent) if found < (_key(newest.name), newest))
+    for _, path in older[: max(0, len(older) + 1 - keep)]:
+        try:
+            discard(path)
+        except OSError as error:
+            log.warning("an old checkpoint cannot be removed: %s", error)
 
 
 def _own_share(tensors: Mapping[str, Tensor], session: Session) -> dict[str, Tensor]:
@@ -578,16 +692,16 @@ def load(
             _check_model(path, tensors, of_model)
             _check_run(path, state, tensors, session, dataset or {}, loader=loader, random_state=random_state)
             module, saved_tensors = _plain_module(model), _below("optimizer/", tensors)
-            _check_optimizer(path, state["optimizer"], optimizer, module, saved_tensors)
-            _check_sparse(path, state.get("sparse", 0), sparse)
+            check_optimizer(path, state["optimizer"], optimizer, module, saved_tensors)
+            _check_sparse(path, state["sparse"], sparse)
             prefixes = ("model/", *(["optimizer/"] if optimizer is not None else []))
             same_ranks = state["world_size"] == session.topology.world_size
             prefixes += (f"random/{rank}/",) if random_state and same_ranks else ()
             wanted = {name: one.read(name) for name, one in tensors.items() if name.startswith(prefixes)}
             if optimizer is None:
                 return state, wanted, {}
-            of_optimizer = _cut_optimizer(model, _below("optimizer/", wanted))
-            return state, wanted, _optimizer_state(optimizer, module, of_optimizer, state["optimizer"])
+            of_optimizer = cut_optimizer(model, _below("optimizer/", wanted))
+            return state, wanted, optimizer_state(optimizer, module, of_optimizer, state["optimizer"])
 
     # All that may fail on one rank precedes the first change.
     state, wanted, of_optimizer = run_on_all_ranks(session, read, CheckpointError)
@@ -602,8 +716,13 @@ def load(
     return Resumed(path=path, **{name: state[name] for name in ("epoch", "step", "world_size", "extra")})
 
 
-def read_extra(folder: str | Path) -> Mapping[str, Any] | None:
-    """Return ``extra`` of a run's newest checkpoint on rank 0's disk, None if there is none. Collective."""
+def read_extra(
+    folder: str | Path, check: Callable[[dict[str, Any]], object] | None = None
+) -> Mapping[str, Any] | None:
+    """Return ``extra`` of a run's newest checkpoint on rank 0's disk, None if there is none. Collective.
+
+    CheckpointError: it is damaged, or ``check`` raised a ValueError or the like.
+    """
     session = current_session()
 
     def read() -> dict[str, Any] | None:
@@ -611,6 +730,8 @@ def read_extra(folder: str | Path) -> Mapping[str, Any] | None:
         if path is None:
             return None
         with _state_of(path) as state:
+            if check is not None:
+                check(state["extra"])
             return dict(state["extra"])
 
     found = broadcast_json(run_on_all_ranks(session, read, CheckpointError), session)
@@ -620,6 +741,21 @@ def read_extra(folder: str | Path) -> Mapping[str, Any] | None:
 def exists(folder: str | Path) -> bool:
     """Whether ``folder`` has a complete checkpoint on rank 0's disk. Collective."""
     return bool(broadcast_json(_newest(Path(folder)) is not None, current_session()))
+
+
+def remove_all(folder: str | Path) -> None:
+    """Remove the checkpoints in ``folder``. Collective."""
+
+    def remove() -> None:
+        for path in Path(folder).iterdir() if Path(folder).is_dir() else ():
+            if _FOLDER_NAME.fullmatch(path.name):
+                shutil.rmtree(path)
+
+    session = current_session()
+    try:
+        run_on_all_ranks(session, lambda: remove() if session.topology.rank == 0 else None)
+    except OSError as error:
+        raise CheckpointError(f"cannot remove the checkpoints in {folder}: {error}") from error
 
 
 def latest(folder: str | Path) -> Path:
@@ -635,13 +771,23 @@ def latest(folder: str | Path) -> Path:
 def _newest(folder: Path) -> Path | None:
     if (folder / STATE_NAME).is_file():
         return folder
-    found = sorted(folder.iterdir()) if folder.is_dir() else []
-    complete = [
-        ((int(match[1]), int(match[2]), match[3] is None), path)
-        for path in found
-        if (match := _FOLDER_NAME.fullmatch(path.name)) and (path / STATE_NAME).is_file()
-    ]
+    complete = _complete(folder)
     return max(complete)[1] if complete else None
+
+
+_Key: TypeAlias = tuple[int, int, bool]
+
+
+def _complete(folder: Path) -> list[tuple[_Key, Path]]:
+    found = folder.iterdir() if folder.is_dir() else ()
+    keys = [(_key(path.name), path) for path in found]
+    return [(key, path) for key, path in keys if key is not None and (path / STATE_NAME).is_file()]
+
+
+def _key(name: str) -> _Key | None:
+    """Return (epoch, step, whether it is not being replaced), which sort by age; None: no checkpoint."""
+    match = _FOLDER_NAME.fullmatch(name)
+    return None if match is None else (int(match[1]), int(match[2]), match[3] is None)
 
 
 def _check_json(values: Mapping[str, object]) -> None:
@@ -659,13 +805,6 @@ def _check_tensors(values: Mapping[str, object]) -> None:
                 f"{name!r} of the model is of type {type(value).__name__}, not a tensor, and cannot be saved "
                 "without running code on load; save it yourself through ``extra``"
             )
-
-
-def _publish(partial: Path, final: Path, state: Mapping[str, object]) -> None:
-    """Complete and rename a checkpoint; a complete one that it replaces exists at every moment."""
-    with named_failures(final):
-        write_json(partial / STATE_NAME, state)
-        publish_over(partial, final)
 
 
 def _plain_module(model: nn.Module) -> nn.Module:

@@ -5,11 +5,12 @@ Imports no torch, so that ``dglx --help`` is fast.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeAlias
 
 from dglx_dist.data.storage.files import read_size
 from dglx_dist.errors import ConfigError
@@ -47,6 +48,36 @@ _MOST_NODES, _MOST_EDGES, _MOST_COLUMNS = 10**15, 10**21, 10**6
 _rate = in_option(partial(Rate.parse, most=_MAX_BITS_PER_S))
 
 
+Every: TypeAlias = int | str
+"""Between checkpoints: a number of epochs, or ``"200steps"``."""
+_EVERY = re.compile(r"([0-9]{1,12})( ?steps?)?")
+
+
+def steps_between(every: Every, steps_of_epoch: int) -> int:
+    """Return the steps between checkpoints; ValueError unless ``every`` is an :data:`Every`; 0: none."""
+    match = None if isinstance(every, bool) else _EVERY.fullmatch(str(every))
+    if match is None:
+        raise ValueError(f"{every!r} is no number of epochs or steps")
+    return int(match[1]) * (1 if match[2] else steps_of_epoch)
+
+
+def _is_every(least: int) -> Check:
+    def holds(every: Any) -> bool:
+        try:
+            return steps_between(every, 1) >= max(least, isinstance(every, str))
+        except ValueError:
+            return False
+
+    return Check(holds, f"a number of epochs, at least {least}, or of steps, like 200steps")
+
+
+EVERY = _is_every(1)
+
+
+def _every(text: str, _flag: str) -> Every:
+    return int(text) if text.isdecimal() else text
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """Epochs, evaluation, checkpoints and trace of a training run."""
@@ -65,16 +96,33 @@ class RunOptions:
         None, "Stop after this number of evaluations without a better one.", check=at_least(1)
     )
     """Better in validation accuracy; None: never."""
-    checkpoint_every: int = _of_run(1, "Epochs between checkpoints.", check=at_least(1))
-    """The last epoch is always saved."""
-    resume: bool = _of_run(
-        False, "Resume from the newest checkpoint in RUNDIR; from the start if there is none."
+    checkpoint_every: Every = _of_run(
+        1, "Epochs between checkpoints, or steps: 200steps.", check=_is_every(0), kind=str, parse=_every
     )
+    """The last epoch is saved too. 0: saved only when training is told to end."""
+    keep: int | None = _of_run(
+        None, "Newest checkpoints to keep; an older one goes once a new one is complete.", check=at_least(1)
+    )
+    """None: all."""
+    resume: bool = _of_run(
+        False, "Resume from the newest checkpoint in RUNDIR, also with another configuration."
+    )
+    """From the start if there is none. Without it, only a run of the same configuration goes on."""
+    overwrite: bool = _of_run(False, "Begin anew, and remove the checkpoints in RUNDIR.")
+    """A restart by torchrun still goes on from what the same start of torchrun has saved."""
+    goes_on: bool = False
+    """Set where ``resume`` was not asked for, but checkpoints were found."""
     trace: str | Path | None = _path_of_run(
         None, "Write a timeline of all ranks, for Perfetto; `dglx report FILE` draws it.", metavar="FILE"
     )
     """None: nothing is recorded."""
     trace_steps: int = _of_run(200, "Number of first steps in the trace.", check=at_least(1))
+
+
+def check_going_on(config: RunOptions) -> None:
+    """Raise ConfigError unless ``resume`` and ``overwrite`` agree."""
+    if config.resume and config.overwrite:
+        raise ConfigError("resume goes on from the checkpoints that overwrite removes; give one of the two")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +135,9 @@ class ModelConfig:
     layers: int = _of_model(2, "Convolutions.", check=at_least(1))
     hidden: int = _of_model(64, "Width between them.", check=at_least(1))
     heads: int = _of_model(4, "Attention heads of gat and hgt.")
-    device: str = _of_model("auto", "cuda, cuda:N or cpu; auto: a GPU where there is one.")
+    device: str = _of_model(
+        "auto", "cuda, cuda:N (not run on a GPU yet) or cpu; auto: a GPU if there is one."
+    )
     """Ranks on one machine take its GPUs in turn, and share them where there are more ranks."""
     fanouts: tuple[int, ...] | None = _of_loading(
         None,
@@ -172,10 +222,18 @@ class TrainConfig(RunOptions, ModelConfig):
     )
     verify: Literal["auto", "full", "never"] = _of_loading("auto", "auto: read new files, full: all, never.")
     out: str = _path_of_run(
-        "", "An earlier run there is replaced. Default: runs/NAME-STRATEGY, NAME of DIR.", metavar="RUNDIR"
+        "",
+        "A run of the same configuration there goes on from its newest checkpoint, one without checkpoints "
+        "is replaced. Default: runs/NAME-STRATEGY, NAME of DIR.",
+        metavar="RUNDIR",
     )
-    checkpoint_every: int = _of_run(
-        0, "Epochs between checkpoints in RUNDIR/checkpoints; 0: none.", check=at_least(0)
+    checkpoint_every: Every = _of_run(
+        0,
+        "Epochs between checkpoints in RUNDIR/checkpoints, or steps: 200steps; 0: one is saved only when the "
+        "run is told to end.",
+        check=_is_every(0),
+        kind=str,
+        parse=_every,
     )
     predictions: str | None = _path_of_run(None, "Write the class of every node, as Parquet.", metavar="DIR")
     save_embeddings: str | None = _path_of_run(
@@ -192,6 +250,7 @@ class TrainConfig(RunOptions, ModelConfig):
             if name in self.strategy_options:
                 raise ConfigError(f"--option {name} is no option of a strategy; see `dglx train --help`")
         super().__post_init__()
+        check_going_on(self)
         checks = (
             (
                 "recompute",
@@ -218,6 +277,23 @@ class TrainConfig(RunOptions, ModelConfig):
         if not self.out:
             folder = Path("runs") / f"{Path(self.data).absolute().name}-{self.strategy}"
             object.__setattr__(self, "out", str(folder))
+
+
+_NOT_TRAINED = (
+    *("epochs", "eval_every", "patience", "checkpoint_every", "keep", "resume", "overwrite", "goes_on"),
+    *("trace", "trace_steps", "device", "structure", "data", "ranks", "servers", "timeout_s", "recompute"),
+    *("cache", "cache_alpha", "depth", "loader_threads", "verify", "out", "predictions", "save_embeddings"),
+)
+"""Fields of TrainConfig that do not change what is trained: a run goes on from checkpoints of other values.
+
+The dataset counts by its content. Another number of ranks goes on too, but not with the same bits.
+"""
+
+
+def configuration_of(plan: TrainConfig, dataset: str) -> dict[str, object]:
+    """Return what must be the same in a run that goes on, JSON values; ``dataset`` names the content."""
+    shared = {one.name: getattr(plan, one.name) for one in fields(plan) if one.name not in _NOT_TRAINED}
+    return {"dataset": dataset, **shared}
 
 
 def ranks_of_each(ranks: int, servers: int | None) -> int | None:
@@ -271,14 +347,14 @@ class PlanConfig(ChoiceOptions, ModelConfig):
     """Of a rank; None: this machine's, divided by the ranks that share it."""
     memory_bytes: int | None = _of_servers(
         None,
-        "Of a rank, e.g. 16GB. Default: as here.",
+        "Of a rank, e.g. 16GB (10^9 bytes each). Default: as here.",
         flag="--memory",
         metavar="SIZE",
         parse=in_option(read_size),
     )
     device_memory_bytes: int | None = _of_servers(
         None,
-        "Of a rank's GPU, e.g. 80GB. Default: as here, if the model is timed on a GPU.",
+        "Of a rank's GPU, e.g. 80GB (10^9 bytes each). Default: as here, if the model is timed on a GPU.",
         flag="--device-memory",
         metavar="SIZE",
         parse=in_option(read_size),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -146,7 +147,11 @@ def _write_share(
         step = max(ROW_GROUP_BYTES // row_bytes, 1)
         with named_failures(partial):
             (partial / subfolder).mkdir(parents=True, exist_ok=True)
-            with pq.ParquetWriter(partial / path, schema) as writer:
+            # Given a path itself, Arrow refuses one that is not UTF-8.
+            with (
+                pa.OSFile(os.fsencode(partial / path), "wb") as file,
+                pq.ParquetWriter(file, schema) as writer,
+            ):
                 for start in range(first, last, step):
                     ids = np.arange(start, min(start + step, last))
                     columns = [_ids(g, ntype, ids, schema.field(ID).type)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,18 +11,18 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, final
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, cast, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
-from dglx_dist.comm.collectives import check_equal, gather_int64, gather_json
-from dglx_dist.comm.session import Session
+from dglx_dist.comm.collectives import broadcast_json, check_equal, gather_json
+from dglx_dist.comm.session import Session, agreement_facts
+from dglx_dist.comm.topology import read_launch
 from dglx_dist.comm.trace import COMPUTE
 from dglx_dist.dataloading.step_loader import LoaderTimes
-from dglx_dist.errors import ConfigError
-from dglx_dist.graph.column import CacheCounts
+from dglx_dist.errors import ConfigError, Stopped
 from dglx_dist.graph.optim import SparseOptimizer
 from dglx_dist.options import check_ranges, common_fields
 from dglx_dist.progress import progress
@@ -32,12 +33,13 @@ from dglx_dist.strategies.base import (
     Objective,
     Traits,
     WrappedModel,
+    float_of,
     strategy_of,
 )
 from dglx_dist.training import checkpoint
 from dglx_dist.training.checkpoint import Positioned, Sparse, optimizers_of
-from dglx_dist.training.config import BF16, FLOAT32, RunOptions
-from dglx_dist.training.inference import check_evaluable, evaluate, float_of, labelled_type
+from dglx_dist.training.config import BF16, FLOAT32, RunOptions, check_going_on, steps_between
+from dglx_dist.training.inference import check_evaluable, evaluate, labelled_type
 from dglx_dist.training.relational import EntityInputs
 from dglx_dist.training.tracing import recording, without_keys
 
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
     from dglx_dist.planner.records import Choice
 
+
+log = logging.getLogger(__name__)
 
 LossFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """(B, C) scores and (B,) labels to the mean loss over the B rows; ignored if B is 0."""
@@ -137,6 +141,7 @@ class TrainingLoader(Positioned, Protocol):
 
     def __len__(self) -> int: ...
     def __iter__(self) -> Any: ...
+    def end_at(self, step: int | None) -> None: ...
     def times(self, *, reset: bool = False) -> LoaderTimes: ...
 
 
@@ -157,10 +162,21 @@ def train_epoch(
     step: Step, loader: TrainingLoader, session: Session, epoch: int, after_step: Callable[[], None]
 ) -> EpochRecord:
     """Train one epoch and return its record, without a validation accuracy. Collective."""
+    return _over_ranks(gather_json(train_pass(step, loader, session, after_step, {}), session), epoch)
+
+
+Figures: TypeAlias = Mapping[str, float]
+"""Counts, bytes and seconds of an epoch so far on this rank, by name."""
+
+
+def train_pass(
+    step: Step, loader: TrainingLoader, session: Session, after_step: Callable[[], None], before: Figures
+) -> Figures:
+    """Train until the loader's pass ends, and return the figures with those ``before`` it in its epoch."""
     step.model.train()
     loader.times(reset=True)
     step.model.exchange_seconds(reset=True)
-    before = session.ledger.snapshot()
+    counted = session.ledger.snapshot()
     steps: list[tuple[Tensor, int | Tensor, int]] = []
     begin = time.perf_counter()
     for batch in loader:
@@ -173,16 +189,15 @@ def train_epoch(
             steps.append((found.loss.detach(), found.num_correct, found.num_targets))
         after_step()
     # Read at the end: each step would wait for the device.
-    loss, correct, targets = 0.0, 0, 0
+    loss, correct, targets = before.get("loss", 0.0), 0, 0
     for of_step, num_correct, num_targets in steps:
         loss += float(of_step) * num_targets
         correct += int(num_correct)
         targets += num_targets
     seconds = time.perf_counter() - begin
-    rows = session.ledger.since(before)
+    rows = session.ledger.since(counted)
     times = loader.times()
-    local = {
-        "loss": loss,
+    counts = {
         "correct": correct,
         "targets": targets,
         "inside": sum(row.num_bytes for row in rows if row.inside),
@@ -193,7 +208,8 @@ def train_epoch(
         "wait_s": times.wait_s,
         "exchange_s": step.model.exchange_seconds(),
     }
-    return _over_ranks([row for row in gather_json(local, session) if isinstance(row, dict)], epoch)
+    # The loss is added in the order of the steps, so that a resumed epoch has the same bits.
+    return {"loss": loss, **{name: before.get(name, 0) + value for name, value in counts.items()}}
 
 
 def _train_step(step: Step, batch: Any, span: Callable[[str], AbstractContextManager[None]]) -> StepLoss:
@@ -214,7 +230,7 @@ def _train_step(step: Step, batch: Any, span: Callable[[str], AbstractContextMan
     return found
 
 
-def _over_ranks(ranks: Sequence[dict[str, Any]], epoch: int) -> EpochRecord:
+def _over_ranks(ranks: Sequence[Any], epoch: int) -> EpochRecord:
     """Sum counts and bytes; take the slowest rank's seconds, and phases as means over the ranks.
 
     Ranks in lock-step wait and exchange at different times, so the sum of the longest phases would exceed the
@@ -243,6 +259,9 @@ def _over_ranks(ranks: Sequence[dict[str, Any]], epoch: int) -> EpochRecord:
         exchange_s=mean("exchange_s"),
         bytes_inside=total("inside"),
         bytes_outside=total("outside"),
+        checkpoint_s=max(row.get("checkpoint_s", 0.0) for row in ranks),
+        cache_hits=sum(row.get("hits", 0) for row in ranks),
+        cache_misses=sum(row.get("misses", 0) for row in ranks),
     )
 
 
@@ -258,6 +277,8 @@ _, _VALIDATION, _TEST = SPLITS
 TRAINED_WITH, PRECISION = "strategy", "precision"
 """Keys in ``extra`` of a checkpoint: name and options of the strategy, and the cache that ``auto`` chose; the
 precision of forward passes."""
+_FACTS, _LAUNCH = "configuration", "launch"
+"""More keys: what :func:`check_same` compares; the start of torchrun that saved it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,6 +299,8 @@ class FitConfig(RunOptions):
     evaluate: Evaluate | None = None
     """Replaces exact accuracy; a custom ``task`` is evaluated only by this."""
     eval_batch_size: int = 4096
+    configuration: Mapping[str, object] = field(default_factory=dict)
+    """More facts, JSON values, that must be the same where a run goes on from a checkpoint that it finds."""
     num_layers: int | None = None
     """For models without ``inference_layers()``: see :func:`dglx_dist.training.inference.evaluate`."""
     show_progress: bool = True
@@ -289,6 +312,7 @@ class FitConfig(RunOptions):
             raise ConfigError(
                 f"patience={self.patience} counts evaluations; eval_every must be at least 1 too"
             )
+        check_going_on(self)
         if self.resume and self.checkpoint_folder is None:
             raise ConfigError("resume needs checkpoint_folder; give the folder of the checkpoints")
 
@@ -337,7 +361,9 @@ def train(
 ) -> FitResult:
     """Train ``model`` and evaluate it exactly. Collective.
 
-    On as many ranks, a resumed run ends with bit-equal weights to one that was never interrupted.
+    It goes on from the newest checkpoint in ``config.checkpoint_folder``, if there is one. On as many ranks,
+    that ends with bit-equal weights to a run that was never interrupted. With the folder, SIGTERM, SIGUSR1
+    and Ctrl-C save a checkpoint after the step and raise :class:`Stopped` on all ranks.
 
     Args:
         model: The result of ``wrap``.
@@ -351,33 +377,34 @@ def train(
 
     Raises:
         ConfigError: the loader attaches no features or labels, or (before training) the model cannot be
-            evaluated exactly.
+            evaluated exactly, or the checkpoints are of another configuration.
         CheckpointError: the checkpoint to resume from does not match.
         StorageError: the trace cannot be written; before training if possible.
+        Stopped: a rank was told to end.
     """
     config = config or FitConfig()
     device = float_of(model).device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         raise ConfigError(
-            "training inside torch.autocast would compute all steps with the weights of the first, which it "
-            "keeps converted until its block ends; give precision='bf16' instead"
+            "inside torch.autocast, the evaluation would not be exact, and what was trained be recorded as "
+            "float32; end its block before, and give precision='bf16' instead"
         )
-    # Before anything is collective: ranks of other settings would wait for each other.
-    shared = {one.name: getattr(config, one.name) for one in fields(RunOptions) if one.name != "trace"}
+    config = settled(config, config.checkpoint_folder, g.session)
     of_groups = [{**group, "params": len(group["params"])} for group in optimizer.param_groups]
-    check_equal(g.session, "the settings of training", {**shared, "optimizer": of_groups})
-    config = with_precision(config, config.checkpoint_folder)
+    check_equal(g.session, "the settings of the optimizer", of_groups)
     check_precision(config.precision, strategy_of(g.session).traits, g.session.strategy)
     if config.task is None and config.ntype is None:
         config = replace(config, ntype=labelled_type(g, config.label))
-    run = _Run(loader, g, config, _step_of(model, optimizer, sparse, config))
+    facts = _facts(g, config, optimizer)
+    run = _Run(loader, g, config, _step_of(model, optimizer, sparse, config), facts)
     run.resume()
     run.check_evaluation()
-    steps = len(loader) * (config.epochs - run.result.first_epoch)
+    steps = len(loader) * (config.epochs - run.result.first_epoch) - run.first_step
     enabled = config.show_progress and g.session.topology.rank == 0
     bar = progress(_progress_title(run.result.first_epoch, config.epochs), steps, enabled=enabled)
     trace = None if config.trace is None else Path(config.trace).absolute()
-    with recording(trace, config.trace_steps, g.session) as count_step, bar as advance:
+    stoppable = nullcontext() if config.checkpoint_folder is None else g.session.stoppable()
+    with stoppable, recording(trace, config.trace_steps, g.session) as count_step, bar as advance:
 
         def after_step() -> None:
             count_step()
@@ -386,24 +413,86 @@ def train(
         account: dict[str, object] = {}
         show = advance.show if enabled else None
         trainer = model.trainer(loader, optimizer, _objective_of(config, sparse), show)
-        with _closing(trainer):
-            while run.has_epochs:
-                for record in run.advance(trainer, after_step):
-                    for callback in callbacks:
-                        callback(record)
-                    advance.say(epoch_line(record))
+        with _closing(run):
+            with _closing(trainer):
+                while run.has_epochs and not run.is_stopped:
+                    for record in run.advance(trainer, after_step):
+                        for callback in callbacks:
+                            callback(record)
+                        advance.say(epoch_line(record))
+            run.leave()
         if trainer is not None:
             account = trainer.account()
             advance.say(f"cost {account['text']}")
+    if run.is_stopped:
+        raise run.stopped()
     return replace(run.result, account=account)
 
 
-def with_precision(config: Options, checkpoints: str | Path | None) -> Options:
-    """Return ``config`` with a precision: as given, else that of the checkpoint to resume. Collective."""
+def settled(config: Options, checkpoints: str | Path | None, session: Session) -> Options:
+    """Return ``config`` with what the checkpoints decide; collective.
+
+    ``resume`` and ``goes_on``, where there are some and ``overwrite`` does not replace them; a precision, as
+    given, else that of the checkpoint.
+
+    ConfigError: the ranks' settings differ. Called before anything else is collective, in which they would
+    wait for each other.
+    """
+    shared = {one.name: getattr(config, one.name) for one in fields(RunOptions) if one.name != "trace"}
+    check_equal(session, "the settings of training", {**shared, "checkpoints": checkpoints is not None})
+    launch, restarts = cast("list[Any]", broadcast_json(read_launch(), session))
+    extra = None
+    if checkpoints is not None and (restarts or not config.overwrite):
+        extra = checkpoint.read_extra(checkpoints)
+    # A restart goes on from what it has saved itself, and only replaces what was there before.
+    if extra is not None and not config.resume and (not config.overwrite or extra.get(_LAUNCH) == launch):
+        config = replace(config, resume=True, overwrite=False, goes_on=True)
     if config.precision is not None:
         return config
-    extra = checkpoint.read_extra(checkpoints) if config.resume and checkpoints is not None else None
-    return replace(config, precision=BF16 if extra and extra.get(PRECISION) == BF16 else FLOAT32)
+    is_half = config.resume and extra is not None and extra.get(PRECISION) == BF16
+    return replace(config, precision=BF16 if is_half else FLOAT32)
+
+
+def check_same(saved: Mapping[str, Any], facts: Mapping[str, object], where: object, remedy: str) -> None:
+    """Raise ConfigError unless checkpoints ``where``, with ``extra`` ``saved``, are of a run of ``facts``."""
+    # What an earlier version did not save is not compared.
+    now = json.loads(json.dumps(facts))
+    before = {**now, **saved.get(_FACTS, {})}
+    differ = [name for name in now if json.dumps(before[name]) != json.dumps(now[name])]
+    if differ:
+        shown = ", ".join(f"{name}: {before[name]} -> {now[name]}" for name in differ[:_SHOWN])
+        more = f" and {len(differ) - _SHOWN} more" if len(differ) > _SHOWN else ""
+        raise ConfigError(f"{where} has checkpoints of another configuration ({shown}{more}); {remedy}")
+
+
+_SHOWN = 4
+
+
+def _facts(g: DistGraph, config: FitConfig, optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    """Return what a run must have in common with the one that it goes on from, JSON values."""
+    session = g.session
+    options = agreement_facts(session.strategy, without_keys(session.options), session.seed, curve=False)
+    groups = {
+        f"optimizer.{number}.{name}": _plain(value)
+        for number, group in enumerate(optimizer.param_groups)
+        for name, value in group.items()
+        if name != "params"
+    }
+    return {
+        "dataset": g.dataset.manifest.checksum,
+        **{name: getattr(config, name) for name in ("feature", "label", "ntype")},
+        **config.configuration,
+        **{name: options[name] for name in ("strategy", "options", "seed")},
+        "precision": config.precision,
+        "optimizer": type(optimizer).__name__,
+        **groups,
+    }
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Tensor):
+        return value.tolist()
+    return value if isinstance(value, bool | int | float | str | None) else repr(value)
 
 
 def check_precision(precision: str | None, traits: Traits, strategy: str) -> None:
@@ -430,33 +519,64 @@ def _progress_title(first: int, end: int) -> str:
 class _Run:
     """The state of one call of :func:`train`."""
 
-    def __init__(self, loader: TrainingLoader, g: DistGraph, config: FitConfig, step: Step) -> None:
+    def __init__(
+        self,
+        loader: TrainingLoader,
+        g: DistGraph,
+        config: FitConfig,
+        step: Step,
+        facts: Mapping[str, object],
+    ) -> None:
         self._loader, self._g, self._config, self._step = loader, g, config, step
+        self._facts = facts
         self._session: Session = g.session
-        self._state: dict[str, Any] = {
-            "model": step.model,
-            "optimizer": step.optimizer,
-            "sparse": step.sparse,
-            "loader": loader,
+        self._state = checkpoint.RunState(
+            model=step.model,
+            optimizer=step.optimizer,
+            sparse=step.sparse,
+            loader=loader,
             # Must be equal in the run that loads the checkpoint.
-            "dataset": {"num_nodes": g.num_nodes(), "num_edges": g.num_edges()},
-        }
+            dataset={"num_nodes": g.num_nodes(), "num_edges": g.num_edges()},
+        )
+        self._writer: checkpoint.CheckpointWriter | None = None
+        if config.checkpoint_folder is not None:
+            self._writer = checkpoint.CheckpointWriter(config.checkpoint_folder, self._state, config.keep)
         self.result = FitResult(precision=step.precision)
         """Of the epochs so far."""
         self._next, self._evaluations_since_best = 0, 0
+        self._so_far: dict[str, float] = {}
+        """Of the epoch ``_next``, before the loader's position."""
+        self._steps_between = steps_between(config.checkpoint_every, len(loader))
+        """Of regular checkpoints; 0: none."""
+        if config.checkpoint_folder is None:
+            self._steps_between = 0
+        self._saved_at: tuple[int, int] | None = None
+        """Epoch and step of the newest checkpoint."""
+        self.first_step = 0
+        """Of the first epoch."""
 
     def resume(self) -> None:
-        folder = self._config.checkpoint_folder
-        if not self._config.resume or folder is None or not checkpoint.exists(folder):
+        config, folder = self._config, self._config.checkpoint_folder
+        if folder is not None and config.overwrite:
+            checkpoint.remove_all(folder)
+        # Checked before anything is loaded.
+        if not config.resume or folder is None or (extra := checkpoint.read_extra(folder, _Saved)) is None:
             return
-        resumed = checkpoint.load(folder, **self._state)
-        self._next = resumed.epoch
-        best = resumed.extra.get("best")
-        self._evaluations_since_best = int(resumed.extra.get("evaluations_since_best", 0))
+        if config.goes_on:
+            remedy = "give another checkpoint_folder, or overwrite=True, which begins anew and removes them"
+            check_same(extra, self._facts, folder, remedy)
+        resumed = checkpoint.load(folder, **vars(self._state))
+        if config.goes_on and self._session.topology.rank == 0:
+            log.warning("going on from %s", resumed.path)
+        saved, self._saved_at = _Saved(resumed.extra), (resumed.epoch, resumed.step)
+        self._next, self._evaluations_since_best = resumed.epoch, saved.evaluations_since_best
+        self.first_step = resumed.step
+        if resumed.step:
+            self._so_far = saved.so_far[self._session.topology.rank]
         self.result = FitResult(
-            accuracy={str(name): float(value) for name, value in resumed.extra.get("accuracy", {}).items()},
-            best_epoch=int(best[0]) if best else None,
-            best_val_accuracy=float(best[1]) if best else None,
+            accuracy=saved.accuracy,
+            best_epoch=saved.best[0],
+            best_val_accuracy=saved.best[1],
             first_epoch=resumed.epoch,
             stopped_early=self._patience_is_over(),
             precision=self._step.precision,
@@ -468,19 +588,42 @@ class _Run:
             check_evaluable(self._step.model, self._g, **self._evaluate_options)
 
     @property
+    def is_stopped(self) -> bool:
+        """Whether all ranks stop here because one was told to end."""
+        return self._config.checkpoint_folder is not None and self._session.stop_point.is_over
+
+    def leave(self) -> None:
+        """End training, and save where it is, if it was stopped and this is not saved; collective."""
+        self._session.stop_point.close()
+        step = int(self._loader.state_dict()["step"])
+        if self.is_stopped and self._saved_at != (self._next, step):
+            self._save(step, wait=True)
+
+    def stopped(self) -> Stopped:
+        """Say where training has stopped."""
+        epoch, step = self._saved_at or (self._next, 0)
+        text = (
+            f"stopped after {step} steps of epoch {epoch}, as asked; a checkpoint is saved in "
+            f"{self._config.checkpoint_folder}, and the same command goes on from it"
+        )
+        if self._session.topology.rank == 0:
+            log.warning("%s", text)
+        return Stopped(text)
+
+    @property
     def has_epochs(self) -> bool:
         return self._next < self._config.epochs and not self.result.stopped_early
 
     def advance(self, trainer: EpochTrainer | None, after_step: Callable[[], None]) -> Sequence[EpochRecord]:
         """Train one epoch, or with a ``trainer`` those until the next stop; evaluate and save there."""
-        before = self._g.kvstore.cache_counts()
         if trainer is None:
-            found = [train_epoch(self._step, self._loader, self._session, self._next, after_step)]
+            if (record := self._train_epoch(after_step)) is None:
+                return []
+            found = [record]
         else:
             found = list(trainer.run(self._next, self._next_stop() - self._next))
             for _ in found:
                 after_step()
-        found[-1] = self._with_cache(found[-1], self._g.kvstore.cache_counts() - before)
         self._next += len(found)
         found[-1] = self._finish(found[-1])
         self.result.epochs.extend(found)
@@ -489,10 +632,44 @@ class _Run:
                 self._session.trace.note_epoch(record)
         return found
 
+    def _train_epoch(self, after_step: Callable[[], None]) -> EpochRecord | None:
+        """Train the rest of the next epoch, with its checkpoints on the way; None: stopped inside of it."""
+        stop_point, overlaps = self._session.stop_point, self._step.model.overlaps_steps
+
+        def after_each() -> None:
+            after_step()
+            if not overlaps and stop_point.passed():
+                self._loader.end_at(self._loader.state_dict()["step"])
+
+        while True:
+            if self._steps_between:
+                done = self._next * len(self._loader) + self._loader.state_dict()["step"]
+                due = (done // self._steps_between + 1) * self._steps_between
+                # A pass that ends there has no batches in flight or made ahead: bits and bytes are those of
+                # the run that resumes.
+                self._loader.end_at(due - self._next * len(self._loader))
+            before = self._g.kvstore.cache_counts()
+            found = train_pass(self._step, self._loader, self._session, after_each, self._so_far)
+            counts = self._g.kvstore.cache_counts() - before
+            hits, misses = (self._so_far.get(name, 0) for name in ("hits", "misses"))
+            self._so_far |= {**found, "hits": hits + counts.hits, "misses": misses + counts.misses}
+            if overlaps:
+                stop_point.passed()
+            if not (step := self._loader.state_dict()["step"]):
+                break
+            if self.is_stopped:
+                return None
+            pause = self._save(step)
+            self._so_far = {**self._so_far, "checkpoint_s": self._so_far.get("checkpoint_s", 0) + pause}
+        record = _over_ranks(gather_json(self._so_far, self._session), self._next)
+        self._so_far = {}
+        return record
+
     def _next_stop(self) -> int:
+        # The loader of a trainer has one step an epoch.
         config = self._config
         every = [config.eval_every] if config.eval_every else []
-        every += [config.checkpoint_every] if config.checkpoint_folder is not None else []
+        every += [self._steps_between] if self._steps_between else []
         return min([config.epochs, *((self._next // number + 1) * number for number in every)])
 
     def _finish(self, record: EpochRecord) -> EpochRecord:
@@ -501,15 +678,13 @@ class _Run:
         if last or (config.eval_every and self._next % config.eval_every == 0):
             record = self._evaluate(record)
         last = last or self.result.stopped_early
-        if config.checkpoint_folder is not None and (last or self._next % config.checkpoint_every == 0):
-            self._save()
+        self._session.stop_point.passed()
+        # Else the checkpoint that a resumed run began with would stay its newest one.
+        saves, every = self._steps_between or self._saved_at is not None, self._steps_between or math.inf
+        if saves and (last or self._next * len(self._loader) % every == 0):
+            pauses: Any = gather_json(self._save(wait=last), self._session)
+            record = replace(record, checkpoint_s=record.checkpoint_s + max(pauses))
         return record
-
-    def _with_cache(self, record: EpochRecord, counts: CacheCounts) -> EpochRecord:
-        if not self._g.kvstore.has_cache:
-            return record
-        hits, misses = gather_int64([counts.hits, counts.misses], self._session).sum(axis=0).tolist()
-        return replace(record, cache_hits=hits, cache_misses=misses)
 
     def _evaluate(self, record: EpochRecord) -> EpochRecord:
         config = self._config
@@ -544,21 +719,58 @@ class _Run:
         patience = self._config.patience
         return patience is not None and self._evaluations_since_best >= patience
 
-    def _save(self) -> None:
-        assert self._config.checkpoint_folder is not None
+    def close(self, *, failed: bool) -> None:
+        """Wait for the last checkpoint, unless training ``failed``: it may never be complete then."""
+        if self._writer is not None:
+            self._writer.abandon() if failed else self._writer.wait()
+
+    def _save(self, step: int = 0, *, wait: bool = False) -> float:
+        """Save after ``step`` steps of the next epoch, where the loader's pass has ended; collective.
+
+        Returns the seconds for which training stood still. With ``wait`` the checkpoint is then complete.
+        """
+        assert self._writer is not None
+        begin = time.perf_counter()
         best = (self.result.best_epoch, self.result.best_val_accuracy)
-        checkpoint.save(
-            self._config.checkpoint_folder,
-            **self._state,
+        self._writer.save(
             epoch=self._next,
+            step=step,
             extra={
                 "best": None if best[0] is None else best,
                 "evaluations_since_best": self._evaluations_since_best,
                 "accuracy": self.result.accuracy,
+                "so_far": gather_json(self._so_far, self._session) if step else [],
                 TRAINED_WITH: _trained_with(self._session),
                 PRECISION: self.result.precision,
+                _FACTS: self._facts,
+                _LAUNCH: read_launch()[0],
             },
+            wait=wait,
         )
+        self._saved_at = (self._next, step)
+        return time.perf_counter() - begin
+
+
+class _Saved:
+    """``extra`` of a checkpoint of :class:`_Run`; TypeError or ValueError: a value is none of ours."""
+
+    def __init__(self, extra: Mapping[str, Any]) -> None:
+        best = extra.get("best")
+        if best is not None and not (isinstance(best, list) and len(best) == 2):
+            raise ValueError(f"'best' is {best!r}")
+        self.best = (None, None) if best is None else (checkpoint.whole(best[0]), _number(best[1]))
+        self.evaluations_since_best = checkpoint.whole(extra.get("evaluations_since_best", 0))
+        self.accuracy = {name: _number(value) for name, value in extra.get("accuracy", {}).items()}
+        self.so_far = [
+            {name: _number(value) for name, value in of_rank.items()} for of_rank in extra.get("so_far", [])
+        ]
+        """By rank: :class:`Figures` of the epoch that the checkpoint is inside of."""
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{value!r} is no number")
+    return value
 
 
 def _step_of(
@@ -582,15 +794,15 @@ def _objective_of(config: FitConfig, sparse: Sparse) -> Objective:
 
 
 @contextmanager
-def _closing(trainer: EpochTrainer | None) -> Iterator[None]:
+def _closing(open_one: EpochTrainer | _Run | None) -> Iterator[None]:
     # After an error, `close` must not wait for the other ranks.
     failed = True
     try:
         yield
         failed = False
     finally:
-        if trainer is not None:
-            trainer.close(failed=failed)
+        if open_one is not None:
+            open_one.close(failed=failed)
 
 
 def _trained_with(session: Session) -> dict[str, object]:

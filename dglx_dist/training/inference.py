@@ -22,7 +22,7 @@ from dglx_dist.graph.row_kernels import torch_dtype
 from dglx_dist.layers import dgl_kernels
 from dglx_dist.message_passing import place
 from dglx_dist.records import FEATURE, LABEL, SPLITS, Array
-from dglx_dist.strategies.base import WrappedModel, edge_data_named
+from dglx_dist.strategies.base import WrappedModel, edge_data_named, float_of
 from dglx_dist.training.models import InferenceLayer
 
 if TYPE_CHECKING:
@@ -275,12 +275,6 @@ def batches(share: tuple[int, int], batch_size: int) -> Iterator[tuple[int, int]
     first, last = share
     for start in range(first, last, batch_size):
         yield start, min(start + batch_size, last)
-
-
-def float_of(model: nn.Module) -> Tensor:
-    """Return a tensor of the floating-point dtype and the device of the model's parameters."""
-    floats = (p for p in model.parameters() if p.is_floating_point())
-    return next(floats, torch.zeros(()))
 
 
 def whole_of(model: nn.Module) -> nn.Module:

@@ -21,6 +21,7 @@ from dgl.heterograph import DGLBlock
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dglx_dist.comm.transfer import to_device
 from dglx_dist.errors import ConfigError, UnknownNameError
 from dglx_dist.layers.base import (
     DeclaredStage,
@@ -143,8 +144,9 @@ class SymmetricConv(SplittableConv):
         self._graph = graph
 
     def own_edges(self, block: DGLBlock) -> dict[str, Tensor]:
-        d = self._graph.in_degrees(block.dstdata[dgl.NID]).clamp(min=1).to(self.conv.weight)
-        o = self._graph.out_degrees(block.srcdata[dgl.NID]).clamp(min=1).to(self.conv.weight)
+        g, weight = self._graph, self.conv.weight
+        degrees = g.in_degrees(block.dstdata[dgl.NID]), g.out_degrees(block.srcdata[dgl.NID])
+        d, o = (to_device(one.clamp(min=1), weight.device).to(weight) for one in degrees)
         k = block.in_degrees().clamp(min=1).to(d)
         source, destination = (ends.long() for ends in block.edges())
         return {_NORM: (d.sqrt() / k)[destination] * o.rsqrt()[source]}

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import secrets
 import socket
 import subprocess
 import sys
@@ -370,6 +371,7 @@ def start(
         folder = undo.enter_context(scratch_folder())
         port, screen = free_port(lab), threading.Lock() if show else None
         launchers = []
+        own = {"DGLX_SECRET": secrets.token_hex(32), **extra}
         for server in lab.servers:
             failure_file = folder / f"server-{server.number}.json"
             meeting = ("--master-addr", lab.servers[0].address, "--master-port", str(port))
@@ -381,7 +383,7 @@ def start(
                     *("--nproc-per-node", str(ranks_per_server), *meeting, "--local-addr", server.address),
                     *arguments,
                 ],
-                with_changes(server_environment(server, ranks_per_server), extra),
+                with_changes(server_environment(server, ranks_per_server), own),
                 screen=screen,
                 log=None if log_folder is None else log_folder / f"server-{server.number}.log",
                 failure_file=failure_file,

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dglx_dist.api import DataLoader, choose_strategy, distribute, fit, init, wrap
-from dglx_dist.auto import Training, adopt_checkpointed, check_equal_servers, read_auto_options
+from dglx_dist.auto import Training, adopt_checkpointed, check_equal_servers, facts_of, read_auto_options
 from dglx_dist.cli.train_job import train_dataset
 from dglx_dist.comm.topology import Topology
 from dglx_dist.errors import ConfigError
@@ -28,7 +28,7 @@ from dglx_dist.strategies.base import AUTO
 from dglx_dist.strategies.cost import Candidate, PlanContext
 from dglx_dist.training import checkpoint
 from dglx_dist.training.config import TrainConfig
-from dglx_dist.training.fit import TRAINED_WITH, FitConfig
+from dglx_dist.training.fit import TRAINED_WITH, FitConfig, FitResult
 from dglx_dist.training.models import build_model
 from tests.api.graphs import two_triangles
 from tests.helpers.ranks import run_ranks
@@ -136,6 +136,21 @@ def test_auto_trains_as_the_strategy_that_it_chose(dataset: str, tmp_path: Path)
     # Nothing that trains another estimator, and no whole graphs, unless they are asked for.
     assert {one["candidate"]["unit"] for one in first["plan"]["predictions"]} == {"mini_batch"}
     assert all(one["candidate"]["exact"] for one in first["plan"]["predictions"])
+
+
+def test_the_device_is_that_of_the_model_not_of_the_session(dataset: str) -> None:
+    model = build_model("sage", equality.WIDTH, 8, equality.CLASSES).double()
+    with init(AUTO) as session:
+        g = DistGraph(dataset, session=session)
+        session.device = torch.device("cuda", 0)
+        choice = choose_strategy(model, g, fanouts=(3, 2), batch_size=20)
+        told = [facts_of(model, session, FitResult())]
+        session.device = torch.device("cpu")
+        told.append(facts_of(model.to("meta"), session, FitResult()))
+        g.close()
+    assert choice.cluster.device_memory_bytes == 0
+    assert [one["device"] for one in told] == ["cpu", "meta"]
+    assert [one["peak_device_memory_bytes"] for one in told] == [None, None]
 
 
 def test_servers_of_unequal_size_are_not_counted_for() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import dgl
@@ -15,6 +16,7 @@ from dglx_dist.comm.session import start_session
 from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.strategies.base import STRATEGIES
+from dglx_dist.strategies.data_parallel import check_same_model
 from dglx_dist.training import checkpoint
 from tests.helpers import refusal
 from tests.helpers.ranks import run_ranks
@@ -28,21 +30,36 @@ def half_on(device: str, g: DistGraph) -> torch.nn.Module:
     return model
 
 
+def on_gpus(numbers: list[int]) -> torch.nn.Module:
+    """A model whose buffers say that they are on these GPUs."""
+    model = torch.nn.Module()
+    like = {"shape": (1,), "dtype": torch.float32}
+    buffers = [
+        (f"buffer {at}", SimpleNamespace(device=torch.device("cuda", number), **like))
+        for at, number in enumerate(numbers)
+    ]
+    model.named_buffers = lambda: buffers  # type: ignore[method-assign,assignment,return-value]
+    return model
+
+
 def _refusals(folder: str) -> list[str]:
     session = start_session(timeout_s=60)
     g, odd = DistGraph(folder), os.environ["RANK"] == "1"
+    session.device = torch.device("meta")
     found = []
     for name in STRATEGIES.names():
         wrap = STRATEGIES.get(name)(session, {}).wrap
         found.append(refusal(lambda wrap=wrap: wrap(half_on("meta", g), g), ConfigError))  # type: ignore[misc]
         one = half_on("meta" if odd else "cpu", g)
         found.append(refusal(lambda wrap=wrap, one=one: wrap(one, g), ConfigError))  # type: ignore[misc]
-    return found
+    spread = on_gpus([0, int(odd)])
+    return [*found, refusal(lambda: check_same_model(spread, session), ConfigError)]
 
 
 def test_a_model_in_halves_is_refused_on_all_ranks_by_every_strategy(dataset: str) -> None:
     first, second = run_ranks(_refusals, 2, args=(dataset,))
     assert first == second
+    assert "rank 0 has all of it on one device, rank 1 has parts on 2 devices (wrap model.to(" in first.pop()
     halves, odd = set(first[::2]), set(first[1::2])
     assert len(halves) == len(odd) == 1
     (text,) = halves
@@ -55,10 +72,11 @@ def test_a_model_in_halves_is_refused_on_all_ranks_by_every_strategy(dataset: st
 
 
 def test_batches_on_another_device_are_an_error_with_the_remedy(dataset: str) -> None:
-    with start_session():
+    with start_session() as session:
         g = DistGraph(dataset)
         sampler = dgl.dataloading.NeighborSampler([3, 3], prefetch_node_feats=["feat"])
         _, _, blocks = next(iter(dx.DataLoader(g, torch.arange(5), sampler, batch_size=5)))
+        session.device = torch.device("meta")
         model = dx.wrap(equality.model_of("sage", g).to("meta"), g)
         said = refusal(lambda: model(blocks, blocks[0].srcdata["feat"]), ConfigError)
     assert said == (

@@ -118,6 +118,12 @@ def test_distributing_joins_the_ranks_and_keeps_the_names_of_columns(tmp_path: P
             d.ndata["labels"].max()
         with pytest.raises(TypeError, match=r"sum takes no DistTensor: .*dx\.node_split\(mask\)"):
             torch.sum(d.ndata["train_mask"])  # type: ignore[arg-type]
+        for compared in (1, np.int64(1), torch.ones(6)):
+            with pytest.raises(TypeError, match=r"not compared by value: .* t\[:\] is all"):
+                d.ndata["labels"] == compared  # noqa: B015 - what is wrong
+        assert d.ndata["labels"] != None and len({d.ndata["labels"]}) == 1  # noqa: E711, PT018
+        with pytest.raises(IndexError, match=r"for a column write t\[ids\]\[:, column\]"):
+            d.ndata["features"][:, 0]
         with pytest.raises(dx.ConfigError, match=r"arange\(g\.num_nodes\(\)\).* before dx\.distribute"):
             dgl.add_self_loop(d)
         assert d.ndata["labels"][d.ndata["train_mask"]].tolist() == [0, 3]

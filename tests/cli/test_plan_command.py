@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 
 from dglx_dist.cli.app import app
 from dglx_dist.cli.common import libraries_on_stderr
+from dglx_dist.data.storage.files import readable_bytes
 from dglx_dist.errors import ConfigError
 
 FIGURES = ("--nodes", "1e9", "--edges", "2e10", "--features", "128", "--servers", "64", "--ranks", "512")
@@ -48,7 +50,7 @@ def test_figures_alone_are_json() -> None:
     assert value["cluster"]["internal_bytes_per_s"] > 3e12
     assert value["chosen"] == value["predictions"][value["picked"]]["name"]
     assert value["graph"]["nodes"] == 10**9
-    assert value["cluster"]["memory_bytes"] == 80 * 2**30
+    assert value["cluster"]["memory_bytes"] == 80 * 10**9
     assert all(not one["bytes_exact"] for one in value["predictions"])
     assert len(value["assumptions"]) >= 5
     # --ranks counts all of them, as under dglx train.
@@ -58,10 +60,15 @@ def test_figures_alone_are_json() -> None:
 def test_gpus_of_figures_have_a_memory_of_their_own() -> None:
     told = (*FIGURES, "--speed", "50", "--memory", "80GB", "--device-memory", "16GB")
     value = json.loads(plan(*told, "--json").output)
-    assert value["cluster"]["device_memory_bytes"] == 16 * 2**30
+    assert value["cluster"]["device_memory_bytes"] == 16 * 10**9
     taken = value["predictions"][value["picked"]]
     assert 0 < taken["device_memory_bytes"] < taken["memory_bytes"]
-    assert "on its GPU" in plan(*told).output
+    shown, row = plan(*told).output, taken["memory_bytes"] - taken["device_memory_bytes"]
+    assert "80 GB a rank, 16 GB on its GPU" in shown
+    (line,) = (line for line in shown.splitlines() if line.startswith(("->", " ->")))
+    assert f"{readable_bytes(row)}  {readable_bytes(taken['device_memory_bytes'])}" in re.sub(
+        "  +", "  ", line
+    )
 
 
 def test_json_is_alone_on_standard_output(capfd: pytest.CaptureFixture[str]) -> None:

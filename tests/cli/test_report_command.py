@@ -1,5 +1,6 @@
 """``dglx inspect`` and ``dglx report``."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from dglx_dist.cli.common import draw_or_warn, show
 from dglx_dist.cli.report import InspectCommand, part_bytes, read_batches, report
 from dglx_dist.comm.trace import write_trace
 from dglx_dist.data.storage.manifest import read_manifest
-from dglx_dist.errors import ConfigError, StorageError
+from dglx_dist.errors import ConfigError, DglxError, StorageError
 from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.report.tables import summary_table
 from tests.report.traces import span, trace_of
@@ -97,3 +98,71 @@ def test_another_file_is_no_trace(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(StorageError, match=r"other\.json.*otherData"):
         report(tmp_path / "other.json")
+
+
+def deep(key: str) -> str:
+    return f'{{"{key}": ' + "[" * 100_000
+
+
+LINE = (
+    '{"epoch": 0, "loss": 1, "train_accuracy": 1, "val_accuracy": 1, "seconds": 1, "num_samples": 1, '
+    '"sample_s": 0, "fetch_s": 0, "wait_s": 0, "compute_s": 0, "exchange_s": 0, "bytes_inside": 0, '
+    '"bytes_outside": 0, "cache_hits": 0, "cache_misses": 0}\n'
+)
+DAMAGE = [
+    ("config.json", "[]"),
+    ("config.json", deep("data")),
+    ("summary.json", deep("ranks")),
+    ("summary.json", "\xff{"),
+    ("summary.json", f'{{"bytes_inside": 1{"0" * 4000}}}'),
+    ("summary.json", '{"epoch_seconds": Infinity, "x_bytes": NaN}'),
+    ("summary.json", '{"accuracy": {"a": {"b": [1, {}]}}, "ranks": [1], "servers": {}}'),
+    ("metrics.jsonl", deep("epoch") + "\n"),
+    ("metrics.jsonl", "7\n"),
+    ("metrics.jsonl", LINE.replace('"epoch": 0', '"epoch": "0"')),
+    ("metrics.jsonl", LINE.replace('"loss": 1', '"loss": {}')),
+    ("metrics.jsonl", LINE.replace('"loss": 1', f'"loss": 1{"0" * 400}')),
+    ("metrics.jsonl", LINE.replace('"seconds": 1', '"seconds": 5e-324')),
+    ("metrics.jsonl", LINE.replace('"bytes_inside": 0', f'"bytes_inside": 1{"0" * 4000}')),
+    ("trace.json", '{"otherData": {"format": 1}}'),
+    ("trace.json", deep("otherData")),
+    ("picture.png", None),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), DAMAGE)
+def test_a_damaged_run_is_one_message_or_shown(tmp_path: Path, name: str, text: str | None) -> None:
+    for file, whole in (("config.json", "{}"), ("metrics.jsonl", LINE), ("summary.json", "{}")):
+        (tmp_path / file).write_text(whole)
+    path = tmp_path / name
+    if text is None:
+        path.mkdir()
+    else:
+        path.write_text(text)
+    shown_or_refused(path if name == "trace.json" else tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "summary.json"])
+@pytest.mark.parametrize("kind", ["folder", "pipe", "device", "huge"])
+def test_what_is_no_file_of_a_run_is_not_read(tmp_path: Path, name: str, kind: str) -> None:
+    for file, whole in (("config.json", "{}"), ("metrics.jsonl", LINE), ("summary.json", "{}")):
+        (tmp_path / file).write_text(whole)
+    path = tmp_path / name
+    path.unlink()
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        with path.open("wb") as file:
+            file.truncate(1 << 40)
+    shown_or_refused(tmp_path)
+
+
+def shown_or_refused(path: Path) -> None:
+    found = CliRunner().invoke(app, ["report", str(path)])
+    if found.exit_code:
+        assert isinstance(found.exception, DglxError), found.exception
+        assert str(path) in str(found.exception)

@@ -113,14 +113,17 @@ def test_the_cache_is_one_that_the_graph_knows() -> None:
 def test_a_killed_launcher_is_told_and_ends_as_in_a_shell(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    killed, before = tmp_path / "python", signal.getsignal(signal.SIGTERM)
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    killed, before = tmp_path / "python", [signal.getsignal(one) for one in numbers]
+    monkeypatch.setenv("DGLX_PARENT", "")
     killed.write_text("#!/bin/sh\nkill -KILL $$\n")
     killed.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(killed))
     try:
         assert start_ranks(["train"], ranks=1, servers=None) == 128 + signal.SIGKILL
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for one, handler in zip(numbers, before, strict=True):
+            signal.signal(one, handler)
     assert "SIGKILL" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="--ranks 3 cannot be divided among --servers 2"):
         start_ranks(["train"], ranks=3, servers=2)

@@ -119,7 +119,9 @@ def test_a_gpu_that_cannot_compute_is_left_alone_or_an_error() -> None:
         mock.patch.object(devices, "use_gpu", side_effect=RuntimeError("no kernel image\nand more")),
     ):
         assert take_device("auto", 0) == RankDevice(why="cuda:0 cannot be used (no kernel image)")
-        assert "cuda:0 cannot be used (no kernel image); see nvidia-smi" in take_device("cuda", 0).problem
+        for asked, name in (("cuda", "device"), ("auto", "DGLX_DEVICE")):
+            said = f"{name}='cuda': cuda:0 cannot be used (no kernel image); see nvidia-smi"
+            assert said in take_device(asked, 0, "cuda").problem
         assert check_device("cuda:0") == torch.device("cuda", 0)
 
 
@@ -165,6 +167,6 @@ def test_all_ranks_refuse_what_one_lacks(device: str, counts: list[int], said: s
 
 def test_the_environment_stands_for_auto(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DGLX_DEVICE", "cuda:9")
-    assert "device='cuda:9'" in refusal(start_session, ConfigError)
+    assert refusal(start_session, ConfigError).startswith("DGLX_DEVICE='cuda:9', but ")
     with start_session(device="cpu") as session:
         assert session.device.type == "cpu"

@@ -8,9 +8,10 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from dglx_dist.comm.endpoints import admit, show
-from dglx_dist.comm.exchange import row_exchanges
+from dglx_dist.comm.exchange import CallExchange, Incoming, Outgoing, StreamExchange, row_exchanges
 from dglx_dist.comm.session import start_session
 from dglx_dist.errors import PeerError
 from tests.helpers.ranks import run_ranks
@@ -81,24 +82,33 @@ def test_silence_ends_by_the_time_limit() -> None:
         admit(two, {3: SECRET})
 
 
-def connect_all() -> None:
+def swap_with_all(curve: bool) -> None:
     with start_session() as session:
         rank, world_size = session.topology.rank, session.topology.world_size
         streams = row_exchanges(session).streams
+        # With Curve, rows go by calls, which it encrypts.
+        assert isinstance(streams, CallExchange if curve and world_size > 1 else StreamExchange)
         others = [peer for peer in range(world_size) if peer != rank]
-        for peer in others:
-            streams._to(peer).sendall(bytes([rank]))
-        for peer in others:
-            streams._to(peer).setblocking(True)
-            assert streams._to(peer).recv(1) == bytes([peer])
+
+        def work(incoming: list[Incoming]) -> Iterator[bool]:
+            yield True
+            while any(one.num_arrived < one.rows.nbytes for one in incoming):
+                yield False
+
+        for number in range(3):
+            incoming = [Incoming(rank=peer, rows=torch.zeros(300_000, dtype=torch.int64)) for peer in others]
+            outgoing = [Outgoing(rank=peer, rows=torch.full((300_000,), rank + number)) for peer in others]
+            streams.post(outgoing, incoming, "swap", phase=None)(work(incoming))
+            assert all((one.rows == one.rank + number).all() for one in incoming)
         assert session.ledger.total() == session.ledger.total(phase="control")
-    with pytest.raises(PeerError, match="the session is over"):
-        streams._to((rank + 1) % world_size)
+    late = [Outgoing(rank=(rank + 1) % max(world_size, 2), rows=torch.zeros(1))]
+    with pytest.raises(PeerError, match=r"the session is (over|closed)|there is no rank"):
+        streams.post(late, [], "swap", phase=None)()
 
 
 @pytest.mark.parametrize(("ranks", "curve"), [(1, "0"), (3, "0"), (3, "1")])
 def test_every_rank_reaches_every_other_one(ranks: int, curve: str) -> None:
-    run_ranks(connect_all, ranks, environment={"DGLX_CURVE": curve})
+    run_ranks(swap_with_all, ranks, args=[curve == "1"], environment={"DGLX_CURVE": curve})
 
 
 def fail_on_rank_one() -> int:

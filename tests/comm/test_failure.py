@@ -71,6 +71,54 @@ def test_barrier_with_a_killed_rank_names_it() -> None:
     assert re.search(r"rank 1 on \S+ did not come to 'the epoch' and does not answer", outcomes[0].result)
 
 
+def _outlive_a_killed_rank() -> list[str]:
+    """Rank 3 is killed; ranks 1 and 2 notice, fail and end; then rank 0 looks, and ends itself."""
+    session = start_session(timeout_s=100)
+    rank, store = session.topology.rank, session.store
+    assert store is not None
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank:
+        session.fail(PeerError("rank 3 did not answer"))
+        session.close(failed=True)
+        return []
+    while not (store.have_ended(1) and store.have_ended(2)):
+        time.sleep(0.01)
+    said = [session.describe_failure("the sum")]
+    session.close(failed=True)
+    return [*said, session.describe_failure("the sum")]
+
+
+def test_only_the_killed_rank_is_accused_not_those_that_ended_because_of_it() -> None:
+    said, after = start_ranks(_outlive_a_killed_rank, 4)[0].result
+    assert re.fullmatch(
+        r"the sum: rank [12] failed first: PeerError: rank 3 did not answer; "
+        r"rank 3 on \S+ did not answer within 5 s and is probably dead",
+        said,
+    )
+    # What this rank cannot ask for any more, nobody failed to answer.
+    assert re.fullmatch("the sum: rank [12] failed first: PeerError: rank 3 did not answer", after)
+
+
+def _outlive_a_rank_that_was_told_to_end() -> str:
+    session = start_session(timeout_s=100)
+    barrier(session, "ready")
+    if session.topology.rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+        threading.Event().wait(60)
+    while session.store is not None and not session.store.have_ended(1):
+        time.sleep(0.01)
+    time.sleep(0.2)
+    said = session.describe_failure("the sum")
+    session.close(failed=True)
+    return said
+
+
+def test_a_rank_that_was_told_to_end_alone_is_named() -> None:
+    said = start_ranks(_outlive_a_rank_that_was_told_to_end, 2)[0].result
+    assert re.fullmatch(r"the sum: rank 1 on \S+ has ended", said)
+
+
 def _part_ways() -> str:
     session = start_session(timeout_s=4)
     if session.topology.rank == 2:

@@ -16,7 +16,7 @@ import pytest
 import zmq
 
 from dglx_dist.comm import rpc as rpc_module
-from dglx_dist.comm.auth import Credentials
+from dglx_dist.comm.auth import Credentials, ZapAuthenticator
 from dglx_dist.comm.ledger import Ledger
 from dglx_dist.comm.rpc import PeerAddress, Rpc
 from dglx_dist.comm.session import start_session
@@ -360,3 +360,64 @@ def _everyone_asks_everyone() -> list[list[float]]:
 def test_ranks_call_each_other(world_size: int, curve: str) -> None:
     for row in run_ranks(_everyone_asks_everyone, world_size, environment={"DGLX_CURVE": curve}):
         assert row == [[10.0 + other] for other in range(world_size)]
+
+
+@contextlib.contextmanager
+def recorded(endpoint: str) -> Iterator[tuple[str, bytearray]]:
+    """Pass the connections to another port on to ``endpoint``; yield that port, and what callers send."""
+    host, port = endpoint.removeprefix("tcp://").rsplit(":", 1)
+    said = bytearray()
+
+    def carry(source: socket.socket, target: socket.socket, copy: bytearray) -> None:
+        with contextlib.suppress(OSError):
+            while piece := source.recv(1 << 16):
+                copy += piece
+                target.sendall(piece)
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            inside = opened.enter_context(listener.accept()[0])
+            outside = opened.enter_context(socket.create_connection((host, int(port))))
+            threading.Thread(target=carry, args=(outside, inside, bytearray()), daemon=True).start()
+            carry(inside, outside, said)
+
+    with contextlib.ExitStack() as opened, socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"tcp://127.0.0.1:{listener.getsockname()[1]}", said
+
+
+def test_a_recorded_handshake_is_worth_nothing_at_any_rank(caplog: pytest.LogCaptureFixture) -> None:
+    credentials = Credentials(secret=b"the job's key")
+    served: list[str] = []
+    third = Rpc(2, Ledger(Topology(0, 1, (0,))), 20.0)
+    with caplog.at_level(logging.WARNING), pair(mine=credentials, theirs=credentials) as (caller, server):
+        endpoints = [server._servers[0].endpoint, third.listen("127.0.0.1", credentials)]
+        for one in (server, third):
+            one.register("rows", lambda _name, arrays: served.append("rows") or arrays)
+        with recorded(endpoints[0]) as (proxy, said):
+            caller.connect({1: PeerAddress(rank=1, host="there", endpoint=proxy)})
+            caller.call(1, "rows", "", [TABLE], phase="p")
+            heard = bytes(said)
+        assert b"rows" in heard
+        assert b"the job's key" not in heard
+        for endpoint in endpoints:
+            host, port = endpoint.removeprefix("tcp://").rsplit(":", 1)
+            with socket.create_connection((host, int(port))) as stranger:
+                stranger.settimeout(20)
+                stranger.sendall(heard)
+                with contextlib.suppress(ConnectionResetError):
+                    while stranger.recv(1024):
+                        pass
+        third.close()
+    assert served == ["rows"]
+    assert caplog.text.count("it does not know this job's secret") == 2
+
+
+def test_a_server_that_does_not_know_the_key_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    # It accepts everybody, as a stranger at the port of a dead rank would.
+    monkeypatch.setattr(ZapAuthenticator, "_accepts", lambda *_: True)
+    with pair(theirs=Credentials(secret=b"guess")) as (caller, server):
+        server.register("rows", lambda _name, _arrays: [TABLE])
+        for _ in range(2):
+            with pytest.raises(PeerError, match="rank 1 on there does not know this job's secret"):
+                caller.call(1, "rows", "", [TABLE], phase="p")

@@ -15,7 +15,7 @@ from dglx_dist.compat import dataloading as sampling
 from dglx_dist.compat import namespace as session
 from dglx_dist.compat import optim
 from dglx_dist.compat.dataloading import DistEdgeDataLoader, DistNodeDataLoader
-from dglx_dist.compat.dist_graph import DistGraph
+from dglx_dist.compat.dist_graph import DistGraph, find_edges
 from dglx_dist.compat.dist_tensor import DistEmbedding, DistTensor, KVClient
 from dglx_dist.compat.namespace import SUPPORTED_SUBMODULES
 from dglx_dist.compat.partition_book import EdgePartitionPolicy, NodePartitionPolicy, PartitionPolicy
@@ -113,7 +113,7 @@ def test_the_local_partition_has_the_types_and_ids_of_the_book(g: DistGraph) -> 
     assert (kinds == local.edata[dgl.ETYPE]).all()
     assert sorted(local.ndata[dgl.NID].tolist()) == list(range(39))
     source, destination = (local.ndata[dgl.NID][ends] for ends in local.edges())
-    for found, ends in zip(sampling.find_edges(g, local.edata[dgl.EID]), (source, destination), strict=True):
+    for found, ends in zip(find_edges(g, local.edata[dgl.EID]), (source, destination), strict=True):
         assert (found == ends).all()
     for number, etype in enumerate(book.canonical_etypes):
         found = g.find_edges(typed[kinds == number], etype)
@@ -133,7 +133,7 @@ def test_state_of_optimizers_goes_out_and_in(g: DistGraph, tmp_path: Path, kind:
         return embedding.weight[torch.arange(15)]
 
     first = step()
-    optimizer.inner.save(tmp_path / "state")
+    optimizer.save(tmp_path / "state")
     told = optimizer.local_state_dict()
     second = step()
     optimizer.load(tmp_path / "state")
@@ -191,6 +191,16 @@ def test_weights_that_the_script_hung_on_the_edges(g: DistGraph) -> None:
         assert sorted(drawn.edges["writes"].data[dgl.EID].tolist()) == [one for one in range(72) if one % 3]
 
 
+def test_what_scripts_index_by_and_edges_that_need_no_graphbolt(g: DistGraph) -> None:
+    mask, rows = DistTensor((24,), torch.bool, "odd"), DistTensor((24, 2), torch.float32, "rows")
+    mask[torch.tensor([3, 5])] = torch.ones(2, dtype=torch.bool)
+    rows[torch.tensor([5])] = torch.ones(1, 2)
+    assert rows[mask].tolist() == [[0, 0], [1, 1]]
+    g.add_edge_attribute("weight")
+    drawn = sampling.sample_neighbors(g, {"paper": torch.arange(5)}, 2, use_graphbolt=True)
+    assert dgl.EID in drawn.edges["cites"].data
+
+
 def test_an_unknown_type_is_an_error_of_dgl_too(g: DistGraph) -> None:
     for views in (g.nodes, g.edges):
         with pytest.raises(dgl.DGLError, match="type 'xxx'") as raised:
@@ -220,3 +230,17 @@ def test_reverse_edges_of_another_type_are_kept_out(g: DistGraph) -> None:
 
 def pairs(ends: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     return list(zip(*(one.tolist() for one in ends), strict=True))
+
+
+def test_batches_without_data_keep_their_ids(g: DistGraph, stock_parts: Mapping[str, Path]) -> None:
+    """On the device `meta` whatever reads a value fails: ids of edges in one part, types without edges."""
+    sampler = dgl.dataloading.NeighborSampler([2, 2])
+    one = DistGraph("one", part_config=stock_parts["one"])  # now the graph that was opened last
+    for graph, papers in ((one, torch.arange(24)), (g, {"paper": torch.arange(24)})):
+        for _, _, blocks in DistNodeDataLoader(graph, papers, sampler, batch_size=24, device="meta"):
+            for block in blocks:
+                for etype in block.canonical_etypes:
+                    ids = block.edges[etype].data[dgl.EID]
+                    assert ids.is_meta
+                    assert len(graph.find_edges(ids, etype)[0]) == block.num_edges(etype) > 0
+                    assert block.in_degrees(etype=etype).is_meta

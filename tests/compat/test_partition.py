@@ -117,6 +117,15 @@ def test_types_are_balanced_each_by_itself_and_trainers_are_told(tmp_path: Path)
     assert int(of_edges.max()) < 4 <= int(graph.edges["cites"].data["trainer_id"].max())
 
 
+def test_structure_in_csc_alone_and_graphbolts_options(tmp_path: Path) -> None:
+    kept = paper_graph().formats("csc")
+    with pytest.warns(UserWarning, match="use_graphbolt, store_eids: not used"):
+        partition_graph(kept, "mine", 1, tmp_path, use_graphbolt=True, store_eids=True)
+    local, *_ = load_partition(tmp_path / "mine.json", 0)
+    for mine, given in zip(local.edges(order="eid"), paper_graph().edges(order="eid"), strict=True):
+        assert mine.equal(given)
+
+
 def test_files_of_an_earlier_partition_are_replaced(tmp_path: Path) -> None:
     partition_graph(paper_graph(), "again", 3, tmp_path, part_method="random")
     partition_graph(paper_graph(), "again", 2, tmp_path, part_method="random", seed=1)
@@ -132,8 +141,7 @@ def test_files_of_an_earlier_partition_are_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"use_graphbolt": True}, "there is one format"),
-        ({"store_eids": True}, "store_eids: options of GraphBolt"),
+        ({"store_ids": True}, "partition_graph has no argument store_ids"),
         ({"num_parts": 0}, "num_parts=0; give a whole number of at least 1"),
         ({"num_trainers_per_machine": 0}, "num_trainers_per_machine=0; give a whole number of at least 1"),
         ({"seed": -1}, "seed=-1; give a whole number of at least 0"),

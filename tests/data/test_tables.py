@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from dglx_dist.data.sources import load_dataset
-from dglx_dist.data.tables import column
+from dglx_dist.data.tables import column, read_table
 from dglx_dist.errors import DatasetError
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE
 from tests.data.raw_graphs import columns_of, edges_of, write
@@ -175,3 +175,10 @@ def test_types_without_a_table_come_in_the_order_of_their_names(tmp_path: Path) 
 def test_columns_can_be_left_out_by_option(tmp_path: Path) -> None:
     tables = {"nodes.csv": "id,city,boss\n1,Rome,Ann\n", "edges.csv": "src,dst\n1,1\n"}
     assert columns_of(load_dataset(write(tmp_path, tables), ignore="city,boss")) == {}
+
+
+@pytest.mark.parametrize("text", ["id,name\n0,ä\n", "id,größe\n0,1\n"])
+def test_tables_are_in_utf_8(tmp_path: Path, text: str) -> None:
+    (tmp_path / "nodes.csv").write_text(text, encoding="latin-1")
+    with pytest.raises(DatasetError, match=r"nodes\.csv: not readable as a csv table: .*(UTF-8|utf-8)"):
+        read_table(tmp_path / "nodes.csv")

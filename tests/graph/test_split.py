@@ -149,7 +149,12 @@ def split_in_rank(folder: str) -> None:
         assert torch.equal(edge_split(mask, book, etype="buys"), edge_split(marks, book, etype=BUYS))
         # As scripts of one machine write it, and ids from outside the graph.
         assert torch.equal(mask.nonzero()[:, 0], edge_split(marks, book, etype=BUYS))
-        assert torch.equal(torch.nonzero(mask, as_tuple=True)[0], mask.nonzero()[:, 0])
+        for share in (torch.nonzero(mask, as_tuple=True)[0], torch.nonzero(input=mask)[:, 0]):
+            assert torch.equal(share, mask.nonzero()[:, 0])
+        assert np.nonzero(mask)[0].tolist() == mask.nonzero()[:, 0].tolist()
+        assert np.flatnonzero(mask).tolist() == marks.nonzero()[:, 0].tolist()
+        assert np.concatenate([mask, mask]).tolist() == torch.cat([marks, marks]).tolist()
+        assert np.sum(a=mask) == marks.sum()
         ids = torch.tensor([4, 0, 11])
         assert torch.equal(g.new_ids(g.orig_ids(ids, "user"), "user"), ids)
         preferred = torch.arange(BUYING) % topology.world_size

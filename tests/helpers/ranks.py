@@ -145,7 +145,7 @@ def _rank_main(
     os.dup2(output.fileno(), 1)
     os.dup2(output.fileno(), 2)
     stacks = open(folder / f"{rank}.stacks", "w")  # noqa: SIM115
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
     faulthandler.enable(output)
     import torch
 
@@ -189,7 +189,7 @@ def _wait_for(processes: list[Any], timeout_s: float) -> set[int]:
 def _kill(processes: list[Any], hung: set[int], folder: Path) -> dict[int, str]:
     """Kill the ranks ``hung`` after asking them where they are."""
     for rank in hung:
-        os.kill(processes[rank].pid, signal.SIGUSR1)
+        os.kill(processes[rank].pid, signal.SIGUSR2)
     deadline = time.monotonic() + 2.0
     files = {rank: folder / f"{rank}.stacks" for rank in hung}
     while files and time.monotonic() < deadline:

@@ -157,7 +157,7 @@ def test_a_device_drops_the_same_entries(monkeypatch: pytest.MonkeyPatch) -> Non
         ]
 
     expected = drawn()
-    monkeypatch.setattr(dropout, "_on_host", lambda tensor: False)
+    monkeypatch.setattr(dropout, "is_on_host", lambda tensor: False)
     monkeypatch.setattr(dropout, "_WORDS_AT_ONCE", 100)
     for found, wanted in zip(drawn(), expected, strict=True):
         assert torch.equal(found, wanted)

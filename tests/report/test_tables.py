@@ -38,6 +38,10 @@ def test_the_hit_rate_is_over_all_rows_of_the_epochs_that_count() -> None:
     epochs = [replace(epoch(i), cache_hits=hit, cache_misses=miss) for i, (hit, miss) in enumerate(hits)]
     assert summarise(FACTS, epochs)["cache_hit_rate"] == 0.4
     assert "cache_hit_rate" not in summarise(FACTS, [epoch(0), epoch(1)])
+    saved = [replace(one, checkpoint_s=0.25) for one in epochs]
+    assert summarise(FACTS, saved)["checkpoint_seconds"] == 0.75
+    assert "checkpoint_seconds" not in summarise(FACTS, epochs)
+    assert "0.250" in text(epoch_table(saved))
 
 
 def text(table: Table) -> str:

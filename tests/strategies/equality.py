@@ -206,12 +206,14 @@ def on_ranks(folder: str, columns: list[Column]) -> dict[str, Any]:
             for kind in column.models:
                 if loader is None or not column.keeps_loader:
                     loader = _loader(strategy, g, mine, len(train_ids))
-                model = strategy.wrap(model_of(kind, g), g)
+                device = "cpu" if column.strategy == "lambda" else session.device
+                model = strategy.wrap(model_of(kind, g).to(device), g)
                 train(model, loader, column.steps)
-                weights = [p.detach().numpy().copy() for p in model.whole().parameters()]
+                weights = [p.detach().cpu().numpy().copy() for p in model.whole().parameters()]
                 results[f"{column}/{kind}/{share}"] = weights
         # The graph servers of lambda sum by kernels of their own.
-        assert bool(calls) == (column.in_torch and column.strategy != "lambda")
+        in_torch = column.in_torch or session.device.type != "cpu"
+        assert bool(calls) == (in_torch and column.strategy != "lambda")
     return results
 
 

@@ -129,9 +129,9 @@ def _many_steps(folder: str, fanouts: list[int]) -> list[Any]:
     )
     strategy = STRATEGIES.get("data_parallel")(session, {})
     loader = strategy.loader(g, mine, sampler, batch_size=size)
-    model = strategy.wrap(equality.model_of("sage", g), g)
+    model = strategy.wrap(equality.model_of("sage", g).to(session.device), g)
     equality.train(model, loader, 1)
-    return [p.detach().numpy().copy() for p in model.parameters()]
+    return [p.detach().cpu().numpy().copy() for p in model.parameters()]
 
 
 def test_two_ranks_of_half_the_batch_are_one_process(folder: Path) -> None:
@@ -169,10 +169,10 @@ def _wrong_rules(folder: str) -> dict[str, list[Any]]:
     found = {}
     # A sum is so many times DDP's mean, and plain SGD takes either times its rate.
     for rule, times in {"mean of means": 1, "unweighted sum": world_size}.items():
-        model = torch.nn.parallel.DistributedDataParallel(equality.model_of("sage", g))
+        model = torch.nn.parallel.DistributedDataParallel(equality.model_of("sage", g).to(session.device))
         optimizer = torch.optim.SGD(model.parameters(), lr=times * equality.RATE)
         equality.loop(model, loader, optimizer, STEPS)
-        found[rule] = [p.detach().numpy().copy() for p in model.parameters()]
+        found[rule] = [p.detach().cpu().numpy().copy() for p in model.parameters()]
     return found
 
 

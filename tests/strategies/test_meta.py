@@ -124,6 +124,7 @@ def trained_on(device: str, g: DistGraph, column: Column, kind: str) -> tuple[li
 
 def on_rank(folder: str) -> dict[str, dict[str, Any]]:
     with start_session(timeout_s=60, backend="cpu:gloo,meta:fake") as session:
+        session.device = META
         # As on accelerators that every rank has its own of.
         DEVICES.set(session, DeviceExchange(session, META))
         g = DistGraph(folder)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import resource
+import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from threading import Event
 from typing import Any, TypeAlias
 
 import dgl
@@ -17,10 +21,12 @@ from dglx_dist.comm.session import start_session
 from dglx_dist.errors import CheckpointError
 from dglx_dist.graph import optim
 from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.graph.dist_tensor import owned_rows
 from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.strategies.base import STRATEGIES, WrappedModel
 from dglx_dist.training import checkpoint
+from dglx_dist.training.checkpoint import CheckpointWriter, RunState
 from tests.api.graphs import two_triangles
 from tests.graph import small
 from tests.helpers.ranks import run_ranks
@@ -152,6 +158,24 @@ def with_lr(value: object) -> Callable[[State], State]:
     return changed
 
 
+def with_setting(name: str, value: object) -> Callable[[State], State]:
+    def changed(state: State) -> State:
+        state["optimizer"]["groups"][0] |= {name: value}
+        if value is None:
+            del state["optimizer"]["groups"][0][name]
+        return state
+
+    return changed
+
+
+def with_tensor(name: str, other: str) -> Callable[[State], State]:
+    return lambda state: state | {"tensors": state["tensors"] | {name: state["tensors"][other]}}
+
+
+def without_tensor(absent: str) -> Callable[[State], State]:
+    return lambda state: state | {"tensors": without(absent)(state["tensors"])}
+
+
 def with_scalars(scalars: object) -> Callable[[State], State]:
     return lambda state: state | {"optimizer": state["optimizer"] | {"scalars": scalars}}
 
@@ -170,11 +194,25 @@ def with_scalars(scalars: object) -> Callable[[State], State]:
         ("torch does not have", with_lr({"tensor": 0.1, "dtype": "load"})),
         ("damaged", with_lr({"tensor": 1 << 70, "dtype": "int8"})),
         ("'lr' of the optimizer is 'much'", with_lr("much")),
+        *(("'lr' of the optimizer is", with_lr(lr)) for lr in (-1.0, 1e308, math.nan)),
+        (
+            "'capturable' of the optimizer is tensor",
+            with_setting("capturable", {"tensor": 1, "dtype": "int8"}),
+        ),
+        ("does not take the saved settings: Invalid beta", with_setting("betas", {"tuple": [2.0, 0.9]})),
+        ("does not take the saved settings", with_setting("betas", [0.9])),
+        ("damaged.*KeyError: 'lr'", with_setting("lr", None)),
+        *(
+            (f"KeyError: '{name}'", without_tensor(f"optimizer/0.bias/{name}"))
+            for name in ("step", "exp_avg")
+        ),
+        ("'exp_avg' of .* shape", with_tensor("optimizer/0.bias/exp_avg", "optimizer/0.weight/exp_avg")),
+        ("it is that of step 2 of epoch 4", lambda state: state | {"epoch": 4}),
         ("damaged", with_scalars({"0.bias": 5})),
         ("damaged", with_scalars({})),
         ("of another seed", lambda state: state),
         ("random state", entry(dtype="int8")),
-        ("version 1, this package reads 2; load it with the package", lambda state: state | {"version": 1}),
+        ("version 1, this package reads 3; load it with the package", lambda state: state | {"version": 1}),
         *((rf"state\.json is damaged.*'{name}'", without(name)) for name in ("tensors", "extra", "loader")),
         (r"state\.json is damaged.*'world_size'", without("world_size")),
     ],
@@ -201,8 +239,8 @@ def test_entries_of_a_stranger_are_refused_before_anything_is_made_of_them(
             }.items()
         ),
         ('"crc32"', '"crc31"', r"state\.json is damaged.*'crc32'"),
-        *((None, text, r"state\.json") for text in ("null", "[1]", "[" * 100_000, '{"version": 2}')),
-        (None, '{"version": 2, "world_size": "a"}', r"state\.json"),
+        *((None, text, r"state\.json") for text in ("null", "[1]", "[" * 100_000, '{"version": 3}')),
+        (None, '{"version": 3, "world_size": "a"}', r"state\.json"),
     ],
     ids=lambda text: str(text)[:20],
 )
@@ -223,9 +261,12 @@ def test_no_file_of_a_checkpoint_is_a_pickle(saved: Path) -> None:
 
 def _die_while_saving(folder: str) -> str:
     start_session()
-    checkpoint.save(folder, model=net(), epoch=1)
+    writer = CheckpointWriter(folder, RunState(model=net()))
+    writer.save(epoch=1, step=0, extra={})
+    writer.wait()
     checkpoint.write_json = lambda *_: os._exit(0)  # type: ignore[assignment,attr-defined]
-    checkpoint.save(folder, model=net(), epoch=2)
+    writer.save(epoch=2, step=0, extra={})
+    writer.wait()
     return "it lived"
 
 
@@ -241,6 +282,54 @@ def test_a_killed_save_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
         checkpoint.save(tmp_path, model=net(), epoch=3)
         assert checkpoint.latest(tmp_path).name == "epoch-000003-step-000000000"
         assert len(list(tmp_path.iterdir())) == 2
+
+
+def _write_while_training_goes_on(data: str, folder: str) -> None:
+    session = start_session(timeout_s=60)
+    g = DistGraph(data)
+    model, rows = net(), DistEmbedding(small.NUM_NODES, 2, "rows", graph=g)
+    sparse = optim.SparseAdam([rows], lr=0.1)
+    writer = CheckpointWriter(folder, RunState(model=model, sparse=sparse), keep=2)
+    may_write, write = Event(), checkpoint.write_tensors
+    checkpoint.write_tensors = lambda *of: write(*of) if may_write.wait(60) else {}  # type: ignore[attr-defined]
+
+    def values() -> str:
+        g.barrier()
+        return str([model.state_dict(), rows.weight.to_local()])
+
+    before, same_rows = values(), owned_rows(rows.weight)
+    for epoch in (1, 2, 3):
+        may_write.clear()
+        writer.save(epoch=epoch, step=0, extra={})
+        assert not (Path(folder) / f"epoch-{epoch:06d}-step-000000000").exists()
+        with torch.no_grad():
+            for tensor in (*model.parameters(), same_rows):
+                tensor.add_(1)
+        may_write.set()
+        writer.wait()
+        assert values() != before
+        checkpoint.load(folder, model=model, sparse=sparse)
+        assert values() == before
+    left = sorted(path.name for path in Path(folder).iterdir())
+    assert [name[:12] for name in left] == ["epoch-000002", "epoch-000003"]
+    # A full disk on one rank: the run hears of it at the next checkpoint, which is not begun.
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if session.topology.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    writer.save(epoch=4, step=0, extra={})
+    with pytest.raises(
+        CheckpointError, match=r"^rank 1 on .*epoch-000004.*cannot be written.*File too large"
+    ):
+        writer.save(epoch=5, step=0, extra={})
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert sorted(path.name for path in Path(folder).iterdir()) == left
+    assert writer.save(epoch=6, step=0, extra={}, wait=True).is_dir()
+    assert len(list(Path(folder).iterdir())) == 2
+
+
+def test_a_checkpoint_is_written_from_a_copy_while_training_goes_on(tmp_path: Path) -> None:
+    small.write(small.build(), tmp_path / "graph")
+    run_ranks(_write_while_training_goes_on, 2, args=(str(tmp_path / "graph"), str(tmp_path / "saved")))
 
 
 def test_saving_again_replaces_and_the_newest_wins(tmp_path: Path) -> None:
@@ -298,6 +387,11 @@ def test_several_optimisers_are_saved_in_their_order(tmp_path: Path) -> None:
         ):
             with pytest.raises(CheckpointError, match=message):
                 checkpoint.load(path, model=model, sparse=wrong)
+        other = checkpoint.save(tmp_path / "saved", model=model, sparse=both, epoch=1)
+        (other / "sparse" / "1").rename(tmp_path / "rows")
+        shutil.copytree(path / "sparse" / "1", other / "sparse" / "1")
+        with pytest.raises(CheckpointError, match=r"sparse/1 is damaged, or of another checkpoint"):
+            checkpoint.load(other, model=model, sparse=both)
         checkpoint.load(path, model=model, sparse=both)
         assert [optimizer.lr for optimizer in both] == [0.1, 0.2]
         assert all(torch.equal(e.weight.to_local(), then) for e, then in zip(rows, saved, strict=True))

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
+import time
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -17,11 +21,12 @@ import torch.nn.functional as F
 import dglx_dist as dx
 from dglx_dist.comm.session import start_session
 from dglx_dist.data.storage.writer import write_dataset
-from dglx_dist.errors import ConfigError
+from dglx_dist.errors import CheckpointError, ConfigError, Stopped
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import Assignment
 from dglx_dist.strategies.base import STRATEGIES, edge_data_named
 from dglx_dist.strategies.serverless.trainer import LambdaTrainer
+from dglx_dist.training import checkpoint
 from dglx_dist.training.fit import FitConfig, FitResult, epoch_line, train
 from dglx_dist.training.inference import evaluate
 from dglx_dist.training.models import build_model
@@ -80,6 +85,91 @@ def test_resumed_fit_is_the_uninterrupted_one(folder: Path, tmp_path: Path, rank
     assert sorted(p.name[:12] for p in tmp_path.iterdir()) == ["epoch-000001", "epoch-000002", "epoch-000004"]
 
 
+INSIDE: dict[str, dict[str, Any]] = {
+    "data_parallel": {},
+    "push_pull": {"depth": 3, "structure": "push"},
+    "cooperative": {"batches": 5},
+}
+SAME = ("epoch", "loss", "train_accuracy", "val_accuracy", "num_samples", "bytes_inside", "bytes_outside")
+
+
+def resumed_inside(folder: str, saved: str) -> None:
+    for strategy, options in INSIDE.items():
+        place, ends = Path(saved, strategy), []
+        config = FitConfig(
+            epochs=3, checkpoint_folder=place, checkpoint_every="3steps", resume=True, show_progress=False
+        )
+        loading = {} if strategy == "cooperative" else {"fanouts": (3, 3), "batch_size": 20}
+        for first in (0, 1):
+            with dx.init(strategy, timeout=60, seed=3, **options) as session:
+                g = dx.DistGraph(folder)
+                torch.manual_seed(11)
+                plain = build_model(
+                    "sage", equality.WIDTH, equality.HIDDEN, equality.CLASSES, 2, 0.5
+                ).double()
+                make = partial(torch.optim.Adam, lr=0.01)
+                torch.manual_seed(session.topology.rank)
+                wrapped, result = dx.fit(plain, g, config=config, make_optimizer=make, **loading)
+                assert result.first_epoch == first, (strategy, result)
+                ends.append(
+                    (wrapped.state_dict(), [[getattr(one, n) for n in SAME] for one in result.epochs])
+                )
+                g.barrier()
+                # As if the run had been killed in its second epoch.
+                inside = [one for one in place.iterdir() if one.name > "epoch-000002"]
+                if session.topology.rank == 0:
+                    assert (place / "epoch-000001-step-000000001").is_dir()
+                    for one in inside:
+                        shutil.rmtree(one)
+                g.barrier()
+        (whole, figures), (again, rest) = ends
+        assert all(torch.equal(whole[name], again[name]) for name in whole), strategy
+        # The layers' edge values are agreed on once in every run.
+        rest[0][-1] -= 20 if strategy == "push_pull" else 0
+        assert rest == figures[1:], (strategy, rest, figures)
+
+
+def test_a_run_that_resumes_inside_an_epoch_is_the_uninterrupted_one(folder: Path, tmp_path: Path) -> None:
+    run_ranks(resumed_inside, 2, args=(str(folder), str(tmp_path)), ranks_per_server=1)
+
+
+def _loop(folder: Path, place: Path, most: int) -> tuple[int, dict[str, Any]]:
+    """Two epochs of a loop of one's own, or what is left of them, at most so many steps."""
+    with start_session(seed=3) as session:
+        g = DistGraph(folder)
+        loader, model = prepared(g, equality.model_of("sage", g), [3, 3], batch_size=BATCH, shuffle=True)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        saved = dx.checkpoints(place, model, optimizer, loader, every="3steps", keep=1)
+        steps = 0
+        for _ in range(saved.epoch, 2):
+            for _, _, blocks in loader:
+                optimizer.zero_grad()
+                F.cross_entropy(
+                    model(blocks, blocks[0].srcdata["feat"]), blocks[-1].dstdata["label"]
+                ).backward()
+                optimizer.step()
+                steps, saved.extra["seen"] = steps + 1, steps + 1
+                saved.step()
+                if steps == most:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    while not session.stop_point._holds:
+                        time.sleep(0.01)
+        return steps, model.state_dict()
+
+
+def test_a_loop_of_ones_own_resumes(folder: Path, tmp_path: Path) -> None:
+    steps, whole = _loop(folder, tmp_path / "whole", 99)
+    assert steps == 10
+    with pytest.raises(Stopped, match=r"stopped after . steps of epoch 1"):
+        _loop(folder, tmp_path / "killed", 6)
+    (left,) = (tmp_path / "killed").iterdir()
+    rest, again = _loop(folder, tmp_path / "killed", 99)
+    assert rest == 5 - int(left.name[-1]) > 0
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    with start_session(), pytest.raises(ConfigError, match=r"every='often' must be .* like 200steps"):
+        dx.checkpoints(tmp_path, torch.nn.Linear(1, 1), None, [], every="often")  # type: ignore[arg-type]
+
+
 def recorded(folder: str) -> dict[str, Any]:
     start_session(timeout_s=60)
     return asdict(_fit(DistGraph(folder), 0.0, epochs=2)[0])
@@ -126,8 +216,12 @@ def test_what_an_evaluation_lacks_is_told_before_training(
             model = Silent("gcn").double()
             with pytest.raises(ConfigError, match=message):
                 dx.fit(model, g, config=replace(config, **changed))
-        with torch.autocast("cpu", torch.bfloat16), pytest.raises(ConfigError, match="precision='bf16'"):
-            dx.fit(model, g, config=config)
+        for kept in (False, True):
+            with (
+                torch.autocast("cpu", torch.bfloat16, cache_enabled=kept),
+                pytest.raises(ConfigError, match=r"evaluation would not be exact.*precision='bf16'"),
+            ):
+                dx.fit(model, g, config=config)
     # Strategy lambda runs the model on a small graph of its own, to see its steps.
     assert strategy == "lambda" or not trained
 
@@ -184,6 +278,23 @@ def test_early_stop_and_first_loss(folder: Path, tmp_path: Path) -> None:
         assert record["train_accuracy"] == pytest.approx(accuracy, abs=1e-12)
 
 
+@pytest.mark.parametrize(
+    "extra", [{"best": 5}, {"best": [1, "a"]}, {"accuracy": [1]}, {"so_far": [{"loss": ""}]}]
+)
+def test_what_a_checkpoint_says_of_the_run_is_checked(
+    extra: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    with start_session():
+        g = DistGraph(folder)
+        loader, model = prepared(g, equality.model_of("sage", g), [-1, -1], batch_size=BATCH)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        checkpoint.save(tmp_path, model=model, optimizer=optimizer, loader=loader, epoch=1, extra=extra)
+        before = str(model.state_dict())
+        with pytest.raises(CheckpointError, match=r"state\.json is damaged"):
+            train(model, loader, optimizer, g, FitConfig(epochs=2, checkpoint_folder=tmp_path, resume=True))
+        assert str(model.state_dict()) == before
+
+
 def _hopeless(folder: str, checkpoints: str) -> list[dict[str, Any]]:
     start_session()
     g = DistGraph(folder)
@@ -197,12 +308,16 @@ def _disagreeing(folder: str) -> list[str]:
     with start_session(timeout_s=30) as session:
         g, rank = DistGraph(folder), session.topology.rank
         one = [{"precision": ["float32", "bf16"][rank]}, {"epochs": 2 + rank}, {"eval_every": rank}]
-        return [refusal(partial(_fit, g, **config), ConfigError) for config in one]
+        found = [refusal(partial(_fit, g, **config), ConfigError) for config in one]
+        resumed = FitConfig(checkpoint_folder=Path(folder).parent / "none", resume=bool(rank))
+        model = equality.model_of("sage", g)
+        return [*found, refusal(partial(dx.fit, model, g, config=resumed), ConfigError)]
 
 
 def test_ranks_train_with_equal_settings(folder: Path) -> None:
+    expected = "precision=float32", "epochs=2", "eval_every=0", "resume=False"
     for said in run_ranks(_disagreeing, 2, args=(str(folder),)):
-        for text, settings in zip(said, ("precision=float32", "epochs=2", "eval_every=0"), strict=True):
+        for text, settings in zip(said, expected, strict=True):
             assert text.startswith(
                 f"ranks disagree on the settings of training: rank 0 has {settings}, rank 1"
             )
@@ -215,7 +330,14 @@ def test_ranks_train_with_equal_settings(folder: Path) -> None:
         ({"epochs": 2.5}, "epochs=2.5 must be a whole number"),
         ({"patience": 2, "eval_every": 0}, "patience=2"),
         ({"resume": True}, "resume needs checkpoint_folder"),
-        ({"checkpoint_every": 0}, "checkpoint_every=0"),
+        ({"resume": True, "overwrite": True, "checkpoint_folder": "c"}, "give one of the two"),
+        *(
+            (
+                {"checkpoint_every": every},
+                f"checkpoint_every={every} must be a number of epochs.*like 200steps",
+            )
+            for every in ("0steps", "-1", "2.5", "many", True, 1.5)
+        ),
     ],
 )
 def test_config_refuses_nonsense(fields: dict[str, Any], message: str) -> None:

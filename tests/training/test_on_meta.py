@@ -14,15 +14,18 @@ from torch import nn
 
 import dglx_dist as dx
 from dglx_dist.comm.session import start_session
+from dglx_dist.comm.transfer import ids_on_host, ids_to_device
 from dglx_dist.dataloading.loader import neighborhood_maker
+from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.message_passing import place
+from dglx_dist.message_passing import TorchIndex, place
 from dglx_dist.planner import measure
 from dglx_dist.planner.choose import choose
 from dglx_dist.planner.measure import MeasureConfig
 from dglx_dist.planner.model_shape import shape_of_module
 from dglx_dist.planner.records import ChoiceOptions
 from dglx_dist.records import NODE_TYPE
+from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.cost import Draws, trace_of_widths
 from dglx_dist.training import relational
 from dglx_dist.training.fit import LinkPrediction, NodeClassification, Step, _train_step
@@ -89,19 +92,43 @@ def test_layers_of_an_evaluation_stay_on_the_device_of_the_model(dataset: str, k
         assert len(out) == 9
 
 
-class Degrees:
-    """A graph that has read its degrees, on the CPU as always."""
+def test_ids_of_a_batch_are_known_without_reading_them(dataset: str) -> None:
+    with start_session() as session:
+        session.device = META
+        g = DistGraph(dataset)
+        rows, conv = dx.DistEmbedding(g.num_nodes(), 3), SymmetricConv(3, 2, g).to(META)
+        for nodes, _, blocks in dx.DataLoader(g, torch.arange(40), NeighborSampler([3, 3]), batch_size=20):
+            assert rows(nodes).is_meta
+            assert all(norm.is_meta for norm in conv.own_edges(blocks[0]).values())
+            sources, _ = g.find_edges(blocks[0].edata[dgl.EID])
+            assert len(sources) == blocks[0].num_edges()
+            nodes += 1
+            with pytest.raises(NotImplementedError, match="meta"):
+                rows(nodes)  # not the ids that came
+        host = torch.arange(3)
+        there = ids_to_device(host, META)
+        host += 1
+        with pytest.raises(NotImplementedError, match="meta"):
+            ids_on_host(there)
 
-    def in_degrees(self, ids: torch.Tensor) -> torch.Tensor:
-        return torch.ones(len(ids))
 
-    out_degrees = in_degrees
+@pytest.mark.parametrize("strategy", STRATEGIES.names())
+def test_a_model_without_values_is_refused(dataset: str, strategy: str) -> None:
+    with start_session(strategy=strategy):
+        g, model = DistGraph(dataset), build_model("sage", *SIZES).to(META)
+        with pytest.raises(ConfigError, match="on meta"):
+            STRATEGIES.get(strategy)(g.session, {}).wrap(model, g)
 
 
-def test_norms_follow_the_weights() -> None:
-    block = place(dgl.to_block(dgl.graph(([0, 1, 2, 3], [0, 0, 1, 1])), [0, 1]), META)
-    conv = SymmetricConv(3, 2, Degrees()).to(META)  # type: ignore[arg-type]
-    assert all(norm.is_meta for norm in conv.own_edges(block).values())
+def test_the_structure_of_a_local_graph_is_copied_once(dataset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied, of = [], TorchIndex.of
+    monkeypatch.setattr(TorchIndex, "of", lambda *given: copied.append(given) or of(*given))
+    with start_session(strategy="full_graph") as session:
+        session.device = META
+        lg = dx.local_graph(DistGraph(dataset))
+    assert len(copied) == 1
+    assert lg._graph is lg._block._graph
+    assert {lg.device, lg.ndata["feat"].device, lg.edata[dgl.EID].device, lg.in_degrees().device} == {META}
 
 
 @pytest.mark.parametrize("kind", [RGCN, HGT])

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Generic, TypeAlias, TypeVar
 
 from dglx_dist.data.json_fields import Fields, Within
+from dglx_dist.data.storage.files import read_small
 from dglx_dist.errors import ConfigError
 from dglx_dist.options import option
 from dglx_dist.records import LABEL, SPLITS, EdgeType
@@ -58,7 +59,7 @@ class IngestPlan:
 def read_json(path: Path) -> object:
     """Read a JSON file in which no object repeats a key."""
     try:
-        found: object = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
+        found: object = json.loads(read_small(path), object_pairs_hook=_once)
         # Python accepts NaN and lone surrogates, which cannot be written back.
         json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
     except OSError as error:

@@ -52,9 +52,9 @@ def open_budget(limit: int) -> Budget:
     """Return the budget, ``limit`` bytes minus the memory of this process now; ConfigError if too small."""
     used = resident() + LIBRARY_BYTES
     if limit - used < MIN_WORK_BYTES:
-        least = -(-(used + MIN_WORK_BYTES) // 2**20)
+        least = -(-(used + MIN_WORK_BYTES) // 10**6)
         raise ConfigError(
-            f"--memory {limit // 2**20}MB leaves too little beside the {used // 2**20} MB of the program "
+            f"--memory {limit // 10**6}MB leaves too little beside the {used // 10**6} MB of the program "
             f"itself; grant at least {least}MB"
         )
     return Budget(work=limit - used)

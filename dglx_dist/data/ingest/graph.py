@@ -186,7 +186,7 @@ def _check_fits(counts: Array, width: int, most: int) -> None:
         needed = int(counts[slot]) * _SORTING_BYTES * BUDGET_SHARES // _HUB_SHARES
         raise ConfigError(
             f"{counts[slot]} edges end at the nodes of {nodes} of their table, and are sorted together; "
-            f"grant --memory {(needed + PROGRAM_BYTES) // 2**20 + 1}MB"
+            f"grant --memory {(needed + PROGRAM_BYTES) // 10**6 + 1}MB"
         )
 
 

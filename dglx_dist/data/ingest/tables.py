@@ -17,7 +17,7 @@ import pyarrow.csv
 import pyarrow.parquet
 
 from dglx_dist.data.ingest.config import FileSet
-from dglx_dist.data.tables import Column, as_numpy, check_names, plain
+from dglx_dist.data.tables import Column, as_numpy, check_names, open_arrow, plain
 from dglx_dist.data.validate import check_finite
 from dglx_dist.errors import DatasetError
 from dglx_dist.records import Array
@@ -119,7 +119,10 @@ class Table:
 
     def _read_parquet(self, path: Path, names: list[str]) -> Iterator[Any]:
         names = names or _schema(path).names[:1]
-        with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 16, pre_buffer=False) as file:
+        with (
+            open_arrow(path) as source,
+            pyarrow.parquet.ParquetFile(source, buffer_size=1 << 16, pre_buffer=False) as file,
+        ):
             for number in range(file.metadata.num_row_groups):
                 row_bytes = max(_row_bytes(file, number, names), _MIN_ROW_BYTES)
                 rows = min(max(self._batch_bytes // row_bytes, 1), _MAX_ROWS)
@@ -133,14 +136,19 @@ class Table:
 
     def _read_csv(self, path: Path, names: list[str]) -> Iterator[Any]:
         names = names or _header(path, self.files.separator)[:1]
-        with pyarrow.csv.open_csv(
-            path,
-            read_options=pyarrow.csv.ReadOptions(use_threads=False, block_size=self._block_bytes()),
-            parse_options=pyarrow.csv.ParseOptions(delimiter=self.files.separator, newlines_in_values=True),
-            convert_options=pyarrow.csv.ConvertOptions(
-                include_columns=names, column_types=dict.fromkeys(names, pa.string())
-            ),
-        ) as reader:
+        with (
+            open_arrow(path) as source,
+            pyarrow.csv.open_csv(
+                source,
+                read_options=pyarrow.csv.ReadOptions(use_threads=False, block_size=self._block_bytes()),
+                parse_options=pyarrow.csv.ParseOptions(
+                    delimiter=self.files.separator, newlines_in_values=True
+                ),
+                convert_options=pyarrow.csv.ConvertOptions(
+                    include_columns=names, column_types=dict.fromkeys(names, pa.string())
+                ),
+            ) as reader,
+        ):
             yield from reader
 
 
@@ -201,7 +209,8 @@ def _schema(path: Path) -> Any:
 
 def _metadata(path: Path) -> Any:
     try:
-        return pyarrow.parquet.read_metadata(path)
+        with open_arrow(path) as file:
+            return pyarrow.parquet.read_metadata(file)
     except (pa.ArrowException, OSError) as error:
         raise DatasetError(f"{path}: not readable as a parquet table: {error}") from error
 

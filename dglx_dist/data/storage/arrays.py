@@ -13,9 +13,11 @@ import logging
 import math
 import os
 import shutil
+import time
+import tokenize
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +34,7 @@ from dglx_dist.data.storage.files import (
     partial_folder,
     publish,
     read_size,
+    read_small,
     readable_bytes,
     remove_abandoned,
     replace_folder,
@@ -53,6 +56,10 @@ _RECENT_S = 86400.0
 """What was opened so shortly before the most recent opening counts as in use."""
 
 _SHARE_OF_DISK = 4
+_UNREADABLE = (
+    *(OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError),
+    *(SyntaxError, tokenize.TokenError),  # of NumPy, for damaged headers
+)
 _LOG = logging.getLogger(__name__)
 
 
@@ -131,7 +138,7 @@ class ArrayWriter:
             "told": facts,
             "files": {name: [file.num_bytes, file.checksum] for name, file in files.items()},
         }
-        (self._partial / STAMP).write_text(json.dumps({"crc32": _checksum_of(head), "head": head}))
+        (self._partial / STAMP).write_text(json.dumps({"crc32": checksum_of(head), "head": head}))
         path = self._folder.path
         if not publish(self._partial, path) and (overwrite or self._folder.find(facts, log=False) is None):
             replace_folder(self._partial, path)
@@ -161,12 +168,14 @@ class ArrayFolder:
             StorageError: a file is missing or damaged, or the facts are not those given.
         """
         try:
-            stamp = json.loads((self.path / STAMP).read_bytes())
-            if not isinstance(stamp, dict) or stamp.get("crc32") != _checksum_of(stamp.get("head")):
+            stamp = json.loads(read_small(self.path / STAMP))
+            if not isinstance(stamp, dict) or stamp.get("crc32") != checksum_of(stamp.get("head")):
                 raise ValueError(f"{STAMP} does not match its checksum")
             told, arrays = stamp["head"]["told"], {}
             for name, (num_bytes, crc32) in stamp["head"]["files"].items():
                 path, expected = self.path / name, FileInfo(num_bytes=num_bytes, checksum=crc32)
+                if path.parent != self.path or not path.is_file():
+                    raise ValueError(f"{name} is no file of it")
                 size = path.stat().st_size
                 found = replace(expected, num_bytes=size) if self._trusted else checksum(path)
                 if found != expected:
@@ -174,18 +183,32 @@ class ArrayFolder:
                 arrays[path.stem] = np.asarray(np.load(path, mmap_mode=mode, allow_pickle=False))
             if facts is not None and told != facts:
                 raise ValueError(f"it is {told} instead of {facts}")
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as problem:
+        except _UNREADABLE as problem:
             raise StorageError(
                 f"{self.path} is damaged ({problem}); a run that opens it writes it again"
             ) from problem
         return told, arrays
 
     def find(
-        self, facts: Mapping[str, Any] | None = None, mode: Literal["r", "c"] = "r", *, log: bool = True
+        self,
+        facts: Mapping[str, Any] | None = None,
+        mode: Literal["r", "c"] = "r",
+        *,
+        check: Callable[[Mapping[str, Array]], None] = lambda _: None,
+        log: bool = True,
     ) -> tuple[Any, dict[str, Array]] | None:
-        """Return :meth:`read`; None if the folder is missing, or (logged) damaged or of other facts."""
+        """Return :meth:`read`; None if the folder is missing, or (logged) damaged or of other facts.
+
+        ``check`` raises ValueError or LookupError for arrays that must not be used.
+        """
         try:
-            return self.read(mode, facts) if self.path.exists() else None
+            found = self.read(mode, facts) if self.path.exists() else None
+            if found is not None:
+                check(found[1])
+            return found
+        except (ValueError, LookupError) as problem:
+            _LOG.warning("%s is not used (%s); it is written again", self.path, problem)
+            return None
         except StorageError as problem:
             if log:
                 _LOG.warning("%s", problem)
@@ -212,9 +235,9 @@ class ArrayFolder:
         return True
 
 
-def _checksum_of(head: object) -> int:
-    # Of the values, not of the text, so that formatting does not matter.
-    return zlib.crc32(json.dumps(head, sort_keys=True).encode())
+def checksum_of(values: object) -> int:
+    """Return the CRC-32 of JSON values, whatever the formatting of their text."""
+    return zlib.crc32(json.dumps(values, sort_keys=True).encode())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,7 +329,9 @@ def _entries(folder: Path) -> Iterator[_Entry]:
         for path, opened in found:
             # Another process may evict it at the same time.
             with suppress(OSError):
-                yield _Entry(path=path, used_s=opened.stat().st_mtime, num_bytes=_size(path))
+                # One from a clock that was ahead would age all others for as long.
+                used_s = min(opened.stat().st_mtime, time.time())
+                yield _Entry(path=path, used_s=used_s, num_bytes=_size(path))
 
 
 def _size(folder: Path) -> int:
@@ -345,7 +370,7 @@ def _read_limits(path: Path) -> tuple[int | None, float]:
     if not path.exists():
         return None, _MAX_AGE_S
     try:
-        limits = Fields.parse(path.read_bytes(), path.name)
+        limits = Fields.parse(read_small(path), path.name)
         max_bytes = read_size(limits.text("max_size")) if limits.has("max_size") else None
         days = limits.whole("max_age_days", 0) if limits.has("max_age_days") else 30
         limits.end()

@@ -116,7 +116,7 @@ def read_column(path: Path, name: str, info: ColumnInfo | None = None, num_rows:
     try:
         dtype, shape = metadata["dtype"], tuple(int(size) for size in json.loads(metadata["shape"]))
         array = _view(column, dtype, shape)
-    except (KeyError, ValueError, TypeError) as problem:
+    except (LookupError, ValueError, TypeError, ArithmeticError, RecursionError) as problem:
         raise _damaged(name, path, problem) from problem
     found = ColumnInfo(dtype=dtype, row_shape=shape[1:])
     if (info is not None and found != info) or (num_rows is not None and shape[0] != num_rows):
@@ -133,6 +133,10 @@ def read_strings(path: Path, name: str, num_rows: int) -> Array:
     column, metadata = _open_column(path, name)
     if metadata.get("dtype") != "string" or len(column) != num_rows:
         raise StorageError(f"{path} does not hold {num_rows} strings; partition the graph again")
+    try:
+        column.validate(full=True)  # offsets of the texts are used unchecked
+    except pa.ArrowException as problem:
+        raise _damaged(name, path, problem) from problem
     return np.array(column.to_pylist(), dtype=np.str_)
 
 
@@ -223,7 +227,7 @@ def _write_file(path: Path, values: pa.Array, metadata: dict[str, str], bodies: 
 
 def _open_column(path: Path, name: str) -> tuple[pa.Array, dict[str, str]]:
     try:
-        with pa.memory_map(str(path)) as source:
+        with pa.memory_map(os.fsencode(path)) as source:
             reader = pa.ipc.open_file(source)
             column = reader.get_batch(0).column(_COLUMN)
             metadata = {key.decode(): value.decode() for key, value in (reader.schema.metadata or {}).items()}

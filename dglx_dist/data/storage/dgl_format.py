@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import dgl
 import numpy as np
 import torch
-from dgl.data.utils import load_tensors, save_tensors
+from dgl.data.utils import save_tensors
 
+from dglx_dist.data.dgl_files import DglFile, check_files, load_graphs, load_tensors
 from dglx_dist.data.json_fields import Fields
 from dglx_dist.data.storage.columns import safe_name
-from dglx_dist.data.storage.files import named_failures, partial_folder
+from dglx_dist.data.storage.files import named_failures, partial_folder, read_small
 from dglx_dist.data.storage.manifest import Manifest, check_target, put_in_place
 from dglx_dist.data.storage.writer import (
     EdgeOrder,
@@ -28,53 +29,20 @@ from dglx_dist.data.storage.writer import (
 )
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.progress import progress
-from dglx_dist.records import EDGE_TYPE, LABEL, NODE_TYPE, Array, Assignment, EdgeType, NodeColumn, RawGraph
+from dglx_dist.records import (
+    EDGE_TYPE,
+    LABEL,
+    NODE_TYPE,
+    Array,
+    Assignment,
+    EdgeType,
+    IdRanges,
+    NodeColumn,
+    RawGraph,
+)
 
+_ORIGINAL_IDS = "orig_nids.dgl"
 K = TypeVar("K", bound=str | EdgeType)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class IdRanges:
-    """DGL's homogeneous ids, which are contiguous for each (part, type); T types, P parts."""
-
-    starts: Array
-    """(T, P) int64: first id of the type's nodes (or edges) in the part."""
-    counts: Array
-    """(T, P) int64."""
-
-    @staticmethod
-    def of_offsets(offsets: Sequence[Array]) -> IdRanges:
-        """Return the ranges for T arrays (P + 1,) of per-type offsets."""
-        counts = np.stack([np.diff(one) for one in offsets]).astype(np.int64)
-        flat = np.concatenate([[0], np.cumsum(counts.T.ravel())])[:-1]
-        return IdRanges(starts=np.ascontiguousarray(flat.reshape(counts.T.shape).T), counts=counts)
-
-    @property
-    def offsets(self) -> Array:
-        """(T, P + 1): per-type ids of part p are ``offsets[t, p] .. offsets[t, p + 1] - 1``."""
-        return np.pad(np.cumsum(self.counts, axis=1), ((0, 0), (1, 0)))
-
-    def part_range(self, part: int) -> tuple[int, int]:
-        """Return the first id of one part and the first one after it."""
-        first = int(self.starts[0, part])
-        return first, first + int(self.counts[:, part].sum())
-
-    def from_typed(self, kind: int, ids: Array) -> Array:
-        """Return the homogeneous ids of per-type ids (K,) of type number ``kind``."""
-        offsets = self.offsets[kind]
-        part = np.searchsorted(offsets[1:], ids, side="right")
-        return self.starts[kind][part] + (ids - offsets[part])
-
-    def locate(self, ids: Array) -> tuple[Array, Array]:
-        """Return the type number and the part of homogeneous ids (K,)."""
-        ends = (self.starts + self.counts).T.ravel()
-        slot = np.searchsorted(ends, ids, side="right")
-        return slot % len(self.starts), slot // len(self.starts)
-
-    def to_typed(self, ids: Array) -> tuple[Array, Array]:
-        """Return the type number and the per-type id of homogeneous ids (K,)."""
-        kind, part = self.locate(ids)
-        return kind, ids - self.starts[kind, part] + self.offsets[kind, part]
 
 
 def import_dgl_format(part_config: Path, folder: Path, *, overwrite: bool = False) -> Manifest:
@@ -86,6 +54,7 @@ def import_dgl_format(part_config: Path, folder: Path, *, overwrite: bool = Fals
     graph is in memory. StorageError if a file is missing, damaged or of an unsupported kind.
     """
     config = read_part_config(Path(part_config).absolute())
+    check_files(file for part in range(config.num_parts) for file in config.dgl_files(part))
     collected = _Collected(config)
     with progress("Reading DGL's parts", config.num_parts) as advance:
         for part in range(config.num_parts):
@@ -129,11 +98,18 @@ class PartConfig:
             )
         return self.path.parent / name
 
+    def dgl_files(self, part: int) -> list[DglFile]:
+        """Return the files of a part, for :func:`check_files`."""
+        structure = self.file(part, "part_graph")
+        tensors = [self.file(part, kind) for kind in ("node_feats", "edge_feats")]
+        tensors += [path for path in [structure.with_name(_ORIGINAL_IDS)] if path.exists()]
+        return [("graphs", structure), *(("tensors", path) for path in tensors)]
+
 
 def read_part_config(path: Path) -> PartConfig:
     """Read DGL's JSON file; StorageError if it is missing or not DGL's."""
     try:
-        raw = path.read_bytes()
+        raw = read_small(path)
     except OSError as problem:
         raise StorageError(f"{path} cannot be read ({problem.strerror})") from problem
     top = Fields.parse(raw, str(path), error=StorageError)
@@ -210,7 +186,7 @@ class _Collected:
     def add_part(self, part: int) -> None:
         config = self._config
         path = config.file(part, "part_graph")
-        structure = _load(path, lambda name: dgl.load_graphs(name)[0][0])
+        structure = load_graphs(path)[0]
         missing = {dgl.NID, "inner_node"} - {*structure.ndata} | {dgl.EID, "inner_edge"} - {*structure.edata}
         if missing:
             raise StorageError(
@@ -226,7 +202,7 @@ class _Collected:
         self._add_edges(edges[inner_edges], nodes[source], nodes[destination], path)
         self._add_columns(self._node_data, config.file(part, "node_feats"), config.nodes, nodes[inner_nodes])
         self._add_columns(self._edge_data, config.file(part, "edge_feats"), config.edges, edges[inner_edges])
-        self._add_user_ids(path.with_name("orig_nids.dgl"), part)
+        self._add_user_ids(path.with_name(_ORIGINAL_IDS), part)
 
     def graph(self) -> RawGraph:
         config = self._config
@@ -260,7 +236,7 @@ class _Collected:
     def _add_columns(self, data: dict[K, dict[str, Array]], path: Path, ranges: IdRanges, ids: Array) -> None:
         owners = {_name(one): one for one in data}
         kinds, typed = ranges.to_typed(ids)
-        for key, tensor in _load(path, load_tensors).items():
+        for key, tensor in load_tensors(path).items():
             # Keys are type/column; old files leave out the only type.
             given, slash, name = key.partition("/")
             if not slash and len(owners) == 1:
@@ -291,22 +267,12 @@ class _Collected:
         if not path.exists():
             return
         nodes = self._config.nodes
-        for name, ids in _load(path, load_tensors).items():
+        for name, ids in load_tensors(path).items():
             kind = self._config.ntypes.index(name) if name in self._config.ntypes else None
             if kind is None or len(ids) != nodes.counts[kind, part]:
                 raise StorageError(f"{path}: {len(ids)} original ids of {name!r} do not fit the part")
             column = self._user_ids.setdefault(name, np.zeros(int(nodes.counts[kind].sum()), np.int64))
             column[nodes.offsets[kind, part] : nodes.offsets[kind, part + 1]] = ids.numpy()
-
-
-def _load(path: Path, read: Callable[[str], Any]) -> Any:
-    # DGL aborts the process on some paths that do not exist.
-    if not path.is_file():
-        raise StorageError(f"{path} is missing; copy it here or partition the graph again")
-    try:
-        return read(str(path))
-    except (dgl.DGLError, ValueError, RuntimeError) as problem:
-        raise StorageError(f"{path} cannot be read by DGL ({problem}); copy it again") from problem
 
 
 def _check_ids(ids: Array, expected: tuple[int, int], what: str, path: Path) -> None:
@@ -359,6 +325,34 @@ def write_dgl_format(
     return folder / config
 
 
+def part_structure(nodes: IdRanges, edges: IdRanges, part: int, ends: tuple[Array, Array]) -> dgl.DGLGraph:
+    """Return the graph of a part as DGL has it: its nodes, then the halo; ``dgl.NID``, ``inner_node`` ...
+
+    ``ends``: homogeneous (sources, destinations) of the in-edges of its nodes, in the order of their ids.
+    """
+    first, last = nodes.part_range(part)
+    source, destination = ends
+    owned = (source >= first) & (source < last)
+    halo = np.unique(source[~owned])
+    local = np.where(owned, source - first, (last - first) + np.searchsorted(halo, source))
+    global_ids = np.concatenate([np.arange(first, last), halo])
+    kinds, owners = nodes.locate(global_ids)
+    structure = dgl.graph(
+        (torch.from_numpy(local), torch.from_numpy(destination - first)), num_nodes=len(global_ids)
+    )
+    structure.ndata[dgl.NID] = _ids(global_ids)
+    structure.ndata["part_id"] = _ids(owners)
+    structure.ndata["inner_node"] = torch.from_numpy((owners == part).astype(np.uint8))
+    edge_ids = np.arange(*edges.part_range(part))
+    structure.edata[dgl.EID] = _ids(edge_ids)
+    structure.edata["inner_edge"] = torch.ones(len(edge_ids), dtype=torch.uint8)
+    if len(nodes.starts) > 1 or len(edges.starts) > 1:
+        structure.ndata[dgl.NTYPE] = torch.from_numpy(kinds.astype(np.int32))
+        edge_kinds, _ = edges.locate(edge_ids)
+        structure.edata[dgl.ETYPE] = torch.from_numpy(edge_kinds.astype(np.int32))
+    return structure
+
+
 class _DglWriter:
     def __init__(
         self,
@@ -380,13 +374,14 @@ class _DglWriter:
 
     def write_part(self, part: int, folder: Path) -> None:
         folder.mkdir()
-        dgl.save_graphs(str(folder / _FILES["part_graph"]), [self._structure(part)], formats=self._formats)
+        structure = part_structure(self._node_ranges, self._edge_ranges, part, self._ends(part))
+        dgl.save_graphs(str(folder / _FILES["part_graph"]), [structure], formats=self._formats)
         node_rows = {ntype: rows_of(order, part) for ntype, order in self._nodes.items()}
         edge_rows = {
             etype: rows_of(order, part) if self._renumbers else np.arange(len(order.indices))
             for etype, order in self._edges.items()
         }
-        self._save_rows(folder, "node_feats", "orig_nids.dgl", node_rows, self._graph.node_data)
+        self._save_rows(folder, "node_feats", _ORIGINAL_IDS, node_rows, self._graph.node_data)
         self._save_rows(folder, "edge_feats", "orig_eids.dgl", edge_rows, self._graph.edge_data)
 
     def _save_rows(
@@ -425,38 +420,14 @@ class _DglWriter:
             **parts,
         }
 
-    def _structure(self, part: int) -> dgl.DGLGraph:
-        first, last = self._node_ranges.part_range(part)
-        source, destination = self._ends(part, first)
-        owned = (source >= first) & (source < last)
-        halo = np.unique(source[~owned])
-        local = np.where(owned, source - first, (last - first) + np.searchsorted(halo, source))
-        global_ids = np.concatenate([np.arange(first, last), halo])
-        kinds, owners = self._node_ranges.locate(global_ids)
-        structure = dgl.graph(
-            (torch.from_numpy(local), torch.from_numpy(destination)), num_nodes=len(global_ids)
-        )
-        structure.ndata[dgl.NID] = _ids(global_ids)
-        structure.ndata["part_id"] = _ids(owners)
-        structure.ndata["inner_node"] = torch.from_numpy((owners == part).astype(np.uint8))
-        edge_ids = np.arange(*self._edge_ranges.part_range(part))
-        structure.edata[dgl.EID] = _ids(edge_ids)
-        structure.edata["inner_edge"] = torch.ones(len(edge_ids), dtype=torch.uint8)
-        if len(self._ntypes) > 1 or len(self._edges) > 1:
-            structure.ndata[dgl.NTYPE] = torch.from_numpy(kinds.astype(np.int32))
-            edge_kinds, _ = self._edge_ranges.locate(edge_ids)
-            structure.edata[dgl.ETYPE] = torch.from_numpy(edge_kinds.astype(np.int32))
-        return structure
-
-    def _ends(self, part: int, first: int) -> tuple[Array, Array]:
-        # Global sources and local destinations, in the order of edge ids.
+    def _ends(self, part: int) -> tuple[Array, Array]:
         sources, destinations = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         for etype, order in self._edges.items():
             nodes = self._nodes[etype[2]].offsets
             kind = self._ntypes.index(etype[2])
             degrees = np.diff(order.indptr[nodes[part] : nodes[part + 1] + 1])
-            shift = self._node_ranges.starts[kind, part] - first
-            destinations.append(np.repeat(np.arange(len(degrees)) + shift, degrees))
+            first = self._node_ranges.starts[kind, part]
+            destinations.append(np.repeat(first + np.arange(len(degrees)), degrees))
             indices = order.indices[order.offsets[part] : order.offsets[part + 1]]
             sources.append(self._node_ranges.from_typed(self._ntypes.index(etype[0]), indices))
             if not self._renumbers:

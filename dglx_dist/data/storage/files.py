@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
 import re
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -58,6 +60,21 @@ def replaced_file(target: Path) -> Iterator[Path]:
         partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def read_small(path: Path, most: int = 1 << 28) -> bytes:
+    """Return a regular file's content of at most ``most`` bytes, such as JSON; OSError for any other file.
+
+    Devices and pipes may never end, and memory for the parsed values is many times that of the text.
+    """
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        if status.st_size > most:
+            raise OSError(errno.EFBIG, f"it has more than {readable_bytes(most)}", str(path))
+        # Not read(most): a buffer of that size would be allocated first.
+        return file.read(status.st_size)
 
 
 def remove_abandoned(folder: Path, *, below: bool = True) -> None:
@@ -192,6 +209,13 @@ def replace_folder(folder: Path, target: Path) -> None:
     shutil.rmtree(old)
 
 
+def discard(folder: Path) -> None:
+    """Remove ``folder``; what an interruption leaves of it counts as abandoned."""
+    partial = _partial_name(folder)
+    folder.rename(partial)
+    shutil.rmtree(partial)
+
+
 def hold(path: Path, mode: int = 0o777) -> int:
     """Return a descriptor whose shared lock on ``path`` lasts until it is closed or its process ends.
 
@@ -280,7 +304,8 @@ def peak() -> int:
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 
-_UNITS = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+"""As :func:`readable_bytes` writes them."""
 
 
 def read_size(text: str) -> int:

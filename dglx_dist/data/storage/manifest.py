@@ -26,14 +26,15 @@ from dglx_dist.data.storage.columns import (
     edge_folder,
     node_folder,
 )
-from dglx_dist.data.storage.files import check_replaceable, place_folder
+from dglx_dist.data.storage.files import check_replaceable, place_folder, read_small
 from dglx_dist.errors import StorageError
-from dglx_dist.records import Array, ColumnInfo, EdgeType
+from dglx_dist.records import LABEL, Array, ColumnInfo, EdgeType
 
 FORMAT = "dglx-dataset"
 VERSION = 1
 _NO_CHECKSUM = "00000000"
 _Count: TypeAlias = Annotated[int, Within(0, (1 << 63) - 1)]
+_WHOLE = {dtype for dtype in DTYPES if dtype.startswith(("int", "uint"))}
 _EtypeName: TypeAlias = Annotated[tuple[str, ...], Within(3, 3)]
 
 
@@ -88,9 +89,11 @@ class StoredArray(NamedTuple):
     """None: ids of int32 or int64."""
     num_rows: int
     bound: int | None = None
-    """Ids are below it; None: the values are not ids of this dataset."""
+    """Values are below it, since compiled code uses them unchecked; None: they may be any."""
     of: str = ""
-    """What has these ids."""
+    """What has these values as ids."""
+    least: int | None = 0
+    """Smallest value; None: there is none."""
 
 
 def part_arrays(manifest: Manifest, part: int) -> dict[str, StoredArray]:
@@ -106,7 +109,14 @@ def part_arrays(manifest: Manifest, part: int) -> dict[str, StoredArray]:
         arrays[f"{folder}/original_ids.arrow"] = StoredArray(IDS, num_nodes, manifest.num_nodes(ntype), of)
         if (kind := manifest.user_ids.get(ntype)) is not None:
             arrays[f"{folder}/user_ids.arrow"] = StoredArray(IDS if kind == "int64" else STRINGS, num_nodes)
-        arrays |= {data_path(folder, name): StoredArray(info, num_nodes) for name, info in columns.items()}
+        num_classes = manifest.num_classes.get(ntype)
+        for name, info in columns.items():
+            is_label = name == LABEL and info.row_shape == () and info.dtype in _WHOLE
+            stored = _column(info, num_nodes)
+            if is_label and num_classes is not None:
+                # Negative ones stand for no label.
+                stored = stored._replace(bound=num_classes, of="num_classes", least=None)
+            arrays[data_path(folder, name)] = stored
     for etype, columns in manifest.edge_columns.items():
         folder, num_edges = edge_folder(part, etype), owned(manifest.edge_offsets[etype])
         num_rows, of = owned(manifest.node_offsets[etype[2]]) + 1, f"edges {etype}"
@@ -114,8 +124,13 @@ def part_arrays(manifest: Manifest, part: int) -> dict[str, StoredArray]:
         arrays[f"{folder}/indptr.arrow"] = StoredArray(IDS, num_rows, num_edges + 1, f"{of} of the part")
         arrays[f"{folder}/indices.arrow"] = StoredArray(None, num_edges, *sources)
         arrays[f"{folder}/original_ids.arrow"] = StoredArray(IDS, num_edges, manifest.num_edges(etype), of)
-        arrays |= {data_path(folder, name): StoredArray(info, num_edges) for name, info in columns.items()}
+        arrays |= {data_path(folder, name): _column(info, num_edges) for name, info in columns.items()}
     return arrays
+
+
+def _column(info: ColumnInfo, num_rows: int) -> StoredArray:
+    # A boolean is a byte, and code that counts and indexes by masks relies on 0 and 1.
+    return StoredArray(info, num_rows, *((2, "booleans") if info.dtype == "bool" else ()))
 
 
 def to_json(manifest: Manifest) -> dict[str, object]:
@@ -162,7 +177,7 @@ def from_json(value: object, where: str) -> Manifest:
     _check_format(top)
     num_parts = top.whole("num_parts", 1)
     node_offsets, node_columns, num_classes, user_ids = {}, {}, {}, {}
-    for item in top.inners("node_types"):
+    for item in top.inners("node_types", 1):
         ntype = item.text("name")
         node_offsets[ntype], node_columns[ntype] = _offsets(item, num_parts), _columns(item.inner("columns"))
         if item.any("num_classes") is not None:
@@ -217,7 +232,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Return the checked manifest of a dataset; StorageError if it is missing, damaged, or too new."""
     path = folder / MANIFEST
     try:
-        raw = path.read_bytes()
+        raw = read_small(path)
     except OSError as problem:
         raise StorageError(_why_unreadable(folder, problem)) from problem
     try:
@@ -260,7 +275,7 @@ def _why_unreadable(folder: Path, problem: OSError) -> str:
 
 def _is_dgl_config(path: Path) -> bool:
     try:
-        value = json.loads(path.read_bytes())
+        value = json.loads(read_small(path))
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(value, dict) and {"node_map", "part_method"} <= value.keys()
@@ -331,4 +346,4 @@ def _is_dataset(folder: Path) -> bool:
     # It may be damaged or of another version, but the folder holds nothing else.
     names = {path.name for path in folder.iterdir()}
     others = {name for name in names - {MANIFEST, CACHE} if not _PART.fullmatch(name)}
-    return MANIFEST in names and not others and FORMAT.encode() in (folder / MANIFEST).read_bytes()
+    return MANIFEST in names and not others and FORMAT.encode() in read_small(folder / MANIFEST)

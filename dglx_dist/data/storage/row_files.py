@@ -24,7 +24,7 @@ from dglx_dist.data.storage.columns import (
     safe_name,
     write_column,
 )
-from dglx_dist.data.storage.files import replaced_file
+from dglx_dist.data.storage.files import read_small, replaced_file
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.records import Array, ColumnInfo
 
@@ -133,7 +133,7 @@ def read_index(folder: Path) -> RowIndex:
     """Return the index of ``folder``; StorageError if it is missing, damaged or of another version."""
     path = folder / INDEX
     try:
-        top = Fields.parse(path.read_bytes(), INDEX)
+        top = Fields.parse(read_small(path), INDEX)
         if top.text("checksum") != _checksum(top.given):
             raise top.failure("its checksum differs")
         version, facts = top.whole("version"), top.inner("facts").given

@@ -18,12 +18,10 @@ from dglx_dist.comm.exchange import (
     Incoming,
     Outgoing,
     ReusableBuffer,
-    copied_to_host,
-    is_on_host,
     row_exchanges,
 )
 from dglx_dist.comm.session import Session
-from dglx_dist.comm.transfer import Copy, host_memory
+from dglx_dist.comm.transfer import Copy, copied_to_host, host_memory, is_on_host
 from dglx_dist.errors import ConfigError
 from dglx_dist.strategies.full_graph.halo_plan import HaloLayer
 

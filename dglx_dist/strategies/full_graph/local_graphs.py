@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import dgl
@@ -20,7 +22,7 @@ from dglx_dist.comm.collectives import check_equal, run_on_all_ranks
 from dglx_dist.dataloading.feature_fetch import RowMemory
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.partition_book import RowOwners
-from dglx_dist.message_passing import place
+from dglx_dist.message_passing import moved_frame, place
 from dglx_dist.records import Array, StepShare
 from dglx_dist.strategies.base import STRATEGIES, count_targets
 from dglx_dist.strategies.full_graph.halo_block import (
@@ -124,11 +126,14 @@ class LocalGraph(DGLGraph):
         self._exchanged = before
 
     def to(self, device: Any, **kwargs: Any) -> LocalGraph:
-        moved: LocalGraph = super().to(device, **kwargs)
-        if moved is self:
-            return self
+        moved: LocalGraph = copy.copy(self)
         moved._block = self._block.to(device, **kwargs)
-        moved._graph = moved._block._graph
+        if moved._block is self._block:
+            return self
+        moved._graph, where = moved._block._graph, moved._block.device
+        move = partial(Tensor.to, device=where, **kwargs)
+        for frames in ("_node_frames", "_edge_frames"):
+            setattr(moved, frames, [moved_frame(one, where, move) for one in getattr(self, frames)])
         moved._exchanged, names = {}, list(self.ndata.keys())
         moved._prefetched = tuple(
             _ExchangedColumn(rows, _version_of(rows), one.whole.to(device, **kwargs))

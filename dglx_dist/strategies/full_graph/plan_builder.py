@@ -540,9 +540,10 @@ def check_graph(g: DistGraph) -> None:
     counts = np.diff(g.get_node_partition_policy(g.ntypes[0]).bounds)
     servers = topology.num_servers
     for server in np.flatnonzero(counts == 0).tolist():
+        again = f"partition it again with `dglx partition DATA --parts {servers} --out DIR`, or "
         raise ConfigError(
-            f"server {server} of {servers} owns no node of {g.name}; partition it again with "
-            f"`dglx partition DATA --parts {servers} --out DIR`, or start fewer servers"
+            f"server {server} of {servers} owns no node of {g.name}, which has {counts.sum()}; "
+            f"{again if counts.sum() >= servers else ''}start fewer servers"
         )
     if topology.world_size > counts.sum():
         raise ConfigError(

@@ -21,11 +21,9 @@ from dglx_dist.comm.exchange import (
     Exchange,
     Incoming,
     Outgoing,
-    copied_to_host,
-    is_on_host,
 )
 from dglx_dist.comm.session import Session
-from dglx_dist.comm.transfer import host_memory
+from dglx_dist.comm.transfer import copied_to_host, host_memory, is_on_host
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import cut_out
 from dglx_dist.layers.dropout import Columns

@@ -26,7 +26,7 @@ from dglx_dist.comm.collectives import check_equal, gather_json, run_on_all_rank
 from dglx_dist.comm.mailbox import OneSidedExchange
 from dglx_dist.comm.session import SessionField
 from dglx_dist.comm.trace import LOADER
-from dglx_dist.comm.transfer import Copy, carried
+from dglx_dist.comm.transfer import Copy, carried, ids_to_device
 from dglx_dist.dataloading.feature_fetch import RowMemory
 from dglx_dist.dataloading.minibatch import build_block
 from dglx_dist.dataloading.sampler_spec import read_sampler
@@ -356,7 +356,7 @@ class PushPullLoader(EpochLoader[_Made, Any]):
                 replace(
                     one,
                     block=one.block if part == own else place(one.block, device, copy=copy),
-                    nodes=one.nodes if part == own else copy(one.nodes),
+                    nodes=one.nodes if part == own else ids_to_device(one.nodes, device, copy),
                     columns={name: copy(rows) for name, rows in one.columns.items()},
                 )
                 for part, one in enumerate(inputs)

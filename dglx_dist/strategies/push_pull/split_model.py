@@ -234,10 +234,12 @@ class ColumnEmbedding:
         weight, padding = self.weight, self._embedding.padding_idx
         nodes = torch.cat([nodes for nodes, _ in trained])
         gradients = torch.cat([gradient for _, gradient in trained]).to(weight).detach()
-        if padding is not None:
-            kept = nodes != padding
-            nodes, gradients = nodes[kept], gradients[kept]
+        if padding is not None and not self._embedding.sparse:
+            gradients = gradients.masked_fill((nodes == padding).unsqueeze(1), 0)
         if self._embedding.sparse:
+            # The number of distinct rows is read from the device.
+            kept = slice(None) if padding is None else nodes != padding
+            nodes, gradients = nodes[kept], gradients[kept]
             total = torch.sparse_coo_tensor(
                 nodes.unsqueeze(0), gradients, weight.shape, check_invariants=True
             ).coalesce()

@@ -161,7 +161,7 @@ class PushPullModel(WrappedModel):
         split = split_model(
             model, store, group, num_nodes=g.num_nodes(), seed=session.seed, sync=options.sync
         )
-        self.module, self._cuts = model, split.cuts
+        self.module, self._cuts, self._depth = model, split.cuts, options.depth
         self._exchange = AsyncExchange(session, group)
         self._buffer_means = BufferMeans(self.module, session, reduction)
         self._trained = {id(p) for p in self.module.parameters() if p.requires_grad}
@@ -190,6 +190,10 @@ class PushPullModel(WrappedModel):
     def versions(self) -> Sequence[Version]:
         """Of the weights that the latest batches read and wrote, in the order of their steps."""
         return tuple(self._pipeline.log.done)
+
+    @property
+    def overlaps_steps(self) -> bool:
+        return self._depth > 1
 
     def exchange_seconds(self, *, reset: bool = False) -> float:
         return self._pipeline.exchange_seconds(reset=reset)

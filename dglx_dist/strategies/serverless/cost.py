@@ -114,13 +114,12 @@ def cost(candidate: Candidate, known: Measured) -> Cost:
     factor = 1.0 if candidate.exact else _ASYNC
     # Every epoch in flight keeps its activations.
     in_flight = 1 + 0.5 * (int(candidate.options.get("staleness", -1)) + 1)
-    memory = known.fixed + round((full_graph_memory(known, work) - known.fixed) * in_flight)
+    kept = full_graph_memory(known, work) - known.fixed
     return Cost(
         seconds=Seconds(compute=factor * compute, outside=factor * outside, inside=factor * inside),
         traffic=traffic,
-        memory=memory,
-        note="workers on the same servers"
-        + (", as fast as their GPUs" if cluster.device_memory_bytes else ""),
+        memory=known.fixed + round(kept * in_flight),
+        note="workers on the same servers",
     )
 
 

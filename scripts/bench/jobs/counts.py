@@ -41,7 +41,7 @@ def calibrate_compute(params: Mapping[str, Any], context: JobContext) -> dict[st
             size = max(told.batch_size // part, 1)
             loader = DataLoader(g, seeds[: size * _BATCHES], sampler, batch_size=size, num_threads=0)
             batches += [blocks for _, _, blocks in loader]
-        cost = calibrate(model_of(told, g), batches)
+        cost = calibrate(model_of(told, g).to(g.session.device), batches)
         g.close()
     return asdict(cost)
 

@@ -79,7 +79,7 @@ def _make(told: TrainParams, g: DistGraph) -> _Training:
     nodes = node_split(g.ndata["train_mask"], g.get_partition_book(), force_even=told.seeds == "even")
     sampler, nodes = sampler_of(told), nodes[: told.max_seeds]
     loader = DataLoader(g, nodes, sampler, batch_size=told.batch_size, shuffle=True, **dict(told.loader))
-    model = model_of(told, g)
+    model = model_of(told, g).to(g.session.device)
     if told.simulated is not None:
         model = SleepingModel(model, told.simulated, int(g.num_classes(NODE_TYPE) or 0))
     wrapped = wrap(model, g)

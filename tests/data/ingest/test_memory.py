@@ -16,7 +16,7 @@ from dglx_dist.data.storage.reader import open_dataset
 from tests.data.ingest.shop import one_type
 from tests.data.raw_graphs import write
 
-LIMIT_MB = 185
+LIMIT_MB = 194
 """Some MB above the least that is granted, which other builds of the libraries shift."""
 
 
@@ -36,7 +36,7 @@ def test_tables_larger_than_the_limit_stay_within_it(tmp_path: Path) -> None:
     }
     write(tmp_path, tables)
     num_bytes = sum(path.stat().st_size for path in tmp_path.glob("*.parquet"))
-    assert num_bytes > LIMIT_MB << 20
+    assert num_bytes > LIMIT_MB * 10**6
     command = [sys.executable, "-m", "dglx_dist.cli", "ingest", str(tmp_path / "graph.json")]
     command += ["--out", str(tmp_path / "out"), "--memory", f"{LIMIT_MB}MB"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)

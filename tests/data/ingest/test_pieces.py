@@ -81,7 +81,7 @@ def test_ids_spread_evenly_over_the_buckets(tmp_path: Path, ids: Any) -> None:
 
 def test_more_edges_of_a_node_than_can_be_sorted_are_told(tmp_path: Path) -> None:
     ends = [Spill(tmp_path / name, np.int64, [np.zeros(100)]) for name in ("s", "d")]
-    with pytest.raises(ConfigError, match=r"100 edges end at the nodes of row 0 .* grant --memory 1\d\dMB"):
+    with pytest.raises(ConfigError, match=r"100 edges end at the nodes of row 0 .* grant --memory 2\d\dMB"):
         sort_edges((ends[0], ends[1]), 20, 10, tmp_path / "out", 1000)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dglx_dist.data.storage.arrays import LIMITS, STAMP, ArrayCache, ArrayFolder, ArrayWriter, _checksum_of
+from dglx_dist.data.storage.arrays import LIMITS, STAMP, ArrayCache, ArrayFolder, ArrayWriter, checksum_of
 from dglx_dist.data.storage.reader import open_dataset
 from dglx_dist.errors import StorageError
 from tests.data.storage.graphs import ODD_ONES_OUT, TWO_TRIANGLES, flip, flipped_bits, store
@@ -77,7 +77,7 @@ def test_every_flipped_bit_is_found_and_repaired(
 
 
 def stamped(head: object) -> str:
-    return json.dumps({"crc32": _checksum_of(head), "head": head})
+    return json.dumps({"crc32": checksum_of(head), "head": head})
 
 
 HEADS = [{}, [], None, {"files": {}}, {"files": 1, "told": {}}, {"files": {"x.npy": 1}, "told": {}}]
@@ -227,6 +227,7 @@ AGES, TWO = {"days": 3, "now": 0, "month": 31}, {"old": 3, "new": 1}
     [
         ("{}", None, AGES, ["days", "now"]),
         ("{}", None, {"a": 300, "b": 310, "c": 331}, ["a", "b"]),  # of a dataset that rested
+        ("{}", None, {"ahead": -700, "days": 3, "now": 0}, ["ahead", "days", "now"]),  # by another clock
         ('{"max_age_days": 40}', None, AGES, ["days", "month", "now"]),
         ('{"max_age_days": 2}', None, AGES, ["now"]),
         ('{"max_size": "20KB"}', None, AGES, ["days", "now"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from dglx_dist.data import dgl_files
+from dglx_dist.data.dgl_files import check_files
 from dglx_dist.data.storage.dgl_format import import_dgl_format, write_dgl_format
 from dglx_dist.data.storage.reader import StoredDataset, open_dataset
 from dglx_dist.errors import ConfigError, StorageError
@@ -255,7 +258,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path, config: Path, change, messag
 
 def test_a_damaged_or_missing_file_is_named(tmp_path: Path, config: Path) -> None:
     (config.parent / "part1/graph.dgl").write_bytes(b"not a graph")
-    with pytest.raises(StorageError, match=r"part1/graph\.dgl cannot be read"):
+    with pytest.raises(StorageError, match=r"part1/graph\.dgl is damaged"):
         import_dgl_format(config, tmp_path / "d")
     config.unlink()
     with pytest.raises(StorageError, match=config.name):
@@ -270,3 +273,37 @@ def test_a_graph_file_without_edge_ids_is_named(tmp_path: Path, config: Path, na
     dgl.save_graphs(str(path), [structure])
     with pytest.raises(StorageError, match=rf"part1/graph\.dgl has no '{name}'"):
         import_dgl_format(config, tmp_path / "d")
+
+
+def test_damaged_files_are_refused_and_end_no_process(tmp_path: Path) -> None:
+    config = write_dgl_format(
+        random_heterogeneous(0), random_owners(random_heterogeneous(0), 2, 0), tmp_path / "d"
+    )
+    part, refused, said = config.parent / "part1", list[str](), list[str]()
+    for name in ("graph.dgl", "node_feat.dgl"):
+        path = part / name
+        whole = path.read_bytes()
+        cut, long = whole[: len(whole) // 2], whole[:16] + b"\xff" * 8 + whole[24:]
+        for damaged in (cut, long):
+            path.write_bytes(damaged)
+            try:
+                import_dgl_format(config, tmp_path / "ours", overwrite=True)
+            except StorageError as problem:
+                said.append(str(problem))
+                refused.append(str(path))
+        path.write_bytes(whole)
+    assert len(said) >= 3
+    assert any("ended with status" in one for one in said)
+    assert all(path in one for path, one in zip(refused, said, strict=True))
+    import_dgl_format(config, tmp_path / "ours", overwrite=True)
+
+
+def test_a_child_that_has_ended_is_started_again(tmp_path: Path) -> None:
+    dgl.save_graphs(str(tmp_path / "g"), [dgl.rand_graph(3, 4)])
+    for _ in range(2):
+        (tmp_path / "g").touch()
+        check_files([("graphs", tmp_path / "g")])
+        # As after some idle seconds.
+        child = dgl_files._Child.of(os.getpid())._process
+        child.kill()
+        child.wait()

@@ -22,6 +22,7 @@ from dglx_dist.data.storage.files import (
     hold,
     partial_folder,
     peak,
+    read_small,
     readable_bytes,
     remove_abandoned,
     replace_folder,
@@ -266,3 +267,19 @@ def test_processes_may_race(tmp_path: Path) -> None:
 def test_bytes() -> None:
     shown = [readable_bytes(number) for number in (0, 999, 1000, 1536, 999_600, 12_345_678_901)]
     assert shown == ["0 B", "999 B", "1 KB", "1.54 KB", "1 MB", "12.3 GB"]
+
+
+@pytest.mark.parametrize("kind", ["missing", "folder", "pipe", "device", "large"])
+def test_only_a_small_regular_file_is_read(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "settings.json"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "large":
+        path.write_bytes(b"12345")
+        assert read_small(path, 5) == b"12345"
+    with pytest.raises(OSError, match=r"settings\.json"):
+        read_small(path, 4)

@@ -31,6 +31,8 @@ WRONG = [
     ("num_parts", MISSING, "'num_parts' is missing, expected a whole number of at least 1"),
     ("num_parts", 0, "'num_parts' is 0, expected a whole number of at least 1"),
     ("num_parts", 3, r"'node_types\[0\]\.offsets' is \[0, 3, 6\], expected a list of 4"),
+    # Its parts would be counted up to num_parts.
+    ("node_types", [], r"'node_types' is \[\], expected a list of at least 1"),
     ("name", 5, "'name' is 5, expected a text"),
     ("node_types 0 offsets", [0, 4, 3], r"offsets' is \[0, 4, 3\], expected .*never fall"),
     ("node_types 0 offsets", [1, 4, 6], "start at 0"),

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from dglx_dist.data.storage import columns
 from dglx_dist.data.storage import reader as verify
+from dglx_dist.data.storage.arrays import checksum_of
 from dglx_dist.data.storage.columns import write_column
 from dglx_dist.data.storage.manifest import read_manifest, write_manifest
 from dglx_dist.data.storage.reader import open_dataset
@@ -149,7 +150,7 @@ def read_files(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def compared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    return recorded(monkeypatch, verify, "_check_ids", 1)
+    return recorded(monkeypatch, verify, "_check_values", 1)
 
 
 def test_only_a_changed_file_is_read_again(folder: Path, read_files: list[str]) -> None:
@@ -184,10 +185,22 @@ def test_a_folder_that_cannot_be_written_is_read_each_time(
     assert "reads all its files" in caplog.text
 
 
+def renew(folder: Path, path: str, file: columns.FileInfo) -> None:
+    manifest = read_manifest(folder)
+    write_manifest(replace(manifest, files={**manifest.files, path: file}), folder)
+
+
+def rewrite(folder: Path, path: str, info: ColumnInfo, values: Any) -> None:
+    (folder / path).unlink()
+    renew(folder, path, write_column(folder / path, info, len(values), [values]))
+
+
 EDGES = "part1/edges/_N._E._N"
 # Part 1 has the indptr [0, 1, 3, 4] of 4 edges; there are 6 nodes and 7 edges.
 WRONG_IDS = [
     (f"{EDGES}/indices.arrow", 2, 6),
+    ("part1/nodes/_N/data/label.arrow", 1, 3),
+    ("part1/nodes/_N/data/label.arrow", 2, 2**62),
     (f"{EDGES}/indices.arrow", 0, -1),
     (f"{EDGES}/indices.arrow", 1, 2**31 - 1),
     (f"{EDGES}/original_ids.arrow", 1, 7),
@@ -219,6 +232,66 @@ def test_an_id_out_of_range_is_named(
         assert "partition the graph again" in str(caught.value)
 
 
+def test_a_mask_holds_booleans_only(folder: Path) -> None:
+    path = "part1/nodes/_N/data/train_mask.arrow"
+    rewrite(folder, path, ColumnInfo(dtype="bool", row_shape=()), np.array([1, 2, 0], np.uint8))
+    with pytest.raises(DatasetError, match=r"train_mask\.arrow, train_mask\[1\] is 2, expected 0 to 1"):
+        open_dataset(folder)
+
+
+def test_offsets_of_texts_are_checked(folder: Path) -> None:
+    path = "part1/nodes/_N/user_ids.arrow"
+    file = folder / path
+    # Offsets 0, 1, 2, 9 of "b", "d", "längst"; Arrow itself reads wherever they lead.
+    damaged = file.read_bytes().replace(
+        np.array([0, 1, 2, 9]).tobytes(), np.array([0, 1, 2**40, 9]).tobytes()
+    )
+    file.write_bytes(damaged)
+    renew(folder, path, columns.checksum(file))
+    with pytest.raises(StorageError, match=r"user_ids\.arrow .*is damaged"):
+        open_dataset(folder, verify="full").part(1).user_ids(NODE_TYPE)
+
+
+def test_stamps_that_came_with_a_dataset_are_not_believed(folder: Path, read_files: list[str]) -> None:
+    path = folder / f"{EDGES}/indices.arrow"
+    open_dataset(folder)
+    times = path.stat()
+    put_value(folder, f"{EDGES}/indices.arrow", 0, 6)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    stamps, manifest = folder / "cache/verified.json", read_manifest(folder)
+    files = json.loads(stamps.read_text())["files"]
+    for name, stamp in files.items():
+        stamp[3:] = [manifest.files[name].checksum, *[manifest.checksum] * (len(stamp) > 4)]
+    stamps.write_text(json.dumps({"crc32": checksum_of(files), "files": files}))
+    with pytest.raises(DatasetError, match=r"indices\[0\] is 6"):
+        open_dataset(folder)
+
+
+def test_a_copy_of_the_structure_is_not_believed(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    dataset = open_dataset(folder)
+    right = verify.open_structure(dataset, EDGE_TYPE)
+    copy = dataset.cache.entry("structure", "_N._E._N")
+    for name, at, value in (("indices", 3, 6), ("indices", 0, -1), ("indptr", 2, 99)):
+        facts, arrays = copy.read()
+        wrong = {key: array.copy() for key, array in arrays.items()}
+        wrong[name][at] = value
+        copy.keep(wrong, facts, "it")
+        caplog.clear()
+        found = verify.open_structure(open_dataset(folder), EDGE_TYPE)
+        assert found.indices.tolist() == right.indices.tolist()
+        assert f"{name}[{at}] is {value}, which is out of range" in caplog.text
+        assert copy.read()[1][name].tolist() == getattr(right, name).tolist()
+    # A head that NumPy's parser ends in the middle of, with a checksum that is right.
+    path, stamp = copy.path / "indptr.npy", json.loads((copy.path / "stamp.json").read_text())
+    path.write_bytes(path.read_bytes().replace(b"'shape': (", b"'shape':(((", 1))
+    stamp["head"]["files"]["indptr.npy"][1] = columns.checksum(path).checksum
+    (copy.path / "stamp.json").write_text(
+        json.dumps({"crc32": checksum_of(stamp["head"]), "head": stamp["head"]})
+    )
+    found = verify.open_structure(open_dataset(folder), EDGE_TYPE)
+    assert found.indptr.tolist() == right.indptr.tolist()
+
+
 @pytest.mark.parametrize("etype", [RATES, FOLLOWS])
 def test_ids_are_those_of_their_own_type(tmp_path: Path, etype: tuple[str, str, str]) -> None:
     graph, folder = random_heterogeneous(0), tmp_path / "d"
@@ -232,12 +305,9 @@ def test_ids_are_those_of_their_own_type(tmp_path: Path, etype: tuple[str, str, 
 
 
 def test_an_array_that_holds_no_ids_is_named(folder: Path) -> None:
-    path = f"{EDGES}/indices.arrow"
-    (folder / path).unlink()
-    info = ColumnInfo(dtype="float32", row_shape=())
-    file = write_column(folder / path, info, 4, [np.zeros(4, np.float32)])
-    manifest = read_manifest(folder)
-    write_manifest(replace(manifest, files={**manifest.files, path: file}), folder)
+    rewrite(
+        folder, f"{EDGES}/indices.arrow", ColumnInfo(dtype="float32", row_shape=()), np.zeros(4, np.float32)
+    )
     with pytest.raises(DatasetError, match=r"indices is float32 .* expected int32 or int64"):
         open_dataset(folder)
 
@@ -246,13 +316,15 @@ def test_whole_files_are_read_and_ids_compared_once(
     folder: Path, compared: list[str], read_files: list[str]
 ) -> None:
     files = read_manifest(folder).files
-    arrays = sorted(path for path in files if "/data/" not in path and "user_ids" not in path)
+    others = ("user_ids", "feat", "weight")
+    arrays = sorted(path for path in files if not any(name in path for name in others))
     for how, times in (("never", 0), ("auto", 1), ("auto", 1), ("full", 2)):
         open_dataset(folder, verify=how)  # type: ignore[arg-type]
         assert (len(read_files), sorted(compared)) == (times * len(files), sorted(times * arrays))
     # Stamps of an earlier version do not say that ids are in range, nor do another manifest's.
     stamps = folder / "cache/verified.json"
-    stamps.write_text(json.dumps({path: one[:3] for path, one in json.loads(stamps.read_text()).items()}))
+    unchecked = {path: one[:4] for path, one in json.loads(stamps.read_text())["files"].items()}
+    stamps.write_text(json.dumps({"crc32": checksum_of(unchecked), "files": unchecked}))
     compared.clear()
     read_files.clear()
     open_dataset(folder)

@@ -236,7 +236,7 @@ def with_memory(folder: str, sizes: list[str], wrap_first: bool) -> list[int]:
 @pytest.mark.parametrize("wrap_first", [False, True])
 def test_less_memory_more_batches(folder: Path, wrap_first: bool) -> None:
     results = run_ranks(
-        with_memory, 2, args=(str(folder), ["1GB", "220KB", "160KB"], wrap_first), ranks_per_server=2
+        with_memory, 2, args=(str(folder), ["1GB", "225KB", "164KB"], wrap_first), ranks_per_server=2
     )
     assert results[0] == results[1]
     one, some, more = results[0]
@@ -278,7 +278,7 @@ def test_the_next_batch_is_loaded_meanwhile_and_too_many_are_refused(folder: Pat
 def test_options_of_memory_and_of_expansion_aware_sampling() -> None:
     read = STRATEGIES.get("cooperative").read_options
     assert (read({}).batches, read({}).eas) == (None, None)
-    assert [read({"memory": size}).memory_bytes for size in ("1MB", 5000)] == [2**20, 5000]
+    assert [read({"memory": size}).memory_bytes for size in ("1MB", 5000)] == [10**6, 5000]
     for options, eas in (
         ({"external_fanout": 3, "external_inner": "batch"}, EasOptions(hops=1, fanout=3, inner="batch")),
         ({"external_hops": 0}, EasOptions(hops=0)),

@@ -15,6 +15,7 @@ from torch import nn
 from dglx_dist.api import fit, init
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.training.fit import FitConfig
+from tests.helpers import wait_for_checkpoints
 from tests.helpers.ranks import run_ranks, start_ranks
 from tests.strategies import equality
 
@@ -27,16 +28,17 @@ DEPTHS = (1, 3)
 class Net(nn.Module):
     """Two convolutions; counts its calls in training, and dies in one of them if told so."""
 
-    def __init__(self, dies_at: int | None) -> None:
+    def __init__(self, dies_at: int | None, checkpoints: str) -> None:
         super().__init__()
         self.first = dgl.nn.SAGEConv(equality.WIDTH, equality.HIDDEN, "mean")
         self.second = dgl.nn.SAGEConv(equality.HIDDEN, equality.CLASSES, "mean")
-        self.calls, self.dies_at = 0, dies_at
+        self.calls, self.dies_at, self.checkpoints = 0, dies_at, checkpoints
 
     def forward(self, blocks: Any, h: torch.Tensor) -> torch.Tensor:
         h = torch.relu(self.first(blocks[0], h))
         self.calls += 1
         if self.calls == self.dies_at:
+            wait_for_checkpoints(self.checkpoints, 1)
             os.kill(os.getpid(), signal.SIGKILL)
         out: torch.Tensor = self.second(blocks[1], h)
         return out
@@ -51,8 +53,8 @@ def trained(
     with init("push_pull", timeout=20, seed=3, **options) as session:
         g = DistGraph(dataset)
         torch.manual_seed(1)
-        net = Net(KILLED_AT if kill and session.topology.rank == 1 else None).double()
-        config = FitConfig(epochs=EPOCHS, checkpoint_folder=checkpoints, resume=True, show_progress=False)
+        net = Net(KILLED_AT if kill and session.topology.rank == 1 else None, checkpoints).double()
+        config = FitConfig(epochs=EPOCHS, checkpoint_folder=checkpoints, show_progress=False)
         wrapped, result = fit(net, g, config=config, fanouts=(3, 3), batch_size=BATCH)
         weights = {name: value.tolist() for name, value in wrapped.state_dict().items()}
         g.barrier()

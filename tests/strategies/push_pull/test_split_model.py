@@ -20,6 +20,7 @@ from dglx_dist.records import ColumnInfo
 from dglx_dist.strategies.push_pull.exchange import make_group
 from dglx_dist.strategies.push_pull.feature_columns import ColumnSlice, ColumnStore
 from dglx_dist.strategies.push_pull.options import PushPullOptions
+from dglx_dist.strategies.push_pull.split_model import ColumnEmbedding
 from dglx_dist.strategies.push_pull.strategy import PHASE, PushPullModel
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
@@ -194,3 +195,21 @@ def test_a_weight_that_a_parametrization_computes_is_refused() -> None:
     nn.utils.parametrizations.weight_norm(net.first.fc_neigh)
     with start_session() as session, pytest.raises(ConfigError, match="' is no parameter, but"):
         wrapped(net, session, 1)
+
+
+@pytest.mark.parametrize("padding", [None, 2])
+@pytest.mark.parametrize(("sparse", "device"), [(False, "cpu"), (True, "cpu"), (False, "meta")])
+def test_gradients_of_an_embedding_are_those_of_torch(padding: int | None, sparse: bool, device: str) -> None:
+    nodes, found = torch.tensor([5, 2, 1, 2, 7, 1, 2, 7, 0]), torch.randn(9, 4)
+    plain, cut = (nn.Embedding(9, 4, padding, sparse=sparse) for _ in range(2))
+    plain(nodes).backward(found)
+    parts = [(nodes[:3], found[:3]), (nodes[:2], None), (nodes[3:], found[3:])]
+    there = [(ids.to(device), None if rows is None else rows.to(device)) for ids, rows in parts]
+    ColumnEmbedding(cut.to(device), Any, ()).add_gradients(there)  # type: ignore[arg-type]
+    expected, gradient = plain.weight.grad, cut.weight.grad
+    assert expected is not None
+    assert gradient is not None
+    assert (gradient.is_sparse, gradient.device.type) == (sparse, device)
+    if device == "cpu":
+        assert torch.equal(gradient.to_dense(), expected.to_dense())
+        assert not sparse or torch.equal(gradient.indices(), expected.coalesce().indices())

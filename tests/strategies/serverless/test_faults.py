@@ -18,6 +18,7 @@ from dglx_dist.serverless.tasks import Direction, TaskKey, kernels
 from dglx_dist.serverless.worker import TaskPhase
 from dglx_dist.serverless.worker_process import Fault
 from dglx_dist.training.fit import FitConfig, FitResult
+from tests.helpers import wait_for_checkpoints
 from tests.helpers.ranks import start_ranks
 from tests.serverless.faults import strike
 from tests.serverless.servers import other_core
@@ -112,6 +113,7 @@ def until_death(folder: str, saved: str) -> str:
 
     def die(record: EpochRecord) -> None:
         if record.epoch == 1 and current_session().topology.rank == 1:
+            wait_for_checkpoints(saved, 2)
             os._exit(3)
 
     session = dx.init("lambda", timeout=20, executor="inline", intervals=2, workers=2, parameter_servers=2)

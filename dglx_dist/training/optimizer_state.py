@@ -1,0 +1,244 @@
+"""State of an optimizer by names of parameters: split for a checkpoint, checked, and put together again."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dglx_dist.comm.collectives import gather_json
+from dglx_dist.comm.session import Session
+from dglx_dist.errors import CheckpointError
+from dglx_dist.strategies.base import WrappedModel
+
+_LARGEST = torch.finfo(torch.float32).max
+
+_DTYPES = {str(one): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+
+
+def dtype_of(name: object) -> torch.dtype:
+    found = _DTYPES.get(f"torch.{name}")
+    if found is None:
+        raise CheckpointError(f"the checkpoint has the dtype {name!r}, which this torch does not have")
+    return found
+
+
+def dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def check_optimizer(
+    path: Path,
+    saved: Mapping[str, Any] | None,
+    optimizer: torch.optim.Optimizer | None,
+    module: nn.Module,
+    tensors: Mapping[str, Any],
+) -> None:
+    if optimizer is None:
+        return
+    if saved is None:
+        raise CheckpointError(f"{path} has no optimizer; load it without one")
+    kind = type(optimizer).__name__
+    if kind != saved["kind"]:
+        raise CheckpointError(
+            f"the checkpoint's optimizer is {saved['kind']}, not {kind}; use the same, or load without one"
+        )
+    names = _names(optimizer, module)
+    current = [
+        sorted(names[position] for position in group["params"])
+        for group in optimizer.state_dict()["param_groups"]
+    ]
+    wanted = [sorted(group["params"]) for group in saved["groups"]]
+    if current != wanted:
+        pairs = enumerate(zip(current, wanted, strict=False))
+        wrong = next((number for number, (a, b) in pairs if a != b), min(len(current), len(wanted)))
+        raise CheckpointError(
+            f"parameter group {wrong} of the optimizer has other parameters than in the checkpoint; build it "
+            "from the same parameters"
+        )
+    unknown = {_name(tensor) for tensor in tensors}.union(saved["scalars"]) - set(chain.from_iterable(wanted))
+    if unknown:
+        raise ValueError(f"the optimizer has state of {min(unknown)!r}, which is no parameter")
+
+
+def join_optimizer(
+    model: nn.Module, tensors: Mapping[str, Tensor], plain: Mapping[str, Any], session: Session
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Join the ranks' results of :func:`split_optimizer` to those of the uncut model. Collective.
+
+    A rank without columns, whose piece never had a gradient, may lack a tensor; zeros take its place. Of
+    values that exist once per parameter, such as steps, those of the lowest rank count.
+    """
+    if not isinstance(model, WrappedModel) or not model.parts.local:
+        return dict(tensors), dict(plain)
+    local = set(model.parts.local)
+    pieces = {name: parameter for name, parameter in model.module.named_parameters() if name in local}
+    of_pieces = {path: value for path, value in tensors.items() if _name(path) in pieces}
+    scalars = {name: values for name, values in plain["scalars"].items() if name in pieces}
+    local_state = {
+        "tensors": {path: _described(value, pieces[_name(path)]) for path, value in of_pieces.items()},
+        "scalars": scalars,
+    }
+    described: dict[str, Any] = {}
+    for of_rank in reversed(gather_json(local_state, session)):
+        assert isinstance(of_rank, dict)
+        described |= of_rank["tensors"]
+        scalars |= of_rank["scalars"]
+    joined = {path: value for path, value in tensors.items() if path not in of_pieces}
+    # In the same order on every rank, since each join is collective.
+    for path in sorted(described):
+        dtype, values = dtype_of(described[path]["dtype"]), described[path]["values"]
+        if values is not None:
+            joined[path] = torch.tensor(values, dtype=dtype)
+            continue
+        piece = of_pieces.get(path)
+        if piece is None:
+            piece = torch.zeros_like(pieces[_name(path)], dtype=dtype, requires_grad=False)
+        joined[path] = model.join_state(_name(path), piece)
+    return joined, {**plain, "scalars": {**plain["scalars"], **scalars}}
+
+
+def cut_optimizer(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    if not isinstance(model, WrappedModel):
+        return dict(tensors)
+    return {path: model.cut_state(_name(path), value) for path, value in tensors.items()}
+
+
+def _name(path: str) -> str:
+    return path.rpartition("/")[0]
+
+
+def _described(value: Tensor, parameter: Tensor) -> dict[str, Any]:
+    # The values are only needed if they are not split like the parameter.
+    values = None if value.shape == parameter.shape else value.tolist()
+    return {"dtype": dtype_name(value), "values": values}
+
+
+_SCALARS = (int, float, bool, str, type(None))
+
+
+def split_optimizer(
+    optimizer: torch.optim.Optimizer, model: nn.Module
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    # Tensors by <parameter>/<key> and the rest as JSON values; ``model`` is the user's module, not wrapped.
+    names = _names(optimizer, model)
+    state = optimizer.state_dict()
+    tensors: dict[str, Tensor] = {}
+    scalars: dict[str, dict[str, Any]] = {}
+    for position, entries in state["state"].items():
+        scalars[names[position]] = {}
+        for key, value in entries.items():
+            if isinstance(value, Tensor):
+                tensors[f"{names[position]}/{key}"] = value
+            else:
+                scalars[names[position]][key] = _plain(f"{names[position]}/{key}", value)
+    groups = [
+        {key: _plain(key, value) for key, value in group.items() if key != "params"}
+        | {"params": [names[position] for position in group["params"]]}
+        for group in state["param_groups"]
+    ]
+    return tensors, {"groups": groups, "scalars": scalars, "kind": type(optimizer).__name__}
+
+
+def optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    plain: Mapping[str, Any],
+) -> dict[str, Any]:
+    # What the optimizer loads; undoes split_optimizer.
+    position_of = {name: position for position, name in _names(optimizer, model).items()}
+    state: dict[int, dict[str, Any]] = {
+        position_of[name]: {key: _from_plain(value) for key, value in scalars.items()}
+        for name, scalars in plain["scalars"].items()
+    }
+    for path, tensor in tensors.items():
+        name, _, key = path.rpartition("/")
+        state[position_of[name]][key] = tensor
+    groups = []
+    for group, own in zip(plain["groups"], optimizer.state_dict()["param_groups"], strict=True):
+        values = {key: _from_plain(value) for key, value in group.items() if key != "params"}
+        # Strategies may list parameters in another order: saved state goes by name, torch's by position.
+        groups.append(values | {"params": own["params"]})
+        _check_group(optimizer, len(groups) - 1, values, state)
+    return {"state": state, "param_groups": groups}
+
+
+def _check_group(
+    optimizer: torch.optim.Optimizer, number: int, values: Mapping[str, Any], state: Mapping[int, Any]
+) -> None:
+    """Raise ValueError unless the optimizer can go on with these settings and states of a group."""
+    own, positions = optimizer.param_groups[number], optimizer.state_dict()["param_groups"][number]["params"]
+    for key, value in values.items():
+        kind = bool if isinstance(own.get(key), bool) else float | int | Tensor
+        if isinstance(own.get(key), bool | float) and not isinstance(value, kind):
+            raise ValueError(f"{key!r} of the optimizer is {value!r}")
+    if "lr" in own and not 0 <= float(values["lr"]) <= _LARGEST:
+        raise ValueError(f"'lr' of the optimizer is {values['lr']!r}")
+    if (
+        type(optimizer).__module__.split(".")[:2] != ["torch", "optim"]
+        or type(optimizer) is torch.optim.LBFGS
+    ):
+        return
+    tried = {one.dim(): _tried(type(optimizer), values, one) for one in own["params"]}
+    for position, parameter in zip(positions, own["params"], strict=True):
+        saved = state.get(position) or {}
+        for key, like in tried[parameter.dim()].items() if saved else ():
+            if isinstance(like, Tensor) != isinstance(saved[key], Tensor):
+                raise ValueError(f"{key!r} of the optimizer's state is {saved[key]!r}")
+            if (
+                isinstance(like, Tensor)
+                and like.shape == (2,) * parameter.dim()
+                and saved[key].shape != parameter.shape
+            ):
+                raise ValueError(f"{key!r} of the optimizer's state has shape {tuple(saved[key].shape)}")
+
+
+def _tried(kind: type[torch.optim.Optimizer], settings: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
+    """Return the state of a small parameter after a step; ValueError: torch does not take the settings."""
+    one = nn.Parameter(torch.zeros((2,) * like.dim(), dtype=like.dtype, device=like.device))
+    ones = torch.ones_like(one)
+    one.grad = ones.to_sparse() if kind is torch.optim.SparseAdam else ones
+    try:
+        # As arguments, which torch checks; settings of a group it takes as they are.
+        known = inspect.signature(kind).parameters
+        optimizer: Any = kind([one], **{name: value for name, value in settings.items() if name in known})
+        optimizer.step()
+    except Exception as error:
+        raise ValueError(f"{kind.__name__} does not take the saved settings: {error}") from error
+    return dict(optimizer.state[one])
+
+
+def _names(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[int, str]:
+    named = {id(parameter): name for name, parameter in model.named_parameters()}
+    names: dict[int, str] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            names[len(names)] = named.get(id(parameter), f"#{len(names)}")
+    return names
+
+
+def _plain(name: str, value: object) -> Any:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return {"tensor": value.item(), "dtype": dtype_name(value)}
+    if isinstance(value, tuple | list) and all(isinstance(entry, _SCALARS) for entry in value):
+        return {"tuple": list(value)} if isinstance(value, tuple) else list(value)
+    if isinstance(value, _SCALARS):
+        return value
+    raise CheckpointError(
+        f"the optimizer has {name!r} of type {type(value).__name__}, which cannot be saved without running "
+        "code on load; save it yourself through ``extra``"
+    )
+
+
+def _from_plain(value: Any) -> Any:
+    if isinstance(value, dict) and "tuple" in value:
+        return tuple(value["tuple"])
+    if isinstance(value, dict) and "tensor" in value:
+        return torch.tensor(value["tensor"], dtype=dtype_of(value["dtype"]))
+    return value

@@ -1,0 +1,250 @@
+"""Strangers who reach a job's ports and its rendezvous store: what they try fails, and training goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import resource
+import socket
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+
+from dglx_dist.comm import session as session_module
+from dglx_dist.comm.auth import DescriptorWatch
+from dglx_dist.comm.collectives import barrier, gather_json, sum_over_ranks
+from dglx_dist.comm.exchange import Incoming, Outgoing, row_exchanges
+from dglx_dist.comm.rendezvous import SealedStore
+from dglx_dist.comm.session import start_session
+from dglx_dist.comm.topology import read_settings
+from dglx_dist.errors import ConfigError, DglxError, PeerError
+from tests.helpers.ranks import run_ranks, start_ranks
+
+SEAL = "does not carry this job's seal"
+
+
+def test_a_value_opens_under_its_own_key_alone() -> None:
+    raw = HashStore()
+    store = SealedStore(raw, b"the job's secret")
+    store.set("keys/0", "mine")
+    store.set("keys/1", "other")
+    assert store.multi_get(["keys/0", "keys/1"]) == [b"mine", b"other"]
+    good = raw.get("keys/0")
+    for bad in (b"", b"mine", raw.get("keys/1"), good[:-1] + b"!", bytes([good[0] ^ 1]) + good[1:]):
+        raw.set("keys/0", bad)
+        for read in (store.get, lambda key: store.multi_get([key])):
+            with pytest.raises(PeerError, match=f"'keys/0' .*{SEAL}"):
+                read("keys/0")
+    raw.set("keys/0", good)
+    for other in (store.renewed(["fresh"]), SealedStore(raw, b"a guess")):
+        with pytest.raises(PeerError, match=SEAL):
+            other.get("keys/0")
+
+
+def stranger_at(session: int) -> Store:
+    """A client of its own to the store of the job."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return PrefixStore(f"dglx/test/0/{session}", TCPStore(host, port, timeout=timedelta(seconds=20)))
+
+
+def overwrite(key: str, value: Callable[[], bytes | str], session: int) -> None:
+    """Replace what rank 0 wrote, before this rank reads it."""
+    stranger = stranger_at(session)
+    stranger.wait([key])
+    stranger.set(key, value())
+
+
+def with_forged_keys(*args: object, **options: object) -> object:
+    overwrite("keys of ranks/0", lambda: '["a stranger\'s key", null]', 4)
+    return open_endpoints(*args, **options)
+
+
+open_endpoints = session_module.open_endpoints
+
+
+def meet_beside_a_stranger() -> list[str]:
+    rank, said = int(os.environ["RANK"]), []
+    with start_session(timeout_s=20) as session:
+        barrier(session, "all is written")
+        first = stranger_at(1)
+        shown = first.multi_get(["secret", *(f"{what}/{rank}" for what in ("start", "settings"))])
+        assert session.store is not None
+        for secret in (
+            os.environ["DGLX_SECRET"].encode(),
+            session.store.key,
+            session.store.raw._secret,
+            session.rpc.credentials.secret,
+        ):
+            assert not any(secret in one for one in shown)
+    attacks = [
+        lambda: overwrite("start/0", lambda: '"ab"', 2),
+        lambda: overwrite("start/0", lambda: stranger_at(1).get("start/0"), 3),
+        lambda: setattr(session_module, "open_endpoints", with_forged_keys),
+    ]
+    for attack in attacks:
+        if rank == 1:
+            attack()
+        with pytest.raises(PeerError) as caught:
+            start_session(timeout_s=20)
+        said.append(str(caught.value))
+    return said
+
+
+def test_who_writes_to_the_store_ends_the_start_and_is_no_rank() -> None:
+    zero, one = run_ranks(meet_beside_a_stranger, 2, environment={"DGLX_CURVE": "1", "DGLX_SECRET": "s" * 32})
+    for said, key in zip([*zero, *one], 2 * ["start/0", "settings/", "keys of ranks/0"], strict=True):
+        assert SEAL in said
+        assert key in said
+
+
+def meet_with(secrets: list[dict[str, str]]) -> str:
+    os.environ.update(secrets[int(os.environ["RANK"])])
+    try:
+        with start_session(timeout_s=60) as session:
+            return f"met {sum_over_ranks(torch.ones(1), session, phase='p')}"
+    except DglxError as error:
+        return f"{type(error).__name__} {error}"
+
+
+@pytest.mark.parametrize(
+    ("of_rank_0", "of_rank_1", "said"),
+    [("a" * 32, "a" * 32, "met"), ("a" * 32, "b" * 32, SEAL), ("a" * 32, "", SEAL), ("", "b" * 32, SEAL)],
+)
+def test_ranks_meet_with_one_secret(of_rank_0: str, of_rank_1: str, said: str) -> None:
+    found = run_ranks(meet_with, 2, args=[[{"DGLX_SECRET": of_rank_0}, {"DGLX_SECRET": of_rank_1}]])
+    assert said in found[0]
+    assert "rank 0 has a secret and rank 1 has none" in found[1] if not of_rank_1 else said in found[1]
+    assert not any(secret and secret in one for one in found for secret in (of_rank_0, of_rank_1))
+
+
+def test_without_a_secret_several_machines_are_warned_or_refused() -> None:
+    several = {"GROUP_WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.2"}
+    outcomes = start_ranks(meet_with, 2, args=[[{}, {}]], environment=several)
+    assert all(one.result.startswith("met") for one in outcomes)
+    assert "can read features, change what is trained, and pose as a rank; write one" in outcomes[0].output
+    refused = run_ranks(meet_with, 2, args=[[{}, {}]], environment={**several, "DGLX_REQUIRE_SECRET": "1"})
+    assert all(one.startswith("ConfigError DGLX_REQUIRE_SECRET is set") for one in refused)
+
+
+def test_a_secret_is_long_and_its_file_private(tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text("x" * 40 + "\n")
+    file.chmod(0o600)
+    assert read_settings({"DGLX_SECRET_FILE": str(file), "DGLX_SECRET": "short"}).secret == b"x" * 40
+    assert read_settings({"DGLX_SECRET": ""}).secret is None
+    assert "y" * 40 not in repr(read_settings({"DGLX_SECRET": "y" * 40}))
+    file.chmod(0o640)
+    for variables, said in (
+        ({"DGLX_SECRET": "short"}, r"DGLX_SECRET has 5 characters, outside \[32, 4096\]"),
+        ({"DGLX_SECRET_FILE": str(file)}, "nobody else can read; run `chmod 600"),
+        ({"DGLX_SECRET_FILE": "/dev/zero"}, "must be a file that is yours"),
+        ({"DGLX_SECRET_FILE": "/nowhere"}, "'/nowhere' cannot be read: No such file"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            read_settings(variables)
+
+
+def test_few_free_descriptors_are_noticed_once(caplog: pytest.LogCaptureFixture) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as undo:
+        undo.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before[1] // 2, before[1]))
+        watch = DescriptorWatch()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+        resource.setrlimit(resource.RLIMIT_NOFILE, (2 * len(os.listdir("/proc/self/fd")), before[1]))
+        watch.look()
+        assert not caplog.text
+        listening = undo.enter_context(socket.create_server(("127.0.0.1", 0)))
+        for _ in range(len(os.listdir("/proc/self/fd")) // 3):
+            undo.enter_context(socket.create_connection(listening.getsockname()))
+            undo.enter_context(listening.accept()[0])
+        for _ in range(2):
+            watch._look_at_s = 0.0
+            watch.look()
+    assert caplog.text.count("file descriptors are in use") == 1
+    assert re.search(r"\d+ sockets of 127\.0\.0\.1", caplog.text)
+
+
+GARBAGE = (
+    b"",
+    b"\x00" * 64,
+    b"GET / HTTP/1.1\r\n\r\n",
+    b"\xff" * 9,
+    os.urandom(300),
+    b"dglxstr1" + bytes(36),
+)
+NUM_STRANGERS = 400
+
+
+def attack(ports: list[int]) -> list[socket.socket]:
+    """Connect to each port again and again; return the connections that stay open."""
+    kept = []
+    for port in ports:
+        for number in range(NUM_STRANGERS):
+            with contextlib.suppress(OSError):
+                one = socket.create_connection(("127.0.0.1", port), timeout=20)
+                one.sendall(GARBAGE[number % len(GARBAGE)])
+                kept.append(one) if number % 20 == 0 else one.close()
+    return kept
+
+
+def train(folder: Path) -> bytes:
+    """Steps with sums, calls and rows of the other rank; half of them after ``attacked`` is there."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (400, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    with start_session(timeout_s=60) as session:
+        rank = session.topology.rank
+        assert stranger_at(1).get("secret").startswith(b"/proc/")  # where only this user reads it
+        weight = torch.linspace(0, 1, 64, dtype=torch.float64)
+        session.rpc.register("rows", lambda _name, arrays: [np.sin(arrays[0] + rank)])
+        streams = row_exchanges(session).streams
+        barrier(session, "registered")
+        for step in range(40):
+            if step == 20:
+                own = psutil.Process().net_connections("tcp")
+                ports = [one.laddr.port for one in own if one.status == psutil.CONN_LISTEN]
+                assert len(ports) >= 2  # calls, gloo
+                every = gather_json(ports, session)
+                if rank == 0:
+                    (folder / "ports.part").write_text(" ".join(str(port) for one in every for port in one))
+                    (folder / "ports.part").rename(folder / "ports")
+                while not all(gather_json((folder / "attacked").exists(), session)):
+                    threading.Event().wait(0.01)
+            (rows,) = session.rpc.call(1 - rank, "rows", "", [weight.numpy()], phase="p")
+            due = Incoming(rank=1 - rank, rows=torch.empty(64, dtype=torch.float64))
+            streams.post([Outgoing(rank=1 - rank, rows=weight * 0.5)], [due], "halo", phase=None)()
+            weight = weight + 0.1 * sum_over_ranks(torch.from_numpy(rows) + due.rows, session, phase="dense")
+        return weight.numpy().tobytes()
+
+
+def test_training_under_attack_on_all_ports_ends_with_the_same_bits(tmp_path: Path) -> None:
+    quiet, loud = tmp_path / "quiet", tmp_path / "loud"
+    for folder in (quiet, loud):
+        folder.mkdir()
+    (quiet / "attacked").touch()
+    expected = run_ranks(train, 2, args=[quiet])
+
+    def come(_pids: list[int]) -> None:
+        threading.Thread(target=strangers, daemon=True).start()
+
+    kept: list[socket.socket] = []
+
+    def strangers() -> None:
+        while not (loud / "ports").exists():
+            threading.Event().wait(0.01)
+        kept.extend(attack([int(port) for port in (loud / "ports").read_text().split()]))
+        (loud / "attacked").touch()
+
+    try:
+        assert run_ranks(train, 2, args=[loud], after_start=come) == expected
+    finally:
+        for one in kept:
+            one.close()
+    assert len(kept) >= 4 * NUM_STRANGERS // 20

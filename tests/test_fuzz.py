@@ -1,0 +1,24 @@
+"""A part of the fuzz campaign: no reader crashes, hangs, or reads other values without a word."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.timeout(900)  # it is mostly starting processes, which takes long on a busy machine
+def test_damage_ends_in_an_error_of_ours_or_in_equal_values() -> None:
+    # Without those that draw pictures or start processes, which take longer; docs/guarantees.md has all.
+    quick = [
+        f"--only={name}"
+        for name in ("dataset", "cache", "rows", "checkpoint", "csv", "parquet", "npz", "wire")
+    ]
+    command = [sys.executable, str(ROOT / "scripts" / "fuzz.py"), "--cases", "300", "--seed", "7", *quick]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    found = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "| all | 300 |" in found.stdout
