@@ -300,7 +300,9 @@ def test_a_command_that_is_told_to_end_saves_and_goes_on(dataset: Path, tmp_path
         torchrun.kill()
         assert killed_within(ranks, 15)
         said = torchrun.stderr.read()
-    assert "the process that started it has ended" in said or "stopped after" in said
+    # Whichever notices first: the signal, a collective at the step where they stop, the lost store.
+    ended = ("the process that started it has ended", "stopped after", "the launcher or rank 0 has ended")
+    assert any(words in said for words in ended), said
     assert "Traceback" not in said
 
 
