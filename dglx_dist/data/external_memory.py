@@ -173,6 +173,20 @@ class Spill:
                 yield np.fromfile(file, self._dtype, min(num_rows, self.num_rows - first))
 
 
+def spill(folder: Path, name: str, dtype: Any, chunks: Iterable[Array] = ()) -> Spill:
+    """Return a new file of :func:`mapped`; ``dtype`` is part of its name."""
+    return Spill(folder / f"{name}.{np.dtype(dtype).name}", dtype, chunks)
+
+
+def mapped(folder: Path, name: str) -> Array | None:
+    """Return the file of a :func:`spill` as a memory-mapped array; None if there is none."""
+    for path in folder.glob(f"{name}.*"):
+        dtype = np.dtype(path.suffix[1:])
+        # Opened for writing, so that compiled code does not have a second variant for read-only arrays.
+        return np.memmap(path, dtype, "r+") if path.stat().st_size else np.empty(0, dtype)
+    return None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Workspace:
     """Where a graph larger than memory is worked on: a folder on disk, and the memory granted.
@@ -192,3 +206,14 @@ class Workspace:
                 make(partial)
                 publish(partial, target)
         return target
+
+    def holds(self, num_bytes: int) -> bool:
+        """Return whether ``num_bytes`` are within the memory granted."""
+        return num_bytes <= self.budget.work
+
+    def remaining(self, num_bytes: int, least: int, what: str) -> int:
+        """Return the bytes granted beside ``num_bytes``; ConfigError if they are fewer than ``least``."""
+        if not self.holds(num_bytes + least):
+            needed = (num_bytes + least + PROGRAM_BYTES) // 10**6 + 1
+            raise ConfigError(f"{what} takes {needed} MB of memory at least; grant --memory {needed}MB")
+        return self.budget.work - num_bytes
