@@ -15,13 +15,13 @@ import queue
 import re
 import secrets
 import socket
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import final
 
 import psutil
@@ -373,18 +373,28 @@ def _private_file(content: bytes) -> Iterator[str]:
 
 
 def _read_private_file(path: str) -> bytes:
+    reason = "no such file of this user's"
     try:
-        # The path comes from the store: no other file of this user's is taken for a secret.
-        is_ours = re.fullmatch(r"/proc/[0-9]+/fd/[0-9]+", path) and os.stat(path).st_uid == os.getuid()
-        if is_ours and os.readlink(path) == f"/memfd:{_SECRET_FILE} (deleted)":
-            return Path(path).read_bytes()
-        reason = "no such file of this user's"
+        # The path comes from the store: no other file is taken for a secret, and none that blocks is opened.
+        process = re.fullmatch(r"(/proc/[0-9]{1,10})/fd/[0-9]{1,10}", path)
+        if process is not None and _is_memory_of_own(path, process[1]):
+            with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+                # Again of what is open: the process may have replaced it, or ended.
+                if _is_memory_of_own(f"/proc/self/fd/{file.fileno()}", process[1]):
+                    return file.read(2 * _SEAL_BYTES)
     except OSError as error:
         reason = str(error.strerror)
     raise PeerError(
         f"the secret of rank 0 cannot be read ({reason}): ranks run as different users or in different "
         f"containers, or another process writes to the rendezvous store; {_HOW_TO_SHARE}"
     )
+
+
+def _is_memory_of_own(path: str, process: str) -> bool:
+    """Whether ``path`` is the file of a secret in memory, made and held by processes of this user."""
+    found, name = os.stat(path), os.readlink(path)
+    is_own = found.st_uid == os.geteuid() == os.stat(process).st_uid
+    return is_own and stat.S_ISREG(found.st_mode) and name == f"/memfd:{_SECRET_FILE} (deleted)"
 
 
 def _first_line(error: Exception) -> str:

@@ -24,6 +24,7 @@ from dglx_dist.comm.auth import Credentials, DescriptorWatch, ZapAuthenticator, 
 from dglx_dist.comm.ledger import Ledger
 from dglx_dist.comm.topology import endpoint_of
 from dglx_dist.comm.wire import (
+    FRAME_BYTES,
     Buffers,
     Head,
     Kind,
@@ -53,6 +54,9 @@ _NUM_WORKERS = 2
 
 _PROVE = "cluster.prove"
 """First call of a connection: the server proves that it knows the key; 0 is its number."""
+
+_MAX_FRAME_OVERHEAD = 64
+"""Bytes that Curve adds to a frame, or more."""
 
 _WAKE = b"wake"
 _WAKE_ENDPOINT = "inproc://serve-wake"
@@ -194,6 +198,10 @@ def _configure(socket: zmq.Socket[bytes]) -> None:
     # Silence after which a connection counts as broken.
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
     socket.setsockopt(zmq.HANDSHAKE_IVL, 10_000)
+    # Frames of the handshake have no limit of their own, and memory for a frame is taken when it begins.
+    socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES + _MAX_FRAME_OVERHEAD)
+    # Another process may get the port of a dead rank, so no socket connects a second time.
+    socket.setsockopt(zmq.RECONNECT_IVL, -1)
 
 
 def run_handler(handlers: Mapping[str, Handler], op: str, name: str, arrays: Sequence[Array]) -> list[Array]:
@@ -209,11 +217,9 @@ def _unknown_operation(op: str, handlers: Mapping[str, Handler]) -> str:
 
 
 _POLL_MS = 100
-_MAX_CONNECT_RETRIES = 3
 _WATCHED = (
-    zmq.EVENT_CONNECTED
-    | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_CONNECT_RETRIED
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -366,7 +372,6 @@ class Link:
         self._waiting: set[int] = set()
         self.replies: dict[int, tuple[Head, list[Array]]] = {}
         self._next_request = 0
-        self._retries = 0
 
     def send(self, op: str, name: str, arrays: Sequence[Array]) -> Pending:
         self._next_request += 1
@@ -444,14 +449,10 @@ class Link:
 
     def _notice(self) -> None:
         event = read_event(self._monitor)[0]
-        if event == zmq.EVENT_CONNECTED:
-            self._retries = 0
-        elif event == zmq.EVENT_DISCONNECTED:
+        if event == zmq.EVENT_DISCONNECTED:
             self.broken = "closed its connection or died"
-        elif event == zmq.EVENT_CONNECT_RETRIED:
-            self._retries += 1
-            if self._retries >= _MAX_CONNECT_RETRIES:
-                self.broken = "does not accept connections (it is probably dead)"
+        elif event == zmq.EVENT_CLOSED:
+            self.broken = "does not accept connections (it is probably dead)"
         else:
             self.broken = "refused the connection (another job, or another secret)"
 

@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import socket
+import subprocess
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,7 +23,7 @@ from dglx_dist.comm import session as session_module
 from dglx_dist.comm.auth import DescriptorWatch
 from dglx_dist.comm.collectives import barrier, gather_json, sum_over_ranks
 from dglx_dist.comm.exchange import Incoming, Outgoing, row_exchanges
-from dglx_dist.comm.rendezvous import SealedStore
+from dglx_dist.comm.rendezvous import SealedStore, _private_file, _read_private_file
 from dglx_dist.comm.session import start_session
 from dglx_dist.comm.topology import read_settings
 from dglx_dist.errors import ConfigError, DglxError, PeerError
@@ -173,6 +174,50 @@ def test_few_free_descriptors_are_noticed_once(caplog: pytest.LogCaptureFixture)
     assert re.search(r"\d+ sockets of 127\.0\.0\.1", caplog.text)
 
 
+def test_the_watch_of_descriptors_raises_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its thread admits connections. Sockets of other families have names of other forms, or none."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as undo:
+        undo.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
+        for _ in range(8):
+            for one in socket.socketpair():
+                undo.enter_context(one)
+        watch = DescriptorWatch()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+        watch.look()  # no descriptor is left to look with
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        monkeypatch.setattr("dglx_dist.comm.auth._FEW", 1.0)
+        watch._look_at_s = 0.0
+        watch.look()
+    assert caplog.text.count("file descriptors are in use") == 1
+    assert "sockets of this machine" in caplog.text
+
+
+def test_of_what_the_store_names_only_memory_of_this_users_processes_is_read(tmp_path: Path) -> None:
+    with _private_file(b"s" * 64) as path:
+        assert _read_private_file(path) == b"s" * 64
+        number = int(path.rpartition("/")[2])
+        with contextlib.ExitStack() as undo:
+            pipe = os.pipe()
+            for one in pipe:
+                undo.callback(os.close, one)
+            other = os.memfd_create("other")
+            undo.callback(os.close, other)
+            held = f"/proc/{os.getpid()}/fd"
+            bad = ["/etc/hostname", f"{path}/", f"{held}/{pipe[0]}", f"{held}/{other}", f"{held}/999999", ""]
+            for one in [*bad, f"/proc/self/fd/{number}"]:
+                with pytest.raises(PeerError, match="the secret of rank 0 cannot be read"):
+                    _read_private_file(one)
+            if os.geteuid() == 0:  # who else could read it
+                nobody = subprocess.Popen(["sleep", "60"], user=65534, pass_fds=[number])
+                undo.callback(nobody.wait)
+                undo.callback(nobody.kill)
+                with pytest.raises(PeerError, match="no such file of this user's"):
+                    _read_private_file(f"/proc/{nobody.pid}/fd/{number}")
+
+
 GARBAGE = (
     b"",
     b"\x00" * 64,
@@ -208,7 +253,7 @@ def train(folder: Path) -> bytes:
         barrier(session, "registered")
         for step in range(40):
             if step == 20:
-                own = psutil.Process().net_connections("tcp")
+                own = [one for one in psutil.net_connections("tcp") if one.pid == os.getpid()]
                 ports = [one.laddr.port for one in own if one.status == psutil.CONN_LISTEN]
                 assert len(ports) >= 2  # calls, gloo
                 every = gather_json(ports, session)
