@@ -178,19 +178,10 @@ class OneSidedExchange:
         """
         topology, submit = self._session.topology, self._session.rpc.submit
         rounds = dict.fromkeys(arrays, round_number) if isinstance(round_number, int) else round_number
+        names = {rank: f"{rounds[rank]} {topology.rank} {step}" for rank in arrays}
         # Starts with the next rank, so that not all ranks send to the same one first.
         order = sorted(arrays, key=lambda rank: (rank - topology.rank) % topology.world_size)
-        return [
-            submit(
-                rank,
-                self._op,
-                f"{rounds[rank]} {topology.rank} {step}",
-                list(arrays[rank]),
-                phase=phase,
-                layer=layer,
-            )
-            for rank in order
-        ]
+        return [submit(to, self._op, names[to], list(arrays[to]), phase=phase, layer=layer) for to in order]
 
     def post(
         self, round_number: int, step: str, arrays: Mapping[int, Sequence[Array]], **counted: Any

@@ -30,6 +30,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from dglx_dist.comm.auth import derived_key
 from dglx_dist.comm.topology import LOOPBACK_HOSTS, Rendezvous, Settings
+from dglx_dist.comm.wire import VERSION
 from dglx_dist.errors import ConfigError, PeerError
 
 _CHECK_EVERY_S = 1.0
@@ -76,7 +77,20 @@ def open_store(rendezvous: Rendezvous, rank: int, world_size: int, timeout_s: fl
         ) from error
     job = PrefixStore(f"dglx/{rendezvous.job}/{rendezvous.attempt}", store)
     # Every rank counts its own sessions, so that a session sees no keys of an earlier one.
-    return PrefixStore(str(job.add(f"sessions/{rank}", 1)), job)
+    with _answered():
+        return PrefixStore(str(job.add(f"sessions/{rank}", 1)), job)
+
+
+@contextmanager
+def _answered() -> Iterator[None]:
+    """PeerError if the store does not answer: a failed read or a number that is none ends its connection."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerError(
+            f"the rendezvous store does not answer ({_first_line(error)}): the launcher or rank 0 has ended, "
+            "or another process writes to the store; open it to the machines of the job only"
+        ) from error
 
 
 def serve_store(host: str, port: int, world_size: int, timeout: timedelta) -> TCPStore:
@@ -172,10 +186,14 @@ class SealedStore(Store):
         self.inner.set(key, self._seal(key, raw) + raw)  # type: ignore[arg-type]  # bytes are valid
 
     def get(self, key: str) -> bytes:
-        return self._opened(key, self.inner.get(key))
+        with _answered():
+            found = self.inner.get(key)
+        return self._opened(key, found)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        return [self._opened(key, found) for key, found in zip(keys, self.inner.multi_get(keys), strict=True)]
+        with _answered():
+            found = self.inner.multi_get(keys)
+        return [self._opened(key, one) for key, one in zip(keys, found, strict=True)]
 
     def add(self, key: str, amount: int) -> int:
         return self.inner.add(key, amount)
@@ -198,8 +216,9 @@ class SealedStore(Store):
         if not hmac.compare_digest(found[:_SEAL_BYTES], self._seal(key, value)):
             raise PeerError(
                 f"{key!r} in the rendezvous store (its last part is a rank) does not carry this job's seal: "
-                "that rank has another secret, or another process writes to the store; give all ranks the "
-                "same DGLX_SECRET or DGLX_SECRET_FILE, and open the store to the machines of the job only"
+                "that rank has another secret or version, or another process writes to the store; give all "
+                "ranks the same DGLX_SECRET or DGLX_SECRET_FILE and the same version of dglx_dist, and open "
+                "the store to the machines of the job only"
             )
         return value
 
@@ -246,7 +265,7 @@ class JobStore:
 
     def _meet(self, secret: bytes) -> None:
         """Derive the key of this session from fresh random numbers of all ranks."""
-        self.raw = self._failures = SealedStore(self.raw, derived_key(secret, "store"))
+        self.raw = self._failures = SealedStore(self.raw, derived_key(secret, "store", VERSION))
         mine = secrets.token_hex(_SEAL_BYTES)
         nonces = self.exchange("start", mine)
         # What another session wrote would open here, too, but then no two ranks get the same key.
@@ -350,12 +369,8 @@ class JobStore:
         return [rank for rank, key in enumerate(keys) if not self._have([key])]
 
     def _have(self, keys: Sequence[str]) -> bool:
-        try:
+        with _answered():
             return bool(self.raw.check(list(keys)))
-        except RuntimeError as error:
-            raise PeerError(
-                f"the rendezvous store is gone ({_first_line(error)}); the launcher or rank 0 has ended"
-            ) from error
 
 
 @contextmanager

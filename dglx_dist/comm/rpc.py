@@ -55,9 +55,6 @@ _NUM_WORKERS = 2
 _PROVE = "cluster.prove"
 """First call of a connection: the server proves that it knows the key; 0 is its number."""
 
-_MAX_FRAME_OVERHEAD = 64
-"""Bytes that Curve adds to a frame, or more."""
-
 _WAKE = b"wake"
 _WAKE_ENDPOINT = "inproc://serve-wake"
 
@@ -198,8 +195,8 @@ def _configure(socket: zmq.Socket[bytes]) -> None:
     # Silence after which a connection counts as broken.
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
     socket.setsockopt(zmq.HANDSHAKE_IVL, 10_000)
-    # Frames of the handshake have no limit of their own, and memory for a frame is taken when it begins.
-    socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES + _MAX_FRAME_OVERHEAD)
+    # Also of a stranger's frames, whose memory is taken before the handshake ends; Curve adds a few bytes.
+    socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES + 64)
     # Another process may get the port of a dead rank, so no socket connects a second time.
     socket.setsockopt(zmq.RECONNECT_IVL, -1)
 
@@ -367,7 +364,9 @@ class Link:
         nonce = secrets.token_hex(16)
         self._due_proof: bytes | None = credentials.proof("serves", peer.rank, nonce.encode())
         """None: the server has proved itself."""
-        send_message(socket, encode(Head(Kind.REQUEST, 0, _PROVE, nonce)))
+        # Again: the connection has ended already, which the first call finds, too.
+        with contextlib.suppress(zmq.Again):
+            send_message(socket, encode(Head(Kind.REQUEST, 0, _PROVE, nonce)))
         self._receive_timeout_ms = -1
         self._waiting: set[int] = set()
         self.replies: dict[int, tuple[Head, list[Array]]] = {}
@@ -385,7 +384,8 @@ class Link:
             except zmq.Again:
                 # Without a limit on the queue this means that ZeroMQ closed the connection.
                 self._notice_all()
-                raise PeerError(f"{self.name} {self.broken or 'cannot be reached'}; asked for {op}") from None
+                self.broken = self.broken or "cannot be reached"
+                raise PeerError(f"{self.name} {self.broken}; asked for {op}") from None
         return call
 
     def forget(self, request: int) -> None:

@@ -347,7 +347,8 @@ def test_curve_accepts_only_the_keys_of_the_job() -> None:
     sides = [Credentials(secret=b"", public_key=p, secret_key=s, accepted_keys=members) for p, s in keys]
     with pair(mine=sides[0], theirs=sides[1]) as (caller, server):
         server.register("echo", lambda _name, arrays: arrays)
-        assert np.array_equal(caller.call(1, "echo", "", [TABLE], phase="p")[0], TABLE)
+        frames = np.arange(5 << 20, dtype=np.uint8)
+        assert np.array_equal(caller.call(1, "echo", "", [frames], phase="p")[0], frames)
     with pair(mine=sides[2], theirs=sides[1]) as (caller, _), pytest.raises(PeerError, match="refused"):
         caller.call(1, "echo", "", [], phase="p")
 
@@ -432,6 +433,26 @@ def test_a_server_that_does_not_know_the_key_is_not_believed(monkeypatch: pytest
         for _ in range(2):
             with pytest.raises(PeerError, match="rank 1 on there does not know this job's secret"):
                 caller.call(1, "rows", "", [TABLE], phase="p")
+
+
+def test_a_rank_that_ends_while_it_is_connected_to_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, proof = threading.Event(), Credentials.proof
+
+    def late(*args: object) -> bytes:
+        assert ended.wait(20)
+        time.sleep(0.2)  # until ZeroMQ has noticed
+        return proof(*args)
+
+    with ThreadPoolExecutor(1) as pool, pair() as (caller, _), contextlib.ExitStack() as undo:
+        listener = undo.enter_context(socket.create_server(("127.0.0.1", 0)))
+        endpoint = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        caller.connect({1: PeerAddress(rank=1, host="there", endpoint=endpoint)})
+        ending = pool.submit(lambda: listener.accept()[0].close() or ended.set())
+        monkeypatch.setattr(Credentials, "present", lambda *_: None)
+        monkeypatch.setattr(Credentials, "proof", late)
+        with pytest.raises(PeerError, match="rank 1 on there"):
+            caller.call(1, "echo", "", [TABLE], phase="p")
+        ending.result(20)
 
 
 def test_nobody_connects_again_to_the_port_of_a_dead_rank() -> None:

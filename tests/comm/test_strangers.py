@@ -50,10 +50,14 @@ def test_a_value_opens_under_its_own_key_alone() -> None:
             other.get("keys/0")
 
 
-def stranger_at(session: int) -> Store:
+def job_of_strangers() -> Store:
     """A client of its own to the store of the job."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return PrefixStore(f"dglx/test/0/{session}", TCPStore(host, port, timeout=timedelta(seconds=20)))
+    return PrefixStore("dglx/test/0", TCPStore(host, port, timeout=timedelta(seconds=20)))
+
+
+def stranger_at(session: int) -> Store:
+    return PrefixStore(str(session), job_of_strangers())
 
 
 def overwrite(key: str, value: Callable[[], bytes | str], session: int) -> None:
@@ -104,6 +108,45 @@ def test_who_writes_to_the_store_ends_the_start_and_is_no_rank() -> None:
     for said, key in zip([*zero, *one], 2 * ["start/0", "settings/", "keys of ranks/0"], strict=True):
         assert SEAL in said
         assert key in said
+
+
+def spoil_the_store() -> list[str]:
+    """What a stranger writes and deletes beside training changes nothing or is one error."""
+    rank, said = int(os.environ["RANK"]), []
+    with start_session(timeout_s=20) as session:
+        total = torch.zeros(3)
+        for step in range(4):
+            if (step, rank) == (2, 0):
+                stranger = stranger_at(1)
+                for key, value in (("ended/1", ""), ("ended/0", b"\xff"), ("first_error", '{"rank": 1}')):
+                    stranger.set(key, value)
+                for key in ("start/0", "start/1", "settings/1", "secret"):
+                    stranger.delete_key(key)
+            total += sum_over_ranks(torch.full((3,), step + 0.1), session, phase="p")
+            barrier(session, f"step {step}")
+        said.append(str(total.tolist()))
+    if rank == 1:
+        job_of_strangers().set("sessions/1", "no number")
+    with pytest.raises(PeerError) as caught:
+        start_session(timeout_s=2)
+    return [*said, str(caught.value)]
+
+
+def test_what_strangers_write_to_the_store_changes_nothing_or_is_one_error() -> None:
+    zero, one = run_ranks(spoil_the_store, 2)
+    sums = torch.zeros(3)
+    for step in range(4):
+        sums += 2 * torch.full((3,), step + 0.1)
+    assert zero[0] == one[0] == str(sums.tolist())
+    assert "ranks missing: 1 (of 2) at 'start' after 2 s" in zero[1]
+    assert "the rendezvous store does not answer" in one[1]
+
+
+def test_a_value_that_is_deleted_while_it_is_read_is_an_error() -> None:
+    store = SealedStore(TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=0.1)), b"s")
+    for read in (store.get, lambda key: store.multi_get([key])):
+        with pytest.raises(PeerError, match="the rendezvous store does not answer"):
+            read("keys/0")
 
 
 def meet_with(secrets: list[dict[str, str]]) -> str:
