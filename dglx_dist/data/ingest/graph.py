@@ -14,20 +14,19 @@ from typing import Any, TypeAlias
 import numpy as np
 import pyarrow.compute as pc
 
-from dglx_dist.data.ingest.config import FeatureSpec, IngestConfig, IngestPlan, TypeSpec
-from dglx_dist.data.ingest.external_memory import (
+from dglx_dist.data.external_memory import (
     BUDGET_SHARES,
     PROGRAM_BYTES,
     BucketFiles,
-    IdMap,
     Scatter,
     Spill,
     low_memory_allocators,
     open_budget,
     release_memory,
-    text_buffers,
 )
+from dglx_dist.data.ingest.config import FeatureSpec, IngestConfig, IngestPlan, TypeSpec
 from dglx_dist.data.ingest.features import make_transforms
+from dglx_dist.data.ingest.node_ids import IdMap, text_buffers
 from dglx_dist.data.ingest.tables import Table, ids_of
 from dglx_dist.data.ingest.tensors import DatasetOutput, Reorder, TypeRows
 from dglx_dist.data.storage.columns import IDS, edge_folder, id_dtype, node_folder, write_string_chunks

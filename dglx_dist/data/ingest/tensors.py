@@ -12,9 +12,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from dglx_dist.data.external_memory import Budget, Scatter, Spill, release_memory
 from dglx_dist.data.ingest.config import SPLIT_FILES, LabelSpec, TypeSpec
-from dglx_dist.data.ingest.external_memory import Budget, IdMap, Scatter, Spill, release_memory
 from dglx_dist.data.ingest.features import Features, add_texts
+from dglx_dist.data.ingest.node_ids import IdMap
 from dglx_dist.data.ingest.tables import LINE_COLUMN, Piece, Table, numbers_of_text
 from dglx_dist.data.storage.columns import FileInfo, data_path, write_column
 from dglx_dist.data.tables import Column, as_numpy, first_true

@@ -10,9 +10,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from dglx_dist.data.external_memory import Budget
 from dglx_dist.data.ingest import graph as build
 from dglx_dist.data.ingest.config import IngestPlan, read_config
-from dglx_dist.data.ingest.external_memory import Budget
 from dglx_dist.data.ingest.graph import Ingested, ingest, write_description
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
 from dglx_dist.data.sources import load_dataset

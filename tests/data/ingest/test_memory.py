@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from dglx_dist.data.ingest.external_memory import LIBRARY_BYTES, open_budget
+from dglx_dist.data.external_memory import LIBRARY_BYTES, open_budget
 from dglx_dist.data.storage.files import peak, resident
 from dglx_dist.data.storage.reader import open_dataset
 from tests.data.ingest.shop import one_type

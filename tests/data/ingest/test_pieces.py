@@ -10,10 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from dglx_dist.data.external_memory import Spill
 from dglx_dist.data.ingest.config import FeatureSpec, FileSet
-from dglx_dist.data.ingest.external_memory import IdMap, Spill
 from dglx_dist.data.ingest.features import join_settings, make_transforms
 from dglx_dist.data.ingest.graph import sort_edges
+from dglx_dist.data.ingest.node_ids import IdMap
 from dglx_dist.data.ingest.tables import Table
 from dglx_dist.data.ingest.tensors import NO_SPLIT, Labels, draw_split_codes
 from dglx_dist.data.tables import Column

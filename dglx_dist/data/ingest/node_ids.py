@@ -1,11 +1,8 @@
-"""Memory budget, and files that hold what does not fit: buckets, scattered rows, spills, and nodes by id."""
+"""Nodes by their ids, in memory or in files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, final
 
@@ -13,169 +10,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dglx_dist.data.allocator import return_memory
+from dglx_dist.data.external_memory import Scatter, Spill, release_memory, runs
 from dglx_dist.data.ingest.tables import Piece, Table, ids_of
-from dglx_dist.data.storage.files import resident
 from dglx_dist.data.tables import as_numpy
 from dglx_dist.data.validate import column_error, first_repeat, repeated_id
-from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array
-
-LIBRARY_BYTES = 48 * 2**20
-"""Library code that is not loaded yet, and buffers that do not depend on the limit."""
-PROGRAM_BYTES = 192 * 2**20
-"""Approximate memory of Python and its libraries, :data:`LIBRARY_BYTES` included; used in messages."""
-BUDGET_SHARES = 6
-"""A bucket takes one of so many shares of the budget."""
-MIN_WORK_BYTES = 24 * 2**20
-"""Least budget beside the program itself; with less the pieces become too small."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Budget:
-    """Memory for ingesting beside the program itself; steps run one at a time."""
-
-    work: int
-
-    @property
-    def batch(self) -> int:
-        """Bytes of table rows read at a time; converting them takes a multiple of it."""
-        return self.work // 32
-
-    @property
-    def bucket(self) -> int:
-        """Bytes sorted or looked up at a time."""
-        return self.work // BUDGET_SHARES
-
-
-def open_budget(limit: int) -> Budget:
-    """Return the budget, ``limit`` bytes minus the memory of this process now; ConfigError if too small."""
-    used = resident() + LIBRARY_BYTES
-    if limit - used < MIN_WORK_BYTES:
-        least = -(-(used + MIN_WORK_BYTES) // 10**6)
-        raise ConfigError(
-            f"--memory {limit // 10**6}MB leaves too little beside the {used // 10**6} MB of the program "
-            f"itself; grant at least {least}MB"
-        )
-    return Budget(work=limit - used)
-
-
-@contextmanager
-def low_memory_allocators() -> Iterator[None]:
-    """Make allocators return freed memory to the system instead of keeping it.
-
-    Arrow's own pool keeps freed memory for a while, and glibc keeps pieces smaller than the largest one freed
-    so far: reading a column of 9 MB in pieces of 1 MB held 40 MB. The glibc setting is not reverted.
-    """
-    before = pa.default_memory_pool()
-    pa.set_memory_pool(pa.system_memory_pool())
-    release_memory()
-    try:
-        yield
-    finally:
-        pa.set_memory_pool(before)
-
-
-def release_memory() -> None:
-    """Return freed memory to the system; called between steps, since malloc does not reuse small pieces."""
-    return_memory(1 << 17)
-
-
-def runs(values: Array) -> Iterator[tuple[int, slice]]:
-    """Yield each run of equal values in an ascending (K,) integer array: the value and its positions."""
-    starts = np.flatnonzero(np.diff(values, prepend=-1))
-    for start, end in pairwise([*starts.tolist(), len(values)]):
-        yield int(values[start]), slice(start, end)
-
-
-@final
-class BucketFiles:
-    """Records of one dtype in numbered files of a folder."""
-
-    def __init__(self, folder: Path, dtype: Any) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._folder, self.dtype = folder, np.dtype(dtype)
-
-    def append(self, buckets: Array, records: Array) -> None:
-        """Append (K,) ``records``, each to the file that (K,) ``buckets`` names; their order is kept."""
-        order = np.argsort(buckets, kind="stable")
-        records = records[order]
-        for number, run in runs(buckets[order]):
-            with (self._folder / str(number)).open("ab") as file:
-                records[run].tofile(file)
-
-    def take(self, bucket: int) -> Array:
-        """Return the records of one file, and delete it."""
-        path = self._folder / str(bucket)
-        if not path.exists():
-            return np.empty(0, self.dtype)
-        records = np.fromfile(path, self.dtype)
-        path.unlink()
-        return records
-
-
-@final
-class Scatter:
-    """Random writes to rows on disk, in files of position ranges that fit into ``memory`` bytes.
-
-    Rows that are never put have the value ``fill``.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        num_rows: int,
-        dtype: Any,
-        row_shape: tuple[int, ...] = (),
-        *,
-        memory: int,
-        fill: int = 0,
-    ) -> None:
-        self._num_rows, self._fill = num_rows, fill
-        self._row = np.dtype((dtype, row_shape))
-        self._files = BucketFiles(folder, [("at", np.int64), ("row", dtype, row_shape)])
-        # The entries that are read and the rows that they become are in memory at the same time.
-        self._range = max(1, memory // (self._files.dtype.itemsize + self._row.itemsize))
-
-    def put(self, positions: Array, rows: Array) -> None:
-        """Put (k, *row) at ``positions`` ((k,) integers); the last row at a position wins."""
-        entries = np.empty(len(positions), self._files.dtype)
-        entries["at"], entries["row"] = positions, rows
-        self._files.append(positions // self._range, entries)
-
-    def chunks(self) -> Iterator[Array]:
-        """Yield all rows in order, a range at a time, and delete its file."""
-        for first in range(0, self._num_rows, self._range):
-            count = min(self._range, self._num_rows - first)
-            rows = np.full((count, *self._row.shape), self._fill, dtype=self._row.base)
-            entries = self._files.take(first // self._range)
-            rows[entries["at"] - first] = entries["row"]
-            del entries
-            yield rows
-
-
-@final
-class Spill:
-    """Numbers in one new file, none in memory."""
-
-    def __init__(self, path: Path, dtype: Any, chunks: Iterable[Array] = ()) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"")
-        self.path, self._dtype, self.num_rows = path, np.dtype(dtype), 0
-        for rows in chunks:
-            self.append(rows)
-
-    def append(self, rows: Array) -> None:
-        with self.path.open("ab") as file:
-            np.ascontiguousarray(rows, dtype=self._dtype).tofile(file)
-        self.num_rows += len(rows)
-
-    def chunks(self, num_rows: int) -> Iterator[Array]:
-        """Yield all rows in order, at most ``num_rows`` at a time."""
-        with self.path.open("rb") as file:
-            for first in range(0, self.num_rows, num_rows):
-                yield np.fromfile(file, self._dtype, min(num_rows, self.num_rows - first))
-
 
 _TABLE_BYTES = 96
 """Approximate bytes per id of a hash table and sorted copies, beside the id itself."""
