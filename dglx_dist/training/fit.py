@@ -394,8 +394,6 @@ def train(
     run = _Run(loader, g, config, _step_of(model, optimizer, sparse, config), facts)
     run.resume()
     run.check_evaluation()
-    if not run.has_epochs and g.session.topology.rank == 0:
-        log.warning("nothing to train: %d epochs are done", run.result.first_epoch)
     steps = len(loader) * (config.epochs - run.result.first_epoch) - run.first_step
     enabled = config.show_progress and g.session.topology.rank == 0
     bar = progress(_progress_title(run.result.first_epoch, config.epochs), steps, enabled=enabled)
@@ -588,6 +586,8 @@ class _Run:
             stopped_early=self._patience_is_over(),
             precision=self._step.precision,
         )
+        if not self.has_epochs and self._session.topology.rank == 0:
+            log.warning("nothing to train: %d epochs are done", self._next)
 
     def check_evaluation(self) -> None:
         """Raise ConfigError before training if the evaluation after it is impossible."""
