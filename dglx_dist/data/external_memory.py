@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, final
+from typing import Any, BinaryIO, final
 
 import numpy as np
 import pyarrow as pa
@@ -94,11 +95,13 @@ class BucketFiles:
 
     def append(self, buckets: Array, records: Array) -> None:
         """Append (K,) ``records``, each to the file that (K,) ``buckets`` names; their order is kept."""
+        # NumPy sorts 16-bit keys in linear time.
+        buckets = buckets.astype(np.uint16) if buckets.max(initial=0) < 1 << 16 else buckets
         order = np.argsort(buckets, kind="stable")
         records = records[order]
-        for number, run in runs(buckets[order]):
+        for number, run in runs(buckets[order].astype(np.int64)):
             with (self._folder / str(number)).open("ab") as file:
-                records[run].tofile(file)
+                _write(file, records[run])
 
     def take(self, bucket: int) -> Array:
         """Return the records of one file, and delete it."""
@@ -150,27 +153,45 @@ class Scatter:
             yield rows
 
 
+def _write(file: BinaryIO, rows: Array) -> None:
+    # Not tofile, whose error on a full disk does not say so.
+    file.write(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
+
+
+def map_rows(path: Path, dtype: Any, row_shape: tuple[int, ...] = ()) -> Array:
+    """Memory-map the rows (K, *row_shape) that a :class:`Spill` wrote, read-only."""
+    values = math.prod(row_shape)
+    if not (size := path.stat().st_size):
+        return np.empty((0, *row_shape), dtype)
+    flat = np.asarray(np.memmap(path, dtype, mode="r"))
+    return flat.reshape(size // (values * flat.itemsize), *row_shape)
+
+
 @final
 class Spill:
-    """Numbers in one new file, none in memory."""
+    """Rows in one new file, none in memory."""
 
-    def __init__(self, path: Path, dtype: Any, chunks: Iterable[Array] = ()) -> None:
+    def __init__(
+        self, path: Path, dtype: Any, chunks: Iterable[Array] = (), row_shape: tuple[int, ...] = ()
+    ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"")
-        self.path, self._dtype, self.num_rows = path, np.dtype(dtype), 0
+        self.path, self._dtype, self._row_shape, self.num_rows = path, np.dtype(dtype), row_shape, 0
         for rows in chunks:
             self.append(rows)
 
     def append(self, rows: Array) -> None:
         with self.path.open("ab") as file:
-            np.ascontiguousarray(rows, dtype=self._dtype).tofile(file)
+            _write(file, rows.astype(self._dtype, copy=False))
         self.num_rows += len(rows)
 
     def chunks(self, num_rows: int) -> Iterator[Array]:
         """Yield all rows in order, at most ``num_rows`` at a time."""
+        values = math.prod(self._row_shape)
         with self.path.open("rb") as file:
             for first in range(0, self.num_rows, num_rows):
-                yield np.fromfile(file, self._dtype, min(num_rows, self.num_rows - first))
+                count = min(num_rows, self.num_rows - first)
+                yield np.fromfile(file, self._dtype, count * values).reshape(count, *self._row_shape)
 
 
 @dataclass(frozen=True, kw_only=True)
