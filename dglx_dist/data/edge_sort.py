@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
@@ -47,7 +47,7 @@ class EdgeStream:
 
     sources: Chunks
     destinations: Chunks
-    carried: Mapping[str, Carried]
+    carried: Sequence[Carried]
     num_sources: int
     num_destinations: int
 
@@ -55,7 +55,7 @@ class EdgeStream:
     def record(self) -> np.dtype[np.void]:
         """One edge in a bucket."""
         ends = [("destination", id_dtype(self.num_destinations)), ("source", id_dtype(self.num_sources))]
-        return np.dtype([*ends, *((f"+{name}", *_dtype(one.info)) for name, one in self.carried.items())])
+        return np.dtype([*ends, *((str(i), *_dtype(one.info)) for i, one in enumerate(self.carried))])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class SortedEdges(Generic[T]):
     """(N_dst + 1,) int64."""
     indices: T
     """(E,) sources; int32 where N_src fits."""
-    carried: Mapping[str, T]
+    carried: Sequence[T]
 
 
 def by_key(destinations: Array, sources: Array) -> Array:
@@ -80,11 +80,10 @@ def by_key(destinations: Array, sources: Array) -> Array:
 def _each_file(
     edges: EdgeStream, folder: Path, make: Callable[[Path, Any, tuple[int, ...]], T]
 ) -> SortedEdges[T]:
-    files = enumerate(edges.carried.items())
     return SortedEdges(
         indptr=make(folder / "indptr", np.int64, ()),
         indices=make(folder / "indices", id_dtype(edges.num_sources), ()),
-        carried={name: make(folder / f"carried{number}", *_dtype(one.info)) for number, (name, one) in files},
+        carried=[make(folder / f"carried{i}", *_dtype(one.info)) for i, one in enumerate(edges.carried)],
     )
 
 
@@ -121,8 +120,8 @@ def sort_edges(
         # The edges of a bucket are in the order of the stream already.
         positions = order(found["destination"], found["source"])
         result.indices.append(found["source"][positions])
-        for name, spill in result.carried.items():
-            spill.append(found[f"+{name}"][positions])
+        for i, spill in enumerate(result.carried):
+            spill.append(found[str(i)][positions])
         result.indptr.append(total + np.cumsum(counts))
         total += len(found)
         advance(len(found))
@@ -175,12 +174,12 @@ def _write_buckets(
     buckets = BucketFiles(folder, edges.record)
     ends = zip(edges.sources(step), edges.destinations(step), strict=True)
     for (sources, destinations), *carried in zip(
-        ends, *(one.rows(step) for one in edges.carried.values()), strict=True
+        ends, *(one.rows(step) for one in edges.carried), strict=True
     ):
         records = np.empty(len(sources), edges.record)
         records["source"], records["destination"] = sources, destinations
-        for name, rows in zip(edges.carried, carried, strict=True):
-            records[f"+{name}"] = rows
+        for i, rows in enumerate(carried):
+            records[str(i)] = rows
         buckets.append(np.searchsorted(firsts, destinations, side="right") - 1, records)
         advance(len(records))
     return buckets

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -14,8 +15,20 @@ import numpy as np
 import pyarrow as pa
 
 from dglx_dist.data.allocator import return_memory
-from dglx_dist.data.storage.files import partial_folder, publish, resident
-from dglx_dist.errors import ConfigError
+from dglx_dist.data.storage.files import (
+    PARTIAL_SUFFIX,
+    discard,
+    locked,
+    named_failures,
+    partial_folder,
+    publish,
+    read_small,
+    remove_abandoned,
+    replaced_file,
+    resident,
+)
+from dglx_dist.errors import ConfigError, StorageError
+from dglx_dist.progress import say
 from dglx_dist.records import Array
 
 LIBRARY_BYTES = 48 * 2**20
@@ -209,7 +222,78 @@ class Workspace:
         """Return ``folder / name``, which ``make`` fills unless it exists; it is complete or absent."""
         target = self.folder / name
         if not target.is_dir():
-            with partial_folder(target) as partial:
+            with named_failures(self.folder), partial_folder(target) as partial:
                 make(partial)
                 publish(partial, target)
         return target
+
+
+_KEY, _LOCK = "key.json", "lock"
+_IN_MEMORY = Path("/dev/shm")  # refused, not used
+
+
+@contextmanager
+def open_workspace(folder: Path, settings: Mapping[str, object], limit: int) -> Iterator[Workspace]:
+    """Open the workspace of one job of ``limit`` bytes of memory, and remove it at the end.
+
+    After an error or a kill its finished stages stay, and a job with the same ``settings`` (JSON values)
+    takes them up; which ones is printed.
+
+    Raises:
+        ConfigError: ``folder`` is in memory, or ``limit`` is too small.
+        StorageError: it holds stages of other settings or something else, is in use, or cannot be written.
+    """
+    folder = folder.absolute()
+    if folder.resolve().is_relative_to(_IN_MEMORY):
+        raise ConfigError(f"{folder} is in memory; choose a folder on a disk (--scratch DIR)")
+    budget = open_budget(limit)
+    with ExitStack() as stack:
+        with named_failures(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            names = {path.name for path in folder.iterdir()}
+            if names and _LOCK not in names:
+                raise StorageError(
+                    f"{folder} holds something else than unfinished work; choose another --scratch"
+                )
+            (folder / _LOCK).touch()
+            if not stack.enter_context(locked(folder / _LOCK)):
+                raise StorageError(f"{folder} is in use by another process; wait for it")
+            if stages := _check_key(folder, settings):
+                say(f"resuming in {folder}; finished before: {', '.join(stages)}")
+            remove_abandoned(folder)
+        try:
+            yield Workspace(folder=folder, budget=budget)
+        except BaseException:
+            if _stages(folder):
+                say(f"finished stages are kept in {folder}: the same command resumes, or remove it")
+            else:
+                discard(folder)
+            raise
+        discard(folder)
+
+
+def _stages(folder: Path) -> list[str]:
+    found = [path for path in (*folder.iterdir(), *folder.glob("*.work/*")) if path.is_dir()]
+    found = [path for path in found if path.suffix not in (PARTIAL_SUFFIX, ".work")]
+    return sorted(str(path.relative_to(folder)) for path in found)
+
+
+def _check_key(folder: Path, settings: Mapping[str, object]) -> list[str]:
+    # Returns the finished stages.
+    path, asked = folder / _KEY, json.loads(json.dumps(settings))
+    if not path.exists():
+        with replaced_file(path) as partial:
+            partial.write_text(json.dumps(asked, indent=1))
+        return []
+    try:
+        found = json.loads(read_small(path))
+        differing = [name for name in asked.keys() | found.keys() if asked.get(name) != found.get(name)]
+    except (OSError, ValueError, AttributeError, RecursionError) as problem:
+        raise StorageError(f"{path} is damaged ({problem}); remove {folder}") from problem
+    if differing:
+        what = ", ".join(f"{name} was {found.get(name)!r}" for name in sorted(differing))
+        raise StorageError(
+            f"{folder} holds unfinished work with other settings ({what}); repeat that command to finish it, "
+            "or remove the folder"
+        )
+    return _stages(folder)

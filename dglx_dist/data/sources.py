@@ -16,11 +16,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import numpy as np
 
 from dglx_dist.data.dgl_files import check_files, load_graphs
+from dglx_dist.data.external_memory import Workspace
+from dglx_dist.data.storage.files import readable_bytes
 from dglx_dist.data.validate import check_ids, check_raw_graph, check_whole, column_error
 from dglx_dist.errors import ConfigError, DatasetError, StorageError, UnknownNameError
 from dglx_dist.records import (
@@ -54,6 +56,12 @@ class DatasetSource(ABC):
     Raises:
         ConfigError: the source does not have an option, or its value is wrong.
     """
+
+    external: ClassVar[bool] = False
+    """Whether :attr:`workspace` is used, so that a graph may be larger than the memory granted."""
+
+    workspace: Workspace | None = None
+    """Set before :meth:`load` where the memory is limited."""
 
     @abstractmethod
     def __init__(self, location: str, options: Mapping[str, object]) -> None: ...
@@ -363,13 +371,16 @@ _EXPECTED = (
 )
 
 
-def load_dataset(spec: str | os.PathLike[str] | dgl.DGLGraph, /, **options: object) -> RawGraph:
+def load_dataset(
+    spec: str | os.PathLike[str] | dgl.DGLGraph, /, *, workspace: Workspace | None = None, **options: object
+) -> RawGraph:
     """Load a graph and check it with :func:`check_raw_graph`; not collective.
 
     Args:
         spec: ``synthetic``, ``synthetic:nodes=20000,degree=25,seed=0``, a path (``.npz``, ``.bin`` of
             saved DGL graphs, a folder of tables), ``dgl:CoraGraphDataset``,
             ``ogb:ogbn-arxiv``, or a DGLGraph. ``NAME:WHERE`` names the source, whatever the suffix.
+        workspace: Limits the memory: a source maps arrays of edges into it, or ConfigError says what can.
         options: Options of the source; see its class.
 
     Raises:
@@ -382,9 +393,28 @@ def load_dataset(spec: str | os.PathLike[str] | dgl.DGLGraph, /, **options: obje
         check_raw_graph(graph, where=f"the DGLGraph {graph.name!r}")
         return graph
     name, location = _source_and_location(os.fspath(spec))
-    graph = DATASETS.get(name)(location, options).load()
+    source = DATASETS.get(name)(location, options)
+    source.workspace = workspace
+    if workspace is not None and not source.external:
+        _check_fits(name, Path(location).expanduser(), workspace)
+    graph = source.load()
     check_raw_graph(graph, where=str(spec))
     return graph
+
+
+_READING = 4
+"""Memory of reading a file, in its bytes: texts become 8 bytes a number, and columns are converted."""
+
+
+def _check_fits(name: str, path: Path, workspace: Workspace) -> None:
+    files = [one for one in path.rglob("*") if one.is_file()] if path.is_dir() else [path]
+    needed = _READING * sum(one.stat().st_size for one in files if one.exists())
+    if needed > workspace.budget.work:
+        remedy = "first `dglx ingest` them (docs/ingest.md)" if path.is_dir() else "give an uncompressed .npz"
+        raise ConfigError(
+            f"{path} would take about {readable_bytes(needed)} of memory, as {name} reads it at once; "
+            f"{remedy}, or grant more --memory"
+        )
 
 
 def _source_and_location(spec: str) -> tuple[str, str]:

@@ -105,9 +105,6 @@ def _write_ids(
     output.advance(1)
 
 
-_ROW = "row"
-
-
 def _ingest_edges(
     spec: TypeSpec[EdgeType],
     nodes: Mapping[str, _Nodes],
@@ -129,7 +126,7 @@ def _ingest_edges(
     sizes = nodes[spec.kind[0]].ids.num_nodes, nodes[spec.kind[2]].ids.num_nodes
     edges = _write_structure(spec.kind, ends, sizes, "forward", output)
     if spec.features or spec.label is not None:
-        rows.write(seed, reorder=_edge_order(edges.carried[_ROW], output))
+        rows.write(seed, reorder=_edge_order(edges.carried[0], output))
     shutil.rmtree(output.work / "forward")
     if reverse is not None:
         _write_structure(reverse, ends[::-1], sizes[::-1], "reverse", output)
@@ -149,7 +146,7 @@ def _write_structure(
     stream = EdgeStream(
         sources=ends[0].chunks,
         destinations=ends[1].chunks,
-        carried={_ROW: Carried(IDS, rows)},
+        carried=[Carried(IDS, rows)],
         num_sources=num_sources,
         num_destinations=num_destinations,
     )
@@ -158,7 +155,7 @@ def _write_structure(
     output.write(f"{folder}/indptr.arrow", IDS, num_destinations + 1, edges.indptr.chunks(at_once))
     info = ColumnInfo(dtype=id_dtype(num_sources).__name__, row_shape=())
     output.write(f"{folder}/indices.arrow", info, edges.indices.num_rows, edges.indices.chunks(at_once))
-    sorted_rows = edges.carried[_ROW]
+    sorted_rows = edges.carried[0]
     output.write(f"{folder}/original_ids.arrow", IDS, sorted_rows.num_rows, sorted_rows.chunks(at_once))
     return edges
 

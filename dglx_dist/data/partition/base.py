@@ -10,6 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from dglx_dist.data.external_memory import Workspace
 from dglx_dist.errors import ConfigError
 from dglx_dist.options import at_least, check_ranges, fractions, names, option, tolerances
 from dglx_dist.records import Assignment, RawGraph
@@ -124,6 +125,12 @@ class Partitioner(ABC):
 
     scatters: ClassVar[bool] = False
     """Whether neighbours are placed independently, so that (P - 1) / P of all edges are cut."""
+
+    external: ClassVar[bool] = False
+    """Whether :attr:`workspace` is used, so that a graph may be larger than the memory granted."""
+
+    workspace: Workspace | None = None
+    """Set before :meth:`assign` where the memory is limited."""
 
     def __init__(self, options: PartitionOptions) -> None:
         self.options = options

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import final
 
 import numpy as np
 
+from dglx_dist.data.external_memory import Spill, Workspace, map_rows
 from dglx_dist.data.partition.balance import enforce_capacities
 from dglx_dist.data.partition.base import PARTITIONERS, Partitioner, PartitionOptions, default_partitioner
 from dglx_dist.data.partition.graph_views import (
@@ -131,6 +133,7 @@ def _with_whole_weights(graph: RawGraph, options: PartitionOptions) -> tuple[Raw
     return replace(graph, node_data=node_data), replace(options, balance=balance, tolerance=tolerance)
 
 
+_EDGES_AT_ONCE = 1 << 20
 TRAINER_ID = "trainer_id"
 """DGL's name of the node and edge data with the trainer."""
 TRAINERS_PER_PART = "trainers_per_part"
@@ -186,14 +189,31 @@ def assign_two_levels(
     return TwoLevelSplit(parts=parts, trainers=trainers)
 
 
-def with_trainer_ids(graph: RawGraph, trainers: Assignment) -> RawGraph:
-    """Return ``graph`` with int32 columns of the trainer of each node and of each edge's destination."""
+def with_trainer_ids(graph: RawGraph, trainers: Assignment, workspace: Workspace | None = None) -> RawGraph:
+    """Return ``graph`` with int32 columns of the trainer of each node and of each edge's destination.
+
+    Those of edges are memory-mapped from a stage of ``workspace``.
+    """
     node_data: dict[str, dict[str, NodeColumn]] = {
         ntype: {**graph.node_data.get(ntype, {}), TRAINER_ID: trainers.part_of[ntype]}
         for ntype in graph.num_nodes
     }
+
+    def of_edges(etype: EdgeType) -> Iterator[Array]:
+        part_of, destinations = trainers.part_of[etype[2]], graph.edges[etype][1]
+        for first in range(0, max(len(destinations), 1), _EDGES_AT_ONCE):
+            yield part_of[destinations[first : first + _EDGES_AT_ONCE]]
+
+    def write(folder: Path) -> None:
+        for number, etype in enumerate(graph.edges):
+            Spill(folder / str(number), np.int32, of_edges(etype))
+
+    if workspace is None:
+        columns = {etype: np.concatenate(list(of_edges(etype))) for etype in graph.edges}
+    else:
+        folder = workspace.stage("trainers", write)
+        columns = {etype: map_rows(folder / str(i), np.int32) for i, etype in enumerate(graph.edges)}
     edge_data: dict[EdgeType, dict[str, Array]] = {
-        etype: {**graph.edge_data.get(etype, {}), TRAINER_ID: trainers.part_of[etype[2]][destinations]}
-        for etype, (_, destinations) in graph.edges.items()
+        etype: {**graph.edge_data.get(etype, {}), TRAINER_ID: column} for etype, column in columns.items()
     }
     return replace(graph, node_data=node_data, edge_data=edge_data)
