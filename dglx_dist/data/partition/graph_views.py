@@ -99,6 +99,12 @@ def balance_weights(
     )
 
 
+def count_weights(graph: RawGraph, options: PartitionOptions) -> int:
+    """Return the number of :func:`balance_weights`."""
+    of_types = {"ntype": len(graph.num_nodes), "etype": len(graph.edges)}
+    return sum(of_types.get(constraint, 1) for constraint in options.constraints)
+
+
 def part_shares(target_weights: Sequence[float] | None, num_parts: int) -> Array:
     """Return (P,) float64 shares that sum to 1; ConfigError unless there is one weight per part."""
     if target_weights is None:
@@ -265,10 +271,9 @@ class SymmetricGraph:
     @staticmethod
     def open(folder: Path) -> SymmetricGraph:
         """Return the memory-mapped graph that :func:`write_rows` wrote."""
+        weights = mapped(folder, "weights") if any(folder.glob("weights.*")) else None
         indptr, indices = mapped(folder, "indptr"), mapped(folder, "indices")
-        assert indptr is not None
-        assert indices is not None
-        return SymmetricGraph(indptr=indptr, indices=indices, edge_weights=mapped(folder, "weights"))
+        return SymmetricGraph(indptr=indptr, indices=indices, edge_weights=weights)
 
 
 def symmetrise(
@@ -331,10 +336,9 @@ def _write_symmetric(graph: RawGraph, folder: Path, weighted: bool, workspace: W
 
     starts, weight_dtype = _starts(graph)[1:], np.int32 if weighted else None
     write_rows(folder, starts, fill, weight_dtype, workspace, "Symmetrising")
-    weights = mapped(folder, "weights")
-    if weights is not None and _nearly_uniform(weights):
-        (path,) = folder.glob("weights.*")
-        path.unlink()
+    for path in folder.glob("weights.*"):
+        if _nearly_uniform(mapped(folder, "weights")):
+            path.unlink()
 
 
 NODE_BYTES = 32
@@ -466,12 +470,14 @@ def _merge(
     return written
 
 
-def induced_graph(graph: RawGraph, nodes: Array, constraints: Sequence[str]) -> RawGraph:
+def induced_graph(
+    graph: RawGraph, nodes: Array, constraints: Sequence[str], workspace: Workspace | None = None
+) -> RawGraph:
     """Return the subgraph of ``nodes`` ((K,) int64 ascending ids over all types), renumbered per type.
 
-    It has only the node columns of ``constraints``.
+    It has only the node columns of ``constraints``. With a ``workspace`` its edges are memory-mapped.
     """
-    new_id = np.full(graph.total_nodes, -1, dtype=np.int64)
+    new_id = np.full(graph.total_nodes, -1, dtype=id_dtype(graph.total_nodes))
     num_nodes: dict[str, int] = {}
     node_data: dict[str, dict[str, NodeColumn]] = {}
     wanted = {MASKS.get(c, c) for c in constraints}
@@ -485,11 +491,29 @@ def induced_graph(graph: RawGraph, nodes: Array, constraints: Sequence[str]) -> 
         node_data[node_type] = {
             n: v[rows] for n, v in columns.items() if n in wanted and isinstance(v, np.ndarray)
         }
-    edges: dict[EdgeType, tuple[Array, Array]] = {}
-    for edge_type, (src, dst) in graph.edges.items():
+
+    def inside(edge_type: EdgeType) -> Iterator[Array]:
         # Views, since adding the first id to int32 ids overflows if all types together exceed 2**31.
-        new_src = new_id[first_id[edge_type[0]] :][src]
-        new_dst = new_id[first_id[edge_type[2]] :][dst]
-        inside = (new_src >= 0) & (new_dst >= 0)
-        edges[edge_type] = (new_src[inside], new_dst[inside])
+        of_src, of_dst = new_id[first_id[edge_type[0]] :], new_id[first_id[edge_type[2]] :]
+        src, dst = graph.edges[edge_type]
+        for piece in pieces(len(src), 1 << 20):
+            ends = np.stack([of_src[src[piece]], of_dst[dst[piece]]])
+            yield ends[:, (ends >= 0).all(axis=0)]
+
+    def write(folder: Path) -> None:
+        for number, edge_type in enumerate(graph.edges):
+            files = [spill(folder, f"{end}{number}", new_id.dtype) for end in ("src", "dst")]
+            for ends in inside(edge_type):
+                for file, ids in zip(files, ends, strict=True):
+                    file.append(ids)
+
+    edges: dict[EdgeType, tuple[Array, Array]] = {}
+    folder = None if workspace is None else workspace.stage("edges", write)
+    for number, edge_type in enumerate(graph.edges):
+        if folder is None:
+            none = np.empty((2, 0), new_id.dtype)
+            src, dst = np.concatenate([none, *inside(edge_type)], axis=1)
+        else:
+            src, dst = (mapped(folder, f"{end}{number}") for end in ("src", "dst"))
+        edges[edge_type] = (src, dst)
     return RawGraph(name=f"a piece of {graph.name}", num_nodes=num_nodes, edges=edges, node_data=node_data)

@@ -17,7 +17,7 @@ import numpy as np
 
 from dglx_dist.data.partition.balance import assign_balanced
 from dglx_dist.data.partition.base import DEFAULT_TOLERANCE, Partitioner, PartitionOptions
-from dglx_dist.data.partition.graph_views import BalanceWeights, SymmetricGraph
+from dglx_dist.data.partition.graph_views import BalanceWeights, SymmetricGraph, count_weights
 from dglx_dist.data.partition.one_pass import cut_ranges
 from dglx_dist.data.partition.semi_external import partition
 from dglx_dist.errors import ConfigError
@@ -149,21 +149,21 @@ class _Multilevel(Partitioner):
     _dtype: ClassVar[Any] = None
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
+        num_weights = count_weights(graph, self.options)
+        columns, solve = 8 * num_weights * graph.total_nodes, functools.partial(self._compute, seed)
+
         def compute(symmetric: SymmetricGraph, weights: BalanceWeights) -> Array:
-            workspace, solve = self.workspace, functools.partial(self._compute, seed)
-            if workspace is None or not isinstance(symmetric.indices, np.memmap):
+            workspace = self.workspace
+            if workspace is None:
                 return solve(symmetric, weights)
-            columns = 8 * len(weights.columns) * graph.total_nodes
 
             def fits(one: SymmetricGraph) -> bool:
-                num_weights, has_weights = len(weights.columns), one.edge_weights is not None
-                needed = self._bytes(one.num_nodes, len(one.indices), num_weights, has_weights)
-                return workspace.holds(needed + columns)
+                size = (one.num_nodes, len(one.indices), one.edge_weights is not None)
+                return workspace.holds(self._bytes(*size, num_weights) + columns)
 
             return partition(symmetric, weights, solve, fits, workspace, seed)
 
-        num_weights = len(self.options.constraints)
-        beside = self._bytes(graph.total_nodes, 2 * graph.total_edges, num_weights, True)
+        beside = self._bytes(graph.total_nodes, 2 * graph.total_edges, True, num_weights) + columns
         return assign_balanced(self, graph, (num_parts, seed), compute, dtype=self._dtype, beside=beside)
 
     @abstractmethod
@@ -172,7 +172,7 @@ class _Multilevel(Partitioner):
 
     @staticmethod
     @abstractmethod
-    def _bytes(num_nodes: int, num_entries: int, num_weights: int, has_weights: bool) -> int:
+    def _bytes(num_nodes: int, num_entries: int, has_weights: bool, num_weights: int) -> int:
         """Return the memory that the library takes beside the symmetric graph, as measured."""
 
 
@@ -193,7 +193,7 @@ class Metis(_Multilevel):
     _dtype = np.int64
 
     @staticmethod
-    def _bytes(num_nodes: int, num_entries: int, num_weights: int, has_weights: bool) -> int:
+    def _bytes(num_nodes: int, num_entries: int, has_weights: bool, num_weights: int) -> int:
         return 112 * num_entries + (200 + 60 * num_weights) * num_nodes
 
     def _compute(self, seed: int, symmetric: SymmetricGraph, weights: BalanceWeights) -> Array:
@@ -243,7 +243,7 @@ class Kaminpar(_Multilevel):
     honours = frozenset({"balance", "tolerance", "target_weights", "fast", "threads"})
 
     @staticmethod
-    def _bytes(num_nodes: int, num_entries: int, num_weights: int, has_weights: bool) -> int:
+    def _bytes(num_nodes: int, num_entries: int, has_weights: bool, num_weights: int) -> int:
         return 150 * num_nodes + (17 if has_weights else 11) * num_entries
 
     def _compute(self, seed: int, graph: SymmetricGraph, weights: BalanceWeights) -> Array:
@@ -255,6 +255,7 @@ class Kaminpar(_Multilevel):
         compress = workspace is not None and not workspace.holds(plain_bytes + 8 * graph.num_nodes)
         if workspace is not None:
             folder = workspace.folder
+            folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="dglx-kaminpar-", dir=folder) as scratch:
             path = Path(scratch) / "graph.parhip"
             write_parhip(path, graph, node_weights)

@@ -77,7 +77,6 @@ def partition(
     parts = _saved(workspace, "parts", first_parts)
     for level in range(len(levels) - 1, 0, -1):
         coarse_of = mapped(workspace.folder / f"level{level}", "coarse_of")
-        assert coarse_of is not None
         # Capacities are those of the whole graph, which hold for single nodes too.
         make_parts = functools.partial(_refine, *levels[level - 1], parts[coarse_of], weights.capacities())
         parts = _saved(workspace, f"parts{level - 1}", make_parts)
@@ -88,16 +87,14 @@ def _saved(workspace: Workspace, name: str, make: Callable[[], Array]) -> Array:
     def write(folder: Path) -> None:
         spill(folder, "parts", np.int32, [make()])
 
-    found = mapped(workspace.stage(name, write), "parts")
-    assert found is not None
-    return np.array(found)
+    return np.array(mapped(workspace.stage(name, write), "parts"))
 
 
 def _open_weights(folder: Path, weights: BalanceWeights) -> BalanceWeights:
-    columns = [mapped(folder, f"column{c}") for c in range(len(weights.columns))]
+    columns = tuple(mapped(folder, f"column{c}") for c in range(len(weights.columns)))
     # Other names, since a cluster has the weight of its nodes, also where nodes weigh one.
     names = tuple(f"{name} of clusters" for name in weights.names)
-    return replace(weights, names=names, columns=tuple(c for c in columns if c is not None))
+    return replace(weights, names=names, columns=columns)
 
 
 def _coarsen(
