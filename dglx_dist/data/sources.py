@@ -24,7 +24,7 @@ from dglx_dist.data.dgl_files import check_files, load_graphs
 from dglx_dist.data.external_memory import Spill, Workspace, map_rows
 from dglx_dist.data.storage.files import readable_bytes
 from dglx_dist.data.validate import check_ids, check_raw_graph, check_whole, column_error
-from dglx_dist.errors import ConfigError, DatasetError, StorageError, UnknownNameError
+from dglx_dist.errors import ConfigError, DatasetError, DglxError, StorageError, UnknownNameError
 from dglx_dist.progress import progress
 from dglx_dist.records import (
     EDGE_TYPE,
@@ -514,6 +514,8 @@ def _read(path: Path, workspace: Workspace | None) -> dict[str, Array]:
             return _unpacked(path, workspace)
         with np.load(path, allow_pickle=False) as stored:
             return {name: stored[name] for name in stored.files}
+    except DglxError:  # which are errors of Python, too
+        raise
     except _UNREADABLE as error:
         raise DatasetError(f"{path}: not a readable .npz file of plain arrays ({error})") from error
 

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dglx_dist.data.external_memory import Budget
+from dglx_dist.data.external_memory import Budget, Workspace
 from dglx_dist.data.storage import writer
 from dglx_dist.data.storage.writer import write_dataset
-from dglx_dist.errors import ConfigError, DglxError, StorageError
+from dglx_dist.errors import ConfigError, DatasetError, DglxError, StorageError
 from dglx_dist.prepare import PartitionPlan, load_graph, open_work, partition_to_disk
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph
 from tests.data.storage.graphs import RATES, random_heterogeneous, random_homogeneous
@@ -284,3 +284,34 @@ def test_edges_larger_than_the_memory_are_partitioned(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == ["the memory does not suffice", "but in files it does"], done.stderr
     partition(data, tmp_path / "in memory", num_parts=2)
     assert content(tmp_path / "out") == content(tmp_path / "in memory")
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_arrays_of_a_npz_are_unpacked_into_files(tmp_path: Path, save: Any) -> None:
+    random, path = np.random.default_rng(0), tmp_path / "g.npz"
+    src, dst = random.integers(0, 50, (2, 400))
+    arrays = {"src": src, "dst": dst, "w": random.random(400), "feat": random.random((50, 3), np.float32)}
+    save(path, **arrays, num_nodes=50, label=random.integers(0, 4, 50), empty=np.empty((50, 0)))
+    partition(path, tmp_path / "in memory")
+    partition(path, tmp_path / "in files", memory=PLENTY)
+    assert content(tmp_path / "in files") == content(tmp_path / "in memory")
+    whole = path.read_bytes()
+    for damaged in (whole[: len(whole) // 2], whole.replace(src.tobytes()[:64], bytes(64))):
+        if damaged == whole:  # compressed
+            continue
+        path.write_bytes(damaged)
+        with pytest.raises(DatasetError, match=r"g.npz: not a readable .npz file"):
+            partition(path, tmp_path / "other", memory=PLENTY)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["g.npz", "in files", "in memory"]
+
+
+def test_sources_that_are_read_at_once_say_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables" / "edges.csv").write_text("src,dst\n" + "0,1\n1,0\n" * 50)
+    np.savez(tmp_path / "g.npz", head=[0, 1], rel=[0, 0], tail=[1, 0])
+    few = Workspace(folder=tmp_path / "work", budget=Budget(work=300))
+    enough = Workspace(folder=tmp_path / "work", budget=Budget(work=10**6))
+    for name, said in (("tables", "first `dglx ingest` them"), ("g.npz", "edges by 'rel' are put in order")):
+        with pytest.raises(ConfigError, match=f"{name}.* {said}.* or grant more --memory"):
+            load_graph(tmp_path / name, workspace=few)
+        assert load_graph(tmp_path / name, workspace=enough).total_nodes == 2
