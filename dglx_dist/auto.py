@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 
@@ -16,7 +15,7 @@ from dglx_dist.comm.collectives import broadcast_json, check_equal, gather_json,
 from dglx_dist.comm.devices import device_memory, device_words, peak_device_memory
 from dglx_dist.comm.session import Session
 from dglx_dist.comm.topology import Topology
-from dglx_dist.data.storage.files import peak, read_size, resident
+from dglx_dist.data.storage.files import machine_memory, peak, read_size, resident
 from dglx_dist.dataloading.step_loader import whole_number
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.graph.cache import check_budget
@@ -325,7 +324,7 @@ def _cluster(session: Session, options: AutoOptions, device: torch.device) -> Cl
     links = probe(session)
     ranks_of_host = session.hosts.count(session.hosts[topology.rank])
     cores = len(os.sched_getaffinity(0)) / ranks_of_host
-    memory = read_size(options.memory) if options.memory else psutil.virtual_memory().total // ranks_of_host
+    memory = read_size(options.memory) if options.memory else machine_memory()[0] // ranks_of_host
     on_device = device_memory(device) // session.ranks_of_device
     resources: Sequence[Any] = gather_json([cores, memory, on_device], session)
     return Cluster(

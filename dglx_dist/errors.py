@@ -43,10 +43,9 @@ class Stopped(SystemExit):
 
     EXIT_CODE = 75
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, epoch: int, step: int, folder: object) -> None:
         super().__init__(self.EXIT_CODE)
-        self.text = text
-        """Where the checkpoint is, and how to go on."""
-
-    def __str__(self) -> str:
-        return self.text
+        self.args = (
+            f"stopped after {step} steps of epoch {epoch}, as asked; a checkpoint is saved in {folder}, and "
+            "the same command goes on from it",
+        )

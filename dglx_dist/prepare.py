@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from dglx_dist.data.external_memory import Workspace, open_workspace
 from dglx_dist.data.partition.balance import PartitionQuality, measure
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions, default_partitioner
 from dglx_dist.data.partition.hierarchical import assign_two_levels, with_trainer_ids
 from dglx_dist.data.partition.one_pass import COLUMNS, FEATURES
 from dglx_dist.data.sources import load_dataset
 from dglx_dist.data.storage.columns import MANIFEST
-from dglx_dist.data.storage.manifest import check_target
+from dglx_dist.data.storage.files import discard, read_size, readable_bytes
+from dglx_dist.data.storage.manifest import check_target, read_manifest
 from dglx_dist.data.storage.reader import graph_of, open_dataset
 from dglx_dist.data.storage.writer import FeatureDtype, check_feature_dtype, in_precision, write_dataset
 from dglx_dist.errors import ConfigError, StorageError
@@ -49,6 +54,10 @@ class PartitionPlan:
     """t above 1: each part is split again, and nodes and edges get a ``trainer_id`` in [0, P x t)."""
     feature_dtype: FeatureDtype | None = None
     """Stored dtype of features, see :func:`in_precision`; None: unchanged."""
+    memory: str | None = None
+    """Limit such as "4GB": what does not fit is worked on in files; None: all is in memory."""
+    scratch: Path | None = None
+    """Folder for these files, on a disk; None: beside the dataset."""
 
     def __post_init__(self) -> None:
         if self.num_parts < 1:
@@ -60,6 +69,14 @@ class PartitionPlan:
         if self.trainers_per_part < 1:
             raise ConfigError(f"{self.trainers_per_part} trainers per part; there must be at least 1")
         check_feature_dtype(self.feature_dtype)
+        if self.memory is not None:
+            read_size(self.memory)
+            if self.format == "dgl":
+                raise ConfigError("DGL's files are written from memory; leave out memory, or format 'dgl'")
+        elif self.scratch is not None:
+            raise ConfigError(
+                f"scratch {self.scratch} is for files of a limited memory; add memory, e.g. 4GB"
+            )
         dtype = self.feature_dtype
         dtypes = list(dtype.values()) if isinstance(dtype, Mapping) else [dtype]
         if self.format == "dgl" and "bfloat16" in dtypes:
@@ -71,20 +88,74 @@ class PartitionPlan:
         return PARTITIONERS.resolve(self.method or default_partitioner(self.options))
 
 
-def load_graph(spec: str | os.PathLike[str] | dgl.DGLGraph, **options: object) -> RawGraph:
-    """Return the graph of any spec of :func:`load_dataset`, or of a dataset of one part; same errors."""
+@contextmanager
+def open_work(
+    spec: str | os.PathLike[str], folder: Path, plan: PartitionPlan, **options: object
+) -> Iterator[Workspace | None]:
+    """Open the workspace of one partitioning of :func:`load_graph`'s ``spec``; None if memory is not limited.
+
+    It is the folder NAME.work beside ``folder`` or in ``plan.scratch``, see :func:`open_workspace`.
+    """
+    if plan.memory is None:
+        yield None
+        return
+    path = Path(spec).expanduser()
+    is_dataset = (path / MANIFEST).is_file()
+    source = [read_manifest(path).checksum] if is_dataset else [str(spec), options, _stamps(path)]
+    with _work(folder, plan, source) as workspace:
+        yield workspace
+
+
+def _stamps(path: Path) -> list[tuple[str, int, int]]:
+    files = [path, *sorted(path.rglob("*"))] if path.is_dir() else [path]
+    stats = {one: one.stat() for one in files if one.is_file()}
+    return [(one.name, stat.st_size, stat.st_mtime_ns) for one, stat in stats.items()]
+
+
+def _work(folder: Path, plan: PartitionPlan, source: object) -> AbstractContextManager[Workspace]:
+    settings = {
+        "graph": source,
+        **{one.name: getattr(plan, one.name) for one in fields(plan) if one.name not in _NOT_OF_RESULT},
+        "method": plan.partitioner,
+        "file": _stamps(Path(plan.options.file)) if plan.options.file else [],
+        "version": version("dglx_dist"),
+    }
+    assert plan.memory is not None, "checked by the caller"
+    target = folder.absolute()
+    work = (plan.scratch or target.parent) / f"{target.name}.work"
+    return open_workspace(
+        work, {name: repr(value) for name, value in settings.items()}, read_size(plan.memory)
+    )
+
+
+_NOT_OF_RESULT = ("memory", "scratch", "overwrite")
+
+
+def load_graph(
+    spec: str | os.PathLike[str] | dgl.DGLGraph, *, workspace: Workspace | None = None, **options: object
+) -> RawGraph:
+    """Return the graph of any spec of :func:`load_dataset`, or of a dataset of one part; same errors.
+
+    Edges of a dataset are in the order in which they are stored. With a ``workspace``, arrays of edges are
+    memory-mapped, and ConfigError says what to do if the source cannot do that.
+    """
     if isinstance(spec, (str, os.PathLike)) and (Path(spec).expanduser() / MANIFEST).is_file():
         folder = Path(spec).expanduser()
         if options:
             raise ConfigError(
                 f"{folder} is a dataset, which has no option {next(iter(options))!r}; leave it out"
             )
-        return graph_of(open_dataset(folder))
-    return load_dataset(spec, **options)
+        return graph_of(open_dataset(folder), workspace)
+    return load_dataset(spec, workspace=workspace, **options)
 
 
 def partition_to_disk(
-    graph: RawGraph, folder: str | Path, plan: PartitionPlan, *, weights: Mapping[str, Array] | None = None
+    graph: RawGraph,
+    folder: str | Path,
+    plan: PartitionPlan,
+    *,
+    weights: Mapping[str, Array] | None = None,
+    workspace: Workspace | None = None,
 ) -> PartitionQuality:
     """Partition ``graph`` and write it atomically to ``folder``; one process calls it.
 
@@ -97,37 +168,50 @@ def partition_to_disk(
         plan: The method.
         weights: Name -> (N,) non-negative numbers for ``plan.options.balance``, which are not written; for
             graphs with one node type.
+        workspace: Of :func:`open_work`, in which the graph was loaded; None: if ``plan.memory`` is limited,
+            one whose key is the content of the graph.
 
     Returns:
         The quality of the partition, which is also in the manifest.
 
     Raises:
-        ConfigError: plan and graph do not match, or the partitioner does not exist.
-        StorageError: ``folder`` is not empty and must not be replaced.
+        ConfigError: plan and graph do not match, the partitioner does not exist, or the memory is too small.
+        StorageError: ``folder`` is not empty and must not be replaced, or files cannot be written.
     """
     target = Path(folder)
     check_target(target, plan.overwrite)
+    if plan.memory is not None and workspace is None:
+        with _work(target, plan, [content_key(graph, plan), *sorted(weights or {})]) as opened:
+            return partition_to_disk(graph, target, plan, weights=weights, workspace=opened)
     weighted = _with_weights(graph, weights or {})
-    assignment, figures, trainers = _partition(weighted, plan)
-    _warn_of_many(figures)
-    bfloat16: frozenset[tuple[str | EdgeType, str]] = frozenset()
-    if trainers is not None:
-        graph = with_trainer_ids(graph, trainers)
-    if plan.feature_dtype is not None:
-        graph, bfloat16 = in_precision(graph, plan.feature_dtype)
+    split = _partition(weighted, plan, workspace)
+    _warn_of_many(split.quality)
+    if split.trainers is not None:
+        graph = with_trainer_ids(graph, split.trainers, workspace)
     if plan.format == "dgl":
         # Imports dgl and torch, which other formats do not need.
         from dglx_dist.data.storage.dgl_format import write_dgl_format
 
-        write_dgl_format(graph, assignment, target)
+        bfloat16: frozenset[tuple[str | EdgeType, str]] = frozenset()
+        if plan.feature_dtype is not None:
+            graph, bfloat16 = in_precision(graph, plan.feature_dtype)
+        write_dgl_format(graph, split.parts, target, bfloat16=bfloat16)
     else:
-        kept = asdict(figures)
-        if trainers is not None:
-            kept["trainers"] = _trainer_figures(measure(weighted, trainers))
-        write_dataset(graph, assignment, target, quality=kept, overwrite=plan.overwrite, bfloat16=bfloat16)
-        if assignment.parameters.get(FEATURES) == COLUMNS:
-            _write_columns(target, assignment.num_parts)
-    return figures
+        kept = asdict(split.quality)
+        if split.of_trainers is not None:
+            kept["trainers"] = split.of_trainers
+        write_dataset(
+            graph,
+            split.parts,
+            target,
+            quality=kept,
+            overwrite=plan.overwrite,
+            feature_dtype=plan.feature_dtype,
+            workspace=workspace,
+        )
+        if split.parts.parameters.get(FEATURES) == COLUMNS:
+            _write_columns(target, split.parts.num_parts)
+    return split.quality
 
 
 def _write_columns(folder: Path, num_parts: int) -> None:
@@ -140,16 +224,87 @@ def _write_columns(folder: Path, num_parts: int) -> None:
         log.warning("%s", problem)
 
 
-def _partition(
-    graph: RawGraph, plan: PartitionPlan
-) -> tuple[Assignment, PartitionQuality, Assignment | None]:
-    # The last is the assignment to trainers, if parts are split again.
+@dataclass(frozen=True, kw_only=True)
+class _Split:
+    parts: Assignment
+    quality: PartitionQuality
+    trainers: Assignment | None = None
+    of_trainers: Mapping[str, object] | None = None
+
+
+def _partition(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None) -> _Split:
+    if workspace is None:
+        return _assign(graph, plan, None)
+    # What is made on the way is not needed again: the owners of nodes are a stage of their own.
+    inner = replace(workspace, folder=workspace.folder / "owners.work")
+    folder = workspace.stage("owners", lambda folder: _store(_assign(graph, plan, inner), folder))
+    if inner.folder.is_dir():
+        discard(inner.folder)
+    return _stored(graph, folder)
+
+
+def _assign(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None) -> _Split:
+    if workspace is not None:
+        _check_fits(graph, plan.partitioner, workspace)
     if plan.trainers_per_part == 1:
-        assignment = PARTITIONERS.get(plan.partitioner)(plan.options).assign(graph, plan.num_parts, plan.seed)
-        return assignment, measure(graph, assignment), None
+        partitioner = PARTITIONERS.get(plan.partitioner)(plan.options)
+        partitioner.workspace = workspace
+        parts = partitioner.assign(graph, plan.num_parts, plan.seed)
+        return _Split(parts=parts, quality=measure(graph, parts))
     size = (plan.num_parts, plan.trainers_per_part)
-    split = assign_two_levels(graph, plan.partitioner, plan.options, size, plan.seed)
-    return split.parts, measure(graph, split.parts), split.trainers
+    split = assign_two_levels(graph, plan.partitioner, plan.options, size, plan.seed, workspace)
+    of_trainers = _trainer_figures(measure(graph, split.trainers))
+    quality = measure(graph, split.parts)
+    return _Split(parts=split.parts, quality=quality, trainers=split.trainers, of_trainers=of_trainers)
+
+
+_EDGE_BYTES = 32
+"""Memory of a method that knows of no limit, such as a plugin, by edge: neighbours in both directions."""
+
+
+def _check_fits(graph: RawGraph, method: str, workspace: Workspace) -> None:
+    needed = _EDGE_BYTES * graph.total_edges
+    if not PARTITIONERS.get(method).external and not workspace.holds(needed):
+        able = ", ".join(name for name in PARTITIONERS.names() if PARTITIONERS.get(name).external)
+        raise ConfigError(
+            f"method {method} holds the graph in memory, about {readable_bytes(needed)}; take one of {able}, "
+            "or grant more --memory"
+        )
+
+
+def _store(split: _Split, folder: Path) -> None:
+    told: dict[str, object] = {"quality": asdict(split.quality), "of_trainers": split.of_trainers}
+    for name in ("parts", "trainers"):
+        one: Assignment | None = getattr(split, name)
+        told[name] = one and {**vars(one), "part_of": None}
+        for number, owners in enumerate(one.part_of.values() if one else ()):
+            np.save(folder / f"{name}{number}.npy", owners, allow_pickle=False)
+    (folder / "split.json").write_text(json.dumps(told))
+
+
+def _stored(graph: RawGraph, folder: Path) -> _Split:
+    told = json.loads((folder / "split.json").read_text())
+
+    def assignment(name: str) -> Assignment | None:
+        if told[name] is None:
+            return None
+        part_of = {
+            ntype: np.load(folder / f"{name}{number}.npy", allow_pickle=False)
+            for number, ntype in enumerate(graph.num_nodes)
+        }
+        return Assignment(**{**told[name], "part_of": part_of})
+
+    told["quality"] = {
+        name: tuple(one) if isinstance(one, list) else one for name, one in told["quality"].items()
+    }
+    parts = assignment("parts")
+    assert parts is not None, "every split has parts"
+    return _Split(
+        parts=parts,
+        quality=PartitionQuality(**told["quality"]),
+        trainers=assignment("trainers"),
+        of_trainers=told["of_trainers"],
+    )
 
 
 def _warn_of_many(figures: PartitionQuality) -> None:
@@ -177,7 +332,7 @@ def content_key(graph: RawGraph, plan: PartitionPlan) -> str:
     )
     digest.update(repr(settings).encode())
     data = {"edges": graph.edges, "of edges": graph.edge_data, "of nodes": graph.node_data}
-    for name, array in _arrays({**data, "ids": graph.user_ids}):
+    for name, array in _arrays({**data, "ids": graph.user_ids, "of source": graph.edge_ids}):
         digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
         digest.update(np.ascontiguousarray(array).view(np.uint8).data if array.size else b"")
     return digest.hexdigest()[:16]

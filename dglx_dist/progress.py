@@ -54,5 +54,10 @@ def progress(description: str, total: int, *, enabled: bool = True) -> Iterator[
         )
 
 
+def say(text: str) -> None:
+    """Print a line on standard error."""
+    Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print(text)
+
+
 def _nothing(_: object) -> None:
     pass

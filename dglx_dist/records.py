@@ -78,6 +78,8 @@ class RawGraph:
     """node type -> name -> (N, ...) array. Usual names: feat, label, train_mask, val_mask, test_mask."""
     edge_data: Mapping[EdgeType, Mapping[str, Array]] = field(default_factory=dict)
     """edge type -> name -> (E, ...) array in the order of ``edges``."""
+    edge_ids: Mapping[EdgeType, Array] = field(default_factory=dict)
+    """edge type -> (E,) ids in the source, where ``edges`` are in another order: each of 0..E-1 once."""
     num_classes: Mapping[str, int] = field(default_factory=dict)
     """node type -> number of classes of its ``label``; labels are -1 where there is none."""
     user_ids: Mapping[str, Array] = field(default_factory=dict)

@@ -31,6 +31,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -334,6 +335,8 @@ def make_checkpoint(folder: Path) -> None:
 
 
 def read_checkpoint(folder: Path) -> str:
+    import torch
+
     from dglx_dist.comm.session import start_session
     from dglx_dist.training import checkpoint
 
@@ -342,7 +345,12 @@ def read_checkpoint(folder: Path) -> str:
         parameter.data.zero_()
     with start_session():
         found = checkpoint.load(folder, model=net, optimizer=optimizer)
-    return digest(found.epoch, found.step, dict(found.extra), net.state_dict(), optimizer.state_dict())
+    # Their bytes: a text of tensors has few digits.
+    states = chain.from_iterable(one.values() for one in optimizer.state.values())
+    tensors = [*net.state_dict().values(), *states, torch.get_rng_state()]
+    settings = optimizer.state_dict()["param_groups"]
+    values = (one.numpy() for one in tensors)
+    return digest(found.epoch, found.step, dict(found.extra), settings, *values)
 
 
 def make_run(folder: Path) -> None:

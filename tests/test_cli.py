@@ -113,7 +113,7 @@ def test_report_prints_again_and_redraws_or_shows_what_there_is(run: Path, tmp_p
     assert (done.returncode, "samples/s" in done.stdout) == (0, True), done.stderr
     data = json.loads((run / "config.json").read_text())["data"]
     assert "did not finish" in done.stderr
-    assert f"`dglx train {data} --resume --out {tmp_path}`" in done.stderr
+    assert f"`dglx train {data} --out {tmp_path}`" in done.stderr
 
 
 def test_inspect_shows_cut_balance_and_draws(dataset: Path, tmp_path: Path) -> None:

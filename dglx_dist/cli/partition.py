@@ -88,6 +88,12 @@ class PartitionCommand(PartitionOptions):
         metavar="TYPE",
         parse=by_name,
     )
+    memory: str | None = option(
+        None, "Limit of memory, e.g. 4GB; what does not fit is worked on in files.", metavar="SIZE"
+    )
+    scratch: Path | None = option(
+        None, "Folder on a disk for these files. Default: beside --out.", metavar="DIR"
+    )
     seed: int = option(0, "The same seed gives the same parts.")
     format: str = option("dglx", "dglx, or dgl: what DGL's own load_partition reads.")
     overwrite: bool = option(False, "Replace what is in DIR.")
@@ -107,8 +113,9 @@ def partition(config: PartitionCommand) -> None:
 
     Example: `dglx partition ogb:ogbn-arxiv --parts 4 --method metis --balance train,degree --out data/arxiv`
     """
+    from dglx_dist.data.allocator import return_memory
     from dglx_dist.data.storage.manifest import check_target
-    from dglx_dist.prepare import PartitionPlan, load_graph, partition_to_disk
+    from dglx_dist.prepare import PartitionPlan, load_graph, open_work, partition_to_disk
 
     options = PartitionOptions(**common_fields(config, PartitionOptions))
     plan = PartitionPlan(**common_fields(config, PartitionPlan), options=options)
@@ -116,12 +123,16 @@ def partition(config: PartitionCommand) -> None:
     check_target(out, plan.overwrite)
     # A wrong name is an error before minutes of loading.
     chosen = plan.partitioner
-    graph = load_graph(config.data, **config.source_options)
-    write(
-        f"{graph.name}: {graph.total_nodes} nodes, {graph.total_edges} edges; "
-        f"{plan.num_parts} parts by {chosen}" + (f", each for {trainers} trainers" if trainers > 1 else "")
-    )
-    quality = partition_to_disk(graph, out, plan)
+    if plan.memory is not None:
+        return_memory()
+    with open_work(config.data, out, plan, **config.source_options) as workspace:
+        graph = load_graph(config.data, workspace=workspace, **config.source_options)
+        write(
+            f"{graph.name}: {graph.total_nodes} nodes, {graph.total_edges} edges; "
+            f"{plan.num_parts} parts by {chosen}"
+            + (f", each for {trainers} trainers" if trainers > 1 else "")
+        )
+        quality = partition_to_disk(graph, out, plan, workspace=workspace)
     write(
         f"cut {quality.edge_cut:.1%} of the edges; replication factor {quality.replication_factor:.2f}; "
         f"balance {', '.join(f'{name} {ratio:.3f}' for name, ratio in quality.balance.items())}"

@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import psutil
 import torch
 
 from dglx_dist.api import init
 from dglx_dist.auto import batch_assumptions, draws_of
 from dglx_dist.comm.devices import device_memory, num_gpus
 from dglx_dist.data.partition.base import PARTITIONERS
+from dglx_dist.data.storage.files import machine_memory
 from dglx_dist.data.storage.manifest import read_manifest
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
@@ -236,7 +236,7 @@ def cluster_of(plan: PlanConfig) -> Cluster:
         assumptions.append(f"{cores:g} cores a rank: {where} (--cores, --here)")
     memory = plan.memory_bytes
     if memory is None:
-        memory = psutil.virtual_memory().total // sharing
+        memory = machine_memory()[0] // sharing
         assumptions.append(f"{memory / 1e9:.1f} GB of memory a rank: {where} (--memory)")
     return Cluster(
         servers=plan.servers,
@@ -256,7 +256,7 @@ def _is_partitioned(plan: PlanConfig, structure_bytes: int) -> bool:
     # Servers on the same machine map one copy of the structure.
     if plan.structure != "auto":
         return plan.structure == "partitioned" and plan.servers > 1
-    machine = psutil.virtual_memory().total
+    machine = machine_memory()[0]
     if plan.memory_bytes is not None:
         machine = plan.memory_bytes * plan.ranks_of_machine
     return plan.servers > 1 and structure_bytes > machine // 2

@@ -242,10 +242,9 @@ def read_batches(text: str | None) -> tuple[int, int] | None:
 
 
 def _how_to_resume(folder: Path, config: Mapping[str, Any]) -> str:
-    start = "" if config.get("checkpoint_every") else ", from the start, as no checkpoint was asked for"
     data = shlex.quote(str(config.get("data", "DIR")))
     return (
-        f"the run did not finish, or is still running; resume it{start}: "
-        f"`dglx train {data} --resume --out {shlex.quote(str(folder))}`, with the options that it had "
+        "the run did not finish, or is still running; it goes on from its newest checkpoint, if any: "
+        f"`dglx train {data} --out {shlex.quote(str(folder))}`, with the options that it had "
         f"({folder / 'config.json'})"
     )

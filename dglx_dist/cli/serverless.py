@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from dglx_dist.cli.common import command, warn, write
+from dglx_dist.data.storage.files import readable_bytes
 from dglx_dist.errors import ConfigError
 from dglx_dist.options import option, pairs
 from dglx_dist.serverless.aws.clients import ARCHITECTURES, Deployment, Place
@@ -90,7 +91,7 @@ def package(
             download_wheels(wheels, python=python, architecture=ARCHITECTURES[architecture or "x86_64"])
         write_zip(target, pairs(stage or [], "--stage"), wheels=wheels)
     written = target.read_bytes()
-    write(f"{target}: {len(written) / 1024**2:.1f} MB, SHA-256 {sha256(written).hexdigest()[:16]}")
+    write(f"{target}: {readable_bytes(len(written))}, SHA-256 {sha256(written).hexdigest()[:16]}")
     if lacks := what_aws_lacks(target):
         warn(f"AWS cannot run it: {lacks}")
 

@@ -208,9 +208,7 @@ def _configuration(plan: TrainConfig, g: DistGraph, folder: Path) -> dict[str, o
     facts["strategy_options"] = without_keys(plan.strategy_options)
     saved = read_extra(folder / CHECKPOINTS) if plan.goes_on else None
     if saved is not None:
-        check_same(
-            saved, facts, folder, "give another --out, or --overwrite, which begins anew and removes them"
-        )
+        check_same(saved, facts, folder)
     return facts
 
 

@@ -180,8 +180,9 @@ class ZapAuthenticator:
 
 def _peer_name(handle: int) -> str:
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(handle)) as copy:
-        host, port, *_ = copy.getpeername()
-        return f"{host}:{port}"
+        if copy.family in (socket.AF_INET, socket.AF_INET6):  # others have names of other forms
+            host, port, *_ = copy.getpeername()
+            return f"{host}:{port}"
     return "an address that is gone"
 
 
@@ -200,12 +201,15 @@ class DescriptorWatch:
         self._look_at_s, self._is_few = 0.0, False
 
     def look(self) -> None:
-        """Log an error when few descriptors are left; looks at most once a second."""
+        """Log an error when few descriptors are left; looks at most once a second, and raises nothing."""
         now_s = time.monotonic()
         if now_s < self._look_at_s:
             return
         self._look_at_s = now_s + _LOOK_EVERY_MS / 1000
-        limit, used = resource.getrlimit(resource.RLIMIT_NOFILE)[0], os.listdir("/proc/self/fd")
+        try:
+            limit, used = resource.getrlimit(resource.RLIMIT_NOFILE)[0], os.listdir("/proc/self/fd")
+        except OSError:
+            return  # there is no /proc, or no descriptor to read it with
         was_few, self._is_few = self._is_few, limit - len(used) < _FEW * limit
         if self._is_few and not was_few:
             kinds = Counter(_kind(int(one)) for one in used)
@@ -222,5 +226,5 @@ class DescriptorWatch:
 def _kind(descriptor: int) -> str:
     with contextlib.suppress(OSError):
         if os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
-            return f"sockets of {_peer_name(descriptor).rpartition(':')[0]}"
+            return f"sockets of {_peer_name(descriptor).rpartition(':')[0] or 'this machine'}"
     return "others"

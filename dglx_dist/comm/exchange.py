@@ -213,44 +213,51 @@ DEVICES: SessionField[DeviceExchange | None] = SessionField(open_devices)
 
 _ADVICE = "run the same layers on all ranks"
 _NUMBERS: SessionField[Iterator[int]] = SessionField(lambda _: count())
-_Arrived: TypeAlias = Mailbox[tuple[float, Array]]
-"""Time of arrival and bytes of each message of one exchange."""
+_Arrived: TypeAlias = Mailbox[tuple[float, str, Array]]
+"""Time of arrival, name and bytes of each message of one exchange."""
 
 
 @final
 class _Inbox:
-    """What has arrived, by number of the exchange; dropped where nobody can wait for it any more."""
+    """What has arrived, by sender and number; dropped where nobody can wait for it any more.
+
+    Counted per pair of ranks: no two ranks need to take part in the same exchanges with the others.
+    """
 
     def __init__(self, session: Session) -> None:
         self._session, self._lock = session, threading.Lock()
-        self.first_round = 0
-        """Number of the next exchange of this rank."""
-        self._posted: weakref.WeakValueDictionary[int, _Arrived] = weakref.WeakValueDictionary()
-        self._early: dict[int, _Arrived] = {}
+        self.expected = Counter[int]()
+        """Messages that this rank has waited for, by sender."""
+        self._sent = Counter[int]()
+        self._posted: weakref.WeakValueDictionary[tuple[int, int], _Arrived] = weakref.WeakValueDictionary()
+        self._early: dict[tuple[int, int], tuple[float, str, Array]] = {}
         """Of exchanges that this rank has not posted yet."""
 
-    def post(self) -> tuple[int, _Arrived]:
-        """Return the number of a new exchange, and its messages."""
+    def post(self, receivers: Iterable[int], senders: Iterable[int]) -> tuple[dict[int, int], _Arrived]:
+        """Return the number of a new exchange's message to each receiver, and its messages of ``senders``."""
+        arrived: _Arrived = Mailbox(self._session, _ADVICE)
         with self._lock:
-            number, self.first_round = self.first_round, self.first_round + 1
-            arrived = self._early.pop(number, None) or self._new()
-            self._posted[number] = arrived
-            return number, arrived
+            for sender in senders:
+                key = sender, self.expected[sender]
+                self.expected[sender] += 1
+                self._posted[key] = arrived
+                if key in self._early:
+                    arrived.put(0, "", sender, self._early.pop(key))
+            numbers = {receiver: self._sent[receiver] for receiver in receivers}
+            self._sent.update(numbers.keys())
+        return numbers, arrived
 
-    def put(self, round_number: int, step: str, sender: int, message: list[Array]) -> None:
+    def put(self, number: int, name: str, sender: int, rows: list[Array]) -> None:
+        message = time.perf_counter(), name, rows[0]
         with self._lock:
-            if round_number < self.first_round:
-                arrived = self._posted.get(round_number)
-            else:
-                arrived = self._early.setdefault(round_number, self._new())
+            arrived = self._posted.get((sender, number))
+            if arrived is None and number >= self.expected[sender]:
+                self._early[sender, number] = message
         if arrived is not None:
-            arrived.put(0, step, sender, (time.perf_counter(), message[0]))
+            arrived.put(0, "", sender, message)
 
     def __len__(self) -> int:
         return len(self._posted) + len(self._early)
-
-    def _new(self) -> _Arrived:
-        return Mailbox(self._session, _ADVICE)
 
 
 def _check_bytes(arrays: Sequence[Array]) -> None:
@@ -273,7 +280,7 @@ class CallExchange(Exchange):
         self._inbox = _Inbox(session)
         inbox = self._inbox
         self._calls = OneSidedExchange(
-            session, op, _ADVICE, _check_bytes, inbox.put, lambda: inbox.first_round
+            session, op, _ADVICE, _check_bytes, inbox.put, inbox.expected.__getitem__
         )
         barrier(session, f"opening of {op}")
 
@@ -282,27 +289,28 @@ class CallExchange(Exchange):
     ) -> Callable[[Iterator[bool]], None]:
         _fill(outgoing)
         begin = time.perf_counter()
-        number, mailbox = self._inbox.post()
         rows_to = {one.rank: [_flat(one.rows).numpy()] for one in outgoing}
-        sent = self._calls.submit(number, name, rows_to, phase=None)
+        numbers, mailbox = self._inbox.post(rows_to, [one.rank for one in incoming])
+        sent = self._calls.submit(numbers, name, rows_to, phase=None)
 
         def finish(work: Iterator[bool]) -> None:
             # What needs no message comes first, beside their transfer.
             while next(work, False):
                 pass
-            arrived = mailbox.take(0, name, [one.rank for one in incoming], name)
+            arrived = mailbox.take(0, "", [one.rank for one in incoming], name)
             for one in incoming:
-                _, rows = arrived[one.rank]
+                _, sent_name, rows = arrived[one.rank]
                 one.num_arrived = one.rows.numel() * one.rows.element_size()
-                if len(rows) != one.num_arrived:
-                    raise _differs(one.rank, f"{len(rows)} bytes of {name!r}", f"{one.num_arrived}")
+                if (len(rows), sent_name) != (one.num_arrived, name):
+                    expected = f"{one.num_arrived} bytes of {name!r}"
+                    raise _differs(one.rank, f"{len(rows)} bytes of {sent_name!r}", expected)
                 _flat(one.rows).numpy()[:] = rows
             for _ in work:
                 pass
             for call in sent:
                 call.result()
             # Rows of a rank that is ahead arrived before this one posted.
-            end = max([begin, *(at for at, _ in arrived.values())])
+            end = max([begin, *(at for at, _, _ in arrived.values())])
             self.session.timeline.add(self._span or name, NETWORK, begin, end, batch)
 
         return finish

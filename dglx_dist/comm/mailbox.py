@@ -130,7 +130,7 @@ class OneSidedExchange:
 
     ``op`` is the name of the remote call, equal on all ranks and used by nothing else; ``check`` is called
     with received arrays, and the sender gets its error. ``put`` takes the messages in place of
-    :attr:`mailbox`; ``first_round`` is then the round that this rank is at.
+    :attr:`mailbox`; ``first_round`` of a sender is then the round that this rank is at with it.
     """
 
     def __init__(
@@ -140,19 +140,20 @@ class OneSidedExchange:
         advice: str,
         check: Callable[[Sequence[Array]], None] | None = None,
         put: Put | None = None,
-        first_round: Callable[[], int] | None = None,
+        first_round: Callable[[int], int] | None = None,
     ) -> None:
         self._session, self._op = session, op
         self.mailbox: Mailbox[list[Array]] = Mailbox(session, advice)
         mailbox, world_size = self.mailbox, session.topology.world_size
-        deliver, current = put or mailbox.put, first_round or (lambda: mailbox.first_round)
+        deliver, current = put or mailbox.put, first_round or (lambda _: mailbox.first_round)
 
         def receive(name: str, arrays: Sequence[Array]) -> list[Array]:
             number, sender, step = name.split(" ", 2)
             if not 0 <= int(sender) < world_size:
                 raise ValueError(f"sender {sender} is not one of the {world_size} ranks")
-            if not 0 <= int(number) < current() + MAX_AHEAD:
-                raise ValueError(f"{step!r} of round {number} is not kept: this rank is at {current()}")
+            at = current(int(sender))
+            if not 0 <= int(number) < at + MAX_AHEAD:
+                raise ValueError(f"{step!r} of round {number} is not kept: this rank is at {at}")
             if check is not None:
                 check(arrays)
             deliver(int(number), step, int(sender), list(arrays))
@@ -164,19 +165,23 @@ class OneSidedExchange:
 
     def submit(
         self,
-        round_number: int,
+        round_number: int | Mapping[int, int],
         step: str,
         arrays: Mapping[int, Sequence[Array]],
         *,
         phase: str | None,
         layer: int = 0,
     ) -> list[Pending]:
-        """Send each rank its ``arrays`` of a round, and return at once; PeerError: a rank is dead."""
+        """Send each rank its ``arrays`` of a round, or of one by rank, and return at once.
+
+        PeerError: a rank is dead.
+        """
         topology, submit = self._session.topology, self._session.rpc.submit
-        name = f"{round_number} {topology.rank} {step}"
+        rounds = dict.fromkeys(arrays, round_number) if isinstance(round_number, int) else round_number
+        names = {rank: f"{rounds[rank]} {topology.rank} {step}" for rank in arrays}
         # Starts with the next rank, so that not all ranks send to the same one first.
         order = sorted(arrays, key=lambda rank: (rank - topology.rank) % topology.world_size)
-        return [submit(rank, self._op, name, list(arrays[rank]), phase=phase, layer=layer) for rank in order]
+        return [submit(to, self._op, names[to], list(arrays[to]), phase=phase, layer=layer) for to in order]
 
     def post(
         self, round_number: int, step: str, arrays: Mapping[int, Sequence[Array]], **counted: Any

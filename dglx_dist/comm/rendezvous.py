@@ -15,13 +15,13 @@ import queue
 import re
 import secrets
 import socket
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import final
 
 import psutil
@@ -30,6 +30,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from dglx_dist.comm.auth import derived_key
 from dglx_dist.comm.topology import LOOPBACK_HOSTS, Rendezvous, Settings
+from dglx_dist.comm.wire import VERSION
 from dglx_dist.errors import ConfigError, PeerError
 
 _CHECK_EVERY_S = 1.0
@@ -76,7 +77,20 @@ def open_store(rendezvous: Rendezvous, rank: int, world_size: int, timeout_s: fl
         ) from error
     job = PrefixStore(f"dglx/{rendezvous.job}/{rendezvous.attempt}", store)
     # Every rank counts its own sessions, so that a session sees no keys of an earlier one.
-    return PrefixStore(str(job.add(f"sessions/{rank}", 1)), job)
+    with _answered():
+        return PrefixStore(str(job.add(f"sessions/{rank}", 1)), job)
+
+
+@contextmanager
+def _answered() -> Iterator[None]:
+    """PeerError if the store does not answer: a failed read or a number that is none ends its connection."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerError(
+            f"the rendezvous store does not answer ({_first_line(error)}): the launcher or rank 0 has ended, "
+            "or another process writes to the store; open it to the machines of the job only"
+        ) from error
 
 
 def serve_store(host: str, port: int, world_size: int, timeout: timedelta) -> TCPStore:
@@ -172,10 +186,14 @@ class SealedStore(Store):
         self.inner.set(key, self._seal(key, raw) + raw)  # type: ignore[arg-type]  # bytes are valid
 
     def get(self, key: str) -> bytes:
-        return self._opened(key, self.inner.get(key))
+        with _answered():
+            found = self.inner.get(key)
+        return self._opened(key, found)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        return [self._opened(key, found) for key, found in zip(keys, self.inner.multi_get(keys), strict=True)]
+        with _answered():
+            found = self.inner.multi_get(keys)
+        return [self._opened(key, one) for key, one in zip(keys, found, strict=True)]
 
     def add(self, key: str, amount: int) -> int:
         return self.inner.add(key, amount)
@@ -198,8 +216,9 @@ class SealedStore(Store):
         if not hmac.compare_digest(found[:_SEAL_BYTES], self._seal(key, value)):
             raise PeerError(
                 f"{key!r} in the rendezvous store (its last part is a rank) does not carry this job's seal: "
-                "that rank has another secret, or another process writes to the store; give all ranks the "
-                "same DGLX_SECRET or DGLX_SECRET_FILE, and open the store to the machines of the job only"
+                "that rank has another secret or version, or another process writes to the store; give all "
+                "ranks the same DGLX_SECRET or DGLX_SECRET_FILE and the same version of dglx_dist, and open "
+                "the store to the machines of the job only"
             )
         return value
 
@@ -246,7 +265,7 @@ class JobStore:
 
     def _meet(self, secret: bytes) -> None:
         """Derive the key of this session from fresh random numbers of all ranks."""
-        self.raw = self._failures = SealedStore(self.raw, derived_key(secret, "store"))
+        self.raw = self._failures = SealedStore(self.raw, derived_key(secret, "store", VERSION))
         mine = secrets.token_hex(_SEAL_BYTES)
         nonces = self.exchange("start", mine)
         # What another session wrote would open here, too, but then no two ranks get the same key.
@@ -350,12 +369,8 @@ class JobStore:
         return [rank for rank, key in enumerate(keys) if not self._have([key])]
 
     def _have(self, keys: Sequence[str]) -> bool:
-        try:
+        with _answered():
             return bool(self.raw.check(list(keys)))
-        except RuntimeError as error:
-            raise PeerError(
-                f"the rendezvous store is gone ({_first_line(error)}); the launcher or rank 0 has ended"
-            ) from error
 
 
 @contextmanager
@@ -373,18 +388,28 @@ def _private_file(content: bytes) -> Iterator[str]:
 
 
 def _read_private_file(path: str) -> bytes:
+    reason = "no such file of this user's"
     try:
-        # The path comes from the store: no other file of this user's is taken for a secret.
-        is_ours = re.fullmatch(r"/proc/[0-9]+/fd/[0-9]+", path) and os.stat(path).st_uid == os.getuid()
-        if is_ours and os.readlink(path) == f"/memfd:{_SECRET_FILE} (deleted)":
-            return Path(path).read_bytes()
-        reason = "no such file of this user's"
+        # The path comes from the store: no other file is taken for a secret, and none that blocks is opened.
+        process = re.fullmatch(r"(/proc/[0-9]{1,10})/fd/[0-9]{1,10}", path)
+        if process is not None and _is_memory_of_own(path, process[1]):
+            with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+                # Again of what is open: the process may have replaced it, or ended.
+                if _is_memory_of_own(f"/proc/self/fd/{file.fileno()}", process[1]):
+                    return file.read(2 * _SEAL_BYTES)
     except OSError as error:
         reason = str(error.strerror)
     raise PeerError(
         f"the secret of rank 0 cannot be read ({reason}): ranks run as different users or in different "
         f"containers, or another process writes to the rendezvous store; {_HOW_TO_SHARE}"
     )
+
+
+def _is_memory_of_own(path: str, process: str) -> bool:
+    """Whether ``path`` is the file of a secret in memory, made and held by processes of this user."""
+    found, name = os.stat(path), os.readlink(path)
+    is_own = found.st_uid == os.geteuid() == os.stat(process).st_uid
+    return is_own and stat.S_ISREG(found.st_mode) and name == f"/memfd:{_SECRET_FILE} (deleted)"
 
 
 def _first_line(error: Exception) -> str:

@@ -126,6 +126,8 @@ _PROBE_S = 5.0
 _PROBE_AT_END_S = 2.0
 _WITHOUT_LAUNCHER_S = 10.0
 """For the checkpoint of ranks whose launcher was killed."""
+_LEAVES_S = 10.0
+"""After a stop: schedulers and launchers send the signal several times."""
 
 
 @final
@@ -302,7 +304,7 @@ class Session:
         self._watch: FailureWatch | None = None
         self.stop_point = StopPoint(self.rpc, self.topology.world_size)
         self._pipes: list[SignalPipe] = []
-        self._launcher, self._interrupted_s = os.getppid(), math.inf
+        self._launcher, self._interrupted_s, self._left_s = os.getppid(), math.inf, math.inf
         if self.store is not None:
             self._watch = FailureWatch(self.store, self.rpc, self.hosts)
             self._pipes.append(SignalPipe([signal.SIGTERM], self._on_signal))
@@ -377,7 +379,7 @@ class Session:
         """
         pipe = SignalPipe([signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], self._on_signal)
         self._pipes.append(pipe)
-        self._interrupted_s = math.inf
+        self._interrupted_s = self._left_s = math.inf
         self.stop_point.open()
         failed = True
         try:
@@ -385,6 +387,7 @@ class Session:
             failed = False
         finally:
             self.stop_point.close(failed=failed)
+            self._left_s = time.monotonic()
             if pipe in self._pipes:  # else the session was closed meanwhile, or this process is a fork
                 self._pipes.remove(pipe)
             pipe.close()
@@ -395,6 +398,7 @@ class Session:
         again = number == signal.SIGINT and now - self._interrupted_s > SAME_KEY_S
         if number == signal.SIGINT:
             self._interrupted_s = min(self._interrupted_s, now)
+        again = again or now - self._left_s > _LEAVES_S
         if self.stop_point.is_over and not again:
             return
         doing = f"rank {self.topology.rank} was told to end ({name})"

@@ -375,6 +375,8 @@ _RANK_DEFAULTS = {
     # Otherwise torch's profiler, with which option memory of cooperative traces a model, reports its start
     # and stop on each rank; no lower level silences that.
     "KINETO_LOG_LEVEL": "99",
+    # Otherwise each rank whose launcher was killed adds a C++ stack of torch's store to its own message.
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 
 

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, final
+from typing import Any, BinaryIO, final
 
 import numpy as np
 import pyarrow as pa
 
 from dglx_dist.data.allocator import return_memory
-from dglx_dist.data.storage.files import partial_folder, publish, resident
-from dglx_dist.errors import ConfigError
+from dglx_dist.data.storage.files import (
+    PARTIAL_SUFFIX,
+    discard,
+    locked,
+    named_failures,
+    partial_folder,
+    publish,
+    read_small,
+    remove_abandoned,
+    replaced_file,
+    resident,
+)
+from dglx_dist.errors import ConfigError, StorageError
+from dglx_dist.progress import say
 from dglx_dist.records import Array
 
 LIBRARY_BYTES = 48 * 2**20
@@ -94,11 +108,13 @@ class BucketFiles:
 
     def append(self, buckets: Array, records: Array) -> None:
         """Append (K,) ``records``, each to the file that (K,) ``buckets`` names; their order is kept."""
+        # NumPy sorts 16-bit keys in linear time.
+        buckets = buckets.astype(np.uint16) if buckets.max(initial=0) < 1 << 16 else buckets
         order = np.argsort(buckets, kind="stable")
         records = records[order]
-        for number, run in runs(buckets[order]):
+        for number, run in runs(buckets[order].astype(np.int64)):
             with (self._folder / str(number)).open("ab") as file:
-                records[run].tofile(file)
+                _write(file, records[run])
 
     def take(self, bucket: int) -> Array:
         """Return the records of one file, and delete it."""
@@ -150,27 +166,59 @@ class Scatter:
             yield rows
 
 
+def _write(file: BinaryIO, rows: Array) -> None:
+    # Not tofile, whose error on a full disk does not say so.
+    file.write(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
+
+
+def map_rows(path: Path, dtype: Any, row_shape: tuple[int, ...] = ()) -> Array:
+    """Memory-map the rows (K, *row_shape) that a :class:`Spill` wrote, read-only."""
+    values = math.prod(row_shape)
+    if not (size := path.stat().st_size):
+        return np.empty((0, *row_shape), dtype)
+    flat = np.asarray(np.memmap(path, dtype, mode="r"))
+    return flat.reshape(size // (values * flat.itemsize), *row_shape)
+
+
 @final
 class Spill:
-    """Numbers in one new file, none in memory."""
+    """Rows in one new file, none in memory."""
 
-    def __init__(self, path: Path, dtype: Any, chunks: Iterable[Array] = ()) -> None:
+    def __init__(
+        self, path: Path, dtype: Any, chunks: Iterable[Array] = (), row_shape: tuple[int, ...] = ()
+    ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"")
-        self.path, self._dtype, self.num_rows = path, np.dtype(dtype), 0
+        self.path, self._dtype, self._row_shape, self.num_rows = path, np.dtype(dtype), row_shape, 0
         for rows in chunks:
             self.append(rows)
 
     def append(self, rows: Array) -> None:
         with self.path.open("ab") as file:
-            np.ascontiguousarray(rows, dtype=self._dtype).tofile(file)
+            _write(file, rows.astype(self._dtype, copy=False))
         self.num_rows += len(rows)
 
     def chunks(self, num_rows: int) -> Iterator[Array]:
         """Yield all rows in order, at most ``num_rows`` at a time."""
+        values = math.prod(self._row_shape)
         with self.path.open("rb") as file:
             for first in range(0, self.num_rows, num_rows):
-                yield np.fromfile(file, self._dtype, min(num_rows, self.num_rows - first))
+                count = min(num_rows, self.num_rows - first)
+                yield np.fromfile(file, self._dtype, count * values).reshape(count, *self._row_shape)
+
+
+def spill(folder: Path, name: str, dtype: Any, chunks: Iterable[Array] = ()) -> Spill:
+    """Return a new file of :func:`mapped`; ``dtype`` is part of its name."""
+    return Spill(folder / f"{name}.{np.dtype(dtype).name}", dtype, chunks)
+
+
+def mapped(folder: Path, name: str) -> Array:
+    """Return the file of a :func:`spill` as a memory-mapped array; FileNotFoundError if there is none."""
+    for path in folder.glob(f"{name}.*"):
+        dtype = np.dtype(path.suffix[1:])
+        # Opened for writing, so that compiled code does not have a second variant for read-only arrays.
+        return np.memmap(path, dtype, "r+") if path.stat().st_size else np.empty(0, dtype)
+    raise FileNotFoundError(f"there is no {name} in {folder}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +236,89 @@ class Workspace:
         """Return ``folder / name``, which ``make`` fills unless it exists; it is complete or absent."""
         target = self.folder / name
         if not target.is_dir():
-            with partial_folder(target) as partial:
+            with named_failures(self.folder), partial_folder(target) as partial:
                 make(partial)
                 publish(partial, target)
         return target
+
+    def holds(self, num_bytes: int) -> bool:
+        """Return whether ``num_bytes`` are within the memory granted."""
+        return num_bytes <= self.budget.work
+
+    def remaining(self, num_bytes: int, least: int, what: str) -> int:
+        """Return the bytes granted beside ``num_bytes``; ConfigError if they are fewer than ``least``."""
+        if not self.holds(num_bytes + least):
+            needed = (num_bytes + least + PROGRAM_BYTES) // 10**6 + 1
+            raise ConfigError(f"{what} takes {needed} MB of memory at least; grant --memory {needed}MB")
+        return self.budget.work - num_bytes
+
+
+_KEY, _LOCK = "key.json", "lock"
+_IN_MEMORY = Path("/dev/shm")  # refused, not used
+
+
+@contextmanager
+def open_workspace(folder: Path, settings: Mapping[str, object], limit: int) -> Iterator[Workspace]:
+    """Open the workspace of one job of ``limit`` bytes of memory, and remove it at the end.
+
+    After an error or a kill its finished stages stay, and a job with the same ``settings`` (JSON values)
+    takes them up; which ones is printed.
+
+    Raises:
+        ConfigError: ``folder`` is in memory, or ``limit`` is too small.
+        StorageError: it holds stages of other settings or something else, is in use, or cannot be written.
+    """
+    folder = folder.absolute()
+    if folder.resolve().is_relative_to(_IN_MEMORY):
+        raise ConfigError(f"{folder} is in memory; choose a folder on a disk (--scratch DIR)")
+    budget = open_budget(limit)
+    with ExitStack() as stack:
+        with named_failures(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            names = {path.name for path in folder.iterdir()}
+            if names and _LOCK not in names:
+                raise StorageError(
+                    f"{folder} holds something else than unfinished work; choose another --scratch"
+                )
+            (folder / _LOCK).touch()
+            if not stack.enter_context(locked(folder / _LOCK)):
+                raise StorageError(f"{folder} is in use by another process; wait for it")
+            if stages := _check_key(folder, settings):
+                say(f"resuming in {folder}; finished before: {', '.join(stages)}")
+            remove_abandoned(folder)
+        try:
+            yield Workspace(folder=folder, budget=budget)
+        except BaseException:
+            if _stages(folder):
+                say(f"finished stages are kept in {folder}: the same command resumes, or remove it")
+            else:
+                discard(folder)
+            raise
+        discard(folder)
+
+
+def _stages(folder: Path) -> list[str]:
+    found = [path for path in (*folder.iterdir(), *folder.glob("*.work/*")) if path.is_dir()]
+    found = [path for path in found if path.suffix not in (PARTIAL_SUFFIX, ".work")]
+    return sorted(str(path.relative_to(folder)) for path in found)
+
+
+def _check_key(folder: Path, settings: Mapping[str, object]) -> list[str]:
+    # Returns the finished stages.
+    path, asked = folder / _KEY, json.loads(json.dumps(settings))
+    if not path.exists():
+        with replaced_file(path) as partial:
+            partial.write_text(json.dumps(asked, indent=1))
+        return []
+    try:
+        found = json.loads(read_small(path))
+        differing = [name for name in asked.keys() | found.keys() if asked.get(name) != found.get(name)]
+    except (OSError, ValueError, AttributeError, RecursionError) as problem:
+        raise StorageError(f"{path} is damaged ({problem}); remove {folder}") from problem
+    if differing:
+        what = ", ".join(f"{name} was {found.get(name)!r}" for name in sorted(differing))
+        raise StorageError(
+            f"{folder} holds unfinished work with other settings ({what}); repeat that command to finish it, "
+            "or remove the folder"
+        )
+    return _stages(folder)

@@ -16,13 +16,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import IO, TYPE_CHECKING, Any, ClassVar, final
 
 import numpy as np
 
 from dglx_dist.data.dgl_files import check_files, load_graphs
+from dglx_dist.data.external_memory import Spill, Workspace, map_rows
+from dglx_dist.data.storage.files import readable_bytes
 from dglx_dist.data.validate import check_ids, check_raw_graph, check_whole, column_error
-from dglx_dist.errors import ConfigError, DatasetError, StorageError, UnknownNameError
+from dglx_dist.errors import ConfigError, DatasetError, DglxError, StorageError, UnknownNameError
+from dglx_dist.progress import progress
 from dglx_dist.records import (
     EDGE_TYPE,
     FEATURE,
@@ -54,6 +57,12 @@ class DatasetSource(ABC):
     Raises:
         ConfigError: the source does not have an option, or its value is wrong.
     """
+
+    external: ClassVar[bool] = False
+    """Whether :attr:`workspace` is used, so that a graph may be larger than the memory granted."""
+
+    workspace: Workspace | None = None
+    """Set before :meth:`load` where the memory is limited."""
 
     @abstractmethod
     def __init__(self, location: str, options: Mapping[str, object]) -> None: ...
@@ -363,13 +372,16 @@ _EXPECTED = (
 )
 
 
-def load_dataset(spec: str | os.PathLike[str] | dgl.DGLGraph, /, **options: object) -> RawGraph:
+def load_dataset(
+    spec: str | os.PathLike[str] | dgl.DGLGraph, /, *, workspace: Workspace | None = None, **options: object
+) -> RawGraph:
     """Load a graph and check it with :func:`check_raw_graph`; not collective.
 
     Args:
         spec: ``synthetic``, ``synthetic:nodes=20000,degree=25,seed=0``, a path (``.npz``, ``.bin`` of
             saved DGL graphs, a folder of tables), ``dgl:CoraGraphDataset``,
             ``ogb:ogbn-arxiv``, or a DGLGraph. ``NAME:WHERE`` names the source, whatever the suffix.
+        workspace: Limits the memory: a source maps arrays of edges into it, or ConfigError says what can.
         options: Options of the source; see its class.
 
     Raises:
@@ -382,9 +394,28 @@ def load_dataset(spec: str | os.PathLike[str] | dgl.DGLGraph, /, **options: obje
         check_raw_graph(graph, where=f"the DGLGraph {graph.name!r}")
         return graph
     name, location = _source_and_location(os.fspath(spec))
-    graph = DATASETS.get(name)(location, options).load()
+    source = DATASETS.get(name)(location, options)
+    source.workspace = workspace
+    if workspace is not None and not source.external:
+        _check_fits(name, Path(location).expanduser(), workspace)
+    graph = source.load()
     check_raw_graph(graph, where=str(spec))
     return graph
+
+
+_READING = 4
+"""Memory of reading a file, in its bytes: texts become 8 bytes a number, and columns are converted."""
+
+
+def _check_fits(name: str, path: Path, workspace: Workspace) -> None:
+    files = [one for one in path.rglob("*") if one.is_file()] if path.is_dir() else [path]
+    needed = _READING * sum(one.stat().st_size for one in files if one.exists())
+    if needed > workspace.budget.work:
+        remedy = "first `dglx ingest` them (docs/ingest.md)" if path.is_dir() else "give an uncompressed .npz"
+        raise ConfigError(
+            f"{path} would take about {readable_bytes(needed)} of memory, as {name} reads it at once; "
+            f"{remedy}, or grant more --memory"
+        )
 
 
 def _source_and_location(spec: str) -> tuple[str, str]:
@@ -427,7 +458,7 @@ _UNREADABLE = (
 
 @final
 class NpzSource(DatasetSource):
-    """A ``.npz`` of arrays; takes no options.
+    """A ``.npz`` of arrays, unpacked into files where it is larger than the memory granted; takes no options.
 
     ``src``, ``dst`` and ``num_nodes`` make a graph; with ``etype`` and ``etype_names`` it gets one
     edge type ("_N", name, "_N") per relation; with ``head``, ``rel``, ``tail`` and
@@ -440,12 +471,14 @@ class NpzSource(DatasetSource):
     none. Pickled objects are refused.
     """
 
+    external = True
+
     def __init__(self, location: str, options: Mapping[str, object]) -> None:
         refuse_unknown(options, (), "npz")
         self._path = Path(location).expanduser()
 
     def load(self) -> RawGraph:
-        arrays = _read(self._path)
+        arrays = _read(self._path, self.workspace)
         where = str(self._path)
         needed = ("head", "rel", "tail") if "head" in arrays else ("src", "dst")
         _require(arrays, needed, where)
@@ -473,14 +506,59 @@ class NpzSource(DatasetSource):
         )
 
 
-def _read(path: Path) -> dict[str, Array]:
+def _read(path: Path, workspace: Workspace | None) -> dict[str, Array]:
     if not path.is_file():
         raise DatasetError(f"there is no file {path.absolute()}; expected a .npz file")
     try:
+        if workspace is not None:
+            return _unpacked(path, workspace)
         with np.load(path, allow_pickle=False) as stored:
             return {name: stored[name] for name in stored.files}
+    except DglxError:  # which are errors of Python, too
+        raise
     except _UNREADABLE as error:
         raise DatasetError(f"{path}: not a readable .npz file of plain arrays ({error})") from error
+
+
+_SEVERAL = ("rel", "etype", "triple_split")
+
+
+def _unpacked(path: Path, workspace: Workspace) -> dict[str, Array]:
+    with zipfile.ZipFile(path) as archive:
+        members = [member for member in archive.infolist() if member.filename.endswith(".npy")]
+        num_bytes = sum(member.file_size for member in members)
+        names = [member.filename.removesuffix(".npy") for member in members]
+        if num_bytes > workspace.budget.work and (several := sorted({*_SEVERAL} & {*names})):
+            raise ConfigError(
+                f"{path}: edges by {several[0]!r} are put in order in memory, and the arrays have "
+                f"{readable_bytes(num_bytes)}; make a dataset by dglx ingest, or grant more --memory"
+            )
+        heads = {member: _head(archive.open(member)) for member in members}
+
+        def write(folder: Path) -> None:
+            with progress("Unpacking the arrays", num_bytes) as advance:
+                for number, (member, (dtype, _)) in enumerate(heads.items()):
+                    spill = Spill(folder / str(number), dtype)
+                    with archive.open(member) as stream:
+                        _head(stream)
+                        while piece := stream.read(dtype.itemsize << 16):
+                            spill.append(np.frombuffer(piece, dtype))
+                            advance(len(piece))
+
+        folder = workspace.stage("arrays", write)
+    return {
+        name: map_rows(folder / str(number), dtype).reshape(shape)
+        for number, (name, (dtype, shape)) in enumerate(zip(names, heads.values(), strict=True))
+    }
+
+
+def _head(stream: IO[bytes]) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    version = np.lib.format.read_magic(stream)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, is_fortran, dtype = read(stream)
+    if dtype.hasobject or (is_fortran and len(shape) > 1):
+        raise ValueError(f"{stream.name} holds objects, or columns one after the other")
+    return dtype, shape
 
 
 def _require(arrays: Mapping[str, Array], names: tuple[str, ...], where: str) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, final
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
@@ -21,6 +20,7 @@ from dglx_dist.comm.session import Session, Shared, current_session
 from dglx_dist.data.partition.hierarchical import TRAINERS_PER_PART
 from dglx_dist.data.storage.columns import CACHE, IDS, MANIFEST
 from dglx_dist.data.storage.dgl_format import import_dgl_format
+from dglx_dist.data.storage.files import machine_memory
 from dglx_dist.data.storage.reader import StoredDataset, StoredPart, Verify, open_dataset, open_structure
 from dglx_dist.errors import ConfigError, RemoteError, StorageError
 from dglx_dist.graph.cache import CachePlan, CacheRequest, Fanouts, cache_rows
@@ -142,7 +142,7 @@ def _fits(dataset: StoredDataset) -> bool:
         + dataset.part(0).indices(etype).itemsize * manifest.num_edges(etype)
         for etype in manifest.edge_types
     )
-    return num_bytes <= psutil.virtual_memory().available // 2
+    return num_bytes <= machine_memory()[1] // 2
 
 
 def _replicated(dataset: StoredDataset, session: Session, etype: EdgeType) -> ReplicatedStructure:

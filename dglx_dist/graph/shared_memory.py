@@ -13,14 +13,19 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor
 
 from dglx_dist.comm.collectives import barrier, broadcast_json, gather_json, run_on_all_ranks
 from dglx_dist.comm.session import Session
 from dglx_dist.data.storage.columns import numpy_dtype
-from dglx_dist.data.storage.files import named_failures, partial_folder, publish_over, remove_abandoned
+from dglx_dist.data.storage.files import (
+    machine_memory,
+    named_failures,
+    partial_folder,
+    publish_over,
+    remove_abandoned,
+)
 from dglx_dist.data.storage.row_files import RowFile, check_replaceable, write_index
 from dglx_dist.errors import ConfigError, DglxError, StorageError
 from dglx_dist.graph.row_kernels import numpy_view, torch_dtype
@@ -38,7 +43,7 @@ def check_memory(session: Session, bounds: Array, row_bytes: int, what: str, rem
         here = {server for rank, server in enumerate(topology.server_of_rank) if session.hosts[rank] == host}
         rows = sum(int(bounds[server + 1] - bounds[server]) for server in here)
         # The memory's file system (/dev/shm) has its own limit.
-        free = min(psutil.virtual_memory().available, shutil.disk_usage(session.scratch).free)
+        free = min(machine_memory()[1], shutil.disk_usage(session.scratch).free)
         if rows * row_bytes > free:
             raise ConfigError(
                 f"{what} needs {rows * row_bytes / 1e9:.3f} GB for {rows} rows of {row_bytes} bytes on "

@@ -16,7 +16,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, count
@@ -25,14 +25,13 @@ from threading import Thread
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
-import psutil
 import torch
 from torch import Tensor, nn
 
 from dglx_dist.comm.collectives import broadcast_json, gather_int64, gather_json, run_on_all_ranks
 from dglx_dist.comm.mailbox import OneSidedExchange
 from dglx_dist.comm.session import Session, SessionField, current_session
-from dglx_dist.data.storage.files import discard, named_failures, publish_over
+from dglx_dist.data.storage.files import discard, hold_alone, machine_memory, named_failures, publish_over
 from dglx_dist.data.storage.row_files import INDEX
 from dglx_dist.errors import CheckpointError, ConfigError, DglxError, Stopped, StorageError
 from dglx_dist.graph.optim import SparseOptimizer
@@ -53,7 +52,7 @@ log = logging.getLogger(__name__)
 
 VERSION = 3
 STATE_NAME = "state.json"
-_REMEDY = "load an older checkpoint; with --resume, move its folder away and the one before it is taken"
+_REMEDY = "move its folder away, and the checkpoint before it is taken"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,10 +176,9 @@ def _check_model(path: Path, saved_tensors: Mapping[str, SavedTensor], model: Ma
     saved_model = _below("model/", saved_tensors)
     for name in dict.fromkeys([*model, *saved_model]):
         tensor, saved = model.get(name), saved_model.get(name)
-        if tensor is None:
-            raise CheckpointError(f"{path} has {name!r}, which this model lacks; build the model as it was")
-        if saved is None:
-            raise CheckpointError(f"this model has {name!r}, which {path} lacks; build the model as it was")
+        if tensor is None or saved is None:
+            has, lacks = (path, "this model") if tensor is None else ("this model", path)
+            raise CheckpointError(f"{has} has {name!r}, which {lacks} lacks; build the model as it was")
         if tensor.shape != saved.shape or tensor.dtype != saved.dtype:
             raise CheckpointError(
                 f"{name!r} is {saved.shape} {saved.dtype} in {path} but "
@@ -230,10 +228,6 @@ def optimizers_of(sparse: Sparse) -> Sequence[SparseOptimizer]:
 
 def _check_sparse(checkpoint: Path, indices: Sequence[int], sparse: Sparse) -> None:
     optimizers, saved = optimizers_of(sparse), len(indices)
-    if saved and not optimizers:
-        raise CheckpointError(f"{checkpoint} has embeddings, which belong to the model; pass sparse=")
-    if optimizers and not saved:
-        raise CheckpointError(f"{checkpoint} has no embeddings; load it without ``sparse``")
     if len(optimizers) != saved:
         raise CheckpointError(
             f"{checkpoint} has {saved} optimisers of embeddings, but sparse= has {len(optimizers)}; pass "
@@ -274,8 +268,9 @@ _FOLDER_NAME = re.compile(r"epoch-(\d+)-step-(\d+)(\.old(?:-[0-9a-f]{8}\.partial
 
 
 class Positioned(Protocol):
-    """A loader with a position, JSON values only."""
+    """A loader with a number of steps in an epoch, and a position, JSON values only."""
 
+    def __len__(self) -> int: ...
     def state_dict(self) -> Any: ...
     def load_state_dict(self, state: Any) -> None: ...
 
@@ -346,10 +341,6 @@ class _Snapshot:
     own: Mapping[str, Tensor]
     rows: Sequence[tuple[WriteOwn, Mapping[str, object]]]
     state: Mapping[str, object]
-
-
-def _as_it_is(_place: str, _name: str, tensor: Tensor) -> Tensor:
-    return tensor
 
 
 _WRITERS: SessionField[Iterator[int]] = SessionField(lambda _session: count())
@@ -445,7 +436,7 @@ class CheckpointWriter:
         copies = not wait and self._has_memory(
             [*own.values(), *chain.from_iterable(s.own_rows for s in sparse)]
         )
-        copied = self._copied if copies else _as_it_is
+        copied = self._copied if copies else lambda _place, _name, tensor: tensor
         rows = [one.rows_to_save(partial(copied, f"sparse/{place}")) for place, one in enumerate(sparse)]
         snapshot = _Snapshot(
             own={name: copied("", name, tensor) for name, tensor in own.items()},
@@ -466,7 +457,7 @@ class CheckpointWriter:
         held = sum(one.nbytes for one in self._buffers.values())
         needed = max(0, sum(one.nbytes for one in tensors) - held)
         on_host = session.hosts.count(session.hosts[session.topology.rank])
-        enough = needed * on_host < psutil.virtual_memory().available
+        enough = needed * on_host < machine_memory()[1]
         return bool(gather_int64([enough], session).all())
 
     def _copied(self, place: str, name: str, tensor: Tensor) -> Tensor:
@@ -525,17 +516,14 @@ class CheckpointWriter:
             _remove_older(final, self._keep)
 
 
-class SizedPositioned(Positioned, Protocol):
-    """A loader with a position, and a number of steps in an epoch."""
-
-    def __len__(self) -> int: ...
-
-
 @dataclass(frozen=True)
 class _BetweenEpochs:
     """A loader that is before the next epoch as soon as it is after the last step of one."""
 
-    loader: SizedPositioned
+    loader: Positioned
+
+    def __len__(self) -> int:
+        return len(self.loader)
 
     def state_dict(self) -> Any:
         position = self.loader.state_dict()
@@ -575,7 +563,7 @@ class Checkpoints:
         folder: str | Path,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        loader: SizedPositioned,
+        loader: Positioned,
         *,
         every: Every = 1,
         keep: int | None = None,
@@ -587,11 +575,12 @@ class Checkpoints:
         state = RunState(model=model, optimizer=optimizer, loader=self._loader, sparse=sparse)
         self._writer, self._steps_of_epoch = CheckpointWriter(folder, state, keep), len(loader)
         self._steps_between = max(1, steps_between(every, len(loader)))
+        occupy(folder)
         self.epoch = 0
         """First epoch of the loop; above 0, or inside of it, if a checkpoint was loaded."""
         self.extra: dict[str, Any] = {}
         """The user's own JSON values: saved with each checkpoint, and loaded."""
-        if exists(folder):
+        if read_extra(folder) is not None:
             resumed = load(folder, **vars(state))
             self.epoch, self.extra = resumed.epoch, dict(resumed.extra)
         self._folder, self._open = folder, ExitStack()
@@ -616,10 +605,8 @@ class Checkpoints:
         if stops or (epoch * self._steps_of_epoch + step) % self._steps_between == 0:
             self._writer.save(epoch=epoch, step=step, extra=self.extra, wait=stops)
         if stops:
-            raise Stopped(
-                f"stopped after {step} steps of epoch {epoch}, as asked; a checkpoint is saved in "
-                f"{self._folder}, and the same command goes on from it"
-            )
+            self.close()
+            raise Stopped(epoch, step, self._folder)
 
 
 checkpoints = Checkpoints
@@ -738,9 +725,24 @@ def read_extra(
     return found if isinstance(found, dict) else None
 
 
-def exists(folder: str | Path) -> bool:
-    """Whether ``folder`` has a complete checkpoint on rank 0's disk. Collective."""
-    return bool(broadcast_json(_newest(Path(folder)) is not None, current_session()))
+_HELD: SessionField[set[Path]] = SessionField(lambda _session: set())
+
+
+def occupy(folder: str | Path) -> None:
+    """Keep other jobs from saving to ``folder`` until the session ends. Collective.
+
+    StorageError: another one does, and has not ended within half the time-out.
+    """
+    session, target = current_session(), Path(folder).absolute()
+    lock, held = target.with_name(f".{target.name}.lock"), _HELD.of(session)
+
+    def take() -> None:
+        if session.topology.rank == 0 and lock not in held:
+            with suppress(OSError):  # what is written later says why it cannot be
+                session.on_close.append(partial(os.close, hold_alone(lock, session.timeout_s / 2)))
+                held.add(lock)
+
+    run_on_all_ranks(session, take)
 
 
 def remove_all(folder: str | Path) -> None:

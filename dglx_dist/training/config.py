@@ -119,8 +119,12 @@ class RunOptions:
     trace_steps: int = _of_run(200, "Number of first steps in the trace.", check=at_least(1))
 
 
-def check_going_on(config: RunOptions) -> None:
-    """Raise ConfigError unless ``resume`` and ``overwrite`` agree."""
+def check_run(config: RunOptions) -> None:
+    """Raise ConfigError unless the options agree."""
+    if config.patience is not None and config.eval_every == 0:
+        raise ConfigError(
+            f"a patience of {config.patience} counts evaluations, but eval-every is 0; set at least 1"
+        )
     if config.resume and config.overwrite:
         raise ConfigError("resume goes on from the checkpoints that overwrite removes; give one of the two")
 
@@ -250,17 +254,12 @@ class TrainConfig(RunOptions, ModelConfig):
             if name in self.strategy_options:
                 raise ConfigError(f"--option {name} is no option of a strategy; see `dglx train --help`")
         super().__post_init__()
-        check_going_on(self)
+        check_run(self)
         checks = (
             (
                 "recompute",
                 self.recompute != "none" and self.model != "resgcn",
                 f"left out with --model {self.model}: only layers of resgcn are computed again",
-            ),
-            (
-                "eval-every",
-                self.patience is not None and self.eval_every == 0,
-                "at least 1 with --patience, which counts evaluations",
             ),
             (
                 "cache",

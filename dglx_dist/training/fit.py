@@ -38,7 +38,7 @@ from dglx_dist.strategies.base import (
 )
 from dglx_dist.training import checkpoint
 from dglx_dist.training.checkpoint import Positioned, Sparse, optimizers_of
-from dglx_dist.training.config import BF16, FLOAT32, RunOptions, check_going_on, steps_between
+from dglx_dist.training.config import BF16, FLOAT32, RunOptions, check_run, steps_between
 from dglx_dist.training.inference import check_evaluable, evaluate, labelled_type
 from dglx_dist.training.relational import EntityInputs
 from dglx_dist.training.tracing import recording, without_keys
@@ -139,7 +139,6 @@ class TrainingLoader(Positioned, Protocol):
     Its position has ``epoch`` and ``step``, the completed steps of it.
     """
 
-    def __len__(self) -> int: ...
     def __iter__(self) -> Any: ...
     def end_at(self, step: int | None) -> None: ...
     def times(self, *, reset: bool = False) -> LoaderTimes: ...
@@ -308,11 +307,7 @@ class FitConfig(RunOptions):
 
     def __post_init__(self) -> None:
         check_ranges(self, "{name}={value}")
-        if self.patience is not None and self.eval_every == 0:
-            raise ConfigError(
-                f"patience={self.patience} counts evaluations; eval_every must be at least 1 too"
-            )
-        check_going_on(self)
+        check_run(self)
         if self.resume and self.checkpoint_folder is None:
             raise ConfigError("resume needs checkpoint_folder; give the folder of the checkpoints")
 
@@ -441,6 +436,8 @@ def settled(config: Options, checkpoints: str | Path | None, session: Session) -
     shared = {one.name: getattr(config, one.name) for one in fields(RunOptions) if one.name != "trace"}
     check_equal(session, "the settings of training", {**shared, "checkpoints": checkpoints is not None})
     launch, restarts = cast("list[Any]", broadcast_json(read_launch(), session))
+    if checkpoints is not None:
+        checkpoint.occupy(checkpoints)
     extra = None
     if checkpoints is not None and (restarts or not config.overwrite):
         extra = checkpoint.read_extra(checkpoints)
@@ -453,16 +450,22 @@ def settled(config: Options, checkpoints: str | Path | None, session: Session) -
     return replace(config, precision=BF16 if is_half else FLOAT32)
 
 
-def check_same(saved: Mapping[str, Any], facts: Mapping[str, object], where: object, remedy: str) -> None:
+def check_same(saved: Mapping[str, Any], facts: Mapping[str, object], where: object) -> None:
     """Raise ConfigError unless checkpoints ``where``, with ``extra`` ``saved``, are of a run of ``facts``."""
+    if differ := _differences(saved, facts):
+        raise ConfigError(
+            f"{where} has checkpoints of another configuration ({differ}); give another folder, or "
+            "overwrite=True (--overwrite), which begins anew and removes them"
+        )
+
+
+def _differences(saved: Mapping[str, Any], facts: Mapping[str, object]) -> str:
     # What an earlier version did not save is not compared.
     now = json.loads(json.dumps(facts))
     before = {**now, **saved.get(_FACTS, {})}
     differ = [name for name in now if json.dumps(before[name]) != json.dumps(now[name])]
-    if differ:
-        shown = ", ".join(f"{name}: {before[name]} -> {now[name]}" for name in differ[:_SHOWN])
-        more = f" and {len(differ) - _SHOWN} more" if len(differ) > _SHOWN else ""
-        raise ConfigError(f"{where} has checkpoints of another configuration ({shown}{more}); {remedy}")
+    more = f" and {len(differ) - _SHOWN} more" if len(differ) > _SHOWN else ""
+    return ", ".join(f"{name}: {before[name]} -> {now[name]}" for name in differ[:_SHOWN]) + more
 
 
 _SHOWN = 4
@@ -511,8 +514,6 @@ def epoch_line(record: EpochRecord) -> str:
 
 
 def _progress_title(first: int, end: int) -> str:
-    if first >= end:
-        return f"nothing to train, {first} epochs are done"
     return f"training epoch {first}" if first + 1 == end else f"training epochs {first} to {end - 1}"
 
 
@@ -538,18 +539,17 @@ class _Run:
             # Must be equal in the run that loads the checkpoint.
             dataset={"num_nodes": g.num_nodes(), "num_edges": g.num_edges()},
         )
-        self._writer: checkpoint.CheckpointWriter | None = None
-        if config.checkpoint_folder is not None:
-            self._writer = checkpoint.CheckpointWriter(config.checkpoint_folder, self._state, config.keep)
+        folder, every = config.checkpoint_folder, steps_between(config.checkpoint_every, len(loader))
+        self._writer = (
+            None if folder is None else checkpoint.CheckpointWriter(folder, self._state, config.keep)
+        )
         self.result = FitResult(precision=step.precision)
         """Of the epochs so far."""
         self._next, self._evaluations_since_best = 0, 0
         self._so_far: dict[str, float] = {}
         """Of the epoch ``_next``, before the loader's position."""
-        self._steps_between = steps_between(config.checkpoint_every, len(loader))
+        self._steps_between = 0 if folder is None else every
         """Of regular checkpoints; 0: none."""
-        if config.checkpoint_folder is None:
-            self._steps_between = 0
         self._saved_at: tuple[int, int] | None = None
         """Epoch and step of the newest checkpoint."""
         self.first_step = 0
@@ -563,11 +563,16 @@ class _Run:
         if not config.resume or folder is None or (extra := checkpoint.read_extra(folder, _Saved)) is None:
             return
         if config.goes_on:
-            remedy = "give another checkpoint_folder, or overwrite=True, which begins anew and removes them"
-            check_same(extra, self._facts, folder, remedy)
+            check_same(extra, self._facts, folder)
         resumed = checkpoint.load(folder, **vars(self._state))
-        if config.goes_on and self._session.topology.rank == 0:
-            log.warning("going on from %s", resumed.path)
+        if self._session.topology.rank == 0:
+            differ = _differences(extra, self._facts)
+            kept = (
+                f" of another configuration ({differ}); the optimizer's settings are its own"
+                if differ
+                else ""
+            )
+            log.warning("going on from %s%s", resumed.path, kept)
         saved, self._saved_at = _Saved(resumed.extra), (resumed.epoch, resumed.step)
         self._next, self._evaluations_since_best = resumed.epoch, saved.evaluations_since_best
         self.first_step = resumed.step
@@ -581,6 +586,8 @@ class _Run:
             stopped_early=self._patience_is_over(),
             precision=self._step.precision,
         )
+        if not self.has_epochs and self._session.topology.rank == 0:
+            log.warning("nothing to train: %d epochs are done", self._next)
 
     def check_evaluation(self) -> None:
         """Raise ConfigError before training if the evaluation after it is impossible."""
@@ -601,14 +608,10 @@ class _Run:
 
     def stopped(self) -> Stopped:
         """Say where training has stopped."""
-        epoch, step = self._saved_at or (self._next, 0)
-        text = (
-            f"stopped after {step} steps of epoch {epoch}, as asked; a checkpoint is saved in "
-            f"{self._config.checkpoint_folder}, and the same command goes on from it"
-        )
+        found = Stopped(*(self._saved_at or (self._next, 0)), self._config.checkpoint_folder)
         if self._session.topology.rank == 0:
-            log.warning("%s", text)
-        return Stopped(text)
+            log.warning("%s", found)
+        return found
 
     @property
     def has_epochs(self) -> bool:

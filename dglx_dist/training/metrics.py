@@ -27,9 +27,7 @@ def accuracy(predicted: Tensor, label: Tensor, session: Session) -> float:
     classes.
     """
     classes = run_on_all_ranks(session, lambda: _as_classes(predicted, label), ConfigError)
-    counts = torch.stack([(classes == label).sum(), torch.tensor(len(label), device=label.device)])
-    correct, total = sum_over_ranks(counts.to(torch.int64), session, phase=PHASE).tolist()
-    return correct / total if total else math.nan
+    return _mean((classes == label).to(torch.float64), session)
 
 
 def f1(
@@ -133,9 +131,7 @@ def _check_pair(predicted: Tensor, target: Tensor, what: str) -> None:
 
 
 def _check_scores(score: Tensor, label: Tensor) -> None:
-    if bool(torch.isnan(score).any()):
-        row = int(torch.isnan(score).nonzero()[0, 0])
-        raise ConfigError(f"score[{row}] is nan and cannot be ranked; mask it out first")
+    _refuse_nan(score)
     _check_pair(score, label, "labels")
 
 
@@ -150,11 +146,7 @@ def _gather_rows(values: Tensor, session: Session) -> Tensor:
 
 def _as_classes(predicted: Tensor, label: Tensor) -> Tensor:
     classes = predicted.argmax(1) if predicted.dim() == 2 else predicted
-    if classes.shape != label.shape:
-        raise ConfigError(
-            f"{tuple(predicted.shape)} predictions do not match {tuple(label.shape)} labels; pass one row of "
-            "each per node"
-        )
+    _check_pair(classes, label, "labels")
     return classes
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +55,7 @@ def check_optimizer(
     ]
     wanted = [sorted(group["params"]) for group in saved["groups"]]
     if current != wanted:
-        pairs = enumerate(zip(current, wanted, strict=False))
-        wrong = next((number for number, (a, b) in pairs if a != b), min(len(current), len(wanted)))
+        wrong = next(at for at, (a, b) in enumerate(zip_longest(current, wanted)) if a != b)
         raise CheckpointError(
             f"parameter group {wrong} of the optimizer has other parameters than in the checkpoint; build it "
             "from the same parameters"
@@ -185,33 +184,28 @@ def _check_group(
         or type(optimizer) is torch.optim.LBFGS
     ):
         return
-    tried = {one.dim(): _tried(type(optimizer), values, one) for one in own["params"]}
+    # A step of small parameters, with the settings as arguments, which torch checks: in a group it does not.
+    small = {
+        one.dim(): torch.zeros((2,) * one.dim(), dtype=one.dtype, device=one.device) for one in own["params"]
+    }
+    for one in small.values():
+        ones = torch.ones_like(one)
+        one.grad = ones.to_sparse() if type(optimizer) is torch.optim.SparseAdam else ones
+    known = inspect.signature(type(optimizer)).parameters
+    try:
+        settings: Any = {name: value for name, value in values.items() if name in known}
+        tried = type(optimizer)(list(small.values()), **settings)
+        tried.step()
+    except Exception as error:
+        kind = type(optimizer).__name__
+        raise ValueError(f"{kind} does not take the saved settings: {error}") from error
     for position, parameter in zip(positions, own["params"], strict=True):
         saved = state.get(position) or {}
-        for key, like in tried[parameter.dim()].items() if saved else ():
-            if isinstance(like, Tensor) != isinstance(saved[key], Tensor):
-                raise ValueError(f"{key!r} of the optimizer's state is {saved[key]!r}")
-            if (
-                isinstance(like, Tensor)
-                and like.shape == (2,) * parameter.dim()
-                and saved[key].shape != parameter.shape
-            ):
-                raise ValueError(f"{key!r} of the optimizer's state has shape {tuple(saved[key].shape)}")
-
-
-def _tried(kind: type[torch.optim.Optimizer], settings: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
-    """Return the state of a small parameter after a step; ValueError: torch does not take the settings."""
-    one = nn.Parameter(torch.zeros((2,) * like.dim(), dtype=like.dtype, device=like.device))
-    ones = torch.ones_like(one)
-    one.grad = ones.to_sparse() if kind is torch.optim.SparseAdam else ones
-    try:
-        # As arguments, which torch checks; settings of a group it takes as they are.
-        known = inspect.signature(kind).parameters
-        optimizer: Any = kind([one], **{name: value for name, value in settings.items() if name in known})
-        optimizer.step()
-    except Exception as error:
-        raise ValueError(f"{kind.__name__} does not take the saved settings: {error}") from error
-    return dict(optimizer.state[one])
+        for key, like in tried.state[small[parameter.dim()]].items() if saved else ():
+            of_tried, shape = (getattr(one, "shape", None) for one in (like, saved[key]))
+            is_whole = of_tried == (2,) * parameter.dim()
+            if (of_tried is None) != (shape is None) or (is_whole and shape != parameter.shape):
+                raise ValueError(f"{key!r} of the optimizer's state has shape {shape}")
 
 
 def _names(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[int, str]:

@@ -18,6 +18,7 @@ import torch
 
 import dglx_dist as dx
 from dglx_dist.cli.train_job import CHECKPOINTS, train_dataset
+from dglx_dist.data.storage.files import hold_alone
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.records import EpochRecord
 from dglx_dist.report.run_folder import append_epoch
@@ -48,7 +49,7 @@ def test_a_run_that_replaces_another_leaves_no_checkpoint_of_it(dataset: str, tm
     assert any((out / CHECKPOINTS).iterdir())
     assert json.loads((out / "config.json").read_text())["recompute"] == "exchange"
     before = sorted(path.name for path in out.rglob("*"))
-    said = r"model: resgcn -> sage, layers: 3 -> 2, fanouts: .* -> .*; give another --out, or --over"
+    said = r"model: resgcn -> sage, layers: 3 -> 2, fanouts: .* -> .*; give another folder, or overwrite=True"
     with pytest.raises(ConfigError, match=said):
         train_dataset(TrainConfig(data=dataset, out=str(out), epochs=1))
     assert sorted(path.name for path in out.rglob("*")) == before
@@ -74,6 +75,26 @@ def test_checkpoints_are_lost_by_overwrite_alone_and_not_to_a_restart(
     replaced = made("job_b", 1, overwrite=True)
     assert replaced != before
     assert made("job_b", 0, overwrite=True) != replaced
+
+
+def test_a_run_that_is_done_says_so_and_a_resumed_one_what_it_keeps(
+    dataset: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = TrainConfig(data=dataset, out=str(tmp_path / "run"), epochs=1, checkpoint_every=1)
+    train_dataset(plan)
+    assert caplog.messages == []
+    lock = hold_alone(tmp_path / "run" / f".{CHECKPOINTS}.lock", 0.0)
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    with pytest.raises(StorageError, match="another job uses"):
+        train_dataset(replace(plan, timeout_s=0.5, overwrite=True))
+    assert files == {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    os.close(lock)
+    train_dataset(plan)
+    assert caplog.messages[-1] == "nothing to train: 1 epochs are done"
+    train_dataset(replace(plan, epochs=2, resume=True, lr=0.5))
+    said = caplog.messages[-1]
+    assert "epoch-000001-step-000000000 of another configuration" in said
+    assert "lr: 0.01 -> 0.5" in said
 
 
 def test_a_restart_by_torchrun_keeps_the_checkpoints_and_ends_with_the_same_weights(
@@ -167,7 +188,7 @@ def test_a_folder_of_something_else_is_found_before_training(tmp_path: Path) -> 
     (tmp_path / "run" / "classes" / "letter.txt").write_text("dear")
     with pytest.raises(dx.StorageError, match="something other than exported rows"):
         _train(predicted_dataset(tmp_path, 1), tmp_path / "run")
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["classes"]
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"classes", f".{CHECKPOINTS}.lock"}
 
 
 def _train_model(folder: str, out: str, options: dict[str, Any]) -> list[tuple[float, float]]:

@@ -189,6 +189,28 @@ def test_rows_of_a_rank_that_is_ahead_are_kept_and_those_of_another_size_refused
     assert "rank 1 sends 12 bytes of 'rows' where this rank expects 8" in zero[3]
 
 
+def swap_in_pairs() -> list[float]:
+    """Ranks 0 and 1 swap rows twice, of which rank 2 does not hear; then all of them do."""
+    with start_session(timeout_s=20) as session:
+        calls, rank, found = CallExchange(session), session.topology.rank, []
+        for number, members in enumerate([(0, 1), (0, 1), (0, 1, 2), (1, 2)]):
+            others = [peer for peer in members if peer != rank]
+            if rank in members:
+                outgoing = [
+                    Outgoing(rank=peer, rows=torch.full((2,), 10.0 * number + rank)) for peer in others
+                ]
+                incoming = [Incoming(rank=peer, rows=torch.zeros(2)) for peer in others]
+                rows = calls.post(outgoing, incoming, f"swap {number}", phase=None)()
+                found += [float(one[1]) for one in rows]
+        barrier(session, "all is there")
+        assert not len(calls._inbox)
+        return found
+
+
+def test_ranks_take_part_in_different_numbers_of_exchanges() -> None:
+    assert run_ranks(swap_in_pairs, 3) == [[1, 11, 21, 22], [0, 10, 20, 22, 32], [20, 21, 31]]
+
+
 def lose_the_other_rank() -> list[str]:
     session = start_session(timeout_s=60)
     calls = CallExchange(session, "pull")

@@ -79,7 +79,7 @@ def test_a_store_that_rank_0_hosts_listens_on_loopback_only_and_serves_all_its_s
     first.set("session", "first")
     listening = [
         one.laddr.ip
-        for one in psutil.Process().net_connections("tcp")
+        for one in psutil.net_connections("tcp")
         if one.status == psutil.CONN_LISTEN and one.laddr.port == port
     ]
     assert listening == ["127.0.0.1"]

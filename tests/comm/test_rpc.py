@@ -319,6 +319,17 @@ def test_strangers_are_refused_and_logged(
         assert np.array_equal(caller.call(1, "echo", "", [TABLE], phase="p")[0], TABLE)
 
 
+@pytest.mark.parametrize("flags", [0x06, 0x02])  # a command of the handshake; a message
+def test_a_stranger_cannot_make_a_rank_hold_much(flags: int) -> None:
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"PLAIN".ljust(20, b"\0") + bytes(32)
+    with pair() as (_, server):
+        host, port = server._servers[0].endpoint.removeprefix("tcp://").rsplit(":", 1)
+        with socket.create_connection((host, int(port)), timeout=20) as stranger:
+            stranger.sendall(greeting + bytes([flags]) + (8 << 30).to_bytes(8, "big"))
+            with pytest.raises((ConnectionResetError, BrokenPipeError)):
+                stranger.sendall(bytes(64 << 20))
+
+
 def test_malformed_message_of_a_member_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), pair() as (caller, server):
         server.register("echo", lambda _name, arrays: arrays)
@@ -336,7 +347,8 @@ def test_curve_accepts_only_the_keys_of_the_job() -> None:
     sides = [Credentials(secret=b"", public_key=p, secret_key=s, accepted_keys=members) for p, s in keys]
     with pair(mine=sides[0], theirs=sides[1]) as (caller, server):
         server.register("echo", lambda _name, arrays: arrays)
-        assert np.array_equal(caller.call(1, "echo", "", [TABLE], phase="p")[0], TABLE)
+        frames = np.arange(5 << 20, dtype=np.uint8)
+        assert np.array_equal(caller.call(1, "echo", "", [frames], phase="p")[0], frames)
     with pair(mine=sides[2], theirs=sides[1]) as (caller, _), pytest.raises(PeerError, match="refused"):
         caller.call(1, "echo", "", [], phase="p")
 
@@ -421,3 +433,43 @@ def test_a_server_that_does_not_know_the_key_is_not_believed(monkeypatch: pytest
         for _ in range(2):
             with pytest.raises(PeerError, match="rank 1 on there does not know this job's secret"):
                 caller.call(1, "rows", "", [TABLE], phase="p")
+
+
+def test_a_rank_that_ends_while_it_is_connected_to_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended, proof = threading.Event(), Credentials.proof
+
+    def late(*args: object) -> bytes:
+        assert ended.wait(20)
+        time.sleep(0.2)  # until ZeroMQ has noticed
+        return proof(*args)
+
+    with ThreadPoolExecutor(1) as pool, pair() as (caller, _), contextlib.ExitStack() as undo:
+        listener = undo.enter_context(socket.create_server(("127.0.0.1", 0)))
+        endpoint = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        caller.connect({1: PeerAddress(rank=1, host="there", endpoint=endpoint)})
+        ending = pool.submit(lambda: listener.accept()[0].close() or ended.set())
+        monkeypatch.setattr(Credentials, "present", lambda *_: None)
+        monkeypatch.setattr(Credentials, "proof", late)
+        with pytest.raises(PeerError, match="rank 1 on there"):
+            caller.call(1, "echo", "", [TABLE], phase="p")
+        ending.result(20)
+
+
+def test_nobody_connects_again_to_the_port_of_a_dead_rank() -> None:
+    """Who gets it would be sent what is queued, and its replies believed, since the server proved itself."""
+    started, release = threading.Event(), threading.Event()
+    with ThreadPoolExecutor(1) as pool, pair(timeout_s=60.0) as (caller, server):
+        server.register("wait", lambda _name, _arrays: started.set() or (release.wait(20) and []))
+        pending = caller.submit(1, "wait", "", [], phase="p")
+        assert started.wait(20)
+        port = int(server._servers[0].endpoint.rpartition(":")[2])
+        closing = pool.submit(server.close)
+        assert pending._link._monitor.poll(20_000)
+        release.set()
+        closing.result(20)
+        with socket.create_server(("127.0.0.1", port)) as stranger:
+            stranger.settimeout(1.0)
+            with pytest.raises(TimeoutError):
+                stranger.accept()
+        with pytest.raises(PeerError, match="rank 1 on there closed its connection or died while asked"):
+            pending.result()

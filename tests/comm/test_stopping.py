@@ -75,6 +75,28 @@ with start_session() as session, session.stoppable() as stop:
 """
 
 
+LATE = """
+import os, signal
+from dglx_dist.comm import session as module
+with module.start_session() as session:
+    with session.stoppable() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not stop.passed():
+            pass
+    session._on_signal(signal.SIGTERM)  # a launcher's copy
+    print("goes on", flush=True)
+    module._LEAVES_S = 0.0
+    session._on_signal(signal.SIGTERM)
+    print("not reached")
+"""
+
+
+def test_a_signal_long_after_the_stop_ends_a_rank_that_has_gone_on() -> None:
+    command = [sys.executable, "-c", LATE]
+    done = subprocess.run(command, timeout=50, check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, "goes on\n"), done.stderr
+
+
 def test_a_second_interrupt_ends_a_rank_that_is_saving() -> None:
     command = SECOND.replace("SAME_KEY_S", str(SAME_KEY_S))
     done = subprocess.run([sys.executable, "-c", command], timeout=50, check=False)

@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import socket
+import subprocess
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -22,7 +23,7 @@ from dglx_dist.comm import session as session_module
 from dglx_dist.comm.auth import DescriptorWatch
 from dglx_dist.comm.collectives import barrier, gather_json, sum_over_ranks
 from dglx_dist.comm.exchange import Incoming, Outgoing, row_exchanges
-from dglx_dist.comm.rendezvous import SealedStore
+from dglx_dist.comm.rendezvous import SealedStore, _private_file, _read_private_file
 from dglx_dist.comm.session import start_session
 from dglx_dist.comm.topology import read_settings
 from dglx_dist.errors import ConfigError, DglxError, PeerError
@@ -49,10 +50,14 @@ def test_a_value_opens_under_its_own_key_alone() -> None:
             other.get("keys/0")
 
 
-def stranger_at(session: int) -> Store:
+def job_of_strangers() -> Store:
     """A client of its own to the store of the job."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return PrefixStore(f"dglx/test/0/{session}", TCPStore(host, port, timeout=timedelta(seconds=20)))
+    return PrefixStore("dglx/test/0", TCPStore(host, port, timeout=timedelta(seconds=20)))
+
+
+def stranger_at(session: int) -> Store:
+    return PrefixStore(str(session), job_of_strangers())
 
 
 def overwrite(key: str, value: Callable[[], bytes | str], session: int) -> None:
@@ -103,6 +108,45 @@ def test_who_writes_to_the_store_ends_the_start_and_is_no_rank() -> None:
     for said, key in zip([*zero, *one], 2 * ["start/0", "settings/", "keys of ranks/0"], strict=True):
         assert SEAL in said
         assert key in said
+
+
+def spoil_the_store() -> list[str]:
+    """What a stranger writes and deletes beside training changes nothing or is one error."""
+    rank, said = int(os.environ["RANK"]), []
+    with start_session(timeout_s=20) as session:
+        total = torch.zeros(3)
+        for step in range(4):
+            if (step, rank) == (2, 0):
+                stranger = stranger_at(1)
+                for key, value in (("ended/1", ""), ("ended/0", b"\xff"), ("first_error", '{"rank": 1}')):
+                    stranger.set(key, value)
+                for key in ("start/0", "start/1", "settings/1", "secret"):
+                    stranger.delete_key(key)
+            total += sum_over_ranks(torch.full((3,), step + 0.1), session, phase="p")
+            barrier(session, f"step {step}")
+        said.append(str(total.tolist()))
+    if rank == 1:
+        job_of_strangers().set("sessions/1", "no number")
+    with pytest.raises(PeerError) as caught:
+        start_session(timeout_s=2)
+    return [*said, str(caught.value)]
+
+
+def test_what_strangers_write_to_the_store_changes_nothing_or_is_one_error() -> None:
+    zero, one = run_ranks(spoil_the_store, 2)
+    sums = torch.zeros(3)
+    for step in range(4):
+        sums += 2 * torch.full((3,), step + 0.1)
+    assert zero[0] == one[0] == str(sums.tolist())
+    assert "ranks missing: 1 (of 2) at 'start' after 2 s" in zero[1]
+    assert "the rendezvous store does not answer" in one[1]
+
+
+def test_a_value_that_is_deleted_while_it_is_read_is_an_error() -> None:
+    store = SealedStore(TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=0.1)), b"s")
+    for read in (store.get, lambda key: store.multi_get([key])):
+        with pytest.raises(PeerError, match="the rendezvous store does not answer"):
+            read("keys/0")
 
 
 def meet_with(secrets: list[dict[str, str]]) -> str:
@@ -173,6 +217,50 @@ def test_few_free_descriptors_are_noticed_once(caplog: pytest.LogCaptureFixture)
     assert re.search(r"\d+ sockets of 127\.0\.0\.1", caplog.text)
 
 
+def test_the_watch_of_descriptors_raises_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its thread admits connections. Sockets of other families have names of other forms, or none."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as undo:
+        undo.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
+        for _ in range(8):
+            for one in socket.socketpair():
+                undo.enter_context(one)
+        watch = DescriptorWatch()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
+        watch.look()  # no descriptor is left to look with
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        monkeypatch.setattr("dglx_dist.comm.auth._FEW", 1.0)
+        watch._look_at_s = 0.0
+        watch.look()
+    assert caplog.text.count("file descriptors are in use") == 1
+    assert "sockets of this machine" in caplog.text
+
+
+def test_of_what_the_store_names_only_memory_of_this_users_processes_is_read(tmp_path: Path) -> None:
+    with _private_file(b"s" * 64) as path:
+        assert _read_private_file(path) == b"s" * 64
+        number = int(path.rpartition("/")[2])
+        with contextlib.ExitStack() as undo:
+            pipe = os.pipe()
+            for one in pipe:
+                undo.callback(os.close, one)
+            other = os.memfd_create("other")
+            undo.callback(os.close, other)
+            held = f"/proc/{os.getpid()}/fd"
+            bad = ["/etc/hostname", f"{path}/", f"{held}/{pipe[0]}", f"{held}/{other}", f"{held}/999999", ""]
+            for one in [*bad, f"/proc/self/fd/{number}"]:
+                with pytest.raises(PeerError, match="the secret of rank 0 cannot be read"):
+                    _read_private_file(one)
+            if os.geteuid() == 0:  # who else could read it
+                nobody = subprocess.Popen(["sleep", "60"], user=65534, pass_fds=[number])
+                undo.callback(nobody.wait)
+                undo.callback(nobody.kill)
+                with pytest.raises(PeerError, match="no such file of this user's"):
+                    _read_private_file(f"/proc/{nobody.pid}/fd/{number}")
+
+
 GARBAGE = (
     b"",
     b"\x00" * 64,
@@ -208,7 +296,7 @@ def train(folder: Path) -> bytes:
         barrier(session, "registered")
         for step in range(40):
             if step == 20:
-                own = psutil.Process().net_connections("tcp")
+                own = [one for one in psutil.net_connections("tcp") if one.pid == os.getpid()]
                 ports = [one.laddr.port for one in own if one.status == psutil.CONN_LISTEN]
                 assert len(ports) >= 2  # calls, gloo
                 every = gather_json(ports, session)

@@ -537,7 +537,7 @@ def test_what_a_pull_handler_returns_is_checked(target: KVStore) -> None:
 
 
 def test_what_fits_passes_and_one_byte_more_does_not(alone: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    monkeypatch.setattr(shared_memory, "machine_memory", lambda: (10**9, 1000))
     shared_memory.check_memory(alone, np.array([0, 10]), 100, "it", "use less")
     with pytest.raises(ConfigError, match=r"it needs 0\.000 GB for 10 rows of 101 bytes on .*; use less"):
         shared_memory.check_memory(alone, np.array([0, 10]), 101, "it", "use less")

@@ -16,6 +16,7 @@ from dglx_dist.planner.model_shape import topology_of
 from dglx_dist.planner.workload import RankCount, RowSizes, work_of_counts
 from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE
+from dglx_dist.strategies.full_graph import cost
 from dglx_dist.training.config import PlanConfig
 
 SIZES = RowSizes(feature=40, label=8, gradients=100, partitioned=False)
@@ -106,3 +107,16 @@ def test_figures_that_make_no_sense_are_refused() -> None:
         PlanConfig()
     with pytest.raises(ConfigError, match="--layers is 2"):
         PlanConfig(data="x", fanouts=(1, 2, 3))
+
+
+def test_plans_that_the_memory_cannot_hold_are_estimated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = generate(SyntheticConfig(nodes=400, degree=6, features=4, seed=3))
+    partition_to_disk(raw, tmp_path / "data", PartitionPlan(num_parts=2, method="hash"))
+    plan = PlanConfig(data=str(tmp_path / "data"), servers=2, layers=2, hidden=4, unit="full_graph")
+    said = "plans of whole graphs are too large to be counted"
+    for free, expected in ((100 * raw.total_edges, False), (100 * raw.total_edges - 1, True)):
+        monkeypatch.setattr(cost, "machine_memory", lambda free=free: (free, free))
+        choice, _ = make_plan(plan)
+        assert any(said in one for one in choice.assumptions) is expected

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from dglx_dist.comm.session import start_session
-from dglx_dist.errors import CheckpointError
+from dglx_dist.data.storage.files import hold_alone
+from dglx_dist.errors import CheckpointError, StorageError
 from dglx_dist.graph import optim
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.dist_tensor import owned_rows
@@ -334,7 +335,7 @@ def test_a_checkpoint_is_written_from_a_copy_while_training_goes_on(tmp_path: Pa
 
 def test_saving_again_replaces_and_the_newest_wins(tmp_path: Path) -> None:
     with start_session():
-        assert not checkpoint.exists(tmp_path)
+        assert checkpoint.read_extra(tmp_path) is None
         with pytest.raises(CheckpointError, match="no complete checkpoint"):
             checkpoint.latest(tmp_path / "nowhere")
         for epoch, note in ((2, "first"), (10, "a"), (10, "b")):
@@ -365,6 +366,19 @@ def test_a_full_disk_is_one_message_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_one_job_at_a_time_saves_to_a_folder(tmp_path: Path) -> None:
+    lock = hold_alone(tmp_path / ".run.lock", 0.0)
+    with start_session(timeout_s=1.0):
+        with pytest.raises(StorageError, match=r"another job uses .*\.run\.lock"):
+            checkpoint.occupy(tmp_path / "run")
+        os.close(lock)
+        for _ in range(2):
+            checkpoint.occupy(tmp_path / "run")
+        with pytest.raises(StorageError, match="another job"):
+            hold_alone(tmp_path / ".run.lock", 0.0)
+    os.close(hold_alone(tmp_path / ".run.lock", 0.0))
+
+
 def test_several_optimisers_are_saved_in_their_order(tmp_path: Path) -> None:
     small.write(small.build(), tmp_path / "graph")
     model = nn.Linear(1, 1)
@@ -383,7 +397,7 @@ def test_several_optimisers_are_saved_in_their_order(tmp_path: Path) -> None:
         for wrong, message in (
             (both[:1], "has 2 optimisers of embeddings, but sparse= has 1"),
             (both[::-1], "'SparseAdam', this run has 'SparseSGD'"),
-            ([], "pass sparse="),
+            ([], "sparse= has 0"),
         ):
             with pytest.raises(CheckpointError, match=message):
                 checkpoint.load(path, model=model, sparse=wrong)

@@ -9,20 +9,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
 
+from dglx_dist.data.edge_sort import Carried, EdgeStream, SortedEdges, sort_edges
 from dglx_dist.data.external_memory import (
-    BUDGET_SHARES,
-    PROGRAM_BYTES,
-    BucketFiles,
     Scatter,
     Spill,
     low_memory_allocators,
     open_budget,
-    release_memory,
 )
 from dglx_dist.data.ingest.config import FeatureSpec, IngestConfig, IngestPlan, TypeSpec
 from dglx_dist.data.ingest.features import make_transforms
@@ -108,98 +105,6 @@ def _write_ids(
     output.advance(1)
 
 
-_SLOTS = 1 << 16
-_EDGE = np.dtype([("destination", np.int64), ("source", np.int64), ("row", np.int64)])
-_SORTING_BYTES = 3 * _EDGE.itemsize
-"""Memory of sorting per edge: the edge, its position, and a sorted copy of one column at a time."""
-_HUB_SHARES = 5
-"""Memory shares that the edges of a hub may take; nothing else is in memory then."""
-
-
-Ends: TypeAlias = tuple[Spill, Spill]
-"""(E,) int64 sources and destinations of the edges of one table, in the order of its rows."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class InEdges:
-    """CSC: edges ordered by (destination, source, row)."""
-
-    indptr: Spill
-    """(N_dst + 1,) int64."""
-    indices: Spill
-    """(E,) sources."""
-    rows: Spill
-    """(E,) int64 table row of each edge."""
-
-
-def sort_edges(ends: Ends, num_sources: int, num_destinations: int, folder: Path, memory: int) -> InEdges:
-    """Sort edges by (destination, source, table row).
-
-    Sorts the in-edges of as many consecutive destinations as fit into ``memory`` bytes, but at least those of
-    one of 65,536 slots of destinations, with up to five times ``memory``; ConfigError if that is too little.
-    """
-    width = -(-num_destinations // _SLOTS)
-    step = max(1, memory // _SORTING_BYTES)
-    firsts = _first_destinations(ends, num_destinations, width, step)
-    buckets = _write_buckets(ends, firsts, folder / "buckets", step)
-    result = InEdges(
-        indptr=Spill(folder / "indptr", np.int64),
-        indices=Spill(folder / "indices", id_dtype(num_sources)),
-        rows=Spill(folder / "rows", np.int64),
-    )
-    result.indptr.append(np.zeros(1, np.int64))
-    total = 0
-    for number, (first, last) in enumerate(zip(firsts, [*firsts[1:], num_destinations], strict=True)):
-        edges = buckets.take(number)
-        counts = np.bincount(edges["destination"] - first, minlength=last - first)
-        # A stable sort by two keys suffices: the edges of a bucket are in row order already.
-        order = np.lexsort((edges["source"], edges["destination"]))
-        result.indices.append(edges["source"][order])
-        result.rows.append(edges["row"][order])
-        result.indptr.append(total + np.cumsum(counts))
-        total += len(edges)
-        del edges, order
-        release_memory()
-    return result
-
-
-def _first_destinations(ends: Ends, num_destinations: int, width: int, step: int) -> list[int]:
-    # A bucket has at most ``step`` edges, unless it is a single slot.
-    counts = np.zeros(-(-num_destinations // width), np.int64)
-    for destinations in ends[1].chunks(step):
-        counts += np.bincount(destinations // width, minlength=len(counts))
-    _check_fits(counts, width, _HUB_SHARES * step)
-    firsts, held = [0], 0
-    for slot, num_edges in enumerate(counts.tolist()):
-        if held and held + num_edges > step:
-            firsts.append(slot * width)
-            held = 0
-        held += num_edges
-    return firsts
-
-
-def _check_fits(counts: Array, width: int, most: int) -> None:
-    slot = int(np.argmax(counts))
-    if counts[slot] > most:
-        nodes = f"rows {slot * width} to {(slot + 1) * width - 1}" if width > 1 else f"row {slot}"
-        needed = int(counts[slot]) * _SORTING_BYTES * BUDGET_SHARES // _HUB_SHARES
-        raise ConfigError(
-            f"{counts[slot]} edges end at the nodes of {nodes} of their table, and are sorted together; "
-            f"grant --memory {(needed + PROGRAM_BYTES) // 10**6 + 1}MB"
-        )
-
-
-def _write_buckets(ends: Ends, firsts: list[int], folder: Path, step: int) -> BucketFiles:
-    buckets, row = BucketFiles(folder, _EDGE), 0
-    for sources, destinations in zip(ends[0].chunks(step), ends[1].chunks(step), strict=True):
-        edges = np.empty(len(sources), _EDGE)
-        edges["source"], edges["destination"] = sources, destinations
-        edges["row"] = np.arange(row, row + len(edges))
-        row += len(edges)
-        buckets.append(np.searchsorted(firsts, destinations, side="right") - 1, edges)
-    return buckets
-
-
 def _ingest_edges(
     spec: TypeSpec[EdgeType],
     nodes: Mapping[str, _Nodes],
@@ -221,7 +126,7 @@ def _ingest_edges(
     sizes = nodes[spec.kind[0]].ids.num_nodes, nodes[spec.kind[2]].ids.num_nodes
     edges = _write_structure(spec.kind, ends, sizes, "forward", output)
     if spec.features or spec.label is not None:
-        rows.write(seed, reorder=_edge_order(edges, output))
+        rows.write(seed, reorder=_edge_order(edges.carried[0], output))
     shutil.rmtree(output.work / "forward")
     if reverse is not None:
         _write_structure(reverse, ends[::-1], sizes[::-1], "reverse", output)
@@ -231,26 +136,38 @@ def _ingest_edges(
 
 
 def _write_structure(
-    etype: EdgeType, ends: Ends, sizes: tuple[int, ...], name: str, output: DatasetOutput
-) -> InEdges:
+    etype: EdgeType, ends: tuple[Spill, Spill], sizes: tuple[int, ...], name: str, output: DatasetOutput
+) -> SortedEdges[Spill]:
+    def rows(step: int) -> Iterator[Array]:
+        total = ends[0].num_rows
+        return (np.arange(first, min(first + step, total)) for first in range(0, total, step))
+
     num_sources, num_destinations = sizes
-    edges = sort_edges(ends, num_sources, num_destinations, output.work / name, output.budget.bucket)
+    stream = EdgeStream(
+        sources=ends[0].chunks,
+        destinations=ends[1].chunks,
+        carried=[Carried(IDS, rows)],
+        num_sources=num_sources,
+        num_destinations=num_destinations,
+    )
+    edges = sort_edges(stream, output.work / name, output.budget.bucket)
     folder, at_once = edge_folder(0, etype), output.budget.batch // 8
     output.write(f"{folder}/indptr.arrow", IDS, num_destinations + 1, edges.indptr.chunks(at_once))
     info = ColumnInfo(dtype=id_dtype(num_sources).__name__, row_shape=())
-    output.write(f"{folder}/indices.arrow", info, edges.rows.num_rows, edges.indices.chunks(at_once))
-    output.write(f"{folder}/original_ids.arrow", IDS, edges.rows.num_rows, edges.rows.chunks(at_once))
+    output.write(f"{folder}/indices.arrow", info, edges.indices.num_rows, edges.indices.chunks(at_once))
+    sorted_rows = edges.carried[0]
+    output.write(f"{folder}/original_ids.arrow", IDS, sorted_rows.num_rows, sorted_rows.chunks(at_once))
     return edges
 
 
-def _edge_order(edges: InEdges, output: DatasetOutput) -> Reorder:
-    """Return a function that reorders table rows into edge order."""
+def _edge_order(rows: Spill, output: DatasetOutput) -> Reorder:
+    """Return a function that reorders table rows into the order of edges, whose table ``rows`` are given."""
     folder, memory = output.work / "forward" / "arrange", output.budget.bucket
-    num_edges, numbers, first = edges.rows.num_rows, count(), 0
+    num_edges, numbers, first = rows.num_rows, count(), 0
     scatter = Scatter(folder / "scatter", num_edges, np.int64, memory=memory)
-    for rows in edges.rows.chunks(memory // 64 + 1):
-        scatter.put(rows, np.arange(first, first + len(rows)))
-        first += len(rows)
+    for some in rows.chunks(memory // 64 + 1):
+        scatter.put(some, np.arange(first, first + len(some)))
+        first += len(some)
     positions = Spill(folder / "positions", np.int64, scatter.chunks())
 
     def reorder(chunks: Iterable[Array], info: ColumnInfo) -> Iterator[Array]:

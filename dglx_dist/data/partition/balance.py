@@ -178,12 +178,15 @@ def assign_balanced(
     graph: RawGraph,
     size: tuple[int, int],
     compute: Callable[[SymmetricGraph, BalanceWeights], Array],
+    *,
     dtype: Any = None,
+    weighted: bool = True,
+    beside: int = 0,
 ) -> Assignment:
     """Return the assignment of a method that balances; excess is corrected or reported.
 
-    ``compute`` gets the symmetrised graph, with indices of ``dtype``, and weights; not where the result is
-    trivial. See :func:`assign_parts`.
+    ``compute`` gets the graph of :func:`symmetrise`, which takes ``dtype``, ``weighted`` and ``beside``, and
+    weights; not where the result is trivial. See :func:`assign_parts`.
     """
     missed: dict[str, float] = {}
 
@@ -191,7 +194,10 @@ def assign_balanced(
         num_parts, num_nodes = size[0], graph.total_nodes
         if num_parts == 1 or num_parts >= num_nodes:
             return np.arange(num_nodes, dtype=np.int32) % np.int32(num_parts)
-        symmetric, name = symmetrise(graph, dtype=dtype), PARTITIONERS.name_of(type(partitioner))
+        symmetric = symmetrise(
+            graph, dtype=dtype, weighted=weighted, workspace=partitioner.workspace, beside=beside
+        )
+        name = PARTITIONERS.name_of(type(partitioner))
         parts, found = enforce_capacities(symmetric, weights, compute(symmetric, weights), name)
         missed.update(found)
         return parts

@@ -10,6 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import ClassVar, Literal
 
+from dglx_dist.data.external_memory import Workspace
 from dglx_dist.errors import ConfigError
 from dglx_dist.options import at_least, check_ranges, fractions, names, option, tolerances
 from dglx_dist.records import Assignment, RawGraph
@@ -58,6 +59,8 @@ class PartitionOptions:
     """Partitioner of both levels of ``hierarchical``; None: the default one."""
     file: str | PathLike[str] | None = option(None, "For file: a .npy with one part id per node.", kind=Path)
     """Node types one after the other."""
+    passes: int = option(1, "Passes of ldg and fennel; more take time and cut less.", check=at_least(1))
+    """Each assigns every node anew."""
     threads: int = option(1, "Threads of the partitioner, if it supports them.", check=at_least(1))
     """Of ``kaminpar``; with more than 1 results may not be reproducible."""
 
@@ -124,6 +127,12 @@ class Partitioner(ABC):
 
     scatters: ClassVar[bool] = False
     """Whether neighbours are placed independently, so that (P - 1) / P of all edges are cut."""
+
+    external: ClassVar[bool] = False
+    """Whether :attr:`workspace` is used, so that a graph may be larger than the memory granted."""
+
+    workspace: Workspace | None = None
+    """Set before :meth:`assign` where the memory is limited."""
 
     def __init__(self, options: PartitionOptions) -> None:
         self.options = options

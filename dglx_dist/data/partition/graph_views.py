@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numba import njit
 
+from dglx_dist.data.external_memory import Workspace, mapped, spill
 from dglx_dist.data.partition.base import PARTITIONERS, Partitioner, PartitionOptions
 from dglx_dist.data.storage.columns import id_dtype
 from dglx_dist.errors import ConfigError
+from dglx_dist.progress import progress
 from dglx_dist.records import Array, Assignment, EdgeType, NodeColumn, RawGraph, SparseRows
 from dglx_dist.registry import did_you_mean
 
@@ -96,6 +99,12 @@ def balance_weights(
     )
 
 
+def count_weights(graph: RawGraph, options: PartitionOptions) -> int:
+    """Return the number of :func:`balance_weights`."""
+    of_types = {"ntype": len(graph.num_nodes), "etype": len(graph.edges)}
+    return sum(of_types.get(constraint, 1) for constraint in options.constraints)
+
+
 def part_shares(target_weights: Sequence[float] | None, num_parts: int) -> Array:
     """Return (P,) float64 shares that sum to 1; ConfigError unless there is one weight per part."""
     if target_weights is None:
@@ -131,8 +140,22 @@ def in_degrees(graph: RawGraph, etypes: Collection[EdgeType] | None = None) -> A
     """Return (N,) int64 in-degrees over the edge types; None: all."""
     degrees, rows = np.zeros(graph.total_nodes, np.int64), _slices(graph)
     for etype in graph.edges if etypes is None else etypes:
-        degrees[rows[etype[2]]] += np.bincount(graph.edges[etype][1], minlength=graph.num_nodes[etype[2]])
+        destinations, of_type = graph.edges[etype][1], degrees[rows[etype[2]]]
+        for piece in pieces(len(destinations)):
+            # Counts of one piece would be an array of all nodes, and bincount casts a copy.
+            _count_ids(destinations[piece], of_type)
     return degrees
+
+
+@njit(cache=True, nogil=True)
+def _count_ids(ids: Array, counts: Array) -> None:
+    for i in ids:
+        counts[i] += 1
+
+
+def pieces(length: int, size: int = 1 << 24) -> Iterator[slice]:
+    """Yield consecutive slices of at most ``size`` that cover ``range(length)``."""
+    return (slice(first, min(first + size, length)) for first in range(0, length, size))
 
 
 def has_column(graph: RawGraph, column: str) -> bool:
@@ -239,33 +262,49 @@ class SymmetricGraph:
     indices: Array
     """(M,) int32 or int64, in no particular order within a row; M is even."""
     edge_weights: Array | None
-    """(M,) int32 number of directed edges of a pair; None if 99 % of the pairs have the same number."""
+    """(M,) int32 (int64 where needed) number of directed edges of a pair; None if 99 % have the same."""
 
     @property
     def num_nodes(self) -> int:
         return len(self.indptr) - 1
 
+    @staticmethod
+    def open(folder: Path) -> SymmetricGraph:
+        """Return the memory-mapped graph that :func:`write_rows` wrote."""
+        weights = mapped(folder, "weights") if any(folder.glob("weights.*")) else None
+        indptr, indices = mapped(folder, "indptr"), mapped(folder, "indices")
+        return SymmetricGraph(indptr=indptr, indices=indices, edge_weights=weights)
 
-def symmetrise(graph: RawGraph, *, dtype: Any = None, weighted: bool = True) -> SymmetricGraph:
+
+def symmetrise(
+    graph: RawGraph,
+    *,
+    dtype: Any = None,
+    weighted: bool = True,
+    workspace: Workspace | None = None,
+    beside: int = 0,
+) -> SymmetricGraph:
     """Return all edge types as one symmetric graph over the concatenated node types.
 
     Takes 2 E ids (and 2 E int32 weights if ``weighted``, to count parallel and opposite edges) and two arrays
-    of N int64. ``dtype`` is that of the indices; None: int32 if N fits, else int64.
+    of N int64. ``dtype`` is that of the indices; None: int32 if N fits, else int64. If that and ``beside``
+    bytes do not fit into the ``workspace``, if any, the graph is written there and memory-mapped, with
+    indices of the default dtype.
     """
-    num_nodes = graph.total_nodes
-    dtype = dtype or id_dtype(num_nodes)
-    first_id = first_ids(graph)
-    # One slot more than rows + 1: while filling, indptr[v + 1] is the next free position of row v.
-    indptr = np.zeros(num_nodes + 2, dtype=np.int64)
+    num_nodes, first_id = graph.total_nodes, first_ids(graph)
+    if workspace is not None and not workspace.holds(_bytes(graph, dtype, weighted) + beside):
+        folder = workspace.stage(
+            "symmetric" if weighted else "neighbours",
+            lambda folder: _write_symmetric(graph, folder, weighted, workspace),
+        )
+        return SymmetricGraph.open(folder)
+    indptr = _starts(graph)
+    indices = np.empty(indptr[-1], dtype=dtype or id_dtype(num_nodes))
     for (src_type, _, dst_type), (src, dst) in graph.edges.items():
-        _count(src, dst, first_id[src_type], first_id[dst_type], indptr)
-    np.cumsum(indptr, out=indptr)
-    indices = np.empty(indptr[-1], dtype=dtype)
-    for (src_type, _, dst_type), (src, dst) in graph.edges.items():
-        _fill(src, dst, first_id[src_type], first_id[dst_type], indptr, indices)
+        _fill(src, dst, first_id[src_type], first_id[dst_type], 0, num_nodes, indptr[1:-1], indices)
     indptr = indptr[:-1]
     weights = np.ones(len(indices) if weighted else 0, dtype=np.int32)
-    num_kept = _merge(indptr, indices, weights, weighted)
+    num_kept = _merge(indptr, indices, weights, weighted, np.full(num_nodes, -1, dtype=np.int64), 0)
     # Shrinks in place if the allocator can, without a copy of the largest array.
     indices.resize(num_kept, refcheck=False)
     if not weighted:
@@ -273,6 +312,92 @@ def symmetrise(graph: RawGraph, *, dtype: Any = None, weighted: bool = True) -> 
     weights.resize(num_kept, refcheck=False)
     weights_or_none = None if _nearly_uniform(weights) else weights
     return SymmetricGraph(indptr=indptr, indices=indices, edge_weights=weights_or_none)
+
+
+def _bytes(graph: RawGraph, dtype: Any, weighted: bool) -> int:
+    per_entry = np.dtype(dtype or id_dtype(graph.total_nodes)).itemsize + 4 * weighted
+    return 2 * graph.total_edges * per_entry + 16 * graph.total_nodes
+
+
+def _starts(graph: RawGraph) -> Array:
+    # One slot more than rows + 1: while filling, indptr[v + 1] is the next free position of row v.
+    first_id, indptr = first_ids(graph), np.zeros(graph.total_nodes + 2, dtype=np.int64)
+    for (src_type, _, dst_type), (src, dst) in graph.edges.items():
+        _count(src, dst, first_id[src_type], first_id[dst_type], indptr)
+    return np.cumsum(indptr, out=indptr)
+
+
+def _write_symmetric(graph: RawGraph, folder: Path, weighted: bool, workspace: Workspace) -> None:
+    first_id = first_ids(graph)
+
+    def fill(first: int, last: int, free: Array, indices: Array, _weights: Array) -> None:
+        for (src_type, _, dst_type), (src, dst) in graph.edges.items():
+            _fill(src, dst, first_id[src_type], first_id[dst_type], first, last, free, indices)
+
+    starts, weight_dtype = _starts(graph)[1:], np.int32 if weighted else None
+    write_rows(folder, starts, fill, weight_dtype, workspace, "Symmetrising")
+    for path in folder.glob("weights.*"):
+        if _nearly_uniform(mapped(folder, "weights")):
+            path.unlink()
+
+
+NODE_BYTES = 32
+"""Memory for each node while rows are written: row starts (twice), free positions, last positions."""
+_MOST_PASSES = 64
+"""More ranges of rows, each a pass over all edges, take too long."""
+
+
+def write_rows(
+    folder: Path,
+    starts: Array,
+    fill: Callable[[int, int, Array, Array, Array], None],
+    weight_dtype: Any,
+    workspace: Workspace,
+    what: str,
+) -> None:
+    """Write a :class:`SymmetricGraph` to ``folder``, as many rows at a time as fit into the memory.
+
+    Args:
+        folder: Where the files are written; see :meth:`SymmetricGraph.open`.
+        starts: (N + 1,) int64 row starts before repeated neighbours are merged.
+        fill: Writes the neighbours and weights (ones before) of the rows ``first`` to ``last - 1`` at their
+            ``free`` positions, which it advances; it is called once for each range.
+        weight_dtype: Of the edge weights; None for none.
+        workspace: Its memory.
+        what: Description of the progress.
+
+    Raises:
+        ConfigError: the memory is too small for the arrays of nodes, or for one row.
+    """
+    num_rows, dtype = len(starts) - 1, np.dtype(id_dtype(len(starts) - 1))
+    per_entry = dtype.itemsize + (0 if weight_dtype is None else np.dtype(weight_dtype).itemsize)
+    largest = int(np.diff(starts).max(initial=0))
+    least = per_entry * max(int(starts[-1]) // _MOST_PASSES, largest)
+    step = workspace.remaining(2 * NODE_BYTES * num_rows, least, f"a graph of {num_rows} nodes") // per_entry
+    position = np.full(num_rows, -1, dtype=np.int64)
+    indptr = spill(folder, "indptr", np.int64, [np.zeros(1)])
+    all_indices = spill(folder, "indices", dtype)
+    all_weights = None if weight_dtype is None else spill(folder, "weights", weight_dtype)
+    first = 0
+    with progress(what, num_rows, enabled=num_rows >= SHOWN_FROM) as advance:
+        while first < num_rows:
+            last = max(int(np.searchsorted(starts, starts[first] + step, side="right")) - 1, first + 1)
+            local = starts[first : last + 1] - starts[first]
+            indices = np.empty(local[-1], dtype)
+            weights = np.ones(0 if weight_dtype is None else local[-1], weight_dtype)
+            fill(first, last, local[:-1].copy(), indices, weights)
+            written = all_indices.num_rows
+            kept = _merge(local, indices, weights, weight_dtype is not None, position, written)
+            all_indices.append(indices[:kept])
+            if all_weights is not None:
+                all_weights.append(weights[:kept])
+            indptr.append(local[1:] + written)
+            advance(last - first)
+            first = last
+
+
+SHOWN_FROM = 1_000_000
+"""Progress is shown for graphs of this many nodes or more."""
 
 
 def first_ids(graph: RawGraph) -> dict[str, int]:
@@ -286,7 +411,8 @@ def _nearly_uniform(weights: Array) -> bool:
     if len(weights) == 0:
         return True
     commonest = int(np.median(weights[:: max(len(weights) // 1000, 1)]))
-    return int(np.count_nonzero(weights != commonest)) <= len(weights) // 100
+    others = sum(int(np.count_nonzero(weights[piece] != commonest)) for piece in pieces(len(weights)))
+    return others <= len(weights) // 100
 
 
 @njit(cache=True, nogil=True)
@@ -299,49 +425,59 @@ def _count(src: Array, dst: Array, first_src: int, first_dst: int, indptr: Array
 
 
 @njit(cache=True, nogil=True)
-def _fill(src: Array, dst: Array, first_src: int, first_dst: int, indptr: Array, indices: Array) -> None:
+def _fill(
+    src: Array, dst: Array, first_src: int, first_dst: int, first: int, last: int, free: Array, indices: Array
+) -> None:
     for e in range(len(src)):
         u, v = src[e] + first_src, dst[e] + first_dst
         if u != v:
-            indices[indptr[u + 1]] = v
-            indptr[u + 1] += 1
-            indices[indptr[v + 1]] = u
-            indptr[v + 1] += 1
+            if first <= u < last:
+                indices[free[u - first]] = v
+                free[u - first] += 1
+            if first <= v < last:
+                indices[free[v - first]] = u
+                free[v - first] += 1
 
 
 @njit(cache=True, nogil=True)
-def _merge(indptr: Array, indices: Array, weights: Array, weighted: bool) -> int:
-    """Merge repeated neighbours in place and compact the rows; return the number of entries left."""
-    num_nodes = len(indptr) - 1
-    position = np.full(num_nodes, -1, dtype=np.int64)
+def _merge(
+    indptr: Array, indices: Array, weights: Array, weighted: bool, position: Array, written_before: int
+) -> int:
+    """Merge repeated neighbours in place and compact the rows; return the number of entries left.
+
+    ``position`` has for each neighbour where it was written last, counting those of former calls.
+    """
     written = 0
     begin = indptr[0]
-    for u in range(num_nodes):
+    for u in range(len(indptr) - 1):
         end = indptr[u + 1]
         row = written
         for e in range(begin, end):
             v = indices[e]
             # Positions only grow, so one before this row belongs to another row.
-            if position[v] >= row:
+            at = position[v] - written_before
+            if at >= row:
                 if weighted:
-                    weights[position[v]] += 1
+                    weights[at] += weights[e]
                 continue
-            position[v] = written
+            position[v] = written_before + written
             indices[written] = v
             if weighted:
-                weights[written] = 1
+                weights[written] = weights[e]
             written += 1
         begin = end
         indptr[u + 1] = written
     return written
 
 
-def induced_graph(graph: RawGraph, nodes: Array, constraints: Sequence[str]) -> RawGraph:
+def induced_graph(
+    graph: RawGraph, nodes: Array, constraints: Sequence[str], workspace: Workspace | None = None
+) -> RawGraph:
     """Return the subgraph of ``nodes`` ((K,) int64 ascending ids over all types), renumbered per type.
 
-    It has only the node columns of ``constraints``.
+    It has only the node columns of ``constraints``. With a ``workspace`` its edges are memory-mapped.
     """
-    new_id = np.full(graph.total_nodes, -1, dtype=np.int64)
+    new_id = np.full(graph.total_nodes, -1, dtype=id_dtype(graph.total_nodes))
     num_nodes: dict[str, int] = {}
     node_data: dict[str, dict[str, NodeColumn]] = {}
     wanted = {MASKS.get(c, c) for c in constraints}
@@ -355,11 +491,29 @@ def induced_graph(graph: RawGraph, nodes: Array, constraints: Sequence[str]) -> 
         node_data[node_type] = {
             n: v[rows] for n, v in columns.items() if n in wanted and isinstance(v, np.ndarray)
         }
-    edges: dict[EdgeType, tuple[Array, Array]] = {}
-    for edge_type, (src, dst) in graph.edges.items():
+
+    def inside(edge_type: EdgeType) -> Iterator[Array]:
         # Views, since adding the first id to int32 ids overflows if all types together exceed 2**31.
-        new_src = new_id[first_id[edge_type[0]] :][src]
-        new_dst = new_id[first_id[edge_type[2]] :][dst]
-        inside = (new_src >= 0) & (new_dst >= 0)
-        edges[edge_type] = (new_src[inside], new_dst[inside])
+        of_src, of_dst = new_id[first_id[edge_type[0]] :], new_id[first_id[edge_type[2]] :]
+        src, dst = graph.edges[edge_type]
+        for piece in pieces(len(src), 1 << 20):
+            ends = np.stack([of_src[src[piece]], of_dst[dst[piece]]])
+            yield ends[:, (ends >= 0).all(axis=0)]
+
+    def write(folder: Path) -> None:
+        for number, edge_type in enumerate(graph.edges):
+            files = [spill(folder, f"{end}{number}", new_id.dtype) for end in ("src", "dst")]
+            for ends in inside(edge_type):
+                for file, ids in zip(files, ends, strict=True):
+                    file.append(ids)
+
+    edges: dict[EdgeType, tuple[Array, Array]] = {}
+    folder = None if workspace is None else workspace.stage("edges", write)
+    for number, edge_type in enumerate(graph.edges):
+        if folder is None:
+            none = np.empty((2, 0), new_id.dtype)
+            src, dst = np.concatenate([none, *inside(edge_type)], axis=1)
+        else:
+            src, dst = (mapped(folder, f"{end}{number}") for end in ("src", "dst"))
+        edges[edge_type] = (src, dst)
     return RawGraph(name=f"a piece of {graph.name}", num_nodes=num_nodes, edges=edges, node_data=node_data)

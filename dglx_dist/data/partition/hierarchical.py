@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import final
 
 import numpy as np
 
+from dglx_dist.data.external_memory import Spill, Workspace, map_rows
 from dglx_dist.data.partition.balance import enforce_capacities
 from dglx_dist.data.partition.base import PARTITIONERS, Partitioner, PartitionOptions, default_partitioner
 from dglx_dist.data.partition.graph_views import (
@@ -35,10 +37,11 @@ class Hierarchical(Partitioner):
     """
 
     honours = frozenset(
-        {"balance", "tolerance", "target_weights", "objective", "fast", "threads"}
+        {"balance", "tolerance", "target_weights", "objective", "fast", "threads", "passes"}
         | {"servers", "workers", "inner"}
     )
     max_constraints = None
+    external = True
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
         servers, workers = self._shape(num_parts)
@@ -48,18 +51,21 @@ class Hierarchical(Partitioner):
         whole, options = _with_whole_weights(graph, _inner_options(self.options, plugin.honours))
         shares = weights.shares.reshape(servers, workers)
 
-        def split(graph: RawGraph, shares: Array) -> Assignment:
+        def split(graph: RawGraph, shares: Array, workspace: Workspace | None) -> Assignment:
             has_targets = options.target_weights is not None
             given = replace(options, target_weights=tuple(shares)) if has_targets else options
-            return plugin(given).assign(graph, len(shares), seed)
+            partitioner = plugin(given)
+            partitioner.workspace = workspace
+            return partitioner.assign(graph, len(shares), seed)
 
-        upper = split(whole, shares.sum(axis=1))
+        upper = split(whole, shares.sum(axis=1), self._within("servers"))
         first = from_assignment(whole, upper)
         part_of_node = np.empty(len(first), dtype=np.int32)
         for server in range(servers):
             local_nodes = np.flatnonzero(first == server)
-            piece = induced_graph(whole, local_nodes, options.constraints)
-            second = split(piece, shares[server])
+            inside = self._within(f"server{server}")
+            piece = induced_graph(whole, local_nodes, options.constraints, inside)
+            second = split(piece, shares[server], inside)
             part_of_node[local_nodes] = server * workers + from_assignment(piece, second)
         promised = weights if upper.parameters.get("tolerance") else None
         parameters = describe(self.options, promised)
@@ -67,13 +73,18 @@ class Hierarchical(Partitioner):
         if promised is not None and weights.missed(part_of_node):
             # Each level may exceed its share by one heavy node.
             part_of_node, missed = enforce_capacities(
-                symmetrise(graph), weights, part_of_node, "hierarchical"
+                symmetrise(graph, workspace=self.workspace), weights, part_of_node, "hierarchical"
             )
             if missed:
                 parameters["missed"] = missed
         return to_assignment(
             graph, part_of_node, num_parts, method="hierarchical", seed=seed, parameters=parameters
         )
+
+    def _within(self, name: str) -> Workspace | None:
+        # Each partitioning has stages of its own.
+        work = self.workspace
+        return None if work is None else replace(work, folder=work.folder / f"{name}.work")
 
     def _shape(self, num_parts: int) -> tuple[int, int]:
         # (servers, workers); a missing number follows from the other one.
@@ -131,6 +142,7 @@ def _with_whole_weights(graph: RawGraph, options: PartitionOptions) -> tuple[Raw
     return replace(graph, node_data=node_data), replace(options, balance=balance, tolerance=tolerance)
 
 
+_EDGES_AT_ONCE = 1 << 20
 TRAINER_ID = "trainer_id"
 """DGL's name of the node and edge data with the trainer."""
 TRAINERS_PER_PART = "trainers_per_part"
@@ -146,7 +158,12 @@ class TwoLevelSplit:
 
 
 def assign_two_levels(
-    graph: RawGraph, method: str, options: PartitionOptions, size: tuple[int, int], seed: int
+    graph: RawGraph,
+    method: str,
+    options: PartitionOptions,
+    size: tuple[int, int],
+    seed: int,
+    workspace: Workspace | None = None,
 ) -> TwoLevelSplit:
     """Partition ``graph`` over P parts, and each over t trainers, with the same method; ``size`` is (P, t).
 
@@ -170,7 +187,9 @@ def assign_two_levels(
     if options.target_weights is not None:
         targets = tuple(weight / per_part for weight in options.target_weights for _ in range(per_part))
     two = replace(options, servers=num_parts, workers=per_part, inner=method, target_weights=targets)
-    trainers = Hierarchical(two).assign(graph, num_parts * per_part, seed)
+    partitioner = Hierarchical(two)
+    partitioner.workspace = workspace
+    trainers = partitioner.assign(graph, num_parts * per_part, seed)
     part_of = {ntype: owners // np.int32(per_part) for ntype, owners in trainers.part_of.items()}
     of_levels = ("servers", "workers", "inner", "missed", "target_weights")
     parameters = {name: value for name, value in trainers.parameters.items() if name not in of_levels}
@@ -186,14 +205,31 @@ def assign_two_levels(
     return TwoLevelSplit(parts=parts, trainers=trainers)
 
 
-def with_trainer_ids(graph: RawGraph, trainers: Assignment) -> RawGraph:
-    """Return ``graph`` with int32 columns of the trainer of each node and of each edge's destination."""
+def with_trainer_ids(graph: RawGraph, trainers: Assignment, workspace: Workspace | None = None) -> RawGraph:
+    """Return ``graph`` with int32 columns of the trainer of each node and of each edge's destination.
+
+    Those of edges are memory-mapped from a stage of ``workspace``.
+    """
     node_data: dict[str, dict[str, NodeColumn]] = {
         ntype: {**graph.node_data.get(ntype, {}), TRAINER_ID: trainers.part_of[ntype]}
         for ntype in graph.num_nodes
     }
+
+    def of_edges(etype: EdgeType) -> Iterator[Array]:
+        part_of, destinations = trainers.part_of[etype[2]], graph.edges[etype][1]
+        for first in range(0, max(len(destinations), 1), _EDGES_AT_ONCE):
+            yield part_of[destinations[first : first + _EDGES_AT_ONCE]]
+
+    def write(folder: Path) -> None:
+        for number, etype in enumerate(graph.edges):
+            Spill(folder / str(number), np.int32, of_edges(etype))
+
+    if workspace is None:
+        columns = {etype: np.concatenate(list(of_edges(etype))) for etype in graph.edges}
+    else:
+        folder = workspace.stage("trainers", write)
+        columns = {etype: map_rows(folder / str(i), np.int32) for i, etype in enumerate(graph.edges)}
     edge_data: dict[EdgeType, dict[str, Array]] = {
-        etype: {**graph.edge_data.get(etype, {}), TRAINER_ID: trainers.part_of[etype[2]][destinations]}
-        for etype, (_, destinations) in graph.edges.items()
+        etype: {**graph.edge_data.get(etype, {}), TRAINER_ID: column} for etype, column in columns.items()
     }
     return replace(graph, node_data=node_data, edge_data=edge_data)

@@ -8,16 +8,18 @@ import functools
 import importlib
 import io
 import tempfile
+from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import numpy as np
 
 from dglx_dist.data.partition.balance import assign_balanced
 from dglx_dist.data.partition.base import DEFAULT_TOLERANCE, Partitioner, PartitionOptions
-from dglx_dist.data.partition.graph_views import BalanceWeights, SymmetricGraph
+from dglx_dist.data.partition.graph_views import BalanceWeights, SymmetricGraph, count_weights
 from dglx_dist.data.partition.one_pass import cut_ranges
+from dglx_dist.data.partition.semi_external import partition
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array, Assignment, RawGraph
 
@@ -91,7 +93,7 @@ def part_graph(
 ) -> Array:
     """Return (N,) int32 parts by METIS_PartGraphKway of the library ``path``; releases the GIL.
 
-    ``graph`` has int64 indices. Weight columns of zeros are left out. ConfigError if METIS fails.
+    Indices other than int64 are copied. Weight columns of zeros are left out. ConfigError if METIS fails.
     """
     library = ctypes.CDLL(path)
     used = [c for c, column in enumerate(weights.columns) if column.any()]
@@ -100,7 +102,8 @@ def part_graph(
     if len(used) > 1 or (used and weights.names[used[0]] != "nodes"):
         node_weights = np.stack([weights.columns[c] for c in used], axis=1)
         node_weights = np.ascontiguousarray(node_weights, dtype=np.int64)
-    edge_weights = None if graph.edge_weights is None else graph.edge_weights.astype(np.int64)
+    indices = graph.indices.astype(np.int64, copy=False)
+    edge_weights = None if graph.edge_weights is None else graph.edge_weights.astype(np.int64, copy=False)
     # METIS 5 in pymetis has 32-bit reals. One share per (part, constraint), one tolerance per constraint.
     shares = np.repeat(weights.shares.astype(np.float32), num_constraints)
     tolerances = np.ones(num_constraints, dtype=np.float32)
@@ -109,7 +112,7 @@ def part_graph(
     cut = ctypes.c_int64()
     code = library.METIS_PartGraphKway(
         *(ctypes.byref(ctypes.c_int64(n)) for n in (num_nodes, num_constraints)),
-        *(_address(a) for a in (graph.indptr, graph.indices, node_weights, None, edge_weights)),
+        *(_address(a) for a in (graph.indptr, indices, node_weights, None, edge_weights)),
         ctypes.byref(ctypes.c_int64(len(weights.shares))),
         _address(shares),
         _address(tolerances),
@@ -141,23 +144,57 @@ def _address(array: Array | None) -> ctypes.c_void_p | None:
     return None if array is None else array.ctypes.data_as(ctypes.c_void_p)
 
 
+class _Multilevel(Partitioner):
+    external = True
+    _dtype: ClassVar[Any] = None
+
+    def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
+        num_weights = count_weights(graph, self.options)
+        columns, solve = 8 * num_weights * graph.total_nodes, functools.partial(self._compute, seed)
+
+        def compute(symmetric: SymmetricGraph, weights: BalanceWeights) -> Array:
+            workspace = self.workspace
+            if workspace is None:
+                return solve(symmetric, weights)
+
+            def fits(one: SymmetricGraph) -> bool:
+                size = (one.num_nodes, len(one.indices), one.edge_weights is not None)
+                return workspace.holds(self._bytes(*size, num_weights) + columns)
+
+            return partition(symmetric, weights, solve, fits, workspace, seed)
+
+        beside = self._bytes(graph.total_nodes, 2 * graph.total_edges, True, num_weights) + columns
+        return assign_balanced(self, graph, (num_parts, seed), compute, dtype=self._dtype, beside=beside)
+
+    @abstractmethod
+    def _compute(self, seed: int, symmetric: SymmetricGraph, weights: BalanceWeights) -> Array:
+        """Return (N,) int32 parts of a graph that fits into memory."""
+
+    @staticmethod
+    @abstractmethod
+    def _bytes(num_nodes: int, num_entries: int, has_weights: bool, num_weights: int) -> int:
+        """Return the memory that the library takes beside the symmetric graph, as measured."""
+
+
 @final
-class Metis(Partitioner):
+class Metis(_Multilevel):
     """Multilevel k-way partitioning of the symmetrised graph (DistDGL).
 
     Supports any number of constraints, a tolerance for each, target weights, the objective and ``fast``:
     DistDGL's variant by DGL's own build of METIS, with one initial partition and one refinement pass. If that
     build does not support the options, ``fast`` is one refinement pass instead of ten. Nodes of parts that
     exceed their tolerance are moved afterwards; remaining excess is logged and listed in
-    ``parameters["missed"]``. Takes about 200 bytes per directed edge.
+    ``parameters["missed"]``. Takes about 200 bytes per directed edge; see :mod:`.semi_external` for graphs
+    larger than memory.
     """
 
     honours = frozenset({"balance", "tolerance", "target_weights", "objective", "fast"})
     max_constraints = None
+    _dtype = np.int64
 
-    def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
-        compute = functools.partial(self._compute, seed)
-        return assign_balanced(self, graph, (num_parts, seed), compute, dtype=np.int64)
+    @staticmethod
+    def _bytes(num_nodes: int, num_entries: int, has_weights: bool, num_weights: int) -> int:
+        return 112 * num_entries + (200 + 60 * num_weights) * num_nodes
 
     def _compute(self, seed: int, symmetric: SymmetricGraph, weights: BalanceWeights) -> Array:
         if len(symmetric.indices) == 0:
@@ -178,7 +215,10 @@ _SHARED_MEMORY = Path("/dev/shm")
 def write_parhip(path: Path, graph: SymmetricGraph, node_weights: Array | None) -> None:
     """Write a ParHiP file: header, byte offset of each row, neighbours, (N,) int64 node and edge weights."""
     version = 0
-    version |= NO_EDGE_WEIGHTS if graph.edge_weights is None else SHORT_EDGE_WEIGHTS
+    if graph.edge_weights is None:
+        version |= NO_EDGE_WEIGHTS
+    elif graph.edge_weights.itemsize == 4:
+        version |= SHORT_EDGE_WEIGHTS
     version |= NO_NODE_WEIGHTS if node_weights is None else 0
     version |= SHORT_NODE_IDS if graph.indices.itemsize == 4 else 0
     first_neighbour = _HEADER_BYTES + len(graph.indptr) * 8
@@ -193,26 +233,33 @@ def write_parhip(path: Path, graph: SymmetricGraph, node_weights: Array | None) 
 
 
 @final
-class Kaminpar(Partitioner):
+class Kaminpar(_Multilevel):
     """The default for one balance weight; reproducible with one thread only.
 
-    Supports one constraint, its tolerance, target weights, ``fast`` and ``threads``.
+    Supports one constraint, its tolerance, target weights, ``fast`` and ``threads``. Where memory is limited
+    it compresses a graph if that fits, and larger ones are clustered first, see :mod:`.semi_external`.
     """
 
     honours = frozenset({"balance", "tolerance", "target_weights", "fast", "threads"})
 
-    def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
-        return assign_balanced(self, graph, (num_parts, seed), functools.partial(self._compute, seed))
+    @staticmethod
+    def _bytes(num_nodes: int, num_entries: int, has_weights: bool, num_weights: int) -> int:
+        return 150 * num_nodes + (17 if has_weights else 11) * num_entries
 
     def _compute(self, seed: int, graph: SymmetricGraph, weights: BalanceWeights) -> Array:
-        library = _library()
+        library, workspace = _library(), self.workspace
         node_weights = None if weights.names == ("nodes",) else weights.columns[0]
         # The Python binding reads graphs from files only; a file in shared memory costs one copy.
         folder = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
+        plain_bytes = 150 * graph.num_nodes + (16 if graph.edge_weights is None else 28) * len(graph.indices)
+        compress = workspace is not None and not workspace.holds(plain_bytes + 8 * graph.num_nodes)
+        if workspace is not None:
+            folder = workspace.folder
+            folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="dglx-kaminpar-", dir=folder) as scratch:
             path = Path(scratch) / "graph.parhip"
             write_parhip(path, graph, node_weights)
-            loaded = library.load_graph(str(path), library.GraphFileFormat.PARHIP)
+            loaded = library.load_graph(str(path), library.GraphFileFormat.PARHIP, compress)
         context = library.fast_context() if self.options.fast else library.default_context()
         library.reseed(seed % 2**31)
         partitioner = library.KaMinPar(self.options.threads, context)

@@ -1,4 +1,4 @@
-"""Partitioners of at most one pass: ranges, hash, random, by feature, from a file, LDG and Fennel."""
+"""Partitioners without levels: ranges, hash, random, by feature, from a file, LDG and Fennel."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import ClassVar, final
 import numpy as np
 from numba import njit
 
+from dglx_dist.data.partition.balance import assign_balanced
 from dglx_dist.data.partition.base import Partitioner
-from dglx_dist.data.partition.graph_views import BalanceWeights, SymmetricGraph, assign_parts, symmetrise
+from dglx_dist.data.partition.graph_views import BalanceWeights, SymmetricGraph, assign_parts
 from dglx_dist.errors import ConfigError, DatasetError
 from dglx_dist.keyed_random import splitmix64
 from dglx_dist.records import Array, Assignment, RawGraph
@@ -23,6 +24,7 @@ class Contiguous(Partitioner):
     """
 
     honours = frozenset({"balance", "target_weights", "tolerance"})
+    external = True
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
         return assign_parts(self, graph, (num_parts, seed), lambda w: cut_ranges(w.columns[0], w.shares))
@@ -43,6 +45,7 @@ def cut_ranges(weights: Array, shares: Array) -> Array:
 
 class _ByHash(Partitioner):
     scatters = True
+    external = True
     _parameters: ClassVar[dict[str, str]] = {}
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
@@ -81,6 +84,7 @@ class File(Partitioner):
     """Parts from ``options.file``, without a balance promise."""
 
     honours = frozenset({"file"})
+    external = True
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
         if self.options.file is None:
@@ -123,6 +127,7 @@ class Random(Partitioner):
     """A random permutation in ranges: shares are exact to one node; an edge is cut with (P - 1) / P."""
 
     honours = frozenset({"target_weights"})
+    external = True
     scatters = True
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
@@ -173,23 +178,29 @@ GAMMA = 1.5
 
 
 class _Streaming(Partitioner):
-    honours = frozenset({"balance", "tolerance", "target_weights"})
+    honours = frozenset({"balance", "tolerance", "target_weights", "passes"})
+    max_constraints = None
+    external = True
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
-        def compute(weights: BalanceWeights) -> Array:
-            symmetric = symmetrise(graph, weighted=False)
-            order, adjacency = stream_order(symmetric, seed), (symmetric.indptr, symmetric.indices)
-            capacity, is_fennel = weights.capacities()[0], isinstance(self, Fennel)
-            return _stream(*adjacency, order, weights.columns[0], capacity, weights.shares, is_fennel)
+        def compute(symmetric: SymmetricGraph, weights: BalanceWeights) -> Array:
+            # A graph on disk is read in the order of the file.
+            on_disk = isinstance(symmetric.indices, np.memmap)
+            order = None if on_disk else stream_order(symmetric, seed)
+            fennel = isinstance(self, Fennel)
+            return stream(symmetric, order, weights, passes=self.options.passes, fennel=fennel)
 
-        return assign_parts(self, graph, (num_parts, seed), compute)
+        return assign_balanced(
+            self, graph, (num_parts, seed), compute, weighted=False, beside=80 * graph.total_nodes
+        )
 
 
 @final
 class Fennel(_Streaming):
     """Each node goes where assigned neighbours minus the marginal size penalty is largest.
 
-    Supports one constraint, its tolerance, which always holds, and target weights.
+    Supports any number of constraints, their tolerance, which always holds for one, target weights and
+    ``passes``.
     """
 
 
@@ -197,21 +208,48 @@ class Fennel(_Streaming):
 class Ldg(_Streaming):
     """Linear deterministic greedy: each node goes where assigned neighbours x free share is largest.
 
-    Supports one constraint, its tolerance, which always holds, and target weights.
+    Supports any number of constraints, their tolerance, which always holds for one, target weights and
+    ``passes``.
     """
+
+
+def stream(
+    graph: SymmetricGraph, order: Array | None, weights: BalanceWeights, *, passes: int, fennel: bool
+) -> Array:
+    """Return (N,) int32 parts by LDG or Fennel; nodes come in ``order``, (N,) int64, or None: by id.
+
+    Each further pass assigns all nodes anew, beside where their neighbours are now (Nishimura and Ugander,
+    "Restreaming Graph Partitioning", KDD 2013).
+    """
+    order = np.arange(graph.num_nodes) if order is None else order
+    part = np.full(graph.num_nodes, -1, dtype=np.int32)
+    (*_, last), capacity = weights.columns, np.ascontiguousarray(weights.capacities().T)
+    matrix = weights.matrix() if len(weights.columns) > 1 else last.reshape(-1, 1)
+    for _ in range(passes):
+        _stream(graph.indptr, graph.indices, order, matrix, capacity, weights.shares, fennel, part)
+    return part
 
 
 @njit(cache=True, nogil=True)
 def _stream(
-    indptr: Array, indices: Array, order: Array, weights: Array, capacity: Array, shares: Array, fennel: bool
-) -> Array:
-    num_parts, num_nodes = len(capacity), max(len(order), 1)
+    indptr: Array,
+    indices: Array,
+    order: Array,
+    weights: Array,
+    capacity: Array,
+    shares: Array,
+    fennel: bool,
+    part: Array,
+) -> None:
+    (num_parts, num_weights), num_nodes = capacity.shape, max(len(order), 1)
     # The size of a part is measured in nodes of mean weight, relative to an equal share, so that
-    # Fennel's constant alpha = sqrt(P) m / n^1.5 also applies to other weights and unequal shares.
+    # Fennel's constant alpha = sqrt(P) m / n^1.5 also applies to other weights and unequal shares. Of several
+    # weights the one counts of which the part has most.
     alpha = np.sqrt(num_parts) * (len(indices) / 2) / num_nodes**GAMMA
-    mean_weight = max(weights.sum() / num_nodes, 1e-9)
-    part = np.full(len(order), -1, dtype=np.int32)
-    load = np.zeros(num_parts)
+    mean_weight = np.empty(num_weights)
+    for c in range(num_weights):
+        mean_weight[c] = max(weights[:, c].sum() / num_nodes, 1e-9)
+    load = np.zeros((num_parts, num_weights))
     links = np.zeros(num_parts)
     for u in order:
         links[:] = 0
@@ -222,19 +260,20 @@ def _stream(
         best, best_score, best_fill = -1, -np.inf, np.inf
         emptiest, emptiest_fill = 0, np.inf
         for p in range(num_parts):
-            fill = (load[p] + weights[u]) / max(capacity[p], 1.0)
+            fill, used, size = 0.0, 0.0, 0.0
+            for c in range(num_weights):
+                fill = max(fill, (load[p, c] + weights[u, c]) / max(capacity[p, c], 1.0))
+                used = max(used, load[p, c] / max(capacity[p, c], 1.0))
+                size = max(size, load[p, c] / mean_weight[c] / (shares[p] * num_parts))
             if fill < emptiest_fill:
                 emptiest, emptiest_fill = p, fill
             if fill > 1.0:
                 continue
-            if fennel:
-                score = links[p] - alpha * GAMMA * np.sqrt(load[p] / mean_weight / (shares[p] * num_parts))
-            else:
-                score = links[p] * (1.0 - load[p] / max(capacity[p], 1.0))
+            score = links[p] - alpha * GAMMA * np.sqrt(size) if fennel else links[p] * (1.0 - used)
             if score > best_score or (score == best_score and fill < best_fill):
                 best, best_score, best_fill = p, score, fill
         # Where all parts are full the emptiest one takes the node.
         chosen = best if best >= 0 else emptiest
         part[u] = chosen
-        load[chosen] += weights[u]
-    return part
+        for c in range(num_weights):
+            load[chosen, c] += weights[u, c]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -310,6 +310,7 @@ def write_dgl_format(
     folder = Path(folder).absolute()
     check_target(folder, overwrite=None)
     _check_names(graph)
+    graph = _in_source_order(graph)
     writer = _DglWriter(graph, relabel_nodes(graph, assignment), frozenset(bfloat16), formats)
     config = f"{safe_name(graph.name)}.json"
     with (
@@ -323,6 +324,16 @@ def write_dgl_format(
         (partial / config).write_text(json.dumps(writer.config(assignment), indent=4))
         put_in_place(partial, folder, overwrite=None)
     return folder / config
+
+
+def _in_source_order(graph: RawGraph) -> RawGraph:
+    orders = {etype: np.argsort(ids) for etype, ids in graph.edge_ids.items()}
+    edges = {etype: (graph.edges[etype][0][o], graph.edges[etype][1][o]) for etype, o in orders.items()}
+    data = {
+        etype: {name: rows[o] for name, rows in graph.edge_data.get(etype, {}).items()}
+        for etype, o in orders.items()
+    }
+    return replace(graph, edges={**graph.edges, **edges}, edge_data={**graph.edge_data, **data}, edge_ids={})
 
 
 def part_structure(nodes: IdRanges, edges: IdRanges, part: int, ends: tuple[Array, Array]) -> dgl.DGLGraph:

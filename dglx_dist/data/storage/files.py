@@ -14,7 +14,10 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import product
 from pathlib import Path
+
+import psutil
 
 from dglx_dist.errors import ConfigError, StorageError
 
@@ -115,17 +118,7 @@ def _is_abandoned(partial: Path) -> bool:
         age_s = time.time() - partial.stat().st_mtime
     except OSError:
         return False  # another rank has just removed it
-    return age_s > _ABANDONED_S or (maker["host"] == _host() and not _runs(int(maker["process"])))
-
-
-def _runs(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True  # another user's process
-    return True
+    return age_s > _ABANDONED_S or (maker["host"] == _host() and not psutil.pid_exists(int(maker["process"])))
 
 
 def _host() -> str:
@@ -242,16 +235,43 @@ def hold(path: Path, mode: int = 0o777) -> int:
         os.close(lock)
 
 
+def hold_alone(path: Path, limit_s: float) -> int:
+    """Return a descriptor whose exclusive lock on ``path`` lasts until it is closed or its process ends.
+
+    StorageError: another process has it for ``limit_s``. A file system without locks gives none.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    deadline = time.monotonic() + limit_s
+    with suppress(OSError):
+        while not _locks(lock):
+            if time.monotonic() > deadline:
+                os.close(lock)
+                raise StorageError(
+                    f"another job uses {path.parent} (it holds {path.name}); wait for it, or take another "
+                    "folder"
+                )
+            time.sleep(0.2)
+    return lock
+
+
+def _locks(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 @contextmanager
 def locked(path: Path) -> Iterator[bool]:
     """Yield whether no process holds the existing file ``path``; if so, none can until the end."""
     lock = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        try:
+        is_free = False
+        with suppress(OSError):  # held, or a file system without locks
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             is_free = _is_at(lock, path)
-        except OSError:  # held, or a file system without locks
-            is_free = False
         yield is_free
     finally:
         os.close(lock)
@@ -265,14 +285,9 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    try:
-        rename = ctypes.CDLL(None, use_errno=True).renameat2
-    except AttributeError:
-        return False
-    status = rename(
-        _AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), ctypes.c_uint(_RENAME_EXCHANGE)
-    )
-    return bool(status == 0)
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    names = (_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other))
+    return rename is not None and rename(*names, ctypes.c_uint(_RENAME_EXCHANGE)) == 0
 
 
 def _sync_tree(folder: Path) -> None:
@@ -302,6 +317,36 @@ def peak() -> int:
     """
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+
+_GROUPS = (
+    ("", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Of control groups, version 2 and 1: mount point, limit, use, and what of it the kernel can drop."""
+
+
+def machine_memory(
+    groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
+) -> tuple[int, int]:
+    """Return the bytes that this process can have at most, and now: of its control group, or of the machine.
+
+    ``groups`` is where control groups are mounted, ``own`` names this process's.
+    """
+    machine = psutil.virtual_memory()
+    total, free = machine.total, machine.available
+    for line in own.read_text().splitlines() if own.is_file() else ():
+        _, controllers, path = line.split(":", 2)
+        # In a container the mounted tree may begin with its own group, whatever the path says.
+        below = Path(path.lstrip("/")) if controllers in ("", "memory") else Path()
+        for (mount, limit, used, droppable), place in product(_GROUPS, (below, *below.parents)):
+            folder = groups / mount / place
+            with suppress(OSError, ValueError, KeyError):  # not this version, or no limit
+                most = int((folder / limit).read_text())
+                kept = dict(one.split() for one in (folder / "memory.stat").read_text().splitlines())
+                use = int((folder / used).read_text()) - int(kept[droppable])
+                total, free = min(total, most), max(0, min(free, most - use))
+    return total, free
 
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, final
 
 import numpy as np
 
+from dglx_dist.data.external_memory import Spill, Workspace, map_rows
 from dglx_dist.data.storage.arrays import ArrayCache, checksum_of
 from dglx_dist.data.storage.columns import (
     CACHE,
@@ -25,6 +26,8 @@ from dglx_dist.data.storage.columns import (
     node_folder,
     read_column,
     read_strings,
+    safe_name,
+    string_pieces,
 )
 from dglx_dist.data.storage.files import PARTIAL_SUFFIX, read_small, replaced_file
 from dglx_dist.data.storage.manifest import Manifest, StoredArray, part_arrays, read_manifest
@@ -35,6 +38,7 @@ from dglx_dist.records import Array, EdgeType, RawGraph
 Verify: TypeAlias = Literal["auto", "full", "never"]
 
 _LOG = logging.getLogger(__name__)
+_TEXTS_AT_ONCE = 1 << 16
 _PROGRESS_BYTES = 1 << 28
 """Progress is shown for more bytes than this."""
 
@@ -266,10 +270,21 @@ class StoredPart:
         """Return (E_part,) int64 positions of the edges in the source."""
         return self._array(f"{self._edge_folder(etype)}/original_ids.arrow")
 
-    def user_ids(self, ntype: str) -> Array | None:
-        """Return (n,) int64 or unicode ids of the user, or None; strings are copied."""
-        path = f"{self._node_folder(ntype)}/user_ids.arrow"
-        return self._array(path) if ntype in self._manifest.user_ids else None
+    def user_ids(self, ntype: str, workspace: Workspace | None = None) -> Array | None:
+        """Return (n,) int64 or unicode ids of the user, or None; strings are copied, into a ``workspace``."""
+        path, kind = f"{self._node_folder(ntype)}/user_ids.arrow", self._manifest.user_ids.get(ntype)
+        if kind != "string" or workspace is None or not self.num_nodes(ntype):
+            return self._array(path) if kind is not None else None
+
+        def write(folder: Path) -> None:
+            stored = self._stored[path].num_rows
+            for piece in string_pieces(self._folder / path, path, stored, _TEXTS_AT_ONCE):
+                # The file is called by its dtype.
+                with (folder / piece.dtype.str[1:]).open("ab") as file:
+                    file.write(piece.view(np.uint8).data)
+
+        (file,) = workspace.stage(f"ids-{safe_name(ntype)}", write).iterdir()
+        return map_rows(file, file.name)
 
     def _node_folder(self, ntype: str) -> str:
         _known(self._manifest.node_columns, ntype, "node type", self._folder)
@@ -298,11 +313,11 @@ def _known(mapping: Mapping[K, Any], key: K, kind: str, folder: Path) -> Any:
     return mapping[key]
 
 
-def graph_of(dataset: StoredDataset) -> RawGraph:
-    """Return the graph of a dataset of one part, with nodes and edges in the order of the source.
+def graph_of(dataset: StoredDataset, workspace: Workspace | None = None) -> RawGraph:
+    """Return the graph of a dataset of one part, with edges in the order in which they are stored.
 
-    Node data stays memory-mapped; edges and their data are reordered in memory. ConfigError if there are
-    several parts, or a tensor is stored as bfloat16.
+    Memory-mapped, but for destinations: they are in memory, or in a stage of the ``workspace``. ConfigError
+    if there are several parts, or a tensor is stored as bfloat16.
     """
     manifest = dataset.manifest
     if manifest.num_parts != 1:
@@ -317,35 +332,57 @@ def graph_of(dataset: StoredDataset) -> RawGraph:
                     f"{dataset.folder} holds {name!r} as bfloat16; partition the graph that it was made from"
                 )
     part = dataset.part(0)
-    edges = {etype: _edges(part, etype) for etype in manifest.edge_types}
-    found = {ntype: part.user_ids(ntype) for ntype in manifest.user_ids}
+    destinations = _destinations(part, manifest, workspace)
+    found = {ntype: part.user_ids(ntype, workspace) for ntype in manifest.user_ids}
     return RawGraph(
         name=manifest.name,
         num_nodes={ntype: manifest.num_nodes(ntype) for ntype in manifest.node_types},
-        edges=edges,
+        edges={etype: (part.indices(etype), ends) for etype, ends in destinations.items()},
         node_data={
             ntype: {name: part.node_data(ntype, name) for name in columns}
             for ntype, columns in manifest.node_columns.items()
         },
         edge_data={
-            etype: {name: _by_source(part, etype, part.edge_data(etype, name)) for name in columns}
+            etype: {name: part.edge_data(etype, name) for name in columns}
             for etype, columns in manifest.edge_columns.items()
         },
+        edge_ids={etype: part.original_edge_ids(etype) for etype in manifest.edge_types},
         num_classes=dict(manifest.num_classes),
         user_ids={ntype: ids for ntype, ids in found.items() if ids is not None},
     )
 
 
-def _edges(part: StoredPart, etype: EdgeType) -> tuple[Array, Array]:
-    indptr = part.indptr(etype)
-    destinations = np.repeat(np.arange(len(indptr) - 1, dtype=id_dtype(len(indptr))), np.diff(indptr))
-    return _by_source(part, etype, part.indices(etype)), _by_source(part, etype, destinations)
+def _destinations(part: StoredPart, manifest: Manifest, workspace: Workspace | None) -> dict[EdgeType, Array]:
+    def expanded(etype: EdgeType) -> Iterator[Array]:
+        return expand(part.indptr(etype), id_dtype(manifest.num_nodes(etype[2])))
+
+    def write(folder: Path) -> None:
+        num_edges = sum(manifest.num_edges(etype) for etype in manifest.edge_types)
+        with progress("Reading the edges", num_edges) as advance:
+            for number, etype in enumerate(manifest.edge_types):
+                spill = Spill(folder / str(number), id_dtype(manifest.num_nodes(etype[2])))
+                for piece in expanded(etype):
+                    spill.append(piece)
+                    advance(len(piece))
+
+    if workspace is None:
+        return {etype: np.concatenate(list(expanded(etype))) for etype in manifest.edge_types}
+    folder = workspace.stage("edges", write)
+    return {
+        etype: map_rows(folder / str(number), id_dtype(manifest.num_nodes(etype[2])))
+        for number, etype in enumerate(manifest.edge_types)
+    }
 
 
-def _by_source(part: StoredPart, etype: EdgeType, rows: Array) -> Array:
-    ordered = np.empty_like(rows)
-    ordered[part.original_edge_ids(etype)] = rows
-    return ordered
+def expand(indptr: Array, dtype: Any, step: int = 1 << 20) -> Iterator[Array]:
+    """Yield the row of each value of a CSC, ``indptr`` (N + 1,), in order: at least one piece of ``step``."""
+    num_values = int(indptr[-1])
+    for first in range(0, max(num_values, 1), step):
+        last = min(first + step, num_values)
+        low = int(np.searchsorted(indptr, first, side="right")) - 1
+        high = int(np.searchsorted(indptr, last, side="left"))
+        ends = np.clip(indptr[low : high + 1], first, last)
+        yield np.repeat(np.arange(low, high, dtype=dtype), np.diff(ends))
 
 
 _PROGRESS_EDGES = 1 << 24

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numba import njit
 
+from dglx_dist.data.edge_sort import Carried, Chunks, EdgeStream, map_sorted, sort_edges
+from dglx_dist.data.external_memory import MIN_WORK_BYTES, PROGRAM_BYTES, Budget, Workspace
 from dglx_dist.data.storage.columns import (
     IDS,
     FileInfo,
@@ -24,7 +27,7 @@ from dglx_dist.data.storage.columns import (
     write_column,
     write_strings,
 )
-from dglx_dist.data.storage.files import named_failures, partial_folder
+from dglx_dist.data.storage.files import named_failures, partial_folder, readable_bytes
 from dglx_dist.data.storage.manifest import Manifest, check_target, put_in_place, write_manifest
 from dglx_dist.data.validate import check_assignment, check_ids
 from dglx_dist.errors import ConfigError
@@ -40,8 +43,8 @@ K = TypeVar("K", str, EdgeType)
 CHUNK_VALUES = 1 << 22
 
 
-def check_feature_dtype(feature_dtype: FeatureDtype | None) -> None:
-    """Raise ConfigError if a dtype is not a valid feature dtype."""
+def check_feature_dtype(feature_dtype: FeatureDtype | None, graph: RawGraph | None = None) -> None:
+    """Raise ConfigError if a dtype is not a valid feature dtype, or ``graph`` has no column of its name."""
     if feature_dtype is None:
         return
     named = feature_dtype if isinstance(feature_dtype, Mapping) else {"all features": feature_dtype}
@@ -50,6 +53,8 @@ def check_feature_dtype(feature_dtype: FeatureDtype | None) -> None:
             raise ConfigError(
                 f"the feature dtype of {column} is {dtype!r}; give one of {', '.join(_FEATURE_DTYPES)}"
             )
+    if graph is not None and isinstance(feature_dtype, Mapping):
+        _check_names(graph, feature_dtype)
 
 
 def in_precision(
@@ -66,9 +71,7 @@ def in_precision(
         ConfigError: a named column does not exist or is not floating point, or a finite value would become
             infinite; names column and row.
     """
-    check_feature_dtype(feature_dtype)
-    if isinstance(feature_dtype, Mapping):
-        _check_names(graph, feature_dtype)
+    check_feature_dtype(feature_dtype, graph)
     bits: set[tuple[str | EdgeType, str]] = set()
 
     def converted(data: Mapping[K, Mapping[str, Any]], kind: str, is_only: bool) -> dict[K, dict[str, Any]]:
@@ -125,29 +128,42 @@ def _narrowed(values: Array, dtype: str, what: str, indptr: Array | None) -> Arr
     """Convert (n, ...) values in pieces; ``indptr`` gives the rows of sparse values, for messages."""
     if values.dtype.name == dtype:
         return values
-    out = np.empty(values.shape, dtype=np.uint16 if dtype == "bfloat16" else dtype)
+    out = np.empty(values.shape, dtype=numpy_dtype(dtype))
     width = max(int(np.prod(values.shape[1:])), 1)
     step = max(CHUNK_VALUES // width, 1)
+
+    def row_of(place: int) -> int:
+        return place if indptr is None else int(np.searchsorted(indptr, place, side="right")) - 1
+
     for first in range(0, len(values), step):
-        piece = np.asarray(values[first : first + step])
-        target = out[first : first + step]
-        if dtype == "bfloat16":
-            target[...] = _bfloat16(_single_bits(piece)).reshape(piece.shape)
-            is_finite = (target & 0x7F80) != 0x7F80
-        else:
-            target[...] = _quietly(piece, dtype)
-            is_finite = np.isfinite(target)
-        lost = ~is_finite & np.isfinite(piece)
-        if lost.any():
-            place = np.argwhere(lost)[0]
-            row = first + int(place[0])
-            if indptr is not None:
-                row = int(np.searchsorted(indptr, row, side="right")) - 1
-            raise ConfigError(
-                f"{what} has {piece[tuple(place)]} in row {row}, too large for {dtype}; store it as "
-                f"{'bfloat16 or float32' if dtype == 'float16' else 'float32'}, or scale the column"
-            )
+        places = range(first, min(first + step, len(values)))
+        out[first : first + step] = _narrow(values[first : first + step], dtype, what, places, row_of)
     return out
+
+
+def _narrow(
+    piece: Array,
+    dtype: str,
+    what: str,
+    places: Array | range,
+    row_of: Callable[[int], int] = lambda place: place,
+) -> Array:
+    """Convert (k, ...) values at (k,) ``places``, whose rows are named in messages."""
+    piece = np.asarray(piece)
+    if dtype == "bfloat16":
+        target = _bfloat16(_single_bits(piece)).reshape(piece.shape)
+        is_finite = (target & 0x7F80) != 0x7F80
+    else:
+        target = _quietly(piece, dtype)
+        is_finite = np.isfinite(target)
+    lost = ~is_finite & np.isfinite(piece)
+    if lost.any():
+        place = np.argwhere(lost)[0]
+        raise ConfigError(
+            f"{what} has {piece[tuple(place)]} in row {row_of(int(places[place[0]]))}, too large for {dtype};"
+            f" store it as {'bfloat16 or float32' if dtype == 'float16' else 'float32'}, or scale the column"
+        )
+    return target
 
 
 def _single_bits(values: Array) -> Array:
@@ -200,7 +216,7 @@ class EdgeOrder:
     indices: Array
     """(E,) new source ids, ascending within a destination; int32 when N_src fits."""
     new_to_old: Array
-    """(E,) original edge id (position in the source) of each new edge id."""
+    """(E,) position in ``RawGraph.edges`` of each new edge id; from disk, its id in the source."""
     offsets: Array
     """(P + 1,) int64: edge ids of part p, which owns their destinations."""
 
@@ -233,11 +249,8 @@ def relabel_edges(graph: RawGraph, etype: EdgeType, sources: NodeOrder, destinat
 
     Linear time, with 2 E ids of temporary memory. DatasetError if an edge names a node that does not exist.
     """
+    _check_ends(graph, etype, sources, destinations)
     src, dst = graph.edges[etype]
-    check_ids(src, len(sources.new_to_old), "src", f"edges {etype}")
-    check_ids(dst, len(destinations.new_to_old), "dst", f"edges {etype}")
-    if len(src) != len(dst):
-        raise ConfigError(f"edge type {etype} has {len(src)} sources but {len(dst)} destinations")
     dtype = id_dtype(len(src))
     by_source, new_to_old = np.empty(len(src), dtype=dtype), np.arange(len(src), dtype=dtype)
     indptr = _count(dst, destinations.old_to_new)
@@ -250,6 +263,102 @@ def relabel_edges(graph: RawGraph, etype: EdgeType, sources: NodeOrder, destinat
     return EdgeOrder(
         indptr=indptr, indices=indices, new_to_old=new_to_old, offsets=indptr[destinations.offsets]
     )
+
+
+def _check_ends(graph: RawGraph, etype: EdgeType, sources: NodeOrder, destinations: NodeOrder) -> None:
+    src, dst = graph.edges[etype]
+    check_ids(src, len(sources.new_to_old), "src", f"edges {etype}")
+    check_ids(dst, len(destinations.new_to_old), "dst", f"edges {etype}")
+    if len(src) != len(dst):
+        raise ConfigError(f"edge type {etype} has {len(src)} sources but {len(dst)} destinations")
+
+
+def relabel_on_disk(
+    graph: RawGraph, etype: EdgeType, orders: Mapping[str, NodeOrder], workspace: Workspace
+) -> tuple[EdgeOrder, dict[str, Array]]:
+    """Return the edges of one type as :func:`relabel_edges` orders them, and their columns in that order.
+
+    Arrays of edges are memory-mapped from a stage of ``workspace``. ConfigError if its memory is too small.
+    """
+    (src, dst), sources, destinations = graph.edges[etype], orders[etype[0]], orders[etype[2]]
+    ids, columns, num_edges = graph.edge_ids.get(etype), graph.edge_data.get(etype, {}), len(src)
+
+    def pieces(take: Callable[[int, int], Array]) -> Chunks:
+        def chunks(step: int) -> Iterator[Array]:
+            return (take(first, min(first + step, num_edges)) for first in range(0, num_edges, step))
+
+        return chunks
+
+    def rows(column: Array) -> Chunks:
+        return pieces(lambda first, last: column[first:last])
+
+    of_ids = ColumnInfo(dtype=id_dtype(num_edges).__name__, row_shape=())
+    stream = EdgeStream(
+        sources=pieces(lambda first, last: sources.old_to_new[src[first:last]]),
+        destinations=pieces(lambda first, last: destinations.old_to_new[dst[first:last]]),
+        carried=[
+            Carried(of_ids, pieces(np.arange) if ids is None else rows(ids)),
+            *(Carried(column_info(column, name), rows(column)) for name, column in columns.items()),
+        ],
+        num_sources=len(sources.new_to_old),
+        num_destinations=len(destinations.new_to_old),
+    )
+
+    def make(folder: Path) -> None:
+        _check_ends(graph, etype, sources, destinations)
+        memory = _sorting_memory(graph, workspace.budget)
+        with progress(f"Ordering the edges {':'.join(etype)}", 3 * num_edges) as advance:
+            sort_edges(stream, folder, memory, order=_order_of_bucket, advance=advance)
+
+    name = f"order{list(graph.edges).index(etype)}"
+    found = map_sorted(stream, workspace.stage(name, make))
+    order = EdgeOrder(
+        indptr=found.indptr,
+        indices=found.indices,
+        new_to_old=found.carried[0],
+        offsets=found.indptr[destinations.offsets],
+    )
+    return order, dict(zip(columns, found.carried[1:], strict=True))
+
+
+_NODE_BYTES = 32
+"""Of each node while edges are ordered: owners, both permutations and what sorts them."""
+
+
+def _sorting_memory(graph: RawGraph, budget: Budget) -> int:
+    # Bytes beside the arrays of nodes.
+    for_nodes = _NODE_BYTES * graph.total_nodes
+    if budget.work - for_nodes < MIN_WORK_BYTES:
+        least = for_nodes + MIN_WORK_BYTES + PROGRAM_BYTES
+        raise ConfigError(
+            f"{graph.total_nodes} nodes take {readable_bytes(for_nodes)} of memory, which --memory has not; "
+            f"grant at least {least // 10**6 + 1}MB"
+        )
+    return Budget(work=budget.work - for_nodes).bucket
+
+
+def _order_of_bucket(destinations: Array, sources: Array) -> Array:
+    bits = len(sources).bit_length()
+    assert int(sources.max(initial=0)).bit_length() + bits < 64, "a bucket of more edges than there is memory"
+    cursor = np.cumsum(np.bincount(destinations, minlength=1))
+    keys = np.empty(len(sources), np.int64)
+    _sort_rows(destinations, sources, cursor, bits, keys)
+    return keys
+
+
+@njit(cache=True, nogil=True)
+def _sort_rows(destinations: Array, sources: Array, ends: Array, bits: int, keys: Array) -> None:
+    """Write into ``keys`` the positions of edges by (destination, source, position)."""
+    for edge in range(len(destinations) - 1, -1, -1):
+        node = destinations[edge]
+        ends[node] -= 1
+        keys[ends[node]] = np.int64(sources[edge]) << bits | edge
+    for node in range(len(ends)):
+        last = ends[node + 1] if node + 1 < len(ends) else len(keys)
+        keys[ends[node] : last].sort()
+    mask = (np.int64(1) << bits) - 1
+    for position in range(len(keys)):
+        keys[position] &= mask
 
 
 def _count(ids: Array, old_to_new: Array) -> Array:
@@ -291,10 +400,12 @@ def write_dataset(
     quality: Mapping[str, object] | None = None,
     overwrite: bool = False,
     bfloat16: Collection[tuple[str | EdgeType, str]] = (),
+    feature_dtype: FeatureDtype | None = None,
+    workspace: Workspace | None = None,
 ) -> Manifest:
     """Relabel ``graph`` and write it atomically as a dataset; one process calls it.
 
-    Temporary memory is about three times the edge ids; features are streamed.
+    Temporary memory is about three times the edge ids, or that of ``workspace``; features are streamed.
 
     Args:
         graph: Sparse features are stored dense.
@@ -302,6 +413,8 @@ def write_dataset(
         folder: Must not exist, or be empty, unless ``overwrite``, which replaces a dataset by the new one.
         quality: Figures for the manifest, JSON values only.
         bfloat16: (node or edge type, column) of each uint16 array that holds bfloat16 bits.
+        feature_dtype: As :func:`in_precision`, converted while writing.
+        workspace: Orders the edges on disk, with the same result.
 
     Raises:
         ConfigError: graph and assignment do not match, or a value cannot be stored.
@@ -313,6 +426,10 @@ def write_dataset(
     num_edges = {etype: len(src) for etype, (src, _) in graph.edges.items()}
     node_columns = _columns(graph.num_nodes, graph.node_data, bfloat16)
     edge_columns = _columns(num_edges, graph.edge_data, bfloat16)
+    if feature_dtype is not None:
+        check_feature_dtype(feature_dtype, graph)
+        node_columns = _in_dtype(node_columns, graph.node_data, feature_dtype)
+        edge_columns = _in_dtype(edge_columns, graph.edge_data, feature_dtype)
     user_ids = _user_id_kinds(graph)
     settings = _json_only({"parameters": dict(assignment.parameters), "quality": dict(quality or {})})
     orders = relabel_nodes(graph, assignment)
@@ -320,6 +437,9 @@ def write_dataset(
     columns += [(num_edges[etype], infos) for etype, infos in edge_columns.items()]
     num_bytes = 16 * (graph.total_nodes + graph.total_edges)
     num_bytes += sum(count * _row_bytes(info) for count, infos in columns for info in infos.values())
+    ordered = {}
+    if workspace is not None:
+        ordered = {etype: relabel_on_disk(graph, etype, orders, workspace) for etype in graph.edges}
     with (
         named_failures(folder),
         partial_folder(folder) as partial,
@@ -329,7 +449,8 @@ def write_dataset(
         for ntype in graph.num_nodes:
             writer.write_node_type(graph, ntype, orders[ntype], node_columns[ntype])
         edge_offsets = {
-            etype: writer.write_edge_type(graph, etype, orders, edge_columns[etype]) for etype in graph.edges
+            etype: writer.write_edge_type(graph, etype, orders, edge_columns[etype], ordered.get(etype))
+            for etype in graph.edges
         }
         manifest = Manifest(
             name=graph.name,
@@ -369,11 +490,13 @@ class _PartWriter:
             self._rows(f"{folder}/original_ids.arrow", IDS, rows, None)
             path = f"{folder}/user_ids.arrow"
             if user_ids is not None and user_ids.dtype.kind == "U":
-                self.files[path] = write_strings(self._folder / path, user_ids[rows])
+                pieces = partial(_pieces, user_ids, rows)
+                self.files[path] = write_strings(self._folder / path, len(rows), pieces)
             elif user_ids is not None:
                 self._rows(path, IDS, rows, user_ids)
             for name, info in columns.items():
-                self._rows(data_path(folder, name), info, rows, graph.node_data[ntype][name])
+                column = graph.node_data[ntype][name]
+                self._rows(data_path(folder, name), info, rows, column, f"node data {name!r} of {ntype!r}")
 
     def write_edge_type(
         self,
@@ -381,28 +504,56 @@ class _PartWriter:
         etype: EdgeType,
         orders: Mapping[str, NodeOrder],
         columns: Mapping[str, ColumnInfo],
+        on_disk: tuple[EdgeOrder, Mapping[str, Array]] | None,
     ) -> Array:
         # Returns the offsets (P + 1,) of the edge type.
         source, _, destination = etype
-        order = relabel_edges(graph, etype, orders[source], orders[destination])
+        data: Mapping[str, NodeColumn] = graph.edge_data.get(etype, {})
+        ids = graph.edge_ids.get(etype)
+        if on_disk is None:
+            order = relabel_edges(graph, etype, orders[source], orders[destination])
+        else:
+            order, data = on_disk
+            ids = order.new_to_old
         nodes, of_sources = orders[destination].offsets, column_info(order.indices, "sources")
         for part in range(self._num_parts):
-            folder, first, last = edge_folder(part, etype), *order.offsets[part : part + 2]
-            indptr = order.indptr[nodes[part] : nodes[part + 1] + 1] - first
+            folder, in_order = edge_folder(part, etype), range(*order.offsets[part : part + 2].tolist())
+            indptr = order.indptr[nodes[part] : nodes[part + 1] + 1] - in_order.start
             self._column(f"{folder}/indptr.arrow", IDS, len(indptr), [indptr])
-            self._column(f"{folder}/indices.arrow", of_sources, last - first, [order.indices[first:last]])
-            rows = rows_of(order, part)
-            self._rows(f"{folder}/original_ids.arrow", IDS, rows, None)
+            self._rows(f"{folder}/indices.arrow", of_sources, in_order, order.indices)
+            rows = rows_of(order, part) if on_disk is None else in_order
+            self._rows(f"{folder}/original_ids.arrow", IDS, rows, ids)
             for name, info in columns.items():
-                self._rows(data_path(folder, name), info, rows, graph.edge_data[etype][name])
+                what = f"edge data {name!r} of {etype}"
+                self._rows(data_path(folder, name), info, rows, data[name], what, ids)
         return order.offsets
 
-    def _rows(self, path: str, info: ColumnInfo, rows: Array, column: NodeColumn | None) -> None:
-        """Write ``rows`` of ``column``, or their numbers, a chunk at a time."""
+    def _rows(
+        self,
+        path: str,
+        info: ColumnInfo,
+        rows: Array | range,
+        column: NodeColumn | None,
+        what: str = "",
+        ids: Array | None = None,
+    ) -> None:
+        """Write ``rows`` of ``column``, or their numbers, in chunks; ``what`` and ``ids`` are of messages."""
         dtype, step = numpy_dtype(info.dtype), max(1, CHUNK_BYTES // max(1, _row_bytes(info)))
-        pieces = (rows[first : first + step] for first in range(0, len(rows), step))
-        chunks = (piece if column is None else take_rows(column, piece) for piece in pieces)
-        self._column(path, info, len(rows), (chunk.astype(dtype, copy=False) for chunk in chunks))
+        narrows = what and column is not None and column.dtype.kind == "f" and column.dtype.name != info.dtype
+
+        def id_of(row: int) -> int:
+            return row if ids is None else int(ids[row])
+
+        def chunks() -> Iterator[Array]:
+            for first in range(0, len(rows), step):
+                piece = rows[first : first + step]
+                chunk = np.asarray(piece) if column is None else take_rows(column, piece)
+                if narrows:
+                    yield _narrow(chunk, info.dtype, what, piece, id_of)
+                else:
+                    yield chunk.astype(dtype, copy=False)
+
+        self._column(path, info, len(rows), chunks())
 
     def _column(self, path: str, info: ColumnInfo, num_rows: int, chunks: Iterable[Array]) -> None:
         def counted() -> Iterator[Array]:
@@ -413,7 +564,15 @@ class _PartWriter:
         self.files[path] = write_column(self._folder / path, info, int(num_rows), counted())
 
 
-def take_rows(column: NodeColumn, rows: Array) -> Array:
+def _pieces(column: Array, rows: Array) -> Iterator[Array]:
+    step = max(1, CHUNK_BYTES // max(1, column.itemsize))
+    return (column[rows[first : first + step]] for first in range(0, len(rows), step))
+
+
+def take_rows(column: NodeColumn, rows: Array | range) -> Array:
+    if isinstance(rows, range):
+        assert isinstance(column, np.ndarray), "only nodes have sparse rows, and their rows are arrays"
+        return column[rows.start : rows.stop]
     return column.dense(rows) if isinstance(column, SparseRows) else column[rows]
 
 
@@ -428,6 +587,20 @@ def _columns(
             for name, column in data.get(kind, {}).items()
         }
         for kind, count in num_rows.items()
+    }
+
+
+def _in_dtype(
+    infos: Mapping[K, Mapping[str, ColumnInfo]],
+    data: Mapping[K, Mapping[str, NodeColumn]],
+    feature_dtype: FeatureDtype,
+) -> dict[K, dict[str, ColumnInfo]]:
+    chosen = {kind: _chosen(data.get(kind, {}), feature_dtype) for kind in infos}
+    return {
+        kind: {
+            name: replace(info, dtype=chosen[kind].get(name, info.dtype)) for name, info in columns.items()
+        }
+        for kind, columns in infos.items()
     }
 
 

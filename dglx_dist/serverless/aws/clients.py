@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, final
 from urllib.parse import urlsplit
 
+from dglx_dist.data.storage.files import readable_bytes
 from dglx_dist.errors import ConfigError, DglxError, PeerError
 from dglx_dist.options import option
 
@@ -174,10 +175,9 @@ class Deployment:
         if self.architecture not in ARCHITECTURES:
             raise ConfigError(f"architecture {self.architecture!r}; give one of {', '.join(ARCHITECTURES)}")
         if self.bucket is None and self.package.stat().st_size > MAX_DIRECT_BYTES:
-            size = self.package.stat().st_size / 1024**2
+            size, most = map(readable_bytes, (self.package.stat().st_size, MAX_DIRECT_BYTES))
             raise ConfigError(
-                f"{self.package} has {size:.1f} MB and AWS accepts {MAX_DIRECT_BYTES >> 20} MB directly; "
-                "give an S3 bucket with --bucket"
+                f"{self.package} has {size} and AWS accepts {most} directly; give an S3 bucket with --bucket"
             )
 
 

@@ -23,6 +23,7 @@ from dglx_dist.comm.ledger import Ledger
 from dglx_dist.comm.rendezvous import address_towards
 from dglx_dist.comm.rpc import Handler, Rpc
 from dglx_dist.comm.topology import Topology
+from dglx_dist.data.storage.files import readable_bytes
 from dglx_dist.errors import ConfigError, PeerError, RemoteError
 from dglx_dist.records import Array
 from dglx_dist.serverless import worker as ops
@@ -124,7 +125,7 @@ def deploy(wanted: Deployment, change: Changes) -> None:
         "VpcConfig": _vpc({"SubnetIds": wanted.subnets, "SecurityGroupIds": wanted.security_groups}),
     }
     architecture = [wanted.architecture]
-    size = f"{len(package) / 1024**2:.1f} MB"
+    size = readable_bytes(len(package))
     if found is None:
         subnets = f", VPC subnets {' '.join(wanted.subnets)}" if wanted.subnets else ""
         code = _uploaded(wanted, package, change)

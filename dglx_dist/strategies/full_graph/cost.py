@@ -15,6 +15,7 @@ import torch
 
 from dglx_dist.comm.collectives import gather_int64
 from dglx_dist.comm.topology import Topology
+from dglx_dist.data.storage.files import machine_memory
 from dglx_dist.records import EDGE_TYPE, Array
 from dglx_dist.strategies.cost import (
     ALLOCATOR_OVERHEAD,
@@ -55,6 +56,8 @@ EAS_FANOUT = 15
 """External fan-out, as in the paper."""
 _MOST_EDGES = 200_000_000
 """Largest plans to build, over layers and cooperative batches: about a second for each million edges."""
+_PLAN_BYTES = 100
+"""Memory of building the plans of all ranks, by edge of the graph: 95 were measured with two layers."""
 _MOST_TRIED_EDGES = 3_000_000
 """Of all layers of a timed neighbourhood."""
 _TRIED_PARTS = (8, 3, 1)
@@ -116,6 +119,9 @@ class FullGraphScheme(Work):
 
     def count(self, run: PlannedRun) -> FullWork | None:
         if run.graph.edges * run.num_layers * self.cooperative_batches > _MOST_EDGES:
+            return None
+        # In a job all ranks must count or none, and each has its own memory.
+        if not run.in_job and run.graph.edges * _PLAN_BYTES > machine_memory()[1]:
             return None
         partition, number = run.partition, self.cooperative_batches
         pieces = [

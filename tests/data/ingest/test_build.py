@@ -134,10 +134,10 @@ def test_one_part_is_cut_into_more_with_the_ids_of_the_tables(tmp_path: Path) ->
     run(tmp_path)
     graph = load_graph(tmp_path / "out")
     assert graph.user_ids["user"].tolist() == USERS["id"]
-    sources, destinations = graph.edges[BUYS_TYPE]
-    assert [USERS["id"][i] for i in sources] == BUYS["who"]
-    assert [ITEMS["number"][i] for i in destinations] == BUYS["what"]
-    assert graph.edge_data[BUYS_TYPE]["count"].tolist() == BUYS["count"]
+    (sources, destinations), rows = graph.edges[BUYS_TYPE], graph.edge_ids[BUYS_TYPE]
+    assert [USERS["id"][i] for i in sources] == [BUYS["who"][row] for row in rows]
+    assert [ITEMS["number"][i] for i in destinations] == [BUYS["what"][row] for row in rows]
+    assert graph.edge_data[BUYS_TYPE]["count"].tolist() == [BUYS["count"][row] for row in rows]
     assert graph.num_classes == {"user": 2}
     with pytest.raises(ConfigError, match="no option 'ignore'"):
         load_graph(tmp_path / "out", ignore="x")

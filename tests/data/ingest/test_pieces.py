@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from dglx_dist.data.edge_sort import EdgeStream, sort_edges
 from dglx_dist.data.external_memory import Spill
 from dglx_dist.data.ingest.config import FeatureSpec, FileSet
 from dglx_dist.data.ingest.features import join_settings, make_transforms
-from dglx_dist.data.ingest.graph import sort_edges
 from dglx_dist.data.ingest.node_ids import IdMap
 from dglx_dist.data.ingest.tables import Table
 from dglx_dist.data.ingest.tensors import NO_SPLIT, Labels, draw_split_codes
@@ -81,9 +81,10 @@ def test_ids_spread_evenly_over_the_buckets(tmp_path: Path, ids: Any) -> None:
 
 
 def test_more_edges_of_a_node_than_can_be_sorted_are_told(tmp_path: Path) -> None:
-    ends = [Spill(tmp_path / name, np.int64, [np.zeros(100)]) for name in ("s", "d")]
-    with pytest.raises(ConfigError, match=r"100 edges end at the nodes of row 0 .* grant --memory 2\d\dMB"):
-        sort_edges((ends[0], ends[1]), 20, 10, tmp_path / "out", 1000)
+    zeros = Spill(tmp_path / "zeros", np.int64, [np.zeros(100)]).chunks
+    edges = EdgeStream(sources=zeros, destinations=zeros, carried=[], num_sources=20, num_destinations=10)
+    with pytest.raises(ConfigError, match=r"100 edges end at node 0, .* grant --memory 2\d\dMB"):
+        sort_edges(edges, tmp_path / "out", 700)
 
 
 @pytest.mark.parametrize(

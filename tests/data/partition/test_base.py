@@ -21,6 +21,7 @@ SAID = {
     "inner": PartitionOptions(inner="metis"),
     "file": PartitionOptions(file="parts.npy"),
     "threads": PartitionOptions(threads=2),
+    "passes": PartitionOptions(passes=2),
 }
 
 
@@ -76,6 +77,7 @@ def test_a_tolerance_is_one_for_all_or_by_name() -> None:
         ({"servers": 0}, "servers is 0"),
         ({"workers": -1}, "workers is -1"),
         ({"threads": 0}, "threads is 0"),
+        ({"passes": 0}, "passes is 0"),
     ],
 )
 def test_a_wrong_value_is_named(fields: dict[str, object], named: str) -> None:

@@ -20,6 +20,7 @@ from dglx_dist.data.storage import files as folders
 from dglx_dist.data.storage.arrays import ArrayFolder
 from dglx_dist.data.storage.files import (
     hold,
+    machine_memory,
     partial_folder,
     peak,
     read_small,
@@ -283,3 +284,32 @@ def test_only_a_small_regular_file_is_read(tmp_path: Path, kind: str) -> None:
         assert read_small(path, 5) == b"12345"
     with pytest.raises(OSError, match=r"settings\.json"):
         read_small(path, 4)
+
+
+@pytest.mark.parametrize(
+    ("own", "written"),
+    [
+        # Its own group, or one around it, or that of a container, whose path is not below what it sees.
+        ("0::/pod/job\n", {"pod/memory.max": "1000", "pod/memory.current": "600"}),
+        ("0::/far/away\n", {"memory.max": "1000", "memory.current": "600"}),
+        (
+            "3:cpu:/x\n4:memory:/job\n",
+            {
+                "memory/job/memory.limit_in_bytes": "1000",
+                "memory/job/memory.usage_in_bytes": "600",
+                "memory/memory.limit_in_bytes": str(2**63 - 4096),
+                "memory/x/memory.limit_in_bytes": "1",
+            },
+        ),
+    ],
+)
+def test_the_memory_of_a_control_group_counts(tmp_path: Path, own: str, written: dict[str, str]) -> None:
+    for name, value in written.items():
+        path = tmp_path / "groups" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{value}\n")
+        (path.parent / "memory.stat").write_text("inactive_file 100\ntotal_inactive_file 100\n")
+    (tmp_path / "own").write_text(own)
+    assert machine_memory(tmp_path / "groups", tmp_path / "own") == (1000, 500)
+    total, free = machine_memory(tmp_path / "none", tmp_path / "own")
+    assert 1000 < free <= total

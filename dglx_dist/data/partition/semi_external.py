@@ -1,0 +1,325 @@
+"""Multilevel partitioning of a graph on disk, with memory for its nodes only.
+
+Meyerhenke, Sanders, Schulz, "Partitioning Complex Networks via Size-constrained Clustering", SEA 2014: label
+propagation clusters nodes, and clusters become the nodes of the next graph, until that fits into memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+from numba import njit
+
+from dglx_dist.data.external_memory import Workspace, mapped, spill
+from dglx_dist.data.partition.graph_views import (
+    SHOWN_FROM,
+    BalanceWeights,
+    SymmetricGraph,
+    pieces,
+    write_rows,
+)
+from dglx_dist.data.partition.one_pass import stream
+from dglx_dist.data.storage.columns import id_dtype
+from dglx_dist.keyed_random import mix
+from dglx_dist.progress import progress
+from dglx_dist.records import Array
+
+log = logging.getLogger(__name__)
+
+_SWEEPS = 5
+_CLUSTER_SHARE = 0.6
+"""A cluster has at most this part of the tolerance of the smallest part, so that parts can be filled."""
+_LEAST_SHRINKING = 0.95
+_NODE_BYTES = (40, 24)
+"""Memory for each node, and for each node and weight, of one level."""
+
+
+def partition(
+    graph: SymmetricGraph,
+    weights: BalanceWeights,
+    solve: Callable[[SymmetricGraph, BalanceWeights], Array],
+    fits: Callable[[SymmetricGraph], bool],
+    workspace: Workspace,
+    seed: int,
+) -> Array:
+    """Return (N,) int32 parts: those that ``solve`` returns for a clustered graph that ``fits``, refined.
+
+    Each level is a stage of ``workspace``, and so are its parts. Parts exceed their capacities only where
+    those of ``solve`` do. Deterministic, if ``solve`` is.
+
+    Raises:
+        ConfigError: the arrays of nodes do not fit into the workspace; names the memory that is needed.
+    """
+    levels = [(graph, weights)]
+    while not fits(levels[-1][0]):
+        fine, columns = levels[-1]
+        make = functools.partial(_coarsen, fine, columns, workspace, seed)
+        folder = workspace.stage(f"level{len(levels)}", make)
+        coarse = SymmetricGraph.open(folder)
+        log.info("level %d has %d nodes, %d pairs", len(levels), coarse.num_nodes, len(coarse.indices) // 2)
+        levels.append((coarse, _open_weights(folder, weights)))
+        if len(coarse.indices) + coarse.num_nodes > _LEAST_SHRINKING * (len(fine.indices) + fine.num_nodes):
+            break
+
+    def first_parts() -> Array:
+        coarsest, columns = levels[-1]
+        if fits(coarsest):
+            return solve(coarsest, columns)
+        # Clusters have reached their largest weight, and their graph is still too large.
+        return stream(coarsest, None, columns, passes=1, fennel=False)
+
+    parts = _saved(workspace, "parts", first_parts)
+    for level in range(len(levels) - 1, 0, -1):
+        coarse_of = mapped(workspace.folder / f"level{level}", "coarse_of")
+        # Capacities are those of the whole graph, which hold for single nodes too.
+        make_parts = functools.partial(_refine, *levels[level - 1], parts[coarse_of], weights.capacities())
+        parts = _saved(workspace, f"parts{level - 1}", make_parts)
+    return parts
+
+
+def _saved(workspace: Workspace, name: str, make: Callable[[], Array]) -> Array:
+    def write(folder: Path) -> None:
+        spill(folder, "parts", np.int32, [make()])
+
+    return np.array(mapped(workspace.stage(name, write), "parts"))
+
+
+def _open_weights(folder: Path, weights: BalanceWeights) -> BalanceWeights:
+    columns = tuple(mapped(folder, f"column{c}") for c in range(len(weights.columns)))
+    # Other names, since a cluster has the weight of its nodes, also where nodes weigh one.
+    names = tuple(f"{name} of clusters" for name in weights.names)
+    return replace(weights, names=names, columns=columns)
+
+
+def _coarsen(
+    graph: SymmetricGraph, weights: BalanceWeights, workspace: Workspace, seed: int, folder: Path
+) -> None:
+    num_nodes, (per_node, per_weight) = graph.num_nodes, _NODE_BYTES
+    num_bytes = (per_node + per_weight * len(weights.columns)) * num_nodes
+    workspace.remaining(num_bytes, 0, f"a graph of {num_nodes} nodes")
+    coarse_of = _clusters(graph, weights, np.uint64(seed))
+    num_coarse = int(coarse_of.max(initial=-1)) + 1
+    spill(folder, "coarse_of", coarse_of.dtype, [coarse_of])
+    for c, column in enumerate(weights.columns):
+        spill(folder, f"column{c}", np.int64, [np.bincount(coarse_of, column, num_coarse)])
+    starts = np.zeros(num_coarse + 1, dtype=np.int64)
+    adjacency = _adjacency(graph)
+    total = _count_between(adjacency, coarse_of, starts[1:])
+    np.cumsum(starts, out=starts)
+
+    def fill(first: int, last: int, free: Array, indices: Array, merged: Array) -> None:
+        _fill_between(adjacency, coarse_of, first, last, free, indices, merged)
+
+    write_rows(folder, starts, fill, id_dtype(total), workspace, "Contracting")
+
+
+_Adjacency: TypeAlias = tuple[Array, Array, Array]
+"""Row starts, neighbours, and edge weights; one weight is that of all."""
+
+
+def _adjacency(graph: SymmetricGraph) -> _Adjacency:
+    weights = np.ones(1, np.int32) if graph.edge_weights is None else graph.edge_weights
+    return graph.indptr, graph.indices, weights
+
+
+def _clusters(graph: SymmetricGraph, weights: BalanceWeights, key: np.uint64) -> Array:
+    """Return the (N,) cluster of each node, numbered in the order of their first members' ids."""
+    num_nodes, matrix = graph.num_nodes, _matrix(weights)
+    share = _CLUSTER_SHARE * float(weights.shares.min())
+    # No more than what a part may exceed its share by, or capacities would grow with clusters.
+    limits = [
+        max(float(column.max(initial=0)), tolerance * share * float(column.sum()))
+        for column, tolerance in zip(weights.columns, weights.tolerance.tolist(), strict=True)
+    ]
+    limit = np.broadcast_to(np.array(limits), (num_nodes, len(limits)))
+    labels = np.arange(num_nodes, dtype=id_dtype(num_nodes))
+    loads = matrix.copy()
+    _propagate(graph, labels, loads, matrix, limit, key=key, what="Clustering")
+    members = np.bincount(labels, minlength=num_nodes).astype(labels.dtype)
+    few = 2 * int(np.count_nonzero(members)) <= num_nodes
+    _join_single(_adjacency(graph), labels, members, loads, matrix, limit, few)
+    del loads
+    used = np.zeros(num_nodes, dtype=labels.dtype)
+    used[labels] = 1
+    np.cumsum(used, out=used)
+    return used[labels] - 1
+
+
+def _matrix(weights: BalanceWeights) -> Array:
+    # Without a copy for one weight.
+    (*_, last) = weights.columns
+    return weights.matrix() if len(weights.columns) > 1 else np.ascontiguousarray(last).reshape(-1, 1)
+
+
+def _refine(graph: SymmetricGraph, weights: BalanceWeights, parts: Array, capacities: Array) -> Array:
+    matrix, limit = _matrix(weights), np.ascontiguousarray(capacities.T)
+    loads = np.ascontiguousarray(weights.loads(parts).T.astype(np.int64))
+    _propagate(graph, parts, loads, matrix, limit, key=np.uint64(0), what="Refining")
+    return parts
+
+
+def _propagate(
+    graph: SymmetricGraph,
+    labels: Array,
+    loads: Array,
+    matrix: Array,
+    limit: Array,
+    *,
+    key: np.uint64,
+    what: str,
+) -> None:
+    """Move nodes to the label of most neighbours, in the order of the file; changes ``labels`` and ``loads``.
+
+    Args:
+        graph: The graph.
+        labels: (N,) int in [0, L).
+        loads: (L, C) int64 weight of the nodes of each label.
+        matrix: (N, C) int64.
+        limit: (L, C) float64 that no move exceeds.
+        key: Decides between labels of as many neighbours.
+        what: Description of the progress.
+    """
+    num_nodes, adjacency = graph.num_nodes, _adjacency(graph)
+    rating, active = np.zeros(len(loads), dtype=np.int64), np.ones(num_nodes, dtype=np.bool_)
+    state = (labels, loads, matrix, limit, rating, active)
+    with progress(what, _SWEEPS * num_nodes, enabled=num_nodes >= SHOWN_FROM) as advance:
+        for _ in range(_SWEEPS):
+            moved = 0
+            for rows in pieces(num_nodes, 1 << 18):
+                moved += _sweep(adjacency, rows.start, rows.stop, state, key)
+                advance(rows.stop - rows.start)
+            # Nodes without a moved neighbour are skipped, so the last sweeps are short.
+            if moved <= num_nodes // 1000:
+                break
+
+
+@njit(cache=True, nogil=True)
+def _sweep(
+    adjacency: _Adjacency,
+    first: int,
+    last: int,
+    state: tuple[Array, Array, Array, Array, Array, Array],
+    key: np.uint64,
+) -> int:
+    indptr, indices, edge_weights = adjacency
+    labels, loads, matrix, limit, rating, active = state
+    moved, weighted = 0, len(edge_weights) > 1
+    for u in range(first, last):
+        if not active[u]:
+            continue
+        active[u] = False
+        home = labels[u]
+        for e in range(indptr[u], indptr[u + 1]):
+            rating[labels[indices[e]]] += edge_weights[e] if weighted else 1
+        best, best_rating, best_key, key_of_node = home, rating[home], np.uint64(0), mix(key ^ np.uint64(u))
+        for e in range(indptr[u], indptr[u + 1]):
+            label = labels[indices[e]]
+            links = rating[label]
+            # Zero: seen already.
+            rating[label] = 0
+            if links == 0 or links < best_rating or not _has_room(matrix[u], loads[label], limit[label]):
+                continue
+            # Among equal ones the present label wins, then the largest key.
+            tie_key = mix(key_of_node ^ np.uint64(label))
+            if links > best_rating or (best != home and tie_key > best_key):
+                best, best_rating, best_key = label, links, tie_key
+        if best == home:
+            continue
+        labels[u] = best
+        moved += 1
+        for c in range(matrix.shape[1]):
+            loads[home, c] -= matrix[u, c]
+            loads[best, c] += matrix[u, c]
+        for e in range(indptr[u], indptr[u + 1]):
+            active[indices[e]] = True
+    return moved
+
+
+@njit(cache=True, nogil=True)
+def _has_room(weight: Array, load: Array, limit: Array) -> bool:
+    has_room = True
+    for c in range(len(weight)):
+        has_room &= weight[c] == 0 or load[c] + weight[c] <= limit[c]
+    return has_room
+
+
+@njit(cache=True, nogil=True)
+def _join_single(
+    adjacency: _Adjacency,
+    labels: Array,
+    members: Array,
+    loads: Array,
+    matrix: Array,
+    limit: Array,
+    isolated_only: bool,
+) -> None:
+    """Join nodes without neighbours, and single nodes whose best cluster is the same but full."""
+    indptr, indices, edge_weights = adjacency
+    num_nodes, weighted = len(labels), len(edge_weights) > 1
+    rating = np.zeros(num_nodes, dtype=np.int64)
+    # The cluster that takes the next node of the same best cluster; the last is for nodes without any.
+    open_label = np.full(num_nodes + 1, -1, dtype=labels.dtype)
+    for u in range(num_nodes):
+        if members[labels[u]] != 1 or (isolated_only and indptr[u + 1] > indptr[u]):
+            continue
+        best, best_rating = num_nodes, np.int64(0)
+        for e in range(indptr[u], indptr[u + 1]):
+            label = labels[indices[e]]
+            rating[label] += edge_weights[e] if weighted else 1
+            if rating[label] > best_rating:
+                best, best_rating = label, rating[label]
+        for e in range(indptr[u], indptr[u + 1]):
+            rating[labels[indices[e]]] = 0
+        other = open_label[best]
+        if other < 0 or not _has_room(matrix[u], loads[other], limit[other]):
+            open_label[best] = labels[u]
+            continue
+        members[labels[u]] -= 1
+        labels[u] = other
+        members[other] += 1
+        for c in range(matrix.shape[1]):
+            loads[other, c] += matrix[u, c]
+
+
+@njit(cache=True, nogil=True)
+def _count_between(adjacency: _Adjacency, coarse_of: Array, counts: Array) -> int:
+    """Count the entries between clusters by row; return their weight."""
+    indptr, indices, edge_weights = adjacency
+    total, weighted = 0, len(edge_weights) > 1
+    for u in range(len(coarse_of)):
+        row = coarse_of[u]
+        for e in range(indptr[u], indptr[u + 1]):
+            if coarse_of[indices[e]] != row:
+                counts[row] += 1
+                total += edge_weights[e] if weighted else 1
+    return total
+
+
+@njit(cache=True, nogil=True)
+def _fill_between(
+    adjacency: _Adjacency,
+    coarse_of: Array,
+    first: int,
+    last: int,
+    free: Array,
+    coarse_indices: Array,
+    coarse_weights: Array,
+) -> None:
+    indptr, indices, edge_weights = adjacency
+    weighted = len(edge_weights) > 1
+    for u in range(len(coarse_of)):
+        row = coarse_of[u]
+        if not first <= row < last:
+            continue
+        for e in range(indptr[u], indptr[u + 1]):
+            neighbour = coarse_of[indices[e]]
+            if neighbour != row:
+                coarse_indices[free[row - first]] = neighbour
+                coarse_weights[free[row - first]] = edge_weights[e] if weighted else 1
+                free[row - first] += 1

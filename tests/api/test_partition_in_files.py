@@ -1,0 +1,327 @@
+"""Partitioning within a limited memory: the same bytes, after kills and full disks too."""
+
+from __future__ import annotations
+
+import re
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dglx_dist.data.external_memory import Budget, Workspace
+from dglx_dist.data.partition.one_pass import Hash
+from dglx_dist.data.storage import writer
+from dglx_dist.data.storage.writer import write_dataset
+from dglx_dist.errors import ConfigError, DatasetError, DglxError, StorageError
+from dglx_dist.prepare import PartitionPlan, load_graph, open_work, partition_to_disk
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph
+from tests.data.storage.graphs import RATES, random_heterogeneous, random_homogeneous
+from tests.helpers import refusal
+
+PLENTY = "8GB"
+"""More than the process of the tests holds, which counts."""
+
+
+def one_part(graph: RawGraph, folder: Path) -> Path:
+    """A dataset as `dglx ingest` writes it: its edges are in another order than those of the tables."""
+    part_of = {ntype: np.zeros(count, np.int32) for ntype, count in graph.num_nodes.items()}
+    write_dataset(graph, Assignment(num_parts=1, part_of=part_of, method="", seed=0), folder)
+    return folder
+
+
+def shop() -> RawGraph:
+    """Two types, columns of edges of several shapes, ids of users; a relation without edges."""
+    graph, random = random_heterogeneous(0), np.random.default_rng(1)
+    src, dst = graph.edges[RATES]
+    none = (np.empty(0, np.int64), np.empty(0, np.int64))
+    # Parallel edges keep the order of the source.
+    edges = {**graph.edges, RATES: (np.tile(src, 3), np.tile(dst, 3)), ("item", "near", "item"): none}
+    columns = {"stars": random.integers(1, 6, 180), "f": random.random((180, 2, 3), np.float32)}
+    ids = {"user": np.array([f"user {number}" for number in range(20)]), "item": np.arange(13) << 40}
+    return RawGraph(
+        name="shop",
+        num_nodes=graph.num_nodes,
+        edges=edges,
+        node_data=graph.node_data,
+        edge_data={RATES: {**columns, "": random.random((180, 0))}},
+        user_ids=ids,
+    )
+
+
+def lone() -> RawGraph:
+    loop = np.zeros(2, np.int64)
+    return RawGraph(name="lone", num_nodes={NODE_TYPE: 1}, edges={EDGE_TYPE: (loop, loop)})
+
+
+def partition(data: Path, out: Path, **options: Any) -> None:
+    plan = PartitionPlan(**({"num_parts": 3, "method": "hash"} | options))
+    with open_work(data, out, plan) as work:
+        partition_to_disk(load_graph(data, workspace=work), out, plan, workspace=work)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+@pytest.mark.parametrize(
+    ("graph", "options"),
+    [
+        (shop(), {"trainers_per_part": 2}),
+        (shop(), {"num_parts": 40, "feature_dtype": "bfloat16"}),
+        (lone(), {"num_parts": 2}),
+        (random_homogeneous(0, width=0), {"method": "random"}),
+        (random_homogeneous(1, num_nodes=300), {"method": "kaminpar", "feature_dtype": {"w": "float16"}}),
+    ],
+    ids=["trainers", "empty parts", "one node", "no features", "one type"],
+)
+def test_the_same_bytes_within_any_memory(
+    tmp_path: Path, graph: RawGraph, options: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = one_part(graph, tmp_path / "data")
+    partition(data, tmp_path / "in memory", **options)
+    # Buckets of a few edges, and chunks of a few rows.
+    monkeypatch.setattr(writer, "_sorting_memory", lambda graph, budget: 4000)
+    monkeypatch.setattr(writer, "CHUNK_BYTES", 64)
+    scratch = tmp_path / "scratch"
+    partition(data, tmp_path / "in files", memory=PLENTY, scratch=scratch, **options)
+    assert content(tmp_path / "in files") == content(tmp_path / "in memory")
+    # The graph itself, whose ids of edges are those that the dataset of one part has kept.
+    settings: dict[str, Any] = {"num_parts": 3, "method": "hash", **options}
+    partition_to_disk(graph, tmp_path / "given", PartitionPlan(memory=PLENTY, **settings))
+    if settings["method"] != "kaminpar":  # which depends on the order of the edges
+        assert content(tmp_path / "given") == content(tmp_path / "in memory")
+    names = ["data", "given", "in files", "in memory", "scratch"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert list(scratch.iterdir()) == []
+
+
+KILLED = """
+import os, signal, sys
+from dglx_dist.cli import main
+from dglx_dist.data import external_memory
+from dglx_dist.data.partition.one_pass import Hash
+from dglx_dist.data.storage import writer
+
+def run(module, name, calls):
+    child = os.fork()
+    if child:
+        return print("status", os.waitpid(child, 0)[1], file=sys.stderr, flush=True)
+    before = getattr(module, name)
+
+    def last(*given, **options):
+        nonlocal calls
+        if calls == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        calls -= 1
+        return before(*given, **options)
+
+    setattr(module, name, last)
+    try:
+        main()
+    finally:
+        os._exit(0)
+
+# A stage is finished by publishing it.
+for calls in (0, 1, 1):
+    run(external_memory, "publish", calls)
+run(writer, "write_manifest", 0)
+run(writer, "write_manifest", 1)
+"""
+
+
+def test_a_killed_run_resumes_at_its_last_finished_stage(tmp_path: Path) -> None:
+    data = one_part(random_homogeneous(0, num_nodes=200, num_edges=2000), tmp_path / "data")
+    partition(data, tmp_path / "whole")
+    command = ["partition", str(data), "--parts", "3", "--method", "hash", "--memory", PLENTY]
+    command += ["--out", str(tmp_path / "out")]
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, *command], capture_output=True, text=True, timeout=200, check=True
+    )
+    assert re.findall(r"status (\d+)", done.stderr) == ["9", "9", "9", "9", "0"], done.stderr
+    stages = ["edges", "edges, owners", "edges, order0, owners"]
+    assert re.findall(r"finished before: (.*)", done.stderr) == stages
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "out", "whole"]
+
+
+@contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_is_one_message_and_the_work_resumes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, out = one_part(random_homogeneous(0, num_edges=20_000), tmp_path / "data"), tmp_path / "out"
+    partition(data, tmp_path / "whole")
+    with files_of_at_most(90_000):
+        said = refusal(lambda: partition(data, out, memory=PLENTY), StorageError)
+    assert re.search(r"out.work cannot be written: .*File too large", said)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("out")] == ["out.work"]
+    assert "finished stages are kept in" in capsys.readouterr().err
+    partition(data, out, memory=PLENTY)
+    assert "finished before: edges, owners" in capsys.readouterr().err
+    assert content(out) == content(tmp_path / "whole")
+
+
+def test_two_processes_do_not_share_one_workspace(tmp_path: Path) -> None:
+    data, out = one_part(random_homogeneous(0), tmp_path / "data"), tmp_path / "out"
+    with open_work(data, out, PartitionPlan(num_parts=3, method="hash", memory=PLENTY)):
+        said = refusal(lambda: partition(data, out, memory=PLENTY), StorageError)
+    assert "out.work is in use by another process" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+
+
+def test_unfinished_work_of_other_settings_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, out, work = (
+        one_part(random_homogeneous(0), tmp_path / "data"),
+        tmp_path / "out",
+        tmp_path / "out.work",
+    )
+
+    def refused(**options: Any) -> str:
+        return refusal(lambda: partition(data, out, **{"memory": PLENTY, **options}), DglxError)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "write_manifest", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            partition(data, out, memory=PLENTY)
+    before = content(work)
+    assert "other settings (num_parts was '3')" in refused(num_parts=2)
+    assert "seed was '0'" in refused(seed=1)
+    (work / "key.json").write_text("[")
+    assert "key.json is damaged" in refused()
+    (work / "key.json").write_bytes(before["key.json"])
+    assert content(work) == before
+    partition(data, out, memory="7GB")
+    assert not work.exists()
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+    data, work = one_part(random_homogeneous(0), tmp_path / "data"), tmp_path / "out.work"
+    work.mkdir()
+    (work / "mine").write_text("")
+    said = refusal(lambda: partition(data, tmp_path / "out", memory=PLENTY), StorageError)
+    assert "holds something else than unfinished work" in said
+    assert content(work) == {"mine": b""}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"memory": "much"}, "'much' is not a size"),
+        ({"memory": "1MB"}, "--memory 1MB leaves too little .* grant at least"),
+        ({"scratch": Path("x")}, "scratch x is for files of a limited memory"),
+        ({"memory": PLENTY, "format": "dgl"}, "written from memory"),
+        (
+            {"memory": PLENTY, "scratch": Path("/dev/shm/dglx")},
+            r"out.work is in memory; choose a folder on a disk \(--scratch DIR\)",
+        ),
+    ],
+)
+def test_wrong_limits_are_refused(tmp_path: Path, options: dict[str, Any], said: str) -> None:
+    data = one_part(random_homogeneous(0), tmp_path / "data")
+    with pytest.raises(ConfigError, match=said):
+        partition(data, tmp_path / "out", **options)
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+
+
+def test_what_the_nodes_take_is_said() -> None:
+    graph = RawGraph(name="g", num_nodes={NODE_TYPE: 10**6}, edges={})
+    with pytest.raises(ConfigError, match=r"1000000 nodes take 32 MB of memory, .* grant at least \d+MB"):
+        writer._sorting_memory(graph, Budget(work=32 * 10**6))
+
+
+LIMITED = """
+import json, resource, sys
+from pathlib import Path
+from dglx_dist.data.external_memory import LIBRARY_BYTES
+from dglx_dist.data.storage.files import resident
+from dglx_dist.prepare import PartitionPlan, load_graph, open_work, partition_to_disk
+
+small, data, out, extra = sys.argv[1:4] + [int(sys.argv[4])]
+def partition(data, out, **limits):
+    plan = PartitionPlan(num_parts=2, method="hash", **limits)
+    with open_work(data, Path(out), plan) as work:
+        partition_to_disk(load_graph(data, workspace=work), out, plan, workspace=work)
+
+# What libraries and compiled code take does not depend on the graph.
+partition(small, out + "1", memory="8GB")
+partition(small, out + "2")
+held = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData"))
+resource.setrlimit(resource.RLIMIT_DATA, (held * 1024 + extra,) * 2)
+try:
+    partition(data, out + "3")
+except MemoryError:
+    print("the memory does not suffice")
+granted = resident() + LIBRARY_BYTES + extra
+partition(data, out, memory=str(granted))
+print("but in files it does")
+"""
+
+
+def test_edges_larger_than_the_memory_are_partitioned(tmp_path: Path) -> None:
+    num_nodes, num_edges, extra = 100_000, 4_000_000, 50 << 20
+    random = np.random.default_rng(0)
+    ends = random.integers(0, num_nodes, (2, num_edges), dtype=np.int32)
+    graph = RawGraph(name="g", num_nodes={NODE_TYPE: num_nodes}, edges={EDGE_TYPE: (ends[0], ends[1])})
+    data = one_part(graph, tmp_path / "data")
+    small = one_part(random_homogeneous(0), tmp_path / "small")
+    command = [sys.executable, "-c", LIMITED, *map(str, (small, data, tmp_path / "out", extra))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.stdout.splitlines() == ["the memory does not suffice", "but in files it does"], done.stderr
+    partition(data, tmp_path / "in memory", num_parts=2)
+    assert content(tmp_path / "out") == content(tmp_path / "in memory")
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_arrays_of_a_npz_are_unpacked_into_files(tmp_path: Path, save: Any) -> None:
+    random, path = np.random.default_rng(0), tmp_path / "g.npz"
+    src, dst = random.integers(0, 50, (2, 400))
+    arrays = {"src": src, "dst": dst, "w": random.random(400), "feat": random.random((50, 3), np.float32)}
+    save(path, **arrays, num_nodes=50, label=random.integers(0, 4, 50), empty=np.empty((50, 0)))
+    partition(path, tmp_path / "in memory")
+    partition(path, tmp_path / "in files", memory=PLENTY)
+    assert content(tmp_path / "in files") == content(tmp_path / "in memory")
+    whole = path.read_bytes()
+    for damaged in (whole[: len(whole) // 2], whole.replace(src.tobytes()[:64], bytes(64))):
+        if damaged == whole:  # compressed
+            continue
+        path.write_bytes(damaged)
+        with pytest.raises(DatasetError, match=r"g.npz: not a readable .npz file"):
+            partition(path, tmp_path / "other", memory=PLENTY)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["g.npz", "in files", "in memory"]
+
+
+def test_sources_that_are_read_at_once_say_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables" / "edges.csv").write_text("src,dst\n" + "0,1\n1,0\n" * 50)
+    np.savez(tmp_path / "g.npz", head=[0, 1], rel=[0, 0], tail=[1, 0])
+    few = Workspace(folder=tmp_path / "work", budget=Budget(work=300))
+    enough = Workspace(folder=tmp_path / "work", budget=Budget(work=10**6))
+    for name, said in (("tables", "first `dglx ingest` them"), ("g.npz", "edges by 'rel' are put in order")):
+        with pytest.raises(ConfigError, match=f"{name}.* {said}.* or grant more --memory"):
+            load_graph(tmp_path / name, workspace=few)
+        assert load_graph(tmp_path / name, workspace=enough).total_nodes == 2
+
+
+def test_a_method_that_knows_of_no_limit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, work = random_homogeneous(0), Workspace(folder=tmp_path / "work", budget=Budget(work=32 * 150 - 1))
+    monkeypatch.setattr(Hash, "external", False)
+    plan = PartitionPlan(num_parts=2, method="hash", memory=PLENTY)
+    with pytest.raises(ConfigError, match=r"method hash holds .* 4.8 KB; take one of contiguous, .*kaminpar"):
+        partition_to_disk(graph, tmp_path / "out", plan, workspace=work)
