@@ -300,6 +300,8 @@ class FitConfig(RunOptions):
     eval_batch_size: int = 4096
     configuration: Mapping[str, object] = field(default_factory=dict)
     """More facts, JSON values, that must be the same where a run goes on from a checkpoint that it finds."""
+    on_begin: Callable[[], None] | None = None
+    """Called once the checkpoint is loaded, before the first step; not if all epochs are done."""
     num_layers: int | None = None
     """For models without ``inference_layers()``: see :func:`dglx_dist.training.inference.evaluate`."""
     show_progress: bool = True
@@ -394,8 +396,10 @@ def train(
     run = _Run(loader, g, config, _step_of(model, optimizer, sparse, config), facts)
     run.resume()
     run.check_evaluation()
+    if config.on_begin is not None and run.has_epochs:
+        config.on_begin()
     steps = len(loader) * (config.epochs - run.result.first_epoch) - run.first_step
-    enabled = config.show_progress and g.session.topology.rank == 0
+    enabled = config.show_progress and g.session.topology.rank == 0 and run.has_epochs
     bar = progress(_progress_title(run.result.first_epoch, config.epochs), steps, enabled=enabled)
     trace = None if config.trace is None else Path(config.trace).absolute()
     stoppable = nullcontext() if config.checkpoint_folder is None else g.session.stoppable()
