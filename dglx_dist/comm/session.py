@@ -71,19 +71,11 @@ def agreement_facts(strategy: str, options: Mapping[str, object], seed: int, cur
     return {"strategy": strategy, "options": comparable, "seed": seed, "curve": curve}
 
 
-_AGREEMENT = {
-    "strategy": "give the same --strategy on all ranks",
-    "options": "give the strategy the same options on all ranks",
-    "seed": "give the same seed on all ranks",
-    "curve": "set DGLX_CURVE alike on all ranks",
-}
-
-
 def check_agreement(facts: list[Any]) -> None:
     for problem in [one["no_trace"] for one in facts if one["no_trace"]]:
         raise ConfigError(problem)
-    for name, remedy in _AGREEMENT.items():
-        raise_unless_equal(f"the {name}", [one[name] for one in facts], remedy)
+    for name, given in (("strategy", "--strategy"), ("options",) * 2, ("seed",) * 2, ("curve", "DGLX_CURVE")):
+        raise_unless_equal(f"the {name}", [one[name] for one in facts], f"give the same {given} on all ranks")
 
 
 def raise_unless_equal(
