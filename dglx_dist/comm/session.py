@@ -74,8 +74,9 @@ def agreement_facts(strategy: str, options: Mapping[str, object], seed: int, cur
 def check_agreement(facts: list[Any]) -> None:
     for problem in [one["no_trace"] for one in facts if one["no_trace"]]:
         raise ConfigError(problem)
-    for name, given in (("strategy", "--strategy"), ("options",) * 2, ("seed",) * 2, ("curve", "DGLX_CURVE")):
-        raise_unless_equal(f"the {name}", [one[name] for one in facts], f"give the same {given} on all ranks")
+    same = {"strategy": "give the same --strategy", "options": "give the strategy the same options"}
+    for name, remedy in {**same, "seed": "give the same seed", "curve": "set DGLX_CURVE alike"}.items():
+        raise_unless_equal(f"the {name}", [one[name] for one in facts], f"{remedy} on all ranks")
 
 
 def raise_unless_equal(

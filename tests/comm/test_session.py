@@ -129,7 +129,7 @@ def test_order_machines_and_objects_do_not_matter() -> None:
         ),
         (told("full_graph", depth=2), "give the same --strategy on all ranks"),
         (told(seed=1, depth=2), "the seed: rank 0 has 0, rank 2 has 1"),
-        (told(curve=True, depth=2), "give the same DGLX_CURVE"),
+        (told(curve=True, depth=2), "set DGLX_CURVE alike"),
         ({**told(depth=2), "no_trace": "the folder is full"}, "the folder is full"),
     ],
 )
