@@ -245,8 +245,7 @@ def _partition(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None
 
 def _assign(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None) -> _Split:
     if plan.trainers_per_part == 1:
-        partitioner = PARTITIONERS.get(plan.partitioner)(plan.options)
-        partitioner.workspace = workspace
+        partitioner = PARTITIONERS.get(plan.partitioner)(plan.options).within(workspace, graph)
         parts = partitioner.assign(graph, plan.num_parts, plan.seed)
         return _Split(parts=parts, quality=measure(graph, parts))
     size = (plan.num_parts, plan.trainers_per_part)

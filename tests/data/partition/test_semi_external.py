@@ -13,7 +13,7 @@ import pytest
 from dglx_dist.data.external_memory import Budget, Workspace, mapped
 from dglx_dist.data.partition import semi_external
 from dglx_dist.data.partition.balance import measure
-from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
+from dglx_dist.data.partition.base import PARTITIONERS, Partitioner, PartitionOptions
 from dglx_dist.data.partition.graph_views import (
     SymmetricGraph,
     balance_weights,
@@ -42,8 +42,7 @@ def assign(
         assert work is not None
         options["file"] = work.folder.parent / "parts.npy"
         np.save(options["file"], np.arange(graph.total_nodes) % num_parts)
-    partitioner = PARTITIONERS.get(name)(PartitionOptions(**options))
-    partitioner.workspace = work
+    partitioner = PARTITIONERS.get(name)(PartitionOptions(**options)).within(work, graph)
     return partitioner.assign(graph, num_parts, seed)
 
 
@@ -218,6 +217,18 @@ def test_too_little_for_the_nodes_alone_is_refused_with_what_suffices(tmp_path: 
             ConfigError, match=r"2000 nodes .* takes \d+ MB of memory at least; grant --memory \d+MB"
         ):
             assign(name, graph, 2, workspace(tmp_path, 20_000))
+
+
+class InMemory(Partitioner):
+    def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
+        raise NotImplementedError
+
+
+def test_a_plugin_that_works_in_memory_is_refused_where_edges_do_not_fit(tmp_path: Path) -> None:
+    graph = communities(num_nodes=2000)
+    assert InMemory(PartitionOptions()).within(workspace(tmp_path, 16 * 20_000), graph)
+    with pytest.raises(ConfigError, match=r"InMemory works in memory only, .* or choose .*kaminpar.*metis"):
+        InMemory(PartitionOptions()).within(workspace(tmp_path, 16 * 20_000 - 1), graph)
 
 
 KILLED = """
