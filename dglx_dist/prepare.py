@@ -22,7 +22,7 @@ from dglx_dist.data.partition.hierarchical import assign_two_levels, with_traine
 from dglx_dist.data.partition.one_pass import COLUMNS, FEATURES
 from dglx_dist.data.sources import load_dataset
 from dglx_dist.data.storage.columns import MANIFEST
-from dglx_dist.data.storage.files import discard, read_size
+from dglx_dist.data.storage.files import discard, read_size, readable_bytes
 from dglx_dist.data.storage.manifest import check_target, read_manifest
 from dglx_dist.data.storage.reader import graph_of, open_dataset
 from dglx_dist.data.storage.writer import FeatureDtype, check_feature_dtype, in_precision, write_dataset
@@ -244,6 +244,8 @@ def _partition(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None
 
 
 def _assign(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None) -> _Split:
+    if workspace is not None:
+        _check_fits(graph, plan.partitioner, workspace)
     if plan.trainers_per_part == 1:
         partitioner = PARTITIONERS.get(plan.partitioner)(plan.options).within(workspace, graph)
         parts = partitioner.assign(graph, plan.num_parts, plan.seed)
@@ -253,6 +255,20 @@ def _assign(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None) -
     of_trainers = _trainer_figures(measure(graph, split.trainers))
     quality = measure(graph, split.parts)
     return _Split(parts=split.parts, quality=quality, trainers=split.trainers, of_trainers=of_trainers)
+
+
+_EDGE_BYTES = 32
+"""Memory of a method that knows of no limit, such as a plugin, by edge: neighbours in both directions."""
+
+
+def _check_fits(graph: RawGraph, method: str, workspace: Workspace) -> None:
+    needed = _EDGE_BYTES * graph.total_edges
+    if not PARTITIONERS.get(method).external and not workspace.holds(needed):
+        able = ", ".join(name for name in PARTITIONERS.names() if PARTITIONERS.get(name).external)
+        raise ConfigError(
+            f"method {method} holds the graph in memory, about {readable_bytes(needed)}; take one of {able}, "
+            "or grant more --memory"
+        )
 
 
 def _store(split: _Split, folder: Path) -> None:

@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import final
+from pathlib import Path
+from typing import NamedTuple, final
 
 import numpy as np
+from numba import njit
 
+from dglx_dist.data.external_memory import Spill
 from dglx_dist.data.sources import DatasetSource, refuse_unknown
-from dglx_dist.data.storage.columns import id_dtype
+from dglx_dist.data.storage.columns import (
+    IDS,
+    FileInfo,
+    column_info,
+    data_path,
+    edge_folder,
+    id_dtype,
+    node_folder,
+    write_column,
+)
+from dglx_dist.data.storage.files import named_failures, partial_folder
+from dglx_dist.data.storage.manifest import Manifest, check_target, put_in_place, write_manifest
 from dglx_dist.errors import ConfigError
+from dglx_dist.keyed_random import full_word, mix
 from dglx_dist.progress import progress
-from dglx_dist.records import EDGE_TYPE, FEATURE, LABEL, NODE_TYPE, SPLITS, Array, RawGraph
+from dglx_dist.records import EDGE_TYPE, FEATURE, LABEL, NODE_TYPE, SPLITS, Array, ColumnInfo, RawGraph
 
 _PAIRS_AT_ONCE = 1 << 21
 _STUBS_PER_NODE = 16
@@ -62,18 +78,23 @@ def draw_edges(
 
 def _make_stubs(config: SyntheticConfig, communities: Array, generator: np.random.Generator) -> _Stubs:
     num_nodes = config.nodes
-    # Inverse of the power law's distribution function; the smallest weight is 1.
-    weights = (1.0 - generator.random(num_nodes)) ** (-1.0 / (config.exponent - 1.0))
-    # A hub has at most about half a community of distinct neighbours.
-    size = num_nodes / config.num_communities
-    np.minimum(weights, max(2.0, weights.mean() * size / (2 * config.degree)), out=weights)
-    weights *= _STUBS_PER_NODE / weights.mean()
+    weights = _weights(config, generator, _STUBS_PER_NODE)
     # Rounded up with the probability of the fraction, which keeps the expectation.
     copies = np.maximum(1, np.floor(weights + generator.random(num_nodes))).astype(np.int64)
     order = np.argsort(communities, kind="stable").astype(id_dtype(num_nodes))
     per_community = np.bincount(communities, copies, config.num_communities).astype(np.int64)
     first = np.concatenate([[0], np.cumsum(per_community)]).astype(np.int64)
     return _Stubs(nodes=np.repeat(order, copies[order]), first=first)
+
+
+def _weights(config: SyntheticConfig, generator: np.random.Generator, mean: float) -> Array:
+    # Inverse of the power law's distribution function; the smallest weight is 1.
+    weights = (1.0 - generator.random(config.nodes)) ** (-1.0 / (config.exponent - 1.0))
+    # A hub has at most about half a community of distinct neighbours.
+    size = config.nodes / config.num_communities
+    np.minimum(weights, max(2.0, weights.mean() * size / (2 * config.degree)), out=weights)
+    weights *= mean / weights.mean()
+    return weights
 
 
 def _draw_keys(
@@ -268,7 +289,11 @@ def generate(config: SyntheticConfig) -> RawGraph:
     true_classes = communities % config.classes
     columns: dict[str, Array] = {}
     if config.features:
-        columns[FEATURE] = _features(config, true_classes)
+        columns[FEATURE] = np.empty((config.nodes, config.features), dtype=np.float32)
+        first = 0
+        for rows in _features(config, true_classes):
+            columns[FEATURE][first : first + len(rows)] = rows
+            first += len(rows)
     columns[LABEL] = _labels(config, true_classes)
     columns.update(_splits(config, communities))
     return RawGraph(
@@ -284,6 +309,201 @@ def assign_communities(config: SyntheticConfig) -> Array:
     """Return (N,) int32 communities; the class of a node is its community modulo ``classes``."""
     communities = np.arange(config.nodes, dtype=np.int32) % config.num_communities
     return _generator(config, stage=0).permutation(communities)
+
+
+_ROWS_AT_ONCE = 1 << 20
+_ROUNDS = 4
+"""Of the permutation."""
+
+
+def write_streamed(config: SyntheticConfig, folder: Path, *, feature_dtype: str = "float32") -> Manifest:
+    """Write a graph like that of :func:`generate` as a dataset of one part, without its edges in memory.
+
+    Takes about 80 bytes of memory a node, and 4 bytes of temporary file an edge. The mean degree is somewhat
+    below ``config.degree``, since repeated links are dropped, and a few nodes may have no link. Not
+    collective. StorageError if ``folder`` is not empty.
+
+    Args:
+        config: As of :func:`generate`.
+        folder: Target folder.
+        feature_dtype: float16, float32 or float64.
+    """
+    folder = Path(folder).absolute()
+    check_target(folder, None)
+    edges, nodes, files = edge_folder(0, EDGE_TYPE), node_folder(0, NODE_TYPE), dict[str, FileInfo]()
+    ids = ColumnInfo(dtype=id_dtype(config.nodes).__name__, row_shape=())
+    communities = assign_communities(config)
+    true_classes = communities % config.classes
+    columns: dict[str, ColumnInfo] = {}
+    with named_failures(folder), partial_folder(folder) as partial:
+
+        def write(path: str, info: ColumnInfo, num_rows: int, chunks: Iterable[Array]) -> None:
+            files[path] = write_column(partial / path, info, num_rows, chunks)
+
+        def write_data(name: str, info: ColumnInfo, chunks: Iterable[Array]) -> None:
+            columns[name] = info
+            write(data_path(nodes, name), info, config.nodes, chunks)
+
+        sources = Spill(partial / "sources", ids.dtype)
+        indptr = _stream_edges(config, communities, sources)
+        num_edges = sources.num_rows
+        write(f"{edges}/indptr.arrow", IDS, config.nodes + 1, [indptr])
+        write(f"{edges}/indices.arrow", ids, num_edges, sources.chunks(_ROWS_AT_ONCE))
+        sources.path.unlink()
+        for owner, count in ((edges, num_edges), (nodes, config.nodes)):
+            starts = range(0, count, _ROWS_AT_ONCE)
+            numbers = (np.arange(first, min(first + _ROWS_AT_ONCE, count)) for first in starts)
+            write(f"{owner}/original_ids.arrow", IDS, count, numbers)
+        if config.features:
+            rows = (piece.astype(feature_dtype) for piece in _features(config, true_classes))
+            write_data(FEATURE, ColumnInfo(dtype=feature_dtype, row_shape=(config.features,)), rows)
+        for name, values in {LABEL: _labels(config, true_classes), **_splits(config, communities)}.items():
+            write_data(name, column_info(values, name), [values])
+        manifest = Manifest(
+            name="synthetic",
+            num_parts=1,
+            node_offsets={NODE_TYPE: np.array([0, config.nodes], np.int64)},
+            edge_offsets={EDGE_TYPE: np.array([0, num_edges], np.int64)},
+            node_columns={NODE_TYPE: columns},
+            edge_columns={EDGE_TYPE: {}},
+            num_classes={NODE_TYPE: config.classes},
+            user_ids={},
+            method="synthetic",
+            seed=config.seed,
+            parameters=dataclasses.asdict(config),
+            files=files,
+        )
+        manifest = write_manifest(manifest, partial)
+        put_in_place(partial, folder, None)
+    return manifest
+
+
+class _HalfLinks(NamedTuple):
+    """Half-links on three levels: joined to others of the same community, of the same class, and of all.
+
+    A keyed permutation per community, class or whole graph joins them in pairs, so that either end of a link
+    finds the other one without a table.
+    """
+
+    order: Array
+    """(N,) nodes by class and community."""
+    place: Array
+    """(N,) place of each node in ``order``."""
+    community: Array
+    """(N,) of each node, numbered by class."""
+    first: Array
+    """(communities + 1,) int64: place of the first node of each community."""
+    ends: Array
+    """(3, N + 1) int64: on level l, the node at place i has the half-links ``ends[l, i]:ends[l, i + 1]``."""
+    spans: Array
+    """(3,) int64: communities that a permutation spans."""
+    keys: Array
+    """(3,) uint64."""
+
+
+def _make_half_links(config: SyntheticConfig, communities: Array) -> _HalfLinks:
+    generator, count, classes = _generator(config, stage=1), config.num_communities, config.classes
+    blocks = count // classes
+    community = (communities % classes) * blocks + communities // classes
+    order = np.argsort(community, kind="stable").astype(id_dtype(config.nodes))
+    place = np.empty_like(order)
+    place[order] = np.arange(config.nodes, dtype=order.dtype)
+    first = np.searchsorted(community[order], np.arange(count + 1))
+    # Links to anywhere reach the own class, too.
+    anywhere = min(1.0, (1 - config.homophily) * classes / (classes - 1)) if classes > 1 else 0.0
+    near = min(config.homophily * config.locality, 1 - anywhere)
+    spans = np.array([1, blocks, count])
+    weights = _weights(config, generator, config.degree)
+    ends = np.zeros((3, config.nodes + 1), np.int64)
+    for level, share in enumerate((near, 1 - anywhere - near, anywhere)):
+        counts = ends[level, 1:]
+        counts[:] = weights * share + generator.random(config.nodes)
+        if level == 0:
+            np.maximum(counts, 1, out=counts)
+        np.cumsum(counts, out=counts)
+        # Half-links are joined in pairs: the last node of an odd number has one more.
+        last = first[:: spans[level]][1:]
+        odd = np.diff(ends[level, last], prepend=0) & 1
+        more = np.zeros(config.nodes + 1, np.int8)
+        np.add.at(more, last, odd)
+        ends[level] += np.cumsum(more, dtype=np.int32)
+    keys = generator.integers(0, 1 << 63, 3, dtype=np.uint64)
+    return _HalfLinks(
+        order=order, place=place, community=community, first=first, ends=ends, spans=spans, keys=keys
+    )
+
+
+def _stream_edges(config: SyntheticConfig, communities: Array, sources: Spill) -> Array:
+    """Append the sources of all edges, by (destination, source); return the (N + 1,) indptr."""
+    links = _make_half_links(config, communities)
+    indptr = np.zeros(config.nodes + 1, np.int64)
+    step = max(1, int(_ROWS_AT_ONCE / config.degree))
+    total = int(links.ends[:, -1].sum())
+    with progress("drawing edges", total, enabled=total >= _SHOWN_FROM) as advance:
+        for first in range(0, config.nodes, step):
+            at = links.place[first : first + step]
+            drawn = int((links.ends[:, at + 1] - links.ends[:, at]).sum())
+            out = np.empty(drawn, links.order.dtype)
+            count = _draw_sources(links, first, out, indptr[first + 1 : first + 1 + len(at)])
+            sources.append(out[:count])
+            advance(drawn)
+    return np.cumsum(indptr, out=indptr)
+
+
+@njit(cache=True, nogil=True)
+def _draw_sources(links: _HalfLinks, node: int, out: Array, counts: Array) -> int:
+    """Write the ascending distinct sources of ``node`` and the next ones, and their numbers to ``counts``."""
+    order, place, community, first, ends, spans, keys = links
+    total = 0
+    for i in range(len(counts)):
+        start, own = total, place[node + i]
+        for level in range(len(spans)):
+            segment = community[node + i] // spans[level]
+            low, high = first[segment * spans[level]], first[(segment + 1) * spans[level]]
+            offsets = ends[level, low : high + 1]
+            size, key = offsets[-1] - offsets[0], mix(keys[level] ^ np.uint64(segment))
+            for half in range(ends[level, own], ends[level, own + 1]):
+                joined = _permuted(half - offsets[0], size, key, False) ^ 1
+                partner = offsets[0] + _permuted(joined, size, key, True)
+                other = low + np.searchsorted(offsets, partner, side="right") - 1
+                if other != own:
+                    out[total] = order[other]
+                    total += 1
+        out[start:total].sort()
+        end, total = total, start
+        for at in range(start, end):
+            if total == start or out[at] != out[total - 1]:
+                out[total] = out[at]
+                total += 1
+        counts[i] = total - start
+    return total
+
+
+@njit(cache=True, nogil=True)
+def _permuted(number: int, size: int, key: np.uint64, inverse: bool) -> int:
+    """Return the place of ``number`` in a keyed permutation of [0, size), or the number at a place.
+
+    A Feistel network over the rows and columns of a square (Black and Rogaway 2002), repeated until the
+    result is below ``size``.
+    """
+    width = int(math.sqrt(size)) + 1
+    height = (size + width - 1) // width
+    while True:
+        row, column = number // width, number % width
+        for step in range(_ROUNDS):
+            turn = _ROUNDS - 1 - step if inverse else step
+            fixed, bound = (row, width) if turn & 1 else (column, height)
+            word = np.int64(full_word(key, _ROUNDS * fixed + turn) >> np.uint64(32))
+            shift = int((word * bound) >> 32)
+            if inverse:
+                shift = bound - shift
+            if turn & 1:
+                column += shift if column + shift < width else shift - width
+            else:
+                row += shift if row + shift < height else shift - height
+        number = row * width + column
+        if number < size:
+            return number
 
 
 @final
@@ -302,17 +522,14 @@ def _generator(config: SyntheticConfig, stage: int) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence([config.seed, stage])))
 
 
-def _features(config: SyntheticConfig, true_classes: Array) -> Array:
+def _features(config: SyntheticConfig, true_classes: Array) -> Iterator[Array]:
     generator = _generator(config, stage=2)
     centres = generator.standard_normal((config.classes, config.features), dtype=np.float32)
     centres *= np.float32(config.signal)
-    features = np.empty((config.nodes, config.features), dtype=np.float32)
     rows_at_once = max(1, _FEATURE_VALUES_AT_ONCE // config.features)
     for first in range(0, config.nodes, rows_at_once):
-        piece = features[first : first + rows_at_once]
-        generator.standard_normal(out=piece, dtype=np.float32)
-        piece += centres[true_classes[first : first + rows_at_once]]
-    return features
+        classes = true_classes[first : first + rows_at_once]
+        yield generator.standard_normal((len(classes), config.features), dtype=np.float32) + centres[classes]
 
 
 def _labels(config: SyntheticConfig, true_classes: Array) -> Array:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from dglx_dist.data.external_memory import Budget, Workspace
+from dglx_dist.data.partition.one_pass import Hash
 from dglx_dist.data.storage import writer
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.errors import ConfigError, DatasetError, DglxError, StorageError
@@ -105,6 +106,7 @@ KILLED = """
 import os, signal, sys
 from dglx_dist.cli import main
 from dglx_dist.data import external_memory
+from dglx_dist.data.partition.one_pass import Hash
 from dglx_dist.data.storage import writer
 
 def run(module, name, calls):
@@ -273,7 +275,7 @@ print("but in files it does")
 
 
 def test_edges_larger_than_the_memory_are_partitioned(tmp_path: Path) -> None:
-    num_nodes, num_edges, extra = 100_000, 4_000_000, 50 << 20
+    num_nodes, num_edges, extra = 100_000, 5_000_000, 40 << 20
     random = np.random.default_rng(0)
     ends = random.integers(0, num_nodes, (2, num_edges), dtype=np.int32)
     graph = RawGraph(name="g", num_nodes={NODE_TYPE: num_nodes}, edges={EDGE_TYPE: (ends[0], ends[1])})
@@ -315,3 +317,11 @@ def test_sources_that_are_read_at_once_say_what_to_do(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=f"{name}.* {said}.* or grant more --memory"):
             load_graph(tmp_path / name, workspace=few)
         assert load_graph(tmp_path / name, workspace=enough).total_nodes == 2
+
+
+def test_a_method_that_knows_of_no_limit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, work = random_homogeneous(0), Workspace(folder=tmp_path / "work", budget=Budget(work=32 * 150 - 1))
+    monkeypatch.setattr(Hash, "external", False)
+    plan = PartitionPlan(num_parts=2, method="hash", memory=PLENTY)
+    with pytest.raises(ConfigError, match=r"method hash holds .* 4.8 KB; take one of contiguous, .*kaminpar"):
+        partition_to_disk(graph, tmp_path / "out", plan, workspace=work)

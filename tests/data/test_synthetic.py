@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import resource
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from dglx_dist.data.synthetic import SyntheticConfig, assign_communities, generate, parse_config
+from dglx_dist.data.storage.reader import open_dataset
+from dglx_dist.data.synthetic import (
+    SyntheticConfig,
+    assign_communities,
+    generate,
+    parse_config,
+    write_streamed,
+)
 from dglx_dist.data.validate import check_raw_graph
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, RawGraph
@@ -165,3 +174,48 @@ def test_a_crowded_community_is_filled_until_the_number_of_edges_is_reached(seed
     source_ids, destination_ids = ends(generate(config))
     assert len(np.unique(source_ids.astype(np.int64) * 40 + destination_ids)) == 200
     assert len(np.unique(source_ids)) == 40
+
+
+def test_streamed_graphs_are_symmetric_and_like_those_in_memory(
+    tmp_path: Path,
+) -> None:
+    config = dataclasses.replace(SMALL, nodes=20_001, degree=25, communities=40, label_noise=0)
+    write_streamed(config, tmp_path / "g", feature_dtype="float16")
+    dataset = open_dataset(tmp_path / "g", verify="full")
+    part = dataset.part(0)
+    degrees, sources = np.diff(part.indptr(EDGE_TYPE)), part.indices(EDGE_TYPE).astype(np.int64)
+    destinations = np.repeat(np.arange(config.nodes), degrees)
+    keys = destinations * config.nodes + sources
+    assert (np.diff(keys) > 0).all()
+    assert (sources != destinations).all()
+    assert np.array_equal(np.sort(sources * config.nodes + destinations), keys)
+    assert np.array_equal(part.original_edge_ids(EDGE_TYPE), np.arange(len(keys)))
+    # The same settings in memory: shares within 0.02, degrees within a tenth.
+    graph, communities = generate(config), assign_communities(config)
+    ours, theirs = (sources, destinations), ends(graph)
+    for per in (config.classes, config.num_communities):
+        share, other = (np.mean(communities[a] % per == communities[b] % per) for a, b in (ours, theirs))
+        assert share == pytest.approx(other, abs=0.02)
+    usual = np.bincount(theirs[1], minlength=config.nodes)
+    for measure in (np.mean, np.median, np.max):
+        assert measure(degrees) == pytest.approx(measure(usual), rel=0.15)
+    columns = columns_of(graph)
+    assert np.array_equal(part.node_data(NODE_TYPE, "feat"), columns.pop("feat").astype(np.float16))
+    for name, values in columns.items():
+        assert np.array_equal(part.node_data(NODE_TYPE, name), values)
+    again = write_streamed(config, tmp_path / "again", feature_dtype="float16")
+    assert again.checksum == dataset.manifest.checksum
+
+
+def test_streamed_graphs_have_no_edges_in_memory(tmp_path: Path) -> None:
+    config = SyntheticConfig(nodes=20_000, degree=400, features=4, communities=10)
+    write_streamed(dataclasses.replace(config, degree=25), tmp_path / "compiled")
+    held = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    # 7.4 M edges have 30 MB of sources; a piece of a million has 4 MB.
+    resource.setrlimit(resource.RLIMIT_DATA, (held + (24 << 20), limits[1]))
+    try:
+        manifest = write_streamed(config, tmp_path / "large")
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, limits)
+    assert manifest.num_edges(EDGE_TYPE) > 6_000_000

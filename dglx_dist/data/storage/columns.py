@@ -14,7 +14,7 @@ import math
 import mmap
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -84,9 +84,24 @@ def write_column(path: Path, info: ColumnInfo, num_rows: int, chunks: Iterable[A
     return _write_file(path, values, metadata, [_Body((_bytes(chunk) for chunk in chunks), num_bytes)])
 
 
-def write_strings(path: Path, values: Array) -> FileInfo:
-    """Write a unicode array (N,) as an Arrow string column."""
-    return _write_file(path, pa.array(values.tolist(), pa.large_string()), {"dtype": "string"}, ())
+def write_strings(path: Path, num_rows: int, pieces: Callable[[], Iterable[Array]]) -> FileInfo:
+    """Write ``num_rows`` texts, the unicode arrays (k,) that ``pieces`` yields; it is called three times."""
+
+    def buffers() -> Iterator[tuple[Array, Array]]:
+        for piece in pieces():
+            _, ends, data = pa.array(piece.tolist(), pa.large_string()).buffers()
+            offsets = np.frombuffer(ends, np.int64)[1 : len(piece) + 1]
+            yield offsets, np.frombuffer(data or b"", np.uint8)[: offsets[-1]]
+
+    def ends() -> Iterator[Array]:
+        before = 0
+        yield np.zeros(1, np.int64)
+        for offsets, data in buffers():
+            yield offsets + before
+            before += len(data)
+
+    num_bytes = sum(len(data) for _, data in buffers())
+    return write_string_chunks(path, num_rows, num_bytes, ends(), (data for _, data in buffers()))
 
 
 def write_string_chunks(
@@ -130,6 +145,19 @@ def read_column(path: Path, name: str, info: ColumnInfo | None = None, num_rows:
 
 def read_strings(path: Path, name: str, num_rows: int) -> Array:
     """Return a copy of the unicode array (N,) of one file; errors as :func:`read_column`."""
+    return np.array(_open_strings(path, name, num_rows).to_pylist(), dtype=np.str_)
+
+
+def string_pieces(path: Path, name: str, num_rows: int, step: int) -> Iterator[Array]:
+    """Yield the texts of one file as unicode arrays (k,) of one dtype; errors as :func:`read_column`."""
+    column, starts = _open_strings(path, name, num_rows), range(0, num_rows, step)
+    lists = (column.slice(first, step).to_pylist() for first in starts)
+    width = max((len(text) for texts in lists for text in texts), default=0)
+    for first in starts:
+        yield np.array(column.slice(first, step).to_pylist(), dtype=f"U{max(width, 1)}")
+
+
+def _open_strings(path: Path, name: str, num_rows: int) -> pa.Array:
     column, metadata = _open_column(path, name)
     if metadata.get("dtype") != "string" or len(column) != num_rows:
         raise StorageError(f"{path} does not hold {num_rows} strings; partition the graph again")
@@ -137,7 +165,7 @@ def read_strings(path: Path, name: str, num_rows: int) -> Array:
         column.validate(full=True)  # offsets of the texts are used unchecked
     except pa.ArrowException as problem:
         raise _damaged(name, path, problem) from problem
-    return np.array(column.to_pylist(), dtype=np.str_)
+    return column
 
 
 def checksum(path: Path) -> FileInfo:

@@ -26,6 +26,8 @@ from dglx_dist.data.storage.columns import (
     node_folder,
     read_column,
     read_strings,
+    safe_name,
+    string_pieces,
 )
 from dglx_dist.data.storage.files import PARTIAL_SUFFIX, read_small, replaced_file
 from dglx_dist.data.storage.manifest import Manifest, StoredArray, part_arrays, read_manifest
@@ -36,6 +38,7 @@ from dglx_dist.records import Array, EdgeType, RawGraph
 Verify: TypeAlias = Literal["auto", "full", "never"]
 
 _LOG = logging.getLogger(__name__)
+_TEXTS_AT_ONCE = 1 << 16
 _PROGRESS_BYTES = 1 << 28
 """Progress is shown for more bytes than this."""
 
@@ -267,10 +270,21 @@ class StoredPart:
         """Return (E_part,) int64 positions of the edges in the source."""
         return self._array(f"{self._edge_folder(etype)}/original_ids.arrow")
 
-    def user_ids(self, ntype: str) -> Array | None:
-        """Return (n,) int64 or unicode ids of the user, or None; strings are copied."""
-        path = f"{self._node_folder(ntype)}/user_ids.arrow"
-        return self._array(path) if ntype in self._manifest.user_ids else None
+    def user_ids(self, ntype: str, workspace: Workspace | None = None) -> Array | None:
+        """Return (n,) int64 or unicode ids of the user, or None; strings are copied, into a ``workspace``."""
+        path, kind = f"{self._node_folder(ntype)}/user_ids.arrow", self._manifest.user_ids.get(ntype)
+        if kind != "string" or workspace is None or not self.num_nodes(ntype):
+            return self._array(path) if kind is not None else None
+
+        def write(folder: Path) -> None:
+            stored = self._stored[path].num_rows
+            for piece in string_pieces(self._folder / path, path, stored, _TEXTS_AT_ONCE):
+                # The file is called by its dtype.
+                with (folder / piece.dtype.str[1:]).open("ab") as file:
+                    file.write(piece.view(np.uint8).data)
+
+        (file,) = workspace.stage(f"ids-{safe_name(ntype)}", write).iterdir()
+        return map_rows(file, file.name)
 
     def _node_folder(self, ntype: str) -> str:
         _known(self._manifest.node_columns, ntype, "node type", self._folder)
@@ -319,7 +333,7 @@ def graph_of(dataset: StoredDataset, workspace: Workspace | None = None) -> RawG
                 )
     part = dataset.part(0)
     destinations = _destinations(part, manifest, workspace)
-    found = {ntype: part.user_ids(ntype) for ntype in manifest.user_ids}
+    found = {ntype: part.user_ids(ntype, workspace) for ntype in manifest.user_ids}
     return RawGraph(
         name=manifest.name,
         num_nodes={ntype: manifest.num_nodes(ntype) for ntype in manifest.node_types},

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -489,7 +490,8 @@ class _PartWriter:
             self._rows(f"{folder}/original_ids.arrow", IDS, rows, None)
             path = f"{folder}/user_ids.arrow"
             if user_ids is not None and user_ids.dtype.kind == "U":
-                self.files[path] = write_strings(self._folder / path, user_ids[rows])
+                pieces = partial(_pieces, user_ids, rows)
+                self.files[path] = write_strings(self._folder / path, len(rows), pieces)
             elif user_ids is not None:
                 self._rows(path, IDS, rows, user_ids)
             for name, info in columns.items():
@@ -560,6 +562,11 @@ class _PartWriter:
                 self._advance(chunk.nbytes)
 
         self.files[path] = write_column(self._folder / path, info, int(num_rows), counted())
+
+
+def _pieces(column: Array, rows: Array) -> Iterator[Array]:
+    step = max(1, CHUNK_BYTES // max(1, column.itemsize))
+    return (column[rows[first : first + step]] for first in range(0, len(rows), step))
 
 
 def take_rows(column: NodeColumn, rows: Array | range) -> Array:
