@@ -179,13 +179,12 @@ def train_dataset(plan: TrainConfig) -> Trained:
         before = read_epochs(folder) if plan.resume else ()
 
         def start() -> None:
+            # Once the checkpoint is loaded: one that is damaged must not cost the results of the run.
             if writes:
                 start_run(folder, config, keep_metrics=plan.resume, plan=choice)
 
-        # Once the checkpoint is loaded: one that is damaged must not cost the results of the run.
-        begin = partial(run_on_all_ranks, session, start)
         append = partial(append_epoch, folder) if writes else lambda _record: None
-        wrapped, result = _fit(plan, g, ntype, built, facts, begin, append)
+        wrapped, result = _fit(plan, g, ntype, built, facts, start, append)
         epochs = (*(e for e in before if e.epoch < result.first_epoch), *result.epochs)
         costs = facts_of(wrapped, session, result)
         summary = summarise(costs, epochs)
