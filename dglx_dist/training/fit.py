@@ -294,7 +294,7 @@ class FitConfig(RunOptions):
     configuration: Mapping[str, object] = field(default_factory=dict)
     """More facts, JSON values, that must be the same where a run goes on from a checkpoint that it finds."""
     on_begin: Callable[[], None] | None = None
-    """Called on all ranks once the checkpoint is loaded, before the first step; not if all epochs are done."""
+    """Called on all ranks once the checkpoint is loaded, before the first step; not without epochs to do."""
     num_layers: int | None = None
     """For models without ``inference_layers()``: see :func:`dglx_dist.training.inference.evaluate`."""
     show_progress: bool = True
@@ -393,9 +393,8 @@ def train(
     enabled = config.show_progress and g.session.topology.rank == 0 and run.has_epochs
     bar = progress(_progress_title(run.result.first_epoch, config.epochs), steps, enabled=enabled)
     trace = None if config.trace is None else Path(config.trace).absolute()
-    begin = config.on_begin if run.has_epochs else None
-    started = _started(g.session, begin, stoppable=config.checkpoint_folder is not None)
-    with started, recording(trace, config.trace_steps, g.session) as count_step, bar as advance:
+    count = recording(trace, config.trace_steps, g.session)
+    with _started(g.session, config, is_over=not run.has_epochs), count as count_step, bar as advance:
 
         def after_step() -> None:
             count_step()
@@ -421,10 +420,10 @@ def train(
 
 
 @contextmanager
-def _started(session: Session, begin: Callable[[], None] | None, *, stoppable: bool) -> Iterator[None]:
+def _started(session: Session, config: FitConfig, *, is_over: bool) -> Iterator[None]:
     # What rank 0 says after this, such as that training starts, is true of all ranks: they can be stopped.
-    with session.stoppable() if stoppable else nullcontext():
-        run_on_all_ranks(session, begin or (lambda: None))
+    with nullcontext() if config.checkpoint_folder is None else session.stoppable():
+        run_on_all_ranks(session, (lambda: None) if is_over or not config.on_begin else config.on_begin)
         yield
 
 
