@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dglx_dist.comm.collectives import broadcast_json, check_equal, gather_json, run_on_all_ranks
-from dglx_dist.comm.devices import device_memory, device_words, peak_device_memory
+from dglx_dist.comm.devices import device_memory
 from dglx_dist.comm.session import Session
 from dglx_dist.comm.topology import Topology
 from dglx_dist.data.storage.files import machine_memory, peak, read_size, resident
@@ -395,7 +395,9 @@ def plan_summary(value: Mapping[str, Any]) -> dict[str, object]:
 def facts_of(model: nn.Module, session: Session, result: FitResult) -> dict[str, Any]:
     """Return strategy, ranks, exact accuracies, the model's device, most memory of any rank; collective."""
     device = float_of(model).device
-    peaks: Sequence[Any] = gather_json([peak(), peak_device_memory(device)], session)
+    on_gpu = device.type == "cuda"
+    held = torch.cuda.max_memory_reserved(device) if on_gpu else None
+    peaks: Sequence[Any] = gather_json([peak(), held], session)
     on_device = [of_rank for _, of_rank in peaks if of_rank is not None]
     return {
         "strategy": session.strategy,
@@ -405,6 +407,6 @@ def facts_of(model: nn.Module, session: Session, result: FitResult) -> dict[str,
         "test_accuracy": result.test_accuracy,
         "val_accuracy": result.val_accuracy,
         "peak_memory_bytes": max(in_all for in_all, _ in peaks),
-        "device": device_words(device),
+        "device": f"cuda ({torch.cuda.get_device_name(device)})" if on_gpu else str(device),
         "peak_device_memory_bytes": max(on_device, default=None),
     }

@@ -247,8 +247,7 @@ def _assign(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None) -
     if workspace is not None:
         _check_fits(graph, plan.partitioner, workspace)
     if plan.trainers_per_part == 1:
-        partitioner = PARTITIONERS.get(plan.partitioner)(plan.options)
-        partitioner.workspace = workspace
+        partitioner = PARTITIONERS.get(plan.partitioner)(plan.options).within(workspace, graph)
         parts = partitioner.assign(graph, plan.num_parts, plan.seed)
         return _Split(parts=parts, quality=measure(graph, parts))
     size = (plan.num_parts, plan.trainers_per_part)

@@ -41,13 +41,11 @@ def report_error(error: Exception, *, debug: bool) -> None:
         Console(stderr=True, soft_wrap=True).print_exception()
     elif LAUNCHED not in sys.argv:
         rank = f"rank {read_topology().rank}: " if launched_by_torchrun() else ""
-        say(f"{rank}{_message(error)}", "red")
-
-
-def _message(error: Exception) -> str:
-    if isinstance(error, DglxError):
-        return f"error: {error}"
-    return f"unexpected {type(error).__name__}: {error}\nrun the same command with --debug for the traceback"
+        kind, more = "error", ""
+        if not isinstance(error, DglxError):
+            kind = f"unexpected {type(error).__name__}"
+            more = "\nrun the same command with --debug for the traceback"
+        say(f"{rank}{kind}: {error}{more}", "red")
 
 
 def write(text: str, style: str = "") -> None:

@@ -56,7 +56,9 @@ def main(arguments: Sequence[str]) -> int:
     end_with_parent()
     be_parent()
     told = _Signals()
-    file, arguments = _failure_file(arguments)
+    file = None
+    if arguments[:1] == ["--failure-file"]:
+        file, arguments = Path(arguments[1]), arguments[2:]
     # The agent logs each rank that it ends, which hides the cause.
     logging.disable(logging.ERROR)
     try:
@@ -187,12 +189,6 @@ def write_failure(file: Path, rank: int, failure: ProcessFailure) -> None:
     }
     with replaced_file(file) as partial:
         partial.write_text(json.dumps(record))
-
-
-def _failure_file(arguments: Sequence[str]) -> tuple[Path | None, Sequence[str]]:
-    if arguments[:1] == ["--failure-file"]:
-        return Path(arguments[1]), arguments[2:]
-    return None, arguments
 
 
 def _recorded(failure: ProcessFailure) -> str:

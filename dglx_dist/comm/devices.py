@@ -157,16 +157,6 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def peak_device_memory(device: torch.device) -> int | None:
-    """Return the most bytes that torch has held on the GPU in this process; None on the CPU."""
-    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
-
-
 def device_memory(device: torch.device) -> int:
     """Return the bytes of the GPU's memory; 0 on the CPU."""
     return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0
-
-
-def device_words(device: torch.device) -> str:
-    """Return ``cpu``, or the GPU with the name of its model."""
-    return f"cuda ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)

@@ -27,7 +27,7 @@ import numpy as np
 from dglx_dist.comm.auth import Credentials, derived_key
 from dglx_dist.comm.collectives import barrier
 from dglx_dist.comm.rendezvous import interface_address
-from dglx_dist.comm.rpc import Handler, PeerAddress, open_endpoints
+from dglx_dist.comm.rpc import PeerAddress, open_endpoints
 from dglx_dist.comm.session import Session, SessionField
 from dglx_dist.comm.topology import read_settings
 from dglx_dist.errors import PeerError
@@ -42,7 +42,7 @@ _HELLO = struct.Struct("!8sI32s")
 _MAGIC = b"dglxstr1"
 _NONCE_BYTES = _PROOF_BYTES = 32
 _HANDSHAKE_S = 5.0
-"""How long an unauthenticated connection may block the next one."""
+"""For each of the two messages of an unauthenticated connection, which blocks the next one meanwhile."""
 _CHECK_EVERY_S = 1.0
 
 
@@ -59,7 +59,11 @@ def open_streams(session: Session) -> dict[int, socket.socket]:
     with ExitStack() as undo:
         listener = undo.enter_context(socket.create_server((address, 0), family=family, backlog=world_size))
         offers = {peer: _key(session, rank, peer) for peer in range(rank + 1, world_size)}
-        session.rpc.register(_OFFER, _offerer(address, listener.getsockname()[1]))
+        where: list[Array] = [
+            np.frombuffer(address.encode(), np.uint8),
+            np.array([listener.getsockname()[1]]),
+        ]
+        session.rpc.register(_OFFER, lambda _name, _arrays: where)
         undo.callback(session.rpc.unregister, _OFFER)
         barrier(session, _OPENING)
         connected: dict[int, socket.socket] = {}
@@ -82,11 +86,6 @@ def open_streams(session: Session) -> dict[int, socket.socket]:
 def _key(session: Session, listens: int, connects: int) -> bytes:
     assert session.store is not None
     return derived_key(session.store.key, "stream", listens, connects)
-
-
-def _offerer(address: str, port: int) -> Handler:
-    where: list[Array] = [np.frombuffer(address.encode(), dtype=np.uint8), np.array([port], dtype=np.int64)]
-    return lambda _name, _arrays: where
 
 
 def _connect(session: Session, peer: int) -> socket.socket:
@@ -163,12 +162,16 @@ def _proof(secret: bytes, role: bytes, connecting: bytes, listening: bytes) -> b
 
 
 def _read(connection: socket.socket, size: int) -> bytes:
-    read = b""
+    """Read within the connection's time-out, which holds for all of it: others come byte by byte."""
+    read, limit_s = b"", connection.gettimeout() or 0.0
+    deadline = time.monotonic() + limit_s
     while len(read) < size:
+        connection.settimeout(max(deadline - time.monotonic(), 1e-3))
         piece = connection.recv(size - len(read))
         if not piece:
             raise ConnectionResetError("it closed the connection")
         read += piece
+    connection.settimeout(limit_s)
     return read
 
 

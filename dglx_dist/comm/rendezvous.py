@@ -65,8 +65,13 @@ def open_store(rendezvous: Rendezvous, rank: int, world_size: int, timeout_s: fl
             "a free port, and MASTER_ADDR to an address of rank 0's machine, on all ranks"
         ) from error
     except RuntimeError as error:
-        # Only now, since a name may be known later than its first look-up.
-        _check_host(host, port)
+        try:
+            # Only now, since a name may be known later than its first look-up.
+            socket.getaddrinfo(host, port)
+        except OSError as unknown:
+            raise ConfigError(
+                f"MASTER_ADDR={host!r} is no host that this machine knows ({unknown})"
+            ) from None
         if hosts_it:
             reason = _first_line(error)
             raise PeerError(f"rank 0 cannot serve the rendezvous at {host}:{port}: {reason}") from error
@@ -116,13 +121,6 @@ def serve_store(host: str, port: int, world_size: int, timeout: timedelta) -> TC
         return serve()
     except NotImplementedError:  # torch 2.4's default, libuv, takes no socket
         return serve(use_libuv=False)
-
-
-def _check_host(host: str, port: int) -> None:
-    try:
-        socket.getaddrinfo(host, port)
-    except OSError as error:
-        raise ConfigError(f"MASTER_ADDR={host!r} is no host that this machine knows ({error})") from None
 
 
 def _connected_store(host: str, port: int, world_size: int, timeout_s: float) -> Store:

@@ -583,7 +583,11 @@ class Rpc:
         closed.
         """
         if rank == self.rank:
-            return Pending(None, 0, op, self._call_locally(op, name, arrays))
+            try:
+                return Pending(None, 0, op, run_handler(self._handlers, op, name, arrays))
+            except Exception as error:
+                text = f"rank {self.rank} failed at {op} {name!r}: {type(error).__name__}: {error}"
+                raise RemoteError(text) from error
         if self._client is None:
             raise PeerError(f"there is no rank {rank}: this session runs alone")
         call = self._client.send(rank, op, name, arrays)
@@ -636,10 +640,3 @@ class Rpc:
             Server(self._contexts[-1], self.rank, address, credentials, handlers, self._watch)
         )
         return self._servers[-1].endpoint
-
-    def _call_locally(self, op: str, name: str, arrays: Sequence[Array]) -> list[Array]:
-        try:
-            return run_handler(self._handlers, op, name, arrays)
-        except Exception as error:
-            text = f"rank {self.rank} failed at {op} {name!r}: {type(error).__name__}: {error}"
-            raise RemoteError(text) from error

@@ -71,19 +71,12 @@ def agreement_facts(strategy: str, options: Mapping[str, object], seed: int, cur
     return {"strategy": strategy, "options": comparable, "seed": seed, "curve": curve}
 
 
-_AGREEMENT = {
-    "strategy": "give the same --strategy on all ranks",
-    "options": "give the strategy the same options on all ranks",
-    "seed": "give the same seed on all ranks",
-    "curve": "set DGLX_CURVE alike on all ranks",
-}
-
-
 def check_agreement(facts: list[Any]) -> None:
     for problem in [one["no_trace"] for one in facts if one["no_trace"]]:
         raise ConfigError(problem)
-    for name, remedy in _AGREEMENT.items():
-        raise_unless_equal(f"the {name}", [one[name] for one in facts], remedy)
+    same = {"strategy": "give the same --strategy", "options": "give the strategy the same options"}
+    for name, remedy in {**same, "seed": "give the same seed", "curve": "set DGLX_CURVE alike"}.items():
+        raise_unless_equal(f"the {name}", [one[name] for one in facts], f"{remedy} on all ranks")
 
 
 def raise_unless_equal(

@@ -29,9 +29,17 @@ import torch
 from torch import Tensor, nn
 
 from dglx_dist.comm.collectives import broadcast_json, gather_int64, gather_json, run_on_all_ranks
+from dglx_dist.comm.exchange import bytes_of
 from dglx_dist.comm.mailbox import OneSidedExchange
 from dglx_dist.comm.session import Session, SessionField, current_session
-from dglx_dist.data.storage.files import discard, hold_alone, machine_memory, named_failures, publish_over
+from dglx_dist.data.storage.files import (
+    discard,
+    hold_alone,
+    machine_memory,
+    named_failures,
+    publish_over,
+    read_small,
+)
 from dglx_dist.data.storage.row_files import INDEX
 from dglx_dist.errors import CheckpointError, ConfigError, DglxError, Stopped, StorageError
 from dglx_dist.graph.optim import SparseOptimizer
@@ -55,6 +63,15 @@ STATE_NAME = "state.json"
 _REMEDY = "move its folder away, and the checkpoint before it is taken"
 
 
+@contextmanager
+def _storage_errors() -> Iterator[None]:
+    """Raise a StorageError inside as CheckpointError."""
+    try:
+        yield
+    except StorageError as error:
+        raise CheckpointError(str(error)) from error
+
+
 @dataclass(frozen=True, kw_only=True)
 class SavedTensor:
     """A tensor of a checkpoint."""
@@ -68,7 +85,7 @@ class SavedTensor:
     def read(self, name: str) -> Tensor:
         """Read the tensor; raise CheckpointError if its file is too short or its bytes have changed."""
         tensor = torch.empty(self.shape, dtype=self.dtype)
-        raw = _bytes_of(tensor)
+        raw = bytes_of(tensor)
         with self.path.open("rb") as file:
             file.seek(self.first_byte)
             if file.readinto(raw) != len(raw) or zlib.crc32(raw) != self.crc32:
@@ -78,16 +95,12 @@ class SavedTensor:
         return tensor
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
-
-
 def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> dict[str, dict[str, Any]]:
     """Write ``tensors`` into a new file, flushed to disk; return their entries of ``state.json``."""
     entries = {}
     with path.open("wb") as file:
         for name, tensor in tensors.items():
-            raw = _bytes_of(tensor.detach().cpu().contiguous())
+            raw = bytes_of(tensor.detach().cpu().contiguous())
             entries[name] = {
                 "dtype": dtype_name(tensor),
                 "shape": list(tensor.shape),
@@ -140,7 +153,7 @@ def _state_of(folder: Path) -> Iterator[dict[str, Any]]:
     """Read and check ``state.json``; errors of values in the block name the file, as CheckpointError."""
     path = folder / STATE_NAME
     try:
-        state = json.loads(path.read_text(encoding="utf-8"))
+        state = json.loads(read_small(path))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"cannot read {path}: {error}; {_REMEDY}") from error
     try:
@@ -237,25 +250,13 @@ def _check_sparse(checkpoint: Path, indices: Sequence[int], sparse: Sparse) -> N
         folder = _sparse_folder(checkpoint, number)
         if _index_of(folder) != index:
             raise CheckpointError(f"{folder} is damaged, or of another checkpoint; {_REMEDY}")
-        try:
-            optimizer.check_saved(folder)
-        except StorageError as error:
-            raise CheckpointError(str(error)) from error
-
-
-def _load_sparse(sparse: Sparse, checkpoint: Path) -> None:
-    for number, optimizer in enumerate(optimizers_of(sparse)):
-        optimizer.flush()
-        try:
-            optimizer.read_saved(_sparse_folder(checkpoint, number))
-        except StorageError as error:
-            raise CheckpointError(str(error)) from error
+        optimizer.check_saved(folder)
 
 
 def _index_of(folder: Path) -> int:
     """Return the CRC-32 of the index of saved rows, which has those of their files."""
     try:
-        return zlib.crc32((folder / INDEX).read_bytes())
+        return zlib.crc32(read_small(folder / INDEX))
     except OSError as error:
         raise CheckpointError(f"cannot read {folder / INDEX}: {error}; {_REMEDY}") from error
 
@@ -380,10 +381,8 @@ class CheckpointWriter:
         final = self._folder / f"epoch-{epoch:06d}-step-{step:09d}"
         facts = {"version": VERSION, "epoch": epoch, "step": step, "extra": dict(extra)}
         snapshot, copied = self._snapshot(facts, wait=wait)
-        try:
+        with _storage_errors():
             folder = stack.enter_context(shared_partial_folder(session, final))
-        except StorageError as error:
-            raise CheckpointError(str(error)) from error
         self._number += 1
         self._thread = Thread(
             target=self._write, args=(snapshot, folder, final, stack), name="dglx-checkpoint", daemon=True
@@ -431,7 +430,10 @@ class CheckpointWriter:
             of_optimizer, plain = join_optimizer(model, of_optimizer, plain, session)
         tensors = {f"model/{name}": value for name, value in of_model.items()}
         tensors |= {f"optimizer/{name}": value for name, value in of_optimizer.items()}
-        own = _own_share(tensors, session) | _random_state(session)
+        own = _own_share(tensors, session)
+        own[f"random/{session.topology.rank}/cpu"] = torch.get_rng_state()
+        if session.device.type == "cuda":
+            own[f"random/{session.topology.rank}/cuda"] = torch.cuda.get_rng_state(session.device)
         sparse = optimizers_of(self._saved.sparse)
         copies = not wait and self._has_memory(
             [*own.values(), *chain.from_iterable(s.own_rows for s in sparse)]
@@ -680,7 +682,8 @@ def load(
             _check_run(path, state, tensors, session, dataset or {}, loader=loader, random_state=random_state)
             module, saved_tensors = _plain_module(model), _below("optimizer/", tensors)
             check_optimizer(path, state["optimizer"], optimizer, module, saved_tensors)
-            _check_sparse(path, state["sparse"], sparse)
+            with _storage_errors():
+                _check_sparse(path, state["sparse"], sparse)
             prefixes = ("model/", *(["optimizer/"] if optimizer is not None else []))
             same_ranks = state["world_size"] == session.topology.world_size
             prefixes += (f"random/{rank}/",) if random_state and same_ranks else ()
@@ -698,8 +701,16 @@ def load(
     model.load_state_dict(_below("model/", wanted))
     if optimizer is not None:
         optimizer.load_state_dict(of_optimizer)
-    _load_sparse(sparse, path)
-    _restore_random_state(_below(f"random/{rank}/", wanted), session)
+    for number, rows in enumerate(optimizers_of(sparse)):
+        rows.flush()
+        with _storage_errors():
+            rows.read_saved(_sparse_folder(path, number))
+    random = _below(f"random/{rank}/", wanted)
+    if "cpu" in random:
+        torch.set_rng_state(random["cpu"])
+    # A checkpoint of GPUs may be resumed on CPUs, and the other way round.
+    if "cuda" in random and session.device.type == "cuda":
+        torch.cuda.set_rng_state(random["cuda"], session.device)
     return Resumed(path=path, **{name: state[name] for name in ("epoch", "step", "world_size", "extra")})
 
 
@@ -811,19 +822,3 @@ def _check_tensors(values: Mapping[str, object]) -> None:
 
 def _plain_module(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, WrappedModel) else model
-
-
-def _random_state(session: Session) -> dict[str, Tensor]:
-    prefix = f"random/{session.topology.rank}"
-    state = {f"{prefix}/cpu": torch.get_rng_state()}
-    if session.device.type == "cuda":
-        state[f"{prefix}/cuda"] = torch.cuda.get_rng_state(session.device)
-    return state
-
-
-def _restore_random_state(state: Mapping[str, Tensor], session: Session) -> None:
-    if "cpu" in state:
-        torch.set_rng_state(state["cpu"])
-    # A checkpoint of GPUs may be resumed on CPUs, and the other way round.
-    if "cuda" in state and session.device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"], session.device)

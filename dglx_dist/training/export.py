@@ -73,7 +73,8 @@ def write_embeddings(
     is_first = session.topology.rank == 0
 
     def checked() -> tuple[Path, dict[str, DistTensor]]:
-        _check_column(name)
+        if not isinstance(name, str) or name in ("", ID) or not name.isprintable():
+            raise ConfigError(f"name={name!r}; give the column a name other than {ID!r}, of printable text")
         tables = _tables(rows, g)
         g.kvstore.fence()
         return Path(folder).absolute(), tables
@@ -114,13 +115,6 @@ def _tables(rows: DistTensor | Mapping[str, DistTensor], g: DistGraph) -> dict[s
             raise ConfigError(f"{what} has shape {tuple(tensor.shape)}; a row must have at least one value")
         tables[safe_name(owner) if is_mapping else ""] = tensor
     return tables
-
-
-def _check_column(name: str) -> None:
-    if not isinstance(name, str) or name in ("", ID):
-        raise ConfigError(f"name={name!r}; give the column of the rows a name other than {ID!r}")
-    if not name.isprintable():
-        raise ConfigError(f"name={name!r} has unprintable characters; choose another name")
 
 
 def check_target(target: Path, overwrite: bool) -> None:

@@ -134,7 +134,7 @@ def _input_rows(model: nn.Module, block: Any, feature: str, inputs: EntityInputs
 
 
 class TrainingLoader(Positioned, Protocol):
-    """The loader interface of :func:`train_epoch`.
+    """The loader interface of :func:`train_pass`.
 
     Its position has ``epoch`` and ``step``, the completed steps of it.
     """
@@ -155,13 +155,6 @@ class Step:
     """Optimisers of the model's input embeddings."""
     precision: str = FLOAT32
     """Of forward passes."""
-
-
-def train_epoch(
-    step: Step, loader: TrainingLoader, session: Session, epoch: int, after_step: Callable[[], None]
-) -> EpochRecord:
-    """Train one epoch and return its record, without a validation accuracy. Collective."""
-    return _over_ranks(gather_json(train_pass(step, loader, session, after_step, {}), session), epoch)
 
 
 Figures: TypeAlias = Mapping[str, float]
@@ -229,8 +222,8 @@ def _train_step(step: Step, batch: Any, span: Callable[[str], AbstractContextMan
     return found
 
 
-def _over_ranks(ranks: Sequence[Any], epoch: int) -> EpochRecord:
-    """Sum counts and bytes; take the slowest rank's seconds, and phases as means over the ranks.
+def over_ranks(ranks: Sequence[Any], epoch: int) -> EpochRecord:
+    """Sum counts and bytes; take the slowest rank's seconds, and phases as means over the ``ranks``.
 
     Ranks in lock-step wait and exchange at different times, so the sum of the longest phases would exceed the
     epoch. Compute is the remainder.
@@ -664,7 +657,7 @@ class _Run:
                 return None
             pause = self._save(step)
             self._so_far = {**self._so_far, "checkpoint_s": self._so_far.get("checkpoint_s", 0) + pause}
-        record = _over_ranks(gather_json(self._so_far, self._session), self._next)
+        record = over_ranks(gather_json(self._so_far, self._session), self._next)
         self._so_far = {}
         return record
 

@@ -95,11 +95,7 @@ def layers_of(
         raise ConfigError(f"{kind} has no layers to compute; give one callable per layer")
     if between is None:
         return steps
-    return [*(_followed(layer, between) for layer in steps[:-1]), *steps[-1:]]
-
-
-def _followed(layer: InferenceLayer, between: Callable[[Tensor], Tensor]) -> InferenceLayer:
-    return lambda block, h: between(layer(block, h))
+    return [*(lambda block, h, one=one: between(one(block, h)) for one in steps[:-1]), *steps[-1:]]
 
 
 Path: TypeAlias = tuple[str | int, ...]
@@ -467,8 +463,11 @@ def evaluate(  # noqa: PLR0913 - all optional
         results = minibatch_inference(model, g, num_layers, **options, ntypes=[ntype])
     computed = flatten(results)
     try:
-        scores = _scores(computed, output)
-        return _accuracy(scores, g, ntype, label, names)
+        chosen = [rows for path, rows in computed.items() if output is None or output in path]
+        if len(chosen) != 1:
+            paths = ", ".join("".join(f"[{key!r}]" for key in path) for path in computed)
+            raise ConfigError(f"the model returns {paths}; choose the scores with output=")
+        return _accuracy(chosen[0], g, ntype, label, names)
     finally:
         for rows in computed.values():
             rows.delete()
@@ -520,14 +519,6 @@ def labelled_type(g: DistGraph, label: str = LABEL) -> str:
     if len(labelled) > 1:
         raise ConfigError(f"nodes of the types {', '.join(labelled)} have {label!r}; choose one with ntype=")
     return labelled[0]
-
-
-def _scores(computed: _Rows, output: str | int | None) -> DistTensor:
-    chosen = [rows for path, rows in computed.items() if output is None or output in path]
-    if len(chosen) != 1:
-        paths = ", ".join("".join(f"[{key!r}]" for key in path) for path in computed)
-        raise ConfigError(f"the model returns {paths}; choose the scores with output=")
-    return chosen[0]
 
 
 def _accuracy(

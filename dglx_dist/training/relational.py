@@ -259,7 +259,10 @@ class RGCN(RelationalModel):
         for depth in range(layers):
             into, out = widths[depth], widths[depth + 1]
             if num_bases is None:
-                self.weights.append(_weights_of_relations(len(relations), into, out))
+                weights = torch.empty(len(relations), into, out)
+                for weight in weights:
+                    nn.init.xavier_uniform_(weight)
+                self.weights.append(nn.Parameter(weights))
             self.own.append(
                 nn.ModuleDict({module_name(ntype): nn.Linear(into, out) for ntype in self.ntypes})
             )
@@ -285,13 +288,6 @@ class RGCN(RelationalModel):
         return _by_type(rows, num_dst)
 
 
-def _weights_of_relations(num_relations: int, into: int, out: int) -> nn.Parameter:
-    weights = torch.empty(num_relations, into, out)
-    for weight in weights:
-        nn.init.xavier_uniform_(weight)
-    return nn.Parameter(weights)
-
-
 def _edges_by_relation(
     block: Any, ntypes: Sequence[str], etypes: Sequence[EdgeType], num_dst: Mapping[str, int]
 ) -> tuple[Any, dict[int, int], Tensor] | None:
@@ -310,7 +306,9 @@ def _edges_by_relation(
             continue
         indptr, indices, _ = block.adj_tensors("csc", etype)
         degree = indptr.diff()
-        pairs = _with_edges(degree)
+        # Off the CPU all destinations: to count those with edges would wait for the device.
+        pairs = torch.arange(len(degree), device=degree.device)
+        pairs = degree.nonzero(as_tuple=True)[0] if degree.is_cpu else pairs
         sizes[number] = len(pairs)
         sources.append(indices + first_src[etype[0]])
         degrees.append(degree[pairs])
@@ -321,13 +319,6 @@ def _edges_by_relation(
     indptr = F.pad(torch.cat(degrees).cumsum(0, dtype=all_sources.dtype), (1, 0))
     merged = create_block("csc", indptr, all_sources, num_src=sum(num_src.values()), num_dst=len(indptr) - 1)
     return merged, sizes, torch.cat(targets)
-
-
-def _with_edges(degree: Tensor) -> Tensor:
-    """Return the destinations with edges; off the CPU all, since counting them would wait for the device."""
-    if degree.device.type == "cpu":
-        return degree.nonzero(as_tuple=True)[0]
-    return torch.arange(len(degree), device=degree.device)
 
 
 @final

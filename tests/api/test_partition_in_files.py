@@ -275,7 +275,7 @@ print("but in files it does")
 
 
 def test_edges_larger_than_the_memory_are_partitioned(tmp_path: Path) -> None:
-    num_nodes, num_edges, extra = 100_000, 4_000_000, 50 << 20
+    num_nodes, num_edges, extra = 100_000, 5_000_000, 40 << 20
     random = np.random.default_rng(0)
     ends = random.integers(0, num_nodes, (2, num_edges), dtype=np.int32)
     graph = RawGraph(name="g", num_nodes={NODE_TYPE: num_nodes}, edges={EDGE_TYPE: (ends[0], ends[1])})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -80,6 +81,19 @@ def test_strangers_are_refused(said: bytes) -> None:
 def test_silence_ends_by_the_time_limit() -> None:
     with pair(0.2) as (_, two), pytest.raises(TimeoutError):
         admit(two, {3: SECRET})
+
+
+def test_who_speaks_byte_by_byte_gets_no_more_time() -> None:
+    def dribble() -> None:
+        with contextlib.suppress(OSError):
+            for byte in b"GET / HTTP/1.1\r\n" + bytes(60):
+                one.send(bytes([byte]))
+                time.sleep(0.05)
+
+    with pair(0.5) as (one, two):
+        threading.Thread(target=dribble, daemon=True).start()
+        with pytest.raises(TimeoutError):
+            admit(two, {3: SECRET})
 
 
 def swap_with_all(curve: bool) -> None:

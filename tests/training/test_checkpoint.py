@@ -253,6 +253,11 @@ def test_text_that_has_changed_is_refused(saved: Path, old: str | None, new: str
     refused(saved, said)
 
 
+def test_a_huge_state_is_not_read(saved: Path) -> None:
+    os.truncate(saved / "state.json", 1 << 29)
+    refused(saved, "it has more than 268 MB")
+
+
 def test_no_file_of_a_checkpoint_is_a_pickle(saved: Path) -> None:
     assert sorted(path.name for path in saved.iterdir()) == ["state.json", "tensors-0.bin"]
     json.loads((saved / "state.json").read_text())
@@ -405,6 +410,9 @@ def test_several_optimisers_are_saved_in_their_order(tmp_path: Path) -> None:
         (other / "sparse" / "1").rename(tmp_path / "rows")
         shutil.copytree(path / "sparse" / "1", other / "sparse" / "1")
         with pytest.raises(CheckpointError, match=r"sparse/1 is damaged, or of another checkpoint"):
+            checkpoint.load(other, model=model, sparse=both)
+        os.truncate(other / "sparse" / "0" / "index.json", 1 << 29)
+        with pytest.raises(CheckpointError, match="it has more than 268 MB"):
             checkpoint.load(other, model=model, sparse=both)
         checkpoint.load(path, model=model, sparse=both)
         assert [optimizer.lr for optimizer in both] == [0.1, 0.2]

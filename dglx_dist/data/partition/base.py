@@ -148,6 +148,22 @@ class Partitioner(ABC):
                 "choose another method (metis honours balance, tolerance, target_weights, objective and fast)"
             )
 
+    def within(self, workspace: Workspace | None, graph: RawGraph) -> Partitioner:
+        """Return this partitioner, for work in ``workspace``.
+
+        Raises:
+            ConfigError: it works in memory only, which cannot hold the edges of ``graph``.
+        """
+        num_bytes = 16 * graph.total_edges
+        if workspace is not None and not self.external and not workspace.holds(num_bytes):
+            others = [name for name in PARTITIONERS.names() if PARTITIONERS.get(name).external]
+            raise ConfigError(
+                f"{type(self).__name__} works in memory only, where {graph.total_edges} edges take "
+                f"{num_bytes // 10**6} MB; grant more --memory, or choose {', '.join(others)}"
+            )
+        self.workspace = workspace
+        return self
+
     @abstractmethod
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
         """Return the owner of every node; called in one process, for at least 1 part and a seed from 0 on.

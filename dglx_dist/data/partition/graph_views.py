@@ -373,7 +373,8 @@ def write_rows(
     per_entry = dtype.itemsize + (0 if weight_dtype is None else np.dtype(weight_dtype).itemsize)
     largest = int(np.diff(starts).max(initial=0))
     least = per_entry * max(int(starts[-1]) // _MOST_PASSES, largest)
-    step = workspace.remaining(2 * NODE_BYTES * num_rows, least, f"a graph of {num_rows} nodes") // per_entry
+    name = f"a graph of {num_rows} nodes of up to {largest} neighbours"
+    step = workspace.remaining(2 * NODE_BYTES * num_rows, least, name) // per_entry
     position = np.full(num_rows, -1, dtype=np.int64)
     indptr = spill(folder, "indptr", np.int64, [np.zeros(1)])
     all_indices = spill(folder, "indices", dtype)
@@ -496,7 +497,7 @@ def induced_graph(
         # Views, since adding the first id to int32 ids overflows if all types together exceed 2**31.
         of_src, of_dst = new_id[first_id[edge_type[0]] :], new_id[first_id[edge_type[2]] :]
         src, dst = graph.edges[edge_type]
-        for piece in pieces(len(src), 1 << 20):
+        for piece in pieces(len(src), 1 << 17):
             ends = np.stack([of_src[src[piece]], of_dst[dst[piece]]])
             yield ends[:, (ends >= 0).all(axis=0)]
 

@@ -54,9 +54,7 @@ class Hierarchical(Partitioner):
         def split(graph: RawGraph, shares: Array, workspace: Workspace | None) -> Assignment:
             has_targets = options.target_weights is not None
             given = replace(options, target_weights=tuple(shares)) if has_targets else options
-            partitioner = plugin(given)
-            partitioner.workspace = workspace
-            return partitioner.assign(graph, len(shares), seed)
+            return plugin(given).within(workspace, graph).assign(graph, len(shares), seed)
 
         upper = split(whole, shares.sum(axis=1), self._within("servers"))
         first = from_assignment(whole, upper)
@@ -187,8 +185,7 @@ def assign_two_levels(
     if options.target_weights is not None:
         targets = tuple(weight / per_part for weight in options.target_weights for _ in range(per_part))
     two = replace(options, servers=num_parts, workers=per_part, inner=method, target_weights=targets)
-    partitioner = Hierarchical(two)
-    partitioner.workspace = workspace
+    partitioner = Hierarchical(two).within(workspace, graph)
     trainers = partitioner.assign(graph, num_parts * per_part, seed)
     part_of = {ntype: owners // np.int32(per_part) for ntype, owners in trainers.part_of.items()}
     of_levels = ("servers", "workers", "inner", "missed", "target_weights")

@@ -33,8 +33,8 @@ from dglx_dist.records import Array
 log = logging.getLogger(__name__)
 
 _SWEEPS = 5
-_CLUSTER_SHARE = 0.6
-"""A cluster has at most this part of the tolerance of the smallest part, so that parts can be filled."""
+_TOLERANCE = 0.6
+"""Part of the tolerance for the heaviest cluster and for parts of clusters; refining needs the rest."""
 _LEAST_SHRINKING = 0.95
 _NODE_BYTES = (40, 24)
 """Memory for each node, and for each node and weight, of one level."""
@@ -69,6 +69,9 @@ def partition(
 
     def first_parts() -> Array:
         coarsest, columns = levels[-1]
+        if len(levels) == 1:
+            return solve(graph, weights)
+        columns = replace(columns, tolerance=_TOLERANCE * columns.tolerance)
         if fits(coarsest):
             return solve(coarsest, columns)
         # Clusters have reached their largest weight, and their graph is still too large.
@@ -131,7 +134,7 @@ def _adjacency(graph: SymmetricGraph) -> _Adjacency:
 def _clusters(graph: SymmetricGraph, weights: BalanceWeights, key: np.uint64) -> Array:
     """Return the (N,) cluster of each node, numbered in the order of their first members' ids."""
     num_nodes, matrix = graph.num_nodes, _matrix(weights)
-    share = _CLUSTER_SHARE * float(weights.shares.min())
+    share = _TOLERANCE * float(weights.shares.min())
     # No more than what a part may exceed its share by, or capacities would grow with clusters.
     limits = [
         max(float(column.max(initial=0)), tolerance * share * float(column.sum()))
@@ -140,7 +143,7 @@ def _clusters(graph: SymmetricGraph, weights: BalanceWeights, key: np.uint64) ->
     limit = np.broadcast_to(np.array(limits), (num_nodes, len(limits)))
     labels = np.arange(num_nodes, dtype=id_dtype(num_nodes))
     loads = matrix.copy()
-    _propagate(graph, labels, loads, matrix, limit, key=key, what="Clustering")
+    _propagate(graph, labels, loads, matrix, limit, key=key, refining=False)
     members = np.bincount(labels, minlength=num_nodes).astype(labels.dtype)
     few = 2 * int(np.count_nonzero(members)) <= num_nodes
     _join_single(_adjacency(graph), labels, members, loads, matrix, limit, few)
@@ -160,7 +163,7 @@ def _matrix(weights: BalanceWeights) -> Array:
 def _refine(graph: SymmetricGraph, weights: BalanceWeights, parts: Array, capacities: Array) -> Array:
     matrix, limit = _matrix(weights), np.ascontiguousarray(capacities.T)
     loads = np.ascontiguousarray(weights.loads(parts).T.astype(np.int64))
-    _propagate(graph, parts, loads, matrix, limit, key=np.uint64(0), what="Refining")
+    _propagate(graph, parts, loads, matrix, limit, key=np.uint64(0), refining=True)
     return parts
 
 
@@ -172,7 +175,7 @@ def _propagate(
     limit: Array,
     *,
     key: np.uint64,
-    what: str,
+    refining: bool,
 ) -> None:
     """Move nodes to the label of most neighbours, in the order of the file; changes ``labels`` and ``loads``.
 
@@ -183,16 +186,17 @@ def _propagate(
         matrix: (N, C) int64.
         limit: (L, C) float64 that no move exceeds.
         key: Decides between labels of as many neighbours.
-        what: Description of the progress.
+        refining: Whether labels are parts, whose loads should be even, rather than clusters.
     """
     num_nodes, adjacency = graph.num_nodes, _adjacency(graph)
     rating, active = np.zeros(len(loads), dtype=np.int64), np.ones(num_nodes, dtype=np.bool_)
     state = (labels, loads, matrix, limit, rating, active)
+    what = "Refining" if refining else "Clustering"
     with progress(what, _SWEEPS * num_nodes, enabled=num_nodes >= SHOWN_FROM) as advance:
         for _ in range(_SWEEPS):
             moved = 0
             for rows in pieces(num_nodes, 1 << 18):
-                moved += _sweep(adjacency, rows.start, rows.stop, state, key)
+                moved += _sweep(adjacency, rows.start, rows.stop, state, key, refining)
                 advance(rows.stop - rows.start)
             # Nodes without a moved neighbour are skipped, so the last sweeps are short.
             if moved <= num_nodes // 1000:
@@ -206,6 +210,7 @@ def _sweep(
     last: int,
     state: tuple[Array, Array, Array, Array, Array, Array],
     key: np.uint64,
+    refining: bool,
 ) -> int:
     indptr, indices, edge_weights = adjacency
     labels, loads, matrix, limit, rating, active = state
@@ -225,9 +230,15 @@ def _sweep(
             rating[label] = 0
             if links == 0 or links < best_rating or not _has_room(matrix[u], loads[label], limit[label]):
                 continue
-            # Among equal ones the present label wins, then the largest key.
+            # Among equal ones a lighter part wins, else the present label, else the largest key.
             tie_key = mix(key_of_node ^ np.uint64(label))
-            if links > best_rating or (best != home and tie_key > best_key):
+            if best == home:
+                wins = refining and _is_lighter(
+                    matrix[u], loads[label], limit[label], loads[home], limit[home]
+                )
+            else:
+                wins = tie_key > best_key
+            if links > best_rating or wins:
                 best, best_rating, best_key = label, links, tie_key
         if best == home:
             continue
@@ -239,6 +250,14 @@ def _sweep(
         for e in range(indptr[u], indptr[u + 1]):
             active[indices[e]] = True
     return moved
+
+
+@njit(cache=True, nogil=True)
+def _is_lighter(weight: Array, load: Array, limit: Array, home_load: Array, home_limit: Array) -> bool:
+    is_lighter = True
+    for c in range(len(weight)):
+        is_lighter &= weight[c] == 0 or (load[c] + weight[c]) * home_limit[c] < home_load[c] * limit[c]
+    return is_lighter
 
 
 @njit(cache=True, nogil=True)

@@ -24,7 +24,7 @@ from dglx_dist.data.storage.files import peak
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.split import node_split
 from dglx_dist.records import FEATURE, LABEL, NODE_TYPE, EpochRecord
-from dglx_dist.training.fit import NodeClassification, Step, TrainingLoader, train_epoch
+from dglx_dist.training.fit import NodeClassification, Step, TrainingLoader, over_ranks, train_pass
 from dglx_dist.training.inference import evaluate
 from dglx_dist.training.models import build_model
 from scripts.bench.jobs.params import TrainParams, read_params
@@ -143,9 +143,9 @@ def _follow(
 def _epoch(training: _Training, told: TrainParams, epoch: int) -> EpochRecord:
     # So that a rank that was late does not lengthen what the others measure.
     training.g.barrier()
-    record = train_epoch(
-        training.step, cast("TrainingLoader", training.loader), training.g.session, epoch, lambda: None
-    )
+    loader, session = cast("TrainingLoader", training.loader), training.g.session
+    figures = train_pass(training.step, loader, session, lambda: None, {})
+    record = over_ranks(gather_json(figures, session), epoch)
     if told.simulated is None:
         return record
     return replace(record, loss=math.nan, train_accuracy=math.nan)
