@@ -7,11 +7,11 @@ import math
 import mmap
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -31,9 +31,6 @@ from dglx_dist.data.storage.row_files import RowFile, check_replaceable, write_i
 from dglx_dist.errors import ConfigError, DglxError, StorageError
 from dglx_dist.graph.row_kernels import numpy_view, torch_dtype
 from dglx_dist.records import Array, ColumnInfo
-
-if TYPE_CHECKING:
-    from dglx_dist.graph.dist_graph import DistGraph
 
 log = logging.getLogger(__name__)
 
@@ -57,13 +54,13 @@ def check_memory(session: Session, bounds: Array, row_bytes: int, what: str, rem
     run_on_all_ranks(session, check, ConfigError)
 
 
-def warn_of_edges(g: DistGraph, edge_bytes: int) -> None:
+def warn_of_edges(session: Session, edge_bounds: Iterable[Array], edge_bytes: int) -> None:
     """Log a warning if the edges of this machine's servers need more memory than is free; not collective.
 
-    A strategy that holds edges calls it before it reads any; ``edge_bytes`` is what each takes, about.
+    A strategy that holds edges calls it before it reads any. For each edge type, server s has the edges
+    ``bounds[s]:bounds[s + 1]``, of which each takes about ``edge_bytes``.
     """
-    session = g.session
-    found = [_rows_here(session, g.get_edge_partition_policy(etype).bounds) for etype in g.canonical_etypes]
+    found = [_rows_here(session, bounds) for bounds in edge_bounds]
     edges, free = sum(rows for _, rows in found), machine_memory()[1]
     # One message from each machine.
     is_first = session.hosts.index(session.hosts[session.topology.rank]) == session.topology.rank

@@ -68,7 +68,7 @@ class _FullGraphStrategy(Strategy):
         options = self._options
         check_equal(g.session, f"an option of {self.name}", asdict(options))
         request = read_request(self.name, g, indices, sampler, loader_options)
-        warn_of_edges(g, self.edge_bytes)
+        warn_of_edges(g.session, g.edge_bounds, self.edge_bytes)
         maker = PlanMaker(g, gather_seeds(g, request.seeds) if self.gathers_seeds else request.seeds)
         spec = PlanSpec(
             num_layers=request.num_layers,

@@ -55,7 +55,7 @@ class Lambda(Strategy):
     def loader(self, g: DistGraph, indices: Tensor, sampler: Any, **loader_options: Any) -> Any:
         from dglx_dist.strategies.serverless.trainer import IntervalLoader
 
-        warn_of_edges(g, _EDGE_BYTES)
+        warn_of_edges(g.session, g.edge_bounds, _EDGE_BYTES)
         return IntervalLoader(g, indices, sampler, loader_options)
 
     def wrap(self, model: nn.Module, g: DistGraph, reduction: Reduction = "mean") -> WrappedModel:
