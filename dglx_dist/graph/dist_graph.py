@@ -342,6 +342,11 @@ class DistGraph(Shared):
     def get_partition_book(self) -> PartitionBook:
         return self._book
 
+    @property
+    def edge_bounds(self) -> list[Array]:
+        """(S + 1,) int64 of each edge type: server s has the edges ``bounds[s]:bounds[s + 1]``."""
+        return [policy.bounds for policy in self._edge_policies.values()]
+
     def get_node_partition_policy(self, ntype: str) -> PartitionPolicy:
         return self._node_policies[self._known_ntype(ntype)]
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import mmap
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -31,6 +32,8 @@ from dglx_dist.errors import ConfigError, DglxError, StorageError
 from dglx_dist.graph.row_kernels import numpy_view, torch_dtype
 from dglx_dist.records import Array, ColumnInfo
 
+log = logging.getLogger(__name__)
+
 
 def check_memory(session: Session, bounds: Array, row_bytes: int, what: str, remedy: str) -> None:
     """Raise ConfigError on all ranks when rows exceed the free memory of a machine; collective.
@@ -39,9 +42,7 @@ def check_memory(session: Session, bounds: Array, row_bytes: int, what: str, rem
     """
 
     def check() -> None:
-        topology, host = session.topology, session.hosts[session.topology.rank]
-        here = {server for rank, server in enumerate(topology.server_of_rank) if session.hosts[rank] == host}
-        rows = sum(int(bounds[server + 1] - bounds[server]) for server in here)
+        host, rows = _rows_here(session, bounds)
         # The memory's file system (/dev/shm) has its own limit.
         free = min(machine_memory()[1], shutil.disk_usage(session.scratch).free)
         if rows * row_bytes > free:
@@ -51,6 +52,35 @@ def check_memory(session: Session, bounds: Array, row_bytes: int, what: str, rem
             )
 
     run_on_all_ranks(session, check, ConfigError)
+
+
+def warn_of_edges(session: Session, edge_bounds: Iterable[Array], edge_bytes: int) -> None:
+    """Log a warning if the edges of this machine's servers need more memory than is free; not collective.
+
+    A strategy that holds edges calls it before it reads any. For each edge type, server s has the edges
+    ``bounds[s]:bounds[s + 1]``, of which each takes about ``edge_bytes``.
+    """
+    found = [_rows_here(session, bounds) for bounds in edge_bounds]
+    edges, free = sum(rows for _, rows in found), machine_memory()[1]
+    # One message from each machine.
+    is_first = session.hosts.index(session.hosts[session.topology.rank]) == session.topology.rank
+    if is_first and edges * edge_bytes > free:
+        log.warning(
+            "strategy %r holds edges in memory: up to %.3f GB on %s for %d of them, where %.3f GB are free; "
+            "data_parallel and push_pull leave them on disk",
+            session.strategy,
+            edges * edge_bytes / 1e9,
+            found[0][0],
+            edges,
+            free / 1e9,
+        )
+
+
+def _rows_here(session: Session, bounds: Array) -> tuple[str, int]:
+    # This machine, and the rows of its servers.
+    topology, host = session.topology, session.hosts[session.topology.rank]
+    here = {server for rank, server in enumerate(topology.server_of_rank) if session.hosts[rank] == host}
+    return host, sum(int(bounds[server + 1] - bounds[server]) for server in here)
 
 
 @contextmanager

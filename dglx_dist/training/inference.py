@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import dgl
@@ -141,6 +142,9 @@ _NO_EDGE_DATA = (
     "FitConfig(evaluate=...)"
 )
 
+_BATCH_DEGREE = 512
+"""Mean in-degree of a batch, above which it has fewer nodes: its edges are in memory."""
+
 _Rows: TypeAlias = dict[Path, DistTensor]
 _Pass: TypeAlias = Callable[[list[Any], Any], Any]
 """(blocks, rows of their sources) to results of their destinations."""
@@ -175,7 +179,7 @@ def layerwise_inference(
         feature: Node data of the first layer; every node type must have it.
         inputs: Replaces ``feature``: a tensor (features, or ``embedding.weight``) for a graph of one node
             type, else one per node type. The first layer gets a dictionary if this is one.
-        batch_size: Destinations computed at once.
+        batch_size: Most destinations computed at once; fewer where they have over 512 in-edges each.
         layers: ``(block, h) -> h`` per layer; by default the model's ``inference_layers()``. For a wrapped
             model, take them from ``model.whole()`` and pass that as ``model``; or give the name of the
             attribute that holds them, like ``"layers"`` for an ``nn.ModuleList``.
@@ -273,6 +277,19 @@ def batches(share: tuple[int, int], batch_size: int) -> Iterator[tuple[int, int]
         yield start, min(start + batch_size, last)
 
 
+def _batches_of(
+    g: DistGraph, ntype: str, share: tuple[int, int], batch_size: int
+) -> Iterator[tuple[int, int]]:
+    """Cut a rank's ``share`` of the nodes as :func:`batches`, and where a batch has too many in-edges."""
+    structures = [g.structure(etype) for etype in g.canonical_etypes if etype[2] == ntype]
+    most = _BATCH_DEGREE * batch_size
+    for first, last in batches(share, batch_size):
+        ids = np.arange(first, last)
+        edges = np.cumsum(sum((one.in_degrees(ids) for one in structures), np.zeros(len(ids), np.int64)))
+        starts = first + np.flatnonzero(np.diff(np.maximum(edges - 1, 0) // most, prepend=-1))
+        yield from pairwise([*starts.tolist(), last])
+
+
 def whole_of(model: nn.Module) -> nn.Module:
     """Return the user's module with uncut weights. Collective."""
     return model.whole() if isinstance(model, WrappedModel) else model
@@ -336,7 +353,7 @@ def _leaves_of(ntype: str, output: Any, g: DistGraph, count: int) -> dict[Path, 
 
 def _for_all(g: DistGraph, compute: _Compute, batch_size: int, ntypes: Sequence[str], what: str) -> _Rows:
     owned = {ntype: g.get_node_partition_policy(ntype).owned_range for ntype in ntypes}
-    shares = {ntype: list(batches(share, batch_size)) for ntype, share in owned.items()}
+    shares = {ntype: list(_batches_of(g, ntype, share, batch_size)) for ntype, share in owned.items()}
     # All ranks, even without nodes, must know the shapes of the results before allocation.
     started = run_on_all_ranks(
         g.session,

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dglx_dist.comm.collectives import check_equal
 from dglx_dist.comm.session import Session, SessionField
 from dglx_dist.errors import ConfigError
+from dglx_dist.graph.shared_memory import warn_of_edges
 from dglx_dist.strategies.base import Reduction, Strategy, Traits, WrappedModel, check_one_type
 from dglx_dist.strategies.full_graph import cost as costs
 from dglx_dist.strategies.full_graph.loader import (
@@ -44,6 +45,8 @@ class _FullGraphStrategy(Strategy):
     name: ClassVar[str]
     gathers_seeds: ClassVar[bool] = False
     """Whether a server composes its steps from its seeds, in place of one step of all seeds."""
+    edge_bytes: ClassVar[int]
+    """Memory of a machine for each edge of its servers, measured with two layers on one server."""
 
     inspect = staticmethod(check_rows_stay_apart)
     cost = staticmethod(costs.cost)
@@ -65,6 +68,7 @@ class _FullGraphStrategy(Strategy):
         options = self._options
         check_equal(g.session, f"an option of {self.name}", asdict(options))
         request = read_request(self.name, g, indices, sampler, loader_options)
+        warn_of_edges(g.session, g.edge_bounds, self.edge_bytes)
         maker = PlanMaker(g, gather_seeds(g, request.seeds) if self.gathers_seeds else request.seeds)
         spec = PlanSpec(
             num_layers=request.num_layers,
@@ -115,7 +119,7 @@ class FullGraph(_FullGraphStrategy):
     Options: :data:`COMMON` of :class:`FullGraphOptions`. See docs/strategies/full_graph.md.
     """
 
-    name = "full_graph"
+    name, edge_bytes = "full_graph", 60
     traits = Traits(
         unit="full_graph",
         features="rows",
@@ -139,7 +143,7 @@ class SharedPreload(_FullGraphStrategy):
     (``external_...``), training differs from that of one process. See docs/strategies/shared_preload.md.
     """
 
-    name = "shared_preload"
+    name, edge_bytes = "shared_preload", 140
     traits = Traits(
         unit="full_graph",
         features="rows",
@@ -161,7 +165,7 @@ class Cooperative(_FullGraphStrategy):
     Options: :data:`COOPERATIVE` of :class:`FullGraphOptions`. See docs/strategies/shared_preload.md.
     """
 
-    name, gathers_seeds = "cooperative", True
+    name, gathers_seeds, edge_bytes = "cooperative", True, 260
     traits = Traits(
         unit="full_graph",
         features="rows",

@@ -9,12 +9,17 @@ from torch import Tensor, nn
 
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
+from dglx_dist.graph.shared_memory import warn_of_edges
 from dglx_dist.strategies.base import Reduction, Strategy, Traits, WrappedModel
 from dglx_dist.strategies.serverless import cost as costs
 from dglx_dist.strategies.serverless.options import read_lambda_options
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
+
+
+_EDGE_BYTES = 80
+"""Memory of a machine for each edge of its servers, measured with two layers; without that of workers."""
 
 
 @final
@@ -50,6 +55,7 @@ class Lambda(Strategy):
     def loader(self, g: DistGraph, indices: Tensor, sampler: Any, **loader_options: Any) -> Any:
         from dglx_dist.strategies.serverless.trainer import IntervalLoader
 
+        warn_of_edges(g.session, g.edge_bounds, _EDGE_BYTES)
         return IntervalLoader(g, indices, sampler, loader_options)
 
     def wrap(self, model: nn.Module, g: DistGraph, reduction: Reduction = "mean") -> WrappedModel:

@@ -1,0 +1,136 @@
+"""Training when edges do not fit the memory: nothing that a rank allocates grows with their number."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import resource
+from pathlib import Path
+from typing import Any
+
+import dgl
+import numpy as np
+import pytest
+import torch
+
+import dglx_dist as dx
+from dglx_dist.comm.session import start_session
+from dglx_dist.data.storage.writer import write_dataset
+from dglx_dist.graph import shared_memory
+from dglx_dist.graph.dist_graph import DistGraph, StructureMode
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph
+from dglx_dist.training import inference
+from dglx_dist.training.fit import FitConfig
+from dglx_dist.training.inference import layerwise_inference
+from dglx_dist.training.models import build_model
+from tests.helpers.ranks import run_ranks
+
+NODES, DEGREE, MB = 20_000, 800, 2**20
+_ARENA_MAX = -8
+"""Of glibc's mallopt."""
+
+
+def regular(folder: Path, degree: int) -> str:
+    """A graph of NODES x ``degree`` edges in 2 parts; node v has the sources 1, 2, ... after it."""
+    sources = (np.arange(NODES, dtype=np.int32)[:, None] + np.arange(1, degree + 1, dtype=np.int32)) % NODES
+    destinations = np.repeat(np.arange(NODES, dtype=np.int32), degree)
+    rng, number = np.random.default_rng(0), np.arange(NODES)
+    data = {f"{name}_mask": number % 10 == at for at, name in enumerate(("train", "val", "test"))}
+    data |= {"feat": rng.random((NODES, 4), np.float32), "label": number % 3}
+    write_dataset(
+        RawGraph(
+            name="regular",
+            num_nodes={NODE_TYPE: NODES},
+            edges={EDGE_TYPE: (sources.reshape(-1), destinations)},
+            node_data={NODE_TYPE: data},
+            num_classes={NODE_TYPE: 3},
+        ),
+        Assignment(num_parts=2, part_of={NODE_TYPE: (number % 2).astype(np.int32)}, method="hash", seed=0),
+        folder,
+    )
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("large")
+    return [regular(folder / str(degree), degree) for degree in (10, DEGREE)]
+
+
+def _fit(folder: str, structure: StructureMode) -> float:
+    g = DistGraph(folder, structure=structure)
+    model = build_model("sage", 4, 8, 3, 2)
+    config = FitConfig(epochs=1, eval_every=1, eval_batch_size=40, show_progress=False)
+    _, result = dx.fit(model, g, fanouts=[5, 5], batch_size=200, config=config)
+    g.close()
+    return result.epochs[0].loss
+
+
+def limited(folders: list[str], strategy: str, structure: StructureMode) -> float:
+    # A heap for each thread reserves memory of its own.
+    assert ctypes.CDLL(None).mallopt(_ARENA_MAX, 1) == 1
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    with start_session(strategy=strategy, timeout_s=100):
+        # Everything that is loaded and compiled once, and the stacks of threads.
+        _fit(folders[0], structure)
+        gc.collect()
+        lines = Path("/proc/self/status").read_text().splitlines()
+        held = next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmData:"))
+        resource.setrlimit(resource.RLIMIT_DATA, (held + 24 * MB, limits[1]))
+        loss = _fit(folders[1], structure)
+        # The limit bites: the sources of one part.
+        with pytest.raises(MemoryError):
+            np.ones(NODES * DEGREE // 2, np.int32)
+        resource.setrlimit(resource.RLIMIT_DATA, limits)
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("strategy", "structure"),
+    [("data_parallel", "replicated"), ("data_parallel", "partitioned"), ("push_pull", "auto")],
+)
+def test_no_rank_allocates_edges(folders: list[str], strategy: str, structure: StructureMode) -> None:
+    """16 M edges: 64 MB of sources, 32 MB in a part; each rank has 24 MB beyond what 200,000 edges take."""
+    servers = 1 if structure == "partitioned" else 2
+    losses = run_ranks(limited, 2, args=(folders, strategy, structure), ranks_per_server=servers)
+    assert all(np.isfinite(losses))
+
+
+def test_evaluation_takes_fewer_nodes_at_once_where_they_have_many_edges(
+    folders: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inference, "_BATCH_DEGREE", 4)
+    with start_session():
+        g = DistGraph(folders[0])
+        # 8 nodes have 80 in-edges, of which 32 are a batch: the 4th node has edges 30 to 39.
+        found = [*inference._batches_of(g, NODE_TYPE, (0, 16), 8)]
+        assert found == [(0, 3), (3, 6), (6, 8), (8, 11), (11, 14), (14, 16)]
+        assert [*inference._batches_of(g, NODE_TYPE, (5, 5), 8)] == []
+        edges: list[int] = []
+
+        def degree(block: Any, _: Any) -> Any:
+            edges.append(block.num_edges())
+            return block.in_degrees().float()
+
+        computed = layerwise_inference(torch.nn.Identity(), g, batch_size=64, layers=[degree])
+        assert computed[:].tolist() == [10.0] * NODES
+        assert (sum(edges), max(edges)) == (10 * NODES, 260)
+
+
+@pytest.mark.parametrize("strategy", ["full_graph", "shared_preload", "lambda"])
+def test_strategies_that_hold_edges_say_so_before_they_read_any(
+    folders: list[str], strategy: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with start_session(strategy=strategy):
+        g = DistGraph(folders[0])
+        nodes = torch.arange(10)
+        sampler = dgl.dataloading.NeighborSampler(
+            [-1, -1], prefetch_node_feats=["feat"], prefetch_labels=["label"]
+        )
+        for free, said in ((10**9, 0), (10**6, 1)):
+            monkeypatch.setattr(shared_memory, "machine_memory", lambda free=free: (free, free))
+            dx.DataLoader(g, nodes, sampler)
+            warned = [one.getMessage() for one in caplog.records if "edges in memory" in one.getMessage()]
+            assert len(warned) == said
+        assert f"strategy '{strategy}'" in warned[0]
+        assert "for 200000 of them, where 0.001 GB are free" in warned[0]
