@@ -6,28 +6,32 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, final
 
 import numpy as np
+import psutil
 import pyarrow as pa
 
 from dglx_dist.data.allocator import return_memory
+from dglx_dist.data.storage.columns import checksum
 from dglx_dist.data.storage.files import (
     PARTIAL_SUFFIX,
     discard,
     locked,
+    machine_memory,
     named_failures,
     partial_folder,
     publish,
     read_small,
+    readable_bytes,
     remove_abandoned,
     replaced_file,
     resident,
 )
-from dglx_dist.errors import ConfigError, StorageError
+from dglx_dist.errors import ConfigError, DatasetError, StorageError
 from dglx_dist.progress import say
 from dglx_dist.records import Array
 
@@ -59,7 +63,14 @@ class Budget:
 
 
 def open_budget(limit: int) -> Budget:
-    """Return the budget, ``limit`` bytes minus the memory of this process now; ConfigError if too small."""
+    """Return the budget, ``limit`` bytes minus the memory of this process now; ConfigError if too small.
+
+    No more than the machine or the control group has; a lower limit for that reason is printed.
+    """
+    most, _ = machine_memory()
+    if limit > most:
+        say(f"--memory {readable_bytes(limit)} is more than there is here; {readable_bytes(most)} are used")
+        limit = most
     used = resident() + LIBRARY_BYTES
     if limit - used < MIN_WORK_BYTES:
         least = -(-(used + MIN_WORK_BYTES) // 10**6)
@@ -231,14 +242,26 @@ class Workspace:
 
     folder: Path
     budget: Budget
+    intact: set[Path] = field(default_factory=set)
+    """Stages of this process, or of an earlier one and compared with their checksums."""
 
     def stage(self, name: str, make: Callable[[Path], None]) -> Path:
-        """Return ``folder / name``, which ``make`` fills unless it exists; it is complete or absent."""
-        target = self.folder / name
-        if not target.is_dir():
-            with named_failures(self.folder), partial_folder(target) as partial:
-                make(partial)
-                publish(partial, target)
+        """Return ``folder / name``, which ``make`` fills unless it exists; it is complete or absent.
+
+        A stage of an earlier process that does not match its checksums is made again, which is printed.
+        """
+        target, sums = self.folder / name, self.folder / f"{name}.json"
+        with named_failures(self.folder):
+            if target.is_dir() and target not in self.intact and (problem := _damage(target, sums)):
+                say(f"{target} is made again: {problem}")
+                discard(target)
+            if not target.is_dir():
+                with partial_folder(target) as partial:
+                    make(partial)
+                    with replaced_file(sums) as file:
+                        file.write_text(json.dumps(_checksums(partial)))
+                    publish(partial, target)
+        self.intact.add(target)
         return target
 
     def holds(self, num_bytes: int) -> bool:
@@ -253,8 +276,25 @@ class Workspace:
         return self.budget.work - num_bytes
 
 
+def _checksums(folder: Path) -> dict[str, object]:
+    return {path.name: asdict(checksum(path)) for path in sorted(folder.iterdir())}
+
+
+def _damage(stage: Path, sums: Path) -> str | None:
+    try:
+        expected, found = json.loads(read_small(sums)), _checksums(stage)
+        names = expected.keys() | found.keys()
+    except (OSError, ValueError, AttributeError, RecursionError) as problem:
+        return f"its files cannot be checked ({problem})"
+    differing = [name for name in names if expected.get(name) != found.get(name)]
+    return f"{min(differing)} is damaged" if differing else None
+
+
 _KEY, _LOCK = "key.json", "lock"
+_OF_SOURCE = ("arrays", "edges", "ids-")
+"""Stages that are only copies of the source."""
 _IN_MEMORY = Path("/dev/shm")  # refused, not used
+_KINDS_IN_MEMORY = ("tmpfs", "ramfs")
 
 
 @contextmanager
@@ -262,7 +302,8 @@ def open_workspace(folder: Path, settings: Mapping[str, object], limit: int) -> 
     """Open the workspace of one job of ``limit`` bytes of memory, and remove it at the end.
 
     After an error or a kill its finished stages stay, and a job with the same ``settings`` (JSON values)
-    takes them up; which ones is printed.
+    takes them up; which ones is printed. Copies of the source do not stay after a ConfigError or DatasetError
+    alone: the remedy has other settings, which would be refused.
 
     Raises:
         ConfigError: ``folder`` is in memory, or ``limit`` is too small.
@@ -271,12 +312,15 @@ def open_workspace(folder: Path, settings: Mapping[str, object], limit: int) -> 
     folder = folder.absolute()
     if folder.resolve().is_relative_to(_IN_MEMORY):
         raise ConfigError(f"{folder} is in memory; choose a folder on a disk (--scratch DIR)")
+    if (kind := _file_system(folder)) in _KINDS_IN_MEMORY:
+        say(f"{folder} is in memory ({kind}), which --memory does not limit; better choose another --scratch")
     budget = open_budget(limit)
     with ExitStack() as stack:
         with named_failures(folder):
             folder.mkdir(parents=True, exist_ok=True)
             names = {path.name for path in folder.iterdir()}
-            if names and _LOCK not in names:
+            # The key is there before the first stage.
+            if not {_KEY, _LOCK} <= names and any(not name.startswith((_KEY, _LOCK)) for name in names):
                 raise StorageError(
                     f"{folder} holds something else than unfinished work; choose another --scratch"
                 )
@@ -288,13 +332,22 @@ def open_workspace(folder: Path, settings: Mapping[str, object], limit: int) -> 
             remove_abandoned(folder)
         try:
             yield Workspace(folder=folder, budget=budget)
-        except BaseException:
-            if _stages(folder):
+        except BaseException as problem:
+            stages = _stages(folder)
+            if isinstance(problem, (ConfigError, DatasetError)):
+                stages = [name for name in stages if not name.startswith(_OF_SOURCE)]
+            if stages:
                 say(f"finished stages are kept in {folder}: the same command resumes, or remove it")
             else:
                 discard(folder)
             raise
         discard(folder)
+
+
+def _file_system(folder: Path) -> str | None:
+    kinds = {one.mountpoint: one.fstype for one in psutil.disk_partitions(all=True)}
+    place = folder.resolve()
+    return next((kinds[str(one)] for one in (place, *place.parents) if str(one) in kinds), None)
 
 
 def _stages(folder: Path) -> list[str]:
