@@ -8,7 +8,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -327,7 +327,7 @@ def test_unsigned_ids_of_a_npz_are_not_converted_beyond_the_memory(tmp_path: Pat
     for work, refused in ((64_000, True), (65_000, False)):
         workspace = Workspace(folder=tmp_path / "work", budget=Budget(work=work))
         if refused:
-            with pytest.raises(ConfigError, match="dst, features, src are converted in memory, .* 64.1 KB"):
+            with pytest.raises(ConfigError, match=r"dst, features, src are converted in memory, .* 64\.1 KB"):
                 load_graph(tmp_path / "g.npz", workspace=workspace)
         else:
             assert load_graph(tmp_path / "g.npz", workspace=workspace).total_edges == 4000
@@ -354,10 +354,9 @@ def test_what_a_refusal_asks_for_suffices(tmp_path: Path) -> None:
         except ConfigError as problem:
             refusals.append(str(problem))
             memory = re.findall(r"grant --memory (\d+MB)", refusals[-1])[0]
-    assert [re.findall("nodes take|sorted together", one) for one in refusals] == [
-        ["nodes take"],
-        ["sorted together"],
-    ]
+    of_nodes, of_hub = refusals
+    assert "nodes take" in of_nodes
+    assert "sorted together" in of_hub
 
 
 def test_what_a_killed_removal_has_left_is_removed(tmp_path: Path) -> None:
@@ -373,10 +372,10 @@ def test_what_a_killed_removal_has_left_is_removed(tmp_path: Path) -> None:
 
 def test_finished_stages_at_any_depth_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "work"
-    with pytest.raises(ZeroDivisionError), open_workspace(folder, {}, read_size(PLENTY)) as work:
+    with suppress(ZeroDivisionError), open_workspace(folder, {}, read_size(PLENTY)) as work:
         inner = replace(work, folder=folder / "owners.work" / "servers.work")
         inner.stage("symmetric", lambda partial: (partial / "indptr").touch())
-        1 / 0  # noqa: B018
+        raise ZeroDivisionError
     with open_workspace(folder, {}, read_size(PLENTY)):
         pass
     assert "finished before: owners.work/servers.work/symmetric\n" in capsys.readouterr().err
