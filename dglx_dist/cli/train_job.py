@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -33,7 +34,7 @@ from dglx_dist.options import common_fields
 from dglx_dist.planner.workload import check_plannable
 from dglx_dist.records import FEATURE, LABEL, EpochRecord
 from dglx_dist.report.pictures import draw
-from dglx_dist.report.run_folder import PICTURE, append_epoch, read_epochs, start_run, write_run
+from dglx_dist.report.run_folder import PICTURE, SUMMARY, append_epoch, read_epochs, start_run, write_run
 from dglx_dist.report.tables import run_title, summarise
 from dglx_dist.strategies.base import AUTO, WrappedModel, strategy_of
 from dglx_dist.training.checkpoint import read_extra
@@ -178,13 +179,12 @@ def train_dataset(plan: TrainConfig) -> Trained:
         before = read_epochs(folder) if plan.resume else ()
 
         def start() -> None:
+            # Once the checkpoint is loaded: one that is damaged must not cost the results of the run.
             if writes:
                 start_run(folder, config, keep_metrics=plan.resume, plan=choice)
 
-        run_on_all_ranks(session, start)
-        wrapped, result = _fit(
-            plan, g, ntype, built, facts, lambda record: append_epoch(folder, record) if writes else None
-        )
+        append = partial(append_epoch, folder) if writes else lambda _record: None
+        wrapped, result = _fit(plan, g, ntype, built, facts, start, append)
         epochs = (*(e for e in before if e.epoch < result.first_epoch), *result.epochs)
         costs = facts_of(wrapped, session, result)
         summary = summarise(costs, epochs)
@@ -195,7 +195,7 @@ def train_dataset(plan: TrainConfig) -> Trained:
             shown = {name: value for name, value in result.account.items() if name != "text"}
             # A resumed run has no account of its earlier epochs.
             summary["account"] = {"epochs": len(result.epochs), **shown}
-        if writes:
+        if writes and (result.epochs or not (folder / SUMMARY).is_file()):
             write_run(folder, config, epochs, summary, plan=choice)
             _draw(epochs, folder, run_title(summary, config))
         _write_outputs(plan, wrapped, inputs, g, ntype)
@@ -287,6 +287,7 @@ def _fit(
     ntype: str,
     built: Built,
     facts: Mapping[str, object],
+    begin: Callable[[], None],
     after_epoch: Callback,
 ) -> tuple[WrappedModel, FitResult]:
     module, inputs, sparse = built
@@ -294,7 +295,8 @@ def _fit(
     if plan.cache is not None and not g.kvstore.has_cache:
         _cache_features(plan, g, ntype, plan.cache)
     folder, options = Path(plan.out) / CHECKPOINTS, common_fields(plan, FitConfig)
-    config = FitConfig(**options, checkpoint_folder=folder, ntype=ntype, inputs=inputs, configuration=facts)
+    options |= {"ntype": ntype, "inputs": inputs, "configuration": facts, "on_begin": begin}
+    config = FitConfig(**options, checkpoint_folder=folder)
     loader_options: dict[str, Any] = {"depth": plan.depth, "num_threads": plan.loader_threads}
     return fit(
         module,

@@ -35,6 +35,8 @@ from dglx_dist.errors import ConfigError, PeerError
 
 _CHECK_EVERY_S = 1.0
 """Period at which a waiting rank probes those it waits for."""
+_LOCAL_STORE_S = 10.0
+"""For the store of a launcher on this machine, which was there before the ranks; then it has been killed."""
 _FIRST_ERROR = "first_error"
 _SECRET, _SECRET_FILE = "secret", "dglx-secret"
 _SEAL_BYTES = 32
@@ -56,9 +58,13 @@ def open_store(rendezvous: Rendezvous, rank: int, world_size: int, timeout_s: fl
     """
     host, port = rendezvous.host, rendezvous.port
     hosts_it = rank == 0 and not rendezvous.hosted_by_agent
+    limit_s = timeout_s
+    if rendezvous.hosted_by_agent and rendezvous.is_local:
+        limit_s = min(timeout_s, _LOCAL_STORE_S)
     try:
         open_it = _hosted_store if hosts_it else _connected_store
-        store = open_it(host, port, world_size, timeout_s)
+        store = open_it(host, port, world_size, limit_s)
+        store.set_timeout(timedelta(seconds=timeout_s))
     except OSError as error:
         raise PeerError(
             f"rank 0 cannot serve the rendezvous at {host}:{port}: {_first_line(error)}; set MASTER_PORT to "
@@ -77,7 +83,7 @@ def open_store(rendezvous: Rendezvous, rank: int, world_size: int, timeout_s: fl
             raise PeerError(f"rank 0 cannot serve the rendezvous at {host}:{port}: {reason}") from error
         who = "the launcher" if rendezvous.hosted_by_agent else "rank 0"
         raise PeerError(
-            f"rank {rank} found no rendezvous at {host}:{port} within {timeout_s:g} s; "
+            f"rank {rank} found no rendezvous at {host}:{port} within {limit_s:g} s; "
             f"{who} should serve it: is it running, and is the port open? ({_first_line(error)})"
         ) from error
     job = PrefixStore(f"dglx/{rendezvous.job}/{rendezvous.attempt}", store)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
@@ -17,6 +18,8 @@ from dglx_dist.records import EpochRecord
 CONFIG, METRICS, SUMMARY, PICTURE = "config.json", "metrics.jsonl", "summary.json", "picture.png"
 PLAN = "plan.json"
 """The candidates of ``auto``, if it chose the strategy."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +55,8 @@ def start_run(
         if kept:
             # Rewritten, so that later epochs are not appended to an incomplete line.
             _write_epochs(target, kept)
+        if not keep_metrics and (target / SUMMARY).is_file():
+            log.warning("replacing the finished run in %s: no checkpoints, or --overwrite", target)
         stale = [SUMMARY, PICTURE] + ([] if keep_metrics else [METRICS]) + ([PLAN] if plan is None else [])
         for name in stale:
             (target / name).unlink(missing_ok=True)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
-from dglx_dist.comm.collectives import broadcast_json, check_equal, gather_json
+from dglx_dist.comm.collectives import broadcast_json, check_equal, gather_json, run_on_all_ranks
 from dglx_dist.comm.session import Session, agreement_facts
 from dglx_dist.comm.topology import read_launch
 from dglx_dist.comm.trace import COMPUTE
@@ -293,6 +293,8 @@ class FitConfig(RunOptions):
     eval_batch_size: int = 4096
     configuration: Mapping[str, object] = field(default_factory=dict)
     """More facts, JSON values, that must be the same where a run goes on from a checkpoint that it finds."""
+    on_begin: Callable[[], None] | None = None
+    """Called on all ranks once the checkpoint is loaded, before the first step; not without epochs to do."""
     num_layers: int | None = None
     """For models without ``inference_layers()``: see :func:`dglx_dist.training.inference.evaluate`."""
     show_progress: bool = True
@@ -388,11 +390,11 @@ def train(
     run.resume()
     run.check_evaluation()
     steps = len(loader) * (config.epochs - run.result.first_epoch) - run.first_step
-    enabled = config.show_progress and g.session.topology.rank == 0
+    enabled = config.show_progress and g.session.topology.rank == 0 and run.has_epochs
     bar = progress(_progress_title(run.result.first_epoch, config.epochs), steps, enabled=enabled)
     trace = None if config.trace is None else Path(config.trace).absolute()
-    stoppable = nullcontext() if config.checkpoint_folder is None else g.session.stoppable()
-    with stoppable, recording(trace, config.trace_steps, g.session) as count_step, bar as advance:
+    count = recording(trace, config.trace_steps, g.session)
+    with _started(g.session, config, is_over=not run.has_epochs), count as count_step, bar as advance:
 
         def after_step() -> None:
             count_step()
@@ -415,6 +417,14 @@ def train(
     if run.is_stopped:
         raise run.stopped()
     return replace(run.result, account=account)
+
+
+@contextmanager
+def _started(session: Session, config: FitConfig, *, is_over: bool) -> Iterator[None]:
+    # What rank 0 says after this, such as that training starts, is true of all ranks: they can be stopped.
+    with nullcontext() if config.checkpoint_folder is None else session.stoppable():
+        run_on_all_ranks(session, (lambda: None) if is_over or not config.on_begin else config.on_begin)
+        yield
 
 
 def settled(config: Options, checkpoints: str | Path | None, session: Session) -> Options:

@@ -306,9 +306,7 @@ def _edges_by_relation(
             continue
         indptr, indices, _ = block.adj_tensors("csc", etype)
         degree = indptr.diff()
-        # Off the CPU all destinations: to count those with edges would wait for the device.
-        pairs = torch.arange(len(degree), device=degree.device)
-        pairs = degree.nonzero(as_tuple=True)[0] if degree.is_cpu else pairs
+        pairs = _with_edges(degree)
         sizes[number] = len(pairs)
         sources.append(indices + first_src[etype[0]])
         degrees.append(degree[pairs])
@@ -319,6 +317,13 @@ def _edges_by_relation(
     indptr = F.pad(torch.cat(degrees).cumsum(0, dtype=all_sources.dtype), (1, 0))
     merged = create_block("csc", indptr, all_sources, num_src=sum(num_src.values()), num_dst=len(indptr) - 1)
     return merged, sizes, torch.cat(targets)
+
+
+def _with_edges(degree: Tensor) -> Tensor:
+    """Return the destinations with edges; off the CPU all, since counting them would wait for the device."""
+    if degree.is_cpu:
+        return degree.nonzero(as_tuple=True)[0]
+    return torch.arange(len(degree), device=degree.device)
 
 
 @final

@@ -19,7 +19,7 @@ import torch
 import dglx_dist as dx
 from dglx_dist.cli.train_job import CHECKPOINTS, train_dataset
 from dglx_dist.data.storage.files import hold_alone
-from dglx_dist.errors import ConfigError, StorageError
+from dglx_dist.errors import CheckpointError, ConfigError, StorageError
 from dglx_dist.records import EpochRecord
 from dglx_dist.report.run_folder import append_epoch
 from dglx_dist.training.config import TrainConfig
@@ -41,7 +41,9 @@ def dataset(tmp_path: Path) -> str:
     return str(tmp_path / "t")
 
 
-def test_a_run_that_replaces_another_leaves_no_checkpoint_of_it(dataset: str, tmp_path: Path) -> None:
+def test_a_run_that_replaces_another_says_so_and_leaves_no_checkpoint_of_it(
+    dataset: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     out = tmp_path / "run"
     deep: dict[str, Any] = {"model": "resgcn", "layers": 3, "recompute": "exchange", "checkpoint_every": 1}
     rows = str(tmp_path / "rows")
@@ -54,6 +56,7 @@ def test_a_run_that_replaces_another_leaves_no_checkpoint_of_it(dataset: str, tm
         train_dataset(TrainConfig(data=dataset, out=str(out), epochs=1))
     assert sorted(path.name for path in out.rglob("*")) == before
     train_dataset(TrainConfig(data=dataset, out=str(out), epochs=1, overwrite=True))
+    assert caplog.messages == [f"replacing the finished run in {out}: no checkpoints, or --overwrite"]
     assert list((out / CHECKPOINTS).iterdir()) == []
 
 
@@ -91,6 +94,13 @@ def test_a_run_that_is_done_says_so_and_a_resumed_one_what_it_keeps(
     os.close(lock)
     train_dataset(plan)
     assert caplog.messages[-1] == "nothing to train: 1 epochs are done"
+    (tensors,) = (tmp_path / "run").rglob("tensors-0.bin")
+    whole = tensors.read_bytes()
+    tensors.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+    with pytest.raises(CheckpointError, match="damaged"):
+        train_dataset(replace(plan, epochs=2))
+    tensors.write_bytes(whole)
+    assert all(path.stat().st_mtime_ns == made for path, made in files.items() if path.suffix == ".json")
     train_dataset(replace(plan, epochs=2, resume=True, lr=0.5))
     said = caplog.messages[-1]
     assert "epoch-000001-step-000000000 of another configuration" in said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import socket
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -95,6 +96,13 @@ def test_a_rank_that_finds_no_store_says_so() -> None:
     with pytest.raises(PeerError, match=rf"rank 1 found no rendezvous at .*:{port}") as caught:
         module.open_store(rendezvous_at(port), 1, 2, 2.0)
     assert "something else" not in str(caught.value)
+
+
+def test_a_launcher_of_this_machine_that_is_gone_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LOCAL_STORE_S", 0.5)
+    rendezvous = replace(rendezvous_at(free_port()), hosted_by_agent=True)
+    with pytest.raises(PeerError, match=r"no rendezvous .* within 0\.5 s; the launcher should serve it"):
+        module.open_store(rendezvous, 0, 2, 300.0)
 
 
 def test_what_else_listens_there_is_no_rendezvous() -> None:

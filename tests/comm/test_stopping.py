@@ -63,6 +63,7 @@ def stop_again_and_again() -> list[list[int]]:
 
 SECOND = """
 import os, signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background
 from dglx_dist.comm.session import start_session
 with start_session() as session, session.stoppable() as stop:
     os.kill(os.getpid(), signal.SIGINT)

@@ -236,30 +236,29 @@ def write_parhip(path: Path, graph: SymmetricGraph, node_weights: Array | None) 
 class Kaminpar(_Multilevel):
     """The default for one balance weight; reproducible with one thread only.
 
-    Supports one constraint, its tolerance, target weights, ``fast`` and ``threads``. Where memory is limited
-    it compresses a graph if that fits, and larger ones are clustered first, see :mod:`.semi_external`.
+    Supports one constraint, its tolerance, target weights, ``fast`` and ``threads``. Graphs larger than
+    memory are clustered first, see :mod:`.semi_external`; KaMinPar's own compressed graphs are not used,
+    since the same seed does not always give the same parts of them.
     """
 
     honours = frozenset({"balance", "tolerance", "target_weights", "fast", "threads"})
 
     @staticmethod
     def _bytes(num_nodes: int, num_entries: int, has_weights: bool, num_weights: int) -> int:
-        return 150 * num_nodes + (17 if has_weights else 11) * num_entries
+        return 150 * num_nodes + (28 if has_weights else 16) * num_entries
 
     def _compute(self, seed: int, graph: SymmetricGraph, weights: BalanceWeights) -> Array:
         library, workspace = _library(), self.workspace
         node_weights = None if weights.names == ("nodes",) else weights.columns[0]
         # The Python binding reads graphs from files only; a file in shared memory costs one copy.
         folder = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
-        plain_bytes = 150 * graph.num_nodes + (16 if graph.edge_weights is None else 28) * len(graph.indices)
-        compress = workspace is not None and not workspace.holds(plain_bytes + 8 * graph.num_nodes)
         if workspace is not None:
             folder = workspace.folder
             folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="dglx-kaminpar-", dir=folder) as scratch:
             path = Path(scratch) / "graph.parhip"
             write_parhip(path, graph, node_weights)
-            loaded = library.load_graph(str(path), library.GraphFileFormat.PARHIP, compress)
+            loaded = library.load_graph(str(path), library.GraphFileFormat.PARHIP)
         context = library.fast_context() if self.options.fast else library.default_context()
         library.reseed(seed % 2**31)
         partitioner = library.KaMinPar(self.options.threads, context)

@@ -198,6 +198,8 @@ class _Collected:
         inner_edges = structure.edata["inner_edge"].numpy() == 1
         _check_ids(nodes[inner_nodes], config.nodes.part_range(part), "nodes", path)
         _check_ids(edges[inner_edges], config.edges.part_range(part), "edges", path)
+        if len(nodes) and not 0 <= nodes.min() <= nodes.max() < config.nodes.counts.sum():
+            raise StorageError(f"{path} has nodes that the graph lacks; copy it or partition again")
         source, destination = (end.numpy()[inner_edges] for end in structure.edges(order="eid"))
         self._add_edges(edges[inner_edges], nodes[source], nodes[destination], path)
         self._add_columns(self._node_data, config.file(part, "node_feats"), config.nodes, nodes[inner_nodes])

@@ -17,6 +17,7 @@ import numpy as np
 
 from dglx_dist.data.json_fields import Fields, Within
 from dglx_dist.data.storage.columns import (
+    DTYPES,
     FileInfo,
     check_file,
     column_info,
@@ -140,6 +141,8 @@ def read_index(folder: Path) -> RowIndex:
         files = top.value("files", tuple[RowFile, ...])
         if any(Path(file.path).name != file.path for file in files):
             raise top.failure("it names files outside the folder")
+        if any(file.dtype not in DTYPES for file in files):
+            raise top.failure("it names a dtype that no tensor has")
     except FileNotFoundError:
         raise StorageError(
             f"{folder} has no {INDEX}: nothing was saved there; give the folder of a finished save"

@@ -20,6 +20,7 @@ from dglx_dist.data.partition.graph_views import (
     induced_graph,
     symmetrise,
 )
+from dglx_dist.data.partition.one_pass import stream
 from dglx_dist.data.sources import load_dataset
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, Assignment, RawGraph
@@ -153,14 +154,15 @@ def test_clusters_keep_weights_and_cuts(tmp_path: Path) -> None:
 
 
 def test_a_few_megabytes_cut_hardly_more(tmp_path: Path) -> None:
-    """The bar of the product is 1.10 times the cut in memory; the graph has two levels here."""
+    """The bar of the product is 1.10 times the cut in memory."""
     graph = load_dataset("synthetic", nodes=20_000, degree=16, features=0)
     expected = measure(graph, assign("kaminpar", graph, 4, None))
     found = measure(graph, assign("kaminpar", graph, 4, workspace(tmp_path, 3 << 20)))
     assert (tmp_path / "level1").is_dir()
     assert found.edge_cut <= 1.10 * expected.edge_cut
-    assert found.balance["nodes"] <= 1.05
-    assert found.missed == {}
+    # Before anything is repaired: a cluster has at most 0.6 of the tolerance.
+    assert mapped(tmp_path / "level1", "column0").max() <= 0.6 * 0.05 * 5000
+    assert np.bincount(mapped(tmp_path / "parts0", "parts")).max() <= 1.05 * 5000
 
 
 def skewed() -> RawGraph:
@@ -201,6 +203,25 @@ def test_more_passes_cut_less(name: str, tmp_path: Path) -> None:
         assert five.balance["nodes"] <= 1.05
 
 
+@pytest.mark.parametrize("pairs", [[], [(0, i) for i in range(1, 300)]], ids=["isolated", "hub"])
+def test_nodes_that_find_no_cluster_join_each_other(pairs: list[tuple[int, int]], tmp_path: Path) -> None:
+    # 0.6 of the tolerance of a part of 150: four nodes.
+    graph = homogeneous(300, pairs)
+    weights = balance_weights(graph, PartitionOptions(), 2, None)
+    semi_external._coarsen(symmetrise(graph), weights, workspace(tmp_path, PLENTY), 0, tmp_path)
+    assert mapped(tmp_path, "column0").tolist() == [4] * 75
+
+
+@pytest.mark.parametrize("fennel", [False, True])
+def test_a_stream_fills_parts_by_every_weight(fennel: bool) -> None:
+    graph = communities(num_nodes=4000)
+    options = PartitionOptions(balance=("nodes", "train"), tolerance=0.1)
+    weights = balance_weights(graph, options, 4, None)
+    parts = stream(symmetrise(graph, weighted=False), None, weights, passes=2, fennel=fennel)
+    # A part that has room for both is not always left; by nodes alone the training nodes are up to 1.8.
+    assert (weights.loads(parts) / weights.capacities()).max() <= 1.05
+
+
 def test_another_seed_gives_other_clusters(tmp_path: Path) -> None:
     graph = communities(num_nodes=2000, inside=0.5)
     answers = {
@@ -208,6 +229,8 @@ def test_another_seed_gives_other_clusters(tmp_path: Path) -> None:
         for seed in (0, 1)
     }
     assert len(answers) == 2
+    first, second = (mapped(tmp_path / str(seed) / "level1", "coarse_of") for seed in (0, 1))
+    assert len(first) != len(second) or (first != second).any()
 
 
 def test_too_little_for_the_nodes_alone_is_refused_with_what_suffices(tmp_path: Path) -> None:
@@ -274,7 +297,9 @@ def test_after_a_kill_between_stages_the_answer_is_the_same(
     graph = communities(num_nodes=2000, inside=0.7)
     whole = assign(name, graph, 4, workspace(tmp_path / "whole", 300_000))
     assert done.stdout.strip() == str(flat(whole.part_of))
-    assert done.stderr.split() == ["9"] * num_stages + ["0"]
+    *killed, last = done.stderr.split()
+    assert ({*killed}, last) == ({"9"}, "0")
+    assert len(killed) >= num_stages
 
 
 LIMITED = """

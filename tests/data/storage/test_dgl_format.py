@@ -265,6 +265,15 @@ def test_a_damaged_or_missing_file_is_named(tmp_path: Path, config: Path) -> Non
         import_dgl_format(config, tmp_path / "d")
 
 
+def test_a_node_that_the_graph_lacks_is_refused(tmp_path: Path, config: Path) -> None:
+    path = config.parent / "part1/graph.dgl"
+    (structure,), _ = dgl.load_graphs(str(path))
+    structure.ndata[dgl.NID][structure.ndata["inner_node"] == 0] = 1 << 40
+    dgl.save_graphs(str(path), [structure])
+    with pytest.raises(StorageError, match=r"part1/graph\.dgl has nodes that the graph lacks"):
+        import_dgl_format(config, tmp_path / "d")
+
+
 @pytest.mark.parametrize("name", [dgl.EID, "inner_edge"])
 def test_a_graph_file_without_edge_ids_is_named(tmp_path: Path, config: Path, name: str) -> None:
     path = config.parent / "part1/graph.dgl"

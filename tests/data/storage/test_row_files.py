@@ -92,7 +92,8 @@ def test_every_flipped_byte_of_a_file_is_found_by_who_reads_it_and_by_nobody_els
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"num_rows": -6}, {"first": 0.5}, {"row_shape": ["2"]}, {"more": 1}, {"path": "../w"}]
+    "wrong",
+    [{"num_rows": -6}, {"first": 0.5}, {"row_shape": ["2"]}, {"more": 1}, {"path": "../w"}, {"dtype": "f9"}],
 )
 def test_an_index_that_is_damaged_or_makes_no_sense_is_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
     save(tmp_path, [6])
