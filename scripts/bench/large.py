@@ -11,6 +11,7 @@ cannot drop: of all processes of a partitioning, and of the largest rank of a tr
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -35,12 +36,15 @@ _IN_MEMORY = 100
 """Bytes of partitioning in memory, an edge."""
 
 
-def watched(*arguments: object) -> tuple[float, int, int]:
-    """Run a ``dglx`` command; return seconds, and peak bytes of all its processes and of the largest."""
+def watched(work: Path, *arguments: object) -> tuple[float, int, int]:
+    """Run a ``dglx`` command with its scratch in ``work``.
+
+    Returns seconds, and peak bytes of all its processes and of the largest.
+    """
     command = [sys.executable, "-m", "dglx_dist.cli", *map(str, arguments)]
     print(" ".join(command[2:]), file=sys.stderr, flush=True)
     begin, total, largest = time.perf_counter(), 0, 0
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | {"DGLX_SCRATCH": str(work)}) as process:
         root = psutil.Process(process.pid)
         while process.poll() is None:
             held = [_held(one.pid) for one in (root, *root.children(recursive=True))]
@@ -78,13 +82,13 @@ def measure(size: str, work: Path, train: bool) -> list[dict[str, Any]]:
     for way, options in ways.items():
         out = work / f"{graph.name}-4"
         shutil.rmtree(out, ignore_errors=True)
-        seconds, peak, _ = watched("partition", graph, "--parts", 4, "--out", out, *options)
+        seconds, peak, _ = watched(work, "partition", graph, "--parts", 4, "--out", out, *options)
         cut = json.loads((out / "manifest.json").read_text())["quality"]["edge_cut"]
         cells = {"graph": size, "partitioned": way, "s": round(seconds), "peak MB": peak // 10**6, "cut": cut}
         rows.append({**cells, "trained s": "", "rank MB": ""})
     if train:
         how = ("--layers", 2, "--hidden", 64, "--fanout", "10,5", "--epochs", 2, "--eval-every", 0)
-        seconds, _, peak = watched("train", out, "--ranks", 2, *how, "--out", work / "run", "--overwrite")
+        seconds, _, peak = watched(work, "train", out, "--ranks", 2, *how, "--out", work / "run", "--overwrite")
         rows[-1] |= {"trained s": round(seconds), "rank MB": peak // 10**6}
     return rows
 
