@@ -190,7 +190,7 @@ class Scratch:
         if base is None:
             base = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
         elif not (base.is_dir() and os.access(base, os.W_OK)):
-            raise ConfigError(f"DGLX_SCRATCH={base} is not a folder that can be written; make it, or unset it")
+            raise ConfigError(f"DGLX_SCRATCH={base} is no folder that can be written; make it, or unset it")
         self.path = base / f"{_PREFIX}{os.getuid()}-{job}-s{server}"
         _remove_abandoned(base)
         self._lock = hold(self.path / _LOCK, mode=0o700)

@@ -44,7 +44,9 @@ def watched(work: Path, *arguments: object) -> tuple[float, int, int]:
     command = [sys.executable, "-m", "dglx_dist.cli", *map(str, arguments)]
     print(" ".join(command[2:]), file=sys.stderr, flush=True)
     begin, total, largest = time.perf_counter(), 0, 0
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | {"DGLX_SCRATCH": str(work)}) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, env=os.environ | {"DGLX_SCRATCH": str(work)}
+    ) as process:
         root = psutil.Process(process.pid)
         while process.poll() is None:
             held = [_held(one.pid) for one in (root, *root.children(recursive=True))]
@@ -88,7 +90,9 @@ def measure(size: str, work: Path, train: bool) -> list[dict[str, Any]]:
         rows.append({**cells, "trained s": "", "rank MB": ""})
     if train:
         how = ("--layers", 2, "--hidden", 64, "--fanout", "10,5", "--epochs", 2, "--eval-every", 0)
-        seconds, _, peak = watched(work, "train", out, "--ranks", 2, *how, "--out", work / "run", "--overwrite")
+        seconds, _, peak = watched(
+            work, "train", out, "--ranks", 2, *how, "--out", work / "run", "--overwrite"
+        )
         rows[-1] |= {"trained s": round(seconds), "rank MB": peak // 10**6}
     return rows
 

@@ -173,7 +173,7 @@ def test_rows_that_ranks_share_are_in_a_folder_on_disk_where_one_is_named(
         shared_memory.check_memory(session, np.array([0, 1000]), 8, "a tensor", "")
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setenv("DGLX_SCRATCH", str(tmp_path / "missing"))
-    with pytest.raises(ConfigError, match=r"DGLX_SCRATCH=\S*missing is not a folder that can be written"):
+    with pytest.raises(ConfigError, match=r"DGLX_SCRATCH=\S*missing is no folder that can be written"):
         start_session()
 
 
