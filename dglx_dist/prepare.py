@@ -247,7 +247,7 @@ def _partition(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None
         return _assign(graph, plan, None)
     # What is made on the way is not needed again: the owners of nodes are a stage of their own.
     inner = replace(workspace, folder=workspace.folder / "owners.work")
-    folder = workspace.stage("owners", lambda folder: _store(_assign(graph, plan, inner), folder))
+    folder = workspace.stage("owners", lambda folder: _store(_assign(graph, plan, inner), graph, folder))
     if inner.folder.is_dir():
         discard(inner.folder)
     return _stored(graph, folder)
@@ -268,39 +268,25 @@ def _assign(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None) -
     return _Split(parts=split.parts, quality=quality, trainers=split.trainers, of_trainers=of_trainers)
 
 
-def _store(split: _Split, folder: Path) -> None:
+def _store(split: _Split, graph: RawGraph, folder: Path) -> None:
     told: dict[str, object] = {"quality": asdict(split.quality), "of_trainers": split.of_trainers}
-    for name in ("parts", "trainers"):
-        one: Assignment | None = getattr(split, name)
+    for name, one in (("parts", split.parts), ("trainers", split.trainers)):
         told[name] = one and {**vars(one), "part_of": None}
-        for number, owners in enumerate(one.part_of.values() if one else ()):
-            np.save(folder / f"{name}{number}.npy", owners, allow_pickle=False)
+        for number, ntype in enumerate(graph.num_nodes if one else ()):
+            np.save(folder / f"{name}{number}.npy", one.part_of[ntype], allow_pickle=False)
     (folder / "split.json").write_text(json.dumps(told))
 
 
 def _stored(graph: RawGraph, folder: Path) -> _Split:
     told = json.loads((folder / "split.json").read_text())
-
-    def assignment(name: str) -> Assignment | None:
-        if told[name] is None:
-            return None
-        part_of = {
-            ntype: np.load(folder / f"{name}{number}.npy", allow_pickle=False)
-            for number, ntype in enumerate(graph.num_nodes)
-        }
-        return Assignment(**{**told[name], "part_of": part_of})
-
-    told["quality"] = {
-        name: tuple(one) if isinstance(one, list) else one for name, one in told["quality"].items()
-    }
-    parts = assignment("parts")
-    assert parts is not None, "every split has parts"
-    return _Split(
-        parts=parts,
-        quality=PartitionQuality(**told["quality"]),
-        trainers=assignment("trainers"),
-        of_trainers=told["of_trainers"],
-    )
+    for name in ("parts", "trainers"):
+        if told[name] is not None:
+            files = [folder / f"{name}{number}.npy" for number in range(len(graph.num_nodes))]
+            owners = [np.load(file, allow_pickle=False) for file in files]
+            part_of = dict(zip(graph.num_nodes, owners, strict=True))
+            told[name] = Assignment(**{**told[name], "part_of": part_of})
+    quality = {key: tuple(one) if isinstance(one, list) else one for key, one in told["quality"].items()}
+    return _Split(**{**told, "quality": PartitionQuality(**quality)})
 
 
 def _warn_of_many(figures: PartitionQuality) -> None:

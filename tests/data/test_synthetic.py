@@ -238,3 +238,13 @@ def test_a_graph_larger_than_the_memory_granted_is_streamed_into_the_workspace(t
     assert np.array_equal(columns_of(large)["feat"], columns_of(usual)["feat"])
     with pytest.raises(ConfigError, match=r"3000 synthetic nodes need more memory; grant \d+MB"):
         loaded(200_000)
+
+
+def test_a_resumed_run_keeps_the_generator_of_the_first(tmp_path: Path) -> None:
+    config = "synthetic:nodes=500,degree=6,features=0"
+    edges = []
+    for work in (60_000, 1 << 30):
+        workspace = Workspace(folder=tmp_path, budget=Budget(work=work))
+        ((_, destinations),) = load_dataset(config, workspace=workspace).edges.values()
+        edges.append(destinations.tolist())
+    assert edges[0] == edges[1]
