@@ -272,8 +272,9 @@ def _store(split: _Split, graph: RawGraph, folder: Path) -> None:
     told: dict[str, object] = {"quality": asdict(split.quality), "of_trainers": split.of_trainers}
     for name, one in (("parts", split.parts), ("trainers", split.trainers)):
         told[name] = one and {**vars(one), "part_of": None}
-        for number, ntype in enumerate(graph.num_nodes if one else ()):
-            np.save(folder / f"{name}{number}.npy", one.part_of[ntype], allow_pickle=False)
+        for number, ntype in enumerate(graph.num_nodes):
+            if one is not None:
+                np.save(folder / f"{name}{number}.npy", one.part_of[ntype], allow_pickle=False)
     (folder / "split.json").write_text(json.dumps(told))
 
 
@@ -285,7 +286,8 @@ def _stored(graph: RawGraph, folder: Path) -> _Split:
             owners = [np.load(file, allow_pickle=False) for file in files]
             part_of = dict(zip(graph.num_nodes, owners, strict=True))
             told[name] = Assignment(**{**told[name], "part_of": part_of})
-    quality = {key: tuple(one) if isinstance(one, list) else one for key, one in told["quality"].items()}
+    quality: dict[str, Any] = told["quality"]
+    quality |= {key: tuple(one) for key, one in quality.items() if isinstance(one, list)}
     return _Split(**{**told, "quality": PartitionQuality(**quality)})
 
 

@@ -383,9 +383,7 @@ def test_finished_stages_at_any_depth_are_kept(tmp_path: Path, capsys: pytest.Ca
     assert not folder.exists()
 
 
-def test_owners_are_kept_by_type_whatever_their_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_owners_are_kept_by_type_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     graph, place = shop(), Hash.assign
 
     def turned(self: Hash, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
