@@ -22,10 +22,17 @@ from dglx_dist.data.partition.hierarchical import assign_two_levels, with_traine
 from dglx_dist.data.partition.one_pass import COLUMNS, FEATURES
 from dglx_dist.data.sources import load_dataset
 from dglx_dist.data.storage.columns import MANIFEST
-from dglx_dist.data.storage.files import discard, read_size, readable_bytes
+from dglx_dist.data.storage.files import discard, read_size
 from dglx_dist.data.storage.manifest import check_target, read_manifest
 from dglx_dist.data.storage.reader import graph_of, open_dataset
-from dglx_dist.data.storage.writer import FeatureDtype, check_feature_dtype, in_precision, write_dataset
+from dglx_dist.data.storage.writer import (
+    FeatureDtype,
+    check_ends,
+    check_feature_dtype,
+    in_precision,
+    sorting_budget,
+    write_dataset,
+)
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.records import Array, Assignment, EdgeType, RawGraph, SparseRows
 
@@ -187,6 +194,9 @@ def partition_to_disk(
     if plan.memory is not None and workspace is None:
         with _work(target, plan, [content_key(graph, plan), *sorted(weights or {})]) as opened:
             return partition_to_disk(graph, target, plan, weights=weights, workspace=opened)
+    if workspace is not None:
+        # Said before nodes are placed, which takes hours.
+        sorting_budget(graph, workspace.budget)
     weighted = _with_weights(graph, weights or {})
     split = _partition(weighted, plan, workspace)
     _warn_of_many(split.quality)
@@ -241,15 +251,16 @@ def _partition(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None
         return _assign(graph, plan, None)
     # What is made on the way is not needed again: the owners of nodes are a stage of their own.
     inner = replace(workspace, folder=workspace.folder / "owners.work")
-    folder = workspace.stage("owners", lambda folder: _store(_assign(graph, plan, inner), folder))
+    folder = workspace.stage("owners", lambda folder: _store(_assign(graph, plan, inner), graph, folder))
     if inner.folder.is_dir():
         discard(inner.folder)
     return _stored(graph, folder)
 
 
 def _assign(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None) -> _Split:
-    if workspace is not None:
-        _check_fits(graph, plan.partitioner, workspace)
+    for etype in graph.edges:
+        # Compiled code reads the ids from here on.
+        check_ends(graph, etype)
     if plan.trainers_per_part == 1:
         partitioner = PARTITIONERS.get(plan.partitioner)(plan.options).within(workspace, graph)
         parts = partitioner.assign(graph, plan.num_parts, plan.seed)
@@ -261,53 +272,27 @@ def _assign(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None) -
     return _Split(parts=split.parts, quality=quality, trainers=split.trainers, of_trainers=of_trainers)
 
 
-_EDGE_BYTES = 32
-"""Memory of a method that knows of no limit, such as a plugin, by edge: neighbours in both directions."""
-
-
-def _check_fits(graph: RawGraph, method: str, workspace: Workspace) -> None:
-    needed = _EDGE_BYTES * graph.total_edges
-    if not PARTITIONERS.get(method).external and not workspace.holds(needed):
-        able = ", ".join(name for name in PARTITIONERS.names() if PARTITIONERS.get(name).external)
-        raise ConfigError(
-            f"method {method} holds the graph in memory, about {readable_bytes(needed)}; take one of {able}, "
-            "or grant more --memory"
-        )
-
-
-def _store(split: _Split, folder: Path) -> None:
+def _store(split: _Split, graph: RawGraph, folder: Path) -> None:
     told: dict[str, object] = {"quality": asdict(split.quality), "of_trainers": split.of_trainers}
-    for name in ("parts", "trainers"):
-        one: Assignment | None = getattr(split, name)
+    for name, one in (("parts", split.parts), ("trainers", split.trainers)):
         told[name] = one and {**vars(one), "part_of": None}
-        for number, owners in enumerate(one.part_of.values() if one else ()):
-            np.save(folder / f"{name}{number}.npy", owners, allow_pickle=False)
+        for number, ntype in enumerate(graph.num_nodes):
+            if one is not None:
+                np.save(folder / f"{name}{number}.npy", one.part_of[ntype], allow_pickle=False)
     (folder / "split.json").write_text(json.dumps(told))
 
 
 def _stored(graph: RawGraph, folder: Path) -> _Split:
     told = json.loads((folder / "split.json").read_text())
-
-    def assignment(name: str) -> Assignment | None:
-        if told[name] is None:
-            return None
-        part_of = {
-            ntype: np.load(folder / f"{name}{number}.npy", allow_pickle=False)
-            for number, ntype in enumerate(graph.num_nodes)
-        }
-        return Assignment(**{**told[name], "part_of": part_of})
-
-    told["quality"] = {
-        name: tuple(one) if isinstance(one, list) else one for name, one in told["quality"].items()
-    }
-    parts = assignment("parts")
-    assert parts is not None, "every split has parts"
-    return _Split(
-        parts=parts,
-        quality=PartitionQuality(**told["quality"]),
-        trainers=assignment("trainers"),
-        of_trainers=told["of_trainers"],
-    )
+    for name in ("parts", "trainers"):
+        if told[name] is not None:
+            files = [folder / f"{name}{number}.npy" for number in range(len(graph.num_nodes))]
+            owners = [np.load(file, allow_pickle=False) for file in files]
+            part_of = dict(zip(graph.num_nodes, owners, strict=True))
+            told[name] = Assignment(**{**told[name], "part_of": part_of})
+    quality: dict[str, Any] = told["quality"]
+    quality |= {key: tuple(one) for key, one in quality.items() if isinstance(one, list)}
+    return _Split(**{**told, "quality": PartitionQuality(**quality)})
 
 
 def _warn_of_many(figures: PartitionQuality) -> None:

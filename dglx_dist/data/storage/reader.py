@@ -7,12 +7,13 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, final
 
 import numpy as np
 
-from dglx_dist.data.external_memory import Spill, Workspace, map_rows
+from dglx_dist.data.external_memory import Workspace, concatenated
 from dglx_dist.data.storage.arrays import ArrayCache, checksum_of
 from dglx_dist.data.storage.columns import (
     CACHE,
@@ -275,16 +276,10 @@ class StoredPart:
         path, kind = f"{self._node_folder(ntype)}/user_ids.arrow", self._manifest.user_ids.get(ntype)
         if kind != "string" or workspace is None or not self.num_nodes(ntype):
             return self._array(path) if kind is not None else None
-
-        def write(folder: Path) -> None:
-            stored = self._stored[path].num_rows
-            for piece in string_pieces(self._folder / path, path, stored, _TEXTS_AT_ONCE):
-                # The file is called by its dtype.
-                with (folder / piece.dtype.str[1:]).open("ab") as file:
-                    file.write(piece.view(np.uint8).data)
-
-        (file,) = workspace.stage(f"ids-{safe_name(ntype)}", write).iterdir()
-        return map_rows(file, file.name)
+        num_rows = self._stored[path].num_rows
+        pieces = partial(string_pieces, self._folder / path, path, num_rows, _TEXTS_AT_ONCE)
+        (ids,) = concatenated(workspace, f"ids-{safe_name(ntype)}", [pieces], num_rows)
+        return ids
 
     def _node_folder(self, ntype: str) -> str:
         _known(self._manifest.node_columns, ntype, "node type", self._folder)
@@ -353,25 +348,9 @@ def graph_of(dataset: StoredDataset, workspace: Workspace | None = None) -> RawG
 
 
 def _destinations(part: StoredPart, manifest: Manifest, workspace: Workspace | None) -> dict[EdgeType, Array]:
-    def expanded(etype: EdgeType) -> Iterator[Array]:
-        return expand(part.indptr(etype), id_dtype(manifest.num_nodes(etype[2])))
-
-    def write(folder: Path) -> None:
-        num_edges = sum(manifest.num_edges(etype) for etype in manifest.edge_types)
-        with progress("Reading the edges", num_edges) as advance:
-            for number, etype in enumerate(manifest.edge_types):
-                spill = Spill(folder / str(number), id_dtype(manifest.num_nodes(etype[2])))
-                for piece in expanded(etype):
-                    spill.append(piece)
-                    advance(len(piece))
-
-    if workspace is None:
-        return {etype: np.concatenate(list(expanded(etype))) for etype in manifest.edge_types}
-    folder = workspace.stage("edges", write)
-    return {
-        etype: map_rows(folder / str(number), id_dtype(manifest.num_nodes(etype[2])))
-        for number, etype in enumerate(manifest.edge_types)
-    }
+    etypes, num_edges = manifest.edge_types, sum(map(manifest.num_edges, manifest.edge_types))
+    found = [partial(expand, part.indptr(one), id_dtype(manifest.num_nodes(one[2]))) for one in etypes]
+    return dict(zip(etypes, concatenated(workspace, "edges", found, num_edges), strict=True))
 
 
 def expand(indptr: Array, dtype: Any, step: int = 1 << 20) -> Iterator[Array]:
