@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, final
@@ -221,6 +221,36 @@ def mapped(folder: Path, name: str) -> Array:
     raise FileNotFoundError(f"there is no {name} in {folder}")
 
 
+class Ranks:
+    """The processes that share one job; this class is a job of one process.
+
+    All ranks call every method, in the same order. Where one ends, the others raise PeerError.
+    """
+
+    rank, count = 0, 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which does alone what is not shared."""
+        return self.rank == 0
+
+    def gather(self, local: Array) -> list[Array]:
+        """Return the arrays (k, *row) of all ranks, which differ in k only."""
+        return [local]
+
+    def union(self, marks: Array) -> Array:
+        """Return the (K,) bool that is true where ``marks`` of any rank is."""
+        if self.count == 1:
+            return marks
+        packed = np.bitwise_or.reduce(self.gather(np.packbits(marks)))
+        return np.unpackbits(packed, count=len(marks)).view(np.bool_)
+
+    def of_all(self, value: Any) -> list[Any]:
+        """Return the JSON values of all ranks."""
+        raw = np.frombuffer(json.dumps(value).encode(), np.uint8)
+        return [json.loads(one.tobytes()) for one in self.gather(raw)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Workspace:
     """Where a graph larger than memory is worked on: a folder on disk, and the memory granted.
@@ -231,14 +261,19 @@ class Workspace:
 
     folder: Path
     budget: Budget
+    """Equal on all ranks."""
+    ranks: Ranks = field(default_factory=Ranks)
 
-    def stage(self, name: str, make: Callable[[Path], None]) -> Path:
-        """Return ``folder / name``, which ``make`` fills unless it exists; it is complete or absent."""
+    def stage(self, name: str, make: Callable[[Path], None], *, shared: bool = False) -> Path:
+        """Return ``folder / name``, which ``make`` fills unless it exists; it is complete or absent.
+
+        Rank 0 makes it, or, if it is ``shared``, all ranks make the same folder.
+        """
         target = self.folder / name
-        if not target.is_dir():
-            with named_failures(self.folder), partial_folder(target) as partial:
-                make(partial)
-                publish(partial, target)
+        if not self.ranks.of_all(self.ranks.is_first and target.is_dir())[0]:
+            with named_failures(self.folder), shared_folder(target, self.ranks) as partial:
+                if shared or self.ranks.is_first:
+                    make(partial)
         return target
 
     def holds(self, num_bytes: int) -> bool:
@@ -253,25 +288,53 @@ class Workspace:
         return self.budget.work - num_bytes
 
 
+@contextmanager
+def shared_folder(
+    target: Path, ranks: Ranks, place: Callable[[Path, Path], object] = publish
+) -> Iterator[Path]:
+    """Yield to all ranks the same new folder; when all have filled it, rank 0 puts it in its place."""
+    with partial_folder(target) if ranks.is_first else nullcontext(target) as own:
+        partial = Path(ranks.of_all(str(own))[0])
+        yield partial
+        ranks.of_all(None)
+        if ranks.is_first:
+            place(partial, target)
+        ranks.of_all(None)
+
+
 _KEY, _LOCK = "key.json", "lock"
 _IN_MEMORY = Path("/dev/shm")  # refused, not used
 
 
 @contextmanager
-def open_workspace(folder: Path, settings: Mapping[str, object], limit: int) -> Iterator[Workspace]:
+def open_workspace(
+    folder: Path, settings: Mapping[str, object], limit: int, ranks: Ranks | None = None
+) -> Iterator[Workspace]:
     """Open the workspace of one job of ``limit`` bytes of memory, and remove it at the end.
 
     After an error or a kill its finished stages stay, and a job with the same ``settings`` (JSON values)
-    takes them up; which ones is printed.
+    takes them up; which ones is printed. All ``ranks`` (None: this process) open it, with a limit for each.
 
     Raises:
         ConfigError: ``folder`` is in memory, or ``limit`` is too small.
         StorageError: it holds stages of other settings or something else, is in use, or cannot be written.
     """
-    folder = folder.absolute()
+    folder, ranks = folder.absolute(), ranks or Ranks()
     if folder.resolve().is_relative_to(_IN_MEMORY):
         raise ConfigError(f"{folder} is in memory; choose a folder on a disk (--scratch DIR)")
-    budget = open_budget(limit)
+    budget = Budget(work=min(ranks.of_all(open_budget(limit).work)))
+    with _claimed(folder, settings) if ranks.is_first else nullcontext():
+        ranks.of_all(None)
+        if not (folder / _KEY).is_file():
+            raise StorageError(
+                f"rank {ranks.rank} does not see {folder}, which rank 0 has made; DATA, --out and --scratch "
+                "must be on a file system that all ranks see"
+            )
+        yield Workspace(folder=folder, budget=budget, ranks=ranks)
+
+
+@contextmanager
+def _claimed(folder: Path, settings: Mapping[str, object]) -> Iterator[None]:
     with ExitStack() as stack:
         with named_failures(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -287,7 +350,7 @@ def open_workspace(folder: Path, settings: Mapping[str, object], limit: int) -> 
                 say(f"resuming in {folder}; finished before: {', '.join(stages)}")
             remove_abandoned(folder)
         try:
-            yield Workspace(folder=folder, budget=budget)
+            yield
         except BaseException:
             if _stages(folder):
                 say(f"finished stages are kept in {folder}: the same command resumes, or remove it")
