@@ -14,7 +14,9 @@ from dglx_dist.data.external_memory import (
     BUDGET_SHARES,
     PROGRAM_BYTES,
     BucketFiles,
+    Ranks,
     Spill,
+    joined_pieces,
     map_rows,
     release_memory,
 )
@@ -99,8 +101,12 @@ def sort_edges(
     *,
     order: Callable[[Array, Array], Array] = by_key,
     advance: Callable[[int], None] = lambda _: None,
+    ranks: Ranks | None = None,
 ) -> SortedEdges[Spill]:
     """Sort edges by (destination, source, position), and what they carry with them.
+
+    All ``ranks`` (None: this process) call it with the same edges and ``memory``, and each sorts some ranges
+    of destinations; what is returned is then this rank's, but the files in ``folder`` have all edges.
 
     Sorts the in-edges of as many consecutive destinations as fit into ``memory`` bytes, but at least those of
     one of 65,536 slots of destinations, with up to five times ``memory``; ConfigError if that is too little.
@@ -109,25 +115,29 @@ def sort_edges(
     record = edges.record
     each = record.itemsize + _KEY_BYTES + max(record[name].itemsize for name in record.names or ())
     width, step = max(-(-edges.num_destinations // _SLOTS), 1), max(1, memory // each)
-    firsts = _first_destinations(edges, width, step, each, advance)
-    buckets = _write_buckets(edges, firsts, folder / "buckets", step, advance)
-    result, total = _each_file(edges, folder, _spill), 0
-    result.indptr.append(np.zeros(1, np.int64))
-    for number, (first, last) in enumerate(zip(firsts, [*firsts[1:], edges.num_destinations], strict=True)):
-        found = buckets.take(number)
-        found["destination"] -= first
-        counts = np.bincount(found["destination"], minlength=last - first)
-        # The edges of a bucket are in the order of the stream already.
-        positions = order(found["destination"], found["source"])
-        result.indices.append(found["source"][positions])
-        for i, spill in enumerate(result.carried):
-            spill.append(found[str(i)][positions])
-        result.indptr.append(total + np.cumsum(counts))
-        total += len(found)
-        advance(len(found))
-        del found, positions
-        release_memory()
-    shutil.rmtree(folder / "buckets")
+    ranks = ranks or Ranks()
+    firsts = _first_destinations(edges, width, step, each, advance, ranks.count)
+    own = range(*(len(firsts) * rank // ranks.count for rank in (ranks.rank, ranks.rank + 1)))
+    ends = [*firsts[1:], edges.num_destinations]
+    with joined_pieces(folder, ranks) as piece:
+        buckets = _write_buckets(edges, firsts, own, piece / "buckets", step, advance)
+        result, total = _each_file(edges, piece, _spill), 0
+        result.indptr.append(np.zeros(int(ranks.is_first), np.int64))
+        for number in own:
+            found = buckets.take(number)
+            found["destination"] -= firsts[number]
+            counts = np.bincount(found["destination"], minlength=ends[number] - firsts[number])
+            # The edges of a bucket are in the order of the stream already.
+            positions = order(found["destination"], found["source"])
+            result.indices.append(found["source"][positions])
+            for i, spill in enumerate(result.carried):
+                spill.append(found[str(i)][positions])
+            result.indptr.append(total + np.cumsum(counts))
+            total += len(found)
+            advance(len(found))
+            del found, positions
+            release_memory()
+        shutil.rmtree(piece / "buckets")
     return result
 
 
@@ -140,15 +150,15 @@ def _dtype(info: ColumnInfo) -> tuple[str, tuple[int, ...]]:
 
 
 def _first_destinations(
-    edges: EdgeStream, width: int, step: int, each: int, advance: Callable[[int], None]
+    edges: EdgeStream, width: int, step: int, each: int, advance: Callable[[int], None], shares: int
 ) -> list[int]:
-    # A bucket has at most ``step`` edges, unless it is a single slot.
+    # A bucket has at most ``step`` edges, and at most one of so many shares, unless it is a single slot.
     counts = np.zeros(max(-(-edges.num_destinations // width), 1), np.int64)
     for destinations in edges.destinations(step):
         counts += np.bincount(destinations // width, minlength=len(counts))
         advance(len(destinations))
     _check_fits(counts, width, _HUB_SHARES * step, each)
-    firsts, held = [0], 0
+    step, firsts, held = min(step, -(-int(counts.sum()) // shares)), [0], 0
     for slot, num_edges in enumerate(counts.tolist()):
         if held and held + num_edges > step:
             firsts.append(slot * width)
@@ -169,9 +179,9 @@ def _check_fits(counts: Array, width: int, most: int, each: int) -> None:
 
 
 def _write_buckets(
-    edges: EdgeStream, firsts: list[int], folder: Path, step: int, advance: Callable[[int], None]
+    edges: EdgeStream, firsts: list[int], own: range, folder: Path, step: int, advance: Callable[[int], None]
 ) -> BucketFiles:
-    buckets = BucketFiles(folder, edges.record)
+    buckets, is_all = BucketFiles(folder, edges.record), len(own) == len(firsts)
     ends = zip(edges.sources(step), edges.destinations(step), strict=True)
     for (sources, destinations), *carried in zip(
         ends, *(one.rows(step) for one in edges.carried), strict=True
@@ -180,6 +190,8 @@ def _write_buckets(
         records["source"], records["destination"] = sources, destinations
         for i, rows in enumerate(carried):
             records[str(i)] = rows
-        buckets.append(np.searchsorted(firsts, destinations, side="right") - 1, records)
+        numbers = np.searchsorted(firsts, destinations, side="right") - 1
+        kept = slice(None) if is_all else (own.start <= numbers) & (numbers < own.stop)
+        buckets.append(numbers[kept], records[kept])
         advance(len(records))
     return buckets

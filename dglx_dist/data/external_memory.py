@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -300,6 +301,33 @@ def shared_folder(
         if ranks.is_first:
             place(partial, target)
         ranks.of_all(None)
+
+
+_COPIED = 1 << 24  # bytes at a time
+
+
+@contextmanager
+def joined_pieces(folder: Path, ranks: Ranks) -> Iterator[Path]:
+    """Yield to each rank a folder for its piece of files, which rank 0 then joins in ``folder``, by rank.
+
+    Files of the name indptr hold the ends (int64) of rows in the rank's own piece, after a 0 on rank 0.
+    """
+    if ranks.is_first:
+        yield folder
+    else:
+        (own := folder / f"rank{ranks.rank}").mkdir()
+        yield own
+    ranks.of_all(None)
+    for rank in range(1, ranks.count) if ranks.is_first else ():
+        for path in sorted((folder / f"rank{rank}").iterdir()):
+            target, before = folder / path.name, 0
+            if path.stem == "indptr":
+                before = int(np.fromfile(target, np.int64, 1, offset=target.stat().st_size - 8)[0])
+            with path.open("rb") as piece, target.open("ab") as file:
+                while data := piece.read(_COPIED):
+                    ends = np.frombuffer(data, np.int64 if before else np.uint8)
+                    _write(file, ends + before if before else ends)
+        shutil.rmtree(folder / f"rank{rank}")
 
 
 _KEY, _LOCK = "key.json", "lock"

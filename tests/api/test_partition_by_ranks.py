@@ -6,15 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from dglx_dist.cli.app import app
 from dglx_dist.data import external_memory
-from dglx_dist.data.external_memory import Budget, Ranks, Workspace
+from dglx_dist.data.external_memory import Budget, Ranks
 from dglx_dist.data.sources import load_dataset
-from dglx_dist.data.storage.writer import write_dataset
-from dglx_dist.records import NODE_TYPE, Assignment, RawGraph
+from dglx_dist.errors import StorageError
+from dglx_dist.records import Array
 from tests.api.test_partition_in_files import content, one_part, shop
 from tests.helpers.ranks import RankError, run_ranks
 
@@ -113,7 +112,7 @@ def test_a_killed_rank_ends_all_and_the_next_run_resumes(
         command += [str(tmp_path / "script.py"), where, "partition", str(data), "--out", str(out), *LEVELS]
         return subprocess.run(command, capture_output=True, text=True, timeout=100)
 
-    for where, rank, stages in (("sweep", 1, "edges"), ("owners", 0, "edges, owners.work/level1")):
+    for where, rank in (("sweep", 1), ("owners", 0)):
         ended = run(where)
         assert ended.returncode == 137, ended.stderr
         assert f"rank {rank}" in ended.stderr
@@ -132,13 +131,13 @@ class Several(Ranks):
     def __init__(self, rank: int) -> None:
         self.rank, self.count = rank, 2
 
-    def gather(self, local: np.ndarray) -> list[np.ndarray]:
+    def gather(self, local: Array) -> list[Array]:
         return [local, local]
 
 
 def test_a_rank_without_the_files_of_the_others_says_so(tmp_path: Path) -> None:
     with (
-        pytest.raises(external_memory.StorageError, match="rank 1 does not see .*must be on a file system"),
+        pytest.raises(StorageError, match=r"rank 1 does not see .*must be on a file system"),
         external_memory.open_workspace(tmp_path / "work", {}, 1 << 40, Several(1)),
     ):
         raise AssertionError

@@ -112,12 +112,11 @@ def _coarsen(
     num_bytes = (per_node + per_weight * len(weights.columns)) * num_nodes
     workspace.remaining(num_bytes, 0, f"a graph of {num_nodes} nodes")
     coarse_of = _clusters(graph, weights, np.uint64(seed), workspace.ranks)
-    if not workspace.ranks.is_first:
-        return
     num_coarse = int(coarse_of.max(initial=-1)) + 1
-    spill(folder, "coarse_of", coarse_of.dtype, [coarse_of])
-    for c, column in enumerate(weights.columns):
-        spill(folder, f"column{c}", np.int64, [np.bincount(coarse_of, column, num_coarse)])
+    if workspace.ranks.is_first:
+        spill(folder, "coarse_of", coarse_of.dtype, [coarse_of])
+        for c, column in enumerate(weights.columns):
+            spill(folder, f"column{c}", np.int64, [np.bincount(coarse_of, column, num_coarse)])
     starts = np.zeros(num_coarse + 1, dtype=np.int64)
     adjacency = _adjacency(graph)
     total = _count_between(adjacency, coarse_of, starts[1:])

@@ -314,11 +314,12 @@ def relabel_on_disk(
     def make(folder: Path) -> None:
         _check_ends(graph, etype, sources, destinations)
         memory = _sorting_memory(graph, workspace.budget)
-        with progress(f"Ordering the edges {':'.join(etype)}", 3 * num_edges) as advance:
-            sort_edges(stream, folder, memory, order=_order_of_bucket, advance=advance)
+        what = f"Ordering the edges {':'.join(etype)}"
+        with progress(what, 3 * num_edges, enabled=workspace.ranks.is_first) as advance:
+            sort_edges(stream, folder, memory, order=_order_of_bucket, advance=advance, ranks=workspace.ranks)
 
     name = f"order{list(graph.edges).index(etype)}"
-    found = map_sorted(stream, workspace.stage(name, make))
+    found = map_sorted(stream, workspace.stage(name, make, shared=True))
     order = EdgeOrder(
         indptr=found.indptr,
         indices=found.indices,
