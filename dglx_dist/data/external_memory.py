@@ -291,7 +291,7 @@ class Workspace:
 
 @contextmanager
 def shared_folder(
-    target: Path, ranks: Ranks, place: Callable[[Path, Path], object] = publish
+    target: Path, ranks: Ranks, place: Callable[[Path, Path], object] | None = None
 ) -> Iterator[Path]:
     """Yield to all ranks the same new folder; when all have filled it, rank 0 puts it in its place."""
     with partial_folder(target) if ranks.is_first else nullcontext(target) as own:
@@ -299,7 +299,7 @@ def shared_folder(
         yield partial
         ranks.of_all(None)
         if ranks.is_first:
-            place(partial, target)
+            (place or publish)(partial, target)
         ranks.of_all(None)
 
 

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dglx_dist.cli.app import app
 from dglx_dist.data import external_memory
 from dglx_dist.data.external_memory import Budget, Ranks
+from dglx_dist.data.partition import semi_external
 from dglx_dist.data.sources import load_dataset
+from dglx_dist.data.storage import writer
 from dglx_dist.errors import StorageError
 from dglx_dist.records import Array
 from tests.api.test_partition_in_files import content, one_part, shop
-from tests.helpers.ranks import RankError, run_ranks
+from tests.helpers.ranks import RankError, run_ranks, start_ranks
 
+ROOT = Path(__file__).parents[2]
 # Beside the program. Of 13,000 nodes it leaves one level on disk, and there are three streams to share.
 WORK = "3MB"
 
@@ -28,15 +35,21 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def partition(data: Path, out: Path, *options: str) -> None:
-    """Run the command with a limit that does not count what the program takes."""
+    """Run the command with a limit that does not count what the program takes, and few edges at a time."""
     external_memory.open_budget = lambda limit: Budget(work=limit)
+    writer._sorting_memory = lambda graph, budget: 1_000_000
     words = ["partition", str(data), "--out", str(out), *options]
     app(words, standalone_mode=False)
 
 
 @pytest.fixture
 def _same_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(external_memory, "open_budget", external_memory.open_budget)
+    keep(monkeypatch)
+
+
+def keep(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(external_memory, "open_budget", external_memory.open_budget)
+    patch.setattr(writer, "_sorting_memory", writer._sorting_memory)
 
 
 LEVELS = ("--parts", "4", "--memory", WORK)
@@ -45,7 +58,7 @@ LEVELS = ("--parts", "4", "--memory", WORK)
 @pytest.fixture(scope="module")
 def expected(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(external_memory, "open_budget", external_memory.open_budget)
+        keep(patch)
         partition(data, out := tmp_path_factory.mktemp("expected") / "out", *LEVELS)
     return content(out)
 
@@ -76,53 +89,55 @@ def test_without_a_limit_ranks_are_refused(tmp_path: Path) -> None:
 
 
 SCRIPT = """
-import os, signal, sys
-from dglx_dist.cli import main
-from dglx_dist.data import external_memory
-from dglx_dist.data.external_memory import Budget
-from dglx_dist.data.partition import semi_external
+import sys
+from pathlib import Path
+from tests.api.test_partition_by_ranks import killed
 
-external_memory.open_budget = lambda limit: Budget(work=limit)
-where, calls = sys.argv.pop(1), 10
-module, name = (semi_external, "_propose") if where == "sweep" else (external_memory, "publish")
-rank = "1" if where == "sweep" else "0"
-before = getattr(module, name)
-
-def last(*given):
-    global calls
-    calls -= 1
-    if calls == 0 or where == "owners" and given[1].name == "owners":
-        os.kill(os.getpid(), signal.SIGKILL)
-    return before(*given)
-
-if where and os.environ["RANK"] == rank:
-    setattr(module, name, last)
-main()
+killed("sweep", 1, *map(Path, sys.argv[1:3]))
 """
+
+
+def killed(where: str, rank: int, data: Path, out: Path) -> None:
+    """Partition; ``rank`` is killed in its tenth round of a sweep, or when it has found the owners."""
+    module, name = (semi_external, "_propose") if where == "sweep" else (external_memory, "publish")
+    before, calls = getattr(module, name), 0
+
+    def counted(*given: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 10 if where == "sweep" else given[1].name == where:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return before(*given)
+
+    if os.environ["RANK"] == str(rank):
+        setattr(module, name, counted)
+    partition(data, out, *LEVELS)
 
 
 def test_a_killed_rank_ends_all_and_the_next_run_resumes(
     data: Path, expected: dict[str, bytes], tmp_path: Path
 ) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
     out = tmp_path / "out"
-
-    def run(where: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "dglx_dist.cli.torchrun", "--standalone", "--nproc-per-node", "2"]
-        command += [str(tmp_path / "script.py"), where, "partition", str(data), "--out", str(out), *LEVELS]
-        return subprocess.run(command, capture_output=True, text=True, timeout=100)
-
-    for where, rank in (("sweep", 1), ("owners", 0)):
-        ended = run(where)
-        assert ended.returncode == 137, ended.stderr
-        assert f"rank {rank}" in ended.stderr
-        assert "SIGKILL" in ended.stderr
-        assert not out.exists()
-    done = run("")
-    assert "finished before: edges, owners.work/level1, owners.work/parts" in done.stderr
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("written to") == 1
+    command = ["-m", "dglx_dist.cli.torchrun", "--standalone", "--nproc-per-node=2"]
+    (script := tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, *command, str(script), str(data), str(out)]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert ended.returncode == 137, ended.stderr
+    assert re.search(r"rank 1 .* was ended by SIGKILL", ended.stderr)
+    # Without a launcher, that ends the others, they notice it and say so.
+    dead, left = start_ranks(killed, 2, args=("owners", 0, data, out))
+    assert dead.exitcode == -signal.SIGKILL
+    assert "resuming in" in dead.output
+    assert "finished before: edges, owners.work/symmetric" in dead.output
+    assert left.error.startswith("PeerError")
+    assert "rank 0" in left.error
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.work", "script.py"]
+    # With another number of ranks.
+    run_ranks(partition, 3, args=(data, out, *LEVELS))
     assert content(out) == expected
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "script.py"]
 
 
 class Several(Ranks):
