@@ -93,7 +93,7 @@ class PartitionCommand(PartitionOptions):
         parse=by_name,
     )
     memory: str | None = option(
-        None, "Limit of memory, e.g. 4GB; what does not fit is worked on in files.", metavar="SIZE"
+        None, "Memory of each process, e.g. 4GB; what does not fit is worked on in files.", metavar="SIZE"
     )
     scratch: Path | None = option(
         None, "Folder on a disk for these files. Default: beside --out.", metavar="DIR"

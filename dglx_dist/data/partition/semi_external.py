@@ -25,6 +25,7 @@ from dglx_dist.data.partition.graph_views import (
 )
 from dglx_dist.data.partition.one_pass import stream
 from dglx_dist.data.storage.columns import id_dtype
+from dglx_dist.errors import PeerError
 from dglx_dist.keyed_random import mix
 from dglx_dist.progress import progress
 from dglx_dist.records import Array
@@ -204,7 +205,8 @@ def _propagate(
                 blocks = np.stack(ends, axis=1)[first:last]
                 moves = np.empty((np.diff(blocks).sum(), 3), id_dtype(max(num_nodes, len(rating))))
                 count = _propose(adjacency, blocks, labelling, (rating, active, marked), key, refining, moves)
-                for found in ranks.gather(moves[:count, :2].copy()):
+                for rank, found in enumerate(ranks.gather(moves[:count, :2].copy())):
+                    _check_moves(found, rank, num_nodes, len(rating))
                     num_moved += _apply(found, labelling, marked)
                 if (number + 1) % _ROUNDS_BEFORE_MARKS == 0:
                     active |= ranks.union(marked)
@@ -220,6 +222,14 @@ def _streams(graph: SymmetricGraph) -> Array:
     number = min(max(graph.num_nodes // _LEAST_STREAM, 1), _STREAMS)
     inner = np.searchsorted(graph.indptr, len(graph.indices) * np.arange(1, number) // number)
     return np.array([0, *inner, graph.num_nodes])
+
+
+def _check_moves(moves: Array, rank: int, num_nodes: int, num_labels: int) -> None:
+    if moves.min(initial=0) < 0 or (moves.max(axis=0, initial=-1) >= (num_nodes, num_labels)).any():
+        raise PeerError(
+            f"rank {rank} has sent moves of nodes or to labels that do not exist; run the same version "
+            "on all ranks, on the same files"
+        )
 
 
 @njit(cache=True, nogil=True)
