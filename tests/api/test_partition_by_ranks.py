@@ -37,7 +37,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def partition(data: Path, out: Path, *options: str) -> None:
     """Run the command with a limit that does not count what the program takes, and few edges at a time."""
     external_memory.open_budget = lambda limit: Budget(work=limit)
-    writer._sorting_memory = lambda graph, budget: 1_000_000
+    writer.sorting_budget = lambda graph, budget: Budget(work=6_000_000)
     words = ["partition", str(data), "--out", str(out), *options]
     app(words, standalone_mode=False)
 
@@ -49,7 +49,7 @@ def _same_budget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def keep(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(external_memory, "open_budget", external_memory.open_budget)
-    patch.setattr(writer, "_sorting_memory", writer._sorting_memory)
+    patch.setattr(writer, "sorting_budget", writer.sorting_budget)
 
 
 LEVELS = ("--parts", "4", "--memory", WORK)
