@@ -439,8 +439,8 @@ class Workspace:
     def stage(self, name: str, make: Callable[[Path], None], *, shared: bool = False) -> Path:
         """Return ``folder / name``, which ``make`` fills unless it exists; it is complete or absent.
 
-        Rank 0 makes it, or, if it is ``shared``, all ranks make the same folder. A stage of an earlier process
-        that does not match its checksums is made again, which is printed.
+        Rank 0 makes it, or, if it is ``shared``, all ranks make the same folder. A stage of an earlier
+        process that does not match its checksums is made again, which is printed.
         """
         target, sums = self.folder / name, self.folder / f"{name}.json"
 

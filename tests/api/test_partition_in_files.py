@@ -231,11 +231,11 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path, names: list[str])
 @pytest.mark.parametrize(
     ("file", "damage"),
     [
-        ("edges/0", "flip"),
-        ("owners/parts0.npy", "truncate"),
+        ("edges/0.*", "flip"),
+        ("owners/parts*", "truncate"),
         ("owners/split.json", "remove"),
-        ("order0/indices", "flip"),
-        ("order0/indptr", "sums"),
+        ("order0/indices.*", "flip"),
+        ("order0/indptr.*", "sums"),
     ],
 )
 def test_a_damaged_stage_is_made_again(
@@ -251,7 +251,7 @@ def test_a_damaged_stage_is_made_again(
         patch.setattr(writer, "write_manifest", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             partition(data, out, memory=PLENTY)
-    path = tmp_path / "out.work" / file
+    (path,) = (tmp_path / "out.work").glob(file)
     whole = bytearray(path.read_bytes())
     whole[-len(whole) // 3] ^= 1
     if damage == "flip":
