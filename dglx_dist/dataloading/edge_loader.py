@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dglx_dist.comm.collectives import check_equal, gather_int64, run_on_all_ranks
 from dglx_dist.comm.transfer import Copy
-from dglx_dist.dataloading.feature_fetch import EDGE_PHASE
+from dglx_dist.dataloading.feature_fetch import EDGE_PHASE, NOTHING_CLAIMED, Ahead, Drawn
 from dglx_dist.dataloading.loader import open_maker
 from dglx_dist.dataloading.minibatch import NOTHING_EXCLUDED, BatchMaker, Excluded, MiniBatch, NodeIds
 from dglx_dist.dataloading.negative import (
@@ -330,26 +330,41 @@ class EdgeMaker:
             ConfigError: a function of the user returned an unusable value.
             PeerError: another rank is dead or silent.
         """
+        return self.draw(edges, epoch).submit(NOTHING_CLAIMED)()
+
+    def claim(self) -> Ahead:
+        return self.blocks.claim()
+
+    def draw(self, edges: Mapping[EdgeType, Array], epoch: int) -> Drawn[EdgeBatch]:
         begin = time.perf_counter()
-        # First, so that the labels arrive while pairs and blocks are made.
-        pulls = self._submit_columns(edges)
         seeds, pairs = self._pairs(edges, epoch)
         exclude = self.exclude(edges)
-        paired = time.perf_counter()
-        batch = self.blocks.make(seeds, epoch, exclude)
-        sampled = time.perf_counter()
-        for etype, columns in pulls.items():
-            for name, pull in columns.items():
-                pairs[0].edges[etype].data[name] = pull()
-        return EdgeBatch(
-            input_nodes=batch.input_nodes,
-            output_nodes=batch.output_nodes,
-            pairs=pairs,
-            blocks=batch.blocks,
-            sample_s=(paired - begin) + batch.sample_s,
-            fetch_s=batch.fetch_s + time.perf_counter() - sampled,
-            split=batch.split,
-        )
+        paired_s = time.perf_counter() - begin
+        drawn = self.blocks.draw(seeds, epoch, exclude)
+
+        def submit(claimed: Ahead) -> Callable[[], EdgeBatch]:
+            pulls = self._submit_columns(edges)
+            make = drawn.submit(claimed)
+
+            def finish() -> EdgeBatch:
+                batch = make()
+                begin = time.perf_counter()
+                for etype, columns in pulls.items():
+                    for name, pull in columns.items():
+                        pairs[0].edges[etype].data[name] = pull()
+                return EdgeBatch(
+                    input_nodes=batch.input_nodes,
+                    output_nodes=batch.output_nodes,
+                    pairs=pairs,
+                    blocks=batch.blocks,
+                    sample_s=paired_s + batch.sample_s,
+                    fetch_s=batch.fetch_s + time.perf_counter() - begin,
+                    split=batch.split,
+                )
+
+            return finish
+
+        return Drawn(inputs=drawn.inputs, num_bytes=drawn.num_bytes, submit=submit)
 
     def _submit_columns(self, edges: Mapping[EdgeType, Array]) -> dict[EdgeType, dict[str, PendingPull]]:
         return {

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias, TypeVar, final
+from types import MappingProxyType
+from typing import Any, Generic, TypeAlias, TypeVar, final
 
 import dgl
 import numpy as np
@@ -18,8 +20,9 @@ from torch import Tensor
 from dglx_dist.comm.transfer import Copy
 from dglx_dist.data.storage.columns import numpy_dtype
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.column import DeviceRows, PendingPull
+from dglx_dist.graph.column import Column, DeviceRows, PendingPull
 from dglx_dist.graph.kvstore import KVStore
+from dglx_dist.graph.lookahead import LookAheadRows
 from dglx_dist.graph.row_kernels import column_info, empty_rows, tensor_view, torch_dtype
 from dglx_dist.records import Array, ColumnInfo, EdgeType
 
@@ -125,6 +128,12 @@ def check_float(dtype: object) -> torch.dtype | None:
     return dtype
 
 
+Ahead: TypeAlias = Mapping[str, LookAheadRows]
+"""Claimed rows by column."""
+
+NOTHING_CLAIMED: Ahead = MappingProxyType({})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Columns:
     """The columns to attach: by type, name in the frame to name in the store."""
@@ -137,6 +146,70 @@ class Columns:
     """For the edges of every block, by edge type."""
     memory: RowMemory = field(default_factory=RowMemory)
     """Memory for the rows of inputs, and for those of inputs and edges that are converted."""
+
+    def announced(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """Return the input nodes by column in the store, of which ``inputs`` are those by type."""
+        return {key: inputs.get(ntype, NO_ROWS) for ntype, _, key in _each(self.inputs)}
+
+    def claim(self, store: KVStore) -> Ahead:
+        """Claim the look-ahead rows of the inputs that no other loader has; by column."""
+        columns = [store.column(key) for key in self.announced({})]
+        return {
+            one.name: one.ahead
+            for one in columns
+            # Rows of which some are on the batches' device are split there.
+            if one.ahead is not None and not _is_on(one, self.memory.device) and one.ahead.claim()
+        }
+
+
+B = TypeVar("B")
+WINDOW_BYTES = 256 << 20
+"""Of drawn batches that wait for their rows; a loader looks no further ahead beyond it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn(Generic[B]):
+    """A batch without its columns."""
+
+    inputs: Mapping[str, Array]
+    """The (n,) int64 distinct input nodes by column."""
+    num_bytes: int
+    submit: Callable[[Ahead], Callable[[], B]]
+    """Requests the columns; returns what waits for them and makes the batch."""
+
+
+def look_ahead(draws: Iterator[Drawn[B]], claimed: Ahead) -> Generator[B, None, None]:
+    """Yield the batches of ``draws`` in order, with the rows of the next one requested.
+
+    Draws as many batches ahead as are needed to know which rows to keep, as long as they take at most
+    :data:`WINDOW_BYTES`.
+    """
+    window: deque[Drawn[B]] = deque()
+
+    def announce_more() -> bool:
+        if window and sum(one.num_bytes for one in window) >= WINDOW_BYTES:
+            return False
+        drawn = next(draws, None)
+        if drawn is None:
+            return False
+        window.append(drawn)
+        for key, rows in claimed.items():
+            rows.announce(drawn.inputs[key])
+        return True
+
+    for rows in claimed.values():
+        rows.announce_more = announce_more
+    requested: deque[Callable[[], B]] = deque()
+    while window or announce_more():
+        requested.append(window.popleft().submit(claimed))
+        if len(requested) > 1:
+            yield requested.popleft()()
+    for finish in requested:
+        yield finish()
+
+
+def _is_on(column: Column, device: torch.device) -> bool:
+    return column.on_device is not None and column.on_device.rows.device == device
 
 
 @final
@@ -169,6 +242,7 @@ def submit_columns(
     blocks: Sequence[EdgesOfBlock],
     *,
     distinct: bool = True,
+    claimed: Ahead = NOTHING_CLAIMED,
 ) -> Callable[[Sequence[DGLBlock]], Sequence[SplitColumn]]:
     """Send the requests for all rows of a batch, without waiting.
 
@@ -179,6 +253,7 @@ def submit_columns(
         targets: Node type to the (B,) int64 destinations of the last.
         blocks: The edges of each block, the input-most first; read only when edge columns are fetched.
         distinct: Whether no input node and no target is repeated, as in all batches of compiled kernels.
+        claimed: Where to keep rows of the inputs, which have been announced.
 
     Returns:
         What waits and sets the columns on the blocks, the input-most first, but for the returned ones: those
@@ -187,15 +262,18 @@ def submit_columns(
     """
     pending: list[tuple[int, str, Any, str, PendingPull]] = []
     split: list[tuple[str, str, DeviceRows, Sequence[Array], PendingPull]] = []
+    left = dict(claimed)
     for ntype, name, key in _each(columns.inputs):
         ids, column = inputs.get(ntype, NO_ROWS), store.column(key)
         cached = column.on_device
         places: Sequence[Array] = ()
-        if cached is not None and cached.rows.device == columns.memory.device:
+        if cached is not None and _is_on(column, columns.memory.device) and key not in claimed:
             places = store.split_cached(key, ids, cached)
             ids = ids[places[-1]]
         out = columns.memory.rows(key, len(ids), column.info)
-        pull = store.submit_pull(key, ids, out=out, distinct=distinct, phase=FEATURE_PHASE)
+        # A column with two names in the blocks was announced once.
+        ahead = left.pop(key, None)
+        pull = store.submit_pull(key, ids, out=out, distinct=distinct, ahead=ahead, phase=FEATURE_PHASE)
         if cached is not None and places:
             split.append((ntype, name, cached, places, pull))
         else:

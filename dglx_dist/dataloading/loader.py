@@ -35,8 +35,9 @@ if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
 
-_SPARE_BUFFERS = 2
-"""Batches alive beside those made ahead: one in the training loop, one in its backward pass."""
+_SPARE_BUFFERS = 3
+"""Batches alive beside those made ahead: one in the training loop, one in its backward pass, and with a
+look-ahead cache one whose rows are requested."""
 
 
 def open_maker(g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOptions, seed: int) -> BatchMaker:

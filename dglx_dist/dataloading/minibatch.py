@@ -22,7 +22,16 @@ from dgl.heterograph_index import HeteroGraphIndex
 from torch import Tensor
 
 from dglx_dist.comm.transfer import Copy, ids_to_device
-from dglx_dist.dataloading.feature_fetch import Columns, EdgesOfBlock, SplitColumn, edges_of, submit_columns
+from dglx_dist.dataloading.feature_fetch import (
+    NOTHING_CLAIMED,
+    Ahead,
+    Columns,
+    Drawn,
+    EdgesOfBlock,
+    SplitColumn,
+    edges_of,
+    submit_columns,
+)
 from dglx_dist.dataloading.kernels import RawBatch, Schema, Workspace
 from dglx_dist.dataloading.sampler import BatchSource, Draws
 from dglx_dist.errors import ConfigError
@@ -190,6 +199,14 @@ class SamplerMaker:
             split=split,
         )
 
+    def draw(self, seeds: Seeds, epoch: int, exclude: Excluded = NOTHING_EXCLUDED) -> Drawn[MiniBatch]:
+        # All at once: nothing is announced.
+        make = partial(self.make, seeds, epoch, exclude)
+        return Drawn(inputs={}, num_bytes=0, submit=lambda _claimed: make)
+
+    def claim(self) -> Ahead:
+        return NOTHING_CLAIMED
+
     def offline(self) -> NoReturn:
         raise ConfigError(
             "draws of the sampler's own code cannot be reproduced by another rank; use "
@@ -263,31 +280,50 @@ class KernelMaker:
             ConfigError: a seed is repeated.
             PeerError: another rank is dead or silent.
         """
+        return self.draw(seeds, epoch, exclude).submit(NOTHING_CLAIMED)()
+
+    def claim(self) -> Ahead:
+        return self._columns.claim(self._store)
+
+    def draw(self, seeds: Seeds, epoch: int, exclude: Excluded = NOTHING_EXCLUDED) -> Drawn[MiniBatch]:
         begin = time.perf_counter()
         request = self._draws.request(seeds, epoch, exclude)
         with self._workspace() as workspace:
             batch = self._source.sample(request, exclude, workspace)
-        sampled = time.perf_counter()
         inputs = {
             ntype: batch.nodes[batch.node_starts[number] : batch.node_starts[number + 1]]
             for number, ntype in enumerate(self._schema.ntypes)
         }
-        edges = self._edges(batch) if self._columns.edges else []
-        finish = submit_columns(self._store, self._columns, inputs, seeds, edges)
-        building = time.perf_counter()
-        nodes, blocks = self._builder.blocks(batch)
-        built = time.perf_counter()
-        split = finish(blocks)
-        output_nodes = _node_ids(seeds, self._schema.ntypes)
-        end = time.perf_counter()
-        return MiniBatch(
-            input_nodes=ids_by_type(nodes),
-            output_nodes=output_nodes,
-            blocks=blocks,
-            sample_s=(sampled - begin) + (built - building),
-            fetch_s=(building - sampled) + (end - built),
-            split=split,
+        return Drawn(
+            inputs=self._columns.announced(inputs),
+            num_bytes=sum(array.nbytes for array in batch),
+            submit=partial(self._submit, batch, seeds, inputs, time.perf_counter() - begin),
         )
+
+    def _submit(
+        self, batch: RawBatch, seeds: Seeds, inputs: Mapping[str, Array], sample_s: float, claimed: Ahead
+    ) -> Callable[[], MiniBatch]:
+        begin = time.perf_counter()
+        edges = self._edges(batch) if self._columns.edges else []
+        pulled = submit_columns(self._store, self._columns, inputs, seeds, edges, claimed=claimed)
+        submit_s = time.perf_counter() - begin
+
+        def finish() -> MiniBatch:
+            building = time.perf_counter()
+            nodes, blocks = self._builder.blocks(batch)
+            built = time.perf_counter()
+            split = pulled(blocks)
+            output_nodes = _node_ids(seeds, self._schema.ntypes)
+            return MiniBatch(
+                input_nodes=ids_by_type(nodes),
+                output_nodes=output_nodes,
+                blocks=blocks,
+                sample_s=sample_s + (built - building),
+                fetch_s=submit_s + time.perf_counter() - built,
+                split=split,
+            )
+
+        return finish
 
     def _edges(self, batch: RawBatch) -> Sequence[EdgesOfBlock]:
         ends, num_relations = batch.edge_ends, len(self._schema.etypes)

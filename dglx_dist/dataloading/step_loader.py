@@ -23,7 +23,7 @@ from dglx_dist.comm.devices import check_device
 from dglx_dist.comm.session import Session
 from dglx_dist.comm.trace import COMPUTE, LOADER, WAIT, Pass
 from dglx_dist.comm.transfer import carried, device_of, open_copies
-from dglx_dist.dataloading.feature_fetch import check_float
+from dglx_dist.dataloading.feature_fetch import Ahead, Drawn, check_float, look_ahead
 from dglx_dist.dataloading.sampler_spec import refuse_by_name
 from dglx_dist.errors import CheckpointError, ConfigError
 from dglx_dist.graph.ids import Ids
@@ -266,6 +266,14 @@ class Maker(Protocol[K, B]):
         """Return the batch of ``items``: type to (n,) int64 ids, n may be 0."""
         ...
 
+    def draw(self, items: Mapping[K, Any], epoch: int) -> Drawn[B]:
+        """Return :meth:`make` in three steps."""
+        ...
+
+    def claim(self) -> Ahead:
+        """Claim where rows of its batches may be kept; nothing: batches need not be made in order."""
+        ...
+
     def offline(self) -> Maker[K, B]:
         """Return a maker of any rank's batches, without columns, that reads no structure of other servers.
 
@@ -318,6 +326,12 @@ class EpochLoader(ABC, Generic[B, T]):
     def deliver(self, step: int, batch: B) -> T:
         """Return the batch for the consumer, on its device, and set the session's share of the step."""
 
+    def made_ahead(self, epoch: int) -> Generator[B, None, None]:
+        """Return the batches of the rest of ``epoch``, made ahead."""
+        return run_ahead(
+            self.batches_of(epoch), self._steps(), depth=self.depth, num_threads=self.num_threads
+        )
+
     def in_order(self, batches: Iterator[B]) -> Iterator[B]:
         """Return the made batches as they are delivered; a loader may look at the next one here."""
         return batches
@@ -367,11 +381,8 @@ class EpochLoader(ABC, Generic[B, T]):
         self._started = True
         epoch, first = self._epoch, self._next_step
         began, waited_s = time.perf_counter(), self._waited_s
-        ahead = run_ahead(
-            self.batches_of(epoch), self._steps(), depth=self.depth, num_threads=self.num_threads
-        )
         try:
-            with closing(ahead) as batches:
+            with closing(self.made_ahead(epoch)) as batches:
                 stream = self.in_order(batches)
                 for step in self._steps():
                     yield self._next(step, stream)
@@ -477,8 +488,32 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
 
         return make
 
+    def made_ahead(self, epoch: int) -> Generator[B, None, None]:
+        # Claimed by an iteration that has begun, which releases the rows at its end.
+        claimed = self._maker.claim()
+        try:
+            yield from self._looking_ahead(epoch, claimed) if claimed else super().made_ahead(epoch)
+        finally:
+            for rows in claimed.values():
+                rows.release()
+
+    def _looking_ahead(self, epoch: int, claimed: Ahead) -> Generator[B, None, None]:
+        items_of = self.seeds_of_step(epoch)
+
+        def draw(step: int) -> Drawn[B]:
+            with self._session.timeline.span("sample", LOADER, epoch * len(self) + step):
+                return self._maker.draw(items_of(step), epoch)
+
+        draws = run_ahead(draw, self._steps(), depth=self.depth, num_threads=self.num_threads)
+        with closing(draws), closing(look_ahead(draws, claimed)) as fetched:
+            make = self._moved(epoch, lambda _step: next(fetched))
+            # One thread: each batch changes the rows that are kept for the next.
+            yield from run_ahead(make, self._steps(), depth=self.depth, num_threads=min(1, self.num_threads))
+
     def batches_of(self, epoch: int) -> Callable[[int], B]:
-        make = self.made_of(epoch)
+        return self._moved(epoch, self.made_of(epoch))
+
+    def _moved(self, epoch: int, make: Callable[[int], B]) -> Callable[[int], B]:
         if not self.moves_batches:
             return make
 

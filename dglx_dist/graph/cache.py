@@ -28,6 +28,7 @@ from dglx_dist.graph.column import Column, DeviceRows, RowCache, check_cacheable
 from dglx_dist.graph.dist_tensor import OpenedGraph
 from dglx_dist.graph.ids import Ids
 from dglx_dist.graph.kvstore import KVStore
+from dglx_dist.graph.lookahead import LookAheadRows
 from dglx_dist.graph.row_kernels import SlotTable, fill_table, table_sizes
 from dglx_dist.graph.sampling import NO_IDS, by_type, fanout_by_type
 from dglx_dist.graph.shared_memory import shared_rows
@@ -136,6 +137,7 @@ def _add_log_missed(
                 log_missed[np.uint64(indices[np.uint64(edge)])] += log
 
 
+LOOK_AHEAD = "lookahead"
 PHASE_ROW_CACHE = "cache"
 """Ledger phase of filling caches."""
 
@@ -146,9 +148,11 @@ class CachePlan:
 
     policy: str
     rows: int
-    """Rows of other servers in this server's cache; of any server in that of this rank's device."""
+    """Rows of other servers in this server's cache; of any server in that of this rank's device. With
+    ``lookahead`` the most that this rank keeps."""
     bytes: int
-    """Memory for these rows and the table that finds them: the server's, or this rank's."""
+    """Memory for these rows and the table that finds them: the server's, or this rank's; the table of
+    ``lookahead`` grows with the batches that it knows."""
     expected_hit_rate: float | None
     """Share of hits among remote rows (on a device: among all) that the policy's model predicts; None where
     it has none."""
@@ -208,7 +212,7 @@ def device_rows(store: KVStore, column: Column, ids: Array, device: torch.device
     return run_on_all_ranks(session, placed, ConfigError)
 
 
-POLICIES = ("vip", "degree", "halo")
+POLICIES = ("vip", "degree", "halo", LOOK_AHEAD)
 TRAIN_MASK = "train_mask"
 
 Fanouts: TypeAlias = Sequence[int | Mapping[str | EdgeType, int]]
@@ -237,6 +241,10 @@ class CacheRequest:
         elif (self.seeds, self.fanouts, self.batch_size) != (None, None, None):
             raise ConfigError(
                 f"seeds=, fanouts= and batch_size= are for policy='vip', and the policy is {self.policy!r}"
+            )
+        if self.policy == LOOK_AHEAD and self.device is not None:
+            raise ConfigError(
+                "policy='lookahead' keeps rows in host memory; leave device= out, or use another policy"
             )
 
     def _check_vip(self) -> None:
@@ -270,6 +278,8 @@ def cache_rows(g: OpenedGraph, request: CacheRequest) -> CachePlan:
     topology = session.topology
     own = int(column.bounds[topology.server]), int(column.bounds[topology.server + 1])
     budget, number = int(request.alpha * (own[1] - own[0])), store.next_number()
+    if request.policy == LOOK_AHEAD:
+        return _look_ahead(store, column, request.alpha, own)
     scores = _SCORES[request.policy](g, request, f"scores-{number}")
     # Rows of the local server are worth a place on a device.
     chooses, own = (True, (0, 0)) if device is not None else (topology.local_rank == 0, own)
@@ -297,6 +307,15 @@ def cache_rows(g: OpenedGraph, request: CacheRequest) -> CachePlan:
     if chooses:
         log.info("%s caches %s: %s", who, column.name, plan)
     return plan
+
+
+def _look_ahead(store: KVStore, column: Column, alpha: float, own: tuple[int, int]) -> CachePlan:
+    num_own, topology = own[1] - own[0], store.session.topology
+    budget = int(alpha * num_own) // len(topology.ranks_of_server(topology.server))
+    rows = LookAheadRows(min(budget, column.num_rows - num_own), column.info, own)
+    store.set_ahead(column.name, rows if alpha > 0 else None)
+    barrier(store.session, f"a look-ahead cache of {column.name!r}")
+    return CachePlan(policy=LOOK_AHEAD, rows=len(rows.rows), bytes=rows.num_bytes, expected_hit_rate=None)
 
 
 def _column_of(g: OpenedGraph, request: CacheRequest) -> tuple[Column, torch.device | None]:

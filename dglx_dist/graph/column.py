@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dglx_dist.data.storage.columns import numpy_dtype
 from dglx_dist.errors import ConfigError
+from dglx_dist.graph.lookahead import LookAheadRows
 from dglx_dist.graph.partition_book import rows_per_message
 from dglx_dist.graph.row_kernels import (
     SlotTable,
@@ -105,6 +106,8 @@ class Column:
     """Of rows of other servers; only for a column of the dataset."""
     on_device: DeviceRows | None = None
     """Of rows of any server, for batches on that device; only for a column of the dataset."""
+    ahead: LookAheadRows | None = None
+    """Of rows of other servers, for the loader that has claimed them; in place of ``cache``."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Held by this rank while it updates rows that it owns from their old values."""
     counts: list[int] = field(default_factory=lambda: [0, 0, 0, 0])

@@ -405,7 +405,10 @@ class DistGraph(Shared):
             name: Of node data of the dataset, which is read-only.
             alpha: Most rows to keep, as a fraction of the local server's rows.
             policy: ``vip``: the probability that a batch needs the row (SALIENT++); ``degree``: how often it
-                is a source; ``halo``: sources of local nodes, by the number of those edges.
+                is a source; ``halo``: sources of local nodes, by the number of those edges; ``lookahead``:
+                each of the server's ranks keeps an equal share of ``alpha``, and its loader those rows that
+                its next batches use soonest (Belady's MIN). Loaders of DGL's neighbour samplers use it, one
+                at a time; no other pull does.
             ntype: Node type; None: the only one.
             seeds: For vip: this rank's training nodes; None: its share of ``train_mask``.
             fanouts, batch_size: For vip: as the loader's.

@@ -31,6 +31,7 @@ from dglx_dist.graph.column import (
     Shard,
     check_cacheable,
 )
+from dglx_dist.graph.lookahead import LookAheadRows
 from dglx_dist.graph.partition_book import Placement, RowOwners
 from dglx_dist.graph.row_kernels import (
     NO_SLOTS,
@@ -50,6 +51,7 @@ from dglx_dist.graph.row_kernels import (
 )
 from dglx_dist.records import Array, ColumnInfo
 
+NO_ROWS: Array = np.empty(0, np.int64)
 MAX_BYTES = 64 << 20
 """Of pushes with ``wait=False`` that are not answered; beyond it a push waits for the oldest."""
 
@@ -180,6 +182,7 @@ class KVStore:
         *,
         out: Tensor | None = None,
         distinct: bool = False,
+        ahead: LookAheadRows | None = None,
         phase: str = "features",
         layer: int = 0,
     ) -> PendingPull:
@@ -193,6 +196,8 @@ class KVStore:
             ids: (K,) int64, any order, repeats allowed.
             out: (K, *row) contiguous CPU tensor of the column's dtype to fill, or None for a new one.
             distinct: The caller guarantees that no id is repeated, as in a mini-batch, which saves a search.
+            ahead: The caller's claimed rows to use and change, when ``ids`` are distinct and the oldest
+                announced batch that was not pulled yet; its pulls must be waited for in that order.
             phase, layer: For the ledger.
 
         Returns:
@@ -210,7 +215,8 @@ class KVStore:
             out = empty_rows(len(ids), column.info)
         else:
             _check_out(out, len(ids), column)
-        cached = NO_SLOTS if column.cache is None else column.cache.table
+        cache = column.cache if ahead is None else ahead
+        cached = NO_SLOTS if cache is None else cache.table
         plan = plan_remote(ids, column.bounds, self._server, cached, distinct=distinct)
         replies, rpc = [], self.session.rpc
         for rank, first, last in plan.requests(self.placement.serving_ranks, column.rows_per_message):
@@ -221,15 +227,20 @@ class KVStore:
             column.counts[0] += len(ids) - len(plan.hit_places) - len(plan.positions)
             column.counts[1] += len(plan.hit_places)
             column.counts[2] += len(plan.positions)
+        # After the requests: it may have to wait for the draws of more batches.
+        kept, slots = (NO_ROWS, NO_ROWS) if ahead is None else ahead.admit(plan)
 
         def pulled() -> Tensor:
             rows = numpy_view(out)
             column.read(ids, rows)
-            if column.cache is not None:
-                move_rows(column.cache.rows, plan.hit_slots, rows, plan.hit_places)
+            if cache is not None:
+                move_rows(cache.rows, plan.hit_slots, rows, plan.hit_places)
             for reply, first, last in replies:
                 (answer,) = reply.result()
                 spread_rows(answer, rows, plan.starts, plan.positions, first, last)
+            if ahead is not None:
+                move_rows(rows, plan.positions[kept], ahead.rows, slots)
+                ahead.finished()
             return out
 
         return pulled
@@ -241,7 +252,12 @@ class KVStore:
         """
         column = self.column(name)
         check_cacheable(column)
-        self._columns[name] = replace(column, cache=cache)
+        self._columns[name] = replace(column, cache=cache, ahead=None)
+
+    def set_ahead(self, name: str, rows: LookAheadRows | None) -> None:
+        """Let loaders keep rows of ``name`` in ``rows``, in place of a cache; else as :meth:`set_cache`."""
+        self.set_cache(name, None)
+        self._columns[name] = replace(self.column(name), ahead=rows)
 
     def set_device_rows(self, name: str, rows: DeviceRows | None) -> None:
         """Let batches on the device take rows of ``name`` from ``rows``; else as :meth:`set_cache`."""
@@ -279,7 +295,7 @@ class KVStore:
         return bool(self._cached())
 
     def _cached(self) -> list[Column]:
-        return [one for one in self._columns.values() if one.cache is not None or one.on_device is not None]
+        return [one for one in self._columns.values() if (one.cache, one.on_device, one.ahead) != (None,) * 3]
 
     def push(
         self,

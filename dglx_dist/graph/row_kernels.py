@@ -301,7 +301,7 @@ def slot_of(table: SlotTable, key: int) -> int:
         if len(table.slots) == 0:
             return -1
         return int(table.slots[np.uint64(key)])
-    at = _first_place(key, len(table.keys))
+    at = first_place(key, len(table.keys))
     mask = np.uint64(len(table.keys) - 1)
     while table.keys[at] >= 0 and table.keys[at] != key:
         at = (at + np.uint64(1)) & mask
@@ -309,7 +309,7 @@ def slot_of(table: SlotTable, key: int) -> int:
 
 
 @njit(cache=True, nogil=True)
-def _first_place(key: int, length: int) -> np.uint64:
+def first_place(key: int, length: int) -> np.uint64:
     # Fibonacci hashing: the high half of the product, cut to the length, which is a power of two.
     mixed = (np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)
     return mixed & np.uint64(length - 1)
@@ -319,7 +319,7 @@ def _first_place(key: int, length: int) -> np.uint64:
 def _insert(table: SlotTable, ids: Array) -> None:
     mask = np.uint64(len(table.keys) - 1)
     for slot in range(len(ids)):
-        at = _first_place(ids[slot], len(table.keys))
+        at = first_place(ids[slot], len(table.keys))
         while table.keys[at] >= 0:
             at = (at + np.uint64(1)) & mask
         table.keys[at] = ids[slot]

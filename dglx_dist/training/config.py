@@ -213,9 +213,10 @@ class TrainConfig(RunOptions, ModelConfig):
     weight_decay: float = _of_optimizer(0.0, "Of Adam.", check=at_least(0))
     cache: str | None = _of_loading(
         None,
-        "Cache features of other servers: vip (most needed by batches), degree or halo.",
+        "Cache features of other servers: lookahead (used again soonest), vip (most needed by batches), "
+        "degree or halo.",
         metavar="POLICY",
-        check=one_of("vip", "degree", "halo"),
+        check=one_of("lookahead", "vip", "degree", "halo"),
     )
     cache_alpha: float = _of_loading(
         0.2, "Size of the cache, as a fraction of the server's own nodes.", check=at_least(0)

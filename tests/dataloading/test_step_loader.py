@@ -127,6 +127,9 @@ class EchoMaker:
     def make(self, items: Mapping[str, Any], epoch: int) -> Echo:
         return Echo([int(row) for ids in items.values() for row in ids], epoch)
 
+    def claim(self) -> Mapping[str, Any]:
+        return {}
+
     def offline(self) -> Self:
         return self
 

@@ -1,0 +1,143 @@
+"""Loaders with look-ahead caches over real ranks: the same bits, and as few rows as Belady's rule fetches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import dgl
+import pytest
+import torch
+
+from dglx_dist.comm.session import start_session
+from dglx_dist.dataloading import feature_fetch
+from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
+from dglx_dist.dataloading.loader import DataLoader
+from dglx_dist.graph.cache import CachePlan
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.records import Array
+from tests.dataloading.shop import NUM_NODES, write_shop
+from tests.helpers import wide
+from tests.helpers.ranks import run_ranks
+
+TYPES, ROWS = ("user", "item"), {"user": 8, "item": 4}
+PACES: Sequence[dict[str, Any]] = ({}, {"num_threads": 0}, {"num_threads": 3, "depth": 4})
+EPOCH, NUM_STEPS = 2, 10
+
+
+@pytest.fixture(scope="module")
+def shops(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    return {parts: write_shop(tmp_path_factory.mktemp("look") / str(parts), parts) for parts in (2, 3)}
+
+
+def sampler() -> Any:
+    return dgl.dataloading.NeighborSampler([4, 3], prefetch_node_feats={ntype: ["feat"] for ntype in TYPES})
+
+
+def nodes_of(g: DistGraph, **pace: Any) -> DataLoader:
+    """Of every rank's users; the last rank has none."""
+    rank, others = g.rank(), g.session.topology.world_size - 1
+    users = torch.arange(0 if rank < others else NUM_NODES["user"], NUM_NODES["user"])
+    loader = DataLoader(g, {"user": users}, sampler(), batch_size=3, shuffle=True, seed=3, **pace)
+    loader.set_epoch(EPOCH)
+    return loader
+
+
+def bits(blocks: Sequence[dgl.DGLGraph]) -> bytes:
+    nodes = blocks[0].srcnodes
+    arrays = [nodes[kind].data[name].numpy() for kind in TYPES for name in (dgl.NID, "feat")]
+    return b"".join(one.tobytes() for one in arrays)
+
+
+def edges_of(g: DistGraph, **pace: Any) -> list[bytes]:
+    eids = {"buys": torch.arange(g.rank(), g.num_edges("buys"), 5)}
+    options: dict[str, Any] = {"batch_size": 6, "seed": 3, "exclude": "self", **pace}
+    return [bits(blocks) for _, _, blocks in DistEdgeDataLoader(g, eids, sampler(), **options)]
+
+
+def inputs_of(g: DistGraph, ntype: str) -> list[Array]:
+    return [blocks[0].srcnodes[ntype].data[dgl.NID].numpy() for _, _, blocks in nodes_of(g)]
+
+
+def fetched_by_belady(batches: list[Array], own: tuple[int, int], capacity: int) -> int:
+    remote = [{int(row) for row in batch if not own[0] <= row < own[1]} for batch in batches]
+    kept: set[int] = set()
+    fetched = 0
+    for step, batch in enumerate(remote):
+        fetched += len(batch - kept)
+        later = {row: next((n for n in range(step + 1, len(remote)) if row in remote[n]), len(remote))
+                 for row in kept | batch}  # fmt: skip
+        kept = set(sorted(later, key=later.__getitem__)[:capacity])
+    return fetched
+
+
+def cache(g: DistGraph, alpha: float, policy: str = "lookahead") -> dict[str, CachePlan]:
+    return {ntype: g.cache_rows("feat", alpha=alpha, policy=policy, ntype=ntype) for ntype in TYPES}
+
+
+def looked_ahead(folder: Path, structure: Any) -> None:
+    with start_session(timeout_s=60) as session:
+        g = DistGraph(folder, structure=structure)
+        inputs = {ntype: inputs_of(g, ntype) for ntype in TYPES}
+        plain, plain_edges = [bits(blocks) for _, _, blocks in nodes_of(g)], edges_of(g)
+        assert len(plain) == NUM_STEPS
+        ranks_here = len(session.topology.ranks_of_server(session.topology.server))
+        for alpha in (0.3, 0.9):
+            for pace in PACES:
+                plans = cache(g, alpha)
+                before, counted = session.ledger.total(phase="features"), g.kvstore.cache_counts()
+                assert [bits(blocks) for _, _, blocks in nodes_of(g, **pace)] == plain
+                sent = 0
+                for ntype, plan in plans.items():
+                    bounds = g.get_node_partition_policy(ntype).bounds
+                    own = int(bounds[session.topology.server]), int(bounds[session.topology.server + 1])
+                    budget = int(alpha * (own[1] - own[0])) // ranks_here
+                    assert plan.rows == min(budget, NUM_NODES[ntype] - own[1] + own[0])
+                    sent += (8 + ROWS[ntype]) * fetched_by_belady(inputs[ntype], own, plan.rows)
+                assert session.ledger.total(phase="features") - before == sent
+                counts = g.kvstore.cache_counts() - counted
+                asked = sum(len(batch) for batches in inputs.values() for batch in batches)
+                assert counts.local + counts.hits + counts.misses == asked
+            assert edges_of(g) == plain_edges
+            assert edges_of(g, num_threads=2) == plain_edges
+        resumed(g, plain)
+        cache(g, 0)
+        assert not g.kvstore.has_cache
+        g.close()
+
+
+def resumed(g: DistGraph, plain: list[bytes]) -> None:
+    """Iterations that end early, one within another, and the rest of an epoch."""
+    cache(g, 0.4)
+    loader = nodes_of(g, depth=3)
+    steps = iter(loader)
+    found = [bits(next(steps)[2]) for _ in range(3)]
+    # Another loader has the rows.
+    assert [bits(blocks) for _, _, blocks in nodes_of(g)] == plain
+    position = loader.state_dict()
+    steps.close()
+    rest = nodes_of(g)
+    rest.load_state_dict(position)
+    rest.end_at(6)
+    found += [bits(blocks) for _, _, blocks in rest]
+    assert len(found) == 6
+    # Now the rows that are kept have been chosen with the end in sight.
+    assert found + [bits(blocks) for _, _, blocks in rest] == plain
+    cache(g, 0.4, "halo")
+    assert [bits(blocks) for _, _, blocks in nodes_of(g)] == plain
+    cache(g, 0.4)
+    # Nothing may wait: no batch is known before its turn.
+    limit, feature_fetch.WINDOW_BYTES = feature_fetch.WINDOW_BYTES, 0
+    assert [bits(blocks) for _, _, blocks in nodes_of(g)] == plain
+    feature_fetch.WINDOW_BYTES = limit
+
+
+@pytest.mark.parametrize(
+    ("ranks", "per_server", "structure"),
+    [(2, 1, "replicated"), (3, 1, "partitioned"), *wide((4, 2, "partitioned"))],
+)
+def test_the_same_batches_for_the_least_bytes(
+    shops: dict[int, Path], ranks: int, per_server: int, structure: str
+) -> None:
+    run_ranks(looked_ahead, ranks, args=(shops[ranks // per_server], structure), ranks_per_server=per_server)

@@ -1,0 +1,118 @@
+"""Rows kept by look-ahead: as few fetched as by any choice, and as many batches announced as that needs."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from dglx_dist.graph.lookahead import LookAheadRows
+from dglx_dist.graph.row_kernels import plan_remote
+from dglx_dist.records import ColumnInfo
+
+OWN, BOUNDS = (0, 3), np.array([0, 3, 1000])
+INFO = ColumnInfo(dtype="int64", row_shape=())
+
+
+def least_fetched(batches: list[list[int]], capacity: int) -> int:
+    """The optimum over every choice of what to keep after each batch."""
+    costs: dict[tuple[int, ...], int] = {(): 0}
+    for batch in batches:
+        following: dict[tuple[int, ...], int] = {}
+        for kept, cost in costs.items():
+            known = sorted({*kept, *batch})
+            fetched = cost + len(known) - len(kept)
+            for choice in combinations(known, min(capacity, len(known))):
+                following[choice] = min(fetched, following.get(choice, fetched))
+        costs = following
+    return min(costs.values())
+
+
+class Loader:
+    """Goes over batches as a loader does, whose rows are the ids; at most ``window`` wait."""
+
+    def __init__(self, rows: LookAheadRows, batches: list[np.ndarray], window: int) -> None:
+        self.rows, self.batches, self.window = rows, batches, window
+        self.announced, self.done, self.fetched, self.most_ahead = 0, 0, 0, 0
+        assert rows.claim()
+        rows.announce_more = self.announce_more
+
+    def announce_more(self) -> bool:
+        if self.announced == len(self.batches) or self.announced - self.done >= self.window:
+            return False
+        self.rows.announce(self.batches[self.announced])
+        self.announced += 1
+        self.most_ahead = max(self.most_ahead, self.announced - self.done)
+        return True
+
+    def step(self) -> None:
+        assert self.announced > self.done or self.announce_more()
+        ids = self.batches[self.done]
+        plan = plan_remote(ids, BOUNDS, 0, self.rows.table, distinct=True)
+        assert self.rows.rows[plan.hit_slots].tolist() == ids[plan.hit_places].tolist()
+        assert len(plan.hit_places) + len(plan.ids) == np.count_nonzero(ids >= OWN[1])
+        self.fetched += len(plan.ids)
+        kept, slots = self.rows.admit(plan)
+        assert len(set(slots.tolist())) == len(kept) <= len(self.rows.rows)
+        self.rows.rows[slots] = plan.ids[kept]
+        self.rows.finished()
+        self.done += 1
+
+    def run(self) -> int:
+        while self.done < len(self.batches):
+            self.step()
+        self.rows.release()
+        return self.fetched
+
+
+def drawn(random: np.random.Generator, num: int, most: int, nodes: int) -> list[np.ndarray]:
+    """Batches of up to ``most`` distinct ids of ``nodes``, the first of them local."""
+    return [random.permutation(nodes)[: random.integers(0, most + 1)] + OWN[1] - 1 for _ in range(num)]
+
+
+def test_no_choice_fetches_fewer() -> None:
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        batches = drawn(random, int(random.integers(1, 8)), 4, 8)
+        remote = [[int(row) for row in batch if row >= OWN[1]] for batch in batches]
+        for capacity in (0, 1, 3):
+            loader = Loader(LookAheadRows(capacity, INFO, OWN), batches, window=len(batches))
+            assert loader.run() == least_fetched(remote, capacity), (capacity, batches)
+
+
+def test_rows_stay_for_the_next_loader_and_one_at_a_time_has_them() -> None:
+    rows, batch = LookAheadRows(4, INFO, OWN), np.arange(3, 7)
+    assert Loader(rows, [batch, batch[::-1]], window=1).run() == 4
+    loader = Loader(rows, [batch, np.arange(5, 9)], window=2)
+    assert not rows.claim()
+    assert loader.run() == 2
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_rows_of_a_loader_that_ended_early_are_forgotten(finished: bool) -> None:
+    rows, batches = LookAheadRows(4, INFO, OWN), [np.arange(3, 7), np.arange(5, 9)]
+    loader = Loader(rows, batches, window=2)
+    rows.announce(batches[0])
+    if not finished:  # rows that have a slot and never arrive
+        rows.admit(plan_remote(batches[0], BOUNDS, 0, rows.table, distinct=True))
+    rows.release()
+    del loader
+    assert Loader(rows, batches, window=2).run() == 6
+
+
+def test_looks_no_further_than_the_choice_needs_and_memory_stays_bounded() -> None:
+    random = np.random.default_rng(1)
+    batches = drawn(random, 300, 60, 100)
+    far, near = (Loader(LookAheadRows(20, INFO, OWN), batches, window=window) for window in (300, 2))
+    fetched, sizes = far.run(), []
+    assert far.most_ahead < 20
+    for _ in range(len(batches)):
+        near.step()
+        sizes.append(near.rows.num_bytes)
+    assert sizes[-1] == sizes[20] < 1 << 15
+    assert fetched < near.fetched
+    # Room for all: nothing has to be known of later batches.
+    loader = Loader(LookAheadRows(100, INFO, OWN), batches, window=300)
+    assert loader.run() == len({int(row) for batch in batches for row in batch if row >= OWN[1]})
+    assert loader.most_ahead == 1
