@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,16 +13,19 @@ import dgl
 import pytest
 import torch
 
+from dglx_dist.comm.collectives import barrier
 from dglx_dist.comm.session import start_session
 from dglx_dist.dataloading import feature_fetch
 from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
 from dglx_dist.dataloading.loader import DataLoader
+from dglx_dist.errors import PeerError
 from dglx_dist.graph.cache import CachePlan
 from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.graph.lookahead import LookAheadRows
 from dglx_dist.records import Array
 from tests.dataloading.shop import NUM_NODES, write_shop
 from tests.helpers import wide
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import run_ranks, start_ranks
 
 TYPES, ROWS = ("user", "item"), {"user": 8, "item": 4}
 PACES: Sequence[dict[str, Any]] = ({}, {"num_threads": 0}, {"num_threads": 3, "depth": 4})
@@ -141,3 +147,38 @@ def test_the_same_batches_for_the_least_bytes(
     shops: dict[int, Path], ranks: int, per_server: int, structure: str
 ) -> None:
     run_ranks(looked_ahead, ranks, args=(shops[ranks // per_server], structure), ranks_per_server=per_server)
+
+
+def left_by_its_peer(folder: Path) -> str:
+    with start_session(timeout_s=60) as session:
+        g = DistGraph(folder)
+        cache(g, 0.3)
+        rank = g.rank()
+        users = torch.arange(NUM_NODES["user"])[rank:]
+        loader = DataLoader(g, {"user": users}, sampler(), batch_size=3, num_threads=2)
+        barrier(session, "all loaders are open")
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(PeerError, match="rank 1") as caught:
+            go_on(loader)
+        # The rows that did not arrive are in no slot.
+        assert all(rows.claim() and not rows.table.slots.max() >= 0 for rows in rows_of(g))
+        session.close(failed=True)
+        return str(caught.value)
+
+
+def go_on(loader: DataLoader) -> None:
+    for _ in range(50):
+        for _ in loader:
+            time.sleep(0.01)
+
+
+def rows_of(g: DistGraph) -> list[LookAheadRows]:
+    found = [g.kvstore.column(g.nodes[ntype].data["feat"].kvstore_key).ahead for ntype in TYPES]
+    return [rows for rows in found if rows is not None]
+
+
+def test_a_dead_owner_of_rows_is_named(shops: dict[int, Path]) -> None:
+    first, second = start_ranks(left_by_its_peer, 2, args=(shops[2],), ranks_per_server=1)
+    assert second.exitcode == -signal.SIGKILL
+    assert not first.error

@@ -263,6 +263,8 @@ def test_degree_and_halo_keep_what_they_say(small_dataset: Path) -> None:
         ({"policy": "vip", "fanouts": [5], "batch_size": 0}, "batch_size=0"),
         ({"policy": "vip", "fanouts": [5], "batch_size": 10}, "structure='replicated'"),
         ({"batch_size": 10}, "are for policy='vip'"),
+        ({"policy": "lookahead", "device": "cpu"}, "leave device= out"),
+        ({"policy": "lookahead", "fanouts": [5]}, "are for policy='vip'"),
         ({"device": "gpu"}, "device='gpu' is no device"),
         ({"device": "cuda"}, "device='cuda', but torch"),
     ],

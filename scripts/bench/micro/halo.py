@@ -7,6 +7,12 @@ a size is what leaves one server in one exchange. Timed from when all ranks begi
 its rows, copies and sums included. "forward" and "backward" are HaloExchange's; "all to all" and "messages"
 do the same as forward by torch.distributed. "one after the other" is the mean over forward and backward
 without a common start. Shares are payload over the rate that is set, headers not counted; medians.
+
+    python scripts/netlab run --servers 2 --external 1gbit -- python scripts/bench halo --dataset DIR
+
+Instead goes over the batches of a dataset (fan-out 25,10, batch size 1000) for two epochs with each policy of
+caches of remote rows, and without one: megabytes of features between servers in both, hits and seconds of the
+second. "distinct" is what each rank would fetch if it kept every row until the end of the epoch.
 """
 
 from __future__ import annotations
@@ -19,15 +25,21 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from dgl.dataloading import NeighborSampler
 
-from dglx_dist.comm.collectives import gather_json
+from dglx_dist.comm.collectives import gather_int64, gather_json
 from dglx_dist.comm.session import Session, start_session
+from dglx_dist.dataloading.loader import DataLoader
+from dglx_dist.graph.cache import POLICIES
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.graph.split import node_split
 from dglx_dist.planner.records import Rate
 from dglx_dist.strategies.full_graph.halo_exchange import HaloExchange
 from dglx_dist.strategies.full_graph.halo_plan import HaloLayer
 from scripts.bench.micro.timing import parser, table, timed, write_json
 
 WIDTH = 64
+FEATURE, FANOUTS, BATCH = "feat", [25, 10], 1000
 
 
 def make_layer(session: Session, server_bytes: int) -> HaloLayer:
@@ -126,6 +138,37 @@ def shares_of(session: Session, megabytes: float, rounds: int, rate: Rate) -> di
     }
 
 
+def epochs_of(session: Session, g: DistGraph, policy: str, alpha: float) -> dict[str, object]:
+    """What two epochs of batches move with a cache of remote rows."""
+    column = g.kvstore.column(g.ndata[FEATURE].kvstore_key)
+    how: dict[str, object] = {"fanouts": FANOUTS, "batch_size": BATCH} if policy == "vip" else {}
+    g.cache_rows(FEATURE, alpha=alpha, policy=policy if alpha else "degree", **how)  # type: ignore[arg-type]
+    sampler = NeighborSampler(FANOUTS, prefetch_node_feats=[FEATURE])
+    loader = DataLoader(g, node_split(g.ndata["train_mask"]), sampler, batch_size=BATCH, shuffle=True)
+    first, end = column.bounds[session.topology.server : session.topology.server + 2]
+    counts = []
+    for _ in range(2):
+        seen = np.zeros(column.num_rows, bool)
+        before, counted = session.ledger.total(phase="features"), g.kvstore.cache_counts(column.name)
+        dist.barrier()
+        seconds, _ = timed(lambda seen=seen: [seen.__setitem__(inputs, True) for inputs, _, _ in loader])
+        seen[first:end] = False
+        found = g.kvstore.cache_counts(column.name) - counted
+        sent = session.ledger.total(phase="features") - before
+        counts.append([sent, np.count_nonzero(seen), found.hits, found.misses, round(seconds * 1e6)])
+    every = gather_int64([int(one) for epoch in counts for one in epoch], session).reshape(-1, 2, 5)
+    total, distinct = every.sum(0), (8 + column.row_bytes) / 1e6
+    return {
+        "policy": policy,
+        "alpha": alpha,
+        "MB, epoch 1": total[0, 0] / 1e6,
+        "MB, epoch 2": total[1, 0] / 1e6,
+        "hits %": 100 * total[1, 2] / max(total[1, 2] + total[1, 3], 1),
+        "distinct MB": total[1, 1] * distinct,
+        "s": every[:, 1, 4].max() / 1e6,
+    }
+
+
 def main(argv: list[str]) -> int:
     """What each rank does; rank 0 prints the shares."""
     arguments = parser("halo", __doc__)
@@ -134,12 +177,22 @@ def main(argv: list[str]) -> int:
     arguments.add_argument(
         "--rate", type=Rate.parse, default=Rate.parse("1gbit"), help="what the lab was given"
     )
+    arguments.add_argument("--dataset", type=Path, help="compare caches of remote rows on this one")
+    arguments.add_argument("--alphas", type=float, nargs="+", default=[0.05, 0.1])
     arguments.add_argument("--json", type=Path, help="write the figures to this file too")
     options: argparse.Namespace = arguments.parse_args(argv)
     torch.set_num_threads(1)
     with start_session() as session:
         if session.topology.num_servers == 1:
             arguments.error("one server has no link to another: python scripts/netlab run --servers 2 -- ...")
+        if options.dataset:
+            g = DistGraph(options.dataset, structure="replicated")
+            wanted = [("none", 0.0), *((policy, one) for one in options.alphas for policy in POLICIES)]
+            epochs = [epochs_of(session, g, *one) for one in wanted]
+            if session.topology.rank == 0:
+                print(table(epochs), flush=True)
+                write_json(options.json, epochs)
+            return 0
         rows = [shares_of(session, size, options.rounds, options.rate) for size in options.megabytes]
         if session.topology.rank == 0:
             shown = [
