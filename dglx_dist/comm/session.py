@@ -55,8 +55,7 @@ from dglx_dist.comm.topology import (
     with_nodes,
 )
 from dglx_dist.comm.trace import Timeline, TraceWriter, open_trace
-from dglx_dist.data.allocator import keep_memory
-from dglx_dist.data.storage.files import hold, locked
+from dglx_dist.data.storage.files import hold, keep_memory, locked
 from dglx_dist.errors import ConfigError, DglxError, PeerError, Stopped
 from dglx_dist.records import StepShare
 

@@ -20,6 +20,7 @@ from dglx_dist.data.partition.base import DEFAULT_TOLERANCE, Partitioner, Partit
 from dglx_dist.data.partition.graph_views import BalanceWeights, SymmetricGraph, count_weights
 from dglx_dist.data.partition.one_pass import cut_ranges
 from dglx_dist.data.partition.semi_external import partition
+from dglx_dist.data.storage.files import partial_folder
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array, Assignment, RawGraph
 
@@ -163,7 +164,7 @@ class _Multilevel(Partitioner):
 
             return partition(symmetric, weights, solve, fits, workspace, seed)
 
-        beside = self._bytes(graph.total_nodes, 2 * graph.total_edges, True, num_weights) + columns
+        beside = self._bytes(graph.total_nodes, 2 * graph.total_edges, True, num_weights)
         return assign_balanced(self, graph, (num_parts, seed), compute, dtype=self._dtype, beside=beside)
 
     @abstractmethod
@@ -252,10 +253,8 @@ class Kaminpar(_Multilevel):
         node_weights = None if weights.names == ("nodes",) else weights.columns[0]
         # The Python binding reads graphs from files only; a file in shared memory costs one copy.
         folder = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
-        if workspace is not None:
-            folder = workspace.folder
-            folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="dglx-kaminpar-", dir=folder) as scratch:
+        in_memory = tempfile.TemporaryDirectory(prefix="dglx-kaminpar-", dir=folder)
+        with in_memory if workspace is None else partial_folder(workspace.folder / "kaminpar") as scratch:
             path = Path(scratch) / "graph.parhip"
             write_parhip(path, graph, node_weights)
             loaded = library.load_graph(str(path), library.GraphFileFormat.PARHIP)
