@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from dglx_dist.data.external_memory import Workspace, open_workspace
+from dglx_dist.data.external_memory import Ranks, Workspace, open_workspace
 from dglx_dist.data.partition.balance import PartitionQuality, measure
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions, default_partitioner
 from dglx_dist.data.partition.hierarchical import assign_two_levels, with_trainer_ids
@@ -97,11 +97,17 @@ class PartitionPlan:
 
 @contextmanager
 def open_work(
-    spec: str | os.PathLike[str], folder: Path, plan: PartitionPlan, **options: object
+    spec: str | os.PathLike[str],
+    folder: Path,
+    plan: PartitionPlan,
+    ranks: Ranks | None = None,
+    /,
+    **options: object,
 ) -> Iterator[Workspace | None]:
     """Open the workspace of one partitioning of :func:`load_graph`'s ``spec``; None if memory is not limited.
 
-    It is the folder NAME.work beside ``folder`` or in ``plan.scratch``, see :func:`open_workspace`.
+    It is the folder NAME.work beside ``folder`` or in ``plan.scratch``, see :func:`open_workspace`. All
+    ``ranks`` (None: this process) share the work, within ``plan.memory`` each.
     """
     if plan.memory is None:
         yield None
@@ -109,7 +115,7 @@ def open_work(
     path = Path(spec).expanduser()
     is_dataset = (path / MANIFEST).is_file()
     source = [read_manifest(path).checksum] if is_dataset else [str(spec), options, _stamps(path)]
-    with _work(folder, plan, source) as workspace:
+    with _work(folder, plan, source, ranks) as workspace:
         yield workspace
 
 
@@ -119,7 +125,9 @@ def _stamps(path: Path) -> list[tuple[str, int, int]]:
     return [(one.name, stat.st_size, stat.st_mtime_ns) for one, stat in stats.items()]
 
 
-def _work(folder: Path, plan: PartitionPlan, source: object) -> AbstractContextManager[Workspace]:
+def _work(
+    folder: Path, plan: PartitionPlan, source: object, ranks: Ranks | None = None
+) -> AbstractContextManager[Workspace]:
     settings = {
         "graph": source,
         **{one.name: getattr(plan, one.name) for one in fields(plan) if one.name not in _NOT_OF_RESULT},
@@ -131,7 +139,7 @@ def _work(folder: Path, plan: PartitionPlan, source: object) -> AbstractContextM
     target = folder.absolute()
     work = (plan.scratch or target.parent) / f"{target.name}.work"
     return open_workspace(
-        work, {name: repr(value) for name, value in settings.items()}, read_size(plan.memory)
+        work, {name: repr(value) for name, value in settings.items()}, read_size(plan.memory), ranks
     )
 
 
@@ -164,7 +172,9 @@ def partition_to_disk(
     weights: Mapping[str, Array] | None = None,
     workspace: Workspace | None = None,
 ) -> PartitionQuality:
-    """Partition ``graph`` and write it atomically to ``folder``; one process calls it.
+    """Partition ``graph`` and write it atomically to ``folder``.
+
+    One process calls it, or all ranks of ``workspace``.
 
     If the partitioner wants features by column (``feature``), files of columns are written after the dataset;
     a failure to write them is logged, and training then writes them.
@@ -219,7 +229,8 @@ def partition_to_disk(
             feature_dtype=plan.feature_dtype,
             workspace=workspace,
         )
-        if split.parts.parameters.get(FEATURES) == COLUMNS:
+        is_first = workspace is None or workspace.ranks.is_first
+        if is_first and split.parts.parameters.get(FEATURES) == COLUMNS:
             _write_columns(target, split.parts.num_parts)
     return split.quality
 
@@ -247,8 +258,14 @@ def _partition(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None
         return _assign(graph, plan, None)
     # What is made on the way is not needed again: the owners of nodes are a stage of their own.
     inner = replace(workspace, folder=workspace.folder / "owners.work")
-    folder = workspace.stage("owners", lambda folder: _store(_assign(graph, plan, inner), folder))
-    if inner.folder.is_dir():
+
+    def make(folder: Path) -> None:
+        split = _assign(graph, plan, inner)
+        if workspace.ranks.is_first:
+            _store(split, graph, folder)
+
+    folder = workspace.stage("owners", make, shared=True)
+    if workspace.ranks.is_first and inner.folder.is_dir():
         discard(inner.folder)
     return _stored(graph, folder)
 
@@ -268,39 +285,27 @@ def _assign(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None) -
     return _Split(parts=split.parts, quality=quality, trainers=split.trainers, of_trainers=of_trainers)
 
 
-def _store(split: _Split, folder: Path) -> None:
+def _store(split: _Split, graph: RawGraph, folder: Path) -> None:
     told: dict[str, object] = {"quality": asdict(split.quality), "of_trainers": split.of_trainers}
-    for name in ("parts", "trainers"):
-        one: Assignment | None = getattr(split, name)
+    for name, one in (("parts", split.parts), ("trainers", split.trainers)):
         told[name] = one and {**vars(one), "part_of": None}
-        for number, owners in enumerate(one.part_of.values() if one else ()):
-            np.save(folder / f"{name}{number}.npy", owners, allow_pickle=False)
+        for number, ntype in enumerate(graph.num_nodes):
+            if one is not None:
+                np.save(folder / f"{name}{number}.npy", one.part_of[ntype], allow_pickle=False)
     (folder / "split.json").write_text(json.dumps(told))
 
 
 def _stored(graph: RawGraph, folder: Path) -> _Split:
     told = json.loads((folder / "split.json").read_text())
-
-    def assignment(name: str) -> Assignment | None:
-        if told[name] is None:
-            return None
-        part_of = {
-            ntype: np.load(folder / f"{name}{number}.npy", allow_pickle=False)
-            for number, ntype in enumerate(graph.num_nodes)
-        }
-        return Assignment(**{**told[name], "part_of": part_of})
-
-    told["quality"] = {
-        name: tuple(one) if isinstance(one, list) else one for name, one in told["quality"].items()
-    }
-    parts = assignment("parts")
-    assert parts is not None, "every split has parts"
-    return _Split(
-        parts=parts,
-        quality=PartitionQuality(**told["quality"]),
-        trainers=assignment("trainers"),
-        of_trainers=told["of_trainers"],
-    )
+    for name in ("parts", "trainers"):
+        if told[name] is not None:
+            files = [folder / f"{name}{number}.npy" for number in range(len(graph.num_nodes))]
+            owners = [np.load(file, allow_pickle=False) for file in files]
+            part_of = dict(zip(graph.num_nodes, owners, strict=True))
+            told[name] = Assignment(**{**told[name], "part_of": part_of})
+    quality: dict[str, Any] = told["quality"]
+    quality |= {key: tuple(one) for key, one in quality.items() if isinstance(one, list)}
+    return _Split(**{**told, "quality": PartitionQuality(**quality)})
 
 
 def _warn_of_many(figures: PartitionQuality) -> None:
