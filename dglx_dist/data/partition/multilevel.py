@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import importlib
 import io
 import tempfile
@@ -17,11 +16,12 @@ import numpy as np
 
 from dglx_dist.data.partition.balance import assign_balanced
 from dglx_dist.data.partition.base import DEFAULT_TOLERANCE, Partitioner, PartitionOptions
-from dglx_dist.data.partition.graph_views import BalanceWeights, SymmetricGraph
+from dglx_dist.data.partition.graph_views import SHOWN_FROM, BalanceWeights, SymmetricGraph
 from dglx_dist.data.partition.one_pass import cut_ranges
 from dglx_dist.data.partition.semi_external import partition
 from dglx_dist.data.storage.files import partial_folder
 from dglx_dist.errors import ConfigError
+from dglx_dist.progress import progress
 from dglx_dist.records import Array, Assignment, RawGraph
 
 _DGL_WEIGHTS = ("nodes", "degree")
@@ -151,7 +151,13 @@ class _Multilevel(Partitioner):
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
         def compute(symmetric: SymmetricGraph, weights: BalanceWeights) -> Array:
-            workspace, solve = self.workspace, functools.partial(self._compute, seed)
+            workspace = self.workspace
+
+            def solve(one: SymmetricGraph, columns: BalanceWeights) -> Array:
+                # The library does not tell how far it is.
+                with progress("Placing the nodes", 1, enabled=len(one.indices) >= SHOWN_FROM):
+                    return self._compute(seed, one, columns)
+
             if workspace is None:
                 return solve(symmetric, weights)
             num_weights = len(weights.columns)
