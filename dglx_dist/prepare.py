@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from dglx_dist.data.external_memory import Workspace, open_workspace
+from dglx_dist.data.external_memory import Workspace, mapped, open_workspace, spill
 from dglx_dist.data.partition.balance import PartitionQuality, measure
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions, default_partitioner
 from dglx_dist.data.partition.hierarchical import assign_two_levels, with_trainer_ids
@@ -277,7 +277,7 @@ def _store(split: _Split, folder: Path) -> None:
         one: Assignment | None = getattr(split, name)
         told[name] = one and {**vars(one), "part_of": None}
         for number, owners in enumerate(one.part_of.values() if one else ()):
-            np.save(folder / f"{name}{number}.npy", owners, allow_pickle=False)
+            spill(folder, f"{name}{number}", np.int32, [owners])
     (folder / "split.json").write_text(json.dumps(told))
 
 
@@ -288,8 +288,7 @@ def _stored(graph: RawGraph, folder: Path) -> _Split:
         if told[name] is None:
             return None
         part_of = {
-            ntype: np.load(folder / f"{name}{number}.npy", allow_pickle=False)
-            for number, ntype in enumerate(graph.num_nodes)
+            ntype: np.array(mapped(folder, f"{name}{number}")) for number, ntype in enumerate(graph.num_nodes)
         }
         return Assignment(**{**told[name], "part_of": part_of})
 

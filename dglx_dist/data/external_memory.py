@@ -114,7 +114,7 @@ class BucketFiles:
         records = records[order]
         for number, run in runs(buckets[order].astype(np.int64)):
             with (self._folder / str(number)).open("ab") as file:
-                _write(file, records[run])
+                write_array(file, records[run])
 
     def take(self, bucket: int) -> Array:
         """Return the records of one file, and delete it."""
@@ -166,7 +166,8 @@ class Scatter:
             yield rows
 
 
-def _write(file: BinaryIO, rows: Array) -> None:
+def write_array(file: BinaryIO, rows: Array) -> None:
+    """Append the values of ``rows``; OSError says what is wrong with the disk."""
     # Not tofile, whose error on a full disk does not say so.
     file.write(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
 
@@ -195,7 +196,7 @@ class Spill:
 
     def append(self, rows: Array) -> None:
         with self.path.open("ab") as file:
-            _write(file, rows.astype(self._dtype, copy=False))
+            write_array(file, rows.astype(self._dtype, copy=False))
         self.num_rows += len(rows)
 
     def chunks(self, num_rows: int) -> Iterator[Array]:
@@ -298,9 +299,15 @@ def open_workspace(folder: Path, settings: Mapping[str, object], limit: int) -> 
 
 
 def _stages(folder: Path) -> list[str]:
-    found = [path for path in (*folder.iterdir(), *folder.glob("*.work/*")) if path.is_dir()]
-    found = [path for path in found if path.suffix not in (PARTIAL_SUFFIX, ".work")]
-    return sorted(str(path.relative_to(folder)) for path in found)
+    return sorted(str(path.relative_to(folder)) for path in _finished(folder))
+
+
+def _finished(folder: Path) -> Iterator[Path]:
+    for path in folder.iterdir():
+        if path.suffix == ".work":
+            yield from _finished(path)
+        elif path.is_dir() and path.suffix != PARTIAL_SUFFIX:
+            yield path
 
 
 def _check_key(folder: Path, settings: Mapping[str, object]) -> list[str]:

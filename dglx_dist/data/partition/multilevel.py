@@ -15,11 +15,13 @@ from typing import Any, ClassVar, final
 
 import numpy as np
 
+from dglx_dist.data.external_memory import write_array
 from dglx_dist.data.partition.balance import assign_balanced
 from dglx_dist.data.partition.base import DEFAULT_TOLERANCE, Partitioner, PartitionOptions
 from dglx_dist.data.partition.graph_views import BalanceWeights, SymmetricGraph, count_weights
 from dglx_dist.data.partition.one_pass import cut_ranges
 from dglx_dist.data.partition.semi_external import partition
+from dglx_dist.data.storage.files import partial_folder
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array, Assignment, RawGraph
 
@@ -223,13 +225,11 @@ def write_parhip(path: Path, graph: SymmetricGraph, node_weights: Array | None) 
     version |= SHORT_NODE_IDS if graph.indices.itemsize == 4 else 0
     first_neighbour = _HEADER_BYTES + len(graph.indptr) * 8
     with path.open("wb") as file:
-        np.array([version, graph.num_nodes, len(graph.indices)], dtype=np.uint64).tofile(file)
-        (graph.indptr * graph.indices.itemsize + first_neighbour).tofile(file)
-        graph.indices.tofile(file)
-        if node_weights is not None:
-            node_weights.tofile(file)
-        if graph.edge_weights is not None:
-            graph.edge_weights.tofile(file)
+        write_array(file, np.array([version, graph.num_nodes, len(graph.indices)], dtype=np.uint64))
+        write_array(file, graph.indptr * graph.indices.itemsize + first_neighbour)
+        for array in (graph.indices, node_weights, graph.edge_weights):
+            if array is not None:
+                write_array(file, array)
 
 
 @final
@@ -248,15 +248,15 @@ class Kaminpar(_Multilevel):
         return 150 * num_nodes + (28 if has_weights else 16) * num_entries
 
     def _compute(self, seed: int, graph: SymmetricGraph, weights: BalanceWeights) -> Array:
-        library, workspace = _library(), self.workspace
+        library = _library()
         node_weights = None if weights.names == ("nodes",) else weights.columns[0]
         # The Python binding reads graphs from files only; a file in shared memory costs one copy.
-        folder = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
-        if workspace is not None:
-            folder = workspace.folder
-            folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="dglx-kaminpar-", dir=folder) as scratch:
-            path = Path(scratch) / "graph.parhip"
+        folder = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+        if self.workspace is not None:
+            folder = self.workspace.folder
+        # Also removes those of killed processes.
+        with partial_folder(folder / "dglx-kaminpar") as scratch:
+            path = scratch / "graph.parhip"
             write_parhip(path, graph, node_weights)
             loaded = library.load_graph(str(path), library.GraphFileFormat.PARHIP)
         context = library.fast_context() if self.options.fast else library.default_context()
