@@ -22,10 +22,17 @@ from dglx_dist.data.partition.hierarchical import assign_two_levels, with_traine
 from dglx_dist.data.partition.one_pass import COLUMNS, FEATURES
 from dglx_dist.data.sources import load_dataset
 from dglx_dist.data.storage.columns import MANIFEST
-from dglx_dist.data.storage.files import discard, read_size, readable_bytes
+from dglx_dist.data.storage.files import discard, read_size
 from dglx_dist.data.storage.manifest import check_target, read_manifest
 from dglx_dist.data.storage.reader import graph_of, open_dataset
-from dglx_dist.data.storage.writer import FeatureDtype, check_feature_dtype, in_precision, write_dataset
+from dglx_dist.data.storage.writer import (
+    FeatureDtype,
+    check_ends,
+    check_feature_dtype,
+    in_precision,
+    sorting_budget,
+    write_dataset,
+)
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.records import Array, Assignment, EdgeType, RawGraph, SparseRows
 
@@ -183,6 +190,9 @@ def partition_to_disk(
     if plan.memory is not None and workspace is None:
         with _work(target, plan, [content_key(graph, plan), *sorted(weights or {})]) as opened:
             return partition_to_disk(graph, target, plan, weights=weights, workspace=opened)
+    if workspace is not None:
+        # Said before nodes are placed, which takes hours.
+        sorting_budget(graph, workspace.budget)
     weighted = _with_weights(graph, weights or {})
     split = _partition(weighted, plan, workspace)
     _warn_of_many(split.quality)
@@ -244,8 +254,9 @@ def _partition(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None
 
 
 def _assign(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None) -> _Split:
-    if workspace is not None:
-        _check_fits(graph, plan.partitioner, workspace)
+    for etype in graph.edges:
+        # Compiled code reads the ids from here on.
+        check_ends(graph, etype)
     if plan.trainers_per_part == 1:
         partitioner = PARTITIONERS.get(plan.partitioner)(plan.options).within(workspace, graph)
         parts = partitioner.assign(graph, plan.num_parts, plan.seed)
@@ -255,20 +266,6 @@ def _assign(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None) -
     of_trainers = _trainer_figures(measure(graph, split.trainers))
     quality = measure(graph, split.parts)
     return _Split(parts=split.parts, quality=quality, trainers=split.trainers, of_trainers=of_trainers)
-
-
-_EDGE_BYTES = 32
-"""Memory of a method that knows of no limit, such as a plugin, by edge: neighbours in both directions."""
-
-
-def _check_fits(graph: RawGraph, method: str, workspace: Workspace) -> None:
-    needed = _EDGE_BYTES * graph.total_edges
-    if not PARTITIONERS.get(method).external and not workspace.holds(needed):
-        able = ", ".join(name for name in PARTITIONERS.names() if PARTITIONERS.get(name).external)
-        raise ConfigError(
-            f"method {method} holds the graph in memory, about {readable_bytes(needed)}; take one of {able}, "
-            "or grant more --memory"
-        )
 
 
 def _store(split: _Split, folder: Path) -> None:

@@ -113,7 +113,7 @@ def partition(config: PartitionCommand) -> None:
 
     Example: `dglx partition ogb:ogbn-arxiv --parts 4 --method metis --balance train,degree --out data/arxiv`
     """
-    from dglx_dist.data.allocator import return_memory
+    from dglx_dist.data.storage.files import return_memory
     from dglx_dist.data.storage.manifest import check_target
     from dglx_dist.prepare import PartitionPlan, load_graph, open_work, partition_to_disk
 

@@ -55,8 +55,7 @@ from dglx_dist.comm.topology import (
     with_nodes,
 )
 from dglx_dist.comm.trace import Timeline, TraceWriter, open_trace
-from dglx_dist.data.allocator import keep_memory
-from dglx_dist.data.storage.files import hold, locked
+from dglx_dist.data.storage.files import hold, keep_memory, locked
 from dglx_dist.errors import ConfigError, DglxError, PeerError, Stopped
 from dglx_dist.records import StepShare
 
@@ -186,8 +185,11 @@ class Scratch:
     is abandoned, and the next Scratch removes it.
     """
 
-    def __init__(self, job: str, server: int) -> None:
-        base = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+    def __init__(self, job: str, server: int, base: Path | None = None) -> None:
+        if base is None:
+            base = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+        elif not (base.is_dir() and os.access(base, os.W_OK)):
+            raise ConfigError(f"DGLX_SCRATCH={base} is no folder that can be written; make it, or unset it")
         self.path = base / f"{_PREFIX}{os.getuid()}-{job}-s{server}"
         _remove_abandoned(base)
         self._lock = hold(self.path / _LOCK, mode=0o700)
@@ -276,6 +278,8 @@ class Session:
     """Unique name of the session, equal on its ranks."""
     trace: TraceWriter | None
     """None unless DGLX_TRACE asks for it."""
+    scratch_in: Path | None = None
+    """Folder on a disk for :attr:`scratch`; None: in memory, if possible."""
     store: JobStore | None = None
     """None on one rank."""
     owns_group: bool = False
@@ -293,7 +297,7 @@ class Session:
         self._fields: dict[object, Any] = {}
         """By :class:`SessionField`."""
         self._closed = False
-        self._scratch = Scratch(self.job, self.topology.server)
+        self._scratch = Scratch(self.job, self.topology.server, self.scratch_in)
         self._watch: FailureWatch | None = None
         self.stop_point = StopPoint(self.rpc, self.topology.world_size)
         self._pipes: list[SignalPipe] = []
@@ -310,7 +314,7 @@ class Session:
 
     @property
     def scratch(self) -> Path:
-        """Folder shared by the ranks of this server, in memory if possible; removed at the end."""
+        """Folder shared by the ranks of this server, removed at the end; see :attr:`scratch_in`."""
         return self._scratch.path
 
     def describe_failure(self, doing: str) -> str:
@@ -501,6 +505,7 @@ def start_session(
     if launched_by_torchrun() and not settings.allocator_set:
         keep_memory()
     mine = {"strategy": strategy, "options": dict(options or {}), "timeout_s": limit_s, "seed": seed}
+    mine["scratch_in"] = settings.scratch
     if found.world_size == 1:
         session = _session_of_one_rank(found, settings, mine, device)
     else:

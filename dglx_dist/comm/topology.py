@@ -124,6 +124,8 @@ class Settings:
     """Variables by which DGL's launcher configures its servers and clients, where they are set."""
     trace: Path | None = None
     """DGLX_TRACE: folder to which every session writes its trace, see comm/trace.py."""
+    scratch: Path | None = None
+    """DGLX_SCRATCH: folder on a disk for the rows that ranks share; default: memory."""
 
 
 def launched_by_torchrun(variables: Mapping[str, str] = os.environ) -> bool:
@@ -241,6 +243,7 @@ def read_settings(variables: Mapping[str, str] = os.environ) -> Settings:
         part_config=Path(variables["DGL_CONF_PATH"]) if variables.get("DGL_CONF_PATH") else None,
         dgl_processes={name: variables[name] for name in _DGL_VARIABLES if name in variables},
         trace=Path(variables["DGLX_TRACE"]) if variables.get("DGLX_TRACE") else None,
+        scratch=Path(variables["DGLX_SCRATCH"]) if variables.get("DGLX_SCRATCH") else None,
     )
 
 

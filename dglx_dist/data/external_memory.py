@@ -1,20 +1,20 @@
-"""Memory budget, and files that hold what does not fit: buckets, scattered rows, spills, finished stages."""
+"""Memory budget, and files that hold what does not fit: buckets, spills, sorted edges, finished stages."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, final
+from typing import Any, BinaryIO, NamedTuple, TypeAlias, final
 
 import numpy as np
 import pyarrow as pa
 
-from dglx_dist.data.allocator import return_memory
+from dglx_dist.data.storage.columns import id_dtype, numpy_dtype
 from dglx_dist.data.storage.files import (
     PARTIAL_SUFFIX,
     discard,
@@ -23,13 +23,16 @@ from dglx_dist.data.storage.files import (
     partial_folder,
     publish,
     read_small,
+    readable_bytes,
     remove_abandoned,
+    remove_abandoned_of,
     replaced_file,
     resident,
+    return_memory,
 )
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.progress import say
-from dglx_dist.records import Array
+from dglx_dist.records import Array, ColumnInfo
 
 LIBRARY_BYTES = 48 * 2**20
 """Library code that is not loaded yet, and buffers that do not depend on the limit."""
@@ -41,11 +44,24 @@ MIN_WORK_BYTES = 24 * 2**20
 """Least budget beside the program itself; with less the pieces become too small."""
 
 
+_ROUNDING_MB = 8
+
+
 @dataclass(frozen=True, kw_only=True)
 class Budget:
     """Memory beside the program itself; steps run one at a time."""
 
     work: int
+    held: int = PROGRAM_BYTES
+    """What is taken already: the program, and what :meth:`beside` is given."""
+
+    def beside(self, num_bytes: int) -> Budget:
+        """Return what is left beside ``num_bytes``, which may be negative."""
+        return Budget(work=self.work - num_bytes, held=self.held + num_bytes)
+
+    def remedy(self, num_bytes: int) -> str:
+        """Return what to grant for ``num_bytes`` of work; the next process may hold a little more."""
+        return f"grant --memory {(self.held + num_bytes) // 10**6 + _ROUNDING_MB}MB"
 
     @property
     def batch(self) -> int:
@@ -61,13 +77,13 @@ class Budget:
 def open_budget(limit: int) -> Budget:
     """Return the budget, ``limit`` bytes minus the memory of this process now; ConfigError if too small."""
     used = resident() + LIBRARY_BYTES
-    if limit - used < MIN_WORK_BYTES:
-        least = -(-(used + MIN_WORK_BYTES) // 10**6)
+    budget = Budget(work=limit - used, held=used)
+    if budget.work < MIN_WORK_BYTES:
         raise ConfigError(
             f"--memory {limit // 10**6}MB leaves too little beside the {used // 10**6} MB of the program "
-            f"itself; grant at least {least}MB"
+            f"itself; {budget.remedy(MIN_WORK_BYTES)} at least"
         )
-    return Budget(work=limit - used)
+    return budget
 
 
 @contextmanager
@@ -172,25 +188,14 @@ def write_array(file: BinaryIO, rows: Array) -> None:
     file.write(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
 
 
-def map_rows(path: Path, dtype: Any, row_shape: tuple[int, ...] = ()) -> Array:
-    """Memory-map the rows (K, *row_shape) that a :class:`Spill` wrote, read-only."""
-    values = math.prod(row_shape)
-    if not (size := path.stat().st_size):
-        return np.empty((0, *row_shape), dtype)
-    flat = np.asarray(np.memmap(path, dtype, mode="r"))
-    return flat.reshape(size // (values * flat.itemsize), *row_shape)
-
-
 @final
 class Spill:
     """Rows in one new file, none in memory."""
 
-    def __init__(
-        self, path: Path, dtype: Any, chunks: Iterable[Array] = (), row_shape: tuple[int, ...] = ()
-    ) -> None:
+    def __init__(self, path: Path, dtype: Any, chunks: Iterable[Array] = ()) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"")
-        self.path, self._dtype, self._row_shape, self.num_rows = path, np.dtype(dtype), row_shape, 0
+        self.path, self._dtype, self.num_rows = path, np.dtype(dtype), 0
         for rows in chunks:
             self.append(rows)
 
@@ -200,26 +205,171 @@ class Spill:
         self.num_rows += len(rows)
 
     def chunks(self, num_rows: int) -> Iterator[Array]:
-        """Yield all rows in order, at most ``num_rows`` at a time."""
-        values = math.prod(self._row_shape)
+        """Yield all rows, single values, in order, at most ``num_rows`` at a time."""
         with self.path.open("rb") as file:
             for first in range(0, self.num_rows, num_rows):
-                count = min(num_rows, self.num_rows - first)
-                yield np.fromfile(file, self._dtype, count * values).reshape(count, *self._row_shape)
+                yield np.fromfile(file, self._dtype, min(num_rows, self.num_rows - first))
 
 
 def spill(folder: Path, name: str, dtype: Any, chunks: Iterable[Array] = ()) -> Spill:
     """Return a new file of :func:`mapped`; ``dtype`` is part of its name."""
-    return Spill(folder / f"{name}.{np.dtype(dtype).name}", dtype, chunks)
+    return Spill(folder / f"{name}.{np.dtype(dtype).str}", dtype, chunks)
 
 
 def mapped(folder: Path, name: str) -> Array:
-    """Return the file of a :func:`spill` as a memory-mapped array; FileNotFoundError if there is none."""
+    """Return the (K,) values of a :func:`spill`, memory-mapped; FileNotFoundError if there is none."""
     for path in folder.glob(f"{name}.*"):
         dtype = np.dtype(path.suffix[1:])
         # Opened for writing, so that compiled code does not have a second variant for read-only arrays.
         return np.memmap(path, dtype, "r+") if path.stat().st_size else np.empty(0, dtype)
     raise FileNotFoundError(f"there is no {name} in {folder}")
+
+
+Chunks: TypeAlias = Callable[[int], Iterator[Array]]
+"""Number of rows -> all rows in order, at most so many at a time."""
+
+_SLOTS = 1 << 16
+_KEY_BYTES = 24
+"""Keys of an edge that is sorted, its position, and what NumPy's sort takes beside them."""
+_HUB_SHARES = 5
+"""Memory shares that the edges of a hub may take; nothing else is in memory then."""
+
+
+class Carried(NamedTuple):
+    """Rows that belong to the edges."""
+
+    info: ColumnInfo
+    rows: Chunks
+
+
+@dataclass(frozen=True, kw_only=True)
+class EdgeStream:
+    """E edges as they are read, in their order."""
+
+    sources: Chunks
+    destinations: Chunks
+    carried: Sequence[Carried]
+    num_sources: int
+    num_destinations: int
+
+    @property
+    def record(self) -> np.dtype[np.void]:
+        """One edge in a bucket."""
+        infos = enumerate(one.info for one in self.carried)
+        ends = [("destination", id_dtype(self.num_destinations)), ("source", id_dtype(self.num_sources))]
+        return np.dtype([*ends, *((str(i), numpy_dtype(one.dtype), one.row_shape) for i, one in infos)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class SortedEdges:
+    """CSC in files: edges ordered by (destination, source, position in the stream)."""
+
+    indptr: Spill
+    """(N_dst + 1,) int64."""
+    indices: Spill
+    """(E,) sources; int32 where N_src fits."""
+    carried: Sequence[Spill]
+    """Of each of :attr:`EdgeStream.carried`, all values of a row one after the other."""
+
+
+def by_key(destinations: Array, sources: Array) -> Array:
+    """Return (K,) positions that sort edges by (destination, source); of equal ones the first comes first."""
+    keys = destinations.astype(np.int64)
+    keys *= int(sources.max(initial=0)) + 1
+    keys += sources
+    return np.argsort(keys, kind="stable")
+
+
+def sort_edges(
+    edges: EdgeStream,
+    folder: Path,
+    budget: Budget,
+    *,
+    order: Callable[[Array, Array], Array] = by_key,
+    advance: Callable[[int], None] = lambda _: None,
+) -> SortedEdges:
+    """Sort edges by (destination, source, position), and what they carry with them.
+
+    Writes ``indptr``, ``indices``, ``carried0``, ``carried1`` ... for :func:`mapped`. Sorts the in-edges of
+    as many consecutive destinations as fit into ``budget.bucket`` bytes, but at least those of one of 65,536
+    slots of destinations, with up to five times that; ConfigError if that is too little. ``order`` gives the
+    positions of one bucket's edges, and ``advance`` is called with 3 for each edge.
+    """
+    record = edges.record
+    each = record.itemsize + _KEY_BYTES + max(record[name].itemsize for name in record.names or ())
+    width, step = max(-(-edges.num_destinations // _SLOTS), 1), max(1, budget.bucket // each)
+    counts = _count_slots(edges, width, step, advance)
+    _check_fits(counts, width, each, budget)
+    firsts = _first_destinations(counts, width, step)
+    buckets = _write_buckets(edges, firsts, folder / "buckets", step, advance)
+    result = SortedEdges(
+        indptr=spill(folder, "indptr", np.int64, [np.zeros(1)]),
+        indices=spill(folder, "indices", record["source"]),
+        carried=[spill(folder, f"carried{i}", record[str(i)].base) for i in range(len(edges.carried))],
+    )
+    total = 0
+    for number, (first, last) in enumerate(zip(firsts, [*firsts[1:], edges.num_destinations], strict=True)):
+        found = buckets.take(number)
+        found["destination"] -= first
+        counts = np.bincount(found["destination"], minlength=last - first)
+        # The edges of a bucket are in the order of the stream already.
+        positions = order(found["destination"], found["source"])
+        result.indices.append(found["source"][positions])
+        for i, carried in enumerate(result.carried):
+            carried.append(found[str(i)][positions])
+        result.indptr.append(total + np.cumsum(counts))
+        total += len(found)
+        advance(len(found))
+        del found, positions
+        release_memory()
+    shutil.rmtree(folder / "buckets")
+    return result
+
+
+def _count_slots(edges: EdgeStream, width: int, step: int, advance: Callable[[int], None]) -> Array:
+    counts = np.zeros(max(-(-edges.num_destinations // width), 1), np.int64)
+    for destinations in edges.destinations(step):
+        counts += np.bincount(destinations // width, minlength=len(counts))
+        advance(len(destinations))
+    return counts
+
+
+def _first_destinations(counts: Array, width: int, step: int) -> list[int]:
+    # A bucket has at most ``step`` edges and destinations, of which each is counted, unless it is one slot.
+    firsts, held = [0], 0
+    for slot, num_edges in enumerate(counts.tolist()):
+        if held and held + num_edges + width > step:
+            firsts.append(slot * width)
+            held = 0
+        held += num_edges + width
+    return firsts
+
+
+def _check_fits(counts: Array, width: int, each: int, budget: Budget) -> None:
+    slot = int(np.argmax(counts))
+    if counts[slot] * each > _HUB_SHARES * budget.bucket:
+        nodes = f"nodes {slot * width} to {(slot + 1) * width - 1}" if width > 1 else f"node {slot}"
+        needed = (int(counts[slot]) * each // _HUB_SHARES + 1) * BUDGET_SHARES
+        raise ConfigError(
+            f"{counts[slot]} edges end at {nodes}, and are sorted together; {budget.remedy(needed)}"
+        )
+
+
+def _write_buckets(
+    edges: EdgeStream, firsts: list[int], folder: Path, step: int, advance: Callable[[int], None]
+) -> BucketFiles:
+    buckets = BucketFiles(folder, edges.record)
+    ends = zip(edges.sources(step), edges.destinations(step), strict=True)
+    for (sources, destinations), *carried in zip(
+        ends, *(one.rows(step) for one in edges.carried), strict=True
+    ):
+        records = np.empty(len(sources), edges.record)
+        records["source"], records["destination"] = sources, destinations
+        for i, rows in enumerate(carried):
+            records[str(i)] = rows
+        buckets.append(np.searchsorted(firsts, destinations, side="right") - 1, records)
+        advance(len(records))
+    return buckets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,6 +392,14 @@ class Workspace:
                 publish(partial, target)
         return target
 
+    def array(self, name: str, make: Callable[[], Array]) -> Array:
+        """Return what ``make`` does, read from the stage ``name`` once it is finished."""
+        return np.array(mapped(self.stage(name, lambda folder: _save(folder, make())), "array"))
+
+    def beside(self, num_bytes: int) -> Workspace:
+        """Return this workspace with ``num_bytes`` less of memory."""
+        return replace(self, budget=self.budget.beside(num_bytes))
+
     def holds(self, num_bytes: int) -> bool:
         """Return whether ``num_bytes`` are within the memory granted."""
         return num_bytes <= self.budget.work
@@ -249,9 +407,15 @@ class Workspace:
     def remaining(self, num_bytes: int, least: int, what: str) -> int:
         """Return the bytes granted beside ``num_bytes``; ConfigError if they are fewer than ``least``."""
         if not self.holds(num_bytes + least):
-            needed = (num_bytes + least + PROGRAM_BYTES) // 10**6 + 1
-            raise ConfigError(f"{what} takes {needed} MB of memory at least; grant --memory {needed}MB")
+            needed = num_bytes + least
+            raise ConfigError(
+                f"{what} takes {readable_bytes(needed)} of memory at least; {self.budget.remedy(needed)}"
+            )
         return self.budget.work - num_bytes
+
+
+def _save(folder: Path, values: Array) -> None:
+    spill(folder, "array", values.dtype, [values])
 
 
 _KEY, _LOCK = "key.json", "lock"
@@ -276,6 +440,7 @@ def open_workspace(folder: Path, settings: Mapping[str, object], limit: int) -> 
     with ExitStack() as stack:
         with named_failures(folder):
             folder.mkdir(parents=True, exist_ok=True)
+            remove_abandoned_of(folder)
             names = {path.name for path in folder.iterdir()}
             if names and _LOCK not in names:
                 raise StorageError(
@@ -284,9 +449,10 @@ def open_workspace(folder: Path, settings: Mapping[str, object], limit: int) -> 
             (folder / _LOCK).touch()
             if not stack.enter_context(locked(folder / _LOCK)):
                 raise StorageError(f"{folder} is in use by another process; wait for it")
-            if stages := _check_key(folder, settings):
-                say(f"resuming in {folder}; finished before: {', '.join(stages)}")
+            _check_key(folder, settings)
             remove_abandoned(folder)
+            if stages := _stages(folder):
+                say(f"resuming in {folder}; finished before: {', '.join(stages)}")
         try:
             yield Workspace(folder=folder, budget=budget)
         except BaseException:
@@ -299,24 +465,18 @@ def open_workspace(folder: Path, settings: Mapping[str, object], limit: int) -> 
 
 
 def _stages(folder: Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in _finished(folder))
+    # Those of an inner job are in a folder NAME.work.
+    inner = [f"{path.name}/{stage}" for path in folder.glob("*.work") for stage in _stages(path)]
+    own = [path for path in folder.iterdir() if path.is_dir()]
+    return sorted([*(path.name for path in own if path.suffix not in (PARTIAL_SUFFIX, ".work")), *inner])
 
 
-def _finished(folder: Path) -> Iterator[Path]:
-    for path in folder.iterdir():
-        if path.suffix == ".work":
-            yield from _finished(path)
-        elif path.is_dir() and path.suffix != PARTIAL_SUFFIX:
-            yield path
-
-
-def _check_key(folder: Path, settings: Mapping[str, object]) -> list[str]:
-    # Returns the finished stages.
+def _check_key(folder: Path, settings: Mapping[str, object]) -> None:
     path, asked = folder / _KEY, json.loads(json.dumps(settings))
     if not path.exists():
         with replaced_file(path) as partial:
             partial.write_text(json.dumps(asked, indent=1))
-        return []
+        return
     try:
         found = json.loads(read_small(path))
         differing = [name for name in asked.keys() | found.keys() if asked.get(name) != found.get(name)]
@@ -328,4 +488,3 @@ def _check_key(folder: Path, settings: Mapping[str, object]) -> list[str]:
             f"{folder} holds unfinished work with other settings ({what}); repeat that command to finish it, "
             "or remove the folder"
         )
-    return _stages(folder)

@@ -6,6 +6,7 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import math
 import os
 import re
 import tokenize
@@ -21,7 +22,7 @@ from typing import IO, TYPE_CHECKING, Any, ClassVar, final
 import numpy as np
 
 from dglx_dist.data.dgl_files import check_files, load_graphs
-from dglx_dist.data.external_memory import Spill, Workspace, map_rows
+from dglx_dist.data.external_memory import Workspace, mapped, spill
 from dglx_dist.data.storage.files import readable_bytes
 from dglx_dist.data.validate import check_ids, check_raw_graph, check_whole, column_error
 from dglx_dist.errors import ConfigError, DatasetError, DglxError, StorageError, UnknownNameError
@@ -520,35 +521,50 @@ def _read(path: Path, workspace: Workspace | None) -> dict[str, Array]:
         raise DatasetError(f"{path}: not a readable .npz file of plain arrays ({error})") from error
 
 
-_SEVERAL = ("rel", "etype", "triple_split")
+_IN_ORDER = ("rel", "etype", "triple_split")
+"""Arrays by which edges are put in order, or get masks."""
+
+
+def _is_converted(name: str, dtype: np.dtype[Any]) -> bool:
+    # Ids other than int32 and int64, features of whole numbers, and compressed rows.
+    if name in ("src", "dst", "head", "tail"):
+        return dtype not in (np.int32, np.int64)
+    return name in _SPARSE or (_OTHER_NAMES.get(name, name) == FEATURE and dtype.kind in "iub")
 
 
 def _unpacked(path: Path, workspace: Workspace) -> dict[str, Array]:
     with zipfile.ZipFile(path) as archive:
         members = [member for member in archive.infolist() if member.filename.endswith(".npy")]
-        num_bytes = sum(member.file_size for member in members)
         names = [member.filename.removesuffix(".npy") for member in members]
-        if num_bytes > workspace.budget.work and (several := sorted({*_SEVERAL} & {*names})):
-            raise ConfigError(
-                f"{path}: edges by {several[0]!r} are put in order in memory, and the arrays have "
-                f"{readable_bytes(num_bytes)}; make a dataset by dglx ingest, or grant more --memory"
-            )
         heads = {member: _head(archive.open(member)) for member in members}
+        num_bytes = sum(member.file_size for member in members)
+        larger = {
+            name: 8 * math.prod(shape)
+            for name, (dtype, shape) in zip(names, heads.values(), strict=True)
+            if _is_converted(name, dtype)
+        }
+        larger |= {name: num_bytes for name in _IN_ORDER if name in names}
+        if not workspace.holds(sum(larger.values())):
+            raise ConfigError(
+                f"{path}: {', '.join(sorted(larger))} are converted in memory, and take up to "
+                f"{readable_bytes(sum(larger.values()))}; store them as int32, int64 or float32, make a "
+                "dataset by dglx ingest, or grant more --memory"
+            )
 
         def write(folder: Path) -> None:
             with progress("Unpacking the arrays", num_bytes) as advance:
                 for number, (member, (dtype, _)) in enumerate(heads.items()):
-                    spill = Spill(folder / str(number), dtype)
+                    values = spill(folder, str(number), dtype)
                     with archive.open(member) as stream:
                         _head(stream)
                         while piece := stream.read(dtype.itemsize << 16):
-                            spill.append(np.frombuffer(piece, dtype))
+                            values.append(np.frombuffer(piece, dtype))
                             advance(len(piece))
 
         folder = workspace.stage("arrays", write)
     return {
-        name: map_rows(folder / str(number), dtype).reshape(shape)
-        for number, (name, (dtype, shape)) in enumerate(zip(names, heads.values(), strict=True))
+        name: mapped(folder, str(number)).reshape(shape)
+        for number, (name, (_, shape)) in enumerate(zip(names, heads.values(), strict=True))
     }
 
 

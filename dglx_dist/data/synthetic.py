@@ -13,7 +13,7 @@ from typing import NamedTuple, final
 import numpy as np
 from numba import njit
 
-from dglx_dist.data.external_memory import Spill
+from dglx_dist.data.external_memory import PROGRAM_BYTES, Spill
 from dglx_dist.data.sources import DatasetSource, refuse_unknown
 from dglx_dist.data.storage.columns import (
     IDS,
@@ -27,6 +27,7 @@ from dglx_dist.data.storage.columns import (
 )
 from dglx_dist.data.storage.files import named_failures, partial_folder
 from dglx_dist.data.storage.manifest import Manifest, check_target, put_in_place, write_manifest
+from dglx_dist.data.storage.reader import graph_of, open_dataset
 from dglx_dist.errors import ConfigError
 from dglx_dist.keyed_random import full_word, mix
 from dglx_dist.progress import progress
@@ -506,15 +507,36 @@ def _permuted(number: int, size: int, key: np.uint64, inverse: bool) -> int:
             return number
 
 
+_BYTES_OF_NODE = 80
+"""Of memory, while a graph is streamed."""
+
+
 @final
 class SyntheticSource(DatasetSource):
-    """``synthetic`` or ``synthetic:nodes=20000,degree=25``; options are the fields of SyntheticConfig."""
+    """``synthetic`` or ``synthetic:nodes=20000,degree=25``; options are the fields of SyntheticConfig.
+
+    Where the memory is limited and :func:`generate` exceeds it, the graph is that of :func:`write_streamed`.
+    """
+
+    external = True
 
     def __init__(self, location: str, options: Mapping[str, object]) -> None:
         self._config = parse_config(location, options)
 
     def load(self) -> RawGraph:
-        return generate(self._config)
+        config, workspace = self._config, self.workspace
+        num_bytes = 3 * config.nodes * (8 * config.degree + 4 * config.features + 12)
+        if workspace is None or num_bytes <= workspace.budget.work:
+            return generate(config)
+        if (needed := _BYTES_OF_NODE * config.nodes) > workspace.budget.work:
+            least = PROGRAM_BYTES + needed
+            raise ConfigError(f"{config.nodes} synthetic nodes need more memory; grant {least // 10**6}MB")
+        folder = workspace.stage("synthetic", lambda partial: _write_part(config, partial / "dataset"))
+        return graph_of(open_dataset(folder / "dataset"), workspace)
+
+
+def _write_part(config: SyntheticConfig, folder: Path) -> None:
+    write_streamed(config, folder)
 
 
 def _generator(config: SyntheticConfig, stage: int) -> np.random.Generator:

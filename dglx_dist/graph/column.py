@@ -20,6 +20,7 @@ from dglx_dist.graph.row_kernels import (
     check_ids,
     gather_rows,
     numpy_view,
+    request_rows,
     scatter_rows,
     tensor_view,
     torch_dtype,
@@ -45,6 +46,8 @@ class Shard:
     """Id of the first row."""
     rows: Array
     """(n, *row), C-contiguous; bfloat16 as uint16."""
+    on_disk: bool = False
+    """Whether they are in a file that the memory cannot hold."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -135,6 +138,8 @@ class Column:
             self._compute(self.on_read, ids, out)
             return
         for shard in self.shards:
+            if shard.on_disk:
+                request_rows(shard.rows, shard.first, ids)
             gather_rows(shard.rows, shard.first, ids, out)
 
     def _compute(self, handler: PullHandler, ids: Array, out: Array) -> None:

@@ -38,6 +38,7 @@ from dglx_dist.graph.dist_tensor import (
 from dglx_dist.graph.ids import Ids, as_ids, as_ids_or_all
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.partition_book import PartitionBook, Placement, canonical_etype
+from dglx_dist.graph.row_kernels import read_from_disk
 from dglx_dist.graph.sampling import UNIFORM, DrawRule, draw_uniform, sampled_graph
 from dglx_dist.graph.shared_memory import InitRows
 from dglx_dist.graph.structure import PartitionedStructure, ReplicatedStructure, Structure
@@ -179,6 +180,14 @@ def add_columns(
         "node": (StoredPart.node_data, StoredPart.original_node_ids),
         "edge": (StoredPart.edge_data, StoredPart.original_edge_ids),
     }
+    large = read_from_disk(
+        [
+            readers[policy.kind][0](part, key, name=name)
+            for key, policy in policies.items()
+            for name in columns[key]
+            for part in parts.values()
+        ]
+    )
     for key, policy in policies.items():
         read, read_ids = readers[policy.kind]
         found = [(policy.key(name), info, partial(read, name=name)) for name, info in columns[key].items()]
@@ -187,7 +196,7 @@ def add_columns(
             found.append((policy.hidden_key(USER_IDS), IDS, partial(StoredPart.user_ids)))
         for name, info, rows_of in found:
             rows = {part: rows_of(stored, key) for part, stored in parts.items()}
-            policy.store.add(name, offsets[key], rows, info)
+            policy.store.add(name, offsets[key], rows, info, on_disk=large)
 
 
 T = TypeVar("T", str, EdgeType)
@@ -257,6 +266,7 @@ class DistGraph(Shared):
         policies = {**self._node_policies, **self._edge_policies}
         run_on_all_ranks(self.session, lambda: add_columns(self.dataset, self.placement, policies))
         self._structures = open_structures(self.dataset, self.session, self.placement, label, structure)
+        read_from_disk([shard.indices for one in self._structures.values() for shard in one.shards])
         for opened in self._structures.values():
             opened.serve(UNIFORM, draw_uniform)
         self._node_views = {ntype: DataView(policy) for ntype, policy in self._node_policies.items()}

@@ -105,18 +105,26 @@ class KVStore:
             session.rpc.register(op, handler)
         session.before_close.append(self.fence)
 
-    def add(self, name: str, offsets: Array, shards: Mapping[int, Array], info: ColumnInfo) -> None:
+    def add(
+        self,
+        name: str,
+        offsets: Array,
+        shards: Mapping[int, Array],
+        info: ColumnInfo,
+        *,
+        on_disk: bool = False,
+    ) -> None:
         """Add a read-only tensor; part p owns the rows ``offsets[p]:offsets[p + 1]``.
 
-        ``shards``: the (n, *row) rows of every part of the local server. ConfigError: the name is taken, or
-        rows do not match ``offsets`` or ``info``.
+        ``shards``: the (n, *row) rows of every part of the local server, ``on_disk`` as in :class:`Shard`.
+        ConfigError: the name is taken, or rows do not match ``offsets`` or ``info``.
         """
         found = []
         for part in sorted(shards):
             num_rows = int(offsets[part + 1] - offsets[part])
             if len(shards[part]) != num_rows:
                 raise ConfigError(f"part {part} has {len(shards[part])} rows for {num_rows} ids")
-            found.append(Shard(first=int(offsets[part]), rows=shards[part]))
+            found.append(Shard(first=int(offsets[part]), rows=shards[part], on_disk=on_disk))
         bounds = self.placement.server_offsets(offsets)
         self.add_column(Column(name=name, info=info, bounds=bounds, shards=tuple(found), writable=False))
 

@@ -6,6 +6,7 @@ widest size that divides a row and fits the alignment of both sides, so one kern
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
@@ -20,6 +21,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from dglx_dist.data.storage.columns import DTYPES, numpy_dtype
+from dglx_dist.data.storage.files import machine_memory
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array, ColumnInfo
 
@@ -158,6 +160,48 @@ def spread_rows(
     ends = starts[first_slot : last_slot + 1]
     slots = np.repeat(np.arange(len(rows)), np.diff(ends))
     move_rows(rows, slots, out, positions[ends[0] : ends[-1]])
+
+
+_PAGE_BYTES, _WILL_NEED = mmap.PAGESIZE, int(mmap.MADV_WILLNEED)
+_madvise = types.ExternalFunction("madvise", types.intc(types.uintp, types.uintp, types.intc))
+
+
+def read_from_disk(arrays: Sequence[Array]) -> bool:
+    """Whether memory-mapped arrays take more than half the free memory; if so, prepare them for it.
+
+    The kernel then reads only the pages that are used: around each it would else read up to megabytes, and
+    drop pages that are used again. Ask for rows with :func:`request_rows` before they are copied.
+    """
+    exceeds = sum(array.nbytes for array in arrays) > machine_memory()[1] // 2
+    for array in arrays if exceeds else ():
+        if array.size:
+            _advise(array.ctypes.data, 0, array.nbytes, mmap.MADV_RANDOM)
+    return exceeds
+
+
+def request_rows(source: Array, first: int, ids: Array) -> None:
+    """Start to read the rows that :func:`gather_rows` will copy from a file, in its order; do not wait."""
+    places = np.sort(ids[(ids >= first) & (ids < first + len(source))]) - first
+    if len(places) and source.size:
+        _request(source.ctypes.data, source.nbytes // len(source), places)
+
+
+@njit(cache=True, nogil=True)
+def _advise(start: int, begin: int, end: int, advice: int) -> None:
+    # What cannot be advised is read when it is used.
+    page = (start + begin) // _PAGE_BYTES * _PAGE_BYTES
+    _madvise(np.uintp(page), np.uintp(start + end - page), np.int32(advice))
+
+
+@njit(cache=True, nogil=True)
+def _request(start: int, row_bytes: int, places: Array) -> None:
+    begin, end = places[0] * row_bytes, (places[0] + 1) * row_bytes
+    for place in places[1:]:
+        if (start + place * row_bytes) // _PAGE_BYTES > (start + end - 1) // _PAGE_BYTES + 1:
+            _advise(start, begin, end, _WILL_NEED)
+            begin = place * row_bytes
+        end = (place + 1) * row_bytes
+    _advise(start, begin, end, _WILL_NEED)
 
 
 @njit(cache=True, nogil=True)

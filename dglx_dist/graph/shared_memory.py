@@ -44,7 +44,9 @@ def check_memory(session: Session, bounds: Array, row_bytes: int, what: str, rem
     def check() -> None:
         host, rows = _rows_here(session, bounds)
         # The memory's file system (/dev/shm) has its own limit.
-        free = min(machine_memory()[1], shutil.disk_usage(session.scratch).free)
+        free = shutil.disk_usage(session.scratch).free
+        if session.scratch_in is None:
+            free = min(machine_memory()[1], free)
         if rows * row_bytes > free:
             raise ConfigError(
                 f"{what} needs {rows * row_bytes / 1e9:.3f} GB for {rows} rows of {row_bytes} bytes on "

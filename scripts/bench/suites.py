@@ -25,6 +25,7 @@ PROGRAMS: Mapping[str, tuple[str, str]] = {
     "sampling": ("micro.sampling:main", "neighbour sampling beside stock DGL"),
     "halo": ("micro.halo:main", "how much of a link the halo exchange uses; under netlab"),
     "real_data": ("micro.real_data:main", "accuracy on real graphs, one process beside two ranks"),
+    "large": ("large:main", "graphs larger than memory: partitioned, then trained on"),
     "worker": ("worker:serve", ""),
 }
 """Name to "module:function" in this folder and what it is; without that, only the bench itself starts it."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,10 @@ import numpy as np
 import pytest
 
 from dglx_dist.data import external_memory
-from dglx_dist.data.external_memory import Budget, Workspace
+from dglx_dist.data.external_memory import LIBRARY_BYTES, Budget, Workspace, open_workspace
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
-from dglx_dist.data.partition.one_pass import Hash
 from dglx_dist.data.storage import writer
+from dglx_dist.data.storage.files import _partial_name, read_size, resident
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.errors import ConfigError, DatasetError, DglxError, StorageError
 from dglx_dist.prepare import PartitionPlan, load_graph, open_work, partition_to_disk
@@ -91,7 +92,7 @@ def test_the_same_bytes_within_any_memory(
     data = one_part(graph, tmp_path / "data")
     partition(data, tmp_path / "in memory", **options)
     # Buckets of a few edges, and chunks of a few rows.
-    monkeypatch.setattr(writer, "_sorting_memory", lambda graph, budget: 4000)
+    monkeypatch.setattr(writer, "sorting_budget", lambda graph, budget: Budget(work=6 * 4000))
     monkeypatch.setattr(writer, "CHUNK_BYTES", 64)
     scratch = tmp_path / "scratch"
     partition(data, tmp_path / "in files", memory=PLENTY, scratch=scratch, **options)
@@ -346,7 +347,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     ("options", "said"),
     [
         ({"memory": "much"}, "'much' is not a size"),
-        ({"memory": "1MB"}, "--memory 1MB leaves too little .* grant at least"),
+        ({"memory": "1MB"}, "--memory 1MB leaves too little .* grant --memory"),
         ({"scratch": Path("x")}, "scratch x is for files of a limited memory"),
         ({"memory": PLENTY, "format": "dgl"}, "written from memory"),
         (
@@ -364,15 +365,15 @@ def test_wrong_limits_are_refused(tmp_path: Path, options: dict[str, Any], said:
 
 def test_what_the_nodes_take_is_said() -> None:
     graph = RawGraph(name="g", num_nodes={NODE_TYPE: 10**6}, edges={})
-    with pytest.raises(ConfigError, match=r"1000000 nodes take 32 MB of memory, .* grant at least \d+MB"):
-        writer._sorting_memory(graph, Budget(work=32 * 10**6))
+    with pytest.raises(ConfigError, match=r"1000000 nodes take 32 MB of memory, .* grant --memory \d+MB"):
+        writer.sorting_budget(graph, Budget(work=32 * 10**6))
 
 
 LIMITED = """
 import resource, sys
 from dglx_dist.cli.app import app
 from dglx_dist.data import external_memory
-from dglx_dist.data.allocator import return_memory
+from dglx_dist.data.storage.files import return_memory
 from dglx_dist.data.storage import writer
 from dglx_dist.data.storage.files import resident
 
@@ -455,15 +456,68 @@ def test_sources_that_are_read_at_once_say_what_to_do(tmp_path: Path) -> None:
     np.savez(tmp_path / "g.npz", head=[0, 1], rel=[0, 0], tail=[1, 0])
     few = Workspace(folder=tmp_path / "work", budget=Budget(work=300))
     enough = Workspace(folder=tmp_path / "work", budget=Budget(work=10**6))
-    for name, said in (("tables", "first `dglx ingest` them"), ("g.npz", "edges by 'rel' are put in order")):
+    for name, said in (("tables", "first `dglx ingest` them"), ("g.npz", "rel are converted in memory")):
         with pytest.raises(ConfigError, match=f"{name}.* {said}.* or grant more --memory"):
             load_graph(tmp_path / name, workspace=few)
         assert load_graph(tmp_path / name, workspace=enough).total_nodes == 2
 
 
-def test_a_method_that_knows_of_no_limit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    graph, work = random_homogeneous(0), Workspace(folder=tmp_path / "work", budget=Budget(work=32 * 150 - 1))
-    monkeypatch.setattr(Hash, "external", False)
-    plan = PartitionPlan(num_parts=2, method="hash", memory=PLENTY)
-    with pytest.raises(ConfigError, match=r"method hash holds .* 4.8 KB; take one of contiguous, .*kaminpar"):
-        partition_to_disk(graph, tmp_path / "out", plan, workspace=work)
+def test_unsigned_ids_of_a_npz_are_not_converted_beyond_the_memory(tmp_path: Path) -> None:
+    ends = np.arange(4000, dtype=np.uint64) % 7
+    np.savez(tmp_path / "g.npz", src=ends, dst=ends, features=np.ones((7, 2), np.int8))
+    for work, refused in ((64_000, True), (65_000, False)):
+        workspace = Workspace(folder=tmp_path / "work", budget=Budget(work=work))
+        if refused:
+            with pytest.raises(ConfigError, match=r"dst, features, src are converted in memory, .* 64\.1 KB"):
+                load_graph(tmp_path / "g.npz", workspace=workspace)
+        else:
+            assert load_graph(tmp_path / "g.npz", workspace=workspace).total_edges == 4000
+
+
+@pytest.mark.parametrize("wrong", [-1, 10**9])
+def test_ids_of_a_given_graph_are_checked_before_compiled_code_uses_them(tmp_path: Path, wrong: int) -> None:
+    ends = (np.array([0, 1]), np.array([1, wrong]))
+    graph = RawGraph(name="g", num_nodes={NODE_TYPE: 3}, edges={EDGE_TYPE: ends})
+    with pytest.raises(DatasetError, match=rf"column 'dst', row 1: node id {wrong} is outside 0\.\.2"):
+        partition_to_disk(graph, tmp_path / "out", PartitionPlan(num_parts=2, method="ldg"))
+
+
+def test_what_a_refusal_asks_for_suffices(tmp_path: Path) -> None:
+    # The arrays of nodes, then the edges of one node: each refusal is followed, and the last one is enough.
+    num_nodes, hub = 700_000, np.zeros(1_000_000, np.int32)
+    graph = RawGraph(name="g", num_nodes={NODE_TYPE: num_nodes}, edges={EDGE_TYPE: (hub, hub)})
+    memory, refusals = f"{(resident() + LIBRARY_BYTES + (25 << 20)) // 10**6}MB", []
+    while len(refusals) < 5:
+        plan = PartitionPlan(num_parts=2, method="hash", memory=memory)
+        try:
+            partition_to_disk(graph, tmp_path / "out", plan)
+            break
+        except ConfigError as problem:
+            refusals.append(str(problem))
+            memory = re.findall(r"grant --memory (\d+MB)", refusals[-1])[0]
+    of_nodes, of_hub = refusals
+    assert "nodes take" in of_nodes
+    assert "sorted together" in of_hub
+
+
+def test_what_a_killed_removal_has_left_is_removed(tmp_path: Path) -> None:
+    data = one_part(random_homogeneous(0), tmp_path / "data")
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    left = _partial_name(tmp_path / "out.work")
+    left = left.with_name(left.name.replace(f"-{os.getpid()}-", f"-{ended.pid}-"))
+    (left / "owners").mkdir(parents=True)
+    partition(data, tmp_path / "out", memory=PLENTY)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "out"]
+
+
+def test_finished_stages_at_any_depth_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "work"
+    with suppress(ZeroDivisionError), open_workspace(folder, {}, read_size(PLENTY)) as work:
+        inner = replace(work, folder=folder / "owners.work" / "servers.work")
+        inner.stage("symmetric", lambda partial: (partial / "indptr").touch())
+        raise ZeroDivisionError
+    with open_workspace(folder, {}, read_size(PLENTY)):
+        pass
+    assert "finished before: owners.work/servers.work/symmetric\n" in capsys.readouterr().err
+    assert not folder.exists()

@@ -30,6 +30,7 @@ from dglx_dist.comm.session import (
 )
 from dglx_dist.comm.topology import Topology, endpoint_of, read_rendezvous
 from dglx_dist.errors import ConfigError, RemoteError
+from dglx_dist.graph import shared_memory
 from tests.helpers.ranks import run_ranks, start_ranks
 
 
@@ -160,6 +161,20 @@ def test_the_last_one_to_leave_removes_the_folder_and_nobody_elses() -> None:
     assert not second.path.exists()
     assert other.path.is_dir()
     other.close()
+
+
+def test_rows_that_ranks_share_are_in_a_folder_on_disk_where_one_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DGLX_SCRATCH", str(tmp_path))
+    with start_session() as session:
+        assert session.scratch.parent == tmp_path
+        monkeypatch.setattr(shared_memory, "machine_memory", lambda: (0, 0))
+        shared_memory.check_memory(session, np.array([0, 1000]), 8, "a tensor", "")
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setenv("DGLX_SCRATCH", str(tmp_path / "missing"))
+    with pytest.raises(ConfigError, match=r"DGLX_SCRATCH=\S*missing is no folder that can be written"):
+        start_session()
 
 
 def _open_and_die(job: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 PROGRAM = """
 import resource, sys, torch
 from pathlib import Path
-from dglx_dist.data.allocator import keep_memory, return_memory
+from dglx_dist.data.storage.files import keep_memory, return_memory
 
 def resident():
     return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines()

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dglx_dist.data.external_memory import Budget, Workspace
+from dglx_dist.data.sources import load_dataset
 from dglx_dist.data.storage.reader import open_dataset
 from dglx_dist.data.synthetic import (
     SyntheticConfig,
@@ -23,6 +25,7 @@ from dglx_dist.data.validate import check_raw_graph
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, RawGraph
 from tests.data.raw_graphs import columns_of
+from tests.helpers.ranks import run_ranks
 
 SMALL = SyntheticConfig(nodes=3000, degree=10, classes=5, features=20, communities=20, seed=3)
 
@@ -207,15 +210,31 @@ def test_streamed_graphs_are_symmetric_and_like_those_in_memory(
     assert again.checksum == dataset.manifest.checksum
 
 
-def test_streamed_graphs_have_no_edges_in_memory(tmp_path: Path) -> None:
+def _streamed_within(folder: Path) -> int:
     config = SyntheticConfig(nodes=20_000, degree=400, features=4, communities=10)
-    write_streamed(dataclasses.replace(config, degree=25), tmp_path / "compiled")
-    held = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
-    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    write_streamed(dataclasses.replace(config, degree=25), folder / "compiled")
+    lines = Path("/proc/self/status").read_text().splitlines()
+    held = next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmData:"))
     # 7.4 M edges have 30 MB of sources; a piece of a million has 4 MB.
-    resource.setrlimit(resource.RLIMIT_DATA, (held + (24 << 20), limits[1]))
-    try:
-        manifest = write_streamed(config, tmp_path / "large")
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, limits)
-    assert manifest.num_edges(EDGE_TYPE) > 6_000_000
+    resource.setrlimit(resource.RLIMIT_DATA, (held + (24 << 20),) * 2)
+    return write_streamed(config, folder / "large").num_edges(EDGE_TYPE)
+
+
+def test_streamed_graphs_have_no_edges_in_memory(tmp_path: Path) -> None:
+    (num_edges,) = run_ranks(_streamed_within, 1, args=(tmp_path,))
+    assert num_edges > 6_000_000
+
+
+def test_a_graph_larger_than_the_memory_granted_is_streamed_into_the_workspace(tmp_path: Path) -> None:
+    def loaded(work: int) -> RawGraph:
+        workspace = Workspace(folder=tmp_path, budget=Budget(work=work))
+        return load_dataset("synthetic:nodes=3000,degree=10,features=20", workspace=workspace)
+
+    usual, large = loaded(2_000_000), loaded(1_000_000)
+    config = SyntheticConfig(nodes=3000, degree=10, features=20)
+    assert np.array_equal(ends(usual)[0], ends(generate(config))[0])
+    stored = open_dataset(tmp_path / "synthetic" / "dataset").part(0)
+    assert np.array_equal(ends(large)[0], stored.indices(EDGE_TYPE))
+    assert np.array_equal(columns_of(large)["feat"], columns_of(usual)["feat"])
+    with pytest.raises(ConfigError, match=r"3000 synthetic nodes need more memory; grant \d+MB"):
+        loaded(200_000)

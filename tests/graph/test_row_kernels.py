@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
+import time
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
 from dglx_dist.errors import ConfigError
+from dglx_dist.graph import row_kernels
 from dglx_dist.graph.row_kernels import (
     add_rows,
     as_words,
@@ -126,3 +133,46 @@ def test_an_answer_of_other_rows_is_refused(rows: Array) -> None:
     assert out.tolist() == [[0, 0], [1, 1], [0, 0], [0, 0]]
     with pytest.raises(ValueError, match=r"asked for was float32 of shape \(2, 2\)"):
         spread_rows(rows, out, plan.starts, plan.positions, 0, 2)
+
+
+def _resident(rows: Array) -> set[int]:
+    """Numbers of the 4 KiB pages of a mapped array that are in memory."""
+    count = -(-rows.nbytes // mmap.PAGESIZE)
+    found = (ctypes.c_ubyte * count)()
+    address = ctypes.c_void_p(rows.ctypes.data)
+    assert ctypes.CDLL(None).mincore(address, ctypes.c_size_t(rows.nbytes), found) == 0
+    return {page for page, state in enumerate(found) if state & 1}
+
+
+def test_rows_larger_than_memory_are_read_page_by_page_and_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, values = tmp_path / "rows", np.arange(1 << 21, dtype=np.int64).reshape(-1, 512)
+    values.tofile(path)  # 4096 rows of a page each
+
+    def mapped() -> Array:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            area = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return np.frombuffer(area, np.int64).reshape(values.shape)
+
+    ids = np.array([3000, 17, 1000, 18, 9000, 3000])
+    out = np.zeros((len(ids), 512), np.int64)
+    rows = mapped()
+    if _resident(rows):
+        pytest.skip("this file system keeps its files in memory")
+    assert not row_kernels.read_from_disk([rows])  # the memory holds them: the kernel may read around
+    monkeypatch.setattr(row_kernels, "machine_memory", lambda: (values.nbytes, values.nbytes))
+    assert row_kernels.read_from_disk([rows[:0], rows])
+    row_kernels.request_rows(rows, 0, ids)
+    # Asked for, and on their way; nothing has waited for them.
+    wanted, deadline = {17, 18, 1000, 3000}, time.monotonic() + 30
+    while _resident(rows) != wanted and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert _resident(rows) == wanted
+    row_kernels.gather_rows(rows, 0, ids, out)
+    assert out[:, 0].tolist() == [512 * row if row < len(rows) else 0 for row in ids]
+    assert _resident(rows) == wanted
+    row_kernels.request_rows(rows[:0], 0, ids)
+    row_kernels.request_rows(rows, 5000, ids[:4])

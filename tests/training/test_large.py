@@ -21,9 +21,11 @@ import dglx_dist as dx
 from dglx_dist.cli.app import app
 from dglx_dist.comm.session import start_session
 from dglx_dist.data.storage.writer import write_dataset
-from dglx_dist.graph import shared_memory
+from dglx_dist.graph import column, row_kernels, shared_memory
 from dglx_dist.graph.dist_graph import DistGraph, StructureMode
+from dglx_dist.graph.row_kernels import request_rows
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph
+from dglx_dist.strategies.push_pull import feature_columns
 from dglx_dist.training import inference
 from dglx_dist.training.fit import FitConfig
 from dglx_dist.training.inference import layerwise_inference
@@ -170,3 +172,24 @@ def test_strategies_that_hold_edges_say_so_before_they_read_any(
             assert len(warned) == said
         assert f"strategy '{strategy}'" in warned[0]
         assert "for 200000 of them, where 0.001 GB are free" in warned[0]
+
+
+@pytest.mark.parametrize("strategy", ["data_parallel", "push_pull"])
+def test_features_that_memory_cannot_hold_train_to_the_same_weights(
+    folders: list[str], strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses, requested = [], []
+
+    def noted(source: Any, first: int, ids: Any) -> None:
+        requested.append(len(ids))
+        request_rows(source, first, ids)
+
+    monkeypatch.setattr(column, "request_rows", noted)
+    monkeypatch.setattr(feature_columns, "request_rows", noted)
+    for free in (10**9, 10**5):
+        monkeypatch.setattr(row_kernels, "machine_memory", lambda free=free: (free, free))
+        with start_session(strategy=strategy):
+            torch.manual_seed(0)
+            losses.append(_fit(folders[0], "auto"))
+        assert bool(requested) == (free == 10**5)
+    assert losses[0] == losses[1]

@@ -14,12 +14,15 @@ from typing import Any
 import numpy as np
 import pyarrow.compute as pc
 
-from dglx_dist.data.edge_sort import Carried, EdgeStream, SortedEdges, sort_edges
 from dglx_dist.data.external_memory import (
+    Carried,
+    EdgeStream,
     Scatter,
+    SortedEdges,
     Spill,
     low_memory_allocators,
     open_budget,
+    sort_edges,
 )
 from dglx_dist.data.ingest.config import FeatureSpec, IngestConfig, IngestPlan, TypeSpec
 from dglx_dist.data.ingest.features import make_transforms
@@ -137,7 +140,7 @@ def _ingest_edges(
 
 def _write_structure(
     etype: EdgeType, ends: tuple[Spill, Spill], sizes: tuple[int, ...], name: str, output: DatasetOutput
-) -> SortedEdges[Spill]:
+) -> SortedEdges:
     def rows(step: int) -> Iterator[Array]:
         total = ends[0].num_rows
         return (np.arange(first, min(first + step, total)) for first in range(0, total, step))
@@ -150,7 +153,7 @@ def _write_structure(
         num_sources=num_sources,
         num_destinations=num_destinations,
     )
-    edges = sort_edges(stream, output.work / name, output.budget.bucket)
+    edges = sort_edges(stream, output.work / name, output.budget)
     folder, at_once = edge_folder(0, etype), output.budget.batch // 8
     output.write(f"{folder}/indptr.arrow", IDS, num_destinations + 1, edges.indptr.chunks(at_once))
     info = ColumnInfo(dtype=id_dtype(num_sources).__name__, row_shape=())

@@ -23,6 +23,7 @@ from dglx_dist.data.partition.graph_views import (
     imbalance,
     in_degrees,
     part_shares,
+    sum_by_part,
     symmetrise,
 )
 from dglx_dist.data.validate import check_assignment
@@ -64,7 +65,7 @@ def measure(graph: RawGraph, assignment: Assignment) -> PartitionQuality:
     num_parts = assignment.num_parts
     part = from_assignment(graph, assignment)
     owned = np.bincount(part, minlength=num_parts)
-    edges = np.bincount(part, weights=in_degrees(graph), minlength=num_parts).astype(np.int64)
+    edges = sum_by_part(part, in_degrees(graph), num_parts).astype(np.int64)
     remote, halo = _remote_and_halo(graph, part, num_parts)
     num_cut, num_edges = int(remote.sum()), graph.total_edges
     tolerance, missed = assignment.parameters.get("tolerance"), assignment.parameters.get("missed")
@@ -94,7 +95,7 @@ def _balance(graph: RawGraph, part: Array, assignment: Assignment) -> dict[str, 
     targets = assignment.parameters.get("target_weights")
     shares = part_shares(targets if isinstance(targets, list) else None, assignment.num_parts)
     return {
-        name: imbalance(np.bincount(part, weights=column, minlength=assignment.num_parts), shares)
+        name: imbalance(sum_by_part(part, column, assignment.num_parts), shares)
         for constraint in constraints
         for name, column in constraint_columns(graph, constraint)
     }
@@ -194,9 +195,10 @@ def assign_balanced(
         num_parts, num_nodes = size[0], graph.total_nodes
         if num_parts == 1 or num_parts >= num_nodes:
             return np.arange(num_nodes, dtype=np.int32) % np.int32(num_parts)
-        symmetric = symmetrise(
-            graph, dtype=dtype, weighted=weighted, workspace=partitioner.workspace, beside=beside
-        )
+        workspace = partitioner.workspace
+        if workspace is not None:
+            workspace = workspace.beside(8 * len(weights.columns) * num_nodes)
+        symmetric = symmetrise(graph, dtype=dtype, weighted=weighted, workspace=workspace, beside=beside)
         name = PARTITIONERS.name_of(type(partitioner))
         parts, found = enforce_capacities(symmetric, weights, compute(symmetric, weights), name)
         missed.update(found)
@@ -218,7 +220,9 @@ def rebalance(graph: SymmetricGraph, weights: BalanceWeights, part_of_node: Arra
     # Weights are integers, so capacities are rounded down.
     loads, capacity = weights.loads(part), np.floor(weights.capacities() + 1e-6)
     totals = np.maximum(loads.sum(axis=1), 1.0)
-    matrix = weights.matrix() / totals
+    matrix = np.empty((len(part), len(totals)))
+    for c, column in enumerate(weights.columns):
+        np.divide(column, totals[c], out=matrix[:, c])
     loads /= totals[:, None]
     capacity /= totals[:, None]
     for attempt in range(_MAX_PASSES):

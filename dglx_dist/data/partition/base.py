@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from dglx_dist.data.external_memory import Workspace
+from dglx_dist.data.storage.files import readable_bytes
 from dglx_dist.errors import ConfigError
 from dglx_dist.options import at_least, check_ranges, fractions, names, option, tolerances
 from dglx_dist.records import Assignment, RawGraph
@@ -154,12 +155,12 @@ class Partitioner(ABC):
         Raises:
             ConfigError: it works in memory only, which cannot hold the edges of ``graph``.
         """
-        num_bytes = 16 * graph.total_edges
+        num_bytes = 32 * graph.total_edges
         if workspace is not None and not self.external and not workspace.holds(num_bytes):
             others = [name for name in PARTITIONERS.names() if PARTITIONERS.get(name).external]
             raise ConfigError(
-                f"{type(self).__name__} works in memory only, where {graph.total_edges} edges take "
-                f"{num_bytes // 10**6} MB; grant more --memory, or choose {', '.join(others)}"
+                f"{type(self).__name__} works in memory only, where {graph.total_edges} edges take about "
+                f"{readable_bytes(num_bytes)}; grant more --memory, or choose {', '.join(others)}"
             )
         self.workspace = workspace
         return self

@@ -41,9 +41,7 @@ class BalanceWeights:
 
     def loads(self, part_of_node: Array) -> Array:
         """Return (C, P) float64 loads of the parts under the (N,) int assignment."""
-        return np.stack(
-            [np.bincount(part_of_node, weights=w, minlength=len(self.shares)) for w in self.columns]
-        )
+        return np.stack([sum_by_part(part_of_node, column, len(self.shares)) for column in self.columns])
 
     def capacities(self) -> Array:
         """Return (C, P) float64: share x (1 + tolerance), or share + the heaviest node if that is more.
@@ -66,6 +64,13 @@ class BalanceWeights:
             # Shares are rounded, so a full part may appear slightly overloaded.
             if (loads[c] > capacities[c] * (1 + 1e-9)).any()
         }
+
+
+def sum_by_part(part_of_node: Array, column: Array, num_parts: int) -> Array:
+    """Return (P,) float64 sums of an (N,) integer column, which :func:`numpy.bincount` would copy twice."""
+    rows = pieces(len(column), 1 << 20)
+    sums = (np.bincount(part_of_node[row], column[row], num_parts) for row in rows)
+    return sum(sums, np.zeros(num_parts))
 
 
 def imbalance(loads: Array, shares: Array) -> float:
@@ -117,18 +122,22 @@ def part_shares(target_weights: Sequence[float] | None, num_parts: int) -> Array
     return weights / weights.sum()
 
 
-def constraint_columns(graph: RawGraph, constraint: str) -> list[tuple[str, Array]]:
-    """Return (name, (N,) int64 weights) of ``constraint``; ``ntype`` and ``etype`` have one per type."""
+def constraint_columns(graph: RawGraph, constraint: str) -> Iterator[tuple[str, Array]]:
+    """Yield (name, (N,) int64 weights) of ``constraint``; ``ntype`` and ``etype`` have one per type."""
     if constraint == "nodes":
-        return [("nodes", np.ones(graph.total_nodes, dtype=np.int64))]
-    if constraint == "degree":
-        return [("degree", in_degrees(graph))]
-    if constraint == "ntype":
-        number = np.repeat(np.arange(len(graph.num_nodes)), list(graph.num_nodes.values()))
-        return [(f"ntype:{name}", (number == i).astype(np.int64)) for i, name in enumerate(graph.num_nodes)]
-    if constraint == "etype":
-        return [(f"etype:{'.'.join(etype)}", in_degrees(graph, [etype])) for etype in graph.edges]
-    return [(constraint, _data_column(graph, constraint, MASKS.get(constraint, constraint)))]
+        yield "nodes", np.ones(graph.total_nodes, dtype=np.int64)
+    elif constraint == "degree":
+        yield "degree", in_degrees(graph)
+    elif constraint == "ntype":
+        for name, rows in _slices(graph).items():
+            column = np.zeros(graph.total_nodes, dtype=np.int64)
+            column[rows] = 1
+            yield f"ntype:{name}", column
+    elif constraint == "etype":
+        for etype in graph.edges:
+            yield f"etype:{'.'.join(etype)}", in_degrees(graph, [etype])
+    else:
+        yield constraint, _data_column(graph, constraint, MASKS.get(constraint, constraint))
 
 
 def _slices(graph: RawGraph) -> dict[str, slice]:

@@ -9,7 +9,7 @@ from typing import final
 
 import numpy as np
 
-from dglx_dist.data.external_memory import Spill, Workspace, map_rows
+from dglx_dist.data.external_memory import Workspace, mapped, spill
 from dglx_dist.data.partition.balance import enforce_capacities
 from dglx_dist.data.partition.base import PARTITIONERS, Partitioner, PartitionOptions, default_partitioner
 from dglx_dist.data.partition.graph_views import (
@@ -56,8 +56,12 @@ class Hierarchical(Partitioner):
             given = replace(options, target_weights=tuple(shares)) if has_targets else options
             return plugin(given).within(workspace, graph).assign(graph, len(shares), seed)
 
-        upper = split(whole, shares.sum(axis=1), self._within("servers"))
-        first = from_assignment(whole, upper)
+        def split_servers() -> Array:
+            return from_assignment(whole, split(whole, shares.sum(axis=1), self._within("servers")))
+
+        # Kept, since a method may place otherwise in another memory, and the edges of a server are stages.
+        work = self.workspace
+        first = split_servers() if work is None else work.array("servers", split_servers)
         part_of_node = np.empty(len(first), dtype=np.int32)
         for server in range(servers):
             local_nodes = np.flatnonzero(first == server)
@@ -65,7 +69,7 @@ class Hierarchical(Partitioner):
             piece = induced_graph(whole, local_nodes, options.constraints, inside)
             second = split(piece, shares[server], inside)
             part_of_node[local_nodes] = server * workers + from_assignment(piece, second)
-        promised = weights if upper.parameters.get("tolerance") else None
+        promised = weights if second.parameters.get("tolerance") else None
         parameters = describe(self.options, promised)
         parameters |= {"servers": servers, "workers": workers, "inner": inner}
         if promised is not None and weights.missed(part_of_node):
@@ -123,7 +127,7 @@ def _with_whole_weights(graph: RawGraph, options: PartitionOptions) -> tuple[Raw
     names = {constraint: [constraint] for constraint in options.constraints}
     added: dict[str, Array] = {}
     for constraint in [name for name in names if name in COUNT_EDGES]:
-        columns = constraint_columns(graph, constraint)
+        columns = list(constraint_columns(graph, constraint))
         names[constraint] = [f"{name} in the whole graph" for name, _ in columns]
         added |= dict(zip(names[constraint], (column for _, column in columns), strict=True))
     if not added:
@@ -219,13 +223,13 @@ def with_trainer_ids(graph: RawGraph, trainers: Assignment, workspace: Workspace
 
     def write(folder: Path) -> None:
         for number, etype in enumerate(graph.edges):
-            Spill(folder / str(number), np.int32, of_edges(etype))
+            spill(folder, str(number), np.int32, of_edges(etype))
 
     if workspace is None:
         columns = {etype: np.concatenate(list(of_edges(etype))) for etype in graph.edges}
     else:
         folder = workspace.stage("trainers", write)
-        columns = {etype: map_rows(folder / str(i), np.int32) for i, etype in enumerate(graph.edges)}
+        columns = {etype: mapped(folder, str(number)) for number, etype in enumerate(graph.edges)}
     edge_data: dict[EdgeType, dict[str, Array]] = {
         etype: {**graph.edge_data.get(etype, {}), TRAINER_ID: column} for etype, column in columns.items()
     }

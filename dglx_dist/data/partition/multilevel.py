@@ -165,7 +165,7 @@ class _Multilevel(Partitioner):
 
             return partition(symmetric, weights, solve, fits, workspace, seed)
 
-        beside = self._bytes(graph.total_nodes, 2 * graph.total_edges, True, num_weights) + columns
+        beside = self._bytes(graph.total_nodes, 2 * graph.total_edges, True, num_weights)
         return assign_balanced(self, graph, (num_parts, seed), compute, dtype=self._dtype, beside=beside)
 
     @abstractmethod
@@ -248,15 +248,13 @@ class Kaminpar(_Multilevel):
         return 150 * num_nodes + (28 if has_weights else 16) * num_entries
 
     def _compute(self, seed: int, graph: SymmetricGraph, weights: BalanceWeights) -> Array:
-        library = _library()
+        library, workspace = _library(), self.workspace
         node_weights = None if weights.names == ("nodes",) else weights.columns[0]
         # The Python binding reads graphs from files only; a file in shared memory costs one copy.
-        folder = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
-        if self.workspace is not None:
-            folder = self.workspace.folder
-        # Also removes those of killed processes.
-        with partial_folder(folder / "dglx-kaminpar") as scratch:
-            path = scratch / "graph.parhip"
+        folder = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
+        in_memory = tempfile.TemporaryDirectory(prefix="dglx-kaminpar-", dir=folder)
+        with in_memory if workspace is None else partial_folder(workspace.folder / "kaminpar") as scratch:
+            path = Path(scratch) / "graph.parhip"
             write_parhip(path, graph, node_weights)
             loaded = library.load_graph(str(path), library.GraphFileFormat.PARHIP)
         context = library.fast_context() if self.options.fast else library.default_context()

@@ -10,7 +10,8 @@ from numba import njit
 
 from dglx_dist.data.partition.balance import assign_balanced
 from dglx_dist.data.partition.base import Partitioner
-from dglx_dist.data.partition.graph_views import BalanceWeights, SymmetricGraph, assign_parts
+from dglx_dist.data.partition.graph_views import BalanceWeights, SymmetricGraph, assign_parts, pieces
+from dglx_dist.data.storage.columns import id_dtype
 from dglx_dist.errors import ConfigError, DatasetError
 from dglx_dist.keyed_random import splitmix64
 from dglx_dist.records import Array, Assignment, RawGraph
@@ -36,11 +37,13 @@ def cut_ranges(weights: Array, shares: Array) -> Array:
     The middle of a node in the cumulative weights decides, so each end of a range is off by at most half a
     node.
     """
-    ends = np.cumsum(weights, dtype=np.float64)
-    total = ends[-1] if len(ends) else 0.0
-    middles = ends - weights / 2.0
-    borders = np.cumsum(shares)[:-1] * total
-    return np.searchsorted(borders, middles, side="right").astype(np.int32)
+    middles = np.cumsum(weights, dtype=np.float64)
+    borders = np.cumsum(shares)[:-1] * (middles[-1] if len(middles) else 0.0)
+    parts = np.empty(len(weights), dtype=np.int32)
+    for rows in pieces(len(weights)):
+        middles[rows] -= weights[rows] / 2.0
+        parts[rows] = np.searchsorted(borders, middles[rows], side="right")
+    return parts
 
 
 class _ByHash(Partitioner):
@@ -60,8 +63,11 @@ class Hash(_ByHash):
 
 def hash_parts(num_nodes: int, num_parts: int) -> Array:
     """Return (N,) int32: splitmix64(id) mod P of the ids 0..N-1."""
-    ids = np.arange(num_nodes, dtype=np.uint64)
-    return (splitmix64(ids) % np.uint64(num_parts)).astype(np.int32)
+    parts = np.empty(num_nodes, dtype=np.int32)
+    for rows in pieces(num_nodes):
+        ids = np.arange(rows.start, rows.stop, dtype=np.uint64)
+        parts[rows] = splitmix64(ids) % np.uint64(num_parts)
+    return parts
 
 
 FEATURES, COLUMNS = "features", "columns"
@@ -133,7 +139,8 @@ class Random(Partitioner):
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
         def compute(weights: BalanceWeights) -> Array:
             part_of_node = np.empty(graph.total_nodes, dtype=np.int32)
-            order = np.random.default_rng(seed).permutation(graph.total_nodes)
+            ids = np.arange(graph.total_nodes, dtype=id_dtype(graph.total_nodes))
+            order = np.random.default_rng(seed).permutation(ids)
             part_of_node[order] = cut_ranges(weights.columns[0], weights.shares)
             return part_of_node
 
@@ -185,7 +192,10 @@ class _Streaming(Partitioner):
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
         def compute(symmetric: SymmetricGraph, weights: BalanceWeights) -> Array:
             # A graph on disk is read in the order of the file.
-            on_disk = isinstance(symmetric.indices, np.memmap)
+            on_disk, num_nodes = isinstance(symmetric.indices, np.memmap), graph.total_nodes
+            if on_disk and self.workspace is not None:
+                num_bytes = (24 + 16 * len(weights.columns)) * num_nodes
+                self.workspace.remaining(num_bytes, 0, f"placing {num_nodes} nodes by all weights")
             order = None if on_disk else stream_order(symmetric, seed)
             fennel = isinstance(self, Fennel)
             return stream(symmetric, order, weights, passes=self.options.passes, fennel=fennel)

@@ -77,20 +77,14 @@ def partition(
         # Clusters have reached their largest weight, and their graph is still too large.
         return stream(coarsest, None, columns, passes=1, fennel=False)
 
-    parts = _saved(workspace, "parts", first_parts)
+    # Called by its level, since another memory may have stopped at another one.
+    parts = workspace.array(f"parts{len(levels) - 1}", first_parts)
     for level in range(len(levels) - 1, 0, -1):
         coarse_of = mapped(workspace.folder / f"level{level}", "coarse_of")
         # Capacities are those of the whole graph, which hold for single nodes too.
         make_parts = functools.partial(_refine, *levels[level - 1], parts[coarse_of], weights.capacities())
-        parts = _saved(workspace, f"parts{level - 1}", make_parts)
+        parts = workspace.array(f"parts{level - 1}", make_parts)
     return parts
-
-
-def _saved(workspace: Workspace, name: str, make: Callable[[], Array]) -> Array:
-    def write(folder: Path) -> None:
-        spill(folder, "parts", np.int32, [make()])
-
-    return np.array(mapped(workspace.stage(name, write), "parts"))
 
 
 def _open_weights(folder: Path, weights: BalanceWeights) -> BalanceWeights:
@@ -106,7 +100,7 @@ def _coarsen(
     num_nodes, (per_node, per_weight) = graph.num_nodes, _NODE_BYTES
     num_bytes = (per_node + per_weight * len(weights.columns)) * num_nodes
     workspace.remaining(num_bytes, 0, f"a graph of {num_nodes} nodes")
-    coarse_of = _clusters(graph, weights, np.uint64(seed))
+    coarse_of = _clusters(graph, weights, np.uint64(seed % 2**64))
     num_coarse = int(coarse_of.max(initial=-1)) + 1
     spill(folder, "coarse_of", coarse_of.dtype, [coarse_of])
     for c, column in enumerate(weights.columns):
@@ -119,7 +113,8 @@ def _coarsen(
     def fill(first: int, last: int, free: Array, indices: Array, merged: Array) -> None:
         _fill_between(adjacency, coarse_of, first, last, free, indices, merged)
 
-    write_rows(folder, starts, fill, id_dtype(total), workspace, "Contracting")
+    held = (coarse_of.itemsize + 8 * len(weights.columns)) * num_nodes
+    write_rows(folder, starts, fill, id_dtype(total), workspace.beside(held), "Contracting")
 
 
 _Adjacency: TypeAlias = tuple[Array, Array, Array]

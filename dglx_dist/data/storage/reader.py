@@ -7,12 +7,13 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, final
 
 import numpy as np
 
-from dglx_dist.data.external_memory import Spill, Workspace, map_rows
+from dglx_dist.data.external_memory import Workspace, mapped, spill
 from dglx_dist.data.storage.arrays import ArrayCache, checksum_of
 from dglx_dist.data.storage.columns import (
     CACHE,
@@ -278,13 +279,11 @@ class StoredPart:
 
         def write(folder: Path) -> None:
             stored = self._stored[path].num_rows
-            for piece in string_pieces(self._folder / path, path, stored, _TEXTS_AT_ONCE):
-                # The file is called by its dtype.
-                with (folder / piece.dtype.str[1:]).open("ab") as file:
-                    file.write(piece.view(np.uint8).data)
+            pieces = string_pieces(self._folder / path, path, stored, _TEXTS_AT_ONCE)
+            first = next(pieces)
+            spill(folder, "ids", first.dtype, chain([first], pieces))
 
-        (file,) = workspace.stage(f"ids-{safe_name(ntype)}", write).iterdir()
-        return map_rows(file, file.name)
+        return mapped(workspace.stage(f"ids-{safe_name(ntype)}", write), "ids")
 
     def _node_folder(self, ntype: str) -> str:
         _known(self._manifest.node_columns, ntype, "node type", self._folder)
@@ -360,18 +359,15 @@ def _destinations(part: StoredPart, manifest: Manifest, workspace: Workspace | N
         num_edges = sum(manifest.num_edges(etype) for etype in manifest.edge_types)
         with progress("Reading the edges", num_edges) as advance:
             for number, etype in enumerate(manifest.edge_types):
-                spill = Spill(folder / str(number), id_dtype(manifest.num_nodes(etype[2])))
+                ids = spill(folder, str(number), id_dtype(manifest.num_nodes(etype[2])))
                 for piece in expanded(etype):
-                    spill.append(piece)
+                    ids.append(piece)
                     advance(len(piece))
 
     if workspace is None:
         return {etype: np.concatenate(list(expanded(etype))) for etype in manifest.edge_types}
     folder = workspace.stage("edges", write)
-    return {
-        etype: map_rows(folder / str(number), id_dtype(manifest.num_nodes(etype[2])))
-        for number, etype in enumerate(manifest.edge_types)
-    }
+    return {etype: mapped(folder, str(number)) for number, etype in enumerate(manifest.edge_types)}
 
 
 def expand(indptr: Array, dtype: Any, step: int = 1 << 20) -> Iterator[Array]:

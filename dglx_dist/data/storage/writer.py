@@ -13,8 +13,16 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 from numba import njit
 
-from dglx_dist.data.edge_sort import Carried, Chunks, EdgeStream, map_sorted, sort_edges
-from dglx_dist.data.external_memory import MIN_WORK_BYTES, PROGRAM_BYTES, Budget, Workspace
+from dglx_dist.data.external_memory import (
+    MIN_WORK_BYTES,
+    Budget,
+    Carried,
+    Chunks,
+    EdgeStream,
+    Workspace,
+    mapped,
+    sort_edges,
+)
 from dglx_dist.data.storage.columns import (
     IDS,
     FileInfo,
@@ -249,7 +257,7 @@ def relabel_edges(graph: RawGraph, etype: EdgeType, sources: NodeOrder, destinat
 
     Linear time, with 2 E ids of temporary memory. DatasetError if an edge names a node that does not exist.
     """
-    _check_ends(graph, etype, sources, destinations)
+    check_ends(graph, etype)
     src, dst = graph.edges[etype]
     dtype = id_dtype(len(src))
     by_source, new_to_old = np.empty(len(src), dtype=dtype), np.arange(len(src), dtype=dtype)
@@ -265,10 +273,11 @@ def relabel_edges(graph: RawGraph, etype: EdgeType, sources: NodeOrder, destinat
     )
 
 
-def _check_ends(graph: RawGraph, etype: EdgeType, sources: NodeOrder, destinations: NodeOrder) -> None:
+def check_ends(graph: RawGraph, etype: EdgeType) -> None:
+    """Raise DatasetError if an edge of one type has an end that is no node, ConfigError if it lacks one."""
     src, dst = graph.edges[etype]
-    check_ids(src, len(sources.new_to_old), "src", f"edges {etype}")
-    check_ids(dst, len(destinations.new_to_old), "dst", f"edges {etype}")
+    check_ids(src, graph.num_nodes[etype[0]], "src", f"edges {etype}")
+    check_ids(dst, graph.num_nodes[etype[2]], "dst", f"edges {etype}")
     if len(src) != len(dst):
         raise ConfigError(f"edge type {etype} has {len(src)} sources but {len(dst)} destinations")
 
@@ -305,36 +314,38 @@ def relabel_on_disk(
     )
 
     def make(folder: Path) -> None:
-        _check_ends(graph, etype, sources, destinations)
-        memory = _sorting_memory(graph, workspace.budget)
+        check_ends(graph, etype)
+        budget = sorting_budget(graph, workspace.budget)
         with progress(f"Ordering the edges {':'.join(etype)}", 3 * num_edges) as advance:
-            sort_edges(stream, folder, memory, order=_order_of_bucket, advance=advance)
+            sort_edges(stream, folder, budget, order=_order_of_bucket, advance=advance)
 
-    name = f"order{list(graph.edges).index(etype)}"
-    found = map_sorted(stream, workspace.stage(name, make))
+    folder = workspace.stage(f"order{list(graph.edges).index(etype)}", make)
+    indptr = mapped(folder, "indptr")
     order = EdgeOrder(
-        indptr=found.indptr,
-        indices=found.indices,
-        new_to_old=found.carried[0],
-        offsets=found.indptr[destinations.offsets],
+        indptr=indptr,
+        indices=mapped(folder, "indices"),
+        new_to_old=mapped(folder, "carried0"),
+        offsets=indptr[destinations.offsets],
     )
-    return order, dict(zip(columns, found.carried[1:], strict=True))
+    return order, {
+        name: mapped(folder, f"carried{number}").reshape(column.shape)
+        for number, (name, column) in enumerate(columns.items(), 1)
+    }
 
 
 _NODE_BYTES = 32
 """Of each node while edges are ordered: owners, both permutations and what sorts them."""
 
 
-def _sorting_memory(graph: RawGraph, budget: Budget) -> int:
-    # Bytes beside the arrays of nodes.
+def sorting_budget(graph: RawGraph, budget: Budget) -> Budget:
+    """Return what is left beside the arrays of nodes while edges are ordered; ConfigError if too little."""
     for_nodes = _NODE_BYTES * graph.total_nodes
-    if budget.work - for_nodes < MIN_WORK_BYTES:
-        least = for_nodes + MIN_WORK_BYTES + PROGRAM_BYTES
+    if budget.work < for_nodes + MIN_WORK_BYTES:
         raise ConfigError(
             f"{graph.total_nodes} nodes take {readable_bytes(for_nodes)} of memory, which --memory has not; "
-            f"grant at least {least // 10**6 + 1}MB"
+            f"{budget.remedy(for_nodes + MIN_WORK_BYTES)}"
         )
-    return Budget(work=budget.work - for_nodes).bucket
+    return budget.beside(for_nodes)
 
 
 def _order_of_bucket(destinations: Array, sources: Array) -> Array:

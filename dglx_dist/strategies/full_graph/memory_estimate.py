@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._pytree import tree_leaves
 
 from dglx_dist.comm.collectives import gather_int64, run_on_all_ranks
-from dglx_dist.data.allocator import return_memory
+from dglx_dist.data.storage.files import return_memory
 from dglx_dist.errors import ConfigError
 from dglx_dist.keyed_random import hash_ids, stream_key
 from dglx_dist.layers.dropout import NodeDropout, install_node_dropouts

@@ -33,7 +33,15 @@ from dglx_dist.dataloading.feature_fetch import RowMemory
 from dglx_dist.errors import ConfigError, PeerError, StorageError
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.partition_book import rows_per_message
-from dglx_dist.graph.row_kernels import check_ids, numpy_view, take_rows, tensor_view, torch_dtype
+from dglx_dist.graph.row_kernels import (
+    check_ids,
+    numpy_view,
+    read_from_disk,
+    request_rows,
+    take_rows,
+    tensor_view,
+    torch_dtype,
+)
 from dglx_dist.layers.dropout import Columns, deal_out_columns
 from dglx_dist.progress import progress
 from dglx_dist.records import LABEL, Array, ColumnInfo
@@ -90,6 +98,8 @@ class ColumnSlice:
     """Whether no lower rank of this machine needs the same: it makes the file that the others map."""
     rows: Array = field(default_factory=lambda: _NOT_LOADED)
     """(V, F_p) by id, C-contiguous and read-only; bfloat16 as its bits in uint16."""
+    on_disk: bool = False
+    """Whether they are in a file that the memory cannot hold."""
     problem: str = ""
     """The reason why it could not be kept in a file."""
 
@@ -207,7 +217,10 @@ def load_columns(store: KVStore, wanted: Sequence[ColumnSlice], session: Session
         if gather_int64([len(missing)], session).any():
             _stream(store, missing, session)
         if not gather_int64([sum(not one.is_loaded for one in wanted)], session).any():
-            return
+            break
+    large = read_from_disk([one.rows for one in wanted])
+    for one in wanted:
+        one.on_disk = large
 
 
 def _stream(store: KVStore, missing: Sequence[ColumnSlice], session: Session) -> None:
@@ -347,6 +360,8 @@ class ColumnStore:
         check_ids(ids, len(one.rows), repr(name))
         memory = memory or RowMemory()
         found = memory.rows(name, len(ids), one.info)
+        if one.on_disk:
+            request_rows(one.rows, 0, ids)
         take_rows(one.rows, ids, numpy_view(found))
         return memory.converted(found)
 

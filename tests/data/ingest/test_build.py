@@ -308,7 +308,7 @@ def test_a_target_that_holds_something_is_refused_at_once(tmp_path: Path) -> Non
         (ConfigError, "the workspace .* is in .*new", {"out": tmp_path / "new", "workspace": within}),
         (ConfigError, "the output-conf-file .* is in .*new",
          {"out": tmp_path / "new", "output_description": within}),
-        (ConfigError, r"--memory 10MB leaves too little .* grant at least \d+MB",
+        (ConfigError, r"--memory 10MB leaves too little .* grant --memory \d+MB",
          {"out": tmp_path / "new", "memory": "10MB"}),
     ):  # fmt: skip
         with pytest.raises(kind, match=message):

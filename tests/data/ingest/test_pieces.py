@@ -10,8 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from dglx_dist.data.edge_sort import EdgeStream, sort_edges
-from dglx_dist.data.external_memory import Spill
+from dglx_dist.data.external_memory import Budget, EdgeStream, Spill, sort_edges
 from dglx_dist.data.ingest.config import FeatureSpec, FileSet
 from dglx_dist.data.ingest.features import join_settings, make_transforms
 from dglx_dist.data.ingest.node_ids import IdMap
@@ -84,7 +83,7 @@ def test_more_edges_of_a_node_than_can_be_sorted_are_told(tmp_path: Path) -> Non
     zeros = Spill(tmp_path / "zeros", np.int64, [np.zeros(100)]).chunks
     edges = EdgeStream(sources=zeros, destinations=zeros, carried=[], num_sources=20, num_destinations=10)
     with pytest.raises(ConfigError, match=r"100 edges end at node 0, .* grant --memory 2\d\dMB"):
-        sort_edges(edges, tmp_path / "out", 700)
+        sort_edges(edges, tmp_path / "out", Budget(work=6 * 700))
 
 
 @pytest.mark.parametrize(

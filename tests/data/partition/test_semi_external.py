@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ def test_a_graph_on_disk_that_kaminpar_can_hold_has_the_same_answer(tmp_path: Pa
     work = workspace(tmp_path, 150 * 1600 + 16 * 32_000 + 8 * 1600)
     expected = assign("kaminpar", graph, 2, None)
     assert flat(assign("kaminpar", graph, 2, work).part_of) == flat(expected.part_of)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["parts", "symmetric"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["parts0", "symmetric"]
 
 
 def cut(graph: SymmetricGraph, parts: Array) -> int:
@@ -133,7 +134,7 @@ def test_clusters_keep_weights_and_cuts(tmp_path: Path) -> None:
     semi_external.partition(symmetric, weights, solve, fits, work, 0)
     num_levels = len([path for path in tmp_path.iterdir() if path.name.startswith("level")])
     assert num_levels >= 2
-    parts = np.array(mapped(tmp_path / "parts", "parts"))
+    parts = np.array(mapped(tmp_path / f"parts{num_levels}", "array"))
     coarsest = SymmetricGraph.open(tmp_path / f"level{num_levels}")
     expected, columns = cut(coarsest, parts), []
     for level in range(num_levels, 0, -1):
@@ -151,6 +152,44 @@ def test_clusters_keep_weights_and_cuts(tmp_path: Path) -> None:
     assert all(u != v for u, v in pairs)
 
 
+def test_levels_of_another_memory_are_taken_up(tmp_path: Path) -> None:
+    """A run that is resumed with more or less memory stops at another level."""
+    graph = communities(num_nodes=2000, degree=6, inside=0.6)
+    symmetric, weights = symmetrise(graph), balance_weights(graph, PartitionOptions(), 2, None)
+
+    def parts(folder: str, most: int) -> list[int]:
+        def solve(one: SymmetricGraph, _: Any) -> Array:
+            return (np.arange(one.num_nodes) % 2).astype(np.int32)
+
+        work = workspace(tmp_path / folder, 1 << 20)
+        found = semi_external.partition(symmetric, weights, solve, lambda g: g.num_nodes <= most, work, 0)
+        assert weights.missed(found) == {}
+        shutil.rmtree(tmp_path / folder / "parts0")
+        return [int(part) for part in found]
+
+    few, more, whole = parts("few", 150), parts("more", 800), parts("whole", 2000)
+    assert (len(few), few != more, more != whole) == (2000, True, True)
+    deep = len(list((tmp_path / "few").glob("level*")))
+    assert 1 < deep == len(list((tmp_path / "few").glob("parts*")))
+    for level in range(1, deep):
+        shutil.rmtree(tmp_path / "few" / f"parts{level}")
+    assert parts("few", 800) == more
+    assert parts("more", 150) == more
+    assert parts("few", 2000) == whole
+
+
+@pytest.mark.parametrize("inner", ["ldg", "kaminpar"])
+def test_servers_are_the_same_in_another_memory(inner: str, tmp_path: Path) -> None:
+    """The edges of a server are a stage; the nodes that they belong to must not change."""
+    graph = communities(num_nodes=2000)
+    options = PartitionOptions(workers=2, inner=inner)
+    partitioner, owners = PARTITIONERS.get("hierarchical")(options), []
+    for memory in (400_000, PLENTY):
+        partitioner.within(workspace(tmp_path, memory), graph)
+        owners.append(np.array(flat(partitioner.assign(graph, 4, 0).part_of)))
+    assert np.array_equal(owners[0] // 2, owners[1] // 2)
+
+
 def test_a_few_megabytes_cut_hardly_more(tmp_path: Path) -> None:
     """The bar of the product is 1.10 times the cut in memory."""
     graph = load_dataset("synthetic", nodes=20_000, degree=16, features=0)
@@ -160,7 +199,7 @@ def test_a_few_megabytes_cut_hardly_more(tmp_path: Path) -> None:
     assert found.edge_cut <= 1.10 * expected.edge_cut
     # Before anything is repaired: a cluster has at most 0.6 of the tolerance.
     assert mapped(tmp_path / "level1", "column0").max() <= 0.6 * 0.05 * 5000
-    assert np.bincount(mapped(tmp_path / "parts0", "parts")).max() <= 1.05 * 5000
+    assert np.bincount(mapped(tmp_path / "parts0", "array")).max() <= 1.05 * 5000
 
 
 def skewed() -> RawGraph:
@@ -243,7 +282,7 @@ def test_too_little_for_the_nodes_alone_is_refused_with_what_suffices(tmp_path: 
     graph = communities(num_nodes=2000)
     for name in ("kaminpar", "metis", "ldg"):
         with pytest.raises(
-            ConfigError, match=r"2000 nodes .* takes \d+ MB of memory at least; grant --memory \d+MB"
+            ConfigError, match=r"2000 nodes .* takes \d+ KB of memory at least; grant --memory \d+MB"
         ):
             assign(name, graph, 2, workspace(tmp_path, 20_000))
 
@@ -255,6 +294,6 @@ class InMemory(Partitioner):
 
 def test_a_plugin_that_works_in_memory_is_refused_where_edges_do_not_fit(tmp_path: Path) -> None:
     graph = communities(num_nodes=2000)
-    assert InMemory(PartitionOptions()).within(workspace(tmp_path, 16 * 20_000), graph)
+    assert InMemory(PartitionOptions()).within(workspace(tmp_path, 32 * 20_000), graph)
     with pytest.raises(ConfigError, match=r"InMemory works in memory only, .* or choose .*kaminpar.*metis"):
-        InMemory(PartitionOptions()).within(workspace(tmp_path, 16 * 20_000 - 1), graph)
+        InMemory(PartitionOptions()).within(workspace(tmp_path, 32 * 20_000 - 1), graph)
