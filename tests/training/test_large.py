@@ -116,7 +116,7 @@ def looked_at(folders: list[str]) -> str:
     commands = [
         ["inspect", "--verify", "full"],
         ["inspect", "--closure"],
-        ["plan", "--servers", "2", "--unit", "any"],
+        ["plan", "--servers", "2", "--unit", "any", "--layers", "1"],
     ]
 
     def run(folder: str) -> str:
