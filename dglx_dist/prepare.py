@@ -247,7 +247,7 @@ def _partition(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None
         return _assign(graph, plan, None)
     # What is made on the way is not needed again: the owners of nodes are a stage of their own.
     inner = replace(workspace, folder=workspace.folder / "owners.work")
-    folder = workspace.stage("owners", lambda folder: _store(_assign(graph, plan, inner), folder))
+    folder = workspace.stage("owners", lambda folder: _store(_assign(graph, plan, inner), graph, folder))
     if inner.folder.is_dir():
         discard(inner.folder)
     return _stored(graph, folder)
@@ -268,18 +268,24 @@ def _assign(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None) -
     return _Split(parts=split.parts, quality=quality, trainers=split.trainers, of_trainers=of_trainers)
 
 
-def _store(split: _Split, folder: Path) -> None:
+def _store(split: _Split, graph: RawGraph, folder: Path) -> None:
     told: dict[str, object] = {"quality": asdict(split.quality), "of_trainers": split.of_trainers}
-    for name in ("parts", "trainers"):
-        one: Assignment | None = getattr(split, name)
+    for name, one in (("parts", split.parts), ("trainers", split.trainers)):
         told[name] = one and {**vars(one), "part_of": None}
+<<<<<<< HEAD
         for number, owners in enumerate(one.part_of.values() if one else ()):
             spill(folder, f"{name}{number}", np.int32, [owners])
+=======
+        for number, ntype in enumerate(graph.num_nodes):
+            if one is not None:
+                np.save(folder / f"{name}{number}.npy", one.part_of[ntype], allow_pickle=False)
+>>>>>>> main
     (folder / "split.json").write_text(json.dumps(told))
 
 
 def _stored(graph: RawGraph, folder: Path) -> _Split:
     told = json.loads((folder / "split.json").read_text())
+<<<<<<< HEAD
 
     def assignment(name: str) -> Assignment | None:
         if told[name] is None:
@@ -300,6 +306,17 @@ def _stored(graph: RawGraph, folder: Path) -> _Split:
         trainers=assignment("trainers"),
         of_trainers=told["of_trainers"],
     )
+=======
+    for name in ("parts", "trainers"):
+        if told[name] is not None:
+            files = [folder / f"{name}{number}.npy" for number in range(len(graph.num_nodes))]
+            owners = [np.load(file, allow_pickle=False) for file in files]
+            part_of = dict(zip(graph.num_nodes, owners, strict=True))
+            told[name] = Assignment(**{**told[name], "part_of": part_of})
+    quality: dict[str, Any] = told["quality"]
+    quality |= {key: tuple(one) for key, one in quality.items() if isinstance(one, list)}
+    return _Split(**{**told, "quality": PartitionQuality(**quality)})
+>>>>>>> main
 
 
 def _warn_of_many(figures: PartitionQuality) -> None:

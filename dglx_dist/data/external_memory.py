@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias, final
 
@@ -31,7 +31,7 @@ from dglx_dist.data.storage.files import (
     return_memory,
 )
 from dglx_dist.errors import ConfigError, StorageError
-from dglx_dist.progress import say
+from dglx_dist.progress import progress, say
 from dglx_dist.records import Array, ColumnInfo
 
 LIBRARY_BYTES = 48 * 2**20
@@ -418,6 +418,32 @@ def _save(folder: Path, values: Array) -> None:
     spill(folder, "array", values.dtype, [values])
 
 
+def concatenated(
+    workspace: Workspace | None, name: str, makers: Sequence[Callable[[], Iterator[Array]]], total: int
+) -> list[Array]:
+    """Return what each of ``makers`` yields (at least one (k,) array), in memory or mapped from a stage.
+
+    ``name`` is that of the stage, and ``total`` the number of all values, for the progress.
+    """
+    if workspace is None:
+        return [np.concatenate(list(make())) for make in makers]
+
+    def write(folder: Path) -> None:
+        with progress(f"Writing {name}", total, enabled=total >= _SHOWN_FROM) as advance:
+            for number, make in enumerate(makers):
+                chunks = make()
+                first = next(chunks)
+                values = spill(folder, str(number), first.dtype)
+                for chunk in chain([first], chunks):
+                    values.append(chunk)
+                    advance(len(chunk))
+
+    folder = workspace.stage(name, write)
+    return [mapped(folder, str(number)) for number in range(len(makers))]
+
+
+_SHOWN_FROM = 1_000_000
+"""Progress is shown for as many values or more."""
 _KEY, _LOCK = "key.json", "lock"
 _IN_MEMORY = Path("/dev/shm")  # refused, not used
 

@@ -13,7 +13,7 @@ from typing import NamedTuple, final
 import numpy as np
 from numba import njit
 
-from dglx_dist.data.external_memory import PROGRAM_BYTES, Spill
+from dglx_dist.data.external_memory import Spill
 from dglx_dist.data.sources import DatasetSource, refuse_unknown
 from dglx_dist.data.storage.columns import (
     IDS,
@@ -525,12 +525,14 @@ class SyntheticSource(DatasetSource):
 
     def load(self) -> RawGraph:
         config, workspace = self._config, self.workspace
-        num_bytes = 3 * config.nodes * (8 * config.degree + 4 * config.features + 12)
-        if workspace is None or num_bytes <= workspace.budget.work:
+        num_bytes = 3 * config.nodes * (math.ceil(8 * config.degree) + 4 * config.features + 12)
+        if workspace is None:
             return generate(config)
-        if (needed := _BYTES_OF_NODE * config.nodes) > workspace.budget.work:
-            least = PROGRAM_BYTES + needed
-            raise ConfigError(f"{config.nodes} synthetic nodes need more memory; grant {least // 10**6}MB")
+        # Kept, since it is another graph than the one that a resumed run would make in another memory.
+        is_small = workspace.array("generator", lambda: np.array([workspace.holds(num_bytes)]))
+        if is_small[0]:
+            return generate(config)
+        workspace.remaining(_BYTES_OF_NODE * config.nodes, 0, f"making {config.nodes} nodes")
         folder = workspace.stage("synthetic", lambda partial: _write_part(config, partial / "dataset"))
         return graph_of(open_dataset(folder / "dataset"), workspace)
 

@@ -18,7 +18,11 @@ import pytest
 
 from dglx_dist.data import external_memory
 from dglx_dist.data.external_memory import LIBRARY_BYTES, Budget, Workspace, open_workspace
+<<<<<<< HEAD
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
+=======
+from dglx_dist.data.partition.one_pass import Hash
+>>>>>>> main
 from dglx_dist.data.storage import writer
 from dglx_dist.data.storage.files import _partial_name, read_size, resident
 from dglx_dist.data.storage.writer import write_dataset
@@ -521,3 +525,16 @@ def test_finished_stages_at_any_depth_are_kept(tmp_path: Path, capsys: pytest.Ca
         pass
     assert "finished before: owners.work/servers.work/symmetric\n" in capsys.readouterr().err
     assert not folder.exists()
+
+
+def test_owners_are_kept_by_type_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, place = shop(), Hash.assign
+
+    def turned(self: Hash, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
+        found = place(self, graph, num_parts, seed)
+        return replace(found, part_of=dict(reversed(found.part_of.items())))
+
+    partition_to_disk(graph, tmp_path / "expected", PartitionPlan(num_parts=3, method="hash"))
+    monkeypatch.setattr(Hash, "assign", turned)
+    partition_to_disk(graph, tmp_path / "out", PartitionPlan(num_parts=3, method="hash", memory=PLENTY))
+    assert content(tmp_path / "out") == content(tmp_path / "expected")

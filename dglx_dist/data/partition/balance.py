@@ -182,7 +182,7 @@ def assign_balanced(
     *,
     dtype: Any = None,
     weighted: bool = True,
-    beside: int = 0,
+    beside: Callable[[BalanceWeights], int],
 ) -> Assignment:
     """Return the assignment of a method that balances; excess is corrected or reported.
 
@@ -198,7 +198,9 @@ def assign_balanced(
         workspace = partitioner.workspace
         if workspace is not None:
             workspace = workspace.beside(8 * len(weights.columns) * num_nodes)
-        symmetric = symmetrise(graph, dtype=dtype, weighted=weighted, workspace=workspace, beside=beside)
+        symmetric = symmetrise(
+            graph, dtype=dtype, weighted=weighted, workspace=workspace, beside=beside(weights)
+        )
         name = PARTITIONERS.name_of(type(partitioner))
         parts, found = enforce_capacities(symmetric, weights, compute(symmetric, weights), name)
         missed.update(found)

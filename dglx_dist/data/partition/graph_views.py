@@ -36,8 +36,9 @@ class BalanceWeights:
     """(P,) float64 target shares of the parts, which sum to 1."""
 
     def matrix(self) -> Array:
-        """Return (N, C) int64."""
-        return np.ascontiguousarray(np.stack(self.columns, axis=1))
+        """Return (N, C) int64, without a copy for one weight."""
+        (*others, last) = self.columns
+        return np.stack(self.columns, axis=1) if others else np.ascontiguousarray(last).reshape(-1, 1)
 
     def loads(self, part_of_node: Array) -> Array:
         """Return (C, P) float64 loads of the parts under the (N,) int assignment."""
@@ -102,12 +103,6 @@ def balance_weights(
         tolerance=np.array(tolerance),
         shares=part_shares(options.target_weights, num_parts),
     )
-
-
-def count_weights(graph: RawGraph, options: PartitionOptions) -> int:
-    """Return the number of :func:`balance_weights`."""
-    of_types = {"ntype": len(graph.num_nodes), "etype": len(graph.edges)}
-    return sum(of_types.get(constraint, 1) for constraint in options.constraints)
 
 
 def part_shares(target_weights: Sequence[float] | None, num_parts: int) -> Array:

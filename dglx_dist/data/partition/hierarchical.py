@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import final
 
 import numpy as np
 
-from dglx_dist.data.external_memory import Workspace, mapped, spill
+from dglx_dist.data.external_memory import Workspace, concatenated
 from dglx_dist.data.partition.balance import enforce_capacities
 from dglx_dist.data.partition.base import PARTITIONERS, Partitioner, PartitionOptions, default_partitioner
 from dglx_dist.data.partition.graph_views import (
@@ -221,16 +221,10 @@ def with_trainer_ids(graph: RawGraph, trainers: Assignment, workspace: Workspace
         for first in range(0, max(len(destinations), 1), _EDGES_AT_ONCE):
             yield part_of[destinations[first : first + _EDGES_AT_ONCE]]
 
-    def write(folder: Path) -> None:
-        for number, etype in enumerate(graph.edges):
-            spill(folder, str(number), np.int32, of_edges(etype))
-
-    if workspace is None:
-        columns = {etype: np.concatenate(list(of_edges(etype))) for etype in graph.edges}
-    else:
-        folder = workspace.stage("trainers", write)
-        columns = {etype: mapped(folder, str(number)) for number, etype in enumerate(graph.edges)}
+    found = [partial(of_edges, etype) for etype in graph.edges]
+    columns = concatenated(workspace, "trainers", found, graph.total_edges)
     edge_data: dict[EdgeType, dict[str, Array]] = {
-        etype: {**graph.edge_data.get(etype, {}), TRAINER_ID: column} for etype, column in columns.items()
+        etype: {**graph.edge_data.get(etype, {}), TRAINER_ID: column}
+        for etype, column in zip(graph.edges, columns, strict=True)
     }
     return replace(graph, node_data=node_data, edge_data=edge_data)

@@ -18,7 +18,7 @@ import numpy as np
 from dglx_dist.data.external_memory import write_array
 from dglx_dist.data.partition.balance import assign_balanced
 from dglx_dist.data.partition.base import DEFAULT_TOLERANCE, Partitioner, PartitionOptions
-from dglx_dist.data.partition.graph_views import BalanceWeights, SymmetricGraph, count_weights
+from dglx_dist.data.partition.graph_views import BalanceWeights, SymmetricGraph
 from dglx_dist.data.partition.one_pass import cut_ranges
 from dglx_dist.data.partition.semi_external import partition
 from dglx_dist.data.storage.files import partial_folder
@@ -151,21 +151,22 @@ class _Multilevel(Partitioner):
     _dtype: ClassVar[Any] = None
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
-        num_weights = count_weights(graph, self.options)
-        columns, solve = 8 * num_weights * graph.total_nodes, functools.partial(self._compute, seed)
-
         def compute(symmetric: SymmetricGraph, weights: BalanceWeights) -> Array:
-            workspace = self.workspace
+            workspace, solve = self.workspace, functools.partial(self._compute, seed)
             if workspace is None:
                 return solve(symmetric, weights)
+            num_weights = len(weights.columns)
+            beside_columns = workspace.beside(8 * num_weights * graph.total_nodes)
 
             def fits(one: SymmetricGraph) -> bool:
                 size = (one.num_nodes, len(one.indices), one.edge_weights is not None)
-                return workspace.holds(self._bytes(*size, num_weights) + columns)
+                return beside_columns.holds(self._bytes(*size, num_weights))
 
             return partition(symmetric, weights, solve, fits, workspace, seed)
 
-        beside = self._bytes(graph.total_nodes, 2 * graph.total_edges, True, num_weights)
+        def beside(weights: BalanceWeights) -> int:
+            return self._bytes(graph.total_nodes, 2 * graph.total_edges, True, len(weights.columns))
+
         return assign_balanced(self, graph, (num_parts, seed), compute, dtype=self._dtype, beside=beside)
 
     @abstractmethod

@@ -201,7 +201,7 @@ class _Streaming(Partitioner):
             return stream(symmetric, order, weights, passes=self.options.passes, fennel=fennel)
 
         return assign_balanced(
-            self, graph, (num_parts, seed), compute, weighted=False, beside=80 * graph.total_nodes
+            self, graph, (num_parts, seed), compute, weighted=False, beside=lambda _: 80 * graph.total_nodes
         )
 
 
@@ -233,8 +233,7 @@ def stream(
     """
     order = np.arange(graph.num_nodes) if order is None else order
     part = np.full(graph.num_nodes, -1, dtype=np.int32)
-    (*_, last), capacity = weights.columns, np.ascontiguousarray(weights.capacities().T)
-    matrix = weights.matrix() if len(weights.columns) > 1 else last.reshape(-1, 1)
+    matrix, capacity = weights.matrix(), np.ascontiguousarray(weights.capacities().T)
     for _ in range(passes):
         _stream(graph.indptr, graph.indices, order, matrix, capacity, weights.shares, fennel, part)
     return part

@@ -128,7 +128,7 @@ def _adjacency(graph: SymmetricGraph) -> _Adjacency:
 
 def _clusters(graph: SymmetricGraph, weights: BalanceWeights, key: np.uint64) -> Array:
     """Return the (N,) cluster of each node, numbered in the order of their first members' ids."""
-    num_nodes, matrix = graph.num_nodes, _matrix(weights)
+    num_nodes, matrix = graph.num_nodes, weights.matrix()
     share = _TOLERANCE * float(weights.shares.min())
     # No more than what a part may exceed its share by, or capacities would grow with clusters.
     limits = [
@@ -149,14 +149,8 @@ def _clusters(graph: SymmetricGraph, weights: BalanceWeights, key: np.uint64) ->
     return used[labels] - 1
 
 
-def _matrix(weights: BalanceWeights) -> Array:
-    # Without a copy for one weight.
-    (*_, last) = weights.columns
-    return weights.matrix() if len(weights.columns) > 1 else np.ascontiguousarray(last).reshape(-1, 1)
-
-
 def _refine(graph: SymmetricGraph, weights: BalanceWeights, parts: Array, capacities: Array) -> Array:
-    matrix, limit = _matrix(weights), np.ascontiguousarray(capacities.T)
+    matrix, limit = weights.matrix(), np.ascontiguousarray(capacities.T)
     loads = np.ascontiguousarray(weights.loads(parts).T.astype(np.int64))
     _propagate(graph, parts, loads, matrix, limit, key=np.uint64(0), refining=True)
     return parts

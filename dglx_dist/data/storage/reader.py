@@ -7,13 +7,13 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, final
 
 import numpy as np
 
-from dglx_dist.data.external_memory import Workspace, mapped, spill
+from dglx_dist.data.external_memory import Workspace, concatenated
 from dglx_dist.data.storage.arrays import ArrayCache, checksum_of
 from dglx_dist.data.storage.columns import (
     CACHE,
@@ -276,14 +276,10 @@ class StoredPart:
         path, kind = f"{self._node_folder(ntype)}/user_ids.arrow", self._manifest.user_ids.get(ntype)
         if kind != "string" or workspace is None or not self.num_nodes(ntype):
             return self._array(path) if kind is not None else None
-
-        def write(folder: Path) -> None:
-            stored = self._stored[path].num_rows
-            pieces = string_pieces(self._folder / path, path, stored, _TEXTS_AT_ONCE)
-            first = next(pieces)
-            spill(folder, "ids", first.dtype, chain([first], pieces))
-
-        return mapped(workspace.stage(f"ids-{safe_name(ntype)}", write), "ids")
+        num_rows = self._stored[path].num_rows
+        pieces = partial(string_pieces, self._folder / path, path, num_rows, _TEXTS_AT_ONCE)
+        (ids,) = concatenated(workspace, f"ids-{safe_name(ntype)}", [pieces], num_rows)
+        return ids
 
     def _node_folder(self, ntype: str) -> str:
         _known(self._manifest.node_columns, ntype, "node type", self._folder)
@@ -352,22 +348,9 @@ def graph_of(dataset: StoredDataset, workspace: Workspace | None = None) -> RawG
 
 
 def _destinations(part: StoredPart, manifest: Manifest, workspace: Workspace | None) -> dict[EdgeType, Array]:
-    def expanded(etype: EdgeType) -> Iterator[Array]:
-        return expand(part.indptr(etype), id_dtype(manifest.num_nodes(etype[2])))
-
-    def write(folder: Path) -> None:
-        num_edges = sum(manifest.num_edges(etype) for etype in manifest.edge_types)
-        with progress("Reading the edges", num_edges) as advance:
-            for number, etype in enumerate(manifest.edge_types):
-                ids = spill(folder, str(number), id_dtype(manifest.num_nodes(etype[2])))
-                for piece in expanded(etype):
-                    ids.append(piece)
-                    advance(len(piece))
-
-    if workspace is None:
-        return {etype: np.concatenate(list(expanded(etype))) for etype in manifest.edge_types}
-    folder = workspace.stage("edges", write)
-    return {etype: mapped(folder, str(number)) for number, etype in enumerate(manifest.edge_types)}
+    etypes, num_edges = manifest.edge_types, sum(map(manifest.num_edges, manifest.edge_types))
+    found = [partial(expand, part.indptr(one), id_dtype(manifest.num_nodes(one[2]))) for one in etypes]
+    return dict(zip(etypes, concatenated(workspace, "edges", found, num_edges), strict=True))
 
 
 def expand(indptr: Array, dtype: Any, step: int = 1 << 20) -> Iterator[Array]:

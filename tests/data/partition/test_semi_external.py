@@ -184,7 +184,7 @@ def test_servers_are_the_same_in_another_memory(inner: str, tmp_path: Path) -> N
     graph = communities(num_nodes=2000)
     options = PartitionOptions(workers=2, inner=inner)
     partitioner, owners = PARTITIONERS.get("hierarchical")(options), []
-    for memory in (400_000, PLENTY):
+    for memory in (250_000, PLENTY):
         partitioner.within(workspace(tmp_path, memory), graph)
         owners.append(np.array(flat(partitioner.assign(graph, 4, 0).part_of)))
     assert np.array_equal(owners[0] // 2, owners[1] // 2)
