@@ -272,51 +272,22 @@ def _store(split: _Split, graph: RawGraph, folder: Path) -> None:
     told: dict[str, object] = {"quality": asdict(split.quality), "of_trainers": split.of_trainers}
     for name, one in (("parts", split.parts), ("trainers", split.trainers)):
         told[name] = one and {**vars(one), "part_of": None}
-<<<<<<< HEAD
-        for number, owners in enumerate(one.part_of.values() if one else ()):
-            spill(folder, f"{name}{number}", np.int32, [owners])
-=======
         for number, ntype in enumerate(graph.num_nodes):
             if one is not None:
-                np.save(folder / f"{name}{number}.npy", one.part_of[ntype], allow_pickle=False)
->>>>>>> main
+                spill(folder, f"{name}{number}", np.int32, [one.part_of[ntype]])
     (folder / "split.json").write_text(json.dumps(told))
 
 
 def _stored(graph: RawGraph, folder: Path) -> _Split:
     told = json.loads((folder / "split.json").read_text())
-<<<<<<< HEAD
-
-    def assignment(name: str) -> Assignment | None:
-        if told[name] is None:
-            return None
-        part_of = {
-            ntype: np.array(mapped(folder, f"{name}{number}")) for number, ntype in enumerate(graph.num_nodes)
-        }
-        return Assignment(**{**told[name], "part_of": part_of})
-
-    told["quality"] = {
-        name: tuple(one) if isinstance(one, list) else one for name, one in told["quality"].items()
-    }
-    parts = assignment("parts")
-    assert parts is not None, "every split has parts"
-    return _Split(
-        parts=parts,
-        quality=PartitionQuality(**told["quality"]),
-        trainers=assignment("trainers"),
-        of_trainers=told["of_trainers"],
-    )
-=======
     for name in ("parts", "trainers"):
         if told[name] is not None:
-            files = [folder / f"{name}{number}.npy" for number in range(len(graph.num_nodes))]
-            owners = [np.load(file, allow_pickle=False) for file in files]
+            owners = [np.array(mapped(folder, f"{name}{i}")) for i in range(len(graph.num_nodes))]
             part_of = dict(zip(graph.num_nodes, owners, strict=True))
             told[name] = Assignment(**{**told[name], "part_of": part_of})
     quality: dict[str, Any] = told["quality"]
     quality |= {key: tuple(one) for key, one in quality.items() if isinstance(one, list)}
     return _Split(**{**told, "quality": PartitionQuality(**quality)})
->>>>>>> main
 
 
 def _warn_of_many(figures: PartitionQuality) -> None:

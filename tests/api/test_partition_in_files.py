@@ -18,11 +18,8 @@ import pytest
 
 from dglx_dist.data import external_memory
 from dglx_dist.data.external_memory import LIBRARY_BYTES, Budget, Workspace, open_workspace
-<<<<<<< HEAD
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
-=======
 from dglx_dist.data.partition.one_pass import Hash
->>>>>>> main
 from dglx_dist.data.storage import writer
 from dglx_dist.data.storage.files import _partial_name, read_size, resident
 from dglx_dist.data.storage.writer import write_dataset
