@@ -184,10 +184,10 @@ def stages_of(said: str) -> set[str]:
     return {stage for line in re.findall("finished before: (.*)", said) for stage in line.split(", ")}
 
 
-LEVELS = {f"owners.work/{name}" for name in ("symmetric", "level1", "level2", "parts", "parts1", "parts0")}
+LEVELS = {f"owners.work/{name}" for name in ("symmetric", "level1", "level2", "parts2", "parts1", "parts0")}
 NEIGHBOURS = {"owners.work/neighbours"}
 SERVERS = {name.replace("/", "/servers.work/") for name in LEVELS}
-PIECES = {f"owners.work/server{number}.work/{name}" for number in (0, 1) for name in ("edges", "parts")}
+PIECES = {f"owners.work/server{number}.work/{name}" for number in (0, 1) for name in ("edges", "parts0")}
 
 
 @pytest.mark.parametrize(
