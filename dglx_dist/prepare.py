@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from dglx_dist.data.external_memory import Workspace, mapped, open_workspace, spill
+from dglx_dist.data.external_memory import Ranks, Workspace, mapped, open_workspace, spill
 from dglx_dist.data.partition.balance import PartitionQuality, measure
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions, default_partitioner
 from dglx_dist.data.partition.hierarchical import assign_two_levels, with_trainer_ids
@@ -97,11 +97,17 @@ class PartitionPlan:
 
 @contextmanager
 def open_work(
-    spec: str | os.PathLike[str], folder: Path, plan: PartitionPlan, **options: object
+    spec: str | os.PathLike[str],
+    folder: Path,
+    plan: PartitionPlan,
+    ranks: Ranks | None = None,
+    /,
+    **options: object,
 ) -> Iterator[Workspace | None]:
     """Open the workspace of one partitioning of :func:`load_graph`'s ``spec``; None if memory is not limited.
 
-    It is the folder NAME.work beside ``folder`` or in ``plan.scratch``, see :func:`open_workspace`.
+    It is the folder NAME.work beside ``folder`` or in ``plan.scratch``, see :func:`open_workspace`. All
+    ``ranks`` (None: this process) share the work, within ``plan.memory`` each.
     """
     if plan.memory is None:
         yield None
@@ -109,7 +115,7 @@ def open_work(
     path = Path(spec).expanduser()
     is_dataset = (path / MANIFEST).is_file()
     source = [read_manifest(path).checksum] if is_dataset else [str(spec), options, _stamps(path)]
-    with _work(folder, plan, source) as workspace:
+    with _work(folder, plan, source, ranks) as workspace:
         yield workspace
 
 
@@ -119,7 +125,9 @@ def _stamps(path: Path) -> list[tuple[str, int, int]]:
     return [(one.name, stat.st_size, stat.st_mtime_ns) for one, stat in stats.items()]
 
 
-def _work(folder: Path, plan: PartitionPlan, source: object) -> AbstractContextManager[Workspace]:
+def _work(
+    folder: Path, plan: PartitionPlan, source: object, ranks: Ranks | None = None
+) -> AbstractContextManager[Workspace]:
     settings = {
         "graph": source,
         **{one.name: getattr(plan, one.name) for one in fields(plan) if one.name not in _NOT_OF_RESULT},
@@ -131,7 +139,7 @@ def _work(folder: Path, plan: PartitionPlan, source: object) -> AbstractContextM
     target = folder.absolute()
     work = (plan.scratch or target.parent) / f"{target.name}.work"
     return open_workspace(
-        work, {name: repr(value) for name, value in settings.items()}, read_size(plan.memory)
+        work, {name: repr(value) for name, value in settings.items()}, read_size(plan.memory), ranks
     )
 
 
@@ -164,7 +172,9 @@ def partition_to_disk(
     weights: Mapping[str, Array] | None = None,
     workspace: Workspace | None = None,
 ) -> PartitionQuality:
-    """Partition ``graph`` and write it atomically to ``folder``; one process calls it.
+    """Partition ``graph`` and write it atomically to ``folder``.
+
+    One process calls it, or all ranks of ``workspace``.
 
     If the partitioner wants features by column (``feature``), files of columns are written after the dataset;
     a failure to write them is logged, and training then writes them.
@@ -219,7 +229,8 @@ def partition_to_disk(
             feature_dtype=plan.feature_dtype,
             workspace=workspace,
         )
-        if split.parts.parameters.get(FEATURES) == COLUMNS:
+        is_first = workspace is None or workspace.ranks.is_first
+        if is_first and split.parts.parameters.get(FEATURES) == COLUMNS:
             _write_columns(target, split.parts.num_parts)
     return split.quality
 
@@ -247,8 +258,14 @@ def _partition(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None
         return _assign(graph, plan, None)
     # What is made on the way is not needed again: the owners of nodes are a stage of their own.
     inner = replace(workspace, folder=workspace.folder / "owners.work")
-    folder = workspace.stage("owners", lambda folder: _store(_assign(graph, plan, inner), graph, folder))
-    if inner.folder.is_dir():
+
+    def make(folder: Path) -> None:
+        split = _assign(graph, plan, inner)
+        if workspace.ranks.is_first:
+            _store(split, graph, folder)
+
+    folder = workspace.stage("owners", make, shared=True)
+    if workspace.ranks.is_first and inner.folder.is_dir():
         discard(inner.folder)
     return _stored(graph, folder)
 

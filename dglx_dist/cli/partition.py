@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from dglx_dist.cli.common import command, write
+from dglx_dist.comm.topology import launched_by_torchrun, read_topology
+from dglx_dist.data.external_memory import Ranks
 from dglx_dist.data.ingest.config import IngestPlan, read_config
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
+from dglx_dist.errors import ConfigError
 from dglx_dist.options import by_name, common_fields, literals, option
 
 
@@ -89,7 +93,7 @@ class PartitionCommand(PartitionOptions):
         parse=by_name,
     )
     memory: str | None = option(
-        None, "Limit of memory, e.g. 4GB; what does not fit is worked on in files.", metavar="SIZE"
+        None, "Memory of each process, e.g. 4GB; what does not fit is worked on in files.", metavar="SIZE"
     )
     scratch: Path | None = option(
         None, "Folder on a disk for these files. Default: beside --out.", metavar="DIR"
@@ -105,6 +109,31 @@ class PartitionCommand(PartitionOptions):
         kind=list[str],
         parse=literals,
     )
+
+
+_LONGEST_WAIT_S = 6 * 3600.0
+"""For rank 0, which places the nodes of the smallest graph alone; a rank that ends is noticed at once."""
+
+
+@contextmanager
+def _started_ranks(config: PartitionCommand) -> Iterator[Ranks]:
+    if not launched_by_torchrun() or read_topology().world_size == 1:
+        yield Ranks()
+        return
+    if config.memory is None:
+        raise ConfigError(
+            "several ranks share work on files, within a limit of memory; add --memory SIZE, for each rank, "
+            "or start one process"
+        )
+    # Import torch.
+    from dglx_dist.comm.collectives import SessionRanks
+    from dglx_dist.comm.session import start_session
+
+    options = {name: str(value) for name, value in vars(config).items() if name != "memory"}
+    with start_session(
+        strategy="partition", options=options, timeout_s=_LONGEST_WAIT_S, device="cpu"
+    ) as session:
+        yield SessionRanks(session)
 
 
 @command(PartitionCommand)
@@ -123,21 +152,27 @@ def partition(config: PartitionCommand) -> None:
     check_target(out, plan.overwrite)
     # A wrong name is an error before minutes of loading.
     chosen = plan.partitioner
-    if plan.memory is not None:
-        return_memory()
-    with open_work(config.data, out, plan, **config.source_options) as workspace:
-        graph = load_graph(config.data, workspace=workspace, **config.source_options)
-        write(
-            f"{graph.name}: {graph.total_nodes} nodes, {graph.total_edges} edges; "
-            f"{plan.num_parts} parts by {chosen}"
-            + (f", each for {trainers} trainers" if trainers > 1 else "")
-        )
-        quality = partition_to_disk(graph, out, plan, workspace=workspace)
-    write(
+    with _started_ranks(config) as ranks:
+        if plan.memory is not None:
+            return_memory()
+        with open_work(config.data, out, plan, ranks, **config.source_options) as workspace:
+            graph = load_graph(config.data, workspace=workspace, **config.source_options)
+            tell = write if ranks.is_first else _ignore
+            tell(
+                f"{graph.name}: {graph.total_nodes} nodes, {graph.total_edges} edges; "
+                f"{plan.num_parts} parts by {chosen}"
+                + (f", each for {trainers} trainers" if trainers > 1 else "")
+            )
+            quality = partition_to_disk(graph, out, plan, workspace=workspace)
+    tell(
         f"cut {quality.edge_cut:.1%} of the edges; replication factor {quality.replication_factor:.2f}; "
         f"balance {', '.join(f'{name} {ratio:.3f}' for name, ratio in quality.balance.items())}"
     )
     for name, reached in quality.missed.items():
-        write(f"warning: {name} reached {reached:.3f}, more than asked for", style="yellow")
+        tell(f"warning: {name} reached {reached:.3f}, more than asked for", style="yellow")
     following = f"; next: dglx inspect {shlex.quote(str(out))}" if plan.format == "dglx" else ""
-    write(f"written to {out}{following}")
+    tell(f"written to {out}{following}")
+
+
+def _ignore(_text: str, style: str = "") -> None:
+    pass

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, final
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dglx_dist.comm.ledger import ring_bytes
 from dglx_dist.comm.session import Session, raise_unless_equal
+from dglx_dist.data.external_memory import Ranks
 from dglx_dist.errors import ConfigError, DglxError, PeerError, StorageError
 from dglx_dist.records import Array
 
@@ -87,6 +88,22 @@ def gather_json(value: object, session: Session) -> list[object]:
     padded[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
     rows = gather_rows(padded, session).numpy()
     return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+
+@final
+class SessionRanks(Ranks):
+    """The ranks of a session, which share a job on files that all of them see."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.rank, self.count = session.topology.rank, session.topology.world_size
+
+    def gather(self, local: Array) -> list[Array]:
+        counts = gather_int64([len(local)], self._session)[:, 0]
+        padded = np.zeros((int(counts.max()), *local.shape[1:]), local.dtype)
+        padded[: len(local)] = local
+        rows = gather_rows(torch.from_numpy(padded), self._session).numpy()
+        return [row[:count] for row, count in zip(rows, counts, strict=True)]
 
 
 def broadcast_json(value: object, session: Session, source: int = 0) -> object:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias, final
@@ -225,6 +225,36 @@ def mapped(folder: Path, name: str) -> Array:
     raise FileNotFoundError(f"there is no {name} in {folder}")
 
 
+class Ranks:
+    """The processes that share one job; this class is a job of one process.
+
+    All ranks call every method, in the same order. Where one ends, the others raise PeerError.
+    """
+
+    rank, count = 0, 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which does alone what is not shared."""
+        return self.rank == 0
+
+    def gather(self, local: Array) -> list[Array]:
+        """Return the arrays (k, *row) of all ranks, which differ in k only."""
+        return [local]
+
+    def union(self, marks: Array) -> Array:
+        """Return the (K,) bool that is true where ``marks`` of any rank is."""
+        if self.count == 1:
+            return marks
+        packed = np.bitwise_or.reduce(self.gather(np.packbits(marks)))
+        return np.unpackbits(packed, count=len(marks)).view(np.bool_)
+
+    def of_all(self, value: Any) -> list[Any]:
+        """Return the JSON values of all ranks."""
+        raw = np.frombuffer(json.dumps(value).encode(), np.uint8)
+        return [json.loads(one.tobytes()) for one in self.gather(raw)]
+
+
 Chunks: TypeAlias = Callable[[int], Iterator[Array]]
 """Number of rows -> all rows in order, at most so many at a time."""
 
@@ -287,8 +317,12 @@ def sort_edges(
     *,
     order: Callable[[Array, Array], Array] = by_key,
     advance: Callable[[int], None] = lambda _: None,
+    ranks: Ranks | None = None,
 ) -> SortedEdges:
     """Sort edges by (destination, source, position), and what they carry with them.
+
+    All ``ranks`` (None: this process) call it with the same edges and budget, and each sorts some ranges of
+    destinations; what is returned is then this rank's, but the files in ``folder`` have all edges.
 
     Writes ``indptr``, ``indices``, ``carried0``, ``carried1`` ... for :func:`mapped`. Sorts the in-edges of
     as many consecutive destinations as fit into ``budget.bucket`` bytes, but at least those of one of 65,536
@@ -300,29 +334,34 @@ def sort_edges(
     width, step = max(-(-edges.num_destinations // _SLOTS), 1), max(1, budget.bucket // each)
     counts = _count_slots(edges, width, step, advance)
     _check_fits(counts, width, each, budget)
-    firsts = _first_destinations(counts, width, step)
-    buckets = _write_buckets(edges, firsts, folder / "buckets", step, advance)
-    result = SortedEdges(
-        indptr=spill(folder, "indptr", np.int64, [np.zeros(1)]),
-        indices=spill(folder, "indices", record["source"]),
-        carried=[spill(folder, f"carried{i}", record[str(i)].base) for i in range(len(edges.carried))],
-    )
-    total = 0
-    for number, (first, last) in enumerate(zip(firsts, [*firsts[1:], edges.num_destinations], strict=True)):
-        found = buckets.take(number)
-        found["destination"] -= first
-        counts = np.bincount(found["destination"], minlength=last - first)
-        # The edges of a bucket are in the order of the stream already.
-        positions = order(found["destination"], found["source"])
-        result.indices.append(found["source"][positions])
-        for i, carried in enumerate(result.carried):
-            carried.append(found[str(i)][positions])
-        result.indptr.append(total + np.cumsum(counts))
-        total += len(found)
-        advance(len(found))
-        del found, positions
-        release_memory()
-    shutil.rmtree(folder / "buckets")
+    ranks = ranks or Ranks()
+    total = int(counts.sum()) + width * len(counts)
+    firsts = _first_destinations(counts, width, min(step, -(-total // ranks.count)))
+    own = range(*(len(firsts) * rank // ranks.count for rank in (ranks.rank, ranks.rank + 1)))
+    ends = [*firsts[1:], edges.num_destinations]
+    with joined_pieces(folder, ranks) as piece:
+        buckets = _write_buckets(edges, firsts, own, piece / "buckets", step, advance)
+        result = SortedEdges(
+            indptr=spill(piece, "indptr", np.int64, [np.zeros(int(ranks.is_first))]),
+            indices=spill(piece, "indices", record["source"]),
+            carried=[spill(piece, f"carried{i}", record[str(i)].base) for i in range(len(edges.carried))],
+        )
+        written = 0
+        for number in own:
+            found = buckets.take(number)
+            found["destination"] -= firsts[number]
+            counts = np.bincount(found["destination"], minlength=ends[number] - firsts[number])
+            # The edges of a bucket are in the order of the stream already.
+            positions = order(found["destination"], found["source"])
+            result.indices.append(found["source"][positions])
+            for i, carried in enumerate(result.carried):
+                carried.append(found[str(i)][positions])
+            result.indptr.append(written + np.cumsum(counts))
+            written += len(found)
+            advance(len(found))
+            del found, positions
+            release_memory()
+        shutil.rmtree(piece / "buckets")
     return result
 
 
@@ -356,9 +395,9 @@ def _check_fits(counts: Array, width: int, each: int, budget: Budget) -> None:
 
 
 def _write_buckets(
-    edges: EdgeStream, firsts: list[int], folder: Path, step: int, advance: Callable[[int], None]
+    edges: EdgeStream, firsts: list[int], own: range, folder: Path, step: int, advance: Callable[[int], None]
 ) -> BucketFiles:
-    buckets = BucketFiles(folder, edges.record)
+    buckets, is_all = BucketFiles(folder, edges.record), len(own) == len(firsts)
     ends = zip(edges.sources(step), edges.destinations(step), strict=True)
     for (sources, destinations), *carried in zip(
         ends, *(one.rows(step) for one in edges.carried), strict=True
@@ -367,7 +406,9 @@ def _write_buckets(
         records["source"], records["destination"] = sources, destinations
         for i, rows in enumerate(carried):
             records[str(i)] = rows
-        buckets.append(np.searchsorted(firsts, destinations, side="right") - 1, records)
+        numbers = np.searchsorted(firsts, destinations, side="right") - 1
+        kept = slice(None) if is_all else (own.start <= numbers) & (numbers < own.stop)
+        buckets.append(numbers[kept], records[kept])
         advance(len(records))
     return buckets
 
@@ -382,19 +423,30 @@ class Workspace:
 
     folder: Path
     budget: Budget
+    """Equal on all ranks."""
+    ranks: Ranks = field(default_factory=Ranks)
 
-    def stage(self, name: str, make: Callable[[Path], None]) -> Path:
-        """Return ``folder / name``, which ``make`` fills unless it exists; it is complete or absent."""
+    def stage(self, name: str, make: Callable[[Path], None], *, shared: bool = False) -> Path:
+        """Return ``folder / name``, which ``make`` fills unless it exists; it is complete or absent.
+
+        Rank 0 makes it, or, if it is ``shared``, all ranks make the same folder.
+        """
         target = self.folder / name
-        if not target.is_dir():
-            with named_failures(self.folder), partial_folder(target) as partial:
-                make(partial)
-                publish(partial, target)
+        if not self.ranks.of_all(self.ranks.is_first and target.is_dir())[0]:
+            with named_failures(self.folder), shared_folder(target, self.ranks) as partial:
+                if shared or self.ranks.is_first:
+                    make(partial)
         return target
 
-    def array(self, name: str, make: Callable[[], Array]) -> Array:
-        """Return what ``make`` does, read from the stage ``name`` once it is finished."""
-        return np.array(mapped(self.stage(name, lambda folder: _save(folder, make())), "array"))
+    def array(self, name: str, make: Callable[[], Array], *, shared: bool = False) -> Array:
+        """Return what ``make`` does on rank 0, read from the :meth:`stage` once it is finished."""
+
+        def save(folder: Path) -> None:
+            values = make()
+            if self.ranks.is_first:
+                spill(folder, "array", values.dtype, [values])
+
+        return np.array(mapped(self.stage(name, save, shared=shared), "array"))
 
     def beside(self, num_bytes: int) -> Workspace:
         """Return this workspace with ``num_bytes`` less of memory."""
@@ -414,8 +466,45 @@ class Workspace:
         return self.budget.work - num_bytes
 
 
-def _save(folder: Path, values: Array) -> None:
-    spill(folder, "array", values.dtype, [values])
+@contextmanager
+def shared_folder(
+    target: Path, ranks: Ranks, place: Callable[[Path, Path], object] | None = None
+) -> Iterator[Path]:
+    """Yield to all ranks the same new folder; when all have filled it, rank 0 puts it in its place."""
+    with partial_folder(target) if ranks.is_first else nullcontext(target) as own:
+        partial = Path(ranks.of_all(str(own))[0])
+        yield partial
+        ranks.of_all(None)
+        if ranks.is_first:
+            (place or publish)(partial, target)
+        ranks.of_all(None)
+
+
+_COPIED = 1 << 24  # bytes at a time
+
+
+@contextmanager
+def joined_pieces(folder: Path, ranks: Ranks) -> Iterator[Path]:
+    """Yield to each rank a folder for its piece of files, which rank 0 then joins in ``folder``, by rank.
+
+    Files of the name indptr hold the ends (int64) of rows in the rank's own piece, after a 0 on rank 0.
+    """
+    if ranks.is_first:
+        yield folder
+    else:
+        (own := folder / f"rank{ranks.rank}").mkdir()
+        yield own
+    ranks.of_all(None)
+    for rank in range(1, ranks.count) if ranks.is_first else ():
+        for path in sorted((folder / f"rank{rank}").iterdir()):
+            target, before = folder / path.name, 0
+            if path.stem == "indptr":
+                before = int(np.fromfile(target, np.int64, 1, offset=target.stat().st_size - 8)[0])
+            with path.open("rb") as piece, target.open("ab") as file:
+                while data := piece.read(_COPIED):
+                    ends = np.frombuffer(data, np.int64 if before else np.uint8)
+                    write_array(file, ends + before if before else ends)
+        shutil.rmtree(folder / f"rank{rank}")
 
 
 def concatenated(
@@ -449,20 +538,36 @@ _IN_MEMORY = Path("/dev/shm")  # refused, not used
 
 
 @contextmanager
-def open_workspace(folder: Path, settings: Mapping[str, object], limit: int) -> Iterator[Workspace]:
+def open_workspace(
+    folder: Path, settings: Mapping[str, object], limit: int, ranks: Ranks | None = None
+) -> Iterator[Workspace]:
     """Open the workspace of one job of ``limit`` bytes of memory, and remove it at the end.
 
     After an error or a kill its finished stages stay, and a job with the same ``settings`` (JSON values)
-    takes them up; which ones is printed.
+    takes them up; which ones is printed. All ``ranks`` (None: this process) open it, with a limit for each.
 
     Raises:
         ConfigError: ``folder`` is in memory, or ``limit`` is too small.
         StorageError: it holds stages of other settings or something else, is in use, or cannot be written.
     """
-    folder = folder.absolute()
+    folder, ranks = folder.absolute(), ranks or Ranks()
     if folder.resolve().is_relative_to(_IN_MEMORY):
         raise ConfigError(f"{folder} is in memory; choose a folder on a disk (--scratch DIR)")
-    budget = open_budget(limit)
+    own = open_budget(limit)
+    work, held = min(ranks.of_all([own.work, own.held]))
+    budget = Budget(work=work, held=held)
+    with _claimed(folder, settings) if ranks.is_first else nullcontext():
+        ranks.of_all(None)
+        if not (folder / _KEY).is_file():
+            raise StorageError(
+                f"rank {ranks.rank} does not see {folder}, which rank 0 has made; DATA, --out and --scratch "
+                "must be on a file system that all ranks see"
+            )
+        yield Workspace(folder=folder, budget=budget, ranks=ranks)
+
+
+@contextmanager
+def _claimed(folder: Path, settings: Mapping[str, object]) -> Iterator[None]:
     with ExitStack() as stack:
         with named_failures(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -480,7 +585,7 @@ def open_workspace(folder: Path, settings: Mapping[str, object], limit: int) -> 
             if stages := _stages(folder):
                 say(f"resuming in {folder}; finished before: {', '.join(stages)}")
         try:
-            yield Workspace(folder=folder, budget=budget)
+            yield
         except BaseException:
             if _stages(folder):
                 say(f"finished stages are kept in {folder}: the same command resumes, or remove it")

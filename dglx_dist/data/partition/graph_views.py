@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from dglx_dist.data.external_memory import Workspace, mapped, spill
+from dglx_dist.data.external_memory import Workspace, joined_pieces, mapped, spill
 from dglx_dist.data.partition.base import PARTITIONERS, Partitioner, PartitionOptions
 from dglx_dist.data.storage.columns import id_dtype
 from dglx_dist.errors import ConfigError
@@ -300,6 +300,7 @@ def symmetrise(
         folder = workspace.stage(
             "symmetric" if weighted else "neighbours",
             lambda folder: _write_symmetric(graph, folder, weighted, workspace),
+            shared=True,
         )
         return SymmetricGraph.open(folder)
     indptr = _starts(graph)
@@ -340,7 +341,7 @@ def _write_symmetric(graph: RawGraph, folder: Path, weighted: bool, workspace: W
 
     starts, weight_dtype = _starts(graph)[1:], np.int32 if weighted else None
     write_rows(folder, starts, fill, weight_dtype, workspace, "Symmetrising")
-    for path in folder.glob("weights.*"):
+    for path in folder.glob("weights.*") if workspace.ranks.is_first else ():
         if _nearly_uniform(mapped(folder, "weights")):
             path.unlink()
 
@@ -361,6 +362,8 @@ def write_rows(
 ) -> None:
     """Write a :class:`SymmetricGraph` to ``folder``, as many rows at a time as fit into the memory.
 
+    All ranks of the workspace call it, and each fills rows with as many entries.
+
     Args:
         folder: Where the files are written; see :meth:`SymmetricGraph.open`.
         starts: (N + 1,) int64 row starts before repeated neighbours are merged.
@@ -379,14 +382,19 @@ def write_rows(
     least = per_entry * max(int(starts[-1]) // _MOST_PASSES, largest)
     name = f"a graph of {num_rows} nodes of up to {largest} neighbours"
     step = workspace.remaining(2 * NODE_BYTES * num_rows, least, name) // per_entry
-    position = np.full(num_rows, -1, dtype=np.int64)
-    indptr = spill(folder, "indptr", np.int64, [np.zeros(1)])
-    all_indices = spill(folder, "indices", dtype)
-    all_weights = None if weight_dtype is None else spill(folder, "weights", weight_dtype)
-    first = 0
-    with progress(what, num_rows, enabled=num_rows >= SHOWN_FROM) as advance:
-        while first < num_rows:
-            last = max(int(np.searchsorted(starts, starts[first] + step, side="right")) - 1, first + 1)
+    position, ranks = np.full(num_rows, -1, dtype=np.int64), workspace.ranks
+    bounds = np.searchsorted(starts, starts[-1] * np.arange(1, ranks.count) // ranks.count)
+    first, end = [0, *bounds.tolist(), num_rows][ranks.rank : ranks.rank + 2]
+    with (
+        joined_pieces(folder, ranks) as own,
+        progress(what, end - first, enabled=ranks.is_first and num_rows >= SHOWN_FROM) as advance,
+    ):
+        indptr = spill(own, "indptr", np.int64, [np.zeros(int(ranks.is_first))])
+        all_indices = spill(own, "indices", dtype)
+        all_weights = None if weight_dtype is None else spill(own, "weights", weight_dtype)
+        while first < end:
+            last = int(np.searchsorted(starts, starts[first] + step, side="right")) - 1
+            last = min(max(last, first + 1), end)
             local = starts[first : last + 1] - starts[first]
             indices = np.empty(local[-1], dtype)
             weights = np.ones(0 if weight_dtype is None else local[-1], weight_dtype)

@@ -61,7 +61,7 @@ class Hierarchical(Partitioner):
 
         # Kept, since a method may place otherwise in another memory, and the edges of a server are stages.
         work = self.workspace
-        first = split_servers() if work is None else work.array("servers", split_servers)
+        first = split_servers() if work is None else work.array("servers", split_servers, shared=True)
         part_of_node = np.empty(len(first), dtype=np.int32)
         for server in range(servers):
             local_nodes = np.flatnonzero(first == server)

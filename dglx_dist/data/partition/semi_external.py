@@ -16,16 +16,16 @@ from typing import TypeAlias
 import numpy as np
 from numba import njit
 
-from dglx_dist.data.external_memory import Workspace, mapped, spill
+from dglx_dist.data.external_memory import Ranks, Workspace, mapped, spill
 from dglx_dist.data.partition.graph_views import (
     SHOWN_FROM,
     BalanceWeights,
     SymmetricGraph,
-    pieces,
     write_rows,
 )
 from dglx_dist.data.partition.one_pass import stream
 from dglx_dist.data.storage.columns import id_dtype
+from dglx_dist.errors import PeerError
 from dglx_dist.keyed_random import mix
 from dglx_dist.progress import progress
 from dglx_dist.records import Array
@@ -33,6 +33,10 @@ from dglx_dist.records import Array
 log = logging.getLogger(__name__)
 
 _SWEEPS = 5
+_STREAMS, _LEAST_STREAM = 60, 4096
+"""Ranges of nodes, of at least so many each, that are swept side by side: what ranks share."""
+_ROUNDS, _ROUNDS_BEFORE_MARKS = 64, 8
+"""Of a sweep: moves of one round are not seen in it, and neighbours of moved nodes are marked more rarely."""
 _TOLERANCE = 0.6
 """Part of the tolerance for the heaviest cluster and for parts of clusters; refining needs the rest."""
 _LEAST_SHRINKING = 0.95
@@ -60,7 +64,7 @@ def partition(
     while not fits(levels[-1][0]):
         fine, columns = levels[-1]
         make = functools.partial(_coarsen, fine, columns, workspace, seed)
-        folder = workspace.stage(f"level{len(levels)}", make)
+        folder = workspace.stage(f"level{len(levels)}", make, shared=True)
         coarse = SymmetricGraph.open(folder)
         log.info("level %d has %d nodes, %d pairs", len(levels), coarse.num_nodes, len(coarse.indices) // 2)
         levels.append((coarse, _open_weights(folder, weights)))
@@ -82,8 +86,8 @@ def partition(
     for level in range(len(levels) - 1, 0, -1):
         coarse_of = mapped(workspace.folder / f"level{level}", "coarse_of")
         # Capacities are those of the whole graph, which hold for single nodes too.
-        make_parts = functools.partial(_refine, *levels[level - 1], parts[coarse_of], weights.capacities())
-        parts = workspace.array(f"parts{level - 1}", make_parts)
+        state = (*levels[level - 1], parts[coarse_of], weights.capacities(), workspace.ranks)
+        parts = workspace.array(f"parts{level - 1}", functools.partial(_refine, *state), shared=True)
     return parts
 
 
@@ -100,11 +104,12 @@ def _coarsen(
     num_nodes, (per_node, per_weight) = graph.num_nodes, _NODE_BYTES
     num_bytes = (per_node + per_weight * len(weights.columns)) * num_nodes
     workspace.remaining(num_bytes, 0, f"a graph of {num_nodes} nodes")
-    coarse_of = _clusters(graph, weights, np.uint64(seed % 2**64))
+    coarse_of = _clusters(graph, weights, np.uint64(seed % 2**64), workspace.ranks)
     num_coarse = int(coarse_of.max(initial=-1)) + 1
-    spill(folder, "coarse_of", coarse_of.dtype, [coarse_of])
-    for c, column in enumerate(weights.columns):
-        spill(folder, f"column{c}", np.int64, [np.bincount(coarse_of, column, num_coarse)])
+    if workspace.ranks.is_first:
+        spill(folder, "coarse_of", coarse_of.dtype, [coarse_of])
+        for c, column in enumerate(weights.columns):
+            spill(folder, f"column{c}", np.int64, [np.bincount(coarse_of, column, num_coarse)])
     starts = np.zeros(num_coarse + 1, dtype=np.int64)
     adjacency = _adjacency(graph)
     total = _count_between(adjacency, coarse_of, starts[1:])
@@ -126,7 +131,7 @@ def _adjacency(graph: SymmetricGraph) -> _Adjacency:
     return graph.indptr, graph.indices, weights
 
 
-def _clusters(graph: SymmetricGraph, weights: BalanceWeights, key: np.uint64) -> Array:
+def _clusters(graph: SymmetricGraph, weights: BalanceWeights, key: np.uint64, ranks: Ranks) -> Array:
     """Return the (N,) cluster of each node, numbered in the order of their first members' ids."""
     num_nodes, matrix = graph.num_nodes, weights.matrix()
     share = _TOLERANCE * float(weights.shares.min())
@@ -138,7 +143,7 @@ def _clusters(graph: SymmetricGraph, weights: BalanceWeights, key: np.uint64) ->
     limit = np.broadcast_to(np.array(limits), (num_nodes, len(limits)))
     labels = np.arange(num_nodes, dtype=id_dtype(num_nodes))
     loads = matrix.copy()
-    _propagate(graph, labels, loads, matrix, limit, key=key, refining=False)
+    _propagate(graph, (labels, loads, matrix, limit), ranks, key=key, refining=False)
     members = np.bincount(labels, minlength=num_nodes).astype(labels.dtype)
     few = 2 * int(np.count_nonzero(members)) <= num_nodes
     _join_single(_adjacency(graph), labels, members, loads, matrix, limit, few)
@@ -149,96 +154,150 @@ def _clusters(graph: SymmetricGraph, weights: BalanceWeights, key: np.uint64) ->
     return used[labels] - 1
 
 
-def _refine(graph: SymmetricGraph, weights: BalanceWeights, parts: Array, capacities: Array) -> Array:
+def _refine(
+    graph: SymmetricGraph, weights: BalanceWeights, parts: Array, capacities: Array, ranks: Ranks
+) -> Array:
     matrix, limit = weights.matrix(), np.ascontiguousarray(capacities.T)
     loads = np.ascontiguousarray(weights.loads(parts).T.astype(np.int64))
-    _propagate(graph, parts, loads, matrix, limit, key=np.uint64(0), refining=True)
+    _propagate(graph, (parts, loads, matrix, limit), ranks, key=np.uint64(0), refining=True)
     return parts
 
 
-def _propagate(
-    graph: SymmetricGraph,
-    labels: Array,
-    loads: Array,
-    matrix: Array,
-    limit: Array,
-    *,
-    key: np.uint64,
-    refining: bool,
-) -> None:
-    """Move nodes to the label of most neighbours, in the order of the file; changes ``labels`` and ``loads``.
+_Labelling: TypeAlias = tuple[Array, Array, Array, Array]
+"""(N,) int labels in [0, L), (L, C) int64 loads, (N, C) int64 weights, (L, C) float64 limits of loads."""
 
-    Args:
-        graph: The graph.
-        labels: (N,) int in [0, L).
-        loads: (L, C) int64 weight of the nodes of each label.
-        matrix: (N, C) int64.
-        limit: (L, C) float64 that no move exceeds.
-        key: Decides between labels of as many neighbours.
-        refining: Whether labels are parts, whose loads should be even, rather than clusters.
+
+def _propagate(
+    graph: SymmetricGraph, labelling: _Labelling, ranks: Ranks, *, key: np.uint64, refining: bool
+) -> None:
+    """Move nodes to the label of most neighbours; changes labels and loads, on all ``ranks`` alike.
+
+    Nodes are swept in streams, ranges of ids with as many neighbours each. A round takes a block of
+    consecutive nodes of each stream: they see each other's moves, but of other blocks what was before the
+    round. Then all moves are made that no limit forbids, in the order of ids. So nothing depends on which
+    rank sweeps which streams. ``key`` decides between labels of as many neighbours; ``refining`` is whether
+    labels are parts, whose loads should be even, rather than clusters.
     """
     num_nodes, adjacency = graph.num_nodes, _adjacency(graph)
-    rating, active = np.zeros(len(loads), dtype=np.int64), np.ones(num_nodes, dtype=np.bool_)
-    state = (labels, loads, matrix, limit, rating, active)
+    active, marked = np.ones(num_nodes, np.bool_), np.zeros(num_nodes, np.bool_)
+    rating, streams = np.zeros(len(labelling[1]), np.int64), _streams(graph)
+    first, last = ((len(streams) - 1) * rank // ranks.count for rank in (ranks.rank, ranks.rank + 1))
     what = "Refining" if refining else "Clustering"
-    with progress(what, _SWEEPS * num_nodes, enabled=num_nodes >= SHOWN_FROM) as advance:
+    shown = ranks.is_first and num_nodes >= SHOWN_FROM
+    with progress(what, _SWEEPS * _ROUNDS, enabled=shown) as advance:
         for _ in range(_SWEEPS):
-            moved = 0
-            for rows in pieces(num_nodes, 1 << 18):
-                moved += _sweep(adjacency, rows.start, rows.stop, state, key, refining)
-                advance(rows.stop - rows.start)
+            num_moved = 0
+            for number in range(_ROUNDS):
+                ends = [streams[:-1] + np.diff(streams) * i // _ROUNDS for i in (number, number + 1)]
+                blocks = np.stack(ends, axis=1)[first:last]
+                moves = np.empty((np.diff(blocks).sum(), 3), id_dtype(max(num_nodes, len(rating))))
+                count = _propose(adjacency, blocks, labelling, (rating, active, marked), key, refining, moves)
+                for rank, found in enumerate(ranks.gather(moves[:count, :2].copy())):
+                    _check_moves(found, rank, num_nodes, len(rating))
+                    num_moved += _apply(found, labelling, marked)
+                if (number + 1) % _ROUNDS_BEFORE_MARKS == 0:
+                    active |= ranks.union(marked)
+                    marked[:] = False
+                advance(1)
             # Nodes without a moved neighbour are skipped, so the last sweeps are short.
-            if moved <= num_nodes // 1000:
+            if num_moved <= num_nodes // 1000:
                 break
 
 
+def _streams(graph: SymmetricGraph) -> Array:
+    # (S + 1,) first nodes.
+    number = min(max(graph.num_nodes // _LEAST_STREAM, 1), _STREAMS)
+    inner = np.searchsorted(graph.indptr, len(graph.indices) * np.arange(1, number) // number)
+    return np.array([0, *inner, graph.num_nodes])
+
+
+def _check_moves(moves: Array, rank: int, num_nodes: int, num_labels: int) -> None:
+    if moves.min(initial=0) < 0 or (moves.max(axis=0, initial=-1) >= (num_nodes, num_labels)).any():
+        raise PeerError(
+            f"rank {rank} has sent moves of nodes or to labels that do not exist; run the same version "
+            "on all ranks, on the same files"
+        )
+
+
 @njit(cache=True, nogil=True)
-def _sweep(
+def _propose(
     adjacency: _Adjacency,
-    first: int,
-    last: int,
-    state: tuple[Array, Array, Array, Array, Array, Array],
+    blocks: Array,
+    labelling: _Labelling,
+    state: tuple[Array, Array, Array],
     key: np.uint64,
     refining: bool,
+    moves: Array,
 ) -> int:
+    """Write (node, new label, label) into ``moves`` (M, 3) for ``blocks`` (B, 2), and return how many.
+
+    Labels and loads are as before at the end. Neighbours of the nodes are marked.
+    """
     indptr, indices, edge_weights = adjacency
-    labels, loads, matrix, limit, rating, active = state
-    moved, weighted = 0, len(edge_weights) > 1
-    for u in range(first, last):
-        if not active[u]:
-            continue
-        active[u] = False
-        home = labels[u]
-        for e in range(indptr[u], indptr[u + 1]):
-            rating[labels[indices[e]]] += edge_weights[e] if weighted else 1
-        best, best_rating, best_key, key_of_node = home, rating[home], np.uint64(0), mix(key ^ np.uint64(u))
-        for e in range(indptr[u], indptr[u + 1]):
-            label = labels[indices[e]]
-            links = rating[label]
-            # Zero: seen already.
-            rating[label] = 0
-            if links == 0 or links < best_rating or not _has_room(matrix[u], loads[label], limit[label]):
+    labels, loads, matrix, limit = labelling
+    rating, active, marked = state
+    count, weighted = 0, len(edge_weights) > 1
+    for block in range(len(blocks)):
+        before = count
+        for u in range(blocks[block, 0], blocks[block, 1]):
+            if not active[u]:
                 continue
-            # Among equal ones a lighter part wins, else the present label, else the largest key.
-            tie_key = mix(key_of_node ^ np.uint64(label))
+            active[u] = False
+            home = labels[u]
+            for e in range(indptr[u], indptr[u + 1]):
+                rating[labels[indices[e]]] += edge_weights[e] if weighted else 1
+            best, best_rating, best_key = home, rating[home], np.uint64(0)
+            key_of_node = mix(key ^ np.uint64(u))
+            for e in range(indptr[u], indptr[u + 1]):
+                label = labels[indices[e]]
+                links = rating[label]
+                # Zero: seen already.
+                rating[label] = 0
+                if links == 0 or links < best_rating or not _has_room(matrix[u], loads[label], limit[label]):
+                    continue
+                # Among equal ones a lighter part wins, else the present label, else the largest key.
+                tie_key = mix(key_of_node ^ np.uint64(label))
+                if best == home:
+                    wins = refining and _is_lighter(
+                        matrix[u], loads[label], limit[label], loads[home], limit[home]
+                    )
+                else:
+                    wins = tie_key > best_key
+                if links > best_rating or wins:
+                    best, best_rating, best_key = label, links, tie_key
             if best == home:
-                wins = refining and _is_lighter(
-                    matrix[u], loads[label], limit[label], loads[home], limit[home]
-                )
-            else:
-                wins = tie_key > best_key
-            if links > best_rating or wins:
-                best, best_rating, best_key = label, links, tie_key
-        if best == home:
-            continue
-        labels[u] = best
-        moved += 1
-        for c in range(matrix.shape[1]):
-            loads[home, c] -= matrix[u, c]
-            loads[best, c] += matrix[u, c]
-        for e in range(indptr[u], indptr[u + 1]):
-            active[indices[e]] = True
+                continue
+            _move(u, best, labels, loads, matrix)
+            moves[count, 0], moves[count, 1], moves[count, 2] = u, best, home
+            count += 1
+            for e in range(indptr[u], indptr[u + 1]):
+                marked[indices[e]] = True
+        for move in range(before, count):
+            _move(moves[move, 0], moves[move, 2], labels, loads, matrix)
+    return count
+
+
+@njit(cache=True, nogil=True)
+def _apply(moves: Array, labelling: _Labelling, marked: Array) -> int:
+    labels, loads, matrix, limit = labelling
+    moved = 0
+    for move in range(len(moves)):
+        u, label = moves[move, 0], moves[move, 1]
+        if _has_room(matrix[u], loads[label], limit[label]):
+            _move(u, label, labels, loads, matrix)
+            moved += 1
+        else:
+            # Others of the same round were first, so it looks again.
+            marked[u] = True
     return moved
+
+
+@njit(cache=True, nogil=True)
+def _move(u: int, label: int, labels: Array, loads: Array, matrix: Array) -> None:
+    for c in range(matrix.shape[1]):
+        loads[labels[u], c] -= matrix[u, c]
+        loads[label, c] += matrix[u, c]
+    labels[u] = label
 
 
 @njit(cache=True, nogil=True)

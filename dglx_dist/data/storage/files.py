@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from dglx_dist.errors import ConfigError, StorageError
+from dglx_dist.errors import ConfigError, DglxError, StorageError
 
 _LOG = logging.getLogger(__name__)
 
@@ -141,6 +141,8 @@ def named_failures(folder: Path) -> Iterator[None]:
     """Raise StorageError naming ``folder`` for any OSError inside, such as a full disk."""
     try:
         yield
+    except DglxError:  # of which some are errors of the system, too
+        raise
     except OSError as problem:
         raise StorageError(f"{folder} cannot be written: {problem}; choose another place") from problem
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -19,8 +19,10 @@ from dglx_dist.data.external_memory import (
     Carried,
     Chunks,
     EdgeStream,
+    Ranks,
     Workspace,
     mapped,
+    shared_folder,
     sort_edges,
 )
 from dglx_dist.data.storage.columns import (
@@ -35,7 +37,7 @@ from dglx_dist.data.storage.columns import (
     write_column,
     write_strings,
 )
-from dglx_dist.data.storage.files import named_failures, partial_folder, readable_bytes
+from dglx_dist.data.storage.files import named_failures, readable_bytes
 from dglx_dist.data.storage.manifest import Manifest, check_target, put_in_place, write_manifest
 from dglx_dist.data.validate import check_assignment, check_ids
 from dglx_dist.errors import ConfigError
@@ -316,10 +318,11 @@ def relabel_on_disk(
     def make(folder: Path) -> None:
         check_ends(graph, etype)
         budget = sorting_budget(graph, workspace.budget)
-        with progress(f"Ordering the edges {':'.join(etype)}", 3 * num_edges) as advance:
-            sort_edges(stream, folder, budget, order=_order_of_bucket, advance=advance)
+        what = f"Ordering the edges {':'.join(etype)}"
+        with progress(what, 3 * num_edges, enabled=workspace.ranks.is_first) as advance:
+            sort_edges(stream, folder, budget, order=_order_of_bucket, advance=advance, ranks=workspace.ranks)
 
-    folder = workspace.stage(f"order{list(graph.edges).index(etype)}", make)
+    folder = workspace.stage(f"order{list(graph.edges).index(etype)}", make, shared=True)
     indptr = mapped(folder, "indptr")
     order = EdgeOrder(
         indptr=indptr,
@@ -414,7 +417,9 @@ def write_dataset(
     feature_dtype: FeatureDtype | None = None,
     workspace: Workspace | None = None,
 ) -> Manifest:
-    """Relabel ``graph`` and write it atomically as a dataset; one process calls it.
+    """Relabel ``graph`` and write it atomically as a dataset.
+
+    One process calls it, or all ranks of ``workspace``, which share out the parts.
 
     Temporary memory is about three times the edge ids, or that of ``workspace``; features are streamed.
 
@@ -451,12 +456,13 @@ def write_dataset(
     ordered = {}
     if workspace is not None:
         ordered = {etype: relabel_on_disk(graph, etype, orders, workspace) for etype in graph.edges}
+    ranks = Ranks() if workspace is None else workspace.ranks
     with (
         named_failures(folder),
-        partial_folder(folder) as partial,
-        progress("Writing the dataset", num_bytes) as advance,
+        shared_folder(folder, ranks, lambda done, target: put_in_place(done, target, overwrite)) as partial,
+        progress("Writing the dataset", num_bytes // ranks.count, enabled=ranks.is_first) as advance,
     ):
-        writer = _PartWriter(partial, assignment.num_parts, advance)
+        writer = _PartWriter(partial, assignment.num_parts, advance, ranks)
         for ntype in graph.num_nodes:
             writer.write_node_type(graph, ntype, orders[ntype], node_columns[ntype])
         edge_offsets = {
@@ -476,33 +482,44 @@ def write_dataset(
             seed=assignment.seed,
             parameters=settings["parameters"],
             quality=settings["quality"],
-            files=writer.files,
+            files=writer.files(),
         )
-        manifest = write_manifest(manifest, partial)
-        put_in_place(partial, folder, overwrite)
-    return manifest
+        return write_manifest(manifest, partial) if ranks.is_first else manifest
 
 
 class _PartWriter:
-    """Writes the files of all parts and collects their sizes and checksums."""
+    """Writes the files of this rank's parts, and collects sizes and checksums of all."""
 
-    def __init__(self, folder: Path, num_parts: int, advance: Advance) -> None:
+    def __init__(self, folder: Path, num_parts: int, advance: Advance, ranks: Ranks) -> None:
         self._folder = folder
         self._num_parts = num_parts
         self._advance = advance
-        self.files: dict[str, FileInfo] = {}
+        self._ranks = ranks
+        self._part = 0
+        self._files: dict[str, FileInfo | None] = {}
+
+    def files(self) -> dict[str, FileInfo]:
+        """Return the files of all ranks; all call it."""
+        every = self._ranks.of_all([info and asdict(info) for info in self._files.values()])
+        infos = (next(filter(None, found)) for found in zip(*every, strict=True))
+        return {path: FileInfo(**info) for path, info in zip(self._files, infos, strict=True)}
+
+    def _write(self, path: str, write: Callable[[Path], FileInfo]) -> None:
+        is_own = self._part % self._ranks.count == self._ranks.rank
+        self._files[path] = write(self._folder / path) if is_own else None
 
     def write_node_type(
         self, graph: RawGraph, ntype: str, order: NodeOrder, columns: Mapping[str, ColumnInfo]
     ) -> None:
         user_ids = graph.user_ids.get(ntype)
         for part in range(self._num_parts):
+            self._part = part
             folder, rows = node_folder(part, ntype), rows_of(order, part)
             self._rows(f"{folder}/original_ids.arrow", IDS, rows, None)
             path = f"{folder}/user_ids.arrow"
             if user_ids is not None and user_ids.dtype.kind == "U":
                 pieces = partial(_pieces, user_ids, rows)
-                self.files[path] = write_strings(self._folder / path, len(rows), pieces)
+                self._write(path, partial(write_strings, num_rows=len(rows), pieces=pieces))
             elif user_ids is not None:
                 self._rows(path, IDS, rows, user_ids)
             for name, info in columns.items():
@@ -528,6 +545,7 @@ class _PartWriter:
             ids = order.new_to_old
         nodes, of_sources = orders[destination].offsets, column_info(order.indices, "sources")
         for part in range(self._num_parts):
+            self._part = part
             folder, in_order = edge_folder(part, etype), range(*order.offsets[part : part + 2].tolist())
             indptr = order.indptr[nodes[part] : nodes[part + 1] + 1] - in_order.start
             self._column(f"{folder}/indptr.arrow", IDS, len(indptr), [indptr])
@@ -572,7 +590,7 @@ class _PartWriter:
                 yield chunk
                 self._advance(chunk.nbytes)
 
-        self.files[path] = write_column(self._folder / path, info, int(num_rows), counted())
+        self._write(path, lambda file: write_column(file, info, int(num_rows), counted()))
 
 
 def _pieces(column: Array, rows: Array) -> Iterator[Array]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dglx_dist.data.external_memory import Budget, Workspace, mapped
+from dglx_dist.data.external_memory import Budget, Ranks, Workspace, mapped
 from dglx_dist.data.partition import semi_external
 from dglx_dist.data.partition.balance import measure
 from dglx_dist.data.partition.base import PARTITIONERS, Partitioner, PartitionOptions
@@ -21,7 +21,7 @@ from dglx_dist.data.partition.graph_views import (
 )
 from dglx_dist.data.partition.one_pass import stream
 from dglx_dist.data.sources import load_dataset
-from dglx_dist.errors import ConfigError
+from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.records import NODE_TYPE, Array, Assignment, RawGraph
 from tests.data.partition.graphs import AUTHORS_AND_PAPERS, communities, flat, homogeneous
 from tests.data.partition.test_conformance import GRAPHS, check_balance
@@ -265,6 +265,22 @@ def test_a_stream_fills_parts_by_every_weight(fennel: bool) -> None:
     parts = stream(symmetrise(graph, weighted=False), None, weights, passes=2, fennel=fennel)
     # A part that has room for both is not always left; by nodes alone the training nodes are up to 1.8.
     assert (weights.loads(parts) / weights.capacities()).max() <= 1.05
+
+
+class Wrong(Ranks):
+    def gather(self, local: Array) -> list[Array]:
+        return [*super().gather(local), np.array([[0, 0], self.move], local.dtype)]
+
+    def __init__(self, *move: int) -> None:
+        self.move = move
+
+
+@pytest.mark.parametrize("move", [(300, 0), (-1, 0), (0, 300), (0, -1)])
+def test_moves_of_what_does_not_exist_are_refused(move: tuple[int, int], tmp_path: Path) -> None:
+    graph = symmetrise(homogeneous(300, [(0, 1)]))
+    weights = balance_weights(homogeneous(300, []), PartitionOptions(), 2, None)
+    with pytest.raises(PeerError, match="rank 1 has sent moves of nodes or to labels that do not exist"):
+        semi_external._clusters(graph, weights, np.uint64(0), Wrong(*move))
 
 
 def test_another_seed_gives_other_clusters(tmp_path: Path) -> None:
