@@ -138,6 +138,10 @@ def _work(
     assert plan.memory is not None, "checked by the caller"
     target = folder.absolute()
     work = (plan.scratch or target.parent) / f"{target.name}.work"
+    if work.resolve().is_relative_to(target.resolve()):
+        raise ConfigError(
+            f"scratch {plan.scratch} is in {folder}, which is to be written; choose another place"
+        )
     return open_workspace(
         work, {name: repr(value) for name, value in settings.items()}, read_size(plan.memory), ranks
     )

@@ -6,19 +6,21 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias, final
 
 import numpy as np
+import psutil
 import pyarrow as pa
 
-from dglx_dist.data.storage.columns import id_dtype, numpy_dtype
+from dglx_dist.data.storage.columns import checksum, id_dtype, numpy_dtype
 from dglx_dist.data.storage.files import (
     PARTIAL_SUFFIX,
     discard,
     locked,
+    machine_memory,
     named_failures,
     partial_folder,
     publish,
@@ -30,7 +32,7 @@ from dglx_dist.data.storage.files import (
     resident,
     return_memory,
 )
-from dglx_dist.errors import ConfigError, StorageError
+from dglx_dist.errors import ConfigError, DatasetError, StorageError
 from dglx_dist.progress import progress, say
 from dglx_dist.records import Array, ColumnInfo
 
@@ -75,7 +77,14 @@ class Budget:
 
 
 def open_budget(limit: int) -> Budget:
-    """Return the budget, ``limit`` bytes minus the memory of this process now; ConfigError if too small."""
+    """Return the budget, ``limit`` bytes minus the memory of this process now; ConfigError if too small.
+
+    No more than the machine or the control group has; a lower limit for that reason is printed.
+    """
+    most, _ = machine_memory()
+    if limit > most:
+        say(f"--memory {readable_bytes(limit)} is more than there is here; {readable_bytes(most)} are used")
+        limit = most
     used = resident() + LIBRARY_BYTES
     budget = Budget(work=limit - used, held=used)
     if budget.work < MIN_WORK_BYTES:
@@ -425,18 +434,36 @@ class Workspace:
     budget: Budget
     """Equal on all ranks."""
     ranks: Ranks = field(default_factory=Ranks)
+    intact: set[Path] = field(default_factory=set)
+    """Stages of this process, or of an earlier one and compared with their checksums."""
 
     def stage(self, name: str, make: Callable[[Path], None], *, shared: bool = False) -> Path:
         """Return ``folder / name``, which ``make`` fills unless it exists; it is complete or absent.
 
-        Rank 0 makes it, or, if it is ``shared``, all ranks make the same folder.
+        Rank 0 makes it, or, if it is ``shared``, all ranks make the same folder. A stage of an earlier
+        process that does not match its checksums is made again, which is printed.
         """
-        target = self.folder / name
-        if not self.ranks.of_all(self.ranks.is_first and target.is_dir())[0]:
-            with named_failures(self.folder), shared_folder(target, self.ranks) as partial:
+        target, sums = self.folder / name, self.folder / f"{name}.json"
+
+        def place(partial: Path, target: Path) -> None:
+            with replaced_file(sums) as file:
+                file.write_text(json.dumps(_checksums(partial)))
+            publish(partial, target)
+
+        if not self.ranks.of_all(self.ranks.is_first and self._is_intact(target, sums))[0]:
+            with named_failures(self.folder), shared_folder(target, self.ranks, place) as partial:
                 if shared or self.ranks.is_first:
                     make(partial)
+        self.intact.add(target)
         return target
+
+    def _is_intact(self, stage: Path, sums: Path) -> bool:
+        with named_failures(self.folder):
+            if not stage.is_dir() or stage in self.intact or not (problem := _damage(stage, sums)):
+                return stage.is_dir()
+            say(f"{stage} is made again: {problem}")
+            discard(stage)
+            return False
 
     def array(self, name: str, make: Callable[[], Array], *, shared: bool = False) -> Array:
         """Return what ``make`` does on rank 0, read from the :meth:`stage` once it is finished."""
@@ -464,6 +491,21 @@ class Workspace:
                 f"{what} takes {readable_bytes(needed)} of memory at least; {self.budget.remedy(needed)}"
             )
         return self.budget.work - num_bytes
+
+
+def _checksums(folder: Path) -> dict[str, object]:
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(folder)): asdict(checksum(path)) for path in paths}
+
+
+def _damage(stage: Path, sums: Path) -> str | None:
+    try:
+        found = _checksums(stage)
+        # Others may have been added, such as the cache of a dataset.
+        differing = [name for name, file in json.loads(read_small(sums)).items() if found.get(name) != file]
+    except (OSError, ValueError, AttributeError, RecursionError) as problem:
+        return f"its files cannot be checked ({problem})"
+    return f"{differing[0]} is damaged" if differing else None
 
 
 @contextmanager
@@ -534,7 +576,10 @@ def concatenated(
 _SHOWN_FROM = 1_000_000
 """Progress is shown for as many values or more."""
 _KEY, _LOCK = "key.json", "lock"
+_OF_SOURCE = ("arrays", "edges", "generator", "ids-", "synthetic")
+"""Stages that are only copies of the source."""
 _IN_MEMORY = Path("/dev/shm")  # refused, not used
+_KINDS_IN_MEMORY = ("tmpfs", "ramfs")
 
 
 @contextmanager
@@ -544,7 +589,9 @@ def open_workspace(
     """Open the workspace of one job of ``limit`` bytes of memory, and remove it at the end.
 
     After an error or a kill its finished stages stay, and a job with the same ``settings`` (JSON values)
-    takes them up; which ones is printed. All ``ranks`` (None: this process) open it, with a limit for each.
+    takes them up; which ones is printed. Copies of the source do not stay after a ConfigError or DatasetError
+    alone: the remedy has other settings, which would be refused. All ``ranks`` (None: this process) open it,
+    with a limit for each.
 
     Raises:
         ConfigError: ``folder`` is in memory, or ``limit`` is too small.
@@ -568,12 +615,15 @@ def open_workspace(
 
 @contextmanager
 def _claimed(folder: Path, settings: Mapping[str, object]) -> Iterator[None]:
+    if (kind := _file_system(folder)) in _KINDS_IN_MEMORY:
+        say(f"{folder} is in memory ({kind}), which --memory does not limit; better choose another --scratch")
     with ExitStack() as stack:
         with named_failures(folder):
             folder.mkdir(parents=True, exist_ok=True)
             remove_abandoned_of(folder)
             names = {path.name for path in folder.iterdir()}
-            if names and _LOCK not in names:
+            # The key is there before the first stage.
+            if not {_KEY, _LOCK} <= names and any(not name.startswith((_KEY, _LOCK)) for name in names):
                 raise StorageError(
                     f"{folder} holds something else than unfinished work; choose another --scratch"
                 )
@@ -586,13 +636,22 @@ def _claimed(folder: Path, settings: Mapping[str, object]) -> Iterator[None]:
                 say(f"resuming in {folder}; finished before: {', '.join(stages)}")
         try:
             yield
-        except BaseException:
-            if _stages(folder):
+        except BaseException as problem:
+            stages = _stages(folder)
+            if isinstance(problem, (ConfigError, DatasetError)):
+                stages = [name for name in stages if not name.startswith(_OF_SOURCE)]
+            if stages:
                 say(f"finished stages are kept in {folder}: the same command resumes, or remove it")
             else:
                 discard(folder)
             raise
         discard(folder)
+
+
+def _file_system(folder: Path) -> str | None:
+    kinds = {one.mountpoint: one.fstype for one in psutil.disk_partitions(all=True)}
+    place = folder.resolve()
+    return next((kinds[str(one)] for one in (place, *place.parents) if str(one) in kinds), None)
 
 
 def _stages(folder: Path) -> list[str]:

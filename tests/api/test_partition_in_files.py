@@ -11,17 +11,19 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from dglx_dist.data import external_memory
-from dglx_dist.data.external_memory import LIBRARY_BYTES, Budget, Workspace, open_workspace
+from dglx_dist.data.external_memory import LIBRARY_BYTES, Budget, Workspace, open_budget, open_workspace
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
 from dglx_dist.data.partition.one_pass import Hash
 from dglx_dist.data.storage import writer
-from dglx_dist.data.storage.files import _partial_name, read_size, resident
+from dglx_dist.data.storage.files import _partial_name, machine_memory, read_size, readable_bytes, resident
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.errors import ConfigError, DatasetError, DglxError, StorageError
 from dglx_dist.prepare import PartitionPlan, load_graph, open_work, partition_to_disk
@@ -335,13 +337,77 @@ def test_unfinished_work_of_other_settings_is_refused(
     assert not work.exists()
 
 
-def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", [["mine"], ["lock", "mine"], ["edges", "lock"]])
+def test_a_folder_of_something_else_is_refused(tmp_path: Path, names: list[str]) -> None:
     data, work = one_part(random_homogeneous(0), tmp_path / "data"), tmp_path / "out.work"
     work.mkdir()
-    (work / "mine").write_text("")
+    for name in names:
+        (work / name).write_text("")
     said = refusal(lambda: partition(data, tmp_path / "out", memory=PLENTY), StorageError)
     assert "holds something else than unfinished work" in said
-    assert content(work) == {"mine": b""}
+    assert content(work) == dict.fromkeys(names, b"")
+
+
+@pytest.mark.parametrize(
+    ("file", "damage"),
+    [
+        ("edges/0.*", "flip"),
+        ("owners/parts*", "truncate"),
+        ("owners/split.json", "remove"),
+        ("order0/indices.*", "flip"),
+        ("order0/indptr.*", "sums"),
+    ],
+)
+def test_a_damaged_stage_is_made_again(
+    tmp_path: Path,
+    file: str,
+    damage: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    data, out = one_part(random_homogeneous(0), tmp_path / "data"), tmp_path / "out"
+    partition(data, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(writer, "write_manifest", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            partition(data, out, memory=PLENTY)
+    (path,) = (tmp_path / "out.work").glob(file)
+    whole = bytearray(path.read_bytes())
+    whole[-len(whole) // 3] ^= 1
+    if damage == "flip":
+        path.write_bytes(whole)
+    elif damage == "truncate":
+        path.write_bytes(whole[:-8])
+    elif damage == "remove":
+        path.unlink()
+    else:
+        path.parent.with_suffix(".json").write_text("[]")
+    partition(data, out, memory=PLENTY)
+    assert re.findall(r"(\w+) is made again", capsys.readouterr().err) == [path.parent.name]
+    assert content(out) == content(tmp_path / "whole")
+
+
+def test_a_corrected_command_is_not_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "g.npz", src=[0, 1, 7], dst=[1, 2, 0], num_nodes=3)
+    with pytest.raises(DatasetError, match="node id 7 is outside"):
+        partition(tmp_path / "g.npz", tmp_path / "out", memory=PLENTY)
+    np.savez(tmp_path / "g.npz", src=[0, 1, 2], dst=[1, 2, 0], num_nodes=3)
+    wrong = {"method": "metis", "options": PartitionOptions(balance=("trian",))}
+    with pytest.raises(ConfigError, match="cannot balance 'trian'"):
+        partition(tmp_path / "g.npz", tmp_path / "out", memory=PLENTY, **wrong)
+    partition(tmp_path / "g.npz", tmp_path / "out", memory=PLENTY)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["g.npz", "out"]
+
+
+def test_a_symbolic_link_is_not_replaced(tmp_path: Path) -> None:
+    data, link = one_part(random_homogeneous(0), tmp_path / "data"), tmp_path / "link"
+    (tmp_path / "disk").mkdir()
+    link.symlink_to(tmp_path / "disk")
+    for options in ({}, {"memory": PLENTY}, {"overwrite": True}):
+        said = refusal(lambda options=options: partition(data, link, **options), StorageError)
+        assert f"link is a symbolic link; give the folder itself, {tmp_path / 'disk'}" in said
+    assert link.is_symlink()
+    assert not content(tmp_path / "disk")
 
 
 @pytest.mark.parametrize(
@@ -362,6 +428,37 @@ def test_wrong_limits_are_refused(tmp_path: Path, options: dict[str, Any], said:
     with pytest.raises(ConfigError, match=said):
         partition(data, tmp_path / "out", **options)
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
+
+
+def test_a_scratch_inside_of_the_dataset_is_refused(tmp_path: Path) -> None:
+    data, out = one_part(random_homogeneous(0), tmp_path / "data"), tmp_path / "out"
+    for scratch in (out, out / "x", tmp_path / "data" / ".." / "out"):
+        said = refusal(
+            lambda scratch=scratch: partition(data, out, memory=PLENTY, scratch=scratch), ConfigError
+        )
+        assert f"scratch {scratch} is in {out}, which is to be written" in said
+    assert not out.exists()
+
+
+def test_a_scratch_in_memory_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, mounts = one_part(random_homogeneous(0), tmp_path / "data"), {"/": "ext4", str(tmp_path): "tmpfs"}
+    kinds = [SimpleNamespace(mountpoint=place, fstype=kind) for place, kind in mounts.items()]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: kinds)  # mounting takes privileges
+    partition(data, tmp_path / "out", memory=PLENTY)
+    assert f"{tmp_path / 'out.work'} is in memory (tmpfs)" in capsys.readouterr().err
+    mounts = {"/": "tmpfs", str(tmp_path): "xfs"}
+    kinds[:] = [SimpleNamespace(mountpoint=place, fstype=kind) for place, kind in mounts.items()]
+    partition(data, tmp_path / "other", memory=PLENTY)
+    assert "is in memory" not in capsys.readouterr().err
+
+
+def test_no_more_than_the_machine_has_is_used(capsys: pytest.CaptureFixture[str]) -> None:
+    budget, (most, _) = open_budget(10**16), machine_memory()
+    assert 0 < budget.work < most
+    said = f"--memory 10 PB is more than there is here; {readable_bytes(most)} are used\n"
+    assert capsys.readouterr().err == said
 
 
 def test_what_the_nodes_take_is_said() -> None:
@@ -394,31 +491,30 @@ for number, method in enumerate(methods):
     partition(small, method, f"{number} small")
     partition(small, method, f"{number} small in files", "--memory", "300KB")
 external_memory.open_budget, writer.MIN_WORK_BYTES = open_budget, least
+return_memory(1 << 17)
+held = next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmData"))
+resource.setrlimit(resource.RLIMIT_DATA, (held + int(extra),) * 2)
+granted = resident() + external_memory.LIBRARY_BYTES + int(extra)
 for number, method in enumerate(methods):
-    return_memory(1 << 17)
-    held = next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmData"))
-    resource.setrlimit(resource.RLIMIT_DATA, (held + int(extra), resource.RLIM_INFINITY))
-    granted = resident() + external_memory.LIBRARY_BYTES + int(extra)
     print(">", method, end=" ", flush=True)
     partition(data, method, str(number), "--memory", str(granted))
     try:
         partition(data, method, f"{number} in memory")
     except MemoryError:
         print(">", method, "not in memory", flush=True)
-    resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY,) * 2)
 """
 
 
 def test_no_method_exceeds_the_memory(tmp_path: Path) -> None:
     """The limit of the process is what is granted, which is less than the command takes without it."""
-    graph, parts = communities(num_nodes=20_000, degree=120), tmp_path / "parts.npy"
+    graph, parts = communities(num_nodes=20_000, degree=150), tmp_path / "parts.npy"
     data = one_part(graph, tmp_path / "data")
     small = one_part(communities(), tmp_path / "small")
     np.save(parts, np.arange(20_000) % 2)
     given = {"file": f"--file {parts}", "hierarchical": "--servers 2", "ldg": "--passes 2"}
     methods = [f"{name} {given.get(name, '')}" for name in PARTITIONERS.names()]
     methods += ["kaminpar --trainers-per-server 2", "metis --balance train,degree", "ldg --balance train"]
-    command = [sys.executable, "-c", LIMITED, str(small), str(data), f"{tmp_path}/", str(32 << 20), *methods]
+    command = [sys.executable, "-c", LIMITED, str(small), str(data), f"{tmp_path}/", str(40 << 20), *methods]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     for method in methods:

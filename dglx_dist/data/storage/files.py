@@ -173,6 +173,8 @@ def check_replaceable(
 
     ``overwrite`` is None where the user has no such choice.
     """
+    if folder.is_symlink():  # which the finished folder would replace
+        raise StorageError(f"{folder} is a symbolic link; give the folder itself, {folder.resolve()}")
     if folder.exists() and not folder.is_dir():
         raise StorageError(f"{folder} is a file; choose another folder")
     if not folder.exists() or not any(folder.iterdir()):
@@ -404,13 +406,13 @@ def _set_allocator(*settings: tuple[int, int]) -> bool:
     return mallopt is not None and all(mallopt(name, value) == 1 for name, value in settings)
 
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
 """As :func:`readable_bytes` writes them."""
 
 
 def read_size(text: str) -> int:
     """Return the bytes of "4GB", "512MB" or "1000"; ConfigError if it is not a size."""
-    digits = text.strip().upper().rstrip("BKMGT")
+    digits = text.strip().upper().rstrip("BKMGTP")
     unit = text.strip().upper()[len(digits) :]
     try:
         size = int(float(digits) * _UNITS[unit])

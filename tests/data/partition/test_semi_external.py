@@ -104,7 +104,7 @@ def test_a_graph_on_disk_that_kaminpar_can_hold_has_the_same_answer(tmp_path: Pa
     work = workspace(tmp_path, 150 * 1600 + 16 * 32_000 + 8 * 1600)
     expected = assign("kaminpar", graph, 2, None)
     assert flat(assign("kaminpar", graph, 2, work).part_of) == flat(expected.part_of)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["parts0", "symmetric"]
+    assert sorted(path.stem for path in tmp_path.glob("*.json")) == ["parts0", "symmetric"]
 
 
 def cut(graph: SymmetricGraph, parts: Array) -> int:
@@ -132,7 +132,7 @@ def test_clusters_keep_weights_and_cuts(tmp_path: Path) -> None:
 
     work = workspace(tmp_path, 1 << 20)
     semi_external.partition(symmetric, weights, solve, fits, work, 0)
-    num_levels = len([path for path in tmp_path.iterdir() if path.name.startswith("level")])
+    num_levels = len(list(tmp_path.glob("level?")))
     assert num_levels >= 2
     parts = np.array(mapped(tmp_path / f"parts{num_levels}", "array"))
     coarsest = SymmetricGraph.open(tmp_path / f"level{num_levels}")
@@ -169,8 +169,8 @@ def test_levels_of_another_memory_are_taken_up(tmp_path: Path) -> None:
 
     few, more, whole = parts("few", 150), parts("more", 800), parts("whole", 2000)
     assert (len(few), few != more, more != whole) == (2000, True, True)
-    deep = len(list((tmp_path / "few").glob("level*")))
-    assert 1 < deep == len(list((tmp_path / "few").glob("parts*")))
+    deep = len(list((tmp_path / "few").glob("level?")))
+    assert 1 < deep == len(list((tmp_path / "few").glob("parts?")))
     for level in range(1, deep):
         shutil.rmtree(tmp_path / "few" / f"parts{level}")
     assert parts("few", 800) == more

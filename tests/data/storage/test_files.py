@@ -25,6 +25,7 @@ from dglx_dist.data.storage.files import (
     machine_memory,
     partial_folder,
     peak,
+    read_size,
     read_small,
     readable_bytes,
     remove_abandoned,
@@ -270,6 +271,9 @@ def test_processes_may_race(tmp_path: Path) -> None:
 def test_bytes() -> None:
     shown = [readable_bytes(number) for number in (0, 999, 1000, 1536, 999_600, 12_345_678_901)]
     assert shown == ["0 B", "999 B", "1 KB", "1.54 KB", "1 MB", "12.3 GB"]
+    assert [read_size(readable_bytes(10**digits)) for digits in range(18)] == [
+        10**digits for digits in range(18)
+    ]
 
 
 @pytest.mark.parametrize("kind", ["missing", "folder", "pipe", "device", "large"])
