@@ -14,6 +14,7 @@ from typing import Any, ClassVar, final
 
 import numpy as np
 
+from dglx_dist.data.external_memory import write_array
 from dglx_dist.data.partition.balance import assign_balanced
 from dglx_dist.data.partition.base import DEFAULT_TOLERANCE, Partitioner, PartitionOptions
 from dglx_dist.data.partition.graph_views import SHOWN_FROM, BalanceWeights, SymmetricGraph
@@ -231,13 +232,11 @@ def write_parhip(path: Path, graph: SymmetricGraph, node_weights: Array | None) 
     version |= SHORT_NODE_IDS if graph.indices.itemsize == 4 else 0
     first_neighbour = _HEADER_BYTES + len(graph.indptr) * 8
     with path.open("wb") as file:
-        np.array([version, graph.num_nodes, len(graph.indices)], dtype=np.uint64).tofile(file)
-        (graph.indptr * graph.indices.itemsize + first_neighbour).tofile(file)
-        graph.indices.tofile(file)
-        if node_weights is not None:
-            node_weights.tofile(file)
-        if graph.edge_weights is not None:
-            graph.edge_weights.tofile(file)
+        write_array(file, np.array([version, graph.num_nodes, len(graph.indices)], dtype=np.uint64))
+        write_array(file, graph.indptr * graph.indices.itemsize + first_neighbour)
+        for array in (graph.indices, node_weights, graph.edge_weights):
+            if array is not None:
+                write_array(file, array)
 
 
 @final
