@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 
 
 _SPARE_BUFFERS = 3
-"""Batches alive beside those made ahead: one in the training loop, one in its backward pass, and with a
-look-ahead cache one whose rows are requested."""
+"""Batches alive beside those made ahead: in the training loop, in its backward pass, and looked ahead to."""
 
 
 def open_maker(g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOptions, seed: int) -> BatchMaker:

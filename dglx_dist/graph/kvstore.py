@@ -51,7 +51,6 @@ from dglx_dist.graph.row_kernels import (
 )
 from dglx_dist.records import Array, ColumnInfo
 
-NO_ROWS: Array = np.empty(0, np.int64)
 MAX_BYTES = 64 << 20
 """Of pushes with ``wait=False`` that are not answered; beyond it a push waits for the oldest."""
 
@@ -228,7 +227,7 @@ class KVStore:
             column.counts[1] += len(plan.hit_places)
             column.counts[2] += len(plan.positions)
         # After the requests: it may have to wait for the draws of more batches.
-        kept, slots = (NO_ROWS, NO_ROWS) if ahead is None else ahead.admit(plan)
+        keep = None if ahead is None else ahead.admit(plan)
 
         def pulled() -> Tensor:
             rows = numpy_view(out)
@@ -238,26 +237,21 @@ class KVStore:
             for reply, first, last in replies:
                 (answer,) = reply.result()
                 spread_rows(answer, rows, plan.starts, plan.positions, first, last)
-            if ahead is not None:
-                move_rows(rows, plan.positions[kept], ahead.rows, slots)
-                ahead.finished()
+            if keep is not None:
+                keep(rows)
             return out
 
         return pulled
 
-    def set_cache(self, name: str, cache: RowCache | None) -> None:
+    def set_cache(self, name: str, cache: RowCache | None, ahead: LookAheadRows | None = None) -> None:
         """Read rows of ``name`` from ``cache`` before asking other servers; None: no cache. Not collective.
 
-        Results are the same with any cache. ConfigError: there is no such tensor, or it can be written to.
+        ``ahead``: rows for loaders, in place of a cache. Results are the same with any. ConfigError: there is
+        no such tensor, or it can be written to.
         """
         column = self.column(name)
         check_cacheable(column)
-        self._columns[name] = replace(column, cache=cache, ahead=None)
-
-    def set_ahead(self, name: str, rows: LookAheadRows | None) -> None:
-        """Let loaders keep rows of ``name`` in ``rows``, in place of a cache; else as :meth:`set_cache`."""
-        self.set_cache(name, None)
-        self._columns[name] = replace(self.column(name), ahead=rows)
+        self._columns[name] = replace(column, cache=cache, ahead=ahead)
 
     def set_device_rows(self, name: str, rows: DeviceRows | None) -> None:
         """Let batches on the device take rows of ``name`` from ``rows``; else as :meth:`set_cache`."""

@@ -11,7 +11,7 @@ import numpy as np
 from numba import njit
 
 from dglx_dist.data.storage.columns import numpy_dtype
-from dglx_dist.graph.row_kernels import RemotePlan, SlotTable, first_place
+from dglx_dist.graph.row_kernels import RemotePlan, SlotTable, first_place, move_rows
 from dglx_dist.records import Array, ColumnInfo
 
 _NEVER = 1 << 30
@@ -85,12 +85,11 @@ class LookAheadRows:
         self._used += _announce(self.table, self._last, self._next_use, self._following, remote, places, step)
         self._end += len(remote)
 
-    def admit(self, plan: RemotePlan) -> tuple[Array, Array]:
+    def admit(self, plan: RemotePlan) -> Callable[[Array], None]:
         """Choose the rows to keep after the batch announced first, of which ``plan`` are hits and misses.
 
-        Announces more batches until the choice is that of a look-ahead without end. Returns (k,) int64
-        indices into the distinct ids of ``plan``, and the slots for these rows once they have arrived; call
-        :meth:`finished` then.
+        Announces more batches until the choice is that of a look-ahead without end. Returns what keeps them,
+        given the (K, *row) rows of the batch.
         """
         positions, hits = np.concatenate([plan.hit_places, plan.positions]), len(plan.hit_places)
         # Only inputs of other servers are numbered.
@@ -104,11 +103,14 @@ class LookAheadRows:
         self._firsts.popleft()
         self._step += 1
         self._unfinished += 1
-        return _replace(self.table, self._held, self._next_use, plan.ids, uses[hits:], cut)
+        kept, slots = _replace(self.table, self._held, self._next_use, plan.ids, uses[hits:], cut)
+        places = plan.positions[kept]
 
-    def finished(self) -> None:
-        """Note that the rows of an admitted batch are in their slots."""
-        self._unfinished -= 1
+        def keep(rows: Array) -> None:
+            move_rows(rows, places, self.rows, slots)
+            self._unfinished -= 1
+
+        return keep
 
     def _make_place(self, count: int) -> None:
         begin, end = self._firsts[0], self._end

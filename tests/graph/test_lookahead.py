@@ -53,10 +53,7 @@ class Loader:
         assert self.rows.rows[plan.hit_slots].tolist() == ids[plan.hit_places].tolist()
         assert len(plan.hit_places) + len(plan.ids) == np.count_nonzero(ids >= OWN[1])
         self.fetched += len(plan.ids)
-        kept, slots = self.rows.admit(plan)
-        assert len(set(slots.tolist())) == len(kept) <= len(self.rows.rows)
-        self.rows.rows[slots] = plan.ids[kept]
-        self.rows.finished()
+        self.rows.admit(plan)(ids)
         self.done += 1
 
     def run(self) -> int:
