@@ -274,7 +274,7 @@ def test_a_hub_is_no_measure_for_other_parts(name: str, balance: tuple[str, ...]
     ((src, dst),) = whole.edges.values()
     to_hub = np.arange(len(src) // 3) % 4000
     edges = (np.concatenate([src, to_hub]), np.concatenate([dst, np.full(len(to_hub), 7)]))
-    graph = replace(whole, edges={EDGE_TYPE: edges})
+    graph = replace(whole, edges=dict.fromkeys(whole.edges, edges))
     for work in (None, workspace(tmp_path, 800_000)):
         quality = measure(graph, assign(name, graph, 4, work, balance=balance))
         assert quality.balance["degree"] <= 1.25 + 1e-3
