@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import dgl
 import numpy as np
@@ -12,6 +12,7 @@ import pytest
 from dgl.dataloading import LaborSampler
 
 from dglx_dist.comm.session import start_session
+from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
 from dglx_dist.dataloading.kernels import Schema, Workspace
 from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.dataloading.sampler import Draws, SourceDraws, WholeSource
@@ -130,8 +131,11 @@ def test_keys_are_of_seed_epoch_step_layer_and_source_type() -> None:
 
 BATCH = 12
 
+Edge: TypeAlias = tuple[int, int, int]
+"""(source, destination, edge)"""
 
-def edges_by_step(folder: str, structure: str) -> list[list[list[tuple[int, int, int]]]]:
+
+def edges_by_step(folder: str, structure: str) -> list[list[list[Edge]]]:
     """By step and hop of two epochs: (source, destination, edge) of this rank's share of each batch."""
     with start_session(timeout_s=60) as session:
         g, found = DistGraph(folder, structure=structure), []
@@ -147,7 +151,7 @@ def edges_by_step(folder: str, structure: str) -> list[list[list[tuple[int, int,
         return found
 
 
-def edges_in(block: dgl.DGLGraph) -> list[tuple[int, int, int]]:
+def edges_in(block: dgl.DGLGraph) -> list[Edge]:
     sources, destinations = block.edges()
     ids = (block.srcdata[dgl.NID][sources], block.dstdata[dgl.NID][destinations], block.edata[dgl.EID])
     return list(zip(*(one.tolist() for one in ids), strict=True))
@@ -166,9 +170,25 @@ def test_one_two_and_three_ranks_draw_the_same_from_both_structures(tmp_path: Pa
             for step in zip(*ranks, strict=True)
         ]
         assert union == [[sorted(layer) for layer in step] for step in first]
-    # Steps 0 and 1 draw alike, but not the same step of the next epoch.
-    both = {edge[1] for edge in first[0][0]} & {edge[1] for edge in first[1][0]}
+    # Steps 0 and 1 draw alike, but not step 2, and not step 0 of the next epoch.
+    assert equal_where_both_reach(first[0], first[1])
+    assert not equal_where_both_reach(first[1], first[2])
+    assert not equal_where_both_reach(first[0], first[len(first) // 2])
+
+
+def equal_where_both_reach(one: list[list[Edge]], other: list[list[Edge]]) -> bool:
+    """Whether layer 1 has the same in-edges of the nodes that it has in both steps."""
+    both = {edge[1] for edge in one[0]} & {edge[1] for edge in other[0]}
     assert both
-    one, other = ({edge for edge in step[0] if edge[1] in both} for step in first[:2])
-    assert one == other
-    assert first[0] != first[len(first) // 2]
+    return {edge for edge in one[0] if edge[1] in both} == {edge for edge in other[0] if edge[1] in both}
+
+
+def test_steps_of_edge_loaders_draw_anew(graph: DistGraph) -> None:
+    """All 16 in-edges of node 33, one a step: node 33 is drawn for in each."""
+    edges = np.flatnonzero(graph.find_edges(np.arange(graph.num_edges()))[1].numpy() == 33)
+    for batch_dependency, least, most in ((1, 9, 16), (0, 1, 1)):
+        sampler = LaborSampler([8], batch_dependency=batch_dependency)
+        loader = DistEdgeDataLoader(graph, edges, sampler, batch_size=1)
+        drawn = [frozenset(edge for edge in edges_in(blocks[0]) if edge[1] == 33) for *_, blocks in loader]
+        assert len(drawn) == 16
+        assert least <= len(set(drawn)) <= most
