@@ -49,8 +49,8 @@ def open_maker(g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOpti
     columns, draws = run_on_all_ranks(
         g.session, lambda: _local_plan(g, sampler, plan, options, seed), ConfigError
     )
-    signature = f"fanouts={plan.fanouts}, replace={plan.replace}, prob={plan.weights!r}, {plan.by_source}"
-    check_equal(g.session, "the sampler", signature)
+    rule = f"replace={plan.replace}, by_source={plan.by_source}, prob={plan.weights!r}"
+    check_equal(g.session, "the sampler", f"fanouts={plan.fanouts}, {rule}")
     if draws is None:
         return SamplerMaker(sampler, g, columns)
     return KernelMaker(_source(g, draws, plan.weights), draws, g.kvstore, columns)
