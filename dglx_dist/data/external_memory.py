@@ -32,7 +32,7 @@ from dglx_dist.data.storage.files import (
     resident,
     return_memory,
 )
-from dglx_dist.errors import ConfigError, DatasetError, StorageError
+from dglx_dist.errors import ConfigError, DatasetError, PeerError, StorageError
 from dglx_dist.progress import progress, say
 from dglx_dist.records import Array, ColumnInfo
 
@@ -515,8 +515,17 @@ def shared_folder(
     """Yield to all ranks the same new folder; when all have filled it, rank 0 puts it in its place."""
     with partial_folder(target) if ranks.is_first else nullcontext(target) as own:
         partial = Path(ranks.of_all(str(own))[0])
-        yield partial
-        ranks.of_all(None)
+        try:
+            yield partial
+            ranks.of_all(None)
+        except PeerError:
+            # Rank 0 may have removed it before this one has made files in it again.
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        except FileNotFoundError:
+            if not partial.exists():
+                ranks.of_all(None)  # raises the reason of the rank that has failed, and removed it
+            raise
         if ranks.is_first:
             (place or publish)(partial, target)
         ranks.of_all(None)

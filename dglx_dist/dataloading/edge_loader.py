@@ -323,24 +323,24 @@ class EdgeMaker:
     def sampling_signature(self) -> str:
         return f"{self.blocks.sampling_signature()}, {self.signature}"
 
-    def make(self, edges: Mapping[EdgeType, Array], epoch: int) -> EdgeBatch:
-        """Make the batch of ``edges`` (every type to (B,) int64 ids, B may be 0) in ``epoch``.
+    def make(self, edges: Mapping[EdgeType, Array], epoch: int, *, step: int) -> EdgeBatch:
+        """Make the batch of ``edges`` (every type to (B,) int64 ids, B may be 0) in ``step`` of ``epoch``.
 
         Raises:
             ConfigError: a function of the user returned an unusable value.
             PeerError: another rank is dead or silent.
         """
-        return self.draw(edges, epoch).submit(NOTHING_CLAIMED)()
+        return self.draw(edges, epoch, step=step).submit(NOTHING_CLAIMED)()
 
     def claim(self) -> Ahead:
         return self.blocks.claim()
 
-    def draw(self, edges: Mapping[EdgeType, Array], epoch: int) -> Drawn[EdgeBatch]:
+    def draw(self, edges: Mapping[EdgeType, Array], epoch: int, *, step: int) -> Drawn[EdgeBatch]:
         begin = time.perf_counter()
         seeds, pairs = self._pairs(edges, epoch)
         exclude = self.exclude(edges)
         paired_s = time.perf_counter() - begin
-        drawn = self.blocks.draw(seeds, epoch, exclude)
+        drawn = self.blocks.draw(seeds, epoch, exclude, step=step)
 
         def submit(claimed: Ahead) -> Callable[[], EdgeBatch]:
             pulls = self._submit_columns(edges)

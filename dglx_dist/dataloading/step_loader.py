@@ -262,11 +262,11 @@ B = TypeVar("B", bound=Timed)
 class Maker(Protocol[K, B]):
     """Makes the batches of one loader. Thread-safe."""
 
-    def make(self, items: Mapping[K, Any], epoch: int) -> B:
+    def make(self, items: Mapping[K, Any], epoch: int, *, step: int) -> B:
         """Return the batch of ``items``: type to (n,) int64 ids, n may be 0."""
         ...
 
-    def draw(self, items: Mapping[K, Any], epoch: int) -> Drawn[B]:
+    def draw(self, items: Mapping[K, Any], epoch: int, *, step: int) -> Drawn[B]:
         """Return :meth:`make` in three steps."""
         ...
 
@@ -278,7 +278,7 @@ class Maker(Protocol[K, B]):
         """Return a maker of any rank's batches, without columns, that reads no structure of other servers.
 
         Raises:
-            ConfigError: the draws need another server, or depend on more than seed, epoch and ids.
+            ConfigError: the draws need another server, or depend on more than seed, epoch, step and ids.
         """
         ...
 
@@ -459,9 +459,10 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
         used = self._schedule.used
         return used[self._schedule.rank], sum(used)
 
-    def offline(self) -> Callable[[Mapping[K, Any], int], B]:
-        """Return (items, epoch) to that batch of any rank; see :meth:`Maker.offline`. Thread-safe."""
-        return self._maker.offline().make
+    def offline(self) -> Callable[[Mapping[K, Any], int, int], B]:
+        """Return (items, epoch, step) to that batch of any rank; see :meth:`Maker.offline`. Thread-safe."""
+        maker = self._maker.offline()
+        return lambda items, epoch, step: maker.make(items, epoch, step=step)
 
     def sampling_signature(self) -> str:
         """Return a string that is equal on ranks that draw alike."""
@@ -484,7 +485,7 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
 
         def make(step: int) -> B:
             with self._session.timeline.span("sample", LOADER, epoch * len(self) + step):
-                return self._maker.make(items_of(step), epoch)
+                return self._maker.make(items_of(step), epoch, step=step)
 
         return make
 
@@ -502,7 +503,7 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
 
         def draw(step: int) -> Drawn[B]:
             with self._session.timeline.span("sample", LOADER, epoch * len(self) + step):
-                return self._maker.draw(items_of(step), epoch)
+                return self._maker.draw(items_of(step), epoch, step=step)
 
         draws = run_ahead(draw, self._steps(), depth=self.depth, num_threads=self.num_threads)
         with closing(draws), closing(look_ahead(draws, claimed)) as fetched:

@@ -45,15 +45,20 @@ class BalanceWeights:
         return np.stack([sum_by_part(part_of_node, column, len(self.shares)) for column in self.columns])
 
     def capacities(self) -> Array:
-        """Return (C, P) float64: share x (1 + tolerance), or share + the heaviest node if that is more.
+        """Return (C, P) float64: share x (1 + tolerance), or what a heavier node needs if that is more.
 
-        Nodes are indivisible, so no partition can guarantee less than the second.
+        Nodes are indivisible: one of weight w may exceed the part's share of all nodes of weight w or more.
+        If the heaviest are placed first, no part needs more than that; other nodes need not fill it.
         """
         rows = []
-        for weights, tolerance in zip(self.columns, self.tolerance, strict=True):
-            target = float(weights.sum()) * self.shares
-            heaviest = float(weights.max(initial=0))
-            rows.append(np.maximum(target * (1.0 + tolerance), target + heaviest))
+        for column, tolerance in zip(self.columns, self.tolerance.tolist(), strict=True):
+            total = float(column.sum())
+            heavy, counts = np.unique(
+                column[column > tolerance * total * self.shares.min()], return_counts=True
+            )
+            up_to = np.cumsum((heavy * counts)[::-1])[::-1]
+            needed = [float((share * up_to + heavy).max(initial=0)) for share in self.shares.tolist()]
+            rows.append(np.maximum(total * self.shares * (1.0 + tolerance), needed))
         return np.stack(rows)
 
     def missed(self, part_of_node: Array) -> dict[str, float]:
