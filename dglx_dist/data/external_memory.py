@@ -253,8 +253,6 @@ class Ranks:
 
     def union(self, marks: Array) -> Array:
         """Return the (K,) bool that is true where ``marks`` of any rank is."""
-        if self.count == 1:
-            return marks
         packed = np.bitwise_or.reduce(self.gather(np.packbits(marks)))
         return np.unpackbits(packed, count=len(marks)).view(np.bool_)
 
@@ -569,7 +567,7 @@ def concatenated(
         return [np.concatenate(list(make())) for make in makers]
 
     def write(folder: Path) -> None:
-        with progress(f"Writing {name}", total, enabled=total >= _SHOWN_FROM) as advance:
+        with progress(f"Writing {name}", total, enabled=total >= SHOWN_FROM) as advance:
             for number, make in enumerate(makers):
                 chunks = make()
                 first = next(chunks)
@@ -582,8 +580,8 @@ def concatenated(
     return [mapped(folder, str(number)) for number in range(len(makers))]
 
 
-_SHOWN_FROM = 1_000_000
-"""Progress is shown for as many values or more."""
+SHOWN_FROM = 1_000_000
+"""Progress is shown for as many values, or nodes, or more."""
 _KEY, _LOCK = "key.json", "lock"
 _OF_SOURCE = ("arrays", "edges", "generator", "ids-", "synthetic")
 """Stages that are only copies of the source."""
