@@ -607,6 +607,11 @@ def open_workspace(
     folder, ranks = folder.absolute(), ranks or Ranks()
     if folder.resolve().is_relative_to(_IN_MEMORY):
         raise ConfigError(f"{folder} is in memory; choose a folder on a disk (--scratch DIR)")
+    for rank, others in enumerate(ranks.of_all(dict(settings))):
+        for name in (name for name, value in settings.items() if others.get(name) != value):
+            raise StorageError(
+                f"rank {rank} has another {name} than rank {ranks.rank}; DATA must be the same for all ranks"
+            )
     own = open_budget(limit)
     work, held = min(ranks.of_all([own.work, own.held]))
     budget = Budget(work=work, held=held)
