@@ -253,8 +253,6 @@ class Ranks:
 
     def union(self, marks: Array) -> Array:
         """Return the (K,) bool that is true where ``marks`` of any rank is."""
-        if self.count == 1:
-            return marks
         packed = np.bitwise_or.reduce(self.gather(np.packbits(marks)))
         return np.unpackbits(packed, count=len(marks)).view(np.bool_)
 
@@ -569,7 +567,7 @@ def concatenated(
         return [np.concatenate(list(make())) for make in makers]
 
     def write(folder: Path) -> None:
-        with progress(f"Writing {name}", total, enabled=total >= _SHOWN_FROM) as advance:
+        with progress(f"Writing {name}", total, enabled=total >= SHOWN_FROM) as advance:
             for number, make in enumerate(makers):
                 chunks = make()
                 first = next(chunks)
@@ -582,8 +580,8 @@ def concatenated(
     return [mapped(folder, str(number)) for number in range(len(makers))]
 
 
-_SHOWN_FROM = 1_000_000
-"""Progress is shown for as many values or more."""
+SHOWN_FROM = 1_000_000
+"""Progress is shown for as many values, or nodes, or more."""
 _KEY, _LOCK = "key.json", "lock"
 _OF_SOURCE = ("arrays", "edges", "generator", "ids-", "synthetic")
 """Stages that are only copies of the source."""
@@ -609,6 +607,11 @@ def open_workspace(
     folder, ranks = folder.absolute(), ranks or Ranks()
     if folder.resolve().is_relative_to(_IN_MEMORY):
         raise ConfigError(f"{folder} is in memory; choose a folder on a disk (--scratch DIR)")
+    for rank, others in enumerate(ranks.of_all(dict(settings))):
+        for name in (name for name, value in settings.items() if others.get(name) != value):
+            raise StorageError(
+                f"rank {rank} has another {name} than rank {ranks.rank}; DATA must be the same for all ranks"
+            )
     own = open_budget(limit)
     work, held = min(ranks.of_all([own.work, own.held]))
     budget = Budget(work=work, held=held)

@@ -181,3 +181,16 @@ def test_a_rank_without_the_files_of_the_others_says_so(tmp_path: Path) -> None:
     ):
         raise AssertionError
     assert list(tmp_path.iterdir()) == []
+
+
+class Differing(Several):
+    def of_all(self, value: Any) -> list[Any]:
+        return [{**value, "graph": "other"}, value]
+
+
+def test_ranks_that_see_other_data_under_its_name_are_refused(tmp_path: Path) -> None:
+    with (
+        pytest.raises(StorageError, match=r"rank 0 has another graph than rank 1; DATA must be the same"),
+        external_memory.open_workspace(tmp_path / "work", {"graph": "one"}, 1 << 40, Differing(1)),
+    ):
+        raise AssertionError

@@ -16,13 +16,8 @@ from typing import TypeAlias
 import numpy as np
 from numba import njit
 
-from dglx_dist.data.external_memory import Ranks, Workspace, mapped, spill
-from dglx_dist.data.partition.graph_views import (
-    SHOWN_FROM,
-    BalanceWeights,
-    SymmetricGraph,
-    write_rows,
-)
+from dglx_dist.data.external_memory import SHOWN_FROM, Ranks, Workspace, mapped, spill
+from dglx_dist.data.partition.graph_views import BalanceWeights, SymmetricGraph, write_rows
 from dglx_dist.data.partition.one_pass import stream
 from dglx_dist.data.storage.columns import id_dtype
 from dglx_dist.errors import PeerError
@@ -114,10 +109,7 @@ def _coarsen(
     adjacency = _adjacency(graph)
     total = _count_between(adjacency, coarse_of, starts[1:])
     np.cumsum(starts, out=starts)
-
-    def fill(first: int, last: int, free: Array, indices: Array, merged: Array) -> None:
-        _fill_between(adjacency, coarse_of, first, last, free, indices, merged)
-
+    fill = functools.partial(_fill_between, adjacency, coarse_of)
     held = (coarse_of.itemsize + 8 * len(weights.columns)) * num_nodes
     write_rows(folder, starts, fill, id_dtype(total), workspace.beside(held), "Contracting")
 
