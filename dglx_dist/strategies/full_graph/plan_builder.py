@@ -47,7 +47,14 @@ from dglx_dist.strategies.full_graph.expansion import (
     split_rows,
     write_held,
 )
-from dglx_dist.strategies.full_graph.halo_plan import HaloLayer, RankPlan, RowIndex
+from dglx_dist.strategies.full_graph.halo_plan import (
+    HaloLayer,
+    PairCover,
+    RankPlan,
+    RowIndex,
+    cover_of,
+    covers_of,
+)
 
 PLAN = "plan"
 """Ledger phase of the ids that ranks exchange while planning."""
@@ -77,6 +84,8 @@ class PlanRequest:
     split: str = AUTO
     """Partitioner that splits the rows of a server among its ranks; ``auto``: METIS. Unused with hops 0,
     where a rank computes the rows that it owns."""
+    cover: bool = False
+    """Whether sums over in-edges have an exchange of their own, see :class:`Cover`."""
     show_progress: bool = True
     """Whether rank 0 shows a progress bar for large graphs."""
 
@@ -115,6 +124,8 @@ def plan_steps(context: PartitionContext, request: PlanRequest) -> Steps[RankPla
     own = _own_rows(held, topology.rank)
     layers = yield from _read_layers(context, request.hops, own, held)
     layers = yield from _finish_layers(context, own, layers)
+    if request.cover:
+        layers = yield from _cover_layers(topology.world_size, layers)
     first, last = context.own_range(topology.server)
     return RankPlan(
         nodes=own.nodes,
@@ -353,6 +364,28 @@ def _requested_rows(own: _RankRows, index: RowIndex, message: Sequence[Array]) -
     return requested[1:]
 
 
+def _cover_layers(num_ranks: int, layers: Sequence[HaloLayer]) -> Steps[list[HaloLayer]]:
+    """Return ``layers`` with covers; sends :meth:`PairCover.numbers` to each rank of a layer's halo."""
+    is_new = [not number or layer is not layers[number - 1] for number, layer in enumerate(layers)]
+    covers = [covers_of(layer) if new else {} for layer, new in zip(layers, is_new, strict=True)]
+    outgoing = {
+        rank: [pairs[rank].numbers() if rank in pairs else _NO_IDS for pairs in covers]
+        for rank in range(num_ranks)
+    }
+    answers = yield Step(name="partial sums", among=range(num_ranks), outgoing=outgoing)
+    finished: list[HaloLayer] = []
+    known: dict[int, Array] = {}
+    for number, layer in enumerate(layers):
+        # A rank names nothing for a layer that is equal to its last one.
+        known |= {rank: arrays[number] for rank, arrays in answers.items() if len(arrays[number])}
+        if not is_new[number]:
+            finished.append(finished[-1])
+            continue
+        sent = {rank: PairCover.of_sender(known[rank], len(rows)) for rank, rows in layer.send}
+        finished.append(replace(layer, cover=cover_of(layer, covers[number], sent)))
+    return finished
+
+
 def plan_all(
     context: PartitionContext,
     seeds: Sequence[Array],
@@ -360,6 +393,7 @@ def plan_all(
     hops: int,
     *,
     eas: Selection | None = None,
+    cover: bool = False,
 ) -> list[RankPlan]:
     """Return the plans of all W ranks, made by this process; the structure is whole here.
 
@@ -374,6 +408,7 @@ def plan_all(
             num_layers=num_layers,
             hops=hops,
             eas=eas,
+            cover=cover,
             show_progress=False,
         )
         running.append(plan_steps(replace(context, topology=context.of_rank(rank)), request))
