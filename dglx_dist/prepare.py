@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from dglx_dist.data.external_memory import Ranks, Workspace, open_workspace
+from dglx_dist.data.external_memory import Ranks, Workspace, mapped, open_workspace, spill
 from dglx_dist.data.partition.balance import PartitionQuality, measure
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions, default_partitioner
 from dglx_dist.data.partition.hierarchical import assign_two_levels, with_trainer_ids
@@ -295,7 +295,7 @@ def _store(split: _Split, graph: RawGraph, folder: Path) -> None:
         told[name] = one and {**vars(one), "part_of": None}
         for number, ntype in enumerate(graph.num_nodes):
             if one is not None:
-                np.save(folder / f"{name}{number}.npy", one.part_of[ntype], allow_pickle=False)
+                spill(folder, f"{name}{number}", np.int32, [one.part_of[ntype]])
     (folder / "split.json").write_text(json.dumps(told))
 
 
@@ -303,8 +303,7 @@ def _stored(graph: RawGraph, folder: Path) -> _Split:
     told = json.loads((folder / "split.json").read_text())
     for name in ("parts", "trainers"):
         if told[name] is not None:
-            files = [folder / f"{name}{number}.npy" for number in range(len(graph.num_nodes))]
-            owners = [np.load(file, allow_pickle=False) for file in files]
+            owners = [np.array(mapped(folder, f"{name}{i}")) for i in range(len(graph.num_nodes))]
             part_of = dict(zip(graph.num_nodes, owners, strict=True))
             told[name] = Assignment(**{**told[name], "part_of": part_of})
     quality: dict[str, Any] = told["quality"]

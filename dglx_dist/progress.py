@@ -1,9 +1,11 @@
-"""Progress bars for long operations, shown on terminals only."""
+"""Progress of long operations: a bar on terminals, elsewhere a line now and then."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import final
 
 from rich.console import Console
@@ -36,7 +38,7 @@ def progress(description: str, total: int, *, enabled: bool = True) -> Iterator[
     console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
     if not console.is_terminal:
         console.print(f"{description} ...")
-        yield Advance(_nothing, console.print, _nothing)
+        yield Advance(_lines(description, total, console.print), console.print, _nothing)
         return
     columns = (
         TextColumn("{task.description}"),
@@ -52,6 +54,23 @@ def progress(description: str, total: int, *, enabled: bool = True) -> Iterator[
             console.print,
             lambda state: bar.update(task, description=f"{description} | {state}"),
         )
+
+
+_LINE_S = 30.0
+
+
+def _lines(description: str, total: int, say: Callable[[str], None]) -> Callable[[int], None]:
+    begin = said = time.monotonic()
+    done = 0
+
+    def move(units: int) -> None:
+        nonlocal said, done
+        done, now = min(done + units, total), time.monotonic()
+        if now - said >= _LINE_S and done:
+            said, left = now, timedelta(seconds=round((now - begin) * (total - done) / done))
+            say(f"{description} ... {100 * done / total:.0f} %, {left} left")
+
+    return move
 
 
 def say(text: str) -> None:

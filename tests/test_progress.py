@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 
 import pytest
 
@@ -28,3 +29,19 @@ def test_a_line_stands_above_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
         advance(2)
     assert "part 0 done\n" in screen.getvalue()
     assert "100 %" in screen.getvalue()
+
+
+def test_a_log_gets_a_line_with_the_time_left_every_half_minute(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with progress("Reading", 200) as advance:
+        for _ in range(5):
+            now[0] += 20
+            advance(30)
+    assert capsys.readouterr().err.splitlines() == [
+        "Reading ...",
+        "Reading ... 30 %, 0:01:33 left",
+        "Reading ... 60 %, 0:00:53 left",
+    ]

@@ -139,7 +139,7 @@ class BucketFiles:
         records = records[order]
         for number, run in runs(buckets[order].astype(np.int64)):
             with (self._folder / str(number)).open("ab") as file:
-                _write(file, records[run])
+                write_array(file, records[run])
 
     def take(self, bucket: int) -> Array:
         """Return the records of one file, and delete it."""
@@ -191,7 +191,8 @@ class Scatter:
             yield rows
 
 
-def _write(file: BinaryIO, rows: Array) -> None:
+def write_array(file: BinaryIO, rows: Array) -> None:
+    """Append the values of ``rows``; OSError says what is wrong with the disk."""
     # Not tofile, whose error on a full disk does not say so.
     file.write(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
 
@@ -209,7 +210,7 @@ class Spill:
 
     def append(self, rows: Array) -> None:
         with self.path.open("ab") as file:
-            _write(file, rows.astype(self._dtype, copy=False))
+            write_array(file, rows.astype(self._dtype, copy=False))
         self.num_rows += len(rows)
 
     def chunks(self, num_rows: int) -> Iterator[Array]:
@@ -544,7 +545,7 @@ def joined_pieces(folder: Path, ranks: Ranks) -> Iterator[Path]:
             with path.open("rb") as piece, target.open("ab") as file:
                 while data := piece.read(_COPIED):
                     ends = np.frombuffer(data, np.int64 if before else np.uint8)
-                    _write(file, ends + before if before else ends)
+                    write_array(file, ends + before if before else ends)
         shutil.rmtree(folder / f"rank{rank}")
 
 

@@ -33,7 +33,7 @@ from dglx_dist.planner.workload import sizes_of
 from dglx_dist.records import FEATURE, Array
 from dglx_dist.strategies.base import float_of
 from dglx_dist.strategies.cost import Draws, ModelShape, Rates
-from dglx_dist.strategies.full_graph.memory_estimate import evenly_spaced
+from dglx_dist.strategies.full_graph.memory_estimate import evenly_spaced, most_timed_seeds
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -318,8 +318,6 @@ def time_on_plans(
 
 
 _BATCH_PARTS = (1, 2, 4)
-_MOST_SEEDS, _MOST_EDGES = 64, 3_000_000
-"""Seeds whose neighbourhoods are timed if all layers of the graph have more edges."""
 _GATHERED = 20_000
 _READ_REPETITIONS = 5
 
@@ -341,8 +339,7 @@ def batch_trials(
         yield _sampled_blocks(g, seeds, max(draws.batch_size // part, 1), draws.fanouts)
     if not whole:
         return
-    small = g.num_edges() * num_layers <= _MOST_EDGES
-    size = len(seeds) if small else min(len(seeds), _MOST_SEEDS)
+    size = min(len(seeds), most_timed_seeds(g.num_nodes(), g.num_edges(), num_layers))
     for count in sorted({max(size // 4, 1), size}):
         yield _sampled_blocks(g, seeds, count, (-1,) * num_layers)
 

@@ -32,7 +32,7 @@ SIZES = {
     "30M/1G": (30_000_000, 33.3, "6GB"),
 }
 """Nodes and mean degree, and the memory granted."""
-_IN_MEMORY = 100
+_IN_MEMORY = 40
 """Bytes of partitioning in memory, an edge."""
 
 

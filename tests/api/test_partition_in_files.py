@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import re
 import resource
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +19,9 @@ import numpy as np
 import psutil
 import pytest
 
+from dglx_dist.data import external_memory
 from dglx_dist.data.external_memory import LIBRARY_BYTES, Budget, Workspace, open_budget, open_workspace
-from dglx_dist.data.partition.base import PartitionOptions
+from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
 from dglx_dist.data.partition.one_pass import Hash
 from dglx_dist.data.storage import writer
 from dglx_dist.data.storage.files import _partial_name, machine_memory, read_size, readable_bytes, resident
@@ -27,6 +29,7 @@ from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.errors import ConfigError, DatasetError, DglxError, StorageError
 from dglx_dist.prepare import PartitionPlan, load_graph, open_work, partition_to_disk
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph
+from tests.data.partition.graphs import communities
 from tests.data.storage.graphs import RATES, random_heterogeneous, random_homogeneous
 from tests.helpers import refusal
 
@@ -108,51 +111,118 @@ def test_the_same_bytes_within_any_memory(
     assert list(scratch.iterdir()) == []
 
 
+@pytest.mark.parametrize("method", PARTITIONERS.names())
+def test_every_method_gives_the_same_bytes_where_it_fits(method: str, tmp_path: Path) -> None:
+    data, given = one_part(communities(), tmp_path / "data"), PartitionOptions()
+    trainers = 1 if method in ("file", "hierarchical") else 2
+    if method == "hierarchical":
+        given = PartitionOptions(servers=2)
+    if method == "file":
+        given = PartitionOptions(file=tmp_path / "parts.npy")
+        np.save(tmp_path / "parts.npy", np.arange(2000) % 4)
+    options = {"num_parts": 4, "method": method, "options": given, "trainers_per_part": trainers}
+    partition(data, tmp_path / "in memory", **options)
+    partition(data, tmp_path / "limited", memory=PLENTY, **options)
+    assert content(tmp_path / "limited") == content(tmp_path / "in memory")
+
+
 KILLED = """
 import os, signal, sys
-from dglx_dist.cli import main
+import kaminpar
+from dglx_dist import prepare
+from dglx_dist.cli import app, main
 from dglx_dist.data import external_memory
-from dglx_dist.data.partition.one_pass import Hash
+from dglx_dist.data.partition import hierarchical, multilevel
 from dglx_dist.data.storage import writer
 
-def run(module, name, calls):
+external_memory.open_budget = lambda limit: external_memory.Budget(work=limit)
+writer.MIN_WORK_BYTES = 0
+
+def run(out, left, after=False):
+    # ``left``: stages that are finished before the kill; negative: no kill.
     child = os.fork()
     if child:
-        return print("status", os.waitpid(child, 0)[1], file=sys.stderr, flush=True)
-    before = getattr(module, name)
+        return os.waitpid(child, 0)[1]
+    publish, write_array = external_memory.publish, external_memory.write_array
+    write_manifest = writer.write_manifest
 
-    def last(*given, **options):
-        nonlocal calls
-        if calls == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        calls -= 1
-        return before(*given, **options)
+    def kill():
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    setattr(module, name, last)
+    def half_write(file, rows):
+        if left == 0:
+            write_array(file, rows[: len(rows) // 2])
+            file.flush()
+            kill()
+        write_array(file, rows)
+
+    def last_publish(*given):
+        nonlocal left
+        if left == 0:
+            kill()
+        published, left = publish(*given), left - 1
+        if left == 0 and after:
+            kill()
+        return published
+
+    external_memory.write_array, external_memory.publish = half_write, last_publish
+    writer.write_manifest = lambda *given: write_manifest(*given) if left else kill()
+    sys.argv[1:] = ["partition", *given, "--out", out]
     try:
         main()
     finally:
         os._exit(0)
 
-# A stage is finished by publishing it.
-for calls in (0, 1, 1):
-    run(external_memory, "publish", calls)
-run(writer, "write_manifest", 0)
-run(writer, "write_manifest", 1)
+when, whole, out, *given = sys.argv[1:]
+print("status", run(whole, -1))
+# One more stage is finished by each process; all are children, so that none has state of another.
+left, status = int(when == "after"), 9
+while status == 9:
+    status, left = run(out, left, when == "after"), 1
+    print("status", status)
 """
 
 
-def test_a_killed_run_resumes_at_its_last_finished_stage(tmp_path: Path) -> None:
-    data = one_part(random_homogeneous(0, num_nodes=200, num_edges=2000), tmp_path / "data")
-    partition(data, tmp_path / "whole")
-    command = ["partition", str(data), "--parts", "3", "--method", "hash", "--memory", PLENTY]
-    command += ["--out", str(tmp_path / "out")]
+def stages_of(said: str) -> set[str]:
+    return {stage for line in re.findall("finished before: (.*)", said) for stage in line.split(", ")}
+
+
+LEVELS = {f"owners.work/{name}" for name in ("symmetric", "level1", "level2", "parts2", "parts1", "parts0")}
+NEIGHBOURS = {"owners.work/neighbours"}
+SERVERS = {name.replace("/", "/servers.work/") for name in LEVELS}
+PIECES = {f"owners.work/server{number}.work/{name}" for number in (0, 1) for name in ("edges", "parts0")}
+
+
+@pytest.mark.parametrize(
+    ("options", "stages"),
+    [
+        ("400KB --method kaminpar --trainers-per-server 2", SERVERS | PIECES | {"trainers"}),
+        *[
+            pytest.param(options, stages, marks=pytest.mark.wide)
+            for options, stages in (
+                ("300KB --method kaminpar", LEVELS),
+                ("300KB --method metis --balance train,degree", LEVELS),
+                ("200KB --method hierarchical --parts 4 --servers 2", SERVERS | PIECES),
+                ("300KB --method ldg --passes 2", NEIGHBOURS),
+                ("300KB --method fennel", NEIGHBOURS),
+                ("300KB --method hash --trainers-per-server 2", {"trainers"}),
+            )
+        ],
+    ],
+)
+@pytest.mark.parametrize("when", ["inside", pytest.param("after", marks=pytest.mark.wide)])
+def test_a_kill_in_any_stage_costs_no_bit(options: str, stages: set[str], when: str, tmp_path: Path) -> None:
+    """Each process is killed while it writes its second stage, or once it has finished one."""
+    data = one_part(communities(inside=0.3), tmp_path / "data")
+    command = [when, str(tmp_path / "whole"), str(tmp_path / "out"), str(data), "--memory", *options.split()]
     done = subprocess.run(
-        [sys.executable, "-c", KILLED, *command], capture_output=True, text=True, timeout=200, check=True
+        [sys.executable, "-c", KILLED, *command], capture_output=True, text=True, timeout=500
     )
-    assert re.findall(r"status (\d+)", done.stderr) == ["9", "9", "9", "9", "0"], done.stderr
-    stages = ["edges", "edges, owners", "edges, order0, owners"]
-    assert re.findall(r"finished before: (.*)", done.stderr) == stages
+    whole, *killed, last = re.findall(r"status (\d+)", done.stdout)
+    assert (whole, {*killed}, last) == ("0", {"9"}, "0"), done.stderr
+    found = stages_of(done.stderr)
+    assert stages | {"edges", "owners", "order0"} <= found
+    assert len(killed) > len(found) - (when == "after")
     assert content(tmp_path / "out") == content(tmp_path / "whole")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "out", "whole"]
 
@@ -180,6 +250,57 @@ def test_a_full_disk_is_one_message_and_the_work_resumes(
     partition(data, out, memory=PLENTY)
     assert "finished before: edges, owners" in capsys.readouterr().err
     assert content(out) == content(tmp_path / "whole")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """A function that gives a disk of a number of bytes, and keeps what is on it."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+
+    def mount(options: str) -> bool:
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(disk)]
+        return subprocess.run(command, capture_output=True).returncode == 0
+
+    if not mount("size=16k"):
+        pytest.skip("file systems can be mounted by root only")
+
+    def grown(num_bytes: int) -> Path:
+        assert mount(f"remount,size={num_bytes}")
+        return disk
+
+    yield grown
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_disk_that_fills_up_in_any_stage_costs_no_bit(
+    small_disk: Callable[[int], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    graph = communities(inside=0.5)
+    rows = np.zeros((2000, 500), np.float32)
+    heavy = {EDGE_TYPE: {"w": np.zeros((graph.total_edges, 8))}}
+    data = one_part(replace(graph, node_data={NODE_TYPE: {"feat": rows}}, edge_data=heavy), tmp_path / "data")
+    monkeypatch.setattr(external_memory, "open_budget", lambda limit: Budget(work=limit))
+    monkeypatch.setattr(writer, "MIN_WORK_BYTES", 0)
+    options: dict[str, Any] = {"method": "kaminpar", "memory": "300KB"}
+    partition(data, tmp_path / "whole", **options)
+    met, num_bytes, said = set(), 1 << 14, "full"
+    while said:
+        disk = small_disk(num_bytes)
+        said = refusal(lambda disk=disk: partition(data, disk / "out", **options), StorageError)
+        left = [path.name for path in disk.iterdir()]
+        shown = capsys.readouterr().err
+        if said:
+            assert re.search(r"disk/out\S* cannot be written: .*No space left on device", said)
+            assert left in ([], ["out.work"]), left
+            assert not left or "finished stages are kept in" in shown
+            met.add(len(stages_of(shown)))
+        num_bytes += 1 << 17
+    assert left == ["out"]
+    assert content(disk / "out") == content(tmp_path / "whole")
 
 
 def test_two_processes_do_not_share_one_workspace(tmp_path: Path) -> None:
@@ -348,45 +469,81 @@ def test_what_the_nodes_take_is_said() -> None:
 
 
 LIMITED = """
-import json, resource, sys
-from pathlib import Path
-from dglx_dist.data.external_memory import LIBRARY_BYTES
+import os, resource, sys, traceback
+from dglx_dist.cli.app import app
+from dglx_dist.data import external_memory
+from dglx_dist.data.storage.files import return_memory
+from dglx_dist.data.storage import writer
 from dglx_dist.data.storage.files import resident
-from dglx_dist.prepare import PartitionPlan, load_graph, open_work, partition_to_disk
 
-small, data, out, extra = sys.argv[1:4] + [int(sys.argv[4])]
-def partition(data, out, **limits):
-    plan = PartitionPlan(num_parts=2, method="hash", **limits)
-    with open_work(data, Path(out), plan) as work:
-        partition_to_disk(load_graph(data, workspace=work), out, plan, workspace=work)
+small, data, out, extra, *methods = sys.argv[1:]
+
+def partition(data, method, name, *limits):
+    command = ["partition", data, "--parts", "2", "--out", out + name, *limits, "--method", *method.split()]
+    app(command, standalone_mode=False)
 
 # What libraries and compiled code take does not depend on the graph.
-partition(small, out + "1", memory="8GB")
-partition(small, out + "2")
-held = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData"))
-resource.setrlimit(resource.RLIMIT_DATA, (held * 1024 + extra,) * 2)
-try:
-    partition(data, out + "3")
-except MemoryError:
-    print("the memory does not suffice")
-granted = resident() + LIBRARY_BYTES + extra
-partition(data, out, memory=str(granted))
-print("but in files it does")
+open_budget, least = external_memory.open_budget, writer.MIN_WORK_BYTES
+external_memory.open_budget = lambda limit: external_memory.Budget(work=limit)
+writer.MIN_WORK_BYTES = 0
+for number, method in enumerate(methods):
+    if method.startswith("file"):
+        continue  # is of the other graph
+    partition(small, method, f"{number} small")
+    partition(small, method, f"{number} small in files", "--memory", "300KB")
+external_memory.open_budget, writer.MIN_WORK_BYTES = open_budget, least
+return_memory(1 << 17)
+
+def limited(method, name, *memory):
+    # A process of its own: libraries keep memory, and KaMinPar ends its process where there is none.
+    child = os.fork()
+    if child:
+        return os.waitpid(child, 0)[1]
+    held = next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmData"))
+    resource.setrlimit(resource.RLIMIT_DATA, (held + int(extra),) * 2)
+    granted = resident() + external_memory.LIBRARY_BYTES + int(extra)
+    try:
+        partition(data, method, name, *memory, *[str(granted) for _ in memory])
+        os._exit(0)
+    except MemoryError:
+        if memory: traceback.print_exc()
+        os._exit(3)
+
+for number, method in enumerate(methods):
+    print("\\n>", method, flush=True)
+    print("limited", limited(method, str(number), "--memory"), flush=True)
+    print("in memory", limited(method, f"{number} in memory"), flush=True)
 """
 
 
-def test_edges_larger_than_the_memory_are_partitioned(tmp_path: Path) -> None:
-    num_nodes, num_edges, extra = 100_000, 5_000_000, 40 << 20
-    random = np.random.default_rng(0)
-    ends = random.integers(0, num_nodes, (2, num_edges), dtype=np.int32)
-    graph = RawGraph(name="g", num_nodes={NODE_TYPE: num_nodes}, edges={EDGE_TYPE: (ends[0], ends[1])})
+def test_no_method_exceeds_the_memory(tmp_path: Path) -> None:
+    """The limit of the process is what is granted, which is less than the command takes without it."""
+    graph, parts = communities(num_nodes=20_000, degree=150), tmp_path / "parts.npy"
     data = one_part(graph, tmp_path / "data")
-    small = one_part(random_homogeneous(0), tmp_path / "small")
-    command = [sys.executable, "-c", LIMITED, *map(str, (small, data, tmp_path / "out", extra))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert done.stdout.splitlines() == ["the memory does not suffice", "but in files it does"], done.stderr
+    small = one_part(communities(), tmp_path / "small")
+    np.save(parts, np.arange(20_000) % 2)
+    given = {"file": f"--file {parts}", "hierarchical": "--servers 2", "ldg": "--passes 2"}
+    methods = [f"{name} {given.get(name, '')}" for name in PARTITIONERS.names()]
+    methods += ["kaminpar --trainers-per-server 2", "metis --balance train,degree", "ldg --balance train"]
+    command = [sys.executable, "-c", LIMITED, str(small), str(data), f"{tmp_path}/", str(40 << 20), *methods]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    for method, said in zip(methods, done.stdout.split("> ")[1:], strict=True):
+        assert re.findall(r"limited (\d+)", said) == ["0"], (said, done.stderr)
+        # An error of this package, or the end of KaMinPar.
+        assert re.findall(r"in memory (\d+)", said)[0] in (str(3 << 8), str(signal.SIGABRT.value)), said
+        cut = float(re.findall(r"cut ([\d.]+)% of the edges", said)[0])
+        name = method.split()[0]
+        assert cut < (48 if name == "ldg" else 30) or name in (
+            "file",
+            "hash",
+            "feature",
+            "random",
+            "contiguous",
+        ), (method, cut)
     partition(data, tmp_path / "in memory", num_parts=2)
-    assert content(tmp_path / "out") == content(tmp_path / "in memory")
+    number = [method.split()[0] for method in methods].index("hash")
+    assert content(tmp_path / str(number)) == content(tmp_path / "in memory")
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])

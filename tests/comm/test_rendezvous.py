@@ -116,4 +116,4 @@ def test_what_else_listens_there_is_no_rendezvous() -> None:
 
 def test_an_unknown_host_is_named() -> None:
     with pytest.raises(ConfigError, match=r"MASTER_ADDR='256\.1\.1\.1' is no host"):
-        module.open_store(rendezvous_at(1, "256.1.1.1"), 0, 1, 30.0)
+        module.open_store(rendezvous_at(1, "256.1.1.1"), 0, 1, 2.0)

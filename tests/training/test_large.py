@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +15,10 @@ import dgl
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import dglx_dist as dx
+from dglx_dist.cli.app import app
 from dglx_dist.comm.session import start_session
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.graph import column, row_kernels, shared_memory
@@ -68,22 +73,29 @@ def _fit(folder: str, structure: StructureMode) -> float:
     return result.epochs[0].loss
 
 
+@contextmanager
+def less_memory() -> Iterator[None]:
+    """Limit this process to 24 MB beyond what it has now; the sources of one part take 32 MB."""
+    gc.collect()
+    lines = Path("/proc/self/status").read_text().splitlines()
+    held = next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmData:"))
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (held + 24 * MB, limits[1]))
+    yield
+    # The limit bites.
+    with pytest.raises(MemoryError):
+        np.ones(NODES * DEGREE // 2, np.int32)
+    resource.setrlimit(resource.RLIMIT_DATA, limits)
+
+
 def limited(folders: list[str], strategy: str, structure: StructureMode) -> float:
     # A heap for each thread reserves memory of its own.
     assert ctypes.CDLL(None).mallopt(_ARENA_MAX, 1) == 1
-    limits = resource.getrlimit(resource.RLIMIT_DATA)
     with start_session(strategy=strategy, timeout_s=100):
         # Everything that is loaded and compiled once, and the stacks of threads.
         _fit(folders[0], structure)
-        gc.collect()
-        lines = Path("/proc/self/status").read_text().splitlines()
-        held = next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmData:"))
-        resource.setrlimit(resource.RLIMIT_DATA, (held + 24 * MB, limits[1]))
-        loss = _fit(folders[1], structure)
-        # The limit bites: the sources of one part.
-        with pytest.raises(MemoryError):
-            np.ones(NODES * DEGREE // 2, np.int32)
-        resource.setrlimit(resource.RLIMIT_DATA, limits)
+        with less_memory():
+            loss = _fit(folders[1], structure)
     return loss
 
 
@@ -96,6 +108,30 @@ def test_no_rank_allocates_edges(folders: list[str], strategy: str, structure: S
     servers = 1 if structure == "partitioned" else 2
     losses = run_ranks(limited, 2, args=(folders, strategy, structure), ranks_per_server=servers)
     assert all(np.isfinite(losses))
+
+
+def looked_at(folders: list[str]) -> str:
+    del os.environ["RANK"]  # these commands are one process
+    assert ctypes.CDLL(None).mallopt(_ARENA_MAX, 1) == 1
+    commands = [
+        ["inspect", "--verify", "full"],
+        ["inspect", "--closure"],
+        ["plan", "--servers", "2", "--unit", "any", "--layers", "1"],
+    ]
+
+    def run(folder: str) -> str:
+        shown = [CliRunner().invoke(app, [*command, folder], catch_exceptions=False) for command in commands]
+        return "".join(one.output for one in shown)
+
+    run(folders[0])
+    with less_memory():
+        return run(folders[1])
+
+
+def test_inspect_and_plan_hold_no_edges(folders: list[str]) -> None:
+    (shown,) = run_ranks(looked_at, 1, args=(folders,))
+    assert f"{NODES * DEGREE}: no tensors" in shown
+    assert "plans of whole graphs are too large to be counted" in shown
 
 
 def test_evaluation_takes_fewer_nodes_at_once_where_they_have_many_edges(

@@ -407,6 +407,8 @@ def write_rows(
             indptr.append(local[1:] + written)
             advance(last - first)
             first = last
+            # Not beside the next ones.
+            del indices, weights
 
 
 SHOWN_FROM = 1_000_000

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import importlib
 import io
 import tempfile
@@ -15,13 +14,15 @@ from typing import Any, ClassVar, final
 
 import numpy as np
 
+from dglx_dist.data.external_memory import write_array
 from dglx_dist.data.partition.balance import assign_balanced
 from dglx_dist.data.partition.base import DEFAULT_TOLERANCE, Partitioner, PartitionOptions
-from dglx_dist.data.partition.graph_views import BalanceWeights, SymmetricGraph
+from dglx_dist.data.partition.graph_views import SHOWN_FROM, BalanceWeights, SymmetricGraph
 from dglx_dist.data.partition.one_pass import cut_ranges
 from dglx_dist.data.partition.semi_external import partition
 from dglx_dist.data.storage.files import partial_folder
 from dglx_dist.errors import ConfigError
+from dglx_dist.progress import progress
 from dglx_dist.records import Array, Assignment, RawGraph
 
 _DGL_WEIGHTS = ("nodes", "degree")
@@ -151,7 +152,13 @@ class _Multilevel(Partitioner):
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
         def compute(symmetric: SymmetricGraph, weights: BalanceWeights) -> Array:
-            workspace, solve = self.workspace, functools.partial(self._compute, seed)
+            workspace = self.workspace
+
+            def solve(one: SymmetricGraph, columns: BalanceWeights) -> Array:
+                # The library does not tell how far it is.
+                with progress("Placing the nodes", 1, enabled=len(one.indices) >= SHOWN_FROM):
+                    return self._compute(seed, one, columns)
+
             if workspace is None:
                 return solve(symmetric, weights)
             num_weights = len(weights.columns)
@@ -225,13 +232,11 @@ def write_parhip(path: Path, graph: SymmetricGraph, node_weights: Array | None) 
     version |= SHORT_NODE_IDS if graph.indices.itemsize == 4 else 0
     first_neighbour = _HEADER_BYTES + len(graph.indptr) * 8
     with path.open("wb") as file:
-        np.array([version, graph.num_nodes, len(graph.indices)], dtype=np.uint64).tofile(file)
-        (graph.indptr * graph.indices.itemsize + first_neighbour).tofile(file)
-        graph.indices.tofile(file)
-        if node_weights is not None:
-            node_weights.tofile(file)
-        if graph.edge_weights is not None:
-            graph.edge_weights.tofile(file)
+        write_array(file, np.array([version, graph.num_nodes, len(graph.indices)], dtype=np.uint64))
+        write_array(file, graph.indptr * graph.indices.itemsize + first_neighbour)
+        for array in (graph.indices, node_weights, graph.edge_weights):
+            if array is not None:
+                write_array(file, array)
 
 
 @final

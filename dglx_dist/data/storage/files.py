@@ -9,6 +9,7 @@ import logging
 import mmap
 import os
 import re
+import resource
 import secrets
 import shutil
 import stat
@@ -341,12 +342,15 @@ _GROUPS = (
 def machine_memory(
     groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
 ) -> tuple[int, int]:
-    """Return the bytes that this process can have at most, and now: of its control group, or of the machine.
+    """Return the bytes that this process can have at most, and now: of its limits, control group and machine.
 
     ``groups`` is where control groups are mounted, ``own`` names this process's.
     """
-    machine = psutil.virtual_memory()
+    machine, process = psutil.virtual_memory(), psutil.Process().memory_info()
     total, free = machine.total, machine.available
+    for kind, held in ((resource.RLIMIT_AS, process.vms), (resource.RLIMIT_DATA, process.data)):
+        if (most := resource.getrlimit(kind)[0]) != resource.RLIM_INFINITY:
+            total, free = min(total, most), max(0, min(free, most - held))
     for line in own.read_text().splitlines() if own.is_file() else ():
         _, controllers, path = line.split(":", 2)
         # In a container the mounted tree may begin with its own group, whatever the path says.

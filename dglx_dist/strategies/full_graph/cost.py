@@ -47,7 +47,14 @@ from dglx_dist.strategies.cost import (
 from dglx_dist.strategies.full_graph.expansion import EasOptions, compose, eas_rule
 from dglx_dist.strategies.full_graph.halo_block import HaloBlock, halo_block
 from dglx_dist.strategies.full_graph.halo_plan import RankPlan
-from dglx_dist.strategies.full_graph.memory_estimate import LocalExchange, StepSizes, estimate, step_sizes
+from dglx_dist.strategies.full_graph.memory_estimate import (
+    PLAN_BYTES,
+    LocalExchange,
+    StepSizes,
+    estimate,
+    most_timed_seeds,
+    step_sizes,
+)
 from dglx_dist.strategies.full_graph.plan_builder import Planner, PlanRequest, plan_all, seeds_by_server
 
 EAS_HOPS: Mapping[str, int] = MappingProxyType({"eas, 1 hop": 1, "eas, 2 hops": 2})
@@ -56,14 +63,8 @@ EAS_FANOUT = 15
 """External fan-out, as in the paper."""
 _MOST_EDGES = 200_000_000
 """Largest plans to build, over layers and cooperative batches: about a second for each million edges."""
-_PLAN_BYTES = 100
-"""Memory of building the plans of all ranks, by edge of the graph: 95 were measured with two layers."""
-_MOST_TRIED_EDGES = 3_000_000
-"""Of all layers of a timed neighbourhood."""
 _TRIED_PARTS = (8, 3, 1)
 """Every n-th of a server's training nodes, the smallest neighbourhood first."""
-_FEW_SEEDS = 64
-"""Seeds whose neighbourhoods are timed if those of all are too large."""
 _BATCH_COUNTS = (2, 8)
 """Numbers of cooperative batches to compare, for graphs that do not fit the memory at once."""
 _MOST_BATCHES = 16
@@ -121,7 +122,7 @@ class FullGraphScheme(Work):
         if run.graph.edges * run.num_layers * self.cooperative_batches > _MOST_EDGES:
             return None
         # In a job all ranks must count or none, and each has its own memory.
-        if not run.in_job and run.graph.edges * _PLAN_BYTES > machine_memory()[1]:
+        if not run.in_job and run.graph.edges * PLAN_BYTES > machine_memory()[1]:
             return None
         partition, number = run.partition, self.cooperative_batches
         pieces = [
@@ -292,8 +293,8 @@ def plan_trials(
     """
     own_seeds = seeds_by_server(context, seeds)[server]
     own_seeds = own_seeds if len(own_seeds) else seeds
-    if context.structure.num_edges * num_layers > _MOST_TRIED_EDGES:
-        own_seeds = own_seeds[:: -(-len(own_seeds) // _FEW_SEEDS)]
+    few = most_timed_seeds(int(context.bounds[-1]), context.structure.num_edges, num_layers)
+    own_seeds = own_seeds[:: -(-len(own_seeds) // few)]
     alone = PartitionContext(
         structure=context.structure,
         bounds=context.bounds[[0, -1]],

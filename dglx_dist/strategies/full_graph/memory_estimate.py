@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._pytree import tree_leaves
 
 from dglx_dist.comm.collectives import gather_int64, run_on_all_ranks
-from dglx_dist.data.storage.files import return_memory
+from dglx_dist.data.storage.files import machine_memory, return_memory
 from dglx_dist.errors import ConfigError
 from dglx_dist.keyed_random import hash_ids, stream_key
 from dglx_dist.layers.dropout import NodeDropout, install_node_dropouts
@@ -38,6 +38,23 @@ from dglx_dist.strategies.full_graph.options import LoaderRequest
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
+
+PLAN_BYTES = 100
+"""Memory of building the plans of all ranks, by edge of the graph: 95 were measured with two layers."""
+_MOST_TIMED_EDGES = 3_000_000
+"""Of all layers of a timed neighbourhood."""
+_FEW_SEEDS = 64
+"""Seeds whose neighbourhoods are timed if those of all are too large."""
+
+
+def most_timed_seeds(num_nodes: int, num_edges: int, num_layers: int) -> int:
+    """Return how many seeds' neighbourhoods are timed: all, or few that fit the free memory, at least 1."""
+    fitting = machine_memory()[1] // PLAN_BYTES
+    if num_edges * num_layers <= _MOST_TIMED_EDGES and num_edges <= fitting:
+        return max(num_nodes, 1)
+    degree = max(num_edges / max(num_nodes, 1), 1.0)
+    return max(1, min(_FEW_SEEDS, int(fitting / degree**num_layers)))
+
 
 _BACKWARD = "dglx backward of the memory trace"
 _FIRST_PRIME = 211

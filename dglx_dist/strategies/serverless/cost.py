@@ -77,6 +77,9 @@ class Ghosts:
     """Whether over all nodes of the graph; False: estimated, or only of nodes that training needs."""
 
 
+_EDGES_AT_ONCE = 1 << 18
+
+
 def count_ghosts(indptr: Array, indices: Array, bounds: Array, topology: Topology) -> Ghosts:
     """Count the pairs over all in-edges ((N + 1,) ``indptr``, (E,) ``indices``), rank by rank."""
     starts = RowOwners(bounds, topology).starts
@@ -84,7 +87,10 @@ def count_ghosts(indptr: Array, indices: Array, bounds: Array, topology: Topolog
     for rank in range(topology.world_size):
         first, last = int(starts[rank]), int(starts[rank + 1])
         server = topology.server_of_rank[rank]
-        sources = np.unique(indices[int(indptr[first]) : int(indptr[last])])
+        seen, edges = np.zeros(int(bounds[-1]), np.bool_), indices[int(indptr[first]) : int(indptr[last])]
+        for at in range(0, len(edges), _EDGES_AT_ONCE):
+            seen[edges[at : at + _EDGES_AT_ONCE]] = True
+        sources = np.flatnonzero(seen)
         away = np.count_nonzero((sources < bounds[server]) | (sources >= bounds[server + 1]))
         own = np.count_nonzero((sources >= first) & (sources < last))
         outside += int(away)

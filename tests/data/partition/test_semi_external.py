@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from dglx_dist.data.partition.graph_views import (
 from dglx_dist.data.partition.one_pass import stream
 from dglx_dist.data.sources import load_dataset
 from dglx_dist.errors import ConfigError, PeerError
-from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, Assignment, RawGraph
+from dglx_dist.records import NODE_TYPE, Array, Assignment, RawGraph
 from tests.data.partition.graphs import AUTHORS_AND_PAPERS, communities, flat, homogeneous
 from tests.data.partition.test_conformance import GRAPHS, check_balance
 
@@ -221,14 +219,22 @@ def skewed() -> RawGraph:
     )
 
 
-@pytest.mark.parametrize("name", ["metis", "ldg", "fennel", "hierarchical"])
-def test_every_weight_of_a_skewed_graph_is_balanced(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "balance"),
+    [
+        ("kaminpar", ("degree",)),
+        *[(name, ("ntype", "degree", "train")) for name in ("metis", "ldg", "fennel", "hierarchical")],
+        *[(name, ("train", "degree", "etype")) for name in ("metis", "ldg", "fennel")],
+    ],
+)
+def test_every_weight_of_a_skewed_graph_is_balanced(
+    name: str, balance: tuple[str, ...], tmp_path: Path
+) -> None:
     graph = skewed()
-    options = {"balance": ("ntype", "degree", "train"), "tolerance": 0.1}
     work = workspace(tmp_path, 700_000)
-    assignment = assign(name, graph, 4, work, **options)
-    weights = balance_weights(graph, PartitionOptions(**options), 4, None)
-    assert len(weights.names) == 4
+    assignment = assign(name, graph, 4, work, balance=balance, tolerance=0.1)
+    weights = balance_weights(graph, PartitionOptions(balance=balance, tolerance=0.1), 4, None)
+    assert len(weights.names) == (1 if name == "kaminpar" else 4)
     assert weights.missed(np.array(flat(assignment.part_of))) == {}
     assert any(tmp_path.rglob("neighbours" if name in ("ldg", "fennel") else "level1"))
 
@@ -307,102 +313,3 @@ def test_a_plugin_that_works_in_memory_is_refused_where_edges_do_not_fit(tmp_pat
     assert InMemory(PartitionOptions()).within(workspace(tmp_path, 32 * 20_000), graph)
     with pytest.raises(ConfigError, match=r"InMemory works in memory only, .* or choose .*kaminpar.*metis"):
         InMemory(PartitionOptions()).within(workspace(tmp_path, 32 * 20_000 - 1), graph)
-
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from dglx_dist.data import external_memory
-from tests.data.partition.graphs import communities, flat
-from tests.data.partition.test_semi_external import assign, workspace
-
-graph, folder = communities(num_nodes=2000, inside=0.7), Path(sys.argv[2])
-publish, name = external_memory.publish, sys.argv[1]
-
-def run(calls):
-    def last(*given):
-        nonlocal calls
-        done = publish(*given)
-        calls -= 1
-        if calls == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return done
-    external_memory.publish = last
-    print(flat(assign(name, graph, 4, workspace(folder, 300_000)).part_of), flush=True)
-    os._exit(0)
-
-# One more stage is finished by each process; all are children, so that none has state of another.
-while True:
-    child = os.fork()
-    if not child:
-        run(1)
-    status = os.waitpid(child, 0)[1]
-    print(status, file=sys.stderr, flush=True)
-    if status == 0:
-        break
-"""
-
-
-@pytest.mark.parametrize(("name", "num_stages"), [("kaminpar", 4), ("ldg", 1)])
-def test_after_a_kill_between_stages_the_answer_is_the_same(
-    name: str, num_stages: int, tmp_path: Path
-) -> None:
-    command = [sys.executable, "-c", KILLED, name, str(tmp_path / "killed")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
-    graph = communities(num_nodes=2000, inside=0.7)
-    whole = assign(name, graph, 4, workspace(tmp_path / "whole", 300_000))
-    assert done.stdout.strip() == str(flat(whole.part_of))
-    *killed, last = done.stderr.split()
-    assert ({*killed}, last) == ({"9"}, "0")
-    assert len(killed) >= num_stages
-
-
-LIMITED = """
-import resource, sys
-from pathlib import Path
-import numpy as np
-from dglx_dist.data.storage.files import return_memory
-from dglx_dist.data.partition.balance import measure
-from dglx_dist.data.partition.base import PARTITIONERS
-from dglx_dist.records import EDGE_TYPE, NODE_TYPE, RawGraph
-from tests.data.partition.test_semi_external import assign, workspace
-
-folder, extra = Path(sys.argv[1]), int(sys.argv[2])
-ends = [np.asarray(np.memmap(folder / end, np.int32, "r")) for end in ("src", "dst")]
-graph = RawGraph(name="g", num_nodes={NODE_TYPE: 20_000}, edges={EDGE_TYPE: tuple(ends)})
-some = tuple(ids[::250] % 2000 for ids in ends)
-for ids in some:
-    ids.setflags(write=False)
-small = RawGraph(name="small", num_nodes={NODE_TYPE: 2000}, edges={EDGE_TYPE: some})
-# What libraries and compiled code take does not depend on the graph.
-for name in PARTITIONERS.names():
-    for work in (None, workspace(folder / f"small {name}", 300_000)):
-        if (name, work) != ("file", None):
-            measure(small, assign(name, small, 2, work))
-held = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData"))
-return_memory(1 << 17)
-resource.setrlimit(resource.RLIMIT_DATA, (held * 1024 + extra,) * 2)
-for name in PARTITIONERS.names():
-    try:
-        fits = name in ("file", "hash", "feature", "random", "contiguous") or assign(name, graph, 2, None)
-    except MemoryError:
-        fits = False
-    quality = measure(graph, assign(name, graph, 2, workspace(folder / name, extra // 2)))
-    print(name, bool(fits), quality.edge_cut, flush=True)
-"""
-
-
-def test_graphs_larger_than_the_memory_are_partitioned(tmp_path: Path) -> None:
-    graph = communities(num_nodes=20_000, degree=250)
-    for end, ids in zip(("src", "dst"), graph.edges[EDGE_TYPE], strict=True):
-        ids.astype(np.int32).tofile(tmp_path / end)
-    command = [sys.executable, "-c", LIMITED, str(tmp_path), str(26 << 20)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    found = {
-        name: (fits == "True", float(cut)) for name, fits, cut in map(str.split, done.stdout.splitlines())
-    }
-    scatter = {"file", "hash", "feature", "random", "contiguous"}
-    assert {name for name, (fits, _) in found.items() if fits} == scatter
-    assert found.keys() == {*PARTITIONERS.names()}
-    assert all(cut < 0.3 for name, (_, cut) in found.items() if name not in scatter), found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from dglx_dist.data.storage import files as folders
@@ -317,3 +319,15 @@ def test_the_memory_of_a_control_group_counts(tmp_path: Path, own: str, written:
     assert machine_memory(tmp_path / "groups", tmp_path / "own") == (1000, 500)
     total, free = machine_memory(tmp_path / "none", tmp_path / "own")
     assert 1000 < free <= total
+
+
+@pytest.mark.parametrize(("kind", "name"), [(resource.RLIMIT_AS, "vms"), (resource.RLIMIT_DATA, "data")])
+def test_the_limits_of_the_process_count(kind: int, name: str) -> None:
+    before, limit = resource.getrlimit(kind), getattr(psutil.Process().memory_info(), name) + (200 << 20)
+    resource.setrlimit(kind, (limit, before[1]))
+    try:
+        total, free = machine_memory()
+    finally:
+        resource.setrlimit(kind, before)
+    assert total <= limit
+    assert 150 << 20 < free < 210 << 20

@@ -350,10 +350,11 @@ def with_a_failure(folder: str, how: str) -> int:
 
 @pytest.mark.parametrize("how", ["raises", "killed"])
 def test_the_rank_is_named_long_before_the_time_is_out(folder: Path, how: str) -> None:
-    waiting, _, failing = start_ranks(with_a_failure, 3, args=(str(folder), how))
+    waiting, between, failing = start_ranks(with_a_failure, 3, args=(str(folder), how))
     assert waiting.exitcode == 1
     assert "PeerError" in waiting.error
-    assert "rank 2" in waiting.error
+    # The rank between them may have asked it first, and have ended for that reason.
+    assert "rank 2" in waiting.error or ("rank 1" in waiting.error and "rank 2" in between.error)
     if how == "raises":
         # Its own error, not that of a thread that was waiting for rank 0.
         assert failing.error.startswith("ValueError: no third batch")
