@@ -26,6 +26,8 @@ import numpy as np
 from dglx_dist.comm.collectives import barrier, broadcast_json
 from dglx_dist.comm.mailbox import OneSidedExchange
 from dglx_dist.comm.session import Session
+from dglx_dist.comm.topology import Topology
+from dglx_dist.data.storage.reader import StoredDataset
 from dglx_dist.errors import ConfigError, PeerError, RemoteError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.ids import Ids, as_ids
@@ -54,6 +56,7 @@ from dglx_dist.strategies.full_graph.halo_plan import (
     RowIndex,
     cover_of,
     covers_of,
+    minimum_cover,
 )
 
 PLAN = "plan"
@@ -561,6 +564,34 @@ class Planner:
                 remove_held(folder)
             return {leader: found}
         return {leader: held}
+
+
+def border_rows(dataset: StoredDataset, servers: int) -> tuple[int, int]:
+    """Return the rows that servers of one rank send for a layer of all nodes; any process alone.
+
+    The source rows, and the rows of the covers for sums. The dataset has one node and one edge type and all
+    its parts on this machine; memory is that of the edges that a server reads from others.
+    """
+    (etype,), num_sources, num_rows = dataset.manifest.edge_types, 0, 0
+    placement = Placement(dataset.manifest.num_parts, Topology(0, servers, tuple(range(servers))))
+    offsets = dataset.manifest.node_offsets[etype[2]]
+    bounds = placement.server_offsets(offsets)
+    for server in range(servers):
+        ends = []
+        for part in placement.parts_of_server(server):
+            indptr, sources = dataset.part(part).indptr(etype), dataset.part(part).indices(etype)
+            foreign = np.flatnonzero((sources < bounds[server]) | (sources >= bounds[server + 1]))
+            targets = offsets[part] + np.searchsorted(indptr, foreign, "right") - 1
+            ends.append((sources[foreign], targets))
+        sources, targets = map(np.concatenate, zip(*ends, strict=True))
+        holders = np.searchsorted(bounds, sources, "right")
+        for holder in np.unique(holders):
+            edges = holders == holder
+            distinct, source = np.unique(sources[edges], return_inverse=True)
+            read, target = np.unique(targets[edges], return_inverse=True)
+            num_sources += len(distinct)
+            num_rows += int(np.sum(np.concatenate(minimum_cover(source, target, len(distinct), len(read)))))
+    return num_sources, num_rows
 
 
 def make_plans(g: DistGraph, seeds: Ids, num_layers: int, hops: int, **options: Any) -> RankPlan:

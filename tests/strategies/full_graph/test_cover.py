@@ -17,6 +17,7 @@ from torch import Tensor
 import dglx_dist as dx
 from dglx_dist.comm.session import Session, start_session
 from dglx_dist.data.storage.arrays import ArrayCache
+from dglx_dist.data.storage.reader import open_dataset
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.planner.model_shape import topology_of
 from dglx_dist.records import NODE_TYPE, Array
@@ -30,7 +31,7 @@ from dglx_dist.strategies.full_graph.halo_plan import (
     read_plan,
     write_plan,
 )
-from dglx_dist.strategies.full_graph.plan_builder import make_plans, plan_all
+from dglx_dist.strategies.full_graph.plan_builder import border_rows, make_plans, plan_all
 from tests.helpers.ranks import run_ranks
 from tests.strategies.full_graph import plan_cases
 
@@ -189,7 +190,8 @@ def on_rank(folder: str) -> tuple[HaloLayer, dict[str, list[dict[str, int]]]]:
 
 def test_bytes_are_the_rows_of_the_covers(tmp_path: Path) -> None:
     """Weights are sent once; learned weights and what is no sum need the rows of the halo."""
-    results = run_ranks(on_rank, 4, args=(str(plan_cases.write_chains(tmp_path)),), ranks_per_server=1)
+    folder = plan_cases.write_chains(tmp_path)
+    results = run_ranks(on_rank, 4, args=(str(folder),), ranks_per_server=1)
     layers = [layer for layer, _ in results]
     covers = [layer.cover for layer in layers if layer.cover is not None]
     halo = sum(count for layer in layers for _, count in layer.receive) * SIZE
@@ -197,6 +199,7 @@ def test_bytes_are_the_rows_of_the_covers(tmp_path: Path) -> None:
     weights = sum(count for one in covers for _, count in one.receive_edges) * SIZE
     assert 0 < cover < halo
     assert weights > 0
+    assert border_rows(open_dataset(folder), 4) == (halo // SIZE, cover // SIZE)
     expected = {
         "mean": cover * WIDTH,
         "sum": cover * WIDTH,
