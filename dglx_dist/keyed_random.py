@@ -17,6 +17,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _LOW_32 = np.uint64(0xFFFFFFFF)
+_LARGEST = np.uint64(0xFFFFFFFFFFFFFFFF)
 _TO_UNIT = 2.0**-53
 
 
@@ -163,6 +164,8 @@ class Rule(NamedTuple):
     """Whether an edge may be drawn more than once."""
     exclude: Array
     """(X,) int64 ascending global ids of edges to exclude; usually empty."""
+    by_source: bool = False
+    """Whether :func:`draw_by_source` draws; then weights and ``replace`` are not read."""
 
 
 def merged(always: Array, once: Array) -> Array:
@@ -383,11 +386,53 @@ def draw_hop(
             first = start + csc.first_edge
         else:
             found = _candidates(csc, rule.exclude, start, end, among)
-            how = Rule(rule.replace and not take_all, rule.exclude)
+            how = Rule(rule.replace and not take_all, rule.exclude, False)
             _draw_unequal(csc, stream, item_key(stream, nodes[i]), how, among[:found], out, scratch)
             first = np.int64(csc.first_edge)
         for j in range(len(out)):
             out[j] += first
+
+
+@njit(cache=True, nogil=True)
+def draw_by_source(
+    csc: Csc, nodes: Array, fanout: int, stream: np.uint64, exclude: Array, indptr: Array, edges: Array
+) -> None:
+    """Write the indptr and the global ids of in-edges of ``nodes`` that the draws of their sources keep.
+
+    LABOR-0 (Balin and Catalyurek, "Layer-Neighbor Sampling", NeurIPS 2023): every source has one draw, and an
+    edge is kept if that is below fan-out / in-degree of its destination. Destinations that share sources thus
+    keep the same ones. The number of edges of a destination is random, and the fan-out is its mean.
+
+    Args:
+        csc: Structure that contains all of ``nodes``.
+        nodes: (K,) int64 global ids.
+        fanout: Mean number of edges per destination; -1 for all.
+        stream: Key of the draws.
+        exclude: (X,) int64 ascending global ids of edges to exclude; the in-degree does not count them.
+        indptr: (K + 1,) output.
+        edges: (indptr[-1],) output; of length 0, only ``indptr`` is written.
+    """
+    ends, indices, first_edge = csc.indptr, csc.indices, csc.first_edge
+    writes = len(edges) > 0
+    total = 0
+    indptr[0] = 0
+    for i in range(len(nodes)):
+        row = np.uint64(nodes[i] - csc.first_node)
+        start, end = ends[row], ends[row + np.uint64(1)]
+        excluded = np.searchsorted(exclude, start + first_edge)
+        last_excluded = np.searchsorted(exclude, end + first_edge)
+        degree = end - start - (last_excluded - excluded)
+        keep_all = fanout < 0 or fanout >= degree
+        # Of 2**64; the rounding error is below degree / 2**64.
+        limit = np.uint64(0) if keep_all else _LARGEST // np.uint64(degree) * np.uint64(fanout)
+        for position in range(start, end):
+            if excluded < last_excluded and exclude[excluded] == position + first_edge:
+                excluded += 1
+            elif keep_all or item_key(stream, indices[position]) < limit:
+                if writes:
+                    edges[total] = position + first_edge
+                total += 1
+        indptr[i + 1] = total
 
 
 @njit(cache=True, nogil=True)
@@ -404,10 +449,15 @@ def draw_edges(
         rule: Sampling rule.
     """
     indptr = np.empty(len(nodes) + 1, np.int64)
-    starts = np.empty(len(nodes), np.int64)
-    largest = count_hop(csc, nodes, fanout, rule, indptr, starts)
-    edges = np.empty(indptr[-1], np.int64)
-    draw_hop(csc, nodes, stream, fanout < 0, rule, (indptr, starts, largest), edges)
+    if rule.by_source:
+        draw_by_source(csc, nodes, fanout, stream, rule.exclude, indptr, np.empty(0, np.int64))
+        edges = np.empty(indptr[-1], np.int64)
+        draw_by_source(csc, nodes, fanout, stream, rule.exclude, indptr, edges)
+    else:
+        starts = np.empty(len(nodes), np.int64)
+        largest = count_hop(csc, nodes, fanout, rule, indptr, starts)
+        edges = np.empty(indptr[-1], np.int64)
+        draw_hop(csc, nodes, stream, fanout < 0, rule, (indptr, starts, largest), edges)
     sources = np.empty(len(edges), np.int64)
     for i in range(len(edges)):
         sources[i] = csc.indices[edges[i] - csc.first_edge]
@@ -427,7 +477,7 @@ def draw_among(csc: Csc, nodes: Array, fanout: int, stream: np.uint64, replace: 
         stream: Key of the draw.
         replace: Whether an edge may be drawn more than once.
     """
-    rule = Rule(replace and fanout >= 0, np.empty(0, np.int64))
+    rule = Rule(replace and fanout >= 0, np.empty(0, np.int64), False)
     indptr = np.empty(len(nodes) + 1, np.int64)
     largest = count_hop(csc, np.arange(len(nodes)), fanout, rule, indptr, np.empty(len(nodes), np.int64))
     out = np.empty(indptr[-1], np.int64)

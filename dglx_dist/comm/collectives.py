@@ -80,14 +80,7 @@ def gather_rows(local: Tensor, session: Session) -> Tensor:
 
 def gather_json(value: object, session: Session) -> list[object]:
     """Return the JSON values of all ranks, by rank; TypeError if ``value`` is none."""
-    raw = json.dumps(value).encode()
-    if session.topology.world_size == 1:
-        return [json.loads(raw)]
-    sizes = gather_int64([len(raw)], session)[:, 0]
-    padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
-    padded[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-    rows = gather_rows(padded, session).numpy()
-    return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+    return SessionRanks(session).of_all(value)
 
 
 @final

@@ -32,7 +32,7 @@ from dglx_dist.data.storage.files import (
     resident,
     return_memory,
 )
-from dglx_dist.errors import ConfigError, DatasetError, StorageError
+from dglx_dist.errors import ConfigError, DatasetError, PeerError, StorageError
 from dglx_dist.progress import progress, say
 from dglx_dist.records import Array, ColumnInfo
 
@@ -253,8 +253,6 @@ class Ranks:
 
     def union(self, marks: Array) -> Array:
         """Return the (K,) bool that is true where ``marks`` of any rank is."""
-        if self.count == 1:
-            return marks
         packed = np.bitwise_or.reduce(self.gather(np.packbits(marks)))
         return np.unpackbits(packed, count=len(marks)).view(np.bool_)
 
@@ -515,8 +513,17 @@ def shared_folder(
     """Yield to all ranks the same new folder; when all have filled it, rank 0 puts it in its place."""
     with partial_folder(target) if ranks.is_first else nullcontext(target) as own:
         partial = Path(ranks.of_all(str(own))[0])
-        yield partial
-        ranks.of_all(None)
+        try:
+            yield partial
+            ranks.of_all(None)
+        except PeerError:
+            # Rank 0 may have removed it before this one has made files in it again.
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        except FileNotFoundError:
+            if not partial.exists():
+                ranks.of_all(None)  # raises the reason of the rank that has failed, and removed it
+            raise
         if ranks.is_first:
             (place or publish)(partial, target)
         ranks.of_all(None)
@@ -560,7 +567,7 @@ def concatenated(
         return [np.concatenate(list(make())) for make in makers]
 
     def write(folder: Path) -> None:
-        with progress(f"Writing {name}", total, enabled=total >= _SHOWN_FROM) as advance:
+        with progress(f"Writing {name}", total, enabled=total >= SHOWN_FROM) as advance:
             for number, make in enumerate(makers):
                 chunks = make()
                 first = next(chunks)
@@ -573,8 +580,8 @@ def concatenated(
     return [mapped(folder, str(number)) for number in range(len(makers))]
 
 
-_SHOWN_FROM = 1_000_000
-"""Progress is shown for as many values or more."""
+SHOWN_FROM = 1_000_000
+"""Progress is shown for as many values, or nodes, or more."""
 _KEY, _LOCK = "key.json", "lock"
 _OF_SOURCE = ("arrays", "edges", "generator", "ids-", "synthetic")
 """Stages that are only copies of the source."""
@@ -600,6 +607,11 @@ def open_workspace(
     folder, ranks = folder.absolute(), ranks or Ranks()
     if folder.resolve().is_relative_to(_IN_MEMORY):
         raise ConfigError(f"{folder} is in memory; choose a folder on a disk (--scratch DIR)")
+    for rank, others in enumerate(ranks.of_all(dict(settings))):
+        for name in (name for name, value in settings.items() if others.get(name) != value):
+            raise StorageError(
+                f"rank {rank} has another {name} than rank {ranks.rank}; DATA must be the same for all ranks"
+            )
     own = open_budget(limit)
     work, held = min(ranks.of_all([own.work, own.held]))
     budget = Budget(work=work, held=held)

@@ -10,6 +10,7 @@ from typing import Any
 
 import dgl
 from dgl.dataloading import BlockSampler as BlockSampler
+from dgl.dataloading import LaborSampler as LaborSampler
 from dgl.dataloading import MultiLayerFullNeighborSampler as MultiLayerFullNeighborSampler
 from dgl.dataloading import MultiLayerNeighborSampler as MultiLayerNeighborSampler
 from dgl.dataloading import NeighborSampler as NeighborSampler
@@ -31,6 +32,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     raise ImportError(
         f"{name} of dgl.dataloading does not work on distributed graphs: load nodes and edges with "
-        "DataLoader and NeighborSampler, MultiLayerFullNeighborSampler, or a subclass of BlockSampler that "
-        "calls g.sample_neighbors; for other graphs, import it from dgl.dataloading"
+        "DataLoader and NeighborSampler, MultiLayerFullNeighborSampler, LaborSampler, or a subclass of "
+        "BlockSampler that calls g.sample_neighbors; for other graphs, import it from dgl.dataloading"
     )

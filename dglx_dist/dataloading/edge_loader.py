@@ -323,8 +323,8 @@ class EdgeMaker:
     def sampling_signature(self) -> str:
         return f"{self.blocks.sampling_signature()}, {self.signature}"
 
-    def make(self, edges: Mapping[EdgeType, Array], epoch: int) -> EdgeBatch:
-        """Make the batch of ``edges`` (every type to (B,) int64 ids, B may be 0) in ``epoch``.
+    def make(self, edges: Mapping[EdgeType, Array], epoch: int, *, step: int) -> EdgeBatch:
+        """Make the batch of ``edges`` (every type to (B,) int64 ids, B may be 0) in ``step`` of ``epoch``.
 
         Raises:
             ConfigError: a function of the user returned an unusable value.
@@ -336,7 +336,7 @@ class EdgeMaker:
         seeds, pairs = self._pairs(edges, epoch)
         exclude = self.exclude(edges)
         paired = time.perf_counter()
-        batch = self.blocks.make(seeds, epoch, exclude)
+        batch = self.blocks.make(seeds, epoch, exclude, step=step)
         sampled = time.perf_counter()
         for etype, columns in pulls.items():
             for name, pull in columns.items():

@@ -14,7 +14,7 @@ import numpy as np
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
-from dglx_dist.keyed_random import Csc, Rule, count_hop, draw_hop
+from dglx_dist.keyed_random import Csc, Rule, count_hop, draw_by_source, draw_hop
 from dglx_dist.records import Array, EdgeType
 
 
@@ -216,17 +216,21 @@ def csc_at(relations: Relations, number: int) -> Csc:
 
 
 @njit(cache=True, nogil=True)
+def _indices_of(relations: Relations, number: int, dtype: Any) -> Array:
+    return carray(_pointer(relations.indices[number]), np.int64(relations.num_edges[number]), dtype=dtype)
+
+
+@njit(cache=True, nogil=True)
 def read_sources(relations: Relations, number: int, edges: Array, out: Array) -> None:
     """Write the keys of the sources of ``edges`` ((k,) ids of edge type ``number``) to ``out`` (int64)."""
     first = relations.offsets[relations.source_types[number]]
-    length = np.int64(relations.num_edges[number])
     # Two loops, so that the width is tested once and not for each edge.
     if relations.wide[number]:
-        wide = carray(_pointer(relations.indices[number]), length, dtype=np.int64)
+        wide = _indices_of(relations, number, np.int64)
         for i in range(len(edges)):
             out[i] = first + wide[np.uint64(edges[i])]
     else:
-        narrow = carray(_pointer(relations.indices[number]), length, dtype=np.int32)
+        narrow = _indices_of(relations, number, np.int32)
         for i in range(len(edges)):
             out[i] = first + narrow[np.uint64(edges[i])]
 
@@ -244,6 +248,8 @@ class SampleRequest(NamedTuple):
     """(L, R) uint64 keys of the hops and edge types."""
     replace: bool
     """Whether an edge may be drawn more than once."""
+    by_source: bool
+    """Whether sources are drawn, and with them all their edges; see :class:`~dglx_dist.keyed_random.Rule`."""
     exclude: Array
     """(X,) int64 edges that are not drawn, edge type by edge type, ascending within one."""
     exclude_ends: Array
@@ -378,9 +384,21 @@ def packed_ids(nodes: NumberedNodes) -> tuple[Array, Array]:
 
 @njit(cache=True, nogil=True)
 def _rule(request: SampleRequest, relation: int) -> Rule:
-    return Rule(
-        request.replace, request.exclude[request.exclude_ends[relation] : request.exclude_ends[relation + 1]]
-    )
+    exclude = request.exclude[request.exclude_ends[relation] : request.exclude_ends[relation + 1]]
+    return Rule(request.replace, exclude, request.by_source)
+
+
+@njit(cache=True, nogil=True)
+def _draw_by_source(
+    relations: Relations, hop: _Hop, relation: int, frontier: Array, exclude: Array, rows: Array, edges: Array
+) -> None:
+    csc, fanout, stream = csc_at(relations, relation), hop.fanouts[relation], hop.streams[relation]
+    if relations.wide[relation]:
+        wide = Csc(csc.indptr, _indices_of(relations, relation, np.int64), csc.weights, 0, 0)
+        draw_by_source(wide, frontier, fanout, stream, exclude, rows, edges)
+    else:
+        narrow = Csc(csc.indptr, _indices_of(relations, relation, np.int32), csc.weights, 0, 0)
+        draw_by_source(narrow, frontier, fanout, stream, exclude, rows, edges)
 
 
 @njit(cache=True, nogil=True)
@@ -400,6 +418,9 @@ def _count(relations: Relations, request: SampleRequest, nodes: NumberedNodes, h
         fanout = hop.fanouts[relation]
         if fanout == 0:
             rows[:] = 0
+        elif request.by_source:
+            exclude = _rule(request, relation).exclude
+            _draw_by_source(relations, hop, relation, frontier, exclude, rows, np.empty(0, np.int64))
         else:
             hop.largest[relation] = count_hop(
                 csc_at(relations, relation),
@@ -424,16 +445,19 @@ def _draw(
         first, last = hop.ends[relation], hop.ends[relation + 1]
         if last > first:
             rows = hop.indptr[row : row + len(frontier) + 1]
-            space = (rows, hop.starts[row : row + len(frontier)], hop.largest[relation])
-            draw_hop(
-                csc_at(relations, relation),
-                frontier,
-                hop.streams[relation],
-                hop.fanouts[relation] < 0,
-                _rule(request, relation),
-                space,
-                edges[first:last],
-            )
+            rule, out = _rule(request, relation), edges[first:last]
+            if request.by_source:
+                _draw_by_source(relations, hop, relation, frontier, rule.exclude, rows, out)
+            else:
+                draw_hop(
+                    csc_at(relations, relation),
+                    frontier,
+                    hop.streams[relation],
+                    hop.fanouts[relation] < 0,
+                    rule,
+                    (rows, hop.starts[row : row + len(frontier)], hop.largest[relation]),
+                    out,
+                )
         row += len(frontier) + 1
 
 

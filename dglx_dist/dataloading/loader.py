@@ -49,8 +49,8 @@ def open_maker(g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOpti
     columns, draws = run_on_all_ranks(
         g.session, lambda: _local_plan(g, sampler, plan, options, seed), ConfigError
     )
-    signature = f"fanouts={plan.fanouts}, replace={plan.replace}, prob={plan.weights!r}"
-    check_equal(g.session, "the sampler", signature)
+    rule = f"replace={plan.replace}, by_source={plan.by_source}, prob={plan.weights!r}"
+    check_equal(g.session, "the sampler", f"fanouts={plan.fanouts}, {rule}")
     if draws is None:
         return SamplerMaker(sampler, g, columns)
     return KernelMaker(_source(g, draws, plan.weights), draws, g.kvstore, columns)
@@ -78,6 +78,7 @@ def _local_plan(
         replace=plan.replace,
         exclude=_excluded(options.exclude, g),
         seed=seed,
+        by_source=plan.by_source,
     )
 
 
@@ -124,7 +125,8 @@ def _serve(g: DistGraph, weights: str | None, draws: Draws) -> str:
     for etype in g.canonical_etypes:
         if g.structure(etype).serves(op):
             continue
-        rule = Rule(draws.replace, draws.exclude.get(etype, np.empty(0, np.int64)))
+        excluded = draws.exclude.get(etype, np.empty(0, np.int64))
+        rule = Rule(draws.replace, excluded, draws.by_source is not None)
         g.structure(etype).serve(op, keyed_draw(rule, by_shard.get(etype, {})))
     # The first rank to return may send requests at once.
     barrier(g.session, "opening a loader")
@@ -133,7 +135,7 @@ def _serve(g: DistGraph, weights: str | None, draws: Draws) -> str:
 
 def _rule_digest(draws: Draws, weights: Mapping[EdgeType, Mapping[int, Array]]) -> str:
     # By contents, since weights may change under the same name.
-    digest = hashlib.sha256(str(draws.replace).encode())
+    digest = hashlib.sha256(f"{draws.replace} {draws.by_source is not None}".encode())
     for etype in draws.schema.etypes:
         excluded = draws.exclude.get(etype, np.empty(0, np.int64))
         for values in (excluded, *(values for _, values in sorted(weights.get(etype, {}).items()))):

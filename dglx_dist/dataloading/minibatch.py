@@ -171,7 +171,9 @@ class SamplerMaker:
     def __init__(self, sampler: Any, g: DistGraph, columns: Columns) -> None:
         self._sampler, self._g, self._columns = sampler, g, columns
 
-    def make(self, seeds: Seeds, epoch: int, exclude: Excluded = NOTHING_EXCLUDED) -> MiniBatch:
+    def make(
+        self, seeds: Seeds, epoch: int, exclude: Excluded = NOTHING_EXCLUDED, *, step: int = 0
+    ) -> MiniBatch:
         begin = time.perf_counter()
         input_nodes, output_nodes, blocks = self._sample(_node_ids(seeds, self._g.ntypes), exclude)
         sampled = time.perf_counter()
@@ -256,15 +258,17 @@ class KernelMaker:
         finally:
             self._idle.put(workspace)
 
-    def make(self, seeds: Seeds, epoch: int, exclude: Excluded = NOTHING_EXCLUDED) -> MiniBatch:
-        """Make the batch of ``seeds`` in ``epoch``, without the edges ``exclude``.
+    def make(
+        self, seeds: Seeds, epoch: int, exclude: Excluded = NOTHING_EXCLUDED, *, step: int = 0
+    ) -> MiniBatch:
+        """Make the batch of ``seeds`` in ``step`` of ``epoch``, without the edges ``exclude``.
 
         Raises:
             ConfigError: a seed is repeated.
             PeerError: another rank is dead or silent.
         """
         begin = time.perf_counter()
-        request = self._draws.request(seeds, epoch, exclude)
+        request = self._draws.request(seeds, epoch, exclude, step)
         with self._workspace() as workspace:
             batch = self._source.sample(request, exclude, workspace)
         sampled = time.perf_counter()

@@ -33,8 +33,25 @@ from dglx_dist.dataloading.kernels import (
 )
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.structure import NO_EDGES, CSCShard, Draw, InEdges, Structure
-from dglx_dist.keyed_random import Csc, Rule, draw_edges, merged, relation_keys
+from dglx_dist.keyed_random import Csc, Rule, draw_edges, merged, relation_keys, stream_key
 from dglx_dist.records import Array, EdgeType
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceDraws:
+    """What shares the draws of sources in LABOR; those of a hop are of all edge types and ranks."""
+
+    layer_dependency: bool
+    """Whether all hops have the same draws."""
+    batch_dependency: int
+    """Consecutive steps of an epoch with the same draws; 0 or less: all batches of all epochs."""
+
+    def streams(self, seed: int, epoch: int, step: int, num_hops: int, source_types: Array) -> Array:
+        """Return (L, R) uint64 keys of the draws of each hop and edge type."""
+        of_batch = (epoch, step // self.batch_dependency) if self.batch_dependency > 0 else (0, 0)
+        keys = relation_keys(stream_key(seed, *of_batch), 0, num_hops, int(source_types.max(initial=0)) + 1)
+        hops = np.zeros(num_hops, np.int64) if self.layer_dependency else np.arange(num_hops)
+        return keys[hops[:, None], source_types]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +65,8 @@ class Draws:
     exclude: Mapping[EdgeType, Array]
     """Edge type to (X,) int64 ascending ids of edges never drawn; types may be missing."""
     seed: int
+    by_source: SourceDraws | None = None
+    """LABOR's options; None draws for each destination by itself."""
 
     def signature(self) -> str:
         """Return the fields but types, with a digest of the excluded edges."""
@@ -57,11 +76,11 @@ class Draws:
             digest.update(np.ascontiguousarray(ids).data)
         return (
             f"fanouts={self.fanouts.tolist()}, replace={self.replace}, exclude={digest.hexdigest()[:16]}, "
-            f"seed={self.seed}"
+            f"seed={self.seed}, by_source={self.by_source}"
         )
 
     def request(
-        self, seeds: Mapping[str, Array], epoch: int, exclude: Mapping[EdgeType, Array]
+        self, seeds: Mapping[str, Array], epoch: int, exclude: Mapping[EdgeType, Array], step: int = 0
     ) -> SampleRequest:
         """Return the kernel's request for the batch of ``seeds``; ``exclude`` adds to the excluded edges."""
         nothing = np.empty(0, np.int64)
@@ -74,9 +93,19 @@ class Draws:
                 for etype in self.schema.etypes
             ]
             edges, edge_ends = np.concatenate(lists), _ends(lists)
-        streams = relation_keys(self.seed, epoch, num_hops, num_relations)
+        if self.by_source is None:
+            streams = relation_keys(self.seed, epoch, num_hops, num_relations)
+        else:
+            streams = self.by_source.streams(self.seed, epoch, step, num_hops, self.schema.source_types)
         return SampleRequest(
-            np.concatenate(nodes), _ends(nodes), self.fanouts, streams, self.replace, edges, edge_ends
+            np.concatenate(nodes),
+            _ends(nodes),
+            self.fanouts,
+            streams,
+            self.replace,
+            self.by_source is not None,
+            edges,
+            edge_ends,
         )
 
 
@@ -223,7 +252,7 @@ def keyed_draw(rule: Rule, weights: Mapping[int, Array]) -> Draw:
         hop = json.loads(parameters)
         csc = csc_of(shard, weights.get(shard.first_node))
         fanout, stream = int(hop["fanout"]), np.uint64(hop["stream"])
-        batch_rule = Rule(rule.replace, merged(rule.exclude, exclude))
+        batch_rule = rule._replace(exclude=merged(rule.exclude, exclude))
         indptr, sources, edge_ids = draw_edges(csc, nodes, fanout, stream, batch_rule)
         return InEdges(indptr=indptr, sources=sources, edge_ids=edge_ids)
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
-from dgl.dataloading import BlockSampler, EdgePredictionSampler, NeighborSampler
+from dgl.dataloading import BlockSampler, EdgePredictionSampler, LaborSampler, NeighborSampler
 from numba import njit
 
 from dglx_dist.dataloading.feature_fetch import Columns, RowMemory
+from dglx_dist.dataloading.sampler import SourceDraws
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.row_kernels import numpy_view
 from dglx_dist.graph.structure import Structure
@@ -27,8 +28,8 @@ Names: TypeAlias = tuple[str, ...] | Mapping[str | EdgeType, tuple[str, ...]]
 """Columns of the only type, or by type."""
 
 _WORKS = (
-    "dgl.dataloading.NeighborSampler, MultiLayerFullNeighborSampler and subclasses of BlockSampler whose "
-    "sample_blocks uses g.sample_neighbors work"
+    "dgl.dataloading.NeighborSampler, MultiLayerFullNeighborSampler, LaborSampler and subclasses of "
+    "BlockSampler whose sample_blocks uses g.sample_neighbors work"
 )
 
 
@@ -42,6 +43,8 @@ class SamplePlan:
     """Whether an edge may be drawn more than once."""
     weights: str | None = None
     """Edge column of the unnormalised probabilities; None for uniform draws."""
+    by_source: SourceDraws | None = None
+    """LABOR's options."""
     node_feats: Names = ()
     """Node columns for the sources of the first block."""
     labels: Names = ()
@@ -54,9 +57,7 @@ _NEIGHBORS = "use dgl.dataloading.NeighborSampler(fanouts), which draws the neig
 _IDS = "give the ids, a tensor or a dict of them by type; batch_size= and shuffle= are the loader's"
 _REMEDIES: Mapping[str, str] = {
     "ClusterGCNSampler": "strategy='cooperative' trains on groups of nodes, and drops no edge",
-    **dict.fromkeys(
-        ("SAINTSampler", "ShaDowKHopSampler", "LaborSampler", "CappedNeighborSampler"), _NEIGHBORS
-    ),
+    **dict.fromkeys(("SAINTSampler", "ShaDowKHopSampler", "CappedNeighborSampler"), _NEIGHBORS),
     # GraphBolt's.
     **dict.fromkeys(("SubgraphSampler", "NeighborSamplerImpl", "LayerNeighborSampler"), _NEIGHBORS),
     **dict.fromkeys(("ItemSampler", "ItemSet", "ItemSetDict", "HeteroItemSet"), _IDS),
@@ -98,26 +99,46 @@ def read_sampler(sampler: object) -> SamplePlan:
         edge_feats=names_by_type(sampler.prefetch_edge_feats, "prefetch_edge_feats"),
     )
     if not _is_stock(sampler):
+        if isinstance(sampler, LaborSampler):
+            raise ConfigError(
+                f"{type(sampler).__qualname__} overrides methods of LaborSampler, whose own code works on "
+                "graphs of one process only; give LaborSampler itself, or a subclass of BlockSampler"
+            )
         return plan
     if sampler.edge_dir != "in":
         raise ConfigError(
             f"edge_dir={sampler.edge_dir!r} needs out-edges, but a partition holds the in-edges of its "
             "nodes; use edge_dir='in' on the reversed graph (dgl.reverse) instead"
         )
-    return replace(
-        plan, fanouts=_fanouts(sampler.fanouts), replace=bool(sampler.replace), weights=sampler.prob
-    )
+    plan = replace(plan, fanouts=_fanouts(sampler.fanouts))
+    if isinstance(sampler, LaborSampler):
+        return replace(plan, by_source=_source_draws(sampler))
+    return replace(plan, replace=bool(sampler.replace), weights=sampler.prob)
 
 
 def _is_stock(sampler: BlockSampler) -> bool:
     # Only if no code of DGL's is overridden can the compiled kernels replace it.
     kind = type(sampler)
     return (
-        isinstance(sampler, NeighborSampler)
-        and kind.sample_blocks is NeighborSampler.sample_blocks
+        kind.sample_blocks in (NeighborSampler.sample_blocks, LaborSampler.sample_blocks)
         and kind.sample is BlockSampler.sample
         and kind.assign_lazy_features is BlockSampler.assign_lazy_features
     )
+
+
+def _source_draws(sampler: LaborSampler) -> SourceDraws:
+    if sampler.importance_sampling != 0:
+        raise ConfigError(
+            f"LaborSampler has importance_sampling={sampler.importance_sampling}, whose probabilities depend "
+            "on all nodes of a layer, on all servers; give 0 (LABOR-0)"
+        )
+    if sampler.prob is not None:
+        raise ConfigError(
+            f"LaborSampler has prob={sampler.prob!r}, but draws of sources are uniform here; leave it "
+            "out, or use dgl.dataloading.NeighborSampler(fanouts, prob=...)"
+        )
+    # DGL keeps the option only in its counters.
+    return SourceDraws(layer_dependency=bool(sampler.layer_dependency), batch_dependency=int(sampler.cnt[1]))
 
 
 def _fanouts(fanouts: object) -> tuple[Fanout, ...]:

@@ -262,7 +262,7 @@ B = TypeVar("B", bound=Timed)
 class Maker(Protocol[K, B]):
     """Makes the batches of one loader. Thread-safe."""
 
-    def make(self, items: Mapping[K, Any], epoch: int) -> B:
+    def make(self, items: Mapping[K, Any], epoch: int, *, step: int) -> B:
         """Return the batch of ``items``: type to (n,) int64 ids, n may be 0."""
         ...
 
@@ -270,7 +270,7 @@ class Maker(Protocol[K, B]):
         """Return a maker of any rank's batches, without columns, that reads no structure of other servers.
 
         Raises:
-            ConfigError: the draws need another server, or depend on more than seed, epoch and ids.
+            ConfigError: the draws need another server, or depend on more than seed, epoch, step and ids.
         """
         ...
 
@@ -448,9 +448,10 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
         used = self._schedule.used
         return used[self._schedule.rank], sum(used)
 
-    def offline(self) -> Callable[[Mapping[K, Any], int], B]:
-        """Return (items, epoch) to that batch of any rank; see :meth:`Maker.offline`. Thread-safe."""
-        return self._maker.offline().make
+    def offline(self) -> Callable[[Mapping[K, Any], int, int], B]:
+        """Return (items, epoch, step) to that batch of any rank; see :meth:`Maker.offline`. Thread-safe."""
+        maker = self._maker.offline()
+        return lambda items, epoch, step: maker.make(items, epoch, step=step)
 
     def sampling_signature(self) -> str:
         """Return a string that is equal on ranks that draw alike."""
@@ -473,7 +474,7 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
 
         def make(step: int) -> B:
             with self._session.timeline.span("sample", LOADER, epoch * len(self) + step):
-                return self._maker.make(items_of(step), epoch)
+                return self._maker.make(items_of(step), epoch, step=step)
 
         return make
 

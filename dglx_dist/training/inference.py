@@ -142,6 +142,8 @@ _NO_EDGE_DATA = (
     "FitConfig(evaluate=...)"
 )
 
+_ROWS_AT_ONCE = 1 << 16
+"""Scores of all nodes are read in pieces of this size."""
 _BATCH_DEGREE = 512
 """Mean in-degree of a batch, above which it has fewer nodes: its edges are in memory."""
 
@@ -527,12 +529,12 @@ def _accuracy(
     counts = torch.zeros(len(names), 2, dtype=torch.int64)
     first, last = g.get_node_partition_policy(ntype).owned_range
     data = g.nodes[ntype].data
-    if last > first:
-        rows = slice(first, last)
+    for begin, end in batches((first, last), _ROWS_AT_ONCE):
+        rows = slice(begin, end)
         labels = data[label][rows]
         correct = scores[rows].argmax(1) == labels
         for row, name in enumerate(names):
             inside = data[name][rows].bool() & (labels >= 0)
-            counts[row, 0], counts[row, 1] = (correct & inside).sum(), inside.sum()
+            counts[row] += torch.stack([(correct & inside).sum(), inside.sum()])
     totals = sum_over_ranks(counts, g.session, phase="metrics").tolist()
     return {name: hit / n if n else math.nan for name, (hit, n) in zip(names, totals, strict=True)}

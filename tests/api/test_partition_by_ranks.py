@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ import pytest
 from dglx_dist.cli.app import app
 from dglx_dist.data import external_memory
 from dglx_dist.data.external_memory import Budget, Ranks
-from dglx_dist.data.partition import semi_external
+from dglx_dist.data.partition import graph_views, semi_external
 from dglx_dist.data.sources import load_dataset
 from dglx_dist.data.storage import writer
-from dglx_dist.errors import StorageError
+from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.records import Array
 from tests.api.test_partition_in_files import content, one_part, shop
 from tests.helpers.ranks import RankError, run_ranks, start_ranks
@@ -140,6 +141,29 @@ def test_a_killed_rank_ends_all_and_the_next_run_resumes(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "script.py"]
 
 
+def failing(data: Path, out: Path) -> None:
+    """Partition; rank 0 fails in a stage, and rank 1 writes when the folder has been removed."""
+    merge = graph_views._merge
+
+    def fails(*given: Any) -> int:
+        if os.environ["RANK"] == "0":
+            raise ConfigError("the reason")
+        while any(out.parent.glob("*/*/symmetric.*.partial")):
+            time.sleep(0.01)
+        return merge(*given)
+
+    graph_views._merge = fails
+    partition(data, out, *LEVELS)
+
+
+def test_what_a_failed_rank_removes_is_not_the_reason(data: Path, tmp_path: Path) -> None:
+    first, other = start_ranks(failing, 2, args=(data, tmp_path / "out"))
+    assert first.error.startswith("ConfigError: the reason")
+    assert other.error.startswith("PeerError")
+    assert "rank 0 failed first: ConfigError: the reason" in other.error
+    assert list(tmp_path.iterdir()) == []
+
+
 class Several(Ranks):
     """A rank whose others have made and said the same."""
 
@@ -157,3 +181,16 @@ def test_a_rank_without_the_files_of_the_others_says_so(tmp_path: Path) -> None:
     ):
         raise AssertionError
     assert list(tmp_path.iterdir()) == []
+
+
+class Differing(Several):
+    def of_all(self, value: Any) -> list[Any]:
+        return [{**value, "graph": "other"}, value]
+
+
+def test_ranks_that_see_other_data_under_its_name_are_refused(tmp_path: Path) -> None:
+    with (
+        pytest.raises(StorageError, match=r"rank 0 has another graph than rank 1; DATA must be the same"),
+        external_memory.open_workspace(tmp_path / "work", {"graph": "one"}, 1 << 40, Differing(1)),
+    ):
+        raise AssertionError

@@ -7,7 +7,7 @@ from typing import Any
 import dgl
 import numpy as np
 import torch
-from dgl.dataloading import NeighborSampler
+from dgl.dataloading import LaborSampler, NeighborSampler
 
 from dglx_dist.comm.session import start_session
 from dglx_dist.data.storage.writer import write_dataset
@@ -107,6 +107,12 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "full": {"fanouts": [-1, -1]},
     "replace": {"sampler": {"replace": True}, "exclude": {"buys": [5, 9, 100], "like": [7]}},
     "weighted": {"sampler": {"prob": "weight"}},
+    # Only with equal draws for all batches have nodes the same edges in each.
+    "by source": {
+        "kind": LaborSampler,
+        "sampler": {"batch_dependency": 0},
+        "exclude": {"buys": [5, 9, 100], "like": [7]},
+    },
 }
 
 
@@ -134,10 +140,15 @@ def shop_in_rank(
 
 
 def _epoch(
-    g: DistGraph, seeds: Any, fanouts: Sequence[int] = (3, 4), sampler: Any = None, **options: Any
+    g: DistGraph,
+    seeds: Any,
+    fanouts: Sequence[int] = (3, 4),
+    kind: Any = NeighborSampler,
+    sampler: Any = None,
+    **options: Any,
 ) -> dict[str, Any]:
     features = {"user": ["feat"], "item": ["feat"]}
-    drawing = NeighborSampler(list(fanouts), prefetch_node_feats=features, **(sampler or {}))
+    drawing = kind(list(fanouts), prefetch_node_feats=features, **(sampler or {}))
     loader = DataLoader(g, seeds, drawing, batch_size=5, shuffle=True, seed=5, **options)
     before, expected = g.session.ledger.total(phase="sampling"), 0
     drawn: dict[str, list[int]] = {}

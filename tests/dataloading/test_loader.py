@@ -9,7 +9,7 @@ import dgl
 import numpy as np
 import pytest
 import torch
-from dgl.dataloading import NeighborSampler
+from dgl.dataloading import LaborSampler, NeighborSampler
 
 from dglx_dist.comm.session import start_session
 from dglx_dist.dataloading.loader import DataLoader, open_maker
@@ -206,6 +206,8 @@ def open_again_and_again(folder: Path) -> tuple[list[int], list[bool]]:
             # On one rank alone: its server draws by another rule.
             (NeighborSampler([2]), {"exclude": [5, 9 + rank]}),
             (NeighborSampler([2]), {}),
+            (LaborSampler([2]), {}),
+            (LaborSampler([3], batch_dependency=2), {}),
         ]
         for sampler, options in plain:
             opened(g, sampler, **options)
@@ -224,5 +226,5 @@ def open_again_and_again(folder: Path) -> tuple[list[int], list[bool]]:
 
 
 def test_loaders_of_one_rule_are_served_once(rings) -> None:
-    expected = [1, 1, 2, 3, 3, 4, 4, 5, 5, 6], [True] * 3
+    expected = [1, 1, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7], [True] * 3
     assert run_ranks(open_again_and_again, 2, args=(rings[2],), ranks_per_server=1) == [expected] * 2

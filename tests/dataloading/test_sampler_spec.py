@@ -6,11 +6,17 @@ import pytest
 import torch
 from dgl import dataloading as dl
 
+from dglx_dist.dataloading.sampler import SourceDraws
 from dglx_dist.dataloading.sampler_spec import all_weights, check_every_type_has, read_sampler, shard_weights
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.dist_tensor import DistTensor
 from tests.dataloading.shop import KNOWS
+
+
+class OwnLabor(dl.LaborSampler):
+    def sample_blocks(self, *given):
+        return super().sample_blocks(*given)
 
 
 @pytest.mark.parametrize(
@@ -24,6 +30,10 @@ from tests.dataloading.shop import KNOWS
         (lambda: dl.NeighborSampler([]), "one number per layer"),
         (lambda: dl.NeighborSampler(5), "one number per layer"),
         (lambda: dl.NeighborSampler([3], prefetch_node_feats={"user": [3]}), r"\['user'\] is \[3\]"),
+        (lambda: dl.LaborSampler([3], importance_sampling=2), r"importance_sampling=2, .*LABOR-0"),
+        (lambda: dl.LaborSampler([3], prob="w"), r"prob='w', .*NeighborSampler\(fanouts, prob="),
+        (lambda: dl.LaborSampler([3], edge_dir="out"), "use edge_dir='in'"),
+        (lambda: OwnLabor([3]), "OwnLabor overrides methods of LaborSampler"),
         (lambda: dl.NeighborSampler([3], prefetch_labels="label"), r"give a list: \['label'\]"),
         (lambda: dl.NeighborSampler([3], prefetch_edge_feats=[3]), "list of column names"),
         (lambda: dl.as_edge_prediction_sampler(dl.NeighborSampler([3])), "DistEdgeDataLoader"),
@@ -39,6 +49,7 @@ WORK = {
     "Sampler",
     "BlockSampler",
     "NeighborSampler",
+    "LaborSampler",
     "MultiLayerFullNeighborSampler",
     "EdgePredictionSampler",
 }
@@ -51,7 +62,6 @@ WORK = {
             (kind, "dgl.dataloading.NeighborSampler|strategy='cooperative'")
             for kind in dl.Sampler.__subclasses__()
         ),
-        (dl.LaborSampler, "dgl.dataloading.NeighborSampler"),
         (dl.DataLoader, "dx.DataLoader"),
         # GraphBolt need not be installed: its class, and one that derives from it.
         ("ItemSampler", "give the ids"),
@@ -69,6 +79,17 @@ def test_what_else_dgl_has_is_refused_by_name(kind, remedy: str) -> None:
             ConfigError, match=rf"dgl\.\w+.*{kind.__name__.removeprefix('Distributed')}: .*({remedy})"
         ):
             read_sampler(kind.__new__(kind))
+
+
+def test_options_of_labor_are_read() -> None:
+    plan = read_sampler(
+        dl.LaborSampler([3, -1], layer_dependency=True, batch_dependency=4, prefetch_labels=["y"])
+    )
+    assert (plan.fanouts, plan.labels, plan.replace, plan.weights) == ((3, -1), ("y",), False, None)
+    assert plan.by_source == SourceDraws(layer_dependency=True, batch_dependency=4)
+    default = read_sampler(dl.LaborSampler([3])).by_source
+    assert default == SourceDraws(layer_dependency=False, batch_dependency=1)
+    assert read_sampler(dl.NeighborSampler([3])).by_source is None
 
 
 def test_weights_in_half_precision_have_their_values(graph: DistGraph) -> None:

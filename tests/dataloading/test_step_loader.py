@@ -124,7 +124,7 @@ class Echo:
 
 
 class EchoMaker:
-    def make(self, items: Mapping[str, Any], epoch: int) -> Echo:
+    def make(self, items: Mapping[str, Any], epoch: int, *, step: int) -> Echo:
         return Echo([int(row) for ids in items.values() for row in ids], epoch)
 
     def offline(self) -> Self:
@@ -164,7 +164,7 @@ def test_waiting_is_what_the_loop_stood_still(monkeypatch: pytest.MonkeyPatch) -
     """Making a batch takes 3 seconds and using it 10: without threads the loop waits 3 for each."""
     now = 0.0
 
-    def make(self: EchoMaker, items: dict[str, Any], epoch: int) -> Echo:
+    def make(self: EchoMaker, items: dict[str, Any], epoch: int, *, step: int) -> Echo:
         nonlocal now
         now += 3
         return Echo([], epoch)

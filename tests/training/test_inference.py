@@ -18,6 +18,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.records import SPLITS
+from dglx_dist.training import inference
 from dglx_dist.training.inference import (
     evaluate,
     first_rows,
@@ -283,3 +284,20 @@ def of_one_type(folder: str) -> None:
 @pytest.mark.parametrize(("ranks", "ranks_per_server"), [(1, 1), (3, 2), *wide((2, 1), (4, 4))])
 def test_scores_and_accuracy(folder: Path, ranks: int, ranks_per_server: int) -> None:
     run_ranks(of_one_type, ranks, args=(str(folder),), ranks_per_server=ranks_per_server)
+
+
+def test_scores_of_all_nodes_are_never_in_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, taken = DistTensor.__getitem__, []
+
+    def noted(tensor: DistTensor, rows: Any) -> Tensor:
+        found: Tensor = read(tensor, rows)
+        taken.append(len(found))
+        return found
+
+    with start_session():
+        g = DistGraph(str(folder))
+        expected = evaluate(own_model(), g, batch_size=40)
+        monkeypatch.setattr(inference, "_ROWS_AT_ONCE", 50)
+        monkeypatch.setattr(DistTensor, "__getitem__", noted)
+        assert evaluate(own_model(), g, batch_size=40) == expected
+    assert max(taken) < g.num_nodes()

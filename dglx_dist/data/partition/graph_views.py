@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numba import njit
 
-from dglx_dist.data.external_memory import Workspace, joined_pieces, mapped, spill
+from dglx_dist.data.external_memory import SHOWN_FROM, Workspace, concatenated, joined_pieces, mapped, spill
 from dglx_dist.data.partition.base import PARTITIONERS, Partitioner, PartitionOptions
 from dglx_dist.data.storage.columns import id_dtype
 from dglx_dist.errors import ConfigError
@@ -45,15 +46,20 @@ class BalanceWeights:
         return np.stack([sum_by_part(part_of_node, column, len(self.shares)) for column in self.columns])
 
     def capacities(self) -> Array:
-        """Return (C, P) float64: share x (1 + tolerance), or share + the heaviest node if that is more.
+        """Return (C, P) float64: share x (1 + tolerance), or what a heavier node needs if that is more.
 
-        Nodes are indivisible, so no partition can guarantee less than the second.
+        Nodes are indivisible: one of weight w may exceed the part's share of all nodes of weight w or more.
+        If the heaviest are placed first, no part needs more than that; other nodes need not fill it.
         """
         rows = []
-        for weights, tolerance in zip(self.columns, self.tolerance, strict=True):
-            target = float(weights.sum()) * self.shares
-            heaviest = float(weights.max(initial=0))
-            rows.append(np.maximum(target * (1.0 + tolerance), target + heaviest))
+        for column, tolerance in zip(self.columns, self.tolerance.tolist(), strict=True):
+            total = float(column.sum())
+            heavy, counts = np.unique(
+                column[column > tolerance * total * self.shares.min()], return_counts=True
+            )
+            up_to = np.cumsum((heavy * counts)[::-1])[::-1]
+            needed = [float((share * up_to + heavy).max(initial=0)) for share in self.shares.tolist()]
+            rows.append(np.maximum(total * self.shares * (1.0 + tolerance), needed))
         return np.stack(rows)
 
     def missed(self, part_of_node: Array) -> dict[str, float]:
@@ -295,7 +301,7 @@ def symmetrise(
     bytes do not fit into the ``workspace``, if any, the graph is written there and memory-mapped, with
     indices of the default dtype.
     """
-    num_nodes, first_id = graph.total_nodes, first_ids(graph)
+    num_nodes = graph.total_nodes
     if workspace is not None and not workspace.holds(_bytes(graph, dtype, weighted) + beside):
         folder = workspace.stage(
             "symmetric" if weighted else "neighbours",
@@ -305,10 +311,9 @@ def symmetrise(
         return SymmetricGraph.open(folder)
     indptr = _starts(graph)
     indices = np.empty(indptr[-1], dtype=dtype or id_dtype(num_nodes))
-    for (src_type, _, dst_type), (src, dst) in graph.edges.items():
-        _fill(src, dst, first_id[src_type], first_id[dst_type], 0, num_nodes, indptr[1:-1], indices)
-    indptr = indptr[:-1]
     weights = np.ones(len(indices) if weighted else 0, dtype=np.int32)
+    _fill_rows(graph, 0, num_nodes, indptr[1:-1], indices, weights)
+    indptr = indptr[:-1]
     num_kept = _merge(indptr, indices, weights, weighted, np.full(num_nodes, -1, dtype=np.int64), 0)
     # Shrinks in place if the allocator can, without a copy of the largest array.
     indices.resize(num_kept, refcheck=False)
@@ -332,15 +337,15 @@ def _starts(graph: RawGraph) -> Array:
     return np.cumsum(indptr, out=indptr)
 
 
-def _write_symmetric(graph: RawGraph, folder: Path, weighted: bool, workspace: Workspace) -> None:
+def _fill_rows(graph: RawGraph, first: int, last: int, free: Array, indices: Array, _weights: Array) -> None:
     first_id = first_ids(graph)
+    for (src_type, _, dst_type), (src, dst) in graph.edges.items():
+        _fill(src, dst, first_id[src_type], first_id[dst_type], first, last, free, indices)
 
-    def fill(first: int, last: int, free: Array, indices: Array, _weights: Array) -> None:
-        for (src_type, _, dst_type), (src, dst) in graph.edges.items():
-            _fill(src, dst, first_id[src_type], first_id[dst_type], first, last, free, indices)
 
+def _write_symmetric(graph: RawGraph, folder: Path, weighted: bool, workspace: Workspace) -> None:
     starts, weight_dtype = _starts(graph)[1:], np.int32 if weighted else None
-    write_rows(folder, starts, fill, weight_dtype, workspace, "Symmetrising")
+    write_rows(folder, starts, partial(_fill_rows, graph), weight_dtype, workspace, "Symmetrising")
     for path in folder.glob("weights.*") if workspace.ranks.is_first else ():
         if _nearly_uniform(mapped(folder, "weights")):
             path.unlink()
@@ -409,10 +414,6 @@ def write_rows(
             first = last
             # Not beside the next ones.
             del indices, weights
-
-
-SHOWN_FROM = 1_000_000
-"""Progress is shown for graphs of this many nodes or more."""
 
 
 def first_ids(graph: RawGraph) -> dict[str, int]:
@@ -507,28 +508,15 @@ def induced_graph(
             n: v[rows] for n, v in columns.items() if n in wanted and isinstance(v, np.ndarray)
         }
 
-    def inside(edge_type: EdgeType) -> Iterator[Array]:
+    def inside(edge_type: EdgeType, end: int) -> Iterator[Array]:
         # Views, since adding the first id to int32 ids overflows if all types together exceed 2**31.
         of_src, of_dst = new_id[first_id[edge_type[0]] :], new_id[first_id[edge_type[2]] :]
         src, dst = graph.edges[edge_type]
-        for piece in pieces(len(src), 1 << 17):
+        for piece in pieces(max(len(src), 1), 1 << 17):
             ends = np.stack([of_src[src[piece]], of_dst[dst[piece]]])
-            yield ends[:, (ends >= 0).all(axis=0)]
+            yield ends[end, (ends >= 0).all(axis=0)]
 
-    def write(folder: Path) -> None:
-        for number, edge_type in enumerate(graph.edges):
-            files = [spill(folder, f"{end}{number}", new_id.dtype) for end in ("src", "dst")]
-            for ends in inside(edge_type):
-                for file, ids in zip(files, ends, strict=True):
-                    file.append(ids)
-
-    edges: dict[EdgeType, tuple[Array, Array]] = {}
-    folder = None if workspace is None else workspace.stage("edges", write)
-    for number, edge_type in enumerate(graph.edges):
-        if folder is None:
-            none = np.empty((2, 0), new_id.dtype)
-            src, dst = np.concatenate([none, *inside(edge_type)], axis=1)
-        else:
-            src, dst = (mapped(folder, f"{end}{number}") for end in ("src", "dst"))
-        edges[edge_type] = (src, dst)
+    found = [partial(inside, edge_type, end) for edge_type in graph.edges for end in (0, 1)]
+    ends = iter(concatenated(workspace, "edges", found, 2 * graph.total_edges))
+    edges = {edge_type: (next(ends), next(ends)) for edge_type in graph.edges}
     return RawGraph(name=f"a piece of {graph.name}", num_nodes=num_nodes, edges=edges, node_data=node_data)

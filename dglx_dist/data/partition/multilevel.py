@@ -14,10 +14,10 @@ from typing import Any, ClassVar, final
 
 import numpy as np
 
-from dglx_dist.data.external_memory import write_array
+from dglx_dist.data.external_memory import SHOWN_FROM, write_array
 from dglx_dist.data.partition.balance import assign_balanced
 from dglx_dist.data.partition.base import DEFAULT_TOLERANCE, Partitioner, PartitionOptions
-from dglx_dist.data.partition.graph_views import SHOWN_FROM, BalanceWeights, SymmetricGraph
+from dglx_dist.data.partition.graph_views import BalanceWeights, SymmetricGraph
 from dglx_dist.data.partition.one_pass import cut_ranges
 from dglx_dist.data.partition.semi_external import partition
 from dglx_dist.data.storage.files import partial_folder

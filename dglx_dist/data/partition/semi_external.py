@@ -16,13 +16,8 @@ from typing import TypeAlias
 import numpy as np
 from numba import njit
 
-from dglx_dist.data.external_memory import Ranks, Workspace, mapped, spill
-from dglx_dist.data.partition.graph_views import (
-    SHOWN_FROM,
-    BalanceWeights,
-    SymmetricGraph,
-    write_rows,
-)
+from dglx_dist.data.external_memory import SHOWN_FROM, Ranks, Workspace, mapped, spill
+from dglx_dist.data.partition.graph_views import BalanceWeights, SymmetricGraph, write_rows
 from dglx_dist.data.partition.one_pass import stream
 from dglx_dist.data.storage.columns import id_dtype
 from dglx_dist.errors import PeerError
@@ -114,10 +109,7 @@ def _coarsen(
     adjacency = _adjacency(graph)
     total = _count_between(adjacency, coarse_of, starts[1:])
     np.cumsum(starts, out=starts)
-
-    def fill(first: int, last: int, free: Array, indices: Array, merged: Array) -> None:
-        _fill_between(adjacency, coarse_of, first, last, free, indices, merged)
-
+    fill = functools.partial(_fill_between, adjacency, coarse_of)
     held = (coarse_of.itemsize + 8 * len(weights.columns)) * num_nodes
     write_rows(folder, starts, fill, id_dtype(total), workspace.beside(held), "Contracting")
 
@@ -135,12 +127,10 @@ def _clusters(graph: SymmetricGraph, weights: BalanceWeights, key: np.uint64, ra
     """Return the (N,) cluster of each node, numbered in the order of their first members' ids."""
     num_nodes, matrix = graph.num_nodes, weights.matrix()
     share = _TOLERANCE * float(weights.shares.min())
-    # No more than what a part may exceed its share by, or capacities would grow with clusters.
-    limits = [
-        max(float(column.max(initial=0)), tolerance * share * float(column.sum()))
-        for column, tolerance in zip(weights.columns, weights.tolerance.tolist(), strict=True)
-    ]
-    limit = np.broadcast_to(np.array(limits), (num_nodes, len(limits)))
+    # No more than what a part may exceed its share by, or capacities would grow with clusters; a node that
+    # is heavier stays alone, since clusters of its weight could not be balanced.
+    limits = share * weights.tolerance * [float(column.sum()) for column in weights.columns]
+    limit = np.broadcast_to(limits, (num_nodes, len(limits)))
     labels = np.arange(num_nodes, dtype=id_dtype(num_nodes))
     loads = matrix.copy()
     _propagate(graph, (labels, loads, matrix, limit), ranks, key=key, refining=False)
@@ -157,8 +147,11 @@ def _clusters(graph: SymmetricGraph, weights: BalanceWeights, key: np.uint64, ra
 def _refine(
     graph: SymmetricGraph, weights: BalanceWeights, parts: Array, capacities: Array, ranks: Ranks
 ) -> Array:
-    matrix, limit = weights.matrix(), np.ascontiguousarray(capacities.T)
+    matrix = weights.matrix()
     loads = np.ascontiguousarray(weights.loads(parts).T.astype(np.int64))
+    # A capacity allows for the heaviest node, which is in one part only: the others need not grow to it.
+    even = (1 + weights.tolerance) * np.outer(weights.shares, loads.sum(axis=0))
+    limit = np.minimum(capacities.T, np.maximum(even, loads))
     _propagate(graph, (parts, loads, matrix, limit), ranks, key=np.uint64(0), refining=True)
     return parts
 
@@ -188,7 +181,9 @@ def _propagate(
         for _ in range(_SWEEPS):
             num_moved = 0
             for number in range(_ROUNDS):
-                ends = [streams[:-1] + np.diff(streams) * i // _ROUNDS for i in (number, number + 1)]
+                # Of each stream another one, or pairs at the same place of two streams would only swap.
+                block = (number + np.arange(len(streams) - 1)) % _ROUNDS
+                ends = [streams[:-1] + np.diff(streams) * i // _ROUNDS for i in (block, block + 1)]
                 blocks = np.stack(ends, axis=1)[first:last]
                 moves = np.empty((np.diff(blocks).sum(), 3), id_dtype(max(num_nodes, len(rating))))
                 count = _propose(adjacency, blocks, labelling, (rating, active, marked), key, refining, moves)

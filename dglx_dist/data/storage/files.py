@@ -48,7 +48,10 @@ def partial_folder(target: Path) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        left = _partial_name(target)
+        with suppress(OSError):  # it has been renamed by the caller
+            folder.rename(left)  # at once, for other ranks that fill it
+        shutil.rmtree(left, ignore_errors=True)
 
 
 @contextmanager

@@ -299,13 +299,13 @@ class PushPullLoader(EpochLoader[_Made, Any]):
             # The seeds of an epoch are sorted once, not for every batch.
             seeds = {part: loader.seeds_of_step(epoch, items[rank], rank) for part, rank in group.others}
 
-            def sampled(items: Mapping[Any, Array]) -> OwnerBlock:
-                batch = sample(items, epoch)
+            def sampled(items: Mapping[Any, Array], step: int) -> OwnerBlock:
+                batch = sample(items, epoch, step)
                 indptr, indices, _ = batch.blocks[0].adj_tensors("csc")
                 block = build_block(indptr, indices, len(batch.input_nodes), etype)
                 return OwnerBlock(block, batch.input_nodes)
 
-            return lambda step: {part: sampled(of_step(step)) for part, of_step in seeds.items()}
+            return lambda step: {part: sampled(of_step(step), step) for part, of_step in seeds.items()}
 
         return of_epoch
 

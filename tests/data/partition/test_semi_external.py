@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +256,31 @@ def test_nodes_that_find_no_cluster_join_each_other(pairs: list[tuple[int, int]]
     weights = balance_weights(graph, PartitionOptions(), 2, None)
     semi_external._coarsen(symmetrise(graph), weights, workspace(tmp_path, PLENTY), 0, tmp_path)
     assert mapped(tmp_path, "column0").tolist() == [4] * 75
+
+
+def test_pairs_at_the_same_place_of_two_streams_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Node i and node i + 640, of 20 streams: if both moved in one round, they would swap for ever."""
+    monkeypatch.setattr(semi_external, "_LEAST_STREAM", 64)
+    graph = homogeneous(1280, [(i, i + 640) for i in range(640)])
+    weights = balance_weights(graph, PartitionOptions(tolerance=1.0), 2, None)
+    clusters = semi_external._clusters(symmetrise(graph), weights, np.uint64(0), Ranks())
+    assert np.array_equal(clusters[:640], clusters[640:])
+
+
+@pytest.mark.parametrize(("name", "balance"), [("kaminpar", ("degree",)), ("metis", ("degree", "train"))])
+def test_a_hub_is_no_measure_for_other_parts(name: str, balance: tuple[str, ...], tmp_path: Path) -> None:
+    """A quarter of the edges end at one node: its part is full, and others have their share."""
+    whole = communities(num_nodes=4000, inside=0.7)
+    ((src, dst),) = whole.edges.values()
+    to_hub = np.arange(len(src) // 3) % 4000
+    edges = (np.concatenate([src, to_hub]), np.concatenate([dst, np.full(len(to_hub), 7)]))
+    graph = replace(whole, edges=dict.fromkeys(whole.edges, edges))
+    for work in (None, workspace(tmp_path, 800_000)):
+        quality = measure(graph, assign(name, graph, 4, work, balance=balance))
+        assert quality.balance["degree"] <= 1.25 + 1e-3
+    # A cluster is lighter than 0.6 of the tolerance of a part, or it is the hub.
+    of_clusters = np.sort(mapped(tmp_path / "level1", "column0"))
+    assert of_clusters[-2] <= 0.6 * 0.05 * len(edges[0]) / 4 < of_clusters[-1]
 
 
 @pytest.mark.parametrize("fennel", [False, True])

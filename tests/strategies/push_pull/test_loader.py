@@ -17,7 +17,7 @@ import dgl
 import numpy as np
 import pytest
 import torch
-from dgl.dataloading import NeighborSampler, as_edge_prediction_sampler
+from dgl.dataloading import LaborSampler, NeighborSampler, as_edge_prediction_sampler
 
 from dglx_dist.comm.session import Session, start_session
 from dglx_dist.data.storage.writer import write_dataset
@@ -128,6 +128,9 @@ def seen(one: PartInput) -> Seen:
     return one.number, one.nodes.tolist(), indptr.tolist(), indices.tolist(), str(one.block.idtype)
 
 
+LABOR = LaborSampler(FANOUTS, batch_dependency=2, prefetch_node_feats=["feat"], prefetch_labels=["label"])
+
+
 class OwnCode(NeighborSampler):
     def __init__(self, how: str = "", **prefetch: Any) -> None:
         super().__init__(FANOUTS, **prefetch)
@@ -152,6 +155,7 @@ def on_three(folder: str) -> dict[str, Any]:
             kinds = {
                 "nodes": nodes_of(g, structure=structure, shuffle=True, depth=2, num_threads=2),
                 "here": nodes_of(g, structure=structure, num_threads=0, depth_of_pipeline=3),
+                "sources": nodes_of(g, LABOR, structure=structure, shuffle=True),
                 "edges": edges_of(
                     g, structure=structure, shuffle=True, num_threads=2, negative_sampler=drawn, **excluded
                 ),
@@ -197,7 +201,7 @@ def three(folder: Path) -> list[dict[str, Any]]:
     return run_ranks(on_three, 3, args=(str(folder),), timeout_s=250)
 
 
-KINDS = ("nodes", "here", "edges")
+KINDS = ("nodes", "here", "sources", "edges")
 
 
 @pytest.mark.parametrize(
