@@ -63,7 +63,7 @@ def inspect(config: InspectCommand) -> None:
 
     Balance is the largest part over the mean; the halo factor is how many foreign nodes a part reads per
     node that it owns; the replication factor is how many copies of a node there would be if all parts
-    kept theirs.
+    kept theirs. With --closure also the rows that full_graph sends between servers for a layer.
 
     Examples: `dglx inspect data/demo --verify full`, `dglx inspect data/demo --closure --hops 3`
     """
@@ -146,6 +146,7 @@ def _show_closure(dataset: StoredDataset, picture: Path, config: InspectCommand)
     from dglx_dist.graph.analysis import measure_expansion
     from dglx_dist.report.pictures import draw_expansion
     from dglx_dist.report.tables import expansion_table
+    from dglx_dist.strategies.full_graph.plan_builder import border_rows
 
     manifest = dataset.manifest
     hops = HOPS if config.hops is None else config.hops
@@ -153,6 +154,9 @@ def _show_closure(dataset: StoredDataset, picture: Path, config: InspectCommand)
     factors, foreign = found.factors.tolist(), found.foreign.max(axis=1).tolist()
     show(expansion_table(factors, foreign, feature_bytes(manifest), found.work.max(axis=1).tolist()))
     target = picture.with_name(f"{picture.stem}-closure.png")
+    sources, rows = border_rows(dataset, len(factors[0]))
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console.print(f"rows between servers for a layer of all nodes: {sources}; {rows} with aggregate=cover")
     title = f"{manifest.name}, {len(factors[0])} servers"
     draw_or_warn(lambda: draw_expansion(factors, target, title=title), target, _ELSEWHERE)
 

@@ -12,9 +12,11 @@ from dglx_dist.cli.common import draw_or_warn, show
 from dglx_dist.cli.report import InspectCommand, part_bytes, read_batches, report
 from dglx_dist.comm.trace import write_trace
 from dglx_dist.data.storage.manifest import read_manifest
+from dglx_dist.data.storage.reader import open_dataset
 from dglx_dist.errors import ConfigError, DglxError, StorageError
 from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.report.tables import summary_table
+from dglx_dist.strategies.full_graph.plan_builder import border_rows
 from tests.report.traces import span, trace_of
 from tests.training import hetero
 
@@ -60,6 +62,8 @@ def test_inspect_shows_and_draws_it(folder: Path) -> None:
     assert "server 1" in shown.output
     assert "server 2" not in shown.output
     assert "trainers" not in shown.output
+    sources, rows = border_rows(open_dataset(folder), 2)
+    assert f"a layer of all nodes: {sources}; {rows} with aggregate=cover" in shown.output
     # The equality graph has 7 float64 features.
     rows = [line.split() for line in shown.output.splitlines() if line.split()[:1] in (["0"], ["1"], ["2"])]
     assert rows[-3][1:3] == ["1.00", "1.00"]

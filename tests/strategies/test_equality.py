@@ -38,8 +38,11 @@ COLUMNS = [
         Column(strategy, options, DEEP_MODELS, ("empty",), steps, keeps_loader=True)
         for strategy, options, steps in (
             ("full_graph", (), STEPS),
+            ("full_graph", (("aggregate", "cover"),), STEPS),
+            ("full_graph", (("aggregate", "cover"), ("use_pp", False)), STEPS),
             ("shared_preload", (("hops", 0),), STEPS),
             ("shared_preload", (("hops", 1),), STEPS),
+            ("shared_preload", (("hops", 1), ("aggregate", "cover")), STEPS),
             ("shared_preload", (("hops", 2),), 2 * STEPS),
             ("shared_preload", (("external_hops", 2), ("external_fanout", -1)), STEPS),
             ("cooperative", (("batches", 1),), STEPS),

@@ -13,6 +13,7 @@ from dgl.base import ALL, is_all
 from dgl.core import invoke_node_udf
 from dgl.frame import Frame, LazyFeature, Scheme, infer_scheme
 from dgl.function import BuiltinFunction
+from dgl.function.message import BinaryMessageFunction, CopyMessageFunction
 from dgl.heterograph import DGLBlock
 from dgl.heterograph_index import HeteroGraphIndex
 from torch import Tensor
@@ -22,6 +23,7 @@ from dglx_dist.dataloading.minibatch import build_block
 from dglx_dist.errors import ConfigError
 from dglx_dist.message_passing import TorchIndex, place
 from dglx_dist.records import EDGE_TYPE, EdgeType
+from dglx_dist.strategies.full_graph.halo_exchange import CoverExchange
 from dglx_dist.strategies.full_graph.halo_plan import HaloLayer
 from dglx_dist.strategies.gradient_sync import replace_floats
 
@@ -258,6 +260,8 @@ def refuse_reversed(what: str) -> NoReturn:
 class Exchange(Protocol):
     """Interface of ``HaloExchange`` that blocks use."""
 
+    cover: CoverExchange | None
+
     def exchange(self, h: Tensor, kept: Tensor | None = None) -> Tensor:
         """Return (own rows and halo, ...) for the (own rows, ...) ``h``; see ``HaloExchange.exchange``."""
 
@@ -301,7 +305,7 @@ class HaloBlock(DGLBlock):
         self.own_rows, self.halo_rows = layer.own_rows, len(layer.halo_nodes)
         """Rows of the tensors that a model passes to this block, and those of other ranks behind them."""
         self.repeats_first_row = needs_repeated_row(layer)
-        self._exchange, self._fetch_out_degrees = exchange, out_degrees
+        self._exchange, self._fetch_out_degrees, self._is_of_own_rows = exchange, out_degrees, False
         self._sources = self.srcdata[dgl.NID]
         # A list, shared by blocks of other layers on the same structure: the lookup reads every edge.
         self._degrees: list[Tensor] = []
@@ -316,6 +320,43 @@ class HaloBlock(DGLBlock):
         block = self.fresh()
         block._exchange = exchange
         return block
+
+    @property
+    def has_cover(self) -> bool:
+        """Whether sums of own rows over the in-edges have an exchange of their own."""
+        return self._exchange.cover is not None
+
+    def of_own_rows(self) -> HaloBlock:
+        """Return a copy whose source columns and out-degrees are those of own rows, for a layer of sums."""
+        block = self.fresh()
+        block._is_of_own_rows = True
+        # Kept, because a dropout that is recomputed refers to it weakly.
+        self._copy_of_own_rows = block
+        return block
+
+    def sums(self, message: Any, reduce: Any, own_rows: Callable[[str], Tensor | None]) -> dict[str, Tensor]:
+        """Return the (targets, ...) result of a sum or mean by its own exchange; {} if it has none.
+
+        ``own_rows`` returns the (own_rows, ...) column of a name, None if its halo is there.
+        """
+        cover = self._exchange.cover
+        if cover is None or getattr(reduce, "name", "") not in ("sum", "mean"):
+            return {}
+        weights, name = None, ""
+        if isinstance(message, CopyMessageFunction) and message.name == "copy_u":
+            name = message.in_field
+        elif isinstance(message, BinaryMessageFunction) and message.name == "u_mul_e":
+            name, weights = message.lhs_field, (message.rhs_field, self.edata[message.rhs_field])
+        rows = own_rows(name) if name and message.out_field == reduce.msg_field else None
+        if rows is None or not rows.is_floating_point():
+            return {}
+        found = cover.sums(rows, weights)
+        if found is None:
+            return {}
+        if reduce.name == "mean":
+            degrees = self.in_degrees().clamp(min=1).to(found)
+            found = found / degrees.view(-1, *[1] * (found.dim() - 1))
+        return {reduce.out_field: found}
 
     def all_rows(self, h: Tensor, *, kept: Tensor | None = None) -> Tensor:
         """Return the (num_src_nodes, ...) rows of all sources; collective for ranks that share halo rows.
@@ -366,18 +407,19 @@ class HaloBlock(DGLBlock):
             self._degrees.append(self._fetch_out_degrees(self._sources))
         degrees = self._degrees[0] = self._degrees[0].to(device=self.device, dtype=self.idtype)
         if is_all(u):
-            return degrees
+            return degrees[: self.own_rows] if self._is_of_own_rows else degrees
         return int(degrees[u]) if isinstance(u, int) else degrees[torch.as_tensor(u).long()]
 
     def update_all(
         self, message_func: Any, reduce_func: Any, apply_node_func: Any = None, etype: Any = None
     ) -> None:
-        block = self._with_fetched_sources()
+        columns = self.sums(message_func, reduce_func, self._own_column)
+        block = self if columns else self._with_fetched_sources()
         # DGL's built-in reductions return zeros that stay connected to the sources in autograd.
-        if self.num_edges() or isinstance(reduce_func, BuiltinFunction):
+        if not columns and (self.num_edges() or isinstance(reduce_func, BuiltinFunction)):
             DGLBlock.update_all(block, message_func, reduce_func, apply_node_func, etype)
             return
-        columns = reduce_without_edges(block, message_func, reduce_func)
+        columns = columns or reduce_without_edges(block, message_func, reduce_func)
         if apply_node_func is not None:
             seen = {**self.dstdata, **columns}
             columns = invoke_node_udf(self, ALL, self.dsttypes[0], apply_node_func, ndata=seen)
@@ -393,6 +435,10 @@ class HaloBlock(DGLBlock):
             raise ConfigError(f"edge type {key!r} is not {self.canonical_etypes[0]}, the block's only one")
         return self
 
+    def _own_column(self, name: str) -> Tensor | None:
+        column = self._node_frames[0]._columns.get(name)
+        return column.data if isinstance(column, OwnRowsColumn) else None
+
     def _with_fetched_sources(self) -> HaloBlock:
         own = self._node_frames[0]
         if not any(isinstance(column, OwnRowsColumn) for column in own._columns.values()):
@@ -403,6 +449,10 @@ class HaloBlock(DGLBlock):
         return block
 
     def _set_n_repr(self, ntid: int, u: Any, data: Any) -> None:
+        if ntid == 0 and is_all(u) and self._is_of_own_rows:
+            for name, rows in data.items():
+                self.set_own(name, rows)
+            return
         if ntid == 0 and is_all(u):
             data = {name: self.all_rows(rows) for name, rows in data.items()}
         super()._set_n_repr(ntid, u, data)

@@ -7,11 +7,14 @@ sends the gradients of these copies to the ranks that hold the rows, which add t
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, cast, final
 
+import numpy as np
 import torch
+from dgl import ops
 from torch import Tensor
 
 from dglx_dist.comm.exchange import (
@@ -22,8 +25,10 @@ from dglx_dist.comm.exchange import (
 )
 from dglx_dist.comm.session import Session
 from dglx_dist.comm.transfer import Copy, copied_to_host, host_memory, is_on_host
+from dglx_dist.dataloading.minibatch import build_block
 from dglx_dist.errors import ConfigError
-from dglx_dist.strategies.full_graph.halo_plan import HaloLayer
+from dglx_dist.message_passing import place
+from dglx_dist.strategies.full_graph.halo_plan import Cover, HaloLayer
 
 PIECE_BYTES = 256 * 1024
 """Rows are copied and added in pieces of this size while other pieces are in transit."""
@@ -100,8 +105,8 @@ def _rows_in(num_bytes: int, rows: Tensor) -> int:
     return max(num_bytes // max(row_bytes, 1), 1)
 
 
-FORWARD, BACKWARD = "halo", "halo_gradients"
-"""Ledger phases of forward and backward."""
+FORWARD, BACKWARD, ONCE = "halo", "halo_gradients", "preload"
+"""Ledger phases of forward, backward, and what is exchanged once."""
 
 _SUMMED_WIDER = (torch.float16, torch.bfloat16)
 
@@ -118,16 +123,19 @@ class HaloExchange:
         self._session, self._exchanges = session, row_exchanges(session)
         self.number = number
         self.own_rows, self.num_halo = layer.own_rows, len(layer.halo_nodes)
+        self.num_edges = len(layer.edge_ids)
         rows = [torch.from_numpy(rows) for _, rows in layer.send]
         self._sent_rows = {torch.device("cpu"): rows}
         self._sent = [(rank, len(rows)) for rank, rows in layer.send]
         self._num_sent = sum(count for _, count in self._sent)
         self._received = layer.receive
+        self.cover = None if layer.cover is None else CoverExchange(session, layer.cover, self)
 
     def at(self, number: int) -> HaloExchange:
         """Return the exchange of layer ``number`` with equal structure; row lists are shared."""
         other = copy.copy(self)
         other.number = number
+        other.cover = None if self.cover is None else self.cover.at(number)
         return other
 
     @property
@@ -249,6 +257,81 @@ class HaloExchange:
                 f"layer {self.number} exchanges a tensor of shape {tuple(given.shape)}, but this rank has "
                 f"{expected} rows there; pass {what}, in the order of the block"
             )
+
+
+@final
+class CoverExchange:
+    """Sums of source rows over the in-edges of a layer, with the exchange of its :class:`Cover`.
+
+    Ranks sum for each other what is fewer rows that way. Gradients take the same way back.
+    """
+
+    def __init__(self, session: Session, cover: Cover, whole: HaloExchange) -> None:
+        num_edges = whole.num_edges
+        self._rows = HaloExchange(session, cover.layer, whole.number)
+        edges = HaloLayer(
+            own_rows=num_edges,
+            targets=0,
+            indptr=np.zeros(1, np.int64),
+            indices=cover.indices[:0],
+            edge_ids=cover.indices[:0],
+            halo_nodes=cover.indices,
+            receive=cover.receive_edges,
+            send=cover.send_edges,
+        )
+        self._edges = HaloExchange(session, edges, whole.number)
+        numbers = torch.from_numpy(np.where(cover.layer.edge_ids < 0, num_edges, cover.layer.edge_ids))
+        partial, total = (
+            build_block(torch.from_numpy(one.indptr), torch.from_numpy(one.indices), num_sources)
+            for one, num_sources in ((cover, whole.own_rows), (cover.layer, cover.layer.num_sources))
+        )
+        self._graphs = {torch.device("cpu"): (partial, total, numbers)}
+        self._weights: dict[str, tuple[Tensor, int, Tensor]] = {}
+
+    def at(self, number: int) -> CoverExchange:
+        other = copy.copy(self)
+        other._rows, other._edges, other._weights = self._rows.at(number), self._edges.at(number), {}
+        return other
+
+    def sums(self, h: Tensor, weights: tuple[str, Tensor] | None = None) -> Tensor | None:
+        """Return the (targets, ...) sums of the (own_rows, ...) ``h`` of all ranks, times the edge's weight.
+
+        ``weights`` are a column of one number per edge and its name. They are sent to the ranks that use them
+        when they are first seen. None, on all ranks: weights that are learned or computed without gradient in
+        an evaluation, for which rows are sent (attention).
+        """
+        partial, total, numbers = self._on(h.device)
+        if weights is None:
+            return cast("Tensor", ops.copy_u_sum(total, self._exchanged(h, ops.copy_u_sum(partial, h))))
+        own = weights[1]
+        is_number = own.dim() <= h.dim() and math.prod(own.shape[1:]) == 1
+        remote = self._remote(*weights) if is_number else None
+        if remote is None:
+            return None
+        # A partial sum has its weights already.
+        own = torch.cat([own, own.new_ones(1, *own.shape[1:])])[numbers]
+        rows = self._exchanged(h, ops.u_mul_e_sum(partial, h, remote))
+        return cast("Tensor", ops.u_mul_e_sum(total, rows, own))
+
+    def _exchanged(self, h: Tensor, partial: Tensor) -> Tensor:
+        return self._rows.exchange(torch.cat([h, partial]) if len(partial) else h)
+
+    def _remote(self, name: str, weights: Tensor) -> Tensor | None:
+        # Ranks must agree, also those without edges: by objects, not by addresses.
+        known, version, remote = self._weights.get(name, (None, 0, weights))
+        if known is weights and version == weights._version:
+            return remote
+        if weights.requires_grad or not torch.is_grad_enabled():
+            return None
+        remote = self._edges.fetch(weights, phase=ONCE)
+        self._weights[name] = weights, weights._version, remote
+        return remote
+
+    def _on(self, device: torch.device) -> tuple[Any, Any, Tensor]:
+        partial, total, numbers = self._graphs[torch.device("cpu")]
+        if device not in self._graphs:
+            self._graphs[device] = place(partial, device), place(total, device), numbers.to(device)
+        return self._graphs[device]
 
 
 @final

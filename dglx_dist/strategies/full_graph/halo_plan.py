@@ -1,4 +1,4 @@
-"""Plans of full-graph steps: records, and their files beside the dataset.
+"""Plans of full-graph steps: records, the smallest exchange of sums, and files beside the dataset.
 
 A plan on disk is a folder of one array, see :mod:`dglx_dist.data.storage.arrays`.
 """
@@ -13,6 +13,8 @@ from typing import Any, TypeAlias, final
 
 import numpy as np
 from numba import njit
+from scipy.sparse import csr_matrix
+from scipy.sparse.csgraph import breadth_first_order, maximum_bipartite_matching
 from torch import Tensor
 
 from dglx_dist.comm.topology import Topology
@@ -54,6 +56,8 @@ class HaloLayer:
     """Ranks that send the halo; the counts add up to n_halo."""
     send: Sent
     """Own rows that other ranks need, ordered by id; as many as the peer's :attr:`receive` says."""
+    cover: Cover | None = None
+    """The exchange for sums over the in-edges; None: that of the halo, as for everything else."""
 
     @property
     def num_sources(self) -> int:
@@ -67,6 +71,23 @@ class HaloLayer:
                 return self.halo_nodes[first : first + count]
             first += count
         return self.halo_nodes[:0]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Cover:
+    """A :class:`HaloLayer` with the same sums over in-edges, for which fewer rows are sent."""
+
+    layer: HaloLayer
+    """Behind the own rows are the partial sums for other ranks. Its halo are source rows, and partial sums of
+    other ranks with one edge each; ``edge_ids`` are positions among the in-edges, -1 for a partial sum."""
+    indptr: Array
+    """(m + 1,) int64; the summands of partial sum i are at ``indptr[i]:indptr[i + 1]``."""
+    indices: Array
+    """(e,) int64 own rows."""
+    send_edges: Sent
+    """In-edges that other ranks sum, in the order of their :attr:`indices`."""
+    receive_edges: Received
 
 
 @final
@@ -93,6 +114,135 @@ class RankPlan:
         """Return the (n_l,) int64 global ids of this rank's rows of the output of layer ``level``, 0..L."""
         count = self.layers[0].own_rows if level == 0 else self.layers[level - 1].targets
         return self.nodes[:count]
+
+
+_NO_ROWS: Array = np.empty(0, np.int64)
+
+
+def minimum_cover(sources: Array, targets: Array, num_sources: int, num_targets: int) -> tuple[Array, Array]:
+    """Return bool masks, (num_sources,) and (num_targets,), of a minimum vertex cover of the (E,) edges.
+
+    Its size is that of a maximum matching (Koenig's theorem), so at most either number. If rows of the
+    covered sources and sums for the covered targets are sent, each edge is in one of them.
+    """
+    shape = num_sources, num_targets
+    graph = csr_matrix((np.ones(len(sources), bool), (sources, targets)), shape=shape)
+    matched = maximum_bipartite_matching(graph, perm_type="column")
+    mate = np.full(num_targets, -1)
+    mate[matched[matched >= 0]] = np.flatnonzero(matched >= 0)
+    # Steps of alternating paths, from source to source; one more node leads to all unmatched sources. No
+    # path that starts there ends in an unmatched target.
+    ends = np.repeat(np.arange(num_sources), np.diff(graph.indptr))
+    following, unmatched = mate[graph.indices], np.flatnonzero(matched < 0)
+    indices = np.concatenate([np.where(following < 0, ends, following), unmatched])
+    indptr = np.append(graph.indptr, len(indices))
+    paths = csr_matrix((np.ones(len(indices)), indices, indptr), shape=(num_sources + 1, num_sources + 1))
+    reached = np.zeros(num_sources + 1, bool)
+    reached[breadth_first_order(paths, num_sources, return_predecessors=False)] = True
+    covered = np.zeros(num_targets, bool)
+    covered[graph.indices[reached[ends]]] = True
+    return ~reached[:num_sources], covered
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class PairCover:
+    """What one rank sends another for a layer; positions count the halo rows that are sent without cover."""
+
+    rows: Array
+    """(n,) int64 ascending positions of the halo rows that are sent."""
+    targets: Array
+    """(m,) int64 ascending targets for which a partial sum is sent; only known to the receiver."""
+    counts: Array
+    """(m,) int64 sources in each sum, with repetitions."""
+    sources: Array
+    """(e,) int64 positions of the halo rows in the sums, in the order of :attr:`edges`."""
+    edges: Array
+    """(e,) int64 in-edges of the receiver that are summed by the sender, by target; only known there."""
+
+    def numbers(self) -> Array:
+        """Return what the sender must know, as one array."""
+        sizes = np.array([len(self.rows), len(self.counts), len(self.sources)], np.int64)
+        return np.concatenate([sizes, self.rows, self.counts, self.sources])
+
+    @classmethod
+    def of_sender(cls, numbers: Array, num_rows: int) -> PairCover:
+        """Read the :meth:`numbers` of another rank to which ``num_rows`` halo rows are sent without cover."""
+        assert len(numbers) == 3 + numbers[:3].sum(), "partial sums of another rank do not fit together"
+        assert numbers.min() >= 0, "another rank asks for a negative row"
+        rows, counts, sources = np.split(numbers[3:], np.cumsum(numbers[:2]))
+        assert counts.sum() == len(sources), "partial sums of another rank do not fit together"
+        assert max(rows.max(initial=-1), sources.max(initial=-1)) < num_rows, "another rank asks for no row"
+        return cls(rows=rows, targets=_NO_ROWS, counts=counts, sources=sources, edges=_NO_ROWS)
+
+
+def covers_of(layer: HaloLayer) -> dict[int, PairCover]:
+    """Return, by sending rank, the smallest exchange for sums over the in-edges of ``layer``."""
+    target_of, first = _target_of(layer), layer.own_rows
+    found: dict[int, PairCover] = {}
+    for rank, count in layer.receive:
+        edges = np.flatnonzero((layer.indices >= first) & (layer.indices < first + count))
+        sources = layer.indices[edges] - first
+        targets, target = np.unique(target_of[edges], return_inverse=True)
+        is_sent, is_summed = minimum_cover(sources, target, count, len(targets))
+        summed = ~is_sent[sources]
+        found[rank] = PairCover(
+            rows=np.flatnonzero(is_sent),
+            targets=targets[is_summed],
+            counts=np.bincount(target[summed], minlength=len(targets))[is_summed],
+            sources=sources[summed],
+            edges=edges[summed],
+        )
+        first += count
+    return found
+
+
+def cover_of(layer: HaloLayer, received: Mapping[int, PairCover], sent: Mapping[int, PairCover]) -> Cover:
+    """Return the cover of ``layer`` from what it receives and sends, by ascending rank."""
+    own_rows, sending, summands = layer.own_rows, list[tuple[int, Array]](), [_NO_ROWS]
+    for rank, rows in layer.send:
+        pair = sent[rank]
+        sums = own_rows + np.arange(len(pair.counts))
+        sending.append((rank, np.concatenate([rows[pair.rows], sums])))
+        summands.append(rows[pair.sources])
+        own_rows += len(sums)
+    kept, position = np.ones(len(layer.indices), bool), np.arange(layer.num_sources)
+    old, new, sums_at = layer.own_rows, own_rows, [_NO_ROWS]
+    for rank, count in layer.receive:
+        pair = received[rank]
+        kept[pair.edges] = False
+        position[old + pair.rows] = new + np.arange(len(pair.rows))
+        new += len(pair.rows) + len(pair.targets)
+        sums_at.append(np.arange(new - len(pair.targets), new))
+        old += count
+    edges, pairs = np.flatnonzero(kept), received.values()
+    target = np.concatenate([_target_of(layer)[edges], *(pair.targets for pair in pairs)])
+    order = np.argsort(target, kind="stable")
+    sums = np.concatenate(sums_at)
+    return Cover(
+        layer=HaloLayer(
+            own_rows=own_rows,
+            targets=layer.targets,
+            indptr=_offsets(np.bincount(target, minlength=layer.targets)),
+            indices=np.concatenate([position[layer.indices[edges]], sums])[order],
+            edge_ids=np.concatenate([edges, np.full(len(sums), -1)])[order],
+            halo_nodes=np.full(new - own_rows, -1),
+            receive=tuple((rank, len(pair.rows) + len(pair.targets)) for rank, pair in received.items()),
+            send=tuple(sending),
+        ),
+        indptr=_offsets(np.concatenate([_NO_ROWS, *(pair.counts for pair in sent.values())])),
+        indices=np.concatenate(summands),
+        send_edges=tuple((rank, pair.edges) for rank, pair in received.items() if len(pair.edges)),
+        receive_edges=tuple((rank, len(pair.sources)) for rank, pair in sent.items() if len(pair.sources)),
+    )
+
+
+def _target_of(layer: HaloLayer) -> Array:
+    return np.repeat(np.arange(layer.targets), np.diff(layer.indptr))
+
+
+def _offsets(counts: Array) -> Array:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
 
 
 @final
@@ -122,7 +272,7 @@ def _places(table: SlotTable, num_ids: int, ids: Array, places: Array) -> None:
         places[k] = slot_of(table, ids[k]) if 0 <= ids[k] < num_ids else -1
 
 
-VERSION = 5
+VERSION = 6
 NUMBERS, ROWS = "numbers", "rows"
 
 
@@ -162,6 +312,9 @@ def read_plan(folder: ArrayFolder) -> RankPlan:
 
     plan, layers = restored(head), list[HaloLayer]()
     for layer in plan.pop("layers"):
+        if layer is not None and layer["cover"] is not None:
+            layer["cover"]["layer"] = HaloLayer(**layer["cover"]["layer"])
+            layer["cover"] = Cover(**layer["cover"])
         layers.append(HaloLayer(**layer) if layer is not None else layers[-1])
     return RankPlan(layers=tuple(layers), **plan)
 

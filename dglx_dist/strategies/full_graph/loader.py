@@ -40,7 +40,7 @@ from dglx_dist.strategies.full_graph.expansion import (
     eas_rule,
 )
 from dglx_dist.strategies.full_graph.halo_block import HaloBlock, halo_block
-from dglx_dist.strategies.full_graph.halo_exchange import HaloExchange
+from dglx_dist.strategies.full_graph.halo_exchange import ONCE, HaloExchange
 from dglx_dist.strategies.full_graph.halo_plan import PlanCache, RankPlan
 from dglx_dist.strategies.full_graph.options import LoaderRequest
 from dglx_dist.strategies.full_graph.plan_builder import NO_SEEDS, Planner, PlanRequest
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
 
-PHASE = "preload"
+PHASE = ONCE
 """Ledger phase of features and edge values, which are fetched once."""
 
 _NO_SEEDS: Array = np.empty(0, np.int64)
@@ -114,6 +114,8 @@ class PlanSpec:
     """Of the composition and of the external nodes."""
     split: str = AUTO
     """Partitioner that splits the rows of a server among its ranks."""
+    cover: bool = False
+    """Whether sums over in-edges have an exchange of their own."""
 
     @property
     def is_fixed(self) -> bool:
@@ -154,6 +156,7 @@ class PlanMaker:
                 hops=spec.hops,
                 eas=None if spec.eas is None else self._selection(spec.eas, seed=spec.seed, draw=eas_draw),
                 split=spec.split,
+                cover=spec.cover,
                 show_progress=not isinstance(self.seeds, ServerSeeds),
             )
         )

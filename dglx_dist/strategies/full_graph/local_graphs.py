@@ -107,7 +107,12 @@ class LocalGraph(DGLGraph):
     def update_all(
         self, message_func: Any, reduce_func: Any, apply_node_func: Any = None, etype: Any = None
     ) -> None:
-        self._messages().update_all(message_func, reduce_func)
+        block = self._messages()
+        columns = block.sums(message_func, reduce_func, self._not_exchanged)
+        if columns:
+            self.ndata.update(columns)
+        else:
+            block.update_all(message_func, reduce_func)
         if apply_node_func is not None:
             self.apply_nodes(apply_node_func)
 
@@ -149,11 +154,19 @@ class LocalGraph(DGLGraph):
         block._edge_frames = self._edge_frames
         return block
 
-    def _sources_of(self, name: str, rows: Tensor) -> Tensor:
+    def _not_exchanged(self, name: str) -> Tensor | None:
+        rows = self._node_frames[0][name]
+        return None if self._found(name, rows) is not None else rows
+
+    def _found(self, name: str, rows: Tensor) -> Tensor | None:
         before = self._exchanged.get(name)
-        for one in self._prefetched if before is None else (*self._prefetched, before):
-            if one.is_of(rows):
-                return one.whole
+        kept = self._prefetched if before is None else (*self._prefetched, before)
+        return next((one.whole for one in kept if one.is_of(rows)), None)
+
+    def _sources_of(self, name: str, rows: Tensor) -> Tensor:
+        found = self._found(name, rows)
+        if found is not None:
+            return found
         whole = self._block.all_rows(rows)
         self._exchanged[name] = _ExchangedColumn(rows, _version_of(rows), whole)
         return whole
@@ -276,9 +289,10 @@ def local_graph(
     node_keys, edge_keys = run_on_all_ranks(g.session, checked, ConfigError)
     columns, edge_columns = [*node_keys], [*edge_keys]
     arguments = {"columns": columns, "edge_columns": edge_columns, "targets": targets, "use_pp": use_pp}
+    cover = arguments["cover"] = g.session.options.get("aggregate") == "cover"
     check_equal(g.session, "a local graph", arguments)
     owners = RowOwners(g.get_node_partition_policy(g.ntypes[0]).bounds, g.session.topology)
-    plan = make_plans(g, np.arange(*owners.range_of(g.session.topology.rank)), 1, 0)
+    plan = make_plans(g, np.arange(*owners.range_of(g.session.topology.rank)), 1, 0, cover=cover)
     (layer,) = plan.layers
     exchange = HaloExchange(g.session, layer, 1)
     etype = g.canonical_etypes[0]

@@ -30,6 +30,7 @@ from dglx_dist.progress import progress
 from dglx_dist.records import Array, EdgeType
 from dglx_dist.strategies.cost import OPTIMIZER_COPIES, MemoryTrace
 from dglx_dist.strategies.full_graph.halo_block import HaloBlock, halo_block
+from dglx_dist.strategies.full_graph.halo_exchange import CoverExchange
 from dglx_dist.strategies.full_graph.halo_plan import HaloLayer, RankPlan
 from dglx_dist.strategies.full_graph.loader import PlanMaker, PlanSpec, ServerSeeds
 from dglx_dist.strategies.full_graph.model import install
@@ -146,6 +147,7 @@ class LocalExchange:
 
     def __init__(self, num_halo: int) -> None:
         self.num_halo = num_halo
+        self.cover: CoverExchange | None = None
         self.row_bytes: Array = np.zeros(2, np.int64)
         """Of a row that is sent, and of its gradient that comes back."""
 

@@ -73,7 +73,12 @@ def _exchange_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
             "g = dx.local_graph(...)"
         )
     place = _find_rows(module, args, kwargs)
-    if place is not None and len(place.sources) == place.graph.own_rows:
+    if place is not None and place.graph.has_cover and _sums_sources(module):
+        if len(place.sources) == place.graph.own_rows:
+            block = place.graph.of_own_rows()
+            args = tuple(block if one is place.graph else one for one in args)
+            kwargs = {name: block if one is place.graph else one for name, one in kwargs.items()}
+    elif place is not None and len(place.sources) == place.graph.own_rows:
         whole = place.graph.all_rows(place.sources)
         given = whole if torch.is_tensor(place.rows) else (whole, place.rows[1])
         args, kwargs = _replace_argument(args, kwargs, place.key, given)
@@ -83,6 +88,16 @@ def _exchange_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     if _has_no_targets(args, kwargs):
         EmptyPartition(module).turn_on()
     return args, kwargs
+
+
+def _sums_sources(module: nn.Module) -> bool:
+    """Whether ``module`` reads its sources only by a sum or mean over in-edges."""
+    # Exact types: a subclass may read more.
+    if type(module) is dgl.nn.SAGEConv:
+        return module._aggre_type in ("mean", "gcn")
+    if type(module) is dgl.nn.GINConv:
+        return module._aggregator_type in ("sum", "mean")
+    return type(module) is dgl.nn.GraphConv
 
 
 def _replace_argument(

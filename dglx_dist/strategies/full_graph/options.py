@@ -36,17 +36,20 @@ if TYPE_CHECKING:
 
 
 Keep: TypeAlias = Literal["disk", "rebuild"]
+Aggregate: TypeAlias = Literal["sources", "cover"]
 
 COMMON = ("use_pp", "bucket_bytes")
 """Options of every full-graph strategy."""
+EXCHANGING = (*COMMON, "aggregate")
+"""Options of full_graph."""
 PRELOADING = (
-    *COMMON,
+    *EXCHANGING,
     *("hops", "split"),
     *("external_hops", "external_fanout", "external_policy", "resample_every"),
 )
 """Options of shared_preload."""
 COOPERATIVE = (
-    *(name for name in PRELOADING if name != "hops"),
+    *(name for name in PRELOADING if name not in ("hops", "aggregate")),
     *("external_inner", "batches", "memory", "composition", "keep"),
 )
 
@@ -69,6 +72,11 @@ class FullGraphOptions:
     """Whether halo features are fetched once and kept, or exchanged in each epoch; no effect with several
     batches."""
     bucket_bytes: int = option(4 * 2**20, "Parameter gradients that are sent together.", check=at_least(1))
+    aggregate: Aggregate = option(
+        "sources",
+        "What is sent for sums and means over in-edges: source rows, or the fewest rows, some of which are "
+        "partial sums (cover).",
+    )
     split: str = AUTO
     """Partitioner that splits the rows of a server among its ranks."""
     hops: int | None = option(

@@ -26,6 +26,8 @@ import numpy as np
 from dglx_dist.comm.collectives import barrier, broadcast_json
 from dglx_dist.comm.mailbox import OneSidedExchange
 from dglx_dist.comm.session import Session
+from dglx_dist.comm.topology import Topology
+from dglx_dist.data.storage.reader import StoredDataset
 from dglx_dist.errors import ConfigError, PeerError, RemoteError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.ids import Ids, as_ids
@@ -47,7 +49,15 @@ from dglx_dist.strategies.full_graph.expansion import (
     split_rows,
     write_held,
 )
-from dglx_dist.strategies.full_graph.halo_plan import HaloLayer, RankPlan, RowIndex
+from dglx_dist.strategies.full_graph.halo_plan import (
+    HaloLayer,
+    PairCover,
+    RankPlan,
+    RowIndex,
+    cover_of,
+    covers_of,
+    minimum_cover,
+)
 
 PLAN = "plan"
 """Ledger phase of the ids that ranks exchange while planning."""
@@ -77,6 +87,8 @@ class PlanRequest:
     split: str = AUTO
     """Partitioner that splits the rows of a server among its ranks; ``auto``: METIS. Unused with hops 0,
     where a rank computes the rows that it owns."""
+    cover: bool = False
+    """Whether sums over in-edges have an exchange of their own, see :class:`Cover`."""
     show_progress: bool = True
     """Whether rank 0 shows a progress bar for large graphs."""
 
@@ -115,6 +127,8 @@ def plan_steps(context: PartitionContext, request: PlanRequest) -> Steps[RankPla
     own = _own_rows(held, topology.rank)
     layers = yield from _read_layers(context, request.hops, own, held)
     layers = yield from _finish_layers(context, own, layers)
+    if request.cover:
+        layers = yield from _cover_layers(topology.world_size, layers)
     first, last = context.own_range(topology.server)
     return RankPlan(
         nodes=own.nodes,
@@ -353,6 +367,28 @@ def _requested_rows(own: _RankRows, index: RowIndex, message: Sequence[Array]) -
     return requested[1:]
 
 
+def _cover_layers(num_ranks: int, layers: Sequence[HaloLayer]) -> Steps[list[HaloLayer]]:
+    """Return ``layers`` with covers; sends :meth:`PairCover.numbers` to each rank of a layer's halo."""
+    is_new = [not number or layer is not layers[number - 1] for number, layer in enumerate(layers)]
+    covers = [covers_of(layer) if new else {} for layer, new in zip(layers, is_new, strict=True)]
+    outgoing = {
+        rank: [pairs[rank].numbers() if rank in pairs else _NO_IDS for pairs in covers]
+        for rank in range(num_ranks)
+    }
+    answers = yield Step(name="partial sums", among=range(num_ranks), outgoing=outgoing)
+    finished: list[HaloLayer] = []
+    known: dict[int, Array] = {}
+    for number, layer in enumerate(layers):
+        # A rank names nothing for a layer that is equal to its last one.
+        known |= {rank: arrays[number] for rank, arrays in answers.items() if len(arrays[number])}
+        if not is_new[number]:
+            finished.append(finished[-1])
+            continue
+        sent = {rank: PairCover.of_sender(known[rank], len(rows)) for rank, rows in layer.send}
+        finished.append(replace(layer, cover=cover_of(layer, covers[number], sent)))
+    return finished
+
+
 def plan_all(
     context: PartitionContext,
     seeds: Sequence[Array],
@@ -360,6 +396,7 @@ def plan_all(
     hops: int,
     *,
     eas: Selection | None = None,
+    cover: bool = False,
 ) -> list[RankPlan]:
     """Return the plans of all W ranks, made by this process; the structure is whole here.
 
@@ -374,6 +411,7 @@ def plan_all(
             num_layers=num_layers,
             hops=hops,
             eas=eas,
+            cover=cover,
             show_progress=False,
         )
         running.append(plan_steps(replace(context, topology=context.of_rank(rank)), request))
@@ -526,6 +564,34 @@ class Planner:
                 remove_held(folder)
             return {leader: found}
         return {leader: held}
+
+
+def border_rows(dataset: StoredDataset, servers: int) -> tuple[int, int]:
+    """Return the rows that servers of one rank send for a layer of all nodes; any process alone.
+
+    The source rows, and the rows of the covers for sums. The dataset has one node and one edge type and all
+    its parts on this machine; memory is that of the edges that a server reads from others.
+    """
+    (etype,), num_sources, num_rows = dataset.manifest.edge_types, 0, 0
+    placement = Placement(dataset.manifest.num_parts, Topology(0, servers, tuple(range(servers))))
+    offsets = dataset.manifest.node_offsets[etype[2]]
+    bounds = placement.server_offsets(offsets)
+    for server in range(servers):
+        ends = []
+        for part in placement.parts_of_server(server):
+            indptr, sources = dataset.part(part).indptr(etype), dataset.part(part).indices(etype)
+            foreign = np.flatnonzero((sources < bounds[server]) | (sources >= bounds[server + 1]))
+            targets = offsets[part] + np.searchsorted(indptr, foreign, "right") - 1
+            ends.append((sources[foreign], targets))
+        sources, targets = map(np.concatenate, zip(*ends, strict=True))
+        holders = np.searchsorted(bounds, sources, "right")
+        for holder in np.unique(holders):
+            edges = holders == holder
+            distinct, source = np.unique(sources[edges], return_inverse=True)
+            read, target = np.unique(targets[edges], return_inverse=True)
+            num_sources += len(distinct)
+            num_rows += int(np.sum(np.concatenate(minimum_cover(source, target, len(distinct), len(read)))))
+    return num_sources, num_rows
 
 
 def make_plans(g: DistGraph, seeds: Ids, num_layers: int, hops: int, **options: Any) -> RankPlan:

@@ -27,8 +27,8 @@ from dglx_dist.strategies.full_graph.loader import (
 from dglx_dist.strategies.full_graph.memory_estimate import MemoryEstimate, choose_batches
 from dglx_dist.strategies.full_graph.model import HaloModel, check_rows_stay_apart
 from dglx_dist.strategies.full_graph.options import (
-    COMMON,
     COOPERATIVE,
+    EXCHANGING,
     PRELOADING,
     FullGraphOptions,
     read_full_graph_options,
@@ -78,6 +78,7 @@ class _FullGraphStrategy(Strategy):
             eas=options.eas,
             seed=request.seed,
             split=options.split,
+            cover=options.aggregate == "cover",
         )
 
         def opened(spec: PlanSpec) -> FullGraphLoader:
@@ -116,7 +117,7 @@ class _FullGraphStrategy(Strategy):
 class FullGraph(_FullGraphStrategy):
     """One step per epoch on the whole graph; every layer exchanges border rows between ranks.
 
-    Options: :data:`COMMON` of :class:`FullGraphOptions`. See docs/strategies/full_graph.md.
+    Options: :data:`EXCHANGING` of :class:`FullGraphOptions`. See docs/strategies/full_graph.md.
     """
 
     name, edge_bytes = "full_graph", 60
@@ -130,7 +131,7 @@ class FullGraph(_FullGraphStrategy):
 
     @staticmethod
     def read_options(options: Mapping[str, object]) -> FullGraphOptions:
-        return replace(read_full_graph_options(FullGraph.name, COMMON, options), hops=0)
+        return replace(read_full_graph_options(FullGraph.name, EXCHANGING, options), hops=0)
 
     candidates = staticmethod(costs.exchanging_candidates)
 

@@ -31,7 +31,7 @@ from dglx_dist.strategies.full_graph.halo_block import (
     needs_repeated_row,
 )
 from dglx_dist.strategies.full_graph.halo_exchange import HaloExchange
-from dglx_dist.strategies.full_graph.halo_plan import HaloLayer
+from dglx_dist.strategies.full_graph.halo_plan import HaloLayer, RankPlan
 from dglx_dist.strategies.full_graph.local_graphs import LocalGraph
 from dglx_dist.strategies.full_graph.memory_estimate import LocalExchange
 from dglx_dist.strategies.full_graph.model import install
@@ -108,6 +108,16 @@ def furthest(model: nn.Module, graphs: Any, nodes: Tensor, whole: dgl.DGLGraph, 
     return max(float((one - other).abs().max()) if one.numel() else 0.0 for one, other in pairs)
 
 
+def blocks_of(g: DistGraph, seeds: Tensor, *, cover: bool) -> tuple[Tensor, list[HaloBlock], RankPlan]:
+    plan = make_plans(g, seeds.numpy(), 2, 0, cover=cover)
+    nodes = torch.from_numpy(plan.nodes)
+    blocks = [
+        halo_block(layer, nodes, HaloExchange(g.session, layer, n), out_degrees=g.out_degrees)
+        for n, layer in enumerate(plan.layers, start=1)
+    ]
+    return nodes, blocks, plan
+
+
 def on_rank(folder: str) -> dict[str, Any]:
     torch.set_default_dtype(torch.float64)  # APPNPConv makes weights of it
     with start_session(strategy="full_graph", timeout_s=60) as session:
@@ -129,12 +139,11 @@ def on_rank(folder: str) -> dict[str, Any]:
         # None of the last two ranks, and not all of the others.
         seeds = torch.arange(int(g.get_node_partition_policy(NODE_TYPE).bounds[1]))
         seeds = seeds[seeds % 3 > 0]
-        plan = make_plans(g, seeds.numpy(), 2, 0)
-        nodes = torch.from_numpy(plan.nodes)
-        blocks = [
-            halo_block(layer, nodes, HaloExchange(session, layer, n), out_degrees=g.out_degrees)
-            for n, layer in enumerate(plan.layers, start=1)
-        ]
+        nodes, blocks, plan = blocks_of(g, seeds, cover=False)
+        session.options["aggregate"] = "cover"
+        covered = dx.local_graph(g, columns=[], edge_columns=["w"], targets=None)
+        covered.ndata["x"] = lg.ndata["x"]
+        _, covers, _ = blocks_of(g, seeds, cover=True)
         found: dict[str, Any] = {"targets": plan.seeds, "halo": lg._block.halo_rows}
         found["repeats"] = [needs_repeated_row(layer) for layer in plan.layers]
         everyone = torch.arange(NUM_NODES)
@@ -144,7 +153,9 @@ def on_rank(folder: str) -> dict[str, Any]:
             install(model := make())
             if name in LAYERS or name == "jumping":
                 found[f"{name}/blocks"] = furthest(model, blocks, nodes, whole, seeds)
+                found[f"{name}/blocks, cover"] = furthest(model, covers, nodes, whole, seeds)
             found[f"{name}/graph"] = furthest(model, lg, lg.ndata[dgl.NID], whole, everyone)
+            found[f"{name}/graph, cover"] = furthest(model, covered, lg.ndata[dgl.NID], whole, everyone)
         check_blocks(blocks, [torch.from_numpy(plan.rows(level)) for level in range(3)], whole)
         check_local_graph(lg, whole)
         g.close()

@@ -150,7 +150,7 @@ CASES: Mapping[str, tuple[Case, str]] = {
 }
 """Of every strategy."""
 OPTIONS: Sequence[tuple[str, dict[str, Any], str]] = (
-    ("full_graph", {"hops": 1}, "'full_graph' has no option 'hops'.*its options: bucket_"),
+    ("full_graph", {"hops": 1}, "'full_graph' has no option 'hops'.*its options: aggregate .*bucket_"),
     ("full_graph", {"use_pp": 1}, "use_pp=1.*must be of type bool"),
     ("full_graph", {"bucket_bytes": 0}, "bucket_bytes=0 must be at least 1"),
     ("shared_preload", {"hops": -1}, "hops=-1 must be at least 0"),
