@@ -498,11 +498,13 @@ def _checksums(folder: Path) -> dict[str, object]:
 
 def _damage(stage: Path, sums: Path) -> str | None:
     try:
-        found = _checksums(stage)
+        found, noted = _checksums(stage), json.loads(read_small(sums))
         # Others may have been added, such as the cache of a dataset.
-        differing = [name for name, file in json.loads(read_small(sums)).items() if found.get(name) != file]
+        differing = [name for name, file in noted.items() if found.get(name) != file]
     except (OSError, ValueError, AttributeError, RecursionError) as problem:
         return f"its files cannot be checked ({problem})"
+    if not noted:
+        return f"{sums.name} is empty"
     return f"{differing[0]} is damaged" if differing else None
 
 
