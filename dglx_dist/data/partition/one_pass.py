@@ -209,8 +209,8 @@ class _Streaming(Partitioner):
 class Fennel(_Streaming):
     """Each node goes where assigned neighbours minus the marginal size penalty is largest.
 
-    Supports any number of constraints, their tolerance, which always holds for one, target weights and
-    ``passes``.
+    Supports any number of constraints, their tolerance, target weights and ``passes``. What is above its
+    tolerance is rebalanced afterwards; remaining excess is in ``parameters["missed"]``.
     """
 
 
@@ -218,8 +218,8 @@ class Fennel(_Streaming):
 class Ldg(_Streaming):
     """Linear deterministic greedy: each node goes where assigned neighbours x free share is largest.
 
-    Supports any number of constraints, their tolerance, which always holds for one, target weights and
-    ``passes``.
+    Supports any number of constraints, their tolerance, target weights and ``passes``. What is above its
+    tolerance is rebalanced afterwards; remaining excess is in ``parameters["missed"]``.
     """
 
 
