@@ -142,7 +142,12 @@ def part_bytes(manifest: Manifest) -> list[int]:
     return sizes
 
 
+_CUT_EDGE_BYTES = 100
+"""Memory to count the rows between servers, for each cut edge."""
+
+
 def _show_closure(dataset: StoredDataset, picture: Path, config: InspectCommand) -> None:
+    from dglx_dist.data.storage.files import machine_memory
     from dglx_dist.graph.analysis import measure_expansion
     from dglx_dist.report.pictures import draw_expansion
     from dglx_dist.report.tables import expansion_table
@@ -154,9 +159,15 @@ def _show_closure(dataset: StoredDataset, picture: Path, config: InspectCommand)
     factors, foreign = found.factors.tolist(), found.foreign.max(axis=1).tolist()
     show(expansion_table(factors, foreign, feature_bytes(manifest), found.work.max(axis=1).tolist()))
     target = picture.with_name(f"{picture.stem}-closure.png")
-    sources, rows = border_rows(dataset, len(factors[0]))
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    console.print(f"rows between servers for a layer of all nodes: {sources}; {rows} with aggregate=cover")
+    cut_edges = manifest.quality.get("cut_edges", sum(map(manifest.num_edges, manifest.edge_types)))
+    if _CUT_EDGE_BYTES * cut_edges <= machine_memory()[1]:
+        sources, rows = border_rows(dataset, len(factors[0]))
+        console.print(
+            f"rows between servers for a layer of all nodes: {sources}; {rows} with aggregate=cover"
+        )
+    else:
+        console.print(f"rows between servers are not counted: {cut_edges} cut edges do not fit the memory")
     title = f"{manifest.name}, {len(factors[0])} servers"
     draw_or_warn(lambda: draw_expansion(factors, target, title=title), target, _ELSEWHERE)
 

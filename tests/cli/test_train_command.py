@@ -92,7 +92,7 @@ def test_a_gpu_that_is_not_here_is_refused_before_ranks_start() -> None:
         ({"recompute": "keep"}, "--recompute keep must be left out with --model sage"),
         ({"loader_threads": -1}, "--loader-threads -1"),
         ({"layers": 1, "save_embeddings": "out"}, "--save-embeddings out must be left out with --layers 1"),
-        ({"cache": "best"}, "--cache best must be vip, degree or halo"),
+        ({"cache": "best"}, "--cache best must be lookahead, vip, degree or halo"),
         ({"cache": "vip", "cache_alpha": -0.1}, r"--cache-alpha -0\.1 must be at least 0"),
         ({"strategy_options": {"seed": 1}}, "--option seed"),
         ({"strategy_options": {"backend": "nccl"}}, "--option backend"),
