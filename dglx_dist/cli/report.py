@@ -160,14 +160,14 @@ def _show_closure(dataset: StoredDataset, picture: Path, config: InspectCommand)
     show(expansion_table(factors, foreign, feature_bytes(manifest), found.work.max(axis=1).tolist()))
     target = picture.with_name(f"{picture.stem}-closure.png")
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    cut_edges = manifest.quality.get("cut_edges", sum(map(manifest.num_edges, manifest.edge_types)))
-    if _CUT_EDGE_BYTES * cut_edges <= machine_memory()[1]:
+    cut = manifest.quality.get("cut_edges")
+    num_edges = cut if isinstance(cut, int) else sum(manifest.num_edges(one) for one in manifest.edge_types)
+    if _CUT_EDGE_BYTES * num_edges <= machine_memory()[1]:
         sources, rows = border_rows(dataset, len(factors[0]))
-        console.print(
-            f"rows between servers for a layer of all nodes: {sources}; {rows} with aggregate=cover"
-        )
+        text = f"for a layer of all nodes: {sources}; {rows} with aggregate=cover"
     else:
-        console.print(f"rows between servers are not counted: {cut_edges} cut edges do not fit the memory")
+        text = f"are not counted: {num_edges} cut edges do not fit the memory"
+    console.print(f"rows between servers {text}")
     title = f"{manifest.name}, {len(factors[0])} servers"
     draw_or_warn(lambda: draw_expansion(factors, target, title=title), target, _ELSEWHERE)
 
