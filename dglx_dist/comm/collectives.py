@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar, final
+from typing import Any, TypeVar, final
 
 import numpy as np
 import torch
@@ -81,7 +81,16 @@ def gather_rows(local: Tensor, session: Session) -> Tensor:
 def gather_json(value: object, session: Session) -> list[object]:
     """Return the JSON values of all ranks, by rank; TypeError if ``value`` is none."""
     raw = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    return [json.loads(one.tobytes()) for one in SessionRanks(session).gather(raw)]
+    return [json.loads(one.tobytes()) for one in gather_arrays(raw, session)]
+
+
+def gather_arrays(local: Array, session: Session) -> list[Array]:
+    """Return the arrays (k, *row) of all ranks, by rank; they differ in k only."""
+    counts = gather_int64([len(local)], session)[:, 0]
+    padded = np.zeros((int(counts.max()), *local.shape[1:]), local.dtype)
+    padded[: len(local)] = local
+    rows = gather_rows(torch.from_numpy(padded), session).numpy()
+    return [row[:count] for row, count in zip(rows, counts, strict=True)]
 
 
 @final
@@ -93,11 +102,10 @@ class SessionRanks(Ranks):
         self.rank, self.count = session.topology.rank, session.topology.world_size
 
     def gather(self, local: Array) -> list[Array]:
-        counts = gather_int64([len(local)], self._session)[:, 0]
-        padded = np.zeros((int(counts.max()), *local.shape[1:]), local.dtype)
-        padded[: len(local)] = local
-        rows = gather_rows(torch.from_numpy(padded), self._session).numpy()
-        return [row[:count] for row, count in zip(rows, counts, strict=True)]
+        return gather_arrays(local, self._session)
+
+    def of_all(self, value: object) -> list[Any]:
+        return gather_json(value, self._session)
 
 
 def broadcast_json(value: object, session: Session, source: int = 0) -> object:

@@ -414,12 +414,13 @@ class HaloBlock(DGLBlock):
         self, message_func: Any, reduce_func: Any, apply_node_func: Any = None, etype: Any = None
     ) -> None:
         columns = self.sums(message_func, reduce_func, self._own_column)
-        block = self if columns else self._with_fetched_sources()
-        # DGL's built-in reductions return zeros that stay connected to the sources in autograd.
-        if not columns and (self.num_edges() or isinstance(reduce_func, BuiltinFunction)):
-            DGLBlock.update_all(block, message_func, reduce_func, apply_node_func, etype)
-            return
-        columns = columns or reduce_without_edges(block, message_func, reduce_func)
+        if not columns:
+            block = self._with_fetched_sources()
+            # DGL's built-in reductions return zeros that stay connected to the sources in autograd.
+            if self.num_edges() or isinstance(reduce_func, BuiltinFunction):
+                DGLBlock.update_all(block, message_func, reduce_func, apply_node_func, etype)
+                return
+            columns = reduce_without_edges(block, message_func, reduce_func)
         if apply_node_func is not None:
             seen = {**self.dstdata, **columns}
             columns = invoke_node_udf(self, ALL, self.dsttypes[0], apply_node_func, ndata=seen)
