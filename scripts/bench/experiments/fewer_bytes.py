@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dglx_dist.data.synthetic import SyntheticConfig
 from dglx_dist.planner.records import Rate
 from dglx_dist.prepare import PartitionPlan
 from scripts.bench import data
@@ -52,7 +53,7 @@ SIZES: Mapping[str, Size] = {
 
 def caches(plan: BenchPlan, size: Size) -> ExperimentPlan:
     """Return B1: policies by memory on two servers, by rate, and on four servers cut at random."""
-    graph = clustered(plan, nodes=size.nodes, train_rate=0.08)
+    graph = SyntheticConfig(nodes=size.nodes, seed=plan.seed + 1)
     cuts = {
         name: PartitionPlan(num_parts=parts, method=name) for name, parts in (("metis", 2), ("random", 4))
     }
