@@ -389,19 +389,6 @@ def _rule(request: SampleRequest, relation: int) -> Rule:
 
 
 @njit(cache=True, nogil=True)
-def _draw_by_source(
-    relations: Relations, hop: _Hop, relation: int, frontier: Array, exclude: Array, rows: Array, edges: Array
-) -> None:
-    csc, fanout, stream = csc_at(relations, relation), hop.fanouts[relation], hop.streams[relation]
-    if relations.wide[relation]:
-        wide = Csc(csc.indptr, _indices_of(relations, relation, np.int64), csc.weights, 0, 0)
-        draw_by_source(wide, frontier, fanout, stream, exclude, rows, edges)
-    else:
-        narrow = Csc(csc.indptr, _indices_of(relations, relation, np.int32), csc.weights, 0, 0)
-        draw_by_source(narrow, frontier, fanout, stream, exclude, rows, edges)
-
-
-@njit(cache=True, nogil=True)
 def _frontier(relations: Relations, nodes: NumberedNodes, hop: _Hop, relation: int) -> Array:
     node_type = relations.destination_types[relation]
     first = nodes.starts[node_type]
@@ -418,9 +405,6 @@ def _count(relations: Relations, request: SampleRequest, nodes: NumberedNodes, h
         fanout = hop.fanouts[relation]
         if fanout == 0:
             rows[:] = 0
-        elif request.by_source:
-            exclude = _rule(request, relation).exclude
-            _draw_by_source(relations, hop, relation, frontier, exclude, rows, np.empty(0, np.int64))
         else:
             hop.largest[relation] = count_hop(
                 csc_at(relations, relation),
@@ -445,20 +429,40 @@ def _draw(
         first, last = hop.ends[relation], hop.ends[relation + 1]
         if last > first:
             rows = hop.indptr[row : row + len(frontier) + 1]
-            rule, out = _rule(request, relation), edges[first:last]
-            if request.by_source:
-                _draw_by_source(relations, hop, relation, frontier, rule.exclude, rows, out)
-            else:
-                draw_hop(
-                    csc_at(relations, relation),
-                    frontier,
-                    hop.streams[relation],
-                    hop.fanouts[relation] < 0,
-                    rule,
-                    (rows, hop.starts[row : row + len(frontier)], hop.largest[relation]),
-                    out,
-                )
+            draw_hop(
+                csc_at(relations, relation),
+                frontier,
+                hop.streams[relation],
+                hop.fanouts[relation] < 0,
+                _rule(request, relation),
+                (rows, hop.starts[row : row + len(frontier)], hop.largest[relation]),
+                edges[first:last],
+            )
         row += len(frontier) + 1
+
+
+@njit(cache=True, nogil=True)
+def _draw_by_source(
+    relations: Relations, request: SampleRequest, nodes: NumberedNodes, hop: _Hop, edges: Array
+) -> Array:
+    # Fills indptr and ends; the caller has set ends[0]. Returns the edges of the batch so far.
+    row = 0
+    for relation in range(len(hop.fanouts)):
+        frontier, first = _frontier(relations, nodes, hop, relation), hop.ends[relation]
+        rows = hop.indptr[row : row + len(frontier) + 1]
+        csc, fanout, stream = csc_at(relations, relation), hop.fanouts[relation], hop.streams[relation]
+        exclude = _rule(request, relation).exclude
+        if fanout == 0:
+            rows[:] = 0
+        elif relations.wide[relation]:
+            wide = Csc(csc.indptr, _indices_of(relations, relation, np.int64), csc.weights, 0, 0)
+            edges = draw_by_source(wide, frontier, fanout, stream, exclude, rows, edges, first)
+        else:
+            narrow = Csc(csc.indptr, _indices_of(relations, relation, np.int32), csc.weights, 0, 0)
+            edges = draw_by_source(narrow, frontier, fanout, stream, exclude, rows, edges, first)
+        hop.ends[relation + 1] = first + rows[len(frontier)]
+        row += len(frontier) + 1
+    return edges
 
 
 @njit(cache=True, nogil=True)
@@ -519,11 +523,16 @@ def sample_batch(relations: Relations, request: SampleRequest, table: Table) -> 
         indptr = longer(indptr, row_end, row_end + new_rows)
         hop = _new_hop(relations, request, hop_index, sizes, indptr[row_end:])
         hop.ends[0] = edge_ends[begin]
-        _count(relations, request, nodes, hop)
+        first = hop.ends[0]
+        if request.by_source:
+            edge_ids = _draw_by_source(relations, request, nodes, hop, edge_ids)
+        else:
+            _count(relations, request, nodes, hop)
+            edge_ids = longer(edge_ids, first, hop.ends[num_relations])
+            _draw(relations, request, nodes, hop, edge_ids)
         edge_ends[begin : begin + num_relations + 1] = hop.ends
-        first, last = hop.ends[0], hop.ends[num_relations]
-        edge_ids, sources = longer(edge_ids, first, last), longer(sources, first, last)
-        _draw(relations, request, nodes, hop, edge_ids)
+        last = hop.ends[num_relations]
+        sources = longer(sources, first, last)
         more = np.zeros(len(sizes), np.int64)
         for relation in range(num_relations):
             more[relations.source_types[relation]] += hop.ends[relation + 1] - hop.ends[relation]
@@ -534,7 +543,7 @@ def sample_batch(relations: Relations, request: SampleRequest, table: Table) -> 
         node_ends[hop_index + 1] = nodes.counts
     ids, starts = packed_ids(nodes)
     used = Table(table.slots, table.keys, table.base + nodes.counts.max())
-    return RawBatch(ids, starts, node_ends, indptr, sources, edge_ids, edge_ends), used
+    return RawBatch(ids, starts, node_ends, indptr, sources, edge_ids[: edge_ends[-1]], edge_ends), used
 
 
 _DIRECT_LIMIT = 1 << 26
