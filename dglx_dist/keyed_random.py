@@ -205,23 +205,6 @@ def _candidates(csc: Csc, exclude: Array, start: int, end: int, out: Array) -> i
 
 
 @njit(cache=True, nogil=True)
-def all_candidates(csc: Csc, nodes: Array, exclude: Array) -> tuple[Array, Array]:
-    """Return the (K + 1,) indptr and positions, int64, of in-edges of ``nodes`` that may be drawn.
-
-    These are all but those in ``exclude`` ((X,) int64 ascending global ids) and those of weight 0.
-    """
-    indptr, total = np.zeros(len(nodes) + 1, np.int64), 0
-    for node in nodes:
-        total += csc.indptr[node - csc.first_node + 1] - csc.indptr[node - csc.first_node]
-    out = np.empty(total, np.int64)
-    for i in range(len(nodes)):
-        row, count = nodes[i] - csc.first_node, indptr[i]
-        found = _candidates(csc, exclude, csc.indptr[row], csc.indptr[row + 1], out[count:])
-        indptr[i + 1] = count + found
-    return indptr, out[: indptr[-1]]
-
-
-@njit(cache=True, nogil=True)
 def count_hop(csc: Csc, nodes: Array, fanout: int, rule: Rule, indptr: Array, starts: Array) -> int:
     """Write the indptr of the sampled edges, and the start of each destination's in-edges.
 

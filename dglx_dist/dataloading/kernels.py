@@ -14,7 +14,7 @@ import numpy as np
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
-from dglx_dist.keyed_random import Csc, Rule, all_candidates, count_hop, draw_by_source, draw_hop, item_key
+from dglx_dist.keyed_random import Csc, Rule, count_hop, draw_by_source, draw_hop, item_key
 from dglx_dist.records import Array, EdgeType
 
 
@@ -250,10 +250,8 @@ class SampleRequest(NamedTuple):
     """Whether an edge may be drawn more than once."""
     by_source: bool
     """Whether sources are drawn, and with them all their edges; see :class:`~dglx_dist.keyed_random.Rule`."""
-    unequal: bool
-    """Whether :func:`draw_unequal` draws them."""
     rounds: int
-    """Its rounds."""
+    """Of :func:`draw_unequal`, which draws sources if it is not 0, or edges have weights."""
     exclude: Array
     """(X,) int64 edges that are not drawn, edge type by edge type, ascending within one."""
     exclude_ends: Array
@@ -281,7 +279,7 @@ class RawBatch(NamedTuple):
     edge_ends: Array
     """(L * R + 1,) int64; hop h and edge type r have the edges ``[h * R + r]:[h * R + r + 1]``."""
     edge_weights: Array
-    """float32, one per edge if the request is ``unequal``, of mean 1 for each destination; else length 0."""
+    """float32, one per edge if :func:`draw_unequal` draws, of mean 1 for each destination; else length 0."""
 
 
 class NumberedNodes(NamedTuple):
@@ -468,10 +466,6 @@ def _scale(weights: Array, shares: Array, fanout: int) -> float:
         scale, before = inverse / (slack + squares), uncertain
 
 
-_CONVERGED = 1e-4
-"""Relative decrease of the expected number of sources, as in DGL."""
-
-
 @njit(cache=True, nogil=True)
 def draw_unequal(
     indptr: Array, sources: Array, weights: Array, fanout: int, stream: np.uint64, rounds: int, rows: Array
@@ -515,7 +509,7 @@ def draw_unequal(
         shares[:] = pi[local]
         done += 1
         expected = np.minimum(pi, 1.0).sum()
-        if expected >= before * (1 - _CONVERGED):
+        if expected >= before * (1 - 1e-4):
             rounds = done
         before = expected
     kept, inverse, total = np.empty(len(sources), np.int64), np.empty(len(sources)), 0
@@ -523,7 +517,7 @@ def draw_unequal(
     for i in range(len(scales)):
         for j in range(indptr[i], indptr[i + 1]):
             likely = min(1.0, scales[i] * shares[j])
-            # Not above the largest draw, so that rounding does not drop what is certain.
+            # Not <: a certain edge may have rounded to the largest draw.
             if (item_key(stream, sources[j]) >> np.uint64(11)) * 2.0**-53 <= likely:
                 kept[total], inverse[total] = j, weights[j] / likely
                 total += 1
@@ -536,15 +530,17 @@ def _unequal(
     relations: Relations, request: SampleRequest, hop: _Hop, relation: int, frontier: Array, rows: Array
 ) -> tuple[Array, Array]:
     # Returns edges and their weights, of mean 1 for each destination.
-    csc = csc_at(relations, relation)
-    indptr, edges = all_candidates(csc, frontier, _rule(request, relation).exclude)
-    sources = np.empty(len(edges), np.int64)
+    csc, rule, num_rows = csc_at(relations, relation), _rule(request, relation), len(frontier)
+    fanout, stream = hop.fanouts[relation], hop.streams[relation]
+    indptr, starts = np.empty(num_rows + 1, np.int64), np.empty(num_rows, np.int64)
+    largest = count_hop(csc, frontier, -1, rule, indptr, starts)
+    edges, sources = np.empty(indptr[-1], np.int64), np.empty(indptr[-1], np.int64)
+    draw_hop(csc, frontier, stream, True, rule, (indptr, starts, largest), edges)
     read_sources(relations, relation, edges, sources)
     sources -= relations.offsets[relations.source_types[relation]]
     weights = csc.weights[edges].astype(np.float64) if len(csc.weights) else np.ones(len(edges))
-    fanout, stream = hop.fanouts[relation], hop.streams[relation]
     kept, weights = draw_unequal(indptr, sources, weights, fanout, stream, request.rounds, rows)
-    for i in range(len(frontier)):
+    for i in range(num_rows):
         own = weights[rows[i] : rows[i + 1]]
         own *= len(own) / own.sum() if len(own) else 1.0
     return edges[kept], weights
@@ -563,7 +559,7 @@ def _draw_by_source(
         exclude = _rule(request, relation).exclude
         if fanout == 0:
             rows[:] = 0
-        elif request.unequal:
+        elif request.rounds != 0 or len(csc.weights) > 0:
             more, new_weights = _unequal(relations, request, hop, relation, frontier, rows)
             edges = np.concatenate((edges[:first], more))
             weights = np.concatenate((weights, new_weights.astype(np.float32)))

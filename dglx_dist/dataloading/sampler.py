@@ -113,7 +113,6 @@ class Draws:
             streams,
             self.replace,
             self.by_source is not None,
-            self.by_source is not None and self.by_source.unequal,
             0 if self.by_source is None else self.by_source.rounds,
             edges,
             edge_ends,
