@@ -222,6 +222,7 @@ class HaloModel(ReplicatedModel):
             return self._on_other_blocks(args, kwargs)
         _check_not_weighted((args, kwargs))
         if self.training:
+            self._rows.step = graphs[0].step_number
             self._dropouts.begin(graphs[0].step_number, graphs[0].srcdata[dgl.NID])
             if isinstance(graphs[0], LocalGraph):
                 # A loader numbers its blocks, but one local graph serves all steps.
