@@ -445,7 +445,7 @@ def draw_by_source(
                 continue
             # An unconditional store costs less than an unpredictable branch.
             edges[np.uint64(total)] = position + first_edge
-            total += np.int64(keep_all or item_key(stream, indices[np.uint64(position)]) < limit)
+            total += int(keep_all or item_key(stream, indices[np.uint64(position)]) < limit)
         indptr[i + 1] = total - used
     return edges
 
