@@ -20,7 +20,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from dglx_dist.comm.exchange import row_exchanges
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
-from dglx_dist.layers.convolutions import CONVOLUTIONS
+from dglx_dist.layers.convolutions import CONVOLUTIONS, sums_sources
 from dglx_dist.layers.dropout import install_node_dropouts
 from dglx_dist.layers.tracer import GraphCall, named_arguments, read_call
 from dglx_dist.records import StepShare
@@ -73,7 +73,7 @@ def _exchange_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
             "g = dx.local_graph(...)"
         )
     place = _find_rows(module, args, kwargs)
-    if place is not None and place.graph.has_cover and _sums_sources(module):
+    if place is not None and place.graph.has_cover and sums_sources(module):
         if len(place.sources) == place.graph.own_rows:
             block = place.graph.of_own_rows()
             args = tuple(block if one is place.graph else one for one in args)
@@ -88,16 +88,6 @@ def _exchange_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     if _has_no_targets(args, kwargs):
         EmptyPartition(module).turn_on()
     return args, kwargs
-
-
-def _sums_sources(module: nn.Module) -> bool:
-    """Whether ``module`` reads its sources only by a sum or mean over in-edges."""
-    # Exact types: a subclass may read more.
-    if type(module) is dgl.nn.SAGEConv:
-        return module._aggre_type in ("mean", "gcn")
-    if type(module) is dgl.nn.GINConv:
-        return module._aggregator_type in ("sum", "mean")
-    return type(module) is dgl.nn.GraphConv
 
 
 def _replace_argument(
@@ -232,6 +222,7 @@ class HaloModel(ReplicatedModel):
             return self._on_other_blocks(args, kwargs)
         _check_not_weighted((args, kwargs))
         if self.training:
+            self._rows.step = graphs[0].step_number
             self._dropouts.begin(graphs[0].step_number, graphs[0].srcdata[dgl.NID])
             if isinstance(graphs[0], LocalGraph):
                 # A loader numbers its blocks, but one local graph serves all steps.

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from dgl.dataloading import NeighborSampler
 
+from dglx_dist.comm.codec import WireDtype
 from dglx_dist.comm.collectives import check_equal, run_on_all_ranks
 from dglx_dist.comm.transfer import device_of
 from dglx_dist.data.storage.files import read_size
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 Keep: TypeAlias = Literal["disk", "rebuild"]
 Aggregate: TypeAlias = Literal["sources", "cover"]
 
-COMMON = ("use_pp", "bucket_bytes")
+COMMON = ("use_pp", "bucket_bytes", "wire_dtype")
 """Options of every full-graph strategy."""
 EXCHANGING = (*COMMON, "aggregate")
 """Options of full_graph."""
@@ -76,6 +77,11 @@ class FullGraphOptions:
         "sources",
         "What is sent for sums and means over in-edges: source rows, or the fewest rows, some of which are "
         "partial sums (cover).",
+    )
+    wire_dtype: WireDtype = option(
+        "same",
+        "What activations and their gradients are sent as: the same, or fewer bits, rounded at random "
+        "without bias, which does not train exactly.",
     )
     split: str = AUTO
     """Partitioner that splits the rows of a server among its ranks."""

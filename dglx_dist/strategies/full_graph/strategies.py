@@ -83,7 +83,7 @@ class _FullGraphStrategy(Strategy):
 
         def opened(spec: PlanSpec) -> FullGraphLoader:
             source = PlanSource(g, maker, spec, keep=options.keep == "disk")
-            return FullGraphLoader(g, source, request, use_pp=options.use_pp)
+            return FullGraphLoader(g, source, request, use_pp=options.use_pp, wire=options.wire_dtype)
 
         if not options.memory:
             return opened(spec)
