@@ -193,7 +193,7 @@ class LookAheadRows:
         # Inputs of all batches are numbered on; the next uses of those of batches to come are in a ring.
         self._following = np.empty(_LEAST_PLACES, np.int32)
         self._firsts: deque[int] = deque()
-        self._end, self._step = 0, 0
+        self._end, self._step, self._unfinished = 0, 0, 0
         self._joint: JointRequest | None = None
         self._requested = 0
 
@@ -208,9 +208,13 @@ class LookAheadRows:
         return self._claim.acquire(blocking=False)
 
     def release(self) -> None:
-        """Give the rows back. Each iteration begins without rows, so that its bytes depend on it alone."""
+        """Give the rows back; they stay for the next loader unless an announced batch was not finished."""
         self.announce_more = lambda: False
-        self._forget()
+        if self._firsts or self._unfinished:
+            self._forget()
+        # Nothing refers to a batch any more: from 0 again, so that steps fit 32 bits.
+        self._last.fill(-1)
+        self._end, self._step = 0, 0
         self._claim.release()
 
     def announce(self, ids: Array) -> None:
@@ -261,10 +265,15 @@ class LookAheadRows:
                 break
         self._firsts.popleft()
         self._step += 1
+        self._unfinished += 1
         kept, slots = _replace(self.table, self._held, self._next_use, plan.ids, uses[hits:], cut)
         places = plan.positions[kept]
 
-        return lambda rows: move_rows(rows, places, self.rows, slots)
+        def keep(rows: Array) -> None:
+            move_rows(rows, places, self.rows, slots)
+            self._unfinished -= 1
+
+        return keep
 
     def _make_place(self, count: int) -> None:
         begin, end = self._firsts[0], self._end

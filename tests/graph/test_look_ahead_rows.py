@@ -81,21 +81,26 @@ def test_no_choice_fetches_fewer(num_ids: int) -> None:
             assert loader.run() == least_fetched(remote, capacity), (capacity, batches)
 
 
+@NUM_IDS
+def test_rows_stay_for_the_next_loader_and_one_at_a_time_has_them(num_ids: int) -> None:
+    rows, batch = LookAheadRows(4, INFO, OWN, num_ids), np.arange(3, 7)
+    assert Loader(rows, [batch, batch[::-1]], window=1).run() == 4
+    loader = Loader(rows, [batch, np.arange(5, 9)], window=2)
+    assert not rows.claim()
+    assert loader.run() == 2
+
+
 @pytest.mark.parametrize("finished", [False, True])
 @NUM_IDS
-def test_each_loader_begins_without_rows_and_one_at_a_time_has_them(finished: bool, num_ids: int) -> None:
+def test_rows_of_a_loader_that_ended_early_are_forgotten(finished: bool, num_ids: int) -> None:
     rows, batches = LookAheadRows(4, INFO, OWN, num_ids), [np.arange(3, 7), np.arange(5, 9)]
     loader = Loader(rows, batches, window=2)
-    assert not rows.claim()
     rows.announce(batches[0])
-    plan = plan_remote(batches[0], BOUNDS, 0, rows.table, distinct=True)
-    keep = rows.admit(plan)  # they have slots
-    if finished:
-        keep(batches[0])
+    if not finished:  # rows that have a slot and never arrive
+        rows.admit(plan_remote(batches[0], BOUNDS, 0, rows.table, distinct=True))
     rows.release()
     del loader
-    for _ in range(2):
-        assert Loader(rows, batches, window=2).run() == 6
+    assert Loader(rows, batches, window=2).run() == 6
 
 
 @NUM_IDS
