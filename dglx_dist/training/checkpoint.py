@@ -432,6 +432,8 @@ class CheckpointWriter:
         tensors |= {f"optimizer/{name}": value for name, value in of_optimizer.items()}
         own = _own_share(tensors, session)
         own[f"random/{session.topology.rank}/cpu"] = torch.get_rng_state()
+        if isinstance(model, WrappedModel):
+            own |= {f"rank/{session.topology.rank}/{name}": rows for name, rows in model.rank_state().items()}
         if session.device.type == "cuda":
             own[f"random/{session.topology.rank}/cuda"] = torch.cuda.get_rng_state(session.device)
         sparse = optimizers_of(self._saved.sparse)
@@ -687,6 +689,7 @@ def load(
             prefixes = ("model/", *(["optimizer/"] if optimizer is not None else []))
             same_ranks = state["world_size"] == session.topology.world_size
             prefixes += (f"random/{rank}/",) if random_state and same_ranks else ()
+            prefixes += (f"rank/{rank}/",) if same_ranks else ()
             wanted = {name: one.read(name) for name, one in tensors.items() if name.startswith(prefixes)}
             if optimizer is None:
                 return state, wanted, {}
@@ -699,6 +702,8 @@ def load(
         position = state["loader"][rank if state["world_size"] == session.topology.world_size else 0]
         run_on_all_ranks(session, lambda: loader.load_state_dict(position), CheckpointError)
     model.load_state_dict(_below("model/", wanted))
+    if isinstance(model, WrappedModel):
+        model.load_rank_state(_below(f"rank/{rank}/", wanted))
     if optimizer is not None:
         optimizer.load_state_dict(of_optimizer)
     for number, rows in enumerate(optimizers_of(sparse)):

@@ -5,6 +5,7 @@ See docs/strategies/shared_preload.md. Sizes are counted by one process or by al
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -313,8 +314,10 @@ def plan_trials(
 
 
 def exchanging_candidates(context: PlanContext) -> Iterator[Candidate]:
-    """Yield full_graph."""
+    """Yield full_graph, and with halo rows of the epoch before."""
     yield Candidate(unit="full_graph", works=(FullGraphScheme(0),))
+    if context.servers > 1:
+        yield Candidate(unit="full_graph", options={"staleness": 1}, works=(FullGraphScheme(0),), exact=False)
 
 
 def preloading_candidates(context: PlanContext) -> Iterator[Candidate]:
@@ -353,22 +356,29 @@ def cost(candidate: Candidate, known: Measured) -> Cost:
     """Return the cost of an epoch of one step, or of several cooperative batches."""
     work: FullWork = known.works[candidate.works[0]]
     # Of several batches, none keeps the features of its halo.
-    use_pp = work.steps == 1
+    use_pp, late = work.steps == 1, "staleness" in candidate.options
     traffic = _traffic(known, work, use_pp=use_pp)
     return Cost(
-        seconds=_seconds(known, work, traffic, use_pp=use_pp),
+        seconds=_seconds(known, work, traffic, use_pp=use_pp, late=late),
         traffic=traffic,
-        memory=full_graph_memory(known, work, ahead=0 if work.steps == 1 else 1),
+        memory=full_graph_memory(known, work, ahead=0 if work.steps == 1 else 1, late=late),
         shared=known.own_features,
         on_host=known.program_bytes + known.own_features,
     )
 
 
-def full_graph_memory(known: Measured, work: FullWork, *, ahead: int = 0) -> int:
-    """Return the peak of a rank that trains on whole graphs; ``ahead``: batches loaded in advance."""
+def full_graph_memory(known: Measured, work: FullWork, *, ahead: int = 0, late: bool = False) -> int:
+    """Return the peak of a rank that trains on whole graphs.
+
+    ``ahead``: batches loaded in advance; ``late``: whether exchanged rows are used in the next epoch.
+    """
     found = estimate(work.largest, known.of_graphs, known.shape.features * known.shape.itemsize, ahead=ahead)
     of_steps = round(ALLOCATOR_OVERHEAD * (found.total - found.held))
-    return known.fixed + known.own_features + found.held + of_steps
+    exchanged = zip(known.shape.layers, work.outside, work.inside, strict=True) if late else ()
+    # Sent and received, forward and backward, in a buffer and in transit; ranks have similar shares.
+    pairs = sum(layer.inputs * (out + into) for layer, out, into in [*exchanged][1:])
+    of_late = 8 * pairs * known.shape.itemsize // known.cluster.ranks
+    return known.fixed + known.own_features + found.held + of_steps + of_late
 
 
 def exchanged_bytes(pairs: Sequence[int], shape: ModelShape, *, use_pp: bool) -> dict[str, int]:
@@ -402,7 +412,7 @@ def _traffic(known: Measured, work: FullWork, *, use_pp: bool) -> Traffic:
     )
 
 
-def _seconds(known: Measured, work: FullWork, traffic: Traffic, *, use_pp: bool) -> Seconds:
+def _seconds(known: Measured, work: FullWork, traffic: Traffic, *, use_pp: bool, late: bool) -> Seconds:
     cluster, rates = known.cluster, known.plan_rates or known.rates
     compute, read = rates.compute_s(known.shape.work(*work.worked), work.steps), 0.0
     if work.steps > 1:
@@ -417,10 +427,13 @@ def _seconds(known: Measured, work: FullWork, traffic: Traffic, *, use_pp: bool)
     waits = 2 * sum(1 for rows in work.card_rows[use_pp:] if rows) * work.steps
     handling = handling_seconds(known, traffic) + waits * _EXCHANGE_S / min(cluster.cores, 1.0)
     moving = after_bursts(outside / cluster.external_bytes_per_s, waits, compute, cluster)
+    exchange = moving + latencies(waits, cluster), inside / cluster.internal_bytes_per_s
+    # Late rows travel while layers compute.
+    shown = 1.0 - min(1.0, (compute + handling) / (sum(exchange) or math.inf)) if late else 1.0
     return Seconds(
         compute=compute + handling,
         sampling=read,
-        outside=moving + latencies(waits, cluster),
-        inside=inside / cluster.internal_bytes_per_s,
+        outside=shown * exchange[0],
+        inside=shown * exchange[1],
         all_reduce=all_reduce_seconds(known, work.steps, traffic, compute),
     )

@@ -18,7 +18,7 @@ from dglx_dist.dataloading.feature_fetch import Columns, RowMemory
 from dglx_dist.dataloading.sampler_spec import Fanout, SamplePlan, find_columns, read_sampler
 from dglx_dist.dataloading.step_loader import read_items, read_options, seed_of
 from dglx_dist.errors import ConfigError
-from dglx_dist.options import Check, at_least, check_ranges, one_of, option
+from dglx_dist.options import Check, at_least, between, check_ranges, one_of, option
 from dglx_dist.records import Array
 from dglx_dist.strategies.base import check_one_type, check_options
 from dglx_dist.strategies.full_graph.expansion import (
@@ -41,7 +41,9 @@ Aggregate: TypeAlias = Literal["sources", "cover"]
 COMMON = ("use_pp", "bucket_bytes")
 """Options of every full-graph strategy."""
 EXCHANGING = (*COMMON, "aggregate")
-"""Options of full_graph."""
+"""Options of full_graph and shared_preload."""
+STALE = ("staleness", "stale_momentum")
+"""Options of full_graph alone."""
 PRELOADING = (
     *EXCHANGING,
     *("hops", "split"),
@@ -77,6 +79,16 @@ class FullGraphOptions:
         "What is sent for sums and means over in-edges: source rows, or the fewest rows, some of which are "
         "partial sums (cover).",
     )
+    staleness: int = option(
+        0,
+        "Epochs by which halo rows and their gradients are late, so that they travel meanwhile.",
+        check=between(0, 1),
+    )
+    stale_momentum: float = option(
+        0.0,
+        "Share of earlier rows in a moving average of those that arrive; 0: none (0.95 in PipeGCN).",
+        check=Check(lambda value: 0 <= value < 1, "at least 0 and below 1"),
+    )
     split: str = AUTO
     """Partitioner that splits the rows of a server among its ranks."""
     hops: int | None = option(
@@ -106,6 +118,11 @@ class FullGraphOptions:
     def __post_init__(self) -> None:
         check_ranges(self, "option {name}={value!r}")
         check_split(self.split)
+        if self.stale_momentum and not self.staleness:
+            raise ConfigError(
+                f"option stale_momentum={self.stale_momentum} smooths halo rows of earlier epochs, which are "
+                "used with staleness=1 only; give both or none"
+            )
         if self.memory and self.batches:
             raise ConfigError(
                 f"options batches={self.batches} and memory={self.memory}: give the number of cooperative "
