@@ -100,8 +100,8 @@ thread runs an exchange on streams.
 class Exchange(ABC):
     """Sends rows to ranks that expect them, and receives theirs.
 
-    The peers post the same exchanges in the same order. Rows travel in their dtype; a narrower form would be
-    encoded in ``pieces`` and decoded in ``meanwhile``, as halo rows are gathered and added there.
+    The peers post the same exchanges in the same order. Rows travel in their dtype; a narrower form
+    (``codec.py``) is encoded in ``pieces`` and decoded in ``meanwhile``, as halo rows are gathered and added.
     """
 
     def __init__(self, session: Session) -> None:
@@ -541,6 +541,8 @@ class RowExchanges:
         """Host memory of the current exchange."""
         self.late: CallExchange | None = None
         """For messages that are in transit until the next step."""
+        self.step = 0
+        """Number of the training step, a key of random rounding."""
 
     def seconds(self, *, reset: bool = False) -> float:
         """Seconds spent in exchanges, including local copies and sums."""

@@ -20,9 +20,8 @@ from torch import Tensor
 from dglx_dist.comm.transfer import Copy
 from dglx_dist.data.storage.columns import numpy_dtype
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.column import Column, DeviceRows, PendingPull
+from dglx_dist.graph.column import Column, DeviceRows, LookAheadRows, PendingPull
 from dglx_dist.graph.kvstore import KVStore
-from dglx_dist.graph.lookahead import LookAheadRows
 from dglx_dist.graph.row_kernels import column_info, empty_rows, tensor_view, torch_dtype
 from dglx_dist.records import Array, ColumnInfo, EdgeType
 

@@ -24,6 +24,7 @@ from dglx_dist.graph.column import (
     CacheCounts,
     Column,
     DeviceRows,
+    LookAheadRows,
     PendingPull,
     PullHandler,
     PushHandler,
@@ -31,7 +32,6 @@ from dglx_dist.graph.column import (
     Shard,
     check_cacheable,
 )
-from dglx_dist.graph.lookahead import LookAheadRows
 from dglx_dist.graph.partition_book import Placement, RowOwners
 from dglx_dist.graph.row_kernels import (
     NO_SLOTS,

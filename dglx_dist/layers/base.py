@@ -50,6 +50,8 @@ class LayerWork:
     """Multiply-adds for each input row."""
     per_target: int
     """Multiply-adds for each output row."""
+    sums_sources: bool = False
+    """Whether it reads its sources by a sum or mean over in-edges only, of :attr:`summed` columns."""
 
 
 Around: TypeAlias = Literal["sum", "mean", "left", "both"]

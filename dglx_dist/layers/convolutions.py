@@ -613,6 +613,16 @@ CONVOLUTIONS: Mapping[type[nn.Module], Convolution] = MappingProxyType(
 """By exact class: a subclass may compute something else."""
 
 
+def sums_sources(module: nn.Module) -> bool:
+    """Return whether ``module`` reads its sources by a sum or mean over in-edges only."""
+    # Exact types: a subclass may read more.
+    if type(module) is dglnn.SAGEConv:
+        return module._aggre_type in ("mean", "gcn")
+    if type(module) is dglnn.GINConv:
+        return module._aggregator_type in ("sum", "mean")
+    return type(module) is dglnn.GraphConv
+
+
 def stages_of(module: nn.Module, sync: Sync = "columns") -> SplittableConv:
     """Return ``module`` as stages; its parameters are shared, not copied.
 

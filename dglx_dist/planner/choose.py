@@ -54,6 +54,7 @@ def predict(candidate: Candidate, known: Measured) -> Prediction:
     if cluster.device_memory_bytes and not strategy.traits.on_gpus:
         why_not = "computes on CPUs only"
     found = Cost() if why_not else strategy.cost(candidate, known)
+    why_not = why_not or found.why_not
     on_device = found.memory - found.on_host if cluster.device_memory_bytes else 0
     needed = found.memory - on_device - found.shared + found.shared // cluster.ranks_per_server
     if not why_not and needed > cluster.memory_bytes:

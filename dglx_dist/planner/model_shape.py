@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dglx_dist.comm.topology import Topology
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import Declares, LayerWork, SplittableConv
-from dglx_dist.layers.convolutions import CONVOLUTIONS, stages_of
+from dglx_dist.layers.convolutions import CONVOLUTIONS, stages_of, sums_sources
 from dglx_dist.layers.tracer import MODEL_ERRORS, convolutions_in, random_block, stand_ins, trace_calls
 from dglx_dist.message_passing import place
 from dglx_dist.strategies.base import STRATEGIES, float_of
@@ -80,13 +80,20 @@ def _kind_of(module: nn.Module) -> str:
     return "" if known is None else known.like
 
 
+def _known_work(module: nn.Module) -> LayerWork:
+    return replace(stages_of(module, "inputs").work(), sums_sources=sums_sources(module))
+
+
 def _work_of(module: nn.Module, inputs: int, outputs: int) -> LayerWork:
     try:
-        return replace(stages_of(module, "inputs").work(), outputs=outputs)
+        return replace(_known_work(module), outputs=outputs)
     except ConfigError:
         uses_edges = not isinstance(module, Declares) or module.vertex_stage().around is not None
         summed = min(inputs, outputs) if uses_edges else 0
-        return LayerWork(inputs=inputs, outputs=outputs, summed=summed, per_source=0, per_target=0)
+        sums = sums_sources(module)
+        return LayerWork(
+            inputs=inputs, outputs=outputs, summed=summed, per_source=0, per_target=0, sums_sources=sums
+        )
 
 
 def _traced(module: nn.Module, features: int, num_layers: int) -> tuple[tuple[LayerWork, ...], bool]:
@@ -135,7 +142,7 @@ def _registered(
 ) -> tuple[LayerWork, ...]:
     """Return the layers that a model has registered, if it is that many; otherwise those of GraphSAGE."""
     try:
-        found = tuple(stages_of(one, "inputs").work() for one in known)
+        found = tuple(map(_known_work, known))
     except ConfigError:
         found = ()
     if len(found) == num_layers:

@@ -578,6 +578,8 @@ class Cost:
     """Part of it that is in the host's memory where ranks compute on GPUs; the rest is on the GPU."""
     note: str = ""
     """A remark for tables."""
+    why_not: str = ""
+    """Why the candidate is not feasible; empty: it is."""
 
 
 def present(**phases: int) -> dict[str, int]:

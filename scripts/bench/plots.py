@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from dglx_dist.report.pictures import HIDDEN, INSIDE, OUTSIDE, PHASES
 from scripts.bench import results
 from scripts.bench.figures import mean_of, spread, variant_rows
-from scripts.bench.records import Experiment, Outcome
+from scripts.bench.records import Experiment, Line, Outcome
 from scripts.bench.suites import find
 
-WHAT = ("phases", "bytes", "accuracy", "scaling")
+WHAT = ("phases", "bytes", "accuracy", "scaling", "alpha", "rate")
 """Pictures that an experiment may have: ``<ID>-<what>.png``."""
 _CARD, _LINES = "#444444", ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860")
 _LABEL_WIDTH = 16
@@ -49,9 +50,14 @@ def draw_experiment(experiment: Experiment, outcome: Outcome, folder: Path) -> t
         painters["accuracy"] = lambda axes: _draw_accuracy(axes, outcome)
     if is_scaling(outcome):
         painters["scaling"] = lambda axes: draw_scaling(axes, outcome)
+    lines = () if outcome.plan is None else outcome.plan.lines
     return tuple(
         _save(folder / f"{experiment.id}-{what}.png", names, len(rows), paint)
         for what, paint in painters.items()
+    ) + tuple(
+        _save(folder / f"{experiment.id}-{what}.png", (names[0], ""), 4, partial(draw_lines, rows, told), 2)
+        for what in dict.fromkeys(line.what for line in lines)
+        if (told := [line for line in lines if line.what == what])
     )
 
 
@@ -74,14 +80,16 @@ def titles(experiment: Experiment, outcome: Outcome, rows: Rows) -> tuple[str, s
     return f"{experiment.id}: {experiment.title}{simulated}{label}", subtitle
 
 
-def _save(path: Path, names: tuple[str, str], bars: int, painter: Callable[[Any], None]) -> Path:
+def _save(
+    path: Path, names: tuple[str, str], bars: int, painter: Callable[..., None], panels: int = 1
+) -> Path:
     width = max(7.5, 1.6 * bars + 3.2)
     figure = Figure(figsize=(width, 4.6), layout="constrained")
     FigureCanvasAgg(figure)
     across = int(width * 12)
     figure.suptitle(textwrap.fill(names[0], across), fontsize=11, x=0.01, ha="left")
-    axes = figure.subplots()
-    painter(axes)
+    axes, *others = figure.subplots(1, panels, squeeze=False)[0]
+    painter(axes, *others)
     axes.set_title(textwrap.fill(names[1], across), fontsize=8.5, color="#444444", loc="left")
     figure.savefig(path, dpi=110)
     return path
@@ -157,6 +165,27 @@ def _draw_accuracy(axes: Any, outcome: Outcome) -> None:
     axes.set_xlim(left=0)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8, loc="lower right")
+
+
+def draw_lines(rows: Rows, lines: Sequence[Line], sent: Any, seconds: Any) -> None:
+    """Draw megabytes between servers and seconds of an epoch, each line over the places of its points."""
+    by_name = {row["name"]: row for row in rows}
+    axis = {"alpha": "alpha: cached rows by the rows of a server", "rate": "Mbit/s between servers"}
+    for line, color in zip(lines, _LINES * len(lines), strict=False):
+        found = [(place, by_name[name]) for place, name in line.points if name in by_name]
+        places = [place for place, _ in found]
+        style: dict[str, Any] = {"fmt": "o-", "color": color, "capsize": 4, "label": line.name}
+        sent.plot(places, [row["mb_outside"] for _, row in found], "o-", color=color, label=line.name)
+        spreads = [row["seconds"] for _, row in found]
+        seconds.errorbar(places, [one[0] for one in spreads], yerr=_around(spreads), **style)
+    for axes, label in ((sent, "MB between servers, an epoch"), (seconds, "seconds per epoch")):
+        axes.set(xlabel=axis[lines[0].what], ylabel=label)
+        if lines[0].what == "rate":
+            axes.set_xscale("log")
+            axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+    seconds.legend(fontsize=8)
 
 
 def draw_scaling(axes: Any, outcome: Outcome) -> None:

@@ -137,11 +137,23 @@ class Ratio:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Line:
+    """One line of a picture of bytes and seconds over what variants differ by."""
+
+    what: Literal["alpha", "rate"]
+    """Cache by the rows of a server; Mbit/s between servers."""
+    name: str
+    points: tuple[tuple[float, str], ...]
+    """Place on the axis, and the variant there."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExperimentPlan:
     """What an experiment wants done."""
 
     variants: tuple[Variant, ...]
     ratios: tuple[Ratio, ...] = ()
+    lines: tuple[Line, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
     """What the prediction rests on, e.g. the edge cut; JSON values, shown in the report."""
 
@@ -155,6 +167,7 @@ def check_plan(experiment: str, plan: ExperimentPlan) -> None:
     asked = {variant.rate.baseline for variant in plan.variants if isinstance(variant.rate, MatchedPhi)}
     asked |= {name for ratio in plan.ratios for name in (ratio.over, ratio.under)}
     asked |= {name for ratio in plan.ratios for cell in ratio.cells for name in (cell.chosen, *cell.ways)}
+    asked |= {name for line in plan.lines for _, name in line.points}
     if unknown := ", ".join(sorted(asked - set(names))):
         raise ConfigError(f"{experiment}: no variant is called {unknown} (there are: {', '.join(names)})")
 

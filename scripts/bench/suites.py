@@ -16,7 +16,7 @@ from scripts.bench.records import BenchPlan, Claim, Experiment, ExperimentPlan, 
 
 Build: TypeAlias = Callable[[BenchPlan], ExperimentPlan]
 
-FAMILIES = ("data_parallel", "push_pull", "full_graph", "serverless", "choice", "peers")
+FAMILIES = ("data_parallel", "push_pull", "full_graph", "serverless", "fewer_bytes", "choice", "peers")
 """Modules in ``experiments``; each has BUILDS: id -> what makes or finds datasets and says what to run."""
 PROGRAMS: Mapping[str, tuple[str, str]] = {
     "performance": ("performance:main", "puts docs/performance.md together from docs/results"),

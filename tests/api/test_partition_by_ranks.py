@@ -64,7 +64,7 @@ def expected(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     return content(out)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.wide), 3])
 def test_ranks_write_the_bytes_of_one_process(
     data: Path, expected: dict[str, bytes], num_ranks: int, tmp_path: Path
 ) -> None:

@@ -519,15 +519,20 @@ for number, method in enumerate(methods):
 """
 
 
-def test_no_method_exceeds_the_memory(tmp_path: Path) -> None:
+IN_GATE = ("hash", "kaminpar --trainers-per-server 2", "ldg --passes 2", "metis")
+
+
+@pytest.mark.parametrize("gate", [True, pytest.param(False, marks=pytest.mark.wide)])
+def test_no_method_exceeds_the_memory(gate: bool, tmp_path: Path) -> None:
     """The limit of the process is what is granted, which is less than the command takes without it."""
     graph, parts = communities(num_nodes=20_000, degree=150), tmp_path / "parts.npy"
     data = one_part(graph, tmp_path / "data")
     small = one_part(communities(), tmp_path / "small")
     np.save(parts, np.arange(20_000) % 2)
     given = {"file": f"--file {parts}", "hierarchical": "--servers 2", "ldg": "--passes 2"}
-    methods = [f"{name} {given.get(name, '')}" for name in PARTITIONERS.names()]
-    methods += ["kaminpar --trainers-per-server 2", "metis --balance train,degree", "ldg --balance train"]
+    methods = [f"{name} {given.get(name, '')}".strip() for name in PARTITIONERS.names()]
+    methods += [IN_GATE[1], "metis --balance train,degree", "ldg --balance train"]
+    methods = [method for method in methods if (method in IN_GATE) == gate]
     command = [sys.executable, "-c", LIMITED, str(small), str(data), f"{tmp_path}/", str(40 << 20), *methods]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -544,9 +549,9 @@ def test_no_method_exceeds_the_memory(tmp_path: Path) -> None:
             "random",
             "contiguous",
         ), (method, cut)
-    partition(data, tmp_path / "in memory", num_parts=2)
-    number = [method.split()[0] for method in methods].index("hash")
-    assert content(tmp_path / str(number)) == content(tmp_path / "in memory")
+    if gate:
+        partition(data, tmp_path / "in memory", num_parts=2)
+        assert content(tmp_path / str(methods.index("hash"))) == content(tmp_path / "in memory")
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])

@@ -10,7 +10,7 @@ import pytest
 
 from dglx_dist.planner.records import Rate
 from scripts.bench import suites
-from scripts.bench.experiments import data_parallel
+from scripts.bench.experiments import data_parallel, fewer_bytes
 from scripts.bench.notes import read_notes
 from scripts.bench.records import BenchPlan, MatchedPhi
 from scripts.bench.simulate import ComputeCost, Line
@@ -72,6 +72,25 @@ def test_d3_gives_every_server_the_same(bench: BenchPlan, monkeypatch: pytest.Mo
     assert [ratio.quantity for ratio in plan.ratios] == ["samples_per_second"] * 2
     for count, ratio in zip((2, 4), plan.ratios, strict=True):
         assert 0 < ratio.predicted <= count
+
+
+@pytest.mark.wide
+def test_b1_compares_policies_at_equal_memory_and_b2_ways_of_one_graph(bench: BenchPlan) -> None:
+    size = fewer_bytes.Size(nodes=3000, whole_nodes=2500, batch_size=8)
+    plan = fewer_bytes.caches(bench, size)
+    jobs_of("B1", plan)
+    by_name = {one.name: one for one in plan.variants}
+    for what, places in (("alpha", fewer_bytes.ALPHAS), ("rate", (100, 1000, 10_000))):
+        lines = [line for line in plan.lines if line.what == what]
+        assert [tuple(place for place, _ in line.points) for line in lines] == [places] * len(lines)
+    params = {name: by_name[name].job.params for name in by_name}
+    assert [params[name]["alpha"] for name in ("vip 0.05", "lookahead 0.2")] == [0.05, 0.2]
+    assert "cache" not in params["no cache"]
+    assert by_name["lookahead 0.1, 100mbit"].rate == Rate.parse("100mbit")
+    assert by_name["vip 0.1, 4 servers at random"].shape.servers == 4
+    whole = fewer_bytes.whole_graphs(bench, size)
+    jobs_of("B2", whole)
+    assert {one.rate for one in whole.variants} == {MatchedPhi(phi=0.8, baseline="sources, random")}
 
 
 def test_weak_scaling_by_hand() -> None:

@@ -11,13 +11,13 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from dglx_dist.errors import DglxError, StorageError
+from dglx_dist.errors import ConfigError, DglxError, StorageError
 from scripts.bench import plots, results
 from scripts.bench.figures import figures_of, variant_rows
 from scripts.bench.notes import read_notes
 from scripts.bench.pages import render, write_page
 from scripts.bench.performance import main
-from scripts.bench.records import Outcome
+from scripts.bench.records import Line, Outcome, check_plan
 from scripts.bench.suites import everything, find
 from tests.bench.helpers import EXPERIMENT, outcome, scaling, with_curves
 
@@ -195,6 +195,22 @@ def test_an_experiment_gets_the_pictures_that_it_has_figures_for(tmp_path: Path)
     assert [path.name for path in drawn][2:] == ["D3-scaling.png"]
     assert plots.draw_experiment(EXPERIMENT, replace(outcome(), measurements=()), tmp_path) == ()
     assert not plots.is_scaling(outcome())
+    given = outcome()
+    assert given.plan is not None
+    lines = (
+        Line(what="alpha", name="ours", points=((0.1, "random"), (0.2, "metis"))),
+        Line(what="rate", name="ours", points=((1000, "metis"),)),
+    )
+    drawn = plots.draw_experiment(EXPERIMENT, replace(given, plan=replace(given.plan, lines=lines)), tmp_path)
+    assert [path.name for path in drawn][2:] == ["D1-alpha.png", "D1-rate.png"]
+    sent, seconds = Figure().subplots(1, 2)
+    plots.draw_lines(variant_rows(given), lines[:1], sent, seconds)
+    assert sent.lines[0].get_xydata().tolist() == [[0.1, 40], [0.2, 10]]
+    assert seconds.lines[0].get_xydata().tolist() == [[0.1, 2.1], [0.2, 1.05]]
+    with pytest.raises(ConfigError, match="no variant is called elsewhere"):
+        check_plan(
+            "D1", replace(given.plan, lines=(Line(what="rate", name="x", points=((1, "elsewhere"),)),))
+        )
 
 
 def test_bars_are_the_medians_of_phases_and_bytes() -> None:

@@ -34,8 +34,17 @@ def two_ranks(folder: Path) -> list[list[dict[str, Any]]]:
         params_of(folder, simulated=COST),
         params_of(folder, seeds="own", structure="replicated", epochs=2),
         params_of(folder, accuracy=True, warmup=0, epochs=3),
+        params_of(folder, cache="degree", alpha=1.0),
+        params_of(folder, cache="lookahead", alpha=0.5),
     ]
     return run_ranks(run_all, 2, args=(jobs,), ranks_per_server=1)
+
+
+def test_caches_send_fewer_rows_for_the_same_losses(two_ranks: list[list[dict[str, Any]]]) -> None:
+    plain, whole, ahead = (two_ranks[0][number] for number in (0, 5, 6))
+    assert payload(whole, "features") == 0 < payload(ahead, "features") < payload(plain, "features")
+    for one in (whole, ahead):
+        assert [epoch["loss"] for epoch in one["epochs"]] == [epoch["loss"] for epoch in plain["epochs"]]
 
 
 def payload(report: dict[str, Any], *phases: str) -> int:

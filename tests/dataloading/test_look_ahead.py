@@ -20,8 +20,8 @@ from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
 from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.errors import PeerError
 from dglx_dist.graph.cache import CachePlan
+from dglx_dist.graph.column import LookAheadRows
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.graph.lookahead import LookAheadRows
 from dglx_dist.records import Array
 from tests.dataloading.shop import NUM_NODES, write_shop
 from tests.helpers import wide

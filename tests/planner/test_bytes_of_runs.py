@@ -119,6 +119,10 @@ def test_bytes_by_phase_are_those_of_real_runs(data: str) -> None:
     # All but cooperative batches on several ranks of a server, whose features are sent inside anew.
     assert {one.candidate.strategy for one in compared if not one.bytes_exact} == {"cooperative"}
     assert {one.candidate.cache_alpha for one in compared} == {0.0, *CACHE_SIZES}
+    # By covers fewer rows, and columns: layer 2 projects before its sum.
+    bytes_of = {one.candidate.name: one.inter_server_bytes for one in compared if one.feasible}
+    for name in ("full_graph", "shared_preload hops=1"):
+        assert bytes_of[f"{name} aggregate=cover"] < bytes_of[name]
     # What workers are sent is counted for convolutions that map sums.
     assert [one.bytes_exact for one in chains] == [True]
     # One worker: on a slow machine another may fetch its program in the second epoch only.

@@ -107,6 +107,36 @@ def test_layers_of_whole_graphs_wait_for_rows() -> None:
     assert predict(PRELOADED, known()).seconds.outside == 0.0
 
 
+COVERS = replace(WHOLE, options={"aggregate": "cover"})
+
+
+def test_covers_move_sums_of_fewer_rows() -> None:
+    """Layer 2: 50 rows, not 200, 25 of them through a card; 10 columns, as 16 are projected first."""
+    cover = replace(
+        hand_made.WHOLE, worked=((700, 540), (500, 50), (5000, 500)), outside=(400, 50), card_rows=(200, 25)
+    )
+    counted = known(works={FullGraphScheme(0): replace(hand_made.WHOLE, cover=cover)})
+    plain, found = predict(WHOLE, counted), predict(COVERS, counted)
+    for one, rows, columns in ((plain, 200, 16), (found, 50, 10)):
+        assert {one.outside[phase] for phase in ("halo", "halo_gradients")} == {rows * columns * 4}
+        assert one.bytes_exact
+    assert found.seconds.outside == pytest.approx(2 * 25 * 10 * 4 / 1e6)
+    # Features are fetched once either way.
+    assert found.once_bytes == plain.once_bytes == 400 * 400
+    assert found.memory_bytes > plain.memory_bytes
+    constraints = ChoiceOptions(unit="full_graph")
+    for one in (COVERS, WHOLE):
+        assert predict(one, replace(counted, shape=shape_of_kind("gat", 100, 16, 10, 2))).feasible is (
+            one is WHOLE
+        )
+        assert predict(one, known()).feasible is (one is WHOLE)
+    slow = choose([WHOLE, COVERS], counted, constraints)
+    fast = choose(
+        [WHOLE, COVERS], replace(counted, cluster=replace(CLUSTER, external_bytes_per_s=1e12)), constraints
+    )
+    assert [one.taken and one.taken.candidate for one in (slow, fast)] == [COVERS, WHOLE]
+
+
 def test_what_a_card_lets_pass_after_a_pause_is_not_waited_for() -> None:
     """Both of the two messages find the bucket as full as computing lasted, or as large as it is."""
     plain = predict(WHOLE, known()).seconds

@@ -5,9 +5,9 @@ See docs/strategies/shared_preload.md. Sizes are counted by one process or by al
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, final
 
@@ -62,6 +62,7 @@ EAS_HOPS: Mapping[str, int] = MappingProxyType({"eas, 1 hop": 1, "eas, 2 hops": 
 """Variants of expansion-aware sampling: ``FullGraphScheme.limit`` to hops between servers."""
 EAS_FANOUT = 15
 """External fan-out, as in the paper."""
+_COVER: Mapping[str, Any] = MappingProxyType({"aggregate": "cover"})
 _MOST_EDGES = 200_000_000
 """Largest plans to build, over layers and cooperative batches: about a second for each million edges."""
 _TRIED_PARTS = (8, 3, 1)
@@ -100,6 +101,8 @@ class FullWork:
     counted: bool = True
     read_rows: int = 0
     """Feature rows of the busiest rank over all steps; cooperative batches read them in each epoch."""
+    cover: FullWork | None = None
+    """The same where layers above the first exchange the rows of covers; None: they were not counted."""
 
 
 @final
@@ -133,10 +136,20 @@ class FullGraphScheme(Work):
         # A server may have fewer seeds than there are batches.
         steps = [step for step in zip(*pieces, strict=True) if any(map(len, step))]
         topology, make = partition.topology, self._maker(run)
-        sizes = np.array([[sizes_of(plan, topology.world_size) for plan in make([*step])] for step in steps])
-        # (processes, R, ranks of a process, K)
-        gathered = gather_int64(sizes, run.g.session).reshape(-1, *sizes.shape).transpose(1, 0, 2, 3)
-        return full_work_of(gathered.reshape(len(steps), topology.world_size, -1), topology)
+        counted = partial(sizes_of, world_size=topology.world_size)
+        sizes = np.array([[[*map(counted, self._variants(one))] for one in make([*step])] for step in steps])
+        # (processes, R, ranks of a process, variants, K) to (variants, R, W, K)
+        gathered = gather_int64(sizes, run.g.session).reshape(-1, *sizes.shape).transpose(3, 1, 0, 2, 4)
+        ordered = gathered.reshape(len(gathered), len(steps), topology.world_size, -1)
+        plain, *covers = (full_work_of(one, topology) for one in ordered)
+        return replace(plain, cover=covers[0]) if covers else plain
+
+    @property
+    def _has_covers(self) -> bool:
+        return self.cooperative_batches == 1 and not self.limit
+
+    def _variants(self, plan: RankPlan) -> list[RankPlan]:
+        return [plan, with_covers(plan)] if self._has_covers else [plan]
 
     def _maker(self, run: PlannedRun) -> Callable[[list[Array]], list[RankPlan]]:
         topology, eas = run.partition.topology, None
@@ -144,7 +157,9 @@ class FullGraphScheme(Work):
             limits = EasOptions(hops=EAS_HOPS[self.limit], fanout=EAS_FANOUT)
             eas = eas_rule(limits, seed=run.partition.seed)
         if not run.in_job:
-            return lambda seeds: plan_all(run.partition, seeds, run.num_layers, self.hops, eas=eas)
+            return lambda seeds: plan_all(
+                run.partition, seeds, run.num_layers, self.hops, eas=eas, cover=self._has_covers
+            )
         planner = Planner(run.g)
 
         def make(seeds: list[Array]) -> list[RankPlan]:
@@ -155,6 +170,7 @@ class FullGraphScheme(Work):
                 num_layers=run.num_layers,
                 hops=self.hops,
                 eas=eas,
+                cover=self._has_covers,
                 show_progress=False,
             )
             return [planner.plan(request)]
@@ -246,6 +262,15 @@ def sizes_of(plan: RankPlan, world_size: int) -> Array:
     return np.concatenate([*vars(step_sizes(plan)).values(), [plan.external_nodes], received.reshape(-1)])
 
 
+def with_covers(plan: RankPlan) -> RankPlan:
+    """Return ``plan`` in the sizes of its covers; layer 1 keeps its rows, as with ``use_pp``."""
+    first, *above = plan.layers
+    covers = [one.cover for one in above if one.cover is not None]
+    assert len(covers) == len(above), "the plan was made without covers"
+    layers = (replace(one.layer, indices=np.concatenate([one.layer.indices, one.indices])) for one in covers)
+    return replace(plan, layers=(first, *layers))
+
+
 def full_work_of(sizes: Array, topology: Topology) -> FullWork:
     """Return the work of an epoch from the (R, W, K) int64 :func:`sizes_of` the plans of its steps."""
     world_size, num_servers = topology.world_size, topology.num_servers
@@ -314,10 +339,15 @@ def plan_trials(
 
 
 def exchanging_candidates(context: PlanContext) -> Iterator[Candidate]:
-    """Yield full_graph, and with halo rows of the epoch before."""
-    yield Candidate(unit="full_graph", works=(FullGraphScheme(0),))
+    """Yield full_graph, with and without covers, and with halo rows of the epoch before."""
+    yield from _of_scheme(FullGraphScheme(0))
     if context.servers > 1:
         yield Candidate(unit="full_graph", options={"staleness": 1}, works=(FullGraphScheme(0),), exact=False)
+
+
+def _of_scheme(scheme: FullGraphScheme, *, covers: bool = True, **options: Any) -> Iterator[Candidate]:
+    for some in (options, {**options, **_COVER})[: 1 + covers]:
+        yield Candidate(unit="full_graph", options=some, works=(scheme,))
 
 
 def preloading_candidates(context: PlanContext) -> Iterator[Candidate]:
@@ -326,8 +356,8 @@ def preloading_candidates(context: PlanContext) -> Iterator[Candidate]:
         return
     num_layers = context.num_layers
     for hops in sorted({1, num_layers - 1} - {0, num_layers}):
-        yield Candidate(unit="full_graph", options={"hops": hops}, works=(FullGraphScheme(hops),))
-    yield Candidate(unit="full_graph", works=(FullGraphScheme(num_layers),))
+        yield from _of_scheme(FullGraphScheme(hops), hops=hops)
+    yield from _of_scheme(FullGraphScheme(num_layers), covers=context.ranks > context.servers)
     for limit, reach in EAS_HOPS.items():
         options = {"external_hops": reach, "external_fanout": EAS_FANOUT}
         works = (FullGraphScheme(num_layers, limit),)
@@ -355,30 +385,61 @@ def cooperative_candidates(context: PlanContext) -> Iterator[Candidate]:
 def cost(candidate: Candidate, known: Measured) -> Cost:
     """Return the cost of an epoch of one step, or of several cooperative batches."""
     work: FullWork = known.works[candidate.works[0]]
+    if candidate.options.items() >= _COVER.items():
+        return _cost_of_covers(known, work)
     # Of several batches, none keeps the features of its halo.
-    use_pp, late = work.steps == 1, "staleness" in candidate.options
+    use_pp = work.steps == 1
     traffic = _traffic(known, work, use_pp=use_pp)
+    seconds = _seconds(known, work, traffic, use_pp=use_pp)
+    memory = full_graph_memory(known, work, ahead=0 if work.steps == 1 else 1)
+    if "staleness" in candidate.options:
+        shown = max(0.0, seconds.outside + seconds.inside - seconds.compute)
+        seconds = replace(seconds, outside=shown, inside=0.0)
+        # The rows of an epoch, sent and received, in buffers and in transit.
+        pairs = tuple(map(sum, zip(work.outside, work.inside, strict=True)))
+        moved = exchanged_bytes(pairs, known.shape, use_pp=use_pp)
+        memory += 4 * sum(moved.values()) // known.cluster.ranks
     return Cost(
-        seconds=_seconds(known, work, traffic, use_pp=use_pp, late=late),
+        seconds=seconds,
         traffic=traffic,
-        memory=full_graph_memory(known, work, ahead=0 if work.steps == 1 else 1, late=late),
+        memory=memory,
         shared=known.own_features,
         on_host=known.program_bytes + known.own_features,
     )
 
 
-def full_graph_memory(known: Measured, work: FullWork, *, ahead: int = 0, late: bool = False) -> int:
-    """Return the peak of a rank that trains on whole graphs.
+def _cost_of_covers(known: Measured, whole: FullWork) -> Cost:
+    first, *above = known.shape.layers
+    if not above or not all(layer.sums_sources for layer in above):
+        return Cost(why_not="a layer reads its sources by more than a sum or mean")
+    if (work := whole.cover) is None:
+        return Cost(why_not="its covers are counted on datasets only")
+    # Products are applied to own rows, before the exchange where that makes rows narrower.
+    narrowed = (first, *(replace(layer, inputs=layer.summed) for layer in above))
+    known = replace(known, shape=replace(known.shape, layers=narrowed))
+    sources, targets, edges = work.worked
+    traffic = _traffic(known, work, use_pp=True)
+    own_rows = replace(work, worked=((sources[0], *targets[:-1]), targets, edges))
+    seconds = _seconds(known, own_rows, traffic, use_pp=True)
+    # Rows are copied behind each other once more, and their gradients.
+    copied = sum(rows * layer.inputs for rows, layer in zip(sources[1:], above, strict=True))
+    copy_s = 2 * copied * known.shape.itemsize * (known.plan_rates or known.rates).gather_byte_s
+    # The blocks of whole rows are kept beside those of the covers.
+    blocks = estimate(whole.largest, known.of_graphs, 0, ahead=0).structure
+    return Cost(
+        seconds=replace(seconds, compute=seconds.compute + copy_s),
+        traffic=traffic,
+        memory=full_graph_memory(known, work) + round(ALLOCATOR_OVERHEAD * sum(blocks)),
+        shared=known.own_features,
+        on_host=known.program_bytes + known.own_features,
+    )
 
-    ``ahead``: batches loaded in advance; ``late``: whether exchanged rows are used in the next epoch.
-    """
+
+def full_graph_memory(known: Measured, work: FullWork, *, ahead: int = 0) -> int:
+    """Return the peak of a rank that trains on whole graphs; ``ahead``: batches loaded in advance."""
     found = estimate(work.largest, known.of_graphs, known.shape.features * known.shape.itemsize, ahead=ahead)
     of_steps = round(ALLOCATOR_OVERHEAD * (found.total - found.held))
-    exchanged = zip(known.shape.layers, work.outside, work.inside, strict=True) if late else ()
-    # Sent and received, forward and backward, in a buffer and in transit; ranks have similar shares.
-    pairs = sum(layer.inputs * (out + into) for layer, out, into in [*exchanged][1:])
-    of_late = 8 * pairs * known.shape.itemsize // known.cluster.ranks
-    return known.fixed + known.own_features + found.held + of_steps + of_late
+    return known.fixed + known.own_features + found.held + of_steps
 
 
 def exchanged_bytes(pairs: Sequence[int], shape: ModelShape, *, use_pp: bool) -> dict[str, int]:
@@ -412,7 +473,7 @@ def _traffic(known: Measured, work: FullWork, *, use_pp: bool) -> Traffic:
     )
 
 
-def _seconds(known: Measured, work: FullWork, traffic: Traffic, *, use_pp: bool, late: bool) -> Seconds:
+def _seconds(known: Measured, work: FullWork, traffic: Traffic, *, use_pp: bool) -> Seconds:
     cluster, rates = known.cluster, known.plan_rates or known.rates
     compute, read = rates.compute_s(known.shape.work(*work.worked), work.steps), 0.0
     if work.steps > 1:
@@ -427,13 +488,10 @@ def _seconds(known: Measured, work: FullWork, traffic: Traffic, *, use_pp: bool,
     waits = 2 * sum(1 for rows in work.card_rows[use_pp:] if rows) * work.steps
     handling = handling_seconds(known, traffic) + waits * _EXCHANGE_S / min(cluster.cores, 1.0)
     moving = after_bursts(outside / cluster.external_bytes_per_s, waits, compute, cluster)
-    exchange = moving + latencies(waits, cluster), inside / cluster.internal_bytes_per_s
-    # Late rows travel while layers compute.
-    shown = 1.0 - min(1.0, (compute + handling) / (sum(exchange) or math.inf)) if late else 1.0
     return Seconds(
         compute=compute + handling,
         sampling=read,
-        outside=shown * exchange[0],
-        inside=shown * exchange[1],
+        outside=moving + latencies(waits, cluster),
+        inside=inside / cluster.internal_bytes_per_s,
         all_reduce=all_reduce_seconds(known, work.steps, traffic, compute),
     )

@@ -20,6 +20,7 @@ from dgl import ops
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dglx_dist.comm.codec import RowCodec, WireDtype, row_codec
 from dglx_dist.comm.exchange import (
     CallExchange,
     Incoming,
@@ -42,14 +43,20 @@ _STEP_BYTES = 1 << 20
 """Local rows are copied in steps of this size."""
 
 
-def gathered(h: Tensor, rows: Tensor, out: Tensor) -> Iterator[Tensor]:
+def gathered(
+    h: Tensor, rows: Tensor, out: Tensor, codec: RowCodec | None = None, first: int = 0
+) -> Iterator[Tensor]:
     """Copy ``h[rows]`` into ``out`` and yield it, piece by piece.
 
-    ``h`` is (n, ...), ``rows`` (k,) int64, and ``out`` (k, ...) contiguous of the dtype of ``h``, all on one
-    device.
+    ``h`` is (n, ...), ``rows`` (k,) int64, and ``out`` (k, ...) contiguous of the dtype of ``h``, or for the
+    codes of ``codec``, whose number of the first one is ``first``; all on one device.
     """
     for some, piece in zip(_pieces_like(rows, out), _pieces_like(out, out), strict=True):
-        torch.index_select(h, 0, some, out=piece)
+        if codec is None:
+            torch.index_select(h, 0, some, out=piece)
+        else:
+            codec.encode(h.index_select(0, some), piece, first)
+            first += len(piece)
         yield piece
 
 
@@ -61,14 +68,17 @@ def copied(source: Tensor, target: Tensor) -> Iterator[bool]:
         yield True
 
 
-def added(total: Tensor, rows: Sequence[Tensor], incoming: Sequence[Incoming]) -> Iterator[bool]:
+def added(
+    total: Tensor, rows: Sequence[Tensor], incoming: Sequence[Incoming], codec: RowCodec | None = None
+) -> Iterator[bool]:
     """Add received rows to the (n, ...) ``total`` in pieces; yields False while the next one has not arrived.
 
-    ``rows`` are the (k,) distinct int64 rows of each peer's part. Pieces are added round-robin over the
-    peers, independent of their arrival, so sums are bit-reproducible.
+    ``rows`` are the (k,) distinct int64 rows of each peer's part, which has codes of ``codec`` if that is
+    given. Pieces are added round-robin over the peers, independent of their arrival, so sums are
+    bit-reproducible.
     """
     per_peer = [
-        _add_from_peer(total, some, part)
+        _add_from_peer(total, some, part, codec)
         for some, part in zip(rows, incoming, strict=True)
         if part.rows.numel()
     ]
@@ -85,12 +95,13 @@ def added(total: Tensor, rows: Sequence[Tensor], incoming: Sequence[Incoming]) -
         per_peer = left
 
 
-def _add_from_peer(total: Tensor, rows: Tensor, part: Incoming) -> Iterator[bool]:
+def _add_from_peer(total: Tensor, rows: Tensor, part: Incoming, codec: RowCodec | None) -> Iterator[bool]:
     needed = 0
     for some, piece in zip(_pieces_like(rows, part.rows), _pieces_like(part.rows, part.rows), strict=True):
         needed += piece.numel() * piece.element_size()
         while part.num_arrived < needed:
             yield False
+        piece = piece if codec is None else codec.decode(piece)
         # Moved as it is: with another dtype, torch would convert it on the host and wait for its copy.
         total.index_add_(0, some, piece.to(total.device, non_blocking=True).to(total.dtype))
         yield True
@@ -121,12 +132,13 @@ class HaloExchange:
     """Exchange of the halo rows of layer ``number`` of 1..L. All ranks exchange them in the same order.
 
     The first one of a session opens connections, so every rank must construct one, even without peers.
-    PeerError names a rank that is dead or did not connect within the time-out.
+    PeerError names a rank that is dead or did not connect within the time-out. Rows and gradients that are
+    exchanged in every step travel as ``wire``.
     """
 
-    def __init__(self, session: Session, layer: HaloLayer, number: int) -> None:
+    def __init__(self, session: Session, layer: HaloLayer, number: int, wire: WireDtype = "same") -> None:
         self._session, self._exchanges = session, row_exchanges(session)
-        self.number = number
+        self.number, self.wire = number, wire
         self.own_rows, self.num_halo = layer.own_rows, len(layer.halo_nodes)
         self.num_edges = len(layer.edge_ids)
         rows = [torch.from_numpy(rows) for _, rows in layer.send]
@@ -172,8 +184,8 @@ class HaloExchange:
         # -1: no backward pass is running, see torch.autograd.graph.
         if kept is None and self._exchanges.late is not None and torch._C._current_graph_task_id() != -1:
             raise ConfigError(
-                f"layer {self.number} is recomputed in backward, without the halo rows of forward, which "
-                "option staleness=1 took from the epoch before; recompute with recompute='keep', or nothing"
+                f"layer {self.number} is computed again in backward, where its late halo rows (staleness=1) "
+                "are not at hand; use recompute='keep' or 'none'"
             )
         return cast("Tensor", _Append.apply(self, h, kept))  # type: ignore[no-untyped-call]  # torch leaves it bare
 
@@ -191,11 +203,19 @@ class HaloExchange:
         """Run :meth:`exchange` without gradient, always into new memory."""
         sources = h.new_empty((self.num_sources, *h.shape[1:]))
         own, halo = sources[: self.own_rows], sources[self.own_rows :]
-        if kept is None:
-            self._receive(h, halo, FORWARD, own)
-        else:
+        if kept is not None:
             own.copy_(h)
             halo.copy_(kept)
+        elif (codec := self._codec_of(h, FORWARD)) is not None:
+            parts = [(h, rows) for rows in self.rows_on(h.device)]
+            if not is_on_host(h):
+                copies = copied_to_host([h.index_select(0, rows) for _, rows in parts])
+                parts = [(part, _numbers(part)) for part in copies]
+            rows = [part for _, part in _pieces_of(_numbers(halo), self._received)]
+            counts, beside = (self._sent, self._received), copied(h, own)
+            self._swap_codes(codec, parts, counts, halo.zero_(), rows, FORWARD, beside)
+        else:
+            self._receive(h, halo, FORWARD, own)
         return sources
 
     def return_gradients(self, gradient: Tensor) -> Tensor:
@@ -207,6 +227,12 @@ class HaloExchange:
         own, halo = gradient[: self.own_rows], gradient[self.own_rows :]
         wider = torch.float32 if gradient.dtype in _SUMMED_WIDER else gradient.dtype
         total = torch.empty(own.shape, dtype=wider, device=gradient.device)
+        if (codec := self._codec_of(gradient, BACKWARD)) is not None:
+            on_host = halo if is_on_host(halo) else copied_to_host([halo])[0]
+            parts = [(part, _numbers(part)) for _, part in _pieces_of(on_host, self._received)]
+            rows, beside = self.rows_on(total.device), copied(own, total)
+            self._swap_codes(codec, parts, (self._received, self._sent), total, rows, BACKWARD, beside)
+            return total.to(gradient.dtype)
         sent = halo.contiguous() if self._is_readable(halo) else copied_to_host([halo])[0]
         outgoing = [Outgoing(rank=rank, rows=part) for rank, part in _pieces_of(sent, self._received)]
         received = self._memory(self._exchanges.received, self._num_sent, gradient)
@@ -233,6 +259,37 @@ class HaloExchange:
         self._swap(outgoing, incoming, phase, () if own is None else copied(h, own))
         if not readable:
             halo.copy_(target, non_blocking=True)
+
+    def _codec_of(self, rows: Tensor, phase: str) -> RowCodec | None:
+        if self.wire == "same":
+            return None
+        number = 2 * self.number + (phase == BACKWARD)
+        return row_codec(self.wire, rows, (self._session.seed, self._exchanges.step, number))
+
+    def _swap_codes(
+        self,
+        codec: RowCodec,
+        parts: Sequence[tuple[Tensor, Tensor]],
+        counts: tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]],
+        total: Tensor,
+        rows: Sequence[Tensor],
+        phase: str,
+        meanwhile: Iterable[bool],
+    ) -> None:
+        # Codes travel through host memory also between accelerators. By peer: ``parts`` are rows in host
+        # memory and which to send, ``counts`` rows sent and received, ``rows`` those of ``total`` to add to.
+        buffers = self._exchanges.sent, self._exchanges.received
+        sent, received = (
+            list(_pieces_of(buffer.take((sum(n for _, n in count), codec.row_bytes), torch.uint8), count))
+            for buffer, count in zip(buffers, counts, strict=True)
+        )
+        first, outgoing = self._session.topology.rank << 40, []
+        for (rank, codes), (source, some) in zip(sent, parts, strict=True):
+            pieces = gathered(source, some, codes, codec, first)
+            outgoing.append(Outgoing(rank=rank, rows=codes, pieces=pieces))
+            first += len(codes)
+        incoming = [Incoming(rank=rank, rows=codes) for rank, codes in received]
+        self._swap(outgoing, incoming, phase, chain(meanwhile, added(total, rows, incoming, codec)))
 
     def _swap(
         self, outgoing: list[Outgoing], incoming: list[Incoming], phase: str, meanwhile: Iterable[bool]
@@ -281,7 +338,7 @@ class CoverExchange:
 
     def __init__(self, session: Session, cover: Cover, whole: HaloExchange) -> None:
         num_edges = whole.num_edges
-        self._rows = HaloExchange(session, cover.layer, whole.number)
+        self._rows = HaloExchange(session, cover.layer, whole.number, whole.wire)
         edges = HaloLayer(
             own_rows=num_edges,
             targets=0,
@@ -406,14 +463,10 @@ class LateRows:
         self._wait: Wait | None = None
         self._peers: object = None
         self.rows: Tensor | None = None
-        self.is_used = False
-        """Whether the exchange took place in this epoch."""
+        self.is_used = False  # in this epoch
 
     def arrive(self, *, keep: bool = True) -> None:
-        """Wait for what is in transit; unless ``keep``, forget it, so that the next exchange is exact.
-
-        PeerError: a rank is dead or silent; it is named.
-        """
+        """Wait for what is in transit; unless ``keep``, forget all, so that the next exchange is exact."""
         wait, self._wait = self._wait, None
         if wait is not None:
             wait()
@@ -430,10 +483,7 @@ class LateRows:
         """
         name = f"{phase.replace('_', ' ')} of layer {halo.number}"
         if self.is_used:
-            raise ConfigError(
-                f"{name} ran twice after one forward pass, but option staleness=1 sends gradients of halo "
-                "rows once; add up the losses and call backward once"
-            )
+            raise ConfigError(f"{name} ran twice; with staleness=1 add up losses and call backward once")
         to, due = (halo._sent, halo._received)[:: 1 if phase == FORWARD else -1]
         self.arrive(keep=self._peers in (None, due))
         self.is_used, self._peers = True, due
@@ -443,9 +493,8 @@ class LateRows:
         )
         if self.rows is not None and (self.rows.shape, self.rows.dtype) != (self._target.shape, like.dtype):
             raise ConfigError(
-                f"{name}: {tuple(self._target.shape)} {like.dtype} on this rank, in the epoch before "
-                f"{tuple(self.rows.shape)} {self.rows.dtype}; with option staleness=1 run equal layers in "
-                "each epoch, and resume on the same partition"
+                f"{name}: {tuple(self._target.shape)} {like.dtype}, before {tuple(self.rows.shape)} "
+                f"{self.rows.dtype}; with staleness=1 run equal layers, and resume on the same partition"
             )
         outgoing = [Outgoing(rank=rank, rows=part) for rank, part in _pieces_of(out, to)]
         for message, rows in zip(outgoing, sent, strict=True):
@@ -508,6 +557,10 @@ class StaleHalos:
 
 _ACTIVE: SessionField[list[StaleHalos]] = SessionField(lambda _: [])
 """Of the models that run forward, the innermost last."""
+
+
+def _numbers(rows: Tensor) -> Tensor:
+    return torch.arange(len(rows), device=rows.device)
 
 
 def _pieces_of(rows: Tensor, counts: Sequence[tuple[int, int]]) -> Iterator[tuple[int, Tensor]]:

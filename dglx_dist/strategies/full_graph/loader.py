@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dglx_dist.comm.codec import WireDtype
 from dglx_dist.comm.collectives import barrier, gather_int64, gather_json
 from dglx_dist.comm.exchange import row_exchanges
 from dglx_dist.comm.trace import LOADER
@@ -394,6 +395,7 @@ class HaloBatch:
         *,
         filled: bool,
         device: torch.device,
+        wire: WireDtype = "same",
     ) -> None:
         begin = time.perf_counter()
         self.plan = plan
@@ -407,7 +409,7 @@ class HaloBatch:
                 exchanges.append(exchanges[-1].at(depth + 1))
                 self.blocks.append(self.blocks[-1].through(exchanges[-1]))
             else:
-                exchanges.append(HaloExchange(g.session, layer, depth + 1))
+                exchanges.append(HaloExchange(g.session, layer, depth + 1, wire))
                 exchanges[-1].rows_on(device, copy)
                 etype, degrees = g.canonical_etypes[0], g.out_degrees
                 block = halo_block(layer, nodes, exchanges[-1], etype=etype, out_degrees=degrees)
@@ -444,10 +446,18 @@ class FullGraphLoader(EpochLoader[HaloBatch, Batch]):
     from disk if the source stores them.
     """
 
-    def __init__(self, g: DistGraph, source: PlanSource, request: LoaderRequest, *, use_pp: bool) -> None:
+    def __init__(
+        self,
+        g: DistGraph,
+        source: PlanSource,
+        request: LoaderRequest,
+        *,
+        use_pp: bool,
+        wire: WireDtype = "same",
+    ) -> None:
         self._g, self._source, self._request = g, source, request
         self._reader = ColumnReader(g, request.columns, source.row_cache)
-        self._keeps, self._use_pp = len(source) == 1, use_pp
+        self._keeps, self._use_pp, self._wire = len(source) == 1, use_pp, wire
         self._kept: HaloBatch | None = None
         device = request.device
         # A kept batch is copied once: page-locked memory for all features would be kept, too.
@@ -476,7 +486,9 @@ class FullGraphLoader(EpochLoader[HaloBatch, Batch]):
             self._kept = None
             filled = self._keeps and self._use_pp
             device = self._request.device
-            make = partial(HaloBatch, self._g, plan, self._reader, filled=filled, device=device)
+            make = partial(
+                HaloBatch, self._g, plan, self._reader, filled=filled, device=device, wire=self._wire
+            )
             batch, arrive = carried(self._copies, device, make)
             batch.arrive = arrive
         if self._keeps:

@@ -290,11 +290,13 @@ def local_graph(
     columns, edge_columns = [*node_keys], [*edge_keys]
     arguments = {"columns": columns, "edge_columns": edge_columns, "targets": targets, "use_pp": use_pp}
     cover = arguments["cover"] = g.session.options.get("aggregate") == "cover"
+    wire: Any = g.session.options.get("wire_dtype", "same")
+    arguments["wire_dtype"] = wire
     check_equal(g.session, "a local graph", arguments)
     owners = RowOwners(g.get_node_partition_policy(g.ntypes[0]).bounds, g.session.topology)
     plan = make_plans(g, np.arange(*owners.range_of(g.session.topology.rank)), 1, 0, cover=cover)
     (layer,) = plan.layers
-    exchange = HaloExchange(g.session, layer, 1)
+    exchange = HaloExchange(g.session, layer, 1, wire)
     etype = g.canonical_etypes[0]
     block = halo_block(layer, torch.from_numpy(plan.nodes), exchange, etype=etype, out_degrees=g.out_degrees)
     lg = LocalGraph(block)

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from dglx_dist.comm.exchange import row_exchanges
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
-from dglx_dist.layers.convolutions import CONVOLUTIONS
+from dglx_dist.layers.convolutions import CONVOLUTIONS, sums_sources
 from dglx_dist.layers.dropout import install_node_dropouts
 from dglx_dist.layers.tracer import GraphCall, named_arguments, read_call
 from dglx_dist.records import StepShare
@@ -34,6 +34,7 @@ from dglx_dist.strategies.full_graph.halo_block import (
 )
 from dglx_dist.strategies.full_graph.halo_exchange import StaleHalos
 from dglx_dist.strategies.full_graph.local_graphs import LocalGraph
+from dglx_dist.strategies.full_graph.options import FullGraphOptions
 from dglx_dist.strategies.gradient_sync import check_frozen, replace_floats
 
 _NO_BLOCKS = tuple(kind for kind, known in CONVOLUTIONS.items() if not known.on_blocks)
@@ -74,7 +75,7 @@ def _exchange_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
             "g = dx.local_graph(...)"
         )
     place = _find_rows(module, args, kwargs)
-    if place is not None and place.graph.has_cover and _sums_sources(module):
+    if place is not None and place.graph.has_cover and sums_sources(module):
         if len(place.sources) == place.graph.own_rows:
             block = place.graph.of_own_rows()
             args = tuple(block if one is place.graph else one for one in args)
@@ -89,16 +90,6 @@ def _exchange_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     if _has_no_targets(args, kwargs):
         EmptyPartition(module).turn_on()
     return args, kwargs
-
-
-def _sums_sources(module: nn.Module) -> bool:
-    """Whether ``module`` reads its sources only by a sum or mean over in-edges."""
-    # Exact types: a subclass may read more.
-    if type(module) is dgl.nn.SAGEConv:
-        return module._aggre_type in ("mean", "gcn")
-    if type(module) is dgl.nn.GINConv:
-        return module._aggregator_type in ("sum", "mean")
-    return type(module) is dgl.nn.GraphConv
 
 
 def _replace_argument(
@@ -208,19 +199,12 @@ class HaloModel(ReplicatedModel):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        session: Session,
-        *,
-        reduction: Reduction,
-        bucket_bytes: int,
-        stale: StaleHalos | None = None,
+        self, model: nn.Module, session: Session, options: FullGraphOptions, *, reduction: Reduction
     ) -> None:
-        super().__init__(
-            model, session, reduction=reduction, bucket_bytes=bucket_bytes, check=check_rows_stay_apart
-        )
+        size, check = options.bucket_bytes, check_rows_stay_apart
+        super().__init__(model, session, reduction=reduction, bucket_bytes=size, check=check)
         install(model)
-        self._stale = stale
+        self._stale = StaleHalos(session, options.stale_momentum) if options.staleness else None
         self._dropouts = install_node_dropouts(model, session.seed)
         self._rows = row_exchanges(session)
 
@@ -240,6 +224,7 @@ class HaloModel(ReplicatedModel):
             return self._on_other_blocks(args, kwargs)
         _check_not_weighted((args, kwargs))
         if self.training:
+            self._rows.step = graphs[0].step_number
             self._dropouts.begin(graphs[0].step_number, graphs[0].srcdata[dgl.NID])
             if isinstance(graphs[0], LocalGraph):
                 # A loader numbers its blocks, but one local graph serves all steps.

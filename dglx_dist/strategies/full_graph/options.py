@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from dgl.dataloading import NeighborSampler
 
+from dglx_dist.comm.codec import WireDtype
 from dglx_dist.comm.collectives import check_equal, run_on_all_ranks
 from dglx_dist.comm.transfer import device_of
 from dglx_dist.data.storage.files import read_size
@@ -38,15 +39,12 @@ if TYPE_CHECKING:
 Keep: TypeAlias = Literal["disk", "rebuild"]
 Aggregate: TypeAlias = Literal["sources", "cover"]
 
-COMMON = ("use_pp", "bucket_bytes")
+COMMON = ("use_pp", "bucket_bytes", "wire_dtype")
 """Options of every full-graph strategy."""
-EXCHANGING = (*COMMON, "aggregate")
-"""Options of full_graph and shared_preload."""
-STALE = ("staleness", "stale_momentum")
-"""Options of full_graph alone."""
+EXCHANGING = (*COMMON, "aggregate", "staleness", "stale_momentum")
+"""Options of full_graph."""
 PRELOADING = (
-    *EXCHANGING,
-    *("hops", "split"),
+    *(*COMMON, "aggregate", "hops", "split"),
     *("external_hops", "external_fanout", "external_policy", "resample_every"),
 )
 """Options of shared_preload."""
@@ -79,15 +77,14 @@ class FullGraphOptions:
         "What is sent for sums and means over in-edges: source rows, or the fewest rows, some of which are "
         "partial sums (cover).",
     )
-    staleness: int = option(
-        0,
-        "Epochs by which halo rows and their gradients are late, so that they travel meanwhile.",
-        check=between(0, 1),
-    )
+    staleness: int = option(0, "Epochs that halo rows and their gradients are late.", check=between(0, 1))
     stale_momentum: float = option(
-        0.0,
-        "Share of earlier rows in a moving average of those that arrive; 0: none (0.95 in PipeGCN).",
-        check=Check(lambda value: 0 <= value < 1, "at least 0 and below 1"),
+        0.0, "Share of what was used before in late rows; 0.95 in PipeGCN.", check=between(0, 0.999)
+    )
+    wire_dtype: WireDtype = option(
+        "same",
+        "What activations and their gradients are sent as: the same, or fewer bits, rounded at random "
+        "without bias, which does not train exactly.",
     )
     split: str = AUTO
     """Partitioner that splits the rows of a server among its ranks."""
@@ -118,10 +115,10 @@ class FullGraphOptions:
     def __post_init__(self) -> None:
         check_ranges(self, "option {name}={value!r}")
         check_split(self.split)
-        if self.stale_momentum and not self.staleness:
+        if (self.stale_momentum and not self.staleness) or (self.staleness and self.wire_dtype != "same"):
             raise ConfigError(
-                f"option stale_momentum={self.stale_momentum} smooths halo rows of earlier epochs, which are "
-                "used with staleness=1 only; give both or none"
+                f"options staleness={self.staleness}, stale_momentum={self.stale_momentum}, wire_dtype="
+                f"{self.wire_dtype!r}: late rows need staleness=1, and are sent in their own type"
             )
         if self.memory and self.batches:
             raise ConfigError(

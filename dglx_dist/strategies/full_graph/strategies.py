@@ -16,7 +16,6 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.shared_memory import warn_of_edges
 from dglx_dist.strategies.base import Reduction, Strategy, Traits, WrappedModel, check_one_type
 from dglx_dist.strategies.full_graph import cost as costs
-from dglx_dist.strategies.full_graph.halo_exchange import StaleHalos
 from dglx_dist.strategies.full_graph.loader import (
     Batch,
     FullGraphLoader,
@@ -31,7 +30,6 @@ from dglx_dist.strategies.full_graph.options import (
     COOPERATIVE,
     EXCHANGING,
     PRELOADING,
-    STALE,
     FullGraphOptions,
     read_full_graph_options,
     read_request,
@@ -85,7 +83,7 @@ class _FullGraphStrategy(Strategy):
 
         def opened(spec: PlanSpec) -> FullGraphLoader:
             source = PlanSource(g, maker, spec, keep=options.keep == "disk")
-            return FullGraphLoader(g, source, request, use_pp=options.use_pp)
+            return FullGraphLoader(g, source, request, use_pp=options.use_pp, wire=options.wire_dtype)
 
         if not options.memory:
             return opened(spec)
@@ -109,11 +107,7 @@ class _FullGraphStrategy(Strategy):
                 smallest cooperative batches exceed option ``memory``; or as for data_parallel.
         """
         check_one_type(self.name, g)
-        options = self._options
-        stale = StaleHalos(g.session, options.stale_momentum) if options.staleness else None
-        wrapped = HaloModel(
-            model, g.session, reduction=reduction, bucket_bytes=options.bucket_bytes, stale=stale
-        )
+        wrapped = HaloModel(model, g.session, self._options, reduction=reduction)
         _STATE.of(g.session).set_model(wrapped)
         return wrapped
 
@@ -122,8 +116,7 @@ class _FullGraphStrategy(Strategy):
 class FullGraph(_FullGraphStrategy):
     """One step per epoch on the whole graph; every layer exchanges border rows between ranks.
 
-    Options: :data:`EXCHANGING`, :data:`STALE` of :class:`FullGraphOptions`.
-    See docs/strategies/full_graph.md.
+    Options: :data:`EXCHANGING` of :class:`FullGraphOptions`. See docs/strategies/full_graph.md.
     """
 
     name, edge_bytes = "full_graph", 60
@@ -137,7 +130,7 @@ class FullGraph(_FullGraphStrategy):
 
     @staticmethod
     def read_options(options: Mapping[str, object]) -> FullGraphOptions:
-        return replace(read_full_graph_options(FullGraph.name, (*EXCHANGING, *STALE), options), hops=0)
+        return replace(read_full_graph_options(FullGraph.name, EXCHANGING, options), hops=0)
 
     candidates = staticmethod(costs.exchanging_candidates)
 

@@ -64,6 +64,11 @@ class TrainParams(ModelParams):
         None, "Most of an epoch, by leaving out what a rank has more of seeds.", check=at_least(1)
     )
     structure: Literal["auto", "replicated", "partitioned"] = "partitioned"
+    cache: str = ""
+    """Policy of the cache of remote features; empty: none."""
+    alpha: float = option(
+        0.1, "Of the cache.", check=Check(lambda value: 0 < value <= 1, "above 0, at most 1")
+    )
     loader: Mapping[str, Any] = field(default_factory=dict)
     """More for the loader, such as ``depth`` and ``num_threads``."""
     accuracy_every: int = option(

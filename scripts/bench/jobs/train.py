@@ -78,6 +78,10 @@ def sampler_of(told: TrainParams) -> dgl.dataloading.NeighborSampler:
 def _make(told: TrainParams, g: DistGraph) -> _Training:
     nodes = node_split(g.ndata["train_mask"], g.get_partition_book(), force_even=told.seeds == "even")
     sampler, nodes = sampler_of(told), nodes[: told.max_seeds]
+    if told.cache:
+        vip = {"seeds": nodes, "fanouts": list(told.fanouts), "batch_size": told.batch_size}
+        more: dict[str, Any] = vip if told.cache == "vip" else {}
+        g.cache_rows(FEATURE, alpha=told.alpha, policy=told.cache, **more)
     loader = DataLoader(g, nodes, sampler, batch_size=told.batch_size, shuffle=True, **dict(told.loader))
     model = model_of(told, g).to(g.session.device)
     if told.simulated is not None:

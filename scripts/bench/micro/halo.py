@@ -179,6 +179,7 @@ def main(argv: list[str]) -> int:
     )
     arguments.add_argument("--dataset", type=Path, help="compare caches of remote rows on this one")
     arguments.add_argument("--alphas", type=float, nargs="+", default=[0.05, 0.1])
+    arguments.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES)
     arguments.add_argument("--json", type=Path, help="write the figures to this file too")
     options: argparse.Namespace = arguments.parse_args(argv)
     torch.set_num_threads(1)
@@ -187,8 +188,8 @@ def main(argv: list[str]) -> int:
             arguments.error("one server has no link to another: python scripts/netlab run --servers 2 -- ...")
         if options.dataset:
             g = DistGraph(options.dataset, structure="replicated")
-            wanted = [("none", 0.0), *((policy, one) for one in options.alphas for policy in POLICIES)]
-            epochs = [epochs_of(session, g, *one) for one in wanted]
+            caches = [(policy, one) for one in options.alphas for policy in options.policies]
+            epochs = [epochs_of(session, g, *one) for one in [("none", 0.0), *caches]]
             if session.topology.rank == 0:
                 print(table(epochs), flush=True)
                 write_json(options.json, epochs)

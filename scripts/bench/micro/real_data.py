@@ -3,6 +3,7 @@
     python scripts/bench real_data --data ../shared/data --out runs/real_data
     python scripts/bench real_data --compare push_pull
     python scripts/bench real_data --compare full_graph --epochs 100
+    python scripts/bench real_data --compare wire_dtype --epochs 100
 
 By default the plain figure of every graph is one process on one part; beside it two ranks (as one server and
 as two) on 2 and on 4 metis parts. The batch of one process is the sum of the batches of all ranks, so that
@@ -11,7 +12,8 @@ over the seeds, and the exit code is 1 where one misses its bound.
 
 push_pull: 1 and 3 batches in flight beside data parallelism, on 2 hash parts. full_graph: shared_preload, its
 expansion-aware sampling (EAS) and two co-batches with it beside full_graph, on 2 servers of 2 ranks; each
-epoch is one step. Both on coauthor_physics and the built-in graph.
+epoch is one step. Both on coauthor_physics and the built-in graph. wire_dtype: full_graph on 2 servers, with
+rows in fewer bits.
 """
 
 from __future__ import annotations
@@ -81,6 +83,14 @@ COMPARED: Mapping[str, tuple[float, tuple[str, ...], Mapping[str, Setting]]] = {
             "shared_preload": _full_graph("shared_preload"),
             "EAS": _full_graph("shared_preload", *_SAMPLED),
             "cooperative with EAS": _full_graph("cooperative", "--option", "batches=2", *_SAMPLED),
+        },
+    ),
+    "wire_dtype": (
+        0.5,
+        ("cora", "dblp_full", "coauthor_physics"),
+        {
+            wire: Setting(strategy=("full_graph", "--option", f"wire_dtype={wire}"))
+            for wire in ("same", "bfloat16", "int8", "int4")
         },
     ),
 }

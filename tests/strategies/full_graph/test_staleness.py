@@ -343,8 +343,9 @@ def test_a_local_graph_trains_what_blocks_train(folder: Path) -> None:
     ("strategy", "options", "message"),
     [
         ("full_graph", {"staleness": 2}, "staleness=2.*from 0 to 1"),
-        ("full_graph", {"staleness": 1, "stale_momentum": 1.0}, "stale_momentum=1.0.*below 1"),
-        ("full_graph", {"stale_momentum": 0.5}, "staleness=1 only"),
+        ("full_graph", {"staleness": 1, "stale_momentum": 1.0}, "stale_momentum=1.0.*from 0 to 0.999"),
+        ("full_graph", {"stale_momentum": 0.5}, "need staleness=1"),
+        ("full_graph", {"staleness": 1, "wire_dtype": "int8"}, "sent in their own type"),
         ("shared_preload", {"staleness": 1}, "has no option 'staleness'"),
     ],
 )

@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from dglx_dist.graph.lookahead import LookAheadRows
+from dglx_dist.graph.column import LookAheadRows
 from dglx_dist.graph.row_kernels import plan_remote
 from dglx_dist.records import ColumnInfo
 
