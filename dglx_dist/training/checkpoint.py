@@ -702,21 +702,24 @@ def load(
         position = state["loader"][rank if state["world_size"] == session.topology.world_size else 0]
         run_on_all_ranks(session, lambda: loader.load_state_dict(position), CheckpointError)
     model.load_state_dict(_below("model/", wanted))
-    if isinstance(model, WrappedModel):
-        model.load_rank_state(_below(f"rank/{rank}/", wanted))
     if optimizer is not None:
         optimizer.load_state_dict(of_optimizer)
     for number, rows in enumerate(optimizers_of(sparse)):
         rows.flush()
         with _storage_errors():
             rows.read_saved(_sparse_folder(path, number))
-    random = _below(f"random/{rank}/", wanted)
+    if isinstance(model, WrappedModel):
+        model.load_rank_state(_below(f"rank/{rank}/", wanted))
+    _set_random(_below(f"random/{rank}/", wanted), session.device)
+    return Resumed(path=path, **{name: state[name] for name in ("epoch", "step", "world_size", "extra")})
+
+
+def _set_random(random: Mapping[str, Tensor], device: torch.device) -> None:
     if "cpu" in random:
         torch.set_rng_state(random["cpu"])
     # A checkpoint of GPUs may be resumed on CPUs, and the other way round.
-    if "cuda" in random and session.device.type == "cuda":
-        torch.cuda.set_rng_state(random["cuda"], session.device)
-    return Resumed(path=path, **{name: state[name] for name in ("epoch", "step", "world_size", "extra")})
+    if "cuda" in random and device.type == "cuda":
+        torch.cuda.set_rng_state(random["cuda"], device)
 
 
 def read_extra(
