@@ -417,8 +417,7 @@ def draw_by_source(
         stream: Key of the draws.
         exclude: (X,) int64 ascending global ids of edges to exclude; the in-degree does not count them.
         indptr: (K + 1,) output.
-        edges: int64 ids; the first ``used`` are kept.
-        used: Where to begin.
+        edges, used: int64 ids, of which the first ``used`` are kept.
 
     Returns:
         ``edges``, or a longer copy: ``used + indptr[-1]`` entries are set.

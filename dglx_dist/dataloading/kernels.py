@@ -478,8 +478,7 @@ def draw_unequal(
 
     Args:
         indptr: (K + 1,) int64 of the candidates of K destinations.
-        sources: (e,) int64 global ids.
-        weights: (e,) float64, above 0.
+        sources, weights: (e,) int64 global ids, and float64 above 0.
         fanout: As many in-edges; -1 for all.
         stream: Key of the draws.
         rounds: Fixed-point iterations; below 0 until they converge.
@@ -512,8 +511,7 @@ def draw_unequal(
         if expected >= before * (1 - 1e-4):
             rounds = done
         before = expected
-    kept, inverse, total = np.empty(len(sources), np.int64), np.empty(len(sources)), 0
-    rows[0] = 0
+    kept, inverse, total, rows[0] = np.empty(len(sources), np.int64), np.empty(len(sources)), 0, 0
     for i in range(len(scales)):
         for j in range(indptr[i], indptr[i + 1]):
             likely = min(1.0, scales[i] * shares[j])
@@ -530,8 +528,8 @@ def _unequal(
     relations: Relations, request: SampleRequest, hop: _Hop, relation: int, frontier: Array, rows: Array
 ) -> tuple[Array, Array]:
     # Returns edges and their weights, of mean 1 for each destination.
-    csc, rule, num_rows = csc_at(relations, relation), _rule(request, relation), len(frontier)
-    fanout, stream = hop.fanouts[relation], hop.streams[relation]
+    csc, fanout, stream = csc_at(relations, relation), hop.fanouts[relation], hop.streams[relation]
+    rule, num_rows = _rule(request, relation), len(frontier)
     indptr, starts = np.empty(num_rows + 1, np.int64), np.empty(num_rows, np.int64)
     largest = count_hop(csc, frontier, -1, rule, indptr, starts)
     edges, sources = np.empty(indptr[-1], np.int64), np.empty(indptr[-1], np.int64)
@@ -641,7 +639,7 @@ def sample_batch(relations: Relations, request: SampleRequest, table: Table) -> 
             edge_ids = longer(edge_ids, first, hop.ends[num_relations])
             _draw(relations, request, nodes, hop, edge_ids)
         edge_ends[begin : begin + num_relations + 1] = hop.ends
-        last = hop.ends[num_relations]
+        last = edge_ends[begin + num_relations]
         sources = longer(sources, first, last)
         more = np.zeros(len(sizes), np.int64)
         for relation in range(num_relations):

@@ -129,8 +129,7 @@ def _is_stock(sampler: BlockSampler) -> bool:
 def _source_draws(sampler: LaborSampler) -> SourceDraws:
     return SourceDraws(
         layer_dependency=bool(sampler.layer_dependency),
-        # DGL keeps the option only in its counters.
-        batch_dependency=int(sampler.cnt[1]),
+        batch_dependency=int(sampler.cnt[1]),  # DGL keeps the option only in its counters.
         rounds=max(int(sampler.importance_sampling), -1),
         weighted=sampler.prob is not None,
     )
