@@ -119,7 +119,7 @@ def measure(
     if config.draws is not None:
         notify("batches of all ranks")
         sizes = row_sizes(g, shape.gradient_bytes, partitioned=config.partitioned)
-        caches = tuple(dict.fromkeys(one.cache_alpha for one in candidates if one.cache))
+        caches = tuple(dict.fromkeys((one.cache, one.cache_alpha) for one in candidates if one.cache))
         batches, per_edge = count_batches(run, config.draws, caches, sizes, config.clock)
     notify("the model on some batches")
     with busy_cores(config.other_ranks):
