@@ -190,7 +190,7 @@ LAYERS: dict[str, Callable[[Any, Tensor], Any]] = {
 
 
 def check_changed_weights(lg: Any, x: Tensor) -> None:
-    """Changed in place, or another tensor: other ranks sum with the new ones."""
+    """Another tensor, or changed in place: other ranks sum with the new ones."""
 
     def total() -> Tensor:
         lg.srcdata["h"] = x
@@ -198,9 +198,10 @@ def check_changed_weights(lg: Any, x: Tensor) -> None:
         return lg.dstdata["o"].clone()
 
     first = total()
-    lg.edata["w"].mul_(2)
-    torch.testing.assert_close(total(), 2 * first, rtol=1e-12, atol=1e-12)
+    # Of the same version as the first one.
     lg.edata["w"] = 3 * lg.edata["w"]
+    torch.testing.assert_close(total(), 3 * first, rtol=1e-12, atol=1e-12)
+    lg.edata["w"].mul_(2)
     torch.testing.assert_close(total(), 6 * first, rtol=1e-12, atol=1e-12)
 
 
