@@ -47,8 +47,12 @@ def loader_of(g: DistGraph, name: str, options: argparse.Namespace, **more: Any)
     return DataLoader(g, seeds, sampler, batch_size=options.batch_size, shuffle=True, **more)
 
 
-def epoch_of(session: Session, g: DistGraph, name: str, options: argparse.Namespace) -> tuple[float, ...]:
+def epoch_of(
+    session: Session, g: DistGraph, name: str, options: argparse.Namespace, alpha: float = 0.0
+) -> tuple[float, ...]:
     """Input rows and edges of a batch of the second epoch, and megabytes that all ranks fetched in it."""
+    # Anew for each, or one would find the rows of the one before.
+    g.cache_rows("feat", alpha=alpha, policy="lookahead")
     loader, counts = loader_of(g, name, options, prefetch=["feat"]), [0, 0, 0]
     for _ in range(2):
         before, counts = session.ledger.total(phase="features"), [0, 0, 0]
@@ -102,8 +106,7 @@ def main(argv: list[str]) -> int:
             )
         g = DistGraph(options.dataset, structure="replicated")
         plain = {name: epoch_of(session, g, name, options) for name in SAMPLERS}
-        g.cache_rows("feat", alpha=options.alpha, policy="lookahead")
-        cached = {name: epoch_of(session, g, name, options)[2] for name in SAMPLERS}
+        cached = {name: epoch_of(session, g, name, options, options.alpha)[2] for name in SAMPLERS}
         seconds = seconds_of(g, options)
         dist.barrier()
         rows = [
