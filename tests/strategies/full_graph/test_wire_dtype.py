@@ -85,7 +85,7 @@ def exchange_on_rank() -> None:
             again = swap(session, wire)
             assert torch.equal(again[0], out)
             assert torch.equal(again[2], gradient)
-            if SIZES[rank]:
+            if SIZES[rank] and wire != "bfloat16":
                 other = swap(session, wire, step=1)
                 assert not torch.equal(other[0], out)
                 assert not torch.equal(other[2], gradient)
