@@ -395,9 +395,16 @@ def draw_hop(
 
 @njit(cache=True, nogil=True)
 def draw_by_source(
-    csc: Csc, nodes: Array, fanout: int, stream: np.uint64, exclude: Array, indptr: Array, edges: Array
-) -> None:
-    """Write the indptr and the global ids of in-edges of ``nodes`` that the draws of their sources keep.
+    csc: Csc,
+    nodes: Array,
+    fanout: int,
+    stream: np.uint64,
+    exclude: Array,
+    indptr: Array,
+    edges: Array,
+    used: int,
+) -> Array:
+    """Append the global ids of in-edges of ``nodes`` that the draws of their sources keep.
 
     LABOR-0 (Balin and Catalyurek, "Layer-Neighbor Sampling", NeurIPS 2023): every source has one draw, and an
     edge is kept if that is below fan-out / in-degree of its destination. Destinations that share sources thus
@@ -410,29 +417,36 @@ def draw_by_source(
         stream: Key of the draws.
         exclude: (X,) int64 ascending global ids of edges to exclude; the in-degree does not count them.
         indptr: (K + 1,) output.
-        edges: (indptr[-1],) output; of length 0, only ``indptr`` is written.
+        edges, used: int64 ids, of which the first ``used`` are kept.
+
+    Returns:
+        ``edges``, or a longer copy: ``used + indptr[-1]`` entries are set.
     """
     ends, indices, first_edge = csc.indptr, csc.indices, csc.first_edge
-    writes = len(edges) > 0
-    total = 0
+    total = used
     indptr[0] = 0
     for i in range(len(nodes)):
         row = np.uint64(nodes[i] - csc.first_node)
         start, end = ends[row], ends[row + np.uint64(1)]
+        if total + end - start > len(edges):
+            more = np.empty(2 * (total + end - start), np.int64)
+            more[:total] = edges[:total]
+            edges = more
         excluded = np.searchsorted(exclude, start + first_edge)
         last_excluded = np.searchsorted(exclude, end + first_edge)
         degree = end - start - (last_excluded - excluded)
         keep_all = fanout < 0 or fanout >= degree
         # Of 2**64; the rounding error is below degree / 2**64.
-        limit = np.uint64(0) if keep_all else _LARGEST // np.uint64(degree) * np.uint64(fanout)
+        limit = _LARGEST if keep_all else _LARGEST // np.uint64(degree) * np.uint64(fanout)
         for position in range(start, end):
             if excluded < last_excluded and exclude[excluded] == position + first_edge:
                 excluded += 1
-            elif keep_all or item_key(stream, indices[position]) < limit:
-                if writes:
-                    edges[total] = position + first_edge
-                total += 1
-        indptr[i + 1] = total
+                continue
+            # An unconditional store costs less than an unpredictable branch.
+            edges[np.uint64(total)] = position + first_edge
+            total += int(keep_all or item_key(stream, indices[np.uint64(position)]) < limit)
+        indptr[i + 1] = total - used
+    return edges
 
 
 @njit(cache=True, nogil=True)
@@ -450,9 +464,8 @@ def draw_edges(
     """
     indptr = np.empty(len(nodes) + 1, np.int64)
     if rule.by_source:
-        draw_by_source(csc, nodes, fanout, stream, rule.exclude, indptr, np.empty(0, np.int64))
-        edges = np.empty(indptr[-1], np.int64)
-        draw_by_source(csc, nodes, fanout, stream, rule.exclude, indptr, edges)
+        nothing = np.empty(0, np.int64)
+        edges = draw_by_source(csc, nodes, fanout, stream, rule.exclude, indptr, nothing, 0)[: indptr[-1]]
     else:
         starts = np.empty(len(nodes), np.int64)
         largest = count_hop(csc, nodes, fanout, rule, indptr, starts)

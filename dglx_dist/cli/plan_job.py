@@ -207,6 +207,7 @@ def _measured_on(
     requested = MeasureConfig(
         cluster=cluster,
         draws=_draws_of(plan),
+        labor=plan.allow_estimators,
         partitioned=_is_partitioned(plan, 8 * g.num_nodes() + 4 * g.num_edges()),
         epoch=_EPOCH,
         clock=time.perf_counter if torch.get_num_threads() > 1 or on_gpu else time.thread_time,

@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Generic, TypeAlias, TypeVar, final
 
@@ -163,7 +164,9 @@ class Columns:
 
 B = TypeVar("B")
 WINDOW_BYTES = 256 << 20
-"""Of drawn batches that wait for their rows; a loader looks no further ahead beyond it."""
+"""Of drawn batches that wait to be requested; a loader looks no further ahead beyond it."""
+MOST_REQUESTED = 4
+"""Batches ahead of the delivered one whose rows are requested."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,10 +181,11 @@ class Drawn(Generic[B]):
 
 
 def look_ahead(draws: Iterator[Drawn[B]], claimed: Ahead) -> Generator[B, None, None]:
-    """Yield the batches of ``draws`` in order, with the rows of the next one requested.
+    """Yield the batches of ``draws`` in order, with the rows of the next ones requested.
 
     Draws as many batches ahead as are needed to know which rows to keep, as long as they take at most
-    :data:`WINDOW_BYTES`.
+    :data:`WINDOW_BYTES`. Requests one batch ahead, and up to :data:`MOST_REQUESTED` whose rows take less than
+    two messages.
     """
     window: deque[Drawn[B]] = deque()
 
@@ -201,7 +205,9 @@ def look_ahead(draws: Iterator[Drawn[B]], claimed: Ahead) -> Generator[B, None, 
     requested: deque[Callable[[], B]] = deque()
     while window or announce_more():
         requested.append(window.popleft().submit(claimed))
-        if len(requested) > 1:
+        while len(requested) > MOST_REQUESTED or (
+            len(requested) > 1 and any(rows.is_busy for rows in claimed.values())
+        ):
             yield requested.popleft()()
     for finish in requested:
         yield finish()
@@ -269,7 +275,8 @@ def submit_columns(
         if cached is not None and _is_on(column, columns.memory.device) and key not in claimed:
             places = store.split_cached(key, ids, cached)
             ids = ids[places[-1]]
-        out = columns.memory.rows(key, len(ids), column.info)
+        # Made when it is filled: of requested batches several wait.
+        out = partial(columns.memory.rows, key, len(ids), column.info)
         # A column with two names in the blocks was announced once.
         ahead = left.pop(key, None)
         pull = store.submit_pull(key, ids, out=out, distinct=distinct, ahead=ahead, phase=FEATURE_PHASE)

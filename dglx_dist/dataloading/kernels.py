@@ -14,7 +14,7 @@ import numpy as np
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
-from dglx_dist.keyed_random import Csc, Rule, count_hop, draw_by_source, draw_hop
+from dglx_dist.keyed_random import Csc, Rule, count_hop, draw_by_source, draw_hop, item_key
 from dglx_dist.records import Array, EdgeType
 
 
@@ -250,6 +250,8 @@ class SampleRequest(NamedTuple):
     """Whether an edge may be drawn more than once."""
     by_source: bool
     """Whether sources are drawn, and with them all their edges; see :class:`~dglx_dist.keyed_random.Rule`."""
+    rounds: int
+    """Of :func:`draw_unequal`, which draws sources if it is not 0, or edges have weights."""
     exclude: Array
     """(X,) int64 edges that are not drawn, edge type by edge type, ascending within one."""
     exclude_ends: Array
@@ -276,6 +278,8 @@ class RawBatch(NamedTuple):
     """int64 global edge ids."""
     edge_ends: Array
     """(L * R + 1,) int64; hop h and edge type r have the edges ``[h * R + r]:[h * R + r + 1]``."""
+    edge_weights: Array
+    """float32, one per edge if :func:`draw_unequal` draws, of mean 1 for each destination; else length 0."""
 
 
 class NumberedNodes(NamedTuple):
@@ -389,19 +393,6 @@ def _rule(request: SampleRequest, relation: int) -> Rule:
 
 
 @njit(cache=True, nogil=True)
-def _draw_by_source(
-    relations: Relations, hop: _Hop, relation: int, frontier: Array, exclude: Array, rows: Array, edges: Array
-) -> None:
-    csc, fanout, stream = csc_at(relations, relation), hop.fanouts[relation], hop.streams[relation]
-    if relations.wide[relation]:
-        wide = Csc(csc.indptr, _indices_of(relations, relation, np.int64), csc.weights, 0, 0)
-        draw_by_source(wide, frontier, fanout, stream, exclude, rows, edges)
-    else:
-        narrow = Csc(csc.indptr, _indices_of(relations, relation, np.int32), csc.weights, 0, 0)
-        draw_by_source(narrow, frontier, fanout, stream, exclude, rows, edges)
-
-
-@njit(cache=True, nogil=True)
 def _frontier(relations: Relations, nodes: NumberedNodes, hop: _Hop, relation: int) -> Array:
     node_type = relations.destination_types[relation]
     first = nodes.starts[node_type]
@@ -418,9 +409,6 @@ def _count(relations: Relations, request: SampleRequest, nodes: NumberedNodes, h
         fanout = hop.fanouts[relation]
         if fanout == 0:
             rows[:] = 0
-        elif request.by_source:
-            exclude = _rule(request, relation).exclude
-            _draw_by_source(relations, hop, relation, frontier, exclude, rows, np.empty(0, np.int64))
         else:
             hop.largest[relation] = count_hop(
                 csc_at(relations, relation),
@@ -445,20 +433,143 @@ def _draw(
         first, last = hop.ends[relation], hop.ends[relation + 1]
         if last > first:
             rows = hop.indptr[row : row + len(frontier) + 1]
-            rule, out = _rule(request, relation), edges[first:last]
-            if request.by_source:
-                _draw_by_source(relations, hop, relation, frontier, rule.exclude, rows, out)
-            else:
-                draw_hop(
-                    csc_at(relations, relation),
-                    frontier,
-                    hop.streams[relation],
-                    hop.fanouts[relation] < 0,
-                    rule,
-                    (rows, hop.starts[row : row + len(frontier)], hop.largest[relation]),
-                    out,
-                )
+            draw_hop(
+                csc_at(relations, relation),
+                frontier,
+                hop.streams[relation],
+                hop.fanouts[relation] < 0,
+                _rule(request, relation),
+                (rows, hop.starts[row : row + len(frontier)], hop.largest[relation]),
+                edges[first:last],
+            )
         row += len(frontier) + 1
+
+
+@njit(cache=True, nogil=True)
+def _scale(weights: Array, shares: Array, fanout: int) -> float:
+    # The c of a destination: its sum of weight ** 2 / min(1, c * share) is that of neighbour sampling.
+    degree = len(weights)
+    if degree == 0 or fanout < 0 or fanout >= degree:
+        return 1.0 / shares.min() if degree else 0.0
+    slack = weights.sum() ** 2 * (1.0 / fanout - 1.0 / degree)
+    scale, before = 0.0, degree + 1
+    while True:
+        inverse, squares, uncertain = 0.0, 0.0, 0
+        for i in range(degree):
+            if scale * shares[i] < 1.0:
+                inverse += weights[i] * weights[i] / shares[i]
+                squares += weights[i] * weights[i]
+                uncertain += 1
+        # From below: the scale grows until no other edge becomes certain.
+        if uncertain == 0 or uncertain >= before:
+            return scale
+        scale, before = inverse / (slack + squares), uncertain
+
+
+@njit(cache=True, nogil=True)
+def draw_unequal(
+    indptr: Array, sources: Array, weights: Array, fanout: int, stream: np.uint64, rounds: int, rows: Array
+) -> tuple[Array, Array]:
+    """Draw sources with unequal probabilities (LABOR-i, see :func:`~dglx_dist.keyed_random.draw_by_source`).
+
+    An edge is kept with probability min(1, c pi): c is of its destination, so that the variance of a weighted
+    sum is that of neighbour sampling with the fan-out; pi is the weight without rounds, else of the source.
+    Every round multiplies a source's pi by the largest c around it, so that fewer sources are needed.
+
+    Args:
+        indptr: (K + 1,) int64 of the candidates of K destinations.
+        sources, weights: (e,) int64 global ids, and float64 above 0.
+        fanout: As many in-edges; -1 for all.
+        stream: Key of the draws.
+        rounds: Fixed-point iterations; below 0 until they converge.
+        rows: (K + 1,) output: indptr of the kept edges.
+
+    Returns:
+        (k,) int64 positions of the kept edges, and their weight / probability, which makes sums unbiased.
+    """
+    table = enlarged(Table(np.empty(0, np.uint32), np.empty(1, np.int64), 1), 2 * len(sources))
+    local, count = np.zeros(len(sources), np.int64), 1
+    if rounds != 0:
+        count = number(table, sources, np.empty(len(sources) + 1, np.int64), 0, local)
+    shares, scales, pi = weights.copy(), np.empty(len(indptr) - 1), np.ones(count)
+    done, before = 0, np.inf
+    while True:
+        for i in range(len(scales)):
+            own = slice(indptr[i], indptr[i + 1])
+            scales[i] = _scale(weights[own], shares[own], fanout)
+        if done == rounds:
+            break
+        largest = np.zeros(count)
+        for i in range(len(scales)):
+            for j in range(indptr[i], indptr[i + 1]):
+                share = scales[i] if done else scales[i] * shares[j]
+                largest[local[j]] = max(largest[local[j]], share)
+        pi *= largest
+        shares[:] = pi[local]
+        done += 1
+        expected = np.minimum(pi, 1.0).sum()
+        if expected >= before * (1 - 1e-4):
+            rounds = done
+        before = expected
+    kept, inverse, total, rows[0] = np.empty(len(sources), np.int64), np.empty(len(sources)), 0, 0
+    for i in range(len(scales)):
+        for j in range(indptr[i], indptr[i + 1]):
+            likely = min(1.0, scales[i] * shares[j])
+            # Not <: a certain edge may have rounded to the largest draw.
+            if (item_key(stream, sources[j]) >> np.uint64(11)) * 2.0**-53 <= likely:
+                kept[total], inverse[total] = j, weights[j] / likely
+                total += 1
+        rows[i + 1] = total
+    return kept[:total], inverse[:total]
+
+
+@njit(cache=True, nogil=True)
+def _unequal(
+    relations: Relations, request: SampleRequest, hop: _Hop, relation: int, frontier: Array, rows: Array
+) -> tuple[Array, Array]:
+    # Returns edges and their weights, of mean 1 for each destination.
+    csc, fanout, stream = csc_at(relations, relation), hop.fanouts[relation], hop.streams[relation]
+    rule, num_rows = _rule(request, relation), len(frontier)
+    indptr, starts = np.empty(num_rows + 1, np.int64), np.empty(num_rows, np.int64)
+    largest = count_hop(csc, frontier, -1, rule, indptr, starts)
+    edges, sources = np.empty(indptr[-1], np.int64), np.empty(indptr[-1], np.int64)
+    draw_hop(csc, frontier, stream, True, rule, (indptr, starts, largest), edges)
+    read_sources(relations, relation, edges, sources)
+    sources -= relations.offsets[relations.source_types[relation]]
+    weights = csc.weights[edges].astype(np.float64) if len(csc.weights) else np.ones(len(edges))
+    kept, weights = draw_unequal(indptr, sources, weights, fanout, stream, request.rounds, rows)
+    for i in range(num_rows):
+        own = weights[rows[i] : rows[i + 1]]
+        own *= len(own) / own.sum() if len(own) else 1.0
+    return edges[kept], weights
+
+
+@njit(cache=True, nogil=True)
+def _draw_by_source(
+    relations: Relations, request: SampleRequest, nodes: NumberedNodes, hop: _Hop, drawn: tuple[Array, Array]
+) -> tuple[Array, Array]:
+    # Fills indptr and ends; the caller has set ends[0]. Returns the edges of the batch so far, and weights.
+    row, (edges, weights) = 0, drawn
+    for relation in range(len(hop.fanouts)):
+        frontier, first = _frontier(relations, nodes, hop, relation), hop.ends[relation]
+        rows = hop.indptr[row : row + len(frontier) + 1]
+        csc, fanout, stream = csc_at(relations, relation), hop.fanouts[relation], hop.streams[relation]
+        exclude = _rule(request, relation).exclude
+        if fanout == 0:
+            rows[:] = 0
+        elif request.rounds != 0 or len(csc.weights) > 0:
+            more, new_weights = _unequal(relations, request, hop, relation, frontier, rows)
+            edges = np.concatenate((edges[:first], more))
+            weights = np.concatenate((weights, new_weights.astype(np.float32)))
+        elif relations.wide[relation]:
+            wide = Csc(csc.indptr, _indices_of(relations, relation, np.int64), csc.weights, 0, 0)
+            edges = draw_by_source(wide, frontier, fanout, stream, exclude, rows, edges, first)
+        else:
+            narrow = Csc(csc.indptr, _indices_of(relations, relation, np.int32), csc.weights, 0, 0)
+            edges = draw_by_source(narrow, frontier, fanout, stream, exclude, rows, edges, first)
+        hop.ends[relation + 1] = first + rows[len(frontier)]
+        row += len(frontier) + 1
+    return edges, weights
 
 
 @njit(cache=True, nogil=True)
@@ -510,6 +621,7 @@ def sample_batch(relations: Relations, request: SampleRequest, table: Table) -> 
     table, nodes = number_seeds(table, relations.offsets, request.seeds, request.seed_ends)
     node_ends[0] = nodes.counts
     indptr, sources, edge_ids = np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64)
+    weights = np.empty(0, np.float32)
     if nodes.counts.sum() < len(request.seeds):
         num_hops = 0
     for hop_index in range(num_hops):
@@ -519,11 +631,16 @@ def sample_batch(relations: Relations, request: SampleRequest, table: Table) -> 
         indptr = longer(indptr, row_end, row_end + new_rows)
         hop = _new_hop(relations, request, hop_index, sizes, indptr[row_end:])
         hop.ends[0] = edge_ends[begin]
-        _count(relations, request, nodes, hop)
+        first = hop.ends[0]
+        if request.by_source:
+            edge_ids, weights = _draw_by_source(relations, request, nodes, hop, (edge_ids, weights))
+        else:
+            _count(relations, request, nodes, hop)
+            edge_ids = longer(edge_ids, first, hop.ends[num_relations])
+            _draw(relations, request, nodes, hop, edge_ids)
         edge_ends[begin : begin + num_relations + 1] = hop.ends
-        first, last = hop.ends[0], hop.ends[num_relations]
-        edge_ids, sources = longer(edge_ids, first, last), longer(sources, first, last)
-        _draw(relations, request, nodes, hop, edge_ids)
+        last = edge_ends[begin + num_relations]
+        sources = longer(sources, first, last)
         more = np.zeros(len(sizes), np.int64)
         for relation in range(num_relations):
             more[relations.source_types[relation]] += hop.ends[relation + 1] - hop.ends[relation]
@@ -534,7 +651,8 @@ def sample_batch(relations: Relations, request: SampleRequest, table: Table) -> 
         node_ends[hop_index + 1] = nodes.counts
     ids, starts = packed_ids(nodes)
     used = Table(table.slots, table.keys, table.base + nodes.counts.max())
-    return RawBatch(ids, starts, node_ends, indptr, sources, edge_ids, edge_ends), used
+    edges = edge_ids[: edge_ends[-1]]
+    return RawBatch(ids, starts, node_ends, indptr, sources, edges, edge_ends, weights), used
 
 
 _DIRECT_LIMIT = 1 << 26

@@ -72,6 +72,12 @@ def _local_plan(
         return columns, None
     if plan.weights is not None:
         check_every_type_has(g, plan.weights)
+    is_whole = all(g.structure(etype).is_whole for etype in g.canonical_etypes)
+    if plan.by_source is not None and plan.by_source.unequal and not is_whole:
+        raise ConfigError(
+            "LaborSampler with prob= or importance_sampling= weighs all in-edges of a batch, and this "
+            "server has only a part of the structure; open the graph with structure='replicated'"
+        )
     return columns, Draws(
         schema=_schema(g),
         fanouts=_fanouts(plan.fanouts, g.canonical_etypes),

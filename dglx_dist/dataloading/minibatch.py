@@ -77,8 +77,8 @@ class BatchBlockBuilder:
     edge types in the graph's order; the destinations of a type are the first of its sources.
     """
 
-    def __init__(self, schema: Schema) -> None:
-        self._schema = schema
+    def __init__(self, schema: Schema, edge_weights: bool = False) -> None:
+        self._schema, self._weighted = schema, edge_weights
         self._relations = [relation for _, relation, _ in schema.etypes]
         self._sources = schema.source_types.tolist()
         self._destinations = schema.destination_types.tolist()
@@ -91,6 +91,9 @@ class BatchBlockBuilder:
         all_nodes = torch.from_numpy(batch.nodes)
         nodes = [all_nodes[first:last] for first, last in pairwise(batch.node_starts.tolist())]
         indptr, sources, edge_ids = map(torch.from_numpy, (batch.indptr, batch.sources, batch.edge_ids))
+        columns = {dgl.EID: edge_ids}
+        if self._weighted:
+            columns["edge_weights"] = torch.from_numpy(batch.edge_weights)
         edge_ends, num_relations = batch.edge_ends.tolist(), len(self._relations)
         blocks: list[DGLBlock] = []
         row = 0
@@ -102,7 +105,8 @@ class BatchBlockBuilder:
                 num_dst = num_dst_of[self._destinations[relation]]
                 rows = indptr[row : row + num_dst + 1]
                 indices.append(_bipartite(num_src, num_dst, rows, sources[first:last]))
-                edges.append(Frame({dgl.EID: edge_ids[first:last]}, num_rows=last - first))
+                of_type = {name: rows[first:last] for name, rows in columns.items()}
+                edges.append(Frame(of_type, num_rows=last - first))
                 row += num_dst + 1
             counts = utils.toindex(num_src_of + num_dst_of, "int64")
             index = heterograph_index.create_heterograph_from_relations(self._metagraph, indices, counts)
@@ -251,7 +255,8 @@ class KernelMaker:
     def __init__(self, source: BatchSource, draws: Draws, store: KVStore, columns: Columns) -> None:
         self._source, self._draws, self._store, self._columns = source, draws, store, columns
         self._schema = draws.schema
-        self._builder = BatchBlockBuilder(draws.schema)
+        weighted = draws.by_source is not None and draws.by_source.unequal
+        self._builder = BatchBlockBuilder(draws.schema, weighted)
         # One for each thread that makes a batch.
         self._idle: queue.SimpleQueue[Workspace] = queue.SimpleQueue()
 

@@ -45,6 +45,15 @@ class SourceDraws:
     """Whether all hops have the same draws."""
     batch_dependency: int
     """Consecutive steps of an epoch with the same draws; 0 or less: all batches of all epochs."""
+    rounds: int = 0
+    """Iterations that lower the number of sources, by all destinations of a hop; -1 until they converge."""
+    weighted: bool = False
+    """Whether edges have weights."""
+
+    @property
+    def unequal(self) -> bool:
+        """Whether probabilities differ, so that blocks have ``edge_weights``."""
+        return self.weighted or self.rounds != 0
 
     def streams(self, seed: int, epoch: int, step: int, num_hops: int, source_types: Array) -> Array:
         """Return (L, R) uint64 keys of the draws of each hop and edge type."""
@@ -104,6 +113,7 @@ class Draws:
             streams,
             self.replace,
             self.by_source is not None,
+            0 if self.by_source is None else self.by_source.rounds,
             edges,
             edge_ends,
         )
@@ -191,7 +201,7 @@ class RemoteSource:
             # Also after an error, or the next batch would see the numbers assigned so far.
             workspace.keep(table._replace(base=table.base + int(nodes.counts.max())))
         ids, starts = packed_ids(nodes)
-        return RawBatch(ids, starts, np.array(node_ends), *_joined(parts))
+        return RawBatch(ids, starts, np.array(node_ends), *_joined(parts), np.empty(0, np.float32))
 
     def _draw(
         self, request: SampleRequest, exclude: Mapping[EdgeType, Array], hop: int, nodes: NumberedNodes

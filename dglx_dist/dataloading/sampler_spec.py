@@ -112,7 +112,7 @@ def read_sampler(sampler: object) -> SamplePlan:
         )
     plan = replace(plan, fanouts=_fanouts(sampler.fanouts))
     if isinstance(sampler, LaborSampler):
-        return replace(plan, by_source=_source_draws(sampler))
+        return replace(plan, by_source=_source_draws(sampler), weights=sampler.prob)
     return replace(plan, replace=bool(sampler.replace), weights=sampler.prob)
 
 
@@ -127,18 +127,12 @@ def _is_stock(sampler: BlockSampler) -> bool:
 
 
 def _source_draws(sampler: LaborSampler) -> SourceDraws:
-    if sampler.importance_sampling != 0:
-        raise ConfigError(
-            f"LaborSampler has importance_sampling={sampler.importance_sampling}, whose probabilities depend "
-            "on all nodes of a layer, on all servers; give 0 (LABOR-0)"
-        )
-    if sampler.prob is not None:
-        raise ConfigError(
-            f"LaborSampler has prob={sampler.prob!r}, but draws of sources are uniform here; leave it "
-            "out, or use dgl.dataloading.NeighborSampler(fanouts, prob=...)"
-        )
-    # DGL keeps the option only in its counters.
-    return SourceDraws(layer_dependency=bool(sampler.layer_dependency), batch_dependency=int(sampler.cnt[1]))
+    return SourceDraws(
+        layer_dependency=bool(sampler.layer_dependency),
+        batch_dependency=int(sampler.cnt[1]),  # DGL keeps the option only in its counters.
+        rounds=max(int(sampler.importance_sampling), -1),
+        weighted=sampler.prob is not None,
+    )
 
 
 def _fanouts(fanouts: object) -> tuple[Fanout, ...]:

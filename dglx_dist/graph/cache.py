@@ -311,7 +311,7 @@ def cache_rows(g: OpenedGraph, request: CacheRequest) -> CachePlan:
 def _look_ahead(store: KVStore, column: Column, alpha: float, own: tuple[int, int]) -> CachePlan:
     num_own, topology = own[1] - own[0], store.session.topology
     budget = int(alpha * num_own) // len(topology.ranks_of_server(topology.server))
-    rows = LookAheadRows(min(budget, column.num_rows - num_own), column.info, own)
+    rows = LookAheadRows(min(budget, column.num_rows - num_own), column.info, own, column.num_rows)
     store.set_cache(column.name, None, rows if alpha > 0 else None)
     barrier(store.session, f"a look-ahead cache of {column.name!r}")
     return CachePlan(policy=LOOK_AHEAD, rows=len(rows.rows), bytes=rows.num_bytes, expected_hit_rate=None)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias, final
@@ -14,12 +15,14 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from dglx_dist.comm.rpc import Pending
 from dglx_dist.data.storage.columns import numpy_dtype
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.partition_book import rows_per_message
 from dglx_dist.graph.row_kernels import (
     RemotePlan,
     SlotTable,
+    check_answer,
     check_ids,
     first_place,
     gather_rows,
@@ -96,35 +99,93 @@ _NEVER = 1 << 30
 _EMPTY = _NEVER + 1
 """Of a slot without a row."""
 _LEAST_PLACES = 16
+_DIRECT_IDS = 1 << 20
+"""Most ids of which each has a place (12 bytes, without a search); above, those in use have one."""
+
+
+Ask: TypeAlias = Callable[[RemotePlan], Sequence[tuple[Pending, int, int]]]
+"""Requests the ids of a plan: (answer, first slot, last slot) of each message."""
+
+
+@final
+class JointRequest:
+    """The rows that several pulls miss, in one message per server, sorted by id.
+
+    It leaves when ``after``, the one before it, has been answered, when it is full, or when its rows are
+    waited for: the slower the link, the more pulls share a message. Not thread-safe.
+    """
+
+    def __init__(self, ask: Ask, after: JointRequest | None) -> None:
+        self.num_rows, self._ask, self._after = 0, ask, after
+        self._plans: list[RemotePlan] = []
+        self._replies: Sequence[tuple[Pending, int, int]] | None = None
+        self._places: Array = np.empty(0, np.int64)
+        """Of the rows of all plans, in the order of plans, among the sorted ones."""
+
+    @property
+    def is_sent(self) -> bool:
+        return self._replies is not None
+
+    def add(self, plan: RemotePlan, full: int) -> None:
+        """Ask for the distinct ids of ``plan`` too; from ``full`` rows on, nothing is waited for."""
+        self._plans.append(plan)
+        self.num_rows += len(plan.ids)
+        before = () if self._after is None or self._after._replies is None else self._after._replies
+        if self.num_rows >= full or all(answer.ready() for answer, _, _ in before):
+            self._send()
+
+    def _send(self) -> Sequence[tuple[Pending, int, int]]:
+        if self._replies is None:
+            ids = np.concatenate([plan.ids for plan in self._plans])
+            order = np.argsort(ids) if len(self._plans) > 1 else np.arange(len(ids))
+            self._places = np.empty(len(ids), np.int64)
+            self._places[order] = np.arange(len(ids))
+            starts = np.sum([plan.server_starts for plan in self._plans], axis=0)
+            self._replies = self._ask(self._plans[0]._replace(ids=ids[order], server_starts=starts))
+            self._plans, self._after = [], None
+        return self._replies
+
+    def copy(self, plan: RemotePlan, first: int, out: Array) -> None:
+        """Wait for the rows of ``plan``, from the ``first`` of those asked for; copy them to ``out``.
+
+        PeerError, RemoteError: as of a pull. ValueError: an answer is not what was asked for.
+        """
+        replies, places = self._send(), self._places[first : first + len(plan.ids)]
+        for reply, begin, end in replies:
+            (answer,) = reply.result()
+            check_answer(answer, out, end - begin)
+            here = np.flatnonzero((places >= begin) & (places < end))
+            move_rows(answer, places[here] - begin, out, plan.positions[here])
 
 
 @final
 class LookAheadRows:
     """A rank's copies of other servers' rows of one column, chosen by the batches announced.
 
-    Those whose next use is furthest are evicted (Belady's MIN).
-    One loader at a time has claimed them. It announces its batches in their order, and pulls the rows of each
-    in turn with ``ahead=``; it waits for them in this order, so that a slot is read before the next batch
-    overwrites it. Not thread-safe.
+    Those whose next use is furthest are evicted (Belady's MIN). One loader at a time has claimed them. It
+    announces its batches in their order, and pulls the rows of each in turn with ``ahead=``; it waits for
+    them in this order, so that a slot is read before the next batch overwrites it. Not thread-safe.
 
     Args:
         count: Most rows to keep, C; may be 0.
         info: Of the column.
         own: First and last id, exclusive, of the rows of the local server.
+        num_ids: Rows of all servers; no id may be beyond.
     """
 
-    def __init__(self, count: int, info: ColumnInfo, own: tuple[int, int]) -> None:
+    def __init__(self, count: int, info: ColumnInfo, own: tuple[int, int], num_ids: int) -> None:
         self.rows: Array = np.empty((count, *info.row_shape), numpy_dtype(info.dtype))
         """(C, *row) in NumPy's form of the column's dtype; slot s is row s."""
         self.announce_more: Callable[[], bool] = lambda: False
         """Announces one more batch, unless there is none or its memory is spent: False."""
-        self._own, self._claim = own, threading.Lock()
+        self._own, self._num_ids, self._claim = own, num_ids, threading.Lock()
+        self._message = rows_per_message(math.prod(info.row_shape) * self.rows.itemsize)
         self._forget()
 
     def _forget(self) -> None:
-        self.table = _new_table(0)
+        self.table = _new_table(0) if self._num_ids > _DIRECT_IDS else _direct_table(self._num_ids)
         """Ids announced or cached: the slot, -1 for those not cached."""
-        self._last = np.full(len(self.table.keys), -1, np.int64)
+        self._last = np.full(len(self.table.slots), -1, np.int64)
         """By place in the table: the number of the last input announced of an id."""
         self._used = 0
         self._held = np.full(len(self.rows), -1, np.int64)
@@ -133,6 +194,8 @@ class LookAheadRows:
         self._following = np.empty(_LEAST_PLACES, np.int32)
         self._firsts: deque[int] = deque()
         self._end, self._step, self._unfinished = 0, 0, 0
+        self._joint: JointRequest | None = None
+        self._requested = 0
 
     @property
     def num_bytes(self) -> int:
@@ -162,6 +225,28 @@ class LookAheadRows:
         places, step = (self._end, self._firsts[0]), self._step + len(self._firsts) - 1
         self._used += _announce(self.table, self._last, self._next_use, self._following, remote, places, step)
         self._end += len(remote)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether rows of two messages or more are requested and not copied yet."""
+        return self._requested >= 2 * self._message
+
+    def request(self, plan: RemotePlan, ask: Ask) -> Callable[[Array], None]:
+        """Ask for the distinct ids of ``plan``, together with those of other batches: :class:`JointRequest`.
+
+        Returns what waits for the rows and copies them to the (K, *row) rows of the batch.
+        """
+        if self._joint is None or self._joint.is_sent:
+            self._joint = JointRequest(ask, self._joint)
+        joint, first = self._joint, self._joint.num_rows
+        joint.add(plan, self._message // 2)
+        self._requested += len(plan.ids)
+
+        def copy_to(rows: Array) -> None:
+            joint.copy(plan, first, rows)
+            self._requested -= len(plan.ids)
+
+        return copy_to
 
     def admit(self, plan: RemotePlan) -> Callable[[Array], None]:
         """Choose the rows to keep after the batch announced first, of which ``plan`` are hits and misses.
@@ -196,7 +281,7 @@ class LookAheadRows:
             old, numbers = self._following, np.arange(begin, end)
             self._following = np.empty(1 << (end + count - begin).bit_length(), np.int32)
             self._following[numbers & (len(self._following) - 1)] = old[numbers & (len(old) - 1)]
-        if 3 * (self._used + count) > 2 * len(self.table.keys):
+        if len(self.table.keys) and 3 * (self._used + count) > 2 * len(self.table.keys):
             # Ids neither cached nor announced are left behind.
             kept = (self.table.keys >= 0) & ((self.table.slots >= 0) | (self._last >= begin))
             places = np.flatnonzero(kept)
@@ -335,6 +420,10 @@ def check_cacheable(column: Column) -> None:
         )
 
 
+def _direct_table(count: int) -> SlotTable:
+    return SlotTable(np.full(count, -1, np.int32), np.empty(0, np.int64))
+
+
 def _new_table(least: int) -> SlotTable:
     length = max(_LEAST_PLACES, 1 << int(least).bit_length())
     return SlotTable(np.full(length, -1, np.int32), np.full(length, -1, np.int64))
@@ -342,7 +431,9 @@ def _new_table(least: int) -> SlotTable:
 
 @njit(cache=True, nogil=True)
 def _place(keys: Array, key: int) -> np.uint64:
-    """Return the place of ``key``, or the free one where it belongs."""
+    """Return the place of ``key``, or the free one where it belongs; in a direct table itself."""
+    if len(keys) == 0:
+        return np.uint64(key)
     at, mask = first_place(key, len(keys)), np.uint64(len(keys) - 1)
     while keys[at] >= 0 and keys[at] != key:
         at = (at + np.uint64(1)) & mask
@@ -374,7 +465,7 @@ def _announce(
     for k in range(len(ids)):
         number, at = places[0] + k, _place(table.keys, ids[k])
         following[number & mask] = _NEVER
-        if table.keys[at] < 0:
+        if len(table.keys) > 0 and table.keys[at] < 0:
             table.keys[at] = ids[k]
             new += 1
         elif last[at] >= places[1]:

@@ -7,6 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count, pairwise
 from typing import Any, final
 
@@ -35,6 +36,7 @@ from dglx_dist.graph.column import (
 from dglx_dist.graph.partition_book import Placement, RowOwners
 from dglx_dist.graph.row_kernels import (
     NO_SLOTS,
+    RemotePlan,
     add_rows,
     check_summable,
     empty_rows,
@@ -179,7 +181,7 @@ class KVStore:
         name: str,
         ids: Array,
         *,
-        out: Tensor | None = None,
+        out: Tensor | Callable[[], Tensor] | None = None,
         distinct: bool = False,
         ahead: LookAheadRows | None = None,
         phase: str = "features",
@@ -193,7 +195,8 @@ class KVStore:
         Args:
             name: Of the tensor.
             ids: (K,) int64, any order, repeats allowed.
-            out: (K, *row) contiguous CPU tensor of the column's dtype to fill, or None for a new one.
+            out: (K, *row) contiguous CPU tensor of the column's dtype to fill, or what makes it once the rows
+                are waited for; None: a new one.
             distinct: The caller guarantees that no id is repeated, as in a mini-batch, which saves a search.
             ahead: The caller's claimed rows to use and change, when ``ids`` are distinct and the oldest
                 announced batch that was not pulled yet; its pulls must be waited for in that order.
@@ -210,18 +213,14 @@ class KVStore:
         """
         column = self.column(name)
         column.check(ids)
-        if out is None:
-            out = empty_rows(len(ids), column.info)
-        else:
+        if isinstance(out, Tensor):
             _check_out(out, len(ids), column)
         cache = column.cache if ahead is None else ahead
         cached = NO_SLOTS if cache is None else cache.table
         plan = plan_remote(ids, column.bounds, self._server, cached, distinct=distinct)
-        replies, rpc = [], self.session.rpc
-        for rank, first, last in plan.requests(self.placement.serving_ranks, column.rows_per_message):
-            requested = [plan.ids[first:last]]
-            pending = rpc.submit(rank, self._pull_op, name, requested, phase=phase, layer=layer)
-            replies.append((pending, first, last))
+        ask = partial(self._ask, column, phase, layer)
+        replies = ask(plan) if ahead is None else ()
+        copy_requested = None if ahead is None else ahead.request(plan, ask)
         with self._counts_lock:
             column.counts[0] += len(ids) - len(plan.hit_places) - len(plan.positions)
             column.counts[1] += len(plan.hit_places)
@@ -230,18 +229,29 @@ class KVStore:
         keep = None if ahead is None else ahead.admit(plan)
 
         def pulled() -> Tensor:
-            rows = numpy_view(out)
+            made = out if isinstance(out, Tensor) else out() if out else empty_rows(len(ids), column.info)
+            rows = numpy_view(made)
             column.read(ids, rows)
             if cache is not None:
                 move_rows(cache.rows, plan.hit_slots, rows, plan.hit_places)
             for reply, first, last in replies:
                 (answer,) = reply.result()
                 spread_rows(answer, rows, plan.starts, plan.positions, first, last)
-            if keep is not None:
+            if copy_requested is not None and keep is not None:
+                copy_requested(rows)
                 keep(rows)
-            return out
+            return made
 
         return pulled
+
+    def _ask(
+        self, column: Column, phase: str, layer: int, plan: RemotePlan
+    ) -> list[tuple[Pending, int, int]]:
+        submit = partial(self.session.rpc.submit, phase=phase, layer=layer)
+        return [
+            (submit(rank, self._pull_op, column.name, [plan.ids[first:last]]), first, last)
+            for rank, first, last in plan.requests(self.placement.serving_ranks, column.rows_per_message)
+        ]
 
     def set_cache(self, name: str, cache: RowCache | None, ahead: LookAheadRows | None = None) -> None:
         """Read rows of ``name`` from ``cache`` before asking other servers; None: no cache. Not collective.

@@ -143,20 +143,24 @@ def move_rows(source: Array, rows: Array, out: Array, places: Array) -> None:
         _move(source_words, rows, out_words, places)
 
 
-def spread_rows(
-    rows: Array, out: Array, starts: Array, positions: Array, first_slot: int, last_slot: int
-) -> None:
-    """Copy row k of ``rows``, which need not be aligned, to each position of slot ``first_slot + k``.
-
-    ``starts`` and ``positions`` are as in :class:`RemotePlan`. ValueError unless ``rows``, the answer of
-    another rank, are one row of ``out``'s dtype and shape for each slot before ``last_slot``.
-    """
-    shape = (last_slot - first_slot, *out.shape[1:])
+def check_answer(rows: Array, out: Array, count: int) -> None:
+    """Raise ValueError unless ``rows`` of another rank are ``count`` rows like those of ``out``."""
+    shape = (count, *out.shape[1:])
     if rows.shape != shape or rows.dtype != out.dtype:
         raise ValueError(
             f"the answer of another rank is {rows.dtype} of shape {rows.shape}, asked for was {out.dtype} of "
             f"shape {shape}; all ranks must run the same version on the same dataset"
         )
+
+
+def spread_rows(
+    rows: Array, out: Array, starts: Array, positions: Array, first_slot: int, last_slot: int
+) -> None:
+    """Copy row k of ``rows``, which need not be aligned, to each position of slot ``first_slot + k``.
+
+    ``starts`` and ``positions`` are as in :class:`RemotePlan`. Raises as :func:`check_answer`.
+    """
+    check_answer(rows, out, last_slot - first_slot)
     ends = starts[first_slot : last_slot + 1]
     slots = np.repeat(np.arange(len(rows)), np.diff(ends))
     move_rows(rows, slots, out, positions[ends[0] : ends[-1]])

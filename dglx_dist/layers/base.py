@@ -129,6 +129,8 @@ class SplittableConv(nn.Module, ABC):
     """Names of per-edge values as wide as the uncut input, (E1, F): a part gets its own columns of them."""
     edges_after_sync: bool = False
     """Whether only :meth:`apply_edges` uses the per-edge values, which then stay with the owner."""
+    sums_sources: bool = False
+    """Whether :meth:`forward`, unless the layer is split, reads sources by sums over in-edges only."""
     heads: int = 0
     """Attention heads, each with a logit per edge; 0: no attention."""
     allow_zero_in_degree: bool = True
@@ -312,17 +314,19 @@ def max_in_edges(block: DGLBlock, rows: Tensor, weight: Tensor | None = None) ->
 def _reduce(
     block: DGLBlock, rows: Tensor, weight: Tensor | None, how: Literal["sum", "mean", "max"]
 ) -> Tensor:
-    if block.num_edges() == 0 or rows.numel() == 0:
-        # DGL's kernels reject rows without columns, and a block without edges keeps no result.
-        return rows.new_zeros((block.num_dst_nodes(), *rows.shape[1:])) + 0 * rows.sum()
-    with block.local_scope():
-        block.srcdata["row"] = rows
-        message = fn.copy_u("row", "message")
-        if weight is not None:
-            block.edata["weight"] = weight
-            message = fn.u_mul_e("row", "weight", "message")
-        block.update_all(message, getattr(fn, how)("message", "out"))
-        return block.dstdata["out"]
+    # DGL's kernels reject rows without columns.
+    if rows.numel():
+        with block.local_scope():
+            block.srcdata["row"] = rows
+            message = fn.copy_u("row", "message")
+            if weight is not None:
+                block.edata["weight"] = weight
+                message = fn.u_mul_e("row", "weight", "message")
+            block.update_all(message, getattr(fn, how)("message", "out"))
+            # A block without edges keeps no result, but may have sent rows to other ranks.
+            if "out" in block.dstdata:
+                return block.dstdata["out"]
+    return rows.new_zeros((block.num_dst_nodes(), *rows.shape[1:])) + 0 * rows.sum()
 
 
 def narrows_first(block: DGLBlock, columns: int, width: int) -> bool:

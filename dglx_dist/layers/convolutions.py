@@ -614,13 +614,16 @@ CONVOLUTIONS: Mapping[type[nn.Module], Convolution] = MappingProxyType(
 
 
 def sums_sources(module: nn.Module) -> bool:
-    """Return whether ``module`` reads its sources by a sum or mean over in-edges only."""
+    """Return whether ``module`` reads its sources by a sum or mean over in-edges only.
+
+    A class that is not of DGL says so by ``sums_sources = True``.
+    """
     # Exact types: a subclass may read more.
     if type(module) is dglnn.SAGEConv:
         return module._aggre_type in ("mean", "gcn")
     if type(module) is dglnn.GINConv:
         return module._aggregator_type in ("sum", "mean")
-    return type(module) is dglnn.GraphConv
+    return type(module) is dglnn.GraphConv or getattr(module, "sums_sources", False) is True
 
 
 def stages_of(module: nn.Module, sync: Sync = "columns") -> SplittableConv:

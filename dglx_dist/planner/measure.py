@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +73,8 @@ class MeasureConfig:
     """Which candidates are counted."""
     caches: bool = True
     """Whether caches of remote rows are offered, if servers have the whole structure, which ``vip`` needs."""
+    labor: bool = False
+    """Whether LABOR's batches are counted too; a job cannot change its sampler."""
     partitioned: bool = False
     """Whether servers will ask each other for in-edges."""
     in_job: bool = False
@@ -115,12 +117,15 @@ def measure(
         )
     candidates = _candidates(run, config)
     works = works_of(candidates)
-    batches, per_edge = None, 0.0
+    batches, per_edge, labor = None, 0.0, None
     if config.draws is not None:
         notify("batches of all ranks")
         sizes = row_sizes(g, shape.gradient_bytes, partitioned=config.partitioned)
         caches = tuple(dict.fromkeys(one.cache_alpha for one in candidates if one.cache))
         batches, per_edge = count_batches(run, config.draws, caches, sizes, config.clock)
+        if config.labor:
+            drawn, edge_s = count_batches(run, replace(config.draws, labor=True), (), sizes, config.clock)
+            labor = drawn, edge_s / per_edge
     notify("the model on some batches")
     with busy_cores(config.other_ranks):
         rates, plan_rates = _rates(run, module, shape, works, config, per_edge)
@@ -148,6 +153,7 @@ def measure(
         plan_rates=plan_rates,
         assumptions=assumptions,
         draws=config.draws,
+        labor=labor,
     )
     return known, candidates
 
@@ -161,6 +167,7 @@ def _candidates(run: PlannedRun, config: MeasureConfig) -> tuple[Candidate, ...]
         num_layers=run.num_layers,
         steps=0 if draws is None else -(-seeds_per_rank // draws.batch_size),
         caches=CACHE_SIZES if config.caches and not config.partitioned else (),
+        labor=config.labor,
     )
     found = tuple(one for one in enumerate_candidates(context) if config.is_offered(one))
     # Each rank has its own registry; measuring is collective.

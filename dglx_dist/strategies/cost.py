@@ -198,6 +198,8 @@ class PlanContext:
     steps: int
     """Of an epoch of mini-batches; 0: no mini-batches."""
     caches: tuple[float, ...] = CACHE_SIZES
+    labor: bool = False
+    """Whether LABOR's batches are counted too."""
 
 
 @dataclass(frozen=True)
@@ -277,6 +279,8 @@ class Candidate:
     cache: str | None = None
     cache_alpha: float = 0.0
     """Its size as a fraction of the server's own nodes."""
+    labor: bool = False
+    """Whether batches are drawn by a ``LaborSampler`` of the same fan-outs, which only the user can pass."""
     works: tuple[Work, ...] = ()
     """To count beside mini-batches. The first is ``way`` in JSON."""
     exact: bool = True
@@ -289,7 +293,7 @@ class Candidate:
         """Name in tables: the strategy and its options."""
         options = [f"{name}={value}" for name, value in self.options.items()]
         cached = [f"cache={self.cache}:{self.cache_alpha:g}"] if self.cache else []
-        return " ".join([self.strategy, *options, *cached])
+        return " ".join([self.strategy, *options, *["sampler=labor"] * self.labor, *cached])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,6 +310,8 @@ class Draws:
     """Per rank; others are left out."""
     most_batches: int | None = None
     """Per rank; None: all of the epoch."""
+    labor: bool = False
+    """Whether by LABOR-0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -482,6 +488,8 @@ class Measured:
     """Of steps on whole graphs and cooperative batches, whose blocks differ; None: as :attr:`rates`."""
     assumptions: tuple[str, ...] = ()
     draws: Draws | None = None
+    labor: tuple[BatchWork, float] | None = None
+    """LABOR's batches, and the seconds of drawing an edge relative to :attr:`batches`; None: not counted."""
 
     @property
     def trained(self) -> str:

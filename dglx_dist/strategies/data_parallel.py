@@ -96,9 +96,15 @@ class DataParallel(Strategy):
             yield Candidate(unit="mini_batch")
             for alpha in context.caches if context.servers > 1 else ():
                 yield Candidate(unit="mini_batch", cache="vip", cache_alpha=alpha)
+            if context.labor:
+                yield Candidate(unit="mini_batch", labor=True, exact=False)
 
     @staticmethod
     def cost(candidate: Candidate, known: Measured) -> Cost:
+        if candidate.labor and known.labor is not None:
+            batches, factor = known.labor
+            rates = replace(known.rates, sample_edge_s=factor * known.rates.sample_edge_s)
+            known = replace(known, batches=batches, rates=rates)
         work, cache = known.mini_batches, known.cache_of(candidate)
         traffic = _traffic(known, cache)
         kept = 0 if cache is None else cache.rows * (known.graph.feature_bytes + 4) // known.cluster.servers
@@ -122,6 +128,7 @@ class DataParallel(Strategy):
             memory=known.batch_memory(held=shared),
             shared=shared + known.structure,
             on_host=known.program_bytes + shared + known.structure,
+            note="advice: pass LaborSampler(fanouts) to dx.DataLoader" if candidate.labor else "",
         )
 
 

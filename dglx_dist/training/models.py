@@ -136,6 +136,7 @@ class SymmetricConv(SplittableConv):
     """
 
     edge_arguments = ()
+    sums_sources = True
 
     def __init__(self, in_dim: int, out_dim: int, graph: DistGraph) -> None:
         super().__init__()
@@ -144,12 +145,28 @@ class SymmetricConv(SplittableConv):
         self._graph = graph
 
     def own_edges(self, block: DGLBlock) -> dict[str, Tensor]:
+        of_sources, of_targets = self._factors(block, block.num_src_nodes())
+        source, destination = (ends.long() for ends in block.edges())
+        return {_NORM: of_targets[destination] * of_sources[source]}
+
+    def _factors(self, block: DGLBlock, num_sources: int) -> tuple[Tensor, Tensor]:
+        # Of the norm: (num_sources,) of the first sources, and (D1,).
         g, weight = self._graph, self.conv.weight
         degrees = g.in_degrees(block.dstdata[dgl.NID]), g.out_degrees(block.srcdata[dgl.NID])
         d, o = (to_device(one.clamp(min=1), weight.device).to(weight) for one in degrees)
-        k = block.in_degrees().clamp(min=1).to(d)
-        source, destination = (ends.long() for ends in block.edges())
-        return {_NORM: (d.sqrt() / k)[destination] * o.rsqrt()[source]}
+        return o[:num_sources].rsqrt(), d.sqrt() / block.in_degrees().clamp(min=1).to(d)
+
+    def forward(self, block: DGLBlock, x: Any, *edges: Tensor | None, **named: Tensor | None) -> Tensor:
+        if self.run_parts is not None or edges or named:
+            return super().forward(block, x, *edges, **named)
+        # A strategy that exchanges sums passes own rows only.
+        rows, weight = self._sources(block, x), self.conv.weight
+        of_sources, of_targets = self._factors(block, len(rows))
+        rows = rows * of_sources.unsqueeze(-1)
+        # By widths alone: all ranks must send as many columns.
+        first = weight.shape[0] > weight.shape[1]
+        total = sum_in_edges(block, rows @ weight if first else rows) * of_targets.unsqueeze(-1)
+        return self.apply_nodes(block, (total if first else total @ weight,))
 
     def transform(self, given: StageInput) -> Tensor:
         first = narrows_first(given.block, *self.conv.weight.shape)

@@ -9,18 +9,19 @@ from typing import Any, TypeAlias
 import dgl
 import numpy as np
 import pytest
+import torch
 from dgl.dataloading import LaborSampler
 
 from dglx_dist.comm.session import start_session
 from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
-from dglx_dist.dataloading.kernels import Schema, Workspace
+from dglx_dist.dataloading.kernels import Schema, Workspace, draw_unequal
 from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.dataloading.sampler import Draws, SourceDraws, WholeSource
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.keyed_random import Rule, draw_edges, hash_ids
 from tests.dataloading.graphs import csc_from, random_csc
 from tests.dataloading.rings import NUM_NODES, write_rings
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import RankError, run_ranks
 
 NO_IDS = np.empty(0, np.int64)
 EVERY_BATCH = SourceDraws(layer_dependency=False, batch_dependency=1)
@@ -68,6 +69,87 @@ def test_edges_are_those_whose_source_draws_below_fanout_by_degree(dtype: str) -
             assert edges[indptr[i] : indptr[i + 1]].tolist() == expected.tolist()
 
 
+def unequal(csc, weights, fanout, rounds, stream):
+    """Rows and positions of the kept edges, and weight / probability."""
+    rows = np.empty(len(csc.indptr), np.int64)
+    sources = csc.indices.astype(np.int64)
+    kept, inverse = draw_unequal(csc.indptr, sources, weights, fanout, np.uint64(stream), rounds, rows)
+    return rows, kept, inverse
+
+
+def probabilities(csc, weights, fanout: int, rounds: int):
+    """By bisection: the variance of a weighted sum is that of as many draws without replacement."""
+    runs = [slice(*ends) for ends in pairwise(csc.indptr)]
+
+    def scales(shares) -> list[float]:
+        found = []
+        for run in runs:
+            w, share = weights[run], shares[run]
+            target = w.sum() ** 2 * (1 / min(fanout, len(w)) - 1 / len(w)) + (w**2).sum()
+            low, high = 0.0, 1 / share.min()
+            for _ in range(200):
+                middle = (low + high) / 2
+                above = (w**2 / np.minimum(1, middle * share)).sum() > target
+                low, high = (middle, high) if above else (low, middle)
+            found.append(high)
+        return found
+
+    shares, pi = weights, np.ones(csc.indices.max() + 1)
+    for done in range(rounds):
+        largest = np.zeros(len(pi))
+        for scale, run in zip(scales(shares), runs, strict=True):
+            np.maximum.at(largest, csc.indices[run], scale * (shares[run] if done == 0 else 1))
+        pi = pi * largest
+        shares = pi[csc.indices]
+    return np.minimum(1, np.repeat(scales(shares), np.diff(csc.indptr)) * shares)
+
+
+KINDS = [(True, 0), (False, 1), (True, 1), (False, 3), (False, -1)]
+
+
+@pytest.mark.parametrize(("weighted", "rounds"), KINDS)
+def test_sums_of_unequal_draws_are_unbiased(weighted: bool, rounds: int) -> None:
+    csc = csc_from([[0, 1, 2, 3, 4, 5], [1, 2, 3], [5, 4, 0, 1], [2, 3]], dtype="int64")
+    weights = np.linspace(0.5, 3, len(csc.indices)) if weighted else np.ones(len(csc.indices))
+    x, of_edge = np.array([3.0, -1, 7, 2, 11, 0.5]), np.repeat(np.arange(4), np.diff(csc.indptr))
+    sums, counts = np.zeros((10_000, 4)), np.zeros((10_000, 4))
+    for draw in range(len(sums)):
+        rows, kept, inverse = unequal(csc, weights, 2, rounds, draw)
+        assert (of_edge[kept] == np.repeat(np.arange(4), np.diff(rows))).all()
+        np.add.at(sums[draw], of_edge[kept], x[csc.indices[kept]] * inverse)
+        counts[draw] = np.diff(rows)
+    expected = {0: np.bincount(of_edge, x[csc.indices] * weights)}
+    if rounds >= 0:
+        expected[1] = np.bincount(of_edge, probabilities(csc, weights, 2, rounds))
+    for which, exact in expected.items():
+        found = (sums, counts)[which]
+        sigma = found.std(axis=0) / np.sqrt(len(found))
+        assert (np.abs(found.mean(axis=0) - exact) <= 5 * sigma + 1e-12).all()
+    # The node of in-degree 2 keeps both; the sums of the others are random.
+    assert (counts[:, 3] == 2).all()
+    assert sums.std(axis=0)[:3].min() > 0.1
+
+
+@pytest.mark.parametrize(("weighted", "rounds"), KINDS[:4])
+def test_unequal_draws_keep_edges_whose_source_draws_below_their_probability(
+    weighted: bool, rounds: int
+) -> None:
+    csc = random_csc(300, 12)
+    csc = csc._replace(indptr=csc.indptr[np.flatnonzero(np.diff(csc.indptr, prepend=-1))])
+    some = np.random.default_rng(1).random(len(csc.indices)) + 0.1
+    weights = some if weighted else np.ones(len(some))
+    for fanout in (1, 5, 40):
+        likely = probabilities(csc, weights, fanout, rounds)
+        _, kept, inverse = unequal(csc, weights, fanout, rounds, 77)
+        draws = hash_ids(csc.indices.astype(np.int64), np.uint64(77)) / 2.0**64
+        assert kept.tolist() == np.flatnonzero(draws <= likely * (1 + 1e-9)).tolist()
+        assert inverse == pytest.approx(weights[kept] / likely[kept], rel=1e-9)
+    assert unequal(csc, weights, -1, rounds, 77)[1].tolist() == list(range(len(weights)))
+    if not rounds:
+        mean = np.bincount(np.repeat(np.arange(len(csc.indptr) - 1), np.diff(csc.indptr)), likely)
+        assert mean.max() <= 40 * (1 + 1e-9)
+
+
 def batches_of(csc, by_source: SourceDraws | None, steps: int = 1, fanouts=(4, 4), seeds: int = 40):
     """Batches of consecutive steps over other seeds each, from the whole structure."""
     num_nodes = len(csc.indptr) - 1
@@ -98,6 +180,11 @@ def test_fewer_distinct_rows_than_neighbour_sampling_and_fewer_still_with_equal_
     (neighbours,), (rows,) = rows_of(None), rows_of(EVERY_BATCH)
     (dependent,) = rows_of(SourceDraws(layer_dependency=True, batch_dependency=1))
     assert len(dependent) < 0.95 * len(rows) < 0.95 * 0.95 * len(neighbours)
+    one, all_rounds = (
+        len(rows_of(SourceDraws(layer_dependency=False, batch_dependency=1, rounds=rounds))[0])
+        for rounds in (1, -1)
+    )
+    assert all_rounds < one < 0.97 * len(rows)
 
 
 def test_batches_share_rows_as_far_as_batch_dependency_says() -> None:
@@ -135,20 +222,34 @@ Edge: TypeAlias = tuple[int, int, int]
 """(source, destination, edge)"""
 
 
-def edges_by_step(folder: str, structure: str) -> list[list[list[Edge]]]:
-    """By step and hop of two epochs: (source, destination, edge) of this rank's share of each batch."""
+def edges_by_step(
+    folder: str, structure: str, options: dict[str, Any] | None = None, whole: bool = False
+) -> list[list[list[Edge]]]:
+    """By step and hop of two epochs: (source, destination, edge) of this rank's share of each batch.
+
+    ``whole``: of the whole of each batch, on every rank.
+    """
     with start_session(timeout_s=60) as session:
         g, found = DistGraph(folder, structure=structure), []
-        rank, world = session.topology.rank, session.topology.world_size
+        rank, world = (0, 1) if whole else (session.topology.rank, session.topology.world_size)
         seeds = np.arange(NUM_NODES).reshape(-1, world, BATCH // world)[:, rank].ravel()
-        sampler = LaborSampler([2, 3], batch_dependency=2)
+        sampler = LaborSampler([2, 3], batch_dependency=2, **(options or {}))
         loader = DataLoader(g, seeds, sampler, batch_size=BATCH // world, seed=5, num_threads=2)
         for _ in range(2):
             for _, _, blocks in loader:
-                assert "edge_weights" not in blocks[0].edata
+                for block in blocks:
+                    assert ("edge_weights" in block.edata) == bool(options)
+                    if options:
+                        check_means(block)
                 found.append([edges_in(block) for block in blocks])
         g.barrier()
         return found
+
+
+def check_means(block: dgl.DGLGraph) -> None:
+    weights, destinations = block.edata["edge_weights"], block.edges()[1]
+    sums = torch.zeros(block.num_dst_nodes()).index_add_(0, destinations, weights)
+    torch.testing.assert_close(sums, block.in_degrees().float())
 
 
 def edges_in(block: dgl.DGLGraph) -> list[Edge]:
@@ -171,6 +272,26 @@ def test_one_two_and_three_ranks_draw_the_same_from_both_structures(tmp_path: Pa
     assert equal_where_both_reach(first[0], first[1])
     assert not equal_where_both_reach(first[1], first[2])
     assert not equal_where_both_reach(first[0], first[len(first) // 2])
+
+
+@pytest.mark.parametrize("options", [{"prob": "source"}, {"importance_sampling": 1}])
+def test_unequal_draws_are_the_same_on_any_rank(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Importance sampling depends on the whole batch of a rank, weights of edges do not."""
+    folder = str(write_rings(tmp_path / "parts", 6))
+    whole = "prob" not in options
+    first = edges_by_step(folder, "replicated", options)
+    ranks = run_ranks(edges_by_step, 3, args=(folder, "replicated", options, whole), ranks_per_server=1)
+    for number, step in enumerate(zip(*ranks, strict=True)):
+        for layer, of_ranks in enumerate(zip(*step, strict=True)):
+            expected = set(first[number][layer])
+            assert set().union(*of_ranks) == expected
+            assert not whole or all(set(edges) == expected for edges in of_ranks)
+
+
+def test_unequal_draws_of_a_part_of_the_structure_are_refused(tmp_path: Path) -> None:
+    folder = str(write_rings(tmp_path / "parts", 2))
+    with pytest.raises(RankError, match=r"ConfigError: .*structure='replicated'"):
+        run_ranks(edges_by_step, 2, args=(folder, "partitioned", {"prob": "source"}), ranks_per_server=1)
 
 
 def equal_where_both_reach(one: list[list[Edge]], other: list[list[Edge]]) -> bool:

@@ -30,8 +30,6 @@ class OwnLabor(dl.LaborSampler):
         (lambda: dl.NeighborSampler([]), "one number per layer"),
         (lambda: dl.NeighborSampler(5), "one number per layer"),
         (lambda: dl.NeighborSampler([3], prefetch_node_feats={"user": [3]}), r"\['user'\] is \[3\]"),
-        (lambda: dl.LaborSampler([3], importance_sampling=2), r"importance_sampling=2, .*LABOR-0"),
-        (lambda: dl.LaborSampler([3], prob="w"), r"prob='w', .*NeighborSampler\(fanouts, prob="),
         (lambda: dl.LaborSampler([3], edge_dir="out"), "use edge_dir='in'"),
         (lambda: OwnLabor([3]), "OwnLabor overrides methods of LaborSampler"),
         (lambda: dl.NeighborSampler([3], prefetch_labels="label"), r"give a list: \['label'\]"),
@@ -87,6 +85,11 @@ def test_options_of_labor_are_read() -> None:
     )
     assert (plan.fanouts, plan.labels, plan.replace, plan.weights) == ((3, -1), ("y",), False, None)
     assert plan.by_source == SourceDraws(layer_dependency=True, batch_dependency=4)
+    unequal = read_sampler(dl.LaborSampler([3], prob="w", importance_sampling=-5))
+    assert (unequal.weights, unequal.by_source) == (
+        "w",
+        SourceDraws(layer_dependency=False, batch_dependency=1, rounds=-1, weighted=True),
+    )
     default = read_sampler(dl.LaborSampler([3])).by_source
     assert default == SourceDraws(layer_dependency=False, batch_dependency=1)
     assert read_sampler(dl.NeighborSampler([3])).by_source is None

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from itertools import combinations
+from typing import Any
 
 import numpy as np
 import pytest
 
 from dglx_dist.graph.column import LookAheadRows
-from dglx_dist.graph.row_kernels import plan_remote
+from dglx_dist.graph.row_kernels import RemotePlan, plan_remote
 from dglx_dist.records import ColumnInfo
 
 OWN, BOUNDS = (0, 3), np.array([0, 3, 1000])
+NUM_IDS = pytest.mark.parametrize("num_ids", [1000, 1 << 40], ids=["direct", "hashed"])
 INFO = ColumnInfo(dtype="int64", row_shape=())
 
 
@@ -68,18 +70,20 @@ def drawn(random: np.random.Generator, num: int, most: int, nodes: int) -> list[
     return [random.permutation(nodes)[: random.integers(0, most + 1)] + OWN[1] - 1 for _ in range(num)]
 
 
-def test_no_choice_fetches_fewer() -> None:
+@NUM_IDS
+def test_no_choice_fetches_fewer(num_ids: int) -> None:
     random = np.random.default_rng(0)
     for _ in range(200):
         batches = drawn(random, int(random.integers(1, 8)), 4, 8)
         remote = [[int(row) for row in batch if row >= OWN[1]] for batch in batches]
         for capacity in (0, 1, 3):
-            loader = Loader(LookAheadRows(capacity, INFO, OWN), batches, window=len(batches))
+            loader = Loader(LookAheadRows(capacity, INFO, OWN, num_ids), batches, window=len(batches))
             assert loader.run() == least_fetched(remote, capacity), (capacity, batches)
 
 
-def test_rows_stay_for_the_next_loader_and_one_at_a_time_has_them() -> None:
-    rows, batch = LookAheadRows(4, INFO, OWN), np.arange(3, 7)
+@NUM_IDS
+def test_rows_stay_for_the_next_loader_and_one_at_a_time_has_them(num_ids: int) -> None:
+    rows, batch = LookAheadRows(4, INFO, OWN, num_ids), np.arange(3, 7)
     assert Loader(rows, [batch, batch[::-1]], window=1).run() == 4
     loader = Loader(rows, [batch, np.arange(5, 9)], window=2)
     assert not rows.claim()
@@ -87,8 +91,9 @@ def test_rows_stay_for_the_next_loader_and_one_at_a_time_has_them() -> None:
 
 
 @pytest.mark.parametrize("finished", [False, True])
-def test_rows_of_a_loader_that_ended_early_are_forgotten(finished: bool) -> None:
-    rows, batches = LookAheadRows(4, INFO, OWN), [np.arange(3, 7), np.arange(5, 9)]
+@NUM_IDS
+def test_rows_of_a_loader_that_ended_early_are_forgotten(finished: bool, num_ids: int) -> None:
+    rows, batches = LookAheadRows(4, INFO, OWN, num_ids), [np.arange(3, 7), np.arange(5, 9)]
     loader = Loader(rows, batches, window=2)
     rows.announce(batches[0])
     if not finished:  # rows that have a slot and never arrive
@@ -98,10 +103,11 @@ def test_rows_of_a_loader_that_ended_early_are_forgotten(finished: bool) -> None
     assert Loader(rows, batches, window=2).run() == 6
 
 
-def test_looks_no_further_than_the_choice_needs_and_memory_stays_bounded() -> None:
+@NUM_IDS
+def test_looks_no_further_than_the_choice_needs_and_memory_stays_bounded(num_ids: int) -> None:
     random = np.random.default_rng(1)
     batches = drawn(random, 300, 60, 100)
-    far, near = (Loader(LookAheadRows(20, INFO, OWN), batches, window=window) for window in (300, 2))
+    far, near = (Loader(LookAheadRows(20, INFO, OWN, num_ids), batches, window=window) for window in (300, 2))
     fetched, sizes = far.run(), []
     assert far.most_ahead < 20
     for _ in range(len(batches)):
@@ -110,6 +116,47 @@ def test_looks_no_further_than_the_choice_needs_and_memory_stays_bounded() -> No
     assert sizes[-1] == sizes[20] < 1 << 15
     assert fetched < near.fetched
     # Room for all: nothing has to be known of later batches.
-    loader = Loader(LookAheadRows(100, INFO, OWN), batches, window=300)
+    loader = Loader(LookAheadRows(100, INFO, OWN, num_ids), batches, window=300)
     assert loader.run() == len({int(row) for batch in batches for row in batch if row >= OWN[1]})
     assert loader.most_ahead == 1
+
+
+class Answer:
+    """The rows of a message, which are ten times their ids; ``late`` ones have not arrived."""
+
+    def __init__(self, ids: np.ndarray, late: set[int]) -> None:
+        self.ids, self.late = ids, late
+
+    def ready(self) -> bool:
+        return not self.late & set(self.ids.tolist())
+
+    def result(self) -> list[np.ndarray]:
+        return [10 * self.ids]
+
+
+def test_pulls_share_sorted_messages_while_the_last_one_is_not_answered() -> None:
+    bounds, sent, late = np.array([0, 3, 10, 20]), [], {9}
+    rows = LookAheadRows(0, INFO, OWN, 20)
+
+    def ask(plan: RemotePlan) -> list[tuple[Any, int, int]]:
+        pieces = plan.requests([7, 8, 9], 2)
+        sent.append([(rank, plan.ids[first:last].tolist()) for rank, first, last in pieces])
+        return [(Answer(plan.ids[first:last], late), first, last) for _, first, last in pieces]
+
+    batches = [np.array(one, np.int64) for one in ([9, 1, 12], [15, 0, 4, 9], [2, 13, 9, 3], [], [11, 5])]
+    requests = (rows.request(plan_remote(ids, bounds, 0, distinct=True), ask) for ids in batches)
+    # Nothing was asked before the first.
+    copies = [next(requests) for _ in range(3)]
+    assert sent == [[(8, [9]), (9, [12])]]
+    late.clear()
+    copies.append(next(requests))
+    assert sent[1:] == [[(8, [3, 4]), (8, [9, 9]), (9, [13, 15])]]
+    late.add(4)
+    copies.append(next(requests))
+    assert len(sent) == 2
+    found = [np.zeros(len(ids), np.int64) for ids in batches]
+    for copy, out in zip(copies, found, strict=True):
+        copy(out)
+    # What is waited for leaves.
+    assert sent[2:] == [[(8, [5]), (9, [11])]]
+    assert [out.tolist() for out in found] == [[10 * id if id > 2 else 0 for id in ids] for ids in batches]

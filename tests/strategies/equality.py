@@ -31,6 +31,8 @@ NUM_PARTS = 4
 MODELS = ("sage", "gcn", "gcn_symmetric", "gat")
 DEEP_MODELS = (*MODELS, "resgcn")
 """With residuals, LayerNorm, and an encoder in front of the first convolution."""
+SUMS = (*DEEP_MODELS, "gin")
+"""With layers of ``dgl.nn`` that no ready-made model has."""
 
 SHARES = {"even": (1.0, 1.0, 1.0, 1.0), "uneven": (1.0, 5.0, 2.0, 9.0), "empty": (3.0, 0.0, 4.0, 0.0)}
 """How the training nodes are cut over the ranks, as proportions; one rank always has all of them."""
@@ -131,6 +133,8 @@ class PlainModel(nn.Module):
 def _plain_conv(kind: str, in_dim: int, out_dim: int, last: bool) -> nn.Module:
     if kind == "sage":
         return dgl.nn.SAGEConv(in_dim, out_dim, "mean")
+    if kind == "gin":
+        return dgl.nn.GINConv(nn.Linear(in_dim, out_dim), "mean" if last else "sum", learn_eps=True)
     if kind == "gat":
         return dgl.nn.GATConv(in_dim, out_dim if last else out_dim // 2, 2, allow_zero_in_degree=True)
     norm = "both" if kind == "gcn_symmetric" else "right"
@@ -168,6 +172,8 @@ def one_process(
 
 
 def model_of(kind: str, g: DistGraph) -> nn.Module:
+    if kind == "gin":
+        return plain_model(kind)
     torch.manual_seed(11)
     graph = g if kind == "gcn_symmetric" else None
     return build_model(

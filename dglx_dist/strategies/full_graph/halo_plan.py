@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dglx_dist.comm.topology import Topology
 from dglx_dist.data.storage.arrays import ArrayCache, ArrayFolder
+from dglx_dist.errors import PeerError
 from dglx_dist.graph.column import Column
 from dglx_dist.graph.row_kernels import SlotTable, fill_table, numpy_view, slot_of, table_sizes, tensor_view
 from dglx_dist.records import Array
@@ -166,14 +167,23 @@ class PairCover:
         return np.concatenate([sizes, self.rows, self.counts, self.sources])
 
     @classmethod
-    def of_sender(cls, numbers: Array, num_rows: int) -> PairCover:
-        """Read the :meth:`numbers` of another rank to which ``num_rows`` halo rows are sent without cover."""
-        assert len(numbers) == 3 + numbers[:3].sum(), "partial sums of another rank do not fit together"
-        assert numbers.min() >= 0, "another rank asks for a negative row"
-        rows, counts, sources = np.split(numbers[3:], np.cumsum(numbers[:2]))
-        assert counts.sum() == len(sources), "partial sums of another rank do not fit together"
-        assert max(rows.max(initial=-1), sources.max(initial=-1)) < num_rows, "another rank asks for no row"
-        return cls(rows=rows, targets=_NO_ROWS, counts=counts, sources=sources, edges=_NO_ROWS)
+    def of_sender(cls, rank: int, numbers: Array, num_rows: int) -> PairCover:
+        """Read the :meth:`numbers` of ``rank``, to which ``num_rows`` halo rows are sent without cover.
+
+        PeerError: they do not fit together, or name other rows.
+        """
+        sizes, rest = numbers[:3], numbers[3:]
+        if numbers.dtype == np.int64 and len(sizes) == 3 and numbers.min() >= 0:
+            rows, counts, sources = np.split(rest, np.cumsum(sizes[:2]))
+            # Each number by itself first, because sums overflow.
+            fits = max(sizes) <= len(rest) == sizes.sum() and max(counts, default=0) <= len(sources)
+            most = max(rows.max(initial=-1), sources.max(initial=-1))
+            if fits and counts.sum() == len(sources) and most < num_rows:
+                return cls(rows=rows, targets=_NO_ROWS, counts=counts, sources=sources, edges=_NO_ROWS)
+        raise PeerError(
+            f"rank {rank} asks for partial sums of rows that this rank does not send it; run the same "
+            "version on all ranks, on the same files"
+        )
 
 
 def covers_of(layer: HaloLayer) -> dict[int, PairCover]:

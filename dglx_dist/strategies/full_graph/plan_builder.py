@@ -384,7 +384,9 @@ def _cover_layers(num_ranks: int, layers: Sequence[HaloLayer]) -> Steps[list[Hal
         if not is_new[number]:
             finished.append(finished[-1])
             continue
-        sent = {rank: PairCover.of_sender(known[rank], len(rows)) for rank, rows in layer.send}
+        sent = {
+            rank: PairCover.of_sender(rank, known.get(rank, _NO_IDS), len(rows)) for rank, rows in layer.send
+        }
         finished.append(replace(layer, cover=cover_of(layer, covers[number], sent)))
     return finished
 

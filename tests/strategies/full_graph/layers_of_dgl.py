@@ -62,6 +62,22 @@ def functions(linear: Any, g: Any, h: Tensor) -> Tensor:
         return g.dstdata["o"]
 
 
+class WeightedMean(nn.Module):
+    """A layer by hand that says that it sums."""
+
+    sums_sources = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, g: Any, h: Tensor) -> Tensor:
+        with g.local_scope():
+            g.srcdata["h"], g.edata["w"] = h, weights(g)
+            g.update_all(fn.u_mul_e("h", "w", "m"), fn.mean("m", "o"))
+            return self.linear(torch.cat([h[: g.num_dst_nodes()], g.dstdata["o"]], 1))
+
+
 def between(linear: Any, g: Any, h: Tensor) -> Tensor:
     with g.local_scope():
         g.srcdata["h"], g.dstdata["t"] = h, h[: g.num_dst_nodes()]
@@ -137,6 +153,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
         dglnn.HGTConv(WIDTH, 2, 2, 2, NUM_RELATIONS, 0.0),
         lambda conv, g, h: conv(g, h, (h[:, 0] > 0).long(), relations(g)),
     ),
+    "weighted mean": WeightedMean,
     "residual": Residual,
     "functions": lambda: Called(nn.Linear(WIDTH, WIDTH), functions),
     "between": lambda: Called(nn.Linear(2 * WIDTH, WIDTH), between),

@@ -18,6 +18,7 @@ import dglx_dist as dx
 from dglx_dist.comm.session import Session, start_session
 from dglx_dist.data.storage.arrays import ArrayCache
 from dglx_dist.data.storage.reader import open_dataset
+from dglx_dist.errors import PeerError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.planner.model_shape import topology_of
 from dglx_dist.records import NODE_TYPE, Array
@@ -32,6 +33,7 @@ from dglx_dist.strategies.full_graph.halo_plan import (
     write_plan,
 )
 from dglx_dist.strategies.full_graph.plan_builder import border_rows, make_plans, plan_all
+from dglx_dist.training.models import SymmetricConv
 from tests.helpers.ranks import run_ranks
 from tests.strategies.full_graph import plan_cases
 
@@ -64,11 +66,25 @@ def test_a_star_is_one_row_either_way() -> None:
 
 
 @pytest.mark.parametrize(
-    "numbers", [[1, 0, 0, 3], [1, 0, 0, -1], [0, 1, 2, 1, 0, 0], [0, 1, 1, 1, 3], [9, 0, 0, 1], [-1, 1, 0]]
+    "numbers",
+    [
+        *(
+            [1, 0, 0, 3],
+            [1, 0, 0, -1],
+            [0, 1, 2, 1, 0, 0],
+            [0, 1, 1, 1, 3],
+            [9, 0, 0, 1],
+            [-1, 1, 0],
+            [],
+            [0, 0],
+        ),
+        # As int64, these counts add up to the number of sources.
+        [0, 3, 1, 2**63 - 1, 2**63 - 1, 3, 0],
+    ],
 )
 def test_numbers_of_another_rank_are_checked(numbers: list[int]) -> None:
-    with pytest.raises(AssertionError, match="another rank"):
-        PairCover.of_sender(np.array(numbers), num_rows=3)
+    with pytest.raises(PeerError, match="rank 7 asks for partial sums of rows"):
+        PairCover.of_sender(7, np.array(numbers, np.int64), num_rows=3)
 
 
 NUM_LAYERS = 3
@@ -157,6 +173,7 @@ def moved(session: Session, work: Callable[[], Any]) -> dict[str, int]:
 
 WIDTH, NARROW, SIZE = 3, 2, 8
 LAYERS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "symmetric": lambda lg, x: SymmetricConv(WIDTH, NARROW, lg.whole)(lg, x),
     "mean": lambda lg, x: dgl.nn.SAGEConv(WIDTH, WIDTH, "mean")(lg, x),
     "sum": lambda lg, x: dgl.nn.GINConv(None, "sum")(lg, x),
     "narrows first": lambda lg, x: dgl.nn.SAGEConv(WIDTH, NARROW, "mean")(lg, x),
@@ -167,6 +184,7 @@ LAYERS: dict[str, Callable[[Any, Tensor], Any]] = {
         lg, x, edge_weight=lg.edata["w"].clone().requires_grad_()
     ),
     "max": lambda lg, x: dgl.nn.GINConv(None, "max")(lg, x),
+    "attention": lambda lg, x: dgl.nn.GATConv(WIDTH, NARROW, 1, allow_zero_in_degree=True)(lg, x),
 }
 
 
@@ -175,7 +193,7 @@ def on_rank(folder: str) -> tuple[HaloLayer, dict[str, list[dict[str, int]]]]:
     with start_session(strategy="full_graph", timeout_s=60, options={"aggregate": "cover"}) as session:
         g = DistGraph(folder)
         lg = dx.local_graph(g, columns=[], edge_columns=["weight"], targets=None)
-        lg.edata["w"] = lg.edata["weight"][:, 0].clone()
+        lg.edata["w"], lg.whole = lg.edata["weight"][:, 0].clone(), g
         found = {}
         for name, layer in LAYERS.items():
             torch.manual_seed(0)
@@ -201,12 +219,14 @@ def test_bytes_are_the_rows_of_the_covers(tmp_path: Path) -> None:
     assert weights > 0
     assert border_rows(open_dataset(folder), 4) == (halo // SIZE, cover // SIZE)
     expected = {
+        "symmetric": cover * NARROW,
         "mean": cover * WIDTH,
         "sum": cover * WIDTH,
         "narrows first": cover * NARROW,
         "weights": cover * WIDTH,
         "learned weights": halo * WIDTH,
         "max": halo * WIDTH,
+        "attention": halo * (NARROW + 1),
     }
     for name, num_bytes in expected.items():
         for step in range(2):
