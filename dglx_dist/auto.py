@@ -196,7 +196,8 @@ def adopt_checkpointed(g: DistGraph, folder: str | Path, training: Training) -> 
 def _fill_cache(
     g: DistGraph, policy: str, alpha: float, fanouts: Sequence[int], batch_size: int | None
 ) -> None:
-    g.cache_rows(FEATURE, alpha=alpha, policy=policy, fanouts=list(fanouts), batch_size=batch_size)
+    how: dict[str, Any] = {"fanouts": list(fanouts), "batch_size": batch_size} if policy == "vip" else {}
+    g.cache_rows(FEATURE, alpha=alpha, policy=policy, **how)
     CACHE_CHOICE.set(g.session, {"policy": policy, "alpha": alpha})
 
 

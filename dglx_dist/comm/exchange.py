@@ -581,12 +581,14 @@ class RowExchanges:
         self.devices = DEVICES.of(session)
         self.sent, self.received = ReusableBuffer(), ReusableBuffer()
         """Host memory of the current exchange."""
+        self.late: CallExchange | None = None
+        """For messages that are in transit until the next step."""
         self.step = 0
         """Number of the training step, a key of random rounding."""
 
     def seconds(self, *, reset: bool = False) -> float:
         """Seconds spent in exchanges, including local copies and sums."""
-        used = [one for one in (self.streams, self.devices) if one is not None]
+        used = [one for one in (self.streams, self.devices, self.late) if one is not None]
         spent = sum(one.waited_s for one in used)
         for one in used if reset else ():
             one.waited_s = 0.0

@@ -309,7 +309,7 @@ class KernelMaker:
         }
         return Drawn(
             inputs=self._columns.announced(inputs),
-            num_bytes=sum(array.nbytes for array in batch),
+            num_bytes=sum(one.nbytes for one in (batch.nodes, batch.indptr, batch.sources, batch.edge_ids)),
             submit=partial(self._submit, batch, seeds, inputs, time.perf_counter() - begin),
         )
 

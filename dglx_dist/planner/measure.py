@@ -121,7 +121,7 @@ def measure(
     if config.draws is not None:
         notify("batches of all ranks")
         sizes = row_sizes(g, shape.gradient_bytes, partitioned=config.partitioned)
-        caches = tuple(dict.fromkeys(one.cache_alpha for one in candidates if one.cache))
+        caches = tuple(dict.fromkeys((one.cache, one.cache_alpha) for one in candidates if one.cache))
         batches, per_edge = count_batches(run, config.draws, caches, sizes, config.clock)
         if config.labor:
             drawn, edge_s = count_batches(run, replace(config.draws, labor=True), (), sizes, config.clock)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import dgl
 import numpy as np
@@ -22,12 +22,15 @@ from dglx_dist.comm.topology import Topology
 from dglx_dist.data.storage.columns import numpy_dtype
 from dglx_dist.data.storage.manifest import Manifest
 from dglx_dist.data.storage.reader import StoredDataset
+from dglx_dist.dataloading.feature_fetch import Ahead, Drawn, look_ahead
 from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.cache import CacheRequest, access_probability, most_wanted, vip_scores
+from dglx_dist.graph.cache import LOOK_AHEAD, CacheRequest, access_probability, most_wanted, vip_scores
+from dglx_dist.graph.column import LookAheadRows
 from dglx_dist.graph.partition_book import Placement, split_ids
+from dglx_dist.graph.row_kernels import plan_remote
 from dglx_dist.planner.model_shape import topology_of
-from dglx_dist.records import FEATURE, LABEL, Array
+from dglx_dist.records import FEATURE, LABEL, Array, ColumnInfo
 from dglx_dist.strategies.base import DEFAULT_STRATEGY
 from dglx_dist.strategies.cost import (
     ID_BYTES,
@@ -43,6 +46,9 @@ from dglx_dist.strategies.cost import (
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
+
+Inputs: TypeAlias = tuple[Array, int]
+"""A batch's remote input rows, and the bytes of the batch without columns."""
 
 EDGE_BYTES = 24
 """Of a returned edge: source, destination and id."""
@@ -74,6 +80,8 @@ class RankCount:
     """(3, L) sources, targets and edges of the batch with most input rows."""
     hits: list[int] = field(default_factory=list)
     """Remote rows held by caches of several sizes, in the order of the sizes."""
+    ahead: list[list[int]] = field(default_factory=list)
+    """Of each cache that looks ahead, the last ones of ``hits``: (rows, bytes beside them)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,13 +107,20 @@ def row_sizes(g: DistGraph, gradients: int, *, partitioned: bool) -> RowSizes:
 
 
 def count_rank(
-    g: DistGraph, draws: Draws, seeds: Array, place: tuple[Topology, Array], *, held: Sequence[Array] = ()
+    g: DistGraph,
+    draws: Draws,
+    seeds: Array,
+    place: tuple[Topology, Array],
+    *,
+    held: Sequence[Array] = (),
+    inputs_of: list[Inputs] | None = None,
 ) -> RankCount:
     """Make the batches of one rank and count them; the session of ``g`` may have one rank. Collective.
 
     ``seeds`` are (K,) int64 all marked nodes, ascending, of which the rank's share is taken; ``place`` is its
     topology, and the (S + 1,) int64 first node of each server; ``held`` are (N,) bool masks of the rows that
-    caches of different sizes hold on its server.
+    caches of different sizes hold on its server. The remote inputs of each batch are appended to
+    ``inputs_of``.
     """
     topology, bounds = place
     own_seeds = split_ids(seeds, bounds, topology, force_even=draws.force_even)[: draws.most_seeds]
@@ -125,6 +140,8 @@ def count_rank(
         batches += 1
         remote = inputs.numpy()[_outside(inputs.numpy(), own)]
         owners += np.bincount(np.searchsorted(bounds, remote, side="right") - 1, minlength=len(owners))
+        if inputs_of is not None:
+            inputs_of.append((remote, drawn_bytes(inputs, blocks)))
         hits = [before + int(mask[remote].sum()) for before, mask in zip(hits, held, strict=True)]
         remote_seeds += int(_outside(targets.numpy(), own).sum())
         found = np.array(sizes_of(blocks))
@@ -148,6 +165,40 @@ def count_rank(
         largest=largest.tolist(),
         hits=hits,
     )
+
+
+def drawn_bytes(inputs: Tensor, blocks: Sequence[Any]) -> int:
+    """Return the bytes of a drawn batch that waits for its rows."""
+    return 8 * (len(inputs) + sum(one.num_dst_nodes() + 1 + 2 * one.num_edges() for one in blocks))
+
+
+def rows_ahead(epochs: Sequence[Sequence[Inputs]], count: int, bounds: Array, server: int) -> tuple[int, int]:
+    """Return (hits in the last of the epochs, bytes beside the rows) of a rank that keeps ``count`` rows.
+
+    Goes over the batches as its loader does, by the same code; no row is fetched.
+    """
+    own, no_values = (int(bounds[server]), int(bounds[server + 1])), ColumnInfo(dtype="uint8", row_shape=(0,))
+    rows, waiting, beside, hits = LookAheadRows(count, no_values, own, int(bounds[-1])), 0, 0, 0
+
+    def drawn(ids: Array, num_bytes: int) -> Drawn[int]:
+        nonlocal waiting
+        waiting += num_bytes
+
+        def submit(_: Ahead) -> Callable[[], int]:
+            nonlocal waiting, beside
+            plan = plan_remote(ids, bounds, server, rows.table, distinct=True)
+            keep = rows.admit(plan)
+            beside, waiting = max(beside, waiting + rows.num_bytes), waiting - num_bytes
+            keep(rows.rows)
+            return lambda: len(plan.hit_places)
+
+        return Drawn(inputs={FEATURE: ids}, num_bytes=num_bytes, submit=submit)
+
+    for epoch in epochs:
+        rows.claim()
+        hits = sum(look_ahead((drawn(*one) for one in epoch), {FEATURE: rows}))
+        rows.release()
+    return hits, beside
 
 
 def _outside(nodes: Any, own: tuple[int, int]) -> Any:
@@ -189,11 +240,11 @@ def work_of_counts(
     topology: Topology,
     sizes: RowSizes,
     *,
-    cached: Mapping[float, int] | None = None,
+    cached: Mapping[tuple[str, float], int] | None = None,
 ) -> BatchWork:
     """Return the work of the ranks' counts, scaled to the epoch if only part of it was counted.
 
-    ``cached`` maps cache sizes to the rows of all caches, in the order in which hits were counted.
+    ``cached`` maps policies and sizes to the rows of all caches, in the order in which hits were counted.
     """
     scaled = [_scaled_to_epoch(one) for one in ranks]
     busiest = max(scaled, key=lambda one: sum(one.edges))
@@ -204,11 +255,22 @@ def work_of_counts(
         largest=(tuple(largest[0]), tuple(largest[1]), tuple(largest[2])),
         card_share=_card_share(scaled, topology),
         caches=tuple(
-            CacheHits(alpha=alpha, rows=count, hits=sum(one.hits[place] for one in scaled))
-            for place, (alpha, count) in enumerate((cached or {}).items())
+            CacheHits(
+                policy=policy,
+                alpha=alpha,
+                rows=count,
+                hits=sum(one.hits[place] for one in scaled),
+                beside_bytes=_beside(scaled, place),
+            )
+            for place, ((policy, alpha), count) in enumerate((cached or {}).items())
         ),
         counted=all(one.counted >= one.steps for one in ranks),
     )
+
+
+def _beside(ranks: Sequence[RankCount], place: int) -> int:
+    first = len(ranks[0].hits) - len(ranks[0].ahead)
+    return max(one.ahead[place - first][1] for one in ranks) if place >= first else 0
 
 
 def _card_share(ranks: Sequence[RankCount], topology: Topology) -> float:
@@ -230,7 +292,7 @@ def _scaled_to_epoch(one: RankCount) -> RankCount:
     def scaled(value: Any) -> Any:
         return [round(factor * each) for each in value] if isinstance(value, list) else round(factor * value)
 
-    kept = ("seeds", "steps", "counted", "largest")
+    kept = ("seeds", "steps", "counted", "largest", "ahead")
     return RankCount(
         **{name: value if name in kept else scaled(value) for name, value in asdict(one).items()}
     )
@@ -243,16 +305,20 @@ _MOST_EDGES = 2_000_000_000
 def count_batches(
     run: PlannedRun,
     draws: Draws,
-    caches: Sequence[float],
+    caches: Sequence[tuple[str, float]],
     sizes: RowSizes,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[BatchWork, float]:
-    """Count an epoch of mini-batches, and the hits of caches of several sizes; collective.
+    """Count an epoch of mini-batches, and the hits of caches of several policies and sizes; collective.
+
+    A cache that looks ahead begins with rows of the epoch before, if all batches are counted.
 
     Returns:
         The work, and the seconds of drawing one edge on the slowest process.
     """
-    partition, held = run.partition, _cached_rows(run, draws, caches)
+    scored = [alpha for policy, alpha in caches if policy != LOOK_AHEAD]
+    ahead = [alpha for policy, alpha in caches if policy == LOOK_AHEAD]
+    partition, held = run.partition, _cached_rows(run, draws, scored)
     # The first batch compiles kernels.
     one_batch, first = replace(draws, most_batches=1), run.ranks_here[0]
     count_rank(run.g, one_batch, run.seeds, (partition.of_rank(first), partition.bounds))
@@ -260,8 +326,12 @@ def count_batches(
     for rank in run.ranks_here:
         here, begin = partition.of_rank(rank), clock()
         masks = held.get(here.server, ())
-        counts.append(count_rank(run.g, draws, run.seeds, (here, partition.bounds), held=masks))
+        inputs: list[Inputs] | None = [] if ahead else None
+        place = here, partition.bounds
+        counts.append(count_rank(run.g, draws, run.seeds, place, held=masks, inputs_of=inputs))
         per_edge.append((clock() - begin) / max(sum(counts[-1].edges), 1))
+        if inputs is not None:
+            counts[-1] = _count_ahead(run, draws, place, counts[-1], inputs, ahead)
     rows = [[server, [int(mask.sum()) for mask in masks]] for server, masks in held.items()]
     # Of the ranks of one process the minimum, because slower ones were disturbed.
     local = [[asdict(one) for one in counts], min(per_edge), rows]
@@ -269,9 +339,36 @@ def count_batches(
     ranks = [RankCount(**one) for counts_here, _, _ in gathered for one in counts_here]
     rows_of_server = {server: row for _, _, rows_here in gathered for server, row in rows_here}
     total = [sum(row) for row in zip(*rows_of_server.values(), strict=True)]
-    cached = dict(zip(caches, total, strict=True)) if total else {}
+    cached = {("vip", alpha): rows for alpha, rows in zip(scored, total, strict=False)}
+    for number, alpha in enumerate(ahead):
+        cached[LOOK_AHEAD, alpha] = sum(one.ahead[number][0] for one in ranks)
     slowest = max(float(seconds) for _, seconds, _ in gathered)
     return work_of_counts(ranks, partition.topology, sizes, cached=cached), slowest
+
+
+def _count_ahead(
+    run: PlannedRun,
+    draws: Draws,
+    place: tuple[Topology, Array],
+    counted: RankCount,
+    inputs: list[Inputs],
+    alphas: Sequence[float],
+) -> RankCount:
+    """Add the hits of caches that look ahead, of sizes ``alphas``, to a rank's counts."""
+    (topology, bounds), epochs = place, [inputs]
+    if draws.epoch and counted.counted >= counted.steps:
+        before: list[Inputs] = []
+        count_rank(run.g, replace(draws, epoch=draws.epoch - 1), run.seeds, place, inputs_of=before)
+        epochs.insert(0, before)
+    num_ranks, rows = len(topology.ranks_of_server(topology.server)), []
+    num_own = int(bounds[topology.server + 1] - bounds[topology.server])
+    hits = list(counted.hits)
+    for alpha in alphas:
+        rows.append([min(int(alpha * num_own) // num_ranks, int(bounds[-1]) - num_own)])
+        found, beside = rows_ahead(epochs, rows[-1][0], bounds, topology.server)
+        hits.append(found)
+        rows[-1].append(beside)
+    return replace(counted, hits=hits, ahead=rows)
 
 
 def _cached_rows(run: PlannedRun, draws: Draws, caches: Sequence[float]) -> dict[int, list[Array]]:

@@ -231,6 +231,13 @@ class WrappedModel(nn.Module, ABC):
         """Return this rank's piece of the result of :meth:`join_state`; sends nothing."""
         return uncut
 
+    def rank_state(self) -> dict[str, Tensor]:
+        """Return what a checkpoint keeps of this rank beside its parameters, by name; collective."""
+        return {}
+
+    def load_rank_state(self, state: Mapping[str, Tensor]) -> None:
+        """Load what :meth:`rank_state` returned on this rank, {} of another number of ranks; collective."""
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients by their norm over the uncut model, as torch's function does; collective.
 

@@ -345,11 +345,14 @@ class Survey:
 class CacheHits:
     """Size and hits of a cache of remote rows."""
 
+    policy: str
     alpha: float
     """Its size as a fraction of the server's own nodes."""
     rows: int
     hits: int
     """Remote rows of an epoch found in a cache, of all ranks."""
+    beside_bytes: int = 0
+    """Of a rank whose cache looks ahead: its tables, and the batches that it drew ahead."""
 
 
 LayerCounts: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -540,7 +543,8 @@ class Measured:
     def cache_of(self, candidate: Candidate) -> CacheHits | None:
         """Return the counted cache of ``candidate``; None: it has none, or it was not counted."""
         caches = () if self.batches is None or candidate.cache is None else self.batches.caches
-        return next((one for one in caches if one.alpha == candidate.cache_alpha), None)
+        wanted = candidate.cache, candidate.cache_alpha
+        return next((one for one in caches if (one.policy, one.alpha) == wanted), None)
 
 
 @dataclass(frozen=True, kw_only=True)

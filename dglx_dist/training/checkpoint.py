@@ -432,6 +432,8 @@ class CheckpointWriter:
         tensors |= {f"optimizer/{name}": value for name, value in of_optimizer.items()}
         own = _own_share(tensors, session)
         own[f"random/{session.topology.rank}/cpu"] = torch.get_rng_state()
+        if isinstance(model, WrappedModel):
+            own |= {f"rank/{session.topology.rank}/{name}": rows for name, rows in model.rank_state().items()}
         if session.device.type == "cuda":
             own[f"random/{session.topology.rank}/cuda"] = torch.cuda.get_rng_state(session.device)
         sparse = optimizers_of(self._saved.sparse)
@@ -687,6 +689,7 @@ def load(
             prefixes = ("model/", *(["optimizer/"] if optimizer is not None else []))
             same_ranks = state["world_size"] == session.topology.world_size
             prefixes += (f"random/{rank}/",) if random_state and same_ranks else ()
+            prefixes += (f"rank/{rank}/",) if same_ranks else ()
             wanted = {name: one.read(name) for name, one in tensors.items() if name.startswith(prefixes)}
             if optimizer is None:
                 return state, wanted, {}
@@ -705,13 +708,18 @@ def load(
         rows.flush()
         with _storage_errors():
             rows.read_saved(_sparse_folder(path, number))
-    random = _below(f"random/{rank}/", wanted)
+    if isinstance(model, WrappedModel):
+        model.load_rank_state(_below(f"rank/{rank}/", wanted))
+    _set_random(_below(f"random/{rank}/", wanted), session.device)
+    return Resumed(path=path, **{name: state[name] for name in ("epoch", "step", "world_size", "extra")})
+
+
+def _set_random(random: Mapping[str, Tensor], device: torch.device) -> None:
     if "cpu" in random:
         torch.set_rng_state(random["cpu"])
     # A checkpoint of GPUs may be resumed on CPUs, and the other way round.
-    if "cuda" in random and session.device.type == "cuda":
-        torch.cuda.set_rng_state(random["cuda"], session.device)
-    return Resumed(path=path, **{name: state[name] for name in ("epoch", "step", "world_size", "extra")})
+    if "cuda" in random and device.type == "cuda":
+        torch.cuda.set_rng_state(random["cuda"], device)
 
 
 def read_extra(

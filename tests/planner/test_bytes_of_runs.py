@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
-from dgl.dataloading import LaborSampler
+import torch
+from dgl.dataloading import LaborSampler, NeighborSampler
 
 from dglx_dist.api import fit, init
 from dglx_dist.cli.plan_job import measured
@@ -18,6 +20,7 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.split import node_split
 from dglx_dist.planner.choose import predict
 from dglx_dist.planner.records import Prediction
+from dglx_dist.planner.workload import drawn_bytes
 from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.cost import CACHE_SIZES
@@ -72,7 +75,8 @@ def train(
     with init(strategy, seed=0, **options) as session:
         g = DistGraph(data, session=session)
         if cache is not None:
-            g.cache_rows("feat", alpha=alpha, policy=cache, fanouts=list(FANOUTS), batch_size=BATCH)
+            more: dict[str, Any] = {"fanouts": list(FANOUTS), "batch_size": BATCH} if cache == "vip" else {}
+            g.cache_rows("feat", alpha=alpha, policy=cache, **more)
         module = build_model(model, FEATURES, HIDDEN, CLASSES, len(FANOUTS), 0.0, graph=g)
         snapshots: list[Any] = []
         sent: dict[str, Counter[str]] = {"outside": Counter(), "inside": Counter()}
@@ -121,7 +125,8 @@ def test_bytes_by_phase_are_those_of_real_runs(data: str) -> None:
     compared, chains = predict_each(data)
     # All but cooperative batches on several ranks of a server, whose features are sent inside anew.
     assert {one.candidate.strategy for one in compared if not one.bytes_exact} == {"cooperative"}
-    assert {one.candidate.cache_alpha for one in compared} == {0.0, *CACHE_SIZES}
+    caches = {(None, 0.0), *((policy, size) for policy in ("vip", "lookahead") for size in CACHE_SIZES)}
+    assert {(one.candidate.cache, one.candidate.cache_alpha) for one in compared} == caches
     # By covers fewer rows, and columns: layer 2 projects before its sum.
     bytes_of = {one.candidate.name: one.inter_server_bytes for one in compared if one.feasible}
     for name in ("full_graph", "shared_preload hops=1"):
@@ -141,6 +146,18 @@ def test_bytes_by_phase_are_those_of_real_runs(data: str) -> None:
     # Between servers, cooperative batches are counted to the byte as well.
     for name in found.keys() - exact:
         assert found[name][0] == predicted[name][0]
+
+
+def test_a_waiting_batch_has_as_many_bytes_counted_as_drawn(data: str) -> None:
+    """Or look-ahead would know other batches than the planner takes it to know."""
+    with init(seed=0) as session:
+        g = DistGraph(data, session=session)
+        loader = DataLoader(g, torch.arange(100), NeighborSampler(list(FANOUTS)), batch_size=BATCH)
+        drawn = loader._maker.draw({g.ntypes[0]: np.arange(BATCH)}, 0, step=0)
+        batch = drawn.submit({})()
+        assert isinstance(batch.input_nodes, torch.Tensor)
+        assert drawn.num_bytes == drawn_bytes(batch.input_nodes, batch.blocks)
+        g.close()
 
 
 def feature_bytes(data: str) -> int:

@@ -10,7 +10,7 @@ import pytest
 from dglx_dist.planner.choose import choose, enumerate_candidates, find_regions, predict, works_of
 from dglx_dist.planner.profile import assumed_rates
 from dglx_dist.planner.records import ChoiceOptions
-from dglx_dist.strategies.cost import Candidate, PlanContext, ring_split
+from dglx_dist.strategies.cost import CacheHits, Candidate, PlanContext, ring_split
 from dglx_dist.strategies.full_graph.cost import FullGraphScheme
 from dglx_dist.strategies.serverless.cost import GhostPairs
 from tests.planner import hand_made
@@ -72,6 +72,25 @@ def test_seconds_of_rows_by_hand() -> None:
     # In each step ranks that share their core with a loader wait 4 ms for each other.
     assert found.all_reduce == pytest.approx(5 * SHAPE.gradient_bytes / 1e6 + 5 * 4e-3)
     assert found.total == pytest.approx(found.compute + found.outside + found.all_reduce)
+
+
+def test_what_looks_ahead_takes_memory_of_each_rank_and_time_for_each_row() -> None:
+    """600 of 2000 remote rows are hits; 2 ranks keep 100 rows of 400 bytes, and each 5000 bytes beside."""
+    ahead = CacheHits(policy="lookahead", alpha=0.1, rows=100, hits=600, beside_bytes=5000)
+    scored = replace(ahead, policy="vip", beside_bytes=0)
+    measured = known(batches=replace(hand_made.BATCHES, caches=(scored, ahead)))
+    plain, vip, looking = (
+        predict(replace(ROWS, cache=policy, cache_alpha=0.1 if policy else 0.0), measured)
+        for policy in (None, "vip", "lookahead")
+    )
+    assert plain.outside["features"] - looking.outside["features"] == 600 * 408
+    assert vip.outside == looking.outside
+    assert (vip.once_bytes, looking.once_bytes) == (100 * 408, 0)
+    assert (vip.memory_bytes, looking.memory_bytes) == (
+        plain.memory_bytes + 100 * 404 // 2,
+        plain.memory_bytes + 100 * 400 // 2 + 5000,
+    )
+    assert looking.seconds.sampling == pytest.approx(vip.seconds.sampling + 1e-7 * 2000 / 2)
 
 
 @pytest.mark.parametrize(("cores", "share"), [(0.5, 0.35), (1.0, 0.7), (2.0, 0.9)])

@@ -309,7 +309,7 @@ EXECUTORS: Registry[Executor] = Registry(
     builtin={
         "aws": "dglx_dist.serverless.aws.executor:AwsExecutor",  # imports boto3, only when chosen
         "http": "dglx_dist.serverless.executors.http:HttpExecutor",
-        "inline": "dglx_dist.serverless.executors.inline:InlineExecutor",
+        "inline": "dglx_dist.serverless.executors.local:InlineExecutor",
         "local": "dglx_dist.serverless.executors.local:LocalExecutor",
     },
     group="dglx_dist.executors",

@@ -1,4 +1,5 @@
-"""Executor ``local``: workers as isolated processes on this machine, throttled on request."""
+"""Executors on this machine: ``local``, whose workers are isolated processes, throttled on request, and
+``inline``, whose workers are threads of the graph server (the paper's CPU-only servers)."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, final
+from typing import IO, NoReturn, final
 
 from dglx_dist.comm.topology import inherited_environment
 from dglx_dist.data.json_fields import Json, read_record, write_json
-from dglx_dist.errors import PeerError
+from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.options import common_fields
 from dglx_dist.serverless.aws.package import (
     LIBRARIES,
@@ -34,8 +35,8 @@ from dglx_dist.serverless.executors.base import (
     names_of,
 )
 from dglx_dist.serverless.tasks import Task
-from dglx_dist.serverless.worker import MAX_ANSWER_BYTES, STAGES_FILE, WorkerAnswer
-from dglx_dist.serverless.worker_process import Fault, Setup
+from dglx_dist.serverless.worker import MAX_ANSWER_BYTES, STAGES_FILE, DirectCaller, Worker, WorkerAnswer
+from dglx_dist.serverless.worker_process import Fault, FaultInjector, Setup
 
 _BOOT = """
 import sys
@@ -207,3 +208,46 @@ def _write(process: subprocess.Popen[bytes], line: bytes) -> None:
     with contextlib.suppress(BrokenPipeError):  # it died; the next read reports that
         process.stdin.write(line)
         process.stdin.flush()
+
+
+@final
+class InlineExecutor(PoolExecutor):
+    """Runs workers as threads without sockets; nothing is billed. Options: :class:`Latency`.
+
+    A thread finishes its computation after :meth:`close`; its results are rejected.
+    """
+
+    in_process = True
+    option_names = names_of(Latency)
+
+    def __init__(self, context: ExecutorContext, options: Mapping[str, object]) -> None:
+        latency = read_record(Latency, options, "executor 'inline'", defaults=True)
+        handlers = context.handlers
+        if not handlers:
+            raise ConfigError("executor 'inline' needs the graph server's handlers; pass them in its context")
+        super().__init__(
+            lambda: _Thread(DirectCaller(handlers)),
+            context.notice,
+            memory_mb=0,
+            billed=False,
+            latency=latency,
+        )
+
+
+@final
+class _Thread(WorkerHandle):
+    def __init__(self, caller: DirectCaller) -> None:
+        self._caller = caller
+        self._faults = FaultInjector(_die)
+        self._worker = Worker(caller, self._faults)
+
+    def invoke(self, event: bytes, fault: Fault | None) -> WorkerAnswer:
+        self._faults.next = fault
+        return self._worker.attempt(event)[0]
+
+    def stop(self) -> None:
+        self._caller.close()
+
+
+def _die() -> NoReturn:
+    raise PeerError("the worker was killed by an injected fault")

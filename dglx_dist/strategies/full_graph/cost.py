@@ -339,8 +339,10 @@ def plan_trials(
 
 
 def exchanging_candidates(context: PlanContext) -> Iterator[Candidate]:
-    """Yield full_graph, with and without covers."""
+    """Yield full_graph, with and without covers, and with halo rows of the epoch before."""
     yield from _of_scheme(FullGraphScheme(0))
+    if context.servers > 1:
+        yield Candidate(unit="full_graph", options={"staleness": 1}, works=(FullGraphScheme(0),), exact=False)
 
 
 def _of_scheme(scheme: FullGraphScheme, *, covers: bool = True, **options: Any) -> Iterator[Candidate]:
@@ -388,10 +390,19 @@ def cost(candidate: Candidate, known: Measured) -> Cost:
     # Of several batches, none keeps the features of its halo.
     use_pp = work.steps == 1
     traffic = _traffic(known, work, use_pp=use_pp)
+    seconds = _seconds(known, work, traffic, use_pp=use_pp)
+    memory = full_graph_memory(known, work, ahead=0 if work.steps == 1 else 1)
+    if "staleness" in candidate.options:
+        shown = max(0.0, seconds.outside + seconds.inside - seconds.compute)
+        seconds = replace(seconds, outside=shown, inside=0.0)
+        # The rows of an epoch, sent and received, in buffers and in transit.
+        pairs = tuple(map(sum, zip(work.outside, work.inside, strict=True)))
+        moved = exchanged_bytes(pairs, known.shape, use_pp=use_pp)
+        memory += 4 * sum(moved.values()) // known.cluster.ranks
     return Cost(
-        seconds=_seconds(known, work, traffic, use_pp=use_pp),
+        seconds=seconds,
         traffic=traffic,
-        memory=full_graph_memory(known, work, ahead=0 if work.steps == 1 else 1),
+        memory=memory,
         shared=known.own_features,
         on_host=known.program_bytes + known.own_features,
     )

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, cast, final
 
@@ -16,15 +18,18 @@ import numpy as np
 import torch
 from dgl import ops
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from dglx_dist.comm.codec import WireDtype, row_codec
 from dglx_dist.comm.exchange import (
+    CallExchange,
     Incoming,
     Outgoing,
     ReusableBuffer,
+    Wait,
     row_exchanges,
 )
-from dglx_dist.comm.session import Session
+from dglx_dist.comm.session import Session, SessionField
 from dglx_dist.comm.transfer import Copy, copied_to_host, host_memory, is_on_host
 from dglx_dist.dataloading.minibatch import build_block
 from dglx_dist.errors import ConfigError
@@ -164,6 +169,14 @@ class HaloExchange:
             self._check_rows(kept, self.num_halo, "the halo rows")
         if not self._sent and not self._received:
             return h
+        if kept is None and (active := _ACTIVE.of(self._session)) and torch.is_grad_enabled():
+            return cast("Tensor", _AppendLate.apply(self, active[-1].of(self.number), h))  # type: ignore[no-untyped-call]  # torch leaves it bare
+        # -1: no backward pass is running, see torch.autograd.graph.
+        if kept is None and self._exchanges.late is not None and torch._C._current_graph_task_id() != -1:
+            raise ConfigError(
+                f"layer {self.number} is computed again in backward, where its late halo rows (staleness=1) "
+                "are not at hand; use recompute='keep' or 'none'"
+            )
         return cast("Tensor", _Append.apply(self, h, kept))  # type: ignore[no-untyped-call]  # torch leaves it bare
 
     def fetch(self, rows: Tensor, out: Tensor | None = None, *, phase: str) -> Tensor:
@@ -363,6 +376,135 @@ class _ReturnGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return None, _Append.apply(ctx.halo, gradient, None)  # type: ignore[no-untyped-call]  # torch leaves it bare
+
+
+@final
+class _AppendLate(torch.autograd.Function):
+    """:class:`_Append` with halo rows, and in backward gradients of sent rows, of the epoch before."""
+
+    @staticmethod
+    def forward(ctx: Any, halo: HaloExchange, late: list[LateRows], h: Tensor) -> Tensor:
+        ctx.halo, ctx.gradients = halo, late[1]
+        sent = (h.detach().index_select(0, rows) for rows in halo.rows_on(h.device))
+        return torch.cat([h.detach(), late[0].swap(sent, halo, FORWARD, h).to(h.device)])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        halo: HaloExchange = ctx.halo
+        own, of_halo = gradient[: halo.own_rows], gradient[halo.own_rows :]
+        sent = (part for _, part in _pieces_of(of_halo, halo._received))
+        received = ctx.gradients.swap(sent, halo, BACKWARD, own)
+        total = own.to(torch.float32 if own.dtype in _SUMMED_WIDER else own.dtype, copy=True)
+        for rows, (_, part) in zip(halo.rows_on(own.device), _pieces_of(received, halo._sent), strict=True):
+            total.index_add_(0, rows, part.to(total))
+        return None, None, total.to(own.dtype)
+
+
+@final
+class LateRows:
+    """What one exchange received in the epoch before, in host memory, and what is in transit since then."""
+
+    def __init__(self, exchange: CallExchange, momentum: float) -> None:
+        self._exchange, self._momentum = exchange, momentum
+        self._out, self._in = ReusableBuffer(), ReusableBuffer()
+        self._wait: Wait | None = None
+        self._peers: object = None
+        self.rows: Tensor | None = None
+        self.is_used = False  # in this epoch
+
+    def arrive(self, *, keep: bool = True) -> None:
+        """Wait for what is in transit; unless ``keep``, forget all, so that the next exchange is exact."""
+        wait, self._wait = self._wait, None
+        if wait is not None:
+            wait()
+            if self.rows is not None and self._momentum:
+                self.rows.lerp_(self._target, 1.0 - self._momentum)
+            else:
+                self.rows = self._target.clone() if self._momentum else self._target
+        self.rows = self.rows if keep else None
+
+    def swap(self, sent: Iterable[Tensor], halo: HaloExchange, phase: str, like: Tensor) -> Tensor:
+        """Send ``sent``, and return the (k, ...) rows of the epoch before; of this one if there are none.
+
+        ``like`` has the dtype and the width of the rows.
+        """
+        name = f"{phase.replace('_', ' ')} of layer {halo.number}"
+        if self.is_used:
+            raise ConfigError(f"{name} ran twice; with staleness=1 add up losses and call backward once")
+        to, due = (halo._sent, halo._received)[:: 1 if phase == FORWARD else -1]
+        self.arrive(keep=self._peers in (None, due))
+        self.is_used, self._peers = True, due
+        out, self._target = (
+            memory.take((sum(count for _, count in counts), *like.shape[1:]), like.dtype)
+            for memory, counts in ((self._out, to), (self._in, due))
+        )
+        if self.rows is not None and (self.rows.shape, self.rows.dtype) != (self._target.shape, like.dtype):
+            raise ConfigError(
+                f"{name}: {tuple(self._target.shape)} {like.dtype}, before {tuple(self.rows.shape)} "
+                f"{self.rows.dtype}; with staleness=1 run equal layers, and resume on the same partition"
+            )
+        outgoing = [Outgoing(rank=rank, rows=part) for rank, part in _pieces_of(out, to)]
+        for message, rows in zip(outgoing, sent, strict=True):
+            message.rows.copy_(rows)
+        incoming = [Incoming(rank=rank, rows=part) for rank, part in _pieces_of(self._target, due)]
+        self._wait = self._exchange.post(outgoing, incoming, name, phase=phase, layer=halo.number)
+        if self.rows is None:
+            self.arrive()
+        return cast("Tensor", self.rows)
+
+
+@final
+class StaleHalos:
+    """Halo rows and their gradients that a model uses one epoch late; construction is collective.
+
+    The first epoch is exact. With ``momentum`` m, what is used is m times what was used before plus 1 - m
+    times what has arrived.
+    """
+
+    def __init__(self, session: Session, momentum: float) -> None:
+        exchanges, self._active = row_exchanges(session), _ACTIVE.of(session)
+        exchange = exchanges.late = exchanges.late or CallExchange(session)
+        self._late = defaultdict[str, LateRows](lambda: LateRows(exchange, momentum))
+        self._epoch, self._calls = -1, Counter[int]()
+
+    @contextmanager
+    def active(self, epoch: int) -> Iterator[None]:
+        """Use them in this block, a forward pass of the model."""
+        if self._epoch != epoch:
+            self._epoch, self._calls = epoch, Counter()
+            for one in self._late.values():
+                if not one.is_used:
+                    one.arrive(keep=False)
+                one.is_used = False
+        self._active.append(self)
+        try:
+            yield
+        finally:
+            self._active.pop()
+
+    def of(self, layer: int) -> list[LateRows]:
+        """Return the rows and the gradients of the next exchange of ``layer`` in this epoch."""
+        self._calls[layer] += 1
+        return [self._late[f"{phase}/{layer}/{self._calls[layer]}"] for phase in (FORWARD, BACKWARD)]
+
+    def state(self) -> dict[str, Tensor]:
+        """Wait for what is in transit, and return what the next epoch uses."""
+        for one in self._late.values():
+            one.arrive()
+        return {name: one.rows for name, one in self._late.items() if one.is_used and one.rows is not None}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Continue with a :meth:`state`; with {} the next epoch is exact."""
+        self.state()
+        self._late.clear()
+        self._epoch = -1
+        for name, rows in state.items():
+            self._late[name].rows, self._late[name].is_used = rows, True
+
+
+_ACTIVE: SessionField[list[StaleHalos]] = SessionField(lambda _: [])
+"""Of the models that run forward, the innermost last."""
 
 
 def _pieces_of(rows: Tensor, counts: Sequence[tuple[int, int]]) -> Iterator[tuple[int, Tensor]]:

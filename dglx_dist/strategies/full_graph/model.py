@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any, final
 
@@ -32,7 +32,9 @@ from dglx_dist.strategies.full_graph.halo_block import (
     refuse_reversed,
     tie_gradient,
 )
+from dglx_dist.strategies.full_graph.halo_exchange import StaleHalos
 from dglx_dist.strategies.full_graph.local_graphs import LocalGraph
+from dglx_dist.strategies.full_graph.options import FullGraphOptions
 from dglx_dist.strategies.gradient_sync import check_frozen, replace_floats
 
 _NO_BLOCKS = tuple(kind for kind, known in CONVOLUTIONS.items() if not known.on_blocks)
@@ -197,12 +199,12 @@ class HaloModel(ReplicatedModel):
     """
 
     def __init__(
-        self, model: nn.Module, session: Session, *, reduction: Reduction, bucket_bytes: int
+        self, model: nn.Module, session: Session, options: FullGraphOptions, *, reduction: Reduction
     ) -> None:
-        super().__init__(
-            model, session, reduction=reduction, bucket_bytes=bucket_bytes, check=check_rows_stay_apart
-        )
+        size, check = options.bucket_bytes, check_rows_stay_apart
+        super().__init__(model, session, reduction=reduction, bucket_bytes=size, check=check)
         install(model)
+        self._stale = StaleHalos(session, options.stale_momentum) if options.staleness else None
         self._dropouts = install_node_dropouts(model, session.seed)
         self._rows = row_exchanges(session)
 
@@ -227,10 +229,12 @@ class HaloModel(ReplicatedModel):
             if isinstance(graphs[0], LocalGraph):
                 # A loader numbers its blocks, but one local graph serves all steps.
                 graphs[0].step_number += 1
+        is_stale = self._stale is not None and self.training and torch.is_grad_enabled()
+        stale = self._stale.active(graphs[0].step_number) if self._stale and is_stale else nullcontext()
         has_targets = all(one.num_dst_nodes() for one in graphs)
         # Recomputation in backward must not stop early: the point at which a rank has all it needs may be
         # before an exchange on one rank and after it on another.
-        with set_checkpoint_early_stop(False), nullcontext() if has_targets else EmptyPartition():
+        with stale, set_checkpoint_early_stop(False), nullcontext() if has_targets else EmptyPartition():
             output = self.module(*args, **kwargs)
         if not torch.is_grad_enabled() or not self._trained:
             return output
@@ -249,6 +253,13 @@ class HaloModel(ReplicatedModel):
         # W and 1 / W cancel, except for a penalty on the parameters, which bypasses the model's output: it
         # counts once in total, not once per rank.
         return self._exchange.mark(weighted, 1.0 / world_size)
+
+    def rank_state(self) -> dict[str, Tensor]:
+        return {} if self._stale is None else self._stale.state()
+
+    def load_rank_state(self, state: Mapping[str, Tensor]) -> None:
+        if self._stale is not None:
+            self._stale.load(state)
 
     def _on_other_blocks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.training and torch.is_grad_enabled() and self._trained:

@@ -19,7 +19,7 @@ from dglx_dist.dataloading.feature_fetch import Columns, RowMemory
 from dglx_dist.dataloading.sampler_spec import Fanout, SamplePlan, find_columns, read_sampler
 from dglx_dist.dataloading.step_loader import read_items, read_options, seed_of
 from dglx_dist.errors import ConfigError
-from dglx_dist.options import Check, at_least, check_ranges, one_of, option
+from dglx_dist.options import Check, at_least, between, check_ranges, one_of, option
 from dglx_dist.records import Array
 from dglx_dist.strategies.base import check_one_type, check_options
 from dglx_dist.strategies.full_graph.expansion import (
@@ -41,11 +41,10 @@ Aggregate: TypeAlias = Literal["sources", "cover"]
 
 COMMON = ("use_pp", "bucket_bytes", "wire_dtype")
 """Options of every full-graph strategy."""
-EXCHANGING = (*COMMON, "aggregate")
+EXCHANGING = (*COMMON, "aggregate", "staleness", "stale_momentum")
 """Options of full_graph."""
 PRELOADING = (
-    *EXCHANGING,
-    *("hops", "split"),
+    *(*COMMON, "aggregate", "hops", "split"),
     *("external_hops", "external_fanout", "external_policy", "resample_every"),
 )
 """Options of shared_preload."""
@@ -77,6 +76,10 @@ class FullGraphOptions:
         "sources",
         "What is sent for sums and means over in-edges: source rows, or the fewest rows, some of which are "
         "partial sums (cover).",
+    )
+    staleness: int = option(0, "Epochs that halo rows and their gradients are late.", check=between(0, 1))
+    stale_momentum: float = option(
+        0.0, "Share of what was used before in late rows; 0.95 in PipeGCN.", check=between(0, 0.999)
     )
     wire_dtype: WireDtype = option(
         "same",
@@ -112,6 +115,11 @@ class FullGraphOptions:
     def __post_init__(self) -> None:
         check_ranges(self, "option {name}={value!r}")
         check_split(self.split)
+        if (self.stale_momentum and not self.staleness) or (self.staleness and self.wire_dtype != "same"):
+            raise ConfigError(
+                f"options staleness={self.staleness}, stale_momentum={self.stale_momentum}, wire_dtype="
+                f"{self.wire_dtype!r}: late rows need staleness=1, and are sent in their own type"
+            )
         if self.memory and self.batches:
             raise ConfigError(
                 f"options batches={self.batches} and memory={self.memory}: give the number of cooperative "

@@ -108,8 +108,7 @@ class _FullGraphStrategy(Strategy):
                 smallest cooperative batches exceed option ``memory``; or as for data_parallel.
         """
         check_one_type(self.name, g)
-        bucket_bytes = self._options.bucket_bytes
-        wrapped = HaloModel(model, g.session, reduction=reduction, bucket_bytes=bucket_bytes)
+        wrapped = HaloModel(model, g.session, self._options, reduction=reduction)
         _STATE.of(g.session).set_model(wrapped)
         return wrapped
 

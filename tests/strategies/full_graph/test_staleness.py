@@ -1,0 +1,354 @@
+"""Halo rows and gradients of the epoch before: values of a plain simulation, bytes, resume, a dead peer."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import dgl
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import dglx_dist as dx
+from dglx_dist.comm.session import start_session
+from dglx_dist.errors import ConfigError, PeerError
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.strategies.base import STRATEGIES
+from dglx_dist.strategies.full_graph.halo_exchange import BACKWARD, FORWARD
+from dglx_dist.training.models import ResGCN
+from tests.helpers.ranks import run_ranks, start_ranks
+from tests.strategies import equality
+from tests.strategies.full_graph import runs
+
+EPOCHS, TOLERANCE, MOMENTUM = 4, 1e-10, 0.7
+STALE = {"staleness": 1}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return equality.write_parts(tmp_path_factory.mktemp("staleness"))
+
+
+class Deep(nn.Module):
+    """Three layers, so that rows that are late depend on rows that are late."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        # GraphConv sends what it has projected where that is narrower and rows are summed by covers.
+        self.kind, widths = kind, (equality.WIDTH, 8, 8, 8 if kind == "gcn" else equality.CLASSES)
+        more: dict[str, Any] = {} if kind == "sage" else {"allow_zero_in_degree": True}
+        make = {"sage": dgl.nn.SAGEConv, "gcn": dgl.nn.GraphConv, "gat": dgl.nn.GATConv}[kind]
+        more |= {"sage": {"aggregator_type": "mean"}, "gcn": {"norm": "right"}, "gat": {"num_heads": 1}}[kind]
+        self.layers = nn.ModuleList(
+            make(before, after, **more) for before, after in itertools.pairwise(widths)
+        )
+        self.double()
+
+    def of(self, depth: int, graph: Any, h: Any) -> Tensor:
+        out: Tensor = self.layers[depth](graph, h)
+        out = out.flatten(1) if self.kind == "gat" else out
+        return torch.tanh(out) if depth < 2 else out
+
+    def forward(self, blocks: Any, h: Tensor) -> Tensor:
+        for depth in range(3):
+            h = self.of(depth, blocks[depth] if isinstance(blocks, list) else blocks, h)
+        return h
+
+
+Epoch = tuple[Any, list[Any]]
+"""Scores of the (n,) nodes of the rank that are trained, and gradients."""
+
+
+def simulated(kind: str, owner: Tensor, momentum: float, epochs: int = EPOCHS) -> list[Epoch]:
+    """One process: each rank's edges read own rows of now and others' rows of the epoch before."""
+    graph, model = equality.plain_graph(), Deep(kind)
+    source, target = graph.edges()
+    num, ranks = equality.NUM_NODES, int(owner.max()) + 1
+    is_own = owner[source] == owner[target]
+    block = dgl.create_block((torch.where(is_own, source, source + num), target), 2 * num, num)
+    targets = graph.ndata["train_mask"].nonzero()[:, 0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=equality.RATE)
+    late: dict[int, Tensor] = {}
+    late_gradients: dict[int, Tensor] = {}
+    found = []
+
+    def averaged(known: dict[int, Tensor], depth: int, arrived: Tensor) -> None:
+        known[depth] = momentum * known[depth] + (1 - momentum) * arrived if depth in known else arrived
+
+    for epoch in range(epochs):
+        h, halos, rows = graph.ndata["feat"], {}, {}
+        for depth in range(3):
+            halo = h * 1.0
+            if depth:
+                if epoch:
+                    halo = late[depth].clone().requires_grad_()
+                    h.register_hook(lambda g, more=late_gradients[depth]: g + more)
+                halo.retain_grad()
+                halos[depth], rows[depth] = halo, h.detach()
+            h = model.of(depth, block, (torch.cat([h, halo]), h))
+        optimizer.zero_grad()
+        F.cross_entropy(h[targets], graph.ndata["label"][targets]).backward()  # type: ignore[no-untyped-call]
+        found.append((h.detach().numpy(), [p.grad.numpy().copy() for p in model.parameters()]))
+        for depth, halo in halos.items():
+            assert halo.grad is not None
+            averaged(late, depth, rows[depth])
+            averaged(late_gradients, depth, halo.grad)
+        optimizer.step()
+    assert ranks > 1
+    return found
+
+
+def begun(folder: str, options: dict[str, Any], kind: str) -> tuple[Any, ...]:
+    session = start_session(strategy="full_graph", options=options, timeout_s=60)
+    g = DistGraph(folder)
+    strategy, loader = runs.made(g, "full_graph", options, num_layers=3)
+    model = strategy.wrap(Deep(kind), g)
+    return session, g, loader, model, torch.optim.SGD(model.parameters(), lr=equality.RATE)
+
+
+def an_epoch(batch: Any, model: Any, optimizer: Any) -> Epoch:
+    blocks, x, labels = batch
+    optimizer.zero_grad()
+    scores = model(blocks, x)
+    F.cross_entropy(scores, labels).backward()  # type: ignore[no-untyped-call]
+    found = scores.detach().numpy(), [p.grad.numpy().copy() for p in model.parameters()]
+    optimizer.step()
+    return found
+
+
+def on_rank(folder: str, options: dict[str, Any], kind: str) -> dict[str, Any]:
+    session, g, loader, model, optimizer = begun(folder, options, kind)
+    bounds = g.get_node_partition_policy("_N").bounds
+    first, last = int(bounds[g.rank()]), int(bounds[g.rank() + 1])
+    found: dict[str, Any] = {
+        "owned": g.orig_ids(torch.arange(first, last)).numpy(),
+        "epochs": [],
+        "moved": [],
+    }
+    for _ in range(EPOCHS):
+        before = session.ledger.snapshot()
+        for _, seeds, blocks in loader:
+            found["seeds"] = g.orig_ids(seeds).numpy()
+            batch = blocks, blocks[0].srcdata["feat"], blocks[-1].dstdata["label"]
+            found["epochs"].append(an_epoch(batch, model, optimizer))
+        found["moved"].append(dict(runs.moved_since(session, before)))
+        with torch.no_grad():
+            found["evaluated"] = (
+                model.eval()(blocks, batch[1]).numpy(),
+                model.train()(blocks, batch[1]).numpy(),
+            )
+    found["weights"] = [p.detach().numpy().copy() for p in model.parameters()]
+    g.barrier()
+    session.close()
+    return found
+
+
+def check_simulated(results: list[Any], kind: str, momentum: float = 0.0) -> list[Epoch]:
+    owner = torch.empty(equality.NUM_NODES, dtype=torch.int64)
+    for rank, result in enumerate(results):
+        owner[result["owned"]] = rank
+    expected = simulated(kind, owner, momentum)
+    for result in results:
+        for (scores, gradients), (all_scores, all_gradients) in zip(result["epochs"], expected, strict=True):
+            np.testing.assert_allclose(scores, all_scores[result["seeds"]], rtol=0, atol=TOLERANCE)
+            for one, other in zip(gradients, all_gradients, strict=True):
+                np.testing.assert_allclose(one, other, rtol=0, atol=TOLERANCE)
+    return expected
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kind", "options"),
+    [
+        (2, "sage", {}),
+        (3, "gat", {"use_pp": False}),
+        (3, "gcn", {"stale_momentum": MOMENTUM}),
+        (3, "gcn", {"aggregate": "cover", "stale_momentum": MOMENTUM}),
+    ],
+)
+def test_values_and_bytes_are_those_of_a_simulation(
+    folder: Path, ranks: int, kind: str, options: dict[str, Any]
+) -> None:
+    results = run_ranks(on_rank, ranks, args=(str(folder), options | STALE, kind), ranks_per_server=1)
+    check_simulated(results, kind, options.get("stale_momentum", 0.0))
+    exact_options = {name: value for name, value in options.items() if name != "stale_momentum"}
+    exact = run_ranks(on_rank, ranks, args=(str(folder), exact_options, kind), ranks_per_server=1)
+    for result, other in zip(results, exact, strict=True):
+        np.testing.assert_array_equal(result["epochs"][0][0], other["epochs"][0][0])
+        assert np.abs(result["epochs"][-1][0] - other["epochs"][-1][0]).max() > 1e-6
+        for moved in (FORWARD, BACKWARD):
+            assert result["moved"][0][moved, True] > 0
+        assert result["moved"] == other["moved"]
+    # An evaluation has the rows of its own weights.
+    model, graph = Deep(kind), equality.plain_graph()
+    with torch.no_grad():
+        for own, weights in zip(model.parameters(), results[0]["weights"], strict=True):
+            own.copy_(torch.from_numpy(weights))
+        whole = model(graph, graph.ndata["feat"]).numpy()
+    for result in results:
+        for scores in result["evaluated"]:
+            np.testing.assert_allclose(scores, whole[result["seeds"]], rtol=0, atol=TOLERANCE)
+
+
+def resumed(folder: str, saved: str, options: dict[str, Any], epochs: int) -> list[Epoch]:
+    session, _, loader, model, optimizer = begun(folder, options, "sage")
+    position = dx.checkpoints(saved, model, optimizer, loader, every=2, keep=1)
+    found = []
+    for _ in range(position.epoch, epochs):
+        for batch in runs.batches_of(loader)():
+            found.append(an_epoch(batch, model, optimizer))
+            position.step()
+    session.close()
+    return found
+
+
+@pytest.mark.parametrize("momentum", [0.0, MOMENTUM])
+def test_a_resumed_run_has_the_bits_of_one_without_an_end(
+    folder: Path, tmp_path: Path, momentum: float
+) -> None:
+    options = STALE | {"stale_momentum": momentum}
+    first, second = tmp_path / "first", tmp_path / "second"
+    whole = run_ranks(resumed, 3, args=(str(folder), str(first), options, 6), ranks_per_server=1)
+    for epochs in (4, 6):
+        found = run_ranks(resumed, 3, args=(str(folder), str(second), options, epochs), ranks_per_server=1)
+    for one, other in zip(found, whole, strict=True):
+        assert len(one) == 2
+        for (scores, gradients), (all_scores, all_gradients) in zip(one, other[4:], strict=True):
+            np.testing.assert_array_equal(scores, all_scores)
+            for gradient, expected in zip(gradients, all_gradients, strict=True):
+                np.testing.assert_array_equal(gradient, expected)
+
+
+def test_on_other_ranks_a_resumed_run_begins_with_an_exact_epoch(folder: Path, tmp_path: Path) -> None:
+    saved = str(tmp_path / "saved")
+    run_ranks(resumed, 3, args=(str(folder), saved, STALE, 2), ranks_per_server=1)
+    gradients = []
+    for options in (STALE, {}):
+        kept = tmp_path / f"copy-{len(gradients)}"
+        shutil.copytree(saved, kept)
+        found = run_ranks(resumed, 2, args=(str(folder), str(kept), options, 4), ranks_per_server=1)
+        gradients.append(found[0])
+    for one, other in zip(gradients[0][0][1], gradients[1][0][1], strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=TOLERANCE)
+    assert np.abs(gradients[0][1][1][0] - gradients[1][1][1][0]).max() > 1e-6
+
+
+def with_a_death(folder: str) -> str:
+    session, _, loader, model, optimizer = begun(folder, STALE, "sage")
+
+    def train() -> None:
+        for epoch in range(9):
+            for batch in runs.batches_of(loader)():
+                if session.topology.rank == 1 and epoch == 2:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                an_epoch(batch, model, optimizer)
+
+    with pytest.raises(PeerError) as caught:
+        train()
+    session.fail(caught.value)
+    session.close(failed=True)
+    return str(caught.value)
+
+
+def test_a_dead_rank_is_named(folder: Path) -> None:
+    outcomes = start_ranks(with_a_death, 3, args=(str(folder),), ranks_per_server=1)
+    assert outcomes[1].exitcode == -signal.SIGKILL
+    for rank in (0, 2):
+        assert "rank 1" in str(outcomes[rank].result), outcomes[rank]
+
+
+def odd_passes(folder: str) -> dict[str, Any]:
+    session, g, loader, model, _ = begun(folder, STALE, "sage")
+    found: dict[str, Any] = {"sums": []}
+    for _ in range(3):
+        # Two forward passes of a step have rows of their own.
+        for blocks, x, labels in runs.batches_of(loader)():
+            for one in model.parameters():
+                one.grad = None
+            (
+                F.cross_entropy(model(blocks, x), labels) + F.cross_entropy(model(blocks, -x), labels)
+            ).backward()
+            found["sums"].append([p.grad.numpy().copy() for p in model.parameters()])
+    for blocks, x, labels in runs.batches_of(loader)():
+        loss = F.cross_entropy(model(blocks, x), labels)
+        loss.backward(retain_graph=True)
+        with pytest.raises(ConfigError, match="call backward once"):
+            loss.backward()
+    for blocks, x, labels in runs.batches_of(loader)():
+
+        def again(h: Tensor, blocks: Any = blocks) -> Tensor:
+            return model.module.of(1, blocks[1], h)
+
+        whole, model.module.forward = (
+            model.module.forward,
+            lambda blocks, h: model.module.of(
+                2, blocks[2], checkpoint(again, model.module.of(0, blocks[0], h), use_reentrant=False)
+            ),
+        )
+        with pytest.raises(ConfigError, match="recompute='keep'"):
+            F.cross_entropy(model(blocks, x), labels).backward()
+        model.module.forward = whole
+    for recompute in ("none", "keep"):
+        torch.manual_seed(0)
+        deep = STRATEGIES.get("full_graph")(session, STALE).wrap(
+            ResGCN(equality.WIDTH, 6, equality.CLASSES, 3, dropout=0, recompute=recompute).double(), g
+        )
+        found[recompute] = runs.trained(deep, deep, runs.batches_of(loader), epochs=3)
+    g.barrier()
+    session.close()
+    return found
+
+
+def test_passes_of_a_step_do_not_share_rows(folder: Path) -> None:
+    results = run_ranks(odd_passes, 2, args=(str(folder),), ranks_per_server=1)
+    for sums in zip(*results[0]["sums"], strict=True):
+        # Weights do not change, so rows of the epoch before are those of now.
+        np.testing.assert_allclose(sums[1], sums[0], rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(sums[2], sums[0], rtol=0, atol=TOLERANCE)
+    for one, other in zip(results[0]["keep"], results[0]["none"], strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=TOLERANCE)
+
+
+def on_a_local_graph(folder: str, options: dict[str, Any]) -> list[Any]:
+    with start_session(strategy="full_graph", options=options, timeout_s=60) as session:
+        g = DistGraph(folder)
+        lg = dx.local_graph(g)
+        model = STRATEGIES.get("full_graph")(session, options).wrap(Deep("gcn"), g)
+        optimizer = torch.optim.SGD(model.parameters(), lr=equality.RATE)
+        mask = lg.ndata["train_mask"].bool()
+        for _ in range(EPOCHS):
+            optimizer.zero_grad()
+            F.cross_entropy(model(lg, lg.ndata["feat"])[mask], lg.ndata["label"][mask]).backward()
+            optimizer.step()
+        g.barrier()
+        return [p.detach().numpy() for p in model.parameters()]
+
+
+def test_a_local_graph_trains_what_blocks_train(folder: Path) -> None:
+    blocks = run_ranks(on_rank, 2, args=(str(folder), STALE, "gcn"), ranks_per_server=1)
+    found = run_ranks(on_a_local_graph, 2, args=(str(folder), STALE), ranks_per_server=1)
+    for one, other in zip(found[0], blocks[0]["weights"], strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "message"),
+    [
+        ("full_graph", {"staleness": 2}, "staleness=2.*from 0 to 1"),
+        ("full_graph", {"staleness": 1, "stale_momentum": 1.0}, "stale_momentum=1.0.*from 0 to 0.999"),
+        ("full_graph", {"stale_momentum": 0.5}, "need staleness=1"),
+        ("full_graph", {"staleness": 1, "wire_dtype": "int8"}, "sent in their own type"),
+        ("shared_preload", {"staleness": 1}, "has no option 'staleness'"),
+    ],
+)
+def test_what_has_no_meaning_is_refused(strategy: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        STRATEGIES.get(strategy).read_options(options)
