@@ -162,10 +162,11 @@ class SymmetricConv(SplittableConv):
         # A strategy that exchanges sums passes own rows only.
         rows, weight = self._sources(block, x), self.conv.weight
         of_sources, of_targets = self._factors(block, len(rows))
-        rows = rows * of_sources.unsqueeze(-1)
+        rows = rows * of_sources.to(rows).unsqueeze(-1)
         # By widths alone: all ranks must send as many columns.
         first = weight.shape[0] > weight.shape[1]
-        total = sum_in_edges(block, rows @ weight if first else rows) * of_targets.unsqueeze(-1)
+        total = sum_in_edges(block, rows @ weight if first else rows)
+        total = total * of_targets.to(total).unsqueeze(-1)
         return self.apply_nodes(block, (total if first else total @ weight,))
 
     def transform(self, given: StageInput) -> Tensor:

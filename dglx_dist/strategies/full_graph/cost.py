@@ -65,6 +65,8 @@ EAS_FANOUT = 15
 _COVER: Mapping[str, Any] = MappingProxyType({"aggregate": "cover"})
 _MOST_EDGES = 200_000_000
 """Largest plans to build, over layers and cooperative batches: about a second for each million edges."""
+_COVER_BYTES = 40
+"""Memory of building covers, by edge of the graph: 27 were measured with two layers on 4 servers."""
 _TRIED_PARTS = (8, 3, 1)
 """Every n-th of a server's training nodes, the smallest neighbourhood first."""
 _BATCH_COUNTS = (2, 8)
@@ -126,7 +128,8 @@ class FullGraphScheme(Work):
         if run.graph.edges * run.num_layers * self.cooperative_batches > _MOST_EDGES:
             return None
         # In a job all ranks must count or none, and each has its own memory.
-        if not run.in_job and run.graph.edges * PLAN_BYTES > machine_memory()[1]:
+        of_edge = PLAN_BYTES + (_COVER_BYTES if self._has_covers else 0)
+        if not run.in_job and run.graph.edges * of_edge > machine_memory()[1]:
             return None
         partition, number = run.partition, self.cooperative_batches
         pieces = [

@@ -13,7 +13,8 @@ over the seeds, and the exit code is 1 where one misses its bound.
 push_pull: 1 and 3 batches in flight beside data parallelism, on 2 hash parts. full_graph: shared_preload, its
 expansion-aware sampling (EAS) and two co-batches with it beside full_graph, on 2 servers of 2 ranks; each
 epoch is one step. Both on coauthor_physics and the built-in graph. wire_dtype: full_graph on 2 servers, with
-rows in fewer bits.
+rows in fewer bits, on hash parts, which have many border rows; staleness: the same with halo rows of the
+epoch before, on metis parts.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from scripts.bench.micro.timing import dglx, parser
 
 SEEDS = (0, 1, 2)
 BUILT_IN = "synthetic:nodes=20000,features=100,seed=0"
+_STALE = ("--option", "staleness=1")
 _SAMPLED = ("--option", "external_hops=1", "--option", "external_fanout=15")
 
 
@@ -85,11 +87,20 @@ COMPARED: Mapping[str, tuple[float, tuple[str, ...], Mapping[str, Setting]]] = {
             "cooperative with EAS": _full_graph("cooperative", "--option", "batches=2", *_SAMPLED),
         },
     ),
+    "staleness": (
+        0.5,
+        ("cora", "dblp_full", "coauthor_physics"),
+        {
+            "exact": Setting(strategy=("full_graph",)),
+            "staleness=1": Setting(strategy=("full_graph", *_STALE)),
+            "momentum 0.95": Setting(strategy=("full_graph", *_STALE, "--option", "stale_momentum=0.95")),
+        },
+    ),
     "wire_dtype": (
         0.5,
         ("cora", "dblp_full", "coauthor_physics"),
         {
-            wire: Setting(strategy=("full_graph", "--option", f"wire_dtype={wire}"))
+            wire: Setting(method="hash", strategy=("full_graph", "--option", f"wire_dtype={wire}"))
             for wire in ("same", "bfloat16", "int8", "int4")
         },
     ),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import dgl
+import dgl.function as fn
 import numpy as np
 import pytest
 import torch
@@ -188,6 +189,21 @@ LAYERS: dict[str, Callable[[Any, Tensor], Any]] = {
 }
 
 
+def check_changed_weights(lg: Any, x: Tensor) -> None:
+    """Changed in place, or another tensor: other ranks sum with the new ones."""
+
+    def total() -> Tensor:
+        lg.srcdata["h"] = x
+        lg.update_all(fn.u_mul_e("h", "w", "m"), fn.sum("m", "o"))
+        return lg.dstdata["o"].clone()
+
+    first = total()
+    lg.edata["w"].mul_(2)
+    torch.testing.assert_close(total(), 2 * first, rtol=1e-12, atol=1e-12)
+    lg.edata["w"] = 3 * lg.edata["w"]
+    torch.testing.assert_close(total(), 6 * first, rtol=1e-12, atol=1e-12)
+
+
 def on_rank(folder: str) -> tuple[HaloLayer, dict[str, list[dict[str, int]]]]:
     torch.set_default_dtype(torch.float64)
     with start_session(strategy="full_graph", timeout_s=60, options={"aggregate": "cover"}) as session:
@@ -200,6 +216,7 @@ def on_rank(folder: str) -> tuple[HaloLayer, dict[str, list[dict[str, int]]]]:
             x = torch.randn(lg.num_nodes(), WIDTH, requires_grad=True)
             steps = [lambda x=x, layer=layer: layer(lg, x).sum().backward()] * 2
             found[name] = [moved(session, step) for step in steps]
+        check_changed_weights(lg, x.detach())
         owned = np.arange(*g.get_node_partition_policy(NODE_TYPE).bounds[g.rank() : g.rank() + 2])
         (planned,) = make_plans(g, owned, 1, 0, cover=True).layers
         g.barrier()
