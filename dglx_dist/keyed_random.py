@@ -438,13 +438,19 @@ def draw_by_source(
         keep_all = fanout < 0 or fanout >= degree
         # Of 2**64; the rounding error is below degree / 2**64.
         limit = _LARGEST if keep_all else _LARGEST // np.uint64(degree) * np.uint64(fanout)
-        for position in range(start, end):
-            if excluded < last_excluded and exclude[excluded] == position + first_edge:
+        own, keys = indices[start:end], edges[total : total + end - start].view(np.uint64)
+        # In a loop of its own: vector instructions. An edge is written over its own key, or an earlier one.
+        for j in range(len(own)):
+            keys[j] = item_key(stream, own[j])
+        for j in range(len(own)):
+            edge = start + j + first_edge
+            if excluded < last_excluded and exclude[excluded] == edge:
                 excluded += 1
                 continue
+            kept = keep_all or keys[j] < limit
             # An unconditional store costs less than an unpredictable branch.
-            edges[np.uint64(total)] = position + first_edge
-            total += int(keep_all or item_key(stream, indices[np.uint64(position)]) < limit)
+            edges[np.uint64(total)] = edge
+            total += int(kept)
         indptr[i + 1] = total - used
     return edges
 

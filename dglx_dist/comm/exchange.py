@@ -16,7 +16,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import count
 from typing import TypeAlias, final
@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dglx_dist.comm.codec import RowCodec
 from dglx_dist.comm.collectives import barrier, gather_json, peers_named
 from dglx_dist.comm.endpoints import open_streams
 from dglx_dist.comm.mailbox import Mailbox, OneSidedExchange
@@ -86,6 +87,8 @@ class Incoming:
     """Bytes received so far."""
 
 
+_ENCODED_ROWS = 1 << 12
+
 Wait: TypeAlias = Callable[..., list[Tensor]]
 """(local work in small steps, done while bytes are in transit; default none) to each incoming message's rows.
 
@@ -100,8 +103,8 @@ thread runs an exchange on streams.
 class Exchange(ABC):
     """Sends rows to ranks that expect them, and receives theirs.
 
-    The peers post the same exchanges in the same order. Rows travel in their dtype; a narrower form
-    (``codec.py``) is encoded in ``pieces`` and decoded in ``meanwhile``, as halo rows are gathered and added.
+    The peers post the same exchanges in the same order. Rows travel in their dtype, or as the codes of a
+    :class:`RowCodec`, which are made and read piece by piece while others are in transit.
     """
 
     def __init__(self, session: Session) -> None:
@@ -118,6 +121,7 @@ class Exchange(ABC):
         phase: str | None,
         layer: int = 0,
         batch: int | None = None,
+        codec: RowCodec | None = None,
     ) -> Wait:
         """Begin to send all of ``outgoing`` and to receive all of ``incoming``.
 
@@ -128,21 +132,27 @@ class Exchange(ABC):
             name: Of the exchange, for errors and traces, equal on both sides; at most 32 bytes on streams.
             phase, layer: For the ledger; phase None: not counted.
             batch: Number of the mini-batch, for traces.
+            codec: Narrower form of the rows, which are in host memory; None: they travel as they are.
 
         Raises:
             PeerError: a peer is dead, or the session is closed.
         """
         sent = [one for one in outgoing if one.rows.numel()]
+        due = codes = [one for one in incoming if one.rows.numel()]
+        if codec is not None:
+            rank = self.session.topology.rank
+            sent = [_encoded(codec, one, (rank << 12 | one.rank) << 36) for one in sent]
+            codes = [replace(one, rows=codec.empty(one.rows)) for one in due]
         for one in sent if phase is not None else ():
             num_bytes = one.rows.numel() * one.rows.element_size()
             self.session.ledger.add(phase or "", layer, self.session.topology.rank, one.rank, num_bytes)
-        finish = self._post(sent, [one for one in incoming if one.rows.numel()], name, batch)
+        finish = self._post(sent, codes, name, batch)
 
         def wait(meanwhile: Iterable[bool] = ()) -> list[Tensor]:
             started = time.perf_counter()
             try:
                 with peers_named(self.session, name):
-                    finish(iter(meanwhile))
+                    finish(iter(meanwhile) if codec is None else _decoded(codec, codes, due, iter(meanwhile)))
             finally:
                 self.waited_s += time.perf_counter() - started
             return [one.rows for one in incoming]
@@ -154,6 +164,38 @@ class Exchange(ABC):
         self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], name: str, batch: int | None
     ) -> Callable[[Iterator[bool]], None]:
         """Post messages with bytes; return what does the work and waits; it raises RuntimeError."""
+
+
+def _encoded(codec: RowCodec, message: Outgoing, first: int) -> Outgoing:
+    codes, starts = codec.empty(message.rows), range(0, len(message.rows), _ENCODED_ROWS)
+
+    def pieces() -> Iterator[Tensor]:
+        done = 0
+        for rows in message.pieces or (message.rows[at : at + _ENCODED_ROWS] for at in starts):
+            piece = codes[done : done + len(rows)]
+            codec.encode(rows, piece, first + done)
+            done += len(rows)
+            yield piece
+
+    return replace(message, rows=codes, pieces=pieces())
+
+
+def _decoded(
+    codec: RowCodec, codes: Sequence[Incoming], due: Sequence[Incoming], work: Iterator[bool]
+) -> Iterator[bool]:
+    """Fill ``due`` with what has arrived of its ``codes``, beside ``work``, which waits for ``due``."""
+    while True:
+        progress = False
+        for one, part in zip(due, codes, strict=True):
+            row_bytes = one.rows.nbytes // len(one.rows)
+            done, ready = one.num_arrived // row_bytes, part.num_arrived // codec.row_bytes
+            one.rows[done:ready] = codec.decode(part.rows[done:ready])
+            one.num_arrived = ready * row_bytes
+            progress |= ready > done
+        more = next(work, None)
+        if more is None and all(one.num_arrived == one.rows.nbytes for one in due):
+            return
+        yield progress or bool(more)
 
 
 @final

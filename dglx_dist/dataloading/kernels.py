@@ -630,8 +630,7 @@ def sample_batch(relations: Relations, request: SampleRequest, table: Table) -> 
         new_rows = sizes[relations.destination_types].sum() + num_relations
         indptr = longer(indptr, row_end, row_end + new_rows)
         hop = _new_hop(relations, request, hop_index, sizes, indptr[row_end:])
-        hop.ends[0] = edge_ends[begin]
-        first = hop.ends[0]
+        hop.ends[0] = first = edge_ends[begin]
         if request.by_source:
             edge_ids, weights = _draw_by_source(relations, request, nodes, hop, (edge_ids, weights))
         else:

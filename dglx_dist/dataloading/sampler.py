@@ -47,13 +47,8 @@ class SourceDraws:
     """Consecutive steps of an epoch with the same draws; 0 or less: all batches of all epochs."""
     rounds: int = 0
     """Iterations that lower the number of sources, by all destinations of a hop; -1 until they converge."""
-    weighted: bool = False
-    """Whether edges have weights."""
-
-    @property
-    def unequal(self) -> bool:
-        """Whether probabilities differ, so that blocks have ``edge_weights``."""
-        return self.weighted or self.rounds != 0
+    unequal: bool = False
+    """Whether probabilities differ, so that blocks have ``edge_weights``."""
 
     def streams(self, seed: int, epoch: int, step: int, num_hops: int, source_types: Array) -> Array:
         """Return (L, R) uint64 keys of the draws of each hop and edge type."""

@@ -131,7 +131,7 @@ def _source_draws(sampler: LaborSampler) -> SourceDraws:
         layer_dependency=bool(sampler.layer_dependency),
         batch_dependency=int(sampler.cnt[1]),  # DGL keeps the option only in its counters.
         rounds=max(int(sampler.importance_sampling), -1),
-        weighted=sampler.prob is not None,
+        unequal=sampler.prob is not None or sampler.importance_sampling != 0,
     )
 
 

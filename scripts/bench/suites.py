@@ -23,6 +23,10 @@ PROGRAMS: Mapping[str, tuple[str, str]] = {
     "same_bits": ("micro.same_bits:main", "digests of weights, losses, bytes: equal in two checkouts?"),
     "message_passing": ("micro.message_passing:main", "DGL's kernels beside the torch path, on the CPU"),
     "sampling": ("micro.sampling:main", "neighbour sampling beside stock DGL"),
+    "labor": (
+        "micro.labor:main",
+        "LABOR beside neighbour sampling: rows, bytes with a look-ahead cache, time",
+    ),
     "halo": ("micro.halo:main", "how much of a link the halo exchange uses; under netlab"),
     "real_data": ("micro.real_data:main", "accuracy on real graphs, one process beside two ranks"),
     "large": ("large:main", "graphs larger than memory: partitioned, then trained on"),

@@ -88,7 +88,7 @@ def test_options_of_labor_are_read() -> None:
     unequal = read_sampler(dl.LaborSampler([3], prob="w", importance_sampling=-5))
     assert (unequal.weights, unequal.by_source) == (
         "w",
-        SourceDraws(layer_dependency=False, batch_dependency=1, rounds=-1, weighted=True),
+        SourceDraws(layer_dependency=False, batch_dependency=1, rounds=-1, unequal=True),
     )
     default = read_sampler(dl.LaborSampler([3])).by_source
     assert default == SourceDraws(layer_dependency=False, batch_dependency=1)

@@ -395,7 +395,7 @@ class HaloBatch:
         *,
         filled: bool,
         device: torch.device,
-        wire: WireDtype = "same",
+        wire: WireDtype,
     ) -> None:
         begin = time.perf_counter()
         self.plan = plan
@@ -446,18 +446,10 @@ class FullGraphLoader(EpochLoader[HaloBatch, Batch]):
     from disk if the source stores them.
     """
 
-    def __init__(
-        self,
-        g: DistGraph,
-        source: PlanSource,
-        request: LoaderRequest,
-        *,
-        use_pp: bool,
-        wire: WireDtype = "same",
-    ) -> None:
+    def __init__(self, g: DistGraph, source: PlanSource, request: LoaderRequest, *, use_pp: bool) -> None:
         self._g, self._source, self._request = g, source, request
         self._reader = ColumnReader(g, request.columns, source.row_cache)
-        self._keeps, self._use_pp, self._wire = len(source) == 1, use_pp, wire
+        self._keeps, self._use_pp = len(source) == 1, use_pp
         self._kept: HaloBatch | None = None
         device = request.device
         # A kept batch is copied once: page-locked memory for all features would be kept, too.
@@ -485,10 +477,8 @@ class FullGraphLoader(EpochLoader[HaloBatch, Batch]):
             # Freed first, or two batches would be held while the next one is read.
             self._kept = None
             filled = self._keeps and self._use_pp
-            device = self._request.device
-            make = partial(
-                HaloBatch, self._g, plan, self._reader, filled=filled, device=device, wire=self._wire
-            )
+            device, wire = self._request.device, self._request.wire
+            make = partial(HaloBatch, self._g, plan, self._reader, filled=filled, device=device, wire=wire)
             batch, arrive = carried(self._copies, device, make)
             batch.arrive = arrive
         if self._keeps:

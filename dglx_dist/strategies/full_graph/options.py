@@ -208,6 +208,8 @@ class LoaderRequest:
     """Batches made ahead if an epoch has several."""
     device: torch.device
     """Device of the blocks."""
+    wire: WireDtype = "same"
+    """Form of exchanged rows."""
 
 
 def read_request(

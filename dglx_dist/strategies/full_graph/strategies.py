@@ -68,6 +68,7 @@ class _FullGraphStrategy(Strategy):
         options = self._options
         check_equal(g.session, f"an option of {self.name}", asdict(options))
         request = read_request(self.name, g, indices, sampler, loader_options)
+        request = replace(request, wire=options.wire_dtype)
         warn_of_edges(g.session, g.edge_bounds, self.edge_bytes)
         maker = PlanMaker(g, gather_seeds(g, request.seeds) if self.gathers_seeds else request.seeds)
         spec = PlanSpec(
@@ -83,7 +84,7 @@ class _FullGraphStrategy(Strategy):
 
         def opened(spec: PlanSpec) -> FullGraphLoader:
             source = PlanSource(g, maker, spec, keep=options.keep == "disk")
-            return FullGraphLoader(g, source, request, use_pp=options.use_pp, wire=options.wire_dtype)
+            return FullGraphLoader(g, source, request, use_pp=options.use_pp)
 
         if not options.memory:
             return opened(spec)

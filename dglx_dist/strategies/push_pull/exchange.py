@@ -15,6 +15,7 @@ import torch
 from dgl.heterograph import DGLBlock
 from torch import Tensor
 
+from dglx_dist.comm.codec import WireDtype, row_codec
 from dglx_dist.comm.exchange import (
     DEVICES,
     CallExchange,
@@ -124,12 +125,13 @@ Transfer: TypeAlias = Callable[[], Received]
 class AsyncExchange:
     """Exchanges tensors between the members of a group without blocking the caller.
 
-    Tensors on accelerators stay there if every rank has its own; else the caller waits for their copies in
-    host memory. Construction is collective.
+    Those of a batch travel as ``wire``, through host memory unless that is "same". Others on accelerators
+    stay there if every rank has its own; else the caller waits for their copies in host memory. Construction
+    is collective.
     """
 
-    def __init__(self, session: Session, group: Group) -> None:
-        self._group, self._devices = group, DEVICES.of(session)
+    def __init__(self, session: Session, group: Group, wire: WireDtype = "same") -> None:
+        self._group, self._devices, self._wire = group, DEVICES.of(session), wire
         # Pulls and pushes may overtake each other on the wire.
         self._pulls = CallExchange(session, "pull")
         self._pushes = CallExchange(session, "push gradient")
@@ -166,7 +168,10 @@ class AsyncExchange:
         # One tensor may go to several members.
         rows = {id(sent[part]): sent[part].detach().contiguous() for part, _ in others}
         received = {part: like[part].new_empty(like[part].shape) for part, _ in others}
-        if self._devices is not None and not is_on_host(own):
+        codec = None
+        if self._wire != "same" and batch is not None:
+            codec = row_codec(self._wire, own, (exchange.session.seed, batch, int(phase == BACKWARD)))
+        if self._devices is not None and codec is None and not is_on_host(own):
             exchange = self._devices
         elif not is_on_host(own):
             rows = dict(zip(rows, copied_to_host([*rows.values()]), strict=True))
@@ -174,7 +179,7 @@ class AsyncExchange:
         outgoing = [Outgoing(rank=rank, rows=rows[id(sent[part])]) for part, rank in others]
         incoming = [Incoming(rank=rank, rows=received[part]) for part, rank in others]
         name = phase if batch is None else f"{phase} of batch {batch}"
-        wait = exchange.post(outgoing, incoming, name, phase=phase, layer=1, batch=batch)
+        wait = exchange.post(outgoing, incoming, name, phase=phase, layer=1, batch=batch, codec=codec)
 
         @cache
         def arrived() -> Received:

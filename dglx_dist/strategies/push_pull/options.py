@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Literal, TypeAlias, final
 
+from dglx_dist.comm.codec import WireDtype
 from dglx_dist.data.storage.files import read_size
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.convolutions import Sync
@@ -43,6 +44,7 @@ class PushPullOptions:
     features: str = FEATURE
     """Names, comma-separated, in the order in which the model concatenates them."""
     cache_columns: bool = True
+    wire_dtype: WireDtype = option("same", "What partial activations and their gradients are sent as.")
     bucket_bytes: int = option(BUCKET_BYTES, "Gradients that are sent together.", check=at_least(1))
 
     def __post_init__(self) -> None:

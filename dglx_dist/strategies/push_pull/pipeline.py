@@ -464,7 +464,7 @@ class Pipeline(Shared):
         self._part = part = PartSide(session, group, replicas, module, split)
         self._owner = owner = OwnerSide([parameter for _, parameter in trained])
         self.exchange = GradientExchange(trained, session, options.bucket_bytes)
-        self._activations = AsyncExchange(session, group)
+        self._activations = AsyncExchange(session, group, options.wire_dtype)
         self._depth, self._delay, self._looks_ahead = options.depth, options.delay, options.depth > 1
         self._whole = options.weights == "whole" and self._looks_ahead
         self.exchange.delay = options.delay if self._whole else 0

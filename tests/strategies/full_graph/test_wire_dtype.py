@@ -85,7 +85,7 @@ def exchange_on_rank() -> None:
             again = swap(session, wire)
             assert torch.equal(again[0], out)
             assert torch.equal(again[2], gradient)
-            if SIZES[rank]:
+            if SIZES[rank] and wire != "bfloat16":
                 other = swap(session, wire, step=1)
                 assert not torch.equal(other[0], out)
                 assert not torch.equal(other[2], gradient)
@@ -143,18 +143,28 @@ def fitted(g: DistGraph, epochs: int, **config: Any) -> list[Any]:
     strategy, loader = runs.made(g, "full_graph", {"wire_dtype": "int4"})
     model = strategy.wrap(module, g)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    training.train(model, loader, optimizer, g, FitConfig(epochs=epochs, **config))
+    training.train(model, loader, optimizer, g, FitConfig(epochs=epochs, eval_every=0, **config))
     return [p.detach().numpy().copy() for p in module.parameters()]
 
 
-def train_on_rank(folder: str, saved: str) -> tuple[dict[str, Notes], Any, Any]:
+def resume_on_rank(folder: str, saved: str) -> None:
+    with start_session(timeout_s=60):
+        g = DistGraph(folder)
+        whole = fitted(g, 3)
+        fitted(g, 1, checkpoint_folder=saved)
+        rest = fitted(g, 3, checkpoint_folder=saved, resume=True)
+        assert all(map(np.array_equal, whole, rest))
+        g.barrier()
+
+
+def test_a_resumed_run_has_the_bits_of_the_whole_one(folder: Path, tmp_path: Path) -> None:
+    run_ranks(resume_on_rank, 2, args=(str(folder), str(tmp_path)), ranks_per_server=1)
+
+
+def train_on_rank(folder: str) -> tuple[dict[str, Notes], Any, Any]:
     with start_session(timeout_s=60) as session:
         g = DistGraph(folder)
         found = {name: train(g, *run) for name, run in RUNS.items()}
-        whole = fitted(g, 4)
-        fitted(g, 2, checkpoint_folder=saved)
-        rest = fitted(g, 4, checkpoint_folder=saved, resume=True)
-        assert all(map(np.array_equal, whole, rest)), "a resumed run is another one"
         original = g.orig_ids(np.arange(equality.NUM_NODES), NODE_TYPE).numpy()
         g.barrier()
         return found, original, session.topology.server_of_rank
@@ -162,11 +172,9 @@ def train_on_rank(folder: str, saved: str) -> tuple[dict[str, Notes], Any, Any]:
 
 @pytest.mark.parametrize(("ranks", "ranks_per_server"), [(4, 2), *wide((2, 1), (3, 1))])
 def test_training_sends_the_bytes_of_the_formula_and_repeats(
-    folder: Path, tmp_path: Path, ranks: int, ranks_per_server: int
+    folder: Path, ranks: int, ranks_per_server: int
 ) -> None:
-    results = run_ranks(
-        train_on_rank, ranks, args=(str(folder), str(tmp_path)), ranks_per_server=ranks_per_server
-    )
+    results = run_ranks(train_on_rank, ranks, args=(str(folder),), ranks_per_server=ranks_per_server)
     found, original, servers = results[0]
     exact = found["none"].weights
     for one, other in (("same", "none"), ("int4 again", "int4")):

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
 
+from dglx_dist.comm.codec import WireDtype, wire_bytes
 from dglx_dist.comm.exchange import DEVICES, DeviceExchange
 from dglx_dist.comm.session import start_session
 from dglx_dist.graph.dist_graph import DistGraph
@@ -66,6 +67,33 @@ def on_rank(folder: str) -> dict[str, Any]:
         found["chosen"] = {memory: chosen_size(g, memory) for memory in ("28000", "27KB", "14000", "7000")}
         g.barrier()
         return found
+
+
+WIRES: dict[str, float] = {"bfloat16": 0.02, "int8": 0.1, "int4": 1.0}
+"""By how much weights may differ from those of an exact run."""
+
+
+def narrow_on_rank(folder: str) -> dict[str, Notes]:
+    with start_session(timeout_s=60):
+        g = DistGraph(folder)
+        runs_of = {wire: replace(RUNS["sage"], options={"wire_dtype": wire}) for wire in WIRES}
+        found = {wire: runs.train(g, run) for wire, run in runs_of.items()}
+        found["again"], found["same"] = runs.train(g, runs_of["int8"]), runs.train(g, RUNS["sage"])
+        g.barrier()
+        return found
+
+
+def test_activations_in_fewer_bits_are_close_and_repeat(folder: Path) -> None:
+    results = run_ranks(narrow_on_rank, 2, args=(str(folder),), ranks_per_server=1)
+    rows = sum(found["same"].moved["D1"] for found in results)
+    for wire, most in WIRES.items():
+        for phase in (FORWARD, BACKWARD):
+            num_bytes = sum(found[wire].moved[phase] for found in results)
+            assert num_bytes == rows * wire_bytes(cast("WireDtype", wire), equality.HIDDEN, 8)
+        for found in results:
+            assert 0 < difference(found[wire].weights, found["same"].weights) < most, wire
+    for found in results:
+        assert difference(found["again"].weights, found["int8"].weights) == 0
 
 
 def chosen_size(g: DistGraph, memory: str) -> int:
