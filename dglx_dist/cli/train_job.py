@@ -259,7 +259,7 @@ def _check_cache(plan: TrainConfig, session: Session) -> None:
     if plan.cache is not None and (traits.features != "rows" or traits.unit == "full_graph"):
         raise ConfigError(
             f"--cache {plan.cache} keeps feature rows of other servers, and strategy {session.strategy!r} "
-            "moves none in training; leave --cache out"
+            "moves none in training; leave --cache out, or use strategy data_parallel"
         )
 
 

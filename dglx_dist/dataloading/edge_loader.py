@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dglx_dist.comm.collectives import check_equal, gather_int64, run_on_all_ranks
 from dglx_dist.comm.transfer import Copy
-from dglx_dist.dataloading.feature_fetch import EDGE_PHASE, NOTHING_CLAIMED, Ahead, Drawn
+from dglx_dist.dataloading.feature_fetch import EDGE_PHASE, Ahead, Drawn
 from dglx_dist.dataloading.loader import open_maker
 from dglx_dist.dataloading.minibatch import NOTHING_EXCLUDED, BatchMaker, Excluded, MiniBatch, NodeIds
 from dglx_dist.dataloading.negative import (
@@ -322,15 +322,6 @@ class EdgeMaker:
 
     def sampling_signature(self) -> str:
         return f"{self.blocks.sampling_signature()}, {self.signature}"
-
-    def make(self, edges: Mapping[EdgeType, Array], epoch: int, *, step: int) -> EdgeBatch:
-        """Make the batch of ``edges`` (every type to (B,) int64 ids, B may be 0) in ``step`` of ``epoch``.
-
-        Raises:
-            ConfigError: a function of the user returned an unusable value.
-            PeerError: another rank is dead or silent.
-        """
-        return self.draw(edges, epoch, step=step).submit(NOTHING_CLAIMED)()
 
     def claim(self) -> Ahead:
         return self.blocks.claim()

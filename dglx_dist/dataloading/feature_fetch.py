@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 import threading
@@ -21,7 +22,7 @@ from torch import Tensor
 from dglx_dist.comm.transfer import Copy
 from dglx_dist.data.storage.columns import numpy_dtype
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.column import Column, DeviceRows, LookAheadRows, PendingPull
+from dglx_dist.graph.column import DeviceRows, LookAheadRows, PendingPull
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.row_kernels import column_info, empty_rows, tensor_view, torch_dtype
 from dglx_dist.records import Array, ColumnInfo, EdgeType
@@ -31,6 +32,8 @@ EDGE_PHASE, LABEL_PHASE, FEATURE_PHASE = "edge_features", "labels", "features"
 
 EdgesOfBlock: TypeAlias = Mapping[EdgeType, Array]
 """Edge type to the (E,) ids of a block's edges."""
+
+log = logging.getLogger(__name__)
 
 NO_ROWS: Array = np.empty(0, np.int64)
 K = TypeVar("K")
@@ -153,13 +156,22 @@ class Columns:
 
     def claim(self, store: KVStore) -> Ahead:
         """Claim the look-ahead rows of the inputs that no other loader has; by column."""
-        columns = [store.column(key) for key in self.announced({})]
-        return {
-            one.name: one.ahead
-            for one in columns
+        claimed = {}
+        for key in self.announced({}):
+            ahead = store.column(key).ahead
             # Rows of which some are on the batches' device are split there.
-            if one.ahead is not None and not _is_on(one, self.memory.device) and one.ahead.claim()
-        }
+            if ahead is None or self.on_device(store, key) is not None:
+                continue
+            if ahead.claim():
+                claimed[key] = ahead
+            else:
+                log.info("another loader uses the look-ahead cache of %s; this one fetches every row", key)
+        return claimed
+
+    def on_device(self, store: KVStore, key: str) -> DeviceRows | None:
+        """Return the rows of a column that are on the device of the batches."""
+        rows = store.column(key).on_device
+        return rows if rows is not None and rows.rows.device == self.memory.device else None
 
 
 B = TypeVar("B")
@@ -179,31 +191,42 @@ class Drawn(Generic[B]):
     submit: Callable[[Ahead], Callable[[], B]]
     """Requests the columns; returns what waits for them and makes the batch."""
 
+    def make(self) -> B:
+        return self.submit(NOTHING_CLAIMED)()
+
 
 def look_ahead(draws: Iterator[Drawn[B]], claimed: Ahead) -> Generator[B, None, None]:
     """Yield the batches of ``draws`` in order, with the rows of the next ones requested.
 
     Draws as many batches ahead as are needed to know which rows to keep, as long as they take at most
     :data:`WINDOW_BYTES`. Requests one batch ahead, and up to :data:`MOST_REQUESTED` whose rows take less than
-    two messages.
+    two messages. The error of a draw is raised in its turn.
     """
     window: deque[Drawn[B]] = deque()
+    num_bytes, failed = 0, None
 
     def announce_more() -> bool:
-        if window and sum(one.num_bytes for one in window) >= WINDOW_BYTES:
+        nonlocal num_bytes, failed
+        if failed is not None or (window and num_bytes >= WINDOW_BYTES):
             return False
-        drawn = next(draws, None)
-        if drawn is None:
+        try:
+            drawn = next(draws, None)
+            if drawn is None:
+                return False
+            for key, rows in claimed.items():
+                rows.announce(drawn.inputs[key])
+        except Exception as error:  # noqa: BLE001 - the batches drawn before it come first
+            failed = error
             return False
         window.append(drawn)
-        for key, rows in claimed.items():
-            rows.announce(drawn.inputs[key])
+        num_bytes += drawn.num_bytes
         return True
 
     for rows in claimed.values():
         rows.announce_more = announce_more
     requested: deque[Callable[[], B]] = deque()
     while window or announce_more():
+        num_bytes -= window[0].num_bytes
         requested.append(window.popleft().submit(claimed))
         while len(requested) > MOST_REQUESTED or (
             len(requested) > 1 and any(rows.is_busy for rows in claimed.values())
@@ -211,10 +234,8 @@ def look_ahead(draws: Iterator[Drawn[B]], claimed: Ahead) -> Generator[B, None, 
             yield requested.popleft()()
     for finish in requested:
         yield finish()
-
-
-def _is_on(column: Column, device: torch.device) -> bool:
-    return column.on_device is not None and column.on_device.rows.device == device
+    if failed is not None:
+        raise failed
 
 
 @final
@@ -270,17 +291,16 @@ def submit_columns(
     left = dict(claimed)
     for ntype, name, key in _each(columns.inputs):
         ids, column = inputs.get(ntype, NO_ROWS), store.column(key)
-        cached = column.on_device
-        places: Sequence[Array] = ()
-        if cached is not None and _is_on(column, columns.memory.device) and key not in claimed:
-            places = store.split_cached(key, ids, cached)
+        cached = None if key in claimed else columns.on_device(store, key)
+        places = () if cached is None else store.split_cached(key, ids, cached)
+        if places:
             ids = ids[places[-1]]
         # Made when it is filled: of requested batches several wait.
         out = partial(columns.memory.rows, key, len(ids), column.info)
         # A column with two names in the blocks was announced once.
         ahead = left.pop(key, None)
         pull = store.submit_pull(key, ids, out=out, distinct=distinct, ahead=ahead, phase=FEATURE_PHASE)
-        if cached is not None and places:
+        if cached is not None:
             split.append((ntype, name, cached, places, pull))
         else:
             pending.append((0, "srcnodes", ntype, name, pull))

@@ -251,7 +251,7 @@ class SampleRequest(NamedTuple):
     by_source: bool
     """Whether sources are drawn, and with them all their edges; see :class:`~dglx_dist.keyed_random.Rule`."""
     rounds: int
-    """Of :func:`draw_unequal`, which draws sources if it is not 0, or edges have weights."""
+    """Of :func:`draw_by_importance`, which draws sources if it is not 0, or edges have weights."""
     exclude: Array
     """(X,) int64 edges that are not drawn, edge type by edge type, ascending within one."""
     exclude_ends: Array
@@ -279,7 +279,7 @@ class RawBatch(NamedTuple):
     edge_ends: Array
     """(L * R + 1,) int64; hop h and edge type r have the edges ``[h * R + r]:[h * R + r + 1]``."""
     edge_weights: Array
-    """float32, one per edge if :func:`draw_unequal` draws, of mean 1 for each destination; else length 0."""
+    """float32, one per edge of :func:`draw_by_importance`, of mean 1 for each destination; else length 0."""
 
 
 class NumberedNodes(NamedTuple):
@@ -467,7 +467,7 @@ def _scale(weights: Array, shares: Array, fanout: int) -> float:
 
 
 @njit(cache=True, nogil=True)
-def draw_unequal(
+def draw_by_importance(
     indptr: Array, sources: Array, weights: Array, fanout: int, stream: np.uint64, rounds: int, rows: Array
 ) -> tuple[Array, Array]:
     """Draw sources with unequal probabilities (LABOR-i, see :func:`~dglx_dist.keyed_random.draw_by_source`).
@@ -524,7 +524,7 @@ def draw_unequal(
 
 
 @njit(cache=True, nogil=True)
-def _unequal(
+def _by_importance(
     relations: Relations, request: SampleRequest, hop: _Hop, relation: int, frontier: Array, rows: Array
 ) -> tuple[Array, Array]:
     # Returns edges and their weights, of mean 1 for each destination.
@@ -537,7 +537,7 @@ def _unequal(
     read_sources(relations, relation, edges, sources)
     sources -= relations.offsets[relations.source_types[relation]]
     weights = csc.weights[edges].astype(np.float64) if len(csc.weights) else np.ones(len(edges))
-    kept, weights = draw_unequal(indptr, sources, weights, fanout, stream, request.rounds, rows)
+    kept, weights = draw_by_importance(indptr, sources, weights, fanout, stream, request.rounds, rows)
     for i in range(num_rows):
         own = weights[rows[i] : rows[i + 1]]
         own *= len(own) / own.sum() if len(own) else 1.0
@@ -558,7 +558,7 @@ def _draw_by_source(
         if fanout == 0:
             rows[:] = 0
         elif request.rounds != 0 or len(csc.weights) > 0:
-            more, new_weights = _unequal(relations, request, hop, relation, frontier, rows)
+            more, new_weights = _by_importance(relations, request, hop, relation, frontier, rows)
             edges = np.concatenate((edges[:first], more))
             weights = np.concatenate((weights, new_weights.astype(np.float32)))
         elif relations.wide[relation]:

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
 
-_SPARE_BUFFERS = 3
-"""Batches alive beside those made ahead: in the training loop, in its backward pass, and looked ahead to."""
+_SPARE_BUFFERS = 2
+"""Batches alive beside those made ahead: one in the training loop, one in its backward pass."""
 
 
 def open_maker(g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOptions, seed: int) -> BatchMaker:
@@ -73,7 +73,7 @@ def _local_plan(
     if plan.weights is not None:
         check_every_type_has(g, plan.weights)
     is_whole = all(g.structure(etype).is_whole for etype in g.canonical_etypes)
-    if plan.by_source is not None and plan.by_source.unequal and not is_whole:
+    if plan.has_edge_weights and not is_whole:
         raise ConfigError(
             "LaborSampler with prob= or importance_sampling= weighs all in-edges of a batch, and this "
             "server has only a part of the structure; open the graph with structure='replicated'"
@@ -194,7 +194,8 @@ class DataLoader(StepLoader[str, MiniBatch, Batch]):
 
     Constructing it is collective; iterating calls no collective. All ranks have the same number of steps, and
     a rank that has run out of seeds gets blocks without destinations. Each iteration is the next epoch. The
-    same seed draws the same neighbours on any number of ranks.
+    same seed draws the same neighbours on any number of ranks, but for ``LaborSampler`` with
+    ``importance_sampling=``, whose draws depend on all seeds of a batch.
 
     Args:
         g: The distributed graph.

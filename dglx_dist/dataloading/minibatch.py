@@ -184,9 +184,13 @@ class SamplerMaker:
     def __init__(self, sampler: Any, g: DistGraph, columns: Columns) -> None:
         self._sampler, self._g, self._columns = sampler, g, columns
 
-    def make(
-        self, seeds: Seeds, epoch: int, exclude: Excluded = NOTHING_EXCLUDED, *, step: int = 0
-    ) -> MiniBatch:
+    def draw(
+        self, seeds: Seeds, epoch: int, exclude: Excluded = NOTHING_EXCLUDED, *, step: int
+    ) -> Drawn[MiniBatch]:
+        # Drawn when it is made: nothing is announced.
+        return Drawn(inputs={}, num_bytes=0, submit=lambda _claimed: partial(self._make, seeds, exclude))
+
+    def _make(self, seeds: Seeds, exclude: Excluded) -> MiniBatch:
         begin = time.perf_counter()
         input_nodes, output_nodes, blocks = self._sample(_node_ids(seeds, self._g.ntypes), exclude)
         sampled = time.perf_counter()
@@ -204,13 +208,6 @@ class SamplerMaker:
             fetch_s=end - sampled,
             split=split,
         )
-
-    def draw(
-        self, seeds: Seeds, epoch: int, exclude: Excluded = NOTHING_EXCLUDED, *, step: int = 0
-    ) -> Drawn[MiniBatch]:
-        # All at once: nothing is announced.
-        make = partial(self.make, seeds, epoch, exclude, step=step)
-        return Drawn(inputs={}, num_bytes=0, submit=lambda _claimed: make)
 
     def claim(self) -> Ahead:
         return NOTHING_CLAIMED
@@ -282,22 +279,11 @@ class KernelMaker:
         finally:
             self._idle.put(workspace)
 
-    def make(
-        self, seeds: Seeds, epoch: int, exclude: Excluded = NOTHING_EXCLUDED, *, step: int = 0
-    ) -> MiniBatch:
-        """Make the batch of ``seeds`` in ``step`` of ``epoch``, without the edges ``exclude``.
-
-        Raises:
-            ConfigError: a seed is repeated.
-            PeerError: another rank is dead or silent.
-        """
-        return self.draw(seeds, epoch, exclude, step=step).submit(NOTHING_CLAIMED)()
-
     def claim(self) -> Ahead:
         return self._columns.claim(self._store)
 
     def draw(
-        self, seeds: Seeds, epoch: int, exclude: Excluded = NOTHING_EXCLUDED, *, step: int = 0
+        self, seeds: Seeds, epoch: int, exclude: Excluded = NOTHING_EXCLUDED, *, step: int
     ) -> Drawn[MiniBatch]:
         begin = time.perf_counter()
         request = self._draws.request(seeds, epoch, exclude, step)

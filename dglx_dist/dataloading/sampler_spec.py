@@ -52,6 +52,19 @@ class SamplePlan:
     edge_feats: Names = ()
     """Edge columns for every block."""
 
+    @property
+    def has_edge_weights(self) -> bool:
+        """Whether blocks have ``edge_weights``, as LABOR draws with unequal probabilities."""
+        return self.by_source is not None and self.by_source.unequal
+
+    def check_takes_all(self, strategy: str) -> None:
+        """Raise ConfigError if edges have weights or probabilities, which ``strategy`` does not read."""
+        if self.weights is not None or self.has_edge_weights:
+            raise ConfigError(
+                f"the sampler draws edges by {self.weights or 'importance_sampling'!r}, but {strategy} takes "
+                "all of them; leave prob=, mask=, importance_sampling= out, or use strategy='data_parallel'"
+            )
+
 
 _NEIGHBORS = "use dgl.dataloading.NeighborSampler(fanouts), which draws the neighbours of each node by itself"
 _IDS = "give the ids, a tensor or a dict of them by type; batch_size= and shuffle= are the loader's"
@@ -118,9 +131,9 @@ def read_sampler(sampler: object) -> SamplePlan:
 
 def _is_stock(sampler: BlockSampler) -> bool:
     # Only if no code of DGL's is overridden can the compiled kernels replace it.
-    kind = type(sampler)
+    kind, stock = type(sampler), (NeighborSampler, LaborSampler)
     return (
-        kind.sample_blocks in (NeighborSampler.sample_blocks, LaborSampler.sample_blocks)
+        any(isinstance(sampler, one) and kind.sample_blocks is one.sample_blocks for one in stock)
         and kind.sample is BlockSampler.sample
         and kind.assign_lazy_features is BlockSampler.assign_lazy_features
     )

@@ -34,6 +34,7 @@ from dglx_dist.records import Array, StepShare
 from dglx_dist.registry import did_you_mean
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 def run_ahead(
@@ -262,12 +263,13 @@ B = TypeVar("B", bound=Timed)
 class Maker(Protocol[K, B]):
     """Makes the batches of one loader. Thread-safe."""
 
-    def make(self, items: Mapping[K, Any], epoch: int, *, step: int) -> B:
-        """Return the batch of ``items``: type to (n,) int64 ids, n may be 0."""
-        ...
-
     def draw(self, items: Mapping[K, Any], epoch: int, *, step: int) -> Drawn[B]:
-        """Return :meth:`make` in three steps."""
+        """Sample the batch of ``items``: type to (n,) int64 distinct ids, n may be 0.
+
+        Raises:
+            ConfigError: a node is repeated, or a function of the user returned an unusable value.
+            PeerError: another rank is dead or silent.
+        """
         ...
 
     def claim(self) -> Ahead:
@@ -462,7 +464,7 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
     def offline(self) -> Callable[[Mapping[K, Any], int, int], B]:
         """Return (items, epoch, step) to that batch of any rank; see :meth:`Maker.offline`. Thread-safe."""
         maker = self._maker.offline()
-        return lambda items, epoch, step: maker.make(items, epoch, step=step)
+        return lambda items, epoch, step: maker.draw(items, epoch, step=step).make()
 
     def sampling_signature(self) -> str:
         """Return a string that is equal on ranks that draw alike."""
@@ -481,13 +483,16 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
 
     def made_of(self, epoch: int) -> Callable[[int], B]:
         """Return :meth:`batches_of` in host memory."""
+        return self._drawn(epoch, Drawn.make)
+
+    def _drawn(self, epoch: int, finish: Callable[[Drawn[B]], R]) -> Callable[[int], R]:
         items_of = self.seeds_of_step(epoch)
 
-        def make(step: int) -> B:
+        def draw(step: int) -> R:
             with self._session.timeline.span("sample", LOADER, epoch * len(self) + step):
-                return self._maker.make(items_of(step), epoch, step=step)
+                return finish(self._maker.draw(items_of(step), epoch, step=step))
 
-        return make
+        return draw
 
     def made_ahead(self, epoch: int) -> Generator[B, None, None]:
         # Claimed by an iteration that has begun, which releases the rows at its end.
@@ -499,12 +504,7 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
                 rows.release()
 
     def _looking_ahead(self, epoch: int, claimed: Ahead) -> Generator[B, None, None]:
-        items_of = self.seeds_of_step(epoch)
-
-        def draw(step: int) -> Drawn[B]:
-            with self._session.timeline.span("sample", LOADER, epoch * len(self) + step):
-                return self._maker.draw(items_of(step), epoch, step=step)
-
+        draw: Callable[[int], Drawn[B]] = self._drawn(epoch, lambda drawn: drawn)
         draws = run_ahead(draw, self._steps(), depth=self.depth, num_threads=self.num_threads)
         with closing(draws), closing(look_ahead(draws, claimed)) as fetched:
             make = self._moved(epoch, lambda _step: next(fetched))

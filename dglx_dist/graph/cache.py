@@ -23,6 +23,7 @@ from dglx_dist.comm.collectives import (
 )
 from dglx_dist.comm.transfer import device_of
 from dglx_dist.data.storage.columns import IDS
+from dglx_dist.data.storage.files import machine_memory
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.column import Column, DeviceRows, LookAheadRows, RowCache, check_cacheable
 from dglx_dist.graph.dist_tensor import OpenedGraph
@@ -309,12 +310,24 @@ def cache_rows(g: OpenedGraph, request: CacheRequest) -> CachePlan:
 
 
 def _look_ahead(store: KVStore, column: Column, alpha: float, own: tuple[int, int]) -> CachePlan:
-    num_own, topology = own[1] - own[0], store.session.topology
-    budget = int(alpha * num_own) // len(topology.ranks_of_server(topology.server))
-    rows = LookAheadRows(min(budget, column.num_rows - num_own), column.info, own, column.num_rows)
-    store.set_cache(column.name, None, rows if alpha > 0 else None)
-    barrier(store.session, f"a look-ahead cache of {column.name!r}")
-    return CachePlan(policy=LOOK_AHEAD, rows=len(rows.rows), bytes=rows.num_bytes, expected_hit_rate=None)
+    topology, num_own = store.session.topology, np.diff(column.bounds)
+    ranks = np.array([len(topology.ranks_of_server(server)) for server in range(topology.num_servers)])
+    budgets = np.minimum((alpha * num_own).astype(np.int64) // ranks, column.num_rows - num_own)
+    count, sharing = int(budgets[topology.server]), int(ranks[topology.server])
+
+    def made() -> LookAheadRows:
+        if sharing * count * column.row_bytes > machine_memory()[1]:
+            raise ConfigError(
+                f"{sharing} x {count} rows of {column.row_bytes} bytes of {column.name!r} exceed the free "
+                "memory; use a smaller alpha"
+            )
+        return LookAheadRows(count, column.info, own, column.num_rows)
+
+    rows = run_on_all_ranks(store.session, made, ConfigError)
+    # All ranks agree on whether there is a cache; one without rows would only cost a thread.
+    store.set_cache(column.name, None, rows if budgets.any() else None)
+    num_bytes = rows.num_bytes if budgets.any() else 0
+    return CachePlan(policy=LOOK_AHEAD, rows=count, bytes=num_bytes, expected_hit_rate=None)
 
 
 def _column_of(g: OpenedGraph, request: CacheRequest) -> tuple[Column, torch.device | None]:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 import torch
@@ -24,10 +24,10 @@ from dglx_dist.graph.row_kernels import (
     SlotTable,
     check_answer,
     check_ids,
-    first_place,
     gather_rows,
     move_rows,
     numpy_view,
+    place_of,
     request_rows,
     scatter_rows,
     tensor_view,
@@ -111,12 +111,12 @@ Ask: TypeAlias = Callable[[RemotePlan], Sequence[tuple[Pending, int, int]]]
 class JointRequest:
     """The rows that several pulls miss, in one message per server, sorted by id.
 
-    It leaves when ``after``, the one before it, has been answered, when it is full, or when its rows are
+    It is sent when the answers of the request ``before`` have arrived, when it is full, or when its rows are
     waited for: the slower the link, the more pulls share a message. Not thread-safe.
     """
 
-    def __init__(self, ask: Ask, after: JointRequest | None) -> None:
-        self.num_rows, self._ask, self._after = 0, ask, after
+    def __init__(self, ask: Ask, before: Sequence[Pending]) -> None:
+        self.num_rows, self._ask, self._before = 0, ask, before
         self._plans: list[RemotePlan] = []
         self._replies: Sequence[tuple[Pending, int, int]] | None = None
         self._places: Array = np.empty(0, np.int64)
@@ -130,11 +130,11 @@ class JointRequest:
         """Ask for the distinct ids of ``plan`` too; from ``full`` rows on, nothing is waited for."""
         self._plans.append(plan)
         self.num_rows += len(plan.ids)
-        before = () if self._after is None or self._after._replies is None else self._after._replies
-        if self.num_rows >= full or all(answer.ready() for answer, _, _ in before):
-            self._send()
+        if self.num_rows >= full or all(answer.ready() for answer in self._before):
+            self.send()
 
-    def _send(self) -> Sequence[tuple[Pending, int, int]]:
+    def send(self) -> Sequence[tuple[Pending, int, int]]:
+        """Return (answer, first, last of the sorted rows) of each message, sent now unless they are."""
         if self._replies is None:
             ids = np.concatenate([plan.ids for plan in self._plans])
             order = np.argsort(ids) if len(self._plans) > 1 else np.arange(len(ids))
@@ -142,7 +142,7 @@ class JointRequest:
             self._places[order] = np.arange(len(ids))
             starts = np.sum([plan.server_starts for plan in self._plans], axis=0)
             self._replies = self._ask(self._plans[0]._replace(ids=ids[order], server_starts=starts))
-            self._plans, self._after = [], None
+            self._before = ()
         return self._replies
 
     def copy(self, plan: RemotePlan, first: int, out: Array) -> None:
@@ -150,11 +150,13 @@ class JointRequest:
 
         PeerError, RemoteError: as of a pull. ValueError: an answer is not what was asked for.
         """
-        replies, places = self._send(), self._places[first : first + len(plan.ids)]
+        replies, places = self.send(), self._places[first : first + len(plan.ids)]
         for reply, begin, end in replies:
             (answer,) = reply.result()
             check_answer(answer, out, end - begin)
-            here = np.flatnonzero((places >= begin) & (places < end))
+            here: Any = slice(begin, end)
+            if len(self._plans) > 1:
+                here = np.flatnonzero((places >= begin) & (places < end))
             move_rows(answer, places[here] - begin, out, plan.positions[here])
 
 
@@ -181,11 +183,12 @@ class LookAheadRows:
         self._own, self._num_ids, self._claim = own, num_ids, threading.Lock()
         self._message = rows_per_message(math.prod(info.row_shape) * self.rows.itemsize)
         self._forget()
+        self._rewind()
 
     def _forget(self) -> None:
         self.table = _new_table(0) if self._num_ids > _DIRECT_IDS else _direct_table(self._num_ids)
         """Ids announced or cached: the slot, -1 for those not cached."""
-        self._last = np.full(len(self.table.slots), -1, np.int64)
+        self._last = np.empty(len(self.table.slots), np.int64)
         """By place in the table: the number of the last input announced of an id."""
         self._used = 0
         self._held = np.full(len(self.rows), -1, np.int64)
@@ -193,9 +196,13 @@ class LookAheadRows:
         # Inputs of all batches are numbered on; the next uses of those of batches to come are in a ring.
         self._following = np.empty(_LEAST_PLACES, np.int32)
         self._firsts: deque[int] = deque()
-        self._end, self._step, self._unfinished = 0, 0, 0
+        self._unfinished = 0
+
+    def _rewind(self) -> None:
+        # Nothing refers to a batch any more: from 0 again, so that steps fit 32 bits.
+        self._last.fill(-1)
+        self._end, self._step, self._requested = 0, 0, 0
         self._joint: JointRequest | None = None
-        self._requested = 0
 
     @property
     def num_bytes(self) -> int:
@@ -212,13 +219,15 @@ class LookAheadRows:
         self.announce_more = lambda: False
         if self._firsts or self._unfinished:
             self._forget()
-        # Nothing refers to a batch any more: from 0 again, so that steps fit 32 bits.
-        self._last.fill(-1)
-        self._end, self._step = 0, 0
+        self._rewind()
         self._claim.release()
 
     def announce(self, ids: Array) -> None:
-        """Note the (K,) int64 distinct ``ids``, of any server, as the inputs of the batch after the last."""
+        """Note the (K,) int64 distinct ``ids``, of any server, as the inputs of the batch after the last.
+
+        IndexError: an id is no row.
+        """
+        check_ids(ids, self._num_ids, "the cached column")
         remote = ids[(ids < self._own[0]) | (ids >= self._own[1])]
         self._firsts.append(self._end)
         self._make_place(len(remote))
@@ -231,31 +240,40 @@ class LookAheadRows:
         """Whether rows of two messages or more are requested and not copied yet."""
         return self._requested >= 2 * self._message
 
-    def request(self, plan: RemotePlan, ask: Ask) -> Callable[[Array], None]:
-        """Ask for the distinct ids of ``plan``, together with those of other batches: :class:`JointRequest`.
+    def pull(self, plan: RemotePlan, ask: Ask) -> Callable[[Array], None]:
+        """Ask for the distinct ids of ``plan``, and choose the rows to keep: :meth:`admit`.
 
-        Returns what waits for the rows and copies them to the (K, *row) rows of the batch.
+        Ids of other batches may be in the same message: :class:`JointRequest`. Returns what waits for the
+        rows and copies them to the (K, *row) rows of the batch, and from there to those that are kept.
         """
-        if self._joint is None or self._joint.is_sent:
-            self._joint = JointRequest(ask, self._joint)
-        joint, first = self._joint, self._joint.num_rows
-        joint.add(plan, self._message // 2)
+        joint, full = self._joint, self._message // 2
+        # A batch does not wait for the rows of a much larger one.
+        if joint is None or joint.is_sent or (joint.num_rows and joint.num_rows + len(plan.ids) > full):
+            before = () if joint is None else [answer for answer, _, _ in joint.send()]
+            joint = self._joint = JointRequest(ask, before)
+        first = joint.num_rows
+        joint.add(plan, full)
         self._requested += len(plan.ids)
+        # After the request: it may have to wait for the draws of more batches.
+        keep = self.admit(plan)
 
-        def copy_to(rows: Array) -> None:
+        def finish(rows: Array) -> None:
             joint.copy(plan, first, rows)
             self._requested -= len(plan.ids)
+            keep(rows)
 
-        return copy_to
+        return finish
 
     def admit(self, plan: RemotePlan) -> Callable[[Array], None]:
-        """Choose the rows to keep after the batch announced first, of which ``plan`` are hits and misses.
+        """Choose the rows to keep after the batch announced first; ``plan`` has its hits and misses.
 
-        Announces more batches until the choice is that of a look-ahead without end. Returns what keeps them,
-        given the (K, *row) rows of the batch.
+        Announces more batches until a longer look-ahead could not choose better. Returns a function of the
+        (K, *row) rows of the batch that copies those to keep.
         """
         positions, hits = np.concatenate([plan.hit_places, plan.positions]), len(plan.hit_places)
         # Only inputs of other servers are numbered.
+        end = self._firsts[1] if len(self._firsts) > 1 else self._end
+        assert len(positions) == end - self._firsts[0], "another batch was announced first"
         numbers = self._firsts[0] + np.cumsum(np.bincount(positions))[positions] - 1
         while True:
             uses = self._following[numbers & (len(self._following) - 1)]
@@ -430,20 +448,9 @@ def _new_table(least: int) -> SlotTable:
 
 
 @njit(cache=True, nogil=True)
-def _place(keys: Array, key: int) -> np.uint64:
-    """Return the place of ``key``, or the free one where it belongs; in a direct table itself."""
-    if len(keys) == 0:
-        return np.uint64(key)
-    at, mask = first_place(key, len(keys)), np.uint64(len(keys) - 1)
-    while keys[at] >= 0 and keys[at] != key:
-        at = (at + np.uint64(1)) & mask
-    return at
-
-
-@njit(cache=True, nogil=True)
 def _move_entries(table: SlotTable, last: Array, places: Array, to: SlotTable, to_last: Array) -> None:
     for place in places:
-        at = _place(to.keys, table.keys[place])
+        at = place_of(to.keys, table.keys[place])
         to.keys[at], to.slots[at], to_last[at] = table.keys[place], table.slots[place], last[place]
 
 
@@ -463,7 +470,7 @@ def _announce(
     """
     mask, new = len(following) - 1, 0
     for k in range(len(ids)):
-        number, at = places[0] + k, _place(table.keys, ids[k])
+        number, at = places[0] + k, place_of(table.keys, ids[k])
         following[number & mask] = _NEVER
         if len(table.keys) > 0 and table.keys[at] < 0:
             table.keys[at] = ids[k]
@@ -519,9 +526,9 @@ def _replace(
             stay -= next_use[slot] == limit
             slot += 1
         if held[slot] >= 0:
-            table.slots[_place(table.keys, held[slot])] = -1
+            table.slots[place_of(table.keys, held[slot])] = -1
         held[slot], next_use[slot] = ids[k], uses[k]
-        table.slots[_place(table.keys, ids[k])] = slot
+        table.slots[place_of(table.keys, ids[k])] = slot
         taken[count], slots[count] = k, slot
         count += 1
         slot += 1

@@ -408,9 +408,10 @@ class DistGraph(Shared):
                 is a source; ``halo``: sources of local nodes, by the number of those edges; ``lookahead``:
                 each of the server's ranks keeps an equal share of ``alpha``, and its loader those rows that
                 its next batches use soonest (Belady's MIN). Loaders of DGL's neighbour samplers use it, one
-                at a time; no other pull does. ``alpha`` limits the rows. Beside them a rank holds 12 bytes
-                for each row of the column (above 2**20: 30 to 60 for each that known batches use), 4 to 8 for
-                each use that is known, and drawn batches, at most 256 MiB.
+                at a time; no other pull does. Such a loader fetches on one thread, whatever its
+                ``num_threads``. ``alpha`` limits the rows. Beside them a rank holds 12 bytes for each row
+                kept, 12 for each row of the column (above 2**20: 40 to 80 for each that known batches use),
+                4 to 8 for each use that is known, and drawn batches: about 256 MiB, and depth + 5 batches.
             ntype: Node type; None: the only one.
             seeds: For vip: this rank's training nodes; None: its share of ``train_mask``.
             fanouts, batch_size: For vip: as the loader's.

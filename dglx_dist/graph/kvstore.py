@@ -212,34 +212,29 @@ class KVStore:
             IndexError: an id is out of range; the message has the first one and its position.
         """
         column = self.column(name)
-        column.check(ids)
+        assert distinct or ahead is None, "the inputs of a batch are distinct"
+        if ahead is None:  # else they were checked when they were announced
+            column.check(ids)
         if isinstance(out, Tensor):
             _check_out(out, len(ids), column)
         cache = column.cache if ahead is None else ahead
         cached = NO_SLOTS if cache is None else cache.table
         plan = plan_remote(ids, column.bounds, self._server, cached, distinct=distinct)
         ask = partial(self._ask, column, phase, layer)
-        replies = ask(plan) if ahead is None else ()
-        copy_requested = None if ahead is None else ahead.request(plan, ask)
+        finish = partial(_spread, ask(plan), plan) if ahead is None else ahead.pull(plan, ask)
         with self._counts_lock:
             column.counts[0] += len(ids) - len(plan.hit_places) - len(plan.positions)
             column.counts[1] += len(plan.hit_places)
             column.counts[2] += len(plan.positions)
-        # After the requests: it may have to wait for the draws of more batches.
-        keep = None if ahead is None else ahead.admit(plan)
 
         def pulled() -> Tensor:
             made = out if isinstance(out, Tensor) else out() if out else empty_rows(len(ids), column.info)
+            _check_out(made, len(ids), column)
             rows = numpy_view(made)
             column.read(ids, rows)
             if cache is not None:
                 move_rows(cache.rows, plan.hit_slots, rows, plan.hit_places)
-            for reply, first, last in replies:
-                (answer,) = reply.result()
-                spread_rows(answer, rows, plan.starts, plan.positions, first, last)
-            if copy_requested is not None and keep is not None:
-                copy_requested(rows)
-                keep(rows)
+            finish(rows)
             return made
 
         return pulled
@@ -585,6 +580,12 @@ class KVStore:
         column = self._checked(name, ids, rows)
         self._check_range(column, ids, *self._owners[name].range_of(self._rank))
         return column
+
+
+def _spread(replies: Sequence[tuple[Pending, int, int]], plan: RemotePlan, rows: Array) -> None:
+    for reply, first, last in replies:
+        (answer,) = reply.result()
+        spread_rows(answer, rows, plan.starts, plan.positions, first, last)
 
 
 def _check_out(out: Tensor, count: int, column: Column) -> None:

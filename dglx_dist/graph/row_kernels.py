@@ -301,31 +301,28 @@ def fill_table(table: SlotTable, ids: Array) -> None:
 @njit(cache=True, nogil=True)
 def slot_of(table: SlotTable, key: int) -> int:
     """Return the slot of the id ``key``, or -1."""
-    if len(table.keys) == 0:
-        if len(table.slots) == 0:
-            return -1
-        return int(table.slots[np.uint64(key)])
-    at = first_place(key, len(table.keys))
-    mask = np.uint64(len(table.keys) - 1)
-    while table.keys[at] >= 0 and table.keys[at] != key:
-        at = (at + np.uint64(1)) & mask
-    return int(table.slots[at])
+    if len(table.slots) == 0:
+        return -1
+    return int(table.slots[place_of(table.keys, key)])
 
 
 @njit(cache=True, nogil=True)
-def first_place(key: int, length: int) -> np.uint64:
+def place_of(keys: Array, key: int) -> np.uint64:
+    """Return the place of the id ``key`` in a table, or the free one where it belongs."""
+    if len(keys) == 0:
+        return np.uint64(key)
     # Fibonacci hashing: the high half of the product, cut to the length, which is a power of two.
-    mixed = (np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)
-    return mixed & np.uint64(length - 1)
+    mask = np.uint64(len(keys) - 1)
+    at = ((np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)) & mask
+    while keys[at] >= 0 and keys[at] != key:
+        at = (at + np.uint64(1)) & mask
+    return at
 
 
 @njit(cache=True, nogil=True)
 def _insert(table: SlotTable, ids: Array) -> None:
-    mask = np.uint64(len(table.keys) - 1)
     for slot in range(len(ids)):
-        at = first_place(ids[slot], len(table.keys))
-        while table.keys[at] >= 0:
-            at = (at + np.uint64(1)) & mask
+        at = place_of(table.keys, ids[slot])
         table.keys[at] = ids[slot]
         table.slots[at] = slot
 

@@ -259,7 +259,7 @@ def _compute_of(
     one: _Pass, g: DistGraph, maker: BatchMaker, rows: _Rows, target: tuple[torch.device, torch.dtype | None]
 ) -> _Compute:
     def compute(ntype: str, ids: Array) -> dict[Path, Tensor]:
-        blocks = maker.make({ntype: ids}, 0).blocks
+        blocks = maker.draw({ntype: ids}, 0, step=0).make().blocks
         sources = blocks[0].srcnodes
         h = {
             path: tensor[sources[type_of(path, g)].data[dgl.NID]].to(*target) for path, tensor in rows.items()

@@ -128,7 +128,8 @@ def shop_in_rank(
         before, sampler = session.ledger.total(phase="sampling"), NeighborSampler([3, 4])
         maker = open_maker(g, sampler, read_sampler(sampler), LoaderOptions(), seed=5)
         all_edges = {etype: np.arange(0, g.num_edges(etype), 2) for etype in g.canonical_etypes}
-        without = maker.make({"user": np.arange(g.num_nodes("user"))}, 0, all_edges if exclude else {})
+        seeds = {"user": np.arange(g.num_nodes("user"))}
+        without = maker.draw(seeds, 0, all_edges if exclude else {}, step=0).make()
         parity = {
             int(edge) % 2 for block in without.blocks for etype in g.canonical_etypes
             for edge in block.edges[etype].data[dgl.EID]

@@ -65,7 +65,7 @@ def test_all_requests_of_a_batch_leave_before_blocks_are_built_and_before_any_wa
         return blocks(self, batch)
 
     monkeypatch.setattr(BatchBlockBuilder, "blocks", build)
-    maker.make(SEEDS, 0)
+    maker.draw(SEEDS, 0, step=0).make()
     assert events == ["ask"] * 7 + ["build"] + ["wait"] * 7
 
 
@@ -85,5 +85,5 @@ def test_while_one_batch_waits_for_rows_the_next_is_sampled() -> None:
             assert second_asks.wait(30)
 
     maker = typed(note)
-    batches = run_ahead(lambda step: maker.make(SEEDS, step), range(2), depth=2, num_threads=2)
+    batches = run_ahead(lambda step: maker.draw(SEEDS, step, step=0).make(), range(2), depth=2, num_threads=2)
     assert len(list(batches)) == 2

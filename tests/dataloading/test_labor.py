@@ -14,7 +14,7 @@ from dgl.dataloading import LaborSampler
 
 from dglx_dist.comm.session import start_session
 from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
-from dglx_dist.dataloading.kernels import Schema, Workspace, draw_unequal
+from dglx_dist.dataloading.kernels import Schema, Workspace, draw_by_importance
 from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.dataloading.sampler import Draws, SourceDraws, WholeSource
 from dglx_dist.graph.dist_graph import DistGraph
@@ -73,7 +73,7 @@ def unequal(csc, weights, fanout, rounds, stream):
     """Rows and positions of the kept edges, and weight / probability."""
     rows = np.empty(len(csc.indptr), np.int64)
     sources = csc.indices.astype(np.int64)
-    kept, inverse = draw_unequal(csc.indptr, sources, weights, fanout, np.uint64(stream), rounds, rows)
+    kept, inverse = draw_by_importance(csc.indptr, sources, weights, fanout, np.uint64(stream), rounds, rows)
     return rows, kept, inverse
 
 

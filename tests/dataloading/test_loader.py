@@ -174,7 +174,7 @@ def opened(g: DistGraph, sampler: NeighborSampler, **options):
 
 def test_a_batch_without_seeds_has_columns_without_rows(graph: DistGraph) -> None:
     sampler = NeighborSampler([2, 2], prefetch_node_feats=["feat"], prefetch_labels=["label"])
-    batch = opened(graph, sampler).make({}, 0)
+    batch = opened(graph, sampler).draw({}, 0, step=0).make()
     assert batch.blocks[0].srcdata["feat"].shape == (0, 3)
     assert batch.blocks[-1].dstdata["label"].shape == (0,)
     assert len(batch.input_nodes) == len(batch.output_nodes) == 0
@@ -218,7 +218,7 @@ def open_again_and_again(folder: Path) -> tuple[list[int], list[bool]]:
             if rank == 0:
                 likely[edges[edges % 2 == kept]] = 1.0
             g.barrier()
-            batch = opened(g, NeighborSampler([2], prob="likely")).make(all_nodes, 0)
+            batch = opened(g, NeighborSampler([2], prob="likely")).draw(all_nodes, 0, step=0).make()
             right.append(bool((batch.blocks[0].edata[dgl.EID] % 2 == kept).all()))
             counts.append(len(served))
             g.barrier()

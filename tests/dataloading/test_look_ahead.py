@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import dgl
+import numpy as np
 import pytest
 import torch
 
@@ -17,12 +19,15 @@ from dglx_dist.comm.collectives import barrier
 from dglx_dist.comm.session import start_session
 from dglx_dist.dataloading import feature_fetch
 from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
+from dglx_dist.dataloading.feature_fetch import Drawn
 from dglx_dist.dataloading.loader import DataLoader
-from dglx_dist.errors import PeerError
+from dglx_dist.errors import ConfigError, PeerError
+from dglx_dist.graph import cache as cache_module
 from dglx_dist.graph.cache import CachePlan
 from dglx_dist.graph.column import LookAheadRows
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.records import Array
+from dglx_dist.graph.row_kernels import plan_remote
+from dglx_dist.records import Array, ColumnInfo
 from tests.dataloading.shop import NUM_NODES, write_shop
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks, start_ranks
@@ -134,9 +139,9 @@ def resumed(g: DistGraph, plain: list[bytes]) -> None:
     assert [bits(blocks) for _, _, blocks in nodes_of(g)] == plain
     cache(g, 0.4)
     # Nothing may wait: no batch is known before its turn.
-    limit, feature_fetch.WINDOW_BYTES = feature_fetch.WINDOW_BYTES, 0
-    assert [bits(blocks) for _, _, blocks in nodes_of(g)] == plain
-    feature_fetch.WINDOW_BYTES = limit
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(feature_fetch, "WINDOW_BYTES", 0)
+        assert [bits(blocks) for _, _, blocks in nodes_of(g)] == plain
 
 
 @pytest.mark.parametrize(
@@ -147,6 +152,48 @@ def test_the_same_batches_for_the_least_bytes(
     shops: dict[int, Path], ranks: int, per_server: int, structure: str
 ) -> None:
     run_ranks(looked_ahead, ranks, args=(shops[ranks // per_server], structure), ranks_per_server=per_server)
+
+
+def draws_of(batches: Sequence[Sequence[int]], rows: LookAheadRows) -> Iterator[Drawn[int]]:
+    def submit(step: int, ids: Array, _claimed: Any) -> Callable[[], int]:
+        rows.admit(plan_remote(ids, np.array([0, 0, 10]), 0, rows.table, distinct=True))
+        return lambda: step
+
+    for step, ids in enumerate(map(np.array, batches)):
+        yield Drawn(inputs={"feat": ids}, num_bytes=8, submit=partial(submit, step, ids))
+    raise ValueError("the draw of the step after")
+
+
+@pytest.mark.parametrize(
+    ("batches", "error"),
+    [([[3, 4], [5, 6], [7, 8]], ValueError), ([[3, 4], [5, 6], [7, 8], [9, 10], [1]], IndexError)],
+)
+def test_the_error_of_a_draw_is_raised_in_its_turn(
+    batches: Sequence[Sequence[int]], error: type[Exception]
+) -> None:
+    # All are drawn before the first is requested: a row that is used again is looked for.
+    rows = LookAheadRows(1, ColumnInfo(dtype="int64", row_shape=()), (0, 0), 10)
+    assert rows.claim()
+    found: list[int] = []
+    steps = feature_fetch.look_ahead(draws_of(batches, rows), {"feat": rows})
+    with pytest.raises(error):
+        found.extend(steps)
+    assert found == [0, 1, 2]
+
+
+def short_of_memory(folder: Path) -> None:
+    with start_session(timeout_s=60), pytest.MonkeyPatch.context() as patch:
+        g = DistGraph(folder)
+        if g.rank() == 1:
+            patch.setattr(cache_module, "machine_memory", lambda: (0, 0))
+        with pytest.raises(ConfigError, match=r"rows of .* exceed the free memory; use a smaller alpha"):
+            cache(g, 0.5)
+        assert not g.kvstore.has_cache
+        g.close()
+
+
+def test_memory_that_is_short_on_one_rank_is_refused_on_all(shops: dict[int, Path]) -> None:
+    run_ranks(short_of_memory, 2, args=(shops[2],), ranks_per_server=1)
 
 
 def left_by_its_peer(folder: Path) -> str:
@@ -162,7 +209,7 @@ def left_by_its_peer(folder: Path) -> str:
         with pytest.raises(PeerError, match="rank 1") as caught:
             go_on(loader)
         # The rows that did not arrive are in no slot.
-        assert all(rows.claim() and not rows.table.slots.max() >= 0 for rows in rows_of(g))
+        assert [rows.claim() and rows.table.slots.max() < 0 for rows in rows_of(g)] == [True, True]
         session.close(failed=True)
         return str(caught.value)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from dgl import dataloading as dl
@@ -17,6 +19,10 @@ from tests.dataloading.shop import KNOWS
 class OwnLabor(dl.LaborSampler):
     def sample_blocks(self, *given):
         return super().sample_blocks(*given)
+
+
+class Borrowing(dl.BlockSampler):
+    sample_blocks = dl.NeighborSampler.sample_blocks
 
 
 @pytest.mark.parametrize(
@@ -77,6 +83,20 @@ def test_what_else_dgl_has_is_refused_by_name(kind, remedy: str) -> None:
             ConfigError, match=rf"dgl\.\w+.*{kind.__name__.removeprefix('Distributed')}: .*({remedy})"
         ):
             read_sampler(kind.__new__(kind))
+
+
+def test_a_sampler_that_borrows_code_of_dgl_runs_its_own() -> None:
+    assert read_sampler(Borrowing()).fanouts is None
+    assert read_sampler(dl.MultiLayerFullNeighborSampler(1)).fanouts == (-1,)
+
+
+@pytest.mark.parametrize("given", [{"prob": "w"}, {"importance_sampling": 1}])
+def test_weights_are_refused_by_what_takes_all_edges(given: dict[str, Any]) -> None:
+    plan = read_sampler(dl.LaborSampler([-1], **given))
+    assert plan.has_edge_weights
+    with pytest.raises(ConfigError, match=r"draws edges by .*, but lambda takes all of them"):
+        plan.check_takes_all("lambda")
+    read_sampler(dl.LaborSampler([-1])).check_takes_all("lambda")
 
 
 def test_options_of_labor_are_read() -> None:

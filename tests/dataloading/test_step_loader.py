@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, final
 
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 
 from dglx_dist.comm.session import Session, start_session
+from dglx_dist.dataloading.feature_fetch import Drawn
 from dglx_dist.dataloading.step_loader import (
     Items,
     LoaderOptions,
@@ -124,7 +126,10 @@ class Echo:
 
 
 class EchoMaker:
-    def make(self, items: Mapping[str, Any], epoch: int, *, step: int) -> Echo:
+    def draw(self, items: Mapping[str, Any], epoch: int, *, step: int) -> Drawn[Echo]:
+        return Drawn(inputs={}, num_bytes=0, submit=lambda _: partial(self.make, items, epoch))
+
+    def make(self, items: Mapping[str, Any], epoch: int) -> Echo:
         return Echo([int(row) for ids in items.values() for row in ids], epoch)
 
     def claim(self) -> Mapping[str, Any]:
@@ -167,7 +172,7 @@ def test_waiting_is_what_the_loop_stood_still(monkeypatch: pytest.MonkeyPatch) -
     """Making a batch takes 3 seconds and using it 10: without threads the loop waits 3 for each."""
     now = 0.0
 
-    def make(self: EchoMaker, items: dict[str, Any], epoch: int, *, step: int) -> Echo:
+    def make(self: EchoMaker, items: dict[str, Any], epoch: int) -> Echo:
         nonlocal now
         now += 3
         return Echo([], epoch)

@@ -282,6 +282,8 @@ def test_one_server_has_nothing_to_cache(small_dataset: Path) -> None:
         g = DistGraph(small_dataset)
         plan = g.cache_rows("feat", alpha=1.0, policy="vip", fanouts=[-1], batch_size=3)
         assert (plan.rows, plan.expected_hit_rate) == (0, None)
+        ahead = g.cache_rows("feat", alpha=1.0, policy="lookahead")
+        assert (ahead.rows, ahead.bytes, g.kvstore.has_cache) == (0, 0, False)
         with pytest.raises(ConfigError, match="seeds: id 99"):
             g.cache_rows("feat", alpha=1.0, fanouts=[-1], batch_size=3, seeds=np.array([99]))
         with pytest.raises(dataclasses.FrozenInstanceError):

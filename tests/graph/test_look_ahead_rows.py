@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
 
@@ -134,17 +135,36 @@ class Answer:
         return [10 * self.ids]
 
 
-def test_pulls_share_sorted_messages_while_the_last_one_is_not_answered() -> None:
-    bounds, sent, late = np.array([0, 3, 10, 20]), [], {9}
-    rows = LookAheadRows(0, INFO, OWN, 20)
+Sent = list[list[tuple[int, list[int]]]]
+
+
+def pulls(info: ColumnInfo, batches: list[np.ndarray], late: set[int], sent: Sent) -> Iterator[Any]:
+    """Pull batch after batch of servers 7, 8 and 9, at most two rows a message."""
+    bounds, rows = np.array([0, 3, 10, 20]), LookAheadRows(0, info, OWN, 20)
 
     def ask(plan: RemotePlan) -> list[tuple[Any, int, int]]:
         pieces = plan.requests([7, 8, 9], 2)
         sent.append([(rank, plan.ids[first:last].tolist()) for rank, first, last in pieces])
         return [(Answer(plan.ids[first:last], late), first, last) for _, first, last in pieces]
 
+    for ids in batches:
+        rows.announce(ids)
+    return (rows.pull(plan_remote(ids, bounds, 0, distinct=True), ask) for ids in batches)
+
+
+def test_a_batch_does_not_wait_for_a_much_larger_one() -> None:
+    sent: Sent = []
+    wide = ColumnInfo(dtype="int64", row_shape=(1 << 17,))  # of which two make a request full
+    batches = [np.array(one) for one in ([3], [4], [5, 6, 7])]
+    assert len(list(pulls(wide, batches, {3}, sent))) == 3
+    assert sent == [[(8, [3])], [(8, [4])], [(8, [5, 6]), (8, [7])]]
+
+
+def test_pulls_share_sorted_messages_while_the_last_one_is_not_answered() -> None:
+    sent: Sent = []
+    late = {9}
     batches = [np.array(one, np.int64) for one in ([9, 1, 12], [15, 0, 4, 9], [2, 13, 9, 3], [], [11, 5])]
-    requests = (rows.request(plan_remote(ids, bounds, 0, distinct=True), ask) for ids in batches)
+    requests = pulls(INFO, batches, late, sent)
     # Nothing was asked before the first.
     copies = [next(requests) for _ in range(3)]
     assert sent == [[(8, [9]), (9, [12])]]

@@ -286,11 +286,7 @@ def _fanouts(strategy: str, sampler: object, plan: SamplePlan) -> Sequence[Fanou
             "of all seeds; give dgl.dataloading.MultiLayerFullNeighborSampler(number of layers) or "
             f"{NeighborSampler.__name__}, or use strategy='data_parallel'"
         )
-    if plan.weights is not None:
-        raise ConfigError(
-            f"the sampler draws edges by {plan.weights!r}, but {strategy} takes all of them; leave prob= and "
-            "mask= out, or use strategy='data_parallel'"
-        )
+    plan.check_takes_all(strategy)
     if not plan.fanouts:
         raise ConfigError("the sampler has 0 layers; give it one for each convolution of the model")
     return plan.fanouts

@@ -398,7 +398,13 @@ def _split_prefetch(g: DistGraph, sampler: Any, names: tuple[str, ...]) -> tuple
         outer = copy.copy(sampler)
         outer.sampler, names = _split_prefetch(g, sampler.sampler, names)
         return outer, names
-    feats = read_sampler(sampler).node_feats
+    plan = read_sampler(sampler)
+    if plan.has_edge_weights:
+        raise ConfigError(
+            "LaborSampler with prob= or importance_sampling= gives blocks edge_weights, which push_pull does "
+            "not send to other ranks; leave both out, or use strategy='data_parallel'"
+        )
+    feats = plan.node_feats
     prefetched = (
         [name for of_type in feats.values() for name in of_type] if isinstance(feats, Mapping) else feats
     )

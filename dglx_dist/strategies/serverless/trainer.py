@@ -134,6 +134,7 @@ def _checked(g: DistGraph, indices: Ids, sampler: Any, options: Mapping[str, Any
             "give it dgl.dataloading.MultiLayerFullNeighborSampler(layers) (leave fanouts= and --fanout "
             "out), or use strategy='data_parallel'"
         )
+    plan.check_takes_all("strategy 'lambda'")
     given = {name: value for name, value in options.items() if value is not None}
     for name in given:
         if name not in _IGNORED_OPTIONS:

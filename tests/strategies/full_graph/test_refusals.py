@@ -12,7 +12,7 @@ import dgl
 import numpy as np
 import pytest
 import torch
-from dgl.dataloading import NeighborSampler, as_edge_prediction_sampler
+from dgl.dataloading import LaborSampler, NeighborSampler, as_edge_prediction_sampler
 from torch import Tensor, nn
 
 from dglx_dist.comm.session import start_session
@@ -108,6 +108,10 @@ CASES: Mapping[str, tuple[Case, str]] = {
     "weights": (
         loads(lambda: NeighborSampler([-1, -1], prob="weight")),
         "draws edges by 'weight'.*data_parallel",
+    ),
+    "importance": (
+        loads(lambda: LaborSampler([-1, -1], importance_sampling=1)),
+        "draws edges by 'importance_sampling'.*data_parallel",
     ),
     "no such feature": (
         loads(lambda: NeighborSampler([-1, -1], prefetch_node_feats=["fat"])),

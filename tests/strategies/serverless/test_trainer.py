@@ -270,6 +270,8 @@ def test_options_of_mini_batches_are_told(g: Any) -> None:
         _loader(g, torch.arange(3), (5, -1))
     with pytest.raises(ConfigError, match=r"draws \[4, 4\] in-neighbours"):
         fit(g, FitConfig(epochs=1, show_progress=False), fanouts=(4, 4))
+    with pytest.raises(ConfigError, match="draws edges by 'weight', but strategy 'lambda' takes all of them"):
+        dx.DataLoader(g, torch.arange(3), dgl.dataloading.NeighborSampler([-1, -1], prob="weight"))
     with pytest.raises(ConfigError, match="has no loader option 'exclude'"):
         _loader(g, torch.arange(3), exclude=torch.arange(2))
     with pytest.warns(UserWarning, match=r"batch_size=16, shuffle=True: without effect"):
