@@ -306,10 +306,6 @@ class _Hop(NamedTuple):
     """(T,) int64 nodes of each type to draw for."""
     indptr: Array
     """(rows,) of all edge types, one after another."""
-    starts: Array
-    """(rows,) int64 position of the first in-edge of each node."""
-    largest: Array
-    """(R,) int64 largest in-degree."""
     ends: Array
     """(R + 1,) int64 edges of the batch before each edge type, and after the last."""
 
@@ -397,52 +393,6 @@ def _frontier(relations: Relations, nodes: NumberedNodes, hop: _Hop, relation: i
     node_type = relations.destination_types[relation]
     first = nodes.starts[node_type]
     return nodes.ids[first : first + hop.sizes[node_type]]
-
-
-@njit(cache=True, nogil=True)
-def _count(relations: Relations, request: SampleRequest, nodes: NumberedNodes, hop: _Hop) -> None:
-    # Fills indptr, starts, largest and ends; the caller has set ends[0].
-    row = 0
-    for relation in range(len(hop.fanouts)):
-        frontier = _frontier(relations, nodes, hop, relation)
-        rows = hop.indptr[row : row + len(frontier) + 1]
-        fanout = hop.fanouts[relation]
-        if fanout == 0:
-            rows[:] = 0
-        else:
-            hop.largest[relation] = count_hop(
-                csc_at(relations, relation),
-                frontier,
-                fanout,
-                _rule(request, relation),
-                rows,
-                hop.starts[row:],
-            )
-        hop.ends[relation + 1] = hop.ends[relation] + np.int64(rows[len(frontier)])
-        row += len(frontier) + 1
-
-
-@njit(cache=True, nogil=True)
-def _draw(
-    relations: Relations, request: SampleRequest, nodes: NumberedNodes, hop: _Hop, edges: Array
-) -> None:
-    # Like `ends`, `edges` and `sources` below cover the whole batch.
-    row = 0
-    for relation in range(len(hop.fanouts)):
-        frontier = _frontier(relations, nodes, hop, relation)
-        first, last = hop.ends[relation], hop.ends[relation + 1]
-        if last > first:
-            rows = hop.indptr[row : row + len(frontier) + 1]
-            draw_hop(
-                csc_at(relations, relation),
-                frontier,
-                hop.streams[relation],
-                hop.fanouts[relation] < 0,
-                _rule(request, relation),
-                (rows, hop.starts[row : row + len(frontier)], hop.largest[relation]),
-                edges[first:last],
-            )
-        row += len(frontier) + 1
 
 
 @njit(cache=True, nogil=True)
@@ -545,7 +495,7 @@ def _by_importance(
 
 
 @njit(cache=True, nogil=True)
-def _draw_by_source(
+def _draw(
     relations: Relations, request: SampleRequest, nodes: NumberedNodes, hop: _Hop, drawn: tuple[Array, Array]
 ) -> tuple[Array, Array]:
     # Fills indptr and ends; the caller has set ends[0]. Returns the edges of the batch so far, and weights.
@@ -554,19 +504,27 @@ def _draw_by_source(
         frontier, first = _frontier(relations, nodes, hop, relation), hop.ends[relation]
         rows = hop.indptr[row : row + len(frontier) + 1]
         csc, fanout, stream = csc_at(relations, relation), hop.fanouts[relation], hop.streams[relation]
-        exclude = _rule(request, relation).exclude
+        rule = _rule(request, relation)
         if fanout == 0:
             rows[:] = 0
+        elif not request.by_source:
+            starts = np.empty(len(frontier), np.int64)
+            largest = count_hop(csc, frontier, fanout, rule, rows, starts)
+            last = first + rows[len(frontier)]
+            if last > len(edges):
+                # Spare ones for later edge types, or each would copy all edges of the batch.
+                edges = longer(edges, first, last if relation == len(hop.fanouts) - 1 else 2 * last)
+            draw_hop(csc, frontier, stream, fanout < 0, rule, (rows, starts, largest), edges[first:last])
         elif request.rounds != 0 or len(csc.weights) > 0:
             more, new_weights = _by_importance(relations, request, hop, relation, frontier, rows)
             edges = np.concatenate((edges[:first], more))
             weights = np.concatenate((weights, new_weights.astype(np.float32)))
         elif relations.wide[relation]:
             wide = Csc(csc.indptr, _indices_of(relations, relation, np.int64), csc.weights, 0, 0)
-            edges = draw_by_source(wide, frontier, fanout, stream, exclude, rows, edges, first)
+            edges = draw_by_source(wide, frontier, fanout, stream, rule.exclude, rows, edges, first)
         else:
             narrow = Csc(csc.indptr, _indices_of(relations, relation, np.int32), csc.weights, 0, 0)
-            edges = draw_by_source(narrow, frontier, fanout, stream, exclude, rows, edges, first)
+            edges = draw_by_source(narrow, frontier, fanout, stream, rule.exclude, rows, edges, first)
         hop.ends[relation + 1] = first + rows[len(frontier)]
         row += len(frontier) + 1
     return edges, weights
@@ -584,22 +542,6 @@ def _number(
             keys = chunk[: last - first]
             read_sources(relations, relation, edges[first:last], keys)
             number_type(table, nodes, node_type, keys, sources[first:last])
-
-
-@njit(cache=True, nogil=True)
-def _new_hop(
-    relations: Relations, request: SampleRequest, hop_index: int, sizes: Array, indptr: Array
-) -> _Hop:
-    rows, num_relations = len(indptr), len(relations.source_types)
-    return _Hop(
-        request.fanouts[hop_index],
-        request.streams[hop_index],
-        sizes,
-        indptr,
-        np.empty(rows, np.int64),
-        np.zeros(num_relations, np.int64),
-        np.zeros(num_relations + 1, np.int64),
-    )
 
 
 @njit(cache=True, nogil=True)
@@ -629,16 +571,11 @@ def sample_batch(relations: Relations, request: SampleRequest, table: Table) -> 
         begin, row_end = hop_index * num_relations, len(indptr)
         new_rows = sizes[relations.destination_types].sum() + num_relations
         indptr = longer(indptr, row_end, row_end + new_rows)
-        hop = _new_hop(relations, request, hop_index, sizes, indptr[row_end:])
-        hop.ends[0] = first = edge_ends[begin]
-        if request.by_source:
-            edge_ids, weights = _draw_by_source(relations, request, nodes, hop, (edge_ids, weights))
-        else:
-            _count(relations, request, nodes, hop)
-            edge_ids = longer(edge_ids, first, hop.ends[num_relations])
-            _draw(relations, request, nodes, hop, edge_ids)
-        edge_ends[begin : begin + num_relations + 1] = hop.ends
-        last = edge_ends[begin + num_relations]
+        fanouts, streams = request.fanouts[hop_index], request.streams[hop_index]
+        ends = edge_ends[begin : begin + num_relations + 1]
+        hop = _Hop(fanouts, streams, sizes, indptr[row_end:], ends)
+        edge_ids, weights = _draw(relations, request, nodes, hop, (edge_ids, weights))
+        first, last = ends[0], ends[num_relations]
         sources = longer(sources, first, last)
         more = np.zeros(len(sizes), np.int64)
         for relation in range(num_relations):
