@@ -38,7 +38,6 @@ from dglx_dist.dataloading.step_loader import (
 )
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.analysis import NO_REVERSE, reverse_edge_ids
-from dglx_dist.graph.column import PendingPull
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.ids import Ids, as_array, as_ids
 from dglx_dist.graph.sampling import by_type
@@ -334,15 +333,18 @@ class EdgeMaker:
         drawn = self.blocks.draw(seeds, epoch, exclude, step=step)
 
         def submit(claimed: Ahead) -> Callable[[], EdgeBatch]:
-            pulls = self._submit_columns(edges)
+            pulls = [
+                (etype, name, self.g.kvstore.submit_pull(key, edges[etype], phase=EDGE_PHASE))
+                for etype, columns in self.columns.items()
+                for name, key in columns.items()
+            ]
             make = drawn.submit(claimed)
 
             def finish() -> EdgeBatch:
                 batch = make()
                 begin = time.perf_counter()
-                for etype, columns in pulls.items():
-                    for name, pull in columns.items():
-                        pairs[0].edges[etype].data[name] = pull()
+                for etype, name, pull in pulls:
+                    pairs[0].edges[etype].data[name] = pull()
                 return EdgeBatch(
                     input_nodes=batch.input_nodes,
                     output_nodes=batch.output_nodes,
@@ -356,15 +358,6 @@ class EdgeMaker:
             return finish
 
         return Drawn(inputs=drawn.inputs, num_bytes=drawn.num_bytes, submit=submit)
-
-    def _submit_columns(self, edges: Mapping[EdgeType, Array]) -> dict[EdgeType, dict[str, PendingPull]]:
-        return {
-            etype: {
-                name: self.g.kvstore.submit_pull(key, edges[etype], phase=EDGE_PHASE)
-                for name, key in columns.items()
-            }
-            for etype, columns in self.columns.items()
-        }
 
     def _pairs(
         self, edges: Mapping[EdgeType, Array], epoch: int

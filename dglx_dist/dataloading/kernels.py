@@ -571,9 +571,8 @@ def sample_batch(relations: Relations, request: SampleRequest, table: Table) -> 
         begin, row_end = hop_index * num_relations, len(indptr)
         new_rows = sizes[relations.destination_types].sum() + num_relations
         indptr = longer(indptr, row_end, row_end + new_rows)
-        fanouts, streams = request.fanouts[hop_index], request.streams[hop_index]
         ends = edge_ends[begin : begin + num_relations + 1]
-        hop = _Hop(fanouts, streams, sizes, indptr[row_end:], ends)
+        hop = _Hop(request.fanouts[hop_index], request.streams[hop_index], sizes, indptr[row_end:], ends)
         edge_ids, weights = _draw(relations, request, nodes, hop, (edge_ids, weights))
         first, last = ends[0], ends[num_relations]
         sources = longer(sources, first, last)

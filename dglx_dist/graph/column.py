@@ -186,7 +186,9 @@ class LookAheadRows:
         self._rewind()
 
     def _forget(self) -> None:
-        self.table = _new_table(0) if self._num_ids > _DIRECT_IDS else _direct_table(self._num_ids)
+        self.table = _new_table(0)
+        if self._num_ids <= _DIRECT_IDS:
+            self.table = SlotTable(np.full(self._num_ids, -1, np.int32), np.empty(0, np.int64))
         """Ids announced or cached: the slot, -1 for those not cached."""
         self._last = np.empty(len(self.table.slots), np.int64)
         """By place in the table: the number of the last input announced of an id."""
@@ -436,10 +438,6 @@ def check_cacheable(column: Column) -> None:
             f"{column.name!r} can be written to, which would make cached rows stale; only columns "
             "of the dataset, which are read-only, can be cached"
         )
-
-
-def _direct_table(count: int) -> SlotTable:
-    return SlotTable(np.full(count, -1, np.int32), np.empty(0, np.int64))
 
 
 def _new_table(least: int) -> SlotTable:
