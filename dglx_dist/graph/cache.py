@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -309,24 +310,34 @@ def cache_rows(g: OpenedGraph, request: CacheRequest) -> CachePlan:
     return plan
 
 
+def rows_of_rank(alpha: float, own: tuple[int, int], num_rows: int, num_ranks: int) -> int:
+    """Return the most remote rows that each rank of the server of rows ``own`` keeps with ``lookahead``."""
+    num_own = own[1] - own[0]
+    return min(int(alpha * num_own) // num_ranks, num_rows - num_own)
+
+
 def _look_ahead(store: KVStore, column: Column, alpha: float, own: tuple[int, int]) -> CachePlan:
-    topology, num_own = store.session.topology, np.diff(column.bounds)
-    ranks = np.array([len(topology.ranks_of_server(server)) for server in range(topology.num_servers)])
-    budgets = np.minimum((alpha * num_own).astype(np.int64) // ranks, column.num_rows - num_own)
-    count, sharing = int(budgets[topology.server]), int(ranks[topology.server])
+    topology, server = store.session.topology, store.session.topology.server
+    ranks = [len(topology.ranks_of_server(number)) for number in range(topology.num_servers)]
+    ranges = pairwise(column.bounds.tolist())
+    counts = [
+        rows_of_rank(alpha, of_server, column.num_rows, num)
+        for of_server, num in zip(ranges, ranks, strict=True)
+    ]
+    count = counts[server]
 
     def made() -> LookAheadRows:
-        if sharing * count * column.row_bytes > machine_memory()[1]:
+        if ranks[server] * count * column.row_bytes > machine_memory()[1]:
             raise ConfigError(
-                f"{sharing} x {count} rows of {column.row_bytes} bytes of {column.name!r} exceed the free "
-                "memory; use a smaller alpha"
+                f"{ranks[server]} x {count} rows of {column.row_bytes} bytes of {column.name!r} exceed the "
+                "free memory; use a smaller alpha"
             )
         return LookAheadRows(count, column.info, own, column.num_rows)
 
     rows = run_on_all_ranks(store.session, made, ConfigError)
     # All ranks agree on whether there is a cache; one without rows would only cost a thread.
-    store.set_cache(column.name, None, rows if budgets.any() else None)
-    num_bytes = rows.num_bytes if budgets.any() else 0
+    store.set_cache(column.name, None, rows if any(counts) else None)
+    num_bytes = rows.num_bytes if any(counts) else 0
     return CachePlan(policy=LOOK_AHEAD, rows=count, bytes=num_bytes, expected_hit_rate=None)
 
 
