@@ -319,10 +319,9 @@ def rows_of_rank(alpha: float, own: tuple[int, int], num_rows: int, num_ranks: i
 def _look_ahead(store: KVStore, column: Column, alpha: float, own: tuple[int, int]) -> CachePlan:
     topology, server = store.session.topology, store.session.topology.server
     ranks = [len(topology.ranks_of_server(number)) for number in range(topology.num_servers)]
-    ranges = pairwise(column.bounds.tolist())
     counts = [
         rows_of_rank(alpha, of_server, column.num_rows, num)
-        for of_server, num in zip(ranges, ranks, strict=True)
+        for of_server, num in zip(pairwise(column.bounds.tolist()), ranks, strict=True)
     ]
     count = counts[server]
 

@@ -116,15 +116,12 @@ class JointRequest:
     """
 
     def __init__(self, ask: Ask, before: Sequence[Pending]) -> None:
-        self.num_rows, self._ask, self._before = 0, ask, before
+        self.num_rows, self.is_sent = 0, False
+        self._ask, self._before = ask, before
         self._plans: list[RemotePlan] = []
-        self._replies: Sequence[tuple[Pending, int, int]] | None = None
+        self._replies: Sequence[tuple[Pending, int, int]] = ()
         self._places: Array = np.empty(0, np.int64)
         """Of the rows of all plans, in the order of plans, among the sorted ones."""
-
-    @property
-    def is_sent(self) -> bool:
-        return self._replies is not None
 
     def add(self, plan: RemotePlan, full: int) -> None:
         """Ask for the distinct ids of ``plan`` too; from ``full`` rows on, nothing is waited for."""
@@ -135,14 +132,14 @@ class JointRequest:
 
     def send(self) -> Sequence[tuple[Pending, int, int]]:
         """Return (answer, first, last of the sorted rows) of each message, sent now unless they are."""
-        if self._replies is None:
+        if not self.is_sent:
             ids = np.concatenate([plan.ids for plan in self._plans])
             order = np.argsort(ids) if len(self._plans) > 1 else np.arange(len(ids))
             self._places = np.empty(len(ids), np.int64)
             self._places[order] = np.arange(len(ids))
             starts = np.sum([plan.server_starts for plan in self._plans], axis=0)
             self._replies = self._ask(self._plans[0]._replace(ids=ids[order], server_starts=starts))
-            self._before = ()
+            self._before, self.is_sent = (), True
         return self._replies
 
     def copy(self, plan: RemotePlan, first: int, out: Array) -> None:
