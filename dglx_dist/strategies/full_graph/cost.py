@@ -14,6 +14,7 @@ from typing import Any, final
 import numpy as np
 import torch
 
+from dglx_dist.comm.codec import WireDtype, wire_bytes
 from dglx_dist.comm.collectives import gather_int64
 from dglx_dist.comm.topology import Topology
 from dglx_dist.data.storage.files import machine_memory
@@ -78,6 +79,8 @@ _READ_S = 5e-3
 """Of a core, to open the files of a cooperative batch and to make its blocks, of any size (A1)."""
 _EXCHANGE_S = 0.4e-3
 """Of a core, to gather and scatter exchanged rows, however few: 28 times in a step of 14 layers (A1)."""
+_CODE_BYTE_S = 14e-9
+"""Of a core, to encode and to decode a number in 8 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -342,10 +345,11 @@ def plan_trials(
 
 
 def exchanging_candidates(context: PlanContext) -> Iterator[Candidate]:
-    """Yield full_graph, with and without covers, and with halo rows of the epoch before."""
+    """Yield full_graph, also with covers, with halo rows in 8 bits, and with those of the epoch before."""
     yield from _of_scheme(FullGraphScheme(0))
-    if context.servers > 1:
-        yield Candidate(unit="full_graph", options={"staleness": 1}, works=(FullGraphScheme(0),), exact=False)
+    others: tuple[dict[str, Any], ...] = ({"wire_dtype": "int8"}, {"staleness": 1})
+    for options in others if context.servers > 1 else ():
+        yield Candidate(unit="full_graph", options=options, works=(FullGraphScheme(0),), exact=False)
 
 
 def _of_scheme(scheme: FullGraphScheme, *, covers: bool = True, **options: Any) -> Iterator[Candidate]:
@@ -392,8 +396,9 @@ def cost(candidate: Candidate, known: Measured) -> Cost:
         return _cost_of_covers(known, work)
     # Of several batches, none keeps the features of its halo.
     use_pp = work.steps == 1
-    traffic = _traffic(known, work, use_pp=use_pp)
-    seconds = _seconds(known, work, traffic, use_pp=use_pp)
+    wire: WireDtype = candidate.options.get("wire_dtype", "same")
+    traffic = _traffic(known, work, use_pp=use_pp, wire=wire)
+    seconds = _seconds(known, work, traffic, use_pp=use_pp, wire=wire)
     memory = full_graph_memory(known, work, ahead=0 if work.steps == 1 else 1)
     if "staleness" in candidate.options:
         shown = max(0.0, seconds.outside + seconds.inside - seconds.compute)
@@ -445,24 +450,28 @@ def full_graph_memory(known: Measured, work: FullWork, *, ahead: int = 0) -> int
     return known.fixed + known.own_features + found.held + of_steps
 
 
-def exchanged_bytes(pairs: Sequence[int], shape: ModelShape, *, use_pp: bool) -> dict[str, int]:
+def exchanged_bytes(
+    pairs: Sequence[int], shape: ModelShape, *, use_pp: bool, wire: WireDtype = "same"
+) -> dict[str, int]:
     """Return the bytes of an epoch by ledger phase, for (L,) ``pairs`` outside or inside of servers.
 
-    ``halo`` is s (d_0 B_1 + d_1 B_2 + ...), without its first term where layer-1 rows are cached
-    (``use_pp``); ``halo_gradients`` the same without the terms of rows that have no gradient. Empty phases
-    are left out.
+    ``halo`` is b_0 B_1 + b_1 B_2 + ..., b_l the bytes of d_l numbers as ``wire`` sends them, without its
+    first term where layer-1 rows are cached (``use_pp``); ``halo_gradients`` the same without the terms of
+    rows that have no gradient. Empty phases are left out.
     """
     first, *above = (
-        shape.itemsize * layer.inputs * count for layer, count in zip(shape.layers, pairs, strict=True)
+        wire_bytes(wire, layer.inputs, shape.itemsize) * count
+        for layer, count in zip(shape.layers, pairs, strict=True)
     )
     first = 0 if use_pp else first
     return present(halo=sum(above) + first, halo_gradients=sum(above) + (first if shape.first_learns else 0))
 
 
-def _traffic(known: Measured, work: FullWork, *, use_pp: bool) -> Traffic:
+def _traffic(known: Measured, work: FullWork, *, use_pp: bool, wire: WireDtype = "same") -> Traffic:
     row = known.graph.feature_bytes
-    outside = exchanged_bytes(work.outside, known.shape, use_pp=use_pp)
-    inside = exchanged_bytes(work.inside, known.shape, use_pp=use_pp)
+    outside, inside = (
+        exchanged_bytes(pairs, known.shape, use_pp=use_pp, wire=wire) for pairs in (work.outside, work.inside)
+    )
     halo = work.outside[0] * row if use_pp else 0
     one_planner = work.steps == 1 or known.cluster.ranks_per_server == 1
     # The width of exchanged rows is unknown for a guessed shape.
@@ -476,7 +485,9 @@ def _traffic(known: Measured, work: FullWork, *, use_pp: bool) -> Traffic:
     )
 
 
-def _seconds(known: Measured, work: FullWork, traffic: Traffic, *, use_pp: bool) -> Seconds:
+def _seconds(
+    known: Measured, work: FullWork, traffic: Traffic, *, use_pp: bool, wire: WireDtype = "same"
+) -> Seconds:
     cluster, rates = known.cluster, known.plan_rates or known.rates
     compute, read = rates.compute_s(known.shape.work(*work.worked), work.steps), 0.0
     if work.steps > 1:
@@ -486,10 +497,13 @@ def _seconds(known: Measured, work: FullWork, traffic: Traffic, *, use_pp: bool)
         read = num_bytes * rates.check_byte_s + work.steps * _READ_S / min(cluster.cores, 1.0)
     if cluster.cores >= FEW_CORES:
         read = max(0.0, read - hidden_share(cluster.cores) * compute)
-    outside = sum(exchanged_bytes(work.card_rows, known.shape, use_pp=use_pp).values())
-    inside = sum(exchanged_bytes(work.inside_rows, known.shape, use_pp=use_pp).values())
+    outside, inside = (
+        sum(exchanged_bytes(rows, known.shape, use_pp=use_pp, wire=wire).values())
+        for rows in (work.card_rows, work.inside_rows)
+    )
     waits = 2 * sum(1 for rows in work.card_rows[use_pp:] if rows) * work.steps
     handling = handling_seconds(known, traffic) + waits * _EXCHANGE_S / min(cluster.cores, 1.0)
+    handling += (outside + inside) * _CODE_BYTE_S if wire != "same" else 0.0
     moving = after_bursts(outside / cluster.external_bytes_per_s, waits, compute, cluster)
     return Seconds(
         compute=compute + handling,
