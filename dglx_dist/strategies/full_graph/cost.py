@@ -5,9 +5,9 @@ See docs/strategies/shared_preload.md. Sizes are counted by one process or by al
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from types import MappingProxyType
 from typing import Any, final
 
@@ -131,9 +131,11 @@ class FullGraphScheme(Work):
         if run.graph.edges * run.num_layers * self.cooperative_batches > _MOST_EDGES:
             return None
         # In a job all ranks must count or none, and each has its own memory.
-        of_edge = PLAN_BYTES + (_COVER_BYTES if self._has_covers else 0)
-        if not run.in_job and run.graph.edges * of_edge > machine_memory()[1]:
+        free = machine_memory()[1] if not run.in_job else sys.maxsize
+        if run.graph.edges * PLAN_BYTES > free:
             return None
+        covers = self.cooperative_batches == 1 and not self.limit
+        covers &= run.graph.edges * (PLAN_BYTES + _COVER_BYTES) <= free
         partition, number = run.partition, self.cooperative_batches
         pieces = [
             [own] if number == 1 else compose(own, number, "random", seed=partition.seed)
@@ -141,30 +143,27 @@ class FullGraphScheme(Work):
         ]
         # A server may have fewer seeds than there are batches.
         steps = [step for step in zip(*pieces, strict=True) if any(map(len, step))]
-        topology, make = partition.topology, self._maker(run)
-        counted = partial(sizes_of, world_size=topology.world_size)
-        sizes = np.array([[[*map(counted, self._variants(one))] for one in make([*step])] for step in steps])
+        topology, make = partition.topology, self._maker(run, covers)
+
+        def counted(plan: RankPlan) -> list[Array]:
+            variants = [plan, with_covers(plan)] if covers else [plan]
+            return [sizes_of(one, topology.world_size) for one in variants]
+
+        sizes = np.array([[counted(one) for one in make([*step])] for step in steps])
         # (processes, R, ranks of a process, variants, K) to (variants, R, W, K)
         gathered = gather_int64(sizes, run.g.session).reshape(-1, *sizes.shape).transpose(3, 1, 0, 2, 4)
         ordered = gathered.reshape(len(gathered), len(steps), topology.world_size, -1)
-        plain, *covers = (full_work_of(one, topology) for one in ordered)
-        return replace(plain, cover=covers[0]) if covers else plain
+        plain, *others = (full_work_of(one, topology) for one in ordered)
+        return replace(plain, cover=others[0]) if covers else plain
 
-    @property
-    def _has_covers(self) -> bool:
-        return self.cooperative_batches == 1 and not self.limit
-
-    def _variants(self, plan: RankPlan) -> list[RankPlan]:
-        return [plan, with_covers(plan)] if self._has_covers else [plan]
-
-    def _maker(self, run: PlannedRun) -> Callable[[list[Array]], list[RankPlan]]:
+    def _maker(self, run: PlannedRun, covers: bool) -> Callable[[list[Array]], list[RankPlan]]:
         topology, eas = run.partition.topology, None
         if self.limit:
             limits = EasOptions(hops=EAS_HOPS[self.limit], fanout=EAS_FANOUT)
             eas = eas_rule(limits, seed=run.partition.seed)
         if not run.in_job:
             return lambda seeds: plan_all(
-                run.partition, seeds, run.num_layers, self.hops, eas=eas, cover=self._has_covers
+                run.partition, seeds, run.num_layers, self.hops, eas=eas, cover=covers
             )
         planner = Planner(run.g)
 
@@ -176,7 +175,7 @@ class FullGraphScheme(Work):
                 num_layers=run.num_layers,
                 hops=self.hops,
                 eas=eas,
-                cover=self._has_covers,
+                cover=covers,
                 show_progress=False,
             )
             return [planner.plan(request)]
@@ -421,7 +420,7 @@ def _cost_of_covers(known: Measured, whole: FullWork) -> Cost:
     if not above or not all(layer.sums_sources for layer in above):
         return Cost(why_not="a layer reads its sources by more than a sum or mean")
     if (work := whole.cover) is None:
-        return Cost(why_not="its covers are counted on datasets only")
+        return Cost(why_not="its covers were not counted: there is no dataset, or it is too large")
     # Products are applied to own rows, before the exchange where that makes rows narrower.
     narrowed = (first, *(replace(layer, inputs=layer.summed) for layer in above))
     known = replace(known, shape=replace(known.shape, layers=narrowed))
