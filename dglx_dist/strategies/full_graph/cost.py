@@ -406,12 +406,13 @@ def cost(candidate: Candidate, known: Measured) -> Cost:
         pairs = tuple(map(sum, zip(work.outside, work.inside, strict=True)))
         moved = exchanged_bytes(pairs, known.shape, use_pp=use_pp)
         memory += 4 * sum(moved.values()) // known.cluster.ranks
+    return _cost(known, seconds, traffic, memory)
+
+
+def _cost(known: Measured, seconds: Seconds, traffic: Traffic, memory: int) -> Cost:
+    own = known.own_features
     return Cost(
-        seconds=seconds,
-        traffic=traffic,
-        memory=memory,
-        shared=known.own_features,
-        on_host=known.program_bytes + known.own_features,
+        seconds=seconds, traffic=traffic, memory=memory, shared=own, on_host=known.program_bytes + own
     )
 
 
@@ -433,13 +434,8 @@ def _cost_of_covers(known: Measured, whole: FullWork) -> Cost:
     copy_s = 2 * copied * known.shape.itemsize * (known.plan_rates or known.rates).gather_byte_s
     # The blocks of whole rows are kept beside those of the covers.
     blocks = estimate(whole.largest, known.of_graphs, 0, ahead=0).structure
-    return Cost(
-        seconds=replace(seconds, compute=seconds.compute + copy_s),
-        traffic=traffic,
-        memory=full_graph_memory(known, work) + round(ALLOCATOR_OVERHEAD * sum(blocks)),
-        shared=known.own_features,
-        on_host=known.program_bytes + known.own_features,
-    )
+    memory = full_graph_memory(known, work) + round(ALLOCATOR_OVERHEAD * sum(blocks))
+    return _cost(known, replace(seconds, compute=seconds.compute + copy_s), traffic, memory)
 
 
 def full_graph_memory(known: Measured, work: FullWork, *, ahead: int = 0) -> int:
