@@ -99,9 +99,11 @@ def _from_figures(plan: PlanConfig) -> tuple[Measured, tuple[Candidate, ...]]:
             graph, cluster, draws, gradient_bytes=shape.gradient_bytes, partitioned=partitioned
         )
     steps = 0 if batches is None else batches.steps
-    candidates = enumerate_candidates(
-        PlanContext(ranks=cluster.ranks, servers=plan.servers, num_layers=plan.layers, steps=steps, caches=())
+    context = PlanContext(
+        ranks=cluster.ranks, servers=plan.servers, num_layers=plan.layers, steps=steps, caches=()
     )
+    # Caches, and what LABOR saves, depend on the very edges.
+    candidates = tuple(one for one in enumerate_candidates(context) if not one.labor)
     known = Measured(
         graph=graph,
         shape=shape,
@@ -207,7 +209,7 @@ def _measured_on(
     requested = MeasureConfig(
         cluster=cluster,
         draws=_draws_of(plan),
-        labor=plan.allow_estimators,
+        is_offered=lambda one: plan.allow_estimators or not one.labor,
         partitioned=_is_partitioned(plan, 8 * g.num_nodes() + 4 * g.num_edges()),
         epoch=_EPOCH,
         clock=time.perf_counter if torch.get_num_threads() > 1 or on_gpu else time.thread_time,

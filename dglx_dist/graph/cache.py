@@ -308,10 +308,16 @@ def cache_rows(g: OpenedGraph, request: CacheRequest) -> CachePlan:
     return plan
 
 
+def rows_of_rank(alpha: float, own: tuple[int, int], num_rows: int, num_ranks: int) -> int:
+    """Return the most remote rows that each rank of the server of rows ``own`` keeps with ``lookahead``."""
+    num_own = own[1] - own[0]
+    return min(int(alpha * num_own) // num_ranks, num_rows - num_own)
+
+
 def _look_ahead(store: KVStore, column: Column, alpha: float, own: tuple[int, int]) -> CachePlan:
-    num_own, topology = own[1] - own[0], store.session.topology
-    budget = int(alpha * num_own) // len(topology.ranks_of_server(topology.server))
-    rows = LookAheadRows(min(budget, column.num_rows - num_own), column.info, own, column.num_rows)
+    topology = store.session.topology
+    count = rows_of_rank(alpha, own, column.num_rows, len(topology.ranks_of_server(topology.server)))
+    rows = LookAheadRows(count, column.info, own, column.num_rows)
     store.set_cache(column.name, None, rows if alpha > 0 else None)
     barrier(store.session, f"a look-ahead cache of {column.name!r}")
     return CachePlan(policy=LOOK_AHEAD, rows=len(rows.rows), bytes=rows.num_bytes, expected_hit_rate=None)

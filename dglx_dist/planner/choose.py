@@ -117,9 +117,11 @@ def choose(candidates: Iterable[Candidate], known: Measured, constraints: Choice
 
 
 def _barred(candidate: Candidate, constraints: ChoiceOptions) -> str:
-    # The option that would allow the candidate; empty: it is allowed.
+    # What would allow the candidate; empty: it is allowed.
     if constraints.unit not in ("any", candidate.unit):
         return f"--unit {candidate.unit}"
+    if candidate.labor:
+        return "LaborSampler(fanouts) passed to dx.DataLoader"
     return "" if candidate.exact or constraints.allow_estimators else "--allow-estimators"
 
 
@@ -162,8 +164,8 @@ def _reasons(
     if better:
         other = min(better, key=lambda one: worth(one, constraints))
         reasons.append(
-            f"{other.candidate.name} would take {_seconds(other.epoch_seconds)}, but is another estimator; "
-            "--allow-estimators permits it"
+            f"{other.candidate.name} would take {_seconds(other.epoch_seconds)}, but is another estimator, "
+            f"only with {other.barred}"
         )
     too_large = [one.candidate.name for one in every if "GB a rank" in one.why_not]
     if too_large:

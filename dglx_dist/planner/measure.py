@@ -15,6 +15,7 @@ from torch import nn
 from dglx_dist.comm.collectives import check_equal, gather_json, run_on_all_ranks
 from dglx_dist.comm.topology import silence_profiler
 from dglx_dist.errors import ConfigError
+from dglx_dist.graph.cache import TRAIN_MASK
 from dglx_dist.graph.partition_book import Placement
 from dglx_dist.graph.split import marked_ids
 from dglx_dist.planner.choose import enumerate_candidates, works_of
@@ -30,7 +31,6 @@ from dglx_dist.planner.profile import (
 )
 from dglx_dist.planner.workload import (
     EXPECTED,
-    TRAIN_MASK,
     count_batches,
     row_sizes,
     stats_of_dataset,
@@ -73,8 +73,6 @@ class MeasureConfig:
     """Which candidates are counted."""
     caches: bool = True
     """Whether caches of remote rows are offered, if servers have the whole structure, which ``vip`` needs."""
-    labor: bool = False
-    """Whether LABOR's batches are counted too; a job cannot change its sampler."""
     partitioned: bool = False
     """Whether servers will ask each other for in-edges."""
     in_job: bool = False
@@ -123,7 +121,7 @@ def measure(
         sizes = row_sizes(g, shape.gradient_bytes, partitioned=config.partitioned)
         caches = tuple(dict.fromkeys((one.cache, one.cache_alpha) for one in candidates if one.cache))
         batches, per_edge = count_batches(run, config.draws, caches, sizes, config.clock)
-        if config.labor:
+        if any(one.labor for one in candidates):
             drawn, edge_s = count_batches(run, replace(config.draws, labor=True), (), sizes, config.clock)
             labor = drawn, edge_s / per_edge
     notify("the model on some batches")
@@ -167,7 +165,6 @@ def _candidates(run: PlannedRun, config: MeasureConfig) -> tuple[Candidate, ...]
         num_layers=run.num_layers,
         steps=0 if draws is None else -(-seeds_per_rank // draws.batch_size),
         caches=CACHE_SIZES if config.caches and not config.partitioned else (),
-        labor=config.labor,
     )
     found = tuple(one for one in enumerate_candidates(context) if config.is_offered(one))
     # Each rank has its own registry; measuring is collective.

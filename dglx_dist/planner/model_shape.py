@@ -80,20 +80,14 @@ def _kind_of(module: nn.Module) -> str:
     return "" if known is None else known.like
 
 
-def _known_work(module: nn.Module) -> LayerWork:
-    return replace(stages_of(module, "inputs").work(), sums_sources=sums_sources(module))
-
-
 def _work_of(module: nn.Module, inputs: int, outputs: int) -> LayerWork:
     try:
-        return replace(_known_work(module), outputs=outputs)
+        found = replace(stages_of(module, "inputs").work(), outputs=outputs)
     except ConfigError:
         uses_edges = not isinstance(module, Declares) or module.vertex_stage().around is not None
         summed = min(inputs, outputs) if uses_edges else 0
-        sums = sums_sources(module)
-        return LayerWork(
-            inputs=inputs, outputs=outputs, summed=summed, per_source=0, per_target=0, sums_sources=sums
-        )
+        found = LayerWork(inputs=inputs, outputs=outputs, summed=summed, per_source=0, per_target=0)
+    return replace(found, sums_sources=sums_sources(module))
 
 
 def _traced(module: nn.Module, features: int, num_layers: int) -> tuple[tuple[LayerWork, ...], bool]:
@@ -142,7 +136,9 @@ def _registered(
 ) -> tuple[LayerWork, ...]:
     """Return the layers that a model has registered, if it is that many; otherwise those of GraphSAGE."""
     try:
-        found = tuple(map(_known_work, known))
+        found = tuple(
+            replace(stages_of(one, "inputs").work(), sums_sources=sums_sources(one)) for one in known
+        )
     except ConfigError:
         found = ()
     if len(found) == num_layers:

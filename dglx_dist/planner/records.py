@@ -113,7 +113,7 @@ class Prediction:
     why_not: str = ""
     """Why it is not feasible; empty: it is."""
     barred: str = ""
-    """The option that would allow it; empty: it is allowed."""
+    """What would allow it, an option or another sampler; empty: it is allowed."""
     note: str = ""
 
     @property

@@ -24,8 +24,17 @@ from dglx_dist.data.storage.manifest import Manifest
 from dglx_dist.data.storage.reader import StoredDataset
 from dglx_dist.dataloading.feature_fetch import Ahead, Drawn, look_ahead
 from dglx_dist.dataloading.loader import DataLoader
+from dglx_dist.dataloading.minibatch import drawn_bytes
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.cache import LOOK_AHEAD, CacheRequest, access_probability, most_wanted, vip_scores
+from dglx_dist.graph.cache import (
+    LOOK_AHEAD,
+    TRAIN_MASK,
+    CacheRequest,
+    access_probability,
+    most_wanted,
+    rows_of_rank,
+    vip_scores,
+)
 from dglx_dist.graph.column import LookAheadRows
 from dglx_dist.graph.partition_book import Placement, split_ids
 from dglx_dist.graph.row_kernels import plan_remote
@@ -60,7 +69,7 @@ class RankCount:
 
     seeds: int
     steps: int
-    """Batches of this rank, counted or not."""
+    """Batches that its loader yields, counted or not: in a job as many on all ranks."""
     counted: int
     remote_rows: list[int]
     """(S,) input rows by the server that owns them; 0 for its own."""
@@ -78,10 +87,8 @@ class RankCount:
     """In-edges drawn for them."""
     largest: list[list[int]]
     """(3, L) sources, targets and edges of the batch with most input rows."""
-    hits: list[int] = field(default_factory=list)
-    """Remote rows held by caches of several sizes, in the order of the sizes."""
-    ahead: list[list[int]] = field(default_factory=list)
-    """Of each cache that looks ahead, the last ones of ``hits``: (rows, bytes beside them)."""
+    caches: list[dict[str, Any]] = field(default_factory=list)
+    """The :class:`CacheHits` of this rank, of each counted cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,15 +119,13 @@ def count_rank(
     seeds: Array,
     place: tuple[Topology, Array],
     *,
-    held: Sequence[Array] = (),
     inputs_of: list[Inputs] | None = None,
 ) -> RankCount:
     """Make the batches of one rank and count them; the session of ``g`` may have one rank. Collective.
 
     ``seeds`` are (K,) int64 all marked nodes, ascending, of which the rank's share is taken; ``place`` is its
-    topology, and the (S + 1,) int64 first node of each server; ``held`` are (N,) bool masks of the rows that
-    caches of different sizes hold on its server. The remote inputs of each batch are appended to
-    ``inputs_of``.
+    topology, and the (S + 1,) int64 first node of each server. The remote inputs of each batch are appended
+    to ``inputs_of``.
     """
     topology, bounds = place
     own_seeds = split_ids(seeds, bounds, topology, force_even=draws.force_even)[: draws.most_seeds]
@@ -132,19 +137,18 @@ def count_rank(
     own = int(bounds[topology.server]), int(bounds[topology.server + 1])
     layers, batches = len(draws.fanouts), 0
     sizes, largest = np.zeros((3, layers), np.int64), np.zeros((3, layers), np.int64)
-    owners, hits = np.zeros(len(bounds) - 1, np.int64), [0] * len(held)
-    remote_seeds, requested, returned = 0, 0, 0
+    owners, remote_seeds, requested, returned = np.zeros(len(bounds) - 1, np.int64), 0, 0, 0
     for inputs, targets, blocks in islice(loader, draws.most_batches):
         assert isinstance(inputs, Tensor)
         assert isinstance(targets, Tensor)
         batches += 1
         remote = inputs.numpy()[_outside(inputs.numpy(), own)]
         owners += np.bincount(np.searchsorted(bounds, remote, side="right") - 1, minlength=len(owners))
-        if inputs_of is not None:
-            inputs_of.append((remote, drawn_bytes(inputs, blocks)))
-        hits = [before + int(mask[remote].sum()) for before, mask in zip(hits, held, strict=True)]
         remote_seeds += int(_outside(targets.numpy(), own).sum())
         found = np.array(sizes_of(blocks))
+        if inputs_of is not None:
+            offsets, edges = int(found[1].sum()) + layers, int(found[2].sum())
+            inputs_of.append((remote, drawn_bytes(len(inputs), offsets, edges)))
         sizes += found
         largest = max(largest, found, key=lambda one: int(one[0, 0]))
         for block in blocks:
@@ -153,7 +157,7 @@ def count_rank(
             returned += int(block.in_degrees()[away].sum())
     return RankCount(
         seeds=len(own_seeds),
-        steps=-(-len(own_seeds) // draws.batch_size),
+        steps=len(loader),
         counted=batches,
         remote_rows=owners.tolist(),
         remote_seeds=remote_seeds,
@@ -163,22 +167,21 @@ def count_rank(
         requested=requested,
         returned=returned,
         largest=largest.tolist(),
-        hits=hits,
     )
 
 
-def drawn_bytes(inputs: Tensor, blocks: Sequence[Any]) -> int:
-    """Return the bytes of a drawn batch that waits for its rows."""
-    return 8 * (len(inputs) + sum(one.num_dst_nodes() + 1 + 2 * one.num_edges() for one in blocks))
-
-
-def rows_ahead(epochs: Sequence[Sequence[Inputs]], count: int, bounds: Array, server: int) -> tuple[int, int]:
-    """Return (hits in the last of the epochs, bytes beside the rows) of a rank that keeps ``count`` rows.
+def rows_ahead(
+    epochs: Sequence[Sequence[Inputs]], alpha: float, place: tuple[Topology, Array], row_bytes: int
+) -> tuple[int, int]:
+    """Return (hits in the last of the epochs, bytes) of a rank's look-ahead cache of size ``alpha``.
 
     Goes over the batches as its loader does, by the same code; no row is fetched.
     """
-    own, no_values = (int(bounds[server]), int(bounds[server + 1])), ColumnInfo(dtype="uint8", row_shape=(0,))
-    rows, waiting, beside, hits = LookAheadRows(count, no_values, own, int(bounds[-1])), 0, 0, 0
+    (topology, bounds), server = place, place[0].server
+    own, num_rows = (int(bounds[server]), int(bounds[server + 1])), int(bounds[-1])
+    count = rows_of_rank(alpha, own, num_rows, len(topology.ranks_of_server(server)))
+    rows = LookAheadRows(count, ColumnInfo(dtype="uint8", row_shape=(0,)), own, num_rows)
+    waiting, beside, hits = 0, 0, 0
 
     def drawn(ids: Array, num_bytes: int) -> Drawn[int]:
         nonlocal waiting
@@ -198,7 +201,7 @@ def rows_ahead(epochs: Sequence[Sequence[Inputs]], count: int, bounds: Array, se
         rows.claim()
         hits = sum(look_ahead((drawn(*one) for one in epoch), {FEATURE: rows}))
         rows.release()
-    return hits, beside
+    return hits, count * row_bytes + beside
 
 
 def _outside(nodes: Any, own: tuple[int, int]) -> Any:
@@ -235,17 +238,8 @@ def summed(ranks: Sequence[RankCount], sizes: RowSizes, *, ranks_per_server: int
     )
 
 
-def work_of_counts(
-    ranks: Sequence[RankCount],
-    topology: Topology,
-    sizes: RowSizes,
-    *,
-    cached: Mapping[tuple[str, float], int] | None = None,
-) -> BatchWork:
-    """Return the work of the ranks' counts, scaled to the epoch if only part of it was counted.
-
-    ``cached`` maps policies and sizes to the rows of all caches, in the order in which hits were counted.
-    """
+def work_of_counts(ranks: Sequence[RankCount], topology: Topology, sizes: RowSizes) -> BatchWork:
+    """Return the work of the ranks' counts, scaled to the epoch if only part of it was counted."""
     scaled = [_scaled_to_epoch(one) for one in ranks]
     busiest = max(scaled, key=lambda one: sum(one.edges))
     largest = max(scaled, key=lambda one: one.largest[0][0]).largest
@@ -254,23 +248,15 @@ def work_of_counts(
         worked=(tuple(busiest.sources), tuple(busiest.targets), tuple(busiest.edges)),
         largest=(tuple(largest[0]), tuple(largest[1]), tuple(largest[2])),
         card_share=_card_share(scaled, topology),
-        caches=tuple(
-            CacheHits(
-                policy=policy,
-                alpha=alpha,
-                rows=count,
-                hits=sum(one.hits[place] for one in scaled),
-                beside_bytes=_beside(scaled, place),
-            )
-            for place, ((policy, alpha), count) in enumerate((cached or {}).items())
-        ),
+        caches=tuple(map(_joined, zip(*(one.caches for one in scaled), strict=True))),
         counted=all(one.counted >= one.steps for one in ranks),
     )
 
 
-def _beside(ranks: Sequence[RankCount], place: int) -> int:
-    first = len(ranks[0].hits) - len(ranks[0].ahead)
-    return max(one.ahead[place - first][1] for one in ranks) if place >= first else 0
+def _joined(cache: Sequence[Mapping[str, Any]]) -> CacheHits:
+    sums = {name: sum(one[name] for one in cache) for name in ("hits", "once_rows")}
+    most = {name: max(one[name] for one in cache) for name in ("server_bytes", "rank_bytes")}
+    return CacheHits(**{**cache[0], **sums, **most})
 
 
 def _card_share(ranks: Sequence[RankCount], topology: Topology) -> float:
@@ -292,14 +278,14 @@ def _scaled_to_epoch(one: RankCount) -> RankCount:
     def scaled(value: Any) -> Any:
         return [round(factor * each) for each in value] if isinstance(value, list) else round(factor * value)
 
-    kept = ("seeds", "steps", "counted", "largest", "ahead")
-    return RankCount(
-        **{name: value if name in kept else scaled(value) for name, value in asdict(one).items()}
-    )
+    unscaled = ("seeds", "steps", "counted", "largest", "caches")
+    values = {name: value if name in unscaled else scaled(value) for name, value in vars(one).items()}
+    values["caches"] = [{**cache, "hits": scaled(cache["hits"])} for cache in one.caches]
+    return RankCount(**values)
 
 
 _MOST_EDGES = 2_000_000_000
-"""Largest number of edges to follow, over ranks and hops; above it no cache is counted."""
+"""Largest number of edges to follow, over ranks and hops; above it ``vip`` is not counted."""
 
 
 def count_batches(
@@ -316,76 +302,65 @@ def count_batches(
     Returns:
         The work, and the seconds of drawing one edge on the slowest process.
     """
-    scored = [alpha for policy, alpha in caches if policy != LOOK_AHEAD]
-    ahead = [alpha for policy, alpha in caches if policy == LOOK_AHEAD]
-    partition, held = run.partition, _cached_rows(run, draws, scored)
+    partition = run.partition
+    edges = run.g.num_edges() * len(draws.fanouts) * partition.topology.world_size
+    counted = (LOOK_AHEAD, "vip") if run.in_job or edges <= _MOST_EDGES else (LOOK_AHEAD,)
+    caches = [one for one in caches if one[0] in counted]
+    held = _cached_rows(run, draws, [alpha for policy, alpha in caches if policy == "vip"])
     # The first batch compiles kernels.
     one_batch, first = replace(draws, most_batches=1), run.ranks_here[0]
     count_rank(run.g, one_batch, run.seeds, (partition.of_rank(first), partition.bounds))
     counts, per_edge = [], []
     for rank in run.ranks_here:
-        here, begin = partition.of_rank(rank), clock()
-        masks = held.get(here.server, ())
-        inputs: list[Inputs] | None = [] if ahead else None
-        place = here, partition.bounds
-        counts.append(count_rank(run.g, draws, run.seeds, place, held=masks, inputs_of=inputs))
-        per_edge.append((clock() - begin) / max(sum(counts[-1].edges), 1))
-        if inputs is not None:
-            counts[-1] = _count_ahead(run, draws, place, counts[-1], inputs, ahead)
-    rows = [[server, [int(mask.sum()) for mask in masks]] for server, masks in held.items()]
-    # Of the ranks of one process the minimum, because slower ones were disturbed.
-    local = [[asdict(one) for one in counts], min(per_edge), rows]
-    gathered: Sequence[Any] = gather_json(local, run.g.session)
-    ranks = [RankCount(**one) for counts_here, _, _ in gathered for one in counts_here]
-    rows_of_server = {server: row for _, _, rows_here in gathered for server, row in rows_here}
-    total = [sum(row) for row in zip(*rows_of_server.values(), strict=True)]
-    cached = {("vip", alpha): rows for alpha, rows in zip(scored, total, strict=False)}
-    for number, alpha in enumerate(ahead):
-        cached[LOOK_AHEAD, alpha] = sum(one.ahead[number][0] for one in ranks)
-    slowest = max(float(seconds) for _, seconds, _ in gathered)
-    return work_of_counts(ranks, partition.topology, sizes, cached=cached), slowest
-
-
-def _count_ahead(
-    run: PlannedRun,
-    draws: Draws,
-    place: tuple[Topology, Array],
-    counted: RankCount,
-    inputs: list[Inputs],
-    alphas: Sequence[float],
-) -> RankCount:
-    """Add the hits of caches that look ahead, of sizes ``alphas``, to a rank's counts."""
-    (topology, bounds), epochs = place, [inputs]
-    if draws.epoch and counted.counted >= counted.steps:
+        begin, place, inputs = clock(), (partition.of_rank(rank), partition.bounds), list[Inputs]()
+        one = count_rank(run.g, draws, run.seeds, place, inputs_of=inputs)
+        per_edge.append((clock() - begin) / max(sum(one.edges), 1))
         before: list[Inputs] = []
-        count_rank(run.g, replace(draws, epoch=draws.epoch - 1), run.seeds, place, inputs_of=before)
-        epochs.insert(0, before)
-    num_ranks, rows = len(topology.ranks_of_server(topology.server)), []
-    num_own = int(bounds[topology.server + 1] - bounds[topology.server])
-    hits = list(counted.hits)
-    for alpha in alphas:
-        rows.append([min(int(alpha * num_own) // num_ranks, int(bounds[-1]) - num_own)])
-        found, beside = rows_ahead(epochs, rows[-1][0], bounds, topology.server)
-        hits.append(found)
-        rows[-1].append(beside)
-    return replace(counted, hits=hits, ahead=rows)
+        # Collective: what decides is equal on all ranks.
+        if draws.epoch and one.counted >= one.steps and any(policy == LOOK_AHEAD for policy, _ in caches):
+            count_rank(run.g, replace(draws, epoch=draws.epoch - 1), run.seeds, place, inputs_of=before)
+        found = [_count_cache(cache, place, [before, inputs], held, sizes.feature) for cache in caches]
+        counts.append(replace(one, caches=list(map(asdict, found))))
+    # Of the ranks of one process the minimum, because slower ones were disturbed.
+    gathered: Sequence[Any] = gather_json([[asdict(one) for one in counts], min(per_edge)], run.g.session)
+    ranks = [RankCount(**one) for counts_here, _ in gathered for one in counts_here]
+    slowest = max(float(seconds) for _, seconds in gathered)
+    return work_of_counts(ranks, partition.topology, sizes), slowest
 
 
-def _cached_rows(run: PlannedRun, draws: Draws, caches: Sequence[float]) -> dict[int, list[Array]]:
-    """Return by server counted here the rows in caches of each size, as (N,) masks; collective."""
-    g, topology = run.g, run.partition.topology
-    if topology.num_servers == 1 or not caches or not run.partition.structure.is_whole:
-        return {}
-    if not run.in_job and g.num_edges() * len(draws.fanouts) * topology.world_size > _MOST_EDGES:
-        return {}
-    found: dict[int, list[Array]] = {}
-    for server in dict.fromkeys(topology.server_of_rank[rank] for rank in run.ranks_here):
+def _count_cache(
+    cache: tuple[str, float],
+    place: tuple[Topology, Array],
+    epochs: Sequence[Sequence[Inputs]],
+    held: Mapping[tuple[int, float], Array],
+    row_bytes: int,
+) -> CacheHits:
+    """Return what a rank's cache finds in the last of the epochs."""
+    (policy, alpha), (topology, _) = cache, place
+    if policy == LOOK_AHEAD:
+        hits, rank_bytes = rows_ahead(epochs, alpha, place, row_bytes)
+        return CacheHits(policy=policy, alpha=alpha, hits=hits, rank_bytes=rank_bytes)
+    mask = held[topology.server, alpha]
+    rows = int(mask.sum())
+    return CacheHits(
+        policy=policy,
+        alpha=alpha,
+        hits=sum(int(mask[remote].sum()) for remote, _ in epochs[-1]),
+        # The first rank of a server fetches for all; a slot of the table takes 4 bytes.
+        once_rows=0 if topology.local_rank else rows,
+        server_bytes=rows * (row_bytes + 4),
+    )
+
+
+def _cached_rows(run: PlannedRun, draws: Draws, alphas: Sequence[float]) -> dict[tuple[int, float], Array]:
+    """Return the rows in caches of ``vip`` by (server counted here, size), as (N,) masks; collective."""
+    g, topology, found = run.g, run.partition.topology, {}
+    for server in dict.fromkeys(topology.server_of_rank[rank] for rank in run.ranks_here) if alphas else ():
         scores = _scores_in_job(g, draws) if run.in_job else _scores_alone(run, draws, server)
-        own, found[server] = run.partition.own_range(server), []
-        for alpha in caches:
-            mask = np.zeros(g.num_nodes(), np.bool_)
+        own = run.partition.own_range(server)
+        for alpha in alphas:
+            found[server, alpha] = mask = np.zeros(g.num_nodes(), np.bool_)
             mask[most_wanted(scores, own, int(alpha * (own[1] - own[0])))] = True
-            found[server].append(mask)
     return found
 
 
@@ -416,7 +391,6 @@ def _scores_alone(run: PlannedRun, draws: Draws, server: int) -> Array:
     return total
 
 
-TRAIN_MASK = "train_mask"
 _EDGES_AT_ONCE = 1 << 20
 
 

@@ -198,8 +198,6 @@ class PlanContext:
     steps: int
     """Of an epoch of mini-batches; 0: no mini-batches."""
     caches: tuple[float, ...] = CACHE_SIZES
-    labor: bool = False
-    """Whether LABOR's batches are counted too."""
 
 
 @dataclass(frozen=True)
@@ -343,16 +341,19 @@ class Survey:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheHits:
-    """Size and hits of a cache of remote rows."""
+    """Hits and cost of a cache of remote rows."""
 
     policy: str
     alpha: float
     """Its size as a fraction of the server's own nodes."""
-    rows: int
-    hits: int
+    hits: int = 0
     """Remote rows of an epoch found in a cache, of all ranks."""
-    beside_bytes: int = 0
-    """Of a rank whose cache looks ahead: its tables, and the batches that it drew ahead."""
+    once_rows: int = 0
+    """Fetched before the first epoch, by all ranks."""
+    server_bytes: int = 0
+    """That the ranks of a server share."""
+    rank_bytes: int = 0
+    """Of each rank: with the tables and the drawn batches of one that looks ahead."""
 
 
 LayerCounts: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -95,12 +96,10 @@ class DataParallel(Strategy):
     def candidates(context: PlanContext) -> Iterator[Candidate]:
         if context.steps:
             yield Candidate(unit="mini_batch")
-            for alpha in context.caches if context.servers > 1 else ():
-                yield Candidate(unit="mini_batch", cache="vip", cache_alpha=alpha)
-            for alpha in context.caches if context.servers > 1 else ():
-                yield Candidate(unit="mini_batch", cache=LOOK_AHEAD, cache_alpha=alpha)
-            if context.labor:
-                yield Candidate(unit="mini_batch", labor=True, exact=False)
+            sizes = context.caches if context.servers > 1 else ()
+            for policy, alpha in product(("vip", LOOK_AHEAD), sizes):
+                yield Candidate(unit="mini_batch", cache=policy, cache_alpha=alpha)
+            yield Candidate(unit="mini_batch", labor=True, exact=False)
 
     @staticmethod
     def cost(candidate: Candidate, known: Measured) -> Cost:
@@ -108,9 +107,8 @@ class DataParallel(Strategy):
             batches, factor = known.labor
             rates = replace(known.rates, sample_edge_s=factor * known.rates.sample_edge_s)
             known = replace(known, batches=batches, rates=rates)
-        work, cache = known.mini_batches, known.cache_of(candidate)
+        work, cache = known.mini_batches, known.cache_of(candidate) or CacheHits(policy="", alpha=0.0)
         traffic = _traffic(known, cache)
-        shared, beside = _cache_bytes(known, cache)
         pulled_bytes = sum(count for name, count in traffic.outside.items() if name != GRADIENTS)
         pulled = pulled_bytes * work.card_share / known.cluster.external_bytes_per_s
         if pulled_bytes:
@@ -121,42 +119,21 @@ class DataParallel(Strategy):
             work,
             traffic,
             compute=compute_seconds(known, work),
-            sampling=sampling_seconds(known, work) + _seconds_ahead(known, cache),
+            sampling=sampling_seconds(known, work),
             pulled=pulled,
         )
-        shared += known.own_features
+        shared = cache.server_bytes + known.own_features
         return Cost(
             seconds=seconds,
             traffic=traffic,
-            memory=known.batch_memory(held=shared + beside),
+            memory=known.batch_memory(held=shared + cache.rank_bytes),
             shared=shared + known.structure,
-            on_host=known.program_bytes + shared + beside + known.structure,
-            note="advice: pass LaborSampler(fanouts) to dx.DataLoader" if candidate.labor else "",
+            on_host=known.program_bytes + shared + cache.rank_bytes + known.structure,
         )
 
 
 _ROUNDS_OF_PULL = 2
 """Sequential messages: request and reply."""
-
-
-_AHEAD_ROW_S = 1e-7
-"""To announce, find and choose a remote row that a look-ahead cache may keep, on a core."""
-
-
-def _cache_bytes(known: Measured, cache: CacheHits | None) -> tuple[int, int]:
-    """Return the bytes of a cache that the ranks of a server share, and those of each rank."""
-    if cache is None:
-        return 0, 0
-    row = known.graph.feature_bytes
-    if cache.policy == LOOK_AHEAD:
-        return 0, cache.rows * row // known.cluster.ranks + cache.beside_bytes
-    return cache.rows * (row + 4) // known.cluster.servers, 0
-
-
-def _seconds_ahead(known: Measured, cache: CacheHits | None) -> float:
-    if cache is None or cache.policy != LOOK_AHEAD:
-        return 0.0
-    return _AHEAD_ROW_S * known.mini_batches.survey.remote_rows / known.cluster.ranks
 
 
 def row_bytes(found: Survey) -> dict[str, int]:
@@ -169,14 +146,11 @@ def row_bytes(found: Survey) -> dict[str, int]:
     )
 
 
-def _traffic(known: Measured, cache: CacheHits | None) -> Traffic:
+def _traffic(known: Measured, cache: CacheHits) -> Traffic:
     row, work = ID_BYTES + known.graph.feature_bytes, known.mini_batches
-    hits = 0 if cache is None else cache.hits
-    # Rows of a look-ahead cache are fetched for batches.
-    rows = 0 if cache is None or cache.policy == LOOK_AHEAD else cache.rows
-    phases = row_bytes(replace(work.survey, feature_bytes=work.survey.feature_bytes - hits * row))
+    phases = row_bytes(replace(work.survey, feature_bytes=work.survey.feature_bytes - cache.hits * row))
     sums = ring_split(known.shape.gradient_bytes, known.cluster.server_of_rank, work.steps)
-    return traffic_with_sums(phases, {}, sums, once=rows * row, exact=work.counted)
+    return traffic_with_sums(phases, {}, sums, once=cache.once_rows * row, exact=work.counted)
 
 
 class ReplicatedModel(WrappedModel):

@@ -170,7 +170,7 @@ def test_a_graph_needs_training_nodes_and_no_labels(tmp_path: Path) -> None:
         # No loop can own a step of lambda.
         assert {one.candidate.strategy for one in choose_strategy(model, g).predictions} == {"full_graph"}
         g.close()
-    with init(AUTO) as session:
+    with init(AUTO, allow_estimators=True) as session:
         g = DistGraph(tmp_path / "none", session=session)
         with pytest.raises(ConfigError, match=r"'train_mask' of .* marks no node"):
             choose_strategy(model, g)
@@ -179,6 +179,8 @@ def test_a_graph_needs_training_nodes_and_no_labels(tmp_path: Path) -> None:
         choice = choose_strategy(model, g, fanouts=[2, 2], batch_size=1)
         g.close()
     assert choice.taken.candidate.name == "data_parallel"
+    # The sampler of a loop is not chosen for it.
+    assert not any(one.candidate.labor for one in choice.predictions)
     assert choice.trained == "gcn of 2 layers, hidden width 4; mini-batches of 1 a rank, fan-outs 2,2"
     assert any("on a few rows: gcn of 2 layers" in line for line in choice.assumptions)
 

@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from dgl.dataloading import LaborSampler, NeighborSampler
+from dgl.dataloading import LaborSampler
 
 from dglx_dist.api import fit, init
 from dglx_dist.cli.plan_job import measured
@@ -20,7 +18,6 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.split import node_split
 from dglx_dist.planner.choose import predict
 from dglx_dist.planner.records import Prediction
-from dglx_dist.planner.workload import drawn_bytes
 from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.cost import CACHE_SIZES
@@ -148,18 +145,6 @@ def test_bytes_by_phase_are_those_of_real_runs(data: str) -> None:
         assert found[name][0] == predicted[name][0]
 
 
-def test_a_waiting_batch_has_as_many_bytes_counted_as_drawn(data: str) -> None:
-    """Or look-ahead would know other batches than the planner takes it to know."""
-    with init(seed=0) as session:
-        g = DistGraph(data, session=session)
-        loader = DataLoader(g, torch.arange(100), NeighborSampler(list(FANOUTS)), batch_size=BATCH)
-        drawn = loader._maker.draw({g.ntypes[0]: np.arange(BATCH)}, 0, step=0)
-        batch = drawn.submit({})()
-        assert isinstance(batch.input_nodes, torch.Tensor)
-        assert drawn.num_bytes == drawn_bytes(batch.input_nodes, batch.blocks)
-        g.close()
-
-
 def feature_bytes(data: str) -> int:
     """That this rank's loader of LABOR's batches fetches in its second epoch."""
     with init("data_parallel", seed=0) as session:
@@ -195,7 +180,6 @@ def test_plans_count_the_batches_of_labor_where_estimators_are_allowed(data: str
     found = planned(True)
     one = found[name]
     assert not one.candidate.exact
-    assert "LaborSampler" in one.note
     assert one.outside["features"] == sum(run_ranks(feature_bytes, 2, args=(data,), ranks_per_server=1))
     assert one.outside["features"] < found["data_parallel"].outside["features"]
     assert one.outside["gradients"] == found["data_parallel"].outside["gradients"]

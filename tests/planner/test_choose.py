@@ -74,10 +74,10 @@ def test_seconds_of_rows_by_hand() -> None:
     assert found.total == pytest.approx(found.compute + found.outside + found.all_reduce)
 
 
-def test_what_looks_ahead_takes_memory_of_each_rank_and_time_for_each_row() -> None:
-    """600 of 2000 remote rows are hits; 2 ranks keep 100 rows of 400 bytes, and each 5000 bytes beside."""
-    ahead = CacheHits(policy="lookahead", alpha=0.1, rows=100, hits=600, beside_bytes=5000)
-    scored = replace(ahead, policy="vip", beside_bytes=0)
+def test_a_cache_saves_its_hits_and_takes_memory() -> None:
+    """600 of 2000 remote rows of 400 bytes are hits; 100 are fetched before the first epoch, or none."""
+    ahead = CacheHits(policy="lookahead", alpha=0.1, hits=600, rank_bytes=25_000)
+    scored = CacheHits(policy="vip", alpha=0.1, hits=600, once_rows=100, server_bytes=20_200)
     measured = known(batches=replace(hand_made.BATCHES, caches=(scored, ahead)))
     plain, vip, looking = (
         predict(replace(ROWS, cache=policy, cache_alpha=0.1 if policy else 0.0), measured)
@@ -87,10 +87,9 @@ def test_what_looks_ahead_takes_memory_of_each_rank_and_time_for_each_row() -> N
     assert vip.outside == looking.outside
     assert (vip.once_bytes, looking.once_bytes) == (100 * 408, 0)
     assert (vip.memory_bytes, looking.memory_bytes) == (
-        plain.memory_bytes + 100 * 404 // 2,
-        plain.memory_bytes + 100 * 400 // 2 + 5000,
+        plain.memory_bytes + 20_200,
+        plain.memory_bytes + 25_000,
     )
-    assert looking.seconds.sampling == pytest.approx(vip.seconds.sampling + 1e-7 * 2000 / 2)
 
 
 @pytest.mark.parametrize(("cores", "share"), [(0.5, 0.35), (1.0, 0.7), (2.0, 0.9)])
@@ -206,6 +205,20 @@ def test_the_fastest_that_is_exact_and_fits_is_taken() -> None:
     many = choose(every, known(), ChoiceOptions(unit="any", full_graph_epochs=1e6))
     assert many.taken.candidate.unit == "mini_batch"
     assert any("1e+06 epochs of whole graphs" in line for line in many.assumptions)
+
+
+def test_another_sampler_is_ranked_and_never_taken() -> None:
+    """LABOR fetches no row here, so it is faster; but the sampler is the user's."""
+    drawn = replace(hand_made.BATCHES, survey=replace(hand_made.SURVEY, feature_bytes=0))
+    labor = replace(ROWS, labor=True, exact=False)
+    found = choose((ROWS, labor), known(labor=(drawn, 1.0)), ChoiceOptions(allow_estimators=True))
+    assert found.taken.candidate == ROWS
+    barred = found.predictions[1]
+    assert (barred.candidate, barred.barred) == (labor, "LaborSampler(fanouts) passed to dx.DataLoader")
+    assert 0 < barred.epoch_seconds < found.taken.epoch_seconds
+    assert found.why[-1].endswith(
+        "is another estimator, only with LaborSampler(fanouts) passed to dx.DataLoader"
+    )
 
 
 def test_a_tie_goes_to_the_simpler() -> None:

@@ -9,15 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dglx_dist.api import init
 from dglx_dist.cli.plan_job import make_plan
 from dglx_dist.data.synthetic import SyntheticConfig, generate
 from dglx_dist.errors import ConfigError
-from dglx_dist.planner.model_shape import topology_of
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.planner.measure import MeasureConfig, measure
+from dglx_dist.planner.model_shape import shape_of_module, topology_of
 from dglx_dist.planner.workload import RankCount, RowSizes, work_of_counts
 from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE
+from dglx_dist.strategies.cost import BatchWork, CacheHits, Draws
 from dglx_dist.strategies.full_graph import cost
 from dglx_dist.training.config import PlanConfig
+from dglx_dist.training.models import build_model
+from tests.helpers.ranks import run_ranks
+from tests.planner.hand_made import CLUSTER
 
 SIZES = RowSizes(feature=40, label=8, gradients=100, partitioned=False)
 BUSY = RankCount(
@@ -48,6 +55,41 @@ def test_some_batches_stand_for_as_many_seeds_as_there_are() -> None:
     assert found.largest == ((110, 30), (30, 10), (210, 55))
     without = work_of_counts([BUSY, IDLE], topology_of(2, 1), replace(SIZES, label=None))
     assert without.survey.label_bytes == 0
+
+
+def test_hits_of_ranks_are_summed_and_a_cache_is_as_large_as_the_largest() -> None:
+    """Of the busy rank 2 of 5 batches were counted, so its 40 hits are of 20 of 45 seeds."""
+    cache = {"policy": "vip", "alpha": 0.5}
+    ranks = [
+        replace(BUSY, caches=[{**cache, "hits": 40, "once_rows": 7, "server_bytes": 70, "rank_bytes": 1}]),
+        replace(IDLE, caches=[{**cache, "hits": 0, "once_rows": 5, "server_bytes": 50, "rank_bytes": 3}]),
+    ]
+    found = work_of_counts(ranks, topology_of(2, 1), SIZES).caches
+    assert found == (CacheHits(**cache, hits=90, once_rows=12, server_bytes=70, rank_bytes=3),)  # type: ignore[arg-type]
+
+
+def measure_some(data: str) -> BatchWork:
+    with init(seed=0) as session:
+        g = DistGraph(data, session=session)
+        model = build_model("sage", 4, 4, 2)
+        shape = shape_of_module(model, 4, 2)
+        draws = Draws(fanouts=(2, 2), batch_size=4, most_batches=2)
+        known, _ = measure(g, model, shape, MeasureConfig(cluster=CLUSTER, draws=draws, in_job=True))
+        g.close()
+    return known.mini_batches
+
+
+def test_ranks_count_the_same_epochs_if_only_one_has_seeds_left(tmp_path: Path) -> None:
+    """17 seeds in batches of 4: after two batches rank 1 has none, and rank 0 has one."""
+    raw = generate(SyntheticConfig(nodes=68, degree=4, features=4, classes=2, seed=3))
+    raw.node_data[NODE_TYPE]["train_mask"][:] = np.arange(68) % 4 == 0
+    partition_to_disk(raw, tmp_path / "data", PartitionPlan(num_parts=2, method="contiguous"))
+    first, second = run_ranks(
+        measure_some, 2, args=(str(tmp_path / "data"),), ranks_per_server=1, timeout_s=60
+    )
+    assert first == second
+    assert (sorted(first.survey.seeds_per_rank), first.steps, first.counted) == ([8, 9], 3, False)
+    assert {one.policy for one in first.caches} == {"vip", "lookahead"}
 
 
 def test_figures_alone_come_near_what_is_counted(tmp_path: Path) -> None:
@@ -82,7 +124,7 @@ def test_figures_alone_come_near_what_is_counted(tmp_path: Path) -> None:
     )
     strategies = [{one.candidate.strategy for one in choice.predictions} for choice in (told, counted)]
     assert strategies[0] == strategies[1]
-    assert not any(one.bytes_exact for one in told.predictions)
+    assert not any(one.bytes_exact or one.candidate.labor for one in told.predictions)
     by_name = {one.candidate.name: one for one in told.predictions}
     for one in counted.predictions:
         if one.candidate.name in ("data_parallel", "push_pull structure=push", "full_graph"):
