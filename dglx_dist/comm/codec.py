@@ -93,7 +93,7 @@ def row_codec(wire: WireDtype, rows: Tensor, keys: Sequence[int]) -> RowCodec | 
 @njit(cache=True, nogil=True)
 def _range(scale: float, bits: int) -> tuple[int, int]:
     """Return the code of 0, and the steps from there to the largest number."""
-    zero = 0 if scale < 0 else (1 << (bits - 1)) - 1
+    zero = 0 if scale <= 0 else (1 << (bits - 1)) - 1
     return zero, zero or (1 << bits) - 1
 
 

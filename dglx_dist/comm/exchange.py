@@ -129,7 +129,7 @@ class Exchange(ABC):
 
         Args:
             outgoing, incoming: At most one message per peer.
-            name: Of the exchange, for errors and traces, equal on both sides; at most 32 bytes on streams.
+            name: Of the exchange, for errors and traces, equal on both sides; at most 32 bytes, on streams.
             phase, layer: For the ledger; phase None: not counted.
             batch: Number of the mini-batch, for traces.
             codec: Narrower form of the rows, which are in host memory; None: they travel as they are.
@@ -143,6 +143,8 @@ class Exchange(ABC):
             rank = self.session.topology.rank
             sent = [_encoded(codec, one, (rank << 12 | one.rank) << 36) for one in sent]
             codes = [replace(one, rows=codec.empty(one.rows)) for one in due]
+            # Or ranks of other types might read codes as rows.
+            name = f"{name}, {codec.bits} bits x {math.prod(codec.row_shape)}"
         for one in sent if phase is not None else ():
             num_bytes = one.rows.numel() * one.rows.element_size()
             self.session.ledger.add(phase or "", layer, self.session.topology.rank, one.rank, num_bytes)
@@ -350,7 +352,7 @@ class CallExchange(Exchange):
             for _ in work:
                 pass
             for call in sent:
-                call.result()
+                call.result(call.age_s + self.session.timeout_s)
             # Rows of a rank that is ahead arrived before this one posted.
             end = max([begin, *(at for at, _, _ in arrived.values())])
             self.session.timeline.add(self._span or name, NETWORK, begin, end, batch)
@@ -365,9 +367,9 @@ def _fill(outgoing: Sequence[Outgoing]) -> None:
 
 
 _MAGIC = b"halo"
-_HEADER = struct.Struct("!4sQQ32s")
+_HEADER = struct.Struct("!4sQQ64s")
 """Magic, sequence number of the message to this peer, payload bytes, name."""
-_MAX_NAME = 32
+_MAX_NAME = 64
 _RECEIVE_BYTES = 1 << 20
 """Limit of one read, so that no connection starves the others."""
 

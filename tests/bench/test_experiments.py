@@ -80,13 +80,13 @@ def test_b1_compares_policies_at_equal_memory_and_b2_ways_of_one_graph(bench: Be
     plan = fewer_bytes.caches(bench, size)
     jobs_of("B1", plan)
     by_name = {one.name: one for one in plan.variants}
-    for what, places in (("alpha", fewer_bytes.ALPHAS), ("rate", (100, 1000, 10_000))):
+    for what, places in (("alpha", fewer_bytes.ALPHAS), ("rate", (300, 1000, 10_000))):
         lines = [line for line in plan.lines if line.what == what]
         assert [tuple(place for place, _ in line.points) for line in lines] == [places] * len(lines)
     params = {name: by_name[name].job.params for name in by_name}
     assert [params[name]["alpha"] for name in ("vip 0.05", "lookahead 0.2")] == [0.05, 0.2]
     assert "cache" not in params["no cache"]
-    assert by_name["lookahead 0.1, 100mbit"].rate == Rate.parse("100mbit")
+    assert by_name["lookahead 0.1, 300mbit"].rate == Rate.parse("300mbit")
     assert by_name["vip 0.1, 4 servers at random"].shape.servers == 4
     whole = fewer_bytes.whole_graphs(bench, size)
     jobs_of("B2", whole)

@@ -5,15 +5,16 @@ See docs/strategies/shared_preload.md. Sizes are counted by one process or by al
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from types import MappingProxyType
 from typing import Any, final
 
 import numpy as np
 import torch
 
+from dglx_dist.comm.codec import WireDtype, wire_bytes
 from dglx_dist.comm.collectives import gather_int64
 from dglx_dist.comm.topology import Topology
 from dglx_dist.data.storage.files import machine_memory
@@ -78,6 +79,8 @@ _READ_S = 5e-3
 """Of a core, to open the files of a cooperative batch and to make its blocks, of any size (A1)."""
 _EXCHANGE_S = 0.4e-3
 """Of a core, to gather and scatter exchanged rows, however few: 28 times in a step of 14 layers (A1)."""
+_CODE_BYTE_S = 14e-9
+"""Of a core, to encode and to decode a number in 8 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,9 +131,11 @@ class FullGraphScheme(Work):
         if run.graph.edges * run.num_layers * self.cooperative_batches > _MOST_EDGES:
             return None
         # In a job all ranks must count or none, and each has its own memory.
-        of_edge = PLAN_BYTES + (_COVER_BYTES if self._has_covers else 0)
-        if not run.in_job and run.graph.edges * of_edge > machine_memory()[1]:
+        free = machine_memory()[1] if not run.in_job else sys.maxsize
+        if run.graph.edges * PLAN_BYTES > free:
             return None
+        covers = self.cooperative_batches == 1 and not self.limit
+        covers &= run.graph.edges * (PLAN_BYTES + _COVER_BYTES) <= free
         partition, number = run.partition, self.cooperative_batches
         pieces = [
             [own] if number == 1 else compose(own, number, "random", seed=partition.seed)
@@ -138,30 +143,27 @@ class FullGraphScheme(Work):
         ]
         # A server may have fewer seeds than there are batches.
         steps = [step for step in zip(*pieces, strict=True) if any(map(len, step))]
-        topology, make = partition.topology, self._maker(run)
-        counted = partial(sizes_of, world_size=topology.world_size)
-        sizes = np.array([[[*map(counted, self._variants(one))] for one in make([*step])] for step in steps])
+        topology, make = partition.topology, self._maker(run, covers)
+
+        def counted(plan: RankPlan) -> list[Array]:
+            variants = [plan, with_covers(plan)] if covers else [plan]
+            return [sizes_of(one, topology.world_size) for one in variants]
+
+        sizes = np.array([[counted(one) for one in make([*step])] for step in steps])
         # (processes, R, ranks of a process, variants, K) to (variants, R, W, K)
         gathered = gather_int64(sizes, run.g.session).reshape(-1, *sizes.shape).transpose(3, 1, 0, 2, 4)
         ordered = gathered.reshape(len(gathered), len(steps), topology.world_size, -1)
-        plain, *covers = (full_work_of(one, topology) for one in ordered)
-        return replace(plain, cover=covers[0]) if covers else plain
+        plain, *others = (full_work_of(one, topology) for one in ordered)
+        return replace(plain, cover=others[0]) if covers else plain
 
-    @property
-    def _has_covers(self) -> bool:
-        return self.cooperative_batches == 1 and not self.limit
-
-    def _variants(self, plan: RankPlan) -> list[RankPlan]:
-        return [plan, with_covers(plan)] if self._has_covers else [plan]
-
-    def _maker(self, run: PlannedRun) -> Callable[[list[Array]], list[RankPlan]]:
+    def _maker(self, run: PlannedRun, covers: bool) -> Callable[[list[Array]], list[RankPlan]]:
         topology, eas = run.partition.topology, None
         if self.limit:
             limits = EasOptions(hops=EAS_HOPS[self.limit], fanout=EAS_FANOUT)
             eas = eas_rule(limits, seed=run.partition.seed)
         if not run.in_job:
             return lambda seeds: plan_all(
-                run.partition, seeds, run.num_layers, self.hops, eas=eas, cover=self._has_covers
+                run.partition, seeds, run.num_layers, self.hops, eas=eas, cover=covers
             )
         planner = Planner(run.g)
 
@@ -173,7 +175,7 @@ class FullGraphScheme(Work):
                 num_layers=run.num_layers,
                 hops=self.hops,
                 eas=eas,
-                cover=self._has_covers,
+                cover=covers,
                 show_progress=False,
             )
             return [planner.plan(request)]
@@ -342,10 +344,11 @@ def plan_trials(
 
 
 def exchanging_candidates(context: PlanContext) -> Iterator[Candidate]:
-    """Yield full_graph, with and without covers, and with halo rows of the epoch before."""
+    """Yield full_graph, also with covers, with halo rows in 8 bits, and with those of the epoch before."""
     yield from _of_scheme(FullGraphScheme(0))
-    if context.servers > 1:
-        yield Candidate(unit="full_graph", options={"staleness": 1}, works=(FullGraphScheme(0),), exact=False)
+    others: tuple[dict[str, Any], ...] = ({"wire_dtype": "int8"}, {"staleness": 1})
+    for options in others if context.servers > 1 else ():
+        yield Candidate(unit="full_graph", options=options, works=(FullGraphScheme(0),), exact=False)
 
 
 def _of_scheme(scheme: FullGraphScheme, *, covers: bool = True, **options: Any) -> Iterator[Candidate]:
@@ -392,8 +395,9 @@ def cost(candidate: Candidate, known: Measured) -> Cost:
         return _cost_of_covers(known, work)
     # Of several batches, none keeps the features of its halo.
     use_pp = work.steps == 1
-    traffic = _traffic(known, work, use_pp=use_pp)
-    seconds = _seconds(known, work, traffic, use_pp=use_pp)
+    wire: WireDtype = candidate.options.get("wire_dtype", "same")
+    traffic = _traffic(known, work, use_pp=use_pp, wire=wire)
+    seconds = _seconds(known, work, traffic, use_pp=use_pp, wire=wire)
     memory = full_graph_memory(known, work, ahead=0 if work.steps == 1 else 1)
     if "staleness" in candidate.options:
         shown = max(0.0, seconds.outside + seconds.inside - seconds.compute)
@@ -402,12 +406,13 @@ def cost(candidate: Candidate, known: Measured) -> Cost:
         pairs = tuple(map(sum, zip(work.outside, work.inside, strict=True)))
         moved = exchanged_bytes(pairs, known.shape, use_pp=use_pp)
         memory += 4 * sum(moved.values()) // known.cluster.ranks
+    return _cost(known, seconds, traffic, memory)
+
+
+def _cost(known: Measured, seconds: Seconds, traffic: Traffic, memory: int) -> Cost:
+    own = known.own_features
     return Cost(
-        seconds=seconds,
-        traffic=traffic,
-        memory=memory,
-        shared=known.own_features,
-        on_host=known.program_bytes + known.own_features,
+        seconds=seconds, traffic=traffic, memory=memory, shared=own, on_host=known.program_bytes + own
     )
 
 
@@ -416,7 +421,7 @@ def _cost_of_covers(known: Measured, whole: FullWork) -> Cost:
     if not above or not all(layer.sums_sources for layer in above):
         return Cost(why_not="a layer reads its sources by more than a sum or mean")
     if (work := whole.cover) is None:
-        return Cost(why_not="its covers are counted on datasets only")
+        return Cost(why_not="its covers were not counted: there is no dataset, or it is too large")
     # Products are applied to own rows, before the exchange where that makes rows narrower.
     narrowed = (first, *(replace(layer, inputs=layer.summed) for layer in above))
     known = replace(known, shape=replace(known.shape, layers=narrowed))
@@ -429,13 +434,8 @@ def _cost_of_covers(known: Measured, whole: FullWork) -> Cost:
     copy_s = 2 * copied * known.shape.itemsize * (known.plan_rates or known.rates).gather_byte_s
     # The blocks of whole rows are kept beside those of the covers.
     blocks = estimate(whole.largest, known.of_graphs, 0, ahead=0).structure
-    return Cost(
-        seconds=replace(seconds, compute=seconds.compute + copy_s),
-        traffic=traffic,
-        memory=full_graph_memory(known, work) + round(ALLOCATOR_OVERHEAD * sum(blocks)),
-        shared=known.own_features,
-        on_host=known.program_bytes + known.own_features,
-    )
+    memory = full_graph_memory(known, work) + round(ALLOCATOR_OVERHEAD * sum(blocks))
+    return _cost(known, replace(seconds, compute=seconds.compute + copy_s), traffic, memory)
 
 
 def full_graph_memory(known: Measured, work: FullWork, *, ahead: int = 0) -> int:
@@ -445,24 +445,28 @@ def full_graph_memory(known: Measured, work: FullWork, *, ahead: int = 0) -> int
     return known.fixed + known.own_features + found.held + of_steps
 
 
-def exchanged_bytes(pairs: Sequence[int], shape: ModelShape, *, use_pp: bool) -> dict[str, int]:
+def exchanged_bytes(
+    pairs: Sequence[int], shape: ModelShape, *, use_pp: bool, wire: WireDtype = "same"
+) -> dict[str, int]:
     """Return the bytes of an epoch by ledger phase, for (L,) ``pairs`` outside or inside of servers.
 
-    ``halo`` is s (d_0 B_1 + d_1 B_2 + ...), without its first term where layer-1 rows are cached
-    (``use_pp``); ``halo_gradients`` the same without the terms of rows that have no gradient. Empty phases
-    are left out.
+    ``halo`` is b_0 B_1 + b_1 B_2 + ..., b_l the bytes of d_l numbers as ``wire`` sends them, without its
+    first term where layer-1 rows are cached (``use_pp``); ``halo_gradients`` the same without the terms of
+    rows that have no gradient. Empty phases are left out.
     """
     first, *above = (
-        shape.itemsize * layer.inputs * count for layer, count in zip(shape.layers, pairs, strict=True)
+        wire_bytes(wire, layer.inputs, shape.itemsize) * count
+        for layer, count in zip(shape.layers, pairs, strict=True)
     )
     first = 0 if use_pp else first
     return present(halo=sum(above) + first, halo_gradients=sum(above) + (first if shape.first_learns else 0))
 
 
-def _traffic(known: Measured, work: FullWork, *, use_pp: bool) -> Traffic:
+def _traffic(known: Measured, work: FullWork, *, use_pp: bool, wire: WireDtype = "same") -> Traffic:
     row = known.graph.feature_bytes
-    outside = exchanged_bytes(work.outside, known.shape, use_pp=use_pp)
-    inside = exchanged_bytes(work.inside, known.shape, use_pp=use_pp)
+    outside, inside = (
+        exchanged_bytes(pairs, known.shape, use_pp=use_pp, wire=wire) for pairs in (work.outside, work.inside)
+    )
     halo = work.outside[0] * row if use_pp else 0
     one_planner = work.steps == 1 or known.cluster.ranks_per_server == 1
     # The width of exchanged rows is unknown for a guessed shape.
@@ -476,7 +480,9 @@ def _traffic(known: Measured, work: FullWork, *, use_pp: bool) -> Traffic:
     )
 
 
-def _seconds(known: Measured, work: FullWork, traffic: Traffic, *, use_pp: bool) -> Seconds:
+def _seconds(
+    known: Measured, work: FullWork, traffic: Traffic, *, use_pp: bool, wire: WireDtype = "same"
+) -> Seconds:
     cluster, rates = known.cluster, known.plan_rates or known.rates
     compute, read = rates.compute_s(known.shape.work(*work.worked), work.steps), 0.0
     if work.steps > 1:
@@ -486,10 +492,13 @@ def _seconds(known: Measured, work: FullWork, traffic: Traffic, *, use_pp: bool)
         read = num_bytes * rates.check_byte_s + work.steps * _READ_S / min(cluster.cores, 1.0)
     if cluster.cores >= FEW_CORES:
         read = max(0.0, read - hidden_share(cluster.cores) * compute)
-    outside = sum(exchanged_bytes(work.card_rows, known.shape, use_pp=use_pp).values())
-    inside = sum(exchanged_bytes(work.inside_rows, known.shape, use_pp=use_pp).values())
+    outside, inside = (
+        sum(exchanged_bytes(rows, known.shape, use_pp=use_pp, wire=wire).values())
+        for rows in (work.card_rows, work.inside_rows)
+    )
     waits = 2 * sum(1 for rows in work.card_rows[use_pp:] if rows) * work.steps
     handling = handling_seconds(known, traffic) + waits * _EXCHANGE_S / min(cluster.cores, 1.0)
+    handling += (outside + inside) * _CODE_BYTE_S if wire != "same" else 0.0
     moving = after_bursts(outside / cluster.external_bytes_per_s, waits, compute, cluster)
     return Seconds(
         compute=compute + handling,

@@ -304,7 +304,7 @@ class CoverExchange:
             for one, num_sources in ((cover, whole.own_rows), (cover.layer, cover.layer.num_sources))
         )
         self._graphs = {torch.device("cpu"): (partial, total, numbers)}
-        self._weights: dict[str, tuple[Tensor, int, Tensor]] = {}
+        self._weights: dict[str, tuple[Tensor, int | None, Tensor]] = {}
 
     def at(self, number: int) -> CoverExchange:
         other = copy.copy(self)
@@ -337,12 +337,12 @@ class CoverExchange:
     def _remote(self, name: str, weights: Tensor) -> Tensor | None:
         # Ranks must agree, also those without edges: by objects, not by addresses.
         known, version, remote = self._weights.get(name, (None, 0, weights))
-        if known is weights and version == weights._version:
+        if known is weights and version == version_of(weights) is not None:
             return remote
         if weights.requires_grad or not torch.is_grad_enabled():
             return None
         remote = self._edges.fetch(weights, phase=ONCE)
-        self._weights[name] = weights, weights._version, remote
+        self._weights[name] = weights, version_of(weights), remote
         return remote
 
     def _on(self, device: torch.device) -> tuple[Any, Any, Tensor]:
@@ -418,10 +418,12 @@ class LateRows:
         wait, self._wait = self._wait, None
         if wait is not None:
             wait()
-            if self.rows is not None and self._momentum:
-                self.rows.lerp_(self._target, 1.0 - self._momentum)
-            else:
-                self.rows = self._target.clone() if self._momentum else self._target
+            new = self._target
+            if self._momentum and new.is_floating_point():
+                mean = new if self.rows is None else torch.lerp(self.rows, new, 1.0 - self._momentum)
+                # Or an overflow would stay in the mean for ever.
+                new = torch.where(mean.isfinite(), mean, new)
+            self.rows = new
         self.rows = self.rows if keep else None
 
     def swap(self, sent: Iterable[Tensor], halo: HaloExchange, phase: str, like: Tensor) -> Tensor:
@@ -434,6 +436,7 @@ class LateRows:
             raise ConfigError(f"{name} ran twice; with staleness=1 add up losses and call backward once")
         to, due = (halo._sent, halo._received)[:: 1 if phase == FORWARD else -1]
         self.arrive(keep=self._peers in (None, due))
+        # Without momentum they lie where the next ones will be put, when they are waited for.
         self.is_used, self._peers = True, due
         out, self._target = (
             memory.take((sum(count for _, count in counts), *like.shape[1:]), like.dtype)
@@ -512,3 +515,9 @@ def _pieces_of(rows: Tensor, counts: Sequence[tuple[int, int]]) -> Iterator[tupl
     for rank, count in counts:
         yield rank, rows[first : first + count]
         first += count
+
+
+def version_of(rows: Tensor) -> int | None:
+    """Return a number that changes with the content of ``rows``; None if torch has none."""
+    # Torch tracks no versions of tensors created in inference mode.
+    return None if rows.is_inference() else rows._version

@@ -173,7 +173,8 @@ class PairCover:
         PeerError: they do not fit together, or name other rows.
         """
         sizes, rest = numbers[:3], numbers[3:]
-        if numbers.dtype == np.int64 and len(sizes) == 3 and numbers.min() >= 0:
+        is_array = numbers.dtype == np.int64 and numbers.ndim == 1
+        if is_array and len(sizes) == 3 and numbers.min() >= 0:
             rows, counts, sources = np.split(rest, np.cumsum(sizes[:2]))
             # Each number by itself first, because sums overflow.
             fits = max(sizes) <= len(rest) == sizes.sum() and max(counts, default=0) <= len(sources)

@@ -32,7 +32,7 @@ from dglx_dist.strategies.full_graph.halo_block import (
     fetched_frame,
     halo_block,
 )
-from dglx_dist.strategies.full_graph.halo_exchange import HaloExchange
+from dglx_dist.strategies.full_graph.halo_exchange import HaloExchange, version_of
 from dglx_dist.strategies.full_graph.loader import PHASE
 from dglx_dist.strategies.full_graph.plan_builder import check_graph, make_plans
 
@@ -84,7 +84,7 @@ class LocalGraph(DGLGraph):
         own = self.ndata[name]
         self._block.set_all(name, torch.cat([own, halo]))
         whole = self._block.srcdata.pop(name)
-        self._prefetched = (*self._prefetched, _ExchangedColumn(own, _version_of(own), whole))
+        self._prefetched = (*self._prefetched, _ExchangedColumn(own, version_of(own), whole))
 
     def in_degrees(self, v: Any = ALL, etype: Any = None) -> Any:
         return self._block.in_degrees(v)
@@ -141,7 +141,7 @@ class LocalGraph(DGLGraph):
             setattr(moved, frames, [moved_frame(one, where, move) for one in getattr(self, frames)])
         moved._exchanged, names = {}, list(self.ndata.keys())
         moved._prefetched = tuple(
-            _ExchangedColumn(rows, _version_of(rows), one.whole.to(device, **kwargs))
+            _ExchangedColumn(rows, version_of(rows), one.whole.to(device, **kwargs))
             for one in self._prefetched
             for rows in [moved.ndata[name] for name in names if self.ndata[name] is one.own]
         )
@@ -168,7 +168,7 @@ class LocalGraph(DGLGraph):
         if found is not None:
             return found
         whole = self._block.all_rows(rows)
-        self._exchanged[name] = _ExchangedColumn(rows, _version_of(rows), whole)
+        self._exchanged[name] = _ExchangedColumn(rows, version_of(rows), whole)
         return whole
 
     def _set_n_repr(self, ntid: int, u: Any, data: Any) -> None:
@@ -353,13 +353,8 @@ class _ExchangedColumn:
             same
             and rows.dtype == self.own.dtype
             and rows.stride() == self.own.stride()
-            and _version_of(rows) == self.version is not None
+            and version_of(rows) == self.version is not None
             # Two tensors with shared memory may have separate gradients.
             and (rows is self.own or not with_gradient)
             and with_gradient == self.whole.requires_grad
         )
-
-
-def _version_of(rows: Tensor) -> int | None:
-    # Torch tracks no versions of tensors created in inference mode.
-    return None if rows.is_inference() else rows._version

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 import dgl
@@ -229,8 +229,10 @@ class HaloModel(ReplicatedModel):
             if isinstance(graphs[0], LocalGraph):
                 # A loader numbers its blocks, but one local graph serves all steps.
                 graphs[0].step_number += 1
-        is_stale = self._stale is not None and self.training and torch.is_grad_enabled()
-        stale = self._stale.active(graphs[0].step_number) if self._stale and is_stale else nullcontext()
+        stale: AbstractContextManager[None] = nullcontext()
+        if self._stale is not None and self.training and torch.is_grad_enabled():
+            # One epoch until the optimizer's step, on whatever batches.
+            stale = self._stale.active(sum(one._version for one in self.module.parameters()))
         has_targets = all(one.num_dst_nodes() for one in graphs)
         # Recomputation in backward must not stop early: the point at which a rank has all it needs may be
         # before an exchange on one rank and after it on another.

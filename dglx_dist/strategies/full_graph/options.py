@@ -79,7 +79,7 @@ class FullGraphOptions:
     )
     staleness: int = option(0, "Epochs that halo rows and their gradients are late.", check=between(0, 1))
     stale_momentum: float = option(
-        0.0, "Share of what was used before in late rows; 0.95 in PipeGCN.", check=between(0, 0.999)
+        0.0, "Of a moving average over epochs of late rows; 0.95 in PipeGCN.", check=between(0, 0.999)
     )
     wire_dtype: WireDtype = option(
         "same",
@@ -115,10 +115,12 @@ class FullGraphOptions:
     def __post_init__(self) -> None:
         check_ranges(self, "option {name}={value!r}")
         check_split(self.split)
-        if (self.stale_momentum and not self.staleness) or (self.staleness and self.wire_dtype != "same"):
+        if self.stale_momentum and not self.staleness:
+            raise ConfigError(f"option stale_momentum={self.stale_momentum} needs option staleness=1")
+        if self.staleness and self.wire_dtype != "same":
             raise ConfigError(
-                f"options staleness={self.staleness}, stale_momentum={self.stale_momentum}, wire_dtype="
-                f"{self.wire_dtype!r}: late rows need staleness=1, and are sent in their own type"
+                f"options staleness=1 and wire_dtype={self.wire_dtype!r}: late rows are sent in their own "
+                "type; leave one of the two out"
             )
         if self.memory and self.batches:
             raise ConfigError(

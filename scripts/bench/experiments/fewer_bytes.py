@@ -18,7 +18,7 @@ POLICIES = ("degree", "vip", AHEAD)
 ALPHAS = (0.05, 0.1, 0.2)
 MAIN_ALPHA = 0.1
 """At which rates and cuts are compared."""
-RATES = (Rate.parse("100mbit"), GIGABIT, Rate.parse("10gbit"))
+RATES = (Rate.parse("300mbit"), GIGABIT, Rate.parse("10gbit"))
 PHI = 0.8
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "sources": {},

@@ -265,6 +265,13 @@ def test_a_dead_rank_is_named(folder: Path) -> None:
         assert "rank 1" in str(outcomes[rank].result), outcomes[rank]
 
 
+def end_epoch(model: nn.Module) -> None:
+    """As an optimizer of learning rate 0."""
+    with torch.no_grad():
+        for one in model.parameters():
+            one.add_(0.0)
+
+
 def odd_passes(folder: str) -> dict[str, Any]:
     session, g, loader, model, _ = begun(folder, STALE, "sage")
     found: dict[str, Any] = {"sums": []}
@@ -277,6 +284,7 @@ def odd_passes(folder: str) -> dict[str, Any]:
                 F.cross_entropy(model(blocks, x), labels) + F.cross_entropy(model(blocks, -x), labels)
             ).backward()
             found["sums"].append([p.grad.numpy().copy() for p in model.parameters()])
+            end_epoch(model)
     for blocks, x, labels in runs.batches_of(loader)():
         loss = F.cross_entropy(model(blocks, x), labels)
         loss.backward(retain_graph=True)
@@ -302,6 +310,15 @@ def odd_passes(folder: str) -> dict[str, Any]:
             ResGCN(equality.WIDTH, 6, equality.CLASSES, 3, dropout=0, recompute=recompute).double(), g
         )
         found[recompute] = runs.trained(deep, deep, runs.batches_of(loader), epochs=3)
+    options = STALE | {"stale_momentum": MOMENTUM}
+    smooth = STRATEGIES.get("full_graph")(session, options).wrap(Deep("sage"), g)
+    for factor in (1.0, np.inf, *[1.0] * 8):
+        for blocks, x, labels in runs.batches_of(loader)():
+            smooth.zero_grad()
+            loss = F.cross_entropy(smooth(blocks, x * factor), labels)
+            loss.backward()
+            end_epoch(smooth)
+    found["after an overflow"] = [loss.item(), *(p.grad.sum().item() for p in smooth.parameters())]
     g.barrier()
     session.close()
     return found
@@ -313,6 +330,7 @@ def test_passes_of_a_step_do_not_share_rows(folder: Path) -> None:
         # Weights do not change, so rows of the epoch before are those of now.
         np.testing.assert_allclose(sums[1], sums[0], rtol=0, atol=TOLERANCE)
         np.testing.assert_allclose(sums[2], sums[0], rtol=0, atol=TOLERANCE)
+    assert np.isfinite(results[0]["after an overflow"]).all()
     for one, other in zip(results[0]["keep"], results[0]["none"], strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=TOLERANCE)
 
@@ -326,7 +344,11 @@ def on_a_local_graph(folder: str, options: dict[str, Any]) -> list[Any]:
         mask = lg.ndata["train_mask"].bool()
         for _ in range(EPOCHS):
             optimizer.zero_grad()
-            F.cross_entropy(model(lg, lg.ndata["feat"])[mask], lg.ndata["label"][mask]).backward()
+            losses = list[Any]()
+            # In two forward passes, each of which has rows of its own.
+            for _ in range(2):
+                losses.append(F.cross_entropy(model(lg, lg.ndata["feat"])[mask], lg.ndata["label"][mask]) / 2)
+            sum(losses).backward()
             optimizer.step()
         g.barrier()
         return [p.detach().numpy() for p in model.parameters()]
@@ -344,7 +366,7 @@ def test_a_local_graph_trains_what_blocks_train(folder: Path) -> None:
     [
         ("full_graph", {"staleness": 2}, "staleness=2.*from 0 to 1"),
         ("full_graph", {"staleness": 1, "stale_momentum": 1.0}, "stale_momentum=1.0.*from 0 to 0.999"),
-        ("full_graph", {"stale_momentum": 0.5}, "need staleness=1"),
+        ("full_graph", {"stale_momentum": 0.5}, "needs option staleness=1"),
         ("full_graph", {"staleness": 1, "wire_dtype": "int8"}, "sent in their own type"),
         ("shared_preload", {"staleness": 1}, "has no option 'staleness'"),
     ],

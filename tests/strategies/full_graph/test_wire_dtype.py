@@ -17,7 +17,7 @@ import dglx_dist as dx
 from dglx_dist.comm.codec import WireDtype, wire_bytes
 from dglx_dist.comm.exchange import row_exchanges
 from dglx_dist.comm.session import Session, start_session
-from dglx_dist.errors import ConfigError
+from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import NODE_TYPE, Array
 from dglx_dist.strategies.full_graph.halo_exchange import HaloExchange
@@ -58,6 +58,22 @@ def swap(session: Session, wire: WireDtype, step: int = 0) -> tuple[Tensor, Tens
             gradient.index_add_(0, places, whole[places] * (to + 1))
     assert h.grad is not None
     return out.detach(), whole[rows], h.grad, gradient[first : first + SIZES[rank]]
+
+
+def of_two_types() -> str:
+    """Rows of 16 bits on rank 0 take as many bytes as codes of 16 bits on rank 1."""
+    session = start_session(timeout_s=30)
+    rank = session.topology.rank
+    exchange = HaloExchange(session, layer_of(rank, [2, 2], {(0, 1): [0], (1, 0): [0]}), 1, "bfloat16")
+    h = torch.ones(2, 8, dtype=torch.float32 if rank else torch.float16)
+    with pytest.raises(PeerError) as caught:
+        exchange.exchange(h)
+    session.close(failed=True)
+    return str(caught.value)
+
+
+def test_ranks_of_other_types_do_not_read_codes_as_rows() -> None:
+    assert any("16 bits x 8" in one for one in run_ranks(of_two_types, 2))
 
 
 def largest(rows: Tensor) -> Tensor:
