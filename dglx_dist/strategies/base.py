@@ -44,8 +44,6 @@ class Traits:
     """The data of one step."""
     features: Literal["rows", "columns"]
     """The cut of the node features over the servers."""
-    exact: bool
-    """Whether k steps give the weights of one process, up to the order of summation."""
     summary: str
     """The network traffic, in one line."""
     own_loop: bool = True

@@ -58,7 +58,6 @@ class DataParallel(Strategy):
     traits = Traits(
         unit="mini_batch",
         features="rows",
-        exact=True,
         summary="feature rows of remote input nodes, on demand; all gradients",
         complexity=0,
     )

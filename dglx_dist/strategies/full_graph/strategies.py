@@ -124,7 +124,6 @@ class FullGraph(_FullGraphStrategy):
     traits = Traits(
         unit="full_graph",
         features="rows",
-        exact=True,
         summary="activations of border nodes, and their gradients, at every layer; all gradients",
         complexity=20,
     )
@@ -148,7 +147,6 @@ class SharedPreload(_FullGraphStrategy):
     traits = Traits(
         unit="full_graph",
         features="rows",
-        exact=True,
         summary="features of the neighbourhood, once; activations of border nodes above it; all gradients",
         complexity=30,
     )
@@ -170,7 +168,6 @@ class Cooperative(_FullGraphStrategy):
     traits = Traits(
         unit="full_graph",
         features="rows",
-        exact=True,
         summary="features of each batch's neighbourhood; activations inside a server; all gradients",
         complexity=40,
     )

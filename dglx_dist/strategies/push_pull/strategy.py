@@ -54,7 +54,6 @@ class PushPull(Strategy):
     traits = Traits(
         unit="mini_batch",
         features="columns",
-        exact=True,
         summary="partial activations of layer 1 and their gradients; structure of layer 1; other gradients",
         complexity=10,
     )

@@ -32,7 +32,6 @@ class Lambda(Strategy):
     traits = Traits(
         unit="full_graph",
         features="rows",
-        exact=True,
         summary="features of ghosts once; boundary rows and their gradients; rows and weights to workers",
         own_loop=False,
         on_gpus=False,
