@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import shutil
+import threading
 import time
 import tokenize
 import weakref
@@ -180,7 +181,7 @@ class ArrayFolder:
                 found = replace(expected, num_bytes=size) if self._trusted else checksum(path)
                 if found != expected:
                     raise ValueError(f"{name} does not match its checksum")
-                arrays[path.stem] = np.asarray(np.load(path, mmap_mode=mode, allow_pickle=False))
+                arrays[path.stem] = map_array(path, mode)
             if facts is not None and told != facts:
                 raise ValueError(f"it is {told} instead of {facts}")
         except _UNREADABLE as problem:
@@ -233,6 +234,16 @@ class ArrayFolder:
                 return False
             raise StorageError(f"{self.path} cannot be written ({problem}); check the disk") from problem
         return True
+
+
+_PARSING = threading.Lock()
+
+
+def map_array(path: Path, mode: Literal["r", "c"]) -> Array:
+    """Map a ``.npy`` file (c: copy-on-write), as an array that keeps the mapping open. Thread-safe."""
+    # The header is parsed as Python, which raises SystemError at times in two threads before CPython 3.11.8.
+    with _PARSING:
+        return np.asarray(np.load(path, mmap_mode=mode, allow_pickle=False))
 
 
 def checksum_of(values: object) -> int:

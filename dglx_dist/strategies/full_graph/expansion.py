@@ -16,6 +16,7 @@ import numpy as np
 from numba import njit
 
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
+from dglx_dist.data.storage.arrays import map_array
 from dglx_dist.errors import StorageError
 from dglx_dist.graph.structure import InEdges, Structure
 from dglx_dist.keyed_random import hash_ids, item_key, mix, stream_key
@@ -317,9 +318,7 @@ def write_held(folder: Path, held: KHopNeighborhood) -> None:
 
 def read_held(folder: Path) -> KHopNeighborhood:
     """Map the arrays of :func:`write_held`; the files may be removed while the result is in use."""
-    # Plain arrays, because Numba does not support np.memmap; they keep the mapping open.
-    arrays = {path.stem: np.load(path, mmap_mode="r").view(np.ndarray) for path in folder.iterdir()}
-    return KHopNeighborhood(**arrays)
+    return KHopNeighborhood(**{path.stem: map_array(path, "r") for path in folder.iterdir()})
 
 
 def remove_held(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import logging
 import multiprocessing
@@ -13,13 +14,22 @@ import signal
 import threading
 import time
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from dglx_dist.data.storage.arrays import LIMITS, STAMP, ArrayCache, ArrayFolder, ArrayWriter, checksum_of
+from dglx_dist.data.storage.arrays import (
+    LIMITS,
+    STAMP,
+    ArrayCache,
+    ArrayFolder,
+    ArrayWriter,
+    checksum_of,
+    map_array,
+)
 from dglx_dist.data.storage.reader import open_dataset
 from dglx_dist.errors import StorageError
 from tests.data.storage.graphs import ODD_ONES_OUT, TWO_TRIANGLES, flip, flipped_bits, store
@@ -379,3 +389,30 @@ def test_a_cache_that_cannot_be_written_is_left_alone(
     monkeypatch.undo()
     assert cache.entry("columns", "mine").find() is not None
     assert path.exists()
+
+
+class Yields:
+    """Collected with its cycle, it lets another thread run."""
+
+    def __init__(self) -> None:
+        self.cycle = self
+
+    def __del__(self) -> None:
+        time.sleep(0)
+
+
+def test_threads_map_arrays_at_once(tmp_path: Path) -> None:
+    """While one thread parses a header, garbage is collected and another one parses its own."""
+    np.save(tmp_path / "a.npy", np.arange(6).reshape(2, 3))
+    before = gc.get_threshold()
+    gc.set_threshold(20)
+    try:
+
+        def read(_: int) -> int:
+            Yields()
+            return int(map_array(tmp_path / "a.npy", "r").sum())
+
+        with ThreadPoolExecutor(8) as threads:
+            assert set(threads.map(read, range(2_000))) == {15}
+    finally:
+        gc.set_threshold(*before)
