@@ -147,8 +147,9 @@ class EpochRecord:
     loss: float
     """Mean over the targets of the epoch."""
     train_accuracy: float
+    """Nan where a task has no classes."""
     val_accuracy: float | None
-    """None if this epoch was not evaluated."""
+    """None if this epoch was not evaluated, or a task has no classes."""
     seconds: float
     """Wall-clock time of training on the slowest rank, without evaluation."""
     num_samples: int
@@ -172,6 +173,8 @@ class EpochRecord:
     """Rows of cached tensors that had to be fetched."""
     checkpoint_s: float = 0.0
     """Training stood still for checkpoints, on the slowest rank; not part of ``seconds``."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Exact metrics of the validation and test targets, as ``val_f1_micro``; empty if not evaluated."""
 
     @property
     def samples_per_second(self) -> float:

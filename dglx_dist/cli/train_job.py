@@ -38,12 +38,21 @@ from dglx_dist.report.run_folder import PICTURE, SUMMARY, append_epoch, read_epo
 from dglx_dist.report.tables import run_title, summarise
 from dglx_dist.strategies.base import AUTO, WrappedModel, strategy_of
 from dglx_dist.training.checkpoint import read_extra
-from dglx_dist.training.config import BF16, TrainConfig, configuration_of
+from dglx_dist.training.config import BF16, CLASSIFICATION, TrainConfig, configuration_of, metrics_of
 from dglx_dist.training.export import check_target, write_embeddings
-from dglx_dist.training.fit import Callback, FitConfig, FitResult, check_precision, check_same, settled
+from dglx_dist.training.fit import (
+    Callback,
+    FitConfig,
+    FitResult,
+    check_loop,
+    check_precision,
+    check_same,
+    settled,
+)
 from dglx_dist.training.inference import flatten, labelled_type, layerwise_inference
 from dglx_dist.training.models import RELATIONAL_KINDS, ResGCN, build_model
 from dglx_dist.training.relational import HGT, RGCN, EntityInputs
+from dglx_dist.training.tasks import predicted, read_task
 from dglx_dist.training.tracing import check_trace, without_keys
 
 CHECKPOINTS = "checkpoints"
@@ -62,7 +71,7 @@ def _resolve_auto(
     if plan.strategy != AUTO:
         return plan, None
     folder = Path(plan.out)
-    own_loop = plan.precision == BF16
+    own_loop = plan.precision == BF16 or plan.task != CLASSIFICATION or plan.class_weight != "none"
     training = Training(
         num_layers=plan.layers, kind=plan.model, own_loop=own_loop, **common_fields(plan, Training)
     )
@@ -128,7 +137,11 @@ def _write_outputs(
         scores = last(block, h)
         # Relational models give a dictionary, also of one node type.
         several = isinstance(scores, dict)
-        return {name: rows.argmax(1) for name, rows in scores.items()} if several else scores.argmax(1)
+        return (
+            {name: predicted(plan.task, rows) for name, rows in scores.items()}
+            if several
+            else predicted(plan.task, scores)
+        )
 
     for name, folder in outputs:
         if folder is None:
@@ -166,7 +179,8 @@ def train_dataset(plan: TrainConfig) -> Trained:
         plan = settled(plan, folder / CHECKPOINTS, session)
         g = DistGraph(plan.data, structure=plan.structure, verify=plan.verify, session=session)
         ntype = _check_trainable(plan, g)
-        module, inputs, _ = built = build(plan, g, ntype, g.num_classes(ntype))
+        plan, width = _with_task(plan, g, ntype)
+        module, inputs, _ = built = build(plan, g, ntype, width)
         module.to(session.device)
         plan, choice = _resolve_auto(plan, g, module)
         plan = with_defaults(plan)
@@ -200,6 +214,15 @@ def train_dataset(plan: TrainConfig) -> Trained:
             _draw(epochs, folder, run_title(summary, config))
         _write_outputs(plan, wrapped, inputs, g, ntype)
         return Trained(rank=session.topology.rank, epochs=epochs, summary=summary)
+
+
+def _with_task(plan: TrainConfig, g: DistGraph, ntype: str) -> tuple[TrainConfig, int]:
+    """Return ``plan`` with its task and metrics, and the width of the scores, by the labels. Collective."""
+    task, width = read_task(g, ntype, LABEL, plan.task)
+    plan = replace(plan, task=task, metric=metrics_of(task, plan.metric))
+    if plan.strategy != AUTO:
+        check_loop(plan, strategy_of(g.session).traits, g.session.strategy)
+    return plan, width or g.num_classes(ntype)
 
 
 def _configuration(plan: TrainConfig, g: DistGraph, folder: Path) -> dict[str, object]:

@@ -178,10 +178,15 @@ def _read_epoch(line: bytes, where: str) -> EpochRecord:
     # nan is written as null.
     nulls = [name for name, value in values.given.items() if value is None and name != "val_accuracy"]
     readers: dict[str, Any] = dict.fromkeys(nulls, lambda _: math.nan)
+    readers["metrics"] = lambda name: _read_metrics(values.inner(name)) if values.has(name) else {}
     record = values.record(EpochRecord, **readers)
     if max(map(abs, (one for one in astuple(record) if isinstance(one, int)))) >= 1 << 63:
         raise ConfigError(f"{where} has a count beyond 63 bits")
     return record
+
+
+def _read_metrics(values: Fields) -> dict[str, float]:
+    return {name: values.maybe(name, values.number, math.nan) for name in values.given}
 
 
 def _plain(value: object) -> object:

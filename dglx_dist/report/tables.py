@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from statistics import fmean, median
@@ -33,6 +34,11 @@ def readable_seconds(seconds: float) -> str:
 def readable_percent(fraction: float | None) -> str:
     """Format a fraction as a percentage: 0.8123 -> ``81.2 %``, None -> ``""``."""
     return "" if fraction is None else f"{100 * fraction:.1f} %"
+
+
+def readable_score(value: float | None) -> str:
+    """Format a metric: 0.81234 -> ``0.8123``, None -> ``""``."""
+    return "" if value is None else f"{value:.4g}" if abs(value) >= 10 else f"{value:.4f}"
 
 
 def _table(names: Iterable[str], caption: str | None = None) -> Table:
@@ -166,27 +172,39 @@ def phase_seconds(epochs: Sequence[EpochRecord]) -> dict[str, float]:
 
 
 _EPOCH_COLUMNS = (
-    "epoch", "loss", "train", "val", "seconds", "samples/s",
-    "sample", "fetch", "wait", "compute", "exchange", "inside", "outside",
+    "seconds", "samples/s", "sample", "fetch", "wait", "compute", "exchange", "inside", "outside",
 )  # fmt: skip
 
 
 def epoch_table(epochs: Iterable[EpochRecord]) -> Table:
-    """Return one row per epoch: loss, accuracy, seconds, samples/s, the phases in seconds, and bytes.
+    """Return one row per epoch: loss, metrics, seconds, samples/s, the phases in seconds, and bytes.
+
+    ``train`` is the accuracy while training, ``val`` the exact one of validation, and other metrics of
+    validation have columns of their own names.
 
     ``sample`` and ``fetch`` run on the loader's threads beside the other phases, so the columns do not sum to
     ``seconds``; ``wait`` is the part of them that is not hidden. With a cache of remote rows, ``hits`` is its
     hit rate; with checkpoints, ``saving`` is how long training stood still for them.
     """
     epochs = list(epochs)
+    scores: dict[str, list[str]] = {}
+    if any(not math.isnan(record.train_accuracy) for record in epochs):
+        scores["train"] = [readable_percent(record.train_accuracy) for record in epochs]
+        scores["val"] = [readable_percent(record.val_accuracy) for record in epochs]
+    for name in dict.fromkeys(name for record in epochs for name in record.metrics):
+        if name.startswith("val_") and name != "val_accuracy":
+            scores[name.replace("_", " ", 1)] = [
+                readable_score(record.metrics.get(name)) for record in epochs
+            ]
     more: dict[str, list[str]] = {}
     if any(record.cache_hit_rate is not None for record in epochs):
         more["hits"] = [readable_percent(record.cache_hit_rate) for record in epochs]
     if any(record.checkpoint_s for record in epochs):
         more["saving"] = [readable_seconds(record.checkpoint_s) for record in epochs]
-    table = _table((*_EPOCH_COLUMNS, *more), _EPOCH_LEGEND)
+    table = _table(("epoch", "loss", *scores, *_EPOCH_COLUMNS, *more), _EPOCH_LEGEND)
     for number, record in enumerate(epochs):
-        table.add_row(*_epoch_cells(record), *(cells[number] for cells in more.values()))
+        before, after = ([cells[number] for cells in some.values()] for some in (scores, more))
+        table.add_row(str(record.epoch), f"{record.loss:.4f}", *before, *_epoch_cells(record), *after)
     return table
 
 
@@ -199,10 +217,6 @@ _EPOCH_LEGEND = (
 def _epoch_cells(record: EpochRecord) -> tuple[str, ...]:
     phases = (record.sample_s, record.fetch_s, record.wait_s, record.compute_s, record.exchange_s)
     return (
-        str(record.epoch),
-        f"{record.loss:.4f}",
-        readable_percent(record.train_accuracy),
-        readable_percent(record.val_accuracy),
         readable_seconds(record.seconds),
         readable_count(record.samples_per_second),
         *(readable_seconds(seconds) for seconds in phases),
@@ -233,6 +247,8 @@ def _cell(value: object, *names: str) -> str:
         return str(value)
     if any(name.endswith(("accuracy", "hit_rate")) for name in names):
         return readable_percent(value)
+    if any(name.startswith(("val_", "test_")) for name in names):
+        return readable_score(value)
     if any("bytes" in name for name in names):
         return readable_bytes(value)
     if any(name.endswith("seconds") for name in names):

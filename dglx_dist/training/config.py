@@ -6,14 +6,14 @@ Imports no torch, so that ``dglx --help`` is fast.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from dglx_dist.data.storage.files import read_size
-from dglx_dist.errors import ConfigError
+from dglx_dist.errors import ConfigError, UnknownNameError
 from dglx_dist.options import (
     ABOVE_ZERO,
     Check,
@@ -23,17 +23,45 @@ from dglx_dist.options import (
     check_values,
     in_option,
     literals,
+    names,
     one_of,
     option,
     path_option,
     whole_numbers,
 )
 from dglx_dist.planner.records import ChoiceOptions, Rate
+from dglx_dist.registry import did_you_mean
 
 FLOAT32, BF16 = PRECISIONS = "float32", "bf16"
 """Of forward passes in training; weights, gradients, optimizer and evaluation keep the model's dtype."""
 
 _INIT_ARGUMENTS = ("strategy", "timeout", "seed", "backend", "device")
+AUTO_TASK, CLASSIFICATION, MULTILABEL, REGRESSION, LINK = TASKS = (
+    *("auto", "classification", "multilabel", "regression", "link"),
+)
+_OF_CLASSES = ("f1_micro", "f1_macro", "roc_auc", "average_precision")
+METRICS_OF: Mapping[str, tuple[str, ...]] = {
+    CLASSIFICATION: ("accuracy", *_OF_CLASSES),
+    MULTILABEL: (*_OF_CLASSES, "accuracy"),
+    REGRESSION: ("mae", "rmse"),
+}
+"""Task to its metrics; the first two are the default, but the first one alone for classification."""
+LESS_IS_BETTER = ("mae", "rmse")
+_METRICS = tuple(dict.fromkeys(name for known in METRICS_OF.values() for name in known))
+
+
+def metrics_of(task: str, metrics: Sequence[str]) -> tuple[str, ...]:
+    """Return ``metrics``, or the defaults of ``task`` if there are none; ConfigError: one is not of it."""
+    known = METRICS_OF.get(task, ())
+    for name in metrics:
+        if name not in known:
+            raise ConfigError(
+                f"metric {name} is not one of {task}; take some of {', '.join(known)}, or another --task"
+            )
+    return tuple(metrics) or known[: 1 if task == CLASSIFICATION else 2]
+
+
+_of_task = partial(option, panel="Task")
 _of_model = partial(option, panel="Model")
 _of_optimizer = partial(option, panel="Optimizer")
 _of_loading = partial(option, panel="Loading")
@@ -80,8 +108,30 @@ def _every(text: str, _flag: str) -> Every:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """Epochs, evaluation, checkpoints and trace of a training run."""
+    """Task, epochs, evaluation, checkpoints and trace of a training run."""
 
+    task: Any = _of_task(
+        AUTO_TASK,
+        "classification (one class per node), multilabel (columns of 0 and 1, each with a binary "
+        "cross-entropy), regression (numbers, squared error) or link (edges of --target). auto, by the "
+        "labels: (N,) whole numbers, (N, C) of 0 and 1, or other floating-point numbers.",
+        check=one_of(*TASKS),
+        kind=str,
+    )
+    metric: tuple[str, ...] = _of_task(
+        (),
+        f"Exact metrics of validation and test targets, with commas: {', '.join(_METRICS)}. The first "
+        "one decides which epoch is the best. Default: accuracy; f1_micro,f1_macro; mae,rmse, by task. "
+        "roc_auc and average_precision are means over the classes, accuracy of several labels counts rows "
+        "without an error.",
+        metavar="NAME,NAME",
+        kind=str,
+        parse=names,
+    )
+    class_weight: Literal["none", "balanced"] = _of_task(
+        "none", "balanced: a class counts in the loss by the inverse of its share of the training nodes."
+    )
+    """Of multilabel, the ones of each column by zeros / ones."""
     epochs: int = _of_optimizer(10, "Of the whole run.", check=at_least(1))
     """Includes those before a resume."""
     precision: str | None = _of_optimizer(
@@ -93,9 +143,13 @@ class RunOptions:
     eval_every: int = _of_run(1, "Epochs between exact evaluations; 0: at the end.", check=at_least(0))
     """The last epoch is always evaluated."""
     patience: int | None = _of_run(
-        None, "Stop after this number of evaluations without a better one.", check=at_least(1)
+        None,
+        "Stop after this number of evaluations without a better one, by the first --metric on the validation "
+        "targets. Results and predictions are then those of the best one.",
+        flag="--early-stop",
+        check=at_least(1),
     )
-    """Better in validation accuracy; None: never."""
+    """None: never, and results are those of the last epoch."""
     checkpoint_every: Every = _of_run(
         1, "Epochs between checkpoints, or steps: 200steps.", check=_is_every(0), kind=str, parse=_every
     )
@@ -123,7 +177,7 @@ def check_run(config: RunOptions) -> None:
     """Raise ConfigError unless the options agree."""
     if config.patience is not None and config.eval_every == 0:
         raise ConfigError(
-            f"a patience of {config.patience} counts evaluations, but eval-every is 0; set at least 1"
+            f"early-stop {config.patience} counts evaluations, but eval-every is 0; set at least 1"
         )
     if config.resume and config.overwrite:
         raise ConfigError("resume goes on from the checkpoints that overwrite removes; give one of the two")
@@ -251,6 +305,12 @@ class TrainConfig(RunOptions, ModelConfig):
         from dglx_dist.training.models import MODEL_KINDS, RELATIONAL_KINDS, check_kind
 
         check_kind(self.model, MODEL_KINDS + RELATIONAL_KINDS)
+        for name in self.metric:
+            if name not in _METRICS:
+                hint = f"{did_you_mean(name, _METRICS)} (known: {', '.join(_METRICS)})"
+                raise UnknownNameError(f"there is no metric {name!r}{hint}")
+        if self.task != AUTO_TASK:
+            metrics_of(self.task, self.metric)
         for name in _INIT_ARGUMENTS:
             if name in self.strategy_options:
                 raise ConfigError(f"--option {name} is no option of a strategy; see `dglx train --help`")
@@ -280,7 +340,17 @@ class TrainConfig(RunOptions, ModelConfig):
 
 
 _NOT_TRAINED = (
-    *("epochs", "eval_every", "patience", "checkpoint_every", "keep", "resume", "overwrite", "goes_on"),
+    *(
+        "epochs",
+        "eval_every",
+        "patience",
+        "metric",
+        "checkpoint_every",
+        "keep",
+        "resume",
+        "overwrite",
+        "goes_on",
+    ),
     *("trace", "trace_steps", "device", "structure", "data", "ranks", "servers", "timeout_s", "recompute"),
     *("cache", "cache_alpha", "depth", "loader_threads", "verify", "out", "predictions", "save_embeddings"),
 )

@@ -38,9 +38,24 @@ from dglx_dist.strategies.base import (
 )
 from dglx_dist.training import checkpoint
 from dglx_dist.training.checkpoint import Positioned, Sparse, optimizers_of
-from dglx_dist.training.config import BF16, FLOAT32, RunOptions, check_run, steps_between
+from dglx_dist.training.config import (
+    AUTO_TASK,
+    BF16,
+    CLASSIFICATION,
+    FLOAT32,
+    LESS_IS_BETTER,
+    LINK,
+    MULTILABEL,
+    REGRESSION,
+    TASKS,
+    RunOptions,
+    check_run,
+    metrics_of,
+    steps_between,
+)
 from dglx_dist.training.inference import check_evaluable, evaluate, labelled_type
 from dglx_dist.training.relational import EntityInputs
+from dglx_dist.training.tasks import class_weights, loss_of, read_task, warn_of_majority
 from dglx_dist.training.tracing import recording, without_keys
 
 if TYPE_CHECKING:
@@ -73,7 +88,7 @@ Task: TypeAlias = Callable[[WrappedModel, Any], StepLoss]
 @final
 @dataclass(frozen=True, kw_only=True)
 class NodeClassification:
-    """Node classification on batches ``(input_nodes, output_nodes, blocks)``."""
+    """Node classification on batches ``(input_nodes, output_nodes, blocks)``, or another node task."""
 
     loss: LossFunction = cross_entropy
     feature: str = FEATURE
@@ -89,7 +104,9 @@ class NodeClassification:
         if isinstance(scores, dict):
             scores = scores[self.ntype or blocks[-1].dsttypes[0]]
         labels = blocks[-1].dstnodes[self.ntype or blocks[-1].dsttypes[0]].data[self.label]
-        correct = (scores.detach().argmax(1) == labels).sum() if len(labels) else 0
+        # Of labels that are no classes, none is counted.
+        counts = len(labels) and labels.dim() == 1 and not labels.dtype.is_floating_point
+        correct = (scores.detach().argmax(1) == labels).sum() if counts else 0
         return StepLoss(loss=self.loss(scores, labels), num_targets=len(labels), num_correct=correct)
 
 
@@ -283,7 +300,11 @@ Callback = Callable[[EpochRecord], None]
 """Called on every rank after each epoch, with the same record."""
 
 Evaluate = Callable[[WrappedModel], Mapping[str, float]]
-"""The wrapped model to scores by mask name, higher is better, equal on all ranks. Collective."""
+"""The wrapped model to metrics by name, equal on all ranks. Collective.
+
+``val_mask`` and ``test_mask`` are accuracies, or another score of which more is better; others are recorded
+under their names, as ``val_mrr``.
+"""
 
 _, _VALIDATION, _TEST = SPLITS
 TRAINED_WITH, PRECISION = "strategy", "precision"
@@ -301,13 +322,15 @@ class FitConfig(RunOptions):
     """Folder of checkpoints, shared by all ranks; None: none are saved."""
     feature: str = FEATURE
     label: str = LABEL
-    loss: LossFunction = cross_entropy
+    loss: LossFunction | None = None
+    """None: that of the task; cross-entropy, binary cross-entropy or squared error."""
     ntype: str | None = None
     """Type of the classified nodes; required if several node types have labels."""
     inputs: EntityInputs | None = None
     """Input rows by node type, from features and embeddings; None: ``feature`` of the only type."""
-    task: Task | None = None
-    """Replaces the node classification defined by the fields above."""
+    task: Task | str | None = AUTO_TASK
+    """``auto``, ``classification``, ``multilabel`` or ``regression``. Or a function, which replaces the node
+    task defined by the fields above; ``metric`` are then names of ``evaluate``."""
     evaluate: Evaluate | None = None
     """Replaces exact accuracy; a custom ``task`` is evaluated only by this."""
     eval_batch_size: int = 4096
@@ -321,10 +344,22 @@ class FitConfig(RunOptions):
     """Progress bar of rank 0 on standard error."""
 
     def __post_init__(self) -> None:
+        if self.task is None:
+            object.__setattr__(self, "task", AUTO_TASK)
+        if isinstance(self.task, str) and not (self.task in TASKS and self.task != LINK):
+            raise ConfigError(
+                f"task={self.task!r} must be {', '.join(one for one in TASKS if one != LINK)}, or a function "
+                "such as LinkPrediction()"
+            )
         check_ranges(self, "{name}={value}")
         check_run(self)
         if self.resume and self.checkpoint_folder is None:
             raise ConfigError("resume needs checkpoint_folder; give the folder of the checkpoints")
+
+    @property
+    def own_task(self) -> Task | None:
+        """The function that replaces the node task."""
+        return None if isinstance(self.task, str) else self.task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,10 +369,15 @@ class FitResult:
     epochs: list[EpochRecord] = field(default_factory=list)
     """Epochs of this call, without those before a resume."""
     accuracy: dict[str, float] = field(default_factory=dict)
-    """Mask to exact accuracy after the last epoch."""
+    """Mask to exact accuracy after the last epoch; after the best one, if there is ``patience``."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Exact metrics of the same epoch, as ``test_f1_micro``."""
+    task: str = "own"
+    """Of nodes; ``own``: a function of the user."""
     best_epoch: int | None = None
-    """Epoch of the highest validation accuracy; None without evaluation."""
+    """Epoch of the best first metric of validation; None without evaluation."""
     best_val_accuracy: float | None = None
+    """That metric, whichever it is."""
     first_epoch: int = 0
     """Above 0 after a resume."""
     stopped_early: bool = False
@@ -403,8 +443,8 @@ def train(
     of_groups = [{**group, "params": len(group["params"])} for group in optimizer.param_groups]
     check_equal(g.session, "the settings of the optimizer", of_groups)
     check_precision(config.precision, strategy_of(g.session).traits, g.session.strategy)
-    if config.task is None and config.ntype is None:
-        config = replace(config, ntype=labelled_type(g, config.label))
+    config = _with_task(config, g)
+    check_loop(config, strategy_of(g.session).traits, g.session.strategy)
     facts = _facts(g, config, optimizer)
     run = _Run(loader, g, config, _step_of(model, optimizer, sparse, config), facts)
     run.resume()
@@ -436,7 +476,31 @@ def train(
             advance.say(f"cost {account['text']}")
     if run.is_stopped:
         raise run.stopped()
+    if config.task == CLASSIFICATION and (test_accuracy := run.result.test_accuracy) is not None:
+        warn_of_majority(test_accuracy, g, str(config.ntype), config.label)
     return replace(run.result, account=account)
+
+
+def _with_task(config: FitConfig, g: DistGraph) -> FitConfig:
+    """Return ``config`` with task, loss, metrics and type of the nodes. Collective."""
+    if not isinstance(config.task, str):
+        return config
+    ntype = labelled_type(g, config.label) if config.ntype is None else config.ntype
+    task, _ = read_task(g, ntype, config.label, config.task)
+    loss = config.loss
+    if config.class_weight != "none":
+        if loss is not None:
+            raise ConfigError(
+                f"class_weight={config.class_weight!r} is for the task's own loss; leave loss out"
+            )
+        loss = loss_of(task, class_weights(g, ntype, config.label, task))
+    return replace(
+        config,
+        ntype=ntype,
+        task=task,
+        loss=loss_of(task) if loss is None else loss,
+        metric=config.metric if config.evaluate else metrics_of(task, config.metric),
+    )
 
 
 @contextmanager
@@ -457,7 +521,8 @@ def settled(config: Options, checkpoints: str | Path | None, session: Session) -
     wait for each other.
     """
     shared = {one.name: getattr(config, one.name) for one in fields(RunOptions) if one.name != "trace"}
-    check_equal(session, "the settings of training", {**shared, "checkpoints": checkpoints is not None})
+    shared |= {"task": str(shared["task"])[:20], "checkpoints": checkpoints is not None}
+    check_equal(session, "the settings of training", shared)
     launch, restarts = cast("list[Any]", broadcast_json(read_launch(), session))
     if checkpoints is not None:
         checkpoint.occupy(checkpoints)
@@ -530,10 +595,27 @@ def check_precision(precision: str | None, traits: Traits, strategy: str) -> Non
         )
 
 
+def check_loop(config: RunOptions, traits: Traits, strategy: str) -> None:
+    """Raise ConfigError if a strategy that computes steps itself, not in torch, would have to change them."""
+    changed = {
+        "task": config.task not in (AUTO_TASK, CLASSIFICATION),
+        "class-weight": config.class_weight != "none",
+    }
+    for name, wrong in changed.items():
+        if wrong and not traits.own_loop:
+            raise ConfigError(
+                f"strategy {strategy!r} trains classification with plain cross-entropy only, not with "
+                f"{name} {getattr(config, name.replace('-', '_'))}; use strategy='data_parallel'"
+            )
+
+
 def epoch_line(record: EpochRecord) -> str:
     """Return ``epoch 3: loss 1.2345, val 84.1 %, 0.15 s``, without val if not evaluated."""
-    validation = "" if record.val_accuracy is None else f"val {record.val_accuracy:.1%}, ".replace("%", " %")
-    return f"epoch {record.epoch}: loss {record.loss:.4f}, {validation}{record.seconds:.2f} s"
+    scores = [] if record.val_accuracy is None else [f"val {100 * record.val_accuracy:.1f} %"]
+    others = (one for one in record.metrics.items() if one[0].startswith("val_") and one[0] != "val_accuracy")
+    scores += [f"{name.replace('_', ' ', 1)} {value:.4f}" for name, value in others]
+    shown = "".join(f"{one}, " for one in scores)
+    return f"epoch {record.epoch}: loss {record.loss:.4f}, {shown}{record.seconds:.2f} s"
 
 
 def _progress_title(first: int, end: int) -> str:
@@ -566,7 +648,8 @@ class _Run:
         self._writer = (
             None if folder is None else checkpoint.CheckpointWriter(folder, self._state, config.keep)
         )
-        self.result = FitResult(precision=step.precision)
+        self._task = config.task if isinstance(config.task, str) else "own"
+        self.result = FitResult(precision=step.precision, task=self._task)
         """Of the epochs so far."""
         self._next, self._evaluations_since_best = 0, 0
         self._so_far: dict[str, float] = {}
@@ -603,6 +686,8 @@ class _Run:
             self._so_far = saved.so_far[self._session.topology.rank]
         self.result = FitResult(
             accuracy=saved.accuracy,
+            metrics=saved.metrics,
+            task=self._task,
             best_epoch=saved.best[0],
             best_val_accuracy=saved.best[1],
             first_epoch=resumed.epoch,
@@ -614,7 +699,7 @@ class _Run:
 
     def check_evaluation(self) -> None:
         """Raise ConfigError before training if the evaluation after it is impossible."""
-        if self.has_epochs and self._config.evaluate is None and self._config.task is None:
+        if self.has_epochs and self._config.evaluate is None and self._config.own_task is None:
             check_evaluable(self._step.model, self._g, **self._evaluate_options)
 
     @property
@@ -688,6 +773,8 @@ class _Run:
             pause = self._save(step)
             self._so_far = {**self._so_far, "checkpoint_s": self._so_far.get("checkpoint_s", 0) + pause}
         record = over_ranks(gather_json(self._so_far, self._session), self._next)
+        if self._task in (MULTILABEL, REGRESSION):
+            record = replace(record, train_accuracy=math.nan)
         self._so_far = {}
         return record
 
@@ -717,29 +804,37 @@ class _Run:
         for rows in self._step.sparse:
             # With an asynchronous optimizer, other ranks may still be writing rows.
             rows.flush()
-        accuracy = self.result.accuracy
-        if config.evaluate is not None:
-            accuracy = dict(config.evaluate(self._step.model))
-        elif config.task is None:
-            accuracy = evaluate(self._step.model, self._g, **self._evaluate_options)
-        self.result = replace(self.result, accuracy=accuracy)
-        validation, best = self.result.val_accuracy, self.result.best_val_accuracy
+        accuracy, metrics = self.result.accuracy, self.result.metrics
+        if config.evaluate is not None or config.own_task is None:
+            found = (
+                evaluate(self._step.model, self._g, **self._evaluate_options)
+                if config.evaluate is None
+                else dict(config.evaluate(self._step.model))
+            )
+            metrics = {name: value for name, value in found.items() if not name.endswith("_mask")}
+            accuracy = {name: value for name, value in found.items() if name.endswith("_mask")}
+            record = replace(record, metrics=metrics, val_accuracy=accuracy.get(_VALIDATION))
+        self.result = replace(self.result, accuracy=accuracy, metrics=metrics)
+        deciding = config.metric[0] if config.metric else ""
+        validation = metrics.get(f"val_{deciding}", accuracy.get(_VALIDATION))
         if validation is None:
             return record
-        if best is None or validation > best:
+        best, sign = self.result.best_val_accuracy, -1 if deciding in LESS_IS_BETTER else 1
+        if best is None or math.isnan(best) or sign * validation > sign * best:
             self._evaluations_since_best = 0
             self.result = replace(self.result, best_epoch=record.epoch, best_val_accuracy=validation)
         else:
             self._evaluations_since_best += 1
             self.result = replace(self.result, stopped_early=self._patience_is_over())
-        return replace(record, val_accuracy=validation)
+        return record
 
     @property
     def _evaluate_options(self) -> dict[str, Any]:
         config = self._config
         options = {name: getattr(config, name) for name in ("feature", "label", "num_layers", "ntype")}
         inputs = None if config.inputs is None else config.inputs.tensors
-        return {**options, "batch_size": config.eval_batch_size, "inputs": inputs}
+        options |= {"batch_size": config.eval_batch_size, "inputs": inputs}
+        return {**options, "task": config.task, "metrics": config.metric}
 
     def _patience_is_over(self) -> bool:
         patience = self._config.patience
@@ -765,6 +860,7 @@ class _Run:
                 "best": None if best[0] is None else best,
                 "evaluations_since_best": self._evaluations_since_best,
                 "accuracy": self.result.accuracy,
+                "metrics": self.result.metrics,
                 "so_far": gather_json(self._so_far, self._session) if step else [],
                 TRAINED_WITH: _trained_with(self._session),
                 PRECISION: self.result.precision,
@@ -787,6 +883,7 @@ class _Saved:
         self.best = (None, None) if best is None else (checkpoint.whole(best[0]), _number(best[1]))
         self.evaluations_since_best = checkpoint.whole(extra.get("evaluations_since_best", 0))
         self.accuracy = {name: _number(value) for name, value in extra.get("accuracy", {}).items()}
+        self.metrics = {name: _number(value) for name, value in extra.get("metrics", {}).items()}
         self.so_far = [
             {name: _number(value) for name, value in of_rank.items()} for of_rank in extra.get("so_far", [])
         ]
@@ -802,7 +899,8 @@ def _number(value: object) -> float:
 def _step_of(
     model: WrappedModel, optimizer: torch.optim.Optimizer, sparse: Sparse, config: FitConfig
 ) -> Step:
-    task = config.task or NodeClassification(**common_fields(config, NodeClassification))
+    options = common_fields(config, NodeClassification) | {"loss": config.loss or cross_entropy}
+    task = config.own_task or NodeClassification(**options)
     precision = config.precision or FLOAT32
     return Step(
         model=model, optimizer=optimizer, task=task, sparse=optimizers_of(sparse), precision=precision
@@ -810,9 +908,9 @@ def _step_of(
 
 
 def _objective_of(config: FitConfig, sparse: Sparse) -> Objective:
-    beside = {"config.task": config.task, "config.inputs": config.inputs, "sparse": sparse}
+    beside = {"config.task": config.own_task, "config.inputs": config.inputs, "sparse": sparse}
     return Objective(
-        loss=config.loss if config.task is None else None,
+        loss=(config.loss or cross_entropy) if config.own_task is None else None,
         feature=config.feature,
         label=config.label,
         beside=tuple(name for name, value in beside.items() if value is not None),

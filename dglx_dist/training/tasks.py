@@ -1,0 +1,245 @@
+"""Tasks of nodes: what labels are, the loss of each task, and its exact metrics."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from dglx_dist.comm.collectives import run_on_all_ranks, sum_over_ranks
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph.dist_tensor import DistTensor
+from dglx_dist.records import SPLITS
+from dglx_dist.training import metrics
+from dglx_dist.training.config import AUTO_TASK, CLASSIFICATION, MULTILABEL, REGRESSION
+
+if TYPE_CHECKING:
+    from dglx_dist.graph.dist_graph import DistGraph
+
+log = logging.getLogger(__name__)
+
+Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+_ROWS_AT_ONCE = 1 << 16
+"""Scores and labels of own nodes are read in pieces of this size."""
+
+
+def read_task(g: DistGraph, ntype: str, label: str, wanted: str = AUTO_TASK) -> tuple[str, int]:
+    """Return the task of the labels of ``ntype``, and the width of a model's scores. Collective.
+
+    The width is 0 for classification: the dataset states its classes, see ``g.num_classes``.
+
+    ConfigError: on all ranks, the labels are not of the ``wanted`` task.
+    """
+    data = g.nodes[ntype].data
+    if label not in data:
+        return (CLASSIFICATION if wanted == AUTO_TASK else wanted), 0
+    column = data[label]
+    shape, real = tuple(column.shape[1:]), column.dtype.is_floating_point
+    width, is_row = math.prod(shape), len(shape) <= 1
+    binary = is_row and shape != () and (wanted == MULTILABEL or not (real and width == 1))
+    binary = binary and wanted in (AUTO_TASK, MULTILABEL) and _is_binary(column, g, ntype)
+    fits = {
+        CLASSIFICATION: shape == () and not real,
+        MULTILABEL: binary,
+        REGRESSION: is_row and (real or wanted == REGRESSION),
+    }
+    found = next((task for task, good in fits.items() if good and wanted in (AUTO_TASK, task)), None)
+    if found is None:
+        raise ConfigError(
+            f"the labels {label!r} are {column.dtype} of shape {tuple(column.shape)}, which --task {wanted} "
+            "does not take: classification needs one whole number per node, multilabel (N, C) of 0 and 1, "
+            "regression numbers; give another task, or partition with other labels"
+        )
+    return found, 0 if found == CLASSIFICATION else width
+
+
+def _own_pieces(g: DistGraph, ntype: str) -> Iterator[slice]:
+    first, last = g.get_node_partition_policy(ntype).owned_range
+    for begin in range(first, last, _ROWS_AT_ONCE):
+        yield slice(begin, min(begin + _ROWS_AT_ONCE, last))
+
+
+def _is_binary(column: DistTensor, g: DistGraph, ntype: str) -> bool:
+    def odd() -> int:
+        pieces = (column[rows] for rows in _own_pieces(g, ntype))
+        return sum(int(((rows != 0) & (rows != 1)).sum()) for rows in pieces)
+
+    count = torch.tensor([run_on_all_ranks(g.session, odd)])
+    return int(sum_over_ranks(count, g.session, phase=metrics.PHASE)) == 0
+
+
+def loss_of(task: str, weights: Tensor | None = None) -> Loss:
+    """Return the mean loss of (B, C) scores and labels; ``weights`` are those of :func:`class_weights`.
+
+    A weighted mean divides by the number of rows, not by the sum of their weights, so that it is the mean
+    over the ranks' means.
+    """
+    if task == REGRESSION:
+        return _squared_error
+    if task == MULTILABEL:
+        return _Binary(weights)
+    return F.cross_entropy if weights is None else _Weighted(weights)
+
+
+def _squared_error(scores: Tensor, labels: Tensor) -> Tensor:
+    return F.mse_loss(scores.float() if scores.dtype == torch.bfloat16 else scores, _like(labels, scores))
+
+
+def _like(labels: Tensor, scores: Tensor) -> Tensor:
+    if labels.numel() != scores.numel():
+        raise ConfigError(
+            f"the model returns scores of shape {tuple(scores.shape)} for labels of shape "
+            f"{tuple(labels.shape)}; its last layer must have a column for each of the labels"
+        )
+    dtype = torch.float32 if scores.dtype == torch.bfloat16 else scores.dtype
+    return labels.to(dtype).reshape(scores.shape)
+
+
+class _Binary:
+    def __init__(self, weights: Tensor | None) -> None:
+        self._weights = weights
+
+    def __call__(self, scores: Tensor, labels: Tensor) -> Tensor:
+        weights = None if self._weights is None else self._weights.to(scores)
+        return F.binary_cross_entropy_with_logits(scores, _like(labels, scores), pos_weight=weights)
+
+
+class _Weighted:
+    def __init__(self, weights: Tensor) -> None:
+        self._weights = weights
+
+    def __call__(self, scores: Tensor, labels: Tensor) -> Tensor:
+        weights = self._weights.to(scores.device)
+        return (F.cross_entropy(scores, labels, reduction="none") * weights[labels]).mean()
+
+
+def class_weights(g: DistGraph, ntype: str, label: str, task: str) -> Tensor:
+    """Return the ``balanced`` weights of the classes, (C,) float32. Collective.
+
+    Of classification, n / (C * n_c) with n_c training nodes of class c out of n, 0 for a class without any;
+    of multilabel, the zeros over the ones of each column, 1 for a column without ones.
+    """
+    if task == REGRESSION:
+        raise ConfigError("class weights are for classes, and the task is regression; leave them out")
+    data = g.nodes[ntype].data
+    classes = g.num_classes(ntype) if task == CLASSIFICATION else int(data[label].shape[1])
+    counts = torch.zeros(classes + 1, dtype=torch.int64)
+    for rows in _own_pieces(g, ntype):
+        labels = data[label][rows][data[SPLITS[0]][rows].bool()]
+        counts[-1] += len(labels)
+        counts[:-1] += (
+            torch.bincount(labels, minlength=classes) if task == CLASSIFICATION else labels.sum(0).long()
+        )
+    counts = sum_over_ranks(counts, g.session, phase=metrics.PHASE)
+    ones, number = counts[:-1].float(), float(counts[-1])
+    weights = number / (classes * ones) if task == CLASSIFICATION else (number - ones) / ones
+    return torch.where(ones > 0, weights, torch.tensor(0.0 if task == CLASSIFICATION else 1.0))
+
+
+def as_probabilities(task: str, scores: Tensor) -> Tensor:
+    """Return the probabilities of (B, C) scores: by softmax of classes, by sigmoid of several labels.
+
+    Those of regression and of links stay as they are.
+    """
+    if task == CLASSIFICATION:
+        return scores.softmax(1)
+    return scores.sigmoid() if task == MULTILABEL else scores
+
+
+def predicted(task: str, scores: Tensor) -> Tensor:
+    """Return the answers of (B, C) scores: (B,) int64 classes, (B, C) bool, or the numbers of regression."""
+    if task == CLASSIFICATION:
+        return scores.argmax(1)
+    return scores > 0 if task == MULTILABEL else scores.squeeze(1) if scores.dim() == 2 else scores
+
+
+def measure(
+    scores: DistTensor,
+    g: DistGraph,
+    ntype: str,
+    label: str,
+    masks: Sequence[str],
+    *,
+    task: str,
+    wanted: Sequence[str],
+) -> dict[str, dict[str, float]]:
+    """Return the metrics of each mask by name, nan for a mask without labelled rows. Collective.
+
+    Args:
+        scores: (N, C) results of the model.
+        g: The graph.
+        ntype: Type of the nodes.
+        label: Node data; rows below 0 have no class and do not count.
+        masks: Names of boolean node data.
+        task: Of :func:`read_task`.
+        wanted: Names of metrics.
+    """
+    data, found = g.nodes[ntype].data, {}
+    for mask in masks:
+        pieces = []
+        for rows in _own_pieces(g, ntype):
+            labels, inside = data[label][rows], data[mask][rows].bool()
+            if task == CLASSIFICATION:
+                inside = inside & (labels >= 0)
+            pieces.append((scores[rows][inside], labels[inside]))
+        empty = slice(0, 0)
+        pieces = pieces or [(scores[empty], data[label][empty])]
+        mine, true = (torch.cat(list(column)) for column in zip(*pieces, strict=True))
+        found[mask] = _measured(mine, true, g, task, wanted)
+    return found
+
+
+def _measured(
+    scores: Tensor, labels: Tensor, g: DistGraph, task: str, wanted: Sequence[str]
+) -> dict[str, float]:
+    session = g.session
+    if task == REGRESSION:
+        truth = _like(labels, scores)
+        known = {"mae": metrics.mae, "rmse": metrics.rmse}
+        return {name: known[name](scores, truth, session) for name in wanted}
+    classes = scores.shape[1]
+    found = {}
+    for name in wanted:
+        if name in ("f1_micro", "f1_macro"):
+            average: Literal["micro", "macro"] = "micro" if name == "f1_micro" else "macro"
+            predicted = scores.argmax(1) if task == CLASSIFICATION else scores > 0
+            found[name] = metrics.f1(predicted, labels, classes, session, average=average)
+        elif name == "accuracy":
+            right = (
+                scores.argmax(1) == labels
+                if task == CLASSIFICATION
+                else ((scores > 0) == labels.bool()).all(1)
+            )
+            found[name] = metrics.accuracy(right.long(), torch.ones_like(right, dtype=torch.int64), session)
+        else:
+            probable, truth = as_probabilities(task, scores.double()), labels
+            if task == CLASSIFICATION:
+                truth = F.one_hot(labels.clamp(max=classes - 1), classes) if len(labels) else probable.long()
+                # Of two classes, the second one is the positive; the first would count the same pairs again.
+                probable, truth = (one[:, 1:] if classes == 2 else one for one in (probable, truth))
+            of_column = metrics.roc_auc if name == "roc_auc" else metrics.average_precision
+            found[name] = of_column(probable, truth, session)
+    return found
+
+
+def warn_of_majority(accuracy: float, g: DistGraph, ntype: str, label: str) -> None:
+    """Warn on rank 0 if the test accuracy is not above the share of the largest class. Collective."""
+    data, classes = g.nodes[ntype].data, g.dataset.manifest.num_classes.get(ntype, 0)
+    counts = torch.zeros(classes, dtype=torch.int64)
+    for rows in _own_pieces(g, ntype) if classes else ():
+        labels = data[label][rows][data[SPLITS[2]][rows].bool()]
+        counts += torch.bincount(labels[(labels >= 0) & (labels < classes)], minlength=classes)
+    counts = sum_over_ranks(counts, g.session, phase=metrics.PHASE)
+    share = float(counts.max()) / max(1, int(counts.sum())) if classes else -1.0
+    if accuracy <= share and g.session.topology.rank == 0:
+        log.warning(
+            "the test accuracy of %.1f %% is not above %.1f %%, the share of the largest class: it may "
+            "always be the same answer; see --metric f1_macro, or give --class-weight balanced",
+            100 * accuracy,
+            100 * share,
+        )
