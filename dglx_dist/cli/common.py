@@ -136,7 +136,7 @@ def _parameter(one: Field[Any], declared: Option, hint: Any, flag: str) -> inspe
     kind = declared.kind or (str if declared.parse or get_origin(hint) is Literal else hint)
     default: Any = inspect.Parameter.empty
     if one.default is not MISSING or one.default_factory is not MISSING:
-        default = None if one.default in (MISSING, "") else one.default
+        default = None if one.default in (MISSING, "", ()) else one.default
         kind = kind | None if default is None else kind
     is_option = flag.startswith("-") and (default is not inspect.Parameter.empty or declared.flag is not None)
     info = typer.Option(flag, **declared.shown) if is_option else typer.Argument(**declared.shown)

@@ -21,7 +21,7 @@ from dglx_dist.comm.topology import (
 )
 from dglx_dist.errors import ConfigError
 from dglx_dist.report.tables import plural
-from dglx_dist.training.config import TrainConfig, ranks_of_each
+from dglx_dist.training.config import LINK, TrainConfig, ranks_of_each
 
 INTERRUPTED = 128 + signal.SIGINT
 _TOLD = (INTERRUPTED, 128 + signal.SIGTERM, 128 + signal.SIGUSR1)
@@ -112,13 +112,25 @@ def check_before_launch(config: TrainConfig) -> None:
     from dglx_dist.comm.devices import check_request
     from dglx_dist.data.storage.manifest import read_manifest
     from dglx_dist.planner.workload import check_plannable
-    from dglx_dist.strategies.base import AUTO, STRATEGIES, resolve_strategy
+    from dglx_dist.strategies.base import AUTO, STRATEGIES, Strategy, resolve_strategy
     from dglx_dist.training.fit import check_precision
 
     strategy = resolve_strategy(config.strategy, auto=True)
     is_auto = strategy == AUTO
     read_options = read_auto_options if is_auto else STRATEGIES.get(strategy).read_options
     read_options({**read_settings().options, **config.strategy_options})
+    if config.task == LINK and STRATEGIES.get(strategy).edge_loader is Strategy.edge_loader:
+        known = STRATEGIES.names()
+        others = [one for one in known if STRATEGIES.get(one).edge_loader is not Strategy.edge_loader]
+        raise ConfigError(
+            f"--task link needs batches of edges, which strategy {strategy!r} does not have; use "
+            f"--strategy {' or '.join(others)}"
+        )
+    if config.embeddings and not is_auto and STRATEGIES.get(strategy).traits.features != "rows":
+        raise ConfigError(
+            f"--embeddings are rows on the servers, which strategy {strategy!r} does not fetch; use "
+            "--strategy data_parallel"
+        )
     if not is_auto:
         check_precision(config.precision, STRATEGIES.get(strategy).traits, strategy)
     check_request(config.device, read_settings().device)

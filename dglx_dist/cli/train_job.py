@@ -32,25 +32,43 @@ from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.graph.optim import SparseAdam, SparseOptimizer
 from dglx_dist.options import common_fields
 from dglx_dist.planner.workload import check_plannable
-from dglx_dist.records import FEATURE, LABEL, EpochRecord
+from dglx_dist.records import FEATURE, LABEL, EdgeType, EpochRecord
 from dglx_dist.report.pictures import draw
 from dglx_dist.report.run_folder import PICTURE, SUMMARY, append_epoch, read_epochs, start_run, write_run
 from dglx_dist.report.tables import run_title, summarise
 from dglx_dist.strategies.base import AUTO, WrappedModel, strategy_of
 from dglx_dist.training.checkpoint import read_extra
-from dglx_dist.training.config import BF16, CLASSIFICATION, TrainConfig, configuration_of, metrics_of
+from dglx_dist.training.config import (
+    BF16,
+    CLASSIFICATION,
+    LINK,
+    NO_ENCODER,
+    TrainConfig,
+    configuration_of,
+    metrics_of,
+)
 from dglx_dist.training.export import check_target, write_embeddings
 from dglx_dist.training.fit import (
     Callback,
     FitConfig,
     FitResult,
+    LinkPrediction,
     check_loop,
     check_precision,
     check_same,
     settled,
 )
 from dglx_dist.training.inference import flatten, labelled_type, layerwise_inference
-from dglx_dist.training.models import RELATIONAL_KINDS, ResGCN, build_model
+from dglx_dist.training.link import (
+    PAIR_LOSSES,
+    LinkEvaluation,
+    LinkModel,
+    link_loader,
+    link_targets,
+    rows_of,
+    split_edges,
+)
+from dglx_dist.training.models import DECODERS, RELATIONAL_KINDS, ResGCN, build_model
 from dglx_dist.training.relational import HGT, RGCN, EntityInputs
 from dglx_dist.training.tasks import predicted, read_task
 from dglx_dist.training.tracing import check_trace, without_keys
@@ -90,27 +108,56 @@ Built: TypeAlias = tuple[nn.Module, EntityInputs | None, SparseOptimizer | None]
 """A model, its inputs (None: the features of the only node type), and the optimizer of its trainable rows."""
 
 
-def build(plan: TrainConfig, g: DistGraph, ntype: str, classes: int) -> Built:
-    """Build the model for ``classes`` of ``ntype``, with trainable rows without features; collective."""
-    sizes = (plan.hidden, classes, plan.layers, plan.dropout)
+def build(plan: TrainConfig, g: DistGraph, ntype: str | None, width: int) -> Built:
+    """Build a model with results of ``width`` for ``ntype``, None: all types; collective.
+
+    Nodes without features get trainable rows.
+    """
+    sizes = (plan.hidden, width, plan.layers, plan.dropout)
+    inputs, sparse = _inputs_of(plan, g)
     if plan.model not in RELATIONAL_KINDS:
-        width = g.nodes[ntype].data[FEATURE].shape[1]
+        columns = plan.embeddings if inputs else g.nodes[g.ntypes[0]].data[FEATURE].shape[1]
+        assert columns is not None  # checked
         if plan.model == "resgcn":
-            return ResGCN(width, *sizes, recompute=plan.recompute), None, None
-        return build_model(plan.model, width, *sizes, plan.heads, graph=g), None, None
-    embeddings = {}
-    for name in g.ntypes:
-        if FEATURE not in g.nodes[name].data:
-            policy, count = g.get_node_partition_policy(name), g.num_nodes(name)
-            embeddings[name] = DistEmbedding(count, plan.hidden, f"{name}-rows", part_policy=policy, graph=g)
-    inputs = EntityInputs(g, embeddings=embeddings)
-    options: dict[str, Any] = {"layers": plan.layers, "dropout": plan.dropout, "out_types": [ntype]}
+            return ResGCN(columns, *sizes, recompute=plan.recompute), inputs, sparse
+        return build_model(plan.model, columns, *sizes, plan.heads, graph=g), inputs, sparse
+    assert inputs is not None
+    widths = inputs.feature_widths
+    if plan.embeddings not in (None, plan.hidden):
+        widths |= {name: plan.embeddings for name in g.ntypes if name not in widths}
+    options: dict[str, Any] = {"layers": plan.layers, "dropout": plan.dropout}
+    options["out_types"] = None if ntype is None else [ntype]
     if plan.model == "hgt":
         options["heads"] = plan.heads
     relational: Any = HGT if plan.model == "hgt" else RGCN
-    module = relational(g, inputs.feature_widths, plan.hidden, classes, **options)
-    sparse = SparseAdam(list(embeddings.values()), lr=plan.lr) if embeddings else None
-    return module, inputs, sparse
+    return relational(g, widths, plan.hidden, width, **options), inputs, sparse
+
+
+def _inputs_of(plan: TrainConfig, g: DistGraph) -> tuple[EntityInputs | None, SparseOptimizer | None]:
+    """Return the inputs, None: the features of the only type, and the optimizer of trainable rows."""
+    embeddings = {}
+    for name in g.ntypes:
+        if plan.model == NO_ENCODER or FEATURE not in g.nodes[name].data:
+            policy, count = g.get_node_partition_policy(name), g.num_nodes(name)
+            width = plan.embeddings or plan.hidden
+            embeddings[name] = DistEmbedding(count, width, f"{name}-rows", part_policy=policy, graph=g)
+    several = plan.model in RELATIONAL_KINDS or plan.model == NO_ENCODER
+    if not several and not embeddings:
+        return None, None
+    inputs = EntityInputs(g, embeddings=embeddings, as_tensor=not several)
+    return inputs, SparseAdam([*embeddings.values()], lr=plan.lr) if embeddings else None
+
+
+def _build_link(plan: TrainConfig, g: DistGraph, targets: Sequence[EdgeType]) -> Built:
+    """Build the encoder, if there is one, and the decoder of edges; collective."""
+    decoder = plan.decoder or ("distmult" if len(targets) > 1 else "dot")
+    etypes = g.canonical_etypes
+    if plan.model == NO_ENCODER:
+        inputs, sparse = _inputs_of(plan, g)
+        assert plan.embeddings is not None  # checked
+        return LinkModel(None, DECODERS[decoder](len(etypes), plan.embeddings), etypes), inputs, sparse
+    encoder, inputs, sparse = build(plan, g, None, plan.hidden)
+    return LinkModel(encoder, DECODERS[decoder](len(etypes), plan.hidden), etypes), inputs, sparse
 
 
 def _check_outputs(plan: TrainConfig, session: Session) -> None:
@@ -125,10 +172,18 @@ def _check_outputs(plan: TrainConfig, session: Session) -> None:
 
 
 def _write_outputs(
-    plan: TrainConfig, wrapped: WrappedModel, inputs: EntityInputs | None, g: DistGraph, ntype: str
+    plan: TrainConfig, wrapped: WrappedModel, inputs: EntityInputs | None, g: DistGraph, target: Target
 ) -> None:
     outputs = [(EMBEDDING, plan.save_embeddings), (PREDICTION, plan.predictions)]
     if not any(folder for _, folder in outputs):
+        return
+    if not isinstance(target, str):
+        assert plan.save_embeddings is not None  # there are no predictions
+        of_type, is_made = rows_of(wrapped, g, inputs)
+        rows = of_type if len(of_type) > 1 else of_type[g.ntypes[0]]
+        write_embeddings(rows, g, plan.save_embeddings, name=EMBEDDING, overwrite=True)
+        for tensor in of_type.values() if is_made else ():
+            tensor.delete()
         return
     module = wrapped.whole()
     *hidden, last = module.inference_layers()  # type: ignore[operator]  # all models of build() have it
@@ -151,7 +206,7 @@ def _write_outputs(
             g,
             inputs=None if inputs is None else inputs.tensors,
             layers=hidden if name == EMBEDDING else [*hidden, classes],
-            ntypes=None if name == EMBEDDING else [ntype],
+            ntypes=None if name == EMBEDDING else [target],
         )
         tensors = list(flatten(rows).values())
         several = name == EMBEDDING and len(g.ntypes) > 1
@@ -178,9 +233,8 @@ def train_dataset(plan: TrainConfig) -> Trained:
     with init(plan.strategy, **joining, **options) as session:
         plan = settled(plan, folder / CHECKPOINTS, session)
         g = DistGraph(plan.data, structure=plan.structure, verify=plan.verify, session=session)
-        ntype = _check_trainable(plan, g)
-        plan, width = _with_task(plan, g, ntype)
-        module, inputs, _ = built = build(plan, g, ntype, width)
+        plan, target, built, notes = _prepared(plan, g)
+        module, inputs, _ = built
         module.to(session.device)
         plan, choice = _resolve_auto(plan, g, module)
         plan = with_defaults(plan)
@@ -198,10 +252,10 @@ def train_dataset(plan: TrainConfig) -> Trained:
                 start_run(folder, config, keep_metrics=plan.resume, plan=choice)
 
         append = partial(append_epoch, folder) if writes else lambda _record: None
-        wrapped, result = _fit(plan, g, ntype, built, facts, start, append)
+        wrapped, result = _fit(plan, g, target, built, facts, start, append)
         epochs = (*(e for e in before if e.epoch < result.first_epoch), *result.epochs)
         costs = facts_of(wrapped, session, result)
-        summary = summarise(costs, epochs)
+        summary = summarise(costs, epochs) | notes
         if choice is not None:
             choice["outcome"] = asdict(outcome_of(choice["epoch"], epochs, costs))
             summary[AUTO] = plan_summary(choice)
@@ -212,8 +266,27 @@ def train_dataset(plan: TrainConfig) -> Trained:
         if writes and (result.epochs or not (folder / SUMMARY).is_file()):
             write_run(folder, config, epochs, summary, plan=choice)
             _draw(epochs, folder, run_title(summary, config))
-        _write_outputs(plan, wrapped, inputs, g, ntype)
+        _write_outputs(plan, wrapped, inputs, g, target)
         return Trained(rank=session.topology.rank, epochs=epochs, summary=summary)
+
+
+Target: TypeAlias = str | Sequence[EdgeType]
+"""The node type or the edge types to predict."""
+
+
+def _prepared(plan: TrainConfig, g: DistGraph) -> tuple[TrainConfig, Target, Built, dict[str, object]]:
+    """Return the plan with task and metrics, its target, the model, notes for the summary; collective."""
+    if plan.task != LINK:
+        ntype = _check_trainable(plan, g)
+        plan, width = _with_task(plan, g, ntype)
+        return plan, ntype, build(plan, g, ntype, width), {}
+    targets = _check_link(plan, g)
+    made = split_edges(g, targets)
+    notes: dict[str, object] = {
+        "target": ",".join(relation for _, relation, _ in targets),
+        "edge_split": "80 / 10 / 10, keyed by the ends" if made else "masks of the dataset",
+    }
+    return replace(plan, metric=metrics_of(LINK, plan.metric)), targets, _build_link(plan, g, targets), notes
 
 
 def _with_task(plan: TrainConfig, g: DistGraph, ntype: str) -> tuple[TrainConfig, int]:
@@ -249,32 +322,56 @@ def with_defaults(plan: TrainConfig) -> TrainConfig:
     )
 
 
+def _check_link(plan: TrainConfig, g: DistGraph) -> list[EdgeType]:
+    """Check that ``g`` has the types and data that the model of links needs; return the edge types."""
+    if plan.model != NO_ENCODER:
+        _check_inputs(plan, g)
+    targets = run_on_all_ranks(g.session, lambda: link_targets(g, plan.target), ConfigError)
+    if not sum(map(g.num_edges, targets)):
+        raise ConfigError(f"{g.dataset.folder} has no edges of {targets[0]}; name others with --target")
+    return targets
+
+
 def _check_trainable(plan: TrainConfig, g: DistGraph) -> str:
     """Check that ``g`` has the types and data that the model needs; return the node type to classify."""
     if plan.strategy == AUTO:
         check_plannable(g.dataset.manifest, plan.data)
-    where, relational = g.dataset.folder, plan.model in RELATIONAL_KINDS
-    if not relational and (len(g.ntypes) != 1 or len(g.canonical_etypes) != 1):
-        raise ConfigError(
-            f"{where} has {len(g.ntypes)} node and {len(g.canonical_etypes)} edge types, and --model "
-            f"{plan.model} is for one of each; use --model {' or '.join(RELATIONAL_KINDS)}, or write a loop "
-            "as in examples/07_rgcn.py"
-        )
+    _check_inputs(plan, g)
     ntype = labelled_type(g)
     data = g.nodes[ntype].data
-    # A relational model has trainable rows where there are no features.
-    for name in (LABEL, "train_mask") if relational else (FEATURE, LABEL, "train_mask"):
+    for name in (LABEL, "train_mask"):
         if name not in data:
             known = ", ".join(data) or "none"
             raise ConfigError(
-                f"{where} has no node data {name!r} (known: {known}); partition a graph that has it "
-                "(docs/quickstart.md, Partition a graph, lists the names of columns)"
+                f"{g.dataset.folder} has no node data {name!r} (known: {known}); partition a graph that "
+                "has it (docs/quickstart.md, Partition a graph, lists the names of columns), or predict its "
+                "edges with --task link"
             )
+    return ntype
+
+
+def _check_inputs(plan: TrainConfig, g: DistGraph) -> None:
+    """Raise ConfigError unless the model takes the types of ``g`` and has rows for all nodes."""
+    where, relational = g.dataset.folder, plan.model in RELATIONAL_KINDS
+    if not relational and (len(g.ntypes) != 1 or len(g.canonical_etypes) != 1):
+        others = ", or --model none, which scores trainable rows" if plan.task == LINK else ""
+        raise ConfigError(
+            f"{where} has {len(g.ntypes)} node and {len(g.canonical_etypes)} edge types, and --model "
+            f"{plan.model} is for one of each; use --model {' or '.join(RELATIONAL_KINDS)}{others}, or write "
+            "a loop as in examples/07_rgcn.py"
+        )
+    # A relational model has trainable rows where there are no features.
+    if not relational and plan.embeddings is None and FEATURE not in g.nodes[g.ntypes[0]].data:
+        known = ", ".join(g.nodes[g.ntypes[0]].data) or "none"
+        raise ConfigError(
+            f"{where} has no node data {FEATURE!r} (known: {known}); give the nodes trainable rows with "
+            "--embeddings 64, or partition a graph that has it (docs/quickstart.md, Partition a graph, lists "
+            "the names of columns)"
+        )
     for name in g.ntypes:
         shape = g.nodes[name].data[FEATURE].shape if FEATURE in g.nodes[name].data else (0, 0)
         if len(shape) != 2:
             raise ConfigError(f"{FEATURE!r} of {where} has shape {shape}; it must be (N, F)")
-    return ntype
 
 
 def _check_cache(plan: TrainConfig, session: Session) -> None:
@@ -307,40 +404,53 @@ def run_config(plan: TrainConfig, g: DistGraph, session: Session) -> dict[str, o
 def _fit(
     plan: TrainConfig,
     g: DistGraph,
-    ntype: str,
+    target: Target,
     built: Built,
     facts: Mapping[str, object],
     begin: Callable[[], None],
     after_epoch: Callback,
 ) -> tuple[WrappedModel, FitResult]:
+    """Train on the nodes of a type, or on the edges of some."""
     module, inputs, sparse = built
     # A cache that auto chose is filled already.
     if plan.cache is not None and not g.kvstore.has_cache:
-        _cache_features(plan, g, ntype, plan.cache)
+        _cache_features(plan, g, target, plan.cache)
     folder, options = Path(plan.out) / CHECKPOINTS, common_fields(plan, FitConfig)
-    options |= {"ntype": ntype, "inputs": inputs, "configuration": facts, "on_begin": begin}
-    config = FitConfig(**options, checkpoint_folder=folder)
-    loader_options: dict[str, Any] = {"depth": plan.depth, "num_threads": plan.loader_threads}
+    options |= {"inputs": inputs, "configuration": facts, "on_begin": begin}
+    loading: dict[str, Any] = {"depth": plan.depth, "num_threads": plan.loader_threads}
+    loading = {name: value for name, value in loading.items() if value is not None}
+    if isinstance(target, str):
+        options["ntype"] = target
+        loading |= {"fanouts": plan.fanouts, "batch_size": plan.batch_size}
+    else:
+        given: dict[str, Any] = {"g": g, "targets": target, "inputs": inputs}
+        options["task"] = LinkPrediction(inputs=inputs, pair_loss=PAIR_LOSSES[plan.loss])
+        options["evaluate"] = LinkEvaluation(**given, metrics=plan.metric)
+        loading |= {"fanouts": None if plan.model == NO_ENCODER else plan.fanouts}
+        loader = link_loader(**given, **loading, batch_size=plan.batch_size or 512, negatives=plan.negatives)
+        loading = {"loader": loader}
+    # Of --task link; the library takes a function.
+    del options["loss"]
     return fit(
         module,
         g,
-        config=config,
-        fanouts=plan.fanouts,
-        batch_size=plan.batch_size,
+        config=FitConfig(**options, checkpoint_folder=folder),
         make_optimizer=lambda parameters: torch.optim.Adam(
             parameters, lr=plan.lr, weight_decay=plan.weight_decay
         ),
         callbacks=[after_epoch],
         sparse=sparse,
-        **{name: value for name, value in loader_options.items() if value is not None},
+        **loading,
     )
 
 
-def _cache_features(plan: TrainConfig, g: DistGraph, ntype: str, policy: str) -> None:
+def _cache_features(plan: TrainConfig, g: DistGraph, target: Target, policy: str) -> None:
     sampling: dict[str, Any] = {}
     if policy == "vip":
+        if not isinstance(target, str):
+            raise ConfigError("--cache vip counts the batches of nodes; use lookahead with --task link")
         sampling = {"fanouts": list(plan.fanouts or ()), "batch_size": plan.batch_size}
-        sampling["seeds"] = {ntype: training_nodes(g, ntype)}
+        sampling["seeds"] = {target: training_nodes(g, target)}
     for name in g.ntypes:
         if FEATURE in g.nodes[name].data:
             g.cache_rows(FEATURE, alpha=plan.cache_alpha, policy=policy, ntype=name, **sampling)

@@ -6,7 +6,7 @@ Imports no torch, so that ``dglx --help`` is fast.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -44,9 +44,13 @@ METRICS_OF: Mapping[str, tuple[str, ...]] = {
     CLASSIFICATION: ("accuracy", *_OF_CLASSES),
     MULTILABEL: (*_OF_CLASSES, "accuracy"),
     REGRESSION: ("mae", "rmse"),
+    LINK: ("mrr", "hits@1", "hits@3", "hits@10", "auc"),
 }
-"""Task to its metrics; the first two are the default, but the first one alone for classification."""
+"""Task to its metrics; the first two are the default, of classification the first one, of link all."""
 LESS_IS_BETTER = ("mae", "rmse")
+NO_ENCODER = "none"
+"""In place of a model: trainable rows are scored as they are."""
+DECODER_NAMES = ("dot", "distmult", "transe", "complex", "rotate")
 _METRICS = tuple(dict.fromkeys(name for known in METRICS_OF.values() for name in known))
 
 
@@ -58,12 +62,13 @@ def metrics_of(task: str, metrics: Sequence[str]) -> tuple[str, ...]:
             raise ConfigError(
                 f"metric {name} is not one of {task}; take some of {', '.join(known)}, or another --task"
             )
-    return tuple(metrics) or known[: 1 if task == CLASSIFICATION else 2]
+    return tuple(metrics) or known[: {CLASSIFICATION: 1, LINK: len(known)}.get(task, 2)]
 
 
 _of_task = partial(option, panel="Task")
 _of_model = partial(option, panel="Model")
 _of_optimizer = partial(option, panel="Optimizer")
+_of_link = partial(option, panel="Link prediction (--task link)")
 _of_loading = partial(option, panel="Loading")
 _of_run = partial(option, panel="Run folder, evaluation, checkpoints")
 _path_of_run = partial(path_option, panel="Run folder, evaluation, checkpoints")
@@ -121,9 +126,9 @@ class RunOptions:
     metric: tuple[str, ...] = _of_task(
         (),
         f"Exact metrics of validation and test targets, with commas: {', '.join(_METRICS)}. The first "
-        "one decides which epoch is the best. Default: accuracy; f1_micro,f1_macro; mae,rmse, by task. "
-        "roc_auc and average_precision are means over the classes, accuracy of several labels counts rows "
-        "without an error.",
+        "one decides which epoch is the best. Default: accuracy; f1_micro,f1_macro; mae,rmse; those from mrr "
+        "on, by task. roc_auc and average_precision are means over the classes, accuracy of several labels "
+        "counts rows without an error.",
         metavar="NAME,NAME",
         kind=str,
         parse=names,
@@ -188,7 +193,9 @@ class ModelConfig:
     """Options of a ready-made model and its mini-batches; a wrong value is a ConfigError."""
 
     model: str = _of_model(
-        "sage", "sage, gcn, sgc, gat, mlp or resgcn (deep); to train on several types, rgcn or hgt."
+        "sage",
+        "sage, gcn, sgc, gat, mlp or resgcn (deep); to train on several types, rgcn or hgt. With --task link "
+        "also none: trainable rows are scored as they are, as of knowledge graphs.",
     )
     layers: int = _of_model(2, "Convolutions.", check=at_least(1))
     hidden: int = _of_model(64, "Width between them.", check=at_least(1))
@@ -262,6 +269,37 @@ class TrainConfig(RunOptions, ModelConfig):
         "Save memory in resgcn: backward recomputes each layer, and either exchanges rows of "
         "other ranks again (exchange) or keeps them (keep).",
     )
+    embeddings: int | None = _of_model(
+        None,
+        "Width of trainable rows, for nodes without features. rgcn and hgt have them, as wide as --hidden, "
+        "without this option.",
+        check=at_least(1),
+    )
+    target: tuple[str, ...] = _of_link(
+        (),
+        "Edge types to predict, by name or as source:name:destination. Default: the only one, or all of a "
+        "graph of one node type; without those named as the reverse of another (NAME-rev).",
+        metavar="NAME,NAME",
+        kind=str,
+        parse=names,
+    )
+    decoder: str | None = _of_link(
+        None,
+        "Score of an edge, from the rows of its ends: dot, distmult, transe, complex or rotate; all but dot "
+        "learn each edge type's part. Default: dot, or distmult of several targets.",
+        check=one_of(*DECODER_NAMES),
+    )
+    negatives: int = _of_link(
+        4,
+        "Random edges beside each edge, with another destination; and as many with another source if both "
+        "are of one node type.",
+        check=at_least(1),
+    )
+    loss: Literal["bce", "bpr", "softmax"] = _of_link(
+        "bce",
+        "bce: is it an edge; bpr: an edge is above each of its negatives; softmax: it is the one among them "
+        "(bpr and softmax for recommendation).",
+    )
     epochs: int = _of_optimizer(20, "Of the whole run.", check=at_least(1))
     lr: float = _of_optimizer(0.01, "Learning rate of Adam.", check=ABOVE_ZERO)
     weight_decay: float = _of_optimizer(0.0, "Of Adam.", check=at_least(0))
@@ -296,7 +334,9 @@ class TrainConfig(RunOptions, ModelConfig):
     )
     predictions: str | None = _path_of_run(None, "Write the class of every node, as Parquet.", metavar="DIR")
     save_embeddings: str | None = _path_of_run(
-        None, "Write every node's last hidden layer, as Parquet.", metavar="DIR"
+        None,
+        "Write every node's last hidden layer, as Parquet; with --task link, the rows that are scored.",
+        metavar="DIR",
     )
 
     def __post_init__(self) -> None:
@@ -304,7 +344,7 @@ class TrainConfig(RunOptions, ModelConfig):
         from dglx_dist.strategies.base import AUTO
         from dglx_dist.training.models import MODEL_KINDS, RELATIONAL_KINDS, check_kind
 
-        check_kind(self.model, MODEL_KINDS + RELATIONAL_KINDS)
+        check_kind(self.model, (*MODEL_KINDS, *RELATIONAL_KINDS, NO_ENCODER))
         for name in self.metric:
             if name not in _METRICS:
                 hint = f"{did_you_mean(name, _METRICS)} (known: {', '.join(_METRICS)})"
@@ -329,14 +369,28 @@ class TrainConfig(RunOptions, ModelConfig):
             ),
             (
                 "save-embeddings",
-                self.save_embeddings is not None and self.layers < 2,
+                self.save_embeddings is not None and self.layers < 2 and self.task != LINK,
                 "left out with --layers 1, whose only layer gives the scores",
             ),
         )
-        check_values(self, checks)
+        check_values(self, (*checks, *self._link_checks()))
         if not self.out:
             folder = Path("runs") / f"{Path(self.data).absolute().name}-{self.strategy}"
             object.__setattr__(self, "out", str(folder))
+
+    def _link_checks(self) -> Iterator[tuple[str, bool, str]]:
+        if self.task != LINK:
+            defaults = {one.name: one.default for one in fields(self)}
+            for name in ("target", "decoder", "negatives", "loss"):
+                given = getattr(self, name) != defaults[name]
+                yield name, given, "left out without --task link, which trains on edges"
+            yield "model", self.model == NO_ENCODER, "another one without --task link: it has no layers"
+            return
+        yield "predictions", self.predictions is not None, "left out with --task link, which has no classes"
+        yield "class-weight", self.class_weight != "none", "none with --task link, which has no classes"
+        yield "strategy", self.strategy == "auto", "named with --task link: auto compares batches of nodes"
+        without = self.model == NO_ENCODER and self.embeddings is None
+        yield "model", without, "with --embeddings, the width of the rows that it scores, like 64"
 
 
 _NOT_TRAINED = (

@@ -167,7 +167,10 @@ def _input_rows(model: nn.Module, block: Any, feature: str, inputs: EntityInputs
 
     if inputs is None:
         return converted(block.srcdata[feature])
-    return {ntype: converted(rows) for ntype, rows in inputs(block).items()}
+    given = inputs(block)
+    if isinstance(given, Tensor):
+        return converted(given)
+    return {ntype: converted(rows) for ntype, rows in given.items()}
 
 
 class TrainingLoader(Positioned, Protocol):

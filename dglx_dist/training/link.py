@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
+import dgl
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dglx_dist.comm.collectives import gather_arrays, run_on_all_ranks
+from dglx_dist.dataloading.negative import Uniform
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.analysis import NO_REVERSE, reverse_edge_ids
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.split import edge_split
 from dglx_dist.keyed_random import hash_ids, splitmix64, stream_key
 from dglx_dist.records import FEATURE, SPLITS, Array, EdgeType
+from dglx_dist.strategies.base import strategy_of
+from dglx_dist.training.config import LINK, METRICS_OF
 from dglx_dist.training.inference import batches, evaluating, layerwise_inference, whole_of
 from dglx_dist.training.metrics import KnownEdges, hits_at, mrr, rank_of_answer, roc_auc
 from dglx_dist.training.models import Decoder, pair_scores
@@ -60,6 +63,28 @@ def reverse_type(g: DistGraph, etype: EdgeType) -> EdgeType | None:
     """Return the type of the reverse edges of ``etype`` by its name, such as ``NAME-rev``; None: none."""
     names = ((etype[2], form.format(etype[1]), etype[0]) for form in _REVERSED)
     return next((one for one in names if one in g.canonical_etypes), None)
+
+
+def link_targets(g: DistGraph, names: Sequence[str] = ()) -> list[EdgeType]:
+    """Return the edge types to predict, by name or as ``source:name:destination``.
+
+    Without names: all that are not the reverse of another (:func:`reverse_type`) of a graph of one node type,
+    else the only one of them.
+
+    Raises:
+        ConfigError: there is no such edge type, or several node types and more than one such edge type.
+    """
+    if names:
+        split = [tuple(name.split(":")) for name in names]
+        return [g.to_canonical_etype(one if len(one) == 3 else one[0]) for one in split]
+    reverse = {reverse_type(g, etype) for etype in g.canonical_etypes}
+    found = [etype for etype in g.canonical_etypes if etype not in reverse]
+    if len(g.ntypes) > 1 and len(found) > 1:
+        known = ", ".join(etype[1] for etype in found)
+        raise ConfigError(
+            f"{g.dataset.folder} has the edge types {known}; say which to predict: --target {found[0][1]}"
+        )
+    return found
 
 
 def split_edges(g: DistGraph, targets: Sequence[EdgeType]) -> bool:
@@ -163,16 +188,19 @@ class LinkModel(nn.Module):
         return [pair_scores(self.decoder, graph, rows, self.etypes) + self.bias for graph in pair_graphs]
 
 
-LINK_METRICS = ("mrr", "hits@1", "hits@3", "hits@10", "auc")
-_HITS = re.compile(r"hits@([1-9][0-9]{0,8})")
+def rows_of(
+    model: nn.Module, g: DistGraph, inputs: EntityInputs | None, feature: str = FEATURE
+) -> tuple[dict[str, DistTensor], bool]:
+    """Return the (N, d) rows of every node type that a :class:`LinkModel` scores. Collective.
 
-
-def check_link_metric(name: str) -> int | None:
-    """Return K of ``hits@K``, None for ``mrr`` and ``auc``; ConfigError for another name."""
-    match = _HITS.fullmatch(name)
-    if match is None and name not in ("mrr", "auc"):
-        raise ConfigError(f"metric {name!r} of link prediction must be mrr, auc or hits@K, like hits@10")
-    return None if match is None else int(match[1])
+    And whether an encoder made them, along edges of ``train_mask``; then call ``delete()`` on them when done.
+    """
+    module: Any = whole_of(model)
+    given: Any = None if inputs is None else inputs.tensors
+    made: Any = given
+    if module.encoder is not None:
+        made = layerwise_inference(module.encoder, g, feature=feature, inputs=given, mask=TRAIN)
+    return made if isinstance(made, dict) else {g.ntypes[0]: made}, module.encoder is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,29 +229,33 @@ class LinkEvaluation:
         g: The graph, with the masks of :func:`split_edges`.
         targets: Edge types.
         inputs: As those of the training.
-        metrics: ``mrr``, ``auc``, ``hits@K``; the first decides which epoch is the best.
+        metrics: Some of ``mrr``, ``hits@1``, ``hits@3``, ``hits@10`` and ``auc``.
         feature: Node data, without ``inputs``.
     """
 
     g: DistGraph
     targets: Sequence[EdgeType]
     inputs: EntityInputs | None = None
-    metrics: Sequence[str] = LINK_METRICS
+    metrics: Sequence[str] = METRICS_OF[LINK]
     feature: str = FEATURE
     _known: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def __call__(self, model: nn.Module) -> dict[str, float]:
-        """Return ``val_mrr`` and so on, the first metric also as ``val_mask``, ``test_mask``. Collective."""
+        """Return ``val_mrr``, ``test_mrr`` and so on. Collective."""
         if not self._known:
             asked = {name: list(self._share(name)) for name in (VALIDATION, TEST)}
             self._known.update(asked=asked, edges=self._true_edges([*asked[VALIDATION], *asked[TEST]]))
         module: Any = whole_of(model)
-        rows = self._rows(module)
+        stored, made = rows_of(module, self.g, self.inputs, self.feature)
+        factor = 1.0 if made else module.decoder.row_scale
+        ntypes = {ntype for etype in self.targets for ntype in (etype[0], etype[2])}
+        rows = {ntype: stored[ntype][:].to(module.bias) * factor for ntype in ntypes}
+        for tensor in stored.values() if made else ():
+            tensor.delete()
         found: dict[str, float] = {}
         for name, asked in self._known["asked"].items():
             if any(name in self.g.edges[etype].data for etype in self.targets):
                 scores = self._evaluated(module, rows, asked)
-                found |= {name: scores[self.metrics[0]]}
                 found |= {f"{name.removesuffix('_mask')}_{key}": value for key, value in scores.items()}
         return found
 
@@ -272,24 +304,6 @@ class LinkEvaluation:
         edges_of_all = np.concatenate(gather_arrays(np.concatenate(kept, 1).T.copy(), g.session))
         return KnownEdges(*torch.from_numpy(edges_of_all.T.copy()))
 
-    def _rows(self, module: Any) -> dict[str, Tensor]:
-        """Return the (N, d) rows of all nodes of the types of the targets. Collective."""
-        ntypes = list(dict.fromkeys(ntype for etype in self.targets for ntype in (etype[0], etype[2])))
-        given: Any = None if self.inputs is None else self.inputs.tensors
-        device, scale = module.bias.device, 1.0
-        if module.encoder is None:
-            made, scale = given, module.decoder.row_scale
-        else:
-            made = layerwise_inference(
-                module.encoder, self.g, feature=self.feature, inputs=given, ntypes=ntypes, mask=TRAIN
-            )
-        of_type: dict[str, DistTensor] = made if isinstance(made, dict) else {ntypes[0]: made}
-        rows = {ntype: of_type[ntype][:].to(device, module.bias.dtype) * scale for ntype in ntypes}
-        if module.encoder is not None:
-            for tensor in of_type.values():
-                tensor.delete()
-        return rows
-
     def _evaluated(
         self, module: Any, rows: Mapping[str, Tensor], asked: Sequence[_Asked]
     ) -> dict[str, float]:
@@ -311,9 +325,10 @@ class LinkEvaluation:
         for name in self.metrics:
             if name == "auc":
                 found[name] = roc_auc(pairs.flatten(), label.flatten(), session)
+            elif name == "mrr":
+                found[name] = mrr(of_all, session)
             else:
-                k = check_link_metric(name)
-                found[name] = mrr(of_all, session) if k is None else hits_at(k, of_all, session)
+                found[name] = hits_at(int(name.removeprefix("hits@")), of_all, session)
         return found
 
     def _ranks(self, decoder: Decoder, candidates: Sequence[Tensor], one: _Asked) -> Iterator[Tensor]:
@@ -334,3 +349,49 @@ class LinkEvaluation:
 
 
 _EDGES_AT_ONCE = 1 << 22
+
+
+def link_loader(
+    g: DistGraph,
+    targets: Sequence[EdgeType],
+    *,
+    fanouts: Sequence[int] | None,
+    batch_size: int,
+    negatives: int = 4,
+    inputs: EntityInputs | None = None,
+    **options: Any,
+) -> Any:
+    """Return the loader of training edges and their negatives. Collective.
+
+    Messages run along edges of ``train_mask`` (:func:`split_edges`), without those of the batch and their
+    reverse.
+
+    Args:
+        g: The graph.
+        targets: Edge types.
+        fanouts: As of a node loader; None: no encoder, no neighbours.
+        batch_size: Edges per rank and step.
+        negatives: For each edge and replaced end: the destination, and the source too if both ends of all
+            targets are of one type.
+        inputs: As those of the training; None: the features of the only node type.
+        options: Of :class:`DistEdgeDataLoader`.
+    """
+    book = g.get_partition_book()
+    eids = {etype: edge_split(g.edges[etype].data[TRAIN], book, etype) for etype in targets}
+    both = all(etype[0] == etype[2] for etype in targets)
+    options["negative_sampler"] = Uniform(negatives, "both" if both else "tail")
+    if fanouts is None:
+        sampler = dgl.dataloading.NeighborSampler([0])
+    else:
+        types = g.ntypes if inputs is None else inputs.feature_widths
+        columns = {ntype: [FEATURE if inputs is None else inputs.feature] for ntype in types}
+        sampler = dgl.dataloading.NeighborSampler(list(fanouts), mask=TRAIN, prefetch_node_feats=columns)
+        back = {etype: reverse_type(g, etype) for etype in targets}
+        if all(back.values()):
+            options |= {"exclude": "reverse_types", "reverse_etypes": back}
+        else:
+            same = {etype: reverse_edge_ids(g, etype) for etype in targets if etype[0] == etype[2]}
+            whole = len(same) == len(targets)
+            options |= {"exclude": "reverse_id", "reverse_eids": same} if whole else {"exclude": "self"}
+    loader = strategy_of(g.session).edge_loader
+    return loader(g, eids, sampler, batch_size=batch_size, shuffle=True, **options)

@@ -38,6 +38,7 @@ class EntityInputs:
         feature: Node data of the types that have it.
         embeddings: Node type to its embedding, which has precedence over features. With one node type, its
             name is ``g.ntypes[0]``.
+        as_tensor: Whether models get the rows of the only node type as a tensor, not as a dictionary.
 
     Raises:
         ConfigError: a type has neither, or features that are not (N, F), or an embedding is of an unknown
@@ -45,9 +46,14 @@ class EntityInputs:
     """
 
     def __init__(
-        self, g: DistGraph, *, feature: str = FEATURE, embeddings: Mapping[str, DistEmbedding] | None = None
+        self,
+        g: DistGraph,
+        *,
+        feature: str = FEATURE,
+        embeddings: Mapping[str, DistEmbedding] | None = None,
+        as_tensor: bool = False,
     ) -> None:
-        self._g, self.feature = g, feature
+        self._g, self.feature, self._as_tensor = g, feature, as_tensor
         """Name of the node data."""
         self._embeddings = dict(embeddings or {})
         for ntype, embedding in self._embeddings.items():
@@ -67,7 +73,7 @@ class EntityInputs:
                 f"embeddings={{{without[0]!r}: ...}}"
             )
 
-        for ntype, tensor in self.tensors.items():
+        for ntype, tensor in self._tensors().items():
             if len(tensor.shape) != 2:
                 raise ConfigError(
                     f"{feature!r} of nodes of type {ntype!r} has shape {tuple(tensor.shape)}; "
@@ -84,8 +90,12 @@ class EntityInputs:
         }
 
     @property
-    def tensors(self) -> dict[str, DistTensor]:
+    def tensors(self) -> Any:
         """All rows of every type: the ``inputs`` of :func:`layerwise_inference`."""
+        found = self._tensors()
+        return found[self._g.ntypes[0]] if self._as_tensor else found
+
+    def _tensors(self) -> dict[str, DistTensor]:
         return {
             ntype: self._embeddings[ntype].weight
             if ntype in self._embeddings
@@ -93,9 +103,10 @@ class EntityInputs:
             for ntype in self._g.ntypes
         }
 
-    def __call__(self, block: Any) -> dict[str, Tensor]:
+    def __call__(self, block: Any) -> Any:
         """Return {node type: (num_src, width)} of the input-most block; fetch features not attached."""
-        return {ntype: self._rows(block, ntype) for ntype in block.srctypes}
+        found = {ntype: self._rows(block, ntype) for ntype in block.srctypes}
+        return found[block.srctypes[0]] if self._as_tensor else found
 
     def _rows(self, block: Any, ntype: str) -> Tensor:
         data = block.srcnodes[ntype].data
