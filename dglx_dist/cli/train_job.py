@@ -33,9 +33,10 @@ from dglx_dist.graph.optim import SparseAdam, SparseOptimizer
 from dglx_dist.options import common_fields
 from dglx_dist.planner.workload import check_plannable
 from dglx_dist.records import FEATURE, LABEL, EpochRecord
+from dglx_dist.report import run_folder
 from dglx_dist.report.pictures import draw
 from dglx_dist.report.run_folder import PICTURE, SUMMARY, append_epoch, read_epochs, start_run, write_run
-from dglx_dist.report.tables import run_title, summarise
+from dglx_dist.report.tables import run_title, spread, summarise
 from dglx_dist.strategies.base import AUTO, WrappedModel, strategy_of
 from dglx_dist.training.checkpoint import read_extra
 from dglx_dist.training.config import BF16, CLASSIFICATION, TrainConfig, configuration_of, metrics_of
@@ -214,6 +215,21 @@ def train_dataset(plan: TrainConfig) -> Trained:
             _draw(epochs, folder, run_title(summary, config))
         _write_outputs(plan, wrapped, inputs, g, ntype)
         return Trained(rank=session.topology.rank, epochs=epochs, summary=summary)
+
+
+def train_seeds(plan: TrainConfig) -> Trained:
+    """Train once with each of the seeds, and write ``summary.json`` of all; every rank must call it."""
+    folder, found = Path(plan.out), []
+    for seed in plan.seeds:
+        name = f"seed-{seed}"
+        paths = {"out": plan.out, "predictions": plan.predictions, "save_embeddings": plan.save_embeddings}
+        of_seed: dict[str, Any] = {key: str(Path(path) / name) for key, path in paths.items() if path}
+        found.append(train_dataset(replace(plan, seed=seed, seeds=(), **of_seed)))
+    last = found[-1]
+    summary = spread({f"seed-{seed}": one.summary for seed, one in zip(plan.seeds, found, strict=True)})
+    if last.rank == 0:
+        run_folder.write_json(folder / SUMMARY, summary)
+    return replace(last, summary=summary)
 
 
 def _with_task(plan: TrainConfig, g: DistGraph, ntype: str) -> tuple[TrainConfig, int]:
