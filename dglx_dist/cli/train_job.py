@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import dgl
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import dglx_dist
 from dglx_dist.api import fit, init, training_nodes
@@ -53,12 +53,12 @@ from dglx_dist.training.fit import (
 from dglx_dist.training.inference import flatten, labelled_type, layerwise_inference
 from dglx_dist.training.models import RELATIONAL_KINDS, ResGCN, build_model
 from dglx_dist.training.relational import HGT, RGCN, EntityInputs
-from dglx_dist.training.tasks import predicted, read_task
+from dglx_dist.training.tasks import as_probabilities, predicted, read_task
 from dglx_dist.training.tracing import check_trace, without_keys
 
 CHECKPOINTS = "checkpoints"
 """Folder inside a run folder."""
-PREDICTION, EMBEDDING = "prediction", "embedding"
+PREDICTION, EMBEDDING, SCORES = "prediction", "embedding", "scores"
 """Names of the columns of written results."""
 
 
@@ -134,15 +134,15 @@ def _write_outputs(
     module = wrapped.whole()
     *hidden, last = module.inference_layers()  # type: ignore[operator]  # all models of build() have it
 
-    def classes(block: Any, h: Any) -> Any:
+    def of_scores(scores: Tensor) -> tuple[Tensor, ...]:
+        answers = predicted(plan.task, scores)
+        return (answers, as_probabilities(plan.task, scores)) if plan.scores else (answers,)
+
+    def answers(block: Any, h: Any) -> Any:
         scores = last(block, h)
         # Relational models give a dictionary, also of one node type.
         several = isinstance(scores, dict)
-        return (
-            {name: predicted(plan.task, rows) for name, rows in scores.items()}
-            if several
-            else predicted(plan.task, scores)
-        )
+        return {name: of_scores(rows) for name, rows in scores.items()} if several else of_scores(scores)
 
     for name, folder in outputs:
         if folder is None:
@@ -151,12 +151,15 @@ def _write_outputs(
             module,
             g,
             inputs=None if inputs is None else inputs.tensors,
-            layers=hidden if name == EMBEDDING else [*hidden, classes],
+            layers=hidden if name == EMBEDDING else [*hidden, answers],
             ntypes=None if name == EMBEDDING else [ntype],
         )
         tensors = list(flatten(rows).values())
         several = name == EMBEDDING and len(g.ntypes) > 1
-        write_embeddings(rows if several else tensors[0], g, folder, name=name, overwrite=True)
+        beside: dict[str, Any] = {} if several or len(tensors) == 1 else {"more": {SCORES: tensors[1]}}
+        if name == PREDICTION and plan.task == CLASSIFICATION:
+            beside["classes"] = g.dataset.manifest.class_names.get(ntype, ())
+        write_embeddings(rows if several else tensors[0], g, folder, name=name, overwrite=True, **beside)
         for tensor in tensors:
             tensor.delete()
 

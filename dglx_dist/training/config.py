@@ -329,7 +329,12 @@ class TrainConfig(RunOptions, ModelConfig):
         kind=str,
         parse=_every,
     )
-    predictions: str | None = _path_of_run(None, "Write the class of every node, as Parquet.", metavar="DIR")
+    predictions: str | None = _path_of_run(
+        None,
+        "Write every node's class (and its name, if it has one), labels or number as Parquet.",
+        metavar="DIR",
+    )
+    scores: bool = _of_run(False, "With --predictions: also a list of the probabilities of all classes.")
     save_embeddings: str | None = _path_of_run(
         None, "Write every node's last hidden layer, as Parquet.", metavar="DIR"
     )
@@ -367,6 +372,7 @@ class TrainConfig(RunOptions, ModelConfig):
                 self.save_embeddings is not None and self.layers < 2,
                 "left out with --layers 1, whose only layer gives the scores",
             ),
+            ("scores", self.scores and not self.predictions, "given with --predictions DIR"),
             ("seeds", any(seed < 0 for seed in self.seeds), "numbers of at least 0"),
             ("trace", bool(self.trace and self.seeds), "left out with --seeds: each run would replace it"),
         )
@@ -377,29 +383,10 @@ class TrainConfig(RunOptions, ModelConfig):
 
 
 _NOT_TRAINED = (
-    *(
-        "epochs",
-        "eval_every",
-        "patience",
-        "metric",
-        "checkpoint_every",
-        "keep",
-        "resume",
-        "overwrite",
-        "goes_on",
-    ),
-    *("trace", "trace_steps", "device", "structure", "data", "ranks", "servers", "timeout_s", "recompute"),
-    *(
-        "seeds",
-        "cache",
-        "cache_alpha",
-        "depth",
-        "loader_threads",
-        "verify",
-        "out",
-        "predictions",
-        "save_embeddings",
-    ),
+    *("epochs", "eval_every", "patience", "metric", "checkpoint_every", "keep", "resume", "overwrite"),
+    *("goes_on", "trace", "trace_steps", "device", "structure", "data", "ranks", "servers", "timeout_s"),
+    *("recompute", "seeds", "cache", "cache_alpha", "depth", "loader_threads", "verify", "out"),
+    *("predictions", "scores", "save_embeddings"),
 )
 """Fields of TrainConfig that do not change what is trained: a run goes on from checkpoints of other values.
 
