@@ -82,6 +82,8 @@ class RawGraph:
     """edge type -> (E,) ids in the source, where ``edges`` are in another order: each of 0..E-1 once."""
     num_classes: Mapping[str, int] = field(default_factory=dict)
     """node type -> number of classes of its ``label``; labels are -1 where there is none."""
+    class_names: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Node type, or edge type as SOURCE:RELATION:DESTINATION -> names of the classes of its ``label``."""
     user_ids: Mapping[str, Array] = field(default_factory=dict)
     """node type -> (N,) int64 or unicode ids of the user, if they are not 0..N-1."""
 

@@ -80,12 +80,16 @@ def train(config: TrainConfig) -> None:
         raise typer.Exit(start_ranks(sys.argv[1:], ranks=ranks, servers=servers))
     elif servers not in (None, 1):
         raise ConfigError(f"--servers {servers} divides ranks among servers; give their number with --ranks")
-    from dglx_dist.cli.train_job import train_dataset
+    from dglx_dist.cli.train_job import train_dataset, train_seeds
 
-    trained = train_dataset(config)
+    trained = train_seeds(config) if config.seeds else train_dataset(config)
     if trained.rank == 0:
-        from dglx_dist.report.tables import epoch_table, summary_table
+        from dglx_dist.report.tables import epoch_table, spread_table, summary_table
 
+        if config.seeds:
+            show(spread_table(trained.summary))
+            write(f"written to {config.out}; of one seed: dglx report {config.out}/seed-{config.seeds[0]}")
+            return
         show(epoch_table(trained.epochs))
         show(summary_table(trained.summary))
         write(f"written to {config.out}; again: dglx report {config.out}")

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import dgl
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import dglx_dist
 from dglx_dist.api import fit, init, training_nodes
@@ -33,9 +33,10 @@ from dglx_dist.graph.optim import SparseAdam, SparseOptimizer
 from dglx_dist.options import common_fields
 from dglx_dist.planner.workload import check_plannable
 from dglx_dist.records import FEATURE, LABEL, EdgeType, EpochRecord
+from dglx_dist.report import run_folder
 from dglx_dist.report.pictures import draw
 from dglx_dist.report.run_folder import PICTURE, SUMMARY, append_epoch, read_epochs, start_run, write_run
-from dglx_dist.report.tables import run_title, summarise
+from dglx_dist.report.tables import run_title, spread, summarise
 from dglx_dist.strategies.base import AUTO, WrappedModel, strategy_of
 from dglx_dist.training.checkpoint import read_extra
 from dglx_dist.training.config import (
@@ -70,12 +71,12 @@ from dglx_dist.training.link import (
 )
 from dglx_dist.training.models import DECODERS, RELATIONAL_KINDS, ResGCN, build_model
 from dglx_dist.training.relational import HGT, RGCN, EntityInputs
-from dglx_dist.training.tasks import predicted, read_task
+from dglx_dist.training.tasks import as_probabilities, predicted, read_task
 from dglx_dist.training.tracing import check_trace, without_keys
 
 CHECKPOINTS = "checkpoints"
 """Folder inside a run folder."""
-PREDICTION, EMBEDDING = "prediction", "embedding"
+PREDICTION, EMBEDDING, SCORES = "prediction", "embedding", "scores"
 """Names of the columns of written results."""
 
 
@@ -188,15 +189,15 @@ def _write_outputs(
     module = wrapped.whole()
     *hidden, last = module.inference_layers()  # type: ignore[operator]  # all models of build() have it
 
-    def classes(block: Any, h: Any) -> Any:
+    def of_scores(scores: Tensor) -> tuple[Tensor, ...]:
+        answers = predicted(plan.task, scores)
+        return (answers, as_probabilities(plan.task, scores)) if plan.scores else (answers,)
+
+    def answers(block: Any, h: Any) -> Any:
         scores = last(block, h)
         # Relational models give a dictionary, also of one node type.
         several = isinstance(scores, dict)
-        return (
-            {name: predicted(plan.task, rows) for name, rows in scores.items()}
-            if several
-            else predicted(plan.task, scores)
-        )
+        return {name: of_scores(rows) for name, rows in scores.items()} if several else of_scores(scores)
 
     for name, folder in outputs:
         if folder is None:
@@ -205,12 +206,15 @@ def _write_outputs(
             module,
             g,
             inputs=None if inputs is None else inputs.tensors,
-            layers=hidden if name == EMBEDDING else [*hidden, classes],
+            layers=hidden if name == EMBEDDING else [*hidden, answers],
             ntypes=None if name == EMBEDDING else [target],
         )
         tensors = list(flatten(rows).values())
         several = name == EMBEDDING and len(g.ntypes) > 1
-        write_embeddings(rows if several else tensors[0], g, folder, name=name, overwrite=True)
+        beside: dict[str, Any] = {} if several or len(tensors) == 1 else {"more": {SCORES: tensors[1]}}
+        if name == PREDICTION and plan.task == CLASSIFICATION:
+            beside["classes"] = g.dataset.manifest.class_names.get(target, ())
+        write_embeddings(rows if several else tensors[0], g, folder, name=name, overwrite=True, **beside)
         for tensor in tensors:
             tensor.delete()
 
@@ -287,6 +291,21 @@ def _prepared(plan: TrainConfig, g: DistGraph) -> tuple[TrainConfig, Target, Bui
         "edge_split": "80 / 10 / 10, keyed by the ends" if made else "masks of the dataset",
     }
     return replace(plan, metric=metrics_of(LINK, plan.metric)), targets, _build_link(plan, g, targets), notes
+
+
+def train_seeds(plan: TrainConfig) -> Trained:
+    """Train once with each of the seeds, and write ``summary.json`` of all; every rank must call it."""
+    folder, found = Path(plan.out), []
+    for seed in plan.seeds:
+        name = f"seed-{seed}"
+        paths = {"out": plan.out, "predictions": plan.predictions, "save_embeddings": plan.save_embeddings}
+        of_seed: dict[str, Any] = {key: str(Path(path) / name) for key, path in paths.items() if path}
+        found.append(train_dataset(replace(plan, seed=seed, seeds=(), **of_seed)))
+    last = found[-1]
+    summary = spread({f"seed-{seed}": one.summary for seed, one in zip(plan.seeds, found, strict=True)})
+    if last.rank == 0:
+        run_folder.write_json(folder / SUMMARY, summary)
+    return replace(last, summary=summary)
 
 
 def _with_task(plan: TrainConfig, g: DistGraph, ntype: str) -> tuple[TrainConfig, int]:

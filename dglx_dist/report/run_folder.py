@@ -61,8 +61,8 @@ def start_run(
         for name in stale:
             (target / name).unlink(missing_ok=True)
         if plan is not None:
-            _write_json(target / PLAN, plan)
-        _write_json(target / CONFIG, config)
+            write_json(target / PLAN, plan)
+        write_json(target / CONFIG, config)
     except OSError as error:
         raise StorageError(
             f"cannot write the run to {target}: {error}; choose another folder with --out"
@@ -92,7 +92,7 @@ def write_run(
     target = start_run(folder, config, keep_metrics=True, plan=plan)
     try:
         _write_epochs(target, epochs)
-        _write_json(target / SUMMARY, summary)
+        write_json(target / SUMMARY, summary)
     except OSError as error:
         raise _unwritable(target, error) from error
 
@@ -201,7 +201,8 @@ def _plain(value: object) -> object:
     return str(value)
 
 
-def _write_json(path: Path, value: Mapping[str, object]) -> None:
+def write_json(path: Path, value: Mapping[str, object]) -> None:
+    """Write JSON atomically, nan as null; OSError if it cannot be written."""
     _write_atomically(path, json.dumps(_plain(value), indent=2) + "\n")
 
 

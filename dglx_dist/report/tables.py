@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
-from statistics import fmean, median
+from statistics import fmean, median, stdev
+from typing import Any
 
 from rich import box
 from rich.table import Table
@@ -236,6 +237,29 @@ def summary_table(summary: Mapping[str, object]) -> Table:
                 table.add_row(f"{name}.{inner}", _cell(inner_value, str(inner), name))
         else:
             table.add_row(name, _cell(value, name))
+    return table
+
+
+def spread(summaries: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
+    """Return mean and sample standard deviation of the metrics of several runs, and those of each by name."""
+    metrics: dict[str, dict[str, float]] = {run: {} for run in summaries}
+    for run, summary in summaries.items():
+        found = {name: value for name, value in summary.items() if name.startswith(("val_", "test_"))}
+        metrics[run] = {name: value for name, value in found.items() if isinstance(value, float)}
+    columns = {name: [one[name] for one in metrics.values()] for name in next(iter(metrics.values()))}
+    means = {name: fmean(column) for name, column in columns.items()}
+    deviations = {name: stdev(column) if len(column) > 1 else 0.0 for name, column in columns.items()}
+    return {"runs": metrics, "mean": means, "std": deviations}
+
+
+def spread_table(summary: Mapping[str, Any]) -> Table:
+    """Return one row per run of :func:`spread`, then their mean and standard deviation."""
+    names = list(summary["mean"])
+    table = _table(("run", *names))
+    for run, values in summary["runs"].items():
+        table.add_row(run, *(_cell(values.get(name), name) for name in names))
+    shown = [f"{_cell(summary['mean'][name], name)} ± {_cell(summary['std'][name], name)}" for name in names]
+    table.add_row("mean ± std", *shown, style="bold")
     return table
 
 

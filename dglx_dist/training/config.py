@@ -5,6 +5,7 @@ Imports no torch, so that ``dglx --help`` is fast.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -139,6 +140,15 @@ class RunOptions:
     """Of multilabel, the ones of each column by zeros / ones."""
     epochs: int = _of_optimizer(10, "Of the whole run.", check=at_least(1))
     """Includes those before a resume."""
+    schedule: Literal["constant", "cosine", "step"] = _of_optimizer(
+        "constant",
+        "Of the learning rate over all epochs: cosine falls to 0, step to a tenth after half of them and a "
+        "hundredth after three quarters.",
+    )
+    warmup: int = _of_optimizer(
+        0, "Epochs at the start in which the learning rate rises from 0.", check=at_least(0)
+    )
+    """The rate changes with every step, and is the same after a resume."""
     precision: str | None = _of_optimizer(
         None,
         "bf16: forward passes of training in bfloat16, by torch's autocast. Default: float32, or as before a "
@@ -178,11 +188,28 @@ class RunOptions:
     trace_steps: int = _of_run(200, "Number of first steps in the trace.", check=at_least(1))
 
 
+def rate_at(config: RunOptions, step: int, steps_of_epoch: int) -> float:
+    """Return the factor of the learning rate in a step, counted from the first of the run."""
+    rising, steps = config.warmup * steps_of_epoch, config.epochs * steps_of_epoch
+    if step < rising:
+        return (step + 1) / rising
+    share = (step - rising) / max(1, steps - rising)
+    if config.schedule == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * share))
+    if config.schedule == "step":
+        return 0.01 if 4 * step >= 3 * steps else 0.1 if 2 * step >= steps else 1.0
+    return 1.0
+
+
 def check_run(config: RunOptions) -> None:
     """Raise ConfigError unless the options agree."""
     if config.patience is not None and config.eval_every == 0:
         raise ConfigError(
             f"early-stop {config.patience} counts evaluations, but eval-every is 0; set at least 1"
+        )
+    if config.warmup >= config.epochs and config.warmup:
+        raise ConfigError(
+            f"a warmup of {config.warmup} epochs leaves none of {config.epochs}; make it shorter"
         )
     if config.resume and config.overwrite:
         raise ConfigError("resume goes on from the checkpoints that overwrite removes; give one of the two")
@@ -259,6 +286,14 @@ class TrainConfig(RunOptions, ModelConfig):
     seed: int = option(
         0, "Of weights, order and samples, which are equal on any number of ranks.", check=at_least(0)
     )
+    seeds: tuple[int, ...] = option(
+        (),
+        "Train once with each seed, into RUNDIR/seed-N, and show mean and standard deviation of the metrics: "
+        "0,1,2.",
+        metavar="N,N",
+        kind=str,
+        parse=whole_numbers,
+    )
     dropout: float = _of_model(
         0.5,
         "Probability, after each layer but the last.",
@@ -332,7 +367,12 @@ class TrainConfig(RunOptions, ModelConfig):
         kind=str,
         parse=_every,
     )
-    predictions: str | None = _path_of_run(None, "Write the class of every node, as Parquet.", metavar="DIR")
+    predictions: str | None = _path_of_run(
+        None,
+        "Write every node's class (and its name, if it has one), labels or number as Parquet.",
+        metavar="DIR",
+    )
+    scores: bool = _of_run(False, "With --predictions: also a list of the probabilities of all classes.")
     save_embeddings: str | None = _path_of_run(
         None,
         "Write every node's last hidden layer, as Parquet; with --task link, the rows that are scored.",
@@ -372,6 +412,9 @@ class TrainConfig(RunOptions, ModelConfig):
                 self.save_embeddings is not None and self.layers < 2 and self.task != LINK,
                 "left out with --layers 1, whose only layer gives the scores",
             ),
+            ("scores", self.scores and not self.predictions, "given with --predictions DIR"),
+            ("seeds", any(seed < 0 for seed in self.seeds), "numbers of at least 0"),
+            ("trace", bool(self.trace and self.seeds), "left out with --seeds: each run would replace it"),
         )
         check_values(self, (*checks, *self._link_checks()))
         if not self.out:
@@ -394,19 +437,10 @@ class TrainConfig(RunOptions, ModelConfig):
 
 
 _NOT_TRAINED = (
-    *(
-        "epochs",
-        "eval_every",
-        "patience",
-        "metric",
-        "checkpoint_every",
-        "keep",
-        "resume",
-        "overwrite",
-        "goes_on",
-    ),
-    *("trace", "trace_steps", "device", "structure", "data", "ranks", "servers", "timeout_s", "recompute"),
-    *("cache", "cache_alpha", "depth", "loader_threads", "verify", "out", "predictions", "save_embeddings"),
+    *("epochs", "eval_every", "patience", "metric", "checkpoint_every", "keep", "resume", "overwrite"),
+    *("goes_on", "trace", "trace_steps", "device", "structure", "data", "ranks", "servers", "timeout_s"),
+    *("recompute", "seeds", "cache", "cache_alpha", "depth", "loader_threads", "verify", "out"),
+    *("predictions", "scores", "save_embeddings"),
 )
 """Fields of TrainConfig that do not change what is trained: a run goes on from checkpoints of other values.
 

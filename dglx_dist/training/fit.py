@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
-from dglx_dist.comm.collectives import broadcast_json, check_equal, gather_json, run_on_all_ranks
-from dglx_dist.comm.session import Session, agreement_facts
+from dglx_dist.comm.collectives import barrier, broadcast_json, check_equal, gather_json, run_on_all_ranks
+from dglx_dist.comm.session import Session, agreement_facts, current_session
 from dglx_dist.comm.topology import read_launch
 from dglx_dist.comm.trace import COMPUTE
 from dglx_dist.dataloading.step_loader import LoaderTimes
@@ -51,6 +51,7 @@ from dglx_dist.training.config import (
     RunOptions,
     check_run,
     metrics_of,
+    rate_at,
     steps_between,
 )
 from dglx_dist.training.inference import check_evaluable, evaluate, labelled_type
@@ -193,8 +194,23 @@ class Step:
     task: Task
     sparse: Sequence[SparseOptimizer] = ()
     """Optimisers of the model's input embeddings."""
+    sparse_rates: Sequence[float] = ()
+    """Their learning rates, of which the schedule gives a part."""
     precision: str = FLOAT32
     """Of forward passes."""
+    schedule: RunOptions | None = None
+    """Whose ``schedule`` and ``warmup`` set the learning rate; None: it stays."""
+
+    def set_rate(self, step: int, steps_of_epoch: int) -> None:
+        """Set the learning rate of a step, counted from the first of the run."""
+        if self.schedule is None:
+            return
+        factor = rate_at(self.schedule, step, steps_of_epoch)
+        for group in self.optimizer.param_groups:
+            # Saved with the optimizer, so that a resumed run has it too.
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
+        for rows, rate in zip(self.sparse, self.sparse_rates, strict=True):
+            rows.lr = rate * factor
 
 
 Figures: TypeAlias = Mapping[str, float]
@@ -215,6 +231,7 @@ def train_pass(
         # Numbered like the loader's batches, so that a trace shows the batch of a step.
         position = loader.state_dict()
         number = position["epoch"] * len(loader) + position["step"] - 1
+        step.set_rate(number, len(loader))
         found = _train_step(step, batch, partial(session.timeline.span, row=COMPUTE, batch=number))
         if found.num_targets:
             # The mean over no targets is nan, which would spoil the total.
@@ -578,6 +595,10 @@ def _facts(g: DistGraph, config: FitConfig, optimizer: torch.optim.Optimizer) ->
         **config.configuration,
         **{name: options[name] for name in ("strategy", "options", "seed")},
         "precision": config.precision,
+        "task": config.task if isinstance(config.task, str) else "own",
+        # A schedule of more epochs has other rates from the first one on.
+        **{name: getattr(config, name) for name in ("class_weight", "schedule", "warmup")},
+        **({"epochs": config.epochs} if _is_scheduled(config) else {}),
         "optimizer": type(optimizer).__name__,
         **groups,
     }
@@ -603,12 +624,14 @@ def check_loop(config: RunOptions, traits: Traits, strategy: str) -> None:
     changed = {
         "task": config.task not in (AUTO_TASK, CLASSIFICATION),
         "class-weight": config.class_weight != "none",
+        "schedule": config.schedule != "constant",
+        "warmup": config.warmup > 0,
     }
     for name, wrong in changed.items():
         if wrong and not traits.own_loop:
             raise ConfigError(
-                f"strategy {strategy!r} trains classification with plain cross-entropy only, not with "
-                f"{name} {getattr(config, name.replace('-', '_'))}; use strategy='data_parallel'"
+                f"strategy {strategy!r} trains classification by plain cross-entropy at a constant rate, not "
+                f"with {name} {getattr(config, name.replace('-', '_'))}; use strategy='data_parallel'"
             )
 
 
@@ -657,6 +680,7 @@ class _Run:
         self._next, self._evaluations_since_best = 0, 0
         self._so_far: dict[str, float] = {}
         """Of the epoch ``_next``, before the loader's position."""
+        self._best = None if config.patience is None else _Best(folder, step)
         self._steps_between = 0 if folder is None else every
         """Of regular checkpoints; 0: none."""
         self._saved_at: tuple[int, int] | None = None
@@ -668,6 +692,8 @@ class _Run:
         config, folder = self._config, self._config.checkpoint_folder
         if folder is not None and config.overwrite:
             checkpoint.remove_all(folder)
+        if self._best is not None and not config.resume:
+            self._best.forget()
         # Checked before anything is loaded.
         if not config.resume or folder is None or (extra := checkpoint.read_extra(folder, _Saved)) is None:
             return
@@ -683,6 +709,8 @@ class _Run:
             )
             log.warning("going on from %s%s", resumed.path, kept)
         saved, self._saved_at = _Saved(resumed.extra), (resumed.epoch, resumed.step)
+        if self._best is not None:
+            self._best.scores = saved.best_scores
         self._next, self._evaluations_since_best = resumed.epoch, saved.evaluations_since_best
         self.first_step = resumed.step
         if resumed.step:
@@ -711,8 +739,15 @@ class _Run:
         return self._config.checkpoint_folder is not None and self._session.stop_point.is_over
 
     def leave(self) -> None:
-        """End training, and save where it is, if it was stopped and this is not saved; collective."""
+        """End training, and save where it is, if it was stopped and this is not saved; collective.
+
+        If it was not, weights and metrics are those of the best epoch from now on, with ``patience``.
+        """
         self._session.stop_point.close()
+        epoch = self.result.best_epoch
+        is_past = epoch is not None and epoch < self._next - 1 and not self.is_stopped
+        if self._best is not None and is_past and self._best.load(int(epoch or 0)):
+            self.result = replace(self.result, **self._best.scores)
         step = int(self._loader.state_dict()["step"])
         if self.is_stopped and self._saved_at != (self._next, step):
             self._save(step, wait=True)
@@ -826,6 +861,8 @@ class _Run:
         if best is None or math.isnan(best) or sign * validation > sign * best:
             self._evaluations_since_best = 0
             self.result = replace(self.result, best_epoch=record.epoch, best_val_accuracy=validation)
+            if self._best is not None:
+                self._best.keep(record.epoch, {"accuracy": accuracy, "metrics": metrics})
         else:
             self._evaluations_since_best += 1
             self.result = replace(self.result, stopped_early=self._patience_is_over())
@@ -845,8 +882,9 @@ class _Run:
 
     def close(self, *, failed: bool) -> None:
         """Wait for the last checkpoint, unless training ``failed``: it may never be complete then."""
-        if self._writer is not None:
-            self._writer.abandon() if failed else self._writer.wait()
+        for writer in (self._writer, None if self._best is None else self._best.writer):
+            if writer is not None:
+                writer.abandon() if failed else writer.wait()
 
     def _save(self, step: int = 0, *, wait: bool = False) -> float:
         """Save after ``step`` steps of the next epoch, where the loader's pass has ended; collective.
@@ -864,6 +902,7 @@ class _Run:
                 "evaluations_since_best": self._evaluations_since_best,
                 "accuracy": self.result.accuracy,
                 "metrics": self.result.metrics,
+                "best_scores": {} if self._best is None else self._best.scores,
                 "so_far": gather_json(self._so_far, self._session) if step else [],
                 TRAINED_WITH: _trained_with(self._session),
                 PRECISION: self.result.precision,
@@ -874,6 +913,56 @@ class _Run:
         )
         self._saved_at = (self._next, step)
         return time.perf_counter() - begin
+
+
+class _Best:
+    """The weights of the best epoch: in folder ``best`` of the checkpoints, or in memory if there is none."""
+
+    def __init__(self, checkpoints: str | Path | None, step: Step) -> None:
+        self._folder = None if checkpoints is None else Path(checkpoints) / "best"
+        self._saved: dict[str, Any] = {"model": step.model, "sparse": step.sparse}
+        self.writer = (
+            None
+            if self._folder is None
+            else checkpoint.CheckpointWriter(self._folder, checkpoint.RunState(**self._saved), keep=1)
+        )
+        self._weights: dict[str, Tensor] = {}
+        self._rows: list[Tensor] = []
+        self.scores: dict[str, Any] = {}
+        """Fields of :class:`FitResult` of that epoch."""
+
+    def _own_rows(self) -> list[Tensor]:
+        return [rows for one in self._saved["sparse"] for rows in one.own_rows]
+
+    def forget(self) -> None:
+        if self._folder is not None:
+            checkpoint.remove_all(self._folder)
+
+    def keep(self, epoch: int, scores: dict[str, Any]) -> None:
+        """Copy the weights; collective."""
+        self.scores = scores
+        if self.writer is not None:
+            self.writer.save(epoch=epoch + 1, step=0, extra={})
+            return
+        of_model = self._saved["model"].state_dict()
+        self._weights = {name: tensor.detach().clone() for name, tensor in of_model.items()}
+        self._rows = [rows.clone() for rows in self._own_rows()]
+
+    def load(self, epoch: int) -> bool:
+        """Load the weights; False: the folder lacks them. Collective."""
+        if self.writer is None or self._folder is None:
+            self._saved["model"].load_state_dict(self._weights)
+            for rows, kept in zip(self._own_rows(), self._rows, strict=True):
+                rows.copy_(kept)
+            barrier(current_session(), "taking the weights of the best epoch")
+            return True
+        self.writer.wait()
+        path = self._folder / f"epoch-{epoch + 1:06d}-step-{0:09d}"
+        if checkpoint.read_extra(path) is None:
+            log.warning("%s is missing: the weights are those of the last epoch, not of the best one", path)
+            return False
+        checkpoint.load(path, **self._saved, random_state=False)
+        return True
 
 
 class _Saved:
@@ -887,6 +976,10 @@ class _Saved:
         self.evaluations_since_best = checkpoint.whole(extra.get("evaluations_since_best", 0))
         self.accuracy = {name: _number(value) for name, value in extra.get("accuracy", {}).items()}
         self.metrics = {name: _number(value) for name, value in extra.get("metrics", {}).items()}
+        self.best_scores = {
+            field: {name: _number(value) for name, value in extra["best_scores"][field].items()}
+            for field in (("accuracy", "metrics") if extra.get("best_scores") else ())
+        }
         self.so_far = [
             {name: _number(value) for name, value in of_rank.items()} for of_rank in extra.get("so_far", [])
         ]
@@ -905,9 +998,20 @@ def _step_of(
     options = common_fields(config, NodeClassification) | {"loss": config.loss or cross_entropy}
     task = config.own_task or NodeClassification(**options)
     precision = config.precision or FLOAT32
+    rows = optimizers_of(sparse)
     return Step(
-        model=model, optimizer=optimizer, task=task, sparse=optimizers_of(sparse), precision=precision
+        model=model,
+        optimizer=optimizer,
+        task=task,
+        sparse=rows,
+        sparse_rates=[one.lr for one in rows],
+        precision=precision,
+        schedule=config if _is_scheduled(config) else None,
     )
+
+
+def _is_scheduled(config: RunOptions) -> bool:
+    return config.schedule != "constant" or config.warmup > 0
 
 
 def _objective_of(config: FitConfig, sparse: Sparse) -> Objective:

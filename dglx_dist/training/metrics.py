@@ -121,7 +121,7 @@ def _average_precision(score: Tensor, positive: Tensor, session: Session) -> flo
     of_positives, of_negatives = (found.sort().values for found in rows)
     hits = len(of_positives) - torch.searchsorted(of_positives, of_positives)
     misses = len(of_negatives) - torch.searchsorted(of_negatives, of_positives)
-    return float((hits / (hits + misses)).mean()) if len(hits) else math.nan
+    return float((hits.double() / (hits + misses)).mean()) if len(hits) else math.nan
 
 
 def _roc_auc(score: Tensor, positive: Tensor, session: Session) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
@@ -79,15 +80,13 @@ def loss_of(task: str, weights: Tensor | None = None) -> Loss:
     A weighted mean divides by the number of rows, not by the sum of their weights, so that it is the mean
     over the ranks' means.
     """
-    if task == REGRESSION:
-        return _squared_error
-    if task == MULTILABEL:
-        return _Binary(weights)
-    return F.cross_entropy if weights is None else _Weighted(weights)
+    if task == CLASSIFICATION:
+        return F.cross_entropy if weights is None else partial(_weighted, weights)
+    return _squared_error if task == REGRESSION else partial(_binary, weights)
 
 
 def _squared_error(scores: Tensor, labels: Tensor) -> Tensor:
-    return F.mse_loss(scores.float() if scores.dtype == torch.bfloat16 else scores, _like(labels, scores))
+    return F.mse_loss(scores, _like(labels, scores))
 
 
 def _like(labels: Tensor, scores: Tensor) -> Tensor:
@@ -96,26 +95,17 @@ def _like(labels: Tensor, scores: Tensor) -> Tensor:
             f"the model returns scores of shape {tuple(scores.shape)} for labels of shape "
             f"{tuple(labels.shape)}; its last layer must have a column for each of the labels"
         )
-    dtype = torch.float32 if scores.dtype == torch.bfloat16 else scores.dtype
-    return labels.to(dtype).reshape(scores.shape)
+    # Autocast computes these losses in float32.
+    return labels.to(torch.float32 if scores.dtype == torch.bfloat16 else scores.dtype).reshape(scores.shape)
 
 
-class _Binary:
-    def __init__(self, weights: Tensor | None) -> None:
-        self._weights = weights
-
-    def __call__(self, scores: Tensor, labels: Tensor) -> Tensor:
-        weights = None if self._weights is None else self._weights.to(scores)
-        return F.binary_cross_entropy_with_logits(scores, _like(labels, scores), pos_weight=weights)
+def _binary(weights: Tensor | None, scores: Tensor, labels: Tensor) -> Tensor:
+    weights = None if weights is None else weights.to(scores)
+    return F.binary_cross_entropy_with_logits(scores, _like(labels, scores), pos_weight=weights)
 
 
-class _Weighted:
-    def __init__(self, weights: Tensor) -> None:
-        self._weights = weights
-
-    def __call__(self, scores: Tensor, labels: Tensor) -> Tensor:
-        weights = self._weights.to(scores.device)
-        return (F.cross_entropy(scores, labels, reduction="none") * weights[labels]).mean()
+def _weighted(weights: Tensor, scores: Tensor, labels: Tensor) -> Tensor:
+    return (F.cross_entropy(scores, labels, reduction="none") * weights.to(scores.device)[labels]).mean()
 
 
 def class_weights(g: DistGraph, ntype: str, label: str, task: str) -> Tensor:
@@ -168,16 +158,9 @@ def measure(
     task: str,
     wanted: Sequence[str],
 ) -> dict[str, dict[str, float]]:
-    """Return the metrics of each mask by name, nan for a mask without labelled rows. Collective.
+    """Return the ``wanted`` metrics of (N, C) scores within each mask, nan without rows. Collective.
 
-    Args:
-        scores: (N, C) results of the model.
-        g: The graph.
-        ntype: Type of the nodes.
-        label: Node data; rows below 0 have no class and do not count.
-        masks: Names of boolean node data.
-        task: Of :func:`read_task`.
-        wanted: Names of metrics.
+    Rows with a class below 0 have none and do not count.
     """
     data, found = g.nodes[ntype].data, {}
     for mask in masks:

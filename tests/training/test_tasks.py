@@ -144,7 +144,7 @@ def plain_losses(task: str, weights: torch.Tensor | None = None) -> list[float]:
         adam.zero_grad()
         loss.backward()
         adam.step()
-        found.append(float(loss))
+        found.append(loss.item())
     return found
 
 
@@ -191,7 +191,7 @@ def test_strategies_that_compute_the_loss_themselves_say_so(data: Path, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("task", "wanted", "said"),
+    ("stored", "wanted", "said"),
     [
         ("regression", {"task": "multilabel"}, "regression numbers"),
         ("multilabel", {"task": "classification"}, "one whole number per node"),
@@ -200,10 +200,10 @@ def test_strategies_that_compute_the_loss_themselves_say_so(data: Path, tmp_path
     ],
 )
 def test_labels_of_another_task(
-    task: str, wanted: dict[str, Any], said: str, data: Path, tmp_path: Path
+    stored: str, wanted: dict[str, Any], said: str, data: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        _train(plan(data, task, tmp_path, **wanted))
+        _train({**plan(data, stored, tmp_path), **wanted})
 
 
 @pytest.mark.parametrize("task", ["classification", "multilabel"])
