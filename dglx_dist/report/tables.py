@@ -191,10 +191,12 @@ def epoch_table(epochs: Iterable[EpochRecord]) -> Table:
     scores: dict[str, list[str]] = {}
     if any(not math.isnan(record.train_accuracy) for record in epochs):
         scores["train"] = [readable_percent(record.train_accuracy) for record in epochs]
+    if any(record.val_accuracy is not None for record in epochs):
         scores["val"] = [readable_percent(record.val_accuracy) for record in epochs]
     for name in dict.fromkeys(name for record in epochs for name in record.metrics):
         if name.startswith("val_") and name != "val_accuracy":
-            scores[name.replace("_", " ", 1)] = [
+            # On two lines: link prediction has five of them.
+            scores[name.replace("_", "\n", 1)] = [
                 readable_score(record.metrics.get(name)) for record in epochs
             ]
     more: dict[str, list[str]] = {}

@@ -1,0 +1,147 @@
+"""``dglx train --task link``: the same figures on any number of ranks, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dglx_dist.cli.train import check_before_launch
+from dglx_dist.cli.train_job import train_dataset
+from dglx_dist.data.storage.writer import write_dataset
+from dglx_dist.errors import ConfigError
+from dglx_dist.records import EDGE_TYPE, Assignment, RawGraph
+from dglx_dist.report.run_folder import read_epochs
+from dglx_dist.training.config import LINK, METRICS_OF, TrainConfig
+from tests.helpers.ranks import run_ranks
+
+USERS, ITEMS = 24, 12
+
+
+def written(folder: Path, raw: RawGraph) -> Path:
+    part_of = {
+        ntype: np.random.default_rng(0).integers(2, size=count).astype(np.int32)
+        for ntype, count in raw.num_nodes.items()
+    }
+    write_dataset(raw, Assignment(num_parts=2, part_of=part_of, method="test", seed=0), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A ring with features; the same without; users that buy items of their half, with reverse edges."""
+    root, nodes = tmp_path_factory.mktemp("graphs"), np.arange(40)
+    u, v = np.concatenate([nodes, nodes]), np.concatenate([nodes + 1, nodes + 2]) % 40
+    both = (np.concatenate([u, v]), np.concatenate([v, u]))
+    ring = RawGraph(name="ring", num_nodes={"_N": 40}, edges={EDGE_TYPE: both})
+    feat = np.random.default_rng(0).normal(size=(40, 5)).astype(np.float32)
+    buyer, item = (ends.reshape(-1) for ends in np.meshgrid(np.arange(USERS), np.arange(ITEMS)))
+    bought = buyer % 2 == item % 2
+    shop = RawGraph(
+        name="shop",
+        num_nodes={"user": USERS, "item": ITEMS},
+        edges={
+            ("user", "buys", "item"): (buyer[bought], item[bought]),
+            ("item", "buys-rev", "user"): (item[bought], buyer[bought]),
+        },
+    )
+    return {
+        "ring": written(root / "ring", replace(ring, node_data={"_N": {"feat": feat}})),
+        "plain": written(root / "plain", ring),
+        "shop": written(root / "shop", shop),
+    }
+
+
+def run(folder: str, out: str, options: dict[str, Any]) -> dict[str, Any]:
+    plan = TrainConfig(data=folder, out=out, task="link", dropout=0.0, batch_size=1000, **options)
+    return dict(train_dataset(plan).summary)
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "sage": ("ring", {"fanouts": (5, 5), "hidden": 8, "epochs": 3, "lr": 0.02}),
+    "push_pull": ("ring", {"fanouts": (-1, -1), "hidden": 8, "epochs": 2, "strategy": "push_pull"}),
+    "gcn": ("plain", {"model": "gcn", "fanouts": (-1, -1), "hidden": 8, "embeddings": 6, "epochs": 2}),
+    "rgcn": ("shop", {"model": "rgcn", "fanouts": (4, 4), "hidden": 8, "epochs": 3, "loss": "softmax"}),
+    "none": ("shop", {"model": "none", "embeddings": 8, "epochs": 25, "loss": "bpr", "lr": 0.1}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_figures_are_those_of_one_rank(case: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    name, options = CASES[case]
+    (alone,) = run_ranks(run, 1, args=(str(folders[name]), str(tmp_path / "one"), options))
+    two = run_ranks(run, 2, args=(str(folders[name]), str(tmp_path / "two"), options), ranks_per_server=1)
+    metrics = [f"{split}_{metric}" for split in ("val", "test") for metric in METRICS_OF[LINK]]
+    for rank in two:
+        assert {key: rank[key] for key in metrics} == pytest.approx(
+            {key: alone[key] for key in metrics}, abs=1e-4
+        )
+    losses = [[record.loss for record in read_epochs(tmp_path / out)] for out in ("one", "two")]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-4)
+    stored = json.loads((tmp_path / "two" / "summary.json").read_text())
+    assert stored["edge_split"] == "80 / 10 / 10, keyed by the ends"
+    assert read_epochs(tmp_path / "two")[-1].metrics["val_mrr"] == stored["val_mrr"]
+    if case == "none":
+        # Without the other half, 6 of 12 items are left, most of which are known.
+        assert alone["test_auc"] > 0.8
+
+
+def refused(folder: str, out: str, options: dict[str, Any]) -> str:
+    try:
+        train_dataset(TrainConfig(data=folder, out=out, **options))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("plain", {}, "give the nodes trainable rows with --embeddings 64"),
+        ("plain", {"task": "link"}, "give the nodes trainable rows with --embeddings 64"),
+        ("ring", {}, "has no node data 'label' (known: 'feat'); partition a graph that has it"),
+        ("shop", {"task": "link"}, "or --model none, which scores trainable rows"),
+        ("shop", {"task": "link", "model": "rgcn", "target": ("likes",)}, "likes"),
+    ],
+)
+def test_graphs_that_a_task_cannot_use(
+    name: str, options: dict[str, Any], said: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    (message,) = run_ranks(refused, 1, args=(str(folders[name]), str(tmp_path), options))
+    assert said.replace("'", "") in message.replace("'", "")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"target": ("buys",)}, "--target .* must be left out without --task link"),
+        ({"decoder": "dot"}, "--decoder dot must be left out without --task link"),
+        ({"model": "none"}, "--model none must be another one without --task link"),
+        ({"task": "link", "model": "none"}, "--model none must be with --embeddings"),
+        (
+            {"task": "link", "decoder": "best"},
+            "--decoder best must be dot, distmult, transe, complex or rotate",
+        ),
+        ({"task": "link", "loss": "mse"}, "--loss mse must be bce, bpr or softmax"),
+        ({"task": "link", "negatives": 0}, "--negatives 0 must be at least 1"),
+        ({"task": "link", "metric": ("accuracy",)}, "metric accuracy is not one of link; take some of mrr"),
+        ({"task": "link", "predictions": "out"}, "--predictions out must be left out with --task link"),
+        ({"task": "link", "strategy": "auto"}, "--strategy auto must be named with --task link"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        TrainConfig(data="data", out="run", **options)
+
+
+def test_strategies_without_batches_of_edges_are_refused_before_ranks_start() -> None:
+    for strategy in ("full_graph", "shared_preload", "cooperative", "lambda"):
+        plan = TrainConfig(data="nowhere", ranks=2, task="link", strategy=strategy)
+        with pytest.raises(ConfigError, match="does not have; use --strategy data_parallel or push_pull"):
+            check_before_launch(plan)
+    with pytest.raises(ConfigError, match="--embeddings are rows on the servers"):
+        check_before_launch(TrainConfig(data="nowhere", ranks=2, embeddings=8, strategy="push_pull"))
