@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 
 
 def _with_degrees(block: Any, g: DistGraph, device: torch.device) -> Any:
-    types = (block.srctypes, block.dsttypes)
+    # In the order of the frames; `srctypes` is sorted by name.
+    half = len(block._ntypes) // 2
+    types = (block._ntypes[:half], block._ntypes[half:])
     whole = _FullBlock(block._graph, types, block.etypes, block._node_frames, block._edge_frames)
     whole.graph, whole.on_host = g, block
     return place(whole, device)
