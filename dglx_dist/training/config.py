@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from dglx_dist.data.storage.files import read_size
-from dglx_dist.errors import ConfigError, UnknownNameError
+from dglx_dist.errors import ConfigError
 from dglx_dist.options import (
     ABOVE_ZERO,
     Check,
@@ -31,7 +31,6 @@ from dglx_dist.options import (
     whole_numbers,
 )
 from dglx_dist.planner.records import ChoiceOptions, Rate
-from dglx_dist.registry import did_you_mean
 
 FLOAT32, BF16 = PRECISIONS = "float32", "bf16"
 """Of forward passes in training; weights, gradients, optimizer and evaluation keep the model's dtype."""
@@ -126,6 +125,7 @@ class RunOptions:
         "roc_auc and average_precision are means over the classes, accuracy of several labels counts rows "
         "without an error.",
         metavar="NAME,NAME",
+        check=Check(lambda given: set(given) <= set(_METRICS), f"some of {', '.join(_METRICS)}"),
         kind=str,
         parse=names,
     )
@@ -345,10 +345,6 @@ class TrainConfig(RunOptions, ModelConfig):
         from dglx_dist.training.models import MODEL_KINDS, RELATIONAL_KINDS, check_kind
 
         check_kind(self.model, MODEL_KINDS + RELATIONAL_KINDS)
-        for name in self.metric:
-            if name not in _METRICS:
-                hint = f"{did_you_mean(name, _METRICS)} (known: {', '.join(_METRICS)})"
-                raise UnknownNameError(f"there is no metric {name!r}{hint}")
         if self.task != AUTO_TASK:
             metrics_of(self.task, self.metric)
         for name in _INIT_ARGUMENTS:
