@@ -44,6 +44,7 @@ from dglx_dist.training.config import (
     CLASSIFICATION,
     FLOAT32,
     LESS_IS_BETTER,
+    METRICS_OF,
     RunOptions,
     check_run,
     metrics_of,
@@ -472,6 +473,8 @@ def _with_task(config: FitConfig, g: DistGraph) -> FitConfig:
     if not isinstance(config.task, str):
         return config
     ntype = labelled_type(g, config.label) if config.ntype is None else config.ntype
+    if config.loss is not None and config.evaluate is not None:
+        return replace(config, ntype=ntype)  # They take any labels.
     task, _ = read_task(g, ntype, config.label, config.task)
     weights = None if config.class_weight == "none" else class_weights(g, ntype, config.label, task)
     if weights is not None and config.loss is not None:
@@ -759,7 +762,7 @@ class _Run:
             pause = self._save(step)
             self._so_far = {**self._so_far, "checkpoint_s": self._so_far.get("checkpoint_s", 0) + pause}
         record = over_ranks(gather_json(self._so_far, self._session), self._next)
-        if self._task not in (CLASSIFICATION, "own"):
+        if self._task in METRICS_OF and self._task != CLASSIFICATION:
             record = replace(record, train_accuracy=math.nan)
         self._so_far = {}
         return record
