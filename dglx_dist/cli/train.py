@@ -117,7 +117,7 @@ def check_before_launch(config: TrainConfig) -> None:
     from dglx_dist.data.storage.manifest import read_manifest
     from dglx_dist.planner.workload import check_plannable
     from dglx_dist.strategies.base import AUTO, STRATEGIES, Strategy, resolve_strategy
-    from dglx_dist.training.fit import check_precision
+    from dglx_dist.training.fit import check_loop
 
     strategy = resolve_strategy(config.strategy, auto=True)
     is_auto = strategy == AUTO
@@ -136,7 +136,7 @@ def check_before_launch(config: TrainConfig) -> None:
             "--strategy data_parallel"
         )
     if not is_auto:
-        check_precision(config.precision, STRATEGIES.get(strategy).traits, strategy)
+        check_loop(config, STRATEGIES.get(strategy).traits, strategy)
     check_request(config.device, read_settings().device)
     manifest = read_manifest(Path(config.data))
     if is_auto:

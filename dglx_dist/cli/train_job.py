@@ -55,7 +55,6 @@ from dglx_dist.training.fit import (
     FitResult,
     LinkPrediction,
     check_loop,
-    check_precision,
     check_same,
     settled,
 )
@@ -243,7 +242,7 @@ def train_dataset(plan: TrainConfig) -> Trained:
         plan, choice = _resolve_auto(plan, g, module)
         plan = with_defaults(plan)
         _check_cache(plan, session)
-        check_precision(plan.precision, strategy_of(session).traits, session.strategy)
+        check_loop(plan, strategy_of(session).traits, session.strategy)
         _check_outputs(plan, session)
         writes = session.topology.rank == 0
         config = run_config(plan, g, session)
@@ -287,6 +286,7 @@ def _prepared(plan: TrainConfig, g: DistGraph) -> tuple[TrainConfig, Target, Bui
     targets = _check_link(plan, g)
     made = split_edges(g, targets)
     notes: dict[str, object] = {
+        "task": LINK,
         "target": ",".join(relation for _, relation, _ in targets),
         "edge_split": "80 / 10 / 10, keyed by the ends" if made else "masks of the dataset",
     }
@@ -312,8 +312,6 @@ def _with_task(plan: TrainConfig, g: DistGraph, ntype: str) -> tuple[TrainConfig
     """Return ``plan`` with its task and metrics, and the width of the scores, by the labels. Collective."""
     task, width = read_task(g, ntype, LABEL, plan.task)
     plan = replace(plan, task=task, metric=metrics_of(task, plan.metric))
-    if plan.strategy != AUTO:
-        check_loop(plan, strategy_of(g.session).traits, g.session.strategy)
     return plan, width or g.num_classes(ntype)
 
 

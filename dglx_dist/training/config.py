@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from dglx_dist.data.storage.files import read_size
-from dglx_dist.errors import ConfigError, UnknownNameError
+from dglx_dist.errors import ConfigError
 from dglx_dist.options import (
     ABOVE_ZERO,
     Check,
@@ -31,7 +31,6 @@ from dglx_dist.options import (
     whole_numbers,
 )
 from dglx_dist.planner.records import ChoiceOptions, Rate
-from dglx_dist.registry import did_you_mean
 
 FLOAT32, BF16 = PRECISIONS = "float32", "bf16"
 """Of forward passes in training; weights, gradients, optimizer and evaluation keep the model's dtype."""
@@ -131,6 +130,7 @@ class RunOptions:
         "on, by task. roc_auc and average_precision are means over the classes, accuracy of several labels "
         "counts rows without an error.",
         metavar="NAME,NAME",
+        check=Check(lambda given: set(given) <= set(_METRICS), f"some of {', '.join(_METRICS)}"),
         kind=str,
         parse=names,
     )
@@ -220,9 +220,7 @@ class ModelConfig:
     """Options of a ready-made model and its mini-batches; a wrong value is a ConfigError."""
 
     model: str = _of_model(
-        "sage",
-        "sage, gcn, sgc, gat, mlp or resgcn (deep); to train on several types, rgcn or hgt. With --task link "
-        "also none: trainable rows are scored as they are, as of knowledge graphs.",
+        "sage", "sage, gcn, sgc, gat, mlp or resgcn (deep); to train on several types, rgcn or hgt."
     )
     layers: int = _of_model(2, "Convolutions.", check=at_least(1))
     hidden: int = _of_model(64, "Width between them.", check=at_least(1))
@@ -303,6 +301,11 @@ class TrainConfig(RunOptions, ModelConfig):
         "none",
         "Save memory in resgcn: backward recomputes each layer, and either exchanges rows of "
         "other ranks again (exchange) or keeps them (keep).",
+    )
+    model: str = _of_model(
+        "sage",
+        "sage, gcn, sgc, gat, mlp or resgcn (deep); to train on several types, rgcn or hgt. With --task link "
+        "also none: trainable rows are scored as they are, for knowledge graphs.",
     )
     embeddings: int | None = _of_model(
         None,
@@ -385,10 +388,6 @@ class TrainConfig(RunOptions, ModelConfig):
         from dglx_dist.training.models import MODEL_KINDS, RELATIONAL_KINDS, check_kind
 
         check_kind(self.model, (*MODEL_KINDS, *RELATIONAL_KINDS, NO_ENCODER))
-        for name in self.metric:
-            if name not in _METRICS:
-                hint = f"{did_you_mean(name, _METRICS)} (known: {', '.join(_METRICS)})"
-                raise UnknownNameError(f"there is no metric {name!r}{hint}")
         if self.task != AUTO_TASK:
             metrics_of(self.task, self.metric)
         for name in _INIT_ARGUMENTS:
@@ -422,7 +421,9 @@ class TrainConfig(RunOptions, ModelConfig):
             object.__setattr__(self, "out", str(folder))
 
     def _link_checks(self) -> Iterator[tuple[str, bool, str]]:
+        auto = self.strategy == "auto"
         if self.task != LINK:
+            yield "embeddings", self.embeddings is not None and auto, "left out with --strategy auto"
             defaults = {one.name: one.default for one in fields(self)}
             for name in ("target", "decoder", "negatives", "loss"):
                 given = getattr(self, name) != defaults[name]
@@ -431,7 +432,7 @@ class TrainConfig(RunOptions, ModelConfig):
             return
         yield "predictions", self.predictions is not None, "left out with --task link, which has no classes"
         yield "class-weight", self.class_weight != "none", "none with --task link, which has no classes"
-        yield "strategy", self.strategy == "auto", "named with --task link: auto compares batches of nodes"
+        yield "strategy", auto, "named with --task link: auto compares batches of nodes"
         without = self.model == NO_ENCODER and self.embeddings is None
         yield "model", without, "with --embeddings, the width of the rows that it scores, like 64"
 

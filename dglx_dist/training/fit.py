@@ -44,10 +44,7 @@ from dglx_dist.training.config import (
     CLASSIFICATION,
     FLOAT32,
     LESS_IS_BETTER,
-    LINK,
-    MULTILABEL,
-    REGRESSION,
-    TASKS,
+    METRICS_OF,
     RunOptions,
     check_run,
     metrics_of,
@@ -105,9 +102,8 @@ class NodeClassification:
         if isinstance(scores, dict):
             scores = scores[self.ntype or blocks[-1].dsttypes[0]]
         labels = blocks[-1].dstnodes[self.ntype or blocks[-1].dsttypes[0]].data[self.label]
-        # Of labels that are no classes, none is counted.
-        counts = len(labels) and labels.dim() == 1 and not labels.dtype.is_floating_point
-        correct = (scores.detach().argmax(1) == labels).sum() if counts else 0
+        is_class = len(labels) and labels.dim() == 1 and not labels.dtype.is_floating_point
+        correct = (scores.detach().argmax(1) == labels).sum() if is_class else 0
         return StepLoss(loss=self.loss(scores, labels), num_targets=len(labels), num_correct=correct)
 
 
@@ -366,11 +362,6 @@ class FitConfig(RunOptions):
     def __post_init__(self) -> None:
         if self.task is None:
             object.__setattr__(self, "task", AUTO_TASK)
-        if isinstance(self.task, str) and not (self.task in TASKS and self.task != LINK):
-            raise ConfigError(
-                f"task={self.task!r} must be {', '.join(one for one in TASKS if one != LINK)}, or a function "
-                "such as LinkPrediction()"
-            )
         check_ranges(self, "{name}={value}")
         check_run(self)
         if self.resume and self.checkpoint_folder is None:
@@ -462,7 +453,6 @@ def train(
     config = settled(config, config.checkpoint_folder, g.session)
     of_groups = [{**group, "params": len(group["params"])} for group in optimizer.param_groups]
     check_equal(g.session, "the settings of the optimizer", of_groups)
-    check_precision(config.precision, strategy_of(g.session).traits, g.session.strategy)
     config = _with_task(config, g)
     check_loop(config, strategy_of(g.session).traits, g.session.strategy)
     facts = _facts(g, config, optimizer)
@@ -506,21 +496,14 @@ def _with_task(config: FitConfig, g: DistGraph) -> FitConfig:
     if not isinstance(config.task, str):
         return config
     ntype = labelled_type(g, config.label) if config.ntype is None else config.ntype
+    if config.loss is not None and config.evaluate is not None:
+        return replace(config, ntype=ntype)  # They take any labels.
     task, _ = read_task(g, ntype, config.label, config.task)
-    loss = config.loss
-    if config.class_weight != "none":
-        if loss is not None:
-            raise ConfigError(
-                f"class_weight={config.class_weight!r} is for the task's own loss; leave loss out"
-            )
-        loss = loss_of(task, class_weights(g, ntype, config.label, task))
-    return replace(
-        config,
-        ntype=ntype,
-        task=task,
-        loss=loss_of(task) if loss is None else loss,
-        metric=config.metric if config.evaluate else metrics_of(task, config.metric),
-    )
+    weights = None if config.class_weight == "none" else class_weights(g, ntype, config.label, task)
+    if weights is not None and config.loss is not None:
+        raise ConfigError("class_weight is for the task's own loss; leave loss or class_weight out")
+    metric = config.metric if config.evaluate else metrics_of(task, config.metric)
+    return replace(config, ntype=ntype, task=task, metric=metric, loss=config.loss or loss_of(task, weights))
 
 
 @contextmanager
@@ -610,28 +593,19 @@ def _plain(value: object) -> object:
     return value if isinstance(value, bool | int | float | str | None) else repr(value)
 
 
-def check_precision(precision: str | None, traits: Traits, strategy: str) -> None:
-    """Raise ConfigError unless forward passes under a strategy can have that precision; None: the default."""
-    if precision == BF16 and not traits.own_loop:
-        raise ConfigError(
-            f"precision bf16: strategy {strategy!r} does not compute in torch but on workers, in the dtype "
-            "of the weights; leave it out, or use strategy='data_parallel'"
-        )
-
-
 def check_loop(config: RunOptions, traits: Traits, strategy: str) -> None:
-    """Raise ConfigError if a strategy that computes steps itself, not in torch, would have to change them."""
-    changed = {
-        "task": config.task not in (AUTO_TASK, CLASSIFICATION),
-        "class-weight": config.class_weight != "none",
-        "schedule": config.schedule != "constant",
-        "warmup": config.warmup > 0,
+    """Raise ConfigError if a strategy that has no training loop in torch would have to change its steps."""
+    plain = {
+        "precision": (None, FLOAT32),
+        "task": (AUTO_TASK, CLASSIFICATION),
+        **{"class_weight": ("none",), "schedule": ("constant",), "warmup": (0,)},
     }
-    for name, wrong in changed.items():
-        if wrong and not traits.own_loop:
+    for name, known in plain.items():
+        if not traits.own_loop and (value := getattr(config, name)) not in known:
             raise ConfigError(
-                f"strategy {strategy!r} trains classification by plain cross-entropy at a constant rate, not "
-                f"with {name} {getattr(config, name.replace('-', '_'))}; use strategy='data_parallel'"
+                f"{name.replace('_', '-')} {value}: strategy {strategy!r} does not compute in torch but on "
+                "workers, plain cross-entropy at a constant rate, in the dtype of the weights; leave it out, "
+                "or use strategy='data_parallel'"
             )
 
 
@@ -745,8 +719,8 @@ class _Run:
         """
         self._session.stop_point.close()
         epoch = self.result.best_epoch
-        is_past = epoch is not None and epoch < self._next - 1 and not self.is_stopped
-        if self._best is not None and is_past and self._best.load(int(epoch or 0)):
+        if self._best is not None and epoch not in (None, self._next - 1) and not self.is_stopped:
+            self._best.load(int(epoch or 0))
             self.result = replace(self.result, **self._best.scores)
         step = int(self._loader.state_dict()["step"])
         if self.is_stopped and self._saved_at != (self._next, step):
@@ -811,7 +785,7 @@ class _Run:
             pause = self._save(step)
             self._so_far = {**self._so_far, "checkpoint_s": self._so_far.get("checkpoint_s", 0) + pause}
         record = over_ranks(gather_json(self._so_far, self._session), self._next)
-        if self._task in (MULTILABEL, REGRESSION):
+        if self._task in METRICS_OF and self._task != CLASSIFICATION:
             record = replace(record, train_accuracy=math.nan)
         self._so_far = {}
         return record
@@ -844,11 +818,8 @@ class _Run:
             rows.flush()
         accuracy, metrics = self.result.accuracy, self.result.metrics
         if config.evaluate is not None or config.own_task is None:
-            found = (
-                evaluate(self._step.model, self._g, **self._evaluate_options)
-                if config.evaluate is None
-                else dict(config.evaluate(self._step.model))
-            )
+            model, options = self._step.model, self._evaluate_options
+            found = config.evaluate(model) if config.evaluate else evaluate(model, self._g, **options)
             metrics = {name: value for name, value in found.items() if not name.endswith("_mask")}
             accuracy = {name: value for name, value in found.items() if name.endswith("_mask")}
             record = replace(record, metrics=metrics, val_accuracy=accuracy.get(_VALIDATION))
@@ -921,11 +892,9 @@ class _Best:
     def __init__(self, checkpoints: str | Path | None, step: Step) -> None:
         self._folder = None if checkpoints is None else Path(checkpoints) / "best"
         self._saved: dict[str, Any] = {"model": step.model, "sparse": step.sparse}
-        self.writer = (
-            None
-            if self._folder is None
-            else checkpoint.CheckpointWriter(self._folder, checkpoint.RunState(**self._saved), keep=1)
-        )
+        state = checkpoint.RunState(**self._saved)
+        folder = self._folder
+        self.writer = None if folder is None else checkpoint.CheckpointWriter(folder, state, keep=1)
         self._weights: dict[str, Tensor] = {}
         self._rows: list[Tensor] = []
         self.scores: dict[str, Any] = {}
@@ -948,21 +917,17 @@ class _Best:
         self._weights = {name: tensor.detach().clone() for name, tensor in of_model.items()}
         self._rows = [rows.clone() for rows in self._own_rows()]
 
-    def load(self, epoch: int) -> bool:
-        """Load the weights; False: the folder lacks them. Collective."""
+    def load(self, epoch: int) -> None:
+        """Load the weights; collective."""
         if self.writer is None or self._folder is None:
             self._saved["model"].load_state_dict(self._weights)
             for rows, kept in zip(self._own_rows(), self._rows, strict=True):
                 rows.copy_(kept)
             barrier(current_session(), "taking the weights of the best epoch")
-            return True
+            return
         self.writer.wait()
         path = self._folder / f"epoch-{epoch + 1:06d}-step-{0:09d}"
-        if checkpoint.read_extra(path) is None:
-            log.warning("%s is missing: the weights are those of the last epoch, not of the best one", path)
-            return False
         checkpoint.load(path, **self._saved, random_state=False)
-        return True
 
 
 class _Saved:

@@ -483,10 +483,11 @@ def evaluate(  # noqa: PLR0913 - all optional
             paths = ", ".join("".join(f"[{key!r}]" for key in path) for path in computed)
             raise ConfigError(f"the model returns {paths}; choose the scores with output=")
         found = _accuracy(chosen[0], g, ntype, label, names) if task == CLASSIFICATION else {}
-        measured = [name for name in names if name != SPLITS[0]] if metrics else []
-        of_mask = measure(chosen[0], g, ntype, label, measured, task=task, wanted=metrics)
-        for mask, values in of_mask.items():
-            found |= {f"{mask.removesuffix('_mask')}_{name}": value for name, value in values.items()}
+        for mask in (one for one in names if metrics and one != SPLITS[0]):
+            # The accuracy is counted already.
+            values = {"accuracy": found[mask]} if task == CLASSIFICATION else {}
+            values |= measure(chosen[0], g, ntype, label, mask, task, [m for m in metrics if m not in values])
+            found |= {f"{mask.removesuffix('_mask')}_{name}": values[name] for name in metrics}
         return found
     finally:
         for rows in computed.values():

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dglx_dist.comm.collectives import run_on_all_ranks, sum_over_ranks
+from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.records import SPLITS
@@ -149,65 +150,40 @@ def predicted(task: str, scores: Tensor) -> Tensor:
 
 
 def measure(
-    scores: DistTensor,
-    g: DistGraph,
-    ntype: str,
-    label: str,
-    masks: Sequence[str],
-    *,
-    task: str,
-    wanted: Sequence[str],
-) -> dict[str, dict[str, float]]:
-    """Return the ``wanted`` metrics of (N, C) scores within each mask, nan without rows. Collective.
-
-    Rows with a class below 0 have none and do not count.
-    """
-    data, found = g.nodes[ntype].data, {}
-    for mask in masks:
-        pieces = []
-        for rows in _own_pieces(g, ntype):
-            labels, inside = data[label][rows], data[mask][rows].bool()
-            if task == CLASSIFICATION:
-                inside = inside & (labels >= 0)
-            pieces.append((scores[rows][inside], labels[inside]))
-        empty = slice(0, 0)
-        pieces = pieces or [(scores[empty], data[label][empty])]
-        mine, true = (torch.cat(list(column)) for column in zip(*pieces, strict=True))
-        found[mask] = _measured(mine, true, g, task, wanted)
-    return found
-
-
-def _measured(
-    scores: Tensor, labels: Tensor, g: DistGraph, task: str, wanted: Sequence[str]
+    scores: DistTensor, g: DistGraph, ntype: str, label: str, mask: str, task: str, wanted: Sequence[str]
 ) -> dict[str, float]:
-    session = g.session
+    """Return the ``wanted`` metrics of (N, C) scores within a mask by name, nan without rows. Collective."""
+    if not wanted:
+        return {}
+    data, none = g.nodes[ntype].data, slice(0, 0)
+    pieces = [(scores[none], data[label][none])]
+    for rows in _own_pieces(g, ntype):
+        labels, inside = data[label][rows], data[mask][rows].bool()
+        if task == CLASSIFICATION:
+            inside = inside & (labels >= 0)
+        pieces.append((scores[rows][inside], labels[inside]))
+    of_mask, truth = (torch.cat(list(column)) for column in zip(*pieces, strict=True))
+    return {name: _measured(name, of_mask, truth, g.session, task) for name in wanted}
+
+
+def _measured(name: str, scores: Tensor, labels: Tensor, session: Session, task: str) -> float:
     if task == REGRESSION:
-        truth = _like(labels, scores)
-        known = {"mae": metrics.mae, "rmse": metrics.rmse}
-        return {name: known[name](scores, truth, session) for name in wanted}
-    classes = scores.shape[1]
-    found = {}
-    for name in wanted:
-        if name in ("f1_micro", "f1_macro"):
-            average: Literal["micro", "macro"] = "micro" if name == "f1_micro" else "macro"
-            predicted = scores.argmax(1) if task == CLASSIFICATION else scores > 0
-            found[name] = metrics.f1(predicted, labels, classes, session, average=average)
-        elif name == "accuracy":
-            right = (
-                scores.argmax(1) == labels
-                if task == CLASSIFICATION
-                else ((scores > 0) == labels.bool()).all(1)
-            )
-            found[name] = metrics.accuracy(right.long(), torch.ones_like(right, dtype=torch.int64), session)
-        else:
-            probable, truth = as_probabilities(task, scores.double()), labels
-            if task == CLASSIFICATION:
-                truth = F.one_hot(labels.clamp(max=classes - 1), classes) if len(labels) else probable.long()
-                # Of two classes, the second one is the positive; the first would count the same pairs again.
-                probable, truth = (one[:, 1:] if classes == 2 else one for one in (probable, truth))
-            of_column = metrics.roc_auc if name == "roc_auc" else metrics.average_precision
-            found[name] = of_column(probable, truth, session)
-    return found
+        metric = metrics.mae if name == "mae" else metrics.rmse
+        return metric(scores, _like(labels, scores), session)
+    said, classes = predicted(task, scores), scores.shape[1]
+    if name == "accuracy":
+        right = (said == labels.bool()).all(1).long()
+        return metrics.accuracy(right, torch.ones_like(right), session)
+    if name in ("f1_micro", "f1_macro"):
+        average: Literal["micro", "macro"] = "micro" if name == "f1_micro" else "macro"
+        return metrics.f1(said, labels, classes, session, average=average)
+    probable, truth = as_probabilities(task, scores.double()), labels
+    if task == CLASSIFICATION:
+        truth = (labels[:, None] == torch.arange(classes)).long()
+        # Of two classes, the second one is the positive; the first would count the same pairs again.
+        probable, truth = (one[:, 1:] if classes == 2 else one for one in (probable, truth))
+    of_columns = metrics.roc_auc if name == "roc_auc" else metrics.average_precision
+    return of_columns(probable, truth, session)
 
 
 def warn_of_majority(accuracy: float, g: DistGraph, ntype: str, label: str) -> None:

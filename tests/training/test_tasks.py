@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,9 @@ def plan(data: Path, task: str, out: Path, **more: Any) -> dict[str, Any]:
     return {**values, "fanouts": (-1, -1), "predictions": str(out / "said"), **more}
 
 
-def plain_losses(task: str, weights: torch.Tensor | None = None) -> list[float]:
+def plain_losses(
+    task: str, weights: torch.Tensor | None = None, rates: Sequence[float] = (1, 1, 1)
+) -> list[float]:
     """Losses of DGL's and torch's own, on the whole graph, with the weights that seed 0 gives."""
     g, truth = graph(), labels(task)
     rows = g.ndata["train_mask"]
@@ -132,7 +135,8 @@ def plain_losses(task: str, weights: torch.Tensor | None = None) -> list[float]:
         "sage", 8, 8, {"multilabel": LABELS, "regression": 1, "classification": 2}[task], dropout=0.0
     )
     adam, found = torch.optim.Adam(model.parameters(), lr=0.01), []
-    for _ in range(3):
+    for rate in rates:
+        adam.param_groups[0]["lr"] = 0.01 * rate
         scores = model([g, g], g.ndata["feat"])[rows]
         if task == "multilabel":
             loss = F.binary_cross_entropy_with_logits(scores, truth[rows], pos_weight=weights)
