@@ -386,25 +386,15 @@ def _warn_of_imbalance(graph: RawGraph, quality: PartitionQuality) -> None:
         )
 
 
-_SAMPLED_EDGES, _ONE_WAY = 4096, 0.05
-
-
 def _warn_of_one_way(graph: RawGraph) -> None:
-    """Warn if few edges of a homogeneous graph have an opposite one; reads all edges, looks for a sample."""
-    if not graph.is_homogeneous or not graph.total_edges:
+    """Warn if none of 64 edges of a homogeneous graph has an opposite one; reads all edges until one has."""
+    if not graph.is_homogeneous:
         return
     ((src, dst),) = graph.edges.values()
-    chosen = np.random.default_rng(0).integers(0, len(src), _SAMPLED_EDGES)
-    ends = np.stack([src[chosen], dst[chosen]]).astype(np.int64)
-    ends = ends[:, ends[0] != ends[1]]
-    opposite, is_end = ends[1] * graph.total_nodes + ends[0], np.zeros(graph.total_nodes, np.bool_)
-    is_end[ends[1]] = True
-    found = []
-    for piece in pieces(len(src), 1 << 20):
-        rows = np.flatnonzero(is_end[src[piece]])
-        keys = src[piece][rows] * np.int64(graph.total_nodes) + dst[piece][rows]
-        found.append(keys[np.isin(keys, opposite)])
-    if len(opposite) and np.isin(opposite, np.concatenate(found)).mean() < _ONE_WAY:
+    chosen, num_nodes = np.random.default_rng(0).integers(0, len(src), 64), np.int64(graph.total_nodes)
+    opposite = (dst[chosen] * num_nodes + src[chosen])[src[chosen] != dst[chosen]]
+    rows = pieces(len(src), 1 << 20)
+    if len(opposite) and not any(np.isin(src[r] * num_nodes + dst[r], opposite).any() for r in rows):
         log.warning(
             "the edges of %s stand there in one direction only, and messages follow it: a node without "
             "in-edges sees itself only; if the graph is undirected, add --add-reverse-edges",
@@ -492,26 +482,27 @@ def _with_edges(
 
 
 def _with_rows_normalized(graph: RawGraph, workspace: Workspace | None) -> RawGraph:
-    if not any(FEATURE in columns for columns in graph.node_data.values()):
-        raise ConfigError(f"{graph.name} has no features {FEATURE!r}; leave --normalize-features out")
     node_data = {ntype: dict(columns) for ntype, columns in graph.node_data.items()}
-    for ntype, columns in node_data.items():
-        column = columns.get(FEATURE)
+    named = {ntype: columns[FEATURE] for ntype, columns in node_data.items() if FEATURE in columns}
+    if not named:
+        raise ConfigError(f"{graph.name} has no features {FEATURE!r}; leave --normalize-features out")
+    for ntype, column in named.items():
         if isinstance(column, SparseRows):
-            rows = np.repeat(np.arange(len(column.indptr) - 1), np.diff(column.indptr))
+            rows = np.repeat(np.arange(column.shape[0]), np.diff(column.indptr))
             sums = np.bincount(rows, np.abs(column.values))
-            columns[FEATURE] = replace(column, values=_divided(column.values, sums[rows]))
-        elif column is not None:
-            (flat,) = concatenated(workspace, f"features {ntype}", [partial(_rows, column)], len(column))
-            columns[FEATURE] = flat.reshape(column.shape)
+            node_data[ntype][FEATURE] = replace(column, values=_divided(column.values, sums[rows]))
+        else:
+            chunks = [partial(_normalized, column)]
+            (rows,) = concatenated(workspace, f"features {ntype}", chunks, len(column))
+            node_data[ntype][FEATURE] = rows.reshape(column.shape)
     return replace(graph, node_data=node_data)
 
 
-def _rows(column: Array) -> Iterator[Array]:
-    axes = tuple(range(1, column.ndim))
-    for piece in pieces(max(len(column), 1), max(1, (1 << 20) // max(1, math.prod(column.shape[1:])))):
-        sums = np.abs(column[piece]).sum(axis=axes, keepdims=True, dtype=np.float64)
-        yield _divided(column[piece], sums)
+def _normalized(column: Array) -> Iterator[Array]:
+    row_size = max(1, math.prod(column.shape[1:]))
+    for piece in pieces(max(len(column), 1), max(1, (1 << 20) // row_size)):
+        rows = column[piece].reshape(-1, row_size)
+        yield _divided(rows, np.abs(rows).sum(axis=1, keepdims=True, dtype=np.float64))
 
 
 def _divided(values: Array, sums: Array) -> Array:

@@ -12,7 +12,7 @@ import tokenize
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any, final
@@ -28,7 +28,6 @@ from dglx_dist.data.sources import (
     array_of_tensor,
     count_classes,
     masks_of_split,
-    refuse_unknown,
     standard_columns,
     suffix_of,
 )
@@ -81,16 +80,12 @@ class NpzSource(DatasetSource):
     there are edges, else it is ignored with a warning. A ``val_mask`` without any node counts as absent,
     since official splits often have none. Pickled objects are never loaded.
 
-    The names of PyG (``edge_index``, ``x``, ``y``, ``edge_type``) are known too, and so are a square matrix
-    of ``scipy.sparse.save_npz`` in csr, csc or coo, and the arrays ``adj_*`` and ``attr_*`` of Shchur et
-    al. (2018): row u, column v is an edge from u to v, and values other than 1 become ``weight``.
+    The names of PyG (``edge_index``, ``x``, ``y``, ``edge_type``) are known too, and so is a square matrix of
+    ``scipy.sparse.save_npz``, which is read at once: row u, column v is an edge from u to v, and its values
+    are ``weight`` unless all are 1.
     """
 
     external = True
-
-    def __init__(self, location: str, options: Mapping[str, object]) -> None:
-        refuse_unknown(options, (), "npz")
-        self._path = Path(location).expanduser()
 
     def load(self) -> RawGraph:
         return graph_of_arrays(_read(self._path, self.workspace), self._path.stem, str(self._path))
@@ -129,89 +124,64 @@ def graph_of_arrays(arrays: Mapping[str, Array], name: str, where: str) -> RawGr
     )
 
 
-_MATRIX = ("data", "shape")
+_OF_MATRIX = {"format", "shape", "data"}
 _OF_PYG = {"x": FEATURE, "y": LABEL, "edge_type": "etype"}
 
 
-def _matrix_prefix(names: Iterable[str]) -> str | None:
-    # Of scipy's own files, and of those with a matrix of features and labels beside it.
-    return next((p for p in ("", "adj_") if {p + name for name in _MATRIX} <= set(names)), None)
-
-
 def _named_as_ours(arrays: Mapping[str, Array], where: str) -> Mapping[str, Array]:
-    """Return ``arrays`` with our names in place of those of SciPy and PyG."""
-    if "edge_index" in arrays:
-        index = arrays["edge_index"]
-        if index.ndim != 2 or len(index) != 2:
-            raise DatasetError(f"{where}: edge_index has shape {index.shape}; expected (2, edges)")
-        others = {_OF_PYG.get(name, name): array for name, array in arrays.items() if name != "edge_index"}
-        return {"src": index[0], "dst": index[1], **others}
-    prefix = _matrix_prefix(arrays)
-    if prefix is None or "src" in arrays:
+    if "edge_index" not in arrays:
         return arrays
-    used = {prefix + name for name in (*_MATRIX, "indices", "indptr", "format", "row", "col")}
-    others = {name: array for name, array in arrays.items() if name not in used | {"_is_array"}}
-    matrix = _matrix(arrays, prefix, where)
-    if matrix.shape[0] != matrix.shape[1]:
-        raise DatasetError(
-            f"{where}: the matrix has the shape {matrix.shape}; that of a graph is square (for two types of "
-            "nodes write tables, docs/quickstart.md)"
-        )
-    others |= {"src": matrix.row, "dst": matrix.col, "num_nodes": np.array(matrix.shape[0])}
-    if (matrix.data != 1).any():
-        others["weight"] = matrix.data
-    if {f"attr_{name}" for name in ("indices", "indptr", *_MATRIX)} <= others.keys():
-        features = _matrix(others, "attr_", where).tocsr()
-        parts = (features.indptr, features.indices, features.data, np.array(features.shape[1]))
-        others = {name: array for name, array in others.items() if not name.startswith("attr_")}
-        others |= dict(zip(_SPARSE, parts, strict=True))
-    return others
+    index = arrays["edge_index"]
+    if index.ndim != 2 or len(index) != 2:
+        raise DatasetError(f"{where}: edge_index has shape {index.shape}; expected (2, edges)")
+    others = {_OF_PYG.get(name, name): array for name, array in arrays.items() if name != "edge_index"}
+    return {"src": index[0], "dst": index[1], **others}
 
 
-def _matrix(arrays: Mapping[str, Array], prefix: str, where: str) -> Any:
-    sparse = importlib.import_module("scipy.sparse")
-    found = {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
-    kind = bytes(found["format"].astype("S")).decode() if "format" in found else "csr"
-    names = {"csr": ("indices", "indptr"), "csc": ("indices", "indptr"), "coo": ("row", "col")}.get(kind)
-    if names is None:
-        raise DatasetError(f"{where}: the matrix is in format {kind!r}; save it as csr: A.tocsr()")
-    _require(found, names, where)
-    ends = tuple(found[name] for name in names)
-    try:
-        shape = tuple(found["shape"].tolist())
-        if kind == "coo":
-            return sparse.coo_array((found["data"], ends), shape=shape)
-        matrix = getattr(sparse, f"{kind}_array")((found["data"], *ends), shape=shape)
+def _of_matrix(path: Path) -> dict[str, Array]:
+    matrix = importlib.import_module("scipy.sparse").load_npz(path)
+    if matrix.format in ("csr", "csc", "bsr"):
         # Compiled code follows its pointers.
         matrix.check_format(full_check=True)
-        return matrix.tocoo()
-    except (ValueError, TypeError, OverflowError) as error:
-        raise DatasetError(f"{where}: not a sound matrix in format {kind}: {error}") from error
+    matrix = matrix.tocoo()
+    if matrix.shape[0] != matrix.shape[1]:
+        raise DatasetError(
+            f"{path}: the matrix has the shape {matrix.shape}; that of a graph is square (for two types of "
+            "nodes write tables, docs/quickstart.md)"
+        )
+    arrays = {"src": matrix.row, "dst": matrix.col, "num_nodes": np.array(matrix.shape[0])}
+    return arrays | ({"weight": matrix.data} if (matrix.data != 1).any() else {})
 
 
 def _read(path: Path, workspace: Workspace | None) -> dict[str, Array]:
     if not path.is_file():
         raise DatasetError(f"there is no file {path.absolute()}; expected a .npz file")
     try:
-        if workspace is not None:
-            return _unpacked(path, workspace)
         with np.load(path, allow_pickle=False) as stored:
-            found = {name: _plain(stored, name) for name in stored.files}
-            return {name: array for name, array in found.items() if array is not None}
+            if set(stored.files) >= _OF_MATRIX:
+                num_bytes = 4 * sum(member.file_size for member in stored.zip.infolist())
+                if workspace is not None and not workspace.holds(num_bytes):
+                    raise ConfigError(
+                        f"{path}: a matrix is read at once, in {readable_bytes(num_bytes)}; grant more "
+                        "--memory, or save its rows and columns as src and dst"
+                    )
+                return _of_matrix(path)
+            if workspace is not None:
+                return _unpacked(path, workspace)
+            found, pickled = {}, []
+            for name in stored.files:
+                try:
+                    found[name] = stored[name]
+                except ValueError as error:
+                    if "allow_pickle" not in str(error) or name in _STRUCTURE | _MEANT:
+                        raise
+                    pickled.append(name)
+            _tell_ignored(str(path), pickled, "pickled objects, which are never loaded")
+            return found
     except DglxError:  # which are errors of Python, too
         raise
     except _UNREADABLE as error:
         raise DatasetError(f"{path}: not a readable .npz file of plain arrays ({error})") from error
-
-
-def _plain(stored: Mapping[str, Array], name: str) -> Array | None:
-    try:
-        return stored[name]
-    except ValueError as error:
-        if "allow_pickle" not in str(error) or name in _STRUCTURE | _MEANT:
-            raise
-        _LOG.warning("the array %r is ignored: it holds pickled objects, which are never loaded", name)
-        return None
 
 
 _IN_ORDER = ("rel", "etype", "triple_split")
@@ -236,8 +206,7 @@ def _unpacked(path: Path, workspace: Workspace) -> dict[str, Array]:
             for name, (dtype, shape) in zip(names, heads.values(), strict=True)
             if _is_converted(name, dtype)
         }
-        matrix = () if _matrix_prefix(names) is None else ("the matrix",)
-        larger |= {name: num_bytes for name in (*matrix, *_IN_ORDER) if name in (*matrix, *names)}
+        larger |= {name: num_bytes for name in _IN_ORDER if name in names}
         if not workspace.holds(sum(larger.values())):
             raise ConfigError(
                 f"{path}: {', '.join(sorted(larger))} are converted in memory, and take up to "
@@ -397,10 +366,6 @@ class TorchSource(DatasetSource):
     For PyG: ``torch.save(data.to_dict(), FILE)`` of a ``Data``. Pickled classes are never loaded.
     """
 
-    def __init__(self, location: str, options: Mapping[str, object]) -> None:
-        refuse_unknown(options, (), "torch")
-        self._path = Path(location).expanduser()
-
     def load(self) -> RawGraph:
         import torch
 
@@ -439,10 +404,6 @@ class NetworkxSource(DatasetSource):
     (:class:`dglx_dist.data.tables.TablesSource`); texts, and those that some lack, are ignored with a
     warning. Takes no options.
     """
-
-    def __init__(self, location: str, options: Mapping[str, object]) -> None:
-        refuse_unknown(options, (), "networkx")
-        self._path = Path(location).expanduser()
 
     def load(self) -> RawGraph:
         where, kind = str(self._path), suffix_of(self._path)
@@ -530,10 +491,6 @@ class EdgeListSource(DatasetSource):
     ``column2``, ``column3`` ... Edges are taken as they stand: ``--add-reverse-edges`` is for lists with each
     edge once. NetworkX's ``.edgelist`` may have its dicts of attributes. Takes no options.
     """
-
-    def __init__(self, location: str, options: Mapping[str, object]) -> None:
-        refuse_unknown(options, (), "edge_list")
-        self._path = Path(location).expanduser()
 
     def load(self) -> RawGraph:
         import pandas as pd

@@ -58,8 +58,10 @@ class DatasetSource(ABC):
     workspace: Workspace | None = None
     """Set before :meth:`load` where the memory is limited."""
 
-    @abstractmethod
-    def __init__(self, location: str, options: Mapping[str, object]) -> None: ...
+    def __init__(self, location: str, options: Mapping[str, object]) -> None:
+        """Take the path of a file and no options; other sources override it."""
+        refuse_unknown(options, (), DATASETS.name_of(type(self)))
+        self._path = Path(location).expanduser()
 
     @abstractmethod
     def load(self) -> RawGraph:
