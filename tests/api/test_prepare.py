@@ -254,7 +254,10 @@ def test_as_few_nodes_as_cannot_be_spread_are_not_told_of(
     assert "share" not in caplog.text
 
 
-def test_each_file_of_a_dataset_is_synchronised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_types", [2, 50])
+def test_each_file_of_a_dataset_is_synchronised_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_types: int
+) -> None:
     synchronised: list[str] = []
     fsync = os.fsync
 
@@ -263,7 +266,10 @@ def test_each_file_of_a_dataset_is_synchronised_once(tmp_path: Path, monkeypatch
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", noted)
-    stored(shop(), tmp_path / "x")
-    times = Counter(Path(name).name for name in synchronised if name.endswith(".arrow"))
-    expected = Counter(path.name for path in (tmp_path / "x").rglob("*.arrow"))
-    assert times == expected
+    ends = (np.array([0, 1]), np.array([1, 2]))
+    types = {(NODE_TYPE, f"r{number}", NODE_TYPE): ends for number in range(num_types)}
+    stored(replace(two_triangles(), edges=types), tmp_path / "x")
+    found = Counter(Path(*Path(name).parts[-4:]) for name in synchronised if name.endswith(".arrow"))
+    expected = Counter(Path(*path.parts[-4:]) for path in (tmp_path / "x").rglob("*.arrow"))
+    assert found == expected
+    assert len(expected) > 3 * num_types

@@ -16,7 +16,7 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import product
 from pathlib import Path
 
@@ -307,11 +307,15 @@ def _exchange(one: Path, other: Path) -> bool:
     return rename is not None and rename(*names, ctypes.c_uint(_RENAME_EXCHANGE)) == 0
 
 
+_MANY_FILES = 100
+
+
 def _sync_tree(folder: Path) -> None:
     paths = [Path(parent, name) for parent, _, names in os.walk(folder) for name in (*names, "")]
-    # A file system commits those that wait together at once: 3,000 files one by one took a minute.
-    with ThreadPoolExecutor(16) as pool:
-        list(pool.map(synchronise, paths))
+    # A file system commits those that wait together at once: 3,000 files one by one took a minute. A thread
+    # takes 8 MB of address space, which a limit may lack.
+    with ThreadPoolExecutor(16) if len(paths) > _MANY_FILES else nullcontext() as pool:
+        list((pool.map if pool else map)(synchronise, paths))
 
 
 def synchronise(path: Path) -> None:
