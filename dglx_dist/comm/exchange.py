@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import count
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 import torch
@@ -585,6 +585,8 @@ class RowExchanges:
         """Host memory of the current exchange."""
         self.late: CallExchange | None = None
         """For messages that are in transit until the next step."""
+        self.stale: Any = None
+        """The halo rows of the model that runs forward, if it uses those of the epoch before."""
         self.step = 0
         """Number of the training step, a key of random rounding."""
 

@@ -22,7 +22,7 @@ from dglx_dist.comm.collectives import (
     run_on_all_ranks,
     sum_over_ranks,
 )
-from dglx_dist.comm.transfer import device_of
+from dglx_dist.comm.devices import device_of
 from dglx_dist.data.storage.columns import IDS
 from dglx_dist.data.storage.files import machine_memory
 from dglx_dist.errors import ConfigError

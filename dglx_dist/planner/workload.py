@@ -313,7 +313,7 @@ def count_batches(
     counts, per_edge = [], []
     for rank in run.ranks_here:
         begin, place, inputs = clock(), (partition.of_rank(rank), partition.bounds), list[Inputs]()
-        one = count_rank(run.g, draws, run.seeds, place, inputs_of=inputs)
+        one = count_rank(run.g, draws, run.seeds, place, inputs_of=inputs if caches else None)
         per_edge.append((clock() - begin) / max(sum(one.edges), 1))
         before: list[Inputs] = []
         # Collective: what decides is equal on all ranks.

@@ -376,6 +376,12 @@ def _cover_layers(num_ranks: int, layers: Sequence[HaloLayer]) -> Steps[list[Hal
         for rank in range(num_ranks)
     }
     answers = yield Step(name="partial sums", among=range(num_ranks), outgoing=outgoing)
+    for rank, arrays in answers.items():
+        if len(arrays) != len(layers):
+            raise PeerError(
+                f"rank {rank} sends partial sums of {len(arrays)} layers where this rank has {len(layers)}; "
+                "give the sampler as many on every rank"
+            )
     finished: list[HaloLayer] = []
     known: dict[int, Array] = {}
     for number, layer in enumerate(layers):

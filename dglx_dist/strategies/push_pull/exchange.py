@@ -16,6 +16,7 @@ from dgl.heterograph import DGLBlock
 from torch import Tensor
 
 from dglx_dist.comm.codec import WireDtype, row_codec
+from dglx_dist.comm.devices import copied_to_host, host_memory, is_on_host
 from dglx_dist.comm.exchange import (
     DEVICES,
     CallExchange,
@@ -24,7 +25,6 @@ from dglx_dist.comm.exchange import (
     Outgoing,
 )
 from dglx_dist.comm.session import Session
-from dglx_dist.comm.transfer import copied_to_host, host_memory, is_on_host
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import cut_out
 from dglx_dist.layers.dropout import Columns
