@@ -513,7 +513,7 @@ class StaleHalos:
 
     def state(self) -> dict[str, Tensor]:
         """Wait for what is in transit, and return what the next epoch uses."""
-        found = {}
+        found: dict[str, Tensor] = {}
         for name, one in self._late.items():
             one.arrive()
             if one.is_used and one.rows is not None:
