@@ -22,7 +22,6 @@ from dgl import ops
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dglx_dist.comm.codec import WireDtype, row_codec
 from dglx_dist.comm.devices import Copy, copied_to_host, host_memory, is_on_host
 from dglx_dist.comm.exchange import (
     CallExchange,
@@ -30,6 +29,8 @@ from dglx_dist.comm.exchange import (
     Outgoing,
     ReusableBuffer,
     Wait,
+    WireDtype,
+    row_codec,
     row_exchanges,
 )
 from dglx_dist.comm.session import Session

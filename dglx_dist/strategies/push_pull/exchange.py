@@ -15,7 +15,6 @@ import torch
 from dgl.heterograph import DGLBlock
 from torch import Tensor
 
-from dglx_dist.comm.codec import WireDtype, row_codec
 from dglx_dist.comm.devices import copied_to_host, host_memory, is_on_host
 from dglx_dist.comm.exchange import (
     DEVICES,
@@ -23,6 +22,8 @@ from dglx_dist.comm.exchange import (
     Exchange,
     Incoming,
     Outgoing,
+    WireDtype,
+    row_codec,
 )
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
