@@ -301,8 +301,6 @@ class _WeightedSum(Function):
 
 
 class _Softmax(Function):
-    """Softmax of (E, ...) scores over the edges of each node."""
-
     @staticmethod
     def forward(ctx: Any, scores: Tensor, segments: Segments) -> Tensor:
         wide = scores.float() if scores.dtype in _HALVES else scores
@@ -574,7 +572,6 @@ def cpu_index(index: HeteroGraphIndex) -> HeteroGraphIndex:
 
 
 def _relation(index: HeteroGraphIndex, etype: int, move: Copy) -> Relation:
-    """Copy the edges of one type, in the format in which they are stored."""
     one = HeteroGraphIndex.get_relation_graph(index, etype)
     source, destination = index.metagraph.find_edge(etype)
     num_src, num_dst, num_edges = index.num_nodes(source), index.num_nodes(destination), one.num_edges(0)

@@ -663,7 +663,6 @@ class StreamExchange(Exchange):
                 working, idle = more is not None, more is False
 
     def _move(self, rank: int, left: _Left, events: int) -> None:
-        """Move what can be moved at once, and drop what is done."""
         try:
             for event in (selectors.EVENT_READ, selectors.EVENT_WRITE):
                 if events & event and event in left and next(left[event], self) is self:

@@ -373,7 +373,6 @@ def _degree_scores(g: OpenedGraph, request: CacheRequest, _file_name: str) -> Ar
 
 
 def _halo_scores(g: OpenedGraph, request: CacheRequest, _file_name: str) -> Array:
-    """Return each row's number of edges to nodes of the local server."""
     server, total = g.session.topology.server, np.zeros(g.num_nodes(request.ntype), np.int64)
     if g.session.topology.local_rank == 0 or request.device is not None:
         for etype in _from(g, request.ntype):

@@ -558,7 +558,6 @@ class DistTensor(Shared):
         self.kvstore.remove(self._key)
 
     def _check_attach(self, wanted: ColumnInfo, attach: bool, init: InitRows | None) -> None:
-        """Raise ConfigError unless this may be the existing tensor of its name."""
         column = self._column
         if not attach:
             raise ConfigError(f"there is a tensor {self._name!r} already; choose another name")

@@ -224,8 +224,6 @@ def install_node_dropouts(model: nn.Module, seed: int) -> NodeDropouts:
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """One call of a dropout in forward."""
-
     step: int
     number: int
     nodes: Tensor

@@ -335,7 +335,6 @@ def _count_cache(
     held: Mapping[tuple[int, float], Array],
     row_bytes: int,
 ) -> CacheHits:
-    """Return what a rank's cache finds in the last of the epochs."""
     (policy, alpha), (topology, _) = cache, place
     if policy == LOOK_AHEAD:
         hits, rank_bytes = rows_ahead(epochs, alpha, place, row_bytes)
@@ -379,7 +378,6 @@ def _scores_in_job(g: DistGraph, draws: Draws) -> Array:
 
 
 def _scores_alone(run: PlannedRun, draws: Draws, server: int) -> Array:
-    """As :func:`_scores_in_job` for any server."""
     g, partition = run.g, run.partition
     etype, ntype, total = g.canonical_etypes[0], g.ntypes[0], np.zeros(g.num_nodes())
     fanouts = [{etype: fanout} for fanout in draws.fanouts]

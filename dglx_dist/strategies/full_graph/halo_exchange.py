@@ -102,7 +102,6 @@ def _add_from_peer(total: Tensor, rows: Tensor, part: Incoming) -> Iterator[bool
 
 
 def _pieces_like(ids: Tensor, rows: Tensor) -> Iterator[Tensor]:
-    """Split the (k, ...) ``ids`` at the piece boundaries of the (k, ...) ``rows``."""
     step = _rows_in(PIECE_BYTES, rows)
     return (ids[first : first + step] for first in range(0, len(ids), step))
 
