@@ -227,14 +227,17 @@ def test_a_resumed_run_has_the_bits_of_one_without_an_end(
                 np.testing.assert_array_equal(gradient, expected)
 
 
-def test_on_other_ranks_a_resumed_run_begins_with_an_exact_epoch(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "more"), [(2, {}), (3, {"aggregate": "cover"})])
+def test_with_another_exchange_a_resumed_run_begins_with_an_exact_epoch(
+    folder: Path, tmp_path: Path, ranks: int, more: dict[str, Any]
+) -> None:
     saved = str(tmp_path / "saved")
     run_ranks(resumed, 3, args=(str(folder), saved, STALE, 2), ranks_per_server=1)
     gradients = []
-    for options in (STALE, {}):
+    for options in (STALE | more, more):
         kept = tmp_path / f"copy-{len(gradients)}"
         shutil.copytree(saved, kept)
-        found = run_ranks(resumed, 2, args=(str(folder), str(kept), options, 4), ranks_per_server=1)
+        found = run_ranks(resumed, ranks, args=(str(folder), str(kept), options, 4), ranks_per_server=1)
         gradients.append(found[0])
     for one, other in zip(gradients[0][0][1], gradients[1][0][1], strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=TOLERANCE)
