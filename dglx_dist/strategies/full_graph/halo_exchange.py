@@ -137,7 +137,7 @@ class HaloExchange:
         self._sent = [(rank, len(rows)) for rank, rows in layer.send]
         self._num_sent = sum(count for _, count in self._sent)
         self._received = layer.receive
-        self.digest = zlib.crc32(np.concatenate([layer.halo_nodes, *(one for _, one in layer.send)]))
+        self.digest = zlib.crc32(np.concatenate([layer.halo_nodes, *(one for _, one in layer.send)]).data)
         self.cover = None if layer.cover is None else CoverExchange(session, layer.cover, self)
 
     def at(self, number: int) -> HaloExchange:
