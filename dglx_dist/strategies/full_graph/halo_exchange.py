@@ -456,6 +456,10 @@ class LateRows:
         return cast("Tensor", self.rows)
 
 
+_MOST_PASSES = 100
+"""Forward passes without a change of the weights; each keeps rows of its own."""
+
+
 @final
 class StaleHalos:
     """Halo rows and their gradients that a model uses one epoch late; construction is collective.
@@ -468,17 +472,23 @@ class StaleHalos:
         exchanges, self._active = row_exchanges(session), _ACTIVE.of(session)
         exchange = exchanges.late = exchanges.late or CallExchange(session)
         self._late = defaultdict[str, LateRows](lambda: LateRows(exchange, momentum))
-        self._epoch, self._calls = -1, Counter[int]()
+        self._epoch, self._passes, self._calls = -1, 0, Counter[int]()
 
     @contextmanager
     def active(self, epoch: int) -> Iterator[None]:
         """Use them in this block, a forward pass of the model."""
+        self._passes += 1
         if self._epoch != epoch:
-            self._epoch, self._calls = epoch, Counter()
+            self._epoch, self._passes, self._calls = epoch, 1, Counter()
             for one in self._late.values():
                 if not one.is_used:
                     one.arrive(keep=False)
                 one.is_used = False
+        if self._passes > _MOST_PASSES:
+            raise ConfigError(
+                f"{_MOST_PASSES} forward passes without a change of the weights, which ends an epoch of "
+                "staleness=1; change them by an optimizer, or in place under torch.no_grad(), not by .data"
+            )
         self._active.append(self)
         try:
             yield

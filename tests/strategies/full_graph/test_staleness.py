@@ -22,6 +22,7 @@ from dglx_dist.comm.session import start_session
 from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.strategies.base import STRATEGIES
+from dglx_dist.strategies.full_graph import halo_exchange
 from dglx_dist.strategies.full_graph.halo_exchange import BACKWARD, FORWARD
 from dglx_dist.training.models import ResGCN
 from tests.helpers.ranks import run_ranks, start_ranks
@@ -275,6 +276,14 @@ def end_epoch(model: nn.Module) -> None:
             one.add_(0.0)
 
 
+def train_by_data(model: Any, batches: Any) -> None:
+    """Change weights so that torch does not count it."""
+    for blocks, x, labels in itertools.chain(*(batches() for _ in range(4))):
+        F.cross_entropy(model(blocks, x), labels).backward()  # type: ignore[no-untyped-call]
+        for one in model.parameters():
+            one.data.add_(0.01)
+
+
 def odd_passes(folder: str) -> dict[str, Any]:
     session, g, loader, model, _ = begun(folder, STALE, "sage")
     found: dict[str, Any] = {"sums": []}
@@ -322,6 +331,10 @@ def odd_passes(folder: str) -> dict[str, Any]:
             loss.backward()
             end_epoch(smooth)
     found["after an overflow"] = [loss.item(), *(p.grad.sum().item() for p in smooth.parameters())]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(halo_exchange, "_MOST_PASSES", 3)
+        with pytest.raises(ConfigError, match="3 forward passes without a change of the weights"):
+            train_by_data(smooth, runs.batches_of(loader))
     g.barrier()
     session.close()
     return found
