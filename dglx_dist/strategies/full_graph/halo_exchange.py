@@ -7,9 +7,8 @@ sends the gradients of these copies to the ranks that hold the rows, which add t
 from __future__ import annotations
 
 import copy
-import functools
-import hashlib
 import math
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,7 +36,6 @@ from dglx_dist.comm.session import Session
 from dglx_dist.dataloading.minibatch import build_block
 from dglx_dist.errors import ConfigError
 from dglx_dist.message_passing import place
-from dglx_dist.records import Array
 from dglx_dist.strategies.full_graph.halo_plan import Cover, HaloLayer
 
 PIECE_BYTES = 256 * 1024
@@ -139,9 +137,7 @@ class HaloExchange:
         self._sent = [(rank, len(rows)) for rank, rows in layer.send]
         self._num_sent = sum(count for _, count in self._sent)
         self._received = layer.receive
-        ids = [layer.halo_nodes, *(rows for _, rows in layer.send)]
-        self.digest = functools.cache(lambda: _digest_of(ids))
-        """Of the rows received and sent."""
+        self.digest = zlib.crc32(np.concatenate([layer.halo_nodes, *(one for _, one in layer.send)]).data)
         self.cover = None if layer.cover is None else CoverExchange(session, layer.cover, self)
 
     def at(self, number: int) -> HaloExchange:
@@ -177,7 +173,7 @@ class HaloExchange:
             return h
         stale: StaleHalos | None = self._exchanges.stale
         if kept is None and stale is not None and torch.is_grad_enabled():
-            return cast("Tensor", _AppendLate.apply(self, stale.of(self.number), h))  # type: ignore[no-untyped-call]  # torch leaves it bare
+            return cast("Tensor", _AppendLate.apply(self, stale.of(self), h))  # type: ignore[no-untyped-call]  # torch leaves it bare
         # -1: no backward pass is running, see torch.autograd.graph.
         if kept is None and self._exchanges.late is not None and torch._C._current_graph_task_id() != -1:
             raise ConfigError(
@@ -427,7 +423,7 @@ class LateRows:
         self._out, self._in = ReusableBuffer(), ReusableBuffer()
         self._wait: Wait | None = None
         self.rows: Tensor | None = None
-        self.digest: int | None = None  # of their exchange
+        self._peers: object = None
         self.is_used = False  # in this epoch
 
     def arrive(self, *, keep: bool = True) -> None:
@@ -455,19 +451,17 @@ class LateRows:
         name = halo.named(phase)
         if self.is_used:
             raise ConfigError(f"{name} ran twice; with staleness=1 add up losses and call backward once")
-        self.arrive(keep=self.digest in (None, halo.digest()))
+        _, due = halo.counts(phase)
+        self.arrive(keep=self._peers in (None, due))
         # Without momentum they lie where the next ones will be put, when they are waited for.
-        self.is_used, self.digest = True, halo.digest()
+        self.is_used, self._peers = True, due
         out, self._target = (
             memory.take((sum(count for _, count in counts), *like.shape[1:]), like.dtype)
             for memory, counts in zip((self._out, self._in), halo.counts(phase), strict=True)
         )
-        due = self._target.shape, self._kept(like.dtype)
-        if self.rows is not None and (self.rows.shape, self.rows.dtype) != due:
-            raise ConfigError(
-                f"{name}: {tuple(self._target.shape)} {like.dtype}, before {tuple(self.rows.shape)} "
-                f"{self.rows.dtype}; with staleness=1 run equal layers, and resume on the same partition"
-            )
+        known = self._target.shape, self._kept(like.dtype)
+        if self.rows is not None and (self.rows.shape, self.rows.dtype) != known:
+            self.rows = None  # of another model or precision: this exchange is exact
         outgoing, incoming = halo.messages(out, self._target, phase)
         for message, rows in zip(outgoing, sent, strict=True):
             message.rows.copy_(rows)
@@ -475,6 +469,10 @@ class LateRows:
         if self.rows is None:
             self.arrive()
         return cast("Tensor", self.rows).to(like.dtype)
+
+
+_MOST_PASSES = 100
+"""Forward passes without a change of the weights; each keeps rows of its own."""
 
 
 @final
@@ -489,58 +487,49 @@ class StaleHalos:
         self._exchanges = row_exchanges(session)
         exchange = self._exchanges.late = self._exchanges.late or CallExchange(session)
         self._late = defaultdict[str, LateRows](lambda: LateRows(exchange, momentum))
-        self._epoch, self._calls = -1, Counter[int]()
+        self._epoch, self._passes, self._calls = -1, 0, Counter[int]()
 
     @contextmanager
     def active(self, epoch: int) -> Iterator[None]:
         """Use them in this block, a forward pass of the model."""
+        self._passes += 1
         if self._epoch != epoch:
-            self._epoch, self._calls = epoch, Counter()
+            self._epoch, self._passes, self._calls = epoch, 1, Counter()
             for one in self._late.values():
                 if not one.is_used:
                     one.arrive(keep=False)
                 one.is_used = False
+        if self._passes > _MOST_PASSES:
+            raise ConfigError(
+                f"{_MOST_PASSES} forward passes without a change of the weights, which ends an epoch of "
+                "staleness=1; change them by an optimizer, or in place under torch.no_grad(), not by .data"
+            )
         before, self._exchanges.stale = self._exchanges.stale, self
         try:
             yield
         finally:
             self._exchanges.stale = before
 
-    def of(self, layer: int) -> list[LateRows]:
-        """Return the rows and the gradients of the next exchange of ``layer`` in this epoch."""
-        self._calls[layer] += 1
-        return [self._late[f"{phase}/{layer}/{self._calls[layer]}"] for phase in (FORWARD, BACKWARD)]
+    def of(self, halo: HaloExchange) -> list[LateRows]:
+        """Return the rows and the gradients of the next exchange of the layer of ``halo`` in this epoch."""
+        self._calls[halo.number] += 1
+        # Rows of another structure, as before a resume with other options, are not used.
+        number = f"{halo.number}/{self._calls[halo.number]}/{halo.digest}"
+        return [self._late[f"{phase}/{number}"] for phase in (FORWARD, BACKWARD)]
 
     def state(self) -> dict[str, Tensor]:
         """Wait for what is in transit, and return what the next epoch uses."""
-        found: dict[str, Tensor] = {}
-        for name, one in self._late.items():
+        for one in self._late.values():
             one.arrive()
-            if one.is_used and one.rows is not None:
-                found |= {name: one.rows, f"{name}/{_DIGEST}": torch.tensor(one.digest)}
-        return found
+        return {name: one.rows for name, one in self._late.items() if one.is_used and one.rows is not None}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Continue with a :meth:`state`; with {} the next epoch is exact, as on other rows."""
+        """Continue with a :meth:`state`; with {} the next epoch is exact."""
         self.state()
         self._late.clear()
         self._epoch = -1
         for name, rows in state.items():
-            before, _, last = name.rpartition("/")
-            if last == _DIGEST:
-                self._late[before].digest = int(rows)
-            else:
-                self._late[name].rows, self._late[name].is_used = rows, True
-
-
-_DIGEST = "digest"
-
-
-def _digest_of(ids: Sequence[Array]) -> int:
-    found = hashlib.blake2b(repr([len(some) for some in ids]).encode(), digest_size=8)
-    for some in ids:
-        found.update(np.ascontiguousarray(some).data)
-    return int.from_bytes(found.digest(), "little", signed=True)
+            self._late[name].rows, self._late[name].is_used = rows, True
 
 
 def _pieces_of(rows: Tensor, counts: Sequence[tuple[int, int]]) -> Iterator[tuple[int, Tensor]]:
