@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from dglx_dist.comm.transfer import to_device
+from dglx_dist.comm.devices import to_device
 from dglx_dist.dataloading.edge_loader import MergedPairs
 from dglx_dist.errors import ConfigError, UnknownNameError
 from dglx_dist.layers.base import (
