@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, final
@@ -203,16 +203,9 @@ def rows_of(
     return made if isinstance(made, dict) else {g.ntypes[0]: made}, module.encoder is not None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Asked:
-    """This rank's share of the edges of a split whose ends are of the same two node types."""
-
-    ntypes: tuple[str, str]
-    relation: Array
-    """(Q,) int64 places in ``g.canonical_etypes``; like the others."""
-    ends: tuple[Array, Array]
-    random: Array
-    """A keyed random destination for each edge."""
+Asked: TypeAlias = dict[tuple[str, str], Array]
+"""Node types of the ends to this rank's edges of a split: (4, Q) int64 place of the type in
+``g.canonical_etypes``, source, destination, and a random destination."""
 
 
 @final
@@ -243,8 +236,8 @@ class LinkEvaluation:
     def __call__(self, model: nn.Module) -> dict[str, float]:
         """Return ``val_mrr``, ``test_mrr`` and so on. Collective."""
         if not self._known:
-            asked = {name: list(self._share(name)) for name in (VALIDATION, TEST)}
-            self._known.update(asked=asked, edges=self._true_edges([*asked[VALIDATION], *asked[TEST]]))
+            asked = {name: self._share(name) for name in (VALIDATION, TEST)}
+            self._known.update(asked=asked, edges=self._true_edges(asked.values()))
         module: Any = whole_of(model)
         stored, made = rows_of(module, self.g, self.inputs, self.feature)
         factor = 1.0 if made else module.decoder.row_scale
@@ -253,97 +246,81 @@ class LinkEvaluation:
         for tensor in stored.values() if made else ():
             tensor.delete()
         found: dict[str, float] = {}
-        for name, asked in self._known["asked"].items():
+        for name, of_split in self._known["asked"].items():
             if any(name in self.g.edges[etype].data for etype in self.targets):
-                scores = self._evaluated(module, rows, asked)
+                with evaluating(module):
+                    scores = self._evaluated(module.decoder, rows, of_split)
                 found |= {f"{name.removesuffix('_mask')}_{key}": value for key, value in scores.items()}
         return found
 
-    def _share(self, split: str) -> Iterator[_Asked]:
-        pairs: dict[tuple[str, str], list[Array]] = {}
-        g = self.g
+    def _share(self, split: str) -> Asked:
+        g, found = self.g, dict[tuple[str, str], list[Array]]()
         for number, etype in enumerate(g.canonical_etypes):
-            columns = pairs.setdefault((etype[0], etype[2]), [])
             if etype in self.targets and split in g.edges[etype].data:
                 ids = edge_split(g.edges[etype].data[split], g.get_partition_book(), etype).numpy()
                 u, v = (ends.numpy() for ends in g.find_edges(ids, etype))
-                words = hash_ids(ids, stream_key(0, 1, number))
-                random = (words % np.uint64(g.num_nodes(etype[2]))).astype(np.int64)
-                columns.append(np.stack([np.full_like(u, number), u, v, random]))
-        for ntypes, columns in pairs.items():
-            if columns:
-                relation, u, v, random = np.concatenate(columns, 1)
-                yield _Asked(ntypes=ntypes, relation=relation, ends=(u, v), random=random)
+                random = hash_ids(ids, stream_key(0, 1, number)) % np.uint64(g.num_nodes(etype[2]))
+                columns = [np.full_like(u, number), u, v, random.astype(np.int64)]
+                found.setdefault((etype[0], etype[2]), []).append(np.stack(columns))
+        return {ntypes: np.concatenate(columns, 1) for ntypes, columns in found.items()}
 
-    def _queries(self, ntypes: tuple[str, str], relation: Array, u: Array, v: Array) -> list[Array]:
+    def _queries(self, ntypes: tuple[str, str], edges: Array) -> list[Array]:
         """Return (3, Q) subjects, relations and answers for each end that is asked for."""
         # The relation tells the types of the ids, and which end is asked for.
-        asked = [np.stack([u, relation, v])]
-        if ntypes[0] == ntypes[1]:
-            asked.append(np.stack([v, relation + len(self.g.canonical_etypes), u]))
-        return asked
+        relation, u, v = edges[:3]
+        both = [[u, relation, v], [v, relation + len(self.g.canonical_etypes), u]]
+        return [np.stack(one) for one in both[: 1 + (ntypes[0] == ntypes[1])]]
 
-    def _true_edges(self, asked: Sequence[_Asked]) -> KnownEdges:
+    def _true_edges(self, asked: Iterable[Asked]) -> KnownEdges:
         """Return the answers of all ranks' queries. Collective."""
-        g, width = self.g, max(map(self.g.num_nodes, self.g.ntypes))
+        g, width, nothing = self.g, max(map(self.g.num_nodes, self.g.ntypes)), np.empty((3, 0), np.int64)
 
         def keys_of(queries: Array) -> Array:
             return np.asarray(queries[1] * width + queries[0])
 
-        local = [
-            keys_of(query) for one in asked for query in self._queries(one.ntypes, one.relation, *one.ends)
-        ]
-        keys = np.unique(np.concatenate([np.empty(0, np.int64), *local]))
-        wanted, kept = np.unique(np.concatenate(gather_arrays(keys, g.session))), [np.empty((3, 0), np.int64)]
+        queries = [query for one in asked for item in one.items() for query in self._queries(*item)]
+        keys = np.unique(keys_of(np.concatenate([nothing, *queries], 1)))
+        wanted, kept = np.unique(np.concatenate(gather_arrays(keys, g.session))), [nothing]
         for number, etype in enumerate(g.canonical_etypes):
             edges = g.get_edge_partition_policy(etype).owned_range if etype in self.targets else (0, 0)
             for first, last in batches(edges, _EDGES_AT_ONCE):
                 u, v = (ends.numpy() for ends in g.find_edges(np.arange(first, last), etype))
-                for query in self._queries((etype[0], etype[2]), np.full_like(u, number), u, v):
+                for query in self._queries((etype[0], etype[2]), np.stack([np.full_like(u, number), u, v])):
                     kept.append(query[:, np.isin(keys_of(query), wanted)])
         edges_of_all = np.concatenate(gather_arrays(np.concatenate(kept, 1).T.copy(), g.session))
         return KnownEdges(*torch.from_numpy(edges_of_all.T.copy()))
 
-    def _evaluated(
-        self, module: Any, rows: Mapping[str, Tensor], asked: Sequence[_Asked]
-    ) -> dict[str, float]:
+    def _evaluated(self, decoder: Decoder, rows: Mapping[str, Tensor], asked: Asked) -> dict[str, float]:
         ranks, scores = [torch.empty(0)], [torch.empty(2, 0)]
-        with evaluating(module):
-            for one in asked:
-                candidates = [rows[ntype] for ntype in one.ntypes]
-                ranks += self._ranks(module.decoder, candidates, one)
-                ends = [torch.from_numpy(ids).to(module.bias.device) for ids in (*one.ends, one.random)]
-                source, *others = (candidates[place][ids] for place, ids in zip((0, 1, 1), ends, strict=True))
-                relation = torch.from_numpy(one.relation).to(module.bias.device)
-                scores.append(
-                    torch.stack([module.decoder(source, relation, other) for other in others]).cpu()
-                )
-        of_all, pairs, session = torch.cat(ranks), torch.cat(scores, 1), self.g.session
-        label = torch.ones_like(pairs)
-        label[1] = 0
-        found = {}
-        for name in self.metrics:
-            if name == "auc":
-                found[name] = roc_auc(pairs.flatten(), label.flatten(), session)
-            elif name == "mrr":
-                found[name] = mrr(of_all, session)
-            else:
-                found[name] = hits_at(int(name.removeprefix("hits@")), of_all, session)
-        return found
+        for ntypes, edges in asked.items():
+            source, destination = (rows[ntype] for ntype in ntypes)
+            ranks += self._ranks(decoder, source, destination, self._queries(ntypes, edges))
+            relation, u, *others = torch.from_numpy(edges).to(source.device)
+            pairs = [decoder(source[u], relation, destination[v]).cpu() for v in others]
+            scores.append(torch.stack(pairs))
+        of_all, compared, session = torch.cat(ranks), torch.cat(scores, 1), self.g.session
+        label = torch.tensor([[1], [0]]).expand_as(compared).flatten()
+        known: dict[str, Callable[[], float]] = {
+            "auc": lambda: roc_auc(compared.flatten(), label, session),
+            "mrr": lambda: mrr(of_all, session),
+        }
+        return {
+            name: known[name]()
+            if name in known
+            else hits_at(int(name.removeprefix("hits@")), of_all, session)
+            for name in self.metrics
+        }
 
-    def _ranks(self, decoder: Decoder, candidates: Sequence[Tensor], one: _Asked) -> Iterator[Tensor]:
-        device = candidates[0].device
-        num_relations = len(self.g.canonical_etypes)
+    def _ranks(
+        self, decoder: Decoder, source: Tensor, destination: Tensor, queries: Sequence[Array]
+    ) -> Iterator[Tensor]:
+        def objects(ids: Tensor, relation: Tensor) -> Tensor:
+            return decoder.all_objects(source[ids], relation.to(source.device), destination)
 
-        def objects(subject: Tensor, relation: Tensor) -> Tensor:
-            rows = candidates[0][subject.to(device)]
-            return decoder.all_objects(rows, relation.to(device), candidates[1])
+        def subjects(ids: Tensor, relation: Tensor) -> Tensor:
+            relation = relation.to(source.device) - len(self.g.canonical_etypes)
+            return decoder.all_subjects(destination[ids], relation, source)
 
-        def subjects(given: Tensor, relation: Tensor) -> Tensor:
-            rows = candidates[1][given.to(device)]
-            return decoder.all_subjects(rows, relation.to(device) - num_relations, candidates[0])
-
-        queries = self._queries(one.ntypes, one.relation, *one.ends)
         for score_all, query in zip((objects, subjects), queries, strict=False):
             yield rank_of_answer(score_all, *map(torch.from_numpy, query), known=self._known["edges"])
 
@@ -364,17 +341,9 @@ def link_loader(
     """Return the loader of training edges and their negatives. Collective.
 
     Messages run along edges of ``train_mask`` (:func:`split_edges`), without those of the batch and their
-    reverse.
-
-    Args:
-        g: The graph.
-        targets: Edge types.
-        fanouts: As of a node loader; None: no encoder, no neighbours.
-        batch_size: Edges per rank and step.
-        negatives: For each edge and replaced end: the destination, and the source too if both ends of all
-            targets are of one type.
-        inputs: As those of the training; None: the features of the only node type.
-        options: Of :class:`DistEdgeDataLoader`.
+    reverse; without any if ``fanouts`` is None, for a model without encoder. ``negatives`` are of each edge
+    and replaced end: the destination, and the source too if both ends of all targets are of one type.
+    ``inputs`` as of the training, ``options`` of :class:`DistEdgeDataLoader`.
     """
     book = g.get_partition_book()
     eids = {etype: edge_split(g.edges[etype].data[TRAIN], book, etype) for etype in targets}
@@ -387,11 +356,11 @@ def link_loader(
         columns = {ntype: [FEATURE if inputs is None else inputs.feature] for ntype in types}
         sampler = dgl.dataloading.NeighborSampler(list(fanouts), mask=TRAIN, prefetch_node_feats=columns)
         back = {etype: reverse_type(g, etype) for etype in targets}
+        options["exclude"] = "self"
         if all(back.values()):
             options |= {"exclude": "reverse_types", "reverse_etypes": back}
-        else:
-            same = {etype: reverse_edge_ids(g, etype) for etype in targets if etype[0] == etype[2]}
-            whole = len(same) == len(targets)
-            options |= {"exclude": "reverse_id", "reverse_eids": same} if whole else {"exclude": "self"}
+        elif both:
+            same = {etype: reverse_edge_ids(g, etype) for etype in targets}
+            options |= {"exclude": "reverse_id", "reverse_eids": same}
     loader = strategy_of(g.session).edge_loader
     return loader(g, eids, sampler, batch_size=batch_size, shuffle=True, **options)
