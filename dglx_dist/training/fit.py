@@ -53,7 +53,7 @@ from dglx_dist.training.config import (
 )
 from dglx_dist.training.inference import check_evaluable, evaluate, labelled_type
 from dglx_dist.training.relational import EntityInputs
-from dglx_dist.training.tasks import class_weights, loss_of, read_task, warn_of_majority
+from dglx_dist.training.tasks import LossFunction, class_weights, loss_of, read_task, warn_of_majority
 from dglx_dist.training.tracing import recording, without_keys
 
 if TYPE_CHECKING:
@@ -62,9 +62,6 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
-
-LossFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""(B, C) scores and (B,) labels to the mean loss over the B rows; ignored if B is 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -850,9 +847,8 @@ class _Run:
 
     def close(self, *, failed: bool) -> None:
         """Wait for the last checkpoint, unless training ``failed``: it may never be complete then."""
-        for writer in (self._writer, None if self._best is None else self._best.writer):
-            if writer is not None:
-                writer.abandon() if failed else writer.wait()
+        for writer in filter(None, (self._writer, self._best and self._best.writer)):
+            writer.abandon() if failed else writer.wait()
 
     def _save(self, step: int = 0, *, wait: bool = False) -> float:
         """Save after ``step`` steps of the next epoch, where the loader's pass has ended; collective.

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+LossFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""(B, C) scores and (B,) or (B, C) labels to the mean loss over the B rows; ignored if B is 0."""
 _ROWS_AT_ONCE = 1 << 16
 """Scores and labels of own nodes are read in pieces of this size."""
 
@@ -33,9 +34,7 @@ _ROWS_AT_ONCE = 1 << 16
 def read_task(g: DistGraph, ntype: str, label: str, wanted: str = AUTO_TASK) -> tuple[str, int]:
     """Return the task of the labels of ``ntype``, and the width of a model's scores. Collective.
 
-    The width is 0 for classification: the dataset states its classes, see ``g.num_classes``.
-
-    ConfigError: on all ranks, the labels are not of the ``wanted`` task.
+    The width is 0 for classification: see ``g.num_classes``. ConfigError: the labels are of another task.
     """
     data = g.nodes[ntype].data
     if label not in data:
@@ -75,11 +74,10 @@ def _is_binary(column: DistTensor, g: DistGraph, ntype: str) -> bool:
     return int(sum_over_ranks(count, g.session, phase=metrics.PHASE)) == 0
 
 
-def loss_of(task: str, weights: Tensor | None = None) -> Loss:
-    """Return the mean loss of (B, C) scores and labels; ``weights`` are those of :func:`class_weights`.
+def loss_of(task: str, weights: Tensor | None = None) -> LossFunction:
+    """Return the loss; a mean with the ``weights`` of :func:`class_weights` divides by the number of rows.
 
-    A weighted mean divides by the number of rows, not by the sum of their weights, so that it is the mean
-    over the ranks' means.
+    So it is the mean over the ranks' means, which it is not divided by the sum of the weights.
     """
     if task == CLASSIFICATION:
         return F.cross_entropy if weights is None else partial(_weighted, weights)
@@ -133,10 +131,7 @@ def class_weights(g: DistGraph, ntype: str, label: str, task: str) -> Tensor:
 
 
 def as_probabilities(task: str, scores: Tensor) -> Tensor:
-    """Return the probabilities of (B, C) scores: by softmax of classes, by sigmoid of several labels.
-
-    Those of regression and of links stay as they are.
-    """
+    """Return the probabilities of (B, C) scores of classes or of several labels; other scores as they are."""
     if task == CLASSIFICATION:
         return scores.softmax(1)
     return scores.sigmoid() if task == MULTILABEL else scores
