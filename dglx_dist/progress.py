@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import final
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
 
 
 @final
@@ -56,7 +60,44 @@ def progress(description: str, total: int, *, enabled: bool = True) -> Iterator[
         )
 
 
-_LINE_S = 30.0
+@contextmanager
+def live_table(title: str, rows: Callable[[], Sequence[Mapping[str, str]]]) -> Iterator[Advance]:
+    """Show ``rows`` (column -> cell) on standard error as a table that stays current; the last row is now.
+
+    They are also called from another thread. What is said or shown stands below the table. Without a
+    terminal, the last row is a line now and then.
+    """
+    console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+    caption, told_at = "", time.monotonic()
+
+    def line(_: int) -> None:
+        nonlocal told_at
+        if time.monotonic() - told_at >= _ROW_S:
+            told_at = time.monotonic()
+            console.print(", ".join(f"{name} {cell}" for name, cell in rows()[-1].items() if cell))
+
+    def say(text: str) -> None:
+        nonlocal caption
+        caption = text
+
+    def table() -> Table:
+        shown = rows()
+        found = Table(title=title, caption=Text(caption), box=SIMPLE_HEAD)
+        for name in (names := list(dict.fromkeys(name for row in shown for name in row))):
+            found.add_column(name, justify="right")
+        for row in shown:
+            found.add_row(*(row.get(name, "") for name in names))
+        return found
+
+    if console.is_terminal:
+        with Live(get_renderable=table, console=console, refresh_per_second=2):
+            yield Advance(_nothing, say, say)
+    else:
+        console.print(f"{title} ...")
+        yield Advance(line, console.print, _nothing)
+
+
+_LINE_S, _ROW_S = 30.0, 10.0
 
 
 def _lines(description: str, total: int, say: Callable[[str], None]) -> Callable[[int], None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,8 +180,11 @@ def feature_bytes(manifest: Manifest) -> int:
 
 
 def report(
-    folder: Annotated[
-        Path, typer.Argument(metavar="RUNDIR|TRACE", help="What `dglx train --out` or `--trace` wrote.")
+    folders: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUNDIR... | TRACE", help="What `dglx train --out` or `--trace` wrote; several runs."
+        ),
     ],
     batches: Annotated[
         str | None,
@@ -190,18 +193,37 @@ def report(
             help="Of a trace: batches to draw; epochs, of strategy lambda. Default: some in the middle.",
         ),
     ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Of runs: write one page with figures and tables, which needs no network. Plotly is an "
+            "extra: pip install 'dglx_dist\\[report]'.",
+        ),
+    ] = None,
 ) -> None:
     """Print the tables of a run and draw its picture again; of an unfinished run, the finished epochs.
 
+    Of several runs, print their figures side by side. With --html also write a page: learning curves, phases
+    and bytes of each epoch, bytes between ranks, memory, the choice of auto, configuration and environment.
+
     Of a trace, draw the timeline of the ranks, and print how much of the network time overlaps with compute.
 
-    Examples: `dglx report runs/demo` and `dglx report trace.json --batches 20:23`
+    Examples: `dglx report runs/demo`, `dglx report runs/a runs/b --html both.html` and
+    `dglx report trace.json --batches 20:23`
     """
-    if folder.is_file():
+    folder, *more = folders
+    if folder.is_file() and not more and html is None:
         report_trace(folder, read_batches(batches))
         return
     if batches is not None:
         raise ConfigError(f"--batches {batches} is for a trace, and {folder} is none; give the trace's file")
+    if html is not None:
+        check_picture(html, "--html", "page.html")
+    if more or html is not None:
+        _report_runs(folders, html)
+    if more:
+        return
     from dglx_dist.report.pictures import draw
     from dglx_dist.report.run_folder import PICTURE, read_run
     from dglx_dist.report.tables import epoch_table, run_title, summary_table
@@ -215,6 +237,21 @@ def report(
         show(summary_table(run.summary))
         title = run_title(run.summary, run.config)
         draw_or_warn(lambda: draw(run.epochs, folder / PICTURE, title=title), folder / PICTURE)
+
+
+def _report_runs(folders: Sequence[Path], html: Path | None) -> None:
+    from dglx_dist.report.run_folder import Run
+    from dglx_dist.report.tables import runs_table, summarise
+
+    with _damage_named(folders[0] if len(folders) == 1 else Path("a run")):
+        runs = Run.by_name(folders)
+        if len(runs) > 1:
+            show(runs_table({name: run.summary or summarise({}, run.epochs) for name, run in runs.items()}))
+        if html is not None:
+            from dglx_dist.report.page import write_page
+
+            write_page(runs, html)
+            write(f"page: {html}")
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from operator import attrgetter
 from statistics import fmean, median
 
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 from dglx_dist.data.storage.files import readable_bytes
@@ -216,13 +217,37 @@ def summary_table(summary: Mapping[str, object]) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in summary.items():
-        if isinstance(value, Mapping):
-            for inner, inner_value in value.items():
-                table.add_row(f"{name}.{inner}", _cell(inner_value, str(inner), name))
-        else:
-            table.add_row(name, _cell(value, name))
+    for name, (_, cell) in flat_cells(summary).items():
+        table.add_row(name, cell)
     return table
+
+
+def runs_table(summaries: Mapping[str, Mapping[str, object]]) -> Table:
+    """Return the figures of several runs side by side: one per row, a column per name of a run."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    for name in summaries:
+        table.add_column(escape(name), justify="right", overflow="fold")
+    columns = [flat_cells(summary) for summary in summaries.values()]
+    for row in dict.fromkeys(name for cells in columns for name in cells):
+        table.add_row(row, *(cells.get(row, (None, "-"))[1] for cells in columns))
+    return table
+
+
+_FOR_PAGES = ("traffic", "rank_memory_bytes")
+"""Entries of ``summary.json`` that are drawn."""
+
+
+def flat_cells(values: Mapping[str, object]) -> dict[str, tuple[object, str]]:
+    """Return (value, text) of each figure, nested ones as ``outer.inner``."""
+    found: dict[str, tuple[object, str]] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping) and name not in _FOR_PAGES:
+            inner_cells = ((inner, one, _cell(one, str(inner), name)) for inner, one in value.items())
+            found |= {f"{name}.{inner}": (one, cell) for inner, one, cell in inner_cells}
+        elif name not in _FOR_PAGES:
+            found[name] = (value, _cell(value, name))
+    return found
 
 
 def _cell(value: object, *names: str) -> str:

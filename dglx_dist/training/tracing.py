@@ -1,17 +1,22 @@
-"""Recording of a trace file of all ranks during training."""
+"""Records of a training run beside its metrics: trace file, bytes by pair, TensorBoard, live table."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from datetime import timedelta
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, final
 from urllib.parse import urlsplit
 
-from dglx_dist.comm.collectives import Clock, broadcast_json, measure_clock, run_on_all_ranks
+from dglx_dist.comm.collectives import Clock, broadcast_json, gather_json, measure_clock, run_on_all_ranks
+from dglx_dist.comm.ledger import LedgerRow
 from dglx_dist.comm.session import Session
 from dglx_dist.comm.trace import (
     RankSpans,
@@ -22,9 +27,16 @@ from dglx_dist.comm.trace import (
     shifted_by,
     write_trace,
 )
+from dglx_dist.data.storage.files import readable_bytes, resident
 from dglx_dist.errors import StorageError
+from dglx_dist.progress import Advance, live_table, progress
+from dglx_dist.records import EpochRecord
+from dglx_dist.training.config import RunOptions
 
 log = logging.getLogger(__name__)
+
+SENT = "sent "
+"""Prefix of the names of :func:`bytes_by_pair`."""
 
 
 def check_trace(path: Path, session: Session) -> None:
@@ -123,6 +135,131 @@ class _Recorder:
             "versions": {name: metadata.version(name) for name in ("dglx_dist", "torch", "dgl")},
         }
         return TraceFile(ranks=tuple(ranks), facts=facts)
+
+
+def bytes_by_pair(rows: Iterable[LedgerRow]) -> dict[str, int]:
+    """Return the bytes of ledger ``rows`` by ``sent SOURCE DESTINATION PHASE``, over all layers."""
+    found: Counter[str] = Counter()
+    for row in rows:
+        found[f"{SENT}{row.source} {row.destination} {row.phase}"] += row.num_bytes
+    return dict(found)
+
+
+def traffic_of(sent: Mapping[str, float], session: Session) -> dict[str, list[list[int]]]:
+    """Sum :func:`bytes_by_pair` over all ranks: phase -> [source, destination, bytes]. Collective."""
+    ranks: Any = gather_json(sent, session)
+    total = Counter[str]()
+    for of_rank in ranks:
+        total.update(of_rank)
+    found: dict[str, list[list[int]]] = {}
+    for name, num_bytes in total.items():
+        source, destination, phase = name.removeprefix(SENT).split(" ", 2)
+        found.setdefault(phase, []).append([int(source), int(destination), num_bytes])
+    return {phase: sorted(found[phase]) for phase in sorted(found)}
+
+
+@contextmanager
+def observing(
+    config: RunOptions, begin: tuple[int, int], steps: int, session: Session, *, shown: bool
+) -> Iterator[Observer]:
+    """Open the trace, TensorBoard's files and the progress of a run; collective.
+
+    ``begin`` is its first epoch and step, ``steps`` those of an epoch; this rank's progress is ``shown``.
+    StorageError: a file cannot be written; before the block if possible.
+    """
+    (first, step), end = begin, config.epochs
+    title = f"training epoch {first}" if first + 1 == end else f"training epochs {first} to {end - 1}"
+    total = steps * (end - first) - step
+    trace = None if config.trace is None else Path(config.trace).absolute()
+    with recording(trace, config.trace_steps, session) as count, _scalars(config, first, session) as write:
+        observer = Observer(begin, steps, total, session)
+        is_live = shown and config.watch
+        bar = live_table(title, observer.rows) if is_live else progress(title, total, enabled=shown)
+        with bar as advance:
+            observer.advance, observer.calls = advance, (count, partial(advance, 1))
+            observer.write = write
+            yield observer
+
+
+@contextmanager
+def _scalars(config: RunOptions, epoch: int, session: Session) -> Iterator[Callable[[EpochRecord], None]]:
+    folder, writer = config.tensorboard, None
+
+    def start() -> Any:
+        if folder is None or session.topology.rank > 0:
+            return None
+        # Imported here: an extra, which takes seconds.
+        from torch.utils.tensorboard import SummaryWriter
+
+        try:
+            # From this epoch on, figures of an earlier run there are replaced.
+            return SummaryWriter(str(folder), purge_step=epoch)  # type: ignore[no-untyped-call]  # torch's
+        except OSError as error:
+            raise StorageError(f"cannot write for TensorBoard to {folder}: {error}; name another") from error
+
+    def write(record: EpochRecord) -> None:
+        for name, value in record.scalars().items() if writer is not None else ():
+            writer.add_scalar(name, value, record.epoch)
+        if writer is not None:
+            writer.flush()
+
+    writer = run_on_all_ranks(session, start)
+    try:
+        yield write
+    finally:
+        if writer is not None:
+            writer.close()
+
+
+@final
+class Observer:
+    """Follows a run, and has the rows of its live table: the last epochs, and now as rank 0 sees it."""
+
+    advance: Advance
+    calls: Sequence[Callable[[], None]] = ()
+    """After each step."""
+    write: Callable[[EpochRecord], None]
+
+    def __init__(self, begin: tuple[int, int], steps: int, total: int, session: Session) -> None:
+        self._steps, self._total, self._session = steps, total, session
+        self._epoch, self._step = begin
+        self._done, self._samples = 0, 0
+        self._times = deque([time.monotonic()], maxlen=64)
+        self._ended: deque[dict[str, str]] = deque(maxlen=8)
+        self._counted = session.ledger.snapshot()
+
+    def step(self) -> None:
+        self._times.append(time.monotonic())
+        self._step, self._done = self._step + 1, self._done + 1
+        for call in self.calls:
+            call()
+
+    def end_epoch(self, record: EpochRecord) -> None:
+        self.write(record)
+        named = {name.replace("_", " "): value for name, value in record.scalars().items()}
+        scores = {name: f"{value:.4f}" for name, value in named.items() if name == "loss" or "val" in name}
+        moved = readable_bytes(record.bytes_inside + record.bytes_outside)
+        speed = f"{record.samples_per_second:.0f}"
+        self._ended.append({"epoch": str(record.epoch), **scores, "samples/s": speed, "bytes": moved})
+        self._epoch, self._step, self._samples = record.epoch + 1, 0, record.num_samples
+        self._counted = self._session.ledger.snapshot()
+
+    def rows(self) -> list[dict[str, str]]:
+        """Return column -> cell of each row; the last one is now, with the speed of the last steps."""
+        times = list(self._times)
+        speed = (len(times) - 1) / (times[-1] - times[0]) if times[-1] > times[0] else 0.0
+        left = f"{timedelta(seconds=round((self._total - self._done) / speed))}" if speed else ""
+        sent = sum(row.num_bytes for row in self._session.ledger.since(self._counted))
+        current = {
+            "epoch": str(self._epoch),
+            "step": f"{self._step}/{self._steps}",
+            "steps/s": f"{speed:.3g}",
+            "samples/s": f"{speed * self._samples / self._steps:.0f}" if self._samples else "",
+            "time left": left,
+            "memory": readable_bytes(resident()),
+            "bytes": f"{readable_bytes(sent)} (rank 0)",
+        }
+        return [*self._ended, current] if self._done < self._total or not self._ended else [*self._ended]
 
 
 def without_keys(options: Mapping[str, object]) -> dict[str, object]:
