@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import final
@@ -34,8 +34,17 @@ class Advance:
 
 
 @contextmanager
-def progress(description: str, total: int, *, enabled: bool = True) -> Iterator[Advance]:
-    """Show the progress of ``total`` units on standard error and yield its handle."""
+def progress(
+    description: str,
+    total: int,
+    *,
+    enabled: bool = True,
+    figures: Callable[[], Mapping[str, str]] | None = None,
+) -> Iterator[Advance]:
+    """Show the progress of ``total`` units on standard error and yield its handle.
+
+    On a terminal ``figures`` (name -> value), called from another thread, are a live table in place of a bar.
+    """
     if not enabled:
         yield Advance(_nothing, _nothing, _nothing)
         return
@@ -43,6 +52,18 @@ def progress(description: str, total: int, *, enabled: bool = True) -> Iterator[
     if not console.is_terminal:
         console.print(f"{description} ...")
         yield Advance(_lines(description, total, console.print), console.print, _nothing)
+        return
+    if figures is not None:
+        states = [""]
+
+        def table() -> Table:
+            now = figures()
+            found = Table(*now, title=description, caption=Text(states[-1]), box=SIMPLE_HEAD)
+            found.add_row(*now.values())
+            return found
+
+        with Live(get_renderable=table, console=console, refresh_per_second=2, transient=True):
+            yield Advance(_nothing, console.print, states.append)
         return
     columns = (
         TextColumn("{task.description}"),
@@ -60,44 +81,7 @@ def progress(description: str, total: int, *, enabled: bool = True) -> Iterator[
         )
 
 
-@contextmanager
-def live_table(title: str, rows: Callable[[], Sequence[Mapping[str, str]]]) -> Iterator[Advance]:
-    """Show ``rows`` (column -> cell) on standard error as a table that stays current; the last row is now.
-
-    They are also called from another thread. What is said or shown stands below the table. Without a
-    terminal, the last row is a line now and then.
-    """
-    console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
-    caption, told_at = "", time.monotonic()
-
-    def line(_: int) -> None:
-        nonlocal told_at
-        if time.monotonic() - told_at >= _ROW_S:
-            told_at = time.monotonic()
-            console.print(", ".join(f"{name} {cell}" for name, cell in rows()[-1].items() if cell))
-
-    def say(text: str) -> None:
-        nonlocal caption
-        caption = text
-
-    def table() -> Table:
-        shown = rows()
-        found = Table(title=title, caption=Text(caption), box=SIMPLE_HEAD)
-        for name in (names := list(dict.fromkeys(name for row in shown for name in row))):
-            found.add_column(name, justify="right")
-        for row in shown:
-            found.add_row(*(row.get(name, "") for name in names))
-        return found
-
-    if console.is_terminal:
-        with Live(get_renderable=table, console=console, refresh_per_second=2):
-            yield Advance(_nothing, say, say)
-    else:
-        console.print(f"{title} ...")
-        yield Advance(line, console.print, _nothing)
-
-
-_LINE_S, _ROW_S = 30.0, 10.0
+_LINE_S = 30.0
 
 
 def _lines(description: str, total: int, say: Callable[[str], None]) -> Callable[[int], None]:

@@ -25,6 +25,7 @@ from dglx_dist.dataloading.step_loader import LoaderTimes
 from dglx_dist.errors import ConfigError, Stopped
 from dglx_dist.graph.optim import SparseOptimizer
 from dglx_dist.options import check_ranges, common_fields
+from dglx_dist.progress import Advance, progress
 from dglx_dist.records import FEATURE, LABEL, SPLITS, EpochRecord
 from dglx_dist.strategies.base import (
     CACHE_CHOICE,
@@ -42,8 +43,10 @@ from dglx_dist.training.inference import check_evaluable, evaluate, labelled_typ
 from dglx_dist.training.relational import EntityInputs
 from dglx_dist.training.tracing import (
     SENT,
+    LiveFigures,
     bytes_by_pair,
-    observing,
+    recording,
+    scalars_writer,
     traffic_of,
     without_keys,
 )
@@ -399,18 +402,25 @@ def train(
     run.resume()
     run.check_evaluation()
     enabled = config.show_progress and g.session.topology.rank == 0 and run.has_epochs
-    begin = (run.result.first_epoch, run.first_step)
-    observed = observing(config, begin, len(loader), g.session, shown=enabled)
-    with _started(g.session, config, is_over=not run.has_epochs), observed as observer:
-        advance = observer.advance
+    live, bar = _progress_of(run, loader, config, g.session, enabled=enabled)
+    trace = None if config.trace is None else Path(config.trace).absolute()
+    count = recording(trace, config.trace_steps, g.session)
+    with _started(g.session, config, is_over=not run.has_epochs), count as count_step, bar as advance:
+        write = scalars_writer(config.tensorboard, run.result.first_epoch, g.session)
+
+        def after_step() -> None:
+            count_step()
+            live.end_step()
+            advance(1)
+
         account: dict[str, object] = {}
         show = advance.show if enabled else None
         trainer = model.trainer(loader, optimizer, _objective_of(config, sparse), show)
         with _closing(run):
             with _closing(trainer):
                 while run.has_epochs and not run.is_stopped:
-                    for record in run.advance(trainer, observer.step):
-                        for callback in (observer.end_epoch, *callbacks):
+                    for record in run.advance(trainer, after_step):
+                        for callback in (live.end_epoch, write, *callbacks):
                             callback(record)
                         advance.say(epoch_line(record))
             run.leave()
@@ -518,6 +528,16 @@ def epoch_line(record: EpochRecord) -> str:
     """Return ``epoch 3: loss 1.2345, val 84.1 %, 0.15 s``, without val if not evaluated."""
     validation = "" if record.val_accuracy is None else f"val {record.val_accuracy:.1%}, ".replace("%", " %")
     return f"epoch {record.epoch}: loss {record.loss:.4f}, {validation}{record.seconds:.2f} s"
+
+
+def _progress_of(
+    run: _Run, loader: TrainingLoader, config: FitConfig, session: Session, *, enabled: bool
+) -> tuple[LiveFigures, AbstractContextManager[Advance]]:
+    first, end = run.result.first_epoch, config.epochs
+    title = f"training epoch {first}" if first + 1 == end else f"training epochs {first} to {end - 1}"
+    steps = len(loader) * (end - first) - run.first_step
+    live = LiveFigures(first, run.first_step, len(loader), steps, session)
+    return live, progress(title, steps, enabled=enabled, figures=live.now if config.watch else None)
 
 
 class _Run:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, final
@@ -29,9 +28,7 @@ from dglx_dist.comm.trace import (
 )
 from dglx_dist.data.storage.files import readable_bytes, resident
 from dglx_dist.errors import StorageError
-from dglx_dist.progress import Advance, live_table, progress
 from dglx_dist.records import EpochRecord
-from dglx_dist.training.config import RunOptions
 
 log = logging.getLogger(__name__)
 
@@ -158,32 +155,11 @@ def traffic_of(sent: Mapping[str, float], session: Session) -> dict[str, list[li
     return {phase: sorted(found[phase]) for phase in sorted(found)}
 
 
-@contextmanager
-def observing(
-    config: RunOptions, begin: tuple[int, int], steps: int, session: Session, *, shown: bool
-) -> Iterator[Observer]:
-    """Open the trace, TensorBoard's files and the progress of a run; collective.
+def scalars_writer(folder: str | Path | None, epoch: int, session: Session) -> Callable[[EpochRecord], None]:
+    """Return a callback that writes the figures of epochs from ``epoch`` on for TensorBoard; collective.
 
-    ``begin`` is its first epoch and step, ``steps`` those of an epoch; this rank's progress is ``shown``.
-    StorageError: a file cannot be written; before the block if possible.
+    It does nothing without ``folder``. StorageError: it cannot be written.
     """
-    (first, step), end = begin, config.epochs
-    title = f"training epoch {first}" if first + 1 == end else f"training epochs {first} to {end - 1}"
-    total = steps * (end - first) - step
-    trace = None if config.trace is None else Path(config.trace).absolute()
-    with recording(trace, config.trace_steps, session) as count, _scalars(config, first, session) as write:
-        observer = Observer(begin, steps, total, session)
-        is_live = shown and config.watch
-        bar = live_table(title, observer.rows) if is_live else progress(title, total, enabled=shown)
-        with bar as advance:
-            observer.advance, observer.calls = advance, (count, partial(advance, 1))
-            observer.write = write
-            yield observer
-
-
-@contextmanager
-def _scalars(config: RunOptions, epoch: int, session: Session) -> Iterator[Callable[[EpochRecord], None]]:
-    folder, writer = config.tensorboard, None
 
     def start() -> Any:
         if folder is None or session.topology.rank > 0:
@@ -192,74 +168,51 @@ def _scalars(config: RunOptions, epoch: int, session: Session) -> Iterator[Calla
         from torch.utils.tensorboard import SummaryWriter
 
         try:
-            # From this epoch on, figures of an earlier run there are replaced.
-            return SummaryWriter(str(folder), purge_step=epoch)  # type: ignore[no-untyped-call]  # torch's
+            # Figures of an earlier run there are replaced from this epoch on.
+            return SummaryWriter(str(folder), purge_step=epoch)
         except OSError as error:
             raise StorageError(f"cannot write for TensorBoard to {folder}: {error}; name another") from error
 
     def write(record: EpochRecord) -> None:
-        for name, value in record.scalars().items() if writer is not None else ():
-            writer.add_scalar(name, value, record.epoch)
         if writer is not None:
+            for name, value in record.scalars().items():
+                writer.add_scalar(name, value, record.epoch)
+            # It may never be closed.
             writer.flush()
 
-    writer = run_on_all_ranks(session, start)
-    try:
-        yield write
-    finally:
-        if writer is not None:
-            writer.close()
+    writer: Any = run_on_all_ranks(session, start)
+    return write
 
 
 @final
-class Observer:
-    """Follows a run, and has the rows of its live table: the last epochs, and now as rank 0 sees it."""
+class LiveFigures:
+    """Figures of a run under way, as rank 0 sees it."""
 
-    advance: Advance
-    calls: Sequence[Callable[[], None]] = ()
-    """After each step."""
-    write: Callable[[EpochRecord], None]
-
-    def __init__(self, begin: tuple[int, int], steps: int, total: int, session: Session) -> None:
-        self._steps, self._total, self._session = steps, total, session
-        self._epoch, self._step = begin
-        self._done, self._samples = 0, 0
+    def __init__(self, epoch: int, step: int, steps: int, total: int, session: Session) -> None:
+        self._epoch, self._step, self._steps, self._left = epoch, step, steps, total
         self._times = deque([time.monotonic()], maxlen=64)
-        self._ended: deque[dict[str, str]] = deque(maxlen=8)
-        self._counted = session.ledger.snapshot()
+        self._samples, self._session = 0, session
 
-    def step(self) -> None:
+    def end_step(self) -> None:
         self._times.append(time.monotonic())
-        self._step, self._done = self._step + 1, self._done + 1
-        for call in self.calls:
-            call()
+        self._step, self._left = self._step + 1, self._left - 1
 
     def end_epoch(self, record: EpochRecord) -> None:
-        self.write(record)
-        named = {name.replace("_", " "): value for name, value in record.scalars().items()}
-        scores = {name: f"{value:.4f}" for name, value in named.items() if name == "loss" or "val" in name}
-        moved = readable_bytes(record.bytes_inside + record.bytes_outside)
-        speed = f"{record.samples_per_second:.0f}"
-        self._ended.append({"epoch": str(record.epoch), **scores, "samples/s": speed, "bytes": moved})
         self._epoch, self._step, self._samples = record.epoch + 1, 0, record.num_samples
-        self._counted = self._session.ledger.snapshot()
 
-    def rows(self) -> list[dict[str, str]]:
-        """Return column -> cell of each row; the last one is now, with the speed of the last steps."""
+    def now(self) -> dict[str, str]:
+        """Return name -> value, with the speed of the last steps; may be called from another thread."""
         times = list(self._times)
-        speed = (len(times) - 1) / (times[-1] - times[0]) if times[-1] > times[0] else 0.0
-        left = f"{timedelta(seconds=round((self._total - self._done) / speed))}" if speed else ""
-        sent = sum(row.num_bytes for row in self._session.ledger.since(self._counted))
-        current = {
+        speed = (len(times) - 1) / max(times[-1] - times[0], 1e-9)
+        return {
             "epoch": str(self._epoch),
             "step": f"{self._step}/{self._steps}",
             "steps/s": f"{speed:.3g}",
             "samples/s": f"{speed * self._samples / self._steps:.0f}" if self._samples else "",
-            "time left": left,
-            "memory": readable_bytes(resident()),
-            "bytes": f"{readable_bytes(sent)} (rank 0)",
+            "time left": str(timedelta(seconds=round(self._left / speed))) if speed else "",
+            "memory (rank 0)": readable_bytes(resident()),
+            "bytes (rank 0)": readable_bytes(self._session.ledger.total()),
         }
-        return [*self._ended, current] if self._done < self._total or not self._ended else [*self._ended]
 
 
 def without_keys(options: Mapping[str, object]) -> dict[str, object]:

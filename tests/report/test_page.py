@@ -57,8 +57,8 @@ def test_curves_cost_bytes_memory_and_the_plan_are_figures(tmp_path: Path) -> No
     page = page_of({"one": run_in(tmp_path)}, "PLOTLY")
     figures = dict(zip(titles(page), data_of(page), strict=True))
     assert [*figures] == [
-        "loss", "accuracy", "samples per second", "peak memory of each rank", "one: seconds of an epoch",
-        "one: payload of an epoch", "one: bytes between ranks in training", "predicted seconds of an epoch",
+        "loss", "accuracy", "samples per second", "one: seconds of an epoch", "one: payload of an epoch",
+        "one: bytes between ranks in training", "peak memory of each rank", "predicted seconds of an epoch",
     ]  # fmt: skip
     assert figures["loss"]["data"][0]["y"] == [2.0 / (1 + one) for one in range(6)]
     assert [one["name"] for one in figures["accuracy"]["data"] if one.get("meta")] == ["train", "val"]
