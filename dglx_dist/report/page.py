@@ -105,7 +105,8 @@ def _label(text: str, most: int = 36) -> str:
 
 
 def _axes(x: str, y: str = "", **more: Any) -> dict[str, Any]:
-    return {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}}, **more}
+    titles = {name: {"title": {"text": text, "standoff": 8}} for name, text in (("xaxis", x), ("yaxis", y))}
+    return {**titles, **more}
 
 
 def _bar(name: str, x: Sequence[object], y: Sequence[float], color: str) -> dict[str, Any]:
@@ -178,11 +179,15 @@ def _traffic(figures: _Figures, name: str, summary: Values) -> str:
         return {"z": cells, "text": texts}
 
     choices = {label: matrix(some) for label, some in {"all phases": rows, **phases}.items()}
-    trace = {"type": "heatmap", "x": labels, "y": labels, "colorscale": "Blues", "reversescale": True}
-    trace |= {"texttemplate": "%{text}" if len(ranks) <= 12 else "", "showscale": False, "xgap": 2, "ygap": 2}
+    trace = {"type": "heatmap", "x": labels, "y": labels, "xgap": 2, "ygap": 2, "showscale": False}
+    trace |= {
+        "texttemplate": "%{text}" if len(ranks) <= 12 else "",
+        "colorscale": [[0, "#e4eefb"], [1, "#2b5c9e"]],
+    }
     trace |= {**choices["all phases"], "hovertemplate": "%{y} to %{x}: %{text}<extra></extra>"}
     layout = _axes("to", "from")
-    layout["yaxis"]["autorange"] = "reversed"
+    layout["yaxis"] |= {"autorange": "reversed", "showgrid": False}
+    layout["xaxis"]["showgrid"] = False
     title = f"{name}: bytes between ranks in training"
     return figures.place(title, [trace], layout, choices) if rows else ""
 
