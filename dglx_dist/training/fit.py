@@ -403,17 +403,15 @@ def train(
     run.check_evaluation()
     enabled = config.show_progress and g.session.topology.rank == 0 and run.has_epochs
     live, bar = _progress_of(run, loader, config, g.session, enabled=enabled)
-    trace = None if config.trace is None else Path(config.trace).absolute()
-    count = recording(trace, config.trace_steps, g.session)
+    write = scalars_writer(config.tensorboard, run.result.first_epoch, g.session)
+    count = recording(config.trace, config.trace_steps, g.session)
     with _started(g.session, config, is_over=not run.has_epochs), count as count_step, bar as advance:
-        write = scalars_writer(config.tensorboard, run.result.first_epoch, g.session)
 
         def after_step() -> None:
             count_step()
             live.end_step()
             advance(1)
 
-        account: dict[str, object] = {}
         show = advance.show if enabled else None
         trainer = model.trainer(loader, optimizer, _objective_of(config, sparse), show)
         with _closing(run):
@@ -424,8 +422,8 @@ def train(
                             callback(record)
                         advance.say(epoch_line(record))
             run.leave()
-        if trainer is not None:
-            account = trainer.account()
+        account = {} if trainer is None else trainer.account()
+        if account:
             advance.say(f"cost {account['text']}")
     if run.is_stopped:
         raise run.stopped()

@@ -47,18 +47,19 @@ def path_of_rank(path: Path, rank: int) -> Path:
 
 
 @contextmanager
-def recording(path: Path | None, num_steps: int, session: Session) -> Iterator[Callable[[], None]]:
+def recording(file: str | Path | None, num_steps: int, session: Session) -> Iterator[Callable[[], None]]:
     """Record the first steps of the block, and write the trace at its end. Collective.
 
     Rank 0 writes it, replacing an earlier one; after a failure each rank writes its own part on its own
     machine, see :func:`path_of_rank`.
 
-    Yields a function to call after each step. Nothing is recorded without ``path``, or while another
+    Yields a function to call after each step. Nothing is recorded without ``file``, or while another
     recording is active. StorageError: the trace cannot be written; before the block if possible.
     """
-    if path is None or session.timeline.on:
+    if file is None or session.timeline.on:
         yield lambda: None
         return
+    path = Path(file).absolute()
     check_trace(path, session)
     # The trace of an earlier run that failed would mislead beside the new one.
     run_on_all_ranks(session, lambda: remove_trace(path_of_rank(path, session.topology.rank)))
