@@ -7,7 +7,7 @@ W ranks, S servers, B seeds of a batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
@@ -181,23 +181,20 @@ class EpochRecord:
 
     def scalars(self) -> dict[str, float]:
         """Return the finite numbers of ``metrics.jsonl`` but the epoch, nested ones as ``outer/inner``."""
-        values = asdict(self) | {"samples_per_second": self.samples_per_second}
-        del values["epoch"]
-        return dict(_numbers(values))
+        found: dict[str, Any] = {}
+        for name, value in (asdict(self) | {"samples_per_second": self.samples_per_second}).items():
+            nested = isinstance(value, Mapping)
+            found |= {f"{name}/{inner}": one for inner, one in value.items()} if nested else {name: value}
+        del found["epoch"]
+        return {
+            name: one for name, one in found.items() if isinstance(one, (int, float)) and math.isfinite(one)
+        }
 
     @property
     def cache_hit_rate(self) -> float | None:
         """Hits / remote rows of cached tensors; None without a cache, or without remote rows."""
         total = self.cache_hits + self.cache_misses
         return self.cache_hits / total if total else None
-
-
-def _numbers(values: Mapping[str, Any], outer: str = "") -> Iterator[tuple[str, float]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _numbers(value, f"{outer}{name}/")
-        elif isinstance(value, (int, float)) and math.isfinite(value):
-            yield f"{outer}{name}", value
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

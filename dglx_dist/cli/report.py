@@ -197,8 +197,7 @@ def report(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Of runs: write one page with figures and tables, which needs no network. Plotly is an "
-            "extra: pip install 'dglx_dist\\[report]'.",
+            help="Write figures and tables as one page, which needs no network (but Plotly, an extra).",
         ),
     ] = None,
 ) -> None:
@@ -221,7 +220,8 @@ def report(
     if html is not None:
         check_picture(html, "--html", "page.html")
     if more or html is not None:
-        _report_runs(folders, html)
+        with _damage_named(folder if not more else Path("one of the runs")):
+            _report_runs(folders, html)
     if more:
         return
     from dglx_dist.report.pictures import draw
@@ -240,18 +240,18 @@ def report(
 
 
 def _report_runs(folders: Sequence[Path], html: Path | None) -> None:
-    from dglx_dist.report.run_folder import Run
+    from dglx_dist.report.page import write_page
+    from dglx_dist.report.run_folder import read_run
     from dglx_dist.report.tables import runs_table, summarise
 
-    with _damage_named(folders[0] if len(folders) == 1 else Path("a run")):
-        runs = Run.by_name(folders)
-        if len(runs) > 1:
-            show(runs_table({name: run.summary or summarise({}, run.epochs) for name, run in runs.items()}))
-        if html is not None:
-            from dglx_dist.report.page import write_page
-
-            write_page(runs, html)
-            write(f"page: {html}")
+    names = [one.resolve().name for one in folders]
+    named = zip(names, folders, strict=True)
+    runs = {str(one) if names.count(name) > 1 else name: read_run(one) for name, one in named}
+    if len(runs) > 1:
+        show(runs_table({name: run.summary or summarise({}, run.epochs) for name, run in runs.items()}))
+    if html is not None:
+        write_page(runs, html)
+        write(f"page: {html}")
 
 
 @contextmanager

@@ -28,12 +28,7 @@ _PLANNED = ("epoch_seconds", "bytes_outside", "bytes_inside", "memory_bytes")
 
 
 def write_page(runs: Mapping[str, Run], path: Path) -> None:
-    """Write the page of named ``runs`` to ``path`` atomically; it loads nothing from anywhere.
-
-    Raises:
-        ConfigError: Plotly is not installed.
-        StorageError: a plan is damaged.
-    """
+    """Write the page of named ``runs`` to ``path`` atomically. ConfigError: Plotly is not installed."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
@@ -50,50 +45,41 @@ def page_of(runs: Mapping[str, Run], plotly: str) -> str:
     """Return the page; ``plotly`` is the text of plotly.js. Only that and the page's own script can run."""
     figures, title = _Figures(), escape(", ".join(runs))
     summaries = {name: run.summary or summarise({}, run.epochs) for name, run in runs.items()}
-    body = [
-        f"<p>{escape(name)} did not finish, or still runs.</p>" for name in runs if not runs[name].summary
-    ]
-    body.append(_section("Runs", _table("run", {name: flat_cells(one) for name, one in summaries.items()})))
+    unfinished = [escape(name) for name, run in runs.items() if run.summary is None]
+    # What auto chose has its own section.
+    rows = {name: flat_cells({**one, "auto": {}}) for name, one in summaries.items()}
     # In the order of the page: the script finds the places of figures by their number.
-    body.append(_section("Learning and speed", _curves(figures, runs), "grid"))
-    costs = [
-        _cost(figures, name, run) + _traffic(figures, name, summaries[name]) for name, run in runs.items()
-    ]
-    body.append(_section("Cost", "".join(costs) + _memory(figures, summaries), "grid"))
-    body += (_plan(figures, name, plan) for name, run in runs.items() if (plan := read_plan(run.folder)))
-    body.append(_section("Configuration and environment", _options(runs)))
-    scripts = (plotly, _SCRIPT)
-    digests = [b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in scripts]
-    data = json.dumps(figures.found, allow_nan=False).replace("<", "\\u003c")
-    return "".join(
-        [
-            '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" ',
-            'content="width=device-width, initial-scale=1"><meta http-equiv="Content-Security-Policy" ',
-            "content=\"default-src 'none'; img-src data: blob:; style-src 'unsafe-inline'; script-src",
-            *(f" 'sha256-{digest}'" for digest in digests),
-            f'"><title>{title}</title><style>{_STYLE}</style></head><body><header><h1>{title}</h1>',
-            '<label>smoothing <input id="smooth" type="range" max="0.95" step="0.05" value="0"></label>',
-            '<button id="theme" type="button">light / dark</button></header><main>',
-            *body,
-            f'</main><script type="application/json" id="data">{data}</script>',
-            *(f"<script>{one}</script>" for one in scripts),
-            "</body></html>\n",
-        ]
-    )
+    learning = _curves(figures, runs)
+    costs = [_cost(figures, name, runs[name]) + _traffic(figures, name, summaries[name]) for name in runs]
+    costs.append(_memory(figures, summaries))
+    plans = [_plan(figures, name, plan) for name, run in runs.items() if (plan := read_plan(run.folder))]
+    digests = [b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in (plotly, _SCRIPT)]
+    data = json.dumps(figures, allow_nan=False).replace("<", "\\u003c")
+    return f"""<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data: blob:;
+style-src 'unsafe-inline'; script-src {" ".join(f"'sha256-{one}'" for one in digests)}">
+<style>{_STYLE}</style></head><body><header><h1>{title}</h1>
+<label>smoothing <input id="smooth" type="range" max="0.95" step="0.05" value="0"></label>
+<button id="theme" type="button">light / dark</button></header><main>
+{"".join(f"<p>{name} did not finish, or still runs.</p>" for name in unfinished)}
+{_section("Runs", _table("run", rows))}{_section("Learning and speed", learning, "grid")}
+{_section("Cost", "".join(costs), "grid")}{"".join(plans)}
+{_section("Configuration and environment", _options(runs))}</main>
+<script type="application/json" id="data">{data}</script>
+<script>{plotly}</script><script>{_SCRIPT}</script></body></html>
+"""
 
 
 @final
-class _Figures:
+class _Figures(list[Values]):
     """Figures for Plotly, in the order of their places."""
-
-    def __init__(self) -> None:
-        self.found: list[Values] = []
 
     def place(
         self, title: str, traces: Sequence[Values], layout: Values, choices: Values | None = None
     ) -> str:
         """Keep a figure and return its place; of ``choices`` the reader selects what replaces its data."""
-        self.found.append({"data": traces, "layout": layout, "choices": choices})
+        self.append({"data": traces, "layout": layout, "choices": choices})
         options = "".join(f"<option>{escape(name)}</option>" for name in choices or ())
         select = f"<select>{options}</select>" if options else ""
         return f'<figure><figcaption>{escape(title)} {select}</figcaption><div class="plot"></div></figure>'
@@ -144,10 +130,8 @@ def _cost(figures: _Figures, name: str, run: Run) -> str:
     epochs = [one.epoch for one in run.epochs]
 
     def bars(*parts: tuple[str, str, str], unit: float = 1.0) -> list[dict[str, Any]]:
-        columns = (
-            (label, [getattr(one, part) / unit for one in run.epochs], color) for label, part, color in parts
-        )
-        return [_bar(label, epochs, column, color) for label, column, color in columns]
+        columns = {part: [getattr(one, part) / unit for one in run.epochs] for _, part, _ in parts}
+        return [_bar(label, epochs, columns[part], color) for label, part, color in parts]
 
     lines = [{**one, "type": "scatter", "mode": "lines", "line": {"dash": "dash"}} for one in bars(*HIDDEN)]
     moved = (("inside a server", "bytes_inside", INSIDE), ("between servers", "bytes_outside", OUTSIDE))
@@ -179,15 +163,11 @@ def _traffic(figures: _Figures, name: str, summary: Values) -> str:
         return {"z": cells, "text": texts}
 
     choices = {label: matrix(some) for label, some in {"all phases": rows, **phases}.items()}
-    trace = {"type": "heatmap", "x": labels, "y": labels, "xgap": 2, "ygap": 2, "showscale": False}
-    trace |= {
-        "texttemplate": "%{text}" if len(ranks) <= 12 else "",
-        "colorscale": [[0, "#e4eefb"], [1, "#2b5c9e"]],
-    }
+    trace = {"type": "heatmap", "x": labels, "y": labels, "xgap": 2, "ygap": 2, "zmin": 0, "showscale": False}
+    trace |= {"colorscale": [[0, "#e4eefb"], [1, "#2b5c9e"]], "texttemplate": "%{text}" * (len(ranks) <= 12)}
     trace |= {**choices["all phases"], "hovertemplate": "%{y} to %{x}: %{text}<extra></extra>"}
     layout = _axes("to", "from")
     layout["yaxis"] |= {"autorange": "reversed", "showgrid": False}
-    layout["xaxis"]["showgrid"] = False
     title = f"{name}: bytes between ranks in training"
     return figures.place(title, [trace], layout, choices) if rows else ""
 
@@ -195,11 +175,10 @@ def _traffic(figures: _Figures, name: str, summary: Values) -> str:
 def _plan(figures: _Figures, name: str, plan: Values) -> str:
     named = {f"{number}. {one['name']}": one for number, one in enumerate(plan["predictions"], 1)}
     fast = [(place, one["seconds"]) for place, one in named.items() if one["feasible"]][:12]
-    bars = []
+    places, bars = [_label(place, 28) for place, _ in fast], []
     for part, color in zip(("compute", "sampling", "outside", "inside", "all_reduce"), COLORS, strict=False):
-        places = [_label(place, 28) for place, _ in fast]
-        flat = _bar(part.replace("_", "-"), [seconds[part] for _, seconds in fast], [], color)
-        bars.append(flat | {"orientation": "h", "y": places})
+        bar = _bar(part.replace("_", "-"), [seconds[part] for _, seconds in fast], [], color)
+        bars.append(bar | {"orientation": "h", "y": places})
     rows = {}
     for place, one in named.items():
         remark = "chosen" if one["name"] == plan["chosen"] else one["why_not"] or one["barred"] or one["note"]
@@ -242,17 +221,15 @@ _STYLE = """
 :root { color-scheme: light dark; --line: light-dark(#ddd, #444); --mark: light-dark(#fff3c4, #4a3f14) }
 body { margin: 0; font: 15px/1.5 system-ui, sans-serif; overflow-wrap: anywhere;
   background: light-dark(#fff, #16181c); color: light-dark(#222, #ddd) }
-header { display: flex; flex-wrap: wrap; gap: .5rem 1.5rem; align-items: center; padding: .75rem 1rem;
-  border-bottom: 1px solid var(--line) }
-h1 { font-size: 1.2rem; margin: 0 auto 0 0 } h2 { font-size: 1.05rem }
-main { padding: 0 1rem; max-width: 90rem; margin: auto }
+header { display: flex; flex-wrap: wrap; gap: .5rem 1.5rem; align-items: center; padding: .75rem 1rem }
+h1 { font-size: 1.2rem; margin: 0 auto 0 0 } h2 { font-size: 1.05rem } figcaption { font-weight: 600 }
+main { padding: 0 1rem; max-width: 90rem; margin: auto } .plot { height: 20rem } select { max-width: 100% }
 .grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); gap: 1rem }
-.grid h2 { grid-column: 1 / -1; margin-bottom: 0 } figcaption { font-weight: 600 } .plot { height: 20rem }
+.grid h2 { grid-column: 1 / -1; margin-bottom: 0 } .marked { background: var(--mark) }
 figure { margin: 0; min-width: 0; border: 1px solid var(--line); border-radius: 6px; padding: .5rem }
-select { max-width: 100% } .scroll { overflow-x: auto; margin: .5rem 0 } .marked { background: var(--mark) }
-table { border-collapse: collapse; font-size: .85rem; width: max-content; overflow-wrap: break-word }
-th, td { padding: .2rem .6rem; border-bottom: 1px solid var(--line); text-align: left; max-width: 30rem }
-thead button { all: unset; cursor: pointer } thead button:focus-visible { outline: 2px solid }
+.scroll { overflow-x: auto } table { border-collapse: collapse; font-size: .85rem; width: max-content }
+th, td { padding: .2rem .6rem; border-bottom: 1px solid var(--line); text-align: left; max-width: 30rem;
+  overflow-wrap: break-word } thead button { all: unset; cursor: pointer; &:focus-visible { outline: solid } }
 [aria-sort=ascending] button::after { content: " ▲" } [aria-sort=descending] button::after { content: " ▼" }
 """
 
@@ -274,16 +251,16 @@ figures.forEach(({data, layout: {xaxis, yaxis, ...more}, choices}, number) => {
 });
 function recolour() {
   const colours = {'font.color': getComputedStyle(document.body).color, 'font.size': 12};
+  const line = getComputedStyle(document.querySelector('figure')).borderTopColor;
   for (const axis of ['xaxis', 'yaxis'])
-    for (const part of ['grid', 'zeroline', 'line'])
-      colours[`${axis}.${part}color`] = getComputedStyle(document.querySelector('header')).borderBottomColor;
+    for (const part of ['grid', 'zeroline', 'line']) colours[`${axis}.${part}color`] = line;
   plots.forEach(place => Plotly.relayout(place, colours));
 }
 recolour();
 preferred.onchange = recolour;
 document.getElementById('theme').onclick = () => {
-  const isDark = root.style.colorScheme ? root.style.colorScheme === 'dark' : preferred.matches;
-  root.style.colorScheme = isDark ? 'light' : 'dark';
+  const now = root.style.colorScheme || (preferred.matches ? 'dark' : 'light');
+  root.style.colorScheme = now === 'dark' ? 'light' : 'dark';
   recolour();
 };
 document.getElementById('smooth').oninput = ({target}) => figures.forEach(({data}, number) => {
@@ -301,7 +278,7 @@ for (const button of document.querySelectorAll('thead button')) button.onclick =
   const sign = head.ariaSort === 'ascending' ? -1 : 1;
   for (const other of head.parentElement.cells) other.ariaSort = null;
   head.ariaSort = sign > 0 ? 'ascending' : 'descending';
-  const key = ({cells}) => cells[head.cellIndex].dataset.value ?? cells[head.cellIndex].textContent;
+  const key = ({cells: {[head.cellIndex]: cell}}) => cell.dataset.value ?? cell.textContent;
   const order = (a, b) => a - b || a.localeCompare(b, 'en', {numeric: true});  // not a number: as texts
   body.append(...[...body.rows].sort((a, b) => sign * order(key(a), key(b))));
 };

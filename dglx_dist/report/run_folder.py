@@ -32,13 +32,6 @@ class Run:
     summary: Mapping[str, Any] | None
     """None: the run did not finish."""
 
-    @staticmethod
-    def by_name(folders: Sequence[Path]) -> dict[str, Run]:
-        """Read runs by the name of their folder, by its path where names are equal; as :func:`read_run`."""
-        names = [folder.resolve().name for folder in folders]
-        named = zip(folders, names, strict=True)
-        return {str(one) if names.count(name) > 1 else name: read_run(one) for one, name in named}
-
 
 def start_run(
     folder: str | Path,

@@ -234,19 +234,14 @@ def runs_table(summaries: Mapping[str, Mapping[str, object]]) -> Table:
     return table
 
 
-_FOR_PAGES = ("traffic", "rank_memory_bytes")
-"""Entries of ``summary.json`` that are drawn."""
-
-
 def flat_cells(values: Mapping[str, object]) -> dict[str, tuple[object, str]]:
-    """Return (value, text) of each figure, nested ones as ``outer.inner``."""
+    """Return (value, text) of each figure, nested ones as ``outer.inner``, without those that are drawn."""
     found: dict[str, tuple[object, str]] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping) and name not in _FOR_PAGES:
-            inner_cells = ((inner, one, _cell(one, str(inner), name)) for inner, one in value.items())
-            found |= {f"{name}.{inner}": (one, cell) for inner, one, cell in inner_cells}
-        elif name not in _FOR_PAGES:
-            found[name] = (value, _cell(value, name))
+    for name, value in (
+        (name, value) for name, value in values.items() if name not in ("traffic", "rank_memory_bytes")
+    ):
+        for inner, one in value.items() if isinstance(value, Mapping) else [("", value)]:
+            found[f"{name}.{inner}".strip(".")] = (one, _cell(one, str(inner), name))
     return found
 
 

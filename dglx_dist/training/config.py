@@ -119,12 +119,10 @@ class RunOptions:
     """None: nothing is recorded."""
     trace_steps: int = _of_run(200, "Number of first steps in the trace.", check=at_least(1))
     tensorboard: str | Path | None = _path_of_run(
-        None, "Write the figures of metrics.jsonl there, for `tensorboard --logdir DIR`.", metavar="DIR"
+        None, "Write the figures of metrics.jsonl there, too, for TensorBoard (an extra).", metavar="DIR"
     )
-    watch: bool = _of_run(
-        False, "Show a live table: throughput, time left, memory and bytes; without a terminal, lines."
-    )
-    """On standard error of rank 0, in place of the progress bar."""
+    watch: bool = _of_run(False, "Show throughput, time left, memory and bytes as a live table.")
+    """In place of the progress bar; without a terminal, lines as always."""
 
 
 def check_run(config: RunOptions) -> None:
@@ -135,8 +133,8 @@ def check_run(config: RunOptions) -> None:
         )
     if config.tensorboard is not None and find_spec("tensorboard") is None:
         raise ConfigError(
-            f"tensorboard {config.tensorboard}: its library is missing; "
-            "`pip install 'dglx_dist[tensorboard]'`, or leave it out: metrics.jsonl has the same figures"
+            f"tensorboard {config.tensorboard} is not installed; `pip install 'dglx_dist[tensorboard]'`, or "
+            "leave it out: metrics.jsonl has the same figures"
         )
     if config.resume and config.overwrite:
         raise ConfigError("resume goes on from the checkpoints that overwrite removes; give one of the two")

@@ -335,8 +335,8 @@ class FitResult:
     account: dict[str, object] = field(default_factory=dict)
     """Cost of the run, as ``dollars`` with a ``label``; empty if nothing is paid by use."""
     traffic: dict[str, list[list[int]]] = field(default_factory=dict)
-    """Payload of training by phase, also before a resume: [source rank, destination rank, bytes], where they
-    have sent any. Summed up it is ``bytes_inside`` and ``bytes_outside`` of all epochs. Rank -1: a worker."""
+    """Payload of all epochs, also before a resume: phase -> [source rank, destination rank, bytes], where a
+    rank -1 is a worker. Its sum is that of ``bytes_inside`` and ``bytes_outside``."""
     choice: Choice | None = None
     """Candidates of strategy ``auto``, with prediction and outcome; None: the strategy was given."""
 
@@ -533,9 +533,9 @@ def _progress_of(
 ) -> tuple[LiveFigures, AbstractContextManager[Advance]]:
     first, end = run.result.first_epoch, config.epochs
     title = f"training epoch {first}" if first + 1 == end else f"training epochs {first} to {end - 1}"
-    steps = len(loader) * (end - first) - run.first_step
-    live = LiveFigures(first, run.first_step, len(loader), steps, session)
-    return live, progress(title, steps, enabled=enabled, figures=live.now if config.watch else None)
+    done, total = len(loader) * first + run.first_step, len(loader) * end
+    live = LiveFigures(done, total, len(loader), session)
+    return live, progress(title, total - done, enabled=enabled, figures=live.now if config.watch else None)
 
 
 class _Run:
@@ -599,10 +599,9 @@ class _Run:
         saved, self._saved_at = _Saved(resumed.extra), (resumed.epoch, resumed.step)
         self._next, self._evaluations_since_best = resumed.epoch, saved.evaluations_since_best
         self.first_step = resumed.step
-        if self._session.topology.rank == 0:
-            # The ranks may be others now; the sum over all of them counts.
-            for of_rank in saved.sent:
-                self._note_sent(of_rank)
+        # The ranks may be others now; the sum over all of them counts.
+        for of_rank in saved.sent if self._session.topology.rank == 0 else ():
+            self._note_sent(of_rank)
         if resumed.step:
             self._so_far = saved.so_far[self._session.topology.rank]
         self.result = FitResult(

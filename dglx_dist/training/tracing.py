@@ -157,9 +157,9 @@ def traffic_of(sent: Mapping[str, float], session: Session) -> dict[str, list[li
 
 
 def scalars_writer(folder: str | Path | None, epoch: int, session: Session) -> Callable[[EpochRecord], None]:
-    """Return a callback that writes the figures of epochs from ``epoch`` on for TensorBoard; collective.
+    """Return a callback that writes figures for TensorBoard, in place of earlier ones from ``epoch`` on.
 
-    It does nothing without ``folder``. StorageError: it cannot be written.
+    It does nothing without ``folder``. Collective. StorageError: it cannot be written.
     """
 
     def start() -> Any:
@@ -169,15 +169,14 @@ def scalars_writer(folder: str | Path | None, epoch: int, session: Session) -> C
         from torch.utils.tensorboard import SummaryWriter
 
         try:
-            # Figures of an earlier run there are replaced from this epoch on.
             return SummaryWriter(str(folder), purge_step=epoch)
         except OSError as error:
             raise StorageError(f"cannot write for TensorBoard to {folder}: {error}; name another") from error
 
     def write(record: EpochRecord) -> None:
+        for name, value in record.scalars().items() if writer is not None else ():
+            writer.add_scalar(name, value, record.epoch)
         if writer is not None:
-            for name, value in record.scalars().items():
-                writer.add_scalar(name, value, record.epoch)
             # It may never be closed.
             writer.flush()
 
@@ -187,30 +186,29 @@ def scalars_writer(folder: str | Path | None, epoch: int, session: Session) -> C
 
 @final
 class LiveFigures:
-    """Figures of a run under way, as rank 0 sees it."""
+    """Figures of a run under way, from step ``begin`` of all to ``end``, as rank 0 sees it."""
 
-    def __init__(self, epoch: int, step: int, steps: int, total: int, session: Session) -> None:
-        self._epoch, self._step, self._steps, self._left = epoch, step, steps, total
-        self._times = deque([time.monotonic()], maxlen=64)
-        self._samples, self._session = 0, session
+    def __init__(self, begin: int, end: int, steps: int, session: Session) -> None:
+        self._step, self._end, self._steps, self._session = begin, end, steps, session
+        self._times, self._samples = deque([time.monotonic()], maxlen=64), 0
 
     def end_step(self) -> None:
         self._times.append(time.monotonic())
-        self._step, self._left = self._step + 1, self._left - 1
+        self._step += 1
 
     def end_epoch(self, record: EpochRecord) -> None:
-        self._epoch, self._step, self._samples = record.epoch + 1, 0, record.num_samples
+        self._samples = record.num_samples
 
     def now(self) -> dict[str, str]:
         """Return name -> value, with the speed of the last steps; may be called from another thread."""
         times = list(self._times)
         speed = (len(times) - 1) / max(times[-1] - times[0], 1e-9)
         return {
-            "epoch": str(self._epoch),
-            "step": f"{self._step}/{self._steps}",
+            "epoch": str(self._step // self._steps),
+            "step": f"{self._step % self._steps}/{self._steps}",
             "steps/s": f"{speed:.3g}",
             "samples/s": f"{speed * self._samples / self._steps:.0f}" if self._samples else "",
-            "time left": str(timedelta(seconds=round(self._left / speed))) if speed else "",
+            "time left": str(timedelta(seconds=round((self._end - self._step) / speed))) if speed else "",
             "memory (rank 0)": readable_bytes(resident()),
             "bytes (rank 0)": readable_bytes(self._session.ledger.total()),
         }

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from dglx_dist.cli.app import app
 from dglx_dist.errors import ConfigError
 from dglx_dist.report.page import page_of, write_page
-from dglx_dist.report.run_folder import Run, write_run
+from dglx_dist.report.run_folder import Run, read_run, write_run
 from dglx_dist.report.tables import summarise
 from tests.helpers.browser import BROWSER, MISSING, open_page
 from tests.report.records import epoch
@@ -41,7 +41,7 @@ def run_in(folder: Path, number: int = 0, text: str = "cora") -> Run:
     summary = {**summarise(facts, epochs), "traffic": {**TRAFFIC, text: [[0, 1, 1]]}}
     config = {"data": text, "lr": 0.01, "hidden": 16 * (1 + number), text: text}
     write_run(folder, config, epochs, summary, plan=PLAN)
-    return Run.by_name([folder])[folder.name]
+    return read_run(folder)
 
 
 def data_of(page: str) -> list[Any]:
@@ -78,11 +78,12 @@ def test_several_runs_share_curves_and_what_differs_is_marked(tmp_path: Path) ->
     assert marked == ["hidden"]
 
 
-def test_runs_of_one_name_have_their_paths(tmp_path: Path) -> None:
+def test_runs_of_one_name_have_their_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     for folder in ("x/run", "y/run"):
-        run_in(tmp_path / folder)
-    paths = [tmp_path / "x/run", tmp_path / "y/run"]
-    assert [*Run.by_name(paths)] == [str(path) for path in paths]
+        run_in(Path(folder))
+    shown = CliRunner().invoke(app, ["report", "x/run", "y/run"])
+    assert ["x/run", "y/run"] in [line.split() for line in shown.output.splitlines()]
 
 
 def test_texts_of_a_run_are_only_texts(tmp_path: Path) -> None:
@@ -105,7 +106,7 @@ def test_without_plotly_the_command_says_how_to_get_it(
 def test_an_unfinished_run_says_so(tmp_path: Path) -> None:
     run_in(tmp_path)
     (tmp_path / "summary.json").unlink()
-    page = page_of(Run.by_name([tmp_path]), "PLOTLY")
+    page = page_of({"run": read_run(tmp_path)}, "PLOTLY")
     assert "did not finish" in page
     assert "loss" in titles(page)
 

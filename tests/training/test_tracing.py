@@ -196,7 +196,7 @@ def test_live_figures_have_speed_time_left_memory_and_bytes(monkeypatch: pytest.
     now = [10.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     with start_session() as session:
-        live = LiveFigures(2, 1, 4, 7, session)
+        live = LiveFigures(9, 16, 4, session)
         assert (live.now()["steps/s"], live.now()["time left"]) == ("0", "")
         for _ in range(3):
             now[0] += 0.5
