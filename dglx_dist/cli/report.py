@@ -182,9 +182,7 @@ def feature_bytes(manifest: Manifest) -> int:
 def report(
     folders: Annotated[
         list[Path],
-        typer.Argument(
-            metavar="RUNDIR... | TRACE", help="What `dglx train --out` or `--trace` wrote; several runs."
-        ),
+        typer.Argument(metavar="RUNDIR...|TRACE", help="What `dglx train --out` or `--trace` wrote."),
     ],
     batches: Annotated[
         str | None,
@@ -194,17 +192,13 @@ def report(
         ),
     ] = None,
     html: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Write figures and tables as one page, which needs no network (but Plotly, an extra).",
-        ),
+        Path | None, typer.Option(metavar="FILE", help="Of runs: write a page of figures, for any browser.")
     ] = None,
 ) -> None:
     """Print the tables of a run and draw its picture again; of an unfinished run, the finished epochs.
 
-    Of several runs, print their figures side by side. With --html also write a page: learning curves, phases
-    and bytes of each epoch, bytes between ranks, memory, the choice of auto, configuration and environment.
+    Of several runs, print their figures side by side. The page of --html needs no network, but Plotly here:
+    `pip install 'dglx_dist[report]'`. It has curves, cost, bytes between ranks, and why auto chose.
 
     Of a trace, draw the timeline of the ranks, and print how much of the network time overlaps with compute.
 

@@ -18,12 +18,10 @@ from dglx_dist.report.run_folder import Run, read_plan
 from dglx_dist.report.tables import flat_cells, readable_seconds, summarise
 
 Values: TypeAlias = Mapping[str, Any]
-Cells: TypeAlias = Mapping[str, tuple[object, str]]
-"""Column -> value to sort by, and text."""
+Cells: TypeAlias = Mapping[str, tuple[object, str]]  # column -> value to sort by, and text
 _SPLIT = re.compile(r"(?:^|(?<=[/_ ]))(train|val|test)(?:[/_ ]|$)")
 _DASHES = {"": "solid", "train": "dot", "val": "solid", "test": "dash"}
 _COST = re.compile(r".*_s|seconds|num_samples|cache_.*|bytes_.*")
-"""Figures of an epoch that are drawn as its cost."""
 _PLANNED = ("epoch_seconds", "bytes_outside", "bytes_inside", "memory_bytes")
 
 
@@ -33,8 +31,7 @@ def write_page(runs: Mapping[str, Run], path: Path) -> None:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
         raise ConfigError(
-            f"--html {path} needs Plotly, which is not installed; `pip install 'dglx_dist[report]'`, or "
-            "leave --html out for the tables alone"
+            f"--html {path} needs Plotly: `pip install 'dglx_dist[report]'`, or leave it out for tables alone"
         ) from error
     text = page_of(runs, get_plotlyjs())
     with replaced_file(path) as partial:
@@ -45,8 +42,6 @@ def page_of(runs: Mapping[str, Run], plotly: str) -> str:
     """Return the page; ``plotly`` is the text of plotly.js. Only that and the page's own script can run."""
     figures, title = _Figures(), escape(", ".join(runs))
     summaries = {name: run.summary or summarise({}, run.epochs) for name, run in runs.items()}
-    unfinished = [escape(name) for name, run in runs.items() if run.summary is None]
-    # What auto chose has its own section.
     rows = {name: flat_cells({**one, "auto": {}}) for name, one in summaries.items()}
     # In the order of the page: the script finds the places of figures by their number.
     learning = _curves(figures, runs)
@@ -62,7 +57,7 @@ style-src 'unsafe-inline'; script-src {" ".join(f"'sha256-{one}'" for one in dig
 <style>{_STYLE}</style></head><body><header><h1>{title}</h1>
 <label>smoothing <input id="smooth" type="range" max="0.95" step="0.05" value="0"></label>
 <button id="theme" type="button">light / dark</button></header><main>
-{"".join(f"<p>{name} did not finish, or still runs.</p>" for name in unfinished)}
+{"".join(f"<p>{escape(name)} did not finish, or still runs.</p>" for name in runs if not runs[name].summary)}
 {_section("Runs", _table("run", rows))}{_section("Learning and speed", learning, "grid")}
 {_section("Cost", "".join(costs), "grid")}{"".join(plans)}
 {_section("Configuration and environment", _options(runs))}</main>
@@ -193,10 +188,10 @@ def _plan(figures: _Figures, name: str, plan: Values) -> str:
 
 
 def _options(runs: Mapping[str, Run]) -> str:
-    columns = {name: flat_cells(run.config) for name, run in runs.items()}
-    rows: dict[str, Cells] = {}
-    for option in dict.fromkeys(option for cells in columns.values() for option in cells):
-        rows[option] = {name: cells.get(option, (None, "")) for name, cells in columns.items()}
+    rows: dict[str, dict[str, tuple[object, str]]] = {}
+    for name, run in runs.items():
+        for option, cell in flat_cells(run.config).items():
+            rows.setdefault(option, dict.fromkeys(runs, ("", "")))[name] = cell
     differs = [option for option, cells in rows.items() if len({text for _, text in cells.values()}) > 1]
     return _table("option", rows, marked=differs)
 
@@ -234,7 +229,6 @@ th, td { padding: .2rem .6rem; border-bottom: 1px solid var(--line); text-align:
 """
 
 _SCRIPT = """
-'use strict';
 const figures = JSON.parse(document.getElementById('data').textContent);
 const plots = [...document.querySelectorAll('.plot')], root = document.documentElement;
 const preferred = matchMedia('(prefers-color-scheme: dark)');

@@ -224,10 +224,7 @@ def summary_table(summary: Mapping[str, object]) -> Table:
 
 def runs_table(summaries: Mapping[str, Mapping[str, object]]) -> Table:
     """Return the figures of several runs side by side: one per row, a column per name of a run."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    for name in summaries:
-        table.add_column(escape(name), justify="right", overflow="fold")
+    table = Table("", *map(escape, summaries), box=box.SIMPLE_HEAD, pad_edge=False)
     columns = [flat_cells(summary) for summary in summaries.values()]
     for row in dict.fromkeys(name for cells in columns for name in cells):
         table.add_row(row, *(cells.get(row, (None, "-"))[1] for cells in columns))

@@ -133,8 +133,8 @@ def check_run(config: RunOptions) -> None:
         )
     if config.tensorboard is not None and find_spec("tensorboard") is None:
         raise ConfigError(
-            f"tensorboard {config.tensorboard} is not installed; `pip install 'dglx_dist[tensorboard]'`, or "
-            "leave it out: metrics.jsonl has the same figures"
+            f"tensorboard {config.tensorboard}: TensorBoard is not installed; `pip install "
+            "'dglx_dist[tensorboard]'`, or leave it out: metrics.jsonl has the same figures"
         )
     if config.resume and config.overwrite:
         raise ConfigError("resume goes on from the checkpoints that overwrite removes; give one of the two")

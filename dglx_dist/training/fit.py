@@ -36,20 +36,11 @@ from dglx_dist.strategies.base import (
     float_of,
     strategy_of,
 )
-from dglx_dist.training import checkpoint
+from dglx_dist.training import checkpoint, tracing
 from dglx_dist.training.checkpoint import Positioned, Sparse, optimizers_of
 from dglx_dist.training.config import BF16, FLOAT32, RunOptions, check_run, steps_between
 from dglx_dist.training.inference import check_evaluable, evaluate, labelled_type
 from dglx_dist.training.relational import EntityInputs
-from dglx_dist.training.tracing import (
-    SENT,
-    LiveFigures,
-    bytes_by_pair,
-    recording,
-    scalars_writer,
-    traffic_of,
-    without_keys,
-)
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -207,7 +198,7 @@ def train_pass(
         "fetch_s": times.fetch_s,
         "wait_s": times.wait_s,
         "exchange_s": step.model.exchange_seconds(),
-        **bytes_by_pair(rows),
+        **tracing.bytes_by_pair(rows),
     }
     # The loss is added in the order of the steps, so that a resumed epoch has the same bits.
     return {**before, "loss": loss, **{name: before.get(name, 0) + value for name, value in counts.items()}}
@@ -403,8 +394,8 @@ def train(
     run.check_evaluation()
     enabled = config.show_progress and g.session.topology.rank == 0 and run.has_epochs
     live, bar = _progress_of(run, loader, config, g.session, enabled=enabled)
-    write = scalars_writer(config.tensorboard, run.result.first_epoch, g.session)
-    count = recording(config.trace, config.trace_steps, g.session)
+    write = tracing.scalars_writer(config.tensorboard, run.result.first_epoch, g.session)
+    count = tracing.recording(config.trace, config.trace_steps, g.session)
     with _started(g.session, config, is_over=not run.has_epochs), count as count_step, bar as advance:
 
         def after_step() -> None:
@@ -427,7 +418,7 @@ def train(
             advance.say(f"cost {account['text']}")
     if run.is_stopped:
         raise run.stopped()
-    return replace(run.result, account=account, traffic=traffic_of(run.sent, g.session))
+    return replace(run.result, account=account, traffic=tracing.traffic_of(run.sent, g.session))
 
 
 @contextmanager
@@ -489,7 +480,9 @@ _SHOWN = 4
 def _facts(g: DistGraph, config: FitConfig, optimizer: torch.optim.Optimizer) -> dict[str, object]:
     """Return what a run must have in common with the one that it goes on from, JSON values."""
     session = g.session
-    options = agreement_facts(session.strategy, without_keys(session.options), session.seed, curve=False)
+    options = agreement_facts(
+        session.strategy, tracing.without_keys(session.options), session.seed, curve=False
+    )
     groups = {
         f"optimizer.{number}.{name}": _plain(value)
         for number, group in enumerate(optimizer.param_groups)
@@ -530,11 +523,11 @@ def epoch_line(record: EpochRecord) -> str:
 
 def _progress_of(
     run: _Run, loader: TrainingLoader, config: FitConfig, session: Session, *, enabled: bool
-) -> tuple[LiveFigures, AbstractContextManager[Advance]]:
+) -> tuple[tracing.LiveFigures, AbstractContextManager[Advance]]:
     first, end = run.result.first_epoch, config.epochs
     title = f"training epoch {first}" if first + 1 == end else f"training epochs {first} to {end - 1}"
     done, total = len(loader) * first + run.first_step, len(loader) * end
-    live = LiveFigures(done, total, len(loader), session)
+    live = tracing.LiveFigures(done, total, len(loader), session)
     return live, progress(title, total - done, enabled=enabled, figures=live.now if config.watch else None)
 
 
@@ -570,7 +563,7 @@ class _Run:
         self._so_far: dict[str, float] = {}
         """Of the epoch ``_next``, before the loader's position."""
         self.sent: dict[str, float] = {}
-        """Bytes of this rank's ledger in the epochs so far, as of :func:`bytes_by_pair`."""
+        """Bytes of this rank's ledger in the epochs so far, by pair and phase."""
         self._steps_between = 0 if folder is None else every
         """Of regular checkpoints; 0: none."""
         self._saved_at: tuple[int, int] | None = None
@@ -652,7 +645,7 @@ class _Run:
         else:
             counted = self._session.ledger.snapshot()
             found = list(trainer.run(self._next, self._next_stop() - self._next))
-            self._note_sent(bytes_by_pair(self._session.ledger.since(counted)))
+            self._note_sent(tracing.bytes_by_pair(self._session.ledger.since(counted)))
             for _ in found:
                 after_step()
         self._next += len(found)
@@ -698,9 +691,9 @@ class _Run:
     def _note_sent(self, figures: Figures) -> Figures:
         """Add the bytes by pair to those so far; return the other figures."""
         for name, value in figures.items():
-            if name.startswith(SENT):
+            if name.startswith(tracing.SENT):
                 self.sent[name] = self.sent.get(name, 0) + value
-        return {name: value for name, value in figures.items() if not name.startswith(SENT)}
+        return {name: value for name, value in figures.items() if not name.startswith(tracing.SENT)}
 
     def _next_stop(self) -> int:
         # The loader of a trainer has one step an epoch.
@@ -848,7 +841,7 @@ def _trained_with(session: Session) -> dict[str, object]:
     # Options for later runs, but none if they may have credentials or are not JSON.
     options: dict[str, object] | None = dict(session.options)
     try:
-        if json.loads(json.dumps(without_keys(session.options))) != options:
+        if json.loads(json.dumps(tracing.without_keys(session.options))) != options:
             options = None
     except (TypeError, ValueError):
         options = None

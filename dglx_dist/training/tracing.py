@@ -146,9 +146,7 @@ def bytes_by_pair(rows: Iterable[LedgerRow]) -> dict[str, int]:
 def traffic_of(sent: Mapping[str, float], session: Session) -> dict[str, list[list[int]]]:
     """Sum :func:`bytes_by_pair` over all ranks: phase -> [source, destination, bytes]. Collective."""
     ranks: Any = gather_json(sent, session)
-    total = Counter[str]()
-    for of_rank in ranks:
-        total.update(of_rank)
+    total = sum(map(Counter, ranks), Counter[str]())
     found: dict[str, list[list[int]]] = {}
     for name, num_bytes in total.items():
         source, destination, phase = name.removeprefix(SENT).split(" ", 2)
@@ -174,14 +172,12 @@ def scalars_writer(folder: str | Path | None, epoch: int, session: Session) -> C
             raise StorageError(f"cannot write for TensorBoard to {folder}: {error}; name another") from error
 
     def write(record: EpochRecord) -> None:
-        for name, value in record.scalars().items() if writer is not None else ():
+        for name, value in record.scalars().items():
             writer.add_scalar(name, value, record.epoch)
-        if writer is not None:
-            # It may never be closed.
-            writer.flush()
+        writer.flush()
 
     writer: Any = run_on_all_ranks(session, start)
-    return write
+    return (lambda _: None) if writer is None else write
 
 
 @final
