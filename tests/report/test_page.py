@@ -35,7 +35,7 @@ PLAN = {
 }  # fmt: skip
 
 
-def run_in(folder: Path, number: int = 0, text: str = "cora") -> Run:
+def run_in(folder: Path, number: float = 0, text: str = "cora") -> Run:
     epochs = [epoch(one, loss=2.0 / (1 + one), seconds=1.0 + number) for one in range(6)]
     facts = {"graph": text, "strategy": text, "ranks": 2, "rank_memory_bytes": [5, 7], "test_accuracy": 0.5}
     summary = {**summarise(facts, epochs), "traffic": {**TRAFFIC, text: [[0, 1, 1]]}}
@@ -160,8 +160,8 @@ return found;
 @pytest.mark.parametrize("size", [(1280, 900), (390, 844)])
 def test_a_browser_draws_every_figure_and_complains_of_nothing(tmp_path: Path, size: tuple[int, int]) -> None:
     pytest.importorskip("plotly")
-    # Nine is before ten, which sorted as texts it is not.
-    runs = {name: run_in(tmp_path / str(at), at, HOSTILE) for at, name in ((9, HOSTILE), (8, "b"))}
+    # As texts, and as numbers in texts, 9.5 is before 9.25.
+    runs = {name: run_in(tmp_path / name[-1], at, HOSTILE) for at, name in ((8.5, HOSTILE), (8.25, "b"))}
     page = tmp_path / "page.html"
     write_page(runs, page)
     opened = open_page(page, DRAWN, size=size)
@@ -171,8 +171,8 @@ def test_a_browser_draws_every_figure_and_complains_of_nothing(tmp_path: Path, s
     assert all(found["marks"]), found["marks"]
     assert (found["stolen"], found["images"], found["loaded"]) == (None, 0, [])
     assert found["width"] == [size[0], size[0]]
-    assert found["rising"] == ["9.000 s", "10.0 s"]
-    assert found["falling"] == ["10.0 s", "9.000 s"]
+    assert found["rising"] == ["9.250 s", "9.500 s"]
+    assert found["falling"] == ["9.500 s", "9.250 s"]
     assert all(one != other for one, other in zip(found["before"], found["after"], strict=True))
     assert found["smooth"] == [1.0, 1.5, 1.0]
     assert found["phase"][1] == 300
