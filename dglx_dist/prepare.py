@@ -5,19 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from dglx_dist.data.external_memory import Ranks, Workspace, mapped, open_workspace, spill
+from dglx_dist.data.external_memory import Ranks, Workspace, concatenated, mapped, open_workspace, spill
 from dglx_dist.data.partition.balance import PartitionQuality, measure
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions, default_partitioner
+from dglx_dist.data.partition.graph_views import MASKS, constraint_columns, pieces
 from dglx_dist.data.partition.hierarchical import assign_two_levels, with_trainer_ids
 from dglx_dist.data.partition.one_pass import COLUMNS, FEATURES
 from dglx_dist.data.sources import load_dataset
@@ -34,7 +37,7 @@ from dglx_dist.data.storage.writer import (
     write_dataset,
 )
 from dglx_dist.errors import ConfigError, StorageError
-from dglx_dist.records import Array, Assignment, EdgeType, RawGraph, SparseRows
+from dglx_dist.records import FEATURE, REVERSE, SPLITS, Array, Assignment, EdgeType, RawGraph, SparseRows
 
 if TYPE_CHECKING:
     import dgl
@@ -65,12 +68,21 @@ class PartitionPlan:
     """Limit such as "4GB": what does not fit is worked on in files; None: all is in memory."""
     scratch: Path | None = None
     """Folder for these files, on a disk; None: beside the dataset."""
+    add_reverse_edges: bool = False
+    """Of one edge type: an opposite edge for each that has none, with its columns but no mask. Of several:
+    types RELATION-rev, without columns."""
+    add_self_loops: bool = False
+    """For each node without one; columns are 1, masks False. Of graphs with one edge type."""
+    normalize_features: Literal["row"] | None = None
+    """``row``: each row of ``feat`` is divided by the sum of its absolute values, unless that is 0."""
 
     def __post_init__(self) -> None:
         if self.num_parts < 1:
             raise ConfigError(f"the number of parts is {self.num_parts}; it must be at least 1")
         if self.format not in ("dglx", "dgl"):
             raise ConfigError(f"format is {self.format!r}; it is 'dglx' or 'dgl'")
+        if self.normalize_features not in (None, "row"):
+            raise ConfigError(f"normalize_features is {self.normalize_features!r}; it is 'row' or nothing")
         if self.seed < 0:
             raise ConfigError(f"the seed is {self.seed}; it must be at least 0")
         if self.trainers_per_part < 1:
@@ -148,6 +160,7 @@ def _work(
 
 
 _NOT_OF_RESULT = ("memory", "scratch", "overwrite")
+_PREPARED = ("add_reverse_edges", "add_self_loops", "normalize_features")
 
 
 def load_graph(
@@ -207,9 +220,14 @@ def partition_to_disk(
     if workspace is not None:
         # Said before nodes are placed, which takes hours.
         sorting_budget(graph, workspace.budget)
+    is_first = workspace is None or workspace.ranks.is_first
+    graph = _prepared(graph, plan, workspace)
     weighted = _with_weights(graph, weights or {})
     split = _partition(weighted, plan, workspace)
-    _warn_of_many(split.quality)
+    if is_first:
+        _warn_of_many(split.quality)
+        _warn_of_imbalance(graph, split.quality)
+        _warn_of_one_way(graph)
     if split.trainers is not None:
         graph = with_trainer_ids(graph, split.trainers, workspace)
     if plan.format == "dgl":
@@ -224,6 +242,9 @@ def partition_to_disk(
         kept = asdict(split.quality)
         if split.of_trainers is not None:
             kept["trainers"] = split.of_trainers
+        if asked := {name: getattr(plan, name) for name in _PREPARED if getattr(plan, name)}:
+            parameters = {**split.parts.parameters, **asked}
+            split = replace(split, parts=replace(split.parts, parameters=parameters))
         write_dataset(
             graph,
             split.parts,
@@ -233,7 +254,6 @@ def partition_to_disk(
             feature_dtype=plan.feature_dtype,
             workspace=workspace,
         )
-        is_first = workspace is None or workspace.ranks.is_first
         if is_first and split.parts.parameters.get(FEATURES) == COLUMNS:
             _write_columns(target, split.parts.num_parts)
     return split.quality
@@ -278,6 +298,25 @@ def _assign(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None) -
     for etype in graph.edges:
         # Compiled code reads the ids from here on.
         check_ends(graph, etype)
+    split = _placed(graph, plan, workspace)
+    balancing = replace(plan, options=replace(plan.options, balance=plan.options.balance or ("train",)))
+    kind = PARTITIONERS.get(balancing.partitioner)
+    can_balance = "balance" in kind.honours and kind.max_constraints is None and plan.options.threads == 1
+    if plan.options.balance or not can_balance or "train" not in _imbalances(graph, split.quality):
+        return split
+    if workspace is not None:
+        workspace = replace(workspace, folder=workspace.folder / "balanced")
+    if workspace is None or workspace.ranks.is_first:
+        found = split.quality.balance["train"]
+        log.warning(
+            "by %s the fullest part has %.2f times its share of the training nodes: placed again by %s with "
+            "balance train (balance nodes keeps the first)",
+            *(plan.partitioner, found, balancing.partitioner),
+        )
+    return _placed(graph, balancing, workspace)
+
+
+def _placed(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None) -> _Split:
     if plan.trainers_per_part == 1:
         partitioner = PARTITIONERS.get(plan.partitioner)(plan.options).within(workspace, graph)
         parts = partitioner.assign(graph, plan.num_parts, plan.seed)
@@ -321,6 +360,156 @@ def _warn_of_many(figures: PartitionQuality) -> None:
         )
 
 
+_IMBALANCED = 1.5
+
+
+def _imbalances(graph: RawGraph, quality: PartitionQuality) -> dict[str, float]:
+    """Return the balance of the splits whose fullest part has far more nodes than its share, and need not."""
+    found = {}
+    for name, ratio in quality.balance.items():
+        if name in MASKS and quality.num_parts > 1:
+            (_, column), *_ = constraint_columns(graph, name)
+            share = max(int(column.sum()), 1) / quality.num_parts
+            if ratio > max(_IMBALANCED, math.ceil(share) / share):
+                found[name] = ratio
+    return found
+
+
+def _warn_of_imbalance(graph: RawGraph, quality: PartitionQuality) -> None:
+    found = _imbalances(graph, quality)
+    if found:
+        log.warning(
+            "the fullest part has %s: its rank works while others wait; add --balance %s, with metis, ldg "
+            "or fennel",
+            " and ".join(f"{ratio:.2f} times its share of the {name} nodes" for name, ratio in found.items()),
+            ",".join(found),
+        )
+
+
+def _warn_of_one_way(graph: RawGraph) -> None:
+    """Warn if none of 64 edges of a homogeneous graph has an opposite one; reads all edges until one has."""
+    if not graph.is_homogeneous:
+        return
+    ((src, dst),) = graph.edges.values()
+    chosen, num_nodes = np.random.default_rng(0).integers(0, len(src), 64), np.int64(graph.total_nodes)
+    opposite = (dst[chosen] * num_nodes + src[chosen])[src[chosen] != dst[chosen]]
+    rows = pieces(len(src), 1 << 20)
+    if len(opposite) and not any(np.isin(src[r] * num_nodes + dst[r], opposite).any() for r in rows):
+        log.warning(
+            "the edges of %s stand there in one direction only, and messages follow it: a node without "
+            "in-edges sees itself only; if the graph is undirected, add --add-reverse-edges",
+            graph.name,
+        )
+
+
+def _prepared(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None) -> RawGraph:
+    """Return ``graph`` with the edges and the features that ``plan`` asks for."""
+    if plan.add_reverse_edges:
+        graph = _with_reverse_edges(graph, workspace)
+    if plan.add_self_loops:
+        graph = _with_self_loops(graph, workspace)
+    return _with_rows_normalized(graph, workspace) if plan.normalize_features else graph
+
+
+def _with_reverse_edges(graph: RawGraph, workspace: Workspace | None) -> RawGraph:
+    if not graph.is_homogeneous:
+        name_of = {etype: (etype[2], f"{etype[1]}{REVERSE}", etype[0]) for etype in graph.edges}
+        for etype, name in name_of.items():
+            if name in graph.edges:
+                raise ConfigError(f"reverse edges of {etype} exist already, as {name}; leave them out")
+        edges = {name_of[etype]: (dst, src) for etype, (src, dst) in graph.edges.items()}
+        ids = {name_of[etype]: ids for etype, ids in graph.edge_ids.items()}
+        return replace(graph, edges={**graph.edges, **edges}, edge_ids={**graph.edge_ids, **ids})
+    ((src, dst),) = graph.edges.values()
+    if workspace is not None:
+        workspace.remaining(40 * len(src), 0, "finding the edges without an opposite one")
+    forward = src * np.int64(graph.total_nodes) + dst
+    backward = dst * np.int64(graph.total_nodes) + src
+    forward.sort()
+    at = np.searchsorted(forward, backward)
+    lacking = np.flatnonzero(forward[np.minimum(at, len(forward) - 1)] != backward)
+    more = dst[lacking], src[lacking]
+    return _with_edges(graph, more, lambda column: column[lacking], "reverse edges", workspace)
+
+
+def _with_self_loops(graph: RawGraph, workspace: Workspace | None) -> RawGraph:
+    if not graph.is_homogeneous:
+        raise ConfigError(
+            f"self-loops are added to graphs with one edge type, and {graph.name} has {len(graph.edges)}; "
+            "models for several types have a weight for a node's own row: leave --add-self-loops out"
+        )
+    ((src, dst),) = graph.edges.values()
+    lacks = np.ones(graph.total_nodes, np.bool_)
+    for piece in pieces(len(src), 1 << 20):
+        lacks[src[piece][src[piece] == dst[piece]]] = False
+    nodes = np.flatnonzero(lacks).astype(src.dtype)
+
+    def ones(column: Array) -> Array:
+        return np.ones((len(nodes), *column.shape[1:]), column.dtype)
+
+    return _with_edges(graph, (nodes, nodes), ones, "self-loops", workspace)
+
+
+def _with_edges(
+    graph: RawGraph,
+    ends: tuple[Array, Array],
+    rows_of: Callable[[Array], Array],
+    what: str,
+    workspace: Workspace | None,
+) -> RawGraph:
+    """Return a homogeneous ``graph`` with more edges, the last ones; ``rows_of`` makes theirs of a column."""
+    ((etype, (src, dst)),) = graph.edges.items()
+    columns = dict(graph.edge_data.get(etype, {}))
+    joined = [(src, ends[0].astype(src.dtype)), (dst, ends[1].astype(dst.dtype))]
+    for name, column in columns.items():
+        more = rows_of(column)
+        joined.append((column, np.zeros_like(more) if name in SPLITS else more))
+    if etype in graph.edge_ids:
+        joined.append((graph.edge_ids[etype], np.arange(len(src), len(src) + len(ends[0]))))
+
+    def chunks(one: Array, more: Array) -> Iterator[Array]:
+        yield from (one[piece] for piece in pieces(max(len(one), 1), 1 << 20))
+        yield more.astype(one.dtype, copy=False)
+
+    found = concatenated(workspace, what, [partial(chunks, *one) for one in joined], len(joined) * len(src))
+    found = [array.reshape(-1, *one.shape[1:]) for array, (one, _) in zip(found, joined, strict=True)]
+    return replace(
+        graph,
+        edges={etype: (found[0], found[1])},
+        edge_data={etype: dict(zip(columns, found[2:], strict=False))},
+        edge_ids={etype: found[-1]} if etype in graph.edge_ids else {},
+    )
+
+
+def _with_rows_normalized(graph: RawGraph, workspace: Workspace | None) -> RawGraph:
+    node_data = {ntype: dict(columns) for ntype, columns in graph.node_data.items()}
+    named = {ntype: columns[FEATURE] for ntype, columns in node_data.items() if FEATURE in columns}
+    if not named:
+        raise ConfigError(f"{graph.name} has no features {FEATURE!r}; leave --normalize-features out")
+    for ntype, column in named.items():
+        if isinstance(column, SparseRows):
+            rows = np.repeat(np.arange(column.shape[0]), np.diff(column.indptr))
+            sums = np.bincount(rows, np.abs(column.values))
+            node_data[ntype][FEATURE] = replace(column, values=_divided(column.values, sums[rows]))
+        else:
+            chunks = [partial(_normalized, column)]
+            (rows,) = concatenated(workspace, f"features {ntype}", chunks, len(column))
+            node_data[ntype][FEATURE] = rows.reshape(column.shape)
+    return replace(graph, node_data=node_data)
+
+
+def _normalized(column: Array) -> Iterator[Array]:
+    row_size = max(1, math.prod(column.shape[1:]))
+    for piece in pieces(max(len(column), 1), max(1, (1 << 20) // row_size)):
+        rows = column[piece].reshape(-1, row_size)
+        yield _divided(rows, np.abs(rows).sum(axis=1, keepdims=True, dtype=np.float64))
+
+
+def _divided(values: Array, sums: Array) -> Array:
+    dtype = values.dtype if values.dtype.kind == "f" else np.float32
+    return np.divide(values, np.where(sums > 0, sums, 1)).astype(dtype)
+
+
 def _trainer_figures(quality: PartitionQuality) -> dict[str, object]:
     kept = ("num_parts", "num_nodes", "num_edges", "edge_cut", "balance", "missed")
     return {name: getattr(quality, name) for name in kept}
@@ -332,7 +521,7 @@ def content_key(graph: RawGraph, plan: PartitionPlan) -> str:
     settings = (
         *(graph.name, sorted(graph.num_nodes.items()), sorted(graph.num_classes.items())),
         *(plan.num_parts, plan.partitioner, plan.seed, plan.options, plan.format),
-        *(plan.trainers_per_part, plan.feature_dtype),
+        *(plan.trainers_per_part, plan.feature_dtype, *(getattr(plan, name) for name in _PREPARED)),
     )
     digest.update(repr(settings).encode())
     data = {"edges": graph.edges, "of edges": graph.edge_data, "of nodes": graph.node_data}

@@ -24,6 +24,9 @@ NODE_TYPE = "_N"
 EDGE_TYPE: EdgeType = ("_N", "_E", "_N")
 """DGL's name of the only edge type of a homogeneous graph."""
 
+REVERSE = "-rev"
+"""Suffix of reverse relations, as in GraphStorm."""
+
 FEATURE, LABEL = "feat", "label"
 SPLITS = ("train_mask", "val_mask", "test_mask")
 

@@ -15,6 +15,7 @@ from dglx_dist.data.ingest.config import IngestPlan, read_config
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
 from dglx_dist.errors import ConfigError
 from dglx_dist.options import by_name, common_fields, literals, option
+from dglx_dist.records import FEATURE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +67,9 @@ class PartitionCommand(PartitionOptions):
 
     data: str = option(
         ...,
-        "`synthetic`, `synthetic:nodes=20000,degree=25,seed=0`, a `.npz` file, a `.bin` of "
-        "saved DGL graphs, a folder of CSV / Parquet tables, `dgl:CoraGraphDataset`, "
+        "`synthetic`, `synthetic:nodes=20000,degree=25,seed=0`, a `.npz` of arrays or of a SciPy matrix, a "
+        "`.bin` of saved DGL graphs, a `.pt` of tensors (PyG), NetworkX's `.graphml`, `.gexf` or `.json`, a "
+        "`.txt.gz` of edges (SNAP), a folder of CSV / Parquet tables, `dgl:CoraGraphDataset`, "
         "`ogb:ogbn-arxiv`, a dataset of one part, as `dglx ingest` writes it.",
         metavar="DATA",
     )
@@ -97,6 +99,15 @@ class PartitionCommand(PartitionOptions):
     )
     scratch: Path | None = option(
         None, "Folder on a disk for these files. Default: beside --out.", metavar="DIR"
+    )
+    add_reverse_edges: bool = option(
+        False,
+        "Store an opposite edge for each that has none; with several edge types, types RELATION-rev of the "
+        "opposite edges.",
+    )
+    add_self_loops: bool = option(False, "Store an edge from each node to itself.")
+    normalize_features: str | None = option(
+        None, "row: divide each row of feat by the sum of its absolute values.", metavar="row"
     )
     seed: int = option(0, "The same seed gives the same parts.")
     format: str = option("dglx", "dglx, or dgl: what DGL's own load_partition reads.")
@@ -163,6 +174,8 @@ def partition(config: PartitionCommand) -> None:
                 f"{plan.num_parts} parts by {chosen}"
                 + (f", each for {trainers} trainers" if trainers > 1 else "")
             )
+            if not any(FEATURE in columns for columns in graph.node_data.values()):
+                tell(f"note: there are no features (a column {FEATURE!r}); `dglx train` needs --embeddings")
             quality = partition_to_disk(graph, out, plan, workspace=workspace)
     tell(
         f"cut {quality.edge_cut:.1%} of the edges; replication factor {quality.replication_factor:.2f}; "

@@ -6,27 +6,20 @@ import difflib
 import importlib
 import importlib.util
 import inspect
-import math
 import os
-import re
-import tokenize
-import zipfile
-import zlib
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, ClassVar, final
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import numpy as np
 
 from dglx_dist.data.dgl_files import check_files, load_graphs
-from dglx_dist.data.external_memory import Workspace, mapped, spill
+from dglx_dist.data.external_memory import Workspace
 from dglx_dist.data.storage.files import readable_bytes
-from dglx_dist.data.validate import check_ids, check_raw_graph, check_whole, column_error
-from dglx_dist.errors import ConfigError, DatasetError, DglxError, StorageError, UnknownNameError
-from dglx_dist.progress import progress
+from dglx_dist.data.validate import check_raw_graph, column_error
+from dglx_dist.errors import ConfigError, DatasetError, StorageError, UnknownNameError
 from dglx_dist.records import (
     EDGE_TYPE,
     FEATURE,
@@ -65,8 +58,10 @@ class DatasetSource(ABC):
     workspace: Workspace | None = None
     """Set before :meth:`load` where the memory is limited."""
 
-    @abstractmethod
-    def __init__(self, location: str, options: Mapping[str, object]) -> None: ...
+    def __init__(self, location: str, options: Mapping[str, object]) -> None:
+        """Take the path of a file and no options; other sources override it."""
+        refuse_unknown(options, (), DATASETS.name_of(type(self)))
+        self._path = Path(location).expanduser()
 
     @abstractmethod
     def load(self) -> RawGraph:
@@ -77,7 +72,8 @@ class DatasetSource(ABC):
         """
 
 
-_OTHER_NAMES = {"features": FEATURE, "feats": FEATURE, "labels": LABEL}
+OTHER_NAMES = {"features": FEATURE, "feats": FEATURE, "labels": LABEL}
+"""Names of columns that become ours."""
 
 
 def standard_columns(
@@ -94,7 +90,7 @@ def standard_columns(
     """
     standard: dict[str, NodeColumn] = {}
     for given, column in columns.items():
-        name = _OTHER_NAMES.get(given, given)
+        name = OTHER_NAMES.get(given, given)
         if not rename or (name != given and name in columns):
             name = given
         if isinstance(column, SparseRows):
@@ -147,6 +143,9 @@ def _as_mask(column: Array, name: str, where: str) -> Array:
 def _as_label(column: Array, where: str) -> Array:
     if column.ndim == 2 and column.shape[1] == 1:
         column = column[:, 0]
+    if column.dtype.kind in "uf" and column.ndim == 1 and (beyond := column >= 2.0**63).any():
+        row = int(np.argmax(beyond))
+        raise column_error(where, LABEL, f"{column[row]} is beyond int64; a label numbers a class", row)
     if column.dtype.kind in "iub":
         return column.astype(np.int64) if column.ndim == 1 else column
     if column.dtype.kind != "f":
@@ -242,7 +241,9 @@ def edges_of_dgl(graph: dgl.DGLGraph) -> dict[EdgeType, tuple[Array, Array]]:
         # Only this format returns edges in the order of their ids.
         graph = graph.formats(["coo", "csr", "csc"])
     every = {etype: graph.edges(etype=etype, order="eid") for etype in graph.canonical_etypes}
-    return {etype: (_as_array(source), _as_array(ends)) for etype, (source, ends) in every.items()}
+    return {
+        etype: (array_of_tensor(source), array_of_tensor(ends)) for etype, (source, ends) in every.items()
+    }
 
 
 @final
@@ -330,10 +331,11 @@ def _position(num_graphs: int, index: int | None, where: str) -> int:
 
 
 def _arrays(data: Mapping[str, torch.Tensor], left_out: str) -> dict[str, Array]:
-    return {key: _as_array(tensor) for key, tensor in data.items() if key != left_out}
+    return {key: array_of_tensor(tensor) for key, tensor in data.items() if key != left_out}
 
 
-def _as_array(tensor: torch.Tensor) -> Array:
+def array_of_tensor(tensor: torch.Tensor) -> Array:
+    """Return a dense tensor of any device as an array, bfloat16 as float32."""
     import torch
 
     tensor = tensor.detach().cpu()
@@ -356,7 +358,10 @@ DATASETS: Registry[DatasetSource] = Registry(
     DatasetSource,  # type: ignore[type-abstract]  # the base is only compared with
     builtin={
         "synthetic": "dglx_dist.data.synthetic:SyntheticSource",
-        "npz": "dglx_dist.data.sources:NpzSource",
+        "npz": "dglx_dist.data.graph_files:NpzSource",
+        "torch": "dglx_dist.data.graph_files:TorchSource",
+        "networkx": "dglx_dist.data.graph_files:NetworkxSource",
+        "edge_list": "dglx_dist.data.graph_files:EdgeListSource",
         "dgl": "dglx_dist.data.sources:DglDataSource",
         "dgl_binary": "dglx_dist.data.sources:DglBinarySource",
         "ogb": "dglx_dist.data.sources:OgbSource",
@@ -366,11 +371,22 @@ DATASETS: Registry[DatasetSource] = Registry(
 )
 
 
-_SOURCE_OF_SUFFIX = {".npz": "npz", ".bin": "dgl_binary", ".dgl": "dgl_binary"}
+_SOURCE_OF_SUFFIX = {
+    ".npz": "npz",
+    **dict.fromkeys((".bin", ".dgl"), "dgl_binary"),
+    **dict.fromkeys((".pt", ".pth"), "torch"),
+    **dict.fromkeys((".graphml", ".gexf", ".adjlist", ".json"), "networkx"),
+    **dict.fromkeys((".txt", ".edgelist", ".edges"), "edge_list"),
+}
 _EXPECTED = (
-    "a .npz file, a .bin file of saved DGL graphs, a folder of CSV / Parquet tables, or NAME:WHERE with "
-    "NAME one of"
+    "a .npz file, a .bin file of saved DGL graphs, a folder of CSV / Parquet tables, a .txt.gz of edges, a "
+    "file of NetworkX (.graphml, .gexf, .json), a .pt of tensors, or NAME:WHERE with NAME one of"
 )
+
+
+def suffix_of(path: Path) -> str:
+    """Return the suffix of ``path``; of a file that ends in .gz also that before it."""
+    return "".join(path.suffixes[-2:]) if path.suffix == ".gz" else path.suffix
 
 
 def load_dataset(
@@ -380,8 +396,9 @@ def load_dataset(
 
     Args:
         spec: ``synthetic``, ``synthetic:nodes=20000,degree=25,seed=0``, a path (``.npz``, ``.bin`` of
-            saved DGL graphs, a folder of tables), ``dgl:CoraGraphDataset``,
-            ``ogb:ogbn-arxiv``, or a DGLGraph. ``NAME:WHERE`` names the source, whatever the suffix.
+            saved DGL graphs, ``.pt`` of tensors, ``.graphml`` and others of NetworkX, ``.txt.gz`` of edges,
+            a folder of tables), ``dgl:CoraGraphDataset``, ``ogb:ogbn-arxiv``, or a DGLGraph. ``NAME:WHERE``
+            names the source, whatever the suffix.
         workspace: Limits the memory: a source maps arrays of edges into it, or ConfigError says what can.
         options: Options of the source; see its class.
 
@@ -405,12 +422,16 @@ def load_dataset(
 
 
 _READING = 4
-"""Memory of reading a file, in its bytes: texts become 8 bytes a number, and columns are converted."""
+"""Memory of reading a file, in its bytes: texts become 8 bytes a number, and columns are converted.
+
+Also what a compressed text is shorter by.
+"""
 
 
 def _check_fits(name: str, path: Path, workspace: Workspace) -> None:
     files = [one for one in path.rglob("*") if one.is_file()] if path.is_dir() else [path]
-    needed = _READING * sum(one.stat().st_size for one in files if one.exists())
+    sizes = (one.stat().st_size * (_READING if one.suffix == ".gz" else 1) for one in files if one.exists())
+    needed = _READING * sum(sizes)
     if needed > workspace.budget.work:
         remedy = "first `dglx ingest` them (docs/ingest.md)" if path.is_dir() else "give an uncompressed .npz"
         raise ConfigError(
@@ -422,7 +443,7 @@ def _check_fits(name: str, path: Path, workspace: Workspace) -> None:
 def _source_and_location(spec: str) -> tuple[str, str]:
     path, known = Path(spec).expanduser(), f"{_EXPECTED} {', '.join(DATASETS.names())}"
     if path.exists():
-        source = "tables" if path.is_dir() else _SOURCE_OF_SUFFIX.get(path.suffix)
+        source = "tables" if path.is_dir() else _SOURCE_OF_SUFFIX.get(suffix_of(path).removesuffix(".gz"))
         if source is None:
             raise DatasetError(
                 f"{path}: the suffix {path.suffix!r} belongs to no dataset source; expected {known} (a lone "
@@ -442,252 +463,6 @@ def _source_and_location(spec: str) -> tuple[str, str]:
     raise DatasetError(
         f"there is no file or folder {path} (that is {path.absolute()}){hint}. Expected {known}"
     )
-
-
-_SPARSE = ("feat_indptr", "feat_indices", "feat_data", "feat_dim")
-_STRUCTURE = {
-    *("src", "dst", "head", "tail", "rel", "etype", "etype_names", "relation_names", "triple_split"),
-    *("num_classes", "num_nodes", "num_etypes", "num_entities", "num_relations", "both_directions", "split"),
-    *_SPARSE,
-}
-# NumPy reads an array's header before its checksum, so a damaged archive raises any of these.
-_UNREADABLE = (
-    *(zipfile.BadZipFile, zlib.error, tokenize.TokenError, EOFError, OSError),
-    *(ValueError, TypeError, AttributeError, RuntimeError, MemoryError),
-)
-
-
-@final
-class NpzSource(DatasetSource):
-    """A ``.npz`` of arrays, unpacked into files where it is larger than the memory granted; takes no options.
-
-    ``src``, ``dst`` and ``num_nodes`` make a graph; with ``etype`` and ``etype_names`` it gets one
-    edge type ("_N", name, "_N") per relation; with ``head``, ``rel``, ``tail`` and
-    ``triple_split`` it is a knowledge graph whose edges carry the three masks. Features lie in
-    ``features`` or as compressed rows in ``feat_indptr``, ``feat_indices``, ``feat_data``,
-    ``feat_dim``, which stay compressed; ``num_classes`` may state the classes. Without ``num_nodes`` there
-    are as many nodes as ids or rows of features or labels, unless each edge has one. Any other array is a
-    node column when it has as many rows as there are nodes, else an edge column when it has as many as
-    there are edges. A ``val_mask`` without any node counts as absent, since official splits often have
-    none. Pickled objects are refused.
-    """
-
-    external = True
-
-    def __init__(self, location: str, options: Mapping[str, object]) -> None:
-        refuse_unknown(options, (), "npz")
-        self._path = Path(location).expanduser()
-
-    def load(self) -> RawGraph:
-        arrays = _read(self._path, self.workspace)
-        where = str(self._path)
-        needed = ("head", "rel", "tail") if "head" in arrays else ("src", "dst")
-        _require(arrays, needed, where)
-        source_ids, destination_ids = (_ids(arrays[name], name, where) for name in (needed[0], needed[-1]))
-        num_nodes = _num_nodes(arrays, source_ids, destination_ids, where)
-        node_columns, edge_columns = _columns(arrays, num_nodes, len(source_ids), where)
-        if "triple_split" in arrays:
-            _same_length(source_ids, arrays["triple_split"], "splits", where)
-            masks = masks_of_split(arrays["triple_split"])
-            edge_columns.update({name: mask for name, mask in masks.items() if mask.any()})
-        edges, edge_data = {EDGE_TYPE: (source_ids, destination_ids)}, {EDGE_TYPE: edge_columns}
-        relation = arrays.get("rel", arrays.get("etype"))
-        if relation is not None:
-            names = arrays.get("relation_names", arrays.get("etype_names"))
-            edges, edge_data = _by_relation(source_ids, destination_ids, edge_columns, relation, names, where)
-        is_given = "num_classes" in arrays
-        num_classes = _count(arrays, "num_classes", where) if is_given else count_classes(node_columns)
-        return RawGraph(
-            name=self._path.stem,
-            num_nodes={NODE_TYPE: num_nodes},
-            edges=edges,
-            node_data={NODE_TYPE: node_columns},
-            edge_data=edge_data,
-            num_classes={} if num_classes is None else {NODE_TYPE: num_classes},
-        )
-
-
-def _read(path: Path, workspace: Workspace | None) -> dict[str, Array]:
-    if not path.is_file():
-        raise DatasetError(f"there is no file {path.absolute()}; expected a .npz file")
-    try:
-        if workspace is not None:
-            return _unpacked(path, workspace)
-        with np.load(path, allow_pickle=False) as stored:
-            return {name: stored[name] for name in stored.files}
-    except DglxError:  # which are errors of Python, too
-        raise
-    except _UNREADABLE as error:
-        raise DatasetError(f"{path}: not a readable .npz file of plain arrays ({error})") from error
-
-
-_IN_ORDER = ("rel", "etype", "triple_split")
-"""Arrays by which edges are put in order, or get masks."""
-
-
-def _is_converted(name: str, dtype: np.dtype[Any]) -> bool:
-    # Ids other than int32 and int64, features of whole numbers, and compressed rows.
-    if name in ("src", "dst", "head", "tail"):
-        return dtype not in (np.int32, np.int64)
-    return name in _SPARSE or (_OTHER_NAMES.get(name, name) == FEATURE and dtype.kind in "iub")
-
-
-def _unpacked(path: Path, workspace: Workspace) -> dict[str, Array]:
-    with zipfile.ZipFile(path) as archive:
-        members = [member for member in archive.infolist() if member.filename.endswith(".npy")]
-        names = [member.filename.removesuffix(".npy") for member in members]
-        heads = {member: _head(archive.open(member)) for member in members}
-        num_bytes = sum(member.file_size for member in members)
-        larger = {
-            name: 8 * math.prod(shape)
-            for name, (dtype, shape) in zip(names, heads.values(), strict=True)
-            if _is_converted(name, dtype)
-        }
-        larger |= {name: num_bytes for name in _IN_ORDER if name in names}
-        if not workspace.holds(sum(larger.values())):
-            raise ConfigError(
-                f"{path}: {', '.join(sorted(larger))} are converted in memory, and take up to "
-                f"{readable_bytes(sum(larger.values()))}; store them as int32, int64 or float32, make a "
-                "dataset by dglx ingest, or grant more --memory"
-            )
-
-        def write(folder: Path) -> None:
-            with progress("Unpacking the arrays", num_bytes) as advance:
-                for number, (member, (dtype, _)) in enumerate(heads.items()):
-                    values = spill(folder, str(number), dtype)
-                    with archive.open(member) as stream:
-                        _head(stream)
-                        while piece := stream.read(dtype.itemsize << 16):
-                            values.append(np.frombuffer(piece, dtype))
-                            advance(len(piece))
-
-        folder = workspace.stage("arrays", write)
-    return {
-        name: mapped(folder, str(number)).reshape(shape)
-        for number, (name, (_, shape)) in enumerate(zip(names, heads.values(), strict=True))
-    }
-
-
-def _head(stream: IO[bytes]) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    version = np.lib.format.read_magic(stream)
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, is_fortran, dtype = read(stream)
-    if dtype.hasobject or (is_fortran and len(shape) > 1):
-        raise ValueError(f"{stream.name} holds objects, or columns one after the other")
-    return dtype, shape
-
-
-def _require(arrays: Mapping[str, Array], names: tuple[str, ...], where: str) -> None:
-    missing = next((name for name in names if name not in arrays), None)
-    if missing is not None:
-        raise DatasetError(
-            f"{where}: lacks the array {missing!r}; a graph needs src and dst, a knowledge graph head, "
-            f"rel and tail (the file has {', '.join(sorted(arrays)) or 'none'})"
-        )
-
-
-def _count(arrays: Mapping[str, Array], name: str, where: str) -> int:
-    value = arrays[name]
-    if value.size != 1 or value.dtype.kind not in "iu" or value.item() < 0:
-        raise DatasetError(f"{where}: {name} is {value!r:.60}; expected one whole number of at least 0")
-    return int(value.item())
-
-
-def _num_nodes(arrays: Mapping[str, Array], source_ids: Array, destination_ids: Array, where: str) -> int:
-    for name in ("num_nodes", "num_entities"):
-        if name in arrays:
-            return _count(arrays, name, where)
-    of_nodes = [arrays[name] for name in (FEATURE, LABEL, *_OTHER_NAMES) if name in arrays]
-    counts = [len(column) for column in of_nodes if column.ndim and len(column) != len(source_ids)]
-    return max(*counts, *(1 + int(ids.max(initial=-1)) for ids in (source_ids, destination_ids)))
-
-
-def _columns(
-    arrays: Mapping[str, Array], num_nodes: int, num_edges: int, where: str
-) -> tuple[dict[str, NodeColumn], dict[str, Array]]:
-    of_nodes: dict[str, NodeColumn] = {}
-    of_edges: dict[str, Array] = {}
-    for name, array in arrays.items():
-        if name in _STRUCTURE:
-            continue
-        if array.ndim and len(array) == num_nodes:
-            of_nodes[name] = array
-        elif array.ndim and len(array) == num_edges:
-            of_edges[name] = array
-        else:
-            raise DatasetError(
-                f"{where}: array {name!r} has shape {array.shape}, which is neither one row for each of the "
-                f"{num_nodes} nodes nor one for each of the {num_edges} edges"
-            )
-    if any(name in arrays for name in _SPARSE):
-        _require(arrays, _SPARSE, where)
-        values = arrays["feat_data"]
-        of_nodes[FEATURE] = SparseRows(
-            indptr=arrays["feat_indptr"].astype(np.int64),
-            indices=arrays["feat_indices"].astype(np.int32, copy=False),
-            # Counts and flags are stored as small integers.
-            values=values if values.dtype.kind == "f" else values.astype(np.float32),
-            num_columns=_count(arrays, "feat_dim", where),
-        )
-    columns = standard_columns(of_nodes, where)
-    empty = columns.get("val_mask")
-    if empty is not None and not isinstance(empty, SparseRows) and not empty.any():
-        del columns["val_mask"]
-    return columns, of_edges
-
-
-def _by_relation(
-    source_ids: Array,
-    destination_ids: Array,
-    columns: Mapping[str, Array],
-    relation: Array,
-    names: Array | None,
-    where: str,
-) -> tuple[dict[EdgeType, tuple[Array, Array]], dict[EdgeType, dict[str, Array]]]:
-    relation = _ids(relation, "rel or etype", where)
-    if names is None:
-        names = np.array([f"r{code}" for code in range(int(relation.max(initial=-1)) + 1)])
-    check_ids(relation, len(names), "rel or etype", where, what="relation")
-    _same_length(source_ids, relation, "relations", where)
-    # One stable sort puts each relation's edges together without changing their order.
-    order = np.argsort(relation, kind="stable")
-    first = np.searchsorted(relation[order], np.arange(len(names) + 1))
-    edges, edge_data = {}, {}
-    for code, name in enumerate(_short_names([str(name) for name in names])):
-        rows = order[first[code] : first[code + 1]]
-        if len(rows):
-            edge_type = (NODE_TYPE, name, NODE_TYPE)
-            edges[edge_type] = (source_ids[rows], destination_ids[rows])
-            # A split may have no triple of a rare relation; the mask is absent there.
-            pieces = {key: column[rows] for key, column in columns.items()}
-            edge_data[edge_type] = {
-                key: piece for key, piece in pieces.items() if not key.endswith("_mask") or piece.any()
-            }
-    return edges, edge_data
-
-
-def _ids(array: Array, name: str, where: str) -> Array:
-    # Compiled loops need the machine's byte order.
-    check_whole(array, name, where)
-    if array.dtype in (np.int32, np.int64):
-        return array
-    return array.astype(np.int32 if array.itemsize < 4 else np.int64)
-
-
-def _same_length(source_ids: Array, others: Array, what: str, where: str) -> None:
-    if len(source_ids) != len(others):
-        raise DatasetError(f"{where}: {len(source_ids)} edges but {len(others)} {what} of edges")
-
-
-def _short_names(names: list[str]) -> list[str]:
-    # Valid in file names: the last piece of an IRI if that is unique, else all of it.
-    tails = [re.split(r"[#/]", name.strip("<>").rstrip("#/"))[-1] for name in names]
-    times = Counter(tails)
-    chosen = [tail if times[tail] == 1 else name.strip("<>") for tail, name in zip(tails, names, strict=True)]
-    clean = [re.sub(r"[^0-9A-Za-z_-]", "_", name) or "_" for name in chosen]
-    if len(set(clean)) == len(clean):
-        return clean
-    return [f"{name}_{code}" for code, name in enumerate(clean)]
 
 
 _MASK_OF_PART = dict(zip(("train", "valid", "test"), SPLITS, strict=True))

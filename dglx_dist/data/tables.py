@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
@@ -68,7 +68,7 @@ class Column:
     def refuse_gaps(self) -> None:
         if self.values.null_count:
             at = first_true(pc.is_null(self.values))
-            raise self.error(f"is empty ({self.values.null_count} rows in all)", at)
+            raise self.error(f"is empty, or NaN, NA or null ({self.values.null_count} rows in all)", at)
 
     def refuse_non_ids(self) -> None:
         self.refuse_gaps()
@@ -276,37 +276,51 @@ class TablesSource(DatasetSource):
         self._nodes, self._edges = find_tables(folder)
 
     def load(self) -> RawGraph:
-        nodes, paths = self._nodes, self._edges
-        tables = {etype: read_table(path) for etype, path in paths.items()}
-        ends = {etype: _ends(table, str(paths[etype])) for etype, table in tables.items()}
-        ids: dict[str, Any] = {}
-        node_data: dict[str, dict[str, NodeColumn]] = {}
-        for ntype, path in nodes.items():
-            table = read_table(path)
-            ids[ntype] = _node_ids(table, str(path))
-            node_data[ntype] = _columns(table, str(path), {_ID} | self._ignored)
-        # Sorted, since the order of a set of strings changes from run to run, and ids follow it.
-        for ntype in sorted({ntype for etype in ends for ntype in (etype[0], etype[2])} - ids.keys()):
-            ids[ntype] = _ids_in_edges(ntype, ends)
-        edges, edge_data = {}, {}
-        for etype, found in ends.items():
-            first, second = (
-                _positions(end, ids[ntype], nodes.get(ntype))
-                for end, ntype in zip(found, (etype[0], etype[2]), strict=True)
-            )
-            edges[etype] = (first, second)
-            keys = {end.name for end in found} | self._ignored
-            data = _columns(tables[etype], str(paths[etype]), keys)
-            edge_data[etype] = {key: value for key, value in data.items() if isinstance(value, np.ndarray)}
-        return RawGraph(
-            name=self._name,
-            num_nodes={ntype: len(values) for ntype, values in ids.items()},
-            edges=edges,
-            node_data=node_data,
-            edge_data=edge_data,
-            num_classes=classes_of(node_data),
-            user_ids={ntype: _user_ids(values) for ntype, values in ids.items() if not _is_range(values)},
+        nodes = {ntype: (str(path), read_table(path)) for ntype, path in self._nodes.items()}
+        edges = {etype: (str(path), read_table(path)) for etype, path in self._edges.items()}
+        return graph_of_tables(self._name, nodes, edges, self._ignored)
+
+
+def graph_of_tables(
+    name: str,
+    nodes: Mapping[str, tuple[str, Any]],
+    edges: Mapping[EdgeType, tuple[str, Any]],
+    ignored: Collection[str] = (),
+) -> RawGraph:
+    """Return the graph of pyarrow tables with the columns of :class:`TablesSource`, but for ``ignored`` ones.
+
+    Each comes with the name of its file, for messages. Types of nodes without a table are those of the edges.
+
+    Raises:
+        DatasetError: a value is wrong; names file, column and row.
+    """
+    ends = {etype: _ends(table, where) for etype, (where, table) in edges.items()}
+    ids: dict[str, Any] = {}
+    node_data: dict[str, dict[str, NodeColumn]] = {}
+    for ntype, (where, table) in nodes.items():
+        ids[ntype] = _node_ids(table, where)
+        node_data[ntype] = _columns(table, where, {_ID, *ignored})
+    # Sorted, since the order of a set of strings changes from run to run, and ids follow it.
+    for ntype in sorted({ntype for etype in ends for ntype in (etype[0], etype[2])} - ids.keys()):
+        ids[ntype] = _ids_in_edges(ntype, ends)
+    positions, edge_data = {}, {}
+    for etype, found in ends.items():
+        first, second = (
+            _positions(end, ids[ntype], nodes[ntype][0] if ntype in nodes else None)
+            for end, ntype in zip(found, (etype[0], etype[2]), strict=True)
         )
+        positions[etype] = (first, second)
+        data = _columns(edges[etype][1], edges[etype][0], {*(end.name for end in found), *ignored})
+        edge_data[etype] = {key: value for key, value in data.items() if isinstance(value, np.ndarray)}
+    return RawGraph(
+        name=name,
+        num_nodes={ntype: len(values) for ntype, values in ids.items()},
+        edges=positions,
+        node_data=node_data,
+        edge_data=edge_data,
+        num_classes=classes_of(node_data),
+        user_ids={ntype: _user_ids(values) for ntype, values in ids.items() if not _is_range(values)},
+    )
 
 
 def _node_ids(table: Any, where: str) -> Any:
@@ -337,14 +351,14 @@ def _ids_in_edges(node_type: str, ends: Mapping[EdgeType, tuple[Column, Column]]
     ]
     if len({str(values.type) for values in found}) > 1:
         raise DatasetError(
-            f"node type {node_type!r} has no table, and the edges name its nodes by integers in one place "
-            f"and by strings in another; use one of them"
+            f"{next(iter(ends.values()))[0].where}: node type {node_type!r} has no table, and the edges name "
+            "its nodes by integers in one place and by strings in another; use one of them"
         )
     distinct = pc.unique(pa.chunked_array(found))
     return distinct.take(pc.sort_indices(distinct))
 
 
-def _positions(end: Column, ids: Any, table: Path | None) -> Array:
+def _positions(end: Column, ids: Any, table: str | None) -> Array:
     """Return (E,) int32 or int64, the row in ``ids`` of each value of ``end``."""
     owner, values = f"among the ids of {table}" if table is not None else "a node", end.values
     if values.type != ids.type:

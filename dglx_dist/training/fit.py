@@ -103,6 +103,9 @@ class LinkPrediction:
 
     loss: LossFunction = binary_cross_entropy_with_logits
     """Loss of (P + Q,) scores and as many float labels: 1 for an edge, 0 for a negative."""
+    pair_loss: Callable[[Tensor, Tensor], Tensor] | None = None
+    """In its place, of (P,) scores and (P, Q / P) of each edge's negatives, such as
+    :func:`dglx_dist.training.link.bpr_loss`. An edge above all its negatives is correct."""
     feature: str = FEATURE
     inputs: EntityInputs | None = None
     """As in :class:`NodeClassification`."""
@@ -111,12 +114,29 @@ class LinkPrediction:
         _, pairs, negative_pairs, blocks = batch
         rows = _input_rows(model, blocks[0], self.feature, self.inputs)
         positive, negative = model(blocks, rows, pairs, negative_pairs)
+        if self.pair_loss is not None:
+            negative = _of_each_edge(positive, negative)
+            return StepLoss(
+                loss=self.pair_loss(positive, negative),
+                num_targets=len(positive),
+                num_correct=(positive.detach()[:, None] > negative.detach()).all(1).sum(),
+            )
         truth = torch.cat([torch.ones_like(positive), torch.zeros_like(negative)])
         return StepLoss(
             loss=self.loss(torch.cat([positive, negative]), truth),
             num_targets=len(positive),
             num_correct=(positive.detach() > 0).sum(),
         )
+
+
+def _of_each_edge(positive: Tensor, negative: Tensor) -> Tensor:
+    each, rest = divmod(len(negative), max(1, len(positive)))
+    if rest:
+        raise ConfigError(
+            f"{len(negative)} negatives of {len(positive)} edges: pair_loss needs as many of each edge; use "
+            "dx.negative.Uniform(k), or InBatch(k) with batches above k edges of each type"
+        )
+    return negative.view(len(positive), each)
 
 
 def _input_rows(model: nn.Module, block: Any, feature: str, inputs: EntityInputs | None) -> Any:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import dgl
 import numpy as np
 import pytest
+import scipy.sparse as sp
+import torch
 
+from dglx_dist.data.partition.balance import PartitionQuality
 from dglx_dist.data.partition.base import PartitionOptions
-from dglx_dist.data.storage.reader import open_dataset
+from dglx_dist.data.storage.reader import graph_of, open_dataset
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.prepare import PartitionPlan, content_key, partition_to_disk
-from dglx_dist.records import EDGE_TYPE, NODE_TYPE, NodeColumn, RawGraph, SparseRows
-from tests.api.graphs import two_triangles
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, NodeColumn, RawGraph, SparseRows
+from tests.api.graphs import DESTINATION, PAIRS, SOURCE, two_triangles
 
 
 def test_weights_balance_but_are_not_written(tmp_path: Path) -> None:
@@ -90,3 +96,180 @@ def test_the_key_changes_with_every_thing_that_matters() -> None:
     }
     assert len(keys) == 17
     assert content_key(two_triangles(), plan) in keys
+
+
+ONE_WAY = {EDGE_TYPE: (SOURCE[:7], DESTINATION[:7])}
+"""Each edge of the two triangles once."""
+
+
+def stored(graph: RawGraph, folder: Path, *, memory: str | None = None, **options: Any) -> RawGraph:
+    plan = PartitionPlan(num_parts=1, method="contiguous", memory=memory, **options)
+    partition_to_disk(graph, folder, plan)
+    return graph_of(open_dataset(folder))
+
+
+def weighted(graph: RawGraph, **columns: Array) -> RawGraph:
+    ((etype, (src, _)),) = graph.edges.items()
+    return replace(graph, edge_data={etype: {"weight": np.arange(len(src)) + 0.5, **columns}})
+
+
+LIMITED = pytest.mark.parametrize("memory", [None, "2GB"])
+
+
+@LIMITED
+def test_each_edge_without_an_opposite_one_gets_it_as_in_dgl(tmp_path: Path, memory: str | None) -> None:
+    mask = np.array([True, False, True, False, True, False, True, False])
+    twice = np.append(SOURCE[:7], 1), np.append(DESTINATION[:7], 0)  # 0 -> 1 has its opposite edge
+    graph = weighted(replace(two_triangles(), edges={EDGE_TYPE: twice}), train_mask=mask)
+    found = stored(graph, tmp_path / "x", memory=memory, add_reverse_edges=True)
+    ends = [ids.tolist() for ids in found.edges[EDGE_TYPE]]
+    expected = dgl.to_bidirected(dgl.graph((torch.from_numpy(twice[0]), torch.from_numpy(twice[1]))))
+    assert sorted(zip(*ends, strict=True)) == sorted(
+        zip(*(e.tolist() for e in expected.edges()), strict=True)
+    )
+    columns = {name: np.asarray(column) for name, column in found.edge_data[EDGE_TYPE].items()}
+    weight = dict(zip(zip(*ends, strict=True), columns["weight"].tolist(), strict=True))
+    assert weight[1, 0] == 7.5
+    assert all(weight[v, u] == weight[u, v] for u, v in PAIRS[1:])
+    # An edge is a target once.
+    assert columns["train_mask"].sum() == mask.sum()
+    assert sorted(found.edge_ids[EDGE_TYPE].tolist()) == list(range(14))
+
+
+@LIMITED
+def test_each_node_without_a_loop_gets_one(tmp_path: Path, memory: str | None) -> None:
+    graph = weighted(replace(two_triangles(), edges={EDGE_TYPE: (np.array([0, 2]), np.array([0, 3]))}))
+    found = stored(graph, tmp_path / "x", memory=memory, add_self_loops=True)
+    ends = zip(*(ids.tolist() for ids in found.edges[EDGE_TYPE]), strict=True)
+    weight = dict(zip(ends, found.edge_data[EDGE_TYPE]["weight"].tolist(), strict=True))
+    assert weight == {(0, 0): 0.5, (2, 3): 1.5, **{(node, node): 1.0 for node in range(1, 6)}}
+
+
+@LIMITED
+def test_rows_of_features_sum_to_one(tmp_path: Path, memory: str | None) -> None:
+    dense = np.array([[1, 3], [0, 0], [-1, 1], [2, 0], [5, 5], [0.5, 0]], np.float32)
+    sparse = sp.csr_array(dense)
+    rows = SparseRows(
+        indptr=sparse.indptr.astype(np.int64), indices=sparse.indices, values=sparse.data, num_columns=2
+    )
+    expected = [[0.25, 0.75], [0, 0], [-0.5, 0.5], [1, 0], [0.5, 0.5], [1, 0]]
+    for number, column in enumerate((dense, rows, dense.astype(np.float16))):
+        graph = replace(two_triangles(), node_data={NODE_TYPE: {"feat": column, "age": np.arange(6)}})
+        folder = tmp_path / str(number)
+        found = stored(graph, folder, memory=memory, normalize_features="row").node_data[NODE_TYPE]
+        assert np.asarray(found["feat"]).tolist() == expected
+        assert found["feat"].dtype == column.dtype
+        assert np.asarray(found["age"]).tolist() == list(range(6))
+        assert open_dataset(folder).manifest.parameters["normalize_features"] == "row"
+
+
+def shop() -> RawGraph:
+    buys, likes = ("user", "buys", "item"), ("user", "likes", "item")
+    return RawGraph(
+        name="shop",
+        num_nodes={"user": 3, "item": 2},
+        edges={buys: (np.array([0, 1, 2]), np.array([1, 0, 1])), likes: (np.array([2]), np.array([0]))},
+        edge_data={buys: {"price": np.arange(3.0)}},
+    )
+
+
+@LIMITED
+def test_edge_types_get_reverse_types_as_ingest_makes_them(tmp_path: Path, memory: str | None) -> None:
+    found = stored(shop(), tmp_path / "x", memory=memory, add_reverse_edges=True)
+    back = ("item", "buys-rev", "user")
+    assert list(found.edges)[2:] == [back, ("item", "likes-rev", "user")]
+    assert sorted(zip(*(ids.tolist() for ids in found.edges[back]), strict=True)) == [(0, 1), (1, 0), (1, 2)]
+    assert found.edge_data[back] == {}
+    # The dataset of one part, again: its reverse edges are there.
+    with pytest.raises(ConfigError, match=r"reverse edges of .*buys.* exist already, as .*buys-rev"):
+        stored(found, tmp_path / "y", memory=memory, add_reverse_edges=True)
+    assert not (tmp_path / "y").exists()
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"add_self_loops": True}, "with one edge type, and shop has 2; .* leave --add-self-loops out"),
+        ({"normalize_features": "row"}, "shop has no features 'feat'"),
+        ({"normalize_features": "column"}, "normalize_features is 'column'; it is 'row'"),
+    ],
+)
+def test_what_a_graph_cannot_get_is_refused(tmp_path: Path, asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        stored(shop(), tmp_path / "x", **asked)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_edges_in_one_direction_only_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    told = "in one direction only"
+    stored(two_triangles(), tmp_path / "both")
+    stored(shop(), tmp_path / "types")
+    stored(replace(two_triangles(), edges=ONE_WAY), tmp_path / "added", add_reverse_edges=True)
+    assert told not in caplog.text
+    stored(replace(two_triangles(), edges=ONE_WAY), tmp_path / "once")
+    assert told in caplog.text
+    assert "add --add-reverse-edges" in caplog.text
+
+
+def labelled_at_one_end() -> RawGraph:
+    """A path of 40 nodes; those of the first half have labels."""
+    nodes, first = np.arange(40), np.arange(40) < 16
+    ends = np.append(nodes[:-1], nodes[1:]), np.append(nodes[1:], nodes[:-1])
+    masks = {"train_mask": first & (nodes % 2 == 0), "val_mask": first & (nodes % 2 == 1)}
+    return replace(
+        two_triangles(), num_nodes={NODE_TYPE: 40}, edges={EDGE_TYPE: ends}, node_data={NODE_TYPE: masks}
+    )
+
+
+@pytest.mark.parametrize("memory", [None, "2GB"])
+def test_training_nodes_are_balanced_where_nothing_else_is_asked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, memory: str | None
+) -> None:
+    def placed(name: str, **options: Any) -> PartitionQuality:
+        caplog.clear()
+        plan = PartitionPlan(num_parts=2, memory=memory, **options)
+        return partition_to_disk(labelled_at_one_end(), tmp_path / name, plan)
+
+    assert placed("default").balance["train"] <= 1.25
+    assert (
+        "by kaminpar the fullest part has 2.00 times its share of the training nodes: placed again by metis"
+        in caplog.text
+    )
+    assert open_dataset(tmp_path / "default").manifest.method == "metis"
+    assert placed("metis", method="metis").balance["train"] <= 1.25
+    # Asked for, or by a method without weights: only told.
+    for options in ({"options": PartitionOptions(balance=("nodes",))}, {"method": "contiguous"}):
+        quality = placed(f"only {len(options)} {next(iter(options))}", **options)
+        assert quality.balance["train"] == quality.balance["val"] == 2.0
+        assert "placed again" not in caplog.text
+        assert "the fullest part has 2.00 times its share of the train nodes and 2.00 times" in caplog.text
+        assert "add --balance train,val, with metis" in caplog.text
+
+
+def test_as_few_nodes_as_cannot_be_spread_are_not_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    graph = two_triangles()  # with two training nodes
+    partition_to_disk(graph, tmp_path / "x", PartitionPlan(num_parts=4, method="contiguous"))
+    assert "share" not in caplog.text
+
+
+@pytest.mark.parametrize("num_types", [2, 50])
+def test_each_file_of_a_dataset_is_synchronised_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_types: int
+) -> None:
+    synchronised: list[str] = []
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        synchronised.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    ends = (np.array([0, 1]), np.array([1, 2]))
+    types = {(NODE_TYPE, f"r{number}", NODE_TYPE): ends for number in range(num_types)}
+    stored(replace(two_triangles(), edges=types), tmp_path / "x")
+    found = Counter(Path(*Path(name).parts[-4:]) for name in synchronised if name.endswith(".arrow"))
+    expected = Counter(Path(*path.parts[-4:]) for path in (tmp_path / "x").rglob("*.arrow"))
+    assert found == expected
+    assert len(expected) > 3 * num_types

@@ -168,7 +168,7 @@ def test_a_failed_download_says_what_can_be_done(monkeypatch: pytest.MonkeyPatch
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     np.savez(tmp_path / "friends.npz", src=np.array([0, 1]), dst=np.array([1, 2]))
-    (tmp_path / "notes.txt").write_text("hello")
+    (tmp_path / "notes.md").write_text("hello")
     (tmp_path / "edges.csv").write_text("src,dst\n0,1\n1,2\n")
     return tmp_path
 
@@ -192,7 +192,7 @@ def test_a_folder_may_be_called_as_a_source_is(folder: Path, monkeypatch: pytest
         ("{}/nowhere/a.npz", {}, DatasetError, r"the folder .*nowhere does not exist either"),
         ("sinthetic:nodes=10", {}, UnknownNameError, "did you mean 'synthetic'"),
         ("sinthetic", {}, DatasetError, "near it: synthetic"),
-        ("{}/notes.txt", {}, DatasetError, r"notes\.txt: the suffix '\.txt' belongs to no dataset source"),
+        ("{}/notes.md", {}, DatasetError, r"notes\.md: the suffix '\.md' belongs to no dataset source"),
         ("synthetic", {"spec": "x"}, ConfigError, "no option 'spec'"),
         ("dgl:CoraGraphDatase", {}, UnknownNameError, "'CoraGraphDatase'; did you mean 'CoraGraphDataset'"),
         ("dgl:BAShapeDataset", {"num_motif": 3}, ConfigError, "'dgl:BAShapeDataset' has no option"),
@@ -312,7 +312,7 @@ TWO_NAMES = np.array(["a", "b"])
         ({"num_nodes": np.array([4, 4])}, r"num_nodes is array\(\[4, 4\]\); expected one whole number"),
         ({"num_nodes": np.array("abc")}, "num_nodes is .*expected one whole number"),
         ({"num_classes": np.array(2.5)}, "num_classes is .*expected one whole number"),
-        ({"odd": np.zeros((7, 2))}, r"array 'odd' has shape \(7, 2\)"),
+        ({"feats": np.zeros((7, 2))}, r"array 'feats' has shape \(7, 2\)"),
         ({"labels": np.array([1, 0.5, 0, 0])}, r"column 'label', row 1: 0\.5 is not a whole number"),
         ({"labels": np.array(["red"] * 4)}, "column 'label' must hold numbers"),
         ({"train_mask": np.array([0, 2, 1, 0])}, "column 'train_mask', row 1: 2 is neither 0 nor 1"),

@@ -34,10 +34,7 @@ from dglx_dist.data.storage.files import named_failures, partial_folder, peak, r
 from dglx_dist.data.storage.manifest import Manifest, check_target, put_in_place, write_manifest
 from dglx_dist.errors import ConfigError
 from dglx_dist.progress import progress
-from dglx_dist.records import SPLITS, Array, ColumnInfo, EdgeType
-
-_REVERSE = "-rev"
-"""Suffix of reverse relations, as in GraphStorm."""
+from dglx_dist.records import REVERSE, SPLITS, Array, ColumnInfo, EdgeType
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,7 +258,7 @@ def _check_tables(config: IngestConfig) -> None:
 
 def _reverse_types(config: IngestConfig) -> dict[EdgeType, EdgeType]:
     own = {edge.kind for edge in config.edges}
-    reverse = {etype: (etype[2], f"{etype[1]}{_REVERSE}", etype[0]) for etype in own}
+    reverse = {etype: (etype[2], f"{etype[1]}{REVERSE}", etype[0]) for etype in own}
     for etype, other in reverse.items():
         if other in own:
             raise ConfigError(

@@ -73,7 +73,7 @@ def column_info(array: Array, what: str) -> ColumnInfo:
 
 
 def write_column(path: Path, info: ColumnInfo, num_rows: int, chunks: Iterable[Array]) -> FileInfo:
-    """Write rows that arrive in chunks (k, *row) as a new file, synchronised to disk; makes its folder."""
+    """Write rows that arrive in chunks (k, *row) as a new file, for a folder to publish; makes its folder."""
     stored = np.dtype(_STORED_AS.get(info.dtype, info.dtype))
     num_values = num_rows * math.prod(info.row_shape)
     num_bytes = num_values * stored.itemsize
@@ -248,8 +248,6 @@ def _write_file(path: Path, values: pa.Array, metadata: dict[str, str], bodies: 
         sink = _Sink(file, bodies)
         with pa.ipc.new_file(pa.PythonFile(sink, mode="w"), schema) as writer:
             writer.write_batch(pa.record_batch([values], schema=schema))
-        file.flush()
-        os.fsync(file.fileno())
     return FileInfo(num_bytes=sink.num_bytes, checksum=f"{sink.checksum:08x}")
 
 

@@ -25,7 +25,7 @@ from dglx_dist.data.storage.columns import (
     safe_name,
     write_column,
 )
-from dglx_dist.data.storage.files import read_small, replaced_file
+from dglx_dist.data.storage.files import read_small, replaced_file, synchronise
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.records import Array, ColumnInfo
 
@@ -113,6 +113,7 @@ def write_rows(
     written = FileInfo(num_bytes=0, checksum="")
     if len(rows):  # two writers may have an empty range at the same row
         written = write_column(folder / path, info, len(rows), [rows])
+        synchronise(folder / path)  # who publishes the folder may be on another machine
     return RowFile(name=name, first=first, num_rows=len(rows), path=path, **asdict(info), **asdict(written))
 
 

@@ -27,7 +27,7 @@ _SIMULATED = (
     "forward and backward are slept for as long as the server's share of a core would take; the rest is real"
 )
 _CUTS = {
-    "metis": PartitionPlan(num_parts=SERVERS, method="metis"),
+    "metis": PartitionPlan(num_parts=SERVERS, method="metis", options=PartitionOptions(balance=("nodes",))),
     "metis + constraints": PartitionPlan(
         num_parts=SERVERS, method="metis", options=PartitionOptions(balance=("nodes", "degree", "train"))
     ),

@@ -1,0 +1,525 @@
+"""Graphs in single files: ``.npz`` archives, tensors of torch, NetworkX's formats and lists of edges."""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import json
+import logging
+import math
+import re
+import tokenize
+import zipfile
+import zlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import IO, Any, final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from dglx_dist.data.external_memory import Workspace, mapped, spill
+from dglx_dist.data.sources import (
+    OTHER_NAMES,
+    DatasetSource,
+    array_of_tensor,
+    count_classes,
+    masks_of_split,
+    standard_columns,
+    suffix_of,
+)
+from dglx_dist.data.storage.files import readable_bytes
+from dglx_dist.data.tables import as_numpy, graph_of_tables, id_column
+from dglx_dist.data.validate import check_ids, check_whole
+from dglx_dist.errors import ConfigError, DatasetError, DglxError
+from dglx_dist.progress import progress
+from dglx_dist.records import (
+    EDGE_TYPE,
+    FEATURE,
+    LABEL,
+    NODE_TYPE,
+    SPLITS,
+    Array,
+    EdgeType,
+    NodeColumn,
+    RawGraph,
+    SparseRows,
+)
+
+_LOG = logging.getLogger(__name__)
+
+_SPARSE = ("feat_indptr", "feat_indices", "feat_data", "feat_dim")
+_STRUCTURE = {
+    *("src", "dst", "head", "tail", "rel", "etype", "etype_names", "relation_names", "triple_split"),
+    *("num_classes", "num_nodes", "num_etypes", "num_entities", "num_relations", "both_directions", "split"),
+    *_SPARSE,
+}
+_MEANT = {FEATURE, LABEL, *OTHER_NAMES, *SPLITS}
+"""Columns that training looks for; one of the wrong length is an error."""
+# NumPy reads an array's header before its checksum, so a damaged archive raises any of these.
+_UNREADABLE = (
+    *(zipfile.BadZipFile, zlib.error, tokenize.TokenError, EOFError, OSError),
+    *(ValueError, TypeError, AttributeError, RuntimeError, MemoryError),
+)
+
+
+@final
+class NpzSource(DatasetSource):
+    """A ``.npz`` of arrays, unpacked into files where it is larger than the memory granted; takes no options.
+
+    ``src``, ``dst`` and ``num_nodes`` make a graph; with ``etype`` and ``etype_names`` it gets one
+    edge type ("_N", name, "_N") per relation; with ``head``, ``rel``, ``tail`` and
+    ``triple_split`` it is a knowledge graph whose edges carry the three masks. Features lie in
+    ``features`` or as compressed rows in ``feat_indptr``, ``feat_indices``, ``feat_data``,
+    ``feat_dim``, which stay compressed; ``num_classes`` may state the classes. Without ``num_nodes`` there
+    are as many nodes as ids or rows of features or labels, unless each edge has one. Any other array is a
+    node column when it has as many rows as there are nodes, else an edge column when it has as many as
+    there are edges, else it is ignored with a warning. A ``val_mask`` without any node counts as absent,
+    since official splits often have none. Pickled objects are never loaded.
+
+    The names of PyG (``edge_index``, ``x``, ``y``, ``edge_type``) are known too, and so is a square matrix of
+    ``scipy.sparse.save_npz``, which is read at once: row u, column v is an edge from u to v, and its values
+    are ``weight`` unless all are 1.
+    """
+
+    external = True
+
+    def load(self) -> RawGraph:
+        return graph_of_arrays(_read(self._path, self.workspace), self._path.stem, str(self._path))
+
+
+def graph_of_arrays(arrays: Mapping[str, Array], name: str, where: str) -> RawGraph:
+    """Return the graph of arrays with the names of :class:`NpzSource`; ``where`` starts messages.
+
+    Raises:
+        DatasetError: ends of edges, or columns with a meaning, are missing or of the wrong kind or length.
+    """
+    arrays = _named_as_ours(arrays, where)
+    needed = ("head", "rel", "tail") if "head" in arrays else ("src", "dst")
+    _require(arrays, needed, where)
+    source_ids, destination_ids = (_ids(arrays[name], name, where) for name in (needed[0], needed[-1]))
+    num_nodes = _num_nodes(arrays, source_ids, destination_ids, where)
+    node_columns, edge_columns = _columns(arrays, num_nodes, len(source_ids), where)
+    if "triple_split" in arrays:
+        _same_length(source_ids, arrays["triple_split"], "splits", where)
+        masks = masks_of_split(arrays["triple_split"])
+        edge_columns.update({name: mask for name, mask in masks.items() if mask.any()})
+    edges, edge_data = {EDGE_TYPE: (source_ids, destination_ids)}, {EDGE_TYPE: edge_columns}
+    relation = arrays.get("rel", arrays.get("etype"))
+    if relation is not None:
+        names = arrays.get("relation_names", arrays.get("etype_names"))
+        edges, edge_data = _by_relation(source_ids, destination_ids, edge_columns, relation, names, where)
+    is_given = "num_classes" in arrays
+    num_classes = _count(arrays, "num_classes", where) if is_given else count_classes(node_columns)
+    return RawGraph(
+        name=name,
+        num_nodes={NODE_TYPE: num_nodes},
+        edges=edges,
+        node_data={NODE_TYPE: node_columns},
+        edge_data=edge_data,
+        num_classes={} if num_classes is None else {NODE_TYPE: num_classes},
+    )
+
+
+_OF_MATRIX = {"format", "shape", "data"}
+_OF_PYG = {"x": FEATURE, "y": LABEL, "edge_type": "etype"}
+
+
+def _named_as_ours(arrays: Mapping[str, Array], where: str) -> Mapping[str, Array]:
+    if "edge_index" not in arrays:
+        return arrays
+    index = arrays["edge_index"]
+    if index.ndim != 2 or len(index) != 2:
+        raise DatasetError(f"{where}: edge_index has shape {index.shape}; expected (2, edges)")
+    others = {_OF_PYG.get(name, name): array for name, array in arrays.items() if name != "edge_index"}
+    return {"src": index[0], "dst": index[1], **others}
+
+
+def _of_matrix(path: Path) -> dict[str, Array]:
+    matrix = importlib.import_module("scipy.sparse").load_npz(path)
+    if matrix.format in ("csr", "csc", "bsr"):
+        # Compiled code follows its pointers.
+        matrix.check_format(full_check=True)
+    matrix = matrix.tocoo()
+    if matrix.shape[0] != matrix.shape[1]:
+        raise DatasetError(
+            f"{path}: the matrix has the shape {matrix.shape}; that of a graph is square (for two types of "
+            "nodes write tables, docs/quickstart.md)"
+        )
+    arrays = {"src": matrix.row, "dst": matrix.col, "num_nodes": np.array(matrix.shape[0])}
+    return arrays | ({"weight": matrix.data} if (matrix.data != 1).any() else {})
+
+
+def _read(path: Path, workspace: Workspace | None) -> dict[str, Array]:
+    if not path.is_file():
+        raise DatasetError(f"there is no file {path.absolute()}; expected a .npz file")
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            if set(stored.files) >= _OF_MATRIX:
+                num_bytes = 4 * sum(member.file_size for member in stored.zip.infolist())
+                if workspace is not None and not workspace.holds(num_bytes):
+                    raise ConfigError(
+                        f"{path}: a matrix is read at once, in {readable_bytes(num_bytes)}; grant more "
+                        "--memory, or save its rows and columns as src and dst"
+                    )
+                return _of_matrix(path)
+            if workspace is not None:
+                return _unpacked(path, workspace)
+            found, pickled = {}, []
+            for name in stored.files:
+                try:
+                    found[name] = stored[name]
+                except ValueError as error:
+                    if "allow_pickle" not in str(error) or name in _STRUCTURE | _MEANT:
+                        raise
+                    pickled.append(name)
+            _tell_ignored(str(path), pickled, "pickled objects, which are never loaded")
+            return found
+    except DglxError:  # which are errors of Python, too
+        raise
+    except _UNREADABLE as error:
+        raise DatasetError(f"{path}: not a readable .npz file of plain arrays ({error})") from error
+
+
+_IN_ORDER = ("rel", "etype", "triple_split")
+"""Arrays by which edges are put in order, or get masks."""
+
+
+def _is_converted(name: str, dtype: np.dtype[Any]) -> bool:
+    # Ids other than int32 and int64, features of whole numbers, and compressed rows.
+    if name in ("src", "dst", "head", "tail"):
+        return dtype not in (np.int32, np.int64)
+    return name in _SPARSE or (OTHER_NAMES.get(name, name) == FEATURE and dtype.kind in "iub")
+
+
+def _unpacked(path: Path, workspace: Workspace) -> dict[str, Array]:
+    with zipfile.ZipFile(path) as archive:
+        members = [member for member in archive.infolist() if member.filename.endswith(".npy")]
+        names = [member.filename.removesuffix(".npy") for member in members]
+        heads = {member: _head(archive.open(member)) for member in members}
+        num_bytes = sum(member.file_size for member in members)
+        larger = {
+            name: 8 * math.prod(shape)
+            for name, (dtype, shape) in zip(names, heads.values(), strict=True)
+            if _is_converted(name, dtype)
+        }
+        larger |= {name: num_bytes for name in _IN_ORDER if name in names}
+        if not workspace.holds(sum(larger.values())):
+            raise ConfigError(
+                f"{path}: {', '.join(sorted(larger))} are converted in memory, and take up to "
+                f"{readable_bytes(sum(larger.values()))}; store them as int32, int64 or float32, make a "
+                "dataset by dglx ingest, or grant more --memory"
+            )
+
+        def write(folder: Path) -> None:
+            with progress("Unpacking the arrays", num_bytes) as advance:
+                for number, (member, (dtype, _)) in enumerate(heads.items()):
+                    values = spill(folder, str(number), dtype)
+                    with archive.open(member) as stream:
+                        _head(stream)
+                        while piece := stream.read(dtype.itemsize << 16):
+                            values.append(np.frombuffer(piece, dtype))
+                            advance(len(piece))
+
+        folder = workspace.stage("arrays", write)
+    return {
+        name: mapped(folder, str(number)).reshape(shape)
+        for number, (name, (_, shape)) in enumerate(zip(names, heads.values(), strict=True))
+    }
+
+
+def _head(stream: IO[bytes]) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    version = np.lib.format.read_magic(stream)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, is_fortran, dtype = read(stream)
+    if dtype.hasobject or (is_fortran and len(shape) > 1):
+        raise ValueError(f"{stream.name} holds objects, or columns one after the other")
+    return dtype, shape
+
+
+def _require(arrays: Mapping[str, Array], names: tuple[str, ...], where: str) -> None:
+    missing = next((name for name in names if name not in arrays), None)
+    if missing is not None:
+        raise DatasetError(
+            f"{where}: lacks the array {missing!r}; a graph needs src and dst, a knowledge graph head, "
+            f"rel and tail, PyG's edge_index (the file has {', '.join(sorted(arrays)) or 'none'})"
+        )
+
+
+def _count(arrays: Mapping[str, Array], name: str, where: str) -> int:
+    value = arrays[name]
+    if value.size != 1 or value.dtype.kind not in "iu" or value.item() < 0:
+        raise DatasetError(f"{where}: {name} is {value!r:.60}; expected one whole number of at least 0")
+    return int(value.item())
+
+
+def _num_nodes(arrays: Mapping[str, Array], source_ids: Array, destination_ids: Array, where: str) -> int:
+    for name in ("num_nodes", "num_entities"):
+        if name in arrays:
+            return _count(arrays, name, where)
+    of_nodes = [arrays[name] for name in (FEATURE, LABEL, *OTHER_NAMES) if name in arrays]
+    counts = [len(column) for column in of_nodes if column.ndim and len(column) != len(source_ids)]
+    return max(*counts, *(1 + int(ids.max(initial=-1)) for ids in (source_ids, destination_ids)))
+
+
+def _columns(
+    arrays: Mapping[str, Array], num_nodes: int, num_edges: int, where: str
+) -> tuple[dict[str, NodeColumn], dict[str, Array]]:
+    of_nodes: dict[str, NodeColumn] = {}
+    of_edges: dict[str, Array] = {}
+    ignored = []
+    for name, array in arrays.items():
+        if name in _STRUCTURE:
+            continue
+        rows, is_of_edges = len(array) if array.ndim else -1, name.startswith("edge_")
+        if rows == num_nodes and not (is_of_edges and rows == num_edges):
+            of_nodes[name] = array
+        elif rows == num_edges:
+            of_edges[name] = array
+        elif name in _MEANT:
+            raise DatasetError(
+                f"{where}: array {name!r} has shape {array.shape}, which is neither one row for each of the "
+                f"{num_nodes} nodes nor one for each of the {num_edges} edges"
+            )
+        else:
+            ignored.append(f"{name} {array.shape}")
+    why = f"a row neither for each of the {num_nodes} nodes nor for each of the {num_edges} edges"
+    _tell_ignored(where, ignored, why)
+    if any(name in arrays for name in _SPARSE):
+        _require(arrays, _SPARSE, where)
+        values = arrays["feat_data"]
+        of_nodes[FEATURE] = SparseRows(
+            indptr=arrays["feat_indptr"].astype(np.int64),
+            indices=arrays["feat_indices"].astype(np.int32, copy=False),
+            # Counts and flags are stored as small integers.
+            values=values if values.dtype.kind == "f" else values.astype(np.float32),
+            num_columns=_count(arrays, "feat_dim", where),
+        )
+    columns = standard_columns(of_nodes, where)
+    empty = columns.get("val_mask")
+    if empty is not None and not isinstance(empty, SparseRows) and not empty.any():
+        del columns["val_mask"]
+    return columns, of_edges
+
+
+def _by_relation(
+    source_ids: Array,
+    destination_ids: Array,
+    columns: Mapping[str, Array],
+    relation: Array,
+    names: Array | None,
+    where: str,
+) -> tuple[dict[EdgeType, tuple[Array, Array]], dict[EdgeType, dict[str, Array]]]:
+    relation = _ids(relation, "rel or etype", where)
+    if names is None:
+        names = np.array([f"r{code}" for code in range(int(relation.max(initial=-1)) + 1)])
+    check_ids(relation, len(names), "rel or etype", where, what="relation")
+    _same_length(source_ids, relation, "relations", where)
+    # One stable sort puts each relation's edges together without changing their order.
+    order = np.argsort(relation, kind="stable")
+    first = np.searchsorted(relation[order], np.arange(len(names) + 1))
+    edges, edge_data = {}, {}
+    for code, name in enumerate(_short_names([str(name) for name in names])):
+        rows = order[first[code] : first[code + 1]]
+        if len(rows):
+            edge_type = (NODE_TYPE, name, NODE_TYPE)
+            edges[edge_type] = (source_ids[rows], destination_ids[rows])
+            # A split may have no triple of a rare relation; the mask is absent there.
+            pieces = {key: column[rows] for key, column in columns.items()}
+            edge_data[edge_type] = {
+                key: piece for key, piece in pieces.items() if not key.endswith("_mask") or piece.any()
+            }
+    return edges, edge_data
+
+
+def _ids(array: Array, name: str, where: str) -> Array:
+    # Compiled loops need the machine's byte order.
+    check_whole(array, name, where)
+    if array.dtype in (np.int32, np.int64):
+        return array
+    return array.astype(np.int32 if array.itemsize < 4 else np.int64)
+
+
+def _same_length(source_ids: Array, others: Array, what: str, where: str) -> None:
+    if len(source_ids) != len(others):
+        raise DatasetError(f"{where}: {len(source_ids)} edges but {len(others)} {what} of edges")
+
+
+def _short_names(names: list[str]) -> list[str]:
+    # Valid in file names: the last piece of an IRI if that is unique, else all of it.
+    tails = [re.split(r"[#/]", name.strip("<>").rstrip("#/"))[-1] for name in names]
+    times = Counter(tails)
+    chosen = [tail if times[tail] == 1 else name.strip("<>") for tail, name in zip(tails, names, strict=True)]
+    clean = [re.sub(r"[^0-9A-Za-z_-]", "_", name) or "_" for name in chosen]
+    if len(set(clean)) == len(clean):
+        return clean
+    return [f"{name}_{code}" for code, name in enumerate(clean)]
+
+
+@final
+class TorchSource(DatasetSource):
+    """A ``.pt`` of ``torch.save`` with a dict of tensors, named as in a ``.npz``; takes no options.
+
+    For PyG: ``torch.save(data.to_dict(), FILE)`` of a ``Data``. Pickled classes are never loaded.
+    """
+
+    def load(self) -> RawGraph:
+        import torch
+
+        where, remedy = str(self._path), "save a dict of tensors: for PyG torch.save(data.to_dict(), FILE)"
+        # Older formats of torch have no limits to what they run.
+        if not zipfile.is_zipfile(self._path):
+            raise DatasetError(f"{where}: absent, no file of torch.save, or cut off; {remedy}")
+        try:
+            values = torch.load(self._path, map_location="cpu", weights_only=True)
+        except Exception as error:
+            classes = re.findall(r"GLOBAL ([\w.]+)", str(error))
+            problem = f"holds the class {classes[0]}, which is never loaded" if classes else "is damaged"
+            raise DatasetError(f"{where}: {problem}; {remedy}") from error
+        if not isinstance(values, dict) or any(
+            isinstance(value, dict) and value for value in values.values()
+        ):
+            raise DatasetError(f"{where}: holds no dict of tensors, or one of several types; {remedy}")
+        arrays, ignored = {}, []
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_quantized:
+                arrays[str(name)] = array_of_tensor(value)
+            elif isinstance(value, (bool, int, float)):
+                arrays[str(name)] = np.array(value)
+            else:
+                ignored.append(str(name))
+        _tell_ignored(where, ignored, "no dense tensor")
+        return graph_of_arrays(arrays, self._path.stem, where)
+
+
+@final
+class NetworkxSource(DatasetSource):
+    """A file of NetworkX: ``.graphml``, ``.gexf``, ``.adjlist``, node-link ``.json``, also with ``.gz``.
+
+    Edges of an undirected graph are stored in both directions, those of an ``.adjlist``, which does not say
+    what it is, as they stand. Attributes mean what columns of tables do
+    (:class:`dglx_dist.data.tables.TablesSource`); texts, and those that some lack, are ignored with a
+    warning. Takes no options.
+    """
+
+    def load(self) -> RawGraph:
+        where, kind = str(self._path), suffix_of(self._path)
+        try:
+            graph = _read_networkx(self._path, kind)
+            return _graph_of_networkx(graph, self._path.name.removesuffix(kind), where)
+        except DatasetError:
+            raise
+        # Each reader raises others where a file is damaged.
+        except Exception as error:
+            raise DatasetError(
+                f"{where}: not a readable {kind} of NetworkX, or cut off: {str(error) or repr(error)}"
+            ) from error
+
+
+def _read_networkx(path: Path, kind: str) -> Any:
+    networkx = importlib.import_module("networkx")
+    kind = kind.removesuffix(".gz")[1:]
+    if kind == "json":
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            found = json.load(file)
+        graph = networkx.MultiDiGraph() if found.get("directed", False) else networkx.MultiGraph()
+        graph.add_nodes_from((node.pop("id"), node) for node in found["nodes"])
+        links = found["links"] if "links" in found else found["edges"]
+        graph.add_edges_from((one.pop("source"), one.pop("target"), one) for one in links)
+        return graph
+    given = {"create_using": networkx.MultiDiGraph} if kind in ("adjlist", "edgelist") else {}
+    graph = getattr(networkx, f"read_{kind}")(path, **given)
+    if kind == "gexf":
+        # The format gives each node a text to show, and each edge an id.
+        shown = {data.get(LABEL) for _, data in graph.nodes(data=True)}
+        for _, data in graph.nodes(data=True) if len(shown) == len(graph) else ():
+            data.pop(LABEL, None)
+        for *_, data in graph.edges(data=True):
+            data.pop("id", None)
+    return graph
+
+
+def _graph_of_networkx(graph: Any, name: str, where: str) -> RawGraph:
+    nodes, edges = dict(graph.nodes(data=True)), list(graph.edges(data=True))
+    if not graph.is_directed():
+        edges += [(v, u, data) for u, v, data in edges if u != v]
+    # These formats make texts of numbers.
+    is_whole = all(isinstance(one, str) and one.isdecimal() and str(int(one)) == one for one in nodes)
+    if is_whole:
+        nodes = {one: nodes[one] for one in sorted(nodes, key=int)}
+    new = {one: int(one) if is_whole else one for one in nodes}
+    of_nodes = _attributes(list(nodes.values()), f"{where}, nodes")
+    of_edges = _attributes([data for *_, data in edges], f"{where}, edges")
+    of_edges |= {"src": [new[edge[0]] for edge in edges], "dst": [new[edge[1]] for edge in edges]}
+    tables = pa.table({**of_nodes, "id": list(new.values())}), pa.table(of_edges)
+    return graph_of_tables(name, {NODE_TYPE: (where, tables[0])}, {EDGE_TYPE: (where, tables[1])})
+
+
+def _attributes(rows: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any]:
+    """Return the attributes that columns of tables may hold; the others are named in one warning."""
+    columns: dict[str, Any] = {}
+    ignored = []
+    for name in dict.fromkeys(chain.from_iterable(rows)):
+        try:
+            column = pa.array([row.get(name) for row in rows])
+        except (pa.ArrowException, OverflowError):
+            column = pa.nulls(len(rows))
+        kind = column.type.value_type if pa.types.is_list(column.type) else column.type
+        is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
+        if (is_number and not column.null_count) or (name in (LABEL, "split") and not pa.types.is_null(kind)):
+            columns[name] = column
+        else:
+            ignored.append(str(name))
+    _tell_ignored(where, ignored, "not a number in each")
+    return columns
+
+
+def _tell_ignored(where: str, names: Sequence[str], why: str) -> None:
+    if names:
+        _LOG.warning("%s: ignored %s: %s", where, ", ".join(names), why)
+
+
+@final
+class EdgeListSource(DatasetSource):
+    """A text of one edge a line, as SNAP's ``.txt.gz``: two ids, then columns of numbers if any.
+
+    Between them are spaces, tabs or commas; ``#`` (or ``%`` where the text begins with it) starts a comment.
+    Ids other than 0..N-1, or of text, are kept as the user's ids. One further column is ``weight``, more are
+    ``column2``, ``column3`` ... Edges are taken as they stand: ``--add-reverse-edges`` is for lists with each
+    edge once. NetworkX's ``.edgelist`` may have its dicts of attributes. Takes no options.
+    """
+
+    def load(self) -> RawGraph:
+        import pandas as pd
+
+        path, where, is_packed = self._path, str(self._path), self._path.suffix == ".gz"
+        try:
+            with gzip.open(path) if is_packed else path.open("rb") as file:
+                head = file.readline()
+                lines = (line.strip() for line in chain([head], file))
+                first = next((line for line in lines if line and not line.startswith((b"#", b"%"))), b"")
+            if b"{" in first:
+                return NetworkxSource(where, {}).load()
+            read = pd.read_csv(
+                path,
+                sep="," if b"," in first else r"\s+",
+                comment="%" if head.startswith(b"%") else "#",
+                header=None,
+                compression="gzip" if is_packed else None,
+                low_memory=False,
+            )
+        except (ValueError, EOFError, OSError, zlib.error) as error:
+            raise DatasetError(f"{where}: not a readable list of edges, or cut off: {error}") from error
+        if read.shape[1] < 2:
+            raise DatasetError(f"{where}: the line {first.decode(errors='replace')!r} has not two ids")
+        others = ["weight"] if read.shape[1] == 3 else [f"column{n}" for n in range(2, read.shape[1])]
+        table = pa.Table.from_pandas(read.set_axis(["src", "dst", *others][: read.shape[1]], axis=1))
+        for name in ("src", "dst"):
+            ids = id_column(table, name, where)
+            if ids.is_whole:
+                ids.refuse(as_numpy(pc.less(ids.values, 0)), "is negative; ids are 0 or more", "node id ")
+        name = path.name.removesuffix(suffix_of(path))
+        return graph_of_tables(name, {}, {EDGE_TYPE: (where, table)})

@@ -1,0 +1,275 @@
+"""Files of SciPy, torch (PyG), NetworkX and SNAP, written by these libraries; and what of them is refused."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import networkx as nx
+import numpy as np
+import pytest
+import scipy.sparse as sp
+import torch
+
+from dglx_dist.data.sources import load_dataset
+from dglx_dist.errors import DatasetError
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, RawGraph
+from tests.data.raw_graphs import columns_of, edges_of
+from tests.helpers import refusal
+
+
+def pairs(graph: RawGraph) -> list[tuple[int, int]]:
+    return sorted(zip(*edges_of(graph), strict=True))
+
+
+def matrix() -> Any:
+    return sp.random(40, 40, density=0.1, random_state=0, format="coo")
+
+
+@pytest.mark.parametrize("kind", ["csr", "csc", "coo", "bsr", "dia"])
+def test_a_sparse_matrix_is_a_weighted_graph(tmp_path: Path, kind: str) -> None:
+    given = matrix().asformat(kind)
+    sp.save_npz(tmp_path / "a.npz", given)
+    graph = load_dataset(tmp_path / "a.npz")
+    found = sp.coo_array((graph.edge_data[EDGE_TYPE]["weight"], graph.edges[EDGE_TYPE]), shape=(40, 40))
+    assert graph.num_nodes == {NODE_TYPE: 40}
+    assert (found != given).nnz == 0
+    sp.save_npz(tmp_path / "ones.npz", (given != 0).astype(np.int8))
+    assert load_dataset(tmp_path / "ones.npz").edge_data[EDGE_TYPE] == {}
+
+
+def test_a_matrix_of_two_types_is_refused(tmp_path: Path) -> None:
+    sp.save_npz(tmp_path / "a.npz", sp.random(3, 4, density=0.9, format="csr"))
+    with pytest.raises(
+        DatasetError, match=r"a\.npz: the matrix has the shape \(3, 4\); that of a graph is square"
+    ):
+        load_dataset(tmp_path / "a.npz")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"indptr": np.array([0, 9, 1, 2])},
+        {"indices": np.array([0, 5])},
+        {"shape": np.array(3)},
+        {"data": np.ones(1)},
+        {"format": np.array(b"os")},
+    ],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_an_unsound_matrix_is_refused_before_compiled_code_follows_it(
+    tmp_path: Path, wrong: dict[str, Array]
+) -> None:
+    sound = {"indptr": np.array([0, 1, 1, 2]), "indices": np.array([0, 2]), "data": np.ones(2)}
+    sound |= {"shape": np.array([3, 3]), "format": np.array(b"csr")}
+    np.savez(tmp_path / "a.npz", **(sound | wrong))
+    with pytest.raises(DatasetError, match=r"a\.npz: not a readable \.npz file of plain arrays"):
+        load_dataset(tmp_path / "a.npz")
+
+
+def test_arrays_that_fit_nowhere_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    arrays = {"src": np.array([0, 1]), "dst": np.array([1, 2]), "num_nodes": np.array(3)}
+    np.savez(tmp_path / "a.npz", **arrays, age=np.arange(3), year=np.arange(7), names=np.array([None] * 3))
+    graph = load_dataset(tmp_path / "a.npz")
+    assert columns_of(graph).keys() == {"age"}
+    assert [record.getMessage().partition("a.npz: ")[2] for record in caplog.records] == [
+        "ignored names: pickled objects, which are never loaded",
+        "ignored year (7,): a row neither for each of the 3 nodes nor for each of the 2 edges",
+    ]
+    np.savez(tmp_path / "b.npz", **arrays, labels=np.arange(7))
+    with pytest.raises(DatasetError, match=r"array 'labels' has shape \(7,\), which is neither one row"):
+        load_dataset(tmp_path / "b.npz")
+
+
+def pyg() -> dict[str, Any]:
+    """As ``torch_geometric.data.Data.to_dict``."""
+    return {
+        "x": torch.arange(8, dtype=torch.float32).reshape(4, 2),
+        "edge_index": torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]]),
+        "edge_attr": torch.ones(4, 3),
+        "y": torch.tensor([0, 1, 0, 1]),
+        "train_mask": torch.tensor([True, False, False, False]),
+        "num_nodes": 4,
+        "name": "ring",
+    }
+
+
+def test_tensors_of_pyg(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    torch.save(pyg(), tmp_path / "ring.pt")
+    graph = load_dataset(tmp_path / "ring.pt")
+    assert edges_of(graph) == [[0, 1, 2, 3], [1, 2, 3, 0]]
+    assert columns_of(graph)["feat"].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert columns_of(graph).keys() == {"feat", "label", "train_mask"}
+    # There are as many edges as nodes.
+    assert graph.edge_data[EDGE_TYPE]["edge_attr"].shape == (4, 3)
+    assert graph.num_classes == {NODE_TYPE: 2}
+    assert "ignored name: no dense tensor" in caplog.text
+    relations = pyg() | {"edge_type": torch.tensor([0, 1, 0, 1])}
+    torch.save(relations, tmp_path / "two.pt")
+    assert [etype[1] for etype in load_dataset(tmp_path / "two.pt").edges] == ["r0", "r1"]
+
+
+def test_data_of_the_installed_pyg(tmp_path: Path) -> None:
+    data = pytest.importorskip("torch_geometric.data", reason="PyG is not installed").Data(**pyg())
+    torch.save(data, tmp_path / "object.pt")
+    with pytest.raises(DatasetError, match=r"class torch_geometric\.data\.data\.Data, which is never loaded"):
+        load_dataset(tmp_path / "object.pt")
+    torch.save(data.to_dict(), tmp_path / "dict.pt")
+    assert load_dataset(tmp_path / "dict.pt").total_edges == 4
+
+
+def test_no_class_is_unpickled(tmp_path: Path) -> None:
+    torch.save(SimpleNamespace(x=torch.ones(2)), tmp_path / "object.pt")
+    torch.save(pyg(), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    torch.save([torch.ones(2)], tmp_path / "list.pt")
+    torch.save(pyg() | {"paper": {"x": torch.ones(2)}}, tmp_path / "types.pt")
+    torch.save(pyg() | {"edge_index": torch.ones(3, 2)}, tmp_path / "index.pt")
+    for name, message in (
+        ("object", r"holds the class types\.SimpleNamespace, which is never loaded; save a dict of tensors"),
+        ("old", r"no file of torch\.save, or cut off"),
+        ("list", "holds no dict of tensors"),
+        ("types", "or one of several types"),
+        ("index", r"edge_index has shape \(3, 2\); expected \(2, edges\)"),
+        ("absent", ": absent, no file"),
+    ):
+        with pytest.raises(DatasetError, match=rf"{name}\.pt.*{message}"):
+            load_dataset(f"torch:{tmp_path / name}.pt")
+
+
+def networkx_graph(*, directed: bool) -> Any:
+    graph = nx.gnp_random_graph(12, 0.3, seed=0, directed=directed)
+    for node in graph:
+        graph.nodes[node].update(
+            feat_0=node / 2, feat_1=1.0, label=node % 3, split=("train", "test")[node % 2]
+        )
+        graph.nodes[node]["note"] = "text"
+    for number, (u, v) in enumerate(graph.edges):
+        graph.edges[u, v]["weight"] = number + 0.5
+    return graph
+
+
+@pytest.mark.parametrize("directed", [True, False])
+@pytest.mark.parametrize("kind", ["graphml", "graphml.gz", "gexf", "json"])
+def test_graphs_of_networkx(
+    tmp_path: Path, kind: str, directed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    given, path = networkx_graph(directed=directed), tmp_path / f"my.graph.{kind}"
+    if kind == "json":
+        path.write_text(json.dumps(nx.node_link_data(given)))
+    else:
+        getattr(nx, f"write_{kind.removesuffix('.gz')}")(given, path)
+    graph = load_dataset(path)
+    assert graph.name == "my.graph"
+    expected = {(u, v): data["weight"] for u, v, data in nx.DiGraph(given).edges(data=True)}
+    ends, weights = zip(*edges_of(graph), strict=True), graph.edge_data[EDGE_TYPE]["weight"].tolist()
+    assert dict(zip(ends, weights, strict=True)) == expected
+    columns = columns_of(graph)
+    assert columns["feat"].tolist() == [[node / 2, 1.0] for node in range(12)]
+    assert columns["label"].tolist() == [node % 3 for node in range(12)]
+    assert columns["train_mask"].tolist() == [node % 2 == 0 for node in range(12)]
+    assert graph.user_ids == {}
+    assert ["ignored note: not a number in each" in one.getMessage() for one in caplog.records] == [True]
+
+
+def test_names_of_nodes_become_their_ids(tmp_path: Path) -> None:
+    given = nx.karate_club_graph()
+    nx.write_gexf(nx.relabel_nodes(given, {0: "hi"}), tmp_path / "club.gexf")
+    graph = load_dataset(tmp_path / "club.gexf")
+    assert sorted(graph.user_ids[NODE_TYPE].tolist()) == sorted(["hi", *map(str, range(1, 34))])
+    assert "label" not in graph.node_data[NODE_TYPE]
+    assert graph.total_edges == 2 * given.number_of_edges()
+
+
+@pytest.mark.parametrize("kind", ["adjlist", "edgelist", "weighted_edgelist"])
+def test_lists_of_networkx_are_taken_as_they_stand(tmp_path: Path, kind: str) -> None:
+    given, path = networkx_graph(directed=True), tmp_path / f"a.{kind.removeprefix('weighted_')}.gz"
+    getattr(nx, f"write_{kind}")(given, path)
+    graph = load_dataset(path)
+    assert pairs(graph) == sorted(given.edges)
+    if kind != "adjlist":
+        assert sorted(graph.edge_data[EDGE_TYPE]["weight"]) == [
+            n + 0.5 for n in range(given.number_of_edges())
+        ]
+
+
+SNAP = (
+    "# Directed graph: web.txt\n# Nodes: 4 Edges: 4\n# FromNodeId\tToNodeId\n30\t7\n7\t30\n7\t1000000\n0\t7\n"
+)
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".txt.gz"])
+@pytest.mark.parametrize("between", ["\t", "  ", ","])
+def test_a_list_of_edges_as_snap_has_them(tmp_path: Path, suffix: str, between: str) -> None:
+    path = tmp_path / f"web{suffix}"
+    text = SNAP.replace("\t", between).encode()
+    path.write_bytes(gzip.compress(text) if suffix == ".txt.gz" else text)
+    graph = load_dataset(path)
+    users = graph.user_ids[NODE_TYPE]
+    assert (graph.name, users.tolist()) == ("web", [0, 7, 30, 1_000_000])
+    assert users[np.stack(graph.edges[EDGE_TYPE])].T.tolist() == [[30, 7], [7, 30], [7, 1_000_000], [0, 7]]
+
+
+def test_further_columns_of_a_list_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("% bip weighted\n1 0 0.5\n0 1 2\n")
+    graph = load_dataset(tmp_path / "a.txt")
+    assert (edges_of(graph), graph.user_ids) == ([[1, 0], [0, 1]], {})
+    assert graph.edge_data[EDGE_TYPE]["weight"].tolist() == [0.5, 2.0]
+    (tmp_path / "a.txt").write_text("1 0 3 1380000000\n0 1 -2 1380000001\n")
+    assert {
+        name: one.tolist() for name, one in load_dataset(tmp_path / "a.txt").edge_data[EDGE_TYPE].items()
+    } == {
+        "column2": [3, -2],
+        "column3": [1380000000, 1380000001],
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", "0 1\n2 -3\n", "column 'dst', row 1: node id -3 is negative"),
+        ("a.txt", "0 1\n1 2 3\n", "not a readable list of edges, or cut off: .*line 2, saw 3"),
+        ("a.txt", "0 1\n1\n", "column 'dst', row 1: is empty"),
+        ("a.txt", "0 1\n1 1.5\n", "column 'dst' must hold integer or string ids"),
+        ("a.txt", "0 1\nx 2\n", "by integers in one place and by strings in another"),
+        ("a.txt", "# nothing\n", "not a readable list of edges"),
+        ("a.txt", "7\n8\n", "the line '7' has not two ids"),
+        ("a.txt.gz", gzip.compress(SNAP.encode())[:-20], "not a readable list of edges, or cut off"),
+        ("a.txt.gz", "0 1\n", "not a readable list of edges"),
+        ("a.graphml", "<graphml><graph>", "not a readable .graphml of NetworkX, or cut off"),
+        ("a.gexf", "no", "not a readable .gexf of NetworkX"),
+        ("a.json", '{"nodes": [{"id": 0}]}', "not a readable .json of NetworkX"),
+        ("a.json", '{"nodes": [{"id": 0}, {"id": "x"}], "links": []}', "not a readable .json of NetworkX"),
+        ("a.edgelist", "0 1 {'weight': __import__('os')}\n", "not a readable .edgelist of NetworkX"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path: Path, name: str, content: str | bytes, message: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(DatasetError, match=rf"{name}.*{message}"):
+        load_dataset(path)
+
+
+def test_no_damaged_byte_ends_in_another_error(tmp_path: Path) -> None:
+    torch.save(pyg(), tmp_path / "a.pt")
+    nx.write_graphml(networkx_graph(directed=True), tmp_path / "a.graphml.gz")
+    sp.save_npz(tmp_path / "a.npz", matrix().tocsr())
+    for path in list(tmp_path.iterdir()):
+        whole, refused = path.read_bytes(), 0
+        places = range(0, len(whole), len(whole) // 60)
+        damaged = [whole[:at] + bytes([whole[at] ^ 255]) + whole[at + 1 :] for at in places]
+        for content in (whole[: len(whole) // 2], *damaged):
+            path.write_bytes(content)
+            refused += refusal(lambda path=path: load_dataset(path), DatasetError) != ""
+        assert refused > 0
+
+
+@pytest.mark.parametrize("stored", [np.array([0, 2**63], np.uint64), np.array([0, 1e19])])
+def test_a_label_beyond_int64_is_refused(tmp_path: Path, stored: Array) -> None:
+    np.savez(tmp_path / "a.npz", src=np.array([0]), dst=np.array([1]), labels=stored)
+    with pytest.raises(
+        DatasetError, match=r"column 'label', row 1: .* is beyond int64; a label numbers a class"
+    ):
+        load_dataset(tmp_path / "a.npz")
