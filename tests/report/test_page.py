@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from typer.testing import CliRunner
 
 from dglx_dist.cli.app import app
 from dglx_dist.errors import ConfigError
+from dglx_dist.records import EpochRecord
 from dglx_dist.report.page import page_of, write_page
 from dglx_dist.report.run_folder import Run, read_run, write_run
 from dglx_dist.report.tables import summarise
@@ -76,6 +79,21 @@ def test_several_runs_share_curves_and_what_differs_is_marked(tmp_path: Path) ->
     assert [one["name"] for one in loss if one.get("meta")] == ["a", "b"]
     marked = re.findall('<tr class="marked"><th>(.*?)</th>', page)
     assert marked == ["hidden"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured(EpochRecord):
+    scores: dict[str, float]
+
+
+def test_any_metric_of_an_epoch_is_a_curve_by_split(tmp_path: Path) -> None:
+    scores = {"val_accuracy": 0.5, "val_f1_micro": 0.25, "test_f1_micro": 0.125, "val_mae": math.nan}
+    epochs = tuple(Measured(**asdict(epoch(one)), scores=scores) for one in range(3))
+    page = page_of({"run": replace(run_in(tmp_path), epochs=epochs)}, "PLOTLY")
+    drawn = dict(zip(titles(page), data_of(page), strict=True))
+    assert [*drawn][:4] == ["loss", "accuracy", "f1 micro", "samples per second"]
+    curves = [one for one in drawn["f1 micro"]["data"] if one.get("meta")]
+    assert [(one["name"], one["y"]) for one in curves] == [("val", [0.25] * 3), ("test", [0.125] * 3)]
 
 
 def test_runs_of_one_name_have_their_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
