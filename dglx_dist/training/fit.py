@@ -11,21 +11,21 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, cast, final
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 
-from dglx_dist.comm.collectives import barrier, broadcast_json, check_equal, gather_json, run_on_all_ranks
-from dglx_dist.comm.session import Session, agreement_facts, current_session
+from dglx_dist.comm.collectives import broadcast_json, check_equal, gather_json, run_on_all_ranks
+from dglx_dist.comm.session import Session, agreement_facts
 from dglx_dist.comm.topology import read_launch
 from dglx_dist.comm.trace import COMPUTE
 from dglx_dist.dataloading.step_loader import LoaderTimes
 from dglx_dist.errors import ConfigError, Stopped
 from dglx_dist.graph.optim import SparseOptimizer
 from dglx_dist.options import check_ranges, common_fields
-from dglx_dist.progress import progress
+from dglx_dist.progress import Advance, progress
 from dglx_dist.records import FEATURE, LABEL, SPLITS, EpochRecord
 from dglx_dist.strategies.base import (
     CACHE_CHOICE,
@@ -36,7 +36,7 @@ from dglx_dist.strategies.base import (
     float_of,
     strategy_of,
 )
-from dglx_dist.training import checkpoint
+from dglx_dist.training import checkpoint, tracing
 from dglx_dist.training.checkpoint import Positioned, Sparse, optimizers_of
 from dglx_dist.training.config import (
     AUTO_TASK,
@@ -53,8 +53,17 @@ from dglx_dist.training.config import (
 )
 from dglx_dist.training.inference import check_evaluable, evaluate, labelled_type
 from dglx_dist.training.relational import EntityInputs
-from dglx_dist.training.tasks import class_weights, loss_of, read_task, warn_of_majority
-from dglx_dist.training.tracing import recording, without_keys
+from dglx_dist.training.tasks import LinkPrediction as LinkPrediction
+from dglx_dist.training.tasks import (
+    LossFunction,
+    StepLoss,
+    Task,
+    class_weights,
+    loss_of,
+    read_task,
+    warn_of_majority,
+)
+from dglx_dist.training.tasks import NodeClassification as NodeClassification
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -62,112 +71,6 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
-
-LossFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""(B, C) scores and (B,) labels to the mean loss over the B rows; ignored if B is 0."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepLoss:
-    """The loss of one batch on this rank."""
-
-    loss: Tensor
-    """() mean over this rank's targets, with a gradient even without targets."""
-    num_targets: int
-    """As the loader counts them: destinations, or positive edges."""
-    num_correct: int | Tensor
-    """Correct targets, for the train accuracy. A () tensor does not wait for the device."""
-
-
-Task: TypeAlias = Callable[[WrappedModel, Any], StepLoss]
-"""(wrapped model, batch of the loader) to its loss; calls the model once and no collective."""
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class NodeClassification:
-    """Node classification on batches ``(input_nodes, output_nodes, blocks)``, or another node task."""
-
-    loss: LossFunction = cross_entropy
-    feature: str = FEATURE
-    label: str = LABEL
-    ntype: str | None = None
-    """Type of the classified nodes; required with several node types."""
-    inputs: EntityInputs | None = None
-    """Input rows by node type; None: ``feature`` of the only type."""
-
-    def __call__(self, model: WrappedModel, batch: Any) -> StepLoss:
-        blocks = batch[2]
-        scores = model(blocks, _input_rows(model, blocks[0], self.feature, self.inputs))
-        if isinstance(scores, dict):
-            scores = scores[self.ntype or blocks[-1].dsttypes[0]]
-        labels = blocks[-1].dstnodes[self.ntype or blocks[-1].dsttypes[0]].data[self.label]
-        is_class = len(labels) and labels.dim() == 1 and not labels.dtype.is_floating_point
-        correct = (scores.detach().argmax(1) == labels).sum() if is_class else 0
-        return StepLoss(loss=self.loss(scores, labels), num_targets=len(labels), num_correct=correct)
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class LinkPrediction:
-    """Link prediction on batches ``(input_nodes, pair_graph, negative_pair_graph, blocks)``.
-
-    The model is called with (blocks, input rows, pair graph, negative pair graph) and returns the scores of
-    both graphs' edges, (P,) and (Q,), of all edge types together. An edge with a score above 0 is correct.
-    """
-
-    loss: LossFunction = binary_cross_entropy_with_logits
-    """Loss of (P + Q,) scores and as many float labels: 1 for an edge, 0 for a negative."""
-    pair_loss: Callable[[Tensor, Tensor], Tensor] | None = None
-    """In its place, of (P,) scores and (P, Q / P) of each edge's negatives, such as
-    :func:`dglx_dist.training.link.bpr_loss`. An edge above all its negatives is correct."""
-    feature: str = FEATURE
-    inputs: EntityInputs | None = None
-    """As in :class:`NodeClassification`."""
-
-    def __call__(self, model: WrappedModel, batch: Any) -> StepLoss:
-        _, pairs, negative_pairs, blocks = batch
-        rows = _input_rows(model, blocks[0], self.feature, self.inputs)
-        positive, negative = model(blocks, rows, pairs, negative_pairs)
-        if self.pair_loss is not None:
-            negative = _of_each_edge(positive, negative)
-            return StepLoss(
-                loss=self.pair_loss(positive, negative),
-                num_targets=len(positive),
-                num_correct=(positive.detach()[:, None] > negative.detach()).all(1).sum(),
-            )
-        truth = torch.cat([torch.ones_like(positive), torch.zeros_like(negative)])
-        return StepLoss(
-            loss=self.loss(torch.cat([positive, negative]), truth),
-            num_targets=len(positive),
-            num_correct=(positive.detach() > 0).sum(),
-        )
-
-
-def _of_each_edge(positive: Tensor, negative: Tensor) -> Tensor:
-    each, rest = divmod(len(negative), max(1, len(positive)))
-    if rest:
-        raise ConfigError(
-            f"{len(negative)} negatives of {len(positive)} edges: pair_loss needs as many of each edge; use "
-            "dx.negative.Uniform(k), or InBatch(k) with batches above k edges of each type"
-        )
-    return negative.view(len(positive), each)
-
-
-def _input_rows(model: nn.Module, block: Any, feature: str, inputs: EntityInputs | None) -> Any:
-    weight = float_of(model)
-
-    def converted(rows: Tensor) -> Tensor:
-        # Autocast takes bfloat16 as it is, and would convert it back.
-        half = rows.dtype == torch.bfloat16 and torch.is_autocast_enabled(weight.device.type)
-        return rows if half else rows.to(weight.dtype)
-
-    if inputs is None:
-        return converted(block.srcdata[feature])
-    given = inputs(block)
-    if isinstance(given, Tensor):
-        return converted(given)
-    return {ntype: converted(rows) for ntype, rows in given.items()}
 
 
 class TrainingLoader(Positioned, Protocol):
@@ -252,9 +155,10 @@ def train_pass(
         "fetch_s": times.fetch_s,
         "wait_s": times.wait_s,
         "exchange_s": step.model.exchange_seconds(),
+        **tracing.bytes_by_pair(rows),
     }
     # The loss is added in the order of the steps, so that a resumed epoch has the same bits.
-    return {"loss": loss, **{name: before.get(name, 0) + value for name, value in counts.items()}}
+    return {**before, "loss": loss, **{name: before.get(name, 0) + value for name, value in counts.items()}}
 
 
 def _train_step(step: Step, batch: Any, span: Callable[[str], AbstractContextManager[None]]) -> StepLoss:
@@ -396,6 +300,9 @@ class FitResult:
     """Of forward passes."""
     account: dict[str, object] = field(default_factory=dict)
     """Cost of the run, as ``dollars`` with a ``label``; empty if nothing is paid by use."""
+    traffic: dict[str, list[list[int]]] = field(default_factory=dict)
+    """Payload of all epochs, also before a resume: phase -> [source rank, destination rank, bytes], where a
+    rank -1 is a worker. Its sum is that of ``bytes_inside`` and ``bytes_outside``."""
     choice: Choice | None = None
     """Candidates of strategy ``auto``, with prediction and outcome; None: the strategy was given."""
 
@@ -459,36 +366,35 @@ def train(
     run = _Run(loader, g, config, _step_of(model, optimizer, sparse, config), facts)
     run.resume()
     run.check_evaluation()
-    steps = len(loader) * (config.epochs - run.result.first_epoch) - run.first_step
     enabled = config.show_progress and g.session.topology.rank == 0 and run.has_epochs
-    bar = progress(_progress_title(run.result.first_epoch, config.epochs), steps, enabled=enabled)
-    trace = None if config.trace is None else Path(config.trace).absolute()
-    count = recording(trace, config.trace_steps, g.session)
+    live, bar = _progress_of(run, loader, config, g.session, enabled=enabled)
+    write = tracing.scalars_writer(config.tensorboard, run.result.first_epoch, g.session)
+    count = tracing.recording(config.trace, config.trace_steps, g.session)
     with _started(g.session, config, is_over=not run.has_epochs), count as count_step, bar as advance:
 
         def after_step() -> None:
             count_step()
+            live.end_step()
             advance(1)
 
-        account: dict[str, object] = {}
         show = advance.show if enabled else None
         trainer = model.trainer(loader, optimizer, _objective_of(config, sparse), show)
         with _closing(run):
             with _closing(trainer):
                 while run.has_epochs and not run.is_stopped:
                     for record in run.advance(trainer, after_step):
-                        for callback in callbacks:
+                        for callback in (live.end_epoch, write, *callbacks):
                             callback(record)
                         advance.say(epoch_line(record))
             run.leave()
-        if trainer is not None:
-            account = trainer.account()
+        account = {} if trainer is None else trainer.account()
+        if account:
             advance.say(f"cost {account['text']}")
     if run.is_stopped:
         raise run.stopped()
     if config.task == CLASSIFICATION and (test_accuracy := run.result.test_accuracy) is not None:
         warn_of_majority(test_accuracy, g, str(config.ntype), config.label)
-    return replace(run.result, account=account)
+    return replace(run.result, account=account, traffic=tracing.traffic_of(run.sent, g.session))
 
 
 def _with_task(config: FitConfig, g: DistGraph) -> FitConfig:
@@ -523,7 +429,8 @@ def settled(config: Options, checkpoints: str | Path | None, session: Session) -
     ConfigError: the ranks' settings differ. Called before anything else is collective, in which they would
     wait for each other.
     """
-    shared = {one.name: getattr(config, one.name) for one in fields(RunOptions) if one.name != "trace"}
+    files = ("trace", "tensorboard")
+    shared = {one.name: getattr(config, one.name) for one in fields(RunOptions) if one.name not in files}
     shared |= {"task": str(shared["task"])[:20], "checkpoints": checkpoints is not None}
     check_equal(session, "the settings of training", shared)
     launch, restarts = cast("list[Any]", broadcast_json(read_launch(), session))
@@ -565,7 +472,9 @@ _SHOWN = 4
 def _facts(g: DistGraph, config: FitConfig, optimizer: torch.optim.Optimizer) -> dict[str, object]:
     """Return what a run must have in common with the one that it goes on from, JSON values."""
     session = g.session
-    options = agreement_facts(session.strategy, without_keys(session.options), session.seed, curve=False)
+    options = agreement_facts(
+        session.strategy, tracing.without_keys(session.options), session.seed, curve=False
+    )
     groups = {
         f"optimizer.{number}.{name}": _plain(value)
         for number, group in enumerate(optimizer.param_groups)
@@ -618,8 +527,14 @@ def epoch_line(record: EpochRecord) -> str:
     return f"epoch {record.epoch}: loss {record.loss:.4f}, {shown}{record.seconds:.2f} s"
 
 
-def _progress_title(first: int, end: int) -> str:
-    return f"training epoch {first}" if first + 1 == end else f"training epochs {first} to {end - 1}"
+def _progress_of(
+    run: _Run, loader: TrainingLoader, config: FitConfig, session: Session, *, enabled: bool
+) -> tuple[tracing.LiveFigures, AbstractContextManager[Advance]]:
+    first, end = run.result.first_epoch, config.epochs
+    title = f"training epoch {first}" if first + 1 == end else f"training epochs {first} to {end - 1}"
+    done, total = len(loader) * first + run.first_step, len(loader) * end
+    live = tracing.LiveFigures(done, total, len(loader), session)
+    return live, progress(title, total - done, enabled=enabled, figures=live.now if config.watch else None)
 
 
 class _Run:
@@ -654,7 +569,11 @@ class _Run:
         self._next, self._evaluations_since_best = 0, 0
         self._so_far: dict[str, float] = {}
         """Of the epoch ``_next``, before the loader's position."""
-        self._best = None if config.patience is None else _Best(folder, step)
+        self._best = (
+            None if config.patience is None else checkpoint.BestWeights(folder, step.model, step.sparse)
+        )
+        self.sent: dict[str, float] = {}
+        """Bytes of this rank's ledger in the epochs so far, by pair and phase."""
         self._steps_between = 0 if folder is None else every
         """Of regular checkpoints; 0: none."""
         self._saved_at: tuple[int, int] | None = None
@@ -687,6 +606,9 @@ class _Run:
             self._best.scores = saved.best_scores
         self._next, self._evaluations_since_best = resumed.epoch, saved.evaluations_since_best
         self.first_step = resumed.step
+        # The ranks may be others now; the sum over all of them counts.
+        for of_rank in saved.sent if self._session.topology.rank == 0 else ():
+            self._note_sent(of_rank)
         if resumed.step:
             self._so_far = saved.so_far[self._session.topology.rank]
         self.result = FitResult(
@@ -744,7 +666,9 @@ class _Run:
                 return []
             found = [record]
         else:
+            counted = self._session.ledger.snapshot()
             found = list(trainer.run(self._next, self._next_stop() - self._next))
+            self._note_sent(tracing.bytes_by_pair(self._session.ledger.since(counted)))
             for _ in found:
                 after_step()
         self._next += len(found)
@@ -784,11 +708,17 @@ class _Run:
                 return None
             pause = self._save(step)
             self._so_far = {**self._so_far, "checkpoint_s": self._so_far.get("checkpoint_s", 0) + pause}
-        record = over_ranks(gather_json(self._so_far, self._session), self._next)
-        if self._task in METRICS_OF and self._task != CLASSIFICATION:
-            record = replace(record, train_accuracy=math.nan)
-        self._so_far = {}
-        return record
+        figures, self._so_far = self._note_sent(self._so_far), {}
+        record = over_ranks(gather_json(figures, self._session), self._next)
+        has_classes = self._task == CLASSIFICATION or self._task not in METRICS_OF
+        return record if has_classes else replace(record, train_accuracy=math.nan)
+
+    def _note_sent(self, figures: Figures) -> Figures:
+        """Add the bytes by pair to those so far; return the other figures."""
+        for name, value in figures.items():
+            if name.startswith(tracing.SENT):
+                self.sent[name] = self.sent.get(name, 0) + value
+        return {name: value for name, value in figures.items() if not name.startswith(tracing.SENT)}
 
     def _next_stop(self) -> int:
         # The loader of a trainer has one step an epoch.
@@ -875,6 +805,7 @@ class _Run:
                 "metrics": self.result.metrics,
                 "best_scores": {} if self._best is None else self._best.scores,
                 "so_far": gather_json(self._so_far, self._session) if step else [],
+                "sent": gather_json(self.sent, self._session),
                 TRAINED_WITH: _trained_with(self._session),
                 PRECISION: self.result.precision,
                 _FACTS: self._facts,
@@ -884,50 +815,6 @@ class _Run:
         )
         self._saved_at = (self._next, step)
         return time.perf_counter() - begin
-
-
-class _Best:
-    """The weights of the best epoch: in folder ``best`` of the checkpoints, or in memory if there is none."""
-
-    def __init__(self, checkpoints: str | Path | None, step: Step) -> None:
-        self._folder = None if checkpoints is None else Path(checkpoints) / "best"
-        self._saved: dict[str, Any] = {"model": step.model, "sparse": step.sparse}
-        state = checkpoint.RunState(**self._saved)
-        folder = self._folder
-        self.writer = None if folder is None else checkpoint.CheckpointWriter(folder, state, keep=1)
-        self._weights: dict[str, Tensor] = {}
-        self._rows: list[Tensor] = []
-        self.scores: dict[str, Any] = {}
-        """Fields of :class:`FitResult` of that epoch."""
-
-    def _own_rows(self) -> list[Tensor]:
-        return [rows for one in self._saved["sparse"] for rows in one.own_rows]
-
-    def forget(self) -> None:
-        if self._folder is not None:
-            checkpoint.remove_all(self._folder)
-
-    def keep(self, epoch: int, scores: dict[str, Any]) -> None:
-        """Copy the weights; collective."""
-        self.scores = scores
-        if self.writer is not None:
-            self.writer.save(epoch=epoch + 1, step=0, extra={})
-            return
-        of_model = self._saved["model"].state_dict()
-        self._weights = {name: tensor.detach().clone() for name, tensor in of_model.items()}
-        self._rows = [rows.clone() for rows in self._own_rows()]
-
-    def load(self, epoch: int) -> None:
-        """Load the weights; collective."""
-        if self.writer is None or self._folder is None:
-            self._saved["model"].load_state_dict(self._weights)
-            for rows, kept in zip(self._own_rows(), self._rows, strict=True):
-                rows.copy_(kept)
-            barrier(current_session(), "taking the weights of the best epoch")
-            return
-        self.writer.wait()
-        path = self._folder / f"epoch-{epoch + 1:06d}-step-{0:09d}"
-        checkpoint.load(path, **self._saved, random_state=False)
 
 
 class _Saved:
@@ -945,10 +832,11 @@ class _Saved:
             field: {name: _number(value) for name, value in extra["best_scores"][field].items()}
             for field in (("accuracy", "metrics") if extra.get("best_scores") else ())
         }
-        self.so_far = [
-            {name: _number(value) for name, value in of_rank.items()} for of_rank in extra.get("so_far", [])
-        ]
-        """By rank: :class:`Figures` of the epoch that the checkpoint is inside of."""
+        self.so_far, self.sent = (
+            [{name: _number(value) for name, value in of_rank.items()} for of_rank in extra.get(key, [])]
+            for key in ("so_far", "sent")
+        )
+        """By rank: :class:`Figures` of the epoch that the checkpoint is inside of, and bytes before it."""
 
 
 def _number(value: object) -> float:
@@ -1005,7 +893,7 @@ def _trained_with(session: Session) -> dict[str, object]:
     # Options for later runs, but none if they may have credentials or are not JSON.
     options: dict[str, object] | None = dict(session.options)
     try:
-        if json.loads(json.dumps(without_keys(session.options))) != options:
+        if json.loads(json.dumps(tracing.without_keys(session.options))) != options:
             options = None
     except (TypeError, ValueError):
         options = None

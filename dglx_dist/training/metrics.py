@@ -100,9 +100,8 @@ def roc_auc(score: Tensor, label: Tensor, session: Session) -> float:
 def average_precision(score: Tensor, label: Tensor, session: Session) -> float:
     """Exact average precision over all ranks: the mean over positives of the precision down to their score.
 
-    That is the sum of (R_n - R_n-1) P_n over the distinct scores, without interpolation. All scores are sent
-    (W-1 copies). nan without positives. Of (B, C) scores, the mean over the columns that have some.
-    Arguments and errors are those of :func:`roc_auc`.
+    All scores are sent (W-1 copies). nan without positives. Of (B, C) scores, the mean over the columns that
+    have some. Arguments and errors are those of :func:`roc_auc`.
     """
     run_on_all_ranks(session, lambda: _check_scores(score, label), ConfigError)
     return _mean_of_columns(_average_precision, score.detach(), label.to(torch.bool), session)

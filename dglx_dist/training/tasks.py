@@ -1,31 +1,36 @@
-"""Tasks of nodes: what labels are, the loss of each task, and its exact metrics."""
+"""Tasks: what labels are, the loss of a step, and exact metrics."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from dglx_dist.comm.collectives import run_on_all_ranks, sum_over_ranks
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor
-from dglx_dist.records import SPLITS
+from dglx_dist.records import FEATURE, LABEL, SPLITS
+from dglx_dist.strategies.base import WrappedModel, float_of
 from dglx_dist.training import metrics
 from dglx_dist.training.config import AUTO_TASK, CLASSIFICATION, MULTILABEL, REGRESSION
+from dglx_dist.training.relational import EntityInputs
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
 log = logging.getLogger(__name__)
 
-Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+LossFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""(B, C) scores and (B,) or (B, C) labels to the mean loss over the B rows; ignored if B is 0."""
 _ROWS_AT_ONCE = 1 << 16
 """Scores and labels of own nodes are read in pieces of this size."""
 
@@ -33,9 +38,7 @@ _ROWS_AT_ONCE = 1 << 16
 def read_task(g: DistGraph, ntype: str, label: str, wanted: str = AUTO_TASK) -> tuple[str, int]:
     """Return the task of the labels of ``ntype``, and the width of a model's scores. Collective.
 
-    The width is 0 for classification: the dataset states its classes, see ``g.num_classes``.
-
-    ConfigError: on all ranks, the labels are not of the ``wanted`` task.
+    The width is 0 for classification: see ``g.num_classes``. ConfigError: the labels are of another task.
     """
     data = g.nodes[ntype].data
     if label not in data:
@@ -75,11 +78,10 @@ def _is_binary(column: DistTensor, g: DistGraph, ntype: str) -> bool:
     return int(sum_over_ranks(count, g.session, phase=metrics.PHASE)) == 0
 
 
-def loss_of(task: str, weights: Tensor | None = None) -> Loss:
-    """Return the mean loss of (B, C) scores and labels; ``weights`` are those of :func:`class_weights`.
+def loss_of(task: str, weights: Tensor | None = None) -> LossFunction:
+    """Return the loss; a mean with the ``weights`` of :func:`class_weights` divides by the number of rows.
 
-    A weighted mean divides by the number of rows, not by the sum of their weights, so that it is the mean
-    over the ranks' means.
+    So it is the mean over the ranks' means, which it is not divided by the sum of the weights.
     """
     if task == CLASSIFICATION:
         return F.cross_entropy if weights is None else partial(_weighted, weights)
@@ -133,10 +135,7 @@ def class_weights(g: DistGraph, ntype: str, label: str, task: str) -> Tensor:
 
 
 def as_probabilities(task: str, scores: Tensor) -> Tensor:
-    """Return the probabilities of (B, C) scores: by softmax of classes, by sigmoid of several labels.
-
-    Those of regression and of links stay as they are.
-    """
+    """Return the probabilities of (B, C) scores of classes or of several labels; other scores as they are."""
     if task == CLASSIFICATION:
         return scores.softmax(1)
     return scores.sigmoid() if task == MULTILABEL else scores
@@ -202,3 +201,106 @@ def warn_of_majority(accuracy: float, g: DistGraph, ntype: str, label: str) -> N
             100 * accuracy,
             100 * share,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepLoss:
+    """The loss of one batch on this rank."""
+
+    loss: Tensor
+    """() mean over this rank's targets, with a gradient even without targets."""
+    num_targets: int
+    """As the loader counts them: destinations, or positive edges."""
+    num_correct: int | Tensor
+    """Correct targets, for the train accuracy. A () tensor does not wait for the device."""
+
+
+Task: TypeAlias = Callable[[WrappedModel, Any], StepLoss]
+"""(wrapped model, batch of the loader) to its loss; calls the model once and no collective."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class NodeClassification:
+    """Node classification on batches ``(input_nodes, output_nodes, blocks)``, or another node task."""
+
+    loss: LossFunction = cross_entropy
+    feature: str = FEATURE
+    label: str = LABEL
+    ntype: str | None = None
+    """Type of the classified nodes; required with several node types."""
+    inputs: EntityInputs | None = None
+    """Input rows by node type; None: ``feature`` of the only type."""
+
+    def __call__(self, model: WrappedModel, batch: Any) -> StepLoss:
+        blocks = batch[2]
+        scores = model(blocks, _input_rows(model, blocks[0], self.feature, self.inputs))
+        if isinstance(scores, dict):
+            scores = scores[self.ntype or blocks[-1].dsttypes[0]]
+        labels = blocks[-1].dstnodes[self.ntype or blocks[-1].dsttypes[0]].data[self.label]
+        is_class = len(labels) and labels.dim() == 1 and not labels.dtype.is_floating_point
+        correct = (scores.detach().argmax(1) == labels).sum() if is_class else 0
+        return StepLoss(loss=self.loss(scores, labels), num_targets=len(labels), num_correct=correct)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class LinkPrediction:
+    """Link prediction on batches ``(input_nodes, pair_graph, negative_pair_graph, blocks)``.
+
+    The model is called with (blocks, input rows, pair graph, negative pair graph) and returns the scores of
+    both graphs' edges, (P,) and (Q,), of all edge types together. An edge with a score above 0 is correct.
+    """
+
+    loss: LossFunction = binary_cross_entropy_with_logits
+    """Loss of (P + Q,) scores and as many float labels: 1 for an edge, 0 for a negative."""
+    pair_loss: Callable[[Tensor, Tensor], Tensor] | None = None
+    """In its place, of (P,) scores and (P, Q / P) of each edge's negatives, such as
+    :func:`dglx_dist.training.link.bpr_loss`. An edge above all its negatives is correct."""
+    feature: str = FEATURE
+    inputs: EntityInputs | None = None
+    """As in :class:`NodeClassification`."""
+
+    def __call__(self, model: WrappedModel, batch: Any) -> StepLoss:
+        _, pairs, negative_pairs, blocks = batch
+        rows = _input_rows(model, blocks[0], self.feature, self.inputs)
+        positive, negative = model(blocks, rows, pairs, negative_pairs)
+        if self.pair_loss is not None:
+            negative = _of_each_edge(positive, negative)
+            return StepLoss(
+                loss=self.pair_loss(positive, negative),
+                num_targets=len(positive),
+                num_correct=(positive.detach()[:, None] > negative.detach()).all(1).sum(),
+            )
+        truth = torch.cat([torch.ones_like(positive), torch.zeros_like(negative)])
+        return StepLoss(
+            loss=self.loss(torch.cat([positive, negative]), truth),
+            num_targets=len(positive),
+            num_correct=(positive.detach() > 0).sum(),
+        )
+
+
+def _of_each_edge(positive: Tensor, negative: Tensor) -> Tensor:
+    each, rest = divmod(len(negative), max(1, len(positive)))
+    if rest:
+        raise ConfigError(
+            f"{len(negative)} negatives of {len(positive)} edges: pair_loss needs as many of each edge; use "
+            "dx.negative.Uniform(k), or InBatch(k) with batches above k edges of each type"
+        )
+    return negative.view(len(positive), each)
+
+
+def _input_rows(model: nn.Module, block: Any, feature: str, inputs: EntityInputs | None) -> Any:
+    weight = float_of(model)
+
+    def converted(rows: Tensor) -> Tensor:
+        # Autocast takes bfloat16 as it is, and would convert it back.
+        half = rows.dtype == torch.bfloat16 and torch.is_autocast_enabled(weight.device.type)
+        return rows if half else rows.to(weight.dtype)
+
+    if inputs is None:
+        return converted(block.srcdata[feature])
+    given = inputs(block)
+    if isinstance(given, Tensor):
+        return converted(given)
+    return {ntype: converted(rows) for ntype, rows in given.items()}
