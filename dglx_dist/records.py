@@ -183,11 +183,10 @@ class EpochRecord:
         return self.num_samples / self.seconds if self.seconds > 0 else 0.0
 
     def scalars(self) -> dict[str, float]:
-        """Return the finite numbers of ``metrics.jsonl`` but the epoch, nested ones as ``outer/inner``."""
+        """Return the finite numbers of ``metrics.jsonl`` but the epoch, nested ones by their inner names."""
         found: dict[str, Any] = {}
         for name, value in (asdict(self) | {"samples_per_second": self.samples_per_second}).items():
-            nested = isinstance(value, Mapping)
-            found |= {f"{name}/{inner}": one for inner, one in value.items()} if nested else {name: value}
+            found |= value if isinstance(value, Mapping) else {name: value}
         del found["epoch"]
         return {
             name: one for name, one in found.items() if isinstance(one, (int, float)) and math.isfinite(one)

@@ -85,9 +85,9 @@ def _label(text: str, most: int = 36) -> str:
     return escape(text if len(text) <= most else text[: most - 1] + "…", quote=False)
 
 
-def _axes(x: str, y: str = "", **more: Any) -> dict[str, Any]:
-    titles = {name: {"title": {"text": text, "standoff": 8}} for name, text in (("xaxis", x), ("yaxis", y))}
-    return {**titles, **more}
+def _axes(x: str, y: str = "", *, grid: bool = True, **more: Any) -> dict[str, Any]:
+    titles = {"xaxis": {"text": x, "standoff": 8}, "yaxis": {"text": y, "standoff": 8}}
+    return {name: {"title": title, "showgrid": grid} for name, title in titles.items()} | more
 
 
 def _bar(name: str, x: Sequence[object], y: Sequence[float], color: str) -> dict[str, Any]:
@@ -161,8 +161,8 @@ def _traffic(figures: _Figures, name: str, summary: Values) -> str:
     trace = {"type": "heatmap", "x": labels, "y": labels, "xgap": 2, "ygap": 2, "zmin": 0, "showscale": False}
     trace |= {"colorscale": [[0, "#e4eefb"], [1, "#2b5c9e"]], "texttemplate": "%{text}" * (len(ranks) <= 12)}
     trace |= {**choices["all phases"], "hovertemplate": "%{y} to %{x}: %{text}<extra></extra>"}
-    layout = _axes("to", "from")
-    layout["yaxis"] |= {"autorange": "reversed", "showgrid": False}
+    layout = _axes("to", "from", grid=False)
+    layout["yaxis"]["autorange"] = "reversed"
     title = f"{name}: bytes between ranks in training"
     return figures.place(title, [trace], layout, choices) if rows else ""
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from typer.testing import CliRunner
 
 from dglx_dist.cli.app import app
 from dglx_dist.errors import ConfigError
+from dglx_dist.records import EpochRecord
 from dglx_dist.report.page import page_of, write_page
 from dglx_dist.report.run_folder import Run, read_run, write_run
 from dglx_dist.report.tables import summarise
@@ -35,7 +38,7 @@ PLAN = {
 }  # fmt: skip
 
 
-def run_in(folder: Path, number: int = 0, text: str = "cora") -> Run:
+def run_in(folder: Path, number: float = 0, text: str = "cora") -> Run:
     epochs = [epoch(one, loss=2.0 / (1 + one), seconds=1.0 + number) for one in range(6)]
     facts = {"graph": text, "strategy": text, "ranks": 2, "rank_memory_bytes": [5, 7], "test_accuracy": 0.5}
     summary = {**summarise(facts, epochs), "traffic": {**TRAFFIC, text: [[0, 1, 1]]}}
@@ -76,6 +79,21 @@ def test_several_runs_share_curves_and_what_differs_is_marked(tmp_path: Path) ->
     assert [one["name"] for one in loss if one.get("meta")] == ["a", "b"]
     marked = re.findall('<tr class="marked"><th>(.*?)</th>', page)
     assert marked == ["hidden"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured(EpochRecord):
+    scores: dict[str, float]
+
+
+def test_any_metric_of_an_epoch_is_a_curve_by_split(tmp_path: Path) -> None:
+    scores = {"val_accuracy": 0.5, "val_f1_micro": 0.25, "test_f1_micro": 0.125, "val_mae": math.nan}
+    epochs = tuple(Measured(**asdict(epoch(one)), scores=scores) for one in range(3))
+    page = page_of({"run": replace(run_in(tmp_path), epochs=epochs)}, "PLOTLY")
+    drawn = dict(zip(titles(page), data_of(page), strict=True))
+    assert [*drawn][:4] == ["loss", "accuracy", "f1 micro", "samples per second"]
+    curves = [one for one in drawn["f1 micro"]["data"] if one.get("meta")]
+    assert [(one["name"], one["y"]) for one in curves] == [("val", [0.25] * 3), ("test", [0.125] * 3)]
 
 
 def test_runs_of_one_name_have_their_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,8 +178,8 @@ return found;
 @pytest.mark.parametrize("size", [(1280, 900), (390, 844)])
 def test_a_browser_draws_every_figure_and_complains_of_nothing(tmp_path: Path, size: tuple[int, int]) -> None:
     pytest.importorskip("plotly")
-    # Nine is before ten, which sorted as texts it is not.
-    runs = {name: run_in(tmp_path / str(at), at, HOSTILE) for at, name in ((9, HOSTILE), (8, "b"))}
+    # As texts, and as numbers in texts, 9.5 is before 9.25.
+    runs = {name: run_in(tmp_path / name[-1], at, HOSTILE) for at, name in ((8.5, HOSTILE), (8.25, "b"))}
     page = tmp_path / "page.html"
     write_page(runs, page)
     opened = open_page(page, DRAWN, size=size)
@@ -171,8 +189,8 @@ def test_a_browser_draws_every_figure_and_complains_of_nothing(tmp_path: Path, s
     assert all(found["marks"]), found["marks"]
     assert (found["stolen"], found["images"], found["loaded"]) == (None, 0, [])
     assert found["width"] == [size[0], size[0]]
-    assert found["rising"] == ["9.000 s", "10.0 s"]
-    assert found["falling"] == ["10.0 s", "9.000 s"]
+    assert found["rising"] == ["9.250 s", "9.500 s"]
+    assert found["falling"] == ["9.500 s", "9.250 s"]
     assert all(one != other for one, other in zip(found["before"], found["after"], strict=True))
     assert found["smooth"] == [1.0, 1.5, 1.0]
     assert found["phase"][1] == 300
