@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -28,6 +29,7 @@ from dglx_dist.data.validate import check_columns, check_finite, check_unique, c
 from dglx_dist.errors import DatasetError
 from dglx_dist.records import EDGE_TYPE, FEATURE, LABEL, NODE_TYPE, Array, EdgeType, NodeColumn, RawGraph
 
+_LOG = logging.getLogger(__name__)
 SUFFIXES = (".csv", ".parquet")
 
 
@@ -216,6 +218,8 @@ def find_tables(folder: Path) -> tuple[dict[str, Path], dict[EdgeType, Path]]:
             f"{folder} is a partitioned dataset (it has a manifest.json), not a raw graph; train on it "
             f"directly, or partition the graph that it was made from"
         )
+    if (folder / "graph.json").is_file():
+        _LOG.warning("%s is ignored: it is for `dglx ingest %s/graph.json`", folder / "graph.json", folder)
     single, nodes = _one_file(folder, "edges"), _one_file(folder, "nodes")
     if single is not None:
         return {} if nodes is None else {NODE_TYPE: nodes}, {EDGE_TYPE: single}
