@@ -522,6 +522,7 @@ def content_key(graph: RawGraph, plan: PartitionPlan) -> str:
         *(graph.name, sorted(graph.num_nodes.items()), sorted(graph.num_classes.items())),
         *(plan.num_parts, plan.partitioner, plan.seed, plan.options, plan.format),
         *(plan.trainers_per_part, plan.feature_dtype, *(getattr(plan, name) for name in _PREPARED)),
+        *([sorted(graph.class_names.items())] if graph.class_names else ()),
     )
     digest.update(repr(settings).encode())
     data = {"edges": graph.edges, "of edges": graph.edge_data, "of nodes": graph.node_data}
