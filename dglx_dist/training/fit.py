@@ -101,7 +101,6 @@ class Step:
     """Whose ``schedule`` and ``warmup`` set the learning rate; None: it stays."""
 
     def set_rate(self, step: int, steps_of_epoch: int) -> None:
-        """Set the learning rate of a step, counted from the first of the run."""
         if self.schedule is None:
             return
         factor = rate_at(self.schedule, step, steps_of_epoch)
@@ -569,9 +568,8 @@ class _Run:
         self._next, self._evaluations_since_best = 0, 0
         self._so_far: dict[str, float] = {}
         """Of the epoch ``_next``, before the loader's position."""
-        self._best = (
-            None if config.patience is None else checkpoint.BestWeights(folder, step.model, step.sparse)
-        )
+        best = checkpoint.BestWeights(folder, step.model, step.sparse) if config.patience else None
+        self._best = best
         self.sent: dict[str, float] = {}
         """Bytes of this rank's ledger in the epochs so far, by pair and phase."""
         self._steps_between = 0 if folder is None else every
@@ -635,10 +633,7 @@ class _Run:
         return self._config.checkpoint_folder is not None and self._session.stop_point.is_over
 
     def leave(self) -> None:
-        """End training, and save where it is, if it was stopped and this is not saved; collective.
-
-        If it was not, weights and metrics are those of the best epoch from now on, with ``patience``.
-        """
+        """End training; save it if stopped, else go back to the best epoch if ``patience``; collective."""
         self._session.stop_point.close()
         epoch = self.result.best_epoch
         if self._best is not None and epoch not in (None, self._next - 1) and not self.is_stopped:
