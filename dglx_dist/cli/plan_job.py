@@ -102,7 +102,7 @@ def _from_figures(plan: PlanConfig) -> tuple[Measured, tuple[Candidate, ...]]:
         ranks=cluster.ranks, servers=plan.servers, num_layers=plan.layers, steps=steps, caches=()
     )
     # Caches, and what LABOR saves, depend on the very edges.
-    candidates = tuple(one for one in enumerate_candidates(context) if not one.labor)
+    candidates = enumerate_candidates(context)
     known = Measured(
         graph=graph,
         shape=shape,
@@ -205,7 +205,7 @@ def _measured_on(
     requested = MeasureConfig(
         cluster=cluster,
         draws=_draws_of(plan),
-        is_offered=lambda one: plan.allow_estimators or not one.labor,
+        labor=plan.allow_estimators,
         partitioned=_is_partitioned(plan, 8 * g.num_nodes() + 4 * g.num_edges()),
         epoch=_EPOCH,
         # Ranks that compute on the machine of each, at most one per core.

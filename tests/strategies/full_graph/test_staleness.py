@@ -22,11 +22,14 @@ from dglx_dist.comm.session import start_session
 from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.strategies.base import STRATEGIES
-from dglx_dist.strategies.full_graph.halo_exchange import BACKWARD, FORWARD
+from dglx_dist.strategies.full_graph import halo_exchange
+from dglx_dist.strategies.full_graph.halo_exchange import BACKWARD, FORWARD, HaloExchange, StaleHalos
+from dglx_dist.strategies.full_graph.plan_builder import _cover_layers
 from dglx_dist.training.models import ResGCN
 from tests.helpers.ranks import run_ranks, start_ranks
 from tests.strategies import equality
 from tests.strategies.full_graph import runs
+from tests.strategies.full_graph.test_halo_exchange import layer_of
 
 EPOCHS, TOLERANCE, MOMENTUM = 4, 1e-10, 0.7
 STALE = {"staleness": 1}
@@ -227,14 +230,17 @@ def test_a_resumed_run_has_the_bits_of_one_without_an_end(
                 np.testing.assert_array_equal(gradient, expected)
 
 
-def test_on_other_ranks_a_resumed_run_begins_with_an_exact_epoch(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "more"), [(2, {}), (3, {"aggregate": "cover"})])
+def test_with_another_exchange_a_resumed_run_begins_with_an_exact_epoch(
+    folder: Path, tmp_path: Path, ranks: int, more: dict[str, Any]
+) -> None:
     saved = str(tmp_path / "saved")
     run_ranks(resumed, 3, args=(str(folder), saved, STALE, 2), ranks_per_server=1)
     gradients = []
-    for options in (STALE, {}):
+    for options in (STALE | more, more):
         kept = tmp_path / f"copy-{len(gradients)}"
         shutil.copytree(saved, kept)
-        found = run_ranks(resumed, 2, args=(str(folder), str(kept), options, 4), ranks_per_server=1)
+        found = run_ranks(resumed, ranks, args=(str(folder), str(kept), options, 4), ranks_per_server=1)
         gradients.append(found[0])
     for one, other in zip(gradients[0][0][1], gradients[1][0][1], strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=TOLERANCE)
@@ -270,6 +276,14 @@ def end_epoch(model: nn.Module) -> None:
     with torch.no_grad():
         for one in model.parameters():
             one.add_(0.0)
+
+
+def train_by_data(model: Any, batches: Any) -> None:
+    """Change weights so that torch does not count it."""
+    for blocks, x, labels in itertools.chain(*(batches() for _ in range(4))):
+        F.cross_entropy(model(blocks, x), labels).backward()  # type: ignore[no-untyped-call]
+        for one in model.parameters():
+            one.data.add_(0.01)
 
 
 def odd_passes(folder: str) -> dict[str, Any]:
@@ -319,6 +333,10 @@ def odd_passes(folder: str) -> dict[str, Any]:
             loss.backward()
             end_epoch(smooth)
     found["after an overflow"] = [loss.item(), *(p.grad.sum().item() for p in smooth.parameters())]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(halo_exchange, "_MOST_PASSES", 3)
+        with pytest.raises(ConfigError, match="3 forward passes without a change of the weights"):
+            train_by_data(smooth, runs.batches_of(loader))
     g.barrier()
     session.close()
     return found
@@ -374,3 +392,45 @@ def test_a_local_graph_trains_what_blocks_train(folder: Path) -> None:
 def test_what_has_no_meaning_is_refused(strategy: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         STRATEGIES.get(strategy).read_options(options)
+
+
+def means(momentum: float) -> dict[str, Any]:
+    session = start_session(timeout_s=60)
+    rank = session.topology.rank
+    needs = {(0, 1): [0], (1, 0): [1]}
+    halo, stale = HaloExchange(session, layer_of(rank, [2, 2], needs), 2), StaleHalos(session, momentum)
+
+    def epoch(number: int, value: float) -> float:
+        h = torch.full((2, 1), value, dtype=torch.bfloat16, requires_grad=True)
+        with stale.active(number):
+            rows = halo.exchange(h)
+        rows.sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
+        assert rows.dtype == torch.bfloat16
+        return rows[-1].item()
+
+    seen = [epoch(number, 1.0 if number == 0 else 2.0) for number in range(201)]
+    state = stale.state()
+    again = {}
+    for change in (0, 1):
+        # Names end with the digest of the plan.
+        stale.load({name + "0" * change: rows.clone() for name, rows in state.items()})
+        again[change] = epoch(300 + change, 8.0)
+    session.close()
+    return {"seen": seen, "again": again}
+
+
+def test_means_are_wide_and_belong_to_their_rows() -> None:
+    """Steps of (2 - mean) / 500 are lost where the mean has 8 bits; rows of another plan are not used."""
+    for found in run_ranks(means, 2, args=(0.998,), ranks_per_server=1):
+        assert found["seen"][0] == 1.0
+        assert found["seen"][-1] == pytest.approx(2 - 0.998**199, abs=0.01)
+        assert found["again"][0] == pytest.approx(2 - 0.998**200, abs=0.01)
+        assert found["again"][1] == 8.0
+
+
+def test_a_rank_of_other_layers_is_named() -> None:
+    steps = _cover_layers(2, [layer_of(0, [2, 2], {})] * 2)
+    next(steps)
+    none = np.empty(0, np.int64)
+    with pytest.raises(PeerError, match="rank 1 sends partial sums of 1 layers where this rank has 2"):
+        steps.send({0: [none, none], 1: [none]})
