@@ -27,6 +27,7 @@ from dglx_dist.auto import (
 from dglx_dist.comm.collectives import run_on_all_ranks
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError, StorageError
+from dglx_dist.graph.cache import LOOK_AHEAD
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.graph.optim import SparseAdam, SparseOptimizer
@@ -256,6 +257,9 @@ def _check_trainable(plan: TrainConfig, g: DistGraph) -> str:
 
 def _check_cache(plan: TrainConfig, session: Session) -> None:
     traits = strategy_of(session).traits
+    # Where features do not move, what is looked ahead for is structure.
+    if plan.cache == LOOK_AHEAD and traits.features == "columns":
+        return
     if plan.cache is not None and (traits.features != "rows" or traits.unit == "full_graph"):
         raise ConfigError(
             f"--cache {plan.cache} keeps feature rows of other servers, and strategy {session.strategy!r} "

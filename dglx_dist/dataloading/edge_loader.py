@@ -322,6 +322,10 @@ class EdgeMaker:
     def sampling_signature(self) -> str:
         return f"{self.blocks.sampling_signature()}, {self.signature}"
 
+    def of_steps(self, *_steps: Any) -> EdgeMaker:
+        # A batch excludes its own edges.
+        return self
+
     def claim(self) -> Ahead:
         return self.blocks.claim()
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -24,6 +26,7 @@ from torch import Tensor
 from dglx_dist.comm.transfer import Copy, ids_to_device
 from dglx_dist.dataloading.feature_fetch import (
     NOTHING_CLAIMED,
+    WINDOW_BYTES,
     Ahead,
     Columns,
     Drawn,
@@ -32,8 +35,9 @@ from dglx_dist.dataloading.feature_fetch import (
     edges_of,
     submit_columns,
 )
-from dglx_dist.dataloading.kernels import RawBatch, Schema, Workspace
-from dglx_dist.dataloading.sampler import BatchSource, Draws
+from dglx_dist.dataloading.kernels import RawBatch, SampleRequest, Schema, Workspace
+from dglx_dist.dataloading.sampler import BatchSource, Draws, RemoteSource, WholeSource
+from dglx_dist.dataloading.step_loader import run_ahead
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.message_passing import place
@@ -209,6 +213,9 @@ class SamplerMaker:
             split=split,
         )
 
+    def of_steps(self, *_steps: Any) -> SamplerMaker:
+        return self
+
     def claim(self) -> Ahead:
         return NOTHING_CLAIMED
 
@@ -250,12 +257,56 @@ def drawn_bytes(nodes: int, offsets: int, edges: int) -> int:
     return 8 * (nodes + offsets + 2 * edges)
 
 
+def joint_draws(
+    source: RemoteSource, requests: Iterator[tuple[int, SampleRequest]], num_threads: int
+) -> Callable[[int], RemoteSource]:
+    """Return step to the source of its batch, once each; what consecutive batches share is requested once.
+
+    Draws one batch of ``requests``, then two, four, ... jointly, while these take a quarter of
+    :data:`WINDOW_BYTES`, and the next ones meanwhile: on a thread, if ``num_threads`` is 1. Thread-safe.
+    """
+    held: dict[int, RemoteSource] = {}
+    most, lock = 1, threading.Lock()
+
+    def groups() -> Iterator[dict[int, SampleRequest]]:
+        group: dict[int, SampleRequest] = {}
+        for step, request in requests:
+            # Shared draws have the same keys.
+            if len(group) >= most or any((one.streams != request.streams).any() for one in group.values()):
+                yield group
+                group = {}
+            group[step] = request
+        if group:
+            yield group
+
+    def draw(group: Mapping[int, SampleRequest]) -> dict[int, RemoteSource]:
+        nonlocal most
+        joint = source.drawn_jointly([*group.values()])
+        known = [one for hop in joint.known for one in hop]
+        num_bytes = sum(drawn_bytes(len(ids), len(ids), len(edges.sources)) for ids, edges in known)
+        most = max(1, min(2 * len(group), WINDOW_BYTES // 4 * len(group) // max(1, num_bytes)))
+        return dict.fromkeys(group, joint)
+
+    # It does not refer to what is returned, and its thread ends with that.
+    drawn = run_ahead(draw, groups(), depth=1, num_threads=num_threads)
+
+    def take(step: int) -> RemoteSource:
+        with lock:
+            while step not in held and (more := next(drawn, None)) is not None:
+                held.update(more)
+            # After an error, or where the end has moved, a batch is drawn by itself.
+            return held.pop(step, source)
+
+    return take
+
+
 @final
 class KernelMaker:
     """The :class:`dglx_dist.dataloading.step_loader.Maker` of blocks around nodes by the compiled kernels."""
 
     def __init__(self, source: BatchSource, draws: Draws, store: KVStore, columns: Columns) -> None:
         self._source, self._draws, self._store, self._columns = source, draws, store, columns
+        self._source_of: Callable[[int], BatchSource] = lambda _step: source
         self._schema = draws.schema
         weighted = draws.by_source is not None and draws.by_source.unequal
         self._builder = BatchBlockBuilder(draws.schema, weighted)
@@ -287,13 +338,26 @@ class KernelMaker:
     def claim(self) -> Ahead:
         return self._columns.claim(self._store)
 
+    def of_steps(
+        self, seeds_of: Callable[[int], Seeds], epoch: int, steps: Iterator[int], num_threads: int
+    ) -> KernelMaker:
+        if isinstance(self._source, WholeSource) or not self._store.looks_ahead:
+            return self
+
+        request_of = partial(self._draws.request, epoch=epoch, exclude=NOTHING_EXCLUDED)
+        requests = ((step, request_of(seeds_of(step), step=step)) for step in steps)
+        maker = copy(self)
+        maker._source_of = joint_draws(self._source, requests, num_threads)
+        return maker
+
     def draw(
         self, seeds: Seeds, epoch: int, exclude: Excluded = NOTHING_EXCLUDED, *, step: int
     ) -> Drawn[MiniBatch]:
         begin = time.perf_counter()
         request = self._draws.request(seeds, epoch, exclude, step)
+        source = self._source_of(step)
         with self._workspace() as workspace:
-            batch = self._source.sample(request, exclude, workspace)
+            batch = source.sample(request, exclude, workspace)
         inputs = {
             ntype: batch.nodes[batch.node_starts[number] : batch.node_starts[number + 1]]
             for number, ntype in enumerate(self._schema.ntypes)
