@@ -257,9 +257,8 @@ def _check_trainable(plan: TrainConfig, g: DistGraph) -> str:
 
 def _check_cache(plan: TrainConfig, session: Session) -> None:
     traits = strategy_of(session).traits
-    # Where features do not move, what is looked ahead for is structure.
     if plan.cache == LOOK_AHEAD and traits.features == "columns":
-        return
+        return  # for structure
     if plan.cache is not None and (traits.features != "rows" or traits.unit == "full_graph"):
         raise ConfigError(
             f"--cache {plan.cache} keeps feature rows of other servers, and strategy {session.strategy!r} "

@@ -37,7 +37,7 @@ from dglx_dist.dataloading.feature_fetch import (
 )
 from dglx_dist.dataloading.kernels import RawBatch, SampleRequest, Schema, Workspace
 from dglx_dist.dataloading.sampler import BatchSource, Draws, RemoteSource, WholeSource
-from dglx_dist.dataloading.step_loader import run_ahead
+from dglx_dist.dataloading.step_loader import Maker, run_ahead
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.message_passing import place
@@ -182,8 +182,8 @@ def _moved_nodes(nodes: NodeIds, copy: Copy) -> NodeIds:
 
 
 @final
-class SamplerMaker:
-    """The :class:`dglx_dist.dataloading.step_loader.Maker` of blocks around nodes by a sampler's own code."""
+class SamplerMaker(Maker[str, MiniBatch]):
+    """The maker of blocks around nodes by a sampler's own code."""
 
     def __init__(self, sampler: Any, g: DistGraph, columns: Columns) -> None:
         self._sampler, self._g, self._columns = sampler, g, columns
@@ -212,9 +212,6 @@ class SamplerMaker:
             fetch_s=end - sampled,
             split=split,
         )
-
-    def of_steps(self, *_steps: Any) -> SamplerMaker:
-        return self
 
     def claim(self) -> Ahead:
         return NOTHING_CLAIMED
@@ -255,49 +252,6 @@ def _node_ids(seeds: Seeds, ntypes: Sequence[str]) -> NodeIds:
 def drawn_bytes(nodes: int, offsets: int, edges: int) -> int:
     """Return the bytes of a drawn batch that waits for its rows; an edge has a source and an id."""
     return 8 * (nodes + offsets + 2 * edges)
-
-
-def joint_draws(
-    source: RemoteSource, requests: Iterator[tuple[int, SampleRequest]], num_threads: int
-) -> Callable[[int], RemoteSource]:
-    """Return step to the source of its batch, once each; what consecutive batches share is requested once.
-
-    Draws one batch of ``requests``, then two, four, ... jointly, while these take a quarter of
-    :data:`WINDOW_BYTES`, and the next ones meanwhile: on a thread, if ``num_threads`` is 1. Thread-safe.
-    """
-    held: dict[int, RemoteSource] = {}
-    most, lock = 1, threading.Lock()
-
-    def groups() -> Iterator[dict[int, SampleRequest]]:
-        group: dict[int, SampleRequest] = {}
-        for step, request in requests:
-            # Shared draws have the same keys.
-            if len(group) >= most or any((one.streams != request.streams).any() for one in group.values()):
-                yield group
-                group = {}
-            group[step] = request
-        if group:
-            yield group
-
-    def draw(group: Mapping[int, SampleRequest]) -> dict[int, RemoteSource]:
-        nonlocal most
-        joint = source.drawn_jointly([*group.values()])
-        known = [one for hop in joint.known for one in hop]
-        num_bytes = sum(drawn_bytes(len(ids), len(ids), len(edges.sources)) for ids, edges in known)
-        most = max(1, min(2 * len(group), WINDOW_BYTES // 4 * len(group) // max(1, num_bytes)))
-        return dict.fromkeys(group, joint)
-
-    # It does not refer to what is returned, and its thread ends with that.
-    drawn = run_ahead(draw, groups(), depth=1, num_threads=num_threads)
-
-    def take(step: int) -> RemoteSource:
-        with lock:
-            while step not in held and (more := next(drawn, None)) is not None:
-                held.update(more)
-            # After an error, or where the end has moved, a batch is drawn by itself.
-            return held.pop(step, source)
-
-    return take
 
 
 @final
@@ -341,13 +295,43 @@ class KernelMaker:
     def of_steps(
         self, seeds_of: Callable[[int], Seeds], epoch: int, steps: Iterator[int], num_threads: int
     ) -> KernelMaker:
-        if isinstance(self._source, WholeSource) or not self._store.looks_ahead:
+        source, lock, most = self._source, threading.Lock(), 1
+        if isinstance(source, WholeSource) or not self._store.looks_ahead:
             return self
+        held: dict[int, RemoteSource] = {}
 
-        request_of = partial(self._draws.request, epoch=epoch, exclude=NOTHING_EXCLUDED)
-        requests = ((step, request_of(seeds_of(step), step=step)) for step in steps)
+        def groups() -> Iterator[dict[int, SampleRequest]]:
+            group: dict[int, SampleRequest] = {}
+            for step in steps:
+                new = self._draws.request(seeds_of(step), epoch, NOTHING_EXCLUDED, step)
+                # Draws are shared where they have the same keys.
+                if len(group) >= most or any((one.streams != new.streams).any() for one in group.values()):
+                    yield group
+                    group = {}
+                group[step] = new
+            if group:
+                yield group
+
+        def draw(group: Mapping[int, SampleRequest]) -> dict[int, RemoteSource]:
+            nonlocal most
+            joint = source.drawn_jointly([*group.values()])
+            known = [one for hop in joint.known for one in hop]
+            num_bytes = sum(drawn_bytes(len(ids), len(ids), len(edges.sources)) for ids, edges in known)
+            most = max(1, min(2 * len(group), WINDOW_BYTES // 4 * len(group) // max(1, num_bytes)))
+            return dict.fromkeys(group, joint)
+
+        # The next ones are drawn meanwhile, on a thread that ends with the maker.
+        drawn = run_ahead(draw, groups(), depth=1, num_threads=num_threads)
+
+        def source_of(step: int) -> RemoteSource:
+            with lock:
+                while step not in held and (more := next(drawn, None)) is not None:
+                    held.update(more)
+                # After an error, or where the end has moved, a batch is drawn by itself.
+                return held.pop(step, source)
+
         maker = copy(self)
-        maker._source_of = joint_draws(self._source, requests, num_threads)
+        maker._source_of = source_of
         return maker
 
     def draw(

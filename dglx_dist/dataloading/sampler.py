@@ -114,6 +114,10 @@ class Draws:
         )
 
 
+Known: TypeAlias = Sequence[Sequence[tuple[Array, InEdges]]]
+"""By hop and edge type: (n,) int64 ascending distinct destinations, and their drawn in-edges."""
+
+
 @final
 class WholeSource:
     """Samples from the whole structure in one compiled call. Thread-safe."""
@@ -158,10 +162,6 @@ def _check_seeds(request: SampleRequest, num_distinct: Array) -> None:
 
 def _ends(lists: Sequence[Array]) -> Array:
     return np.cumsum([0, *map(len, lists)])
-
-
-Known: TypeAlias = Sequence[Sequence[tuple[Array, InEdges]]]
-"""By hop and edge type: (n,) int64 ascending distinct destinations, and their drawn in-edges."""
 
 
 @final

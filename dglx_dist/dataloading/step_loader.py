@@ -275,8 +275,8 @@ class Maker(Protocol[K, B]):
     def of_steps(
         self, items_of: Callable[[int], Mapping[K, Any]], epoch: int, steps: Iterator[int], num_threads: int
     ) -> Maker[K, B]:
-        """Return a maker of the batches of ``steps``, once each, that may draw several at a time."""
-        ...
+        """Return a maker of the batches of ``steps``, once each, that may draw 1, 2, 4, ... of them jointly."""
+        return self
 
     def claim(self) -> Ahead:
         """Claim where rows of its batches may be kept; nothing: batches need not be made in order."""

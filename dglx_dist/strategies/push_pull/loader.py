@@ -151,13 +151,10 @@ class PushPullLoader(EpochLoader[_Made, Any]):
         self._inner, self._store, self._group = inner, store, group
         self._memory = RowMemory((inner.depth + _EXTRA_BATCHES) * group.size, feature_dtype, inner.device)
         self._looks_ahead = options.depth > 1
-        # The ranks' loaders share a name, as all construct theirs in the same order.
         columns = [g.kvstore.column(g.ndata[name].kvstore_key) for name in store.names]
         if any(one.cache or one.on_device or (one.ahead and g.structure().is_whole) for one in columns):
-            log.warning(
-                "the cache of features has no effect: push_pull fetches none; policy='lookahead' looks ahead "
-                "for structure, where that is partitioned"
-            )
+            log.warning("push_pull fetches no features; policy='lookahead' is for partitioned structure")
+        # The ranks' loaders share a name, as all construct theirs in the same order.
         self._label = f"push_pull.{next(_LOADER_NUMBERS.of(session))}"
         self._wide = g.num_nodes() >= SMALL_NODES
         self._costs: deque[tuple[float, float]] = deque(maxlen=_MEASURED)
