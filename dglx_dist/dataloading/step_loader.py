@@ -275,7 +275,7 @@ class Maker(Protocol[K, B]):
     def of_steps(
         self, items_of: Callable[[int], Mapping[K, Any]], epoch: int, steps: Iterator[int], num_threads: int
     ) -> Maker[K, B]:
-        """Return a maker of the batches of ``steps``, once each, that may draw 1, 2, 4, ... of them jointly."""
+        """Return a maker of the batches of ``steps``, once each, that may draw several jointly."""
         return self
 
     def claim(self) -> Ahead:

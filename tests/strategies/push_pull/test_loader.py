@@ -165,11 +165,6 @@ def on_three(folder: str) -> dict[str, Any]:
                 found[f"{kind}/{structure}"] = [epoch_of(g, loader) for _ in range(2)]
         found["own code"] = [epoch_of(g, nodes_of(g, OwnCode(prefetch_labels=["label"])))]
         check_choice(g, [epoch for epoch, _ in found["nodes/push"]])
-        for alpha in (0.9, 0):
-            g.cache_rows("feat", alpha=alpha, policy="lookahead")
-            with mock.patch.object(push_pull_loader.log, "warning") as told:
-                nodes_of(g)
-            assert told.call_count == (alpha > 0)
         for words, make in {
             "own code": lambda: nodes_of(g, OwnCode(), structure="resample"),
             "gives blocks edge_weights": lambda: nodes_of(g, LaborSampler(FANOUTS, importance_sampling=1)),
@@ -304,6 +299,16 @@ def ahead_on_four(folder: str) -> None:
         next(steps)
         steps.close()
         assert not [one for one in threading.enumerate() if one.name.startswith("dglx-loader")]
+        for structure, policy, tells in (
+            ("partitioned", "lookahead", False),
+            ("partitioned", "halo", True),
+            ("replicated", "lookahead", True),
+        ):
+            g = DistGraph(folder, structure=structure)
+            g.cache_rows("feat", alpha=0.9, policy=policy)
+            with mock.patch.object(push_pull_loader.log, "warning") as told:
+                nodes_of(g, group=group)
+            assert (told.call_count > 0) == tells
         g.barrier()
 
 
