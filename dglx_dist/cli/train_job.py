@@ -257,9 +257,8 @@ def _check_trainable(plan: TrainConfig, g: DistGraph) -> str:
 
 def _check_cache(plan: TrainConfig, session: Session) -> None:
     traits = strategy_of(session).traits
-    if plan.cache == LOOK_AHEAD and traits.features == "columns":
-        return  # for structure
-    if plan.cache is not None and (traits.features != "rows" or traits.unit == "full_graph"):
+    has_rows = traits.features == "rows" and traits.unit != "full_graph"
+    if plan.cache and not has_rows and (plan.cache, traits.features) != (LOOK_AHEAD, "columns"):
         raise ConfigError(
             f"--cache {plan.cache} keeps feature rows of other servers, and strategy {session.strategy!r} "
             "moves none in training; leave --cache out, or use strategy data_parallel"

@@ -304,7 +304,6 @@ class KernelMaker:
             group: dict[int, SampleRequest] = {}
             for step in steps:
                 new = self._draws.request(seeds_of(step), epoch, NOTHING_EXCLUDED, step)
-                # Draws are shared where they have the same keys.
                 if len(group) >= most or any((one.streams != new.streams).any() for one in group.values()):
                     yield group
                     group = {}
@@ -315,9 +314,8 @@ class KernelMaker:
         def draw(group: Mapping[int, SampleRequest]) -> dict[int, RemoteSource]:
             nonlocal most
             joint = source.drawn_jointly([*group.values()])
-            known = [one for hop in joint.known for one in hop]
-            num_bytes = sum(drawn_bytes(len(ids), len(ids), len(edges.sources)) for ids, edges in known)
-            most = max(1, min(2 * len(group), WINDOW_BYTES // 4 * len(group) // max(1, num_bytes)))
+            num_edges = sum(len(edges.sources) for hop in joint.known for _, edges in hop)
+            most = max(1, int(len(group) * min(2, WINDOW_BYTES / 4 / drawn_bytes(0, 1, num_edges))))
             return dict.fromkeys(group, joint)
 
         # The next ones are drawn meanwhile, on a thread that ends with the maker.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 
@@ -114,10 +114,6 @@ class Draws:
         )
 
 
-Known: TypeAlias = Sequence[Sequence[tuple[Array, InEdges]]]
-"""By hop and edge type: (n,) int64 ascending distinct destinations, and their drawn in-edges."""
-
-
 @final
 class WholeSource:
     """Samples from the whole structure in one compiled call. Thread-safe."""
@@ -171,12 +167,14 @@ class RemoteSource:
     For every hop and edge type it sends 8 bytes per remote destination and receives 24 per edge drawn there;
     each request also has 8 bytes per edge of the type that the batch excludes there. All ranks serve ``op``
     with :func:`keyed_draw`, by the rule of the requests without what single batches exclude. Thread-safe.
-    Nothing is requested where the draws of all batches are ``known``.
+    Nothing is requested of what is ``known``: [hop][edge type], (ascending destinations, their in-edges).
     """
 
     is_whole = False
 
-    def __init__(self, schema: Schema, structures: Sequence[Structure], op: str, known: Known = ()) -> None:
+    def __init__(
+        self, schema: Schema, structures: Sequence[Structure], op: str, known: Sequence[Any] = ()
+    ) -> None:
         self._schema, self.known = schema, known
         self._structures, self._op, self._etypes = tuple(structures), op, schema.etypes
         self._offsets = schema.offsets
@@ -184,10 +182,7 @@ class RemoteSource:
         self._destination_types = schema.destination_types.tolist()
 
     def drawn_jointly(self, requests: Sequence[SampleRequest]) -> RemoteSource:
-        """Draw for several batches, each destination once; return the source of these batches.
-
-        The requests differ only in their seeds, and no batch excludes edges.
-        """
+        """Draw each destination of ``requests``, which differ in seeds alone, once; return their source."""
         by_type = zip(*(np.split(one.seeds, one.seed_ends[1:-1]) for one in requests), strict=True)
         nodes = [np.unique(np.concatenate(seeds)) for seeds in by_type]
         known: list[list[tuple[Array, InEdges]]] = []
@@ -225,7 +220,7 @@ class RemoteSource:
         self, request: SampleRequest, exclude: Mapping[EdgeType, Array], hop: int, frontiers: Sequence[Array]
     ) -> list[InEdges]:
         if self.known:
-            return [_taken(*known, nodes) for known, nodes in zip(self.known[hop], frontiers, strict=True)]
+            return [_taken(known, nodes) for known, nodes in zip(self.known[hop], frontiers, strict=True)]
         pending: list[Callable[[], InEdges]] = []
         for relation, (structure, frontier) in enumerate(zip(self._structures, frontiers, strict=True)):
             fanout = int(request.fanouts[hop, relation])
@@ -264,10 +259,10 @@ def _no_edges(num_nodes: int) -> InEdges:
     return InEdges(indptr=np.zeros(num_nodes + 1, np.int64), sources=NO_EDGES, edge_ids=NO_EDGES)
 
 
-def _taken(known: Array, edges: InEdges, nodes: Array) -> InEdges:
-    """Return the in-edges of (K,) ``nodes``, all of which are ``known``."""
+def _taken(known: tuple[Array, InEdges], nodes: Array) -> InEdges:
+    ids, edges = known
     shard = CSCShard(indptr=edges.indptr, indices=edges.sources, first_node=0, first_edge=0)
-    taken = all_in_edges(shard, np.searchsorted(known, nodes))
+    taken = all_in_edges(shard, np.searchsorted(ids, nodes))
     return replace(taken, edge_ids=edges.edge_ids[taken.edge_ids])
 
 
