@@ -186,12 +186,15 @@ class RemoteSource:
         by_type = zip(*(np.split(one.seeds, one.seed_ends[1:-1]) for one in requests), strict=True)
         nodes = [np.unique(np.concatenate(seeds)) for seeds in by_type]
         known: list[list[tuple[Array, InEdges]]] = []
+        edges: list[InEdges] = []
         for hop in range(len(requests[0].fanouts)):
+            for node_type, of_type in zip(self._source_types, edges, strict=bool(hop)):
+                # np.unique takes ten times as long.
+                ids = np.sort(np.concatenate([nodes[node_type], of_type.sources]))
+                nodes[node_type] = ids[np.diff(ids, prepend=-1) > 0]
             frontiers = [nodes[node_type] for node_type in self._destination_types]
             edges = self._draw(requests[0], {}, hop, frontiers)
             known.append(list(zip(frontiers, edges, strict=True)))
-            for node_type, of_type in zip(self._source_types, edges, strict=True):
-                nodes[node_type] = np.union1d(nodes[node_type], of_type.sources)
         return RemoteSource(self._schema, self._structures, self._op, known)
 
     def sample(
