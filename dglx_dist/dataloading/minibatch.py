@@ -315,7 +315,7 @@ class KernelMaker:
             nonlocal most
             joint = source.drawn_jointly([*group.values()])
             num_edges = sum(len(edges.sources) for hop in joint.known for _, edges in hop)
-            most = max(1, int(len(group) * min(2, WINDOW_BYTES / 4 / drawn_bytes(0, 1, num_edges))))
+            most = max(1, int(len(group) * min(4, WINDOW_BYTES / 4 / drawn_bytes(0, 1, num_edges))))
             return dict.fromkeys(group, joint)
 
         # The next ones are drawn meanwhile, on a thread that ends with the maker.

@@ -278,7 +278,7 @@ def ahead_on_four(folder: str) -> None:
         group = make_group(session, 2)
         labor = LaborSampler(FANOUTS, batch_dependency=2, prefetch_labels=["label"])
         paces: list[dict[str, Any]] = [{}, {"num_threads": 0}, {"num_threads": 3, "depth": 4}]
-        for sampler, sizes in ((None, (1, 2, 4, 8, 16)), (labor, (1, 1, *[2] * 12))):
+        for sampler, sizes in ((None, (1, 4, 16, 64)), (labor, (1, 1, *[2] * 12))):
             for pace in paces[: 3 if sampler is None else 1]:
                 loader = nodes_of(g, sampler, group, batch_size=4, shuffle=True, **pace)
                 g.cache_rows("feat", alpha=0, policy="lookahead")
