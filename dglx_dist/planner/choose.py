@@ -118,11 +118,11 @@ def choose(candidates: Iterable[Candidate], known: Measured, constraints: Choice
 
 def _barred(candidate: Candidate, constraints: ChoiceOptions) -> str:
     # What would allow the candidate; empty: it is allowed.
-    if constraints.unit not in ("any", candidate.unit):
-        return f"--unit {candidate.unit}"
     if candidate.labor:
         return "LaborSampler(fanouts) passed to dx.DataLoader"
-    return "" if candidate.exact or constraints.allow_estimators else "--allow-estimators"
+    wanted = f"--unit {candidate.unit}" if constraints.unit not in ("any", candidate.unit) else ""
+    allowed = candidate.exact or constraints.allow_estimators
+    return " ".join(one for one in (wanted, "" if allowed else "--allow-estimators") if one)
 
 
 def worth(one: Prediction, constraints: ChoiceOptions) -> float:
@@ -216,15 +216,18 @@ def _compared(other: Prediction, taken: Prediction, constraints: ChoiceOptions) 
         # Their epochs are different work, so their bytes and seconds are not comparable.
         return f"{other.candidate.name} takes {ratio:.2f} x as long to learn as much"
     more = other.inter_server_bytes - taken.inter_server_bytes
-    work = other.seconds.compute + other.seconds.sampling - taken.seconds.compute - taken.seconds.sampling
-    why = []
-    if more > 0:
-        why.append(f"it moves {readable_bytes(more)} more between servers")
-    if work > 0:
-        why.append(f"it computes {_seconds(work)} longer")
-    if other.seconds.inside > taken.seconds.inside:
-        longer = other.seconds.inside - taken.seconds.inside
-        why.append(f"it exchanges {_seconds(longer)} longer within servers")
+    slower = {
+        f"moves {readable_bytes(more)} more between servers" if more > 0 else "waits longer for servers": (
+            other.seconds.outside - taken.seconds.outside
+        ),
+        "computes longer": other.seconds.compute - taken.seconds.compute,
+        "draws longer": other.seconds.sampling - taken.seconds.sampling,
+        "exchanges longer within servers": other.seconds.inside - taken.seconds.inside,
+        "sums gradients longer": other.seconds.all_reduce - taken.seconds.all_reduce,
+    }
+    longest = max(slower.values())
+    # What takes less than a tenth of the longest explains nothing.
+    why = [f"it {what} ({_seconds(by)})" for what, by in slower.items() if by > longest / 10 > 0]
     return f"{other.candidate.name} takes {ratio:.2f} x as long" + (f": {', '.join(why)}" if why else "")
 
 

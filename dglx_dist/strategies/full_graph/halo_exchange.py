@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -136,6 +137,7 @@ class HaloExchange:
         self._sent = [(rank, len(rows)) for rank, rows in layer.send]
         self._num_sent = sum(count for _, count in self._sent)
         self._received = layer.receive
+        self.digest = zlib.crc32(np.concatenate([layer.halo_nodes, *(one for _, one in layer.send)]).data)
         self.cover = None if layer.cover is None else CoverExchange(session, layer.cover, self)
 
     def at(self, number: int) -> HaloExchange:
@@ -170,7 +172,7 @@ class HaloExchange:
         if not self._sent and not self._received:
             return h
         if kept is None and (active := _ACTIVE.of(self._session)) and torch.is_grad_enabled():
-            return cast("Tensor", _AppendLate.apply(self, active[-1].of(self.number), h))  # type: ignore[no-untyped-call]  # torch leaves it bare
+            return cast("Tensor", _AppendLate.apply(self, active[-1].of(self), h))  # type: ignore[no-untyped-call]  # torch leaves it bare
         # -1: no backward pass is running, see torch.autograd.graph.
         if kept is None and self._exchanges.late is not None and torch._C._current_graph_task_id() != -1:
             raise ConfigError(
@@ -443,10 +445,7 @@ class LateRows:
             for memory, counts in ((self._out, to), (self._in, due))
         )
         if self.rows is not None and (self.rows.shape, self.rows.dtype) != (self._target.shape, like.dtype):
-            raise ConfigError(
-                f"{name}: {tuple(self._target.shape)} {like.dtype}, before {tuple(self.rows.shape)} "
-                f"{self.rows.dtype}; with staleness=1 run equal layers, and resume on the same partition"
-            )
+            self.rows = None  # of another model or precision: this exchange is exact
         outgoing = [Outgoing(rank=rank, rows=part) for rank, part in _pieces_of(out, to)]
         for message, rows in zip(outgoing, sent, strict=True):
             message.rows.copy_(rows)
@@ -455,6 +454,10 @@ class LateRows:
         if self.rows is None:
             self.arrive()
         return cast("Tensor", self.rows)
+
+
+_MOST_PASSES = 100
+"""Forward passes without a change of the weights; each keeps rows of its own."""
 
 
 @final
@@ -469,27 +472,35 @@ class StaleHalos:
         exchanges, self._active = row_exchanges(session), _ACTIVE.of(session)
         exchange = exchanges.late = exchanges.late or CallExchange(session)
         self._late = defaultdict[str, LateRows](lambda: LateRows(exchange, momentum))
-        self._epoch, self._calls = -1, Counter[int]()
+        self._epoch, self._passes, self._calls = -1, 0, Counter[int]()
 
     @contextmanager
     def active(self, epoch: int) -> Iterator[None]:
         """Use them in this block, a forward pass of the model."""
+        self._passes += 1
         if self._epoch != epoch:
-            self._epoch, self._calls = epoch, Counter()
+            self._epoch, self._passes, self._calls = epoch, 1, Counter()
             for one in self._late.values():
                 if not one.is_used:
                     one.arrive(keep=False)
                 one.is_used = False
+        if self._passes > _MOST_PASSES:
+            raise ConfigError(
+                f"{_MOST_PASSES} forward passes without a change of the weights, which ends an epoch of "
+                "staleness=1; change them by an optimizer, or in place under torch.no_grad(), not by .data"
+            )
         self._active.append(self)
         try:
             yield
         finally:
             self._active.pop()
 
-    def of(self, layer: int) -> list[LateRows]:
-        """Return the rows and the gradients of the next exchange of ``layer`` in this epoch."""
-        self._calls[layer] += 1
-        return [self._late[f"{phase}/{layer}/{self._calls[layer]}"] for phase in (FORWARD, BACKWARD)]
+    def of(self, halo: HaloExchange) -> list[LateRows]:
+        """Return the rows and the gradients of the next exchange of the layer of ``halo`` in this epoch."""
+        self._calls[halo.number] += 1
+        # Rows of another structure, as before a resume with other options, are not used.
+        number = f"{halo.number}/{self._calls[halo.number]}/{halo.digest}"
+        return [self._late[f"{phase}/{number}"] for phase in (FORWARD, BACKWARD)]
 
     def state(self) -> dict[str, Tensor]:
         """Wait for what is in transit, and return what the next epoch uses."""

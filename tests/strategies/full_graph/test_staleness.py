@@ -22,6 +22,7 @@ from dglx_dist.comm.session import start_session
 from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.strategies.base import STRATEGIES
+from dglx_dist.strategies.full_graph import halo_exchange
 from dglx_dist.strategies.full_graph.halo_exchange import BACKWARD, FORWARD
 from dglx_dist.training.models import ResGCN
 from tests.helpers.ranks import run_ranks, start_ranks
@@ -227,14 +228,17 @@ def test_a_resumed_run_has_the_bits_of_one_without_an_end(
                 np.testing.assert_array_equal(gradient, expected)
 
 
-def test_on_other_ranks_a_resumed_run_begins_with_an_exact_epoch(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "more"), [(2, {}), (3, {"aggregate": "cover"})])
+def test_with_another_exchange_a_resumed_run_begins_with_an_exact_epoch(
+    folder: Path, tmp_path: Path, ranks: int, more: dict[str, Any]
+) -> None:
     saved = str(tmp_path / "saved")
     run_ranks(resumed, 3, args=(str(folder), saved, STALE, 2), ranks_per_server=1)
     gradients = []
-    for options in (STALE, {}):
+    for options in (STALE | more, more):
         kept = tmp_path / f"copy-{len(gradients)}"
         shutil.copytree(saved, kept)
-        found = run_ranks(resumed, 2, args=(str(folder), str(kept), options, 4), ranks_per_server=1)
+        found = run_ranks(resumed, ranks, args=(str(folder), str(kept), options, 4), ranks_per_server=1)
         gradients.append(found[0])
     for one, other in zip(gradients[0][0][1], gradients[1][0][1], strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=TOLERANCE)
@@ -270,6 +274,14 @@ def end_epoch(model: nn.Module) -> None:
     with torch.no_grad():
         for one in model.parameters():
             one.add_(0.0)
+
+
+def train_by_data(model: Any, batches: Any) -> None:
+    """Change weights so that torch does not count it."""
+    for blocks, x, labels in itertools.chain(*(batches() for _ in range(4))):
+        F.cross_entropy(model(blocks, x), labels).backward()  # type: ignore[no-untyped-call]
+        for one in model.parameters():
+            one.data.add_(0.01)
 
 
 def odd_passes(folder: str) -> dict[str, Any]:
@@ -319,6 +331,10 @@ def odd_passes(folder: str) -> dict[str, Any]:
             loss.backward()
             end_epoch(smooth)
     found["after an overflow"] = [loss.item(), *(p.grad.sum().item() for p in smooth.parameters())]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(halo_exchange, "_MOST_PASSES", 3)
+        with pytest.raises(ConfigError, match="3 forward passes without a change of the weights"):
+            train_by_data(smooth, runs.batches_of(loader))
     g.barrier()
     session.close()
     return found
