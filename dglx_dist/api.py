@@ -313,7 +313,6 @@ def _session_for(strategy: str | None) -> Session:
 
 
 def _partitioned_as(path: Path) -> Literal["folder", "part_config"] | None:
-    """Return the argument of DistGraph that takes ``path``; None where it is no partitioned dataset."""
     if (path / MANIFEST).is_file():
         return "folder"
     if path.suffix != ".json" or not path.is_file():

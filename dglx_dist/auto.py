@@ -271,9 +271,7 @@ def _choose(
 
     def is_offered(one: Candidate) -> bool:
         own_loop = not training.own_loop or STRATEGIES.get(one.strategy).traits.own_loop
-        # The sampler is the user's: LABOR can be advised, not chosen.
-        wanted_too = not one.labor and (one.exact or wanted.allow_estimators)
-        return own_loop and wanted_too and wanted.unit in ("any", one.unit)
+        return own_loop and (one.exact or wanted.allow_estimators) and wanted.unit in ("any", one.unit)
 
     requested = MeasureConfig(
         cluster=cluster,

@@ -1,5 +1,7 @@
 """DGL's message passing in torch operations, for devices that DGL's own kernels do not serve.
 
+:func:`correct_kernels` corrects DGL's own, on CPUs.
+
 On a graph that :func:`place` has put on a device, DGL's operators (``update_all``, ``apply_edges``,
 ``edge_softmax``, ``dgl.ops``) run the functions of this module; on every other graph, DGL's own kernels.
 
@@ -30,10 +32,11 @@ from dgl.frame import Column, Frame, LazyFeature
 from dgl.heterograph import DGLBlock
 from dgl.heterograph_index import HeteroGraphIndex
 from torch import Tensor
+from torch.amp.autocast_mode import _cast
 from torch.autograd import Function
 
+from dglx_dist.comm.devices import Copy, ids_to_device
 from dglx_dist.comm.topology import read_message_passing
-from dglx_dist.comm.transfer import Copy, ids_to_device
 from dglx_dist.errors import ConfigError
 
 Graph = TypeVar("Graph", bound=Any)
@@ -298,8 +301,6 @@ class _WeightedSum(Function):
 
 
 class _Softmax(Function):
-    """Softmax of (E, ...) scores over the edges of each node."""
-
     @staticmethod
     def forward(ctx: Any, scores: Tensor, segments: Segments) -> Tensor:
         wide = scores.float() if scores.dtype in _HALVES else scores
@@ -571,7 +572,6 @@ def cpu_index(index: HeteroGraphIndex) -> HeteroGraphIndex:
 
 
 def _relation(index: HeteroGraphIndex, etype: int, move: Copy) -> Relation:
-    """Copy the edges of one type, in the format in which they are stored."""
     one = HeteroGraphIndex.get_relation_graph(index, etype)
     source, destination = index.metagraph.find_edge(etype)
     num_src, num_dst, num_edges = index.num_nodes(source), index.num_nodes(destination), one.num_edges(0)
@@ -692,3 +692,34 @@ def _install_once() -> None:
     DGLGraph.out_degrees = _degrees("out_degrees", "by_src")
     # Torch says once per process that its CSR tensors are new.
     warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+
+
+_DGL_CAST = sparse._cast_if_autocast_enabled
+
+
+@functools.cache
+def correct_kernels() -> None:
+    """Correct DGL's operators on CPUs in this process; what is right stays as it is.
+
+    - DGL casts the operands of its kernels under the autocast of CUDA, but not of CPUs. There a kernel gets
+      rows in bfloat16 from a linear layer, edge weights or attention in float32, and refuses them.
+    - On a graph without edges, maxima and minima are zeros, whose gradient DGL gives to node 0 (an error if
+      there is none); it is zero. A rank's block, or one relation of it, may have no edges where the whole
+      graph has.
+    """
+    sparse._cast_if_autocast_enabled = _cast_operands
+    sparse.GSpMM = SimpleNamespace(apply=functools.partial(_spmm_of_edges, sparse.GSpMM.apply))
+
+
+def _cast_operands(*operands: Any) -> Any:
+    if not torch.is_autocast_enabled("cpu"):
+        return _DGL_CAST(*operands)
+    floats = [one for one in operands if isinstance(one, Tensor) and one.is_floating_point()]
+    if len({one.dtype for one in floats}) > 1:
+        operands = _cast(operands, "cpu", torch.get_autocast_dtype("cpu"))
+    return _DGL_CAST(*operands)
+
+
+def _spmm_of_edges(stock: Any, index: Any, op: str, how: str, lhs: Any, rhs: Any) -> Any:
+    # The sum of nothing has the right gradient.
+    return stock(index, op, how if index.num_edges(0) else "sum", lhs, rhs)

@@ -103,7 +103,7 @@ def _from_figures(plan: PlanConfig) -> tuple[Measured, tuple[Candidate, ...]]:
         ranks=cluster.ranks, servers=plan.servers, num_layers=plan.layers, steps=steps, caches=()
     )
     # Caches, and what LABOR saves, depend on the very edges.
-    candidates = tuple(one for one in enumerate_candidates(context) if not one.labor)
+    candidates = enumerate_candidates(context)
     known = Measured(
         graph=graph,
         shape=shape,
@@ -209,7 +209,7 @@ def _measured_on(
     requested = MeasureConfig(
         cluster=cluster,
         draws=_draws_of(plan),
-        is_offered=lambda one: plan.allow_estimators or not one.labor,
+        labor=plan.allow_estimators,
         partitioned=_is_partitioned(plan, 8 * g.num_nodes() + 4 * g.num_edges()),
         epoch=_EPOCH,
         clock=time.perf_counter if torch.get_num_threads() > 1 or on_gpu else time.thread_time,

@@ -109,7 +109,6 @@ def _connect(session: Session, peer: int) -> socket.socket:
 def _accept(
     session: Session, listener: socket.socket, offers: Mapping[int, bytes], missing: Sequence[int]
 ) -> tuple[int, socket.socket]:
-    """Return the next connection of one of ``missing``; others are refused and logged."""
     started = time.monotonic()
     listener.settimeout(_CHECK_EVERY_S)
     while time.monotonic() - started < session.timeout_s:

@@ -268,7 +268,6 @@ class JobStore:
         self._meet(secret)
 
     def _meet(self, secret: bytes) -> None:
-        """Derive the key of this session from fresh random numbers of all ranks."""
         self.raw = self._failures = SealedStore(self.raw, derived_key(secret, "store", VERSION))
         mine = secrets.token_hex(_SEAL_BYTES)
         nonces = self.exchange("start", mine)

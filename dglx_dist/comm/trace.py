@@ -169,7 +169,6 @@ def open_trace(folder: Path | None, rank: int) -> tuple[TraceWriter | None, str]
 
 
 def _reserved(folder: Path, rank: int) -> Path:
-    """Return the name of a new file of ``rank``, reserved by an empty file beside it."""
     number = 0
     try:
         folder.mkdir(parents=True, exist_ok=True)

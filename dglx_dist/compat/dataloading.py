@@ -29,8 +29,6 @@ from dglx_dist.strategies.data_parallel import DataParallel
 
 
 class _Epochs(ABC):
-    """Iteration over epochs by a loop, or by ``next()`` after ``iter()``, as with DGL."""
-
     _running: Iterator[Any] | None = None
 
     @abstractmethod

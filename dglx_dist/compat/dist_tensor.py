@@ -182,8 +182,6 @@ class KVClient(Wrapper, of=KVStore):
 
 @final
 class _LocalRows(Mapping[str, Tensor]):
-    """The own server's rows of each tensor, looked up on access."""
-
     def __init__(self, client: KVClient) -> None:
         self._client = client
 

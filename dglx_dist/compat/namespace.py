@@ -217,7 +217,6 @@ _KEPT, _GONE = ("merge_graphs",), ("init_kvstore", "close_kvstore")
 
 
 def _replacements(submodule: ModuleType) -> dict[str, Any]:
-    """Return the replacements of names that only this submodule has: functions about processes."""
     _, _, name = submodule.__name__.rpartition(".")
     gone = [
         one

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dglx_dist.comm.devices import ids_to_device
 from dglx_dist.comm.session import SessionField, current_session
-from dglx_dist.comm.transfer import ids_to_device
 from dglx_dist.compat.wrappers import Forward, Wrapper
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph

@@ -100,8 +100,6 @@ def _check(stamped: Sequence[tuple[str, str, int, int, int]]) -> None:
 
 @final
 class _Child:
-    """A process that reads files until one ends it, or none comes for some seconds."""
-
     def __init__(self) -> None:
         program = [sys.executable, "-c", _PROGRAM, json.dumps(sys.path)]
         pipe = subprocess.PIPE

@@ -156,7 +156,6 @@ def _distinct(keys: Array) -> Array:
 
 
 def _merged(keys: Array, more: Array) -> Array:
-    """Return the sorted union of two sorted arrays of distinct keys; ``more`` is the short one."""
     position = np.searchsorted(keys, more)
     known = keys[np.minimum(position, len(keys) - 1)] == more
     return np.insert(keys, position[~known], more[~known])
@@ -172,7 +171,6 @@ def _isolated(keys: Array, num_nodes: int) -> Array:
 
 
 def _directed(keys: Array, num_nodes: int) -> tuple[Array, Array]:
-    """Return links as edges in both directions, sorted by (source, destination)."""
     num_links = len(keys)
     turned = np.empty(2 * num_links, dtype=np.int64)
     for first in range(0, num_links, _PAIRS_AT_ONCE):

@@ -15,7 +15,7 @@ from dgl.heterograph import DGLBlock
 from torch import Tensor
 
 from dglx_dist.comm.collectives import check_equal, gather_int64, run_on_all_ranks
-from dglx_dist.comm.transfer import Copy
+from dglx_dist.comm.devices import Copy
 from dglx_dist.dataloading.feature_fetch import EDGE_PHASE, Ahead, Drawn
 from dglx_dist.dataloading.loader import open_maker
 from dglx_dist.dataloading.minibatch import NOTHING_EXCLUDED, BatchMaker, Excluded, MiniBatch, NodeIds

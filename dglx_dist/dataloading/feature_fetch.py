@@ -19,7 +19,7 @@ import torch
 from dgl.heterograph import DGLBlock
 from torch import Tensor
 
-from dglx_dist.comm.transfer import Copy
+from dglx_dist.comm.devices import Copy
 from dglx_dist.data.storage.columns import numpy_dtype
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.column import DeviceRows, LookAheadRows, PendingPull

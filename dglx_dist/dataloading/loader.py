@@ -10,7 +10,7 @@ import numpy as np
 from dgl.heterograph import DGLBlock
 
 from dglx_dist.comm.collectives import barrier, check_equal, gather_json, run_on_all_ranks
-from dglx_dist.comm.transfer import device_of
+from dglx_dist.comm.devices import device_of
 from dglx_dist.dataloading.feature_fetch import Columns, RowMemory
 from dglx_dist.dataloading.kernels import Schema
 from dglx_dist.dataloading.minibatch import BatchMaker, KernelMaker, MiniBatch, NodeIds, SamplerMaker

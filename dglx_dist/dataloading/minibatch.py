@@ -23,7 +23,7 @@ from dgl.heterograph import DGLBlock
 from dgl.heterograph_index import HeteroGraphIndex
 from torch import Tensor
 
-from dglx_dist.comm.transfer import Copy, ids_to_device
+from dglx_dist.comm.devices import Copy, ids_to_device
 from dglx_dist.dataloading.feature_fetch import (
     NOTHING_CLAIMED,
     WINDOW_BYTES,

@@ -140,11 +140,16 @@ def _is_stock(sampler: BlockSampler) -> bool:
 
 
 def _source_draws(sampler: LaborSampler) -> SourceDraws:
+    rounds = sampler.importance_sampling
+    if isinstance(rounds, bool) or not isinstance(rounds, (int, np.integer)):
+        raise ConfigError(
+            f"importance_sampling={rounds!r}; give a number of rounds, 0 for none, or -1 until they converge"
+        )
     return SourceDraws(
         layer_dependency=bool(sampler.layer_dependency),
         batch_dependency=int(sampler.cnt[1]),  # DGL keeps the option only in its counters.
-        rounds=max(int(sampler.importance_sampling), -1),
-        unequal=sampler.prob is not None or sampler.importance_sampling != 0,
+        rounds=max(int(rounds), -1),
+        unequal=sampler.prob is not None or rounds != 0,
     )
 
 

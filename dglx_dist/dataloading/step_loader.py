@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from dglx_dist.comm.collectives import gather_int64
-from dglx_dist.comm.devices import check_device
+from dglx_dist.comm.devices import carried, check_device, device_of, open_copies
 from dglx_dist.comm.session import Session
 from dglx_dist.comm.trace import COMPUTE, LOADER, WAIT, Pass
-from dglx_dist.comm.transfer import carried, device_of, open_copies
 from dglx_dist.dataloading.feature_fetch import Ahead, Drawn, check_float, look_ahead
 from dglx_dist.dataloading.sampler_spec import refuse_by_name
 from dglx_dist.errors import CheckpointError, ConfigError

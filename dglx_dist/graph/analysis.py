@@ -239,7 +239,6 @@ def match_reverse(forward: tuple[Array, Array, Array], backward: tuple[Array, Ar
 
 
 def _sorted(keys: Array, rank: Array) -> tuple[Array, Array]:
-    """Return the order of ``keys``, equal ones by ``rank``, and the keys in it."""
     # Two stable sorts of one column each are several times faster than lexsort.
     by_rank = np.argsort(rank, kind="stable")
     order = by_rank[np.argsort(keys[by_rank], kind="stable")]

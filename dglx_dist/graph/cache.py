@@ -22,7 +22,7 @@ from dglx_dist.comm.collectives import (
     run_on_all_ranks,
     sum_over_ranks,
 )
-from dglx_dist.comm.transfer import device_of
+from dglx_dist.comm.devices import device_of
 from dglx_dist.data.storage.columns import IDS
 from dglx_dist.data.storage.files import machine_memory
 from dglx_dist.errors import ConfigError
@@ -373,7 +373,6 @@ def _degree_scores(g: OpenedGraph, request: CacheRequest, _file_name: str) -> Ar
 
 
 def _halo_scores(g: OpenedGraph, request: CacheRequest, _file_name: str) -> Array:
-    """Return each row's number of edges to nodes of the local server."""
     server, total = g.session.topology.server, np.zeros(g.num_nodes(request.ntype), np.int64)
     if g.session.topology.local_rank == 0 or request.device is not None:
         for etype in _from(g, request.ntype):

@@ -183,12 +183,12 @@ class LookAheadRows:
         self._rewind()
 
     def _forget(self) -> None:
+        # Ids announced or cached: the slot, -1 for those not cached.
         self.table = _new_table(0)
         if self._num_ids <= _DIRECT_IDS:
             self.table = SlotTable(np.full(self._num_ids, -1, np.int32), np.empty(0, np.int64))
-        """Ids announced or cached: the slot, -1 for those not cached."""
         self._last = np.empty(len(self.table.slots), np.int64)
-        """By place in the table: the number of the last input announced of an id."""
+        # By place in the table: the number of the last input announced of an id.
         self._used = 0
         self._held = np.full(len(self.rows), -1, np.int64)
         self._next_use = np.full(len(self.rows), _EMPTY, np.int32)

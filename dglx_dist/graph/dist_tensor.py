@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from dglx_dist.comm.collectives import barrier, check_equal, run_on_all_ranks
+from dglx_dist.comm.devices import to_device
 from dglx_dist.comm.session import Session, SessionField, Shared, current_session
-from dglx_dist.comm.transfer import to_device
 from dglx_dist.data.storage.columns import numpy_dtype
 from dglx_dist.data.storage.reader import StoredDataset
 from dglx_dist.data.storage.row_files import RowFile, SavedRows, check_rows, read_index, read_rows, write_rows
@@ -558,7 +558,6 @@ class DistTensor(Shared):
         self.kvstore.remove(self._key)
 
     def _check_attach(self, wanted: ColumnInfo, attach: bool, init: InitRows | None) -> None:
-        """Raise ConfigError unless this may be the existing tensor of its name."""
         column = self._column
         if not attach:
             raise ConfigError(f"there is a tensor {self._name!r} already; choose another name")

@@ -13,8 +13,8 @@ from numba import njit
 from torch import Tensor
 
 from dglx_dist.comm.collectives import barrier, run_on_all_ranks
+from dglx_dist.comm.devices import to_device, to_host
 from dglx_dist.comm.session import Shared
-from dglx_dist.comm.transfer import to_device, to_host
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor, OpenedGraph, PartitionPolicy, opened_graph, owned_rows
 from dglx_dist.graph.ids import Ids, as_ids

@@ -436,7 +436,6 @@ class KVStore:
         return sum(int(counted[0]) for counted in self._ask_all("count_nonzero", name))
 
     def _checked(self, name: str, ids: Array, rows: Array) -> Column:
-        """Return the column if ``rows`` may be pushed to it; ConfigError or IndexError otherwise."""
         column = self.column(name)
         column.check_writable()
         column.check(ids)
@@ -581,7 +580,6 @@ class KVStore:
         return [np.array([sum(int(np.count_nonzero(found)) for found in self.column(name).is_nonzero())])]
 
     def _owned(self, name: str, ids: Array, rows: Array) -> Column:
-        """Return the column if this rank owns the rows ``ids``."""
         column = self._checked(name, ids, rows)
         self._check_range(column, ids, *self._owners[name].range_of(self._rank))
         return column

@@ -180,8 +180,6 @@ def canonical_etype(etype: str | EdgeType | None, known: Sequence[EdgeType]) -> 
 
 
 class _Ranges(Generic[K]):
-    """Contiguous ranges of several types over the same partitions."""
-
     def __init__(self, bounds: Mapping[K, Array], what: str) -> None:
         self._what = what
         self.types = tuple(bounds)
@@ -341,6 +339,5 @@ def _preferred_owners(preferred: Array, quota: Array) -> Array:
 
 
 def _preferred_quota(preferred: Array, num_ranks: int) -> Array:
-    """Return the counts that satisfy every preference; ids without one are divided evenly."""
     known = preferred[(preferred >= 0) & (preferred < num_ranks)]
     return np.bincount(known, minlength=num_ranks) + _even_quota(len(preferred) - len(known), num_ranks)

@@ -516,7 +516,6 @@ def add_rows(target: Array, first: int, ids: Array, rows: Array, info: ColumnInf
 
 
 def _widened(rows: Array, info: ColumnInfo) -> Array:
-    """Convert rows of half precision to float32, in which they are added."""
     return tensor_view(rows, info).float().numpy() if info.dtype in HALF else rows
 
 

@@ -270,7 +270,6 @@ class SparseExchange:
                 call.result()
 
     def _send(self, sums: Sequence[RowSum | None], used: Sequence[bool], problem: str = "") -> list[Pending]:
-        """Count a step, send each remote owner its share, and then accept the local one."""
         self._step += 1
         own, world_size = self._session.topology.rank, self._session.topology.world_size
         shares = [] if problem else [self._cut(*pair) for pair in zip(self._tables, sums, strict=True)]
@@ -286,7 +285,6 @@ class SparseExchange:
         return sent
 
     def _cut(self, table: OwnedRows, total: RowSum | None) -> list[RowSum]:
-        """Return the share of each owner, views of the rows."""
         total = total or table.no_rows
         places, first = group_by_range(total.ids, table.owners.starts)
         positions = np.empty(len(places), np.int64)

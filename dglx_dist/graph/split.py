@@ -131,7 +131,6 @@ def _split(
 def _preferred_ranks(
     trainer_ids: DistTensor | Tensor | Array, ids: Array, count: int, num_known: int | None, world_size: int
 ) -> Array:
-    """Return the preferred rank of each of ``ids``; several trainers map to one rank."""
     trainers = _whole(trainer_ids)
     if trainers.shape != (count,) or trainers.dtype.kind not in "iu":
         raise ConfigError(

@@ -274,7 +274,6 @@ class Structure:
     def _submit_remote(
         self, op: str, nodes: Array, parameters: str, exclude: Array, *, layer: int, phase: str
     ) -> Callable[[], list[Piece]]:
-        """Request the in-edges of nodes of other servers; return what waits for them."""
         return list
 
     def _draw_of(self, op: str) -> Draw:
@@ -292,7 +291,6 @@ class Structure:
         return pieces
 
     def _places(self, nodes: Array) -> Iterator[tuple[CSCShard, Array]]:
-        """Yield each shard with the positions of its nodes."""
         for shard in self.shards:
             yield shard, np.flatnonzero((nodes >= shard.first_node) & (nodes < shard.last_node))
 

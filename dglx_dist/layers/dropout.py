@@ -21,8 +21,8 @@ from numba import njit
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from dglx_dist.comm.devices import is_on_host
 from dglx_dist.comm.session import Shared
-from dglx_dist.comm.transfer import is_on_host
 from dglx_dist.errors import ConfigError
 from dglx_dist.keyed_random import full_word, high_half, item_key, stream_key, words_on_device
 from dglx_dist.records import Array
@@ -224,8 +224,6 @@ def install_node_dropouts(model: nn.Module, seed: int) -> NodeDropouts:
 
 @dataclass(frozen=True, eq=False)
 class _Call:
-    """One call of a dropout in forward."""
-
     step: int
     number: int
     nodes: Tensor

@@ -71,6 +71,8 @@ class MeasureConfig:
     """Mini-batches; None: not requested."""
     is_offered: Callable[[Candidate], bool] = lambda _: True
     """Which candidates are counted."""
+    labor: bool = False
+    """Whether batches of a ``LaborSampler`` are counted."""
     caches: bool = True
     """Whether caches of remote rows are offered, if servers have the whole structure, which ``vip`` needs."""
     partitioned: bool = False
@@ -165,6 +167,7 @@ def _candidates(run: PlannedRun, config: MeasureConfig) -> tuple[Candidate, ...]
         num_layers=run.num_layers,
         steps=0 if draws is None else -(-seeds_per_rank // draws.batch_size),
         caches=CACHE_SIZES if config.caches and not config.partitioned else (),
+        labor=config.labor,
     )
     found = tuple(one for one in enumerate_candidates(context) if config.is_offered(one))
     # Each rank has its own registry; measuring is collective.

@@ -313,7 +313,7 @@ def count_batches(
     counts, per_edge = [], []
     for rank in run.ranks_here:
         begin, place, inputs = clock(), (partition.of_rank(rank), partition.bounds), list[Inputs]()
-        one = count_rank(run.g, draws, run.seeds, place, inputs_of=inputs)
+        one = count_rank(run.g, draws, run.seeds, place, inputs_of=inputs if caches else None)
         per_edge.append((clock() - begin) / max(sum(one.edges), 1))
         before: list[Inputs] = []
         # Collective: what decides is equal on all ranks.
@@ -335,7 +335,6 @@ def _count_cache(
     held: Mapping[tuple[int, float], Array],
     row_bytes: int,
 ) -> CacheHits:
-    """Return what a rank's cache finds in the last of the epochs."""
     (policy, alpha), (topology, _) = cache, place
     if policy == LOOK_AHEAD:
         hits, rank_bytes = rows_ahead(epochs, alpha, place, row_bytes)
@@ -379,7 +378,6 @@ def _scores_in_job(g: DistGraph, draws: Draws) -> Array:
 
 
 def _scores_alone(run: PlannedRun, draws: Draws, server: int) -> Array:
-    """As :func:`_scores_in_job` for any server."""
     g, partition = run.g, run.partition
     etype, ntype, total = g.canonical_etypes[0], g.ntypes[0], np.zeros(g.num_nodes())
     fanouts = [{etype: fanout} for fanout in draws.fanouts]

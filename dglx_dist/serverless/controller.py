@@ -113,8 +113,6 @@ def _timeout_s(average_s: float | None, attempt: int) -> float:
 
 @dataclass
 class _Pending:
-    """An unfinished task."""
-
     task: Task
     """Newest attempt."""
     order: int

@@ -167,8 +167,6 @@ def check_steps(steps: Sequence[Step], features: int, classes: int) -> None:
 
 @final
 class _Checker:
-    """Checks steps in order and records the slots, names and weights so far."""
-
     def __init__(self, features: int) -> None:
         self._nodes = {FEATURES: features}
         self._edges: dict[str, int] = {}

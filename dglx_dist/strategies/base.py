@@ -18,7 +18,7 @@ from dglx_dist.comm.collectives import gather_int64
 from dglx_dist.comm.session import Session, SessionField, start_session
 from dglx_dist.comm.topology import read_settings
 from dglx_dist.errors import ConfigError, DglxError
-from dglx_dist.layers import dgl_kernels
+from dglx_dist.message_passing import correct_kernels
 from dglx_dist.records import FEATURE, LABEL, EpochRecord, StepShare
 from dglx_dist.registry import Registry, did_you_mean
 from dglx_dist.strategies.cost import Candidate, Cost, Measured, PlanContext, Unit
@@ -150,7 +150,7 @@ class WrappedModel(nn.Module, ABC):
 
     def __init__(self) -> None:
         super().__init__()
-        dgl_kernels.correct()
+        correct_kernels()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the user's module.

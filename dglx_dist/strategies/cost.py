@@ -198,6 +198,8 @@ class PlanContext:
     steps: int
     """Of an epoch of mini-batches; 0: no mini-batches."""
     caches: tuple[float, ...] = CACHE_SIZES
+    labor: bool = False
+    """Whether batches of a ``LaborSampler`` are a candidate; only counts tell what it saves."""
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,8 @@ class DataParallel(Strategy):
             sizes = context.caches if context.servers > 1 else ()
             for policy, alpha in product(("vip", LOOK_AHEAD), sizes):
                 yield Candidate(unit="mini_batch", cache=policy, cache_alpha=alpha)
-            yield Candidate(unit="mini_batch", labor=True, exact=False)
+            if context.labor:
+                yield Candidate(unit="mini_batch", labor=True, exact=False)
 
     @staticmethod
     def cost(candidate: Candidate, known: Measured) -> Cost:

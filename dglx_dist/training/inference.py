@@ -20,8 +20,7 @@ from dglx_dist.dataloading.minibatch import BatchMaker
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.row_kernels import torch_dtype
-from dglx_dist.layers import dgl_kernels
-from dglx_dist.message_passing import place
+from dglx_dist.message_passing import correct_kernels, place
 from dglx_dist.records import FEATURE, LABEL, SPLITS, Array
 from dglx_dist.strategies.base import WrappedModel, edge_data_named, float_of
 from dglx_dist.training.models import InferenceLayer
@@ -332,7 +331,7 @@ def type_of(path: Path, g: DistGraph) -> str:
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Set evaluation mode without gradients inside the block; restore each module's mode afterwards."""
-    dgl_kernels.correct()
+    correct_kernels()
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

@@ -21,7 +21,7 @@ from dgl.heterograph import DGLBlock
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dglx_dist.comm.transfer import to_device
+from dglx_dist.comm.devices import to_device
 from dglx_dist.errors import ConfigError, UnknownNameError
 from dglx_dist.layers.base import (
     DeclaredStage,

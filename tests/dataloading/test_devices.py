@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dglx_dist import negative
-from dglx_dist.comm.transfer import CopyStream, open_copies
+from dglx_dist.comm.devices import CopyStream, open_copies
 from dglx_dist.dataloading import step_loader
 from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
 from dglx_dist.dataloading.loader import DataLoader

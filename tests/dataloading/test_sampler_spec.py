@@ -38,6 +38,7 @@ class Borrowing(dl.BlockSampler):
         (lambda: dl.NeighborSampler([3], prefetch_node_feats={"user": [3]}), r"\['user'\] is \[3\]"),
         (lambda: dl.LaborSampler([3], edge_dir="out"), "use edge_dir='in'"),
         (lambda: OwnLabor([3]), "OwnLabor overrides methods of LaborSampler"),
+        (lambda: dl.LaborSampler([3], importance_sampling=0.5), "importance_sampling=0.5; give a number"),
         (lambda: dl.NeighborSampler([3], prefetch_labels="label"), r"give a list: \['label'\]"),
         (lambda: dl.NeighborSampler([3], prefetch_edge_feats=[3]), "list of column names"),
         (lambda: dl.as_edge_prediction_sampler(dl.NeighborSampler([3])), "DistEdgeDataLoader"),

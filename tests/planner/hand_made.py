@@ -18,7 +18,7 @@ from dglx_dist.strategies.cost import (
 )
 from dglx_dist.strategies.full_graph.cost import FullGraphScheme, FullWork
 from dglx_dist.strategies.full_graph.memory_estimate import StepSizes
-from dglx_dist.strategies.serverless.cost import GhostPairs, Ghosts
+from dglx_dist.strategies.serverless.strategy import GhostPairs, Ghosts
 from dglx_dist.training.models import build_model
 
 GRAPH = GraphStats(

@@ -12,7 +12,7 @@ from dglx_dist.planner.profile import assumed_rates
 from dglx_dist.planner.records import ChoiceOptions
 from dglx_dist.strategies.cost import CacheHits, Candidate, PlanContext, ring_split
 from dglx_dist.strategies.full_graph.cost import FullGraphScheme
-from dglx_dist.strategies.serverless.cost import GhostPairs
+from dglx_dist.strategies.serverless.strategy import GhostPairs
 from tests.planner import hand_made
 from tests.planner.hand_made import CLUSTER, RATES, SHAPE, known, shape_of_kind
 

@@ -18,7 +18,7 @@ from torch import nn
 import dglx_dist as dx
 from dglx_dist.comm.session import start_session
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.layers import dgl_kernels
+from dglx_dist.message_passing import correct_kernels
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.push_pull.exchange import add_in_order
 from tests.helpers import wide
@@ -132,7 +132,7 @@ def distance(mine: list[Any], other: list[Any]) -> float:
 def test_every_strategy_is_one_process_but_for_rounding(folder: Path, ranks: int, path: str) -> None:
     """A strategy may round as often again as bfloat16 in one process does: not more than twice its distance
     from float32."""
-    dgl_kernels.correct()
+    correct_kernels()
     results = run_ranks(on_ranks, ranks, args=(str(folder),), environment={"DGLX_MESSAGE_PASSING": path})
     exchanged = {f"{way.strategy} {kind}": way.exchanged for way in WAYS for kind in way.layers}
     assert all(set(result) == set(exchanged) for result in results)

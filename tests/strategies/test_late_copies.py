@@ -9,8 +9,8 @@ import pytest
 import torch
 from dgl.dataloading import MultiLayerFullNeighborSampler
 
+from dglx_dist.comm.devices import CopyStream
 from dglx_dist.comm.session import start_session
-from dglx_dist.comm.transfer import CopyStream
 from dglx_dist.dataloading import step_loader
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.strategies.base import STRATEGIES

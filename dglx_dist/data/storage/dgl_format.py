@@ -173,8 +173,6 @@ def _id_ranges(top: Fields, key: str, names: Sequence[str], num_parts: int) -> I
 
 
 class _Collected:
-    """The whole graph under DGL's per-type ids, read part by part."""
-
     def __init__(self, config: PartConfig) -> None:
         self._config = config
         self._ends = [np.full((2, int(count)), -1, np.int64) for count in config.edges.counts.sum(axis=1)]

@@ -488,8 +488,6 @@ def write_dataset(
 
 
 class _PartWriter:
-    """Writes the files of this rank's parts, and collects sizes and checksums of all."""
-
     def __init__(self, folder: Path, num_parts: int, advance: Advance, ranks: Ranks) -> None:
         self._folder = folder
         self._num_parts = num_parts

@@ -277,7 +277,6 @@ def _vpc(given: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
 
 
 def _uploaded(wanted: Deployment, package: bytes, change: Changes) -> dict[str, Any]:
-    """Return the code as the argument of a call; a package too large for a direct upload goes to S3."""
     if len(package) <= MAX_DIRECT_BYTES:
         return {"ZipFile": package}
     where = {
@@ -434,8 +433,6 @@ def try_function(
 
 @final
 class _Trial:
-    """Serves one interval and the weights of one layer, and collects a worker's results."""
-
     def __init__(self, endpoint: str, secret: str) -> None:
         self.endpoint, self._secret = endpoint, secret
         layer = Vertex(

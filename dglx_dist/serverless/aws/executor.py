@@ -179,8 +179,6 @@ class AwsExecutor(PoolExecutor):
 
 @final
 class _Poster(WorkerHandle):
-    """Sends events to AWS; shared by all threads, like its boto3 client."""
-
     def __init__(self, client: Client, function: str, reports: ReportReader | None) -> None:
         self._client, self._function, self._reports = client, function, reports
 

@@ -424,9 +424,9 @@ STAGES: Registry[Stage] = Registry(
     "stage",
     Stage,  # type: ignore[type-abstract]  # the registry only asks for subclasses of it
     builtin={
-        "attention_edges": "dglx_dist.serverless.stages.attention:AttentionEdges",
-        "attention_finish": "dglx_dist.serverless.stages.attention:AttentionFinish",
-        "attention_project": "dglx_dist.serverless.stages.attention:AttentionProject",
+        "attention_edges": "dglx_dist.serverless.stages.conv:AttentionEdges",
+        "attention_finish": "dglx_dist.serverless.stages.conv:AttentionFinish",
+        "attention_project": "dglx_dist.serverless.stages.conv:AttentionProject",
         "dense": "dglx_dist.serverless.stages.conv:Dense",
         "layer_norm": "dglx_dist.serverless.stages.conv:LayerNorm",
         "rows": "dglx_dist.serverless.stages.conv:BiasOnly",

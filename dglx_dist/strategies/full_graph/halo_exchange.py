@@ -21,17 +21,18 @@ from dgl import ops
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dglx_dist.comm.codec import WireDtype, row_codec
+from dglx_dist.comm.devices import Copy, copied_to_host, host_memory, is_on_host
 from dglx_dist.comm.exchange import (
     CallExchange,
     Incoming,
     Outgoing,
     ReusableBuffer,
     Wait,
+    WireDtype,
+    row_codec,
     row_exchanges,
 )
-from dglx_dist.comm.session import Session, SessionField
-from dglx_dist.comm.transfer import Copy, copied_to_host, host_memory, is_on_host
+from dglx_dist.comm.session import Session
 from dglx_dist.dataloading.minibatch import build_block
 from dglx_dist.errors import ConfigError
 from dglx_dist.message_passing import place
@@ -99,7 +100,6 @@ def _add_from_peer(total: Tensor, rows: Tensor, part: Incoming) -> Iterator[bool
 
 
 def _pieces_like(ids: Tensor, rows: Tensor) -> Iterator[Tensor]:
-    """Split the (k, ...) ``ids`` at the piece boundaries of the (k, ...) ``rows``."""
     step = _rows_in(PIECE_BYTES, rows)
     return (ids[first : first + step] for first in range(0, len(ids), step))
 
@@ -171,8 +171,9 @@ class HaloExchange:
             self._check_rows(kept, self.num_halo, "the halo rows")
         if not self._sent and not self._received:
             return h
-        if kept is None and (active := _ACTIVE.of(self._session)) and torch.is_grad_enabled():
-            return cast("Tensor", _AppendLate.apply(self, active[-1].of(self), h))  # type: ignore[no-untyped-call]  # torch leaves it bare
+        stale: StaleHalos | None = self._exchanges.stale
+        if kept is None and stale is not None and torch.is_grad_enabled():
+            return cast("Tensor", _AppendLate.apply(self, stale.of(self), h))  # type: ignore[no-untyped-call]  # torch leaves it bare
         # -1: no backward pass is running, see torch.autograd.graph.
         if kept is None and self._exchanges.late is not None and torch._C._current_graph_task_id() != -1:
             raise ConfigError(
@@ -212,28 +213,23 @@ class HaloExchange:
         wider = torch.float32 if gradient.dtype in _SUMMED_WIDER else gradient.dtype
         total = torch.empty(own.shape, dtype=wider, device=gradient.device)
         sent = halo.contiguous() if self._is_readable(halo) else copied_to_host([halo])[0]
-        outgoing = [Outgoing(rank=rank, rows=part) for rank, part in _pieces_of(sent, self._received)]
         received = self._memory(self._exchanges.received, self._num_sent, gradient)
-        incoming = [Incoming(rank=rank, rows=part) for rank, part in _pieces_of(received, self._sent)]
+        outgoing, incoming = self.messages(sent, received, BACKWARD)
         adding = added(total, self.rows_on(total.device), incoming)
         self._swap(outgoing, incoming, BACKWARD, chain(copied(own, total), adding))
         return total.to(gradient.dtype)
 
     def _receive(self, h: Tensor, halo: Tensor, phase: str, own: Tensor | None = None) -> None:
         readable, rows_to = self._is_readable(h), self.rows_on(h.device)
+        target = halo if readable else host_memory(halo.shape, halo)
         if readable:
             sent = self._memory(self._exchanges.sent, self._num_sent, h)
-            outgoing = [
-                Outgoing(rank=rank, rows=part, pieces=gathered(h, rows, part))
-                for (rank, part), rows in zip(_pieces_of(sent, self._sent), rows_to, strict=True)
-            ]
+            outgoing, incoming = self.messages(sent, target, phase)
+            for message, rows in zip(outgoing, rows_to, strict=True):
+                message.pieces = gathered(h, rows, message.rows)
         else:
-            copies = copied_to_host([h.index_select(0, rows) for rows in rows_to])
-            outgoing = [
-                Outgoing(rank=rank, rows=part) for (rank, _), part in zip(self._sent, copies, strict=True)
-            ]
-        target = halo if readable else host_memory(halo.shape, halo)
-        incoming = [Incoming(rank=rank, rows=part) for rank, part in _pieces_of(target, self._received)]
+            rows = torch.cat([h[:0], *(h.index_select(0, rows) for rows in rows_to)])
+            outgoing, incoming = self.messages(copied_to_host([rows])[0], target, phase)
         self._swap(outgoing, incoming, phase, () if own is None else copied(h, own))
         if not readable:
             halo.copy_(target, non_blocking=True)
@@ -246,11 +242,26 @@ class HaloExchange:
         direct = any(self._is_direct(one.rows) for one in messages)
         exchange = self._exchanges.devices if direct else self._exchanges.streams
         assert exchange is not None
-        name, codec = f"{phase.replace('_', ' ')} of layer {self.number}", None
+        codec = None
         if self.wire != "same" and phase != ONCE:
             keys = self._session.seed, self._exchanges.step, 2 * self.number + (phase == BACKWARD)
             codec = row_codec(self.wire, messages[0].rows, keys)
-        exchange.post(outgoing, incoming, name, phase=phase, layer=self.number, codec=codec)(meanwhile)
+        exchange.post(outgoing, incoming, self.named(phase), phase=phase, layer=self.number, codec=codec)(
+            meanwhile
+        )
+
+    def named(self, phase: str) -> str:
+        return f"{phase.replace('_', ' ')} of layer {self.number}"
+
+    def counts(self, phase: str) -> tuple[Sequence[tuple[int, int]], Sequence[tuple[int, int]]]:
+        """Return (rank, number of rows) of what is sent, and of what is received."""
+        return (self._received, self._sent) if phase == BACKWARD else (self._sent, self._received)
+
+    def messages(self, out: Tensor, into: Tensor, phase: str) -> tuple[list[Outgoing], list[Incoming]]:
+        """Return the messages of the rows in ``out``, and those that fill ``into``, peer after peer."""
+        to, due = self.counts(phase)
+        outgoing = [Outgoing(rank=rank, rows=part) for rank, part in _pieces_of(out, to)]
+        return outgoing, [Incoming(rank=rank, rows=part) for rank, part in _pieces_of(into, due)]
 
     def _memory(self, buffer: ReusableBuffer, num_rows: int, like: Tensor) -> Tensor:
         shape = (num_rows, *like.shape[1:])
@@ -395,10 +406,10 @@ class _AppendLate(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         halo: HaloExchange = ctx.halo
         own, of_halo = gradient[: halo.own_rows], gradient[halo.own_rows :]
-        sent = (part for _, part in _pieces_of(of_halo, halo._received))
-        received = ctx.gradients.swap(sent, halo, BACKWARD, own)
+        to, due = halo.counts(BACKWARD)
+        received = ctx.gradients.swap((part for _, part in _pieces_of(of_halo, to)), halo, BACKWARD, own)
         total = own.to(torch.float32 if own.dtype in _SUMMED_WIDER else own.dtype, copy=True)
-        for rows, (_, part) in zip(halo.rows_on(own.device), _pieces_of(received, halo._sent), strict=True):
+        for rows, (_, part) in zip(halo.rows_on(own.device), _pieces_of(received, due), strict=True):
             total.index_add_(0, rows, part.to(total))
         return None, None, total.to(own.dtype)
 
@@ -411,8 +422,8 @@ class LateRows:
         self._exchange, self._momentum = exchange, momentum
         self._out, self._in = ReusableBuffer(), ReusableBuffer()
         self._wait: Wait | None = None
-        self._peers: object = None
         self.rows: Tensor | None = None
+        self._peers: object = None
         self.is_used = False  # in this epoch
 
     def arrive(self, *, keep: bool = True) -> None:
@@ -420,7 +431,7 @@ class LateRows:
         wait, self._wait = self._wait, None
         if wait is not None:
             wait()
-            new = self._target
+            new = self._target.to(self._kept(self._target.dtype))
             if self._momentum and new.is_floating_point():
                 mean = new if self.rows is None else torch.lerp(self.rows, new, 1.0 - self._momentum)
                 # Or an overflow would stay in the mean for ever.
@@ -428,32 +439,36 @@ class LateRows:
             self.rows = new
         self.rows = self.rows if keep else None
 
+    def _kept(self, dtype: torch.dtype) -> torch.dtype:
+        # A mean in 16 bits would lose small changes.
+        return torch.float32 if self._momentum and dtype in _SUMMED_WIDER else dtype
+
     def swap(self, sent: Iterable[Tensor], halo: HaloExchange, phase: str, like: Tensor) -> Tensor:
         """Send ``sent``, and return the (k, ...) rows of the epoch before; of this one if there are none.
 
         ``like`` has the dtype and the width of the rows.
         """
-        name = f"{phase.replace('_', ' ')} of layer {halo.number}"
+        name = halo.named(phase)
         if self.is_used:
             raise ConfigError(f"{name} ran twice; with staleness=1 add up losses and call backward once")
-        to, due = (halo._sent, halo._received)[:: 1 if phase == FORWARD else -1]
+        _, due = halo.counts(phase)
         self.arrive(keep=self._peers in (None, due))
         # Without momentum they lie where the next ones will be put, when they are waited for.
         self.is_used, self._peers = True, due
         out, self._target = (
             memory.take((sum(count for _, count in counts), *like.shape[1:]), like.dtype)
-            for memory, counts in ((self._out, to), (self._in, due))
+            for memory, counts in zip((self._out, self._in), halo.counts(phase), strict=True)
         )
-        if self.rows is not None and (self.rows.shape, self.rows.dtype) != (self._target.shape, like.dtype):
+        known = self._target.shape, self._kept(like.dtype)
+        if self.rows is not None and (self.rows.shape, self.rows.dtype) != known:
             self.rows = None  # of another model or precision: this exchange is exact
-        outgoing = [Outgoing(rank=rank, rows=part) for rank, part in _pieces_of(out, to)]
+        outgoing, incoming = halo.messages(out, self._target, phase)
         for message, rows in zip(outgoing, sent, strict=True):
             message.rows.copy_(rows)
-        incoming = [Incoming(rank=rank, rows=part) for rank, part in _pieces_of(self._target, due)]
         self._wait = self._exchange.post(outgoing, incoming, name, phase=phase, layer=halo.number)
         if self.rows is None:
             self.arrive()
-        return cast("Tensor", self.rows)
+        return cast("Tensor", self.rows).to(like.dtype)
 
 
 _MOST_PASSES = 100
@@ -469,8 +484,8 @@ class StaleHalos:
     """
 
     def __init__(self, session: Session, momentum: float) -> None:
-        exchanges, self._active = row_exchanges(session), _ACTIVE.of(session)
-        exchange = exchanges.late = exchanges.late or CallExchange(session)
+        self._exchanges = row_exchanges(session)
+        exchange = self._exchanges.late = self._exchanges.late or CallExchange(session)
         self._late = defaultdict[str, LateRows](lambda: LateRows(exchange, momentum))
         self._epoch, self._passes, self._calls = -1, 0, Counter[int]()
 
@@ -489,11 +504,11 @@ class StaleHalos:
                 f"{_MOST_PASSES} forward passes without a change of the weights, which ends an epoch of "
                 "staleness=1; change them by an optimizer, or in place under torch.no_grad(), not by .data"
             )
-        self._active.append(self)
+        before, self._exchanges.stale = self._exchanges.stale, self
         try:
             yield
         finally:
-            self._active.pop()
+            self._exchanges.stale = before
 
     def of(self, halo: HaloExchange) -> list[LateRows]:
         """Return the rows and the gradients of the next exchange of the layer of ``halo`` in this epoch."""
@@ -515,10 +530,6 @@ class StaleHalos:
         self._epoch = -1
         for name, rows in state.items():
             self._late[name].rows, self._late[name].is_used = rows, True
-
-
-_ACTIVE: SessionField[list[StaleHalos]] = SessionField(lambda _: [])
-"""Of the models that run forward, the innermost last."""
 
 
 def _pieces_of(rows: Tensor, counts: Sequence[tuple[int, int]]) -> Iterator[tuple[int, Tensor]]:

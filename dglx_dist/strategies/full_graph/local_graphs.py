@@ -327,8 +327,6 @@ def _rows(g: DistGraph, keys: Mapping[str, str], ids: Array) -> dict[str, Tensor
 
 @final
 class _OwnNodes(HeteroNodeView):
-    """``g.nodes`` of a local graph."""
-
     __slots__ = ()
 
     def __call__(self, ntype: str | None = None) -> Tensor:
@@ -338,8 +336,6 @@ class _OwnNodes(HeteroNodeView):
 @final
 @dataclass(frozen=True)
 class _ExchangedColumn:
-    """An exchanged column and the own rows from which it was exchanged."""
-
     own: Tensor
     version: int | None
     """None if changes are not tracked."""

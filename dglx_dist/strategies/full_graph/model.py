@@ -289,7 +289,6 @@ class _WeighGradients(torch.autograd.Function):
 
 
 def _check_not_weighted(arguments: Any) -> None:
-    """Raise ConfigError if a tensor depends on the weighted output of a wrapped model."""
     waiting = [leaf.grad_fn for leaf in tree_leaves(arguments) if torch.is_tensor(leaf)]
     seen: set[Any] = set()
     while waiting:

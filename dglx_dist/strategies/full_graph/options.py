@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from dgl.dataloading import NeighborSampler
 
-from dglx_dist.comm.codec import WireDtype
 from dglx_dist.comm.collectives import check_equal, run_on_all_ranks
-from dglx_dist.comm.transfer import device_of
+from dglx_dist.comm.devices import device_of
+from dglx_dist.comm.exchange import WireDtype
 from dglx_dist.data.storage.files import read_size
 from dglx_dist.dataloading.feature_fetch import Columns, RowMemory
 from dglx_dist.dataloading.sampler_spec import Fanout, SamplePlan, find_columns, read_sampler

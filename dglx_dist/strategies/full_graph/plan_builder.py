@@ -211,8 +211,6 @@ def _rows_of_server(context: PartitionContext, request: PlanRequest, seeds: Arra
 @final
 @dataclass(frozen=True, kw_only=True)
 class _RankRows:
-    """The rows that one rank holds, in the order of the server's rows."""
-
     nodes: Array
     """(n,) int64 global ids."""
     counts: Array
@@ -376,6 +374,12 @@ def _cover_layers(num_ranks: int, layers: Sequence[HaloLayer]) -> Steps[list[Hal
         for rank in range(num_ranks)
     }
     answers = yield Step(name="partial sums", among=range(num_ranks), outgoing=outgoing)
+    for rank, arrays in answers.items():
+        if len(arrays) != len(layers):
+            raise PeerError(
+                f"rank {rank} sends partial sums of {len(arrays)} layers where this rank has {len(layers)}; "
+                "give the sampler as many on every rank"
+            )
     finished: list[HaloLayer] = []
     known: dict[int, Array] = {}
     for number, layer in enumerate(layers):
@@ -553,7 +557,6 @@ class Planner:
                     return plan
 
     def _share(self, step: Step, job: int) -> dict[int, Any]:
-        """Hand the rows of a server from its leader to its other ranks, which map them."""
         leader, held = min(step.among), step.outgoing.get(self._session.topology.rank)
         if len(step.among) > 1:
             folder = self._session.scratch / f"{self._label}-{job}"

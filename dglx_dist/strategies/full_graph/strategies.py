@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
 
 class _FullGraphStrategy(Strategy):
-    """What the three strategies share; subclasses differ in their options and in the seeds of a step."""
-
     name: ClassVar[str]
     gathers_seeds: ClassVar[bool] = False
     """Whether a server composes its steps from its seeds, in place of one step of all seeds."""
@@ -224,8 +222,6 @@ class DeferredLoader:
 
 @final
 class _State:
-    """Pairs deferred loaders and wrapped models of one session."""
-
     def __init__(self) -> None:
         self.model: Callable[[], HaloModel | None] = lambda: None
         """The last one, while it lives."""

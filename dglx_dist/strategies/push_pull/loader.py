@@ -23,10 +23,10 @@ from dgl.heterograph import DGLBlock
 from torch import Tensor
 
 from dglx_dist.comm.collectives import check_equal, gather_json, run_on_all_ranks
+from dglx_dist.comm.devices import Copy, carried, ids_to_device
 from dglx_dist.comm.mailbox import OneSidedExchange
 from dglx_dist.comm.session import SessionField
 from dglx_dist.comm.trace import LOADER
-from dglx_dist.comm.transfer import Copy, carried, ids_to_device
 from dglx_dist.dataloading.feature_fetch import RowMemory
 from dglx_dist.dataloading.minibatch import build_block
 from dglx_dist.dataloading.sampler_spec import read_sampler

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Literal, TypeAlias, final
 
-from dglx_dist.comm.codec import WireDtype
+from dglx_dist.comm.exchange import WireDtype
 from dglx_dist.data.storage.files import read_size
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.convolutions import Sync

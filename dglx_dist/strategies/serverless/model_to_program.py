@@ -125,8 +125,6 @@ def _check_parameters(model: nn.Module) -> None:
 
 @dataclass(kw_only=True)
 class _Call:
-    """Call of one layer in a forward pass of the model."""
-
     layer: Layer
     rows: Tensor
     """(n, F) input."""

@@ -23,11 +23,13 @@ from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.full_graph import halo_exchange
-from dglx_dist.strategies.full_graph.halo_exchange import BACKWARD, FORWARD
+from dglx_dist.strategies.full_graph.halo_exchange import BACKWARD, FORWARD, HaloExchange, StaleHalos
+from dglx_dist.strategies.full_graph.plan_builder import _cover_layers
 from dglx_dist.training.models import ResGCN
 from tests.helpers.ranks import run_ranks, start_ranks
 from tests.strategies import equality
 from tests.strategies.full_graph import runs
+from tests.strategies.full_graph.test_halo_exchange import layer_of
 
 EPOCHS, TOLERANCE, MOMENTUM = 4, 1e-10, 0.7
 STALE = {"staleness": 1}
@@ -390,3 +392,45 @@ def test_a_local_graph_trains_what_blocks_train(folder: Path) -> None:
 def test_what_has_no_meaning_is_refused(strategy: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         STRATEGIES.get(strategy).read_options(options)
+
+
+def means(momentum: float) -> dict[str, Any]:
+    session = start_session(timeout_s=60)
+    rank = session.topology.rank
+    needs = {(0, 1): [0], (1, 0): [1]}
+    halo, stale = HaloExchange(session, layer_of(rank, [2, 2], needs), 2), StaleHalos(session, momentum)
+
+    def epoch(number: int, value: float) -> float:
+        h = torch.full((2, 1), value, dtype=torch.bfloat16, requires_grad=True)
+        with stale.active(number):
+            rows = halo.exchange(h)
+        rows.sum().backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
+        assert rows.dtype == torch.bfloat16
+        return rows[-1].item()
+
+    seen = [epoch(number, 1.0 if number == 0 else 2.0) for number in range(201)]
+    state = stale.state()
+    again = {}
+    for change in (0, 1):
+        # Names end with the digest of the plan.
+        stale.load({name + "0" * change: rows.clone() for name, rows in state.items()})
+        again[change] = epoch(300 + change, 8.0)
+    session.close()
+    return {"seen": seen, "again": again}
+
+
+def test_means_are_wide_and_belong_to_their_rows() -> None:
+    """Steps of (2 - mean) / 500 are lost where the mean has 8 bits; rows of another plan are not used."""
+    for found in run_ranks(means, 2, args=(0.998,), ranks_per_server=1):
+        assert found["seen"][0] == 1.0
+        assert found["seen"][-1] == pytest.approx(2 - 0.998**199, abs=0.01)
+        assert found["again"][0] == pytest.approx(2 - 0.998**200, abs=0.01)
+        assert found["again"][1] == 8.0
+
+
+def test_a_rank_of_other_layers_is_named() -> None:
+    steps = _cover_layers(2, [layer_of(0, [2, 2], {})] * 2)
+    next(steps)
+    none = np.empty(0, np.int64)
+    with pytest.raises(PeerError, match="rank 1 sends partial sums of 1 layers where this rank has 2"):
+        steps.send({0: [none, none], 1: [none]})

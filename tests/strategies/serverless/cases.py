@@ -18,7 +18,6 @@ from dglx_dist.records import Array
 from dglx_dist.serverless.parameter_server import ParameterPlan, ParameterServer, Update, assign
 from dglx_dist.serverless.program import Drop, Edge, Gather, Program, Vertex
 from dglx_dist.serverless.stages.base import vertex_stage
-from dglx_dist.strategies.serverless.engine import Engine
 from dglx_dist.strategies.serverless.graph_partition import (
     LocalGraph,
     Part,
@@ -28,6 +27,7 @@ from dglx_dist.strategies.serverless.graph_partition import (
 )
 from dglx_dist.strategies.serverless.graph_server import GraphServer
 from dglx_dist.strategies.serverless.options import LambdaOptions, read_lambda_options
+from dglx_dist.strategies.serverless.trainer import Engine
 from tests.serverless.programs import TorchStage, dropping, gat, gcn, sage
 
 PROGRAMS = {"gcn": gcn, "sage": sage, "gat": gat, "dropping": dropping}

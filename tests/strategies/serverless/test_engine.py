@@ -19,10 +19,10 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.serverless.controller import Counts
 from dglx_dist.serverless.tasks import Direction, TaskKey
 from dglx_dist.serverless.worker import GIVE
-from dglx_dist.strategies.serverless.engine import Account, progress_line
 from dglx_dist.strategies.serverless.graph_partition import exchange_boundaries, read_features, read_structure
 from dglx_dist.strategies.serverless.options import read_lambda_options
 from dglx_dist.strategies.serverless.scheduler import check_reachable
+from dglx_dist.strategies.serverless.trainer import Account, progress_line
 from tests.helpers.ranks import run_ranks, start_ranks
 from tests.serverless.faults import strike
 from tests.strategies.equality import write_parts

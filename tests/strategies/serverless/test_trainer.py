@@ -123,7 +123,7 @@ def test_fit_is_plain_training(g: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         runs.append(run)
         return GraphServer(*given, run=run, **more)
 
-    monkeypatch.setattr("dglx_dist.strategies.serverless.engine.GraphServer", numbered)
+    monkeypatch.setattr("dglx_dist.strategies.serverless.trainer.GraphServer", numbered)
     model, _, result = fit(g, FitConfig(epochs=8, eval_every=3, show_progress=False), slower_on=(0,))
     seen = result.epochs
     expected, losses = plain(8, lambda epoch: 0.02 if epoch <= 5 else 0.005)

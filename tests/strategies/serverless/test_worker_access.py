@@ -17,8 +17,8 @@ from dglx_dist.graph.partition_book import Placement
 from dglx_dist.records import Array
 from dglx_dist.serverless.tasks import Direction, TaskKey, Work, attempt_name, half_name
 from dglx_dist.serverless.worker import GIVE, GRADIENTS, PROGRAM, PULL, WEIGHTS, RemoteCaller
-from dglx_dist.strategies.serverless.engine import Engine
 from dglx_dist.strategies.serverless.scheduler import addresses_of
+from dglx_dist.strategies.serverless.trainer import Engine
 from tests.helpers.ranks import run_ranks
 
 from . import cases
