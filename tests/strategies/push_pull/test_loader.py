@@ -271,14 +271,15 @@ def on_four(folder: str) -> None:
         g.barrier()
 
 
-def ahead_on_four(folder: str) -> None:
+def ahead_on_four(folder: str) -> list[int]:
     """Draws of several batches at a time: the same bits, and each destination is asked for once."""
     with start_session(timeout_s=200, seed=5) as session, pytest.MonkeyPatch.context() as patch:
         g = DistGraph(folder, structure="partitioned")
         group = make_group(session, 2)
         labor = LaborSampler(FANOUTS, batch_dependency=2, prefetch_labels=["label"])
         paces: list[dict[str, Any]] = [{}, {"num_threads": 0}, {"num_threads": 3, "depth": 4}]
-        for sampler, sizes in ((None, (1, 4, 16, 64)), (labor, (1, 1, *[2] * 12))):
+        saved: list[int] = []
+        for sampler, sizes in ((None, (1, 4, 16, 64, 256)), (labor, (1, 1, *[2] * 40))):
             for pace in paces[: 3 if sampler is None else 1]:
                 loader = nodes_of(g, sampler, group, batch_size=4, shuffle=True, **pace)
                 g.cache_rows("feat", alpha=0, policy="lookahead")
@@ -293,7 +294,7 @@ def ahead_on_four(folder: str) -> None:
                     assert [bits(one) for one in found] == [bits(one) for one in plain]
                     assert sent == (asked_for(g, plain, sizes) if window else alone)
                     g.barrier()
-                    assert sent < alone or not window or not alone or sampler is not None
+                    saved += [alone - sent] if window else []
         loader.set_epoch(0)
         steps = iter(loader)
         next(steps)
@@ -310,6 +311,7 @@ def ahead_on_four(folder: str) -> None:
                 nodes_of(g, group=group)
             assert (told.call_count > 0) == tells
         g.barrier()
+    return saved
 
 
 def drawn(loader: PushPullLoader) -> tuple[list[Any], int]:
@@ -343,7 +345,9 @@ def asked_for(g: DistGraph, batches: list[Any], sizes: Sequence[int]) -> int:
 
 
 def test_what_batches_share_is_drawn_once(folder: Path) -> None:
-    run_ranks(ahead_on_four, 4, args=(str(folder),), ranks_per_server=2, timeout_s=250)
+    saved = run_ranks(ahead_on_four, 4, args=(str(folder),), ranks_per_server=2, timeout_s=250)
+    # Batches of a single rank may happen to share nothing.
+    assert min(map(sum, zip(*saved, strict=True))) > 0
 
 
 def check_batches(session: Session, pushed: Any, plain: Any) -> None:
