@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -98,7 +99,7 @@ def choose(candidates: Iterable[Candidate], known: Measured, constraints: Choice
     """Predict every candidate and choose the fastest one that is allowed and feasible."""
     predictions = [replace(predict(one, known), barred=_barred(one, constraints)) for one in candidates]
     allowed = [one for one in predictions if one.feasible and not one.barred]
-    ratios = np.array([_ratios(allowed, one, constraints) for one in _cases(known)])
+    ratios = np.array([_ratios(allowed, one, constraints) for one in _interval_corners(known)])
     most = ratios.max(axis=0)
     at = next((at for at, one in enumerate(most) if one <= _NEAR * most.min()), None)
     taken = None if at is None else allowed[at]
@@ -117,27 +118,31 @@ def choose(candidates: Iterable[Candidate], known: Measured, constraints: Choice
         cluster=known.cluster,
         predictions=tuple(ranked),
         picked=-1 if taken is None else ranked.index(taken),
-        why=(*_reasons(taken, allowed, predictions, constraints), *_doubts(known, taken, ratios, allowed)),
+        why=(
+            *_reasons(taken, allowed, predictions, constraints),
+            *_uncertainty(known, taken, ratios, allowed),
+        ),
         assumptions=tuple(assumptions),
         epoch=known.epoch,
     )
 
 
-def _cases(known: Measured) -> list[Measured]:
-    """Return ``known``, and how else it may be: both ends of the intervals of computing and of links."""
+def _interval_corners(known: Measured) -> list[Measured]:
+    """Return ``known``, and how else it may be: both ends of the intervals of links, and of computing on
+    mini-batches and on whole graphs, which are timed apart.
+    """
     found, cluster = [known], known.cluster
     if max(known.spread, cluster.link_spread) <= _CERTAIN:
         return found
-    for slower in (1 - min(known.spread, 0.9), 1 + known.spread):
-        for faster in (1 - min(cluster.link_spread, 0.9), 1 + cluster.link_spread):
-            links = replace(
-                cluster,
-                external_bytes_per_s=faster * cluster.external_bytes_per_s,
-                internal_bytes_per_s=faster * cluster.internal_bytes_per_s,
-            )
-            plans = known.plan_rates and known.plan_rates.slowed(slower)
-            rates = known.rates.slowed(slower)
-            found.append(replace(known, cluster=links, rates=rates, plan_rates=plans))
+    ends = [[1 - min(width, 0.9), 1 + width] for width in (known.spread, known.spread, cluster.link_spread)]
+    for batches, graphs, faster in product(*ends):
+        links = replace(
+            cluster,
+            external_bytes_per_s=faster * cluster.external_bytes_per_s,
+            internal_bytes_per_s=faster * cluster.internal_bytes_per_s,
+        )
+        plans = (known.plan_rates or known.rates).slowed(graphs)
+        found.append(replace(known, cluster=links, rates=known.rates.slowed(batches), plan_rates=plans))
     return found
 
 
@@ -147,7 +152,7 @@ def _ratios(allowed: Sequence[Prediction], known: Measured, constraints: ChoiceO
     return seconds / max(seconds.min(initial=np.inf), 1e-12)
 
 
-def _doubts(
+def _uncertainty(
     known: Measured, taken: Prediction | None, ratios: Array, allowed: Sequence[Prediction]
 ) -> list[str]:
     """Return a sentence if another candidate may be faster within the intervals of what was timed."""

@@ -24,7 +24,6 @@ from dglx_dist.planner.profile import (
     Trials,
     batch_trials,
     busy_cores,
-    clock_of,
     log,
     measured_rates,
     time_batches,
@@ -116,7 +115,10 @@ def measure(
             "partition a graph with training nodes"
         )
     candidates = _candidates(run, config)
-    works, clock = works_of(candidates), clock_of(float_of(module).device)
+    works = works_of(candidates)
+    # One clock on all ranks: their rates are put together.
+    alone = torch.get_num_threads() == 1 and float_of(module).device.type == "cpu"
+    clock = time.thread_time if all(gather_json(alone, g.session)) else time.perf_counter
     batches, per_edge, labor = None, 0.0, None
     if config.draws is not None:
         notify("batches of all ranks")

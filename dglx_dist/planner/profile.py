@@ -9,7 +9,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -41,40 +41,46 @@ if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
 
-_FIRST_BYTES, _MOST_BYTES = 256 * 1024, 64 * 2**20
+_FIRST_BYTES, _MOST_BYTES = 32 * 1024, 64 * 2**20
 _LONG_ENOUGH_S = 0.1
-"""A round of this duration shows the rate; bursts beyond a rate limit are over after the first such round."""
+"""A round of this duration shows the rate; the first is not counted, as it begins with a burst."""
 _SMALL_ROUNDS = 10
 _EXCHANGE_NAME = "probe of the links"
 PROBE_PHASE = "link_probe"
 """Of the ledger."""
 _REPETITIONS, _MOST_REPETITIONS = 3, 9
+_REPEATED_S = 2.0
+"""After this time no disturbed repetition is replaced."""
 _UNDISTURBED = 0.05
-"""Largest share of a repetition in which others had the core."""
+"""Largest share of an undisturbed repetition that was spent waiting for a core."""
 
 
 def repeated(run: Callable[[], float]) -> list[float]:
     """Call ``run``, which returns seconds, and return those of the 3 least disturbed calls.
 
-    It is called until 3 were undisturbed, at most 9 times. Disturbed is a call of whose duration more than a
-    twentieth was stolen by the host of a virtual machine or spent by this thread waiting for a core.
+    It is called until 3 were undisturbed, at most 9 times, and within about 2 s if 3 calls take no longer. A
+    call is disturbed if more than a twentieth of its duration was stolen by the host of a virtual machine,
+    or spent by threads of this process waiting for a core.
     """
-    found: list[tuple[float, float]] = []
-    while len(found) < _MOST_REPETITIONS and sum(one <= _UNDISTURBED for one, _ in found) < _REPETITIONS:
-        begin, kept = time.perf_counter(), _kept_from_core_s()
+    found, first = list[tuple[float, float]](), time.perf_counter()
+    while sum(share <= _UNDISTURBED for share, _ in found) < _REPETITIONS:
+        begin, waited = time.perf_counter(), _waiting_s()
+        if len(found) >= _MOST_REPETITIONS or (len(found) >= _REPETITIONS and begin - first > _REPEATED_S):
+            break
         seconds = run()
-        share = (_kept_from_core_s() - kept) / max(time.perf_counter() - begin, 1e-9)
+        share = (_waiting_s() - waited) / max(time.perf_counter() - begin, 1e-9)
         found.append((share, seconds))
     return [seconds for _, seconds in sorted(found)[:_REPETITIONS]]
 
 
-def _kept_from_core_s() -> float:
-    # Stolen time is of all cores; the second number is the thread's time in the run queue. Linux only.
-    stolen = getattr(psutil.cpu_times(), "steal", 0.0) / (psutil.cpu_count() or 1)
-    try:
-        return float(stolen) + 1e-9 * int(Path("/proc/thread-self/schedstat").read_text().split()[1])
-    except OSError:
-        return float(stolen)
+def _waiting_s() -> float:
+    """Return the seconds that were stolen of any core, or spent by any thread in the run queue (Linux)."""
+    waited = float(getattr(psutil.cpu_times(), "steal", 0.0))
+    for task in Path("/proc/self/task").glob("*/schedstat"):
+        # The thread may have ended meanwhile.
+        with suppress(OSError):
+            waited += 1e-9 * int(task.read_text().split()[1])
+    return waited
 
 
 def half_range(seconds: Sequence[float]) -> float:
@@ -120,7 +126,7 @@ def probe(session: Session, *, seconds: float = 2.0) -> Links:
         external_bytes_per_s=found[0],
         internal_bytes_per_s=(internal or found)[0],
         latency_s=latency,
-        spread=found[1],
+        spread=max(one[1] for one in (external, internal) if one is not None),
     )
 
 
@@ -132,9 +138,9 @@ def _ring_neighbours(members: Sequence[int], rank: int) -> tuple[int, int] | Non
 
 
 def _bandwidth(session: Session, neighbors: tuple[int, int] | None, seconds: float) -> tuple[float, float]:
-    """Return the median rate of some rounds, within about ``seconds``, and their half-range."""
+    """Return the median rate of rounds, for about ``seconds``, and their half-range, 1 of a single round."""
     num_bytes, spent, rounds = _FIRST_BYTES, 0.0, list[float]()
-    while len(rounds) < _REPETITIONS and (spent < seconds or not rounds):
+    while len(rounds) <= _REPETITIONS and (spent < seconds or not rounds):
         took = _longest(session, _time_swap(session, neighbors, num_bytes))
         spent += took
         if rounds or took >= _LONG_ENOUGH_S or spent >= seconds / 2 or num_bytes >= _MOST_BYTES:
@@ -143,7 +149,8 @@ def _bandwidth(session: Session, neighbors: tuple[int, int] | None, seconds: flo
         # Large enough to last, but at most eight times larger, because bursts look too fast.
         wanted = num_bytes * 1.2 * _LONG_ENOUGH_S / max(took, 1e-9)
         num_bytes = int(min(max(wanted, 2 * num_bytes), 8 * num_bytes, _MOST_BYTES))
-    return num_bytes / max(statistics.median(rounds), 1e-9), half_range(rounds)
+    counted = rounds[1:] or rounds
+    return num_bytes / max(statistics.median(counted), 1e-9), half_range(counted) if rounds[1:] else 1.0
 
 
 def _latency(session: Session, neighbors: tuple[int, int] | None) -> float:
@@ -233,12 +240,6 @@ class Trials(NamedTuple):
     """Extra seconds per edge of the first step on a block."""
     spread: float
     """Relative half-range of the repeated steps."""
-
-
-def clock_of(device: torch.device) -> Callable[[], float]:
-    """Return the clock for timing: the thread's if it computes alone, so that others are not counted."""
-    alone = torch.get_num_threads() == 1 and device.type == "cpu"
-    return time.thread_time if alone else time.perf_counter
 
 
 def time_batches(

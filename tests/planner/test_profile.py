@@ -69,47 +69,47 @@ def test_a_new_block_takes_longer_by_its_edges() -> None:
 
 
 def test_disturbed_repetitions_are_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every second run waits for a core: the three others are kept, whatever their seconds."""
-    waited, runs = 0.0, 0
+    now = waited = 0.0
+    waits = iter([0.5, 0.0, 0.5, 0.0, 0.5, 0.04])
 
     def run() -> float:
-        nonlocal waited, runs
-        runs += 1
-        time.sleep(1e-3)
-        waited += 0.5 * (runs % 2)
-        return float(runs)
+        nonlocal now, waited
+        now, wait = now + 0.1, next(waits)
+        waited += 0.1 * wait
+        return round(10 * now)
 
-    monkeypatch.setattr(profile, "_kept_from_core_s", lambda: waited)
-    assert repeated(run) == [2.0, 4.0, 6.0]
-    # Where all are disturbed, the least disturbed of nine.
-    waits = iter([9.0, 8.0, 3.0, 7.0, 1.0, 6.0, 5.0, 2.0, 4.0])
+    monkeypatch.setattr(profile, "_waiting_s", lambda: waited)
+    monkeypatch.setattr(profile.time, "perf_counter", lambda: now)
+    # The second, fourth and sixth, whatever their seconds.
+    assert repeated(run) == [2, 4, 6]
+    # Where all are disturbed, the least disturbed of nine; of steps of a second, of the first three.
+    waits = iter([0.9, 0.8, 0.3, 0.7, 0.1, 0.6, 0.5, 0.2, 0.4])
+    now = 0.0
+    assert repeated(run) == [5, 8, 3]
+    waits, now = iter([0.9, 0.8, 0.7]), 0.0
 
-    def busy() -> float:
-        nonlocal waited
-        wait = next(waits)
-        waited += wait
-        return wait
+    def long() -> float:
+        nonlocal now
+        now += 0.9
+        return run()
 
-    monkeypatch.setattr(profile.time, "perf_counter", lambda: 0.0)
-    assert repeated(busy) == [1.0, 2.0, 3.0]
+    assert sorted(repeated(long)) == [10, 20, 30]
 
 
-def test_time_without_a_core_is_read_from_the_kernel() -> None:
-    """Beside as many busy processes as cores, and one more, a thread that computes waits for a core."""
-    if not Path("/proc/thread-self/schedstat").exists():
+def test_waiting_for_a_core_is_read_from_the_kernel() -> None:
+    """This thread and a busy process share one core."""
+    if not Path("/proc/self/schedstat").exists():
         pytest.skip("the kernel does not count it")
-    command = [sys.executable, "-c", "while True: pass"]
-    cores = len(os.sched_getaffinity(0))
-    others = [subprocess.Popen(command) for _ in range(2 * cores)]
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
     try:
-        before = profile._kept_from_core_s()
-        until = time.monotonic() + 60
-        while profile._kept_from_core_s() - before < 0.01:
-            assert time.monotonic() < until
+        with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+            before, until = profile._waiting_s(), time.monotonic() + 60
+            while profile._waiting_s() - before < 0.01:
+                assert time.monotonic() < until
+            other.kill()
     finally:
-        for one in others:
-            one.kill()
-            one.wait()
+        os.sched_setaffinity(0, cores)
 
 
 class Fails(nn.Module):

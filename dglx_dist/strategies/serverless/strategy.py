@@ -168,8 +168,9 @@ def serverless_bytes(
 
 def _traffic(known: Measured, ghosts: Ghosts) -> Traffic:
     shape, total = known.shape, ghosts.outside + ghosts.inside
-    # Two products of its size: of the sum, and of the own row.
-    own_rows = all(one.per_source + one.per_target == 2 * one.inputs * one.outputs for one in shape.layers)
+    # Of an unknown model, two products of a layer's size are of the sum and of the own row.
+    products = [(one.per_source + one.per_target) / (one.inputs * one.outputs) for one in shape.layers]
+    own_rows = shape.kind == "sage" or (shape.guessed and set(products) == {2.0})
     phases = serverless_bytes(
         widths=(shape.features, *(layer.outputs for layer in shape.layers)),
         nodes=known.graph.nodes,
