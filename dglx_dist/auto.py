@@ -334,6 +334,7 @@ def _cluster(session: Session, options: AutoOptions, device: torch.device) -> Cl
         external_bytes_per_s=links.external_bytes_per_s,
         internal_bytes_per_s=links.internal_bytes_per_s,
         latency_s=links.latency_s,
+        link_spread=links.spread,
         cores=min(float(one[0]) for one in resources),
         memory_bytes=min(int(one[1]) for one in resources),
         device_memory_bytes=min(int(one[2]) for one in resources),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -173,9 +172,6 @@ def _from_dataset(
             g.close()
     finally:
         torch.set_num_threads(threads)
-    if cluster.cores < 1:
-        plans = None if known.plan_rates is None else known.plan_rates.slowed(1.0 / cluster.cores)
-        known = replace(known, rates=known.rates.slowed(1.0 / cluster.cores), plan_rates=plans)
     return known, candidates
 
 
@@ -202,7 +198,7 @@ def _measured_on(
     module = build_model(plan.model, features, plan.hidden, classes, plan.layers, 0.5, plan.heads, graph=g)
     module.to(g.session.device)
     shape = shape_of_module(module, features, classes, plan.layers, kind=plan.model, hidden=plan.hidden)
-    here, on_gpu, assumptions = len(os.sched_getaffinity(0)), g.session.device.type == "cuda", []
+    here, assumptions = len(os.sched_getaffinity(0)), []
     if cluster.cores > here:
         cores = plural(cluster.cores, "core")
         assumptions = [f"a rank of {cores} computes as fast as the {here} here, on which it was timed"]
@@ -212,7 +208,6 @@ def _measured_on(
         labor=plan.allow_estimators,
         partitioned=_is_partitioned(plan, 8 * g.num_nodes() + 4 * g.num_edges()),
         epoch=_EPOCH,
-        clock=time.perf_counter if torch.get_num_threads() > 1 or on_gpu else time.thread_time,
         # Ranks that compute on the machine of each, at most one per core.
         other_ranks=max(min(plan.ranks_of_machine, here) - 1, 0),
         assumptions=(*batch_assumptions(plan.unit, plan.layers, plan.fanouts), *assumptions),

@@ -30,6 +30,7 @@ from dglx_dist.comm.collectives import run_on_all_ranks
 from dglx_dist.comm.session import Session
 from dglx_dist.data.storage.files import machine_memory
 from dglx_dist.errors import ConfigError, StorageError
+from dglx_dist.graph.cache import LOOK_AHEAD
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.graph.optim import SparseAdam, SparseOptimizer
@@ -396,7 +397,8 @@ def _check_inputs(plan: TrainConfig, g: DistGraph) -> None:
 
 def _check_cache(plan: TrainConfig, session: Session) -> None:
     traits = strategy_of(session).traits
-    if plan.cache is not None and (traits.features != "rows" or traits.unit == "full_graph"):
+    has_rows = traits.features == "rows" and traits.unit != "full_graph"
+    if plan.cache and not has_rows and (plan.cache, traits.features) != (LOOK_AHEAD, "columns"):
         raise ConfigError(
             f"--cache {plan.cache} keeps feature rows of other servers, and strategy {session.strategy!r} "
             "moves none in training; leave --cache out, or use strategy data_parallel"

@@ -32,6 +32,7 @@ from dglx_dist.dataloading.sampler_spec import edge_columns, names_by_type, read
 from dglx_dist.dataloading.step_loader import (
     Items,
     LoaderOptions,
+    Maker,
     StepLoader,
     read_items,
     read_options,
@@ -347,7 +348,7 @@ class EdgeBatch(MiniBatch):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class EdgeMaker:
+class EdgeMaker(Maker[EdgeType, EdgeBatch]):
     """Makes the batches of one edge loader. Thread-safe."""
 
     g: DistGraph

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -24,6 +26,7 @@ from torch import Tensor
 from dglx_dist.comm.devices import Copy, ids_to_device
 from dglx_dist.dataloading.feature_fetch import (
     NOTHING_CLAIMED,
+    WINDOW_BYTES,
     Ahead,
     Columns,
     Drawn,
@@ -32,8 +35,9 @@ from dglx_dist.dataloading.feature_fetch import (
     edges_of,
     submit_columns,
 )
-from dglx_dist.dataloading.kernels import RawBatch, Schema, Workspace
-from dglx_dist.dataloading.sampler import BatchSource, Draws
+from dglx_dist.dataloading.kernels import RawBatch, SampleRequest, Schema, Workspace
+from dglx_dist.dataloading.sampler import BatchSource, Draws, RemoteSource, WholeSource
+from dglx_dist.dataloading.step_loader import Maker, run_ahead
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.message_passing import place
@@ -178,8 +182,8 @@ def _moved_nodes(nodes: NodeIds, copy: Copy) -> NodeIds:
 
 
 @final
-class SamplerMaker:
-    """The :class:`dglx_dist.dataloading.step_loader.Maker` of blocks around nodes by a sampler's own code."""
+class SamplerMaker(Maker[str, MiniBatch]):
+    """The maker of blocks around nodes by a sampler's own code."""
 
     def __init__(self, sampler: Any, g: DistGraph, columns: Columns) -> None:
         self._sampler, self._g, self._columns = sampler, g, columns
@@ -256,6 +260,7 @@ class KernelMaker:
 
     def __init__(self, source: BatchSource, draws: Draws, store: KVStore, columns: Columns) -> None:
         self._source, self._draws, self._store, self._columns = source, draws, store, columns
+        self._source_of: Callable[[int], BatchSource] = lambda _step: source
         self._schema = draws.schema
         weighted = draws.by_source is not None and draws.by_source.unequal
         self._builder = BatchBlockBuilder(draws.schema, weighted)
@@ -287,13 +292,54 @@ class KernelMaker:
     def claim(self) -> Ahead:
         return self._columns.claim(self._store)
 
+    def of_steps(
+        self, seeds_of: Callable[[int], Seeds], epoch: int, steps: Iterator[int], num_threads: int
+    ) -> KernelMaker:
+        source, lock, most = self._source, threading.Lock(), 1
+        if isinstance(source, WholeSource) or not self._store.looks_ahead:
+            return self
+        held: dict[int, RemoteSource] = {}
+
+        def groups() -> Iterator[dict[int, SampleRequest]]:
+            group: dict[int, SampleRequest] = {}
+            for step in steps:
+                new = self._draws.request(seeds_of(step), epoch, NOTHING_EXCLUDED, step)
+                if len(group) >= most or any((one.streams != new.streams).any() for one in group.values()):
+                    yield group
+                    group = {}
+                group[step] = new
+            if group:
+                yield group
+
+        def draw(group: Mapping[int, SampleRequest]) -> dict[int, RemoteSource]:
+            nonlocal most
+            joint = source.drawn_jointly([*group.values()])
+            num_edges = sum(len(edges.sources) for hop in joint.known for _, edges in hop)
+            most = max(1, int(len(group) * min(4, WINDOW_BYTES / 4 / drawn_bytes(0, 1, num_edges))))
+            return dict.fromkeys(group, joint)
+
+        # The next ones are drawn meanwhile, on a thread that ends with the maker.
+        drawn = run_ahead(draw, groups(), depth=1, num_threads=num_threads)
+
+        def source_of(step: int) -> RemoteSource:
+            with lock:
+                while step not in held and (more := next(drawn, None)) is not None:
+                    held.update(more)
+                # After an error, or where the end has moved, a batch is drawn by itself.
+                return held.pop(step, source)
+
+        maker = copy(self)
+        maker._source_of = source_of
+        return maker
+
     def draw(
         self, seeds: Seeds, epoch: int, exclude: Excluded = NOTHING_EXCLUDED, *, step: int
     ) -> Drawn[MiniBatch]:
         begin = time.perf_counter()
         request = self._draws.request(seeds, epoch, exclude, step)
+        source = self._source_of(step)
         with self._workspace() as workspace:
-            batch = self._source.sample(request, exclude, workspace)
+            batch = source.sample(request, exclude, workspace)
         inputs = {
             ntype: batch.nodes[batch.node_starts[number] : batch.node_starts[number + 1]]
             for number, ntype in enumerate(self._schema.ntypes)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 
@@ -32,7 +32,7 @@ from dglx_dist.dataloading.kernels import (
     write_ids,
 )
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.structure import NO_EDGES, CSCShard, Draw, InEdges, Structure
+from dglx_dist.graph.structure import NO_EDGES, CSCShard, Draw, InEdges, Structure, all_in_edges
 from dglx_dist.keyed_random import Csc, Rule, draw_edges, merged, relation_keys, stream_key
 from dglx_dist.records import Array, EdgeType
 
@@ -167,15 +167,35 @@ class RemoteSource:
     For every hop and edge type it sends 8 bytes per remote destination and receives 24 per edge drawn there;
     each request also has 8 bytes per edge of the type that the batch excludes there. All ranks serve ``op``
     with :func:`keyed_draw`, by the rule of the requests without what single batches exclude. Thread-safe.
+    Nothing is requested of what is ``known``: [hop][edge type], (ascending destinations, their in-edges).
     """
 
     is_whole = False
 
-    def __init__(self, schema: Schema, structures: Sequence[Structure], op: str) -> None:
+    def __init__(
+        self, schema: Schema, structures: Sequence[Structure], op: str, known: Sequence[Any] = ()
+    ) -> None:
+        self._schema, self.known = schema, known
         self._structures, self._op, self._etypes = tuple(structures), op, schema.etypes
         self._offsets = schema.offsets
         self._source_types = schema.source_types.tolist()
         self._destination_types = schema.destination_types.tolist()
+
+    def drawn_jointly(self, requests: Sequence[SampleRequest]) -> RemoteSource:
+        """Draw each destination of ``requests``, which differ in seeds alone, once; return their source."""
+        by_type = zip(*(np.split(one.seeds, one.seed_ends[1:-1]) for one in requests), strict=True)
+        nodes = [np.unique(np.concatenate(seeds)) for seeds in by_type]
+        known: list[list[tuple[Array, InEdges]]] = []
+        edges: list[InEdges] = []
+        for hop in range(len(requests[0].fanouts)):
+            for node_type, of_type in zip(self._source_types, edges, strict=bool(hop)):
+                # np.unique takes ten times as long.
+                ids = np.sort(np.concatenate([nodes[node_type], of_type.sources]))
+                nodes[node_type] = ids[np.diff(ids, prepend=-1) > 0]
+            frontiers = [nodes[node_type] for node_type in self._destination_types]
+            edges = self._draw(requests[0], {}, hop, frontiers)
+            known.append(list(zip(frontiers, edges, strict=True)))
+        return RemoteSource(self._schema, self._structures, self._op, known)
 
     def sample(
         self, request: SampleRequest, exclude: Mapping[EdgeType, Array], workspace: Workspace
@@ -185,7 +205,8 @@ class RemoteSource:
         try:
             _check_seeds(request, nodes.counts)
             for hop in range(len(request.fanouts)):
-                edges = self._draw(request, exclude, hop, nodes)
+                frontiers = [self._frontier(nodes, node_type) for node_type in self._destination_types]
+                edges = self._draw(request, exclude, hop, frontiers)
                 table, nodes, local = self._number(table, nodes, edges)
                 parts += [
                     (of_type.indptr, numbers, of_type.edge_ids)
@@ -199,11 +220,12 @@ class RemoteSource:
         return RawBatch(ids, starts, np.array(node_ends), *_joined(parts), np.empty(0, np.float32))
 
     def _draw(
-        self, request: SampleRequest, exclude: Mapping[EdgeType, Array], hop: int, nodes: NumberedNodes
+        self, request: SampleRequest, exclude: Mapping[EdgeType, Array], hop: int, frontiers: Sequence[Array]
     ) -> list[InEdges]:
+        if self.known:
+            return [_taken(known, nodes) for known, nodes in zip(self.known[hop], frontiers, strict=True)]
         pending: list[Callable[[], InEdges]] = []
-        for relation, structure in enumerate(self._structures):
-            frontier = self._frontier(nodes, self._destination_types[relation])
+        for relation, (structure, frontier) in enumerate(zip(self._structures, frontiers, strict=True)):
             fanout = int(request.fanouts[hop, relation])
             if fanout == 0 or not len(frontier):
                 pending.append(partial(_no_edges, len(frontier)))
@@ -238,6 +260,13 @@ BatchSource: TypeAlias = WholeSource | RemoteSource
 
 def _no_edges(num_nodes: int) -> InEdges:
     return InEdges(indptr=np.zeros(num_nodes + 1, np.int64), sources=NO_EDGES, edge_ids=NO_EDGES)
+
+
+def _taken(known: tuple[Array, InEdges], nodes: Array) -> InEdges:
+    ids, edges = known
+    shard = CSCShard(indptr=edges.indptr, indices=edges.sources, first_node=0, first_edge=0)
+    taken = all_in_edges(shard, np.searchsorted(ids, nodes))
+    return replace(taken, edge_ids=edges.edge_ids[taken.edge_ids])
 
 
 def csc_of(shard: CSCShard, weights: Array | None = None) -> Csc:

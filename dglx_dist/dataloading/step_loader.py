@@ -37,7 +37,7 @@ R = TypeVar("R")
 
 
 def run_ahead(
-    make: Callable[[int], T], steps: Iterable[int], *, depth: int, num_threads: int
+    make: Callable[[R], T], steps: Iterable[R], *, depth: int, num_threads: int
 ) -> Generator[T, None, None]:
     """Yield ``make(step)`` for each step in order, started at most ``depth`` steps ahead of the consumer.
 
@@ -271,6 +271,12 @@ class Maker(Protocol[K, B]):
         """
         ...
 
+    def of_steps(
+        self, items_of: Callable[[int], Mapping[K, Any]], epoch: int, steps: Iterator[int], num_threads: int
+    ) -> Maker[K, B]:
+        """Return a maker of the batches of ``steps``, once each, that may draw several jointly."""
+        return self
+
     def claim(self) -> Ahead:
         """Claim where rows of its batches may be kept; nothing: batches need not be made in order."""
         ...
@@ -480,16 +486,17 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
         order = of_rank.order(shuffle=self._options.shuffle, seed=self.seed, epoch=epoch)
         return lambda step: of_rank.take(order[schedule.slice_of(step)])
 
-    def made_of(self, epoch: int) -> Callable[[int], B]:
-        """Return :meth:`batches_of` in host memory."""
-        return self._drawn(epoch, Drawn.make)
+    def made_of(self, epoch: int, steps: Iterator[int]) -> Callable[[int], B]:
+        """Return :meth:`batches_of` in host memory, for ``steps``."""
+        return self._drawn(epoch, steps, Drawn.make)
 
-    def _drawn(self, epoch: int, finish: Callable[[Drawn[B]], R]) -> Callable[[int], R]:
+    def _drawn(self, epoch: int, steps: Iterator[int], finish: Callable[[Drawn[B]], R]) -> Callable[[int], R]:
         items_of = self.seeds_of_step(epoch)
+        maker = self._maker.of_steps(items_of, epoch, steps, min(1, self.num_threads))
 
         def draw(step: int) -> R:
             with self._session.timeline.span("sample", LOADER, epoch * len(self) + step):
-                return finish(self._maker.draw(items_of(step), epoch, step=step))
+                return finish(maker.draw(items_of(step), epoch, step=step))
 
         return draw
 
@@ -503,7 +510,7 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
                 rows.release()
 
     def _looking_ahead(self, epoch: int, claimed: Ahead) -> Generator[B, None, None]:
-        draw: Callable[[int], Drawn[B]] = self._drawn(epoch, lambda drawn: drawn)
+        draw: Callable[[int], Drawn[B]] = self._drawn(epoch, self._steps(), lambda drawn: drawn)
         draws = run_ahead(draw, self._steps(), depth=self.depth, num_threads=self.num_threads)
         with closing(draws), closing(look_ahead(draws, claimed)) as fetched:
             make = self._moved(epoch, lambda _step: next(fetched))
@@ -511,7 +518,7 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
             yield from run_ahead(make, self._steps(), depth=self.depth, num_threads=min(1, self.num_threads))
 
     def batches_of(self, epoch: int) -> Callable[[int], B]:
-        return self._moved(epoch, self.made_of(epoch))
+        return self._moved(epoch, self.made_of(epoch, self._steps()))
 
     def _moved(self, epoch: int, make: Callable[[int], B]) -> Callable[[int], B]:
         if not self.moves_batches:

@@ -293,6 +293,11 @@ class KVStore:
     def has_cache(self) -> bool:
         return bool(self._cached())
 
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether loaders may keep what later batches use."""
+        return any(one.ahead is not None for one in self._columns.values())
+
     def _cached(self) -> list[Column]:
         return [one for one in self._columns.values() if (one.cache, one.on_device, one.ahead) != (None,) * 3]
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
+
+import numpy as np
 
 from dglx_dist.data.storage.files import readable_bytes
 from dglx_dist.planner.records import Choice, ChoiceOptions, Prediction
+from dglx_dist.records import Array
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.cost import (
     Candidate,
@@ -21,6 +25,8 @@ from dglx_dist.strategies.cost import (
 
 _NEAR = 1.05
 """A prediction within this factor of the fastest is a tie, which the earlier, simpler candidate wins."""
+_CERTAIN = 0.05
+"""Relative half-width of an interval up to which a rate counts as known."""
 
 
 def enumerate_candidates(context: PlanContext) -> tuple[Candidate, ...]:
@@ -93,8 +99,10 @@ def choose(candidates: Iterable[Candidate], known: Measured, constraints: Choice
     """Predict every candidate and choose the fastest one that is allowed and feasible."""
     predictions = [replace(predict(one, known), barred=_barred(one, constraints)) for one in candidates]
     allowed = [one for one in predictions if one.feasible and not one.barred]
-    least = min((worth(one, constraints) for one in allowed), default=0.0)
-    taken = next((one for one in allowed if worth(one, constraints) <= _NEAR * least), None)
+    ratios = np.array([_ratios(allowed, one, constraints) for one in _interval_corners(known)])
+    most = ratios.max(axis=0)
+    at = next((at for at, one in enumerate(most) if one <= _NEAR * most.min()), None)
+    taken = None if at is None else allowed[at]
     ranked = sorted(
         predictions, key=lambda one: (not one.feasible, bool(one.barred), worth(one, constraints))
     )
@@ -110,10 +118,54 @@ def choose(candidates: Iterable[Candidate], known: Measured, constraints: Choice
         cluster=known.cluster,
         predictions=tuple(ranked),
         picked=-1 if taken is None else ranked.index(taken),
-        why=tuple(_reasons(taken, allowed, predictions, constraints)),
+        why=(
+            *_reasons(taken, allowed, predictions, constraints),
+            *_uncertainty(known, taken, ratios, allowed),
+        ),
         assumptions=tuple(assumptions),
         epoch=known.epoch,
     )
+
+
+def _interval_corners(known: Measured) -> list[Measured]:
+    """Return ``known``, and how else it may be: both ends of the intervals of links, and of computing on
+    mini-batches and on whole graphs, which are timed apart.
+    """
+    found, cluster = [known], known.cluster
+    if max(known.spread, cluster.link_spread) <= _CERTAIN:
+        return found
+    ends = [[1 - min(width, 0.9), 1 + width] for width in (known.spread, known.spread, cluster.link_spread)]
+    for batches, graphs, faster in product(*ends):
+        links = replace(
+            cluster,
+            external_bytes_per_s=faster * cluster.external_bytes_per_s,
+            internal_bytes_per_s=faster * cluster.internal_bytes_per_s,
+        )
+        plans = (known.plan_rates or known.rates).slowed(graphs)
+        found.append(replace(known, cluster=links, rates=known.rates.slowed(batches), plan_rates=plans))
+    return found
+
+
+def _ratios(allowed: Sequence[Prediction], known: Measured, constraints: ChoiceOptions) -> Array:
+    """Return (k,) float64: how many times as long as the fastest each candidate takes."""
+    seconds = np.array([worth(predict(one.candidate, known), constraints) for one in allowed])
+    return seconds / max(seconds.min(initial=np.inf), 1e-12)
+
+
+def _uncertainty(
+    known: Measured, taken: Prediction | None, ratios: Array, allowed: Sequence[Prediction]
+) -> list[str]:
+    """Return a sentence if another candidate may be faster within the intervals of what was timed."""
+    of_taken = ratios[:, [one is taken for one in allowed]]
+    if taken is None or of_taken.max() <= _NEAR:
+        return []
+    fastest = {int(one) for one in ratios.argmin(axis=1)}
+    return [
+        f"uncertain: repeated steps differ by +-{100 * known.spread:.0f} % and rounds of the links by "
+        f"+-{100 * known.cluster.link_spread:.0f} %; within that "
+        f"{' or '.join(allowed[at].candidate.name for at in sorted(fastest))} is the fastest, and this one "
+        f"takes {of_taken.min():.2f} to {of_taken.max():.2f} x as long"
+    ]
 
 
 def _barred(candidate: Candidate, constraints: ChoiceOptions) -> str:
@@ -141,7 +193,7 @@ def _reasons(
         return [_nearest([one for one in every if not one.barred])]
     reasons = [_biggest(taken)]
     fastest = min(allowed, key=lambda one: worth(one, constraints))
-    if fastest is not taken:
+    if fastest is not taken and worth(taken, constraints) <= _NEAR * worth(fastest, constraints):
         reasons.append(
             f"{fastest.candidate.name} takes {_ratio(fastest, taken, constraints):.2f} x as long, "
             f"but of candidates within {100 * (_NEAR - 1):.0f} % of the fastest the simplest is taken"

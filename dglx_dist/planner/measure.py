@@ -21,6 +21,7 @@ from dglx_dist.graph.split import marked_ids
 from dglx_dist.planner.choose import enumerate_candidates, works_of
 from dglx_dist.planner.model_shape import topology_of
 from dglx_dist.planner.profile import (
+    Trials,
     batch_trials,
     busy_cores,
     log,
@@ -82,8 +83,6 @@ class MeasureConfig:
     counts for all of them."""
     program_bytes: int = PROGRAM_BYTES
     """Memory of a rank before it opens a graph; larger if this process is a rank and uses more."""
-    clock: Callable[[], float] = time.perf_counter
-    """For timing: the thread's if it computes alone, so that other programs are not counted."""
     other_ranks: int = 0
     """Ranks that compute on the same machine at the same time and share its memory."""
     epoch: int = 1
@@ -117,18 +116,25 @@ def measure(
         )
     candidates = _candidates(run, config)
     works = works_of(candidates)
+    # One clock on all ranks: their rates are put together.
+    alone = torch.get_num_threads() == 1 and float_of(module).device.type == "cpu"
+    clock = time.thread_time if all(gather_json(alone, g.session)) else time.perf_counter
     batches, per_edge, labor = None, 0.0, None
     if config.draws is not None:
         notify("batches of all ranks")
         sizes = row_sizes(g, shape.gradient_bytes, partitioned=config.partitioned)
         caches = tuple(dict.fromkeys((one.cache, one.cache_alpha) for one in candidates if one.cache))
-        batches, per_edge = count_batches(run, config.draws, caches, sizes, config.clock)
+        batches, per_edge = count_batches(run, config.draws, caches, sizes, clock)
         if any(one.labor for one in candidates):
-            drawn, edge_s = count_batches(run, replace(config.draws, labor=True), (), sizes, config.clock)
+            drawn, edge_s = count_batches(run, replace(config.draws, labor=True), (), sizes, clock)
             labor = drawn, edge_s / per_edge
     notify("the model on some batches")
     with busy_cores(config.other_ranks):
-        rates, plan_rates = _rates(run, module, shape, works, config, per_edge)
+        rates, plan_rates, spread = _rates(run, module, shape, works, config.draws, per_edge, clock)
+    if config.cluster.cores < 1 and (clock is time.thread_time or not config.in_job):
+        # Timed alone: ranks that share a core take turns.
+        slower = 1.0 / config.cluster.cores
+        rates, plan_rates = rates.slowed(slower), plan_rates and plan_rates.slowed(slower)
     assumptions = config.assumptions
     for work in works:
         notify(work.describe(run.num_layers))
@@ -154,6 +160,7 @@ def measure(
         assumptions=assumptions,
         draws=config.draws,
         labor=labor,
+        spread=spread,
     )
     return known, candidates
 
@@ -203,33 +210,34 @@ def _rates(
     module: nn.Module,
     shape: ModelShape,
     works: Sequence[Work],
-    config: MeasureConfig,
+    draws: Draws | None,
     per_edge: float,
-) -> tuple[Rates, Rates | None]:
-    session, layers, clock = run.g.session, run.num_layers, config.clock
+    clock: Callable[[], float],
+) -> tuple[Rates, Rates | None, float]:
+    session, layers, spreads = run.g.session, run.num_layers, list[float]()
     byte_seconds = time_bytes(run.g, _owned(run), float_of(module).device, clock)
     every: Sequence[Any] = gather_json(byte_seconds, session)
     slowest = [float(max(of_ranks)) for of_ranks in zip(*every, strict=True)]
 
-    def of_all(tried: tuple[Array, Array, float] | None) -> Rates | None:
-        local = None if tried is None else [tried[0].tolist(), tried[1].tolist(), tried[2]]
-        found: Sequence[Any] = gather_json(local, session)
+    def of_all(tried: Trials | None) -> Rates | None:
+        found: Sequence[Any] = gather_json(tried, session)
         if any(one is None for one in found):
             return None
-        ranks = [(np.array(work), np.array(seconds), float(fresh)) for work, seconds, fresh in found]
+        ranks = [Trials(*one) for one in found]
+        spreads.append(max(one.spread for one in ranks))
         return measured_rates(ranks, slowest, per_edge, layers)
 
     trials = next((found for work in works if (found := list(work.trials(run)))), [])
     plan_rates = of_all(time_on_plans(module, shape, trials, clock)) if trials else None
-    if config.draws is None and plan_rates is not None:
-        return plan_rates, plan_rates
+    if draws is None and plan_rates is not None:
+        return plan_rates, plan_rates, max(spreads)
     whole = plan_rates is None and bool(works)
-    batches = list(batch_trials(run.g, run.seeds, config.draws, layers, whole=whole))
+    batches = list(batch_trials(run.g, run.seeds, draws, layers, whole=whole))
     timed = partial(time_batches, module, shape, batches, clock=clock)
     # A model that fails on one rank alone must not leave the others waiting.
     rates = of_all(run_on_all_ranks(session, timed, ConfigError))
     assert rates is not None
-    return rates, plan_rates
+    return rates, plan_rates, max(spreads)
 
 
 def _owned(run: PlannedRun) -> Array:

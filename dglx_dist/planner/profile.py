@@ -9,13 +9,15 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import dgl
 import numpy as np
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -39,11 +41,51 @@ if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
 
-_FIRST_BYTES, _MOST_BYTES = 256 * 1024, 64 * 2**20
-_LONG_ENOUGH_S = 0.3
-"""A round of this duration shows the rate: bursts beyond a rate limit are a small part of it."""
+_FIRST_BYTES, _MOST_BYTES = 32 * 1024, 64 * 2**20
+_LONG_ENOUGH_S = 0.1
+"""A round of this duration shows the rate; the first is not counted, as it begins with a burst."""
 _SMALL_ROUNDS = 10
 _EXCHANGE_NAME = "probe of the links"
+PROBE_PHASE = "link_probe"
+"""Of the ledger."""
+_REPETITIONS, _MOST_REPETITIONS = 3, 9
+_REPEATED_S = 2.0
+"""After this time no disturbed repetition is replaced."""
+_UNDISTURBED = 0.05
+"""Largest share of an undisturbed repetition that was spent waiting for a core."""
+
+
+def repeated(run: Callable[[], float]) -> list[float]:
+    """Call ``run``, which returns seconds, and return those of the 3 least disturbed calls.
+
+    It is called until 3 were undisturbed, at most 9 times, and within about 2 s if 3 calls take no longer. A
+    call is disturbed if more than a twentieth of its duration was stolen by the host of a virtual machine,
+    or spent by threads of this process waiting for a core.
+    """
+    found, first = list[tuple[float, float]](), time.perf_counter()
+    while sum(share <= _UNDISTURBED for share, _ in found) < _REPETITIONS:
+        begin, waited = time.perf_counter(), _waiting_s()
+        if len(found) >= _MOST_REPETITIONS or (len(found) >= _REPETITIONS and begin - first > _REPEATED_S):
+            break
+        seconds = run()
+        share = (_waiting_s() - waited) / max(time.perf_counter() - begin, 1e-9)
+        found.append((share, seconds))
+    return [seconds for _, seconds in sorted(found)[:_REPETITIONS]]
+
+
+def _waiting_s() -> float:
+    """Return the seconds that were stolen of any core, or spent by any thread in the run queue (Linux)."""
+    waited = float(getattr(psutil.cpu_times(), "steal", 0.0))
+    for task in Path("/proc/self/task").glob("*/schedstat"):
+        # The thread may have ended meanwhile.
+        with suppress(OSError):
+            waited += 1e-9 * int(task.read_text().split()[1])
+    return waited
+
+
+def half_range(seconds: Sequence[float]) -> float:
+    """Return half of the range of ``seconds``, relative to their median."""
+    return (max(seconds) - min(seconds)) / (2 * max(statistics.median(seconds), 1e-12))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,13 +98,15 @@ class Links:
     """Of all ranks of a server in total."""
     latency_s: float
     """Between servers; between ranks if there is one server."""
+    spread: float = 0.0
+    """Relative half-range of the repeated rounds."""
 
 
 def probe(session: Session, *, seconds: float = 2.0) -> Links:
     """Time messages around rings of ranks, first between servers and then within them, for about ``seconds``.
 
     Collective, and the same on all ranks; without limits for one rank. The session should be idle.
-    The messages are not counted in the ledger.
+    The ledger counts the messages as :data:`PROBE_PHASE`.
     """
     topology = session.topology
     if topology.world_size == 1:
@@ -73,14 +117,16 @@ def probe(session: Session, *, seconds: float = 2.0) -> Links:
     external = _bandwidth(session, across, seconds / 2) if len(servers) > 1 else None
     internal = _bandwidth(session, inside, seconds / 2) if max(map(len, servers)) > 1 else None
     latency = _latency(session, inside if external is None else across)
-    # Each rank of the ring within a server moves this much.
-    server_rate = None if internal is None else internal * len(servers[topology.server])
-    found = external if external is not None else server_rate
+    if internal is not None:
+        # Each rank of the ring within a server moves this much.
+        internal = internal[0] * len(servers[topology.server]), internal[1]
+    found = external or internal
     assert found is not None
     return Links(
-        external_bytes_per_s=found,
-        internal_bytes_per_s=server_rate if server_rate is not None else found,
+        external_bytes_per_s=found[0],
+        internal_bytes_per_s=(internal or found)[0],
         latency_s=latency,
+        spread=max(one[1] for one in (external, internal) if one is not None),
     )
 
 
@@ -91,16 +137,20 @@ def _ring_neighbours(members: Sequence[int], rank: int) -> tuple[int, int] | Non
     return members[place - 1], members[(place + 1) % len(members)]
 
 
-def _bandwidth(session: Session, neighbors: tuple[int, int] | None, seconds: float) -> float:
-    num_bytes, spent = _FIRST_BYTES, 0.0
-    while True:
+def _bandwidth(session: Session, neighbors: tuple[int, int] | None, seconds: float) -> tuple[float, float]:
+    """Return the median rate of rounds, for about ``seconds``, and their half-range, 1 of a single round."""
+    num_bytes, spent, rounds = _FIRST_BYTES, 0.0, list[float]()
+    while len(rounds) <= _REPETITIONS and (spent < seconds or not rounds):
         took = _longest(session, _time_swap(session, neighbors, num_bytes))
         spent += took
-        if took >= _LONG_ENOUGH_S or spent >= seconds or num_bytes >= _MOST_BYTES:
-            return num_bytes / max(took, 1e-9)
+        if rounds or took >= _LONG_ENOUGH_S or spent >= seconds / 2 or num_bytes >= _MOST_BYTES:
+            rounds.append(took)
+            continue
         # Large enough to last, but at most eight times larger, because bursts look too fast.
         wanted = num_bytes * 1.2 * _LONG_ENOUGH_S / max(took, 1e-9)
         num_bytes = int(min(max(wanted, 2 * num_bytes), 8 * num_bytes, _MOST_BYTES))
+    counted = rounds[1:] or rounds
+    return num_bytes / max(statistics.median(counted), 1e-9), half_range(counted) if rounds[1:] else 1.0
 
 
 def _latency(session: Session, neighbors: tuple[int, int] | None) -> float:
@@ -116,7 +166,7 @@ def _time_swap(session: Session, neighbors: tuple[int, int] | None, num_bytes: i
         before, after = neighbors
         outgoing = [Outgoing(rank=after, rows=torch.zeros(num_bytes, dtype=torch.uint8))]
         incoming = [Incoming(rank=before, rows=torch.empty(num_bytes, dtype=torch.uint8))]
-        streams.post(outgoing, incoming, _EXCHANGE_NAME, phase=None)()
+        streams.post(outgoing, incoming, _EXCHANGE_NAME, phase=PROBE_PHASE)()
     return time.perf_counter() - begin
 
 
@@ -156,7 +206,6 @@ _LAYER_S, _USUAL = 2.5e-3, (0.7e-9, 0.025e-9)
 """Of a layer, to sum a column of an edge, and of a multiply-add, on a current core."""
 _TRUST = 0.1
 """Weight of the usual proportions of a step, relative to a trial's seconds."""
-_REPETITIONS = 3
 
 
 def assumed_rates(*, speed: float = 1.0, on_gpu: bool = False) -> Rates:
@@ -180,6 +229,19 @@ def assumed_rates(*, speed: float = 1.0, on_gpu: bool = False) -> Rates:
     return replace(fast, **of_host, copy_byte_s=_COPY_BYTE_S)
 
 
+class Trials(NamedTuple):
+    """Timed steps; lists, so that ranks can exchange them as JSON."""
+
+    work: list[tuple[float, ...]]
+    """(k, 3) work for :func:`fit_rates`."""
+    seconds: list[float]
+    """(k,)."""
+    fresh_edge_s: float
+    """Extra seconds per edge of the first step on a block."""
+    spread: float
+    """Relative half-range of the repeated steps."""
+
+
 def time_batches(
     module: nn.Module,
     shape: ModelShape,
@@ -187,15 +249,11 @@ def time_batches(
     *,
     drop_by_node: bool = False,
     clock: Callable[[], float] = time.perf_counter,
-) -> tuple[Array, Array, float]:
+) -> Trials:
     """Time steps of a copy of ``module``, on its device, on blocks of at least two sizes; data is not read.
 
-    The median counts of several steps on each, after one on the new block. ``drop_by_node``: with dropout as
-    full-graph strategies have it, in place of torch's generator.
-
-    Returns:
-        (k, 3) float64 work and (k,) float64 seconds for :func:`fit_rates`, and the extra seconds per edge of
-        a new block.
+    The median counts of :func:`repeated` steps on each, after one on the new block. ``drop_by_node``: with
+    dropout as full-graph strategies have it, in place of torch's generator.
 
     Raises:
         ConfigError: there are no batches, or the model fails on them.
@@ -215,19 +273,21 @@ def time_batches(
         ) from problem
     dropouts = install_node_dropouts(copied, 0) if drop_by_node else None
     optimizer, device = torch.optim.Adam(copied.parameters(), lr=1e-9), float_of(module).device
-    rows, seconds, fresh = [], [], []
+    rows, seconds, fresh, spreads = [], [], [], []
     for number, batch in enumerate(batches):
         blocks = [place(block, device) for block in batch]
         if dropouts is not None:
             dropouts.begin(0, blocks[0].srcdata[dgl.NID])
         sizes = sizes_of(blocks)
         rows.append((1.0, *(float(term) for term in shape.work(*sizes))))
-        first, *later = (_step(copied, optimizer, blocks, shape, clock) for _ in range(_REPETITIONS + 1))
+        step = partial(_step, copied, optimizer, blocks, shape, clock)
+        first, later = step(), repeated(step)
         seconds.append(statistics.median(later))
+        spreads.append(half_range(later))
         # The very first step also warms up other things.
         if number:
             fresh.append((first - seconds[-1]) / max(sum(sizes[2]), 1))
-    return np.array(rows), np.array(seconds), max(statistics.median(fresh or [0.0]), 0.0)
+    return Trials(rows, seconds, max(statistics.median(fresh or [0.0]), 0.0), statistics.median(spreads))
 
 
 def _step(
@@ -258,15 +318,15 @@ def _step(
 
 
 def measured_rates(
-    tried: Sequence[tuple[Array, Array, float]],
+    tried: Sequence[Trials],
     byte_seconds: Sequence[float],
     sample_edge_s: float,
     num_layers: int,
 ) -> Rates:
     """Fit rates to steps that :func:`time_batches` timed on one or several ranks."""
     step, edge, product = fit_rates(
-        np.concatenate([work for work, _, _ in tried]),
-        np.concatenate([seconds for _, seconds, _ in tried]),
+        np.concatenate([np.array(one.work) for one in tried]),
+        np.concatenate([np.array(one.seconds) for one in tried]),
         num_layers,
     )
     return Rates(
@@ -275,7 +335,7 @@ def measured_rates(
         multiply_add_s=product,
         sample_edge_s=sample_edge_s,
         gather_byte_s=byte_seconds[0],
-        fresh_edge_s=max(fresh for _, _, fresh in tried),
+        fresh_edge_s=max(one.fresh_edge_s for one in tried),
         check_byte_s=byte_seconds[1],
         copy_byte_s=byte_seconds[2],
     )
@@ -308,7 +368,7 @@ log = logging.getLogger(__name__)
 
 def time_on_plans(
     module: nn.Module, shape: ModelShape, neighborhoods: Sequence[Sequence[Any]], clock: Callable[[], float]
-) -> tuple[Array, Array, float] | None:
+) -> Trials | None:
     """Return :func:`time_batches` of ``neighborhoods``; None for a model that does not run on them."""
     try:
         return time_batches(module, shape, neighborhoods, drop_by_node=True, clock=clock)
@@ -319,7 +379,6 @@ def time_on_plans(
 
 _BATCH_PARTS = (1, 2, 4)
 _GATHERED = 20_000
-_READ_REPETITIONS = 5
 
 
 def batch_trials(
@@ -357,12 +416,12 @@ def time_bytes(
     plain = rows.view(torch.uint8).numpy().reshape(-1)
 
     def timed(work: Callable[[], object]) -> float:
-        seconds = []
-        for _ in range(_READ_REPETITIONS):
+        def once() -> float:
             begin = clock()
             work()
-            seconds.append(clock() - begin)
-        return statistics.median(seconds) / count
+            return clock() - begin
+
+        return statistics.median(repeated(once)) / count
 
     def copy(pinned: Tensor) -> None:
         pinned.to(device, non_blocking=True)

@@ -74,6 +74,8 @@ class Cluster:
     """Of a rank on its GPU; 0: ranks compute on CPUs."""
     burst_bytes: int = 0
     """Bytes that a card sends at once after a pause, beyond its rate: emulated links are token buckets."""
+    link_spread: float = 0.0
+    """Relative half-width of the interval of the rates; 0: configured."""
     assumptions: tuple[str, ...] = ()
     """What was neither configured nor measured, a sentence each."""
 
@@ -496,6 +498,8 @@ class Measured:
     draws: Draws | None = None
     labor: tuple[BatchWork, float] | None = None
     """LABOR's batches, and the seconds of drawing an edge relative to :attr:`batches`; None: not counted."""
+    spread: float = 0.0
+    """Relative half-width of the interval of the rates; 0: assumed."""
 
     @property
     def trained(self) -> str:

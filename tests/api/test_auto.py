@@ -21,7 +21,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.planner import measure
 from dglx_dist.planner.choose import enumerate_candidates
-from dglx_dist.planner.profile import probe
+from dglx_dist.planner.profile import PROBE_PHASE, probe
 from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.records import NODE_TYPE
 from dglx_dist.strategies.base import AUTO
@@ -76,6 +76,7 @@ def choose_and_train(data: str, out: str) -> dict[str, Any]:
     )
     with init(AUTO, seed=0) as session:
         links = probe(session, seconds=0.2)
+        probed = session.ledger.total(phase=PROBE_PHASE)
         g = DistGraph(data, session=session)
         model = build_model("sage", equality.WIDTH, 8, equality.CLASSES).double()
         with pytest.raises(ConfigError, match=r"call dx\.choose_strategy"):
@@ -108,6 +109,7 @@ def choose_and_train(data: str, out: str) -> dict[str, Any]:
         "losses": [one.loss for one in chosen.epochs],
         "named": [one.loss for one in named.epochs],
         "by_fit": [by_fit, result.choice.taken.candidate.strategy, result.choice.outcome.epoch],
+        "probed": probed,
         "links": [links.external_bytes_per_s, links.internal_bytes_per_s, links.latency_s],
         "plan": taken,
         "strategy": one["strategy"],
@@ -123,6 +125,8 @@ def test_auto_trains_as_the_strategy_that_it_chose(dataset: str, tmp_path: Path)
     for name in ("losses", "by_fit", "links"):
         assert [one[name] for one in ranks] == [first[name]] * 2
     assert all(value > 0 for value in first["links"])
+    # Each rank sends the rounds of the probe to the other, 256 KiB at least, and they are counted.
+    assert first["probed"] == ranks[1]["probed"] > 2**18
     told = first["summary"][AUTO]
     assert told["chosen"] == first["plan"]["chosen"]
     assert told["bytes_are_counted"]

@@ -123,10 +123,8 @@ def test_fit_tells_what_an_epoch_was(dataset: str, tmp_path: Path) -> None:
 
 
 def refusals(dataset: str, folder: str) -> None:
-    with pytest.raises(
-        ConfigError, match=r"--cache lookahead keeps feature rows.*use strategy data_parallel"
-    ):
-        train_dataset(plan_of(dataset, Path(folder) / "cached", strategy="push_pull", cache="lookahead"))
+    with pytest.raises(ConfigError, match=r"--cache vip keeps feature rows.*use strategy data_parallel"):
+        train_dataset(plan_of(dataset, Path(folder) / "cached", strategy="push_pull", cache="vip"))
     assert [path.name for path in (Path(folder) / "cached").iterdir()] == [".checkpoints.lock"]
     with dx.init("push_pull", timeout=30, seed=1):
         g = dx.DistGraph(dataset)

@@ -201,9 +201,9 @@ def test_memory_that_is_short_on_one_rank_is_refused_on_all(shops: dict[int, Pat
     run_ranks(short_of_memory, 2, args=(shops[2],), ranks_per_server=1)
 
 
-def left_by_its_peer(folder: Path) -> str:
+def left_by_its_peer(folder: Path, structure: Any) -> str:
     with start_session(timeout_s=60) as session:
-        g = DistGraph(folder)
+        g = DistGraph(folder, structure=structure)
         cache(g, 0.3)
         rank = g.rank()
         users = torch.arange(NUM_NODES["user"])[rank:]
@@ -230,7 +230,8 @@ def rows_of(g: DistGraph) -> list[LookAheadRows]:
     return [rows for rows in found if rows is not None]
 
 
-def test_a_dead_owner_of_rows_is_named(shops: dict[int, Path]) -> None:
-    first, second = start_ranks(left_by_its_peer, 2, args=(shops[2],), ranks_per_server=1)
+@pytest.mark.parametrize("structure", ["replicated", "partitioned"])
+def test_a_dead_owner_of_rows_is_named(shops: dict[int, Path], structure: str) -> None:
+    first, second = start_ranks(left_by_its_peer, 2, args=(shops[2], structure), ranks_per_server=1)
     assert second.exitcode == -signal.SIGKILL
     assert not first.error

@@ -20,6 +20,7 @@ from dglx_dist.dataloading.feature_fetch import Drawn
 from dglx_dist.dataloading.step_loader import (
     Items,
     LoaderOptions,
+    Maker,
     StepLoader,
     read_items,
     read_options,
@@ -125,7 +126,7 @@ class Echo:
     fetch_s: float = 0.5
 
 
-class EchoMaker:
+class EchoMaker(Maker[str, Echo]):
     def draw(self, items: Mapping[str, Any], epoch: int, *, step: int) -> Drawn[Echo]:
         return Drawn(inputs={}, num_bytes=0, submit=lambda _: partial(self.make, items, epoch))
 

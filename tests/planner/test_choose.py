@@ -236,6 +236,40 @@ def test_a_tie_goes_to_the_simpler() -> None:
     assert not any("simplest" in line for one in choices if one.picked == 0 for line in one.why)
 
 
+def test_of_uncertain_rates_the_least_regret_is_taken_and_that_is_said() -> None:
+    """Where the links may be twice as slow or faster by half, and rows cost about as much as columns."""
+    every, uncertain, worst = (ROWS, COLUMNS), 0, 0.0
+    for rate in np.geomspace(1e6, 1e12, 60):
+        cluster = replace(CLUSTER, external_bytes_per_s=float(rate))
+        found = choose(every, known(cluster=replace(cluster, link_spread=0.5)), ChoiceOptions())
+        ends = [replace(cluster, external_bytes_per_s=factor * float(rate)) for factor in (1.0, 0.5, 1.5)]
+        seconds = np.array(
+            [[predict(one, known(cluster=end)).epoch_seconds for one in every] for end in ends]
+        )
+        regret = (seconds / seconds.min(axis=1, keepdims=True)).max(axis=0)
+        taken = regret[every.index(found.taken.candidate)]  # type: ignore[union-attr]
+        assert taken <= 1.05 * regret.min()
+        said = [line for line in found.why if line.startswith("uncertain")]
+        assert bool(said) == (taken > 1.05)
+        if said:
+            uncertain, worst = uncertain + 1, max(worst, taken)
+            assert "the links by +-50 %" in said[0]
+            assert f"to {taken:.2f} x as long" in said[0]
+    assert 0 < uncertain < 60
+    # The simpler of two that cannot be told apart is not the simpler whatever it costs.
+    assert worst < 1.5
+    # Mini-batches and whole graphs are timed apart; where links cost nothing, only that can change the order.
+    fast = replace(CLUSTER, external_bytes_per_s=1e15)
+    free = known(cluster=fast, plan_rates=RATES, spread=0.3)
+    batches, graphs = (predict(one, free).epoch_seconds for one in (ROWS, PRELOADED))
+    told = ChoiceOptions(unit="any", full_graph_epochs=batches / graphs)
+    (said,) = (line for line in choose((ROWS, PRELOADED), free, told).why if line.startswith("uncertain"))
+    assert "repeated steps differ by +-30 %" in said
+    assert "data_parallel or shared_preload is the fastest, and this one takes 1.00 to" in said
+    narrow = known(cluster=replace(CLUSTER, link_spread=0.05), spread=0.05)
+    assert choose(every, narrow, ChoiceOptions()).why == choose(every, known(), ChoiceOptions()).why
+
+
 def test_what_does_not_fit_says_so() -> None:
     small = replace(CLUSTER, memory_bytes=1000)
     found = choose((ROWS, COLUMNS), known(cluster=small), ChoiceOptions())

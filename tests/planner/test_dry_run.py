@@ -45,7 +45,7 @@ def test_trials_are_the_neighbourhoods_of_a_server() -> None:
     with busy_cores(1):
         found = time_on_plans(model, shape, [*smaller, whole], time.thread_time)
     assert found is not None
-    assert found[0][2].tolist() == [1.0, *shape.work(sources, targets, edges)]
+    assert found.work[2] == (1.0, *shape.work(sources, targets, edges))
     assert time_on_plans(nn.Linear(6, 3), shape, [whole], time.thread_time) is None
 
 

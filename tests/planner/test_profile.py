@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import dgl
 import numpy as np
@@ -14,8 +20,9 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import StageInput
 from dglx_dist.layers.convolutions import stages_of
 from dglx_dist.layers.tracer import random_block
+from dglx_dist.planner import profile
 from dglx_dist.planner.model_shape import shape_of_module
-from dglx_dist.planner.profile import assumed_rates, fit_rates, time_batches
+from dglx_dist.planner.profile import assumed_rates, fit_rates, repeated, time_batches
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.training.models import build_model
 from tests.planner.hand_made import shape_of_kind
@@ -40,25 +47,69 @@ def test_what_trials_do_not_tell_apart_is_parted_as_usual() -> None:
 
 
 def test_a_new_block_takes_longer_by_its_edges() -> None:
-    """Two blocks of 8 edges; each first step 4 s longer, but the very first warms up more than its block."""
-    durations = iter([9.0, 1.0, 1.0, 1.0, 5.0, 1.0, 1.0, 1.0])
-    now = 0.0
-    calls = 0
-
-    def clock() -> float:
-        nonlocal now, calls
-        calls += 1
-        now += next(durations) if calls % 2 == 0 else 0.0
-        return now
-
-    block = dgl.to_block(dgl.graph(([0, 1, 2, 3, 0, 1, 2, 3], [0, 0, 0, 0, 1, 1, 1, 1])), [0, 1])
+    """Two blocks of 8 edges; the first step on each is 4 s longer, the very first warms up more than that."""
+    now, blocks = 0.0, [dgl.to_block(dgl.graph((range(8), [0, 1] * 4)), [0, 1]) for _ in range(2)]
+    seen: set[int] = set()
     model = build_model("sage", 3, 4, 2, 1)
-    work, seconds, fresh = time_batches(
-        model, shape_of_kind("sage", 3, 4, 2, 1), [[block], [block]], clock=clock
-    )
-    assert work.shape == (2, 3)
-    assert seconds.tolist() == [1.0, 1.0]
-    assert fresh == pytest.approx(4.0 / 8)
+
+    def step(_model: nn.Module, given: tuple[Any, ...]) -> None:
+        nonlocal now
+        block = id(given[0][0])
+        now += 1.0 if block in seen else 5.0 if seen else 9.0
+        seen.add(block)
+
+    with mock.patch.object(profile.copy, "deepcopy", lambda one: one):
+        model.register_forward_pre_hook(step)
+        shape = shape_of_kind("sage", 3, 4, 2, 1)
+        found = time_batches(model, shape, [[block] for block in blocks], clock=lambda: now)
+    assert np.array(found.work).shape == (2, 3)
+    assert found.seconds == [1.0, 1.0]
+    assert found.fresh_edge_s == pytest.approx(4.0 / 8)
+    assert found.spread == 0.0
+
+
+def test_disturbed_repetitions_are_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = waited = 0.0
+    waits = iter([0.5, 0.0, 0.5, 0.0, 0.5, 0.04])
+
+    def run() -> float:
+        nonlocal now, waited
+        now, wait = now + 0.1, next(waits)
+        waited += 0.1 * wait
+        return round(10 * now)
+
+    monkeypatch.setattr(profile, "_waiting_s", lambda: waited)
+    monkeypatch.setattr(profile.time, "perf_counter", lambda: now)
+    # The second, fourth and sixth, whatever their seconds.
+    assert repeated(run) == [2, 4, 6]
+    # Where all are disturbed, the least disturbed of nine; of steps of a second, of the first three.
+    waits = iter([0.9, 0.8, 0.3, 0.7, 0.1, 0.6, 0.5, 0.2, 0.4])
+    now = 0.0
+    assert repeated(run) == [5, 8, 3]
+    waits, now = iter([0.9, 0.8, 0.7]), 0.0
+
+    def long() -> float:
+        nonlocal now
+        now += 0.9
+        return run()
+
+    assert sorted(repeated(long)) == [10, 20, 30]
+
+
+def test_waiting_for_a_core_is_read_from_the_kernel() -> None:
+    """This thread and a busy process share one core."""
+    if not Path("/proc/self/schedstat").exists():
+        pytest.skip("the kernel does not count it")
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+            before, until = profile._waiting_s(), time.monotonic() + 60
+            while profile._waiting_s() - before < 0.01:
+                assert time.monotonic() < until
+            other.kill()
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 class Fails(nn.Module):

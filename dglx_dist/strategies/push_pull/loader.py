@@ -151,6 +151,9 @@ class PushPullLoader(EpochLoader[_Made, Any]):
         self._inner, self._store, self._group = inner, store, group
         self._memory = RowMemory((inner.depth + _EXTRA_BATCHES) * group.size, feature_dtype, inner.device)
         self._looks_ahead = options.depth > 1
+        columns = [g.kvstore.column(g.ndata[name].kvstore_key) for name in store.names]
+        if any(one.cache or one.on_device or (one.ahead and g.structure().is_whole) for one in columns):
+            log.warning("push_pull fetches no features; policy='lookahead' is for partitioned structure")
         # The ranks' loaders share a name, as all construct theirs in the same order.
         self._label = f"push_pull.{next(_LOADER_NUMBERS.of(session))}"
         self._wide = g.num_nodes() >= SMALL_NODES
@@ -194,7 +197,7 @@ class PushPullLoader(EpochLoader[_Made, Any]):
                 pipeline.drain()
 
     def batches_of(self, epoch: int) -> Callable[[int], _Made]:
-        make_inner, iteration = self._inner.made_of(epoch), self._iteration
+        make_inner, iteration = self._inner.made_of(epoch, self._steps()), self._iteration
         if self._undecided and iteration > 0:
             self._decide()
         self._pushes.mailbox.begin(iteration)

@@ -119,17 +119,19 @@ def serverless_bytes(
     intervals: int,
     fusion: bool = True,
     rematerialise: bool = True,
+    own_rows: bool = False,
     itemsize: int = 4,
 ) -> dict[str, int]:
     """Return the bytes of an epoch by ledger phase, over all ranks, with one parameter server.
 
-    For convolutions that map sums, as GCN's. Streaming changes none of them. For each layer l of L, with n
-    nodes, |G| pairs of a node and another graph server that reads it, s bytes a number, K intervals::
+    For convolutions that map sums, i = d_{l-1} columns, as GCN's, or with ``own_rows`` a sum beside the own
+    row, i = 2 d_{l-1}, as GraphSAGE's. Streaming changes none of them. For each layer l of L, with n nodes,
+    |G| pairs of a node and another graph server that reads it, s bytes a number, K intervals::
 
         ghosts            |G| (4 + s d_l)               l < L, and as much back
-        AV l              n d_{l-1} s down              n d_l s up, twice that without rematerialisation
-        fused AV L        n (d_{L-1} s + 4) down        n d_{L-1} s up, not for L = 1; 32 K of loss and count
-        gradAV l          n (d_{l-1} + d_l) s down      n d_{l-1} s up, not for l = 1; n d_l s more down
+        AV l              n i s down                    n d_l s up, twice that without rematerialisation
+        fused AV L        n (i s + 4) down              n i s up, not for L = 1; 32 K of loss and count
+        gradAV l          n (i + d_l) s down            n i s up, not for l = 1; n d_l s more down
                                                         without rematerialisation
         weights           K |W_l| s for each task down, once back
 
@@ -140,7 +142,7 @@ def serverless_bytes(
     down = up = weights_down = weights_up = 0
     last = len(widths) - 1
     for layer in range(1, last + 1):
-        wide, narrow = widths[layer - 1], widths[layer]
+        wide, narrow = (1 + own_rows) * widths[layer - 1], widths[layer]
         weights = intervals * (wide + 1) * narrow * itemsize
         back = 0 if layer == 1 else nodes * wide * itemsize
         weights_up += weights
@@ -166,16 +168,20 @@ def serverless_bytes(
 
 def _traffic(known: Measured, ghosts: Ghosts) -> Traffic:
     shape, total = known.shape, ghosts.outside + ghosts.inside
+    # Of an unknown model, two products of a layer's size are of the sum and of the own row.
+    products = [(one.per_source + one.per_target) / (one.inputs * one.outputs) for one in shape.layers]
+    own_rows = shape.kind == "sage" or (shape.guessed and set(products) == {2.0})
     phases = serverless_bytes(
         widths=(shape.features, *(layer.outputs for layer in shape.layers)),
         nodes=known.graph.nodes,
         ghosts=total,
         intervals=LambdaOptions().intervals * known.cluster.ranks,
+        own_rows=own_rows,
     )
     inside = {name: phases[name] * ghosts.inside // max(total, 1) for name in _GHOSTS}
     outside = {name: count - inside.get(name, 0) for name, count in phases.items()}
     once = ghosts.outside * (2 * ID_BYTES + known.graph.feature_bytes)
-    counted = ghosts.counted and shape.kind == "gcn" and not shape.guessed
+    counted = ghosts.counted and shape.kind in ("gcn", "sage") and not shape.guessed
     return traffic_with_sums(outside, inside, (0, 0), once=once, exact=counted)
 
 

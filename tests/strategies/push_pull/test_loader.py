@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +22,7 @@ from dgl.dataloading import LaborSampler, NeighborSampler, as_edge_prediction_sa
 
 from dglx_dist.comm.session import Session, start_session
 from dglx_dist.data.storage.writer import write_dataset
-from dglx_dist.dataloading import negative
+from dglx_dist.dataloading import minibatch, negative
 from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
 from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.errors import ConfigError
@@ -268,6 +269,85 @@ def on_four(folder: str) -> None:
             assert push_s > 0
         assert told.call_count == (session.topology.rank == 0)
         g.barrier()
+
+
+def ahead_on_four(folder: str) -> list[int]:
+    """Draws of several batches at a time: the same bits, and each destination is asked for once."""
+    with start_session(timeout_s=200, seed=5) as session, pytest.MonkeyPatch.context() as patch:
+        g = DistGraph(folder, structure="partitioned")
+        group = make_group(session, 2)
+        labor = LaborSampler(FANOUTS, batch_dependency=2, prefetch_labels=["label"])
+        paces: list[dict[str, Any]] = [{}, {"num_threads": 0}, {"num_threads": 3, "depth": 4}]
+        saved: list[int] = []
+        for sampler, sizes in ((None, (1, 4, 16, 64, 256)), (labor, (1, 1, *[2] * 40))):
+            for pace in paces[: 3 if sampler is None else 1]:
+                loader = nodes_of(g, sampler, group, batch_size=4, shuffle=True, **pace)
+                g.cache_rows("feat", alpha=0, policy="lookahead")
+                plain, alone = drawn(loader)
+                assert len(plain) > 6
+                assert alone == asked_for(g, plain, [1] * len(plain))
+                g.cache_rows("feat", alpha=0.9, policy="lookahead")
+                for window in (256 << 20, 0):
+                    patch.setattr(minibatch, "WINDOW_BYTES", window)
+                    loader.set_epoch(0)
+                    found, sent = drawn(loader)
+                    assert [bits(one) for one in found] == [bits(one) for one in plain]
+                    assert sent == (asked_for(g, plain, sizes) if window else alone)
+                    g.barrier()
+                    saved += [alone - sent] if window else []
+        loader.set_epoch(0)
+        steps = iter(loader)
+        next(steps)
+        steps.close()
+        assert not [one for one in threading.enumerate() if one.name.startswith("dglx-loader")]
+        for structure, policy, tells in (
+            ("partitioned", "lookahead", False),
+            ("partitioned", "halo", True),
+            ("replicated", "lookahead", True),
+        ):
+            g = DistGraph(folder, structure=structure)
+            g.cache_rows("feat", alpha=0.9, policy=policy)
+            with mock.patch.object(push_pull_loader.log, "warning") as told:
+                nodes_of(g, group=group)
+            assert (told.call_count > 0) == tells
+        g.barrier()
+    return saved
+
+
+def drawn(loader: PushPullLoader) -> tuple[list[Any], int]:
+    before = loader._session.ledger.total(phase="sampling")
+    blocks = [one[-1] for one in loader]
+    return blocks, loader._session.ledger.total(phase="sampling") - before
+
+
+def bits(blocks: Any) -> list[list[int]]:
+    arrays = [(one.edata[dgl.EID], *one.adj_tensors("csc"), one.srcdata[dgl.NID]) for one in blocks]
+    return [array.tolist() for of_block in arrays for array in of_block]
+
+
+def asked_for(g: DistGraph, batches: list[Any], sizes: Sequence[int]) -> int:
+    """8 bytes for each distinct remote destination in a hop of a group of batches, 24 for each edge."""
+    bounds, server = g.get_node_partition_policy(NODE_TYPE).bounds, g.session.topology.server
+    first, sent = 0, 0
+    for size in sizes:
+        for hop in range(len(FANOUTS)):
+            degrees: dict[int, int] = {}
+            for blocks in batches[first : first + size]:
+                block = blocks[-1 - hop]
+                degrees |= dict(
+                    zip(block.dstdata[dgl.NID].tolist(), block.in_degrees().tolist(), strict=True)
+                )
+            remote = [node for node in degrees if not bounds[server] <= node < bounds[server + 1]]
+            sent += sum(8 + 24 * degrees[node] for node in remote)
+        first += size
+    assert first >= len(batches)
+    return sent
+
+
+def test_what_batches_share_is_drawn_once(folder: Path) -> None:
+    saved = run_ranks(ahead_on_four, 4, args=(str(folder),), ranks_per_server=2, timeout_s=250)
+    # Batches of a single rank may happen to share nothing.
+    assert min(map(sum, zip(*saved, strict=True))) > 0
 
 
 def check_batches(session: Session, pushed: Any, plain: Any) -> None:
