@@ -59,8 +59,8 @@ Exclude: TypeAlias = Callable[[Edges], Excluded]
 ReverseOf: TypeAlias = Callable[[Array], Array]
 """(K,) edge ids to the ids of their reverse edges, -1 for none."""
 
-Reverse: TypeAlias = Mapping[EdgeType, tuple[EdgeType, ReverseOf | None]]
-"""Edge type to the type of its reverse edges, and these; None: to be found, on all ranks together."""
+Reverse: TypeAlias = Mapping[EdgeType, Mapping[EdgeType, ReverseOf | None]]
+"""Edge type to the types of its reverse edges, and these; None: to be found, on all ranks together."""
 
 MODES = ("self", "reverse_id", "reverse_types")
 
@@ -103,9 +103,11 @@ def read_rule(
             f"exclude={exclude!r} does not define the reverse of {missing[0]}, which has edges to train on; "
             "add it, or leave the type out of the edges"
         )
-    for etype, (_, table) in reverse.items():
-        if table is not None:
-            _check_reverse(g, etype, table, edges.get(etype, np.empty(0, np.int64))[:_NUM_CHECKED])
+    for etype, tables in reverse.items():
+        for back, table in tables.items():
+            if table is not None:
+                some = edges.get(etype, np.empty(0, np.int64))[:_NUM_CHECKED]
+                _check_reverse(g, etype, back, table, some)
     return reverse
 
 
@@ -119,8 +121,8 @@ def open_exclude(g: DistGraph, exclude: Any, reverse: Reverse) -> Exclude:
     if callable(exclude):
         return lambda edges: _call_exclude(g, exclude, edges)
     found = {
-        etype: (back, table or _lookup(_reverse_edges(g, etype, back)))
-        for etype, (back, table) in reverse.items()
+        etype: {back: table or _lookup(_reverse_edges(g, etype, back)) for back, table in tables.items()}
+        for etype, tables in reverse.items()
     }
     return lambda edges: _with_reverse(edges, found)
 
@@ -141,12 +143,12 @@ def _reverse_edges(g: DistGraph, etype: EdgeType, back: EdgeType) -> DistTensor:
     return placed
 
 
-def _check_reverse(g: DistGraph, etype: EdgeType, table: ReverseOf, ids: Array) -> None:
+def _check_reverse(g: DistGraph, etype: EdgeType, back_type: EdgeType, table: ReverseOf, ids: Array) -> None:
     # Compares the ends of edges with those of their given reverse edges.
     reverse = table(ids)
     ids, reverse = ids[reverse != NO_REVERSE], reverse[reverse != NO_REVERSE]
     sources, destinations = g.find_edges(ids, etype)
-    back_sources, back_destinations = g.find_edges(reverse, etype)
+    back_sources, back_destinations = g.find_edges(reverse, back_type)
     wrong = ((sources != back_destinations) | (destinations != back_sources)).nonzero()[:, 0]
     if len(wrong):
         at = int(wrong[0])
@@ -159,10 +161,10 @@ def _check_reverse(g: DistGraph, etype: EdgeType, table: ReverseOf, ids: Array) 
         )
 
 
-def _with_reverse(edges: Edges, reverse: Mapping[EdgeType, tuple[EdgeType, ReverseOf]]) -> Excluded:
+def _with_reverse(edges: Edges, reverse: Mapping[EdgeType, Mapping[EdgeType, ReverseOf]]) -> Excluded:
     pieces = {etype: [ids] for etype, ids in edges.items()}
-    for etype, (back, table) in reverse.items():
-        if len(edges.get(etype, ())):
+    for etype, tables in reverse.items():
+        for back, table in tables.items() if len(edges.get(etype, ())) else ():
             ids = table(edges[etype])
             pieces.setdefault(back, []).append(ids[ids != NO_REVERSE])
     return {etype: np.unique(np.concatenate(parts)) for etype, parts in pieces.items()}
@@ -196,7 +198,7 @@ def _reverse_types(g: DistGraph, given: Any) -> Reverse:
                 "edge i of one must be the reverse of edge i of the other; pass as exclude= a function that "
                 "uses dx.reverse_edge_ids(g, etype, reverse_etype=...)"
             )
-    return {etype: (back, None) for etype, back in types.items()}
+    return {etype: {back: None} for etype, back in types.items()}
 
 
 def _reverse_tables(g: DistGraph, given: Any) -> Reverse:
@@ -207,11 +209,24 @@ def _reverse_tables(g: DistGraph, given: Any) -> Reverse:
                 "dict of lists by edge type"
             )
         given = {g.canonical_etypes[0]: given}
-    tables = {g.to_canonical_etype(key): reverse for key, reverse in given.items()}
-    return {etype: (etype, _table(g, etype, reverse)) for etype, reverse in tables.items()}
+    return {
+        g.to_canonical_etype(key): _tables(g, g.to_canonical_etype(key), one) for key, one in given.items()
+    }
 
 
-def _table(g: DistGraph, etype: EdgeType, reverse: Any) -> ReverseOf:
+def _tables(g: DistGraph, etype: EdgeType, given: Any) -> Mapping[EdgeType, ReverseOf]:
+    by_back = given if isinstance(given, Mapping) else {etype: given}
+    types = {g.to_canonical_etype(key): table for key, table in by_back.items()}
+    for back in types:
+        if (back[0], back[2]) != (etype[2], etype[0]):
+            raise ConfigError(
+                f"reverse_eids has {back} as the reverse of {etype}; it must lead from {etype[2]!r} to "
+                f"{etype[0]!r}"
+            )
+    return {back: _table(g, etype, back, table) for back, table in types.items()}
+
+
+def _table(g: DistGraph, etype: EdgeType, back: EdgeType, reverse: Any) -> ReverseOf:
     count = g.num_edges(etype)
     shape, kind = (
         (reverse.shape, str(reverse.dtype).removeprefix("torch."))
@@ -228,7 +243,7 @@ def _table(g: DistGraph, etype: EdgeType, reverse: Any) -> ReverseOf:
     ids = as_array(reverse).astype(np.int64)
     real = ids[ids != NO_REVERSE]
     try:
-        as_ids(real, count, f"the edges {etype} (reverse_eids)")
+        as_ids(real, g.num_edges(back), f"the edges {back} (reverse_eids)")
     except IndexError as error:
         raise ConfigError(f"reverse_eids: {error}; use -1 for an edge without a reverse") from None
     return lambda edges: ids[edges]
@@ -250,6 +265,8 @@ class MergedPairs:
     A pair graph of a loader has them as ``merged_pairs``.
     """
 
+    index: Any
+    """``_graph`` of the pair graph; DGL replaces it when it moves a graph or changes its edges."""
     etypes: tuple[EdgeType, ...]
     """Of the pair graph, R of them."""
     sizes: tuple[int, ...]
@@ -259,8 +276,8 @@ class MergedPairs:
     relation: Tensor
     """(E,) int64 place of the type in ``etypes``."""
 
-    def moved(self, copy: Copy) -> MergedPairs:
-        return replace(self, ends=copy(self.ends), relation=copy(self.relation))
+    def moved(self, graph: dgl.DGLGraph, copy: Copy) -> MergedPairs:
+        return replace(self, index=graph._graph, ends=copy(self.ends), relation=copy(self.relation))
 
 
 _TYPE = 44
@@ -327,7 +344,9 @@ def _graph(
     )
     graph = dgl.DGLGraph(index, list(ntypes), [relation for _, relation, _ in etypes])
     relation = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes))
-    graph.merged_pairs = MergedPairs(etypes=tuple(etypes), sizes=tuple(sizes), ends=merged, relation=relation)
+    graph.merged_pairs = MergedPairs(
+        index=index, etypes=tuple(etypes), sizes=tuple(sizes), ends=merged, relation=relation
+    )
     return graph
 
 
@@ -342,7 +361,7 @@ class EdgeBatch(MiniBatch):
     def moved(self, device: torch.device, copy: Copy) -> EdgeBatch:
         pairs = [place(graph, device, copy=copy) for graph in self.pairs]
         for graph, before in zip(pairs, self.pairs, strict=True):
-            graph.merged_pairs = before.merged_pairs.moved(copy)
+            graph.merged_pairs = before.merged_pairs.moved(graph, copy)
         return replace(super().moved(device, copy), pairs=pairs)
 
 
@@ -468,8 +487,8 @@ class DistEdgeDataLoader(StepLoader[EdgeType, EdgeBatch, EdgesBatch]):
             and their reverse edges by ``reverse_eids``; ``reverse_types``, these and the edges at the same
             position of the source's list of the type in ``reverse_etypes``; a function of the batch's ids to
             ids; or fixed ids. They are left out before drawing, so destinations keep their fan-out.
-        reverse_eids: (E,) by edge id, in ids of ``g``, -1 for none, or a dict of it by edge type: what
-            :func:`reverse_edge_ids` returns.
+        reverse_eids: (E,) by edge id, in ids of ``g``, -1 for none: what :func:`reverse_edge_ids` returns; or
+            a dict of it by edge type; or, if reverse edges are of other types, of dicts of it by these.
         reverse_etypes: Edge type to the type of its reverse edges.
         negative_sampler: One of ``dglx_dist.negative``, DGL's ``Uniform`` or ``PerSourceUniform``, or a
             function of (g, the batch's ids) to (sources, destinations), called on the loader's threads.
@@ -507,7 +526,12 @@ class DistEdgeDataLoader(StepLoader[EdgeType, EdgeBatch, EdgesBatch]):
             g.session, lambda: _checked(g, eids, sampler, rule, negative_sampler, options), ConfigError
         )
         mode = "a function" if callable(read.exclude) else repr(read.exclude)
-        types = {etype: back for etype, (back, table) in read.reverse.items() if table is None}
+        types = {
+            etype: back
+            for etype, tables in read.reverse.items()
+            for back, table in tables.items()
+            if table is None
+        }
         signature = f"{mode}, reverse_etypes={types}" if types else mode
         check_equal(g.session, "exclude=", signature)
         seed = seed_of(read.options, g.session)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, final
+from weakref import WeakKeyDictionary
 
 import dgl
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dglx_dist.comm.collectives import gather_arrays, run_on_all_ranks
+from dglx_dist.comm.collectives import gather_arrays, gather_int64, run_on_all_ranks
 from dglx_dist.dataloading.negative import Uniform
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.analysis import NO_REVERSE, reverse_edge_ids
@@ -25,12 +26,13 @@ from dglx_dist.strategies.base import strategy_of
 from dglx_dist.training.config import LINK, METRICS_OF
 from dglx_dist.training.inference import batches, evaluating, layerwise_inference, whole_of
 from dglx_dist.training.metrics import KnownEdges, hits_at, mrr, rank_of_answer, roc_auc
-from dglx_dist.training.models import Decoder, pair_scores
+from dglx_dist.training.models import Decoder, SymmetricConv, pair_scores
 from dglx_dist.training.relational import EntityInputs
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
+log = logging.getLogger(__name__)
 
 PairLoss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """(P,) scores of edges and (P, K) of their negatives to the mean loss over the edges."""
@@ -53,23 +55,50 @@ PAIR_LOSSES: Mapping[str, PairLoss | None] = {"bce": None, "bpr": bpr_loss, "sof
 TRAIN, VALIDATION, TEST = SPLITS
 _SHARES = (0.8, 0.9)
 """Training edges end at the first, validation edges at the second."""
+_MADE: WeakKeyDictionary[DistGraph, set[EdgeType]] = WeakKeyDictionary()
+"""Edge types that :func:`split_edges` gave masks."""
 _TYPE_SHIFT = np.int64(44)
 """Bits of a node id in the key of a pair."""
 _REVERSED = ("{}-rev", "rev-{}", "{}_rev", "rev_{}", "reverse_{}")
 """Names of the edge type that goes the other way."""
 
 
-def reverse_type(g: DistGraph, etype: EdgeType) -> EdgeType | None:
-    """Return the type of the reverse edges of ``etype`` by its name, such as ``NAME-rev``; None: none."""
-    names = ((etype[2], form.format(etype[1]), etype[0]) for form in _REVERSED)
-    return next((one for one in names if one in g.canonical_etypes), None)
+def _has_name_of_reverse(back: EdgeType, etype: EdgeType) -> bool:
+    swapped = (back[0], back[2]) == (etype[2], etype[0])
+    return swapped and any(form.format(etype[1]) == back[1] for form in _REVERSED)
+
+
+def reverse_types(g: DistGraph, targets: Sequence[EdgeType]) -> dict[EdgeType, list[EdgeType]]:
+    """Return the types of the reverse edges of each target, whatever their names. Collective.
+
+    A type between the swapped node types is one if its name says so, such as ``NAME-rev``, or if most edges
+    of the smaller of both types are the reverse of an edge of the other. Two targets of one node type are
+    compared by name only: a knowledge graph has too many pairs. A warning names types with fewer such edges.
+    """
+    found: dict[EdgeType, list[EdgeType]] = {etype: [] for etype in targets}
+    for etype in targets:
+        for back in g.canonical_etypes:
+            if (back[0], back[2]) != (etype[2], etype[0]) or back == etype:
+                continue
+            if _has_name_of_reverse(back, etype) or _has_name_of_reverse(etype, back):
+                found[etype].append(back)
+            elif back not in targets or back[0] != back[2]:
+                table = reverse_edge_ids(g, etype, reverse_etype=back)
+                own = table[slice(*g.get_edge_partition_policy(etype).owned_range)]
+                matched = sum(gather_int64([int((own != NO_REVERSE).sum())], g.session).flatten().tolist())
+                if 2 * matched > min(g.num_edges(etype), g.num_edges(back)):
+                    found[etype].append(back)
+                elif matched and g.session.topology.rank == 0:
+                    text = "%d edges of %s are the reverse of edges of %s, and messages run along all of them"
+                    log.warning(text, matched, back, etype)
+    return found
 
 
 def link_targets(g: DistGraph, names: Sequence[str] = ()) -> list[EdgeType]:
     """Return the edge types to predict, by name or as ``source:name:destination``.
 
-    Without names: all that are not the reverse of another (:func:`reverse_type`) of a graph of one node type,
-    else the only one of them.
+    Without names: all that are not named as the reverse of another, such as ``NAME-rev``, of a graph of one
+    node type, else the only one of them.
 
     Raises:
         ConfigError: there is no such edge type, or several node types and more than one such edge type.
@@ -77,12 +106,12 @@ def link_targets(g: DistGraph, names: Sequence[str] = ()) -> list[EdgeType]:
     if names:
         split = [tuple(name.split(":")) for name in names]
         return [g.to_canonical_etype(one if len(one) == 3 else one[0]) for one in split]
-    reverse = {reverse_type(g, etype) for etype in g.canonical_etypes}
-    found = [etype for etype in g.canonical_etypes if etype not in reverse]
+    known = g.canonical_etypes
+    found = [one for one in known if not any(_has_name_of_reverse(one, other) for other in known)]
     if len(g.ntypes) > 1 and len(found) > 1:
-        known = ", ".join(etype[1] for etype in found)
+        names = ", ".join(one[1] for one in found)
         raise ConfigError(
-            f"{g.dataset.folder} has the edge types {known}; say which to predict: --target {found[0][1]}"
+            f"{g.dataset.folder} has the edge types {names}; say which to predict: --target {found[0][1]}"
         )
     return found
 
@@ -92,11 +121,11 @@ def split_edges(g: DistGraph, targets: Sequence[EdgeType]) -> bool:
 
     The split is 80 / 10 / 10, keyed by the original ids of the two ends of an edge: it is the same for any
     number of parts and ranks, and all edges between two nodes of one type, in both directions, are on one
-    side. Every other edge type gets a ``train_mask`` of ones, but edges that are the reverse of a target
-    (:func:`reverse_type`) that of their target.
+    side, also edges of the types of :func:`reverse_types`. With masks of the dataset, reverse edges without a
+    mask have that of their target. Every other edge type gets a ``train_mask`` of ones.
 
     Returns:
-        Whether masks were made; False: those of the dataset.
+        Whether masks were made, now or by an earlier call; False: those of the dataset.
 
     Raises:
         ConfigError: on all ranks: some targets have a ``train_mask`` and others not.
@@ -115,15 +144,19 @@ def split_edges(g: DistGraph, targets: Sequence[EdgeType]) -> bool:
     for etype in without:
         for place, name in enumerate(SPLITS):
             _add_mask(g, etype, name, partial(_is_on_side, g, etype, place))
-    reverse = {reverse_type(g, etype): etype for etype in targets}
+    _MADE.setdefault(g, set()).update(without)
+    made = _MADE[g].issuperset(targets)
+    reverse = {back: etype for etype, found in reverse_types(g, targets).items() for back in found}
     for etype in g.canonical_etypes:
         if TRAIN in g.edges[etype].data:
             continue
-        if etype in reverse:
-            _add_mask(g, etype, TRAIN, _mask_of_reverse(g, etype, reverse[etype]))
-        else:
+        if etype not in reverse:
             _add_mask(g, etype, TRAIN, lambda ids: np.ones(len(ids), np.bool_))
-    return bool(without)
+        elif made:
+            _add_mask(g, etype, TRAIN, partial(_is_on_side, g, etype, 0))
+        else:
+            _add_mask(g, etype, TRAIN, _mask_of_reverse(g, etype, reverse[etype]))
+    return made
 
 
 def _add_mask(g: DistGraph, etype: EdgeType, name: str, mask_of: Callable[[Array], Array]) -> None:
@@ -167,10 +200,18 @@ class LinkModel(nn.Module):
         encoder: Called with blocks and rows; None: scores trainable rows times ``decoder.row_scale``.
         decoder: Scores pairs; a bias that is trained is added.
         etypes: ``g.canonical_etypes``.
+
+    Raises:
+        ConfigError: the encoder divides by degrees of the whole graph, which count validation and test edges.
     """
 
     def __init__(self, encoder: nn.Module | None, decoder: Decoder, etypes: Sequence[EdgeType]) -> None:
         super().__init__()
+        if any(map(_has_whole_degrees, encoder.modules() if encoder else ())):
+            raise ConfigError(
+                "the encoder (model gcn, or GraphConv with norm 'both' or 'left') divides by degrees of the "
+                "whole graph, which count validation and test edges; use --model sage, sgc or gat"
+            )
         self.encoder, self.decoder, self.etypes = encoder, decoder, list(etypes)
         # A dot product of trainable rows has no other weight.
         self.bias = nn.Parameter(torch.zeros(()))
@@ -186,6 +227,11 @@ class LinkModel(nn.Module):
                 for ntype, of_type in by_type.items()
             }
         return [pair_scores(self.decoder, graph, rows, self.etypes) + self.bias for graph in pair_graphs]
+
+
+def _has_whole_degrees(module: nn.Module) -> bool:
+    whole = isinstance(module, dgl.nn.GraphConv) and module._norm in ("both", "left")
+    return whole or isinstance(module, SymmetricConv)
 
 
 def rows_of(
@@ -209,7 +255,6 @@ Asked: TypeAlias = dict[tuple[str, str], Array]
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
 class LinkEvaluation:
     """Filtered ranks and AUC of validation and test edges, as ``evaluate`` of ``FitConfig``.
 
@@ -226,18 +271,29 @@ class LinkEvaluation:
         feature: Node data, without ``inputs``.
     """
 
-    g: DistGraph
-    targets: Sequence[EdgeType]
-    inputs: EntityInputs | None = None
-    metrics: Sequence[str] = METRICS_OF[LINK]
-    feature: str = FEATURE
-    _known: dict[str, Any] = field(default_factory=dict, repr=False)
+    def __init__(
+        self,
+        *,
+        g: DistGraph,
+        targets: Sequence[EdgeType],
+        inputs: EntityInputs | None = None,
+        metrics: Sequence[str] = METRICS_OF[LINK],
+        feature: str = FEATURE,
+    ) -> None:
+        self.g, self.targets, self.inputs = g, targets, inputs
+        self.metrics, self.feature = metrics, feature
+        self._asked: dict[str, Asked] = {}
+        self._true: KnownEdges | None = None
 
     def __call__(self, model: nn.Module) -> dict[str, float]:
-        """Return ``val_mrr``, ``test_mrr`` and so on. Collective."""
-        if not self._known:
-            asked = {name: self._share(name) for name in (VALIDATION, TEST)}
-            self._known.update(asked=asked, edges=self._true_edges(asked.values()))
+        """Return ``val_mrr``, ``test_mrr`` and so on. Collective.
+
+        Raises:
+            ConfigError: on all ranks: a score is nan.
+        """
+        if self._true is None:
+            self._asked = {name: self._share(name) for name in (VALIDATION, TEST)}
+            self._true = self._true_edges(self._asked.values())
         module: Any = whole_of(model)
         stored, made = rows_of(module, self.g, self.inputs, self.feature)
         factor = 1.0 if made else module.decoder.row_scale
@@ -246,7 +302,7 @@ class LinkEvaluation:
         for tensor in stored.values() if made else ():
             tensor.delete()
         found: dict[str, float] = {}
-        for name, of_split in self._known["asked"].items():
+        for name, of_split in self._asked.items():
             if any(name in self.g.edges[etype].data for etype in self.targets):
                 with evaluating(module):
                     scores = self._evaluated(module.decoder, rows, of_split)
@@ -291,14 +347,18 @@ class LinkEvaluation:
         return KnownEdges(*torch.from_numpy(edges_of_all.T.copy()))
 
     def _evaluated(self, decoder: Decoder, rows: Mapping[str, Tensor], asked: Asked) -> dict[str, float]:
-        ranks, scores = [torch.empty(0)], [torch.empty(2, 0)]
-        for ntypes, edges in asked.items():
-            source, destination = (rows[ntype] for ntype in ntypes)
-            ranks += self._ranks(decoder, source, destination, self._queries(ntypes, edges))
-            relation, u, *others = torch.from_numpy(edges).to(source.device)
-            pairs = [decoder(source[u], relation, destination[v]).cpu() for v in others]
-            scores.append(torch.stack(pairs))
-        of_all, compared, session = torch.cat(ranks), torch.cat(scores, 1), self.g.session
+        def scored() -> tuple[Tensor, Tensor]:
+            ranks, scores = [torch.empty(0)], [torch.empty(2, 0)]
+            for ntypes, edges in asked.items():
+                source, destination = (rows[ntype] for ntype in ntypes)
+                ranks += self._ranks(decoder, source, destination, self._queries(ntypes, edges))
+                relation, u, *others = torch.from_numpy(edges).to(source.device)
+                pairs = [decoder(source[u], relation, destination[v]).cpu() for v in others]
+                scores.append(torch.stack(pairs))
+            return torch.cat(ranks), torch.cat(scores, 1)
+
+        session = self.g.session
+        of_all, compared = run_on_all_ranks(session, scored, ConfigError)
         label = torch.tensor([[1], [0]]).expand_as(compared).flatten()
         known: dict[str, Callable[[], float]] = {
             "auc": lambda: roc_auc(compared.flatten(), label, session),
@@ -322,7 +382,7 @@ class LinkEvaluation:
             return decoder.all_subjects(destination[ids], relation, source)
 
         for score_all, query in zip((objects, subjects), queries, strict=False):
-            yield rank_of_answer(score_all, *map(torch.from_numpy, query), known=self._known["edges"])
+            yield rank_of_answer(score_all, *map(torch.from_numpy, query), known=self._true)
 
 
 _EDGES_AT_ONCE = 1 << 22
@@ -340,10 +400,11 @@ def link_loader(
 ) -> Any:
     """Return the loader of training edges and their negatives. Collective.
 
-    Messages run along edges of ``train_mask`` (:func:`split_edges`), without those of the batch and their
-    reverse; without any if ``fanouts`` is None, for a model without encoder. ``negatives`` are of each edge
-    and replaced end: the destination, and the source too if both ends of all targets are of one type.
-    ``inputs`` as of the training, ``options`` of :class:`DistEdgeDataLoader`.
+    Messages run along edges of ``train_mask`` (:func:`split_edges`), without those of the batch, their
+    opposite edges of the same type and those of :func:`reverse_types`; without any if ``fanouts`` is None,
+    for a model without encoder. ``negatives`` are of each edge and replaced end: the destination, and the
+    source too if both ends of all targets are of one type. ``inputs`` as of the training, ``options`` of
+    :class:`DistEdgeDataLoader`.
     """
     book = g.get_partition_book()
     eids = {etype: edge_split(g.edges[etype].data[TRAIN], book, etype) for etype in targets}
@@ -355,12 +416,14 @@ def link_loader(
         types = g.ntypes if inputs is None else inputs.feature_widths
         columns = {ntype: [FEATURE if inputs is None else inputs.feature] for ntype in types}
         sampler = dgl.dataloading.NeighborSampler(list(fanouts), mask=TRAIN, prefetch_node_feats=columns)
-        back = {etype: reverse_type(g, etype) for etype in targets}
-        options["exclude"] = "self"
-        if all(back.values()):
-            options |= {"exclude": "reverse_types", "reverse_etypes": back}
-        elif both:
-            same = {etype: reverse_edge_ids(g, etype) for etype in targets}
-            options |= {"exclude": "reverse_id", "reverse_eids": same}
+        backs = reverse_types(g, targets)
+        tables = {
+            etype: {
+                back: reverse_edge_ids(g, etype, reverse_etype=back)
+                for back in [*([etype] if etype[0] == etype[2] else []), *backs[etype]]
+            }
+            for etype in targets
+        }
+        options |= {"exclude": "reverse_id", "reverse_eids": tables}
     loader = strategy_of(g.session).edge_loader
     return loader(g, eids, sampler, batch_size=batch_size, shuffle=True, **options)

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
+from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import dgl
 import torch
@@ -121,16 +121,14 @@ class ComplEx(Decoder):
 
 @final
 class TransE(Decoder):
-    """``margin - |s + r - o|``: the sum of absolute values, with ``norm=2`` the length (Bordes et al. 2013).
+    """``margin - |s + r - o|``, the sum of absolute values (Bordes et al. 2013).
 
     Trainable rows and relations start within (margin + 2) / d, as in the code of RotatE's authors.
     """
 
-    def __init__(self, num_relations: int, width: int, margin: float = 12.0, norm: Literal[1, 2] = 1) -> None:
+    def __init__(self, num_relations: int, width: int, margin: float = 12.0) -> None:
         super().__init__()
-        if norm not in (1, 2):
-            raise ConfigError(f"norm={norm!r} of TransE must be 1 or 2")
-        self.margin, self.norm, self.row_scale = margin, norm, (margin + 2) / width
+        self.margin, self.row_scale = margin, (margin + 2) / width
         self.relations = nn.Parameter(torch.empty(num_relations, width))
         nn.init.uniform_(self.relations, -self.row_scale, self.row_scale)
 
@@ -139,10 +137,10 @@ class TransE(Decoder):
         return rows - translation if of_subjects else rows + translation
 
     def _matched(self, query: Tensor, rows: Tensor) -> Tensor:
-        return self.margin - torch.linalg.vector_norm(query - rows, self.norm, -1)
+        return self.margin - torch.linalg.vector_norm(query - rows, 1, -1)
 
     def _compared(self, query: Tensor, candidates: Tensor) -> Tensor:
-        return self.margin - torch.cdist(query, candidates, self.norm)
+        return self.margin - torch.cdist(query, candidates, 1)
 
 
 @final
@@ -209,7 +207,7 @@ def edge_scores(
     decoder: Decoder, pair_graph: Any, h: Mapping[str, Tensor] | Tensor, etypes: Sequence[EdgeType]
 ) -> dict[EdgeType, Tensor]:
     """Return {edge type: (E,) scores} of the edges of a pair graph; E may be 0. See :func:`pair_scores`."""
-    merged = _merged_pairs(pair_graph)
+    merged = merged_pairs(pair_graph)
     scores = torch.split(pair_scores(decoder, pair_graph, h, etypes), [*merged.sizes])
     return dict(zip(merged.etypes, scores, strict=True))
 
@@ -226,24 +224,35 @@ def pair_scores(
         pair_graph: As an edge loader yields it, for positives or for negatives.
         h: (num_nodes, d) rows of its nodes per node type, or a tensor when there is one node type.
         etypes: Edge types in the decoder's order: ``g.canonical_etypes``.
+
+    Raises:
+        ConfigError: a type has fewer rows than nodes.
     """
-    merged = _merged_pairs(pair_graph)
+    merged = merged_pairs(pair_graph)
     if not isinstance(h, Tensor):
-        some = next(iter(h.values()))
-        # A type without a target may have no rows.
-        counts = {ntype: pair_graph.num_nodes(ntype) for ntype in pair_graph.ntypes}
-        h = torch.cat([h.get(ntype, some.new_zeros(n, some.shape[1])) for ntype, n in counts.items()])
+        some, pieces = next(iter(h.values())), []
+        for ntype in pair_graph.ntypes:
+            n = pair_graph.num_nodes(ntype)
+            # A type without a target may have no rows; a model may return those of more nodes.
+            pieces.append(h[ntype][:n] if ntype in h else some.new_zeros(n, some.shape[1]))
+            if len(pieces[-1]) < n:
+                raise ConfigError(
+                    f"{len(pieces[-1])} rows for the {n} nodes of type {ntype!r} of the pair graph; give one "
+                    "per node, as the last block has destinations"
+                )
+        h = torch.cat(pieces)
     numbers = {etype: number for number, etype in enumerate(etypes)}
     number_of = torch.tensor([numbers[etype] for etype in merged.etypes], device=h.device)
     subject, objects = (F.embedding(ends, h) for ends in merged.ends)
     return decoder(subject, number_of[merged.relation], objects)
 
 
-def _merged_pairs(pair_graph: Any) -> MergedPairs:
+def merged_pairs(pair_graph: Any) -> MergedPairs:
+    """Return the merged edges of any graph; those of a loader's pair graph are ready."""
     merged: MergedPairs | None = getattr(pair_graph, "merged_pairs", None)
-    if merged is not None:
+    if merged is not None and merged.index is pair_graph._graph:
         return merged
-    # A graph of the user's own.
+    # A graph of the user's own, or one that was moved or changed.
     counts = map(pair_graph.num_nodes, pair_graph.ntypes)
     first = dict(zip(pair_graph.ntypes, accumulate(counts, initial=0), strict=False))
     etypes = tuple(pair_graph.canonical_etypes)
@@ -251,7 +260,8 @@ def _merged_pairs(pair_graph: Any) -> MergedPairs:
     ends = [torch.stack([u + first[e[0]], v + first[e[2]]]).long() for e, (u, v) in found.items()]
     sizes = tuple(one.shape[1] for one in ends)
     relation = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).to(pair_graph.device)
-    return MergedPairs(etypes=etypes, sizes=sizes, ends=torch.cat(ends, 1), relation=relation)
+    index = pair_graph._graph
+    return MergedPairs(index=index, etypes=etypes, sizes=sizes, ends=torch.cat(ends, 1), relation=relation)
 
 
 InferenceLayer: TypeAlias = Callable[[Any, Any], Any]

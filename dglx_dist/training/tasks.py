@@ -22,6 +22,7 @@ from dglx_dist.records import FEATURE, LABEL, SPLITS
 from dglx_dist.strategies.base import WrappedModel, float_of
 from dglx_dist.training import metrics
 from dglx_dist.training.config import AUTO_TASK, CLASSIFICATION, MULTILABEL, REGRESSION
+from dglx_dist.training.models import merged_pairs
 from dglx_dist.training.relational import EntityInputs
 
 if TYPE_CHECKING:
@@ -266,7 +267,7 @@ class LinkPrediction:
         rows = _input_rows(model, blocks[0], self.feature, self.inputs)
         positive, negative = model(blocks, rows, pairs, negative_pairs)
         if self.pair_loss is not None:
-            negative = _of_each_edge(positive, negative)
+            negative = _of_each_edge(negative, pairs, negative_pairs)
             return StepLoss(
                 loss=self.pair_loss(positive, negative),
                 num_targets=len(positive),
@@ -280,14 +281,18 @@ class LinkPrediction:
         )
 
 
-def _of_each_edge(positive: Tensor, negative: Tensor) -> Tensor:
-    each, rest = divmod(len(negative), max(1, len(positive)))
-    if rest:
-        raise ConfigError(
-            f"{len(negative)} negatives of {len(positive)} edges: pair_loss needs as many of each edge; use "
-            "dx.negative.Uniform(k), or InBatch(k) with batches above k edges of each type"
-        )
-    return negative.view(len(positive), each)
+def _of_each_edge(negative: Tensor, pairs: Any, negative_pairs: Any) -> Tensor:
+    merged, sizes = merged_pairs(pairs), merged_pairs(negative_pairs).sizes
+    edges = sum(merged.sizes)
+    each = len(negative) // max(1, edges)
+    for etype, few, many in zip(merged.etypes, merged.sizes, sizes, strict=True):
+        if many != each * few:
+            raise ConfigError(
+                f"{many} negatives of {few} edges of {etype}, and {sum(sizes)} of {edges} in all: pair_loss "
+                "needs as many of each edge; use dx.negative.Uniform(k), or InBatch(k) with batches above k "
+                "edges of each type"
+            )
+    return negative.view(edges, each)
 
 
 def _input_rows(model: nn.Module, block: Any, feature: str, inputs: EntityInputs | None) -> Any:

@@ -64,7 +64,7 @@ def run(folder: str, out: str, options: dict[str, Any]) -> dict[str, Any]:
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sage": ("ring", {"fanouts": (5, 5), "hidden": 8}),
     "push_pull": ("ring", {"fanouts": (5, 5), "hidden": 8, "strategy": "push_pull"}),
-    "gcn": ("plain", {"model": "gcn", "fanouts": (5, 5), "hidden": 8, "embeddings": 6}),
+    "sgc": ("plain", {"model": "sgc", "fanouts": (5, 5), "hidden": 8, "embeddings": 6}),
     "rgcn": ("shop", {"model": "rgcn", "fanouts": (4, 4), "hidden": 8, "loss": "softmax"}),
 }
 METRICS = [f"{split}_{metric}" for split in ("val", "test") for metric in METRICS_OF[LINK]]
@@ -117,6 +117,7 @@ def refused(folder: str, out: str, options: dict[str, Any]) -> str:
         ("plain", {}, "give the nodes trainable rows with --embeddings 64"),
         ("plain", {"task": "link"}, "give the nodes trainable rows with --embeddings 64"),
         ("ring", {}, "has no node data 'label' (known: 'feat'); partition a graph that has it"),
+        ("ring", {"task": "link", "model": "gcn"}, "use --model sage, sgc or gat"),
         ("shop", {"task": "link"}, "or --model none, which scores trainable rows"),
         ("shop", {"task": "link", "model": "rgcn", "target": ("likes",)}, "likes"),
     ],
