@@ -320,7 +320,7 @@ def _with_task(plan: TrainConfig, g: DistGraph, ntype: str) -> tuple[TrainConfig
 
 
 def _configuration(plan: TrainConfig, g: DistGraph, folder: Path) -> dict[str, object]:
-    """Return what a run that goes on must have in common; ConfigError if it differs. Collective."""
+    """Return what a resumed run must have in common; ConfigError if it differs. Collective."""
     facts = configuration_of(plan, g.dataset.manifest.checksum)
     facts["strategy_options"] = without_keys(plan.strategy_options)
     saved = read_extra(folder / CHECKPOINTS) if plan.goes_on else None

@@ -177,9 +177,9 @@ class RunOptions:
     resume: bool = _of_run(
         False, "Resume from the newest checkpoint in RUNDIR, also with another configuration."
     )
-    """From the start if there is none. Without it, only a run of the same configuration goes on."""
+    """From the start if there is none. Without it, only a run of the same configuration is resumed."""
     overwrite: bool = _of_run(False, "Begin anew, and remove the checkpoints in RUNDIR.")
-    """A restart by torchrun still goes on from what the same start of torchrun has saved."""
+    """A restart by torchrun is still resumed from what the same start of torchrun has saved."""
     goes_on: bool = False
     """Set where ``resume`` was not asked for, but checkpoints were found."""
     trace: str | Path | None = _path_of_run(
@@ -223,7 +223,7 @@ def check_run(config: RunOptions) -> None:
             "'dglx_dist[tensorboard]'`, or leave it out: metrics.jsonl has the same figures"
         )
     if config.resume and config.overwrite:
-        raise ConfigError("resume goes on from the checkpoints that overwrite removes; give one of the two")
+        raise ConfigError("resume needs the checkpoints that overwrite removes; give one of the two")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -369,7 +369,7 @@ class TrainConfig(RunOptions, ModelConfig):
     verify: Literal["auto", "full", "never"] = _of_loading("auto", "auto: read new files, full: all, never.")
     out: str = _path_of_run(
         "",
-        "A run of the same configuration there goes on from its newest checkpoint, one without checkpoints "
+        "A run of the same configuration is resumed from its newest checkpoint, one without checkpoints "
         "is replaced. Default: runs/NAME-STRATEGY, NAME of DIR.",
         metavar="RUNDIR",
     )
@@ -454,14 +454,14 @@ _NOT_TRAINED = (
     *("servers", "timeout_s", "recompute", "seeds", "cache", "cache_alpha", "depth", "loader_threads"),
     *("verify", "out", "predictions", "scores", "save_embeddings"),
 )
-"""Fields of TrainConfig that do not change what is trained: a run goes on from checkpoints of other values.
+"""Fields of TrainConfig that do not change what is trained: a run is resumed with other values.
 
-The dataset counts by its content. Another number of ranks goes on too, but not with the same bits.
+The dataset counts by its content. Another number of ranks can resume too, but not with the same bits.
 """
 
 
 def configuration_of(plan: TrainConfig, dataset: str) -> dict[str, object]:
-    """Return what must be the same in a run that goes on, JSON values; ``dataset`` names the content."""
+    """Return what must be the same in a resumed run, JSON values; ``dataset`` names the content."""
     shared = {one.name: getattr(plan, one.name) for one in fields(plan) if one.name not in _NOT_TRAINED}
     return {"dataset": dataset, **shared}
 

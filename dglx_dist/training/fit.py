@@ -98,7 +98,7 @@ class Step:
     precision: str = FLOAT32
     """Of forward passes."""
     schedule: RunOptions | None = None
-    """Whose ``schedule`` and ``warmup`` set the learning rate; None: it stays."""
+    """Whose ``schedule`` and ``warmup`` set the learning rate; None: it is constant."""
 
     def set_rate(self, step: int, steps_of_epoch: int) -> None:
         if self.schedule is None:
@@ -254,7 +254,7 @@ class FitConfig(RunOptions):
     """Replaces exact accuracy; a custom ``task`` is evaluated only by this."""
     eval_batch_size: int = 4096
     configuration: Mapping[str, object] = field(default_factory=dict)
-    """More facts, JSON values, that must be the same where a run goes on from a checkpoint that it finds."""
+    """More facts, JSON values, that must be the same where a run is resumed from a checkpoint found."""
     on_begin: Callable[[], None] | None = None
     """Called on all ranks once the checkpoint is loaded, before the first step; not without epochs to do."""
     num_layers: int | None = None
@@ -328,7 +328,7 @@ def train(
 ) -> FitResult:
     """Train ``model`` and evaluate it exactly. Collective.
 
-    It goes on from the newest checkpoint in ``config.checkpoint_folder``, if there is one. On as many ranks,
+    Resumes from the newest checkpoint in ``config.checkpoint_folder``, if there is one. On as many ranks,
     that ends with bit-equal weights to a run that was never interrupted. With the folder, SIGTERM, SIGUSR1
     and Ctrl-C save a checkpoint after the step and raise :class:`Stopped` on all ranks.
 
@@ -438,7 +438,7 @@ def settled(config: Options, checkpoints: str | Path | None, session: Session) -
     extra = None
     if checkpoints is not None and (restarts or not config.overwrite):
         extra = checkpoint.read_extra(checkpoints)
-    # A restart goes on from what it has saved itself, and only replaces what was there before.
+    # A restart is resumed from what it has saved itself, and only replaces what was there before.
     if extra is not None and not config.resume and (not config.overwrite or extra.get(_LAUNCH) == launch):
         config = replace(config, resume=True, overwrite=False, goes_on=True)
     if config.precision is not None:
@@ -469,7 +469,7 @@ _SHOWN = 4
 
 
 def _facts(g: DistGraph, config: FitConfig, optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    """Return what a run must have in common with the one that it goes on from, JSON values."""
+    """Return what a run must have in common with the one that it resumes, JSON values."""
     session = g.session
     options = agreement_facts(
         session.strategy, tracing.without_keys(session.options), session.seed, curve=False
