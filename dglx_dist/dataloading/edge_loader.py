@@ -217,12 +217,6 @@ def _reverse_tables(g: DistGraph, given: Any) -> Reverse:
 def _tables(g: DistGraph, etype: EdgeType, given: Any) -> Mapping[EdgeType, ReverseOf]:
     by_back = given if isinstance(given, Mapping) else {etype: given}
     types = {g.to_canonical_etype(key): table for key, table in by_back.items()}
-    for back in types:
-        if (back[0], back[2]) != (etype[2], etype[0]):
-            raise ConfigError(
-                f"reverse_eids has {back} as the reverse of {etype}; it must lead from {etype[2]!r} to "
-                f"{etype[0]!r}"
-            )
     return {back: _table(g, etype, back, table) for back, table in types.items()}
 
 
@@ -526,12 +520,7 @@ class DistEdgeDataLoader(StepLoader[EdgeType, EdgeBatch, EdgesBatch]):
             g.session, lambda: _checked(g, eids, sampler, rule, negative_sampler, options), ConfigError
         )
         mode = "a function" if callable(read.exclude) else repr(read.exclude)
-        types = {
-            etype: back
-            for etype, tables in read.reverse.items()
-            for back, table in tables.items()
-            if table is None
-        }
+        types = {etype: [*tables] for etype, tables in read.reverse.items() if None in tables.values()}
         signature = f"{mode}, reverse_etypes={types}" if types else mode
         check_equal(g.session, "exclude=", signature)
         seed = seed_of(read.options, g.session)

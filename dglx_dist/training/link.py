@@ -85,12 +85,13 @@ def reverse_types(g: DistGraph, targets: Sequence[EdgeType]) -> dict[EdgeType, l
             elif back not in targets or back[0] != back[2]:
                 table = reverse_edge_ids(g, etype, reverse_etype=back)
                 own = table[slice(*g.get_edge_partition_policy(etype).owned_range)]
-                matched = sum(gather_int64([int((own != NO_REVERSE).sum())], g.session).flatten().tolist())
+                matched = int(gather_int64([int((own != NO_REVERSE).sum())], g.session).sum())
                 if 2 * matched > min(g.num_edges(etype), g.num_edges(back)):
                     found[etype].append(back)
                 elif matched and g.session.topology.rank == 0:
-                    text = "%d edges of %s are the reverse of edges of %s, and messages run along all of them"
-                    log.warning(text, matched, back, etype)
+                    log.warning(
+                        "%d edges of %s reverse edges of %s, and all pass messages", matched, back, etype
+                    )
     return found
 
 
