@@ -387,7 +387,7 @@ def _warn(graph: RawGraph, quality: PartitionQuality) -> None:
         )
 
 
-_SAMPLED, _AT_ONCE = 4096, 1 << 20
+_SAMPLED, _AT_ONCE = 4096, 1 << 18
 
 
 def _is_one_way(graph: RawGraph) -> bool:
