@@ -8,9 +8,13 @@ HERE = Path(__file__).parent
 
 OGB = ["ogb>=1.3.6"]
 AWS = ["boto3>=1.28"]
+REPORT = ["plotly>=6"]
+TENSORBOARD = ["tensorboard>=2.14"]
 DEV = [
     # Strategy "lambda" in a cloud is tested against a local service, in which AWS's own runtime client runs.
     *AWS,
+    *REPORT,
+    *TENSORBOARD,
     "moto>=5",
     "awslambdaric>=3",
     "pytest>=8",
@@ -53,7 +57,7 @@ setup(
         "typer>=0.16",
         "matplotlib>=3.8",
     ],
-    extras_require={"ogb": OGB, "aws": AWS, "dev": DEV},
+    extras_require={"ogb": OGB, "aws": AWS, "report": REPORT, "tensorboard": TENSORBOARD, "dev": DEV},
     entry_points={
         "console_scripts": ["dglx = dglx_dist.cli:main"],
         # Other packages announce plugins in these groups, as "name = package.module:Class":

@@ -408,6 +408,7 @@ def facts_of(model: nn.Module, session: Session, result: FitResult) -> dict[str,
         "test_accuracy": result.test_accuracy,
         "val_accuracy": result.val_accuracy,
         "peak_memory_bytes": max(in_all for in_all, _ in peaks),
+        "rank_memory_bytes": [in_all for in_all, _ in peaks],
         "device": f"cuda ({torch.cuda.get_device_name(device)})" if on_gpu else str(device),
         "peak_device_memory_bytes": max(on_device, default=None),
     }

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import final
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
 
 
 @final
@@ -30,8 +34,17 @@ class Advance:
 
 
 @contextmanager
-def progress(description: str, total: int, *, enabled: bool = True) -> Iterator[Advance]:
-    """Show the progress of ``total`` units on standard error and yield its handle."""
+def progress(
+    description: str,
+    total: int,
+    *,
+    enabled: bool = True,
+    figures: Callable[[], Mapping[str, str]] | None = None,
+) -> Iterator[Advance]:
+    """Show the progress of ``total`` units on standard error and yield its handle.
+
+    On a terminal ``figures`` (name -> value), called from another thread, are a live table in place of a bar.
+    """
     if not enabled:
         yield Advance(_nothing, _nothing, _nothing)
         return
@@ -39,6 +52,18 @@ def progress(description: str, total: int, *, enabled: bool = True) -> Iterator[
     if not console.is_terminal:
         console.print(f"{description} ...")
         yield Advance(_lines(description, total, console.print), console.print, _nothing)
+        return
+    if figures is not None:
+        states = [""]
+
+        def table() -> Table:
+            now = figures()
+            found = Table(*now, title=description, caption=Text(states[-1]), box=SIMPLE_HEAD)
+            found.add_row(*now.values())
+            return found
+
+        with Live(get_renderable=table, console=console, refresh_per_second=2, transient=True):
+            yield Advance(_nothing, console.print, states.append)
         return
     columns = (
         TextColumn("{task.description}"),

@@ -6,8 +6,9 @@ W ranks, S servers, B seeds of a batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -180,6 +181,16 @@ class EpochRecord:
     def samples_per_second(self) -> float:
         """Targets trained on per second, over all ranks."""
         return self.num_samples / self.seconds if self.seconds > 0 else 0.0
+
+    def scalars(self) -> dict[str, float]:
+        """Return the finite numbers of ``metrics.jsonl`` but the epoch, nested ones by their inner names."""
+        found: dict[str, Any] = {}
+        for name, value in (asdict(self) | {"samples_per_second": self.samples_per_second}).items():
+            found |= value if isinstance(value, Mapping) else {name: value}
+        del found["epoch"]
+        return {
+            name: one for name, one in found.items() if isinstance(one, (int, float)) and math.isfinite(one)
+        }
 
     @property
     def cache_hit_rate(self) -> float | None:

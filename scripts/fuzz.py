@@ -371,7 +371,7 @@ def read_run_folder(folder: Path) -> str:
     from dglx_dist.report.run_folder import read_plan
 
     with contextlib.redirect_stdout(io.StringIO()) as shown:
-        report(folder)
+        report([folder])
     return digest(shown.getvalue(), read_plan(folder))
 
 
@@ -388,7 +388,7 @@ def read_trace_of(folder: Path) -> str:
     from dglx_dist.cli.report import report
 
     with contextlib.redirect_stdout(io.StringIO()) as shown:
-        report(folder / "trace.json")
+        report([folder / "trace.json"])
     return digest(shown.getvalue())
 
 

@@ -91,12 +91,16 @@ def test_a_run_folder_holds_what_was_promised(run: Path) -> None:
     assert summary["test_accuracy"] > 0.3
     assert summary["bytes_inside"] == 0
     assert summary["bytes_outside"] > 0
-    assert summary["peak_memory_bytes"] > 50e6
+    assert summary["peak_memory_bytes"] == max(summary["rank_memory_bytes"]) > 50e6
+    assert len(summary["rank_memory_bytes"]) == 2
     assert (summary["device"], summary["peak_device_memory_bytes"]) == ("cpu", None)
     epochs = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [epoch["epoch"] for epoch in epochs] == [0, 1, 2, 3, 4]
     assert all(epoch["num_samples"] == 100 for epoch in epochs)
+    moved = sum(row[2] for rows in summary["traffic"].values() for row in rows)
+    assert moved == sum(epoch["bytes_inside"] + epoch["bytes_outside"] for epoch in epochs)
     config = json.loads((run / "config.json").read_text())
+    assert set(config["environment"]) == {"python", "system", "hosts", "cores", "memory_bytes"}
     assert (config["model"], config["fanouts"], config["ranks"]) == ("sage", [5, 5], 2)
     assert (run / "picture.png").stat().st_size > 10_000
 

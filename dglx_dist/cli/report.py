@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,8 +180,9 @@ def feature_bytes(manifest: Manifest) -> int:
 
 
 def report(
-    folder: Annotated[
-        Path, typer.Argument(metavar="RUNDIR|TRACE", help="What `dglx train --out` or `--trace` wrote.")
+    folders: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUNDIR...|TRACE", help="What `dglx train --out` or `--trace` wrote."),
     ],
     batches: Annotated[
         str | None,
@@ -190,18 +191,33 @@ def report(
             help="Of a trace: batches to draw; epochs, of strategy lambda. Default: some in the middle.",
         ),
     ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Of runs: write a page of figures, for any browser.")
+    ] = None,
 ) -> None:
     """Print the tables of a run and draw its picture again; of an unfinished run, the finished epochs.
 
+    Of several runs, print their figures side by side. The page of --html needs no network, but Plotly here:
+    `pip install 'dglx_dist[report]'`. It has curves, cost, bytes between ranks, and why auto chose.
+
     Of a trace, draw the timeline of the ranks, and print how much of the network time overlaps with compute.
 
-    Examples: `dglx report runs/demo` and `dglx report trace.json --batches 20:23`
+    Examples: `dglx report runs/demo`, `dglx report runs/a runs/b --html both.html` and
+    `dglx report trace.json --batches 20:23`
     """
-    if folder.is_file():
+    folder, *more = folders
+    if folder.is_file() and not more and html is None:
         report_trace(folder, read_batches(batches))
         return
     if batches is not None:
         raise ConfigError(f"--batches {batches} is for a trace, and {folder} is none; give the trace's file")
+    if html is not None:
+        check_picture(html, "--html", "page.html")
+    if more or html is not None:
+        with _damage_named(folder if not more else Path("one of the runs")):
+            _report_runs(folders, html)
+    if more:
+        return
     from dglx_dist.report.pictures import draw
     from dglx_dist.report.run_folder import PICTURE, read_run
     from dglx_dist.report.tables import epoch_table, run_title, summary_table
@@ -215,6 +231,21 @@ def report(
         show(summary_table(run.summary))
         title = run_title(run.summary, run.config)
         draw_or_warn(lambda: draw(run.epochs, folder / PICTURE, title=title), folder / PICTURE)
+
+
+def _report_runs(folders: Sequence[Path], html: Path | None) -> None:
+    from dglx_dist.report.page import write_page
+    from dglx_dist.report.run_folder import read_run
+    from dglx_dist.report.tables import runs_table, summarise
+
+    names = [one.resolve().name for one in folders]
+    named = zip(names, folders, strict=True)
+    runs = {str(one) if names.count(name) > 1 else name: read_run(one) for name, one in named}
+    if len(runs) > 1:
+        show(runs_table({name: run.summary or summarise({}, run.epochs) for name, run in runs.items()}))
+    if html is not None:
+        write_page(runs, html)
+        write(f"page: {html}")
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -26,6 +28,7 @@ from dglx_dist.auto import (
 )
 from dglx_dist.comm.collectives import run_on_all_ranks
 from dglx_dist.comm.session import Session
+from dglx_dist.data.storage.files import machine_memory
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.embedding import DistEmbedding
@@ -187,7 +190,7 @@ def train_dataset(plan: TrainConfig) -> Trained:
         wrapped, result = _fit(plan, g, ntype, built, facts, start, append)
         epochs = (*(e for e in before if e.epoch < result.first_epoch), *result.epochs)
         costs = facts_of(wrapped, session, result)
-        summary = summarise(costs, epochs)
+        summary = summarise(costs, epochs) | {"traffic": result.traffic}
         if choice is not None:
             choice["outcome"] = asdict(outcome_of(choice["epoch"], epochs, costs))
             summary[AUTO] = plan_summary(choice)
@@ -278,6 +281,13 @@ def run_config(plan: TrainConfig, g: DistGraph, session: Session) -> dict[str, o
         "parts": g.dataset.manifest.num_parts,
         "partitioned_by": g.dataset.manifest.method,
         "versions": {one.__name__: one.__version__ for one in (dglx_dist, torch, dgl)},
+        "environment": {
+            "python": platform.python_version(),
+            "system": platform.platform(),
+            "hosts": ", ".join(dict.fromkeys(session.hosts)),
+            "cores": os.cpu_count(),
+            "memory_bytes": machine_memory()[0],
+        },
     }
 
 

@@ -327,12 +327,14 @@ def _events(one: RankSpans, zero: float) -> Iterator[dict[str, Any]]:
 
 def _event(span: Span, rank: int, thread: int, zero: float) -> dict[str, Any]:
     numbers = {name: getattr(span, name) for name in _NUMBERS}
+    begin = round(1e9 * (span.begin_s - zero))
     return {
         "name": span.name,
         "cat": span.row,
         "ph": "X",
-        "ts": round(1e6 * (span.begin_s - zero), 3),
-        "dur": round(1e6 * (span.end_s - span.begin_s), 3),
+        # Both ends are rounded: a rounded duration may reach beyond the span around it.
+        "ts": begin / 1e3,
+        "dur": (round(1e9 * (span.end_s - zero)) - begin) / 1e3,
         "pid": rank,
         "tid": thread,
         "args": {name: value for name, value in numbers.items() if value is not None},

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, final
 import dgl
 import numpy as np
 import torch
+from dgl import graph_index, heterograph_index, utils
 from dgl.dataloading import EdgePredictionSampler
 from dgl.heterograph import DGLBlock
 from torch import Tensor
@@ -241,6 +242,30 @@ EdgePairs = Mapping[EdgeType, Sequence[Array]]
 """Edge type to (sources, destinations), (P,) int64 global node ids each; every type of the graph."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class MergedPairs:
+    """The edges of a pair graph, those of all types after each other, without a call for each type.
+
+    A pair graph of a loader has them as ``merged_pairs``.
+    """
+
+    etypes: tuple[EdgeType, ...]
+    """Of the pair graph, R of them."""
+    sizes: tuple[int, ...]
+    """Edges of each type; E in all."""
+    ends: Tensor
+    """(2, E) int64 sources and destinations: rows of the nodes of all types, type by type in its order."""
+    relation: Tensor
+    """(E,) int64 place of the type in ``etypes``."""
+
+    def moved(self, copy: Copy) -> MergedPairs:
+        return replace(self, ends=copy(self.ends), relation=copy(self.relation))
+
+
+_TYPE = 44
+"""Bits of a node id; those above it are its type."""
+
+
 def build_pairs(
     ntypes: Sequence[str],
     ids: Mapping[EdgeType, Array],
@@ -254,31 +279,55 @@ def build_pairs(
     graph of the positive pairs, with ``negative`` that of these too.
     """
     both = [positive] if negative is None else [positive, negative]
-    found: dict[str, list[Array]] = {ntype: [np.empty(0, np.int64)] for ntype in ntypes}
-    for etype, ends in (item for pairs in both for item in pairs.items()):
-        found[etype[0]].append(ends[0])
-        found[etype[2]].append(ends[1])
-    nodes = {ntype: np.unique(np.concatenate(touched)) for ntype, touched in found.items()}
-    order = {ntype: torch.from_numpy(touched) for ntype, touched in nodes.items()}
-    graphs = [_graph(pairs, nodes) for pairs in both]
+    # As dgl.heterograph orders them.
+    ntypes, etypes = sorted(ntypes), sorted(positive)
+    number = {ntype: np.int64(place) << _TYPE for place, ntype in enumerate(ntypes)}
+    keys = [
+        np.concatenate([pairs[etype][end] + number[etype[2 * end]] for etype in etypes])
+        for pairs in both
+        for end in (0, 1)
+    ]
+    distinct, places = np.unique(np.concatenate(keys), return_inverse=True)
+    starts = np.searchsorted(distinct, np.arange(len(ntypes) + 1) << _TYPE)
+    nodes = {
+        ntype: distinct[starts[place] : starts[place + 1]] - number[ntype]
+        for place, ntype in enumerate(ntypes)
+    }
+    of_pairs = np.split(places.reshape(-1), np.cumsum([len(one) for one in keys])[:-1])
+    graphs = [
+        _graph(ntypes, etypes, starts, pairs, np.stack(of_pairs[2 * place : 2 * place + 2]))
+        for place, pairs in enumerate(both)
+    ]
     for graph in graphs:
-        for ntype, ids_of_type in order.items():
-            graph.nodes[ntype].data[dgl.NID] = ids_of_type
+        for ntype, of_type in nodes.items():
+            graph.nodes[ntype].data[dgl.NID] = torch.from_numpy(of_type)
     for etype, edges in ids.items():
         graphs[0].edges[etype].data[dgl.EID] = torch.from_numpy(edges)
     return nodes, graphs
 
 
-def _graph(pairs: EdgePairs, nodes: Mapping[str, Array]) -> dgl.DGLGraph:
-    local = {
-        etype: (
-            torch.from_numpy(np.searchsorted(nodes[etype[0]], sources)),
-            torch.from_numpy(np.searchsorted(nodes[etype[2]], destinations)),
-        )
-        for etype, (sources, destinations) in pairs.items()
-    }
-    counts = {ntype: len(ids) for ntype, ids in nodes.items()}
-    return dgl.heterograph(local, num_nodes_dict=counts)
+def _graph(
+    ntypes: Sequence[str], etypes: Sequence[EdgeType], starts: Array, pairs: EdgePairs, ends: Array
+) -> dgl.DGLGraph:
+    """Build what dgl.heterograph does, whose checks take most of a step where there are many types."""
+    sizes = [len(pairs[etype][0]) for etype in etypes]
+    merged, number = torch.from_numpy(ends), {ntype: place for place, ntype in enumerate(ntypes)}
+    counts, last, relations = np.diff(starts).tolist(), np.cumsum(sizes).tolist(), []
+    kinds = [(number[source], number[destination]) for source, _, destination in etypes]
+    for (source, destination), size, end in zip(kinds, sizes, last, strict=True):
+        u, v = merged[0, end - size : end], merged[1, end - size : end]
+        u = u - int(starts[source]) if starts[source] else u
+        v = v - int(starts[destination]) if starts[destination] else v
+        shape = (1 + (source != destination), counts[source], counts[destination])
+        relations.append(heterograph_index.create_unitgraph_from_coo(*shape, u, v, ["coo", "csr", "csc"]))
+    metagraph = graph_index.from_coo(len(ntypes), *map(list, zip(*kinds, strict=True)), True)
+    index = heterograph_index.create_heterograph_from_relations(
+        metagraph, relations, utils.toindex(counts, "int64")
+    )
+    graph = dgl.DGLGraph(index, list(ntypes), [relation for _, relation, _ in etypes])
+    relation = torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes))
+    graph.merged_pairs = MergedPairs(etypes=tuple(etypes), sizes=tuple(sizes), ends=merged, relation=relation)
+    return graph
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,6 +340,8 @@ class EdgeBatch(MiniBatch):
 
     def moved(self, device: torch.device, copy: Copy) -> EdgeBatch:
         pairs = [place(graph, device, copy=copy) for graph in self.pairs]
+        for graph, before in zip(pairs, self.pairs, strict=True):
+            graph.merged_pairs = before.merged_pairs.moved(copy)
         return replace(super().moved(device, copy), pairs=pairs)
 
 

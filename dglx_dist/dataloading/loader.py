@@ -95,11 +95,14 @@ def _source(g: DistGraph, draws: Draws, weights: str | None, op: str = "") -> Ba
     return RemoteSource(draws.schema, structures, op or _serve(g, weights, draws))
 
 
-def neighborhood_maker(g: DistGraph, num_layers: int) -> BatchMaker:
-    """Return what makes blocks of all in-edges of ``num_layers`` hops, without columns. Not collective."""
+def neighborhood_maker(g: DistGraph, num_layers: int, mask: str | None = None) -> BatchMaker:
+    """Return what makes blocks of all in-edges of ``num_layers`` hops, without columns.
+
+    With ``mask``, edge data, of those that it marks; that is collective.
+    """
     fanouts = np.full((num_layers, len(g.canonical_etypes)), -1)
     draws = Draws(schema=_schema(g), fanouts=fanouts, replace=False, exclude={}, seed=0)
-    return KernelMaker(_source(g, draws, None, "in_edges"), draws, g.kvstore, Columns())
+    return KernelMaker(_source(g, draws, mask, "" if mask else "in_edges"), draws, g.kvstore, Columns())
 
 
 def _whole(g: DistGraph, weights: str | None) -> list[Csc]:

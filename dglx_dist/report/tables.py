@@ -7,6 +7,7 @@ from operator import attrgetter
 from statistics import fmean, median
 
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 from dglx_dist.data.storage.files import readable_bytes
@@ -216,13 +217,29 @@ def summary_table(summary: Mapping[str, object]) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in summary.items():
-        if isinstance(value, Mapping):
-            for inner, inner_value in value.items():
-                table.add_row(f"{name}.{inner}", _cell(inner_value, str(inner), name))
-        else:
-            table.add_row(name, _cell(value, name))
+    for name, (_, cell) in flat_cells(summary).items():
+        table.add_row(name, cell)
     return table
+
+
+def runs_table(summaries: Mapping[str, Mapping[str, object]]) -> Table:
+    """Return the figures of several runs side by side: one per row, a column per name of a run."""
+    table = Table("", *map(escape, summaries), box=box.SIMPLE_HEAD, pad_edge=False)
+    columns = [flat_cells(summary) for summary in summaries.values()]
+    for row in dict.fromkeys(name for cells in columns for name in cells):
+        table.add_row(row, *(cells.get(row, (None, "-"))[1] for cells in columns))
+    return table
+
+
+def flat_cells(values: Mapping[str, object]) -> dict[str, tuple[object, str]]:
+    """Return (value, text) of each figure, nested ones as ``outer.inner``, without those that are drawn."""
+    found: dict[str, tuple[object, str]] = {}
+    for name, value in (
+        (name, value) for name, value in values.items() if name not in ("traffic", "rank_memory_bytes")
+    ):
+        for inner, one in value.items() if isinstance(value, Mapping) else [("", value)]:
+            found[f"{name}.{inner}".strip(".")] = (one, _cell(one, str(inner), name))
+    return found
 
 
 def _cell(value: object, *names: str) -> str:

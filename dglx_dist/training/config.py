@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -117,6 +118,11 @@ class RunOptions:
     )
     """None: nothing is recorded."""
     trace_steps: int = _of_run(200, "Number of first steps in the trace.", check=at_least(1))
+    tensorboard: str | Path | None = _path_of_run(
+        None, "Write the figures of metrics.jsonl there, too, for TensorBoard (an extra).", metavar="DIR"
+    )
+    watch: bool = _of_run(False, "Show throughput, time left, memory and bytes as a live table.")
+    """In place of the progress bar; without a terminal, lines as always."""
 
 
 def check_run(config: RunOptions) -> None:
@@ -124,6 +130,11 @@ def check_run(config: RunOptions) -> None:
     if config.patience is not None and config.eval_every == 0:
         raise ConfigError(
             f"a patience of {config.patience} counts evaluations, but eval-every is 0; set at least 1"
+        )
+    if config.tensorboard is not None and find_spec("tensorboard") is None:
+        raise ConfigError(
+            f"tensorboard {config.tensorboard}: TensorBoard is not installed; `pip install "
+            "'dglx_dist[tensorboard]'`, or leave it out: metrics.jsonl has the same figures"
         )
     if config.resume and config.overwrite:
         raise ConfigError("resume goes on from the checkpoints that overwrite removes; give one of the two")
@@ -281,8 +292,9 @@ class TrainConfig(RunOptions, ModelConfig):
 
 _NOT_TRAINED = (
     *("epochs", "eval_every", "patience", "checkpoint_every", "keep", "resume", "overwrite", "goes_on"),
-    *("trace", "trace_steps", "device", "structure", "data", "ranks", "servers", "timeout_s", "recompute"),
-    *("cache", "cache_alpha", "depth", "loader_threads", "verify", "out", "predictions", "save_embeddings"),
+    *("trace", "trace_steps", "tensorboard", "watch", "device", "structure", "data", "ranks", "servers"),
+    *("timeout_s", "recompute", "cache", "cache_alpha", "depth", "loader_threads", "verify", "out"),
+    *("predictions", "save_embeddings"),
 )
 """Fields of TrainConfig that do not change what is trained: a run goes on from checkpoints of other values.
 

@@ -25,7 +25,7 @@ from dglx_dist.dataloading.step_loader import LoaderTimes
 from dglx_dist.errors import ConfigError, Stopped
 from dglx_dist.graph.optim import SparseOptimizer
 from dglx_dist.options import check_ranges, common_fields
-from dglx_dist.progress import progress
+from dglx_dist.progress import Advance, progress
 from dglx_dist.records import FEATURE, LABEL, SPLITS, EpochRecord
 from dglx_dist.strategies.base import (
     CACHE_CHOICE,
@@ -36,12 +36,11 @@ from dglx_dist.strategies.base import (
     float_of,
     strategy_of,
 )
-from dglx_dist.training import checkpoint
+from dglx_dist.training import checkpoint, tracing
 from dglx_dist.training.checkpoint import Positioned, Sparse, optimizers_of
 from dglx_dist.training.config import BF16, FLOAT32, RunOptions, check_run, steps_between
 from dglx_dist.training.inference import check_evaluable, evaluate, labelled_type
 from dglx_dist.training.relational import EntityInputs
-from dglx_dist.training.tracing import recording, without_keys
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -104,6 +103,9 @@ class LinkPrediction:
 
     loss: LossFunction = binary_cross_entropy_with_logits
     """Loss of (P + Q,) scores and as many float labels: 1 for an edge, 0 for a negative."""
+    pair_loss: Callable[[Tensor, Tensor], Tensor] | None = None
+    """In its place, of (P,) scores and (P, Q / P) of each edge's negatives, such as
+    :func:`dglx_dist.training.link.bpr_loss`. An edge above all its negatives is correct."""
     feature: str = FEATURE
     inputs: EntityInputs | None = None
     """As in :class:`NodeClassification`."""
@@ -112,12 +114,29 @@ class LinkPrediction:
         _, pairs, negative_pairs, blocks = batch
         rows = _input_rows(model, blocks[0], self.feature, self.inputs)
         positive, negative = model(blocks, rows, pairs, negative_pairs)
+        if self.pair_loss is not None:
+            negative = _of_each_edge(positive, negative)
+            return StepLoss(
+                loss=self.pair_loss(positive, negative),
+                num_targets=len(positive),
+                num_correct=(positive.detach()[:, None] > negative.detach()).all(1).sum(),
+            )
         truth = torch.cat([torch.ones_like(positive), torch.zeros_like(negative)])
         return StepLoss(
             loss=self.loss(torch.cat([positive, negative]), truth),
             num_targets=len(positive),
             num_correct=(positive.detach() > 0).sum(),
         )
+
+
+def _of_each_edge(positive: Tensor, negative: Tensor) -> Tensor:
+    each, rest = divmod(len(negative), max(1, len(positive)))
+    if rest:
+        raise ConfigError(
+            f"{len(negative)} negatives of {len(positive)} edges: pair_loss needs as many of each edge; use "
+            "dx.negative.Uniform(k), or InBatch(k) with batches above k edges of each type"
+        )
+    return negative.view(len(positive), each)
 
 
 def _input_rows(model: nn.Module, block: Any, feature: str, inputs: EntityInputs | None) -> Any:
@@ -199,9 +218,10 @@ def train_pass(
         "fetch_s": times.fetch_s,
         "wait_s": times.wait_s,
         "exchange_s": step.model.exchange_seconds(),
+        **tracing.bytes_by_pair(rows),
     }
     # The loss is added in the order of the steps, so that a resumed epoch has the same bits.
-    return {"loss": loss, **{name: before.get(name, 0) + value for name, value in counts.items()}}
+    return {**before, "loss": loss, **{name: before.get(name, 0) + value for name, value in counts.items()}}
 
 
 def _train_step(step: Step, batch: Any, span: Callable[[str], AbstractContextManager[None]]) -> StepLoss:
@@ -325,6 +345,9 @@ class FitResult:
     """Of forward passes."""
     account: dict[str, object] = field(default_factory=dict)
     """Cost of the run, as ``dollars`` with a ``label``; empty if nothing is paid by use."""
+    traffic: dict[str, list[list[int]]] = field(default_factory=dict)
+    """Payload of all epochs, also before a resume: phase -> [source rank, destination rank, bytes], where a
+    rank -1 is a worker. Its sum is that of ``bytes_inside`` and ``bytes_outside``."""
     choice: Choice | None = None
     """Candidates of strategy ``auto``, with prediction and outcome; None: the strategy was given."""
 
@@ -389,34 +412,33 @@ def train(
     run = _Run(loader, g, config, _step_of(model, optimizer, sparse, config), facts)
     run.resume()
     run.check_evaluation()
-    steps = len(loader) * (config.epochs - run.result.first_epoch) - run.first_step
     enabled = config.show_progress and g.session.topology.rank == 0 and run.has_epochs
-    bar = progress(_progress_title(run.result.first_epoch, config.epochs), steps, enabled=enabled)
-    trace = None if config.trace is None else Path(config.trace).absolute()
-    count = recording(trace, config.trace_steps, g.session)
+    live, bar = _progress_of(run, loader, config, g.session, enabled=enabled)
+    write = tracing.scalars_writer(config.tensorboard, run.result.first_epoch, g.session)
+    count = tracing.recording(config.trace, config.trace_steps, g.session)
     with _started(g.session, config, is_over=not run.has_epochs), count as count_step, bar as advance:
 
         def after_step() -> None:
             count_step()
+            live.end_step()
             advance(1)
 
-        account: dict[str, object] = {}
         show = advance.show if enabled else None
         trainer = model.trainer(loader, optimizer, _objective_of(config, sparse), show)
         with _closing(run):
             with _closing(trainer):
                 while run.has_epochs and not run.is_stopped:
                     for record in run.advance(trainer, after_step):
-                        for callback in callbacks:
+                        for callback in (live.end_epoch, write, *callbacks):
                             callback(record)
                         advance.say(epoch_line(record))
             run.leave()
-        if trainer is not None:
-            account = trainer.account()
+        account = {} if trainer is None else trainer.account()
+        if account:
             advance.say(f"cost {account['text']}")
     if run.is_stopped:
         raise run.stopped()
-    return replace(run.result, account=account)
+    return replace(run.result, account=account, traffic=tracing.traffic_of(run.sent, g.session))
 
 
 @contextmanager
@@ -436,7 +458,8 @@ def settled(config: Options, checkpoints: str | Path | None, session: Session) -
     ConfigError: the ranks' settings differ. Called before anything else is collective, in which they would
     wait for each other.
     """
-    shared = {one.name: getattr(config, one.name) for one in fields(RunOptions) if one.name != "trace"}
+    files = ("trace", "tensorboard")
+    shared = {one.name: getattr(config, one.name) for one in fields(RunOptions) if one.name not in files}
     check_equal(session, "the settings of training", {**shared, "checkpoints": checkpoints is not None})
     launch, restarts = cast("list[Any]", broadcast_json(read_launch(), session))
     if checkpoints is not None:
@@ -477,7 +500,9 @@ _SHOWN = 4
 def _facts(g: DistGraph, config: FitConfig, optimizer: torch.optim.Optimizer) -> dict[str, object]:
     """Return what a run must have in common with the one that it goes on from, JSON values."""
     session = g.session
-    options = agreement_facts(session.strategy, without_keys(session.options), session.seed, curve=False)
+    options = agreement_facts(
+        session.strategy, tracing.without_keys(session.options), session.seed, curve=False
+    )
     groups = {
         f"optimizer.{number}.{name}": _plain(value)
         for number, group in enumerate(optimizer.param_groups)
@@ -516,8 +541,14 @@ def epoch_line(record: EpochRecord) -> str:
     return f"epoch {record.epoch}: loss {record.loss:.4f}, {validation}{record.seconds:.2f} s"
 
 
-def _progress_title(first: int, end: int) -> str:
-    return f"training epoch {first}" if first + 1 == end else f"training epochs {first} to {end - 1}"
+def _progress_of(
+    run: _Run, loader: TrainingLoader, config: FitConfig, session: Session, *, enabled: bool
+) -> tuple[tracing.LiveFigures, AbstractContextManager[Advance]]:
+    first, end = run.result.first_epoch, config.epochs
+    title = f"training epoch {first}" if first + 1 == end else f"training epochs {first} to {end - 1}"
+    done, total = len(loader) * first + run.first_step, len(loader) * end
+    live = tracing.LiveFigures(done, total, len(loader), session)
+    return live, progress(title, total - done, enabled=enabled, figures=live.now if config.watch else None)
 
 
 class _Run:
@@ -551,6 +582,8 @@ class _Run:
         self._next, self._evaluations_since_best = 0, 0
         self._so_far: dict[str, float] = {}
         """Of the epoch ``_next``, before the loader's position."""
+        self.sent: dict[str, float] = {}
+        """Bytes of this rank's ledger in the epochs so far, by pair and phase."""
         self._steps_between = 0 if folder is None else every
         """Of regular checkpoints; 0: none."""
         self._saved_at: tuple[int, int] | None = None
@@ -579,6 +612,9 @@ class _Run:
         saved, self._saved_at = _Saved(resumed.extra), (resumed.epoch, resumed.step)
         self._next, self._evaluations_since_best = resumed.epoch, saved.evaluations_since_best
         self.first_step = resumed.step
+        # The ranks may be others now; the sum over all of them counts.
+        for of_rank in saved.sent if self._session.topology.rank == 0 else ():
+            self._note_sent(of_rank)
         if resumed.step:
             self._so_far = saved.so_far[self._session.topology.rank]
         self.result = FitResult(
@@ -627,7 +663,9 @@ class _Run:
                 return []
             found = [record]
         else:
+            counted = self._session.ledger.snapshot()
             found = list(trainer.run(self._next, self._next_stop() - self._next))
+            self._note_sent(tracing.bytes_by_pair(self._session.ledger.since(counted)))
             for _ in found:
                 after_step()
         self._next += len(found)
@@ -667,9 +705,15 @@ class _Run:
                 return None
             pause = self._save(step)
             self._so_far = {**self._so_far, "checkpoint_s": self._so_far.get("checkpoint_s", 0) + pause}
-        record = over_ranks(gather_json(self._so_far, self._session), self._next)
-        self._so_far = {}
-        return record
+        figures, self._so_far = self._note_sent(self._so_far), {}
+        return over_ranks(gather_json(figures, self._session), self._next)
+
+    def _note_sent(self, figures: Figures) -> Figures:
+        """Add the bytes by pair to those so far; return the other figures."""
+        for name, value in figures.items():
+            if name.startswith(tracing.SENT):
+                self.sent[name] = self.sent.get(name, 0) + value
+        return {name: value for name, value in figures.items() if not name.startswith(tracing.SENT)}
 
     def _next_stop(self) -> int:
         # The loader of a trainer has one step an epoch.
@@ -746,6 +790,7 @@ class _Run:
                 "evaluations_since_best": self._evaluations_since_best,
                 "accuracy": self.result.accuracy,
                 "so_far": gather_json(self._so_far, self._session) if step else [],
+                "sent": gather_json(self.sent, self._session),
                 TRAINED_WITH: _trained_with(self._session),
                 PRECISION: self.result.precision,
                 _FACTS: self._facts,
@@ -767,10 +812,11 @@ class _Saved:
         self.best = (None, None) if best is None else (checkpoint.whole(best[0]), _number(best[1]))
         self.evaluations_since_best = checkpoint.whole(extra.get("evaluations_since_best", 0))
         self.accuracy = {name: _number(value) for name, value in extra.get("accuracy", {}).items()}
-        self.so_far = [
-            {name: _number(value) for name, value in of_rank.items()} for of_rank in extra.get("so_far", [])
-        ]
-        """By rank: :class:`Figures` of the epoch that the checkpoint is inside of."""
+        self.so_far, self.sent = (
+            [{name: _number(value) for name, value in of_rank.items()} for of_rank in extra.get(key, [])]
+            for key in ("so_far", "sent")
+        )
+        """By rank: :class:`Figures` of the epoch that the checkpoint is inside of, and bytes before it."""
 
 
 def _number(value: object) -> float:
@@ -815,7 +861,7 @@ def _trained_with(session: Session) -> dict[str, object]:
     # Options for later runs, but none if they may have credentials or are not JSON.
     options: dict[str, object] | None = dict(session.options)
     try:
-        if json.loads(json.dumps(without_keys(session.options))) != options:
+        if json.loads(json.dumps(tracing.without_keys(session.options))) != options:
             options = None
     except (TypeError, ValueError):
         options = None

@@ -153,7 +153,7 @@ _Compute: TypeAlias = Callable[[str, Array], dict[Path, Tensor]]
 """(node type, (K,) ids) to the (K, ...) results of these nodes."""
 
 
-def layerwise_inference(
+def layerwise_inference(  # noqa: PLR0913 - all but two have defaults
     model: nn.Module,
     g: DistGraph,
     *,
@@ -163,6 +163,7 @@ def layerwise_inference(
     layers: Sequence[InferenceLayer] | str | None = None,
     between: Callable[[Tensor], Tensor] | None = None,
     ntypes: Sequence[str] | None = None,
+    mask: str | None = None,
 ) -> Any:
     """Compute every layer once for every node, over all neighbours. Collective.
 
@@ -187,6 +188,7 @@ def layerwise_inference(
         between: Applied to the result of each layer but the last, like ``F.relu``, if the model does that
             outside its layers. Each result must then be a tensor.
         ntypes: Node types for which the last layer is computed; all by default.
+        mask: Edge data of every edge type that marks the edges to take; None: all. Degrees are of all.
 
     Returns:
         (N, C) in the model's dtype, rows by the ids of ``g``, or such tensors in the structure of the last
@@ -198,7 +200,7 @@ def layerwise_inference(
     """
     module = whole_of(model)
     passes = [_on_block(layer) for layer in layers_of(module, layers, between)]
-    return _infer(module, g, 1, passes, first_rows(g, feature, inputs), batch_size, ntypes)
+    return _infer(module, g, 1, passes, first_rows(g, feature, inputs), batch_size, ntypes, mask)
 
 
 def _on_block(layer: InferenceLayer) -> _Pass:
@@ -235,12 +237,13 @@ def _infer(
     rows: _Rows,
     batch_size: int,
     ntypes: Sequence[str] | None,
+    mask: str | None = None,
 ) -> Any:
     """Compute the passes one after the other for all nodes, the last for those of ``ntypes``. Collective.
 
     Each pass takes ``num_layers`` blocks.
     """
-    target, maker = float_of(module), neighborhood_maker(g, num_layers)
+    target, maker = float_of(module), neighborhood_maker(g, num_layers, mask)
     with evaluating(module):
         for depth, one in enumerate(passes):
             # Later ones read what the one before has computed.

@@ -9,19 +9,22 @@ order, as in :class:`Stack`.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeAlias, final
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
 
 import dgl
 import torch
 from dgl.heterograph import DGLBlock
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from dglx_dist.comm.devices import to_device
+from dglx_dist.dataloading.edge_loader import MergedPairs
 from dglx_dist.errors import ConfigError, UnknownNameError
 from dglx_dist.layers.base import (
     DeclaredStage,
@@ -39,26 +42,49 @@ if TYPE_CHECKING:
 
 
 class Decoder(nn.Module, ABC):
-    """Scores of (subject, relation, object); relations are numbers, rows are d wide."""
+    """Scores of (subject, relation, object); relations are numbers, rows are d wide.
+
+    A decoder turns a known end and a relation into a query row, and compares that with rows of the other end:
+    by their dot product, unless it overrides :meth:`_matched` and :meth:`_compared`.
+    """
+
+    row_scale = 1.0
+    """Factor of trainable rows that start uniform in [-1, 1)."""
 
     @abstractmethod
+    def query(self, rows: Tensor, relation: Tensor, *, of_subjects: bool = False) -> Tensor:
+        """Return the (E, d) queries of (E, d) known rows under (E,) int64 relations.
+
+        ``rows`` are subjects, whose objects are asked for; objects with ``of_subjects``.
+        """
+
     def forward(self, subject: Tensor, relation: Tensor, objects: Tensor) -> Tensor:
         """Return the (E,) scores of (E, d) subjects and objects with (E,) int64 relations."""
+        return self._matched(self.query(subject, relation), objects)
 
-    @abstractmethod
     def all_objects(self, subject: Tensor, relation: Tensor, candidates: Tensor) -> Tensor:
         """Return the (B, C) scores of (B, d) subjects with (C, d) objects under (B,) int64 relations."""
+        return self._compared(self.query(subject, relation), candidates)
+
+    def all_subjects(self, objects: Tensor, relation: Tensor, candidates: Tensor) -> Tensor:
+        """Return the (B, C) scores of (B, d) objects with (C, d) subjects under (B,) int64 relations."""
+        return self._compared(self.query(objects, relation, of_subjects=True), candidates)
+
+    def _matched(self, query: Tensor, rows: Tensor) -> Tensor:
+        """Return the (E,) scores of (E, d) queries and rows, pair by pair."""
+        return (query * rows).sum(-1)
+
+    def _compared(self, query: Tensor, candidates: Tensor) -> Tensor:
+        """Return the (B, C) scores of (B, d) queries with (C, d) candidates."""
+        return query @ candidates.T
 
 
 @final
 class DotProduct(Decoder):
     """``sum_i s_i o_i``, whatever the relation."""
 
-    def forward(self, subject: Tensor, relation: Tensor, objects: Tensor) -> Tensor:
-        return (subject * objects).sum(-1)
-
-    def all_objects(self, subject: Tensor, relation: Tensor, candidates: Tensor) -> Tensor:
-        return subject @ candidates.T
+    def query(self, rows: Tensor, relation: Tensor, *, of_subjects: bool = False) -> Tensor:
+        return rows
 
 
 @final
@@ -70,17 +96,130 @@ class DistMult(Decoder):
         self.relations = nn.Parameter(torch.empty(num_relations, width))
         nn.init.xavier_uniform_(self.relations)
 
-    def forward(self, subject: Tensor, relation: Tensor, objects: Tensor) -> Tensor:
-        return (subject * self.relations[relation] * objects).sum(-1)
+    def query(self, rows: Tensor, relation: Tensor, *, of_subjects: bool = False) -> Tensor:
+        return rows * F.embedding(relation, self.relations)
 
-    def all_objects(self, subject: Tensor, relation: Tensor, candidates: Tensor) -> Tensor:
-        return (subject * self.relations[relation]) @ candidates.T
+
+@final
+class ComplEx(Decoder):
+    """``Re(sum_i s_i r_i conj(o_i))`` of complex rows (Trouillon et al. 2016).
+
+    The first half of a row are real parts, the second half imaginary ones. ConfigError: ``width`` is odd.
+    """
+
+    def __init__(self, num_relations: int, width: int) -> None:
+        super().__init__()
+        _check_halves("ComplEx", width)
+        self.relations = nn.Parameter(torch.empty(num_relations, width))
+        nn.init.xavier_uniform_(self.relations)
+
+    def query(self, rows: Tensor, relation: Tensor, *, of_subjects: bool = False) -> Tensor:
+        # Re(q conj(o)) is the dot product of (re, im); of subjects, q = conj(r) o.
+        real, imaginary = F.embedding(relation, self.relations).chunk(2, -1)
+        return _turned(rows, real, -imaginary if of_subjects else imaginary)
+
+
+@final
+class TransE(Decoder):
+    """``margin - |s + r - o|``: the sum of absolute values, with ``norm=2`` the length (Bordes et al. 2013).
+
+    Trainable rows and relations start within (margin + 2) / d, as in the code of RotatE's authors.
+    """
+
+    def __init__(self, num_relations: int, width: int, margin: float = 12.0, norm: Literal[1, 2] = 1) -> None:
+        super().__init__()
+        if norm not in (1, 2):
+            raise ConfigError(f"norm={norm!r} of TransE must be 1 or 2")
+        self.margin, self.norm, self.row_scale = margin, norm, (margin + 2) / width
+        self.relations = nn.Parameter(torch.empty(num_relations, width))
+        nn.init.uniform_(self.relations, -self.row_scale, self.row_scale)
+
+    def query(self, rows: Tensor, relation: Tensor, *, of_subjects: bool = False) -> Tensor:
+        translation = F.embedding(relation, self.relations)
+        return rows - translation if of_subjects else rows + translation
+
+    def _matched(self, query: Tensor, rows: Tensor) -> Tensor:
+        return self.margin - torch.linalg.vector_norm(query - rows, self.norm, -1)
+
+    def _compared(self, query: Tensor, candidates: Tensor) -> Tensor:
+        return self.margin - torch.cdist(query, candidates, self.norm)
+
+
+@final
+class RotatE(Decoder):
+    """``margin - sum_i |s_i exp(i theta_i) - o_i|`` of complex rows (Sun et al. 2019).
+
+    The first half of a row are real parts, the second half imaginary ones; a relation has d / 2 angles, at
+    first uniform in [-pi, pi). ConfigError: ``width`` is odd.
+    """
+
+    def __init__(self, num_relations: int, width: int, margin: float = 12.0) -> None:
+        super().__init__()
+        _check_halves("RotatE", width)
+        self.margin, self.row_scale = margin, 2 * (margin + 2) / width
+        self.angles = nn.Parameter(torch.empty(num_relations, width // 2).uniform_(-math.pi, math.pi))
+
+    def query(self, rows: Tensor, relation: Tensor, *, of_subjects: bool = False) -> Tensor:
+        angle = F.embedding(relation, self.angles)
+        # |s r - o| = |s - o conj(r)|, since |r| = 1.
+        return _turned(rows, angle.cos(), -angle.sin() if of_subjects else angle.sin())
+
+    def _matched(self, query: Tensor, rows: Tensor) -> Tensor:
+        return self.margin - _moduli(query - rows).sum(-1)
+
+    def _compared(self, query: Tensor, candidates: Tensor) -> Tensor:
+        # In pieces: the differences of all pairs would be d times as large as the scores.
+        at_once = max(1, _MAX_DIFFERENCES // max(1, candidates.numel()))
+        pieces = [self._matched(some[:, None], candidates) for some in torch.split(query, at_once)]
+        return torch.cat(pieces) if pieces else query @ candidates.T
+
+
+_MAX_DIFFERENCES = 2**21
+"""Numbers held at once by :meth:`RotatE.all_objects`, beside the scores."""
+
+DECODERS: Mapping[str, Callable[[int, int], Decoder]] = {
+    "dot": lambda _num_relations, _width: DotProduct(),
+    "distmult": DistMult,
+    "transe": TransE,
+    "complex": ComplEx,
+    "rotate": RotatE,
+}
+"""Name to decoder, made from the number of relations and the width of rows."""
+
+
+def _check_halves(name: str, width: int) -> None:
+    if width % 2:
+        raise ConfigError(
+            f"{name} takes rows of real and imaginary halves, not of width {width}; make it even"
+        )
+
+
+def _turned(rows: Tensor, real: Tensor, imaginary: Tensor) -> Tensor:
+    """Return the complex product of (E, d) rows with (E, d / 2) numbers."""
+    a, b = rows.chunk(2, -1)
+    return torch.cat([a * real - b * imaginary, a * imaginary + b * real], -1)
+
+
+def _moduli(rows: Tensor) -> Tensor:
+    # The gradient at 0 is 0, as that of torch's norm; sqrt would give nan.
+    return torch.linalg.vector_norm(torch.stack(rows.chunk(2, -1)), 2, 0)
 
 
 def edge_scores(
     decoder: Decoder, pair_graph: Any, h: Mapping[str, Tensor] | Tensor, etypes: Sequence[EdgeType]
 ) -> dict[EdgeType, Tensor]:
-    """Return {edge type: (E,) scores} of the edges of a pair graph; E may be 0.
+    """Return {edge type: (E,) scores} of the edges of a pair graph; E may be 0. See :func:`pair_scores`."""
+    merged = _merged_pairs(pair_graph)
+    scores = torch.split(pair_scores(decoder, pair_graph, h, etypes), [*merged.sizes])
+    return dict(zip(merged.etypes, scores, strict=True))
+
+
+def pair_scores(
+    decoder: Decoder, pair_graph: Any, h: Mapping[str, Tensor] | Tensor, etypes: Sequence[EdgeType]
+) -> Tensor:
+    """Return the (E,) scores of all edges of a pair graph, in the order of its edge types.
+
+    They are computed in one product, also without edges: such a rank must still take part in backward.
 
     Args:
         decoder: Scores the ends.
@@ -88,16 +227,31 @@ def edge_scores(
         h: (num_nodes, d) rows of its nodes per node type, or a tensor when there is one node type.
         etypes: Edge types in the decoder's order: ``g.canonical_etypes``.
     """
-    rows = dict.fromkeys(pair_graph.ntypes, h) if isinstance(h, Tensor) else h
-    scores = {}
-    for number, etype in enumerate(etypes):
-        # A type without edges is scored too: such a rank must still take part in backward.
-        if etype not in pair_graph.canonical_etypes:
-            continue
-        u, v = (ends.long() for ends in pair_graph.edges(etype=etype))
-        relation = torch.full_like(u, number)
-        scores[etype] = decoder(rows[etype[0]][u], relation, rows[etype[2]][v])
-    return scores
+    merged = _merged_pairs(pair_graph)
+    if not isinstance(h, Tensor):
+        some = next(iter(h.values()))
+        # A type without a target may have no rows.
+        counts = {ntype: pair_graph.num_nodes(ntype) for ntype in pair_graph.ntypes}
+        h = torch.cat([h.get(ntype, some.new_zeros(n, some.shape[1])) for ntype, n in counts.items()])
+    numbers = {etype: number for number, etype in enumerate(etypes)}
+    number_of = torch.tensor([numbers[etype] for etype in merged.etypes], device=h.device)
+    subject, objects = (F.embedding(ends, h) for ends in merged.ends)
+    return decoder(subject, number_of[merged.relation], objects)
+
+
+def _merged_pairs(pair_graph: Any) -> MergedPairs:
+    merged: MergedPairs | None = getattr(pair_graph, "merged_pairs", None)
+    if merged is not None:
+        return merged
+    # A graph of the user's own.
+    counts = map(pair_graph.num_nodes, pair_graph.ntypes)
+    first = dict(zip(pair_graph.ntypes, accumulate(counts, initial=0), strict=False))
+    etypes = tuple(pair_graph.canonical_etypes)
+    found = {etype: pair_graph.edges(etype=etype) for etype in etypes}
+    ends = [torch.stack([u + first[e[0]], v + first[e[2]]]).long() for e, (u, v) in found.items()]
+    sizes = tuple(one.shape[1] for one in ends)
+    relation = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).to(pair_graph.device)
+    return MergedPairs(etypes=etypes, sizes=sizes, ends=torch.cat(ends, 1), relation=relation)
 
 
 InferenceLayer: TypeAlias = Callable[[Any, Any], Any]

@@ -1,17 +1,21 @@
-"""Recording of a trace file of all ranks during training."""
+"""Records of a training run beside its metrics: trace file, bytes by pair, TensorBoard, live table."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
 from typing import Any, final
 from urllib.parse import urlsplit
 
-from dglx_dist.comm.collectives import Clock, broadcast_json, measure_clock, run_on_all_ranks
+from dglx_dist.comm.collectives import Clock, broadcast_json, gather_json, measure_clock, run_on_all_ranks
+from dglx_dist.comm.ledger import LedgerRow
 from dglx_dist.comm.session import Session
 from dglx_dist.comm.trace import (
     RankSpans,
@@ -22,9 +26,14 @@ from dglx_dist.comm.trace import (
     shifted_by,
     write_trace,
 )
+from dglx_dist.data.storage.files import readable_bytes, resident
 from dglx_dist.errors import StorageError
+from dglx_dist.records import EpochRecord
 
 log = logging.getLogger(__name__)
+
+SENT = "sent "
+"""Prefix of the names of :func:`bytes_by_pair`."""
 
 
 def check_trace(path: Path, session: Session) -> None:
@@ -38,18 +47,19 @@ def path_of_rank(path: Path, rank: int) -> Path:
 
 
 @contextmanager
-def recording(path: Path | None, num_steps: int, session: Session) -> Iterator[Callable[[], None]]:
+def recording(file: str | Path | None, num_steps: int, session: Session) -> Iterator[Callable[[], None]]:
     """Record the first steps of the block, and write the trace at its end. Collective.
 
     Rank 0 writes it, replacing an earlier one; after a failure each rank writes its own part on its own
     machine, see :func:`path_of_rank`.
 
-    Yields a function to call after each step. Nothing is recorded without ``path``, or while another
+    Yields a function to call after each step. Nothing is recorded without ``file``, or while another
     recording is active. StorageError: the trace cannot be written; before the block if possible.
     """
-    if path is None or session.timeline.on:
+    if file is None or session.timeline.on:
         yield lambda: None
         return
+    path = Path(file).absolute()
     check_trace(path, session)
     # The trace of an earlier run that failed would mislead beside the new one.
     run_on_all_ranks(session, lambda: remove_trace(path_of_rank(path, session.topology.rank)))
@@ -123,6 +133,81 @@ class _Recorder:
             "versions": {name: metadata.version(name) for name in ("dglx_dist", "torch", "dgl")},
         }
         return TraceFile(ranks=tuple(ranks), facts=facts)
+
+
+def bytes_by_pair(rows: Iterable[LedgerRow]) -> dict[str, int]:
+    """Return the bytes of ledger ``rows`` by ``sent SOURCE DESTINATION PHASE``, over all layers."""
+    found: Counter[str] = Counter()
+    for row in rows:
+        found[f"{SENT}{row.source} {row.destination} {row.phase}"] += row.num_bytes
+    return dict(found)
+
+
+def traffic_of(sent: Mapping[str, float], session: Session) -> dict[str, list[list[int]]]:
+    """Sum :func:`bytes_by_pair` over all ranks: phase -> [source, destination, bytes]. Collective."""
+    ranks: Any = gather_json(sent, session)
+    total = sum(map(Counter, ranks), Counter[str]())
+    found: dict[str, list[list[int]]] = {}
+    for name, num_bytes in total.items():
+        source, destination, phase = name.removeprefix(SENT).split(" ", 2)
+        found.setdefault(phase, []).append([int(source), int(destination), num_bytes])
+    return {phase: sorted(found[phase]) for phase in sorted(found)}
+
+
+def scalars_writer(folder: str | Path | None, epoch: int, session: Session) -> Callable[[EpochRecord], None]:
+    """Return a callback that writes figures for TensorBoard, in place of earlier ones from ``epoch`` on.
+
+    It does nothing without ``folder``. Collective. StorageError: it cannot be written.
+    """
+
+    def start() -> Any:
+        if folder is None or session.topology.rank > 0:
+            return None
+        # Imported here: an extra, which takes seconds.
+        from torch.utils.tensorboard import SummaryWriter
+
+        try:
+            return SummaryWriter(str(folder), purge_step=epoch)
+        except OSError as error:
+            raise StorageError(f"cannot write for TensorBoard to {folder}: {error}; name another") from error
+
+    def write(record: EpochRecord) -> None:
+        for name, value in record.scalars().items():
+            writer.add_scalar(name, value, record.epoch)
+        writer.flush()
+
+    writer: Any = run_on_all_ranks(session, start)
+    return (lambda _: None) if writer is None else write
+
+
+@final
+class LiveFigures:
+    """Figures of a run under way, from step ``begin`` of all to ``end``, as rank 0 sees it."""
+
+    def __init__(self, begin: int, end: int, steps: int, session: Session) -> None:
+        self._step, self._end, self._steps, self._session = begin, end, steps, session
+        self._times, self._samples = deque([time.monotonic()], maxlen=64), 0
+
+    def end_step(self) -> None:
+        self._times.append(time.monotonic())
+        self._step += 1
+
+    def end_epoch(self, record: EpochRecord) -> None:
+        self._samples = record.num_samples
+
+    def now(self) -> dict[str, str]:
+        """Return name -> value, with the speed of the last steps; may be called from another thread."""
+        times = list(self._times)
+        speed = (len(times) - 1) / max(times[-1] - times[0], 1e-9)
+        return {
+            "epoch": str(self._step // self._steps),
+            "step": f"{self._step % self._steps}/{self._steps}",
+            "steps/s": f"{speed:.3g}",
+            "samples/s": f"{speed * self._samples / self._steps:.0f}" if self._samples else "",
+            "time left": str(timedelta(seconds=round((self._end - self._step) / speed))) if speed else "",
+            "memory (rank 0)": readable_bytes(resident()),
+            "bytes (rank 0)": readable_bytes(self._session.ledger.total()),
+        }
 
 
 def without_keys(options: Mapping[str, object]) -> dict[str, object]:

@@ -37,6 +37,8 @@ def test_a_run_its_bill_and_its_resume(dataset: str, tmp_path: Path) -> None:
     assert summary["account"]["invocations"] - summary["account"]["relaunched"] == 2 * 3 * 3
     assert summary["account"]["label"].startswith("simulated")
     assert "text" not in summary["account"]
+    moved = sum(row[2] for rows in summary["traffic"].values() for row in rows)
+    assert moved == sum(one.bytes_inside + one.bytes_outside for one in again.epochs)
     config = json.loads((out / "config.json").read_text())
     # Nothing of mini-batches was in force, and all in-neighbours.
     told = [config[name] for name in ("fanouts", "batch_size", "depth", "loader_threads")]

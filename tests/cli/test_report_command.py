@@ -82,7 +82,7 @@ def test_brackets_of_a_folder_or_a_column_are_shown_as_they_are(capsys: pytest.C
 def test_a_trace_is_drawn_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "trace.json"
     write_trace(path, trace_of([span("forward", "compute", 0, 2, 0), span("pull", "network", 1, 3, 0)]))
-    report(path)
+    report([path])
     shown = capsys.readouterr().out
     assert "push_pull depth=3: 50.0 % of the network's time beside compute" in shown
     assert str(tmp_path / "trace.png") in shown.replace("\n", "")
@@ -95,13 +95,13 @@ def test_batches_are_two_numbers_and_of_a_trace(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="must be two numbers"):
             read_batches(wrong)
     with pytest.raises(ConfigError, match="--batches 1:2 is for a trace"):
-        report(tmp_path, "1:2")
+        report([tmp_path], "1:2")
 
 
 def test_another_file_is_no_trace(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(StorageError, match=r"other\.json.*otherData"):
-        report(tmp_path / "other.json")
+        report([tmp_path / "other.json"])
 
 
 def deep(key: str) -> str:

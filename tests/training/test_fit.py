@@ -74,8 +74,14 @@ def resumed(folder: str, saved: str) -> None:
     assert all(np.array_equal(x, y) for x, y in zip(weights, other, strict=True))
     assert (rest.first_epoch, [record.epoch for record in rest.epochs]) == (2, [2, 3])
     assert [record.loss for record in rest.epochs] == [record.loss for record in whole.epochs[2:]]
-    for name in ("accuracy", "best_epoch", "best_val_accuracy"):
+    for name in ("accuracy", "best_epoch", "best_val_accuracy", "traffic"):
         assert getattr(rest, name) == getattr(whole, name)
+    assert bytes_of(whole) == sum(one.bytes_inside + one.bytes_outside for one in whole.epochs)
+    assert bool(whole.traffic) == (g.session.topology.world_size > 1)
+
+
+def bytes_of(result: FitResult) -> int:
+    return sum(row[2] for rows in result.traffic.values() for row in rows)
 
 
 @pytest.mark.parametrize("ranks", [2, *wide(1)])
@@ -95,7 +101,7 @@ SAME = ("epoch", "loss", "train_accuracy", "val_accuracy", "num_samples", "bytes
 
 def resumed_inside(folder: str, saved: str) -> None:
     for strategy, options in INSIDE.items():
-        place, ends = Path(saved, strategy), []
+        place, ends, moved = Path(saved, strategy), [], list[int]()
         config = FitConfig(
             epochs=3, checkpoint_folder=place, checkpoint_every="3steps", resume=True, show_progress=False
         )
@@ -114,6 +120,7 @@ def resumed_inside(folder: str, saved: str) -> None:
                 ends.append(
                     (wrapped.state_dict(), [[getattr(one, n) for n in SAME] for one in result.epochs])
                 )
+                moved.append(bytes_of(result))
                 g.barrier()
                 # As if the run had been killed in its second epoch.
                 inside = [one for one in place.iterdir() if one.name > "epoch-000002"]
@@ -127,10 +134,50 @@ def resumed_inside(folder: str, saved: str) -> None:
         # The layers' edge values are agreed on once in every run.
         rest[0][-1] -= 20 if strategy == "push_pull" else 0
         assert rest == figures[1:], (strategy, rest, figures)
+        assert moved[1] == moved[0] + (20 if strategy == "push_pull" else 0)
+        assert moved[0] == sum(one[-1] + one[-2] for one in figures)
 
 
 def test_a_run_that_resumes_inside_an_epoch_is_the_uninterrupted_one(folder: Path, tmp_path: Path) -> None:
     run_ranks(resumed_inside, 2, args=(str(folder), str(tmp_path)), ranks_per_server=1)
+
+
+def observed(folder: str, out: str) -> dict[str, Any]:
+    start_session(timeout_s=60)
+    options = {"tensorboard": Path(out, "tb"), "watch": True}
+    result, _ = _fit(DistGraph(folder), epochs=3, eval_every=2, **options)
+    return {"scalars": [record.scalars() for record in result.epochs], "traffic": result.traffic}
+
+
+def test_figures_for_tensorboard_are_those_of_the_epochs(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (first, second) = run_ranks(observed, 2, args=(str(folder), str(tmp_path)), ranks_per_server=1)
+    assert first == second
+    phases = first["traffic"]
+    assert {tuple(row[:2]) for rows in phases.values() for row in rows} == {(0, 1), (1, 0)}
+    assert {"features", "gradients"} <= phases.keys()
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    found = {
+        name: [(one.step, one.value) for one in events.Scalars(name)] for name in events.Tags()["scalars"]
+    }
+    names = {name for of_epoch in first["scalars"] for name in of_epoch}
+    assert found.keys() == names
+    assert {"loss", "val_accuracy", "samples_per_second", "bytes_outside"} <= names
+    for name in names:
+        expected = [(at, of[name]) for at, of in enumerate(first["scalars"]) if name in of]
+        assert [step for step, _ in found[name]] == [step for step, _ in expected]
+        assert [value for _, value in found[name]] == pytest.approx(
+            [value for _, value in expected], rel=1e-6
+        )
+
+
+def test_tensorboard_is_asked_for_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dglx_dist.training.config.find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"pip install 'dglx_dist\[tensorboard\]'"):
+        FitConfig(tensorboard="runs/tb")
 
 
 def _loop(folder: Path, place: Path, most: int) -> tuple[int, dict[str, Any]]:

@@ -150,8 +150,10 @@ def test_pair_graphs_of_several_types() -> None:
         num_nodes_dict={"a": 3, "b": 2},
     )
     h = {"a": torch.randn(3, WIDTH).double(), "b": torch.randn(2, WIDTH).double()}
-    decoder = decoder_of("distmult")
+    decoder, calls = decoder_of("distmult"), []
+    decoder.register_forward_hook(lambda *_: calls.append(1))
     scores = edge_scores(decoder, pairs, h, etypes)
+    assert len(calls) == 1  # all types in one product
     assert [len(scores[etype]) for etype in etypes] == [0, 2, 1]
     expected = (h["a"][[0, 2]] * decoder.relations[1] * h["b"][[1, 0]]).sum(1)
     np.testing.assert_allclose(scores[etypes[1]].detach(), expected.detach(), atol=1e-12)

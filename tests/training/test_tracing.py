@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import time
+from decimal import Decimal
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -10,6 +13,7 @@ import pytest
 import torch
 
 from dglx_dist.comm.collectives import measure_clock
+from dglx_dist.comm.ledger import WORKER
 from dglx_dist.comm.session import start_session
 from dglx_dist.comm.trace import COMPUTE, LOADER, NETWORK, RankSpans, read_trace, write_trace
 from dglx_dist.errors import StorageError
@@ -17,9 +21,10 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import EpochRecord
 from dglx_dist.training.fit import FitConfig, train
 from dglx_dist.training.models import build_model
-from dglx_dist.training.tracing import without_keys
+from dglx_dist.training.tracing import LiveFigures, without_keys
 from tests.helpers.ranks import run_ranks
-from tests.report.traces import trace_of
+from tests.report.records import epoch
+from tests.report.traces import span, trace_of
 from tests.strategies import equality
 from tests.training.test_fit import prepared
 
@@ -98,6 +103,49 @@ def test_every_rank_is_in_the_file_with_every_step(traced: Traced) -> None:
     assert set(trace.facts["versions"]) == {"dglx_dist", "torch", "dgl"}
 
 
+def test_a_trace_follows_the_schema_of_chromes_trace_events(traced: Traced) -> None:
+    """What Perfetto reads: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU."""
+    out, told = traced
+    content = json.loads((out / "good.json").read_text(), parse_float=Decimal)
+    assert content["displayTimeUnit"] == "ms"
+    events = content["traceEvents"]
+    names: dict[tuple[str, int, int], str] = {}
+    threads: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    for event in events:
+        assert type(event["pid"]) is type(event["tid"]) is int
+        assert isinstance(event["name"], str)
+        assert isinstance(event["args"], dict)
+        if event["ph"] == "M":
+            names[event["name"], event["pid"], event["tid"]] = next(iter(event["args"].values()))
+            continue
+        assert event["ph"] == "X"
+        assert set(event) == {"name", "cat", "ph", "ts", "dur", "pid", "tid", "args"}
+        assert min(event["ts"], event["dur"]) >= 0
+        threads.setdefault((event["pid"], event["tid"]), []).append(event)
+    assert {pid for pid, _ in threads} == set(range(len(told)))
+    for (pid, tid), spans in threads.items():
+        assert str(names["process_name", pid, 0]).startswith(f"rank {pid} on ")
+        assert str(names["thread_name", pid, tid]).split()[0] == spans[0]["cat"].split()[0]
+        assert names["thread_sort_index", pid, tid] == tid
+        # Timestamps rise, and spans of a thread are disjoint or one within the other, to the last nanosecond.
+        assert all(one["ts"] <= other["ts"] for one, other in pairwise(spans))
+        open_until: list[Decimal | int] = []
+        for event in spans:
+            while open_until and open_until[-1] <= event["ts"]:
+                open_until.pop()
+            assert not open_until or event["ts"] + event["dur"] <= open_until[-1], event
+            open_until.append(event["ts"] + event["dur"])
+
+
+def test_rounding_of_a_trace_keeps_spans_within_others(tmp_path: Path) -> None:
+    # Begin and duration rounded on their own, the inner span ended 1 ns after the outer one.
+    spans = [span("outer", COMPUTE, 0.0, 1.4e-9), span("inner", COMPUTE, 0.6e-9, 1.4e-9)]
+    write_trace(tmp_path / "trace.json", trace_of(spans))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    ends = {one["name"]: round(1e3 * (one["ts"] + one["dur"])) for one in events if one["ph"] == "X"}
+    assert ends == {"outer": 1, "inner": 1}
+
+
 def test_sums_of_gradients_end_on_all_ranks_only_after_all_began(traced: Traced) -> None:
     """A sum needs all ranks, which shows only on a common clock."""
     trace = read_trace(traced[0] / "good.json")
@@ -142,3 +190,29 @@ def test_a_trace_tells_no_key_of_an_endpoint() -> None:
     options = {"url": "https://me:word@host:8443/run?code=key#key", "headers": {"x-key": "key"}, "workers": 4}
     told = without_keys(options)
     assert told == {"url": "https://host:8443/run", "headers": ["x-key"], "workers": 4}
+
+
+def test_live_figures_have_speed_time_left_memory_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [10.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with start_session() as session:
+        live = LiveFigures(9, 16, 4, session)
+        assert (live.now()["steps/s"], live.now()["time left"]) == ("0", "")
+        for _ in range(3):
+            now[0] += 0.5
+            live.end_step()
+        live.end_epoch(epoch(2))
+        now[0] += 0.5
+        live.end_step()
+        session.ledger.add("features", 0, 0, WORKER, 3000)
+        figures = live.now()
+    assert figures.pop("memory (rank 0)").endswith(("MB", "GB"))
+    # Two steps a second; 100 samples in the four steps of an epoch; three steps left.
+    assert figures == {
+        "epoch": "3",
+        "step": "1/4",
+        "steps/s": "2",
+        "samples/s": "50",
+        "time left": "0:00:02",
+        "bytes (rank 0)": "3 KB",
+    }

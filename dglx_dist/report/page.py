@@ -1,0 +1,279 @@
+"""One self-contained HTML page of one or several runs: figures by Plotly, sortable tables."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from base64 import b64encode
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any, TypeAlias, final
+
+from dglx_dist.data.storage.files import readable_bytes, replaced_file
+from dglx_dist.errors import ConfigError
+from dglx_dist.report.pictures import COLORS, HIDDEN, INSIDE, OUTSIDE, PHASES
+from dglx_dist.report.run_folder import Run, read_plan
+from dglx_dist.report.tables import flat_cells, readable_seconds, summarise
+
+Values: TypeAlias = Mapping[str, Any]
+Cells: TypeAlias = Mapping[str, tuple[object, str]]  # column -> value to sort by, and text
+_SPLIT = re.compile(r"(?:^|(?<=[/_ ]))(train|val|test)(?:[/_ ]|$)")
+_DASHES = {"": "solid", "train": "dot", "val": "solid", "test": "dash"}
+_COST = re.compile(r".*_s|seconds|num_samples|cache_.*|bytes_.*")
+_PLANNED = ("epoch_seconds", "bytes_outside", "bytes_inside", "memory_bytes")
+
+
+def write_page(runs: Mapping[str, Run], path: Path) -> None:
+    """Write the page of named ``runs`` to ``path`` atomically. ConfigError: Plotly is not installed."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise ConfigError(
+            f"--html {path} needs Plotly: `pip install 'dglx_dist[report]'`, or leave it out for tables alone"
+        ) from error
+    text = page_of(runs, get_plotlyjs())
+    with replaced_file(path) as partial:
+        partial.write_text(text, encoding="utf-8", errors="backslashreplace")
+
+
+def page_of(runs: Mapping[str, Run], plotly: str) -> str:
+    """Return the page; ``plotly`` is the text of plotly.js. Only that and the page's own script can run."""
+    figures, title = _Figures(), escape(", ".join(runs))
+    summaries = {name: run.summary or summarise({}, run.epochs) for name, run in runs.items()}
+    rows = {name: flat_cells({**one, "auto": {}}) for name, one in summaries.items()}
+    # In the order of the page: the script finds the places of figures by their number.
+    learning = _curves(figures, runs)
+    costs = [_cost(figures, name, runs[name]) + _traffic(figures, name, summaries[name]) for name in runs]
+    costs.append(_memory(figures, summaries))
+    plans = [_plan(figures, name, plan) for name, run in runs.items() if (plan := read_plan(run.folder))]
+    digests = [b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in (plotly, _SCRIPT)]
+    data = json.dumps(figures, allow_nan=False).replace("<", "\\u003c")
+    return f"""<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data: blob:;
+style-src 'unsafe-inline'; script-src {" ".join(f"'sha256-{one}'" for one in digests)}">
+<style>{_STYLE}</style></head><body><header><h1>{title}</h1>
+<label>smoothing <input id="smooth" type="range" max="0.95" step="0.05" value="0"></label>
+<button id="theme" type="button">light / dark</button></header><main>
+{"".join(f"<p>{escape(name)} did not finish, or still runs.</p>" for name in runs if not runs[name].summary)}
+{_section("Runs", _table("run", rows))}{_section("Learning and speed", learning, "grid")}
+{_section("Cost", "".join(costs), "grid")}{"".join(plans)}
+{_section("Configuration and environment", _options(runs))}</main>
+<script type="application/json" id="data">{data}</script>
+<script>{plotly}</script><script>{_SCRIPT}</script></body></html>
+"""
+
+
+@final
+class _Figures(list[Values]):
+    """Figures for Plotly, in the order of their places."""
+
+    def place(
+        self, title: str, traces: Sequence[Values], layout: Values, choices: Values | None = None
+    ) -> str:
+        """Keep a figure and return its place; of ``choices`` the reader selects what replaces its data."""
+        self.append({"data": traces, "layout": layout, "choices": choices})
+        options = "".join(f"<option>{escape(name)}</option>" for name in choices or ())
+        select = f"<select>{options}</select>" if options else ""
+        return f'<figure><figcaption>{escape(title)} {select}</figcaption><div class="plot"></div></figure>'
+
+
+def _label(text: str, most: int = 36) -> str:
+    # Plotly reads tags in texts.
+    return escape(text if len(text) <= most else text[: most - 1] + "…", quote=False)
+
+
+def _axes(x: str, y: str = "", *, grid: bool = True, **more: Any) -> dict[str, Any]:
+    titles = {"xaxis": {"text": x, "standoff": 8}, "yaxis": {"text": y, "standoff": 8}}
+    return {name: {"title": title, "showgrid": grid} for name, title in titles.items()} | more
+
+
+def _bar(name: str, x: Sequence[object], y: Sequence[float], color: str) -> dict[str, Any]:
+    return {"type": "bar", "name": name, "x": x, "y": y, "marker": {"color": color}}
+
+
+def _curves(figures: _Figures, runs: Mapping[str, Run]) -> str:
+    panels: dict[str, list[Values]] = {}
+    for number, (run_name, run) in enumerate(runs.items()):
+        scalars = [(one.epoch, one.scalars()) for one in run.epochs]
+        names = dict.fromkeys(name for _, found in scalars for name in found if not _COST.fullmatch(name))
+        for name in names:
+            split = match[1] if (match := _SPLIT.search(name)) else ""
+            points = [(epoch, found[name]) for epoch, found in scalars if name in found]
+            color = COLORS[(number if len(runs) > 1 else len(split)) % len(COLORS)]
+            label = f"{_label(run_name)} {split}".strip() if len(runs) > 1 else split
+            line = {"line": {"color": color, "dash": _DASHES[split]}, "name": label}
+            trace = line | dict(zip("xy", zip(*points, strict=True), strict=True))
+            faint = {"opacity": 0.3, "showlegend": False, "hoverinfo": "skip", "visible": False}
+            panel = panels.setdefault(_SPLIT.sub("", name).rpartition("/")[2].replace("_", " "), [])
+            panel += trace | {"mode": "lines+markers", "marker": {"size": 4}, "meta": "smooth"}, trace | faint
+    return "".join(figures.place(name, panel, _axes("epoch")) for name, panel in panels.items())
+
+
+def _memory(figures: _Figures, summaries: Mapping[str, Values]) -> str:
+    bars = []
+    for number, (name, summary) in enumerate(summaries.items()):
+        held = summary.get("rank_memory_bytes") or [summary.get("peak_memory_bytes") or 0]
+        color, ranks = COLORS[number % len(COLORS)], [f"rank {rank}" for rank in range(len(held))]
+        bars.append(_bar(_label(name), ranks, [one / 1e6 for one in held], color))
+    return figures.place("peak memory of each rank", bars, _axes("", "MB", showlegend=len(bars) > 1))
+
+
+def _cost(figures: _Figures, name: str, run: Run) -> str:
+    epochs = [one.epoch for one in run.epochs]
+
+    def bars(*parts: tuple[str, str, str], unit: float = 1.0) -> list[dict[str, Any]]:
+        columns = {part: [getattr(one, part) / unit for one in run.epochs] for _, part, _ in parts}
+        return [_bar(label, epochs, columns[part], color) for label, part, color in parts]
+
+    lines = [{**one, "type": "scatter", "mode": "lines", "line": {"dash": "dash"}} for one in bars(*HIDDEN)]
+    moved = (("inside a server", "bytes_inside", INSIDE), ("between servers", "bytes_outside", OUTSIDE))
+    times, cut = _axes("epoch", "s", barmode="stack"), ""
+    # The first epoch compiles kernels; at full height, it would flatten all others.
+    sums = [one.wait_s + one.compute_s + one.exchange_s for one in run.epochs]
+    if sums and sums[0] > 2 * (warm := max(sums[1:], default=0.0)) > 0:
+        times["yaxis"]["range"] = [0, 1.6 * warm]
+        cut = f" (the first one, {readable_seconds(sums[0])} s, is cut off)"
+    drawn = figures.place(f"{name}: seconds of an epoch{cut}", bars(*PHASES) + lines, times)
+    layout = _axes("epoch", "MB", barmode="stack")
+    return drawn + figures.place(f"{name}: payload of an epoch", bars(*moved, unit=1e6), layout)
+
+
+def _traffic(figures: _Figures, name: str, summary: Values) -> str:
+    phases: Mapping[str, Sequence[Sequence[int]]] = summary.get("traffic") or {}
+    rows = [row for rows in phases.values() for row in rows]
+    ends = {end for row in rows for end in row[:2]}
+    # Workers, -1, come last.
+    ranks = sorted(ends, key=lambda one: (one < 0, one))
+    labels = [f"rank {one}" if one >= 0 else "workers" for one in ranks]
+
+    def matrix(rows: Iterable[Sequence[int]]) -> dict[str, Any]:
+        cells: list[list[int | None]] = [[None] * len(ranks) for _ in ranks]
+        for source, destination, num_bytes in rows:
+            row, column = cells[ranks.index(source)], ranks.index(destination)
+            row[column] = (row[column] or 0) + num_bytes
+        texts = [["" if one is None else readable_bytes(one) for one in row] for row in cells]
+        return {"z": cells, "text": texts}
+
+    choices = {label: matrix(some) for label, some in {"all phases": rows, **phases}.items()}
+    trace = {"type": "heatmap", "x": labels, "y": labels, "xgap": 2, "ygap": 2, "zmin": 0, "showscale": False}
+    trace |= {"colorscale": [[0, "#e4eefb"], [1, "#2b5c9e"]], "texttemplate": "%{text}" * (len(ranks) <= 12)}
+    trace |= {**choices["all phases"], "hovertemplate": "%{y} to %{x}: %{text}<extra></extra>"}
+    layout = _axes("to", "from", grid=False)
+    layout["yaxis"]["autorange"] = "reversed"
+    title = f"{name}: bytes between ranks in training"
+    return figures.place(title, [trace], layout, choices) if rows else ""
+
+
+def _plan(figures: _Figures, name: str, plan: Values) -> str:
+    named = {f"{number}. {one['name']}": one for number, one in enumerate(plan["predictions"], 1)}
+    fast = [(place, one["seconds"]) for place, one in named.items() if one["feasible"]][:12]
+    places, bars = [_label(place, 28) for place, _ in fast], []
+    for part, color in zip(("compute", "sampling", "outside", "inside", "all_reduce"), COLORS, strict=False):
+        bar = _bar(part.replace("_", "-"), [seconds[part] for _, seconds in fast], [], color)
+        bars.append(bar | {"orientation": "h", "y": places})
+    rows = {}
+    for place, one in named.items():
+        remark = "chosen" if one["name"] == plan["chosen"] else one["why_not"] or one["barred"] or one["note"]
+        rows[place] = flat_cells({key: one[key] for key in _PLANNED} | {"remark": remark})
+    outcome = flat_cells(plan["outcome"] or {})
+    reasons = [*plan["why"], *(f"measured {key}: {text}" for key, (_, text) in outcome.items())]
+    listed = "".join(f"<li>{escape(str(one))}</li>" for one in (*reasons, *plan["assumptions"]))
+    layout = _axes("s", barmode="stack")
+    layout["yaxis"]["autorange"] = "reversed"
+    drawn = figures.place("predicted seconds of an epoch", bars, layout)
+    return _section(f"{name}: why {plan['chosen']}", f"<ul>{listed}</ul>{drawn}{_table('candidate', rows)}")
+
+
+def _options(runs: Mapping[str, Run]) -> str:
+    rows: dict[str, dict[str, tuple[object, str]]] = {}
+    for name, run in runs.items():
+        for option, cell in flat_cells(run.config).items():
+            rows.setdefault(option, dict.fromkeys(runs, ("", "")))[name] = cell
+    differs = [option for option, cells in rows.items() if len({text for _, text in cells.values()}) > 1]
+    return _table("option", rows, marked=differs)
+
+
+def _table(corner: str, rows: Mapping[str, Cells], marked: Sequence[str] = ()) -> str:
+    columns = list(dict.fromkeys(column for cells in rows.values() for column in cells))
+    names = (escape(one.replace("_", " ")) for one in (corner, *columns))
+    head = "".join(f'<th><button type="button">{name}</button></th>' for name in names)
+    body = ""
+    for row, cells in rows.items():
+        found = (cells.get(column, ("", "")) for column in columns)
+        texts = (f'<td data-value="{escape(str(value))}">{escape(text)}</td>' for value, text in found)
+        body += f'<tr class="{"marked" * (row in marked)}"><th>{escape(row)}</th>{"".join(texts)}</tr>'
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _section(title: str, content: str, kind: str = "") -> str:
+    return f'<section class="{kind}"><h2>{escape(title)}</h2>{content}</section>'
+
+
+_STYLE = """
+:root { color-scheme: light dark; --line: light-dark(#ddd, #444); --mark: light-dark(#fff3c4, #4a3f14) }
+body { margin: 0; font: 15px/1.5 system-ui, sans-serif; overflow-wrap: anywhere;
+  background: light-dark(#fff, #16181c); color: light-dark(#222, #ddd) }
+header { display: flex; flex-wrap: wrap; gap: .5rem 1.5rem; align-items: center; padding: .75rem 1rem }
+h1 { font-size: 1.2rem; margin: 0 auto 0 0 } h2 { font-size: 1.05rem } figcaption { font-weight: 600 }
+main { padding: 0 1rem; max-width: 90rem; margin: auto } .plot { height: 20rem } select { max-width: 100% }
+.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); gap: 1rem }
+.grid h2 { grid-column: 1 / -1; margin-bottom: 0 } .marked { background: var(--mark) }
+figure { margin: 0; min-width: 0; border: 1px solid var(--line); border-radius: 6px; padding: .5rem }
+.scroll { overflow-x: auto } table { border-collapse: collapse; font-size: .85rem; width: max-content }
+th, td { padding: .2rem .6rem; border-bottom: 1px solid var(--line); text-align: left; max-width: 30rem;
+  overflow-wrap: break-word } thead button { all: unset; cursor: pointer; &:focus-visible { outline: solid } }
+[aria-sort=ascending] button::after { content: " ▲" } [aria-sort=descending] button::after { content: " ▼" }
+"""
+
+_SCRIPT = """
+const figures = JSON.parse(document.getElementById('data').textContent);
+const plots = [...document.querySelectorAll('.plot')], root = document.documentElement;
+const preferred = matchMedia('(prefers-color-scheme: dark)');
+figures.forEach(({data, layout: {xaxis, yaxis, ...more}, choices}, number) => {
+  const place = plots[number], select = place.parentElement.querySelector('select');
+  const layout = {margin: {l: 50, r: 10, t: 10, b: 40}, paper_bgcolor: 'transparent',
+    plot_bgcolor: 'transparent', legend: {orientation: 'h', x: 0, y: 1.02, yanchor: 'bottom'},
+    xaxis: {automargin: true, ...xaxis}, yaxis: {automargin: true, ...yaxis}, ...more};
+  Plotly.newPlot(place, data, layout, {responsive: true, displayModeBar: false});
+  if (select) select.onchange = () => {
+    const {z, text} = choices[select.value];
+    Plotly.restyle(place, {z: [z], text: [text]});
+  };
+});
+function recolour() {
+  const colours = {'font.color': getComputedStyle(document.body).color, 'font.size': 12};
+  const line = getComputedStyle(document.querySelector('figure')).borderTopColor;
+  for (const axis of ['xaxis', 'yaxis'])
+    for (const part of ['grid', 'zeroline', 'line']) colours[`${axis}.${part}color`] = line;
+  plots.forEach(place => Plotly.relayout(place, colours));
+}
+recolour();
+preferred.onchange = recolour;
+document.getElementById('theme').onclick = () => {
+  const now = root.style.colorScheme || (preferred.matches ? 'dark' : 'light');
+  root.style.colorScheme = now === 'dark' ? 'light' : 'dark';
+  recolour();
+};
+document.getElementById('smooth').oninput = ({target}) => figures.forEach(({data}, number) => {
+  const share = Number(target.value);
+  data.forEach(({meta}, index) => {
+    if (meta !== 'smooth') return;
+    const raw = data[index + 1].y;  // the faint line behind
+    let last = raw[0];
+    const y = raw.map(value => last = share * last + (1 - share) * value);
+    Plotly.restyle(plots[number], {y: [y, raw], visible: [true, share > 0]}, [index, index + 1]);
+  });
+});
+for (const button of document.querySelectorAll('thead button')) button.onclick = () => {
+  const head = button.parentElement, body = head.closest('table').tBodies[0];
+  const sign = head.ariaSort === 'ascending' ? -1 : 1;
+  for (const other of head.parentElement.cells) other.ariaSort = null;
+  head.ariaSort = sign > 0 ? 'ascending' : 'descending';
+  const key = ({cells: {[head.cellIndex]: cell}}) => cell.dataset.value ?? cell.textContent;
+  const order = (a, b) => a - b || a.localeCompare(b, 'en', {numeric: true});  // not a number: as texts
+  body.append(...[...body.rows].sort((a, b) => sign * order(key(a), key(b))));
+};
+"""

@@ -1,0 +1,76 @@
+"""Opens a page in headless Chromium, without network, and tells what became of it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+BROWSER = next((path for name in NAMES if (path := shutil.which(name))), None)
+MISSING = "no Chromium here; apt-get install chromium-headless-shell"
+
+
+@dataclass(frozen=True)
+class Opened:
+    answers: dict[str, Any]
+    """What the script found."""
+    console: list[str]
+    """Lines of errors and warnings."""
+    dom: str
+
+
+def open_page(page: Path, script: str, *, size: tuple[int, int] = (1280, 900), dark: bool = False) -> Opened:
+    """Open ``page`` in a window of ``size``, run ``script`` in it at last, and read what it returns.
+
+    ``script`` is the body of an asynchronous function that returns an object.
+    """
+    text = page.read_text(encoding="utf-8")
+    # Not at once: the figures are drawn in promises.
+    told = f"""
+    addEventListener('error', event => console.error('uncaught: ' + event.message));
+    addEventListener('unhandledrejection', event => console.error('unhandled: ' + event.reason));
+    setTimeout(async () => {{
+      const found = await (async () => {{ {script} }})();
+      const place = document.createElement('pre');
+      place.id = 'answers';
+      place.textContent = JSON.stringify(found);
+      document.body.append(place);
+    }}, 1500);"""
+    digest = base64.b64encode(hashlib.sha256(told.encode()).digest()).decode()
+    policy = re.compile("script-src ")
+    assert policy.search(text), "the page has no policy for scripts"
+    text = policy.sub(f"script-src 'sha256-{digest}' ", text, count=1)
+    copy = page.with_name(f"{page.stem}-asked.html")
+    copy.write_text(text.replace("</body>", f"<script>{told}</script></body>"), encoding="utf-8")
+    done = _run(copy, size, dark, "--dump-dom")
+    console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+    found = re.search(r'<pre id="answers">(.*?)</pre>', done.stdout, flags=re.DOTALL)
+    assert found, f"the script has not ended\n{done.stderr[-4000:]}"
+    return Opened(answers=json.loads(unescape(found[1])), console=console, dom=done.stdout)
+
+
+def picture(page: Path, target: Path, *, size: tuple[int, int], dark: bool = False) -> None:
+    """Write a screenshot of ``page`` as a PNG."""
+    _run(page, size, dark, f"--screenshot={target}")
+    assert target.is_file()
+
+
+def _run(page: Path, size: tuple[int, int], dark: bool, *options: str) -> subprocess.CompletedProcess[str]:
+    assert BROWSER is not None, MISSING
+    command = [
+        *(BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
+        *("--disable-dev-shm-usage", "--disable-background-networking", "--no-first-run"),
+        *(f"--window-size={size[0]},{size[1]}", "--virtual-time-budget=8000", "--enable-logging=stderr"),
+        *(["--blink-settings=preferredColorScheme=0"] if dark else []),
+        *options,
+        page.absolute().as_uri(),
+    ]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)

@@ -1,0 +1,196 @@
+"""The HTML page of runs: nothing is loaded, nothing of a run is run, and every figure is drawn."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from dglx_dist.cli.app import app
+from dglx_dist.errors import ConfigError
+from dglx_dist.records import EpochRecord
+from dglx_dist.report.page import page_of, write_page
+from dglx_dist.report.run_folder import Run, read_run, write_run
+from dglx_dist.report.tables import summarise
+from tests.helpers.browser import BROWSER, MISSING, open_page
+from tests.report.records import epoch
+
+HOSTILE = "</script><script>window.stolen = 1</script><img src=x onerror='window.stolen = 1'>"
+TRAFFIC = {"features": [[0, 1, 700], [1, 0, 30], [1, -1, 5]], "gradients": [[0, 1, 300]]}
+PLAN = {
+    "predictions": [
+        {
+            "name": name, "epoch_seconds": seconds, "bytes_outside": 10, "bytes_inside": 0, "memory_bytes": 9,
+            "feasible": not why_not, "why_not": why_not, "barred": "", "note": "",
+            "seconds": dict.fromkeys(("compute", "sampling", "outside", "inside", "all_reduce"), seconds / 5),
+        }
+        for name, seconds, why_not in (("data_parallel", 1.5, ""), (HOSTILE, 2.5, ""), ("lambda", 0, HOSTILE))
+    ],
+    "picked": 0, "chosen": "data_parallel", "outcome": None,
+    "why": [f"fast {HOSTILE}"], "assumptions": [HOSTILE],
+}  # fmt: skip
+
+
+def run_in(folder: Path, number: float = 0, text: str = "cora") -> Run:
+    epochs = [epoch(one, loss=2.0 / (1 + one), seconds=1.0 + number) for one in range(6)]
+    facts = {"graph": text, "strategy": text, "ranks": 2, "rank_memory_bytes": [5, 7], "test_accuracy": 0.5}
+    summary = {**summarise(facts, epochs), "traffic": {**TRAFFIC, text: [[0, 1, 1]]}}
+    config = {"data": text, "lr": 0.01, "hidden": 16 * (1 + number), text: text}
+    write_run(folder, config, epochs, summary, plan=PLAN)
+    return read_run(folder)
+
+
+def data_of(page: str) -> list[Any]:
+    (found,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, flags=re.DOTALL)
+    return json.loads(found)
+
+
+def titles(page: str) -> list[str]:
+    return [one.strip() for one in re.findall("<figcaption>(.*?) *(?:<select|</figcaption>)", page)]
+
+
+def test_curves_cost_bytes_memory_and_the_plan_are_figures(tmp_path: Path) -> None:
+    page = page_of({"one": run_in(tmp_path)}, "PLOTLY")
+    figures = dict(zip(titles(page), data_of(page), strict=True))
+    assert [*figures] == [
+        "loss", "accuracy", "samples per second", "one: seconds of an epoch", "one: payload of an epoch",
+        "one: bytes between ranks in training", "peak memory of each rank", "predicted seconds of an epoch",
+    ]  # fmt: skip
+    assert figures["loss"]["data"][0]["y"] == [2.0 / (1 + one) for one in range(6)]
+    assert [one["name"] for one in figures["accuracy"]["data"] if one.get("meta")] == ["train", "val"]
+    bytes_between = figures["one: bytes between ranks in training"]
+    assert bytes_between["data"][0]["x"] == ["rank 0", "rank 1", "workers"]
+    assert bytes_between["data"][0]["z"] == [[None, 1001, None], [30, None, 5], [None, None, None]]
+    assert bytes_between["choices"]["gradients"]["z"][0] == [None, 300, None]
+    assert figures["peak memory of each rank"]["data"][0]["y"] == [5e-6, 7e-6]
+
+
+def test_several_runs_share_curves_and_what_differs_is_marked(tmp_path: Path) -> None:
+    runs = {name: run_in(tmp_path / name, number) for number, name in enumerate(("a", "b"))}
+    page = page_of(runs, "PLOTLY")
+    loss = data_of(page)[0]["data"]
+    assert [one["name"] for one in loss if one.get("meta")] == ["a", "b"]
+    marked = re.findall('<tr class="marked"><th>(.*?)</th>', page)
+    assert marked == ["hidden"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured(EpochRecord):
+    scores: dict[str, float]
+
+
+def test_any_metric_of_an_epoch_is_a_curve_by_split(tmp_path: Path) -> None:
+    scores = {"val_accuracy": 0.5, "val_f1_micro": 0.25, "test_f1_micro": 0.125, "val_mae": math.nan}
+    epochs = tuple(Measured(**asdict(epoch(one)), scores=scores) for one in range(3))
+    page = page_of({"run": replace(run_in(tmp_path), epochs=epochs)}, "PLOTLY")
+    drawn = dict(zip(titles(page), data_of(page), strict=True))
+    assert [*drawn][:4] == ["loss", "accuracy", "f1 micro", "samples per second"]
+    curves = [one for one in drawn["f1 micro"]["data"] if one.get("meta")]
+    assert [(one["name"], one["y"]) for one in curves] == [("val", [0.25] * 3), ("test", [0.125] * 3)]
+
+
+def test_runs_of_one_name_have_their_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("x/run", "y/run"):
+        run_in(Path(folder))
+    shown = CliRunner().invoke(app, ["report", "x/run", "y/run"])
+    assert ["x/run", "y/run"] in [line.split() for line in shown.output.splitlines()]
+
+
+def test_texts_of_a_run_are_only_texts(tmp_path: Path) -> None:
+    page = page_of({HOSTILE: run_in(tmp_path, text=HOSTILE)}, "PLOTLY")
+    assert "<img" not in page
+    assert page.count("<script") == 3
+    assert "<script>window" not in page
+    # Plotly's own reading of tags in texts.
+    assert "<" not in json.dumps([[one.get("name") for one in figure["data"]] for figure in data_of(page)])
+
+
+def test_without_plotly_the_command_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(ConfigError, match=r"pip install 'dglx_dist\[report\]'"):
+        write_page({"run": run_in(tmp_path)}, tmp_path / "page.html")
+
+
+def test_an_unfinished_run_says_so(tmp_path: Path) -> None:
+    run_in(tmp_path)
+    (tmp_path / "summary.json").unlink()
+    page = page_of({"run": read_run(tmp_path)}, "PLOTLY")
+    assert "did not finish" in page
+    assert "loss" in titles(page)
+
+
+def test_two_runs_are_side_by_side_on_the_terminal(tmp_path: Path) -> None:
+    for number, name in enumerate(("a", "b")):
+        run_in(tmp_path / name, number)
+    shown = CliRunner().invoke(app, ["report", str(tmp_path / "a"), str(tmp_path / "b")])
+    assert shown.exit_code == 0, shown.output
+    lines = [line.split() for line in shown.output.splitlines()]
+    assert ["a", "b"] in lines
+    assert ["epoch_seconds", "1.000", "s", "2.000", "s"] in lines
+    assert not any("traffic" in line for line in lines)
+
+
+DRAWN = """
+const plots = [...document.querySelectorAll('.plot')];
+const marks = plot => plot.querySelectorAll('.main-svg :is(path.js-line, .point path, image)').length;
+const column = (table, name) => [...table.tHead.rows[0].cells].findIndex(one => one.textContent === name);
+const [runs] = document.querySelectorAll('table');
+const place = column(runs, 'epoch seconds');
+const seconds = () => [...runs.tBodies[0].rows].map(row => row.cells[place].textContent);
+const button = runs.tHead.rows[0].cells[place].querySelector('button');
+const background = () => getComputedStyle(document.body).backgroundColor;
+const label = () => plots[0].querySelector('.xtick text').style.fill;
+const found = {marks: plots.map(marks), stolen: window.stolen ?? null, images: document.images.length};
+found.width = [document.documentElement.scrollWidth, innerWidth];
+button.click();
+found.rising = seconds();
+button.click();
+found.falling = seconds();
+found.before = [background(), label()];
+document.getElementById('theme').click();
+await new Promise(resolve => setTimeout(resolve, 300));
+found.after = [background(), label()];
+const loss = plots[0].data[0].y[1];
+const slider = document.getElementById('smooth');
+slider.value = 0.5;
+slider.dispatchEvent(new Event('input'));
+found.smooth = [loss, plots[0].data[0].y[1], plots[0].data[1].y[1]];
+const select = document.querySelector('select');
+select.value = 'gradients';
+select.dispatchEvent(new Event('change'));
+found.phase = select.closest('figure').querySelector('.plot').data[0].z[0];
+found.loaded = performance.getEntriesByType('resource').map(one => one.name);
+return found;
+"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason=MISSING)
+@pytest.mark.parametrize("size", [(1280, 900), (390, 844)])
+def test_a_browser_draws_every_figure_and_complains_of_nothing(tmp_path: Path, size: tuple[int, int]) -> None:
+    pytest.importorskip("plotly")
+    # As texts, and as numbers in texts, 9.5 is before 9.25.
+    runs = {name: run_in(tmp_path / name[-1], at, HOSTILE) for at, name in ((8.5, HOSTILE), (8.25, "b"))}
+    page = tmp_path / "page.html"
+    write_page(runs, page)
+    opened = open_page(page, DRAWN, size=size)
+    assert opened.console == []
+    found = opened.answers
+    assert len(found["marks"]) == 4 + 2 * 3 + 2
+    assert all(found["marks"]), found["marks"]
+    assert (found["stolen"], found["images"], found["loaded"]) == (None, 0, [])
+    assert found["width"] == [size[0], size[0]]
+    assert found["rising"] == ["9.250 s", "9.500 s"]
+    assert found["falling"] == ["9.500 s", "9.250 s"]
+    assert all(one != other for one, other in zip(found["before"], found["after"], strict=True))
+    assert found["smooth"] == [1.0, 1.5, 1.0]
+    assert found["phase"][1] == 300
