@@ -175,7 +175,10 @@ def partition(config: PartitionCommand) -> None:
             )
             # Models of several types have trainable rows of their own.
             if graph.is_homogeneous and not any(FEATURE in data for data in graph.node_data.values()):
-                tell(f"note: there are no features (a column {FEATURE!r}); `dglx train` needs --embeddings N")
+                tell(
+                    f"note: there are no features (a column {FEATURE!r}), which a model needs, or trainable "
+                    "embeddings (docs/embeddings.md)"
+                )
             quality = partition_to_disk(graph, out, plan, workspace=workspace)
     tell(
         f"cut {quality.edge_cut:.1%} of the edges; replication factor {quality.replication_factor:.2f}; "
