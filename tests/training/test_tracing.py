@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+import resource
 from decimal import Decimal
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from dglx_dist.comm.collectives import measure_clock
-from dglx_dist.comm.ledger import WORKER
 from dglx_dist.comm.session import start_session
 from dglx_dist.comm.trace import COMPUTE, LOADER, NETWORK, RankSpans, read_trace, write_trace
 from dglx_dist.errors import StorageError
@@ -21,7 +20,7 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import EpochRecord
 from dglx_dist.training.fit import FitConfig, train
 from dglx_dist.training.models import build_model
-from dglx_dist.training.tracing import LiveFigures, without_keys
+from dglx_dist.training.tracing import scalars_writer, without_keys
 from tests.helpers.ranks import run_ranks
 from tests.report.records import epoch
 from tests.report.traces import span, trace_of
@@ -192,27 +191,22 @@ def test_a_trace_tells_no_key_of_an_endpoint() -> None:
     assert told == {"url": "https://host:8443/run", "headers": ["x-key"], "workers": 4}
 
 
-def test_live_figures_have_speed_time_left_memory_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [10.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    with start_session() as session:
-        live = LiveFigures(9, 16, 4, session)
-        assert (live.now()["steps/s"], live.now()["time left"]) == ("0", "")
-        for _ in range(3):
-            now[0] += 0.5
-            live.end_step()
-        live.end_epoch(epoch(2))
-        now[0] += 0.5
-        live.end_step()
-        session.ledger.add("features", 0, 0, WORKER, 3000)
-        figures = live.now()
-    assert figures.pop("memory (rank 0)").endswith(("MB", "GB"))
-    # Two steps a second; 100 samples in the four steps of an epoch; three steps left.
-    assert figures == {
-        "epoch": "3",
-        "step": "1/4",
-        "steps/s": "2",
-        "samples/s": "50",
-        "time left": "0:00:02",
-        "bytes (rank 0)": "3 KB",
-    }
+def test_a_full_disk_ends_figures_for_tensorboard_and_not_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("tensorboard")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with start_session() as session, scalars_writer(tmp_path, 0, session) as write:
+        write(epoch(0))
+        (events,) = tmp_path.iterdir()
+        size = events.stat().st_size
+        # Writes beyond this fail as on a full disk.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+        try:
+            write(epoch(1))
+            write(epoch(2))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    (said,) = [one.getMessage() for one in caplog.records]
+    assert "no more from epoch 1 on" in said
+    assert size > 100
