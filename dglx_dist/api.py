@@ -62,10 +62,11 @@ from dglx_dist.strategies.base import (
     strategy_of,
 )
 from dglx_dist.training.checkpoint import Sparse
-from dglx_dist.training.config import BF16
+from dglx_dist.training.config import BF16, CLASSIFICATION
 from dglx_dist.training.fit import Callback, FitConfig, FitResult, TrainingLoader, settled, train
 from dglx_dist.training.inference import labelled_type
 from dglx_dist.training.relational import EntityInputs
+from dglx_dist.training.tasks import read_task
 
 if TYPE_CHECKING:
     from dglx_dist.planner.records import Choice
@@ -727,14 +728,14 @@ def fit(  # noqa: PLR0913 - all but two have defaults
             fanouts=fanouts,
             batch_size=batch_size,
             epochs=config.epochs,
-            own_loop=config.precision == BF16,
+            own_loop=_needs_loop(g, config),
         )
         read = run_on_all_ranks(g.session, training, ConfigError)
         _, choice = resolve(model, g, read, config.checkpoint_folder if config.resume else None)
         if default_batch_size(g.session.strategy) is None:
             # Steps on the whole graph: these options were for the mini-batches in the comparison.
             fanouts, batch_size = None if fanouts is None else [-1] * len(fanouts), None
-    if config.inputs is None and config.task is None and len(g.ntypes) > 1:
+    if config.inputs is None and config.own_task is None and len(g.ntypes) > 1:
         config = replace(config, inputs=EntityInputs(g, feature=config.feature))
     _check_inputs(g, config.inputs)
     if loader is None:
@@ -760,9 +761,15 @@ def fit(  # noqa: PLR0913 - all but two have defaults
     return wrapped, replace(result, choice=choice)
 
 
+def _needs_loop(g: DistGraph, config: FitConfig) -> bool:
+    # Strategies that compute steps themselves know plain classification. Collective.
+    task = read_task(g, labelled_type(g, config.label), config.label, str(config.task))[0]
+    return config.precision == BF16 or task != CLASSIFICATION or config.class_weight != "none"
+
+
 def _check_auto(config: FitConfig) -> None:
     for name, is_supported in (
-        ("config.task", config.task is None),
+        ("config.task", config.own_task is None),
         ("config.inputs", config.inputs is None),
         ("config.feature", config.feature == FEATURE),
     ):

@@ -388,7 +388,7 @@ def _warn_of_imbalance(graph: RawGraph, quality: PartitionQuality) -> None:
 
 def _warn_of_one_way(graph: RawGraph) -> None:
     """Warn if none of 64 edges of a homogeneous graph has an opposite one; reads all edges until one has."""
-    if not graph.is_homogeneous:
+    if not graph.is_homogeneous or not graph.total_edges:
         return
     ((src, dst),) = graph.edges.values()
     chosen, num_nodes = np.random.default_rng(0).integers(0, len(src), 64), np.int64(graph.total_nodes)
@@ -489,7 +489,7 @@ def _with_rows_normalized(graph: RawGraph, workspace: Workspace | None) -> RawGr
     for ntype, column in named.items():
         if isinstance(column, SparseRows):
             rows = np.repeat(np.arange(column.shape[0]), np.diff(column.indptr))
-            sums = np.bincount(rows, np.abs(column.values))
+            sums = np.bincount(rows, np.abs(column.values.astype(np.float64)))
             node_data[ntype][FEATURE] = replace(column, values=_divided(column.values, sums[rows]))
         else:
             chunks = [partial(_normalized, column)]
@@ -502,7 +502,7 @@ def _normalized(column: Array) -> Iterator[Array]:
     row_size = max(1, math.prod(column.shape[1:]))
     for piece in pieces(max(len(column), 1), max(1, (1 << 20) // row_size)):
         rows = column[piece].reshape(-1, row_size)
-        yield _divided(rows, np.abs(rows).sum(axis=1, keepdims=True, dtype=np.float64))
+        yield _divided(rows, np.abs(rows.astype(np.float64)).sum(axis=1, keepdims=True))
 
 
 def _divided(values: Array, sums: Array) -> Array:
@@ -522,6 +522,7 @@ def content_key(graph: RawGraph, plan: PartitionPlan) -> str:
         *(graph.name, sorted(graph.num_nodes.items()), sorted(graph.num_classes.items())),
         *(plan.num_parts, plan.partitioner, plan.seed, plan.options, plan.format),
         *(plan.trainers_per_part, plan.feature_dtype, *(getattr(plan, name) for name in _PREPARED)),
+        *([sorted(graph.class_names.items())] if graph.class_names else ()),
     )
     digest.update(repr(settings).encode())
     data = {"edges": graph.edges, "of edges": graph.edge_data, "of nodes": graph.node_data}

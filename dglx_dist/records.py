@@ -86,6 +86,8 @@ class RawGraph:
     """edge type -> (E,) ids in the source, where ``edges`` are in another order: each of 0..E-1 once."""
     num_classes: Mapping[str, int] = field(default_factory=dict)
     """node type -> number of classes of its ``label``; labels are -1 where there is none."""
+    class_names: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Node type, or edge type as SOURCE:RELATION:DESTINATION -> names of the classes of its ``label``."""
     user_ids: Mapping[str, Array] = field(default_factory=dict)
     """node type -> (N,) int64 or unicode ids of the user, if they are not 0..N-1."""
 
@@ -151,8 +153,9 @@ class EpochRecord:
     loss: float
     """Mean over the targets of the epoch."""
     train_accuracy: float
+    """Nan where a task has no classes."""
     val_accuracy: float | None
-    """None if this epoch was not evaluated."""
+    """None if this epoch was not evaluated, or a task has no classes."""
     seconds: float
     """Wall-clock time of training on the slowest rank, without evaluation."""
     num_samples: int
@@ -176,6 +179,8 @@ class EpochRecord:
     """Rows of cached tensors that had to be fetched."""
     checkpoint_s: float = 0.0
     """Training stood still for checkpoints, on the slowest rank; not part of ``seconds``."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Exact metrics of the validation and test targets, as ``val_f1_micro``; empty if not evaluated."""
 
     @property
     def samples_per_second(self) -> float:

@@ -174,8 +174,9 @@ def partition(config: PartitionCommand) -> None:
                 f"{plan.num_parts} parts by {chosen}"
                 + (f", each for {trainers} trainers" if trainers > 1 else "")
             )
-            if not any(FEATURE in columns for columns in graph.node_data.values()):
-                tell(f"note: there are no features (a column {FEATURE!r}); `dglx train` needs --embeddings")
+            # Models of several types have trainable rows of their own.
+            if graph.is_homogeneous and not any(FEATURE in data for data in graph.node_data.values()):
+                tell(f"note: there are no features (a column {FEATURE!r}); `dglx train` needs --embeddings N")
             quality = partition_to_disk(graph, out, plan, workspace=workspace)
     tell(
         f"cut {quality.edge_cut:.1%} of the edges; replication factor {quality.replication_factor:.2f}; "

@@ -80,12 +80,16 @@ def train(config: TrainConfig) -> None:
         raise typer.Exit(start_ranks(sys.argv[1:], ranks=ranks, servers=servers))
     elif servers not in (None, 1):
         raise ConfigError(f"--servers {servers} divides ranks among servers; give their number with --ranks")
-    from dglx_dist.cli.train_job import train_dataset
+    from dglx_dist.cli.train_job import train_dataset, train_seeds
 
-    trained = train_dataset(config)
+    trained = train_seeds(config) if config.seeds else train_dataset(config)
     if trained.rank == 0:
-        from dglx_dist.report.tables import epoch_table, summary_table
+        from dglx_dist.report.tables import epoch_table, spread_table, summary_table
 
+        if config.seeds:
+            show(spread_table(trained.summary))
+            write(f"written to {config.out}; of one seed: dglx report {config.out}/seed-{config.seeds[0]}")
+            return
         show(epoch_table(trained.epochs))
         show(summary_table(trained.summary))
         write(f"written to {config.out}; again: dglx report {config.out}")
@@ -113,14 +117,14 @@ def check_before_launch(config: TrainConfig) -> None:
     from dglx_dist.data.storage.manifest import read_manifest
     from dglx_dist.planner.workload import check_plannable
     from dglx_dist.strategies.base import AUTO, STRATEGIES, resolve_strategy
-    from dglx_dist.training.fit import check_precision
+    from dglx_dist.training.fit import check_loop
 
     strategy = resolve_strategy(config.strategy, auto=True)
     is_auto = strategy == AUTO
     read_options = read_auto_options if is_auto else STRATEGIES.get(strategy).read_options
     read_options({**read_settings().options, **config.strategy_options})
     if not is_auto:
-        check_precision(config.precision, STRATEGIES.get(strategy).traits, strategy)
+        check_loop(config, STRATEGIES.get(strategy).traits, strategy)
     check_request(config.device, read_settings().device)
     manifest = read_manifest(Path(config.data))
     if is_auto:

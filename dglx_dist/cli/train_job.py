@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import dgl
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import dglx_dist
 from dglx_dist.api import fit, init, training_nodes
@@ -36,21 +36,30 @@ from dglx_dist.graph.optim import SparseAdam, SparseOptimizer
 from dglx_dist.options import common_fields
 from dglx_dist.planner.workload import check_plannable
 from dglx_dist.records import FEATURE, LABEL, EpochRecord
+from dglx_dist.report import run_folder
 from dglx_dist.report.run_folder import PICTURE, SUMMARY, append_epoch, read_epochs, start_run, write_run
-from dglx_dist.report.tables import run_title, summarise
+from dglx_dist.report.tables import run_title, spread, summarise
 from dglx_dist.strategies.base import AUTO, WrappedModel, strategy_of
 from dglx_dist.training.checkpoint import read_extra
-from dglx_dist.training.config import BF16, TrainConfig, configuration_of
+from dglx_dist.training.config import BF16, CLASSIFICATION, TrainConfig, configuration_of, metrics_of
 from dglx_dist.training.export import check_target, write_embeddings
-from dglx_dist.training.fit import Callback, FitConfig, FitResult, check_precision, check_same, settled
+from dglx_dist.training.fit import (
+    Callback,
+    FitConfig,
+    FitResult,
+    check_loop,
+    check_same,
+    settled,
+)
 from dglx_dist.training.inference import flatten, labelled_type, layerwise_inference
 from dglx_dist.training.models import RELATIONAL_KINDS, ResGCN, build_model
 from dglx_dist.training.relational import HGT, RGCN, EntityInputs
+from dglx_dist.training.tasks import as_probabilities, predicted, read_task
 from dglx_dist.training.tracing import check_trace, without_keys
 
 CHECKPOINTS = "checkpoints"
 """Folder inside a run folder."""
-PREDICTION, EMBEDDING = "prediction", "embedding"
+PREDICTION, EMBEDDING, SCORES = "prediction", "embedding", "scores"
 """Names of the columns of written results."""
 
 
@@ -64,7 +73,7 @@ def _resolve_auto(
     if plan.strategy != AUTO:
         return plan, None
     folder = Path(plan.out)
-    own_loop = plan.precision == BF16
+    own_loop = plan.precision == BF16 or plan.task != CLASSIFICATION or plan.class_weight != "none"
     training = Training(
         num_layers=plan.layers, kind=plan.model, own_loop=own_loop, **common_fields(plan, Training)
     )
@@ -126,11 +135,15 @@ def _write_outputs(
     module = wrapped.whole()
     *hidden, last = module.inference_layers()  # type: ignore[operator]  # all models of build() have it
 
-    def classes(block: Any, h: Any) -> Any:
+    def of_scores(scores: Tensor) -> tuple[Tensor, ...]:
+        answers = predicted(plan.task, scores)
+        return (answers, as_probabilities(plan.task, scores)) if plan.scores else (answers,)
+
+    def answers(block: Any, h: Any) -> Any:
         scores = last(block, h)
         # Relational models give a dictionary, also of one node type.
         several = isinstance(scores, dict)
-        return {name: rows.argmax(1) for name, rows in scores.items()} if several else scores.argmax(1)
+        return {name: of_scores(rows) for name, rows in scores.items()} if several else of_scores(scores)
 
     for name, folder in outputs:
         if folder is None:
@@ -139,12 +152,15 @@ def _write_outputs(
             module,
             g,
             inputs=None if inputs is None else inputs.tensors,
-            layers=hidden if name == EMBEDDING else [*hidden, classes],
+            layers=hidden if name == EMBEDDING else [*hidden, answers],
             ntypes=None if name == EMBEDDING else [ntype],
         )
         tensors = list(flatten(rows).values())
         several = name == EMBEDDING and len(g.ntypes) > 1
-        write_embeddings(rows if several else tensors[0], g, folder, name=name, overwrite=True)
+        beside: dict[str, Any] = {} if several or len(tensors) == 1 else {"more": {SCORES: tensors[1]}}
+        if name == PREDICTION and plan.task == CLASSIFICATION:
+            beside["classes"] = g.dataset.manifest.class_names.get(ntype, ())
+        write_embeddings(rows if several else tensors[0], g, folder, name=name, overwrite=True, **beside)
         for tensor in tensors:
             tensor.delete()
 
@@ -168,12 +184,13 @@ def train_dataset(plan: TrainConfig) -> Trained:
         plan = settled(plan, folder / CHECKPOINTS, session)
         g = DistGraph(plan.data, structure=plan.structure, verify=plan.verify, session=session)
         ntype = _check_trainable(plan, g)
-        module, inputs, _ = built = build(plan, g, ntype, g.num_classes(ntype))
+        plan, width = _with_task(plan, g, ntype)
+        module, inputs, _ = built = build(plan, g, ntype, width)
         module.to(session.device)
         plan, choice = _resolve_auto(plan, g, module)
         plan = with_defaults(plan)
         _check_cache(plan, session)
-        check_precision(plan.precision, strategy_of(session).traits, session.strategy)
+        check_loop(plan, strategy_of(session).traits, session.strategy)
         _check_outputs(plan, session)
         writes = session.topology.rank == 0
         config = run_config(plan, g, session)
@@ -202,6 +219,28 @@ def train_dataset(plan: TrainConfig) -> Trained:
             _draw(epochs, folder, run_title(summary, config))
         _write_outputs(plan, wrapped, inputs, g, ntype)
         return Trained(rank=session.topology.rank, epochs=epochs, summary=summary)
+
+
+def train_seeds(plan: TrainConfig) -> Trained:
+    """Train once with each of the seeds, and write ``summary.json`` of all; every rank must call it."""
+    folder, found = Path(plan.out), []
+    for seed in plan.seeds:
+        name = f"seed-{seed}"
+        paths = {"out": plan.out, "predictions": plan.predictions, "save_embeddings": plan.save_embeddings}
+        of_seed: dict[str, Any] = {key: str(Path(path) / name) for key, path in paths.items() if path}
+        found.append(train_dataset(replace(plan, seed=seed, seeds=(), **of_seed)))
+    last = found[-1]
+    summary = spread({f"seed-{seed}": one.summary for seed, one in zip(plan.seeds, found, strict=True)})
+    if last.rank == 0:
+        run_folder.write_json(folder / SUMMARY, summary)
+    return replace(last, summary=summary)
+
+
+def _with_task(plan: TrainConfig, g: DistGraph, ntype: str) -> tuple[TrainConfig, int]:
+    """Return ``plan`` with its task and metrics, and the width of the scores, by the labels. Collective."""
+    task, width = read_task(g, ntype, LABEL, plan.task)
+    plan = replace(plan, task=task, metric=metrics_of(task, plan.metric))
+    return plan, width or g.num_classes(ntype)
 
 
 def _configuration(plan: TrainConfig, g: DistGraph, folder: Path) -> dict[str, object]:

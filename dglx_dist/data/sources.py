@@ -86,7 +86,7 @@ def standard_columns(
     NaN for missing values. ``where`` starts messages.
 
     Raises:
-        DatasetError: a split has a value other than 0 and 1, or a label is not a whole number.
+        DatasetError: a split has a value other than 0 and 1, or a label is no number.
     """
     standard: dict[str, NodeColumn] = {}
     for given, column in columns.items():
@@ -154,10 +154,8 @@ def _as_label(column: Array, where: str) -> Array:
         return column
     # Sources store labels with gaps as floating point, with NaN for missing ones.
     known = np.nan_to_num(column, nan=-1.0)
-    odd = known != np.floor(known)
-    if odd.any():
-        row = int(np.argmax(odd))
-        raise column_error(where, LABEL, f"{column[row]} is not a whole number", row)
+    if (known != np.floor(known)).any():
+        return column  # targets of a regression
     return known.astype(np.int64)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -28,6 +29,7 @@ from dglx_dist.data.validate import check_columns, check_finite, check_unique, c
 from dglx_dist.errors import DatasetError
 from dglx_dist.records import EDGE_TYPE, FEATURE, LABEL, NODE_TYPE, Array, EdgeType, NodeColumn, RawGraph
 
+_LOG = logging.getLogger(__name__)
 SUFFIXES = (".csv", ".parquet")
 
 
@@ -216,6 +218,8 @@ def find_tables(folder: Path) -> tuple[dict[str, Path], dict[EdgeType, Path]]:
             f"{folder} is a partitioned dataset (it has a manifest.json), not a raw graph; train on it "
             f"directly, or partition the graph that it was made from"
         )
+    if (folder / "graph.json").is_file():
+        _LOG.warning("%s is ignored: it is for `dglx ingest %s/graph.json`", folder / "graph.json", folder)
     single, nodes = _one_file(folder, "edges"), _one_file(folder, "nodes")
     if single is not None:
         return {} if nodes is None else {NODE_TYPE: nodes}, {EDGE_TYPE: single}
@@ -297,9 +301,12 @@ def graph_of_tables(
     ends = {etype: _ends(table, where) for etype, (where, table) in edges.items()}
     ids: dict[str, Any] = {}
     node_data: dict[str, dict[str, NodeColumn]] = {}
+    names: dict[str, list[str]] = {}
     for ntype, (where, table) in nodes.items():
         ids[ntype] = _node_ids(table, where)
         node_data[ntype] = _columns(table, where, {_ID, *ignored})
+        if LABEL in node_data[ntype] and (label := column(table, LABEL, where)).is_text:
+            names[ntype] = _class_names(label).to_pylist()
     # Sorted, since the order of a set of strings changes from run to run, and ids follow it.
     for ntype in sorted({ntype for etype in ends for ntype in (etype[0], etype[2])} - ids.keys()):
         ids[ntype] = _ids_in_edges(ntype, ends)
@@ -319,6 +326,7 @@ def graph_of_tables(
         node_data=node_data,
         edge_data=edge_data,
         num_classes=classes_of(node_data),
+        class_names=names,
         user_ids={ntype: _user_ids(values) for ntype, values in ids.items() if not _is_range(values)},
     )
 
@@ -405,9 +413,13 @@ def _labels(labels: Column) -> Array:
     if not labels.is_text:
         return as_numpy(pc.fill_null(labels.as_int64(), -1)) if labels.is_whole else labels.numbers()
     known = pc.if_else(pc.equal(labels.values, ""), None, labels.values)
-    classes = pc.unique(known.drop_null())
-    codes = pc.index_in(known, value_set=classes.take(pc.sort_indices(classes)), skip_nulls=True)
+    codes = pc.index_in(known, value_set=_class_names(labels), skip_nulls=True)
     return as_numpy(pc.fill_null(codes, -1)).astype(np.int64)
+
+
+def _class_names(labels: Column) -> Any:
+    classes = pc.unique(pc.if_else(pc.equal(labels.values, ""), None, labels.values).drop_null())
+    return classes.take(pc.sort_indices(classes))
 
 
 def _split_masks(split: Column) -> dict[str, Array]:

@@ -205,7 +205,7 @@ def _options(runs: Mapping[str, Run]) -> str:
 
 def _table(corner: str, rows: Mapping[str, Cells], marked: Sequence[str] = ()) -> str:
     columns = list(dict.fromkeys(column for cells in rows.values() for column in cells))
-    names = (escape(one.replace("_", " ")) for one in (corner, *columns))
+    names = map(escape, (corner, *columns))
     head = "".join(f'<th><button type="button">{name}</button></th>' for name in names)
     body = ""
     for row, cells in rows.items():

@@ -132,15 +132,22 @@ def draw(epochs: Sequence[EpochRecord], path: str | Path, *, title: str) -> None
 def _draw_learning(axes: Any, epochs: Sequence[EpochRecord]) -> None:
     numbers = [e.epoch for e in epochs]
     axes.plot(numbers, [e.loss for e in epochs], color="#444444", label="loss")
-    axes.set(title="loss and accuracy", xlabel="epoch", ylabel="loss")
     right = axes.twinx()
-    right.plot(numbers, [e.train_accuracy for e in epochs], color="#4c72b0", label="train accuracy")
-    measured = [(e.epoch, e.val_accuracy) for e in epochs if e.val_accuracy is not None]
+    trained = [(e.epoch, e.train_accuracy) for e in epochs if not math.isnan(e.train_accuracy)]
+    if trained:
+        right.plot(*zip(*trained, strict=True), color="#4c72b0", label="train accuracy")
+    # The first metric is the one that decides.
+    name = next((name for e in epochs for name in e.metrics if name.startswith("val_")), "val_accuracy")
+    scores = [(e.epoch, e.metrics.get(name, e.val_accuracy)) for e in epochs]
+    measured = [(epoch, score) for epoch, score in scores if score is not None]
+    label = name.replace("_", " ", 1)
     if measured:
-        right.plot(
-            *zip(*measured, strict=True), color="#c44e52", marker="o", markersize=3, label="val accuracy"
-        )
-    right.set(ylim=(0, 1), ylabel="accuracy")
+        right.plot(*zip(*measured, strict=True), color="#c44e52", marker="o", markersize=3, label=label)
+    what = label.removeprefix("val ")
+    axes.set(title=f"loss and {what}", xlabel="epoch", ylabel="loss")
+    if trained or all(0 <= score <= 1 for _, score in measured):
+        right.set(ylim=(0, 1))
+    right.set(ylabel=what)
     handles = [*axes.get_lines(), *right.get_lines()]
     axes.legend(handles=handles, loc="center right", fontsize=8)
 

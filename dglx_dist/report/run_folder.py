@@ -61,8 +61,8 @@ def start_run(
         for name in stale:
             (target / name).unlink(missing_ok=True)
         if plan is not None:
-            _write_json(target / PLAN, plan)
-        _write_json(target / CONFIG, config)
+            write_json(target / PLAN, plan)
+        write_json(target / CONFIG, config)
     except OSError as error:
         raise StorageError(
             f"cannot write the run to {target}: {error}; choose another folder with --out"
@@ -92,7 +92,7 @@ def write_run(
     target = start_run(folder, config, keep_metrics=True, plan=plan)
     try:
         _write_epochs(target, epochs)
-        _write_json(target / SUMMARY, summary)
+        write_json(target / SUMMARY, summary)
     except OSError as error:
         raise _unwritable(target, error) from error
 
@@ -178,10 +178,15 @@ def _read_epoch(line: bytes, where: str) -> EpochRecord:
     # nan is written as null.
     nulls = [name for name, value in values.given.items() if value is None and name != "val_accuracy"]
     readers: dict[str, Any] = dict.fromkeys(nulls, lambda _: math.nan)
+    readers["metrics"] = lambda name: _read_metrics(values.inner(name)) if values.has(name) else {}
     record = values.record(EpochRecord, **readers)
     if max(map(abs, (one for one in astuple(record) if isinstance(one, int)))) >= 1 << 63:
         raise ConfigError(f"{where} has a count beyond 63 bits")
     return record
+
+
+def _read_metrics(values: Fields) -> dict[str, float]:
+    return {name: values.maybe(name, values.number, math.nan) for name in values.given}
 
 
 def _plain(value: object) -> object:
@@ -196,7 +201,8 @@ def _plain(value: object) -> object:
     return str(value)
 
 
-def _write_json(path: Path, value: Mapping[str, object]) -> None:
+def write_json(path: Path, value: Mapping[str, object]) -> None:
+    """Write JSON atomically, nan as null; OSError if it cannot be written."""
     _write_atomically(path, json.dumps(_plain(value), indent=2) + "\n")
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
-from statistics import fmean, median
+from statistics import fmean, median, stdev
+from typing import Any
 
 from rich import box
 from rich.table import Table
@@ -45,6 +47,11 @@ def readable_seconds(seconds: float) -> str:
 def readable_percent(fraction: float | None) -> str:
     """Format a fraction as a percentage: 0.8123 -> ``81.2 %``, None -> ``""``."""
     return "" if fraction is None else f"{100 * fraction:.1f} %"
+
+
+def readable_score(value: float | None) -> str:
+    """Format a metric: 0.81234 -> ``0.8123``, None -> ``""``."""
+    return "" if value is None else f"{value:.4g}" if abs(value) >= 10 else f"{value:.4f}"
 
 
 def _table(names: Iterable[str], caption: str | None = None) -> Table:
@@ -178,27 +185,39 @@ def phase_seconds(epochs: Sequence[EpochRecord]) -> dict[str, float]:
 
 
 _EPOCH_COLUMNS = (
-    "epoch", "loss", "train", "val", "seconds", "samples/s",
-    "sample", "fetch", "wait", "compute", "exchange", "inside", "outside",
+    "seconds", "samples/s", "sample", "fetch", "wait", "compute", "exchange", "inside", "outside",
 )  # fmt: skip
 
 
 def epoch_table(epochs: Iterable[EpochRecord]) -> Table:
-    """Return one row per epoch: loss, accuracy, seconds, samples/s, the phases in seconds, and bytes.
+    """Return one row per epoch: loss, metrics, seconds, samples/s, the phases in seconds, and bytes.
+
+    ``train`` is the accuracy while training, ``val`` the exact one of validation, and other metrics of
+    validation have columns of their own names.
 
     ``sample`` and ``fetch`` run on the loader's threads beside the other phases, so the columns do not sum to
     ``seconds``; ``wait`` is the part of them that is not hidden. With a cache of remote rows, ``hits`` is its
     hit rate; with checkpoints, ``saving`` is how long training stood still for them.
     """
     epochs = list(epochs)
+    scores: dict[str, list[str]] = {}
+    if any(not math.isnan(record.train_accuracy) for record in epochs):
+        scores["train"] = [readable_percent(record.train_accuracy) for record in epochs]
+        scores["val"] = [readable_percent(record.val_accuracy) for record in epochs]
+    for name in dict.fromkeys(name for record in epochs for name in record.metrics):
+        if name.startswith("val_") and name != "val_accuracy":
+            scores[name.replace("_", " ", 1)] = [
+                readable_score(record.metrics.get(name)) for record in epochs
+            ]
     more: dict[str, list[str]] = {}
     if any(record.cache_hit_rate is not None for record in epochs):
         more["hits"] = [readable_percent(record.cache_hit_rate) for record in epochs]
     if any(record.checkpoint_s for record in epochs):
         more["saving"] = [readable_seconds(record.checkpoint_s) for record in epochs]
-    table = _table((*_EPOCH_COLUMNS, *more), _EPOCH_LEGEND)
+    table = _table(("epoch", "loss", *scores, *_EPOCH_COLUMNS, *more), _EPOCH_LEGEND)
     for number, record in enumerate(epochs):
-        table.add_row(*_epoch_cells(record), *(cells[number] for cells in more.values()))
+        before, after = ([cells[number] for cells in some.values()] for some in (scores, more))
+        table.add_row(str(record.epoch), f"{record.loss:.4f}", *before, *_epoch_cells(record), *after)
     return table
 
 
@@ -211,10 +230,6 @@ _EPOCH_LEGEND = (
 def _epoch_cells(record: EpochRecord) -> tuple[str, ...]:
     phases = (record.sample_s, record.fetch_s, record.wait_s, record.compute_s, record.exchange_s)
     return (
-        str(record.epoch),
-        f"{record.loss:.4f}",
-        readable_percent(record.train_accuracy),
-        readable_percent(record.val_accuracy),
         readable_seconds(record.seconds),
         readable_count(record.samples_per_second),
         *(readable_seconds(seconds) for seconds in phases),
@@ -230,6 +245,29 @@ def summary_table(summary: Mapping[str, object]) -> Table:
     table.add_column(overflow="fold")
     for name, (_, cell) in flat_cells(summary).items():
         table.add_row(name, cell)
+    return table
+
+
+def spread(summaries: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
+    """Return mean and sample standard deviation of the metrics of several runs, and those of each by name."""
+    metrics: dict[str, dict[str, float]] = {run: {} for run in summaries}
+    for run, summary in summaries.items():
+        found = {name: value for name, value in summary.items() if name.startswith(("val_", "test_"))}
+        metrics[run] = {name: value for name, value in found.items() if isinstance(value, float)}
+    columns = {name: [one[name] for one in metrics.values()] for name in next(iter(metrics.values()))}
+    means = {name: fmean(column) for name, column in columns.items()}
+    deviations = {name: stdev(column) if len(column) > 1 else 0.0 for name, column in columns.items()}
+    return {"runs": metrics, "mean": means, "std": deviations}
+
+
+def spread_table(summary: Mapping[str, Any]) -> Table:
+    """Return one row per run of :func:`spread`, then their mean and standard deviation."""
+    names = list(summary["mean"])
+    table = _table(("run", *names))
+    for run, values in summary["runs"].items():
+        table.add_row(run, *(_cell(values.get(name), name) for name in names))
+    shown = [f"{_cell(summary['mean'][name], name)} ± {_cell(summary['std'][name], name)}" for name in names]
+    table.add_row("mean ± std", *shown, style="bold")
     return table
 
 
@@ -262,6 +300,8 @@ def _cell(value: object, *names: str) -> str:
         return str(value)
     if any(name.endswith(("accuracy", "hit_rate")) for name in names):
         return readable_percent(value)
+    if any(name.startswith(("val_", "test_")) for name in names):
+        return readable_score(value)
     if any("bytes" in name for name in names):
         return readable_bytes(value)
     if any(name.endswith("seconds") for name in names):

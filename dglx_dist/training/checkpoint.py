@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dglx_dist.comm.collectives import broadcast_json, gather_int64, gather_json, run_on_all_ranks
+from dglx_dist.comm.collectives import barrier, broadcast_json, gather_int64, gather_json, run_on_all_ranks
 from dglx_dist.comm.exchange import bytes_of
 from dglx_dist.comm.mailbox import OneSidedExchange
 from dglx_dist.comm.session import Session, SessionField, current_session
@@ -830,3 +830,49 @@ def _check_tensors(values: Mapping[str, object]) -> None:
 
 def _plain_module(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, WrappedModel) else model
+
+
+class BestWeights:
+    """The weights of the best epoch: in folder ``best`` of the checkpoints, or in memory if there is none."""
+
+    def __init__(
+        self, checkpoints: str | Path | None, model: nn.Module, sparse: Sequence[SparseOptimizer]
+    ) -> None:
+        self._folder = None if checkpoints is None else Path(checkpoints) / "best"
+        self._saved: dict[str, Any] = {"model": model, "sparse": sparse}
+        state = RunState(**self._saved)
+        folder = self._folder
+        self.writer = None if folder is None else CheckpointWriter(folder, state, keep=1)
+        self._weights: dict[str, Tensor] = {}
+        self._rows: list[Tensor] = []
+        self.scores: dict[str, Any] = {}
+        """Results of that epoch, JSON values."""
+
+    def _own_rows(self) -> list[Tensor]:
+        return [rows for one in self._saved["sparse"] for rows in one.own_rows]
+
+    def forget(self) -> None:
+        if self._folder is not None:
+            remove_all(self._folder)
+
+    def keep(self, epoch: int, scores: dict[str, Any]) -> None:
+        """Copy the weights; collective."""
+        self.scores = scores
+        if self.writer is not None:
+            self.writer.save(epoch=epoch + 1, step=0, extra={})
+            return
+        of_model = self._saved["model"].state_dict()
+        self._weights = {name: tensor.detach().clone() for name, tensor in of_model.items()}
+        self._rows = [rows.clone() for rows in self._own_rows()]
+
+    def load(self, epoch: int) -> None:
+        """Load the weights; collective."""
+        if self.writer is None or self._folder is None:
+            self._saved["model"].load_state_dict(self._weights)
+            for rows, kept in zip(self._own_rows(), self._rows, strict=True):
+                rows.copy_(kept)
+            barrier(current_session(), "taking the weights of the best epoch")
+            return
+        self.writer.wait()
+        path = self._folder / f"epoch-{epoch + 1:06d}-step-{0:09d}"
+        load(path, **self._saved, random_state=False)

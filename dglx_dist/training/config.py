@@ -5,8 +5,9 @@ Imports no torch, so that ``dglx --help`` is fast.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from importlib.util import find_spec
@@ -24,6 +25,7 @@ from dglx_dist.options import (
     check_values,
     in_option,
     literals,
+    names,
     one_of,
     option,
     path_option,
@@ -35,6 +37,32 @@ FLOAT32, BF16 = PRECISIONS = "float32", "bf16"
 """Of forward passes in training; weights, gradients, optimizer and evaluation keep the model's dtype."""
 
 _INIT_ARGUMENTS = ("strategy", "timeout", "seed", "backend", "device")
+AUTO_TASK, CLASSIFICATION, MULTILABEL, REGRESSION, LINK = TASKS = (
+    *("auto", "classification", "multilabel", "regression", "link"),
+)
+_OF_CLASSES = ("f1_micro", "f1_macro", "roc_auc", "average_precision")
+METRICS_OF: Mapping[str, tuple[str, ...]] = {
+    CLASSIFICATION: ("accuracy", *_OF_CLASSES),
+    MULTILABEL: (*_OF_CLASSES, "accuracy"),
+    REGRESSION: ("mae", "rmse"),
+}
+"""Task to its metrics; the first two are the default, but the first one alone for classification."""
+LESS_IS_BETTER = ("mae", "rmse")
+_METRICS = tuple(dict.fromkeys(name for known in METRICS_OF.values() for name in known))
+
+
+def metrics_of(task: str, metrics: Sequence[str]) -> tuple[str, ...]:
+    """Return ``metrics``, or the defaults of ``task`` if there are none; ConfigError: one is not of it."""
+    known = METRICS_OF.get(task, ())
+    for name in metrics:
+        if name not in known:
+            raise ConfigError(
+                f"metric {name} is not one of {task}; take some of {', '.join(known)}, or another --task"
+            )
+    return tuple(metrics) or known[: 1 if task == CLASSIFICATION else 2]
+
+
+_of_task = partial(option, panel="Task")
 _of_model = partial(option, panel="Model")
 _of_optimizer = partial(option, panel="Optimizer")
 _of_loading = partial(option, panel="Loading")
@@ -81,10 +109,42 @@ def _every(text: str, _flag: str) -> Every:
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """Epochs, evaluation, checkpoints and trace of a training run."""
+    """Task, epochs, evaluation, checkpoints and trace of a training run."""
 
+    task: Any = _of_task(
+        AUTO_TASK,
+        "classification (one class per node), multilabel (columns of 0 and 1, each with a binary "
+        "cross-entropy), regression (numbers, squared error) or link (edges of --target). auto, by the "
+        "labels: (N,) whole numbers, (N, C) of 0 and 1, or other floating-point numbers.",
+        check=one_of(*TASKS),
+        kind=str,
+    )
+    metric: tuple[str, ...] = _of_task(
+        (),
+        f"Exact metrics of validation and test targets, with commas: {', '.join(_METRICS)}. The first "
+        "one decides which epoch is the best. Default: accuracy; f1_micro,f1_macro; mae,rmse, by task. "
+        "roc_auc and average_precision are means over the classes, accuracy of several labels counts rows "
+        "without an error.",
+        metavar="NAME,NAME",
+        check=Check(lambda given: set(given) <= set(_METRICS), f"some of {', '.join(_METRICS)}"),
+        kind=str,
+        parse=names,
+    )
+    class_weight: Literal["none", "balanced"] = _of_task(
+        "none", "balanced: a class counts in the loss by the inverse of its share of the training nodes."
+    )
+    """Of multilabel, the ones of each column by zeros / ones."""
     epochs: int = _of_optimizer(10, "Of the whole run.", check=at_least(1))
     """Includes those before a resume."""
+    schedule: Literal["constant", "cosine", "step"] = _of_optimizer(
+        "constant",
+        "Of the learning rate over all epochs: cosine falls to 0, step to a tenth after half of them and a "
+        "hundredth after three quarters.",
+    )
+    warmup: int = _of_optimizer(
+        0, "Epochs at the start in which the learning rate rises from 0.", check=at_least(0)
+    )
+    """The rate changes with every step, and is the same after a resume."""
     precision: str | None = _of_optimizer(
         None,
         "bf16: forward passes of training in bfloat16, by torch's autocast. Default: float32, or as before a "
@@ -94,9 +154,13 @@ class RunOptions:
     eval_every: int = _of_run(1, "Epochs between exact evaluations; 0: at the end.", check=at_least(0))
     """The last epoch is always evaluated."""
     patience: int | None = _of_run(
-        None, "Stop after this number of evaluations without a better one.", check=at_least(1)
+        None,
+        "Stop after this number of evaluations without a better one, by the first --metric on the validation "
+        "targets. Results and predictions are then those of the best one.",
+        flag="--early-stop",
+        check=at_least(1),
     )
-    """Better in validation accuracy; None: never."""
+    """None: never, and results are those of the last epoch."""
     checkpoint_every: Every = _of_run(
         1, "Epochs between checkpoints, or steps: 200steps.", check=_is_every(0), kind=str, parse=_every
     )
@@ -125,11 +189,28 @@ class RunOptions:
     """In place of the progress bar; without a terminal, lines as always."""
 
 
+def rate_at(config: RunOptions, step: int, steps_of_epoch: int) -> float:
+    """Return the factor of the learning rate in a step, counted from the first of the run."""
+    rising, steps = config.warmup * steps_of_epoch, config.epochs * steps_of_epoch
+    if step < rising:
+        return (step + 1) / rising
+    share = (step - rising) / max(1, steps - rising)
+    if config.schedule == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * share))
+    if config.schedule == "step":
+        return 0.01 if 4 * step >= 3 * steps else 0.1 if 2 * step >= steps else 1.0
+    return 1.0
+
+
 def check_run(config: RunOptions) -> None:
     """Raise ConfigError unless the options agree."""
     if config.patience is not None and config.eval_every == 0:
         raise ConfigError(
-            f"a patience of {config.patience} counts evaluations, but eval-every is 0; set at least 1"
+            f"early-stop {config.patience} counts evaluations, but eval-every is 0; set at least 1"
+        )
+    if config.warmup >= config.epochs and config.warmup:
+        raise ConfigError(
+            f"a warmup of {config.warmup} epochs leaves none of {config.epochs}; make it shorter"
         )
     if config.tensorboard is not None and find_spec("tensorboard") is None:
         raise ConfigError(
@@ -209,6 +290,14 @@ class TrainConfig(RunOptions, ModelConfig):
     seed: int = option(
         0, "Of weights, order and samples, which are equal on any number of ranks.", check=at_least(0)
     )
+    seeds: tuple[int, ...] = option(
+        (),
+        "Train once with each seed, into RUNDIR/seed-N, and show mean and standard deviation of the metrics: "
+        "0,1,2.",
+        metavar="N,N",
+        kind=str,
+        parse=whole_numbers,
+    )
     dropout: float = _of_model(
         0.5,
         "Probability, after each layer but the last.",
@@ -251,7 +340,12 @@ class TrainConfig(RunOptions, ModelConfig):
         kind=str,
         parse=_every,
     )
-    predictions: str | None = _path_of_run(None, "Write the class of every node, as Parquet.", metavar="DIR")
+    predictions: str | None = _path_of_run(
+        None,
+        "Write every node's class (and its name, if it has one), labels or number as Parquet.",
+        metavar="DIR",
+    )
+    scores: bool = _of_run(False, "With --predictions: also a list of the probabilities of all classes.")
     save_embeddings: str | None = _path_of_run(
         None, "Write every node's last hidden layer, as Parquet.", metavar="DIR"
     )
@@ -262,6 +356,8 @@ class TrainConfig(RunOptions, ModelConfig):
         from dglx_dist.training.models import MODEL_KINDS, RELATIONAL_KINDS, check_kind
 
         check_kind(self.model, MODEL_KINDS + RELATIONAL_KINDS)
+        if self.task != AUTO_TASK:
+            metrics_of(self.task, self.metric)
         for name in _INIT_ARGUMENTS:
             if name in self.strategy_options:
                 raise ConfigError(f"--option {name} is no option of a strategy; see `dglx train --help`")
@@ -283,6 +379,9 @@ class TrainConfig(RunOptions, ModelConfig):
                 self.save_embeddings is not None and self.layers < 2,
                 "left out with --layers 1, whose only layer gives the scores",
             ),
+            ("scores", self.scores and not self.predictions, "given with --predictions DIR"),
+            ("seeds", any(seed < 0 for seed in self.seeds), "numbers of at least 0"),
+            ("trace", bool(self.trace and self.seeds), "left out with --seeds: each run would replace it"),
         )
         check_values(self, checks)
         if not self.out:
@@ -291,10 +390,10 @@ class TrainConfig(RunOptions, ModelConfig):
 
 
 _NOT_TRAINED = (
-    *("epochs", "eval_every", "patience", "checkpoint_every", "keep", "resume", "overwrite", "goes_on"),
-    *("trace", "trace_steps", "tensorboard", "watch", "device", "structure", "data", "ranks", "servers"),
-    *("timeout_s", "recompute", "cache", "cache_alpha", "depth", "loader_threads", "verify", "out"),
-    *("predictions", "save_embeddings"),
+    *("epochs", "eval_every", "patience", "metric", "checkpoint_every", "keep", "resume", "overwrite"),
+    *("goes_on", "trace", "trace_steps", "tensorboard", "watch", "device", "structure", "data", "ranks"),
+    *("servers", "timeout_s", "recompute", "seeds", "cache", "cache_alpha", "depth", "loader_threads"),
+    *("verify", "out", "predictions", "scores", "save_embeddings"),
 )
 """Fields of TrainConfig that do not change what is trained: a run goes on from checkpoints of other values.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,7 @@ INDEX = "_index.json"
 """Readers of Parquet folders skip names that begin with ``_``."""
 FORMAT = "dglx_dist rows"
 _WHAT = "exported rows"
-ID = "id"
+ID, CLASS = "id", "class"
 ROW_GROUP_BYTES = 1 << 24
 """Size of a row group, and of the rows that a rank holds at a time."""
 
@@ -43,6 +43,8 @@ def write_embeddings(
     *,
     name: str = "embedding",
     overwrite: bool = False,
+    more: Mapping[str, DistTensor] | None = None,
+    classes: Sequence[str] = (),
 ) -> Path:
     """Write node rows as Parquet files, one per rank. Collective.
 
@@ -60,6 +62,8 @@ def write_embeddings(
         folder: Must not exist, or be empty, unless ``overwrite``.
         name: Name of the column.
         overwrite: Replace the result of an earlier call.
+        more: More columns, of the same nodes; only where ``rows`` is one tensor.
+        classes: Names of the values of ``rows``, (N,) numbers of classes then: the column ``class``.
 
     Returns:
         ``folder``.
@@ -72,10 +76,15 @@ def write_embeddings(
     session = g.session
     is_first = session.topology.rank == 0
 
-    def checked() -> tuple[Path, dict[str, DistTensor]]:
-        if not isinstance(name, str) or name in ("", ID) or not name.isprintable():
-            raise ConfigError(f"name={name!r}; give the column a name other than {ID!r}, of printable text")
-        tables = _tables(rows, g)
+    def checked() -> tuple[Path, dict[str, dict[str, DistTensor]]]:
+        for one in (name, *(more or ())):
+            if not isinstance(one, str) or one in ("", ID) or not one.isprintable():
+                raise ConfigError(
+                    f"name={one!r}; give the column a name other than {ID!r}, of printable text"
+                )
+        tables = {folder: {name: of_type} for folder, of_type in _tables(rows, g).items()}
+        for column, values in (more or {}).items():
+            tables[""][column] = _tables(values, g)[""]
         g.kvstore.fence()
         return Path(folder).absolute(), tables
 
@@ -83,7 +92,7 @@ def write_embeddings(
     target, tables = run_on_all_ranks(session, checked, ConfigError)
     run_on_all_ranks(session, lambda: check_target(target, overwrite) if is_first else None)
     with shared_partial_folder(session, target) as partial:
-        local_files = run_on_all_ranks(session, lambda: _write_share(tables, g, partial, name))
+        local_files = run_on_all_ranks(session, lambda: _write_share(tables, g, partial, classes))
         files = gather_json(local_files, session)
         run_on_all_ranks(session, lambda: _finish(partial, target, files, overwrite) if is_first else None)
     return Path(folder)
@@ -128,16 +137,18 @@ def _is_export(folder: Path) -> bool:
 
 
 def _write_share(
-    tables: Mapping[str, DistTensor], g: DistGraph, partial: Path, name: str
+    tables: Mapping[str, Mapping[str, DistTensor]], g: DistGraph, partial: Path, classes: Sequence[str]
 ) -> list[dict[str, Any]]:
     # Returns the index entries of this rank's files.
     rank = g.session.topology.rank
     files = []
-    for subfolder, rows in tables.items():
+    for subfolder, columns in tables.items():
+        rows = next(iter(columns.values()))
         ntype, (first, last) = str(rows.part_policy.type_name), rows.part_policy.owned_range
         path = Path(subfolder) / f"part-{rank:05d}.parquet"
-        schema = pa.schema([(ID, _id_type(g, ntype)), (name, _row_type(rows))])
-        row_bytes = math.prod(rows.shape[1:]) * max(rows.dtype.itemsize, 4) + 8
+        kinds = {ID: _id_type(g, ntype), **{name: _row_type(one) for name, one in columns.items()}}
+        schema = pa.schema([*kinds.items(), *([(CLASS, pa.string())] if classes else [])])
+        row_bytes = 8 + sum(math.prod(one.shape[1:]) * max(one.dtype.itemsize, 4) for one in columns.values())
         step = max(ROW_GROUP_BYTES // row_bytes, 1)
         with named_failures(partial):
             (partial / subfolder).mkdir(parents=True, exist_ok=True)
@@ -148,9 +159,13 @@ def _write_share(
             ):
                 for start in range(first, last, step):
                     ids = np.arange(start, min(start + step, last))
-                    columns = [_ids(g, ntype, ids, schema.field(ID).type)]
-                    columns.append(_lists(rows[torch.from_numpy(ids)], schema.field(name).type))
-                    writer.write_table(pa.Table.from_arrays(columns, schema=schema), row_group_size=len(ids))
+                    values = [_ids(g, ntype, ids, kinds[ID])]
+                    values += [
+                        _lists(one[torch.from_numpy(ids)], kinds[name]) for name, one in columns.items()
+                    ]
+                    if classes:
+                        values.append(pa.array(classes, pa.string()).take(values[1]))
+                    writer.write_table(pa.Table.from_arrays(values, schema=schema), row_group_size=len(ids))
         files.append({"ntype": ntype, "path": path.as_posix(), "num_rows": last - first})
     return files
 

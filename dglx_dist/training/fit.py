@@ -12,11 +12,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, cast, final
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from dglx_dist.comm.collectives import broadcast_json, check_equal, gather_json, run_on_all_ranks
 from dglx_dist.comm.ledger import LedgerRow
@@ -41,9 +41,32 @@ from dglx_dist.strategies.base import (
 )
 from dglx_dist.training import checkpoint, tracing
 from dglx_dist.training.checkpoint import Positioned, Sparse, optimizers_of
-from dglx_dist.training.config import BF16, FLOAT32, RunOptions, check_run, steps_between
+from dglx_dist.training.config import (
+    AUTO_TASK,
+    BF16,
+    CLASSIFICATION,
+    FLOAT32,
+    LESS_IS_BETTER,
+    METRICS_OF,
+    RunOptions,
+    check_run,
+    metrics_of,
+    rate_at,
+    steps_between,
+)
 from dglx_dist.training.inference import check_evaluable, evaluate, labelled_type
 from dglx_dist.training.relational import EntityInputs
+from dglx_dist.training.tasks import LinkPrediction as LinkPrediction
+from dglx_dist.training.tasks import (
+    LossFunction,
+    StepLoss,
+    Task,
+    class_weights,
+    loss_of,
+    read_task,
+    warn_of_majority,
+)
+from dglx_dist.training.tasks import NodeClassification as NodeClassification
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -51,108 +74,6 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
-
-LossFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""(B, C) scores and (B,) labels to the mean loss over the B rows; ignored if B is 0."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepLoss:
-    """The loss of one batch on this rank."""
-
-    loss: Tensor
-    """() mean over this rank's targets, with a gradient even without targets."""
-    num_targets: int
-    """As the loader counts them: destinations, or positive edges."""
-    num_correct: int | Tensor
-    """Correct targets, for the train accuracy. A () tensor does not wait for the device."""
-
-
-Task: TypeAlias = Callable[[WrappedModel, Any], StepLoss]
-"""(wrapped model, batch of the loader) to its loss; calls the model once and no collective."""
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class NodeClassification:
-    """Node classification on batches ``(input_nodes, output_nodes, blocks)``."""
-
-    loss: LossFunction = cross_entropy
-    feature: str = FEATURE
-    label: str = LABEL
-    ntype: str | None = None
-    """Type of the classified nodes; required with several node types."""
-    inputs: EntityInputs | None = None
-    """Input rows by node type; None: ``feature`` of the only type."""
-
-    def __call__(self, model: WrappedModel, batch: Any) -> StepLoss:
-        blocks = batch[2]
-        scores = model(blocks, _input_rows(model, blocks[0], self.feature, self.inputs))
-        if isinstance(scores, dict):
-            scores = scores[self.ntype or blocks[-1].dsttypes[0]]
-        labels = blocks[-1].dstnodes[self.ntype or blocks[-1].dsttypes[0]].data[self.label]
-        correct = (scores.detach().argmax(1) == labels).sum() if len(labels) else 0
-        return StepLoss(loss=self.loss(scores, labels), num_targets=len(labels), num_correct=correct)
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class LinkPrediction:
-    """Link prediction on batches ``(input_nodes, pair_graph, negative_pair_graph, blocks)``.
-
-    The model is called with (blocks, input rows, pair graph, negative pair graph) and returns the scores of
-    both graphs' edges, (P,) and (Q,), of all edge types together. An edge with a score above 0 is correct.
-    """
-
-    loss: LossFunction = binary_cross_entropy_with_logits
-    """Loss of (P + Q,) scores and as many float labels: 1 for an edge, 0 for a negative."""
-    pair_loss: Callable[[Tensor, Tensor], Tensor] | None = None
-    """In its place, of (P,) scores and (P, Q / P) of each edge's negatives, such as
-    :func:`dglx_dist.training.link.bpr_loss`. An edge above all its negatives is correct."""
-    feature: str = FEATURE
-    inputs: EntityInputs | None = None
-    """As in :class:`NodeClassification`."""
-
-    def __call__(self, model: WrappedModel, batch: Any) -> StepLoss:
-        _, pairs, negative_pairs, blocks = batch
-        rows = _input_rows(model, blocks[0], self.feature, self.inputs)
-        positive, negative = model(blocks, rows, pairs, negative_pairs)
-        if self.pair_loss is not None:
-            negative = _of_each_edge(positive, negative)
-            return StepLoss(
-                loss=self.pair_loss(positive, negative),
-                num_targets=len(positive),
-                num_correct=(positive.detach()[:, None] > negative.detach()).all(1).sum(),
-            )
-        truth = torch.cat([torch.ones_like(positive), torch.zeros_like(negative)])
-        return StepLoss(
-            loss=self.loss(torch.cat([positive, negative]), truth),
-            num_targets=len(positive),
-            num_correct=(positive.detach() > 0).sum(),
-        )
-
-
-def _of_each_edge(positive: Tensor, negative: Tensor) -> Tensor:
-    each, rest = divmod(len(negative), max(1, len(positive)))
-    if rest:
-        raise ConfigError(
-            f"{len(negative)} negatives of {len(positive)} edges: pair_loss needs as many of each edge; use "
-            "dx.negative.Uniform(k), or InBatch(k) with batches above k edges of each type"
-        )
-    return negative.view(len(positive), each)
-
-
-def _input_rows(model: nn.Module, block: Any, feature: str, inputs: EntityInputs | None) -> Any:
-    weight = float_of(model)
-
-    def converted(rows: Tensor) -> Tensor:
-        # Autocast takes bfloat16 as it is, and would convert it back.
-        half = rows.dtype == torch.bfloat16 and torch.is_autocast_enabled(weight.device.type)
-        return rows if half else rows.to(weight.dtype)
-
-    if inputs is None:
-        return converted(block.srcdata[feature])
-    return {ntype: converted(rows) for ntype, rows in inputs(block).items()}
 
 
 class TrainingLoader(Positioned, Protocol):
@@ -175,8 +96,22 @@ class Step:
     task: Task
     sparse: Sequence[SparseOptimizer] = ()
     """Optimisers of the model's input embeddings."""
+    sparse_rates: Sequence[float] = ()
+    """Their learning rates, of which the schedule gives a part."""
     precision: str = FLOAT32
     """Of forward passes."""
+    schedule: RunOptions | None = None
+    """Whose ``schedule`` and ``warmup`` set the learning rate; None: it stays."""
+
+    def set_rate(self, step: int, steps_of_epoch: int) -> None:
+        if self.schedule is None:
+            return
+        factor = rate_at(self.schedule, step, steps_of_epoch)
+        for group in self.optimizer.param_groups:
+            # Saved with the optimizer, so that a resumed run has it too.
+            group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
+        for rows, rate in zip(self.sparse, self.sparse_rates, strict=True):
+            rows.lr = rate * factor
 
 
 Figures: TypeAlias = Mapping[str, float]
@@ -186,7 +121,7 @@ Figures: TypeAlias = Mapping[str, float]
 def train_pass(
     step: Step, loader: TrainingLoader, session: Session, after_step: Callable[[], None], before: Figures
 ) -> tuple[Figures, Sequence[LedgerRow]]:
-    """Train until the loader's pass ends; return figures with those ``before`` in its epoch, and its bytes."""
+    """Train until the loader's pass ends; return figures, with those ``before`` in its epoch, and bytes."""
     step.model.train()
     loader.times(reset=True)
     step.model.exchange_seconds(reset=True)
@@ -197,6 +132,7 @@ def train_pass(
         # Numbered like the loader's batches, so that a trace shows the batch of a step.
         position = loader.state_dict()
         number = position["epoch"] * len(loader) + position["step"] - 1
+        step.set_rate(number, len(loader))
         found = _train_step(step, batch, partial(session.timeline.span, row=COMPUTE, batch=number))
         if found.num_targets:
             # The mean over no targets is nan, which would spoil the total.
@@ -286,7 +222,11 @@ Callback = Callable[[EpochRecord], None]
 """Called on every rank after each epoch, with the same record."""
 
 Evaluate = Callable[[WrappedModel], Mapping[str, float]]
-"""The wrapped model to scores by mask name, higher is better, equal on all ranks. Collective."""
+"""The wrapped model to metrics by name, equal on all ranks. Collective.
+
+``val_mask`` and ``test_mask`` are accuracies, or another score of which more is better; others are recorded
+under their names, as ``val_mrr``.
+"""
 
 _, _VALIDATION, _TEST = SPLITS
 TRAINED_WITH, PRECISION = "strategy", "precision"
@@ -304,13 +244,15 @@ class FitConfig(RunOptions):
     """Folder of checkpoints, shared by all ranks; None: none are saved."""
     feature: str = FEATURE
     label: str = LABEL
-    loss: LossFunction = cross_entropy
+    loss: LossFunction | None = None
+    """None: that of the task; cross-entropy, binary cross-entropy or squared error."""
     ntype: str | None = None
     """Type of the classified nodes; required if several node types have labels."""
     inputs: EntityInputs | None = None
     """Input rows by node type, from features and embeddings; None: ``feature`` of the only type."""
-    task: Task | None = None
-    """Replaces the node classification defined by the fields above."""
+    task: Task | str | None = AUTO_TASK
+    """``auto``, ``classification``, ``multilabel`` or ``regression``. Or a function, which replaces the node
+    task defined by the fields above; ``metric`` are then names of ``evaluate``."""
     evaluate: Evaluate | None = None
     """Replaces exact accuracy; a custom ``task`` is evaluated only by this."""
     eval_batch_size: int = 4096
@@ -324,10 +266,17 @@ class FitConfig(RunOptions):
     """Progress bar of rank 0 on standard error."""
 
     def __post_init__(self) -> None:
+        if self.task is None:
+            object.__setattr__(self, "task", AUTO_TASK)
         check_ranges(self, "{name}={value}")
         check_run(self)
         if self.resume and self.checkpoint_folder is None:
             raise ConfigError("resume needs checkpoint_folder; give the folder of the checkpoints")
+
+    @property
+    def own_task(self) -> Task | None:
+        """The function that replaces the node task."""
+        return None if isinstance(self.task, str) else self.task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,10 +286,15 @@ class FitResult:
     epochs: list[EpochRecord] = field(default_factory=list)
     """Epochs of this call, without those before a resume."""
     accuracy: dict[str, float] = field(default_factory=dict)
-    """Mask to exact accuracy after the last epoch."""
+    """Mask to exact accuracy after the last epoch; after the best one, if there is ``patience``."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Exact metrics of the same epoch, as ``test_f1_micro``."""
+    task: str = "own"
+    """Of nodes; ``own``: a function of the user."""
     best_epoch: int | None = None
-    """Epoch of the highest validation accuracy; None without evaluation."""
+    """Epoch of the best first metric of validation; None without evaluation."""
     best_val_accuracy: float | None = None
+    """That metric, whichever it is."""
     first_epoch: int = 0
     """Above 0 after a resume."""
     stopped_early: bool = False
@@ -350,7 +304,7 @@ class FitResult:
     """Cost of the run, as ``dollars`` with a ``label``; empty if nothing is paid by use."""
     traffic: dict[str, list[list[int]]] = field(default_factory=dict)
     """Payload of training in this call: phase -> [source rank, destination rank, bytes], where a rank -1 is a
-    worker. Its sum is that of ``bytes_inside`` and ``bytes_outside``, but for an epoch begun before a resume."""
+    worker. Its sum is that of ``bytes_inside`` and ``bytes_outside``; of an epoch begun earlier, the rest."""
     choice: Choice | None = None
     """Candidates of strategy ``auto``, with prediction and outcome; None: the strategy was given."""
 
@@ -408,9 +362,8 @@ def train(
     config = settled(config, config.checkpoint_folder, g.session)
     of_groups = [{**group, "params": len(group["params"])} for group in optimizer.param_groups]
     check_equal(g.session, "the settings of the optimizer", of_groups)
-    check_precision(config.precision, strategy_of(g.session).traits, g.session.strategy)
-    if config.task is None and config.ntype is None:
-        config = replace(config, ntype=labelled_type(g, config.label))
+    config = _with_task(config, g)
+    check_loop(config, strategy_of(g.session).traits, g.session.strategy)
     facts = _facts(g, config, optimizer)
     run = _Run(loader, g, config, _step_of(model, optimizer, sparse, config), facts)
     run.resume()
@@ -442,7 +395,24 @@ def train(
             advance.say(f"cost {account['text']}")
     if run.is_stopped:
         raise run.stopped()
+    if config.task == CLASSIFICATION and (test_accuracy := run.result.test_accuracy) is not None:
+        warn_of_majority(test_accuracy, g, str(config.ntype), config.label)
     return replace(run.result, account=account, traffic=tracing.traffic_of(run.sent, g.session))
+
+
+def _with_task(config: FitConfig, g: DistGraph) -> FitConfig:
+    """Return ``config`` with task, loss, metrics and type of the nodes. Collective."""
+    if not isinstance(config.task, str):
+        return config
+    ntype = labelled_type(g, config.label) if config.ntype is None else config.ntype
+    if config.loss is not None and config.evaluate is not None:
+        return replace(config, ntype=ntype)  # They take any labels.
+    task, _ = read_task(g, ntype, config.label, config.task)
+    weights = None if config.class_weight == "none" else class_weights(g, ntype, config.label, task)
+    if weights is not None and config.loss is not None:
+        raise ConfigError("class_weight is for the task's own loss; leave loss or class_weight out")
+    metric = config.metric if config.evaluate else metrics_of(task, config.metric)
+    return replace(config, ntype=ntype, task=task, metric=metric, loss=config.loss or loss_of(task, weights))
 
 
 @contextmanager
@@ -464,7 +434,8 @@ def settled(config: Options, checkpoints: str | Path | None, session: Session) -
     """
     files = ("trace", "tensorboard")
     shared = {one.name: getattr(config, one.name) for one in fields(RunOptions) if one.name not in files}
-    check_equal(session, "the settings of training", {**shared, "checkpoints": checkpoints is not None})
+    shared |= {"task": str(shared["task"])[:20], "checkpoints": checkpoints is not None}
+    check_equal(session, "the settings of training", shared)
     launch, restarts = cast("list[Any]", broadcast_json(read_launch(), session))
     if checkpoints is not None:
         checkpoint.occupy(checkpoints)
@@ -519,6 +490,10 @@ def _facts(g: DistGraph, config: FitConfig, optimizer: torch.optim.Optimizer) ->
         **config.configuration,
         **{name: options[name] for name in ("strategy", "options", "seed")},
         "precision": config.precision,
+        "task": config.task if isinstance(config.task, str) else "own",
+        # A schedule of more epochs has other rates from the first one on.
+        **{name: getattr(config, name) for name in ("class_weight", "schedule", "warmup")},
+        **({"epochs": config.epochs} if _is_scheduled(config) else {}),
         "optimizer": type(optimizer).__name__,
         **groups,
     }
@@ -530,19 +505,29 @@ def _plain(value: object) -> object:
     return value if isinstance(value, bool | int | float | str | None) else repr(value)
 
 
-def check_precision(precision: str | None, traits: Traits, strategy: str) -> None:
-    """Raise ConfigError unless forward passes under a strategy can have that precision; None: the default."""
-    if precision == BF16 and not traits.own_loop:
-        raise ConfigError(
-            f"precision bf16: strategy {strategy!r} does not compute in torch but on workers, in the dtype "
-            "of the weights; leave it out, or use strategy='data_parallel'"
-        )
+def check_loop(config: RunOptions, traits: Traits, strategy: str) -> None:
+    """Raise ConfigError if a strategy that has no training loop in torch would have to change its steps."""
+    plain = {
+        "precision": (None, FLOAT32),
+        "task": (AUTO_TASK, CLASSIFICATION),
+        **{"class_weight": ("none",), "schedule": ("constant",), "warmup": (0,)},
+    }
+    for name, known in plain.items():
+        if not traits.own_loop and (value := getattr(config, name)) not in known:
+            raise ConfigError(
+                f"{name.replace('_', '-')} {value}: strategy {strategy!r} does not compute in torch but on "
+                "workers, plain cross-entropy at a constant rate, in the dtype of the weights; leave it out, "
+                "or use strategy='data_parallel'"
+            )
 
 
 def epoch_line(record: EpochRecord) -> str:
     """Return ``epoch 3: loss 1.2345, val 84.1 %, 0.15 s``, without val if not evaluated."""
-    validation = "" if record.val_accuracy is None else f"val {record.val_accuracy:.1%}, ".replace("%", " %")
-    return f"epoch {record.epoch}: loss {record.loss:.4f}, {validation}{record.seconds:.2f} s"
+    scores = [] if record.val_accuracy is None else [f"val {100 * record.val_accuracy:.1f} %"]
+    others = (one for one in record.metrics.items() if one[0].startswith("val_") and one[0] != "val_accuracy")
+    scores += [f"{name.replace('_', ' ', 1)} {value:.4f}" for name, value in others]
+    shown = "".join(f"{one}, " for one in scores)
+    return f"epoch {record.epoch}: loss {record.loss:.4f}, {shown}{record.seconds:.2f} s"
 
 
 def _progress_of(
@@ -591,11 +576,14 @@ class _Run:
         self._writer = (
             None if folder is None else checkpoint.CheckpointWriter(folder, self._state, config.keep)
         )
-        self.result = FitResult(precision=step.precision)
+        self._task = config.task if isinstance(config.task, str) else "own"
+        self.result = FitResult(precision=step.precision, task=self._task)
         """Of the epochs so far."""
         self._next, self._evaluations_since_best = 0, 0
         self._so_far: dict[str, float] = {}
         """Of the epoch ``_next``, before the loader's position."""
+        best = checkpoint.BestWeights(folder, step.model, step.sparse) if config.patience else None
+        self._best = best
         self.sent = Counter[tracing.Pair]()
         """Bytes of this rank's ledger in training so far."""
         self._steps_between = 0 if folder is None else every
@@ -609,6 +597,8 @@ class _Run:
         config, folder = self._config, self._config.checkpoint_folder
         if folder is not None and config.overwrite:
             checkpoint.remove_all(folder)
+        if self._best is not None and not config.resume:
+            self._best.forget()
         # Checked before anything is loaded.
         if not config.resume or folder is None or (extra := checkpoint.read_extra(folder, _Saved)) is None:
             return
@@ -624,12 +614,16 @@ class _Run:
             )
             log.warning("going on from %s%s", resumed.path, kept)
         saved, self._saved_at = _Saved(resumed.extra), (resumed.epoch, resumed.step)
+        if self._best is not None:
+            self._best.scores = saved.best_scores
         self._next, self._evaluations_since_best = resumed.epoch, saved.evaluations_since_best
         self.first_step = resumed.step
         if resumed.step:
             self._so_far = saved.so_far[self._session.topology.rank]
         self.result = FitResult(
             accuracy=saved.accuracy,
+            metrics=saved.metrics,
+            task=self._task,
             best_epoch=saved.best[0],
             best_val_accuracy=saved.best[1],
             first_epoch=resumed.epoch,
@@ -641,7 +635,7 @@ class _Run:
 
     def check_evaluation(self) -> None:
         """Raise ConfigError before training if the evaluation after it is impossible."""
-        if self.has_epochs and self._config.evaluate is None and self._config.task is None:
+        if self.has_epochs and self._config.evaluate is None and self._config.own_task is None:
             check_evaluable(self._step.model, self._g, **self._evaluate_options)
 
     @property
@@ -650,8 +644,12 @@ class _Run:
         return self._config.checkpoint_folder is not None and self._session.stop_point.is_over
 
     def leave(self) -> None:
-        """End training, and save where it is, if it was stopped and this is not saved; collective."""
+        """End training; save it if stopped, else go back to the best epoch if ``patience``; collective."""
         self._session.stop_point.close()
+        epoch = self.result.best_epoch
+        if self._best is not None and epoch not in (None, self._next - 1) and not self.is_stopped:
+            self._best.load(int(epoch or 0))
+            self.result = replace(self.result, **self._best.scores)
         step = int(self._loader.state_dict()["step"])
         if self.is_stopped and self._saved_at != (self._next, step):
             self._save(step, wait=True)
@@ -718,7 +716,9 @@ class _Run:
             pause = self._save(step)
             self._so_far = {**self._so_far, "checkpoint_s": self._so_far.get("checkpoint_s", 0) + pause}
         figures, self._so_far = self._so_far, {}
-        return over_ranks(gather_json(figures, self._session), self._next)
+        record = over_ranks(gather_json(figures, self._session), self._next)
+        has_classes = self._task == CLASSIFICATION or self._task not in METRICS_OF
+        return record if has_classes else replace(record, train_accuracy=math.nan)
 
     def _count(self, rows: Sequence[LedgerRow]) -> None:
         for row in rows:
@@ -750,29 +750,36 @@ class _Run:
         for rows in self._step.sparse:
             # With an asynchronous optimizer, other ranks may still be writing rows.
             rows.flush()
-        accuracy = self.result.accuracy
-        if config.evaluate is not None:
-            accuracy = dict(config.evaluate(self._step.model))
-        elif config.task is None:
-            accuracy = evaluate(self._step.model, self._g, **self._evaluate_options)
-        self.result = replace(self.result, accuracy=accuracy)
-        validation, best = self.result.val_accuracy, self.result.best_val_accuracy
+        accuracy, metrics = self.result.accuracy, self.result.metrics
+        if config.evaluate is not None or config.own_task is None:
+            model, options = self._step.model, self._evaluate_options
+            found = config.evaluate(model) if config.evaluate else evaluate(model, self._g, **options)
+            metrics = {name: value for name, value in found.items() if not name.endswith("_mask")}
+            accuracy = {name: value for name, value in found.items() if name.endswith("_mask")}
+            record = replace(record, metrics=metrics, val_accuracy=accuracy.get(_VALIDATION))
+        self.result = replace(self.result, accuracy=accuracy, metrics=metrics)
+        deciding = config.metric[0] if config.metric else ""
+        validation = metrics.get(f"val_{deciding}", accuracy.get(_VALIDATION))
         if validation is None:
             return record
-        if best is None or validation > best:
+        best, sign = self.result.best_val_accuracy, -1 if deciding in LESS_IS_BETTER else 1
+        if best is None or math.isnan(best) or sign * validation > sign * best:
             self._evaluations_since_best = 0
             self.result = replace(self.result, best_epoch=record.epoch, best_val_accuracy=validation)
+            if self._best is not None:
+                self._best.keep(record.epoch, {"accuracy": accuracy, "metrics": metrics})
         else:
             self._evaluations_since_best += 1
             self.result = replace(self.result, stopped_early=self._patience_is_over())
-        return replace(record, val_accuracy=validation)
+        return record
 
     @property
     def _evaluate_options(self) -> dict[str, Any]:
         config = self._config
         options = {name: getattr(config, name) for name in ("feature", "label", "num_layers", "ntype")}
         inputs = None if config.inputs is None else config.inputs.tensors
-        return {**options, "batch_size": config.eval_batch_size, "inputs": inputs}
+        options |= {"batch_size": config.eval_batch_size, "inputs": inputs}
+        return {**options, "task": config.task, "metrics": config.metric}
 
     def _patience_is_over(self) -> bool:
         patience = self._config.patience
@@ -780,8 +787,9 @@ class _Run:
 
     def close(self, *, failed: bool) -> None:
         """Wait for the last checkpoint, unless training ``failed``: it may never be complete then."""
-        if self._writer is not None:
-            self._writer.abandon() if failed else self._writer.wait()
+        for writer in (self._writer, None if self._best is None else self._best.writer):
+            if writer is not None:
+                writer.abandon() if failed else writer.wait()
 
     def _save(self, step: int = 0, *, wait: bool = False) -> float:
         """Save after ``step`` steps of the next epoch, where the loader's pass has ended; collective.
@@ -798,6 +806,8 @@ class _Run:
                 "best": None if best[0] is None else best,
                 "evaluations_since_best": self._evaluations_since_best,
                 "accuracy": self.result.accuracy,
+                "metrics": self.result.metrics,
+                "best_scores": {} if self._best is None else self._best.scores,
                 "so_far": gather_json(self._so_far, self._session) if step else [],
                 TRAINED_WITH: _trained_with(self._session),
                 PRECISION: self.result.precision,
@@ -820,6 +830,11 @@ class _Saved:
         self.best = (None, None) if best is None else (checkpoint.whole(best[0]), _number(best[1]))
         self.evaluations_since_best = checkpoint.whole(extra.get("evaluations_since_best", 0))
         self.accuracy = {name: _number(value) for name, value in extra.get("accuracy", {}).items()}
+        self.metrics = {name: _number(value) for name, value in extra.get("metrics", {}).items()}
+        self.best_scores = {
+            field: {name: _number(value) for name, value in extra["best_scores"][field].items()}
+            for field in (("accuracy", "metrics") if extra.get("best_scores") else ())
+        }
         self.so_far = [
             {name: _number(value) for name, value in of_rank.items()} for of_rank in extra.get("so_far", [])
         ]
@@ -835,17 +850,29 @@ def _number(value: object) -> float:
 def _step_of(
     model: WrappedModel, optimizer: torch.optim.Optimizer, sparse: Sparse, config: FitConfig
 ) -> Step:
-    task = config.task or NodeClassification(**common_fields(config, NodeClassification))
+    options = common_fields(config, NodeClassification) | {"loss": config.loss or cross_entropy}
+    task = config.own_task or NodeClassification(**options)
     precision = config.precision or FLOAT32
+    rows = optimizers_of(sparse)
     return Step(
-        model=model, optimizer=optimizer, task=task, sparse=optimizers_of(sparse), precision=precision
+        model=model,
+        optimizer=optimizer,
+        task=task,
+        sparse=rows,
+        sparse_rates=[one.lr for one in rows],
+        precision=precision,
+        schedule=config if _is_scheduled(config) else None,
     )
 
 
+def _is_scheduled(config: RunOptions) -> bool:
+    return config.schedule != "constant" or config.warmup > 0
+
+
 def _objective_of(config: FitConfig, sparse: Sparse) -> Objective:
-    beside = {"config.task": config.task, "config.inputs": config.inputs, "sparse": sparse}
+    beside = {"config.task": config.own_task, "config.inputs": config.inputs, "sparse": sparse}
     return Objective(
-        loss=config.loss if config.task is None else None,
+        loss=(config.loss or cross_entropy) if config.own_task is None else None,
         feature=config.feature,
         label=config.label,
         beside=tuple(name for name, value in beside.items() if value is not None),

@@ -23,7 +23,9 @@ from dglx_dist.graph.row_kernels import torch_dtype
 from dglx_dist.message_passing import correct_kernels, place
 from dglx_dist.records import FEATURE, LABEL, SPLITS, Array
 from dglx_dist.strategies.base import WrappedModel, edge_data_named, float_of
+from dglx_dist.training.config import CLASSIFICATION, metrics_of
 from dglx_dist.training.models import InferenceLayer
+from dglx_dist.training.tasks import measure
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -435,8 +437,12 @@ def evaluate(  # noqa: PLR0913 - all optional
     ntype: str | None = None,
     inputs: Inputs | None = None,
     output: str | int | None = None,
+    task: str = CLASSIFICATION,
+    metrics: Sequence[str] = (),
 ) -> dict[str, float]:
     """Return the exact accuracy within each mask, equal on every rank. Collective.
+
+    With ``metrics`` also their values as ``val_f1_micro``, of the masks but that of training.
 
     Args:
         model: Wrapped or plain, equal on all ranks.
@@ -450,16 +456,18 @@ def evaluate(  # noqa: PLR0913 - all optional
         ntype: Type of the classified nodes; optional if only one type has ``label``.
         inputs: Replaces ``feature``, by node type; see :func:`layerwise_inference`.
         output: For a model with several outputs: key or position of the scores.
+        task: ``classification``, or ``multilabel`` or ``regression``, which have no accuracy by mask.
+        metrics: Names, as of ``--metric``.
 
     Returns:
-        Mask to accuracy, nan if a mask has no labelled node.
+        Mask to accuracy, nan if a mask has no labelled node; and the metrics.
 
     Raises:
         ConfigError: the model does not define its layers and ``num_layers`` is not given; the nodes have no
             such ``label`` or mask; or type or output is ambiguous.
     """
     ntype = labelled_type(g, label) if ntype is None else ntype
-    names = _names(g, masks, label, ntype)
+    names = _names(g, masks, label, ntype, task)
     options: dict[str, Any] = {"feature": feature, "inputs": inputs, "batch_size": batch_size}
     if num_layers is None:
         results = layerwise_inference(model, g, **options, ntypes=[ntype])
@@ -471,13 +479,19 @@ def evaluate(  # noqa: PLR0913 - all optional
         if len(chosen) != 1:
             paths = ", ".join("".join(f"[{key!r}]" for key in path) for path in computed)
             raise ConfigError(f"the model returns {paths}; choose the scores with output=")
-        return _accuracy(chosen[0], g, ntype, label, names)
+        found = _accuracy(chosen[0], g, ntype, label, names) if task == CLASSIFICATION else {}
+        for mask in (one for one in names if metrics and one != SPLITS[0]):
+            # The accuracy is counted already.
+            values = {"accuracy": found[mask]} if task == CLASSIFICATION else {}
+            values |= measure(chosen[0], g, ntype, label, mask, task, [m for m in metrics if m not in values])
+            found |= {f"{mask.removesuffix('_mask')}_{name}": values[name] for name in metrics}
+        return found
     finally:
         for rows in computed.values():
             rows.delete()
 
 
-def check_evaluable(
+def check_evaluable(  # noqa: PLR0913 - those of evaluate
     model: nn.Module,
     g: DistGraph,
     *,
@@ -487,10 +501,13 @@ def check_evaluable(
     num_layers: int | None,
     ntype: str | None,
     inputs: Inputs | None,
+    task: str,
+    metrics: Sequence[str],
 ) -> None:
     """Check the arguments of :func:`evaluate` without computing. Collective."""
     ntype = labelled_type(g, label) if ntype is None else ntype
-    _names(g, None, label, ntype)
+    _names(g, None, label, ntype, task)
+    metrics_of(task, metrics)
     first_rows(g, feature, inputs)
     next(batches((0, 0), batch_size), None)
     module = whole_of(model)
@@ -500,14 +517,14 @@ def check_evaluable(
         raise ConfigError(f"num_layers={num_layers} must be at least 1")
 
 
-def _names(g: DistGraph, masks: Sequence[str] | None, label: str, ntype: str) -> list[str]:
+def _names(g: DistGraph, masks: Sequence[str] | None, label: str, ntype: str, task: str) -> list[str]:
     data = g.nodes[ntype].data
     names = list(masks) if masks is not None else [name for name in SPLITS if name in data]
     for name in (label, *names):
         if name not in data:
             known = ", ".join(map(repr, data)) or "none"
             raise ConfigError(f"the nodes have no tensor {name!r} to evaluate with (known: {known})")
-    if data[label].ndim != 1 or data[label].dtype.is_floating_point:
+    if task == CLASSIFICATION and (data[label].ndim != 1 or data[label].dtype.is_floating_point):
         raise ConfigError(
             f"{label!r} is {data[label].dtype} of shape {data[label].shape}, but accuracy needs one whole "
             "number per node; give such a column as label="

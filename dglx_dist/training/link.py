@@ -45,7 +45,7 @@ def softmax_loss(positive: Tensor, negative: Tensor) -> Tensor:
 
 
 PAIR_LOSSES: Mapping[str, PairLoss | None] = {"bce": None, "bpr": bpr_loss, "softmax": softmax_loss}
-"""Name to the ``pair_loss`` of :class:`dglx_dist.training.fit.LinkPrediction`."""
+"""Name to the ``pair_loss`` of :class:`dglx_dist.training.tasks.LinkPrediction`."""
 
 TRAIN, VALIDATION, TEST = SPLITS
 _SHARES = (0.8, 0.9)

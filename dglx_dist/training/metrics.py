@@ -44,8 +44,8 @@ def f1(
     mean over the classes that occur as label or as prediction.
 
     Args:
-        predicted: (B,) integer classes or (B, C) scores.
-        label: (B,) integer classes in [0, num_classes).
+        predicted: (B,) integer classes or (B, C) scores; (B, C) bool where a row may have several classes.
+        label: (B,) integer classes in [0, num_classes); (B, C) of 0 and 1 beside bool predictions.
         num_classes: C.
         session: The run.
         average: ``macro`` or ``micro``.
@@ -57,6 +57,10 @@ def f1(
     def counted() -> Tensor:
         if average not in ("macro", "micro"):
             raise ConfigError(f"average={average!r} must be 'macro' or 'micro'")
+        if predicted.dtype == torch.bool:
+            _check_pair(predicted, label, "labels")
+            truth = label.to(torch.bool)
+            return torch.stack([one.sum(0) for one in (predicted & truth, predicted, truth)])
         classes = _as_classes(predicted, label)
         rows = (label[classes == label], classes, label)
         found = [torch.bincount(one, minlength=num_classes) for one in rows]
@@ -78,18 +82,48 @@ def roc_auc(score: Tensor, label: Tensor, session: Session) -> float:
     """Exact area under the ROC curve over all ranks: P(score of a positive > of a negative), ties count 1/2.
 
     Every rank counts its positives among the negatives of all ranks, so only the scores of the negatives are
-    sent (W-1 copies), and the result is a quotient of integers. nan when one class has no row.
+    sent (W-1 copies), and the result is a quotient of integers. nan when one class has no row. Of (B, C)
+    scores, the mean over the columns that have both.
 
     Args:
-        score: (B,) floating point, finite.
-        label: (B,) bool or 0 / 1.
+        score: (B,) or (B, C) floating point, finite.
+        label: The same shape, bool or 0 / 1.
         session: The run.
 
     Raises:
         ConfigError: on all ranks: a score is nan, or shapes differ.
     """
     run_on_all_ranks(session, lambda: _check_scores(score, label), ConfigError)
-    score, positive = score.detach(), label.to(torch.bool)
+    return _mean_of_columns(_roc_auc, score.detach(), label.to(torch.bool), session)
+
+
+def average_precision(score: Tensor, label: Tensor, session: Session) -> float:
+    """Exact average precision over all ranks: the mean over positives of the precision down to their score.
+
+    All scores are sent (W-1 copies). nan without positives. Of (B, C) scores, the mean over the columns that
+    have some. Arguments and errors are those of :func:`roc_auc`.
+    """
+    run_on_all_ranks(session, lambda: _check_scores(score, label), ConfigError)
+    return _mean_of_columns(_average_precision, score.detach(), label.to(torch.bool), session)
+
+
+def _mean_of_columns(
+    metric: Callable[[Tensor, Tensor, Session], float], score: Tensor, label: Tensor, session: Session
+) -> float:
+    columns = [(score, label)] if score.dim() == 1 else zip(score.T, label.T, strict=True)
+    found = [value for one, truth in columns if not math.isnan(value := metric(one, truth, session))]
+    return math.fsum(found) / len(found) if found else math.nan
+
+
+def _average_precision(score: Tensor, positive: Tensor, session: Session) -> float:
+    rows = (_gather_rows(score[of_kind].double().cpu(), session) for of_kind in (positive, ~positive))
+    of_positives, of_negatives = (found.sort().values for found in rows)
+    hits = len(of_positives) - torch.searchsorted(of_positives, of_positives)
+    misses = len(of_negatives) - torch.searchsorted(of_negatives, of_positives)
+    return float((hits.double() / (hits + misses)).mean()) if len(hits) else math.nan
+
+
+def _roc_auc(score: Tensor, positive: Tensor, session: Session) -> float:
     ordered = _gather_rows(score[~positive].double().cpu(), session).sort().values
     local = score[positive].double().cpu()
     below = torch.searchsorted(ordered, local, right=False).sum()

@@ -147,18 +147,18 @@ def test_each_node_without_a_loop_gets_one(tmp_path: Path, memory: str | None) -
 
 @LIMITED
 def test_rows_of_features_sum_to_one(tmp_path: Path, memory: str | None) -> None:
-    dense = np.array([[1, 3], [0, 0], [-1, 1], [2, 0], [5, 5], [0.5, 0]], np.float32)
+    dense = np.array([[1, 3], [0, 0], [-1, 1], [2, 0], [5, 5], [3, 0]], np.float32)
     sparse = sp.csr_array(dense)
     rows = SparseRows(
         indptr=sparse.indptr.astype(np.int64), indices=sparse.indices, values=sparse.data, num_columns=2
     )
     expected = [[0.25, 0.75], [0, 0], [-0.5, 0.5], [1, 0], [0.5, 0.5], [1, 0]]
-    for number, column in enumerate((dense, rows, dense.astype(np.float16))):
+    for number, column in enumerate((dense, rows, dense.astype(np.float16), dense.astype(np.int8))):
         graph = replace(two_triangles(), node_data={NODE_TYPE: {"feat": column, "age": np.arange(6)}})
         folder = tmp_path / str(number)
         found = stored(graph, folder, memory=memory, normalize_features="row").node_data[NODE_TYPE]
         assert np.asarray(found["feat"]).tolist() == expected
-        assert found["feat"].dtype == column.dtype
+        assert found["feat"].dtype == (column.dtype if column.dtype.kind == "f" else np.float32)
         assert np.asarray(found["age"]).tolist() == list(range(6))
         assert open_dataset(folder).manifest.parameters["normalize_features"] == "row"
 
@@ -205,6 +205,8 @@ def test_edges_in_one_direction_only_are_told(tmp_path: Path, caplog: pytest.Log
     stored(two_triangles(), tmp_path / "both")
     stored(shop(), tmp_path / "types")
     stored(replace(two_triangles(), edges=ONE_WAY), tmp_path / "added", add_reverse_edges=True)
+    none = np.empty(0, np.int64)
+    stored(replace(two_triangles(), edges={EDGE_TYPE: (none, none)}), tmp_path / "none")
     assert told not in caplog.text
     stored(replace(two_triangles(), edges=ONE_WAY), tmp_path / "once")
     assert told in caplog.text

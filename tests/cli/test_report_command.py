@@ -1,6 +1,7 @@
 """``dglx inspect`` and ``dglx report``."""
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,12 @@ DAMAGE = [
     ("trace.json", '{"otherData": {"format": 1}}'),
     ("trace.json", deep("otherData")),
     ("picture.png", None),
+    ("plan.json", "{}"),
+    ("plan.json", deep("predictions")),
+    ("plan.json", '{"predictions": [{"name": 1}], "chosen": null, "outcome": 7, "why": 1}'),
+    ("summary.json", '{"traffic": {"features": [[0, 1], [0, 1, "many"]]}}'),
+    ("summary.json", '{"traffic": [1], "rank_memory_bytes": "all"}'),
+    ("summary.json", '{"rank_memory_bytes": [Infinity, NaN]}'),
 ]
 
 
@@ -166,7 +173,9 @@ def test_what_is_no_file_of_a_run_is_not_read(tmp_path: Path, name: str, kind: s
 
 
 def shown_or_refused(path: Path) -> None:
-    found = CliRunner().invoke(app, ["report", str(path)])
+    page = [] if path.is_file() or find_spec("plotly") is None else ["--html", str(path / "page.html")]
+    found = CliRunner().invoke(app, ["report", str(path), *page])
     if found.exit_code:
         assert isinstance(found.exception, DglxError), found.exception
         assert str(path) in str(found.exception)
+    assert not page or found.exit_code or (path / "page.html").is_file()

@@ -115,7 +115,9 @@ def test_tensors_of_pyg(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Non
 def test_data_of_the_installed_pyg(tmp_path: Path) -> None:
     data = pytest.importorskip("torch_geometric.data", reason="PyG is not installed").Data(**pyg())
     torch.save(data, tmp_path / "object.pt")
-    with pytest.raises(DatasetError, match=r"class torch_geometric\.data\.data\.Data, which is never loaded"):
+    with pytest.raises(
+        DatasetError, match=r"holds the class torch_geometric\.data\..*, which is never loaded"
+    ):
         load_dataset(tmp_path / "object.pt")
     torch.save(data.to_dict(), tmp_path / "dict.pt")
     assert load_dataset(tmp_path / "dict.pt").total_edges == 4

@@ -138,6 +138,7 @@ WIDE = pa.array([0, 2**63], pa.uint64())
         ("age\n1\n2\n", "0,1\n2,1", r"edges\.csv: column 'src', row 1: node id 2"),
         ("id\na\nb\n", "1,2", r"column 'src' holds int64 ids, but .* are large_string"),
         ("id,x\n1,1\n,2\n", "1,1", r"nodes\.csv: column 'id', row 1: is empty"),
+        ("id,x\n1,1\n2,nan\n", "1,1", r"nodes\.csv: column 'x', row 1: is empty, or NaN, NA or null"),
         ("id\n1.5\n", "1,1", r"column 'id' must hold integer or string ids; it holds double"),
         ("id,city\n1,Rome\n", "1,1", r"nodes\.csv: column 'city' holds strings.*ignore=city"),
         ("id,label\n1,0\n2,-3\n", "1,2", r"nodes\.csv: column 'label', row 1: label -3"),
@@ -182,3 +183,11 @@ def test_tables_are_in_utf_8(tmp_path: Path, text: str) -> None:
     (tmp_path / "nodes.csv").write_text(text, encoding="latin-1")
     with pytest.raises(DatasetError, match=r"nodes\.csv: not readable as a csv table: .*(UTF-8|utf-8)"):
         read_table(tmp_path / "nodes.csv")
+
+
+def test_a_description_for_ingest_is_not_read_in_silence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, {"edges.csv": "src,dst\n0,1\n", "graph.json": "{}"})
+    assert load_dataset(tmp_path).total_edges == 1
+    assert f"graph.json is ignored: it is for `dglx ingest {tmp_path}/graph.json`" in caplog.text

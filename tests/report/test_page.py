@@ -197,7 +197,7 @@ const plots = [...document.querySelectorAll('.plot')];
 const marks = plot => plot.querySelectorAll('.main-svg :is(path.js-line, .point path, image)').length;
 const column = (table, name) => [...table.tHead.rows[0].cells].findIndex(one => one.textContent === name);
 const [runs] = document.querySelectorAll('table');
-const place = column(runs, 'epoch seconds');
+const place = column(runs, 'epoch_seconds');
 const seconds = () => [...runs.tBodies[0].rows].map(row => row.cells[place].textContent);
 const button = runs.tHead.rows[0].cells[place].querySelector('button');
 const background = () => getComputedStyle(document.body).backgroundColor;

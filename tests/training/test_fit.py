@@ -376,7 +376,7 @@ def test_ranks_train_with_equal_settings(folder: Path) -> None:
     [
         ({"epochs": 0}, "epochs=0"),
         ({"epochs": 2.5}, "epochs=2.5 must be a whole number"),
-        ({"patience": 2, "eval_every": 0}, "patience of 2"),
+        ({"patience": 2, "eval_every": 0}, "early-stop 2"),
         ({"resume": True}, "resume needs checkpoint_folder"),
         ({"resume": True, "overwrite": True, "checkpoint_folder": "c"}, "give one of the two"),
         *(

@@ -75,6 +75,13 @@ class Manifest:
         """Canonical edge types in the order of the source."""
         return tuple(self.edge_columns)
 
+    @property
+    def class_names(self) -> dict[str, list[str]]:
+        """Names of the classes by type, where the source had names."""
+        given = self.parameters.get("class_names")
+        lists = given.items() if isinstance(given, Mapping) else ()
+        return {kind: list(map(str, names)) for kind, names in lists if isinstance(names, list | tuple)}
+
     def num_nodes(self, ntype: str) -> int:
         return int(self.node_offsets[ntype][-1])
 

@@ -343,6 +343,7 @@ def graph_of(dataset: StoredDataset, workspace: Workspace | None = None) -> RawG
         },
         edge_ids={etype: part.original_edge_ids(etype) for etype in manifest.edge_types},
         num_classes=dict(manifest.num_classes),
+        class_names=manifest.class_names,
         user_ids={ntype: ids for ntype, ids in found.items() if ids is not None},
     )
 

@@ -447,7 +447,10 @@ def write_dataset(
         node_columns = _in_dtype(node_columns, graph.node_data, feature_dtype)
         edge_columns = _in_dtype(edge_columns, graph.edge_data, feature_dtype)
     user_ids = _user_id_kinds(graph)
-    settings = _json_only({"parameters": dict(assignment.parameters), "quality": dict(quality or {})})
+    parameters = dict(assignment.parameters)
+    if graph.class_names:
+        parameters["class_names"] = {kind: list(names) for kind, names in graph.class_names.items()}
+    settings = _json_only({"parameters": parameters, "quality": dict(quality or {})})
     orders = relabel_nodes(graph, assignment)
     columns = [(graph.num_nodes[ntype], infos) for ntype, infos in node_columns.items()]
     columns += [(num_edges[etype], infos) for etype, infos in edge_columns.items()]

@@ -1,0 +1,303 @@
+"""Tasks: what labels are, the loss of a step, and exact metrics."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+
+from dglx_dist.comm.collectives import run_on_all_ranks, sum_over_ranks
+from dglx_dist.comm.session import Session
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph.dist_tensor import DistTensor
+from dglx_dist.records import FEATURE, LABEL, SPLITS
+from dglx_dist.strategies.base import WrappedModel, float_of
+from dglx_dist.training import metrics
+from dglx_dist.training.config import AUTO_TASK, CLASSIFICATION, MULTILABEL, REGRESSION
+from dglx_dist.training.relational import EntityInputs
+
+if TYPE_CHECKING:
+    from dglx_dist.graph.dist_graph import DistGraph
+
+log = logging.getLogger(__name__)
+
+LossFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""(B, C) scores and (B,) or (B, C) labels to the mean loss over the B rows; ignored if B is 0."""
+_ROWS_AT_ONCE = 1 << 16
+"""Scores and labels of own nodes are read in pieces of this size."""
+
+
+def read_task(g: DistGraph, ntype: str, label: str, wanted: str = AUTO_TASK) -> tuple[str, int]:
+    """Return the task of the labels of ``ntype``, and the width of a model's scores. Collective.
+
+    The width is 0 for classification: see ``g.num_classes``. ConfigError: the labels are of another task.
+    """
+    data = g.nodes[ntype].data
+    if label not in data:
+        return (CLASSIFICATION if wanted == AUTO_TASK else wanted), 0
+    column = data[label]
+    shape, real = tuple(column.shape[1:]), column.dtype.is_floating_point
+    width, is_row = math.prod(shape), len(shape) <= 1
+    binary = is_row and shape != () and (wanted == MULTILABEL or not (real and width == 1))
+    binary = binary and wanted in (AUTO_TASK, MULTILABEL) and _is_binary(column, g, ntype)
+    fits = {
+        CLASSIFICATION: shape == () and not real,
+        MULTILABEL: binary,
+        REGRESSION: is_row and (real or wanted == REGRESSION),
+    }
+    found = next((task for task, good in fits.items() if good and wanted in (AUTO_TASK, task)), None)
+    if found is None:
+        raise ConfigError(
+            f"the labels {label!r} are {column.dtype} of shape {tuple(column.shape)}, which --task {wanted} "
+            "does not take: classification needs one whole number per node, multilabel (N, C) of 0 and 1, "
+            "regression numbers; give another task, or partition with other labels"
+        )
+    return found, 0 if found == CLASSIFICATION else width
+
+
+def _own_pieces(g: DistGraph, ntype: str) -> Iterator[slice]:
+    first, last = g.get_node_partition_policy(ntype).owned_range
+    for begin in range(first, last, _ROWS_AT_ONCE):
+        yield slice(begin, min(begin + _ROWS_AT_ONCE, last))
+
+
+def _is_binary(column: DistTensor, g: DistGraph, ntype: str) -> bool:
+    def odd() -> int:
+        pieces = (column[rows] for rows in _own_pieces(g, ntype))
+        return sum(int(((rows != 0) & (rows != 1)).sum()) for rows in pieces)
+
+    count = torch.tensor([run_on_all_ranks(g.session, odd)])
+    return int(sum_over_ranks(count, g.session, phase=metrics.PHASE)) == 0
+
+
+def loss_of(task: str, weights: Tensor | None = None) -> LossFunction:
+    """Return the loss; a mean with the ``weights`` of :func:`class_weights` divides by the number of rows.
+
+    So it is the mean over the ranks' means, which it is not divided by the sum of the weights.
+    """
+    if task == CLASSIFICATION:
+        return F.cross_entropy if weights is None else partial(_weighted, weights)
+    return _squared_error if task == REGRESSION else partial(_binary, weights)
+
+
+def _squared_error(scores: Tensor, labels: Tensor) -> Tensor:
+    return F.mse_loss(scores, _like(labels, scores))
+
+
+def _like(labels: Tensor, scores: Tensor) -> Tensor:
+    if labels.numel() != scores.numel():
+        raise ConfigError(
+            f"the model returns scores of shape {tuple(scores.shape)} for labels of shape "
+            f"{tuple(labels.shape)}; its last layer must have a column for each of the labels"
+        )
+    # Autocast computes these losses in float32.
+    return labels.to(torch.float32 if scores.dtype == torch.bfloat16 else scores.dtype).reshape(scores.shape)
+
+
+def _binary(weights: Tensor | None, scores: Tensor, labels: Tensor) -> Tensor:
+    weights = None if weights is None else weights.to(scores)
+    return F.binary_cross_entropy_with_logits(scores, _like(labels, scores), pos_weight=weights)
+
+
+def _weighted(weights: Tensor, scores: Tensor, labels: Tensor) -> Tensor:
+    return (F.cross_entropy(scores, labels, reduction="none") * weights.to(scores.device)[labels]).mean()
+
+
+def class_weights(g: DistGraph, ntype: str, label: str, task: str) -> Tensor:
+    """Return the ``balanced`` weights of the classes, (C,) float32. Collective.
+
+    Of classification, n / (C * n_c) with n_c training nodes of class c out of n, 0 for a class without any;
+    of multilabel, the zeros over the ones of each column, 1 for a column without ones.
+    """
+    if task == REGRESSION:
+        raise ConfigError("class weights are for classes, and the task is regression; leave them out")
+    data = g.nodes[ntype].data
+    classes = g.num_classes(ntype) if task == CLASSIFICATION else int(data[label].shape[1])
+    counts = torch.zeros(classes + 1, dtype=torch.int64)
+    for rows in _own_pieces(g, ntype):
+        labels = data[label][rows][data[SPLITS[0]][rows].bool()]
+        counts[-1] += len(labels)
+        counts[:-1] += (
+            torch.bincount(labels, minlength=classes) if task == CLASSIFICATION else labels.sum(0).long()
+        )
+    counts = sum_over_ranks(counts, g.session, phase=metrics.PHASE)
+    ones, number = counts[:-1].float(), float(counts[-1])
+    weights = number / (classes * ones) if task == CLASSIFICATION else (number - ones) / ones
+    return torch.where(ones > 0, weights, torch.tensor(0.0 if task == CLASSIFICATION else 1.0))
+
+
+def as_probabilities(task: str, scores: Tensor) -> Tensor:
+    """Return the probabilities of (B, C) scores of classes or of several labels; other scores as they are."""
+    if task == CLASSIFICATION:
+        return scores.softmax(1)
+    return scores.sigmoid() if task == MULTILABEL else scores
+
+
+def predicted(task: str, scores: Tensor) -> Tensor:
+    """Return the answers of (B, C) scores: (B,) int64 classes, (B, C) bool, or the numbers of regression."""
+    if task == CLASSIFICATION:
+        return scores.argmax(1)
+    return scores > 0 if task == MULTILABEL else scores.squeeze(1) if scores.dim() == 2 else scores
+
+
+def measure(
+    scores: DistTensor, g: DistGraph, ntype: str, label: str, mask: str, task: str, wanted: Sequence[str]
+) -> dict[str, float]:
+    """Return the ``wanted`` metrics of (N, C) scores within a mask by name, nan without rows. Collective."""
+    if not wanted:
+        return {}
+    data, none = g.nodes[ntype].data, slice(0, 0)
+    pieces = [(scores[none], data[label][none])]
+    for rows in _own_pieces(g, ntype):
+        labels, inside = data[label][rows], data[mask][rows].bool()
+        if task == CLASSIFICATION:
+            inside = inside & (labels >= 0)
+        pieces.append((scores[rows][inside], labels[inside]))
+    of_mask, truth = (torch.cat(list(column)) for column in zip(*pieces, strict=True))
+    return {name: _measured(name, of_mask, truth, g.session, task) for name in wanted}
+
+
+def _measured(name: str, scores: Tensor, labels: Tensor, session: Session, task: str) -> float:
+    if task == REGRESSION:
+        metric = metrics.mae if name == "mae" else metrics.rmse
+        return metric(scores, _like(labels, scores), session)
+    said, classes = predicted(task, scores), scores.shape[1]
+    if name == "accuracy":
+        right = (said == labels.bool()).all(1).long()
+        return metrics.accuracy(right, torch.ones_like(right), session)
+    if name in ("f1_micro", "f1_macro"):
+        average: Literal["micro", "macro"] = "micro" if name == "f1_micro" else "macro"
+        return metrics.f1(said, labels, classes, session, average=average)
+    probable, truth = as_probabilities(task, scores.double()), labels
+    if task == CLASSIFICATION:
+        truth = (labels[:, None] == torch.arange(classes)).long()
+        # Of two classes, the second one is the positive; the first would count the same pairs again.
+        probable, truth = (one[:, 1:] if classes == 2 else one for one in (probable, truth))
+    of_columns = metrics.roc_auc if name == "roc_auc" else metrics.average_precision
+    return of_columns(probable, truth, session)
+
+
+def warn_of_majority(accuracy: float, g: DistGraph, ntype: str, label: str) -> None:
+    """Warn on rank 0 if the test accuracy is not above the share of the largest class. Collective."""
+    data, classes = g.nodes[ntype].data, g.dataset.manifest.num_classes.get(ntype, 0)
+    counts = torch.zeros(classes, dtype=torch.int64)
+    for rows in _own_pieces(g, ntype) if classes else ():
+        labels = data[label][rows][data[SPLITS[2]][rows].bool()]
+        counts += torch.bincount(labels[(labels >= 0) & (labels < classes)], minlength=classes)
+    counts = sum_over_ranks(counts, g.session, phase=metrics.PHASE)
+    share = float(counts.max()) / max(1, int(counts.sum())) if classes else -1.0
+    if accuracy <= share and g.session.topology.rank == 0:
+        log.warning(
+            "the test accuracy of %.1f %% is not above %.1f %%, the share of the largest class: it may "
+            "always be the same answer; see --metric f1_macro, or give --class-weight balanced",
+            100 * accuracy,
+            100 * share,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepLoss:
+    """The loss of one batch on this rank."""
+
+    loss: Tensor
+    """() mean over this rank's targets, with a gradient even without targets."""
+    num_targets: int
+    """As the loader counts them: destinations, or positive edges."""
+    num_correct: int | Tensor
+    """Correct targets, for the train accuracy. A () tensor does not wait for the device."""
+
+
+Task: TypeAlias = Callable[[WrappedModel, Any], StepLoss]
+"""(wrapped model, batch of the loader) to its loss; calls the model once and no collective."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class NodeClassification:
+    """Node classification on batches ``(input_nodes, output_nodes, blocks)``, or another node task."""
+
+    loss: LossFunction = cross_entropy
+    feature: str = FEATURE
+    label: str = LABEL
+    ntype: str | None = None
+    """Type of the classified nodes; required with several node types."""
+    inputs: EntityInputs | None = None
+    """Input rows by node type; None: ``feature`` of the only type."""
+
+    def __call__(self, model: WrappedModel, batch: Any) -> StepLoss:
+        blocks = batch[2]
+        scores = model(blocks, _input_rows(model, blocks[0], self.feature, self.inputs))
+        if isinstance(scores, dict):
+            scores = scores[self.ntype or blocks[-1].dsttypes[0]]
+        labels = blocks[-1].dstnodes[self.ntype or blocks[-1].dsttypes[0]].data[self.label]
+        is_class = len(labels) and labels.dim() == 1 and not labels.dtype.is_floating_point
+        correct = (scores.detach().argmax(1) == labels).sum() if is_class else 0
+        return StepLoss(loss=self.loss(scores, labels), num_targets=len(labels), num_correct=correct)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class LinkPrediction:
+    """Link prediction on batches ``(input_nodes, pair_graph, negative_pair_graph, blocks)``.
+
+    The model is called with (blocks, input rows, pair graph, negative pair graph) and returns the scores of
+    both graphs' edges, (P,) and (Q,), of all edge types together. An edge with a score above 0 is correct.
+    """
+
+    loss: LossFunction = binary_cross_entropy_with_logits
+    """Loss of (P + Q,) scores and as many float labels: 1 for an edge, 0 for a negative."""
+    pair_loss: Callable[[Tensor, Tensor], Tensor] | None = None
+    """In its place, of (P,) scores and (P, Q / P) of each edge's negatives, such as
+    :func:`dglx_dist.training.link.bpr_loss`. An edge above all its negatives is correct."""
+    feature: str = FEATURE
+    inputs: EntityInputs | None = None
+    """As in :class:`NodeClassification`."""
+
+    def __call__(self, model: WrappedModel, batch: Any) -> StepLoss:
+        _, pairs, negative_pairs, blocks = batch
+        rows = _input_rows(model, blocks[0], self.feature, self.inputs)
+        positive, negative = model(blocks, rows, pairs, negative_pairs)
+        if self.pair_loss is not None:
+            negative = _of_each_edge(positive, negative)
+            return StepLoss(
+                loss=self.pair_loss(positive, negative),
+                num_targets=len(positive),
+                num_correct=(positive.detach()[:, None] > negative.detach()).all(1).sum(),
+            )
+        truth = torch.cat([torch.ones_like(positive), torch.zeros_like(negative)])
+        return StepLoss(
+            loss=self.loss(torch.cat([positive, negative]), truth),
+            num_targets=len(positive),
+            num_correct=(positive.detach() > 0).sum(),
+        )
+
+
+def _of_each_edge(positive: Tensor, negative: Tensor) -> Tensor:
+    each, rest = divmod(len(negative), max(1, len(positive)))
+    if rest:
+        raise ConfigError(
+            f"{len(negative)} negatives of {len(positive)} edges: pair_loss needs as many of each edge; use "
+            "dx.negative.Uniform(k), or InBatch(k) with batches above k edges of each type"
+        )
+    return negative.view(len(positive), each)
+
+
+def _input_rows(model: nn.Module, block: Any, feature: str, inputs: EntityInputs | None) -> Any:
+    weight = float_of(model)
+
+    def converted(rows: Tensor) -> Tensor:
+        # Autocast takes bfloat16 as it is, and would convert it back.
+        half = rows.dtype == torch.bfloat16 and torch.is_autocast_enabled(weight.device.type)
+        return rows if half else rows.to(weight.dtype)
+
+    if inputs is None:
+        return converted(block.srcdata[feature])
+    return {ntype: converted(rows) for ntype, rows in inputs(block).items()}

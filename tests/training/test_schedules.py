@@ -1,0 +1,163 @@
+"""Schedules of the learning rate, the best epoch's weights, and runs of several seeds."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.dataset
+import pytest
+import torch
+
+import dglx_dist as dx
+from dglx_dist.cli.train_job import train_dataset, train_seeds
+from dglx_dist.data.sources import load_dataset
+from dglx_dist.data.storage.reader import graph_of, open_dataset
+from dglx_dist.errors import ConfigError
+from dglx_dist.prepare import PartitionPlan, partition_to_disk
+from dglx_dist.report.run_folder import read_epochs
+from dglx_dist.training.config import RunOptions, TrainConfig, rate_at
+from dglx_dist.training.fit import FitConfig
+from dglx_dist.training.models import build_model
+from tests.helpers.ranks import run_ranks
+from tests.training.test_tasks import EXACT, NODES, graph, labels, plain_losses, plan
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, g = tmp_path_factory.mktemp("schedules"), graph()
+    g.ndata["label"] = labels("regression")
+    dx.partition_graph(g, "regression", 2, folder, part_method="random")
+    return folder
+
+
+def test_rates() -> None:
+    steps = RunOptions(epochs=8, schedule="step")
+    assert [rate_at(steps, step, 1) for step in range(8)] == [1, 1, 1, 1, 0.1, 0.1, 0.01, 0.01]
+    cosine = RunOptions(epochs=6, schedule="cosine", warmup=2)
+    found = [rate_at(cosine, step, 2) for step in range(12)]
+    assert found[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert found[4:] == pytest.approx([(1 + math.cos(math.pi * k / 8)) / 2 for k in range(8)])
+    with pytest.raises(ConfigError, match="a warmup of 3 epochs leaves none of 3"):
+        TrainConfig(data="x", epochs=3, warmup=3)
+
+
+def _train(values: dict[str, Any]) -> None:
+    train_dataset(TrainConfig(**values))
+
+
+@pytest.mark.parametrize("strategy", EXACT[:3])
+def test_a_schedule_gives_the_rates_of_a_plain_loop(strategy: str, data: Path, tmp_path: Path) -> None:
+    options = plan(data, "regression", tmp_path, strategy=strategy, schedule="cosine", warmup=1)
+    run_ranks(_train, 2, args=(options,), ranks_per_server=1)
+    losses = [record.loss for record in read_epochs(tmp_path)]
+    assert losses == pytest.approx(plain_losses("regression", rates=[1.0, 1.0, 0.5]), rel=1e-5)
+
+
+def test_a_resumed_schedule_goes_on_with_the_same_bits(data: Path, tmp_path: Path) -> None:
+    options = plan(data, "regression", tmp_path, schedule="cosine", warmup=1, epochs=5, batch_size=7)
+    options |= {"checkpoint_every": "2steps", "dropout": 0.5}
+    _train(options)
+    whole = [record.loss for record in read_epochs(tmp_path)]
+    folders = sorted((tmp_path / "checkpoints").glob("epoch-*"))
+    for folder in folders[len(folders) // 2 :]:
+        shutil.rmtree(folder)
+    _train(options)
+    assert [record.loss for record in read_epochs(tmp_path)] == whole
+    with pytest.raises(ConfigError, match="epochs: 5 -> 6"):
+        _train({**options, "epochs": 6})
+
+
+def said_of(out: Path) -> np.ndarray:
+    table = pyarrow.dataset.dataset(out / "said").to_table().sort_by("id")
+    return np.array(table["prediction"].to_pylist())
+
+
+@pytest.mark.parametrize("strategy", ["data_parallel", "push_pull"])
+def test_predictions_are_those_of_the_best_epoch(strategy: str, data: Path, tmp_path: Path) -> None:
+    options = plan(data, "regression", tmp_path, strategy=strategy, epochs=40, lr=0.1, patience=3)
+    run_ranks(_train, 2, args=(options,))
+    records = read_epochs(tmp_path)
+    best = min(records, key=lambda record: record.metrics["val_mae"])
+    assert len(records) == best.epoch + 4 < 40
+    error = np.abs(said_of(tmp_path) - labels("regression").numpy())
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    for split in ("val", "test"):
+        inside = graph().ndata[f"{split}_mask"].numpy()
+        assert summary[f"{split}_mae"] == best.metrics[f"{split}_mae"]
+        assert error[inside].mean() == pytest.approx(best.metrics[f"{split}_mae"], rel=1e-5)
+    assert summary["best_epoch"] == best.epoch
+    assert len(list((tmp_path / "checkpoints" / "best").glob("epoch-*"))) == 1
+
+
+def _fitted(folder: str) -> tuple[dict[str, float], dict[str, float], float]:
+    with dx.init("data_parallel"):
+        g = dx.DistGraph(folder)
+        torch.manual_seed(1)
+        config = FitConfig(epochs=40, patience=2, show_progress=False, metric=("rmse",))
+        model, found = dx.fit(build_model("sage", 8, 8, 1, dropout=0.0), g, config=config, lr=0.1)
+        again = dx.evaluate(model, g, task="regression", metrics=["rmse"])
+        return found.metrics, again, min(record.metrics["val_rmse"] for record in found.epochs)
+
+
+def test_without_checkpoints_the_best_weights_are_in_memory(data: Path) -> None:
+    for kept, again, best in run_ranks(_fitted, 2, args=(str(data / "regression"),)):
+        assert kept == again
+        assert kept["val_rmse"] == best
+
+
+def test_mean_and_spread_of_seeds(data: Path, tmp_path: Path) -> None:
+    options = plan(data, "regression", tmp_path, seeds=(3, 5, 8))
+    found = train_seeds(TrainConfig(**options))
+    runs = [json.loads((tmp_path / f"seed-{seed}" / "summary.json").read_text()) for seed in (3, 5, 8)]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary == json.loads(json.dumps(found.summary))
+    for name in ("val_mae", "test_mae", "test_rmse"):
+        values = [run[name] for run in runs]
+        assert len(set(values)) == 3
+        assert summary["mean"][name] == pytest.approx(np.mean(values))
+        assert summary["std"][name] == pytest.approx(np.std(values, ddof=1))
+    said = pyarrow.dataset.dataset(tmp_path / "said" / "seed-5").to_table()
+    assert said.num_rows == NODES
+
+
+def test_scores_and_names_of_classes(tmp_path: Path) -> None:
+    g, words = graph(), ["apple", "fig"]
+    (tmp_path / "tables").mkdir()
+    lines = [
+        f"n{v},{words[int(c)]},{'train' if v < 40 else 'test'},{v / 60},1"
+        for v, c in enumerate(labels("classification"))
+    ]
+    (tmp_path / "tables" / "nodes.csv").write_text("\n".join(["id,label,split,feat_0,feat_1", *lines]))
+    edges = [f"n{u},n{v}" for u, v in zip(*(ends.tolist() for ends in g.edges()), strict=True)]
+    (tmp_path / "tables" / "edges.csv").write_text("\n".join(["src,dst", *edges]))
+
+    folder = tmp_path / "one"
+    partition_to_disk(load_dataset(tmp_path / "tables"), folder, PartitionPlan(num_parts=1))
+    # A dataset of one part, as `dglx ingest` writes it, is partitioned again.
+    partition_to_disk(graph_of(open_dataset(folder)), tmp_path / "two", PartitionPlan(num_parts=2))
+    out = str(tmp_path / "said")
+    run_ranks(
+        _train,
+        2,
+        args=(
+            {
+                "data": str(tmp_path / "two"),
+                "out": str(tmp_path / "run"),
+                "epochs": 2,
+                "predictions": out,
+                "scores": True,
+            },
+        ),
+    )
+    table = pyarrow.dataset.dataset(out).to_table().to_pydict()
+    assert sorted(table["id"]) == sorted(f"n{v}" for v in range(NODES))
+    scores = np.array(table["scores"])
+    assert scores.shape == (NODES, 2)
+    assert scores.sum(1) == pytest.approx(np.ones(NODES), abs=1e-6)
+    assert scores.argmax(1).tolist() == table["prediction"]
+    assert table["class"] == [words[one] for one in table["prediction"]]

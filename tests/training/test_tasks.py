@@ -1,0 +1,235 @@
+"""Several labels, regression and class weights: metrics by hand, and losses of plain torch, on any ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import dgl
+import numpy as np
+import pyarrow.dataset
+import pytest
+import torch
+from torch.nn import functional as F
+
+import dglx_dist as dx
+from dglx_dist.cli.train_job import train_dataset
+from dglx_dist.comm.session import start_session
+from dglx_dist.errors import ConfigError
+from dglx_dist.report.run_folder import read_epochs
+from dglx_dist.training import metrics
+from dglx_dist.training.config import TrainConfig
+from dglx_dist.training.models import build_model
+from tests.helpers.ranks import run_ranks
+
+NODES, LABELS = 60, 3
+MASKS = ("train_mask", "val_mask", "test_mask")
+EXACT = ("data_parallel", "push_pull", "full_graph", "shared_preload", "cooperative")
+
+
+def graph() -> dgl.DGLGraph:
+    draw = np.random.default_rng(3)
+    g = dgl.graph((draw.integers(0, NODES, 240), draw.integers(0, NODES, 240)), num_nodes=NODES)
+    g.ndata["feat"] = torch.from_numpy(draw.normal(size=(NODES, 8)).astype(np.float32))
+    for number, mask in enumerate(MASKS):
+        g.ndata[mask] = torch.arange(NODES) % 3 == number
+    return g
+
+
+def labels(task: str) -> torch.Tensor:
+    feat = graph().ndata["feat"]
+    if task == "multilabel":
+        # As DGL's PPI has them: floating-point zeros and ones.
+        return (feat[:, :LABELS] > 0.3).float()
+    if task == "regression":
+        return feat[:, 0] * 2 + feat[:, 1]
+    return (feat[:, 0] > 1).long()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tasks")
+    for task in ("multilabel", "regression", "classification"):
+        g = graph()
+        g.ndata["label"] = labels(task)
+        dx.partition_graph(g, task, 2, folder, part_method="random")
+    return folder
+
+
+def average_precision(score: np.ndarray, truth: np.ndarray) -> float:
+    found, recall = 0.0, 0.0
+    for threshold in sorted(set(score.tolist()), reverse=True):
+        said = score >= threshold
+        hits = (said & truth).sum()
+        found += (hits / truth.sum() - recall) * hits / said.sum()
+        recall = hits / truth.sum()
+    return float(found)
+
+
+def roc_auc(score: np.ndarray, truth: np.ndarray) -> float:
+    above = score[truth][:, None] - score[~truth][None]
+    return float(((above > 0) + 0.5 * (above == 0)).mean())
+
+
+def f1(said: np.ndarray, truth: np.ndarray) -> float:
+    return float(2 * (said & truth).sum() / (said.sum() + truth.sum()))
+
+
+def _of_columns(cut: tuple[int, ...]) -> dict[str, float]:
+    session = start_session()
+    rows = slice(*cut[session.topology.rank : session.topology.rank + 2])
+    score, truth = drawn_scores()
+    mine, true = torch.from_numpy(score)[rows], torch.from_numpy(truth)[rows]
+    return {
+        "ap": metrics.average_precision(mine, true, session),
+        "ap of one": metrics.average_precision(mine[:, 0], true[:, 0], session),
+        "auc": metrics.roc_auc(mine, true, session),
+        "micro": metrics.f1(mine > 0, true, 4, session, average="micro"),
+        "macro": metrics.f1(mine > 0, true, 4, session),
+        "no positives": metrics.average_precision(mine[:, 3], true[:, 3], session),
+    }
+
+
+def drawn_scores() -> tuple[np.ndarray, np.ndarray]:
+    draw = np.random.default_rng(0)
+    truth = draw.random((40, 4)) < 0.4
+    truth[:, 3] = False
+    # Rounded, so that some are tied.
+    return np.round(draw.normal(size=(40, 4)) + truth, 1), truth
+
+
+@pytest.mark.parametrize("cut", [(0, 40), (0, 7, 7, 40)])
+def test_metrics_of_several_columns(cut: tuple[int, ...]) -> None:
+    score, truth = drawn_scores()
+    columns = [(score[:, c], truth[:, c]) for c in range(3)]
+    for found in run_ranks(_of_columns, len(cut) - 1, args=(cut,)):
+        assert found["ap of one"] == pytest.approx(average_precision(*columns[0]), abs=1e-12)
+        assert found["ap"] == pytest.approx(np.mean([average_precision(*one) for one in columns]), abs=1e-12)
+        assert found["auc"] == pytest.approx(np.mean([roc_auc(*one) for one in columns]), abs=1e-12)
+        assert found["micro"] == pytest.approx(f1(score > 0, truth), abs=1e-12)
+        # Column 3 is said, though never true: it counts as 0.
+        assert found["macro"] == pytest.approx(sum(f1(s > 0, t) for s, t in columns) / 4, abs=1e-12)
+        assert math.isnan(found["no positives"])
+
+
+def _train(values: dict[str, Any]) -> None:
+    train_dataset(TrainConfig(**values))
+
+
+def plan(data: Path, task: str, out: Path, **more: Any) -> dict[str, Any]:
+    values = {"data": str(data / task), "out": str(out), "epochs": 3, "hidden": 8, "dropout": 0.0}
+    return {**values, "fanouts": (-1, -1), "predictions": str(out / "said"), **more}
+
+
+def plain_losses(
+    task: str, weights: torch.Tensor | None = None, rates: Sequence[float] = (1, 1, 1)
+) -> list[float]:
+    """Losses of DGL's and torch's own, on the whole graph, with the weights that seed 0 gives."""
+    g, truth = graph(), labels(task)
+    rows = g.ndata["train_mask"]
+    torch.manual_seed(0)
+    model = build_model(
+        "sage", 8, 8, {"multilabel": LABELS, "regression": 1, "classification": 2}[task], dropout=0.0
+    )
+    adam, found = torch.optim.Adam(model.parameters(), lr=0.01), []
+    for rate in rates:
+        adam.param_groups[0]["lr"] = 0.01 * rate
+        scores = model([g, g], g.ndata["feat"])[rows]
+        if task == "multilabel":
+            loss = F.binary_cross_entropy_with_logits(scores, truth[rows], pos_weight=weights)
+        elif task == "regression":
+            loss = F.mse_loss(scores[:, 0], truth[rows])
+        else:
+            each = F.cross_entropy(scores, truth[rows], reduction="none")
+            loss = (each * (1 if weights is None else weights[truth[rows]])).mean()
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("task", ["multilabel", "regression"])
+@pytest.mark.parametrize("strategy", EXACT)
+def test_losses_are_those_of_plain_torch(task: str, strategy: str, data: Path, tmp_path: Path) -> None:
+    run_ranks(_train, 2, args=(plan(data, task, tmp_path, strategy=strategy),), ranks_per_server=1)
+    losses = [record.loss for record in read_epochs(tmp_path)]
+    assert losses == pytest.approx(plain_losses(task), rel=1e-5)
+
+
+def said_of(out: Path, task: str) -> np.ndarray:
+    table = pyarrow.dataset.dataset(out / "said").to_table().sort_by("id")
+    assert table["id"].to_pylist() == list(range(NODES))
+    return np.array(table["prediction"].to_pylist())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_metrics_are_those_of_the_written_predictions(ranks: int, data: Path, tmp_path: Path) -> None:
+    test = graph().ndata["test_mask"].numpy()
+    out = tmp_path / "several"
+    run_ranks(_train, ranks, args=(plan(data, "multilabel", out, metric=("f1_micro", "accuracy")),))
+    said, truth = said_of(out, "multilabel")[test], labels("multilabel").numpy()[test] > 0
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["task"] == "multilabel"
+    assert summary["test_f1_micro"] == pytest.approx(f1(said, truth), abs=1e-12)
+    assert summary["test_accuracy"] == pytest.approx((said == truth).all(1).mean(), abs=1e-12)
+    record = read_epochs(out)[-1]
+    assert math.isnan(record.train_accuracy)
+    assert record.val_accuracy is None
+    assert record.metrics["test_f1_micro"] == summary["test_f1_micro"]
+
+    out = tmp_path / "numbers"
+    run_ranks(_train, ranks, args=(plan(data, "regression", out),))
+    error = np.abs(said_of(out, "regression") - labels("regression").numpy())[test]
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["test_mae"] == pytest.approx(error.mean(), rel=1e-6)
+    assert summary["test_rmse"] == pytest.approx(math.sqrt((error**2).mean()), rel=1e-6)
+
+
+def test_strategies_that_compute_the_loss_themselves_say_so(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"lambda.*multilabel|multilabel.*lambda"):
+        _train(plan(data, "multilabel", tmp_path, strategy="lambda"))
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted", "said"),
+    [
+        ("regression", {"task": "multilabel"}, "regression numbers"),
+        ("multilabel", {"task": "classification"}, "one whole number per node"),
+        ("multilabel", {"metric": ("mae",)}, "metric mae is not one of multilabel"),
+        ("regression", {"class_weight": "balanced"}, "class weights are for classes"),
+    ],
+)
+def test_labels_of_another_task(
+    stored: str, wanted: dict[str, Any], said: str, data: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        _train({**plan(data, stored, tmp_path), **wanted})
+
+
+@pytest.mark.parametrize("task", ["classification", "multilabel"])
+def test_balanced_classes(task: str, data: Path, tmp_path: Path) -> None:
+    truth = labels(task)[graph().ndata["train_mask"]]
+    if task == "classification":
+        weights = len(truth) / (2 * torch.bincount(truth, minlength=2).float())
+    else:
+        weights = (1 - truth).sum(0) / truth.sum(0)
+    run_ranks(_train, 2, args=(plan(data, task, tmp_path, class_weight="balanced"),))
+    losses = [record.loss for record in read_epochs(tmp_path)]
+    assert losses == pytest.approx(plain_losses(task, weights), rel=1e-5)
+
+
+def test_an_accuracy_of_the_majority_is_said(
+    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    truth = labels("classification")
+    test = graph().ndata["test_mask"]
+    share = float((truth[test] == 0).float().mean())
+    _train(plan(data, "classification", tmp_path, epochs=1, lr=1e-9, metric=("accuracy", "f1_macro")))
+    found = json.loads((tmp_path / "summary.json").read_text())["test_accuracy"]
+    warned = [text for text in caplog.messages if "share of the largest class" in text]
+    assert len(warned) == (found <= share)
+    assert found <= share, "an untrained model is not better"
