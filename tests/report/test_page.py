@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
 from typer.testing import CliRunner
 
 from dglx_dist.cli.app import app
@@ -42,6 +41,7 @@ PLAN = {
 def run_in(folder: Path, number: float = 0, text: str = "cora") -> Run:
     epochs = [epoch(one, loss=2.0 / (1 + one), seconds=1.0 + number) for one in range(6)]
     facts = {"graph": text, "strategy": text, "ranks": 2, "rank_memory_bytes": [5, 7], "test_accuracy": 0.5}
+    facts |= {"late": 3} if number == 8.5 else {}
     summary = {**summarise(facts, epochs), "traffic": {**TRAFFIC, text: [[0, 1, 1]]}}
     config = {"data": text, "lr": 0.01, "hidden": 16 * (1 + number), text: text}
     write_run(folder, config, epochs, summary, plan=PLAN)
@@ -141,7 +141,7 @@ def test_labels_are_cut_in_their_middle(tmp_path: Path) -> None:
     assert [(name[-6:], len(name)) for name in names] == [("-seed1", 36), ("-seed2", 36)]
 
 
-def invoke(*arguments: object) -> Result:
+def invoke(*arguments: object) -> Any:
     return CliRunner().invoke(app, ["report", *map(str, arguments)])
 
 
@@ -208,6 +208,11 @@ button.click();
 found.rising = seconds();
 button.click();
 found.falling = seconds();
+const late = column(runs, 'late');
+found.late = [1, 2].map(() => {
+  runs.tHead.rows[0].cells[late].querySelector('button').click();
+  return [...runs.tBodies[0].rows].map(row => row.cells[late].textContent);
+});
 found.before = [background(), label()];
 document.getElementById('theme').click();
 await new Promise(resolve => setTimeout(resolve, 300));
@@ -239,5 +244,7 @@ def test_a_browser_draws_every_figure_and_complains_of_nothing(tmp_path: Path, s
     assert found["width"] == [size[0], size[0]]
     assert found["rising"] == ["9.250 s", "9.500 s"]
     assert found["falling"] == ["9.500 s", "9.250 s"]
+    # Absent is last, up or down.
+    assert found["late"] == [["3", "-"], ["3", "-"]]
     assert all(one != other for one, other in zip(found["before"], found["after"], strict=True))
     assert found["smooth"] == [1.0, 1.5]
