@@ -23,7 +23,6 @@ from dglx_dist.comm.ledger import LedgerRow
 from dglx_dist.comm.session import Session, agreement_facts
 from dglx_dist.comm.topology import read_launch
 from dglx_dist.comm.trace import COMPUTE
-from dglx_dist.data.storage.files import readable_bytes, resident
 from dglx_dist.dataloading.step_loader import LoaderTimes
 from dglx_dist.errors import ConfigError, Stopped
 from dglx_dist.graph.optim import SparseOptimizer
@@ -538,14 +537,7 @@ def _progress_of(
     done, total = len(loader) * first + run.first_step, len(loader) * end
 
     def figures(num_done: float, speed: float) -> str:
-        epoch, step = divmod(done + int(num_done), len(loader))
-        trained = run.result.epochs[-1:]
-        samples = f", {speed * trained[0].num_samples / len(loader):.0f} samples/s" if trained else ""
-        memory, moved = readable_bytes(resident()), readable_bytes(session.ledger.total())
-        return (
-            f"epoch {epoch}, step {step}/{len(loader)}\n{speed:.3g} steps/s{samples}\n"
-            f"rank 0: {memory} of memory, {moved} moved"
-        )
+        return tracing.live_text(done + int(num_done), len(loader), speed, run.result.epochs, session)
 
     return progress(title, total - done, enabled=enabled, figures=figures if config.watch else None)
 

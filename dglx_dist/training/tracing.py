@@ -24,6 +24,7 @@ from dglx_dist.comm.trace import (
     shifted_by,
     write_trace,
 )
+from dglx_dist.data.storage.files import readable_bytes, resident
 from dglx_dist.errors import StorageError
 from dglx_dist.records import EpochRecord
 
@@ -185,6 +186,16 @@ def scalars_writer(
         if writer is not None:
             with suppress(OSError):  # What it may fail to write, `write` has flushed, or warned of.
                 writer.close()
+
+
+def live_text(step: int, steps: int, speed: float, epochs: Sequence[EpochRecord], session: Session) -> str:
+    """Describe a run at a ``step`` of all, ``steps`` an epoch and ``speed`` a second, as rank 0 sees it."""
+    samples = f", {speed * epochs[-1].num_samples / steps:.0f} samples/s" if epochs else ""
+    memory, moved = readable_bytes(resident()), readable_bytes(session.ledger.total())
+    return (
+        f"epoch {step // steps}, step {step % steps}/{steps}\n{speed:.3g} steps/s{samples}\n"
+        f"rank 0: {memory} of memory, {moved} moved"
+    )
 
 
 def without_keys(options: Mapping[str, object]) -> dict[str, object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 from decimal import Decimal
 from itertools import pairwise
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from dglx_dist.comm.collectives import measure_clock
+from dglx_dist.comm.ledger import WORKER
 from dglx_dist.comm.session import start_session
 from dglx_dist.comm.trace import COMPUTE, LOADER, NETWORK, RankSpans, read_trace, write_trace
 from dglx_dist.errors import StorageError
@@ -20,7 +22,7 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import EpochRecord
 from dglx_dist.training.fit import FitConfig, train
 from dglx_dist.training.models import build_model
-from dglx_dist.training.tracing import scalars_writer, without_keys
+from dglx_dist.training.tracing import live_text, scalars_writer, without_keys
 from tests.helpers.ranks import run_ranks
 from tests.report.records import epoch
 from tests.report.traces import span, trace_of
@@ -191,6 +193,16 @@ def test_a_trace_tells_no_key_of_an_endpoint() -> None:
     assert told == {"url": "https://host:8443/run", "headers": ["x-key"], "workers": 4}
 
 
+def test_live_figures_have_speed_memory_and_bytes() -> None:
+    with start_session() as session:
+        session.ledger.add("features", 0, 0, WORKER, 3000)
+        at, speed, rank = live_text(13, 4, 2.0, [epoch(2)], session).splitlines()
+    # 100 samples in the four steps of an epoch.
+    assert (at, speed) == ("epoch 3, step 1/4", "2 steps/s, 50 samples/s")
+    assert re.fullmatch(r"rank 0: [\d.]+ [MG]B of memory, 3 KB moved", rank)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's thread
 def test_a_full_disk_ends_figures_for_tensorboard_and_not_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
