@@ -166,6 +166,9 @@ def scalars_writer(
         except OSError as error:
             raise StorageError(f"cannot write for TensorBoard to {folder}: {error}; name another") from error
 
+    writer: Any = run_on_all_ranks(session, start)
+    failed = writer is None
+
     def write(record: EpochRecord) -> None:
         nonlocal failed
         if failed:
@@ -178,8 +181,6 @@ def scalars_writer(
             failed = True
             log.warning("TensorBoard in %s has no more from epoch %d on: %s", folder, record.epoch, error)
 
-    writer: Any = run_on_all_ranks(session, start)
-    failed = writer is None
     try:
         yield write
     finally:
