@@ -176,8 +176,8 @@ def partition(config: PartitionCommand) -> None:
             # Models of several types have trainable rows of their own.
             if graph.is_homogeneous and not any(FEATURE in data for data in graph.node_data.values()):
                 tell(
-                    f"note: there are no features (a column {FEATURE!r}); `dglx train --embeddings 64` trains "
-                    "rows in their place"
+                    f"note: there are no features (a column {FEATURE!r}); `dglx train --embeddings 64` "
+                    "trains rows in their place"
                 )
             quality = partition_to_disk(graph, out, plan, workspace=workspace)
     tell(
