@@ -14,6 +14,7 @@ from torch import Tensor
 
 import dglx_dist as dx
 from dglx_dist.data.storage.writer import write_dataset
+from dglx_dist.dataloading.edge_loader import build_pairs
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import Assignment, RawGraph
 from dglx_dist.training.fit import FitConfig, LinkPrediction
@@ -146,6 +147,15 @@ def test_scores_take_the_rows_of_each_type() -> None:
     assert torch.allclose(found, (rows["a"][:2] * rows["b"][[1, 0]]).sum(1))
     with pytest.raises(ConfigError, match="1 rows for the 2 nodes of type 'a'"):
         edge_scores(DotProduct(), graph, {**rows, "a": rows["a"][:1]}, [etype])
+
+
+def test_scores_are_those_of_edges_added_to_a_pair_graph() -> None:
+    etype, ends = ("_N", "r", "_N"), (np.array([0, 1]), np.array([1, 2]))
+    _, (graph,) = build_pairs(["_N"], {etype: np.arange(2)}, {etype: ends}, None)
+    rows = torch.randn(3, D)
+    graph.add_edges([2], [0])
+    found = edge_scores(DotProduct(), graph, rows, [etype])[etype]
+    assert torch.allclose(found, (rows * rows[[1, 2, 0]]).sum(1))
 
 
 def test_degrees_of_the_whole_graph_are_refused() -> None:
