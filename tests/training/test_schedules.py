@@ -20,6 +20,7 @@ from dglx_dist.data.storage.reader import graph_of, open_dataset
 from dglx_dist.errors import ConfigError
 from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.report.run_folder import read_epochs
+from dglx_dist.training.checkpoint import folder_name
 from dglx_dist.training.config import RunOptions, TrainConfig, rate_at
 from dglx_dist.training.fit import FitConfig
 from dglx_dist.training.models import build_model
@@ -91,7 +92,22 @@ def test_predictions_are_those_of_the_best_epoch(strategy: str, data: Path, tmp_
         assert summary[f"{split}_mae"] == best.metrics[f"{split}_mae"]
         assert error[inside].mean() == pytest.approx(best.metrics[f"{split}_mae"], rel=1e-5)
     assert summary["best_epoch"] == best.epoch
-    assert len(list((tmp_path / "checkpoints" / "best").glob("epoch-*"))) == 1
+    kept = sorted(one.name for one in (tmp_path / "checkpoints").iterdir())
+    assert kept == [folder_name(best.epoch + 1), folder_name(len(records))]
+
+
+def test_a_best_epoch_without_weights_or_of_another_metric_is_forgotten(data: Path, tmp_path: Path) -> None:
+    options = plan(data, "regression", tmp_path, epochs=2, lr=1e-12, checkpoint_every=2)
+    _train(options)
+    _train({**options, "epochs": 20, "patience": 3})
+    # Of the epochs from 2 on, not of epoch 0, which has no weights here.
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["best_epoch"] >= 2
+    _train({**options, "epochs": 40, "patience": 2, "metric": ("rmse",), "keep": 1})
+    again = json.loads((tmp_path / "summary.json").read_text())
+    assert again["best_epoch"] > summary["best_epoch"]
+    records = {record.epoch: record for record in read_epochs(tmp_path)}
+    assert again["val_rmse"] == records[again["best_epoch"]].metrics["val_rmse"]
 
 
 def _fitted(folder: str) -> tuple[dict[str, float], dict[str, float], float]:
