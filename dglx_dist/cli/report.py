@@ -198,7 +198,8 @@ def report(
     """Print the tables of a run and draw its picture again; of an unfinished run, the finished epochs.
 
     Of several runs, print their figures side by side; of one with --seeds, mean and deviation. The page of
-    --html needs no network, but Plotly here: `pip install 'dglx_dist[report]'`. It has curves, cost, bytes between ranks, and why auto chose.
+    --html needs no network, but Plotly here: `pip install 'dglx_dist[report]'`. It has curves, cost, bytes
+    between ranks, and why auto chose.
 
     Of a trace, draw the timeline of the ranks, and print how much of the network time overlaps with compute.
 

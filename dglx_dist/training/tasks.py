@@ -139,7 +139,8 @@ def class_weights(g: DistGraph, ntype: str, label: str, task: str) -> Tensor:
             counts[:-1] += torch.bincount(labels, minlength=classes) if is_class else labels.sum(0).long()
         return counts
 
-    counts = sum_over_ranks(run_on_all_ranks(g.session, counted), g.session, phase=metrics.PHASE)
+    counted_here = run_on_all_ranks(g.session, counted, ConfigError)
+    counts = sum_over_ranks(counted_here, g.session, phase=metrics.PHASE)
     ones, number = counts[:-1].float(), float(counts[-1])
     if is_class:
         return torch.where(ones > 0, number / (classes * ones), torch.tensor(0.0))
