@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
@@ -20,11 +20,11 @@ import numpy as np
 from dglx_dist.data.external_memory import Ranks, Workspace, concatenated, mapped, open_workspace, spill
 from dglx_dist.data.partition.balance import PartitionQuality, measure
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions, default_partitioner
-from dglx_dist.data.partition.graph_views import MASKS, constraint_columns, pieces
+from dglx_dist.data.partition.graph_views import MASKS, constraint_columns, has_column, pieces
 from dglx_dist.data.partition.hierarchical import assign_two_levels, with_trainer_ids
 from dglx_dist.data.partition.one_pass import COLUMNS, FEATURES
 from dglx_dist.data.sources import load_dataset
-from dglx_dist.data.storage.columns import MANIFEST
+from dglx_dist.data.storage.columns import MANIFEST, safe_name
 from dglx_dist.data.storage.files import discard, read_size
 from dglx_dist.data.storage.manifest import check_target, read_manifest
 from dglx_dist.data.storage.reader import graph_of, open_dataset
@@ -218,16 +218,17 @@ def partition_to_disk(
         with _work(target, plan, [content_key(graph, plan), *sorted(weights or {})]) as opened:
             return partition_to_disk(graph, target, plan, weights=weights, workspace=opened)
     if workspace is not None:
-        # Said before nodes are placed, which takes hours.
+        # Too little memory is an error before nodes are placed, which takes hours.
         sorting_budget(graph, workspace.budget)
     is_first = workspace is None or workspace.ranks.is_first
+    for etype in graph.edges:
+        # Compiled code reads the ids from here on.
+        check_ends(graph, etype)
     graph = _prepared(graph, plan, workspace)
     weighted = _with_weights(graph, weights or {})
     split = _partition(weighted, plan, workspace)
     if is_first:
-        _warn_of_many(split.quality)
-        _warn_of_imbalance(graph, split.quality)
-        _warn_of_one_way(graph)
+        _warn(graph, split.quality)
     if split.trainers is not None:
         graph = with_trainer_ids(graph, split.trainers, workspace)
     if plan.format == "dgl":
@@ -295,9 +296,6 @@ def _partition(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None
 
 
 def _assign(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None) -> _Split:
-    for etype in graph.edges:
-        # Compiled code reads the ids from here on.
-        check_ends(graph, etype)
     split = _placed(graph, plan, workspace)
     balancing = replace(plan, options=replace(plan.options, balance=plan.options.balance or ("train",)))
     kind = PARTITIONERS.get(balancing.partitioner)
@@ -305,15 +303,16 @@ def _assign(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None) -
     if plan.options.balance or not can_balance or "train" not in _imbalances(graph, split.quality):
         return split
     if workspace is not None:
-        workspace = replace(workspace, folder=workspace.folder / "balanced")
+        workspace = replace(workspace, folder=workspace.folder / "balanced.work")
     if workspace is None or workspace.ranks.is_first:
         found = split.quality.balance["train"]
         log.warning(
             "by %s the fullest part has %.2f times its share of the training nodes: placed again by %s with "
-            "balance train (balance nodes keeps the first)",
+            "balance train, which is kept if better (balance nodes keeps the first)",
             *(plan.partitioner, found, balancing.partitioner),
         )
-    return _placed(graph, balancing, workspace)
+    second = _placed(graph, balancing, workspace)
+    return second if second.quality.balance["train"] < split.quality.balance["train"] else split
 
 
 def _placed(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None) -> _Split:
@@ -350,16 +349,6 @@ def _stored(graph: RawGraph, folder: Path) -> _Split:
     return _Split(**{**told, "quality": PartitionQuality(**quality)})
 
 
-def _warn_of_many(figures: PartitionQuality) -> None:
-    if len(figures.tolerance) > _MANY_CONSTRAINTS:
-        log.warning(
-            "%d weights are balanced at once, and %.0f %% of the edges are cut: each one more leaves less "
-            "choice; balance fewer, such as degree, the in-edges of all types together, in place of etype",
-            len(figures.tolerance),
-            100 * figures.edge_cut,
-        )
-
-
 _IMBALANCED = 1.5
 
 
@@ -375,35 +364,65 @@ def _imbalances(graph: RawGraph, quality: PartitionQuality) -> dict[str, float]:
     return found
 
 
-def _warn_of_imbalance(graph: RawGraph, quality: PartitionQuality) -> None:
-    found = _imbalances(graph, quality)
-    if found:
+def _warn(graph: RawGraph, quality: PartitionQuality) -> None:
+    if len(quality.tolerance) > _MANY_CONSTRAINTS:
+        log.warning(
+            "%d weights are balanced at once, and %.0f %% of the edges are cut: each one more leaves less "
+            "choice; balance fewer, such as degree, the in-edges of all types together, in place of etype",
+            len(quality.tolerance),
+            100 * quality.edge_cut,
+        )
+    if found := _imbalances(graph, quality):
         log.warning(
             "the fullest part has %s: its rank works while others wait; add --balance %s, with metis, ldg "
             "or fennel",
             " and ".join(f"{ratio:.2f} times its share of the {name} nodes" for name, ratio in found.items()),
             ",".join(found),
         )
-
-
-def _warn_of_one_way(graph: RawGraph) -> None:
-    """Warn if none of 64 edges of a homogeneous graph has an opposite one; reads all edges until one has."""
-    if not graph.is_homogeneous or not graph.total_edges:
-        return
-    ((src, dst),) = graph.edges.values()
-    chosen, num_nodes = np.random.default_rng(0).integers(0, len(src), 64), np.int64(graph.total_nodes)
-    opposite = (dst[chosen] * num_nodes + src[chosen])[src[chosen] != dst[chosen]]
-    rows = pieces(len(src), 1 << 20)
-    if len(opposite) and not any(np.isin(src[r] * num_nodes + dst[r], opposite).any() for r in rows):
+    if graph.is_homogeneous and _is_one_way(graph):
         log.warning(
-            "the edges of %s stand there in one direction only, and messages follow it: a node without "
+            "most edges of %s have no opposite edge, and messages follow the direction: a node without "
             "in-edges sees itself only; if the graph is undirected, add --add-reverse-edges",
             graph.name,
         )
 
 
+_SAMPLED, _AT_ONCE = 4096, 1 << 18
+
+
+def _is_one_way(graph: RawGraph) -> bool:
+    """Return whether most of 4,096 edges of a homogeneous graph, loops apart, have no opposite edge."""
+    ((src, dst),) = graph.edges.values()
+    chosen = np.random.default_rng(0).integers(0, max(len(src), 1), _SAMPLED if len(src) else 0)
+    chosen = chosen[src[chosen] != dst[chosen]]
+    opposite = np.unique(_edge_keys(dst[chosen], src[chosen], graph.total_nodes))
+    found = np.zeros(len(opposite), np.bool_)
+    for piece in pieces(len(src), _AT_ONCE):
+        if 2 * found.sum() >= len(found):
+            break
+        found |= np.isin(opposite, _edge_keys(src[piece], dst[piece], graph.total_nodes))
+    return bool(2 * found.sum() < len(found))
+
+
+def _edge_keys(src: Array, dst: Array, num_nodes: int) -> Array:
+    # NumPy 1.26 keeps int32 times a scalar of int64 in 32 bits, where it overflows.
+    keys = src.astype(np.int64)
+    keys *= num_nodes
+    keys += dst
+    return keys
+
+
 def _prepared(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None) -> RawGraph:
     """Return ``graph`` with the edges and the features that ``plan`` asks for."""
+    # Before any stage is written, which a command with the remedy could not resume.
+    if plan.normalize_features and not has_column(graph, FEATURE):
+        raise ConfigError(f"{graph.name} has no features {FEATURE!r}; leave --normalize-features out")
+    if plan.add_self_loops and not graph.is_homogeneous:
+        raise ConfigError(
+            f"self-loops are added to graphs with one type of nodes and of edges, and {graph.name} has "
+            f"{len(graph.num_nodes)} and {len(graph.edges)}; models for several types have a weight for a "
+            "node's own row: leave --add-self-loops out"
+        )
     if plan.add_reverse_edges:
         graph = _with_reverse_edges(graph, workspace)
     if plan.add_self_loops:
@@ -416,91 +435,88 @@ def _with_reverse_edges(graph: RawGraph, workspace: Workspace | None) -> RawGrap
         name_of = {etype: (etype[2], f"{etype[1]}{REVERSE}", etype[0]) for etype in graph.edges}
         for etype, name in name_of.items():
             if name in graph.edges:
-                raise ConfigError(f"reverse edges of {etype} exist already, as {name}; leave them out")
+                raise ConfigError(
+                    f"reverse edges of {etype} exist already, as {name}; leave --add-reverse-edges out"
+                )
         edges = {name_of[etype]: (dst, src) for etype, (src, dst) in graph.edges.items()}
         ids = {name_of[etype]: ids for etype, ids in graph.edge_ids.items()}
         return replace(graph, edges={**graph.edges, **edges}, edge_ids={**graph.edge_ids, **ids})
-    ((src, dst),) = graph.edges.values()
+    ((etype, (src, dst)),) = graph.edges.items()
+    if not len(src):
+        return graph
     if workspace is not None:
-        workspace.remaining(40 * len(src), 0, "finding the edges without an opposite one")
-    forward = src * np.int64(graph.total_nodes) + dst
-    backward = dst * np.int64(graph.total_nodes) + src
+        columns = graph.edge_data.get(etype, {}).values()
+        widest = max([8, *(math.prod(one.shape[1:]) * one.dtype.itemsize for one in columns)])
+        workspace.remaining((24 + widest) * len(src), 0, "finding the edges without an opposite one")
+    forward = _edge_keys(src, dst, graph.total_nodes)
     forward.sort()
-    at = np.searchsorted(forward, backward)
-    lacking = np.flatnonzero(forward[np.minimum(at, len(forward) - 1)] != backward)
-    more = dst[lacking], src[lacking]
-    return _with_edges(graph, more, lambda column: column[lacking], "reverse edges", workspace)
+    lacking = []
+    for piece in pieces(len(src), _AT_ONCE):
+        keys = _edge_keys(dst[piece], src[piece], graph.total_nodes)
+        at = np.minimum(np.searchsorted(forward, keys), len(forward) - 1)
+        lacking.append(piece.start + np.flatnonzero(forward[at] != keys))
+    del forward
+    rows = np.concatenate(lacking)
+    del lacking
+    return _with_edges(graph, (dst[rows], src[rows]), rows, "reverse edges", workspace)
 
 
 def _with_self_loops(graph: RawGraph, workspace: Workspace | None) -> RawGraph:
-    if not graph.is_homogeneous:
-        raise ConfigError(
-            f"self-loops are added to graphs with one edge type, and {graph.name} has {len(graph.edges)}; "
-            "models for several types have a weight for a node's own row: leave --add-self-loops out"
-        )
     ((src, dst),) = graph.edges.values()
     lacks = np.ones(graph.total_nodes, np.bool_)
-    for piece in pieces(len(src), 1 << 20):
+    for piece in pieces(len(src), _AT_ONCE):
         lacks[src[piece][src[piece] == dst[piece]]] = False
-    nodes = np.flatnonzero(lacks).astype(src.dtype)
-
-    def ones(column: Array) -> Array:
-        return np.ones((len(nodes), *column.shape[1:]), column.dtype)
-
-    return _with_edges(graph, (nodes, nodes), ones, "self-loops", workspace)
+    nodes = np.flatnonzero(lacks).astype(src.dtype, copy=False)
+    return _with_edges(graph, (nodes, nodes), None, "self-loops", workspace)
 
 
 def _with_edges(
-    graph: RawGraph,
-    ends: tuple[Array, Array],
-    rows_of: Callable[[Array], Array],
-    what: str,
-    workspace: Workspace | None,
+    graph: RawGraph, ends: tuple[Array, Array], rows: Array | None, what: str, workspace: Workspace | None
 ) -> RawGraph:
-    """Return a homogeneous ``graph`` with more edges, the last ones; ``rows_of`` makes theirs of a column."""
+    """Return a homogeneous ``graph`` with more edges, the last ones, with the columns of ``rows``, or 1."""
     ((etype, (src, dst)),) = graph.edges.items()
-    columns = dict(graph.edge_data.get(etype, {}))
-    joined = [(src, ends[0].astype(src.dtype)), (dst, ends[1].astype(dst.dtype))]
-    for name, column in columns.items():
-        more = rows_of(column)
-        joined.append((column, np.zeros_like(more) if name in SPLITS else more))
-    if etype in graph.edge_ids:
-        joined.append((graph.edge_ids[etype], np.arange(len(src), len(src) + len(ends[0]))))
+    columns, count = graph.edge_data.get(etype, {}), len(ends[0])
 
-    def chunks(one: Array, more: Array) -> Iterator[Array]:
-        yield from (one[piece] for piece in pieces(max(len(one), 1), 1 << 20))
+    def joined(one: Array, more: Array | None, name: str = "") -> Iterator[Array]:
+        yield from (one[piece] for piece in pieces(max(len(one), 1), _AT_ONCE))
+        if name in SPLITS:
+            more = np.zeros((count, *one.shape[1:]), one.dtype)
+        elif more is None:
+            more = np.ones((count, *one.shape[1:]), one.dtype) if rows is None else one[rows]
         yield more.astype(one.dtype, copy=False)
 
-    found = concatenated(workspace, what, [partial(chunks, *one) for one in joined], len(joined) * len(src))
-    found = [array.reshape(-1, *one.shape[1:]) for array, (one, _) in zip(found, joined, strict=True)]
+    makers = [partial(joined, src, ends[0]), partial(joined, dst, ends[1])]
+    makers += [partial(joined, column, None, name) for name, column in columns.items()]
+    if etype in graph.edge_ids:
+        makers.append(partial(joined, graph.edge_ids[etype], np.arange(len(src), len(src) + count)))
+    found = concatenated(workspace, what, makers, len(makers) * (len(src) + count))
+    data = zip(columns.items(), found[2:], strict=False)
     return replace(
         graph,
         edges={etype: (found[0], found[1])},
-        edge_data={etype: dict(zip(columns, found[2:], strict=False))},
+        edge_data={etype: {name: more.reshape(-1, *one.shape[1:]) for (name, one), more in data}},
         edge_ids={etype: found[-1]} if etype in graph.edge_ids else {},
     )
 
 
 def _with_rows_normalized(graph: RawGraph, workspace: Workspace | None) -> RawGraph:
     node_data = {ntype: dict(columns) for ntype, columns in graph.node_data.items()}
-    named = {ntype: columns[FEATURE] for ntype, columns in node_data.items() if FEATURE in columns}
-    if not named:
-        raise ConfigError(f"{graph.name} has no features {FEATURE!r}; leave --normalize-features out")
-    for ntype, column in named.items():
+    for ntype, columns in node_data.items():
+        column = columns.get(FEATURE)
         if isinstance(column, SparseRows):
             rows = np.repeat(np.arange(column.shape[0]), np.diff(column.indptr))
             sums = np.bincount(rows, np.abs(column.values.astype(np.float64)))
-            node_data[ntype][FEATURE] = replace(column, values=_divided(column.values, sums[rows]))
-        else:
-            chunks = [partial(_normalized, column)]
-            (rows,) = concatenated(workspace, f"features {ntype}", chunks, len(column))
-            node_data[ntype][FEATURE] = rows.reshape(column.shape)
+            columns[FEATURE] = replace(column, values=_divided(column.values, sums[rows]))
+        elif column is not None:
+            chunks, name = [partial(_normalized, column)], f"features {safe_name(ntype)}"
+            (rows,) = concatenated(workspace, name, chunks, column.size)
+            columns[FEATURE] = rows.reshape(column.shape)
     return replace(graph, node_data=node_data)
 
 
 def _normalized(column: Array) -> Iterator[Array]:
     row_size = max(1, math.prod(column.shape[1:]))
-    for piece in pieces(max(len(column), 1), max(1, (1 << 20) // row_size)):
+    for piece in pieces(max(len(column), 1), max(1, _AT_ONCE // row_size)):
         rows = column[piece].reshape(-1, row_size)
         yield _divided(rows, np.abs(rows.astype(np.float64)).sum(axis=1, keepdims=True))
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import final
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.live import Live
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 
@@ -39,11 +44,12 @@ def progress(
     total: int,
     *,
     enabled: bool = True,
-    figures: Callable[[], Mapping[str, str]] | None = None,
+    figures: Callable[[float, float], str] | None = None,
 ) -> Iterator[Advance]:
     """Show the progress of ``total`` units on standard error and yield its handle.
 
-    On a terminal ``figures`` (name -> value), called from another thread, are a live table in place of a bar.
+    On a terminal, what ``figures`` returns for units done and units per second stands in place of the bar;
+    it is called from another thread.
     """
     if not enabled:
         yield Advance(_nothing, _nothing, _nothing)
@@ -53,21 +59,9 @@ def progress(
         console.print(f"{description} ...")
         yield Advance(_lines(description, total, console.print), console.print, _nothing)
         return
-    if figures is not None:
-        states = [""]
-
-        def table() -> Table:
-            now = figures()
-            found = Table(*now, title=description, caption=Text(states[-1]), box=SIMPLE_HEAD)
-            found.add_row(*now.values())
-            return found
-
-        with Live(get_renderable=table, console=console, refresh_per_second=2, transient=True):
-            yield Advance(_nothing, console.print, states.append)
-        return
     columns = (
         TextColumn("{task.description}"),
-        BarColumn(),
+        BarColumn() if figures is None else _Figures(figures),
         TextColumn("{task.percentage:>3.0f} %"),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
@@ -79,6 +73,16 @@ def progress(
             console.print,
             lambda state: bar.update(task, description=f"{description} | {state}"),
         )
+
+
+@final
+class _Figures(ProgressColumn):
+    def __init__(self, figures: Callable[[float, float], str]) -> None:
+        super().__init__()
+        self._figures = figures
+
+    def render(self, task: Task) -> Text:
+        return Text(self._figures(task.completed, task.speed or 0.0))
 
 
 _LINE_S = 30.0

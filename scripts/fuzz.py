@@ -356,6 +356,7 @@ def read_checkpoint(folder: Path) -> str:
 def make_run(folder: Path) -> None:
     from dglx_dist.records import EpochRecord
     from dglx_dist.report.run_folder import write_run
+    from tests.report.test_page import PLAN
 
     counts = dict.fromkeys(("num_samples", "bytes_inside", "bytes_outside", "cache_hits", "cache_misses"), 7)
     times = dict.fromkeys(("seconds", "sample_s", "fetch_s", "wait_s", "compute_s", "exchange_s"), 0.5)
@@ -363,16 +364,19 @@ def make_run(folder: Path) -> None:
     epochs = [EpochRecord(epoch=number, **counts, **times, **rates) for number in range(3)]  # type: ignore[arg-type]
     config = {"data": "d", "launch": "x", "fanout": [10, 5]}
     summary = {"ranks": 2, "epoch_seconds": 0.5, "test_accuracy": 0.5, "phase_seconds": {"wait": 0.1}}
-    write_run(folder, config, epochs, summary, plan={"candidates": [{"name": "a", "bytes": 7}]})
+    write_run(folder, config, epochs, summary, plan=PLAN)
 
 
 def read_run_folder(folder: Path) -> str:
-    from dglx_dist.cli.report import report
-    from dglx_dist.report.run_folder import read_plan
+    from dglx_dist.cli.report import _damage_named, report
+    from dglx_dist.report.page import page_of
+    from dglx_dist.report.run_folder import read_plan, read_run
 
     with contextlib.redirect_stdout(io.StringIO()) as shown:
         report([folder])
-    return digest(shown.getvalue(), read_plan(folder))
+    with _damage_named(folder):
+        page = page_of({"run": read_run(folder)}, "")
+    return digest(shown.getvalue(), read_plan(folder), page)
 
 
 def make_trace(folder: Path) -> None:

@@ -75,6 +75,18 @@ def test_nothing_forbidden_is_imported() -> None:
     assert [wrong for source in [*sources(), *scripts()] for wrong in forbidden(source)] == []
 
 
+def test_only_pictures_load_matplotlib() -> None:
+    # It would cost every rank half a second at start.
+    drawing = ("matplotlib", "dglx_dist.report.pictures")
+    found = {
+        source.name
+        for source in sources()
+        for node in source.nodes
+        if isinstance(node, ast.ImportFrom) and node.col_offset == 0 and str(node.module).startswith(drawing)
+    }
+    assert found == {"report/pictures.py"}
+
+
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [

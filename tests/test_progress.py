@@ -31,24 +31,27 @@ def test_a_line_stands_above_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "100 %" in screen.getvalue()
 
 
-def test_a_terminal_gets_a_live_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_gets_figures_in_place_of_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
     monkeypatch.setattr("sys.stderr", screen)
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "90")
-    now = {"epoch": "3", "time left": "0:00:17", "bytes (rank 0)": "5 MB"}
-    with progress("training", 2, figures=lambda: now) as advance:
+
+    def figures(done: float, speed: float) -> str:
+        return f"step {done:.0f}\n{speed:.0f} steps/s"
+
+    with progress("training", 2, figures=figures) as advance:
         advance(1)
         advance.say("epoch 2: loss [0.5]")
         advance.show("workers 4")
     shown = screen.getvalue()
     assert "epoch 2: loss [0.5]\n" in shown
-    for text in ("training", "time left", "0:00:17", "5 MB", "workers 4"):
+    for text in ("training", "step 1", "0 steps/s", "50 %", "workers 4"):
         assert text in shown
 
 
-def test_without_a_terminal_a_live_table_is_lines(capfd: pytest.CaptureFixture[str]) -> None:
-    with progress("training", 2, figures=dict) as advance:
+def test_without_a_terminal_figures_are_lines(capfd: pytest.CaptureFixture[str]) -> None:
+    with progress("training", 2, figures=lambda done, speed: "") as advance:
         advance.say("epoch 0: loss 0.5")
     assert capfd.readouterr() == ("", "training ...\nepoch 0: loss 0.5\n")
 

@@ -13,6 +13,7 @@ from dglx_dist.comm.topology import launched_by_torchrun, read_topology
 from dglx_dist.data.external_memory import Ranks
 from dglx_dist.data.ingest.config import IngestPlan, read_config
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
+from dglx_dist.data.sources import FORMATS
 from dglx_dist.errors import ConfigError
 from dglx_dist.options import by_name, common_fields, literals, option
 from dglx_dist.records import FEATURE
@@ -67,9 +68,7 @@ class PartitionCommand(PartitionOptions):
 
     data: str = option(
         ...,
-        "`synthetic`, `synthetic:nodes=20000,degree=25,seed=0`, a `.npz` of arrays or of a SciPy matrix, a "
-        "`.bin` of saved DGL graphs, a `.pt` of tensors (PyG), NetworkX's `.graphml`, `.gexf` or `.json`, a "
-        "`.txt.gz` of edges (SNAP), a folder of CSV / Parquet tables, `dgl:CoraGraphDataset`, "
+        f"`synthetic`, `synthetic:nodes=20000,degree=25,seed=0`, {FORMATS}, `dgl:CoraGraphDataset`, "
         "`ogb:ogbn-arxiv`, a dataset of one part, as `dglx ingest` writes it.",
         metavar="DATA",
     )
@@ -176,7 +175,10 @@ def partition(config: PartitionCommand) -> None:
             )
             # Models of several types have trainable rows of their own.
             if graph.is_homogeneous and not any(FEATURE in data for data in graph.node_data.values()):
-                tell(f"note: there are no features (a column {FEATURE!r}); `dglx train` needs --embeddings N")
+                tell(
+                    f"note: there are no features (a column {FEATURE!r}); `dglx train --embeddings 64` "
+                    "trains rows in their place"
+                )
             quality = partition_to_disk(graph, out, plan, workspace=workspace)
     tell(
         f"cut {quality.edge_cut:.1%} of the edges; replication factor {quality.replication_factor:.2f}; "

@@ -206,17 +206,20 @@ def report(
     Examples: `dglx report runs/demo`, `dglx report runs/a runs/b --html both.html` and
     `dglx report trace.json --batches 20:23`
     """
-    folder, *more = folders
+    # The same folder twice is one run.
+    folder, *more = folders = list({one.resolve(): one for one in folders}.values())
     if folder.is_file() and not more and html is None:
         report_trace(folder, read_batches(batches))
         return
     if batches is not None:
         raise ConfigError(f"--batches {batches} is for a trace, and {folder} is none; give the trace's file")
     if html is not None:
+        from dglx_dist.report.page import check_page
+
         check_picture(html, "--html", "page.html")
+        check_page(html)
     if more or html is not None:
-        with _damage_named(folder if not more else Path("one of the runs")):
-            _report_runs(folders, html)
+        _report_runs(folders, html)
     if more:
         return
     from dglx_dist.report.pictures import draw
@@ -238,15 +241,21 @@ def report(
 
 
 def _report_runs(folders: Sequence[Path], html: Path | None) -> None:
-    from dglx_dist.report.page import write_page
-    from dglx_dist.report.run_folder import read_run
+    from dglx_dist.report.page import page_of, write_page
+    from dglx_dist.report.run_folder import Run, read_run
     from dglx_dist.report.tables import runs_table, summarise
 
     names = [one.resolve().name for one in folders]
-    named = zip(names, folders, strict=True)
-    runs = {str(one) if names.count(name) > 1 else name: read_run(one) for name, one in named}
+    runs, summaries = dict[str, Run](), dict[str, Mapping[str, object]]()
+    for name, folder in zip(names, folders, strict=True):
+        shown = str(folder) if names.count(name) > 1 else name
+        with _damage_named(folder):
+            run = runs[shown] = read_run(folder)
+            summaries[shown] = run.summary or summarise({}, run.epochs)
+            # Of each alone, so that the message names the damaged one.
+            _ = runs_table({shown: summaries[shown]}) if html is None else page_of({shown: run}, "")
     if len(runs) > 1:
-        show(runs_table({name: run.summary or summarise({}, run.epochs) for name, run in runs.items()}))
+        show(runs_table(summaries))
     if html is not None:
         write_page(runs, html)
         write(f"page: {html}")

@@ -38,7 +38,6 @@ from dglx_dist.options import common_fields
 from dglx_dist.planner.workload import check_plannable
 from dglx_dist.records import FEATURE, LABEL, EdgeType, EpochRecord
 from dglx_dist.report import run_folder
-from dglx_dist.report.pictures import draw
 from dglx_dist.report.run_folder import PICTURE, SUMMARY, append_epoch, read_epochs, start_run, write_run
 from dglx_dist.report.tables import run_title, spread, summarise
 from dglx_dist.strategies.base import AUTO, WrappedModel, strategy_of
@@ -486,6 +485,9 @@ def _cache_features(plan: TrainConfig, g: DistGraph, target: Target, policy: str
 
 
 def _draw(epochs: Sequence[EpochRecord], folder: Path, title: str) -> None:
+    # Imported here: Matplotlib costs every other rank half a second.
+    from dglx_dist.report.pictures import draw
+
     try:
         draw(epochs, folder / PICTURE, title=title)
     except OSError as error:

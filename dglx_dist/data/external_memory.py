@@ -584,8 +584,8 @@ def concatenated(
 SHOWN_FROM = 1_000_000
 """Progress is shown for as many values, or nodes, or more."""
 _KEY, _LOCK = "key.json", "lock"
-_OF_SOURCE = ("arrays", "edges", "generator", "ids-", "synthetic")
-"""Stages that are only copies of the source."""
+_OF_SOURCE = ("arrays", "edges", "features", "generator", "ids-", "reverse edges", "self-loops", "synthetic")
+"""Stages that are only copies of the source, or soon made from it."""
 _IN_MEMORY = Path("/dev/shm")  # refused, not used
 _KINDS_IN_MEMORY = ("tmpfs", "ramfs")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import importlib
+import io
 import json
 import logging
 import math
@@ -13,6 +14,7 @@ import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any, final
@@ -31,7 +33,7 @@ from dglx_dist.data.sources import (
     standard_columns,
     suffix_of,
 )
-from dglx_dist.data.storage.files import readable_bytes
+from dglx_dist.data.storage.files import machine_memory, read_small, readable_bytes
 from dglx_dist.data.tables import as_numpy, graph_of_tables, id_column
 from dglx_dist.data.validate import check_ids, check_whole
 from dglx_dist.errors import ConfigError, DatasetError, DglxError
@@ -57,12 +59,12 @@ _STRUCTURE = {
     *("num_classes", "num_nodes", "num_etypes", "num_entities", "num_relations", "both_directions", "split"),
     *_SPARSE,
 }
-_MEANT = {FEATURE, LABEL, *OTHER_NAMES, *SPLITS}
+_REQUIRED_LENGTH = {FEATURE, LABEL, *OTHER_NAMES, *SPLITS}
 """Columns that training looks for; one of the wrong length is an error."""
 # NumPy reads an array's header before its checksum, so a damaged archive raises any of these.
 _UNREADABLE = (
     *(zipfile.BadZipFile, zlib.error, tokenize.TokenError, EOFError, OSError),
-    *(ValueError, TypeError, AttributeError, RuntimeError, MemoryError),
+    *(ValueError, TypeError, AttributeError, LookupError, RuntimeError, MemoryError),
 )
 
 
@@ -97,7 +99,7 @@ def graph_of_arrays(arrays: Mapping[str, Array], name: str, where: str) -> RawGr
     Raises:
         DatasetError: ends of edges, or columns with a meaning, are missing or of the wrong kind or length.
     """
-    arrays = _named_as_ours(arrays, where)
+    arrays = _rename_pyg(arrays, where)
     needed = ("head", "rel", "tail") if "head" in arrays else ("src", "dst")
     _require(arrays, needed, where)
     source_ids, destination_ids = (_ids(arrays[name], name, where) for name in (needed[0], needed[-1]))
@@ -124,21 +126,23 @@ def graph_of_arrays(arrays: Mapping[str, Array], name: str, where: str) -> RawGr
     )
 
 
-_OF_MATRIX = {"format", "shape", "data"}
 _OF_PYG = {"x": FEATURE, "y": LABEL, "edge_type": "etype"}
 
 
-def _named_as_ours(arrays: Mapping[str, Array], where: str) -> Mapping[str, Array]:
+def _rename_pyg(arrays: Mapping[str, Array], where: str) -> Mapping[str, Array]:
     if "edge_index" not in arrays:
         return arrays
     index = arrays["edge_index"]
     if index.ndim != 2 or len(index) != 2:
         raise DatasetError(f"{where}: edge_index has shape {index.shape}; expected (2, edges)")
     others = {_OF_PYG.get(name, name): array for name, array in arrays.items() if name != "edge_index"}
-    return {"src": index[0], "dst": index[1], **others}
+    # Those of nodes, also where there are as many edges.
+    counted = [others[name] for name in (FEATURE, LABEL) if name in others and others[name].ndim]
+    num_nodes = {"num_nodes": np.array(len(counted[0]))} if counted else {}
+    return {"src": index[0], "dst": index[1], **num_nodes, **others}
 
 
-def _of_matrix(path: Path) -> dict[str, Array]:
+def _read_matrix(path: Path) -> dict[str, Array]:
     matrix = importlib.import_module("scipy.sparse").load_npz(path)
     if matrix.format in ("csr", "csc", "bsr"):
         # Compiled code follows its pointers.
@@ -158,14 +162,14 @@ def _read(path: Path, workspace: Workspace | None) -> dict[str, Array]:
         raise DatasetError(f"there is no file {path.absolute()}; expected a .npz file")
     try:
         with np.load(path, allow_pickle=False) as stored:
-            if set(stored.files) >= _OF_MATRIX:
+            if set(stored.files) >= {"format", "shape", "data"}:
                 num_bytes = 4 * sum(member.file_size for member in stored.zip.infolist())
                 if workspace is not None and not workspace.holds(num_bytes):
                     raise ConfigError(
                         f"{path}: a matrix is read at once, in {readable_bytes(num_bytes)}; grant more "
                         "--memory, or save its rows and columns as src and dst"
                     )
-                return _of_matrix(path)
+                return _read_matrix(path)
             if workspace is not None:
                 return _unpacked(path, workspace)
             found, pickled = {}, []
@@ -173,10 +177,10 @@ def _read(path: Path, workspace: Workspace | None) -> dict[str, Array]:
                 try:
                     found[name] = stored[name]
                 except ValueError as error:
-                    if "allow_pickle" not in str(error) or name in _STRUCTURE | _MEANT:
+                    if "allow_pickle" not in str(error) or name in _STRUCTURE | _REQUIRED_LENGTH:
                         raise
                     pickled.append(name)
-            _tell_ignored(str(path), pickled, "pickled objects, which are never loaded")
+            _warn_ignored(str(path), pickled, "pickled objects, which are never loaded")
             return found
     except DglxError:  # which are errors of Python, too
         raise
@@ -257,12 +261,19 @@ def _count(arrays: Mapping[str, Array], name: str, where: str) -> int:
 
 
 def _num_nodes(arrays: Mapping[str, Array], source_ids: Array, destination_ids: Array, where: str) -> int:
-    for name in ("num_nodes", "num_entities"):
-        if name in arrays:
-            return _count(arrays, name, where)
-    of_nodes = [arrays[name] for name in (FEATURE, LABEL, *OTHER_NAMES) if name in arrays]
-    counts = [len(column) for column in of_nodes if column.ndim and len(column) != len(source_ids)]
-    return max(*counts, *(1 + int(ids.max(initial=-1)) for ids in (source_ids, destination_ids)))
+    given = [name for name in ("num_nodes", "num_entities") if name in arrays]
+    if given:
+        found = _count(arrays, given[0], where)
+    else:
+        of_nodes = [arrays[name] for name in (FEATURE, LABEL, *OTHER_NAMES) if name in arrays]
+        counts = [len(column) for column in of_nodes if column.ndim and len(column) != len(source_ids)]
+        found = max(*counts, *(1 + int(ids.max(initial=-1)) for ids in (source_ids, destination_ids)))
+    if 8 * found > machine_memory()[0]:
+        raise DatasetError(
+            f"{where}: there are {found} nodes by num_nodes or the largest id, and one number for each takes "
+            f"{readable_bytes(8 * found)}, more than this machine has; number them from 0 without gaps"
+        )
+    return found
 
 
 def _columns(
@@ -279,7 +290,7 @@ def _columns(
             of_nodes[name] = array
         elif rows == num_edges:
             of_edges[name] = array
-        elif name in _MEANT:
+        elif name in _REQUIRED_LENGTH:
             raise DatasetError(
                 f"{where}: array {name!r} has shape {array.shape}, which is neither one row for each of the "
                 f"{num_nodes} nodes nor one for each of the {num_edges} edges"
@@ -287,7 +298,7 @@ def _columns(
         else:
             ignored.append(f"{name} {array.shape}")
     why = f"a row neither for each of the {num_nodes} nodes nor for each of the {num_edges} edges"
-    _tell_ignored(where, ignored, why)
+    _warn_ignored(where, ignored, why)
     if any(name in arrays for name in _SPARSE):
         _require(arrays, _SPARSE, where)
         values = arrays["feat_data"]
@@ -315,6 +326,7 @@ def _by_relation(
 ) -> tuple[dict[EdgeType, tuple[Array, Array]], dict[EdgeType, dict[str, Array]]]:
     relation = _ids(relation, "rel or etype", where)
     if names is None:
+        check_ids(relation, 1 << 20, "rel or etype", where, what="relation")
         names = np.array([f"r{code}" for code in range(int(relation.max(initial=-1)) + 1)])
     check_ids(relation, len(names), "rel or etype", where, what="relation")
     _same_length(source_ids, relation, "relations", where)
@@ -370,8 +382,11 @@ class TorchSource(DatasetSource):
         import torch
 
         where, remedy = str(self._path), "save a dict of tensors: for PyG torch.save(data.to_dict(), FILE)"
-        # Older formats of torch have no limits to what they run.
-        if not zipfile.is_zipfile(self._path):
+        head = b""
+        with suppress(OSError), self._path.open("rb") as file:
+            head = file.read(4)
+        # As torch decides: it reads any other file by older formats, which run more than tensors need.
+        if head != b"PK\x03\x04":
             raise DatasetError(f"{where}: absent, no file of torch.save, or cut off; {remedy}")
         try:
             values = torch.load(self._path, map_location="cpu", weights_only=True)
@@ -379,9 +394,7 @@ class TorchSource(DatasetSource):
             classes = re.findall(r"GLOBAL ([\w.]+)", str(error))
             problem = f"holds the class {classes[0]}, which is never loaded" if classes else "is damaged"
             raise DatasetError(f"{where}: {problem}; {remedy}") from error
-        if not isinstance(values, dict) or any(
-            isinstance(value, dict) and value for value in values.values()
-        ):
+        if not isinstance(values, dict) or any(isinstance(one, dict) and one for one in values.values()):
             raise DatasetError(f"{where}: holds no dict of tensors, or one of several types; {remedy}")
         arrays, ignored = {}, []
         for name, value in values.items():
@@ -391,93 +404,97 @@ class TorchSource(DatasetSource):
                 arrays[str(name)] = np.array(value)
             else:
                 ignored.append(str(name))
-        _tell_ignored(where, ignored, "no dense tensor")
+        _warn_ignored(where, ignored, "no dense tensor")
         return graph_of_arrays(arrays, self._path.stem, where)
+
+
+_LARGEST = 1 << 28
 
 
 @final
 class NetworkxSource(DatasetSource):
-    """A file of NetworkX: ``.graphml``, ``.gexf``, ``.adjlist``, node-link ``.json``, also with ``.gz``.
+    """A file of NetworkX of at most 256 MiB: ``.graphml``, ``.gexf``, node-link ``.json``, also with ``.gz``.
 
-    Edges of an undirected graph are stored in both directions, those of an ``.adjlist``, which does not say
-    what it is, as they stand. Attributes mean what columns of tables do
-    (:class:`dglx_dist.data.tables.TablesSource`); texts, and those that some lack, are ignored with a
-    warning. Takes no options.
+    Edges of an undirected graph are stored in both directions; the second one has no mask. Attributes mean
+    what columns of tables do (:class:`dglx_dist.data.tables.TablesSource`); texts, those that some lack, and
+    the labels and ids that each ``.gexf`` has for display, are ignored. Takes no options.
     """
+
+    memory_per_byte = 20
 
     def load(self) -> RawGraph:
         where, kind = str(self._path), suffix_of(self._path)
         try:
-            graph = _read_networkx(self._path, kind)
-            return _graph_of_networkx(graph, self._path.name.removesuffix(kind), where)
-        except DatasetError:
-            raise
+            content = read_small(self._path, _LARGEST)
+            if self._path.suffix == ".gz":
+                with gzip.open(io.BytesIO(content)) as file:
+                    content = file.read(_LARGEST + 1)
+            if len(content) > _LARGEST:
+                raise ValueError(f"it has more than {readable_bytes(_LARGEST)}; save its edges as a .txt")
+            graph = _read_networkx(content, kind.removesuffix(".gz"))
         # Each reader raises others where a file is damaged.
         except Exception as error:
             raise DatasetError(
                 f"{where}: not a readable {kind} of NetworkX, or cut off: {str(error) or repr(error)}"
             ) from error
+        nodes, edges = list(graph.nodes(data=True)), list(graph.edges(data=True))
+        if not graph.is_directed():
+            edges += [(v, u, _without_split(data)) for u, v, data in edges if u != v]
+        # XML makes texts of numbers.
+        texts = [str(node) for node, _ in nodes]
+        id_of: Any = int if all(len(t) < 19 and t.isdecimal() and str(int(t)) == t for t in texts) else str
+        nodes.sort(key=lambda node: int(node[0]) if id_of is int else 0)
+        of_nodes = _attributes([data for _, data in nodes], f"{where}, nodes")
+        of_edges = _attributes([data for *_, data in edges], f"{where}, edges")
+        of_nodes["id"] = pa.array([id_of(node) for node, _ in nodes])
+        of_edges |= {
+            "src": pa.array([id_of(u) for u, *_ in edges]),
+            "dst": pa.array([id_of(v) for _, v, _ in edges]),
+        }
+        tables = {NODE_TYPE: (where, pa.table(of_nodes))}, {EDGE_TYPE: (where, pa.table(of_edges))}
+        return graph_of_tables(self._path.name.removesuffix(kind), *tables)
 
 
-def _read_networkx(path: Path, kind: str) -> Any:
+def _read_networkx(content: bytes, kind: str) -> Any:
     networkx = importlib.import_module("networkx")
-    kind = kind.removesuffix(".gz")[1:]
-    if kind == "json":
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            found = json.load(file)
-        graph = networkx.MultiDiGraph() if found.get("directed", False) else networkx.MultiGraph()
-        graph.add_nodes_from((node.pop("id"), node) for node in found["nodes"])
-        links = found["links"] if "links" in found else found["edges"]
-        graph.add_edges_from((one.pop("source"), one.pop("target"), one) for one in links)
-        return graph
-    given = {"create_using": networkx.MultiDiGraph} if kind in ("adjlist", "edgelist") else {}
-    graph = getattr(networkx, f"read_{kind}")(path, **given)
-    if kind == "gexf":
-        # The format gives each node a text to show, and each edge an id.
-        shown = {data.get(LABEL) for _, data in graph.nodes(data=True)}
-        for _, data in graph.nodes(data=True) if len(shown) == len(graph) else ():
-            data.pop(LABEL, None)
-        for *_, data in graph.edges(data=True):
-            data.pop("id", None)
+    if kind == ".json":
+        found = json.loads(content)
+        json.dumps(found, ensure_ascii=False).encode()  # fails for half characters, which UTF-8 cannot store
+        return networkx.node_link_graph(found, edges="links" if "links" in found else "edges")
+    # Entities that name each other grow without limit; UTF-16 has a zero in each character of it.
+    if b"<!ENTITY" in content.replace(b"\0", b""):
+        raise ValueError("it declares entities (<!ENTITY), which are never expanded")
+    graph = getattr(networkx, f"read_{kind[1:]}")(io.BytesIO(content))
+    for *_, data in chain(graph.nodes(data=True), graph.edges(data=True)) if kind == ".gexf" else ():
+        data.pop(LABEL, None)
+        data.pop("id", None)
     return graph
 
 
-def _graph_of_networkx(graph: Any, name: str, where: str) -> RawGraph:
-    nodes, edges = dict(graph.nodes(data=True)), list(graph.edges(data=True))
-    if not graph.is_directed():
-        edges += [(v, u, data) for u, v, data in edges if u != v]
-    # These formats make texts of numbers.
-    is_whole = all(isinstance(one, str) and one.isdecimal() and str(int(one)) == one for one in nodes)
-    if is_whole:
-        nodes = {one: nodes[one] for one in sorted(nodes, key=int)}
-    new = {one: int(one) if is_whole else one for one in nodes}
-    of_nodes = _attributes(list(nodes.values()), f"{where}, nodes")
-    of_edges = _attributes([data for *_, data in edges], f"{where}, edges")
-    of_edges |= {"src": [new[edge[0]] for edge in edges], "dst": [new[edge[1]] for edge in edges]}
-    tables = pa.table({**of_nodes, "id": list(new.values())}), pa.table(of_edges)
-    return graph_of_tables(name, {NODE_TYPE: (where, tables[0])}, {EDGE_TYPE: (where, tables[1])})
+def _without_split(data: Mapping[str, Any]) -> dict[str, Any]:
+    # An edge is a target once.
+    kept = {name: one for name, one in data.items() if name != "split"}
+    return kept | {name: type(data[name])() for name in SPLITS if name in data}
 
 
 def _attributes(rows: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any]:
-    """Return the attributes that columns of tables may hold; the others are named in one warning."""
-    columns: dict[str, Any] = {}
-    ignored = []
+    columns, ignored = {}, []
     for name in dict.fromkeys(chain.from_iterable(rows)):
         try:
             column = pa.array([row.get(name) for row in rows])
         except (pa.ArrowException, OverflowError):
             column = pa.nulls(len(rows))
-        kind = column.type.value_type if pa.types.is_list(column.type) else column.type
+        kind = getattr(column.type, "value_type", column.type)
         is_number = pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)
         if (is_number and not column.null_count) or (name in (LABEL, "split") and not pa.types.is_null(kind)):
             columns[name] = column
         else:
             ignored.append(str(name))
-    _tell_ignored(where, ignored, "not a number in each")
+    _warn_ignored(where, ignored, "not a number in each")
     return columns
 
 
-def _tell_ignored(where: str, names: Sequence[str], why: str) -> None:
+def _warn_ignored(where: str, names: Sequence[str], why: str) -> None:
     if names:
         _LOG.warning("%s: ignored %s: %s", where, ", ".join(names), why)
 
@@ -489,37 +506,43 @@ class EdgeListSource(DatasetSource):
     Between them are spaces, tabs or commas; ``#`` (or ``%`` where the text begins with it) starts a comment.
     Ids other than 0..N-1, or of text, are kept as the user's ids. One further column is ``weight``, more are
     ``column2``, ``column3`` ... Edges are taken as they stand: ``--add-reverse-edges`` is for lists with each
-    edge once. NetworkX's ``.edgelist`` may have its dicts of attributes. Takes no options.
+    edge once. Takes no options.
     """
 
     def load(self) -> RawGraph:
         import pandas as pd
 
-        path, where, is_packed = self._path, str(self._path), self._path.suffix == ".gz"
+        path, where, is_gzip = self._path, str(self._path), self._path.suffix == ".gz"
         try:
-            with gzip.open(path) if is_packed else path.open("rb") as file:
+            with gzip.open(path) if is_gzip else path.open("rb") as file:
                 head = file.readline()
                 lines = (line.strip() for line in chain([head], file))
                 first = next((line for line in lines if line and not line.startswith((b"#", b"%"))), b"")
-            if b"{" in first:
-                return NetworkxSource(where, {}).load()
             read = pd.read_csv(
                 path,
                 sep="," if b"," in first else r"\s+",
                 comment="%" if head.startswith(b"%") else "#",
                 header=None,
-                compression="gzip" if is_packed else None,
+                compression="gzip" if is_gzip else None,
                 low_memory=False,
+                skipinitialspace=True,
+                # Quotes, and texts such as NA, are parts of ids.
+                quoting=3,
+                keep_default_na=False,
+                na_values=[""],
             )
         except (ValueError, EOFError, OSError, zlib.error) as error:
             raise DatasetError(f"{where}: not a readable list of edges, or cut off: {error}") from error
+        line = repr(first.decode(errors="replace"))
         if read.shape[1] < 2:
-            raise DatasetError(f"{where}: the line {first.decode(errors='replace')!r} has not two ids")
+            raise DatasetError(f"{where}: the line {line} has not two ids")
+        ends = [[re.fullmatch(r"-?\d+", str(one)) for one in row] for row in read.iloc[:2, :2].to_numpy()]
+        if len(ends) == 2 and all(ends[1]) and not any(ends[0]):
+            raise DatasetError(f"{where}: the line {line} is a header; begin it with #")
         others = ["weight"] if read.shape[1] == 3 else [f"column{n}" for n in range(2, read.shape[1])]
         table = pa.Table.from_pandas(read.set_axis(["src", "dst", *others][: read.shape[1]], axis=1))
         for name in ("src", "dst"):
             ids = id_column(table, name, where)
             if ids.is_whole:
                 ids.refuse(as_numpy(pc.less(ids.values, 0)), "is negative; ids are 0 or more", "node id ")
-        name = path.name.removesuffix(suffix_of(path))
-        return graph_of_tables(name, {}, {EDGE_TYPE: (where, table)})
+        return graph_of_tables(path.name.removesuffix(suffix_of(path)), {}, {EDGE_TYPE: (where, table)})

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import gzip
 import importlib
 import importlib.util
 import inspect
 import os
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
@@ -54,6 +57,9 @@ class DatasetSource(ABC):
 
     external: ClassVar[bool] = False
     """Whether :attr:`workspace` is used, so that a graph may be larger than the memory granted."""
+
+    memory_per_byte: ClassVar[int] = 4
+    """Memory of :meth:`load` by bytes of its (uncompressed) files: a number in a text takes 8 bytes."""
 
     workspace: Workspace | None = None
     """Set before :meth:`load` where the memory is limited."""
@@ -375,13 +381,15 @@ _SOURCE_OF_SUFFIX = {
     ".npz": "npz",
     **dict.fromkeys((".bin", ".dgl"), "dgl_binary"),
     **dict.fromkeys((".pt", ".pth"), "torch"),
-    **dict.fromkeys((".graphml", ".gexf", ".adjlist", ".json"), "networkx"),
+    **dict.fromkeys((".graphml", ".gexf", ".json"), "networkx"),
     **dict.fromkeys((".txt", ".edgelist", ".edges"), "edge_list"),
 }
-_EXPECTED = (
-    "a .npz file, a .bin file of saved DGL graphs, a folder of CSV / Parquet tables, a .txt.gz of edges, a "
-    "file of NetworkX (.graphml, .gexf, .json), a .pt of tensors, or NAME:WHERE with NAME one of"
+FORMATS = (
+    "a `.npz` of arrays or of a SciPy matrix, a `.bin` of saved DGL graphs, a `.pt` of tensors (PyG), "
+    "NetworkX's `.graphml`, `.gexf` or `.json`, a `.txt` of edges (SNAP), these four also with `.gz`, a "
+    "folder of CSV / Parquet tables"
 )
+"""What :func:`load_dataset` reads from a path."""
 
 
 def suffix_of(path: Path) -> str:
@@ -395,9 +403,8 @@ def load_dataset(
     """Load a graph and check it with :func:`check_raw_graph`; not collective.
 
     Args:
-        spec: ``synthetic``, ``synthetic:nodes=20000,degree=25,seed=0``, a path (``.npz``, ``.bin`` of
-            saved DGL graphs, ``.pt`` of tensors, ``.graphml`` and others of NetworkX, ``.txt.gz`` of edges,
-            a folder of tables), ``dgl:CoraGraphDataset``, ``ogb:ogbn-arxiv``, or a DGLGraph. ``NAME:WHERE``
+        spec: ``synthetic``, ``synthetic:nodes=20000,degree=25,seed=0``, a path (:data:`FORMATS`),
+            ``dgl:CoraGraphDataset``, ``ogb:ogbn-arxiv``, or a DGLGraph. ``NAME:WHERE``
             names the source, whatever the suffix.
         workspace: Limits the memory: a source maps arrays of edges into it, or ConfigError says what can.
         options: Options of the source; see its class.
@@ -415,23 +422,25 @@ def load_dataset(
     source = DATASETS.get(name)(location, options)
     source.workspace = workspace
     if workspace is not None and not source.external:
-        _check_fits(name, Path(location).expanduser(), workspace)
+        _check_fits(name, source.memory_per_byte, Path(location).expanduser(), workspace)
     graph = source.load()
     check_raw_graph(graph, where=str(spec))
     return graph
 
 
-_READING = 4
-"""Memory of reading a file, in its bytes: texts become 8 bytes a number, and columns are converted.
+def _num_bytes(path: Path) -> int:
+    if path.suffix != ".gz":
+        return path.stat().st_size
+    try:
+        with gzip.open(path) as file:
+            return sum(map(len, iter(partial(file.read, 1 << 20), b"")))
+    except (OSError, EOFError, zlib.error) as error:
+        raise DatasetError(f"{path}: damaged or cut off: {error}") from error
 
-Also what a compressed text is shorter by.
-"""
 
-
-def _check_fits(name: str, path: Path, workspace: Workspace) -> None:
+def _check_fits(name: str, per_byte: int, path: Path, workspace: Workspace) -> None:
     files = [one for one in path.rglob("*") if one.is_file()] if path.is_dir() else [path]
-    sizes = (one.stat().st_size * (_READING if one.suffix == ".gz" else 1) for one in files if one.exists())
-    needed = _READING * sum(sizes)
+    needed = per_byte * sum(_num_bytes(one) for one in files if one.exists())
     if needed > workspace.budget.work:
         remedy = "first `dglx ingest` them (docs/ingest.md)" if path.is_dir() else "give an uncompressed .npz"
         raise ConfigError(
@@ -441,7 +450,8 @@ def _check_fits(name: str, path: Path, workspace: Workspace) -> None:
 
 
 def _source_and_location(spec: str) -> tuple[str, str]:
-    path, known = Path(spec).expanduser(), f"{_EXPECTED} {', '.join(DATASETS.names())}"
+    path = Path(spec).expanduser()
+    known = f"{FORMATS}, or NAME:WHERE with NAME one of {', '.join(DATASETS.names())}"
     if path.exists():
         source = "tables" if path.is_dir() else _SOURCE_OF_SUFFIX.get(suffix_of(path).removesuffix(".gz"))
         if source is None:

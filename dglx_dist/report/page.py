@@ -6,23 +6,41 @@ import hashlib
 import json
 import re
 from base64 import b64encode
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any, TypeAlias, final
 
 from dglx_dist.data.storage.files import readable_bytes, replaced_file
 from dglx_dist.errors import ConfigError
-from dglx_dist.report.pictures import COLORS, HIDDEN, INSIDE, OUTSIDE, PHASES
 from dglx_dist.report.run_folder import Run, read_plan
-from dglx_dist.report.tables import flat_cells, readable_seconds, summarise
+from dglx_dist.report.tables import COLORS, HIDDEN, INSIDE, OUTSIDE, PHASES, flat_cells, summarise
 
 Values: TypeAlias = Mapping[str, Any]
 Cells: TypeAlias = Mapping[str, tuple[object, str]]  # column -> value to sort by, and text
+_ABSENT = (None, "-")
 _SPLIT = re.compile(r"(?:^|(?<=[/_ ]))(train|val|test)(?:[/_ ]|$)")
 _DASHES = {"": "solid", "train": "dot", "val": "solid", "test": "dash"}
 _COST = re.compile(r".*_s|seconds|num_samples|cache_.*|bytes_.*")
 _PLANNED = ("epoch_seconds", "bytes_outside", "bytes_inside", "memory_bytes")
+_BEGIN = """<!doctype html><html lang="en"><head><meta charset="utf-8">
+<meta name="generator" content="dglx report">"""
+
+
+def check_page(path: Path) -> None:
+    """Raise ConfigError unless ``path`` ends in .html and is new, or a page of :func:`write_page`."""
+    try:
+        ours = not path.exists()
+        if path.is_file():
+            with path.open("rb") as file:
+                ours = file.read(len(_BEGIN)) == _BEGIN.encode()
+    except OSError as error:
+        raise ConfigError(f"--html {path} cannot be read: {error}; name another file") from error
+    if path.suffix != ".html" or not ours:
+        raise ConfigError(
+            f"--html {path} must end in .html, and a file that is no page of a report is not replaced; name "
+            "another"
+        )
 
 
 def write_page(runs: Mapping[str, Run], path: Path) -> None:
@@ -50,7 +68,7 @@ def page_of(runs: Mapping[str, Run], plotly: str) -> str:
     plans = [_plan(figures, name, plan) for name, run in runs.items() if (plan := read_plan(run.folder))]
     digests = [b64encode(hashlib.sha256(one.encode()).digest()).decode() for one in (plotly, _SCRIPT)]
     data = json.dumps(figures, allow_nan=False).replace("<", "\\u003c")
-    return f"""<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+    return f"""{_BEGIN}<title>{title}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data: blob:;
 style-src 'unsafe-inline'; script-src {" ".join(f"'sha256-{one}'" for one in digests)}">
@@ -70,19 +88,16 @@ style-src 'unsafe-inline'; script-src {" ".join(f"'sha256-{one}'" for one in dig
 class _Figures(list[Values]):
     """Figures for Plotly, in the order of their places."""
 
-    def place(
-        self, title: str, traces: Sequence[Values], layout: Values, choices: Values | None = None
-    ) -> str:
-        """Keep a figure and return its place; of ``choices`` the reader selects what replaces its data."""
-        self.append({"data": traces, "layout": layout, "choices": choices})
-        options = "".join(f"<option>{escape(name)}</option>" for name in choices or ())
-        select = f"<select>{options}</select>" if options else ""
-        return f'<figure><figcaption>{escape(title)} {select}</figcaption><div class="plot"></div></figure>'
+    def place(self, title: str, traces: Sequence[Values], layout: Values) -> str:
+        """Keep a figure and return its place."""
+        self.append({"data": traces, "layout": layout})
+        return f'<figure><figcaption>{escape(title)}</figcaption><div class="plot"></div></figure>'
 
 
 def _label(text: str, most: int = 36) -> str:
-    # Plotly reads tags in texts.
-    return escape(text if len(text) <= most else text[: most - 1] + "…", quote=False)
+    # Plotly reads tags in texts. Names of runs often differ at their end only.
+    middle = most // 2
+    return escape(text if len(text) <= most else f"{text[: middle - 1]}…{text[-middle:]}", quote=False)
 
 
 def _axes(x: str, y: str = "", *, grid: bool = True, **more: Any) -> dict[str, Any]:
@@ -102,23 +117,24 @@ def _curves(figures: _Figures, runs: Mapping[str, Run]) -> str:
         for name in names:
             split = match[1] if (match := _SPLIT.search(name)) else ""
             points = [(epoch, found[name]) for epoch, found in scalars if name in found]
-            color = COLORS[(number if len(runs) > 1 else len(split)) % len(COLORS)]
             label = f"{_label(run_name)} {split}".strip() if len(runs) > 1 else split
-            line = {"line": {"color": color, "dash": _DASHES[split]}, "name": label}
-            trace = line | dict(zip("xy", zip(*points, strict=True), strict=True))
-            faint = {"opacity": 0.3, "showlegend": False, "hoverinfo": "skip", "visible": False}
+            line = {"color": COLORS[number % len(COLORS)], "dash": _DASHES[split]}
+            trace = {"name": label, "line": line, "mode": "lines+markers", "marker": {"size": 4}}
             panel = panels.setdefault(_SPLIT.sub("", name).rpartition("/")[2].replace("_", " "), [])
-            panel += trace | {"mode": "lines+markers", "marker": {"size": 4}, "meta": "smooth"}, trace | faint
+            panel.append(trace | dict(zip("xy", zip(*points, strict=True), strict=True)))
     return "".join(figures.place(name, panel, _axes("epoch")) for name, panel in panels.items())
 
 
 def _memory(figures: _Figures, summaries: Mapping[str, Values]) -> str:
     bars = []
     for number, (name, summary) in enumerate(summaries.items()):
-        held = summary.get("rank_memory_bytes") or [summary.get("peak_memory_bytes") or 0]
+        peak = summary.get("peak_memory_bytes")
+        held = summary.get("rank_memory_bytes") or ([peak] if peak else [])
         color, ranks = COLORS[number % len(COLORS)], [f"rank {rank}" for rank in range(len(held))]
-        bars.append(_bar(_label(name), ranks, [one / 1e6 for one in held], color))
-    return figures.place("peak memory of each rank", bars, _axes("", "MB", showlegend=len(bars) > 1))
+        if held:
+            bars.append(_bar(_label(name), ranks, [one / 1e6 for one in held], color))
+    layout = _axes("", "MB", showlegend=len(bars) > 1)
+    return figures.place("peak memory of each rank", bars, layout) if bars else ""
 
 
 def _cost(figures: _Figures, name: str, run: Run) -> str:
@@ -130,41 +146,32 @@ def _cost(figures: _Figures, name: str, run: Run) -> str:
 
     lines = [{**one, "type": "scatter", "mode": "lines", "line": {"dash": "dash"}} for one in bars(*HIDDEN)]
     moved = (("inside a server", "bytes_inside", INSIDE), ("between servers", "bytes_outside", OUTSIDE))
-    times, cut = _axes("epoch", "s", barmode="stack"), ""
-    # The first epoch compiles kernels; at full height, it would flatten all others.
-    sums = [one.wait_s + one.compute_s + one.exchange_s for one in run.epochs]
-    if sums and sums[0] > 2 * (warm := max(sums[1:], default=0.0)) > 0:
-        times["yaxis"]["range"] = [0, 1.6 * warm]
-        cut = f" (the first one, {readable_seconds(sums[0])} s, is cut off)"
-    drawn = figures.place(f"{name}: seconds of an epoch{cut}", bars(*PHASES) + lines, times)
-    layout = _axes("epoch", "MB", barmode="stack")
-    return drawn + figures.place(f"{name}: payload of an epoch", bars(*moved, unit=1e6), layout)
+    times, sizes = _axes("epoch", "s", barmode="stack"), _axes("epoch", "MB", barmode="stack")
+    drawn = figures.place(f"{name}: seconds of an epoch", bars(*PHASES) + lines, times)
+    return drawn + figures.place(f"{name}: payload of an epoch", bars(*moved, unit=1e6), sizes)
 
 
 def _traffic(figures: _Figures, name: str, summary: Values) -> str:
     phases: Mapping[str, Sequence[Sequence[int]]] = summary.get("traffic") or {}
-    rows = [row for rows in phases.values() for row in rows]
-    ends = {end for row in rows for end in row[:2]}
     # Workers, -1, come last.
+    ends = {end for rows in phases.values() for row in rows for end in row[:2]}
     ranks = sorted(ends, key=lambda one: (one < 0, one))
     labels = [f"rank {one}" if one >= 0 else "workers" for one in ranks]
-
-    def matrix(rows: Iterable[Sequence[int]]) -> dict[str, Any]:
-        cells: list[list[int | None]] = [[None] * len(ranks) for _ in ranks]
+    sums: list[list[int | None]] = [[None] * len(ranks) for _ in ranks]
+    parts = [[f"{one} to {other}" for other in labels] for one in labels]
+    for phase, rows in phases.items():
         for source, destination, num_bytes in rows:
-            row, column = cells[ranks.index(source)], ranks.index(destination)
-            row[column] = (row[column] or 0) + num_bytes
-        texts = [["" if one is None else readable_bytes(one) for one in row] for row in cells]
-        return {"z": cells, "text": texts}
-
-    choices = {label: matrix(some) for label, some in {"all phases": rows, **phases}.items()}
+            row, column = ranks.index(source), ranks.index(destination)
+            sums[row][column] = (sums[row][column] or 0) + num_bytes
+            parts[row][column] += f"<br>{_label(phase)}: {readable_bytes(num_bytes)}"
+    texts = [["" if one is None else readable_bytes(one) for one in row] for row in sums]
     trace = {"type": "heatmap", "x": labels, "y": labels, "xgap": 2, "ygap": 2, "zmin": 0, "showscale": False}
     trace |= {"colorscale": [[0, "#e4eefb"], [1, "#2b5c9e"]], "texttemplate": "%{text}" * (len(ranks) <= 12)}
-    trace |= {**choices["all phases"], "hovertemplate": "%{y} to %{x}: %{text}<extra></extra>"}
+    trace |= {"z": sums, "text": texts, "hovertext": parts, "hoverinfo": "text"}
     layout = _axes("to", "from", grid=False)
     layout["yaxis"]["autorange"] = "reversed"
-    title = f"{name}: bytes between ranks in training"
-    return figures.place(title, [trace], layout, choices) if rows else ""
+    title = f"{name}: bytes between ranks in training since the last start"
+    return figures.place(title, [trace], layout) if ranks else ""
 
 
 def _plan(figures: _Figures, name: str, plan: Values) -> str:
@@ -191,7 +198,7 @@ def _options(runs: Mapping[str, Run]) -> str:
     rows: dict[str, dict[str, tuple[object, str]]] = {}
     for name, run in runs.items():
         for option, cell in flat_cells(run.config).items():
-            rows.setdefault(option, dict.fromkeys(runs, ("", "")))[name] = cell
+            rows.setdefault(option, dict.fromkeys(runs, _ABSENT))[name] = cell
     differs = [option for option, cells in rows.items() if len({text for _, text in cells.values()}) > 1]
     return _table("option", rows, marked=differs)
 
@@ -202,9 +209,11 @@ def _table(corner: str, rows: Mapping[str, Cells], marked: Sequence[str] = ()) -
     head = "".join(f'<th><button type="button">{name}</button></th>' for name in names)
     body = ""
     for row, cells in rows.items():
-        found = (cells.get(column, ("", "")) for column in columns)
-        texts = (f'<td data-value="{escape(str(value))}">{escape(text)}</td>' for value, text in found)
-        body += f'<tr class="{"marked" * (row in marked)}"><th>{escape(row)}</th>{"".join(texts)}</tr>'
+        body += f'<tr class="{"marked" * (row in marked)}"><th>{escape(row)}</th>'
+        for value, text in (cells.get(column, _ABSENT) for column in columns):
+            key = "" if value is None else escape(str(value))
+            body += f'<td data-value="{key}">{escape(text)}</td>'
+        body += "</tr>"
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
@@ -218,7 +227,7 @@ body { margin: 0; font: 15px/1.5 system-ui, sans-serif; overflow-wrap: anywhere;
   background: light-dark(#fff, #16181c); color: light-dark(#222, #ddd) }
 header { display: flex; flex-wrap: wrap; gap: .5rem 1.5rem; align-items: center; padding: .75rem 1rem }
 h1 { font-size: 1.2rem; margin: 0 auto 0 0 } h2 { font-size: 1.05rem } figcaption { font-weight: 600 }
-main { padding: 0 1rem; max-width: 90rem; margin: auto } .plot { height: 20rem } select { max-width: 100% }
+main { padding: 0 1rem; max-width: 90rem; margin: auto } .plot { height: 20rem }
 .grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 24rem), 1fr)); gap: 1rem }
 .grid h2 { grid-column: 1 / -1; margin-bottom: 0 } .marked { background: var(--mark) }
 figure { margin: 0; min-width: 0; border: 1px solid var(--line); border-radius: 6px; padding: .5rem }
@@ -232,16 +241,12 @@ _SCRIPT = """
 const figures = JSON.parse(document.getElementById('data').textContent);
 const plots = [...document.querySelectorAll('.plot')], root = document.documentElement;
 const preferred = matchMedia('(prefers-color-scheme: dark)');
-figures.forEach(({data, layout: {xaxis, yaxis, ...more}, choices}, number) => {
-  const place = plots[number], select = place.parentElement.querySelector('select');
+figures.forEach(({data, layout: {xaxis, yaxis, ...more}}, number) => {
   const layout = {margin: {l: 50, r: 10, t: 10, b: 40}, paper_bgcolor: 'transparent',
     plot_bgcolor: 'transparent', legend: {orientation: 'h', x: 0, y: 1.02, yanchor: 'bottom'},
     xaxis: {automargin: true, ...xaxis}, yaxis: {automargin: true, ...yaxis}, ...more};
-  Plotly.newPlot(place, data, layout, {responsive: true, displayModeBar: false});
-  if (select) select.onchange = () => {
-    const {z, text} = choices[select.value];
-    Plotly.restyle(place, {z: [z], text: [text]});
-  };
+  // A copy: smoothing begins with the values in `figures`.
+  Plotly.newPlot(plots[number], structuredClone(data), layout, {responsive: true, displayModeBar: false});
 });
 function recolour() {
   const colours = {'font.color': getComputedStyle(document.body).color, 'font.size': 12};
@@ -259,12 +264,11 @@ document.getElementById('theme').onclick = () => {
 };
 document.getElementById('smooth').oninput = ({target}) => figures.forEach(({data}, number) => {
   const share = Number(target.value);
-  data.forEach(({meta}, index) => {
-    if (meta !== 'smooth') return;
-    const raw = data[index + 1].y;  // the faint line behind
+  data.forEach(({mode, y: raw}, index) => {
+    if (mode !== 'lines+markers') return;
     let last = raw[0];
     const y = raw.map(value => last = share * last + (1 - share) * value);
-    Plotly.restyle(plots[number], {y: [y, raw], visible: [true, share > 0]}, [index, index + 1]);
+    Plotly.restyle(plots[number], {y: [y]}, [index]);
   });
 });
 for (const button of document.querySelectorAll('thead button')) button.onclick = () => {
@@ -273,7 +277,9 @@ for (const button of document.querySelectorAll('thead button')) button.onclick =
   for (const other of head.parentElement.cells) other.ariaSort = null;
   head.ariaSort = sign > 0 ? 'ascending' : 'descending';
   const key = ({cells: {[head.cellIndex]: cell}}) => cell.dataset.value ?? cell.textContent;
-  const order = (a, b) => a - b || a.localeCompare(b, 'en', {numeric: true});  // not a number: as texts
-  body.append(...[...body.rows].sort((a, b) => sign * order(key(a), key(b))));
+  // What is absent comes last; what is no number is ordered as text.
+  const order = (a, b) => (a === '') - (b === '') ||
+    sign * (a - b || a.localeCompare(b, 'en', {numeric: true}));
+  body.append(...[...body.rows].sort((a, b) => order(key(a), key(b))));
 };
 """

@@ -32,7 +32,7 @@ from dglx_dist.data.storage.files import replaced_file
 from dglx_dist.errors import ConfigError
 from dglx_dist.planner.choose import Regions
 from dglx_dist.records import EpochRecord
-from dglx_dist.report.tables import readable_percent
+from dglx_dist.report.tables import COLORS, HIDDEN, INSIDE, OUTSIDE, PHASES, readable_percent
 
 
 def overlap(trace: TraceFile, row: str = NETWORK) -> float | None:
@@ -103,15 +103,6 @@ def _window(
     return begin - margin, end + margin
 
 
-PHASES = (
-    ("wait for the loader", "wait_s", "#c44e52"),
-    ("compute", "compute_s", "#4c72b0"),
-    ("exchange", "exchange_s", "#dd8452"),
-)
-"""Label, field of EpochRecord and colour of the consecutive phases of the training loop."""
-HIDDEN = (("sample (threads)", "sample_s", "#55a868"), ("fetch (threads)", "fetch_s", "#8172b3"))
-"""The same for the loader's threads, which run beside it."""
-INSIDE, OUTSIDE = "#9ecae1", "#d62728"
 _MAX_LEGEND = 8
 """Largest number of servers with a legend."""
 
@@ -223,8 +214,6 @@ def draw_expansion(factors: Sequence[Sequence[float]], path: str | Path, *, titl
 
 
 WAITING, UNNUMBERED = "#eeeeee", "#888888"
-COLORS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#64b5cd")
-"""Batch or interval i has colour i modulo their number."""
 _CHAR_WIDTH = 0.008
 """Width of a letter relative to the picture; labels that do not fit are left out."""
 

@@ -9,12 +9,23 @@ from statistics import fmean, median, stdev
 from typing import Any
 
 from rich import box
-from rich.markup import escape
 from rich.table import Table
 
 from dglx_dist.data.storage.files import readable_bytes
 from dglx_dist.planner.records import Choice, Prediction
 from dglx_dist.records import EpochRecord
+
+PHASES = (
+    ("wait for the loader", "wait_s", "#c44e52"),
+    ("compute", "compute_s", "#4c72b0"),
+    ("exchange", "exchange_s", "#dd8452"),
+)
+"""Label, field of EpochRecord and colour of the consecutive phases of the training loop."""
+HIDDEN = (("sample (threads)", "sample_s", "#55a868"), ("fetch (threads)", "fetch_s", "#8172b3"))
+"""The same for the loader's threads, which run beside it."""
+INSIDE, OUTSIDE = "#9ecae1", "#d62728"
+COLORS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#64b5cd")
+"""Run, batch or interval i has colour i modulo their number."""
 
 
 def readable_count(count: float) -> str:
@@ -269,7 +280,7 @@ def spread_table(summary: Mapping[str, Any]) -> Table:
 
 def runs_table(summaries: Mapping[str, Mapping[str, object]]) -> Table:
     """Return the figures of several runs side by side: one per row, a column per name of a run."""
-    table = Table("", *map(escape, summaries), box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table("", *summaries, box=box.SIMPLE_HEAD, pad_edge=False)
     columns = [flat_cells(summary) for summary in summaries.values()]
     for row in dict.fromkeys(name for cells in columns for name in cells):
         table.add_row(row, *(cells.get(row, (None, "-"))[1] for cells in columns))
@@ -279,11 +290,12 @@ def runs_table(summaries: Mapping[str, Mapping[str, object]]) -> Table:
 def flat_cells(values: Mapping[str, object]) -> dict[str, tuple[object, str]]:
     """Return (value, text) of each figure, nested ones as ``outer.inner``, without those that are drawn."""
     found: dict[str, tuple[object, str]] = {}
-    for name, value in (
-        (name, value) for name, value in values.items() if name not in ("traffic", "rank_memory_bytes")
-    ):
-        for inner, one in value.items() if isinstance(value, Mapping) else [("", value)]:
-            found[f"{name}.{inner}".strip(".")] = (one, _cell(one, str(inner), name))
+    for name, value in values.items():
+        if name in ("traffic", "rank_memory_bytes"):
+            continue
+        nested = value if isinstance(value, Mapping) else {"": value}
+        for inner, one in nested.items():
+            found[f"{name}.{inner}" if nested is value else name] = (one, _cell(one, str(inner), name))
     return found
 
 

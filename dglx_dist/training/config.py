@@ -189,7 +189,7 @@ class RunOptions:
     tensorboard: str | Path | None = _path_of_run(
         None, "Write the figures of metrics.jsonl there, too, for TensorBoard (an extra).", metavar="DIR"
     )
-    watch: bool = _of_run(False, "Show throughput, time left, memory and bytes as a live table.")
+    watch: bool = _of_run(False, "Show throughput, memory and bytes in place of the bar, on a terminal.")
     """In place of the progress bar; without a terminal, lines as always."""
 
 

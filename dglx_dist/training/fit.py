@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from dglx_dist.comm.collectives import broadcast_json, check_equal, gather_json, run_on_all_ranks
+from dglx_dist.comm.ledger import LedgerRow
 from dglx_dist.comm.session import Session, agreement_facts
 from dglx_dist.comm.topology import read_launch
 from dglx_dist.comm.trace import COMPUTE
@@ -116,8 +118,8 @@ Figures: TypeAlias = Mapping[str, float]
 
 def train_pass(
     step: Step, loader: TrainingLoader, session: Session, after_step: Callable[[], None], before: Figures
-) -> Figures:
-    """Train until the loader's pass ends, and return the figures with those ``before`` it in its epoch."""
+) -> tuple[Figures, Sequence[LedgerRow]]:
+    """Train until the loader's pass ends; return figures, with those ``before`` in its epoch, and bytes."""
     step.model.train()
     loader.times(reset=True)
     step.model.exchange_seconds(reset=True)
@@ -154,10 +156,10 @@ def train_pass(
         "fetch_s": times.fetch_s,
         "wait_s": times.wait_s,
         "exchange_s": step.model.exchange_seconds(),
-        **tracing.bytes_by_pair(rows),
     }
     # The loss is added in the order of the steps, so that a resumed epoch has the same bits.
-    return {**before, "loss": loss, **{name: before.get(name, 0) + value for name, value in counts.items()}}
+    sums = {name: before.get(name, 0) + value for name, value in counts.items()}
+    return {**before, "loss": loss, **sums}, rows
 
 
 def _train_step(step: Step, batch: Any, span: Callable[[str], AbstractContextManager[None]]) -> StepLoss:
@@ -265,8 +267,8 @@ class FitResult:
     account: dict[str, object] = field(default_factory=dict)
     """Cost of the run, as ``dollars`` with a ``label``; empty if nothing is paid by use."""
     traffic: dict[str, list[list[int]]] = field(default_factory=dict)
-    """Payload of all epochs, also before a resume: phase -> [source rank, destination rank, bytes], where a
-    rank -1 is a worker. Its sum is that of ``bytes_inside`` and ``bytes_outside``."""
+    """Payload of training in this call: phase -> [source rank, destination rank, bytes], where a rank -1 is a
+    worker. Its sum is that of ``bytes_inside`` and ``bytes_outside``; of an epoch begun earlier, the rest."""
     choice: Choice | None = None
     """Candidates of strategy ``auto``, with prediction and outcome; None: the strategy was given."""
 
@@ -331,14 +333,15 @@ def train(
     run.resume()
     run.check_evaluation()
     enabled = config.show_progress and g.session.topology.rank == 0 and run.has_epochs
-    live, bar = _progress_of(run, loader, config, g.session, enabled=enabled)
-    write = tracing.scalars_writer(config.tensorboard, run.result.first_epoch, g.session)
-    count = tracing.recording(config.trace, config.trace_steps, g.session)
-    with _started(g.session, config, is_over=not run.has_epochs), count as count_step, bar as advance:
+    with (
+        tracing.scalars_writer(config.tensorboard, run.result.first_epoch, g.session) as write,
+        _started(g.session, config, is_over=not run.has_epochs),
+        tracing.recording(config.trace, config.trace_steps, g.session) as count_step,
+        _progress_of(run, loader, config, g.session, enabled=enabled) as advance,
+    ):
 
         def after_step() -> None:
             count_step()
-            live.end_step()
             advance(1)
 
         show = advance.show if enabled else None
@@ -347,7 +350,7 @@ def train(
             with _closing(trainer):
                 while run.has_epochs and not run.is_stopped:
                     for record in run.advance(trainer, after_step):
-                        for callback in (live.end_epoch, write, *callbacks):
+                        for callback in (write, *callbacks):
                             callback(record)
                         advance.say(epoch_line(record))
             run.leave()
@@ -499,12 +502,15 @@ def epoch_line(record: EpochRecord) -> str:
 
 def _progress_of(
     run: _Run, loader: TrainingLoader, config: FitConfig, session: Session, *, enabled: bool
-) -> tuple[tracing.LiveFigures, AbstractContextManager[Advance]]:
+) -> AbstractContextManager[Advance]:
     first, end = run.result.first_epoch, config.epochs
     title = f"training epoch {first}" if first + 1 == end else f"training epochs {first} to {end - 1}"
     done, total = len(loader) * first + run.first_step, len(loader) * end
-    live = tracing.LiveFigures(done, total, len(loader), session)
-    return live, progress(title, total - done, enabled=enabled, figures=live.now if config.watch else None)
+
+    def figures(num_done: float, speed: float) -> str:
+        return tracing.live_text(done + int(num_done), len(loader), speed, run.result.epochs, session)
+
+    return progress(title, total - done, enabled=enabled, figures=figures if config.watch else None)
 
 
 class _Run:
@@ -542,8 +548,8 @@ class _Run:
         """Of the epoch ``_next``, before the loader's position."""
         self._best: tuple[checkpoint.BestWeights, FitResult | _Saved] | None = None
         """Where no folder has them: weights of the best epoch, and its results."""
-        self.sent: dict[str, float] = {}
-        """Bytes of this rank's ledger in the epochs so far, by pair and phase."""
+        self.sent = Counter[tracing.Pair]()
+        """Bytes of this rank's ledger in training so far."""
         self._steps_between = 0 if folder is None else every
         """Of regular checkpoints; 0: none."""
         self._saved_at: tuple[int, int] | None = None
@@ -575,9 +581,6 @@ class _Run:
         if not self._is_comparable(saved, folder):
             best, self._evaluations_since_best = (None, None), 0
         self.first_step = resumed.step
-        # The ranks may be others now; the sum over all of them counts.
-        for of_rank in saved.sent if self._session.topology.rank == 0 else ():
-            self._note_sent(of_rank)
         if resumed.step:
             self._so_far = saved.so_far[self._session.topology.rank]
         self.result = FitResult(
@@ -666,7 +669,7 @@ class _Run:
         else:
             counted = self._session.ledger.snapshot()
             found = list(trainer.run(self._next, self._next_stop() - self._next))
-            self._note_sent(tracing.bytes_by_pair(self._session.ledger.since(counted)))
+            self._count(self._session.ledger.since(counted))
             for _ in found:
                 after_step()
         self._next += len(found)
@@ -694,7 +697,8 @@ class _Run:
                 # the run that resumes.
                 self._loader.end_at(due - self._next * len(self._loader))
             before = self._g.kvstore.cache_counts()
-            found = train_pass(self._step, self._loader, self._session, after_each, self._so_far)
+            found, rows = train_pass(self._step, self._loader, self._session, after_each, self._so_far)
+            self._count(rows)
             counts = self._g.kvstore.cache_counts() - before
             hits, misses = (self._so_far.get(name, 0) for name in ("hits", "misses"))
             self._so_far |= {**found, "hits": hits + counts.hits, "misses": misses + counts.misses}
@@ -706,17 +710,14 @@ class _Run:
                 return None
             pause = self._save(step)
             self._so_far = {**self._so_far, "checkpoint_s": self._so_far.get("checkpoint_s", 0) + pause}
-        figures, self._so_far = self._note_sent(self._so_far), {}
+        figures, self._so_far = self._so_far, {}
         record = tracing.over_ranks(gather_json(figures, self._session), self._next)
         has_classes = self._task == CLASSIFICATION or self._task not in METRICS_OF
         return record if has_classes else replace(record, train_accuracy=math.nan)
 
-    def _note_sent(self, figures: Figures) -> Figures:
-        """Add the bytes by pair to those so far; return the other figures."""
-        for name, value in figures.items():
-            if name.startswith(tracing.SENT):
-                self.sent[name] = self.sent.get(name, 0) + value
-        return {name: value for name, value in figures.items() if not name.startswith(tracing.SENT)}
+    def _count(self, rows: Sequence[LedgerRow]) -> None:
+        for row in rows:
+            self.sent[row.phase, row.source, row.destination] += row.num_bytes
 
     def _next_stop(self) -> int:
         # The loader of a trainer has one step an epoch.
@@ -806,7 +807,6 @@ class _Run:
                 "accuracy": self.result.accuracy,
                 "metrics": self.result.metrics,
                 "so_far": gather_json(self._so_far, self._session) if step else [],
-                "sent": gather_json(self.sent, self._session),
                 TRAINED_WITH: _trained_with(self._session),
                 PRECISION: self.result.precision,
                 _FACTS: self._facts,
@@ -830,11 +830,10 @@ class _Saved:
         self.accuracy = {name: _number(value) for name, value in extra.get("accuracy", {}).items()}
         self.metrics = {name: _number(value) for name, value in extra.get("metrics", {}).items()}
         self.deciding = extra.get("deciding")
-        self.so_far, self.sent = (
-            [{name: _number(value) for name, value in of_rank.items()} for of_rank in extra.get(key, [])]
-            for key in ("so_far", "sent")
-        )
-        """By rank: :class:`Figures` of the epoch that the checkpoint is inside of, and bytes before it."""
+        self.so_far = [
+            {name: _number(value) for name, value in of_rank.items()} for of_rank in extra.get("so_far", [])
+        ]
+        """By rank: :class:`Figures` of the epoch that the checkpoint is inside of."""
 
 
 def _number(value: object) -> float:

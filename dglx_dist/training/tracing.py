@@ -1,22 +1,20 @@
-"""Records of a training run beside its metrics: trace file, bytes by pair, TensorBoard, live table."""
+"""Records of a training run beside its metrics: trace file, bytes by pair, TensorBoard."""
 
 from __future__ import annotations
 
 import logging
 import math
-import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
-from datetime import timedelta
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypeAlias, final
 from urllib.parse import urlsplit
 
 from dglx_dist.comm.collectives import Clock, broadcast_json, gather_json, measure_clock, run_on_all_ranks
-from dglx_dist.comm.ledger import LedgerRow
 from dglx_dist.comm.session import Session
 from dglx_dist.comm.trace import (
     RankSpans,
@@ -33,8 +31,8 @@ from dglx_dist.records import EpochRecord
 
 log = logging.getLogger(__name__)
 
-SENT = "sent "
-"""Prefix of the names of :func:`bytes_by_pair`."""
+Pair: TypeAlias = tuple[str, int, int]
+"""(phase, source rank, destination rank)."""
 
 
 def check_trace(path: Path, session: Session) -> None:
@@ -136,29 +134,26 @@ class _Recorder:
         return TraceFile(ranks=tuple(ranks), facts=facts)
 
 
-def bytes_by_pair(rows: Iterable[LedgerRow]) -> dict[str, int]:
-    """Return the bytes of ledger ``rows`` by ``sent SOURCE DESTINATION PHASE``, over all layers."""
-    found: Counter[str] = Counter()
-    for row in rows:
-        found[f"{SENT}{row.source} {row.destination} {row.phase}"] += row.num_bytes
-    return dict(found)
-
-
-def traffic_of(sent: Mapping[str, float], session: Session) -> dict[str, list[list[int]]]:
-    """Sum :func:`bytes_by_pair` over all ranks: phase -> [source, destination, bytes]. Collective."""
-    ranks: Any = gather_json(sent, session)
-    total = sum(map(Counter, ranks), Counter[str]())
+def traffic_of(sent: Counter[Pair], session: Session) -> dict[str, list[list[int]]]:
+    """Sum bytes by (phase, source, destination): phase -> [source, destination, bytes]. Collective."""
+    ranks: Any = gather_json([[*key, num_bytes] for key, num_bytes in sent.items()], session)
+    total = Counter[Pair]()
+    for phase, source, destination, num_bytes in chain.from_iterable(ranks):
+        total[phase, source, destination] += num_bytes
     found: dict[str, list[list[int]]] = {}
-    for name, num_bytes in total.items():
-        source, destination, phase = name.removeprefix(SENT).split(" ", 2)
-        found.setdefault(phase, []).append([int(source), int(destination), num_bytes])
-    return {phase: sorted(found[phase]) for phase in sorted(found)}
+    for (phase, source, destination), num_bytes in sorted(total.items()):
+        found.setdefault(phase, []).append([source, destination, num_bytes])
+    return found
 
 
-def scalars_writer(folder: str | Path | None, epoch: int, session: Session) -> Callable[[EpochRecord], None]:
-    """Return a callback that writes figures for TensorBoard, in place of earlier ones from ``epoch`` on.
+@contextmanager
+def scalars_writer(
+    folder: str | Path | None, epoch: int, session: Session
+) -> Iterator[Callable[[EpochRecord], None]]:
+    """Yield a callback that writes figures for TensorBoard, in place of earlier ones from ``epoch`` on.
 
-    It does nothing without ``folder``. Collective. StorageError: it cannot be written.
+    It does nothing without ``folder``. If a write fails, it warns and writes no more. Collective.
+    StorageError: the folder cannot be written.
     """
 
     def start() -> Any:
@@ -172,43 +167,37 @@ def scalars_writer(folder: str | Path | None, epoch: int, session: Session) -> C
         except OSError as error:
             raise StorageError(f"cannot write for TensorBoard to {folder}: {error}; name another") from error
 
-    def write(record: EpochRecord) -> None:
-        for name, value in record.scalars().items():
-            writer.add_scalar(name, value, record.epoch)
-        writer.flush()
-
     writer: Any = run_on_all_ranks(session, start)
-    return (lambda _: None) if writer is None else write
+    failed = writer is None
+
+    def write(record: EpochRecord) -> None:
+        nonlocal failed
+        if failed:
+            return
+        try:
+            for name, value in record.scalars().items():
+                writer.add_scalar(name, value, record.epoch)
+            writer.flush()
+        except OSError as error:
+            failed = True
+            log.warning("TensorBoard in %s has no more from epoch %d on: %s", folder, record.epoch, error)
+
+    try:
+        yield write
+    finally:
+        if writer is not None:
+            with suppress(OSError):  # What it may fail to write, `write` has flushed, or warned of.
+                writer.close()
 
 
-@final
-class LiveFigures:
-    """Figures of a run under way, from step ``begin`` of all to ``end``, as rank 0 sees it."""
-
-    def __init__(self, begin: int, end: int, steps: int, session: Session) -> None:
-        self._step, self._end, self._steps, self._session = begin, end, steps, session
-        self._times, self._samples = deque([time.monotonic()], maxlen=64), 0
-
-    def end_step(self) -> None:
-        self._times.append(time.monotonic())
-        self._step += 1
-
-    def end_epoch(self, record: EpochRecord) -> None:
-        self._samples = record.num_samples
-
-    def now(self) -> dict[str, str]:
-        """Return name -> value, with the speed of the last steps; may be called from another thread."""
-        times = list(self._times)
-        speed = (len(times) - 1) / max(times[-1] - times[0], 1e-9)
-        return {
-            "epoch": str(self._step // self._steps),
-            "step": f"{self._step % self._steps}/{self._steps}",
-            "steps/s": f"{speed:.3g}",
-            "samples/s": f"{speed * self._samples / self._steps:.0f}" if self._samples else "",
-            "time left": str(timedelta(seconds=round((self._end - self._step) / speed))) if speed else "",
-            "memory (rank 0)": readable_bytes(resident()),
-            "bytes (rank 0)": readable_bytes(self._session.ledger.total()),
-        }
+def live_text(step: int, steps: int, speed: float, epochs: Sequence[EpochRecord], session: Session) -> str:
+    """Describe a run at a ``step`` of all, ``steps`` an epoch and ``speed`` a second, as rank 0 sees it."""
+    samples = f", {speed * epochs[-1].num_samples / steps:.0f} samples/s" if epochs else ""
+    memory, moved = readable_bytes(resident()), readable_bytes(session.ledger.total())
+    return (
+        f"epoch {step // steps}, step {step % steps}/{steps}\n{speed:.3g} steps/s{samples}\n"
+        f"rank 0: {memory} of memory, {moved} moved"
+    )
 
 
 def without_keys(options: Mapping[str, object]) -> dict[str, object]:

@@ -12,7 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-from dglx_dist.report.pictures import HIDDEN, INSIDE, OUTSIDE, PHASES
+from dglx_dist.report.tables import HIDDEN, INSIDE, OUTSIDE, PHASES
 from scripts.bench import results
 from scripts.bench.figures import mean_of, spread, variant_rows
 from scripts.bench.records import Experiment, Line, Outcome

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dglx_dist.cli.app import app
@@ -19,8 +20,9 @@ from dglx_dist.data.external_memory import Budget, Ranks
 from dglx_dist.data.partition import graph_views, semi_external
 from dglx_dist.data.sources import load_dataset
 from dglx_dist.data.storage import writer
+from dglx_dist.data.storage.writer import NodeOrder
 from dglx_dist.errors import ConfigError, StorageError
-from dglx_dist.records import Array
+from dglx_dist.records import NODE_TYPE, Array, RawGraph
 from tests.api.test_partition_in_files import content, one_part, shop
 from tests.helpers.ranks import RankError, run_ranks, start_ranks
 
@@ -194,3 +196,22 @@ def test_ranks_that_see_other_data_under_its_name_are_refused(tmp_path: Path) ->
         external_memory.open_workspace(tmp_path / "work", {"graph": "one"}, 1 << 40, Differing(1)),
     ):
         raise AssertionError
+
+
+class Second(Several):
+    def of_all(self, value: Any) -> list[Any]:
+        return [value, [one or {"num_bytes": 0, "checksum": ""} for one in value]]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_does_not_publish_synchronises_its_own_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    synchronised: list[Path] = []
+    monkeypatch.setattr(writer, "synchronise", synchronised.append)
+    parts = writer._PartWriter(tmp_path, 2, lambda _: None, Second(rank))
+    order = NodeOrder(old_to_new=np.arange(4), new_to_old=np.arange(4), offsets=np.array([0, 2, 4]))
+    parts.write_node_type(RawGraph(name="g", num_nodes={NODE_TYPE: 4}, edges={}), NODE_TYPE, order, {})
+    parts.files()
+    assert synchronised == ([] if rank == 0 else list(tmp_path.rglob("part1/**/*.arrow")))
+    assert len(synchronised) == rank

@@ -15,11 +15,11 @@ import scipy.sparse as sp
 import torch
 
 from dglx_dist.data.partition.balance import PartitionQuality
-from dglx_dist.data.partition.base import PartitionOptions
+from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
 from dglx_dist.data.storage.reader import graph_of, open_dataset
-from dglx_dist.errors import ConfigError, StorageError
-from dglx_dist.prepare import PartitionPlan, content_key, partition_to_disk
-from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, NodeColumn, RawGraph, SparseRows
+from dglx_dist.errors import ConfigError, DatasetError, StorageError
+from dglx_dist.prepare import PartitionPlan, _edge_keys, content_key, partition_to_disk
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, Assignment, NodeColumn, RawGraph, SparseRows
 from tests.api.graphs import DESTINATION, PAIRS, SOURCE, two_triangles
 
 
@@ -189,19 +189,25 @@ def test_edge_types_get_reverse_types_as_ingest_makes_them(tmp_path: Path, memor
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"add_self_loops": True}, "with one edge type, and shop has 2; .* leave --add-self-loops out"),
+        (
+            {"add_self_loops": True},
+            "one type of nodes and of edges, and shop has 2 and 2; .* leave --add-self-loops out",
+        ),
         ({"normalize_features": "row"}, "shop has no features 'feat'"),
         ({"normalize_features": "column"}, "normalize_features is 'column'; it is 'row'"),
     ],
 )
-def test_what_a_graph_cannot_get_is_refused(tmp_path: Path, asked: dict[str, Any], said: str) -> None:
+@LIMITED
+def test_what_a_graph_cannot_get_is_refused(
+    tmp_path: Path, asked: dict[str, Any], said: str, memory: str | None
+) -> None:
     with pytest.raises(ConfigError, match=said):
-        stored(shop(), tmp_path / "x", **asked)
+        stored(shop(), tmp_path / "x", memory=memory, **asked)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_edges_in_one_direction_only_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    told = "in one direction only"
+    told = "most edges of"
     stored(two_triangles(), tmp_path / "both")
     stored(shop(), tmp_path / "types")
     stored(replace(two_triangles(), edges=ONE_WAY), tmp_path / "added", add_reverse_edges=True)
@@ -275,3 +281,65 @@ def test_each_file_of_a_dataset_is_synchronised_once(
     expected = Counter(Path(*path.parts[-4:]) for path in (tmp_path / "x").rglob("*.arrow"))
     assert found == expected
     assert len(expected) > 3 * num_types
+
+
+def test_nothing_is_kept_for_a_command_without_what_was_refused(tmp_path: Path) -> None:
+    graph = replace(two_triangles(), node_data={}, edges=ONE_WAY)
+    with pytest.raises(ConfigError, match="leave --normalize-features out"):
+        stored(graph, tmp_path / "x", memory="2GB", add_reverse_edges=True, normalize_features="row")
+    assert list(tmp_path.iterdir()) == []
+    options = PartitionOptions(balance=("no_column",))
+    plan = PartitionPlan(
+        num_parts=2, memory="2GB", options=options, add_reverse_edges=True, add_self_loops=True
+    )
+    with pytest.raises(ConfigError, match="no_column"):
+        partition_to_disk(graph, tmp_path / "x", plan)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("wrong", [-1, 6])
+def test_an_end_that_is_no_node_is_named_before_edges_are_added(tmp_path: Path, wrong: int) -> None:
+    edges = {EDGE_TYPE: (np.array([0, wrong]), np.array([1, wrong]))}
+    for asked in ("add_reverse_edges", "add_self_loops"):
+        with pytest.raises(DatasetError, match=rf"column 'src', row 1: node id {wrong} is outside 0\.\.5"):
+            stored(replace(two_triangles(), edges=edges), tmp_path / "x", **{asked: True})
+
+
+def test_keys_of_edges_do_not_overflow() -> None:
+    ends = np.array([99_999], np.int32)
+    assert _edge_keys(ends, ends, 100_000).tolist() == [9_999_999_999]
+
+
+def test_a_graph_without_edges_has_none_to_reverse(tmp_path: Path) -> None:
+    none = np.empty(0, np.int64)
+    graph = replace(two_triangles(), edges={EDGE_TYPE: (none, none)})
+    assert stored(graph, tmp_path / "x", add_reverse_edges=True).total_edges == 0
+
+
+@pytest.mark.parametrize(("num_both", "is_told"), [(60, False), (40, True)])
+def test_a_few_edges_in_both_directions_do_not_hide_the_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, num_both: int, is_told: bool
+) -> None:
+    """Of 1,000 edges of a ring, ``num_both`` % have their opposite edge."""
+    once, both = np.arange(10 * (100 - num_both)), np.arange(1000, 1000 + 5 * num_both)
+    ends = np.concatenate([once, both, both + 1]), np.concatenate([once + 1, both + 1, both])
+    graph = RawGraph(name="some", num_nodes={NODE_TYPE: 1500}, edges={EDGE_TYPE: ends})
+    stored(graph, tmp_path / "x")
+    assert ("most edges of some have no opposite edge" in caplog.text) is is_told
+
+
+def test_the_first_placement_is_kept_where_the_second_is_no_better(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = PARTITIONERS.get("contiguous")
+
+    class Same(first):  # type: ignore[misc, valid-type]
+        max_constraints = None
+
+        def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
+            found = first(PartitionOptions()).assign(graph, num_parts, seed)
+            return replace(found, parameters={"balance": list(self.options.balance)})
+
+    monkeypatch.setattr(type(PARTITIONERS), "get", lambda *_: Same)
+    partition_to_disk(labelled_at_one_end(), tmp_path / "x", PartitionPlan(num_parts=2, method="metis"))
+    assert open_dataset(tmp_path / "x").manifest.parameters["balance"] == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,15 +15,12 @@ import pytest
 import scipy.sparse as sp
 import torch
 
+from dglx_dist.data.external_memory import Budget, Workspace
 from dglx_dist.data.sources import load_dataset
-from dglx_dist.errors import DatasetError
-from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, RawGraph
+from dglx_dist.errors import ConfigError, DatasetError
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array
 from tests.data.raw_graphs import columns_of, edges_of
 from tests.helpers import refusal
-
-
-def pairs(graph: RawGraph) -> list[tuple[int, int]]:
-    return sorted(zip(*edges_of(graph), strict=True))
 
 
 def matrix() -> Any:
@@ -170,7 +168,10 @@ def test_graphs_of_networkx(
     assert dict(zip(ends, weights, strict=True)) == expected
     columns = columns_of(graph)
     assert columns["feat"].tolist() == [[node / 2, 1.0] for node in range(12)]
-    assert columns["label"].tolist() == [node % 3 for node in range(12)]
+    if kind == "gexf":  # whose labels are texts to show
+        assert "label" not in columns
+    else:
+        assert columns["label"].tolist() == [node % 3 for node in range(12)]
     assert columns["train_mask"].tolist() == [node % 2 == 0 for node in range(12)]
     assert graph.user_ids == {}
     assert ["ignored note: not a number in each" in one.getMessage() for one in caplog.records] == [True]
@@ -183,18 +184,6 @@ def test_names_of_nodes_become_their_ids(tmp_path: Path) -> None:
     assert sorted(graph.user_ids[NODE_TYPE].tolist()) == sorted(["hi", *map(str, range(1, 34))])
     assert "label" not in graph.node_data[NODE_TYPE]
     assert graph.total_edges == 2 * given.number_of_edges()
-
-
-@pytest.mark.parametrize("kind", ["adjlist", "edgelist", "weighted_edgelist"])
-def test_lists_of_networkx_are_taken_as_they_stand(tmp_path: Path, kind: str) -> None:
-    given, path = networkx_graph(directed=True), tmp_path / f"a.{kind.removeprefix('weighted_')}.gz"
-    getattr(nx, f"write_{kind}")(given, path)
-    graph = load_dataset(path)
-    assert pairs(graph) == sorted(given.edges)
-    if kind != "adjlist":
-        assert sorted(graph.edge_data[EDGE_TYPE]["weight"]) == [
-            n + 0.5 for n in range(given.number_of_edges())
-        ]
 
 
 SNAP = (
@@ -243,8 +232,12 @@ def test_further_columns_of_a_list_are_kept(tmp_path: Path) -> None:
         ("a.graphml", "<graphml><graph>", "not a readable .graphml of NetworkX, or cut off"),
         ("a.gexf", "no", "not a readable .gexf of NetworkX"),
         ("a.json", '{"nodes": [{"id": 0}]}', "not a readable .json of NetworkX"),
-        ("a.json", '{"nodes": [{"id": 0}, {"id": "x"}], "links": []}', "not a readable .json of NetworkX"),
-        ("a.edgelist", "0 1 {'weight': __import__('os')}\n", "not a readable .edgelist of NetworkX"),
+        ("a.json", '{"nodes": [{"id": 0}, {"id": "x"}], "links": []}', "has no row"),
+        ("a.json", '{"nodes": [{"id": 1}, {"id": "1"}], "links": [{"source": 1, "target": "1"}]}', "already"),
+        ("a.json", '{"nodes": [{"id": "\\ud800"}], "edges": []}', "not a readable .json"),
+        ("a.graphml", '<!DOCTYPE g [<!ENTITY a "aa">]><graphml>&a;</graphml>', "declares entities"),
+        ("a.gexf", '<!DOCTYPE g [<!ENTITY a "aa">]><gexf>&a;</gexf>'.encode("utf-16"), "declares entities"),
+        ("a.txt", "node_1,node_2\n0,1\n1,2\n", "the line 'node_1,node_2' is a header; begin it with #"),
     ],
 )
 def test_a_bad_file_is_named(tmp_path: Path, name: str, content: str | bytes, message: str) -> None:
@@ -275,3 +268,70 @@ def test_a_label_beyond_int64_is_refused(tmp_path: Path, stored: Array) -> None:
         DatasetError, match=r"column 'label', row 1: .* is beyond int64; a label numbers a class"
     ):
         load_dataset(tmp_path / "a.npz")
+
+
+def test_tensors_of_pyg_count_nodes_where_there_are_as_many_edges(tmp_path: Path) -> None:
+    # Node 3 has no edge, so that the ids do not tell how many nodes there are.
+    index = torch.tensor([[0, 1, 2, 0], [1, 2, 0, 2]])
+    torch.save({"x": torch.ones(4, 2), "y": torch.arange(4), "edge_index": index}, tmp_path / "a.pt")
+    graph = load_dataset(tmp_path / "a.pt")
+    assert graph.num_nodes == {NODE_TYPE: 4}
+    assert columns_of(graph).keys() == {"feat", "label"}
+
+
+def test_an_older_file_of_torch_with_an_archive_behind_it_is_refused(tmp_path: Path) -> None:
+    torch.save(pyg(), tmp_path / "new.pt")
+    torch.save(pyg(), tmp_path / "both.pt", _use_new_zipfile_serialization=False)
+    with (tmp_path / "both.pt").open("ab") as file:
+        file.write((tmp_path / "new.pt").read_bytes())
+    assert zipfile.is_zipfile(tmp_path / "both.pt")
+    with pytest.raises(DatasetError, match=r"both\.pt: absent, no file of torch\.save"):
+        load_dataset(tmp_path / "both.pt")
+
+
+def test_the_opposite_edge_of_networkx_is_no_target(tmp_path: Path) -> None:
+    given = nx.path_graph(3)
+    given.edges[0, 1].update(train_mask=True, split="train")
+    given.edges[1, 2].update(train_mask=False, split="val")
+    for name in ("train_mask", "split"):
+        one = nx.Graph()
+        one.add_nodes_from(given)
+        one.add_edges_from((u, v, {name: data[name]}) for u, v, data in given.edges(data=True))
+        nx.write_graphml(one, tmp_path / f"{name}.graphml")
+        graph = load_dataset(tmp_path / f"{name}.graphml")
+        assert edges_of(graph) == [[0, 1, 1, 2], [1, 2, 0, 1]]
+        assert graph.edge_data[EDGE_TYPE]["train_mask"].tolist() == [True, False, False, False]
+
+
+@pytest.mark.parametrize("text", ["a, b\nb, NA\n", 'a, b\nb, "\n'])
+def test_blanks_quotes_and_na_in_a_list_of_edges(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.txt").write_text(text)
+    graph = load_dataset(tmp_path / "a.txt")
+    third = text.split()[-1]
+    assert sorted(graph.user_ids[NODE_TYPE]) == sorted(["a", "b", third])
+    assert graph.total_edges == 2
+
+
+def test_more_nodes_or_relations_than_can_be_are_refused(tmp_path: Path) -> None:
+    for name, arrays, said in (
+        ("count", {"src": [0], "dst": [1], "num_nodes": 2**50}, "there are 1125899906842624 nodes"),
+        ("id", {"src": [0], "dst": [2**50]}, "number them from 0 without gaps"),
+        ("relation", {"src": [0], "dst": [1], "etype": [2**40]}, "relation 1099511627776 is outside"),
+    ):
+        np.savez(tmp_path / f"{name}.npz", **{key: np.array(one) for key, one in arrays.items()})
+        with pytest.raises(DatasetError, match=said):
+            load_dataset(tmp_path / f"{name}.npz")
+
+
+def test_a_matrix_without_its_arrays_is_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", format=np.array(b"csr"), shape=np.array([3, 3]), data=np.ones(2))
+    with pytest.raises(DatasetError, match=r"a\.npz: not a readable \.npz"):
+        load_dataset(tmp_path / "a.npz")
+
+
+def test_memory_for_a_compressed_file_is_that_of_its_content(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt.gz"
+    path.write_bytes(gzip.compress(b"0 1\n" * 100_000))
+    workspace = Workspace(folder=tmp_path, budget=Budget(work=1 << 20))
+    with pytest.raises(ConfigError, match=r"a\.txt\.gz would take about 1\.6 MB of memory"):
+        load_dataset(path, workspace=workspace)

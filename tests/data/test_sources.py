@@ -198,7 +198,7 @@ def test_a_folder_may_be_called_as_a_source_is(folder: Path, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("spec", "options", "error", "named"),
     [
-        ("{}/freinds.npz", {}, DatasetError, r"/freinds\.npz .*near it: friends\.npz.* Expected a \.npz"),
+        ("{}/freinds.npz", {}, DatasetError, r"/freinds\.npz .*near it: friends\.npz.* Expected a `\.npz`"),
         ("{}/nowhere/a.npz", {}, DatasetError, r"the folder .*nowhere does not exist either"),
         ("sinthetic:nodes=10", {}, UnknownNameError, "did you mean 'synthetic'"),
         ("sinthetic", {}, DatasetError, "near it: synthetic"),

@@ -24,10 +24,9 @@ class Opened:
     """What the script found."""
     console: list[str]
     """Lines of errors and warnings."""
-    dom: str
 
 
-def open_page(page: Path, script: str, *, size: tuple[int, int] = (1280, 900), dark: bool = False) -> Opened:
+def open_page(page: Path, script: str, *, size: tuple[int, int] = (1280, 900)) -> Opened:
     """Open ``page`` in a window of ``size``, run ``script`` in it at last, and read what it returns.
 
     ``script`` is the body of an asynchronous function that returns an object.
@@ -50,27 +49,20 @@ def open_page(page: Path, script: str, *, size: tuple[int, int] = (1280, 900), d
     text = policy.sub(f"script-src 'sha256-{digest}' ", text, count=1)
     copy = page.with_name(f"{page.stem}-asked.html")
     copy.write_text(text.replace("</body>", f"<script>{told}</script></body>"), encoding="utf-8")
-    done = _run(copy, size, dark, "--dump-dom")
+    done = _run(copy, size)
     console = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     found = re.search(r'<pre id="answers">(.*?)</pre>', done.stdout, flags=re.DOTALL)
     assert found, f"the script has not ended\n{done.stderr[-4000:]}"
-    return Opened(answers=json.loads(unescape(found[1])), console=console, dom=done.stdout)
+    return Opened(answers=json.loads(unescape(found[1])), console=console)
 
 
-def picture(page: Path, target: Path, *, size: tuple[int, int], dark: bool = False) -> None:
-    """Write a screenshot of ``page`` as a PNG."""
-    _run(page, size, dark, f"--screenshot={target}")
-    assert target.is_file()
-
-
-def _run(page: Path, size: tuple[int, int], dark: bool, *options: str) -> subprocess.CompletedProcess[str]:
+def _run(page: Path, size: tuple[int, int]) -> subprocess.CompletedProcess[str]:
     assert BROWSER is not None, MISSING
     command = [
         *(BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
         *("--disable-dev-shm-usage", "--disable-background-networking", "--no-first-run"),
         *(f"--window-size={size[0]},{size[1]}", "--virtual-time-budget=8000", "--enable-logging=stderr"),
-        *(["--blink-settings=preferredColorScheme=0"] if dark else []),
-        *options,
+        "--dump-dom",
         page.absolute().as_uri(),
     ]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)

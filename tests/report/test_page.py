@@ -18,7 +18,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.records import EpochRecord
 from dglx_dist.report.page import page_of, write_page
 from dglx_dist.report.run_folder import Run, read_run, write_run
-from dglx_dist.report.tables import summarise
+from dglx_dist.report.tables import flat_cells, summarise
 from tests.helpers.browser import BROWSER, MISSING, open_page
 from tests.report.records import epoch
 
@@ -41,6 +41,7 @@ PLAN = {
 def run_in(folder: Path, number: float = 0, text: str = "cora") -> Run:
     epochs = [epoch(one, loss=2.0 / (1 + one), seconds=1.0 + number) for one in range(6)]
     facts = {"graph": text, "strategy": text, "ranks": 2, "rank_memory_bytes": [5, 7], "test_accuracy": 0.5}
+    facts |= {"late": 3} if number == 8.5 else {}
     summary = {**summarise(facts, epochs), "traffic": {**TRAFFIC, text: [[0, 1, 1]]}}
     config = {"data": text, "lr": 0.01, "hidden": 16 * (1 + number), text: text}
     write_run(folder, config, epochs, summary, plan=PLAN)
@@ -53,7 +54,7 @@ def data_of(page: str) -> list[Any]:
 
 
 def titles(page: str) -> list[str]:
-    return [one.strip() for one in re.findall("<figcaption>(.*?) *(?:<select|</figcaption>)", page)]
+    return re.findall("<figcaption>(.*?)</figcaption>", page)
 
 
 def test_curves_cost_bytes_memory_and_the_plan_are_figures(tmp_path: Path) -> None:
@@ -61,14 +62,16 @@ def test_curves_cost_bytes_memory_and_the_plan_are_figures(tmp_path: Path) -> No
     figures = dict(zip(titles(page), data_of(page), strict=True))
     assert [*figures] == [
         "loss", "accuracy", "samples per second", "one: seconds of an epoch", "one: payload of an epoch",
-        "one: bytes between ranks in training", "peak memory of each rank", "predicted seconds of an epoch",
+        "one: bytes between ranks in training since the last start", "peak memory of each rank",
+        "predicted seconds of an epoch",
     ]  # fmt: skip
     assert figures["loss"]["data"][0]["y"] == [2.0 / (1 + one) for one in range(6)]
-    assert [one["name"] for one in figures["accuracy"]["data"] if one.get("meta")] == ["train", "val"]
-    bytes_between = figures["one: bytes between ranks in training"]
+    assert [one["name"] for one in figures["accuracy"]["data"]] == ["train", "val"]
+    bytes_between = figures["one: bytes between ranks in training since the last start"]
     assert bytes_between["data"][0]["x"] == ["rank 0", "rank 1", "workers"]
     assert bytes_between["data"][0]["z"] == [[None, 1001, None], [30, None, 5], [None, None, None]]
-    assert bytes_between["choices"]["gradients"]["z"][0] == [None, 300, None]
+    phases = "features: 700 B<br>gradients: 300 B<br>cora: 1 B"
+    assert bytes_between["data"][0]["hovertext"][0][1] == f"rank 0 to rank 1<br>{phases}"
     assert figures["peak memory of each rank"]["data"][0]["y"] == [5e-6, 7e-6]
 
 
@@ -76,7 +79,7 @@ def test_several_runs_share_curves_and_what_differs_is_marked(tmp_path: Path) ->
     runs = {name: run_in(tmp_path / name, number) for number, name in enumerate(("a", "b"))}
     page = page_of(runs, "PLOTLY")
     loss = data_of(page)[0]["data"]
-    assert [one["name"] for one in loss if one.get("meta")] == ["a", "b"]
+    assert [one["name"] for one in loss] == ["a", "b"]
     marked = re.findall('<tr class="marked"><th>(.*?)</th>', page)
     assert marked == ["hidden"]
 
@@ -92,7 +95,7 @@ def test_any_metric_of_an_epoch_is_a_curve_by_split(tmp_path: Path) -> None:
     page = page_of({"run": replace(run_in(tmp_path), epochs=epochs)}, "PLOTLY")
     drawn = dict(zip(titles(page), data_of(page), strict=True))
     assert [*drawn][:4] == ["loss", "accuracy", "f1 micro", "samples per second"]
-    curves = [one for one in drawn["f1 micro"]["data"] if one.get("meta")]
+    curves = drawn["f1 micro"]["data"]
     assert [(one["name"], one["y"]) for one in curves] == [("val", [0.25] * 3), ("test", [0.125] * 3)]
 
 
@@ -110,7 +113,7 @@ def test_texts_of_a_run_are_only_texts(tmp_path: Path) -> None:
     assert page.count("<script") == 3
     assert "<script>window" not in page
     # Plotly's own reading of tags in texts.
-    assert "<" not in json.dumps([[one.get("name") for one in figure["data"]] for figure in data_of(page)])
+    assert "<" not in json.dumps(data_of(page)).replace("<br>", "")
 
 
 def test_without_plotly_the_command_says_how_to_get_it(
@@ -127,6 +130,55 @@ def test_an_unfinished_run_says_so(tmp_path: Path) -> None:
     page = page_of({"run": read_run(tmp_path)}, "PLOTLY")
     assert "did not finish" in page
     assert "loss" in titles(page)
+    assert not any("memory" in one for one in titles(page))
+    one = {"run": read_run(tmp_path), "other": run_in(tmp_path / "other")}
+    assert re.search('<th>run</th>.*?<td data-value="">-</td>', page_of(one, "PLOTLY"))
+
+
+def test_labels_are_cut_in_their_middle(tmp_path: Path) -> None:
+    runs = {f"{'x' * 60}-seed{seed}": run_in(tmp_path / str(seed)) for seed in (1, 2)}
+    names = [one["name"] for one in data_of(page_of(runs, "PLOTLY"))[0]["data"]]
+    assert [(name[-6:], len(name)) for name in names] == [("-seed1", 36), ("-seed2", 36)]
+
+
+def invoke(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["report", *map(str, arguments)])
+
+
+def test_only_a_page_is_replaced(tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
+    run_in(tmp_path / "a")
+    page, text = tmp_path / "page.html", tmp_path / "text.html"
+    text.write_text("of somebody else")
+    for _ in range(2):
+        assert invoke(tmp_path / "a", "--html", page).exit_code == 0
+    for target in (tmp_path / "a" / "metrics.jsonl", text):
+        before = target.read_bytes()
+        refused = invoke(tmp_path / "a", "--html", target).exception
+        assert isinstance(refused, ConfigError)
+        assert "must end in .html" in str(refused)
+        assert target.read_bytes() == before
+
+
+def test_one_folder_given_twice_is_one_run(tmp_path: Path) -> None:
+    run_in(tmp_path)
+    assert "samples/s" in invoke(tmp_path, tmp_path / ".." / tmp_path.name).output
+
+
+def test_the_damaged_one_of_several_runs_is_named(tmp_path: Path) -> None:
+    for name in "ab":
+        run_in(tmp_path / name)
+    (tmp_path / "b" / "summary.json").write_text(f'{{"bytes_inside": 1{"0" * 400}}}')
+    for more in ([], ["--html", tmp_path / "page.html"]):
+        assert str(tmp_path / "b") in str(invoke(tmp_path / "a", tmp_path / "b", *more).exception)
+
+
+def test_names_of_runs_and_figures_are_shown_as_they_are(tmp_path: Path) -> None:
+    for name in ("lr[a]", "lr[b]"):
+        run_in(tmp_path / name)
+    lines = invoke(*sorted(tmp_path.iterdir())).output.splitlines()
+    assert ["lr[a]", "lr[b]"] in [line.split() for line in lines]
+    assert flat_cells({".hidden.": 1, "a": {"b.": 1}}).keys() == {".hidden.", "a.b."}
 
 
 def test_two_runs_are_side_by_side_on_the_terminal(tmp_path: Path) -> None:
@@ -156,6 +208,11 @@ button.click();
 found.rising = seconds();
 button.click();
 found.falling = seconds();
+const late = column(runs, 'late');
+found.late = [1, 2].map(() => {
+  runs.tHead.rows[0].cells[late].querySelector('button').click();
+  return [...runs.tBodies[0].rows].map(row => row.cells[late].textContent);
+});
 found.before = [background(), label()];
 document.getElementById('theme').click();
 await new Promise(resolve => setTimeout(resolve, 300));
@@ -164,11 +221,7 @@ const loss = plots[0].data[0].y[1];
 const slider = document.getElementById('smooth');
 slider.value = 0.5;
 slider.dispatchEvent(new Event('input'));
-found.smooth = [loss, plots[0].data[0].y[1], plots[0].data[1].y[1]];
-const select = document.querySelector('select');
-select.value = 'gradients';
-select.dispatchEvent(new Event('change'));
-found.phase = select.closest('figure').querySelector('.plot').data[0].z[0];
+found.smooth = [loss, plots[0].data[0].y[1]];
 found.loaded = performance.getEntriesByType('resource').map(one => one.name);
 return found;
 """
@@ -191,6 +244,7 @@ def test_a_browser_draws_every_figure_and_complains_of_nothing(tmp_path: Path, s
     assert found["width"] == [size[0], size[0]]
     assert found["rising"] == ["9.250 s", "9.500 s"]
     assert found["falling"] == ["9.500 s", "9.250 s"]
+    # Absent is last, up or down.
+    assert found["late"] == [["3", "-"], ["3", "-"]]
     assert all(one != other for one, other in zip(found["before"], found["after"], strict=True))
-    assert found["smooth"] == [1.0, 1.5, 1.0]
-    assert found["phase"][1] == 300
+    assert found["smooth"] == [1.0, 1.5]

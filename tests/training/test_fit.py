@@ -74,9 +74,10 @@ def resumed(folder: str, saved: str) -> None:
     assert all(np.array_equal(x, y) for x, y in zip(weights, other, strict=True))
     assert (rest.first_epoch, [record.epoch for record in rest.epochs]) == (2, [2, 3])
     assert [record.loss for record in rest.epochs] == [record.loss for record in whole.epochs[2:]]
-    for name in ("accuracy", "best_epoch", "best_val_accuracy", "traffic"):
+    for name in ("accuracy", "best_epoch", "best_val_accuracy"):
         assert getattr(rest, name) == getattr(whole, name)
-    assert bytes_of(whole) == sum(one.bytes_inside + one.bytes_outside for one in whole.epochs)
+    for result in (whole, rest):
+        assert bytes_of(result) == sum(one.bytes_inside + one.bytes_outside for one in result.epochs)
     assert bool(whole.traffic) == (g.session.topology.world_size > 1)
 
 
@@ -134,7 +135,7 @@ def resumed_inside(folder: str, saved: str) -> None:
         # The layers' edge values are agreed on once in every run.
         rest[0][-1] -= 20 if strategy == "push_pull" else 0
         assert rest == figures[1:], (strategy, rest, figures)
-        assert moved[1] == moved[0] + (20 if strategy == "push_pull" else 0)
+        assert 0 < moved[1] < moved[0]
         assert moved[0] == sum(one[-1] + one[-2] for one in figures)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-import time
+import re
+import resource
 from decimal import Decimal
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +22,7 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import EpochRecord
 from dglx_dist.training.fit import FitConfig, train
 from dglx_dist.training.models import build_model
-from dglx_dist.training.tracing import LiveFigures, without_keys
+from dglx_dist.training.tracing import live_text, scalars_writer, without_keys
 from tests.helpers.ranks import run_ranks
 from tests.report.records import epoch
 from tests.report.traces import span, trace_of
@@ -192,27 +193,32 @@ def test_a_trace_tells_no_key_of_an_endpoint() -> None:
     assert told == {"url": "https://host:8443/run", "headers": ["x-key"], "workers": 4}
 
 
-def test_live_figures_have_speed_time_left_memory_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [10.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+def test_live_figures_have_speed_memory_and_bytes() -> None:
     with start_session() as session:
-        live = LiveFigures(9, 16, 4, session)
-        assert (live.now()["steps/s"], live.now()["time left"]) == ("0", "")
-        for _ in range(3):
-            now[0] += 0.5
-            live.end_step()
-        live.end_epoch(epoch(2))
-        now[0] += 0.5
-        live.end_step()
         session.ledger.add("features", 0, 0, WORKER, 3000)
-        figures = live.now()
-    assert figures.pop("memory (rank 0)").endswith(("MB", "GB"))
-    # Two steps a second; 100 samples in the four steps of an epoch; three steps left.
-    assert figures == {
-        "epoch": "3",
-        "step": "1/4",
-        "steps/s": "2",
-        "samples/s": "50",
-        "time left": "0:00:02",
-        "bytes (rank 0)": "3 KB",
-    }
+        at, speed, rank = live_text(13, 4, 2.0, [epoch(2)], session).splitlines()
+    # 100 samples in the four steps of an epoch.
+    assert (at, speed) == ("epoch 3, step 1/4", "2 steps/s, 50 samples/s")
+    assert re.fullmatch(r"rank 0: [\d.]+ [MG]B of memory, 3 KB moved", rank)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's thread
+def test_a_full_disk_ends_figures_for_tensorboard_and_not_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("tensorboard")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with start_session() as session, scalars_writer(tmp_path, 0, session) as write:
+        write(epoch(0))
+        (events,) = tmp_path.iterdir()
+        size = events.stat().st_size
+        # Writes beyond this fail as on a full disk.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+        try:
+            write(epoch(1))
+            write(epoch(2))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    (said,) = [one.getMessage() for one in caplog.records]
+    assert "no more from epoch 1 on" in said
+    assert size > 100

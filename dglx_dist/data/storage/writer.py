@@ -37,7 +37,7 @@ from dglx_dist.data.storage.columns import (
     write_column,
     write_strings,
 )
-from dglx_dist.data.storage.files import named_failures, readable_bytes
+from dglx_dist.data.storage.files import named_failures, readable_bytes, synchronise
 from dglx_dist.data.storage.manifest import Manifest, check_target, put_in_place, write_manifest
 from dglx_dist.data.validate import check_assignment, check_ids
 from dglx_dist.errors import ConfigError
@@ -501,6 +501,10 @@ class _PartWriter:
 
     def files(self) -> dict[str, FileInfo]:
         """Return the files of all ranks; all call it."""
+        # Rank 0 synchronises the folder, on its machine only.
+        for path, info in self._files.items():
+            if info is not None and not self._ranks.is_first:
+                synchronise(self._folder / path)
         every = self._ranks.of_all([info and asdict(info) for info in self._files.values()])
         infos = (next(filter(None, found)) for found in zip(*every, strict=True))
         return {path: FileInfo(**info) for path, info in zip(self._files, infos, strict=True)}

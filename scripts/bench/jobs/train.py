@@ -148,7 +148,7 @@ def _epoch(training: _Training, told: TrainParams, epoch: int) -> EpochRecord:
     # So that a rank that was late does not lengthen what the others measure.
     training.g.barrier()
     loader, session = cast("TrainingLoader", training.loader), training.g.session
-    figures = train_pass(training.step, loader, session, lambda: None, {})
+    figures, _ = train_pass(training.step, loader, session, lambda: None, {})
     record = over_ranks(gather_json(figures, session), epoch)
     if told.simulated is None:
         return record
