@@ -62,8 +62,16 @@ from dglx_dist.strategies.base import (
     strategy_of,
 )
 from dglx_dist.training.checkpoint import Sparse
-from dglx_dist.training.config import BF16, CLASSIFICATION
-from dglx_dist.training.fit import Callback, FitConfig, FitResult, TrainingLoader, settled, train
+from dglx_dist.training.config import BF16
+from dglx_dist.training.fit import (
+    Callback,
+    FitConfig,
+    FitResult,
+    TrainingLoader,
+    needs_own_loop,
+    settled,
+    train,
+)
 from dglx_dist.training.inference import labelled_type
 from dglx_dist.training.relational import EntityInputs
 from dglx_dist.training.tasks import read_task
@@ -764,7 +772,7 @@ def fit(  # noqa: PLR0913 - all but two have defaults
 def _needs_loop(g: DistGraph, config: FitConfig) -> bool:
     # Strategies that compute steps themselves know plain classification. Collective.
     task = read_task(g, labelled_type(g, config.label), config.label, str(config.task))[0]
-    return config.precision == BF16 or task != CLASSIFICATION or config.class_weight != "none"
+    return needs_own_loop(replace(config, task=task)) is not None
 
 
 def _check_auto(config: FitConfig) -> None:

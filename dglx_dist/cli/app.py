@@ -47,6 +47,8 @@ def root(
     """Partition a graph, train a model on it with many processes, and report the cost."""
 
 
+# As --early-stop was called.
+_RENAMED = {"token_normalize_func": lambda name: "early-stop" if name == "patience" else name}
 for command in (partition, ingest, inspect, plan, train, report):
-    app.command(no_args_is_help=True)(command)
+    app.command(no_args_is_help=True, context_settings=_RENAMED if command is train else None)(command)
 app.add_typer(lambda_app)

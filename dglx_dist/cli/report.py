@@ -197,8 +197,9 @@ def report(
 ) -> None:
     """Print the tables of a run and draw its picture again; of an unfinished run, the finished epochs.
 
-    Of several runs, print their figures side by side. The page of --html needs no network, but Plotly here:
-    `pip install 'dglx_dist[report]'`. It has curves, cost, bytes between ranks, and why auto chose.
+    Of several runs, print their figures side by side; of one with --seeds, mean and deviation. The page of
+    --html needs no network, but Plotly here: `pip install 'dglx_dist[report]'`. It has curves, cost, bytes
+    between ranks, and why auto chose.
 
     Of a trace, draw the timeline of the ranks, and print how much of the network time overlaps with compute.
 
@@ -222,10 +223,13 @@ def report(
     if more:
         return
     from dglx_dist.report.pictures import draw
-    from dglx_dist.report.run_folder import PICTURE, read_run
-    from dglx_dist.report.tables import epoch_table, run_title, summary_table
+    from dglx_dist.report.run_folder import PICTURE, read_run, read_spread
+    from dglx_dist.report.tables import epoch_table, run_title, spread_table, summary_table
 
     with _damage_named(folder):
+        if (summary := read_spread(folder)) is not None:
+            show(spread_table(summary))
+            return
         run = read_run(folder)
         show(epoch_table(run.epochs))
         if run.summary is None:

@@ -88,7 +88,8 @@ def train(config: TrainConfig) -> None:
 
         if config.seeds:
             show(spread_table(trained.summary))
-            write(f"written to {config.out}; of one seed: dglx report {config.out}/seed-{config.seeds[0]}")
+            again = f"dglx report {config.out}, of one seed: {config.out}/seed-{config.seeds[0]}"
+            write(f"written to {config.out}; again: {again}")
             return
         show(epoch_table(trained.epochs))
         show(summary_table(trained.summary))

@@ -43,7 +43,6 @@ from dglx_dist.report.tables import run_title, spread, summarise
 from dglx_dist.strategies.base import AUTO, WrappedModel, strategy_of
 from dglx_dist.training.checkpoint import read_extra
 from dglx_dist.training.config import (
-    BF16,
     CLASSIFICATION,
     LINK,
     NO_ENCODER,
@@ -59,6 +58,7 @@ from dglx_dist.training.fit import (
     LinkPrediction,
     check_loop,
     check_same,
+    needs_own_loop,
     settled,
 )
 from dglx_dist.training.inference import flatten, labelled_type, layerwise_inference
@@ -92,7 +92,7 @@ def _resolve_auto(
     if plan.strategy != AUTO:
         return plan, None
     folder = Path(plan.out)
-    own_loop = plan.precision == BF16 or plan.task != CLASSIFICATION or plan.class_weight != "none"
+    own_loop = needs_own_loop(plan) is not None
     training = Training(
         num_layers=plan.layers, kind=plan.model, own_loop=own_loop, **common_fields(plan, Training)
     )

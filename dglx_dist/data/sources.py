@@ -87,6 +87,8 @@ def standard_columns(
 ) -> dict[str, NodeColumn]:
     """Rename and cast columns: whole features to float32, labels to int64, splits to boolean.
 
+    Labels of floating point stay so unless all are whole and at least 0, or NaN: targets of a regression.
+
     ``features`` and ``feats`` become ``feat``, ``labels`` becomes ``label``, unless that name is taken.
     Without ``rename``, names and dtypes stay, except of splits and of labels that are class numbers or have
     NaN for missing values. ``where`` starts messages.
@@ -159,10 +161,10 @@ def _as_label(column: Array, where: str) -> Array:
     if column.ndim > 1:
         return column
     # Sources store labels with gaps as floating point, with NaN for missing ones.
-    known = np.nan_to_num(column, nan=-1.0)
-    if (known != np.floor(known)).any():
+    known = column[~np.isnan(column)]
+    if ((known != np.floor(known)) | (known < 0)).any():
         return column  # targets of a regression
-    return known.astype(np.int64)
+    return np.nan_to_num(column, nan=-1.0).astype(np.int64)
 
 
 def refuse_unknown(options: Mapping[str, object], known: Iterable[str], source: str) -> None:

@@ -213,10 +213,13 @@ def _check_labels(label: Array, num_classes: int, masks: Mapping[str, Array], wh
     wrong = (label < -1) | (label >= num_classes)
     if wrong.any():
         row = _first(wrong)
-        problem = f"label {label[row]} is outside 0..{num_classes - 1} (-1 means none)"
+        problem = (
+            f"label {label[row]} is outside 0..{num_classes - 1} (-1: none; numbers of a regression: float)"
+        )
         raise column_error(where, LABEL, problem, row)
     if num_classes > MAX_CLASSES:
-        _LOG.warning("%s: column %r has %s", where, LABEL, too_many_classes(num_classes - 1))
+        said = too_many_classes(num_classes - 1)
+        _LOG.warning("%s: column %r has %s Then train with --task regression", where, LABEL, said)
     for name, mask in masks.items():
         missing = mask & (label < 0)
         if missing.any():

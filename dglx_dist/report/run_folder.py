@@ -125,6 +125,13 @@ def read_run(folder: str | Path) -> Run:
     )
 
 
+def read_spread(folder: Path) -> dict[str, Any] | None:
+    """Return the summary of runs with several seeds, None if ``folder`` has none; StorageError: damaged."""
+    if (folder / CONFIG).is_file() or not (folder / SUMMARY).is_file():
+        return None
+    return _read_object(folder / SUMMARY)
+
+
 def _unwritable(folder: Path, error: OSError) -> StorageError:
     return StorageError(f"cannot write the run to {folder}: {error}; free some space and repeat it")
 

@@ -251,14 +251,19 @@ def summary_table(summary: Mapping[str, object]) -> Table:
 
 
 def spread(summaries: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
-    """Return mean and sample standard deviation of the metrics of several runs, and those of each by name."""
+    """Return mean and sample standard deviation of the metrics that all runs have, and those of each by name.
+
+    The deviation of one run is None.
+    """
     metrics: dict[str, dict[str, float]] = {run: {} for run in summaries}
     for run, summary in summaries.items():
         found = {name: value for name, value in summary.items() if name.startswith(("val_", "test_"))}
         metrics[run] = {name: value for name, value in found.items() if isinstance(value, float)}
-    columns = {name: [one[name] for one in metrics.values()] for name in next(iter(metrics.values()))}
+    # A run that was done before may have other metrics.
+    shared = [name for name in next(iter(metrics.values())) if all(name in one for one in metrics.values())]
+    columns = {name: [one[name] for one in metrics.values()] for name in shared}
     means = {name: fmean(column) for name, column in columns.items()}
-    deviations = {name: stdev(column) if len(column) > 1 else 0.0 for name, column in columns.items()}
+    deviations = {name: stdev(column) if len(column) > 1 else None for name, column in columns.items()}
     return {"runs": metrics, "mean": means, "std": deviations}
 
 

@@ -268,6 +268,11 @@ def _sparse_folder(checkpoint: Path, number: int) -> Path:
 _FOLDER_NAME = re.compile(r"epoch-(\d+)-step-(\d+)(\.old(?:-[0-9a-f]{8}\.partial)?)?")
 
 
+def folder_name(epoch: int, step: int = 0) -> str:
+    """Return the name of the checkpoint after ``step`` steps of ``epoch``."""
+    return f"epoch-{epoch:06d}-step-{step:09d}"
+
+
 class Positioned(Protocol):
     """A loader with a number of steps in an epoch, and a position, JSON values only."""
 
@@ -369,6 +374,8 @@ class CheckpointWriter:
         """Kept for the next copy, since new memory is slow to fill."""
         self._thread: Thread | None = None
         self._number, self._problem = 0, ""
+        self.spared: Path | None = None
+        """A checkpoint that stays, however many newer ones there are."""
 
     def save(self, *, epoch: int, step: int, extra: Mapping[str, object], wait: bool = False) -> Path:
         """Save as :func:`save`; without ``wait`` it returns when all is copied. Collective.
@@ -378,7 +385,7 @@ class CheckpointWriter:
         """
         self.wait()
         session, stack = self._session, ExitStack()
-        final = self._folder / f"epoch-{epoch:06d}-step-{step:09d}"
+        final = self._folder / folder_name(epoch, step)
         facts = {"version": VERSION, "epoch": epoch, "step": step, "extra": dict(extra)}
         snapshot, copied = self._snapshot(facts, wait=wait)
         with _storage_errors():
@@ -517,7 +524,7 @@ class CheckpointWriter:
             write_json(folder / STATE_NAME, state)
             publish_over(folder, final)
         if self._keep is not None:
-            _remove_older(final, self._keep)
+            _remove_older(final, self._keep, self.spared)
 
 
 @dataclass(frozen=True)
@@ -616,11 +623,12 @@ class Checkpoints:
 checkpoints = Checkpoints
 
 
-def _remove_older(newest: Path, keep: int) -> None:
+def _remove_older(newest: Path, keep: int, spared: Path | None) -> None:
     older = sorted(found for found in _complete(newest.parent) if found < (_key(newest.name), newest))
     for _, path in older[: max(0, len(older) + 1 - keep)]:
         try:
-            discard(path)
+            if path != spared:
+                discard(path)
         except OSError as error:
             log.warning("an old checkpoint cannot be removed: %s", error)
 
@@ -833,46 +841,15 @@ def _plain_module(model: nn.Module) -> nn.Module:
 
 
 class BestWeights:
-    """The weights of the best epoch: in folder ``best`` of the checkpoints, or in memory if there is none."""
+    """A copy of the weights of the best epoch in memory, of a run without checkpoints; collective."""
 
-    def __init__(
-        self, checkpoints: str | Path | None, model: nn.Module, sparse: Sequence[SparseOptimizer]
-    ) -> None:
-        self._folder = None if checkpoints is None else Path(checkpoints) / "best"
-        self._saved: dict[str, Any] = {"model": model, "sparse": sparse}
-        state = RunState(**self._saved)
-        folder = self._folder
-        self.writer = None if folder is None else CheckpointWriter(folder, state, keep=1)
-        self._weights: dict[str, Tensor] = {}
-        self._rows: list[Tensor] = []
-        self.scores: dict[str, Any] = {}
-        """Results of that epoch, JSON values."""
+    def __init__(self, model: nn.Module, sparse: Sequence[SparseOptimizer]) -> None:
+        self._model, self._own = model, [rows for one in sparse for rows in one.own_rows]
+        self._weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+        self._rows = [rows.clone() for rows in self._own]
 
-    def _own_rows(self) -> list[Tensor]:
-        return [rows for one in self._saved["sparse"] for rows in one.own_rows]
-
-    def forget(self) -> None:
-        if self._folder is not None:
-            remove_all(self._folder)
-
-    def keep(self, epoch: int, scores: dict[str, Any]) -> None:
-        """Copy the weights; collective."""
-        self.scores = scores
-        if self.writer is not None:
-            self.writer.save(epoch=epoch + 1, step=0, extra={})
-            return
-        of_model = self._saved["model"].state_dict()
-        self._weights = {name: tensor.detach().clone() for name, tensor in of_model.items()}
-        self._rows = [rows.clone() for rows in self._own_rows()]
-
-    def load(self, epoch: int) -> None:
-        """Load the weights; collective."""
-        if self.writer is None or self._folder is None:
-            self._saved["model"].load_state_dict(self._weights)
-            for rows, kept in zip(self._own_rows(), self._rows, strict=True):
-                rows.copy_(kept)
-            barrier(current_session(), "taking the weights of the best epoch")
-            return
-        self.writer.wait()
-        path = self._folder / f"epoch-{epoch + 1:06d}-step-{0:09d}"
-        load(path, **self._saved, random_state=False)
+    def load(self) -> None:
+        self._model.load_state_dict(self._weights)
+        for rows, kept in zip(self._own, self._rows, strict=True):
+            rows.copy_(kept)
+        barrier(current_session(), "taking the weights of the best epoch")

@@ -131,7 +131,6 @@ class RunOptions:
         "on, by task. roc_auc and average_precision are means over the classes, accuracy of several labels "
         "counts rows without an error.",
         metavar="NAME,NAME",
-        check=Check(lambda given: set(given) <= set(_METRICS), f"some of {', '.join(_METRICS)}"),
         kind=str,
         parse=names,
     )
@@ -376,7 +375,7 @@ class TrainConfig(RunOptions, ModelConfig):
     checkpoint_every: Every = _of_run(
         0,
         "Epochs between checkpoints in RUNDIR/checkpoints, or steps: 200steps; 0: one is saved only when the "
-        "run is told to end.",
+        "run is told to end, or with --early-stop.",
         check=_is_every(0),
         kind=str,
         parse=_every,
@@ -386,7 +385,7 @@ class TrainConfig(RunOptions, ModelConfig):
         "Write every node's class (and its name, if it has one), labels or number as Parquet.",
         metavar="DIR",
     )
-    scores: bool = _of_run(False, "With --predictions: also a list of the probabilities of all classes.")
+    scores: bool = _of_run(False, "With --predictions: also the probabilities of all classes or labels.")
     save_embeddings: str | None = _path_of_run(
         None,
         "Write every node's last hidden layer, as Parquet; with --task link, the rows that are scored.",
@@ -423,7 +422,13 @@ class TrainConfig(RunOptions, ModelConfig):
                 "left out with --layers 1, whose only layer gives the scores",
             ),
             ("scores", self.scores and not self.predictions, "given with --predictions DIR"),
-            ("seeds", any(seed < 0 for seed in self.seeds), "numbers of at least 0"),
+            ("metric", not set(self.metric) <= set(_METRICS), f"some of {', '.join(_METRICS)}"),
+            (
+                "seeds",
+                min(self.seeds, default=0) < 0 or len(set(self.seeds)) < len(self.seeds),
+                "different numbers of at least 0",
+            ),
+            ("seed", bool(self.seed and self.seeds), "left out with --seeds"),
             ("trace", bool(self.trace and self.seeds), "left out with --seeds: each run would replace it"),
         )
         check_values(self, (*checks, *self._link_checks()))

@@ -95,21 +95,20 @@ class Step:
     task: Task
     sparse: Sequence[SparseOptimizer] = ()
     """Optimisers of the model's input embeddings."""
-    sparse_rates: Sequence[float] = ()
-    """Their learning rates, of which the schedule gives a part."""
+    rates: Sequence[float] = ()
+    """Learning rates of the optimizer's groups, then of ``sparse``, of which the schedule gives a part."""
     precision: str = FLOAT32
     """Of forward passes."""
     schedule: RunOptions | None = None
     """Whose ``schedule`` and ``warmup`` set the learning rate; None: it is constant."""
 
-    def set_rate(self, step: int, steps_of_epoch: int) -> None:
+    def set_rates(self, factor: float) -> None:
         if self.schedule is None:
             return
-        factor = rate_at(self.schedule, step, steps_of_epoch)
-        for group in self.optimizer.param_groups:
-            # Saved with the optimizer, so that a resumed run has it too.
-            group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor
-        for rows, rate in zip(self.sparse, self.sparse_rates, strict=True):
+        groups = self.optimizer.param_groups
+        for group, rate in zip(groups, self.rates, strict=False):
+            group["lr"] = rate * factor
+        for rows, rate in zip(self.sparse, self.rates[len(groups) :], strict=True):
             rows.lr = rate * factor
 
 
@@ -131,7 +130,8 @@ def train_pass(
         # Numbered like the loader's batches, so that a trace shows the batch of a step.
         position = loader.state_dict()
         number = position["epoch"] * len(loader) + position["step"] - 1
-        step.set_rate(number, len(loader))
+        if step.schedule is not None:
+            step.set_rates(rate_at(step.schedule, number, len(loader)))
         found = _train_step(step, batch, partial(session.timeline.span, row=COMPUTE, batch=number))
         if found.num_targets:
             # The mean over no targets is nan, which would spoil the total.
@@ -178,41 +178,6 @@ def _train_step(step: Step, batch: Any, span: Callable[[str], AbstractContextMan
         for rows in step.sparse:
             rows.step()
     return found
-
-
-def over_ranks(ranks: Sequence[Any], epoch: int) -> EpochRecord:
-    """Sum counts and bytes; take the slowest rank's seconds, and phases as means over the ``ranks``.
-
-    Ranks in lock-step wait and exchange at different times, so the sum of the longest phases would exceed the
-    epoch. Compute is the remainder.
-    """
-
-    def total(name: str) -> Any:
-        return sum(row[name] for row in ranks)
-
-    def mean(name: str) -> float:
-        return float(total(name)) / len(ranks)
-
-    seconds = max(row["seconds"] for row in ranks)
-    targets = total("targets")
-    return EpochRecord(
-        epoch=epoch,
-        loss=total("loss") / targets if targets else math.nan,
-        train_accuracy=total("correct") / targets if targets else math.nan,
-        val_accuracy=None,
-        seconds=seconds,
-        num_samples=targets,
-        sample_s=mean("sample_s"),
-        fetch_s=mean("fetch_s"),
-        wait_s=mean("wait_s"),
-        compute_s=max(0.0, seconds - mean("wait_s") - mean("exchange_s")),
-        exchange_s=mean("exchange_s"),
-        bytes_inside=total("inside"),
-        bytes_outside=total("outside"),
-        checkpoint_s=max(row.get("checkpoint_s", 0.0) for row in ranks),
-        cache_hits=sum(row.get("hits", 0) for row in ranks),
-        cache_misses=sum(row.get("misses", 0) for row in ranks),
-    )
 
 
 Options = TypeVar("Options", bound=RunOptions)
@@ -285,7 +250,7 @@ class FitResult:
     epochs: list[EpochRecord] = field(default_factory=list)
     """Epochs of this call, without those before a resume."""
     accuracy: dict[str, float] = field(default_factory=dict)
-    """Mask to exact accuracy after the last epoch; after the best one, if there is ``patience``."""
+    """Mask to exact accuracy after the last epoch; of the best one, if there is ``patience``."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Exact metrics of the same epoch, as ``test_f1_micro``."""
     task: str = "own"
@@ -309,12 +274,12 @@ class FitResult:
 
     @property
     def val_accuracy(self) -> float | None:
-        """Validation accuracy after the last epoch."""
+        """Validation accuracy, of the epoch of ``accuracy``."""
         return self.accuracy.get(_VALIDATION)
 
     @property
     def test_accuracy(self) -> float | None:
-        """Test accuracy after the last epoch."""
+        """Test accuracy, of the epoch of ``accuracy``."""
         return self.accuracy.get(_TEST)
 
 
@@ -404,12 +369,12 @@ def _with_task(config: FitConfig, g: DistGraph) -> FitConfig:
     if not isinstance(config.task, str):
         return config
     ntype = labelled_type(g, config.label) if config.ntype is None else config.ntype
+    if config.class_weight != "none" and config.loss is not None:
+        raise ConfigError("class_weight is for the task's own loss; leave loss or class_weight out")
     if config.loss is not None and config.evaluate is not None:
         return replace(config, ntype=ntype)  # They take any labels.
     task, _ = read_task(g, ntype, config.label, config.task)
     weights = None if config.class_weight == "none" else class_weights(g, ntype, config.label, task)
-    if weights is not None and config.loss is not None:
-        raise ConfigError("class_weight is for the task's own loss; leave loss or class_weight out")
     metric = config.metric if config.evaluate else metrics_of(task, config.metric)
     return replace(config, ntype=ntype, task=task, metric=metric, loss=config.loss or loss_of(task, weights))
 
@@ -433,7 +398,8 @@ def settled(config: Options, checkpoints: str | Path | None, session: Session) -
     """
     files = ("trace", "tensorboard")
     shared = {one.name: getattr(config, one.name) for one in fields(RunOptions) if one.name not in files}
-    shared |= {"task": str(shared["task"])[:20], "checkpoints": checkpoints is not None}
+    task = config.task if isinstance(config.task, str) else "own"
+    shared |= {"task": task, "checkpoints": checkpoints is not None}
     check_equal(session, "the settings of training", shared)
     launch, restarts = cast("list[Any]", broadcast_json(read_launch(), session))
     if checkpoints is not None:
@@ -504,20 +470,25 @@ def _plain(value: object) -> object:
     return value if isinstance(value, bool | int | float | str | None) else repr(value)
 
 
-def check_loop(config: RunOptions, traits: Traits, strategy: str) -> None:
-    """Raise ConfigError if a strategy that has no training loop in torch would have to change its steps."""
+def needs_own_loop(config: RunOptions) -> str | None:
+    """Return an option that only a training loop in torch has, as ``schedule cosine``, else None."""
     plain = {
         "precision": (None, FLOAT32),
         "task": (AUTO_TASK, CLASSIFICATION),
         **{"class_weight": ("none",), "schedule": ("constant",), "warmup": (0,)},
     }
-    for name, known in plain.items():
-        if not traits.own_loop and (value := getattr(config, name)) not in known:
-            raise ConfigError(
-                f"{name.replace('_', '-')} {value}: strategy {strategy!r} does not compute in torch but on "
-                "workers, plain cross-entropy at a constant rate, in the dtype of the weights; leave it out, "
-                "or use strategy='data_parallel'"
-            )
+    given = {name: getattr(config, name) for name in plain}
+    found = (f"{name.replace('_', '-')} {given[name]}" for name in plain if given[name] not in plain[name])
+    return next(found, None)
+
+
+def check_loop(config: RunOptions, traits: Traits, strategy: str) -> None:
+    """Raise ConfigError if a strategy that has no training loop in torch would have to change its steps."""
+    if not traits.own_loop and (option := needs_own_loop(config)):
+        raise ConfigError(
+            f"{option}: strategy {strategy!r} does not compute in torch but on workers, plain cross-entropy "
+            "at a constant rate, in the dtype of the weights; leave it out, or use strategy='data_parallel'"
+        )
 
 
 def epoch_line(record: EpochRecord) -> str:
@@ -565,17 +536,18 @@ class _Run:
             dataset={"num_nodes": g.num_nodes(), "num_edges": g.num_edges()},
         )
         folder, every = config.checkpoint_folder, steps_between(config.checkpoint_every, len(loader))
-        self._writer = (
-            None if folder is None else checkpoint.CheckpointWriter(folder, self._state, config.keep)
-        )
+        # Of checkpoints that are there for the best epoch alone, the others are of no use.
+        keep = config.keep or (1 if config.patience and not every else None)
+        self._writer = None if folder is None else checkpoint.CheckpointWriter(folder, self._state, keep)
+        self._deciding = config.metric[0] if config.metric else ""
         self._task = config.task if isinstance(config.task, str) else "own"
         self.result = FitResult(precision=step.precision, task=self._task)
         """Of the epochs so far."""
         self._next, self._evaluations_since_best = 0, 0
         self._so_far: dict[str, float] = {}
         """Of the epoch ``_next``, before the loader's position."""
-        best = checkpoint.BestWeights(folder, step.model, step.sparse) if config.patience else None
-        self._best = best
+        self._best: tuple[checkpoint.BestWeights, FitResult | _Saved] | None = None
+        """Where no folder has them: weights of the best epoch, and its results."""
         self.sent = Counter[tracing.Pair]()
         """Bytes of this rank's ledger in training so far."""
         self._steps_between = 0 if folder is None else every
@@ -589,8 +561,6 @@ class _Run:
         config, folder = self._config, self._config.checkpoint_folder
         if folder is not None and config.overwrite:
             checkpoint.remove_all(folder)
-        if self._best is not None and not config.resume:
-            self._best.forget()
         # Checked before anything is loaded.
         if not config.resume or folder is None or (extra := checkpoint.read_extra(folder, _Saved)) is None:
             return
@@ -606,9 +576,10 @@ class _Run:
             )
             log.warning("going on from %s%s", resumed.path, kept)
         saved, self._saved_at = _Saved(resumed.extra), (resumed.epoch, resumed.step)
-        if self._best is not None:
-            self._best.scores = saved.best_scores
         self._next, self._evaluations_since_best = resumed.epoch, saved.evaluations_since_best
+        best = saved.best
+        if not self._is_comparable(saved, folder):
+            best, self._evaluations_since_best = (None, None), 0
         self.first_step = resumed.step
         if resumed.step:
             self._so_far = saved.so_far[self._session.topology.rank]
@@ -616,14 +587,33 @@ class _Run:
             accuracy=saved.accuracy,
             metrics=saved.metrics,
             task=self._task,
-            best_epoch=saved.best[0],
-            best_val_accuracy=saved.best[1],
+            best_epoch=best[0],
+            best_val_accuracy=best[1],
             first_epoch=resumed.epoch,
             stopped_early=self._patience_is_over(),
             precision=self._step.precision,
         )
         if not self.has_epochs and self._session.topology.rank == 0:
             log.warning("nothing to train: %d epochs are done", self._next)
+
+    def _is_comparable(self, saved: _Saved, folder: str | Path) -> bool:
+        """Whether the best epoch so far is by the same metric, and its weights are there. Collective."""
+        if saved.best[0] is None:
+            return True
+        problem = ""
+        if saved.deciding not in (None, self._deciding):
+            problem = f"by {saved.deciding}, and {self._deciding or 'the accuracy'} decides now"
+        elif self._config.patience is not None:
+            extra = checkpoint.read_extra(self._path_of(saved.best[0]), _Saved)
+            if extra is None or str(_Saved(extra).best) != str(saved.best):
+                problem = f"and {folder} does not have its weights"
+        if problem and self._session.topology.rank == 0:
+            log.warning("epoch %d was the best, %s: the best is now of later ones", saved.best[0], problem)
+        return not problem
+
+    def _path_of(self, epoch: int) -> Path:
+        assert self._config.checkpoint_folder is not None
+        return Path(self._config.checkpoint_folder) / checkpoint.folder_name(epoch + 1)
 
     def check_evaluation(self) -> None:
         """Raise ConfigError before training if the evaluation after it is impossible."""
@@ -638,13 +628,26 @@ class _Run:
     def leave(self) -> None:
         """End training; save it if stopped, else go back to the best epoch if ``patience``; collective."""
         self._session.stop_point.close()
-        epoch = self.result.best_epoch
-        if self._best is not None and epoch not in (None, self._next - 1) and not self.is_stopped:
-            self._best.load(int(epoch or 0))
-            self.result = replace(self.result, **self._best.scores)
+        if self._config.patience is not None and not self.is_stopped:
+            self._load_best()
         step = int(self._loader.state_dict()["step"])
         if self.is_stopped and self._saved_at != (self._next, step):
             self._save(step, wait=True)
+
+    def _load_best(self) -> None:
+        epoch = self.result.best_epoch
+        if epoch is None or epoch == self._next - 1:
+            return
+        if self._writer is None:
+            assert self._best is not None
+            weights, scores = self._best
+            weights.load()
+        else:
+            self._writer.wait()
+            model, rows = self._step.model, self._step.sparse
+            found = checkpoint.load(self._path_of(epoch), model=model, sparse=rows, random_state=False)
+            scores = _Saved(found.extra)
+        self.result = replace(self.result, accuracy=scores.accuracy, metrics=scores.metrics)
 
     def stopped(self) -> Stopped:
         """Say where training has stopped."""
@@ -708,7 +711,7 @@ class _Run:
             pause = self._save(step)
             self._so_far = {**self._so_far, "checkpoint_s": self._so_far.get("checkpoint_s", 0) + pause}
         figures, self._so_far = self._so_far, {}
-        record = over_ranks(gather_json(figures, self._session), self._next)
+        record = tracing.over_ranks(gather_json(figures, self._session), self._next)
         has_classes = self._task == CLASSIFICATION or self._task not in METRICS_OF
         return record if has_classes else replace(record, train_accuracy=math.nan)
 
@@ -732,7 +735,8 @@ class _Run:
         self._session.stop_point.passed()
         # Else the checkpoint that a resumed run began with would stay its newest one.
         saves, every = self._steps_between or self._saved_at is not None, self._steps_between or math.inf
-        if saves and (last or self._next * len(self._loader) % every == 0):
+        is_best = self._writer is not None and config.patience and self.result.best_epoch == record.epoch
+        if is_best or (saves and (last or self._next * len(self._loader) % every == 0)):
             pauses: Any = gather_json(self._save(wait=last), self._session)
             record = replace(record, checkpoint_s=record.checkpoint_s + max(pauses))
         return record
@@ -750,16 +754,16 @@ class _Run:
             accuracy = {name: value for name, value in found.items() if name.endswith("_mask")}
             record = replace(record, metrics=metrics, val_accuracy=accuracy.get(_VALIDATION))
         self.result = replace(self.result, accuracy=accuracy, metrics=metrics)
-        deciding = config.metric[0] if config.metric else ""
-        validation = metrics.get(f"val_{deciding}", accuracy.get(_VALIDATION))
+        validation = metrics.get(f"val_{self._deciding}", accuracy.get(_VALIDATION))
         if validation is None:
             return record
-        best, sign = self.result.best_val_accuracy, -1 if deciding in LESS_IS_BETTER else 1
-        if best is None or math.isnan(best) or sign * validation > sign * best:
+        best, sign = self.result.best_val_accuracy, -1 if self._deciding in LESS_IS_BETTER else 1
+        was_nan = best is not None and math.isnan(best) and not math.isnan(validation)
+        if best is None or was_nan or sign * validation > sign * best:
             self._evaluations_since_best = 0
             self.result = replace(self.result, best_epoch=record.epoch, best_val_accuracy=validation)
-            if self._best is not None:
-                self._best.keep(record.epoch, {"accuracy": accuracy, "metrics": metrics})
+            if config.patience is not None and self._writer is None:
+                self._best = checkpoint.BestWeights(self._step.model, self._step.sparse), self.result
         else:
             self._evaluations_since_best += 1
             self.result = replace(self.result, stopped_early=self._patience_is_over())
@@ -779,9 +783,9 @@ class _Run:
 
     def close(self, *, failed: bool) -> None:
         """Wait for the last checkpoint, unless training ``failed``: it may never be complete then."""
-        for writer in (self._writer, None if self._best is None else self._best.writer):
-            if writer is not None:
-                writer.abandon() if failed else writer.wait()
+        self._step.set_rates(1.0)
+        if self._writer is not None:
+            self._writer.abandon() if failed else self._writer.wait()
 
     def _save(self, step: int = 0, *, wait: bool = False) -> float:
         """Save after ``step`` steps of the next epoch, where the loader's pass has ended; collective.
@@ -791,15 +795,17 @@ class _Run:
         assert self._writer is not None
         begin = time.perf_counter()
         best = (self.result.best_epoch, self.result.best_val_accuracy)
+        self._writer.wait()  # It reads what it spares.
+        self._writer.spared = None if best[0] is None or not self._config.patience else self._path_of(best[0])
         self._writer.save(
             epoch=self._next,
             step=step,
             extra={
                 "best": None if best[0] is None else best,
+                "deciding": self._deciding,
                 "evaluations_since_best": self._evaluations_since_best,
                 "accuracy": self.result.accuracy,
                 "metrics": self.result.metrics,
-                "best_scores": {} if self._best is None else self._best.scores,
                 "so_far": gather_json(self._so_far, self._session) if step else [],
                 TRAINED_WITH: _trained_with(self._session),
                 PRECISION: self.result.precision,
@@ -823,10 +829,7 @@ class _Saved:
         self.evaluations_since_best = checkpoint.whole(extra.get("evaluations_since_best", 0))
         self.accuracy = {name: _number(value) for name, value in extra.get("accuracy", {}).items()}
         self.metrics = {name: _number(value) for name, value in extra.get("metrics", {}).items()}
-        self.best_scores = {
-            field: {name: _number(value) for name, value in extra["best_scores"][field].items()}
-            for field in (("accuracy", "metrics") if extra.get("best_scores") else ())
-        }
+        self.deciding = extra.get("deciding")
         self.so_far = [
             {name: _number(value) for name, value in of_rank.items()} for of_rank in extra.get("so_far", [])
         ]
@@ -851,7 +854,7 @@ def _step_of(
         optimizer=optimizer,
         task=task,
         sparse=rows,
-        sparse_rates=[one.lr for one in rows],
+        rates=[*(group["lr"] for group in optimizer.param_groups), *(one.lr for one in rows)],
         precision=precision,
         schedule=config if _is_scheduled(config) else None,
     )

@@ -93,12 +93,16 @@ def _squared_error(scores: Tensor, labels: Tensor) -> Tensor:
     return F.mse_loss(scores, _like(labels, scores))
 
 
-def _like(labels: Tensor, scores: Tensor) -> Tensor:
-    if labels.numel() != scores.numel():
+def _check_columns(labels: Tensor | DistTensor, scores: Tensor | DistTensor) -> None:
+    if math.prod(labels.shape[1:]) != math.prod(scores.shape[1:]):
         raise ConfigError(
             f"the model returns scores of shape {tuple(scores.shape)} for labels of shape "
             f"{tuple(labels.shape)}; its last layer must have a column for each of the labels"
         )
+
+
+def _like(labels: Tensor, scores: Tensor) -> Tensor:
+    _check_columns(labels, scores)
     # Autocast computes these losses in float32.
     return labels.to(torch.float32 if scores.dtype == torch.bfloat16 else scores.dtype).reshape(scores.shape)
 
@@ -116,23 +120,32 @@ def class_weights(g: DistGraph, ntype: str, label: str, task: str) -> Tensor:
     """Return the ``balanced`` weights of the classes, (C,) float32. Collective.
 
     Of classification, n / (C * n_c) with n_c training nodes of class c out of n, 0 for a class without any;
-    of multilabel, the zeros over the ones of each column, 1 for a column without ones.
+    of multilabel, the zeros over the ones of each column, 1 for a column without either. ConfigError on all
+    ranks: a training node has no class.
     """
     if task == REGRESSION:
         raise ConfigError("class weights are for classes, and the task is regression; leave them out")
     data = g.nodes[ntype].data
     classes = g.num_classes(ntype) if task == CLASSIFICATION else int(data[label].shape[1])
-    counts = torch.zeros(classes + 1, dtype=torch.int64)
-    for rows in _own_pieces(g, ntype):
-        labels = data[label][rows][data[SPLITS[0]][rows].bool()]
-        counts[-1] += len(labels)
-        counts[:-1] += (
-            torch.bincount(labels, minlength=classes) if task == CLASSIFICATION else labels.sum(0).long()
-        )
-    counts = sum_over_ranks(counts, g.session, phase=metrics.PHASE)
+
+    is_class = task == CLASSIFICATION
+
+    def counted() -> Tensor:
+        counts = torch.zeros(classes + 1, dtype=torch.int64)
+        for rows in _own_pieces(g, ntype):
+            labels = data[label][rows][data[SPLITS[0]][rows].bool()]
+            counts[-1] += len(labels)
+            if is_class and bool((labels < 0).any()):
+                raise ConfigError("a training node has no class (-1); leave it out of train_mask")
+            counts[:-1] += torch.bincount(labels, minlength=classes) if is_class else labels.sum(0).long()
+        return counts
+
+    counted_here = run_on_all_ranks(g.session, counted, ConfigError)
+    counts = sum_over_ranks(counted_here, g.session, phase=metrics.PHASE)
     ones, number = counts[:-1].float(), float(counts[-1])
-    weights = number / (classes * ones) if task == CLASSIFICATION else (number - ones) / ones
-    return torch.where(ones > 0, weights, torch.tensor(0.0 if task == CLASSIFICATION else 1.0))
+    if is_class:
+        return torch.where(ones > 0, number / (classes * ones), torch.tensor(0.0))
+    return torch.where((ones > 0) & (ones < number), (number - ones) / ones, torch.tensor(1.0))
 
 
 def as_probabilities(task: str, scores: Tensor) -> Tensor:
@@ -156,6 +169,8 @@ def measure(
     if not wanted:
         return {}
     data, none = g.nodes[ntype].data, slice(0, 0)
+    if task != CLASSIFICATION:
+        _check_columns(data[label], scores)  # on all ranks; some may have no rows
     pieces = [(scores[none], data[label][none])]
     for rows in _own_pieces(g, ntype):
         labels, inside = data[label][rows], data[mask][rows].bool()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -214,3 +215,38 @@ def _without_keys(value: object) -> object:
         address = urlsplit(value)
         return f"{address.scheme}://{address.netloc.rpartition('@')[2]}{address.path}"
     return value
+
+
+def over_ranks(ranks: Sequence[Any], epoch: int) -> EpochRecord:
+    """Sum counts and bytes; take the slowest rank's seconds, and phases as means over the ``ranks``.
+
+    Ranks in lock-step wait and exchange at different times, so the sum of the longest phases would exceed the
+    epoch. Compute is the remainder.
+    """
+
+    def total(name: str) -> Any:
+        return sum(row[name] for row in ranks)
+
+    def mean(name: str) -> float:
+        return float(total(name)) / len(ranks)
+
+    seconds = max(row["seconds"] for row in ranks)
+    targets = total("targets")
+    return EpochRecord(
+        epoch=epoch,
+        loss=total("loss") / targets if targets else math.nan,
+        train_accuracy=total("correct") / targets if targets else math.nan,
+        val_accuracy=None,
+        seconds=seconds,
+        num_samples=targets,
+        sample_s=mean("sample_s"),
+        fetch_s=mean("fetch_s"),
+        wait_s=mean("wait_s"),
+        compute_s=max(0.0, seconds - mean("wait_s") - mean("exchange_s")),
+        exchange_s=mean("exchange_s"),
+        bytes_inside=total("inside"),
+        bytes_outside=total("outside"),
+        checkpoint_s=max(row.get("checkpoint_s", 0.0) for row in ranks),
+        cache_hits=sum(row.get("hits", 0) for row in ranks),
+        cache_misses=sum(row.get("misses", 0) for row in ranks),
+    )

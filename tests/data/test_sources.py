@@ -87,6 +87,16 @@ def test_columns_of_a_script_stay_what_they_are() -> None:
         assert kept.num_classes == {NODE_TYPE: 2}
 
 
+@pytest.mark.parametrize("label", [[3.0, -1.0, 0.0], [3.0, -2.0, 0.0], [3.0, 0.5, 0.0]])
+def test_floating_point_numbers_that_cannot_number_classes_are_targets(label: list[float]) -> None:
+    graph = triangle(label=torch.tensor(label, dtype=torch.float64))
+    del graph.ndata["labels"]
+    kept = load_dataset(graph)
+    assert columns_of(kept)["label"].dtype == np.float64
+    assert columns_of(kept)["label"].tolist() == label
+    assert kept.num_classes == {}
+
+
 SPLITS = torch.tensor([[1, 0], [0, 1], [0, 0]])
 
 

@@ -12,14 +12,18 @@ import numpy as np
 import pyarrow.dataset
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import dglx_dist as dx
+from dglx_dist.cli.app import app
 from dglx_dist.cli.train_job import train_dataset, train_seeds
 from dglx_dist.data.sources import load_dataset
 from dglx_dist.data.storage.reader import graph_of, open_dataset
 from dglx_dist.errors import ConfigError
 from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.report.run_folder import read_epochs
+from dglx_dist.report.tables import spread
+from dglx_dist.training.checkpoint import folder_name
 from dglx_dist.training.config import RunOptions, TrainConfig, rate_at
 from dglx_dist.training.fit import FitConfig
 from dglx_dist.training.models import build_model
@@ -91,15 +95,40 @@ def test_predictions_are_those_of_the_best_epoch(strategy: str, data: Path, tmp_
         assert summary[f"{split}_mae"] == best.metrics[f"{split}_mae"]
         assert error[inside].mean() == pytest.approx(best.metrics[f"{split}_mae"], rel=1e-5)
     assert summary["best_epoch"] == best.epoch
-    assert len(list((tmp_path / "checkpoints" / "best").glob("epoch-*"))) == 1
+    kept = sorted(one.name for one in (tmp_path / "checkpoints").iterdir())
+    assert kept == [folder_name(best.epoch + 1), folder_name(len(records))]
+
+
+def test_a_best_epoch_without_weights_or_of_another_metric_is_forgotten(data: Path, tmp_path: Path) -> None:
+    options = plan(data, "regression", tmp_path, epochs=2, lr=1e-12, checkpoint_every=2)
+    _train(options)
+    _train({**options, "epochs": 20, "patience": 3})
+    # Of the epochs from 2 on, not of epoch 0, which has no weights here.
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["best_epoch"] >= 2
+    _train({**options, "epochs": 40, "patience": 2, "metric": ("rmse",), "keep": 1})
+    again = json.loads((tmp_path / "summary.json").read_text())
+    assert again["best_epoch"] > summary["best_epoch"]
+    records = {record.epoch: record for record in read_epochs(tmp_path)}
+    assert again["val_rmse"] == records[again["best_epoch"]].metrics["val_rmse"]
 
 
 def _fitted(folder: str) -> tuple[dict[str, float], dict[str, float], float]:
     with dx.init("data_parallel"):
         g = dx.DistGraph(folder)
         torch.manual_seed(1)
-        config = FitConfig(epochs=40, patience=2, show_progress=False, metric=("rmse",))
-        model, found = dx.fit(build_model("sage", 8, 8, 1, dropout=0.0), g, config=config, lr=0.1)
+        options: Any = {"epochs": 40, "patience": 2, "show_progress": False}
+        config = FitConfig(**options, metric=("rmse",), schedule="cosine")
+        made: list[torch.optim.Optimizer] = []
+
+        def make(parameters: Any) -> torch.optim.Optimizer:
+            made.append(torch.optim.Adam(parameters, lr=0.1))
+            return made[0]
+
+        model, found = dx.fit(
+            build_model("sage", 8, 8, 1, dropout=0.0), g, config=config, make_optimizer=make
+        )
+        assert made[0].param_groups[0]["lr"] == 0.1  # a second training begins with the same rate
         again = dx.evaluate(model, g, task="regression", metrics=["rmse"])
         return found.metrics, again, min(record.metrics["val_rmse"] for record in found.epochs)
 
@@ -123,6 +152,20 @@ def test_mean_and_spread_of_seeds(data: Path, tmp_path: Path) -> None:
         assert summary["std"][name] == pytest.approx(np.std(values, ddof=1))
     said = pyarrow.dataset.dataset(tmp_path / "said" / "seed-5").to_table()
     assert said.num_rows == NODES
+    shown = CliRunner().invoke(app, ["report", str(tmp_path)], env={"COLUMNS": "200"}).output
+    assert "seed-5" in shown
+    assert "mean ± std" in shown
+
+
+def test_seeds_are_different_and_one_has_no_deviation() -> None:
+    for options, said in (({"seeds": (0, 0)}, "different numbers"), ({"seeds": (0,), "seed": 1}, "--seed 1")):
+        with pytest.raises(ConfigError, match=said):
+            TrainConfig(data="x", **options)
+    one = spread({"seed-7": {"test_mae": 1.0, "val_mae": 2.0}})
+    assert one["std"] == {"test_mae": None, "val_mae": None}
+    assert spread({"a": {"test_mae": 1.0, "test_f1": 2.0}, "b": {"test_mae": 2.0}})["mean"] == {
+        "test_mae": 1.5
+    }
 
 
 def test_scores_and_names_of_classes(tmp_path: Path) -> None:

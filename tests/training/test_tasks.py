@@ -21,8 +21,10 @@ from dglx_dist.comm.session import start_session
 from dglx_dist.errors import ConfigError
 from dglx_dist.report.run_folder import read_epochs
 from dglx_dist.training import metrics
-from dglx_dist.training.config import TrainConfig
+from dglx_dist.training.config import RunOptions, TrainConfig
+from dglx_dist.training.fit import needs_own_loop
 from dglx_dist.training.models import build_model
+from dglx_dist.training.tasks import class_weights, measure
 from tests.helpers.ranks import run_ranks
 
 NODES, LABELS = 60, 3
@@ -220,6 +222,37 @@ def test_balanced_classes(task: str, data: Path, tmp_path: Path) -> None:
     run_ranks(_train, 2, args=(plan(data, task, tmp_path, class_weight="balanced"),))
     losses = [record.loss for record in read_epochs(tmp_path)]
     assert losses == pytest.approx(plain_losses(task, weights), rel=1e-5)
+
+
+def _wrong_on_one_rank(folder: str) -> list[str]:
+    """Errors that only rank 0's rows show, of labels -1 and of scores of another width."""
+    with dx.init("data_parallel") as session:
+        g, said = dx.DistGraph(folder), []
+        mine = dx.node_split(g.ndata["train_mask"])
+        g.ndata["broken"] = g.new_tensor((NODES,), torch.int64, "broken")
+        if session.topology.rank == 0:
+            g.ndata["broken"][mine[:1]] = torch.tensor([-1])
+        scores = dx.DistTensor((NODES, 2), torch.float32, "scores")
+        for wrong in (
+            lambda: class_weights(g, "_N", "broken", "classification"),
+            lambda: measure(scores, g, "_N", "label", "val_mask", "regression", ["mae"]),
+        ):
+            with pytest.raises(ConfigError) as error:
+                wrong()
+            said.append(str(error.value))
+        return said
+
+
+def test_labels_that_are_wrong_on_one_rank_are_refused_on_all(data: Path) -> None:
+    for of_labels, of_scores in run_ranks(_wrong_on_one_rank, 2, args=(str(data / "classification"),)):
+        assert "no class" in of_labels
+        assert "its last layer must have a column" in of_scores
+
+
+def test_what_needs_a_loop_in_torch() -> None:
+    assert needs_own_loop(RunOptions()) is None
+    assert needs_own_loop(RunOptions(schedule="cosine")) == "schedule cosine"
+    assert needs_own_loop(RunOptions(warmup=2)) == "warmup 2"
 
 
 def test_an_accuracy_of_the_majority_is_said(

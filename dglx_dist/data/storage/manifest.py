@@ -222,6 +222,9 @@ def from_json(value: object, where: str) -> Manifest:
                 raise StorageError(
                     f"{where}: key 'edge_types' has {etype}, but there is no node type {ntype!r}"
                 )
+    for ntype, names in manifest.class_names.items():
+        if len(names) != (classes := num_classes.get(ntype, 0)):
+            raise StorageError(f"{where}: {len(names)} class_names for {classes} classes of {ntype!r}")
     _check_files(manifest, where)
     return manifest
 
