@@ -478,8 +478,8 @@ def needs_own_loop(config: RunOptions) -> str | None:
         **{"class_weight": ("none",), "schedule": ("constant",), "warmup": (0,)},
     }
     given = {name: getattr(config, name) for name in plain}
-    found = (f"{name.replace('_', '-')} {given[name]}" for name in plain if given[name] not in plain[name])
-    return next(found, None)
+    asked = (name for name in plain if not callable(given[name]) and given[name] not in plain[name])
+    return next((f"{name.replace('_', '-')} {given[name]}" for name in asked), None)
 
 
 def check_loop(config: RunOptions, traits: Traits, strategy: str) -> None:
