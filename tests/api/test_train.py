@@ -155,7 +155,7 @@ def test_a_picture_that_cannot_be_written_is_an_error_of_ours_and_costs_no_figur
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("dglx_dist.cli.train_job.draw", full)
+    monkeypatch.setattr("dglx_dist.report.pictures.draw", full)
     with pytest.raises(StorageError, match="dglx report"):
         train_dataset(TrainConfig(data=dataset, out=str(tmp_path / "run"), epochs=1))
     assert (tmp_path / "run" / "summary.json").is_file()
