@@ -99,7 +99,8 @@ def choose(candidates: Iterable[Candidate], known: Measured, constraints: Choice
     """Predict every candidate and choose the fastest one that is allowed and feasible."""
     predictions = [replace(predict(one, known), barred=_barred(one, constraints)) for one in candidates]
     allowed = [one for one in predictions if one.feasible and not one.barred]
-    ratios = np.array([_ratios(allowed, one, constraints) for one in _interval_corners(known)])
+    others = ([predict(one.candidate, corner) for one in allowed] for corner in _interval_corners(known))
+    ratios = np.array([_ratios(found, constraints) for found in (allowed, *others)])
     most = ratios.max(axis=0)
     at = next((at for at, one in enumerate(most) if one <= _NEAR * most.min()), None)
     taken = None if at is None else allowed[at]
@@ -128,10 +129,10 @@ def choose(candidates: Iterable[Candidate], known: Measured, constraints: Choice
 
 
 def _interval_corners(known: Measured) -> list[Measured]:
-    """Return ``known``, and how else it may be: both ends of the intervals of links, and of computing on
-    mini-batches and on whole graphs, which are timed apart.
+    """Return what else ``known`` may be: both ends of the intervals of links, and of computing on
+    mini-batches and on whole graphs, which are timed apart; nothing if they are narrow.
     """
-    found, cluster = [known], known.cluster
+    found, cluster = list[Measured](), known.cluster
     if max(known.spread, cluster.link_spread) <= _CERTAIN:
         return found
     ends = [[1 - min(width, 0.9), 1 + width] for width in (known.spread, known.spread, cluster.link_spread)]
@@ -146,9 +147,9 @@ def _interval_corners(known: Measured) -> list[Measured]:
     return found
 
 
-def _ratios(allowed: Sequence[Prediction], known: Measured, constraints: ChoiceOptions) -> Array:
-    """Return (k,) float64: how many times as long as the fastest each candidate takes."""
-    seconds = np.array([worth(predict(one.candidate, known), constraints) for one in allowed])
+def _ratios(found: Sequence[Prediction], constraints: ChoiceOptions) -> Array:
+    """Return (k,) float64: how many times as long as the fastest each prediction takes."""
+    seconds = np.array([worth(one, constraints) for one in found])
     return seconds / max(seconds.min(initial=np.inf), 1e-12)
 
 

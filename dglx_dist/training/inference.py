@@ -25,7 +25,7 @@ from dglx_dist.records import FEATURE, LABEL, SPLITS, Array
 from dglx_dist.strategies.base import WrappedModel, edge_data_named, float_of
 from dglx_dist.training.config import CLASSIFICATION, metrics_of
 from dglx_dist.training.models import InferenceLayer
-from dglx_dist.training.tasks import measure
+from dglx_dist.training.tasks import measure, own_pieces
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -145,8 +145,6 @@ _NO_EDGE_DATA = (
     "FitConfig(evaluate=...)"
 )
 
-_ROWS_AT_ONCE = 1 << 16
-"""Scores of all nodes are read in pieces of this size."""
 _BATCH_DEGREE = 512
 """Mean in-degree of a batch, above which it has fewer nodes: its edges are in memory."""
 
@@ -548,10 +546,8 @@ def _accuracy(
     scores: DistTensor, g: DistGraph, ntype: str, label: str, names: Sequence[str]
 ) -> dict[str, float]:
     counts = torch.zeros(len(names), 2, dtype=torch.int64)
-    first, last = g.get_node_partition_policy(ntype).owned_range
     data = g.nodes[ntype].data
-    for begin, end in batches((first, last), _ROWS_AT_ONCE):
-        rows = slice(begin, end)
+    for rows in own_pieces(g, ntype):
         labels = data[label][rows]
         correct = scores[rows].argmax(1) == labels
         for row, name in enumerate(names):

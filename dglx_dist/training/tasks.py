@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from dglx_dist.comm.collectives import run_on_all_ranks, sum_over_ranks
 from dglx_dist.comm.session import Session
@@ -64,7 +63,8 @@ def read_task(g: DistGraph, ntype: str, label: str, wanted: str = AUTO_TASK) -> 
     return found, 0 if found == CLASSIFICATION else width
 
 
-def _own_pieces(g: DistGraph, ntype: str) -> Iterator[slice]:
+def own_pieces(g: DistGraph, ntype: str) -> Iterator[slice]:
+    """Yield the rows of this rank's nodes, piece by piece."""
     first, last = g.get_node_partition_policy(ntype).owned_range
     for begin in range(first, last, _ROWS_AT_ONCE):
         yield slice(begin, min(begin + _ROWS_AT_ONCE, last))
@@ -72,7 +72,7 @@ def _own_pieces(g: DistGraph, ntype: str) -> Iterator[slice]:
 
 def _is_binary(column: DistTensor, g: DistGraph, ntype: str) -> bool:
     def odd() -> int:
-        pieces = (column[rows] for rows in _own_pieces(g, ntype))
+        pieces = (column[rows] for rows in own_pieces(g, ntype))
         return sum(int(((rows != 0) & (rows != 1)).sum()) for rows in pieces)
 
     count = torch.tensor([run_on_all_ranks(g.session, odd)])
@@ -132,7 +132,7 @@ def class_weights(g: DistGraph, ntype: str, label: str, task: str) -> Tensor:
 
     def counted() -> Tensor:
         counts = torch.zeros(classes + 1, dtype=torch.int64)
-        for rows in _own_pieces(g, ntype):
+        for rows in own_pieces(g, ntype):
             labels = data[label][rows][data[SPLITS[0]][rows].bool()]
             counts[-1] += len(labels)
             if is_class and bool((labels < 0).any()):
@@ -172,7 +172,7 @@ def measure(
     if task != CLASSIFICATION:
         _check_columns(data[label], scores)  # on all ranks; some may have no rows
     pieces = [(scores[none], data[label][none])]
-    for rows in _own_pieces(g, ntype):
+    for rows in own_pieces(g, ntype):
         labels, inside = data[label][rows], data[mask][rows].bool()
         if task == CLASSIFICATION:
             inside = inside & (labels >= 0)
@@ -205,7 +205,7 @@ def warn_of_majority(accuracy: float, g: DistGraph, ntype: str, label: str) -> N
     """Warn on rank 0 if the test accuracy is not above the share of the largest class. Collective."""
     data, classes = g.nodes[ntype].data, g.dataset.manifest.num_classes.get(ntype, 0)
     counts = torch.zeros(classes, dtype=torch.int64)
-    for rows in _own_pieces(g, ntype) if classes else ():
+    for rows in own_pieces(g, ntype) if classes else ():
         labels = data[label][rows][data[SPLITS[2]][rows].bool()]
         counts += torch.bincount(labels[(labels >= 0) & (labels < classes)], minlength=classes)
     counts = sum_over_ranks(counts, g.session, phase=metrics.PHASE)
@@ -240,7 +240,7 @@ Task: TypeAlias = Callable[[WrappedModel, Any], StepLoss]
 class NodeClassification:
     """Node classification on batches ``(input_nodes, output_nodes, blocks)``, or another node task."""
 
-    loss: LossFunction = cross_entropy
+    loss: LossFunction = F.cross_entropy
     feature: str = FEATURE
     label: str = LABEL
     ntype: str | None = None
@@ -268,7 +268,7 @@ class LinkPrediction:
     both graphs' edges, (P,) and (Q,), of all edge types together. An edge with a score above 0 is correct.
     """
 
-    loss: LossFunction = binary_cross_entropy_with_logits
+    loss: LossFunction = F.binary_cross_entropy_with_logits
     """Loss of (P + Q,) scores and as many float labels: 1 for an edge, 0 for a negative."""
     pair_loss: Callable[[Tensor, Tensor], Tensor] | None = None
     """In its place, of (P,) scores and (P, Q / P) of each edge's negatives, such as

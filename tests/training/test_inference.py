@@ -18,7 +18,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.records import SPLITS
-from dglx_dist.training import inference
+from dglx_dist.training import tasks
 from dglx_dist.training.inference import (
     evaluate,
     first_rows,
@@ -297,7 +297,7 @@ def test_scores_of_all_nodes_are_never_in_memory(folder: Path, monkeypatch: pyte
     with start_session():
         g = DistGraph(str(folder))
         expected = evaluate(own_model(), g, batch_size=40)
-        monkeypatch.setattr(inference, "_ROWS_AT_ONCE", 50)
+        monkeypatch.setattr(tasks, "_ROWS_AT_ONCE", 50)
         monkeypatch.setattr(DistTensor, "__getitem__", noted)
         assert evaluate(own_model(), g, batch_size=40) == expected
     assert max(taken) < g.num_nodes()
