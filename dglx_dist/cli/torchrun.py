@@ -22,6 +22,7 @@ import json
 import logging
 import math
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -46,7 +47,6 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from dglx_dist.cli import main as run_dglx
 from dglx_dist.cli.common import say
 from dglx_dist.comm.devices import is_built_for_gpus
 from dglx_dist.comm.rendezvous import serve_store
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
         file, arguments = Path(arguments[1]), arguments[2:]
     code = launch(arguments, file)
     if code is None:
-        run_dglx()
+        runpy.run_module("dglx_dist.cli", run_name="__main__", alter_sys=True)
     return code or 0
 
 
