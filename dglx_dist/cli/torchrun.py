@@ -51,7 +51,7 @@ from dglx_dist.cli.common import say
 from dglx_dist.comm.devices import is_built_for_gpus
 from dglx_dist.comm.rendezvous import serve_store
 from dglx_dist.comm.stopping import SAME_KEY_S, end_process, end_with_parent
-from dglx_dist.comm.topology import be_parent, read_settings
+from dglx_dist.comm.topology import be_parent, be_rank, read_settings
 from dglx_dist.data.storage.files import replaced_file
 from dglx_dist.errors import Stopped
 
@@ -169,7 +169,7 @@ class _ForkedRank:
             environment = pipe.read()
         if not environment:
             end_process(signal.SIGTERM)  # the launcher has ended
-        os.environ.update(json.loads(environment))
+        be_rank(json.loads(environment))
         if isinstance(sys.stdout, TextIOWrapper):
             sys.stdout.reconfigure(line_buffering=True)
 

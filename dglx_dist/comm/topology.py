@@ -411,6 +411,11 @@ def be_launcher(num_ranks: int, ranks_per_server: int | None) -> None:
     os.environ.update({name: value for name, value in found.items() if not name.startswith("MALLOC_")})
 
 
+def be_rank(variables: Mapping[str, str]) -> None:
+    """Add what torchrun sets for a rank to the environment of this process, a fork of the launcher."""
+    os.environ.update(variables)
+
+
 def endpoint_of(address: str, port: int | str) -> str:
     """Return a TCP address in ZeroMQ's form."""
     return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
