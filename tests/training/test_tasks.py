@@ -284,4 +284,4 @@ def test_early_stop_needs_validation_nodes(data: Path, tmp_path: Path) -> None:
     del raw.ndata["val_mask"]
     dx.partition_graph(raw, "none", 1, folder)
     with pytest.raises(ConfigError, match="compares validation targets"):
-        _train({**plan(data, "classification", tmp_path, patience=2), "data": str(folder)})
+        _train({**plan(data, "classification", tmp_path, patience=2), "data": str(folder / "none")})
