@@ -71,6 +71,7 @@ _MODELS = (
     "sage, gcn, gat, gatv2, gin (sums, so give it all neighbours), mlp, sgc, appnp or resgcn (deep); to "
     "train on several types, rgcn or hgt."
 )
+STACKED_KINDS = ("sage", "gcn", "gat", "gatv2", "gin", "mlp")
 WITH_HEADS = ("gat", "gatv2", "hgt")
 OWN_ARGUMENTS = ("in_dim", "hidden", "classes", "layers", "dropout", "heads", "graph")
 _of_task = partial(option, panel="Task")
@@ -283,8 +284,6 @@ class ModelConfig:
     )
 
     def __post_init__(self) -> None:
-        from dglx_dist.training.models import STACKED_KINDS
-
         check_ranges(self)
         wrong = self.model in WITH_HEADS and (self.heads < 1 or self.hidden % self.heads > 0)
         check_values(self, [("heads", wrong, f"a divisor of --hidden {self.hidden}")])

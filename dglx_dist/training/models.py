@@ -36,6 +36,7 @@ from dglx_dist.layers.base import (
 )
 from dglx_dist.records import EdgeType
 from dglx_dist.registry import did_you_mean
+from dglx_dist.training.config import STACKED_KINDS
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -268,7 +269,6 @@ InferenceLayer: TypeAlias = Callable[[Any, Any], Any]
 """(block, h) to the next h: tensors, or with several types or outputs dictionaries and tuples of them."""
 
 MODEL_KINDS = ("sage", "gcn", "sgc", "gat", "mlp", "resgcn", "gatv2", "gin", "appnp")
-STACKED_KINDS = ("sage", "gcn", "gat", "gatv2", "gin", "mlp")
 RELATIONAL_KINDS = ("rgcn", "hgt")
 """Models for graphs of several node or edge types."""
 RECOMPUTE = ("none", "exchange", "keep")
