@@ -132,7 +132,8 @@ def check_columns(
         if isinstance(column, SparseRows):
             _check_sparse(column, name, where)
         else:
-            check_finite(column, name, where)
+            is_label = name == LABEL and column.ndim == 1 and column.dtype.kind == "f"  # NaN: no target
+            check_finite(np.where(np.isnan(column), 0, column) if is_label else column, name, where)
     splits = {name: columns[name] for name in SPLITS if name in columns}
     masks = {name: _checked_mask(mask, name, where) for name, mask in splits.items()}
     for (one, first), (two, second) in combinations(masks.items(), 2):
@@ -143,8 +144,14 @@ def check_columns(
                 f"({int(both.sum())} rows in all); leave these out of one, or call it another name"
             )
     label = columns.get(LABEL)
-    if label is not None and num_classes is not None and not isinstance(label, SparseRows):
-        _check_labels(label, num_classes, masks, where)
+    if label is None or isinstance(label, SparseRows) or label.ndim != 1:
+        return  # several targets per node may be any numbers
+    if num_classes is not None:
+        _check_classes(label, num_classes, where)
+    for name, mask in masks.items() if num_classes is not None or label.dtype.kind == "f" else ():
+        missing = mask & (label < 0 if label.dtype.kind in "iu" else np.isnan(label))
+        if missing.any():
+            raise column_error(where, LABEL, f"no label, but {name!r} selects the row", _first(missing))
 
 
 def check_finite(column: Array, name: str, where: str, first_row: int = 0) -> None:
@@ -205,9 +212,7 @@ def too_many_classes(largest: int) -> str:
     )
 
 
-def _check_labels(label: Array, num_classes: int, masks: Mapping[str, Array], where: str) -> None:
-    if label.ndim != 1:
-        return  # several targets per node may be any numbers
+def _check_classes(label: Array, num_classes: int, where: str) -> None:
     if label.dtype.kind not in "iu":
         raise column_error(where, LABEL, f"must hold whole numbers; it is {label.dtype}")
     wrong = (label < -1) | (label >= num_classes)
@@ -220,10 +225,6 @@ def _check_labels(label: Array, num_classes: int, masks: Mapping[str, Array], wh
     if num_classes > MAX_CLASSES:
         said = too_many_classes(num_classes - 1)
         _LOG.warning("%s: column %r has %s Then train with --task regression", where, LABEL, said)
-    for name, mask in masks.items():
-        missing = mask & (label < 0)
-        if missing.any():
-            raise column_error(where, LABEL, f"no label, but {name!r} selects the row", _first(missing))
 
 
 def _check_length(column: NodeColumn, num_rows: int, name: str, where: str) -> None:

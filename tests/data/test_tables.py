@@ -191,3 +191,25 @@ def test_a_description_for_ingest_is_not_read_in_silence(
     write(tmp_path, {"edges.csv": "src,dst\n0,1\n", "graph.json": "{}"})
     assert load_dataset(tmp_path).total_edges == 1
     assert f"graph.json is ignored: it is for `dglx ingest {tmp_path}/graph.json`" in caplog.text
+
+
+def test_an_empty_number_is_no_target_outside_of_the_split(tmp_path: Path) -> None:
+    nodes = "id,label,split\n0,1.5,train\n1,,\n2,2,val\n3,-1,test\n"
+    graph = load_dataset(write(tmp_path, {"nodes.csv": nodes, "edges.csv": "src,dst\n0,1\n2,3\n"}))
+    label = graph.node_data[NODE_TYPE]["label"]
+    np.testing.assert_array_equal(label, np.array([1.5, np.nan, 2, -1]))
+    (tmp_path / "nodes.csv").write_text(nodes.replace("1,,", "1,,val"))
+    with pytest.raises(DatasetError, match="column 'label', row 1: no label, but 'val_mask' selects the row"):
+        load_dataset(tmp_path)
+    (tmp_path / "nodes.csv").write_text(nodes.replace("-1", "-inf"))
+    with pytest.raises(DatasetError, match="column 'label', row 3: -inf is not a finite number"):
+        load_dataset(tmp_path)
+
+
+def test_numbered_columns_of_labels_are_one_label_with_several_columns(tmp_path: Path) -> None:
+    nodes = "id,label_1,label_0\n0,1,0\n1,0,1\n"
+    graph = load_dataset(write(tmp_path, {"nodes.csv": nodes, "edges.csv": "src,dst\n0,1\n"}))
+    assert {name: column.tolist() for name, column in columns_of(graph).items()} == {
+        "label": [[0, 1], [1, 0]]
+    }
+    assert graph.num_classes == {NODE_TYPE: 2}
