@@ -24,12 +24,10 @@ import math
 import os
 import runpy
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from io import TextIOWrapper
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -53,6 +51,7 @@ from dglx_dist.comm.rendezvous import serve_store
 from dglx_dist.comm.stopping import SAME_KEY_S, end_process, end_with_parent
 from dglx_dist.comm.topology import be_parent, be_rank, read_settings
 from dglx_dist.data.storage.files import replaced_file
+from dglx_dist.dataloading.sampler import load_kernels
 from dglx_dist.errors import Stopped
 
 _AGENT_WAITS_S = 30
@@ -60,7 +59,6 @@ _AGENT_WAITS_S = 30
 _BACKEND = "dglx-static"
 """Name of the rendezvous backend of :class:`_OneAddressRendezvous`."""
 _PR_SET_NAME = 15
-_POLL_S = 0.02
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -78,8 +76,8 @@ def main(arguments: Sequence[str]) -> int:
 def launch(arguments: Sequence[str], file: Path | None = None) -> int | None:
     """Run torchrun with ``arguments`` and return the exit code of the rank that failed first, or 0.
 
-    Returns None in every rank that is a fork of this process: RANK etc. are set, and ``sys.argv`` holds what
-    follows ``-m dglx_dist.cli``. A failure is written to ``file`` (None: shown).
+    Returns None in ranks that are forks of this process, with RANK etc. and their ``sys.argv``. A failure is
+    written to ``file`` (None: shown).
     """
     be_parent()
     parsed = run.parse_args(arguments)  # type: ignore[no-untyped-call]  # torch leaves it bare
@@ -89,7 +87,14 @@ def launch(arguments: Sequence[str], file: Path | None = None) -> int | None:
         if ranks is None:
             sys.argv[1:] = parsed.training_script_args
             return None
-        agent.get_subprocess_handler = _start_of(ranks)  # type: ignore[assignment, attr-defined]  # for signals, too
+        start_process, waiting = agent.get_subprocess_handler, dict(enumerate(ranks))  # type: ignore[attr-defined]
+
+        def start(**process: Any) -> object:
+            # A restart is a process of its own.
+            rank = waiting.pop(process["local_rank_id"], None)
+            return rank.start(process["env"]) if rank else start_process(**process)
+
+        agent.get_subprocess_handler = start  # type: ignore[assignment, attr-defined]  # of ours, as signals
     told = _Signals()
     # The agent logs each rank that it ends, which hides the cause.
     logging.disable(logging.ERROR)
@@ -137,6 +142,7 @@ def _fork(count: int) -> list[_ForkedRank] | None:
         torch.set_num_threads(1)  # as torchrun does by OMP_NUM_THREADS, which torch has read by now
     import dglx_dist.cli.train_job  # noqa: F401
 
+    load_kernels(say)
     sys.stdout.flush()
     sys.stderr.flush()
     # Nor does a rank copy pages of these objects when it collects its garbage.
@@ -154,12 +160,11 @@ class _ForkedRank:
     """What torchrun's agent calls of a process; in the process itself ``pid`` is 0."""
 
     def __init__(self, number: int, earlier: Sequence[_ForkedRank]) -> None:
-        self._code: int | None = None
-        self.proc = self
         read, self._told = os.pipe()
         self.pid = os.fork()
         if self.pid:
             os.close(read)
+            self.proc, self._process = self, psutil.Process(self.pid)
             return
         os.setsid()
         ctypes.CDLL(None).prctl(_PR_SET_NAME, f"dglx-rank-{number}".encode())
@@ -170,45 +175,25 @@ class _ForkedRank:
         if not environment:
             end_process(signal.SIGTERM)  # the launcher has ended
         be_rank(json.loads(environment))
-        if isinstance(sys.stdout, TextIOWrapper):
-            sys.stdout.reconfigure(line_buffering=True)
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it is a file
 
-    def start(self, environment: Mapping[str, str]) -> None:
+    def start(self, environment: Mapping[str, str]) -> _ForkedRank:
         with open(self._told, "w", encoding="utf-8") as pipe:
             json.dump(dict(environment), pipe)
+        return self
 
     def poll(self) -> int | None:
         """Return the exit code, or minus the signal; None: it runs."""
-        if self._code is None:
-            ended, status = os.waitpid(self.pid, os.WNOHANG)
-            self._code = os.waitstatus_to_exitcode(status) if ended else None
-        return self._code
+        return self.wait(0)
 
-    def wait(self, timeout: float) -> int:
-        end = time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if time.monotonic() > end:
-                raise subprocess.TimeoutExpired("rank", timeout)
-            time.sleep(_POLL_S)
-        return code
+    def wait(self, timeout: float) -> int | None:
+        with contextlib.suppress(psutil.TimeoutExpired):
+            return self._process.wait(timeout)
+        return None
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, death_sig or signal.SIGTERM)
-
-
-def _start_of(ranks: Sequence[_ForkedRank]) -> Callable[..., object]:
-    start_process = agent.get_subprocess_handler  # type: ignore[attr-defined]
-    waiting = dict(enumerate(ranks))
-
-    def start(**process: Any) -> object:
-        rank = waiting.pop(process["local_rank_id"], None)
-        if rank is None:  # a restart
-            return start_process(**process)
-        rank.start(process["env"])
-        return rank
-
-    return start
 
 
 class _OneAddressRendezvous(StaticTCPRendezvous):

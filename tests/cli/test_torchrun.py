@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -77,8 +76,7 @@ def test_a_forked_rank_waits_for_its_environment_and_ends_with_its_launcher() ->
         if rank.pid == 0:
             os._exit(int(os.environ.get("CODE", "1")))
         ranks.append(rank)
-    with pytest.raises(subprocess.TimeoutExpired):
-        ranks[0].wait(0.05)
+    assert ranks[0].wait(0.05) is None
     # As when the launcher is killed: no other rank holds the pipe open.
     os.close(ranks[0]._told)
     assert ranks[0].wait(20) == 128 + signal.SIGTERM
