@@ -138,8 +138,9 @@ def _fork(count: int) -> list[_ForkedRank] | None:
 
     Before the store of the rendezvous and torchrun's agent, which have threads and sockets.
     """
-    if count > 1 and not read_settings().omp_threads_set:
-        torch.set_num_threads(1)  # as torchrun does by OMP_NUM_THREADS, which torch has read by now
+    # torch may have read the variable before it was set; without one torchrun sets it to 1.
+    if threads := read_settings().omp_threads or (1 if count > 1 else 0):
+        torch.set_num_threads(threads)
     import dglx_dist.cli.train_job  # noqa: F401
 
     load_kernels(say)

@@ -53,6 +53,7 @@ from dglx_dist.training.config import (
     LINK,
     NO_ENCODER,
     OWN_ARGUMENTS,
+    RELATIONAL_KINDS,
     TrainConfig,
     configuration_of,
     metrics_of,
@@ -78,7 +79,7 @@ from dglx_dist.training.link import (
     rows_of,
     split_edges,
 )
-from dglx_dist.training.models import DECODERS, RELATIONAL_KINDS, ResGCN, build_model
+from dglx_dist.training.models import DECODERS, ResGCN, build_model
 from dglx_dist.training.relational import HGT, RGCN, EntityInputs
 from dglx_dist.training.tasks import as_probabilities, predicted, read_task
 from dglx_dist.training.tracing import check_trace, without_keys

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from dglx_dist.data.storage.files import read_size
-from dglx_dist.errors import ConfigError
+from dglx_dist.errors import ConfigError, UnknownNameError
 from dglx_dist.options import (
     ABOVE_ZERO,
     Check,
@@ -33,6 +33,7 @@ from dglx_dist.options import (
     whole_numbers,
 )
 from dglx_dist.planner.records import ChoiceOptions, Rate
+from dglx_dist.registry import AUTO, did_you_mean
 
 FLOAT32, BF16 = PRECISIONS = "float32", "bf16"
 """Of forward passes in training; weights, gradients, optimizer and evaluation keep the model's dtype."""
@@ -71,6 +72,9 @@ _MODELS = (
     "sage, gcn, gat, gatv2, gin (sums, so give it all neighbours), mlp, sgc, appnp or resgcn (deep); to "
     "train on several types, rgcn or hgt."
 )
+MODEL_KINDS = ("sage", "gcn", "sgc", "gat", "mlp", "resgcn", "gatv2", "gin", "appnp")
+RELATIONAL_KINDS = ("rgcn", "hgt")
+"""Models for graphs of several node or edge types."""
 STACKED_KINDS = ("sage", "gcn", "gat", "gatv2", "gin", "mlp")
 WITH_HEADS = ("gat", "gatv2", "hgt")
 OWN_ARGUMENTS = ("in_dim", "hidden", "classes", "layers", "dropout", "heads", "graph")
@@ -118,6 +122,14 @@ EVERY = _is_every(1)
 
 def _every(text: str, _flag: str) -> Every:
     return int(text) if text.isdecimal() else text
+
+
+def check_kind(kind: str, known: Sequence[str] = MODEL_KINDS) -> None:
+    """Raise UnknownNameError, with the nearest name, unless ``kind`` is one of ``known``."""
+    if kind not in known:
+        raise UnknownNameError(
+            f"there is no model {kind!r}{did_you_mean(kind, known)} (known: {', '.join(known)})"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -435,10 +447,6 @@ class TrainConfig(RunOptions, ModelConfig):
     )
 
     def __post_init__(self) -> None:
-        # Imported here: they load torch, and `dglx --help` stays quick.
-        from dglx_dist.strategies.base import AUTO
-        from dglx_dist.training.models import MODEL_KINDS, RELATIONAL_KINDS, check_kind
-
         if self.model_file is not None:
             self._read_model_file(self.model_file)
         else:
@@ -625,9 +633,8 @@ class PlanConfig(ChoiceOptions, ModelConfig):
     """Fields whose options stood on the command line."""
 
     def __post_init__(self) -> None:
-        # Imported here: they load torch, and `dglx --help` stays quick.
+        # Imported here: it loads torch, and `dglx --help` stays quick.
         from dglx_dist.data.partition.base import PARTITIONERS
-        from dglx_dist.training.models import MODEL_KINDS, check_kind
 
         check_kind(self.model, MODEL_KINDS)
         super().__post_init__()

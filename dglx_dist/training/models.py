@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dglx_dist.comm.devices import to_device
 from dglx_dist.dataloading.edge_loader import MergedPairs
-from dglx_dist.errors import ConfigError, UnknownNameError
+from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import (
     DeclaredStage,
     PartialSums,
@@ -35,8 +35,7 @@ from dglx_dist.layers.base import (
     sum_in_edges,
 )
 from dglx_dist.records import EdgeType
-from dglx_dist.registry import did_you_mean
-from dglx_dist.training.config import STACKED_KINDS
+from dglx_dist.training.config import STACKED_KINDS, check_kind
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -268,21 +267,10 @@ def merged_pairs(pair_graph: Any) -> MergedPairs:
 InferenceLayer: TypeAlias = Callable[[Any, Any], Any]
 """(block, h) to the next h: tensors, or with several types or outputs dictionaries and tuples of them."""
 
-MODEL_KINDS = ("sage", "gcn", "sgc", "gat", "mlp", "resgcn", "gatv2", "gin", "appnp")
-RELATIONAL_KINDS = ("rgcn", "hgt")
-"""Models for graphs of several node or edge types."""
 RECOMPUTE = ("none", "exchange", "keep")
 """What is kept of a layer of a deep model for backward: everything; only the layer's input, so that the rest
 is recomputed and rows of other ranks are exchanged again; or the input and those rows.
 """
-
-
-def check_kind(kind: str, known: Sequence[str] = MODEL_KINDS) -> None:
-    """Raise UnknownNameError, with the nearest name, unless ``kind`` is one of ``known``."""
-    if kind not in known:
-        raise UnknownNameError(
-            f"there is no model {kind!r}{did_you_mean(kind, known)} (known: {', '.join(known)})"
-        )
 
 
 _NORM = "symmetric_norm"
