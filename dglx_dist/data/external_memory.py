@@ -434,7 +434,7 @@ class Workspace:
     intact: set[Path] = field(default_factory=set)
     """Stages of this process, or of an earlier one and compared with their checksums."""
 
-    def stage(self, name: str, make: Callable[[Path], None], *, shared: bool = False) -> Path:
+    def stage(self, name: str, make: Callable[[Path], object], *, shared: bool = False) -> Path:
         """Return ``folder / name``, which ``make`` fills unless it exists; it is complete or absent.
 
         Rank 0 makes it, or, if it is ``shared``, all ranks make the same folder. A stage of an earlier
