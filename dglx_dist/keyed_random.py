@@ -325,7 +325,8 @@ def _draw_unequal(
     if len(out) == 0:
         return
     if len(out) == len(among) and not rule.replace:
-        out[:] = among
+        for i in range(len(among)):  # a slice that is assigned compiles for 2 s longer
+            out[i] = among[i]
     elif len(csc.weights) > 0 and rule.replace:
         _weighted_repeats(csc, key, among, out, scratch)
     elif len(csc.weights) > 0:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
+AUTO = "auto"
+"""In place of a strategy's name: the planner chooses by graph, model and network (``planner/``)."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -89,7 +89,9 @@ class Run:
             head = psutil.Process(self.process.pid)
             for one in [head, *head.children(recursive=True)]:
                 with suppress(psutil.Error):
-                    words, is_rank = one.cmdline(), "RANK" in one.environ()
+                    words = one.cmdline()
+                    # Forks of the launcher have its first environment, and a name.
+                    is_rank = "RANK" in one.environ() or one.name().startswith("dglx-rank-")
                     kind = RANK if is_rank else WORKER if "-I" in words else LAUNCHER
                     found[kind].append(one)
         return found

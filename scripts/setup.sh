@@ -92,6 +92,8 @@ main() {
         die "the dependencies could not be installed; the message above says which one and why"
     .venv/bin/python -c 'import dglx_dist, dgl' ||
         die "dgl does not load; when the message above names libgomp.so.1: apt-get install libgomp1 (or dnf install libgomp)"
+    .venv/bin/python -c 'from dglx_dist.dataloading.sampler import load_kernels; load_kernels(print)' ||
+        echo "setup.sh: the kernels could not be compiled here; the first run will try again" >&2
     hint_at_lab
     echo "$now  $PWD" >"$stamp"
     echo "ready: .venv/bin/dglx --help"

@@ -75,6 +75,10 @@ def test_only_the_command_line_prints() -> None:
 
 def test_nothing_is_evaluated_or_unpickled() -> None:
     assert offenders(lambda nodes: calls(nodes, {"eval", "exec", "compile", "globals"})) == []
+    # Files that the user names: those of --model-file, and scripts.
+    assert (
+        offenders(lambda nodes: uses(nodes, "runpy", {"run_path"}), but=("cli/train_job.py", "run.py")) == []
+    )
     assert offenders(unsafe_loads) == []
 
 

@@ -37,7 +37,7 @@ from dglx_dist.strategies.cost import (
     PlanContext,
     trace_of_widths,
 )
-from dglx_dist.training.config import PlanConfig
+from dglx_dist.training.config import WITH_HEADS, PlanConfig
 from dglx_dist.training.models import build_model
 
 Notify = Callable[[str], None]
@@ -195,7 +195,9 @@ def _measured_on(
     plan: PlanConfig, g: DistGraph, cluster: Cluster, notify: Notify | None
 ) -> tuple[Measured, tuple[Candidate, ...]]:
     features, classes = g.ndata[FEATURE].shape[1], g.num_classes(g.ntypes[0])
-    module = build_model(plan.model, features, plan.hidden, classes, plan.layers, 0.5, plan.heads, graph=g)
+    module = build_model(
+        plan.model, features, plan.hidden, classes, plan.layers, heads=plan.heads, graph=g, **plan.between
+    )
     module.to(g.session.device)
     shape = shape_of_module(module, features, classes, plan.layers, kind=plan.model, hidden=plan.hidden)
     here, assumptions = len(os.sched_getaffinity(0)), []
@@ -262,13 +264,15 @@ def _is_partitioned(plan: PlanConfig, structure_bytes: int) -> bool:
 
 def _shape(plan: PlanConfig, features: int, hidden: int, classes: int) -> ModelShape:
     with torch.random.fork_rng(devices=[]):
-        module = build_model(plan.model, features, hidden, classes, plan.layers, 0.5, plan.heads)
+        module = build_model(
+            plan.model, features, hidden, classes, plan.layers, heads=plan.heads, **plan.between
+        )
     return shape_of_module(module, features, classes, plan.layers, kind=plan.model, hidden=hidden)
 
 
 def _regions(plan: PlanConfig, known: Measured, candidates: Sequence[Candidate]) -> Regions:
     # Batches and plans are the same at every width, and rates are taken from plan.hidden.
-    graph, heads = known.graph, plan.heads if plan.model == "gat" else 1
+    graph, heads = known.graph, plan.heads if plan.model in WITH_HEADS else 1
     # Widths are multiples of the attention heads.
     widths = {plan.hidden, *(-(-hidden // heads) * heads for hidden in MAP_WIDTHS)}
     shapes = {plan.hidden: known.shape}

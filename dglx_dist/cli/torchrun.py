@@ -1,10 +1,12 @@
 """torchrun with one error message and a rendezvous store on one address.
 
-``dglx train --ranks N`` starts ``python -m dglx_dist.cli.torchrun <torchrun's arguments>``. It differs from
-torchrun in three ways. A failed run ends with the message of the rank that failed first, instead of a
-traceback of the launcher. When it is told to end, ranks have the time that they need for a checkpoint; after
-30 s torchrun's agent would kill them. With ``--failure-file FILE`` before torchrun's arguments the message is
-written to that file as JSON: scripts/netlab starts one launcher per server and shows the first failure.
+``dglx train --ranks N`` calls :func:`launch`; ``python -m dglx_dist.cli.torchrun <torchrun's arguments>``
+does so for any program. It differs from torchrun in four ways. Ranks of ``dglx train`` are forks of the
+launcher, which has imported once. A failed run ends with the message of the rank that failed first, instead
+of a traceback of the launcher. When it is told to end, ranks have the time that they need for a checkpoint;
+after 30 s torchrun's agent would kill them. With ``--failure-file FILE`` before torchrun's arguments the
+message is written to that file as JSON: scripts/netlab starts one launcher per server and shows the first
+failure.
 
 The store of the rendezvous listens on one address, with ``--standalone`` on loopback. torchrun's own listens
 on every interface, and its rendezvous for ``--standalone`` unpickles whatever is written to it.
@@ -14,19 +16,24 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
+import gc
 import json
 import logging
 import math
+import os
+import runpy
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import psutil
+import torch
 from torch.distributed import run
 from torch.distributed.elastic.multiprocessing import api as agent
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -39,35 +46,65 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from dglx_dist.cli.common import say
+from dglx_dist.comm.devices import is_built_for_gpus
 from dglx_dist.comm.rendezvous import serve_store
-from dglx_dist.comm.stopping import SAME_KEY_S, end_with_parent
-from dglx_dist.comm.topology import be_parent
+from dglx_dist.comm.stopping import SAME_KEY_S, end_process, end_with_parent
+from dglx_dist.comm.topology import be_parent, be_rank, read_settings
 from dglx_dist.data.storage.files import replaced_file
+from dglx_dist.dataloading.sampler import load_kernels
 from dglx_dist.errors import Stopped
 
 _AGENT_WAITS_S = 30
 """Of torchrun's agent, for ranks to end after one has failed; then it kills them."""
 _BACKEND = "dglx-static"
 """Name of the rendezvous backend of :class:`_OneAddressRendezvous`."""
+_PR_SET_NAME = 15
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run torchrun with ``arguments`` and return the exit code of the rank that failed first, or 0."""
+    """Run torchrun with ``arguments``; return as :func:`launch`."""
     end_with_parent()
-    be_parent()
-    told = _Signals()
     file = None
     if arguments[:1] == ["--failure-file"]:
         file, arguments = Path(arguments[1]), arguments[2:]
+    code = launch(arguments, file)
+    if code is None:
+        runpy.run_module("dglx_dist.cli", run_name="__main__", alter_sys=True)
+    return code or 0
+
+
+def launch(arguments: Sequence[str], file: Path | None = None) -> int | None:
+    """Run torchrun with ``arguments`` and return the exit code of the rank that failed first, or 0.
+
+    Returns None in ranks that are forks of this process, with RANK etc. and their ``sys.argv``. A failure is
+    written to ``file`` (None: shown).
+    """
+    be_parent()
+    parsed = run.parse_args(arguments)  # type: ignore[no-untyped-call]  # torch leaves it bare
+    if _can_fork(parsed):
+        # Ranks leave this function at once, so that nothing below concerns them.
+        ranks = _fork(run.determine_local_world_size(parsed.nproc_per_node))
+        if ranks is None:
+            sys.argv[1:] = parsed.training_script_args
+            return None
+        start_process, waiting = agent.get_subprocess_handler, dict(enumerate(ranks))  # type: ignore[attr-defined]
+
+        def start(**process: Any) -> object:
+            # A restart is a process of its own.
+            rank = waiting.pop(process["local_rank_id"], None)
+            return rank.start(process["env"]) if rank else start_process(**process)
+
+        agent.get_subprocess_handler = start  # type: ignore[assignment, attr-defined]  # of ours, as signals
+    told = _Signals()
     # The agent logs each rank that it ends, which hides the cause.
     logging.disable(logging.ERROR)
     try:
         # torchrun would create such a folder too, and leave it. It is beside FILE, to be removed with it.
         parent = None if file is None else file.parent
         with tempfile.TemporaryDirectory(prefix="dglx-torchrun-", dir=parent) as logs:
-            parsed = run.parse_args(["--log-dir", logs, *arguments])  # type: ignore[no-untyped-call]
+            parsed.log_dir = parsed.log_dir or logs
             _use_one_address(parsed)
-            run.run(parsed)  # type: ignore[no-untyped-call]  # torch leaves them bare
+            run.run(parsed)  # type: ignore[no-untyped-call]
     except agent.SignalException as error:
         return 128 + int(error.sigval)
     except ChildFailedError as error:
@@ -82,6 +119,82 @@ def main(arguments: Sequence[str]) -> int:
         say(describe(rank, failure), "red")
         return exit_code(failure)
     return 0
+
+
+def _can_fork(parsed: argparse.Namespace) -> bool:
+    """Whether the ranks are ``dglx train`` with this Python and this process's output, and without GPUs."""
+    words = (word for word in parsed.training_script_args if not word.startswith("-"))
+    is_train = parsed.module and parsed.training_script == "dglx_dist.cli" and next(words, "") == "train"
+    plain = not (parsed.no_python or parsed.run_path) and parsed.redirects == parsed.tee == "0"
+    # Drivers do not survive a fork, and asking torch for GPUs would load them.
+    has_gpus = is_built_for_gpus() and any(
+        Path("/dev", name).exists() for name in ("nvidiactl", "kfd", "dxg")
+    )
+    return is_train and plain and not has_gpus
+
+
+def _fork(count: int) -> list[_ForkedRank] | None:
+    """Import what ranks need and fork ``count``, which wait for their environment; None: this is a rank.
+
+    Before the store of the rendezvous and torchrun's agent, which have threads and sockets.
+    """
+    # torch may have read the variable before it was set; without one torchrun sets it to 1.
+    if threads := read_settings().omp_threads or (1 if count > 1 else 0):
+        torch.set_num_threads(threads)
+    import dglx_dist.cli.train_job  # noqa: F401
+
+    load_kernels(say)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Nor does a rank copy pages of these objects when it collects its garbage.
+    gc.freeze()
+    ranks: list[_ForkedRank] = []
+    for number in range(count):
+        rank = _ForkedRank(number, ranks)
+        if rank.pid == 0:
+            return None
+        ranks.append(rank)
+    return ranks
+
+
+class _ForkedRank:
+    """What torchrun's agent calls of a process; in the process itself ``pid`` is 0."""
+
+    def __init__(self, number: int, earlier: Sequence[_ForkedRank]) -> None:
+        read, self._told = os.pipe()
+        self.pid = os.fork()
+        if self.pid:
+            os.close(read)
+            self.proc, self._process = self, psutil.Process(self.pid)
+            return
+        os.setsid()
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, f"dglx-rank-{number}".encode())
+        for descriptor in (self._told, *(one._told for one in earlier)):
+            os.close(descriptor)
+        with open(read, encoding="utf-8") as pipe:
+            environment = pipe.read()
+        if not environment:
+            end_process(signal.SIGTERM)  # the launcher has ended
+        be_rank(json.loads(environment))
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it is a file
+
+    def start(self, environment: Mapping[str, str]) -> _ForkedRank:
+        with open(self._told, "w", encoding="utf-8") as pipe:
+            json.dump(dict(environment), pipe)
+        return self
+
+    def poll(self) -> int | None:
+        """Return the exit code, or minus the signal; None: it runs."""
+        return self.wait(0)
+
+    def wait(self, timeout: float) -> int | None:
+        with contextlib.suppress(psutil.TimeoutExpired):
+            return self._process.wait(timeout)
+        return None
+
+    def close(self, death_sig: signal.Signals | None = None) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, death_sig or signal.SIGTERM)
 
 
 class _OneAddressRendezvous(StaticTCPRendezvous):

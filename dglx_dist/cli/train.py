@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,12 +12,11 @@ import typer
 
 from dglx_dist.cli.common import LAUNCHED, command, say, show, write
 from dglx_dist.comm.topology import (
+    be_launcher,
     be_parent,
     launched_by_torchrun,
-    rank_environment,
     read_settings,
     read_topology,
-    with_secret,
 )
 from dglx_dist.errors import ConfigError
 from dglx_dist.report.tables import plural
@@ -27,27 +26,33 @@ INTERRUPTED = 128 + signal.SIGINT
 _TOLD = (INTERRUPTED, 128 + signal.SIGTERM, 128 + signal.SIGUSR1)
 
 
-def start_ranks(arguments: Sequence[str], *, ranks: int, servers: int | None) -> int:
-    """Run ``dglx ARGUMENTS`` on W ``ranks`` of this machine, as S virtual servers, and wait for them.
+def start_ranks(config: TrainConfig, arguments: Sequence[str]) -> int | None:
+    """Run ``dglx ARGUMENTS`` on ``config.ranks`` ranks of this machine, and wait for them; None: a rank.
 
-    SIGTERM, SIGUSR1 and Ctrl-C are passed on to them. Returns the exit code: 0; 75 where they have saved a
-    checkpoint, 128 + the signal where they could not; that of the rank that failed first, or 128 + the signal
-    that ended the launcher. Unless it is 0, a message has been shown. ConfigError: uneven servers, or no
-    ranks.
+    This process forks the launcher, and that the ranks, in which this returns, too. SIGTERM, SIGUSR1 and
+    Ctrl-C are passed on to them. Returns the exit code: 0; 75 where they have saved a checkpoint, 128 + the
+    signal where they could not; that of the rank that failed first, or 128 + the signal that ended the
+    launcher. Unless it is 0, a message has been shown. ConfigError as of :func:`check_before_launch`.
     """
-    command = [
-        *(sys.executable, "-m", "dglx_dist.cli.torchrun"),
-        *("--standalone", "--nproc-per-node", str(ranks)),
-        *("-m", "dglx_dist.cli", LAUNCHED, *arguments),
-    ]
+    assert config.ranks is not None
+    be_launcher(config.ranks, ranks_of_each(config.ranks, config.servers))
     be_parent()
-    environment = with_secret(rank_environment(ranks, ranks_per_server=ranks_of_each(ranks, servers)))
-    process = subprocess.Popen(command, env=environment)
+    # From here on this process only waits, so that it needs neither torch nor DGL.
+    launcher = os.fork()
+    if launcher == 0:
+        from dglx_dist.comm.stopping import end_with_parent
+
+        end_with_parent()
+        check_before_launch(config)
+        from dglx_dist.cli.torchrun import launch
+
+        standalone = ("--standalone", "--nproc-per-node", str(config.ranks))
+        return launch([*standalone, "-m", "dglx_dist.cli", LAUNCHED, *arguments])
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         # A shell starts commands in the background with SIGINT ignored, and then it stays so.
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda number, _: process.send_signal(number))
-    code = process.wait()
+            signal.signal(number, lambda number, _: os.kill(launcher, number))
+    code = os.waitstatus_to_exitcode(os.waitpid(launcher, 0)[1])
     if code in _TOLD:
         name = "interrupted" if code == INTERRUPTED else f"ended by {signal.Signals(code - 128).name}"
         say(
@@ -76,8 +81,9 @@ def train(config: TrainConfig) -> None:
     if launched_by_torchrun():
         check_launched(ranks, servers)
     elif ranks is not None:
-        check_before_launch(config)
-        raise typer.Exit(start_ranks(sys.argv[1:], ranks=ranks, servers=servers))
+        code = start_ranks(config, sys.argv[1:])
+        if code is not None:
+            raise typer.Exit(code)
     elif servers not in (None, 1):
         raise ConfigError(f"--servers {servers} divides ranks among servers; give their number with --ranks")
     from dglx_dist.cli.train_job import train_dataset, train_seeds

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import os
 import platform
+import runpy
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -26,7 +31,7 @@ from dglx_dist.auto import (
     plan_summary,
     resolve,
 )
-from dglx_dist.comm.collectives import run_on_all_ranks
+from dglx_dist.comm.collectives import check_equal, run_on_all_ranks
 from dglx_dist.comm.session import Session
 from dglx_dist.data.storage.files import machine_memory
 from dglx_dist.errors import ConfigError, StorageError
@@ -34,18 +39,21 @@ from dglx_dist.graph.cache import LOOK_AHEAD
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.graph.optim import SparseAdam, SparseOptimizer
+from dglx_dist.layers.tracer import random_block, restored
 from dglx_dist.options import common_fields
 from dglx_dist.planner.workload import check_plannable
 from dglx_dist.records import FEATURE, LABEL, EdgeType, EpochRecord
 from dglx_dist.report import run_folder
 from dglx_dist.report.run_folder import PICTURE, SUMMARY, append_epoch, read_epochs, start_run, write_run
 from dglx_dist.report.tables import run_title, spread, summarise
-from dglx_dist.strategies.base import AUTO, WrappedModel, strategy_of
+from dglx_dist.strategies.base import AUTO, WrappedModel, float_of, strategy_of
 from dglx_dist.training.checkpoint import read_extra
 from dglx_dist.training.config import (
     CLASSIFICATION,
     LINK,
     NO_ENCODER,
+    OWN_ARGUMENTS,
+    RELATIONAL_KINDS,
     TrainConfig,
     configuration_of,
     metrics_of,
@@ -71,7 +79,7 @@ from dglx_dist.training.link import (
     rows_of,
     split_edges,
 )
-from dglx_dist.training.models import DECODERS, RELATIONAL_KINDS, ResGCN, build_model
+from dglx_dist.training.models import DECODERS, ResGCN, build_model
 from dglx_dist.training.relational import HGT, RGCN, EntityInputs
 from dglx_dist.training.tasks import as_probabilities, predicted, read_task
 from dglx_dist.training.tracing import check_trace, without_keys
@@ -92,10 +100,8 @@ def _resolve_auto(
     if plan.strategy != AUTO:
         return plan, None
     folder = Path(plan.out)
-    own_loop = needs_own_loop(plan) is not None
-    training = Training(
-        num_layers=plan.layers, kind=plan.model, own_loop=own_loop, **common_fields(plan, Training)
-    )
+    own_loop, kind = needs_own_loop(plan) is not None, None if plan.model_file else plan.model
+    training = Training(num_layers=plan.layers, kind=kind, own_loop=own_loop, **common_fields(plan, Training))
     taken, chosen = resolve(module, g, training, folder / CHECKPOINTS if plan.resume else None)
     choice = plan_of_run(folder, g.session) if chosen is None else chosen.to_json()
     plan = replace(plan, strategy=taken.strategy, strategy_options=dict(taken.options))
@@ -123,7 +129,13 @@ def build(plan: TrainConfig, g: DistGraph, ntype: str | None, width: int) -> Bui
         assert columns is not None  # checked
         if plan.model == "resgcn":
             return ResGCN(columns, *sizes, recompute=plan.recompute), inputs, sparse
-        return build_model(plan.model, columns, *sizes, plan.heads, graph=g), inputs, sparse
+        if plan.model_file is not None:
+            given = dict(zip(OWN_ARGUMENTS, (columns, *sizes, plan.heads, g), strict=True))
+            own = run_on_all_ranks(g.session, partial(_own_model, plan, given), ConfigError)
+            check_equal(g.session, f"the content of --model-file {plan.model_file}", plan.model_sha256)
+            return own, inputs, sparse
+        between: dict[str, Any] = {"teleport": plan.teleport, **plan.between}
+        return build_model(plan.model, columns, *sizes, plan.heads, g, **between), inputs, sparse
     assert inputs is not None
     widths = inputs.feature_widths
     if plan.embeddings not in (None, plan.hidden):
@@ -134,6 +146,44 @@ def build(plan: TrainConfig, g: DistGraph, ntype: str | None, width: int) -> Bui
         options["heads"] = plan.heads
     relational: Any = HGT if plan.model == "hgt" else RGCN
     return relational(g, widths, plan.hidden, width, **options), inputs, sparse
+
+
+def _own_model(plan: TrainConfig, given: Mapping[str, Any]) -> nn.Module:
+    """Return the model of ``--model-file``, tried on small blocks; ConfigError whatever it raises."""
+    path, _, name = str(plan.model_file).rpartition(":")
+    if hashlib.sha256(Path(path).read_bytes()).hexdigest() != plan.model_sha256:
+        raise ConfigError(f"{path} differs from the file that the run began with; start it again")
+    try:
+        make = runpy.run_path(path, run_name="model_file").get(name)
+        if make is None:
+            raise ConfigError(f"there is no {name!r} in it")
+        parameters = inspect.signature(make).parameters
+        takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+        model = make(**{key: given[key] for key in given if takes_all or key in parameters})
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"{name} returns {type(model).__name__}, not an nn.Module")
+        sizes = range(2 * plan.layers + 2, 0, -2)
+        blocks = [random_block(b, a, 3 * b, torch.Generator()) for a, b in pairwise(sizes)]
+        with restored(model, training=False), torch.random.fork_rng(devices=[]), torch.no_grad():
+            out = model(blocks, torch.zeros(sizes[0], given["in_dim"], dtype=float_of(model).dtype))
+        found = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+        if found != (2, given["classes"]):
+            raise ConfigError(f"for 2 targets of {given['classes']} classes it returns {found}")
+    except (Exception, SystemExit) as error:
+        what = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+        lines = [one.lineno for one in traceback.extract_tb(error.__traceback__) if one.filename == path]
+        what = f"line {lines[-1]}: {what}" if lines else what
+        raise ConfigError(
+            f"--model-file {plan.model_file}: {what}; it is called with those of {', '.join(given)} that it "
+            f"names, and its forward with {plan.layers} blocks and h (docs/quickstart.md, Models)"
+        ) from error
+    needs_layers = plan.predictions or plan.save_embeddings or plan.task == LINK
+    if needs_layers and not hasattr(model, "inference_layers"):
+        raise ConfigError(
+            f"{plan.model} has no inference_layers() (dglx_dist.training.models), which --predictions, "
+            "--save-embeddings and --task link need; add it, or leave these out"
+        )
+    return model
 
 
 def _inputs_of(plan: TrainConfig, g: DistGraph) -> tuple[EntityInputs | None, SparseOptimizer | None]:
@@ -213,10 +263,12 @@ def _write_outputs(
         )
         tensors = list(flatten(rows).values())
         several = name == EMBEDDING and len(g.ntypes) > 1
-        beside: dict[str, Any] = {} if several or len(tensors) == 1 else {"more": {SCORES: tensors[1]}}
+        beside: dict[str, Any] = {"more": {SCORES: tensors[1]}} if name == PREDICTION and tensors[1:] else {}
         if name == PREDICTION and plan.task == CLASSIFICATION:
             beside["classes"] = g.dataset.manifest.class_names.get(target, ())
-        write_embeddings(rows if several else tensors[0], g, folder, name=name, overwrite=True, **beside)
+        # Of a tuple of rows that a layer passes on, the last ones are its own.
+        own = tensors[-1 if name == EMBEDDING else 0]
+        write_embeddings(rows if several else own, g, folder, name=name, overwrite=True, **beside)
         for tensor in tensors:
             tensor.delete()
 
@@ -450,6 +502,7 @@ def _fit(
     if isinstance(target, str):
         options["ntype"] = target
         loading |= {"fanouts": plan.fanouts, "batch_size": plan.batch_size}
+        options["num_layers"] = None if hasattr(module, "inference_layers") else plan.layers
     else:
         given: dict[str, Any] = {"g": g, "targets": target, "inputs": inputs}
         options["task"] = LinkPrediction(inputs=inputs, pair_loss=PAIR_LOSSES[plan.loss])

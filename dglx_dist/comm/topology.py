@@ -112,8 +112,8 @@ class Settings:
     """DGLX_REQUIRE_SECRET: without one, ranks of several machines do not start."""
     ranks_per_server: int | None = None
     """DGLX_RANKS_PER_SERVER."""
-    omp_threads_set: bool = False
-    """Whether OMP_NUM_THREADS is set at all."""
+    omp_threads: int | None = None
+    """OMP_NUM_THREADS, its first number."""
     allocator_set: bool = False
     """Whether the user configured the allocator: any MALLOC_ variable, GLIBC_TUNABLES or LD_PRELOAD."""
     options: Mapping[str, object] = field(default_factory=dict)
@@ -226,6 +226,7 @@ def read_settings(variables: Mapping[str, str] = os.environ) -> Settings:
     per_server = None
     if "DGLX_RANKS_PER_SERVER" in variables:
         per_server = _integer(variables, "DGLX_RANKS_PER_SERVER", minimum=1)
+    threads = variables.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return Settings(
         strategy=variables.get("DGLX_STRATEGY") or None,
         timeout_s=_seconds(variables, "DGLX_TIMEOUT"),
@@ -234,7 +235,7 @@ def read_settings(variables: Mapping[str, str] = os.environ) -> Settings:
         secret=_secret(variables),
         require_secret=_flag(variables, "DGLX_REQUIRE_SECRET"),
         ranks_per_server=per_server,
-        omp_threads_set="OMP_NUM_THREADS" in variables,
+        omp_threads=int(threads) if threads.isdecimal() and int(threads) else None,
         allocator_set=any(
             name.startswith("MALLOC_") or (name in ("GLIBC_TUNABLES", "LD_PRELOAD") and value)
             for name, value in variables.items()
@@ -400,6 +401,20 @@ def rank_environment(
     if ranks_per_server is not None:
         found["DGLX_RANKS_PER_SERVER"] = str(ranks_per_server)
     return found
+
+
+def be_launcher(num_ranks: int, ranks_per_server: int | None) -> None:
+    """Set the environment of ranks, with a secret, in this process, before torch is loaded; forks inherit it.
+
+    glibc has read its variables by now: sessions set the allocator from within.
+    """
+    found = with_secret(rank_environment(num_ranks, ranks_per_server=ranks_per_server))
+    os.environ.update({name: value for name, value in found.items() if not name.startswith("MALLOC_")})
+
+
+def be_rank(variables: Mapping[str, str]) -> None:
+    """Add what torchrun sets for a rank to the environment of this process, a fork of the launcher."""
+    os.environ.update(variables)
 
 
 def endpoint_of(address: str, port: int | str) -> str:

@@ -15,7 +15,9 @@ import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import chain
+from dataclasses import replace
+from itertools import chain, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any, final
 
@@ -185,7 +187,9 @@ def _read(path: Path, workspace: Workspace | None) -> dict[str, Array]:
     except DglxError:  # which are errors of Python, too
         raise
     except _UNREADABLE as error:
-        raise DatasetError(f"{path}: not a readable .npz file of plain arrays ({error})") from error
+        raise DatasetError(
+            f"{path}: not a readable .npz file of plain arrays ({error}; text ids: write tables)"
+        ) from error
 
 
 _IN_ORDER = ("rel", "etype", "triple_split")
@@ -499,6 +503,11 @@ def _warn_ignored(where: str, names: Sequence[str], why: str) -> None:
         _LOG.warning("%s: ignored %s: %s", where, ", ".join(names), why)
 
 
+# Also times and dates.
+_NUMBER = re.compile(rb"[-+.:/\d]+([eT][-+.:\dZ]+)?")
+_CODE_OF_FILE = {"train": 0, "valid": 1, "val": 1, "dev": 1, "test": 2}
+
+
 @final
 class EdgeListSource(DatasetSource):
     """A text of one edge a line, as SNAP's ``.txt.gz``: two ids, then columns of numbers if any.
@@ -507,33 +516,21 @@ class EdgeListSource(DatasetSource):
     Ids other than 0..N-1, or of text, are kept as the user's ids. One further column is ``weight``, more are
     ``column2``, ``column3`` ... Edges are taken as they stand: ``--add-reverse-edges`` is for lists with each
     edge once. Takes no options.
+
+    Lines of three texts, or a text between two numbers, are a knowledge graph's head, relation and tail: ids
+    stay texts, each relation is an edge type. A folder with ``train.txt``, ``valid.txt`` (``val``, ``dev``)
+    and ``test.txt``, or ``.tsv``, is one with its split.
     """
 
     def load(self) -> RawGraph:
-        import pandas as pd
-
-        path, where, is_gzip = self._path, str(self._path), self._path.suffix == ".gz"
-        try:
-            with gzip.open(path) if is_gzip else path.open("rb") as file:
-                head = file.readline()
-                lines = (line.strip() for line in chain([head], file))
-                first = next((line for line in lines if line and not line.startswith((b"#", b"%"))), b"")
-            read = pd.read_csv(
-                path,
-                sep="," if b"," in first else r"\s+",
-                comment="%" if head.startswith(b"%") else "#",
-                header=None,
-                compression="gzip" if is_gzip else None,
-                low_memory=False,
-                skipinitialspace=True,
-                # Quotes, and texts such as NA, are parts of ids.
-                quoting=3,
-                keep_default_na=False,
-                na_values=[""],
-            )
-        except (ValueError, EOFError, OSError, zlib.error) as error:
-            raise DatasetError(f"{where}: not a readable list of edges, or cut off: {error}") from error
-        line = repr(first.decode(errors="replace"))
+        if self._path.is_dir():
+            paths = [(path, _CODE_OF_FILE.get(path.stem, -1)) for path in self._path.glob("*.t[xs][tv]")]
+            found = sorted((one for one in paths if one[1] >= 0), key=itemgetter(1))
+            return _graph_of_triples(found, self._path.resolve().name, str(self._path))
+        where, name = str(self._path), self._path.name.removesuffix(suffix_of(self._path))
+        read, line, is_triples = _read_lines(self._path)
+        if is_triples:
+            return _graph_of_triples([(self._path, -1)], name, where)
         if read.shape[1] < 2:
             raise DatasetError(f"{where}: the line {line} has not two ids")
         ends = [[re.fullmatch(r"-?\d+", str(one)) for one in row] for row in read.iloc[:2, :2].to_numpy()]
@@ -541,8 +538,74 @@ class EdgeListSource(DatasetSource):
             raise DatasetError(f"{where}: the line {line} is a header; begin it with #")
         others = ["weight"] if read.shape[1] == 3 else [f"column{n}" for n in range(2, read.shape[1])]
         table = pa.Table.from_pandas(read.set_axis(["src", "dst", *others][: read.shape[1]], axis=1))
-        for name in ("src", "dst"):
-            ids = id_column(table, name, where)
+        for end in ("src", "dst"):
+            ids = id_column(table, end, where)
             if ids.is_whole:
                 ids.refuse(as_numpy(pc.less(ids.values, 0)), "is negative; ids are 0 or more", "node id ")
-        return graph_of_tables(path.name.removesuffix(suffix_of(path)), {}, {EDGE_TYPE: (where, table)})
+        return graph_of_tables(name, {}, {EDGE_TYPE: (where, table)})
+
+
+def _read_lines(path: Path) -> tuple[Any, str, bool]:
+    """Return the pandas table of ``path``, its first line, and whether its lines are triples."""
+    import pandas as pd
+
+    is_gzip = path.suffix == ".gz"
+    try:
+        with gzip.open(path) if is_gzip else path.open("rb") as file:
+            head = file.readline()
+            lines = (line.strip() for line in chain([head], file))
+            begin = list(islice((line for line in lines if line and not line.startswith((b"#", b"%"))), 2))
+        first = begin[0] if begin else b""
+        separator = "," if b"," in first else r"\s+"
+        of_triples = "\t" if first.count(b"\t") == 2 else separator
+        is_triples = bool(begin) and all(_is_triple(re.split(of_triples.encode(), line)) for line in begin)
+        read = pd.read_csv(
+            path,
+            sep=of_triples if is_triples else separator,
+            # An IRI has a #.
+            comment=None if is_triples and head.strip() == first else "%" if head.startswith(b"%") else "#",
+            header=None,
+            dtype=str if is_triples else None,
+            compression="gzip" if is_gzip else None,
+            low_memory=False,
+            skipinitialspace=True,
+            # Quotes, and texts such as NA, are parts of ids.
+            quoting=3,
+            keep_default_na=False,
+            na_values=[""],
+        )
+    except (ValueError, EOFError, OSError, zlib.error) as error:
+        raise DatasetError(f"{path}: not a readable list of edges, or cut off: {error}") from error
+    return read, repr(first.decode(errors="replace")), is_triples
+
+
+def _is_triple(pieces: Sequence[bytes]) -> bool:
+    numbers = tuple(bool(_NUMBER.fullmatch(piece.strip())) for piece in pieces)
+    return len(numbers) == 3 and (numbers == (True, False, True) or not (numbers[2] or all(numbers[:2])))
+
+
+def _graph_of_triples(files: Sequence[tuple[Path, int]], name: str, where: str) -> RawGraph:
+    import pandas as pd
+
+    tables = []
+    for path, _ in files:
+        table, line, is_triples = _read_lines(path)
+        if not is_triples or str(table.iloc[0, 1]).lower() in ("relation", "predicate"):
+            raise DatasetError(f"{path}: the line {line} is not head, relation and tail; remove a header")
+        tables.append(table.set_axis(["head", "relation", "tail"], axis=1))
+        for column in tables[-1]:
+            id_column(pa.Table.from_pandas(tables[-1]), column, str(path))
+    triples = pd.concat(tables)
+    ends, entities = pd.factorize(pd.concat([triples["head"], triples["tail"]]), sort=True)
+    relation, relations = pd.factorize(triples["relation"], sort=True)
+    if len(relations) > max(100, triples["tail"].nunique()):
+        _LOG.warning("%s: more relations than tails; is each line head, relation, tail?", where)
+    arrays = {
+        "head": ends[: len(triples)],
+        "tail": ends[len(triples) :],
+        "rel": relation,
+        "relation_names": np.array(relations, dtype=np.str_),
+        "triple_split": np.repeat([code for _, code in files], [len(table) for table in tables]),
+    }
+    graph = graph_of_arrays(arrays, name, where)
+    return replace(graph, user_ids={NODE_TYPE: np.array(entities, dtype=np.str_)})

@@ -382,12 +382,12 @@ _SOURCE_OF_SUFFIX = {
     **dict.fromkeys((".bin", ".dgl"), "dgl_binary"),
     **dict.fromkeys((".pt", ".pth"), "torch"),
     **dict.fromkeys((".graphml", ".gexf", ".json"), "networkx"),
-    **dict.fromkeys((".txt", ".edgelist", ".edges"), "edge_list"),
+    **dict.fromkeys((".txt", ".tsv", ".edgelist", ".edges"), "edge_list"),
 }
 FORMATS = (
     "a `.npz` of arrays or of a SciPy matrix, a `.bin` of saved DGL graphs, a `.pt` of tensors (PyG), "
-    "NetworkX's `.graphml`, `.gexf` or `.json`, a `.txt` of edges (SNAP), these four also with `.gz`, a "
-    "folder of CSV / Parquet tables"
+    "NetworkX's `.graphml`, `.gexf` or `.json`, a `.txt` of edges (SNAP) or triples, these four also with "
+    "`.gz`, a folder of CSV / Parquet tables, or of triples in train.txt, valid.txt and test.txt"
 )
 """What :func:`load_dataset` reads from a path."""
 
@@ -453,7 +453,9 @@ def _source_and_location(spec: str) -> tuple[str, str]:
     path = Path(spec).expanduser()
     known = f"{FORMATS}, or NAME:WHERE with NAME one of {', '.join(DATASETS.names())}"
     if path.exists():
-        source = "tables" if path.is_dir() else _SOURCE_OF_SUFFIX.get(suffix_of(path).removesuffix(".gz"))
+        source = _SOURCE_OF_SUFFIX.get(suffix_of(path).removesuffix(".gz"))
+        if path.is_dir():
+            source = "edge_list" if any(path.glob("train.t[xs][tv]")) else "tables"
         if source is None:
             raise DatasetError(
                 f"{path}: the suffix {path.suffix!r} belongs to no dataset source; expected {known} (a lone "

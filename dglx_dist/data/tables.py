@@ -262,12 +262,12 @@ class TablesSource(DatasetSource):
     By convention: ``nodes.csv`` (may be absent: the nodes are then those of the edges) and
     ``edges.csv``; for several types ``nodes/TYPE.csv`` and
     ``edges/SOURCE__RELATION__DESTINATION.csv``; each may be ``.parquet``. In node tables, ``id`` holds
-    integer or string ids (absent: the row number; in CSV an id of digits only is an integer, so 007
-    is 7: write Parquet to keep the zeros), ``label`` numbers or strings (empty: none;
-    strings are numbered in alphabetical order), ``split`` train, val or test, ``feat`` lists or
-    ``feat_0``, ``feat_1`` ... the features; in edge tables ``src`` and ``dst`` the ids. Every other
-    column is kept under its own name and must hold numbers. Ids other than 0..N-1 in order are kept in
-    ``user_ids``. Tables with other column names are for ``dglx ingest``.
+    integer or string ids (absent: the row number; in CSV an id of digits only is an integer, so 007 is 7:
+    write Parquet to keep the zeros), ``label`` numbers or strings (empty: none; strings are numbered in
+    alphabetical order) or ``label_0``, ``label_1`` ... several numbers, ``split`` train, val or test,
+    ``feat`` lists or ``feat_0``, ``feat_1`` ... the features; in edge tables ``src`` and ``dst`` the ids.
+    Every other column is kept under its own name and must hold numbers. Ids other than 0..N-1 in order are
+    kept in ``user_ids``. Tables with other column names are for ``dglx ingest``.
 
     Option ``ignore``: columns to leave out, separated by commas.
     """
@@ -305,7 +305,8 @@ def graph_of_tables(
     for ntype, (where, table) in nodes.items():
         ids[ntype] = _node_ids(table, where)
         node_data[ntype] = _columns(table, where, {_ID, *ignored})
-        if LABEL in node_data[ntype] and (label := column(table, LABEL, where)).is_text:
+        is_column = LABEL in table.column_names and LABEL in node_data[ntype]
+        if is_column and (label := column(table, LABEL, where)).is_text:
             names[ntype] = _class_names(label).to_pylist()
     # Sorted, since the order of a set of strings changes from run to run, and ids follow it.
     for ntype in sorted({ntype for etype in ends for ntype in (etype[0], etype[2])} - ids.keys()):
@@ -386,22 +387,32 @@ def _positions(end: Column, ids: Any, table: str | None) -> Array:
 def _columns(table: Any, where: str, left_out: set[str]) -> dict[str, NodeColumn]:
     columns: dict[str, NodeColumn] = {}
     names = [name for name in table.column_names if name not in left_out]
-    numbered = [(int(match[1]), name) for name in names if (match := re.fullmatch(r"feat_?(\d+)", name))]
-    features = [name for _, name in sorted(numbered)]
+    features = _numbered("feat", names)
+    targets = [] if LABEL in names else _numbered(LABEL, names)
     if LABEL in names:
         columns[LABEL] = _labels(column(table, LABEL, where))
     if _SPLIT in names:
         columns.update(_split_masks(column(table, _SPLIT, where)))
     if features:
         columns[FEATURE] = _stacked(table, features, where)
+    if targets:
+        columns[LABEL] = _stacked(table, targets, where)
     for name in names:
-        if name in (LABEL, _SPLIT, *features):
+        if name in (LABEL, _SPLIT, *features, *targets):
             continue
         found = column(table, name, where)
         if found.is_text:
+            other = (
+                ""
+                if _ID not in left_out or _ID in table.column_names
+                else (
+                    "and there is no column 'id': rename it if it has the ids (columns are id, label, split, "
+                    "feat_0 ..., of edges src, dst); else "
+                )
+            )
             raise found.error(
-                f"holds strings, which no model can use; leave it out with the option ignore={name}, or "
-                "encode it as numbers"
+                f"holds strings, which no model can use; {other}encode it as numbers, or leave it out (in a "
+                f"folder of tables: --option ignore={name})"
             )
         columns[name] = found.numbers()
     columns = standard_columns(columns, where)
@@ -409,10 +420,21 @@ def _columns(table: Any, where: str, left_out: set[str]) -> dict[str, NodeColumn
     return columns
 
 
+def _numbered(stem: str, names: Sequence[str]) -> list[str]:
+    found = [(int(match[1]), name) for name in names if (match := re.fullmatch(rf"{stem}_?(\d+)", name))]
+    return [name for _, name in sorted(found)]
+
+
 def _labels(labels: Column) -> Array:
     if not labels.is_text:
+        if pa.types.is_floating(labels.values.type):
+            return as_numpy(labels.values)  # NaN where there is none
         return as_numpy(pc.fill_null(labels.as_int64(), -1)) if labels.is_whole else labels.numbers()
     known = pc.if_else(pc.equal(labels.values, ""), None, labels.values)
+    odd = pc.invert(pc.match_substring_regex(known, r"^\s*[-+]?[\d.]+([eE][-+]?\d+)?\s*$"))
+    if 0 < (pc.sum(odd).as_py() or 0) < len(known.drop_null()) / 2:
+        at = first_true(pc.fill_null(odd, False))
+        _LOG.warning("%s", labels.error(f"{known[at]!s:.40} is no number, most are: all are class names", at))
     codes = pc.index_in(known, value_set=_class_names(labels), skip_nulls=True)
     return as_numpy(pc.fill_null(codes, -1)).astype(np.int64)
 

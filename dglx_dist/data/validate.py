@@ -49,7 +49,10 @@ def check_raw_graph(graph: RawGraph, where: str) -> None:
         if node_type not in graph.num_nodes:
             raise DatasetError(f"{here}: columns or user ids of a node type that the graph lacks")
         columns, count = graph.node_data.get(node_type, {}), graph.num_nodes[node_type]
-        check_columns(columns, count, graph.num_classes.get(node_type), here)
+        classes, label = graph.num_classes.get(node_type), columns.get(LABEL)
+        check_columns(columns, count, classes, here)
+        if classes is not None and isinstance(label, np.ndarray) and label.ndim == 1:
+            _warn_of_classes(label, classes, here)
         if node_type in graph.user_ids:
             _check_length(graph.user_ids[node_type], count, "id", here)
             check_unique(graph.user_ids[node_type], "id", here)
@@ -95,6 +98,7 @@ def check_whole(values: Array, column: str, where: str) -> None:
     """Raise DatasetError unless ``values`` are (K,) integers."""
     if values.ndim != 1 or values.dtype.kind not in "iu":
         found = f"it is {values.dtype} of shape {values.shape}"
+        found += "; texts as ids are for tables (docs/quickstart.md)" if values.dtype.kind in "USO" else ""
         raise column_error(where, column, f"must hold one whole number a row; {found}")
 
 
@@ -132,7 +136,8 @@ def check_columns(
         if isinstance(column, SparseRows):
             _check_sparse(column, name, where)
         else:
-            check_finite(column, name, where)
+            is_label = name == LABEL and column.ndim == 1 and column.dtype.kind == "f"  # NaN: no target
+            check_finite(np.where(np.isnan(column), 0, column) if is_label else column, name, where)
     splits = {name: columns[name] for name in SPLITS if name in columns}
     masks = {name: _checked_mask(mask, name, where) for name, mask in splits.items()}
     for (one, first), (two, second) in combinations(masks.items(), 2):
@@ -143,8 +148,14 @@ def check_columns(
                 f"({int(both.sum())} rows in all); leave these out of one, or call it another name"
             )
     label = columns.get(LABEL)
-    if label is not None and num_classes is not None and not isinstance(label, SparseRows):
-        _check_labels(label, num_classes, masks, where)
+    if label is None or isinstance(label, SparseRows) or label.ndim != 1:
+        return  # several targets per node may be any numbers
+    if num_classes is not None:
+        _check_classes(label, num_classes, where)
+    for name, mask in masks.items() if num_classes is not None or label.dtype.kind == "f" else ():
+        missing = mask & (label < 0 if label.dtype.kind in "iu" else np.isnan(label))
+        if missing.any():
+            raise column_error(where, LABEL, f"no label, but {name!r} selects the row", _first(missing))
 
 
 def check_finite(column: Array, name: str, where: str, first_row: int = 0) -> None:
@@ -205,9 +216,7 @@ def too_many_classes(largest: int) -> str:
     )
 
 
-def _check_labels(label: Array, num_classes: int, masks: Mapping[str, Array], where: str) -> None:
-    if label.ndim != 1:
-        return  # several targets per node may be any numbers
+def _check_classes(label: Array, num_classes: int, where: str) -> None:
     if label.dtype.kind not in "iu":
         raise column_error(where, LABEL, f"must hold whole numbers; it is {label.dtype}")
     wrong = (label < -1) | (label >= num_classes)
@@ -217,13 +226,21 @@ def _check_labels(label: Array, num_classes: int, masks: Mapping[str, Array], wh
             f"label {label[row]} is outside 0..{num_classes - 1} (-1: none; numbers of a regression: float)"
         )
         raise column_error(where, LABEL, problem, row)
+
+
+def _warn_of_classes(label: Array, num_classes: int, where: str) -> None:
     if num_classes > MAX_CLASSES:
         said = too_many_classes(num_classes - 1)
         _LOG.warning("%s: column %r has %s Then train with --task regression", where, LABEL, said)
-    for name, mask in masks.items():
-        missing = mask & (label < 0)
-        if missing.any():
-            raise column_error(where, LABEL, f"no label, but {name!r} selects the row", _first(missing))
+    elif num_classes > 20:
+        counts = np.bincount(label[label >= 0], minlength=num_classes)
+        known, empty = int(counts.sum()), int((counts == 0).sum())
+        if 2 * num_classes > known or 2 * empty > num_classes:
+            said = "number classes from 0, or train with --task regression if these are measurements"
+            _LOG.warning(
+                "%s: column %r has %d classes, %d of them empty, for %d labelled nodes; %s",
+                *(where, LABEL, num_classes, empty, known, said),
+            )
 
 
 def _check_length(column: NodeColumn, num_rows: int, name: str, where: str) -> None:

@@ -114,10 +114,17 @@ _CHUNK = 2048
 
 
 @njit(cache=True, nogil=True)
+def copy_to(out: Array, values: Array) -> None:
+    """Copy ``values`` to the start of ``out``: slices that are assigned compile for 2 s longer."""
+    for i in range(len(values)):
+        out[i] = values[i]
+
+
+@njit(cache=True, nogil=True)
 def longer(array: Array, used: int, length: int) -> Array:
     """Return an array of ``length`` that begins with ``array[:used]``."""
     out = np.empty(length, array.dtype)
-    out[:used] = array[:used]
+    copy_to(out, array[:used])
     return out
 
 
@@ -315,12 +322,13 @@ def grown_nodes(nodes: NumberedNodes, more: Array) -> NumberedNodes:
     num_types = len(nodes.counts)
     starts = np.zeros(num_types + 1, np.int64)
     # One extra, because `_number_direct` writes before it knows whether a node is new.
-    starts[1:] = np.cumsum(nodes.counts + more + 1)
+    for node_type in range(num_types):
+        starts[node_type + 1] = starts[node_type] + nodes.counts[node_type] + more[node_type] + 1
     keys, ids = np.empty(starts[-1], np.int64), np.empty(starts[-1], np.int64)
     for node_type in range(num_types):
         count, old, new = nodes.counts[node_type], nodes.starts[node_type], starts[node_type]
-        keys[new : new + count] = nodes.keys[old : old + count]
-        ids[new : new + count] = nodes.ids[old : old + count]
+        copy_to(keys[new:], nodes.keys[old : old + count])
+        copy_to(ids[new:], nodes.ids[old : old + count])
     return NumberedNodes(keys, ids, starts, nodes.counts)
 
 
@@ -350,7 +358,7 @@ def number_seeds(table: Table, offsets: Array, seeds: Array, seed_ends: Array) -
     num_types = len(offsets) - 1
     nothing = np.empty(0, np.int64)
     empty = NumberedNodes(nothing, nothing, np.zeros(num_types + 1, np.int64), np.zeros(num_types, np.int64))
-    nodes = grown_nodes(empty, np.diff(seed_ends))
+    nodes = grown_nodes(empty, seed_ends[1:] - seed_ends[:-1])
     table = grown_table(table, nodes, len(seeds))
     local = np.empty(len(seeds), np.int64)
     for node_type in range(num_types):
@@ -373,11 +381,12 @@ def write_ids(nodes: NumberedNodes, offsets: Array, done: Array) -> None:
 def packed_ids(nodes: NumberedNodes) -> tuple[Array, Array]:
     """Return (ids, (T + 1,) starts), type by type without gaps."""
     starts = np.zeros(len(nodes.counts) + 1, np.int64)
-    starts[1:] = np.cumsum(nodes.counts)
+    for node_type in range(len(nodes.counts)):
+        starts[node_type + 1] = starts[node_type] + nodes.counts[node_type]
     ids = np.empty(starts[-1], np.int64)
     for node_type in range(len(nodes.counts)):
         first = nodes.starts[node_type]
-        ids[starts[node_type] : starts[node_type + 1]] = nodes.ids[first : first + nodes.counts[node_type]]
+        copy_to(ids[starts[node_type] :], nodes.ids[first : first + nodes.counts[node_type]])
     return ids, starts
 
 
@@ -494,7 +503,12 @@ def _by_importance(
 
 @njit(cache=True, nogil=True)
 def _draw(
-    relations: Relations, request: SampleRequest, nodes: NumberedNodes, hop: _Hop, drawn: tuple[Array, Array]
+    relations: Relations,
+    request: SampleRequest,
+    nodes: NumberedNodes,
+    hop: _Hop,
+    drawn: tuple[Array, Array],
+    by_source: bool | None,
 ) -> tuple[Array, Array]:
     # Fills indptr and ends; the caller has set ends[0]. Returns the edges of the batch so far, and weights.
     row, (edges, weights) = 0, drawn
@@ -505,7 +519,7 @@ def _draw(
         rule = _rule(request, relation)
         if fanout == 0:
             rows[:] = 0
-        elif not request.by_source:
+        elif by_source is None:
             starts = np.empty(len(frontier), np.int64)
             largest = count_hop(csc, frontier, fanout, rule, rows, starts)
             last = first + rows[len(frontier)]
@@ -528,6 +542,14 @@ def _draw(
     return edges, weights
 
 
+def draw_first_hop(relations: Relations, request: SampleRequest) -> None:
+    """Call the kernel of one hop, for one destination of one type, as :func:`sample_batch` does."""
+    nodes = NumberedNodes(request.seeds, request.seeds, request.seed_ends, np.ones(1, np.int64))
+    rows, ends = np.zeros(2, np.int64), np.zeros(2, np.int64)
+    hop = _Hop(request.fanouts[0], request.streams[0], nodes.counts, rows, ends)
+    _draw(relations, request, nodes, hop, (np.empty(0, np.int64), np.empty(0, np.float32)), None)
+
+
 @njit(cache=True, nogil=True)
 def _number(
     relations: Relations, table: Table, nodes: NumberedNodes, hop: _Hop, edges: Array, sources: Array
@@ -543,13 +565,16 @@ def _number(
 
 
 @njit(cache=True, nogil=True)
-def sample_batch(relations: Relations, request: SampleRequest, table: Table) -> tuple[RawBatch, Table]:
+def sample_batch(
+    relations: Relations, request: SampleRequest, table: Table, by_source: bool | None
+) -> tuple[RawBatch, Table]:
     """Sample all hops of a batch and number the nodes that appear, each type from 0.
 
     Args:
         request: What to sample. With repeated seeds, the first row of ``node_ends`` is smaller and no hop is
             drawn.
         table: The calling thread's own, over the keys of all node types.
+        by_source: ``request.by_source or None``: without it, LABOR's draws are not compiled.
 
     Returns:
         The batch, and the table to pass next time.
@@ -558,7 +583,7 @@ def sample_batch(relations: Relations, request: SampleRequest, table: Table) -> 
     node_ends = np.zeros((num_hops + 1, len(relations.offsets) - 1), np.int64)
     edge_ends = np.zeros(num_hops * num_relations + 1, np.int64)
     table, nodes = number_seeds(table, relations.offsets, request.seeds, request.seed_ends)
-    node_ends[0] = nodes.counts
+    copy_to(node_ends[0], nodes.counts)
     indptr, sources, edge_ids = np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64)
     weights = np.empty(0, np.float32)
     if nodes.counts.sum() < len(request.seeds):
@@ -570,7 +595,7 @@ def sample_batch(relations: Relations, request: SampleRequest, table: Table) -> 
         indptr = longer(indptr, row_end, row_end + new_rows)
         ends = edge_ends[begin : begin + num_relations + 1]
         hop = _Hop(request.fanouts[hop_index], request.streams[hop_index], sizes, indptr[row_end:], ends)
-        edge_ids, weights = _draw(relations, request, nodes, hop, (edge_ids, weights))
+        edge_ids, weights = _draw(relations, request, nodes, hop, (edge_ids, weights), by_source)
         first, last = ends[0], ends[num_relations]
         sources = longer(sources, first, last)
         more = np.zeros(len(sizes), np.int64)
@@ -580,7 +605,7 @@ def sample_batch(relations: Relations, request: SampleRequest, table: Table) -> 
         table = grown_table(table, nodes, last - first)
         _number(relations, table, nodes, hop, edge_ids, sources)
         write_ids(nodes, relations.offsets, sizes)
-        node_ends[hop_index + 1] = nodes.counts
+        copy_to(node_ends[hop_index + 1], nodes.counts)
     ids, starts = packed_ids(nodes)
     used = Table(table.slots, table.keys, table.base + nodes.counts.max())
     edges = edge_ids[: edge_ends[-1]]

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, TypeAlias, final
 
 import numpy as np
@@ -22,6 +24,7 @@ from dglx_dist.dataloading.kernels import (
     Schema,
     Table,
     Workspace,
+    draw_first_hop,
     grown_nodes,
     grown_table,
     number_seeds,
@@ -32,6 +35,7 @@ from dglx_dist.dataloading.kernels import (
     write_ids,
 )
 from dglx_dist.errors import ConfigError
+from dglx_dist.graph.row_kernels import plan_remote
 from dglx_dist.graph.structure import NO_EDGES, CSCShard, Draw, InEdges, Structure, all_in_edges
 from dglx_dist.keyed_random import Csc, Rule, draw_edges, merged, relation_keys, stream_key
 from dglx_dist.records import Array, EdgeType
@@ -123,7 +127,7 @@ class WholeSource:
     def __init__(self, schema: Schema, cscs: Sequence[Csc]) -> None:
         # Keeps the arrays alive: the record has only their addresses.
         self._cscs = tuple(cscs)
-        self._relations = relations_of(schema, self._cscs)
+        self.relations = relations_of(schema, self._cscs)
 
     def sample(
         self, request: SampleRequest, exclude: Mapping[EdgeType, Array], workspace: Workspace
@@ -138,10 +142,35 @@ class WholeSource:
             ConfigError: a type's seeds repeat an id.
             PeerError: a server did not answer in time.
         """
-        batch, table = sample_batch(self._relations, request, workspace.table)
+        batch, table = sample_batch(self.relations, request, workspace.table, request.by_source or None)
         workspace.keep(table)
         _check_seeds(request, batch.node_ends[0])
         return batch
+
+
+def load_kernels(tell: Callable[[str], None]) -> None:
+    """Load what samples and fetches a mini-batch from Numba's cache; else compile it, and ``tell`` so.
+
+    Compiles in two processes; this one must have one thread that may fork.
+    """
+    schema = Schema(ntypes=("_N",), num_nodes=(1,), etypes=(("_N", "_E", "_N"),))
+    one, rows = np.zeros(1, np.int64), np.array([0, 1])
+    source = WholeSource(schema, [Csc(rows, one.astype(np.int32), np.empty(0, np.float32), 0, 0)])
+    draws = Draws(schema=schema, fanouts=np.ones((1, 1), np.int64), replace=False, exclude={}, seed=0)
+    request, table = draws.request({"_N": one}, 0, {}), Workspace(1).table
+    if not any(Path(sample_batch.stats.cache_path).glob("kernels.sample_batch-*.nbi")):
+        tell("compiling kernels, once after each installation; about 15 s ...")
+        helper = os.fork()
+        if helper == 0:
+            try:
+                number_seeds(table, schema.offsets, request.seeds, request.seed_ends)
+                plan_remote(one, rows, 0)
+            finally:
+                os._exit(0)  # what it has not saved is compiled here
+        draw_first_hop(source.relations, request)
+        os.waitpid(helper, 0)
+    source.sample(request, {}, Workspace(1))
+    plan_remote(one, rows, 0)
 
 
 def _check_seeds(request: SampleRequest, num_distinct: Array) -> None:

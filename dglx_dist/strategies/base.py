@@ -20,6 +20,7 @@ from dglx_dist.comm.topology import read_settings
 from dglx_dist.errors import ConfigError, DglxError
 from dglx_dist.message_passing import correct_kernels
 from dglx_dist.records import FEATURE, LABEL, EpochRecord, StepShare
+from dglx_dist.registry import AUTO as AUTO
 from dglx_dist.registry import Registry, did_you_mean
 from dglx_dist.strategies.cost import Candidate, Cost, Measured, PlanContext, Unit
 
@@ -437,8 +438,6 @@ def check_one_type(strategy: str, g: DistGraph) -> None:
         )
 
 
-AUTO = "auto"
-"""In place of a strategy's name: the planner chooses by graph, model and network (``planner/``)."""
 DEFAULT_STRATEGY = "data_parallel"
 """Without a name; its fan-outs and batch size are the defaults of mini-batches."""
 

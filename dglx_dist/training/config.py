@@ -5,6 +5,7 @@ Imports no torch, so that ``dglx --help`` is fast.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from dglx_dist.data.storage.files import read_size
-from dglx_dist.errors import ConfigError
+from dglx_dist.errors import ConfigError, UnknownNameError
 from dglx_dist.options import (
     ABOVE_ZERO,
     Check,
@@ -32,6 +33,7 @@ from dglx_dist.options import (
     whole_numbers,
 )
 from dglx_dist.planner.records import ChoiceOptions, Rate
+from dglx_dist.registry import AUTO, did_you_mean
 
 FLOAT32, BF16 = PRECISIONS = "float32", "bf16"
 """Of forward passes in training; weights, gradients, optimizer and evaluation keep the model's dtype."""
@@ -66,6 +68,16 @@ def metrics_of(task: str, metrics: Sequence[str]) -> tuple[str, ...]:
     return tuple(metrics) or known[: {CLASSIFICATION: 1, LINK: len(known)}.get(task, 2)]
 
 
+_MODELS = (
+    "sage, gcn, gat, gatv2, gin (sums, so give it all neighbours), mlp, sgc, appnp or resgcn (deep); to "
+    "train on several types, rgcn or hgt."
+)
+MODEL_KINDS = ("sage", "gcn", "sgc", "gat", "mlp", "resgcn", "gatv2", "gin", "appnp")
+RELATIONAL_KINDS = ("rgcn", "hgt")
+"""Models for graphs of several node or edge types."""
+STACKED_KINDS = ("sage", "gcn", "gat", "gatv2", "gin", "mlp")
+WITH_HEADS = ("gat", "gatv2", "hgt")
+OWN_ARGUMENTS = ("in_dim", "hidden", "classes", "layers", "dropout", "heads", "graph")
 _of_task = partial(option, panel="Task")
 _of_model = partial(option, panel="Model")
 _of_optimizer = partial(option, panel="Optimizer")
@@ -110,6 +122,14 @@ EVERY = _is_every(1)
 
 def _every(text: str, _flag: str) -> Every:
     return int(text) if text.isdecimal() else text
+
+
+def check_kind(kind: str, known: Sequence[str] = MODEL_KINDS) -> None:
+    """Raise UnknownNameError, with the nearest name, unless ``kind`` is one of ``known``."""
+    if kind not in known:
+        raise UnknownNameError(
+            f"there is no model {kind!r}{did_you_mean(kind, known)} (known: {', '.join(known)})"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,12 +249,29 @@ def check_run(config: RunOptions) -> None:
 class ModelConfig:
     """Options of a ready-made model and its mini-batches; a wrong value is a ConfigError."""
 
-    model: str = _of_model(
-        "sage", "sage, gcn, sgc, gat, mlp or resgcn (deep); to train on several types, rgcn or hgt."
-    )
+    model: str = _of_model("sage", _MODELS)
     layers: int = _of_model(2, "Convolutions.", check=at_least(1))
     hidden: int = _of_model(64, "Width between them.", check=at_least(1))
-    heads: int = _of_model(4, "Attention heads of gat and hgt.")
+    heads: int = _of_model(4, "Attention heads of gat, gatv2 and hgt.")
+    norm: str = _of_model(
+        "none",
+        "layer: LayerNorm between the layers of sage, gcn, gat, gatv2, gin, mlp.",
+        check=Check(
+            ("none", "layer").__contains__, "none or layer; means of batch norm would depend on the ranks"
+        ),
+    )
+    residual: bool = _of_model(
+        False, "Add a layer's input to its result, from the second layer of these models on."
+    )
+    jk: str = _of_model(
+        "none",
+        "Jumping knowledge of these models: scores are a linear map of the results of all layers, side by "
+        "side (cat) or the largest (max).",
+        check=one_of("none", "cat", "max"),
+    )
+    teleport: float = _of_model(
+        0.1, "Share of a node's first scores in each hop of appnp.", check=between(0, 1)
+    )
     device: str = _of_model(
         "auto", "cuda, cuda:N (not run on a GPU yet) or cpu; auto: a GPU if there is one."
     )
@@ -260,14 +297,23 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        has_heads = self.model in ("gat", "hgt")
-        wrong = has_heads and (self.heads < 1 or self.hidden % self.heads > 0)
+        wrong = self.model in WITH_HEADS and (self.heads < 1 or self.hidden % self.heads > 0)
         check_values(self, [("heads", wrong, f"a divisor of --hidden {self.hidden}")])
+        if self.model not in STACKED_KINDS and set(self.between.values()) != {"none", False}:
+            known = ", ".join(STACKED_KINDS)
+            raise ConfigError(
+                f"--model {self.model} has no --norm, --residual and --jk; these are of {known}"
+            )
         if self.fanouts is not None and len(self.fanouts) != self.layers:
             raise ConfigError(
                 f"--fanout {','.join(map(str, self.fanouts))} is for {len(self.fanouts)} layers, but "
                 f"--layers is {self.layers}; give one fan-out for each layer, input-most first"
             )
+
+    @property
+    def between(self) -> dict[str, Any]:
+        """Arguments of ``build_model``."""
+        return {"norm": self.norm, "residual": self.residual, "jk": self.jk}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,9 +360,17 @@ class TrainConfig(RunOptions, ModelConfig):
     )
     model: str = _of_model(
         "sage",
-        "sage, gcn, sgc, gat, mlp or resgcn (deep); to train on several types, rgcn or hgt. With --task link "
-        "also none: trainable rows are scored as they are, for knowledge graphs.",
+        f"{_MODELS} With --task link also none: trainable rows are scored as they are, for knowledge graphs.",
     )
+    model_file: str | None = _of_model(
+        None,
+        "One's own model: MODEL of a Python file, which every rank runs. Called with those of "
+        f"{', '.join(OWN_ARGUMENTS)} that it names, it returns an nn.Module with forward(blocks, h).",
+        metavar="FILE.py:MODEL",
+    )
+    """Never read from a run or a checkpoint: a resumed run is given it again, and the same content."""
+    model_sha256: str = ""
+    """Of that file, in hexadecimal."""
     embeddings: int | None = _of_model(
         None,
         "Width of trainable rows, for nodes without features. rgcn and hgt have them, as wide as --hidden, "
@@ -393,11 +447,10 @@ class TrainConfig(RunOptions, ModelConfig):
     )
 
     def __post_init__(self) -> None:
-        # Imported here: they load torch, and `dglx --help` stays quick.
-        from dglx_dist.strategies.base import AUTO
-        from dglx_dist.training.models import MODEL_KINDS, RELATIONAL_KINDS, check_kind
-
-        check_kind(self.model, (*MODEL_KINDS, *RELATIONAL_KINDS, NO_ENCODER))
+        if self.model_file is not None:
+            self._read_model_file(self.model_file)
+        else:
+            check_kind(self.model, (*MODEL_KINDS, *RELATIONAL_KINDS, NO_ENCODER))
         if self.task != AUTO_TASK:
             metrics_of(self.task, self.metric)
         for name in _INIT_ARGUMENTS:
@@ -436,6 +489,21 @@ class TrainConfig(RunOptions, ModelConfig):
             folder = Path("runs") / f"{Path(self.data).absolute().name}-{self.strategy}"
             object.__setattr__(self, "out", str(folder))
 
+    def _read_model_file(self, given: str) -> None:
+        path, _, name = given.rpartition(":")
+        shown = f"{Path(path).name}:{name}"
+        if not path or not name.isidentifier():
+            raise ConfigError(f"--model-file {given} must be FILE.py:NAME, as my_model.py:Model")
+        if self.model not in ("sage", shown):
+            raise ConfigError(f"--model-file {given} replaces --model {self.model}; give one of the two")
+        try:
+            found = hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        except OSError as error:
+            raise ConfigError(f"--model-file {path} cannot be read: {error.strerror}") from None
+        object.__setattr__(self, "model", shown)
+        # Once: copies of the record are those of one run.
+        object.__setattr__(self, "model_sha256", self.model_sha256 or found)
+
     def _link_checks(self) -> Iterator[tuple[str, bool, str]]:
         auto = self.strategy == "auto"
         if self.task != LINK:
@@ -457,7 +525,7 @@ _NOT_TRAINED = (
     *("epochs", "eval_every", "patience", "metric", "checkpoint_every", "keep", "resume", "overwrite"),
     *("goes_on", "trace", "trace_steps", "tensorboard", "watch", "device", "structure", "data", "ranks"),
     *("servers", "timeout_s", "recompute", "seeds", "cache", "cache_alpha", "depth", "loader_threads"),
-    *("verify", "out", "predictions", "scores", "save_embeddings"),
+    *("verify", "out", "predictions", "scores", "save_embeddings", "model_file"),
 )
 """Fields of TrainConfig that do not change what is trained: a run is resumed with other values.
 
@@ -565,9 +633,8 @@ class PlanConfig(ChoiceOptions, ModelConfig):
     """Fields whose options stood on the command line."""
 
     def __post_init__(self) -> None:
-        # Imported here: they load torch, and `dglx --help` stays quick.
+        # Imported here: it loads torch, and `dglx --help` stays quick.
         from dglx_dist.data.partition.base import PARTITIONERS
-        from dglx_dist.training.models import MODEL_KINDS, check_kind
 
         check_kind(self.model, MODEL_KINDS)
         super().__post_init__()

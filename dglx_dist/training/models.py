@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dglx_dist.comm.devices import to_device
 from dglx_dist.dataloading.edge_loader import MergedPairs
-from dglx_dist.errors import ConfigError, UnknownNameError
+from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import (
     DeclaredStage,
     PartialSums,
@@ -35,7 +35,7 @@ from dglx_dist.layers.base import (
     sum_in_edges,
 )
 from dglx_dist.records import EdgeType
-from dglx_dist.registry import did_you_mean
+from dglx_dist.training.config import STACKED_KINDS, check_kind
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -267,21 +267,10 @@ def merged_pairs(pair_graph: Any) -> MergedPairs:
 InferenceLayer: TypeAlias = Callable[[Any, Any], Any]
 """(block, h) to the next h: tensors, or with several types or outputs dictionaries and tuples of them."""
 
-MODEL_KINDS = ("sage", "gcn", "sgc", "gat", "mlp", "resgcn")
-RELATIONAL_KINDS = ("rgcn", "hgt")
-"""Models for graphs of several node or edge types."""
 RECOMPUTE = ("none", "exchange", "keep")
 """What is kept of a layer of a deep model for backward: everything; only the layer's input, so that the rest
 is recomputed and rows of other ranks are exchanged again; or the input and those rows.
 """
-
-
-def check_kind(kind: str, known: Sequence[str] = MODEL_KINDS) -> None:
-    """Raise UnknownNameError, with the nearest name, unless ``kind`` is one of ``known``."""
-    if kind not in known:
-        raise UnknownNameError(
-            f"there is no model {kind!r}{did_you_mean(kind, known)} (known: {', '.join(known)})"
-        )
 
 
 _NORM = "symmetric_norm"
@@ -461,25 +450,84 @@ def _halo_rows(block: Any, *, keep: bool) -> Callable[[Tensor], Tensor]:
 
 @final
 class Stack(Layered):
-    """A sequence of convolutions, with activation and dropout after all but the last.
+    """A sequence of convolutions of ``widths``, with norm, activation and dropout after all but the last.
 
     They are called as ``conv(block, h)`` and return (num_dst, H) or, for attention, (num_dst, heads, H).
+
+    ``residual`` adds a layer's input to its result, by a linear map where widths differ; from the second
+    layer on, since the first one may be split by input columns. With ``jk`` (jumping knowledge) a linear map
+    of the results of all layers, side by side (``cat``) or the largest of each column (``max``), gives the
+    scores; a layer then returns a tuple, the rows of all layers so far. ConfigError: an unknown word.
     """
 
     def __init__(
-        self, convs: Sequence[nn.Module], activation: Callable[[Tensor], Tensor], dropout: float
+        self,
+        convs: Sequence[nn.Module],
+        widths: Sequence[int],
+        activation: Callable[[Tensor], Tensor],
+        dropout: float,
+        *,
+        norm: str = "none",
+        residual: bool = False,
+        jk: str = "none",
     ) -> None:
         super().__init__()
+        if norm not in ("none", "layer") or jk not in ("none", "cat", "max"):
+            raise ConfigError(f"norm={norm!r} and jk={jk!r} must be none or layer, and none, cat or max")
         self.layers, self.num_layers = nn.ModuleList(convs), len(convs)
         self.dropout = nn.Dropout(dropout)
-        self._activation = activation
+        self._activation, self._jk = activation, jk
+        # Behind the layers: norms that stand before the first one would be split with it.
+        inner = widths[1:-1] if norm == "layer" else ()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for width in inner)
+        pairs = list(pairwise(widths))[1 : len(convs)] if residual else []
+        self.skips = nn.ModuleList(nn.Identity() if a == b else nn.Linear(a, b, bias=False) for a, b in pairs)
+        joined = sum(widths[1:-1]) if jk == "cat" else widths[-2]
+        self.head = None if jk == "none" else nn.Linear(joined, widths[-1])
 
-    def _layer(self, depth: int, block: Any, h: Tensor) -> Tensor:
-        h = self.layers[depth](block, h)
+    def _layer(self, depth: int, block: Any, h: Any) -> Any:
+        before = h if isinstance(h, tuple) else (h,)
+        out, num_dst = self.layers[depth](block, before[-1]), block.num_dst_nodes()
         last = depth == self.num_layers - 1
-        if h.dim() == 3:
-            h = h.mean(1) if last else h.flatten(1)
-        return h if last else self.dropout(self._activation(h))
+        if out.dim() == 3:
+            out = out.mean(1) if last and self.head is None else out.flatten(1)
+        if depth and self.skips:
+            out = out + self.skips[depth - 1](before[-1][:num_dst])
+        if last and self.head is None:
+            return out
+        out = self.dropout(self._activation(self.norms[depth](out) if self.norms else out))
+        rows = (*(one[:num_dst] for one in before if depth), out)
+        if not last or self.head is None:
+            return out if self.head is None else rows
+        return self.head(torch.cat(rows, 1) if self._jk == "cat" else torch.stack(rows).amax(0))
+
+
+@final
+class APPNP(Layered):
+    """APPNP (Gasteiger et al. 2019): scores of two linear maps of a node's own row, then a hop per layer.
+
+    ``h <- (1 - teleport) mean(h) + teleport h_0``, with the mean over in-neighbours and the first scores h_0.
+    Initial weights come from torch's global generator. ConfigError: a number is out of range.
+    """
+
+    def __init__(
+        self, in_dim: int, hidden: int, classes: int, layers: int, dropout: float = 0.5, teleport: float = 0.1
+    ) -> None:
+        super().__init__()
+        _check_sizes("APPNP", in_dim, hidden, classes, layers, dropout)
+        if not 0.0 <= teleport <= 1.0:
+            raise ConfigError(f"teleport={teleport} must be from 0 to 1")
+        self.encoder = nn.Sequential(
+            nn.Linear(in_dim, hidden), nn.ReLU(), nn.Dropout(dropout), nn.Linear(hidden, classes)
+        )
+        self.layers, self.num_layers = nn.ModuleList(_hops(classes, layers)), layers
+        self.teleport = teleport
+
+    def _layer(self, depth: int, block: Any, h: Any) -> Any:
+        first, h = h if depth else [self.encoder(h)] * 2
+        first = first[: block.num_dst_nodes()]
+        h = (1 - self.teleport) * self.layers[depth](block, h) + self.teleport * first
+        return h if depth == self.num_layers - 1 else (first, h)
 
 
 class OwnRows(nn.Module):
@@ -506,7 +554,7 @@ class OwnRows(nn.Module):
         )
 
 
-def build_model(
+def build_model(  # noqa: PLR0913 - all but four have defaults
     kind: str,
     in_dim: int,
     hidden: int,
@@ -515,37 +563,52 @@ def build_model(
     dropout: float = 0.5,
     heads: int = 4,
     graph: DistGraph | None = None,
-) -> Stack | ResGCN:
+    *,
+    teleport: float = 0.1,
+    **between: Any,
+) -> Stack | ResGCN | APPNP:
     """Build a model; initial weights come from torch's global generator.
 
     Args:
-        kind: ``sage`` (mean), ``gcn``, ``sgc`` (one linear map to the classes and a mean per layer, without
-            ``hidden``), ``gat``, ``mlp`` or ``resgcn`` (many layers with skip connections).
+        kind: ``sage`` (mean), ``gcn``, ``gat``, ``gatv2``, ``gin`` (sum, two linear maps), ``mlp``; ``sgc``
+            (one linear map to the classes and a mean per layer, without ``hidden``), ``appnp`` or ``resgcn``.
         in_dim: Feature columns.
-        hidden: Width between layers; for ``gat``, of all heads together.
+        hidden: Width between layers; for attention, of all heads together.
         classes: Width of the result.
         layers: At least 1.
         dropout: Probability in [0, 1).
-        heads: Attention heads of ``gat``; must divide ``hidden``.
+        heads: Attention heads of ``gat`` and ``gatv2``; must divide ``hidden``.
         graph: For ``gcn``: the graph whose degrees give the symmetric norm (:class:`SymmetricConv`). Without
             it a node takes the mean over its in-neighbours (``GraphConv(norm="right")``).
+        teleport: Of :class:`APPNP`.
+        between: ``norm``, ``residual`` and ``jk`` of :class:`Stack`, for those of the first line.
 
     Raises:
         UnknownNameError: ``kind`` is unknown.
-        ConfigError: a number is out of range.
+        ConfigError: a value is out of range, or has no use with ``kind``.
     """
     check_kind(kind)
     _check_sizes(f"model {kind!r}", in_dim, hidden, classes, layers, dropout)
+    if kind not in STACKED_KINDS and any(one not in ("none", False) for one in between.values()):
+        raise ConfigError(f"norm, residual and jk are of {', '.join(STACKED_KINDS)}; leave them out")
     if kind == "resgcn":
         return ResGCN(in_dim, hidden, classes, layers, dropout)
-    if kind == "gat" and (heads < 1 or hidden % heads):
+    if kind == "appnp":
+        return APPNP(in_dim, hidden, classes, layers, dropout, teleport)
+    if kind in ("gat", "gatv2") and (heads < 1 or hidden % heads):
         raise ConfigError(f"heads={heads} must divide hidden={hidden}; choose another number of heads")
     if kind == "sgc":
-        return Stack(_simplified(in_dim, classes, layers), torch.nn.Identity(), dropout)
-    widths = [in_dim, *[hidden] * (layers - 1), classes]
-    pairs = list(pairwise(widths))
-    convs = [_conv(kind, a, b, heads, depth == layers - 1, graph=graph) for depth, (a, b) in enumerate(pairs)]
-    return Stack(convs, torch.nn.functional.elu if kind == "gat" else torch.relu, dropout)
+        convs = [dgl.nn.GraphConv(in_dim, classes, **_MEAN), *_hops(classes, layers - 1)]
+        return Stack(convs, [in_dim, *[classes] * layers], torch.nn.Identity(), dropout)
+    # With jumping knowledge, the last pair of widths is that of the linear map.
+    jumps = between.get("jk", "none") != "none"
+    widths = [in_dim, *[hidden] * (layers - 1 + jumps), classes]
+    pairs = list(pairwise(widths))[:layers]
+    convs = [
+        _conv(kind, a, b, heads, depth == len(widths) - 2, graph=graph) for depth, (a, b) in enumerate(pairs)
+    ]
+    activation = torch.nn.functional.elu if kind in ("gat", "gatv2") else torch.relu
+    return Stack(convs, widths, activation, dropout, **between)
 
 
 def _check_sizes(what: str, in_dim: int, hidden: int, classes: int, layers: int, dropout: float) -> None:
@@ -556,24 +619,29 @@ def _check_sizes(what: str, in_dim: int, hidden: int, classes: int, layers: int,
         )
 
 
-def _simplified(in_dim: int, classes: int, layers: int) -> list[nn.Module]:
-    """Return the layers of SGC, the linear map first, so that all hops aggregate few columns."""
-    mean = {"norm": "right", "allow_zero_in_degree": True}
-    hops = [dgl.nn.GraphConv(classes, classes, weight=False, bias=False, **mean) for _ in range(layers - 1)]
-    return [dgl.nn.GraphConv(in_dim, classes, **mean), *hops]
+# allow_zero_in_degree: nodes without in-neighbours are a property of the graph, not an error.
+_MEAN = {"norm": "right", "allow_zero_in_degree": True}
+
+
+def _hops(width: int, count: int) -> list[nn.Module]:
+    return [dgl.nn.GraphConv(width, width, weight=False, bias=False, **_MEAN) for _ in range(count)]
 
 
 def _conv(
     kind: str, in_dim: int, out_dim: int, heads: int = 1, last: bool = False, *, graph: DistGraph | None
 ) -> nn.Module:
-    # allow_zero_in_degree: nodes without in-neighbours are a property of the graph, not an error.
     if kind == "sage":
         return dgl.nn.SAGEConv(in_dim, out_dim, "mean")
     if kind == "gcn" and graph is not None:
         return SymmetricConv(in_dim, out_dim, graph)
     if kind == "gcn":
-        return dgl.nn.GraphConv(in_dim, out_dim, norm="right", allow_zero_in_degree=True)
-    if kind == "gat":
+        return dgl.nn.GraphConv(in_dim, out_dim, **_MEAN)
+    if kind in ("gat", "gatv2"):
         width = out_dim if last else out_dim // heads
-        return dgl.nn.GATConv(in_dim, width, heads, allow_zero_in_degree=True)
+        attention = dgl.nn.GATConv if kind == "gat" else dgl.nn.GATv2Conv
+        return attention(in_dim, width, heads, allow_zero_in_degree=True)
+    if kind == "gin":
+        # No batch norm: its means would be those of one rank's rows.
+        maps = nn.Sequential(nn.Linear(in_dim, out_dim), nn.ReLU(), nn.Linear(out_dim, out_dim))
+        return dgl.nn.GINConv(maps, "sum")
     return OwnRows(in_dim, out_dim)

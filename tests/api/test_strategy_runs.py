@@ -151,3 +151,45 @@ def refusals(dataset: str, folder: str) -> None:
 
 def test_what_push_pull_cannot_do_is_refused(dataset: str, tmp_path: Path) -> None:
     run_ranks(refusals, 2, args=(dataset, str(tmp_path)))
+
+
+STACKS: dict[str, dict[str, Any]] = {
+    "cat": {"model": "sage", "norm": "layer", "residual": True, "jk": "cat"},
+    "appnp": {"model": "appnp", "teleport": 0.2},
+    "gatv2": {"model": "gatv2", "heads": 2, "jk": "max"},
+}
+REFUSED = {
+    "cat": r"between the layers 'layers\.1' and 'norms\.1' .*the model does something",
+    "appnp": r"between the layers 'layers\.0' and 'layers\.1' the model does something",
+    "gatv2": r"layer 'layers\.0', GATv2Conv, is not known to workers",
+}
+
+
+def train_stacks(dataset: str, folder: str) -> object:
+    """Each under two strategies; what lambda says of it; and the strategy that auto takes for the last."""
+    for name, model in STACKS.items():
+        out, options = Path(folder) / name, {"batch_size": equality.NUM_NODES, **SMALL, **model}
+        train_dataset(plan_of(dataset, out / "data_parallel", **options, scores=True))
+        with pytest.raises(ConfigError, match=REFUSED[name]):
+            train_dataset(
+                plan_of(dataset, out / "lambda", **options | {"batch_size": None}, strategy="lambda")
+            )
+        del options["batch_size"]
+        train_dataset(plan_of(dataset, out / "full_graph", **options, strategy="full_graph", scores=True))
+    options |= {"strategy": "auto", "predictions": None, "save_embeddings": None}
+    taken = train_dataset(plan_of(dataset, out / "auto", **options)).summary["strategy"]
+    with pytest.raises(ConfigError, match=r"push_pull found no layer that takes the 7 columns"):
+        train_dataset(plan_of(dataset, Path(folder) / "wrong", **STACKS["appnp"], strategy="push_pull"))
+    return taken
+
+
+def test_what_is_between_layers_under_strategies(dataset: str, tmp_path: Path) -> None:
+    """Rows of several layers travel together; a node's embedding is the last of them."""
+    for taken in run_ranks(train_stacks, 2, args=(dataset, str(tmp_path)), timeout_s=240):
+        assert taken not in ("lambda", "push_pull")
+    for name, width in {"cat": 8, "appnp": equality.CLASSES, "gatv2": 8}.items():
+        classes, rows = written(tmp_path / name / "data_parallel")
+        same, others = written(tmp_path / name / "full_graph")
+        assert rows.shape == (equality.NUM_NODES, width)
+        np.testing.assert_allclose(others, rows, rtol=2e-3, atol=2e-4)
+        assert (classes == same).mean() > 0.99

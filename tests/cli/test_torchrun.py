@@ -1,13 +1,23 @@
 """Which failure a user is told of; processes that fail are in test_cli.py."""
 
 import json
+import os
 import signal
 import time
 from pathlib import Path
 
+import pytest
+from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from dglx_dist.cli.torchrun import describe, exit_code, first_failure, write_failure
+from dglx_dist.cli.torchrun import (
+    _can_fork,
+    _ForkedRank,
+    describe,
+    exit_code,
+    first_failure,
+    write_failure,
+)
 
 
 def failed(folder: Path, rank: int, message: str, second: int, code: int = 2) -> ProcessFailure:
@@ -57,3 +67,35 @@ def test_a_failure_that_is_written_down_can_be_compared_with_those_of_other_laun
         "second": 17,
     }
     assert sorted(path.name for path in tmp_path.iterdir()) == ["3.json", "failure.json"]
+
+
+def test_a_forked_rank_waits_for_its_environment_and_ends_with_its_launcher() -> None:
+    ranks: list[_ForkedRank] = []
+    for number in range(2):
+        rank = _ForkedRank(number, ranks)
+        if rank.pid == 0:
+            os._exit(int(os.environ.get("CODE", "1")))
+        ranks.append(rank)
+    assert ranks[0].wait(0.05) is None
+    # As when the launcher is killed: no other rank holds the pipe open.
+    os.close(ranks[0]._told)
+    assert ranks[0].wait(20) == 128 + signal.SIGTERM
+    assert ranks[1].poll() is None
+    ranks[1].start({"CODE": "7"})
+    assert (ranks[1].wait(20), ranks[1].poll()) == (7, 7)
+
+
+@pytest.mark.parametrize(
+    ("words", "forks"),
+    [
+        ("-m dglx_dist.cli --launched train data", True),
+        ("--nnodes 2 --node-rank 1 --master-addr a --max-restarts 3 -m dglx_dist.cli train data", True),
+        ("-m dglx_dist.cli partition train", False),
+        ("-m other train", False),
+        ("script.py train", False),
+        ("--redirects 3 -m dglx_dist.cli train data", False),
+        ("--no-python dglx train data", False),
+    ],
+)
+def test_ranks_of_our_own_command_alone_are_forks(words: str, forks: bool) -> None:
+    assert _can_fork(run.parse_args(["--nproc-per-node", "2", *words.split()])) == forks

@@ -1,15 +1,16 @@
 """``dglx train``: what is refused before anything starts, and how ranks are started."""
 
+import os
 import signal
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dglx_dist.cli import train
 from dglx_dist.cli.train import check_before_launch, check_launched, start_ranks
-from dglx_dist.errors import ConfigError
+from dglx_dist.errors import ConfigError, DglxError
 from dglx_dist.graph.cache import POLICIES
 from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE
@@ -71,6 +72,22 @@ def test_wrong_options_of_strategies_are_refused_before_ranks_start(
         check_before_launch(asked(strategy, Path("nowhere"), **options))
 
 
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"strategy": "data_paralel"}, r"did you mean 'data_parallel'\? \(known: auto, "),
+        ({"ranks": 3, "servers": 3}, "has 2 parts, too few for --servers 3"),
+        ({"strategy": "dorylus", "precision": "bf16"}, "'lambda' does not compute in torch"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_ranks_start(
+    tmp_path: Path, asked: dict[str, Any], said: str
+) -> None:
+    partition_to_disk(two_triangles(), tmp_path / "two", PartitionPlan(num_parts=2, method="contiguous"))
+    with pytest.raises(DglxError, match=said):
+        check_before_launch(TrainConfig(**({"data": str(tmp_path / "two"), "ranks": 2} | asked)))
+
+
 def test_a_gpu_that_is_not_here_is_refused_before_ranks_start() -> None:
     with pytest.raises(ConfigError, match="device='cuda:9', but"):
         check_before_launch(TrainConfig(data="nowhere", ranks=2, device="cuda:9"))
@@ -112,19 +129,19 @@ def test_the_cache_is_one_that_the_graph_knows() -> None:
 
 
 def test_a_killed_launcher_is_told_and_ends_as_in_a_shell(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-    killed, before = tmp_path / "python", [signal.getsignal(one) for one in numbers]
-    monkeypatch.setenv("DGLX_PARENT", "")
-    killed.write_text("#!/bin/sh\nkill -KILL $$\n")
-    killed.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(killed))
+    before, this = [signal.getsignal(one) for one in numbers], os.getpid()
+    # In the launcher, which is a fork.
+    monkeypatch.setattr(train, "check_before_launch", lambda _: os.kill(os.getpid(), signal.SIGKILL))
+    monkeypatch.setattr(os, "environ", dict(os.environ))
     try:
-        assert start_ranks(["train"], ranks=1, servers=None) == 128 + signal.SIGKILL
+        assert start_ranks(TrainConfig(data="d", ranks=1), ["train"]) == 128 + signal.SIGKILL
     finally:
+        assert os.getpid() == this
         for one, handler in zip(numbers, before, strict=True):
             signal.signal(one, handler)
-    assert "SIGKILL" in capsys.readouterr().err
+    assert "SIGKILL" in capfd.readouterr().err
     with pytest.raises(ConfigError, match="--ranks 3 cannot be divided among --servers 2"):
-        start_ranks(["train"], ranks=3, servers=2)
+        start_ranks(TrainConfig(data="d", ranks=3, servers=2), ["train"])

@@ -95,7 +95,8 @@ def test_settings() -> None:
     )
     assert read_settings(variables) == expected
     assert read_settings({"DGL_CONF_PATH": "", "LD_PRELOAD": ""}) == Settings()
-    assert read_settings({"OMP_NUM_THREADS": "1"}) == Settings(omp_threads_set=True)
+    assert read_settings({"OMP_NUM_THREADS": "3,1"}) == Settings(omp_threads=3)
+    assert read_settings({"OMP_NUM_THREADS": "many"}) == Settings()
     for name in ("MALLOC_ARENA_MAX", "GLIBC_TUNABLES", "LD_PRELOAD"):
         assert read_settings({name: "x"}) == Settings(allocator_set=True)
     assert read_rendezvous(launched(GLOO_SOCKET_IFNAME="eth0,eth1")).interface == "eth0"

@@ -18,7 +18,7 @@ import torch
 from dglx_dist.data.external_memory import Budget, Workspace
 from dglx_dist.data.sources import load_dataset
 from dglx_dist.errors import ConfigError, DatasetError
-from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, RawGraph
 from tests.data.raw_graphs import columns_of, edges_of
 from tests.helpers import refusal
 
@@ -335,3 +335,68 @@ def test_memory_for_a_compressed_file_is_that_of_its_content(tmp_path: Path) -> 
     workspace = Workspace(folder=tmp_path, budget=Budget(work=1 << 20))
     with pytest.raises(ConfigError, match=r"a\.txt\.gz would take about 1\.6 MB of memory"):
         load_dataset(path, workspace=workspace)
+
+
+def triples_of(graph: RawGraph, mask: str) -> set[tuple[str, str, str]]:
+    users = graph.user_ids[NODE_TYPE]
+    return {
+        (users[u], name, users[v])
+        for (_, name, _), (sources, ends) in graph.edges.items()
+        for u, v, chosen in zip(
+            sources, ends, graph.edge_data["_N", name, "_N"].get(mask, np.zeros(len(ends))), strict=True
+        )
+        if chosen
+    }
+
+
+def test_a_folder_of_triples_is_a_knowledge_graph_with_its_split(tmp_path: Path) -> None:
+    # Ids of WN18RR are digits with zeros before them; a name may have blanks, commas and a #.
+    (tmp_path / "train.txt").write_text("007\t_hyper\t12\n12\t_also see\tA #1, b\n", "utf-8")
+    (tmp_path / "valid.txt").write_text("A #1, b\t_hyper\tnew\n")
+    (tmp_path / "test.txt").write_text("12\t_hyper\t007\n")
+    graph = load_dataset(tmp_path)
+    assert graph.name == tmp_path.name
+    assert graph.user_ids[NODE_TYPE].tolist() == ["007", "12", "A #1, b", "new"]
+    assert triples_of(graph, "train_mask") == {("007", "_hyper", "12"), ("12", "_also_see", "A #1, b")}
+    assert triples_of(graph, "val_mask") == {("A #1, b", "_hyper", "new")}
+    assert triples_of(graph, "test_mask") == {("12", "_hyper", "007")}
+
+
+@pytest.mark.parametrize("between", ["\t", " ", ","])
+def test_triples_of_one_file_have_no_split(tmp_path: Path, between: str) -> None:
+    (tmp_path / "kg.tsv").write_text("# of the web\na likes b\nb likes NA\na knows b\n".replace(" ", between))
+    graph = load_dataset(tmp_path / "kg.tsv")
+    assert (graph.name, graph.user_ids[NODE_TYPE].tolist()) == ("kg", ["NA", "a", "b"])
+    assert list(graph.edges) == [("_N", "knows", "_N"), ("_N", "likes", "_N")]
+    assert not any(graph.edge_data.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("head\trelation\ttail\na\tb\tc\n", "is not head, relation and tail; remove a header"),
+        ("a\tb\tc\nd\tb\tc\na\tb\t\n", "column 'tail', row 2: is empty"),
+        ("0\t1\t2\n", "is not head, relation and tail"),
+    ],
+)
+def test_bad_triples_are_named(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "train.txt").write_text(text)
+    with pytest.raises(DatasetError, match=rf"train\.txt.*{message}"):
+        load_dataset(tmp_path)
+
+
+@pytest.mark.parametrize("third", ["0.5", "1e-5", "2020-01-01", "2020-01-01T10:00:00Z"])
+def test_numbers_and_dates_after_two_ids_are_no_tails(tmp_path: Path, third: str) -> None:
+    (tmp_path / "a.txt").write_text(f"x y {third}\ny z {third}\n")
+    if third[:4] == "2020":
+        with pytest.raises(DatasetError, match="column 'weight' holds"):
+            load_dataset(tmp_path / "a.txt")
+    else:
+        assert edges_of(load_dataset(tmp_path / "a.txt")) == [[0, 1], [1, 2]]
+
+
+@pytest.mark.parametrize("dtype", [np.str_, object])
+def test_texts_as_ids_of_arrays_are_for_tables(tmp_path: Path, dtype: type) -> None:
+    np.savez(tmp_path / "a.npz", src=np.array(["x"], dtype), dst=np.array(["y"], dtype), num_nodes=2)
+    with pytest.raises(DatasetError, match=r"texts as ids are for tables|text ids: write tables"):
+        load_dataset(tmp_path / "a.npz")

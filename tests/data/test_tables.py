@@ -191,3 +191,53 @@ def test_a_description_for_ingest_is_not_read_in_silence(
     write(tmp_path, {"edges.csv": "src,dst\n0,1\n", "graph.json": "{}"})
     assert load_dataset(tmp_path).total_edges == 1
     assert f"graph.json is ignored: it is for `dglx ingest {tmp_path}/graph.json`" in caplog.text
+
+
+def test_an_empty_number_is_no_target_outside_of_the_split(tmp_path: Path) -> None:
+    nodes = "id,label,split\n0,1.5,train\n1,,\n2,2,val\n3,-1,test\n"
+    graph = load_dataset(write(tmp_path, {"nodes.csv": nodes, "edges.csv": "src,dst\n0,1\n2,3\n"}))
+    label = graph.node_data[NODE_TYPE]["label"]
+    np.testing.assert_array_equal(label, np.array([1.5, np.nan, 2, -1]))
+    (tmp_path / "nodes.csv").write_text(nodes.replace("1,,", "1,,val"))
+    with pytest.raises(DatasetError, match="column 'label', row 1: no label, but 'val_mask' selects the row"):
+        load_dataset(tmp_path)
+    (tmp_path / "nodes.csv").write_text(nodes.replace("-1", "-inf"))
+    with pytest.raises(DatasetError, match="column 'label', row 3: -inf is not a finite number"):
+        load_dataset(tmp_path)
+
+
+def test_numbered_columns_of_labels_are_one_label_with_several_columns(tmp_path: Path) -> None:
+    nodes = "id,label_1,label_0\n0,1,0\n1,0,1\n"
+    graph = load_dataset(write(tmp_path, {"nodes.csv": nodes, "edges.csv": "src,dst\n0,1\n"}))
+    assert {name: column.tolist() for name, column in columns_of(graph).items()} == {
+        "label": [[0, 1], [1, 0]]
+    }
+    assert graph.num_classes == {NODE_TYPE: 2}
+
+
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (["1.5", "n.a.", "2", "3"], "column 'label', row 1: n.a. is no number, most are"),
+        (
+            [str(1000 + n % 6) for n in range(24)],
+            "has 1006 classes, 1000 of them empty, for 24 labelled nodes",
+        ),
+        ([str(n) for n in range(24)], "has 24 classes, 0 of them empty, for 24 labelled nodes"),
+        ([str(n % 6) for n in range(24)], ""),
+        (["1", "a", "b", ""], ""),
+    ],
+)
+def test_labels_that_look_like_measurements_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, labels: list[str], message: str
+) -> None:
+    rows = "".join(f"{n},{one}\n" for n, one in enumerate(labels))
+    load_dataset(write(tmp_path, {"nodes.csv": f"id,label\n{rows}", "edges.csv": "src,dst\n0,1\n"}))
+    assert (message in caplog.text) if message else not caplog.text
+    assert caplog.text.count("labelled nodes") < 2
+
+
+def test_a_column_of_texts_without_ids_names_the_columns(tmp_path: Path) -> None:
+    folder = write(tmp_path, {"nodes.csv": "paper,feat_0\na,1\nb,2\n", "edges.csv": "src,dst\n0,1\n"})
+    with pytest.raises(DatasetError, match=r"'paper' holds strings.* no column 'id'.*--option ignore=paper"):
+        load_dataset(folder)

@@ -8,10 +8,11 @@ import dgl
 import numpy as np
 import pytest
 import torch
+from numba import types
 
-from dglx_dist.dataloading.kernels import Schema, Table, Workspace
+from dglx_dist.dataloading.kernels import Schema, Table, Workspace, sample_batch
 from dglx_dist.dataloading.minibatch import BatchBlockBuilder
-from dglx_dist.dataloading.sampler import RemoteSource, WholeSource, keyed_draw
+from dglx_dist.dataloading.sampler import RemoteSource, WholeSource, keyed_draw, load_kernels
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.structure import NO_EDGES, CSCShard
 from dglx_dist.keyed_random import Rule
@@ -72,6 +73,14 @@ def test_edge_types_draw_independently() -> None:
     _, (block,) = blocks_of(schema, [csc, csc], [3], seeds={"n": np.arange(100)})
     one, two = ({edge for _, _, edge in edges_in(block, etype)} for etype in etypes)
     assert len(one & two) < len(one) // 2
+
+
+def test_what_the_launcher_compiles_is_what_batches_call() -> None:
+    load_kernels(print)
+    blocks_of(*typed_shop([SOLD]), [-1, 2])
+    # With the draws of LABOR it is another kernel.
+    plain = [one for one in sample_batch.signatures if one[-1] == types.none]
+    assert len(plain) == 1
 
 
 SHARES = {

@@ -1,6 +1,7 @@
-"""The predicted memory lies within 15 % of the peak of ranks that are started as a user starts them.
+"""The predicted memory lies within 15 % of the peak of ranks that torchrun starts.
 
-Ranks of other tests are forked from a process that has imported everything, and share that with it.
+Ranks of ``dglx train --ranks`` and of other tests are forks of a process that has imported everything, and
+have less.
 """
 
 from __future__ import annotations
@@ -41,11 +42,12 @@ def choice(data: str) -> Choice:
 
 
 def peak_of(data: str, out: Path, strategy: str, *options: str) -> int:
-    command = ["train", data, "--ranks", "2", "--servers", "2", "--strategy", strategy, *options]
+    command = ["--standalone", "--nproc-per-node", "2", "-m", "dglx_dist.cli", "train", data]
+    command += ["--strategy", strategy, *options]
     command += ["--hidden", str(HIDDEN), "--epochs", "1", "--eval-every", "0", "--out", str(out)]
-    environment = inherited_environment() | {"OMP_NUM_THREADS": "1"}
+    environment = inherited_environment() | {"OMP_NUM_THREADS": "1", "DGLX_RANKS_PER_SERVER": "1"}
     subprocess.run(
-        [sys.executable, "-m", "dglx_dist.cli", *command], env=environment, check=True, timeout=200
+        [sys.executable, "-m", "torch.distributed.run", *command], env=environment, check=True, timeout=200
     )
     return int(json.loads((out / "summary.json").read_text())["peak_memory_bytes"])
 

@@ -33,6 +33,17 @@ DEEP_MODELS = (*MODELS, "resgcn")
 """With residuals, LayerNorm, and an encoder in front of the first convolution."""
 SUMS = (*DEEP_MODELS, "gin")
 """With layers of ``dgl.nn`` that no ready-made model has."""
+STACKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gatv2": ("gatv2", {}),
+    "gin sums": ("gin", {}),
+    "sage norm": ("sage", {"norm": "layer"}),
+    "sage cat": ("sage", {"norm": "layer", "residual": True, "jk": "cat"}),
+    "gat max": ("gat", {"residual": True, "jk": "max"}),
+    "gatv2 cat": ("gatv2", {"jk": "cat"}),
+    "gin residual": ("gin", {"norm": "layer", "residual": True}),
+}
+"""Ready-made models, and what is between their layers."""
+FEW = ("appnp", "sage cat", "gat max", "gatv2 cat", "gin residual")
 
 SHARES = {"even": (1.0, 1.0, 1.0, 1.0), "uneven": (1.0, 5.0, 2.0, 9.0), "empty": (3.0, 0.0, 4.0, 0.0)}
 """How the training nodes are cut over the ranks, as proportions; one rank always has all of them."""
@@ -108,8 +119,65 @@ class PlainResidual(nn.Module):
         return scores
 
 
+class PlainStack(nn.Module):
+    """Layers of dgl.nn, with what the option says between them, written down step by step."""
+
+    def __init__(self, kind: str, norm: str = "none", residual: bool = False, jk: str = "none") -> None:
+        super().__init__()
+        self.kind, self.jk = kind, jk
+        second = CLASSES if jk == "none" else HIDDEN
+        is_last = (False, jk == "none")
+        self.convs = nn.ModuleList(
+            _plain_conv(kind, a, b, is_last[i])
+            for i, (a, b) in enumerate([(WIDTH, HIDDEN), (HIDDEN, second)])
+        )
+        self.norms = nn.ModuleList(
+            nn.LayerNorm(HIDDEN) for _ in range(1 if jk == "none" else 2) if norm == "layer"
+        )
+        self.skip = nn.Linear(HIDDEN, CLASSES, bias=False) if residual and jk == "none" else None
+        self.residual = residual
+        self.head = (
+            nn.Linear({"none": 1, "cat": 2 * HIDDEN, "max": HIDDEN}[jk], CLASSES) if jk != "none" else None
+        )
+
+    def forward(self, graphs: list[Any], x: Tensor) -> Tensor:
+        act = F.elu if "gat" in self.kind else torch.relu
+        first = self.convs[0](graphs[0], x).flatten(1)
+        first = act(self.norms[0](first) if self.norms else first)
+        second = self.convs[1](graphs[1], first)
+        if self.head is None:
+            second = second.mean(1) if second.dim() == 3 else second
+            return second + self.skip(first) if self.skip is not None else second
+        second = second.flatten(1) + (first if self.residual else 0)
+        second = act(self.norms[1](second) if self.norms else second)
+        joined = torch.cat([first, second], 1) if self.jk == "cat" else torch.maximum(first, second)
+        scores: Tensor = self.head(joined)
+        return scores
+
+
+class PlainAppnp(nn.Module):
+    """Two linear maps, then means over in-neighbours that keep a tenth of the first scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maps = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, CLASSES))
+
+    def forward(self, graphs: list[Any], x: Tensor) -> Tensor:
+        first = h = self.maps(x)
+        for graph in graphs:
+            graph.ndata["h"] = h
+            graph.update_all(dgl.function.copy_u("h", "m"), dgl.function.mean("m", "around"))
+            h = 0.9 * graph.ndata.pop("around") + 0.1 * first
+        return h
+
+
 def plain_model(kind: str) -> nn.Module:
     torch.manual_seed(11)
+    if kind == "appnp":
+        return PlainAppnp().double()
+    if kind in STACKS:
+        name, between = STACKS[kind]
+        return PlainStack("gin sums" if name == "gin" else name, **between).double()
     return (PlainResidual() if kind == "resgcn" else PlainModel(kind)).double()
 
 
@@ -135,8 +203,12 @@ def _plain_conv(kind: str, in_dim: int, out_dim: int, last: bool) -> nn.Module:
         return dgl.nn.SAGEConv(in_dim, out_dim, "mean")
     if kind == "gin":
         return dgl.nn.GINConv(nn.Linear(in_dim, out_dim), "mean" if last else "sum", learn_eps=True)
-    if kind == "gat":
-        return dgl.nn.GATConv(in_dim, out_dim if last else out_dim // 2, 2, allow_zero_in_degree=True)
+    if kind == "gin sums":
+        maps = nn.Sequential(nn.Linear(in_dim, out_dim), nn.ReLU(), nn.Linear(out_dim, out_dim))
+        return dgl.nn.GINConv(maps, "sum")
+    if kind in ("gat", "gatv2"):
+        conv = dgl.nn.GATConv if kind == "gat" else dgl.nn.GATv2Conv
+        return conv(in_dim, out_dim if last else out_dim // 2, 2, allow_zero_in_degree=True)
     norm = "both" if kind == "gcn_symmetric" else "right"
     return dgl.nn.GraphConv(in_dim, out_dim, norm=norm, allow_zero_in_degree=True)
 
@@ -176,9 +248,8 @@ def model_of(kind: str, g: DistGraph) -> nn.Module:
         return plain_model(kind)
     torch.manual_seed(11)
     graph = g if kind == "gcn_symmetric" else None
-    return build_model(
-        kind.split("_")[0], WIDTH, HIDDEN, CLASSES, 2, dropout=0.0, heads=2, graph=graph
-    ).double()
+    name, between = STACKS.get(kind, (kind.split("_")[0], {}))
+    return build_model(name, WIDTH, HIDDEN, CLASSES, 2, dropout=0.0, heads=2, graph=graph, **between).double()
 
 
 def new_ids_of_training(g: DistGraph) -> Tensor:

@@ -21,7 +21,7 @@ from dglx_dist.strategies.base import STRATEGIES
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
-from tests.strategies.equality import DEEP_MODELS, MODELS, SHARES, STEPS, SUMS, Column
+from tests.strategies.equality import DEEP_MODELS, FEW, MODELS, SHARES, STACKS, STEPS, SUMS, Column
 from tests.strategies.serverless import fifo
 
 COLUMNS = [
@@ -57,8 +57,37 @@ COLUMNS = [
     ),
 ]
 
+# What stands between the layers, and the models that have it.
+COLUMNS += [
+    Column("data_parallel", models=(*FEW, *STACKS), shares=("uneven",), name="stacks of data_parallel"),
+    Column(
+        "push_pull",
+        models=("sage cat", "gin residual", "gat max"),
+        shares=("uneven",),
+        name="stacks of push_pull",
+    ),
+    Column(
+        "push_pull",
+        (("sync", "inputs"),),
+        models=("gatv2", "gatv2 cat"),
+        shares=("uneven",),
+        name="stacks by rows",
+    ),
+    *(
+        Column(strategy, options, FEW, ("empty",), keeps_loader=True, name=f"stacks of {strategy}")
+        for strategy, options in (
+            ("full_graph", (("aggregate", "cover"),)),
+            ("shared_preload", (("hops", 1),)),
+            ("cooperative", (("batches", 1),)),
+        )
+    ),
+    replace(COLUMNS[2], models=("sage norm",), name="stacks of lambda"),
+]
+
 IN_TORCH = [
-    replace(column, in_torch=True, models=("sage", "gat"), shares=column.shares[-1:]) for column in COLUMNS
+    replace(column, in_torch=True, models=("sage", "gat"), shares=column.shares[-1:])
+    for column in COLUMNS
+    if not column.name.startswith("stacks")
 ]
 
 # (ranks, ranks per server): one server, several of them, servers of unequal size (three ranks: two and one).

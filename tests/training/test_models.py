@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+import dglx_dist as dx
+from dglx_dist.comm.session import start_session
 from dglx_dist.errors import ConfigError, UnknownNameError
+from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.layers.base import StageInput
 from dglx_dist.layers.dropout import deal_out_columns
+from dglx_dist.training.config import TrainConfig
+from dglx_dist.training.inference import layerwise_inference
 from dglx_dist.training.models import (
     Decoder,
     DistMult,
@@ -23,6 +29,7 @@ from dglx_dist.training.models import (
     edge_scores,
 )
 from tests.layers.test_convolutions import part_of
+from tests.strategies import equality
 
 TWO_INTO_ONE = ([0, 1], [2, 2])
 CYCLE = ([0, 1, 2], [1, 2, 0])
@@ -74,7 +81,7 @@ def test_symmetric_norm_splits_by_columns(width: int) -> None:
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
-        (("gin", 1, 1, 1), UnknownNameError, "known: sage, gcn, sgc, gat, mlp"),
+        (("gatv3", 1, 1, 1), UnknownNameError, "known: sage, gcn, sgc, gat, mlp"),
         (("rgcn", 1, 1, 1), UnknownNameError, "known: sage, gcn, sgc, gat, mlp"),
         (("sag", 1, 1, 1), UnknownNameError, "no model 'sag'; did you mean 'sage'"),
         (("gat", 1, 8, 2, 2, 0.5, 3), ConfigError, "heads=3 must divide hidden=8"),
@@ -82,11 +89,57 @@ def test_symmetric_norm_splits_by_columns(width: int) -> None:
         (("resgcn", 1, 8, 2, 0), ConfigError, "layers=0"),
         (("resgnc", 1, 1, 1), UnknownNameError, "did you mean 'resgcn'"),
         (("sage", 1, 8, 2, 2, 1.0), ConfigError, r"dropout=1\.0"),
+        (("gatv2", 1, 8, 2, 2, 0.5, 3), ConfigError, "heads=3 must divide hidden=8"),
+        (("appnp", 1, 8, 2, 0), ConfigError, "layers=0"),
     ],
 )
 def test_refusals(arguments: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         build_model(*arguments)
+
+
+def test_words_between_layers_are_refused() -> None:
+    for given in {"norm": "batch"}, {"jk": "last"}:
+        with pytest.raises(ConfigError, match=r"norm='.*' and jk='.*' must be none or layer"):
+            build_model("sage", 3, 8, 2, **given)
+    for kind in ("sgc", "appnp", "resgcn"):
+        with pytest.raises(ConfigError, match="norm, residual and jk are of sage, gcn"):
+            build_model(kind, 3, 8, 2, residual=True)
+    for wrong, message in (
+        (
+            {"norm": "batch"},
+            "--norm batch must be none or layer; means of batch norm would depend on",
+        ),
+        ({"jk": "last"}, "--jk last must be none, cat or max"),
+        ({"teleport": 1.5}, "--teleport 1.5 must be from 0 to 1"),
+        (
+            {"model": "rgcn", "residual": True},
+            "--model rgcn has no --norm, --residual and --jk",
+        ),
+        ({"model": "gatv2", "heads": 3}, "--heads 3 must be a divisor of --hidden 64"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            TrainConfig(data="d", **wrong)
+
+
+@pytest.mark.parametrize("kind", ["appnp", *equality.STACKS])
+def test_layers_one_by_one_are_the_whole_model(dataset: str, kind: str) -> None:
+    """Exact inference and a batch of two hops, against plain DGL on the whole graph."""
+    graph, plain = equality.plain_graph(), equality.plain_model(kind)
+    with start_session() as session, torch.no_grad():
+        g = DistGraph(dataset, session=session)
+        model = equality.model_of(kind, g)
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            one.copy_(other)
+        expected = plain([graph, graph], graph.ndata["feat"])
+        found = equality.in_original_order(layerwise_inference(model, g, batch_size=37), g)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+        sampler = dgl.dataloading.NeighborSampler([-1, -1], prefetch_node_feats=["feat"])
+        for _, seeds, made in dx.DataLoader(g, torch.arange(60), sampler, batch_size=20):
+            rows = expected[g.orig_ids(seeds)]
+            torch.testing.assert_close(model(made, made[0].srcdata["feat"]), rows, rtol=0, atol=1e-12)
+        model.train()
+        assert model([graph, graph], graph.ndata["feat"]).shape == expected.shape
 
 
 def bytes_saved(recompute: str) -> int:

@@ -238,7 +238,7 @@ def numbers_of_text(column: Column, separator: str | None = None) -> Array:
         numbers = as_numpy(trimmed.cast(pa.float64()))
     except pa.ArrowInvalid:
         at = _first_non_number(trimmed)
-        problem = "is not a number; correct the table, or encode the column with to_categorical"
+        problem = "is not a number; correct the table (to_categorical encodes features that are texts)"
         raise column.error(f"{values[at].as_py()!r} {problem}", at // (width or 1)) from None
     numbers = numbers if width is None else numbers.reshape(-1, width)
     check_finite(numbers, column.name, column.where, column.first_row)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias, final
 
@@ -29,7 +29,7 @@ _CLASS_NUMBER = re.compile(r"(-1|0|[1-9][0-9]{0,14})(\.0+)?")
 
 @final
 class Labels:
-    """Labels of one type: int64 class numbers, -1 where a row has none; float32 for regression.
+    """Labels of one type: int64 class numbers, -1 where a row has none; float32 and NaN for regression.
 
     Texts are numbered in alphabetical order, unless all are whole numbers, as in CSV, also written as "2.0".
     """
@@ -82,7 +82,7 @@ class Labels:
     def codes(self, rows: Column) -> Array:
         """Return (K,) labels of some rows."""
         if self.is_regression:
-            return (numbers_of_text(rows) if rows.is_text else rows.numbers()).astype(np.float32)
+            return _targets(rows)
         if not rows.is_text:
             return _whole(rows)
         known = pc.if_else(pc.equal(rows.values, ""), None, rows.values).cast(pa.large_string())
@@ -91,6 +91,17 @@ class Labels:
         else:
             numbers = pc.index_in(known, value_set=self._class_names, skip_nulls=True)
         return as_numpy(pc.fill_null(numbers, -1)).astype(np.int64)
+
+
+def _targets(rows: Column) -> Array:
+    empty = pc.is_null(rows.values, nan_is_null=True)
+    if rows.is_text:
+        empty = pc.fill_null(pc.equal(pc.utf8_trim_whitespace(rows.values), ""), True)
+    zero = pa.scalar("0" if rows.is_text else 0, rows.values.type)
+    known = replace(rows, values=pc.if_else(empty, zero, rows.values))
+    numbers = (numbers_of_text(known) if rows.is_text else known.numbers()).astype(np.float32)
+    numbers[as_numpy(empty)] = np.nan
+    return numbers
 
 
 def _whole(rows: Column) -> Array:
@@ -300,10 +311,10 @@ class TypeRows:
         return by_row
 
     def _has_label(self, labels: Spill | None) -> Iterator[Array]:
-        # Every row counts as labelled where labels are not classes.
-        if labels is None or self.labels is None or self.labels.is_regression:
+        # Every row counts as labelled where there are no labels.
+        if labels is None or self.labels is None:
             for first in range(0, self.num_rows, self._at_once):
                 yield np.ones(min(self._at_once, self.num_rows - first), bool)
             return
         for piece in labels.chunks(self._at_once):
-            yield piece >= 0
+            yield ~np.isnan(piece) if self.labels.is_regression else piece >= 0

@@ -181,7 +181,9 @@ def _traffic(known: Measured, ghosts: Ghosts) -> Traffic:
     inside = {name: phases[name] * ghosts.inside // max(total, 1) for name in _GHOSTS}
     outside = {name: count - inside.get(name, 0) for name, count in phases.items()}
     once = ghosts.outside * (2 * ID_BYTES + known.graph.feature_bytes)
-    counted = ghosts.counted and shape.kind in ("gcn", "sage") and not shape.guessed
+    # Norms between the layers have weights that are not counted.
+    known_weights = shape.kind in ("gcn", "sage") and shape.tensors == (2 + own_rows) * len(shape.layers)
+    counted = ghosts.counted and known_weights and not shape.guessed
     return traffic_with_sums(outside, inside, (0, 0), once=once, exact=counted)
 
 

@@ -155,13 +155,22 @@ def test_labels_become_numbers_or_are_refused(values: list[object], expected: An
     assert labels.num_classes == max(expected) + 1
 
 
-def test_labels_of_two_kinds_and_gaps_of_a_regression_are_refused() -> None:
+def test_labels_of_two_kinds_are_refused() -> None:
     mixed = Labels("y", is_regression=False)
     mixed.scan(Column(pa.array(["a"]), "y", "t.parquet"))
     with pytest.raises(DatasetError, match="holds int64, and a file before it texts"):
         mixed.scan(Column(pa.array([1]), "y", "u.parquet"))
-    with pytest.raises(DatasetError, match=r"t.csv: column 'y', row 1: is empty"):
-        Labels("y", is_regression=True).codes(Column(pa.array([1.0, None]), "y", "t.csv"))
+
+
+@pytest.mark.parametrize(
+    "values", [["1.5", " ", None, "2"], [1.5, None, float("nan"), 2.0], [1, None, None, 2]]
+)
+def test_a_regression_has_no_target_where_it_is_empty(values: list[Any]) -> None:
+    codes = Labels("y", is_regression=True).codes(Column(pa.array(values), "y", "t.csv"))
+    assert np.isnan(codes).tolist() == [False, True, True, False]
+    assert (codes[0], codes[3]) == (values[0] if values[0] == 1 else 1.5, 2)
+    with pytest.raises(DatasetError, match=r"t.csv: column 'y', row 1: 'x' is not a number; correct"):
+        Labels("y", is_regression=True).codes(Column(pa.array(["", "x"]), "y", "t.csv"))
 
 
 def transformed(values: list[Any], name: str, **settings: Any) -> list[Any]:
