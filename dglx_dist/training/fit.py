@@ -300,13 +300,9 @@ def train(
     and Ctrl-C save a checkpoint after the step and raise :class:`Stopped` on all ranks.
 
     Args:
-        model: The result of ``wrap``.
         loader: Yields ``(input_nodes, output_nodes, blocks)`` with features and labels attached, or batches
             for ``config.task``.
-        optimizer: Over the wrapped model's parameters.
         g: The graph that the loader samples; evaluated on its masks.
-        config: Defaults when not given.
-        callbacks: Called after each epoch.
         sparse: Optimisers of embeddings, stepped and saved with ``optimizer``.
 
     Raises:
