@@ -1,7 +1,5 @@
 """Pictures as PNG files: epochs, parts, expansion, plan regions, and schedules from traces."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
