@@ -218,8 +218,6 @@ _CHAR_WIDTH = 0.008
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """One row of a picture of spans."""
-
     axes: Any
     height: int
     shown: tuple[float, float]
