@@ -390,6 +390,7 @@ class Session:
             pipe.close()
 
     def _on_signal(self, number: int) -> None:
+        """Stop all ranks, or end this process, even while the main thread hangs in a collective."""
         now, name = time.monotonic(), signal.Signals(number).name
         again = number == signal.SIGINT and now - self._interrupted_s > SAME_KEY_S
         if number == signal.SIGINT:

@@ -431,6 +431,7 @@ def _make_half_links(config: SyntheticConfig, communities: Array) -> _HalfLinks:
 
 
 def _stream_edges(config: SyntheticConfig, communities: Array, sources: Spill) -> Array:
+    """Append the sources of all edges, by (destination, source); return the (N + 1,) indptr."""
     links = _make_half_links(config, communities)
     indptr = np.zeros(config.nodes + 1, np.int64)
     step = max(1, int(_ROWS_AT_ONCE / config.degree))

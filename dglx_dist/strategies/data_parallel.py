@@ -68,6 +68,7 @@ class DataParallel(Strategy):
 
     @staticmethod
     def read_options(options: Mapping[str, object]) -> int:
+        """Return the bytes of a bucket."""
         checked = check_options("data_parallel", options, {"bucket_bytes": int})
         bucket_bytes: int = checked.get("bucket_bytes", BUCKET_BYTES)
         if bucket_bytes < 1:
