@@ -1,7 +1,5 @@
 """Labels, splits and the tensors of one node or edge type, written to the dataset."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -214,8 +212,6 @@ class TypeRows:
     """The table of one node or edge type, and the tensors that it becomes.
 
     Args:
-        spec: The type.
-        folder: Of the type in the dataset.
         output: With a scratch folder of its own.
     """
 
