@@ -197,9 +197,6 @@ def partition_to_disk(
     a failure to write them is logged, and training then writes them.
 
     Args:
-        graph: The graph.
-        folder: Target folder.
-        plan: The method.
         weights: Name -> (N,) non-negative numbers for ``plan.options.balance``, which are not written; for
             graphs with one node type.
         workspace: Of :func:`open_work`, in which the graph was loaded; None: if ``plan.memory`` is limited,

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from dglx_dist.cli import main
+from tests.data.raw_graphs import write
 from tests.data.storage.graphs import put_value
 
 DGLX = (sys.executable, "-m", "dglx_dist.cli")
@@ -201,6 +202,26 @@ def test_a_folder_that_holds_something_is_not_replaced(dataset: Path, tmp_path: 
     before = (dataset / "manifest.json").read_bytes()
     assert "--overwrite" in refused_here("partition", GRAPH, "--out", str(dataset), folder=tmp_path)
     assert (dataset / "manifest.json").read_bytes() == before
+
+
+def test_partition_names_what_tables_lack(tmp_path: Path) -> None:
+    write(tmp_path, {"nodes.csv": "id,label,age\n0,0,30\n1,1,40\n", "edges.csv": "src,dst\n0,1\n"})
+    arguments = [str(tmp_path), "--parts", "1", "--add-reverse-edges", "--out", str(tmp_path / "out")]
+    said = " ".join(succeeded("partition", *arguments).split())
+    assert "no features (columns feat_0, feat_1 ..., or 'feat'; age: not used)" in said
+    assert "labels but no split, which `dglx train` needs (a column 'split': train, val, test)" in said
+    assert "0.0% of the edges (2 stored)" in said
+    assert f"next: dglx inspect {tmp_path / 'out'}, dglx train {tmp_path / 'out'}" in said
+
+
+def test_ingest_names_the_command_for_several_types(tmp_path: Path) -> None:
+    ends = {"source_id_col": "src", "dest_id_col": "dst", "files": "edges.csv", "relation": ["n", "e", "n"]}
+    nodes = {"node_type": "n", "node_id_col": "id", "files": "nodes.csv"}
+    description = {"version": "gconstruct-v0.1", "nodes": [nodes], "edges": [ends]}
+    write(tmp_path, {"nodes.csv": "id\n0\n1\n", "edges.csv": "src,dst\n0,1\n"})
+    (tmp_path / "g.json").write_text(json.dumps(description))
+    said = succeeded("ingest", f"{tmp_path}/g.json", "--add-reverse-edges", "--out", str(tmp_path / "out"))
+    assert f"next: dglx train {tmp_path / 'out'} --model rgcn, or" in " ".join(said.split())
 
 
 def test_the_traceback_is_there_for_who_asks() -> None:

@@ -16,7 +16,7 @@ from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
 from dglx_dist.data.sources import FORMATS
 from dglx_dist.errors import ConfigError
 from dglx_dist.options import by_name, common_fields, literals, option
-from dglx_dist.records import FEATURE
+from dglx_dist.records import FEATURE, LABEL, SPLITS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +57,10 @@ def ingest(config: IngestCommand) -> None:
         write_description(done, config.output_description)
         write(f"settings found are in {config.output_description}")
     folder = shlex.quote(str(config.out))
+    is_several = max(len(done.manifest.node_columns), len(done.manifest.edge_columns)) > 1
     write(
-        f"written to {config.out}; next: dglx train {folder}, or dglx partition {folder} --parts 4 --out DIR"
+        f"written to {config.out}; next: dglx train {folder}{' --model rgcn' if is_several else ''}, "
+        f"or dglx partition {folder} --parts 4 --out DIR"
     )
 
 
@@ -173,20 +175,30 @@ def partition(config: PartitionCommand) -> None:
                 f"{plan.num_parts} parts by {chosen}"
                 + (f", each for {trainers} trainers" if trainers > 1 else "")
             )
-            # Models of several types have trainable rows of their own.
-            if graph.is_homogeneous and not any(FEATURE in data for data in graph.node_data.values()):
-                tell(
-                    f"note: there are no features (a column {FEATURE!r}); `dglx train --embeddings 64` "
-                    "trains rows in their place"
-                )
+            for ntype, data in graph.node_data.items():
+                # Models of several types have trainable rows of their own.
+                if graph.is_homogeneous and FEATURE not in data:
+                    others = ", ".join(sorted(data.keys() - {LABEL, *SPLITS}))
+                    tell(
+                        f"note: there are no features (columns feat_0, feat_1 ..., or {FEATURE!r}"
+                        + (f"; {others}: not used" if others else "")
+                        + "); `dglx train --embeddings 64` trains rows in their place"
+                    )
+                if LABEL in data and not data.keys() & {*SPLITS}:
+                    tell(
+                        f"note: nodes {ntype!r} have labels but no split, which `dglx train` needs (a "
+                        "column 'split': train, val, test)"
+                    )
             quality = partition_to_disk(graph, out, plan, workspace=workspace)
     tell(
-        f"cut {quality.edge_cut:.1%} of the edges; replication factor {quality.replication_factor:.2f}; "
+        f"cut {quality.edge_cut:.1%} of the edges ({sum(quality.num_edges)} stored); "
+        f"replication factor {quality.replication_factor:.2f}; "
         f"balance {', '.join(f'{name} {ratio:.3f}' for name, ratio in quality.balance.items())}"
     )
     for name, reached in quality.missed.items():
         tell(f"warning: {name} reached {reached:.3f}, more than asked for", style="yellow")
-    following = f"; next: dglx inspect {shlex.quote(str(out))}" if plan.format == "dglx" else ""
+    folder = shlex.quote(str(out))
+    following = f"; next: dglx inspect {folder}, dglx train {folder}" if plan.format == "dglx" else ""
     tell(f"written to {out}{following}")
 
 

@@ -186,14 +186,17 @@ def _own_model(plan: TrainConfig, given: Mapping[str, Any]) -> nn.Module:
     return model
 
 
-def _inputs_of(plan: TrainConfig, g: DistGraph) -> tuple[EntityInputs | None, SparseOptimizer | None]:
+def _inputs_of(
+    plan: TrainConfig, g: DistGraph, scale: float = 1.0
+) -> tuple[EntityInputs | None, SparseOptimizer | None]:
     """Return the inputs, None: the features of the only type, and the optimizer of trainable rows."""
     embeddings = {}
     for name in g.ntypes:
         if plan.model == NO_ENCODER or FEATURE not in g.nodes[name].data:
             policy, count = g.get_node_partition_policy(name), g.num_nodes(name)
             width = plan.embeddings or plan.hidden
-            embeddings[name] = DistEmbedding(count, width, f"{name}-rows", part_policy=policy, graph=g)
+            options: dict[str, Any] = {"part_policy": policy, "graph": g, "scale": scale}
+            embeddings[name] = DistEmbedding(count, width, f"{name}-rows", **options)
     several = plan.model in RELATIONAL_KINDS or plan.model == NO_ENCODER
     if not several and not embeddings:
         return None, None
@@ -206,9 +209,9 @@ def _build_link(plan: TrainConfig, g: DistGraph, targets: Sequence[EdgeType]) ->
     decoder = plan.decoder or ("distmult" if len(targets) > 1 else "dot")
     etypes = g.canonical_etypes
     if plan.model == NO_ENCODER:
-        inputs, sparse = _inputs_of(plan, g)
         assert plan.embeddings is not None  # checked
-        return LinkModel(None, DECODERS[decoder](len(etypes), plan.embeddings), etypes), inputs, sparse
+        module = LinkModel(None, DECODERS[decoder](len(etypes), plan.embeddings), etypes)
+        return module, *_inputs_of(plan, g, module.decoder.row_scale)
     encoder, inputs, sparse = build(plan, g, None, plan.hidden)
     return LinkModel(encoder, DECODERS[decoder](len(etypes), plan.hidden), etypes), inputs, sparse
 

@@ -187,7 +187,9 @@ def _read(path: Path, workspace: Workspace | None) -> dict[str, Array]:
     except DglxError:  # which are errors of Python, too
         raise
     except _UNREADABLE as error:
-        raise DatasetError(f"{path}: not a readable .npz file of plain arrays ({error})") from error
+        raise DatasetError(
+            f"{path}: not a readable .npz file of plain arrays ({error}; text ids: write tables)"
+        ) from error
 
 
 _IN_ORDER = ("rel", "etype", "triple_split")

@@ -402,9 +402,17 @@ def _columns(table: Any, where: str, left_out: set[str]) -> dict[str, NodeColumn
             continue
         found = column(table, name, where)
         if found.is_text:
+            other = (
+                ""
+                if _ID not in left_out or _ID in table.column_names
+                else (
+                    "and there is no column 'id': rename it if it has the ids (columns are id, label, split, "
+                    "feat_0 ..., of edges src, dst); else "
+                )
+            )
             raise found.error(
-                f"holds strings, which no model can use; leave it out with the option ignore={name}, or "
-                "encode it as numbers"
+                f"holds strings, which no model can use; {other}encode it as numbers, or leave it out (in a "
+                f"folder of tables: --option ignore={name})"
             )
         columns[name] = found.numbers()
     columns = standard_columns(columns, where)
@@ -423,6 +431,10 @@ def _labels(labels: Column) -> Array:
             return as_numpy(labels.values)  # NaN where there is none
         return as_numpy(pc.fill_null(labels.as_int64(), -1)) if labels.is_whole else labels.numbers()
     known = pc.if_else(pc.equal(labels.values, ""), None, labels.values)
+    odd = pc.invert(pc.match_substring_regex(known, r"^\s*[-+]?[\d.]+([eE][-+]?\d+)?\s*$"))
+    if 0 < (pc.sum(odd).as_py() or 0) < len(known.drop_null()) / 2:
+        at = first_true(pc.fill_null(odd, False))
+        _LOG.warning("%s", labels.error(f"{known[at]!s:.40} is no number, most are: all are class names", at))
     codes = pc.index_in(known, value_set=_class_names(labels), skip_nulls=True)
     return as_numpy(pc.fill_null(codes, -1)).astype(np.int64)
 

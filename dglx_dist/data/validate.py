@@ -49,7 +49,10 @@ def check_raw_graph(graph: RawGraph, where: str) -> None:
         if node_type not in graph.num_nodes:
             raise DatasetError(f"{here}: columns or user ids of a node type that the graph lacks")
         columns, count = graph.node_data.get(node_type, {}), graph.num_nodes[node_type]
-        check_columns(columns, count, graph.num_classes.get(node_type), here)
+        classes, label = graph.num_classes.get(node_type), columns.get(LABEL)
+        check_columns(columns, count, classes, here)
+        if classes is not None and isinstance(label, np.ndarray) and label.ndim == 1:
+            _warn_of_classes(label, classes, here)
         if node_type in graph.user_ids:
             _check_length(graph.user_ids[node_type], count, "id", here)
             check_unique(graph.user_ids[node_type], "id", here)
@@ -95,6 +98,7 @@ def check_whole(values: Array, column: str, where: str) -> None:
     """Raise DatasetError unless ``values`` are (K,) integers."""
     if values.ndim != 1 or values.dtype.kind not in "iu":
         found = f"it is {values.dtype} of shape {values.shape}"
+        found += "; texts as ids are for tables (docs/quickstart.md)" if values.dtype.kind in "USO" else ""
         raise column_error(where, column, f"must hold one whole number a row; {found}")
 
 
@@ -222,9 +226,21 @@ def _check_classes(label: Array, num_classes: int, where: str) -> None:
             f"label {label[row]} is outside 0..{num_classes - 1} (-1: none; numbers of a regression: float)"
         )
         raise column_error(where, LABEL, problem, row)
+
+
+def _warn_of_classes(label: Array, num_classes: int, where: str) -> None:
     if num_classes > MAX_CLASSES:
         said = too_many_classes(num_classes - 1)
         _LOG.warning("%s: column %r has %s Then train with --task regression", where, LABEL, said)
+    elif num_classes > 20:
+        counts = np.bincount(label[label >= 0], minlength=num_classes)
+        known, empty = int(counts.sum()), int((counts == 0).sum())
+        if 2 * num_classes > known or 2 * empty > num_classes:
+            said = "number classes from 0, or train with --task regression if these are measurements"
+            _LOG.warning(
+                "%s: column %r has %d classes, %d of them empty, for %d labelled nodes; %s",
+                *(where, LABEL, num_classes, empty, known, said),
+            )
 
 
 def _check_length(column: NodeColumn, num_rows: int, name: str, where: str) -> None:

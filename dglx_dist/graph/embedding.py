@@ -29,21 +29,22 @@ _CHUNK_BYTES = 1 << 24
 """Rows generated at a time if they need conversion."""
 
 
-def fill_uniform(rows: Tensor, first: int, seed: int, name: str) -> None:
-    """Fill (n, d) floating-point rows from id ``first`` on with draws uniform in [-1, 1).
+def fill_uniform(rows: Tensor, first: int, seed: int, name: str, scale: float = 1.0) -> None:
+    """Fill (n, d) floating-point rows from id ``first`` on with draws uniform in [-scale, scale).
 
     They depend only on the run's seed, the tensor's name and the row's id.
     """
     stream = np.uint64(zlib.crc32(name.encode()) | (seed & 0xFFFFFFFF) << 32)
     if rows.dtype in (torch.float32, torch.float64):
         _fill(rows.numpy(), first, stream)
+        rows.mul_(scale)
         return
     step = max(1, _CHUNK_BYTES // max(4 * rows.shape[1], 1))
     for start in range(0, len(rows), step):
         piece = rows[start : start + step]
         wide = np.empty(piece.shape, dtype=np.float32)
         _fill(wide, first + start, stream)
-        piece.copy_(torch.from_numpy(wide))
+        piece.copy_(torch.from_numpy(wide).mul_(scale))
 
 
 @njit(cache=True, nogil=True)
@@ -85,13 +86,14 @@ class DistEmbedding(Shared):
         embedding_dim: Columns, d.
         name: The same on all ranks; shown by ``g.nodes[...].data``. None: no later creation can attach to it.
         init_func: (shape, dtype) of the local server's rows to their first values, called on one rank of each
-            server. None: uniform in [-1, 1), keyed by the session's seed, the name and the row's id, hence
-            the same for any number of ranks and servers.
+            server. None: uniform in [-scale, scale), keyed by the session's seed, the name and the row's
+            id, hence the same for any number of ranks and servers.
         part_policy: ``g.get_node_partition_policy(ntype)`` or another; needed when several types have
             ``num_embeddings`` nodes or edges.
         dtype: float32, float64, bfloat16 or float16; the last two are computed in float32, as are the states
             of their optimisers, and rounded when stored.
         graph: None: the graph opened last.
+        scale: Of the first values; the ``row_scale`` of a decoder of links.
 
     Raises:
         ConfigError: on all ranks: a wrong dtype, number of rows or dimension, or too little memory.
@@ -107,6 +109,7 @@ class DistEmbedding(Shared):
         *,
         dtype: torch.dtype = torch.float32,
         graph: OpenedGraph | None = None,
+        scale: float = 1.0,
     ) -> None:
         store = part_policy.store if part_policy is not None else (graph or opened_graph()).kvstore
 
@@ -120,7 +123,7 @@ class DistEmbedding(Shared):
             policy = run_on_all_ranks(store.session, checked, ConfigError)
         self.dataset = _dataset_of(policy, graph)
         """Checksum of the dataset that numbers the rows; "" when its graph is closed."""
-        self.weight = _make_rows(policy, (num_embeddings, embedding_dim), dtype, name, init_func)
+        self.weight = _make_rows(policy, (num_embeddings, embedding_dim), dtype, name, init_func, scale)
         """The rows, (num_embeddings, embedding_dim)."""
         self._gradients: list[RowGradient] = []
         self._num_kept_rows = 0
@@ -238,6 +241,7 @@ def _make_rows(
     dtype: torch.dtype,
     name: str | None,
     init: InitRows | None,
+    scale: float,
 ) -> DistTensor:
     store = policy.store
     attaches = name is not None and store.has(policy.key(name))
@@ -249,7 +253,7 @@ def _make_rows(
     weight = DistTensor(shape, dtype, name, init, policy)
     if not attaches and init is None:
         # Each rank those of the rows it owns, without a second copy.
-        fill_uniform(owned_rows(weight), policy.owned_range[0], store.session.seed, weight.name)
+        fill_uniform(owned_rows(weight), policy.owned_range[0], store.session.seed, weight.name, scale)
         barrier(store.session, f"first values of {weight.name!r}")
     return weight
 

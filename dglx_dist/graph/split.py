@@ -38,7 +38,6 @@ def node_split(
     Args:
         nodes: Mask over all nodes of ``ntype`` or ids of some, see :func:`marked_ids`.
         partition_book: ``g.get_partition_book()``; None: the DistTensor's or the last opened graph's.
-        ntype: Node type.
         rank: Whose share; None: this rank's.
         force_even: Shares differ by at most one over all ranks: the marked nodes are cut into runs of ids,
             one per server, so that a few may be another server's. Else each server divides its own nodes.

@@ -95,7 +95,6 @@ class ParameterService:
     call and :meth:`close`. Parameter server r is rank r.
 
     Args:
-        num_ranks: All ranks, which are notified of updates.
         run: Number of the run in its session; tasks of other runs are rejected.
     """
 

@@ -63,7 +63,7 @@ from dglx_dist.training.tasks import (
     class_weights,
     loss_of,
     read_task,
-    warn_of_majority,
+    warn_of_guesses,
 )
 from dglx_dist.training.tasks import NodeClassification as NodeClassification
 
@@ -300,13 +300,9 @@ def train(
     and Ctrl-C save a checkpoint after the step and raise :class:`Stopped` on all ranks.
 
     Args:
-        model: The result of ``wrap``.
         loader: Yields ``(input_nodes, output_nodes, blocks)`` with features and labels attached, or batches
             for ``config.task``.
-        optimizer: Over the wrapped model's parameters.
         g: The graph that the loader samples; evaluated on its masks.
-        config: Defaults when not given.
-        callbacks: Called after each epoch.
         sparse: Optimisers of embeddings, stepped and saved with ``optimizer``.
 
     Raises:
@@ -359,8 +355,8 @@ def train(
             advance.say(f"cost {account['text']}")
     if run.is_stopped:
         raise run.stopped()
-    if config.task == CLASSIFICATION and (test_accuracy := run.result.test_accuracy) is not None:
-        warn_of_majority(test_accuracy, g, str(config.ntype), config.label)
+    of_test = {"test_accuracy": run.result.accuracy[_TEST]} if _TEST in run.result.accuracy else {}
+    warn_of_guesses(run.result.task, run.result.metrics | of_test, g, str(config.ntype), config.label)
     return replace(run.result, account=account, traffic=tracing.traffic_of(run.sent, g.session))
 
 
@@ -752,10 +748,17 @@ class _Run:
             found = config.evaluate(model) if config.evaluate else evaluate(model, self._g, **options)
             metrics = {name: value for name, value in found.items() if not name.endswith("_mask")}
             accuracy = {name: value for name, value in found.items() if name.endswith("_mask")}
-            record = replace(record, metrics=metrics, val_accuracy=accuracy.get(_VALIDATION))
+            record = replace(
+                record, metrics=metrics, val_accuracy=accuracy.get(_VALIDATION, metrics.get("val_accuracy"))
+            )
         self.result = replace(self.result, accuracy=accuracy, metrics=metrics)
         validation = metrics.get(f"val_{self._deciding}", accuracy.get(_VALIDATION))
         if validation is None:
+            if config.patience is not None:
+                raise ConfigError(
+                    f"early-stop {config.patience} compares validation targets, and there are none; leave it "
+                    "out, or partition with a val_mask"
+                )
             return record
         best, sign = self.result.best_val_accuracy, -1 if self._deciding in LESS_IS_BETTER else 1
         was_nan = best is not None and math.isnan(best) and not math.isnan(validation)

@@ -198,7 +198,7 @@ class LinkModel(nn.Module):
     """Rows of nodes, from an encoder or trainable ones as they are, and the scores of pairs of them.
 
     Args:
-        encoder: Called with blocks and rows; None: scores trainable rows times ``decoder.row_scale``.
+        encoder: Called with blocks and rows; None: scores trainable rows, ``scale=decoder.row_scale`` ones.
         decoder: Scores pairs; a bias that is trained is added.
         etypes: ``g.canonical_etypes``.
 
@@ -223,10 +223,7 @@ class LinkModel(nn.Module):
             rows = self.encoder(blocks, h)
         else:
             by_type = {blocks[-1].dsttypes[0]: h} if isinstance(h, Tensor) else h
-            rows = {
-                ntype: of_type[: blocks[-1].num_dst_nodes(ntype)] * self.decoder.row_scale
-                for ntype, of_type in by_type.items()
-            }
+            rows = {ntype: h[: blocks[-1].num_dst_nodes(ntype)] for ntype, h in by_type.items()}
         return [pair_scores(self.decoder, graph, rows, self.etypes) + self.bias for graph in pair_graphs]
 
 
@@ -266,7 +263,6 @@ class LinkEvaluation:
 
     Args:
         g: The graph, with the masks of :func:`split_edges`.
-        targets: Edge types.
         inputs: As those of the training.
         metrics: Some of ``mrr``, ``hits@1``, ``hits@3``, ``hits@10`` and ``auc``.
         feature: Node data, without ``inputs``.
@@ -297,9 +293,8 @@ class LinkEvaluation:
             self._true = self._true_edges(self._asked.values())
         module: Any = whole_of(model)
         stored, made = rows_of(module, self.g, self.inputs, self.feature)
-        factor = 1.0 if made else module.decoder.row_scale
         ntypes = {ntype for etype in self.targets for ntype in (etype[0], etype[2])}
-        rows = {ntype: stored[ntype][:].to(module.bias) * factor for ntype in ntypes}
+        rows = {ntype: stored[ntype][:].to(module.bias) for ntype in ntypes}
         for tensor in stored.values() if made else ():
             tensor.delete()
         found: dict[str, float] = {}

@@ -48,8 +48,11 @@ class Decoder(nn.Module, ABC):
     by their dot product, unless it overrides :meth:`_matched` and :meth:`_compared`.
     """
 
-    row_scale = 1.0
-    """Factor of trainable rows that start uniform in [-1, 1)."""
+    row_scale = 0.02
+    """Trainable rows that are scored as they are start uniform in [-row_scale, row_scale).
+
+    Products of larger ones are noise, which training then fits before it learns.
+    """
 
     @abstractmethod
     def query(self, rows: Tensor, relation: Tensor, *, of_subjects: bool = False) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
@@ -59,6 +59,11 @@ def read_task(g: DistGraph, ntype: str, label: str, wanted: str = AUTO_TASK) -> 
             f"the labels {label!r} are {column.dtype} of shape {tuple(column.shape)}, which --task {wanted} "
             "does not take: classification needs one whole number per node, multilabel (N, C) of 0 and 1, "
             "regression numbers; give another task, or partition with other labels"
+        )
+    if found == REGRESSION and g.dataset.manifest.class_names.get(ntype):
+        raise ConfigError(
+            f"the labels {label!r} number classes with names, which --task regression does not take; leave "
+            "it out, or partition with numbers as labels"
         )
     return found, 0 if found == CLASSIFICATION else width
 
@@ -201,22 +206,60 @@ def _measured(name: str, scores: Tensor, labels: Tensor, session: Session, task:
     return of_columns(probable, truth, session)
 
 
-def warn_of_majority(accuracy: float, g: DistGraph, ntype: str, label: str) -> None:
-    """Warn on rank 0 if the test accuracy is not above the share of the largest class. Collective."""
-    data, classes = g.nodes[ntype].data, g.dataset.manifest.num_classes.get(ntype, 0)
-    counts = torch.zeros(classes, dtype=torch.int64)
-    for rows in own_pieces(g, ntype) if classes else ():
-        labels = data[label][rows][data[SPLITS[2]][rows].bool()]
-        counts += torch.bincount(labels[(labels >= 0) & (labels < classes)], minlength=classes)
-    counts = sum_over_ranks(counts, g.session, phase=metrics.PHASE)
-    share = float(counts.max()) / max(1, int(counts.sum())) if classes else -1.0
-    if accuracy <= share and g.session.topology.rank == 0:
-        log.warning(
-            "the test accuracy of %.1f %% is not above %.1f %%, the share of the largest class: it may "
-            "always be the same answer; see --metric f1_macro, or give --class-weight balanced",
-            100 * accuracy,
-            100 * share,
+def warn_of_guesses(task: str, found: Mapping[str, float], g: DistGraph, ntype: str, label: str) -> None:
+    """Warn on rank 0 if the metrics ``found`` of the test targets are those of guesses. Collective."""
+    problem = ""
+    if task == CLASSIFICATION and "test_accuracy" in found:
+        problem = _below_majority(found["test_accuracy"], g, ntype, label)
+    elif task == REGRESSION and "test_rmse" in found:
+        labels = _test_labels(g, ntype, label).double()
+        labels = labels.reshape(len(labels), math.prod(labels.shape[1:]))
+        sums = torch.cat([labels.sum(0), torch.tensor([float(len(labels))])])
+        sums = sum_over_ranks(sums, g.session, phase=metrics.PHASE)
+        deviation = metrics.rmse((sums[:-1] / sums[-1]).expand_as(labels), labels, g.session)
+        if found["test_rmse"] > _GUESSED * deviation:
+            problem = (
+                f"the test rmse of {found['test_rmse']:.4g} is hardly below {deviation:.4g}, the standard "
+                "deviation of the labels: their mean would do; train for more epochs, or with standardised "
+                "labels (docs/quickstart.md, Tasks and metrics)"
+            )
+    elif found.get("test_auc", 1.0) < _GUESSED_AUC:
+        problem = (
+            f"the test AUC of {found['test_auc']:.3f} is about 0.5, that of guesses; train for more epochs, "
+            "or with another --lr, --embeddings or --weight-decay"
         )
+    if problem and g.session.topology.rank == 0:
+        log.warning("%s", problem)
+
+
+_GUESSED, _GUESSED_AUC = 0.9, 0.55
+
+
+def _test_labels(g: DistGraph, ntype: str, label: str) -> Tensor:
+    data, pieces = g.nodes[ntype].data, (slice(0, 0), *own_pieces(g, ntype))
+    return torch.cat([data[label][rows][data[SPLITS[2]][rows].bool()] for rows in pieces])
+
+
+def _below_majority(accuracy: float, g: DistGraph, ntype: str, label: str) -> str:
+    """Return what to say if the test accuracy is not above the share of the largest class. Collective."""
+    classes = g.dataset.manifest.num_classes.get(ntype, 0)
+    if not classes:
+        return ""
+    labels = _test_labels(g, ntype, label)
+    counts = torch.bincount(labels[(labels >= 0) & (labels < classes)], minlength=classes)
+    counts = sum_over_ranks(counts, g.session, phase=metrics.PHASE)
+    share = float(counts.max()) / max(1, int(counts.sum()))
+    if share == 1:
+        return "all test targets are of one class, which is no test"
+    return (
+        ""
+        if accuracy > share
+        else (
+            f"the test accuracy of {100 * accuracy:.1f} % is not above {100 * share:.1f} %, the share of the "
+            "largest class: it may always be the same answer; see --metric f1_macro, or give --class-weight "
+            "balanced"
+        )
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

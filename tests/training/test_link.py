@@ -276,8 +276,7 @@ def evaluated(folder: str, name: str) -> dict[str, Any]:
             triples.append(torch.stack([u, torch.full_like(u, number), v], 1))
             masks.append(g.edges[etype].data["test_mask"][:].bool())
         with torch.no_grad():
-            scaled = start * model.decoder.row_scale
-            ranks = np.array(brute_force(torch.cat(triples), torch.cat(masks), scaled, model.decoder))
+            ranks = np.array(brute_force(torch.cat(triples), torch.cat(masks), start, model.decoder))
         return {"found": found, "expected": [(1 / ranks).mean(), (ranks <= 1).mean(), (ranks <= 3).mean()]}
 
 

@@ -180,7 +180,7 @@ def test_metrics_are_those_of_the_written_predictions(ranks: int, data: Path, tm
     assert summary["test_accuracy"] == pytest.approx((said == truth).all(1).mean(), abs=1e-12)
     record = read_epochs(out)[-1]
     assert math.isnan(record.train_accuracy)
-    assert record.val_accuracy is None
+    assert record.val_accuracy == record.metrics["val_accuracy"]
     assert record.metrics["test_f1_micro"] == summary["test_f1_micro"]
 
     out = tmp_path / "numbers"
@@ -266,3 +266,22 @@ def test_an_accuracy_of_the_majority_is_said(
     warned = [text for text in caplog.messages if "share of the largest class" in text]
     assert len(warned) == (found <= share)
     assert found <= share, "an untrained model is not better"
+
+
+def test_a_regression_no_better_than_the_mean_is_said(
+    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for lr, said in ((1e-9, 1), (0.05, 0)):
+        caplog.clear()
+        _train(plan(data, "regression", tmp_path / str(lr), epochs=40, lr=lr))
+        assert len([text for text in caplog.messages if "standard deviation of the labels" in text]) == said
+
+
+def test_early_stop_needs_validation_nodes(data: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    raw = graph()
+    raw.ndata["label"] = labels("classification")
+    del raw.ndata["val_mask"]
+    dx.partition_graph(raw, "none", 1, folder)
+    with pytest.raises(ConfigError, match="compares validation targets"):
+        _train({**plan(data, "classification", tmp_path, patience=2), "data": str(folder / "none")})

@@ -222,8 +222,6 @@ class TypeRows:
     """The table of one node or edge type, and the tensors that it becomes.
 
     Args:
-        spec: The type.
-        folder: Of the type in the dataset.
         output: With a scratch folder of its own.
     """
 

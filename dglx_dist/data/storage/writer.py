@@ -425,7 +425,6 @@ def write_dataset(
 
     Args:
         graph: Sparse features are stored dense.
-        assignment: The owner of every node.
         folder: Must not exist, or be empty, unless ``overwrite``, which replaces a dataset by the new one.
         quality: Figures for the manifest, JSON values only.
         bfloat16: (node or edge type, column) of each uint16 array that holds bfloat16 bits.

@@ -134,7 +134,6 @@ def column_bytes(found: Survey, first: FirstLayer, *, group_size: int, pushed: b
 
     Args:
         found: Counted on the same cut, seeds and fan-outs, one rank per server.
-        first: Of the model.
         group_size: Parts that together hold all columns; a divisor of the ranks, or 0: all of them.
         pushed: Whether owners send the structure of their first blocks.
     """
