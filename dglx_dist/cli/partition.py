@@ -1,7 +1,5 @@
 """``dglx ingest`` and ``dglx partition``."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

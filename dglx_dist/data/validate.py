@@ -1,7 +1,5 @@
 """Validation of raw graphs and assignments; errors name the column and the first wrong row."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from itertools import combinations

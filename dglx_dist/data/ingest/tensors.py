@@ -1,7 +1,5 @@
 """Labels, splits and the tensors of one node or edge type, written to the dataset."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
