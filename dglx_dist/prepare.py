@@ -410,7 +410,6 @@ def _edge_keys(src: Array, dst: Array, num_nodes: int) -> Array:
 
 
 def _prepared(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None) -> RawGraph:
-    """Return ``graph`` with the edges and the features that ``plan`` asks for."""
     # Before any stage is written, which a command with the remedy could not resume.
     if plan.normalize_features and not has_column(graph, FEATURE):
         raise ConfigError(f"{graph.name} has no features {FEATURE!r}; leave --normalize-features out")

@@ -302,8 +302,6 @@ class NumberedNodes(NamedTuple):
 
 
 class _Hop(NamedTuple):
-    """The draws of one hop."""
-
     fanouts: Array
     """(R,) int64."""
     streams: Array

@@ -174,7 +174,6 @@ def _place_of(
 
 
 def _create(policy: PartitionPolicy, key: str, info: ColumnInfo, init: InitRows | None) -> None:
-    """Allocate the rows of a tensor and add them to the store; collective."""
     store = policy.store
     facts = {
         "key": key,

@@ -1,7 +1,5 @@
 """``node_split`` and ``edge_split``: division of selected rows over the ranks (DistDGL, two levels)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 

@@ -1,7 +1,5 @@
 """Tables for the terminal and for Markdown, and the figures of summary.json."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter

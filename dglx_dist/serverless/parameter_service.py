@@ -1,7 +1,5 @@
 """RPC service and client of parameter servers: weights, gradients, sums between servers, update notices."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

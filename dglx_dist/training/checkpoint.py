@@ -65,7 +65,6 @@ _REMEDY = "move its folder away, and the checkpoint before it is taken"
 
 @contextmanager
 def _storage_errors() -> Iterator[None]:
-    """Raise a StorageError inside as CheckpointError."""
     try:
         yield
     except StorageError as error:

@@ -158,7 +158,6 @@ def _narrow(
     places: Array | range,
     row_of: Callable[[int], int] = lambda place: place,
 ) -> Array:
-    """Convert (k, ...) values at (k,) ``places``, whose rows are named in messages."""
     piece = np.asarray(piece)
     if dtype == "bfloat16":
         target = _bfloat16(_single_bits(piece)).reshape(piece.shape)

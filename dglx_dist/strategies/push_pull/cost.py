@@ -1,7 +1,5 @@
 """Candidates of push-pull, and the cost of an epoch (docs/strategies/push_pull.md)."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
