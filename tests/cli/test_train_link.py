@@ -59,6 +59,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             replace(
                 ring,
                 node_data={"_N": {"feat": feat, "label": nodes % 2, "train_mask": nodes > 9}},
+                num_classes={"_N": 2},
                 class_names={"_N": ["a", "b"]},
             ),
         ),
