@@ -436,7 +436,6 @@ def distribute_dataset(dataset: dgl.data.DGLDataset, **options: Any) -> DistData
 
     Args:
         dataset: Of one graph, like ``AsNodePredDataset(...)`` or ``CoraGraphDataset()``; rank 0's counts.
-        options: As for :func:`distribute`: ``strategy``, ``parts``, ``cache`` and others.
 
     Raises:
         ConfigError: ``dataset`` is no dataset, or has several graphs, or an argument cannot be honoured.
@@ -518,9 +517,7 @@ def DataLoader(g: DistGraph, indices: Any, graph_sampler: Any, **options: Any) -
     without destinations.
 
     Args:
-        g: The distributed graph.
         indices: (K,) this rank's seeds, as :func:`node_split` gives them; may be empty.
-        graph_sampler: A sampler of ``dgl.dataloading``.
         options: ``batch_size``, ``shuffle``, ``drop_last``, ``seed``, ``depth`` and others; see
             :class:`dglx_dist.dataloading.loader.DataLoader`.
 
@@ -541,9 +538,7 @@ def DistEdgeDataLoader(g: DistGraph, eids: Any, graph_sampler: Any, **options: A
     graphs without edges.
 
     Args:
-        g: The distributed graph.
         eids: This rank's edges, as :func:`edge_split` gives them, or a dict of them by edge type.
-        graph_sampler: A sampler of ``dgl.dataloading``.
         options: ``exclude``, ``reverse_eids``, ``reverse_etypes``, ``negative_sampler`` and those of
             :func:`DataLoader`; see :class:`dglx_dist.dataloading.edge_loader.DistEdgeDataLoader`.
 

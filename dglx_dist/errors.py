@@ -1,7 +1,5 @@
 """Exceptions of dglx_dist."""
 
-from __future__ import annotations
-
 
 class DglxError(Exception):
     """Base of all deliberate errors; the message has value, name and remedy."""

@@ -212,7 +212,6 @@ def count_hop(csc: Csc, nodes: Array, fanout: int, rule: Rule, indptr: Array, st
         csc: Structure that contains all of ``nodes``.
         nodes: (K,) int64 global ids.
         fanout: Edges per destination; -1 for all.
-        rule: Sampling rule.
         indptr: (K + 1,) output.
         starts: (K,) int64 output.
 
@@ -360,9 +359,7 @@ def draw_hop(
     Args:
         csc: Structure that contains all of ``nodes``.
         nodes: (K,) int64 global ids.
-        stream: Key of the hop.
         take_all: Whether the fan-out is -1.
-        rule: Sampling rule.
         space: The ``indptr``, ``starts`` and largest in-degree of :func:`count_hop`.
         edges: (indptr[-1],) output.
     """
@@ -415,7 +412,6 @@ def draw_by_source(
         csc: Structure that contains all of ``nodes``.
         nodes: (K,) int64 global ids.
         fanout: Mean number of edges per destination; -1 for all.
-        stream: Key of the draws.
         exclude: (X,) int64 ascending global ids of edges to exclude; the in-degree does not count them.
         indptr: (K + 1,) output.
         edges, used: int64 ids, of which the first ``used`` are kept.
@@ -466,8 +462,6 @@ def draw_edges(
         csc: Structure that contains all of ``nodes``.
         nodes: (K,) int64 global ids.
         fanout: Edges per destination; -1 for all.
-        stream: Key of the hop.
-        rule: Sampling rule.
     """
     indptr = np.empty(len(nodes) + 1, np.int64)
     if rule.by_source:
@@ -494,7 +488,6 @@ def draw_among(csc: Csc, nodes: Array, fanout: int, stream: np.uint64, replace: 
         csc: Candidates: row i has those of ``nodes[i]``; ``first_node`` and ``first_edge`` are 0.
         nodes: (K,) int64 global ids.
         fanout: Edges per node; -1 for all with a weight above 0.
-        stream: Key of the draw.
         replace: Whether an edge may be drawn more than once.
     """
     rule = Rule(replace and fanout >= 0, np.empty(0, np.int64), False)

@@ -74,13 +74,10 @@ def option(
     Args:
         default: Value without the option; a class such as ``dict`` is called. None and "" are not shown;
             ``...``: a positional argument that is required.
-        help: Text of ``--help``.
         flag: Spelling; None: the name of the field, with dashes. Without a dash: an argument.
         check: Range of the value; None: the words of a ``Literal``, else any. The value None is allowed.
         kind: Type on the command line; None: ``str`` with ``parse``, else the type of the field.
         parse: Makes the value of the field from that on the command line and the flag.
-        panel: Heading in ``--help``.
-        metavar: Placeholder of the value in ``--help``.
     """
     shown = {"help": help, "rich_help_panel": panel, "metavar": metavar}
     metadata = {_KEY: Option(flag=flag, kind=kind, parse=parse, check=check, shown=shown)}

@@ -197,9 +197,6 @@ def partition_to_disk(
     a failure to write them is logged, and training then writes them.
 
     Args:
-        graph: The graph.
-        folder: Target folder.
-        plan: The method.
         weights: Name -> (N,) non-negative numbers for ``plan.options.balance``, which are not written; for
             graphs with one node type.
         workspace: Of :func:`open_work`, in which the graph was loaded; None: if ``plan.memory`` is limited,
@@ -413,7 +410,6 @@ def _edge_keys(src: Array, dst: Array, num_nodes: int) -> Array:
 
 
 def _prepared(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None) -> RawGraph:
-    """Return ``graph`` with the edges and the features that ``plan`` asks for."""
     # Before any stage is written, which a command with the remedy could not resume.
     if plan.normalize_features and not has_column(graph, FEATURE):
         raise ConfigError(f"{graph.name} has no features {FEATURE!r}; leave --normalize-features out")

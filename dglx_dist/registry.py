@@ -61,7 +61,6 @@ class Registry(Generic[T]):
         """Return the name behind ``name``, which may be an alias.
 
         Args:
-            name: A name or an alias.
             also: Names that the caller accepts besides, for the message.
 
         Raises:

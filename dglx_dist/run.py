@@ -1,7 +1,5 @@
 """Run an unchanged DistDGL script: ``torchrun ... -m dglx_dist.run --strategy S -- script.py ARGS``."""
 
-from __future__ import annotations
-
 import argparse
 import runpy
 import sys

@@ -208,8 +208,8 @@ def test_partition_names_what_tables_lack(tmp_path: Path) -> None:
     write(tmp_path, {"nodes.csv": "id,label,age\n0,0,30\n1,1,40\n", "edges.csv": "src,dst\n0,1\n"})
     arguments = [str(tmp_path), "--parts", "1", "--add-reverse-edges", "--out", str(tmp_path / "out")]
     said = " ".join(succeeded("partition", *arguments).split())
-    assert "no features (columns feat_0, feat_1 ..., or 'feat'; age: not used)" in said
-    assert "labels but no split, which `dglx train` needs (a column 'split': train, val, test)" in said
+    assert "no features (columns feat_0, feat_1 ... or 'feat'; others: age)" in said
+    assert "labels, but no 'split', which `dglx train` needs" in said
     assert "0.0% of the edges (2 stored)" in said
     assert f"next: dglx inspect {tmp_path / 'out'}, dglx train {tmp_path / 'out'}" in said
 

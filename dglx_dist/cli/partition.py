@@ -1,7 +1,5 @@
 """``dglx ingest`` and ``dglx partition``."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -175,20 +173,17 @@ def partition(config: PartitionCommand) -> None:
                 f"{plan.num_parts} parts by {chosen}"
                 + (f", each for {trainers} trainers" if trainers > 1 else "")
             )
-            for ntype, data in graph.node_data.items():
+            for ntype in graph.num_nodes:
+                data = graph.node_data.get(ntype, {})
                 # Models of several types have trainable rows of their own.
                 if graph.is_homogeneous and FEATURE not in data:
-                    others = ", ".join(sorted(data.keys() - {LABEL, *SPLITS}))
+                    others = ", ".join(sorted(data.keys() - {LABEL, *SPLITS})) or "none"
                     tell(
-                        f"note: there are no features (columns feat_0, feat_1 ..., or {FEATURE!r}"
-                        + (f"; {others}: not used" if others else "")
-                        + "); `dglx train --embeddings 64` trains rows in their place"
+                        f"note: there are no features (columns feat_0, feat_1 ... or {FEATURE!r}; others: "
+                        f"{others}); `dglx train --embeddings 64` trains rows in their place"
                     )
                 if LABEL in data and not data.keys() & {*SPLITS}:
-                    tell(
-                        f"note: nodes {ntype!r} have labels but no split, which `dglx train` needs (a "
-                        "column 'split': train, val, test)"
-                    )
+                    tell(f"note: nodes {ntype!r} have labels, but no 'split', which `dglx train` needs")
             quality = partition_to_disk(graph, out, plan, workspace=workspace)
     tell(
         f"cut {quality.edge_cut:.1%} of the edges ({sum(quality.num_edges)} stored); "

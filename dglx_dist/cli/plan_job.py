@@ -1,7 +1,5 @@
 """Plans of ``dglx plan``: the fastest strategy for ready-made models on real or hypothetical servers."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -271,7 +271,6 @@ def _report_runs(folders: Sequence[Path], html: Path | None) -> None:
 
 @contextmanager
 def _damage_named(path: Path) -> Iterator[None]:
-    """Raise StorageError for what values of a kind that no run writes lead to."""
     try:
         yield
     except DglxError:

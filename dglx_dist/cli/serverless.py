@@ -1,7 +1,5 @@
 """``dglx lambda``: workers of strategy ``lambda`` as functions of AWS."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated

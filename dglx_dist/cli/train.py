@@ -1,7 +1,5 @@
 """``dglx train``."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

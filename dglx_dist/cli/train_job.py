@@ -205,7 +205,6 @@ def _inputs_of(
 
 
 def _build_link(plan: TrainConfig, g: DistGraph, targets: Sequence[EdgeType]) -> Built:
-    """Build the encoder, if there is one, and the decoder of edges; collective."""
     decoder = plan.decoder or ("distmult" if len(targets) > 1 else "dot")
     etypes = g.canonical_etypes
     if plan.model == NO_ENCODER:
@@ -495,7 +494,6 @@ def _fit(
     begin: Callable[[], None],
     after_epoch: Callback,
 ) -> tuple[WrappedModel, FitResult]:
-    """Train on the nodes of a type, or on the edges of some."""
     module, inputs, sparse = built
     # A cache that auto chose is filled already.
     if plan.cache is not None and not g.kvstore.has_cache:

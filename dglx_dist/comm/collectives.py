@@ -3,8 +3,6 @@
 All ranks must call every function in the same order; on one rank it sends nothing.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence

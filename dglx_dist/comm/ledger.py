@@ -1,7 +1,5 @@
 """Byte ledger: payload bytes between ranks by phase, layer, source and destination."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass

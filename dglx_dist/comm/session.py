@@ -482,7 +482,6 @@ def start_session(
         strategy: Name of the strategy; only stored.
         options: The strategy's options; only stored.
         timeout_s: How long a rank may be silent, here and in every collective; DGLX_TIMEOUT overrides it.
-        seed: Seed of all random numbers; equal on all ranks.
         backend: Of the process group; None: gloo, and nccl beside it where every rank has a GPU to itself.
         device: ``cpu``, ``cuda``, ``cuda:N``; ``auto``: DGLX_DEVICE, else a GPU where one can be used.
         topology: None: read from the environment.

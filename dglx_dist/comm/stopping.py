@@ -1,7 +1,5 @@
 """Orderly end of ranks: signals, agreement on the step after which all stop, lost parents."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

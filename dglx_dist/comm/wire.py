@@ -7,8 +7,6 @@ evaluated, unpickled or used as a size before it is checked against the limits b
 that have arrived.
 """
 
-from __future__ import annotations
-
 import math
 import struct
 from collections.abc import Sequence

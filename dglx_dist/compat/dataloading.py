@@ -45,7 +45,6 @@ class _Epochs(ABC):
 
     @property
     def expected_idxs(self) -> int:
-        """Batches of an epoch on this rank."""
         return len(self)  # type: ignore[arg-type]  # every one has a length
 
 

@@ -1,7 +1,5 @@
 """DGL's ``DistGraph`` around ours."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``dgl.distributed.optim``: DGL's sparse optimizers around ours."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, final
 

@@ -187,9 +187,8 @@ def _read(path: Path, workspace: Workspace | None) -> dict[str, Array]:
     except DglxError:  # which are errors of Python, too
         raise
     except _UNREADABLE as error:
-        raise DatasetError(
-            f"{path}: not a readable .npz file of plain arrays ({error}; text ids: write tables)"
-        ) from error
+        problem = f"not a readable .npz file of plain arrays ({error}; text ids are for tables)"
+        raise DatasetError(f"{path}: {problem}") from error
 
 
 _IN_ORDER = ("rel", "etype", "triple_split")
@@ -594,7 +593,7 @@ def _graph_of_triples(files: Sequence[tuple[Path, int]], name: str, where: str) 
             raise DatasetError(f"{path}: the line {line} is not head, relation and tail; remove a header")
         tables.append(table.set_axis(["head", "relation", "tail"], axis=1))
         for column in tables[-1]:
-            id_column(pa.Table.from_pandas(tables[-1]), column, str(path))
+            id_column(pa.table({column: tables[-1][column]}), column, str(path))
     triples = pd.concat(tables)
     ends, entities = pd.factorize(pd.concat([triples["head"], triples["tail"]]), sort=True)
     relation, relations = pd.factorize(triples["relation"], sort=True)
@@ -607,5 +606,5 @@ def _graph_of_triples(files: Sequence[tuple[Path, int]], name: str, where: str) 
         "relation_names": np.array(relations, dtype=np.str_),
         "triple_split": np.repeat([code for _, code in files], [len(table) for table in tables]),
     }
-    graph = graph_of_arrays(arrays, name, where)
-    return replace(graph, user_ids={NODE_TYPE: np.array(entities, dtype=np.str_)})
+    user_ids = {NODE_TYPE: np.array(entities, dtype=np.str_)}
+    return replace(graph_of_arrays(arrays, name, where), user_ids=user_ids)

@@ -49,7 +49,6 @@ class Fields:
     may be in ``Annotated`` with :class:`Within`.
 
     Args:
-        given: Parsed JSON.
         where: The file, or what it describes, for messages.
         key: Path of this object inside; empty for the whole.
         error: Raised, also by the objects inside.

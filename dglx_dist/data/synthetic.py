@@ -323,8 +323,6 @@ def write_streamed(config: SyntheticConfig, folder: Path, *, feature_dtype: str 
     collective. StorageError if ``folder`` is not empty.
 
     Args:
-        config: As of :func:`generate`.
-        folder: Target folder.
         feature_dtype: float16, float32 or float64.
     """
     folder = Path(folder).absolute()

@@ -387,42 +387,30 @@ def _positions(end: Column, ids: Any, table: str | None) -> Array:
 def _columns(table: Any, where: str, left_out: set[str]) -> dict[str, NodeColumn]:
     columns: dict[str, NodeColumn] = {}
     names = [name for name in table.column_names if name not in left_out]
-    features = _numbered("feat", names)
-    targets = [] if LABEL in names else _numbered(LABEL, names)
     if LABEL in names:
         columns[LABEL] = _labels(column(table, LABEL, where))
     if _SPLIT in names:
         columns.update(_split_masks(column(table, _SPLIT, where)))
-    if features:
-        columns[FEATURE] = _stacked(table, features, where)
-    if targets:
-        columns[LABEL] = _stacked(table, targets, where)
+    for stem in sorted({FEATURE, LABEL} - {*names}):
+        numbered = {name: int(n[1]) for name in names if (n := re.fullmatch(rf"{stem}_?(\d+)", name))}
+        if numbered:
+            columns[stem] = _stacked(table, sorted(numbered, key=numbered.__getitem__), where)
+            names = [name for name in names if name not in numbered]
     for name in names:
-        if name in (LABEL, _SPLIT, *features, *targets):
+        if name in (LABEL, _SPLIT):
             continue
         found = column(table, name, where)
         if found.is_text:
-            other = (
-                ""
-                if _ID not in left_out or _ID in table.column_names
-                else (
-                    "and there is no column 'id': rename it if it has the ids (columns are id, label, split, "
-                    "feat_0 ..., of edges src, dst); else "
-                )
-            )
+            lacks_id = _ID in left_out and _ID not in table.column_names
+            hint = "rename it to 'id' if it has the ids (others: label, split, feat_0 ...; src, dst), "
             raise found.error(
-                f"holds strings, which no model can use; {other}encode it as numbers, or leave it out (in a "
-                f"folder of tables: --option ignore={name})"
+                f"holds strings, which no model can use; {hint if lacks_id else ''}encode it as numbers, or "
+                f"leave it out (in a folder of tables: --option ignore={name})"
             )
         columns[name] = found.numbers()
     columns = standard_columns(columns, where)
     check_columns(columns, table.num_rows, count_classes(columns), where)
     return columns
-
-
-def _numbered(stem: str, names: Sequence[str]) -> list[str]:
-    found = [(int(match[1]), name) for name in names if (match := re.fullmatch(rf"{stem}_?(\d+)", name))]
-    return [name for _, name in sorted(found)]
 
 
 def _labels(labels: Column) -> Array:

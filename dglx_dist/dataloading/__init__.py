@@ -3,8 +3,6 @@
 Samplers, including negative samplers, are DGL's own.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

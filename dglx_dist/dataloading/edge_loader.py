@@ -472,7 +472,6 @@ class DistEdgeDataLoader(StepLoader[EdgeType, EdgeBatch, EdgesBatch]):
     those of ``InBatch``.
 
     Args:
-        g: The distributed graph.
         eids: This rank's edges: (K,) ids, a mask over all edges, or {edge type: either}; K may be 0. Ids are
             those of ``g``, as :func:`edge_split` gives them.
         sampler: A node sampler of ``dgl.dataloading``, for the blocks around the edges' ends; or

@@ -273,8 +273,6 @@ def submit_columns(
     """Send the requests for all rows of a batch, without waiting.
 
     Args:
-        store: Of the columns.
-        columns: What to fetch.
         inputs: Node type to the (n,) int64 sources of the first block; a type may be missing.
         targets: Node type to the (B,) int64 destinations of the last.
         blocks: The edges of each block, the input-most first; read only when edge columns are fetched.

@@ -82,7 +82,6 @@ def number(table: Table, sources: Array, nodes: Array, count: int, local: Array)
         table: If hashed, with at least twice as many slots as distinct nodes; see :func:`grown_table`.
         sources: (K,) global ids.
         nodes: (count + K + 1,) global ids by number; the first ``count`` are set.
-        count: Number of nodes so far.
         local: (K,) output.
 
     Returns:
@@ -303,8 +302,6 @@ class NumberedNodes(NamedTuple):
 
 
 class _Hop(NamedTuple):
-    """The draws of one hop."""
-
     fanouts: Array
     """(R,) int64."""
     streams: Array
@@ -439,7 +436,6 @@ def draw_by_importance(
         indptr: (K + 1,) int64 of the candidates of K destinations.
         sources, weights: (e,) int64 global ids, and float64 above 0.
         fanout: As many in-edges; -1 for all.
-        stream: Key of the draws.
         rounds: Fixed-point iterations; below 0 until they converge.
         rows: (K + 1,) output: indptr of the kept edges.
 
@@ -573,7 +569,6 @@ def sample_batch(
     """Sample all hops of a batch and number the nodes that appear, each type from 0.
 
     Args:
-        relations: The whole structure.
         request: What to sample. With repeated seeds, the first row of ``node_ends`` is smaller and no hop is
             drawn.
         table: The calling thread's own, over the keys of all node types.

@@ -201,7 +201,6 @@ class DataLoader(StepLoader[str, MiniBatch, Batch]):
     ``importance_sampling=``, whose draws depend on all seeds of a batch.
 
     Args:
-        g: The distributed graph.
         indices: This rank's seeds: (K,) ids, a mask over all nodes, or {node type: either}; K may be 0.
         sampler: A sampler of ``dgl.dataloading``; the columns that it prefetches are attached to the blocks.
         batch_size: Seeds per rank and step.

@@ -53,8 +53,6 @@ def build_block(indptr: Tensor, sources: Tensor, num_src: int, etype: EdgeType =
     Args:
         indptr: (D + 1,) int32 or int64, CSC offsets of the D >= 0 destinations, the first sources.
         sources: (E,) of the dtype of ``indptr``, in [0, ``num_src``).
-        num_src: Number of sources.
-        etype: The edge type.
     """
     num_dst, (source, relation, destination) = len(indptr) - 1, etype
     nodes = [Frame(num_rows=num_src), Frame(num_rows=num_dst)]

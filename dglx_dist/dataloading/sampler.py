@@ -135,7 +135,6 @@ class WholeSource:
         """Sample a batch; the draws depend only on ``request``, not on where the structure is.
 
         Args:
-            request: What to sample.
             exclude: The edges in ``request.exclude`` that only this batch excludes, by type.
             workspace: The calling thread's own, over the nodes of all types.
 

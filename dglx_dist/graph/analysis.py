@@ -178,10 +178,8 @@ def reverse_edge_ids(
       ``exclude="reverse_types"`` has it.
 
     Args:
-        g: The distributed graph.
         etype: Edge type; None when there is one.
         reverse_etype: Type of the reverse edges; None: the same.
-        by: Of these three.
 
     Returns:
         (E,) int64 edge ids of ``reverse_etype``, -1 where there is none, distributed like the edges.

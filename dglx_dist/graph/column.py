@@ -167,7 +167,6 @@ class LookAheadRows:
 
     Args:
         count: Most rows to keep, C; may be 0.
-        info: Of the column.
         own: First and last id, exclusive, of the rows of the local server.
         num_ids: Rows of all servers; no id may be beyond.
     """

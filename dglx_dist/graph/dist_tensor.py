@@ -174,7 +174,6 @@ def _place_of(
 
 
 def _create(policy: PartitionPolicy, key: str, info: ColumnInfo, init: InitRows | None) -> None:
-    """Allocate the rows of a tensor and add them to the store; collective."""
     store = policy.store
     facts = {
         "key": key,
@@ -233,7 +232,6 @@ class DistTensor(Shared):
 
     Args:
         shape: Of the whole; without ``part_policy`` its first size selects the nodes or edges it goes with.
-        dtype: Torch's.
         name: The same on all ranks; None: no later creation can attach to it.
         init_func: (shape, dtype) of the local server's rows to their first values; zeros when None. Called on
             one rank of each server.

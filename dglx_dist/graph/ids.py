@@ -1,7 +1,5 @@
 """Conversion of row indices of any kind to checked int64 ids."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TypeAlias
 

@@ -77,7 +77,6 @@ class KVStore:
 
     Args:
         session: The run; its ``rpc`` must not serve another store of the same ``label``.
-        placement: The parts of each server.
         label: Distinguishes the stores of one run; the same on all ranks.
     """
 
@@ -193,7 +192,6 @@ class KVStore:
         local server and of its cache cost nothing. Not collective.
 
         Args:
-            name: Of the tensor.
             ids: (K,) int64, any order, repeats allowed.
             out: (K, *row) contiguous CPU tensor of the column's dtype to fill, or what makes it once the rows
                 are waited for; None: a new one.
@@ -326,10 +324,8 @@ class KVStore:
         may be lost, or mixed.
 
         Args:
-            name: Of the tensor.
             ids: (K,) int64, any order.
             rows: (K, *row) of the column's dtype in NumPy.
-            accumulate: Add to the present rows.
             wait: Return when every later pull of any rank sees the rows. Else return at once, with ``rows``
                 free to be used again; :meth:`fence` waits, and raises errors.
             phase, layer: For the ledger.

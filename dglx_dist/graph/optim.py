@@ -46,7 +46,6 @@ class SparseOptimizer:
     stay unchanged. Of several optimisers of one embedding, the first to step takes the gradients.
 
     Args:
-        params: The embeddings.
         rule: Returns the formula; called where an error is raised on all ranks.
         mode: "sync": every step equals that of one process. "async": owners apply gradients on arrival.
         staleness: Only for "async": most own steps that may not be applied yet when ``step()`` returns.

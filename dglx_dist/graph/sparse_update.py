@@ -143,7 +143,6 @@ class OwnedRows:
                 self._update(total._replace(ids=total.ids - self.first))
 
     def _update(self, gradient: RowSum) -> None:
-        """Update by a gradient whose ids are counted from the first row."""
         rows, wide, touched = self._rows, self.embedding.compute_dtype, gradient.ids
         if rows.dtype == wide:
             self.rule.update(numpy_view(rows), touched, self._state_rows, gradient, self.steps)

@@ -1,7 +1,5 @@
 """``node_split`` and ``edge_split``: division of selected rows over the ranks (DistDGL, two levels)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -38,7 +36,6 @@ def node_split(
     Args:
         nodes: Mask over all nodes of ``ntype`` or ids of some, see :func:`marked_ids`.
         partition_book: ``g.get_partition_book()``; None: the DistTensor's or the last opened graph's.
-        ntype: Node type.
         rank: Whose share; None: this rank's.
         force_even: Shares differ by at most one over all ranks: the marked nodes are cut into runs of ids,
             one per server, so that a few may be another server's. Else each server divides its own nodes.

@@ -187,7 +187,6 @@ class Structure:
     """In-edges of one edge type over global ids. Nothing here is collective but :meth:`serve`.
 
     Args:
-        etype: The edge type.
         num_sources: Nodes of the source type.
         shards: The structure in this server's memory, in order of the ids; read-only.
     """

@@ -1,7 +1,5 @@
 """Candidates of all strategies, their predictions, and the choice of the fastest, with reasons. No I/O."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product

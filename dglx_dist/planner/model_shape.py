@@ -1,7 +1,5 @@
 """Size and work of a model: widths, products, parameters and exchanged rows of each layer."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import replace

@@ -41,7 +41,6 @@ class Rate:
         """Parse e.g. "1gbit", "2.5gbit", "100mbit", "800kbit".
 
         Args:
-            text: A number and its unit.
             most: Largest rate in bits per second; by default what the kernel counts.
 
         Raises:

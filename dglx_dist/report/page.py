@@ -86,10 +86,7 @@ style-src 'unsafe-inline'; script-src {" ".join(f"'sha256-{one}'" for one in dig
 
 @final
 class _Figures(list[Values]):
-    """Figures for Plotly, in the order of their places."""
-
     def place(self, title: str, traces: Sequence[Values], layout: Values) -> str:
-        """Keep a figure and return its place."""
         self.append({"data": traces, "layout": layout})
         return f'<figure><figcaption>{escape(title)}</figcaption><div class="plot"></div></figure>'
 

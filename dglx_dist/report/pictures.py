@@ -1,7 +1,5 @@
 """Pictures as PNG files: epochs, parts, expansion, plan regions, and schedules from traces."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -220,8 +218,6 @@ _CHAR_WIDTH = 0.008
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """One row of a picture of spans."""
-
     axes: Any
     height: int
     shown: tuple[float, float]

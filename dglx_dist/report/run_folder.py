@@ -1,7 +1,5 @@
 """Result folder of a run: summary.json, metrics.jsonl, config.json, plan.json, picture.png."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

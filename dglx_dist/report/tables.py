@@ -1,7 +1,5 @@
 """Tables for the terminal and for Markdown, and the figures of summary.json."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
@@ -348,7 +346,6 @@ def expansion_table(
     Args:
         factors: (K + 1, S) nodes within h hops relative to own nodes.
         foreign: (K + 1,) nodes of other servers, on the server with most.
-        row_bytes: Bytes of a node's features.
         work: (K + 1,) edges aggregated by a model of h layers, relative to those without replicas.
     """
     servers = len(factors[0])

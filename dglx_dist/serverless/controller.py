@@ -4,8 +4,6 @@ The graph server decides which rows it accepts, half by half. For the controller
 of one attempt have arrived; later attempts are duplicates.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import math

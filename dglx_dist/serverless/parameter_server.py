@@ -1,7 +1,5 @@
 """Parameter servers without communication: plans, updates, stashes and sums."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import threading

@@ -1,7 +1,5 @@
 """RPC service and client of parameter servers: weights, gradients, sums between servers, update notices."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -95,7 +93,6 @@ class ParameterService:
     call and :meth:`close`. Parameter server r is rank r.
 
     Args:
-        num_ranks: All ranks, which are notified of updates.
         run: Number of the run in its session; tasks of other runs are rejected.
     """
 

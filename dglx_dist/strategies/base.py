@@ -255,9 +255,7 @@ class WrappedModel(nn.Module, ABC):
         """Return the trainer that replaces a loop over ``loader``, or None, as here. Collective.
 
         Args:
-            loader: From the strategy.
             optimizer: Over the parameters of this model.
-            objective: Of the training.
             show: Called now and then with one line of progress; from any thread.
 
         Raises:
@@ -324,10 +322,6 @@ class Strategy(ABC):
     A new instance is created whenever one is needed: state belongs in what it returns, or in a
     ``SessionField``.
 
-    Args:
-        session: The run.
-        options: The strategy's own options by name.
-
     Raises:
         ConfigError: an option is unknown or has a value that is not supported.
     """
@@ -351,10 +345,8 @@ class Strategy(ABC):
         """Return an iterable of ``(input_nodes, output_nodes, blocks)``; every rank must call it.
 
         Args:
-            g: The distributed graph.
             indices: (K,) int64, this rank's seeds; may be empty.
             sampler: A sampler of ``dgl.dataloading``.
-            loader_options: Of ``dglx_dist.DataLoader``.
         """
 
     def edge_loader(self, g: DistGraph, eids: Any, sampler: Any, **loader_options: Any) -> Iterable[Any]:
@@ -376,8 +368,6 @@ class Strategy(ABC):
 
         Args:
             model: The user's model; all ranks build the same one, rank 0's weights win.
-            g: The distributed graph of its inputs.
-            reduction: Of the user's loss.
 
         Raises:
             ConfigError: the strategy cannot train this model exactly.
@@ -494,7 +484,6 @@ def resolve_strategy(strategy: str | None, *, auto: bool = False) -> str:
     """Return the canonical name of ``strategy``; of None: DGLX_STRATEGY, else the default.
 
     Args:
-        strategy: A name or an alias.
         auto: Whether ``auto`` is allowed, as a strategy is chosen later.
 
     Raises:
@@ -525,12 +514,8 @@ def begin(
     """Join the other ranks for ``strategy``; every rank must call it.
 
     Args:
-        strategy: From :func:`resolve_strategy`.
         options: The strategy's own, merged over those of DGLX_OPTIONS.
-        timeout_s: Seconds that a rank may be silent.
-        seed: Of everything random.
         backend: Of the process group, if there is none yet.
-        device: See :func:`start_session`.
         check: Raises ConfigError for the session's options.
 
     Raises:

@@ -670,8 +670,6 @@ def batch_seconds(
 
     Args:
         known, work, traffic: Measurements; counts and bytes of the epoch.
-        compute: Seconds of computing.
-        sampling: To draw batches.
         pulled: To fetch what is fetched ahead from other servers.
         waited: For other servers, while nothing is computed.
         inside: For other ranks of the server, while nothing is computed.

@@ -65,7 +65,6 @@ _REMEDY = "move its folder away, and the checkpoint before it is taken"
 
 @contextmanager
 def _storage_errors() -> Iterator[None]:
-    """Raise a StorageError inside as CheckpointError."""
     try:
         yield
     except StorageError as error:
@@ -311,9 +310,7 @@ def save(  # noqa: PLR0913 - one for each thing that can be saved
 
     Args:
         folder: The run's checkpoints, on a disk that all ranks share.
-        model: Wrapped or plain.
         optimizer: Any of torch's, over the model's parameters.
-        loader: Its position is saved.
         sparse: Optimiser of embeddings, which are saved with its state; or several.
         epoch: Next epoch to run if ``step`` is 0, else the current one.
         step: Completed steps of that epoch.
@@ -360,8 +357,6 @@ class CheckpointWriter:
     publishes the whole.
 
     Args:
-        folder: As for :func:`save`.
-        state: What is saved.
         keep: Number of newest checkpoints that stay; older ones are removed after a new one is complete.
             None: all.
     """
@@ -558,7 +553,6 @@ class Checkpoints:
 
     Args:
         folder: On a disk that all ranks share.
-        model: Wrapped or plain.
         optimizer: As for :func:`save`, which ``sparse`` is, too.
         loader: Its position is saved, and set when it resumes: the next iteration has the rest of its epoch.
         every: Epochs between checkpoints, or steps: ``"200steps"``.

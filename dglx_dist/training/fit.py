@@ -300,13 +300,9 @@ def train(
     and Ctrl-C save a checkpoint after the step and raise :class:`Stopped` on all ranks.
 
     Args:
-        model: The result of ``wrap``.
         loader: Yields ``(input_nodes, output_nodes, blocks)`` with features and labels attached, or batches
             for ``config.task``.
-        optimizer: Over the wrapped model's parameters.
         g: The graph that the loader samples; evaluated on its masks.
-        config: Defaults when not given.
-        callbacks: Called after each epoch.
         sparse: Optimisers of embeddings, stepped and saved with ``optimizer``.
 
     Raises:
@@ -514,8 +510,6 @@ def _progress_of(
 
 
 class _Run:
-    """The state of one call of :func:`train`."""
-
     def __init__(
         self,
         loader: TrainingLoader,
@@ -616,13 +610,11 @@ class _Run:
         return Path(self._config.checkpoint_folder) / checkpoint.folder_name(epoch + 1)
 
     def check_evaluation(self) -> None:
-        """Raise ConfigError before training if the evaluation after it is impossible."""
         if self.has_epochs and self._config.evaluate is None and self._config.own_task is None:
             check_evaluable(self._step.model, self._g, **self._evaluate_options)
 
     @property
     def is_stopped(self) -> bool:
-        """Whether all ranks stop here because one was told to end."""
         return self._config.checkpoint_folder is not None and self._session.stop_point.is_over
 
     def leave(self) -> None:
@@ -650,7 +642,6 @@ class _Run:
         self.result = replace(self.result, accuracy=scores.accuracy, metrics=scores.metrics)
 
     def stopped(self) -> Stopped:
-        """Say where training has stopped."""
         found = Stopped(*(self._saved_at or (self._next, 0)), self._config.checkpoint_folder)
         if self._session.topology.rank == 0:
             log.warning("%s", found)

@@ -263,7 +263,6 @@ class LinkEvaluation:
 
     Args:
         g: The graph, with the masks of :func:`split_edges`.
-        targets: Edge types.
         inputs: As those of the training.
         metrics: Some of ``mrr``, ``hits@1``, ``hits@3``, ``hits@10`` and ``auc``.
         feature: Node data, without ``inputs``.

@@ -46,9 +46,6 @@ def f1(
     Args:
         predicted: (B,) integer classes or (B, C) scores; (B, C) bool where a row may have several classes.
         label: (B,) integer classes in [0, num_classes); (B, C) of 0 and 1 beside bool predictions.
-        num_classes: C.
-        session: The run.
-        average: ``macro`` or ``micro``.
 
     Raises:
         ConfigError: on all ranks: ``average`` is invalid, or shapes do not match.
@@ -88,7 +85,6 @@ def roc_auc(score: Tensor, label: Tensor, session: Session) -> float:
     Args:
         score: (B,) or (B, C) floating point, finite.
         label: The same shape, bool or 0 / 1.
-        session: The run.
 
     Raises:
         ConfigError: on all ranks: a score is nan, or shapes differ.
@@ -268,7 +264,6 @@ def rank_of_answer(
     Args:
         score_all: Returns the scores of all candidates, which are overwritten; answer ``a`` is column ``a``.
         subject: (Q,) int64; Q may be 0.
-        relation: (Q,) int64.
         answer: (Q,) int64 columns.
         known: True answers to remove from the candidates (filtered ranking); None: remove none (raw).
         max_scores: Scores held at once; at least one query is scored at a time.

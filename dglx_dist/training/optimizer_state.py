@@ -1,7 +1,5 @@
 """State of an optimizer by names of parameters: split for a checkpoint, checked, and put together again."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping
 from itertools import chain, zip_longest

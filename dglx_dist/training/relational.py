@@ -34,7 +34,6 @@ class EntityInputs:
     """The input rows of every node type of a batch. Not collective.
 
     Args:
-        g: The graph.
         feature: Node data of the types that have it.
         embeddings: Node type to its embedding, which has precedence over features. With one node type, its
             name is ``g.ntypes[0]``.
@@ -166,7 +165,6 @@ class RelationalModel(Layered):
     """Input projections, then layers over the blocks.
 
     Args:
-        graph: The graph, for its types.
         feature_widths: Node type to its feature columns, which a linear layer maps to ``hidden``. Rows of
             other types (embeddings) are used directly and must be ``hidden`` wide.
         hidden: Width between the layers.

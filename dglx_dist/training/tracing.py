@@ -77,8 +77,6 @@ def recording(file: str | Path | None, num_steps: int, session: Session) -> Iter
 
 @final
 class _Recorder:
-    """Counts steps and gathers the timelines of all ranks."""
-
     def __init__(self, path: Path, num_steps: int, session: Session, clock: Clock) -> None:
         self._path, self._num_steps, self._session, self._clock = path, num_steps, session, clock
         self._steps = 0

@@ -4,8 +4,6 @@ docs/ingest.md lists the supported keys; any other key is an error that lists th
 folder of the description or to the current folder.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Feature transforms and the feature tensors of one type; names and settings are GraphStorm's."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

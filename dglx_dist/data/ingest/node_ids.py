@@ -27,7 +27,6 @@ class IdMap:
 
     Args:
         folder: For the buckets, each of which fits into ``memory`` bytes.
-        num_nodes: N.
         is_text: Whether ids are texts (large_string), not int64.
         id_bytes: Of all ids that will be added; None: they are 0..N-1.
         memory: Bytes looked up at a time.

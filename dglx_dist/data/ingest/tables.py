@@ -1,7 +1,5 @@
 """Tables of many CSV or Parquet files, read a piece at a time."""
 
-from __future__ import annotations
-
 import csv
 import json
 from bisect import bisect_right

@@ -1,7 +1,5 @@
 """Labels, splits and the tensors of one node or edge type, written to the dataset."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -82,7 +80,10 @@ class Labels:
     def codes(self, rows: Column) -> Array:
         """Return (K,) labels of some rows."""
         if self.is_regression:
-            return _targets(rows)
+            texts = pc.utf8_trim_whitespace(pc.fill_null(rows.texts(), ""))
+            empty = pc.is_in(pc.utf8_lower(texts), pa.array(["", "nan"], texts.type))
+            numbers = numbers_of_text(replace(rows, values=pc.if_else(empty, "0", texts)))
+            return np.where(as_numpy(empty), np.nan, numbers).astype(np.float32)
         if not rows.is_text:
             return _whole(rows)
         known = pc.if_else(pc.equal(rows.values, ""), None, rows.values).cast(pa.large_string())
@@ -91,17 +92,6 @@ class Labels:
         else:
             numbers = pc.index_in(known, value_set=self._class_names, skip_nulls=True)
         return as_numpy(pc.fill_null(numbers, -1)).astype(np.int64)
-
-
-def _targets(rows: Column) -> Array:
-    empty = pc.is_null(rows.values, nan_is_null=True)
-    if rows.is_text:
-        empty = pc.fill_null(pc.equal(pc.utf8_trim_whitespace(rows.values), ""), True)
-    zero = pa.scalar("0" if rows.is_text else 0, rows.values.type)
-    known = replace(rows, values=pc.if_else(empty, zero, rows.values))
-    numbers = (numbers_of_text(known) if rows.is_text else known.numbers()).astype(np.float32)
-    numbers[as_numpy(empty)] = np.nan
-    return numbers
 
 
 def _whole(rows: Column) -> Array:
@@ -222,8 +212,6 @@ class TypeRows:
     """The table of one node or edge type, and the tensors that it becomes.
 
     Args:
-        spec: The type.
-        folder: Of the type in the dataset.
         output: With a scratch folder of its own.
     """
 

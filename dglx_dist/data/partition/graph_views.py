@@ -375,8 +375,6 @@ def write_rows(
         fill: Writes the neighbours and weights (ones before) of the rows ``first`` to ``last - 1`` at their
             ``free`` positions, which it advances; it is called once for each range.
         weight_dtype: Of the edge weights; None for none.
-        workspace: Its memory.
-        what: Description of the progress.
 
     Raises:
         ConfigError: the memory is too small for the arrays of nodes, or for one row.

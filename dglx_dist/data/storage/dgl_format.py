@@ -1,7 +1,5 @@
 """Reading and writing DGL's partition files."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace

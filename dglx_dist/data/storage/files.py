@@ -1,7 +1,5 @@
 """Atomic files and folders, locks, and the memory of the process: its sizes and its allocator."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import fcntl

@@ -159,7 +159,6 @@ def open_dataset(folder: str | Path, *, verify: Verify = "auto", checked: bool =
     """Open a partitioned dataset, and clean its cache; not collective.
 
     Args:
-        folder: Output of ``write_dataset``.
         verify: See :func:`verify_files`; ``never`` also trusts the cache.
         checked: Whether another process of this machine has just opened it with the same ``verify``.
 

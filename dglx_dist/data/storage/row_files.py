@@ -4,8 +4,6 @@ A file holds a range of a tensor's rows, and readers may read any ranges, so the
 from the number of writers. Callers write into a partial folder, see :mod:`dglx_dist.data.storage.files`.
 """
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Iterable, Mapping

@@ -158,7 +158,6 @@ def _narrow(
     places: Array | range,
     row_of: Callable[[int], int] = lambda place: place,
 ) -> Array:
-    """Convert (k, ...) values at (k,) ``places``, whose rows are named in messages."""
     piece = np.asarray(piece)
     if dtype == "bfloat16":
         target = _bfloat16(_single_bits(piece)).reshape(piece.shape)
@@ -425,7 +424,6 @@ def write_dataset(
 
     Args:
         graph: Sparse features are stored dense.
-        assignment: The owner of every node.
         folder: Must not exist, or be empty, unless ``overwrite``, which replaces a dataset by the new one.
         quality: Figures for the manifest, JSON values only.
         bfloat16: (node or edge type, column) of each uint16 array that holds bfloat16 bits.

@@ -1,7 +1,5 @@
 """AWS clients made with boto3, explained AWS errors, and the description of a deployment."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

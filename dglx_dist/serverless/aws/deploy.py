@@ -86,9 +86,6 @@ class Changes:
     """Announces each change of AWS, such as "create the function dglx-worker", and then makes it.
 
     After an error, the next deployment resumes with what is missing.
-
-    Args:
-        dry_run: Announce only.
     """
 
     def __init__(self, say: Callable[[str], None], *, dry_run: bool = False) -> None:

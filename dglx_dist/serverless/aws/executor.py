@@ -1,7 +1,5 @@
 """Executor ``aws``: workers as AWS Lambda functions, invoked asynchronously and billed from their log."""
 
-from __future__ import annotations
-
 import logging
 import re
 import threading

@@ -1,7 +1,5 @@
 """Entry point of the AWS Lambda function."""
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """The zip package of a worker: its modules of dglx_dist, numpy, pyzmq and a user's stages."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import subprocess

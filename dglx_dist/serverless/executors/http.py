@@ -1,7 +1,5 @@
 """Executor ``http``: workers behind a URL; each task is one POST request."""
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import ipaddress

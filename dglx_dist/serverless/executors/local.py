@@ -1,8 +1,6 @@
 """Executors on this machine: ``local``, whose workers are isolated processes, throttled on request, and
 ``inline``, whose workers are threads of the graph server (the paper's CPU-only servers)."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import subprocess

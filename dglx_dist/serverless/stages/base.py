@@ -259,9 +259,6 @@ class Backward(NamedTuple):
 class Stage(ABC):
     """Base of all stages; use :class:`VertexStage` or :class:`EdgeStage`.
 
-    Args:
-        config: JSON description; the constructor checks it.
-
     Raises:
         ConfigError: a field of ``config`` is missing, unknown or wrong.
     """
@@ -442,9 +439,6 @@ def register_stage(name: str, stage: type[Stage] | str) -> None:
 
     A program can name registered stages only: nothing named in a message is ever imported. A worker gets
     the list of a user's stages when its package is built or its process starts.
-
-    Args:
-        stage: A class, or ``"module:Class"``, which is imported now.
 
     Raises:
         ConfigError: the name belongs to another class, the class does not exist, or it is not a stage.

@@ -1,7 +1,5 @@
 """Vertex stages: dense, bias-only, SAGE, LayerNorm, and sequences of stages."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from itertools import pairwise

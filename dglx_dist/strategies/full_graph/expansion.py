@@ -167,7 +167,6 @@ def choose_external(
         taken: (T,) int64 ascending ids that are not candidates.
         scores: (E,) int64 score of each source, higher first; of length 0 if all are equal.
         fanout: -1 for all.
-        stream: Key of the random numbers.
     """
     most = indptr[-1] if fanout < 0 else np.minimum(np.diff(indptr), fanout).sum()
     chosen = np.empty(most, np.int64)

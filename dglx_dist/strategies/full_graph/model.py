@@ -1,7 +1,5 @@
 """Replicated model on halo blocks: layers exchange halo rows, parameter gradients are summed."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,5 @@
 """Candidates of push-pull, and the cost of an epoch (docs/strategies/push_pull.md)."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -134,7 +132,6 @@ def column_bytes(found: Survey, first: FirstLayer, *, group_size: int, pushed: b
 
     Args:
         found: Counted on the same cut, seeds and fan-outs, one rank per server.
-        first: Of the model.
         group_size: Parts that together hold all columns; a divisor of the ranks, or 0: all of them.
         pushed: Whether owners send the structure of their first blocks.
     """

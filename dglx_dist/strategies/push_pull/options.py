@@ -1,7 +1,5 @@
 """Options of push-pull."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Literal, TypeAlias, final

@@ -14,8 +14,6 @@ Every sum runs in the order of the edges, so equal rows give equal bits. Kernels
 and are compiled apart for values and None.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

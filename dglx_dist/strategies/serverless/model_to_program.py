@@ -190,7 +190,6 @@ class _Trace:
         return [(call.layer, call.block, call.edge_column) for call in self.calls]
 
     def where(self, number: int) -> str:
-        """Return the place after a call, for messages."""
         names, between = [repr(call.layer.name) for call in self.calls], self.calls[number].between
         where = f"after the last layer, {names[-1]},"
         if number + 1 < len(names):

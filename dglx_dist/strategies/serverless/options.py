@@ -1,7 +1,5 @@
 """Options of strategy ``lambda``, parsed and validated."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property

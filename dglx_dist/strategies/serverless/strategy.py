@@ -238,7 +238,6 @@ class Lambda(Strategy):
 
     @staticmethod
     def candidates(context: PlanContext) -> Iterator[Candidate]:
-        """Yield the pipeline with barriers, and asynchronous ones."""
         make = partial(Candidate, unit="full_graph", works=(_EXCHANGING, GhostPairs()))
         yield make()
         for staleness, factor in _EPOCHS.items():
