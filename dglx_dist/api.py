@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import ExitStack, contextmanager
@@ -38,11 +37,10 @@ from dglx_dist.data.storage.files import (
     named_failures,
     partial_folder,
     publish,
-    read_small,
     remove_abandoned,
     replace_folder,
 )
-from dglx_dist.data.storage.manifest import check_target, read_manifest
+from dglx_dist.data.storage.manifest import check_target, is_dgl_config, read_manifest
 from dglx_dist.data.storage.reader import open_dataset, verify_files
 from dglx_dist.data.storage.writer import FeatureDtype
 from dglx_dist.dataloading.step_loader import whole_number
@@ -324,13 +322,7 @@ def _session_for(strategy: str | None) -> Session:
 def _partitioned_as(path: Path) -> Literal["folder", "part_config"] | None:
     if (path / MANIFEST).is_file():
         return "folder"
-    if path.suffix != ".json" or not path.is_file():
-        return None
-    try:
-        value = json.loads(read_small(path))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return "part_config" if isinstance(value, dict) and "part-0" in value else None
+    return "part_config" if path.suffix == ".json" and is_dgl_config(path) else None
 
 
 def _refuse_partitioning(path: str | PathLike[str], **options: object) -> None:

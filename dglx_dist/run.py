@@ -44,16 +44,12 @@ def main(arguments: Sequence[str]) -> None:
     try:
         runpy.run_path(parsed.script, run_name="__main__")
     except BaseException as error:
-        _close_session(error)
+        session = session_if_open()
+        if session is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)):
+            # The other ranks would wait for this one.
+            session.fail(error)
+            session.close(failed=True)
         raise
-
-
-def _close_session(error: BaseException) -> None:
-    """Send the error to the other ranks, which would wait for this one."""
-    session = session_if_open()
-    if session is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)):
-        session.fail(error)
-        session.close(failed=True)
 
 
 if __name__ == "__main__":

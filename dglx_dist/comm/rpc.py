@@ -445,16 +445,13 @@ class Link:
 
     def _notice_all(self) -> None:
         while not self.broken and self._monitor.poll(0):
-            self._notice()
-
-    def _notice(self) -> None:
-        event = read_event(self._monitor)[0]
-        if event == zmq.EVENT_DISCONNECTED:
-            self.broken = "closed its connection or died"
-        elif event == zmq.EVENT_CLOSED:
-            self.broken = "does not accept connections (it is probably dead)"
-        else:
-            self.broken = "refused the connection (another job, or another secret)"
+            event = read_event(self._monitor)[0]
+            if event == zmq.EVENT_DISCONNECTED:
+                self.broken = "closed its connection or died"
+            elif event == zmq.EVENT_CLOSED:
+                self.broken = "does not accept connections (it is probably dead)"
+            else:
+                self.broken = "refused the connection (another job, or another secret)"
 
 
 @final

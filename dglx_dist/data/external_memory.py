@@ -434,7 +434,7 @@ class Workspace:
     intact: set[Path] = field(default_factory=set)
     """Stages of this process, or of an earlier one and compared with their checksums."""
 
-    def stage(self, name: str, make: Callable[[Path], None], *, shared: bool = False) -> Path:
+    def stage(self, name: str, make: Callable[[Path], object], *, shared: bool = False) -> Path:
         """Return ``folder / name``, which ``make`` fills unless it exists; it is complete or absent.
 
         Rank 0 makes it, or, if it is ``shared``, all ranks make the same folder. A stage of an earlier
@@ -628,7 +628,9 @@ def open_workspace(
 
 @contextmanager
 def _claimed(folder: Path, settings: Mapping[str, object]) -> Iterator[None]:
-    if (kind := _file_system(folder)) in _KINDS_IN_MEMORY:
+    kinds, place = {one.mountpoint: one.fstype for one in psutil.disk_partitions(all=True)}, folder.resolve()
+    kind = next((kinds[str(one)] for one in (place, *place.parents) if str(one) in kinds), None)
+    if kind in _KINDS_IN_MEMORY:
         say(f"{folder} is in memory ({kind}), which --memory does not limit; better choose another --scratch")
     with ExitStack() as stack:
         with named_failures(folder):
@@ -659,12 +661,6 @@ def _claimed(folder: Path, settings: Mapping[str, object]) -> Iterator[None]:
                 discard(folder)
             raise
         discard(folder)
-
-
-def _file_system(folder: Path) -> str | None:
-    kinds = {one.mountpoint: one.fstype for one in psutil.disk_partitions(all=True)}
-    place = folder.resolve()
-    return next((kinds[str(one)] for one in (place, *place.parents) if str(one) in kinds), None)
 
 
 def _stages(folder: Path) -> list[str]:

@@ -529,12 +529,8 @@ class SyntheticSource(DatasetSource):
         if is_small[0]:
             return generate(config)
         workspace.remaining(_BYTES_OF_NODE * config.nodes, 0, f"making {config.nodes} nodes")
-        folder = workspace.stage("synthetic", lambda partial: _write_part(config, partial / "dataset"))
+        folder = workspace.stage("synthetic", lambda partial: write_streamed(config, partial / "dataset"))
         return graph_of(open_dataset(folder / "dataset"), workspace)
-
-
-def _write_part(config: SyntheticConfig, folder: Path) -> None:
-    write_streamed(config, folder)
 
 
 def _generator(config: SyntheticConfig, stage: int) -> np.random.Generator:

@@ -121,7 +121,8 @@ class DistEmbedding(Shared):
             policy = checked()  # attaching is not collective
         else:
             policy = run_on_all_ranks(store.session, checked, ConfigError)
-        self.dataset = _dataset_of(policy, graph)
+        opened = graph or opened_graph()
+        self.dataset = opened.dataset.manifest.checksum if opened.kvstore is policy.store else ""
         """Checksum of the dataset that numbers the rows; "" when its graph is closed."""
         self.weight = _make_rows(policy, (num_embeddings, embedding_dim), dtype, name, init_func, scale)
         """The rows, (num_embeddings, embedding_dim)."""
@@ -256,11 +257,6 @@ def _make_rows(
         fill_uniform(owned_rows(weight), policy.owned_range[0], store.session.seed, weight.name, scale)
         barrier(store.session, f"first values of {weight.name!r}")
     return weight
-
-
-def _dataset_of(policy: PartitionPolicy, graph: OpenedGraph | None) -> str:
-    graph = graph or opened_graph()
-    return graph.dataset.manifest.checksum if graph.kvstore is policy.store else ""
 
 
 def _wait_for(gradients: list[RowGradient]) -> None:

@@ -71,7 +71,12 @@ class SparseOptimizer:
         self._reduction = reduction
 
         def checked() -> tuple[tuple[DistEmbedding, ...], UpdateRule]:
-            _check_options(mode, staleness, reduction)
+            if mode not in ("sync", "async"):
+                raise ConfigError(f"mode={mode!r} must be 'sync' or 'async'")
+            if reduction not in ("mean", "sum"):
+                raise ConfigError(f"reduction={reduction!r} must be 'mean' or 'sum'")
+            if staleness < 0:
+                raise ConfigError(f"staleness={staleness} must be at least 0")
             return _checked(params), rule()
 
         self.params, self._rule = run_on_all_ranks(self.session, checked, ConfigError)
@@ -330,15 +335,6 @@ class SparseOptimizer:
 def _is_taken(param: DistEmbedding, name: str) -> bool:
     policy = param.part_policy
     return policy.store.has(policy.hidden_key(f"{param.name}_{name}"))
-
-
-def _check_options(mode: str, staleness: int, reduction: str) -> None:
-    if mode not in ("sync", "async"):
-        raise ConfigError(f"mode={mode!r} must be 'sync' or 'async'")
-    if reduction not in ("mean", "sum"):
-        raise ConfigError(f"reduction={reduction!r} must be 'mean' or 'sum'")
-    if staleness < 0:
-        raise ConfigError(f"staleness={staleness} must be at least 0")
 
 
 def _session_of(params: object) -> Session:

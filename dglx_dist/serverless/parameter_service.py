@@ -13,7 +13,7 @@ from typing import final
 import numpy as np
 
 from dglx_dist.comm.ledger import WORKER
-from dglx_dist.comm.rpc import Rpc
+from dglx_dist.comm.rpc import Handler, Rpc
 from dglx_dist.comm.trace import PARAMETER_SERVER, Timeline
 from dglx_dist.comm.wire import payload_bytes
 from dglx_dist.errors import ConfigError, DglxError, PeerError
@@ -103,15 +103,15 @@ class ParameterService:
         self._rpc, self._ranks, self._timeout_s = rpc, range(num_ranks), rpc.timeout_s
         self._failure = ""
         self._changed, self._closing = threading.Event(), threading.Event()
-        self._handlers = {
+        self._handlers: dict[str, Handler] = {
             WEIGHTS: self._give_worker,
             WEIGHTS_FOR_RANK: self._give,
             GRADIENTS: self._take_from_worker,
             GRADIENTS_OF_RANK: self._take,
             SUMS: self._take_sums,
             MISSING: self._give_missing,
-            LATEST: self._give_latest,
-            STATE: self._give_state,
+            LATEST: lambda _name, _arrays: [np.concatenate([one.reshape(-1) for one in server.latest()])],
+            STATE: lambda _name, _arrays: pack_state(server.state),
         }
         for op, handler in self._handlers.items():
             rpc.register(op, handler, for_clients=op in (WEIGHTS, GRADIENTS))
@@ -227,12 +227,6 @@ class ParameterService:
     def _give_missing(self, _name: str, _arrays: Sequence[Array]) -> list[Array]:
         text = self._failure or self.server.missing()
         return [np.frombuffer(text[:_MAX_REASON].encode(), np.uint8)]
-
-    def _give_latest(self, _name: str, _arrays: Sequence[Array]) -> list[Array]:
-        return [np.concatenate([weight.reshape(-1) for weight in self.server.latest()])]
-
-    def _give_state(self, _name: str, _arrays: Sequence[Array]) -> list[Array]:
-        return pack_state(self.server.state)
 
 
 def raise_for_silent(rpc: Rpc, servers: Sequence[int], why: str) -> None:

@@ -332,15 +332,11 @@ def check_payload(
         length = {Per.NODE: rows, Per.EDGE: edges, Per.BOUND: rows + 1, Per.HALF: 2}[item.per]
         wanted = (length, item.width) if item.width else (length,)
         if not isinstance(array, np.ndarray) or array.shape != wanted or array.dtype != item.dtype:
-            what = f"{item.role.value} {item.slot}".rstrip()
-            raise ConfigError(f"{where} has {what} of {_form(array)}, not {wanted} and {item.dtype}")
-
-
-def _form(array: object) -> str:
-    # A user's own stage may return anything.
-    if isinstance(array, np.ndarray):
-        return f"shape {array.shape} and {array.dtype}"
-    return f"type {type(array).__name__}"
+            what, found = f"{item.role.value} {item.slot}".rstrip(), f"type {type(array).__name__}"
+            # A user's own stage may return anything.
+            if isinstance(array, np.ndarray):
+                found = f"shape {array.shape} and {array.dtype}"
+            raise ConfigError(f"{where} has {what} of {found}, not {wanted} and {item.dtype}")
 
 
 def _edges_of(indptr: Array, rows: int, where: str) -> int:

@@ -196,9 +196,6 @@ PARTITIONERS: Registry[Partitioner] = Registry(
     group="dglx_dist.partitioners",
 )
 
-partitioner = PARTITIONERS.register
-"""Decorator that registers a partitioner: ``@partitioner("mine")``."""
-
 
 def default_partitioner(options: PartitionOptions) -> str:
     """Return ``kaminpar`` for one balance weight, otherwise ``metis``.

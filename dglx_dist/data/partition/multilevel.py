@@ -29,27 +29,20 @@ _DGL_WEIGHTS = ("nodes", "degree")
 """Constraints that DGL has arguments for; others become node types."""
 
 
-def unsupported_by_dgl(options: PartitionOptions, weights: BalanceWeights) -> str | None:
-    """Return why DGL's METIS does not support the request, or None if it does."""
+def dgl_supports(options: PartitionOptions, weights: BalanceWeights) -> bool:
+    """Return whether DGL's METIS, of equal parts and without tolerances, supports the request."""
     given = options.tolerance
     tolerances = list(given.values()) if isinstance(given, Mapping) else [given]
-    if any(t != DEFAULT_TOLERANCE for t in tolerances):
-        return f"DGL's METIS has no tolerance, but {given} is requested"
-    if options.target_weights is not None:
-        return f"DGL's METIS makes equal parts, but target_weights={options.target_weights} is requested"
-    for name, column in zip(weights.names, weights.columns, strict=True):
-        if name not in _DGL_WEIGHTS and column.max(initial=0) > 1:
-            return f"DGL's METIS cannot balance the weight {name!r}"
-    return None
+    if options.target_weights is not None or any(t != DEFAULT_TOLERANCE for t in tolerances):
+        return False
+    others = zip(weights.names, weights.columns, strict=True)
+    return all(name in _DGL_WEIGHTS or column.max(initial=0) <= 1 for name, column in others)
 
 
 def part_graph_with_dgl(
     symmetric: SymmetricGraph, options: PartitionOptions, weights: BalanceWeights
 ) -> Array:
     """Return (N,) int32 parts by DGL's METIS: one initial partition, one refinement pass, one fixed seed."""
-    unsupported = unsupported_by_dgl(options, weights)
-    if unsupported is not None:
-        raise ConfigError(f"{unsupported}; pip install pymetis")
     kinds = np.zeros(symmetric.num_nodes, dtype=np.int64)
     for name, column in zip(weights.names, weights.columns, strict=True):
         if name not in _DGL_WEIGHTS:
@@ -78,12 +71,9 @@ _RETURN_CODES = {-2: "bad input", -3: "not enough memory", -4: "internal error"}
 _MAX_SEED = 2**31 - 1
 
 
-def library_path() -> str | None:
-    """Return pymetis' shared library with METIS, of 64-bit ids, or None if pymetis is not installed."""
-    try:
-        extension = importlib.import_module("pymetis._internal")
-    except ModuleNotFoundError:
-        return None
+def library_path() -> str:
+    """Return pymetis' shared library with METIS, of 64-bit ids."""
+    extension = importlib.import_module("pymetis._internal")
     width = extension._idx_type_width()
     if width != 64:
         raise ConfigError(f"pymetis was built with {width}-bit ids; install its wheel, which has 64-bit ids")
@@ -209,10 +199,9 @@ class Metis(_Multilevel):
         if len(symmetric.indices) == 0:
             # METIS prints warnings without edges; other weights than the first are balanced by moving nodes.
             return cut_ranges(weights.columns[0], weights.shares)
-        path = library_path()
-        if path is None or (self.options.fast and unsupported_by_dgl(self.options, weights) is None):
+        if self.options.fast and dgl_supports(self.options, weights):
             return part_graph_with_dgl(symmetric, self.options, weights)
-        return part_graph(path, symmetric, weights, self.options, seed)
+        return part_graph(library_path(), symmetric, weights, self.options, seed)
 
 
 _HEADER_BYTES = 24
@@ -255,7 +244,7 @@ class Kaminpar(_Multilevel):
         return 150 * num_nodes + (28 if has_weights else 16) * num_entries
 
     def _compute(self, seed: int, graph: SymmetricGraph, weights: BalanceWeights) -> Array:
-        library, workspace = _library(), self.workspace
+        library, workspace = importlib.import_module("kaminpar"), self.workspace
         node_weights = None if weights.names == ("nodes",) else weights.columns[0]
         # The Python binding reads graphs from files only; a file in shared memory costs one copy.
         folder = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
@@ -270,12 +259,3 @@ class Kaminpar(_Multilevel):
         capacities = np.floor(weights.capacities()[0]).astype(np.int64)
         parts = partitioner.compute_partition(loaded, max_block_weights=capacities.tolist())
         return np.fromiter(parts, dtype=np.int32, count=graph.num_nodes)
-
-
-def _library() -> Any:
-    try:
-        return importlib.import_module("kaminpar")
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            "method kaminpar needs the package kaminpar; pip install kaminpar, or use metis or ldg"
-        ) from error

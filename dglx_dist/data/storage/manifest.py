@@ -266,7 +266,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _why_unreadable(folder: Path, problem: OSError) -> str:
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else [folder]:
-        if _is_dgl_config(path):
+        if is_dgl_config(path):
             return f'{folder} is in the format of DGL; open it with dx.DistGraph(part_config="{path}")'
     if not folder.exists():
         reason = "it does not exist"
@@ -283,12 +283,13 @@ def _why_unreadable(folder: Path, problem: OSError) -> str:
     )
 
 
-def _is_dgl_config(path: Path) -> bool:
+def is_dgl_config(path: Path) -> bool:
+    """Whether ``path`` is the JSON file of a partition in DGL's format."""
     try:
         value = json.loads(read_small(path))
     except (OSError, ValueError, RecursionError):
         return False
-    return isinstance(value, dict) and {"node_map", "part_method"} <= value.keys()
+    return isinstance(value, dict) and "part-0" in value
 
 
 def _check_format(top: Fields) -> None:

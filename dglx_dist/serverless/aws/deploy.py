@@ -416,7 +416,13 @@ def try_function(
     address = address or address_towards(
         url.hostname, url.port or 443, f"AWS at {url.hostname}", "give --address"
     )
-    _check_is_local(address)
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+            probe.bind((address, 0))
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen at {address!r} here: {error}; give a numeric address of this machine"
+        ) from error
     rpc = Rpc(0, Ledger(Topology(rank=0, world_size=1, server_of_rank=(0,))), TASK_TIMEOUT_S)
     try:
         trial = _Trial(rpc.listen(address, Credentials(secret=secret.encode())), secret)
@@ -478,7 +484,8 @@ class _Trial:
             payload = answer["Payload"].read()
         seconds = time.perf_counter() - begun
         if "FunctionError" in answer:
-            raise RemoteError(f"the function {name} failed: {_reason(payload)}\n{_tail(answer)}")
+            log = base64.b64decode(answer.get("LogResult", "")).decode(errors="replace")
+            raise RemoteError(f"the function {name} failed: {_reason(payload)}\n{log[-_MAX_LOG:].strip()}")
         worker = WorkerAnswer.from_json(payload)
         self._check(name, task.key)
         return seconds, worker
@@ -503,23 +510,9 @@ class _Trial:
         return [np.array([1])]
 
 
-def _check_is_local(address: str) -> None:
-    try:
-        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-            probe.bind((address, 0))
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen at {address!r} here: {error}; give a numeric address of this machine"
-        ) from error
-
-
 def _reason(payload: bytes) -> str:
     try:
         found = json.loads(payload)
     except ValueError:
         return payload[:_MAX_LOG].decode(errors="replace")
     return str(found.get("errorMessage", found) if isinstance(found, dict) else found)[:_MAX_LOG]
-
-
-def _tail(answer: dict[str, str]) -> str:
-    return base64.b64decode(answer.get("LogResult", "")).decode(errors="replace")[-_MAX_LOG:].strip()

@@ -71,7 +71,8 @@ def wheel_files(folder: Path) -> Iterator[tuple[str, bytes]]:
 
 def download_wheels(folder: Path, *, python: str, architecture: str) -> None:
     """Download wheels of the versions installed here with pip, for "3.12" and "x86_64" or "aarch64", say."""
-    versions = [f"{project}=={_version(name)}" for name, project in LIBRARIES.items()]
+    modules = {project: importlib.import_module(name) for name, project in LIBRARIES.items()}
+    versions = [f"{project}=={module.__version__}" for project, module in modules.items()]
     platforms = [f"--platform=manylinux{kind}_{architecture}" for kind in ("2014", "_2_28")]
     wanted = [*platforms, f"--python-version={python}", "--only-binary=:all:", "--no-deps"]
     command = [sys.executable, "-m", "pip", "download", *wanted, f"--dest={folder}", *versions]
@@ -88,10 +89,6 @@ def _is_needed(path: PurePosixPath) -> bool:
         # The licences of numpy and pyzmq must be distributed with them.
         return "licenses" in path.parts or path.name.upper().startswith("LICENSE")
     return not _UNUSED_FOLDERS.intersection(path.parts) and not path.name.endswith(_UNUSED_ENDINGS)
-
-
-def _version(name: str) -> str:
-    return str(importlib.import_module(name).__version__)
 
 
 def stages_of(steps: Iterable[Step]) -> dict[str, str]:
@@ -209,11 +206,6 @@ def write_zip(path: Path, stages: Mapping[str, str] | None = None, *, wheels: Pa
     for own in stage_paths(stages):
         contents.update(_code(own))
     contents[STAGES_FILE] = write_json(dict(stages))
-    if wheels is None and sys.platform != "linux":
-        raise ConfigError(
-            f"functions run on Linux, but the installed libraries are for {sys.platform}; fetch others "
-            "with `dglx lambda package --python 3.12`"
-        )
     contents.update(installed_files() if wheels is None else wheel_files(wheels))
     with (
         replaced_file(path) as part,

@@ -64,7 +64,12 @@ class HttpExecutor(PoolExecutor):
     def __init__(self, context: ExecutorContext, options: Mapping[str, object]) -> None:
         given = read_record(HttpOptions, options, "executor 'http'", hidden=True, defaults=True)
         url = _checked_url(given)
-        _check_headers(given.headers or {})
+        for name, value in (given.headers or {}).items():
+            if not _HEADER.fullmatch(name) or not value.isascii():
+                raise ConfigError(
+                    f"executor 'http' cannot send the header {name[:80]!r}; names are of A-Z a-z 0-9 and "
+                    "!#$%&'*+.^_`|~-, values of ASCII"
+                )
         trust = None if url.scheme == "http" else _trust(given.certificates)
         super().__init__(lambda: _Connection(url, given, trust), context.notice, memory_mb=given.memory_mb)
 
@@ -149,15 +154,6 @@ def _checked_url(options: HttpOptions) -> SplitResult:
             "https://, or insecure=true on a trusted network"
         )
     return url
-
-
-def _check_headers(headers: Mapping[str, str]) -> None:
-    for name, value in headers.items():
-        if not _HEADER.fullmatch(name) or not value.isascii():
-            raise ConfigError(
-                f"executor 'http' cannot send the header {name[:80]!r}; names are of A-Z a-z 0-9 and "
-                "!#$%&'*+.^_`|~-, values of ASCII"
-            )
 
 
 def _trust(certificates: str | None) -> ssl.SSLContext:
