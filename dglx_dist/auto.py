@@ -408,12 +408,13 @@ def facts_of(model: nn.Module, session: Session, result: FitResult) -> dict[str,
         "servers": session.topology.num_servers,
         "task": result.task,
         **(
-            {"test_accuracy": result.test_accuracy, "val_accuracy": result.val_accuracy}
+            {"val_accuracy": result.val_accuracy, "test_accuracy": result.test_accuracy}
             if result.accuracy
             else {}
         ),
         **result.metrics,
         **({} if result.best_epoch is None else {"best_epoch": result.best_epoch}),
+        **({"stopped_early": True} if result.stopped_early else {}),
         "peak_memory_bytes": max(in_all for in_all, _ in peaks),
         "rank_memory_bytes": [in_all for in_all, _ in peaks],
         "device": f"cuda ({torch.cuda.get_device_name(device)})" if on_gpu else str(device),

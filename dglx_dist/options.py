@@ -123,7 +123,9 @@ def check_values(config: object, checks: Iterable[tuple[str, bool, str]]) -> Non
     """Raise ConfigError for the first (name with dashes, whether it is wrong, what it must be) at fault."""
     for name, wrong, allowed in checks:
         if wrong:
-            raise ConfigError(f"--{name} {getattr(config, name.replace('-', '_'))} must be {allowed}")
+            given = getattr(config, name.replace("-", "_"))
+            shown = ",".join(map(str, given)) if isinstance(given, tuple) else given
+            raise ConfigError(f"--{name} {shown} must be {allowed}")
 
 
 def common_fields(source: object, target: type) -> dict[str, Any]:

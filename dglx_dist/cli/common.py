@@ -61,12 +61,12 @@ def warn(text: str) -> None:
     say(f"warning: {text}", "yellow")
 
 
-def show(table: Table) -> None:
-    """Print a table; at least 150 columns wide where the output is no terminal."""
+def show(table: Table | Callable[[int], Table]) -> None:
+    """Print a table, or that of the width; at least 150 columns wide where the output is no terminal."""
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console = Console(highlight=False, markup=False, width=max(console.width, 150))
-    console.print(table)
+    console.print(table if isinstance(table, Table) else table(console.width))
 
 
 def draw_or_warn(draw: Callable[[], object], target: Path, remedy: str = "", *, quiet: bool = False) -> None:

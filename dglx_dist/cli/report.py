@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -197,7 +198,8 @@ def report(
 ) -> None:
     """Print the tables of a run and draw its picture again; of an unfinished run, the finished epochs.
 
-    Of several runs, print their figures side by side; of one with --seeds, mean and deviation. The page of
+    Of several runs, print their figures side by side; of one with --seeds, mean and deviation,
+    and with others or on the page the run of each seed. The page of
     --html needs no network, but Plotly here: `pip install 'dglx_dist[report]'`. It has curves, cost, bytes
     between ranks, and why auto chose.
 
@@ -231,7 +233,7 @@ def report(
             show(spread_table(summary))
             return
         run = read_run(folder)
-        show(epoch_table(run.epochs))
+        show(partial(epoch_table, run.epochs))
         if run.summary is None:
             warn(_how_to_resume(folder, run.config))
             return
@@ -242,9 +244,15 @@ def report(
 
 def _report_runs(folders: Sequence[Path], html: Path | None) -> None:
     from dglx_dist.report.page import page_of, write_page
-    from dglx_dist.report.run_folder import Run, read_run
+    from dglx_dist.report.run_folder import Run, read_run, read_spread
     from dglx_dist.report.tables import runs_table, summarise
 
+    found: list[Path] = []
+    for folder in folders:
+        with _damage_named(folder):
+            seeds = read_spread(folder)
+            found += [folder / run for run in seeds["runs"]] if seeds else [folder]
+    folders = found
     names = [one.resolve().name for one in folders]
     runs, summaries = dict[str, Run](), dict[str, Mapping[str, object]]()
     for name, folder in zip(names, folders, strict=True):

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import typer
@@ -90,14 +91,16 @@ def train(config: TrainConfig) -> None:
     if trained.rank == 0:
         from dglx_dist.report.tables import epoch_table, spread_table, summary_table
 
+        outputs = {"predictions": config.predictions, "embeddings": config.save_embeddings}
+        written = "".join(f", {name} to {folder}" for name, folder in outputs.items() if folder)
         if config.seeds:
             show(spread_table(trained.summary))
             again = f"dglx report {config.out}, of one seed: {config.out}/seed-{config.seeds[0]}"
-            write(f"written to {config.out}; again: {again}")
+            write(f"written to {config.out}{written}; again: {again}")
             return
-        show(epoch_table(trained.epochs))
+        show(partial(epoch_table, trained.epochs))
         show(summary_table(trained.summary))
-        write(f"written to {config.out}; again: dglx report {config.out}")
+        write(f"written to {config.out}{written}; again: dglx report {config.out}")
 
 
 def check_launched(ranks: int | None, servers: int | None) -> None:

@@ -58,7 +58,7 @@ from dglx_dist.training.config import (
     configuration_of,
     metrics_of,
 )
-from dglx_dist.training.export import check_target, write_embeddings
+from dglx_dist.training.export import check_target, write_embeddings, write_relations
 from dglx_dist.training.fit import (
     Callback,
     FitConfig,
@@ -237,6 +237,7 @@ def _write_outputs(
         of_type, is_made = rows_of(wrapped, g, inputs)
         rows = of_type if len(of_type) > 1 else of_type[g.ntypes[0]]
         write_embeddings(rows, g, plan.save_embeddings, name=EMBEDDING, overwrite=True)
+        write_relations(wrapped.whole().decoder, g, plan.save_embeddings)  # type: ignore[arg-type]
         for tensor in of_type.values() if is_made else ():
             tensor.delete()
         return
@@ -314,7 +315,8 @@ def train_dataset(plan: TrainConfig) -> Trained:
         append = partial(append_epoch, folder) if writes else lambda _record: None
         wrapped, result = _fit(plan, g, target, built, facts, start, append)
         epochs = (*(e for e in before if e.epoch < result.first_epoch), *result.epochs)
-        costs = facts_of(wrapped, session, result)
+        # Without patience the figures are those of the last epoch.
+        costs = facts_of(wrapped, session, result if plan.patience else replace(result, best_epoch=None))
         summary = summarise(costs, epochs) | {"traffic": result.traffic} | notes
         if choice is not None:
             choice["outcome"] = asdict(outcome_of(choice["epoch"], epochs, costs))

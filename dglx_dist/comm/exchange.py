@@ -704,13 +704,6 @@ class RowExchanges:
         return spent
 
 
-_EXCHANGES: SessionField[RowExchanges] = SessionField(RowExchanges)
-
-
-def row_exchanges(session: Session) -> RowExchanges:
-    """Return the exchanges of this session; the first call opens connections and is collective.
-
-    Raises:
-        PeerError: a rank is dead or did not connect within the time-out; it is named.
-    """
-    return _EXCHANGES.of(session)
+row_exchanges = SessionField(RowExchanges).of
+"""Returns the exchanges of a session; the first call opens connections and is collective. PeerError: a rank
+is dead or did not connect within the time-out; it is named."""

@@ -68,22 +68,19 @@ class Ledger:
     def since(self, snapshot: Snapshot) -> list[LedgerRow]:
         """Counts added after ``snapshot``, sorted, without unchanged ones."""
         now = self.snapshot()
+        same_server = self._topology.same_server
         return [
-            self._row(key, total - snapshot.get(key, 0))
-            for key, total in sorted(now.items())
-            if total != snapshot.get(key, 0)
+            LedgerRow(
+                phase=phase,
+                layer=layer,
+                source=source,
+                destination=destination,
+                inside=WORKER not in (source, destination) and same_server(source, destination),
+                num_bytes=added,
+            )
+            for (phase, layer, source, destination), total in sorted(now.items())
+            if (added := total - snapshot.get((phase, layer, source, destination), 0))
         ]
-
-    def _row(self, key: LedgerKey, num_bytes: int) -> LedgerRow:
-        phase, layer, source, destination = key
-        return LedgerRow(
-            phase=phase,
-            layer=layer,
-            source=source,
-            destination=destination,
-            inside=WORKER not in (source, destination) and self._topology.same_server(source, destination),
-            num_bytes=num_bytes,
-        )
 
 
 def ring_bytes(num_bytes: int, world_size: int, rank: int) -> int:

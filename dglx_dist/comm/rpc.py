@@ -445,16 +445,13 @@ class Link:
 
     def _notice_all(self) -> None:
         while not self.broken and self._monitor.poll(0):
-            self._notice()
-
-    def _notice(self) -> None:
-        event = read_event(self._monitor)[0]
-        if event == zmq.EVENT_DISCONNECTED:
-            self.broken = "closed its connection or died"
-        elif event == zmq.EVENT_CLOSED:
-            self.broken = "does not accept connections (it is probably dead)"
-        else:
-            self.broken = "refused the connection (another job, or another secret)"
+            event = read_event(self._monitor)[0]
+            if event == zmq.EVENT_DISCONNECTED:
+                self.broken = "closed its connection or died"
+            elif event == zmq.EVENT_CLOSED:
+                self.broken = "does not accept connections (it is probably dead)"
+            else:
+                self.broken = "refused the connection (another job, or another secret)"
 
 
 @final
@@ -494,16 +491,12 @@ class Client:
         if link is None or link.broken:
             with self._links_lock:
                 self._raise_if_closed()
-                links[rank] = link = self._open(self._peers[rank])
-        return link
-
-    def _open(self, peer: PeerAddress) -> Link:
-        socket = self._context.socket(zmq.DEALER)
-        _configure(socket)
-        self._credentials.present(socket, peer.rank, peer.public_key)
-        socket.setsockopt(zmq.IPV6, int("[" in peer.endpoint))
-        link = Link(socket, peer, self._credentials, self.closing)
-        self._links.add(link)
+                peer, socket = self._peers[rank], self._context.socket(zmq.DEALER)
+                _configure(socket)
+                self._credentials.present(socket, peer.rank, peer.public_key)
+                socket.setsockopt(zmq.IPV6, int("[" in peer.endpoint))
+                links[rank] = link = Link(socket, peer, self._credentials, self.closing)
+                self._links.add(link)
         return link
 
     def _raise_if_closed(self) -> None:

@@ -334,8 +334,13 @@ class Session:
         """
         if self._closed:
             return
-        if not failed:
-            self._finish_work()
+        try:
+            for action in () if failed else self.before_close:
+                action()
+        except DglxError as error:
+            self.fail(error)
+            self.close(failed=True)
+            raise
         self._closed = True
         atexit.unregister(self._at_exit)
         for release in self.on_close:
@@ -421,15 +426,6 @@ class Session:
     def _close_pipes(self, *, forked: bool = False) -> None:
         while self._pipes:
             self._pipes.pop().close(forked=forked)
-
-    def _finish_work(self) -> None:
-        try:
-            for action in self.before_close:
-                action()
-        except DglxError as error:
-            self.fail(error)
-            self.close(failed=True)
-            raise
 
     def _at_exit(self) -> None:
         self.close(failed=self._watch is not None and self._watch.failed)

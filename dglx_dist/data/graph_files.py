@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, islice
-from operator import itemgetter
 from pathlib import Path
 from typing import IO, Any, final
 
@@ -523,13 +522,13 @@ class EdgeListSource(DatasetSource):
 
     def load(self) -> RawGraph:
         if self._path.is_dir():
-            paths = [(path, _CODE_OF_FILE.get(path.stem, -1)) for path in self._path.glob("*.t[xs][tv]")]
-            found = sorted((one for one in paths if one[1] >= 0), key=itemgetter(1))
+            texts = sorted(self._path.glob("*.t[xs][tv]"))
+            found = {path: _CODE_OF_FILE[path.stem] for path in texts if path.stem in _CODE_OF_FILE}
             return _graph_of_triples(found, self._path.resolve().name, str(self._path))
         where, name = str(self._path), self._path.name.removesuffix(suffix_of(self._path))
         read, line, is_triples = _read_lines(self._path)
         if is_triples:
-            return _graph_of_triples([(self._path, -1)], name, where)
+            return _graph_of_triples({self._path: -1}, name, where)
         if read.shape[1] < 2:
             raise DatasetError(f"{where}: the line {line} has not two ids")
         ends = [[re.fullmatch(r"-?\d+", str(one)) for one in row] for row in read.iloc[:2, :2].to_numpy()]
@@ -583,11 +582,11 @@ def _is_triple(pieces: Sequence[bytes]) -> bool:
     return len(numbers) == 3 and (numbers == (True, False, True) or not (numbers[2] or all(numbers[:2])))
 
 
-def _graph_of_triples(files: Sequence[tuple[Path, int]], name: str, where: str) -> RawGraph:
+def _graph_of_triples(files: Mapping[Path, int], name: str, where: str) -> RawGraph:
     import pandas as pd
 
     tables = []
-    for path, _ in files:
+    for path in files:
         table, line, is_triples = _read_lines(path)
         if not is_triples or str(table.iloc[0, 1]).lower() in ("relation", "predicate"):
             raise DatasetError(f"{path}: the line {line} is not head, relation and tail; remove a header")
@@ -604,7 +603,7 @@ def _graph_of_triples(files: Sequence[tuple[Path, int]], name: str, where: str) 
         "tail": ends[len(triples) :],
         "rel": relation,
         "relation_names": np.array(relations, dtype=np.str_),
-        "triple_split": np.repeat([code for _, code in files], [len(table) for table in tables]),
+        "triple_split": np.repeat(list(files.values()), [len(table) for table in tables]),
     }
     user_ids = {NODE_TYPE: np.array(entities, dtype=np.str_)}
     return replace(graph_of_arrays(arrays, name, where), user_ids=user_ids)

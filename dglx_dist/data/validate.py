@@ -207,13 +207,6 @@ def _checked_mask(mask: NodeColumn, name: str, where: str) -> Array:
     return mask
 
 
-def too_many_classes(largest: int) -> str:
-    """Return what is said of a ``largest`` label from :data:`MAX_CLASSES` on."""
-    return (
-        f"the label {largest}, which takes over {MAX_CLASSES} classes; is it an id, or a task of regression?"
-    )
-
-
 def _check_classes(label: Array, num_classes: int, where: str) -> None:
     if label.dtype.kind not in "iu":
         raise column_error(where, LABEL, f"must hold whole numbers; it is {label.dtype}")

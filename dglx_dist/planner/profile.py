@@ -116,7 +116,9 @@ def probe(session: Session, *, seconds: float = 2.0) -> Links:
     inside = _ring_neighbours(servers[topology.server], topology.rank)
     external = _bandwidth(session, across, seconds / 2) if len(servers) > 1 else None
     internal = _bandwidth(session, inside, seconds / 2) if max(map(len, servers)) > 1 else None
-    latency = _latency(session, inside if external is None else across)
+    neighbors = inside if external is None else across
+    took = sum(_time_swap(session, neighbors, 8) for _ in range(_SMALL_ROUNDS)) / _SMALL_ROUNDS
+    latency = _longest(session, took)
     if internal is not None:
         # Each rank of the ring within a server moves this much.
         internal = internal[0] * len(servers[topology.server]), internal[1]
@@ -151,11 +153,6 @@ def _bandwidth(session: Session, neighbors: tuple[int, int] | None, seconds: flo
         num_bytes = int(min(max(wanted, 2 * num_bytes), 8 * num_bytes, _MOST_BYTES))
     counted = rounds[1:] or rounds
     return num_bytes / max(statistics.median(counted), 1e-9), half_range(counted) if rounds[1:] else 1.0
-
-
-def _latency(session: Session, neighbors: tuple[int, int] | None) -> float:
-    took = sum(_time_swap(session, neighbors, 8) for _ in range(_SMALL_ROUNDS)) / _SMALL_ROUNDS
-    return _longest(session, took)
 
 
 def _time_swap(session: Session, neighbors: tuple[int, int] | None, num_bytes: int) -> float:

@@ -187,8 +187,10 @@ _EPOCH_COLUMNS = (
 )  # fmt: skip
 
 
-def epoch_table(epochs: Iterable[EpochRecord]) -> Table:
+def epoch_table(epochs: Iterable[EpochRecord], width: int = 1000) -> Table:
     """Return one row per epoch: loss, metrics, seconds, samples/s, the phases in seconds, and bytes.
+
+    Costs that are all 0 are left out, and as many of the last ones as ``width`` characters have no room for.
 
     ``train`` is the accuracy while training, ``val`` the exact one of validation, and other metrics of
     validation have columns of their own names.
@@ -209,16 +211,30 @@ def epoch_table(epochs: Iterable[EpochRecord]) -> Table:
             scores[name.replace("_", "\n", 1)] = [
                 readable_score(record.metrics.get(name)) for record in epochs
             ]
-    more: dict[str, list[str]] = {}
+    costs = dict(zip(_EPOCH_COLUMNS, map(list, zip(*map(_epoch_cells, epochs), strict=True)), strict=False))
     if any(record.cache_hit_rate is not None for record in epochs):
-        more["hits"] = [readable_percent(record.cache_hit_rate) for record in epochs]
-    if any(record.checkpoint_s for record in epochs):
-        more["saving"] = [readable_seconds(record.checkpoint_s) for record in epochs]
-    table = _table(("epoch", "loss", *scores, *_EPOCH_COLUMNS, *more), _EPOCH_LEGEND)
-    for number, record in enumerate(epochs):
-        before, after = ([cells[number] for cells in some.values()] for some in (scores, more))
-        table.add_row(str(record.epoch), f"{record.loss:.4f}", *before, *_epoch_cells(record), *after)
+        costs["hits"] = [readable_percent(record.cache_hit_rate) for record in epochs]
+    costs["saving"] = [readable_seconds(record.checkpoint_s) for record in epochs]
+    before = {
+        "epoch": [str(record.epoch) for record in epochs],
+        "loss": [f"{record.loss:.4f}" for record in epochs],
+        **scores,
+    }
+    shown = before | {name: cells for name, cells in costs.items() if not _ZEROS.issuperset(cells)}
+    while len(shown) > len(before) and _width_of(shown) > width:
+        shown.popitem()
+    without = [name for name in costs if name not in shown and not _ZEROS.issuperset(costs[name])]
+    table = _table(shown, _EPOCH_LEGEND + (f"; no room for {', '.join(without)}" if without else ""))
+    for cells in zip(*shown.values(), strict=True):
+        table.add_row(*cells)
     return table
+
+
+_ZEROS = frozenset(("0.000", "0 B"))
+
+
+def _width_of(columns: Mapping[str, Sequence[str]]) -> int:
+    return -1 + sum(3 + max(map(len, (*name.split("\n"), *cells))) for name, cells in columns.items())
 
 
 _EPOCH_LEGEND = (

@@ -33,7 +33,6 @@ from dglx_dist.strategies.cost import (
     Measured,
     PlanContext,
     Survey,
-    Traffic,
     batch_seconds,
     compute_seconds,
     latencies,
@@ -108,7 +107,11 @@ class DataParallel(Strategy):
             rates = replace(known.rates, sample_edge_s=factor * known.rates.sample_edge_s)
             known = replace(known, batches=batches, rates=rates)
         work, cache = known.mini_batches, known.cache_of(candidate) or CacheHits(policy="", alpha=0.0)
-        traffic = _traffic(known, cache)
+        row = ID_BYTES + known.graph.feature_bytes
+        missed = work.survey.feature_bytes - cache.hits * row
+        phases = row_bytes(replace(work.survey, feature_bytes=missed))
+        sums = ring_split(known.shape.gradient_bytes, known.cluster.server_of_rank, work.steps)
+        traffic = traffic_with_sums(phases, {}, sums, once=cache.once_rows * row, exact=work.counted)
         pulled_bytes = sum(count for name, count in traffic.outside.items() if name != GRADIENTS)
         pulled = pulled_bytes * work.card_share / known.cluster.external_bytes_per_s
         if pulled_bytes:
@@ -144,13 +147,6 @@ def row_bytes(found: Survey) -> dict[str, int]:
         labels=found.label_bytes,
         gradients=found.gradient_bytes,
     )
-
-
-def _traffic(known: Measured, cache: CacheHits) -> Traffic:
-    row, work = ID_BYTES + known.graph.feature_bytes, known.mini_batches
-    phases = row_bytes(replace(work.survey, feature_bytes=work.survey.feature_bytes - cache.hits * row))
-    sums = ring_split(known.shape.gradient_bytes, known.cluster.server_of_rank, work.steps)
-    return traffic_with_sums(phases, {}, sums, once=cache.once_rows * row, exact=work.counted)
 
 
 class ReplicatedModel(WrappedModel):

@@ -63,7 +63,8 @@ def metrics_of(task: str, metrics: Sequence[str]) -> tuple[str, ...]:
     for name in metrics:
         if name not in known:
             raise ConfigError(
-                f"metric {name} is not one of {task}; take some of {', '.join(known)}, or another --task"
+                f"metric {name} is not one of {task}; take some of {', '.join(known)}, or another "
+                f"--task{did_you_mean(name, known)}"
             )
     return tuple(metrics) or known[: {CLASSIFICATION: 1, LINK: len(known)}.get(task, 2)]
 
@@ -436,7 +437,7 @@ class TrainConfig(RunOptions, ModelConfig):
     )
     predictions: str | None = _path_of_run(
         None,
-        "Write every node's class (and its name, if it has one), labels or number as Parquet.",
+        "Write every node's class (and its name), labels or number as Parquet; not with --task link.",
         metavar="DIR",
     )
     scores: bool = _of_run(False, "With --predictions: also the probabilities of all classes or labels.")
@@ -458,6 +459,7 @@ class TrainConfig(RunOptions, ModelConfig):
                 raise ConfigError(f"--option {name} is no option of a strategy; see `dglx train --help`")
         super().__post_init__()
         check_run(self)
+        unknown = next((one for one in self.metric if one not in _METRICS), "")
         checks = (
             (
                 "recompute",
@@ -474,8 +476,12 @@ class TrainConfig(RunOptions, ModelConfig):
                 self.save_embeddings is not None and self.layers < 2 and self.task != LINK,
                 "left out with --layers 1, whose only layer gives the scores",
             ),
-            ("scores", self.scores and not self.predictions, "given with --predictions DIR"),
-            ("metric", not set(self.metric) <= set(_METRICS), f"some of {', '.join(_METRICS)}"),
+            (
+                "scores",
+                self.scores and not self.predictions and self.task != LINK,
+                "given with --predictions DIR",
+            ),
+            ("metric", unknown != "", f"some of {', '.join(_METRICS)}{did_you_mean(unknown, _METRICS)}"),
             (
                 "seeds",
                 min(self.seeds, default=0) < 0 or len(set(self.seeds)) < len(self.seeds),
@@ -514,7 +520,8 @@ class TrainConfig(RunOptions, ModelConfig):
                 yield name, given, "left out without --task link, which trains on edges"
             yield "model", self.model == NO_ENCODER, "another one without --task link: it has no layers"
             return
-        yield "predictions", self.predictions is not None, "left out with --task link, which has no classes"
+        for name in ("predictions", "scores"):
+            yield name, bool(getattr(self, name)), "left out with --task link, which has no classes"
         yield "class-weight", self.class_weight != "none", "none with --task link, which has no classes"
         yield "strategy", auto, "named with --task link: auto compares batches of nodes"
         without = self.model == NO_ENCODER and self.embeddings is None

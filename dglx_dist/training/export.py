@@ -13,11 +13,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dglx_dist.comm.collectives import gather_json, run_on_all_ranks
 from dglx_dist.data.storage.columns import safe_name
-from dglx_dist.data.storage.files import check_replaceable, named_failures, place_folder
+from dglx_dist.data.storage.files import check_replaceable, named_failures, place_folder, replaced_file
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.shared_memory import shared_partial_folder
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 INDEX = "_index.json"
 """Readers of Parquet folders skip names that begin with ``_``."""
+RELATIONS = "_relations.parquet"
 FORMAT = "dglx_dist rows"
 _WHAT = "exported rows"
 ID, CLASS = "id", "class"
@@ -94,6 +95,19 @@ def write_embeddings(
         files = gather_json(local_files, session)
         run_on_all_ranks(session, lambda: _finish(partial, target, files, overwrite) if is_first else None)
     return Path(folder)
+
+
+def write_relations(decoder: nn.Module, g: DistGraph, folder: str | Path) -> None:
+    """Write ``_relations.parquet``, a row per edge type of a decoder's parameters, if any. Collective."""
+    columns = {name: pa.array(list(rows.detach().cpu().numpy())) for name, rows in decoder.named_parameters()}
+
+    def write() -> None:
+        target = Path(folder).absolute() / RELATIONS
+        names = [":".join(etype) for etype in g.canonical_etypes]
+        with named_failures(target), replaced_file(target) as partial:
+            pq.write_table(pa.table({"etype": names, **columns}), partial)
+
+    run_on_all_ranks(g.session, write if columns and g.session.topology.rank == 0 else lambda: None)
 
 
 def _tables(rows: DistTensor | Mapping[str, DistTensor], g: DistGraph) -> dict[str, DistTensor]:

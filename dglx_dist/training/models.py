@@ -49,10 +49,7 @@ class Decoder(nn.Module, ABC):
     """
 
     row_scale = 0.02
-    """Trainable rows that are scored as they are start uniform in [-row_scale, row_scale).
-
-    Products of larger ones are noise, which training then fits before it learns.
-    """
+    """Trainable rows that are scored start uniform in +- this: products of larger ones are noise to fit."""
 
     @abstractmethod
     def query(self, rows: Tensor, relation: Tensor, *, of_subjects: bool = False) -> Tensor:

@@ -208,31 +208,25 @@ def _measured(name: str, scores: Tensor, labels: Tensor, session: Session, task:
 
 def warn_of_guesses(task: str, found: Mapping[str, float], g: DistGraph, ntype: str, label: str) -> None:
     """Warn on rank 0 if the metrics ``found`` of the test targets are those of guesses. Collective."""
-    problem = ""
+    name, is_poor = "auc", found.get("test_auc", 1.0) < 0.55
+    why = "0.5, that of guesses; train longer, or with another --lr or --embeddings"
     if task == CLASSIFICATION and "test_accuracy" in found:
-        problem = _below_majority(found["test_accuracy"], g, ntype, label)
+        share = _majority(g, ntype, label)
+        name, is_poor = "accuracy", found["test_accuracy"] <= share
+        why = f"{share:.4g}, the share of the largest class; see --metric f1_macro, --class-weight balanced"
+        why = "1, as all test targets are of one class" if share == 1 else why
     elif task == REGRESSION and "test_rmse" in found:
-        labels = _test_labels(g, ntype, label).double()
-        labels = labels.reshape(len(labels), math.prod(labels.shape[1:]))
-        sums = torch.cat([labels.sum(0), torch.tensor([float(len(labels))])])
-        sums = sum_over_ranks(sums, g.session, phase=metrics.PHASE)
-        deviation = metrics.rmse((sums[:-1] / sums[-1]).expand_as(labels), labels, g.session)
-        if found["test_rmse"] > _GUESSED * deviation:
-            problem = (
-                f"the test rmse of {found['test_rmse']:.4g} is hardly below {deviation:.4g}, the standard "
-                "deviation of the labels: their mean would do; train for more epochs, or with standardised "
-                "labels (docs/quickstart.md, Tasks and metrics)"
-            )
-    elif found.get("test_auc", 1.0) < _GUESSED_AUC:
-        problem = (
-            f"the test AUC of {found['test_auc']:.3f} is about 0.5, that of guesses; train for more epochs, "
-            "or with another --lr, --embeddings or --weight-decay"
+        labels = _test_labels(g, ntype, label)
+        labels = labels.double().reshape(-1, math.prod(labels.shape[1:]))
+        sums = torch.stack([labels, torch.ones_like(labels)]).sum(1)
+        total, count = sum_over_ranks(sums, g.session, phase=metrics.PHASE)
+        deviation = metrics.rmse((total / count).expand_as(labels), labels, g.session)
+        name, is_poor = "rmse", found["test_rmse"] > 0.9 * deviation
+        why = (
+            f"{deviation:.4g}, the standard deviation of the labels; train longer, or standardise them first"
         )
-    if problem and g.session.topology.rank == 0:
-        log.warning("%s", problem)
-
-
-_GUESSED, _GUESSED_AUC = 0.9, 0.55
+    if is_poor and g.session.topology.rank == 0:
+        log.warning("the test %s of %.4g is hardly better than %s", name, found[f"test_{name}"], why)
 
 
 def _test_labels(g: DistGraph, ntype: str, label: str) -> Tensor:
@@ -240,26 +234,14 @@ def _test_labels(g: DistGraph, ntype: str, label: str) -> Tensor:
     return torch.cat([data[label][rows][data[SPLITS[2]][rows].bool()] for rows in pieces])
 
 
-def _below_majority(accuracy: float, g: DistGraph, ntype: str, label: str) -> str:
-    """Return what to say if the test accuracy is not above the share of the largest class. Collective."""
-    classes = g.dataset.manifest.num_classes.get(ntype, 0)
-    if not classes:
-        return ""
+def _majority(g: DistGraph, ntype: str, label: str) -> float:
+    """Return the share of the largest class among the test targets, -1 without classes. Collective."""
+    if not (classes := g.dataset.manifest.num_classes.get(ntype, 0)):
+        return -1.0
     labels = _test_labels(g, ntype, label)
     counts = torch.bincount(labels[(labels >= 0) & (labels < classes)], minlength=classes)
     counts = sum_over_ranks(counts, g.session, phase=metrics.PHASE)
-    share = float(counts.max()) / max(1, int(counts.sum()))
-    if share == 1:
-        return "all test targets are of one class, which is no test"
-    return (
-        ""
-        if accuracy > share
-        else (
-            f"the test accuracy of {100 * accuracy:.1f} % is not above {100 * share:.1f} %, the share of the "
-            "largest class: it may always be the same answer; see --metric f1_macro, or give --class-weight "
-            "balanced"
-        )
-    )
+    return float(counts.max()) / max(1, int(counts.sum()))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
+from pyarrow.dataset import dataset
 
 from dglx_dist.cli.train import check_before_launch
 from dglx_dist.cli.train_job import train_dataset
@@ -52,6 +54,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "ring": written(root / "ring", replace(ring, node_data={"_N": {"feat": feat}})),
         "plain": written(root / "plain", ring),
+        "named": written(
+            root / "named",
+            replace(
+                ring,
+                node_data={"_N": {"feat": feat, "label": nodes % 2, "train_mask": nodes > 9}},
+                num_classes={"_N": 2},
+                class_names={"_N": ["a", "b"]},
+            ),
+        ),
         "shop": written(root / "shop", shop),
     }
 
@@ -79,7 +90,7 @@ def test_rows_of_links_learn_in_few_epochs(
     caplog.clear()
     found = run(str(folders["shop"]), str(tmp_path / "b"), {**options, "epochs": 1, "lr": 1e-9})
     assert found["test_auc"] < 0.55
-    assert len([one for one in caplog.messages if "AUC" in one and "guesses" in one]) == 1
+    assert len([one for one in caplog.messages if "test auc" in one and "guesses" in one]) == 1
 
 
 METRICS = [f"{split}_{metric}" for split in ("val", "test") for metric in METRICS_OF[LINK]]
@@ -132,6 +143,7 @@ def refused(folder: str, out: str, options: dict[str, Any]) -> str:
         ("plain", {}, "give the nodes trainable rows with --embeddings 64"),
         ("plain", {"task": "link"}, "give the nodes trainable rows with --embeddings 64"),
         ("ring", {}, "has no node data 'label' (known: 'feat'); partition a graph that has it"),
+        ("named", {"task": "regression"}, "number classes with names, which --task regression does not take"),
         ("ring", {"task": "link", "model": "gcn"}, "use --model sage, sgc or gat"),
         ("shop", {"task": "link"}, "or --model none, which scores trainable rows"),
         ("shop", {"task": "link", "model": "rgcn", "target": ("likes",)}, "likes"),
@@ -159,12 +171,28 @@ def test_graphs_that_a_task_cannot_use(
         ({"task": "link", "negatives": 0}, "--negatives 0 must be at least 1"),
         ({"task": "link", "metric": ("accuracy",)}, "metric accuracy is not one of link; take some of mrr"),
         ({"task": "link", "predictions": "out"}, "--predictions out must be left out with --task link"),
+        ({"task": "link", "scores": True}, "--scores True must be left out with --task link"),
+        ({"metric": ("acuracy",)}, "--metric acuracy must be some of .*did you mean 'accuracy'"),
+        ({"seeds": (0, 0)}, "--seeds 0,0 must be different"),
         ({"task": "link", "strategy": "auto"}, "--strategy auto must be named with --task link"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         TrainConfig(data="data", out="run", **options)
+
+
+def test_relations_of_a_decoder_are_written_beside_the_rows(folders: dict[str, Path], tmp_path: Path) -> None:
+    options = {"model": "none", "embeddings": 6, "target": ("buys",), "decoder": "rotate", "epochs": 1}
+    rows = tmp_path / "rows"
+    run(str(folders["shop"]), str(tmp_path / "run"), {**options, "save_embeddings": str(rows)})
+    found = pq.read_table(rows / "_relations.parquet").to_pydict()
+    assert found["etype"] == ["user:buys:item", "item:buys-rev:user"]
+    assert np.shape(found["angles"]) == (2, 3)
+    assert np.abs(found["angles"]).max() > 0.1
+    item = dataset(rows / "item").to_table().to_pydict()
+    # Those that are scored: RotatE's start within 2 (12 + 2) / 6.
+    assert 1.5 < np.abs(item["embedding"]).max() < 2 * 14 / 6 + 0.1
 
 
 def test_strategies_without_batches_of_edges_are_refused_before_ranks_start() -> None:

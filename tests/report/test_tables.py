@@ -82,3 +82,17 @@ def test_the_hit_rate_is_shown_only_where_there_was_a_cache() -> None:
     shown = text(epoch_table([epoch(0), replace(epoch(1), cache_hits=3, cache_misses=1)]))
     assert ("hits" in shown, "75.0 %" in shown) == (True, True)
     assert "hits" not in text(epoch_table([epoch(0)]))
+
+
+def test_a_narrow_table_keeps_metrics_and_says_what_it_leaves_out() -> None:
+    buffer = io.StringIO()
+    wide = {f"val_{name}": 0.25 for name in ("mrr", "hits@1", "hits@3", "hits@10", "auc")}
+    epochs = [replace(epoch(number, val=None), metrics=wide, checkpoint_s=0.5) for number in range(3)]
+    Console(file=buffer, width=80).print(epoch_table(epochs, 80))
+    shown = buffer.getvalue()
+    assert "…" not in shown
+    assert shown.count("0.2500") == 15
+    assert " ".join(shown.split()).endswith("saving")
+    assert "no room for" not in text(epoch_table(epochs))
+    free = [replace(one, checkpoint_s=0.0) for one in epochs]
+    assert len(epoch_table(epochs).columns) == len(epoch_table(free).columns) + 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,10 @@ def test_mean_and_spread_of_seeds(data: Path, tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, ["report", str(tmp_path)], env={"COLUMNS": "200"}).output
     assert "seed-5" in shown
     assert "mean ± std" in shown
+    page = tmp_path / "page.html"
+    found = CliRunner().invoke(app, ["report", str(tmp_path), "--html", str(page)], env={"COLUMNS": "200"})
+    assert "seed-8" in found.output
+    assert find_spec("plotly") is None or "seed-5" in page.read_text()
 
 
 def test_seeds_are_different_and_one_has_no_deviation() -> None:

@@ -17,7 +17,7 @@ from dglx_dist.data.ingest.node_ids import IdMap
 from dglx_dist.data.ingest.tables import LINE_COLUMN, Piece, Table, numbers_of_text
 from dglx_dist.data.storage.columns import FileInfo, data_path, write_column
 from dglx_dist.data.tables import Column, as_numpy, first_true
-from dglx_dist.data.validate import MAX_CLASSES, column_error, too_many_classes
+from dglx_dist.data.validate import MAX_CLASSES, column_error
 from dglx_dist.errors import ConfigError, DatasetError
 from dglx_dist.progress import Advance
 from dglx_dist.records import LABEL, SPLITS, Array, ColumnInfo
@@ -74,7 +74,8 @@ class Labels:
         if self._largest < 0:
             raise column_error(where, self.column, "has no label in any row; leave labels out")
         if self._largest >= MAX_CLASSES:
-            raise column_error(where, self.column, f"has {too_many_classes(self._largest)}")
+            problem = f"has the label {self._largest}, which takes over {MAX_CLASSES} classes; is it an id,"
+            raise column_error(where, self.column, f"{problem} or a task of regression?")
         self.num_classes = self._largest + 1
 
     def codes(self, rows: Column) -> Array:

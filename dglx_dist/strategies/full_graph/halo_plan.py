@@ -117,7 +117,7 @@ class RankPlan:
         return self.nodes[:count]
 
 
-_NO_ROWS: Array = np.empty(0, np.int64)
+NO_IDS: Array = np.empty(0, np.int64)
 
 
 def minimum_cover(sources: Array, targets: Array, num_sources: int, num_targets: int) -> tuple[Array, Array]:
@@ -180,7 +180,7 @@ class PairCover:
             fits = max(sizes) <= len(rest) == sizes.sum() and max(counts, default=0) <= len(sources)
             most = max(rows.max(initial=-1), sources.max(initial=-1))
             if fits and counts.sum() == len(sources) and most < num_rows:
-                return cls(rows=rows, targets=_NO_ROWS, counts=counts, sources=sources, edges=_NO_ROWS)
+                return cls(rows=rows, targets=NO_IDS, counts=counts, sources=sources, edges=NO_IDS)
         raise PeerError(
             f"rank {rank} asks for partial sums of rows that this rank does not send it; run the same "
             "version on all ranks, on the same files"
@@ -210,7 +210,7 @@ def covers_of(layer: HaloLayer) -> dict[int, PairCover]:
 
 def cover_of(layer: HaloLayer, received: Mapping[int, PairCover], sent: Mapping[int, PairCover]) -> Cover:
     """Return the cover of ``layer`` from what it receives and sends, by ascending rank."""
-    own_rows, sending, summands = layer.own_rows, list[tuple[int, Array]](), [_NO_ROWS]
+    own_rows, sending, summands = layer.own_rows, list[tuple[int, Array]](), [NO_IDS]
     for rank, rows in layer.send:
         pair = sent[rank]
         sums = own_rows + np.arange(len(pair.counts))
@@ -218,7 +218,7 @@ def cover_of(layer: HaloLayer, received: Mapping[int, PairCover], sent: Mapping[
         summands.append(rows[pair.sources])
         own_rows += len(sums)
     kept, position = np.ones(len(layer.indices), bool), np.arange(layer.num_sources)
-    old, new, sums_at = layer.own_rows, own_rows, [_NO_ROWS]
+    old, new, sums_at = layer.own_rows, own_rows, [NO_IDS]
     for rank, count in layer.receive:
         pair = received[rank]
         kept[pair.edges] = False
@@ -241,7 +241,7 @@ def cover_of(layer: HaloLayer, received: Mapping[int, PairCover], sent: Mapping[
             receive=tuple((rank, len(pair.rows) + len(pair.targets)) for rank, pair in received.items()),
             send=tuple(sending),
         ),
-        indptr=_offsets(np.concatenate([_NO_ROWS, *(pair.counts for pair in sent.values())])),
+        indptr=_offsets(np.concatenate([NO_IDS, *(pair.counts for pair in sent.values())])),
         indices=np.concatenate(summands),
         send_edges=tuple((rank, pair.edges) for rank, pair in received.items() if len(pair.edges)),
         receive_edges=tuple((rank, len(pair.sources)) for rank, pair in sent.items() if len(pair.sources)),

@@ -41,7 +41,7 @@ from dglx_dist.strategies.full_graph.expansion import (
 )
 from dglx_dist.strategies.full_graph.halo_block import HaloBlock, halo_block
 from dglx_dist.strategies.full_graph.halo_exchange import ONCE, HaloExchange
-from dglx_dist.strategies.full_graph.halo_plan import PlanCache, RankPlan
+from dglx_dist.strategies.full_graph.halo_plan import NO_IDS, PlanCache, RankPlan
 from dglx_dist.strategies.full_graph.options import LoaderRequest
 from dglx_dist.strategies.full_graph.plan_builder import NO_SEEDS, Planner, PlanRequest
 
@@ -51,8 +51,6 @@ if TYPE_CHECKING:
 
 PHASE = ONCE
 """Ledger phase of features and edge values, which are fetched once."""
-
-_NO_SEEDS: Array = np.empty(0, np.int64)
 
 _Key: TypeAlias = tuple[int, int, int]
 """(draw of the composition, draw of the external nodes, step): equal keys, equal plans."""
@@ -148,7 +146,7 @@ class PlanMaker:
             seeds = self.seeds
         else:
             # Only the leader of a server passes its seeds.
-            seeds = self._composed(spec, composition_draw)[step] if self._is_leader else _NO_SEEDS
+            seeds = self._composed(spec, composition_draw)[step] if self._is_leader else NO_IDS
         return self._planner.plan(
             PlanRequest(
                 seeds=seeds,

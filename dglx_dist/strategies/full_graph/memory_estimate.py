@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn, cast, final
 
@@ -194,22 +194,16 @@ def _recorded(model: nn.Module, blocks: list[HaloBlock], rows: Tensor) -> list[t
     from torch._C._profiler import _EventType
 
     results = profiler.profiler.kineto_results
-    found = []
-    for event in _all_events(results.experimental_event_tree()):
+    found, waiting = [], list(results.experimental_event_tree())
+    while waiting:
+        event = waiting.pop()
+        waiting.extend(event.children)
         if event.tag == _EventType.Allocation:
             fields = event.typed[1]
             found.append((event.start_time_ns, int(fields.ptr), int(fields.alloc_size)))
         elif event.name == _BACKWARD:
             found.append((event.start_time_ns, 0, 0))
     return sorted(found, key=lambda one: one[0])
-
-
-def _all_events(roots: Any) -> Iterator[Any]:
-    waiting = list(roots)
-    while waiting:
-        event = waiting.pop()
-        yield event
-        waiting.extend(event.children)
 
 
 def _read(

@@ -50,6 +50,7 @@ from dglx_dist.strategies.full_graph.expansion import (
     write_held,
 )
 from dglx_dist.strategies.full_graph.halo_plan import (
+    NO_IDS,
     HaloLayer,
     PairCover,
     RankPlan,
@@ -68,7 +69,6 @@ MIN_NODES_FOR_PROGRESS = 1 << 17
 """Rank 0 shows a progress bar for graphs of at least this size."""
 _SHARED, _SAME_AS_BEFORE = "rows of the server", -1
 NO_SEEDS = "no rank was given a node to compute; give the loader at least one"
-_NO_IDS: Array = np.empty(0, np.int64)
 
 
 @final
@@ -142,7 +142,7 @@ def _seeds_of_server(context: PartitionContext, request: PlanRequest) -> Steps[A
     topology = context.topology
     seeds = np.unique(as_ids(request.seeds, int(context.bounds[-1]), "the nodes"))
     ranks, pieces = range(topology.world_size), _by_leader(context, seeds)
-    outgoing = {rank: [np.array([len(seeds)]), pieces.get(rank, _NO_IDS)] for rank in ranks}
+    outgoing = {rank: [np.array([len(seeds)]), pieces.get(rank, NO_IDS)] for rank in ranks}
     received = yield Step(name="seeds", among=ranks, outgoing=outgoing)
     if not any(given for given, _ in received.values()):
         raise ConfigError(NO_SEEDS)
@@ -172,12 +172,12 @@ def _rows_of_server(context: PartitionContext, request: PlanRequest, seeds: Arra
     """
     topology, leaders, own = context.topology, _leaders(context), context.own_range(context.topology.server)
     allowed = request.eas and np.union1d(request.eas(context.structure, own, seeds), seeds)
-    levels, known, met = [seeds], seeds, _NO_IDS
+    levels, known, met = [seeds], seeds, NO_IDS
     edges: list[InEdges] = []
     shown = request.show_progress and topology.rank == 0 and context.bounds[-1] >= MIN_NODES_FOR_PROGRESS
     with progress("finding rows", request.num_layers + 1, enabled=shown) as advance:
         for level in range(request.num_layers - 1, -1, -1):
-            sources = [_NO_IDS]
+            sources = [NO_IDS]
             for _, some in in_edges_of(context.structure, levels[-1]):
                 edges.append(some if allowed is None else only_from(some, allowed))
                 sources.append(number_distinct(edges[-1].sources)[0])
@@ -196,8 +196,8 @@ def _rows_of_server(context: PartitionContext, request: PlanRequest, seeds: Arra
             nodes=np.concatenate(levels),
             counts=np.cumsum([len(level) for level in levels], dtype=np.int64)[::-1].copy(),
             indptr=np.cumsum(np.concatenate([np.zeros(1, np.int64), *lengths])),
-            sources=np.concatenate([_NO_IDS, *(some.sources for some in edges)]),
-            edge_ids=np.concatenate([_NO_IDS, *(some.edge_ids for some in edges)]),
+            sources=np.concatenate([NO_IDS, *(some.sources for some in edges)]),
+            edge_ids=np.concatenate([NO_IDS, *(some.edge_ids for some in edges)]),
         )
         if request.hops == 0:
             holders = RowOwners(context.bounds, topology).rank_of(rows.nodes)
@@ -282,7 +282,7 @@ def _holders_of(context: PartitionContext, hops: int, ids: Array, held: KHopNeig
         return RowOwners(context.bounds, topology).rank_of(ids)
     ranks, pieces = range(topology.world_size), seeds_by_server(context, ids)
     serving = Placement(topology.num_servers, topology).serving_ranks
-    requests = {rank: [_NO_IDS] for rank in ranks}
+    requests = {rank: [NO_IDS] for rank in ranks}
     requests |= {rank: [piece] for rank, piece in zip(serving, pieces, strict=True)}
     received = yield Step(name="requests for holders", among=ranks, outgoing=requests)
     # The index costs as much as the server's rows, so it is built once for all requests.
@@ -335,7 +335,7 @@ def _finish_layers(
     for rank in ranks:
         halos = [layer.halo_of(rank) for layer in layers]
         counts = [_SAME_AS_BEFORE if same else len(ids) for ids, same in zip(halos, is_same, strict=True)]
-        ids = [_NO_IDS, *(ids for ids, same in zip(halos, is_same, strict=True) if not same)]
+        ids = [NO_IDS, *(ids for ids, same in zip(halos, is_same, strict=True) if not same)]
         requests[rank] = [np.array(counts, np.int64), np.concatenate(ids)]
     received = yield Step(name="requested rows", among=ranks, outgoing=requests)
     sent = {rank: _requested_rows(own, index, message) for rank, message in received.items()}
@@ -353,7 +353,7 @@ def _finish_layers(
 def _requested_rows(own: _RankRows, index: RowIndex, message: Sequence[Array]) -> list[Array]:
     """Return, for each of L layers, the (n,) int64 own rows of a request; equal ones are one object."""
     counts, ids = message
-    rows, requested, first = index.places(ids), [_NO_IDS], 0
+    rows, requested, first = index.places(ids), [NO_IDS], 0
     assert not (rows < 0).any(), "another rank requests rows that this one does not hold"
     for number, count in enumerate(counts.tolist()):
         if count == _SAME_AS_BEFORE:
@@ -370,7 +370,7 @@ def _cover_layers(num_ranks: int, layers: Sequence[HaloLayer]) -> Steps[list[Hal
     is_new = [not number or layer is not layers[number - 1] for number, layer in enumerate(layers)]
     covers = [covers_of(layer) if new else {} for layer, new in zip(layers, is_new, strict=True)]
     outgoing = {
-        rank: [pairs[rank].numbers() if rank in pairs else _NO_IDS for pairs in covers]
+        rank: [pairs[rank].numbers() if rank in pairs else NO_IDS for pairs in covers]
         for rank in range(num_ranks)
     }
     answers = yield Step(name="partial sums", among=range(num_ranks), outgoing=outgoing)
@@ -389,7 +389,7 @@ def _cover_layers(num_ranks: int, layers: Sequence[HaloLayer]) -> Steps[list[Hal
             finished.append(finished[-1])
             continue
         sent = {
-            rank: PairCover.of_sender(rank, known.get(rank, _NO_IDS), len(rows)) for rank, rows in layer.send
+            rank: PairCover.of_sender(rank, known.get(rank, NO_IDS), len(rows)) for rank, rows in layer.send
         }
         finished.append(replace(layer, cover=cover_of(layer, covers[number], sent)))
     return finished
@@ -413,7 +413,7 @@ def plan_all(
     running = []
     for rank in range(topology.world_size):
         request = PlanRequest(
-            seeds=seeds[leaders.index(rank)] if rank in leaders else _NO_IDS,
+            seeds=seeds[leaders.index(rank)] if rank in leaders else NO_IDS,
             num_layers=num_layers,
             hops=hops,
             eas=eas,

@@ -521,7 +521,13 @@ class Pipeline(Shared):
             )
         ahead = self._looks_ahead and torch.is_grad_enabled()
         if ahead:
-            self._check_first_call(group_batch)
+            # A second call would replace the weights of the first before its backward.
+            if self._last_called() is group_batch:
+                raise ConfigError(
+                    f"the model was called twice for one batch, and with depth={self._depth} every batch "
+                    "has the weights that it began with; call it once for each batch, or use depth=1"
+                )
+            self._last_called = weakref.ref(group_batch)
         spec = read_input_spec(layer, given, self._provenance)
         self._agree_on_edges(given.edges)
         batch = self._begun_for(group_batch)
@@ -590,15 +596,6 @@ class Pipeline(Shared):
             remedy = "pass the first layer the same arguments on every rank"
             check_equal(self._session, "the values of edges of the first layer", kinds, remedy)
             self._edge_kinds = kinds
-
-    def _check_first_call(self, group_batch: GroupBatch) -> None:
-        # The second call would replace the weights of the first before its backward.
-        if self._last_called() is group_batch:
-            raise ConfigError(
-                f"the model was called twice for one batch, and with depth={self._depth} every batch "
-                "has the weights that it began with; call it once for each batch, or use depth=1"
-            )
-        self._last_called = weakref.ref(group_batch)
 
     def _begun_for(self, group_batch: GroupBatch) -> InFlightBatch | None:
         begun = self._begun if torch.is_grad_enabled() else None

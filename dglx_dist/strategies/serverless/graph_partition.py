@@ -308,8 +308,14 @@ def open_part(g: DistGraph, chain: Chain, objective: Objective, targets: Array, 
     sizes = gather_int64(np.diff(bounds), session).reshape(-1)
 
     def read() -> Part:
-        _check_in_edges(graph, chain.want_in_edges)
-        own = graph.own_ids
+        own, layers = graph.own_ids, chain.want_in_edges
+        # Evaluation calls the layers themselves, which would raise only after all training.
+        without = np.flatnonzero(np.diff(graph.indptr) == 0)
+        if layers and len(without):
+            raise ConfigError(
+                f"node {int(own[without[0]])} has no in-edge, and layer {layers[0]!r} refuses such nodes; "
+                "make it with allow_zero_in_degree=True, or add self-loops to the graph"
+            )
         return Part(
             graph=graph,
             boundary=boundary,
@@ -340,16 +346,6 @@ def check_columns(g: DistGraph, objective: Objective, width: int) -> None:
         raise ConfigError(
             f"the labels {objective.label!r} are {labels.dtype} of shape {tuple(labels.shape)}; give one "
             "whole number per node, the class"
-        )
-
-
-def _check_in_edges(graph: LocalGraph, layers: Sequence[str]) -> None:
-    # Evaluation calls the layers themselves, which would raise only after all training.
-    without = np.flatnonzero(np.diff(graph.indptr) == 0)
-    if layers and len(without):
-        raise ConfigError(
-            f"node {int(graph.own_ids[without[0]])} has no in-edge, and layer {layers[0]!r} "
-            "refuses such nodes; make it with allow_zero_in_degree=True, or add self-loops to the graph"
         )
 
 

@@ -162,7 +162,9 @@ class Progress:
         epoch, index = divmod(self.floor, len(self._schedule))
         at_barrier = self._schedule[index].barrier is Barrier.GLOBAL and self.is_synchronous(epoch)
         epoch, index = divmod(self.floor - 1, len(self._schedule))
-        is_counted = self._may_switch and _has_loss(self._schedule[index])
+        before = self._schedule[index]
+        has_loss = before.kind is TaskKind.LOSS or before.direction is Direction.FUSED
+        is_counted = self._may_switch and has_loss
         return at_barrier or is_counted, epoch if is_counted else None
 
     def record_position(self, peer: int, position: int) -> None:
@@ -184,10 +186,6 @@ class Progress:
             if correct / self._num_train >= self._options.switch_at:
                 self.synchronous_from = self._undecided + self._options.staleness + 1
             self._undecided += 1
-
-
-def _has_loss(task: ScheduledTask) -> bool:
-    return task.kind is TaskKind.LOSS or task.direction is Direction.FUSED
 
 
 @final
