@@ -232,7 +232,7 @@ def rank_processes(launcher: int) -> dict[int, int]:
     found = {}
     for one in (one for agent in psutil.Process(launcher).children() for one in agent.children()):
         # Or it has just ended.
-        with contextlib.suppress(psutil.Error):
+        with contextlib.suppress(psutil.Error, ValueError):
             found[int(one.name().removeprefix("dglx-rank-"))] = one.pid
     return found
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from io import TextIOWrapper
 from typing import Any
 
-from dglx_dist.cli.common import LAUNCHED, report_error
+from dglx_dist.cli.common import LAUNCHED, LAUNCHER, report_error
 from dglx_dist.errors import DglxError
 
 __all__ = ["main", "run_command_line"]
@@ -29,7 +29,7 @@ def run_command_line(app: Callable[..., Any], program: str) -> None:
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     own, others = sys.argv[1:end], sys.argv[end:]
     debug = "--debug" in own
-    arguments = [argument for argument in own if argument not in ("--debug", LAUNCHED)] + others
+    arguments = [argument for argument in own if argument not in ("--debug", LAUNCHER, LAUNCHED)] + others
     for stream in sys.stdout, sys.stderr:
         if isinstance(stream, TextIOWrapper):
             # Names of files may hold what the locale cannot show.

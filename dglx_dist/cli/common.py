@@ -23,8 +23,8 @@ from dglx_dist.options import Option, flag_of, options_of
 
 C = TypeVar("C")
 
-LAUNCHED = "--launched"
-"""Hidden flag of ranks whose launcher shows their error, so that they need not."""
+LAUNCHER, LAUNCHED = "--launcher", "--launched"
+"""Hidden flags of the launcher, and of ranks whose error it shows, so that they need not."""
 
 
 def report_error(error: Exception, *, debug: bool) -> None:

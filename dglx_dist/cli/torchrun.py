@@ -15,7 +15,6 @@ on every interface, and its rendezvous for ``--standalone`` unpickles whatever i
 from __future__ import annotations
 
 import argparse
-import contextlib
 import ctypes
 import gc
 import json
@@ -28,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -80,6 +80,7 @@ def launch(arguments: Sequence[str], file: Path | None = None) -> int | None:
     written to ``file`` (None: shown).
     """
     be_parent()
+    waiting: dict[int, _ForkedRank] = {}
     parsed = run.parse_args(arguments)  # type: ignore[no-untyped-call]  # torch leaves it bare
     if _can_fork(parsed):
         # Ranks leave this function at once, so that nothing below concerns them.
@@ -87,7 +88,8 @@ def launch(arguments: Sequence[str], file: Path | None = None) -> int | None:
         if ranks is None:
             sys.argv[1:] = parsed.training_script_args
             return None
-        start_process, waiting = agent.get_subprocess_handler, dict(enumerate(ranks))  # type: ignore[attr-defined]
+        waiting.update(enumerate(ranks))
+        start_process = agent.get_subprocess_handler  # type: ignore[attr-defined]
 
         def start(**process: Any) -> object:
             # A restart is a process of its own.
@@ -95,7 +97,7 @@ def launch(arguments: Sequence[str], file: Path | None = None) -> int | None:
             return rank.start(process["env"]) if rank else start_process(**process)
 
         agent.get_subprocess_handler = start  # type: ignore[assignment, attr-defined]  # of ours, as signals
-    told = _Signals()
+    told = _Signals(waiting)
     # The agent logs each rank that it ends, which hides the cause.
     logging.disable(logging.ERROR)
     try:
@@ -125,7 +127,9 @@ def _can_fork(parsed: argparse.Namespace) -> bool:
     """Whether the ranks are ``dglx train`` with this Python and this process's output, and without GPUs."""
     words = (word for word in parsed.training_script_args if not word.startswith("-"))
     is_train = parsed.module and parsed.training_script == "dglx_dist.cli" and next(words, "") == "train"
-    plain = not (parsed.no_python or parsed.run_path) and parsed.redirects == parsed.tee == "0"
+    # Some of these are not in every version of torch.
+    others = "no_python", "run_path", "local_ranks_filter", "numa_binding", "logs_specs"
+    plain = not any(getattr(parsed, name, None) for name in others) and parsed.redirects == parsed.tee == "0"
     # Drivers do not survive a fork, and asking torch for GPUs would load them.
     has_gpus = is_built_for_gpus() and any(
         Path("/dev", name).exists() for name in ("nvidiactl", "kfd", "dxg")
@@ -138,9 +142,8 @@ def _fork(count: int) -> list[_ForkedRank] | None:
 
     Before the store of the rendezvous and torchrun's agent, which have threads and sockets.
     """
-    # torch may have read the variable before it was set; without one torchrun sets it to 1.
-    if threads := read_settings().omp_threads or (1 if count > 1 else 0):
-        torch.set_num_threads(threads)
+    if count > 1 and read_settings().omp_threads is None:
+        torch.set_num_threads(1)  # as torchrun does
     import dglx_dist.cli.train_job  # noqa: F401
 
     load_kernels(say)
@@ -179,7 +182,8 @@ class _ForkedRank:
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it is a file
 
     def start(self, environment: Mapping[str, str]) -> _ForkedRank:
-        with open(self._told, "w", encoding="utf-8") as pipe:
+        # A rank that has ended meanwhile is told by poll().
+        with suppress(BrokenPipeError), open(self._told, "w", encoding="utf-8") as pipe:
             json.dump(dict(environment), pipe)
         return self
 
@@ -187,13 +191,13 @@ class _ForkedRank:
         """Return the exit code, or minus the signal; None: it runs."""
         return self.wait(0)
 
-    def wait(self, timeout: float) -> int | None:
-        with contextlib.suppress(psutil.TimeoutExpired):
+    def wait(self, timeout: float | None = None) -> int | None:
+        with suppress(psutil.TimeoutExpired):
             return self._process.wait(timeout)
         return None
 
     def close(self, death_sig: signal.Signals | None = None) -> None:
-        with contextlib.suppress(ProcessLookupError):
+        with suppress(ProcessLookupError):
             os.killpg(self.pid, death_sig or signal.SIGTERM)
 
 
@@ -234,7 +238,9 @@ def _use_one_address(parsed: argparse.Namespace) -> None:
 class _Signals:
     """Passes signals to the ranks as SIGTERM and lets the agent wait for them; a second Ctrl-C kills them."""
 
-    def __init__(self) -> None:
+    def __init__(self, waiting: Mapping[int, _ForkedRank]) -> None:
+        self._waiting = waiting
+        """Ranks that the agent has not started."""
         self.first = 0
         """The first signal, or 0."""
         self._first_s = 0.0
@@ -249,9 +255,9 @@ class _Signals:
         if not self.first:
             self.first, self._first_s = number, time.monotonic()
         for rank in ranks:
-            with contextlib.suppress(psutil.NoSuchProcess):
+            with suppress(psutil.NoSuchProcess):
                 rank.send_signal(signal.SIGKILL if again else signal.SIGTERM)
-        if not ranks:
+        if not ranks or self._waiting:
             raise agent.SignalException("told to end before ranks were started", signal.Signals(number))
 
 

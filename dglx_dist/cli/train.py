@@ -1,7 +1,7 @@
 """``dglx train``."""
 
-import os
 import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -9,13 +9,14 @@ from pathlib import Path
 
 import typer
 
-from dglx_dist.cli.common import LAUNCHED, command, say, show, write
+from dglx_dist.cli.common import LAUNCHED, LAUNCHER, command, say, show, write
 from dglx_dist.comm.topology import (
-    be_launcher,
     be_parent,
     launched_by_torchrun,
+    rank_environment,
     read_settings,
     read_topology,
+    with_secret,
 )
 from dglx_dist.errors import ConfigError
 from dglx_dist.report.tables import plural
@@ -25,33 +26,31 @@ INTERRUPTED = 128 + signal.SIGINT
 _TOLD = (INTERRUPTED, 128 + signal.SIGTERM, 128 + signal.SIGUSR1)
 
 
-def start_ranks(config: TrainConfig, arguments: Sequence[str]) -> int | None:
-    """Run ``dglx ARGUMENTS`` on ``config.ranks`` ranks of this machine, and wait for them; None: a rank.
+def start_ranks(arguments: Sequence[str], *, ranks: int, servers: int | None) -> int:
+    """Run ``dglx ARGUMENTS`` on W ``ranks`` of this machine, as S virtual servers, and wait for them.
 
-    This process forks the launcher, and that the ranks, in which this returns, too. SIGTERM, SIGUSR1 and
-    Ctrl-C are passed on to them. Returns the exit code: 0; 75 where they have saved a checkpoint, 128 + the
-    signal where they could not; that of the rank that failed first, or 128 + the signal that ended the
-    launcher. Unless it is 0, a message has been shown. ConfigError as of :func:`check_before_launch`.
+    A process of the same command launches them: libraries read variables of the environment when they are
+    loaded. SIGTERM, SIGUSR1 and Ctrl-C are passed on. Returns the exit code: 0; 75 where ranks have saved a
+    checkpoint, 128 + the signal where they could not; that of the rank that failed first, or 128 + the signal
+    that ended the launcher. Unless it is 0, a message has been shown. ConfigError: uneven servers, or no
+    ranks.
     """
-    assert config.ranks is not None
-    be_launcher(config.ranks, ranks_of_each(config.ranks, config.servers))
     be_parent()
-    # From here on this process only waits, so that it needs neither torch nor DGL.
-    launcher = os.fork()
-    if launcher == 0:
-        from dglx_dist.comm.stopping import end_with_parent
+    environment = with_secret(rank_environment(ranks, ranks_per_server=ranks_of_each(ranks, servers)))
+    command = [sys.executable, "-m", "dglx_dist.cli", LAUNCHER, *arguments]
+    process, told = subprocess.Popen(command, env=environment), set[int]()
 
-        end_with_parent()
-        check_before_launch(config)
-        from dglx_dist.cli.torchrun import launch
+    def pass_on(number: int, _: object) -> None:
+        told.add(number)
+        process.send_signal(number)
 
-        standalone = ("--standalone", "--nproc-per-node", str(config.ranks))
-        return launch([*standalone, "-m", "dglx_dist.cli", LAUNCHED, *arguments])
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         # A shell starts commands in the background with SIGINT ignored, and then it stays so.
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda number, _: os.kill(launcher, number))
-    code = os.waitstatus_to_exitcode(os.waitpid(launcher, 0)[1])
+            signal.signal(number, pass_on)
+    code = process.wait()
+    # Before it has a handler of its own the signal ends the launcher.
+    code = 128 - code if -code in told else code
     if code in _TOLD:
         name = "interrupted" if code == INTERRUPTED else f"ended by {signal.Signals(code - 128).name}"
         say(
@@ -63,6 +62,23 @@ def start_ranks(config: TrainConfig, arguments: Sequence[str]) -> int | None:
         say(f"the launcher of the ranks was ended by {name}; the ranks end with it", "red")
         return 128 - code
     return code
+
+
+def be_launcher(config: TrainConfig, arguments: Sequence[str]) -> None:
+    """Check ``config``, fork the ranks of ``dglx ARGUMENTS`` and wait for them; returns in the ranks only.
+
+    Ends this process otherwise. ConfigError and StorageError as of :func:`check_before_launch`.
+    """
+    from dglx_dist.comm.stopping import end_with_parent
+
+    end_with_parent()
+    check_before_launch(config)
+    from dglx_dist.cli.torchrun import launch
+
+    standalone = ("--standalone", "--nproc-per-node", str(config.ranks))
+    code = launch([*standalone, "-m", "dglx_dist.cli", LAUNCHED, *arguments])
+    if code is not None:
+        raise typer.Exit(code)
 
 
 @command(TrainConfig)
@@ -79,10 +95,10 @@ def train(config: TrainConfig) -> None:
     ranks, servers = config.ranks, config.servers
     if launched_by_torchrun():
         check_launched(ranks, servers)
+    elif LAUNCHER in sys.argv:
+        be_launcher(config, [one for one in sys.argv[1:] if one != LAUNCHER])
     elif ranks is not None:
-        code = start_ranks(config, sys.argv[1:])
-        if code is not None:
-            raise typer.Exit(code)
+        raise typer.Exit(start_ranks(sys.argv[1:], ranks=ranks, servers=servers))
     elif servers not in (None, 1):
         raise ConfigError(f"--servers {servers} divides ranks among servers; give their number with --ranks")
     from dglx_dist.cli.train_job import train_dataset, train_seeds

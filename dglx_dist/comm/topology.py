@@ -403,15 +403,6 @@ def rank_environment(
     return found
 
 
-def be_launcher(num_ranks: int, ranks_per_server: int | None) -> None:
-    """Set the environment of ranks, with a secret, in this process, before torch is loaded; forks inherit it.
-
-    glibc has read its variables by now: sessions set the allocator from within.
-    """
-    found = with_secret(rank_environment(num_ranks, ranks_per_server=ranks_per_server))
-    os.environ.update({name: value for name, value in found.items() if not name.startswith("MALLOC_")})
-
-
 def be_rank(variables: Mapping[str, str]) -> None:
     """Add what torchrun sets for a rank to the environment of this process, a fork of the launcher."""
     os.environ.update(variables)

@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from dglx_dist.cli import torchrun
 from dglx_dist.cli.torchrun import (
     _can_fork,
     _ForkedRank,
+    _Signals,
     describe,
     exit_code,
     first_failure,
@@ -85,6 +88,16 @@ def test_a_forked_rank_waits_for_its_environment_and_ends_with_its_launcher() ->
     assert (ranks[1].wait(20), ranks[1].poll()) == (7, 7)
 
 
+def test_a_rank_that_ends_before_it_is_started_is_told() -> None:
+    rank = _ForkedRank(0, [])
+    if rank.pid == 0:
+        os._exit(0)
+    os.kill(rank.pid, signal.SIGKILL)
+    assert rank.start({"RANK": "0"}).wait(20) == -signal.SIGKILL
+    with pytest.raises(SignalException):
+        _Signals({0: rank})._pass_on(signal.SIGTERM, None)
+
+
 @pytest.mark.parametrize(
     ("words", "forks"),
     [
@@ -95,7 +108,11 @@ def test_a_forked_rank_waits_for_its_environment_and_ends_with_its_launcher() ->
         ("script.py train", False),
         ("--redirects 3 -m dglx_dist.cli train data", False),
         ("--no-python dglx train data", False),
+        ("--local-ranks-filter 0 -m dglx_dist.cli train data", False),
     ],
 )
-def test_ranks_of_our_own_command_alone_are_forks(words: str, forks: bool) -> None:
+def test_ranks_of_our_own_command_alone_are_forks(
+    words: str, forks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torchrun, "is_built_for_gpus", lambda: False)
     assert _can_fork(run.parse_args(["--nproc-per-node", "2", *words.split()])) == forks

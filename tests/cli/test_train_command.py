@@ -1,14 +1,13 @@
 """``dglx train``: what is refused before anything starts, and how ranks are started."""
 
-import os
 import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dglx_dist.cli import train
 from dglx_dist.cli.train import check_before_launch, check_launched, start_ranks
 from dglx_dist.errors import ConfigError, DglxError
 from dglx_dist.graph.cache import POLICIES
@@ -129,19 +128,19 @@ def test_the_cache_is_one_that_the_graph_knows() -> None:
 
 
 def test_a_killed_launcher_is_told_and_ends_as_in_a_shell(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-    before, this = [signal.getsignal(one) for one in numbers], os.getpid()
-    # In the launcher, which is a fork.
-    monkeypatch.setattr(train, "check_before_launch", lambda _: os.kill(os.getpid(), signal.SIGKILL))
-    monkeypatch.setattr(os, "environ", dict(os.environ))
+    killed, before = tmp_path / "python", [signal.getsignal(one) for one in numbers]
+    monkeypatch.setenv("DGLX_PARENT", "")
+    killed.write_text("#!/bin/sh\nkill -KILL $$\n")
+    killed.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(killed))
     try:
-        assert start_ranks(TrainConfig(data="d", ranks=1), ["train"]) == 128 + signal.SIGKILL
+        assert start_ranks(["train"], ranks=1, servers=None) == 128 + signal.SIGKILL
     finally:
-        assert os.getpid() == this
         for one, handler in zip(numbers, before, strict=True):
             signal.signal(one, handler)
-    assert "SIGKILL" in capfd.readouterr().err
+    assert "SIGKILL" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="--ranks 3 cannot be divided among --servers 2"):
-        start_ranks(TrainConfig(data="d", ranks=3, servers=2), ["train"])
+        start_ranks(["train"], ranks=3, servers=2)

@@ -141,13 +141,16 @@ class Net(nn.Module):
 
 
 class Trainer:
-    """Adam of the modules, and its lazy form for (N, d) trainable rows that start uniform in [-1, 1)."""
+    """Adam of the modules, and its lazy form for (N, d) trainable rows, at first in [-scale, scale)."""
 
-    def __init__(self, o: argparse.Namespace, count: int, width: int | None, *modules: nn.Module) -> None:
+    def __init__(
+        self, o: argparse.Namespace, count: int, width: int | None, *modules: nn.Module, scale: float = 1.0
+    ) -> None:
         of_modules = [weight for module in modules for weight in module.parameters()]
         self.steps: list[Any] = [torch.optim.Adam(of_modules, lr=o.lr)]
         if width:
-            self.rows = nn.Embedding(count, width, sparse=True, _weight=torch.rand(count, width) * 2 - 1)
+            first = (torch.rand(count, width) * 2 - 1) * scale
+            self.rows = nn.Embedding(count, width, sparse=True, _weight=first)
             self.steps.append(torch.optim.SparseAdam(self.rows.parameters(), lr=o.lr))
 
     def step(self, loss: Tensor) -> None:
@@ -212,9 +215,9 @@ class Score(nn.Module):
     def __init__(self, o: argparse.Namespace, relations: int, width: int) -> None:
         super().__init__()
         self.kind, self.bias = o.decoder, nn.Parameter(torch.zeros(()))
-        self.scale = 14 / width if self.kind == "transe" else 1.0
+        self.scale = 14 / width if self.kind == "transe" else 0.02
         weight = torch.empty(relations, width)
-        nn.init.xavier_uniform_(weight) if self.scale == 1 else weight.uniform_(-self.scale, self.scale)
+        weight.uniform_(-self.scale, self.scale) if self.kind == "transe" else nn.init.xavier_uniform_(weight)
         self.relations = nn.Parameter(weight)
 
     def forward(self, s: Tensor, relation: Tensor, o: Tensor) -> Tensor:
@@ -266,14 +269,15 @@ def learn_links(o: argparse.Namespace, g: Any) -> dict[str, float]:
     score = Score(o, int(edges[1].max()) + 1, o.embeddings or o.hidden)
     columns, negatives = o.embeddings or g.ndata["feat"].shape[1], o.negatives or 4
     model = Net(o, g.canonical_etypes, columns, o.hidden)
-    trainer = Trainer(o, g.num_nodes(), o.embeddings, score, *([] if o.embeddings else [model]))
+    modules = [score] if o.embeddings else [score, model]
+    trainer = Trainer(o, g.num_nodes(), o.embeddings, *modules, scale=score.scale)
     known, ids = dgl.graph((train[0], train[2]), num_nodes=g.num_nodes()), torch.arange(train.shape[1])
 
     def batches() -> Iterator[tuple[Tensor, Tensor, Any]]:
         if o.embeddings:
             for some in ids[torch.randperm(len(ids))].split(2 * o.batch_size):
                 of = train[:, some]
-                yield of, with_negatives(of, candidates, negatives), lambda at: trainer.rows(at) * score.scale
+                yield of, with_negatives(of, candidates, negatives), trainer.rows
             return
         sampler = dgl.dataloading.as_edge_prediction_sampler(
             sampler_of(o),
@@ -300,7 +304,7 @@ def learn_links(o: argparse.Namespace, g: Any) -> dict[str, float]:
             trainer.step(link_loss(o.loss, positive, negative))
     model.eval()
     with torch.no_grad():
-        h = trainer.rows.weight * score.scale if o.embeddings else model([known] * 2, g.ndata["feat"])
+        h = trainer.rows.weight if o.embeddings else model([known] * 2, g.ndata["feat"])
         return ranked(score, h, edges[:3], test, candidates)
 
 
