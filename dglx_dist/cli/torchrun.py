@@ -89,15 +89,15 @@ def launch(arguments: Sequence[str], file: Path | None = None) -> int | None:
             sys.argv[1:] = parsed.training_script_args
             return None
         waiting.update(enumerate(ranks))
-        start_process = agent.get_subprocess_handler  # type: ignore[attr-defined]
+    told, start_process = _Signals(), agent.get_subprocess_handler  # type: ignore[attr-defined]
 
-        def start(**process: Any) -> object:
-            # A restart is a process of its own.
-            rank = waiting.pop(process["local_rank_id"], None)
-            return rank.start(process["env"]) if rank else start_process(**process)
+    def start(**process: Any) -> object:
+        # A restart is a process of its own.
+        rank = waiting.pop(process["local_rank_id"], None)
+        told.of_agent = not waiting
+        return rank.start(process["env"]) if rank else start_process(**process)
 
-        agent.get_subprocess_handler = start  # type: ignore[assignment, attr-defined]  # of ours, as signals
-    told = _Signals(waiting)
+    agent.get_subprocess_handler = start  # type: ignore[assignment, attr-defined]  # of ours, as signals
     # The agent logs each rank that it ends, which hides the cause.
     logging.disable(logging.ERROR)
     try:
@@ -238,9 +238,10 @@ def _use_one_address(parsed: argparse.Namespace) -> None:
 class _Signals:
     """Passes signals to the ranks as SIGTERM and lets the agent wait for them; a second Ctrl-C kills them."""
 
-    def __init__(self, waiting: Mapping[int, _ForkedRank]) -> None:
-        self._waiting = waiting
-        """Ranks that the agent has not started."""
+    of_agent = False
+    """Whether the agent has started the ranks, and so learns of their end."""
+
+    def __init__(self) -> None:
         self.first = 0
         """The first signal, or 0."""
         self._first_s = 0.0
@@ -257,7 +258,7 @@ class _Signals:
         for rank in ranks:
             with suppress(psutil.NoSuchProcess):
                 rank.send_signal(signal.SIGKILL if again else signal.SIGTERM)
-        if not ranks or self._waiting:
+        if not self.of_agent:
             raise agent.SignalException("told to end before ranks were started", signal.Signals(number))
 
 

@@ -95,7 +95,7 @@ def test_a_rank_that_ends_before_it_is_started_is_told() -> None:
     os.kill(rank.pid, signal.SIGKILL)
     assert rank.start({"RANK": "0"}).wait(20) == -signal.SIGKILL
     with pytest.raises(SignalException):
-        _Signals({0: rank})._pass_on(signal.SIGTERM, None)
+        _Signals()._pass_on(signal.SIGTERM, None)
 
 
 @pytest.mark.parametrize(
