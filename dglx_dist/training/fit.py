@@ -610,21 +610,17 @@ class _Run:
         return Path(self._config.checkpoint_folder) / checkpoint.folder_name(epoch + 1)
 
     def check_evaluation(self) -> None:
-        config = self._config
-        if not self.has_epochs or config.evaluate is not None:
+        if not self.has_epochs or self._config.evaluate is not None:
             return
-        if config.own_task is None:
+        if is_node_task := self._config.own_task is None:
             check_evaluable(self._step.model, self._g, **self._evaluate_options)
-        if config.own_task is not None or _VALIDATION not in self._g.nodes[str(config.ntype)].data:
+        if not is_node_task or _VALIDATION not in self._g.nodes[str(self._config.ntype)].data:
             self._check_patience()
 
     def _check_patience(self) -> None:
         if (patience := self._config.patience) is not None:
             remedy = "partition with a val_mask" if self._config.own_task is None else "give evaluate="
-            raise ConfigError(
-                f"early-stop {patience} compares validation targets, and there are none; leave it out, or "
-                f"{remedy}"
-            )
+            raise ConfigError(f"early-stop {patience} lacks validation targets; leave it out, or {remedy}")
 
     @property
     def is_stopped(self) -> bool:

@@ -286,5 +286,5 @@ def test_early_stop_needs_validation_nodes(
     raw.ndata["label"] = labels("classification")
     del raw.ndata["val_mask"]
     dx.partition_graph(raw, "none", 1, folder)
-    with pytest.raises(ConfigError, match="compares validation targets"):
+    with pytest.raises(ConfigError, match=r"early-stop 2 lacks validation targets.* val_mask"):
         _train({**plan(data, "classification", tmp_path, patience=2), "data": str(folder / "none")})

@@ -184,7 +184,7 @@ def test_labels_of_other_types_are_numbers_or_refused(is_regression: bool) -> No
     none = labels.codes(Column(pa.nulls(2), "y", "t.parquet"))
     np.testing.assert_array_equal(none, [np.nan if is_regression else -1] * 2)
     for wrong in ([[1.0]], [date(2020, 1, 1)]):
-        with pytest.raises(DatasetError, match="column 'y'.* must hold labels, numbers or texts; it holds"):
+        with pytest.raises(DatasetError, match=r"column 'y'.* must hold labels, numbers or texts; it holds"):
             labels.codes(Column(pa.array(wrong), "y", "t.parquet"))
     with pytest.raises(DatasetError, match="column 'y', row 1"):
         labels.codes(Column(pa.array([1.0, float("inf")]), "y", "t.parquet"))
