@@ -543,8 +543,8 @@ class EdgeListSource(DatasetSource):
         return graph_of_tables(name, {}, {EDGE_TYPE: (where, table)})
 
 
-def _read_lines(path: Path) -> tuple[Any, str, bool]:
-    """Return the pandas table of ``path``, its first line, and whether its lines are triples."""
+def _read_lines(path: Path, is_triples: bool = False) -> tuple[Any, str, bool]:
+    """Return the pandas table of ``path``, its first line, and whether its lines are (or seem) triples."""
     import pandas as pd
 
     is_gzip = path.suffix == ".gz"
@@ -556,7 +556,7 @@ def _read_lines(path: Path) -> tuple[Any, str, bool]:
         first = begin[0] if begin else b""
         separator = "," if b"," in first else r"\s+"
         of_triples = "\t" if first.count(b"\t") == 2 else separator
-        is_triples = bool(begin) and all(_is_triple(re.split(of_triples.encode(), line)) for line in begin)
+        is_triples |= bool(begin) and all(_is_triple(re.split(of_triples.encode(), line)) for line in begin)
         read = pd.read_csv(
             path,
             sep=of_triples if is_triples else separator,
@@ -587,8 +587,8 @@ def _graph_of_triples(files: Mapping[Path, int], name: str, where: str) -> RawGr
 
     tables = []
     for path in files:
-        table, line, is_triples = _read_lines(path)
-        if not is_triples or str(table.iloc[0, 1]).lower() in ("relation", "predicate"):
+        table, line, _ = _read_lines(path, is_triples=True)
+        if table.shape[1] != 3 or str(table.iloc[0, 1]).lower() in ("relation", "predicate"):
             raise DatasetError(f"{path}: the line {line} is not head, relation and tail; remove a header")
         tables.append(table.set_axis(["head", "relation", "tail"], axis=1))
         for column in tables[-1]:

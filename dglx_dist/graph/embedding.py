@@ -93,7 +93,7 @@ class DistEmbedding(Shared):
         dtype: float32, float64, bfloat16 or float16; the last two are computed in float32, as are the states
             of their optimisers, and rounded when stored.
         graph: None: the graph opened last.
-        scale: Of the first values; the ``row_scale`` of a decoder of links.
+        scale: Of the first values without ``init_func``; the ``row_scale`` of a decoder of links.
 
     Raises:
         ConfigError: on all ranks: a wrong dtype, number of rows or dimension, or too little memory.

@@ -299,11 +299,13 @@ class ModelConfig:
     def __post_init__(self) -> None:
         check_ranges(self)
         wrong = self.model in WITH_HEADS and (self.heads < 1 or self.hidden % self.heads > 0)
-        check_values(self, [("heads", wrong, f"a divisor of --hidden {self.hidden}")])
+        useless = self.model != "appnp" and self.teleport != type(self).teleport
+        of_appnp = ("teleport", useless, f"left out with --model {self.model}: it is of appnp")
+        check_values(self, [("heads", wrong, f"a divisor of --hidden {self.hidden}"), of_appnp])
         if self.model not in STACKED_KINDS and set(self.between.values()) != {"none", False}:
-            known = ", ".join(STACKED_KINDS)
             raise ConfigError(
-                f"--model {self.model} has no --norm, --residual and --jk; these are of {known}"
+                f"--model {self.model} has no --norm, --residual and --jk; these are of "
+                f"{', '.join(STACKED_KINDS)}"
             )
         if self.fanouts is not None and len(self.fanouts) != self.layers:
             raise ConfigError(

@@ -610,8 +610,17 @@ class _Run:
         return Path(self._config.checkpoint_folder) / checkpoint.folder_name(epoch + 1)
 
     def check_evaluation(self) -> None:
-        if self.has_epochs and self._config.evaluate is None and self._config.own_task is None:
+        if not self.has_epochs or self._config.evaluate is not None:
+            return
+        if is_node_task := self._config.own_task is None:
             check_evaluable(self._step.model, self._g, **self._evaluate_options)
+        if not is_node_task or _VALIDATION not in self._g.nodes[str(self._config.ntype)].data:
+            self._check_patience()
+
+    def _check_patience(self) -> None:
+        if (patience := self._config.patience) is not None:
+            remedy = "partition with a val_mask" if self._config.own_task is None else "give evaluate="
+            raise ConfigError(f"early-stop {patience} lacks validation targets; leave it out, or {remedy}")
 
     @property
     def is_stopped(self) -> bool:
@@ -749,11 +758,7 @@ class _Run:
         self.result = replace(self.result, accuracy=accuracy, metrics=metrics)
         validation = metrics.get(f"val_{self._deciding}", accuracy.get(_VALIDATION))
         if validation is None:
-            if config.patience is not None:
-                raise ConfigError(
-                    f"early-stop {config.patience} compares validation targets, and there are none; leave it "
-                    "out, or partition with a val_mask"
-                )
+            self._check_patience()
             return record
         best, sign = self.result.best_val_accuracy, -1 if self._deciding in LESS_IS_BETTER else 1
         was_nan = best is not None and math.isnan(best) and not math.isnan(validation)

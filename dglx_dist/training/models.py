@@ -580,12 +580,12 @@ def build_model(  # noqa: PLR0913 - all but four have defaults
         heads: Attention heads of ``gat`` and ``gatv2``; must divide ``hidden``.
         graph: For ``gcn``: the graph whose degrees give the symmetric norm (:class:`SymmetricConv`). Without
             it a node takes the mean over its in-neighbours (``GraphConv(norm="right")``).
-        teleport: Of :class:`APPNP`.
+        teleport: Of :class:`APPNP`; other kinds ignore it.
         between: ``norm``, ``residual`` and ``jk`` of :class:`Stack`, for those of the first line.
 
     Raises:
         UnknownNameError: ``kind`` is unknown.
-        ConfigError: a value is out of range, or has no use with ``kind``.
+        ConfigError: a value is out of range, or one of ``between`` has no use with ``kind``.
     """
     check_kind(kind)
     _check_sizes(f"model {kind!r}", in_dim, hidden, classes, layers, dropout)

@@ -222,9 +222,7 @@ def warn_of_guesses(task: str, found: Mapping[str, float], g: DistGraph, ntype: 
         total, count = sum_over_ranks(sums, g.session, phase=metrics.PHASE)
         deviation = metrics.rmse((total / count).expand_as(labels), labels, g.session)
         name, is_poor = "rmse", found["test_rmse"] > 0.9 * deviation
-        why = (
-            f"{deviation:.4g}, the standard deviation of the labels; train longer, or standardise them first"
-        )
+        why = f"{deviation:.4g}, the standard deviation of the labels; train longer, or standardise them"
     if is_poor and g.session.topology.rank == 0:
         log.warning("the test %s of %.4g is hardly better than %s", name, found[f"test_{name}"], why)
 

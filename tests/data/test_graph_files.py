@@ -363,6 +363,16 @@ def test_a_folder_of_triples_is_a_knowledge_graph_with_its_split(tmp_path: Path)
 
 
 @pytest.mark.parametrize("between", ["\t", " ", ","])
+def test_triples_of_a_folder_may_be_numbers(tmp_path: Path, between: str) -> None:
+    (tmp_path / "train.txt").write_text("0 5 03\n03 is 1.5\n".replace(" ", between))
+    (tmp_path / "test.txt").write_text("a likes 0\n".replace(" ", between))
+    graph = load_dataset(tmp_path)
+    assert graph.user_ids[NODE_TYPE].tolist() == ["0", "03", "1.5", "a"]
+    assert triples_of(graph, "train_mask") == {("0", "5", "03"), ("03", "is", "1.5")}
+    assert triples_of(graph, "test_mask") == {("a", "likes", "0")}
+
+
+@pytest.mark.parametrize("between", ["\t", " ", ","])
 def test_triples_of_one_file_have_no_split(tmp_path: Path, between: str) -> None:
     (tmp_path / "kg.tsv").write_text("# of the web\na likes b\nb likes NA\na knows b\n".replace(" ", between))
     graph = load_dataset(tmp_path / "kg.tsv")
@@ -376,7 +386,8 @@ def test_triples_of_one_file_have_no_split(tmp_path: Path, between: str) -> None
     [
         ("head\trelation\ttail\na\tb\tc\n", "is not head, relation and tail; remove a header"),
         ("a\tb\tc\nd\tb\tc\na\tb\t\n", "column 'tail', row 2: is empty"),
-        ("0\t1\t2\n", "is not head, relation and tail"),
+        ("0\t1\t2\t3\n", "is not head, relation and tail"),
+        ("0 1\n", "is not head, relation and tail"),
     ],
 )
 def test_bad_triples_are_named(tmp_path: Path, text: str, message: str) -> None:

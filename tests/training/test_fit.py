@@ -270,6 +270,11 @@ def test_what_an_evaluation_lacks_is_told_before_training(
                 pytest.raises(ConfigError, match=r"evaluation would not be exact.*precision='bf16'"),
             ):
                 dx.fit(model, g, config=config)
+        if strategy == "data_parallel":
+            early = replace(config, eval_every=1, patience=1, num_layers=2)
+            own: Any = replace(early, task=lambda *_: pytest.fail("trained"))
+            with pytest.raises(ConfigError, match=r"early-stop 1 lacks validation targets.* give evaluate="):
+                dx.fit(Silent("gcn").double(), g, config=own)
     # Strategy lambda runs the model on a small graph of its own, to see its steps.
     assert strategy == "lambda" or not trained
 

@@ -112,6 +112,7 @@ def test_words_between_layers_are_refused() -> None:
         ),
         ({"jk": "last"}, "--jk last must be none, cat or max"),
         ({"teleport": 1.5}, "--teleport 1.5 must be from 0 to 1"),
+        ({"teleport": 0.3}, "--teleport 0.3 must be left out with --model sage: it is of appnp"),
         (
             {"model": "rgcn", "residual": True},
             "--model rgcn has no --norm, --residual and --jk",
@@ -120,6 +121,7 @@ def test_words_between_layers_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=re.escape(message)):
             TrainConfig(data="d", **wrong)
+    assert TrainConfig(data="d", model="appnp", teleport=0.3).teleport == 0.3
 
 
 @pytest.mark.parametrize("kind", ["appnp", *equality.STACKS])

@@ -277,11 +277,14 @@ def test_a_regression_no_better_than_the_mean_is_said(
         assert len([text for text in caplog.messages if "standard deviation of the labels" in text]) == said
 
 
-def test_early_stop_needs_validation_nodes(data: Path, tmp_path: Path) -> None:
+def test_early_stop_needs_validation_nodes(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dglx_dist.training.fit.train_pass", lambda *_: pytest.fail("trained"))
     folder = tmp_path / "data"
     raw = graph()
     raw.ndata["label"] = labels("classification")
     del raw.ndata["val_mask"]
     dx.partition_graph(raw, "none", 1, folder)
-    with pytest.raises(ConfigError, match="compares validation targets"):
+    with pytest.raises(ConfigError, match=r"early-stop 2 lacks validation targets.* val_mask"):
         _train({**plan(data, "classification", tmp_path, patience=2), "data": str(folder / "none")})

@@ -81,9 +81,14 @@ class Labels:
     def codes(self, rows: Column) -> Array:
         """Return (K,) labels of some rows."""
         if self.is_regression:
-            texts = pc.utf8_trim_whitespace(pc.fill_null(rows.texts(), ""))
-            empty = pc.is_in(pc.utf8_lower(texts), pa.array(["", "nan"], texts.type))
-            numbers = numbers_of_text(replace(rows, values=pc.if_else(empty, "0", texts)))
+            if rows.is_text:
+                texts = pc.utf8_trim_whitespace(pc.fill_null(rows.values, ""))
+                empty = pc.is_in(pc.utf8_lower(texts), pa.array(["", "nan"], texts.type))
+                numbers = numbers_of_text(replace(rows, values=pc.if_else(empty, "0", texts)))
+            else:
+                values = _floats(rows)
+                empty = pc.is_null(values, nan_is_null=True)
+                numbers = replace(rows, values=pc.if_else(empty, 0.0, values)).numbers()
             return np.where(as_numpy(empty), np.nan, numbers).astype(np.float32)
         if not rows.is_text:
             return _whole(rows)
@@ -95,11 +100,15 @@ class Labels:
         return as_numpy(pc.fill_null(numbers, -1)).astype(np.int64)
 
 
+def _floats(rows: Column) -> Any:
+    try:
+        return rows.values.cast(pa.float64(), safe=False)
+    except pa.ArrowException as error:
+        raise rows.error(f"must hold labels, numbers or texts; it holds {rows.values.type}") from error
+
+
 def _whole(rows: Column) -> Array:
-    kind = rows.values.type
-    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind)):
-        raise rows.error(f"must hold labels, numbers or texts; it holds {kind}")
-    numbers = as_numpy(pc.fill_null(rows.values.cast(pa.float64(), safe=False), -1))
+    numbers = as_numpy(pc.fill_null(_floats(rows), -1))
     numbers = np.where(np.isnan(numbers), -1.0, numbers)
     odd = (numbers != np.floor(numbers)) | (numbers < -1) | np.isinf(numbers)
     remedy = "give whole numbers from 0 on (-1 or nothing: none), or make it a task of regression"

@@ -2,6 +2,8 @@
 
 import re
 import tracemalloc
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +173,21 @@ def test_a_regression_has_no_target_where_it_is_empty(values: list[Any]) -> None
     assert (codes[0], codes[3]) == (values[0] if values[0] == 1 else 1.5, 2)
     with pytest.raises(DatasetError, match=r"t.csv: column 'y', row 1: 'x' is not a number; correct"):
         Labels("y", is_regression=True).codes(Column(pa.array(["", "x"]), "y", "t.csv"))
+
+
+@pytest.mark.parametrize("is_regression", [False, True])
+def test_labels_of_other_types_are_numbers_or_refused(is_regression: bool) -> None:
+    labels = Labels("y", is_regression)
+    for values in ([True, False, None], [Decimal("1.0"), Decimal(0), None]):
+        codes = labels.codes(Column(pa.array(values), "y", "t.parquet"))
+        np.testing.assert_array_equal(codes, [1, 0, np.nan if is_regression else -1])
+    none = labels.codes(Column(pa.nulls(2), "y", "t.parquet"))
+    np.testing.assert_array_equal(none, [np.nan if is_regression else -1] * 2)
+    for wrong in ([[1.0]], [date(2020, 1, 1)]):
+        with pytest.raises(DatasetError, match=r"column 'y'.* must hold labels, numbers or texts; it holds"):
+            labels.codes(Column(pa.array(wrong), "y", "t.parquet"))
+    with pytest.raises(DatasetError, match="column 'y', row 1"):
+        labels.codes(Column(pa.array([1.0, float("inf")]), "y", "t.parquet"))
 
 
 def transformed(values: list[Any], name: str, **settings: Any) -> list[Any]:
