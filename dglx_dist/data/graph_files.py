@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import chain, islice, takewhile
 from pathlib import Path
 from typing import IO, Any, final
 
@@ -550,9 +550,10 @@ def _read_lines(path: Path, is_triples: bool = False) -> tuple[Any, str, bool]:
     is_gzip = path.suffix == ".gz"
     try:
         with gzip.open(path) if is_gzip else path.open("rb") as file:
-            head = file.readline()
-            lines = (line.strip() for line in chain([head], file))
-            begin = list(islice((line for line in lines if line and not line.startswith((b"#", b"%"))), 2))
+            rest = (line.strip() for line in file)
+            before = list(takewhile(lambda line: not line or line.startswith((b"#", b"%")), rest))
+        with gzip.open(path) if is_gzip else path.open("rb") as file:
+            begin = [line.strip() for line in islice(file, len(before), len(before) + 2) if line.strip()]
         first = begin[0] if begin else b""
         separator = "," if b"," in first else r"\s+"
         of_triples = "\t" if first.count(b"\t") == 2 else separator
@@ -560,8 +561,9 @@ def _read_lines(path: Path, is_triples: bool = False) -> tuple[Any, str, bool]:
         read = pd.read_csv(
             path,
             sep=of_triples if is_triples else separator,
+            skiprows=len(before),
             # An IRI has a #.
-            comment=None if is_triples and head.strip() == first else "%" if head.startswith(b"%") else "#",
+            comment=None if is_triples else "%" if b"".join(before).startswith(b"%") else "#",
             header=None,
             dtype=str if is_triples else None,
             compression="gzip" if is_gzip else None,
@@ -590,6 +592,7 @@ def _graph_of_triples(files: Mapping[Path, int], name: str, where: str) -> RawGr
         table, line, _ = _read_lines(path, is_triples=True)
         if table.shape[1] != 3 or str(table.iloc[0, 1]).lower() in ("relation", "predicate"):
             raise DatasetError(f"{path}: the line {line} is not head, relation and tail; remove a header")
+        table = table.apply(lambda column: column.str.rstrip())
         tables.append(table.set_axis(["head", "relation", "tail"], axis=1))
         for column in tables[-1]:
             id_column(pa.table({column: tables[-1][column]}), column, str(path))

@@ -752,9 +752,8 @@ class _Run:
             found = config.evaluate(model) if config.evaluate else evaluate(model, self._g, **options)
             metrics = {name: value for name, value in found.items() if not name.endswith("_mask")}
             accuracy = {name: value for name, value in found.items() if name.endswith("_mask")}
-            record = replace(
-                record, metrics=metrics, val_accuracy=accuracy.get(_VALIDATION, metrics.get("val_accuracy"))
-            )
+            of_validation = accuracy.get(_VALIDATION, metrics.get("val_accuracy"))
+            record = replace(record, metrics=metrics, val_accuracy=of_validation)
         self.result = replace(self.result, accuracy=accuracy, metrics=metrics)
         validation = metrics.get(f"val_{self._deciding}", accuracy.get(_VALIDATION))
         if validation is None:

@@ -450,12 +450,13 @@ def _halo_rows(block: Any, *, keep: bool) -> Callable[[Tensor], Tensor]:
 
 @final
 class Stack(Layered):
-    """A sequence of convolutions of ``widths``, with norm, activation and dropout after all but the last.
+    """A sequence of convolutions, with norm, activation and dropout after all but the last.
 
     They are called as ``conv(block, h)`` and return (num_dst, H) or, for attention, (num_dst, heads, H).
 
-    ``residual`` adds a layer's input to its result, by a linear map where widths differ; from the second
-    layer on, since the first one may be split by input columns. With ``jk`` (jumping knowledge) a linear map
+    ``widths``, of features and of all results, are needed by what follows. ``residual`` adds a layer's input
+    to its result, by a linear map where widths differ; from the second layer on, since the first one may be
+    split by input columns. With ``jk`` (jumping knowledge) a linear map
     of the results of all layers, side by side (``cat``) or the largest of each column (``max``), gives the
     scores; a layer then returns a tuple, the rows of all layers so far. ConfigError: an unknown word.
     """
@@ -463,10 +464,10 @@ class Stack(Layered):
     def __init__(
         self,
         convs: Sequence[nn.Module],
-        widths: Sequence[int],
         activation: Callable[[Tensor], Tensor],
         dropout: float,
         *,
+        widths: Sequence[int] = (),
         norm: str = "none",
         residual: bool = False,
         jk: str = "none",
@@ -482,8 +483,9 @@ class Stack(Layered):
         self.norms = nn.ModuleList(nn.LayerNorm(width) for width in inner)
         pairs = list(pairwise(widths))[1 : len(convs)] if residual else []
         self.skips = nn.ModuleList(nn.Identity() if a == b else nn.Linear(a, b, bias=False) for a, b in pairs)
-        joined = sum(widths[1:-1]) if jk == "cat" else widths[-2]
-        self.head = None if jk == "none" else nn.Linear(joined, widths[-1])
+        self.head = None
+        if jk != "none":
+            self.head = nn.Linear(sum(widths[1:-1]) if jk == "cat" else widths[-2], widths[-1])
 
     def _layer(self, depth: int, block: Any, h: Any) -> Any:
         before = h if isinstance(h, tuple) else (h,)
@@ -599,7 +601,7 @@ def build_model(  # noqa: PLR0913 - all but four have defaults
         raise ConfigError(f"heads={heads} must divide hidden={hidden}; choose another number of heads")
     if kind == "sgc":
         convs = [dgl.nn.GraphConv(in_dim, classes, **_MEAN), *_hops(classes, layers - 1)]
-        return Stack(convs, [in_dim, *[classes] * layers], torch.nn.Identity(), dropout)
+        return Stack(convs, torch.nn.Identity(), dropout)
     # With jumping knowledge, the last pair of widths is that of the linear map.
     jumps = between.get("jk", "none") != "none"
     widths = [in_dim, *[hidden] * (layers - 1 + jumps), classes]
@@ -608,7 +610,7 @@ def build_model(  # noqa: PLR0913 - all but four have defaults
         _conv(kind, a, b, heads, depth == len(widths) - 2, graph=graph) for depth, (a, b) in enumerate(pairs)
     ]
     activation = torch.nn.functional.elu if kind in ("gat", "gatv2") else torch.relu
-    return Stack(convs, widths, activation, dropout, **between)
+    return Stack(convs, activation, dropout, widths=widths, **between)
 
 
 def _check_sizes(what: str, in_dim: int, hidden: int, classes: int, layers: int, dropout: float) -> None:

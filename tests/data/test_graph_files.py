@@ -351,7 +351,7 @@ def triples_of(graph: RawGraph, mask: str) -> set[tuple[str, str, str]]:
 
 def test_a_folder_of_triples_is_a_knowledge_graph_with_its_split(tmp_path: Path) -> None:
     # Ids of WN18RR are digits with zeros before them; a name may have blanks, commas and a #.
-    (tmp_path / "train.txt").write_text("007\t_hyper\t12\n12\t_also see\tA #1, b\n", "utf-8")
+    (tmp_path / "train.txt").write_text("007\t_hyper \t12\n12\t_also see\tA #1, b\n", "utf-8")
     (tmp_path / "valid.txt").write_text("A #1, b\t_hyper\tnew\n")
     (tmp_path / "test.txt").write_text("12\t_hyper\t007\n")
     graph = load_dataset(tmp_path)
@@ -374,9 +374,11 @@ def test_triples_of_a_folder_may_be_numbers(tmp_path: Path, between: str) -> Non
 
 @pytest.mark.parametrize("between", ["\t", " ", ","])
 def test_triples_of_one_file_have_no_split(tmp_path: Path, between: str) -> None:
-    (tmp_path / "kg.tsv").write_text("# of the web\na likes b\nb likes NA\na knows b\n".replace(" ", between))
+    (tmp_path / "kg.tsv").write_text(
+        "# of the web\na likes b#1\nb#1 likes NA\na knows b#1\n".replace(" ", between)
+    )
     graph = load_dataset(tmp_path / "kg.tsv")
-    assert (graph.name, graph.user_ids[NODE_TYPE].tolist()) == ("kg", ["NA", "a", "b"])
+    assert (graph.name, graph.user_ids[NODE_TYPE].tolist()) == ("kg", ["NA", "a", "b#1"])
     assert list(graph.edges) == [("_N", "knows", "_N"), ("_N", "likes", "_N")]
     assert not any(graph.edge_data.values())
 
