@@ -31,14 +31,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from dglx_dist.comm.auth import derived_key
-from dglx_dist.comm.devices import (
-    AUTO,
-    RankDevice,
-    backend_of,
-    describe,
-    is_built_for_gpus,
-    take_device,
-)
+from dglx_dist.comm.devices import AUTO, RankDevice, backend_of, describe, is_built_for_gpus, take_device
 from dglx_dist.comm.ledger import Ledger
 from dglx_dist.comm.rendezvous import JobStore, listening_address, open_store
 from dglx_dist.comm.rpc import Rpc, open_endpoints

@@ -511,12 +511,7 @@ def _progress_of(
 
 class _Run:
     def __init__(
-        self,
-        loader: TrainingLoader,
-        g: DistGraph,
-        config: FitConfig,
-        step: Step,
-        facts: Mapping[str, object],
+        self, loader: TrainingLoader, g: DistGraph, config: FitConfig, step: Step, facts: Mapping[str, object]
     ) -> None:
         self._loader, self._g, self._config, self._step = loader, g, config, step
         self._facts = facts
@@ -619,7 +614,8 @@ class _Run:
 
     def _check_patience(self) -> None:
         if (patience := self._config.patience) is not None:
-            remedy = "partition with a val_mask" if self._config.own_task is None else "give evaluate="
+            is_measured = self._config.own_task is None or self._config.evaluate is not None
+            remedy = "partition with a val_mask" if is_measured else "give evaluate="
             raise ConfigError(f"early-stop {patience} lacks validation targets; leave it out, or {remedy}")
 
     @property

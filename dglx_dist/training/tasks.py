@@ -131,9 +131,8 @@ def class_weights(g: DistGraph, ntype: str, label: str, task: str) -> Tensor:
     if task == REGRESSION:
         raise ConfigError("class weights are for classes, and the task is regression; leave them out")
     data = g.nodes[ntype].data
-    classes = g.num_classes(ntype) if task == CLASSIFICATION else int(data[label].shape[1])
-
     is_class = task == CLASSIFICATION
+    classes = g.num_classes(ntype) if is_class else int(data[label].shape[1])
 
     def counted() -> Tensor:
         counts = torch.zeros(classes + 1, dtype=torch.int64)

@@ -81,14 +81,13 @@ class Labels:
     def codes(self, rows: Column) -> Array:
         """Return (K,) labels of some rows."""
         if self.is_regression:
-            if rows.is_text:
-                texts = pc.utf8_trim_whitespace(pc.fill_null(rows.values, ""))
-                empty = pc.is_in(pc.utf8_lower(texts), pa.array(["", "nan"], texts.type))
-                numbers = numbers_of_text(replace(rows, values=pc.if_else(empty, "0", texts)))
-            else:
-                values = _floats(rows)
-                empty = pc.is_null(values, nan_is_null=True)
-                numbers = replace(rows, values=pc.if_else(empty, 0.0, values)).numbers()
+            if not rows.is_text:
+                numbers = _floats(rows)
+                rows.refuse(np.isinf(numbers), "is not finite")
+                return numbers.astype(np.float32)
+            texts = pc.utf8_trim_whitespace(pc.fill_null(rows.values, ""))
+            empty = pc.is_in(pc.utf8_lower(texts), pa.array(["", "nan"], texts.type))
+            numbers = numbers_of_text(replace(rows, values=pc.if_else(empty, "0", texts)))
             return np.where(as_numpy(empty), np.nan, numbers).astype(np.float32)
         if not rows.is_text:
             return _whole(rows)
@@ -100,16 +99,15 @@ class Labels:
         return as_numpy(pc.fill_null(numbers, -1)).astype(np.int64)
 
 
-def _floats(rows: Column) -> Any:
+def _floats(rows: Column) -> Array:
     try:
-        return rows.values.cast(pa.float64(), safe=False)
+        return as_numpy(rows.values.cast(pa.float64(), safe=False))
     except pa.ArrowException as error:
         raise rows.error(f"must hold labels, numbers or texts; it holds {rows.values.type}") from error
 
 
 def _whole(rows: Column) -> Array:
-    numbers = as_numpy(pc.fill_null(_floats(rows), -1))
-    numbers = np.where(np.isnan(numbers), -1.0, numbers)
+    numbers = np.where(np.isnan(found := _floats(rows)), -1.0, found)
     odd = (numbers != np.floor(numbers)) | (numbers < -1) | np.isinf(numbers)
     remedy = "give whole numbers from 0 on (-1 or nothing: none), or make it a task of regression"
     rows.refuse(odd, f"is not a class; {remedy}")
@@ -303,9 +301,7 @@ class TypeRows:
             if wrong.any():
                 path, row = self.table.locate(first + first_true(wrong))
                 split = SPLITS[int(code[wrong][0])].removesuffix("_mask")
-                problem = (
-                    f"no label, but the row is in the {split} split; leave it out of the files that say so"
-                )
+                problem = f"no label, but the row is in the {split} split; leave it out of that split"
                 raise column_error(str(path), str(label.column), problem, row)
             first += len(code)
         return by_row
