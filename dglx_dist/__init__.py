@@ -3,8 +3,6 @@
 Public names are imported on first use, so that ``import dglx_dist`` and ``dglx --help`` are fast.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from dglx_dist import dgl_import

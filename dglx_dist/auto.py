@@ -1,7 +1,5 @@
 """``strategy="auto"``: its options, the measurement in the running job, and the choice."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace

@@ -8,8 +8,6 @@ DGL writes a file to the home folder when it is imported, Numba does not compile
 and Matplotlib complains. What they read is set before they are imported.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import stat

@@ -3,8 +3,6 @@
 From it come commands and their help (:func:`dglx_dist.cli.common.command`), range checks and ``config.json``.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields

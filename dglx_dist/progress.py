@@ -1,7 +1,5 @@
 """Progress of long operations: a bar on terminals, elsewhere a line now and then."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The command line ``dglx``."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from io import TextIOWrapper

@@ -1,7 +1,5 @@
 """The commands of ``dglx`` and their help."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

@@ -1,7 +1,5 @@
 """Console output, errors, and commands made from records of options."""
 
-from __future__ import annotations
-
 import ctypes
 import inspect
 import os

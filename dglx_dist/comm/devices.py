@@ -1,7 +1,5 @@
 """The device of each rank, the backend of torch.distributed that all of them allow, and their memory."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections import deque

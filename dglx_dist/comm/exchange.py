@@ -4,8 +4,6 @@ Which one is used where, and the measurement behind it: docs/design/contracts.md
 does not expect, or whose size it does not know, is sent by one-sided calls (rpc.py, mailbox.py).
 """
 
-from __future__ import annotations
-
 import math
 import selectors
 import socket

@@ -1,7 +1,5 @@
 """Messages of peers by one-sided calls, collected by round and step until all senders have been heard."""
 
-from __future__ import annotations
-
 import threading
 import time
 import weakref

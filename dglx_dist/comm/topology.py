@@ -1,7 +1,5 @@
 """Topology of ranks and servers, and launch settings; the only reader of the environment."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets

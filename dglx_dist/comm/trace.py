@@ -5,8 +5,6 @@ after a failure; a second session of the same rank ``rank-<r>.1.json``, and so o
 Otherwise sessions have no :class:`TraceWriter`. ``scripts/netlab/traces.py`` reads the folder.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

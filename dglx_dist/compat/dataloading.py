@@ -1,7 +1,5 @@
 """DGL's distributed loaders and sampling functions around ours."""
 
-from __future__ import annotations
-
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The names of ``dgl.distributed``, and :func:`install`, which puts them in its place."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 import warnings

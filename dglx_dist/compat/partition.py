@@ -1,7 +1,5 @@
 """DGL's partitioning functions: ``partition_graph``, its files, ``node_split`` and ``edge_split``."""
 
-from __future__ import annotations
-
 import shutil
 import tempfile
 import warnings

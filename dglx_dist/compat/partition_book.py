@@ -1,7 +1,5 @@
 """DGL's partition books and policies around ours."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence

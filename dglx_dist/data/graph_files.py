@@ -1,7 +1,5 @@
 """Graphs in single files: ``.npz`` archives, tensors of torch, NetworkX's formats and lists of edges."""
 
-from __future__ import annotations
-
 import gzip
 import importlib
 import io

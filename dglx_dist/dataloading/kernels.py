@@ -4,8 +4,6 @@ Each hop draws, for every edge type, in-edges of the nodes of its destination ty
 reached.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final

@@ -1,7 +1,5 @@
 """Analyses of a whole graph: neighbourhood expansion of servers, and ids of reverse edges."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, TypeAlias

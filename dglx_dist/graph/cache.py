@@ -1,7 +1,5 @@
 """``g.cache_rows``: choice of the remote rows that a server caches, and filling of the cache."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """``DistEmbedding``: trainable rows on the servers, pulled per mini-batch, updated by ``dglx_dist.optim``."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable
 from typing import final

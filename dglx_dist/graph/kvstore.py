@@ -1,7 +1,5 @@
 """``KVStore``: one-sided pull and push of the rows of distributed tensors (DistDGL's KVStore)."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter, deque

@@ -4,8 +4,6 @@ Their formulas are torch's: in mode "sync" the rows equal, step by step, those o
 ``torch.nn.Embedding(sparse=True)`` trained in one process on the batches of all ranks together.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike, fsdecode
 from pathlib import Path

@@ -4,8 +4,6 @@ Rows are copied as machine words: an array of N rows is viewed as (N, words) uns
 widest size that divides a row and fits the alignment of both sides, so one kernel serves all dtypes.
 """
 
-from __future__ import annotations
-
 import mmap
 from collections.abc import Sequence
 from functools import cache

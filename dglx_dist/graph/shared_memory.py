@@ -1,7 +1,5 @@
 """Rows in memory shared by a server's ranks: allocation, checks of free memory, and saving to a folder."""
 
-from __future__ import annotations
-
 import logging
 import math
 import mmap

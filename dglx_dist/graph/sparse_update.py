@@ -1,7 +1,5 @@
 """Updates of owned rows: the rules of torch's optimisers, and the exchange of gradients with the owners."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import deque

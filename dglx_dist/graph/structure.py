@@ -1,7 +1,5 @@
 """In-edges of one edge type: replicated on every server, or partitioned over the servers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final

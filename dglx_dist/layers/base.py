@@ -1,7 +1,5 @@
 """Contracts of convolutions: split by input columns (P3, P-TAGS), as a stage of workers; their kernels."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

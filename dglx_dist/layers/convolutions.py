@@ -9,8 +9,6 @@ same names, and one entry of :data:`CONVOLUTIONS`. The constructor raises Config
 a configuration cannot be split.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType

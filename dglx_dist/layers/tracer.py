@@ -1,7 +1,5 @@
 """Tracing of models: their convolutions, and which module is called with which block and rows."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """One self-contained HTML page of one or several runs: figures by Plotly, sortable tables."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

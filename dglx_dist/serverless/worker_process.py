@@ -5,8 +5,6 @@ the pipe only. The process ends when its input ends, even in the middle of a tas
 graph server.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import queue

@@ -4,8 +4,6 @@ Why not ``DistributedDataParallel``: see docs/design/decisions.md. Only backward
 gradients.
 """
 
-from __future__ import annotations
-
 import time
 import weakref
 from collections import deque

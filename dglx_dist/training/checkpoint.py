@@ -6,8 +6,6 @@ of one tensor after another) and ``state.json``: the state, position, dtype, sha
 a CRC-32 of the index of each folder of rows, and a CRC-32 of these values: one sum over all that it is.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -3,8 +3,6 @@
 Imports no torch, so that ``dglx --help`` is fast.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import re

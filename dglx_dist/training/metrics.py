@@ -3,8 +3,6 @@
 Functions with a ``session`` are collective: every rank calls them with its own rows, possibly none.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sized
 from typing import Literal, TypeAlias, final

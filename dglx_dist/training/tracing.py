@@ -1,7 +1,5 @@
 """Records of a training run beside its metrics: trace file, bytes by pair, TensorBoard."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections import Counter

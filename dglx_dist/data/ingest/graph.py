@@ -1,7 +1,5 @@
 """Ingestion: tables larger than memory -> a dataset of one part, within a memory limit."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

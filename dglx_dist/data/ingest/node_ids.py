@@ -1,7 +1,5 @@
 """Nodes by their ids, in memory or in files."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, final

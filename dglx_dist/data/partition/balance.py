@@ -1,7 +1,5 @@
 """Quality figures of a partition, and rebalancing of overloaded parts."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Two-level partitioning: over servers first, then over the workers of each server."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial

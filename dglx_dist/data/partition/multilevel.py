@@ -1,7 +1,5 @@
 """Multilevel methods: METIS with any number of balance weights, by pymetis or DGL, and KaMinPar with one."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import importlib

@@ -1,7 +1,5 @@
 """Partitioners without levels: ranges, hash, random, by feature, from a file, LDG and Fennel."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import ClassVar, final
 

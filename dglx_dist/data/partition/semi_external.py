@@ -4,8 +4,6 @@ Meyerhenke, Sanders, Schulz, "Partitioning Complex Networks via Size-constrained
 propagation clusters nodes, and clusters become the nodes of the next graph, until that fits into memory.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Callable

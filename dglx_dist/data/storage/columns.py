@@ -5,8 +5,6 @@ in a memory map. Dtype and shape are in the schema's metadata, since Arrow has n
 bfloat16 and no multi-dimensional rows.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

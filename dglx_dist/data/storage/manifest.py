@@ -1,7 +1,5 @@
 """The manifest of a dataset as a frozen record and as JSON, and replacing a dataset's folder."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Writing a dataset: feature precision, relabelling by owner, and the files of all parts."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Deploys, tests and removes the AWS Lambda function of workers; announces each change before it is made."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

@@ -6,8 +6,6 @@ have the program's dtype, float32 or float64, and are C-contiguous. A stage must
 and may return views of them.
 """
 
-from __future__ import annotations
-
 import importlib
 import math
 import re

@@ -3,8 +3,6 @@
 See docs/strategies/shared_preload.md. Also composes the seeds of cooperative batches.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterator

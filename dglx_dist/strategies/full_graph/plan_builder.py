@@ -10,8 +10,6 @@ The making of a plan is a generator of the exchanges that it needs (:func:`plan_
 own and sends messages (:class:`Planner`), or one process runs those of all ranks (:func:`plan_all`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import secrets
 import weakref

@@ -1,7 +1,5 @@
 """Layers that become program steps, and functions of rows between them, identified by their values."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

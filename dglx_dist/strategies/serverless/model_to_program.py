@@ -1,7 +1,5 @@
 """Conversion of the user's model to a program, by forward passes with stand-ins for its layers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 The oldest work goes first. Graph servers exchange ghost rows, progress and accuracy by one-sided RPC.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time
