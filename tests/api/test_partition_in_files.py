@@ -607,7 +607,7 @@ def test_ids_of_a_given_graph_are_checked_before_compiled_code_uses_them(tmp_pat
 
 def test_what_a_refusal_asks_for_suffices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The arrays of nodes, then the edges of one node: each refusal is followed, and the last one is enough.
-    # What this process has is the same all the time: libraries and freed memory are not the plan's to foresee.
+    # What this process has stays the same: libraries and freed memory are not the plan's to foresee.
     num_nodes, hub, held = 700_000, np.zeros(1_000_000, np.int32), resident()
     monkeypatch.setattr(external_memory, "resident", lambda: held)
     graph = RawGraph(name="g", num_nodes={NODE_TYPE: num_nodes}, edges={EDGE_TYPE: (hub, hub)})
