@@ -80,15 +80,14 @@ def launch(arguments: Sequence[str], file: Path | None = None) -> int | None:
     written to ``file`` (None: shown).
     """
     be_parent()
-    waiting: dict[int, _ForkedRank] = {}
     parsed = run.parse_args(arguments)  # type: ignore[no-untyped-call]  # torch leaves it bare
-    if _can_fork(parsed):
+    ranks = _fork(run.determine_local_world_size(parsed.nproc_per_node)) if _can_fork(parsed) else []
+    gc.enable()
+    if ranks is None:
         # Ranks leave this function at once, so that nothing below concerns them.
-        ranks = _fork(run.determine_local_world_size(parsed.nproc_per_node))
-        if ranks is None:
-            sys.argv[1:] = parsed.training_script_args
-            return None
-        waiting.update(enumerate(ranks))
+        sys.argv[1:] = parsed.training_script_args
+        return None
+    waiting = dict(enumerate(ranks))
     told, start_process = _Signals(), agent.get_subprocess_handler  # type: ignore[attr-defined]
 
     def start(**process: Any) -> object:
