@@ -89,6 +89,8 @@ class RankCount:
     """(3, L) sources, targets and edges of the batch with most input rows."""
     caches: list[dict[str, Any]] = field(default_factory=list)
     """The :class:`CacheHits` of this rank, of each counted cache."""
+    draw_s: float = 0.0
+    """Seconds of drawing the counted batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +122,7 @@ def count_rank(
     place: tuple[Topology, Array],
     *,
     inputs_of: list[Inputs] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> RankCount:
     """Make the batches of one rank and count them; the session of ``g`` may have one rank. Collective.
 
@@ -138,7 +141,14 @@ def count_rank(
     layers, batches = len(draws.fanouts), 0
     sizes, largest = np.zeros((3, layers), np.int64), np.zeros((3, layers), np.int64)
     owners, remote_seeds, requested, returned = np.zeros(len(bounds) - 1, np.int64), 0, 0, 0
-    for inputs, targets, blocks in islice(loader, draws.most_batches):
+    draw_s, drawn = 0.0, islice(loader, draws.most_batches)
+    while True:
+        begin = clock()
+        batch = next(drawn, None)
+        draw_s += clock() - begin
+        if batch is None:
+            break
+        inputs, targets, blocks = batch
         assert isinstance(inputs, Tensor)
         assert isinstance(targets, Tensor)
         batches += 1
@@ -167,6 +177,7 @@ def count_rank(
         requested=requested,
         returned=returned,
         largest=largest.tolist(),
+        draw_s=draw_s,
     )
 
 
@@ -312,9 +323,9 @@ def count_batches(
     count_rank(run.g, one_batch, run.seeds, (partition.of_rank(first), partition.bounds))
     counts, per_edge = [], []
     for rank in run.ranks_here:
-        begin, place, inputs = clock(), (partition.of_rank(rank), partition.bounds), list[Inputs]()
-        one = count_rank(run.g, draws, run.seeds, place, inputs_of=inputs if caches else None)
-        per_edge.append((clock() - begin) / max(sum(one.edges), 1))
+        place, inputs = (partition.of_rank(rank), partition.bounds), list[Inputs]()
+        one = count_rank(run.g, draws, run.seeds, place, inputs_of=inputs if caches else None, clock=clock)
+        per_edge.append(one.draw_s / max(sum(one.edges), 1))
         before: list[Inputs] = []
         # Collective: what decides is equal on all ranks.
         if draws.epoch and one.counted >= one.steps and any(policy == LOOK_AHEAD for policy, _ in caches):

@@ -28,6 +28,7 @@ PROGRAMS: Mapping[str, tuple[str, str]] = {
         "LABOR beside neighbour sampling: rows, bytes with a look-ahead cache, time",
     ),
     "halo": ("micro.halo:main", "how much of a link the halo exchange uses; under netlab"),
+    "regret": ("micro.regret:main", "the choice of auto on real graphs beside every exact way"),
     "tasks": ("micro.tasks:main", "every task on real graphs beside a plain loop of DGL"),
     "real_data": ("micro.real_data:main", "accuracy on real graphs, one process beside two ranks"),
     "large": ("large:main", "graphs larger than memory: partitioned, then trained on"),

@@ -1,0 +1,114 @@
+"""The choice of ``auto`` on real graphs beside every exact way to train, idle and on busy cores.
+
+    python scripts/bench regret graphs/*.npz --out runs/regret
+    python scripts/bench regret graphs/*.npz --out runs/regret --unit full_graph --load 4
+
+Each graph is cut in two and trained by 2 ranks on 2 virtual servers. `auto` chooses in each round, once idle
+and once beside processes that compute. All ways that it compares run in turn, idle; the median epoch of a run
+counts, and the median of the rounds. Regret is the seconds of the chosen way by those of the fastest.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from scripts.bench.micro.timing import dglx, in_turn, parser, table, write_json
+
+_SPIN = "while True: pass"
+
+
+@contextmanager
+def busy(processes: int) -> Iterator[None]:
+    """Keep so many processes computing."""
+    with ExitStack() as stack:
+        for _ in range(processes):
+            stack.callback(subprocess.Popen([sys.executable, "-c", _SPIN]).kill)
+        yield
+
+
+def train(data: Path, out: Path, *options: object) -> dict[str, Any]:
+    """Train and return ``summary.json``."""
+    fixed = ("--ranks", 2, "--servers", 2, "--eval-every", 0, "--out", out, "--overwrite")
+    dglx("train", data, *fixed, *options)
+    return dict(json.loads((out / "summary.json").read_text()))
+
+
+def options_of(way: Mapping[str, Any]) -> list[object]:
+    """Return the options of ``dglx train`` for a candidate of ``plan.json``."""
+    found: list[object] = ["--strategy", way["strategy"]]
+    for name, value in way["options"].items():
+        found += ["--option", f"{name}={value}"]
+    if way["cache"]:
+        found += ["--cache", way["cache"], "--cache-alpha", way["cache_alpha"]]
+    return found
+
+
+def choices(data: Path, out: Path, times: int, load: int, *options: object) -> list[str]:
+    """Return what ``auto`` chooses, each time."""
+    with busy(load):
+        every = [train(data, out, "--strategy", "auto", *options, "--epochs", 2) for _ in range(times)]
+    return [one["auto"]["chosen"] for one in every]
+
+
+def compare(data: Path, out: Path, rounds: int, load: int, unit: str) -> dict[str, Any]:
+    """Return seconds of all ways, and the choices idle and under load."""
+    auto = ("--option", f"unit={unit}")
+    idle = choices(data, out / "auto", rounds, 0, *auto)
+    plan = json.loads((out / "auto" / "plan.json").read_text())["predictions"]
+    ways = {one["name"]: one["candidate"] for one in plan if one["feasible"] and not one["barred"]}
+
+    def seconds(way: Mapping[str, Any]) -> float:
+        return float(train(data, out / "way", *options_of(way), "--epochs", 31)["epoch_seconds"])
+
+    runs = in_turn({name: partial(seconds, way) for name, way in ways.items()}, rounds)
+    return {"idle": idle, "loaded": choices(data, out / "auto", rounds, load, *auto), "runs": runs}
+
+
+def row(graph: str, found: Mapping[str, Any]) -> dict[str, object]:
+    """Return a line of the table."""
+    took = {name: median(runs) for name, runs in found["runs"].items()}
+    best = min(took, key=lambda name: took[name])
+
+    def told(chosen: list[str]) -> str:
+        return ", ".join(f"{name} {took[name] / took[best]:.2f}" for name in sorted(set(chosen)))
+
+    repeats = max(max(runs) / min(runs) for runs in found["runs"].values())
+    return {
+        "graph": graph,
+        "ways": len(took),
+        "fastest": f"{best}, {1e3 * took[best]:.1f} ms",
+        "slowest": f"{max(took.values()) / took[best]:.2f}",
+        "rounds apart": f"{repeats:.2f}",
+        "chosen": told(found["idle"]),
+        "under load": told(found["loaded"]),
+    }
+
+
+def main(argv: list[str]) -> int:
+    """Measure and print the table."""
+    options = parser("regret", __doc__)
+    options.add_argument("graphs", type=Path, nargs="+", help="files for `dglx partition`")
+    options.add_argument("--out", type=Path, default=Path("runs/regret"), help="partitions, runs, results")
+    options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--load", type=int, default=4, help="processes that compute beside")
+    options.add_argument("--unit", default="mini_batch")
+    chosen = options.parse_args(argv)
+    lines = []
+    for graph in chosen.graphs:
+        data, result = chosen.out / f"{graph.stem}-2", chosen.out / f"{graph.stem}-{chosen.unit}.json"
+        if not data.exists():
+            dglx("partition", graph, "--parts", 2, "--out", data)
+        if not result.exists():
+            write_json(result, compare(data, chosen.out, chosen.rounds, chosen.load, chosen.unit))
+        lines.append(row(graph.stem, json.loads(result.read_text())))
+        print(table(lines[-1:]), flush=True)
+    print(table(lines))
+    return 0
