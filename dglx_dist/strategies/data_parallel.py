@@ -52,7 +52,6 @@ class DataParallel(Strategy):
 
     traits = Traits(
         unit="mini_batch",
-        features="rows",
         summary="feature rows of remote input nodes, on demand; all gradients",
         complexity=0,
     )
