@@ -449,12 +449,8 @@ class MemoryTrace:
     """(2, L) int64 bytes per row that is sent, and per gradient that comes back; 0 for none."""
     parameter_bytes: int
 
-    def running(self, counts: Array) -> Array:
-        """Return (A + 1,) int64 bytes in use before each allocation and after the last."""
-        return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.row_bytes * counts[self.kinds])])
-
     def peak(self, counts: Array) -> int:
-        return int(self.running(counts).max())
+        return int(np.cumsum(self.row_bytes * counts[self.kinds]).max(initial=0))
 
     def kept(self, counts: Array) -> Array:
         """Return (L,) int64 bytes that forward keeps for backward, by layer; level 0 belongs to the first."""
