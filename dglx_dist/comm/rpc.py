@@ -12,7 +12,7 @@ import time
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, final
@@ -595,22 +595,43 @@ class Rpc:
     ) -> list[Array]:
         return self.submit(rank, op, name, arrays, phase=phase, layer=layer).result()
 
+    def call_all(
+        self, ranks: Iterable[int], op: str, name: str, arrays: Sequence[Array], *, phase: str
+    ) -> None:
+        """Call all ``ranks`` at once, and wait until all have answered."""
+        for call in [self.submit(rank, op, name, arrays, phase=phase) for rank in ranks]:
+            call.result()
+
+    def ask(
+        self,
+        ranks: Iterable[int],
+        op: str,
+        name: str,
+        arrays: Sequence[Array],
+        timeout_s: float,
+        *,
+        phase: str | None,
+    ) -> dict[int, list[Array]]:
+        """Call all ``ranks`` at once; return the answers that come within ``timeout_s`` and are no errors."""
+        calls: dict[int, Pending] = {}
+        found: dict[int, list[Array]] = {}
+        for rank in ranks:
+            with contextlib.suppress(PeerError, RemoteError):
+                calls[rank] = self.submit(rank, op, name, arrays, phase=phase)
+        for rank, call in calls.items():
+            with contextlib.suppress(PeerError, RemoteError):
+                found[rank] = call.result(timeout_s)
+        return found
+
     def silent(self, ranks: Sequence[int], timeout_s: float) -> list[int]:
         """Return those of ``ranks`` that do not answer within ``timeout_s``; all are asked at once."""
         return [rank for rank, status in self.peer_status(ranks, timeout_s).items() if status is None]
 
     def peer_status(self, ranks: Sequence[int], timeout_s: float) -> dict[int, str | None]:
         """Return the collective that each of ``ranks`` waits in; "" for none, None for a silent rank."""
-        pings: dict[int, Pending] = {}
-        found: dict[int, str | None] = dict.fromkeys(sorted(ranks))
-        for rank in found:
-            with contextlib.suppress(PeerError):
-                pings[rank] = self.submit(rank, _PING, "", [], phase="control")
-        for rank, ping in pings.items():
-            with contextlib.suppress(PeerError):
-                (status,) = ping.result(timeout_s)
-                found[rank] = status.tobytes().decode(errors="replace")
-        return found
+        found = self.ask(sorted(ranks), _PING, "", [], timeout_s, phase="control")
+        texts = {rank: status.tobytes().decode(errors="replace") for rank, (status,) in found.items()}
+        return {rank: texts.get(rank) for rank in sorted(ranks)}
 
     def close(self) -> None:
         """Stop serving and calling; may be called twice. Does not wait for other ranks."""

@@ -14,7 +14,6 @@ import numpy as np
 
 from dglx_dist.comm.rpc import Rpc
 from dglx_dist.comm.topology import take_parent
-from dglx_dist.errors import PeerError, RemoteError
 from dglx_dist.records import Array
 
 SAME_KEY_S = 1.0
@@ -215,12 +214,5 @@ class StopPoint:
 
     def _call(self, ranks: Sequence[int], op: str, value: int) -> list[int] | None:
         """Return the answers of ``ranks``, all asked at once; None: not all answered."""
-        found: list[int] = []
-        calls = []
-        for rank in ranks:
-            with contextlib.suppress(PeerError, RemoteError):
-                calls.append(self._rpc.submit(rank, op, "", [np.array([value])], phase=None))
-        for call in calls:
-            with contextlib.suppress(PeerError, RemoteError):
-                found.append(int(call.result(_ANSWER_S)[0][0]))
-        return found if len(found) == len(ranks) else None
+        found = self._rpc.ask(ranks, op, "", [np.array([value])], _ANSWER_S, phase=None)
+        return [int(number[0]) for (number,) in found.values()] if len(found) == len(ranks) else None

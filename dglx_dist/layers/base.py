@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import dgl.function as fn
@@ -235,19 +236,11 @@ class SplittableConv(nn.Module, ABC):
 
         If the layer is split and ``given`` has no keys for the parts, ConfigError is raised.
         """
-        if not self._drops(given, probability):
-            return given.x
-        if given.draws is None:
-            return functional.dropout(given.x, probability)
-        return drop_entries(given.x, probability, given.draws)
+        return self._dropped(given, given.x, probability, drop_entries)
 
     def drop_edges(self, given: StageInput, attention: Tensor, probability: float) -> Tensor:
         """Return ``attention`` ((E1, K, 1)) with entries dropped, while training; raises as above."""
-        if not self._drops(given, probability):
-            return attention
-        if given.draws is None:
-            return functional.dropout(attention, probability)
-        return drop_attention(given.block, attention, probability, given.draws)
+        return self._dropped(given, attention, probability, partial(drop_attention, given.block))
 
     def check_in_edges(self, block: DGLBlock) -> None:
         """Raise DGLError, as DGL's convolutions do, if a destination must have in-edges and has none."""
@@ -258,16 +251,20 @@ class SplittableConv(nn.Module, ABC):
                 "convolution."
             )
 
-    def _drops(self, given: StageInput, probability: float) -> bool:
+    def _dropped(
+        self, given: StageInput, values: Tensor, probability: float, by_keys: Callable[..., Tensor]
+    ) -> Tensor:
         if probability == 0 or not self.training:
-            return False
-        if self.run_parts is not None and given.draws is None:
-            raise ConfigError(
-                f"{type(self).__name__} drops with probability {probability} before its sum, but the "
-                "strategy has no keys for the masks of all parts; set it to 0 in the first layer, or use "
-                "strategy='data_parallel'"
-            )
-        return True
+            return values
+        if given.draws is not None:
+            return by_keys(values, probability, given.draws)
+        if self.run_parts is None:
+            return functional.dropout(values, probability)
+        raise ConfigError(
+            f"{type(self).__name__} drops with probability {probability} before its sum, but the strategy "
+            "has no keys for the masks of all parts; set it to 0 in the first layer, or use "
+            "strategy='data_parallel'"
+        )
 
     def _sources(self, block: DGLBlock, x: Tensor | tuple[Tensor, Tensor]) -> Tensor:
         if isinstance(x, Tensor):

@@ -102,9 +102,7 @@ def choose(candidates: Iterable[Candidate], known: Measured, constraints: Choice
     most = ratios.max(axis=0)
     at = next((at for at, one in enumerate(most) if one <= _NEAR * most.min()), None)
     taken = None if at is None else allowed[at]
-    ranked = sorted(
-        predictions, key=lambda one: (not one.feasible, bool(one.barred), worth(one, constraints))
-    )
+    ranked = sorted(predictions, key=lambda one: (not one.feasible, bool(one.barred), constraints.worth(one)))
     assumptions = [*known.cluster.assumptions, *known.assumptions]
     if constraints.unit == "any":
         assumptions.append(
@@ -147,7 +145,7 @@ def _interval_corners(known: Measured) -> list[Measured]:
 
 def _ratios(found: Sequence[Prediction], constraints: ChoiceOptions) -> Array:
     """Return (k,) float64: how many times as long as the fastest each prediction takes."""
-    seconds = np.array([worth(one, constraints) for one in found])
+    seconds = np.array([constraints.worth(one) for one in found])
     return seconds / max(seconds.min(initial=np.inf), 1e-12)
 
 
@@ -176,12 +174,6 @@ def _barred(candidate: Candidate, constraints: ChoiceOptions) -> str:
     return " ".join(one for one in (wanted, "" if allowed else "--allow-estimators") if one)
 
 
-def worth(one: Prediction, constraints: ChoiceOptions) -> float:
-    """Return the seconds to compare: of as many epochs as are worth an exact one of mini-batches."""
-    whole = one.candidate.unit == "full_graph" and constraints.unit == "any"
-    return one.epoch_seconds * one.candidate.epochs_factor * (constraints.full_graph_epochs if whole else 1.0)
-
-
 def _reasons(
     taken: Prediction | None,
     allowed: Sequence[Prediction],
@@ -191,8 +183,8 @@ def _reasons(
     if taken is None:
         return [_nearest([one for one in every if not one.barred])]
     reasons = [_biggest(taken)]
-    fastest = min(allowed, key=lambda one: worth(one, constraints))
-    if fastest is not taken and worth(taken, constraints) <= _NEAR * worth(fastest, constraints):
+    fastest = min(allowed, key=constraints.worth)
+    if fastest is not taken and constraints.worth(taken) <= _NEAR * constraints.worth(fastest):
         reasons.append(
             f"{fastest.candidate.name} takes {_ratio(fastest, taken, constraints):.2f} x as long, "
             f"but of candidates within {100 * (_NEAR - 1):.0f} % of the fastest the simplest is taken"
@@ -203,17 +195,17 @@ def _reasons(
             for one in allowed
             if one not in (taken, fastest) and one.candidate.strategy != taken.candidate.strategy
         ),
-        key=lambda one: worth(one, constraints),
+        key=constraints.worth,
     )
     reasons += [_compared(one, taken, constraints) for one in others[:2]]
     better = [
         one
         for one in every
         if one.feasible and one.barred and one.candidate.unit == taken.candidate.unit
-        if worth(one, constraints) < worth(taken, constraints)
+        if constraints.worth(one) < constraints.worth(taken)
     ]
     if better:
-        other = min(better, key=lambda one: worth(one, constraints))
+        other = min(better, key=constraints.worth)
         reasons.append(
             f"{other.candidate.name} would take {_seconds(other.epoch_seconds)}, but is another estimator, "
             f"only with {other.barred}"
@@ -238,7 +230,7 @@ def _nearest(allowed: Sequence[Prediction]) -> str:
 
 
 def _ratio(one: Prediction, taken: Prediction, constraints: ChoiceOptions) -> float:
-    return worth(one, constraints) / max(worth(taken, constraints), 1e-12)
+    return constraints.worth(one) / max(constraints.worth(taken), 1e-12)
 
 
 def _biggest(one: Prediction) -> str:
@@ -332,7 +324,7 @@ def _gain(found: Choice, usual: str, constraints: ChoiceOptions) -> float:
     base = next((one for one in found.predictions if one.candidate.name == usual), None)
     if found.taken is None or base is None or not base.feasible:
         return 1.0
-    return worth(base, constraints) / max(worth(found.taken, constraints), 1e-12)
+    return _ratio(base, found.taken, constraints)
 
 
 def _at_point(known: Measured, shape: ModelShape, bytes_per_s: float) -> Measured:

@@ -30,13 +30,7 @@ from dglx_dist.planner.profile import (
     time_bytes,
     time_on_plans,
 )
-from dglx_dist.planner.workload import (
-    EXPECTED,
-    count_batches,
-    row_sizes,
-    stats_of_dataset,
-    stats_of_manifest,
-)
+from dglx_dist.planner.workload import EXPECTED, count_batches, row_sizes, stats_of_dataset, stats_of_manifest
 from dglx_dist.records import EDGE_TYPE, Array
 from dglx_dist.strategies.base import float_of
 from dglx_dist.strategies.cost import (

@@ -90,6 +90,11 @@ class ChoiceOptions:
         20, "Counted batches of each rank; 0: all of an epoch, exactly.", check=at_least(0)
     )
 
+    def worth(self, one: Prediction) -> float:
+        """Return the seconds to compare: of as many epochs as are worth an exact one of mini-batches."""
+        whole = one.candidate.unit == "full_graph" and self.unit == "any"
+        return one.epoch_seconds * one.candidate.epochs_factor * (self.full_graph_epochs if whole else 1.0)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:

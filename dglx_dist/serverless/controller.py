@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import final
 
 from dglx_dist.errors import ConfigError, DglxError, PeerError
@@ -197,7 +197,7 @@ class Controller:
         with self._lock:
             work = self._pending.pop(key, None)
             if work is None:
-                self._count(refused=1)
+                self._counts += Counts(refused=1)
                 return False
             self._running.pop(key, None)
             # Also for an attempt number that was never sent: the rows have arrived, so the task must not run
@@ -270,7 +270,7 @@ class Controller:
     def _send(self) -> None:
         with self._lock:
             taken = self._take()
-            self._count(invocations=len(taken))
+            self._counts += Counts(invocations=len(taken))
         # Outside the lock: an executor may run the task synchronously, which calls back.
         for task in taken:
             self._executor.invoke(task.to_event())
@@ -308,7 +308,7 @@ class Controller:
             with self._lock:
                 work = self._running.get(one.key)
                 if work is not None and one.attempt == work.task.attempt:
-                    self._count(lost=1)
+                    self._counts += Counts(lost=1)
                     self._again(work, one.reason)
 
     def _relaunch_late(self) -> None:
@@ -333,13 +333,13 @@ class Controller:
         del self._running[key]
         work.task, work.queued = work.task.again(), self._clock()
         self._enqueue(work)
-        self._count(relaunched=1)
+        self._counts += Counts(relaunched=1)
 
     def _count_ended(self) -> None:
         for one in self._executor.billed():
             spent = billed_gb_seconds(one.duration_s, one.memory_mb, self._options.prices)
             with self._lock:
-                self._count(cold=one.cold, warm=not one.cold, billed_s=one.duration_s, gb_s=spent)
+                self._counts += Counts(cold=one.cold, warm=not one.cold, billed_s=one.duration_s, gb_s=spent)
 
     def _tune(self) -> None:
         now = self._clock()
@@ -353,10 +353,6 @@ class Controller:
             changed, self.workers = number != self.workers, number
         if changed:
             self._executor.size(number)
-
-    def _count(self, **increments: float) -> None:
-        sums = {name: getattr(self._counts, name) + one for name, one in increments.items()}
-        self._counts = replace(self._counts, **sums)
 
 
 def _kind(key: TaskKey) -> tuple[int, str]:

@@ -109,7 +109,7 @@ def _servers() -> dict[str, float]:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """What a controller did and its functions used; those of several ranks can be added."""
+    """What a controller did, and what its functions and a graph server used; several can be added."""
 
     invocations: int = 0
     """Attempts sent."""
@@ -126,6 +126,8 @@ class Counts:
     """Seconds of the finished invocations, not rounded."""
     gb_s: float = 0.0
     """Their GB-seconds (memory x duration), each duration rounded up to a step of the price table."""
+    server_seconds: float = 0.0
+    """Seconds that graph servers trained, summed over the ranks."""
 
     @property
     def unbilled(self) -> int:

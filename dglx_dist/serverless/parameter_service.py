@@ -1,6 +1,5 @@
 """RPC service and client of parameter servers: weights, gradients, sums between servers, update notices."""
 
-import contextlib
 import json
 import logging
 import math
@@ -145,22 +144,12 @@ class ParameterService:
             self._stop(error)
 
     def _update(self, epoch: int, sums: Array) -> None:
-        name = pair_name(epoch, self.server.index)
-        sent = [
-            self._rpc.submit(rank, SUMS, name, [sums], phase=BETWEEN)
-            for rank in range(self.server.plan.num_servers)
-            if rank != self.server.index
-        ]
-        for pending in sent:
-            pending.result(self._timeout_s)
+        index, others = self.server.index, {*range(self.server.plan.num_servers)} - {self.server.index}
+        self._rpc.call_all(others, SUMS, pair_name(epoch, index), [sums], phase=BETWEEN)
         self._wait_for_sums(epoch)
         updates = self.server.advance()
-        if updates is None:  # closing
-            return
-        name = pair_name(updates, self.server.index)
-        notices = [self._rpc.submit(rank, UPDATED, name, [], phase=CONTROL) for rank in self._ranks]
-        for pending in notices:
-            pending.result(self._timeout_s)
+        if updates is not None:  # else it is closing
+            self._rpc.call_all(self._ranks, UPDATED, pair_name(updates, index), [], phase=CONTROL)
 
     def _wait_for_sums(self, epoch: int) -> None:
         deadline = time.monotonic() + self._timeout_s
@@ -179,14 +168,7 @@ class ParameterService:
         reason = f"{describe(self.server.index)} stopped: {type(error).__name__}: {error}"
         self._failure = reason[:_MAX_REASON]
         log.error("%s", self._failure)
-        notices = []
-        for rank in self._ranks:
-            with contextlib.suppress(DglxError):
-                notices.append(self._rpc.submit(rank, STOPPED, self._failure, [], phase=CONTROL))
-        # The time limit counts from the call, so it holds for all of them together.
-        for pending in notices:
-            with contextlib.suppress(DglxError):
-                pending.result(_NOTIFY_S)
+        self._rpc.ask(self._ranks, STOPPED, self._failure, [], _NOTIFY_S, phase=CONTROL)
 
     def _key_of(self, name: str) -> TaskKey:
         self.raise_if_stopped()

@@ -43,7 +43,7 @@ class Traits:
 
     unit: Unit
     """The data of one step."""
-    features: Literal["rows", "columns"]
+    features: Literal["rows", "columns"] = "rows"
     """The cut of the node features over the servers."""
     summary: str
     """The network traffic, in one line."""
@@ -545,14 +545,16 @@ def count_targets(num_local: int, session: Session) -> StepShare:
     return StepShare(num_local=num_local, num_global=int(counts.sum()))
 
 
+def unpacked(arguments: Iterable[object]) -> Iterator[Any]:
+    """Yield ``arguments``, and in place of lists and tuples what is in them, as the blocks of a batch."""
+    for one in arguments:
+        yield from one if isinstance(one, list | tuple) else (one,)
+
+
 def find_share(arguments: Iterable[object], session: Session) -> StepShare | None:
     """Return the share stamped on the blocks among ``arguments``, else the session's, else None."""
-    for argument in arguments:
-        last = argument[-1] if isinstance(argument, list | tuple) and argument else argument
-        stamped = getattr(last, "step_share", None)
-        if isinstance(stamped, StepShare):
-            return stamped
-    return session.step_share
+    stamped = (getattr(one, "step_share", None) for one in unpacked(arguments))
+    return next((one for one in stamped if isinstance(one, StepShare)), session.step_share)
 
 
 def gradient_weight(share: StepShare | None, reduction: Reduction) -> float:

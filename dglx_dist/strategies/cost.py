@@ -39,9 +39,8 @@ ALLOCATOR_OVERHEAD = 1.3
 """Held by used memory: each thread keeps what it freed for the next step."""
 _BLOCK_EDGE_BYTES, _BLOCK_ROW_BYTES = 28, 24
 """Of a sampled block: ids, positions and the formats for message passing."""
-FEW_CORES = 2.0
-"""With fewer cores, a rank's loader and its training share one."""
-_HIDDEN = ((FEW_CORES, 0.9), (1.0, 0.7), (0.0, 0.35))
+_FEW_CORES = 2.0
+_HIDDEN = ((_FEW_CORES, 0.9), (1.0, 0.7), (0.0, 0.35))
 """From so many cores of a rank on, the share of prefetching that costs no time. On its own core a rank
 computes while it waits for the network, except while it copies (A1: 0.5 to 0.9; PEER1: 0.4); where ranks
 share a core, the network also waits for their time slices (D1 and P1: about a third)."""
@@ -87,6 +86,25 @@ class Cluster:
     def server_of_rank(self) -> tuple[int, ...]:
         """(W,) server of each rank: consecutive ranks share a server."""
         return tuple(rank // self.ranks_per_server for rank in range(self.ranks))
+
+    @property
+    def has_few_cores(self) -> bool:
+        """Whether a rank's loader and its training share a core."""
+        return self.cores < _FEW_CORES
+
+    @property
+    def hidden_share(self) -> float:
+        """Share of prefetching that costs no time, while there is enough computing."""
+        return next(share for least, share in _HIDDEN if self.cores >= least)
+
+    def after_bursts(self, moving: float, messages: int, compute: float) -> float:
+        """Return the seconds of equal messages, less what a card sends at once after each pause."""
+        pause = min(self.burst_bytes / self.external_bytes_per_s, compute / max(messages, 1))
+        return max(0.0, moving - messages * pause)
+
+    def latencies(self, messages: int) -> float:
+        """Return the seconds of ``messages`` that wait for each other between servers."""
+        return messages * self.latency_s if self.servers > 1 else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -431,12 +449,8 @@ class MemoryTrace:
     """(2, L) int64 bytes per row that is sent, and per gradient that comes back; 0 for none."""
     parameter_bytes: int
 
-    def running(self, counts: Array) -> Array:
-        """Return (A + 1,) int64 bytes in use before each allocation and after the last."""
-        return np.concatenate([np.zeros(1, np.int64), np.cumsum(self.row_bytes * counts[self.kinds])])
-
     def peak(self, counts: Array) -> int:
-        return int(self.running(counts).max())
+        return int(np.cumsum(self.row_bytes * counts[self.kinds]).max(initial=0))
 
     def kept(self, counts: Array) -> Array:
         """Return (L,) int64 bytes that forward keeps for backward, by layer; level 0 belongs to the first."""
@@ -553,6 +567,65 @@ class Measured:
         wanted = candidate.cache, candidate.cache_alpha
         return next((one for one in caches if (one.policy, one.alpha) == wanted), None)
 
+    def compute_seconds(self) -> float:
+        """Return the seconds of computing the mini-batches, whose blocks are new in each step."""
+        work = self.mini_batches
+        formats = self.rates.fresh_edge_s * sum(work.worked[2])
+        return self.rates.compute_s(self.shape.work(*work.worked), work.steps) + formats
+
+    def sampling_seconds(self, draws: int = 1) -> float:
+        """Return the seconds of drawing each batch ``draws`` times, and of gathering and copying its rows."""
+        rates, (sources, _, edges) = self.rates, self.mini_batches.worked
+        return (
+            draws * rates.sample_edge_s * sum(edges)
+            + (rates.gather_byte_s + rates.copy_byte_s) * sources[0] * self.graph.feature_bytes
+        )
+
+    def batch_seconds(
+        self,
+        traffic: Traffic,
+        *,
+        compute: float,
+        sampling: float,
+        pulled: float,
+        waited: float = 0.0,
+        inside: float = 0.0,
+    ) -> Seconds:
+        """Return the seconds of an epoch of the mini-batches, where fetches overlap with computing.
+
+        Args:
+            traffic: Bytes of the epoch.
+            pulled: To fetch what is fetched ahead from other servers.
+            waited: For other servers, while nothing is computed.
+            inside: For other ranks of the server, while nothing is computed.
+        """
+        share = self.cluster.hidden_share
+        compute += self.handling_seconds(traffic)
+        # On few cores, sampling a batch delays computing another one.
+        drawn = sampling if self.cluster.has_few_cores else max(0.0, sampling - share * compute)
+        hidden = share * min(pulled, compute + drawn)
+        return Seconds(
+            compute=compute,
+            sampling=drawn,
+            outside=pulled - hidden + waited,
+            inside=inside,
+            all_reduce=self.all_reduce_seconds(self.mini_batches.steps, traffic, compute),
+        )
+
+    def all_reduce_seconds(self, steps: int, traffic: Traffic, compute: float) -> float:
+        """Return the seconds of one sum of gradients in each of ``steps``."""
+        cluster = self.cluster
+        outside = traffic.outside.get(GRADIENTS, 0) / cluster.servers / cluster.external_bytes_per_s
+        outside = cluster.after_bursts(outside, steps, compute)
+        inside = traffic.inside.get(GRADIENTS, 0) / cluster.servers / cluster.internal_bytes_per_s
+        meeting = _MEETING_S * steps if cluster.ranks > 1 and cluster.has_few_cores else 0.0
+        return max(outside, inside) + cluster.latencies(2 * (cluster.servers - 1) * steps) + meeting
+
+    def handling_seconds(self, traffic: Traffic) -> float:
+        """Return the seconds by which sending and receiving delay computing, where cores are few."""
+        moved = 2 * sum(traffic.outside.values()) / self.cluster.ranks
+        return moved * _WIRE_BYTE_S / min(self.cluster.cores, 1.0) if self.cluster.has_few_cores else 0.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Seconds:
@@ -633,86 +706,3 @@ def ring_split(num_bytes: int, server_of: Sequence[int], steps: int) -> tuple[in
         else:
             outside += sent
     return outside, inside
-
-
-def hidden_share(cores: float) -> float:
-    """Return the share of prefetching that costs no time, while there is enough computing."""
-    return next(share for least, share in _HIDDEN if cores >= least)
-
-
-def compute_seconds(known: Measured, work: BatchWork) -> float:
-    """Return the seconds of computing mini-batches, whose blocks are new in each step."""
-    formats = known.rates.fresh_edge_s * sum(work.worked[2])
-    return known.rates.compute_s(known.shape.work(*work.worked), work.steps) + formats
-
-
-def sampling_seconds(known: Measured, work: BatchWork, draws: int = 1) -> float:
-    """Return the seconds of drawing each batch ``draws`` times, and of gathering and copying its rows."""
-    rates, (sources, _, edges) = known.rates, work.worked
-    return (
-        draws * rates.sample_edge_s * sum(edges)
-        + (rates.gather_byte_s + rates.copy_byte_s) * sources[0] * known.graph.feature_bytes
-    )
-
-
-def batch_seconds(
-    known: Measured,
-    work: BatchWork,
-    traffic: Traffic,
-    *,
-    compute: float,
-    sampling: float,
-    pulled: float,
-    waited: float = 0.0,
-    inside: float = 0.0,
-) -> Seconds:
-    """Return the seconds of an epoch of mini-batches, where fetches overlap with computing.
-
-    Args:
-        known, work, traffic: Measurements; counts and bytes of the epoch.
-        pulled: To fetch what is fetched ahead from other servers.
-        waited: For other servers, while nothing is computed.
-        inside: For other ranks of the server, while nothing is computed.
-    """
-    share = hidden_share(known.cluster.cores)
-    compute += handling_seconds(known, traffic)
-    # On few cores, sampling a batch delays computing another one.
-    few = known.cluster.cores < FEW_CORES
-    drawn = sampling if few else max(0.0, sampling - share * compute)
-    hidden = share * min(pulled, compute + drawn)
-    return Seconds(
-        compute=compute,
-        sampling=drawn,
-        outside=pulled - hidden + waited,
-        inside=inside,
-        all_reduce=all_reduce_seconds(known, work.steps, traffic, compute),
-    )
-
-
-def all_reduce_seconds(known: Measured, steps: int, traffic: Traffic, compute: float) -> float:
-    """Return the seconds of one sum of gradients in each of ``steps``."""
-    cluster = known.cluster
-    outside = traffic.outside.get(GRADIENTS, 0) / cluster.servers / cluster.external_bytes_per_s
-    outside = after_bursts(outside, steps, compute, cluster)
-    inside = traffic.inside.get(GRADIENTS, 0) / cluster.servers / cluster.internal_bytes_per_s
-    meeting = _MEETING_S * steps if cluster.ranks > 1 and cluster.cores < FEW_CORES else 0.0
-    return max(outside, inside) + latencies(2 * (cluster.servers - 1) * steps, cluster) + meeting
-
-
-def handling_seconds(known: Measured, traffic: Traffic) -> float:
-    """Return the seconds by which sending and receiving delay computing, where cores are few."""
-    if known.cluster.cores >= FEW_CORES:
-        return 0.0
-    moved = 2 * sum(traffic.outside.values()) / known.cluster.ranks
-    return moved * _WIRE_BYTE_S / min(known.cluster.cores, 1.0)
-
-
-def after_bursts(moving: float, messages: int, compute: float, cluster: Cluster) -> float:
-    """Return the seconds of equal messages, less what a card sends at once after a pause for computing."""
-    pause = min(cluster.burst_bytes / cluster.external_bytes_per_s, compute / max(messages, 1))
-    return max(0.0, moving - messages * pause)
-
-
-def latencies(messages: int, cluster: Cluster) -> float:
-    """Return the seconds of ``messages`` that wait for each other between servers."""
-    return messages * cluster.latency_s if cluster.servers > 1 else 0.0

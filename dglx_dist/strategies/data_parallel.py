@@ -33,12 +33,8 @@ from dglx_dist.strategies.cost import (
     Measured,
     PlanContext,
     Survey,
-    batch_seconds,
-    compute_seconds,
-    latencies,
     present,
     ring_split,
-    sampling_seconds,
     traffic_with_sums,
 )
 from dglx_dist.strategies.gradient_sync import BUCKET_BYTES, BufferMeans, GradientExchange, check_frozen
@@ -56,7 +52,6 @@ class DataParallel(Strategy):
 
     traits = Traits(
         unit="mini_batch",
-        features="rows",
         summary="feature rows of remote input nodes, on demand; all gradients",
         complexity=0,
     )
@@ -116,14 +111,9 @@ class DataParallel(Strategy):
         pulled = pulled_bytes * work.card_share / known.cluster.external_bytes_per_s
         if pulled_bytes:
             layers = len(known.shape.layers) if known.structure_partitioned else 0
-            pulled += latencies(_ROUNDS_OF_PULL * (1 + layers) * work.steps, known.cluster)
-        seconds = batch_seconds(
-            known,
-            work,
-            traffic,
-            compute=compute_seconds(known, work),
-            sampling=sampling_seconds(known, work),
-            pulled=pulled,
+            pulled += known.cluster.latencies(_ROUNDS_OF_PULL * (1 + layers) * work.steps)
+        seconds = known.batch_seconds(
+            traffic, compute=known.compute_seconds(), sampling=known.sampling_seconds(), pulled=pulled
         )
         shared = cache.server_bytes + known.own_features
         return Cost(

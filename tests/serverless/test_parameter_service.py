@@ -218,7 +218,7 @@ class Answered:
     def __init__(self, arrays: list[Array]) -> None:
         self._arrays = arrays
 
-    def result(self, _timeout_s: float) -> list[Array]:
+    def result(self, _timeout_s: float | None = None) -> list[Array]:
         return self._arrays
 
 

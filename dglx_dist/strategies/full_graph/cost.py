@@ -21,7 +21,6 @@ from dglx_dist.data.storage.files import machine_memory
 from dglx_dist.records import EDGE_TYPE, Array
 from dglx_dist.strategies.cost import (
     ALLOCATOR_OVERHEAD,
-    FEW_CORES,
     ID_BYTES,
     Candidate,
     Cluster,
@@ -37,18 +36,13 @@ from dglx_dist.strategies.cost import (
     Traffic,
     Unit,
     Work,
-    after_bursts,
-    all_reduce_seconds,
-    handling_seconds,
-    hidden_share,
-    latencies,
     present,
     ring_split,
     traffic_with_sums,
 )
 from dglx_dist.strategies.full_graph.expansion import EasOptions, compose, eas_rule
 from dglx_dist.strategies.full_graph.halo_block import HaloBlock, halo_block
-from dglx_dist.strategies.full_graph.halo_plan import RankPlan
+from dglx_dist.strategies.full_graph.halo_plan import NO_IDS, RankPlan
 from dglx_dist.strategies.full_graph.memory_estimate import (
     PLAN_BYTES,
     LocalExchange,
@@ -161,24 +155,16 @@ class FullGraphScheme(Work):
         if self.limit:
             limits = EasOptions(hops=EAS_HOPS[self.limit], fanout=EAS_FANOUT)
             eas = eas_rule(limits, seed=run.partition.seed)
+        options: dict[str, Any] = {"hops": self.hops, "eas": eas, "cover": covers}
+        options["num_layers"] = run.num_layers
         if not run.in_job:
-            return lambda seeds: plan_all(
-                run.partition, seeds, run.num_layers, self.hops, eas=eas, cover=covers
-            )
+            return lambda seeds: plan_all(run.partition, seeds, **options)
         planner = Planner(run.g)
 
         def make(seeds: list[Array]) -> list[RankPlan]:
-            own = seeds[topology.server]
-            request = PlanRequest(
-                # One rank of a server gives the seeds of all of it.
-                seeds=own if topology.local_rank == 0 else own[:0],
-                num_layers=run.num_layers,
-                hops=self.hops,
-                eas=eas,
-                cover=covers,
-                show_progress=False,
-            )
-            return [planner.plan(request)]
+            # One rank of a server gives the seeds of all of it.
+            own = seeds[topology.server] if topology.local_rank == 0 else NO_IDS
+            return [planner.plan(PlanRequest(seeds=own, show_progress=False, **options))]
 
         return make
 
@@ -490,20 +476,20 @@ def _seconds(
         # Plans and rows of all cooperative batches from disk, including checksums.
         num_bytes = work.read_rows * known.graph.feature_bytes + _STORED_EDGE_BYTES * max(work.worked[2])
         read = num_bytes * rates.check_byte_s + work.steps * _READ_S / min(cluster.cores, 1.0)
-    if cluster.cores >= FEW_CORES:
-        read = max(0.0, read - hidden_share(cluster.cores) * compute)
+    if not cluster.has_few_cores:
+        read = max(0.0, read - cluster.hidden_share * compute)
     outside, inside = (
         sum(exchanged_bytes(rows, known.shape, use_pp=use_pp, wire=wire).values())
         for rows in (work.card_rows, work.inside_rows)
     )
     waits = 2 * sum(1 for rows in work.card_rows[use_pp:] if rows) * work.steps
-    handling = handling_seconds(known, traffic) + waits * _EXCHANGE_S / min(cluster.cores, 1.0)
+    handling = known.handling_seconds(traffic) + waits * _EXCHANGE_S / min(cluster.cores, 1.0)
     handling += (outside + inside) * _CODE_BYTE_S if wire != "same" else 0.0
-    moving = after_bursts(outside / cluster.external_bytes_per_s, waits, compute, cluster)
+    moving = cluster.after_bursts(outside / cluster.external_bytes_per_s, waits, compute)
     return Seconds(
         compute=compute + handling,
         sampling=read,
-        outside=moving + latencies(waits, cluster),
+        outside=moving + cluster.latencies(waits),
         inside=inside / cluster.internal_bytes_per_s,
-        all_reduce=all_reduce_seconds(known, work.steps, traffic, compute),
+        all_reduce=known.all_reduce_seconds(work.steps, traffic, compute),
     )

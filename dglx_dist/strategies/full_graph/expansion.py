@@ -76,10 +76,7 @@ def in_edges_of(structure: Structure, nodes: Array) -> Iterator[tuple[Array, InE
 
 def only_from(edges: InEdges, allowed: Array) -> InEdges:
     """Return the ``edges`` whose source is in the (n,) ascending int64 ``allowed``."""
-    kept = np.zeros(len(edges.sources), dtype=bool)
-    if len(allowed):
-        places = np.minimum(np.searchsorted(allowed, edges.sources), len(allowed) - 1)
-        kept = allowed[places] == edges.sources
+    kept = np.isin(edges.sources, allowed)
     before = np.concatenate([np.zeros(1, np.int64), np.cumsum(kept)])
     return InEdges(indptr=before[edges.indptr], sources=edges.sources[kept], edge_ids=edges.edge_ids[kept])
 
@@ -304,7 +301,7 @@ def write_held(folder: Path, held: KHopNeighborhood) -> None:
         for name, array in vars(held).items():
             np.save(folder / f"{name}.npy", array)
     except OSError as problem:
-        remove_held(folder)
+        shutil.rmtree(folder, ignore_errors=True)
         needed = sum(array.nbytes for array in vars(held).values())
         raise StorageError(
             f"{folder} cannot be written ({problem}): the ranks of a server share its rows there, which take "
@@ -316,10 +313,6 @@ def write_held(folder: Path, held: KHopNeighborhood) -> None:
 def read_held(folder: Path) -> KHopNeighborhood:
     """Map the arrays of :func:`write_held`; the files may be removed while the result is in use."""
     return KHopNeighborhood(**{path.stem: map_array(path, "r") for path in folder.iterdir()})
-
-
-def remove_held(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 AUTO = "auto"
@@ -353,10 +346,13 @@ def split_rows(closure: KHopNeighborhood, num_ranks: int, method: str, seed: int
         balance=tuple(weights) if "balance" in plugin.honours else (),
         tolerance=TOLERANCE if {"balance", "tolerance"} <= plugin.honours else {},
     )
+    num_ids = int(max(closure.nodes.max(initial=-1), closure.sources.max(initial=-1))) + 1
+    sources = RowIndex(closure.nodes, num_ids).places(closure.sources)
+    assert not (sources < 0).any(), "a source is not a row: split_rows needs hops above 0"
     graph = RawGraph(
         name="closure",
         num_nodes={NODE_TYPE: num_rows},
-        edges={EDGE_TYPE: _edges_among_rows(closure)},
+        edges={EDGE_TYPE: (sources, np.repeat(np.arange(len(closure.indptr) - 1), np.diff(closure.indptr)))},
         node_data={NODE_TYPE: weights},
     )
     return plugin(options).assign(graph, num_ranks, seed).part_of[NODE_TYPE]
@@ -376,10 +372,3 @@ def work_of_groups(closure: KHopNeighborhood) -> dict[str, Array]:
         times = len(layers) - np.searchsorted(np.sort(layers), row, side="right")
         weights[f"layers_{number}"] = times * degrees
     return weights
-
-
-def _edges_among_rows(closure: KHopNeighborhood) -> tuple[Array, Array]:
-    num_ids = int(max(closure.nodes.max(initial=-1), closure.sources.max(initial=-1))) + 1
-    sources = RowIndex(closure.nodes, num_ids).places(closure.sources)
-    assert not (sources < 0).any(), "a source is not a row: split_rows needs hops above 0"
-    return sources, np.repeat(np.arange(len(closure.indptr) - 1), np.diff(closure.indptr))

@@ -305,6 +305,8 @@ class HaloBlock(DGLBlock):
         self.own_rows, self.halo_rows = layer.own_rows, len(layer.halo_nodes)
         """Rows of the tensors that a model passes to this block, and those of other ranks behind them."""
         self.repeats_first_row = needs_repeated_row(layer)
+        self.has_cover = exchange.cover is not None
+        """Whether sums of own rows over the in-edges have an exchange of their own."""
         self._exchange, self._fetch_out_degrees, self._is_of_own_rows = exchange, out_degrees, False
         self._sources = self.srcdata[dgl.NID]
         # A list, shared by blocks of other layers on the same structure: the lookup reads every edge.
@@ -320,11 +322,6 @@ class HaloBlock(DGLBlock):
         block = self.fresh()
         block._exchange = exchange
         return block
-
-    @property
-    def has_cover(self) -> bool:
-        """Whether sums of own rows over the in-edges have an exchange of their own."""
-        return self._exchange.cover is not None
 
     def of_own_rows(self) -> HaloBlock:
         """Return a copy whose source columns and out-degrees are those of own rows, for a layer of sums."""

@@ -33,6 +33,7 @@ from dglx_dist.comm.exchange import (
     row_exchanges,
 )
 from dglx_dist.comm.session import Session
+from dglx_dist.dataloading.feature_fetch import HALVES
 from dglx_dist.dataloading.minibatch import build_block
 from dglx_dist.errors import ConfigError
 from dglx_dist.message_passing import place
@@ -115,8 +116,6 @@ def _rows_in(num_bytes: int, rows: Tensor) -> int:
 FORWARD, BACKWARD, ONCE = "halo", "halo_gradients", "preload"
 """Ledger phases of forward, backward, and what is exchanged once."""
 
-_SUMMED_WIDER = (torch.float16, torch.bfloat16)
-
 
 @final
 class HaloExchange:
@@ -147,10 +146,6 @@ class HaloExchange:
         other.cover = None if self.cover is None else self.cover.at(number)
         return other
 
-    @property
-    def num_sources(self) -> int:
-        return self.own_rows + self.num_halo
-
     def exchange(self, h: Tensor, kept: Tensor | None = None) -> Tensor:
         """Append the halo rows to the (own_rows, ...) ``h``; the layer's peers must call it too.
 
@@ -180,7 +175,7 @@ class HaloExchange:
                 f"layer {self.number} is computed again in backward, where its late halo rows (staleness=1) "
                 "are not at hand; use recompute='keep' or 'none'"
             )
-        return cast("Tensor", _Append.apply(self, h, kept))  # type: ignore[no-untyped-call]  # torch leaves it bare
+        return cast("Tensor", _Append.apply(self, h, kept, False))  # type: ignore[no-untyped-call]  # torch leaves it bare
 
     def fetch(self, rows: Tensor, out: Tensor | None = None, *, phase: str) -> Tensor:
         """Return only the (n_halo, ...) halo rows, without gradient; for rows that are fetched once and kept.
@@ -194,7 +189,7 @@ class HaloExchange:
 
     def append(self, h: Tensor, kept: Tensor | None) -> Tensor:
         """Run :meth:`exchange` without gradient, always into new memory."""
-        sources = h.new_empty((self.num_sources, *h.shape[1:]))
+        sources = h.new_empty((self.own_rows + self.num_halo, *h.shape[1:]))
         own, halo = sources[: self.own_rows], sources[self.own_rows :]
         if kept is None:
             self._receive(h, halo, FORWARD, own)
@@ -210,7 +205,7 @@ class HaloExchange:
         """
         gradient = gradient.detach()
         own, halo = gradient[: self.own_rows], gradient[self.own_rows :]
-        wider = torch.float32 if gradient.dtype in _SUMMED_WIDER else gradient.dtype
+        wider = torch.float32 if gradient.dtype in HALVES else gradient.dtype
         total = torch.empty(own.shape, dtype=wider, device=gradient.device)
         sent = halo.contiguous() if self._is_readable(halo) else copied_to_host([halo])[0]
         received = self._memory(self._exchanges.received, self._num_sent, gradient)
@@ -367,28 +362,17 @@ class CoverExchange:
 
 @final
 class _Append(torch.autograd.Function):
-    """(own_rows, ...) -> (own_rows + n_halo, ...); the adjoint of :class:`_ReturnGradients`."""
+    """(own_rows, ...) -> (own_rows + n_halo, ...), or with ``back`` the adjoint of that."""
 
     @staticmethod
-    def forward(ctx: Any, halo: HaloExchange, h: Tensor, kept: Tensor | None) -> Tensor:
-        ctx.halo = halo
-        return halo.append(h.detach(), kept)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return None, _ReturnGradients.apply(ctx.halo, gradient), None  # type: ignore[no-untyped-call]  # torch leaves it bare
-
-
-@final
-class _ReturnGradients(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, halo: HaloExchange, gradient: Tensor) -> Tensor:
-        ctx.halo = halo
-        return halo.return_gradients(gradient)
+    def forward(ctx: Any, halo: HaloExchange, rows: Tensor, kept: Tensor | None, back: bool) -> Tensor:
+        ctx.halo, ctx.back = halo, back
+        return halo.return_gradients(rows) if back else halo.append(rows.detach(), kept)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return None, _Append.apply(ctx.halo, gradient, None)  # type: ignore[no-untyped-call]  # torch leaves it bare
+        found = _Append.apply(ctx.halo, gradient, None, not ctx.back)  # type: ignore[no-untyped-call]  # torch leaves it bare
+        return None, found, None, None
 
 
 @final
@@ -408,7 +392,7 @@ class _AppendLate(torch.autograd.Function):
         own, of_halo = gradient[: halo.own_rows], gradient[halo.own_rows :]
         to, due = halo.counts(BACKWARD)
         received = ctx.gradients.swap((part for _, part in _pieces_of(of_halo, to)), halo, BACKWARD, own)
-        total = own.to(torch.float32 if own.dtype in _SUMMED_WIDER else own.dtype, copy=True)
+        total = own.to(torch.float32 if own.dtype in HALVES else own.dtype, copy=True)
         for rows, (_, part) in zip(halo.rows_on(own.device), _pieces_of(received, due), strict=True):
             total.index_add_(0, rows, part.to(total))
         return None, None, total.to(own.dtype)
@@ -441,7 +425,7 @@ class LateRows:
 
     def _kept(self, dtype: torch.dtype) -> torch.dtype:
         # A mean in 16 bits would lose small changes.
-        return torch.float32 if self._momentum and dtype in _SUMMED_WIDER else dtype
+        return torch.float32 if self._momentum and dtype in HALVES else dtype
 
     def swap(self, sent: Iterable[Tensor], halo: HaloExchange, phase: str, like: Tensor) -> Tensor:
         """Send ``sent``, and return the (k, ...) rows of the epoch before; of this one if there are none.
@@ -533,10 +517,8 @@ class StaleHalos:
 
 
 def _pieces_of(rows: Tensor, counts: Sequence[tuple[int, int]]) -> Iterator[tuple[int, Tensor]]:
-    first = 0
-    for rank, count in counts:
-        yield rank, rows[first : first + count]
-        first += count
+    pieces = torch.split(rows, [count for _, count in counts])
+    return zip((rank for rank, _ in counts), pieces, strict=True)
 
 
 def version_of(rows: Tensor) -> int | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dglx_dist.comm.collectives import barrier, gather_int64, gather_json
+from dglx_dist.comm.collectives import barrier, gather_arrays, gather_int64, gather_json
 from dglx_dist.comm.devices import Copy, carried, open_copies
 from dglx_dist.comm.exchange import WireDtype, row_exchanges
 from dglx_dist.comm.trace import LOADER
@@ -79,13 +79,9 @@ def gather_seeds(g: DistGraph, seeds: Array) -> ServerSeeds:
 
     Each rank temporarily holds the seeds of all ranks, 8 bytes each. ConfigError: there are none.
     """
-    most = int(gather_int64([len(seeds)], g.session).max())
-    if not most:
+    distinct = np.unique(np.concatenate(gather_arrays(seeds, g.session)))
+    if not len(distinct):
         raise ConfigError(NO_SEEDS)
-    padded = np.full(most, -1, np.int64)
-    padded[: len(seeds)] = seeds
-    distinct = np.unique(gather_int64(padded, g.session))
-    distinct = distinct[distinct >= 0]
     at = np.searchsorted(distinct, g.get_node_partition_policy(g.ntypes[0]).bounds)
     server = g.session.topology.server
     digest = np.bitwise_xor.reduce(hash_ids(distinct, stream_key(0, 0, 0)), initial=np.uint64(0))
@@ -204,7 +200,10 @@ class PlanSource:
             self._sizes = maker.seeds.sizes(spec.num_batches)
             if keep and spec.is_fixed:
                 self._cache = _open_cache(g, maker.seeds, spec)
-                self._on_disk = _common_steps(g, self._cache, spec.num_batches)
+                # Ranks make plans together: one that a rank lacks on disk is made again by all ranks.
+                local = [step for step in range(spec.num_batches) if self._cache.holds(step)]
+                every: Sequence[Any] = gather_json(local, g.session)
+                self._on_disk = set.intersection(*map(set, every))
                 self.row_cache = self._cache if len(self) > 1 else None
         else:
             # All samples have the same seeds in total, though distributed differently over the ranks.
@@ -297,15 +296,6 @@ def _open_cache(g: DistGraph, seeds: ServerSeeds, spec: PlanSpec) -> PlanCache:
         "edges": list(g.canonical_etypes[0]),
     }
     return PlanCache(g.dataset.cache, facts, g.session.topology)
-
-
-def _common_steps(g: DistGraph, cache: PlanCache, num_batches: int) -> set[int]:
-    # Ranks make plans together: a plan that one rank lacks on disk is made again by all ranks.
-    local = [step for step in range(num_batches) if cache.holds(step)]
-    found = set(range(num_batches))
-    for steps in gather_json(local, g.session):
-        found &= set(steps)  # type: ignore[call-overload]  # a list of numbers, as sent
-    return found
 
 
 @final

@@ -12,12 +12,13 @@ import itertools
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn, cast, final
+from typing import TYPE_CHECKING, NoReturn, cast, final
 
 import dgl
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._pytree import tree_leaves
 
@@ -154,23 +155,8 @@ class LocalExchange:
     def exchange(self, h: Tensor, kept: Tensor | None = None) -> Tensor:
         one_way = h[:1].numel() * h.element_size()
         self.row_bytes = np.maximum(self.row_bytes, [one_way, one_way if h.requires_grad else 0])
-        if not self.num_halo:
-            return h
-        return cast("Tensor", _Appended.apply(h, self.num_halo))  # type: ignore[no-untyped-call]  # torch leaves it bare
-
-
-@final
-class _Appended(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, h: Tensor, num_halo: int) -> Tensor:
-        ctx.own_rows = len(h)
-        sources = h.new_zeros((len(h) + num_halo, *h.shape[1:]))
-        sources[: len(h)].copy_(h)
-        return sources
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0][: ctx.own_rows].clone(), None
+        # Allocates all rows forward, and the own ones backward, as the exchange does.
+        return functional.pad(h, [0, 0] * (h.dim() - 1) + [0, self.num_halo]) if self.num_halo else h
 
 
 def _step(model: nn.Module, blocks: list[HaloBlock], rows: Tensor) -> None:

@@ -1,7 +1,7 @@
 """Replicated model on halo blocks: layers exchange halo rows, parameter gradients are summed."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
@@ -22,7 +22,7 @@ from dglx_dist.layers.convolutions import CONVOLUTIONS, sums_sources
 from dglx_dist.layers.dropout import install_node_dropouts
 from dglx_dist.layers.tracer import GraphCall, named_arguments, read_call
 from dglx_dist.records import StepShare
-from dglx_dist.strategies.base import Reduction, find_share, gradient_weight
+from dglx_dist.strategies.base import Reduction, find_share, gradient_weight, unpacked
 from dglx_dist.strategies.data_parallel import ReplicatedModel
 from dglx_dist.strategies.full_graph.halo_block import (
     EmptyPartition,
@@ -62,9 +62,10 @@ def install(model: nn.Module) -> None:
 
 
 def _exchange_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if isinstance(module, EdgeWeightNorm):
-        _check_norm(module, args, kwargs)
-    if not _has_block(args, kwargs):
+    distributed = any(isinstance(one, HaloBlock | LocalGraph) for one in (*args, *kwargs.values()))
+    if distributed and isinstance(module, EdgeWeightNorm) and module._norm == "both":
+        refuse_reversed("EdgeWeightNorm('both')")
+    if not (blocks := _blocks(args, kwargs)):
         return None
     if isinstance(module, _NO_BLOCKS):
         raise ConfigError(
@@ -85,7 +86,7 @@ def _exchange_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
         for key, name, value in named_arguments(module.forward, args, kwargs):
             if name == "ntype" and isinstance(module, HGTConv) and len(value) == place.graph.own_rows:
                 args, kwargs = _replace_argument(args, kwargs, key, place.graph.all_rows(value))
-    if _has_no_targets(args, kwargs):
+    if not all(block.num_dst_nodes() for block in blocks):
         EmptyPartition(module).turn_on()
     return args, kwargs
 
@@ -102,14 +103,14 @@ def _leave_empty_partition(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:
     # Runs also after forward has raised.
-    if _has_no_targets(args, kwargs):
+    if not all(block.num_dst_nodes() for block in _blocks(args, kwargs)):
         # If the exchange raised, the mode is not on; an active one belongs to an outer module.
         EmptyPartition.turn_off(module)
 
 
 def _tie_output(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     # A rank without edges must still reach its exchange in backward.
-    place = _find_rows(module, args, kwargs) if _has_block(args, kwargs) else None
+    place = _find_rows(module, args, kwargs) if _blocks(args, kwargs) else None
     if place is None or place.graph.num_edges():
         return None
     return tie_gradient(output, place.sources)
@@ -125,19 +126,8 @@ def _find_rows(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     return found
 
 
-def _has_no_targets(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    blocks = (one for one in (*args, *kwargs.values()) if isinstance(one, HaloBlock))
-    return any(not block.num_dst_nodes() for block in blocks)
-
-
-def _has_block(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return any(isinstance(value, HaloBlock) for value in (*args, *kwargs.values()))
-
-
-def _check_norm(module: EdgeWeightNorm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    several = any(isinstance(value, HaloBlock | LocalGraph) for value in (*args, *kwargs.values()))
-    if module._norm == "both" and several:
-        refuse_reversed("EdgeWeightNorm('both')")
+def _blocks(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[HaloBlock]:
+    return [one for one in (*args, *kwargs.values()) if isinstance(one, HaloBlock)]
 
 
 def _accepts_two_arguments(forward: Callable[..., Any]) -> bool:
@@ -217,7 +207,8 @@ class HaloModel(ReplicatedModel):
                 unfrozen after wrapping, the model has fewer layers than blocks, or an input is the weighted
                 output of another wrapped model.
         """
-        graphs = list(_exchanging((*args, *kwargs.values())))
+        given = unpacked((*args, *kwargs.values()))
+        graphs = [one for one in given if isinstance(one, HaloBlock | LocalGraph)]
         if not graphs:
             return self._on_other_blocks(args, kwargs)
         _check_not_weighted((args, kwargs))
@@ -301,10 +292,3 @@ def _check_not_weighted(arguments: Any) -> None:
                 "that, or wrap both with reduction='sum'"
             )
         waiting += [following for following, _ in node.next_functions]
-
-
-def _exchanging(arguments: tuple[Any, ...]) -> Iterator[HaloBlock | LocalGraph]:
-    for argument in arguments:
-        for one in argument if isinstance(argument, list | tuple) else (argument,):
-            if isinstance(one, HaloBlock | LocalGraph):
-                yield one

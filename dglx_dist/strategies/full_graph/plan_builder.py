@@ -10,8 +10,8 @@ The making of a plan is a generator of the exchanges that it needs (:func:`plan_
 own and sends messages (:class:`Planner`), or one process runs those of all ranks (:func:`plan_all`).
 """
 
-import contextlib
 import secrets
+import shutil
 import weakref
 from collections import defaultdict
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
@@ -43,7 +43,6 @@ from dglx_dist.strategies.full_graph.expansion import (
     in_edges_of,
     only_from,
     read_held,
-    remove_held,
     split_rows,
     write_held,
 )
@@ -394,31 +393,19 @@ def _cover_layers(num_ranks: int, layers: Sequence[HaloLayer]) -> Steps[list[Hal
 
 
 def plan_all(
-    context: PartitionContext,
-    seeds: Sequence[Array],
-    num_layers: int,
-    hops: int,
-    *,
-    eas: Selection | None = None,
-    cover: bool = False,
+    context: PartitionContext, seeds: Sequence[Array], num_layers: int, hops: int, **options: Any
 ) -> list[RankPlan]:
     """Return the plans of all W ranks, made by this process; the structure is whole here.
 
-    ``seeds`` are the (S,) output nodes of each server, ascending ids of its own; see :class:`PlanRequest` for
-    the other arguments.
+    ``seeds`` are the (S,) output nodes of each server, ascending ids of its own; ``options`` are further
+    fields of a :class:`PlanRequest`.
     """
-    leaders, topology = _leaders(context), context.topology
+    topology, seeds_of = context.topology, dict(zip(_leaders(context), seeds, strict=True))
+    request = PlanRequest(seeds=NO_IDS, num_layers=num_layers, hops=hops, show_progress=False, **options)
     running = []
     for rank in range(topology.world_size):
-        request = PlanRequest(
-            seeds=seeds[leaders.index(rank)] if rank in leaders else NO_IDS,
-            num_layers=num_layers,
-            hops=hops,
-            eas=eas,
-            cover=cover,
-            show_progress=False,
-        )
-        running.append(plan_steps(replace(context, topology=context.of_rank(rank)), request))
+        own = replace(request, seeds=seeds_of.get(rank, NO_IDS))
+        running.append(plan_steps(replace(context, topology=context.of_rank(rank)), own))
     waiting = {rank: next(steps) for rank, steps in enumerate(running)}
     sent: dict[str, dict[int, Step]] = defaultdict(dict)
     plans: dict[int, RankPlan] = {}
@@ -507,15 +494,10 @@ class PlanExchange:
 
     def _tell_failure(self, error: Exception) -> None:
         # Delivery to dead or hanging ranks is not awaited beyond the time limit.
-        topology, calls = self._session.topology, []
+        topology, rpc = self._session.topology, self._session.rpc
         text = np.frombuffer(f"{type(error).__name__}: {error}".encode()[:2000], dtype=np.uint8)
-        name = f"{self._job} {topology.rank}"
-        for rank in {*range(topology.world_size)} - {topology.rank}:
-            with contextlib.suppress(PeerError, RemoteError):
-                calls.append(self._session.rpc.submit(rank, self._failed_op, name, [text], phase="control"))
-        for call in calls:
-            with contextlib.suppress(PeerError, RemoteError):
-                call.result(_NOTIFY_FAILURE_S)
+        name, others = f"{self._job} {topology.rank}", {*range(topology.world_size)} - {topology.rank}
+        rpc.ask(others, self._failed_op, name, [text], _NOTIFY_FAILURE_S, phase="control")
 
 
 @final
@@ -564,7 +546,7 @@ class Planner:
             found = read_held(folder) if held is None else held
             self._exchange.exchange(Step(name="rows read", among=step.among, outgoing={}))
             if held is not None:
-                remove_held(folder)
+                shutil.rmtree(folder, ignore_errors=True)
             return {leader: found}
         return {leader: held}
 

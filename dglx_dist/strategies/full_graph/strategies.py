@@ -121,7 +121,6 @@ class FullGraph(_FullGraphStrategy):
     name, edge_bytes = "full_graph", 60
     traits = Traits(
         unit="full_graph",
-        features="rows",
         summary="activations of border nodes, and their gradients, at every layer; all gradients",
         complexity=20,
     )
@@ -144,7 +143,6 @@ class SharedPreload(_FullGraphStrategy):
     name, edge_bytes = "shared_preload", 140
     traits = Traits(
         unit="full_graph",
-        features="rows",
         summary="features of the neighbourhood, once; activations of border nodes above it; all gradients",
         complexity=30,
     )
@@ -165,7 +163,6 @@ class Cooperative(_FullGraphStrategy):
     name, gathers_seeds, edge_bytes = "cooperative", True, 260
     traits = Traits(
         unit="full_graph",
-        features="rows",
         summary="features of each batch's neighbourhood; activations inside a server; all gradients",
         complexity=40,
     )

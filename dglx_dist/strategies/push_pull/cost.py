@@ -18,13 +18,8 @@ from dglx_dist.strategies.cost import (
     Seconds,
     Survey,
     Traffic,
-    after_bursts,
-    batch_seconds,
-    compute_seconds,
-    latencies,
     present,
     ring_split,
-    sampling_seconds,
     traffic_with_sums,
 )
 from dglx_dist.strategies.push_pull.exchange import BACKWARD, FORWARD
@@ -198,22 +193,20 @@ def _seconds(
     cluster, work = known.cluster, known.mini_batches
     logits = first.logit_width * _COLUMNS_OF_A_HEAD * work.worked[2][0]
     of_an_owner = work.steps * _BLOCK_S / min(cluster.cores, 1.0) + logits * known.rates.edge_column_s
-    compute = compute_seconds(known, work) + (size - 1) * of_an_owner
+    compute = known.compute_seconds() + (size - 1) * of_an_owner
     waited = sum(traffic.outside.get(name, 0) for name in _SUMS)
     waited_s = waited / cluster.servers / cluster.external_bytes_per_s
     if waited:
-        waited_s = after_bursts(waited_s, 2 * work.steps, compute, cluster)
-        waited_s += latencies(_ROUNDS_OF_SUMS * work.steps, cluster)
+        waited_s = cluster.after_bursts(waited_s, 2 * work.steps, compute)
+        waited_s += cluster.latencies(_ROUNDS_OF_SUMS * work.steps)
     others = sum(count for name, count in traffic.outside.items() if name not in (*_SUMS, GRADIENTS))
     ahead = others / cluster.servers / cluster.external_bytes_per_s
     own = sum(traffic.inside.get(name, 0) for name in _SUMS) / cluster.servers / cluster.internal_bytes_per_s
-    return batch_seconds(
-        known,
-        work,
+    return known.batch_seconds(
         traffic,
         compute=compute,
         # Without pushed structure every part draws the batches of its whole group.
-        sampling=sampling_seconds(known, work, 1 if pushed else size),
+        sampling=known.sampling_seconds(1 if pushed else size),
         pulled=ahead + (waited_s if late else 0.0),
         waited=0.0 if late else waited_s,
         inside=own,

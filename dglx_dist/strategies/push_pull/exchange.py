@@ -16,16 +16,9 @@ from dgl.heterograph import DGLBlock
 from torch import Tensor
 
 from dglx_dist.comm.devices import copied_to_host, host_memory, is_on_host
-from dglx_dist.comm.exchange import (
-    DEVICES,
-    CallExchange,
-    Exchange,
-    Incoming,
-    Outgoing,
-    WireDtype,
-    row_codec,
-)
+from dglx_dist.comm.exchange import DEVICES, CallExchange, Exchange, Incoming, Outgoing, WireDtype, row_codec
 from dglx_dist.comm.session import Session
+from dglx_dist.dataloading.feature_fetch import HALVES
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import cut_out
 from dglx_dist.layers.dropout import Columns
@@ -35,8 +28,6 @@ FORWARD, BACKWARD = "activations", "activation_gradients"
 
 STRUCTURE = "structure"
 """Ledger phase: (N_f - 1) 4 [(D1 + 1) + E1 + L0] bytes per owner and batch; docs/strategies/push_pull.md."""
-
-_SUMMED_IN_FLOAT32 = (torch.float16, torch.bfloat16)
 
 Received: TypeAlias = list[Tensor]
 """(N_f,) tensors of all members, the own one among them, in the order of the parts."""
@@ -197,7 +188,7 @@ def add_in_order(received: Received) -> Tensor:
     Half precision is summed in float32.
     """
     first, *rest = received
-    total = first.to(torch.float32) if first.dtype in _SUMMED_IN_FLOAT32 else first.clone()
+    total = first.to(torch.float32) if first.dtype in HALVES else first.clone()
     for share in rest:
         total += share
     return total.to(first.dtype)

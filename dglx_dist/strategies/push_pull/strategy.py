@@ -27,6 +27,7 @@ from dglx_dist.strategies.base import (
     check_one_type,
     find_share,
     gradient_weight,
+    unpacked,
 )
 from dglx_dist.strategies.data_parallel import broadcast_state, check_same_model
 from dglx_dist.strategies.gradient_sync import BufferMeans, check_frozen
@@ -206,7 +207,8 @@ class PushPullModel(WrappedModel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the user's module on blocks of the strategy's loader; on others ConfigError."""
-        self._pipeline.begin(_group_batch_of((*args, *kwargs.values())))
+        found = (getattr(one, "push_pull", None) for one in unpacked((*args, *kwargs.values())))
+        self._pipeline.begin(next((one for one in found if isinstance(one, GroupBatch)), None))
         if not torch.is_grad_enabled():
             output = self._computed(args, kwargs)
             self._pipeline.resume()
@@ -314,15 +316,6 @@ class PushPullModel(WrappedModel):
 
     def note_buffers(self) -> None:
         self._buffer_means.note()
-
-
-def _group_batch_of(arguments: tuple[Any, ...]) -> GroupBatch | None:
-    for argument in arguments:
-        first = argument[0] if isinstance(argument, list | tuple) and argument else argument
-        group_batch = getattr(first, "push_pull", None)
-        if isinstance(group_batch, GroupBatch):
-            return group_batch
-    return None
 
 
 def _power(gradients: Iterable[Tensor], norm_type: float, zero: Tensor) -> Tensor:

@@ -68,7 +68,6 @@ class Progress:
         """The least position."""
         self.position = [start] * num_intervals
         """Positions of the next or running task of each interval."""
-        self._intervals_at = Counter({start: num_intervals})
         self.running: set[int] = set()
         """Intervals with a running task."""
         self._first = self.updates = self.end = first_epoch
@@ -142,15 +141,9 @@ class Progress:
     def finish(self, interval: int) -> bool:
         """Mark the task of ``interval`` as finished; return True if the least position advanced."""
         self.running.remove(interval)
-        before = self.position[interval]
         self.position[interval] += 1
-        self._intervals_at[before] -= 1
-        self._intervals_at[before + 1] += 1
-        if self._intervals_at[before] or before > self.floor:
-            return False
-        del self._intervals_at[before]
-        self.floor += 1
-        return True
+        before, self.floor = self.floor, min(self.position)
+        return self.floor > before
 
     def news(self) -> tuple[bool, int | None]:
         """Return whether the peers wait for :attr:`floor`, now reached, and the epoch that they count there.
@@ -243,7 +236,7 @@ class WorkerPool:
                 observer=partial(_note_spans, session.timeline, program),
             )
             self._wake, self.ready = self.controller.wake, self.controller.ready
-            self.raise_if_failed = self.controller.raise_if_failed
+            self.done, self.raise_if_failed = self.controller.finished, self.controller.raise_if_failed
             undo.enter_context(self.controller.run())
             self.close = undo.pop_all().close
             """Stops all workers immediately; idempotent."""
@@ -252,10 +245,6 @@ class WorkerPool:
         """Launch a task of ``rows`` nodes; ``ready``: whether its rows can be pulled already."""
         server = self._addresses[int(self._plan.server_of_interval[key.interval])]
         self.controller.launch(self._task(key=key, rows=rows, parameter_server=server), ready=ready)
-
-    def done(self, key: TaskKey, attempt: int) -> None:
-        """Note that all rows of ``attempt`` arrived, also those of a rejected duplicate."""
-        self.controller.finished(key, attempt)
 
 
 def check_reachable(host: str, *, paid: bool) -> None:
@@ -538,10 +527,8 @@ class ThreadScheduler:
         rank, counts = self._server.rank, list[Array]()
         if counted is not None:
             counts = [np.array([self._server.correct(counted)], dtype=np.int64)]
-        peers = [peer for peer in range(self._server.part.graph.num_servers) if peer != rank]
-        name, submit = pair_name(position, rank), self._rpc.submit
-        for pending in [submit(peer, REACHED, name, counts, phase="control") for peer in peers]:
-            pending.result()
+        peers = {*range(self._server.part.graph.num_servers)} - {rank}
+        self._rpc.call_all(peers, REACHED, pair_name(position, rank), counts, phase="control")
         if counted is not None:
             # Only after the peers know it, because a graph server that is done sends nothing more.
             with self._lock:

@@ -196,7 +196,6 @@ class Lambda(Strategy):
 
     traits = Traits(
         unit="full_graph",
-        features="rows",
         summary="features of ghosts once; boundary rows and their gradients; rows and weights to workers",
         own_loop=False,
         on_gpus=False,

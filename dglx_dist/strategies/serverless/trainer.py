@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, cast, final
 
 import numpy as np
@@ -24,6 +24,7 @@ from dglx_dist.comm.collectives import (
     check_equal,
     gather_int64,
     gather_json,
+    gather_rows,
     raise_for_missing,
     run_on_all_ranks,
     sum_over_ranks,
@@ -59,54 +60,30 @@ if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class Account:
-    """Work and server time of one rank, or of all ranks together."""
-
-    counts: Counts = field(default_factory=Counts)
-    server_seconds: float = 0.0
-    """Seconds that graph servers trained, summed over the ranks."""
-
-    def __add__(self, other: Account) -> Account:
-        seconds = self.server_seconds + other.server_seconds
-        return Account(counts=self.counts + other.counts, server_seconds=seconds)
-
-    def bill(self, options: LambdaOptions, *, simulated: bool) -> Bill:
-        used = Counts() if options.in_process else self.counts
-        return bill(used, {options.server: self.server_seconds}, options.price_table, simulated=simulated)
-
-    def describe(self, options: LambdaOptions, *, simulated: bool) -> dict[str, object]:
-        """Return counts, dollars and labels as JSON values."""
-        paid = self.bill(options, simulated=simulated)
-        return {
-            **asdict(self.counts),
-            "server_seconds": self.server_seconds,
-            "server": options.server,
-            "dollars_functions": paid.functions,
-            "dollars_servers": paid.servers,
-            "dollars": paid.total,
-            "label": paid.label,
-            "text": str(paid),
-        }
+def bill_of(used: Counts, options: LambdaOptions, *, simulated: bool) -> Bill:
+    functions = Counts() if options.in_process else used
+    return bill(functions, {options.server: used.server_seconds}, options.price_table, simulated=simulated)
 
 
-def gather_numbers(values: Sequence[float] | Array, session: Session) -> Array:
-    """Collect (K,) numbers from every rank: (W, K) float64. Collective.
+def describe_costs(used: Counts, options: LambdaOptions, *, simulated: bool) -> dict[str, object]:
+    """Return counts, dollars and labels as JSON values."""
+    paid = bill_of(used, options, simulated=simulated)
+    return {
+        **asdict(used),
+        "server": options.server,
+        "dollars_functions": paid.functions,
+        "dollars_servers": paid.servers,
+        "dollars": paid.total,
+        "label": paid.label,
+        "text": str(paid),
+    }
 
-    As their bits: as text, their length, and the bytes that are counted, would differ between runs.
-    """
-    own = np.ascontiguousarray(values, dtype=np.float64).reshape(-1)
-    return gather_int64(own.view(np.int64), session).view(np.float64)
 
-
-def account_of_ranks(own: Account, session: Session) -> Account:
-    """Return the sum of the accounts of all ranks. Collective."""
-    counts = vars(own.counts)
-    rows = gather_numbers([*counts.values(), own.server_seconds], session)
-    *sums, seconds = (math.fsum(column) for column in rows.T)
-    added = {name: type(counts[name])(one) for name, one in zip(counts, sums, strict=True)}
-    return Account(counts=Counts(**added), server_seconds=seconds)
+def _counts_of_ranks(own: Counts, session: Session) -> Counts:
+    # Not as text: its length, and with it the bytes that are counted, would differ between runs.
+    rows = gather_rows(torch.tensor([*vars(own).values()], dtype=torch.float64), session)
+    sums = zip(vars(own).items(), rows.T.tolist(), strict=True)
+    return Counts(**{name: type(value)(math.fsum(column)) for (name, value), column in sums})
 
 
 PROGRAM_PHASE, DOWN, UP = "lambda_program", "lambda_down", "lambda_up"
@@ -197,7 +174,7 @@ class Engine:
             [*self._server.statistics(epoch), self._updated_at[epoch + 1] - self._updated_at[epoch]]
             for epoch in range(first, end)
         ]
-        per_rank = gather_numbers(np.array(local), self._session).reshape(-1, epochs, 3)
+        per_rank = gather_rows(torch.tensor(local, dtype=torch.float64), self._session).numpy()
         num_train = self._server.program.num_train
         return [
             EpochRecord(
@@ -310,14 +287,14 @@ def _one_line(text: str) -> str:
     return printable(text, _LONGEST_KERNELS).replace("\n", " ")
 
 
-def progress_line(engine: Engine, options: LambdaOptions, account: Account) -> str:
+def progress_line(engine: Engine, options: LambdaOptions, used: Counts) -> str:
     """Return ``epoch 3 | AV1 3 GA1 2 | 4 workers | queue 2 | 0 relaunched | $0.0012 simulated``."""
     epoch, stages = engine.scheduler.state()
     workers = engine.workers.controller.workers
-    paid = account.bill(options, simulated=engine.workers.simulated)
+    paid = bill_of(used, options, simulated=engine.workers.simulated)
     return (
         f"epoch {epoch} | {stages} | {workers} worker{'' if workers == 1 else 's'} | "
-        f"queue {engine.scheduler.queue_length} | {account.counts.relaunched} relaunched | "
+        f"queue {engine.scheduler.queue_length} | {used.relaunched} relaunched | "
         f"{dollars(paid.total)}{' simulated' if paid.simulated else ''}"
     )
 
@@ -547,7 +524,7 @@ class LambdaTrainer(EpochTrainer):
         self._engine: Engine | None = None
         self._last_fingerprint = ""
         self._synchronous_from: int | None = None
-        self._past, self._simulated, self._warned = Account(), True, False
+        self._past, self._simulated, self._warned = Counts(), True, False
 
     def run(self, first: int, number: int) -> Sequence[EpochRecord]:
         engine = self._engine_from(first)
@@ -555,13 +532,13 @@ class LambdaTrainer(EpochTrainer):
 
         def show() -> None:
             seconds = time.perf_counter() - began
-            account = self._account() + Account(server_seconds=seconds)
+            used = self._used() + Counts(server_seconds=seconds)
             if self._show is not None:
-                self._show(progress_line(engine, self._options, account))
+                self._show(progress_line(engine, self._options, used))
 
         records = engine.run(number, show)
         write_back(self._model, self._optimizer, engine.parameters.latest(), engine.parameters.state())
-        self._past += Account(server_seconds=time.perf_counter() - began)
+        self._past += Counts(server_seconds=time.perf_counter() - began)
         self._last_fingerprint = fingerprint(self._model, self._optimizer)
         self._loader.advance(number)
         if self._synchronous_from is None:
@@ -583,19 +560,18 @@ class LambdaTrainer(EpochTrainer):
                 engine.abandon()
             else:
                 engine.close()
-            self._past, self._engine = self._account(), None
+            self._past, self._engine = self._used(), None
 
     def account(self) -> dict[str, object]:
-        total = account_of_ranks(self._account(), self._session)
-        found = total.describe(self._options, simulated=self._simulated)
+        used = _counts_of_ranks(self._used(), self._session)
+        found = describe_costs(used, self._options, simulated=self._simulated)
         if self._options.switch_at:
             found["synchronous_from"] = self._synchronous_from
         return found
 
-    def _account(self) -> Account:
-        # Of the engines so far.
-        counts = Counts() if self._engine is None else self._engine.workers.controller.counts
-        return self._past + Account(counts=counts)
+    def _used(self) -> Counts:
+        # By the engines so far.
+        return self._past if self._engine is None else self._past + self._engine.workers.controller.counts
 
     def _engine_from(self, epoch: int) -> Engine:
         now = fingerprint(self._model, self._optimizer)

@@ -193,7 +193,7 @@ def check_halves_are_added_wide(halo: HaloExchange, rank: int) -> None:
     """1 + 2^-11 + 2^-11 is 1 when half precision rounds twice, and 1 + 2^-10 when it rounds once."""
     for dtype, small in ((torch.float16, 2.0**-11), (torch.bfloat16, 2.0**-8)):
         h = torch.zeros(OWN[rank], 2, dtype=dtype, requires_grad=True)
-        y = torch.full((halo.num_sources, 2), small, dtype=dtype)
+        y = torch.full((halo.own_rows + halo.num_halo, 2), small, dtype=dtype)
         y[: OWN[rank]] = 1.0
         (found,) = torch.autograd.grad(halo.exchange(h), h, y)
         count = torch.bincount(torch.cat([rows_of(other, OWN, NEEDS) for other in range(len(OWN))]))

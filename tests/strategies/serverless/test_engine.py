@@ -22,7 +22,7 @@ from dglx_dist.serverless.worker import GIVE
 from dglx_dist.strategies.serverless.graph_partition import exchange_boundaries, read_features, read_structure
 from dglx_dist.strategies.serverless.options import read_lambda_options
 from dglx_dist.strategies.serverless.scheduler import check_reachable
-from dglx_dist.strategies.serverless.trainer import Account, progress_line
+from dglx_dist.strategies.serverless.trainer import describe_costs, progress_line
 from tests.helpers.ranks import run_ranks, start_ranks
 from tests.serverless.faults import strike
 from tests.strategies.equality import write_parts
@@ -180,12 +180,12 @@ MILLION = Counts(invocations=10**6, cold=10, warm=10**6 - 10, billed_s=1e5, gb_s
 
 def test_dollars_of_functions_and_servers() -> None:
     """0.20 for the requests, 0.3125 for their time; two servers of 0.34 an hour for one hour."""
-    told = Account(counts=MILLION, server_seconds=7200.0).describe(SETTINGS, simulated=True)
+    told = describe_costs(MILLION + Counts(server_seconds=7200.0), SETTINGS, simulated=True)
     assert told["dollars_functions"] == pytest.approx(0.5125)
     assert told["dollars_servers"] == pytest.approx(0.68)
     assert told["dollars"] == pytest.approx(1.1925)
     assert str(told["label"]).startswith("simulated")
-    real = Account(counts=MILLION).describe(SETTINGS, simulated=False)
+    real = describe_costs(MILLION, SETTINGS, simulated=False)
     assert "simulated" not in str(real["label"])
 
 
@@ -193,8 +193,7 @@ def test_the_line_says_stages_workers_queue_relaunches_and_dollars() -> None:
     workers = SimpleNamespace(simulated=True, controller=SimpleNamespace(workers=4))
     scheduler = SimpleNamespace(state=lambda: (3, "AV1 2 GA1 1"), queue_length=2)
     engine: Any = SimpleNamespace(workers=workers, scheduler=scheduler)
-    account = Account(counts=MILLION + Counts(relaunched=5))
-    assert progress_line(engine, SETTINGS, account) == (
+    assert progress_line(engine, SETTINGS, MILLION + Counts(relaunched=5)) == (
         "epoch 3 | AV1 2 GA1 1 | 4 workers | queue 2 | 5 relaunched | $0.512 simulated"
     )
 
