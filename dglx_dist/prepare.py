@@ -32,12 +32,11 @@ from dglx_dist.data.storage.writer import (
     FeatureDtype,
     check_ends,
     check_feature_dtype,
-    in_precision,
     sorting_budget,
     write_dataset,
 )
 from dglx_dist.errors import ConfigError, StorageError
-from dglx_dist.records import FEATURE, REVERSE, SPLITS, Array, Assignment, EdgeType, RawGraph, SparseRows
+from dglx_dist.records import FEATURE, REVERSE, SPLITS, Array, Assignment, RawGraph, SparseRows
 
 if TYPE_CHECKING:
     import dgl
@@ -63,7 +62,7 @@ class PartitionPlan:
     trainers_per_part: int = 1
     """t above 1: each part is split again, and nodes and edges get a ``trainer_id`` in [0, P x t)."""
     feature_dtype: FeatureDtype | None = None
-    """Stored dtype of features, see :func:`in_precision`; None: unchanged."""
+    """Stored dtype of features, see :func:`chosen_dtypes`; None: unchanged."""
     memory: str | None = None
     """Limit such as "4GB": what does not fit is worked on in files; None: all is in memory."""
     scratch: Path | None = None
@@ -232,10 +231,7 @@ def partition_to_disk(
         # Imports dgl and torch, which other formats do not need.
         from dglx_dist.data.storage.dgl_format import write_dgl_format
 
-        bfloat16: frozenset[tuple[str | EdgeType, str]] = frozenset()
-        if plan.feature_dtype is not None:
-            graph, bfloat16 = in_precision(graph, plan.feature_dtype)
-        write_dgl_format(graph, split.parts, target, bfloat16=bfloat16)
+        write_dgl_format(graph, split.parts, target, feature_dtype=plan.feature_dtype)
     else:
         kept = asdict(split.quality)
         if split.of_trainers is not None:

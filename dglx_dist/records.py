@@ -24,6 +24,12 @@ NODE_TYPE = "_N"
 EDGE_TYPE: EdgeType = ("_N", "_E", "_N")
 """DGL's name of the only edge type of a homogeneous graph."""
 
+
+def type_text(kind: str | EdgeType) -> str:
+    """Return a node type as it is, an edge type as ``source:relation:destination``."""
+    return kind if isinstance(kind, str) else ":".join(kind)
+
+
 REVERSE = "-rev"
 """Suffix of reverse relations, as in GraphStorm."""
 

@@ -58,10 +58,6 @@ class Mailbox(Generic[M]):
                 self._failures = {key: value for key, value in self._failures.items() if key >= round_number}
             self._changed.notify_all()
 
-    def cancel(self, round_number: int, reason: BaseException | None = None) -> None:
-        """End ``round_number`` and the earlier ones."""
-        self.begin(round_number + 1, reason)
-
     def fail(self, round_number: int, reason: Callable[[], BaseException]) -> None:
         """Let whoever waits for messages of ``round_number`` that are missing get the first ``reason``."""
         with self._changed:

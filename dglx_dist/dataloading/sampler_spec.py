@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 from dgl.dataloading import BlockSampler, EdgePredictionSampler, LaborSampler, NeighborSampler
-from numba import njit
 
 from dglx_dist.dataloading.feature_fetch import Columns, RowMemory
 from dglx_dist.dataloading.sampler import SourceDraws
@@ -219,7 +218,7 @@ def edge_keys(g: DistGraph, etype: EdgeType, names: Sequence[str], option: str) 
 
 
 def _node_columns(g: DistGraph, names: Names, option: str) -> dict[str, dict[str, str]]:
-    by_type = _by_type(names, g.ntypes, lambda name: _node_type(g, name), option)
+    by_type = _by_type(names, g.ntypes, lambda name: str(g.get_node_partition_policy(name).type_name), option)
     where = "g.ndata" if len(g.ntypes) == 1 else "g.nodes[{!r}].data"
     return {
         ntype: _keys(g.nodes[ntype].data, of, option, where.format(ntype)) for ntype, of in by_type.items()
@@ -253,12 +252,6 @@ def _by_type(
     return {types[0]: names}
 
 
-def _node_type(g: DistGraph, name: object) -> str:
-    if not isinstance(name, str) or name not in g.ntypes:
-        raise ConfigError(f"there is no node type {name!r} (known: {', '.join(g.ntypes)})")
-    return name
-
-
 def all_weights(g: DistGraph, etype: EdgeType, name: str) -> Array:
     """Return the (E,) float32 weights of all edges of a type, in this rank's memory.
 
@@ -266,18 +259,18 @@ def all_weights(g: DistGraph, etype: EdgeType, name: str) -> Array:
         ConfigError: the column does not exist, or is not one finite number of at least 0 per edge.
     """
     key = edge_keys(g, etype, [name], "prob")[name]
-    pieces, info = g.kvstore.shards(key), g.kvstore.column(key).info
-    if len(pieces) == 1 and len(pieces[0][1]) == g.num_edges(etype):
-        return _checked(pieces[0][1], info, name, 0)
+    column = g.kvstore.column(key)
+    if len(column.shards) == 1 and len(column.shards[0].rows) == g.num_edges(etype):
+        return _checked(column.shards[0].rows, column.info, name, 0)
     rows = g.kvstore.pull(key, np.arange(g.num_edges(etype)), phase="structure")
-    return _checked(numpy_view(rows), info, name, 0)
+    return _checked(numpy_view(rows), column.info, name, 0)
 
 
 def shard_weights(g: DistGraph, structure: Structure, name: str) -> dict[int, Array]:
     """As :func:`all_weights`, for this server's shards: {first node: (E,) float32 weights of its edges}."""
     key = edge_keys(g, structure.etype, [name], "prob")[name]
-    shards, info = g.kvstore.shards(key), g.kvstore.column(key).info
-    by_edge = {first: _checked(rows, info, name, first) for first, rows in shards}
+    column = g.kvstore.column(key)
+    by_edge = {one.first: _checked(one.rows, column.info, name, one.first) for one in column.shards}
     return {shard.first_node: by_edge[shard.first_edge] for shard in structure.shards if len(shard.indices)}
 
 
@@ -304,17 +297,10 @@ def _checked(rows: Array, info: ColumnInfo, name: str, first_edge: int) -> Array
         weights = (rows.astype(np.uint32) << 16).view(np.float32)
     else:
         weights = rows.astype(np.float32)
-    bad = _first_bad(weights)
-    if bad >= 0:
+    # Minimum and maximum, which are NaN if one weight is, need no temporary arrays.
+    if len(weights) and not 0 <= weights.min() <= weights.max() < np.inf:
+        bad = int(np.argmin((weights >= 0) & (weights < np.inf)))
         raise ConfigError(
             f"edata[{name!r}] is {weights[bad]} at edge {first_edge + bad}; give finite weights of at least 0"
         )
     return weights
-
-
-@njit(cache=True, nogil=True)
-def _first_bad(weights: Array) -> int:
-    for i in range(len(weights)):
-        if not (weights[i] >= 0 and weights[i] < np.inf):
-            return i
-    return -1

@@ -165,10 +165,6 @@ class KVStore:
             )
         return found
 
-    def shards(self, name: str) -> list[tuple[int, Array]]:
-        """Return (id of its first row, rows) of each shard in this server's memory, in order; no copy."""
-        return [(shard.first, shard.rows) for shard in self.column(name).shards]
-
     def pull(self, name: str, ids: Array, **options: Any) -> Tensor:
         """Fetch rows by global id: :meth:`submit_pull`, with the same ``options``, and wait."""
         return self.submit_pull(name, ids, **options)()
@@ -244,21 +240,15 @@ class KVStore:
             for rank, first, last in plan.requests(self.placement.serving_ranks, column.rows_per_message)
         ]
 
-    def set_cache(self, name: str, cache: RowCache | None, ahead: LookAheadRows | None = None) -> None:
-        """Read rows of ``name`` from ``cache`` before asking other servers; None: no cache. Not collective.
+    def set_cache(self, name: str, **rows: RowCache | LookAheadRows | DeviceRows | None) -> None:
+        """Set ``cache``, ``ahead`` or ``on_device`` of a :class:`Column`; None: no such rows. Not collective.
 
-        ``ahead``: rows for loaders, in place of a cache. Results are the same with any. ConfigError: there is
-        no such tensor, or it can be written to.
+        Results are the same with any. ConfigError: there is no such tensor, or it can be written to.
         """
         column = self.column(name)
         check_cacheable(column)
-        self._columns[name] = replace(column, cache=cache, ahead=ahead)
-
-    def set_device_rows(self, name: str, rows: DeviceRows | None) -> None:
-        """Let batches on the device take rows of ``name`` from ``rows``; else as :meth:`set_cache`."""
-        column = self.column(name)
-        check_cacheable(column)
-        self._columns[name] = replace(column, on_device=rows)
+        changed: dict[str, Any] = {**rows}
+        self._columns[name] = replace(column, **changed)
 
     def split_cached(self, name: str, ids: Array, cached: DeviceRows) -> tuple[Array, Array, Array]:
         """Count the rows of (K,) int64 ``ids`` that are ``cached`` as requested; IndexError: an id is no row.
@@ -305,8 +295,6 @@ class KVStore:
         *,
         accumulate: bool = False,
         wait: bool = True,
-        phase: str = "push",
-        layer: int = 0,
     ) -> None:
         """Overwrite rows of any server, or add to them. Not collective.
 
@@ -326,7 +314,6 @@ class KVStore:
             rows: (K, *row) of the column's dtype in NumPy.
             wait: Return when every later pull of any rank sees the rows. Else return at once, with ``rows``
                 free to be used again; :meth:`fence` waits, and raises errors.
-            phase, layer: For the ledger.
 
         Raises:
             ConfigError: there is no such tensor, it is read-only, or the rows do not fit or have no sum.
@@ -344,7 +331,7 @@ class KVStore:
             pieces = self._for_owners(column, ids, rows, accumulate)
 
         def submit(rank: int, arrays: list[Array]) -> Pending:
-            return self.session.rpc.submit(rank, f"{self.label}.{op}", name, arrays, phase=phase, layer=layer)
+            return self.session.rpc.submit(rank, f"{self.label}.{op}", name, arrays, phase="push")
 
         remote = [piece for piece in pieces if piece[0] != self._rank]
         pending = [submit(*piece) for piece in remote] if wait else []

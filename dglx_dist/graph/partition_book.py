@@ -269,18 +269,12 @@ class Placement:
 
     @cached_property
     def serving_ranks(self) -> tuple[int, ...]:
-        """The rank that this rank asks for rows of each server."""
-        return tuple(self.serving_rank(server) for server in range(self.topology.num_servers))
-
-    def serving_rank(self, server: int) -> int:
-        """Return the rank that this rank asks for rows of ``server``; itself for its own server.
+        """The rank that this rank asks for rows of each server; itself for its own server.
 
         Local rank i asks local rank i modulo the number of the other server's ranks, which spreads the load.
         """
-        if server == self.topology.server:
-            return self.topology.rank
-        ranks = self.topology.ranks_of_server(server)
-        return int(ranks[self.topology.local_rank % len(ranks)])
+        servers = map(self.topology.ranks_of_server, range(self.topology.num_servers))
+        return tuple(ranks[self.topology.local_rank % len(ranks)] for ranks in servers)
 
 
 MAX_MESSAGE_BYTES = FRAME_BYTES
@@ -312,7 +306,9 @@ def split_ids(
         quota = _even_quota(last - first, len(ranks))
     preferred = None if trainer_of is None else trainer_of[first:last] - ranks[0]
     if preferred is not None and not force_even:
-        quota = _preferred_quota(preferred, len(ranks))
+        known = preferred[(preferred >= 0) & (preferred < len(ranks))]
+        others = _even_quota(len(preferred) - len(known), len(ranks))
+        quota = np.bincount(known, minlength=len(ranks)) + others
     # At random, equally on every rank; servers differ and runs repeat.
     order = np.random.default_rng(server).permutation(last - first)
     owner = np.repeat(np.arange(len(ranks)), quota)
@@ -336,8 +332,3 @@ def _preferred_owners(preferred: Array, quota: Array) -> Array:
     remaining = quota - np.bincount(owner[owner >= 0], minlength=len(quota))
     owner[owner < 0] = np.repeat(np.arange(len(quota)), remaining)
     return owner
-
-
-def _preferred_quota(preferred: Array, num_ranks: int) -> Array:
-    known = preferred[(preferred >= 0) & (preferred < num_ranks)]
-    return np.bincount(known, minlength=num_ranks) + _even_quota(len(preferred) - len(known), num_ranks)

@@ -411,7 +411,7 @@ class CheckpointWriter:
 
     def abandon(self) -> None:
         """Give up a checkpoint that is being written, after a failure; waits for nobody."""
-        self._reports.mailbox.cancel(self._number)
+        self._reports.mailbox.begin(self._number + 1)
 
     def _snapshot(self, facts: Mapping[str, object], *, wait: bool) -> tuple[_Snapshot, bool]:
         """Return this rank's share, and whether it is a copy. Collective."""

@@ -92,7 +92,7 @@ def test_a_cancelled_round_ends_the_wait_and_drops_what_came(mailbox: Mailbox[st
     mailbox.put(1, 0, 1, "b")
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(mailbox.take, 0, 3, OTHERS, "rows")
-        mailbox.cancel(0)
+        mailbox.begin(1)
         with pytest.raises(RoundEnded):
             waiting.result(10)
     mailbox.put(0, 4, 2, "too late")
@@ -100,8 +100,8 @@ def test_a_cancelled_round_ends_the_wait_and_drops_what_came(mailbox: Mailbox[st
 
 
 def test_the_first_reason_counts_even_before_the_round_begins(mailbox: Mailbox[str]) -> None:
-    mailbox.cancel(1, ValueError("first"))
-    mailbox.cancel(1)
+    mailbox.begin(2, ValueError("first"))
+    mailbox.begin(2)
     mailbox.begin(1)
     with pytest.raises(ValueError, match="first"):
         mailbox.take(1, 0, OTHERS, "rows")

@@ -139,7 +139,7 @@ class FakeRpc:
         self.sent: list[str] = []
         self.waited: list[str] = []
 
-    def submit(self, rank: int, op: str, name: str, arrays: Any, *, phase: str, layer: int) -> Any:
+    def submit(self, rank: int, op: str, name: str, arrays: Any, *, phase: str) -> Any:
         self.sent.append(name)
 
         def result(timeout_s: float) -> list[Any]:
@@ -250,7 +250,7 @@ def pull_with_private_cache() -> None:
         remote = everything[(everything < bounds[server]) | (everything >= bounds[server + 1])]
         cached = remote[::2] if session.topology.rank == 0 else remote[:0]
         if len(cached):
-            store.set_cache("feat", RowCache(table=pulled(cached, 31), rows=rows[cached]))
+            store.set_cache("feat", cache=RowCache(table=pulled(cached, 31), rows=rows[cached]))
         ids = np.random.default_rng(session.topology.rank).integers(0, 31, 80)
         for asked, distinct in ((ids, False), (np.unique(ids)[::-1].copy(), True)):
             sent, counts = session.ledger.total(phase="features"), store.cache_counts("feat")
@@ -506,7 +506,7 @@ def target(alone: Session) -> KVStore:
 
 def test_what_can_be_written_to_is_not_cached_and_what_does_not_fit_changes_nothing(target: KVStore) -> None:
     with pytest.raises(ConfigError, match="'d' can be written to"):
-        target.set_cache("d", RowCache(table=NO_SLOTS, rows=np.empty(0)))
+        target.set_cache("d", cache=RowCache(table=NO_SLOTS, rows=np.empty(0)))
     with pytest.raises(IndexError, match="id 31 at position 1"):
         target.push("d", np.array([0, 31]), np.ones(2), accumulate=True)
     with pytest.raises(ConfigError, match=r"takes rows of float32 and shape \(1, 5\)"):

@@ -24,10 +24,10 @@ from dglx_dist.data.external_memory import (
 )
 from dglx_dist.data.ingest.config import FeatureSpec, IngestConfig, IngestPlan, TypeSpec
 from dglx_dist.data.ingest.features import make_transforms
-from dglx_dist.data.ingest.node_ids import IdMap, text_buffers
+from dglx_dist.data.ingest.node_ids import IdMap
 from dglx_dist.data.ingest.tables import Table, ids_of
 from dglx_dist.data.ingest.tensors import DatasetOutput, Reorder, TypeRows
-from dglx_dist.data.storage.columns import IDS, edge_folder, id_dtype, node_folder, write_string_chunks
+from dglx_dist.data.storage.columns import IDS, edge_folder, id_dtype, node_folder, write_strings
 from dglx_dist.data.storage.files import named_failures, partial_folder, peak, read_size
 from dglx_dist.data.storage.manifest import Manifest, check_target, put_in_place, write_manifest
 from dglx_dist.errors import ConfigError
@@ -87,19 +87,11 @@ def _write_ids(
             known.add(ids, piece.row)
             yield ids
 
-    def ends() -> Iterator[Array]:
-        total = np.zeros(1, np.int64)
-        yield total
-        for ids in added():
-            total = text_buffers(ids)[0][1:] + total[-1]
-            yield total
-
     if not known.is_text:
         output.write(path, IDS, known.num_nodes, (ids.to_numpy(zero_copy_only=False) for ids in added()))
         return
-    texts = (text_buffers(ids)[1] for _, ids in known.read(table, column))
-    target = output.folder / path
-    output.files[path] = write_string_chunks(target, known.num_nodes, id_bytes, ends(), texts)
+    again = (ids for _, ids in known.read(table, column))
+    output.files[path] = write_strings(output.folder / path, known.num_nodes, id_bytes, added(), again)
     output.advance(1)
 
 

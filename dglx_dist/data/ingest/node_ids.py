@@ -42,8 +42,18 @@ class IdMap:
         for piece in table.pieces([column]):
             yield piece, ids_of(piece.columns[column], is_text=self.is_text)
 
-    def add(self, ids: Any, first_row: int) -> None:
-        self._append(self._folder, ids, first_row)
+    def add(self, ids: Any, first_row: int, folder: Path | None = None) -> None:
+        """Append ``ids`` with their rows to the buckets of the map, or those to be looked up to a ``folder``.
+
+        Each bucket is a file, a sequence of Arrow streams.
+        """
+        folder, buckets = folder or self._folder, self._bucket_of(ids)
+        folder.mkdir(parents=True, exist_ok=True)
+        order = np.argsort(buckets, kind="stable")
+        rows = pa.record_batch([pa.array(first_row + order), ids.take(pa.array(order))], ["number", "id"])
+        for number, run in runs(buckets[order]):
+            with (folder / str(number)).open("ab") as file, pa.ipc.new_stream(file, rows.schema) as stream:
+                stream.write_batch(rows[run])
 
     def check_unique(self, table: Table, column: str) -> None:
         """Raise DatasetError naming both rows if an id occurs twice; called after all are added."""
@@ -75,7 +85,7 @@ class IdMap:
                 note((numbers < 0) | (numbers >= self.num_nodes), rows, ids)
                 found.append(numbers)
             else:
-                self._append(folder / "asked", ids, piece.row)
+                self.add(ids, piece.row, folder / "asked")
         if not self.is_range:
             scatter = Scatter(folder / "rows", table.num_rows, np.int64, memory=self._memory)
             for number in range(self._num_buckets):
@@ -100,9 +110,6 @@ class IdMap:
             )
         return found
 
-    def _append(self, folder: Path, ids: Any, first_row: int) -> None:
-        append_ids(folder, self._bucket_of(ids), np.arange(first_row, first_row + len(ids)), ids)
-
     def _bucket_of(self, ids: Any) -> Array:
         if self.is_text:
             return np.fromiter(map(hash, ids.to_pylist()), np.int64, len(ids)) % self._num_buckets
@@ -124,28 +131,6 @@ class IdMap:
             if found is not None:
                 yield int(rows[found[0]]), int(rows[found[1]]), ids[found[0]].as_py()
                 return
-
-
-def text_buffers(ids: Any) -> tuple[Array, Array]:
-    """Return (K + 1,) int64 offsets from 0 and the (offsets[-1],) bytes of a large_string array."""
-    _, offsets, data = ids.buffers()
-    ends = np.frombuffer(offsets, np.int64)[ids.offset : ids.offset + len(ids) + 1]
-    first, last = int(ends[0]), int(ends[-1])
-    values = np.frombuffer(data, np.uint8)[first:last] if data is not None else np.empty(0, np.uint8)
-    return ends - first, values
-
-
-def append_ids(folder: Path, buckets: Array, numbers: Array, ids: Any) -> None:
-    """Append (K,) int64 numbers and K pyarrow int64 or large_string ids to the files named by ``buckets``.
-
-    Each file is a sequence of Arrow streams.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    order = np.argsort(buckets, kind="stable")
-    rows = pa.record_batch([pa.array(numbers[order]), ids.take(pa.array(order))], ["number", "id"])
-    for number, run in runs(buckets[order]):
-        with (folder / str(number)).open("ab") as file, pa.ipc.new_stream(file, rows.schema) as stream:
-            stream.write_batch(rows[run])
 
 
 def read_ids(path: Path, most_bytes: int | None) -> Iterator[tuple[Array, Any]]:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from dglx_dist.data.partition.graph_views import (
     BalanceWeights,
     SymmetricGraph,
     assign_parts,
+    balance_weights,
     constraint_columns,
     first_ids,
     from_assignment,
@@ -187,27 +188,19 @@ def assign_balanced(
     ``compute`` gets the graph of :func:`symmetrise`, which takes ``dtype``, ``weighted`` and ``beside``, and
     weights; not where the result is trivial. See :func:`assign_parts`.
     """
-    missed: dict[str, float] = {}
-
-    def corrected(weights: BalanceWeights) -> Array:
-        num_parts, num_nodes = size[0], graph.total_nodes
-        if num_parts == 1 or num_parts >= num_nodes:
-            return np.arange(num_nodes, dtype=np.int32) % np.int32(num_parts)
-        workspace = partitioner.workspace
-        if workspace is not None:
-            workspace = workspace.beside(8 * len(weights.columns) * num_nodes)
-        symmetric = symmetrise(
-            graph, dtype=dtype, weighted=weighted, workspace=workspace, beside=beside(weights)
-        )
-        name = PARTITIONERS.name_of(type(partitioner))
-        parts, found = enforce_capacities(symmetric, weights, compute(symmetric, weights), name)
-        missed.update(found)
-        return parts
-
-    assignment = assign_parts(partitioner, graph, size, corrected)
-    if missed:
-        return replace(assignment, parameters={**assignment.parameters, "missed": missed})
-    return assignment
+    num_parts, num_nodes = size[0], graph.total_nodes
+    weights = balance_weights(graph, partitioner.options, num_parts, partitioner.max_constraints)
+    if num_parts == 1 or num_parts >= num_nodes:
+        parts = np.arange(num_nodes, dtype=np.int32) % np.int32(num_parts)
+        return assign_parts(partitioner, graph, size, parts, weights)
+    workspace = partitioner.workspace
+    if workspace is not None:
+        workspace = workspace.beside(8 * len(weights.columns) * num_nodes)
+    symmetric = symmetrise(graph, dtype=dtype, weighted=weighted, workspace=workspace, beside=beside(weights))
+    name = PARTITIONERS.name_of(type(partitioner))
+    parts, missed = enforce_capacities(symmetric, weights, compute(symmetric, weights), name)
+    found = {"missed": missed} if missed else {}
+    return assign_parts(partitioner, graph, size, parts, weights, **found)
 
 
 def rebalance(graph: SymmetricGraph, weights: BalanceWeights, part_of_node: Array) -> Array:

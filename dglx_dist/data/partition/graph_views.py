@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -130,7 +130,7 @@ def constraint_columns(graph: RawGraph, constraint: str) -> Iterator[tuple[str, 
     elif constraint == "degree":
         yield "degree", in_degrees(graph)
     elif constraint == "ntype":
-        for name, rows in _slices(graph).items():
+        for name, rows in node_slices(graph).items():
             column = np.zeros(graph.total_nodes, dtype=np.int64)
             column[rows] = 1
             yield f"ntype:{name}", column
@@ -141,14 +141,14 @@ def constraint_columns(graph: RawGraph, constraint: str) -> Iterator[tuple[str, 
         yield constraint, _data_column(graph, constraint, MASKS.get(constraint, constraint))
 
 
-def _slices(graph: RawGraph) -> dict[str, slice]:
-    # The nodes of each type in the concatenation of all types.
+def node_slices(graph: RawGraph) -> dict[str, slice]:
+    """Return the nodes of each type in the concatenation of all types."""
     return {ntype: slice(first, first + graph.num_nodes[ntype]) for ntype, first in first_ids(graph).items()}
 
 
 def in_degrees(graph: RawGraph, etypes: Collection[EdgeType] | None = None) -> Array:
     """Return (N,) int64 in-degrees over the edge types; None: all."""
-    degrees, rows = np.zeros(graph.total_nodes, np.int64), _slices(graph)
+    degrees, rows = np.zeros(graph.total_nodes, np.int64), node_slices(graph)
     for etype in graph.edges if etypes is None else etypes:
         destinations, of_type = graph.edges[etype][1], degrees[rows[etype[2]]]
         for piece in pieces(len(destinations)):
@@ -181,7 +181,7 @@ def _data_column(graph: RawGraph, constraint: str, column: str) -> Array:
             f"{', '.join(existing) or 'none'}; besides these: nodes, degree, ntype, etype)"
         )
     weights = np.zeros(graph.total_nodes, np.int64)
-    for ntype, rows in _slices(graph).items():
+    for ntype, rows in node_slices(graph).items():
         values = graph.node_data.get(ntype, {}).get(column)
         if values is not None:
             weights[rows] = _weight_of(values, constraint, ntype)
@@ -203,42 +203,28 @@ def _weight_of(values: NodeColumn, constraint: str, node_type: str) -> Array:
     return values.astype(np.int64)
 
 
-def to_assignment(
-    graph: RawGraph,
-    part_of_node: Array,
-    num_parts: int,
-    *,
-    method: str,
-    seed: int,
-    parameters: Mapping[str, object],
-) -> Assignment:
-    """Split the (N,) vector over all types into one int32 vector per type."""
-    pieces = np.split(part_of_node.astype(np.int32), list(first_ids(graph).values())[1:])
-    part_of = dict(zip(graph.num_nodes, pieces, strict=bool(graph.num_nodes)))
-    return Assignment(
-        num_parts=num_parts, part_of=part_of, method=method, seed=seed, parameters=dict(parameters)
-    )
-
-
 def assign_parts(
     partitioner: Partitioner,
     graph: RawGraph,
     size: tuple[int, int],
-    parts: Array | Callable[[BalanceWeights], Array],
+    parts: Array,
+    weights: BalanceWeights | None = None,
     **parameters: object,
 ) -> Assignment:
-    """Return the assignment of a method to its (N,) int ``parts``, or to those that it makes of the weights.
+    """Return the assignment of a method to its (N,) int ``parts`` over all types.
 
-    Only a method of weights promises the tolerances of its options. ``size`` is (P, seed), and ``parameters``
-    are added to those of the assignment.
+    It promises the tolerances of its options only for ``weights``, those that it balances. ``size`` is
+    (P, seed), and ``parameters`` are added to those of the assignment.
     """
     num_parts, seed = size
-    weights = None
-    if not isinstance(parts, np.ndarray):
-        weights = balance_weights(graph, partitioner.options, num_parts, partitioner.max_constraints)
-        parts = parts(weights)
-    told, name = describe(partitioner.options, weights) | parameters, PARTITIONERS.name_of(type(partitioner))
-    return to_assignment(graph, parts, num_parts, method=name, seed=seed, parameters=told)
+    owners = parts.astype(np.int32)
+    return Assignment(
+        num_parts=num_parts,
+        part_of={ntype: owners[rows] for ntype, rows in node_slices(graph).items()},
+        method=PARTITIONERS.name_of(type(partitioner)),
+        seed=seed,
+        parameters=describe(partitioner.options, weights) | parameters,
+    )
 
 
 def from_assignment(graph: RawGraph, assignment: Assignment) -> Array:

@@ -12,15 +12,14 @@ from dglx_dist.data.partition.balance import enforce_capacities
 from dglx_dist.data.partition.base import PARTITIONERS, Partitioner, PartitionOptions, default_partitioner
 from dglx_dist.data.partition.graph_views import (
     COUNT_EDGES,
+    assign_parts,
     balance_weights,
     constraint_columns,
-    describe,
-    first_ids,
     from_assignment,
     induced_graph,
+    node_slices,
     part_shares,
     symmetrise,
-    to_assignment,
 )
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array, Assignment, EdgeType, NodeColumn, RawGraph
@@ -68,8 +67,7 @@ class Hierarchical(Partitioner):
             second = split(piece, shares[server], inside)
             part_of_node[local_nodes] = server * workers + from_assignment(piece, second)
         promised = weights if second.parameters.get("tolerance") else None
-        parameters = describe(self.options, promised)
-        parameters |= {"servers": servers, "workers": workers, "inner": inner}
+        parameters: dict[str, object] = {"servers": servers, "workers": workers, "inner": inner}
         if promised is not None and weights.missed(part_of_node):
             # Each level may exceed its share by one heavy node.
             part_of_node, missed = enforce_capacities(
@@ -77,9 +75,7 @@ class Hierarchical(Partitioner):
             )
             if missed:
                 parameters["missed"] = missed
-        return to_assignment(
-            graph, part_of_node, num_parts, method="hierarchical", seed=seed, parameters=parameters
-        )
+        return assign_parts(self, graph, (num_parts, seed), part_of_node, promised, **parameters)
 
     def _within(self, name: str) -> Workspace | None:
         # Each partitioning has stages of its own.
@@ -131,8 +127,7 @@ def _with_whole_weights(graph: RawGraph, options: PartitionOptions) -> tuple[Raw
     if not added:
         return graph, options
     node_data: dict[str, dict[str, NodeColumn]] = {}
-    for ntype, first in first_ids(graph).items():
-        rows = slice(first, first + graph.num_nodes[ntype])
+    for ntype, rows in node_slices(graph).items():
         of_type: dict[str, NodeColumn] = {name: column[rows] for name, column in added.items()}
         node_data[ntype] = {**graph.node_data.get(ntype, {}), **of_type}
     tolerance = options.tolerance

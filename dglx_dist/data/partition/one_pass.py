@@ -8,7 +8,13 @@ from numba import njit
 
 from dglx_dist.data.partition.balance import assign_balanced
 from dglx_dist.data.partition.base import Partitioner
-from dglx_dist.data.partition.graph_views import BalanceWeights, SymmetricGraph, assign_parts, pieces
+from dglx_dist.data.partition.graph_views import (
+    BalanceWeights,
+    SymmetricGraph,
+    assign_parts,
+    balance_weights,
+    pieces,
+)
 from dglx_dist.data.storage.columns import id_dtype
 from dglx_dist.errors import ConfigError, DatasetError
 from dglx_dist.keyed_random import splitmix64
@@ -26,7 +32,9 @@ class Contiguous(Partitioner):
     external = True
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
-        return assign_parts(self, graph, (num_parts, seed), lambda w: cut_ranges(w.columns[0], w.shares))
+        weights = balance_weights(graph, self.options, num_parts, self.max_constraints)
+        parts = cut_ranges(weights.columns[0], weights.shares)
+        return assign_parts(self, graph, (num_parts, seed), parts, weights)
 
 
 def cut_ranges(weights: Array, shares: Array) -> Array:
@@ -51,7 +59,7 @@ class _ByHash(Partitioner):
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
         parts = hash_parts(graph.total_nodes, num_parts)
-        return assign_parts(self, graph, (num_parts, seed), parts, **self._parameters)
+        return assign_parts(self, graph, (num_parts, seed), parts, None, **self._parameters)
 
 
 @final
@@ -135,14 +143,12 @@ class Random(Partitioner):
     scatters = True
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
-        def compute(weights: BalanceWeights) -> Array:
-            part_of_node = np.empty(graph.total_nodes, dtype=np.int32)
-            ids = np.arange(graph.total_nodes, dtype=id_dtype(graph.total_nodes))
-            order = np.random.default_rng(seed).permutation(ids)
-            part_of_node[order] = cut_ranges(weights.columns[0], weights.shares)
-            return part_of_node
-
-        return assign_parts(self, graph, (num_parts, seed), compute)
+        weights = balance_weights(graph, self.options, num_parts, self.max_constraints)
+        ids = np.arange(graph.total_nodes, dtype=id_dtype(graph.total_nodes))
+        parts = np.empty(graph.total_nodes, dtype=np.int32)
+        order = np.random.default_rng(seed).permutation(ids)
+        parts[order] = cut_ranges(weights.columns[0], weights.shares)
+        return assign_parts(self, graph, (num_parts, seed), parts, weights)
 
 
 def stream_order(graph: SymmetricGraph, seed: int) -> Array:

@@ -341,10 +341,8 @@ def _join_single(
             open_label[best] = labels[u]
             continue
         members[labels[u]] -= 1
-        labels[u] = other
         members[other] += 1
-        for c in range(matrix.shape[1]):
-            loads[other, c] += matrix[u, c]
+        _move(u, other, labels, loads, matrix)
 
 
 @njit(cache=True, nogil=True)

@@ -12,11 +12,11 @@ import math
 import mmap
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 from urllib.parse import quote
 
 import numpy as np
@@ -82,40 +82,37 @@ def write_column(path: Path, info: ColumnInfo, num_rows: int, chunks: Iterable[A
     return _write_file(path, values, metadata, [_Body((_bytes(chunk) for chunk in chunks), num_bytes)])
 
 
-def write_strings(path: Path, num_rows: int, pieces: Callable[[], Iterable[Array]]) -> FileInfo:
-    """Write ``num_rows`` texts, the unicode arrays (k,) that ``pieces`` yields; it is called three times."""
+def text_buffers(texts: Any) -> tuple[Array, Array]:
+    """Return (K + 1,) int64 offsets from 0 and the (offsets[-1],) bytes of a large_string array."""
+    _, offsets, data = texts.buffers()
+    ends = np.frombuffer(offsets, np.int64)[texts.offset : texts.offset + len(texts) + 1]
+    first, last = int(ends[0]), int(ends[-1])
+    values = np.frombuffer(data, np.uint8)[first:last] if data is not None else np.empty(0, np.uint8)
+    return ends - first, values
 
-    def buffers() -> Iterator[tuple[Array, Array]]:
-        for piece in pieces():
-            _, ends, data = pa.array(piece.tolist(), pa.large_string()).buffers()
-            offsets = np.frombuffer(ends, np.int64)[1 : len(piece) + 1]
-            yield offsets, np.frombuffer(data or b"", np.uint8)[: offsets[-1]]
+
+def write_strings(
+    path: Path, num_rows: int, num_bytes: int, texts: Iterable[Any], again: Iterable[Any]
+) -> FileInfo:
+    """Write ``num_rows`` texts of ``num_bytes`` in UTF-8 as an Arrow string column.
+
+    They arrive as large_string arrays, not empty: once for their ends, and ``again`` for their bytes.
+    """
 
     def ends() -> Iterator[Array]:
-        before = 0
-        yield np.zeros(1, np.int64)
-        for offsets, data in buffers():
-            yield offsets + before
-            before += len(data)
+        last = np.zeros(1, np.int64)
+        yield last
+        for some in texts:
+            last = text_buffers(some)[0][1:] + last[-1]
+            yield last
 
-    num_bytes = sum(len(data) for _, data in buffers())
-    return write_string_chunks(path, num_rows, num_bytes, ends(), (data for _, data in buffers()))
-
-
-def write_string_chunks(
-    path: Path, num_rows: int, num_bytes: int, ends: Iterable[Array], data: Iterable[Array]
-) -> FileInfo:
-    """Write texts that arrive in chunks as an Arrow string column.
-
-    ``ends`` are chunks of the (num_rows + 1,) int64 offsets of texts, starting at 0, and ``data`` chunks of
-    their (num_bytes,) uint8 bytes in UTF-8.
-    """
     space = _space(8 * (num_rows + 1), writable=True)
     # Arrow reads the size of the data from the last offset.
     np.frombuffer(space, np.int64)[num_rows] = num_bytes
     buffers = [None, pa.py_buffer(space).slice(0, 8 * (num_rows + 1)), pa.py_buffer(_space(num_bytes))]
     values = pa.Array.from_buffers(pa.large_string(), num_rows, buffers)
-    bodies = [_Body(map(_bytes, ends), 8 * (num_rows + 1)), _Body(map(_bytes, data), num_bytes)]
+    data = (text_buffers(some)[1] for some in again)
+    bodies = [_Body(map(_bytes, ends()), 8 * (num_rows + 1)), _Body(data, num_bytes)]
     return _write_file(path, values, {"dtype": "string"}, bodies)
 
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import dgl
 import numpy as np
@@ -18,7 +18,11 @@ from dglx_dist.data.storage.files import named_failures, partial_folder, read_sm
 from dglx_dist.data.storage.manifest import Manifest, check_target, put_in_place
 from dglx_dist.data.storage.writer import (
     EdgeOrder,
+    FeatureDtype,
     NodeOrder,
+    check_feature_dtype,
+    chosen_dtypes,
+    narrow,
     relabel_edges,
     relabel_nodes,
     rows_of,
@@ -37,6 +41,7 @@ from dglx_dist.records import (
     IdRanges,
     NodeColumn,
     RawGraph,
+    type_text,
 )
 
 _ORIGINAL_IDS = "orig_nids.dgl"
@@ -232,7 +237,7 @@ class _Collected:
             self._ends[kind][:, typed[chosen]] = sources[chosen], destinations[chosen]
 
     def _add_columns(self, data: dict[K, dict[str, Array]], path: Path, ranges: IdRanges, ids: Array) -> None:
-        owners = {_name(one): one for one in data}
+        owners = {type_text(one): one for one in data}
         kinds, typed = ranges.to_typed(ids)
         for key, tensor in load_tensors(path).items():
             # Keys are type/column; old files leave out the only type.
@@ -290,6 +295,7 @@ def write_dgl_format(
     folder: Path,
     *,
     bfloat16: Collection[tuple[str | EdgeType, str]] = (),
+    feature_dtype: FeatureDtype | None = None,
     formats: str | Sequence[str] | None = None,
 ) -> Path:
     """Write ``<folder>/<graph name>.json`` and ``part<p>/`` as DGL's ``partition_graph`` does.
@@ -308,8 +314,11 @@ def write_dgl_format(
     folder = Path(folder).absolute()
     check_target(folder, overwrite=None)
     _check_names(graph)
+    check_feature_dtype(feature_dtype, graph)
     graph = _in_source_order(graph)
-    writer = _DglWriter(graph, relabel_nodes(graph, assignment), frozenset(bfloat16), formats)
+    of_types: dict[Any, Mapping[str, NodeColumn]] = {**graph.node_data, **graph.edge_data}
+    dtypes = {kind: chosen_dtypes(columns, feature_dtype) for kind, columns in of_types.items()}
+    writer = _DglWriter(graph, relabel_nodes(graph, assignment), frozenset(bfloat16), dtypes, formats)
     config = f"{safe_name(graph.name)}.json"
     with (
         named_failures(folder),
@@ -368,11 +377,12 @@ class _DglWriter:
         graph: RawGraph,
         nodes: Mapping[str, NodeOrder],
         bfloat16: Collection[tuple[str | EdgeType, str]],
+        dtypes: Mapping[str | EdgeType, Mapping[str, str]],
         formats: str | Sequence[str] | None,
     ) -> None:
         self._graph, self._formats = graph, formats
         self._nodes = nodes
-        self._bfloat16 = bfloat16
+        self._bfloat16, self._dtypes = bfloat16, dtypes
         self._ntypes = list(graph.num_nodes)
         self._edges: dict[EdgeType, EdgeOrder] = {
             etype: relabel_edges(graph, etype, nodes[etype[0]], nodes[etype[2]]) for etype in graph.edges
@@ -402,12 +412,12 @@ class _DglWriter:
         data: Mapping[K, Mapping[str, NodeColumn]],
     ) -> None:
         columns = {
-            f"{_name(owner)}/{name}": self._tensor((owner, name), column, rows)
+            f"{type_text(owner)}/{name}": self._tensor((owner, name), column, rows)
             for owner, rows in rows_of.items()
             for name, column in data.get(owner, {}).items()
         }
         save_tensors(str(folder / _FILES[kind]), columns)
-        save_tensors(str(folder / ids), {_name(owner): _ids(rows) for owner, rows in rows_of.items()})
+        save_tensors(str(folder / ids), {type_text(owner): _ids(rows) for owner, rows in rows_of.items()})
 
     def config(self, assignment: Assignment) -> dict[str, object]:
         etypes = [":".join(etype) for etype in self._edges]
@@ -449,6 +459,8 @@ class _DglWriter:
         array = take_rows(values, rows)
         if column in self._bfloat16:
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+        if (dtype := self._dtypes[kind].get(name)) is not None:
+            array = narrow(array, dtype, f"{name!r} of {kind!r}", rows)
         if array.dtype == np.bool_:
             array = array.view(np.uint8)
         try:
@@ -457,10 +469,6 @@ class _DglWriter:
             raise ConfigError(
                 f"{kind}/{name} has dtype {array.dtype}, which DGL's files cannot hold"
             ) from problem
-
-
-def _name(owner: str | EdgeType) -> str:
-    return owner if isinstance(owner, str) else ":".join(owner)
 
 
 def _ids(ids: Array) -> torch.Tensor:

@@ -230,18 +230,6 @@ class StoredPart:
         self._stored = part_arrays(manifest, part)
         self._arrays: dict[str, Array] = {}
 
-    def num_nodes(self, ntype: str) -> int:
-        """Return the number of nodes of one type that this part owns."""
-        return self._owned(self._manifest.node_offsets, ntype, "node type")
-
-    def num_edges(self, etype: EdgeType) -> int:
-        """Return the number of edges of one type that this part owns."""
-        return self._owned(self._manifest.edge_offsets, etype, "edge type")
-
-    def _owned(self, offsets: Mapping[K, Array], kind: K, what: str) -> int:
-        of_kind = _known(offsets, kind, what, self._folder)
-        return int(of_kind[self._part + 1] - of_kind[self._part])
-
     def indptr(self, etype: EdgeType) -> Array:
         """Return (n_dst + 1,) int64 starting at 0: in-edges of the owned destinations."""
         return self._array(f"{self._edge_folder(etype)}/indptr.arrow")
@@ -273,9 +261,11 @@ class StoredPart:
     def user_ids(self, ntype: str, workspace: Workspace | None = None) -> Array | None:
         """Return (n,) int64 or unicode ids of the user, or None; strings are copied, into a ``workspace``."""
         path, kind = f"{self._node_folder(ntype)}/user_ids.arrow", self._manifest.user_ids.get(ntype)
-        if kind != "string" or workspace is None or not self.num_nodes(ntype):
-            return self._array(path) if kind is not None else None
+        if kind is None:
+            return None
         num_rows = self._stored[path].num_rows
+        if kind != "string" or workspace is None or not num_rows:
+            return self._array(path)
         pieces = partial(string_pieces, self._folder / path, path, num_rows, _TEXTS_AT_ONCE)
         (ids,) = concatenated(workspace, f"ids-{safe_name(ntype)}", [pieces], num_rows)
         return ids

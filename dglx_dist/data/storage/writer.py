@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
+import pyarrow as pa
 from numba import njit
 
 from dglx_dist.data.external_memory import (
@@ -32,6 +33,7 @@ from dglx_dist.data.storage.columns import (
     id_dtype,
     node_folder,
     numpy_dtype,
+    text_buffers,
     write_column,
     write_strings,
 )
@@ -48,7 +50,6 @@ FeatureDtype: TypeAlias = str | Mapping[str, str]
 
 _FEATURE_DTYPES = ("float16", "bfloat16", "float32")
 K = TypeVar("K", str, EdgeType)
-CHUNK_VALUES = 1 << 22
 
 
 def check_feature_dtype(feature_dtype: FeatureDtype | None, graph: RawGraph | None = None) -> None:
@@ -65,38 +66,14 @@ def check_feature_dtype(feature_dtype: FeatureDtype | None, graph: RawGraph | No
         _check_names(graph, feature_dtype)
 
 
-def in_precision(
-    graph: RawGraph, feature_dtype: FeatureDtype
-) -> tuple[RawGraph, frozenset[tuple[str | EdgeType, str]]]:
-    """Return a copy of ``graph`` with feature columns rounded to another floating-point type.
+def chosen_dtypes(columns: Mapping[str, Any], feature_dtype: FeatureDtype | None) -> dict[str, str]:
+    """Return the dtypes of the ``columns`` of one type that are stored in another precision.
 
-    A single dtype applies to all floating-point columns of nodes and edges with at least two dimensions,
-    except ``label``; scalars per node or edge (weights, times) keep their type unless they are named. Old and
-    new columns are in memory at the same time. Also returns (type, column) of each column that now holds
-    bfloat16 bits as uint16.
-
-    Raises:
-        ConfigError: a named column does not exist or is not floating point, or a finite value would become
-            infinite; names column and row.
+    A single dtype applies to all floating-point columns with at least two dimensions, except ``label``;
+    scalars per node or edge (weights, times) keep their type unless they are named.
     """
-    check_feature_dtype(feature_dtype, graph)
-    bits: set[tuple[str | EdgeType, str]] = set()
-
-    def converted(data: Mapping[K, Mapping[str, Any]], kind: str, is_only: bool) -> dict[K, dict[str, Any]]:
-        out = {owner: dict(columns) for owner, columns in data.items()}
-        for owner, columns in out.items():
-            for name, dtype in _chosen(columns, feature_dtype).items():
-                what = f"{kind} data {name!r}" + ("" if is_only else f" of {owner!r}")
-                columns[name] = _converted(columns[name], dtype, what)
-                bits.update([(owner, name)] if dtype == "bfloat16" else [])
-        return out
-
-    node_data = converted(graph.node_data, "node", len(graph.num_nodes) == 1)
-    edge_data = converted(graph.edge_data, "edge", len(graph.edges) == 1)
-    return replace(graph, node_data=node_data, edge_data=edge_data), frozenset(bits)
-
-
-def _chosen(columns: Mapping[str, Any], feature_dtype: FeatureDtype) -> dict[str, str]:
+    if feature_dtype is None:
+        return {}
     if isinstance(feature_dtype, Mapping):
         return {name: feature_dtype[name] for name, column in columns.items() if name in feature_dtype}
     return {
@@ -125,38 +102,11 @@ def _check_names(graph: RawGraph, feature_dtype: Mapping[str, str]) -> None:
             )
 
 
-def _converted(column: NodeColumn, dtype: str, what: str) -> NodeColumn:
-    if isinstance(column, SparseRows):
-        # Zero has only zero bits in every type, so values that are not stored stay zero.
-        return replace(column, values=_narrowed(column.values, dtype, what, column.indptr))
-    return _narrowed(column, dtype, what, None)
+def narrow(piece: Array, dtype: str, what: str, rows: Array | range) -> Array:
+    """Return a (k, ...) floating-point ``piece`` rounded to ``dtype``, bfloat16 as bits in uint16.
 
-
-def _narrowed(values: Array, dtype: str, what: str, indptr: Array | None) -> Array:
-    """Convert (n, ...) values in pieces; ``indptr`` gives the rows of sparse values, for messages."""
-    if values.dtype.name == dtype:
-        return values
-    out = np.empty(values.shape, dtype=numpy_dtype(dtype))
-    width = max(int(np.prod(values.shape[1:])), 1)
-    step = max(CHUNK_VALUES // width, 1)
-
-    def row_of(place: int) -> int:
-        return place if indptr is None else int(np.searchsorted(indptr, place, side="right")) - 1
-
-    for first in range(0, len(values), step):
-        places = range(first, min(first + step, len(values)))
-        out[first : first + step] = _narrow(values[first : first + step], dtype, what, places, row_of)
-    return out
-
-
-def _narrow(
-    piece: Array,
-    dtype: str,
-    what: str,
-    places: Array | range,
-    row_of: Callable[[int], int] = lambda place: place,
-) -> Array:
-    piece = np.asarray(piece)
+    ConfigError if a finite value would become infinite: names ``what`` and the one of the (k,) ``rows``.
+    """
     if dtype == "bfloat16":
         target = _bfloat16(_single_bits(piece)).reshape(piece.shape)
         is_finite = (target & 0x7F80) != 0x7F80
@@ -167,7 +117,7 @@ def _narrow(
     if lost.any():
         place = np.argwhere(lost)[0]
         raise ConfigError(
-            f"{what} has {piece[tuple(place)]} in row {row_of(int(places[place[0]]))}, too large for {dtype};"
+            f"{what} has {piece[tuple(place)]} in row {int(rows[place[0]])}, too large for {dtype};"
             f" store it as {'bfloat16 or float32' if dtype == 'float16' else 'float32'}, or scale the column"
         )
     return target
@@ -425,7 +375,7 @@ def write_dataset(
         folder: Must not exist, or be empty, unless ``overwrite``, which replaces a dataset by the new one.
         quality: Figures for the manifest, JSON values only.
         bfloat16: (node or edge type, column) of each uint16 array that holds bfloat16 bits.
-        feature_dtype: As :func:`in_precision`, converted while writing.
+        feature_dtype: Of the columns of :func:`chosen_dtypes`, converted while writing.
         workspace: Orders the edges on disk, with the same result.
 
     Raises:
@@ -436,12 +386,9 @@ def write_dataset(
     folder = Path(folder).absolute()
     check_target(folder, overwrite)
     num_edges = {etype: len(src) for etype, (src, _) in graph.edges.items()}
-    node_columns = _columns(graph.num_nodes, graph.node_data, bfloat16)
-    edge_columns = _columns(num_edges, graph.edge_data, bfloat16)
-    if feature_dtype is not None:
-        check_feature_dtype(feature_dtype, graph)
-        node_columns = _in_dtype(node_columns, graph.node_data, feature_dtype)
-        edge_columns = _in_dtype(edge_columns, graph.edge_data, feature_dtype)
+    check_feature_dtype(feature_dtype, graph)
+    node_columns = _columns(graph.num_nodes, graph.node_data, bfloat16, feature_dtype)
+    edge_columns = _columns(num_edges, graph.edge_data, bfloat16, feature_dtype)
     user_ids = _user_id_kinds(graph)
     parameters = dict(assignment.parameters)
     if graph.class_names:
@@ -519,8 +466,7 @@ class _PartWriter:
             self._rows(f"{folder}/original_ids.arrow", IDS, rows, None)
             path = f"{folder}/user_ids.arrow"
             if user_ids is not None and user_ids.dtype.kind == "U":
-                pieces = partial(_pieces, user_ids, rows)
-                self._write(path, partial(write_strings, num_rows=len(rows), pieces=pieces))
+                self._write(path, partial(_write_texts, user_ids, rows))
             elif user_ids is not None:
                 self._rows(path, IDS, rows, user_ids)
             for name, info in columns.items():
@@ -571,15 +517,12 @@ class _PartWriter:
         dtype, step = numpy_dtype(info.dtype), max(1, CHUNK_BYTES // max(1, _row_bytes(info)))
         narrows = what and column is not None and column.dtype.kind == "f" and column.dtype.name != info.dtype
 
-        def id_of(row: int) -> int:
-            return row if ids is None else int(ids[row])
-
         def chunks() -> Iterator[Array]:
             for first in range(0, len(rows), step):
                 piece = rows[first : first + step]
                 chunk = np.asarray(piece) if column is None else take_rows(column, piece)
                 if narrows:
-                    yield _narrow(chunk, info.dtype, what, piece, id_of)
+                    yield narrow(chunk, info.dtype, what, piece if ids is None else take_rows(ids, piece))
                 else:
                     yield chunk.astype(dtype, copy=False)
 
@@ -594,9 +537,15 @@ class _PartWriter:
         self._write(path, lambda file: write_column(file, info, int(num_rows), counted()))
 
 
-def _pieces(column: Array, rows: Array) -> Iterator[Array]:
-    step = max(1, CHUNK_BYTES // max(1, column.itemsize))
-    return (column[rows[first : first + step]] for first in range(0, len(rows), step))
+def _write_texts(texts: Array, rows: Array, path: Path) -> FileInfo:
+    step = max(1, CHUNK_BYTES // max(1, texts.itemsize))
+
+    def pieces() -> Iterator[Any]:
+        for first in range(0, len(rows), step):
+            yield pa.array(texts[rows[first : first + step]].tolist(), pa.large_string())
+
+    num_bytes = sum(len(text_buffers(piece)[1]) for piece in pieces())
+    return write_strings(path, len(rows), num_bytes, pieces(), pieces())
 
 
 def take_rows(column: NodeColumn, rows: Array | range) -> Array:
@@ -610,28 +559,18 @@ def _columns(
     num_rows: Mapping[K, int],
     data: Mapping[K, Mapping[str, NodeColumn]],
     bfloat16: Collection[tuple[str | EdgeType, str]],
+    feature_dtype: FeatureDtype | None,
 ) -> dict[K, dict[str, ColumnInfo]]:
-    return {
-        kind: {
+    infos: dict[K, dict[str, ColumnInfo]] = {}
+    for kind, count in num_rows.items():
+        columns = data.get(kind, {})
+        infos[kind] = {
             name: _checked_info(column, count, f"{kind}/{name}", (kind, name) in bfloat16)
-            for name, column in data.get(kind, {}).items()
+            for name, column in columns.items()
         }
-        for kind, count in num_rows.items()
-    }
-
-
-def _in_dtype(
-    infos: Mapping[K, Mapping[str, ColumnInfo]],
-    data: Mapping[K, Mapping[str, NodeColumn]],
-    feature_dtype: FeatureDtype,
-) -> dict[K, dict[str, ColumnInfo]]:
-    chosen = {kind: _chosen(data.get(kind, {}), feature_dtype) for kind in infos}
-    return {
-        kind: {
-            name: replace(info, dtype=chosen[kind].get(name, info.dtype)) for name, info in columns.items()
-        }
-        for kind, columns in infos.items()
-    }
+        for name, dtype in chosen_dtypes(columns, feature_dtype).items():
+            infos[kind][name] = replace(infos[kind][name], dtype=dtype)
+    return infos
 
 
 def _checked_info(column: NodeColumn, num_rows: int, what: str, is_bfloat16: bool) -> ColumnInfo:

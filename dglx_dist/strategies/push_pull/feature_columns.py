@@ -285,7 +285,7 @@ def _pieces(store: KVStore, wanted: ColumnSlice, session: Session, op: str) -> I
     step = rows_per_message(wanted.row_bytes)
     pending: deque[Pending] = deque()
     for server, (first, last) in enumerate(pairwise(store.column(wanted.key).bounds.tolist())):
-        rank = store.placement.serving_rank(server)
+        rank = store.placement.serving_ranks[server]
         for begin in range(first, last, step):
             window = [begin, min(begin + step, last), wanted.columns.first, wanted.columns.last]
             arrays = [np.array(window, np.int64)]
@@ -299,9 +299,9 @@ def _pieces(store: KVStore, wanted: ColumnSlice, session: Session, op: str) -> I
 def _serve_columns(store: KVStore, key: str, arrays: Sequence[Array]) -> Sequence[Array]:
     begin, end, left, right = arrays[0].tolist()
     pieces = [
-        rows[max(begin - first, 0) : max(end - first, 0), left:right]
-        for first, rows in store.shards(key)
-        if first < end and begin < first + len(rows)
+        one.rows[max(begin - one.first, 0) : max(end - one.first, 0), left:right]
+        for one in store.column(key).shards
+        if one.first < end and begin < one.first + len(one.rows)
     ]
     return [np.concatenate(pieces)]
 

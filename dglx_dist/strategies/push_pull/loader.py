@@ -190,7 +190,7 @@ class PushPullLoader(EpochLoader[_Made, Any]):
                 group_batch.following = None
         finally:
             # First, or the loader would wait for threads that wait for the other ranks.
-            self._pushes.mailbox.cancel(iteration)
+            self._pushes.mailbox.begin(iteration + 1)
             stream.close()
         for pipeline in [reference() for reference in PIPELINES.of(self._session)]:
             if pipeline is not None:
@@ -224,7 +224,7 @@ class PushPullLoader(EpochLoader[_Made, Any]):
                         batch, inputs = self._moved(batch, inputs)
             except BaseException as error:
                 # Other threads of this loader wait for ranks that now wait for this one.
-                self._pushes.mailbox.cancel(iteration, error)
+                self._pushes.mailbox.begin(iteration + 1, error)
                 raise
             fetch_s = batch.fetch_s + time.perf_counter() - begin
             made = GroupBatch(number, inputs)

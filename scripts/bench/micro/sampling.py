@@ -87,7 +87,7 @@ def loader_rates(loader: Iterator[tuple[object, object, list[dgl.DGLGraph]]]) ->
 
 def compare_slicing(g: DistGraph, steps: int, rows_of_batch: int) -> Row:
     """Gather random feature rows into a kept buffer: ours, and numpy.take with out= (clip: its fast mode)."""
-    ((_, rows),) = g.kvstore.shards(g.ndata["feat"].kvstore_key)
+    rows = g.kvstore.column(g.ndata["feat"].kvstore_key).shards[0].rows
     rng = np.random.default_rng(0)
     out = np.empty((rows_of_batch, rows.shape[1]), rows.dtype)
 

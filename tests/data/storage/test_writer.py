@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 
 from dglx_dist.data.storage import writer
 from dglx_dist.data.storage.reader import open_dataset
-from dglx_dist.data.storage.writer import in_precision, relabel_edges, relabel_nodes, write_dataset
+from dglx_dist.data.storage.writer import FeatureDtype, relabel_edges, relabel_nodes, write_dataset
 from dglx_dist.errors import ConfigError, DatasetError, StorageError
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, Assignment, ColumnInfo, RawGraph, SparseRows
 from tests.data.storage.graphs import (
@@ -279,6 +280,15 @@ def graph(features: Array | SparseRows, **columns: Array) -> RawGraph:
     )
 
 
+def stored_as(graph: RawGraph, wanted: FeatureDtype) -> tuple[Array, dict[str, str]]:
+    """Write ``graph`` in another precision; return the features as they are stored, and all dtypes."""
+    with tempfile.TemporaryDirectory() as folder:
+        written = write_dataset(graph, owned_by([0, 0, 0], 1), Path(folder) / "g", feature_dtype=wanted)
+        features = np.array(open_dataset(Path(folder) / "g").part(0).node_data(NODE_TYPE, "feat"))
+    columns = {**written.node_columns[NODE_TYPE], **written.edge_columns[EDGE_TYPE]}
+    return features, {name: info.dtype for name, info in columns.items()}
+
+
 def bits(values: torch.Tensor) -> Array:
     return values.view(torch.int16).numpy().view(np.uint16)
 
@@ -288,13 +298,11 @@ def test_bfloat16_has_torchs_bits(stored: type) -> None:
     values = np.array(HARD, dtype=stored)
     random = np.random.default_rng(0).normal(size=300).astype(stored)
     features = np.concatenate([values, random]).reshape(3, -1)
-    converted, marked = in_precision(graph(features), "bfloat16")
-    got = converted.node_data[NODE_TYPE]["feat"]
-    assert isinstance(got, np.ndarray)
+    got, dtypes = stored_as(graph(features), "bfloat16")
     wanted = torch.from_numpy(features).to(torch.bfloat16)
     assert np.array_equal(got[~np.isnan(features)], bits(wanted)[~np.isnan(features)])
     assert np.isnan(torch.from_numpy(got.view(np.int16)).view(torch.bfloat16).float().numpy()[0, 9])
-    assert marked == {(NODE_TYPE, "feat"), (EDGE_TYPE, "e")}
+    assert dtypes == {"feat": "bfloat16", "w": "float32", "e": "bfloat16"}
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -302,30 +310,27 @@ def test_float64_is_rounded_once(sign: int) -> None:
     """Halfway between two bfloat16, and a hair beside it that float32 cannot hold: torch rounds it twice."""
     tie, hair = 1 + 2.0**-8, 2.0**-40
     features = sign * np.array([[tie - hair], [tie], [tie + hair]])
-    converted, _ = in_precision(graph(features), "bfloat16")
-    got = converted.node_data[NODE_TYPE]["feat"]
-    assert isinstance(got, np.ndarray)
+    got, _ = stored_as(graph(features), "bfloat16")
     rounded = torch.from_numpy(got.view(np.int16)).view(torch.bfloat16).double()
     assert (sign * rounded).reshape(-1).tolist() == [1, 1, 1 + 2.0**-7]
 
 
 def test_float16_rounds_to_the_nearest_and_keeps_what_is_infinite() -> None:
     features = np.array(HARD, dtype=np.float32).reshape(3, 4)
-    converted, _ = in_precision(graph(features), "float16")
-    column = converted.node_data[NODE_TYPE]["feat"]
+    column, _ = stored_as(graph(features), "float16")
     assert column.dtype == np.float16
     np.testing.assert_array_equal(column, torch.from_numpy(features).half().numpy())
 
 
 @pytest.mark.parametrize(
-    ("wanted", "changed", "marked"),
+    ("wanted", "changed"),
     [
-        ("float16", {"feat": "float16", "other": "float16", "e": "float16"}, set()),
-        ({"w": "bfloat16", "feat": "float16"}, {"w": "uint16", "feat": "float16"}, {(EDGE_TYPE, "w")}),
+        ("float16", {"feat": "float16", "other": "float16", "e": "float16"}),
+        ({"w": "bfloat16", "feat": "float16"}, {"w": "bfloat16", "feat": "float16"}),
     ],
 )
 def test_one_dtype_for_all_goes_to_features_only_and_by_name_to_nothing_else(
-    wanted: Any, changed: dict[str, str], marked: set[Any]
+    wanted: FeatureDtype, changed: dict[str, str]
 ) -> None:
     columns = {
         "label": np.ones((3, 2), np.float32),
@@ -335,13 +340,9 @@ def test_one_dtype_for_all_goes_to_features_only_and_by_name_to_nothing_else(
     }
     before = graph(np.ones((3, 2), np.float32), **columns)
 
-    def dtypes(of: RawGraph) -> dict[str, str]:
-        both = of.node_data[NODE_TYPE] | of.edge_data[EDGE_TYPE]
-        return {name: column.dtype.name for name, column in both.items()}
-
-    expected = dtypes(before) | changed
-    converted, bfloat16 = in_precision(before, wanted)
-    assert (dtypes(converted), bfloat16) == (expected, marked)
+    both = before.node_data[NODE_TYPE] | before.edge_data[EDGE_TYPE]
+    expected = {name: column.dtype.name for name, column in both.items()} | changed
+    assert stored_as(before, wanted)[1] == expected
     assert before.node_data[NODE_TYPE]["feat"].dtype == np.float32
 
 
@@ -354,11 +355,8 @@ SPARSE = SparseRows(
 
 
 def test_sparse_values_are_rounded_as_dense_ones() -> None:
-    converted, _ = in_precision(graph(SPARSE), "bfloat16")
-    column = converted.node_data[NODE_TYPE]["feat"]
-    assert isinstance(column, SparseRows)
     wanted = torch.from_numpy(SPARSE.dense(np.arange(3))).to(torch.bfloat16)
-    assert np.array_equal(column.dense(np.arange(3)), bits(wanted))
+    assert np.array_equal(stored_as(graph(SPARSE), "bfloat16")[0], bits(wanted))
 
 
 @pytest.mark.parametrize(
@@ -367,10 +365,10 @@ def test_sparse_values_are_rounded_as_dense_ones() -> None:
         (
             65520.0,
             "float16",
-            "'feat' has .* in row 2, too large for float16; store it as bfloat16 or float32",
+            "'feat' of '_N' has .* in row 2, too large for float16; store it as bfloat16 or float32",
         ),
-        (3.4e38, "bfloat16", "'feat' has .* in row 2, too large for bfloat16; store it as float32"),
-        (SPARSE, "float16", r"'feat' has 1000000\.0 in row 2"),
+        (3.4e38, "bfloat16", "'feat' of '_N' has .* in row 2, too large for bfloat16; store it as float32"),
+        (SPARSE, "float16", r"'feat' of '_N' has 1000000\.0 in row 2"),
         (1.0, "float8", "feature dtype of all features is 'float8'"),
         (1.0, {"feat": "int8"}, "feature dtype of feat is 'int8'"),
         (1.0, {"feat": None}, "feature dtype of feat is None; give one of"),
@@ -382,4 +380,4 @@ def test_what_cannot_be_stored_so_is_named(features: Any, wanted: Any, named: st
     if isinstance(features, float):
         features = np.array([[1, 1], [1, 1], [1, features]], np.float32)
     with pytest.raises(ConfigError, match=named):
-        in_precision(graph(features, train_mask=np.ones(3, dtype=bool)), wanted)
+        stored_as(graph(features, train_mask=np.ones(3, dtype=bool)), wanted)

@@ -369,19 +369,21 @@ def test_a_kept_copy_needs_no_more_memory_than_some_messages(
         g.close()
 
 
-def test_who_cannot_answer_is_named_and_leaves_nothing_behind(tmp_path: Path, session: Session) -> None:
+def test_who_cannot_answer_is_named_and_leaves_nothing_behind(
+    tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
     g = DistGraph(write_large(tmp_path / "d"))
     columns = Columns(first=0, last=WIDTH, width=WIDTH)
     wanted = replace(stored_slice(g.dataset, NODE_TYPE, "feat", columns), key=g.ndata["feat"].kvstore_key)
 
-    def broken(key: str) -> Any:
+    def broken(*_arguments: object) -> Any:
         raise StorageError("part 1 is damaged; copy it again")
 
-    g.kvstore.shards = broken  # type: ignore[method-assign]
-    with pytest.raises(RemoteError, match=r"rank 0 failed at .*part 1 is damaged"):
-        load_columns(g.kvstore, [wanted], session)
+    with monkeypatch.context() as patched:
+        patched.setattr(feature_columns, "_serve_columns", broken)
+        with pytest.raises(RemoteError, match=r"rank 0 failed at .*part 1 is damaged"):
+            load_columns(g.kvstore, [wanted], session)
     assert not list((tmp_path / "d").rglob("*.partial"))
-    del g.kvstore.shards
     # The failed attempt left nothing behind that is in the way of the next.
     load_columns(g.kvstore, [wanted], session)
     assert np.array_equal(wanted.rows, g.ndata["feat"][torch.arange(LOADED_NODES)].numpy())
