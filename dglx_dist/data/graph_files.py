@@ -520,10 +520,9 @@ class EdgeListSource(DatasetSource):
 
     def load(self) -> RawGraph:
         if self._path.is_dir():
-            texts = sorted(self._path.glob("*.t[xs][tv]"))
-            found = {path: _CODE_OF_FILE[path.stem] for path in texts if path.stem in _CODE_OF_FILE}
-            tables = ((path, *_read_lines(path, is_triples=True)[:2]) for path in found)
-            return _graph_of_triples(tables, list(found.values()), self._path.resolve().name, str(self._path))
+            files = self._files_of_splits()
+            tables = ((path, *_read_lines(path, is_triples=True)[:2]) for path in files.values())
+            return _graph_of_triples(tables, list(files), self._path.resolve().name, str(self._path))
         where, name = str(self._path), self._path.name.removesuffix(suffix_of(self._path))
         read, line, is_triples = _read_lines(self._path)
         if is_triples:
@@ -540,6 +539,18 @@ class EdgeListSource(DatasetSource):
             if ids.is_whole:
                 ids.refuse(as_numpy(pc.less(ids.values, 0)), "is negative; ids are 0 or more", "node id ")
         return graph_of_tables(name, {}, {EDGE_TYPE: (where, table)})
+
+    def _files_of_splits(self) -> dict[int, Path]:
+        found: dict[int, Path] = {}
+        for path in sorted(self._path.glob("*.t[xs][tv]")):
+            if (code := _CODE_OF_FILE.get(path.stem)) is None:
+                continue
+            if code in found:
+                raise DatasetError(
+                    f"{self._path}: {found[code].name} and {path.name} are of the same split; remove one"
+                )
+            found[code] = path
+        return found
 
 
 def _read_lines(path: Path, is_triples: bool = False) -> tuple[Any, str, bool]:

@@ -407,6 +407,14 @@ def test_a_text_of_triples_is_read_once(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(times) == 1
 
 
+def test_two_files_of_one_split_are_refused(tmp_path: Path) -> None:
+    # Their triples would count twice.
+    for name in ("train.txt", "val.tsv", "valid.txt"):
+        (tmp_path / name).write_text("a likes b\n")
+    with pytest.raises(DatasetError, match=r"val\.tsv and valid\.txt are of the same split; remove one"):
+        load_dataset(tmp_path)
+
+
 @pytest.mark.parametrize("third", ["0.5", "1e-5", "2020-01-01", "2020-01-01T10:00:00Z"])
 def test_numbers_and_dates_after_two_ids_are_no_tails(tmp_path: Path, third: str) -> None:
     (tmp_path / "a.txt").write_text(f"x y {third}\ny z {third}\n")
