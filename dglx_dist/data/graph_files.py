@@ -519,19 +519,25 @@ class EdgeListSource(DatasetSource):
     """
 
     def load(self) -> RawGraph:
+        import pandas as pd
+
         if self._path.is_dir():
             files = self._files_of_splits()
-            tables = ((path, *_read_lines(path, is_triples=True)[:2]) for path in files.values())
+            read_all = ((path, *_read_lines(path, is_triples=True)) for path in files.values())
+            tables = ((path, read, lines[0]) for path, read, lines, _ in read_all)
             return _graph_of_triples(tables, list(files), self._path.resolve().name, str(self._path))
         where, name = str(self._path), self._path.name.removesuffix(suffix_of(self._path))
-        read, line, is_triples = _read_lines(self._path)
-        if is_triples:
+        read, lines, are_triples = _read_lines(self._path)
+        line = lines[0]
+        if all(are_triples):
             return _graph_of_triples([(self._path, read, line)], [-1], name, where)
         if read.shape[1] < 2:
             raise DatasetError(f"{where}: the line {line} has not two ids")
         ends = [[re.fullmatch(r"-?\d+", str(one)) for one in row] for row in read.iloc[:2, :2].to_numpy()]
         if len(ends) == 2 and all(ends[1]) and not any(ends[0]):
             raise DatasetError(f"{where}: the line {line} is a header; begin it with #")
+        if are_triples[0] and not read.dtypes[2:].map(pd.api.types.is_numeric_dtype).all():
+            raise DatasetError(f"{where}: the line {lines[1]} is not head, relation and tail as {line} is")
         others = ["weight"] if read.shape[1] == 3 else [f"column{n}" for n in range(2, read.shape[1])]
         table = pa.Table.from_pandas(read.set_axis(["src", "dst", *others][: read.shape[1]], axis=1))
         for end in ("src", "dst"):
@@ -553,8 +559,8 @@ class EdgeListSource(DatasetSource):
         return found
 
 
-def _read_lines(path: Path, is_triples: bool = False) -> tuple[Any, str, bool]:
-    """Return the pandas table of ``path``, its first line, and whether its lines are (or seem) triples."""
+def _read_lines(path: Path, is_triples: bool = False) -> tuple[Any, list[str], list[bool]]:
+    """Return the pandas table of ``path``, its first two lines, and whether each is, or seems, a triple."""
     import pandas as pd
 
     before, begin = [], list[bytes]()
@@ -570,8 +576,8 @@ def _read_lines(path: Path, is_triples: bool = False) -> tuple[Any, str, bool]:
             first = begin[0] if begin else b""
             separator = "," if b"," in first else r"\s+"
             of_triples = "\t" if first.count(b"\t") == 2 else separator
-            pieces = [re.split(of_triples.encode(), line) for line in begin]
-            is_triples |= bool(begin) and all(map(_is_triple, pieces))
+            are_triples = [is_triples or _is_triple(re.split(of_triples.encode(), line)) for line in begin]
+            is_triples |= bool(begin) and all(are_triples)
             read = pd.read_csv(
                 file,
                 sep=of_triples if is_triples else separator,
@@ -589,7 +595,7 @@ def _read_lines(path: Path, is_triples: bool = False) -> tuple[Any, str, bool]:
             )
     except (ValueError, EOFError, OSError, zlib.error) as error:
         raise DatasetError(f"{path}: not a readable list of edges, or cut off: {error}") from error
-    return read, repr(first.decode(errors="replace")), is_triples
+    return read, [repr(line.decode(errors="replace")) for line in begin], are_triples
 
 
 def _is_triple(pieces: Sequence[bytes]) -> bool:

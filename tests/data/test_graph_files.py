@@ -415,6 +415,13 @@ def test_two_files_of_one_split_are_refused(tmp_path: Path) -> None:
         load_dataset(tmp_path)
 
 
+@pytest.mark.parametrize("second", ["c likes", "c 1 2"])
+def test_a_second_line_that_is_no_triple_is_named(tmp_path: Path, second: str) -> None:
+    (tmp_path / "a.txt").write_text(f"a likes b\n{second}\nc likes a\n")
+    with pytest.raises(DatasetError, match=f"the line '{second}' is not head, relation and tail as 'a likes"):
+        load_dataset(tmp_path / "a.txt")
+
+
 @pytest.mark.parametrize("third", ["0.5", "1e-5", "2020-01-01", "2020-01-01T10:00:00Z"])
 def test_numbers_and_dates_after_two_ids_are_no_tails(tmp_path: Path, third: str) -> None:
     (tmp_path / "a.txt").write_text(f"x y {third}\ny z {third}\n")
