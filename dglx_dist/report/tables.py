@@ -283,13 +283,20 @@ def spread(summaries: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
 
 def spread_table(summary: Mapping[str, Any]) -> Table:
     """Return one row per run of :func:`spread`, then their mean and standard deviation."""
-    names = list(summary["mean"])
-    table = _table(("run", *names))
+    cells = spread_cells(summary)
+    table = _table(("run", *cells))
     for run, values in summary["runs"].items():
-        table.add_row(run, *(_cell(values.get(name), name) for name in names))
-    shown = [f"{_cell(summary['mean'][name], name)} ± {_cell(summary['std'][name], name)}" for name in names]
-    table.add_row("mean ± std", *shown, style="bold")
+        table.add_row(run, *(_cell(values.get(name), name) for name in cells))
+    table.add_row("mean ± std", *(text for _, text in cells.values()), style="bold")
     return table
+
+
+def spread_cells(summary: Mapping[str, Any]) -> dict[str, tuple[object, str]]:
+    """Return (mean, text of mean and standard deviation) of each metric of :func:`spread`."""
+    deviations = {name: _cell(summary["std"][name], name) for name in summary["mean"]}
+    return {
+        name: (mean, f"{_cell(mean, name)} ± {deviations[name]}") for name, mean in summary["mean"].items()
+    }
 
 
 def runs_table(summaries: Mapping[str, Mapping[str, object]]) -> Table:
