@@ -35,7 +35,7 @@ from dglx_dist.strategies.cost import (
     PlanContext,
     trace_of_widths,
 )
-from dglx_dist.training.config import WITH_HEADS, PlanConfig
+from dglx_dist.training.config import PlanConfig, takes
 from dglx_dist.training.models import build_model
 
 Notify = Callable[[str], None]
@@ -270,7 +270,7 @@ def _shape(plan: PlanConfig, features: int, hidden: int, classes: int) -> ModelS
 
 def _regions(plan: PlanConfig, known: Measured, candidates: Sequence[Candidate]) -> Regions:
     # Batches and plans are the same at every width, and rates are taken from plan.hidden.
-    graph, heads = known.graph, plan.heads if plan.model in WITH_HEADS else 1
+    graph, heads = known.graph, plan.heads if takes(plan.model, "heads") else 1
     # Widths are multiples of the attention heads.
     widths = {plan.hidden, *(-(-hidden // heads) * heads for hidden in MAP_WIDTHS)}
     shapes = {plan.hidden: known.shape}

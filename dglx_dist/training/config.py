@@ -71,11 +71,24 @@ _MODELS = (
     "sage, gcn, gat, gatv2, gin (sums, so give it all neighbours), mlp, sgc, appnp or resgcn (deep); to "
     "train on several types, rgcn or hgt."
 )
-MODEL_KINDS = ("sage", "gcn", "sgc", "gat", "mlp", "resgcn", "gatv2", "gin", "appnp")
-RELATIONAL_KINDS = ("rgcn", "hgt")
-"""Models for graphs of several node or edge types."""
-STACKED_KINDS = ("sage", "gcn", "gat", "gatv2", "gin", "mlp")
-WITH_HEADS = ("gat", "gatv2", "hgt")
+_BETWEEN = ("norm", "residual", "jk")
+KINDS: Mapping[str, tuple[str, ...]] = {
+    "sage": _BETWEEN,
+    "gcn": _BETWEEN,
+    "sgc": (),
+    "gat": (*_BETWEEN, "heads"),
+    "mlp": _BETWEEN,
+    "resgcn": ("recompute",),
+    "gatv2": (*_BETWEEN, "heads"),
+    "gin": _BETWEEN,
+    "appnp": ("teleport",),
+    "rgcn": ("types",),
+    "hgt": ("types", "heads"),
+}
+"""Ready-made model to its options that not all have, and ``types``: for several node or edge types."""
+MODEL_KINDS = tuple(name for name, options in KINDS.items() if "types" not in options)
+RELATIONAL_KINDS = tuple(name for name in KINDS if name not in MODEL_KINDS)
+STACKED = ", ".join(name for name, options in KINDS.items() if "norm" in options)
 OWN_ARGUMENTS = ("in_dim", "hidden", "classes", "layers", "dropout", "heads", "graph")
 _of_task = partial(option, panel="Task")
 _of_model = partial(option, panel="Model")
@@ -121,6 +134,11 @@ EVERY = _is_every(1)
 
 def _every(text: str, _flag: str) -> Every:
     return int(text) if text.isdecimal() else text
+
+
+def takes(model: str, option: str) -> bool:
+    """Whether ``model`` has an ``option`` of :data:`KINDS`; one's own model has none."""
+    return option in KINDS.get(model, ())
 
 
 def check_kind(kind: str, known: Sequence[str] = MODEL_KINDS) -> None:
@@ -254,7 +272,7 @@ class ModelConfig:
     heads: int = _of_model(4, "Attention heads of gat, gatv2 and hgt.")
     norm: str = _of_model(
         "none",
-        "layer: LayerNorm between the layers of sage, gcn, gat, gatv2, gin, mlp.",
+        f"layer: LayerNorm between the layers of {STACKED}.",
         check=Check(
             ("none", "layer").__contains__, "none or layer; means of batch norm would depend on the ranks"
         ),
@@ -296,14 +314,13 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        wrong = self.model in WITH_HEADS and (self.heads < 1 or self.hidden % self.heads > 0)
-        useless = self.model != "appnp" and self.teleport != type(self).teleport
+        wrong = takes(self.model, "heads") and (self.heads < 1 or self.hidden % self.heads > 0)
+        useless = not takes(self.model, "teleport") and self.teleport != type(self).teleport
         of_appnp = ("teleport", useless, f"left out with --model {self.model}: it is of appnp")
         check_values(self, [("heads", wrong, f"a divisor of --hidden {self.hidden}"), of_appnp])
-        if self.model not in STACKED_KINDS and set(self.between.values()) != {"none", False}:
+        if not takes(self.model, "norm") and set(self.between.values()) != {"none", False}:
             raise ConfigError(
-                f"--model {self.model} has no --norm, --residual and --jk; these are of "
-                f"{', '.join(STACKED_KINDS)}"
+                f"--model {self.model} has no --norm, --residual and --jk; these are of {STACKED}"
             )
         if self.fanouts is not None and len(self.fanouts) != self.layers:
             raise ConfigError(
@@ -314,7 +331,7 @@ class ModelConfig:
     @property
     def between(self) -> dict[str, Any]:
         """Arguments of ``build_model``."""
-        return {"norm": self.norm, "residual": self.residual, "jk": self.jk}
+        return {name: getattr(self, name) for name in _BETWEEN}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -451,7 +468,7 @@ class TrainConfig(RunOptions, ModelConfig):
         if self.model_file is not None:
             self._read_model_file(self.model_file)
         else:
-            check_kind(self.model, (*MODEL_KINDS, *RELATIONAL_KINDS, NO_ENCODER))
+            check_kind(self.model, (*KINDS, NO_ENCODER))
         if self.task != AUTO_TASK:
             metrics_of(self.task, self.metric)
         for name in _INIT_ARGUMENTS:
@@ -463,7 +480,7 @@ class TrainConfig(RunOptions, ModelConfig):
         checks = (
             (
                 "recompute",
-                self.recompute != "none" and self.model != "resgcn",
+                self.recompute != "none" and not takes(self.model, "recompute"),
                 f"left out with --model {self.model}: only layers of resgcn are computed again",
             ),
             (

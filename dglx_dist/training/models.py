@@ -35,7 +35,7 @@ from dglx_dist.layers.base import (
     sum_in_edges,
 )
 from dglx_dist.records import EdgeType
-from dglx_dist.training.config import STACKED_KINDS, check_kind
+from dglx_dist.training.config import STACKED, check_kind, takes
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -591,13 +591,13 @@ def build_model(  # noqa: PLR0913 - all but four have defaults
     """
     check_kind(kind)
     _check_sizes(f"model {kind!r}", in_dim, hidden, classes, layers, dropout)
-    if kind not in STACKED_KINDS and any(one not in ("none", False) for one in between.values()):
-        raise ConfigError(f"norm, residual and jk are of {', '.join(STACKED_KINDS)}; leave them out")
+    if not takes(kind, "norm") and any(one not in ("none", False) for one in between.values()):
+        raise ConfigError(f"norm, residual and jk are of {STACKED}; leave them out")
     if kind == "resgcn":
         return ResGCN(in_dim, hidden, classes, layers, dropout)
     if kind == "appnp":
         return APPNP(in_dim, hidden, classes, layers, dropout, teleport)
-    if kind in ("gat", "gatv2") and (heads < 1 or hidden % heads):
+    if takes(kind, "heads") and (heads < 1 or hidden % heads):
         raise ConfigError(f"heads={heads} must divide hidden={hidden}; choose another number of heads")
     if kind == "sgc":
         convs = [dgl.nn.GraphConv(in_dim, classes, **_MEAN), *_hops(classes, layers - 1)]
@@ -609,7 +609,7 @@ def build_model(  # noqa: PLR0913 - all but four have defaults
     convs = [
         _conv(kind, a, b, heads, depth == len(widths) - 2, graph=graph) for depth, (a, b) in enumerate(pairs)
     ]
-    activation = torch.nn.functional.elu if kind in ("gat", "gatv2") else torch.relu
+    activation = torch.nn.functional.elu if takes(kind, "heads") else torch.relu
     return Stack(convs, activation, dropout, widths=widths, **between)
 
 
@@ -638,7 +638,7 @@ def _conv(
         return SymmetricConv(in_dim, out_dim, graph)
     if kind == "gcn":
         return dgl.nn.GraphConv(in_dim, out_dim, **_MEAN)
-    if kind in ("gat", "gatv2"):
+    if takes(kind, "heads"):
         width = out_dim if last else out_dim // heads
         attention = dgl.nn.GATConv if kind == "gat" else dgl.nn.GATv2Conv
         return attention(in_dim, width, heads, allow_zero_in_degree=True)
