@@ -26,7 +26,7 @@ from dglx_dist.auto import (
     outcome_of,
     resolve,
 )
-from dglx_dist.comm.collectives import broadcast_json, run_on_all_ranks, sum_over_ranks
+from dglx_dist.comm.collectives import broadcast_json, run_on_all_ranks
 from dglx_dist.comm.session import Session, current_session, session_or
 from dglx_dist.compat.dist_graph import DistGraph as ScriptGraph
 from dglx_dist.compat.namespace import ScriptModel
@@ -71,6 +71,7 @@ from dglx_dist.training.fit import (
     train,
 )
 from dglx_dist.training.inference import labelled_type
+from dglx_dist.training.metrics import mean_of_sums
 from dglx_dist.training.relational import EntityInputs
 from dglx_dist.training.tasks import read_task
 
@@ -428,6 +429,7 @@ def distribute_dataset(dataset: dgl.data.DGLDataset, **options: Any) -> DistData
 
     Args:
         dataset: Of one graph, like ``AsNodePredDataset(...)`` or ``CoraGraphDataset()``; rank 0's counts.
+        options: Of :func:`distribute`.
 
     Raises:
         ConfigError: ``dataset`` is no dataset, or has several graphs, or an argument cannot be honoured.
@@ -509,7 +511,9 @@ def DataLoader(g: DistGraph, indices: Any, graph_sampler: Any, **options: Any) -
     without destinations.
 
     Args:
+        g: The distributed graph.
         indices: (K,) this rank's seeds, as :func:`node_split` gives them; may be empty.
+        graph_sampler: A sampler of ``dgl.dataloading``, such as ``NeighborSampler([10, 25])``.
         options: ``batch_size``, ``shuffle``, ``drop_last``, ``seed``, ``depth`` and others; see
             :class:`dglx_dist.dataloading.loader.DataLoader`.
 
@@ -530,7 +534,9 @@ def DistEdgeDataLoader(g: DistGraph, eids: Any, graph_sampler: Any, **options: A
     graphs without edges.
 
     Args:
+        g: The distributed graph.
         eids: This rank's edges, as :func:`edge_split` gives them, or a dict of them by edge type.
+        graph_sampler: As of :func:`DataLoader`.
         options: ``exclude``, ``reverse_eids``, ``reverse_etypes``, ``negative_sampler`` and those of
             :func:`DataLoader`; see :class:`dglx_dist.dataloading.edge_loader.DistEdgeDataLoader`.
 
@@ -587,10 +593,7 @@ def reduce_mean(value: float | Tensor, count: int) -> float:
     Returns:
         The mean over the values of all ranks; NaN when there are none.
     """
-    weighted = float(value) * count if count else 0.0
-    local = torch.tensor([weighted, float(count)], dtype=torch.float64)
-    total, number = sum_over_ranks(local, current_session(), phase="metrics").tolist()
-    return total / number if number else float("nan")
+    return mean_of_sums(float(value) * count if count else 0.0, count, current_session())
 
 
 def _distributed(g: object) -> DistGraph:
@@ -789,9 +792,7 @@ def _check_inputs(g: DistGraph, inputs: EntityInputs | None) -> None:
 
 def training_nodes(g: DistGraph, ntype: str) -> Tensor:
     """Return this rank's share of the ``train_mask`` of one type."""
-    nodes = node_split(g.nodes[ntype].data["train_mask"], g.get_partition_book(), ntype)
-    assert isinstance(nodes, Tensor)
-    return nodes
+    return node_split(g.nodes[ntype].data["train_mask"], g.get_partition_book(), ntype)
 
 
 def _node_loader(

@@ -38,7 +38,7 @@ from dglx_dist.strategies.base import (
     float_of,
     strategy_of,
 )
-from dglx_dist.strategies.cost import Candidate, Cluster, Draws, ModelShape
+from dglx_dist.strategies.cost import Candidate, Cluster, Draws
 from dglx_dist.strategies.data_parallel import check_same_model
 from dglx_dist.training import checkpoint
 from dglx_dist.training.fit import TRAINED_WITH, FitResult
@@ -161,24 +161,17 @@ def default_batch_size(strategy: str) -> int | None:
 def resolve(
     model: nn.Module, g: DistGraph, training: Training, checkpoints: str | Path | None
 ) -> tuple[Candidate, Choice | None]:
-    """Adopt the strategy of the newest checkpoint in ``checkpoints``, else choose one; collective."""
-    if checkpoints is not None and (found := adopt_checkpointed(g, checkpoints, training)) is not None:
-        return found, None
-    choice = choose_in_job(model, g, training)
-    return choice.predictions[choice.picked].candidate, choice
+    """Give the session the strategy of the newest checkpoint in ``checkpoints``, else choose one; collective.
 
-
-def adopt_checkpointed(g: DistGraph, folder: str | Path, training: Training) -> Candidate | None:
-    """Give the session the strategy of the newest checkpoint in ``folder``; collective.
-
-    A resumed run is not planned again: another strategy may be another estimator with other steps. Returns
-    None if there is no checkpoint, so that a strategy may be chosen. ConfigError: the checkpoint names no
-    strategy, or none that ``auto`` chooses, or these ranks cannot run it. CheckpointError: it is damaged.
+    A resumed run is not planned again: another strategy may be another estimator with other steps.
+    ConfigError: the checkpoint names no strategy, or none that ``auto`` chooses, or these ranks cannot run
+    it. CheckpointError: it is damaged.
     """
-    extra = checkpoint.read_extra(folder)
+    extra = None if checkpoints is None else checkpoint.read_extra(checkpoints)
     if extra is None:
-        return None
-    found = _read_checkpointed(extra.get(TRAINED_WITH), folder)
+        choice = choose_in_job(model, g, training)
+        return choice.predictions[choice.picked].candidate, choice
+    found = _read_checkpointed(extra.get(TRAINED_WITH), checkpoints)
     g.session.adopt(found.strategy, found.options)
     strategy_of(g.session)
     if found.cache is not None:
@@ -188,7 +181,7 @@ def adopt_checkpointed(g: DistGraph, folder: str | Path, training: Training) -> 
     with progress("choosing a strategy", 1, enabled=g.session.topology.rank == 0) as advance:
         advance(1)
         advance.say(f"resuming with {found.name}, the strategy of the checkpoint")
-    return found
+    return found, None
 
 
 def _fill_cache(
@@ -199,7 +192,7 @@ def _fill_cache(
     CACHE_CHOICE.set(g.session, {"policy": policy, "alpha": alpha})
 
 
-def _read_checkpointed(value: object, folder: str | Path) -> Candidate:
+def _read_checkpointed(value: object, folder: str | Path | None) -> Candidate:
     """Return the strategy that a checkpoint names, if ``auto`` could have chosen it.
 
     Checkpoints are untrusted files: options that lead to files or addresses are not taken from them.
@@ -260,7 +253,11 @@ def choose_in_job(model: nn.Module, g: DistGraph, training: Training) -> Choice:
 def _choose(
     model: nn.Module, g: DistGraph, training: Training, options: AutoOptions, notify: Callable[[str], None]
 ) -> tuple[Choice, Draws | None]:
-    shape = _shape(model, g, training)
+    # A user's loop may have targets that are no labels; the width of the last layer is then unknown.
+    features, classes = g.ndata[FEATURE].shape[1], g.dataset.manifest.num_classes.get(g.ntypes[0], 1)
+    given: dict[str, Any] = {"kind": training.kind or "", "hidden": training.hidden or 0}
+    given["guessed"] = training.kind is None
+    shape = shape_of_module(model, features, classes, training.num_layers, **given)
     notify("probing the links")
     cluster = _cluster(g.session, options, float_of(model).device)
     layers, epoch = len(shape.layers), min(1, training.epochs - 1)
@@ -291,20 +288,6 @@ def _choose(
     name = broadcast_json("" if choice.taken is None else choice.taken.candidate.name, g.session)
     names = [one.candidate.name for one in choice.predictions]
     return replace(choice, picked=names.index(str(name)) if name else -1), draws
-
-
-def _shape(model: nn.Module, g: DistGraph, training: Training) -> ModelShape:
-    # A user's loop may have targets that are no labels; the width of the last layer is then unknown.
-    features, classes = g.ndata[FEATURE].shape[1], g.dataset.manifest.num_classes.get(g.ntypes[0], 1)
-    return shape_of_module(
-        model,
-        features,
-        classes,
-        training.num_layers,
-        kind=training.kind or "",
-        hidden=training.hidden or 0,
-        guessed=training.kind is None,
-    )
 
 
 def check_equal_servers(topology: Topology) -> None:
@@ -399,17 +382,14 @@ def facts_of(model: nn.Module, session: Session, result: FitResult) -> dict[str,
     held = torch.cuda.max_memory_reserved(device) if on_gpu else None
     peaks: Sequence[Any] = gather_json([peak(), held], session)
     on_device = [of_rank for _, of_rank in peaks if of_rank is not None]
+    accuracies = {"val_accuracy": result.val_accuracy, "test_accuracy": result.test_accuracy}
     return {
         "strategy": session.strategy,
         "precision": result.precision,
         "ranks": session.topology.world_size,
         "servers": session.topology.num_servers,
         "task": result.task,
-        **(
-            {"val_accuracy": result.val_accuracy, "test_accuracy": result.test_accuracy}
-            if result.accuracy
-            else {}
-        ),
+        **(accuracies if result.accuracy else {}),
         **result.metrics,
         **({} if result.best_epoch is None else {"best_epoch": result.best_epoch}),
         **({"stopped_early": True} if result.stopped_early else {}),

@@ -9,17 +9,18 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dglx_dist.data.external_memory import Ranks, Workspace, concatenated, mapped, open_workspace, spill
 from dglx_dist.data.partition.balance import PartitionQuality, measure
-from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions, default_partitioner
+from dglx_dist.data.partition.base import PARTITIONERS
+from dglx_dist.data.partition.base import PartitionPlan as PartitionPlan
 from dglx_dist.data.partition.graph_views import MASKS, constraint_columns, has_column, pieces
 from dglx_dist.data.partition.hierarchical import assign_two_levels, with_trainer_ids
 from dglx_dist.data.partition.one_pass import COLUMNS, FEATURES
@@ -29,9 +30,7 @@ from dglx_dist.data.storage.files import discard, read_size
 from dglx_dist.data.storage.manifest import check_target, read_manifest
 from dglx_dist.data.storage.reader import graph_of, open_dataset
 from dglx_dist.data.storage.writer import (
-    FeatureDtype,
     check_ends,
-    check_feature_dtype,
     sorting_budget,
     write_dataset,
 )
@@ -46,64 +45,6 @@ _MANY_CONSTRAINTS = 10
 """A warning is logged for more balance weights than this, since they increase the cut."""
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PartitionPlan:
-    """Partitioning method, its options, and the format of the dataset; a wrong value is a ConfigError."""
-
-    num_parts: int
-    method: str | None = None
-    """Name of a partitioner; None: the default for the options."""
-    seed: int = 0
-    options: PartitionOptions = field(default_factory=PartitionOptions)
-    format: Literal["dglx", "dgl"] = "dglx"
-    overwrite: bool = False
-    trainers_per_part: int = 1
-    """t above 1: each part is split again, and nodes and edges get a ``trainer_id`` in [0, P x t)."""
-    feature_dtype: FeatureDtype | None = None
-    """Stored dtype of features, see :func:`chosen_dtypes`; None: unchanged."""
-    memory: str | None = None
-    """Limit such as "4GB": what does not fit is worked on in files; None: all is in memory."""
-    scratch: Path | None = None
-    """Folder for these files, on a disk; None: beside the dataset."""
-    add_reverse_edges: bool = False
-    """Of one edge type: an opposite edge for each that has none, with its columns but no mask. Of several:
-    types RELATION-rev, without columns."""
-    add_self_loops: bool = False
-    """For each node without one; columns are 1, masks False. Of graphs with one edge type."""
-    normalize_features: Literal["row"] | None = None
-    """``row``: each row of ``feat`` is divided by the sum of its absolute values, unless that is 0."""
-
-    def __post_init__(self) -> None:
-        if self.num_parts < 1:
-            raise ConfigError(f"the number of parts is {self.num_parts}; it must be at least 1")
-        if self.format not in ("dglx", "dgl"):
-            raise ConfigError(f"format is {self.format!r}; it is 'dglx' or 'dgl'")
-        if self.normalize_features not in (None, "row"):
-            raise ConfigError(f"normalize_features is {self.normalize_features!r}; it is 'row' or nothing")
-        if self.seed < 0:
-            raise ConfigError(f"the seed is {self.seed}; it must be at least 0")
-        if self.trainers_per_part < 1:
-            raise ConfigError(f"{self.trainers_per_part} trainers per part; there must be at least 1")
-        check_feature_dtype(self.feature_dtype)
-        if self.memory is not None:
-            read_size(self.memory)
-            if self.format == "dgl":
-                raise ConfigError("DGL's files are written from memory; leave out memory, or format 'dgl'")
-        elif self.scratch is not None:
-            raise ConfigError(
-                f"scratch {self.scratch} is for files of a limited memory; add memory, e.g. 4GB"
-            )
-        dtype = self.feature_dtype
-        dtypes = list(dtype.values()) if isinstance(dtype, Mapping) else [dtype]
-        if self.format == "dgl" and "bfloat16" in dtypes:
-            raise ConfigError("DGL's files cannot hold bfloat16; take float16, or format 'dglx'")
-
-    @property
-    def partitioner(self) -> str:
-        """Resolved name of the partitioner; UnknownNameError if it does not exist."""
-        return PARTITIONERS.resolve(self.method or default_partitioner(self.options))
 
 
 @contextmanager
@@ -315,8 +256,9 @@ def _placed(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None) -
         return _Split(parts=parts, quality=measure(graph, parts))
     size = (plan.num_parts, plan.trainers_per_part)
     split = assign_two_levels(graph, plan.partitioner, plan.options, size, plan.seed, workspace)
-    of_trainers = _trainer_figures(measure(graph, split.trainers))
-    quality = measure(graph, split.parts)
+    found, quality = measure(graph, split.trainers), measure(graph, split.parts)
+    kept = ("num_parts", "num_nodes", "num_edges", "edge_cut", "balance", "missed")
+    of_trainers = {name: getattr(found, name) for name in kept}
     return _Split(parts=split.parts, quality=quality, trainers=split.trainers, of_trainers=of_trainers)
 
 
@@ -516,11 +458,6 @@ def _normalized(column: Array) -> Iterator[Array]:
 def _divided(values: Array, sums: Array) -> Array:
     dtype = values.dtype if values.dtype.kind == "f" else np.float32
     return np.divide(values, np.where(sums > 0, sums, 1)).astype(dtype)
-
-
-def _trainer_figures(quality: PartitionQuality) -> dict[str, object]:
-    kept = ("num_parts", "num_nodes", "num_edges", "edge_cut", "balance", "missed")
-    return {name: getattr(quality, name) for name in kept}
 
 
 def content_key(graph: RawGraph, plan: PartitionPlan) -> str:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from dglx_dist.data.storage.manifest import Manifest
     from dglx_dist.data.storage.reader import StoredDataset
     from dglx_dist.records import ColumnInfo
+    from dglx_dist.report.run_folder import Run
 
 PICTURE = "partition.png"
 _ELSEWHERE = "; say where with --picture FILE"
@@ -199,7 +200,7 @@ def report(
     """Print the tables of a run and draw its picture again; of an unfinished run, the finished epochs.
 
     Of several runs, print their figures side by side; of one with --seeds, mean and deviation,
-    and with others or on the page the run of each seed. The page of
+    and with others or on the page also the run of each seed. The page of
     --html needs no network, but Plotly here: `pip install 'dglx_dist[report]'`. It has curves, cost, bytes
     between ranks, and why auto chose.
 
@@ -220,19 +221,23 @@ def report(
 
         check_picture(html, "--html", "page.html")
         check_page(html)
-    if more or html is not None:
-        _report_runs(folders, html)
-    if more:
-        return
     from dglx_dist.report.pictures import draw
     from dglx_dist.report.run_folder import PICTURE, read_run, read_spread
     from dglx_dist.report.tables import epoch_table, run_title, spread_table, summary_table
 
+    spreads = dict[Path, Mapping[str, Any]]()
+    for one in folders:
+        with _damage_named(one):
+            if (seeds := read_spread(one)) is not None:
+                spreads[one] = seeds
+    runs = _report_runs(folders, spreads, html) if more or html is not None else []
+    if more:
+        return
     with _damage_named(folder):
-        if (summary := read_spread(folder)) is not None:
-            show(spread_table(summary))
+        if folder in spreads:
+            show(spread_table(spreads[folder]))
             return
-        run = read_run(folder)
+        run = runs[0] if runs else read_run(folder)
         show(partial(epoch_table, run.epochs))
         if run.summary is None:
             warn(_how_to_resume(folder, run.config))
@@ -242,20 +247,26 @@ def report(
         draw_or_warn(lambda: draw(run.epochs, folder / PICTURE, title=title), folder / PICTURE)
 
 
-def _report_runs(folders: Sequence[Path], html: Path | None) -> None:
+def _report_runs(
+    folders: Sequence[Path], spreads: Mapping[Path, Mapping[str, Any]], html: Path | None
+) -> list[Run]:
+    """Print the figures of runs, and of each seed in ``spreads``, side by side, and write their page."""
     from dglx_dist.report.page import page_of, write_page
-    from dglx_dist.report.run_folder import Run, read_run, read_spread
-    from dglx_dist.report.tables import runs_table, summarise
+    from dglx_dist.report.run_folder import read_run
+    from dglx_dist.report.tables import runs_table, spread_cells, summarise
 
-    found: list[Path] = []
+    places, means = list[Path](), dict[str, Mapping[str, tuple[object, str]]]()
     for folder in folders:
         with _damage_named(folder):
-            seeds = read_spread(folder)
-            found += [folder / run for run in seeds["runs"]] if seeds else [folder]
-    folders = found
-    names = [one.resolve().name for one in folders]
-    runs, summaries = dict[str, Run](), dict[str, Mapping[str, object]]()
-    for name, folder in zip(names, folders, strict=True):
+            if folder in spreads:
+                places += [folder / run for run in spreads[folder]["runs"]]
+                means[f"{folder}: mean ± std"] = spread_cells(spreads[folder])
+            else:
+                places.append(folder)
+    names = [one.resolve().name for one in places]
+    runs: dict[str, Run] = {}
+    summaries = dict[str, Mapping[str, object]]()
+    for name, folder in zip(names, places, strict=True):
         shown = str(folder) if names.count(name) > 1 else name
         with _damage_named(folder):
             run = runs[shown] = read_run(folder)
@@ -265,8 +276,9 @@ def _report_runs(folders: Sequence[Path], html: Path | None) -> None:
     if len(runs) > 1:
         show(runs_table(summaries))
     if html is not None:
-        write_page(runs, html)
+        write_page(runs, html, means)
         write(f"page: {html}")
+    return list(runs.values())
 
 
 @contextmanager

@@ -11,10 +11,10 @@ import tokenize
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import chain, islice, takewhile
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, final
 
@@ -519,19 +519,25 @@ class EdgeListSource(DatasetSource):
     """
 
     def load(self) -> RawGraph:
+        import pandas as pd
+
         if self._path.is_dir():
-            texts = sorted(self._path.glob("*.t[xs][tv]"))
-            found = {path: _CODE_OF_FILE[path.stem] for path in texts if path.stem in _CODE_OF_FILE}
-            return _graph_of_triples(found, self._path.resolve().name, str(self._path))
+            files = self._files_of_splits()
+            read_all = ((path, *_read_lines(path, is_triples=True)) for path in files.values())
+            tables = ((path, read, lines[0]) for path, read, lines, _ in read_all)
+            return _graph_of_triples(tables, list(files), self._path.resolve().name, str(self._path))
         where, name = str(self._path), self._path.name.removesuffix(suffix_of(self._path))
-        read, line, is_triples = _read_lines(self._path)
-        if is_triples:
-            return _graph_of_triples({self._path: -1}, name, where)
+        read, lines, are_triples = _read_lines(self._path)
+        line = lines[0]
+        if all(are_triples):
+            return _graph_of_triples([(self._path, read, line)], [-1], name, where)
         if read.shape[1] < 2:
             raise DatasetError(f"{where}: the line {line} has not two ids")
         ends = [[re.fullmatch(r"-?\d+", str(one)) for one in row] for row in read.iloc[:2, :2].to_numpy()]
         if len(ends) == 2 and all(ends[1]) and not any(ends[0]):
             raise DatasetError(f"{where}: the line {line} is a header; begin it with #")
+        if are_triples[0] and not read.dtypes[2:].map(pd.api.types.is_numeric_dtype).all():
+            raise DatasetError(f"{where}: the line {lines[1]} is not head, relation and tail as {line} is")
         others = ["weight"] if read.shape[1] == 3 else [f"column{n}" for n in range(2, read.shape[1])]
         table = pa.Table.from_pandas(read.set_axis(["src", "dst", *others][: read.shape[1]], axis=1))
         for end in ("src", "dst"):
@@ -540,41 +546,56 @@ class EdgeListSource(DatasetSource):
                 ids.refuse(as_numpy(pc.less(ids.values, 0)), "is negative; ids are 0 or more", "node id ")
         return graph_of_tables(name, {}, {EDGE_TYPE: (where, table)})
 
+    def _files_of_splits(self) -> dict[int, Path]:
+        found: dict[int, Path] = {}
+        for path in sorted(self._path.glob("*.t[xs][tv]")):
+            if (code := _CODE_OF_FILE.get(path.stem)) is None:
+                continue
+            if code in found:
+                raise DatasetError(
+                    f"{self._path}: {found[code].name} and {path.name} are of the same split; remove one"
+                )
+            found[code] = path
+        return found
 
-def _read_lines(path: Path, is_triples: bool = False) -> tuple[Any, str, bool]:
-    """Return the pandas table of ``path``, its first line, and whether its lines are (or seem) triples."""
+
+def _read_lines(path: Path, is_triples: bool = False) -> tuple[Any, list[str], list[bool]]:
+    """Return the pandas table of ``path``, its first two lines, and whether each is, or seems, a triple."""
     import pandas as pd
 
-    is_gzip = path.suffix == ".gz"
+    before, begin = [], list[bytes]()
     try:
-        with gzip.open(path) if is_gzip else path.open("rb") as file:
-            rest = (line.strip() for line in file)
-            before = list(takewhile(lambda line: not line or line.startswith((b"#", b"%")), rest))
-        with gzip.open(path) if is_gzip else path.open("rb") as file:
-            begin = [line.strip() for line in islice(file, len(before), len(before) + 2) if line.strip()]
-        first = begin[0] if begin else b""
-        separator = "," if b"," in first else r"\s+"
-        of_triples = "\t" if first.count(b"\t") == 2 else separator
-        is_triples |= bool(begin) and all(_is_triple(re.split(of_triples.encode(), line)) for line in begin)
-        read = pd.read_csv(
-            path,
-            sep=of_triples if is_triples else separator,
-            skiprows=len(before),
-            # An IRI has a #.
-            comment=None if is_triples else "%" if b"".join(before).startswith(b"%") else "#",
-            header=None,
-            dtype=str if is_triples else None,
-            compression="gzip" if is_gzip else None,
-            low_memory=False,
-            skipinitialspace=True,
-            # Quotes, and texts such as NA, are parts of ids.
-            quoting=3,
-            keep_default_na=False,
-            na_values=[""],
-        )
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            lines = map(bytes.strip, file)
+            for line in lines:
+                if line and not line.startswith((b"#", b"%")):
+                    begin = [line, *filter(None, islice(lines, 1))]
+                    break
+                before.append(line)
+            file.seek(0)
+            first = begin[0] if begin else b""
+            separator = "," if b"," in first else r"\s+"
+            of_triples = "\t" if first.count(b"\t") == 2 else separator
+            are_triples = [is_triples or _is_triple(re.split(of_triples.encode(), line)) for line in begin]
+            is_triples |= bool(begin) and all(are_triples)
+            read = pd.read_csv(
+                file,
+                sep=of_triples if is_triples else separator,
+                skiprows=len(before),
+                # An IRI has a #.
+                comment=None if is_triples else "%" if b"".join(before).startswith(b"%") else "#",
+                header=None,
+                dtype=str if is_triples else None,
+                low_memory=False,
+                skipinitialspace=True,
+                # Quotes, and texts such as NA, are parts of ids.
+                quoting=3,
+                keep_default_na=False,
+                na_values=[""],
+            )
     except (ValueError, EOFError, OSError, zlib.error) as error:
         raise DatasetError(f"{path}: not a readable list of edges, or cut off: {error}") from error
-    return read, repr(first.decode(errors="replace")), is_triples
+    return read, [repr(line.decode(errors="replace")) for line in begin], are_triples
 
 
 def _is_triple(pieces: Sequence[bytes]) -> bool:
@@ -582,12 +603,14 @@ def _is_triple(pieces: Sequence[bytes]) -> bool:
     return len(numbers) == 3 and (numbers == (True, False, True) or not (numbers[2] or all(numbers[:2])))
 
 
-def _graph_of_triples(files: Mapping[Path, int], name: str, where: str) -> RawGraph:
+def _graph_of_triples(
+    read: Iterable[tuple[Path, Any, str]], splits: Sequence[int], name: str, where: str
+) -> RawGraph:
+    """Return the graph of files, each with its table and first line from :func:`_read_lines`."""
     import pandas as pd
 
     tables = []
-    for path in files:
-        table, line, _ = _read_lines(path, is_triples=True)
+    for path, table, line in read:
         if table.shape[1] != 3 or str(table.iloc[0, 1]).lower() in ("relation", "predicate"):
             raise DatasetError(f"{path}: the line {line} is not head, relation and tail; remove a header")
         table = table.apply(lambda column: column.str.rstrip())
@@ -604,7 +627,7 @@ def _graph_of_triples(files: Mapping[Path, int], name: str, where: str) -> RawGr
         "tail": ends[len(triples) :],
         "rel": relation,
         "relation_names": np.array(relations, dtype=np.str_),
-        "triple_split": np.repeat(list(files.values()), [len(table) for table in tables]),
+        "triple_split": np.repeat(splits, [len(table) for table in tables]),
     }
     user_ids = {NODE_TYPE: np.array(entities, dtype=np.str_)}
     return replace(graph_of_arrays(arrays, name, where), user_ids=user_ids)

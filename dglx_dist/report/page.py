@@ -41,20 +41,23 @@ def check_page(path: Path) -> None:
         )
 
 
-def write_page(runs: Mapping[str, Run], path: Path) -> None:
-    """Write the page of named ``runs`` to ``path`` atomically. ConfigError: Plotly is not installed."""
+def write_page(runs: Mapping[str, Run], path: Path, means: Mapping[str, Cells] | None = None) -> None:
+    """Write the page of named ``runs`` to ``path`` atomically. ConfigError: Plotly is not installed.
+
+    ``means`` over seeds (:func:`dglx_dist.report.tables.spread_cells`) are further rows of its first table.
+    """
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
         raise ConfigError(
             f"--html {path} needs Plotly: `pip install 'dglx_dist[report]'`, or leave it out for tables alone"
         ) from error
-    text = page_of(runs, get_plotlyjs())
+    text = page_of(runs, get_plotlyjs(), means)
     with replaced_file(path) as partial:
         partial.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
-def page_of(runs: Mapping[str, Run], plotly: str) -> str:
+def page_of(runs: Mapping[str, Run], plotly: str, means: Mapping[str, Cells] | None = None) -> str:
     """Return the page; ``plotly`` is the text of plotly.js. Only that and the page's own script can run."""
     figures, title = _Figures(), escape(", ".join(runs))
     summaries = {name: run.summary or summarise({}, run.epochs) for name, run in runs.items()}
@@ -74,7 +77,7 @@ style-src 'unsafe-inline'; script-src {" ".join(f"'sha256-{one}'" for one in dig
 <label>smoothing <input id="smooth" type="range" max="0.95" step="0.05" value="0"></label>
 <button id="theme" type="button">light / dark</button></header><main>
 {"".join(f"<p>{escape(name)} did not finish, or still runs.</p>" for name in runs if not runs[name].summary)}
-{_section("Runs", _table("run", rows))}{_section("Learning and speed", learning, "grid")}
+{_section("Runs", _table("run", rows | dict(means or {})))}{_section("Learning and speed", learning, "grid")}
 {_section("Cost", "".join(costs), "grid")}{"".join(plans)}
 {_section("Configuration and environment", _options(runs))}</main>
 <script type="application/json" id="data">{data}</script>

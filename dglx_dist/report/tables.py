@@ -148,6 +148,7 @@ def summarise(facts: Mapping[str, object], epochs: Sequence[EpochRecord]) -> dic
     ``checkpoint_seconds`` are those in which training stood still for checkpoints, of all epochs.
     """
     warm = list(epochs[1:]) or list(epochs)
+    hits, misses = sum(e.cache_hits for e in warm), sum(e.cache_misses for e in warm)
     return {
         **facts,
         "epochs": len(epochs),
@@ -155,16 +156,11 @@ def summarise(facts: Mapping[str, object], epochs: Sequence[EpochRecord]) -> dic
         "samples_per_second": median(e.samples_per_second for e in warm) if warm else None,
         "bytes_inside": round(fmean(e.bytes_inside for e in warm)) if warm else 0,
         "bytes_outside": round(fmean(e.bytes_outside for e in warm)) if warm else 0,
-        **_cache_figures(warm),
+        # No rate if no row of a cached tensor was remote.
+        **({"cache_hit_rate": hits / (hits + misses)} if hits + misses else {}),
         **({"checkpoint_seconds": pauses} if (pauses := sum(e.checkpoint_s for e in epochs)) else {}),
         "phase_seconds": phase_seconds(warm),
     }
-
-
-def _cache_figures(epochs: Sequence[EpochRecord]) -> dict[str, object]:
-    # No rate if no row of a cached tensor was remote.
-    hits, misses = sum(e.cache_hits for e in epochs), sum(e.cache_misses for e in epochs)
-    return {"cache_hit_rate": hits / (hits + misses)} if hits + misses else {}
 
 
 def run_title(summary: Mapping[str, object], config: Mapping[str, object]) -> str:
@@ -283,13 +279,20 @@ def spread(summaries: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
 
 def spread_table(summary: Mapping[str, Any]) -> Table:
     """Return one row per run of :func:`spread`, then their mean and standard deviation."""
-    names = list(summary["mean"])
-    table = _table(("run", *names))
+    cells = spread_cells(summary)
+    table = _table(("run", *cells))
     for run, values in summary["runs"].items():
-        table.add_row(run, *(_cell(values.get(name), name) for name in names))
-    shown = [f"{_cell(summary['mean'][name], name)} ± {_cell(summary['std'][name], name)}" for name in names]
-    table.add_row("mean ± std", *shown, style="bold")
+        table.add_row(run, *(_cell(values.get(name), name) for name in cells))
+    table.add_row("mean ± std", *(text for _, text in cells.values()), style="bold")
     return table
+
+
+def spread_cells(summary: Mapping[str, Any]) -> dict[str, tuple[object, str]]:
+    """Return (mean, text of mean and standard deviation) of each metric of :func:`spread`."""
+    deviations = {name: _cell(summary["std"][name], name) for name in summary["mean"]}
+    return {
+        name: (mean, f"{_cell(mean, name)} ± {deviations[name]}") for name, mean in summary["mean"].items()
+    }
 
 
 def runs_table(summaries: Mapping[str, Mapping[str, object]]) -> Table:

@@ -23,7 +23,7 @@ from dglx_dist.options import (
     check_ranges,
     check_values,
     in_option,
-    literals,
+    named_values,
     names,
     one_of,
     option,
@@ -71,11 +71,24 @@ _MODELS = (
     "sage, gcn, gat, gatv2, gin (sums, so give it all neighbours), mlp, sgc, appnp or resgcn (deep); to "
     "train on several types, rgcn or hgt."
 )
-MODEL_KINDS = ("sage", "gcn", "sgc", "gat", "mlp", "resgcn", "gatv2", "gin", "appnp")
-RELATIONAL_KINDS = ("rgcn", "hgt")
-"""Models for graphs of several node or edge types."""
-STACKED_KINDS = ("sage", "gcn", "gat", "gatv2", "gin", "mlp")
-WITH_HEADS = ("gat", "gatv2", "hgt")
+_BETWEEN = ("norm", "residual", "jk")
+KINDS: Mapping[str, tuple[str, ...]] = {
+    "sage": _BETWEEN,
+    "gcn": _BETWEEN,
+    "sgc": (),
+    "gat": (*_BETWEEN, "heads"),
+    "mlp": _BETWEEN,
+    "resgcn": ("recompute",),
+    "gatv2": (*_BETWEEN, "heads"),
+    "gin": _BETWEEN,
+    "appnp": ("teleport",),
+    "rgcn": ("types",),
+    "hgt": ("types", "heads"),
+}
+"""Ready-made model to its options that not all have, and ``types``: for several node or edge types."""
+MODEL_KINDS = tuple(name for name, options in KINDS.items() if "types" not in options)
+RELATIONAL_KINDS = tuple(name for name in KINDS if name not in MODEL_KINDS)
+STACKED = ", ".join(name for name, options in KINDS.items() if "norm" in options)
 OWN_ARGUMENTS = ("in_dim", "hidden", "classes", "layers", "dropout", "heads", "graph")
 _of_task = partial(option, panel="Task")
 _of_model = partial(option, panel="Model")
@@ -90,7 +103,8 @@ _MAX_BITS_PER_S = 10**14
 """Above the limit of tc, for links between accelerators inside of a server."""
 _MOST_NODES, _MOST_EDGES, _MOST_COLUMNS = 10**15, 10**21, 10**6
 """Larger values are typing errors."""
-_rate = in_option(partial(Rate.parse, most=_MAX_BITS_PER_S))
+_rate = partial(_of_servers, None, metavar="RATE", parse=in_option(partial(Rate.parse, most=_MAX_BITS_PER_S)))
+_size = partial(_of_servers, None, metavar="SIZE", parse=in_option(read_size))
 
 
 Every: TypeAlias = int | str
@@ -123,6 +137,11 @@ def _every(text: str, _flag: str) -> Every:
     return int(text) if text.isdecimal() else text
 
 
+def takes(model: str, option: str) -> bool:
+    """Whether ``model`` has an ``option`` of :data:`KINDS`; one's own model has none."""
+    return option in KINDS.get(model, ())
+
+
 def check_kind(kind: str, known: Sequence[str] = MODEL_KINDS) -> None:
     """Raise UnknownNameError, with the nearest name, unless ``kind`` is one of ``known``."""
     if kind not in known:
@@ -138,8 +157,9 @@ class RunOptions:
     task: Any = _of_task(
         AUTO_TASK,
         "classification (one class per node), multilabel (columns of 0 and 1, each with a binary "
-        "cross-entropy), regression (numbers, squared error) or link (edges of --target). auto, by the "
-        "labels: (N,) whole numbers, (N, C) of 0 and 1, or other floating-point numbers.",
+        "cross-entropy), regression (numbers, squared error of standardised ones) or link (edges of "
+        "--target). auto, by the labels: (N,) whole numbers, (N, C) of 0 and 1, or other floating-point "
+        "numbers.",
         check=one_of(*TASKS),
         kind=str,
     )
@@ -254,7 +274,7 @@ class ModelConfig:
     heads: int = _of_model(4, "Attention heads of gat, gatv2 and hgt.")
     norm: str = _of_model(
         "none",
-        "layer: LayerNorm between the layers of sage, gcn, gat, gatv2, gin, mlp.",
+        f"layer: LayerNorm between the layers of {STACKED}.",
         check=Check(
             ("none", "layer").__contains__, "none or layer; means of batch norm would depend on the ranks"
         ),
@@ -296,14 +316,13 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        wrong = self.model in WITH_HEADS and (self.heads < 1 or self.hidden % self.heads > 0)
-        useless = self.model != "appnp" and self.teleport != type(self).teleport
+        wrong = takes(self.model, "heads") and (self.heads < 1 or self.hidden % self.heads > 0)
+        useless = not takes(self.model, "teleport") and self.teleport != type(self).teleport
         of_appnp = ("teleport", useless, f"left out with --model {self.model}: it is of appnp")
         check_values(self, [("heads", wrong, f"a divisor of --hidden {self.hidden}"), of_appnp])
-        if self.model not in STACKED_KINDS and set(self.between.values()) != {"none", False}:
+        if not takes(self.model, "norm") and set(self.between.values()) != {"none", False}:
             raise ConfigError(
-                f"--model {self.model} has no --norm, --residual and --jk; these are of "
-                f"{', '.join(STACKED_KINDS)}"
+                f"--model {self.model} has no --norm, --residual and --jk; these are of {STACKED}"
             )
         if self.fanouts is not None and len(self.fanouts) != self.layers:
             raise ConfigError(
@@ -314,7 +333,7 @@ class ModelConfig:
     @property
     def between(self) -> dict[str, Any]:
         """Arguments of ``build_model``."""
-        return {"norm": self.norm, "residual": self.residual, "jk": self.jk}
+        return {name: getattr(self, name) for name in _BETWEEN}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,14 +348,7 @@ class TrainConfig(RunOptions, ModelConfig):
     servers: int | None = option(
         None, "Treat the ranks as if they were on this number of machines. Default: one."
     )
-    strategy_options: Mapping[str, object] = option(
-        dict,
-        "Option of the strategy; repeatable.",
-        flag="--option",
-        metavar="NAME=VALUE",
-        kind=list[str],
-        parse=literals,
-    )
+    strategy_options: Mapping[str, object] = named_values("Option of the strategy; repeatable.")
     timeout_s: float = option(300.0, "Seconds that a rank may be silent.", flag="--timeout", check=ABOVE_ZERO)
     seed: int = option(
         0, "Of weights, order and samples, which are equal on any number of ranks.", check=at_least(0)
@@ -451,7 +463,7 @@ class TrainConfig(RunOptions, ModelConfig):
         if self.model_file is not None:
             self._read_model_file(self.model_file)
         else:
-            check_kind(self.model, (*MODEL_KINDS, *RELATIONAL_KINDS, NO_ENCODER))
+            check_kind(self.model, (*KINDS, NO_ENCODER))
         if self.task != AUTO_TASK:
             metrics_of(self.task, self.metric)
         for name in _INIT_ARGUMENTS:
@@ -459,38 +471,7 @@ class TrainConfig(RunOptions, ModelConfig):
                 raise ConfigError(f"--option {name} is no option of a strategy; see `dglx train --help`")
         super().__post_init__()
         check_run(self)
-        unknown = next((one for one in self.metric if one not in _METRICS), "")
-        checks = (
-            (
-                "recompute",
-                self.recompute != "none" and self.model != "resgcn",
-                f"left out with --model {self.model}: only layers of resgcn are computed again",
-            ),
-            (
-                "cache",
-                self.cache is not None and self.strategy == AUTO,
-                "left out with --strategy auto, which weighs caches itself (--option caches=false: none)",
-            ),
-            (
-                "save-embeddings",
-                self.save_embeddings is not None and self.layers < 2 and self.task != LINK,
-                "left out with --layers 1, whose only layer gives the scores",
-            ),
-            (
-                "scores",
-                self.scores and not self.predictions and self.task != LINK,
-                "given with --predictions DIR",
-            ),
-            ("metric", unknown != "", f"some of {', '.join(_METRICS)}{did_you_mean(unknown, _METRICS)}"),
-            (
-                "seeds",
-                min(self.seeds, default=0) < 0 or len(set(self.seeds)) < len(self.seeds),
-                "different numbers of at least 0",
-            ),
-            ("seed", bool(self.seed and self.seeds), "left out with --seeds"),
-            ("trace", bool(self.trace and self.seeds), "left out with --seeds: each run would replace it"),
-        )
-        check_values(self, (*checks, *self._link_checks()))
+        check_values(self, (*self._checks(), *self._link_checks()))
         if not self.out:
             folder = Path("runs") / f"{Path(self.data).absolute().name}-{self.strategy}"
             object.__setattr__(self, "out", str(folder))
@@ -510,8 +491,26 @@ class TrainConfig(RunOptions, ModelConfig):
         # Once: copies of the record are those of one run.
         object.__setattr__(self, "model_sha256", self.model_sha256 or found)
 
+    def _checks(self) -> Iterator[tuple[str, bool, str]]:
+        has_no_use = self.recompute != "none" and not takes(self.model, "recompute")
+        remedy = f"left out with --model {self.model}: only layers of resgcn are computed again"
+        yield "recompute", has_no_use, remedy
+        remedy = "left out with --strategy auto, which weighs caches itself (--option caches=false: none)"
+        yield "cache", self.cache is not None and self.strategy == AUTO, remedy
+        is_shallow = self.layers < 2 and self.task != LINK
+        remedy = "left out with --layers 1, whose only layer gives the scores"
+        yield "save-embeddings", self.save_embeddings is not None and is_shallow, remedy
+        has_no_use = self.scores and not self.predictions and self.task != LINK
+        yield "scores", has_no_use, "given with --predictions DIR"
+        unknown = next((one for one in self.metric if one not in _METRICS), "")
+        yield "metric", unknown != "", f"some of {', '.join(_METRICS)}{did_you_mean(unknown, _METRICS)}"
+        is_wrong = min(self.seeds, default=0) < 0 or len(set(self.seeds)) < len(self.seeds)
+        yield "seeds", is_wrong, "different numbers of at least 0"
+        yield "seed", bool(self.seed and self.seeds), "left out with --seeds"
+        yield "trace", bool(self.trace and self.seeds), "left out with --seeds: each run would replace it"
+
     def _link_checks(self) -> Iterator[tuple[str, bool, str]]:
-        auto = self.strategy == "auto"
+        auto = self.strategy == AUTO
         if self.task != LINK:
             yield "embeddings", self.embeddings is not None and auto, "left out with --strategy auto"
             defaults = {one.name: one.default for one in fields(self)}
@@ -576,38 +575,21 @@ class PlanConfig(ChoiceOptions, ModelConfig):
     ranks_per_server: int | None = _of_servers(
         None, "Processes on each, in place of --ranks.", check=at_least(1)
     )
-    external: Rate | None = _of_servers(
-        None,
-        "Of a server's card, e.g. 10gbit. Default: 1gbit.",
-        flag="--bandwidth-external",
-        metavar="RATE",
-        parse=_rate,
+    external: Rate | None = _rate(
+        "Of a server's card, e.g. 10gbit. Default: 1gbit.", flag="--bandwidth-external"
     )
-    internal: Rate | None = _of_servers(
-        None,
-        "Between the ranks of a server, together.",
-        flag="--bandwidth-internal",
-        metavar="RATE",
-        parse=_rate,
-    )
+    internal: Rate | None = _rate("Between the ranks of a server, together.", flag="--bandwidth-internal")
     latency_ms: float | None = _of_servers(
         None, "Of a message between servers. Default: 0.5.", check=at_least(0)
     )
     cores: float | None = _of_servers(None, "Of a rank. Default: as this machine's.", check=ABOVE_ZERO)
     """Of a rank; None: this machine's, divided by the ranks that share it."""
-    memory_bytes: int | None = _of_servers(
-        None,
-        "Of a rank, e.g. 16GB (10^9 bytes each). Default: as here.",
-        flag="--memory",
-        metavar="SIZE",
-        parse=in_option(read_size),
+    memory_bytes: int | None = _size(
+        "Of a rank, e.g. 16GB (10^9 bytes each). Default: as here.", flag="--memory"
     )
-    device_memory_bytes: int | None = _of_servers(
-        None,
+    device_memory_bytes: int | None = _size(
         "Of a rank's GPU, e.g. 80GB (10^9 bytes each). Default: as here, if the model is timed on a GPU.",
         flag="--device-memory",
-        metavar="SIZE",
-        parse=in_option(read_size),
     )
     here: bool = _of_servers(False, "All servers are this machine.")
     """As under ``dglx train --servers`` and scripts/netlab."""

@@ -179,6 +179,7 @@ def layerwise_inference(  # noqa: PLR0913 - all but two have defaults
 
     Args:
         model: Wrapped or plain, equal on all ranks; in evaluation mode during the call.
+        g: The distributed graph.
         feature: Node data of the first layer; every node type must have it.
         inputs: Replaces ``feature``: a tensor (features, or ``embedding.weight``) for a graph of one node
             type, else one per node type. The first layer gets a dictionary if this is one.
@@ -224,8 +225,7 @@ def minibatch_inference(
     recomputes shared neighbours: prefer :func:`layerwise_inference`, with the same other arguments, result
     and errors, if the model defines its layers.
     """
-    if num_layers < 1:
-        raise ConfigError(f"num_layers={num_layers} must be at least 1")
+    _check_num_layers(num_layers)
     module = whole_of(model)
     return _infer(module, g, num_layers, [module], first_rows(g, feature, inputs), batch_size, ntypes)
 
@@ -445,14 +445,16 @@ def evaluate(  # noqa: PLR0913 - all optional
 
     Args:
         model: Wrapped or plain, equal on all ranks.
+        g: The distributed graph.
         masks: Names of boolean node data; by default the existing ones of train, val and test masks.
         label: (N,) integer node data; rows below 0 have no label and do not count.
         num_layers: For a model without ``inference_layers()``: the number of blocks that it takes; each batch
             then computes its whole neighbourhood (:func:`minibatch_inference`).
         ntype: Type of the classified nodes; optional if only one type has ``label``.
-        inputs: Replaces ``feature``, by node type; see :func:`layerwise_inference`.
+        feature, batch_size, inputs: As of :func:`layerwise_inference`.
         output: For a model with several outputs: key or position of the scores.
         task: ``classification``, or ``multilabel`` or ``regression``, which have no accuracy by mask.
+        metrics: Some of those of the ``task``, as ``f1_macro``.
 
     Returns:
         Mask to accuracy, nan if a mask has no labelled node; and the metrics.
@@ -486,29 +488,20 @@ def evaluate(  # noqa: PLR0913 - all optional
             rows.delete()
 
 
-def check_evaluable(  # noqa: PLR0913 - those of evaluate
-    model: nn.Module,
-    g: DistGraph,
-    *,
-    feature: str,
-    label: str,
-    batch_size: int,
-    num_layers: int | None,
-    ntype: str | None,
-    inputs: Inputs | None,
-    task: str,
-    metrics: Sequence[str],
-) -> None:
-    """Check the arguments of :func:`evaluate` without computing. Collective."""
-    ntype = labelled_type(g, label) if ntype is None else ntype
-    _names(g, None, label, ntype, task)
-    metrics_of(task, metrics)
-    first_rows(g, feature, inputs)
-    next(batches((0, 0), batch_size), None)
-    module = whole_of(model)
-    if num_layers is None:
-        layers_of(module, None, None)
-    elif num_layers < 1:
+def check_evaluable(model: nn.Module, g: DistGraph, options: Mapping[str, Any]) -> None:
+    """Check ``options``, all of a call of :func:`evaluate`, without computing. Collective."""
+    _names(g, None, options["label"], options["ntype"], options["task"])
+    metrics_of(options["task"], options["metrics"])
+    first_rows(g, options["feature"], options["inputs"])
+    next(batches((0, 0), options["batch_size"]), None)
+    if options["num_layers"] is None:
+        layers_of(whole_of(model), None, None)
+    else:
+        _check_num_layers(options["num_layers"])
+
+
+def _check_num_layers(num_layers: int) -> None:
+    if num_layers < 1:
         raise ConfigError(f"num_layers={num_layers} must be at least 1")
 
 

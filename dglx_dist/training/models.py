@@ -35,7 +35,7 @@ from dglx_dist.layers.base import (
     sum_in_edges,
 )
 from dglx_dist.records import EdgeType
-from dglx_dist.training.config import STACKED_KINDS, check_kind
+from dglx_dist.training.config import STACKED, check_kind, takes
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -350,6 +350,20 @@ class Layered(nn.Module, ABC):
     """A model of one layer for each block."""
 
     num_layers: int
+    target_scale: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("target_scale", None)
+
+    def standardise(self, mean: Tensor, deviation: Tensor) -> None:
+        """Multiply scores, of C columns, by (C,) ``deviation`` and add (C,) ``mean`` from now on.
+
+        So the layers learn standardised targets of a regression, and scores stay in the unit of the labels.
+        """
+        # As bits: strategies average buffers of floating point over the ranks at each step.
+        bits = torch.stack([mean, deviation]).double().view(torch.int64)
+        self.target_scale = bits.to(next(self.parameters()).device)
 
     def forward(self, blocks: Any, h: Any) -> Any:
         """Map the (num_src, F) rows of the first block to (num_dst, C) scores of the last one's destinations.
@@ -370,7 +384,24 @@ class Layered(nn.Module, ABC):
 
     def inference_layers(self) -> list[InferenceLayer]:
         """Return one ``(block, h) -> h`` per layer, first layer first."""
-        return [partial(self._layer, depth) for depth in range(self.num_layers)]
+        *layers, last = (partial(self._layer, depth) for depth in range(self.num_layers))
+        return [*layers, last if self.target_scale is None else partial(self._in_unit, last)]
+
+    def _in_unit(self, last: InferenceLayer, block: Any, h: Any) -> Any:
+        assert self.target_scale is not None
+        mean, deviation = self.target_scale.view(torch.float64)
+
+        def scaled(rows: Tensor) -> Tensor:
+            if rows.shape[1:] != mean.shape:
+                return rows  # which the loss refuses
+            # Under autocast rows are bfloat16, which is too coarse for a large mean.
+            wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+            return wide * deviation.to(wide) + mean.to(wide)
+
+        scores = last(block, h)
+        if isinstance(scores, dict):
+            return {ntype: scaled(rows) for ntype, rows in scores.items()}
+        return scaled(scores)
 
     @abstractmethod
     def _layer(self, depth: int, block: Any, h: Any) -> Any:
@@ -591,13 +622,13 @@ def build_model(  # noqa: PLR0913 - all but four have defaults
     """
     check_kind(kind)
     _check_sizes(f"model {kind!r}", in_dim, hidden, classes, layers, dropout)
-    if kind not in STACKED_KINDS and any(one not in ("none", False) for one in between.values()):
-        raise ConfigError(f"norm, residual and jk are of {', '.join(STACKED_KINDS)}; leave them out")
+    if not takes(kind, "norm") and any(one not in ("none", False) for one in between.values()):
+        raise ConfigError(f"norm, residual and jk are of {STACKED}; leave them out")
     if kind == "resgcn":
         return ResGCN(in_dim, hidden, classes, layers, dropout)
     if kind == "appnp":
         return APPNP(in_dim, hidden, classes, layers, dropout, teleport)
-    if kind in ("gat", "gatv2") and (heads < 1 or hidden % heads):
+    if takes(kind, "heads") and (heads < 1 or hidden % heads):
         raise ConfigError(f"heads={heads} must divide hidden={hidden}; choose another number of heads")
     if kind == "sgc":
         convs = [dgl.nn.GraphConv(in_dim, classes, **_MEAN), *_hops(classes, layers - 1)]
@@ -609,7 +640,7 @@ def build_model(  # noqa: PLR0913 - all but four have defaults
     convs = [
         _conv(kind, a, b, heads, depth == len(widths) - 2, graph=graph) for depth, (a, b) in enumerate(pairs)
     ]
-    activation = torch.nn.functional.elu if kind in ("gat", "gatv2") else torch.relu
+    activation = torch.nn.functional.elu if takes(kind, "heads") else torch.relu
     return Stack(convs, activation, dropout, widths=widths, **between)
 
 
@@ -638,7 +669,7 @@ def _conv(
         return SymmetricConv(in_dim, out_dim, graph)
     if kind == "gcn":
         return dgl.nn.GraphConv(in_dim, out_dim, **_MEAN)
-    if kind in ("gat", "gatv2"):
+    if takes(kind, "heads"):
         width = out_dim if last else out_dim // heads
         attention = dgl.nn.GATConv if kind == "gat" else dgl.nn.GATv2Conv
         return attention(in_dim, width, heads, allow_zero_in_degree=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 import networkx as nx
 import numpy as np
+import pandas as pd
 import pytest
 import scipy.sparse as sp
 import torch
@@ -396,6 +397,29 @@ def test_bad_triples_are_named(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "train.txt").write_text(text)
     with pytest.raises(DatasetError, match=rf"train\.txt.*{message}"):
         load_dataset(tmp_path)
+
+
+def test_a_text_of_triples_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, times = pd.read_csv, []
+    monkeypatch.setattr(pd, "read_csv", lambda *given, **how: times.append(1) or read(*given, **how))
+    (tmp_path / "kg.tsv").write_text("a likes b\nb likes c\n")
+    assert load_dataset(tmp_path / "kg.tsv").total_edges == 2
+    assert len(times) == 1
+
+
+def test_two_files_of_one_split_are_refused(tmp_path: Path) -> None:
+    # Their triples would count twice.
+    for name in ("train.txt", "val.tsv", "valid.txt"):
+        (tmp_path / name).write_text("a likes b\n")
+    with pytest.raises(DatasetError, match=r"val\.tsv and valid\.txt are of the same split; remove one"):
+        load_dataset(tmp_path)
+
+
+@pytest.mark.parametrize("second", ["c likes", "c 1 2"])
+def test_a_second_line_that_is_no_triple_is_named(tmp_path: Path, second: str) -> None:
+    (tmp_path / "a.txt").write_text(f"a likes b\n{second}\nc likes a\n")
+    with pytest.raises(DatasetError, match=f"the line '{second}' is not head, relation and tail as 'a likes"):
+        load_dataset(tmp_path / "a.txt")
 
 
 @pytest.mark.parametrize("third", ["0.5", "1e-5", "2020-01-01", "2020-01-01T10:00:00Z"])

@@ -8,6 +8,7 @@ import re
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,9 +17,10 @@ from typer.testing import CliRunner
 from dglx_dist.cli.app import app
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import EpochRecord
+from dglx_dist.report import run_folder
 from dglx_dist.report.page import page_of, write_page
-from dglx_dist.report.run_folder import Run, read_run, write_run
-from dglx_dist.report.tables import flat_cells, summarise
+from dglx_dist.report.run_folder import Run, read_run, write_json, write_run
+from dglx_dist.report.tables import flat_cells, spread, summarise
 from tests.helpers.browser import BROWSER, MISSING, open_page
 from tests.report.records import epoch
 
@@ -171,6 +173,22 @@ def test_the_damaged_one_of_several_runs_is_named(tmp_path: Path) -> None:
     (tmp_path / "b" / "summary.json").write_text(f'{{"bytes_inside": 1{"0" * 400}}}')
     for more in ([], ["--html", tmp_path / "page.html"]):
         assert str(tmp_path / "b") in str(invoke(tmp_path / "a", tmp_path / "b", *more).exception)
+
+
+def test_the_page_of_several_seeds_has_their_mean_and_each_file_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("plotly", "plotly.offline"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(get_plotlyjs=lambda: "PLOTLY"))
+    summaries = {f"seed-{seed}": dict(run_in(tmp_path / f"seed-{seed}").summary or {}) for seed in range(2)}
+    summaries["seed-1"]["test_accuracy"] = 0.7
+    write_json(tmp_path / "summary.json", spread(summaries))
+    read, paths = run_folder.read_small, list[Path]()
+    monkeypatch.setattr(run_folder, "read_small", lambda path: paths.append(path) or read(path))
+    assert invoke(tmp_path, "--html", tmp_path / "page.html").exit_code == 0
+    assert len(paths) == len(set(paths)) + 2, "a run alone is tried on a page of its own, with its plan"
+    row = f'<th>{tmp_path}: mean ± std</th>.*?<td data-value="0.6">60.0 % ± 14.1 %</td>'
+    assert re.search(row, (tmp_path / "page.html").read_text("utf-8"))
 
 
 def test_names_of_runs_and_figures_are_shown_as_they_are(tmp_path: Path) -> None:
