@@ -4,7 +4,7 @@
     python scripts/bench regret graphs/*.npz --out runs/regret --unit full_graph --load 4
 
 Each graph is cut in two and trained by 2 ranks on 2 virtual servers. `auto` chooses in each round, once idle
-and once beside processes that compute. All ways that it compares run in turn, idle; the median epoch of a run
+and once beside processes that compute. The ways that it compares run in turn, idle; the median epoch of a run
 counts, and the median of the rounds. Regret is the seconds of the chosen way by those of the fastest.
 """
 
@@ -15,14 +15,17 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from scripts.bench.micro.timing import dglx, in_turn, parser, table, write_json
+from scripts.bench.micro.timing import dglx, parser, table, write_json
 
 _SPIN = "while True: pass"
+_RUN_S = 3.0
+"""Of the epochs of a run."""
+_NEAR = 1.3
+"""Ways that took at most so many times as long as the fastest, and chosen ones, run in every round."""
 
 
 @contextmanager
@@ -51,25 +54,25 @@ def options_of(way: Mapping[str, Any]) -> list[object]:
     return found
 
 
-def choices(data: Path, out: Path, times: int, load: int, *options: object) -> list[str]:
-    """Return what ``auto`` chooses, each time."""
-    with busy(load):
-        every = [train(data, out, "--strategy", "auto", *options, "--epochs", 2) for _ in range(times)]
-    return [one["auto"]["chosen"] for one in every]
-
-
 def compare(data: Path, out: Path, rounds: int, load: int, unit: str) -> dict[str, Any]:
     """Return seconds of all ways, and the choices idle and under load."""
-    auto = ("--option", f"unit={unit}")
-    idle = choices(data, out / "auto", rounds, 0, *auto)
-    plan = json.loads((out / "auto" / "plan.json").read_text())["predictions"]
-    ways = {one["name"]: one["candidate"] for one in plan if one["feasible"] and not one["barred"]}
-
-    def seconds(way: Mapping[str, Any]) -> float:
-        return float(train(data, out / "way", *options_of(way), "--epochs", 31)["epoch_seconds"])
-
-    runs = in_turn({name: partial(seconds, way) for name, way in ways.items()}, rounds)
-    return {"idle": idle, "loaded": choices(data, out / "auto", rounds, load, *auto), "runs": runs}
+    auto = ("--strategy", "auto", "--option", f"unit={unit}", "--epochs", 2)
+    ways: dict[str, Mapping[str, Any]] = {}
+    chosen: dict[int, list[str]] = {0: [], load: []}
+    runs: dict[str, list[float]] = {}
+    for _ in range(rounds):
+        for processes, names in chosen.items():
+            with busy(processes):
+                names.append(train(data, out / "auto", *auto)["auto"]["chosen"])
+            plan = json.loads((out / "auto" / "plan.json").read_text())["predictions"]
+            ways |= {one["name"]: one for one in plan if one["feasible"] and not one["barred"]}
+        best = min(map(median, runs.values()), default=0.0)
+        for name, way in ways.items():
+            if not runs.get(name) or median(runs[name]) <= _NEAR * best or name in chosen[0] + chosen[load]:
+                epochs = 1 + min(30, max(4, round(_RUN_S / way["epoch_seconds"])))
+                took = train(data, out / "way", *options_of(way["candidate"]), "--epochs", epochs)
+                runs.setdefault(name, []).append(float(took["epoch_seconds"]))
+    return {"idle": chosen[0], "loaded": chosen[load], "runs": runs}
 
 
 def row(graph: str, found: Mapping[str, Any]) -> dict[str, object]:
