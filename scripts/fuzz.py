@@ -305,12 +305,13 @@ def read_rows_of(folder: Path) -> str:
 
 
 def renew_rows(folder: Path, draw: random.Random) -> None:
-    from dglx_dist.data.storage import row_files
+    from dglx_dist.data.storage.arrays import checksum_of
 
     path = folder / "index.json"
     value = changed_json(json.loads(path.read_text()), draw)
     if isinstance(value, dict):
-        value["checksum"] = row_files._checksum(value)
+        value.pop("checksum", None)
+        value["checksum"] = f"{checksum_of(value):08x}"
         path.write_text(json.dumps(value))
 
 

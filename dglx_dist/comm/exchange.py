@@ -250,8 +250,7 @@ class Exchange(ABC):
             # Or ranks of other types might read codes as rows.
             name = f"{name}, {codec.bits} bits x {math.prod(codec.row_shape)}"
         for one in sent if phase is not None else ():
-            num_bytes = one.rows.numel() * one.rows.element_size()
-            self.session.ledger.add(phase or "", layer, self.session.topology.rank, one.rank, num_bytes)
+            self.session.ledger.add(phase or "", layer, self.session.topology.rank, one.rank, one.rows.nbytes)
         finish = self._post(sent, codes, name, batch)
 
         def wait(meanwhile: Iterable[bool] = ()) -> list[Tensor]:
@@ -338,7 +337,7 @@ class DeviceExchange(Exchange):
             for one in posted:
                 one.wait()
             for message in incoming:
-                message.num_arrived = message.rows.numel() * message.rows.element_size()
+                message.num_arrived = message.rows.nbytes
             for _ in work:
                 pass
             self.session.timeline.add(name, NETWORK, begin, time.perf_counter(), batch)
@@ -448,7 +447,7 @@ class CallExchange(Exchange):
             arrived = mailbox.take(0, "", [one.rank for one in incoming], name)
             for one in incoming:
                 _, sent_name, rows = arrived[one.rank]
-                one.num_arrived = one.rows.numel() * one.rows.element_size()
+                one.num_arrived = one.rows.nbytes
                 if (len(rows), sent_name) != (one.num_arrived, name):
                     expected = f"{one.num_arrived} bytes of {name!r}"
                     raise _differs(one.rank, f"{len(rows)} bytes of {sent_name!r}", expected)
@@ -531,7 +530,7 @@ def message_header(number: int, rows: Tensor, name: str) -> bytes:
     """Return the header of message ``number`` to a peer."""
     encoded = name.encode()
     assert len(encoded) <= _MAX_NAME, name
-    return _HEADER.pack(_MAGIC, number, rows.numel() * rows.element_size(), encoded)
+    return _HEADER.pack(_MAGIC, number, rows.nbytes, encoded)
 
 
 def _check_same(header: bytes, expected: bytes, rank: int) -> None:

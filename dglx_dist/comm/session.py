@@ -310,6 +310,10 @@ class Session:
         """Folder shared by the ranks of this server, removed at the end; see :attr:`scratch_in`."""
         return self._scratch.path
 
+    @property
+    def is_first_on_machine(self) -> bool:
+        return self.hosts.index(self.hosts[self.topology.rank]) == self.topology.rank
+
     def describe_failure(self, doing: str) -> str:
         """Name the dead or failed ranks after ``doing`` failed; asks every rank, which takes seconds."""
         return "" if self._watch is None else self._watch.describe(doing)

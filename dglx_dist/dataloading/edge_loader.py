@@ -18,7 +18,7 @@ from torch import Tensor
 from dglx_dist.comm.collectives import check_equal, gather_int64, run_on_all_ranks
 from dglx_dist.comm.devices import Copy
 from dglx_dist.dataloading.feature_fetch import EDGE_PHASE, Ahead, Drawn
-from dglx_dist.dataloading.loader import open_maker
+from dglx_dist.dataloading.loader import excluded_edges, open_maker
 from dglx_dist.dataloading.minibatch import NOTHING_EXCLUDED, BatchMaker, Excluded, MiniBatch, NodeIds
 from dglx_dist.dataloading.negative import (
     DrawAll,
@@ -42,7 +42,6 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.analysis import NO_REVERSE, reverse_edge_ids
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.ids import Ids, as_array, as_ids
-from dglx_dist.graph.sampling import by_type
 from dglx_dist.message_passing import place
 from dglx_dist.records import Array, EdgeType, StepShare
 
@@ -176,10 +175,7 @@ def _call_exclude(g: DistGraph, exclude: Callable[[Any], Any], edges: Edges) -> 
     if not given:
         return NOTHING_EXCLUDED
     answer = exclude(given if len(g.canonical_etypes) > 1 else next(iter(given.values())))
-    if answer is None:
-        return NOTHING_EXCLUDED
-    counts = {etype: g.num_edges(etype) for etype in g.canonical_etypes}
-    return {etype: np.unique(ids) for etype, ids in by_type(answer, counts, "edge").items()}
+    return excluded_edges(g, answer)
 
 
 def _reverse_types(g: DistGraph, given: Any) -> Reverse:
@@ -209,15 +205,12 @@ def _reverse_tables(g: DistGraph, given: Any) -> Reverse:
                 "dict of lists by edge type"
             )
         given = {g.canonical_etypes[0]: given}
-    return {
-        g.to_canonical_etype(key): _tables(g, g.to_canonical_etype(key), one) for key, one in given.items()
-    }
-
-
-def _tables(g: DistGraph, etype: EdgeType, given: Any) -> Mapping[EdgeType, ReverseOf]:
-    by_back = given if isinstance(given, Mapping) else {etype: given}
-    types = {g.to_canonical_etype(key): table for key, table in by_back.items()}
-    return {back: _table(g, etype, back, table) for back, table in types.items()}
+    found: dict[EdgeType, dict[EdgeType, ReverseOf | None]] = {}
+    for etype, of_type in ((g.to_canonical_etype(key), one) for key, one in given.items()):
+        by_back = of_type if isinstance(of_type, Mapping) else {etype: of_type}
+        types = {g.to_canonical_etype(key): table for key, table in by_back.items()}
+        found[etype] = {back: _table(g, etype, back, table) for back, table in types.items()}
+    return found
 
 
 def _table(g: DistGraph, etype: EdgeType, back: EdgeType, reverse: Any) -> ReverseOf:

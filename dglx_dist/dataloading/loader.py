@@ -14,7 +14,7 @@ from dglx_dist.comm.devices import device_of
 from dglx_dist.dataloading.feature_fetch import Columns, RowMemory
 from dglx_dist.dataloading.kernels import Schema
 from dglx_dist.dataloading.minibatch import BatchMaker, KernelMaker, MiniBatch, NodeIds, SamplerMaker
-from dglx_dist.dataloading.sampler import BatchSource, Draws, RemoteSource, WholeSource, csc_of, keyed_draw
+from dglx_dist.dataloading.sampler import BatchSource, Draws, RemoteSource, WholeSource, digest_of
 from dglx_dist.dataloading.sampler_spec import (
     Fanout,
     SamplePlan,
@@ -27,7 +27,8 @@ from dglx_dist.dataloading.sampler_spec import (
 from dglx_dist.dataloading.step_loader import LoaderOptions, StepLoader, read_items, read_options, seed_of
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.ids import Ids
-from dglx_dist.graph.sampling import by_type, fanout_by_type
+from dglx_dist.graph.sampling import by_type, csc_of, fanout_by_type, keyed_draw
+from dglx_dist.graph.structure import NO_EDGES
 from dglx_dist.keyed_random import Csc, Rule
 from dglx_dist.records import Array, EdgeType, StepShare
 
@@ -82,7 +83,7 @@ def _local_plan(
         schema=_schema(g),
         fanouts=_fanouts(plan.fanouts, g.canonical_etypes),
         replace=plan.replace,
-        exclude=_excluded(options.exclude, g),
+        exclude=excluded_edges(g, options.exclude),
         seed=seed,
         by_source=plan.by_source,
     )
@@ -129,28 +130,20 @@ def _serve(g: DistGraph, weights: str | None, draws: Draws) -> str:
             lambda: {etype: shard_weights(g, g.structure(etype), weights) for etype in g.canonical_etypes},
             ConfigError,
         )
-    rules = gather_json(_rule_digest(draws, by_shard), g.session)
-    op = f"sample.{hashlib.sha256(str(rules).encode()).hexdigest()}"
-    for etype in g.canonical_etypes:
-        if g.structure(etype).serves(op):
-            continue
-        excluded = draws.exclude.get(etype, np.empty(0, np.int64))
-        rule = Rule(draws.replace, excluded, draws.by_source is not None)
-        g.structure(etype).serve(op, keyed_draw(rule, by_shard.get(etype, {})))
+    excluded = {etype: draws.exclude.get(etype, NO_EDGES) for etype in g.canonical_etypes}
+    # By contents, since weights may change under the same name.
+    contents = [*excluded.items()]
+    for etype, weights_of in by_shard.items():
+        contents += [(etype, weights_of[first]) for first in sorted(weights_of)]
+    own = [bool(draws.replace), draws.by_source is not None, digest_of(contents)]
+    op = f"sample.{hashlib.sha256(str(gather_json(own, g.session)).encode()).hexdigest()}"
+    for etype, ids in excluded.items():
+        if not g.structure(etype).serves(op):
+            rule = Rule(draws.replace, ids, draws.by_source is not None)
+            g.structure(etype).serve(op, keyed_draw(rule, by_shard.get(etype, {})))
     # The first rank to return may send requests at once.
     barrier(g.session, "opening a loader")
     return op
-
-
-def _rule_digest(draws: Draws, weights: Mapping[EdgeType, Mapping[int, Array]]) -> str:
-    # By contents, since weights may change under the same name.
-    digest = hashlib.sha256(f"{draws.replace} {draws.by_source is not None}".encode())
-    for etype in draws.schema.etypes:
-        excluded = draws.exclude.get(etype, np.empty(0, np.int64))
-        for values in (excluded, *(values for _, values in sorted(weights.get(etype, {}).items()))):
-            digest.update(f"{etype} {len(values)} ".encode())
-            digest.update(np.ascontiguousarray(values).data)
-    return digest.hexdigest()
 
 
 def _schema(g: DistGraph) -> Schema:
@@ -166,20 +159,19 @@ def _fanouts(fanouts: Sequence[Fanout], etypes: Sequence[EdgeType]) -> Array:
     rows = []
     for layer, fanout in enumerate(fanouts):
         if isinstance(fanout, Mapping):
-            named = [etype for etype in etypes if etype in fanout or etype[1] in fanout]
-            missing = [etype for etype in etypes if etype not in named]
+            missing = [etype for etype in etypes if etype not in fanout and etype[1] not in fanout]
             if missing:
                 raise ConfigError(
-                    f"fanouts[{layer}] names {len(named)} of {len(etypes)} edge types; missing: "
-                    f"{', '.join(map(str, missing))} (use 0 to draw none of a type)"
+                    f"fanouts[{layer}] names {len(etypes) - len(missing)} of {len(etypes)} edge types; "
+                    f"missing: {', '.join(map(str, missing))} (use 0 to draw none of a type)"
                 )
         by_etype = fanout_by_type(fanout, etypes)
         rows.append([by_etype[etype] for etype in etypes])
     return np.array(rows[::-1], np.int64)
 
 
-def _excluded(exclude: Any, g: DistGraph) -> dict[EdgeType, Array]:
-    """Return edge type -> (X,) int64 ascending distinct ids."""
+def excluded_edges(g: DistGraph, exclude: Any) -> dict[EdgeType, Array]:
+    """Return edge type -> (X,) int64 ascending distinct ids; ``exclude``: None, ids, or a dict of ids."""
     if exclude is None:
         return {}
     counts = {etype: g.num_edges(etype) for etype in g.canonical_etypes}

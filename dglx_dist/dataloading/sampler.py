@@ -6,9 +6,8 @@ A partitioned structure is sampled hop by hop: the requests of all edge types ar
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -36,8 +35,9 @@ from dglx_dist.dataloading.kernels import (
 )
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.row_kernels import plan_remote
-from dglx_dist.graph.structure import NO_EDGES, CSCShard, Draw, InEdges, Structure, all_in_edges
-from dglx_dist.keyed_random import Csc, Rule, draw_edges, merged, relation_keys, stream_key
+from dglx_dist.graph.sampling import hop_parameters
+from dglx_dist.graph.structure import NO_EDGES, CSCShard, InEdges, Structure, all_in_edges
+from dglx_dist.keyed_random import Csc, merged, relation_keys, stream_key
 from dglx_dist.records import Array, EdgeType
 
 
@@ -78,12 +78,9 @@ class Draws:
 
     def signature(self) -> str:
         """Return the fields but types, with a digest of the excluded edges."""
-        digest = hashlib.sha256()
-        for etype, ids in self.exclude.items():
-            digest.update(f"{etype} {len(ids)} ".encode())
-            digest.update(np.ascontiguousarray(ids).data)
+        excluded = digest_of(self.exclude.items())[:16]
         return (
-            f"fanouts={self.fanouts.tolist()}, replace={self.replace}, exclude={digest.hexdigest()[:16]}, "
+            f"fanouts={self.fanouts.tolist()}, replace={self.replace}, exclude={excluded}, "
             f"seed={self.seed}, by_source={self.by_source}"
         )
 
@@ -116,6 +113,15 @@ class Draws:
             edges,
             edge_ends,
         )
+
+
+def digest_of(arrays: Iterable[tuple[EdgeType, Array]]) -> str:
+    """Return a hash of the content of arrays of edges, in their order."""
+    digest = hashlib.sha256()
+    for etype, values in arrays:
+        digest.update(f"{etype} {len(values)} ".encode())
+        digest.update(np.ascontiguousarray(values).data)
+    return digest.hexdigest()
 
 
 @final
@@ -194,8 +200,9 @@ class RemoteSource:
 
     For every hop and edge type it sends 8 bytes per remote destination and receives 24 per edge drawn there;
     each request also has 8 bytes per edge of the type that the batch excludes there. All ranks serve ``op``
-    with :func:`keyed_draw`, by the rule of the requests without what single batches exclude. Thread-safe.
-    Nothing is requested of what is ``known``: [hop][edge type], (ascending destinations, their in-edges).
+    with ``graph.sampling.keyed_draw``, by the rule of the requests without what single batches exclude.
+    Thread-safe. Nothing is requested of what is ``known``: [hop][edge type], (ascending destinations, their
+    in-edges).
     """
 
     is_whole = False
@@ -245,7 +252,9 @@ class RemoteSource:
             # Also after an error, or the next batch would see the numbers assigned so far.
             workspace.keep(table._replace(base=table.base + int(nodes.counts.max())))
         ids, starts = packed_ids(nodes)
-        return RawBatch(ids, starts, np.array(node_ends), *_joined(parts), np.empty(0, np.float32))
+        edge_ends, no_weights = _ends([edge_ids for _, _, edge_ids in parts]), np.empty(0, np.float32)
+        indptr, sources, edge_ids = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        return RawBatch(ids, starts, np.array(node_ends), indptr, sources, edge_ids, edge_ends, no_weights)
 
     def _draw(
         self, request: SampleRequest, exclude: Mapping[EdgeType, Array], hop: int, frontiers: Sequence[Array]
@@ -258,7 +267,7 @@ class RemoteSource:
             if fanout == 0 or not len(frontier):
                 pending.append(partial(_no_edges, len(frontier)))
                 continue
-            parameters = json.dumps({"fanout": fanout, "stream": int(request.streams[hop, relation])})
+            parameters = hop_parameters(fanout, int(request.streams[hop, relation]))
             excluded, layer = exclude.get(self._etypes[relation], NO_EDGES), len(request.fanouts) - hop
             pending.append(structure.submit(self._op, frontier, parameters, exclude=excluded, layer=layer))
         return [draw() for draw in pending]
@@ -295,34 +304,3 @@ def _taken(known: tuple[Array, InEdges], nodes: Array) -> InEdges:
     shard = CSCShard(indptr=edges.indptr, indices=edges.sources, first_node=0, first_edge=0)
     taken = all_in_edges(shard, np.searchsorted(ids, nodes))
     return replace(taken, edge_ids=edges.edge_ids[taken.edge_ids])
-
-
-def csc_of(shard: CSCShard, weights: Array | None = None) -> Csc:
-    """Return a shard as the kernels read it; ``weights`` are (E,) float32 of its edges."""
-    weights = np.empty(0, np.float32) if weights is None else weights
-    return Csc(shard.indptr, shard.indices, weights, shard.first_node, shard.first_edge)
-
-
-def keyed_draw(rule: Rule, weights: Mapping[int, Array]) -> Draw:
-    """Return the function by which a server draws a hop; parameters are JSON (fan-out, hop's key).
-
-    A request adds the edges that its batch excludes to ``rule``. ``weights`` are the (E,) float32 edge
-    weights by first node of a shard, empty for uniform draws.
-    """
-
-    def draw(shard: CSCShard, nodes: Array, parameters: str, exclude: Array) -> InEdges:
-        hop = json.loads(parameters)
-        csc = csc_of(shard, weights.get(shard.first_node))
-        fanout, stream = int(hop["fanout"]), np.uint64(hop["stream"])
-        batch_rule = rule._replace(exclude=merged(rule.exclude, exclude))
-        indptr, sources, edge_ids = draw_edges(csc, nodes, fanout, stream, batch_rule)
-        return InEdges(indptr=indptr, sources=sources, edge_ids=edge_ids)
-
-    return draw
-
-
-def _joined(parts: Sequence[tuple[Array, Array, Array]]) -> tuple[Array, Array, Array, Array]:
-    """Return (indptr, sources, edge ids, edge ends) of consecutive parts (indptr, sources, edge ids)."""
-    edge_ends = np.cumsum([0, *(len(edge_ids) for _, _, edge_ids in parts)])
-    indptr, sources, edge_ids = (np.concatenate(part) for part in zip(*parts, strict=True))
-    return indptr, sources, edge_ids, edge_ends

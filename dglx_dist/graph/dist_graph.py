@@ -31,15 +31,13 @@ from dglx_dist.graph.dist_tensor import (
     DistTensor,
     PartitionPolicy,
     TypedViews,
-    own_policy,
-    policy_of_length,
     unsupported,
 )
 from dglx_dist.graph.ids import Ids, as_ids, as_ids_or_all
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.partition_book import PartitionBook, Placement, canonical_etype
 from dglx_dist.graph.row_kernels import read_from_disk
-from dglx_dist.graph.sampling import UNIFORM, DrawRule, draw_uniform, sampled_graph
+from dglx_dist.graph.sampling import DrawRule, sampled_graph, serve_uniform
 from dglx_dist.graph.shared_memory import InitRows
 from dglx_dist.graph.structure import PartitionedStructure, ReplicatedStructure, Structure
 from dglx_dist.message_passing import in_torch, install, place
@@ -62,7 +60,7 @@ def open_together(folder: Path, session: Session, verify: Verify) -> StoredDatas
         StorageError: on all ranks, when it cannot be opened on one, or the ranks see different datasets.
         DatasetError: an id is out of range, on the rank that checks; StorageError on the others.
     """
-    first = is_first_on_machine(session)
+    first = session.is_first_on_machine
     checked = run_on_all_ranks(session, lambda: open_dataset(folder, verify=verify) if first else None)
     dataset = run_on_all_ranks(session, lambda: checked or open_dataset(folder, verify=verify, checked=True))
     checksum = dataset.manifest.checksum
@@ -93,7 +91,7 @@ def imported(part_config: Path, session: Session) -> Path:
     run_on_all_ranks(session, check)
     # Rank 0 goes first: on a shared file system the other machines then find the result.
     run_on_all_ranks(session, lambda: import_if_changed() if session.topology.rank == 0 else None)
-    run_on_all_ranks(session, lambda: import_if_changed() if is_first_on_machine(session) else None)
+    run_on_all_ranks(session, lambda: import_if_changed() if session.is_first_on_machine else None)
     return folder
 
 
@@ -128,11 +126,6 @@ def open_structures(
     return {etype: _replicated(dataset, session, etype) for etype in manifest.edge_types}
 
 
-def is_first_on_machine(session: Session) -> bool:
-    hosts = session.hosts
-    return hosts.index(hosts[session.topology.rank]) == session.topology.rank
-
-
 def _fits(dataset: StoredDataset) -> bool:
     """Whether all parts are on this machine and their structure takes at most half its free memory."""
     manifest = dataset.manifest
@@ -148,20 +141,10 @@ def _fits(dataset: StoredDataset) -> bool:
 
 def _replicated(dataset: StoredDataset, session: Session, etype: EdgeType) -> ReplicatedStructure:
     # The first rank of a machine makes the copy on disk that the others map.
-    first = is_first_on_machine(session)
+    first = session.is_first_on_machine
     made = run_on_all_ranks(session, lambda: open_structure(dataset, etype) if first else None)
     csc = run_on_all_ranks(session, lambda: made or open_structure(dataset, etype))
     return ReplicatedStructure(etype, dataset.manifest.num_nodes(etype[0]), csc.indptr, csc.indices)
-
-
-def policies_of(
-    kind: Literal["node", "edge"], book: PartitionBook, store: KVStore, dataset: str
-) -> dict[Any, PartitionPolicy]:
-    """Return the policy of each type of the nodes or edges."""
-    types: Sequence[Any] = book.ntypes if kind == "node" else book.canonical_etypes
-    bounds: Callable[[Any], Array] = book.node_bounds if kind == "node" else book.edge_bounds
-    common: dict[str, Any] = {"kind": kind, "partition_book": book, "store": store, "dataset": dataset}
-    return {key: PartitionPolicy(type_name=key, bounds=bounds(key), **common) for key in types}
 
 
 def add_columns(
@@ -255,20 +238,21 @@ class DistGraph(Shared):
         label = str(broadcast_json(secrets.token_hex(4), self.session))
         self.kvstore = KVStore(self.session, self.placement, label)
         merge, per_part = self.placement.server_offsets, manifest.parameters.get(TRAINERS_PER_PART)
-        self._book = PartitionBook(
-            {ntype: merge(offsets) for ntype, offsets in manifest.node_offsets.items()},
-            {etype: merge(offsets) for etype, offsets in manifest.edge_offsets.items()},
-            self.session.topology.server,
-            manifest.num_parts * per_part if isinstance(per_part, int) else None,
+        nodes = {ntype: merge(offsets) for ntype, offsets in manifest.node_offsets.items()}
+        edges = {etype: merge(offsets) for etype, offsets in manifest.edge_offsets.items()}
+        num_trainers = manifest.num_parts * per_part if isinstance(per_part, int) else None
+        self._book = PartitionBook(nodes, edges, self.session.topology.server, num_trainers)
+        policy = partial(
+            PartitionPolicy, partition_book=self._book, store=self.kvstore, dataset=manifest.checksum
         )
-        self._node_policies = policies_of("node", self._book, self.kvstore, manifest.checksum)
-        self._edge_policies = policies_of("edge", self._book, self.kvstore, manifest.checksum)
-        policies = {**self._node_policies, **self._edge_policies}
+        self._node_policies = {one: policy(kind="node", type_name=one, bounds=nodes[one]) for one in nodes}
+        self._edge_policies = {one: policy(kind="edge", type_name=one, bounds=edges[one]) for one in edges}
+        policies: dict[Any, PartitionPolicy] = {**self._node_policies, **self._edge_policies}
         run_on_all_ranks(self.session, lambda: add_columns(self.dataset, self.placement, policies))
         self._structures = open_structures(self.dataset, self.session, self.placement, label, structure)
         read_from_disk([shard.indices for one in self._structures.values() for shard in one.shards])
         for opened in self._structures.values():
-            opened.serve(UNIFORM, draw_uniform)
+            serve_uniform(opened)
         self._node_views = {ntype: DataView(policy) for ntype, policy in self._node_policies.items()}
         self._edge_views = {etype: DataView(policy) for etype, policy in self._edge_policies.items()}
         self._draws = count()
@@ -364,11 +348,44 @@ class DistGraph(Shared):
         return self._edge_policies[self.to_canonical_etype(etype)]
 
     def new_policy(self, name: str, rows: int | Sequence[int]) -> PartitionPolicy:
-        return own_policy(name, rows, self._book, self.kvstore)
+        """Return a policy for rows that are neither nodes nor edges, such as relations. Not collective.
+
+        ``name`` is part of the names of its tensors. ``rows`` is their number, cut evenly over the S servers,
+        or (S + 1,) bounds: server s has the rows ``rows[s]:rows[s + 1]``.
+
+        Raises:
+            ConfigError: ``~`` in the name, a negative number, or invalid bounds.
+        """
+        if "~" in name:
+            raise ConfigError(f"the policy {name!r} has a '~', which separates it from its tensors' names")
+        servers = self.placement.topology.num_servers
+        if isinstance(rows, int | np.integer):
+            if rows < 0:
+                raise ConfigError(f"the policy {name!r} was given {rows} rows; give 0 or more")
+            bounds = np.arange(servers + 1, dtype=np.int64) * int(rows) // servers
+        else:
+            bounds = np.array(rows, dtype=np.int64)
+            if bounds.shape != (servers + 1,) or bounds[0] != 0 or (np.diff(bounds) < 0).any():
+                raise ConfigError(
+                    f"the policy {name!r} was given the bounds {list(rows)} for {servers} server(s); give "
+                    f"{servers + 1} ascending numbers from 0 on, or the number of rows alone"
+                )
+        return PartitionPolicy(
+            kind="own", type_name=name, bounds=bounds, partition_book=self._book, store=self.kvstore
+        )
 
     def policy_of_length(self, num_rows: int) -> PartitionPolicy:
         """Return the policy of the only node or edge type with ``num_rows``; ConfigError otherwise."""
-        return policy_of_length([*self._node_policies.values(), *self._edge_policies.values()], num_rows)
+        policies = [*self._node_policies.values(), *self._edge_policies.values()]
+        found = [policy for policy in policies if policy.get_size() == num_rows]
+        if len(found) == 1:
+            return found[0]
+        sizes = ", ".join(f"{policy.policy_str}: {policy.get_size()}" for policy in policies)
+        problem = "several types have" if found else "no type has"
+        raise ConfigError(
+            f"{problem} {num_rows} rows ({sizes}); say which with part_policy=, or give rows that are "
+            f"neither nodes nor edges part_policy=g.new_policy(name, {num_rows})"
+        )
 
     def new_tensor(
         self,
@@ -444,7 +461,7 @@ class DistGraph(Shared):
         """Return (sources, destinations), (K,) int64 each; IndexError when an id is out of range."""
         structure = self.structure(etype)
         ids = as_ids(edges, structure.num_edges, f"the edges of type {structure.etype}")
-        sources, destinations = structure.find_edges(ids)
+        sources, destinations = structure.submit_find_edges(ids)()
         return torch.from_numpy(sources), torch.from_numpy(destinations)
 
     def sample_neighbors(
@@ -475,7 +492,7 @@ class DistGraph(Shared):
                 f"edge_dir is {edge_dir!r}; only 'in' can be sampled: reverse the graph instead"
             )
         call = np.random.SeedSequence([self.session.seed, self.rank(), next(self._draws)])
-        rule = DrawRule(replace=replace, prob=prob, seed=int(call.generate_state(1, np.uint64)[0]) >> 1)
+        rule = DrawRule(replace=bool(replace), prob=prob, seed=int(call.generate_state(1, np.uint64)[0]) >> 1)
         graph = sampled_graph(self, seed_nodes, fanout, exclude_edges, rule)
         return graph if output_device is None else place(graph, output_device)
 

@@ -29,7 +29,7 @@ from dglx_dist.graph.partition_book import PartitionBook, RowOwners, split_ids
 from dglx_dist.graph.row_kernels import check_ids, column_info, numpy_view, tensor_view, torch_dtype
 from dglx_dist.graph.shared_memory import InitRows, save_folder, shared_rows
 from dglx_dist.graph.structure import Structure
-from dglx_dist.records import Array, ColumnInfo, EdgeType
+from dglx_dist.records import Array, ColumnInfo, EdgeType, type_text
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -109,49 +109,6 @@ class PartitionPolicy:
     def hidden_key(self, name: str) -> str:
         """Return a name in the store that ``g.nodes[...].data`` does not show."""
         return f"hidden~{self.policy_str}~{name}"
-
-
-def type_text(type_name: str | EdgeType) -> str:
-    return type_name if isinstance(type_name, str) else ":".join(type_name)
-
-
-def policy_of_length(policies: Sequence[PartitionPolicy], num_rows: int) -> PartitionPolicy:
-    """Return the one of ``policies`` that has ``num_rows``; ConfigError when none or several have."""
-    found = [policy for policy in policies if policy.get_size() == num_rows]
-    if len(found) == 1:
-        return found[0]
-    sizes = ", ".join(f"{policy.policy_str}: {policy.get_size()}" for policy in policies)
-    problem = "several types have" if found else "no type has"
-    raise ConfigError(
-        f"{problem} {num_rows} rows ({sizes}); say which with part_policy=, or give rows that are neither "
-        f"nodes nor edges part_policy=g.new_policy(name, {num_rows})"
-    )
-
-
-def own_policy(name: str, rows: int | Sequence[int], book: PartitionBook, store: KVStore) -> PartitionPolicy:
-    """Return a policy for rows that are neither nodes nor edges, such as relations. Not collective.
-
-    ``name`` is part of the names of its tensors. ``rows`` is their number, cut evenly over the S servers, or
-    (S + 1,) bounds: server s has the rows ``rows[s]:rows[s + 1]``.
-
-    Raises:
-        ConfigError: ``~`` in the name, a negative number, or invalid bounds.
-    """
-    if "~" in name:
-        raise ConfigError(f"the policy {name!r} has a '~', which separates it from its tensors' names")
-    servers = store.placement.topology.num_servers
-    if isinstance(rows, int | np.integer):
-        if rows < 0:
-            raise ConfigError(f"the policy {name!r} was given {rows} rows; give 0 or more")
-        bounds = np.arange(servers + 1, dtype=np.int64) * int(rows) // servers
-    else:
-        bounds = np.array(rows, dtype=np.int64)
-        if bounds.shape != (servers + 1,) or bounds[0] != 0 or (np.diff(bounds) < 0).any():
-            raise ConfigError(
-                f"the policy {name!r} was given the bounds {list(rows)} for {servers} server(s); give "
-                f"{servers + 1} ascending numbers from 0 on, or the number of rows alone"
-            )
-    return PartitionPolicy(kind="own", type_name=name, bounds=bounds, partition_book=book, store=store)
 
 
 def _place_of(

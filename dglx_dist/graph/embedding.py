@@ -112,7 +112,11 @@ class DistEmbedding(Shared):
         store = part_policy.store if part_policy is not None else (graph or opened_graph()).kvstore
 
         def checked() -> PartitionPolicy:
-            _check(embedding_dim, dtype)
+            if dtype not in _COMPUTE_DTYPE:
+                known = ", ".join(map(str, _COMPUTE_DTYPE))
+                raise ConfigError(f"a DistEmbedding cannot train {dtype} rows; use one of {known}")
+            if not isinstance(embedding_dim, int) or embedding_dim < 1:
+                raise ConfigError(f"embedding_dim is {embedding_dim!r}; give a whole number of at least 1")
             return part_policy or (graph or opened_graph()).policy_of_length(num_embeddings)
 
         if any(key.endswith(f"~{name}") for key in store.names()):
@@ -122,10 +126,20 @@ class DistEmbedding(Shared):
         opened = graph or opened_graph()
         self.dataset = opened.dataset.manifest.checksum if opened.kvstore is policy.store else ""
         """Checksum of the dataset that numbers the rows; "" when its graph is closed."""
-        self.weight = _make_rows(policy, (num_embeddings, embedding_dim), dtype, name, init_func, scale)
+        attaches, shape = name is not None and store.has(policy.key(name)), (num_embeddings, embedding_dim)
+        if not attaches:
+            row_bytes = embedding_dim * dtype.itemsize * (1 if init_func is None else 2)
+            remedy = "use a smaller embedding_dim or dtype=torch.bfloat16, or more servers on more machines"
+            what = f"the embedding {name!r} of shape {shape} in {dtype}"
+            check_memory(store.session, policy.bounds, row_bytes, what, remedy)
+        self.weight = DistTensor(shape, dtype, name, init_func, policy)
         """The rows, (num_embeddings, embedding_dim)."""
+        if not attaches and init_func is None:
+            # Each rank those of the rows it owns, without a second copy.
+            first, seed = policy.owned_range[0], store.session.seed
+            fill_uniform(owned_rows(self.weight), first, seed, self.weight.name, scale)
+            barrier(store.session, f"first values of {self.weight.name!r}")
         self._gradients: list[RowGradient] = []
-        self._num_kept_rows = 0
         self.optm_state: tuple[DistTensor, ...] = ()
         """The optimiser's tensors; empty without optimiser."""
 
@@ -192,7 +206,6 @@ class DistEmbedding(Shared):
     def reset_trace(self) -> None:
         """Drop all gradients (DGL's name; see also ``zero_grad()`` of the optimisers)."""
         self._gradients = []
-        self._num_kept_rows = 0
 
     def take_gradients(self) -> list[RowGradient]:
         """Return and drop all gradients, in the order of the backward passes, when they are on the host."""
@@ -218,43 +231,11 @@ class DistEmbedding(Shared):
 
     def _keep(self, gradient: RowGradient) -> None:
         self._gradients.append(gradient)
-        self._num_kept_rows += len(gradient.ids)
+        num_rows = sum(len(kept.ids) for kept in self._gradients)
         # A program that never steps would otherwise fill the memory: past this size most ids are repeated.
-        if len(self._gradients) > 1 and self._num_kept_rows > 2 * self.num_embeddings:
+        if len(self._gradients) > 1 and num_rows > 2 * self.num_embeddings:
             _wait_for(self._gradients)
             self._gradients = _summed_by_share(self._gradients)
-            self._num_kept_rows = sum(len(kept.ids) for kept in self._gradients)
-
-
-def _check(embedding_dim: int, dtype: torch.dtype) -> None:
-    if dtype not in _COMPUTE_DTYPE:
-        known = ", ".join(map(str, _COMPUTE_DTYPE))
-        raise ConfigError(f"a DistEmbedding cannot train {dtype} rows; use one of {known}")
-    if not isinstance(embedding_dim, int) or embedding_dim < 1:
-        raise ConfigError(f"embedding_dim is {embedding_dim!r}; give a whole number of at least 1")
-
-
-def _make_rows(
-    policy: PartitionPolicy,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    name: str | None,
-    init: InitRows | None,
-    scale: float,
-) -> DistTensor:
-    store = policy.store
-    attaches = name is not None and store.has(policy.key(name))
-    if not attaches:
-        row_bytes = shape[1] * dtype.itemsize * (1 if init is None else 2)
-        remedy = "use a smaller embedding_dim or dtype=torch.bfloat16, or more servers on more machines"
-        what = f"the embedding {name!r} of shape {shape} in {dtype}"
-        check_memory(store.session, policy.bounds, row_bytes, what, remedy)
-    weight = DistTensor(shape, dtype, name, init, policy)
-    if not attaches and init is None:
-        # Each rank those of the rows it owns, without a second copy.
-        fill_uniform(owned_rows(weight), policy.owned_range[0], store.session.seed, weight.name, scale)
-        barrier(store.session, f"first values of {weight.name!r}")
-    return weight
 
 
 def _wait_for(gradients: list[RowGradient]) -> None:

@@ -232,8 +232,11 @@ class SparseOptimizer:
                 write_rows(folder, name, first, numpy_view(own), info=info) for name, first, info, own in rows
             ]
 
-        # After the copies: in mode "async" a rank that went on would change the others' rows.
-        return write_own, self._saved_facts()
+        # After the copies: in mode "async" a rank that went on would change the others' rows. Steps differ
+        # between ranks there.
+        steps = gather_int64([table.steps for table in self.tables], self.session).max(axis=0)
+        facts = {"lr": self.lr, "embeddings": self._facts(), "steps": steps.tolist()}
+        return write_own, {**self._identity(), **facts}
 
     def check_saved(self, folder: Path) -> None:
         """Raise StorageError unless ``folder`` holds this optimiser's tensors, with this rank's rows intact.
@@ -302,12 +305,6 @@ class SparseOptimizer:
         kind, dataset = self.saved_as or type(self).__name__, self.params[0].dataset
         return {"kind": kind, "dataset": dataset, "settings": dict(self.settings)}
 
-    def _saved_facts(self) -> dict[str, object]:
-        """Return the content of the index; collective, as ``steps`` differ between ranks in mode "async"."""
-        steps = gather_int64([table.steps for table in self.tables], self.session).max(axis=0)
-        facts = {"lr": self.lr, "embeddings": self._facts(), "steps": steps.tolist()}
-        return {**self._identity(), **facts}
-
     def _tensors(self) -> Iterator[tuple[str, OwnedRows, DistTensor]]:
         """Yield (name in the folder, owned rows, tensor)."""
         for number, table in enumerate(self.tables):
@@ -316,23 +313,15 @@ class SparseOptimizer:
                 yield f"{number}.{name}", table, state
 
     def _table(self, param: DistEmbedding, number: int) -> OwnedRows:
-        states = tuple(
-            DistTensor(
-                param.weight.shape,
-                param.compute_dtype,
-                f"{param.name}_{name}" + (f"-{number}" if _is_taken(param, name) else ""),
-                part_policy=param.part_policy,
-                is_gdata=False,
+        policy, weight, states = param.part_policy, param.weight, []
+        for name in (f"{param.name}_{one}" for one in self._rule.state_names):
+            is_taken = policy.store.has(policy.hidden_key(name))
+            free = f"{name}-{number}" if is_taken else name
+            states.append(
+                DistTensor(weight.shape, param.compute_dtype, free, part_policy=policy, is_gdata=False)
             )
-            for name in self._rule.state_names
-        )
-        param.optm_state = states
+        param.optm_state = tuple(states)
         return OwnedRows(param, states, self._rule)
-
-
-def _is_taken(param: DistEmbedding, name: str) -> bool:
-    policy = param.part_policy
-    return policy.store.has(policy.hidden_key(f"{param.name}_{name}"))
 
 
 def _session_of(params: object) -> Session:

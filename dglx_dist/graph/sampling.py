@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import json
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -13,51 +14,54 @@ from torch import Tensor
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import OpenedGraph
 from dglx_dist.graph.ids import Ids, as_ids
-from dglx_dist.graph.kvstore import KVStore
-from dglx_dist.graph.structure import NO_EDGES, CSCShard, InEdges, Structure
-from dglx_dist.keyed_random import Csc, Rule, draw_among, draw_edges
+from dglx_dist.graph.structure import NO_EDGES, CSCShard, Draw, InEdges, Structure
+from dglx_dist.keyed_random import Csc, Rule, draw_among, draw_edges, merged
 from dglx_dist.records import Array, EdgeType
 
 if TYPE_CHECKING:
     import dgl
 
 
-def draw_parameters(fanout: int, replace: bool, seed: int) -> str:
-    """Return the parameters of :func:`draw_uniform`, as text."""
-    return f"{fanout} {int(replace)} {seed}"
+def csc_of(shard: CSCShard, weights: Array | None = None) -> Csc:
+    """Return a shard as the kernels read it; ``weights`` are (E,) float32 of its edges."""
+    weights = np.empty(0, np.float32) if weights is None else weights
+    return Csc(shard.indptr, shard.indices, weights, shard.first_node, shard.first_edge)
 
 
-def draw_uniform(shard: CSCShard, nodes: Array, parameters: str, exclude: Array = NO_EDGES) -> InEdges:
-    """Draw in-edges of ``nodes`` ((k,) int64 global ids in the shard), all of a node with equal probability.
+def hop_parameters(fanout: int, stream: int) -> str:
+    """Return the parameters of :func:`keyed_draw`: in-edges of a node (-1: all), and the key of the draws."""
+    return json.dumps({"fanout": fanout, "stream": stream})
 
-    ``parameters`` are those of :func:`draw_parameters`. A fan-out of -1 takes all; a draw without replacement
-    takes at most all of a node, one with replacement none of a node without in-edges.
+
+def keyed_draw(rule: Rule, weights: Mapping[int, Array]) -> Draw:
+    """Return the function by which a server draws in-edges; its parameters are :func:`hop_parameters`.
+
+    A request adds the edges that its batch excludes to ``rule``. ``weights`` are the (E,) float32 edge
+    weights by first node of a shard, empty for uniform draws.
     """
-    fanout, replace, seed = (int(text) for text in parameters.split())
-    csc = Csc(shard.indptr, shard.indices, np.empty(0, np.float32), shard.first_node, shard.first_edge)
-    rule = Rule(bool(replace), exclude)
-    indptr, sources, edge_ids = draw_edges(csc, nodes, fanout, np.uint64(seed), rule)
-    return InEdges(indptr=indptr, sources=sources, edge_ids=edge_ids)
 
+    def draw(shard: CSCShard, nodes: Array, parameters: str, exclude: Array) -> InEdges:
+        hop = json.loads(parameters)
+        csc = csc_of(shard, weights.get(shard.first_node))
+        fanout, stream = int(hop["fanout"]), np.uint64(hop["stream"])
+        batch_rule = rule._replace(exclude=merged(rule.exclude, exclude))
+        indptr, sources, edge_ids = draw_edges(csc, nodes, fanout, stream, batch_rule)
+        return InEdges(indptr=indptr, sources=sources, edge_ids=edge_ids)
 
-def draw_weighted(
-    nodes: Array, edges: InEdges, weights: Array, fanout: int, replace: bool, seed: int
-) -> InEdges:
-    """Draw among the in-edges of (K,) ``nodes``, with probability proportional to (e,) float64 ``weights``.
-
-    Weight 0 is never drawn; a fan-out of -1 takes all others.
-    """
-    csc = Csc(edges.indptr, edges.sources, weights, 0, 0)
-    indptr, chosen = draw_among(csc, nodes, fanout, np.uint64(seed), replace)
-    return InEdges(indptr=indptr, sources=edges.sources[chosen], edge_ids=edges.edge_ids[chosen])
+    return draw
 
 
 K = TypeVar("K")
 
 NO_IDS: Array = np.empty(0, dtype=np.int64)
 
-UNIFORM = "draw_uniform"
-"""Operation under which every structure serves :func:`~dglx_dist.graph.sampling.draw_uniform`."""
+_UNIFORM = {False: "draw_uniform", True: "draw_uniform_with_replacement"}
+
+
+def serve_uniform(structure: Structure) -> None:
+    """Let :func:`draw_in_edges` ask ``structure`` for uniform draws; on all ranks."""
+    for is_replaced, op in _UNIFORM.items():
+        structure.serve(op, keyed_draw(Rule(is_replaced, NO_EDGES), {}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,37 +80,19 @@ def draw_in_edges(
     """Return drawn in-edges, at most ``fanout`` (-1: all) of each of the (K,) int64 ``nodes``.
 
     The owner of a node makes uniform draws; with weights or excluded edges this rank fetches all in-edges and
-    draws itself.
+    draws itself, in proportion to the weights; 0 is never drawn.
     """
     if rule.prob is None and not len(exclude):
-        return structure.ask(UNIFORM, nodes, draw_parameters(fanout, rule.replace, rule.seed))
+        return structure.ask(_UNIFORM[rule.replace], nodes, hop_parameters(fanout, rule.seed))
     edges = structure.ask("in_edges", nodes)
     weights = np.ones(len(edges.edge_ids))
     if rule.prob is not None:
-        weights = _weights(g.kvstore, _weights_key(g, structure.etype, rule.prob), edges.edge_ids)
+        weights = _weights(g, structure.etype, rule.prob, edges.edge_ids)
     if len(exclude):
         weights[np.isin(edges.edge_ids, exclude)] = 0
-    return draw_weighted(nodes, edges, weights, fanout, rule.replace, rule.seed)
-
-
-def as_dgl_graph(
-    num_nodes: Mapping[str, int], drawn: Mapping[EdgeType, tuple[Array, InEdges]]
-) -> dgl.DGLGraph:
-    """Return a DGLGraph over *all* nodes with the drawn edges, their ids in ``edata[dgl.EID]``.
-
-    ``drawn``: every edge type -> ((K,) requested destinations, their drawn in-edges).
-    """
-    import dgl  # only here: the rest of the room works without it
-
-    edges, edge_ids = {}, {}
-    for etype, (nodes, found) in drawn.items():
-        destinations = np.repeat(nodes, np.diff(found.indptr))
-        edges[etype] = torch.from_numpy(found.sources), torch.from_numpy(destinations)
-        edge_ids[etype] = torch.from_numpy(found.edge_ids)
-    graph = dgl.heterograph(edges, num_nodes_dict=dict(num_nodes), idtype=torch.int64)
-    for etype, ids in edge_ids.items():
-        graph.edges[etype].data[dgl.EID] = ids
-    return graph
+    csc = Csc(edges.indptr, edges.sources, weights, 0, 0)
+    indptr, chosen = draw_among(csc, nodes, fanout, np.uint64(rule.seed), rule.replace)
+    return InEdges(indptr=indptr, sources=edges.sources[chosen], edge_ids=edges.edge_ids[chosen])
 
 
 def sampled_graph(
@@ -116,17 +102,25 @@ def sampled_graph(
     exclude_edges: Ids | Mapping[Any, Ids] | None,
     rule: DrawRule,
 ) -> dgl.DGLGraph:
-    """Return all nodes with in-edges drawn by ``rule``; see ``DistGraph.sample_neighbors``."""
+    """Return all nodes with in-edges drawn by ``rule``, which have ``dgl.EID``; see :class:`DistGraph`."""
+    import dgl  # only here: the rest of the room works without it
+
     counts = {ntype: g.num_nodes(ntype) for ntype in g.ntypes}
     edge_counts = {etype: g.num_edges(etype) for etype in g.canonical_etypes}
     seeds = by_type(seed_nodes, counts, "node")
     fanouts = fanout_by_type(fanout, g.canonical_etypes)
     excluded = {} if exclude_edges is None else by_type(exclude_edges, edge_counts, "edge")
-    drawn = {}
+    ends, edge_ids = {}, {}
     for etype in g.canonical_etypes:
         nodes, exclude = seeds.get(etype[2], NO_IDS), excluded.get(etype, NO_IDS)
-        drawn[etype] = nodes, draw_in_edges(g, g.structure(etype), nodes, fanouts[etype], rule, exclude)
-    return as_dgl_graph(counts, drawn)
+        drawn = draw_in_edges(g, g.structure(etype), nodes, fanouts[etype], rule, exclude)
+        destinations = np.repeat(nodes, np.diff(drawn.indptr))
+        ends[etype] = torch.from_numpy(drawn.sources), torch.from_numpy(destinations)
+        edge_ids[etype] = torch.from_numpy(drawn.edge_ids)
+    graph = dgl.heterograph(ends, num_nodes_dict=counts, idtype=torch.int64)
+    for etype, ids in edge_ids.items():
+        graph.edges[etype].data[dgl.EID] = ids
+    return graph
 
 
 def by_type(given: Ids | Mapping[Any, Ids], counts: Mapping[K, int], what: str) -> dict[K, Array]:
@@ -141,9 +135,8 @@ def by_type(given: Ids | Mapping[Any, Ids], counts: Mapping[K, int], what: str) 
     """
     if not isinstance(given, Mapping):
         if len(counts) != 1:
-            raise ConfigError(
-                f"the graph has several {what} types; give a dict of ids by type: {_list(counts)}"
-            )
+            types = ", ".join(map(str, counts))
+            raise ConfigError(f"the graph has several {what} types; give a dict of ids by type: {types}")
         given = {next(iter(counts)): given}
     keys = {key: _known(key, counts, what) for key in given}
     return {keys[key]: as_ids(ids, counts[keys[key]], f"the {what}s {key!r}") for key, ids in given.items()}
@@ -164,21 +157,14 @@ def _known(key: object, types: Collection[K], what: str) -> K:
     found = [one for one in types if key == one or (what == "edge" and key == cast("EdgeType", one)[1])]
     if len(found) != 1:
         problem = "several types are" if found else "there is no type"
-        raise ConfigError(f"{problem} {key!r} among the {what} types {_list(types)}")
+        raise ConfigError(f"{problem} {key!r} among the {what} types {', '.join(map(str, types))}")
     return found[0]
 
 
-def _list(types: Iterable[object]) -> str:
-    return ", ".join(map(str, types))
-
-
-def _weights_key(g: OpenedGraph, etype: EdgeType, name: str) -> str:
+def _weights(g: OpenedGraph, etype: EdgeType, name: str, edge_ids: Array) -> Array:
     data = g.edges[etype].data
-    return data[name].kvstore_key if name in data else g.get_edge_partition_policy(etype).key(name)
-
-
-def _weights(store: KVStore, key: str, edge_ids: Array) -> Array:
-    values: Tensor = store.pull(key, edge_ids, phase="sampling").double()
+    key = data[name].kvstore_key if name in data else g.get_edge_partition_policy(etype).key(name)
+    values: Tensor = g.kvstore.pull(key, edge_ids, phase="sampling").double()
     if values.dim() != 1:
         raise ConfigError(
             f"{key!r} has rows of shape {tuple(values.shape[1:])}; weights are one number per edge"

@@ -63,8 +63,7 @@ def warn_of_edges(session: Session, edge_bounds: Iterable[Array], edge_bytes: in
     found = [_rows_here(session, bounds) for bounds in edge_bounds]
     edges, free = sum(rows for _, rows in found), machine_memory()[1]
     # One message from each machine.
-    is_first = session.hosts.index(session.hosts[session.topology.rank]) == session.topology.rank
-    if is_first and edges * edge_bytes > free:
+    if session.is_first_on_machine and edges * edge_bytes > free:
         log.warning(
             "strategy %r holds edges in memory: up to %.3f GB on %s for %d of them, where %.3f GB are free; "
             "data_parallel and push_pull leave them on disk",

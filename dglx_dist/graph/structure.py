@@ -76,7 +76,8 @@ def join_pieces(count: int, pieces: Sequence[Piece]) -> InEdges:
     """Return the in-edges of ``count`` requested nodes, each of which is in exactly one of ``pieces``."""
     sizes = np.zeros(count, dtype=np.int64)
     for piece in pieces:
-        _sizes(piece.edges.indptr, piece.starts, piece.positions, sizes)
+        counts = np.diff(piece.edges.indptr)
+        spread_rows(counts, sizes, piece.starts, piece.positions, 0, len(counts))
     indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
     sources, edge_ids = np.empty(indptr[-1], np.int64), np.empty(indptr[-1], np.int64)
     for piece in pieces:
@@ -141,13 +142,6 @@ def count_sources(
 def _count(sources: Array, counts: Array) -> None:
     for edge in range(len(sources)):
         counts[np.uint64(sources[edge])] += 1
-
-
-@njit(cache=True, nogil=True)
-def _sizes(indptr: Array, starts: Array, positions: Array, sizes: Array) -> None:
-    for node in range(len(indptr) - 1):
-        for place in range(starts[node], starts[node + 1]):
-            sizes[positions[place]] = indptr[node + 1] - indptr[node]
 
 
 @njit(cache=True, nogil=True)
@@ -259,13 +253,8 @@ class Structure:
         """Return the (K,) int64 numbers of out-edges of existing sources."""
         return self._count_out_edges(nodes)[0]
 
-    def find_edges(self, edge_ids: Array) -> tuple[Array, Array]:
-        """Return (sources, destinations), (K,) int64 each, of existing edges."""
-        sources, destinations = self.submit_find_edges(edge_ids)()
-        return sources, destinations
-
     def submit_find_edges(self, edge_ids: Array) -> Answered:
-        """Ask for the sources and destinations of existing edges, and return at once."""
+        """Ask for [sources, destinations], (K,) int64 each, of existing edges, and return at once."""
         return lambda: list(self._find_edges(edge_ids))
 
     def _submit_remote(
@@ -389,12 +378,14 @@ class PartitionedStructure(Structure):
         plan = plan_remote(nodes, self._node_bounds, self._placement.topology.server)
         calls = []
         for rank, first, last in plan.requests(self._placement.serving_ranks):
-            arrays = [plan.ids[first:last], *self._excluded_at(rank, exclude)]
-            submitted = self._session.rpc.submit(
-                rank, self._op(op), parameters, arrays, phase=phase, layer=layer
-            )
             server = self._placement.topology.server_of_rank[rank]
-            calls.append((submitted, first, last, self._edge_bounds[server : server + 2]))
+            edge_range = self._edge_bounds[server : server + 2]
+            begin, end = np.searchsorted(exclude, edge_range)
+            # No array where no edge is excluded.
+            excluded = [exclude[begin:end]] if end > begin else []
+            arrays = [plan.ids[first:last], *excluded]
+            call = self._session.rpc.submit(rank, self._op(op), parameters, arrays, phase=phase, layer=layer)
+            calls.append((call, first, last, edge_range))
 
         def pieces() -> list[Piece]:
             return [
@@ -407,12 +398,6 @@ class PartitionedStructure(Structure):
             ]
 
         return pieces
-
-    def _excluded_at(self, rank: int, exclude: Array) -> list[Array]:
-        """Return the excluded edges of the server of ``rank``: no array when there are none."""
-        server = self._placement.topology.server_of_rank[rank]
-        first, last = np.searchsorted(exclude, self._edge_bounds[server : server + 2])
-        return [exclude[first:last]] if last > first else []
 
     def close(self) -> None:
         for op in self._ops:

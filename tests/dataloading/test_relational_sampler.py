@@ -12,8 +12,9 @@ from numba import types
 
 from dglx_dist.dataloading.kernels import Schema, Table, Workspace, sample_batch
 from dglx_dist.dataloading.minibatch import BatchBlockBuilder
-from dglx_dist.dataloading.sampler import RemoteSource, WholeSource, keyed_draw, load_kernels
+from dglx_dist.dataloading.sampler import RemoteSource, WholeSource, load_kernels
 from dglx_dist.errors import ConfigError
+from dglx_dist.graph.sampling import keyed_draw
 from dglx_dist.graph.structure import NO_EDGES, CSCShard
 from dglx_dist.keyed_random import Rule
 from tests.dataloading.graphs import HASHED, draws_of, random_csc

@@ -288,7 +288,9 @@ def symmetrise(
     indices of the default dtype.
     """
     num_nodes = graph.total_nodes
-    if workspace is not None and not workspace.holds(_bytes(graph, dtype, weighted) + beside):
+    per_entry = np.dtype(dtype or id_dtype(num_nodes)).itemsize + 4 * weighted
+    num_bytes = 2 * graph.total_edges * per_entry + 16 * num_nodes
+    if workspace is not None and not workspace.holds(num_bytes + beside):
         folder = workspace.stage(
             "symmetric" if weighted else "neighbours",
             lambda folder: _write_symmetric(graph, folder, weighted, workspace),
@@ -308,11 +310,6 @@ def symmetrise(
     weights.resize(num_kept, refcheck=False)
     weights_or_none = None if _nearly_uniform(weights) else weights
     return SymmetricGraph(indptr=indptr, indices=indices, edge_weights=weights_or_none)
-
-
-def _bytes(graph: RawGraph, dtype: Any, weighted: bool) -> int:
-    per_entry = np.dtype(dtype or id_dtype(graph.total_nodes)).itemsize + 4 * weighted
-    return 2 * graph.total_edges * per_entry + 16 * graph.total_nodes
 
 
 def _starts(graph: RawGraph) -> Array:

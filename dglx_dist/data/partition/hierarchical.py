@@ -43,7 +43,9 @@ class Hierarchical(Partitioner):
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
         servers, workers = self._shape(num_parts)
         weights = balance_weights(graph, self.options, num_parts, self.max_constraints)
-        inner = self._inner()
+        inner = PARTITIONERS.resolve(self.options.inner or default_partitioner(self.options))
+        if inner in ("hierarchical", "file"):
+            raise ConfigError(f"hierarchical cannot use {inner!r} at its two levels; use metis or kaminpar")
         plugin = PARTITIONERS.get(inner)
         whole, options = _with_whole_weights(graph, _inner_options(self.options, plugin.honours))
         shares = weights.shares.reshape(servers, workers)
@@ -99,12 +101,6 @@ class Hierarchical(Partitioner):
                 f"ask for {servers * workers} parts or another number of servers"
             )
         return servers, workers
-
-    def _inner(self) -> str:
-        inner = PARTITIONERS.resolve(self.options.inner or default_partitioner(self.options))
-        if inner in ("hierarchical", "file"):
-            raise ConfigError(f"hierarchical cannot use {inner!r} at its two levels; use metis or kaminpar")
-        return inner
 
 
 def _inner_options(options: PartitionOptions, honours: frozenset[str]) -> PartitionOptions:

@@ -53,14 +53,16 @@ def partition(
     Raises:
         ConfigError: the arrays of nodes do not fit into the workspace; names the memory that is needed.
     """
-    levels = [(graph, weights)]
+    # Other names, since a cluster has the weight of its nodes, also where nodes weigh one.
+    names, levels = tuple(f"{name} of clusters" for name in weights.names), [(graph, weights)]
     while not fits(levels[-1][0]):
         fine, columns = levels[-1]
         make = functools.partial(_coarsen, fine, columns, workspace, seed)
         folder = workspace.stage(f"level{len(levels)}", make, shared=True)
         coarse = SymmetricGraph.open(folder)
         log.info("level %d has %d nodes, %d pairs", len(levels), coarse.num_nodes, len(coarse.indices) // 2)
-        levels.append((coarse, _open_weights(folder, weights)))
+        of_clusters = tuple(mapped(folder, f"column{c}") for c in range(len(weights.columns)))
+        levels.append((coarse, replace(weights, names=names, columns=of_clusters)))
         if len(coarse.indices) + coarse.num_nodes > _LEAST_SHRINKING * (len(fine.indices) + fine.num_nodes):
             break
 
@@ -82,13 +84,6 @@ def partition(
         state = (*levels[level - 1], parts[coarse_of], weights.capacities(), workspace.ranks)
         parts = workspace.array(f"parts{level - 1}", functools.partial(_refine, *state), shared=True)
     return parts
-
-
-def _open_weights(folder: Path, weights: BalanceWeights) -> BalanceWeights:
-    columns = tuple(mapped(folder, f"column{c}") for c in range(len(weights.columns)))
-    # Other names, since a cluster has the weight of its nodes, also where nodes weigh one.
-    names = tuple(f"{name} of clusters" for name in weights.names)
-    return replace(weights, names=names, columns=columns)
 
 
 def _coarsen(

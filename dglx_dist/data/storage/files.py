@@ -258,24 +258,21 @@ def hold_alone(path: Path, limit_s: float) -> int:
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     deadline = time.monotonic() + limit_s
-    with suppress(OSError):
-        while not _locks(lock):
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
             if time.monotonic() > deadline:
                 os.close(lock)
                 raise StorageError(
                     f"another job uses {path.parent} (it holds {path.name}); wait for it, or take another "
                     "folder"
-                )
+                ) from None
             time.sleep(0.2)
-    return lock
-
-
-def _locks(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+        except OSError:
+            return lock
+        else:
+            return lock
 
 
 @contextmanager

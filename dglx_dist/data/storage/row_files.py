@@ -5,7 +5,6 @@ from the number of writers. Callers write into a partial folder, see :mod:`dglx_
 """
 
 import json
-import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Annotated
 import numpy as np
 
 from dglx_dist.data.json_fields import Fields, Within
+from dglx_dist.data.storage.arrays import checksum_of
 from dglx_dist.data.storage.columns import (
     DTYPES,
     FileInfo,
@@ -124,7 +124,7 @@ def write_index(folder: Path, files: Iterable[RowFile], facts: Mapping[str, obje
     index = _index_of(folder, files, facts)
     lines = [asdict(file) for tensor in index.tensors.values() for file in tensor.files]
     body = {"version": VERSION, "facts": dict(facts), "files": lines}
-    text = json.dumps({"checksum": _checksum(body), **body}, indent=1)
+    text = json.dumps({"checksum": f"{checksum_of(body):08x}", **body}, indent=1)
     with replaced_file(folder / INDEX) as partial:
         partial.write_text(text, encoding="utf-8")
 
@@ -134,7 +134,8 @@ def read_index(folder: Path) -> RowIndex:
     path = folder / INDEX
     try:
         top = Fields.parse(read_small(path), INDEX)
-        if top.text("checksum") != _checksum(top.given):
+        body = {name: value for name, value in top.given.items() if name != "checksum"}
+        if top.text("checksum") != f"{checksum_of(body):08x}":
             raise top.failure("its checksum differs")
         version, facts = top.whole("version"), top.inner("facts").given
         files = top.value("files", tuple[RowFile, ...])
@@ -213,9 +214,3 @@ def _index_of(folder: Path, files: Iterable[RowFile], facts: Mapping[str, object
             row = part.last
         tensors[name] = SavedRows(name=name, info=parts[0].info, files=tuple(parts))
     return RowIndex(tensors=tensors, facts=facts)
-
-
-def _checksum(body: Mapping[str, object]) -> str:
-    # Of all but the checksum.
-    body = {name: value for name, value in body.items() if name != "checksum"}
-    return f"{zlib.crc32(json.dumps(body, sort_keys=True).encode()):08x}"
