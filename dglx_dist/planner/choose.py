@@ -98,7 +98,9 @@ def choose(candidates: Iterable[Candidate], known: Measured, constraints: Choice
     predictions = [replace(predict(one, known), barred=_barred(one, constraints)) for one in candidates]
     allowed = [one for one in predictions if one.feasible and not one.barred]
     others = ([predict(one.candidate, corner) for one in allowed] for corner in _interval_corners(known))
-    ratios = np.array([_ratios(found, constraints) for found in (allowed, *others)])
+    seconds = np.array([[constraints.worth(one) for one in found] for found in (allowed, *others)])
+    # How many times as long as the fastest each one takes.
+    ratios = seconds / np.maximum(seconds.min(axis=1, keepdims=True, initial=np.inf), 1e-12)
     most = ratios.max(axis=0)
     at = next((at for at, one in enumerate(most) if one <= _NEAR * most.min()), None)
     taken = None if at is None else allowed[at]
@@ -141,12 +143,6 @@ def _interval_corners(known: Measured) -> list[Measured]:
         plans = (known.plan_rates or known.rates).slowed(graphs)
         found.append(replace(known, cluster=links, rates=known.rates.slowed(batches), plan_rates=plans))
     return found
-
-
-def _ratios(found: Sequence[Prediction], constraints: ChoiceOptions) -> Array:
-    """Return (k,) float64: how many times as long as the fastest each prediction takes."""
-    seconds = np.array([constraints.worth(one) for one in found])
-    return seconds / max(seconds.min(initial=np.inf), 1e-12)
 
 
 def _uncertainty(

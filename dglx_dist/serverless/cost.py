@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from fractions import Fraction
 from pathlib import Path
@@ -76,34 +76,28 @@ def prices(name: str = DEFAULT_PRICES) -> PriceTable:
 
 
 def _tables() -> tuple[PriceTable, ...]:
-    return (
-        PriceTable(
-            name="aws",
-            source="aws.amazon.com/lambda/pricing and /ec2/pricing/on-demand: us-east-1, x86, Linux",
-            date="2025-01-01",
-            per_request=0.20 / 1e6,
-            per_gb_second=0.0000166667,
-            step_s=0.001,
-            per_server_hour=_servers(),
-        ),
-        PriceTable(
-            name="dorylus",
-            source="Thorpe et al., Dorylus, OSDI 2021: functions of 192 MB at 0.01125 $ an hour, by 100 ms",
-            date="2020-11-01",
-            per_request=0.20 / 1e6,
-            per_gb_second=0.01125 / 3600 / (192 / 1024),
-            step_s=0.1,
-            per_server_hour=_servers(),
-        ),
-    )
-
-
-def _servers() -> dict[str, float]:
     # Within a family the price is proportional to the number of cores.
     sizes = {"large": 1, "xlarge": 2, "2xlarge": 4, "4xlarge": 8, "9xlarge": 18}
     families = {"c5": 0.085, "c5n": 0.108}
-    found = {f"{name}.{size}": dollars * n for name, dollars in families.items() for size, n in sizes.items()}
-    return {**found, "p3.2xlarge": 3.06}
+    servers = {f"{name}.{size}": each * n for name, each in families.items() for size, n in sizes.items()}
+    aws = PriceTable(
+        name="aws",
+        source="aws.amazon.com/lambda/pricing and /ec2/pricing/on-demand: us-east-1, x86, Linux",
+        date="2025-01-01",
+        per_request=0.20 / 1e6,
+        per_gb_second=0.0000166667,
+        step_s=0.001,
+        per_server_hour={**servers, "p3.2xlarge": 3.06},
+    )
+    dorylus = replace(
+        aws,
+        name="dorylus",
+        source="Thorpe et al., Dorylus, OSDI 2021: functions of 192 MB at 0.01125 $ an hour, by 100 ms",
+        date="2020-11-01",
+        per_gb_second=0.01125 / 3600 / (192 / 1024),
+        step_s=0.1,
+    )
+    return aws, dorylus
 
 
 @final

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Annotated, Any, NoReturn, TypeAlias, final
+from typing import Annotated, Any, NoReturn, TypeAlias, final, get_args
 
 from dglx_dist.data.json_fields import Fields, Within, write_json
 from dglx_dist.errors import ConfigError
@@ -272,13 +272,7 @@ def _refuse(step: Step, reason: str) -> NoReturn:
     raise ConfigError(f"step {step.name!r} {reason}")
 
 
-_STEPS: Mapping[str, Callable[..., Step]] = {
-    "gather": Gather,
-    "vertex": Vertex,
-    "scatter": Scatter,
-    "edge": Edge,
-    "drop": Drop,
-}
+_STEPS: Mapping[str, Callable[..., Step]] = {kind.__name__.lower(): kind for kind in get_args(Step)}
 
 
 def _read_step(fields: Fields) -> Step:
@@ -366,10 +360,7 @@ class Program:
     @cached_property
     def weight_shapes(self) -> Shapes:
         """Shape of each weight by the user's name, in the order of the steps."""
-        shapes: Shapes = {}
-        for index in self.vertex_steps:
-            shapes |= self.weights_of(index)
-        return shapes
+        return {name: shape for at in self.vertex_steps for name, shape in self.weights_of(at).items()}
 
     def weights_of(self, index: int) -> Shapes:
         """Return the shape of each weight of Vertex step ``index`` by the user's name."""

@@ -402,6 +402,7 @@ class Work:
         found = program.steps[step]
         assert isinstance(found, Vertex | Edge)
         self._name, self._dtype = found.name, program.dtype
+        self._returned = f"what the stage of step {found.name!r} returned"
         self._direction, self._rematerialise = direction, rematerialise
         self._scale = 1 / program.num_train
         self._stage: VertexStage | EdgeStage
@@ -438,10 +439,6 @@ class Work:
             for half in (0, 1)
         )
         return Computed(first.rows + second.rows, add_gradients(first.gradients, second.gradients))
-
-    @property
-    def _returned(self) -> str:
-        return f"what the stage of step {self._name!r} returned"
 
     def _compute(self, weights: Rows, arrays: Rows, rows: int) -> Computed:
         stage, direction = self._stage, self._direction

@@ -129,11 +129,10 @@ def found_or_none(
 
 
 def _several(help: str, flag: str) -> Any:
-    return option(tuple, help, flag=flag, kind=list[str], parse=_as_tuple, panel=NETWORK, metavar="ID")
+    def parse(values: list[str], _flag: str) -> tuple[str, ...]:
+        return tuple(values)
 
-
-def _as_tuple(values: list[str], _flag: str) -> tuple[str, ...]:
-    return tuple(values)
+    return option(tuple, help, flag=flag, kind=list[str], parse=parse, panel=NETWORK, metavar="ID")
 
 
 @dataclass(frozen=True, kw_only=True)

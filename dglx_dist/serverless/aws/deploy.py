@@ -11,7 +11,7 @@ import time
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, final
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -328,19 +328,12 @@ def _drops_failures(client: Client, name: str) -> bool:
     return now is not None and _NO_RETRIES.items() <= now.items()
 
 
-class Compiled(NamedTuple):
-    """Requirements of a package's compiled files; None without such files."""
+def compiled_of(package: Path) -> tuple[int | None, str | None, int | None]:
+    """Return what the compiled files of the zip ``package`` need, each None without such files.
 
-    python: int | None
-    """Minor version: 12 for Python 3.12."""
-    architecture: str | None
-    """AWS's name: "x86_64" or "arm64"."""
-    glibc: int | None
-    """Minor version: 27 for glibc 2.27."""
-
-
-def compiled_of(package: Path) -> Compiled:
-    """Read the requirements of the zip ``package``; ConfigError if they are contradictory."""
+    (12, "arm64", 27) for Python 3.12, a processor by AWS's name, and glibc 2.27; ConfigError if they are
+    contradictory.
+    """
     kinds, needed = set[tuple[int, str]](), set[int]()
     aws_name = {machine: name for name, machine in ARCHITECTURES.items()}
     try:
@@ -361,7 +354,7 @@ def compiled_of(package: Path) -> Compiled:
             "--python`"
         )
     python, architecture = kinds.pop() if kinds else (None, None)
-    return Compiled(python, architecture, max(needed, default=None))
+    return python, architecture, max(needed, default=None)
 
 
 def runtime_for(deployment: Deployment, *, on_aws: bool) -> str:
@@ -369,15 +362,15 @@ def runtime_for(deployment: Deployment, *, on_aws: bool) -> str:
 
     ConfigError if the processor is another, or, ``on_aws``, if AWS's C library is too old.
     """
-    package, made = deployment.package, compiled_of(deployment.package)
-    if made.architecture not in (None, deployment.architecture):
+    package, (python, architecture, _) = deployment.package, compiled_of(deployment.package)
+    if architecture not in (None, deployment.architecture):
         raise ConfigError(
-            f"{package} is made for {made.architecture} and the function runs on "
+            f"{package} is made for {architecture} and the function runs on "
             f"{deployment.architecture}; give the same --architecture to `dglx lambda package` and `deploy`"
         )
     if on_aws and (problem := what_aws_lacks(package)):
         raise ConfigError(problem)
-    return f"python3.{sys.version_info.minor if made.python is None else made.python}"
+    return f"python3.{sys.version_info.minor if python is None else python}"
 
 
 def what_aws_lacks(package: Path) -> str:

@@ -95,24 +95,14 @@ class ReportReader:
                 return
 
     def _read(self) -> None:
-        more: dict[str, str] = {}
-        newest = self._since_ms
-        while True:
-            page = found_or_none(
-                f"could not read the log {self._group}",
-                self._client.exceptions.ResourceNotFoundException,
-                self._client.filter_log_events,
-                **{"logGroupName": self._group, "startTime": self._since_ms, "filterPattern": "REPORT"},
-                **more,
-            )
-            if page is None:
-                return  # the first invocation creates the log
-            for event in page["events"]:
-                newest = max(newest, int(event["timestamp"]))
-                self._take(read_report(event["message"]))
-            if not page.get("nextToken"):
-                break
-            more = {"nextToken": page["nextToken"]}
+        wanted = {"logGroupName": self._group, "startTime": self._since_ms, "filterPattern": "REPORT"}
+        pages = self._client.get_paginator("filter_log_events").paginate(**wanted)
+        what, missing = f"could not read {self._group}", self._client.exceptions.ResourceNotFoundException
+        found, newest = found_or_none(what, missing, pages.build_full_result), self._since_ms
+        # None: the first invocation creates the log.
+        for event in found["events"] if found is not None else ():
+            newest = max(newest, int(event["timestamp"]))
+            self._take(read_report(event["message"]))
         self._since_ms = max(self._since_ms, newest - _LOOK_BACK_MS)
 
     def _take(self, report: tuple[str, Invocation] | None) -> None:

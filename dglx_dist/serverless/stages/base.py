@@ -101,100 +101,48 @@ def leaky_relu(slope: float) -> Activation:
 def _elu(alpha: float) -> Activation:
     # h = z where z > 0, else alpha (exp(z) - 1)
     def apply(z: Array) -> Array:
-        out = np.minimum(z, 0)
-        np.expm1(out, out=out)
-        out *= alpha
-        out += np.maximum(z, 0)  # one of the two is 0
-        return out
+        # One of the two is 0.
+        return np.expm1(np.minimum(z, 0)) * alpha + np.maximum(z, 0)
 
     def pull_back(z: Array, gradient: Array) -> Array:
-        out = np.minimum(z, 0)
-        np.exp(out, out=out)
-        if alpha != 1:
-            out = np.where(z > 0, z.dtype.type(1), np.multiply(out, alpha, out=out))
-        out *= gradient
-        return out
+        slope = np.exp(np.minimum(z, 0))
+        return (slope if alpha == 1 else np.where(z > 0, z.dtype.type(1), slope * alpha)) * gradient
 
     return Activation(apply, pull_back)
 
 
 def _pull_back_tanh(z: Array, gradient: Array) -> Array:
-    out = np.tanh(z)
-    np.multiply(out, out, out=out)
-    np.subtract(1, out, out=out)
-    out *= gradient
-    return out
+    return (1 - np.square(np.tanh(z))) * gradient
 
 
 def _sigmoid(z: Array) -> Array:
     # From exp(-|z|), which never overflows and keeps small values.
     small = np.exp(-np.abs(z))
-    out = np.where(z >= 0, z.dtype.type(1), small)
-    small += 1
-    out /= small
-    return out
+    return np.where(z >= 0, z.dtype.type(1), small) / (small + 1)
 
 
 def _pull_back_sigmoid(z: Array, gradient: Array) -> Array:
     out = _sigmoid(z)
-    out *= 1 - out
-    out *= gradient
-    return out
+    return out * (1 - out) * gradient
 
 
-def _gelu_tanh(z: Array) -> Array:
-    out = _tanh_of_gelu(z)
-    out += 1
-    out *= z
-    out *= 0.5
-    return out
+def _tanh_of_gelu(z: Array) -> Array:
+    return np.tanh((z * z * _CUBIC + 1) * z * _INNER)
 
 
 def _pull_back_gelu_tanh(z: Array, gradient: Array) -> Array:
     tanh = _tanh_of_gelu(z)
-    inner = np.multiply(z, z)
-    inner *= 3 * _CUBIC * _INNER
-    inner += _INNER
-    inner *= z
-    inner *= 1 - tanh * tanh
-    inner += tanh
-    inner += 1
-    inner *= 0.5
-    inner *= gradient
-    return inner
-
-
-def _tanh_of_gelu(z: Array) -> Array:
-    out = np.multiply(z, z)
-    out *= _CUBIC
-    out += 1
-    out *= z
-    out *= _INNER
-    return np.tanh(out, out=out)
+    inner = (z * z * (3 * _CUBIC * _INNER) + _INNER) * z
+    return (inner * (1 - tanh * tanh) + tanh + 1) * 0.5 * gradient
 
 
 def _normal_distribution(z: Array) -> Array:
-    out = erf(np.multiply(z, math.sqrt(0.5)))
-    out += 1
-    out *= 0.5
-    return out
-
-
-def _gelu(z: Array) -> Array:
-    out = _normal_distribution(z)
-    out *= z
-    return out
+    return (erf(z * math.sqrt(0.5)) + 1) * 0.5
 
 
 def _pull_back_gelu(z: Array, gradient: Array) -> Array:
-    out = np.multiply(z, z)
-    out *= -0.5
-    np.exp(out, out=out)
-    out *= z
-    out *= 1 / math.sqrt(2 * math.pi)
-    out += _normal_distribution(z)
-    out *= gradient
-    return out
+    density = np.exp(z * z * -0.5)
+    return (density * z * (1 / math.sqrt(2 * math.pi)) + _normal_distribution(z)) * gradient
 
 
 _PLAIN = {
@@ -202,8 +150,8 @@ _PLAIN = {
     "relu": Activation(lambda z: np.maximum(z, 0), lambda z, gradient: np.multiply(gradient, z > 0)),
     "tanh": Activation(np.tanh, _pull_back_tanh),
     "sigmoid": Activation(_sigmoid, _pull_back_sigmoid),
-    "gelu": Activation(_gelu, _pull_back_gelu),
-    "gelu_tanh": Activation(_gelu_tanh, _pull_back_gelu_tanh),
+    "gelu": Activation(lambda z: _normal_distribution(z) * z, _pull_back_gelu),
+    "gelu_tanh": Activation(lambda z: (_tanh_of_gelu(z) + 1) * z * 0.5, _pull_back_gelu_tanh),
 }
 _WITH_PARAMETER = {"leaky_relu": ("slope", leaky_relu), "elu": ("alpha", _elu)}
 ACTIVATIONS = (*_PLAIN, *_WITH_PARAMETER)
@@ -351,11 +299,6 @@ def half_rows(rows: int, half: int) -> slice:
     """Return the part of ``rows`` rows in half 0 or 1; the first half has the odd row."""
     middle = (rows + 1) // 2
     return slice(middle, rows) if half else slice(0, middle)
-
-
-def column_sums(rows: Array) -> Array:
-    """Return the sum of all rows, (width,); zeros where there are none."""
-    return np.add.reduce(rows, axis=0)
 
 
 def is_wanted(wanted: Mask, index: int) -> bool:

@@ -20,7 +20,6 @@ from dglx_dist.serverless.stages.base import (
     Shapes,
     StageShapes,
     VertexStage,
-    column_sums,
     is_wanted,
     leaky_relu,
     read_activation,
@@ -75,7 +74,7 @@ class _Affine(VertexStage):
             if is_wanted(wanted, at):
                 of_inputs[at] = dz @ (weight if self._transposed else weight.T)
             of_weights.append(dz.T @ inputs[at] if self._transposed else inputs[at].T @ dz)
-        return Backward(tuple(of_inputs), (*of_weights, *([column_sums(dz)] if self._bias else [])))
+        return Backward(tuple(of_inputs), (*of_weights, *([dz.sum(axis=0)] if self._bias else [])))
 
     def _sum(self, weights: Rows, inputs: Rows) -> Array:
         if not self._inputs:
@@ -176,8 +175,8 @@ class LayerNorm(VertexStage):
         y, deviations = self._normalised(inputs[0])
         dz = self._activation.pull_back(self._scaled(weights, y), gradients[0])
         of_weights = [
-            *([column_sums(dz * y)] if self._scale else []),
-            *([column_sums(dz)] if self._bias else []),
+            *([(dz * y).sum(axis=0)] if self._scale else []),
+            *([dz.sum(axis=0)] if self._bias else []),
         ]
         if not is_wanted(wanted, 0):
             return Backward((None,), tuple(of_weights))
@@ -369,7 +368,7 @@ class AttentionFinish(VertexStage):
         spread = self._spread(self._after.pull_back(merged, gradients[0]))
         d_sums = self._activation.pull_back(before, spread)
         of_inputs = tuple(d_sums if is_wanted(wanted, index) else None for index in range(len(inputs)))
-        return Backward(of_inputs, (column_sums(d_sums),) if self._bias else ())
+        return Backward(of_inputs, (d_sums.sum(axis=0),) if self._bias else ())
 
     def _before(self, weights: Rows, inputs: Rows) -> Array:
         out = inputs[0]
@@ -449,7 +448,7 @@ class AttentionProject(VertexStage):
         if self._projects_residual:
             d_weights.append(gradients[3].T @ h)
         if self._residual_bias:
-            d_weights.append(column_sums(gradients[3]))
+            d_weights.append(gradients[3].sum(axis=0))
         if not is_wanted(wanted, 0):
             return Backward((None,), tuple(d_weights))
         dh: Array = dz @ matrix

@@ -324,7 +324,9 @@ def plan_trials(
         for depth, layer in enumerate(plan.layers):
             is_same = depth and layer is plan.layers[depth - 1]
             blocks.append(
-                blocks[-1].fresh() if is_same else halo_block(layer, nodes, LocalExchange(0), etype=EDGE_TYPE)
+                blocks[-1].local_var()
+                if is_same
+                else halo_block(layer, nodes, LocalExchange(0), etype=EDGE_TYPE)
             )
         yield blocks
 

@@ -312,20 +312,15 @@ class HaloBlock(DGLBlock):
         # A list, shared by blocks of other layers on the same structure: the lookup reads every edge.
         self._degrees: list[Tensor] = []
 
-    def fresh(self) -> HaloBlock:
-        """Return a copy with shared structure and columns, to which columns can be added."""
-        block: HaloBlock = self.local_var()
-        return block
-
     def through(self, exchange: Exchange) -> HaloBlock:
-        """Return a :meth:`fresh` block that uses ``exchange``, of a layer with equal structure."""
-        block = self.fresh()
+        """Return a :meth:`local_var` that uses ``exchange``, of a layer with equal structure."""
+        block: HaloBlock = self.local_var()
         block._exchange = exchange
         return block
 
     def of_own_rows(self) -> HaloBlock:
         """Return a copy whose source columns and out-degrees are those of own rows, for a layer of sums."""
-        block = self.fresh()
+        block: HaloBlock = self.local_var()
         block._is_of_own_rows = True
         # Kept, because a dropout that is recomputed refers to it weakly.
         self._copy_of_own_rows = block
@@ -464,7 +459,7 @@ def halo_block(
     etype: EdgeType = EDGE_TYPE,
     out_degrees: Callable[[Tensor], Tensor] | None = None,
 ) -> HaloBlock:
-    """Build the block of ``layer``, on the CPU; sends nothing. ``HaloBlock.fresh`` shares the structure.
+    """Build the block of ``layer``, on the CPU; sends nothing. ``local_var`` shares the structure.
 
     It has ``dgl.NID`` on both sides (of all sources) and ``dgl.EID`` on the edges. The first
     ``layer.own_rows`` of the (n,) int64 ``nodes`` are the global ids of the own rows. ``out_degrees`` maps

@@ -480,7 +480,7 @@ class FullGraphLoader(EpochLoader[HaloBatch, Batch]):
         # n_local / n_global to the gradient at the model's output.
         self._session.step_share = StepShare(num_local=1, num_global=self._session.topology.world_size)
         # A kept batch is delivered again, without the columns that a model sets.
-        blocks = [block.fresh() for block in batch.blocks]
+        blocks = [block.local_var() for block in batch.blocks]
         for block in blocks:
             block.step_number = self._epoch * len(self) + step
         blocks[-1].step_share = self._source.share(step, batch.plan)

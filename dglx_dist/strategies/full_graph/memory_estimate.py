@@ -125,7 +125,7 @@ def trace_memory(
         with torch.random.fork_rng(devices=[]):
             # The first step is not traced: it creates state that is kept (block formats, out-degrees).
             _step(copied, blocks, rows)
-            events = _recorded(copied, [block.fresh() for block in blocks], rows)
+            events = _recorded(copied, [block.local_var() for block in blocks], rows)
     except Exception as problem:
         raise ConfigError(
             f"the model failed on a tiny graph ({type(problem).__name__}: {problem}), which option memory "

@@ -567,10 +567,7 @@ class GraphServer:
         columns = Columns(first=0, last=rows.shape[1], width=rows.shape[1])
         stream, p = MODULES + step.call, step.probability
         kept = kept_entries(self._seed, epoch, stream, torch.from_numpy(ids), (columns,), p).numpy()
-        factors = kept.astype(rows.dtype)
-        factors *= 1 / (1 - p) if p < 1 else 0.0
-        factors *= rows
-        return factors
+        return kept.astype(rows.dtype) * (1 / (1 - p) if p < 1 else 0.0) * rows
 
     def _collect(self, interval: int, step: Scatter) -> None:
         nodes = self.part.nodes_of(interval)

@@ -176,9 +176,9 @@ def check_blocks(blocks: list[HaloBlock], rows: list[Tensor], whole: dgl.DGLGrap
         assert torch.equal(block.out_degrees([0]), whole.out_degrees(sources[:1]))
         assert torch.equal(block.in_degrees(), whole.in_degrees(rows[level]))
     # Own rows that the loader set are exchanged when messages read them, by functions of both kinds.
-    block = blocks[0].fresh()
+    block = blocks[0].local_var()
     block.set_own("h", x[rows[0]])
-    block = block.fresh()
+    block = block.local_var()
     assert torch.equal(block.srcdata["h"], x[rows[0]])
     whole.update_all(fn.copy_u("x", "m"), fn.sum("m", "sum"))
     for message in (lambda edges: {"m": edges.src["h"]}, fn.copy_u("h", "m")):
@@ -198,7 +198,7 @@ def check_blocks(blocks: list[HaloBlock], rows: list[Tensor], whole: dgl.DGLGrap
         close(conv(feat=h, graph=blocks[0]), expected)
         assert [tuple(call.args[0].shape) for call in called.call_args_list] == [(len(h), 4)] * 3
     # A function of the reduced rows sees them also on a rank without edges.
-    (own, targets), second = rows[1:], blocks[1].fresh()
+    (own, targets), second = rows[1:], blocks[1].local_var()
     close(reduced(second, x[own]), reduced(whole, x)[targets])
 
 

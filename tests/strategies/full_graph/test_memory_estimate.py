@@ -120,7 +120,7 @@ def allocated(model: nn.Module, plan: RankPlan) -> tuple[int, int]:
     rows = torch.zeros(len(plan.nodes), WIDTH)
     dropouts.begin(0, blocks[0].srcdata[dgl.NID])
     memory_estimate._step(model, blocks, rows)
-    events = memory_estimate._recorded(model, [block.fresh() for block in blocks], rows)
+    events = memory_estimate._recorded(model, [block.local_var() for block in blocks], rows)
     held: set[int] = set()
     running, peak, kept = 0, 0, 0
     for _, address, num_bytes in events:
