@@ -156,8 +156,9 @@ class RunOptions:
     task: Any = _of_task(
         AUTO_TASK,
         "classification (one class per node), multilabel (columns of 0 and 1, each with a binary "
-        "cross-entropy), regression (numbers, squared error) or link (edges of --target). auto, by the "
-        "labels: (N,) whole numbers, (N, C) of 0 and 1, or other floating-point numbers.",
+        "cross-entropy), regression (numbers, squared error of standardised ones) or link (edges of "
+        "--target). auto, by the labels: (N,) whole numbers, (N, C) of 0 and 1, or other floating-point "
+        "numbers.",
         check=one_of(*TASKS),
         kind=str,
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from dglx_dist.comm.collectives import broadcast_json, check_equal, gather_json, run_on_all_ranks
@@ -47,6 +47,7 @@ from dglx_dist.training.config import (
     FLOAT32,
     LESS_IS_BETTER,
     METRICS_OF,
+    REGRESSION,
     RunOptions,
     check_run,
     metrics_of,
@@ -54,6 +55,7 @@ from dglx_dist.training.config import (
     steps_between,
 )
 from dglx_dist.training.inference import check_evaluable, evaluate, labelled_type
+from dglx_dist.training.models import Layered
 from dglx_dist.training.relational import EntityInputs
 from dglx_dist.training.tasks import LinkPrediction as LinkPrediction
 from dglx_dist.training.tasks import (
@@ -62,6 +64,7 @@ from dglx_dist.training.tasks import (
     Task,
     class_weights,
     loss_of,
+    moments,
     read_task,
     warn_of_guesses,
 )
@@ -192,7 +195,7 @@ Evaluate = Callable[[WrappedModel], Mapping[str, float]]
 under their names, as ``val_mrr``.
 """
 
-_, _VALIDATION, _TEST = SPLITS
+_TRAIN, _VALIDATION, _TEST = SPLITS
 TRAINED_WITH, PRECISION = "strategy", "precision"
 """Keys in ``extra`` of a checkpoint: name and options of the strategy, and the cache that ``auto`` chose; the
 precision of forward passes."""
@@ -322,7 +325,7 @@ def train(
     config = settled(config, config.checkpoint_folder, g.session)
     of_groups = [{**group, "params": len(group["params"])} for group in optimizer.param_groups]
     check_equal(g.session, "the settings of the optimizer", of_groups)
-    config = _with_task(config, g)
+    config = _with_task(config, g, model.module)
     check_loop(config, strategy_of(g.session).traits, g.session.strategy)
     facts = _facts(g, config, optimizer)
     run = _Run(loader, g, config, _step_of(model, optimizer, sparse, config), facts)
@@ -360,8 +363,8 @@ def train(
     return replace(run.result, account=account, traffic=tracing.traffic_of(run.sent, g.session))
 
 
-def _with_task(config: FitConfig, g: DistGraph) -> FitConfig:
-    """Return ``config`` with task, loss, metrics and type of the nodes. Collective."""
+def _with_task(config: FitConfig, g: DistGraph, module: nn.Module) -> FitConfig:
+    """Return ``config`` with task, loss, metrics, node type; standardise a regression's model. Collective."""
     if not isinstance(config.task, str):
         return config
     ntype = labelled_type(g, config.label) if config.ntype is None else config.ntype
@@ -371,6 +374,10 @@ def _with_task(config: FitConfig, g: DistGraph) -> FitConfig:
         return replace(config, ntype=ntype)  # They take any labels.
     task, _ = read_task(g, ntype, config.label, config.task)
     weights = None if config.class_weight == "none" else class_weights(g, ntype, config.label, task)
+    has_targets = {config.label, _TRAIN} <= g.nodes[ntype].data.keys()
+    if task == REGRESSION and has_targets and config.loss is None and isinstance(module, Layered):
+        mean, weights = moments(g, ntype, config.label, _TRAIN)
+        module.standardise(mean, weights)
     metric = config.metric if config.evaluate else metrics_of(task, config.metric)
     return replace(config, ntype=ntype, task=task, metric=metric, loss=config.loss or loss_of(task, weights))
 
@@ -558,12 +565,8 @@ class _Run:
         resumed = checkpoint.load(folder, **vars(self._state))
         if self._session.topology.rank == 0:
             differ = _differences(extra, self._facts)
-            kept = (
-                f" of another configuration ({differ}); the optimizer's settings are its own"
-                if differ
-                else ""
-            )
-            log.warning("going on from %s%s", resumed.path, kept)
+            kept = f" of another configuration ({differ}); the optimizer's settings are its own"
+            log.warning("going on from %s%s", resumed.path, kept if differ else "")
         saved, self._saved_at = _Saved(resumed.extra), (resumed.epoch, resumed.step)
         self._next, self._evaluations_since_best = resumed.epoch, saved.evaluations_since_best
         best = saved.best
@@ -845,7 +848,6 @@ def _step_of(
 ) -> Step:
     options = common_fields(config, NodeClassification) | {"loss": config.loss or cross_entropy}
     task = config.own_task or NodeClassification(**options)
-    precision = config.precision or FLOAT32
     rows = optimizers_of(sparse)
     return Step(
         model=model,
@@ -853,7 +855,7 @@ def _step_of(
         task=task,
         sparse=rows,
         rates=[*(group["lr"] for group in optimizer.param_groups), *(one.lr for one in rows)],
-        precision=precision,
+        precision=config.precision or FLOAT32,
         schedule=config if _is_scheduled(config) else None,
     )
 

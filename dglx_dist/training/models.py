@@ -350,6 +350,20 @@ class Layered(nn.Module, ABC):
     """A model of one layer for each block."""
 
     num_layers: int
+    target_scale: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("target_scale", None)
+
+    def standardise(self, mean: Tensor, deviation: Tensor) -> None:
+        """Multiply scores, of C columns, by (C,) ``deviation`` and add (C,) ``mean`` from now on.
+
+        So the layers learn standardised targets of a regression, and scores stay in the unit of the labels.
+        """
+        # As bits: strategies average buffers of floating point over the ranks at each step.
+        bits = torch.stack([mean, deviation]).double().view(torch.int64)
+        self.target_scale = bits.to(next(self.parameters()).device)
 
     def forward(self, blocks: Any, h: Any) -> Any:
         """Map the (num_src, F) rows of the first block to (num_dst, C) scores of the last one's destinations.
@@ -370,7 +384,24 @@ class Layered(nn.Module, ABC):
 
     def inference_layers(self) -> list[InferenceLayer]:
         """Return one ``(block, h) -> h`` per layer, first layer first."""
-        return [partial(self._layer, depth) for depth in range(self.num_layers)]
+        *layers, last = (partial(self._layer, depth) for depth in range(self.num_layers))
+        return [*layers, last if self.target_scale is None else partial(self._in_unit, last)]
+
+    def _in_unit(self, last: InferenceLayer, block: Any, h: Any) -> Any:
+        assert self.target_scale is not None
+        mean, deviation = self.target_scale.view(torch.float64)
+
+        def scaled(rows: Tensor) -> Tensor:
+            if rows.shape[1:] != mean.shape:
+                return rows  # which the loss refuses
+            # Under autocast rows are bfloat16, which is too coarse for a large mean.
+            wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+            return wide * deviation.to(wide) + mean.to(wide)
+
+        scores = last(block, h)
+        if isinstance(scores, dict):
+            return {ntype: scaled(rows) for ntype, rows in scores.items()}
+        return scaled(scores)
 
     @abstractmethod
     def _layer(self, depth: int, block: Any, h: Any) -> Any:

@@ -87,15 +87,17 @@ def _is_binary(column: DistTensor, g: DistGraph, ntype: str) -> bool:
 def loss_of(task: str, weights: Tensor | None = None) -> LossFunction:
     """Return the loss; a mean with the ``weights`` of :func:`class_weights` divides by the number of rows.
 
-    So it is the mean over the ranks' means, which it is not divided by the sum of the weights.
+    So it is the mean over the ranks' means, which it is not divided by the sum of the weights. Those of a
+    regression are (K,) standard deviations, in units of which the error is squared.
     """
     if task == CLASSIFICATION:
         return F.cross_entropy if weights is None else partial(_weighted, weights)
-    return _squared_error if task == REGRESSION else partial(_binary, weights)
+    return partial(_squared_error if task == REGRESSION else _binary, weights)
 
 
-def _squared_error(scores: Tensor, labels: Tensor) -> Tensor:
-    return F.mse_loss(scores, _like(labels, scores))
+def _squared_error(deviation: Tensor | None, scores: Tensor, labels: Tensor) -> Tensor:
+    error = scores - _like(labels, scores)
+    return (error if deviation is None else error / deviation.to(error)).square().mean()
 
 
 def _check_columns(labels: Tensor | DistTensor, scores: Tensor | DistTensor) -> None:
@@ -150,6 +152,20 @@ def class_weights(g: DistGraph, ntype: str, label: str, task: str) -> Tensor:
     if is_class:
         return torch.where(ones > 0, number / (classes * ones), torch.tensor(0.0))
     return torch.where((ones > 0) & (ones < number), (number - ones) / ones, torch.tensor(1.0))
+
+
+def moments(g: DistGraph, ntype: str, label: str, mask: str) -> tuple[Tensor, Tensor]:
+    """Return the (K,) float64 means and standard deviations of the columns of the targets in ``mask``.
+
+    Collective. The deviation of targets that are equal in float32, or of none, is 1.
+    """
+    targets = _labels_of(g, ntype, label, mask).double()
+    targets = targets.reshape(len(targets), math.prod(targets.shape[1:]))
+    count = max(1, int(sum_over_ranks(torch.tensor([len(targets)]), g.session, phase=metrics.PHASE)))
+    mean = sum_over_ranks(targets.sum(0), g.session, phase=metrics.PHASE) / count
+    squares = sum_over_ranks((targets - mean).square().sum(0), g.session, phase=metrics.PHASE)
+    deviation = (squares / count).sqrt()
+    return mean, torch.where(deviation > torch.finfo(torch.float32).eps * mean.abs(), deviation, 1.0)
 
 
 def as_probabilities(task: str, scores: Tensor) -> Tensor:
@@ -215,27 +231,23 @@ def warn_of_guesses(task: str, found: Mapping[str, float], g: DistGraph, ntype: 
         why = f"{share:.4g}, the share of the largest class; see --metric f1_macro, --class-weight balanced"
         why = "1, as all test targets are of one class" if share == 1 else why
     elif task == REGRESSION and "test_rmse" in found:
-        labels = _test_labels(g, ntype, label)
-        labels = labels.double().reshape(-1, math.prod(labels.shape[1:]))
-        sums = torch.stack([labels, torch.ones_like(labels)]).sum(1)
-        total, count = sum_over_ranks(sums, g.session, phase=metrics.PHASE)
-        deviation = metrics.rmse((total / count).expand_as(labels), labels, g.session)
+        deviation = float(moments(g, ntype, label, SPLITS[2])[1].square().mean().sqrt())
         name, is_poor = "rmse", found["test_rmse"] > 0.9 * deviation
-        why = f"{deviation:.4g}, the standard deviation of the labels; train longer, or standardise them"
+        why = f"{deviation:.4g}, the standard deviation of the labels; train longer, or with another --lr"
     if is_poor and g.session.topology.rank == 0:
         log.warning("the test %s of %.4g is hardly better than %s", name, found[f"test_{name}"], why)
 
 
-def _test_labels(g: DistGraph, ntype: str, label: str) -> Tensor:
+def _labels_of(g: DistGraph, ntype: str, label: str, mask: str) -> Tensor:
     data, pieces = g.nodes[ntype].data, (slice(0, 0), *own_pieces(g, ntype))
-    return torch.cat([data[label][rows][data[SPLITS[2]][rows].bool()] for rows in pieces])
+    return torch.cat([data[label][rows][data[mask][rows].bool()] for rows in pieces])
 
 
 def _majority(g: DistGraph, ntype: str, label: str) -> float:
     """Return the share of the largest class among the test targets, -1 without classes. Collective."""
     if not (classes := g.dataset.manifest.num_classes.get(ntype, 0)):
         return -1.0
-    labels = _test_labels(g, ntype, label)
+    labels = _labels_of(g, ntype, label, SPLITS[2])
     counts = torch.bincount(labels[(labels >= 0) & (labels < classes)], minlength=classes)
     counts = sum_over_ranks(counts, g.session, phase=metrics.PHASE)
     return float(counts.max()) / max(1, int(counts.sum()))

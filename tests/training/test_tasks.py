@@ -24,7 +24,7 @@ from dglx_dist.training import metrics
 from dglx_dist.training.config import RunOptions, TrainConfig
 from dglx_dist.training.fit import needs_own_loop
 from dglx_dist.training.models import build_model
-from dglx_dist.training.tasks import class_weights, measure
+from dglx_dist.training.tasks import class_weights, measure, moments
 from tests.helpers.ranks import run_ranks
 
 NODES, LABELS = 60, 3
@@ -48,13 +48,15 @@ def labels(task: str) -> torch.Tensor:
         return (feat[:, :LABELS] > 0.3).float()
     if task == "regression":
         return feat[:, 0] * 2 + feat[:, 1]
+    if task == "far":
+        return 1e6 + 1e3 * labels("regression").double()
     return (feat[:, 0] > 1).long()
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tasks")
-    for task in ("multilabel", "regression", "classification"):
+    for task in ("multilabel", "regression", "far", "classification"):
         g = graph()
         g.ndata["label"] = labels(task)
         dx.partition_graph(g, task, 2, folder, part_method="random")
@@ -143,7 +145,8 @@ def plain_losses(
         if task == "multilabel":
             loss = F.binary_cross_entropy_with_logits(scores, truth[rows], pos_weight=weights)
         elif task == "regression":
-            loss = F.mse_loss(scores[:, 0], truth[rows])
+            deviation, mean = torch.std_mean(truth[rows], correction=0)
+            loss = F.mse_loss(scores[:, 0], (truth[rows] - mean) / deviation)
         else:
             each = F.cross_entropy(scores, truth[rows], reduction="none")
             loss = (each * (1 if weights is None else weights[truth[rows]])).mean()
@@ -189,6 +192,65 @@ def test_metrics_are_those_of_the_written_predictions(ranks: int, data: Path, tm
     summary = json.loads((out / "summary.json").read_text())
     assert summary["test_mae"] == pytest.approx(error.mean(), rel=1e-6)
     assert summary["test_rmse"] == pytest.approx(math.sqrt((error**2).mean()), rel=1e-6)
+
+
+@pytest.mark.parametrize("strategy", EXACT)
+def test_targets_far_from_0_are_learnt_as_well(strategy: str, data: Path, tmp_path: Path) -> None:
+    for task in ("regression", "far"):
+        run_ranks(_train, 2, args=(plan(data, task, tmp_path / task, strategy=strategy),))
+    near, far = (read_epochs(tmp_path / task) for task in ("regression", "far"))
+    # Scores of 1e6 are float32, whose last bit is 1/16.
+    assert [one.loss for one in far] == pytest.approx([one.loss for one in near], rel=1e-3)
+    found, expected = far[-1].metrics["test_rmse"], 1e3 * near[-1].metrics["test_rmse"]
+    assert found == pytest.approx(expected, rel=1e-3)
+    error = said_of(tmp_path / "far", "far") - labels("far").numpy()
+    assert math.sqrt((error[graph().ndata["test_mask"].numpy()] ** 2).mean()) == pytest.approx(
+        found, rel=1e-4
+    )
+
+
+def _fitted_far(folder: str) -> tuple[list[float], float, float]:
+    with dx.init("data_parallel"):
+        g = dx.DistGraph(folder)
+
+        def error(model: Any) -> dict[str, float]:
+            rows = dx.layerwise_inference(model, g)
+            share = slice(*g.get_node_partition_policy("_N").owned_range)
+            error = (rows[share][:, 0] - g.ndata["label"][share])[g.ndata["val_mask"][share]].abs()
+            return {"val_error": dx.reduce_mean(error.mean(), len(error))}
+
+        config = dx.FitConfig(epochs=2, evaluate=error, metric=("error",), show_progress=False)
+        model, found = dx.fit(build_model("sage", 8, 8, 1, dropout=0.0), g, config=config)
+        mean, deviation = moments(g, "_N", "label", "train_mask")
+        again = dx.evaluate(model, g, task="regression", metrics=["mae"])["val_mae"]
+        return [float(mean), float(deviation)], found.metrics["val_error"], again
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_scores_of_a_regression_are_in_the_unit_of_its_labels(ranks: int, data: Path) -> None:
+    known = labels("far")[graph().ndata["train_mask"]]
+    expected = [float(known.mean()), float(known.std(correction=0))]
+    for scale, by_own, by_evaluate in run_ranks(_fitted_far, ranks, args=(str(data / "far"),)):
+        assert scale == pytest.approx(expected, rel=1e-12)
+        assert by_own == pytest.approx(by_evaluate, rel=1e-5)
+        assert by_own < 1e4, "the labels are about 1e6"
+
+
+def test_scores_of_another_width_than_the_labels_are_refused(data: Path) -> None:
+    with (
+        dx.init("data_parallel"),
+        pytest.raises(ConfigError, match="must have a column for each of the labels"),
+    ):
+        dx.fit(build_model("sage", 8, 8, 3), dx.DistGraph(data / "far"), config=dx.FitConfig(epochs=1))
+
+
+def test_equal_targets_have_no_deviation(tmp_path: Path) -> None:
+    g = graph()
+    g.ndata["label"] = torch.full((NODES, 2), 1e6 + 1 / 3, dtype=torch.float64)
+    dx.partition_graph(g, "equal", 1, tmp_path)
+    with dx.init("data_parallel"):
+        _, deviation = moments(dx.DistGraph(tmp_path / "equal"), "_N", "label", "train_mask")
+        assert deviation.tolist() == [1.0, 1.0]
 
 
 def test_strategies_that_compute_the_loss_themselves_say_so(data: Path, tmp_path: Path) -> None:
@@ -273,7 +335,7 @@ def test_a_regression_no_better_than_the_mean_is_said(
 ) -> None:
     for lr, said in ((1e-9, 1), (0.05, 0)):
         caplog.clear()
-        _train(plan(data, "regression", tmp_path / str(lr), epochs=40, lr=lr))
+        _train(plan(data, "regression", tmp_path / str(lr), model="mlp", epochs=40, lr=lr))
         assert len([text for text in caplog.messages if "standard deviation of the labels" in text]) == said
 
 
