@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -156,6 +157,7 @@ def test_one_process_needs_no_launcher_and_resumes(dataset: Path, tmp_path: Path
     common = ("train", str(dataset), "--hidden", "8", "--fanout", "3,3", "--out", str(tmp_path))
     started = dglx(*common, "--epochs", "1", "--checkpoint-every", "1")
     assert "training epoch 0 ..." in started.stderr
+    assert re.search(r"^learning classification, \d+ classes$", started.stderr, re.MULTILINE)
     resumed = dglx(*common, "--epochs", "3")
     assert "training epochs 1 to 2 ..." in resumed.stderr
     # One line as each ends, though nobody looks at a terminal.
@@ -248,6 +250,7 @@ def training(dataset: Path, out: Path, *more: str, **how: Any) -> Iterator["subp
         **({"env": ENVIRONMENT} | how),
     )
     try:
+        assert process.stderr.readline().startswith("learning ")
         # The line comes when both ranks have met and training starts.
         assert "training" in process.stderr.readline()
         yield process

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import math
 import os
 import platform
 import runpy
@@ -31,6 +32,7 @@ from dglx_dist.auto import (
     plan_summary,
     resolve,
 )
+from dglx_dist.cli.common import say
 from dglx_dist.comm.collectives import check_equal, run_on_all_ranks
 from dglx_dist.comm.session import Session
 from dglx_dist.data.storage.files import machine_memory
@@ -51,6 +53,7 @@ from dglx_dist.training.checkpoint import read_extra
 from dglx_dist.training.config import (
     CLASSIFICATION,
     LINK,
+    MULTILABEL,
     NO_ENCODER,
     OWN_ARGUMENTS,
     RELATIONAL_KINDS,
@@ -204,9 +207,12 @@ def _inputs_of(
     return inputs, SparseAdam([*embeddings.values()], lr=plan.lr) if embeddings else None
 
 
+def _decoder_of(plan: TrainConfig, targets: Sequence[EdgeType]) -> str:
+    return plan.decoder or ("distmult" if len(targets) > 1 else "dot")
+
+
 def _build_link(plan: TrainConfig, g: DistGraph, targets: Sequence[EdgeType]) -> Built:
-    decoder = plan.decoder or ("distmult" if len(targets) > 1 else "dot")
-    etypes = g.canonical_etypes
+    decoder, etypes = _decoder_of(plan, targets), g.canonical_etypes
     if plan.model == NO_ENCODER:
         assert plan.embeddings is not None  # checked
         module = LinkModel(None, DECODERS[decoder](len(etypes), plan.embeddings), etypes)
@@ -311,6 +317,7 @@ def train_dataset(plan: TrainConfig) -> Trained:
             # Once the checkpoint is loaded: one that is damaged must not cost the results of the run.
             if writes:
                 start_run(folder, config, keep_metrics=plan.resume, plan=choice)
+                say(f"learning {what_is_learnt(plan, g, target)}")
 
         append = partial(append_epoch, folder) if writes else lambda _record: None
         wrapped, result = _fit(plan, g, target, built, facts, start, append)
@@ -350,6 +357,20 @@ def _prepared(plan: TrainConfig, g: DistGraph) -> tuple[TrainConfig, Target, Bui
         "edge_split": "80 / 10 / 10, keyed by the ends" if made else "masks of the dataset",
     }
     return replace(plan, metric=metrics_of(LINK, plan.metric)), targets, _build_link(plan, g, targets), notes
+
+
+def what_is_learnt(plan: TrainConfig, g: DistGraph, target: Target) -> str:
+    """Return the task with its size, as ``classification, 7 classes``."""
+    if not isinstance(target, str):
+        names = ", ".join(relation for _, relation, _ in target[:3])
+        names = names if len(target) <= 3 else f"{len(target)} edge types"
+        return f"link prediction on {names}, decoder {_decoder_of(plan, target)}"
+    if plan.task == CLASSIFICATION:
+        return f"{plan.task}, {g.num_classes(target)} classes"
+    width = math.prod(g.nodes[target].data[LABEL].shape[1:])
+    if plan.task == MULTILABEL:
+        return f"{plan.task}, {width} labels"
+    return plan.task if width == 1 else f"{plan.task}, {width} numbers"
 
 
 def train_seeds(plan: TrainConfig) -> Trained:

@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional as F
 
 import dglx_dist as dx
-from dglx_dist.cli.train_job import train_dataset
+from dglx_dist.cli.train_job import train_dataset, what_is_learnt
 from dglx_dist.comm.session import start_session
 from dglx_dist.errors import ConfigError
 from dglx_dist.report.run_folder import read_epochs
@@ -251,6 +251,25 @@ def test_equal_targets_have_no_deviation(tmp_path: Path) -> None:
     with dx.init("data_parallel"):
         _, deviation = moments(dx.DistGraph(tmp_path / "equal"), "_N", "label", "train_mask")
         assert deviation.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        ("classification", "classification, 2 classes"),
+        ("multilabel", f"multilabel, {LABELS} labels"),
+        ("regression", "regression"),
+    ],
+)
+def test_the_task_of_a_run_is_said(task: str, said: str, data: Path, tmp_path: Path) -> None:
+    with dx.init("data_parallel"):
+        config = TrainConfig(**{**plan(data, task, tmp_path), "task": task})
+        assert what_is_learnt(config, dx.DistGraph(data / task), "_N") == said
+        links = [("_N", name, "_N") for name in ("a", "b", "c", "d")]
+        assert what_is_learnt(config, dx.DistGraph(data / task), links[:1]).endswith("on a, decoder dot")
+        assert what_is_learnt(config, dx.DistGraph(data / task), links).endswith(
+            "4 edge types, decoder distmult"
+        )
 
 
 def test_strategies_that_compute_the_loss_themselves_say_so(data: Path, tmp_path: Path) -> None:
