@@ -1,7 +1,7 @@
 """Validation of raw graphs and assignments; errors name the column and the first wrong row."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from itertools import combinations
 
 import numpy as np
@@ -28,6 +28,8 @@ def check_raw_graph(graph: RawGraph, where: str) -> None:
             f"{where}: the graph has {graph.total_nodes} nodes and {graph.total_edges} edges; "
             f"there must be at least one of each"
         )
+    masks = [(name, one) for columns in graph.edge_data.values() for name, one in columns.items()]
+    selecting = {name for name, mask in masks if name in SPLITS and mask.any()}
     for edge_type, (source_ids, destination_ids) in graph.edges.items():
         source, relation, destination = edge_type
         for node_type in (source, destination):
@@ -41,7 +43,7 @@ def check_raw_graph(graph: RawGraph, where: str) -> None:
             raise DatasetError(f"{here}: {len(source_ids)} sources but {len(destination_ids)} destinations")
         check_ids(source_ids, graph.num_nodes[source], "src", here)
         check_ids(destination_ids, graph.num_nodes[destination], "dst", here)
-        check_columns(graph.edge_data.get(edge_type, {}), len(source_ids), None, here)
+        check_columns(graph.edge_data.get(edge_type, {}), len(source_ids), None, here, selecting)
     for node_type in {**graph.node_data, **graph.user_ids}:
         here = where if graph.is_homogeneous else f"{where}, nodes {node_type!r}"
         if node_type not in graph.num_nodes:
@@ -126,9 +128,17 @@ def first_repeat(values: Array) -> tuple[int, int] | None:
 
 
 def check_columns(
-    columns: Mapping[str, NodeColumn], num_rows: int, num_classes: int | None, where: str
+    columns: Mapping[str, NodeColumn],
+    num_rows: int,
+    num_classes: int | None,
+    where: str,
+    selecting: Collection[str] = (),
 ) -> None:
-    """Raise DatasetError unless the (num_rows, ...) columns of one node or edge type are valid."""
+    """Raise DatasetError unless the (num_rows, ...) columns of one node or edge type are valid.
+
+    Masks that are ``selecting`` rows of another type may select none of this one: a split may have no edge of
+    a rare relation.
+    """
     for name, column in columns.items():
         _check_length(column, num_rows, name, where)
         if isinstance(column, SparseRows):
@@ -137,7 +147,7 @@ def check_columns(
             is_label = name == LABEL and column.ndim == 1 and column.dtype.kind == "f"  # NaN: no target
             check_finite(np.where(np.isnan(column), 0, column) if is_label else column, name, where)
     splits = {name: columns[name] for name in SPLITS if name in columns}
-    masks = {name: _checked_mask(mask, name, where) for name, mask in splits.items()}
+    masks = {name: _checked_mask(one, name, where, name in selecting) for name, one in splits.items()}
     for (one, first), (two, second) in combinations(masks.items(), 2):
         both = first & second
         if both.any():
@@ -199,10 +209,10 @@ def _check_sparse(column: SparseRows, name: str, where: str) -> None:
         raise column_error(where, name, f"position {twice} is stored twice; add the values up", row)
 
 
-def _checked_mask(mask: NodeColumn, name: str, where: str) -> Array:
+def _checked_mask(mask: NodeColumn, name: str, where: str, may_be_empty: bool) -> Array:
     if isinstance(mask, SparseRows) or mask.dtype != np.bool_ or mask.ndim != 1:
         raise column_error(where, name, "must hold one boolean a row")
-    if not mask.any():
+    if not (may_be_empty or mask.any()):
         raise column_error(where, name, "selects no row; leave the column out when there is no such split")
     return mask
 

@@ -122,6 +122,20 @@ def test_bad_graphs_are_named_with_column_and_first_row(graph: RawGraph, message
         check_raw_graph(graph, WHERE)
 
 
+def test_a_mask_may_select_no_edge_of_one_type_but_not_of_all() -> None:
+    etypes = [("_N", name, "_N") for name in ("often", "rare")]
+    ends, masks = array(0, 1), [np.array([True, False]), np.zeros(2, bool)]
+    graph = RawGraph(
+        name="kg",
+        num_nodes={NODE_TYPE: 2},
+        edges=dict.fromkeys(etypes, (ends, ends)),
+        edge_data={etype: {"val_mask": mask} for etype, mask in zip(etypes, masks, strict=True)},
+    )
+    check_raw_graph(graph, WHERE)
+    with pytest.raises(DatasetError, match="edges 'often': column 'val_mask' selects no row"):
+        check_raw_graph(replace(graph, edge_data={etypes[0]: {"val_mask": masks[1]}}), WHERE)
+
+
 def test_a_label_of_too_many_classes_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     graph = replace(graph_with(label=array(0, 1, 2, 10**12)), num_classes={NODE_TYPE: 10**12 + 1})
     check_raw_graph(graph, WHERE)
