@@ -394,7 +394,11 @@ def _columns(table: Any, where: str, left_out: set[str]) -> dict[str, NodeColumn
     for stem in sorted({FEATURE, LABEL} - {*names}):
         numbered = {name: int(n[1]) for name in names if (n := re.fullmatch(rf"{stem}_?(\d+)", name))}
         if numbered:
-            columns[stem] = _stacked(table, sorted(numbered, key=numbered.__getitem__), where)
+            in_order = sorted(numbered, key=numbered.__getitem__)
+            if numbered[in_order[-1]] - numbered[in_order[0]] != len(in_order) - 1:
+                shown = ", ".join(in_order[:4]) + (" ..." if len(in_order) > 4 else "")
+                _LOG.warning("%s: columns %s are taken as %d, but skip a number", where, shown, len(in_order))
+            columns[stem] = _stacked(table, in_order, where)
             names = [name for name in names if name not in numbered]
     for name in names:
         if name in (LABEL, _SPLIT):
