@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import final
 
@@ -19,21 +20,18 @@ from rich.progress import (
 from rich.text import Text
 
 
-@final
+@dataclass(frozen=True)
 class Advance:
     """Handle of a progress bar; call it with the number of units done since the last call."""
 
-    def __init__(
-        self, move: Callable[[int], None], say: Callable[[str], None], show: Callable[[str], None]
-    ) -> None:
-        self._move = move
-        self.say = say
-        """Prints a line of text, above the bar if there is one; does nothing if progress is not enabled."""
-        self.show = show
-        """Shows the current state behind the description; does nothing without a bar."""
+    move: Callable[[int], None]
+    say: Callable[[str], None]
+    """Prints a line of text, above the bar if there is one; does nothing if progress is not enabled."""
+    show: Callable[[str], None]
+    """Shows the current state behind the description; does nothing without a bar."""
 
     def __call__(self, units: int) -> None:
-        self._move(units)
+        self.move(units)
 
 
 @contextmanager
@@ -100,9 +98,9 @@ def _lines(description: str, total: int, say: Callable[[str], None]) -> Callable
     return move
 
 
-def say(text: str) -> None:
+def say(text: str, style: str = "") -> None:
     """Print a line on standard error."""
-    Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print(text)
+    Console(stderr=True, soft_wrap=True).print(text, style=style, highlight=False, markup=False)
 
 
 def _nothing(_: object) -> None:

@@ -18,6 +18,7 @@ from rich.table import Table
 from dglx_dist.comm.topology import launched_by_torchrun, read_topology
 from dglx_dist.errors import ConfigError, DglxError
 from dglx_dist.options import Option, flag_of, options_of
+from dglx_dist.progress import say as say
 
 C = TypeVar("C")
 
@@ -49,10 +50,6 @@ def report_error(error: Exception, *, debug: bool) -> None:
 def write(text: str, style: str = "") -> None:
     """Write a line to standard output, brackets and colons as they are."""
     Console(highlight=False, soft_wrap=True, markup=False, emoji=False).print(text, style=style)
-
-
-def say(text: str, style: str = "") -> None:
-    Console(stderr=True, soft_wrap=True).print(text, style=style, highlight=False, markup=False)
 
 
 def warn(text: str) -> None:

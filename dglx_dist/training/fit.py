@@ -611,7 +611,7 @@ class _Run:
         if not self.has_epochs or self._config.evaluate is not None:
             return
         if is_node_task := self._config.own_task is None:
-            check_evaluable(self._step.model, self._g, **self._evaluate_options)
+            check_evaluable(self._step.model, self._g, self._evaluate_options)
         if not is_node_task or _VALIDATION not in self._g.nodes[str(self._config.ntype)].data:
             self._check_patience()
 

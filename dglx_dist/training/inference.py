@@ -224,8 +224,7 @@ def minibatch_inference(
     recomputes shared neighbours: prefer :func:`layerwise_inference`, with the same other arguments, result
     and errors, if the model defines its layers.
     """
-    if num_layers < 1:
-        raise ConfigError(f"num_layers={num_layers} must be at least 1")
+    _check_num_layers(num_layers)
     module = whole_of(model)
     return _infer(module, g, num_layers, [module], first_rows(g, feature, inputs), batch_size, ntypes)
 
@@ -486,29 +485,20 @@ def evaluate(  # noqa: PLR0913 - all optional
             rows.delete()
 
 
-def check_evaluable(  # noqa: PLR0913 - those of evaluate
-    model: nn.Module,
-    g: DistGraph,
-    *,
-    feature: str,
-    label: str,
-    batch_size: int,
-    num_layers: int | None,
-    ntype: str | None,
-    inputs: Inputs | None,
-    task: str,
-    metrics: Sequence[str],
-) -> None:
-    """Check the arguments of :func:`evaluate` without computing. Collective."""
-    ntype = labelled_type(g, label) if ntype is None else ntype
-    _names(g, None, label, ntype, task)
-    metrics_of(task, metrics)
-    first_rows(g, feature, inputs)
-    next(batches((0, 0), batch_size), None)
-    module = whole_of(model)
-    if num_layers is None:
-        layers_of(module, None, None)
-    elif num_layers < 1:
+def check_evaluable(model: nn.Module, g: DistGraph, options: Mapping[str, Any]) -> None:
+    """Check ``options``, all of a call of :func:`evaluate`, without computing. Collective."""
+    _names(g, None, options["label"], options["ntype"], options["task"])
+    metrics_of(options["task"], options["metrics"])
+    first_rows(g, options["feature"], options["inputs"])
+    next(batches((0, 0), options["batch_size"]), None)
+    if options["num_layers"] is None:
+        layers_of(whole_of(model), None, None)
+    else:
+        _check_num_layers(options["num_layers"])
+
+
+def _check_num_layers(num_layers: int) -> None:
+    if num_layers < 1:
         raise ConfigError(f"num_layers={num_layers} must be at least 1")
 
 

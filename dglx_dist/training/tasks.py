@@ -317,17 +317,11 @@ class LinkPrediction:
         positive, negative = model(blocks, rows, pairs, negative_pairs)
         if self.pair_loss is not None:
             negative = _of_each_edge(negative, pairs, negative_pairs)
-            return StepLoss(
-                loss=self.pair_loss(positive, negative),
-                num_targets=len(positive),
-                num_correct=(positive.detach()[:, None] > negative.detach()).all(1).sum(),
-            )
-        truth = torch.cat([torch.ones_like(positive), torch.zeros_like(negative)])
-        return StepLoss(
-            loss=self.loss(torch.cat([positive, negative]), truth),
-            num_targets=len(positive),
-            num_correct=(positive.detach() > 0).sum(),
-        )
+            loss, correct = self.pair_loss(positive, negative), (positive[:, None] > negative).all(1)
+        else:
+            truth = torch.cat([torch.ones_like(positive), torch.zeros_like(negative)])
+            loss, correct = self.loss(torch.cat([positive, negative]), truth), positive > 0
+        return StepLoss(loss=loss, num_targets=len(positive), num_correct=correct.sum())
 
 
 def _of_each_edge(negative: Tensor, pairs: Any, negative_pairs: Any) -> Tensor:
