@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -216,37 +216,19 @@ _CHAR_WIDTH = 0.008
 """Width of a letter relative to the picture; labels that do not fit are left out."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Row:
-    axes: Any
-    height: int
-    shown: tuple[float, float]
-    """Begin and end in seconds."""
+def _clipped(span: Span, shown: tuple[float, float]) -> tuple[float, float]:
+    """Return begin and end of ``span`` in milliseconds from the begin of what is ``shown``, in seconds."""
+    begin, end = shown
+    return 1e3 * (max(span.begin_s, begin) - begin), 1e3 * (min(span.end_s, end) - begin)
 
-    def _clipped(self, span: Span) -> tuple[float, float]:
-        begin, end = self.shown
-        return 1e3 * (max(span.begin_s, begin) - begin), 1e3 * (min(span.end_s, end) - begin)
 
-    def box(self, span: Span, number: int | None, hatch: str | None = None) -> None:
-        left, right = self._clipped(span)
-        color = UNNUMBERED if number is None else COLORS[number % len(COLORS)]
-        self.axes.barh(
-            self.height,
-            right - left,
-            left=left,
-            height=0.45 if is_wait(span) else 0.8,
-            color=WAITING if is_wait(span) else color,
-            edgecolor="white",
-            linewidth=0.4,
-            hatch=hatch,
-        )
-
-    def label(self, span: Span, text: str) -> None:
-        left, right = self._clipped(span)
-        width = _CHAR_WIDTH * len(text) * 1e3 * (self.shown[1] - self.shown[0])
-        if not is_wait(span) and right - left > width:
-            style = {"ha": "center", "va": "center", "fontsize": 6, "color": "white"}
-            self.axes.text((left + right) / 2, self.height, text, **style)
+def _draw_box(
+    axes: Any, height: int, ends: tuple[float, float], color: str, *, waits: bool, hatched: bool
+) -> None:
+    style = {"height": 0.45, "color": WAITING} if waits else {"height": 0.8, "color": color}
+    left, right = ends
+    hatch = "//" if hatched else None
+    axes.barh(height, right - left, left=left, edgecolor="white", linewidth=0.4, hatch=hatch, **style)
 
 
 def _within(spans: Sequence[Span], row: str, shown: tuple[float, float]) -> list[Span]:
@@ -353,14 +335,18 @@ def draw_trace(
     heading = f"{title}: {units} {first} to {last}, {overlap_text(trace)}"
     with _picture(path, (13, 1.4 + 0.38 * len(rows)), heading) as (axes,):
         for height, (_, spans) in enumerate(rows):
-            row = _Row(axes=axes, height=height, shown=shown)
             for place, span in enumerate(spans):
                 number, mark = (span.interval, " i") if by_epoch else (span.batch, "")
                 is_backward = by_epoch and span.name.startswith(_BACKWARD_PREFIXES)
-                row.box(span, number, hatch="//" if is_backward else None)
+                color = UNNUMBERED if number is None else COLORS[number % len(COLORS)]
+                ends, waits = _clipped(span, shown), is_wait(span)
+                _draw_box(axes, height, ends, color, waits=waits, hatched=is_backward)
                 label = names.get(span.name, span.name) + ("" if number is None else f"{mark}{number}")
                 # Nested spans come later and lie on top.
-                row.label(_longest_part(span, spans[place + 1 :]), label)
+                left, right = _clipped(_longest_part(span, spans[place + 1 :]), shown)
+                if not waits and right - left > _CHAR_WIDTH * len(label) * 1e3 * (shown[1] - shown[0]):
+                    style = {"ha": "center", "va": "center", "fontsize": 6, "color": "white"}
+                    axes.text((left + right) / 2, height, label, **style)
         axes.set(xlim=(0, 1e3 * (shown[1] - shown[0])), ylim=(len(rows) - 0.4, -0.6), xlabel="milliseconds")
         axes.set_yticks(range(len(rows)), [name for name, _ in rows], fontsize=8)
     return first, last
