@@ -161,24 +161,17 @@ def default_batch_size(strategy: str) -> int | None:
 def resolve(
     model: nn.Module, g: DistGraph, training: Training, checkpoints: str | Path | None
 ) -> tuple[Candidate, Choice | None]:
-    """Adopt the strategy of the newest checkpoint in ``checkpoints``, else choose one; collective."""
-    if checkpoints is not None and (found := adopt_checkpointed(g, checkpoints, training)) is not None:
-        return found, None
-    choice = choose_in_job(model, g, training)
-    return choice.predictions[choice.picked].candidate, choice
+    """Give the session the strategy of the newest checkpoint in ``checkpoints``, else choose one; collective.
 
-
-def adopt_checkpointed(g: DistGraph, folder: str | Path, training: Training) -> Candidate | None:
-    """Give the session the strategy of the newest checkpoint in ``folder``; collective.
-
-    A resumed run is not planned again: another strategy may be another estimator with other steps. Returns
-    None if there is no checkpoint, so that a strategy may be chosen. ConfigError: the checkpoint names no
-    strategy, or none that ``auto`` chooses, or these ranks cannot run it. CheckpointError: it is damaged.
+    A resumed run is not planned again: another strategy may be another estimator with other steps.
+    ConfigError: the checkpoint names no strategy, or none that ``auto`` chooses, or these ranks cannot run
+    it. CheckpointError: it is damaged.
     """
-    extra = checkpoint.read_extra(folder)
+    extra = None if checkpoints is None else checkpoint.read_extra(checkpoints)
     if extra is None:
-        return None
-    found = _read_checkpointed(extra.get(TRAINED_WITH), folder)
+        choice = choose_in_job(model, g, training)
+        return choice.predictions[choice.picked].candidate, choice
+    found = _read_checkpointed(extra.get(TRAINED_WITH), checkpoints)
     g.session.adopt(found.strategy, found.options)
     strategy_of(g.session)
     if found.cache is not None:
@@ -188,7 +181,7 @@ def adopt_checkpointed(g: DistGraph, folder: str | Path, training: Training) -> 
     with progress("choosing a strategy", 1, enabled=g.session.topology.rank == 0) as advance:
         advance(1)
         advance.say(f"resuming with {found.name}, the strategy of the checkpoint")
-    return found
+    return found, None
 
 
 def _fill_cache(
@@ -199,7 +192,7 @@ def _fill_cache(
     CACHE_CHOICE.set(g.session, {"policy": policy, "alpha": alpha})
 
 
-def _read_checkpointed(value: object, folder: str | Path) -> Candidate:
+def _read_checkpointed(value: object, folder: str | Path | None) -> Candidate:
     """Return the strategy that a checkpoint names, if ``auto`` could have chosen it.
 
     Checkpoints are untrusted files: options that lead to files or addresses are not taken from them.

@@ -477,38 +477,7 @@ class TrainConfig(RunOptions, ModelConfig):
                 raise ConfigError(f"--option {name} is no option of a strategy; see `dglx train --help`")
         super().__post_init__()
         check_run(self)
-        unknown = next((one for one in self.metric if one not in _METRICS), "")
-        checks = (
-            (
-                "recompute",
-                self.recompute != "none" and not takes(self.model, "recompute"),
-                f"left out with --model {self.model}: only layers of resgcn are computed again",
-            ),
-            (
-                "cache",
-                self.cache is not None and self.strategy == AUTO,
-                "left out with --strategy auto, which weighs caches itself (--option caches=false: none)",
-            ),
-            (
-                "save-embeddings",
-                self.save_embeddings is not None and self.layers < 2 and self.task != LINK,
-                "left out with --layers 1, whose only layer gives the scores",
-            ),
-            (
-                "scores",
-                self.scores and not self.predictions and self.task != LINK,
-                "given with --predictions DIR",
-            ),
-            ("metric", unknown != "", f"some of {', '.join(_METRICS)}{did_you_mean(unknown, _METRICS)}"),
-            (
-                "seeds",
-                min(self.seeds, default=0) < 0 or len(set(self.seeds)) < len(self.seeds),
-                "different numbers of at least 0",
-            ),
-            ("seed", bool(self.seed and self.seeds), "left out with --seeds"),
-            ("trace", bool(self.trace and self.seeds), "left out with --seeds: each run would replace it"),
-        )
-        check_values(self, (*checks, *self._link_checks()))
+        check_values(self, (*self._checks(), *self._link_checks()))
         if not self.out:
             folder = Path("runs") / f"{Path(self.data).absolute().name}-{self.strategy}"
             object.__setattr__(self, "out", str(folder))
@@ -528,8 +497,26 @@ class TrainConfig(RunOptions, ModelConfig):
         # Once: copies of the record are those of one run.
         object.__setattr__(self, "model_sha256", self.model_sha256 or found)
 
+    def _checks(self) -> Iterator[tuple[str, bool, str]]:
+        has_no_use = self.recompute != "none" and not takes(self.model, "recompute")
+        remedy = f"left out with --model {self.model}: only layers of resgcn are computed again"
+        yield "recompute", has_no_use, remedy
+        remedy = "left out with --strategy auto, which weighs caches itself (--option caches=false: none)"
+        yield "cache", self.cache is not None and self.strategy == AUTO, remedy
+        is_shallow = self.layers < 2 and self.task != LINK
+        remedy = "left out with --layers 1, whose only layer gives the scores"
+        yield "save-embeddings", self.save_embeddings is not None and is_shallow, remedy
+        has_no_use = self.scores and not self.predictions and self.task != LINK
+        yield "scores", has_no_use, "given with --predictions DIR"
+        unknown = next((one for one in self.metric if one not in _METRICS), "")
+        yield "metric", unknown != "", f"some of {', '.join(_METRICS)}{did_you_mean(unknown, _METRICS)}"
+        is_wrong = min(self.seeds, default=0) < 0 or len(set(self.seeds)) < len(self.seeds)
+        yield "seeds", is_wrong, "different numbers of at least 0"
+        yield "seed", bool(self.seed and self.seeds), "left out with --seeds"
+        yield "trace", bool(self.trace and self.seeds), "left out with --seeds: each run would replace it"
+
     def _link_checks(self) -> Iterator[tuple[str, bool, str]]:
-        auto = self.strategy == "auto"
+        auto = self.strategy == AUTO
         if self.task != LINK:
             yield "embeddings", self.embeddings is not None and auto, "left out with --strategy auto"
             defaults = {one.name: one.default for one in fields(self)}

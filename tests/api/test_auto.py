@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dglx_dist.api import DataLoader, choose_strategy, distribute, fit, init, wrap
-from dglx_dist.auto import Training, adopt_checkpointed, check_equal_servers, facts_of, read_auto_options
+from dglx_dist.auto import Training, check_equal_servers, facts_of, read_auto_options, resolve
 from dglx_dist.cli.train_job import train_dataset
 from dglx_dist.comm.topology import Topology
 from dglx_dist.errors import ConfigError
@@ -260,8 +260,7 @@ def test_a_checkpoint_that_auto_could_not_have_made_is_not_gone_on_with(
 ) -> None:
     with init(AUTO) as session:
         g = DistGraph(dataset, session=session)
-        assert adopt_checkpointed(g, tmp_path, Training()) is None
         checkpoint.save(tmp_path, model=torch.nn.Linear(1, 1), extra=told)
         with pytest.raises(ConfigError, match=said):
-            adopt_checkpointed(g, tmp_path, Training())
+            resolve(torch.nn.Linear(1, 1), g, Training(), tmp_path)
         g.close()
