@@ -9,17 +9,18 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dglx_dist.data.external_memory import Ranks, Workspace, concatenated, mapped, open_workspace, spill
 from dglx_dist.data.partition.balance import PartitionQuality, measure
-from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions, default_partitioner
+from dglx_dist.data.partition.base import PARTITIONERS
+from dglx_dist.data.partition.base import PartitionPlan as PartitionPlan
 from dglx_dist.data.partition.graph_views import MASKS, constraint_columns, has_column, pieces
 from dglx_dist.data.partition.hierarchical import assign_two_levels, with_trainer_ids
 from dglx_dist.data.partition.one_pass import COLUMNS, FEATURES
@@ -29,9 +30,7 @@ from dglx_dist.data.storage.files import discard, read_size
 from dglx_dist.data.storage.manifest import check_target, read_manifest
 from dglx_dist.data.storage.reader import graph_of, open_dataset
 from dglx_dist.data.storage.writer import (
-    FeatureDtype,
     check_ends,
-    check_feature_dtype,
     in_precision,
     sorting_budget,
     write_dataset,
@@ -47,64 +46,6 @@ _MANY_CONSTRAINTS = 10
 """A warning is logged for more balance weights than this, since they increase the cut."""
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PartitionPlan:
-    """Partitioning method, its options, and the format of the dataset; a wrong value is a ConfigError."""
-
-    num_parts: int
-    method: str | None = None
-    """Name of a partitioner; None: the default for the options."""
-    seed: int = 0
-    options: PartitionOptions = field(default_factory=PartitionOptions)
-    format: Literal["dglx", "dgl"] = "dglx"
-    overwrite: bool = False
-    trainers_per_part: int = 1
-    """t above 1: each part is split again, and nodes and edges get a ``trainer_id`` in [0, P x t)."""
-    feature_dtype: FeatureDtype | None = None
-    """Stored dtype of features, see :func:`in_precision`; None: unchanged."""
-    memory: str | None = None
-    """Limit such as "4GB": what does not fit is worked on in files; None: all is in memory."""
-    scratch: Path | None = None
-    """Folder for these files, on a disk; None: beside the dataset."""
-    add_reverse_edges: bool = False
-    """Of one edge type: an opposite edge for each that has none, with its columns but no mask. Of several:
-    types RELATION-rev, without columns."""
-    add_self_loops: bool = False
-    """For each node without one; columns are 1, masks False. Of graphs with one edge type."""
-    normalize_features: Literal["row"] | None = None
-    """``row``: each row of ``feat`` is divided by the sum of its absolute values, unless that is 0."""
-
-    def __post_init__(self) -> None:
-        if self.num_parts < 1:
-            raise ConfigError(f"the number of parts is {self.num_parts}; it must be at least 1")
-        if self.format not in ("dglx", "dgl"):
-            raise ConfigError(f"format is {self.format!r}; it is 'dglx' or 'dgl'")
-        if self.normalize_features not in (None, "row"):
-            raise ConfigError(f"normalize_features is {self.normalize_features!r}; it is 'row' or nothing")
-        if self.seed < 0:
-            raise ConfigError(f"the seed is {self.seed}; it must be at least 0")
-        if self.trainers_per_part < 1:
-            raise ConfigError(f"{self.trainers_per_part} trainers per part; there must be at least 1")
-        check_feature_dtype(self.feature_dtype)
-        if self.memory is not None:
-            read_size(self.memory)
-            if self.format == "dgl":
-                raise ConfigError("DGL's files are written from memory; leave out memory, or format 'dgl'")
-        elif self.scratch is not None:
-            raise ConfigError(
-                f"scratch {self.scratch} is for files of a limited memory; add memory, e.g. 4GB"
-            )
-        dtype = self.feature_dtype
-        dtypes = list(dtype.values()) if isinstance(dtype, Mapping) else [dtype]
-        if self.format == "dgl" and "bfloat16" in dtypes:
-            raise ConfigError("DGL's files cannot hold bfloat16; take float16, or format 'dglx'")
-
-    @property
-    def partitioner(self) -> str:
-        """Resolved name of the partitioner; UnknownNameError if it does not exist."""
-        return PARTITIONERS.resolve(self.method or default_partitioner(self.options))
 
 
 @contextmanager

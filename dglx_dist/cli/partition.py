@@ -10,10 +10,10 @@ from dglx_dist.cli.common import command, write
 from dglx_dist.comm.topology import launched_by_torchrun, read_topology
 from dglx_dist.data.external_memory import Ranks
 from dglx_dist.data.ingest.config import IngestPlan, read_config
-from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
+from dglx_dist.data.partition.base import PartitionOptions, PartitionPlan
 from dglx_dist.data.sources import FORMATS
 from dglx_dist.errors import ConfigError
-from dglx_dist.options import by_name, common_fields, literals, option
+from dglx_dist.options import common_fields, literals, option
 from dglx_dist.records import FEATURE, LABEL, SPLITS
 
 
@@ -63,8 +63,8 @@ def ingest(config: IngestCommand) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartitionCommand(PartitionOptions):
-    """Options of ``dglx partition``; those of PartitionPlan have its names."""
+class PartitionCommand(PartitionOptions, PartitionPlan):
+    """Options of ``dglx partition``."""
 
     data: str = option(
         ...,
@@ -72,45 +72,10 @@ class PartitionCommand(PartitionOptions):
         "`ogb:ogbn-arxiv`, a dataset of one part, as `dglx ingest` writes it.",
         metavar="DATA",
     )
-    num_parts: int = option(2, "Number of parts; independent of ranks and servers.", flag="--parts")
-    method: str | None = option(
-        None,
-        f"How to place nodes: {', '.join(PARTITIONERS.names())}. Without it: kaminpar for one balance "
-        "weight, metis for more.",
-    )
     out: Path = option(
         Path("data/partitioned"), "Folder to write; must not hold anything yet.", metavar="DIR"
     )
-    trainers_per_part: int = option(
-        1,
-        "Partition each part once more, by the same method, and store each node's trainer_id.",
-        flag="--trainers-per-server",
-        metavar="T",
-    )
-    feature_dtype: str | dict[str, str] | None = option(
-        None,
-        "Store features as float16, bfloat16 or float32: all of them, or feat=float16,x=bfloat16.",
-        metavar="TYPE",
-        parse=by_name,
-    )
-    memory: str | None = option(
-        None, "Memory of each process, e.g. 4GB; what does not fit is worked on in files.", metavar="SIZE"
-    )
-    scratch: Path | None = option(
-        None, "Folder on a disk for these files. Default: beside --out.", metavar="DIR"
-    )
-    add_reverse_edges: bool = option(
-        False,
-        "Store an opposite edge for each that has none; with several edge types, types RELATION-rev of the "
-        "opposite edges.",
-    )
-    add_self_loops: bool = option(False, "Store an edge from each node to itself.")
-    normalize_features: str | None = option(
-        None, "row: divide each row of feat by the sum of its absolute values.", metavar="row"
-    )
-    seed: int = option(0, "The same seed gives the same parts.")
-    format: str = option("dglx", "dglx, or dgl: what DGL's own load_partition reads.")
-    overwrite: bool = option(False, "Replace what is in DIR.")
+    num_parts: int = option(2, "Number of parts; independent of ranks and servers.", flag="--parts")
     source_options: Mapping[str, object] = option(
         dict,
         "Option of the dataset source; repeatable.",
@@ -154,10 +119,10 @@ def partition(config: PartitionCommand) -> None:
     """
     from dglx_dist.data.storage.files import return_memory
     from dglx_dist.data.storage.manifest import check_target
-    from dglx_dist.prepare import PartitionPlan, load_graph, open_work, partition_to_disk
+    from dglx_dist.prepare import load_graph, open_work, partition_to_disk
 
     options = PartitionOptions(**common_fields(config, PartitionOptions))
-    plan = PartitionPlan(**common_fields(config, PartitionPlan), options=options)
+    plan = PartitionPlan(**common_fields(config, PartitionPlan) | {"options": options})
     out, trainers = config.out, plan.trainers_per_part
     check_target(out, plan.overwrite)
     # A wrong name is an error before minutes of loading.

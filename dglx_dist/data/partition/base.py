@@ -1,19 +1,19 @@
-"""The partitioner interface, its options and the registry of partitioners."""
+"""The partitioner interface, the registry of partitioners, their options, and those of a partitioning."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from os import PathLike
 from pathlib import Path
 from typing import ClassVar, Literal
 
 from dglx_dist.data.external_memory import Workspace
-from dglx_dist.data.storage.files import readable_bytes
+from dglx_dist.data.storage.files import read_size, readable_bytes
 from dglx_dist.errors import ConfigError
-from dglx_dist.options import at_least, check_ranges, fractions, names, option, tolerances
+from dglx_dist.options import at_least, by_name, check_ranges, fractions, names, option, tolerances
 from dglx_dist.records import Assignment, RawGraph
 from dglx_dist.registry import Registry
 
@@ -205,3 +205,83 @@ def default_partitioner(options: PartitionOptions) -> str:
     """
     one_weight = len(options.constraints) == 1 and not {"ntype", "etype"} & set(options.constraints)
     return "kaminpar" if one_weight and options.objective == "cut" else "metis"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionPlan:
+    """Partitioning method, its options, and the format of the dataset; a wrong value is a ConfigError."""
+
+    num_parts: int
+    method: str | None = option(
+        None,
+        f"How to place nodes: {', '.join(PARTITIONERS.names())}. Without it: kaminpar for one balance "
+        "weight, metis for more.",
+    )
+    trainers_per_part: int = option(
+        1,
+        "Partition each part once more, by the same method, and store each node's trainer_id.",
+        flag="--trainers-per-server",
+        metavar="T",
+    )
+    """t above 1: each part is split again, and nodes and edges get a ``trainer_id`` in [0, P x t)."""
+    feature_dtype: str | Mapping[str, str] | None = option(
+        None,
+        "Store features as float16, bfloat16 or float32: all of them, or feat=float16,x=bfloat16.",
+        metavar="TYPE",
+        parse=by_name,
+    )
+    memory: str | None = option(
+        None, "Memory of each process, e.g. 4GB; what does not fit is worked on in files.", metavar="SIZE"
+    )
+    """None: all is in memory."""
+    scratch: Path | None = option(
+        None, "Folder on a disk for these files. Default: beside --out.", metavar="DIR"
+    )
+    add_reverse_edges: bool = option(
+        False,
+        "Store an opposite edge for each that has none; with several edge types, types RELATION-rev of the "
+        "opposite edges.",
+    )
+    """Of one edge type with its columns, but no mask; of several without columns."""
+    add_self_loops: bool = option(False, "Store an edge from each node to itself.")
+    """For each node without one; columns are 1, masks False. Of graphs with one edge type."""
+    normalize_features: Literal["row"] | None = option(
+        None, "row: divide each row of feat by the sum of its absolute values.", metavar="row", kind=str
+    )
+    seed: int = option(0, "The same seed gives the same parts.")
+    format: Literal["dglx", "dgl"] = option("dglx", "dglx, or dgl: what DGL's own load_partition reads.")
+    overwrite: bool = option(False, "Replace what is in DIR.")
+    options: PartitionOptions = field(default_factory=PartitionOptions)
+
+    def __post_init__(self) -> None:
+        # Imports Numba.
+        from dglx_dist.data.storage.writer import check_feature_dtype
+
+        if self.num_parts < 1:
+            raise ConfigError(f"the number of parts is {self.num_parts}; it must be at least 1")
+        if self.format not in ("dglx", "dgl"):
+            raise ConfigError(f"format is {self.format!r}; it is 'dglx' or 'dgl'")
+        if self.normalize_features not in (None, "row"):
+            raise ConfigError(f"normalize_features is {self.normalize_features!r}; it is 'row' or nothing")
+        if self.seed < 0:
+            raise ConfigError(f"the seed is {self.seed}; it must be at least 0")
+        if self.trainers_per_part < 1:
+            raise ConfigError(f"{self.trainers_per_part} trainers per part; there must be at least 1")
+        check_feature_dtype(self.feature_dtype)
+        if self.memory is not None:
+            read_size(self.memory)
+            if self.format == "dgl":
+                raise ConfigError("DGL's files are written from memory; leave out memory, or format 'dgl'")
+        elif self.scratch is not None:
+            raise ConfigError(
+                f"scratch {self.scratch} is for files of a limited memory; add memory, e.g. 4GB"
+            )
+        dtype = self.feature_dtype
+        dtypes = list(dtype.values()) if isinstance(dtype, Mapping) else [dtype]
+        if self.format == "dgl" and "bfloat16" in dtypes:
+            raise ConfigError("DGL's files cannot hold bfloat16; take float16, or format 'dglx'")
+
+    @property
+    def partitioner(self) -> str:
+        """Resolved name of the partitioner; UnknownNameError if it does not exist."""
+        return PARTITIONERS.resolve(self.method or default_partitioner(self.options))
