@@ -38,7 +38,7 @@ from dglx_dist.strategies.base import (
     float_of,
     strategy_of,
 )
-from dglx_dist.strategies.cost import Candidate, Cluster, Draws, ModelShape
+from dglx_dist.strategies.cost import Candidate, Cluster, Draws
 from dglx_dist.strategies.data_parallel import check_same_model
 from dglx_dist.training import checkpoint
 from dglx_dist.training.fit import TRAINED_WITH, FitResult
@@ -253,7 +253,11 @@ def choose_in_job(model: nn.Module, g: DistGraph, training: Training) -> Choice:
 def _choose(
     model: nn.Module, g: DistGraph, training: Training, options: AutoOptions, notify: Callable[[str], None]
 ) -> tuple[Choice, Draws | None]:
-    shape = _shape(model, g, training)
+    # A user's loop may have targets that are no labels; the width of the last layer is then unknown.
+    features, classes = g.ndata[FEATURE].shape[1], g.dataset.manifest.num_classes.get(g.ntypes[0], 1)
+    given: dict[str, Any] = {"kind": training.kind or "", "hidden": training.hidden or 0}
+    given["guessed"] = training.kind is None
+    shape = shape_of_module(model, features, classes, training.num_layers, **given)
     notify("probing the links")
     cluster = _cluster(g.session, options, float_of(model).device)
     layers, epoch = len(shape.layers), min(1, training.epochs - 1)
@@ -284,20 +288,6 @@ def _choose(
     name = broadcast_json("" if choice.taken is None else choice.taken.candidate.name, g.session)
     names = [one.candidate.name for one in choice.predictions]
     return replace(choice, picked=names.index(str(name)) if name else -1), draws
-
-
-def _shape(model: nn.Module, g: DistGraph, training: Training) -> ModelShape:
-    # A user's loop may have targets that are no labels; the width of the last layer is then unknown.
-    features, classes = g.ndata[FEATURE].shape[1], g.dataset.manifest.num_classes.get(g.ntypes[0], 1)
-    return shape_of_module(
-        model,
-        features,
-        classes,
-        training.num_layers,
-        kind=training.kind or "",
-        hidden=training.hidden or 0,
-        guessed=training.kind is None,
-    )
 
 
 def check_equal_servers(topology: Topology) -> None:
@@ -392,17 +382,14 @@ def facts_of(model: nn.Module, session: Session, result: FitResult) -> dict[str,
     held = torch.cuda.max_memory_reserved(device) if on_gpu else None
     peaks: Sequence[Any] = gather_json([peak(), held], session)
     on_device = [of_rank for _, of_rank in peaks if of_rank is not None]
+    accuracies = {"val_accuracy": result.val_accuracy, "test_accuracy": result.test_accuracy}
     return {
         "strategy": session.strategy,
         "precision": result.precision,
         "ranks": session.topology.world_size,
         "servers": session.topology.num_servers,
         "task": result.task,
-        **(
-            {"val_accuracy": result.val_accuracy, "test_accuracy": result.test_accuracy}
-            if result.accuracy
-            else {}
-        ),
+        **(accuracies if result.accuracy else {}),
         **result.metrics,
         **({} if result.best_epoch is None else {"best_epoch": result.best_epoch}),
         **({"stopped_early": True} if result.stopped_early else {}),

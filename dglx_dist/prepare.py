@@ -260,8 +260,9 @@ def _placed(graph: RawGraph, plan: PartitionPlan, workspace: Workspace | None) -
         return _Split(parts=parts, quality=measure(graph, parts))
     size = (plan.num_parts, plan.trainers_per_part)
     split = assign_two_levels(graph, plan.partitioner, plan.options, size, plan.seed, workspace)
-    of_trainers = _trainer_figures(measure(graph, split.trainers))
-    quality = measure(graph, split.parts)
+    found, quality = measure(graph, split.trainers), measure(graph, split.parts)
+    kept = ("num_parts", "num_nodes", "num_edges", "edge_cut", "balance", "missed")
+    of_trainers = {name: getattr(found, name) for name in kept}
     return _Split(parts=split.parts, quality=quality, trainers=split.trainers, of_trainers=of_trainers)
 
 
@@ -461,11 +462,6 @@ def _normalized(column: Array) -> Iterator[Array]:
 def _divided(values: Array, sums: Array) -> Array:
     dtype = values.dtype if values.dtype.kind == "f" else np.float32
     return np.divide(values, np.where(sums > 0, sums, 1)).astype(dtype)
-
-
-def _trainer_figures(quality: PartitionQuality) -> dict[str, object]:
-    kept = ("num_parts", "num_nodes", "num_edges", "edge_cut", "balance", "missed")
-    return {name: getattr(quality, name) for name in kept}
 
 
 def content_key(graph: RawGraph, plan: PartitionPlan) -> str:

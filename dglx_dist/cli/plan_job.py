@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
 
 from dglx_dist.api import init
 from dglx_dist.auto import batch_assumptions, draws_of
@@ -87,7 +88,7 @@ def measured(plan: PlanConfig, notify: Notify | None = None) -> tuple[Measured, 
 
 def _from_figures(plan: PlanConfig) -> tuple[Measured, tuple[Candidate, ...]]:
     graph, cluster = _stats_of(plan), cluster_of(plan)
-    shape = _shape(plan, graph.features, plan.hidden, graph.classes)
+    _, shape = _built(plan, graph.features, plan.hidden, graph.classes)
     trace = trace_of_widths(shape)
     partitioned = _is_partitioned(plan, graph.structure_bytes)
     draws, batches = _draws_of(plan), None
@@ -193,11 +194,8 @@ def _measured_on(
     plan: PlanConfig, g: DistGraph, cluster: Cluster, notify: Notify | None
 ) -> tuple[Measured, tuple[Candidate, ...]]:
     features, classes = g.ndata[FEATURE].shape[1], g.num_classes(g.ntypes[0])
-    module = build_model(
-        plan.model, features, plan.hidden, classes, plan.layers, heads=plan.heads, graph=g, **plan.between
-    )
+    module, shape = _built(plan, features, plan.hidden, classes, g)
     module.to(g.session.device)
-    shape = shape_of_module(module, features, classes, plan.layers, kind=plan.model, hidden=plan.hidden)
     here, assumptions = len(os.sched_getaffinity(0)), []
     if cluster.cores > here:
         cores = plural(cluster.cores, "core")
@@ -260,12 +258,13 @@ def _is_partitioned(plan: PlanConfig, structure_bytes: int) -> bool:
     return plan.servers > 1 and structure_bytes > machine // 2
 
 
-def _shape(plan: PlanConfig, features: int, hidden: int, classes: int) -> ModelShape:
+def _built(
+    plan: PlanConfig, features: int, hidden: int, classes: int, g: DistGraph | None = None
+) -> tuple[nn.Module, ModelShape]:
+    sizes = (features, hidden, classes, plan.layers)
     with torch.random.fork_rng(devices=[]):
-        module = build_model(
-            plan.model, features, hidden, classes, plan.layers, heads=plan.heads, **plan.between
-        )
-    return shape_of_module(module, features, classes, plan.layers, kind=plan.model, hidden=hidden)
+        module = build_model(plan.model, *sizes, heads=plan.heads, graph=g, **plan.between)
+    return module, shape_of_module(module, features, classes, plan.layers, kind=plan.model, hidden=hidden)
 
 
 def _regions(plan: PlanConfig, known: Measured, candidates: Sequence[Candidate]) -> Regions:
@@ -275,6 +274,6 @@ def _regions(plan: PlanConfig, known: Measured, candidates: Sequence[Candidate])
     widths = {plan.hidden, *(-(-hidden // heads) * heads for hidden in MAP_WIDTHS)}
     shapes = {plan.hidden: known.shape}
     for hidden in widths - {plan.hidden}:
-        shapes[hidden] = _shape(plan, graph.features, hidden, graph.classes)
+        _, shapes[hidden] = _built(plan, graph.features, hidden, graph.classes)
     rates = [_PAYLOAD / 8 * bits for bits in np.geomspace(*MAP_BITS_PER_S, MAP_STEPS)]
     return find_regions(known, candidates, constraints_of(plan), shapes, [float(rate) for rate in rates])

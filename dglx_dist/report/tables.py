@@ -148,6 +148,7 @@ def summarise(facts: Mapping[str, object], epochs: Sequence[EpochRecord]) -> dic
     ``checkpoint_seconds`` are those in which training stood still for checkpoints, of all epochs.
     """
     warm = list(epochs[1:]) or list(epochs)
+    hits, misses = sum(e.cache_hits for e in warm), sum(e.cache_misses for e in warm)
     return {
         **facts,
         "epochs": len(epochs),
@@ -155,16 +156,11 @@ def summarise(facts: Mapping[str, object], epochs: Sequence[EpochRecord]) -> dic
         "samples_per_second": median(e.samples_per_second for e in warm) if warm else None,
         "bytes_inside": round(fmean(e.bytes_inside for e in warm)) if warm else 0,
         "bytes_outside": round(fmean(e.bytes_outside for e in warm)) if warm else 0,
-        **_cache_figures(warm),
+        # No rate if no row of a cached tensor was remote.
+        **({"cache_hit_rate": hits / (hits + misses)} if hits + misses else {}),
         **({"checkpoint_seconds": pauses} if (pauses := sum(e.checkpoint_s for e in epochs)) else {}),
         "phase_seconds": phase_seconds(warm),
     }
-
-
-def _cache_figures(epochs: Sequence[EpochRecord]) -> dict[str, object]:
-    # No rate if no row of a cached tensor was remote.
-    hits, misses = sum(e.cache_hits for e in epochs), sum(e.cache_misses for e in epochs)
-    return {"cache_hit_rate": hits / (hits + misses)} if hits + misses else {}
 
 
 def run_title(summary: Mapping[str, object], config: Mapping[str, object]) -> str:

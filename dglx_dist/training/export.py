@@ -158,7 +158,11 @@ def _write_share(
         rows = next(iter(columns.values()))
         ntype, (first, last) = str(rows.part_policy.type_name), rows.part_policy.owned_range
         path = Path(subfolder) / f"part-{rank:05d}.parquet"
-        kinds = {ID: _id_type(g, ntype), **{name: _row_type(one) for name, one in columns.items()}}
+        is_text = g.dataset.manifest.user_ids.get(ntype) == "string"
+        kinds = {
+            ID: pa.string() if is_text else pa.int64(),
+            **{name: _row_type(one) for name, one in columns.items()},
+        }
         schema = pa.schema([*kinds.items(), *([(CLASS, pa.string())] if classes else [])])
         row_bytes = 8 + sum(math.prod(one.shape[1:]) * max(one.dtype.itemsize, 4) for one in columns.values())
         step = max(ROW_GROUP_BYTES // row_bytes, 1)
@@ -188,10 +192,6 @@ def _finish(partial: Path, target: Path, files: list[Any], overwrite: bool) -> N
     with named_failures(target):
         (partial / INDEX).write_text(text, encoding="utf-8")
         place_folder(partial, target, overwrite, _WHAT, _is_export)
-
-
-def _id_type(g: DistGraph, ntype: str) -> pa.DataType:
-    return pa.string() if g.dataset.manifest.user_ids.get(ntype) == "string" else pa.int64()
 
 
 def _row_type(rows: DistTensor) -> pa.DataType:

@@ -433,11 +433,8 @@ def _differences(saved: Mapping[str, Any], facts: Mapping[str, object]) -> str:
     now = json.loads(json.dumps(facts))
     before = {**now, **saved.get(_FACTS, {})}
     differ = [name for name in now if json.dumps(before[name]) != json.dumps(now[name])]
-    more = f" and {len(differ) - _SHOWN} more" if len(differ) > _SHOWN else ""
-    return ", ".join(f"{name}: {before[name]} -> {now[name]}" for name in differ[:_SHOWN]) + more
-
-
-_SHOWN = 4
+    more = f" and {len(differ) - 4} more" if len(differ) > 4 else ""
+    return ", ".join(f"{name}: {before[name]} -> {now[name]}" for name in differ[:4]) + more
 
 
 def _facts(g: DistGraph, config: FitConfig, optimizer: torch.optim.Optimizer) -> dict[str, object]:
@@ -721,8 +718,7 @@ class _Run:
     def _next_stop(self) -> int:
         # The loader of a trainer has one step an epoch.
         config = self._config
-        every = [config.eval_every] if config.eval_every else []
-        every += [self._steps_between] if self._steps_between else []
+        every = [number for number in (config.eval_every, self._steps_between) if number]
         return min([config.epochs, *((self._next // number + 1) * number for number in every)])
 
     def _finish(self, record: EpochRecord) -> EpochRecord:
@@ -775,8 +771,8 @@ class _Run:
         config = self._config
         options = {name: getattr(config, name) for name in ("feature", "label", "num_layers", "ntype")}
         inputs = None if config.inputs is None else config.inputs.tensors
-        options |= {"batch_size": config.eval_batch_size, "inputs": inputs}
-        return {**options, "task": config.task, "metrics": config.metric}
+        options |= {"batch_size": config.eval_batch_size, "inputs": inputs, "task": config.task}
+        return {**options, "metrics": config.metric}
 
     def _patience_is_over(self) -> bool:
         patience = self._config.patience

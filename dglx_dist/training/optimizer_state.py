@@ -77,12 +77,13 @@ def join_optimizer(
     pieces = {name: parameter for name, parameter in model.module.named_parameters() if name in local}
     of_pieces = {path: value for path, value in tensors.items() if _name(path) in pieces}
     scalars = {name: values for name, values in plain["scalars"].items() if name in pieces}
-    local_state = {
-        "tensors": {path: _described(value, pieces[_name(path)]) for path, value in of_pieces.items()},
-        "scalars": scalars,
-    }
+    found = {}
+    for path, value in of_pieces.items():
+        # The values are only needed if they are not split like the parameter.
+        values = None if value.shape == pieces[_name(path)].shape else value.tolist()
+        found[path] = {"dtype": dtype_name(value), "values": values}
     described: dict[str, Any] = {}
-    for of_rank in reversed(gather_json(local_state, session)):
+    for of_rank in reversed(gather_json({"tensors": found, "scalars": scalars}, session)):
         assert isinstance(of_rank, dict)
         described |= of_rank["tensors"]
         scalars |= of_rank["scalars"]
@@ -108,12 +109,6 @@ def cut_optimizer(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, 
 
 def _name(path: str) -> str:
     return path.rpartition("/")[0]
-
-
-def _described(value: Tensor, parameter: Tensor) -> dict[str, Any]:
-    # The values are only needed if they are not split like the parameter.
-    values = None if value.shape == parameter.shape else value.tolist()
-    return {"dtype": dtype_name(value), "values": values}
 
 
 _SCALARS = (int, float, bool, str, type(None))

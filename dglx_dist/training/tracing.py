@@ -9,7 +9,7 @@ from dataclasses import asdict
 from importlib import metadata
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeAlias, final
+from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 from dglx_dist.comm.collectives import Clock, broadcast_json, gather_json, measure_clock, run_on_all_ranks
@@ -56,78 +56,78 @@ def recording(file: str | Path | None, num_steps: int, session: Session) -> Iter
     if file is None or session.timeline.on:
         yield lambda: None
         return
-    path = Path(file).absolute()
+    path, timeline, steps = Path(file).absolute(), session.timeline, 0
     check_trace(path, session)
     # The trace of an earlier run that failed would mislead beside the new one.
     run_on_all_ranks(session, lambda: remove_trace(path_of_rank(path, session.topology.rank)))
-    recorder = _Recorder(path, num_steps, session, measure_clock(session))
-    session.timeline.start()
+
+    def step() -> None:
+        nonlocal steps
+        steps += 1
+        if steps == num_steps:
+            timeline.on = False
+
+    clock = measure_clock(session)
+    timeline.start()
     try:
-        yield recorder.step
-        session.timeline.on = False
-        trace = recorder.gather()
+        yield step
+        timeline.on = False
+        ranks = _gathered(_spans_of(session, clock), session)
     except BaseException:
-        session.timeline.on = False
-        recorder.write_own()
+        timeline.on = False
+        _write_own(path, _trace([_spans_of(session, clock)], steps, num_steps, session), session)
         raise
-    run_on_all_ranks(session, lambda: write_trace(path, trace) if trace is not None else None)
+    run_on_all_ranks(
+        session, lambda: write_trace(path, _trace(ranks, steps, num_steps, session)) if ranks else None
+    )
 
 
-@final
-class _Recorder:
-    def __init__(self, path: Path, num_steps: int, session: Session, clock: Clock) -> None:
-        self._path, self._num_steps, self._session, self._clock = path, num_steps, session, clock
-        self._steps = 0
+def _spans_of(session: Session, clock: Clock) -> RankSpans:
+    rank, timeline = session.topology.rank, session.timeline
+    return RankSpans(
+        rank=rank,
+        host=session.hosts[rank],
+        spans=shifted_by(tuple(timeline.spans), clock.offset_s),
+        clock_error_s=clock.error_s,
+        dropped=timeline.dropped,
+    )
 
-    def step(self) -> None:
-        self._steps += 1
-        if self._steps == self._num_steps:
-            self._session.timeline.on = False
 
-    def gather(self) -> TraceFile | None:
-        """Return the trace of all ranks on rank 0, None on the others. Collective."""
-        session, own, ranks = self._session, asdict(self._own()), []
-        for source in range(session.topology.world_size):
-            # One after the other: the spans of a rank may have megabytes.
-            one: Any = broadcast_json(own, session, source)
-            if session.topology.rank == 0:
-                ranks.append(RankSpans(**one | {"spans": tuple(Span(**span) for span in one["spans"])}))
-        return self._trace(ranks) if ranks else None
+def _gathered(own: RankSpans, session: Session) -> list[RankSpans]:
+    """Return the spans of all ranks on rank 0, none on the others. Collective."""
+    ranks, sent = [], asdict(own)
+    for source in range(session.topology.world_size):
+        # One after the other: the spans of a rank may have megabytes.
+        one: Any = broadcast_json(sent, session, source)
+        if session.topology.rank == 0:
+            ranks.append(RankSpans(**one | {"spans": tuple(Span(**span) for span in one["spans"])}))
+    return ranks
 
-    def write_own(self) -> None:
-        # A failure is only logged, so that it does not hide the error that ended training.
-        path = path_of_rank(self._path, self._session.topology.rank)
-        try:
-            check_replaceable(path)
-            write_trace(path, self._trace([self._own()]))
-        except StorageError as error:
-            log.warning("%s", error)
-        else:
-            log.warning("training failed; the trace of this rank is in %s", path)
 
-    def _own(self) -> RankSpans:
-        rank, timeline = self._session.topology.rank, self._session.timeline
-        return RankSpans(
-            rank=rank,
-            host=self._session.hosts[rank],
-            spans=shifted_by(tuple(timeline.spans), self._clock.offset_s),
-            clock_error_s=self._clock.error_s,
-            dropped=timeline.dropped,
-        )
+def _write_own(path: Path, trace: TraceFile, session: Session) -> None:
+    # A failure is only logged, so that it does not hide the error that ended training.
+    path = path_of_rank(path, session.topology.rank)
+    try:
+        check_replaceable(path)
+        write_trace(path, trace)
+    except StorageError as error:
+        log.warning("%s", error)
+    else:
+        log.warning("training failed; the trace of this rank is in %s", path)
 
-    def _trace(self, ranks: Sequence[RankSpans]) -> TraceFile:
-        topology = self._session.topology
-        facts = {
-            "strategy": self._session.strategy,
-            "options": without_keys(self._session.options),
-            "seed": self._session.seed,
-            "ranks": topology.world_size,
-            "servers": topology.num_servers,
-            "steps": self._steps,
-            "steps_recorded": min(self._steps, self._num_steps),
-            "versions": {name: metadata.version(name) for name in ("dglx_dist", "torch", "dgl")},
-        }
-        return TraceFile(ranks=tuple(ranks), facts=facts)
+
+def _trace(ranks: Sequence[RankSpans], steps: int, num_steps: int, session: Session) -> TraceFile:
+    facts = {
+        "strategy": session.strategy,
+        "options": without_keys(session.options),
+        "seed": session.seed,
+        "ranks": session.topology.world_size,
+        "servers": session.topology.num_servers,
+        "steps": steps,
+        "steps_recorded": min(steps, num_steps),
+        "versions": {name: metadata.version(name) for name in ("dglx_dist", "torch", "dgl")},
+    }
+    return TraceFile(ranks=tuple(ranks), facts=facts)
 
 
 def traffic_of(sent: Counter[Pair], session: Session) -> dict[str, list[list[int]]]:
