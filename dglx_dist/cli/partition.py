@@ -1,7 +1,7 @@
 """``dglx ingest`` and ``dglx partition``."""
 
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,7 +132,7 @@ def partition(config: PartitionCommand) -> None:
             return_memory()
         with open_work(config.data, out, plan, ranks, **config.source_options) as workspace:
             graph = load_graph(config.data, workspace=workspace, **config.source_options)
-            tell = write if ranks.is_first else _ignore
+            tell: Callable[..., None] = write if ranks.is_first else lambda *_, **_style: None
             tell(
                 f"{graph.name}: {graph.total_nodes} nodes, {graph.total_edges} edges; "
                 f"{plan.num_parts} parts by {chosen}"
@@ -160,7 +160,3 @@ def partition(config: PartitionCommand) -> None:
     folder = shlex.quote(str(out))
     following = f"; next: dglx inspect {folder}, dglx train {folder}" if plan.format == "dglx" else ""
     tell(f"written to {out}{following}")
-
-
-def _ignore(_text: str, style: str = "") -> None:
-    pass

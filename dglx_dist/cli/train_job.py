@@ -347,9 +347,14 @@ def _prepared(plan: TrainConfig, g: DistGraph) -> tuple[TrainConfig, Target, Bui
     """Return the plan with task and metrics, its target, the model, notes for the summary; collective."""
     if plan.task != LINK:
         ntype = _check_trainable(plan, g)
-        plan, width = _with_task(plan, g, ntype)
-        return plan, ntype, build(plan, g, ntype, width), {}
-    targets = _check_link(plan, g)
+        task, width = read_task(g, ntype, LABEL, plan.task)
+        plan = replace(plan, task=task, metric=metrics_of(task, plan.metric))
+        return plan, ntype, build(plan, g, ntype, width or g.num_classes(ntype)), {}
+    if plan.model != NO_ENCODER:
+        _check_inputs(plan, g)
+    targets = run_on_all_ranks(g.session, lambda: link_targets(g, plan.target), ConfigError)
+    if not sum(map(g.num_edges, targets)):
+        raise ConfigError(f"{g.dataset.folder} has no edges of {targets[0]}; name others with --target")
     made = split_edges(g, targets)
     notes: dict[str, object] = {
         "task": LINK,
@@ -388,13 +393,6 @@ def train_seeds(plan: TrainConfig) -> Trained:
     return replace(last, summary=summary)
 
 
-def _with_task(plan: TrainConfig, g: DistGraph, ntype: str) -> tuple[TrainConfig, int]:
-    """Return ``plan`` with its task and metrics, and the width of the scores, by the labels. Collective."""
-    task, width = read_task(g, ntype, LABEL, plan.task)
-    plan = replace(plan, task=task, metric=metrics_of(task, plan.metric))
-    return plan, width or g.num_classes(ntype)
-
-
 def _configuration(plan: TrainConfig, g: DistGraph, folder: Path) -> dict[str, object]:
     """Return what a resumed run must have in common; ConfigError if it differs. Collective."""
     facts = configuration_of(plan, g.dataset.manifest.checksum)
@@ -417,16 +415,6 @@ def with_defaults(plan: TrainConfig) -> TrainConfig:
         depth=ahead if plan.depth is None else plan.depth,
         loader_threads=ahead if plan.loader_threads is None else plan.loader_threads,
     )
-
-
-def _check_link(plan: TrainConfig, g: DistGraph) -> list[EdgeType]:
-    """Check that ``g`` has the types and data that the model of links needs; return the edge types."""
-    if plan.model != NO_ENCODER:
-        _check_inputs(plan, g)
-    targets = run_on_all_ranks(g.session, lambda: link_targets(g, plan.target), ConfigError)
-    if not sum(map(g.num_edges, targets)):
-        raise ConfigError(f"{g.dataset.folder} has no edges of {targets[0]}; name others with --target")
-    return targets
 
 
 def _check_trainable(plan: TrainConfig, g: DistGraph) -> str:
