@@ -428,6 +428,7 @@ def distribute_dataset(dataset: dgl.data.DGLDataset, **options: Any) -> DistData
 
     Args:
         dataset: Of one graph, like ``AsNodePredDataset(...)`` or ``CoraGraphDataset()``; rank 0's counts.
+        options: Of :func:`distribute`.
 
     Raises:
         ConfigError: ``dataset`` is no dataset, or has several graphs, or an argument cannot be honoured.
@@ -509,7 +510,9 @@ def DataLoader(g: DistGraph, indices: Any, graph_sampler: Any, **options: Any) -
     without destinations.
 
     Args:
+        g: The distributed graph.
         indices: (K,) this rank's seeds, as :func:`node_split` gives them; may be empty.
+        graph_sampler: A sampler of ``dgl.dataloading``, such as ``NeighborSampler([10, 25])``.
         options: ``batch_size``, ``shuffle``, ``drop_last``, ``seed``, ``depth`` and others; see
             :class:`dglx_dist.dataloading.loader.DataLoader`.
 
@@ -530,7 +533,9 @@ def DistEdgeDataLoader(g: DistGraph, eids: Any, graph_sampler: Any, **options: A
     graphs without edges.
 
     Args:
+        g: The distributed graph.
         eids: This rank's edges, as :func:`edge_split` gives them, or a dict of them by edge type.
+        graph_sampler: As of :func:`DataLoader`.
         options: ``exclude``, ``reverse_eids``, ``reverse_etypes``, ``negative_sampler`` and those of
             :func:`DataLoader`; see :class:`dglx_dist.dataloading.edge_loader.DistEdgeDataLoader`.
 

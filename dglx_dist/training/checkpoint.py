@@ -308,7 +308,9 @@ def save(  # noqa: PLR0913 - one for each thing that can be saved
 
     Args:
         folder: The run's checkpoints, on a disk that all ranks share.
+        model: Wrapped or plain.
         optimizer: Any of torch's, over the model's parameters.
+        loader: Its position is saved.
         sparse: Optimiser of embeddings, which are saved with its state; or several.
         epoch: Next epoch to run if ``step`` is 0, else the current one.
         step: Completed steps of that epoch.
@@ -551,7 +553,7 @@ class Checkpoints:
 
     Args:
         folder: On a disk that all ranks share.
-        optimizer: As for :func:`save`, which ``sparse`` is, too.
+        model: As for :func:`save`, which ``optimizer`` and ``sparse`` are, too.
         loader: Its position is saved, and set when it resumes: the next iteration has the rest of its epoch.
         every: Epochs between checkpoints, or steps: ``"200steps"``.
         keep: Number of newest checkpoints that stay; None: all.

@@ -59,7 +59,9 @@ def write_embeddings(
 
     Args:
         rows: One tensor over the nodes of one type, or node type to such a tensor.
+        g: The graph of these nodes.
         folder: Must not exist, or be empty, unless ``overwrite``.
+        name: Of the column of ``rows``.
         overwrite: Replace the result of an earlier call.
         more: More columns, of the same nodes; only where ``rows`` is one tensor.
         classes: Names of the values of ``rows``, (N,) numbers of classes then: the column ``class``.

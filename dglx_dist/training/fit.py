@@ -303,9 +303,13 @@ def train(
     and Ctrl-C save a checkpoint after the step and raise :class:`Stopped` on all ranks.
 
     Args:
+        model: Of :func:`dglx_dist.wrap`.
         loader: Yields ``(input_nodes, output_nodes, blocks)`` with features and labels attached, or batches
             for ``config.task``.
+        optimizer: Over the parameters of ``model``.
         g: The graph that the loader samples; evaluated on its masks.
+        config: Epochs, evaluation, checkpoints; None: the defaults.
+        callbacks: Called after each epoch with its record.
         sparse: Optimisers of embeddings, stepped and saved with ``optimizer``.
 
     Raises:

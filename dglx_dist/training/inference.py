@@ -179,6 +179,7 @@ def layerwise_inference(  # noqa: PLR0913 - all but two have defaults
 
     Args:
         model: Wrapped or plain, equal on all ranks; in evaluation mode during the call.
+        g: The distributed graph.
         feature: Node data of the first layer; every node type must have it.
         inputs: Replaces ``feature``: a tensor (features, or ``embedding.weight``) for a graph of one node
             type, else one per node type. The first layer gets a dictionary if this is one.
@@ -444,14 +445,16 @@ def evaluate(  # noqa: PLR0913 - all optional
 
     Args:
         model: Wrapped or plain, equal on all ranks.
+        g: The distributed graph.
         masks: Names of boolean node data; by default the existing ones of train, val and test masks.
         label: (N,) integer node data; rows below 0 have no label and do not count.
         num_layers: For a model without ``inference_layers()``: the number of blocks that it takes; each batch
             then computes its whole neighbourhood (:func:`minibatch_inference`).
         ntype: Type of the classified nodes; optional if only one type has ``label``.
-        inputs: Replaces ``feature``, by node type; see :func:`layerwise_inference`.
+        feature, batch_size, inputs: As of :func:`layerwise_inference`.
         output: For a model with several outputs: key or position of the scores.
         task: ``classification``, or ``multilabel`` or ``regression``, which have no accuracy by mask.
+        metrics: Some of those of the ``task``, as ``f1_macro``.
 
     Returns:
         Mask to accuracy, nan if a mask has no labelled node; and the metrics.
