@@ -794,9 +794,7 @@ def _check_inputs(g: DistGraph, inputs: EntityInputs | None) -> None:
 
 def training_nodes(g: DistGraph, ntype: str) -> Tensor:
     """Return this rank's share of the ``train_mask`` of one type."""
-    nodes = node_split(g.nodes[ntype].data["train_mask"], g.get_partition_book(), ntype)
-    assert isinstance(nodes, Tensor)
-    return nodes
+    return node_split(g.nodes[ntype].data["train_mask"], g.get_partition_book(), ntype)
 
 
 def _node_loader(

@@ -184,6 +184,10 @@ def literals(words: Sequence[str], flag: str) -> dict[str, object]:
     return {name: _literal(value) for name, value in pairs(words, flag).items()}
 
 
+named_values = partial(option, dict, flag="--option", metavar="NAME=VALUE", kind=list[str], parse=literals)
+"""As :func:`option`, for ``--option NAME=VALUE``, which may be repeated."""
+
+
 def _literal(text: str) -> object:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"

@@ -13,7 +13,7 @@ from dglx_dist.data.ingest.config import IngestPlan, read_config
 from dglx_dist.data.partition.base import PartitionOptions, PartitionPlan
 from dglx_dist.data.sources import FORMATS
 from dglx_dist.errors import ConfigError
-from dglx_dist.options import common_fields, literals, option
+from dglx_dist.options import common_fields, named_values, option
 from dglx_dist.records import FEATURE, LABEL, SPLITS
 
 
@@ -76,14 +76,7 @@ class PartitionCommand(PartitionOptions, PartitionPlan):
         Path("data/partitioned"), "Folder to write; must not hold anything yet.", metavar="DIR"
     )
     num_parts: int = option(2, "Number of parts; independent of ranks and servers.", flag="--parts")
-    source_options: Mapping[str, object] = option(
-        dict,
-        "Option of the dataset source; repeatable.",
-        flag="--option",
-        metavar="NAME=VALUE",
-        kind=list[str],
-        parse=literals,
-    )
+    source_options: Mapping[str, object] = named_values("Option of the dataset source; repeatable.")
 
 
 _LONGEST_WAIT_S = 6 * 3600.0

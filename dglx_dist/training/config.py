@@ -23,7 +23,7 @@ from dglx_dist.options import (
     check_ranges,
     check_values,
     in_option,
-    literals,
+    named_values,
     names,
     one_of,
     option,
@@ -103,7 +103,8 @@ _MAX_BITS_PER_S = 10**14
 """Above the limit of tc, for links between accelerators inside of a server."""
 _MOST_NODES, _MOST_EDGES, _MOST_COLUMNS = 10**15, 10**21, 10**6
 """Larger values are typing errors."""
-_rate = in_option(partial(Rate.parse, most=_MAX_BITS_PER_S))
+_rate = partial(_of_servers, None, metavar="RATE", parse=in_option(partial(Rate.parse, most=_MAX_BITS_PER_S)))
+_size = partial(_of_servers, None, metavar="SIZE", parse=in_option(read_size))
 
 
 Every: TypeAlias = int | str
@@ -347,14 +348,7 @@ class TrainConfig(RunOptions, ModelConfig):
     servers: int | None = option(
         None, "Treat the ranks as if they were on this number of machines. Default: one."
     )
-    strategy_options: Mapping[str, object] = option(
-        dict,
-        "Option of the strategy; repeatable.",
-        flag="--option",
-        metavar="NAME=VALUE",
-        kind=list[str],
-        parse=literals,
-    )
+    strategy_options: Mapping[str, object] = named_values("Option of the strategy; repeatable.")
     timeout_s: float = option(300.0, "Seconds that a rank may be silent.", flag="--timeout", check=ABOVE_ZERO)
     seed: int = option(
         0, "Of weights, order and samples, which are equal on any number of ranks.", check=at_least(0)
@@ -581,38 +575,21 @@ class PlanConfig(ChoiceOptions, ModelConfig):
     ranks_per_server: int | None = _of_servers(
         None, "Processes on each, in place of --ranks.", check=at_least(1)
     )
-    external: Rate | None = _of_servers(
-        None,
-        "Of a server's card, e.g. 10gbit. Default: 1gbit.",
-        flag="--bandwidth-external",
-        metavar="RATE",
-        parse=_rate,
+    external: Rate | None = _rate(
+        "Of a server's card, e.g. 10gbit. Default: 1gbit.", flag="--bandwidth-external"
     )
-    internal: Rate | None = _of_servers(
-        None,
-        "Between the ranks of a server, together.",
-        flag="--bandwidth-internal",
-        metavar="RATE",
-        parse=_rate,
-    )
+    internal: Rate | None = _rate("Between the ranks of a server, together.", flag="--bandwidth-internal")
     latency_ms: float | None = _of_servers(
         None, "Of a message between servers. Default: 0.5.", check=at_least(0)
     )
     cores: float | None = _of_servers(None, "Of a rank. Default: as this machine's.", check=ABOVE_ZERO)
     """Of a rank; None: this machine's, divided by the ranks that share it."""
-    memory_bytes: int | None = _of_servers(
-        None,
-        "Of a rank, e.g. 16GB (10^9 bytes each). Default: as here.",
-        flag="--memory",
-        metavar="SIZE",
-        parse=in_option(read_size),
+    memory_bytes: int | None = _size(
+        "Of a rank, e.g. 16GB (10^9 bytes each). Default: as here.", flag="--memory"
     )
-    device_memory_bytes: int | None = _of_servers(
-        None,
+    device_memory_bytes: int | None = _size(
         "Of a rank's GPU, e.g. 80GB (10^9 bytes each). Default: as here, if the model is timed on a GPU.",
         flag="--device-memory",
-        metavar="SIZE",
-        parse=in_option(read_size),
     )
     here: bool = _of_servers(False, "All servers are this machine.")
     """As under ``dglx train --servers`` and scripts/netlab."""

@@ -112,9 +112,8 @@ class EntityInputs:
         if ntype in self._embeddings:
             return self._embeddings[ntype](data[dgl.NID], block.device)
         if self.feature in data:
-            rows = data[self.feature]
-            assert isinstance(rows, Tensor)
-            return rows
+            attached: Tensor = data[self.feature]
+            return attached
         rows = self._g.nodes[ntype].data[self.feature][data[dgl.NID]]
         # As loaders do.
         return rows.float() if rows.dtype in HALVES else rows
@@ -216,8 +215,7 @@ class RelationalModel(Layered):
 
     def _projected(self, ntype: str, rows: Tensor) -> Tensor:
         if module_name(ntype) in self.project:
-            projected = self.project[module_name(ntype)](rows)
-            assert isinstance(projected, Tensor)
+            projected: Tensor = self.project[module_name(ntype)](rows)
             return projected
         if rows.shape[1] != self.hidden:
             raise ConfigError(
