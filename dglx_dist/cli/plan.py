@@ -43,7 +43,7 @@ def plan(config: PlanConfig) -> None:
     if picture is not None:
         check_picture(picture, "--map", "map.png")
     with libraries_on_stderr():
-        choice, regions = make_plan(config, notify, with_map=picture is not None)
+        choice, regions = make_plan(config, notify)
     if picture is not None and regions is not None:
         _draw(config, choice, regions, picture, quiet=as_json)
     if as_json:

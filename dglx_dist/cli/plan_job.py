@@ -68,17 +68,15 @@ def _draws_of(plan: PlanConfig) -> Draws | None:
     return draws_of(plan, plan.layers, plan.fanouts, plan.batch_size, epoch=_EPOCH)
 
 
-def make_plan(
-    plan: PlanConfig, notify: Notify | None = None, *, with_map: bool = False
-) -> tuple[Choice, Regions | None]:
+def make_plan(plan: PlanConfig, notify: Notify | None = None) -> tuple[Choice, Regions | None]:
     """Predict every way to train, and choose one; one process calls it. ``notify`` gets each next step.
 
-    ``with_map``: return the winners at other hidden widths and bandwidths, too.
+    For a ``picture``, return the winners at other hidden widths and bandwidths, too.
 
     ConfigError: the dataset lacks what training needs, or parts for the servers. StorageError: it is damaged.
     """
     known, candidates = measured(plan, notify)
-    regions = _regions(plan, known, candidates) if with_map else None
+    regions = None if plan.picture is None else _regions(plan, known, candidates)
     return choose(candidates, known, constraints_of(plan)), regions
 
 

@@ -231,11 +231,6 @@ def _draw_box(
     axes.barh(height, right - left, left=left, edgecolor="white", linewidth=0.4, hatch=hatch, **style)
 
 
-def _within(spans: Sequence[Span], row: str, shown: tuple[float, float]) -> list[Span]:
-    begin, end = shown
-    return [span for span in spans if span.row == row and span.end_s > begin and span.begin_s < end]
-
-
 def has_intervals(trace: TraceFile) -> bool:
     """Whether the trace is of a strategy that trains in intervals."""
     return any(span.row == GRAPH_SERVER for rank in trace.ranks for span in rank.spans)
@@ -249,9 +244,7 @@ _NOTHING = "nothing fits"
 _GAINS = (1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 
 
-def draw_regions(
-    regions: Regions, path: str | Path, *, title: str, here: tuple[int, float] | None = None
-) -> None:
+def draw_regions(regions: Regions, path: str | Path, *, title: str, here: tuple[int, float]) -> None:
     """Draw the regions into a PNG file, with lines of equal gain over the usual strategy.
 
     A star shows ``here``, the hidden width and bytes per second of the plan.
@@ -264,8 +257,7 @@ def draw_regions(
     with _picture(path, (9, 5.5), title) as (axes,):
         axes.pcolormesh(bits, regions.hidden, grid, cmap=ListedColormap(colors), norm=norm, shading="nearest")
         _draw_gains(axes, bits, regions)
-        if here is not None:
-            axes.plot([8 * here[1] / 1e9], [here[0]], "*", markersize=14, color="#222222")
+        axes.plot([8 * here[1] / 1e9], [here[0]], "*", markersize=14, color="#222222")
         axes.set(xscale="log", xlabel="Gbit/s of payload between servers", ylabel="hidden width")
         axes.set_yscale("log", base=2)
         axes.set_yticks(list(regions.hidden), [str(width) for width in regions.hidden])
@@ -354,8 +346,9 @@ def draw_trace(
 
 def _rows_of(rank: RankSpans, shown: tuple[float, float], by_epoch: bool) -> Iterator[tuple[str, list[Span]]]:
     kinds = (GRAPH_SERVER, WORKER, PARAMETER_SERVER, NETWORK) if by_epoch else (COMPUTE, NETWORK, LOADER)
+    within = [one for one in rank.spans if one.end_s > shown[0] and one.begin_s < shown[1]]
     for kind in kinds:
-        tracks = assign_tracks(_within(rank.spans, kind, shown), nested=kind == COMPUTE)
+        tracks = assign_tracks([one for one in within if one.row == kind], nested=kind == COMPUTE)
         for number, spans in enumerate(tracks or [[]]):
             name = f"{kind} {number + 1}" if kind == WORKER else kind
             yield f"rank {rank.rank}\n{name}" if number == 0 or kind == WORKER else "", spans
