@@ -26,7 +26,7 @@ from dglx_dist.auto import (
     outcome_of,
     resolve,
 )
-from dglx_dist.comm.collectives import broadcast_json, run_on_all_ranks, sum_over_ranks
+from dglx_dist.comm.collectives import broadcast_json, run_on_all_ranks
 from dglx_dist.comm.session import Session, current_session, session_or
 from dglx_dist.compat.dist_graph import DistGraph as ScriptGraph
 from dglx_dist.compat.namespace import ScriptModel
@@ -71,6 +71,7 @@ from dglx_dist.training.fit import (
     train,
 )
 from dglx_dist.training.inference import labelled_type
+from dglx_dist.training.metrics import mean_of_sums
 from dglx_dist.training.relational import EntityInputs
 from dglx_dist.training.tasks import read_task
 
@@ -592,10 +593,7 @@ def reduce_mean(value: float | Tensor, count: int) -> float:
     Returns:
         The mean over the values of all ranks; NaN when there are none.
     """
-    weighted = float(value) * count if count else 0.0
-    local = torch.tensor([weighted, float(count)], dtype=torch.float64)
-    total, number = sum_over_ranks(local, current_session(), phase="metrics").tolist()
-    return total / number if number else float("nan")
+    return mean_of_sums(float(value) * count if count else 0.0, count, current_session())
 
 
 def _distributed(g: object) -> DistGraph:

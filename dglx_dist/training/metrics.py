@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dglx_dist.comm.collectives import gather_int64, run_on_all_ranks, sum_over_ranks
+from dglx_dist.comm.collectives import gather_arrays, run_on_all_ranks, sum_over_ranks
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
 
@@ -110,15 +110,14 @@ def _mean_of_columns(
 
 
 def _average_precision(score: Tensor, positive: Tensor, session: Session) -> float:
-    rows = (_gather_rows(score[of_kind].double().cpu(), session) for of_kind in (positive, ~positive))
-    of_positives, of_negatives = (found.sort().values for found in rows)
+    of_positives, of_negatives = (_gathered(score[of_kind], session) for of_kind in (positive, ~positive))
     hits = len(of_positives) - torch.searchsorted(of_positives, of_positives)
     misses = len(of_negatives) - torch.searchsorted(of_negatives, of_positives)
     return float((hits.double() / (hits + misses)).mean()) if len(hits) else math.nan
 
 
 def _roc_auc(score: Tensor, positive: Tensor, session: Session) -> float:
-    ordered = _gather_rows(score[~positive].double().cpu(), session).sort().values
+    ordered = _gathered(score[~positive], session)
     local = score[positive].double().cpu()
     below = torch.searchsorted(ordered, local, right=False).sum()
     below_or_equal = torch.searchsorted(ordered, local, right=True).sum()
@@ -147,7 +146,12 @@ def _mean_error(predicted: Tensor, target: Tensor, power: int, session: Session)
 
 
 def _mean(values: Tensor, session: Session) -> float:
-    counted = torch.tensor([float(values.sum()), float(values.numel())], dtype=torch.float64)
+    return mean_of_sums(float(values.sum()), values.numel(), session)
+
+
+def mean_of_sums(total: float, count: int, session: Session) -> float:
+    """Return the quotient of the sums of ``total`` and ``count`` over all ranks; nan without any."""
+    counted = torch.tensor([total, float(count)], dtype=torch.float64)
     total, count = sum_over_ranks(counted, session, phase=PHASE).tolist()
     return total / count if count else math.nan
 
@@ -163,13 +167,9 @@ def _check_scores(score: Tensor, label: Tensor) -> None:
     _check_pair(score, label, "labels")
 
 
-def _gather_rows(values: Tensor, session: Session) -> Tensor:
-    lengths = gather_int64([len(values)], session)[:, 0]
-    padded = np.zeros(int(lengths.max()), dtype=np.float64)
-    padded[: len(values)] = values.numpy()
-    rows = gather_int64(padded.view(np.int64), session)
-    pieces = [row[:length].view(np.float64) for row, length in zip(rows, lengths, strict=True)]
-    return torch.from_numpy(np.concatenate(pieces))
+def _gathered(values: Tensor, session: Session) -> Tensor:
+    """Return the values of all ranks in ascending order, float64."""
+    return torch.from_numpy(np.sort(np.concatenate(gather_arrays(values.double().cpu().numpy(), session))))
 
 
 def _as_classes(predicted: Tensor, label: Tensor) -> Tensor:
