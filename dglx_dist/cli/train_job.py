@@ -311,17 +311,17 @@ def train_dataset(plan: TrainConfig) -> Trained:
         writes = session.topology.rank == 0
         config = run_config(plan, g, session)
         facts = _configuration(plan, g, folder)
-        before = read_epochs(folder) if plan.resume else ()
+        before = read_epochs(folder) if plan.resume else None
 
         def start() -> None:
             # Once the checkpoint is loaded: one that is damaged must not cost the results of the run.
             if writes:
-                start_run(folder, config, keep_metrics=plan.resume, plan=choice)
+                start_run(folder, config, before, plan=choice)
                 say(f"learning {what_is_learnt(plan, g, target)}")
 
         append = partial(append_epoch, folder) if writes else lambda _record: None
         wrapped, result = _fit(plan, g, target, built, facts, start, append)
-        epochs = (*(e for e in before if e.epoch < result.first_epoch), *result.epochs)
+        epochs = (*(e for e in before or () if e.epoch < result.first_epoch), *result.epochs)
         # Without patience the figures are those of the last epoch.
         costs = facts_of(wrapped, session, result if plan.patience else replace(result, best_epoch=None))
         summary = summarise(costs, epochs) | {"traffic": result.traffic} | notes

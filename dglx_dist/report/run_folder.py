@@ -34,28 +34,24 @@ class Run:
 def start_run(
     folder: str | Path,
     config: Mapping[str, object],
+    kept: Sequence[EpochRecord] | None = None,
     *,
-    keep_metrics: bool = False,
     plan: Mapping[str, object] | None = None,
 ) -> Path:
     """Create and return ``folder``, write the configuration and remove files of an earlier run. For one rank.
 
-    ``keep_metrics`` keeps the epochs of :func:`read_epochs`, for a run that is resumed; ``plan`` are the
-    candidates of ``auto``, None if the strategy was given.
-
-    Raises:
-        StorageError: the folder cannot be written, or an epoch to keep is damaged.
+    ``kept`` are the epochs of :func:`read_epochs` of a run that is resumed, else None; ``plan`` the
+    candidates of ``auto``, None if the strategy was given. StorageError: the folder cannot be written.
     """
     target = Path(folder)
-    kept = read_epochs(target) if keep_metrics else ()
     try:
         target.mkdir(parents=True, exist_ok=True)
-        if kept:
+        if kept is not None:
             # Rewritten, so that later epochs are not appended to an incomplete line.
             _write_epochs(target, kept)
-        if not keep_metrics and (target / SUMMARY).is_file():
+        elif (target / SUMMARY).is_file():
             log.warning("replacing the finished run in %s: no checkpoints, or --overwrite", target)
-        stale = [SUMMARY, PICTURE] + ([] if keep_metrics else [METRICS]) + ([PLAN] if plan is None else [])
+        stale = [SUMMARY, PICTURE] + ([METRICS] if kept is None else []) + ([PLAN] if plan is None else [])
         for name in stale:
             (target / name).unlink(missing_ok=True)
         if plan is not None:
@@ -86,10 +82,8 @@ def write_run(
     plan: Mapping[str, object] | None = None,
 ) -> None:
     """Write a finished run, each file atomically and the summary last; as :func:`start_run`. For one rank."""
-    # Appended epochs are kept until the new file replaces them.
-    target = start_run(folder, config, keep_metrics=True, plan=plan)
+    target = start_run(folder, config, epochs, plan=plan)
     try:
-        _write_epochs(target, epochs)
         write_json(target / SUMMARY, summary)
     except OSError as error:
         raise _unwritable(target, error) from error

@@ -61,17 +61,12 @@ class EntityInputs:
                     f"the embedding of {ntype!r} has {len(embedding.weight)} rows for {g.num_nodes(ntype)} "
                     "nodes; make it with num_embeddings=g.num_nodes(ntype)"
                 )
-        without = [
-            ntype
-            for ntype in g.ntypes
-            if ntype not in self._embeddings and feature not in g.nodes[ntype].data
-        ]
-        if without:
-            raise ConfigError(
-                f"nodes of type {without[0]!r} have no tensor {feature!r}; give them a DistEmbedding with "
-                f"embeddings={{{without[0]!r}: ...}}"
-            )
-
+        for ntype in g.ntypes:
+            if ntype not in self._embeddings and feature not in g.nodes[ntype].data:
+                raise ConfigError(
+                    f"nodes of type {ntype!r} have no tensor {feature!r}; give them a DistEmbedding with "
+                    f"embeddings={{{ntype!r}: ...}}"
+                )
         for ntype, tensor in self._tensors().items():
             if len(tensor.shape) != 2:
                 raise ConfigError(
@@ -95,12 +90,8 @@ class EntityInputs:
         return found[self._g.ntypes[0]] if self._as_tensor else found
 
     def _tensors(self) -> dict[str, DistTensor]:
-        return {
-            ntype: self._embeddings[ntype].weight
-            if ntype in self._embeddings
-            else self._g.nodes[ntype].data[self.feature]
-            for ntype in self._g.ntypes
-        }
+        weights, nodes = {name: one.weight for name, one in self._embeddings.items()}, self._g.nodes
+        return {n: weights[n] if n in weights else nodes[n].data[self.feature] for n in self._g.ntypes}
 
     def __call__(self, block: Any) -> Any:
         """Return {node type: (num_src, width)} of the input-most block; fetch features not attached."""

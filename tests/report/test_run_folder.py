@@ -78,7 +78,7 @@ def test_a_line_that_a_killed_run_left_half_written_is_dropped(tmp_path: Path) -
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"epoch": 1, "lo')
     assert read_epochs(tmp_path) == (epoch(0),)
-    append_epoch(start_run(tmp_path, CONFIG, keep_metrics=True), epoch(1))
+    append_epoch(start_run(tmp_path, CONFIG, read_epochs(tmp_path)), epoch(1))
     assert read_epochs(tmp_path) == (epoch(0), epoch(1))
 
 
