@@ -278,7 +278,9 @@ def table_sizes(count: int, num_ids: int, direct_limit: int = DIRECT_LIMIT) -> t
     A hash table is at most half full: 24 to 48 bytes per cached row. A direct table takes 4 bytes per id and
     is chosen if it is smaller, or ``num_ids`` is at most ``direct_limit``.
     """
-    bits = max(_LEAST_BITS, (2 * count - 1).bit_length())
+    bits = _LEAST_BITS
+    while (1 << bits) < 2 * count:
+        bits += 1
     if num_ids <= direct_limit or 4 * num_ids <= 12 << bits:
         return num_ids, 0
     return 1 << bits, 1 << bits
@@ -489,9 +491,7 @@ def sum_repeated(rows: Array, plan: RemotePlan, info: ColumnInfo) -> Array:
     given = _widened(rows, info)
     sums = np.empty(shape, given.dtype)
     if sums.size:
-        slots = np.repeat(np.arange(len(sums)), np.diff(plan.starts))
-        of_rows, to = given.reshape(len(given), -1), sums.reshape(len(sums), -1)
-        sum_into(of_rows, plan.positions, sums.dtype.type(1), slots, to, 0)
+        _sum(given.reshape(len(given), -1), plan.starts, plan.positions, sums.reshape(len(sums), -1))
     return _rounded(sums, info)
 
 
@@ -506,8 +506,7 @@ def add_rows(target: Array, first: int, ids: Array, rows: Array, info: ColumnInf
     if rows.size == 0:
         return
     if info.dtype not in HALF:
-        of_rows, to = rows.reshape(len(rows), -1), target.reshape(len(target), -1)
-        sum_into(of_rows, np.arange(len(ids)), target.dtype.type(1), ids - first, to, -1)
+        _add(target.reshape(len(target), -1), first, ids, rows.reshape(len(rows), -1))
         return
     before = np.empty_like(rows)
     gather_rows(target, first, ids, before)
@@ -526,20 +525,23 @@ def _rounded(sums: Array, info: ColumnInfo) -> Array:
 
 
 @njit(cache=True, nogil=True)
-def sum_into(rows: Array, places: Array, factor: Any, slots: Array, out: Array, used: int) -> int:
-    """Add ``factor * rows[places[k]]`` to ``out[slots[k]]`` for every k, in their order.
+def _sum(rows: Array, starts: Array, positions: Array, out: Array) -> None:
+    columns = rows.shape[1]
+    for slot in range(out.shape[0]):
+        at = np.uint64(positions[starts[slot]])
+        to = np.uint64(slot)
+        for column in range(columns):
+            out[to, np.uint64(column)] = rows[at, np.uint64(column)]
+        for place in range(starts[slot] + 1, starts[slot + 1]):
+            at = np.uint64(positions[place])
+            for column in range(columns):
+                out[to, np.uint64(column)] += rows[at, np.uint64(column)]
 
-    The first row of a slot overwrites what is there, if slots are numbered by appearance from ``used`` on
-    (-1: all have been used). ``factor`` has the dtype of ``out``, (n, d) as ``rows``. Returns how many slots
-    have been used so far.
-    """
-    for k in range(len(slots)):
-        slot, place = np.uint64(slots[k]), np.uint64(places[k])
-        if slots[k] == used:
-            used += 1
-            for column in range(out.shape[1]):
-                out[slot, np.uint64(column)] = factor * rows[place, np.uint64(column)]
-        else:
-            for column in range(out.shape[1]):
-                out[slot, np.uint64(column)] += factor * rows[place, np.uint64(column)]
-    return used
+
+@njit(cache=True, nogil=True)
+def _add(target: Array, first: int, ids: Array, rows: Array) -> None:
+    columns = rows.shape[1]
+    for k in range(ids.shape[0]):
+        row = np.uint64(ids[k] - first)
+        for column in range(columns):
+            target[row, np.uint64(column)] += rows[np.uint64(k), np.uint64(column)]

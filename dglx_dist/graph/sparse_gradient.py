@@ -10,7 +10,7 @@ import numpy as np
 from numba import njit
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.row_kernels import number_distinct, read_ahead, sum_into
+from dglx_dist.graph.row_kernels import number_distinct, read_ahead
 from dglx_dist.records import Array, StepShare
 
 AHEAD = 4
@@ -31,12 +31,8 @@ class RowSum(NamedTuple):
     def for_sending(self) -> RowSum:
         """Return the same with one row for each id, in order, and weight 1."""
         rows = np.empty((len(self.ids), self.rows.shape[1]), dtype=self.rows.dtype)
-        self.add_to(rows, np.arange(len(self.ids)), 0)
+        _add(self, np.arange(len(self.ids)), rows, 0)
         return one_row_each(self.ids, rows)
-
-    def add_to(self, out: Array, slots: Array, used: int) -> int:
-        """Add the rows to those at ``slots`` of ``out``; see :func:`sum_into`."""
-        return sum_into(self.rows, self.places, out.dtype.type(self.weight), slots, out, used)
 
 
 def one_row_each(ids: Array, rows: Array, weight: float = 1.0) -> RowSum:
@@ -51,9 +47,25 @@ def sum_rows(gradients: Sequence[RowSum]) -> RowSum:
     rows = np.empty((len(ids), gradients[0].rows.shape[1]), gradients[0].rows.dtype)
     first = used = 0
     for one in gradients:
-        used = one.add_to(rows, slots[first : first + len(one.ids)], used)
+        used = _add(one, slots[first : first + len(one.ids)], rows, used)
         first += len(one.ids)
     return one_row_each(ids, rows)
+
+
+@njit(cache=True, nogil=True)
+def _add(gradient: RowSum, slots: Array, out: Array, used: int) -> int:
+    """Add to the rows ``slots`` of ``out``, numbered by appearance; return how many have been used so far."""
+    factor = out.dtype.type(gradient.weight)
+    for k in range(len(slots)):
+        slot, place = np.uint64(slots[k]), np.uint64(gradient.places[k])
+        if slots[k] == used:
+            used += 1
+            for column in range(out.shape[1]):
+                out[slot, np.uint64(column)] = factor * gradient.rows[place, np.uint64(column)]
+        else:
+            for column in range(out.shape[1]):
+                out[slot, np.uint64(column)] += factor * gradient.rows[place, np.uint64(column)]
+    return used
 
 
 # The kernels of updates: (k,) int64 ``at`` are distinct rows of (n, d) ``weight``, one for each gradient, and
