@@ -612,7 +612,10 @@ class Rpc:
         *,
         phase: str | None,
     ) -> dict[int, list[Array]]:
-        """Call all ``ranks`` at once; return the answers that come within ``timeout_s`` and are no errors."""
+        """Call all ``ranks`` at once; return the answers that are no errors.
+
+        ``timeout_s`` counts from the calls, so it holds for all of them together.
+        """
         calls: dict[int, Pending] = {}
         found: dict[int, list[Array]] = {}
         for rank in ranks:

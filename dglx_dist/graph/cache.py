@@ -289,13 +289,13 @@ def cache_rows(g: OpenedGraph, request: CacheRequest) -> CachePlan:
     # It is set also when no row has a score, so that all ranks agree on whether there is a cache.
     if device is not None:
         # Freed first, or both would add to the peak of the device's memory.
-        store.set_cache(column.name, on_device=None)
+        store.set_device_rows(column.name, None)
         column = store.column(column.name)
         cache, who = device_rows(store, column, chosen, device), f"rank {topology.rank} on {device}"
-        store.set_cache(column.name, on_device=cache if request.alpha > 0 else None)
+        store.set_device_rows(column.name, cache if request.alpha > 0 else None)
     else:
         cache, who = fill_cache(store, column, f"cache-{number}", chosen), f"server {topology.server}"
-        store.set_cache(column.name, cache=cache if request.alpha > 0 else None, ahead=None)
+        store.set_cache(column.name, cache if request.alpha > 0 else None)
         rate = gather_json(rate, session)[topology.ranks_of_server(topology.server)[0]]
     plan = CachePlan(
         policy=request.policy,
@@ -333,7 +333,7 @@ def _look_ahead(store: KVStore, column: Column, alpha: float, own: tuple[int, in
 
     rows = run_on_all_ranks(store.session, made, ConfigError)
     # All ranks agree on whether there is a cache; one without rows would only cost a thread.
-    store.set_cache(column.name, cache=None, ahead=rows if any(counts) else None)
+    store.set_cache(column.name, None, rows if any(counts) else None)
     num_bytes = rows.num_bytes if any(counts) else 0
     return CachePlan(policy=LOOK_AHEAD, rows=count, bytes=num_bytes, expected_hit_rate=None)
 

@@ -140,6 +140,7 @@ class DistEmbedding(Shared):
             fill_uniform(owned_rows(self.weight), first, seed, self.weight.name, scale)
             barrier(store.session, f"first values of {self.weight.name!r}")
         self._gradients: list[RowGradient] = []
+        self._num_kept_rows = 0
         self.optm_state: tuple[DistTensor, ...] = ()
         """The optimiser's tensors; empty without optimiser."""
 
@@ -206,6 +207,7 @@ class DistEmbedding(Shared):
     def reset_trace(self) -> None:
         """Drop all gradients (DGL's name; see also ``zero_grad()`` of the optimisers)."""
         self._gradients = []
+        self._num_kept_rows = 0
 
     def take_gradients(self) -> list[RowGradient]:
         """Return and drop all gradients, in the order of the backward passes, when they are on the host."""
@@ -231,11 +233,12 @@ class DistEmbedding(Shared):
 
     def _keep(self, gradient: RowGradient) -> None:
         self._gradients.append(gradient)
-        num_rows = sum(len(kept.ids) for kept in self._gradients)
+        self._num_kept_rows += len(gradient.ids)
         # A program that never steps would otherwise fill the memory: past this size most ids are repeated.
-        if len(self._gradients) > 1 and num_rows > 2 * self.num_embeddings:
+        if len(self._gradients) > 1 and self._num_kept_rows > 2 * self.num_embeddings:
             _wait_for(self._gradients)
             self._gradients = _summed_by_share(self._gradients)
+            self._num_kept_rows = sum(len(kept.ids) for kept in self._gradients)
 
 
 def _wait_for(gradients: list[RowGradient]) -> None:

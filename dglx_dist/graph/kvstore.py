@@ -240,15 +240,21 @@ class KVStore:
             for rank, first, last in plan.requests(self.placement.serving_ranks, column.rows_per_message)
         ]
 
-    def set_cache(self, name: str, **rows: RowCache | LookAheadRows | DeviceRows | None) -> None:
-        """Set ``cache``, ``ahead`` or ``on_device`` of a :class:`Column`; None: no such rows. Not collective.
+    def set_cache(self, name: str, cache: RowCache | None, ahead: LookAheadRows | None = None) -> None:
+        """Read rows of ``name`` from ``cache`` before asking other servers; None: no cache. Not collective.
 
-        Results are the same with any. ConfigError: there is no such tensor, or it can be written to.
+        ``ahead``: rows for loaders, in place of a cache. Results are the same with any. ConfigError: there is
+        no such tensor, or it can be written to.
         """
         column = self.column(name)
         check_cacheable(column)
-        changed: dict[str, Any] = {**rows}
-        self._columns[name] = replace(column, **changed)
+        self._columns[name] = replace(column, cache=cache, ahead=ahead)
+
+    def set_device_rows(self, name: str, rows: DeviceRows | None) -> None:
+        """Let batches on the device take rows of ``name`` from ``rows``; else as :meth:`set_cache`."""
+        column = self.column(name)
+        check_cacheable(column)
+        self._columns[name] = replace(column, on_device=rows)
 
     def split_cached(self, name: str, ids: Array, cached: DeviceRows) -> tuple[Array, Array, Array]:
         """Count the rows of (K,) int64 ``ids`` that are ``cached`` as requested; IndexError: an id is no row.

@@ -553,8 +553,12 @@ def unpacked(arguments: Iterable[object]) -> Iterator[Any]:
 
 def find_share(arguments: Iterable[object], session: Session) -> StepShare | None:
     """Return the share stamped on the blocks among ``arguments``, else the session's, else None."""
-    stamped = (getattr(one, "step_share", None) for one in unpacked(arguments))
-    return next((one for one in stamped if isinstance(one, StepShare)), session.step_share)
+    for argument in arguments:
+        last = argument[-1] if isinstance(argument, list | tuple) and argument else argument
+        stamped = getattr(last, "step_share", None)
+        if isinstance(stamped, StepShare):
+            return stamped
+    return session.step_share
 
 
 def gradient_weight(share: StepShare | None, reduction: Reduction) -> float:

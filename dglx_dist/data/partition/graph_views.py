@@ -217,6 +217,7 @@ def assign_parts(
     (P, seed), and ``parameters`` are added to those of the assignment.
     """
     num_parts, seed = size
+    assert len(parts) == graph.total_nodes, "a method assigns every node once"
     owners = parts.astype(np.int32)
     return Assignment(
         num_parts=num_parts,

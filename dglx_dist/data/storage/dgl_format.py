@@ -13,10 +13,11 @@ from dgl.data.utils import save_tensors
 
 from dglx_dist.data.dgl_files import DglFile, check_files, load_graphs, load_tensors
 from dglx_dist.data.json_fields import Fields
-from dglx_dist.data.storage.columns import safe_name
+from dglx_dist.data.storage.columns import numpy_dtype, safe_name
 from dglx_dist.data.storage.files import named_failures, partial_folder, read_small
 from dglx_dist.data.storage.manifest import Manifest, check_target, put_in_place
 from dglx_dist.data.storage.writer import (
+    CHUNK_BYTES,
     EdgeOrder,
     FeatureDtype,
     NodeOrder,
@@ -456,11 +457,19 @@ class _DglWriter:
 
     def _tensor(self, column: tuple[str | EdgeType, str], values: NodeColumn, rows: Array) -> torch.Tensor:
         kind, name = column
-        array = take_rows(values, rows)
-        if column in self._bfloat16:
+        dtype = self._dtypes[kind].get(name, values.dtype.name)
+        if dtype == values.dtype.name:
+            array = take_rows(values, rows)
+        else:
+            array = np.empty((len(rows), *values.shape[1:]), numpy_dtype(dtype))
+            step = max(CHUNK_BYTES // max(array[:1].nbytes, 1), 1)
+            for first in range(0, len(rows), step):
+                some = rows[first : first + step]
+                array[first : first + step] = narrow(
+                    take_rows(values, some), dtype, f"{name!r} of {kind!r}", some
+                )
+        if column in self._bfloat16 or dtype == "bfloat16":
             return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-        if (dtype := self._dtypes[kind].get(name)) is not None:
-            array = narrow(array, dtype, f"{name!r} of {kind!r}", rows)
         if array.dtype == np.bool_:
             array = array.view(np.uint8)
         try:

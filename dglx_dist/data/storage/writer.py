@@ -102,10 +102,11 @@ def _check_names(graph: RawGraph, feature_dtype: Mapping[str, str]) -> None:
             )
 
 
-def narrow(piece: Array, dtype: str, what: str, rows: Array | range) -> Array:
+def narrow(piece: Array, dtype: str, what: str, rows: Array | range, ids: Array | None = None) -> Array:
     """Return a (k, ...) floating-point ``piece`` rounded to ``dtype``, bfloat16 as bits in uint16.
 
-    ConfigError if a finite value would become infinite: names ``what`` and the one of the (k,) ``rows``.
+    ConfigError if a finite value would become infinite: names ``what`` and the one of the (k,) ``rows``, or
+    its place in ``ids``.
     """
     if dtype == "bfloat16":
         target = _bfloat16(_single_bits(piece)).reshape(piece.shape)
@@ -116,8 +117,10 @@ def narrow(piece: Array, dtype: str, what: str, rows: Array | range) -> Array:
     lost = ~is_finite & np.isfinite(piece)
     if lost.any():
         place = np.argwhere(lost)[0]
+        row = int(rows[int(place[0])])
+        row = row if ids is None else int(ids[row])
         raise ConfigError(
-            f"{what} has {piece[tuple(place)]} in row {int(rows[place[0]])}, too large for {dtype};"
+            f"{what} has {piece[tuple(place)]} in row {row}, too large for {dtype};"
             f" store it as {'bfloat16 or float32' if dtype == 'float16' else 'float32'}, or scale the column"
         )
     return target
@@ -522,7 +525,7 @@ class _PartWriter:
                 piece = rows[first : first + step]
                 chunk = np.asarray(piece) if column is None else take_rows(column, piece)
                 if narrows:
-                    yield narrow(chunk, info.dtype, what, piece if ids is None else take_rows(ids, piece))
+                    yield narrow(chunk, info.dtype, what, piece, ids)
                 else:
                     yield chunk.astype(dtype, copy=False)
 

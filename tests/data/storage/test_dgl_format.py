@@ -130,6 +130,25 @@ def test_bfloat16_travels(tmp_path: Path) -> None:
     assert part.node_data(NODE_TYPE, "half").tolist() == expected
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_features_are_rounded_while_they_are_written(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dglx_dist.data.storage.dgl_format.CHUNK_BYTES", 100)
+    graph = random_homogeneous(0)
+    graph.node_data[NODE_TYPE]["x"] = np.arange(120, dtype=np.float64).reshape(40, 3) + 0.5
+    config = write_dgl_format(graph, random_owners(graph, 2, 0), tmp_path / "dgl", feature_dtype={"x": dtype})
+    manifest = import_dgl_format(config, tmp_path / "back")
+    assert manifest.node_columns[NODE_TYPE]["x"].dtype == dtype
+    for part in range(2):
+        tensors = dgl.data.utils.load_tensors(str(tmp_path / f"dgl/part{part}/node_feat.dgl"))
+        assert tensors["_N/x"].dtype == getattr(torch, dtype)
+        # All of these are numbers of 8 bits.
+        ids = open_dataset(tmp_path / "back").part(part).user_ids(NODE_TYPE)
+        expected = torch.from_numpy(graph.node_data[NODE_TYPE]["x"][ids]).to(getattr(torch, dtype))
+        assert torch.equal(tensors["_N/x"], expected)
+
+
 def test_an_existing_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("mine")
     with pytest.raises(StorageError, match="exists already"):
