@@ -4,9 +4,10 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated, Any, final
+from typing import Annotated, final
 
 from dglx_dist.data.json_fields import Within, read_record
 from dglx_dist.errors import ConfigError, PeerError
@@ -96,17 +97,14 @@ class ReportReader:
 
     def _read(self) -> None:
         wanted = {"logGroupName": self._group, "startTime": self._since_ms, "filterPattern": "REPORT"}
-        pages: Iterator[Any] = iter(self._client.get_paginator("filter_log_events").paginate(**wanted))
-        what, missing = (
-            f"could not read the log {self._group}",
-            self._client.exceptions.ResourceNotFoundException,
-        )
-        newest = self._since_ms
-        # None: that was all, or there is no log, which the first invocation creates.
-        while (page := found_or_none(what, missing, lambda: next(pages, None))) is not None:
-            for event in page["events"]:
-                newest = max(newest, int(event["timestamp"]))
-                self._take(read_report(event["message"]))
+        pages = self._client.get_paginator("filter_log_events").paginate(**wanted)
+        newest, missing = self._since_ms, self._client.exceptions.ResourceNotFoundException
+        # The first invocation creates the log.
+        with explained(f"could not read the log {self._group}"), suppress(missing):
+            for page in pages:
+                for event in page["events"]:
+                    newest = max(newest, int(event["timestamp"]))
+                    self._take(read_report(event["message"]))
         self._since_ms = max(self._since_ms, newest - _LOOK_BACK_MS)
 
     def _take(self, report: tuple[str, Invocation] | None) -> None:
