@@ -228,8 +228,8 @@ class RunOptions:
     tensorboard: str | Path | None = _path_of_run(
         None, "Write the figures of metrics.jsonl there, too, for TensorBoard (an extra).", metavar="DIR"
     )
-    watch: bool = _of_run(False, "Show throughput, memory and bytes in place of the bar, on a terminal.")
-    """In place of the progress bar; without a terminal, lines as always."""
+    watch: bool = _of_run(False, "Show a live table of throughput, memory and bytes, on a terminal.")
+    """Below the progress bar; without a terminal, lines as always."""
 
 
 def rate_at(config: RunOptions, step: int, steps_of_epoch: int) -> float:

@@ -511,8 +511,9 @@ def _progress_of(
     title = f"training epoch {first}" if first + 1 == end else f"training epochs {first} to {end - 1}"
     done, total = len(loader) * first + run.first_step, len(loader) * end
 
-    def figures(num_done: float, speed: float) -> str:
-        return tracing.live_text(done + int(num_done), len(loader), speed, run.result.epochs, session)
+    def figures(num_done: float, speed: float) -> dict[str, str]:
+        step, steps = done + int(num_done), (len(loader), total)
+        return tracing.live_figures(step, steps, speed, run.result.epochs, session)
 
     return progress(title, total - done, enabled=enabled, figures=figures if config.watch else None)
 
