@@ -512,8 +512,8 @@ def _progress_of(
     done, total = len(loader) * first + run.first_step, len(loader) * end
 
     def figures(num_done: float, speed: float) -> dict[str, str]:
-        step, steps = done + int(num_done), (len(loader), total)
-        return tracing.live_figures(step, steps, speed, run.result.epochs, session)
+        step = done + int(num_done)
+        return tracing.live_figures(step, total, len(loader), speed, run.result.epochs, session)
 
     return progress(title, total - done, enabled=enabled, figures=figures if config.watch else None)
 

@@ -188,10 +188,9 @@ def scalars_writer(
 
 
 def live_figures(
-    step: int, steps: tuple[int, int], speed: float, epochs: Sequence[EpochRecord], session: Session
+    step: int, total: int, of_epoch: int, speed: float, epochs: Sequence[EpochRecord], session: Session
 ) -> dict[str, str]:
-    """Return a run's figures on rank 0, at a ``step`` of ``steps`` (an epoch, all), ``speed`` a second."""
-    of_epoch, total = steps
+    """Return a run's figures on rank 0, at a ``step`` of ``total``, with ``speed`` steps a second."""
     return {
         "epoch": str(step // of_epoch),
         "step": f"{step % of_epoch}/{of_epoch}",

@@ -196,8 +196,8 @@ def test_a_trace_tells_no_key_of_an_endpoint() -> None:
 def test_live_figures_have_speed_memory_and_bytes() -> None:
     with start_session() as session:
         session.ledger.add("features", 0, 0, WORKER, 3000)
-        found = live_figures(13, (4, 153), 2.0, [epoch(2)], session)
-        first = live_figures(0, (4, 153), 0.0, [], session)
+        found = live_figures(13, 153, 4, 2.0, [epoch(2)], session)
+        first = live_figures(0, 153, 4, 0.0, [], session)
     assert re.fullmatch(r"[\d.]+ [MG]B", found.pop("memory (rank 0)"))
     # 100 samples in the four steps of an epoch.
     expected = ("3", "1/4", "2", "50", "0:01:10", "3 KB")

@@ -251,8 +251,7 @@ class Lambda(Strategy):
     def cost(candidate: Candidate, known: Measured) -> Cost:
         """Return the cost of an epoch with workers that share the cores of their graph server."""
         cluster, work = known.cluster, known.works[_EXCHANGING]
-        read = known.shape.inspected.get(candidate.strategy, 0)
-        traffic = _traffic(known, known.works[GhostPairs()], read)
+        traffic = _traffic(known, known.works[GhostPairs()], known.shape.inspected.get(candidate.strategy, 0))
         compute = _WORKER_OVERHEAD * (known.plan_rates or known.rates).compute_s(
             known.shape.work(*work.worked), 1
         )
