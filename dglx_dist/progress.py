@@ -1,23 +1,24 @@
 """Progress of long operations: a bar on terminals, elsewhere a line now and then."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import final
+from typing import TypeAlias, final
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import (
     BarColumn,
     Progress,
-    ProgressColumn,
-    Task,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.text import Text
+from rich.table import Table
+
+Figures: TypeAlias = Callable[[float, float], Mapping[str, str]]
+"""Maps units done and units per second to what a table shows, by column; called from another thread."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,11 @@ def progress(
     total: int,
     *,
     enabled: bool = True,
-    figures: Callable[[float, float], str] | None = None,
+    figures: Figures | None = None,
 ) -> Iterator[Advance]:
     """Show the progress of ``total`` units on standard error and yield its handle.
 
-    On a terminal, what ``figures`` returns for units done and units per second stands in place of the bar;
-    it is called from another thread.
+    On a terminal, a table of ``figures`` is below the bar, renewed a few times a second.
     """
     if not enabled:
         yield Advance(_nothing, _nothing, _nothing)
@@ -57,12 +57,13 @@ def progress(
         return
     columns = (
         TextColumn("{task.description}"),
-        BarColumn() if figures is None else _Figures(figures),
+        BarColumn(),
         TextColumn("{task.percentage:>3.0f} %"),
         TimeElapsedColumn(),
-        TimeRemainingColumn(),
+        *([TimeRemainingColumn()] if figures is None else []),
     )
-    with Progress(*columns, console=console, transient=True) as bar:
+    with _Bar(*columns, console=console, transient=True, refresh_per_second=4) as bar:
+        bar.figures = figures
         task = bar.add_task(description, total=max(total, 1))
         yield Advance(
             lambda units: bar.advance(task, units),
@@ -72,13 +73,17 @@ def progress(
 
 
 @final
-class _Figures(ProgressColumn):
-    def __init__(self, figures: Callable[[float, float], str]) -> None:
-        super().__init__()
-        self._figures = figures
+class _Bar(Progress):
+    figures: Figures | None = None
 
-    def render(self, task: Task) -> Text:
-        return Text(self._figures(task.completed, task.speed or 0.0))
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        for task in self.tasks:
+            if self.figures is not None:
+                shown = self.figures(task.completed, task.speed or 0.0)
+                table = Table(*shown)
+                table.add_row(*shown.values())
+                yield table
 
 
 _LINE_S = 30.0

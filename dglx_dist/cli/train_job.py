@@ -145,8 +145,8 @@ def build(plan: TrainConfig, g: DistGraph, ntype: str | None, width: int) -> Bui
         widths |= {name: plan.embeddings for name in g.ntypes if name not in widths}
     options: dict[str, Any] = {"layers": plan.layers, "dropout": plan.dropout}
     options["out_types"] = None if ntype is None else [ntype]
-    if plan.model == "hgt":
-        options["heads"] = plan.heads
+    of_kind = ("heads",) if plan.model == "hgt" else ("norm", "residual")
+    options |= {name: getattr(plan, name) for name in of_kind}
     relational: Any = HGT if plan.model == "hgt" else RGCN
     return relational(g, widths, plan.hidden, width, **options), inputs, sparse
 

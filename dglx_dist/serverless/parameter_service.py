@@ -19,6 +19,7 @@ from dglx_dist.errors import ConfigError, DglxError, PeerError
 from dglx_dist.records import Array
 from dglx_dist.serverless.parameter_server import ParameterPlan, ParameterServer
 from dglx_dist.serverless.program import DTYPES
+from dglx_dist.serverless.stages.base import Shapes
 from dglx_dist.serverless.tasks import Direction, TaskKey
 from dglx_dist.serverless.worker import GRADIENTS, WEIGHTS
 
@@ -78,6 +79,14 @@ def unpack_state(plan: ParameterPlan, packed: Sequence[Array]) -> dict[str, Arra
             f"the optimizer's state cannot be read: {error}; run the same version everywhere"
         ) from None
     return state
+
+
+def bytes_of_read(shapes: Shapes, dtype: str) -> int:
+    """Return the bytes of :meth:`ParameterClient.latest` and ``state``, once Adam has made a step."""
+    weights = {name: np.empty(shape, dtype) for name, shape in shapes.items()}
+    moments = {f"{name}/{key}": one for name, one in weights.items() for key in ("exp_avg", "exp_avg_sq")}
+    steps = {f"{name}/step": np.empty((), np.float32) for name in weights}
+    return payload_bytes([*weights.values(), *pack_state({**moments, **steps})])
 
 
 def describe(server: int) -> str:

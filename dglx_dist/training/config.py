@@ -82,13 +82,13 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "gatv2": (*_BETWEEN, "heads"),
     "gin": _BETWEEN,
     "appnp": ("teleport",),
-    "rgcn": ("types",),
+    "rgcn": ("types", "norm", "residual"),
     "hgt": ("types", "heads"),
 }
 """Ready-made model to its options that not all have, and ``types``: for several node or edge types."""
 MODEL_KINDS = tuple(name for name, options in KINDS.items() if "types" not in options)
 RELATIONAL_KINDS = tuple(name for name in KINDS if name not in MODEL_KINDS)
-STACKED = ", ".join(name for name, options in KINDS.items() if "norm" in options)
+STACKED = ", ".join(name for name, options in KINDS.items() if "jk" in options)
 OWN_ARGUMENTS = ("in_dim", "hidden", "classes", "layers", "dropout", "heads", "graph")
 _of_task = partial(option, panel="Task")
 _of_model = partial(option, panel="Model")
@@ -228,8 +228,8 @@ class RunOptions:
     tensorboard: str | Path | None = _path_of_run(
         None, "Write the figures of metrics.jsonl there, too, for TensorBoard (an extra).", metavar="DIR"
     )
-    watch: bool = _of_run(False, "Show throughput, memory and bytes in place of the bar, on a terminal.")
-    """In place of the progress bar; without a terminal, lines as always."""
+    watch: bool = _of_run(False, "Show a live table of throughput, memory and bytes, on a terminal.")
+    """Below the progress bar; without a terminal, lines as always."""
 
 
 def rate_at(config: RunOptions, step: int, steps_of_epoch: int) -> float:
@@ -274,7 +274,7 @@ class ModelConfig:
     heads: int = _of_model(4, "Attention heads of gat, gatv2 and hgt.")
     norm: str = _of_model(
         "none",
-        f"layer: LayerNorm between the layers of {STACKED}.",
+        f"layer: LayerNorm between the layers of {STACKED} and rgcn.",
         check=Check(
             ("none", "layer").__contains__, "none or layer; means of batch norm would depend on the ranks"
         ),
@@ -285,7 +285,7 @@ class ModelConfig:
     jk: str = _of_model(
         "none",
         "Jumping knowledge of these models: scores are a linear map of the results of all layers, side by "
-        "side (cat) or the largest (max).",
+        "side (cat) or the largest (max); not of rgcn.",
         check=one_of("none", "cat", "max"),
     )
     teleport: float = _of_model(
@@ -320,9 +320,11 @@ class ModelConfig:
         useless = not takes(self.model, "teleport") and self.teleport != type(self).teleport
         of_appnp = ("teleport", useless, f"left out with --model {self.model}: it is of appnp")
         check_values(self, [("heads", wrong, f"a divisor of --hidden {self.hidden}"), of_appnp])
-        if not takes(self.model, "norm") and set(self.between.values()) != {"none", False}:
+        lacks = [name for name in _BETWEEN if not takes(self.model, name)]
+        if {self.between[name] for name in lacks} - {"none", False}:
             raise ConfigError(
-                f"--model {self.model} has no --norm, --residual and --jk; these are of {STACKED}"
+                f"--model {self.model} has no --{' and --'.join(lacks)}; {STACKED} have --norm, "
+                "--residual and --jk, rgcn all but --jk"
             )
         if self.fanouts is not None and len(self.fanouts) != self.layers:
             raise ConfigError(

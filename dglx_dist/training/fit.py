@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from dglx_dist.comm.collectives import broadcast_json, check_equal, gather_json, run_on_all_ranks
+from dglx_dist.comm.collectives import CONTROL, broadcast_json, check_equal, gather_json, run_on_all_ranks
 from dglx_dist.comm.ledger import LedgerRow
 from dglx_dist.comm.session import Session, agreement_facts
 from dglx_dist.comm.topology import read_launch
@@ -511,8 +511,9 @@ def _progress_of(
     title = f"training epoch {first}" if first + 1 == end else f"training epochs {first} to {end - 1}"
     done, total = len(loader) * first + run.first_step, len(loader) * end
 
-    def figures(num_done: float, speed: float) -> str:
-        return tracing.live_text(done + int(num_done), len(loader), speed, run.result.epochs, session)
+    def figures(num_done: float, speed: float) -> dict[str, str]:
+        step = done + int(num_done)
+        return tracing.live_figures(step, total, len(loader), speed, run.result.epochs, session)
 
     return progress(title, total - done, enabled=enabled, figures=figures if config.watch else None)
 
@@ -669,7 +670,7 @@ class _Run:
         else:
             counted = self._session.ledger.snapshot()
             found = list(trainer.run(self._next, self._next_stop() - self._next))
-            self._count(self._session.ledger.since(counted))
+            self._count([row for row in self._session.ledger.since(counted) if row.phase != CONTROL])
             for _ in found:
                 after_step()
         self._next += len(found)

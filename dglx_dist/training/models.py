@@ -622,7 +622,7 @@ def build_model(  # noqa: PLR0913 - all but four have defaults
     """
     check_kind(kind)
     _check_sizes(f"model {kind!r}", in_dim, hidden, classes, layers, dropout)
-    if not takes(kind, "norm") and any(one not in ("none", False) for one in between.values()):
+    if not takes(kind, "jk") and any(one not in ("none", False) for one in between.values()):
         raise ConfigError(f"norm, residual and jk are of {STACKED}; leave them out")
     if kind == "resgcn":
         return ResGCN(in_dim, hidden, classes, layers, dropout)

@@ -227,13 +227,15 @@ class RGCN(RelationalModel):
         out_dim: Width of the result.
         num_bases: Number of weight matrices that relations share and mix; None: each has its own.
         dropout: Probability, after the activation between layers.
+        norm: ``layer``: LayerNorm of each node type before that activation.
+        residual: Whether layers add their input, but for the first and the last one.
 
     Raises:
-        ConfigError: a number is out of range, a type does not exist, or ``num_bases`` is given for a graph
-            in which two edge types have the same relation name.
+        ConfigError: a number is out of range, ``norm`` is unknown, a type does not exist, or ``num_bases`` is
+            given for a graph in which two edge types have the same relation name.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all but four have defaults
         self,
         graph: DistGraph | dgl.DGLGraph,
         feature_widths: Mapping[str, int],
@@ -243,9 +245,13 @@ class RGCN(RelationalModel):
         layers: int = 2,
         num_bases: int | None = None,
         dropout: float = 0.0,
+        norm: str = "none",
+        residual: bool = False,
         out_types: Sequence[str] | None = None,
     ) -> None:
         super().__init__(graph, feature_widths, hidden, layers, out_types)
+        if norm not in ("none", "layer"):
+            raise ConfigError(f"norm={norm!r} must be none or layer")
         relations = [relation for _, relation, _ in self.etypes]
         if num_bases is not None and (num_bases < 1 or len(set(relations)) != len(relations)):
             raise ConfigError(
@@ -266,7 +272,11 @@ class RGCN(RelationalModel):
             )
             if num_bases is not None:
                 self.bases.append(WeightBasis((into, out), num_bases, len(relations)))
-        self.dropout = nn.Dropout(dropout)
+        self.dropout, self._residual = nn.Dropout(dropout), residual
+        self.norms = nn.ModuleList(
+            nn.ModuleDict({module_name(ntype): nn.LayerNorm(hidden) for ntype in self.ntypes})
+            for _ in range((layers - 1) * (norm == "layer"))
+        )
 
     def layer(self, depth: int, block: Any, h: Rows) -> Rows:
         is_last = depth == self.num_layers - 1
@@ -281,9 +291,14 @@ class RGCN(RelationalModel):
             means = dgl.ops.copy_u_mean(merged, torch.cat([h[ntype] for ntype in self.ntypes]))
             parts = zip(torch.split(means, list(sizes.values())), sizes, strict=True)
             rows = rows.index_add(0, targets, torch.cat([part @ weight[k] for part, k in parts]))
-        if not is_last:
-            rows = self.dropout(torch.relu(rows))
-        return _by_type(rows, num_dst)
+        if is_last:
+            return _by_type(rows, num_dst)
+        if self._residual and depth:
+            rows = rows + torch.cat([h[ntype][:count] for ntype, count in num_dst.items()])
+        if self.norms:
+            norms: Any = self.norms[depth]
+            rows = torch.cat([norms[module_name(one)](x) for one, x in _by_type(rows, num_dst).items()])
+        return _by_type(self.dropout(torch.relu(rows)), num_dst)
 
 
 def _edges_by_relation(

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from datetime import timedelta
 from importlib import metadata
 from itertools import chain
 from pathlib import Path
@@ -186,14 +187,19 @@ def scalars_writer(
                 writer.close()
 
 
-def live_text(step: int, steps: int, speed: float, epochs: Sequence[EpochRecord], session: Session) -> str:
-    """Describe a run at a ``step`` of all, ``steps`` an epoch and ``speed`` a second, as rank 0 sees it."""
-    samples = f", {speed * epochs[-1].num_samples / steps:.0f} samples/s" if epochs else ""
-    memory, moved = readable_bytes(resident()), readable_bytes(session.ledger.total())
-    return (
-        f"epoch {step // steps}, step {step % steps}/{steps}\n{speed:.3g} steps/s{samples}\n"
-        f"rank 0: {memory} of memory, {moved} moved"
-    )
+def live_figures(
+    step: int, total: int, of_epoch: int, speed: float, epochs: Sequence[EpochRecord], session: Session
+) -> dict[str, str]:
+    """Return a run's figures on rank 0, at a ``step`` of ``total``, with ``speed`` steps a second."""
+    return {
+        "epoch": str(step // of_epoch),
+        "step": f"{step % of_epoch}/{of_epoch}",
+        "steps/s": f"{speed:.3g}",
+        "samples/s": f"{speed * epochs[-1].num_samples / of_epoch:.0f}" if epochs else "-",
+        "time left": str(timedelta(seconds=round((total - step) / speed))) if speed else "-",
+        "memory (rank 0)": readable_bytes(resident()),
+        "bytes (rank 0)": readable_bytes(session.ledger.total()),
+    }
 
 
 def without_keys(options: Mapping[str, object]) -> dict[str, object]:

@@ -238,6 +238,10 @@ def test_a_resumed_run_goes_on_with_its_rows(tmp_path: Path) -> None:
     def losses(out: str, **options: Any) -> list[Any]:
         given = {
             "model": "rgcn",
+            "layers": 3,
+            "fanouts": (-1, -1, -1),
+            "norm": "layer",
+            "residual": True,
             "dropout": 0.5,
             "precision": None if "resume" in options else "bf16",
             **options,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,19 +18,19 @@ from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.split import node_split
 from dglx_dist.planner.choose import predict
+from dglx_dist.planner.model_shape import shape_of_module
 from dglx_dist.planner.records import Prediction
 from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.strategies.base import STRATEGIES
-from dglx_dist.strategies.cost import CACHE_SIZES
+from dglx_dist.strategies.cost import CACHE_SIZES, ModelShape
 from dglx_dist.training.config import PlanConfig
 from dglx_dist.training.fit import FitConfig
 from dglx_dist.training.models import build_model
 from tests.helpers.ranks import run_ranks
-from tests.planner.hand_made import shape_of_kind
 
 FEATURES, HIDDEN, CLASSES, BATCH, FANOUTS = 13, 5, 3, 32, (4, 3)
-BESIDE = ("control", "metrics", "weights_read")
-"""How ranks agree is nobody's payload; and weights are read for an evaluation."""
+BESIDE = ("control", "metrics")
+"""How ranks agree is nobody's payload."""
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +39,17 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     config = SyntheticConfig(nodes=1200, degree=8, features=FEATURES, classes=CLASSES, train_rate=0.3, seed=1)
     partition_to_disk(generate(config), folder, PartitionPlan(num_parts=2, method="metis"))
     return str(folder)
+
+
+def shape_on(data: str, kind: str) -> ModelShape:
+    """Of the model as it is trained: its weights have other names than without a graph."""
+    sizes = FEATURES, HIDDEN, CLASSES, len(FANOUTS)
+    with init("data_parallel", seed=0) as session:
+        g = DistGraph(data, session=session)
+        model = build_model(kind, *sizes, 0.0, graph=g)
+        shape = shape_of_module(model, FEATURES, CLASSES, len(FANOUTS), kind=kind, hidden=HIDDEN)
+        g.close()
+    return shape
 
 
 def predict_each(data: str) -> tuple[list[Prediction], list[Prediction]]:
@@ -54,7 +66,7 @@ def predict_each(data: str) -> tuple[list[Prediction], list[Prediction]]:
             unit="any",
         )
     )
-    shape = shape_of_kind("gcn", FEATURES, HIDDEN, CLASSES, len(FANOUTS))
+    shape = shape_on(data, "gcn")
     (chain,) = (one for one in candidates if one.name == "lambda")
     by_workers = [predict(chain, replace(known, shape=shape)), predict(chain, known)]
     others = [one for one in candidates if STRATEGIES.get(one.strategy).traits.own_loop]
@@ -140,6 +152,39 @@ def test_bytes_by_phase_are_those_of_real_runs(data: str) -> None:
         # Between servers, cooperative batches are counted to the byte as well.
         assert outside == dict(one.outside), one.candidate.name
         assert inside == dict(one.inside) or not one.bytes_exact, one.candidate.name
+
+
+def epochs_of_workers(data: str) -> dict[str, tuple[int, int]]:
+    """Bytes outside and inside of the second epoch in the records of a run."""
+    found = {}
+    for kind in ("sage", "gcn"):
+        with init("lambda", seed=0, workers=1) as session:
+            g = DistGraph(data, session=session)
+            module = build_model(kind, FEATURES, HIDDEN, CLASSES, len(FANOUTS), 0.0, graph=g)
+            result = fit(module, g, config=FitConfig(epochs=3))[1]
+            g.close()
+        sent = sum(row[-1] for rows in result.traffic.values() for row in rows)
+        assert sent == sum(one.bytes_outside + one.bytes_inside for one in result.epochs)
+        found[kind] = result.epochs[1].bytes_outside, result.epochs[1].bytes_inside
+    return found
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_records_of_workers_have_the_bytes_of_the_plan(tmp_path: Path, servers: int) -> None:
+    config = SyntheticConfig(nodes=600, degree=8, features=FEATURES, classes=CLASSES, train_rate=0.3, seed=1)
+    partition_to_disk(generate(config), tmp_path / "graph", PartitionPlan(num_parts=servers, method="metis"))
+    data, ranks = str(tmp_path / "graph"), servers * 2
+    plan = PlanConfig(
+        data=data, hidden=HIDDEN, servers=servers, ranks_per_server=2, dry_batches=0, unit="full_graph"
+    )
+    known, candidates = measured(plan)
+    (workers,) = (one for one in candidates if one.name == "lambda")
+    (found, *_) = run_ranks(epochs_of_workers, ranks, args=(data,), ranks_per_server=2)
+    for kind, moved in found.items():
+        one = predict(workers, replace(known, shape=shape_on(data, kind)))
+        assert one.bytes_exact
+        assert moved == (one.inter_server_bytes, sum(one.inside.values()))
+        assert one.inside["weights_read"] > 0
 
 
 def feature_bytes(data: str) -> int:

@@ -41,20 +41,29 @@ def first_rows() -> Tensor:
     )
 
 
-def model_of(graph: Any, bases: int | None) -> RGCN:
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "bases": {"num_bases": 2},
+    "deep": {"layers": 3, "norm": "layer", "residual": True},
+}
+
+
+def model_of(graph: Any, case: str) -> RGCN:
     torch.manual_seed(11)
-    return RGCN(graph, hetero.WIDTHS, HIDDEN, hetero.CLASSES, num_bases=bases, out_types=["paper"]).double()
+    return RGCN(graph, hetero.WIDTHS, HIDDEN, hetero.CLASSES, out_types=["paper"], **CASES[case]).double()
 
 
-def one_process(bases: int | None) -> tuple[dict[str, Any], Any]:
+def one_process(case: str) -> tuple[dict[str, Any], Any]:
     graph, block = hetero.plain_graph(), hetero.whole_block()
     table = nn.Embedding.from_pretrained(first_rows(), freeze=False)
-    model = model_of(graph, bases)
+    model = model_of(graph, case)
     optimizer = torch.optim.SGD([*model.parameters(), *table.parameters()], lr=RATE)
     papers = graph.nodes["paper"].data
     x = {ntype: graph.nodes[ntype].data["feat"] for ntype in hetero.WIDTHS}
     for _ in range(STEPS):
-        scores = model([block, block], x | {"author": table.weight})["paper"][papers["train_mask"]]
+        scores = model([block] * model.num_layers, x | {"author": table.weight})["paper"][
+            papers["train_mask"]
+        ]
         optimizer.zero_grad()
         F.cross_entropy(scores, papers["label"][papers["train_mask"]]).backward()
         optimizer.step()
@@ -71,27 +80,27 @@ def _train(folder: str, share: str) -> dict[str, Any]:
     topology, policy = session.topology, g.get_node_partition_policy("author")
     ids = g.nodes["paper"].data["train_mask"][:].nonzero()[:, 0]
     mine = equality.cut(ids, equality.SHARES[share], topology.rank, topology.world_size)
-    sampler = dgl.dataloading.MultiLayerFullNeighborSampler(
-        2,
-        prefetch_node_feats={ntype: ["feat"] for ntype in hetero.WIDTHS},
-        prefetch_labels={"paper": ["label"]},
-    )
     results = {}
-    for bases in (None, 2):
-        authors = DistEmbedding(40, HIDDEN, f"rows-{bases}", part_policy=policy, dtype=torch.float64)
+    for case, options in CASES.items():
+        sampler = dgl.dataloading.MultiLayerFullNeighborSampler(
+            options.get("layers", 2),
+            prefetch_node_feats={ntype: ["feat"] for ntype in hetero.WIDTHS},
+            prefetch_labels={"paper": ["label"]},
+        )
+        authors = DistEmbedding(40, HIDDEN, f"rows-{case}", part_policy=policy, dtype=torch.float64)
         _fill(authors.weight, g)
         strategy = STRATEGIES.get("data_parallel")(session, {})
         loader = strategy.loader(g, {"paper": mine}, sampler, batch_size=len(ids))
         inputs = EntityInputs(g, embeddings={"author": authors})
         assert inputs.feature_widths == hetero.WIDTHS
-        model = strategy.wrap(model_of(g, bases), g)
+        model = strategy.wrap(model_of(g, case), g)
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
         sparse = optim.SparseSGD([authors], lr=RATE)
-        if bases:
+        if case == "bases":
             config = FitConfig(epochs=STEPS, eval_every=0, ntype="paper", inputs=inputs, show_progress=False)
             fitted = train(model, loader, optimizer, g, config, sparse=sparse)
             assert set(fitted.accuracy) == {"train_mask", "val_mask", "test_mask"}
-        for _ in range(0 if bases else STEPS):
+        for _ in range(0 if case == "bases" else STEPS):
             for _, _, blocks in loader:
                 scores = model(blocks, inputs(blocks[0]))["paper"]
                 loss = F.cross_entropy(scores, blocks[-1].dstnodes["paper"].data["label"])
@@ -101,7 +110,7 @@ def _train(folder: str, share: str) -> dict[str, Any]:
                 optimizer.step()
                 sparse.step()
         g.barrier()
-        results[str(bases)] = (
+        results[case] = (
             weights_of(model.module),
             equality.in_original_order(authors.weight, g, "author").numpy(),
         )
@@ -123,7 +132,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain() -> dict[str, Any]:
-    return {str(bases): one_process(bases) for bases in (None, 2)}
+    return {case: one_process(case) for case in CASES}
 
 
 def differences(found: tuple[dict[str, Any], Any], expected: tuple[dict[str, Any], Any]) -> dict[str, float]:
@@ -139,17 +148,17 @@ def test_weights_and_rows_are_those_of_one_process(
 ) -> None:
     results = run_ranks(_train, ranks, args=(str(folder), share), ranks_per_server=ranks_per_server)
     for result in results:
-        for bases, found in result.items():
-            wrong = {k: v for k, v in differences(found, plain[bases]).items() if not v <= TOLERANCE}
+        for case, found in result.items():
+            wrong = {k: v for k, v in differences(found, plain[case]).items() if not v <= TOLERANCE}
             assert not wrong
 
 
 def test_ten_steps_move_weights_and_rows(plain: dict[str, Any]) -> None:
     """Else equality would be no news; weights of the last layer that lead to no paper stay."""
-    for bases in (None, 2):
-        start = weights_of(model_of(hetero.plain_graph(), bases)), first_rows().numpy()
-        moved = differences(plain[str(bases)], start)
+    for case, options in CASES.items():
+        start = weights_of(model_of(hetero.plain_graph(), case)), first_rows().numpy()
+        moved = differences(plain[case], start)
         assert moved["rows"] > 1e-4
         kept = {name for name, value in moved.items() if value == 0}
-        assert all(name.startswith(("convs.1", "own.1")) for name in kept)
+        assert all(name.startswith(f"own.{options.get('layers', 2) - 1}") for name in kept)
         assert min(value for value in moved.values() if value) > 1e-6

@@ -114,14 +114,16 @@ def test_words_between_layers_are_refused() -> None:
         ({"teleport": 1.5}, "--teleport 1.5 must be from 0 to 1"),
         ({"teleport": 0.3}, "--teleport 0.3 must be left out with --model sage: it is of appnp"),
         (
-            {"model": "rgcn", "residual": True},
-            "--model rgcn has no --norm, --residual and --jk",
+            {"model": "hgt", "residual": True},
+            "--model hgt has no --norm and --residual and --jk",
         ),
+        ({"model": "rgcn", "jk": "max"}, "--model rgcn has no --jk"),
         ({"model": "gatv2", "heads": 3}, "--heads 3 must be a divisor of --hidden 64"),
     ):
         with pytest.raises(ConfigError, match=re.escape(message)):
             TrainConfig(data="d", **wrong)
     assert TrainConfig(data="d", model="appnp", teleport=0.3).teleport == 0.3
+    assert TrainConfig(data="d", model="rgcn", norm="layer", residual=True).residual
 
 
 @pytest.mark.parametrize("kind", ["appnp", *equality.STACKS])

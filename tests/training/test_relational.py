@@ -38,11 +38,11 @@ def model_of(kind: str, **options: Any) -> RelationalModel:
     return RGCN(graph, hetero.WIDTHS, HIDDEN, 3, num_bases=bases, **options).double()
 
 
-def rgcn_by_formula(model: RGCN, x: dict[str, Tensor]) -> dict[str, Tensor]:
+def rgcn_by_formula(model: RGCN, x: dict[str, Tensor], *, residual: bool = False) -> dict[str, Tensor]:
     """With adjacency matrices and loops over relations."""
     graph = hetero.plain_graph()
     h = {nt: model.project[nt](rows) if nt in model.project else rows for nt, rows in x.items()}
-    for depth in range(2):
+    for depth in range(model.num_layers):
         out = {nt: model.own[depth][nt](rows) for nt, rows in h.items()}  # type: ignore[index]
         for number, etype in enumerate(model.etypes):
             source, _, destination = etype
@@ -58,17 +58,28 @@ def rgcn_by_formula(model: RGCN, x: dict[str, Tensor]) -> dict[str, Tensor]:
             else:
                 weight = model.weights[depth][number]
             out[destination] = out[destination] + adjacency @ h[source] @ weight
-        h = out if depth == 1 else {nt: torch.relu(rows) for nt, rows in out.items()}
+        if depth < model.num_layers - 1:
+            out = {nt: rows + h[nt] if residual and depth else rows for nt, rows in out.items()}
+            for nt, norm in model.norms[depth].items() if model.norms else ():  # type: ignore[operator]
+                out[nt] = torch.nn.functional.layer_norm(out[nt], (HIDDEN,), norm.weight, norm.bias)
+            out = {nt: torch.relu(rows) for nt, rows in out.items()}
+        h = out
     return h
 
 
 @pytest.mark.parametrize("kind", ["rgcn", "rgcn_bases"])
-def test_rgcn_is_its_formula(kind: str) -> None:
-    model = model_of(kind)
+@pytest.mark.parametrize(
+    "more", [{}, {"norm": "layer"}, {"residual": True}, {"norm": "layer", "residual": True}]
+)
+def test_rgcn_is_its_formula(kind: str, more: dict[str, Any]) -> None:
+    model = model_of(kind, layers=3 if more else 2, **more)
     assert isinstance(model, RGCN)
     block = hetero.whole_block()
     with torch.no_grad():
-        found, expected = model([block, block], inputs()), rgcn_by_formula(model, inputs())
+        for norm in model.norms.parameters():
+            norm.uniform_(-1, 1, generator=torch.Generator().manual_seed(4))
+        found = model([block] * model.num_layers, inputs())
+        expected = rgcn_by_formula(model, inputs(), residual="residual" in more)
     assert set(found) == set(hetero.NUM_NODES)
     for ntype, rows in expected.items():
         np.testing.assert_allclose(found[ntype], rows, rtol=0, atol=1e-12, err_msg=ntype)
@@ -152,6 +163,7 @@ TWINS = dgl.heterograph({("a", "to", "a"): ([0], [0]), ("a", "to", "b"): ([0], [
         (lambda graph: RGCN(graph, {}, 4, 2, layers=0), "layers=0"),
         (lambda graph: HGT(graph, {}, 8, 2, heads=3), "heads=3 must divide hidden=8"),
         (lambda graph: RGCN(graph, {}, 8, 2, num_bases=0), "num_bases=0"),
+        (lambda graph: RGCN(graph, {}, 8, 2, norm="batch"), "norm='batch' must be none or layer"),
         (lambda _: RGCN(TWINS, {}, 8, 2, num_bases=2), "2 types of 1 names"),
         (
             lambda _: model_of("rgcn")([hetero.whole_block()] * 2, inputs(7)),

@@ -22,7 +22,7 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import EpochRecord
 from dglx_dist.training.fit import FitConfig, train
 from dglx_dist.training.models import build_model
-from dglx_dist.training.tracing import live_text, scalars_writer, without_keys
+from dglx_dist.training.tracing import live_figures, scalars_writer, without_keys
 from tests.helpers.ranks import run_ranks
 from tests.report.records import epoch
 from tests.report.traces import span, trace_of
@@ -196,10 +196,15 @@ def test_a_trace_tells_no_key_of_an_endpoint() -> None:
 def test_live_figures_have_speed_memory_and_bytes() -> None:
     with start_session() as session:
         session.ledger.add("features", 0, 0, WORKER, 3000)
-        at, speed, rank = live_text(13, 4, 2.0, [epoch(2)], session).splitlines()
+        found = live_figures(13, 153, 4, 2.0, [epoch(2)], session)
+        first = live_figures(0, 153, 4, 0.0, [], session)
+    assert re.fullmatch(r"[\d.]+ [MG]B", found.pop("memory (rank 0)"))
     # 100 samples in the four steps of an epoch.
-    assert (at, speed) == ("epoch 3, step 1/4", "2 steps/s, 50 samples/s")
-    assert re.fullmatch(r"rank 0: [\d.]+ [MG]B of memory, 3 KB moved", rank)
+    expected = ("3", "1/4", "2", "50", "0:01:10", "3 KB")
+    assert tuple(found.items()) == tuple(
+        zip(("epoch", "step", "steps/s", "samples/s", "time left", "bytes (rank 0)"), expected, strict=True)
+    )
+    assert (first["samples/s"], first["time left"]) == ("-", "-")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's thread

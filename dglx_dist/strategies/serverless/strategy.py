@@ -166,8 +166,8 @@ def serverless_bytes(
     }
 
 
-def _traffic(known: Measured, ghosts: Ghosts) -> Traffic:
-    shape, total = known.shape, ghosts.outside + ghosts.inside
+def _traffic(known: Measured, ghosts: Ghosts, read: int) -> Traffic:
+    cluster, shape, total = known.cluster, known.shape, ghosts.outside + ghosts.inside
     # Of an unknown model, two products of a layer's size are of the sum and of the own row.
     products = [(one.per_source + one.per_target) / (one.inputs * one.outputs) for one in shape.layers]
     own_rows = shape.kind == "sage" or (shape.guessed and set(products) == {2.0})
@@ -175,10 +175,13 @@ def _traffic(known: Measured, ghosts: Ghosts) -> Traffic:
         widths=(shape.features, *(layer.outputs for layer in shape.layers)),
         nodes=known.graph.nodes,
         ghosts=total,
-        intervals=LambdaOptions().intervals * known.cluster.ranks,
+        intervals=LambdaOptions().intervals * cluster.ranks,
         own_rows=own_rows,
     )
+    # By all ranks but the one that has the weights, where the pipeline is emptied.
+    phases["weights_read"] = read * (cluster.ranks - 1)
     inside = {name: phases[name] * ghosts.inside // max(total, 1) for name in _GHOSTS}
+    inside["weights_read"] = read * (cluster.ranks_per_server - 1)
     outside = {name: count - inside.get(name, 0) for name, count in phases.items()}
     once = ghosts.outside * (2 * ID_BYTES + known.graph.feature_bytes)
     # Norms between the layers have weights that are not counted.
@@ -230,10 +233,12 @@ class Lambda(Strategy):
         return LambdaModel(model, g, self._options)
 
     @staticmethod
-    def inspect(model: nn.Module, features: int) -> None:
+    def inspect(model: nn.Module, features: int) -> int:
+        from dglx_dist.serverless.parameter_service import bytes_of_read
         from dglx_dist.strategies.serverless.model_to_program import chain_of
 
-        chain_of(model)
+        program = chain_of(model).program
+        return bytes_of_read(program.weight_shapes, program.dtype)
 
     @staticmethod
     def candidates(context: PlanContext) -> Iterator[Candidate]:
@@ -246,13 +251,13 @@ class Lambda(Strategy):
     def cost(candidate: Candidate, known: Measured) -> Cost:
         """Return the cost of an epoch with workers that share the cores of their graph server."""
         cluster, work = known.cluster, known.works[_EXCHANGING]
-        traffic = _traffic(known, known.works[GhostPairs()])
+        traffic = _traffic(known, known.works[GhostPairs()], known.shape.inspected.get(candidate.strategy, 0))
         compute = _WORKER_OVERHEAD * (known.plan_rates or known.rates).compute_s(
             known.shape.work(*work.worked), 1
         )
         ghosts = sum(traffic.outside.get(name, 0) for name in _GHOSTS)
         outside = ghosts / cluster.servers / cluster.external_bytes_per_s
-        # Only ghosts stay inside: traffic to workers leaves the server.
+        # Only ghosts and weights that are read stay inside: traffic to workers leaves the server.
         inside = sum(traffic.inside.values()) / cluster.servers / cluster.internal_bytes_per_s
         factor = 1.0 if candidate.exact else _ASYNC
         # Every epoch in flight keeps its activations.

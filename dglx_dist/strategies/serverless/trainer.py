@@ -20,6 +20,7 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from dglx_dist.comm.collectives import (
+    CONTROL,
     barrier,
     check_equal,
     gather_int64,
@@ -544,8 +545,8 @@ class LambdaTrainer(EpochTrainer):
         if self._synchronous_from is None:
             self._synchronous_from = engine.progress.synchronous_from
         self._compare_kernels(sorted(engine.kernels.copy()))
-        # Overlapping epochs share the bytes evenly: in the end all have moved the same.
-        moved = self._session.ledger.since(counted)
+        # Overlapping epochs share the bytes, but for agreements, evenly: in the end all have moved the same.
+        moved = [row for row in self._session.ledger.since(counted) if row.phase != CONTROL]
         local = [sum(row.num_bytes for row in moved if row.inside is inside) for inside in (True, False)]
         both = gather_int64(local, self._session).sum(axis=0)
         ends = np.arange(number + 1)[:, None] * both // number
