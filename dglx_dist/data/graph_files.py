@@ -10,7 +10,6 @@ import re
 import tokenize
 import zipfile
 import zlib
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -334,10 +333,12 @@ def _by_relation(
     order = np.argsort(relation, kind="stable")
     first = np.searchsorted(relation[order], np.arange(len(names) + 1))
     edges, edge_data = {}, {}
-    for code, name in enumerate(_short_names([str(name) for name in names])):
+    if len(set(names.tolist())) < len(names):
+        raise DatasetError(f"{where}: two relations have the same name; name them apart")
+    for code, name in enumerate(names):
         rows = order[first[code] : first[code + 1]]
         if len(rows):
-            edge_type = (NODE_TYPE, name, NODE_TYPE)
+            edge_type = (NODE_TYPE, str(name), NODE_TYPE)
             edges[edge_type] = (source_ids[rows], destination_ids[rows])
             # A split may have no triple of a rare relation; the mask is absent there.
             pieces = {key: column[rows] for key, column in columns.items()}
@@ -358,17 +359,6 @@ def _ids(array: Array, name: str, where: str) -> Array:
 def _same_length(source_ids: Array, others: Array, what: str, where: str) -> None:
     if len(source_ids) != len(others):
         raise DatasetError(f"{where}: {len(source_ids)} edges but {len(others)} {what} of edges")
-
-
-def _short_names(names: list[str]) -> list[str]:
-    # Valid in file names: the last piece of an IRI if that is unique, else all of it.
-    tails = [re.split(r"[#/]", name.strip("<>").rstrip("#/"))[-1] for name in names]
-    times = Counter(tails)
-    chosen = [tail if times[tail] == 1 else name.strip("<>") for tail, name in zip(tails, names, strict=True)]
-    clean = [re.sub(r"[^0-9A-Za-z_-]", "_", name) or "_" for name in chosen]
-    if len(set(clean)) == len(clean):
-        return clean
-    return [f"{name}_{code}" for code, name in enumerate(clean)]
 
 
 @final

@@ -358,9 +358,24 @@ def test_a_folder_of_triples_is_a_knowledge_graph_with_its_split(tmp_path: Path)
     graph = load_dataset(tmp_path)
     assert graph.name == tmp_path.name
     assert graph.user_ids[NODE_TYPE].tolist() == ["007", "12", "A #1, b", "new"]
-    assert triples_of(graph, "train_mask") == {("007", "_hyper", "12"), ("12", "_also_see", "A #1, b")}
+    assert triples_of(graph, "train_mask") == {("007", "_hyper", "12"), ("12", "_also see", "A #1, b")}
     assert triples_of(graph, "val_mask") == {("A #1, b", "_hyper", "new")}
     assert triples_of(graph, "test_mask") == {("12", "_hyper", "007")}
+
+
+def test_relations_keep_their_names(tmp_path: Path) -> None:
+    names = [
+        "/a.b/c:d",
+        "/p/place of birth",
+        "<http://a.org/x#y>",
+        "foo-rev",
+        "geboren in",
+        "geboren_in",
+        "größe",
+    ]
+    text = "".join(f"u\t{name}\tv\n" for name in names)
+    (tmp_path / "kg.txt").write_text(text, "utf-8")
+    assert [relation for _, relation, _ in load_dataset(tmp_path / "kg.txt").edges] == names
 
 
 @pytest.mark.parametrize("between", ["\t", " ", ","])
