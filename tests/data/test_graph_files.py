@@ -153,7 +153,7 @@ def networkx_graph(*, directed: bool) -> Any:
 
 
 @pytest.mark.parametrize("directed", [True, False])
-@pytest.mark.parametrize("kind", ["graphml", "graphml.gz", "gexf", "json"])
+@pytest.mark.parametrize("kind", ["graphml", "graphml.gz", "gml", "gexf", "json"])
 def test_graphs_of_networkx(
     tmp_path: Path, kind: str, directed: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -169,13 +169,39 @@ def test_graphs_of_networkx(
     assert dict(zip(ends, weights, strict=True)) == expected
     columns = columns_of(graph)
     assert columns["feat"].tolist() == [[node / 2, 1.0] for node in range(12)]
-    if kind == "gexf":  # whose labels are texts to show
+    if kind in ("gexf", "gml"):  # whose labels are texts to show, or names
         assert "label" not in columns
     else:
         assert columns["label"].tolist() == [node % 3 for node in range(12)]
     assert columns["train_mask"].tolist() == [node % 2 == 0 for node in range(12)]
     assert graph.user_ids == {}
     assert ["ignored note: not a number in each" in one.getMessage() for one in caplog.records] == [True]
+
+
+@pytest.mark.parametrize("names", [{}, {0: "Ann", 1: "b'c"}])
+def test_edge_lists_of_networkx(
+    tmp_path: Path, names: dict[int, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    given = nx.relabel_nodes(nx.path_graph(4, create_using=nx.DiGraph), names)
+    nx.write_edgelist(given, tmp_path / "plain.txt")
+    assert load_dataset(tmp_path / "plain.txt").edge_data[EDGE_TYPE] == {}
+    for number, (_, _, data) in enumerate(given.edges(data=True)):
+        data |= {"src": 7, "weight": number / 2 - 1e-9, "note": "{'w': __import__('os')}", "times": number}
+    nx.write_edgelist(given, tmp_path / "a.edgelist")
+    graph = load_dataset(tmp_path / "a.edgelist")
+    assert len(edges_of(graph)[0]) == 3
+    columns = {name: column.tolist() for name, column in graph.edge_data[EDGE_TYPE].items()}
+    assert columns == {"weight": [-1e-9, 0.5 - 1e-9, 1 - 1e-9], "times": [0, 1, 2]}
+    assert "ignored note, w: not a number in each" in caplog.text
+
+
+def test_gml_without_labels_has_ids_as_names(tmp_path: Path) -> None:
+    (tmp_path / "a.gml").write_text(
+        "graph [ node [ id 5 ] node [ id 7 ] edge [ source 5 target 7 weight 2 ] ]"
+    )
+    graph = load_dataset(tmp_path / "a.gml")
+    assert graph.user_ids[NODE_TYPE].tolist() == [5, 7]
+    assert graph.edge_data[EDGE_TYPE]["weight"].tolist() == [2, 2]
 
 
 def test_names_of_nodes_become_their_ids(tmp_path: Path) -> None:
