@@ -243,9 +243,19 @@ def test_partition_names_the_command_that_works(
         succeeded("partition", str(tmp_path), "--parts", "1", "--out", str(tmp_path / "o")).split()
     )
     assert said in printed
+    assert "; 1 part by " in printed
     assert printed.endswith(
         f"next: dglx inspect {tmp_path / 'o'}, dglx train {tmp_path / 'o'} {options}".strip()
     )
+
+
+def test_a_regression_of_classes_is_warned_of(tmp_path: Path) -> None:
+    nodes = "id,feat_0,label,split\n0,0,0,train\n1,1,1,val\n2,1,1,test\n"
+    write(tmp_path, {"nodes.csv": nodes, "edges.csv": "src,dst\n0,1\n1,0\n"})
+    succeeded("partition", str(tmp_path), "--parts", "1", "--out", str(tmp_path / "o"))
+    run = ("--task", "regression", "--hidden", "4", "--epochs", "1", "--out", str(tmp_path / "run"))
+    done = dglx("train", str(tmp_path / "o"), *run)
+    assert done.stderr.count("warning: all labels are 0 or 1; as classes, leave --task out") == 1
 
 
 def test_ingest_names_the_command_for_several_types(tmp_path: Path) -> None:

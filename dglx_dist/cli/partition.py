@@ -15,6 +15,7 @@ from dglx_dist.data.sources import FORMATS
 from dglx_dist.errors import ConfigError
 from dglx_dist.options import common_fields, named_values, option
 from dglx_dist.records import FEATURE, LABEL, SPLITS
+from dglx_dist.report.tables import plural
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +127,7 @@ def partition(config: PartitionCommand) -> None:
             tell: Callable[..., None] = write if ranks.is_first else lambda *_, **_style: None
             tell(
                 f"{graph.name}: {graph.total_nodes} nodes, {graph.total_edges} edges; "
-                f"{plan.num_parts} parts by {chosen}"
+                f"{plural(plan.num_parts, 'part')} by {chosen}"
                 + (f", each for {trainers} trainers" if trainers > 1 else "")
             )
             of_nodes = {ntype: graph.node_data.get(ntype, {}) for ntype in graph.num_nodes}

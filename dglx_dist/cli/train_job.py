@@ -57,6 +57,7 @@ from dglx_dist.training.config import (
     MULTILABEL,
     NO_ENCODER,
     OWN_ARGUMENTS,
+    REGRESSION,
     RELATIONAL_KINDS,
     TrainConfig,
     configuration_of,
@@ -319,6 +320,8 @@ def train_dataset(plan: TrainConfig) -> Trained:
             if writes:
                 start_run(folder, config, keep_metrics=plan.resume, plan=choice)
                 say(f"learning {what_is_learnt(plan, g, target)}")
+                if plan.task == REGRESSION and g.dataset.manifest.num_classes.get(str(target)) == 2:
+                    say("warning: all labels are 0 or 1; as classes, leave --task out", style="yellow")
 
         append = partial(append_epoch, folder) if writes else lambda _record: None
         wrapped, result = _fit(plan, g, target, built, facts, start, append)
@@ -418,9 +421,6 @@ def with_defaults(plan: TrainConfig) -> TrainConfig:
     )
 
 
-_NAMES_OF_COLUMNS = "docs/quickstart.md, Partition a graph, lists the names of columns"
-
-
 def _check_trainable(plan: TrainConfig, g: DistGraph) -> str:
     """Check that ``g`` has the types and data that the model needs; return the node type to classify."""
     if plan.strategy == AUTO:
@@ -431,7 +431,7 @@ def _check_trainable(plan: TrainConfig, g: DistGraph) -> str:
     if LABEL not in data:
         others = could_be_labels(of_nodes)
         remedy = f"rename one of {others} to {LABEL!r} in nodes.csv or the .npz, and partition again"
-        remedy = remedy if others else f"partition a graph that has it ({_NAMES_OF_COLUMNS})"
+        remedy = remedy if others else "partition a graph that has it (docs/quickstart.md names the columns)"
         if plan.task == AUTO_TASK:
             remedy += f", or predict edges: {training_command(plan.data, of_nodes, g.canonical_etypes)}"
         raise ConfigError(lacks.format(LABEL) + remedy)
@@ -459,7 +459,7 @@ def _check_inputs(plan: TrainConfig, g: DistGraph) -> None:
         known = ", ".join(g.nodes[g.ntypes[0]].data) or "none"
         raise ConfigError(
             f"{where} has no node data {FEATURE!r} (known: {known}); give the nodes trainable rows with "
-            f"--embeddings 64, or partition a graph that has it ({_NAMES_OF_COLUMNS})"
+            "--embeddings 64, or partition a graph that has it (docs/quickstart.md names the columns)"
         )
     for name in g.ntypes:
         shape = g.nodes[name].data[FEATURE].shape if FEATURE in g.nodes[name].data else (0, 0)

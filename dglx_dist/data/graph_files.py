@@ -599,7 +599,8 @@ def _read_lines(path: Path, is_triples: bool = False) -> tuple[Any, list[str], l
             for name, column in entries.items():
                 read[name] = column
     except (ValueError, EOFError, OSError, zlib.error) as error:
-        raise DatasetError(f"{path}: not a readable list of edges, or cut off: {error}") from error
+        problem = str(error).removeprefix("Error tokenizing data. C error: ")
+        raise DatasetError(f"{path}: not a readable list of edges, or cut off: {problem}") from error
     return read, [repr(line.decode(errors="replace")) for line in begin], are_triples
 
 
