@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, Field
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_origin, get_type_hints
 
@@ -145,9 +144,8 @@ def _parameter(one: Field[Any], declared: Option, hint: Any, flag: str) -> inspe
 
 def could_be_labels(of_nodes: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the names of the columns of one number per node, with commas."""
-    columns = chain.from_iterable(columns.items() for columns in of_nodes.values())
-    is_number = {name: len(one.shape) == 1 and not name.endswith(("_mask", "_id")) for name, one in columns}
-    return ", ".join(filter(is_number.get, is_number))
+    found = [name for columns in of_nodes.values() for name, one in columns.items() if len(one.shape) == 1]
+    return ", ".join(name for name in found if not name.endswith(("_mask", "_id")))
 
 
 def training_command(

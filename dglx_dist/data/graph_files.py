@@ -569,14 +569,13 @@ def _read_lines(path: Path, is_triples: bool = False) -> tuple[Any, list[str], l
                     break
                 before.append(line)
             file.seek(0)
-            first = begin[0] if begin else b""
             source: Any = file
             entries: dict[str, Any] = {}
-            if first.endswith(b"}"):
+            if not is_triples and begin and re.search(rb"\s\{(['\"].*)?\}$", begin[0]):
                 text, entries = _without_entries(file.read().decode(), str(path))
                 source, before = io.BytesIO(text.encode()), []
                 begin = [line.partition(b"{")[0].strip() for line in begin]
-                first = begin[0]
+            first = begin[0] if begin else b""
             separator = "," if b"," in first else r"\s+"
             of_triples = "\t" if first.count(b"\t") == 2 else separator
             are_triples = [is_triples or _is_triple(re.split(of_triples.encode(), line)) for line in begin]

@@ -195,6 +195,12 @@ def test_edge_lists_of_networkx(
     assert "ignored note, w: not a number in each" in caplog.text
 
 
+def test_a_tail_in_braces_is_no_dictionary(tmp_path: Path) -> None:
+    (tmp_path / "kg.txt").write_text("a likes {b}\n{b} likes a\n")
+    graph = load_dataset(tmp_path / "kg.txt")
+    assert (list(graph.edges), graph.total_edges) == ([("_N", "likes", "_N")], 2)
+
+
 def test_gml_without_labels_has_ids_as_names(tmp_path: Path) -> None:
     (tmp_path / "a.gml").write_text(
         "graph [ node [ id 5 ] node [ id 7 ] edge [ source 5 target 7 weight 2 ] ]"

@@ -288,8 +288,7 @@ class TypeRows:
     def _split(self, label: LabelSpec, labels: Spill | None, seed: int, ids: IdMap | None) -> Spill:
         # (N,) split code of each row of the table.
         if label.split is DEFAULT_SPLIT and self.table.has(SPLIT):  # split_pct is not given
-            pieces = self.table.pieces([SPLIT])
-            # -1 becomes NO_SPLIT.
+            pieces = self.table.pieces([SPLIT])  # as uint8, -1 is NO_SPLIT
             codes: Iterator[Array] = (split_codes(piece.columns[SPLIT]).astype(np.uint8) for piece in pieces)
         elif label.split is not None:
             num_labelled = sum(int(piece.sum()) for piece in self._has_label(labels))

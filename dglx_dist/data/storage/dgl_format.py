@@ -486,7 +486,7 @@ def _ranges(names: Sequence[str], ranges: IdRanges) -> dict[str, list[list[int]]
 def _check_names(graph: RawGraph) -> None:
     if not graph.edges:
         raise ConfigError("the graph has no edge type; DGL's files need one")
-    for name in {*graph.num_nodes}:
+    for name in graph.num_nodes:
         if ":" in name or "/" in name:
             raise ConfigError(f"DGL's files cannot hold the type name {name!r}, which has a ':' or a '/'")
     if changed := [etype[1] for etype in graph.edges if _name(etype) != type_text(etype)]:
