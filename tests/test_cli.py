@@ -210,10 +210,52 @@ def test_partition_names_what_tables_lack(tmp_path: Path) -> None:
     write(tmp_path, {"nodes.csv": "id,label,age\n0,0,30\n1,1,40\n", "edges.csv": "src,dst\n0,1\n"})
     arguments = [str(tmp_path), "--parts", "1", "--add-reverse-edges", "--out", str(tmp_path / "out")]
     said = " ".join(succeeded("partition", *arguments).split())
-    assert "no features (columns feat_0, feat_1 ... or 'feat'; others: age)" in said
+    assert "no features (feat_0, feat_1 ... or 'feat'; others: age)" in said
     assert "labels, but no 'split', which `dglx train` needs" in said
     assert "0.0% of the edges (2 stored)" in said
-    assert f"next: dglx inspect {tmp_path / 'out'}, dglx train {tmp_path / 'out'}" in said
+    assert said.endswith(f"next: dglx inspect {tmp_path / 'out'}")
+
+
+@pytest.mark.parametrize(
+    ("tables", "said", "options"),
+    [
+        ({"nodes.csv": "id,label,split\n0,0,train\n1,1,val\n"}, "no features", "--embeddings 64"),
+        ({"nodes.csv": "id,feat_0,label,split\n0,0,0,train\n1,1,1,val\n"}, "", ""),
+        (
+            {"nodes.csv": "id,feat_0,visits\n0,0,0\n1,1,1\n"},
+            "no labels (column 'label'); to learn one of visits, rename it to that",
+            "--task link",
+        ),
+        ({"edges.csv": "src,dst\n0,1\n"}, "no labels", "--task link --model none --embeddings 64"),
+        (
+            {"edges/u__a__v.csv": "src,dst\n0,1\n", "edges/u__b__v.csv": "src,dst\n0,1\n"},
+            "no labels",
+            "--task link --model none --embeddings 64 --target u:a:v",
+        ),
+    ],
+)
+def test_partition_names_the_command_that_works(
+    tables: dict[str, str], said: str, options: str, tmp_path: Path
+) -> None:
+    (tmp_path / "edges").mkdir()
+    write(tmp_path, tables if "nodes.csv" not in tables else tables | {"edges.csv": "src,dst\n0,1\n"})
+    printed = " ".join(
+        succeeded("partition", str(tmp_path), "--parts", "1", "--out", str(tmp_path / "o")).split()
+    )
+    assert said in printed
+    assert "; 1 part by " in printed
+    assert printed.endswith(
+        f"next: dglx inspect {tmp_path / 'o'}, dglx train {tmp_path / 'o'} {options}".strip()
+    )
+
+
+def test_a_regression_of_classes_is_warned_of(tmp_path: Path) -> None:
+    nodes = "id,feat_0,label,split\n0,0,0,train\n1,1,1,val\n2,1,1,test\n"
+    write(tmp_path, {"nodes.csv": nodes, "edges.csv": "src,dst\n0,1\n1,0\n"})
+    succeeded("partition", str(tmp_path), "--parts", "1", "--out", str(tmp_path / "o"))
+    run = ("--task", "regression", "--hidden", "4", "--epochs", "1", "--out", str(tmp_path / "run"))
+    done = dglx("train", str(tmp_path / "o"), *run)
+    assert done.stderr.count("warning: all labels are 0 or 1; as classes, leave --task out") == 1
 
 
 def test_ingest_names_the_command_for_several_types(tmp_path: Path) -> None:
@@ -223,7 +265,10 @@ def test_ingest_names_the_command_for_several_types(tmp_path: Path) -> None:
     write(tmp_path, {"nodes.csv": "id\n0\n1\n", "edges.csv": "src,dst\n0,1\n"})
     (tmp_path / "g.json").write_text(json.dumps(description))
     said = succeeded("ingest", f"{tmp_path}/g.json", "--add-reverse-edges", "--out", str(tmp_path / "out"))
-    assert f"next: dglx train {tmp_path / 'out'} --model rgcn, or" in " ".join(said.split())
+    command = (
+        f"next: dglx train {tmp_path / 'out'} --task link --model none --embeddings 64 or dglx partition"
+    )
+    assert command in " ".join(said.split())
 
 
 def test_the_traceback_is_there_for_who_asks() -> None:

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from dglx_dist.cli.common import command, write
+from dglx_dist.cli.common import command, could_be_labels, training_command, write
 from dglx_dist.comm.topology import launched_by_torchrun, read_topology
 from dglx_dist.data.external_memory import Ranks
 from dglx_dist.data.ingest.config import IngestPlan, read_config
@@ -15,6 +15,7 @@ from dglx_dist.data.sources import FORMATS
 from dglx_dist.errors import ConfigError
 from dglx_dist.options import common_fields, named_values, option
 from dglx_dist.records import FEATURE, LABEL, SPLITS
+from dglx_dist.report.tables import plural
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +56,9 @@ def ingest(config: IngestCommand) -> None:
         write_description(done, config.output_description)
         write(f"settings found are in {config.output_description}")
     folder = shlex.quote(str(config.out))
-    is_several = max(len(done.manifest.node_columns), len(done.manifest.edge_columns)) > 1
-    write(
-        f"written to {config.out}; next: dglx train {folder}{' --model rgcn' if is_several else ''}, "
-        f"or dglx partition {folder} --parts 4 --out DIR"
-    )
+    train = training_command(config.out, done.manifest.node_columns, done.manifest.edge_columns)
+    following = " or ".join(filter(None, [train, f"dglx partition {folder} --parts 4 --out DIR"]))
+    write(f"written to {config.out}; next: {following}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,18 +127,19 @@ def partition(config: PartitionCommand) -> None:
             tell: Callable[..., None] = write if ranks.is_first else lambda *_, **_style: None
             tell(
                 f"{graph.name}: {graph.total_nodes} nodes, {graph.total_edges} edges; "
-                f"{plan.num_parts} parts by {chosen}"
+                f"{plural(plan.num_parts, 'part')} by {chosen}"
                 + (f", each for {trainers} trainers" if trainers > 1 else "")
             )
-            for ntype in graph.num_nodes:
-                data = graph.node_data.get(ntype, {})
+            of_nodes = {ntype: graph.node_data.get(ntype, {}) for ntype in graph.num_nodes}
+            if not any(LABEL in data for data in of_nodes.values()):
+                could = could_be_labels(of_nodes)
+                could = could and f"; to learn one of {could}, rename it to that"
+                tell(f"note: there are no labels (column {LABEL!r}){could}")
+            for ntype, data in of_nodes.items():
                 # Models of several types have trainable rows of their own.
                 if graph.is_homogeneous and FEATURE not in data:
                     others = ", ".join(sorted(data.keys() - {LABEL, *SPLITS})) or "none"
-                    tell(
-                        f"note: there are no features (columns feat_0, feat_1 ... or {FEATURE!r}; others: "
-                        f"{others}); `dglx train --embeddings 64` trains rows in their place"
-                    )
+                    tell(f"note: there are no features (feat_0, feat_1 ... or {FEATURE!r}; others: {others})")
                 if LABEL in data and not data.keys() & {*SPLITS}:
                     tell(f"note: nodes {ntype!r} have labels, but no 'split', which `dglx train` needs")
             quality = partition_to_disk(graph, out, plan, workspace=workspace)
@@ -150,6 +150,6 @@ def partition(config: PartitionCommand) -> None:
     )
     for name, reached in quality.missed.items():
         tell(f"warning: {name} reached {reached:.3f}, more than asked for", style="yellow")
-    folder = shlex.quote(str(out))
-    following = f"; next: dglx inspect {folder}, dglx train {folder}" if plan.format == "dglx" else ""
+    commands = [f"dglx inspect {shlex.quote(str(out))}", training_command(out, of_nodes, graph.edges)]
+    following = f"; next: {', '.join(filter(None, commands))}" if plan.format == "dglx" else ""
     tell(f"written to {out}{following}")

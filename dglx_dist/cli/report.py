@@ -17,7 +17,7 @@ from rich.console import Console
 from dglx_dist.cli.common import check_picture, command, draw_or_warn, show, warn, write
 from dglx_dist.errors import ConfigError, DglxError, StorageError
 from dglx_dist.options import at_least, check_ranges, option
-from dglx_dist.records import EDGE_TYPE, FEATURE, NODE_TYPE
+from dglx_dist.records import EDGE_TYPE, FEATURE, NODE_TYPE, type_text
 
 if TYPE_CHECKING:
     from dglx_dist.data.storage.manifest import Manifest
@@ -105,7 +105,7 @@ def overview(manifest: Manifest) -> dict[str, object]:
         name = "nodes" if ntype == NODE_TYPE else f"nodes {ntype}"
         found[name] = f"{manifest.num_nodes(ntype)}: {_tensors(columns)}"
     for etype, columns in manifest.edge_columns.items():
-        name = "edges" if etype == EDGE_TYPE else "edges " + ".".join(etype)
+        name = "edges" if etype == EDGE_TYPE else f"edges {type_text(etype)}"
         found[name] = f"{manifest.num_edges(etype)}: {_tensors(columns)}"
     for name in ("edge_cut", "replication_factor"):
         if isinstance(value := quality.get(name), float):

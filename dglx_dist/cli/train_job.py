@@ -32,7 +32,7 @@ from dglx_dist.auto import (
     plan_summary,
     resolve,
 )
-from dglx_dist.cli.common import say
+from dglx_dist.cli.common import could_be_labels, say, training_command
 from dglx_dist.comm.collectives import check_equal, run_on_all_ranks
 from dglx_dist.comm.session import Session
 from dglx_dist.data.storage.files import machine_memory
@@ -44,18 +44,20 @@ from dglx_dist.graph.optim import SparseAdam, SparseOptimizer
 from dglx_dist.layers.tracer import random_block, restored
 from dglx_dist.options import common_fields
 from dglx_dist.planner.workload import check_plannable
-from dglx_dist.records import FEATURE, LABEL, EdgeType, EpochRecord
+from dglx_dist.records import FEATURE, LABEL, SPLITS, EdgeType, EpochRecord
 from dglx_dist.report import run_folder
 from dglx_dist.report.run_folder import PICTURE, SUMMARY, append_epoch, read_epochs, start_run, write_run
 from dglx_dist.report.tables import run_title, spread, summarise
 from dglx_dist.strategies.base import AUTO, WrappedModel, float_of, strategy_of
 from dglx_dist.training.checkpoint import read_extra
 from dglx_dist.training.config import (
+    AUTO_TASK,
     CLASSIFICATION,
     LINK,
     MULTILABEL,
     NO_ENCODER,
     OWN_ARGUMENTS,
+    REGRESSION,
     RELATIONAL_KINDS,
     TrainConfig,
     configuration_of,
@@ -318,6 +320,8 @@ def train_dataset(plan: TrainConfig) -> Trained:
             if writes:
                 start_run(folder, config, before, plan=choice)
                 say(f"learning {what_is_learnt(plan, g, target)}")
+                if plan.task == REGRESSION and g.dataset.manifest.num_classes.get(str(target)) == 2:
+                    say("warning: all labels are 0 or 1; as classes, leave --task out", style="yellow")
 
         append = partial(append_epoch, folder) if writes else lambda _record: None
         wrapped, result = _fit(plan, g, target, built, facts, start, append)
@@ -421,17 +425,22 @@ def _check_trainable(plan: TrainConfig, g: DistGraph) -> str:
     """Check that ``g`` has the types and data that the model needs; return the node type to classify."""
     if plan.strategy == AUTO:
         check_plannable(g.dataset.manifest, plan.data)
+    ntype, of_nodes = labelled_type(g), {name: g.nodes[name].data for name in g.ntypes}
+    data = of_nodes[ntype]
+    lacks = f"{g.dataset.folder} has no node data {{!r}} (known: {', '.join(data) or 'none'}); "
+    if LABEL not in data:
+        others = could_be_labels(of_nodes)
+        remedy = f"rename one of {others} to {LABEL!r} in nodes.csv or the .npz, and partition again"
+        remedy = remedy if others else "partition a graph that has it (docs/quickstart.md names the columns)"
+        if plan.task == AUTO_TASK:
+            remedy += f", or predict edges: {training_command(plan.data, of_nodes, g.canonical_etypes)}"
+        raise ConfigError(lacks.format(LABEL) + remedy)
+    if SPLITS[0] not in data:
+        raise ConfigError(
+            lacks.format(SPLITS[0]) + "add a column 'split' (train, val, test) to nodes.csv, or train_mask, "
+            "val_mask and test_mask to the .npz, and partition again"
+        )
     _check_inputs(plan, g)
-    ntype = labelled_type(g)
-    data = g.nodes[ntype].data
-    for name in (LABEL, "train_mask"):
-        if name not in data:
-            known = ", ".join(data) or "none"
-            raise ConfigError(
-                f"{g.dataset.folder} has no node data {name!r} (known: {known}); partition a graph that "
-                "has it (docs/quickstart.md, Partition a graph, lists the names of columns), or predict its "
-                "edges with --task link"
-            )
     return ntype
 
 
@@ -450,8 +459,7 @@ def _check_inputs(plan: TrainConfig, g: DistGraph) -> None:
         known = ", ".join(g.nodes[g.ntypes[0]].data) or "none"
         raise ConfigError(
             f"{where} has no node data {FEATURE!r} (known: {known}); give the nodes trainable rows with "
-            "--embeddings 64, or partition a graph that has it (docs/quickstart.md, Partition a graph, lists "
-            "the names of columns)"
+            "--embeddings 64, or partition a graph that has it (docs/quickstart.md names the columns)"
         )
     for name in g.ntypes:
         shape = g.nodes[name].data[FEATURE].shape if FEATURE in g.nodes[name].data else (0, 0)

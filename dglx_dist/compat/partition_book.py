@@ -258,7 +258,8 @@ class PartitionPolicy(Wrapper, of=InnerPartitionPolicy):
         if kind not in ("node", "edge"):
             raise ConfigError(f"policy_str is {policy_str!r}; it must begin with 'node' or 'edge'")
         book = partition_book.inner
-        pieces: Any = tuple(name.split(":")) if ":" in name else name
+        source, _, rest = name.partition(":")  # a relation may have further colons
+        pieces: Any = (source, *rest.rpartition(":")[::2]) if rest else name
         is_node = kind == "node"
         known: Any = name or NODE_TYPE if is_node else book.to_canonical_etype(pieces or EDGE_TYPE)
         self.inner = InnerPartitionPolicy(

@@ -10,7 +10,6 @@ import re
 import tokenize
 import zipfile
 import zlib
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -334,10 +333,12 @@ def _by_relation(
     order = np.argsort(relation, kind="stable")
     first = np.searchsorted(relation[order], np.arange(len(names) + 1))
     edges, edge_data = {}, {}
-    for code, name in enumerate(_short_names([str(name) for name in names])):
+    if len(set(names.tolist())) < len(names):
+        raise DatasetError(f"{where}: two relations have the same name; name them apart")
+    for code, name in enumerate(names):
         rows = order[first[code] : first[code + 1]]
         if len(rows):
-            edge_type = (NODE_TYPE, name, NODE_TYPE)
+            edge_type = (NODE_TYPE, str(name), NODE_TYPE)
             edges[edge_type] = (source_ids[rows], destination_ids[rows])
             # A split may have no triple of a rare relation; the mask is absent there.
             pieces = {key: column[rows] for key, column in columns.items()}
@@ -358,17 +359,6 @@ def _ids(array: Array, name: str, where: str) -> Array:
 def _same_length(source_ids: Array, others: Array, what: str, where: str) -> None:
     if len(source_ids) != len(others):
         raise DatasetError(f"{where}: {len(source_ids)} edges but {len(others)} {what} of edges")
-
-
-def _short_names(names: list[str]) -> list[str]:
-    # Valid in file names: the last piece of an IRI if that is unique, else all of it.
-    tails = [re.split(r"[#/]", name.strip("<>").rstrip("#/"))[-1] for name in names]
-    times = Counter(tails)
-    chosen = [tail if times[tail] == 1 else name.strip("<>") for tail, name in zip(tails, names, strict=True)]
-    clean = [re.sub(r"[^0-9A-Za-z_-]", "_", name) or "_" for name in chosen]
-    if len(set(clean)) == len(clean):
-        return clean
-    return [f"{name}_{code}" for code, name in enumerate(clean)]
 
 
 @final
@@ -413,7 +403,7 @@ _LARGEST = 1 << 28
 
 @final
 class NetworkxSource(DatasetSource):
-    """A file of NetworkX of at most 256 MiB: ``.graphml``, ``.gexf``, node-link ``.json``, also with ``.gz``.
+    """A file of NetworkX of at most 256 MiB, ``.graphml``, ``.gml``, ``.gexf``, ``.json``, also with ``.gz``.
 
     Edges of an undirected graph are stored in both directions; the second one has no mask. Attributes mean
     what columns of tables do (:class:`dglx_dist.data.tables.TablesSource`); texts, those that some lack, and
@@ -464,7 +454,9 @@ def _read_networkx(content: bytes, kind: str) -> Any:
     # Entities that name each other grow without limit; UTF-16 has a zero in each character of it.
     if b"<!ENTITY" in content.replace(b"\0", b""):
         raise ValueError("it declares entities (<!ENTITY), which are never expanded")
-    graph = getattr(networkx, f"read_{kind[1:]}")(io.BytesIO(content))
+    # Of .gml, names are labels, where there are some.
+    more = {"label": "label" if b"label " in content else "id"} if kind == ".gml" else {}
+    graph = getattr(networkx, f"read_{kind[1:]}")(io.BytesIO(content), **more)
     for *_, data in chain(graph.nodes(data=True), graph.edges(data=True)) if kind == ".gexf" else ():
         data.pop(LABEL, None)
         data.pop("id", None)
@@ -501,6 +493,8 @@ def _warn_ignored(where: str, names: Sequence[str], why: str) -> None:
 
 # Also times and dates.
 _NUMBER = re.compile(rb"[-+.:/\d]+([eT][-+.:\dZ]+)?")
+_ENTRY = re.compile(r"'(?!(?:src|dst)')([^']+)': (?:(-?\d+(?:\.\d+)?(?:e[-+]\d+)?)(?=[,}]))?")
+"""A name of a dictionary of NetworkX, and its value if that is a number."""
 _CODE_OF_FILE = {"train": 0, "valid": 1, "val": 1, "dev": 1, "test": 2}
 
 
@@ -509,6 +503,7 @@ class EdgeListSource(DatasetSource):
     """A text of one edge a line, as SNAP's ``.txt.gz``: two ids, then columns of numbers if any.
 
     Between them are spaces, tabs or commas; ``#`` (or ``%`` where the text begins with it) starts a comment.
+    NetworkX's dictionary at the end of a line gives columns of numbers; other values of it are ignored.
     Ids other than 0..N-1, or of text, are kept as the user's ids. One further column is ``weight``, more are
     ``column2``, ``column3`` ... Edges are taken as they stand: ``--add-reverse-edges`` is for lists with each
     edge once. Takes no options.
@@ -538,8 +533,9 @@ class EdgeListSource(DatasetSource):
             raise DatasetError(f"{where}: the line {line} is a header; begin it with #")
         if are_triples[0] and not read.dtypes[2:].map(pd.api.types.is_numeric_dtype).all():
             raise DatasetError(f"{where}: the line {lines[1]} is not head, relation and tail as {line} is")
-        others = ["weight"] if read.shape[1] == 3 else [f"column{n}" for n in range(2, read.shape[1])]
-        table = pa.Table.from_pandas(read.set_axis(["src", "dst", *others][: read.shape[1]], axis=1))
+        numbered = {number: f"column{number}" for number in range(3, read.shape[1])}
+        names = {0: "src", 1: "dst", 2: "column2" if numbered else "weight", **numbered}
+        table = pa.Table.from_pandas(read.rename(columns=names))
         for end in ("src", "dst"):
             ids = id_column(table, end, where)
             if ids.is_whole:
@@ -573,13 +569,19 @@ def _read_lines(path: Path, is_triples: bool = False) -> tuple[Any, list[str], l
                     break
                 before.append(line)
             file.seek(0)
+            source: Any = file
+            entries: dict[str, Any] = {}
+            if not is_triples and begin and re.search(rb"\s\{(['\"].*)?\}$", begin[0]):
+                text, entries = _without_entries(file.read().decode(), str(path))
+                source, before = io.BytesIO(text.encode()), []
+                begin = [line.partition(b"{")[0].strip() for line in begin]
             first = begin[0] if begin else b""
             separator = "," if b"," in first else r"\s+"
             of_triples = "\t" if first.count(b"\t") == 2 else separator
             are_triples = [is_triples or _is_triple(re.split(of_triples.encode(), line)) for line in begin]
             is_triples |= bool(begin) and all(are_triples)
             read = pd.read_csv(
-                file,
+                source,
                 sep=of_triples if is_triples else separator,
                 skiprows=len(before),
                 # An IRI has a #.
@@ -593,9 +595,20 @@ def _read_lines(path: Path, is_triples: bool = False) -> tuple[Any, list[str], l
                 keep_default_na=False,
                 na_values=[""],
             )
+            for name, column in entries.items():
+                read[name] = column
     except (ValueError, EOFError, OSError, zlib.error) as error:
-        raise DatasetError(f"{path}: not a readable list of edges, or cut off: {error}") from error
+        problem = str(error).removeprefix("Error tokenizing data. C error: ")
+        raise DatasetError(f"{path}: not a readable list of edges, or cut off: {problem}") from error
     return read, [repr(line.decode(errors="replace")) for line in begin], are_triples
+
+
+def _without_entries(text: str, where: str) -> tuple[str, dict[str, Any]]:
+    """Return lines of ``networkx.write_edgelist`` without their dictionaries, and the numbers of these."""
+    lines = [line.partition("{") for line in text.splitlines() if line.strip() and line[0] not in "#%"]
+    rows = [{name: json.loads(one or "null") for name, one in _ENTRY.findall(of)} for *_, of in lines]
+    columns = _attributes(rows, where)
+    return "\n".join(ends for ends, *_ in lines), {name: as_numpy(one) for name, one in columns.items()}
 
 
 def _is_triple(pieces: Sequence[bytes]) -> bool:

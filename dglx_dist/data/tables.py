@@ -248,7 +248,7 @@ def _edge_type(path: Path) -> EdgeType:
 
 
 _KEYS_OF_EDGES = (("src", "dst"), ("source", "destination"))
-_SPLIT, _ID = "split", "id"
+SPLIT, _ID = "split", "id"
 _SPLIT_CODES = {
     **{"train": 0, "val": 1, "valid": 1, "validation": 1, "test": 2, "": -1, "none": -1},
     **{"0": 0, "1": 1, "2": 2, "-1": -1},
@@ -389,8 +389,9 @@ def _columns(table: Any, where: str, left_out: set[str]) -> dict[str, NodeColumn
     names = [name for name in table.column_names if name not in left_out]
     if LABEL in names:
         columns[LABEL] = _labels(column(table, LABEL, where))
-    if _SPLIT in names:
-        columns.update(_split_masks(column(table, _SPLIT, where)))
+    if SPLIT in names:
+        masks = masks_of_split(split_codes(column(table, SPLIT, where)))
+        columns.update({name: mask for name, mask in masks.items() if mask.any()})
     for stem in sorted({FEATURE, LABEL} - {*names}):
         numbered = {name: int(n[1]) for name in names if (n := re.fullmatch(rf"{stem}_?(\d+)", name))}
         if numbered:
@@ -401,7 +402,7 @@ def _columns(table: Any, where: str, left_out: set[str]) -> dict[str, NodeColumn
             columns[stem] = _stacked(table, in_order, where)
             names = [name for name in names if name not in numbered]
     for name in names:
-        if name in (LABEL, _SPLIT):
+        if name in (LABEL, SPLIT):
             continue
         found = column(table, name, where)
         if found.is_text:
@@ -436,13 +437,13 @@ def _class_names(labels: Column) -> Any:
     return classes.take(pc.sort_indices(classes))
 
 
-def _split_masks(split: Column) -> dict[str, Array]:
+def split_codes(split: Column) -> Array:
+    """Return (K,) int64, 0, 1 or 2 for train, val or test, and -1 for none; DatasetError for other values."""
     lower = pc.utf8_lower(pc.fill_null(split.texts(), ""))
     place = pc.index_in(lower, value_set=pa.array(list(_SPLIT_CODES), pa.large_string()))
     remedy = "write train, val or test (or 0, 1, 2), and nothing (or -1) where there is none"
     split.refuse(as_numpy(pc.is_null(place)), f"is not a split; {remedy}")
-    codes = np.array(list(_SPLIT_CODES.values()))[as_numpy(place)]
-    return {name: mask for name, mask in masks_of_split(codes).items() if mask.any()}
+    return np.array(list(_SPLIT_CODES.values()))[as_numpy(place)]
 
 
 def _is_range(ids: Any) -> bool:

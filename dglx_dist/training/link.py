@@ -21,7 +21,7 @@ from dglx_dist.graph.analysis import NO_REVERSE, reverse_edge_ids
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.split import edge_split
 from dglx_dist.keyed_random import hash_ids, splitmix64, stream_key
-from dglx_dist.records import FEATURE, SPLITS, Array, EdgeType
+from dglx_dist.records import FEATURE, SPLITS, Array, EdgeType, type_text
 from dglx_dist.strategies.base import strategy_of
 from dglx_dist.training.config import LINK, METRICS_OF
 from dglx_dist.training.inference import batches, evaluating, layerwise_inference, whole_of
@@ -104,10 +104,11 @@ def link_targets(g: DistGraph, names: Sequence[str] = ()) -> list[EdgeType]:
     Raises:
         ConfigError: there is no such edge type, or several node types and more than one such edge type.
     """
-    if names:
-        split = [tuple(name.split(":")) for name in names]
-        return [g.to_canonical_etype(one if len(one) == 3 else one[0]) for one in split]
     known = g.canonical_etypes
+    if names:
+        # Not split: a relation's own name may have a colon.
+        by_text = {type_text(etype): etype for etype in known}
+        return [by_text.get(name) or g.to_canonical_etype(name) for name in names]
     found = [one for one in known if not any(_has_name_of_reverse(one, other) for other in known)]
     if len(g.ntypes) > 1 and len(found) > 1:
         names = ", ".join(one[1] for one in found)

@@ -35,7 +35,7 @@ def test_types_columns_balance_and_trainers_are_shown(tmp_path: Path) -> None:
     for told in (
         "nodes paper 60: feat float64[6], label int64, ",
         "nodes author 40: trainer_id int32",
-        "edges author.writes.paper 120: trainer_id int32",
+        "edges author:writes:paper 120: trainer_id int32",
         f"edge cut {quality['edge_cut']:.4f}",
         f"balance train (max/mean) {quality['balance']['train']:.4f}",
         f"trainers 4, edge cut {trainers['edge_cut']:.4f}",

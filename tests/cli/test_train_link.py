@@ -54,6 +54,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "ring": written(root / "ring", replace(ring, node_data={"_N": {"feat": feat}})),
         "plain": written(root / "plain", ring),
+        "priced": written(root / "priced", replace(ring, node_data={"_N": {"feat": feat, "price": nodes}})),
+        "unsplit": written(root / "unsplit", replace(ring, node_data={"_N": {"feat": feat, "label": nodes}})),
         "named": written(
             root / "named",
             replace(
@@ -140,9 +142,17 @@ def refused(folder: str, out: str, options: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("plain", {}, "give the nodes trainable rows with --embeddings 64"),
+        ("plain", {}, "or predict edges: dglx train "),
+        ("plain", {}, "plain --task link --model none --embeddings 64"),
+        ("shop", {}, "shop --task link --model none --embeddings 64 --target user:buys:item"),
         ("plain", {"task": "link"}, "give the nodes trainable rows with --embeddings 64"),
         ("ring", {}, "has no node data 'label' (known: 'feat'); partition a graph that has it"),
+        (
+            "priced",
+            {},
+            "rename one of price to 'label' in nodes.csv or the .npz, and partition again, or predict",
+        ),
+        ("unsplit", {}, "add a column 'split' (train, val, test) to nodes.csv, or train_mask, val_mask and"),
         ("named", {"task": "regression"}, "number classes with names, which --task regression does not take"),
         ("ring", {"task": "link", "model": "gcn"}, "use --model sage, sgc or gat"),
         ("shop", {"task": "link"}, "or --model none, which scores trainable rows"),
@@ -154,6 +164,12 @@ def test_graphs_that_a_task_cannot_use(
 ) -> None:
     (message,) = run_ranks(refused, 1, args=(str(folders[name]), str(tmp_path), options))
     assert said.replace("'", "") in message.replace("'", "")
+
+
+def test_links_are_not_proposed_to_those_who_gave_a_task(folders: dict[str, Path], tmp_path: Path) -> None:
+    arguments = (str(folders["priced"]), str(tmp_path), {"task": "regression"})
+    (message,) = run_ranks(refused, 1, args=arguments)
+    assert message.endswith("or the .npz, and partition again")
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,7 @@ def networkx_graph(*, directed: bool) -> Any:
 
 
 @pytest.mark.parametrize("directed", [True, False])
-@pytest.mark.parametrize("kind", ["graphml", "graphml.gz", "gexf", "json"])
+@pytest.mark.parametrize("kind", ["graphml", "graphml.gz", "gml", "gexf", "json"])
 def test_graphs_of_networkx(
     tmp_path: Path, kind: str, directed: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -169,13 +169,45 @@ def test_graphs_of_networkx(
     assert dict(zip(ends, weights, strict=True)) == expected
     columns = columns_of(graph)
     assert columns["feat"].tolist() == [[node / 2, 1.0] for node in range(12)]
-    if kind == "gexf":  # whose labels are texts to show
+    if kind in ("gexf", "gml"):  # whose labels are texts to show, or names
         assert "label" not in columns
     else:
         assert columns["label"].tolist() == [node % 3 for node in range(12)]
     assert columns["train_mask"].tolist() == [node % 2 == 0 for node in range(12)]
     assert graph.user_ids == {}
     assert ["ignored note: not a number in each" in one.getMessage() for one in caplog.records] == [True]
+
+
+@pytest.mark.parametrize("names", [{}, {0: "Ann", 1: "b'c"}])
+def test_edge_lists_of_networkx(
+    tmp_path: Path, names: dict[int, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    given = nx.relabel_nodes(nx.path_graph(4, create_using=nx.DiGraph), names)
+    nx.write_edgelist(given, tmp_path / "plain.txt")
+    assert load_dataset(tmp_path / "plain.txt").edge_data[EDGE_TYPE] == {}
+    for number, (_, _, data) in enumerate(given.edges(data=True)):
+        data |= {"src": 7, "weight": number / 2 - 1e-9, "note": "{'w': __import__('os')}", "times": number}
+    nx.write_edgelist(given, tmp_path / "a.edgelist")
+    graph = load_dataset(tmp_path / "a.edgelist")
+    assert len(edges_of(graph)[0]) == 3
+    columns = {name: column.tolist() for name, column in graph.edge_data[EDGE_TYPE].items()}
+    assert columns == {"weight": [-1e-9, 0.5 - 1e-9, 1 - 1e-9], "times": [0, 1, 2]}
+    assert "ignored note, w: not a number in each" in caplog.text
+
+
+def test_a_tail_in_braces_is_no_dictionary(tmp_path: Path) -> None:
+    (tmp_path / "kg.txt").write_text("a likes {b}\n{b} likes a\n")
+    graph = load_dataset(tmp_path / "kg.txt")
+    assert (list(graph.edges), graph.total_edges) == ([("_N", "likes", "_N")], 2)
+
+
+def test_gml_without_labels_has_ids_as_names(tmp_path: Path) -> None:
+    (tmp_path / "a.gml").write_text(
+        "graph [ node [ id 5 ] node [ id 7 ] edge [ source 5 target 7 weight 2 ] ]"
+    )
+    graph = load_dataset(tmp_path / "a.gml")
+    assert graph.user_ids[NODE_TYPE].tolist() == [5, 7]
+    assert graph.edge_data[EDGE_TYPE]["weight"].tolist() == [2, 2]
 
 
 def test_names_of_nodes_become_their_ids(tmp_path: Path) -> None:
@@ -222,7 +254,11 @@ def test_further_columns_of_a_list_are_kept(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("a.txt", "0 1\n2 -3\n", "column 'dst', row 1: node id -3 is negative"),
-        ("a.txt", "0 1\n1 2 3\n", "not a readable list of edges, or cut off: .*line 2, saw 3"),
+        (
+            "a.txt",
+            "0 1\n1 2 3\n",
+            "not a readable list of edges, or cut off: Expected 2 fields in line 2, saw 3",
+        ),
         ("a.txt", "0 1\n1\n", "column 'dst', row 1: is empty"),
         ("a.txt", "0 1\n1 1.5\n", "column 'dst' must hold integer or string ids"),
         ("a.txt", "0 1\nx 2\n", "by integers in one place and by strings in another"),
@@ -358,9 +394,24 @@ def test_a_folder_of_triples_is_a_knowledge_graph_with_its_split(tmp_path: Path)
     graph = load_dataset(tmp_path)
     assert graph.name == tmp_path.name
     assert graph.user_ids[NODE_TYPE].tolist() == ["007", "12", "A #1, b", "new"]
-    assert triples_of(graph, "train_mask") == {("007", "_hyper", "12"), ("12", "_also_see", "A #1, b")}
+    assert triples_of(graph, "train_mask") == {("007", "_hyper", "12"), ("12", "_also see", "A #1, b")}
     assert triples_of(graph, "val_mask") == {("A #1, b", "_hyper", "new")}
     assert triples_of(graph, "test_mask") == {("12", "_hyper", "007")}
+
+
+def test_relations_keep_their_names(tmp_path: Path) -> None:
+    names = [
+        "/a.b/c:d",
+        "/p/place of birth",
+        "<http://a.org/x#y>",
+        "foo-rev",
+        "geboren in",
+        "geboren_in",
+        "größe",
+    ]
+    text = "".join(f"u\t{name}\tv\n" for name in names)
+    (tmp_path / "kg.txt").write_text(text, "utf-8")
+    assert [relation for _, relation, _ in load_dataset(tmp_path / "kg.txt").edges] == names
 
 
 @pytest.mark.parametrize("between", ["\t", " ", ","])

@@ -275,15 +275,13 @@ def test_sparse_features_stay_sparse(tmp_path: Path) -> None:
 def test_relations_become_edge_types_with_their_own_edges_and_columns(tmp_path: Path) -> None:
     names = np.array(["<http://a.org/x#likes>", "<http://a.org/knows>", "<http://a.org/unused>"])
     graph = load_npz(tmp_path, etype=np.array([1, 0, 1]), etype_names=names, weight=np.array([10, 20, 30]))
-    likes, knows = (NODE_TYPE, "likes", NODE_TYPE), (NODE_TYPE, "knows", NODE_TYPE)
+    likes, knows = ((NODE_TYPE, name, NODE_TYPE) for name in names[:2].tolist())
     assert set(graph.edges) == {likes, knows}
     assert edges_of(graph, knows) == [[0, 2], [1, 3]]
     assert graph.edge_data[knows]["weight"].tolist() == [10, 30]
     assert graph.edge_data[likes]["weight"].tolist() == [20]
-    # Names that share their last piece keep the whole.
-    names = np.array(["<http://a.org/name>", "<http://b.org/name>", "plain"])
-    graph = load_npz(tmp_path, etype=np.array([0, 1, 2]), etype_names=names)
-    assert [relation for _, relation, _ in graph.edges] == ["http___a_org_name", "http___b_org_name", "plain"]
+    with pytest.raises(DatasetError, match="two relations have the same name"):
+        load_npz(tmp_path, etype=np.array([0, 1, 2]), etype_names=np.array(["a", "b", "a"]))
 
 
 def test_a_knowledge_graph_carries_its_splits_on_the_edges(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import dgl
@@ -16,6 +17,7 @@ import dglx_dist as dx
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.dataloading.edge_loader import build_pairs
 from dglx_dist.errors import ConfigError
+from dglx_dist.graph.partition_book import canonical_etype
 from dglx_dist.records import Assignment, RawGraph
 from dglx_dist.training.fit import FitConfig, LinkPrediction
 from dglx_dist.training.link import (
@@ -23,6 +25,7 @@ from dglx_dist.training.link import (
     LinkModel,
     bpr_loss,
     link_loader,
+    link_targets,
     rows_of,
     softmax_loss,
     split_edges,
@@ -32,6 +35,16 @@ from dglx_dist.training.relational import RGCN, EntityInputs
 from tests.helpers.ranks import run_ranks
 
 R, D = 3, 6
+
+
+def test_targets_are_found_by_names_with_colons() -> None:
+    odd, even = ("_N", "/a.b/c:d:e", "_N"), ("u", "buys", "v")
+    known = {"canonical_etypes": [odd, even], "ntypes": ["_N", "u", "v"]}
+    graph: Any = SimpleNamespace(**known, to_canonical_etype=lambda name: canonical_etype(name, [odd, even]))
+    found = link_targets(graph, ["/a.b/c:d:e", "buys", "_N:/a.b/c:d:e:_N", "u:buys:v"])
+    assert found == [odd, even, odd, even]
+    with pytest.raises(ConfigError, match="u:buys:_N"):
+        link_targets(graph, ["u:buys:_N"])
 
 
 def scores_by_formula(name: str, decoder: Any, s: Any, r: int, o: Any) -> float:

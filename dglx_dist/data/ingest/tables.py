@@ -87,10 +87,14 @@ class Table:
     def check(self, names: Sequence[str]) -> None:
         """Raise DatasetError unless every file is readable and has each of these columns once."""
         for path in self.files.paths:
-            is_csv = self.files.format == "csv"
-            check_names(
-                _header(path, self.files.separator) if is_csv else _schema(path).names, names, str(path)
-            )
+            check_names(self._names(path), names, str(path))
+
+    def has(self, name: str) -> bool:
+        return all(name in self._names(path) for path in self.files.paths)
+
+    def _names(self, path: Path) -> list[str]:
+        is_csv = self.files.format == "csv"
+        return _header(path, self.files.separator) if is_csv else list(_schema(path).names)
 
     def is_whole_number(self, name: str) -> bool:
         """Whether every file holds ``name`` as whole numbers; CSV columns are texts."""

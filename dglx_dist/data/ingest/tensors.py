@@ -11,12 +11,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dglx_dist.data.external_memory import Budget, Scatter, Spill, release_memory
-from dglx_dist.data.ingest.config import SPLIT_FILES, LabelSpec, TypeSpec
+from dglx_dist.data.ingest.config import DEFAULT_SPLIT, SPLIT_FILES, LabelSpec, TypeSpec
 from dglx_dist.data.ingest.features import Features, add_texts
 from dglx_dist.data.ingest.node_ids import IdMap
 from dglx_dist.data.ingest.tables import LINE_COLUMN, Piece, Table, numbers_of_text
 from dglx_dist.data.storage.columns import FileInfo, data_path, write_column
-from dglx_dist.data.tables import Column, as_numpy, first_true
+from dglx_dist.data.tables import SPLIT, Column, as_numpy, first_true, split_codes
 from dglx_dist.data.validate import MAX_CLASSES, column_error
 from dglx_dist.errors import ConfigError, DatasetError
 from dglx_dist.progress import Advance
@@ -287,7 +287,10 @@ class TypeRows:
 
     def _split(self, label: LabelSpec, labels: Spill | None, seed: int, ids: IdMap | None) -> Spill:
         # (N,) split code of each row of the table.
-        if label.split is not None:
+        if label.split is DEFAULT_SPLIT and self.table.has(SPLIT):  # split_pct is not given
+            pieces = self.table.pieces([SPLIT])  # as uint8, -1 is NO_SPLIT
+            codes: Iterator[Array] = (split_codes(piece.columns[SPLIT]).astype(np.uint8) for piece in pieces)
+        elif label.split is not None:
             num_labelled = sum(int(piece.sum()) for piece in self._has_label(labels))
             codes = draw_split_codes(self._has_label(labels), num_labelled, label.split, seed)
         else:

@@ -1,6 +1,8 @@
 """Reading and writing DGL's partition files."""
 
 import json
+import logging
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,6 +47,7 @@ from dglx_dist.records import (
     type_text,
 )
 
+_LOG = logging.getLogger(__name__)
 _ORIGINAL_IDS = "orig_nids.dgl"
 K = TypeVar("K", bound=str | EdgeType)
 
@@ -413,15 +416,15 @@ class _DglWriter:
         data: Mapping[K, Mapping[str, NodeColumn]],
     ) -> None:
         columns = {
-            f"{type_text(owner)}/{name}": self._tensor((owner, name), column, rows)
+            f"{_name(owner)}/{name}": self._tensor((owner, name), column, rows)
             for owner, rows in rows_of.items()
             for name, column in data.get(owner, {}).items()
         }
         save_tensors(str(folder / _FILES[kind]), columns)
-        save_tensors(str(folder / ids), {type_text(owner): _ids(rows) for owner, rows in rows_of.items()})
+        save_tensors(str(folder / ids), {_name(owner): _ids(rows) for owner, rows in rows_of.items()})
 
     def config(self, assignment: Assignment) -> dict[str, object]:
-        etypes = [":".join(etype) for etype in self._edges]
+        etypes = [_name(etype) for etype in self._edges]
         parts = {
             f"part-{part}": {kind: f"part{part}/{name}" for kind, name in _FILES.items()}
             for part in range(assignment.num_parts)
@@ -492,6 +495,15 @@ def _ranges(names: Sequence[str], ranges: IdRanges) -> dict[str, list[list[int]]
 def _check_names(graph: RawGraph) -> None:
     if not graph.edges:
         raise ConfigError("the graph has no edge type; DGL's files need one")
-    for name in {*graph.num_nodes, *(piece for etype in graph.edges for piece in etype)}:
+    for name in graph.num_nodes:
         if ":" in name or "/" in name:
             raise ConfigError(f"DGL's files cannot hold the type name {name!r}, which has a ':' or a '/'")
+    if changed := [etype[1] for etype in graph.edges if _name(etype) != type_text(etype)]:
+        _LOG.warning("relations are %%-encoded, as '/' and ':' separate DGL's names: %s", ", ".join(changed))
+
+
+def _name(kind: str | EdgeType) -> str:
+    if isinstance(kind, str):
+        return kind
+    relation = re.sub("[%/:]", lambda found: f"%{ord(found[0]):02X}", kind[1])
+    return type_text((kind[0], relation, kind[2]))

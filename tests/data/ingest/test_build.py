@@ -148,6 +148,24 @@ def test_one_part_is_cut_into_more_with_the_ids_of_the_tables(tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("budget")
+def test_a_column_names_the_split_where_nothing_else_does(tmp_path: Path) -> None:
+    tables = {"n.csv": "y,split\n1,test\n,\n0,Train\n2,val\n1,train\n", "e.csv": "s,d\n2,1\n"}
+    nodes: dict[str, Any] = {"files": "n.csv", "node_id_col": None}
+    nodes["labels"] = [{"task_type": "classification", "label_col": "y"}]
+    run(tmp_path, one_type("n", nodes, {"files": "e.csv"}), tables)
+    masks = [part_of(tmp_path).node_data("n", f"{name}_mask").tolist() for name in ("train", "val", "test")]
+    assert [np.flatnonzero(mask).tolist() for mask in masks] == [[2, 4], [3], [0]]
+    tables["n.csv"] = tables["n.csv"].replace("Train", "often")
+    with pytest.raises(
+        DatasetError, match=r"n.csv: column 'split', row 2: 'often' is not a split; write train"
+    ):
+        run(tmp_path, one_type("n", nodes, {"files": "e.csv"}), tables, overwrite=True)
+    nodes["labels"][0]["split_pct"] = [1, 0, 0]
+    run(tmp_path, one_type("n", nodes, {"files": "e.csv"}), tables, overwrite=True)
+    assert part_of(tmp_path).node_data("n", "train_mask").tolist() == [True, False, True, True, True]
+
+
+@pytest.mark.usefixtures("budget")
 def test_files_name_the_split(tmp_path: Path) -> None:
     description = describe()
     (label,) = description["nodes"][0]["labels"]

@@ -116,6 +116,20 @@ def test_stock_dgl_reads_what_our_reader_reads(
     assert {ntype: one.tolist() for ntype, one in back.node_offsets.items()} == offsets
 
 
+def test_names_that_dgl_would_divide_are_encoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = ["/a.b/c:d", "a b", "100%"]
+    edges = {(NODE_TYPE, name, NODE_TYPE): (np.array([0]), np.array([1])) for name in names}
+    weights = {etype: {"weight": np.array([float(number)])} for number, etype in enumerate(edges)}
+    graph = RawGraph(name="kg", num_nodes={NODE_TYPE: 2}, edges=edges, edge_data=weights)
+    config = write_dgl_format(graph, random_owners(graph, 1, 5), tmp_path / "dgl")
+    assert "relations are %-encoded, as '/' and ':' separate DGL's names: /a.b/c:d, 100%" in caplog.text
+    _, _, features, *_, etypes = load(config, 0, monkeypatch)
+    assert [relation for _, relation, _ in etypes] == ["%2Fa.b%2Fc%3Ad", "a b", "100%25"]
+    assert features["_N:%2Fa.b%2Fc%3Ad:_N/weight"].tolist() == [0.0]
+
+
 def test_bfloat16_travels(tmp_path: Path) -> None:
     graph = random_homogeneous(0)
     graph.node_data[NODE_TYPE]["half"] = np.arange(40, dtype=np.uint16)
