@@ -449,10 +449,14 @@ class TrainConfig(RunOptions, ModelConfig):
     )
     predictions: str | None = _path_of_run(
         None,
-        "Write every node's class (and its name), labels or number as Parquet; not with --task link.",
+        "Write every node's class (and its name), labels or number as Parquet; with --task link the test "
+        "edges, with score, rank and the ten best destinations that are no known edge.",
         metavar="DIR",
     )
-    scores: bool = _of_run(False, "With --predictions: also the probabilities of all classes or labels.")
+    scores: bool = _of_run(
+        False,
+        "With --predictions: also the probabilities of all classes or labels; of links, scores of the ten.",
+    )
     save_embeddings: str | None = _path_of_run(
         None,
         "Write every node's last hidden layer, as Parquet; with --task link, the rows that are scored.",
@@ -500,8 +504,7 @@ class TrainConfig(RunOptions, ModelConfig):
         is_shallow = self.layers < 2 and self.task != LINK
         remedy = "left out with --layers 1, whose only layer gives the scores"
         yield "save-embeddings", self.save_embeddings is not None and is_shallow, remedy
-        has_no_use = self.scores and not self.predictions and self.task != LINK
-        yield "scores", has_no_use, "given with --predictions DIR"
+        yield "scores", self.scores and not self.predictions, "given with --predictions DIR"
         unknown = next((one for one in self.metric if one not in _METRICS), "")
         yield "metric", unknown != "", f"some of {', '.join(_METRICS)}{did_you_mean(unknown, _METRICS)}"
         is_wrong = min(self.seeds, default=0) < 0 or len(set(self.seeds)) < len(self.seeds)
@@ -519,8 +522,6 @@ class TrainConfig(RunOptions, ModelConfig):
                 yield name, given, "left out without --task link, which trains on edges"
             yield "model", self.model == NO_ENCODER, "another one without --task link: it has no layers"
             return
-        for name in ("predictions", "scores"):
-            yield name, bool(getattr(self, name)), "left out with --task link, which has no classes"
         yield "class-weight", self.class_weight != "none", "none with --task link, which has no classes"
         yield "strategy", auto, "named with --task link: auto compares batches of nodes"
         without = self.model == NO_ENCODER and self.embeddings is None

@@ -22,6 +22,8 @@ from dglx_dist.training.config import LINK, METRICS_OF, TrainConfig
 from tests.helpers.ranks import run_ranks
 
 USERS, ITEMS = 24, 12
+BUYS = ("user", "buys", "item")
+NO_ENCODER: dict[str, Any] = {"task": "link", "model": "none", "embeddings": 4, "target": ("buys",)}
 
 
 def written(folder: Path, raw: RawGraph) -> Path:
@@ -43,11 +45,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     feat = np.random.default_rng(0).normal(size=(40, 5)).astype(np.float32)
     buyer, item = (ends.reshape(-1) for ends in np.meshgrid(np.arange(USERS), np.arange(ITEMS)))
     bought = buyer % 2 == item % 2
+    untested = {"train_mask": np.ones(bought.sum(), dtype=np.bool_)}
     shop = RawGraph(
         name="shop",
         num_nodes={"user": USERS, "item": ITEMS},
         edges={
-            ("user", "buys", "item"): (buyer[bought], item[bought]),
+            BUYS: (buyer[bought], item[bought]),
             ("item", "buys-rev", "user"): (item[bought], buyer[bought]),
         },
     )
@@ -64,7 +67,18 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             ),
         ),
         "shop": written(root / "shop", shop),
+        "untested": written(root / "untested", replace(shop, edge_data={BUYS: untested})),
+        "ids": written(root / "ids", with_ids(shop)),
     }
+
+
+def with_ids(shop: RawGraph) -> RawGraph:
+    """Users with names, items with numbers, and two test edges: of three ranks, one has none."""
+    user, item = shop.edges[BUYS]
+    test, val = (user == item) & (user < 2), (user == item) & (user > 8)
+    masks = {"train_mask": ~test & ~val, "val_mask": val, "test_mask": test}
+    ids = {"user": np.array([f"user {one}" for one in range(USERS)]), "item": 1000 + np.arange(ITEMS)}
+    return replace(shop, edge_data={BUYS: masks}, user_ids=ids)
 
 
 def run(folder: str, out: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -129,6 +143,81 @@ def test_training_of_rows_is_that_of_one_rank(folders: dict[str, Path], tmp_path
     assert read_epochs(tmp_path / "two")[-1].metrics["val_mrr"] == stored["val_mrr"]
 
 
+def predicted(folders: dict[str, Path], tmp: Path, name: str, ranks: int, **options: Any) -> tuple[Any, Any]:
+    """Return the written rows as columns, and the summary, whose metrics follow from them."""
+    options = {"epochs": 2, "predictions": str(tmp / f"said-{ranks}"), "scores": True, **options}
+    args = (str(folders[name]), str(tmp / f"run-{ranks}"), options)
+    summary = run_ranks(run, ranks, args=args, ranks_per_server=ranks)[0]
+    assert len(list((tmp / f"said-{ranks}").rglob("*.parquet"))) % ranks == 0
+    rows = dataset(tmp / f"said-{ranks}").to_table().to_pydict()
+    found = np.array([*rows["rank"], *rows.get("source_rank", [])])
+    assert summary["test_mrr"] == pytest.approx((1 / found).mean(), abs=1e-12)
+    for k in (1, 3, 10):
+        assert summary[f"test_hits@{k}"] == pytest.approx((found <= k).mean(), abs=1e-12)
+    for at, scores in enumerate(rows["best_scores"]):
+        assert scores == sorted(scores, reverse=True)
+        above = sum(score > rows["score"][at] for score in scores)
+        assert above == min(rows["rank"][at] - 1, 10)
+    return rows, summary
+
+
+@pytest.mark.parametrize("encoder", [{"model": "none", "embeddings": 8}, {"model": "rgcn", "hidden": 8}])
+def test_predictions_have_the_users_ids_and_give_the_metrics(
+    encoder: dict[str, Any], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """The six items of the other half are no known edges of a user."""
+    options = {"target": ("buys",), "loss": "bpr", **encoder}
+    alone = None
+    for ranks in (1, 2, 3):
+        rows, _ = predicted(folders, tmp_path, "ids", ranks, **options)
+        order = np.argsort(rows["source"])
+        rows = {column: [values[at] for at in order] for column, values in rows.items()}
+        assert rows["source"] == ["user 0", "user 1"]
+        assert rows["relation"] == ["buys", "buys"]
+        assert rows["destination"] == [1000, 1001]
+        assert [set(best) for best in rows["best"]] == [
+            {1001 + 2 * one for one in range(6)},
+            {1000 + 2 * one for one in range(6)},
+        ]
+        alone = alone or rows
+        if encoder["model"] == "none":
+            assert rows["score"] == pytest.approx(alone["score"], abs=1e-4)
+            assert rows["rank"] == alone["rank"]
+    index = json.loads((tmp_path / "said-3" / "_index.json").read_text())
+    assert sorted(one["num_rows"] for one in index["files"])[0] == 0
+
+
+@pytest.mark.parametrize("name", ["ring", "plain"])
+def test_predictions_of_one_node_type_have_both_ranks(
+    name: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Ten of the nodes that are not next to the source."""
+    encoder: dict[str, Any] = {"ring": {"fanouts": (5, 5), "hidden": 8}}.get(
+        name, {"model": "none", "embeddings": 8}
+    )
+    rows, _ = predicted(folders, tmp_path, name, 2, **encoder)
+    assert len(rows["source_rank"]) == len(rows["rank"]) > 0
+    for source, best in zip(rows["source"], rows["best"], strict=True):
+        assert len(set(best)) == 10
+        assert not {(one - source) % 40 for one in best} & {1, 2, 38, 39}
+
+
+def test_targets_between_other_types_have_folders_of_their_own(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {
+        "model": "none",
+        "embeddings": 4,
+        "epochs": 1,
+        "predictions": str(tmp_path / "said"),
+    }
+    run(str(folders["shop"]), str(tmp_path / "run"), {**options, "target": ("buys", "item:buys-rev:user")})
+    found = {one: dataset(tmp_path / "said" / one).to_table() for one in ("user-item", "item-user")}
+    assert set(found["user-item"]["relation"].to_pylist()) == {"buys"}
+    assert set(found["item-user"]["relation"].to_pylist()) == {"buys-rev"}
+    assert "best_scores" not in found["item-user"].column_names
+
+
 def refused(folder: str, out: str, options: dict[str, Any]) -> str:
     try:
         train_dataset(TrainConfig(data=folder, out=out, **options))
@@ -147,6 +236,7 @@ def refused(folder: str, out: str, options: dict[str, Any]) -> str:
         ("ring", {"task": "link", "model": "gcn"}, "use --model sage, sgc or gat"),
         ("shop", {"task": "link"}, "or --model none, which scores trainable rows"),
         ("shop", {"task": "link", "model": "rgcn", "target": ("likes",)}, "likes"),
+        ("untested", {**NO_ENCODER, "predictions": "p"}, "--predictions p ranks test edges, and"),
     ],
 )
 def test_graphs_that_a_task_cannot_use(
@@ -170,8 +260,7 @@ def test_graphs_that_a_task_cannot_use(
         ({"task": "link", "loss": "mse"}, "--loss mse must be bce, bpr or softmax"),
         ({"task": "link", "negatives": 0}, "--negatives 0 must be at least 1"),
         ({"task": "link", "metric": ("accuracy",)}, "metric accuracy is not one of link; take some of mrr"),
-        ({"task": "link", "predictions": "out"}, "--predictions out must be left out with --task link"),
-        ({"task": "link", "scores": True}, "--scores True must be left out with --task link"),
+        ({"task": "link", "scores": True}, "--scores True must be given with --predictions DIR"),
         ({"metric": ("acuracy",)}, "--metric acuracy must be some of .*did you mean 'accuracy'"),
         ({"seeds": (0, 0)}, "--seeds 0,0 must be different"),
         ({"task": "link", "strategy": "auto"}, "--strategy auto must be named with --task link"),
