@@ -411,9 +411,9 @@ class TrainConfig(RunOptions, ModelConfig):
         check=at_least(1),
     )
     loss: Literal["bce", "bpr", "softmax"] = _of_link(
-        "bce",
-        "bce: is it an edge; bpr: an edge is above each of its negatives; softmax: it is the one among them "
-        "(bpr and softmax for recommendation).",
+        "softmax",
+        "softmax: an edge is the one among its negatives; bpr: it is above each of them; bce: is it an edge "
+        "(may stay at guesses).",
     )
     epochs: int = _of_optimizer(20, "Of the whole run.", check=at_least(1))
     lr: float = _of_optimizer(0.01, "Learning rate of Adam.", check=ABOVE_ZERO)

@@ -98,13 +98,15 @@ def test_rows_of_links_learn_in_few_epochs(
     folders: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Ten steps; at almost no rate there is no learning, and that is said."""
-    options: dict[str, Any] = {"model": "none", "embeddings": 32, "loss": "bpr", "target": ("buys",)}
+    options: dict[str, Any] = {"model": "none", "embeddings": 32, "target": ("buys",)}
     found = run(str(folders["shop"]), str(tmp_path / "a"), {**options, "epochs": 10, "lr": 0.01})
     assert found["test_mrr"] > 0.9
     caplog.clear()
     found = run(str(folders["shop"]), str(tmp_path / "b"), {**options, "epochs": 1, "lr": 1e-9})
     assert found["test_auc"] < 0.55
-    assert len([one for one in caplog.messages if "test auc" in one and "guesses" in one]) == 1
+    (warning,) = (one for one in caplog.messages if "test auc" in one)
+    how = "hardly" if found["test_auc"] > 0.5 else "not"
+    assert f"is {how} better than 0.5, that of guesses; train longer, or with another --loss" in warning
 
 
 METRICS = [f"{split}_{metric}" for split in ("val", "test") for metric in METRICS_OF[LINK]]
