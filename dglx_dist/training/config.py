@@ -45,9 +45,9 @@ METRICS_OF: Mapping[str, tuple[str, ...]] = {
     CLASSIFICATION: ("accuracy", *_OF_CLASSES),
     MULTILABEL: (*_OF_CLASSES, "accuracy"),
     REGRESSION: ("mae", "rmse"),
-    LINK: ("mrr", "hits@1", "hits@3", "hits@10", "auc"),
+    LINK: ("mrr", "hits@1", "hits@3", "hits@10", "auc", "roc_auc", "average_precision"),
 }
-"""Task to its metrics; the first two are the default, of classification the first one, of link all."""
+"""Task to its metrics; the first two are the default, of classification the first, of link up to ``auc``."""
 LESS_IS_BETTER = ("mae", "rmse")
 NO_ENCODER = "none"
 """In place of a model: trainable rows are scored as they are."""
@@ -64,7 +64,7 @@ def metrics_of(task: str, metrics: Sequence[str]) -> tuple[str, ...]:
                 f"metric {name} is not one of {task}; take some of {', '.join(known)}, or another "
                 f"--task{did_you_mean(name, known)}"
             )
-    return tuple(metrics) or known[: {CLASSIFICATION: 1, LINK: len(known)}.get(task, 2)]
+    return tuple(metrics) or known[: {CLASSIFICATION: 1, LINK: 5}.get(task, 2)]
 
 
 _MODELS = (
@@ -167,8 +167,8 @@ class RunOptions:
         (),
         f"Exact metrics of validation and test targets, with commas: {', '.join(_METRICS)}. The first "
         "one decides which epoch is the best. Default: accuracy; f1_micro,f1_macro; mae,rmse; those from mrr "
-        "on, by task. roc_auc and average_precision are means over the classes, accuracy of several labels "
-        "counts rows without an error.",
+        "on, by task. roc_auc and average_precision are means over the classes (links: of the pairs of auc); "
+        "accuracy of several labels counts rows without an error.",
         metavar="NAME,NAME",
         kind=str,
         parse=names,

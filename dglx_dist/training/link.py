@@ -24,9 +24,17 @@ from dglx_dist.graph.split import edge_split
 from dglx_dist.keyed_random import hash_ids, splitmix64, stream_key
 from dglx_dist.records import FEATURE, SPLITS, Array, EdgeType
 from dglx_dist.strategies.base import strategy_of
-from dglx_dist.training.config import LINK, METRICS_OF
+from dglx_dist.training.config import LINK, metrics_of
 from dglx_dist.training.inference import batches, evaluating, layerwise_inference, whole_of
-from dglx_dist.training.metrics import AfterRanking, KnownEdges, hits_at, mrr, rank_of_answer, roc_auc
+from dglx_dist.training.metrics import (
+    AfterRanking,
+    KnownEdges,
+    average_precision,
+    hits_at,
+    mrr,
+    rank_of_answer,
+    roc_auc,
+)
 from dglx_dist.training.models import Decoder, SymmetricConv, pair_scores
 from dglx_dist.training.relational import EntityInputs
 
@@ -275,7 +283,7 @@ class LinkEvaluation:
     Args:
         g: The graph, with the masks of :func:`split_edges`.
         inputs: As those of the training.
-        metrics: Some of ``mrr``, ``hits@1``, ``hits@3``, ``hits@10`` and ``auc``.
+        metrics: ``mrr``, ``hits@K``, ``auc`` (or ``roc_auc``), ``average_precision``; none: the usual.
         feature: Node data, without ``inputs``.
     """
 
@@ -285,11 +293,11 @@ class LinkEvaluation:
         g: DistGraph,
         targets: Sequence[EdgeType],
         inputs: EntityInputs | None = None,
-        metrics: Sequence[str] = METRICS_OF[LINK],
+        metrics: Sequence[str] = (),
         feature: str = FEATURE,
     ) -> None:
         self.g, self.targets, self.inputs = g, targets, inputs
-        self.metrics, self.feature = metrics, feature
+        self.metrics, self.feature = metrics or metrics_of(LINK, ()), feature
         self._asked: dict[str, Asked] = {}
         self._true: KnownEdges | None = None
 
@@ -410,16 +418,14 @@ class LinkEvaluation:
         session = self.g.session
         of_all, compared = run_on_all_ranks(session, scored, ConfigError)
         label = torch.tensor([[1], [0]]).expand_as(compared).flatten()
-        known: dict[str, Callable[[], float]] = {
-            "auc": lambda: roc_auc(compared.flatten(), label, session),
-            "mrr": lambda: mrr(of_all, session),
-        }
-        return {
-            name: known[name]()
-            if name in known
-            else hits_at(int(name.removeprefix("hits@")), of_all, session)
-            for name in self.metrics
-        }
+        of_pairs = {"auc": roc_auc, "roc_auc": roc_auc, "average_precision": average_precision}
+
+        def measured(name: str) -> float:
+            if name in of_pairs:
+                return of_pairs[name](compared.flatten(), label, session)
+            return mrr(of_all, session) if name == "mrr" else hits_at(int(name[5:]), of_all, session)
+
+        return {name: measured(name) for name in self.metrics}
 
     def _ranks(
         self,

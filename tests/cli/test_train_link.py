@@ -18,7 +18,7 @@ from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import EDGE_TYPE, Assignment, RawGraph
 from dglx_dist.report.run_folder import read_epochs
-from dglx_dist.training.config import LINK, METRICS_OF, TrainConfig
+from dglx_dist.training.config import LINK, TrainConfig, metrics_of
 from tests.helpers.ranks import run_ranks
 
 USERS, ITEMS = 24, 12
@@ -109,7 +109,7 @@ def test_rows_of_links_learn_in_few_epochs(
     assert f"is {how} better than 0.5, that of guesses; train longer, or with another --loss" in warning
 
 
-METRICS = [f"{split}_{metric}" for split in ("val", "test") for metric in METRICS_OF[LINK]]
+METRICS = [f"{split}_{metric}" for split in ("val", "test") for metric in metrics_of(LINK, ())]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -263,6 +263,7 @@ def test_graphs_that_a_task_cannot_use(
         ({"task": "link", "negatives": 0}, "--negatives 0 must be at least 1"),
         ({"task": "link", "metric": ("accuracy",)}, "metric accuracy is not one of link; take some of mrr"),
         ({"task": "link", "scores": True}, "--scores True must be given with --predictions DIR"),
+        ({"task": "link", "metric": ("roc_auc", "f1_micro")}, "metric f1_micro is not one of link"),
         ({"metric": ("acuracy",)}, "--metric acuracy must be some of .*did you mean 'accuracy'"),
         ({"seeds": (0, 0)}, "--seeds 0,0 must be different"),
         ({"task": "link", "strategy": "auto"}, "--strategy auto must be named with --task link"),
