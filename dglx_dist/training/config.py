@@ -249,7 +249,7 @@ def check_run(config: RunOptions) -> None:
     """Raise ConfigError unless the options agree."""
     if config.patience is not None and config.eval_every == 0:
         raise ConfigError(
-            f"early-stop {config.patience} counts evaluations, but eval-every is 0; set at least 1"
+            f"--early-stop {config.patience} counts evaluations, but --eval-every is 0; set at least 1"
         )
     if config.warmup >= config.epochs and config.warmup:
         raise ConfigError(
@@ -523,7 +523,10 @@ class TrainConfig(RunOptions, ModelConfig):
             yield "model", self.model == NO_ENCODER, "another one without --task link: it has no layers"
             return
         yield "class-weight", self.class_weight != "none", "none with --task link, which has no classes"
-        yield "strategy", auto, "named with --task link: auto compares batches of nodes"
+        if auto:
+            raise ConfigError(
+                "--task link needs a named strategy, like data_parallel: auto compares batches of nodes"
+            )
         without = self.model == NO_ENCODER and self.embeddings is None
         yield "model", without, "with --embeddings, the width of the rows that it scores, like 64"
 

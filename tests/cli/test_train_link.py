@@ -262,11 +262,14 @@ def test_graphs_that_a_task_cannot_use(
         ({"task": "link", "loss": "mse"}, "--loss mse must be bce, bpr or softmax"),
         ({"task": "link", "negatives": 0}, "--negatives 0 must be at least 1"),
         ({"task": "link", "metric": ("accuracy",)}, "metric accuracy is not one of link; take some of mrr"),
-        ({"task": "link", "scores": True}, "--scores True must be given with --predictions DIR"),
+        ({"task": "link", "scores": True}, "--scores must be given with --predictions DIR"),
         ({"task": "link", "metric": ("roc_auc", "f1_micro")}, "metric f1_micro is not one of link"),
         ({"metric": ("acuracy",)}, "--metric acuracy must be some of .*did you mean 'accuracy'"),
+        ({"metric": ("f1",)}, "--metric f1 must be some of .*did you mean 'f1_micro'"),
+        ({"model": "GCN"}, "there is no model 'GCN'; did you mean 'gcn'"),
+        ({"patience": 5, "eval_every": 0}, "--early-stop 5 counts evaluations, but --eval-every is 0"),
         ({"seeds": (0, 0)}, "--seeds 0,0 must be different"),
-        ({"task": "link", "strategy": "auto"}, "--strategy auto must be named with --task link"),
+        ({"task": "link", "strategy": "auto"}, "--task link needs a named strategy, like data_parallel"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], said: str) -> None:
