@@ -527,6 +527,9 @@ class TrainConfig(RunOptions, ModelConfig):
             raise ConfigError(
                 "--task link needs a named strategy, like data_parallel: auto compares batches of nodes"
             )
+        width = "embeddings" if self.model == NO_ENCODER else "hidden"
+        is_odd = self.decoder in ("complex", "rotate") and (getattr(self, width) or 0) % 2 == 1
+        yield width, is_odd, f"even with --decoder {self.decoder}, whose rows have real and imaginary halves"
         without = self.model == NO_ENCODER and self.embeddings is None
         yield "model", without, "with --embeddings, the width of the rows that it scores, like 64"
 

@@ -265,6 +265,11 @@ def test_graphs_that_a_task_cannot_use(
         ({"task": "link", "scores": True}, "--scores must be given with --predictions DIR"),
         ({"task": "link", "metric": ("roc_auc", "f1_micro")}, "metric f1_micro is not one of link"),
         ({"metric": ("acuracy",)}, "--metric acuracy must be some of .*did you mean 'accuracy'"),
+        (
+            {"task": "link", "decoder": "complex", "hidden": 101},
+            "--hidden 101 must be even with --decoder complex",
+        ),
+        ({**NO_ENCODER, "decoder": "rotate", "embeddings": 7}, "--embeddings 7 must be even with --decoder"),
         ({"metric": ("f1",)}, "--metric f1 must be some of .*did you mean 'f1_micro'"),
         ({"model": "GCN"}, "there is no model 'GCN'; did you mean 'gcn'"),
         ({"patience": 5, "eval_every": 0}, "--early-stop 5 counts evaluations, but --eval-every is 0"),
@@ -288,6 +293,15 @@ def test_relations_of_a_decoder_are_written_beside_the_rows(folders: dict[str, P
     item = dataset(rows / "item").to_table().to_pydict()
     # Those that are scored: RotatE's start within 2 (12 + 2) / 6.
     assert 1.5 < np.abs(item["embedding"]).max() < 2 * 14 / 6 + 0.1
+
+
+def test_a_target_is_known_before_ranks_start(folders: dict[str, Path]) -> None:
+    options: dict[str, Any] = {**NO_ENCODER, "data": str(folders["shop"]), "ranks": 2}
+    check_before_launch(TrainConfig(**options))
+    check_before_launch(TrainConfig(**{**options, "target": ("user:buys:item", "buys-rev")}))
+    for name in ("likes", "item:buys:user"):
+        with pytest.raises(ConfigError, match="there is no edge type"):
+            check_before_launch(TrainConfig(**{**options, "target": (name,)}))
 
 
 def test_strategies_without_batches_of_edges_are_refused_before_ranks_start() -> None:
