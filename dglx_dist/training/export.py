@@ -38,6 +38,7 @@ ID, CLASS = "id", "class"
 ROW_GROUP_BYTES = 1 << 24
 """Size of a row group, and of the rows that a rank holds at a time."""
 _EDGES_OF_GROUP = 1 << 16
+_COLUMNS = ("source", "relation", "destination", "score", "rank", "source_rank", "best", "best_scores")
 
 
 def write_embeddings(
@@ -128,7 +129,8 @@ def write_edges(
 def _edge_table(columns: Mapping[str, Tensor], ids: Mapping[str, pa.Array]) -> pa.Table:
     is_candidate, found = columns["best_scores"] > -math.inf, {}
     first = np.concatenate([[0], is_candidate.sum(1).cumsum(0).numpy()]).astype(np.int32)
-    for name, values in columns.items():
+    for name in filter(columns.__contains__, _COLUMNS):
+        values = columns[name]
         is_list = values.dim() == 2
         shown = pa.array((values[is_candidate] if is_list else values).numpy())
         shown = ids[name].take(shown) if name in ids else shown

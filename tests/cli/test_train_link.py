@@ -172,6 +172,7 @@ def test_predictions_have_the_users_ids_and_give_the_metrics(
     alone = None
     for ranks in (1, 2, 3):
         rows, _ = predicted(folders, tmp_path, "ids", ranks, **options)
+        assert [*rows] == ["source", "relation", "destination", "score", "rank", "best", "best_scores"]
         order = np.argsort(rows["source"])
         rows = {column: [values[at] for at in order] for column, values in rows.items()}
         assert rows["source"] == ["user 0", "user 1"]
