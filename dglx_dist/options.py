@@ -123,7 +123,7 @@ def check_values(config: object, checks: Iterable[tuple[str, bool, str]]) -> Non
         if wrong:
             given = getattr(config, name.replace("-", "_"))
             shown = ",".join(map(str, given)) if isinstance(given, tuple) else given
-            raise ConfigError(f"--{name} {shown} must be {allowed}")
+            raise ConfigError(f"--{name}{'' if given is True else f' {shown}'} must be {allowed}")
 
 
 def common_fields(source: object, target: type) -> dict[str, Any]:

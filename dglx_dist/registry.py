@@ -20,7 +20,9 @@ AUTO = "auto"
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ``; did you mean 'NEAREST'?`` to append to a message, or "" if no known name is near."""
-    near = difflib.get_close_matches(name, known, n=1)
+    by_lower = {one.lower(): one for one in known}
+    near = [by_lower[one] for one in difflib.get_close_matches(name.lower(), by_lower, n=1)]
+    near = near or [one for one in by_lower.values() if len(name) > 1 and one.startswith(name)]
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

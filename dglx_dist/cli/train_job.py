@@ -63,7 +63,7 @@ from dglx_dist.training.config import (
     configuration_of,
     metrics_of,
 )
-from dglx_dist.training.export import check_target, write_embeddings, write_relations
+from dglx_dist.training.export import check_target, write_edges, write_embeddings, write_relations
 from dglx_dist.training.fit import (
     Callback,
     FitConfig,
@@ -81,6 +81,7 @@ from dglx_dist.training.link import (
     LinkModel,
     link_loader,
     link_targets,
+    num_marked,
     rows_of,
     split_edges,
 )
@@ -241,13 +242,16 @@ def _write_outputs(
     if not any(folder for _, folder in outputs):
         return
     if not isinstance(target, str):
-        assert plan.save_embeddings is not None  # there are no predictions
-        of_type, is_made = rows_of(wrapped, g, inputs)
-        rows = of_type if len(of_type) > 1 else of_type[g.ntypes[0]]
-        write_embeddings(rows, g, plan.save_embeddings, name=EMBEDDING, overwrite=True)
-        write_relations(wrapped.whole().decoder, g, plan.save_embeddings)  # type: ignore[arg-type]
-        for tensor in of_type.values() if is_made else ():
-            tensor.delete()
+        if plan.save_embeddings is not None:
+            of_type, is_made = rows_of(wrapped, g, inputs)
+            rows = of_type if len(of_type) > 1 else of_type[g.ntypes[0]]
+            write_embeddings(rows, g, plan.save_embeddings, name=EMBEDDING, overwrite=True)
+            write_relations(wrapped.whole().decoder, g, plan.save_embeddings)  # type: ignore[arg-type]
+            for tensor in of_type.values() if is_made else ():
+                tensor.delete()
+        if plan.predictions is not None:
+            ranked = LinkEvaluation(g=g, targets=target, inputs=inputs).test_edges(wrapped)
+            write_edges(ranked, g, plan.predictions, scores=plan.scores, overwrite=True)
         return
     module = wrapped.whole()
     *hidden, last = module.inference_layers()  # type: ignore[operator]  # all models of build() have it
@@ -360,6 +364,12 @@ def _prepared(plan: TrainConfig, g: DistGraph) -> tuple[TrainConfig, Target, Bui
     if not sum(map(g.num_edges, targets)):
         raise ConfigError(f"{g.dataset.folder} has no edges of {targets[0]}; name others with --target")
     made = split_edges(g, targets)
+    if plan.predictions and not num_marked(g, targets, SPLITS[2]):
+        raise ConfigError(
+            f"--predictions {plan.predictions} ranks test edges, and {g.dataset.folder} has none of "
+            f"{', '.join(relation for _, relation, _ in targets[:3])}; mark some with test_mask, name others "
+            "with --target, or leave --predictions out"
+        )
     notes: dict[str, object] = {
         "task": LINK,
         "target": ",".join(relation for _, relation, _ in targets),

@@ -45,9 +45,9 @@ METRICS_OF: Mapping[str, tuple[str, ...]] = {
     CLASSIFICATION: ("accuracy", *_OF_CLASSES),
     MULTILABEL: (*_OF_CLASSES, "accuracy"),
     REGRESSION: ("mae", "rmse"),
-    LINK: ("mrr", "hits@1", "hits@3", "hits@10", "auc"),
+    LINK: ("mrr", "hits@1", "hits@3", "hits@10", "auc", "roc_auc", "average_precision"),
 }
-"""Task to its metrics; the first two are the default, of classification the first one, of link all."""
+"""Task to its metrics; the first two are the default, of classification the first, of link up to ``auc``."""
 LESS_IS_BETTER = ("mae", "rmse")
 NO_ENCODER = "none"
 """In place of a model: trainable rows are scored as they are."""
@@ -64,7 +64,7 @@ def metrics_of(task: str, metrics: Sequence[str]) -> tuple[str, ...]:
                 f"metric {name} is not one of {task}; take some of {', '.join(known)}, or another "
                 f"--task{did_you_mean(name, known)}"
             )
-    return tuple(metrics) or known[: {CLASSIFICATION: 1, LINK: len(known)}.get(task, 2)]
+    return tuple(metrics) or known[: {CLASSIFICATION: 1, LINK: 5}.get(task, 2)]
 
 
 _MODELS = (
@@ -167,8 +167,8 @@ class RunOptions:
         (),
         f"Exact metrics of validation and test targets, with commas: {', '.join(_METRICS)}. The first "
         "one decides which epoch is the best. Default: accuracy; f1_micro,f1_macro; mae,rmse; those from mrr "
-        "on, by task. roc_auc and average_precision are means over the classes, accuracy of several labels "
-        "counts rows without an error.",
+        "on, by task. roc_auc and average_precision are means over the classes (links: of the pairs of auc); "
+        "accuracy of several labels counts rows without an error.",
         metavar="NAME,NAME",
         kind=str,
         parse=names,
@@ -249,7 +249,7 @@ def check_run(config: RunOptions) -> None:
     """Raise ConfigError unless the options agree."""
     if config.patience is not None and config.eval_every == 0:
         raise ConfigError(
-            f"early-stop {config.patience} counts evaluations, but eval-every is 0; set at least 1"
+            f"--early-stop {config.patience} counts evaluations, but --eval-every is 0; set at least 1"
         )
     if config.warmup >= config.epochs and config.warmup:
         raise ConfigError(
@@ -413,9 +413,9 @@ class TrainConfig(RunOptions, ModelConfig):
         check=at_least(1),
     )
     loss: Literal["bce", "bpr", "softmax"] = _of_link(
-        "bce",
-        "bce: is it an edge; bpr: an edge is above each of its negatives; softmax: it is the one among them "
-        "(bpr and softmax for recommendation).",
+        "softmax",
+        "softmax: an edge is the one among its negatives; bpr: it is above each of them; bce: is it an edge "
+        "(may stay at guesses).",
     )
     epochs: int = _of_optimizer(20, "Of the whole run.", check=at_least(1))
     lr: float = _of_optimizer(0.01, "Learning rate of Adam.", check=ABOVE_ZERO)
@@ -451,10 +451,14 @@ class TrainConfig(RunOptions, ModelConfig):
     )
     predictions: str | None = _path_of_run(
         None,
-        "Write every node's class (and its name), labels or number as Parquet; not with --task link.",
+        "Write every node's class (and its name), labels or number as Parquet; with --task link the test "
+        "edges, with score, rank and the ten best destinations that are no known edge.",
         metavar="DIR",
     )
-    scores: bool = _of_run(False, "With --predictions: also the probabilities of all classes or labels.")
+    scores: bool = _of_run(
+        False,
+        "With --predictions: also the probabilities of all classes or labels; of links, scores of the ten.",
+    )
     save_embeddings: str | None = _path_of_run(
         None,
         "Write every node's last hidden layer, as Parquet; with --task link, the rows that are scored.",
@@ -502,8 +506,7 @@ class TrainConfig(RunOptions, ModelConfig):
         is_shallow = self.layers < 2 and self.task != LINK
         remedy = "left out with --layers 1, whose only layer gives the scores"
         yield "save-embeddings", self.save_embeddings is not None and is_shallow, remedy
-        has_no_use = self.scores and not self.predictions and self.task != LINK
-        yield "scores", has_no_use, "given with --predictions DIR"
+        yield "scores", self.scores and not self.predictions, "given with --predictions DIR"
         unknown = next((one for one in self.metric if one not in _METRICS), "")
         yield "metric", unknown != "", f"some of {', '.join(_METRICS)}{did_you_mean(unknown, _METRICS)}"
         is_wrong = min(self.seeds, default=0) < 0 or len(set(self.seeds)) < len(self.seeds)
@@ -521,10 +524,14 @@ class TrainConfig(RunOptions, ModelConfig):
                 yield name, given, "left out without --task link, which trains on edges"
             yield "model", self.model == NO_ENCODER, "another one without --task link: it has no layers"
             return
-        for name in ("predictions", "scores"):
-            yield name, bool(getattr(self, name)), "left out with --task link, which has no classes"
         yield "class-weight", self.class_weight != "none", "none with --task link, which has no classes"
-        yield "strategy", auto, "named with --task link: auto compares batches of nodes"
+        if auto:
+            raise ConfigError(
+                "--task link needs a named strategy, like data_parallel: auto compares batches of nodes"
+            )
+        width = "embeddings" if self.model == NO_ENCODER else "hidden"
+        is_odd = self.decoder in ("complex", "rotate") and (getattr(self, width) or 0) % 2 == 1
+        yield width, is_odd, f"even with --decoder {self.decoder}, whose rows have real and imaginary halves"
         without = self.model == NO_ENCODER and self.embeddings is None
         yield "model", without, "with --embeddings, the width of the rows that it scores, like 64"
 

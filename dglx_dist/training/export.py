@@ -1,11 +1,11 @@
-"""Export of node rows to Parquet under the user's node ids."""
+"""Export of node rows and ranked edges to Parquet under the user's node ids."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,9 @@ from dglx_dist.graph.shared_memory import shared_partial_folder
 from dglx_dist.records import Array
 
 if TYPE_CHECKING:
+    from dglx_dist.comm.session import Session
     from dglx_dist.graph.dist_graph import DistGraph
+    from dglx_dist.training.link import RankedEdges
 
 
 INDEX = "_index.json"
@@ -35,6 +37,8 @@ _WHAT = "exported rows"
 ID, CLASS = "id", "class"
 ROW_GROUP_BYTES = 1 << 24
 """Size of a row group, and of the rows that a rank holds at a time."""
+_EDGES_OF_GROUP = 1 << 16
+_COLUMNS = ("source", "relation", "destination", "score", "rank", "source_rank", "best", "best_scores")
 
 
 def write_embeddings(
@@ -74,10 +78,8 @@ def write_embeddings(
         StorageError: on all ranks, when the folder has other contents or cannot be written on one.
         PeerError: a rank is dead or silent.
     """
-    session = g.session
-    is_first = session.topology.rank == 0
 
-    def checked() -> tuple[Path, dict[str, dict[str, DistTensor]]]:
+    def checked() -> dict[str, dict[str, DistTensor]]:
         for one in (name, *(more or ())):
             if not isinstance(one, str) or one in ("", ID) or not one.isprintable():
                 raise ConfigError(
@@ -87,16 +89,72 @@ def write_embeddings(
         for column, values in (more or {}).items():
             tables[""][column] = _tables(values, g)[""]
         g.kvstore.fence()
-        return Path(folder).absolute(), tables
+        return tables
 
     # Also the barrier after which the rows of every rank are written.
-    target, tables = run_on_all_ranks(session, checked, ConfigError)
+    tables = run_on_all_ranks(g.session, checked, ConfigError)
+    _write_folder(g.session, folder, overwrite, lambda partial: _write_share(tables, g, partial, classes))
+    return Path(folder)
+
+
+def write_edges(
+    edges: RankedEdges, g: DistGraph, folder: str | Path, *, scores: bool = False, overwrite: bool = False
+) -> None:
+    """Write ranked edges under the user's ids as :func:`write_embeddings` writes rows. Collective.
+
+    Columns are those of :meth:`LinkEvaluation.test_edges`, with the name of the ``relation`` and a list for
+    ``best``, and ``best_scores`` with ``scores``. Of several pairs of types, each has its folder,
+    ``SOURCE-DESTINATION``.
+    """
+
+    def write_share(partial: Path) -> list[dict[str, Any]]:
+        # Texts are read from the files of all parts at each call.
+        every = {ntype: g.user_ids(np.arange(g.num_nodes(ntype)), ntype) for pair in edges for ntype in pair}
+        names, files = pa.array([etype[1] for etype in g.canonical_etypes], pa.string()), []
+        for (source, destination), columns in edges.items():
+            subfolder = f"{safe_name(source)}-{safe_name(destination)}" if len(edges) > 1 else ""
+            path = Path(subfolder) / f"part-{g.session.topology.rank:05d}.parquet"
+            u, v = pa.array(every[source]), pa.array(every[destination])
+            table = _edge_table(columns, {"source": u, "relation": names, "destination": v, "best": v})
+            table = table if scores else table.drop(["best_scores"])
+            with named_failures(partial):
+                _write_file(partial / path, table.schema, table.to_batches(_EDGES_OF_GROUP))
+            entry = {"source": source, "destination": destination}
+            files.append({**entry, "path": path.as_posix(), "num_rows": len(table)})
+        return files
+
+    _write_folder(g.session, folder, overwrite, write_share)
+
+
+def _edge_table(columns: Mapping[str, Tensor], ids: Mapping[str, pa.Array]) -> pa.Table:
+    is_candidate, found = columns["best_scores"] > -math.inf, {}
+    first = np.concatenate([[0], is_candidate.sum(1).cumsum(0).numpy()]).astype(np.int32)
+    for name in filter(columns.__contains__, _COLUMNS):
+        values = columns[name]
+        is_list = values.dim() == 2
+        shown = pa.array((values[is_candidate] if is_list else values).numpy())
+        shown = ids[name].take(shown) if name in ids else shown
+        found[name] = pa.ListArray.from_arrays(first, shown) if is_list else shown
+    return pa.table(found)
+
+
+def _write_folder(
+    session: Session, folder: str | Path, overwrite: bool, write_share: Callable[[Path], list[dict[str, Any]]]
+) -> None:
+    """Replace ``folder`` by the files of all ranks; ``write_share`` returns the index entries of its own."""
+    target, is_first = Path(folder).absolute(), session.topology.rank == 0
     run_on_all_ranks(session, lambda: check_target(target, overwrite) if is_first else None)
     with shared_partial_folder(session, target) as partial:
-        local_files = run_on_all_ranks(session, lambda: _write_share(tables, g, partial, classes))
-        files = gather_json(local_files, session)
+        files = gather_json(run_on_all_ranks(session, lambda: write_share(partial)), session)
         run_on_all_ranks(session, lambda: _finish(partial, target, files, overwrite) if is_first else None)
-    return Path(folder)
+
+
+def _write_file(path: Path, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Given a path itself, Arrow refuses one that is not UTF-8.
+    with pa.OSFile(os.fsencode(path), "wb") as file, pq.ParquetWriter(file, schema) as writer:
+        for batch in batches:
+            writer.write_batch(batch, row_group_size=len(batch))
 
 
 def write_relations(decoder: nn.Module, g: DistGraph, folder: str | Path) -> None:
@@ -168,24 +226,23 @@ def _write_share(
         schema = pa.schema([*kinds.items(), *([(CLASS, pa.string())] if classes else [])])
         row_bytes = 8 + sum(math.prod(one.shape[1:]) * max(one.dtype.itemsize, 4) for one in columns.values())
         step = max(ROW_GROUP_BYTES // row_bytes, 1)
+        pieces = (np.arange(start, min(start + step, last)) for start in range(first, last, step))
         with named_failures(partial):
-            (partial / subfolder).mkdir(parents=True, exist_ok=True)
-            # Given a path itself, Arrow refuses one that is not UTF-8.
-            with (
-                pa.OSFile(os.fsencode(partial / path), "wb") as file,
-                pq.ParquetWriter(file, schema) as writer,
-            ):
-                for start in range(first, last, step):
-                    ids = np.arange(start, min(start + step, last))
-                    values = [_ids(g, ntype, ids, kinds[ID])]
-                    values += [
-                        _lists(one[torch.from_numpy(ids)], kinds[name]) for name, one in columns.items()
-                    ]
-                    if classes:
-                        values.append(pa.array(classes, pa.string()).take(values[1]))
-                    writer.write_table(pa.Table.from_arrays(values, schema=schema), row_group_size=len(ids))
+            _write_file(partial / path, schema, (_batch(g, schema, columns, ids, classes) for ids in pieces))
         files.append({"ntype": ntype, "path": path.as_posix(), "num_rows": last - first})
     return files
+
+
+def _batch(
+    g: DistGraph, schema: pa.Schema, columns: Mapping[str, DistTensor], ids: Array, classes: Sequence[str]
+) -> pa.RecordBatch:
+    rows = next(iter(columns.values()))
+    values = [_ids(g, str(rows.part_policy.type_name), ids, schema.field(ID).type)]
+    for name, one in columns.items():
+        values.append(_lists(one[torch.from_numpy(ids)], schema.field(name).type))
+    if classes:
+        values.append(pa.array(classes, pa.string()).take(values[1]))
+    return pa.RecordBatch.from_arrays(values, schema=schema)
 
 
 def _finish(partial: Path, target: Path, files: list[Any], overwrite: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, final
@@ -23,9 +24,17 @@ from dglx_dist.graph.split import edge_split
 from dglx_dist.keyed_random import hash_ids, splitmix64, stream_key
 from dglx_dist.records import FEATURE, SPLITS, Array, EdgeType, type_text
 from dglx_dist.strategies.base import strategy_of
-from dglx_dist.training.config import LINK, METRICS_OF
+from dglx_dist.training.config import LINK, metrics_of
 from dglx_dist.training.inference import batches, evaluating, layerwise_inference, whole_of
-from dglx_dist.training.metrics import KnownEdges, hits_at, mrr, rank_of_answer, roc_auc
+from dglx_dist.training.metrics import (
+    AfterRanking,
+    KnownEdges,
+    average_precision,
+    hits_at,
+    mrr,
+    rank_of_answer,
+    roc_auc,
+)
 from dglx_dist.training.models import Decoder, SymmetricConv, pair_scores
 from dglx_dist.training.relational import EntityInputs
 
@@ -161,6 +170,13 @@ def split_edges(g: DistGraph, targets: Sequence[EdgeType]) -> bool:
     return made
 
 
+def num_marked(g: DistGraph, targets: Sequence[EdgeType], mask: str) -> int:
+    """Return the number of edges of the ``targets`` that a mask marks, on all ranks together. Collective."""
+    book, columns = g.get_partition_book(), [(g.edges[etype].data, etype) for etype in targets]
+    marked = sum(len(edge_split(data[mask], book, etype)) for data, etype in columns if mask in data)
+    return int(gather_int64([marked], g.session).sum())
+
+
 def _add_mask(g: DistGraph, etype: EdgeType, name: str, mask_of: Callable[[Array], Array]) -> None:
     policy = g.get_edge_partition_policy(etype)
 
@@ -251,6 +267,9 @@ def rows_of(
 Asked: TypeAlias = dict[tuple[str, str], Array]
 """Node types of the ends to this rank's edges of a split: (4, Q) int64 place of the type in
 ``g.canonical_etypes``, source, destination, and a random destination."""
+RankedEdges: TypeAlias = Mapping[tuple[str, str], Mapping[str, Tensor]]
+"""Node types of the ends to columns of this rank's Q edges, those of :meth:`LinkEvaluation.test_edges`."""
+_BEST = 10
 
 
 @final
@@ -265,7 +284,7 @@ class LinkEvaluation:
     Args:
         g: The graph, with the masks of :func:`split_edges`.
         inputs: As those of the training.
-        metrics: Some of ``mrr``, ``hits@1``, ``hits@3``, ``hits@10`` and ``auc``.
+        metrics: ``mrr``, ``hits@K``, ``auc`` (or ``roc_auc``), ``average_precision``; none: the usual.
         feature: Node data, without ``inputs``.
     """
 
@@ -275,11 +294,11 @@ class LinkEvaluation:
         g: DistGraph,
         targets: Sequence[EdgeType],
         inputs: EntityInputs | None = None,
-        metrics: Sequence[str] = METRICS_OF[LINK],
+        metrics: Sequence[str] = (),
         feature: str = FEATURE,
     ) -> None:
         self.g, self.targets, self.inputs = g, targets, inputs
-        self.metrics, self.feature = metrics, feature
+        self.metrics, self.feature = metrics or metrics_of(LINK, ()), feature
         self._asked: dict[str, Asked] = {}
         self._true: KnownEdges | None = None
 
@@ -289,6 +308,55 @@ class LinkEvaluation:
         Raises:
             ConfigError: on all ranks: a score is nan.
         """
+        module, rows = self._read(model)
+        found: dict[str, float] = {}
+        for name, of_split in self._asked.items():
+            if any(name in self.g.edges[etype].data for etype in self.targets):
+                with evaluating(module):
+                    scores = self._evaluated(module.decoder, rows, of_split)
+                found |= {f"{name.removesuffix('_mask')}_{key}": value for key, value in scores.items()}
+        return found
+
+    def test_edges(self, model: nn.Module) -> RankedEdges:
+        """Rank this rank's test edges. Collective.
+
+        Returns:
+            By pairs of types, those of all ranks: (Q,) int64 ``relation`` (place in ``g.canonical_etypes``),
+            ``source``, ``destination``; (Q,) ``score``, without the model's bias; (Q,) float64 ``rank`` of
+            the destination, and ``source_rank`` where sources are ranked; (Q, K) ``best``, at most 10
+            destinations that are no known edges, and ``best_scores``, -inf where there are fewer.
+
+        Raises:
+            ConfigError: on all ranks: a score is nan.
+        """
+        module, rows = self._read(model)
+
+        def ranked() -> RankedEdges:
+            asked = self._asked[TEST].items()
+            return {ntypes: self._best(module.decoder, rows, ntypes, edges) for ntypes, edges in asked}
+
+        with evaluating(module):
+            return run_on_all_ranks(self.g.session, ranked, ConfigError)
+
+    def _best(
+        self, decoder: Decoder, rows: Mapping[str, Tensor], ntypes: tuple[str, str], edges: Array
+    ) -> Mapping[str, Tensor]:
+        source, destination = (rows[ntype] for ntype in ntypes)
+        at_most = min(_BEST, len(destination))
+        kept = [(torch.empty(0), torch.empty(0, at_most, dtype=torch.int64), torch.empty(0, at_most))]
+
+        def keep(positive: Tensor, others: Tensor) -> None:
+            best = others.masked_fill_(others.isnan(), -math.inf).topk(at_most)
+            kept.append((positive.cpu(), best.indices.cpu(), best.values.cpu()))
+
+        ranks = self._ranks(decoder, source, destination, self._queries(ntypes, edges), keep)
+        of_edge = dict(zip(("relation", "source", "destination"), torch.from_numpy(edges), strict=False))
+        of_rank = dict(zip(("rank", "source_rank"), ranks, strict=False))
+        scored = map(torch.cat, zip(*kept, strict=True))
+        return of_edge | of_rank | dict(zip(("score", "best", "best_scores"), scored, strict=True))
+
+    def _read(self, model: nn.Module) -> tuple[Any, dict[str, Tensor]]:
+        """Return the whole model and all rows of the ranked types, as the questions are known. Collective."""
         if self._true is None:
             self._asked = {name: self._share(name) for name in (VALIDATION, TEST)}
             self._true = self._true_edges(self._asked.values())
@@ -298,13 +366,7 @@ class LinkEvaluation:
         rows = {ntype: stored[ntype][:].to(module.bias) for ntype in ntypes}
         for tensor in stored.values() if made else ():
             tensor.delete()
-        found: dict[str, float] = {}
-        for name, of_split in self._asked.items():
-            if any(name in self.g.edges[etype].data for etype in self.targets):
-                with evaluating(module):
-                    scores = self._evaluated(module.decoder, rows, of_split)
-                found |= {f"{name.removesuffix('_mask')}_{key}": value for key, value in scores.items()}
-        return found
+        return module, rows
 
     def _share(self, split: str) -> Asked:
         g, found = self.g, dict[tuple[str, str], list[Array]]()
@@ -357,19 +419,22 @@ class LinkEvaluation:
         session = self.g.session
         of_all, compared = run_on_all_ranks(session, scored, ConfigError)
         label = torch.tensor([[1], [0]]).expand_as(compared).flatten()
-        known: dict[str, Callable[[], float]] = {
-            "auc": lambda: roc_auc(compared.flatten(), label, session),
-            "mrr": lambda: mrr(of_all, session),
-        }
-        return {
-            name: known[name]()
-            if name in known
-            else hits_at(int(name.removeprefix("hits@")), of_all, session)
-            for name in self.metrics
-        }
+        of_pairs = {"auc": roc_auc, "roc_auc": roc_auc, "average_precision": average_precision}
+
+        def measured(name: str) -> float:
+            if name in of_pairs:
+                return of_pairs[name](compared.flatten(), label, session)
+            return mrr(of_all, session) if name == "mrr" else hits_at(int(name[5:]), of_all, session)
+
+        return {name: measured(name) for name in self.metrics}
 
     def _ranks(
-        self, decoder: Decoder, source: Tensor, destination: Tensor, queries: Sequence[Array]
+        self,
+        decoder: Decoder,
+        source: Tensor,
+        destination: Tensor,
+        queries: Sequence[Array],
+        after: AfterRanking | None = None,
     ) -> Iterator[Tensor]:
         def objects(ids: Tensor, relation: Tensor) -> Tensor:
             return decoder.all_objects(source[ids], relation.to(source.device), destination)
@@ -378,8 +443,8 @@ class LinkEvaluation:
             relation = relation.to(source.device) - len(self.g.canonical_etypes)
             return decoder.all_subjects(destination[ids], relation, source)
 
-        for score_all, query in zip((objects, subjects), queries, strict=False):
-            yield rank_of_answer(score_all, *map(torch.from_numpy, query), known=self._true)
+        for score_all, query, then in zip((objects, subjects), queries, (after, None), strict=False):
+            yield rank_of_answer(score_all, *map(torch.from_numpy, query), known=self._true, after=then)
 
 
 _EDGES_AT_ONCE = 1 << 22

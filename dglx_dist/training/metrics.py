@@ -184,6 +184,9 @@ MAX_SCORES = 2**24
 ScoreAll: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """(b,) int64 subjects and (b,) int64 relations to the (b, C) scores of all candidate answers."""
 
+AfterRanking: TypeAlias = Callable[[Tensor, Tensor], None]
+"""Takes (b,) scores of answers and (b, C) ones of the other candidates, nan where removed."""
+
 
 @final
 class KnownEdges:
@@ -256,6 +259,7 @@ def rank_of_answer(
     *,
     known: KnownEdges | None = None,
     max_scores: int = MAX_SCORES,
+    after: AfterRanking | None = None,
 ) -> Tensor:
     """Return the (Q,) float64 ranks of this rank's answers among all candidates. Not collective.
 
@@ -265,6 +269,7 @@ def rank_of_answer(
         answer: (Q,) int64 columns.
         known: True answers to remove from the candidates (filtered ranking); None: remove none (raw).
         max_scores: Scores held at once; at least one query is scored at a time.
+        after: Called for each b queries that are scored at once.
 
     Raises:
         ConfigError: ``max_scores`` is below 1, lengths differ, a score is nan, or an answer has no column.
@@ -280,7 +285,10 @@ def rank_of_answer(
         with torch.no_grad():
             scores = score_all(subject[rows], relation[rows])
         hidden = None if known is None else known.answers(subject[rows], relation[rows])
-        out[rows] = _rank_columns(scores.detach(), answer[rows], hidden).cpu()
+        positive, others = _without_known(scores.detach(), answer[rows], hidden)
+        out[rows] = _ranks(positive, others).cpu()
+        if after is not None:
+            after(positive, others)
         # The number of candidates is known after the first query.
         first, at_once = first + at_once, max(1, max_scores // max(1, scores.shape[1]))
     return out
@@ -306,7 +314,9 @@ def hits_at(k: int, ranks: Tensor, session: Session) -> float:
     return _mean(run_on_all_ranks(session, found, ConfigError), session)
 
 
-def _rank_columns(scores: Tensor, answer: Tensor, hidden: tuple[Tensor, Tensor] | None) -> Tensor:
+def _without_known(
+    scores: Tensor, answer: Tensor, hidden: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, Tensor]:
     _refuse_nan(scores)
     columns = answer.to(scores.device)
     largest = max(
@@ -322,7 +332,7 @@ def _rank_columns(scores: Tensor, answer: Tensor, hidden: tuple[Tensor, Tensor] 
     if hidden is not None:
         scores[hidden[0].to(scores.device), hidden[1].to(scores.device)] = math.nan
     scores[rows, columns] = math.nan
-    return _ranks(positive, scores)
+    return positive, scores
 
 
 def _ranks(positive: Tensor, others: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.records import FEATURE, LABEL, SPLITS
 from dglx_dist.strategies.base import WrappedModel, float_of
 from dglx_dist.training import metrics
-from dglx_dist.training.config import AUTO_TASK, CLASSIFICATION, MULTILABEL, REGRESSION
+from dglx_dist.training.config import AUTO_TASK, CLASSIFICATION, LESS_IS_BETTER, MULTILABEL, REGRESSION
 from dglx_dist.training.models import merged_pairs
 from dglx_dist.training.relational import EntityInputs
 
@@ -223,19 +223,21 @@ def _measured(name: str, scores: Tensor, labels: Tensor, session: Session, task:
 
 def warn_of_guesses(task: str, found: Mapping[str, float], g: DistGraph, ntype: str, label: str) -> None:
     """Warn on rank 0 if the metrics ``found`` of the test targets are those of guesses. Collective."""
-    name, is_poor = "auc", found.get("test_auc", 1.0) < 0.55
-    why = "0.5, that of guesses; train longer, or with another --lr or --embeddings"
+    name, guess, is_poor = "auc", 0.5, found.get("test_auc", 1.0) < 0.55
+    why = "that of guesses; train longer, or with another --loss (softmax, bpr), --lr or --embeddings"
     if task == CLASSIFICATION and "test_accuracy" in found:
-        share = _majority(g, ntype, label)
-        name, is_poor = "accuracy", found["test_accuracy"] <= share
-        why = f"{share:.4g}, the share of the largest class; see --metric f1_macro, --class-weight balanced"
-        why = "1, as all test targets are of one class" if share == 1 else why
+        guess = _majority(g, ntype, label)
+        name, is_poor = "accuracy", found["test_accuracy"] <= guess
+        why = "the share of the largest class; see --metric f1_macro, --class-weight balanced"
+        why = "as all test targets are of one class" if guess == 1 else why
     elif task == REGRESSION and "test_rmse" in found:
-        deviation = float(moments(g, ntype, label, SPLITS[2])[1].square().mean().sqrt())
-        name, is_poor = "rmse", found["test_rmse"] > 0.9 * deviation
-        why = f"{deviation:.4g}, the standard deviation of the labels; train longer, or with another --lr"
+        guess = float(moments(g, ntype, label, SPLITS[2])[1].square().mean().sqrt())
+        name, is_poor = "rmse", found["test_rmse"] > 0.9 * guess
+        why = "the standard deviation of the labels; train longer, or with another --lr"
     if is_poor and g.session.topology.rank == 0:
-        log.warning("the test %s of %.4g is hardly better than %s", name, found[f"test_{name}"], why)
+        value = found[f"test_{name}"]
+        how = "hardly" if (value < guess if name in LESS_IS_BETTER else value > guess) else "not"
+        log.warning("the test %s of %.4g is %s better than %.4g, %s", name, value, how, guess, why)
 
 
 def _labels_of(g: DistGraph, ntype: str, label: str, mask: str) -> Tensor:

@@ -103,7 +103,7 @@ def test_a_gpu_that_is_not_here_is_refused_before_ranks_start() -> None:
         ({"eval_every": -1}, "--eval-every -1"),
         ({"patience": 0}, "--early-stop 0"),
         ({"metric": ("ndcg",)}, "--metric"),
-        ({"patience": 2, "eval_every": 0}, "early-stop 2 counts evaluations"),
+        ({"patience": 2, "eval_every": 0}, "--early-stop 2 counts evaluations"),
         ({"depth": 0}, "--depth 0"),
         ({"model": "resgcn", "recompute": "all"}, "--recompute all must be none, exchange or keep"),
         ({"recompute": "keep"}, "--recompute keep must be left out with --model sage"),

@@ -18,10 +18,12 @@ from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import EDGE_TYPE, Assignment, RawGraph
 from dglx_dist.report.run_folder import read_epochs
-from dglx_dist.training.config import LINK, METRICS_OF, TrainConfig
+from dglx_dist.training.config import LINK, TrainConfig, metrics_of
 from tests.helpers.ranks import run_ranks
 
 USERS, ITEMS = 24, 12
+BUYS = ("user", "buys", "item")
+NO_ENCODER: dict[str, Any] = {"task": "link", "model": "none", "embeddings": 4, "target": ("buys",)}
 
 
 def written(folder: Path, raw: RawGraph) -> Path:
@@ -43,11 +45,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     feat = np.random.default_rng(0).normal(size=(40, 5)).astype(np.float32)
     buyer, item = (ends.reshape(-1) for ends in np.meshgrid(np.arange(USERS), np.arange(ITEMS)))
     bought = buyer % 2 == item % 2
+    untested = {"train_mask": np.ones(bought.sum(), dtype=np.bool_)}
     shop = RawGraph(
         name="shop",
         num_nodes={"user": USERS, "item": ITEMS},
         edges={
-            ("user", "buys", "item"): (buyer[bought], item[bought]),
+            BUYS: (buyer[bought], item[bought]),
             ("item", "buys-rev", "user"): (item[bought], buyer[bought]),
         },
     )
@@ -66,7 +69,18 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             ),
         ),
         "shop": written(root / "shop", shop),
+        "untested": written(root / "untested", replace(shop, edge_data={BUYS: untested})),
+        "ids": written(root / "ids", with_ids(shop)),
     }
+
+
+def with_ids(shop: RawGraph) -> RawGraph:
+    """Users with names, items with numbers, and two test edges: of three ranks, one has none."""
+    user, item = shop.edges[BUYS]
+    test, val = (user == item) & (user < 2), (user == item) & (user > 8)
+    masks = {"train_mask": ~test & ~val, "val_mask": val, "test_mask": test}
+    ids = {"user": np.array([f"user {one}" for one in range(USERS)]), "item": 1000 + np.arange(ITEMS)}
+    return replace(shop, edge_data={BUYS: masks}, user_ids=ids)
 
 
 def run(folder: str, out: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -86,16 +100,18 @@ def test_rows_of_links_learn_in_few_epochs(
     folders: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Ten steps; at almost no rate there is no learning, and that is said."""
-    options: dict[str, Any] = {"model": "none", "embeddings": 32, "loss": "bpr", "target": ("buys",)}
+    options: dict[str, Any] = {"model": "none", "embeddings": 32, "target": ("buys",)}
     found = run(str(folders["shop"]), str(tmp_path / "a"), {**options, "epochs": 10, "lr": 0.01})
     assert found["test_mrr"] > 0.9
     caplog.clear()
     found = run(str(folders["shop"]), str(tmp_path / "b"), {**options, "epochs": 1, "lr": 1e-9})
     assert found["test_auc"] < 0.55
-    assert len([one for one in caplog.messages if "test auc" in one and "guesses" in one]) == 1
+    (warning,) = (one for one in caplog.messages if "test auc" in one)
+    how = "hardly" if found["test_auc"] > 0.5 else "not"
+    assert f"is {how} better than 0.5, that of guesses; train longer, or with another --loss" in warning
 
 
-METRICS = [f"{split}_{metric}" for split in ("val", "test") for metric in METRICS_OF[LINK]]
+METRICS = [f"{split}_{metric}" for split in ("val", "test") for metric in metrics_of(LINK, ())]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -131,6 +147,82 @@ def test_training_of_rows_is_that_of_one_rank(folders: dict[str, Path], tmp_path
     assert read_epochs(tmp_path / "two")[-1].metrics["val_mrr"] == stored["val_mrr"]
 
 
+def predicted(folders: dict[str, Path], tmp: Path, name: str, ranks: int, **options: Any) -> tuple[Any, Any]:
+    """Return the written rows as columns, and the summary, whose metrics follow from them."""
+    options = {"epochs": 2, "predictions": str(tmp / f"said-{ranks}"), "scores": True, **options}
+    args = (str(folders[name]), str(tmp / f"run-{ranks}"), options)
+    summary = run_ranks(run, ranks, args=args, ranks_per_server=ranks)[0]
+    assert len(list((tmp / f"said-{ranks}").rglob("*.parquet"))) % ranks == 0
+    rows = dataset(tmp / f"said-{ranks}").to_table().to_pydict()
+    found = np.array([*rows["rank"], *rows.get("source_rank", [])])
+    assert summary["test_mrr"] == pytest.approx((1 / found).mean(), abs=1e-12)
+    for k in (1, 3, 10):
+        assert summary[f"test_hits@{k}"] == pytest.approx((found <= k).mean(), abs=1e-12)
+    for at, scores in enumerate(rows["best_scores"]):
+        assert scores == sorted(scores, reverse=True)
+        above = sum(score > rows["score"][at] for score in scores)
+        assert above == min(rows["rank"][at] - 1, 10)
+    return rows, summary
+
+
+@pytest.mark.parametrize("encoder", [{"model": "none", "embeddings": 8}, {"model": "rgcn", "hidden": 8}])
+def test_predictions_have_the_users_ids_and_give_the_metrics(
+    encoder: dict[str, Any], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """The six items of the other half are no known edges of a user."""
+    options = {"target": ("buys",), "loss": "bpr", **encoder}
+    alone = None
+    for ranks in (1, 2, 3):
+        rows, _ = predicted(folders, tmp_path, "ids", ranks, **options)
+        assert [*rows] == ["source", "relation", "destination", "score", "rank", "best", "best_scores"]
+        order = np.argsort(rows["source"])
+        rows = {column: [values[at] for at in order] for column, values in rows.items()}
+        assert rows["source"] == ["user 0", "user 1"]
+        assert rows["relation"] == ["buys", "buys"]
+        assert rows["destination"] == [1000, 1001]
+        assert [set(best) for best in rows["best"]] == [
+            {1001 + 2 * one for one in range(6)},
+            {1000 + 2 * one for one in range(6)},
+        ]
+        alone = alone or rows
+        if encoder["model"] == "none":
+            assert rows["score"] == pytest.approx(alone["score"], abs=1e-4)
+            assert rows["rank"] == alone["rank"]
+    index = json.loads((tmp_path / "said-3" / "_index.json").read_text())
+    assert sorted(one["num_rows"] for one in index["files"])[0] == 0
+
+
+@pytest.mark.parametrize("name", ["ring", "plain"])
+def test_predictions_of_one_node_type_have_both_ranks(
+    name: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Ten of the nodes that are not next to the source."""
+    encoder: dict[str, Any] = {"ring": {"fanouts": (5, 5), "hidden": 8}}.get(
+        name, {"model": "none", "embeddings": 8}
+    )
+    rows, _ = predicted(folders, tmp_path, name, 2, **encoder)
+    assert len(rows["source_rank"]) == len(rows["rank"]) > 0
+    for source, best in zip(rows["source"], rows["best"], strict=True):
+        assert len(set(best)) == 10
+        assert not {(one - source) % 40 for one in best} & {1, 2, 38, 39}
+
+
+def test_targets_between_other_types_have_folders_of_their_own(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {
+        "model": "none",
+        "embeddings": 4,
+        "epochs": 1,
+        "predictions": str(tmp_path / "said"),
+    }
+    run(str(folders["shop"]), str(tmp_path / "run"), {**options, "target": ("buys", "item:buys-rev:user")})
+    found = {one: dataset(tmp_path / "said" / one).to_table() for one in ("user-item", "item-user")}
+    assert set(found["user-item"]["relation"].to_pylist()) == {"buys"}
+    assert set(found["item-user"]["relation"].to_pylist()) == {"buys-rev"}
+    assert "best_scores" not in found["item-user"].column_names
+
+
 def refused(folder: str, out: str, options: dict[str, Any]) -> str:
     try:
         train_dataset(TrainConfig(data=folder, out=out, **options))
@@ -157,6 +249,7 @@ def refused(folder: str, out: str, options: dict[str, Any]) -> str:
         ("ring", {"task": "link", "model": "gcn"}, "use --model sage, sgc or gat"),
         ("shop", {"task": "link"}, "or --model none, which scores trainable rows"),
         ("shop", {"task": "link", "model": "rgcn", "target": ("likes",)}, "likes"),
+        ("untested", {**NO_ENCODER, "predictions": "p"}, "--predictions p ranks test edges, and"),
     ],
 )
 def test_graphs_that_a_task_cannot_use(
@@ -186,11 +279,19 @@ def test_links_are_not_proposed_to_those_who_gave_a_task(folders: dict[str, Path
         ({"task": "link", "loss": "mse"}, "--loss mse must be bce, bpr or softmax"),
         ({"task": "link", "negatives": 0}, "--negatives 0 must be at least 1"),
         ({"task": "link", "metric": ("accuracy",)}, "metric accuracy is not one of link; take some of mrr"),
-        ({"task": "link", "predictions": "out"}, "--predictions out must be left out with --task link"),
-        ({"task": "link", "scores": True}, "--scores True must be left out with --task link"),
+        ({"task": "link", "scores": True}, "--scores must be given with --predictions DIR"),
+        ({"task": "link", "metric": ("roc_auc", "f1_micro")}, "metric f1_micro is not one of link"),
         ({"metric": ("acuracy",)}, "--metric acuracy must be some of .*did you mean 'accuracy'"),
+        (
+            {"task": "link", "decoder": "complex", "hidden": 101},
+            "--hidden 101 must be even with --decoder complex",
+        ),
+        ({**NO_ENCODER, "decoder": "rotate", "embeddings": 7}, "--embeddings 7 must be even with --decoder"),
+        ({"metric": ("f1",)}, "--metric f1 must be some of .*did you mean 'f1_micro'"),
+        ({"model": "GCN"}, "there is no model 'GCN'; did you mean 'gcn'"),
+        ({"patience": 5, "eval_every": 0}, "--early-stop 5 counts evaluations, but --eval-every is 0"),
         ({"seeds": (0, 0)}, "--seeds 0,0 must be different"),
-        ({"task": "link", "strategy": "auto"}, "--strategy auto must be named with --task link"),
+        ({"task": "link", "strategy": "auto"}, "--task link needs a named strategy, like data_parallel"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], said: str) -> None:
@@ -209,6 +310,15 @@ def test_relations_of_a_decoder_are_written_beside_the_rows(folders: dict[str, P
     item = dataset(rows / "item").to_table().to_pydict()
     # Those that are scored: RotatE's start within 2 (12 + 2) / 6.
     assert 1.5 < np.abs(item["embedding"]).max() < 2 * 14 / 6 + 0.1
+
+
+def test_a_target_is_known_before_ranks_start(folders: dict[str, Path]) -> None:
+    options: dict[str, Any] = {**NO_ENCODER, "data": str(folders["shop"]), "ranks": 2}
+    check_before_launch(TrainConfig(**options))
+    check_before_launch(TrainConfig(**{**options, "target": ("user:buys:item", "buys-rev")}))
+    for name in ("likes", "item:buys:user"):
+        with pytest.raises(ConfigError, match="there is no edge type"):
+            check_before_launch(TrainConfig(**{**options, "target": (name,)}))
 
 
 def test_strategies_without_batches_of_edges_are_refused_before_ranks_start() -> None:

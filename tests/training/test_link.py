@@ -245,7 +245,7 @@ def test_split_does_not_depend_on_parts_and_ranks(folders: dict[str, str]) -> No
     assert min(validation, test) > 0
 
 
-METRICS = ("mrr", "hits@1", "hits@3", "auc")
+METRICS = ("mrr", "hits@1", "hits@3", "auc", "roc_auc", "average_precision")
 
 
 def brute_force(triples: Any, side: Any, rows: Any, decoder: Any) -> list[float]:
@@ -303,10 +303,13 @@ def test_ranks_are_those_of_brute_force(name: str, folders: dict[str, str]) -> N
     )
     assert set(found) == {f"{split}_{m}" for split in ("val", "test") for m in METRICS}
     assert 0 < found["test_auc"] < 1
+    assert found["test_roc_auc"] == found["test_auc"]
+    # Half of the pairs are edges, so that the precision of guesses is one half, too.
+    assert abs(found["test_average_precision"] - found["test_auc"]) < 0.2
     for rank in run_ranks(evaluated, 2, args=(folders["masked1"], name), ranks_per_server=2):
         assert rank["found"] == pytest.approx(found, abs=1e-12)
     for rank in run_ranks(evaluated, 3, args=(folders["masked2"], name), ranks_per_server=2):
-        ranked = {key: value for key, value in rank["found"].items() if not key.endswith("auc")}
+        ranked = {key: value for key, value in rank["found"].items() if "mrr" in key or "hits" in key}
         assert ranked == pytest.approx({key: found[key] for key in ranked}, abs=1e-12)
 
 

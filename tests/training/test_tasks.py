@@ -346,6 +346,7 @@ def test_an_accuracy_of_the_majority_is_said(
     found = json.loads((tmp_path / "summary.json").read_text())["test_accuracy"]
     warned = [text for text in caplog.messages if "share of the largest class" in text]
     assert len(warned) == (found <= share)
+    assert all(f"is not better than {share:.4g}, the share" in text for text in warned)
     assert found <= share, "an untrained model is not better"
 
 

@@ -46,7 +46,7 @@ twitch_links --task link --metric mrr,hits@10,auc --strategy push_pull --batch-s
 twitch_es_games --task link --metric mrr,hits@10 --model none --embeddings 64 --target plays --loss bpr --batch-size 1024 --epochs 8
 wn18rr --task link --metric mrr,hits@10 --model none --embeddings 100 --decoder distmult --loss softmax --negatives 8 --batch-size 1024 --epochs 12
 kinship --task link --metric mrr,hits@10 --model none --embeddings 100 --decoder complex --loss softmax --negatives 8 --batch-size 256
-umls --task link --metric mrr,hits@10 --model none --embeddings 100 --decoder transe --batch-size 256 --epochs 60
+umls --task link --metric mrr,hits@10 --model none --embeddings 100 --decoder transe --loss bce --batch-size 256 --epochs 60
 """  # noqa: E501
 """Graph and options of ``dglx train``, which the plain loop obeys, too; batches are those of a rank."""
 TEXT = {
