@@ -532,7 +532,10 @@ class EdgeListSource(DatasetSource):
         if len(ends) == 2 and all(ends[1]) and not any(ends[0]):
             raise DatasetError(f"{where}: the line {line} is a header; begin it with #")
         if are_triples[0] and not read.dtypes[2:].map(pd.api.types.is_numeric_dtype).all():
-            raise DatasetError(f"{where}: the line {lines[1]} is not head, relation and tail as {line} is")
+            raise DatasetError(
+                f"{where}: the line {lines[1]} is not head, relation and tail as {line} is; if that is a "
+                "header, begin it with #"
+            )
         numbered = {number: f"column{number}" for number in range(3, read.shape[1])}
         names = {0: "src", 1: "dst", 2: "column2" if numbered else "weight", **numbered}
         table = pa.Table.from_pandas(read.rename(columns=names))

@@ -396,9 +396,12 @@ def _columns(table: Any, where: str, left_out: set[str]) -> dict[str, NodeColumn
         numbered = {name: int(n[1]) for name in names if (n := re.fullmatch(rf"{stem}_?(\d+)", name))}
         if numbered:
             in_order = sorted(numbered, key=numbered.__getitem__)
-            if numbered[in_order[-1]] - numbered[in_order[0]] != len(in_order) - 1:
+            first = numbered[in_order[0]]
+            if [numbered[name] for name in in_order] != [*range(first, first + len(in_order))]:
                 shown = ", ".join(in_order[:4]) + (" ..." if len(in_order) > 4 else "")
-                _LOG.warning("%s: columns %s are taken as %d, but skip a number", where, shown, len(in_order))
+                _LOG.warning(
+                    "%s: columns %s are taken as %d, but skip or repeat a number", where, shown, len(in_order)
+                )
             columns[stem] = _stacked(table, in_order, where)
             names = [name for name in names if name not in numbered]
     for name in names:

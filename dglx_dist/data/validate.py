@@ -29,7 +29,9 @@ def check_raw_graph(graph: RawGraph, where: str) -> None:
             f"there must be at least one of each"
         )
     masks = [(name, one) for columns in graph.edge_data.values() for name, one in columns.items()]
-    selecting = {name for name, mask in masks if name in SPLITS and mask.any()}
+    selecting = {
+        name for name, mask in masks if name in SPLITS and isinstance(mask, np.ndarray) and mask.any()
+    }
     for edge_type, (source_ids, destination_ids) in graph.edges.items():
         source, relation, destination = edge_type
         for node_type in (source, destination):

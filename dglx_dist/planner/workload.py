@@ -289,7 +289,7 @@ def _scaled_to_epoch(one: RankCount) -> RankCount:
     def scaled(value: Any) -> Any:
         return [round(factor * each) for each in value] if isinstance(value, list) else round(factor * value)
 
-    unscaled = ("seeds", "steps", "counted", "largest", "caches")
+    unscaled = ("seeds", "steps", "counted", "largest", "caches", "draw_s")
     values = {name: value if name in unscaled else scaled(value) for name, value in vars(one).items()}
     values["caches"] = [{**cache, "hits": scaled(cache["hits"])} for cache in one.caches]
     return RankCount(**values)

@@ -51,7 +51,7 @@ def start_run(
             _write_epochs(target, kept)
         elif (target / SUMMARY).is_file():
             log.warning("replacing the finished run in %s: no checkpoints, or --overwrite", target)
-        stale = [SUMMARY, PICTURE] + ([METRICS] if kept is None else []) + ([PLAN] if plan is None else [])
+        stale = [SUMMARY, PICTURE] + ([] if kept else [METRICS]) + ([PLAN] if plan is None else [])
         for name in stale:
             (target / name).unlink(missing_ok=True)
         if plan is not None:

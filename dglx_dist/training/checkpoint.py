@@ -188,7 +188,10 @@ def _check_model(path: Path, saved_tensors: Mapping[str, SavedTensor], model: Ma
         tensor, saved = model.get(name), saved_model.get(name)
         if tensor is None or saved is None:
             has, lacks = (path, "this model") if tensor is None else ("this model", path)
-            raise CheckpointError(f"{has} has {name!r}, which {lacks} lacks; build the model as it was")
+            remedy = "build the model as it was"
+            if name.endswith("target_scale"):
+                remedy = "for a regression, call model.standardise(torch.zeros(K), torch.ones(K)) before"
+            raise CheckpointError(f"{has} has {name!r}, which {lacks} lacks; {remedy}")
         if tensor.shape != saved.shape or tensor.dtype != saved.dtype:
             raise CheckpointError(
                 f"{name!r} is {saved.shape} {saved.dtype} in {path} but "

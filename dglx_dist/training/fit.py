@@ -380,8 +380,9 @@ def _with_task(config: FitConfig, g: DistGraph, module: nn.Module) -> FitConfig:
     weights = None if config.class_weight == "none" else class_weights(g, ntype, config.label, task)
     has_targets = {config.label, _TRAIN} <= g.nodes[ntype].data.keys()
     if task == REGRESSION and has_targets and config.loss is None and isinstance(module, Layered):
-        mean, weights = moments(g, ntype, config.label, _TRAIN)
-        module.standardise(mean, weights)
+        mean, deviation = moments(g, ntype, config.label, _TRAIN)
+        weights = torch.where(deviation > 0, deviation, 1.0).to(float_of(module).device)
+        module.standardise(mean.to(weights), weights)
     metric = config.metric if config.evaluate else metrics_of(task, config.metric)
     return replace(config, ntype=ntype, task=task, metric=metric, loss=config.loss or loss_of(task, weights))
 

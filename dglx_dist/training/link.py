@@ -155,6 +155,11 @@ def split_edges(g: DistGraph, targets: Sequence[EdgeType]) -> bool:
     for etype in without:
         for place, name in enumerate(SPLITS):
             _add_mask(g, etype, name, partial(_is_on_side, g, etype, place))
+    if not num_marked(g, targets, TRAIN):
+        raise ConfigError(
+            f"no edge of {', '.join(etype[1] for etype in targets[:3])} in {g.dataset.folder} is marked by "
+            f"{TRAIN!r}; mark some, or name other edge types with --target"
+        )
     _MADE.setdefault(g, set()).update(without)
     made = _MADE[g].issuperset(targets)
     reverse = {back: etype for etype, found in reverse_types(g, targets).items() for back in found}
@@ -311,10 +316,9 @@ class LinkEvaluation:
         module, rows = self._read(model)
         found: dict[str, float] = {}
         for name, of_split in self._asked.items():
-            if any(name in self.g.edges[etype].data for etype in self.targets):
-                with evaluating(module):
-                    scores = self._evaluated(module.decoder, rows, of_split)
-                found |= {f"{name.removesuffix('_mask')}_{key}": value for key, value in scores.items()}
+            with evaluating(module):
+                scores = self._evaluated(module.decoder, rows, of_split)
+            found |= {f"{name.removesuffix('_mask')}_{key}": value for key, value in scores.items()}
         return found
 
     def test_edges(self, model: nn.Module) -> RankedEdges:
@@ -332,7 +336,7 @@ class LinkEvaluation:
         module, rows = self._read(model)
 
         def ranked() -> RankedEdges:
-            asked = self._asked[TEST].items()
+            asked = self._asked.get(TEST, {}).items()
             return {ntypes: self._best(module.decoder, rows, ntypes, edges) for ntypes, edges in asked}
 
         with evaluating(module):
@@ -358,7 +362,8 @@ class LinkEvaluation:
     def _read(self, model: nn.Module) -> tuple[Any, dict[str, Tensor]]:
         """Return the whole model and all rows of the ranked types, as the questions are known. Collective."""
         if self._true is None:
-            self._asked = {name: self._share(name) for name in (VALIDATION, TEST)}
+            splits = [name for name in (VALIDATION, TEST) if num_marked(self.g, self.targets, name)]
+            self._asked = {name: self._share(name) for name in splits}
             self._true = self._true_edges(self._asked.values())
         module: Any = whole_of(model)
         stored, made = rows_of(module, self.g, self.inputs, self.feature)

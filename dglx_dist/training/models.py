@@ -360,8 +360,9 @@ class Layered(nn.Module, ABC):
         """Multiply scores, of C columns, by (C,) ``deviation`` and add (C,) ``mean`` from now on.
 
         So the layers learn standardised targets of a regression, and scores stay in the unit of the labels.
+        ``target_scale`` is (2, C) int64, the bits of both in float64.
         """
-        # As bits: strategies average buffers of floating point over the ranks at each step.
+        # As bits, which half() leaves as they are, as do the means over ranks of floating-point buffers.
         bits = torch.stack([mean, deviation]).double().view(torch.int64)
         self.target_scale = bits.to(next(self.parameters()).device)
 

@@ -157,7 +157,7 @@ def class_weights(g: DistGraph, ntype: str, label: str, task: str) -> Tensor:
 def moments(g: DistGraph, ntype: str, label: str, mask: str) -> tuple[Tensor, Tensor]:
     """Return the (K,) float64 means and standard deviations of the columns of the targets in ``mask``.
 
-    Collective. The deviation of targets that are equal in float32, or of none, is 1.
+    Collective. The deviation of targets that are equal in float32, or of none, is 0.
     """
     targets = _labels_of(g, ntype, label, mask).double()
     targets = targets.reshape(len(targets), math.prod(targets.shape[1:]))
@@ -165,7 +165,7 @@ def moments(g: DistGraph, ntype: str, label: str, mask: str) -> tuple[Tensor, Te
     mean = sum_over_ranks(targets.sum(0), g.session, phase=metrics.PHASE) / count
     squares = sum_over_ranks((targets - mean).square().sum(0), g.session, phase=metrics.PHASE)
     deviation = (squares / count).sqrt()
-    return mean, torch.where(deviation > torch.finfo(torch.float32).eps * mean.abs(), deviation, 1.0)
+    return mean, torch.where(deviation > torch.finfo(torch.float32).eps * mean.abs(), deviation, 0.0)
 
 
 def as_probabilities(task: str, scores: Tensor) -> Tensor:

@@ -46,6 +46,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     buyer, item = (ends.reshape(-1) for ends in np.meshgrid(np.arange(USERS), np.arange(ITEMS)))
     bought = buyer % 2 == item % 2
     untested = {"train_mask": np.ones(bought.sum(), dtype=np.bool_)}
+    unmarked = {"train_mask": np.zeros(bought.sum(), dtype=np.bool_)}
     shop = RawGraph(
         name="shop",
         num_nodes={"user": USERS, "item": ITEMS},
@@ -69,6 +70,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             ),
         ),
         "shop": written(root / "shop", shop),
+        "unmarked": written(root / "unmarked", replace(shop, edge_data={BUYS: unmarked})),
         "untested": written(root / "untested", replace(shop, edge_data={BUYS: untested})),
         "ids": written(root / "ids", with_ids(shop)),
     }
@@ -249,6 +251,7 @@ def refused(folder: str, out: str, options: dict[str, Any]) -> str:
         ("ring", {"task": "link", "model": "gcn"}, "use --model sage, sgc or gat"),
         ("shop", {"task": "link"}, "or --model none, which scores trainable rows"),
         ("shop", {"task": "link", "model": "rgcn", "target": ("likes",)}, "likes"),
+        ("unmarked", NO_ENCODER, "no edge of buys in"),
         ("untested", {**NO_ENCODER, "predictions": "p"}, "--predictions p ranks test edges, and"),
     ],
 )

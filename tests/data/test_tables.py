@@ -220,7 +220,7 @@ def test_a_number_that_columns_of_labels_skip_is_warned_of(
 ) -> None:
     nodes = "id,label_0,label_2,feat_1,feat_2\n0,1,0,1,1\n1,0,1,1,1\n"
     load_dataset(write(tmp_path, {"nodes.csv": nodes, "edges.csv": "src,dst\n0,1\n"}))
-    assert "columns label_0, label_2 are taken as 2, but skip a number" in caplog.text
+    assert "columns label_0, label_2 are taken as 2, but skip or repeat a number" in caplog.text
     assert "feat_1" not in caplog.text
 
 

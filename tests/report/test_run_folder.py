@@ -73,6 +73,12 @@ def test_an_epoch_done_again_after_a_resume_counts_once(tmp_path: Path) -> None:
     assert read_epochs(tmp_path) == (epoch(0), epoch(1), epoch(2, loss=0.25))
 
 
+def test_a_resumed_run_that_ends_before_its_first_epoch_has_no_metrics(tmp_path: Path) -> None:
+    start_run(tmp_path, CONFIG, read_epochs(tmp_path))
+    with pytest.raises(StorageError, match=r"has no metrics\.jsonl"):
+        read_run(tmp_path)
+
+
 def test_a_line_that_a_killed_run_left_half_written_is_dropped(tmp_path: Path) -> None:
     append_epoch(tmp_path, epoch(0))
     with (tmp_path / "metrics.jsonl").open("a") as file:

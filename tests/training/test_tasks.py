@@ -24,7 +24,7 @@ from dglx_dist.training import metrics
 from dglx_dist.training.config import RunOptions, TrainConfig
 from dglx_dist.training.fit import needs_own_loop
 from dglx_dist.training.models import build_model
-from dglx_dist.training.tasks import class_weights, measure, moments
+from dglx_dist.training.tasks import class_weights, measure, moments, warn_of_guesses
 from tests.helpers.ranks import run_ranks
 
 NODES, LABELS = 60, 3
@@ -250,7 +250,7 @@ def test_equal_targets_have_no_deviation(tmp_path: Path) -> None:
     dx.partition_graph(g, "equal", 1, tmp_path)
     with dx.init("data_parallel"):
         _, deviation = moments(dx.DistGraph(tmp_path / "equal"), "_N", "label", "train_mask")
-        assert deviation.tolist() == [1.0, 1.0]
+        assert deviation.tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -357,6 +357,18 @@ def test_a_regression_no_better_than_the_mean_is_said(
         caplog.clear()
         _train(plan(data, "regression", tmp_path / str(lr), model="mlp", epochs=40, lr=lr))
         assert len([text for text in caplog.messages if "standard deviation of the labels" in text]) == said
+
+
+def test_a_constant_column_does_not_hide_the_error_of_another(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    g = graph()
+    g.ndata["label"] = torch.stack([0.1 * torch.arange(NODES) / NODES, torch.full((NODES,), 0.3)], 1)
+    dx.partition_graph(g, "half", 1, tmp_path)
+    with dx.init("data_parallel"):
+        opened = dx.DistGraph(tmp_path / "half")
+        warn_of_guesses("regression", {"test_rmse": 0.5}, opened, "_N", "label")
+    assert "the test rmse of 0.5 is not better than" in caplog.text
 
 
 def test_early_stop_needs_validation_nodes(

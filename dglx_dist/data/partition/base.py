@@ -178,21 +178,22 @@ class Partitioner(ABC):
         """
 
 
+_BUILTIN = {
+    "random": "dglx_dist.data.partition.one_pass:Random",
+    "hash": "dglx_dist.data.partition.one_pass:Hash",
+    "contiguous": "dglx_dist.data.partition.one_pass:Contiguous",
+    "metis": "dglx_dist.data.partition.multilevel:Metis",
+    "kaminpar": "dglx_dist.data.partition.multilevel:Kaminpar",
+    "ldg": "dglx_dist.data.partition.one_pass:Ldg",
+    "fennel": "dglx_dist.data.partition.one_pass:Fennel",
+    "hierarchical": "dglx_dist.data.partition.hierarchical:Hierarchical",
+    "feature": "dglx_dist.data.partition.one_pass:Feature",
+    "file": "dglx_dist.data.partition.one_pass:File",
+}
 PARTITIONERS: Registry[Partitioner] = Registry(
     "partitioner",
     Partitioner,  # type: ignore[type-abstract]  # the registry only asks issubclass of it
-    builtin={
-        "random": "dglx_dist.data.partition.one_pass:Random",
-        "hash": "dglx_dist.data.partition.one_pass:Hash",
-        "contiguous": "dglx_dist.data.partition.one_pass:Contiguous",
-        "metis": "dglx_dist.data.partition.multilevel:Metis",
-        "kaminpar": "dglx_dist.data.partition.multilevel:Kaminpar",
-        "ldg": "dglx_dist.data.partition.one_pass:Ldg",
-        "fennel": "dglx_dist.data.partition.one_pass:Fennel",
-        "hierarchical": "dglx_dist.data.partition.hierarchical:Hierarchical",
-        "feature": "dglx_dist.data.partition.one_pass:Feature",
-        "file": "dglx_dist.data.partition.one_pass:File",
-    },
+    builtin=_BUILTIN,
     group="dglx_dist.partitioners",
 )
 
@@ -214,8 +215,9 @@ class PartitionPlan:
     num_parts: int
     method: str | None = option(
         None,
-        f"How to place nodes: {', '.join(PARTITIONERS.names())}. Without it: kaminpar for one balance "
-        "weight, metis for more.",
+        # Names of plugins would be looked for whenever this is imported.
+        f"How to place nodes: {', '.join(sorted(_BUILTIN))}, or a plugin. Without it: kaminpar for one "
+        "balance weight, metis for more.",
     )
     trainers_per_part: int = option(
         1,

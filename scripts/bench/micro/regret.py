@@ -33,7 +33,8 @@ def busy(processes: int) -> Iterator[None]:
     """Keep so many processes computing."""
     with ExitStack() as stack:
         for _ in range(processes):
-            stack.callback(subprocess.Popen([sys.executable, "-c", _SPIN]).kill)
+            process = stack.enter_context(subprocess.Popen([sys.executable, "-c", _SPIN]))
+            stack.callback(process.kill)
         yield
 
 
@@ -106,7 +107,10 @@ def main(argv: list[str]) -> int:
     chosen = options.parse_args(argv)
     lines = []
     for graph in chosen.graphs:
-        data, result = chosen.out / f"{graph.stem}-2", chosen.out / f"{graph.stem}-{chosen.unit}.json"
+        data, result = (
+            chosen.out / f"{graph.stem}-2",
+            chosen.out / f"{graph.stem}-{chosen.unit}-{chosen.rounds}-{chosen.load}.json",
+        )
         if not data.exists():
             dglx("partition", graph, "--parts", 2, "--out", data)
         if not result.exists():

@@ -177,6 +177,7 @@ def learn_nodes(o: argparse.Namespace, g: Any) -> dict[str, float]:
     trainer = Trainer(o, g.num_nodes(), width, model)
     rows = trainer.rows if width else lambda at: g.ndata["feat"][at]
     everything = torch.arange(g.num_nodes())
+    middle, spread = (label[train].mean(), label[train].std(correction=0)) if numbers else (0.0, 1.0)
     loader: Any = [(everything, ids, [g] * 2)]
     if o.fanout:
         loader = dgl.dataloading.DataLoader(g, ids, sampler_of(o), batch_size=2 * o.batch_size, shuffle=True)
@@ -185,14 +186,14 @@ def learn_nodes(o: argparse.Namespace, g: Any) -> dict[str, float]:
             scores, truth = model(blocks, rows(inputs)), label[seeds]
             scores = scores if o.fanout else scores[seeds]
             if numbers:
-                trainer.step(F.mse_loss(scores[:, 0], truth))
+                trainer.step(F.mse_loss(scores[:, 0], (truth - middle) / spread))
             elif truth.dim() == 2:
                 trainer.step(F.binary_cross_entropy_with_logits(scores, truth.float()))
             else:
                 trainer.step(F.cross_entropy(scores, truth))
     model.eval()
     with torch.no_grad():
-        return measured(model([g] * 2, rows(everything))[test], label[test])
+        return measured(model([g] * 2, rows(everything))[test] * spread + middle, label[test])
 
 
 def measured(scores: Tensor, label: Tensor) -> dict[str, float]:
