@@ -19,7 +19,7 @@ from dglx_dist.data.dgl_files import check_files, load_graphs, load_tensors
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
 from dglx_dist.data.partition.hierarchical import TRAINER_ID, assign_two_levels, with_trainer_ids
 from dglx_dist.data.sources import edges_of_dgl
-from dglx_dist.data.storage.dgl_format import read_part_config, write_dgl_format
+from dglx_dist.data.storage.dgl_format import ranges_by_type, read_part_config, write_dgl_format
 from dglx_dist.dataloading.step_loader import whole_number
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
@@ -164,10 +164,7 @@ def load_partition_book(
     config = read_part_config(Path(part_config).absolute())
     ntypes = {ntype: number for number, ntype in enumerate(config.ntypes)}
     etypes = {etype: number for number, etype in enumerate(config.etypes)}
-    nodes, edges = (
-        np.stack([of.starts, of.starts + of.counts], axis=-1) for of in (config.nodes, config.edges)
-    )
-    maps = dict(zip(ntypes, nodes, strict=True)), dict(zip(etypes, edges, strict=True))
+    maps = ranges_by_type(config.ntypes, config.nodes), ranges_by_type(config.etypes, config.edges)
     book = RangePartitionBook(part_id, config.num_parts, *maps, ntypes, etypes)
     return book, config.name, ntypes, etypes
 

@@ -294,10 +294,8 @@ class DistTensor(Shared):
     def name(self) -> str:
         return self._name
 
-    @property
-    def tensor_name(self) -> str:
-        """DGL's word for :attr:`name`."""
-        return self._name
+    tensor_name = name
+    """DGL's word for :attr:`name`."""
 
     @property
     def kvstore_key(self) -> str:

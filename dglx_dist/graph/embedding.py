@@ -148,10 +148,8 @@ class DistEmbedding(Shared):
     def name(self) -> str:
         return self.weight.name
 
-    @property
-    def data_name(self) -> str:
-        """DGL's other word for :attr:`name`."""
-        return self.weight.name
+    data_name = name
+    """DGL's other word for :attr:`name`."""
 
     @property
     def num_embeddings(self) -> int:

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import mmap
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -229,8 +228,4 @@ def _first_values(init: InitRows, rows: Array, info: ColumnInfo) -> Array:
 
 
 def _map(path: Path, count: int, info: ColumnInfo) -> Array:
-    dtype = numpy_dtype(info.dtype)
-    with path.open("r+b") as file:
-        memory = mmap.mmap(file.fileno(), 0)
-    size = count * math.prod(info.row_shape)
-    return np.frombuffer(memory, dtype, count=size).reshape(count, *info.row_shape)
+    return np.asarray(np.memmap(path, numpy_dtype(info.dtype), "r+", shape=(count, *info.row_shape)))

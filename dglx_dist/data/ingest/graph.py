@@ -46,13 +46,9 @@ class Ingested:
     """Peak memory of the process since its start."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Nodes:
-    rows: TypeRows
-    ids: IdMap
-
-
-def _ingest_nodes(spec: TypeSpec[str], *, is_text: bool, seed: int, output: DatasetOutput) -> _Nodes:
+def _ingest_nodes(
+    spec: TypeSpec[str], *, is_text: bool, seed: int, output: DatasetOutput
+) -> tuple[TypeRows, IdMap]:
     folder, column = node_folder(0, spec.kind), next(iter(spec.id_columns), None)
     rows = TypeRows(spec, folder, output)
     id_bytes, is_range = 0, not is_text
@@ -75,7 +71,7 @@ def _ingest_nodes(spec: TypeSpec[str], *, is_text: bool, seed: int, output: Data
     numbers = (np.arange(first, min(first + step, num_nodes)) for first in range(0, num_nodes, step))
     output.write(f"{folder}/original_ids.arrow", IDS, num_nodes, numbers)
     rows.write(seed, ids=known)
-    return _Nodes(rows=rows, ids=known)
+    return rows, known
 
 
 def _write_ids(
@@ -97,7 +93,7 @@ def _write_ids(
 
 def _ingest_edges(
     spec: TypeSpec[EdgeType],
-    nodes: Mapping[str, _Nodes],
+    ids: Mapping[str, IdMap],
     *,
     reverse: EdgeType | None,
     seed: int,
@@ -110,10 +106,10 @@ def _ingest_edges(
     found: list[Spill] = []
     for column, ntype in zip(spec.id_columns, spec.kind[::2], strict=True):
         folder = output.work / f"end{len(found)}"
-        found.append(nodes[ntype].ids.find(rows.table, column, f"the {ntype!r} nodes", folder))
+        found.append(ids[ntype].find(rows.table, column, f"the {ntype!r} nodes", folder))
         output.advance(1)
     ends = (found[0], found[1])
-    sizes = nodes[spec.kind[0]].ids.num_nodes, nodes[spec.kind[2]].ids.num_nodes
+    sizes = ids[spec.kind[0]].num_nodes, ids[spec.kind[2]].num_nodes
     edges = _write_structure(spec.kind, ends, sizes, "forward", output)
     if spec.features or spec.label is not None:
         rows.write(seed, reorder=_edge_order(edges.carried[0], output))
@@ -200,23 +196,23 @@ def ingest(config: IngestConfig, plan: IngestPlan) -> Ingested:
         progress("Ingesting", _num_steps(config, len(reverse))) as advance,
     ):
         output = DatasetOutput(folder=partial, work=work, budget=budget, advance=advance)
-        nodes = {}
+        nodes, ids, edges = {}, {}, {}
         for i, node in enumerate(config.nodes):
             own = replace(output, work=work / f"nodes{i}")
-            nodes[node.kind] = _ingest_nodes(node, is_text=is_text[node.kind], seed=plan.seed, output=own)
-            advance.say(f"{nodes[node.kind].ids.num_nodes} nodes {node.kind!r}")
-        edges = {}
+            made = _ingest_nodes(node, is_text=is_text[node.kind], seed=plan.seed, output=own)
+            nodes[node.kind], ids[node.kind] = made
+            advance.say(f"{nodes[node.kind].num_rows} nodes {node.kind!r}")
         for i, edge in enumerate(config.edges):
             own = replace(output, work=work / f"edges{i}")
             other = reverse.get(edge.kind)
-            edges[edge.kind] = _ingest_edges(edge, nodes, reverse=other, seed=plan.seed, output=own)
+            edges[edge.kind] = _ingest_edges(edge, ids, reverse=other, seed=plan.seed, output=own)
             advance.say(f"{edges[edge.kind].num_rows} edges {':'.join(edge.kind)}")
         description = copy.deepcopy(dict(config.raw))
         for entry, node in zip(description["nodes"], config.nodes, strict=True):
-            _add_settings(entry, node.features, nodes[node.kind].rows.settings)
+            _add_settings(entry, node.features, nodes[node.kind].settings)
         for entry, edge in zip(description["edges"], config.edges, strict=True):
             _add_settings(entry, edge.features, edges[edge.kind].settings)
-        manifest = _manifest(plan, reverse, output, nodes, edges, description)
+        manifest = _manifest(plan, reverse, output, nodes, ids, edges, description)
         manifest = write_manifest(manifest, partial)
         put_in_place(partial, out, plan.overwrite)
     return Ingested(manifest=manifest, description=description, peak_bytes=peak())
@@ -292,7 +288,8 @@ def _manifest(
     plan: IngestPlan,
     reverse: Mapping[EdgeType, EdgeType],
     output: DatasetOutput,
-    nodes: Mapping[str, _Nodes],
+    nodes: Mapping[str, TypeRows],
+    ids: Mapping[str, IdMap],
     edges: Mapping[EdgeType, TypeRows],
     description: Mapping[str, Any],
 ) -> Manifest:
@@ -300,21 +297,21 @@ def _manifest(
     counts = {etype: rows.num_rows for etype, rows in edges.items()}
     for etype, other in reverse.items():
         columns[other], counts[other] = {}, counts[etype]
-    labels = {ntype: one.rows.labels for ntype, one in nodes.items()}
+    labels = {ntype: rows.labels for ntype, rows in nodes.items()}
     labelled = {**labels, **{":".join(etype): rows.labels for etype, rows in edges.items()}}
     names = {kind: list(one.names) for kind, one in labelled.items() if one is not None and one.names}
-    kinds = {ntype: "string" if one.ids.is_text else "int64" for ntype, one in nodes.items()}
+    kinds = {ntype: "string" if one.is_text else "int64" for ntype, one in ids.items()}
     return Manifest(
         name=plan.name or plan.out.absolute().name,
         num_parts=1,
-        node_offsets={ntype: np.array([0, one.ids.num_nodes], np.int64) for ntype, one in nodes.items()},
+        node_offsets={ntype: np.array([0, rows.num_rows], np.int64) for ntype, rows in nodes.items()},
         edge_offsets={etype: np.array([0, number], np.int64) for etype, number in counts.items()},
-        node_columns={ntype: one.rows.columns for ntype, one in nodes.items()},
+        node_columns={ntype: rows.columns for ntype, rows in nodes.items()},
         edge_columns=columns,
         num_classes={
             ntype: one.num_classes for ntype, one in labels.items() if one and one.num_classes is not None
         },
-        user_ids={ntype: kind for ntype, kind in kinds.items() if not nodes[ntype].ids.is_range},
+        user_ids={ntype: kind for ntype, kind in kinds.items() if not ids[ntype].is_range},
         method="ingest",
         seed=plan.seed,
         parameters={"description": description, "class_names": names},

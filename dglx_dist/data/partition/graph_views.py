@@ -90,23 +90,17 @@ def balance_weights(
     graph: RawGraph, options: PartitionOptions, num_parts: int, max_constraints: int | None
 ) -> BalanceWeights:
     """Return the constraints of ``options`` as weights of the nodes of ``graph``."""
-    names: list[str] = []
-    columns: list[Array] = []
-    tolerance: list[float] = []
-    for constraint in options.constraints:
-        for name, column in constraint_columns(graph, constraint):
-            names.append(name)
-            columns.append(column)
-            tolerance.append(options.tolerance_of(constraint))
+    found = [(asked, *one) for asked in options.constraints for one in constraint_columns(graph, asked)]
+    names = tuple(name for _, name, _ in found)
     if max_constraints is not None and len(names) > max_constraints:
         raise ConfigError(
             f"this method balances {max_constraints} weight at a time, but {len(names)} are asked for "
             f"({', '.join(names)}); choose method metis, or balance one of nodes, degree"
         )
     return BalanceWeights(
-        names=tuple(names),
-        columns=tuple(columns),
-        tolerance=np.array(tolerance),
+        names=names,
+        columns=tuple(column for *_, column in found),
+        tolerance=np.array([options.tolerance_of(asked) for asked, *_ in found]),
         shares=part_shares(options.target_weights, num_parts),
     )
 
@@ -230,9 +224,8 @@ def assign_parts(
 
 def from_assignment(graph: RawGraph, assignment: Assignment) -> Array:
     """Return the (N,) int32 owners over all types, in the order of ``graph.num_nodes``."""
-    if not graph.num_nodes:
-        return np.zeros(0, dtype=np.int32)
-    return np.concatenate([np.asarray(assignment.part_of[t], dtype=np.int32) for t in graph.num_nodes])
+    owners = (np.asarray(assignment.part_of[ntype], dtype=np.int32) for ntype in graph.num_nodes)
+    return np.concatenate([np.empty(0, np.int32), *owners])
 
 
 def describe(options: PartitionOptions, weights: BalanceWeights | None) -> dict[str, object]:

@@ -436,8 +436,8 @@ class _DglWriter:
             "part_method": assignment.method,
             "num_parts": assignment.num_parts,
             "halo_hops": 1,
-            "node_map": _ranges(self._ntypes, self._node_ranges),
-            "edge_map": _ranges(etypes, self._edge_ranges),
+            "node_map": ranges_by_type(self._ntypes, self._node_ranges),
+            "edge_map": ranges_by_type(etypes, self._edge_ranges),
             "ntypes": {name: number for number, name in enumerate(self._ntypes)},
             "etypes": {name: number for number, name in enumerate(etypes)},
             **parts,
@@ -487,9 +487,10 @@ def _ids(ids: Array) -> torch.Tensor:
     return torch.from_numpy(ids.astype(np.int64))
 
 
-def _ranges(names: Sequence[str], ranges: IdRanges) -> dict[str, list[list[int]]]:
+def ranges_by_type(types: Sequence[K], ranges: IdRanges) -> dict[K, list[list[int]]]:
+    """Return (P, 2) homogeneous ranges by type, as DGL's JSON file and its partition books have them."""
     ends = ranges.starts + ranges.counts
-    return dict(zip(names, np.stack([ranges.starts, ends], axis=-1).tolist(), strict=True))
+    return dict(zip(types, np.stack([ranges.starts, ends], axis=-1).tolist(), strict=True))
 
 
 def _check_names(graph: RawGraph) -> None:

@@ -290,11 +290,10 @@ class StoredPart:
         return self._arrays[path]
 
 
-def _known(mapping: Mapping[K, Any], key: K, kind: str, folder: Path) -> Any:
+def _known(mapping: Mapping[K, Any], key: K, kind: str, folder: Path) -> None:
     if key not in mapping:
         known = ", ".join(repr(one) for one in mapping) or "none"
         raise ConfigError(f"{folder} has no {kind} {key!r} (known: {known})")
-    return mapping[key]
 
 
 def graph_of(dataset: StoredDataset, workspace: Workspace | None = None) -> RawGraph:

@@ -325,16 +325,12 @@ def _sort_rows(destinations: Array, sources: Array, ends: Array, bits: int, keys
         keys[position] &= mask
 
 
+@njit(cache=True, nogil=True)
 def _count(ids: Array, old_to_new: Array) -> Array:
     counts = np.zeros(len(old_to_new) + 1, dtype=np.int64)
-    _count_into(ids, old_to_new, counts)
-    return np.cumsum(counts, out=counts)
-
-
-@njit(cache=True, nogil=True)
-def _count_into(ids: Array, old_to_new: Array, counts: Array) -> None:
     for edge in range(len(ids)):
         counts[old_to_new[ids[edge]] + 1] += 1
+    return np.cumsum(counts)
 
 
 @njit(cache=True, nogil=True)

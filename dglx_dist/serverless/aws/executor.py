@@ -104,14 +104,12 @@ class ReportReader:
             for page in pages:
                 for event in page["events"]:
                     newest = max(newest, int(event["timestamp"]))
-                    self._take(read_report(event["message"]))
+                    report = read_report(event["message"])
+                    with self._lock:
+                        if report is not None and report[0] in self._waited:
+                            self._waited.remove(report[0])
+                            self._found.append(report[1])
         self._since_ms = max(self._since_ms, newest - _LOOK_BACK_MS)
-
-    def _take(self, report: tuple[str, Invocation] | None) -> None:
-        with self._lock:
-            if report is not None and report[0] in self._waited:
-                self._waited.remove(report[0])
-                self._found.append(report[1])
 
 
 @final
