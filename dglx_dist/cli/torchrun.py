@@ -1,12 +1,12 @@
 """torchrun with one error message and a rendezvous store on one address.
 
-``dglx train --ranks N`` calls :func:`launch`; ``python -m dglx_dist.cli.torchrun <torchrun's arguments>``
-does so for any program. It differs from torchrun in four ways. Ranks of ``dglx train`` are forks of the
-launcher, which has imported once. A failed run ends with the message of the rank that failed first, instead
-of a traceback of the launcher. When it is told to end, ranks have the time that they need for a checkpoint;
-after 30 s torchrun's agent would kill them. With ``--failure-file FILE`` before torchrun's arguments the
-message is written to that file as JSON: scripts/netlab starts one launcher per server and shows the first
-failure.
+The launcher of ``dglx train --ranks N``, a process of the same command, calls :func:`launch`; ``python -m
+dglx_dist.cli.torchrun <torchrun's arguments>`` does so for any program. It differs from torchrun in four
+ways. Ranks of ``dglx train`` are forks of the launcher, which has imported once. A failed run ends with the
+message of the rank that failed first, instead of a traceback of the launcher. When it is told to end, ranks
+have the time that they need for a checkpoint; after 30 s torchrun's agent would kill them. With
+``--failure-file FILE`` before torchrun's arguments the message is written to that file as JSON:
+scripts/netlab starts one launcher per server and shows the first failure.
 
 The store of the rendezvous listens on one address, with ``--standalone`` on loopback. torchrun's own listens
 on every interface, and its rendezvous for ``--standalone`` unpickles whatever is written to it.
