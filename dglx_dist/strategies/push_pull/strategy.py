@@ -196,7 +196,7 @@ class PushPullModel(WrappedModel):
         return self._depth > 1
 
     def exchange_seconds(self, *, reset: bool = False) -> float:
-        return self._pipeline.exchange_seconds(reset=reset)
+        return self._pipeline.exchange.seconds(reset=reset)
 
     def drain(self) -> None:
         """Take every mini-batch in flight to its step; every rank must call it.
