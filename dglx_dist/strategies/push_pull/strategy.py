@@ -168,13 +168,11 @@ class PushPullModel(WrappedModel):
         self._pipeline = Pipeline(session, group, replicas, options, model, split, self._buffer_means)
         split.layer.run_parts = self._pipeline
         self._provenance, self._first = split.provenance, type(split.layer).__name__
-        inside = set(split.layer.modules())
+        inside, cut = set(split.layer.modules()), {model.get_parameter(name) for name in split.cuts}
         self._whole_inputs = {
             id(one): name
             for name, one in model.named_modules()
-            if one not in inside
-            and any(True for _ in one.parameters())
-            and split.takes_columns.isdisjoint(one.modules())
+            if one not in inside and (owned := set(one.parameters())) and owned.isdisjoint(cut)
         }
         """Modules with weights that are not split, by name: they must not be given a part's columns."""
 
