@@ -185,14 +185,9 @@ def _reasons(
             f"{fastest.candidate.name} takes {_ratio(fastest, taken, constraints):.2f} x as long, "
             f"but of candidates within {100 * (_NEAR - 1):.0f} % of the fastest the simplest is taken"
         )
-    others = sorted(
-        (
-            one
-            for one in allowed
-            if one not in (taken, fastest) and one.candidate.strategy != taken.candidate.strategy
-        ),
-        key=constraints.worth,
-    )
+    strategy = taken.candidate.strategy
+    others = [one for one in allowed if one != fastest and one.candidate.strategy != strategy]
+    others.sort(key=constraints.worth)
     reasons += [_compared(one, taken, constraints) for one in others[:2]]
     better = [
         one

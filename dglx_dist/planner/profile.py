@@ -179,7 +179,14 @@ _NUMBERS = 4_000_000
 def busy_cores(count: int) -> Iterator[None]:
     """Keep ``count`` more cores busy with sums over memory; the caller must time with its thread's clock."""
     stop = threading.Event()
-    threads = [threading.Thread(target=_sum_until, args=(stop,), daemon=True) for _ in range(count)]
+
+    def keep_busy() -> None:
+        rows, out = np.ones(_NUMBERS, np.float32), np.empty(_NUMBERS, np.float32)
+        while not stop.is_set():
+            # Releases the interpreter lock.
+            np.add(rows, 1.0, out=out)
+
+    threads = [threading.Thread(target=keep_busy, daemon=True) for _ in range(count)]
     for one in threads:
         one.start()
     try:
@@ -188,13 +195,6 @@ def busy_cores(count: int) -> Iterator[None]:
         stop.set()
         for one in threads:
             one.join()
-
-
-def _sum_until(stop: threading.Event) -> None:
-    rows, out = np.ones(_NUMBERS, np.float32), np.empty(_NUMBERS, np.float32)
-    while not stop.is_set():
-        # Releases the interpreter lock.
-        np.add(rows, 1.0, out=out)
 
 
 _COPY_BYTE_S = 1 / 12e9

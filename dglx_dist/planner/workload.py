@@ -484,9 +484,8 @@ def expected_batches(
     """Estimate an epoch on a graph known by figures; ``partitioned``: servers ask each other for in-edges."""
     seeds = graph.train_nodes / cluster.ranks
     steps = max(math.ceil(seeds / draws.batch_size), 1)
-    (sources, targets, edges), remote = _expected_batch(
-        graph, cluster, min(draws.batch_size, seeds), draws.fanouts
-    )
+    layers, remote = _expected_batch(graph, cluster, min(draws.batch_size, seeds), draws.fanouts)
+    sources, targets, edges = zip(*layers, strict=True)
     every = cluster.ranks * steps
     sampling_bytes = every * remote * (ID_BYTES * sum(targets) + EDGE_BYTES * sum(edges))
     total = Survey(
@@ -513,10 +512,8 @@ def expected_batches(
 
 def _expected_batch(
     graph: GraphStats, cluster: Cluster, seeds: float, fanouts: Sequence[int]
-) -> tuple[tuple[list[float], list[float], list[float]], float]:
-    sources: list[float] = []
-    targets: list[float] = []
-    edges: list[float] = []
+) -> tuple[list[tuple[float, float, float]], float]:
+    layers: list[tuple[float, float, float]] = []
     rows, remote, reached = seeds, 0.0, 0.0
     for hop, fanout in enumerate(reversed(fanouts)):
         # A node that is reached along an edge has more edges than average.
@@ -527,12 +524,10 @@ def _expected_batch(
         new = min(found, graph.nodes - rows)
         remote += new * _remote_share(graph, cluster, hop + 1)
         reached += new
-        targets.insert(0, rows)
-        edges.insert(0, drawn)
-        rows = min(rows + new, graph.nodes)
-        sources.insert(0, rows)
-    share = remote / max(reached + seeds, 1.0)
-    return (sources, targets, edges), share
+        sources = min(rows + new, graph.nodes)
+        layers.insert(0, (sources, rows, drawn))
+        rows = sources
+    return layers, remote / max(reached + seeds, 1.0)
 
 
 def _remote_share(graph: GraphStats, cluster: Cluster, hops: int) -> float:

@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import torch
@@ -298,10 +297,7 @@ class WrappedModel(nn.Module, ABC):
 
 def _raise_for_devices(parameters: Iterable[Tensor], arguments: Iterable[Any], error: Exception) -> None:
     own = next((one.device for one in parameters), None)
-    flat = chain.from_iterable(
-        one.values() if isinstance(one, Mapping) else one if isinstance(one, list | tuple) else (one,)
-        for one in arguments
-    )
+    flat = unpacked([*one.values()] if isinstance(one, Mapping) else one for one in arguments)
     other = next((one.device for one in flat if getattr(one, "device", own) != own), None)
     if own is not None and other is not None:
         raise ConfigError(

@@ -698,11 +698,7 @@ def traffic_with_sums(
 
 def ring_split(num_bytes: int, server_of: Sequence[int], steps: int) -> tuple[int, int]:
     """Return the bytes (between servers, within) of ``steps`` ring all-reduces by ranks on (W,) servers."""
-    ranks, outside, inside = len(server_of), 0, 0
-    for rank in range(ranks) if ranks > 1 else ():
-        sent = ring_bytes(num_bytes, ranks, rank) * steps
-        if server_of[rank] == server_of[(rank + 1) % ranks]:
-            inside += sent
-        else:
-            outside += sent
-    return outside, inside
+    ranks = len(server_of)
+    far = [rank for rank, server in enumerate(server_of) if server != server_of[(rank + 1) % ranks]]
+    outside = steps * sum(ring_bytes(num_bytes, ranks, rank) for rank in far)
+    return outside, steps * 2 * (ranks - 1) * num_bytes - outside

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from dglx_dist.comm.collectives import check_equal, peers_named
 from dglx_dist.comm.session import Session
+from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
+from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.cache import LOOK_AHEAD
 from dglx_dist.strategies.base import (
@@ -70,13 +72,9 @@ class DataParallel(Strategy):
         return bucket_bytes
 
     def loader(self, g: DistGraph, indices: Tensor, sampler: Any, **loader_options: Any) -> Iterable[Any]:
-        from dglx_dist.dataloading.loader import DataLoader
-
         return DataLoader(g, indices, sampler, **loader_options)
 
     def edge_loader(self, g: DistGraph, eids: Any, sampler: Any, **loader_options: Any) -> Iterable[Any]:
-        from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
-
         return DistEdgeDataLoader(g, eids, sampler, **loader_options)
 
     def wrap(

@@ -169,7 +169,8 @@ class GradientExchange:
         self._bucket_of: dict[int, Bucket] = {}
         self._layout: tuple[tuple[torch.dtype, torch.device], ...] = ()
         self._in_flight: list[Any] = []
-        self._waited_s = 0.0
+        self.waited_s = 0.0
+        """Since the start or the last reset; push-pull adds its waiting for shares."""
         self.after: Callable[[float], None] = lambda weight: None
         """Called with the weight at the end of every exchanging backward, on every rank."""
         self.delay = 0
@@ -205,10 +206,10 @@ class GradientExchange:
                 parameter.grad = total.clone() if parameter.grad is None else parameter.grad + total
 
     def seconds(self, *, reset: bool = False) -> float:
-        """Seconds that backward waited for peers, without overlapped time."""
-        waited = self._waited_s
+        """Seconds of waiting for peers since the start or the last reset, without overlapped time."""
+        waited = self.waited_s
         if reset:
-            self._waited_s = 0.0
+            self.waited_s = 0.0
         return waited
 
     def _begin(self, weight: float) -> None:
@@ -230,13 +231,6 @@ class GradientExchange:
         self._before = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
-        self._clear_buckets()
-        callback = self._finish
-        # Autograd drops the callback when the backward ends, also when it ends by an error.
-        self._callback = weakref.ref(callback)
-        torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-    def _clear_buckets(self) -> None:
         layout = tuple((parameter.dtype, parameter.device) for parameter in self._parameters)
         if layout != self._layout:
             self._layout = layout
@@ -244,13 +238,22 @@ class GradientExchange:
             self._bucket_of = {index: bucket for bucket in self._buckets for index in bucket.indices}
         for bucket in self._buckets:
             bucket.clear()
+        callback = self._finish
+        # Autograd drops the callback when the backward ends, also when it ends by an error.
+        self._callback = weakref.ref(callback)
+        torch.autograd.Variable._execution_engine.queue_callback(callback)
 
     def _hook_of(self, index: int) -> Callable[[Tensor], None]:
         def accumulated(parameter: Tensor) -> None:
             if self._graph_task == _IDLE:
                 return
             if torch._C._current_graph_task_id() != self._graph_task:
-                self._check_not_inside(index)
+                if self._callback is not None and self._callback() is not None:
+                    raise ConfigError(
+                        f"the gradient of {self._names[index]!r} was computed by a backward call inside the "
+                        "backward call of the loss (re-entrant checkpointing does that), so it would not be "
+                        "summed; use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+                    )
                 return
             gradient = parameter.grad
             if gradient is None:
@@ -265,14 +268,6 @@ class GradientExchange:
             self._launch(incomplete=False)
 
         return accumulated
-
-    def _check_not_inside(self, index: int) -> None:
-        if self._callback is not None and self._callback() is not None:
-            raise ConfigError(
-                f"the gradient of {self._names[index]!r} was computed by a backward call inside the backward "
-                "call of the loss (re-entrant checkpointing does that), so it would not be summed; use "
-                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
-            )
 
     def _launch(self, *, incomplete: bool) -> None:
         # In order, which is the same on every rank.
@@ -305,8 +300,16 @@ class GradientExchange:
             # The buckets of this round are in use until their sums have arrived.
             self._layout = ()
         sums = self._wait_oldest(self.delay)
-        for index in range(len(self._parameters)):
-            self._write(index, sums.get(index))
+        for index, (parameter, before) in enumerate(zip(self._parameters, self._before, strict=True)):
+            total = sums.get(index)
+            if total is None:
+                parameter.grad = before
+            elif before is not None:
+                parameter.grad = before.add_(total)
+            elif parameter.grad is not None:
+                parameter.grad.copy_(total)
+            else:
+                parameter.grad = total.clone()
         self.after(self._weight)
         self._graph_task = _IDLE
         self._before = []
@@ -321,23 +324,12 @@ class GradientExchange:
             for work in works:
                 if work is not None:
                     work.wait()
-        self._waited_s += time.perf_counter() - started
+        self.waited_s += time.perf_counter() - started
         return {
             index: bucket.views[index] if used else None
             for bucket in buckets
             for index, used in bucket.used().items()
         }
-
-    def _write(self, index: int, total: Tensor | None) -> None:
-        parameter, before = self._parameters[index], self._before[index]
-        if total is None:
-            parameter.grad = before
-        elif before is not None:
-            parameter.grad = before.add_(total)
-        elif parameter.grad is not None:
-            parameter.grad.copy_(total)
-        else:
-            parameter.grad = total.clone()
 
 
 class _Mark(torch.autograd.Function):

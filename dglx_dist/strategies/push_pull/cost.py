@@ -1,17 +1,16 @@
 """Candidates of push-pull, and the cost of an epoch (docs/strategies/push_pull.md)."""
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 from torch import nn
 
 from dglx_dist.layers.convolutions import CONVOLUTIONS
 from dglx_dist.strategies.cost import (
     GRADIENTS,
     Candidate,
-    Cluster,
     Cost,
     Measured,
     PlanContext,
@@ -155,14 +154,15 @@ def _traffic(known: Measured, first: FirstLayer, size: int, *, pushed: bool) -> 
     cluster, work = known.cluster, known.mini_batches
     phases = column_bytes(work.survey, first, group_size=size, pushed=pushed)
     in_group = {name: phases.get(name, 0) for name in ("structure", *_SUMS)}
-    others, away = _others_of_group(cluster, size)
+    # Ordered pairs of different ranks of a group, and those on different servers.
+    others, groups = cluster.ranks * (size - 1), np.array(cluster.server_of_rank).reshape(-1, size)
+    away = int((groups[:, :, None] != groups[:, None, :]).sum())
     crossing = {name: count * away // others if others else 0 for name, count in in_group.items()}
     inside = {name: count - crossing[name] for name, count in in_group.items()}
     sums = ring_split(first.replicated_bytes, cluster.server_of_rank, work.steps)
-    groups = cluster.ranks // size
-    if groups > 1:
+    if len(groups) > 1:
         # Every part's ring has the same bytes, up to columns that do not divide evenly.
-        every = 2 * (groups - 1) * first.cut_bytes * work.steps
+        every = 2 * (len(groups) - 1) * first.cut_bytes * work.steps
         server_of = cluster.server_of_rank
         far = sum(server != server_of[(rank + size) % cluster.ranks] for rank, server in enumerate(server_of))
         outside = every * far // cluster.ranks
@@ -177,13 +177,6 @@ def _traffic(known: Measured, first: FirstLayer, size: int, *, pushed: bool) -> 
         # A model of the user's own may give its first layer values of edges.
         exact=work.counted and aligned and first.known and not known.shape.guessed,
     )
-
-
-def _others_of_group(cluster: Cluster, size: int) -> tuple[int, int]:
-    groups = (cluster.server_of_rank[first : first + size] for first in range(0, cluster.ranks, size))
-    same_server = sum(count * count for group in groups for count in Counter(group).values())
-    # A group has size squared ordered pairs of ranks, including pairs with itself.
-    return cluster.ranks * (size - 1), cluster.ranks * size - same_server
 
 
 def _seconds(

@@ -306,20 +306,6 @@ def _serve_columns(store: KVStore, key: str, arrays: Sequence[Array]) -> Sequenc
     return [np.concatenate(pieces)]
 
 
-def _row_sums(
-    slices: Sequence[ColumnSlice], num_rows: int, function: Callable[[Tensor, slice], Tensor]
-) -> Tensor:
-    """Return (V,) sums over the columns of ``function`` of float64 values (k, F_p) and their rows."""
-    sums = torch.zeros(num_rows, dtype=torch.float64)
-    for one in slices:
-        step = max(1, CHUNK_VALUES // max(1, len(one.columns)))
-        for first in range(0, num_rows, step):
-            chunk = slice(first, min(first + step, num_rows))
-            values = tensor_view(one.rows[chunk].copy(), one.info).to(torch.float64)
-            sums[chunk] += function(values, chunk).sum(1)
-    return sums
-
-
 @final
 class ColumnStore:
     """This rank's columns of some features, for all nodes. Made by :func:`open_columns`."""
@@ -379,7 +365,14 @@ class ColumnStore:
             width, num_rows = sum(one.columns.width for one in parts), parts[0].num_rows
 
             def mean_of(function: Callable[[Tensor, slice], Tensor]) -> Tensor:
-                sums = _row_sums(counted, num_rows, function)
+                # Of ``function`` of float64 values (k, F_p) and their rows, over the columns.
+                sums = torch.zeros(num_rows, dtype=torch.float64)
+                for one in counted:
+                    step = max(1, CHUNK_VALUES // max(1, len(one.columns)))
+                    for first in range(0, num_rows, step):
+                        chunk = slice(first, min(first + step, num_rows))
+                        values = tensor_view(one.rows[chunk].copy(), one.info).to(torch.float64)
+                        sums[chunk] += function(values, chunk).sum(1)
                 return sum_over_ranks(sums, self._session, phase=PHASE, in_place=True).div_(width)
 
             mean = mean_of(lambda values, _: values)
@@ -430,7 +423,15 @@ def open_columns(g: DistGraph, names: Sequence[str], group: Group, *, cache: boo
         }
         missing = [one for one in wanted if one.name not in there]
         load_columns(g.kvstore, missing, g.session)
-        _tell_problems(missing, g.session)
+        problem = next((one.problem for one in missing if one.problem), "")
+        problems = [one for one in gather_json(problem, g.session) if one]
+        if problems and g.session.topology.rank == 0:
+            log.warning(
+                "%d of %d ranks keep columns in memory, and load them again next time: %s",
+                len(problems),
+                g.session.topology.world_size,
+                problems[0],
+            )
         if not any(of_label == label for of_label, _, _ in opened):
             g.on_close.append(partial(_forget, opened, label))
         opened[key] = ColumnStore([there.get(one.name, one) for one in wanted], group, g.session)
@@ -465,15 +466,3 @@ def _column_slice(g: DistGraph, name: str, group: Group, cache: bool) -> ColumnS
         folder=stored_slice(g.dataset, g.ntypes[0], name, columns).folder if kept else None,
         is_leader=all(hosts[rank] != hosts[group.rank] for rank in group.replicas if rank < group.rank),
     )
-
-
-def _tell_problems(loaded: Sequence[ColumnSlice], session: Session) -> None:
-    problem = next((one.problem for one in loaded if one.problem), "")
-    problems = [one for one in gather_json(problem, session) if one]
-    if problems and session.topology.rank == 0:
-        log.warning(
-            "%d of %d ranks keep columns in memory, and load them again next time: %s",
-            len(problems),
-            session.topology.world_size,
-            problems[0],
-        )

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Literal, TypeAlias, final
+from typing import Literal, final
 
 from dglx_dist.comm.exchange import WireDtype
 from dglx_dist.data.storage.files import read_size
@@ -12,9 +12,6 @@ from dglx_dist.options import Check, at_least, check_ranges, option
 from dglx_dist.records import FEATURE
 from dglx_dist.strategies.base import check_options
 from dglx_dist.strategies.gradient_sync import BUCKET_BYTES
-
-Weights: TypeAlias = Literal["whole", "split"]
-StructureChoice: TypeAlias = Literal["auto", "push", "resample"]
 
 
 @final
@@ -27,7 +24,7 @@ class PushPullOptions:
         "Mini-batches in flight: 1 is exact, 3 the paper's.",
         check=Check(lambda depth: 1 <= depth <= 3, "1, 2 or 3 mini-batches in flight"),
     )
-    weights: Weights = option(
+    weights: Literal["whole", "split"] = option(
         "whole", "Whether both sides of a batch use one version of the weights (the paper's), or only M lags."
     )
     group_size: int = option(
@@ -37,7 +34,9 @@ class PushPullOptions:
     )
     memory: str = ""
     """Bytes of features that a rank may hold, as "4GB"."""
-    structure: StructureChoice = option("auto", "How parts get the blocks of other owners.")
+    structure: Literal["auto", "push", "resample"] = option(
+        "auto", "How parts get the blocks of other owners."
+    )
     sync: Sync = option("columns", "What is summed over the parts.")
     features: str = FEATURE
     """Names, comma-separated, in the order in which the model concatenates them."""

@@ -483,7 +483,6 @@ class Pipeline(Shared):
         self._current: InFlightBatch | None = None
         self._last_called: Callable[[], GroupBatch | None] = lambda: None
         """The batch that the model was called on last; a weak reference."""
-        self._waited_s = 0.0
         PIPELINES.of(session).append(weakref.ref(self))
         self.weight = 1.0
         """Of this rank's gradient in the step; set before each forward call."""
@@ -562,13 +561,6 @@ class Pipeline(Shared):
             with self.log.own_step():
                 self.exchange.add_delayed()
                 self._add(self._backward_part(self._pushed.pop(0)))
-
-    def exchange_seconds(self, *, reset: bool = False) -> float:
-        """Seconds that this rank stood waiting for shares and gradients since the start or the last reset."""
-        waited = self._waited_s + self.exchange.seconds(reset=reset)
-        if reset:
-            self._waited_s = 0.0
-        return waited
 
     def complete(self, batch: InFlightBatch | None, gradients: Sequence[Tensor]) -> None:
         """Push the gradients of the sums, and run the part's backward of the batches that are due.
@@ -673,7 +665,7 @@ class Pipeline(Shared):
         begun = time.perf_counter()
         with self._session.timeline.span(name, COMPUTE, number):
             found = wait()
-        self._waited_s += time.perf_counter() - begun
+        self.exchange.waited_s += time.perf_counter() - begun
         return found
 
 

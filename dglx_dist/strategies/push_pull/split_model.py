@@ -514,8 +514,6 @@ class SplitModel:
     """Parameters before the sum of which every batch in flight has its own leaves."""
     shared: tuple[str, ...]
     """The stashed ones that every part holds whole."""
-    takes_columns: frozenset[nn.Module]
-    """The modules whose parameters are cut."""
 
 
 def split_model(
@@ -555,7 +553,6 @@ def split_model(
         cuts=cuts,
         stashed=tuple(stashed),
         shared=tuple(prefix + inner for inner in layer.shared),
-        takes_columns=frozenset(dimensions),
     )
 
 

@@ -15,6 +15,8 @@ from torch.utils._pytree import tree_leaves
 from dglx_dist.comm.collectives import gather_int64, gather_rows
 from dglx_dist.comm.session import Session
 from dglx_dist.data.storage.files import read_size
+from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
+from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import cut_out, join_parts
 from dglx_dist.records import FEATURE
@@ -34,6 +36,7 @@ from dglx_dist.strategies.gradient_sync import BufferMeans, check_frozen
 from dglx_dist.strategies.push_pull import cost as costs
 from dglx_dist.strategies.push_pull.exchange import AsyncExchange, Group, GroupBatch, make_group
 from dglx_dist.strategies.push_pull.feature_columns import ColumnStore, open_columns
+from dglx_dist.strategies.push_pull.loader import open_loader
 from dglx_dist.strategies.push_pull.options import PushPullOptions, read_push_pull_options
 from dglx_dist.strategies.push_pull.pipeline import Pipeline, Version, replicas_group
 from dglx_dist.strategies.push_pull.split_model import split_model, uncut_copy
@@ -71,13 +74,9 @@ class PushPull(Strategy):
             make_group(session, self._options.group_size)
 
     def loader(self, g: DistGraph, indices: Tensor, sampler: Any, **loader_options: Any) -> Iterable[Any]:
-        from dglx_dist.dataloading.loader import DataLoader
-
         return self._open_loader(DataLoader, g, indices, sampler, loader_options)
 
     def edge_loader(self, g: DistGraph, eids: Any, sampler: Any, **loader_options: Any) -> Iterable[Any]:
-        from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
-
         return self._open_loader(DistEdgeDataLoader, g, eids, sampler, loader_options)
 
     def wrap(self, model: nn.Module, g: DistGraph, reduction: Reduction = "mean") -> WrappedModel:
@@ -87,8 +86,6 @@ class PushPull(Strategy):
     def _open_loader(
         self, inner_class: Any, g: DistGraph, seeds: Any, sampler: Any, loader_options: Mapping[str, Any]
     ) -> Iterable[Any]:
-        from dglx_dist.strategies.push_pull.loader import open_loader
-
         store, group = self._opened(g)
         return open_loader(inner_class, g, seeds, sampler, store, group, self._options, loader_options)
 
@@ -168,13 +165,11 @@ class PushPullModel(WrappedModel):
         self._pipeline = Pipeline(session, group, replicas, options, model, split, self._buffer_means)
         split.layer.run_parts = self._pipeline
         self._provenance, self._first = split.provenance, type(split.layer).__name__
-        inside = set(split.layer.modules())
+        inside, cut = set(split.layer.modules()), {model.get_parameter(name) for name in split.cuts}
         self._whole_inputs = {
             id(one): name
             for name, one in model.named_modules()
-            if one not in inside
-            and any(True for _ in one.parameters())
-            and split.takes_columns.isdisjoint(one.modules())
+            if one not in inside and (owned := set(one.parameters())) and owned.isdisjoint(cut)
         }
         """Modules with weights that are not split, by name: they must not be given a part's columns."""
 
@@ -196,7 +191,7 @@ class PushPullModel(WrappedModel):
         return self._depth > 1
 
     def exchange_seconds(self, *, reset: bool = False) -> float:
-        return self._pipeline.exchange_seconds(reset=reset)
+        return self._pipeline.exchange.seconds(reset=reset)
 
     def drain(self) -> None:
         """Take every mini-batch in flight to its step; every rank must call it.
