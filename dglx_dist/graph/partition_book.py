@@ -208,14 +208,10 @@ class _Ranges(Generic[K]):
         return torch.from_numpy(np.searchsorted(self.bounds(key), self._checked(ids, key), side="right") - 1)
 
     def ids_of(self, partition: int, key: K) -> Tensor:
-        bounds = self.bounds(key)
-        self._check_partition(partition)
-        return torch.arange(int(bounds[partition]), int(bounds[partition + 1]))
+        return torch.arange(*self._range_of(partition, key))
 
     def local(self, ids: Ids, partition: int, key: K) -> Tensor:
-        bounds = self.bounds(key)
-        self._check_partition(partition)
-        first, last = int(bounds[partition]), int(bounds[partition + 1])
+        first, last = self._range_of(partition, key)
         local = self._checked(ids, key) - first
         check_ids(local, last - first, f"partition {partition} (ids counted from its first, {first})")
         return torch.from_numpy(local)
@@ -227,9 +223,11 @@ class _Ranges(Generic[K]):
     def join_types(self, ids: Ids, key: K) -> Tensor:
         return torch.from_numpy(self._ids.from_typed(self.types.index(key), self._checked(ids, key)))
 
-    def _check_partition(self, partition: int) -> None:
+    def _range_of(self, partition: int, key: K) -> tuple[int, int]:
+        bounds = self.bounds(key)
         if not 0 <= partition < self.num_partitions:
             raise ConfigError(f"there is no partition {partition}; they are 0 to {self.num_partitions - 1}")
+        return int(bounds[partition]), int(bounds[partition + 1])
 
 
 @dataclass(frozen=True)
