@@ -73,13 +73,19 @@ def measure_expansion(dataset: StoredDataset, servers: int, hops: int) -> Expans
         ConfigError: there are several types, no servers, fewer parts than servers, or ``hops`` is below 0.
         StorageError: a part is not on this machine, or damaged.
     """
-    etype = _only_etype(dataset)
+    manifest = dataset.manifest
+    if len(manifest.node_types) != 1 or len(manifest.edge_types) != 1:
+        raise ConfigError(
+            f"{dataset.folder} has {len(manifest.node_types)} node and {len(manifest.edge_types)} edge "
+            "types, and neighbourhoods are preloaded for graphs of one of each; partition one relation of it"
+        )
+    (etype,) = manifest.edge_types
     if hops < 0 or servers < 1:
         raise ConfigError(f"hops={hops} must be at least 0 and servers={servers} at least 1")
-    placement = Placement(dataset.manifest.num_parts, Topology(0, servers, tuple(range(servers))))
-    bounds = placement.server_offsets(dataset.manifest.node_offsets[etype[2]])
+    placement = Placement(manifest.num_parts, Topology(0, servers, tuple(range(servers))))
+    bounds = placement.server_offsets(manifest.node_offsets[etype[2]])
     passes = -(-servers // _SERVERS_PER_PASS)
-    edges = dataset.manifest.num_edges(etype)
+    edges = manifest.num_edges(etype)
     is_long = edges * hops > _MIN_EDGES_FOR_PROGRESS
     with progress("Following in-edges", edges * passes, enabled=is_long) as advance:
         found = []
@@ -89,16 +95,6 @@ def measure_expansion(dataset: StoredDataset, servers: int, hops: int) -> Expans
             advance(edges)
     nodes, counted = (np.concatenate(parts, axis=1) for parts in zip(*found, strict=True))
     return Expansion(nodes=nodes, edges=counted)
-
-
-def _only_etype(dataset: StoredDataset) -> EdgeType:
-    manifest = dataset.manifest
-    if len(manifest.node_types) != 1 or len(manifest.edge_types) != 1:
-        raise ConfigError(
-            f"{dataset.folder} has {len(manifest.node_types)} node and {len(manifest.edge_types)} edge "
-            "types, and neighbourhoods are preloaded for graphs of one of each; partition one relation of it"
-        )
-    return manifest.edge_types[0]
 
 
 def _neighborhood_sizes(

@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple, TypeAlias
 
@@ -167,20 +168,17 @@ def fill_cache(store: KVStore, column: Column, file_name: str, ids: Array) -> Ro
     leader = session.topology.ranks_of_server(session.topology.server)[0]
     count = int(gather_int64([len(ids)], session)[leader, 0])
     num_slots, num_keys = table_sizes(count, column.num_rows) if count else (0, 0)
-
-    def pulled(_shape: tuple[int, ...], _dtype: torch.dtype) -> Tensor:
-        return store.pull(column.name, ids, distinct=True, phase=PHASE_ROW_CACHE)
+    pull = partial(store.pull, column.name, ids, distinct=True, phase=PHASE_ROW_CACHE)
 
     def filled(shape: tuple[int, ...], _dtype: torch.dtype) -> Tensor:
         slots = np.empty(shape, np.int32)
         fill_table(SlotTable(slots, keys), ids)
         return torch.from_numpy(slots)
 
-    rows = shared_rows(session, f"{file_name}.rows", count, column.info, pulled)
+    rows = shared_rows(session, f"{file_name}.rows", count, column.info, lambda *_: pull())
     keys = shared_rows(session, f"{file_name}.keys", num_keys, IDS)
-    slots = shared_rows(
-        session, f"{file_name}.slots", num_slots, ColumnInfo(dtype="int32", row_shape=()), filled
-    )
+    of_slots = ColumnInfo(dtype="int32", row_shape=())
+    slots = shared_rows(session, f"{file_name}.slots", num_slots, of_slots, filled)
     return RowCache(table=SlotTable(slots, keys), rows=rows)
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, Protocol, TypeVar, cast, final
 
 import numpy as np
@@ -480,10 +479,8 @@ class DistTensor(Shared):
         """Return itself; the end of the block frees the tensor, so every rank must reach it."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
             self.delete()
         # After an error the other ranks may never reach the end of the block, so this does not wait for them.
         elif self.kvstore.has(self._key):

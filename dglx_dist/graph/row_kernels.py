@@ -278,9 +278,7 @@ def table_sizes(count: int, num_ids: int, direct_limit: int = DIRECT_LIMIT) -> t
     A hash table is at most half full: 24 to 48 bytes per cached row. A direct table takes 4 bytes per id and
     is chosen if it is smaller, or ``num_ids`` is at most ``direct_limit``.
     """
-    bits = _LEAST_BITS
-    while (1 << bits) < 2 * count:
-        bits += 1
+    bits = max(_LEAST_BITS, (2 * count - 1).bit_length())
     if num_ids <= direct_limit or 4 * num_ids <= 12 << bits:
         return num_ids, 0
     return 1 << bits, 1 << bits
@@ -485,11 +483,10 @@ def sum_repeated(rows: Array, plan: RemotePlan, info: ColumnInfo) -> Array:
 
     The (slots, *row) result has the dtype of ``info``; integers wrap around.
     """
-    shape = (len(plan.ids), *rows.shape[1:])
     if len(plan.positions) == len(plan.ids):
         return take_rows(rows, plan.positions)  # nothing repeats
     given = _widened(rows, info)
-    sums = np.empty(shape, given.dtype)
+    sums = np.empty((len(plan.ids), *rows.shape[1:]), given.dtype)
     if sums.size:
         _sum(given.reshape(len(given), -1), plan.starts, plan.positions, sums.reshape(len(sums), -1))
     return _rounded(sums, info)

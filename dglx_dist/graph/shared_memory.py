@@ -180,9 +180,7 @@ def shared_rows(
             or dtype.
     """
     path = session.scratch / file_name
-    problem = ""
-    if session.topology.local_rank == 0:
-        problem = _make(path, count, info, init)
+    problem = _make(path, count, info, init) if session.topology.local_rank == 0 else ""
     problems = [text for text in gather_json(problem, session) if text]
     if problems:
         path.unlink(missing_ok=True)

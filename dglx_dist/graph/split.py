@@ -119,31 +119,26 @@ def _split(
     topology = session.topology
     if rank is not None:
         topology = Topology(rank, topology.world_size, topology.server_of_rank)
-    ids, preferred, count = marked_ids(marked, int(bounds[-1])), None, int(bounds[-1])
+    count, world_size = int(bounds[-1]), topology.world_size
+    ids, preferred = marked_ids(marked, count), None
     if trainer_ids is not None:
-        preferred = _preferred_ranks(trainer_ids, ids, count, book.num_trainers, topology.world_size)
+        trainers = _whole(trainer_ids)
+        if trainers.shape != (count,) or trainers.dtype.kind not in "iu":
+            raise ConfigError(
+                f"the trainer ids are {trainers.dtype} of shape {trainers.shape}; give one integer "
+                f"for each of the {count} rows"
+            )
+        # The last trainers may have no row of this type, so the largest id is no count of them.
+        is_of_dataset = isinstance(trainer_ids, DistTensor) and trainer_ids.name == TRAINER_ID
+        known = book.num_trainers if is_of_dataset and book.num_trainers else 0
+        num_trainers = max(world_size, known, int(trainers.max(initial=-1)) + 1)
+        if num_trainers % world_size:
+            raise ConfigError(
+                f"trainer ids go up to {num_trainers - 1} but there are {world_size} ranks; partition for a "
+                "multiple of the ranks, or leave the trainer ids out"
+            )
+        preferred = trainers[ids].astype(np.int64) * world_size // num_trainers
     return torch.from_numpy(split_ids(ids, bounds, topology, force_even=force_even, trainer_of=preferred))
-
-
-def _preferred_ranks(
-    trainer_ids: DistTensor | Tensor | Array, ids: Array, count: int, num_known: int | None, world_size: int
-) -> Array:
-    trainers = _whole(trainer_ids)
-    if trainers.shape != (count,) or trainers.dtype.kind not in "iu":
-        raise ConfigError(
-            f"the trainer ids are {trainers.dtype} of shape {trainers.shape}; give one integer "
-            f"for each of the {count} rows"
-        )
-    # The last trainers may have no row of this type, so the largest id is no count of them.
-    is_of_dataset = isinstance(trainer_ids, DistTensor) and trainer_ids.name == TRAINER_ID
-    known = num_known if is_of_dataset and num_known else 0
-    num_trainers = max(world_size, known, int(trainers.max(initial=-1)) + 1)
-    if num_trainers % world_size:
-        raise ConfigError(
-            f"trainer ids go up to {num_trainers - 1} but there are {world_size} ranks; partition for a "
-            "multiple of the ranks, or leave the trainer ids out"
-        )
-    return trainers[ids].astype(np.int64) * world_size // num_trainers
 
 
 def _whole(given: Marked) -> Array:

@@ -130,10 +130,8 @@ def count_sources(
     """Return the (N,) int64 number of edges of each source to the destinations (first, end); None: all."""
     counts = np.zeros(num_sources, np.int64)
     for shard in shards:
-        first, end = nodes if nodes is not None else (shard.first_node, shard.last_node)
-        num_rows = shard.last_node - shard.first_node
-        begin = min(max(first - shard.first_node, 0), num_rows)
-        stop = min(max(end - shard.first_node, begin), num_rows)
+        here = shard.first_node, shard.last_node
+        begin, stop = np.clip(nodes or here, *here) - shard.first_node
         _count(shard.indices[shard.indptr[begin] : shard.indptr[stop]], counts)
     return counts
 

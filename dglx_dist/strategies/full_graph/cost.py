@@ -18,7 +18,7 @@ from dglx_dist.comm.collectives import gather_int64
 from dglx_dist.comm.exchange import WireDtype, wire_bytes
 from dglx_dist.comm.topology import Topology
 from dglx_dist.data.storage.files import machine_memory
-from dglx_dist.records import EDGE_TYPE, Array
+from dglx_dist.records import Array
 from dglx_dist.strategies.cost import (
     ALLOCATOR_OVERHEAD,
     ID_BYTES,
@@ -312,22 +312,13 @@ def plan_trials(
     own_seeds = own_seeds if len(own_seeds) else seeds
     few = most_timed_seeds(int(context.bounds[-1]), context.structure.num_edges, num_layers)
     own_seeds = own_seeds[:: -(-len(own_seeds) // few)]
-    alone = PartitionContext(
-        structure=context.structure,
-        bounds=context.bounds[[0, -1]],
-        topology=Topology(0, 1, (0,)),
-        seed=context.seed,
-    )
+    alone = replace(context, bounds=context.bounds[[0, -1]], topology=Topology(0, 1, (0,)))
     for part in _TRIED_PARTS:
         (plan,) = plan_all(alone, [own_seeds[::part]], num_layers, num_layers)
         nodes, blocks = torch.from_numpy(plan.nodes), list[HaloBlock]()
         for depth, layer in enumerate(plan.layers):
             is_same = depth and layer is plan.layers[depth - 1]
-            blocks.append(
-                blocks[-1].local_var()
-                if is_same
-                else halo_block(layer, nodes, LocalExchange(0), etype=EDGE_TYPE)
-            )
+            blocks.append(blocks[-1].local_var() if is_same else halo_block(layer, nodes, LocalExchange(0)))
         yield blocks
 
 

@@ -125,29 +125,20 @@ def cluster_seeds(structure: Structure, nodes: Array, seeds: Array, num_clusters
     """
     if num_clusters == 1 or not len(seeds):
         return np.zeros(len(seeds), np.int64)
-    graph = _induced_graph(structure, nodes, seeds)
-    options = PartitionOptions(balance=("train",), tolerance={"train": 0.1, "nodes": 1.0})
-    assignment = PARTITIONERS.get("metis")(options).assign(graph, num_clusters, seed)
-    return assignment.part_of[NODE_TYPE][np.searchsorted(nodes, seeds)].astype(np.int64)
-
-
-def _induced_graph(structure: Structure, nodes: Array, seeds: Array) -> RawGraph:
     sources, destinations = [], []
     for some, found in in_edges_of(structure, nodes):
         edges = only_from(found, nodes)
         sources.append(np.searchsorted(nodes, edges.sources))
         destinations.append(np.repeat(np.searchsorted(nodes, some), np.diff(edges.indptr)))
-    return RawGraph(
+    graph = RawGraph(
         name="the nodes of a server",
         num_nodes={NODE_TYPE: len(nodes)},
         edges={EDGE_TYPE: (np.concatenate(sources), np.concatenate(destinations))},
         node_data={NODE_TYPE: {"train_mask": np.isin(nodes, seeds, assume_unique=True)}},
     )
-
-
-@njit(cache=True, nogil=True)
-def _ranks_before(score: int, draw: np.uint64, other_score: int, other_draw: np.uint64) -> bool:
-    return score > other_score or (score == other_score and bool(draw < other_draw))
+    options = PartitionOptions(balance=("train",), tolerance={"train": 0.1, "nodes": 1.0})
+    assignment = PARTITIONERS.get("metis")(options).assign(graph, num_clusters, seed)
+    return assignment.part_of[NODE_TYPE][np.searchsorted(nodes, seeds)].astype(np.int64)
 
 
 @njit(cache=True, nogil=True)
@@ -190,13 +181,13 @@ def choose_external(
             score = scores[edge] if len(scores) > 0 else 0
             draw = mix(key ^ mix(np.uint64(source)))
             if count == fanout:
-                if not _ranks_before(score, draw, best_score[count - 1], best_draw[count - 1]):
+                if (-score, draw) >= (-best_score[count - 1], best_draw[count - 1]):
                     continue
                 slot = count - 1
             else:
                 slot = count
                 count += 1
-            while slot > 0 and _ranks_before(score, draw, best_score[slot - 1], best_draw[slot - 1]):
+            while slot > 0 and (-score, draw) < (-best_score[slot - 1], best_draw[slot - 1]):
                 best[slot], best_draw[slot] = best[slot - 1], best_draw[slot - 1]
                 best_score[slot] = best_score[slot - 1]
                 slot -= 1

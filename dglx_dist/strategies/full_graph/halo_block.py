@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol, TypeAlias, final
+from typing import Any, NoReturn, Protocol, final
 
 import dgl
 import torch
@@ -26,9 +26,6 @@ from dglx_dist.records import EDGE_TYPE, EdgeType
 from dglx_dist.strategies.full_graph.halo_exchange import CoverExchange
 from dglx_dist.strategies.full_graph.halo_plan import HaloLayer
 from dglx_dist.strategies.gradient_sync import replace_floats
-
-FetchSources: TypeAlias = Callable[[str, Tensor], Tensor]
-"""Maps (name, stored rows) to (sources, ...); exchanges missing halo rows."""
 
 
 @final
@@ -57,8 +54,7 @@ class OwnRowsColumn(LazyFeature):
     def to(self, *args: Any, **kwargs: Any) -> OwnRowsColumn:
         return OwnRowsColumn(self._rows.to(*args, **kwargs))
 
-    def astype(self, dtype: Any) -> OwnRowsColumn:
-        return OwnRowsColumn(self._rows.to(dtype))
+    astype = to
 
     def subcolumn(self, rows: Tensor) -> Any:
         """Raise ConfigError: some of ``rows`` may lie on another rank."""
@@ -84,11 +80,12 @@ class FetchedColumn(LazyFeature):
         return FetchedColumn(lambda: self.data.index_select(0, rows.long()))
 
 
-def fetched_frame(own: Frame, fetch: FetchSources, num_sources: int) -> Frame:
+def fetched_frame(own: Frame, fetch: Callable[[str, Tensor], Tensor], num_sources: int) -> Frame:
     """Return a source frame for message passing: columns of ``own``, completed by their halo on first read.
 
     The columns that are read determine the exchanges and their order, so all ranks must read the same
-    columns. DGL's functions do, also on a rank without edges.
+    columns. DGL's functions do, also on a rank without edges. ``fetch`` maps (name, stored rows) to
+    (sources, ...) and exchanges missing halo rows.
     """
 
     def column(name: str) -> FetchedColumn:

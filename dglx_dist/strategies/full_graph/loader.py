@@ -130,17 +130,15 @@ class PlanMaker:
     def __init__(self, g: DistGraph, seeds: ServerSeeds | Array) -> None:
         self.seeds = seeds
         self._planner = Planner(g)
-        topology = g.session.topology
-        self._is_leader = topology.rank == topology.ranks_of_server(topology.server)[0]
+        self._is_leader = g.session.topology.local_rank == 0
         # Of the last draw only. External nodes of a server are selected once for all of its batches.
         self._composed, self._selection = lru_cache(1)(partial(_compose, g, seeds)), lru_cache(1)(eas_rule)
 
     def make(self, spec: PlanSpec, key: _Key) -> RankPlan:
         """Return this rank's plan; all ranks must call it, each from one thread at a time."""
         composition_draw, eas_draw, step = key
-        if not isinstance(self.seeds, ServerSeeds):
-            seeds = self.seeds
-        else:
+        seeds = self.seeds
+        if isinstance(seeds, ServerSeeds):
             # Only the leader of a server passes its seeds.
             seeds = self._composed(spec, composition_draw)[step] if self._is_leader else NO_IDS
         return self._planner.plan(

@@ -21,7 +21,6 @@ from torch import Tensor
 from dglx_dist.comm.collectives import check_equal, run_on_all_ranks
 from dglx_dist.dataloading.feature_fetch import RowMemory
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.partition_book import RowOwners
 from dglx_dist.message_passing import moved_frame, place
 from dglx_dist.records import Array, StepShare
 from dglx_dist.strategies.base import STRATEGIES, count_targets
@@ -287,14 +286,12 @@ def local_graph(
         return _keys(g.ndata, names, "ndata"), _keys(g.edata, edge_columns, "edata")
 
     node_keys, edge_keys = run_on_all_ranks(g.session, checked, ConfigError)
-    columns, edge_columns = [*node_keys], [*edge_keys]
-    arguments = {"columns": columns, "edge_columns": edge_columns, "targets": targets, "use_pp": use_pp}
-    cover = arguments["cover"] = g.session.options.get("aggregate") == "cover"
+    given = {"columns": [*node_keys], "edge_columns": [*edge_keys], "targets": targets, "use_pp": use_pp}
+    cover = g.session.options.get("aggregate") == "cover"
     wire: Any = g.session.options.get("wire_dtype", "same")
-    arguments["wire_dtype"] = wire
-    check_equal(g.session, "a local graph", arguments)
-    owners = RowOwners(g.get_node_partition_policy(g.ntypes[0]).bounds, g.session.topology)
-    plan = make_plans(g, np.arange(*owners.range_of(g.session.topology.rank)), 1, 0, cover=cover)
+    check_equal(g.session, "a local graph", {**given, "cover": cover, "wire_dtype": wire})
+    own = np.arange(*g.get_node_partition_policy(g.ntypes[0]).owned_range)
+    plan = make_plans(g, own, 1, 0, cover=cover)
     (layer,) = plan.layers
     exchange = HaloExchange(g.session, layer, 1, wire)
     etype = g.canonical_etypes[0]

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NoReturn, cast, final
+from typing import TYPE_CHECKING, cast, final
 
 import dgl
 import numpy as np
@@ -233,13 +233,12 @@ def _layer(counts: Array, number: int, num_layers: int) -> HaloLayer:
     own, targets = int(counts[number]), int(counts[number + 1])
     sources = int(counts[num_layers + 1 + number])
     num_edges = int(counts[2 * num_layers + 1 + number])
-    indptr = np.sort(np.arange(targets + 1) * num_edges // targets)
     drawn = hash_ids(np.arange(num_edges), stream_key(number, 0, 0))
     halo = sources - own
     return HaloLayer(
         own_rows=own,
         targets=targets,
-        indptr=indptr.astype(np.int64),
+        indptr=np.arange(targets + 1) * num_edges // targets,
         indices=(drawn % np.uint64(sources)).astype(np.int64),
         edge_ids=np.arange(num_edges),
         halo_nodes=np.arange(own, sources),
@@ -418,27 +417,22 @@ def choose_num_batches(worst: Callable[[int, Array], int], memory_bytes: int, mo
     """
 
     def fits(number: int, checked: int = _PROBES) -> bool:
-        return worst(number, evenly_spaced(number, checked)) <= memory_bytes
-
-    def refuse(checked: int) -> NoReturn:
-        needed = worst(most, evenly_spaced(most, checked))
-        raise ConfigError(
-            f"memory={memory_bytes} bytes for each rank do not hold even one of {most} cooperative batches, "
-            f"which needs {needed}; raise memory, use more servers or ranks, or bound the neighbourhood with "
-            "external_hops=1, external_fanout=15 and external_inner=batch"
-        )
+        needed = worst(number, evenly_spaced(number, checked))
+        if needed > memory_bytes and number == most:
+            raise ConfigError(
+                f"memory={memory_bytes} bytes for each rank do not hold even one of {most} cooperative "
+                f"batches, which needs {needed}; raise memory, use more servers or ranks, or bound the "
+                "neighbourhood with external_hops=1, external_fanout=15 and external_inner=batch"
+            )
+        return needed <= memory_bytes
 
     few, many = 0, min(_FIRST_TRIED, most)
     while not fits(many):
-        if many == most:
-            refuse(_PROBES)
         few, many = many, min(2 * many, most)
     while many - few > max(1, many // 8):
         middle = (few + many) // 2
         few, many = (few, middle) if fits(middle) else (middle, many)
     while not fits(many, _MOST_CHECKED):
-        if many == most:
-            refuse(_MOST_CHECKED)
         many = min(many + max(1, many // 8), most)
     return many
 

@@ -16,7 +16,7 @@ from dglx_dist.comm.devices import device_of
 from dglx_dist.comm.exchange import WireDtype
 from dglx_dist.data.storage.files import read_size
 from dglx_dist.dataloading.feature_fetch import Columns, RowMemory
-from dglx_dist.dataloading.sampler_spec import Fanout, SamplePlan, find_columns, read_sampler
+from dglx_dist.dataloading.sampler_spec import Fanout, find_columns, read_sampler
 from dglx_dist.dataloading.step_loader import read_items, read_options, seed_of
 from dglx_dist.errors import ConfigError
 from dglx_dist.options import Check, at_least, between, check_ranges, one_of, option
@@ -268,20 +268,6 @@ def _read(
             "a graph without these edges"
         )
     plan = read_sampler(sampler)
-    fanouts = _fanouts(strategy, sampler, plan)
-    (ids,) = read_items(indices, {ntype: g.num_nodes(ntype) for ntype in g.ntypes}, "node").ids.values()
-    request = LoaderRequest(
-        seeds=np.asarray(ids, np.int64),
-        num_layers=len(fanouts),
-        columns=find_columns(g, plan, RowMemory(options.depth + _BATCHES_IN_USE, options.feature_dtype)),
-        seed=seed_of(options, g.session),
-        depth=options.depth,
-        device=device_of(options.device, g.session.device),
-    )
-    return request, fanouts
-
-
-def _fanouts(strategy: str, sampler: object, plan: SamplePlan) -> Sequence[Fanout]:
     if plan.fanouts is None:
         raise ConfigError(
             f"{type(sampler).__qualname__} makes blocks by its own code, but {strategy} takes all neighbours "
@@ -291,4 +277,13 @@ def _fanouts(strategy: str, sampler: object, plan: SamplePlan) -> Sequence[Fanou
     plan.check_takes_all(strategy)
     if not plan.fanouts:
         raise ConfigError("the sampler has 0 layers; give it one for each convolution of the model")
-    return plan.fanouts
+    (ids,) = read_items(indices, {ntype: g.num_nodes(ntype) for ntype in g.ntypes}, "node").ids.values()
+    request = LoaderRequest(
+        seeds=np.asarray(ids, np.int64),
+        num_layers=len(plan.fanouts),
+        columns=find_columns(g, plan, RowMemory(options.depth + _BATCHES_IN_USE, options.feature_dtype)),
+        seed=seed_of(options, g.session),
+        depth=options.depth,
+        device=device_of(options.device, g.session.device),
+    )
+    return request, plan.fanouts
