@@ -138,8 +138,6 @@ def peers_named(session: Session, doing: str) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
-            if isinstance(error, PeerError):
-                raise
             raise PeerError(f"{session.describe_failure(doing)} ({error})") from error
 
 

@@ -321,11 +321,9 @@ class JobStore:
 
     def report_failure(self, text: str) -> None:
         """Store ``text`` as the reason why this rank ends, unless another rank was first."""
-        try:
+        with contextlib.suppress(RuntimeError):  # the store is gone, so no rank could read it
             if not self._failures.check([_FIRST_ERROR]):
                 self._failures.set(_FIRST_ERROR, json.dumps({"rank": self.rank, "text": text[:2000]}))
-        except RuntimeError:
-            return  # the store is gone, so no rank could read it
 
     def report_end(self) -> None:
         """Tell the others that this rank ends early, so that they do not take it for a dead one."""

@@ -324,18 +324,19 @@ def _reduce(
     return rows.new_zeros((block.num_dst_nodes(), *rows.shape[1:])) + 0 * rows.sum()
 
 
-def narrows_first(block: DGLBlock, columns: int, width: int) -> bool:
-    """Whether projecting ``columns`` to ``width`` before the sum over in-edges is cheaper than after it.
+def projected(given: StageInput, rows: Tensor, weight: Tensor, *, after_sum: bool) -> Tensor:
+    """Return ``rows`` times the (H, F) ``weight`` if that is cheaper here than beyond the sum, else ``rows``.
 
-    The count covers forward and backward; an element sent over an edge counts as four multiplications.
-    Projecting first multiplies every source row, twice, and sums rows back over the edges in the backward
-    pass; summing first does neither, as the inputs need no gradient. Parts may decide differently: their sums
-    are the same.
+    Called with the source rows before the sum over in-edges, and with its result after it. The count covers
+    forward and backward; an element sent over an edge counts as four multiplications. Projecting first
+    multiplies every source row, twice, and sums rows back over the edges in the backward pass; summing first
+    does neither, as the inputs need no gradient. Parts may decide differently: their sums are the same.
     """
+    block, (columns, width) = given.block, weight.shape
     sources, targets, edges = block.num_src_nodes(), block.num_dst_nodes(), block.num_edges()
     first = 2 * sources * columns * width + 2 * 4 * edges * width
     last = 4 * edges * columns + 2 * targets * columns * width
-    return first < last
+    return rows if (first < last) is after_sum else rows @ weight
 
 
 def apply_to_edges(

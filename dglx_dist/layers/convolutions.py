@@ -34,7 +34,7 @@ from dglx_dist.layers.base import (
     apply_to_edges,
     max_in_edges,
     mean_in_edges,
-    narrows_first,
+    projected,
     sum_in_edges,
 )
 
@@ -48,10 +48,6 @@ def _plus(rows: Tensor, bias: Tensor | None) -> Tensor:
 
 def _then(function: Callable[[Tensor], Tensor] | None, rows: Tensor) -> Tensor:
     return rows if function is None else function(rows)
-
-
-def _narrows(given: StageInput, weight: Tensor) -> bool:
-    return narrows_first(given.block, weight.shape[1], weight.shape[0])
 
 
 _TWO_WIDTHS = "separate widths for sources and destinations"
@@ -260,12 +256,12 @@ class GraphConvStages(SplittableConv):
         if self._norm in ("left", "both"):
             degrees = given.block.out_degrees().to(rows).clamp(min=1)
             rows = rows * degrees.pow(_POWER[self._norm]).unsqueeze(-1)
-        return rows @ self.weight if narrows_first(given.block, *self.weight.shape) else rows
+        return projected(given, rows, self.weight, after_sum=False)
 
     def gather(self, given: StageInput, transformed: Tensor, scattered: PartialSums) -> PartialSums:
         self.check_in_edges(given.block)
         total = sum_in_edges(given.block, transformed, given.edges.get("edge_weight"))
-        return (total if narrows_first(given.block, *self.weight.shape) else total @ self.weight,)
+        return (projected(given, total, self.weight, after_sum=True),)
 
     def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
         (out,) = gathered
@@ -366,28 +362,24 @@ class SageStages(SplittableConv):
     def transform(self, given: StageInput) -> tuple[Tensor, Tensor]:
         """Return the source rows, projected if that is cheaper now, and the destinations' inputs."""
         x = self.drop_inputs(given, self.feat_drop.p)
-        weight = self.fc_neigh.weight
-        rows = functional.linear(x, weight) if _narrows(given, weight) else x
-        return rows, x[: given.block.num_dst_nodes()]
+        return projected(given, x, self.fc_neigh.weight.T, after_sum=False), x[: given.block.num_dst_nodes()]
 
     def gather(
         self, given: StageInput, transformed: tuple[Tensor, Tensor], scattered: PartialSums
     ) -> PartialSums:
         block, weight, (rows, own) = given.block, given.edges.get("edge_weight"), transformed
+        matrix = self.fc_neigh.weight.T
         if self._aggregator == "mean":
-            around = self._projected(given, mean_in_edges(block, rows, weight))
+            around = projected(given, mean_in_edges(block, rows, weight), matrix, after_sum=True)
             return (around + functional.linear(own, self.fc_self.weight),)
         total = sum_in_edges(block, rows, weight) + rows[: block.num_dst_nodes()]
-        return (self._projected(given, total / (block.in_degrees().to(total).unsqueeze(-1) + 1)),)
+        total = total / (block.in_degrees().to(total).unsqueeze(-1) + 1)
+        return (projected(given, total, matrix, after_sum=True),)
 
     def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
         (out,) = gathered
         bias = self.fc_self.bias if self._aggregator == "mean" else self.bias
         return _then(self.norm, _then(self.activation, _plus(out, bias)))
-
-    def _projected(self, given: StageInput, rows: Tensor) -> Tensor:
-        weight = self.fc_neigh.weight
-        return rows if _narrows(given, weight) else functional.linear(rows, weight)
 
 
 @final
@@ -487,7 +479,7 @@ class SgcStages(SplittableConv):
             block = given.block
             degrees = block.out_degrees() if block.is_block else block.in_degrees()
             rows = rows * degrees.to(rows).clamp(min=1).rsqrt().unsqueeze(-1)
-        return functional.linear(rows, self.fc.weight) if _narrows(given, self.fc.weight) else rows
+        return projected(given, rows, self.fc.weight.T, after_sum=False)
 
     def gather(self, given: StageInput, transformed: Tensor, scattered: PartialSums) -> PartialSums:
         self.check_in_edges(given.block)
@@ -497,7 +489,7 @@ class SgcStages(SplittableConv):
         else:
             degrees = given.block.in_degrees().to(transformed).clamp(min=1)
             total = sum_in_edges(given.block, transformed) * degrees.rsqrt().unsqueeze(-1)
-        return (total if _narrows(given, self.fc.weight) else functional.linear(total, self.fc.weight),)
+        return (projected(given, total, self.fc.weight.T, after_sum=True),)
 
     def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
         return _plus(gathered[0], self.fc.bias)

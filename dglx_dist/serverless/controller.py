@@ -17,7 +17,7 @@ from typing import final
 from dglx_dist.errors import ConfigError, DglxError, PeerError
 from dglx_dist.serverless.cost import Counts, PriceTable, billed_gb_seconds, prices
 from dglx_dist.serverless.executors.base import Executor
-from dglx_dist.serverless.tasks import Task, TaskKey
+from dglx_dist.serverless.tasks import Direction, Task, TaskKey
 
 MOST_WORKERS = 100
 WORKER_BYTES_PER_S = 25e6
@@ -151,7 +151,7 @@ class Controller:
         self._order = itertools.count()
         self._heap: list[tuple[bool, int, int, TaskKey]] = []
         """Whether not ready, epoch, order, key. Entries of tasks that are done, running or now ready stay."""
-        self._averages: dict[tuple[int, str], float] = {}
+        self._averages: dict[tuple[int, Direction], float] = {}
         """Moving average of the durations of each kind of task (step, direction)."""
         self._queue: Callable[[], float] | None = None
         self._tuned = clock()
@@ -205,7 +205,7 @@ class Controller:
             sent = work.sent.get(attempt, now)
             ready = sent if work.ready is None else work.ready
             if attempt in work.sent:
-                took, kind = now - max(sent, ready), _kind(key)
+                took, kind = now - max(sent, ready), (key.step, key.direction)
                 before = self._averages.get(kind, took)
                 self._averages[kind] = _USUAL_KEEP * before + (1 - _USUAL_KEEP) * took
         if self._observer is not None:
@@ -318,7 +318,7 @@ class Controller:
                 if work.ready is None:
                     continue
                 took = now - max(work.sent[work.task.attempt], work.ready)
-                average = self._averages.get(_kind(work.task.key))
+                average = self._averages.get((work.task.key.step, work.task.key.direction))
                 allowed = _timeout_s(average, len(work.sent) - 1)
                 if took > allowed:
                     self._again(work, f"it gave no rows for {took:.3g} s; the limit is {allowed:.3g} s")
@@ -353,7 +353,3 @@ class Controller:
             changed, self.workers = number != self.workers, number
         if changed:
             self._executor.size(number)
-
-
-def _kind(key: TaskKey) -> tuple[int, str]:
-    return key.step, key.direction.value

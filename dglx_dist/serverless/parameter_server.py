@@ -163,7 +163,6 @@ class Update:
         """Return the weights after one step, as new read-only arrays."""
         for name, weight, gradient in zip(self.names, weights, gradients, strict=True):
             parameter = self._parameters[name]
-            parameter.grad = None
             parameter.data = torch.tensor(weight, device="cpu")
             parameter.grad = torch.as_tensor(gradient, device="cpu")
         for optimizer in self._optimizers:

@@ -272,10 +272,10 @@ class ParameterClient:
         rank = self.server_of(key.interval)
         return self._rpc.call(rank, WEIGHTS_FOR_RANK, str(key), [], phase=DOWN, layer=key.step)
 
-    def gradients(self, key: TaskKey, arrays: Sequence[Array]) -> None:
-        """Send the gradients of a task that this rank ran itself; the arrays must not change afterwards."""
+    def gradients(self, key: TaskKey, arrays: Sequence[Array]) -> list[Array]:
+        """As :meth:`weights`, send gradients, which must not change afterwards; the answer is empty."""
         rank = self.server_of(key.interval)
-        self._rpc.call(rank, GRADIENTS_OF_RANK, str(key), arrays, phase=UP, layer=key.step)
+        return self._rpc.call(rank, GRADIENTS_OF_RANK, str(key), arrays, phase=UP, layer=key.step)
 
     def latest(self) -> dict[str, Array]:
         """Fetch the latest weights by name; all servers have the same while nothing is in flight."""

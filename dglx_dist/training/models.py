@@ -31,7 +31,7 @@ from dglx_dist.layers.base import (
     PartialSums,
     SplittableConv,
     StageInput,
-    narrows_first,
+    projected,
     sum_in_edges,
 )
 from dglx_dist.records import EdgeType
@@ -323,13 +323,11 @@ class SymmetricConv(SplittableConv):
         return self.apply_nodes(block, (total if first else total @ weight,))
 
     def transform(self, given: StageInput) -> Tensor:
-        first = narrows_first(given.block, *self.conv.weight.shape)
-        return given.x @ self.conv.weight if first else given.x
+        return projected(given, given.x, self.conv.weight, after_sum=False)
 
     def gather(self, given: StageInput, transformed: Tensor, scattered: PartialSums) -> PartialSums:
         total = sum_in_edges(given.block, transformed, given.edges[_NORM].to(transformed))
-        first = narrows_first(given.block, *self.conv.weight.shape)
-        return (total if first else total @ self.conv.weight,)
+        return (projected(given, total, self.conv.weight, after_sum=True),)
 
     def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
         return gathered[0] + self.conv.bias

@@ -340,8 +340,6 @@ def cross_entropy(outputs: Array, labels: Array, scale: float) -> LossResult:
             "classes from 0, and use -1 for rows without a label"
         )
     gradient = np.zeros_like(outputs)
-    if not len(rows):
-        return LossResult(0.0, 0, gradient)
     logits, targets = outputs[rows], labels[rows]
     index = np.arange(len(rows))
     correct = int(np.count_nonzero(logits.argmax(axis=1) == targets))

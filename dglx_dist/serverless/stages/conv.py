@@ -299,8 +299,6 @@ class AttentionEdges(EdgeStage):
         degrees = np.diff(indptr)
         out = self._leaky.apply(_logits(sources, targets, degrees))
         starts, lengths = _segments(indptr, degrees)
-        if not len(starts):
-            return out
         out -= np.repeat(np.maximum.reduceat(out, starts, axis=0), lengths, axis=0)
         np.exp(out, out=out)
         out /= np.repeat(np.add.reduceat(out, starts, axis=0), lengths, axis=0)
@@ -312,8 +310,6 @@ class AttentionEdges(EdgeStage):
         degrees = np.diff(indptr)
         out = values * gradients
         starts, lengths = _segments(indptr, degrees)
-        if not len(starts):
-            return out
         sums = np.repeat(np.add.reduceat(out, starts, axis=0), lengths, axis=0)
         np.multiply(values, np.subtract(gradients, sums, out=sums), out=out)
         return self._leaky.pull_back(_logits(sources, targets, degrees), out)

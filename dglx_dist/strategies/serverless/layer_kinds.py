@@ -398,7 +398,9 @@ class Layer(ABC):
     own_function: Callable[[Tensor], Tensor] | None = None
     """The activation that the module applies to its result."""
 
-    def __init__(self, name: str, module: Any, width: int | None, row_shape: tuple[int, ...] | None) -> None:
+    def __init__(
+        self, name: str, module: Any, width: int | None = None, row_shape: tuple[int, ...] | None = None
+    ) -> None:
         self.name, self.module, self.width, self.row_shape = name, module, width, row_shape
         for inner, one in module.named_modules():
             if is_dropping(one) and inner not in self.dropouts:
@@ -489,9 +491,6 @@ class DropoutLayer(Layer):
 
     takes_block = False
     dropouts = ("",)
-
-    def __init__(self, name: str, module: Any) -> None:
-        super().__init__(name, module, None, None)
 
     def build(self, builder: StepsBuilder, then: RowFunction, edge_column: str | None) -> None:
         builder.drop(self.module.p)

@@ -213,15 +213,10 @@ class Engine:
         for op, handler in handlers.items():
             self._session.rpc.register(op, self._counted(op, handler), for_clients=True)
             undo.callback(self._session.rpc.unregister, op)
-
-        def take_gradients(name: str, arrays: Sequence[Array]) -> list[Array]:
-            self.parameters.gradients(TaskKey.parse(name), arrays)
-            return []
-
         return {
             **handlers,
             WEIGHTS: lambda name, _arrays: self.parameters.weights(TaskKey.parse(name)),
-            GRADIENTS: take_gradients,
+            GRADIENTS: lambda name, arrays: self.parameters.gradients(TaskKey.parse(name), arrays),
         }
 
     def _counted(self, op: str, handler: Handler) -> Handler:
