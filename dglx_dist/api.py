@@ -708,11 +708,8 @@ def fit(  # noqa: PLR0913 - all but two have defaults
         StorageError: the trace cannot be written.
         Stopped: a rank was told to end, and all have saved a checkpoint.
     """
-    config = config or FitConfig()
-    if trace is not None:
-        config = replace(config, trace=trace)
-    if precision is not None:
-        config = replace(config, precision=precision)
+    given: dict[str, Any] = {"trace": trace, "precision": precision}
+    config = replace(config or FitConfig(), **{k: value for k, value in given.items() if value is not None})
     config = settled(config, config.checkpoint_folder, g.session)
     if loader is not None and loader_options:
         raise ConfigError(
@@ -748,10 +745,8 @@ def fit(  # noqa: PLR0913 - all but two have defaults
         batches = {"fanouts": None if fanouts is None else list(fanouts), "batch_size": batch_size}
         config = replace(config, configuration={**batches, **config.configuration})
     wrapped = wrap(model, g)
-    if make_optimizer is None:
-        optimizer: torch.optim.Optimizer = torch.optim.Adam(wrapped.parameters(), lr=lr)
-    else:
-        optimizer = make_optimizer(wrapped.parameters())
+    make: MakeOptimizer = make_optimizer or partial(torch.optim.Adam, lr=lr)
+    optimizer = make(wrapped.parameters())
     result = train(wrapped, loader, optimizer, g, config, callbacks=callbacks, sparse=sparse)
     if choice is not None and result.epochs:
         facts = facts_of(wrapped, g.session, result)

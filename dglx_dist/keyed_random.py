@@ -120,21 +120,16 @@ def words_on_device(stream: np.uint64, ids: Tensor, numbers: Tensor) -> Tensor:
     return _mix_on_device(keys.unsqueeze(1) + numbers * _as_int64(_GOLDEN))
 
 
-def high_half(words: Tensor) -> Tensor:
-    """Return the upper 32 of the 64 bits of int64 ``words``, as numbers from 0."""
-    return _shifted(words, 32)
-
-
 def _mix_on_device(words: Tensor) -> Tensor:
     # int64 wraps around, so sums and products have the bits of unsigned ones.
     words = words + _as_int64(_GOLDEN)
     for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
-        words = (words ^ _shifted(words, shift)) * _as_int64(factor)
-    return words ^ _shifted(words, 31)
+        words = (words ^ shifted(words, shift)) * _as_int64(factor)
+    return words ^ shifted(words, 31)
 
 
-def _shifted(words: Tensor, count: int) -> Tensor:
-    # Torch's shift repeats the sign.
+def shifted(words: Tensor, count: int) -> Tensor:
+    """Return the 64 bits of int64 ``words`` shifted right by ``count``; torch's own repeats the sign."""
     return (words >> count) & ((1 << (64 - count)) - 1)
 
 

@@ -6,9 +6,9 @@ from dglx_dist.keyed_random import (
     bounded,
     full_word,
     hash_ids,
-    high_half,
     item_key,
     relation_keys,
+    shifted,
     splitmix64,
     stream_key,
     words_on_device,
@@ -71,7 +71,7 @@ def test_a_device_has_the_same_words() -> None:
         words = np.array([[full_word(key, number) for number in numbers] for key in keys], np.uint64)
         found = words_on_device(stream, torch.tensor(ids), torch.tensor(numbers))
         assert found.numpy().view(np.uint64).tolist() == words.tolist()
-        assert high_half(found).tolist() == (words >> np.uint64(32)).tolist()
+        assert shifted(found, 32).tolist() == (words >> np.uint64(32)).tolist()
         assert (found < 0).any()
 
 

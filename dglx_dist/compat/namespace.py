@@ -229,6 +229,7 @@ def _replacements(submodule: ModuleType) -> dict[str, Any]:
 
 
 NAME = "dgl.distributed"
+_OPTIMIZERS = {name: getattr(optim, name) for name in optim.__all__}
 _MARK = "__dglx_dist__"
 
 
@@ -265,7 +266,7 @@ def _rebind(package: ModuleType, undo: ExitStack) -> None:
     names = {name: value for name, value in offered().items() if not isinstance(value, ModuleType)}
     for name, value in names.items():
         _set(package, name, value, undo)
-    inside, outside = {**names, **_public(optim)}, {name: SUPPORTED[name] for name in _LOADER_NAMES}
+    inside, outside = {**names, **_OPTIMIZERS}, {name: SUPPORTED[name] for name in _LOADER_NAMES}
     for path, module in list(sys.modules.items()):
         if path.startswith((f"{NAME}.", "dgl.dataloading.")):
             known = inside if path.startswith(f"{NAME}.") else outside
@@ -285,7 +286,7 @@ def _register_modules(undo: ExitStack) -> None:
     package = _module(NAME, "dgl.distributed of dglx_dist.", {**offered(), _MARK: True})
     # A package, so that the ImportError of a missing submodule names it.
     package.__path__ = []
-    optimizers = _module(f"{NAME}.optim", "Optimizers of embeddings.", _public(optim))
+    optimizers = _module(f"{NAME}.optim", "Optimizers of embeddings.", _OPTIMIZERS)
     nn = _module(f"{NAME}.nn", "Embeddings.", {"DistEmbedding": SUPPORTED["DistEmbedding"]})
     constants = _module(f"{NAME}.constants", "Names of types, and the like.", dict(CONSTANTS))
     vars(package).update(optim=optimizers, nn=nn, constants=constants)
@@ -299,10 +300,6 @@ def _module(name: str, doc: str, names: dict[str, Any]) -> ModuleType:
     module = ModuleType(name, doc)
     vars(module).update(names)
     return module
-
-
-def _public(module: ModuleType) -> dict[str, Any]:
-    return {name: getattr(module, name) for name in module.__all__}
 
 
 def _set(owner: ModuleType, name: str, value: object, undo: ExitStack) -> None:

@@ -403,15 +403,9 @@ class EdgeMaker(Maker[EdgeType, EdgeBatch]):
                 begin = time.perf_counter()
                 for etype, name, pull in pulls:
                     pairs[0].edges[etype].data[name] = pull()
-                return EdgeBatch(
-                    input_nodes=batch.input_nodes,
-                    output_nodes=batch.output_nodes,
-                    pairs=pairs,
-                    blocks=batch.blocks,
-                    sample_s=paired_s + batch.sample_s,
-                    fetch_s=batch.fetch_s + time.perf_counter() - begin,
-                    split=batch.split,
-                )
+                fetch_s = batch.fetch_s + time.perf_counter() - begin
+                timed = replace(batch, sample_s=paired_s + batch.sample_s, fetch_s=fetch_s)
+                return EdgeBatch(**vars(timed), pairs=pairs)
 
             return finish
 
@@ -478,10 +472,7 @@ class DistEdgeDataLoader(StepLoader[EdgeType, EdgeBatch, EdgesBatch]):
         reverse_etypes: Edge type to the type of its reverse edges.
         negative_sampler: One of ``dglx_dist.negative``, DGL's ``Uniform`` or ``PerSourceUniform``, or a
             function of (g, the batch's ids) to (sources, destinations), called on the loader's threads.
-        batch_size: Edges per rank and step, all types together.
-        shuffle: Whether each epoch has its own order, keyed by seed, epoch, type and id.
-        drop_last: Whether a rank leaves out its last batch when it is not full.
-        options: As for :class:`DataLoader`.
+        options: As for :class:`DataLoader`; ``batch_size`` counts the edges of all types together.
 
     Raises:
         ConfigError: on all ranks, when one rank has an unknown type, a repeated edge, a mode of ``exclude``
@@ -491,7 +482,7 @@ class DistEdgeDataLoader(StepLoader[EdgeType, EdgeBatch, EdgesBatch]):
         PeerError: a rank did not take part.
     """
 
-    def __init__(  # noqa: PLR0913 - DGL's signature
+    def __init__(
         self,
         g: DistGraph,
         eids: Ids | Mapping[Any, Ids],
@@ -501,13 +492,9 @@ class DistEdgeDataLoader(StepLoader[EdgeType, EdgeBatch, EdgesBatch]):
         reverse_eids: Any = None,
         reverse_etypes: Any = None,
         negative_sampler: Any = None,
-        batch_size: int = 1,
-        shuffle: bool = False,
-        drop_last: bool = False,
         **options: Any,
     ) -> None:
         rule = {"exclude": exclude, "reverse_eids": reverse_eids, "reverse_etypes": reverse_etypes}
-        options |= {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last}
         read = run_on_all_ranks(
             g.session, lambda: _checked(g, eids, sampler, rule, negative_sampler, options), ConfigError
         )

@@ -99,15 +99,6 @@ def enlarged(table: Table, slots: int) -> Table:
     return Table(np.zeros(capacity, np.uint32), np.empty(capacity, np.int64), table.base)
 
 
-@njit(cache=True, nogil=True)
-def insert(table: Table, nodes: Array, count: int) -> None:
-    """Give ``nodes[:count]``, new to the hashed ``table``, the numbers 0 ... count - 1."""
-    for i in range(count):
-        slot = _slot_of(table, nodes[i])
-        table.slots[slot] = np.uint32(table.base) + np.uint32(i)
-        table.keys[slot] = nodes[i]
-
-
 _CHUNK = 2048
 
 
@@ -336,8 +327,11 @@ def grown_table(table: Table, nodes: NumberedNodes, more: int) -> Table:
         return table
     table = enlarged(table, needed)
     for node_type in range(len(nodes.counts)):
-        first = nodes.starts[node_type]
-        insert(table, nodes.keys[first:], nodes.counts[node_type])
+        keys = nodes.keys[nodes.starts[node_type] :]
+        for i in range(nodes.counts[node_type]):
+            slot = _slot_of(table, keys[i])
+            table.slots[slot] = np.uint32(table.base) + np.uint32(i)
+            table.keys[slot] = keys[i]
     return table
 
 
@@ -390,13 +384,6 @@ def packed_ids(nodes: NumberedNodes) -> tuple[Array, Array]:
 def _rule(request: SampleRequest, relation: int) -> Rule:
     exclude = request.exclude[request.exclude_ends[relation] : request.exclude_ends[relation + 1]]
     return Rule(request.replace, exclude, request.by_source)
-
-
-@njit(cache=True, nogil=True)
-def _frontier(relations: Relations, nodes: NumberedNodes, hop: _Hop, relation: int) -> Array:
-    node_type = relations.destination_types[relation]
-    first = nodes.starts[node_type]
-    return nodes.ids[first : first + hop.sizes[node_type]]
 
 
 @njit(cache=True, nogil=True)
@@ -509,7 +496,8 @@ def _draw(
     # Fills indptr and ends; the caller has set ends[0]. Returns the edges of the batch so far, and weights.
     row, (edges, weights) = 0, drawn
     for relation in range(len(hop.fanouts)):
-        frontier, first = _frontier(relations, nodes, hop, relation), hop.ends[relation]
+        node_type, first = relations.destination_types[relation], hop.ends[relation]
+        frontier = nodes.ids[nodes.starts[node_type] :][: hop.sizes[node_type]]
         rows = hop.indptr[row : row + len(frontier) + 1]
         csc, fanout, stream = csc_at(relations, relation), hop.fanouts[relation], hop.streams[relation]
         rule = _rule(request, relation)

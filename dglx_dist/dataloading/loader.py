@@ -195,11 +195,9 @@ class DataLoader(StepLoader[str, MiniBatch, Batch]):
     Args:
         indices: This rank's seeds: (K,) ids, a mask over all nodes, or {node type: either}; K may be 0.
         sampler: A sampler of ``dgl.dataloading``; the columns that it prefetches are attached to the blocks.
-        batch_size: Seeds per rank and step.
-        shuffle: Whether each epoch has its own order, keyed by seed, epoch and ids.
-        drop_last: Whether a rank leaves out its last batch when it is not full.
-        options: :class:`LoaderOptions`: ``seed``, ``depth``, ``num_threads``, ``device``, ``exclude``.
-            Options of DGL's loader that have no effect here are accepted with a warning.
+        options: :class:`LoaderOptions`: ``batch_size``, ``shuffle``, ``drop_last``, ``seed``, ``depth``,
+            ``num_threads``, ``device``, ``exclude``. Options of DGL's loader that have no effect here are
+            accepted with a warning.
 
     Raises:
         ConfigError: on all ranks, when an option is unsupported or a seed is repeated on one, or the ranks
@@ -208,19 +206,8 @@ class DataLoader(StepLoader[str, MiniBatch, Batch]):
         PeerError: a rank did not take part.
     """
 
-    def __init__(
-        self,
-        g: DistGraph,
-        indices: Ids | Mapping[str, Ids],
-        sampler: Any,
-        *,
-        batch_size: int = 1,
-        shuffle: bool = False,
-        drop_last: bool = False,
-        **options: Any,
-    ) -> None:
+    def __init__(self, g: DistGraph, indices: Ids | Mapping[str, Ids], sampler: Any, **options: Any) -> None:
         counts = {ntype: g.num_nodes(ntype) for ntype in g.ntypes}
-        options |= {"batch_size": batch_size, "shuffle": shuffle, "drop_last": drop_last}
         read, plan, seeds = run_on_all_ranks(
             g.session,
             lambda: (read_options(options), read_sampler(sampler), read_items(indices, counts, "node")),

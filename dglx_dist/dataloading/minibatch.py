@@ -6,7 +6,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -266,7 +265,7 @@ class KernelMaker:
         self._idle: queue.SimpleQueue[Workspace] = queue.SimpleQueue()
 
     def offline(self) -> KernelMaker:
-        if not self._source.is_whole:
+        if not isinstance(self._source, WholeSource):
             raise ConfigError(
                 "this server has only a part of the graph's structure; open the graph with "
                 "structure='replicated'"
@@ -275,17 +274,6 @@ class KernelMaker:
 
     def sampling_signature(self) -> str:
         return self._draws.signature()
-
-    @contextmanager
-    def _workspace(self) -> Iterator[Workspace]:
-        try:
-            workspace = self._idle.get_nowait()
-        except queue.Empty:
-            workspace = Workspace(sum(self._schema.num_nodes))
-        try:
-            yield workspace
-        finally:
-            self._idle.put(workspace)
 
     def claim(self) -> Ahead:
         return self._columns.claim(self._store)
@@ -336,8 +324,14 @@ class KernelMaker:
         begin = time.perf_counter()
         request = self._draws.request(seeds, epoch, exclude, step)
         source = self._source_of(step)
-        with self._workspace() as workspace:
+        try:
+            workspace = self._idle.get_nowait()
+        except queue.Empty:
+            workspace = Workspace(sum(self._schema.num_nodes))
+        try:
             batch = source.sample(request, exclude, workspace)
+        finally:
+            self._idle.put(workspace)
         inputs = {
             ntype: batch.nodes[batch.node_starts[number] : batch.node_starts[number + 1]]
             for number, ntype in enumerate(self._schema.ntypes)
@@ -361,10 +355,9 @@ class KernelMaker:
             nodes, blocks = self._builder.blocks(batch)
             built = time.perf_counter()
             split = pulled(blocks)
-            output_nodes = _node_ids(seeds, self._schema.ntypes)
             return MiniBatch(
                 input_nodes=ids_by_type(nodes),
-                output_nodes=output_nodes,
+                output_nodes=_node_ids(seeds, self._schema.ntypes),
                 blocks=blocks,
                 sample_s=sample_s + (built - building),
                 fetch_s=submit_s + time.perf_counter() - built,

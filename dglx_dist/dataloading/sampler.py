@@ -128,8 +128,6 @@ def digest_of(arrays: Iterable[tuple[EdgeType, Array]]) -> str:
 class WholeSource:
     """Samples from the whole structure in one compiled call. Thread-safe."""
 
-    is_whole = True
-
     def __init__(self, schema: Schema, cscs: Sequence[Csc]) -> None:
         # Keeps the arrays alive: the record has only their addresses.
         self._cscs = tuple(cscs)
@@ -204,8 +202,6 @@ class RemoteSource:
     Thread-safe. Nothing is requested of what is ``known``: [hop][edge type], (ascending destinations, their
     in-edges).
     """
-
-    is_whole = False
 
     def __init__(
         self, schema: Schema, structures: Sequence[Structure], op: str, known: Sequence[Any] = ()

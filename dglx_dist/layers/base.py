@@ -291,24 +291,10 @@ class SplittableConv(nn.Module, ABC):
         return {name: values for name, values in found.items() if values is not None}
 
 
-def sum_in_edges(block: DGLBlock, rows: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Return (D1, ...) sums of the source rows ((L0, ...)) over in-edges, times ``weight`` ((E1, ...))."""
-    return _reduce(block, rows, weight, "sum")
-
-
-def mean_in_edges(block: DGLBlock, rows: Tensor, weight: Tensor | None = None) -> Tensor:
-    """As :func:`sum_in_edges`, divided by the number of in-edges; zeros where there are none."""
-    return _reduce(block, rows, weight, "mean")
-
-
-def max_in_edges(block: DGLBlock, rows: Tensor, weight: Tensor | None = None) -> Tensor:
-    """As :func:`sum_in_edges`, but the largest; zeros where there are no in-edges."""
-    return _reduce(block, rows, weight, "max")
-
-
-def _reduce(
-    block: DGLBlock, rows: Tensor, weight: Tensor | None, how: Literal["sum", "mean", "max"]
+def sum_in_edges(
+    block: DGLBlock, rows: Tensor, weight: Tensor | None = None, how: Literal["sum", "mean", "max"] = "sum"
 ) -> Tensor:
+    """Return (D1, ...) sums of the source rows ((L0, ...)) over in-edges, times ``weight`` ((E1, ...))."""
     # DGL's kernels reject rows without columns.
     if rows.numel():
         with block.local_scope():
@@ -322,6 +308,12 @@ def _reduce(
             if "out" in block.dstdata:
                 return block.dstdata["out"]
     return rows.new_zeros((block.num_dst_nodes(), *rows.shape[1:])) + 0 * rows.sum()
+
+
+mean_in_edges = partial(sum_in_edges, how="mean")
+"""As :func:`sum_in_edges`, divided by the number of in-edges; zeros where there are none."""
+max_in_edges = partial(sum_in_edges, how="max")
+"""As :func:`sum_in_edges`, but the largest; zeros where there are no in-edges."""
 
 
 def projected(given: StageInput, rows: Tensor, weight: Tensor, *, after_sum: bool) -> Tensor:

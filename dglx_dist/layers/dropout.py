@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from dglx_dist.comm.devices import is_on_host
 from dglx_dist.comm.session import Shared
 from dglx_dist.errors import ConfigError
-from dglx_dist.keyed_random import full_word, high_half, item_key, stream_key, words_on_device
+from dglx_dist.keyed_random import full_word, item_key, shifted, stream_key, words_on_device
 from dglx_dist.records import Array
 
 
@@ -149,7 +149,7 @@ _WORDS_AT_ONCE = 1 << 22
 
 
 def _kept_on_device(stream: np.uint64, nodes: Tensor, numbers: Tensor, threshold: np.uint64) -> Tensor:
-    return high_half(words_on_device(stream, nodes, numbers)) >= int(threshold)
+    return shifted(words_on_device(stream, nodes, numbers), 32) >= int(threshold)
 
 
 def _threshold(probability: float) -> np.uint64:

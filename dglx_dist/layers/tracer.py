@@ -114,12 +114,10 @@ def trace_calls(model: nn.Module, blocks: Sequence[Any], x: Tensor) -> list[Call
     calls: list[Call] = []
     entered: list[int | None] = []
 
-    def index_of(graph: Any) -> int | None:
-        return next((n for n, block in enumerate(blocks) if block is graph), None)
-
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call = read_call(module, args, kwargs)
-        entered.append(None if call is None else index_of(call.graph))
+        same = (n for n, block in enumerate(blocks) if call is not None and call.graph is block)
+        entered.append(next(same, None))
 
     def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         block, call = entered.pop(), read_call(module, args, kwargs)

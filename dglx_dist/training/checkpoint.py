@@ -394,9 +394,9 @@ class CheckpointWriter:
         )
         if copied:
             self._thread.start()
-            return final
-        self._thread.run()
-        self.wait()
+        else:
+            self._thread.run()
+            self.wait()
         return final
 
     def wait(self) -> None:

@@ -203,11 +203,8 @@ def _check_group(
 
 def _names(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[int, str]:
     named = {id(parameter): name for name, parameter in model.named_parameters()}
-    names: dict[int, str] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            names[len(names)] = named.get(id(parameter), f"#{len(names)}")
-    return names
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    return {at: named.get(id(parameter), f"#{at}") for at, parameter in enumerate(parameters)}
 
 
 def _plain(name: str, value: object) -> Any:

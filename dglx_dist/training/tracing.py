@@ -229,9 +229,8 @@ def over_ranks(ranks: Sequence[Any], epoch: int) -> EpochRecord:
     def total(name: str) -> Any:
         return sum(row[name] for row in ranks)
 
-    def mean(name: str) -> float:
-        return float(total(name)) / len(ranks)
-
+    phases = ("sample_s", "fetch_s", "wait_s", "exchange_s")
+    means: dict[str, Any] = {name: float(total(name)) / len(ranks) for name in phases}
     seconds = max(row["seconds"] for row in ranks)
     targets = total("targets")
     return EpochRecord(
@@ -241,11 +240,8 @@ def over_ranks(ranks: Sequence[Any], epoch: int) -> EpochRecord:
         val_accuracy=None,
         seconds=seconds,
         num_samples=targets,
-        sample_s=mean("sample_s"),
-        fetch_s=mean("fetch_s"),
-        wait_s=mean("wait_s"),
-        compute_s=max(0.0, seconds - mean("wait_s") - mean("exchange_s")),
-        exchange_s=mean("exchange_s"),
+        compute_s=max(0.0, seconds - means["wait_s"] - means["exchange_s"]),
+        **means,
         bytes_inside=total("inside"),
         bytes_outside=total("outside"),
         checkpoint_s=max(row.get("checkpoint_s", 0.0) for row in ranks),
