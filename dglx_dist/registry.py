@@ -22,7 +22,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ``; did you mean 'NEAREST'?`` to append to a message, or "" if no known name is near."""
     by_lower = {one.lower(): one for one in known}
     near = [by_lower[one] for one in difflib.get_close_matches(name.lower(), by_lower, n=1)]
-    near = near or [one for one in by_lower.values() if len(name) > 1 and one.startswith(name)]
+    near = near or [one for low, one in by_lower.items() if len(name) > 1 and low.startswith(name.lower())]
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

@@ -455,7 +455,8 @@ def _read_networkx(content: bytes, kind: str) -> Any:
     if b"<!ENTITY" in content.replace(b"\0", b""):
         raise ValueError("it declares entities (<!ENTITY), which are never expanded")
     # Of .gml, names are labels, where there are some.
-    more = {"label": "label" if b"label " in content else "id"} if kind == ".gml" else {}
+    has_labels = re.search(rb"node\s*\[[^\]]*?\blabel\s", content)
+    more = {"label": "label" if has_labels else "id"} if kind == ".gml" else {}
     graph = getattr(networkx, f"read_{kind[1:]}")(io.BytesIO(content), **more)
     for *_, data in chain(graph.nodes(data=True), graph.edges(data=True)) if kind == ".gexf" else ():
         data.pop(LABEL, None)
@@ -495,6 +496,8 @@ def _warn_ignored(where: str, names: Sequence[str], why: str) -> None:
 _NUMBER = re.compile(rb"[-+.:/\d]+([eT][-+.:\dZ]+)?")
 _ENTRY = re.compile(r"'(?!(?:src|dst)')([^']+)': (?:(-?\d+(?:\.\d+)?(?:e[-+]\d+)?)(?=[,}]))?")
 """A name of a dictionary of NetworkX, and its value if that is a number."""
+_TEXT = re.compile(r""": ("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')""")
+"""A value of such a dictionary that is a text, which may look like an entry."""
 _CODE_OF_FILE = {"train": 0, "valid": 1, "val": 1, "dev": 1, "test": 2}
 
 
@@ -575,7 +578,11 @@ def _read_lines(path: Path, is_triples: bool = False) -> tuple[Any, list[str], l
             source: Any = file
             entries: dict[str, Any] = {}
             if not is_triples and begin and re.search(rb"\s\{(['\"].*)?\}$", begin[0]):
-                text, entries = _without_entries(file.read().decode(), str(path))
+                content = file.read(_LARGEST + 1)
+                if len(content) > _LARGEST:
+                    most = readable_bytes(_LARGEST)
+                    raise ValueError(f"with dictionaries at most {most}; use write_edgelist(data=['weight'])")
+                text, entries = _without_entries(content.decode(), str(path))
                 source, before = io.BytesIO(text.encode()), []
                 begin = [line.partition(b"{")[0].strip() for line in begin]
             first = begin[0] if begin else b""
@@ -608,10 +615,12 @@ def _read_lines(path: Path, is_triples: bool = False) -> tuple[Any, list[str], l
 
 def _without_entries(text: str, where: str) -> tuple[str, dict[str, Any]]:
     """Return lines of ``networkx.write_edgelist`` without their dictionaries, and the numbers of these."""
-    lines = [line.partition("{") for line in text.splitlines() if line.strip() and line[0] not in "#%"]
-    rows = [{name: json.loads(one or "null") for name, one in _ENTRY.findall(of)} for *_, of in lines]
+    lines = [re.split(r"\s(?=\{.*\}$)", line.strip(), maxsplit=1) for line in text.splitlines()]
+    lines = [line for line in lines if line[0] and line[0][0] not in "#%"]
+    entries = [_ENTRY.findall(_TEXT.sub(": ?", "".join(line[1:]))) for line in lines]
+    rows = [{name: json.loads(one or "null") for name, one in of_line} for of_line in entries]
     columns = _attributes(rows, where)
-    return "\n".join(ends for ends, *_ in lines), {name: as_numpy(one) for name, one in columns.items()}
+    return "\n".join(line[0] for line in lines), {name: as_numpy(one) for name, one in columns.items()}
 
 
 def _is_triple(pieces: Sequence[bytes]) -> bool:

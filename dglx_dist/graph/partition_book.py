@@ -16,7 +16,7 @@ from dglx_dist.comm.wire import FRAME_BYTES
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.ids import Ids, as_ids
 from dglx_dist.graph.row_kernels import check_ids
-from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, EdgeType, IdRanges
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, EdgeType, IdRanges, type_text
 
 
 @final
@@ -177,6 +177,11 @@ def canonical_etype(etype: str | EdgeType | None, known: Sequence[EdgeType]) -> 
         raise ConfigError(f"the graph has the edge types {listed}; say which with etype=")
     problem = "several edge types have the relation" if found else "there is no edge type"
     raise ConfigError(f"{problem} {etype!r}; give one of the triples {listed}")
+
+
+def etype_of_text(text: str, known: Sequence[EdgeType]) -> EdgeType:
+    """Return the triple of a relation or of ``source:relation:destination``; a relation may have colons."""
+    return next((one for one in known if type_text(one) == text), None) or canonical_etype(text, known)
 
 
 class _Ranges(Generic[K]):

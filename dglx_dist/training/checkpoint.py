@@ -189,7 +189,7 @@ def _check_model(path: Path, saved_tensors: Mapping[str, SavedTensor], model: Ma
         if tensor is None or saved is None:
             has, lacks = (path, "this model") if tensor is None else ("this model", path)
             remedy = "build the model as it was"
-            if name.endswith("target_scale"):
+            if tensor is None and name.endswith("target_scale"):
                 remedy = "for a regression, call model.standardise(torch.zeros(K), torch.ones(K)) before"
             raise CheckpointError(f"{has} has {name!r}, which {lacks} lacks; {remedy}")
         if tensor.shape != saved.shape or tensor.dtype != saved.dtype:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from importlib.util import find_spec
+from itertools import permutations
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -507,6 +508,9 @@ class TrainConfig(RunOptions, ModelConfig):
         remedy = "left out with --layers 1, whose only layer gives the scores"
         yield "save-embeddings", self.save_embeddings is not None and is_shallow, remedy
         yield "scores", self.scores and not self.predictions, "given with --predictions DIR"
+        written = [Path(one).absolute() for one in (self.predictions, self.save_embeddings) if one]
+        is_within = any(a.is_relative_to(b) for a, b in permutations(written, 2))
+        yield "save-embeddings", is_within, "another folder than --predictions, and neither in the other"
         unknown = next((one for one in self.metric if one not in _METRICS), "")
         yield "metric", unknown != "", f"some of {', '.join(_METRICS)}{did_you_mean(unknown, _METRICS)}"
         is_wrong = min(self.seeds, default=0) < 0 or len(set(self.seeds)) < len(self.seeds)

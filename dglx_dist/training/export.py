@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,17 +105,18 @@ def write_edges(
 
     Columns are those of :meth:`LinkEvaluation.test_edges`, with the name of the ``relation`` and a list for
     ``best``, and ``best_scores`` with ``scores``. Of several pairs of types, each has its folder,
-    ``SOURCE-DESTINATION``.
+    ``SOURCE.DESTINATION``.
     """
 
     def write_share(partial: Path) -> list[dict[str, Any]]:
         # Texts are read from the files of all parts at each call.
-        every = {ntype: g.user_ids(np.arange(g.num_nodes(ntype)), ntype) for pair in edges for ntype in pair}
+        ntypes = dict.fromkeys(chain.from_iterable(edges))
+        every = {ntype: pa.array(g.user_ids(np.arange(g.num_nodes(ntype)), ntype)) for ntype in ntypes}
         names, files = pa.array([etype[1] for etype in g.canonical_etypes], pa.string()), []
         for (source, destination), columns in edges.items():
-            subfolder = f"{safe_name(source)}-{safe_name(destination)}" if len(edges) > 1 else ""
+            subfolder = f"{safe_name(source)}.{safe_name(destination)}" if len(edges) > 1 else ""
             path = Path(subfolder) / f"part-{g.session.topology.rank:05d}.parquet"
-            u, v = pa.array(every[source]), pa.array(every[destination])
+            u, v = every[source], every[destination]
             table = _edge_table(columns, {"source": u, "relation": names, "destination": v, "best": v})
             table = table if scores else table.drop(["best_scores"])
             with named_failures(partial):

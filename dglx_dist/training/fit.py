@@ -622,7 +622,7 @@ class _Run:
         if (patience := self._config.patience) is not None:
             is_measured = self._config.own_task is None or self._config.evaluate is not None
             remedy = "partition with a val_mask" if is_measured else "give evaluate="
-            raise ConfigError(f"early-stop {patience} lacks validation targets; leave it out, or {remedy}")
+            raise ConfigError(f"--early-stop {patience} lacks validation targets; leave it out, or {remedy}")
 
     @property
     def is_stopped(self) -> bool:

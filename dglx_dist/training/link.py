@@ -20,9 +20,10 @@ from dglx_dist.dataloading.negative import Uniform
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.analysis import NO_REVERSE, reverse_edge_ids
 from dglx_dist.graph.dist_tensor import DistTensor
+from dglx_dist.graph.partition_book import etype_of_text
 from dglx_dist.graph.split import edge_split
 from dglx_dist.keyed_random import hash_ids, splitmix64, stream_key
-from dglx_dist.records import FEATURE, SPLITS, Array, EdgeType, type_text
+from dglx_dist.records import FEATURE, SPLITS, Array, EdgeType
 from dglx_dist.strategies.base import strategy_of
 from dglx_dist.training.config import LINK, metrics_of
 from dglx_dist.training.inference import batches, evaluating, layerwise_inference, whole_of
@@ -115,9 +116,7 @@ def link_targets(g: DistGraph, names: Sequence[str] = ()) -> list[EdgeType]:
     """
     known = g.canonical_etypes
     if names:
-        # Not split: a relation's own name may have a colon.
-        by_text = {type_text(etype): etype for etype in known}
-        return [by_text.get(name) or g.to_canonical_etype(name) for name in names]
+        return [etype_of_text(name, known) for name in names]
     found = [one for one in known if not any(_has_name_of_reverse(one, other) for other in known)]
     if len(g.ntypes) > 1 and len(found) > 1:
         names = ", ".join(one[1] for one in found)
@@ -328,7 +327,8 @@ class LinkEvaluation:
             By pairs of types, those of all ranks: (Q,) int64 ``relation`` (place in ``g.canonical_etypes``),
             ``source``, ``destination``; (Q,) ``score``, without the model's bias; (Q,) float64 ``rank`` of
             the destination, and ``source_rank`` where sources are ranked; (Q, K) ``best``, at most 10
-            destinations that are no known edges, and ``best_scores``, -inf where there are fewer.
+            destinations, other than the source, that are no known edges, and ``best_scores``, -inf where
+            there are fewer.
 
         Raises:
             ConfigError: on all ranks: a score is nan.
@@ -350,7 +350,12 @@ class LinkEvaluation:
         kept = [(torch.empty(0), torch.empty(0, at_most, dtype=torch.int64), torch.empty(0, at_most))]
 
         def keep(positive: Tensor, others: Tensor) -> None:
-            best = others.masked_fill_(others.isnan(), -math.inf).topk(at_most)
+            others.masked_fill_(others.isnan(), -math.inf)
+            if ntypes[0] == ntypes[1]:  # an edge from a node to itself is no proposal
+                first = sum(len(of_batch) for of_batch, *_ in kept)
+                own = torch.from_numpy(edges[1, first : first + len(others)]).to(others.device)
+                others[torch.arange(len(own), device=own.device), own] = -math.inf
+            best = others.topk(at_most)
             kept.append((positive.cpu(), best.indices.cpu(), best.values.cpu()))
 
         ranks = self._ranks(decoder, source, destination, self._queries(ntypes, edges), keep)

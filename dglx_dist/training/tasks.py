@@ -232,7 +232,7 @@ def warn_of_guesses(task: str, found: Mapping[str, float], g: DistGraph, ntype: 
         why = "as all test targets are of one class" if guess == 1 else why
     elif task == REGRESSION and "test_rmse" in found:
         guess = float(moments(g, ntype, label, SPLITS[2])[1].square().mean().sqrt())
-        name, is_poor = "rmse", found["test_rmse"] > 0.9 * guess
+        name, is_poor = "rmse", found["test_rmse"] > 0.9 * guess > 0
         why = "the standard deviation of the labels; train longer, or with another --lr"
     if is_poor and g.session.topology.rank == 0:
         value = found[f"test_{name}"]

@@ -186,13 +186,23 @@ def test_edge_lists_of_networkx(
     nx.write_edgelist(given, tmp_path / "plain.txt")
     assert load_dataset(tmp_path / "plain.txt").edge_data[EDGE_TYPE] == {}
     for number, (_, _, data) in enumerate(given.edges(data=True)):
-        data |= {"src": 7, "weight": number / 2 - 1e-9, "note": "{'w': __import__('os')}", "times": number}
+        data |= {
+            "src": 7,
+            "weight": number / 2 - 1e-9,
+            "note": "{'w': __import__('os'), 'v': 9, }",
+            "times": number,
+        }
     nx.write_edgelist(given, tmp_path / "a.edgelist")
     graph = load_dataset(tmp_path / "a.edgelist")
     assert len(edges_of(graph)[0]) == 3
     columns = {name: column.tolist() for name, column in graph.edge_data[EDGE_TYPE].items()}
     assert columns == {"weight": [-1e-9, 0.5 - 1e-9, 1 - 1e-9], "times": [0, 1, 2]}
-    assert "ignored note, w: not a number in each" in caplog.text
+    assert "ignored note: not a number in each" in caplog.text
+
+
+def test_braces_in_a_list_of_networkx_may_be_of_an_id(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a b {}\n{c} d {}\n")
+    assert load_dataset(tmp_path / "a.txt").user_ids[NODE_TYPE].tolist() == ["a", "b", "d", "{c}"]
 
 
 def test_a_tail_in_braces_is_no_dictionary(tmp_path: Path) -> None:
@@ -203,7 +213,7 @@ def test_a_tail_in_braces_is_no_dictionary(tmp_path: Path) -> None:
 
 def test_gml_without_labels_has_ids_as_names(tmp_path: Path) -> None:
     (tmp_path / "a.gml").write_text(
-        "graph [ node [ id 5 ] node [ id 7 ] edge [ source 5 target 7 weight 2 ] ]"
+        'graph [ node [ id 5 ] node [ id 7 ] edge [ source 5 target 7 weight 2 label "x" ] ]'
     )
     graph = load_dataset(tmp_path / "a.gml")
     assert graph.user_ids[NODE_TYPE].tolist() == [5, 7]
