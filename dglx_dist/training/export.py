@@ -144,8 +144,15 @@ def _write_folder(
     session: Session, folder: str | Path, overwrite: bool, write_share: Callable[[Path], list[dict[str, Any]]]
 ) -> None:
     """Replace ``folder`` by the files of all ranks; ``write_share`` returns the index entries of its own."""
-    target, is_first = Path(folder).absolute(), session.topology.rank == 0
-    run_on_all_ranks(session, lambda: check_target(target, overwrite) if is_first else None)
+    is_first = session.topology.rank == 0
+
+    def checked() -> Path:
+        target = Path(folder).absolute()
+        if is_first:
+            check_target(target, overwrite)
+        return target
+
+    target = run_on_all_ranks(session, checked)
     with shared_partial_folder(session, target) as partial:
         files = gather_json(run_on_all_ranks(session, lambda: write_share(partial)), session)
         run_on_all_ranks(session, lambda: _finish(partial, target, files, overwrite) if is_first else None)
