@@ -20,7 +20,6 @@ import dgl
 import torch
 from dgl.heterograph import DGLBlock
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from dglx_dist.comm.devices import to_device
@@ -97,7 +96,7 @@ class DistMult(Decoder):
         nn.init.xavier_uniform_(self.relations)
 
     def query(self, rows: Tensor, relation: Tensor, *, of_subjects: bool = False) -> Tensor:
-        return rows * F.embedding(relation, self.relations)
+        return rows * self.relations.index_select(0, relation)
 
 
 @final
@@ -115,7 +114,7 @@ class ComplEx(Decoder):
 
     def query(self, rows: Tensor, relation: Tensor, *, of_subjects: bool = False) -> Tensor:
         # Re(q conj(o)) is the dot product of (re, im); of subjects, q = conj(r) o.
-        real, imaginary = F.embedding(relation, self.relations).chunk(2, -1)
+        real, imaginary = self.relations.index_select(0, relation).chunk(2, -1)
         return _turned(rows, real, -imaginary if of_subjects else imaginary)
 
 
@@ -133,7 +132,7 @@ class TransE(Decoder):
         nn.init.uniform_(self.relations, -self.row_scale, self.row_scale)
 
     def query(self, rows: Tensor, relation: Tensor, *, of_subjects: bool = False) -> Tensor:
-        translation = F.embedding(relation, self.relations)
+        translation = self.relations.index_select(0, relation)
         return rows - translation if of_subjects else rows + translation
 
     def _matched(self, query: Tensor, rows: Tensor) -> Tensor:
@@ -158,7 +157,7 @@ class RotatE(Decoder):
         self.angles = nn.Parameter(torch.empty(num_relations, width // 2).uniform_(-math.pi, math.pi))
 
     def query(self, rows: Tensor, relation: Tensor, *, of_subjects: bool = False) -> Tensor:
-        angle = F.embedding(relation, self.angles)
+        angle = self.angles.index_select(0, relation)
         # |s r - o| = |s - o conj(r)|, since |r| = 1.
         return _turned(rows, angle.cos(), -angle.sin() if of_subjects else angle.sin())
 
@@ -243,7 +242,7 @@ def pair_scores(
         h = torch.cat(pieces)
     numbers = {etype: number for number, etype in enumerate(etypes)}
     number_of = torch.tensor([numbers[etype] for etype in merged.etypes], device=h.device)
-    subject, objects = (F.embedding(ends, h) for ends in merged.ends)
+    subject, objects = (h.index_select(0, ends) for ends in merged.ends)
     return decoder(subject, number_of[merged.relation], objects)
 
 
@@ -639,7 +638,7 @@ def build_model(  # noqa: PLR0913 - all but four have defaults
     convs = [
         _conv(kind, a, b, heads, depth == len(widths) - 2, graph=graph) for depth, (a, b) in enumerate(pairs)
     ]
-    activation = torch.nn.functional.elu if takes(kind, "heads") else torch.relu
+    activation = nn.functional.elu if takes(kind, "heads") else torch.relu
     return Stack(convs, activation, dropout, widths=widths, **between)
 
 
