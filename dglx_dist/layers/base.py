@@ -130,6 +130,8 @@ class SplittableConv(nn.Module, ABC):
     """Whether only :meth:`apply_edges` uses the per-edge values, which then stay with the owner."""
     sums_sources: bool = False
     """Whether :meth:`forward`, unless the layer is split, reads sources by sums over in-edges only."""
+    in_either_order: bool = False
+    """Whether it projects rows before or after the sum over in-edges, as :func:`projects_first` says."""
     heads: int = 0
     """Attention heads, each with a logit per edge; 0: no attention."""
     allow_zero_in_degree: bool = True
@@ -316,19 +318,27 @@ max_in_edges = partial(sum_in_edges, how="max")
 """As :func:`sum_in_edges`, but the largest; zeros where there are no in-edges."""
 
 
-def projected(given: StageInput, rows: Tensor, weight: Tensor, *, after_sum: bool) -> Tensor:
-    """Return ``rows`` times the (H, F) ``weight`` if that is cheaper here than beyond the sum, else ``rows``.
+def projects_first(sources: int, targets: int, edges: int, columns: int, width: int) -> bool:
+    """Return whether rows of ``columns`` are better projected to ``width`` before the sum over in-edges.
 
-    Called with the source rows before the sum over in-edges, and with its result after it. The count covers
-    forward and backward; an element sent over an edge counts as four multiplications. Projecting first
-    multiplies every source row, twice, and sums rows back over the edges in the backward pass; summing first
-    does neither, as the inputs need no gradient. Parts may decide differently: their sums are the same.
+    The count covers forward and backward; an element sent over an edge counts as four multiplications.
+    Projecting first multiplies every source row, twice, and sums rows back over the edges in the backward
+    pass; summing first does neither, as the inputs need no gradient.
     """
-    block, (columns, width) = given.block, weight.shape
-    sources, targets, edges = block.num_src_nodes(), block.num_dst_nodes(), block.num_edges()
     first = 2 * sources * columns * width + 2 * 4 * edges * width
     last = 4 * edges * columns + 2 * targets * columns * width
-    return rows if (first < last) is after_sum else rows @ weight
+    return first < last
+
+
+def projected(given: StageInput, rows: Tensor, weight: Tensor, *, after_sum: bool) -> Tensor:
+    """Return ``rows`` times the (F, H) ``weight`` if that is cheaper here than beyond the sum, else ``rows``.
+
+    Called with the source rows before the sum over in-edges, and with its result after it. Parts may decide
+    differently: their sums are the same. Layers that call it are ``in_either_order``.
+    """
+    block = given.block
+    counts = block.num_src_nodes(), block.num_dst_nodes(), block.num_edges()
+    return rows if projects_first(*counts, *weight.shape) is after_sum else rows @ weight
 
 
 def apply_to_edges(

@@ -242,6 +242,8 @@ _POWER = {"both": -0.5, "left": -1.0, "right": -1.0}
 class GraphConvStages(SplittableConv):
     """``GraphConv`` by columns."""
 
+    in_either_order = True
+
     def __init__(self, conv: dglnn.GraphConv) -> None:
         super().__init__(conv)
         if conv.weight is None:
@@ -344,6 +346,8 @@ _SPLIT = ("mean", "gcn")
 @final
 class SageStages(SplittableConv):
     """``SAGEConv`` with aggregator mean or gcn, by columns."""
+
+    in_either_order = True
 
     def __init__(self, conv: dglnn.SAGEConv) -> None:
         super().__init__(conv)

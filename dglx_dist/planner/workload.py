@@ -137,6 +137,9 @@ def count_rank(
     options: dict[str, Any] = {"shuffle": True, "num_threads": 0, "device": "cpu"}
     loader = DataLoader(g, own_seeds, sampler, batch_size=draws.batch_size, **options)
     loader.set_epoch(draws.epoch)
+    # Untimed: the first draw reads the structure from disk.
+    next(iter(loader), None)
+    loader.set_epoch(draws.epoch)
     own = int(bounds[topology.server]), int(bounds[topology.server + 1])
     layers, batches = len(draws.fanouts), 0
     sizes, largest = np.zeros((3, layers), np.int64), np.zeros((3, layers), np.int64)

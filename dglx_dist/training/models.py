@@ -289,6 +289,7 @@ class SymmetricConv(SplittableConv):
 
     edge_arguments = ()
     sums_sources = True
+    in_either_order = True
 
     def __init__(self, in_dim: int, out_dim: int, graph: DistGraph) -> None:
         super().__init__()

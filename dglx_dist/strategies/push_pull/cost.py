@@ -1,12 +1,13 @@
 """Candidates of push-pull, and the cost of an epoch (docs/strategies/push_pull.md)."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 from torch import nn
 
+from dglx_dist.layers.base import projects_first
 from dglx_dist.layers.convolutions import CONVOLUTIONS
 from dglx_dist.strategies.cost import (
     GRADIENTS,
@@ -50,6 +51,8 @@ class FirstLayer:
     """Of the split parameters, all parts together."""
     replicated_bytes: int
     """Of all others, as their gradients are sent: those of the owner side with a flag of one element each."""
+    in_either_order: bool
+    """Whether it projects rows before or after the sum over in-edges, whichever is cheaper."""
     known: bool
     """Whether the sums have just these widths and no values of edges are sent; False: they may differ."""
 
@@ -70,6 +73,7 @@ def inspect(model: nn.Module, features: int) -> FirstLayer:
         replicated_bytes=sum(
             (other.numel() + (id(other) not in unflagged)) * other.element_size() for other in others
         ),
+        in_either_order=stages.in_either_order,
         # Edge values are sent with the structure; a layer of the user may sum anything.
         known=type(model.get_submodule(name)) in CONVOLUTIONS and not stages.required_edges,
     )
@@ -183,6 +187,7 @@ def _seconds(
     known: Measured, first: FirstLayer, size: int, traffic: Traffic, *, late: bool, pushed: bool
 ) -> Seconds:
     """Return the seconds in groups of ``size`` ranks; ``late``: sums travel while other batches compute."""
+    known = _summed_first(known, first, size)
     cluster, work = known.cluster, known.mini_batches
     logits = first.logit_width * _COLUMNS_OF_A_HEAD * work.worked[2][0]
     of_an_owner = work.steps * _BLOCK_S / min(cluster.cores, 1.0) + logits * known.rates.edge_column_s
@@ -204,3 +209,16 @@ def _seconds(
         waited=0.0 if late else waited_s,
         inside=own,
     )
+
+
+def _summed_first(known: Measured, first: FirstLayer, size: int) -> Measured:
+    """Return ``known`` with the work of the split layer where parts sum rows before they project them."""
+    (sources, *_), (targets, *_), (edges, *_) = known.mini_batches.worked
+    layer, *others = known.shape.layers
+    columns = layer.inputs // size
+    early = projects_first(sources, targets, edges, columns, first.sum_width)
+    if early or not first.in_either_order or not layer.per_source:
+        return known
+    products = layer.per_source + layer.per_target
+    late = replace(layer, summed=layer.inputs, per_source=0, per_target=products)
+    return replace(known, shape=replace(known.shape, layers=(late, *others)))

@@ -70,7 +70,7 @@ def compare(data: Path, out: Path, rounds: int, load: int, unit: str) -> dict[st
         best = min(map(median, runs.values()), default=0.0)
         for name, way in ways.items():
             if not runs.get(name) or median(runs[name]) <= _NEAR * best or name in chosen[0] + chosen[load]:
-                epochs = 1 + min(30, max(4, round(_RUN_S / way["epoch_seconds"])))
+                epochs = 1 + min(150, max(4, round(_RUN_S / way["epoch_seconds"])))
                 took = train(data, out / "way", *options_of(way["candidate"]), "--epochs", epochs)
                 runs.setdefault(name, []).append(float(took["epoch_seconds"]))
     return {"idle": chosen[0], "loaded": chosen[load], "runs": runs}
