@@ -28,6 +28,7 @@ from dglx_dist.comm.exchange import Incoming, Outgoing, row_exchanges
 from dglx_dist.comm.session import Session
 from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.errors import ConfigError
+from dglx_dist.layers.base import sum_in_edges
 from dglx_dist.layers.dropout import install_node_dropouts
 from dglx_dist.layers.tracer import MODEL_ERRORS
 from dglx_dist.message_passing import place
@@ -218,6 +219,7 @@ def assumed_rates(*, speed: float = 1.0, on_gpu: bool = False) -> Rates:
         gather_byte_s=0.3e-9,
         fresh_edge_s=20e-9,
         check_byte_s=0.25e-9,
+        wide_column_s=0.25e-9,
     )
     fast = one.slowed(1.0 / speed)
     if not on_gpu:
@@ -235,6 +237,8 @@ class Trials(NamedTuple):
     """(k,)."""
     fresh_edge_s: float
     """Extra seconds per edge of the first step on a block."""
+    wide_column_s: float
+    """As in :class:`Rates`."""
     spread: float
     """Relative half-range of the repeated steps."""
 
@@ -270,7 +274,7 @@ def time_batches(
         ) from problem
     dropouts = install_node_dropouts(copied, 0) if drop_by_node else None
     optimizer, device = torch.optim.Adam(copied.parameters(), lr=1e-9), float_of(module).device
-    rows, seconds, fresh, spreads = [], [], [], []
+    rows, seconds, fresh, wide, spreads = [], [], [], [], []
     for number, batch in enumerate(batches):
         blocks = [place(block, device) for block in batch]
         if dropouts is not None:
@@ -284,7 +288,20 @@ def time_batches(
         # The very first step also warms up other things.
         if number:
             fresh.append((first - seconds[-1]) / max(sum(sizes[2]), 1))
-    return Trials(rows, seconds, max(statistics.median(fresh or [0.0]), 0.0), statistics.median(spreads))
+        summed = statistics.median(repeated(partial(_sum_features, copied, blocks[0], shape, clock)))
+        wide.append(summed / max(sizes[2][0] * shape.features, 1))
+    fresh_edge_s = max(statistics.median(fresh or [0.0]), 0.0)
+    return Trials(rows, seconds, fresh_edge_s, statistics.median(wide), statistics.median(spreads))
+
+
+def _sum_features(module: nn.Module, block: Any, shape: ModelShape, clock: Callable[[], float]) -> float:
+    like = float_of(module)
+    rows = like.new_ones(block.num_src_nodes(), shape.features)
+    synchronize(like.device)
+    begin = clock()
+    sum_in_edges(block, rows)
+    synchronize(like.device)
+    return clock() - begin
 
 
 def _step(
@@ -333,6 +350,7 @@ def measured_rates(
         sample_edge_s=sample_edge_s,
         gather_byte_s=byte_seconds[0],
         fresh_edge_s=max(one.fresh_edge_s for one in tried),
+        wide_column_s=max(one.wide_column_s for one in tried),
         check_byte_s=byte_seconds[1],
         copy_byte_s=byte_seconds[2],
     )
@@ -392,7 +410,8 @@ def batch_trials(
         seeds = seeds[topology.rank :: topology.world_size][: len(seeds) // topology.world_size]
     for part in _BATCH_PARTS if draws is not None else ():
         assert draws is not None
-        yield _sampled_blocks(g, seeds, max(draws.batch_size // part, 1), draws.fanouts)
+        count = max(min(draws.batch_size, len(seeds)) // part, 1)
+        yield _sampled_blocks(g, seeds, count, draws.fanouts)
     if not whole:
         return
     size = min(len(seeds), most_timed_seeds(g.num_nodes(), g.num_edges(), num_layers))

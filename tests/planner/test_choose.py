@@ -107,16 +107,31 @@ def test_sums_are_waited_for() -> None:
 
 def test_an_owner_more_is_a_block_more_in_each_step() -> None:
     """5 steps, each with a block of 1.5 ms of the other part; what is sent is handled on the one core too."""
-    rows, columns = predict(ROWS, known()), predict(COLUMNS, known())
+    as_rows = replace(SHAPE.inspected["push_pull"], in_either_order=False)
+    shape = replace(SHAPE, inspected={"push_pull": as_rows})
+    rows, columns = predict(ROWS, known()), predict(COLUMNS, known(shape=shape))
     handled = (rows.inter_server_bytes - columns.inter_server_bytes) * 0.75e-9
     assert columns.seconds.compute == pytest.approx(rows.seconds.compute + 5 * 1.5e-3 - handled)
     # 2500 edges of layer 1, 4 heads of 50 columns.
-    first = replace(SHAPE.inspected["push_pull"], logit_width=4)
-    attends = replace(SHAPE, inspected={"push_pull": first})
+    attends = replace(SHAPE, inspected={"push_pull": replace(as_rows, logit_width=4)})
     without = columns.seconds.compute - columns.inter_server_bytes * 0.75e-9
     with_heads = predict(COLUMNS, known(shape=attends))
     more = with_heads.seconds.compute - with_heads.inter_server_bytes * 0.75e-9 - without
     assert more == pytest.approx(4 * 50 * 2500 * 1e-8)
+
+
+@pytest.mark.parametrize(("targets", "sums_first"), [(250, True), (1900, False)])
+def test_parts_sum_before_they_project_where_targets_are_few(targets: int, sums_first: bool) -> None:
+    """2500 edges carry 100 columns forward, or 16 both ways; the products of the sources are the targets'."""
+    batches = replace(hand_made.BATCHES, worked=((2000, 250), (targets, 50), (2500, 2000)))
+    rates = replace(RATES, multiply_add_s=1e-9, wide_column_s=1e-10)
+    found = predict(COLUMNS, known(batches=batches, rates=rates))
+    projected = 2 * targets if sums_first else 2000 + targets
+    products = 2 * 1600 * projected + 3 * (250 + 50) * 160
+    sums = 2500 * 100 * 1e-10 if sums_first else 2500 * 2 * 16 * 1e-8
+    handled = found.inter_server_bytes * 0.75e-9
+    compute = products * 1e-9 + sums + 2000 * 10 * 2 * 1e-8
+    assert found.seconds.compute == pytest.approx(compute + handled + 5 * 1.5e-3)
 
 
 def test_layers_of_whole_graphs_wait_for_rows() -> None:

@@ -187,11 +187,11 @@ def _seconds(
     known: Measured, first: FirstLayer, size: int, traffic: Traffic, *, late: bool, pushed: bool
 ) -> Seconds:
     """Return the seconds in groups of ``size`` ranks; ``late``: sums travel while other batches compute."""
-    known = _summed_first(known, first, size)
+    known, summed = _sums_first(known, first, size)
     cluster, work = known.cluster, known.mini_batches
     logits = first.logit_width * _COLUMNS_OF_A_HEAD * work.worked[2][0]
     of_an_owner = work.steps * _BLOCK_S / min(cluster.cores, 1.0) + logits * known.rates.edge_column_s
-    compute = known.compute_seconds() + (size - 1) * of_an_owner
+    compute = known.compute_seconds() + summed + (size - 1) * of_an_owner
     waited = sum(traffic.outside.get(name, 0) for name in _SUMS)
     waited_s = waited / cluster.servers / cluster.external_bytes_per_s
     if waited:
@@ -211,14 +211,13 @@ def _seconds(
     )
 
 
-def _summed_first(known: Measured, first: FirstLayer, size: int) -> Measured:
-    """Return ``known`` with the work of the split layer where parts sum rows before they project them."""
+def _sums_first(known: Measured, first: FirstLayer, size: int) -> tuple[Measured, float]:
+    """Return ``known`` with the products, and the seconds of the sums, if parts sum rows before projecting."""
     (sources, *_), (targets, *_), (edges, *_) = known.mini_batches.worked
     layer, *others = known.shape.layers
-    columns = layer.inputs // size
-    early = projects_first(sources, targets, edges, columns, first.sum_width)
+    early = projects_first(sources, targets, edges, layer.inputs // size, first.sum_width)
     if early or not first.in_either_order or not layer.per_source:
-        return known
-    products = layer.per_source + layer.per_target
-    late = replace(layer, summed=layer.inputs, per_source=0, per_target=products)
-    return replace(known, shape=replace(known.shape, layers=(late, *others)))
+        return known, 0.0
+    late = replace(layer, summed=0, per_source=0, per_target=layer.per_source + layer.per_target)
+    summed = edges * layer.inputs * known.rates.wide_column_s
+    return replace(known, shape=replace(known.shape, layers=(late, *others))), summed
