@@ -35,6 +35,7 @@ citeseer --metric accuracy --model gat --strategy push_pull --batch-size 30 --fa
 dblp_full --metric accuracy --strategy full_graph --epochs 50
 amazon_photo --metric accuracy --model gcn --strategy shared_preload --epochs 100 --dropout 0.2
 amazon_cs --metric f1_macro --model gcn --strategy full_graph --epochs 100
+coauthor_physics --metric accuracy --strategy push_pull --batch-size 50 --fanout 10,10 --epochs 10
 acm --metric accuracy --model gcn --strategy lambda --epochs 50 --dropout 0
 aifb --metric accuracy --model rgcn --hidden 16 --batch-size 70 --fanout -1,-1
 deezer_ro --task multilabel --metric f1_micro,f1_macro --batch-size 512 --fanout 10,10 --epochs 10 --dropout 0.2
