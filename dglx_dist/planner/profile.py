@@ -19,7 +19,7 @@ import dgl
 import numpy as np
 import psutil
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 from dglx_dist.comm.collectives import barrier, gather_json
@@ -273,7 +273,8 @@ def time_batches(
             "copy.deepcopy rejects"
         ) from problem
     dropouts = install_node_dropouts(copied, 0) if drop_by_node else None
-    optimizer, device = torch.optim.Adam(copied.parameters(), lr=1e-9), float_of(module).device
+    optimizer, like = torch.optim.Adam(copied.parameters(), lr=1e-9), float_of(module)
+    device = like.device
     rows, seconds, fresh, wide, spreads = [], [], [], [], []
     for number, batch in enumerate(batches):
         blocks = [place(block, device) for block in batch]
@@ -288,19 +289,18 @@ def time_batches(
         # The very first step also warms up other things.
         if number:
             fresh.append((first - seconds[-1]) / max(sum(sizes[2]), 1))
-        summed = statistics.median(repeated(partial(_sum_features, copied, blocks[0], shape, clock)))
+        summing = partial(sum_in_edges, blocks[0], like.new_ones(sizes[0][0], shape.features))
+        summed = statistics.median(repeated(partial(_timed, clock, device, summing)))
         wide.append(summed / max(sizes[2][0] * shape.features, 1))
     fresh_edge_s = max(statistics.median(fresh or [0.0]), 0.0)
     return Trials(rows, seconds, fresh_edge_s, statistics.median(wide), statistics.median(spreads))
 
 
-def _sum_features(module: nn.Module, block: Any, shape: ModelShape, clock: Callable[[], float]) -> float:
-    like = float_of(module)
-    rows = like.new_ones(block.num_src_nodes(), shape.features)
-    synchronize(like.device)
+def _timed(clock: Callable[[], float], device: torch.device, work: Callable[[], object]) -> float:
+    synchronize(device)
     begin = clock()
-    sum_in_edges(block, rows)
-    synchronize(like.device)
+    work()
+    synchronize(device)
     return clock() - begin
 
 
@@ -314,21 +314,21 @@ def _step(
     like = float_of(module)
     rows, device = like.new_ones(blocks[0].num_src_nodes(), shape.features), like.device
     labels = torch.zeros(blocks[-1].num_dst_nodes(), dtype=torch.int64, device=device)
-    synchronize(device)
-    begin = clock()
-    try:
+
+    def train() -> None:
         loss = cross_entropy(module(blocks, rows), labels)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
+        optimizer.step()
+
+    try:
+        return _timed(clock, device, train)
     except MODEL_ERRORS as problem:
         raise ConfigError(
             f"the model could not be timed on a batch ({type(problem).__name__}: {problem}); it "
             f"is called as model(blocks, features) with {len(blocks)} blocks, one for each fan-out, and must "
             "return a row of scores for each target"
         ) from problem
-    optimizer.step()
-    synchronize(device)
-    return clock() - begin
 
 
 def measured_rates(
@@ -432,18 +432,10 @@ def time_bytes(
     plain = rows.view(torch.uint8).numpy().reshape(-1)
 
     def timed(work: Callable[[], object]) -> float:
-        def once() -> float:
-            begin = clock()
-            work()
-            return clock() - begin
+        return statistics.median(repeated(partial(_timed, clock, device, work))) / count
 
-        return statistics.median(repeated(once)) / count
-
-    def copy(pinned: Tensor) -> None:
-        pinned.to(device, non_blocking=True)
-        synchronize(device)
-
-    copied = timed(partial(copy, rows.pin_memory())) if device.type == "cuda" else 0.0
+    on_gpu = device.type == "cuda"
+    copied = timed(partial(rows.pin_memory().to, device, non_blocking=True)) if on_gpu else 0.0
     return timed(lambda: column[ids]), timed(lambda: zlib.crc32(plain.data)), copied
 
 
