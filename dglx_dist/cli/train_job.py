@@ -47,7 +47,7 @@ from dglx_dist.planner.workload import check_plannable
 from dglx_dist.records import FEATURE, LABEL, SPLITS, EdgeType, EpochRecord
 from dglx_dist.report import run_folder
 from dglx_dist.report.run_folder import PICTURE, SUMMARY, append_epoch, read_epochs, start_run, write_run
-from dglx_dist.report.tables import run_title, spread, summarise
+from dglx_dist.report.tables import plural, run_title, spread, summarise
 from dglx_dist.strategies.base import AUTO, WrappedModel, float_of, strategy_of
 from dglx_dist.training.checkpoint import read_extra
 from dglx_dist.training.config import (
@@ -385,7 +385,7 @@ def what_is_learnt(plan: TrainConfig, g: DistGraph, target: Target) -> str:
         names = names if len(target) <= 3 else f"{len(target)} edge types"
         return f"link prediction on {names}, decoder {_decoder_of(plan, target)}"
     if plan.task == CLASSIFICATION:
-        return f"{plan.task}, {g.num_classes(target)} classes"
+        return f"{plan.task}, {plural(g.num_classes(target), 'class')}"
     width = math.prod(g.nodes[target].data[LABEL].shape[1:])
     if plan.task == MULTILABEL:
         return f"{plan.task}, {width} labels"

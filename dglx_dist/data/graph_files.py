@@ -33,7 +33,7 @@ from dglx_dist.data.sources import (
 )
 from dglx_dist.data.storage.files import machine_memory, read_small, readable_bytes
 from dglx_dist.data.tables import as_numpy, graph_of_tables, id_column
-from dglx_dist.data.validate import check_ids, check_whole
+from dglx_dist.data.validate import check_ids, check_whole, first_repeat
 from dglx_dist.errors import ConfigError, DatasetError, DglxError
 from dglx_dist.progress import progress
 from dglx_dist.records import (
@@ -333,8 +333,8 @@ def _by_relation(
     order = np.argsort(relation, kind="stable")
     first = np.searchsorted(relation[order], np.arange(len(names) + 1))
     edges, edge_data = {}, {}
-    if len(set(names.tolist())) < len(names):
-        raise DatasetError(f"{where}: two relations have the same name; name them apart")
+    if (repeat := first_repeat(names)) is not None:
+        raise DatasetError(f"{where}: two relations have the name {str(names[repeat[0]])!r}; name them apart")
     for code, name in enumerate(names):
         rows = order[first[code] : first[code + 1]]
         if len(rows):
