@@ -87,7 +87,8 @@ def standard_columns(
 ) -> dict[str, NodeColumn]:
     """Rename and cast columns: whole features to float32, labels to int64, splits to boolean.
 
-    Labels of floating point stay so unless all are whole and at least 0, or NaN: targets of a regression.
+    Labels of floating point stay so unless all are NaN or whole, at least 0 and below 2**63: targets of a
+    regression, as uint64 beyond that are.
 
     ``features`` and ``feats`` become ``feat``, ``labels`` becomes ``label``, unless that name is taken.
     Without ``rename``, names and dtypes stay, except of splits and of labels that are class numbers or have
@@ -133,6 +134,12 @@ def classes_of(node_data: Mapping[str, Mapping[str, NodeColumn]]) -> dict[str, i
     return {ntype: count for ntype, count in counts.items() if count is not None}
 
 
+def could_be_labels(of_nodes: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the names of the columns of one number per node, with commas."""
+    found = [name for columns in of_nodes.values() for name, one in columns.items() if len(one.shape) == 1]
+    return ", ".join(name for name in found if not name.endswith(("_mask", "_id")))
+
+
 def masks_of_split(split_of: Array) -> dict[str, Array]:
     """Return the three masks of (N,) split codes: 0 train, 1 validation, 2 test, others none."""
     return {name: split_of == code for code, name in enumerate(SPLITS)}
@@ -151,9 +158,8 @@ def _as_mask(column: Array, name: str, where: str) -> Array:
 def _as_label(column: Array, where: str) -> Array:
     if column.ndim == 2 and column.shape[1] == 1:
         column = column[:, 0]
-    if column.dtype.kind in "uf" and column.ndim == 1 and (beyond := column >= 2.0**63).any():
-        row = int(np.argmax(beyond))
-        raise column_error(where, LABEL, f"{column[row]} is beyond int64; a label numbers a class", row)
+    if column.dtype == np.uint64 and (column >= 2.0**63).any():
+        column = column.astype(np.float64)
     if column.dtype.kind in "iub":
         return column.astype(np.int64) if column.ndim == 1 else column
     if column.dtype.kind != "f":
@@ -162,7 +168,7 @@ def _as_label(column: Array, where: str) -> Array:
         return column
     # Sources store labels with gaps as floating point, with NaN for missing ones.
     known = column[~np.isnan(column)]
-    if ((known != np.floor(known)) | (known < 0)).any():
+    if ((known != np.floor(known)) | (known < 0) | (known >= 2.0**63)).any():
         return column  # targets of a regression
     return np.nan_to_num(column, nan=-1.0).astype(np.int64)
 

@@ -10,7 +10,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import dgl
@@ -136,25 +135,20 @@ def count_rank(
     sampler = kind(list(draws.fanouts))
     options: dict[str, Any] = {"shuffle": True, "num_threads": 0, "device": "cpu"}
     loader = DataLoader(g, own_seeds, sampler, batch_size=draws.batch_size, **options)
-    loader.set_epoch(draws.epoch)
-    # Untimed: the first draw reads the structure from disk.
+    # Untimed: the first draw compiles kernels and reads the structure from disk.
     next(iter(loader), None)
-    loader.set_epoch(draws.epoch)
     own = int(bounds[topology.server]), int(bounds[topology.server + 1])
-    layers, batches = len(draws.fanouts), 0
+    layers, steps = len(draws.fanouts), range(len(loader))[: draws.most_batches]
     sizes, largest = np.zeros((3, layers), np.int64), np.zeros((3, layers), np.int64)
     owners, remote_seeds, requested, returned = np.zeros(len(bounds) - 1, np.int64), 0, 0, 0
-    draw_s, drawn = 0.0, islice(loader, draws.most_batches)
-    while True:
+    make, draw_s = loader.made_of(draws.epoch, iter(steps)), 0.0
+    for step in steps:
         begin = clock()
-        batch = next(drawn, None)
+        batch = make(step)
         draw_s += clock() - begin
-        if batch is None:
-            break
-        inputs, targets, blocks = batch
+        inputs, targets, blocks = batch.input_nodes, batch.output_nodes, batch.blocks
         assert isinstance(inputs, Tensor)
         assert isinstance(targets, Tensor)
-        batches += 1
         remote = inputs.numpy()[_outside(inputs.numpy(), own)]
         owners += np.bincount(np.searchsorted(bounds, remote, side="right") - 1, minlength=len(owners))
         remote_seeds += int(_outside(targets.numpy(), own).sum())
@@ -171,7 +165,7 @@ def count_rank(
     return RankCount(
         seeds=len(own_seeds),
         steps=len(loader),
-        counted=batches,
+        counted=len(steps),
         remote_rows=owners.tolist(),
         remote_seeds=remote_seeds,
         sources=sizes[0].tolist(),
@@ -321,9 +315,6 @@ def count_batches(
     counted = (LOOK_AHEAD, "vip") if run.in_job or edges <= _MOST_EDGES else (LOOK_AHEAD,)
     caches = [one for one in caches if one[0] in counted]
     held = _cached_rows(run, draws, [alpha for policy, alpha in caches if policy == "vip"])
-    # The first batch compiles kernels.
-    one_batch, first = replace(draws, most_batches=1), run.ranks_here[0]
-    count_rank(run.g, one_batch, run.seeds, (partition.of_rank(first), partition.bounds))
     counts, per_edge = [], []
     for rank in run.ranks_here:
         place, inputs = (partition.of_rank(rank), partition.bounds), list[Inputs]()

@@ -32,9 +32,9 @@ def readable_count(count: float) -> str:
 
 
 def plural(count: object, noun: str) -> str:
-    """Format a number of things: (1, "rank") -> ``1 rank``, (2, "rank") -> ``2 ranks``, (1.0, ...) as 1."""
+    """Format a number of things: (1, "rank") -> ``1 rank``, (2, "class") -> ``2 classes``, (1.0, ...)."""
     shown = f"{count:g}" if isinstance(count, float) else count
-    return f"{shown} {noun}" if count == 1 else f"{shown} {noun}s"
+    return f"{shown} {noun}" if count == 1 else f"{shown} {noun}{'es' if noun.endswith('s') else 's'}"
 
 
 def readable_seconds(seconds: float) -> str:

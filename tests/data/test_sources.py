@@ -280,7 +280,7 @@ def test_relations_become_edge_types_with_their_own_edges_and_columns(tmp_path: 
     assert edges_of(graph, knows) == [[0, 2], [1, 3]]
     assert graph.edge_data[knows]["weight"].tolist() == [10, 30]
     assert graph.edge_data[likes]["weight"].tolist() == [20]
-    with pytest.raises(DatasetError, match="two relations have the same name"):
+    with pytest.raises(DatasetError, match="two relations have the name 'a'"):
         load_npz(tmp_path, etype=np.array([0, 1, 2]), etype_names=np.array(["a", "b", "a"]))
 
 

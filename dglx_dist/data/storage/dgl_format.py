@@ -500,7 +500,8 @@ def _check_names(graph: RawGraph) -> None:
         if ":" in name or "/" in name:
             raise ConfigError(f"DGL's files cannot hold the type name {name!r}, which has a ':' or a '/'")
     if changed := [etype[1] for etype in graph.edges if _name(etype) != type_text(etype)]:
-        _LOG.warning("relations are %%-encoded, as '/' and ':' separate DGL's names: %s", ", ".join(changed))
+        some = f"{len(changed)}, such as {', '.join(changed[:3])}"
+        _LOG.warning("relations are %%-encoded, as '/' and ':' separate DGL's names: %s", some)
 
 
 def _name(kind: str | EdgeType) -> str:

@@ -124,7 +124,7 @@ def test_names_that_dgl_would_divide_are_encoded(
     weights = {etype: {"weight": np.array([float(number)])} for number, etype in enumerate(edges)}
     graph = RawGraph(name="kg", num_nodes={NODE_TYPE: 2}, edges=edges, edge_data=weights)
     config = write_dgl_format(graph, random_owners(graph, 1, 5), tmp_path / "dgl")
-    assert "relations are %-encoded, as '/' and ':' separate DGL's names: /a.b/c:d, 100%" in caplog.text
+    assert "as '/' and ':' separate DGL's names: 2, such as /a.b/c:d, 100%" in caplog.text
     _, _, features, *_, etypes = load(config, 0, monkeypatch)
     assert [relation for _, relation, _ in etypes] == ["%2Fa.b%2Fc%3Ad", "a b", "100%25"]
     assert features["_N:%2Fa.b%2Fc%3Ad:_N/weight"].tolist() == [0.0]
