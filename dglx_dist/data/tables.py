@@ -146,15 +146,29 @@ def read_table(path: Path) -> Any:
     """Return the table in ``path``, a ``.csv`` with a header line or a ``.parquet``, as a pyarrow.Table."""
     try:
         with open_arrow(path) as file:
-            read = pyarrow.csv.read_csv if path.suffix == ".csv" else pyarrow.parquet.read_table
-            table = read(file)
+            if path.suffix != ".csv":
+                return pyarrow.parquet.read_table(file)
+            ids_as_text = pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(_IDS, pa.large_string()))
+            table = pyarrow.csv.read_csv(file, convert_options=ids_as_text)
         columns = zip(table.column_names, table.schema.types, strict=True)
-        binary = [name for name, kind in columns if pa.types.is_binary(kind)]
-        if binary and path.suffix == ".csv":
-            raise OSError(f"column {binary[0]!r} is not text in UTF-8; save it as that")
+        for place, (name, kind) in enumerate(columns):
+            if pa.types.is_binary(kind):
+                raise OSError(f"column {name!r} is not text in UTF-8; save it as that")
+            if name in _IDS:
+                table = table.set_column(place, name, _numbers_of(table.column(place)))
         return table
     except (pa.ArrowInvalid, OSError, UnicodeDecodeError) as error:
         raise DatasetError(f"{path}: not readable as a {path.suffix[1:]} table: {error}") from error
+
+
+def _numbers_of(ids: Any) -> Any:
+    """Return (N,) texts as int64 if they are written as the numbers are, as 007 is not."""
+    ids = pc.if_else(pc.equal(ids, ""), None, ids)
+    try:
+        numbers = ids.cast(pa.int64())
+    except pa.ArrowInvalid:
+        return ids
+    return numbers if pc.all(pc.equal(numbers.cast(ids.type), ids)).as_py() else ids
 
 
 def column(table: Any, name: str, where: str) -> Column:
@@ -249,6 +263,7 @@ def _edge_type(path: Path) -> EdgeType:
 
 _KEYS_OF_EDGES = (("src", "dst"), ("source", "destination"))
 SPLIT, _ID = "split", "id"
+_IDS = (_ID, *_KEYS_OF_EDGES[0], *_KEYS_OF_EDGES[1])
 _SPLIT_CODES = {
     **{"train": 0, "val": 1, "valid": 1, "validation": 1, "test": 2, "": -1, "none": -1},
     **{"0": 0, "1": 1, "2": 2, "-1": -1},
@@ -262,12 +277,11 @@ class TablesSource(DatasetSource):
     By convention: ``nodes.csv`` (may be absent: the nodes are then those of the edges) and
     ``edges.csv``; for several types ``nodes/TYPE.csv`` and
     ``edges/SOURCE__RELATION__DESTINATION.csv``; each may be ``.parquet``. In node tables, ``id`` holds
-    integer or string ids (absent: the row number; in CSV an id of digits only is an integer, so 007 is 7:
-    write Parquet to keep the zeros), ``label`` numbers or strings (empty: none; strings are numbered in
-    alphabetical order) or ``label_0``, ``label_1`` ... several numbers, ``split`` train, val or test,
-    ``feat`` lists or ``feat_0``, ``feat_1`` ... the features; in edge tables ``src`` and ``dst`` the ids.
-    Every other column is kept under its own name and must hold numbers. Ids other than 0..N-1 in order are
-    kept in ``user_ids``. Tables with other column names are for ``dglx ingest``.
+    integer or string ids (absent: the row number; 007 is not 7), ``label`` numbers or strings (empty: none;
+    strings are numbered in alphabetical order) or ``label_0``, ``label_1`` ... several numbers, ``split``
+    train, val or test, ``feat`` lists or ``feat_0``, ``feat_1`` ... the features; in edge tables ``src`` and
+    ``dst`` the ids. Every other column is kept under its own name and must hold numbers. Ids other than
+    0..N-1 in order are kept in ``user_ids``. Tables with other column names are for ``dglx ingest``.
 
     Option ``ignore``: columns to leave out, separated by commas.
     """
@@ -369,9 +383,11 @@ def _ids_in_edges(node_type: str, ends: Mapping[EdgeType, tuple[Column, Column]]
 
 def _positions(end: Column, ids: Any, table: str | None) -> Array:
     """Return (E,) int32 or int64, the row in ``ids`` of each value of ``end``."""
-    owner, values = f"among the ids of {table}" if table is not None else "a node", end.values
+    owner = f"among the ids of {table}" if table is not None else "a node"
+    # In a table of text ids, the few of a table of edges may all look like numbers.
+    values = end.texts() if pa.types.is_large_string(ids.type) else end.values
     if values.type != ids.type:
-        raise end.error(f"holds {values.type} ids, but those {owner} are {ids.type}; write both alike")
+        raise end.error(f"holds texts, but those {owner} are whole numbers; write both alike")
     if _is_range(ids):
         numbers = as_numpy(values)
         unknown = (numbers < 0) | (numbers >= len(ids))

@@ -87,8 +87,11 @@ def test_string_ids_are_mapped_and_columns_get_their_meaning_from_their_names(tm
          [70, 5_000_000_000, 9], [[2, 0], [0, 1]]),
         ({"nodes.csv": "age\n30\n40\n50\n", "edges.csv": "src,dst\n2,0\n1,1\n"}, None, [[2, 1], [0, 1]]),
         ({"edges.csv": "src,dst\nx,c\nb,x\n"}, ["b", "c", "x"], [[2, 0], [1, 2]]),
+        ({"nodes.csv": "id\n007\n7\nA1\n", "edges.csv": "src,dst\n7,007\nA1,7\n"},
+         ["007", "7", "A1"], [[1, 2], [0, 1]]),
+        ({"nodes.csv": "id\n1\n2\nA1\n", "edges.csv": "src,dst\n2,1\n"}, ["1", "2", "A1"], [[1], [0]]),
     ],
-    ids=["integers with gaps", "from zero", "of edges"],
+    ids=["integers with gaps", "from zero", "of edges", "with zeros before", "numbers of a text"],
 )  # fmt: skip
 def test_ids_of_any_kind_are_mapped(tmp_path: Path, files: dict[str, str], ids: Any, edges: Any) -> None:
     graph = load_dataset(write(tmp_path, files))
@@ -136,10 +139,11 @@ WIDE = pa.array([0, 2**63], pa.uint64())
         ("id\na\nb\n", "a,b\nb,zoe",
          r"edges\.csv: column 'dst', row 1: .*'zoe' is not among .*nodes\.csv \(rows of 'dst' .*ids: 1\)"),
         ("age\n1\n2\n", "0,1\n2,1", r"edges\.csv: column 'src', row 1: node id 2"),
-        ("id\na\nb\n", "1,2", r"column 'src' holds int64 ids, but .* are large_string"),
+        ("id\na\nb\n", "1,2", r"column 'src', row 0: node id 1 is not among"),
+        ("id\n1\n2\n", "1,02", r"column 'dst' holds texts, but those .* are whole numbers; write both alike"),
         ("id,x\n1,1\n,2\n", "1,1", r"nodes\.csv: column 'id', row 1: is empty"),
         ("id,x\n1,1\n2,nan\n", "1,1", r"nodes\.csv: column 'x', row 1: is empty, or NaN, NA or null"),
-        ("id\n1.5\n", "1,1", r"column 'id' must hold integer or string ids; it holds double"),
+        ({"id": [1.5]}, "1,1", r"column 'id' must hold integer or string ids; it holds double"),
         ("id,city\n1,Rome\n", "1,1", r"nodes\.csv: column 'city' holds strings.*ignore=city"),
         ("id,label\n1,0\n2,-3\n", "1,2", r"nodes\.csv: column 'label', row 1: label -3"),
         ("id,split\n1,train\n2,dev\n", "1,2", r"column 'split', row 1: 'dev' is not a split"),
