@@ -212,7 +212,7 @@ def _seconds(
 
 
 def _sums_first(known: Measured, first: FirstLayer, size: int) -> tuple[Measured, float]:
-    """Return ``known`` with the products, and the seconds of the sums, if parts sum rows before projecting."""
+    """Return ``known`` with the products, and the seconds of the sums, if parts sum before they project."""
     (sources, *_), (targets, *_), (edges, *_) = known.mini_batches.worked
     layer, *others = known.shape.layers
     early = projects_first(sources, targets, edges, layer.inputs // size, first.sum_width)
