@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from dglx_dist.comm.collectives import CONTROL, broadcast_json, check_equal, gather_json, run_on_all_ranks
+from dglx_dist.comm.collectives import broadcast_json, check_equal, gather_json, run_on_all_ranks
 from dglx_dist.comm.ledger import LedgerRow
 from dglx_dist.comm.session import Session, agreement_facts
 from dglx_dist.comm.topology import read_launch
@@ -147,7 +147,7 @@ def train_pass(
         correct += int(num_correct)
         targets += num_targets
     seconds = time.perf_counter() - begin
-    rows = session.ledger.since(counted)
+    rows = session.ledger.since(counted, control=False)
     times = loader.times()
     counts = {
         "correct": correct,
@@ -669,9 +669,8 @@ class _Run:
                 return []
             found = [record]
         else:
-            counted = self._session.ledger.snapshot()
-            found = list(trainer.run(self._next, self._next_stop() - self._next))
-            self._count([row for row in self._session.ledger.since(counted) if row.phase != CONTROL])
+            found, rows = trainer.run(self._next, self._next_stop() - self._next)
+            self._count(rows)
             for _ in found:
                 after_step()
         self._next += len(found)
