@@ -201,6 +201,7 @@ TRAINED_WITH, PRECISION = "strategy", "precision"
 precision of forward passes."""
 _FACTS, _LAUNCH = "configuration", "launch"
 """More keys: what :func:`check_same` compares; the start of torchrun that saved it."""
+_SHOWN = 4  # settings that a message names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -438,8 +439,8 @@ def _differences(saved: Mapping[str, Any], facts: Mapping[str, object]) -> str:
     now = json.loads(json.dumps(facts))
     before = {**now, **saved.get(_FACTS, {})}
     differ = [name for name in now if json.dumps(before[name]) != json.dumps(now[name])]
-    more = f" and {len(differ) - 4} more" if len(differ) > 4 else ""
-    return ", ".join(f"{name}: {before[name]} -> {now[name]}" for name in differ[:4]) + more
+    more = f" and {len(differ) - _SHOWN} more" if len(differ) > _SHOWN else ""
+    return ", ".join(f"{name}: {before[name]} -> {now[name]}" for name in differ[:_SHOWN]) + more
 
 
 def _facts(g: DistGraph, config: FitConfig, optimizer: torch.optim.Optimizer) -> dict[str, object]:
