@@ -371,6 +371,15 @@ def test_a_constant_column_does_not_hide_the_error_of_another(
     assert "the test rmse of 0.5 is not better than" in caplog.text
 
 
+def test_an_area_under_the_curve_of_guesses_is_said(data: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with dx.init("data_parallel"):
+        g = dx.DistGraph(data / "multilabel")
+        for area in (0.52, 0.7):
+            warn_of_guesses("multilabel", {"test_roc_auc": area}, g, "_N", "label")
+    (warning,) = (text for text in caplog.messages if "roc_auc" in text)
+    assert warning.startswith("the test roc_auc of 0.52 is hardly better than 0.5, that of guesses")
+
+
 def test_early_stop_needs_validation_nodes(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
