@@ -244,16 +244,13 @@ def _write_outputs(
     if not any(folder for _, folder in outputs):
         return
     if not isinstance(target, str):
-        if plan.save_embeddings is not None:
-            of_type, is_made = rows_of(wrapped, g, inputs)
-            rows = of_type if len(of_type) > 1 else of_type[g.ntypes[0]]
-            write_embeddings(rows, g, plan.save_embeddings, name=EMBEDDING, overwrite=True)
-            write_relations(wrapped.whole().decoder, g, plan.save_embeddings)  # type: ignore[arg-type]
-            for tensor in of_type.values() if is_made else ():
-                tensor.delete()
-        if plan.predictions is not None:
-            ranked = LinkEvaluation(g=g, targets=target, inputs=inputs).test_edges(wrapped)
-            write_edges(ranked, g, plan.predictions, scores=plan.scores, overwrite=True)
+        with rows_of(wrapped, g, inputs) as rows:
+            if plan.save_embeddings is not None:
+                shown = rows if len(rows) > 1 else rows[g.ntypes[0]]
+                write_embeddings(shown, g, plan.save_embeddings, name=EMBEDDING, overwrite=True)
+                write_relations(wrapped.whole().decoder, g, plan.save_embeddings)  # type: ignore[arg-type]
+            if (said := plan.predictions) is not None:
+                write_edges(target.test_edges(wrapped, rows), g, said, scores=plan.scores, overwrite=True)
         return
     module = wrapped.whole()
     *hidden, last = module.inference_layers()  # type: ignore[operator]  # all models of build() have it
@@ -349,8 +346,8 @@ def train_dataset(plan: TrainConfig) -> Trained:
         return Trained(rank=session.topology.rank, epochs=epochs, summary=summary)
 
 
-Target: TypeAlias = str | Sequence[EdgeType]
-"""The node type or the edge types to predict."""
+Target: TypeAlias = str | LinkEvaluation
+"""The node type to predict, or the evaluation of the edge types to predict."""
 
 
 def _prepared(plan: TrainConfig, g: DistGraph) -> tuple[TrainConfig, Target, Built, dict[str, object]]:
@@ -377,15 +374,16 @@ def _prepared(plan: TrainConfig, g: DistGraph) -> tuple[TrainConfig, Target, Bui
         "target": ",".join(relation for _, relation, _ in targets),
         "edge_split": "80 / 10 / 10, keyed by the ends" if made else "masks of the dataset",
     }
-    return replace(plan, metric=metrics_of(LINK, plan.metric)), targets, _build_link(plan, g, targets), notes
+    plan, built = replace(plan, metric=metrics_of(LINK, plan.metric)), _build_link(plan, g, targets)
+    return plan, LinkEvaluation(g=g, targets=targets, inputs=built[1], metrics=plan.metric), built, notes
 
 
 def what_is_learnt(plan: TrainConfig, g: DistGraph, target: Target) -> str:
     """Return the task with its size, as ``classification, 7 classes``."""
     if not isinstance(target, str):
-        names = ", ".join(relation for _, relation, _ in target[:3])
-        names = names if len(target) <= 3 else f"{len(target)} edge types"
-        return f"link prediction on {names}, decoder {_decoder_of(plan, target)}"
+        names = ", ".join(relation for _, relation, _ in target.targets[:3])
+        names = names if len(target.targets) <= 3 else f"{len(target.targets)} edge types"
+        return f"link prediction on {names}, decoder {_decoder_of(plan, target.targets)}"
     if plan.task == CLASSIFICATION:
         return f"{plan.task}, {plural(g.num_classes(target), 'class')}"
     width = math.prod(g.nodes[target].data[LABEL].shape[1:])
@@ -536,12 +534,11 @@ def _fit(
         loading |= {"fanouts": plan.fanouts, "batch_size": plan.batch_size}
         options["num_layers"] = None if hasattr(module, "inference_layers") else plan.layers
     else:
-        given: dict[str, Any] = {"g": g, "targets": target, "inputs": inputs}
         options["task"] = LinkPrediction(inputs=inputs, pair_loss=PAIR_LOSSES[plan.loss])
-        options["evaluate"] = LinkEvaluation(**given, metrics=plan.metric)
-        loading |= {"fanouts": None if plan.model == NO_ENCODER else plan.fanouts}
-        loader = link_loader(**given, **loading, batch_size=plan.batch_size or 512, negatives=plan.negatives)
-        loading = {"loader": loader}
+        options["evaluate"] = target
+        loading |= {"fanouts": None if plan.model == NO_ENCODER else plan.fanouts, "inputs": inputs}
+        loading |= {"batch_size": plan.batch_size or 512, "negatives": plan.negatives}
+        loading = {"loader": link_loader(g, target.targets, **loading)}
     # Of --task link; the library takes a function.
     del options["loss"]
     return fit(

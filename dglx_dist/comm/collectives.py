@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dglx_dist.comm.ledger import ring_bytes
+from dglx_dist.comm.ledger import CONTROL, ring_bytes
 from dglx_dist.comm.session import Session, raise_unless_equal
 from dglx_dist.data.external_memory import Ranks
 from dglx_dist.errors import ConfigError, DglxError, PeerError, StorageError
@@ -25,9 +25,6 @@ _MAX_STATUS_CHARS = 100
 """Of the status that a rank reports and others compare with their own."""
 
 T = TypeVar("T")
-
-CONTROL = "control"
-"""Ledger phase of what is not data."""
 
 
 def sum_over_ranks(

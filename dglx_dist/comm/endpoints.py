@@ -26,6 +26,7 @@ import numpy as np
 
 from dglx_dist.comm.auth import Credentials, derived_key
 from dglx_dist.comm.collectives import barrier
+from dglx_dist.comm.ledger import CONTROL
 from dglx_dist.comm.rendezvous import interface_address
 from dglx_dist.comm.rpc import PeerAddress, open_endpoints
 from dglx_dist.comm.session import Session, SessionField
@@ -90,7 +91,7 @@ def _key(session: Session, listens: int, connects: int) -> bytes:
 
 def _connect(session: Session, peer: int) -> socket.socket:
     rank = session.topology.rank
-    where, port = session.rpc.call(peer, _OFFER, "", [], phase="control")
+    where, port = session.rpc.call(peer, _OFFER, "", [], phase=CONTROL)
     address = where.tobytes().decode()
     with ExitStack() as undo:
         try:

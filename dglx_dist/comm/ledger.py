@@ -13,6 +13,9 @@ LedgerKey: TypeAlias = tuple[str, int, int, int]
 WORKER = -1
 """In place of a rank: any stateless worker. It has no ledger: the rank that it calls counts for it."""
 
+CONTROL = "control"
+"""Phase of what ranks agree by, which is no payload of training."""
+
 Snapshot: TypeAlias = Mapping[LedgerKey, int]
 
 
@@ -65,8 +68,8 @@ class Ledger:
         with self._lock:
             return dict(self._bytes)
 
-    def since(self, snapshot: Snapshot) -> list[LedgerRow]:
-        """Counts added after ``snapshot``, sorted, without unchanged ones."""
+    def since(self, snapshot: Snapshot, *, control: bool = True) -> list[LedgerRow]:
+        """Counts added after ``snapshot``, sorted, without unchanged ones, and CONTROL if ``control``."""
         now = self.snapshot()
         same_server = self._topology.same_server
         return [
@@ -80,6 +83,7 @@ class Ledger:
             )
             for (phase, layer, source, destination), total in sorted(now.items())
             if (added := total - snapshot.get((phase, layer, source, destination), 0))
+            and (control or phase != CONTROL)
         ]
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import zmq
 
 from dglx_dist.comm.auth import Credentials, DescriptorWatch, ZapAuthenticator, derived_key
-from dglx_dist.comm.ledger import Ledger
+from dglx_dist.comm.ledger import CONTROL, Ledger
 from dglx_dist.comm.topology import endpoint_of
 from dglx_dist.comm.wire import (
     FRAME_BYTES,
@@ -632,7 +632,7 @@ class Rpc:
 
     def peer_status(self, ranks: Sequence[int], timeout_s: float) -> dict[int, str | None]:
         """Return the collective that each of ``ranks`` waits in; "" for none, None for a silent rank."""
-        found = self.ask(sorted(ranks), _PING, "", [], timeout_s, phase="control")
+        found = self.ask(sorted(ranks), _PING, "", [], timeout_s, phase=CONTROL)
         texts = {rank: status.tobytes().decode(errors="replace") for rank, (status,) in found.items()}
         return {rank: texts.get(rank) for rank in sorted(ranks)}
 

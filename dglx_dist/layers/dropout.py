@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dglx_dist.comm.devices import is_on_host
-from dglx_dist.comm.session import Shared
 from dglx_dist.errors import ConfigError
 from dglx_dist.keyed_random import full_word, item_key, shifted, stream_key, words_on_device
 from dglx_dist.records import Array
@@ -242,7 +241,7 @@ class _Call:
 
 
 @final
-class NodeDropouts(Shared):
+class NodeDropouts:
     """Shared state of the dropouts of one model: the current pass, and the nodes or edges of their rows.
 
     Rows outside of a convolution belong to the first nodes of the pass, since a block's destinations come

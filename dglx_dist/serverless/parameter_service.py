@@ -11,7 +11,7 @@ from typing import final
 
 import numpy as np
 
-from dglx_dist.comm.ledger import WORKER
+from dglx_dist.comm.ledger import CONTROL, WORKER
 from dglx_dist.comm.rpc import Handler, Rpc
 from dglx_dist.comm.trace import PARAMETER_SERVER, Timeline
 from dglx_dist.comm.wire import payload_bytes
@@ -32,7 +32,7 @@ UPDATED, STOPPED = "lambda.updated", "lambda.stopped"
 MISSING, LATEST, STATE = "lambda.missing", "lambda.latest", "lambda.state"
 """Called by ranks: missing inputs of the next update, the latest weights, the state of the update."""
 
-DOWN, UP, BETWEEN, CONTROL, READ = "weights_down", "weights_up", "parameter_sums", "control", "weights_read"
+DOWN, UP, BETWEEN, READ = "weights_down", "weights_up", "parameter_sums", "weights_read"
 """Ledger phases."""
 
 _PAIR = re.compile(r"(0|[1-9][0-9]{0,17})/(0|[1-9][0-9]{0,5})")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dglx_dist.comm.collectives import gather_int64
+from dglx_dist.comm.ledger import LedgerRow
 from dglx_dist.comm.session import Session, SessionField, start_session
 from dglx_dist.comm.topology import read_settings
 from dglx_dist.errors import ConfigError, DglxError
@@ -81,14 +82,14 @@ class EpochTrainer(ABC):
     """Trains whole epochs, under a strategy whose epochs overlap so that no user loop can own a step."""
 
     @abstractmethod
-    def run(self, first: int, number: int) -> Sequence[EpochRecord]:
+    def run(self, first: int, number: int) -> tuple[list[EpochRecord], Sequence[LedgerRow]]:
         """Train ``number`` epochs from ``first`` on; every rank must call it.
 
         Afterwards nothing is in flight, and the model's parameters and the optimizer's state are those of the
         last epoch on every rank.
 
         Returns:
-            One record per epoch, over all ranks, not evaluated.
+            One record per epoch, over all ranks, not evaluated; and the bytes in them that this rank counted.
 
         Raises:
             PeerError: a rank is dead or silent.

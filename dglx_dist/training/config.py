@@ -319,16 +319,18 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        wrong = takes(self.model, "heads") and (self.heads < 1 or self.hidden % self.heads > 0)
-        useless = not takes(self.model, "teleport") and self.teleport != type(self).teleport
-        of_appnp = ("teleport", useless, f"left out with --model {self.model}: it is of appnp")
-        check_values(self, [("heads", wrong, f"a divisor of --hidden {self.hidden}"), of_appnp])
         lacks = [name for name in _BETWEEN if not takes(self.model, name)]
         if {self.between[name] for name in lacks} - {"none", False}:
             raise ConfigError(
                 f"--model {self.model} has no --{' and --'.join(lacks)}; {STACKED} have --norm, "
                 "--residual and --jk, rgcn all but --jk"
             )
+        wrong = takes(self.model, "heads") and (self.heads < 1 or self.hidden % self.heads > 0)
+        useless = not takes(self.model, "teleport") and self.teleport != type(self).teleport
+        of_appnp = ("teleport", useless, f"left out with --model {self.model}: it is of appnp")
+        least = 3 if self.model == "rgcn" else 2  # rgcn adds none in its last layer either
+        residual = ("residual", self.residual and self.layers < least, f"with --layers {least} or more")
+        check_values(self, [("heads", wrong, f"a divisor of --hidden {self.hidden}"), of_appnp, residual])
         if self.fanouts is not None and len(self.fanouts) != self.layers:
             raise ConfigError(
                 f"--fanout {','.join(map(str, self.fanouts))} is for {len(self.fanouts)} layers, but "

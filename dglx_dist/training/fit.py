@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from dglx_dist.comm.collectives import CONTROL, broadcast_json, check_equal, gather_json, run_on_all_ranks
+from dglx_dist.comm.collectives import broadcast_json, check_equal, gather_json, run_on_all_ranks
 from dglx_dist.comm.ledger import LedgerRow
 from dglx_dist.comm.session import Session, agreement_facts
 from dglx_dist.comm.topology import read_launch
@@ -147,7 +147,7 @@ def train_pass(
         correct += int(num_correct)
         targets += num_targets
     seconds = time.perf_counter() - begin
-    rows = session.ledger.since(counted)
+    rows = session.ledger.since(counted, control=False)
     times = loader.times()
     counts = {
         "correct": correct,
@@ -201,6 +201,7 @@ TRAINED_WITH, PRECISION = "strategy", "precision"
 precision of forward passes."""
 _FACTS, _LAUNCH = "configuration", "launch"
 """More keys: what :func:`check_same` compares; the start of torchrun that saved it."""
+_SHOWN = 4  # settings that a message names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -438,8 +439,8 @@ def _differences(saved: Mapping[str, Any], facts: Mapping[str, object]) -> str:
     now = json.loads(json.dumps(facts))
     before = {**now, **saved.get(_FACTS, {})}
     differ = [name for name in now if json.dumps(before[name]) != json.dumps(now[name])]
-    more = f" and {len(differ) - 4} more" if len(differ) > 4 else ""
-    return ", ".join(f"{name}: {before[name]} -> {now[name]}" for name in differ[:4]) + more
+    more = f" and {len(differ) - _SHOWN} more" if len(differ) > _SHOWN else ""
+    return ", ".join(f"{name}: {before[name]} -> {now[name]}" for name in differ[:_SHOWN]) + more
 
 
 def _facts(g: DistGraph, config: FitConfig, optimizer: torch.optim.Optimizer) -> dict[str, object]:
@@ -669,9 +670,8 @@ class _Run:
                 return []
             found = [record]
         else:
-            counted = self._session.ledger.snapshot()
-            found = list(trainer.run(self._next, self._next_stop() - self._next))
-            self._count([row for row in self._session.ledger.since(counted) if row.phase != CONTROL])
+            found, rows = trainer.run(self._next, self._next_stop() - self._next)
+            self._count(rows)
             for _ in found:
                 after_step()
         self._next += len(found)

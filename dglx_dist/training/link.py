@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 from weakref import WeakKeyDictionary
@@ -246,19 +247,22 @@ def _has_whole_degrees(module: nn.Module) -> bool:
     return whole or isinstance(module, SymmetricConv)
 
 
+@contextmanager
 def rows_of(
     model: nn.Module, g: DistGraph, inputs: EntityInputs | None, feature: str = FEATURE
-) -> tuple[dict[str, DistTensor], bool]:
-    """Return the (N, d) rows of every node type that a :class:`LinkModel` scores. Collective.
+) -> Iterator[dict[str, DistTensor]]:
+    """Yield the (N, d) rows of every node type that a :class:`LinkModel` scores. Collective.
 
-    And whether an encoder made them, along edges of ``train_mask``; then call ``delete()`` on them when done.
+    Those that an encoder makes, along edges of ``train_mask``, are deleted at the end.
     """
     module: Any = whole_of(model)
-    given: Any = None if inputs is None else inputs.tensors
-    made: Any = given
+    made: Any = None if inputs is None else inputs.tensors
     if module.encoder is not None:
-        made = layerwise_inference(module.encoder, g, feature=feature, inputs=given, mask=TRAIN)
-    return made if isinstance(made, dict) else {g.ntypes[0]: made}, module.encoder is not None
+        made = layerwise_inference(module.encoder, g, feature=feature, inputs=made, mask=TRAIN)
+    rows = made if isinstance(made, dict) else {g.ntypes[0]: made}
+    yield rows
+    for tensor in rows.values() if module.encoder is not None else ():
+        tensor.delete()
 
 
 Asked: TypeAlias = dict[tuple[str, str], Array]
@@ -313,8 +317,8 @@ class LinkEvaluation:
             found |= {f"{name.removesuffix('_mask')}_{key}": value for key, value in scores.items()}
         return found
 
-    def test_edges(self, model: nn.Module) -> RankedEdges:
-        """Rank this rank's test edges. Collective.
+    def test_edges(self, model: nn.Module, stored: Mapping[str, DistTensor] | None = None) -> RankedEdges:
+        """Rank this rank's test edges, by the ``stored`` rows of :func:`rows_of` if given. Collective.
 
         Returns:
             By pairs of types, those of all ranks: (Q,) int64 ``relation`` (place in ``g.canonical_etypes``),
@@ -326,7 +330,7 @@ class LinkEvaluation:
         Raises:
             ConfigError: on all ranks: a score is nan.
         """
-        module, rows = self._read(model)
+        module, rows = self._read(model, stored)
 
         def ranked() -> RankedEdges:
             asked = self._asked.get(TEST, {}).items()
@@ -357,19 +361,19 @@ class LinkEvaluation:
         scored = map(torch.cat, zip(*kept, strict=True))
         return of_edge | of_rank | dict(zip(("score", "best", "best_scores"), scored, strict=True))
 
-    def _read(self, model: nn.Module) -> tuple[Any, dict[str, Tensor]]:
+    def _read(self, model: nn.Module, stored: Any = None) -> tuple[Any, dict[str, Tensor]]:
         """Return the whole model and all rows of the ranked types, as the questions are known. Collective."""
         if self._true is None:
-            splits = [name for name in (VALIDATION, TEST) if num_marked(self.g, self.targets, name)]
-            self._asked = {name: self._share(name) for name in splits}
+            asked = {name: self._share(name) for name in (VALIDATION, TEST)}
+            sizes = [sum(edges.shape[1] for edges in one.values()) for one in asked.values()]
+            of_all = gather_int64(sizes, self.g.session).sum(axis=0)
+            self._asked = {name: asked[name] for name, size in zip(asked, of_all, strict=True) if size}
             self._true = self._true_edges(self._asked.values())
         module: Any = whole_of(model)
-        stored, made = rows_of(module, self.g, self.inputs, self.feature)
         ntypes = {ntype for etype in self.targets for ntype in (etype[0], etype[2])}
-        rows = {ntype: stored[ntype][:].to(module.bias) for ntype in ntypes}
-        for tensor in stored.values() if made else ():
-            tensor.delete()
-        return module, rows
+        made = rows_of(module, self.g, self.inputs, self.feature) if stored is None else nullcontext(stored)
+        with made as rows:
+            return module, {ntype: rows[ntype][:].to(module.bias) for ntype in ntypes}
 
     def _share(self, split: str) -> Asked:
         g, found = self.g, dict[tuple[str, str], list[Array]]()
@@ -427,7 +431,8 @@ class LinkEvaluation:
         def measured(name: str) -> float:
             if name in of_pairs:
                 return of_pairs[name](compared.flatten(), label, session)
-            return mrr(of_all, session) if name == "mrr" else hits_at(int(name[5:]), of_all, session)
+            at = name.removeprefix("hits@")
+            return mrr(of_all, session) if name == "mrr" else hits_at(int(at), of_all, session)
 
         return {name: measured(name) for name in self.metrics}
 

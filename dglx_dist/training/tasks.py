@@ -223,8 +223,9 @@ def _measured(name: str, scores: Tensor, labels: Tensor, session: Session, task:
 
 def warn_of_guesses(task: str, found: Mapping[str, float], g: DistGraph, ntype: str, label: str) -> None:
     """Warn on rank 0 if the metrics ``found`` of the test targets are those of guesses. Collective."""
-    name, guess, is_poor = "auc", 0.5, found.get("test_auc", 1.0) < 0.55
-    why = "that of guesses; train longer, or with another --loss (softmax, bpr), --lr or --embeddings"
+    name = "auc" if "test_auc" in found else "roc_auc"
+    guess, is_poor = 0.5, found.get(f"test_{name}", 1.0) < 0.55
+    why = "that of guesses; train longer, or with another --loss (of links), --lr or --embeddings"
     if task == CLASSIFICATION and "test_accuracy" in found:
         guess = _majority(g, ntype, label)
         name, is_poor = "accuracy", found["test_accuracy"] <= guess

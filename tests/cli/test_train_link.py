@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -19,6 +20,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.partition_book import etype_of_text
 from dglx_dist.records import EDGE_TYPE, Assignment, RawGraph
 from dglx_dist.report.run_folder import read_epochs
+from dglx_dist.training import link
 from dglx_dist.training.config import LINK, TrainConfig, metrics_of
 from tests.helpers.ranks import run_ranks
 
@@ -225,6 +227,20 @@ def test_targets_between_other_types_have_folders_of_their_own(
     assert set(found["user.item"]["relation"].to_pylist()) == {"buys"}
     assert set(found["item.user"]["relation"].to_pylist()) == {"buys-rev"}
     assert "best_scores" not in found["item.user"].column_names
+
+
+def test_what_a_run_writes_is_by_its_evaluation_and_by_rows_made_once(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    written = {"predictions": str(tmp_path / "said"), "save_embeddings": str(tmp_path / "rows")}
+    options = {"target": ("buys",), "model": "rgcn", "hidden": 8, "epochs": 1, **written}
+    with (
+        patch.object(link, "layerwise_inference", wraps=link.layerwise_inference) as rows,
+        patch.object(link, "KnownEdges", wraps=link.KnownEdges) as known,
+    ):
+        run(str(folders["ids"]), str(tmp_path / "run"), options)
+    # Rows for the epoch, and for both folders.
+    assert (rows.call_count, known.call_count) == (2, 1)
 
 
 def refused(folder: str, out: str, options: dict[str, Any]) -> str:

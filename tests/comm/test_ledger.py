@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dglx_dist.comm.ledger import WORKER, Ledger, ring_bytes
+from dglx_dist.comm.ledger import CONTROL, WORKER, Ledger, ring_bytes
 from dglx_dist.comm.topology import Topology
 
 
@@ -25,7 +25,9 @@ def test_rows_are_summed_by_phase_layer_and_ends() -> None:
         ("features", 15, True),
         ("features", 7, False),
     ]
-    (new,) = ledger.since(before)
+    ledger.add(CONTROL, 0, 0, 1, 3)
+    assert [row.phase for row in ledger.since(before)] == [CONTROL, "dense"]
+    (new,) = ledger.since(before, control=False)
     assert (new.phase, new.layer, new.source, new.destination, new.num_bytes) == ("dense", 1, 2, 0, 4)
 
 

@@ -390,6 +390,15 @@ def test_dropouts_that_are_there_are_replaced() -> None:
     assert not torch.equal(model[0](torch.ones(9, 8)), plain)
 
 
+def test_dropouts_of_a_copy_are_replaced_in_the_copy_alone() -> None:
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(8, 8))
+    install_node_dropouts(model, seed=0).begin(0, torch.arange(9))
+    copied = copy.deepcopy(model)
+    install_node_dropouts(copied, seed=0)
+    for one in (model, copied):
+        assert [len(module._forward_hooks) for module in one.modules()] == [1, 0, 1]
+
+
 def test_a_graph_of_unknown_nodes_is_dropped_as_torch_does() -> None:
     conv = SAGEConv(3, 2, "mean", feat_drop=0.5)
     install_node_dropouts(nn.ModuleList([conv]), seed=0).begin(0, torch.arange(RING))

@@ -19,6 +19,7 @@ from torch import nn
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import StageInput
 from dglx_dist.layers.convolutions import stages_of
+from dglx_dist.layers.dropout import install_node_dropouts
 from dglx_dist.layers.tracer import random_block
 from dglx_dist.planner import profile
 from dglx_dist.planner.model_shape import shape_of_module
@@ -66,6 +67,14 @@ def test_a_new_block_takes_longer_by_its_edges() -> None:
     assert found.seconds == [1.0, 1.0]
     assert found.fresh_edge_s == pytest.approx(4.0 / 8)
     assert found.spread == 0.0
+
+
+def test_a_wrapped_model_keeps_its_dropouts_when_a_copy_is_timed() -> None:
+    model, block = build_model("sage", 3, 4, 2, 1), dgl.to_block(dgl.graph(([0, 1], [0, 0])), [0])
+    install_node_dropouts(model, 0)
+    hooks = [len(module._forward_hooks) for module in model.modules()]
+    time_batches(model, shape_of_kind("sage", 3, 4, 2, 1), [[block]], drop_by_node=True)
+    assert [len(module._forward_hooks) for module in model.modules()] == hooks
 
 
 def test_disturbed_repetitions_are_discarded(monkeypatch: pytest.MonkeyPatch) -> None:

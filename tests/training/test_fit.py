@@ -78,6 +78,7 @@ def resumed(folder: str, saved: str) -> None:
         assert getattr(rest, name) == getattr(whole, name)
     for result in (whole, rest):
         assert bytes_of(result) == sum(one.bytes_inside + one.bytes_outside for one in result.epochs)
+        assert "control" not in result.traffic
     assert bool(whole.traffic) == (g.session.topology.world_size > 1)
 
 
@@ -132,8 +133,6 @@ def resumed_inside(folder: str, saved: str) -> None:
                 g.barrier()
         (whole, figures), (again, rest) = ends
         assert all(torch.equal(whole[name], again[name]) for name in whole), strategy
-        # The layers' edge values are agreed on once in every run.
-        rest[0][-1] -= 20 if strategy == "push_pull" else 0
         assert rest == figures[1:], (strategy, rest, figures)
         assert 0 < moved[1] < moved[0]
         assert moved[0] == sum(one[-1] + one[-2] for one in figures)

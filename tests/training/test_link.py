@@ -422,8 +422,8 @@ def encoded(folder: str, kind: str) -> Any:
             build_model("sage", D, 8, 8, 2) if kind == "sage" else RGCN(g, inputs.feature_widths, 8, 8)
         )
         model = LinkModel(encoder, DotProduct(), g.canonical_etypes).eval()
-        found, _ = rows_of(model, g, inputs)
-        rows = {ntype: one[:][g.new_ids(torch.arange(30), ntype)] for ntype, one in found.items()}
+        with rows_of(model, g, inputs) as found:
+            rows = {ntype: one[:][g.new_ids(torch.arange(30), ntype)] for ntype, one in found.items()}
         drop = {}
         for etype in g.canonical_etypes:
             hidden = ~g.edges[etype].data["train_mask"][:].bool().numpy()

@@ -118,12 +118,14 @@ def test_words_between_layers_are_refused() -> None:
             "--model hgt has no --norm and --residual and --jk",
         ),
         ({"model": "rgcn", "jk": "max"}, "--model rgcn has no --jk"),
+        ({"model": "rgcn", "residual": True}, "--residual must be with --layers 3 or more"),
+        ({"layers": 1, "residual": True}, "--residual must be with --layers 2 or more"),
         ({"model": "gatv2", "heads": 3}, "--heads 3 must be a divisor of --hidden 64"),
     ):
         with pytest.raises(ConfigError, match=re.escape(message)):
             TrainConfig(data="d", **wrong)
     assert TrainConfig(data="d", model="appnp", teleport=0.3).teleport == 0.3
-    assert TrainConfig(data="d", model="rgcn", norm="layer", residual=True).residual
+    assert TrainConfig(data="d", model="rgcn", layers=3, norm="layer", residual=True).residual
 
 
 @pytest.mark.parametrize("kind", ["appnp", *equality.STACKS])

@@ -23,6 +23,7 @@ from dglx_dist.report.run_folder import read_epochs
 from dglx_dist.training import metrics
 from dglx_dist.training.config import RunOptions, TrainConfig
 from dglx_dist.training.fit import needs_own_loop
+from dglx_dist.training.link import LinkEvaluation
 from dglx_dist.training.models import build_model
 from dglx_dist.training.tasks import class_weights, measure, moments, warn_of_guesses
 from tests.helpers.ranks import run_ranks
@@ -265,11 +266,10 @@ def test_the_task_of_a_run_is_said(task: str, said: str, data: Path, tmp_path: P
     with dx.init("data_parallel"):
         config = TrainConfig(**{**plan(data, task, tmp_path), "task": task})
         assert what_is_learnt(config, dx.DistGraph(data / task), "_N") == said
-        links = [("_N", name, "_N") for name in ("a", "b", "c", "d")]
-        assert what_is_learnt(config, dx.DistGraph(data / task), links[:1]).endswith("on a, decoder dot")
-        assert what_is_learnt(config, dx.DistGraph(data / task), links).endswith(
-            "4 edge types, decoder distmult"
-        )
+        g, links = dx.DistGraph(data / task), [("_N", name, "_N") for name in ("a", "b", "c", "d")]
+        one, four = (LinkEvaluation(g=g, targets=targets) for targets in (links[:1], links))
+        assert what_is_learnt(config, g, one).endswith("on a, decoder dot")
+        assert what_is_learnt(config, g, four).endswith("4 edge types, decoder distmult")
 
 
 def test_strategies_that_compute_the_loss_themselves_say_so(data: Path, tmp_path: Path) -> None:
@@ -369,6 +369,15 @@ def test_a_constant_column_does_not_hide_the_error_of_another(
         opened = dx.DistGraph(tmp_path / "half")
         warn_of_guesses("regression", {"test_rmse": 0.5}, opened, "_N", "label")
     assert "the test rmse of 0.5 is not better than" in caplog.text
+
+
+def test_an_area_under_the_curve_of_guesses_is_said(data: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with dx.init("data_parallel"):
+        g = dx.DistGraph(data / "multilabel")
+        for area in (0.52, 0.7):
+            warn_of_guesses("multilabel", {"test_roc_auc": area}, g, "_N", "label")
+    (warning,) = (text for text in caplog.messages if "roc_auc" in text)
+    assert warning.startswith("the test roc_auc of 0.52 is hardly better than 0.5, that of guesses")
 
 
 def test_early_stop_needs_validation_nodes(

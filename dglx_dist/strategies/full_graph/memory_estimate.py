@@ -26,7 +26,7 @@ from dglx_dist.comm.collectives import gather_int64, run_on_all_ranks
 from dglx_dist.data.storage.files import machine_memory, return_memory
 from dglx_dist.errors import ConfigError
 from dglx_dist.keyed_random import hash_ids, stream_key
-from dglx_dist.layers.dropout import NodeDropout, install_node_dropouts
+from dglx_dist.layers.dropout import install_node_dropouts
 from dglx_dist.progress import progress
 from dglx_dist.records import Array, EdgeType
 from dglx_dist.strategies.cost import OPTIMIZER_COPIES, MemoryTrace
@@ -104,7 +104,6 @@ def trace_memory(
     ``out_degrees`` maps ids in [0, number of rows) to out-degrees. ConfigError: the model fails.
     """
     copied = copy.deepcopy(model).cpu().train()
-    _restore_plain_dropouts(copied)
     install(copied)
     dropouts = install_node_dropouts(copied, seed)
     widths = {size for tensor in (row, *model.parameters(), *model.buffers()) for size in tensor.shape}
@@ -132,14 +131,6 @@ def trace_memory(
             "needs; give batches=R instead"
         ) from problem
     return _read(events, counts, exchanges, copied)
-
-
-def _restore_plain_dropouts(copied: nn.Module) -> None:
-    """Replace the keyed dropouts of a copy, because they share state with the original model."""
-    for name, module in list(copied.named_modules(remove_duplicate=False)):
-        if isinstance(module, NodeDropout):
-            parent, _, last = name.rpartition(".")
-            copied.get_submodule(parent).register_module(last, nn.Dropout(module.p, module.inplace))
 
 
 @final

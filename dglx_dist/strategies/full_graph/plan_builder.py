@@ -22,6 +22,7 @@ from typing import Any, TypeAlias, TypeVar, final
 import numpy as np
 
 from dglx_dist.comm.collectives import barrier, broadcast_json
+from dglx_dist.comm.ledger import CONTROL
 from dglx_dist.comm.mailbox import OneSidedExchange
 from dglx_dist.comm.session import Session
 from dglx_dist.comm.topology import Topology
@@ -489,7 +490,7 @@ class PlanExchange:
         return dict(sorted(received.items()))
 
     def _is_in_this_job(self, rank: int) -> bool:
-        (job,) = self._session.rpc.call(rank, self._job_op, "", [], phase="control")
+        (job,) = self._session.rpc.call(rank, self._job_op, "", [], phase=CONTROL)
         return int(job[0]) == self._job
 
     def _tell_failure(self, error: Exception) -> None:
@@ -497,7 +498,7 @@ class PlanExchange:
         topology, rpc = self._session.topology, self._session.rpc
         text = np.frombuffer(f"{type(error).__name__}: {error}".encode()[:2000], dtype=np.uint8)
         name, others = f"{self._job} {topology.rank}", {*range(topology.world_size)} - {topology.rank}
-        rpc.ask(others, self._failed_op, name, [text], _NOTIFY_FAILURE_S, phase="control")
+        rpc.ask(others, self._failed_op, name, [text], _NOTIFY_FAILURE_S, phase=CONTROL)
 
 
 @final

@@ -18,6 +18,7 @@ from typing import TypeAlias, final
 import numpy as np
 
 from dglx_dist.comm.endpoints import ClientAccess, open_client_access
+from dglx_dist.comm.ledger import CONTROL
 from dglx_dist.comm.rendezvous import link_speed
 from dglx_dist.comm.rpc import Handler
 from dglx_dist.comm.session import Session
@@ -528,7 +529,7 @@ class ThreadScheduler:
         if counted is not None:
             counts = [np.array([self._server.correct(counted)], dtype=np.int64)]
         peers = {*range(self._server.part.graph.num_servers)} - {rank}
-        self._rpc.call_all(peers, REACHED, pair_name(position, rank), counts, phase="control")
+        self._rpc.call_all(peers, REACHED, pair_name(position, rank), counts, phase=CONTROL)
         if counted is not None:
             # Only after the peers know it, because a graph server that is done sends nothing more.
             with self._lock:

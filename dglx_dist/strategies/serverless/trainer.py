@@ -20,7 +20,6 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 from dglx_dist.comm.collectives import (
-    CONTROL,
     barrier,
     check_equal,
     gather_int64,
@@ -30,7 +29,7 @@ from dglx_dist.comm.collectives import (
     run_on_all_ranks,
     sum_over_ranks,
 )
-from dglx_dist.comm.ledger import WORKER
+from dglx_dist.comm.ledger import CONTROL, WORKER, LedgerRow
 from dglx_dist.comm.rpc import Handler
 from dglx_dist.comm.session import Session, SessionField
 from dglx_dist.comm.wire import payload_bytes
@@ -366,7 +365,7 @@ class IntervalLoader:
 
         run_on_all_ranks(g.session, check_once, ConfigError)
         num_own = torch.tensor([int(own_counts.sum())])
-        num_train = int(sum_over_ranks(num_own, g.session, phase="control")[0])
+        num_train = int(sum_over_ranks(num_own, g.session, phase=CONTROL)[0])
         if num_train == 0:
             raise ConfigError(
                 "no rank has a training node; pass the loader dx.node_split(g.ndata['train_mask'])"
@@ -522,9 +521,10 @@ class LambdaTrainer(EpochTrainer):
         self._synchronous_from: int | None = None
         self._past, self._simulated, self._warned = Counts(), True, False
 
-    def run(self, first: int, number: int) -> Sequence[EpochRecord]:
-        engine = self._engine_from(first)
-        counted, began = self._session.ledger.snapshot(), time.perf_counter()
+    def run(self, first: int, number: int) -> tuple[list[EpochRecord], Sequence[LedgerRow]]:
+        # Before ranks meet: workers of one that has begun call the parameter servers of all.
+        counted = self._session.ledger.snapshot()
+        engine, began = self._engine_from(first), time.perf_counter()
 
         def show() -> None:
             seconds = time.perf_counter() - began
@@ -540,15 +540,15 @@ class LambdaTrainer(EpochTrainer):
         if self._synchronous_from is None:
             self._synchronous_from = engine.progress.synchronous_from
         self._compare_kernels(sorted(engine.kernels.copy()))
-        # Overlapping epochs share the bytes, but for agreements, evenly: in the end all have moved the same.
-        moved = [row for row in self._session.ledger.since(counted) if row.phase != CONTROL]
+        # Overlapping epochs share the bytes evenly: in the end all have moved the same.
+        moved = self._session.ledger.since(counted, control=False)
         local = [sum(row.num_bytes for row in moved if row.inside is inside) for inside in (True, False)]
         both = gather_int64(local, self._session).sum(axis=0)
         ends = np.arange(number + 1)[:, None] * both // number
         return [
             replace(one, bytes_inside=int(inside), bytes_outside=int(outside))
             for one, (inside, outside) in zip(records, np.diff(ends, axis=0), strict=True)
-        ]
+        ], moved
 
     def close(self, *, failed: bool = False) -> None:
         if (engine := self._engine) is not None:

@@ -62,9 +62,7 @@ def _trained(g: DistGraph, told: IntervalParams) -> dict[str, Any]:
         if told.warmup:
             trainer.run(0, told.warmup)
         before: Mapping[str, Any] = trainer.account()
-        counted = session.ledger.snapshot()
-        records = trainer.run(told.warmup, told.epochs)
-        moved = session.ledger.since(counted)
+        records, moved = trainer.run(told.warmup, told.epochs)
         after: Mapping[str, Any] = trainer.account()
     spent = {name: (after[name] - before[name]) / told.epochs for name in _COUNTED if name in before}
     worth = spent["dollars"] * sum(record.seconds for record in records) / told.epochs
