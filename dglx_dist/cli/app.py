@@ -48,9 +48,7 @@ def root(
     debug: Annotated[
         bool, typer.Option("--debug", help="Show tracebacks; goes anywhere in the line.")
     ] = False,
-    version: Annotated[
-        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version)
-    ] = False,
+    version: Annotated[bool, typer.Option("--version", help="Show it.", callback=_show_version)] = False,
 ) -> None:
     """Partition a graph, train a model on it with many processes, and report the cost."""
 

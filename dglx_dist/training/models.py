@@ -162,7 +162,9 @@ class RotatE(Decoder):
         return _turned(rows, angle.cos(), -angle.sin() if of_subjects else angle.sin())
 
     def _matched(self, query: Tensor, rows: Tensor) -> Tensor:
-        return self.margin - _moduli(query - rows).sum(-1)
+        # The gradient at 0 is 0, as that of torch's norm; sqrt would give nan.
+        moduli = torch.linalg.vector_norm(torch.stack((query - rows).chunk(2, -1)), 2, 0)
+        return self.margin - moduli.sum(-1)
 
     def _compared(self, query: Tensor, candidates: Tensor) -> Tensor:
         # In pieces: the differences of all pairs would be d times as large as the scores.
@@ -195,11 +197,6 @@ def _turned(rows: Tensor, real: Tensor, imaginary: Tensor) -> Tensor:
     """Return the complex product of (E, d) rows with (E, d / 2) numbers."""
     a, b = rows.chunk(2, -1)
     return torch.cat([a * real - b * imaginary, a * imaginary + b * real], -1)
-
-
-def _moduli(rows: Tensor) -> Tensor:
-    # The gradient at 0 is 0, as that of torch's norm; sqrt would give nan.
-    return torch.linalg.vector_norm(torch.stack(rows.chunk(2, -1)), 2, 0)
 
 
 def edge_scores(
