@@ -405,10 +405,9 @@ _LARGEST = 1 << 28
 class NetworkxSource(DatasetSource):
     """A file of NetworkX of at most 256 MiB, ``.graphml``, ``.gml``, ``.gexf``, ``.json``, also with ``.gz``.
 
-    Any other is a list of directed edges, each with a dictionary. Edges of an undirected graph are stored in
-    both directions; the second one has no mask. Attributes mean what columns of tables do
-    (:class:`dglx_dist.data.tables.TablesSource`); texts, those that some lack, and the labels and ids that
-    each ``.gexf`` has for display, are ignored. Takes no options.
+    Edges of an undirected graph are stored in both directions; the second one has no mask. Attributes mean
+    what columns of tables do (:class:`dglx_dist.data.tables.TablesSource`); texts, those that some lack, and
+    the labels and ids that each ``.gexf`` has for display, are ignored. Takes no options.
     """
 
     memory_per_byte = 20
@@ -421,8 +420,7 @@ class NetworkxSource(DatasetSource):
                 with gzip.open(io.BytesIO(content)) as file:
                     content = file.read(_LARGEST + 1)
             if len(content) > _LARGEST:
-                most = readable_bytes(_LARGEST)
-                raise ValueError(f"it has more than {most}; use networkx.write_edgelist(data=['weight'])")
+                raise ValueError(f"it has more than {readable_bytes(_LARGEST)}; save its edges as a .txt")
             graph = _read_networkx(content, kind.removesuffix(".gz"))
         # Each reader raises others where a file is damaged.
         except Exception as error:
@@ -453,9 +451,6 @@ def _read_networkx(content: bytes, kind: str) -> Any:
         found = json.loads(content)
         json.dumps(found, ensure_ascii=False).encode()  # fails for half characters, which UTF-8 cannot store
         return networkx.node_link_graph(found, edges="links" if "links" in found else "edges")
-    if kind not in (".graphml", ".gml", ".gexf"):
-        lines = [line for line in map(str.strip, content.decode().split("\n")) if line[:1] not in ("", *"#%")]
-        return networkx.parse_edgelist(lines, comments=None, create_using=networkx.MultiDiGraph)
     # Entities that name each other grow without limit; UTF-16 has a zero in each character of it.
     if b"<!ENTITY" in content.replace(b"\0", b""):
         raise ValueError("it declares entities (<!ENTITY), which are never expanded")
@@ -499,6 +494,10 @@ def _warn_ignored(where: str, names: Sequence[str], why: str) -> None:
 
 # Also times and dates.
 _NUMBER = re.compile(rb"[-+.:/\d]+([eT][-+.:\dZ]+)?")
+_ENTRY = re.compile(r"'(?!(?:src|dst)')([^']+)': (?:(-?\d+(?:\.\d+)?(?:e[-+]\d+)?)(?=[,}]))?")
+"""A name of a dictionary of NetworkX, and its value if that is a number."""
+_TEXT = re.compile(r""": ("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')""")
+"""A value of such a dictionary that is a text, which may look like an entry."""
 _CODE_OF_FILE = {"train": 0, "valid": 1, "val": 1, "dev": 1, "test": 2}
 
 
@@ -507,7 +506,7 @@ class EdgeListSource(DatasetSource):
     """A text of one edge a line, as SNAP's ``.txt.gz``: two ids, then columns of numbers if any.
 
     Between them are spaces, tabs or commas; ``#`` (or ``%`` where the text begins with it) starts a comment.
-    Lines that end in a dictionary are read by NetworkX, as :class:`NetworkxSource` says.
+    NetworkX's dictionary at the end of a line gives columns of numbers; other values of it are ignored.
     Ids other than 0..N-1, or of text, are kept as the user's ids. One further column is ``weight``, more are
     ``column2``, ``column3`` ... Edges are taken as they stand: ``--add-reverse-edges`` is for lists with each
     edge once. Takes no options.
@@ -527,8 +526,6 @@ class EdgeListSource(DatasetSource):
             return _graph_of_triples(tables, list(files), self._path.resolve().name, str(self._path))
         where, name = str(self._path), self._path.name.removesuffix(suffix_of(self._path))
         read, lines, are_triples = _read_lines(self._path)
-        if read is None:
-            return NetworkxSource(str(self._path), {}).load()
         line = lines[0]
         if all(are_triples):
             return _graph_of_triples([(self._path, read, line)], [-1], name, where)
@@ -565,10 +562,7 @@ class EdgeListSource(DatasetSource):
 
 
 def _read_lines(path: Path, is_triples: bool = False) -> tuple[Any, list[str], list[bool]]:
-    """Return the pandas table of ``path``, its first two lines, and whether each is, or seems, a triple.
-
-    No table if the first line ends in a dictionary, as NetworkX writes it.
-    """
+    """Return the pandas table of ``path``, its first two lines, and whether each is, or seems, a triple."""
     import pandas as pd
 
     before, begin = [], list[bytes]()
@@ -581,15 +575,23 @@ def _read_lines(path: Path, is_triples: bool = False) -> tuple[Any, list[str], l
                     break
                 before.append(line)
             file.seek(0)
+            source: Any = file
+            entries: dict[str, Any] = {}
+            if not is_triples and begin and re.search(rb"\s\{(['\"].*)?\}$", begin[0]):
+                content = file.read(_LARGEST + 1)
+                if len(content) > _LARGEST:
+                    most = readable_bytes(_LARGEST)
+                    raise ValueError(f"with dictionaries at most {most}; use write_edgelist(data=['weight'])")
+                text, entries = _without_entries(content.decode(), str(path))
+                source, before = io.BytesIO(text.encode()), []
+                begin = [line.partition(b"{")[0].strip() for line in begin]
             first = begin[0] if begin else b""
-            if not is_triples and re.search(rb"\s\{(['\"].*)?\}$", first):
-                return None, [], []
             separator = "," if b"," in first else r"\s+"
             of_triples = "\t" if first.count(b"\t") == 2 else separator
             are_triples = [is_triples or _is_triple(re.split(of_triples.encode(), line)) for line in begin]
             is_triples |= bool(begin) and all(are_triples)
             read = pd.read_csv(
-                file,
+                source,
                 sep=of_triples if is_triples else separator,
                 skiprows=len(before),
                 # An IRI has a #.
@@ -603,10 +605,22 @@ def _read_lines(path: Path, is_triples: bool = False) -> tuple[Any, list[str], l
                 keep_default_na=False,
                 na_values=[""],
             )
+            for name, column in entries.items():
+                read[name] = column
     except (ValueError, EOFError, OSError, zlib.error) as error:
         problem = str(error).removeprefix("Error tokenizing data. C error: ")
         raise DatasetError(f"{path}: not a readable list of edges, or cut off: {problem}") from error
     return read, [repr(line.decode(errors="replace")) for line in begin], are_triples
+
+
+def _without_entries(text: str, where: str) -> tuple[str, dict[str, Any]]:
+    """Return lines of ``networkx.write_edgelist`` without their dictionaries, and the numbers of these."""
+    lines = [re.split(r"\s(?=\{.*\}$)", line.strip(), maxsplit=1) for line in text.splitlines()]
+    lines = [line for line in lines if line[0] and line[0][0] not in "#%"]
+    entries = [_ENTRY.findall(_TEXT.sub(": ?", "".join(line[1:]))) for line in lines]
+    rows = [{name: json.loads(one or "null") for name, one in of_line} for of_line in entries]
+    columns = _attributes(rows, where)
+    return "\n".join(line[0] for line in lines), {name: as_numpy(one) for name, one in columns.items()}
 
 
 def _is_triple(pieces: Sequence[bytes]) -> bool:
