@@ -4,7 +4,6 @@ From it come commands and their help (:func:`dglx_dist.cli.common.command`), ran
 """
 
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from functools import partial
@@ -134,9 +133,8 @@ def common_fields(source: object, target: type) -> dict[str, Any]:
 
 
 def names(text: str, _flag: str = "") -> tuple[str, ...]:
-    """Read ``train,degree`` as ("train", "degree"), ``"a,b"`` in double quotes as ("a,b",)."""
-    found = re.findall(r'\s*(?:"([^"]*)"|([^,]+))', text)
-    return tuple(name for quoted, plain in found if (name := quoted or plain.strip()))
+    """Read ``train,degree`` as ("train", "degree")."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def whole_numbers(text: str, flag: str) -> tuple[int, ...]:

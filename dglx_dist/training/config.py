@@ -400,8 +400,7 @@ class TrainConfig(RunOptions, ModelConfig):
     target: tuple[str, ...] = _of_link(
         (),
         "Edge types to predict, by name or as source:name:destination. Default: the only one, or all of a "
-        "graph of one node type; without those named as the reverse of another (NAME-rev). A name with "
-        "a comma stands in double quotes: '\"a,b\",c'.",
+        "graph of one node type; without those named as the reverse of another (NAME-rev).",
         metavar="NAME,NAME",
         kind=str,
         parse=names,

@@ -24,7 +24,6 @@ from dglx_dist.training.config import PlanConfig, TrainConfig
     ("read", "text", "value"),
     [
         (options.names, "train, degree", ("train", "degree")),
-        (options.names, 'a, "b,c" ,d"e, ,', ("a", "b,c", 'd"e')),
         (options.names, "", ()),
         (whole_numbers, "25,10", (25, 10)),
         (whole_numbers, "-1", (-1,)),
