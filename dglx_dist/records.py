@@ -7,7 +7,7 @@ W ranks, S servers, B seeds of a batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
@@ -32,20 +32,6 @@ def type_text(kind: str | EdgeType) -> str:
 
 REVERSE = "-rev"
 """Suffix of reverse relations, as in GraphStorm."""
-_REVERSED = (f"{{}}{REVERSE}", "rev-{}", "{}_rev", "rev_{}", "reverse_{}")
-"""Names of the edge type that goes the other way."""
-
-
-def is_named_reverse(back: EdgeType, etype: EdgeType) -> bool:
-    """Return whether ``back`` is named as the reverse of ``etype``, such as ``NAME-rev``."""
-    swapped = (back[0], back[2]) == (etype[2], etype[0])
-    return swapped and any(form.format(etype[1]) == back[1] for form in _REVERSED)
-
-
-def without_reverse(etypes: Collection[EdgeType]) -> list[EdgeType]:
-    """Return the edge types that are not named as the reverse of another."""
-    return [one for one in etypes if not any(is_named_reverse(one, other) for other in etypes)]
-
 
 FEATURE, LABEL = "feat", "label"
 SPLITS = ("train_mask", "val_mask", "test_mask")

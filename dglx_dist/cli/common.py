@@ -3,9 +3,10 @@
 import ctypes
 import inspect
 import os
+import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, Field
 from pathlib import Path
@@ -18,7 +19,8 @@ from rich.table import Table
 from dglx_dist.comm.topology import launched_by_torchrun, read_topology
 from dglx_dist.errors import ConfigError, DglxError
 from dglx_dist.options import Option, flag_of, options_of
-from dglx_dist.progress import say
+from dglx_dist.progress import say as say
+from dglx_dist.records import FEATURE, LABEL, SPLITS, EdgeType, type_text
 
 C = TypeVar("C")
 
@@ -138,6 +140,30 @@ def _parameter(one: Field[Any], declared: Option, hint: Any, flag: str) -> inspe
     return inspect.Parameter(
         one.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info]
     )
+
+
+def could_be_labels(of_nodes: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the names of the columns of one number per node, with commas."""
+    found = [name for columns in of_nodes.values() for name, one in columns.items() if len(one.shape) == 1]
+    return ", ".join(name for name in found if not name.endswith(("_mask", "_id")))
+
+
+def training_command(
+    folder: object, of_nodes: Mapping[str, Mapping[str, Any]], etypes: Iterable[EdgeType]
+) -> str:
+    """Return how to train on a dataset with these columns; "" if there is a label, but no split of it."""
+    labelled = [columns for columns in of_nodes.values() if LABEL in columns]
+    if len(labelled) > 1 or any(SPLITS[0] not in columns for columns in labelled):
+        return ""
+    targets = [type_text(etype) for etype in etypes]
+    is_several = max(len(of_nodes), len(targets)) > 1
+    rows = "" if all(FEATURE in columns for columns in of_nodes.values()) else " --embeddings 64"
+    if labelled:
+        options = " --model rgcn" if is_several else rows
+    else:
+        options = " --task link" + (" --model none --embeddings 64" if rows or is_several else "")
+        options += f" --target {shlex.quote(targets[0])}" if min(len(of_nodes), len(targets)) > 1 else ""
+    return f"dglx train {shlex.quote(str(folder))}{options}"
 
 
 @contextmanager

@@ -6,17 +6,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from dglx_dist.cli.common import command, write
+from dglx_dist.cli.common import command, could_be_labels, training_command, write
 from dglx_dist.comm.topology import launched_by_torchrun, read_topology
 from dglx_dist.data.external_memory import Ranks
 from dglx_dist.data.ingest.config import IngestPlan, read_config
 from dglx_dist.data.partition.base import PartitionOptions, PartitionPlan
-from dglx_dist.data.sources import FORMATS, could_be_labels
+from dglx_dist.data.sources import FORMATS
 from dglx_dist.errors import ConfigError
 from dglx_dist.options import common_fields, named_values, option
 from dglx_dist.records import FEATURE, LABEL, SPLITS
 from dglx_dist.report.tables import plural
-from dglx_dist.training.config import training_command
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,11 +6,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dglx_dist.cli.common import check_picture, command, draw_or_warn, libraries_on_stderr, show, write
+from dglx_dist.cli.common import check_picture, command, draw_or_warn, libraries_on_stderr, say, show, write
 from dglx_dist.comm.topology import launched_by_torchrun
 from dglx_dist.errors import ConfigError
 from dglx_dist.options import flag_of
-from dglx_dist.progress import say
 from dglx_dist.training.config import PlanConfig
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import typer
 
-from dglx_dist.cli.common import LAUNCHED, LAUNCHER, command, show, write
+from dglx_dist.cli.common import LAUNCHED, LAUNCHER, command, say, show, write
 from dglx_dist.comm.topology import (
     be_parent,
     launched_by_torchrun,
@@ -20,7 +20,6 @@ from dglx_dist.comm.topology import (
     with_secret,
 )
 from dglx_dist.errors import ConfigError
-from dglx_dist.progress import say
 from dglx_dist.report.tables import plural
 from dglx_dist.training.config import LINK, TrainConfig, ranks_of_each
 

@@ -32,9 +32,9 @@ from dglx_dist.auto import (
     plan_summary,
     resolve,
 )
+from dglx_dist.cli.common import could_be_labels, say, training_command
 from dglx_dist.comm.collectives import check_equal, run_on_all_ranks
 from dglx_dist.comm.session import Session
-from dglx_dist.data.sources import could_be_labels
 from dglx_dist.data.storage.files import machine_memory
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.graph.cache import LOOK_AHEAD
@@ -44,7 +44,6 @@ from dglx_dist.graph.optim import SparseAdam, SparseOptimizer
 from dglx_dist.layers.tracer import random_block, restored
 from dglx_dist.options import common_fields
 from dglx_dist.planner.workload import check_plannable
-from dglx_dist.progress import say
 from dglx_dist.records import FEATURE, LABEL, SPLITS, EdgeType, EpochRecord
 from dglx_dist.report import run_folder
 from dglx_dist.report.run_folder import PICTURE, SUMMARY, append_epoch, read_epochs, start_run, write_run
@@ -63,7 +62,6 @@ from dglx_dist.training.config import (
     TrainConfig,
     configuration_of,
     metrics_of,
-    training_command,
 )
 from dglx_dist.training.export import check_target, write_edges, write_embeddings, write_relations
 from dglx_dist.training.fit import (

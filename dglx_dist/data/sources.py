@@ -134,12 +134,6 @@ def classes_of(node_data: Mapping[str, Mapping[str, NodeColumn]]) -> dict[str, i
     return {ntype: count for ntype, count in counts.items() if count is not None}
 
 
-def could_be_labels(of_nodes: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the names of the columns of one number per node, with commas."""
-    found = [name for columns in of_nodes.values() for name, one in columns.items() if len(one.shape) == 1]
-    return ", ".join(name for name in found if not name.endswith(("_mask", "_id")))
-
-
 def masks_of_split(split_of: Array) -> dict[str, Array]:
     """Return the three masks of (N,) split codes: 0 train, 1 validation, 2 test, others none."""
     return {name: split_of == code for code, name in enumerate(SPLITS)}

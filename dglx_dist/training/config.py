@@ -6,8 +6,7 @@ Imports no torch, so that ``dglx --help`` is fast.
 import hashlib
 import math
 import re
-import shlex
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from importlib.util import find_spec
@@ -33,7 +32,6 @@ from dglx_dist.options import (
     whole_numbers,
 )
 from dglx_dist.planner.records import ChoiceOptions, Rate
-from dglx_dist.records import FEATURE, LABEL, SPLITS, EdgeType, type_text, without_reverse
 from dglx_dist.registry import AUTO, did_you_mean
 
 FLOAT32, BF16 = PRECISIONS = "float32", "bf16"
@@ -560,24 +558,6 @@ def configuration_of(plan: TrainConfig, dataset: str) -> dict[str, object]:
     """Return what must be the same in a resumed run, JSON values; ``dataset`` names the content."""
     shared = {one.name: getattr(plan, one.name) for one in fields(plan) if one.name not in _NOT_TRAINED}
     return {"dataset": dataset, **shared}
-
-
-def training_command(
-    folder: object, of_nodes: Mapping[str, Mapping[str, Any]], etypes: Collection[EdgeType]
-) -> str:
-    """Return how to train on a dataset with these columns; "" if there is a label, but no split of it."""
-    labelled = [columns for columns in of_nodes.values() if LABEL in columns]
-    if len(labelled) > 1 or any(SPLITS[0] not in columns for columns in labelled):
-        return ""
-    targets = [type_text(etype) for etype in without_reverse(etypes)]
-    is_several = max(len(of_nodes), len(etypes)) > 1
-    rows = "" if all(FEATURE in columns for columns in of_nodes.values()) else " --embeddings 64"
-    if labelled:
-        options = " --model rgcn" if is_several else rows
-    else:
-        options = " --task link" + (" --model none --embeddings 64" if rows or is_several else "")
-        options += f" --target {shlex.quote(targets[0])}" if min(len(of_nodes), len(targets)) > 1 else ""
-    return f"dglx train {shlex.quote(str(folder))}{options}"
 
 
 def ranks_of_each(ranks: int, servers: int | None) -> int | None:

@@ -24,7 +24,7 @@ from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.partition_book import etype_of_text
 from dglx_dist.graph.split import edge_split
 from dglx_dist.keyed_random import hash_ids, splitmix64, stream_key
-from dglx_dist.records import FEATURE, SPLITS, Array, EdgeType, is_named_reverse, without_reverse
+from dglx_dist.records import FEATURE, SPLITS, Array, EdgeType
 from dglx_dist.strategies.base import strategy_of
 from dglx_dist.training.config import LINK, metrics_of
 from dglx_dist.training.inference import batches, evaluating, layerwise_inference, whole_of
@@ -70,6 +70,13 @@ _MADE: WeakKeyDictionary[DistGraph, set[EdgeType]] = WeakKeyDictionary()
 """Edge types that :func:`split_edges` gave masks."""
 _TYPE_SHIFT = np.int64(44)
 """Bits of a node id in the key of a pair."""
+_REVERSED = ("{}-rev", "rev-{}", "{}_rev", "rev_{}", "reverse_{}")
+"""Names of the edge type that goes the other way."""
+
+
+def _has_name_of_reverse(back: EdgeType, etype: EdgeType) -> bool:
+    swapped = (back[0], back[2]) == (etype[2], etype[0])
+    return swapped and any(form.format(etype[1]) == back[1] for form in _REVERSED)
 
 
 def reverse_types(g: DistGraph, targets: Sequence[EdgeType]) -> dict[EdgeType, list[EdgeType]]:
@@ -84,7 +91,7 @@ def reverse_types(g: DistGraph, targets: Sequence[EdgeType]) -> dict[EdgeType, l
         for back in g.canonical_etypes:
             if (back[0], back[2]) != (etype[2], etype[0]) or back == etype:
                 continue
-            if is_named_reverse(back, etype) or is_named_reverse(etype, back):
+            if _has_name_of_reverse(back, etype) or _has_name_of_reverse(etype, back):
                 found[etype].append(back)
             elif back not in targets or back[0] != back[2]:
                 table = reverse_edge_ids(g, etype, reverse_etype=back)
@@ -111,7 +118,7 @@ def link_targets(g: DistGraph, names: Sequence[str] = ()) -> list[EdgeType]:
     known = g.canonical_etypes
     if names:
         return [etype_of_text(name, known) for name in names]
-    found = without_reverse(known)
+    found = [one for one in known if not any(_has_name_of_reverse(one, other) for other in known)]
     if len(g.ntypes) > 1 and len(found) > 1:
         names = ", ".join(one[1] for one in found)
         raise ConfigError(

@@ -256,7 +256,7 @@ def refused(folder: str, out: str, options: dict[str, Any]) -> str:
     [
         ("plain", {}, "or predict edges: dglx train "),
         ("plain", {}, "plain --task link --model none --embeddings 64"),
-        ("shop", {}, "shop --task link --model none --embeddings 64"),
+        ("shop", {}, "shop --task link --model none --embeddings 64 --target user:buys:item"),
         ("plain", {"task": "link"}, "give the nodes trainable rows with --embeddings 64"),
         ("ring", {}, "has no node data 'label' (known: 'feat'); partition a graph that has it"),
         (
