@@ -148,27 +148,35 @@ def read_table(path: Path) -> Any:
         with open_arrow(path) as file:
             if path.suffix != ".csv":
                 return pyarrow.parquet.read_table(file)
-            ids_as_text = pyarrow.csv.ConvertOptions(column_types=dict.fromkeys(_IDS, pa.large_string()))
-            table = pyarrow.csv.read_csv(file, convert_options=ids_as_text)
+            table = pyarrow.csv.read_csv(file)
         columns = zip(table.column_names, table.schema.types, strict=True)
-        for place, (name, kind) in enumerate(columns):
-            if pa.types.is_binary(kind):
-                raise OSError(f"column {name!r} is not text in UTF-8; save it as that")
-            if name in _IDS:
-                table = table.set_column(place, name, _numbers_of(table.column(place)))
-        return table
+        binary = [name for name, kind in columns if pa.types.is_binary(kind)]
+        if binary:
+            raise OSError(f"column {binary[0]!r} is not text in UTF-8; save it as that")
+        return _with_written_ids(path, table)
     except (pa.ArrowInvalid, OSError, UnicodeDecodeError) as error:
         raise DatasetError(f"{path}: not readable as a {path.suffix[1:]} table: {error}") from error
 
 
-def _numbers_of(ids: Any) -> Any:
-    """Return (N,) texts as int64 if they are written as the numbers are, as 007 is not."""
-    ids = pc.if_else(pc.equal(ids, ""), None, ids)
-    try:
-        numbers = ids.cast(pa.int64())
-    except pa.ArrowInvalid:
-        return ids
-    return numbers if pc.all(pc.equal(numbers.cast(ids.type), ids)).as_py() else ids
+def _with_written_ids(path: Path, table: Any) -> Any:
+    """Return ``table`` with its ids as texts if one that was read as a number begins with 0, as 007 does."""
+    known = [name for name in _IDS if table.column_names.count(name) == 1]
+    columns = {name: table.column(name) for name in known}
+    names = [name for name, ids in columns.items() if pa.types.is_integer(ids.type) and not ids.null_count]
+    if not names or table.num_rows == 0:
+        return table
+    types = dict.fromkeys(names, pa.large_string())
+    options = pyarrow.csv.ConvertOptions(include_columns=names, column_types=types)
+    with open_arrow(path) as file, pyarrow.csv.open_csv(file, convert_options=options) as batches:
+        starts = (pc.match_substring_regex(ids, "^ *[-+]?0[0-9]") for batch in batches for ids in batch)
+        if not any(pc.any(one).as_py() for one in starts):
+            return table
+    with open_arrow(path) as file:
+        texts = pyarrow.csv.read_csv(file, convert_options=options)
+    for name in names:
+        ids = pc.utf8_trim_whitespace(texts.column(name))
+        table = table.set_column(table.column_names.index(name), name, ids)
+    return table
 
 
 def column(table: Any, name: str, where: str) -> Column:

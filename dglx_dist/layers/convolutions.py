@@ -461,6 +461,8 @@ class SgcStages(SplittableConv):
     default. Each further hop is a layer ``GraphConv(weight=False)``, since the linear map may come first.
     """
 
+    in_either_order = True
+
     def __init__(self, conv: dglnn.SGConv) -> None:
         super().__init__(conv)
         if conv._k != 1:

@@ -265,6 +265,10 @@ class NodeDropouts:
         """Modules being called, outermost first, each with its graph or None."""
         self._hooks: list[RemovableHandle] = []
 
+    def __deepcopy__(self, _memo: dict[int, Any]) -> NodeDropouts:
+        # A copied model begins passes of its own; until then its dropouts are torch's.
+        return NodeDropouts(self._seed)
+
     def begin(self, number: int, nodes: Tensor) -> None:
         """Start a forward pass of step ``number`` of the run; ``nodes`` are (n,) int64 distinct global ids.
 

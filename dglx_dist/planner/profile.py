@@ -28,7 +28,6 @@ from dglx_dist.comm.exchange import Incoming, Outgoing, row_exchanges
 from dglx_dist.comm.session import Session
 from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.errors import ConfigError
-from dglx_dist.layers.base import sum_in_edges
 from dglx_dist.layers.dropout import install_node_dropouts
 from dglx_dist.layers.tracer import MODEL_ERRORS
 from dglx_dist.message_passing import place
@@ -219,7 +218,6 @@ def assumed_rates(*, speed: float = 1.0, on_gpu: bool = False) -> Rates:
         gather_byte_s=0.3e-9,
         fresh_edge_s=20e-9,
         check_byte_s=0.25e-9,
-        wide_column_s=0.25e-9,
     )
     fast = one.slowed(1.0 / speed)
     if not on_gpu:
@@ -237,8 +235,6 @@ class Trials(NamedTuple):
     """(k,)."""
     fresh_edge_s: float
     """Extra seconds per edge of the first step on a block."""
-    wide_column_s: float
-    """As in :class:`Rates`."""
     spread: float
     """Relative half-range of the repeated steps."""
 
@@ -273,9 +269,8 @@ def time_batches(
             "copy.deepcopy rejects"
         ) from problem
     dropouts = install_node_dropouts(copied, 0) if drop_by_node else None
-    optimizer, like = torch.optim.Adam(copied.parameters(), lr=1e-9), float_of(module)
-    device = like.device
-    rows, seconds, fresh, wide, spreads = [], [], [], [], []
+    optimizer, device = torch.optim.Adam(copied.parameters(), lr=1e-9), float_of(module).device
+    rows, seconds, fresh, spreads = [], [], [], []
     for number, batch in enumerate(batches):
         blocks = [place(block, device) for block in batch]
         if dropouts is not None:
@@ -289,11 +284,7 @@ def time_batches(
         # The very first step also warms up other things.
         if number:
             fresh.append((first - seconds[-1]) / max(sum(sizes[2]), 1))
-        summing = partial(sum_in_edges, blocks[0], like.new_ones(sizes[0][0], shape.features))
-        summed = statistics.median(repeated(partial(_timed, clock, device, summing)))
-        wide.append(summed / max(sizes[2][0] * shape.features, 1))
-    fresh_edge_s = max(statistics.median(fresh or [0.0]), 0.0)
-    return Trials(rows, seconds, fresh_edge_s, statistics.median(wide), statistics.median(spreads))
+    return Trials(rows, seconds, max(statistics.median(fresh or [0.0]), 0.0), statistics.median(spreads))
 
 
 def _timed(clock: Callable[[], float], device: torch.device, work: Callable[[], object]) -> float:
@@ -350,7 +341,6 @@ def measured_rates(
         sample_edge_s=sample_edge_s,
         gather_byte_s=byte_seconds[0],
         fresh_edge_s=max(one.fresh_edge_s for one in tried),
-        wide_column_s=max(one.wide_column_s for one in tried),
         check_byte_s=byte_seconds[1],
         copy_byte_s=byte_seconds[2],
     )

@@ -422,8 +422,6 @@ class Rates:
     """To compute the checksum of plans and rows read from disk."""
     copy_byte_s: float = 0.0
     """To copy a byte from the host's memory to the GPU; 0 on CPUs."""
-    wide_column_s: float = 0.0
-    """To sum a column of the features along an edge, forward only: long rows, a fraction of edge_column_s."""
 
     def compute_s(self, work: tuple[int, int], steps: int) -> float:
         """Return the seconds of ``work`` (see :meth:`ModelShape.work`) in ``steps`` steps."""

@@ -124,11 +124,11 @@ def test_an_owner_more_is_a_block_more_in_each_step() -> None:
 def test_parts_sum_before_they_project_where_targets_are_few(targets: int, sums_first: bool) -> None:
     """2500 edges carry 100 columns forward, or 16 both ways; the products of the sources are the targets'."""
     batches = replace(hand_made.BATCHES, worked=((2000, 250), (targets, 50), (2500, 2000)))
-    rates = replace(RATES, multiply_add_s=1e-9, wide_column_s=1e-10)
+    rates = replace(RATES, multiply_add_s=1e-9)
     found = predict(COLUMNS, known(batches=batches, rates=rates))
     projected = 2 * targets if sums_first else 2000 + targets
     products = 2 * 1600 * projected + 3 * (250 + 50) * 160
-    sums = 2500 * 100 * 1e-10 if sums_first else 2500 * 2 * 16 * 1e-8
+    sums = 2500 * 100 * 1e-8 / 3 if sums_first else 2500 * 2 * 16 * 1e-8
     handled = found.inter_server_bytes * 0.75e-9
     compute = products * 1e-9 + sums + 2000 * 10 * 2 * 1e-8
     assert found.seconds.compute == pytest.approx(compute + handled + 5 * 1.5e-3)

@@ -32,6 +32,9 @@ _ROUNDS_OF_SUMS = 4
 _BLOCK_S = 1.5e-3
 """Of a core, to launch the operations on the block of one more owner, forward and backward, of any size: the
 sums and products are the same in one block or in many (P1, P9: 1 to 3 ms)."""
+_WIDE = 1 / 3
+"""Of the rate of a column of an edge, to sum feature rows, which are long and need no gradient (0.15 to 0.4 ns
+where steps took 0.7 to 0.9: amazon_photo, cora, coauthor_physics, dblp_full)."""
 _COLUMNS_OF_A_HEAD = 50
 """With attention, every part computes the softmax of every owner's edges: so many columns of an edge per head
 (P9: 40 to 60, with 8 heads and with 2)."""
@@ -219,5 +222,5 @@ def _sums_first(known: Measured, first: FirstLayer, size: int) -> tuple[Measured
     if early or not first.in_either_order or not layer.per_source:
         return known, 0.0
     late = replace(layer, summed=0, per_source=0, per_target=layer.per_source + layer.per_target)
-    summed = edges * layer.inputs * known.rates.wide_column_s
+    summed = edges * layer.inputs * _WIDE * known.rates.edge_column_s
     return replace(known, shape=replace(known.shape, layers=(late, *others))), summed
