@@ -140,7 +140,7 @@ WIDE = pa.array([0, 2**63], pa.uint64())
          r"edges\.csv: column 'dst', row 1: .*'zoe' is not among .*nodes\.csv \(rows of 'dst' .*ids: 1\)"),
         ("age\n1\n2\n", "0,1\n2,1", r"edges\.csv: column 'src', row 1: node id 2"),
         ("id\na\nb\n", "1,2", r"column 'src', row 0: node id 1 is not among"),
-        ("id\n1\n2\n", "1,02", r"column 'dst' holds texts, but those .* are whole numbers; write both alike"),
+        ("id\n1\n2\n", "1,02", r"column 'src' holds texts, but those .* are whole numbers; write both alike"),
         ("id,x\n1,1\n,2\n", "1,1", r"nodes\.csv: column 'id', row 1: is empty"),
         ("id,x\n1,1\n2,nan\n", "1,1", r"nodes\.csv: column 'x', row 1: is empty, or NaN, NA or null"),
         ({"id": [1.5]}, "1,1", r"column 'id' must hold integer or string ids; it holds double"),

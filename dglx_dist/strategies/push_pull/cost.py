@@ -33,7 +33,7 @@ _BLOCK_S = 1.5e-3
 """Of a core, to launch the operations on the block of one more owner, forward and backward, of any size: the
 sums and products are the same in one block or in many (P1, P9: 1 to 3 ms)."""
 _WIDE = 1 / 3
-"""Of the rate of a column of an edge, to sum feature rows, which are long and need no gradient (0.15 to 0.4 ns
+"""Of the rate of a column of an edge, to sum feature rows: long ones, without a gradient (0.15 to 0.4 ns
 where steps took 0.7 to 0.9: amazon_photo, cora, coauthor_physics, dblp_full)."""
 _COLUMNS_OF_A_HEAD = 50
 """With attention, every part computes the softmax of every owner's edges: so many columns of an edge per head
