@@ -139,14 +139,14 @@ def names(text: str, _flag: str = "") -> tuple[str, ...]:
     return tuple(name for quoted, plain in found if (name := quoted or plain.strip()))
 
 
-def whole_numbers(text: str, flag: str) -> tuple[int, ...]:
+def whole_numbers(text: str, flag: str, like: str = "25,10 (-1: all)") -> tuple[int, ...]:
     """Read ``25,10`` as (25, 10); -1 is allowed and means all; ConfigError otherwise, as of all these."""
     try:
-        numbers = tuple(int(word) for word in names(text))
+        numbers = tuple(map(int, names(text)))
     except ValueError:
-        raise ConfigError(f"{flag} {text!r} must be whole numbers with commas, like 25,10") from None
-    if not numbers or any(number < -1 for number in numbers):
-        raise ConfigError(f"{flag} {text!r} must be numbers of at least -1 (-1: all), like 25,10")
+        numbers = ()
+    if min(numbers, default=-2) < -1:
+        raise ConfigError(f"{flag} {text!r} must be whole numbers with commas, like {like}")
     return numbers
 
 

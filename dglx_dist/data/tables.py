@@ -70,7 +70,9 @@ class Column:
     def refuse_gaps(self) -> None:
         if self.values.null_count:
             at = first_true(pc.is_null(self.values))
-            raise self.error(f"is empty, or NaN, NA or null ({self.values.null_count} rows in all)", at)
+            found = f"is empty, or NaN, NA or null ({self.values.null_count} rows in all)"
+            remedy = "; without labels, write 0 and leave 'split' empty" if LABEL in self.name else ""
+            raise self.error(found + remedy, at)
 
     def refuse_non_ids(self) -> None:
         self.refuse_gaps()
@@ -168,10 +170,18 @@ def column(table: Any, name: str, where: str) -> Column:
 
 def check_names(known: Sequence[str], names: Sequence[str], where: str) -> None:
     """Raise DatasetError unless each of ``names`` is one of the columns ``known``, once."""
+    if len(known) == 1 and ";" in known[0]:
+        remedy = "save it with commas, or name the separator in a description for dglx ingest"
+        raise DatasetError(
+            f"{where}: its columns are separated by ';' ({known[0]}); {remedy} (docs/ingest.md)"
+        )
     for name in names:
         count = list(known).count(name)
         if count == 0:
-            raise DatasetError(f"{where}: has no column {name!r} (it has {', '.join(known) or 'none'})")
+            listed = ", ".join(known) or "none"
+            raise DatasetError(
+                f"{where}: has no column {name!r}, which the description names (it has {listed})"
+            )
         if count > 1:
             raise DatasetError(f"{where}: has {count} columns {name!r}; rename all but one")
 
@@ -344,9 +354,10 @@ def _node_ids(table: Any, where: str) -> Any:
 def _ends(table: Any, where: str) -> tuple[Column, Column]:
     names = next((names for names in _KEYS_OF_EDGES if set(names) <= set(table.column_names)), None)
     if names is None:
+        check_names(table.column_names, (), where)
         raise DatasetError(
             f"{where}: has no columns src and dst (it has {', '.join(table.column_names)}); rename them, "
-            "or name them in a description for dglx ingest"
+            "name them in a description for dglx ingest, or save triples as a .tsv without a header"
         )
     return id_column(table, names[0], where), id_column(table, names[1], where)
 
@@ -409,11 +420,12 @@ def _columns(table: Any, where: str, left_out: set[str]) -> dict[str, NodeColumn
             continue
         found = column(table, name, where)
         if found.is_text:
-            lacks_id = _ID in left_out and _ID not in table.column_names
-            hint = "rename it to 'id' if it has the ids (others: label, split, feat_0 ...; src, dst), "
+            to_id = "" if _ID in table.column_names else ", or 'id' if it has the ids"
+            hint = f"rename it to 'label' if it is to be learnt{to_id}"
+            hint = hint if _ID in left_out else "save triples as a .tsv without a header"
             raise found.error(
-                f"holds strings, which no model can use; {hint if lacks_id else ''}encode it as numbers, or "
-                f"leave it out (in a folder of tables: --option ignore={name})"
+                f"holds strings, which no model can use; {hint}, encode it as numbers, or leave it out (in a "
+                f"folder of tables: --option ignore={name})"
             )
         columns[name] = found.numbers()
     columns = standard_columns(columns, where)

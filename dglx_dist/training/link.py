@@ -20,10 +20,10 @@ from dglx_dist.dataloading.negative import Uniform
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.analysis import NO_REVERSE, reverse_edge_ids
 from dglx_dist.graph.dist_tensor import DistTensor
-from dglx_dist.graph.partition_book import etype_of_text
+from dglx_dist.graph.partition_book import canonical_etype
 from dglx_dist.graph.split import edge_split
 from dglx_dist.keyed_random import hash_ids, splitmix64, stream_key
-from dglx_dist.records import FEATURE, SPLITS, Array, EdgeType, is_named_reverse, without_reverse
+from dglx_dist.records import FEATURE, SPLITS, Array, EdgeType, is_named_reverse, type_text, without_reverse
 from dglx_dist.strategies.base import strategy_of
 from dglx_dist.training.config import LINK, metrics_of
 from dglx_dist.training.inference import batches, evaluating, layerwise_inference, whole_of
@@ -92,8 +92,9 @@ def reverse_types(g: DistGraph, targets: Sequence[EdgeType]) -> dict[EdgeType, l
                 if 2 * matched > min(g.num_edges(etype), g.num_edges(back)):
                     found[etype].append(back)
                 elif matched and g.session.topology.rank == 0:
+                    names = map(type_text, (back, etype))
                     log.warning(
-                        "%d edges of %s reverse edges of %s, and all pass messages", matched, back, etype
+                        "%d edges of %s are reverse edges of %s: too few to leave out", matched, *names
                     )
     return found
 
@@ -109,7 +110,7 @@ def link_targets(g: DistGraph, names: Sequence[str] = ()) -> list[EdgeType]:
     """
     known = g.canonical_etypes
     if names:
-        return [etype_of_text(name, known) for name in names]
+        return [canonical_etype(name, known) for name in names]
     found = without_reverse(known)
     if len(g.ntypes) > 1 and len(found) > 1:
         names = ", ".join(one[1] for one in found)
