@@ -48,7 +48,7 @@ def start_run(
         target.mkdir(parents=True, exist_ok=True)
         if kept is not None:
             # Rewritten, so that later epochs are not appended to an incomplete line.
-            _write_epochs(target, kept)
+            _write_atomically(target / METRICS, "".join(map(_epoch_line, kept)))
         elif (target / SUMMARY).is_file():
             log.warning("replacing the finished run in %s: no checkpoints, or --overwrite", target)
         stale = [SUMMARY, PICTURE] + ([] if kept else [METRICS]) + ([PLAN] if plan is None else [])
@@ -126,10 +126,6 @@ def read_spread(folder: Path) -> dict[str, Any] | None:
 
 def _unwritable(folder: Path, error: OSError) -> StorageError:
     return StorageError(f"cannot write the run to {folder}: {error}; free some space and repeat it")
-
-
-def _write_epochs(folder: Path, epochs: Sequence[EpochRecord]) -> None:
-    _write_atomically(folder / METRICS, "".join(_epoch_line(record) for record in epochs))
 
 
 def _epoch_line(record: EpochRecord) -> str:
