@@ -141,13 +141,10 @@ def names(text: str, _flag: str = "") -> tuple[str, ...]:
 
 def whole_numbers(text: str, flag: str, like: str = "25,10 (-1: all)") -> tuple[int, ...]:
     """Read ``25,10`` as (25, 10); -1 is allowed and means all; ConfigError otherwise, as of all these."""
-    try:
-        numbers = tuple(map(int, names(text)))
-    except ValueError:
-        numbers = ()
-    if min(numbers, default=-2) < -1:
+    words = names(text)
+    if not words or not all(re.fullmatch(r"-1|[0-9]+", word) for word in words):
         raise ConfigError(f"{flag} {text!r} must be whole numbers with commas, like {like}")
-    return numbers
+    return tuple(map(int, words))
 
 
 def fractions(text: str, flag: str) -> tuple[float, ...]:

@@ -70,9 +70,10 @@ class Column:
     def refuse_gaps(self) -> None:
         if self.values.null_count:
             at = first_true(pc.is_null(self.values))
-            found = f"is empty, or NaN, NA or null ({self.values.null_count} rows in all)"
             remedy = "; without labels, write 0 and leave 'split' empty" if LABEL in self.name else ""
-            raise self.error(found + remedy, at)
+            raise self.error(
+                f"is empty, or NaN, NA or null ({self.values.null_count} rows in all){remedy}", at
+            )
 
     def refuse_non_ids(self) -> None:
         self.refuse_gaps()
@@ -172,17 +173,12 @@ def check_names(known: Sequence[str], names: Sequence[str], where: str) -> None:
     """Raise DatasetError unless each of ``names`` is one of the columns ``known``, once."""
     if len(known) == 1 and ";" in known[0]:
         remedy = "save it with commas, or name the separator in a description for dglx ingest"
-        raise DatasetError(
-            f"{where}: its columns are separated by ';' ({known[0]}); {remedy} (docs/ingest.md)"
-        )
+        raise DatasetError(f"{where}: its columns are separated by ';' ({known[0]}); {remedy}")
     for name in names:
-        count = list(known).count(name)
-        if count == 0:
+        if name not in known:
             listed = ", ".join(known) or "none"
-            raise DatasetError(
-                f"{where}: has no column {name!r}, which the description names (it has {listed})"
-            )
-        if count > 1:
+            raise DatasetError(f"{where}: has no column {name!r} of the description (it has {listed})")
+        if (count := list(known).count(name)) > 1:
             raise DatasetError(f"{where}: has {count} columns {name!r}; rename all but one")
 
 

@@ -517,8 +517,7 @@ class TrainConfig(RunOptions, ModelConfig):
         is_within = any(a.is_relative_to(b) for a, b in permutations(written, 2))
         yield "save-embeddings", is_within, "another folder than --predictions, and neither in the other"
         taken = next((one for one in written if self.seeds and (one / EXPORT_INDEX).is_file()), None)
-        remedy = f"left out, or {taken} removed: its files of another run would stay beside seed-N"
-        yield "seeds", taken is not None, remedy
+        yield "seeds", bool(taken), f"left out, or {taken} removed: its files would stay beside seed-N"
         unknown = next((one for one in self.metric if one not in _METRICS), "")
         yield "metric", unknown != "", f"some of {', '.join(_METRICS)}{did_you_mean(unknown, _METRICS)}"
         is_wrong = min(self.seeds, default=0) < 0 or len(set(self.seeds)) < len(self.seeds)

@@ -93,9 +93,7 @@ def reverse_types(g: DistGraph, targets: Sequence[EdgeType]) -> dict[EdgeType, l
                     found[etype].append(back)
                 elif matched and g.session.topology.rank == 0:
                     names = map(type_text, (back, etype))
-                    log.warning(
-                        "%d edges of %s are reverse edges of %s: too few to leave out", matched, *names
-                    )
+                    log.warning("%d edges of %s reverse some of %s: too few to leave out", matched, *names)
     return found
 
 
