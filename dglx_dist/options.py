@@ -4,6 +4,7 @@ From it come commands and their help (:func:`dglx_dist.cli.common.command`), ran
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from functools import partial
@@ -137,15 +138,12 @@ def names(text: str, _flag: str = "") -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
-def whole_numbers(text: str, flag: str) -> tuple[int, ...]:
+def whole_numbers(text: str, flag: str, like: str = "25,10 (-1: all)") -> tuple[int, ...]:
     """Read ``25,10`` as (25, 10); -1 is allowed and means all; ConfigError otherwise, as of all these."""
-    try:
-        numbers = tuple(int(word) for word in names(text))
-    except ValueError:
-        raise ConfigError(f"{flag} {text!r} must be whole numbers with commas, like 25,10") from None
-    if not numbers or any(number < -1 for number in numbers):
-        raise ConfigError(f"{flag} {text!r} must be numbers of at least -1 (-1: all), like 25,10")
-    return numbers
+    words = names(text)
+    if not words or not all(re.fullmatch(r"-1|[0-9]+", word) for word in words):
+        raise ConfigError(f"{flag} {text!r} must be whole numbers with commas, like {like}")
+    return tuple(map(int, words))
 
 
 def fractions(text: str, flag: str) -> tuple[float, ...]:

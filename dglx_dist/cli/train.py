@@ -142,7 +142,7 @@ def check_before_launch(config: TrainConfig) -> None:
     from dglx_dist.auto import read_auto_options
     from dglx_dist.comm.devices import check_request
     from dglx_dist.data.storage.manifest import read_manifest
-    from dglx_dist.graph.partition_book import etype_of_text
+    from dglx_dist.graph.partition_book import canonical_etype
     from dglx_dist.planner.workload import check_plannable
     from dglx_dist.strategies.base import AUTO, STRATEGIES, Strategy, resolve_strategy
     from dglx_dist.training.fit import check_loop
@@ -168,7 +168,7 @@ def check_before_launch(config: TrainConfig) -> None:
     check_request(config.device, read_settings().device)
     manifest = read_manifest(Path(config.data))
     for name in config.target:
-        etype_of_text(name, manifest.edge_types)
+        canonical_etype(name, manifest.edge_types)
     if is_auto:
         check_plannable(manifest, config.data)
     parts, servers = manifest.num_parts, config.servers or 1

@@ -387,7 +387,7 @@ def what_is_learnt(plan: TrainConfig, g: DistGraph, target: Target) -> str:
     width = math.prod(g.nodes[target].data[LABEL].shape[1:])
     if plan.task == MULTILABEL:
         return f"{plan.task}, {width} labels"
-    return plan.task if width == 1 else f"{plan.task}, {width} numbers"
+    return plan.task if width == 1 else f"{plan.task}, {width} numbers (0 and 1 only would be multilabel)"
 
 
 def train_seeds(plan: TrainConfig) -> Trained:
@@ -456,7 +456,7 @@ def _check_inputs(plan: TrainConfig, g: DistGraph) -> None:
     """Raise ConfigError unless the model takes the types of ``g`` and has rows for all nodes."""
     where, relational = g.dataset.folder, plan.model in RELATIONAL_KINDS
     if not relational and (len(g.ntypes) != 1 or len(g.canonical_etypes) != 1):
-        others = ", or --model none, which scores trainable rows" if plan.task == LINK else ""
+        others = ", or --model none --embeddings 64, which scores trainable rows" if plan.task == LINK else ""
         raise ConfigError(
             f"{where} has {len(g.ntypes)} node and {len(g.canonical_etypes)} edge types, and --model "
             f"{plan.model} is for one of each; use --model {' or '.join(RELATIONAL_KINDS)}{others}, or write "

@@ -20,7 +20,7 @@ from dglx_dist.graph.dist_tensor import PartitionPolicy as InnerPartitionPolicy
 from dglx_dist.graph.dist_tensor import opened_graph
 from dglx_dist.graph.ids import Ids, as_array, as_ids
 from dglx_dist.graph.kvstore import KVStore
-from dglx_dist.graph.partition_book import PartitionBook, etype_of_text
+from dglx_dist.graph.partition_book import PartitionBook, canonical_etype
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, EdgeType, IdRanges, type_text
 
 K = TypeVar("K", str, EdgeType)
@@ -259,7 +259,7 @@ class PartitionPolicy(Wrapper, of=InnerPartitionPolicy):
             raise ConfigError(f"policy_str is {policy_str!r}; it must begin with 'node' or 'edge'")
         book = partition_book.inner
         is_node, etype = kind == "node", name or type_text(EDGE_TYPE)
-        known: Any = name or NODE_TYPE if is_node else etype_of_text(etype, book.canonical_etypes)
+        known: Any = name or NODE_TYPE if is_node else canonical_etype(etype, book.canonical_etypes)
         self.inner = InnerPartitionPolicy(
             kind=cast("Any", kind),
             type_name=known,

@@ -468,7 +468,7 @@ def _source_and_location(spec: str) -> tuple[str, str]:
     if colon and "/" not in name and "\\" not in name:
         return DATASETS.resolve(name), location
     beside = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, [*beside, *DATASETS.names()], n=3, cutoff=0.5)
+    near = difflib.get_close_matches(path.name, [*beside, *DATASETS.names()])
     hint = f"; near it: {', '.join(near)}" if near else ""
     if not path.parent.is_dir():
         hint = f"; the folder {path.parent} does not exist either"

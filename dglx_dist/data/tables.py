@@ -70,7 +70,10 @@ class Column:
     def refuse_gaps(self) -> None:
         if self.values.null_count:
             at = first_true(pc.is_null(self.values))
-            raise self.error(f"is empty, or NaN, NA or null ({self.values.null_count} rows in all)", at)
+            remedy = "; without labels, write 0 and leave 'split' empty" if LABEL in self.name else ""
+            raise self.error(
+                f"is empty, or NaN, NA or null ({self.values.null_count} rows in all){remedy}", at
+            )
 
     def refuse_non_ids(self) -> None:
         self.refuse_gaps()
@@ -167,13 +170,10 @@ def _with_written_ids(path: Path, table: Any) -> Any:
         return table
     types = dict.fromkeys(names, pa.large_string())
     options = pyarrow.csv.ConvertOptions(include_columns=names, column_types=types)
-    with open_arrow(path) as file, pyarrow.csv.open_csv(file, convert_options=options) as batches:
-        starts = (pc.match_substring_regex(ids, "^ *[-+]?0[0-9]") for batch in batches for ids in batch)
-        if not any(pc.any(one).as_py() for one in starts):
-            return table
     with open_arrow(path) as file:
         texts = pyarrow.csv.read_csv(file, convert_options=options)
-    for name in names:
+    starts = (pc.any(pc.match_substring_regex(ids, "^ *[-+]?0[0-9]")).as_py() for ids in texts.columns)
+    for name in names if any(starts) else ():
         ids = pc.utf8_trim_whitespace(texts.column(name))
         table = table.set_column(table.column_names.index(name), name, ids)
     return table
@@ -190,11 +190,14 @@ def column(table: Any, name: str, where: str) -> Column:
 
 def check_names(known: Sequence[str], names: Sequence[str], where: str) -> None:
     """Raise DatasetError unless each of ``names`` is one of the columns ``known``, once."""
+    if len(known) == 1 and ";" in known[0]:
+        remedy = "save it with commas, or name the separator in a description for dglx ingest"
+        raise DatasetError(f"{where}: its columns are separated by ';' ({known[0]}); {remedy}")
     for name in names:
-        count = list(known).count(name)
-        if count == 0:
-            raise DatasetError(f"{where}: has no column {name!r} (it has {', '.join(known) or 'none'})")
-        if count > 1:
+        if name not in known:
+            listed = ", ".join(known) or "none"
+            raise DatasetError(f"{where}: has no column {name!r} of the description (it has {listed})")
+        if (count := list(known).count(name)) > 1:
             raise DatasetError(f"{where}: has {count} columns {name!r}; rename all but one")
 
 
@@ -366,9 +369,10 @@ def _node_ids(table: Any, where: str) -> Any:
 def _ends(table: Any, where: str) -> tuple[Column, Column]:
     names = next((names for names in _KEYS_OF_EDGES if set(names) <= set(table.column_names)), None)
     if names is None:
+        check_names(table.column_names, (), where)
         raise DatasetError(
             f"{where}: has no columns src and dst (it has {', '.join(table.column_names)}); rename them, "
-            "or name them in a description for dglx ingest"
+            "name them in a description for dglx ingest, or save triples as a .tsv without a header"
         )
     return id_column(table, names[0], where), id_column(table, names[1], where)
 
@@ -433,11 +437,12 @@ def _columns(table: Any, where: str, left_out: set[str]) -> dict[str, NodeColumn
             continue
         found = column(table, name, where)
         if found.is_text:
-            lacks_id = _ID in left_out and _ID not in table.column_names
-            hint = "rename it to 'id' if it has the ids (others: label, split, feat_0 ...; src, dst), "
+            to_id = "" if _ID in table.column_names else ", or 'id' if it has the ids"
+            hint = f"rename it to 'label' if it is to be learnt{to_id}"
+            hint = hint if _ID in left_out else "save triples as a .tsv without a header"
             raise found.error(
-                f"holds strings, which no model can use; {hint if lacks_id else ''}encode it as numbers, or "
-                f"leave it out (in a folder of tables: --option ignore={name})"
+                f"holds strings, which no model can use; {hint}, encode it as numbers, or leave it out (in a "
+                f"folder of tables: --option ignore={name})"
             )
         columns[name] = found.numbers()
     columns = standard_columns(columns, where)

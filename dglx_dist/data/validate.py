@@ -165,7 +165,9 @@ def check_columns(
     for name, mask in masks.items() if num_classes is not None or label.dtype.kind == "f" else ():
         missing = mask & (label < 0 if label.dtype.kind in "iu" else np.isnan(label))
         if missing.any():
-            raise column_error(where, LABEL, f"no label, but {name!r} selects the row", _first(missing))
+            problem = f"no label (empty or -1), but its split is {name.removesuffix('_mask')}"
+            remedy = f"leave 'split' empty (or {name} False) there"
+            raise column_error(where, LABEL, f"{problem}; {remedy}", _first(missing))
 
 
 def check_finite(column: Array, name: str, where: str, first_row: int = 0) -> None:
@@ -225,10 +227,9 @@ def _check_classes(label: Array, num_classes: int, where: str) -> None:
     wrong = (label < -1) | (label >= num_classes)
     if wrong.any():
         row = _first(wrong)
-        problem = (
-            f"label {label[row]} is outside 0..{num_classes - 1} (-1: none; numbers of a regression: float)"
-        )
-        raise column_error(where, LABEL, problem, row)
+        problem = f"label {label[row]} is outside 0..{num_classes - 1} (-1: none)"
+        remedy = f"write numbers of a regression with a decimal, as {label[row]}.0"
+        raise column_error(where, LABEL, f"{problem}; {remedy}", row)
 
 
 def _warn_of_classes(label: Array, num_classes: int, where: str) -> None:

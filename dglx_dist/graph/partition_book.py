@@ -168,20 +168,16 @@ class PartitionBook:
 
 
 def canonical_etype(etype: str | EdgeType | None, known: Sequence[EdgeType]) -> EdgeType:
-    """Return the triple of ``etype``, given as one or by its relation; of None: the only one."""
+    """Return the triple of ``etype``: one, a relation, ``source:relation:destination``; None: the only."""
     found = [triple for triple in known if etype is None or etype in (triple, triple[1])]
+    found = found or [triple for triple in known if type_text(triple) == etype]
     if len(found) == 1:
         return found[0]
-    listed = ", ".join(map(str, known))
+    listed = ", ".join(map(type_text, known))
     if etype is None:
         raise ConfigError(f"the graph has the edge types {listed}; say which with etype=")
     problem = "several edge types have the relation" if found else "there is no edge type"
-    raise ConfigError(f"{problem} {etype!r}; give one of the triples {listed}")
-
-
-def etype_of_text(text: str, known: Sequence[EdgeType]) -> EdgeType:
-    """Return the triple of a relation or of ``source:relation:destination``; a relation may have colons."""
-    return next((one for one in known if type_text(one) == text), None) or canonical_etype(text, known)
+    raise ConfigError(f"{problem} {etype!r}; give one of {listed}")
 
 
 class _Ranges(Generic[K]):

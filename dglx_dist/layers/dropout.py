@@ -6,6 +6,7 @@ model as one process.
 
 from __future__ import annotations
 
+import copy
 import math
 import weakref
 from collections.abc import Sequence
@@ -265,9 +266,11 @@ class NodeDropouts:
         """Modules being called, outermost first, each with its graph or None."""
         self._hooks: list[RemovableHandle] = []
 
-    def __deepcopy__(self, _memo: dict[int, Any]) -> NodeDropouts:
+    def __deepcopy__(self, memo: dict[int, Any]) -> NodeDropouts:
         # A copied model begins passes of its own; until then its dropouts are torch's.
-        return NodeDropouts(self._seed)
+        memo[id(self)] = copied = NodeDropouts(self._seed)
+        copied._hooks = copy.deepcopy(self._hooks, memo)
+        return copied
 
     def begin(self, number: int, nodes: Tensor) -> None:
         """Start a forward pass of step ``number`` of the run; ``nodes`` are (n,) int64 distinct global ids.

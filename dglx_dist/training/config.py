@@ -50,6 +50,8 @@ METRICS_OF: Mapping[str, tuple[str, ...]] = {
 }
 """Task to its metrics; the first two are the default, of classification the first, of link up to ``auc``."""
 LESS_IS_BETTER = ("mae", "rmse")
+EXPORT_INDEX = "_index.json"
+"""Of a folder of predictions or embeddings; readers of Parquet folders skip names that begin with ``_``."""
 NO_ENCODER = "none"
 """In place of a model: trainable rows are scored as they are."""
 DECODER_NAMES = ("dot", "distmult", "transe", "complex", "rotate")
@@ -364,7 +366,7 @@ class TrainConfig(RunOptions, ModelConfig):
         "0,1,2.",
         metavar="N,N",
         kind=str,
-        parse=whole_numbers,
+        parse=partial(whole_numbers, like="0,1,2"),
     )
     dropout: float = _of_model(
         0.5,
@@ -455,7 +457,7 @@ class TrainConfig(RunOptions, ModelConfig):
     predictions: str | None = _path_of_run(
         None,
         "Write every node's class (and its name), labels or number as Parquet; with --task link the test "
-        "edges, with score, rank and the ten best destinations that are no known edge.",
+        "edges, with score, rank and the ten best new destinations. With --seeds: into DIR/seed-N.",
         metavar="DIR",
     )
     scores: bool = _of_run(
@@ -513,6 +515,8 @@ class TrainConfig(RunOptions, ModelConfig):
         written = [Path(one).absolute() for one in (self.predictions, self.save_embeddings) if one]
         is_within = any(a.is_relative_to(b) for a, b in permutations(written, 2))
         yield "save-embeddings", is_within, "another folder than --predictions, and neither in the other"
+        taken = next((one for one in written if self.seeds and (one / EXPORT_INDEX).is_file()), None)
+        yield "seeds", bool(taken), f"left out, or {taken} removed: its files would stay beside seed-N"
         unknown = next((one for one in self.metric if one not in _METRICS), "")
         yield "metric", unknown != "", f"some of {', '.join(_METRICS)}{did_you_mean(unknown, _METRICS)}"
         is_wrong = min(self.seeds, default=0) < 0 or len(set(self.seeds)) < len(self.seeds)

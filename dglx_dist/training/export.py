@@ -23,6 +23,7 @@ from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.shared_memory import shared_partial_folder
 from dglx_dist.records import Array
+from dglx_dist.training.config import EXPORT_INDEX
 
 if TYPE_CHECKING:
     from dglx_dist.comm.session import Session
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from dglx_dist.training.link import RankedEdges
 
 
-INDEX = "_index.json"
-"""Readers of Parquet folders skip names that begin with ``_``."""
 RELATIONS = "_relations.parquet"
 FORMAT = "dglx_dist rows"
 _WHAT = "exported rows"
@@ -213,7 +212,7 @@ def check_target(target: Path, overwrite: bool) -> None:
 
 
 def _is_export(folder: Path) -> bool:
-    index = folder / INDEX
+    index = folder / EXPORT_INDEX
     return index.is_file() and FORMAT in index.read_text(encoding="utf-8", errors="replace")
 
 
@@ -258,7 +257,7 @@ def _finish(partial: Path, target: Path, files: list[Any], overwrite: bool) -> N
     entries = [entry for of_rank in files for entry in of_rank]
     text = json.dumps({"format": FORMAT, "version": 1, "files": entries}, indent=1)
     with named_failures(target):
-        (partial / INDEX).write_text(text, encoding="utf-8")
+        (partial / EXPORT_INDEX).write_text(text, encoding="utf-8")
         place_folder(partial, target, overwrite, _WHAT, _is_export)
 
 

@@ -430,7 +430,7 @@ def check_same(saved: Mapping[str, Any], facts: Mapping[str, object], where: obj
     if differ := _differences(saved, facts):
         raise ConfigError(
             f"{where} has checkpoints of another configuration ({differ}); give another folder, or "
-            "overwrite=True (--overwrite), which begins anew and removes them"
+            "--overwrite (in Python overwrite=True), which begins anew and removes them"
         )
 
 

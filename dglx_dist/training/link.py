@@ -21,10 +21,10 @@ from dglx_dist.dataloading.negative import Uniform
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.analysis import NO_REVERSE, reverse_edge_ids
 from dglx_dist.graph.dist_tensor import DistTensor
-from dglx_dist.graph.partition_book import etype_of_text
+from dglx_dist.graph.partition_book import canonical_etype
 from dglx_dist.graph.split import edge_split
 from dglx_dist.keyed_random import hash_ids, splitmix64, stream_key
-from dglx_dist.records import FEATURE, SPLITS, Array, EdgeType
+from dglx_dist.records import FEATURE, SPLITS, Array, EdgeType, type_text
 from dglx_dist.strategies.base import strategy_of
 from dglx_dist.training.config import LINK, metrics_of
 from dglx_dist.training.inference import batches, evaluating, layerwise_inference, whole_of
@@ -100,9 +100,8 @@ def reverse_types(g: DistGraph, targets: Sequence[EdgeType]) -> dict[EdgeType, l
                 if 2 * matched > min(g.num_edges(etype), g.num_edges(back)):
                     found[etype].append(back)
                 elif matched and g.session.topology.rank == 0:
-                    log.warning(
-                        "%d edges of %s reverse edges of %s, and all pass messages", matched, back, etype
-                    )
+                    names = map(type_text, (back, etype))
+                    log.warning("%d edges of %s reverse some of %s: too few to leave out", matched, *names)
     return found
 
 
@@ -117,7 +116,7 @@ def link_targets(g: DistGraph, names: Sequence[str] = ()) -> list[EdgeType]:
     """
     known = g.canonical_etypes
     if names:
-        return [etype_of_text(name, known) for name in names]
+        return [canonical_etype(name, known) for name in names]
     found = [one for one in known if not any(_has_name_of_reverse(one, other) for other in known)]
     if len(g.ntypes) > 1 and len(found) > 1:
         names = ", ".join(one[1] for one in found)

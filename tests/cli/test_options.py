@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from typing import Any, Literal
 
 import pytest
@@ -44,6 +45,7 @@ def test_words_become_values(read: Callable[[Any, str], object], text: Any, valu
     ("read", "text", "said"),
     [
         *[(whole_numbers, text, "--flag '.*' must be") for text in ("", "a,b", "2.5", "-2")],
+        (partial(whole_numbers, like="0,1,2"), "0-2", "commas, like 0,1,2$"),
         (options.fractions, "x", "--flag 'x'"),
         *[(options.tolerances, text, "--flag '.*' must be") for text in ("a lot", "train=x", "0.1,degree=2")],
         (options.pairs, ["depth"], "--flag 'depth' must be NAME=VALUE"),

@@ -17,7 +17,7 @@ from dglx_dist.cli.train import check_before_launch
 from dglx_dist.cli.train_job import train_dataset
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.partition_book import etype_of_text
+from dglx_dist.graph.partition_book import canonical_etype
 from dglx_dist.records import EDGE_TYPE, Assignment, RawGraph
 from dglx_dist.report.run_folder import read_epochs
 from dglx_dist.training import link
@@ -267,7 +267,7 @@ def refused(folder: str, out: str, options: dict[str, Any]) -> str:
         ("unsplit", {}, "add a column 'split' (train, val, test) to nodes.csv, or train_mask, val_mask and"),
         ("named", {"task": "regression"}, "number classes with names, which --task regression does not take"),
         ("ring", {"task": "link", "model": "gcn"}, "use --model sage, sgc or gat"),
-        ("shop", {"task": "link"}, "or --model none, which scores trainable rows"),
+        ("shop", {"task": "link"}, "or --model none --embeddings 64, which scores trainable rows"),
         ("shop", {"task": "link", "model": "rgcn", "target": ("likes",)}, "likes"),
         ("unmarked", NO_ENCODER, "no edge of buys in"),
         ("untested", {**NO_ENCODER, "predictions": "p"}, "--predictions p ranks test edges, and"),
@@ -339,14 +339,16 @@ def test_a_target_is_known_before_ranks_start(folders: dict[str, Path]) -> None:
     check_before_launch(TrainConfig(**options))
     check_before_launch(TrainConfig(**{**options, "target": ("user:buys:item", "buys-rev")}))
     for name in ("likes", "item:buys:user"):
-        with pytest.raises(ConfigError, match="there is no edge type"):
+        with pytest.raises(
+            ConfigError, match=r"no edge type .*; give one of user:buys:item, item:buys-rev:user"
+        ):
             check_before_launch(TrainConfig(**{**options, "target": (name,)}))
 
 
 def test_a_relation_may_have_colons() -> None:
     known = [("_N", "a:b", "_N"), ("_N", "a", "_N"), ("_N", "http://x/p", "_N")]
     for text, found in (("a:b", 0), ("_N:a:b:_N", 0), ("a", 1), ("_N:http://x/p:_N", 2), ("http://x/p", 2)):
-        assert etype_of_text(text, known) == known[found]
+        assert canonical_etype(text, known) == known[found]
 
 
 def test_strategies_without_batches_of_edges_are_refused_before_ranks_start() -> None:

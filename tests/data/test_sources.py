@@ -202,6 +202,7 @@ def test_a_folder_may_be_called_as_a_source_is(folder: Path, monkeypatch: pytest
         ("{}/nowhere/a.npz", {}, DatasetError, r"the folder .*nowhere does not exist either"),
         ("sinthetic:nodes=10", {}, UnknownNameError, "did you mean 'synthetic'"),
         ("sinthetic", {}, DatasetError, "near it: synthetic"),
+        ("nothere", {}, DatasetError, r"nothere\)\. Expected"),
         ("{}/notes.md", {}, DatasetError, r"notes\.md: the suffix '\.md' belongs to no dataset source"),
         ("synthetic", {"spec": "x"}, ConfigError, "no option 'spec'"),
         ("dgl:CoraGraphDatase", {}, UnknownNameError, "'CoraGraphDatase'; did you mean 'CoraGraphDataset'"),

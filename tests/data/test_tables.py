@@ -143,9 +143,13 @@ WIDE = pa.array([0, 2**63], pa.uint64())
         ("id\n1\n2\n", "1,02", r"column 'src' holds texts, but those .* are whole numbers; write both alike"),
         ("id,x\n1,1\n,2\n", "1,1", r"nodes\.csv: column 'id', row 1: is empty"),
         ("id,x\n1,1\n2,nan\n", "1,1", r"nodes\.csv: column 'x', row 1: is empty, or NaN, NA or null"),
-        ({"id": [1.5]}, "1,1", r"column 'id' must hold integer or string ids; it holds double"),
-        ("id,city\n1,Rome\n", "1,1", r"nodes\.csv: column 'city' holds strings.*ignore=city"),
-        ("id,label\n1,0\n2,-3\n", "1,2", r"nodes\.csv: column 'label', row 1: label -3"),
+        ("id\n1.5\n", "1,1", r"column 'id' must hold integer or string ids; it holds double"),
+        ("id,city\n1,Rome\n", "1,1", r"nodes\.csv: column 'city' holds strings.*'label' if .*ignore=city"),
+        ("id\n1\n", {"src": [1], "relation": ["is"], "dst": [1]}, r"'relation' holds.* triples as a \.tsv"),
+        ("id\n1\n", {"head": [1], "relation": ["is"], "tail": [1]}, r"no columns src.* triples as a \.tsv"),
+        ("id;label\n1;2\n", "0,0", r"nodes\.csv: its .* separated by ';' \(id;label\); save"),
+        ("id,label_0\n1,1\n2,\n", "1,2", "'label_0', row 1: is empty.* write 0 and leave 'split' empty"),
+        ("id,label\n1,0\n2,-3\n", "1,2", r"nodes\.csv: column 'label', row 1: label -3 .* decimal, as -3\.0"),
         ("id,split\n1,train\n2,dev\n", "1,2", r"column 'split', row 1: 'dev' is not a split"),
         ("id,split\n1,\n2,7\n", "1,2", r"column 'split', row 1: 7 is not a split"),
         ("id,x,x\n1,1,2\n", "1,1", r"nodes\.csv: has 2 columns 'x'; rename"),
@@ -203,7 +207,9 @@ def test_an_empty_number_is_no_target_outside_of_the_split(tmp_path: Path) -> No
     label = graph.node_data[NODE_TYPE]["label"]
     np.testing.assert_array_equal(label, np.array([1.5, np.nan, 2, -1]))
     (tmp_path / "nodes.csv").write_text(nodes.replace("1,,", "1,,val"))
-    with pytest.raises(DatasetError, match="column 'label', row 1: no label, but 'val_mask' selects the row"):
+    with pytest.raises(
+        DatasetError, match=r"'label', row 1: no label .*its split is val; leave 'split' empty"
+    ):
         load_dataset(tmp_path)
     (tmp_path / "nodes.csv").write_text(nodes.replace("-1", "-inf"))
     with pytest.raises(DatasetError, match="column 'label', row 3: -inf is not a finite number"):
@@ -253,6 +259,6 @@ def test_labels_that_look_like_measurements_are_warned_of(
 def test_a_column_of_texts_without_ids_names_the_columns(tmp_path: Path) -> None:
     folder = write(tmp_path, {"nodes.csv": "paper,feat_0\na,1\nb,2\n", "edges.csv": "src,dst\n0,1\n"})
     with pytest.raises(
-        DatasetError, match=r"'paper' holds strings.*rename it to 'id'.*--option ignore=paper"
+        DatasetError, match=r"'paper' holds strings.*to 'label' if .* or 'id' if .*--option ignore=paper"
     ):
         load_dataset(folder)

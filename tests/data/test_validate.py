@@ -94,7 +94,7 @@ LATE[66_000] = np.inf  # beyond the first piece that is looked at
         (graph_with(label=array(0, 1, 3, 4)), r"column 'label', row 2: label 3 is outside 0\.\.2"),
         (graph_with(label=array(0, 1, 2, -2)), "column 'label', row 3: label -2"),
         (graph_with(label=array(0.5, 1, 2, 2)), "column 'label' must hold whole numbers"),
-        (graph_with(label=array(-1, 1, 2, 0)), "'label', row 0: no label, but 'train_mask' selects the row"),
+        (graph_with(label=array(-1, 1, 2, 0)), "'label', row 0: no label .*its split is train"),
         (graph_with(test_mask=array(False, True, True, False)),
          "'val_mask' and 'test_mask' overlap: row 1 is in both"),
         (graph_with(val_mask=np.zeros(4, dtype=bool)), "column 'val_mask' selects no row"),

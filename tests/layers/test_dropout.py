@@ -393,7 +393,13 @@ def test_dropouts_that_are_there_are_replaced() -> None:
 def test_dropouts_of_a_copy_are_replaced_in_the_copy_alone() -> None:
     model = nn.Sequential(nn.Dropout(0.5), nn.Linear(8, 8))
     install_node_dropouts(model, seed=0).begin(0, torch.arange(9))
-    copied = copy.deepcopy(model)
+    copied, rows = copy.deepcopy(model), torch.ones(9, 8)
+    torch.manual_seed(0)
+    plain = nn.Dropout(0.5)(rows)
+    torch.manual_seed(0)
+    # The copy knows no pass.
+    assert torch.equal(copied[0](rows), plain)
+    assert not torch.equal(model[0](rows), plain)
     install_node_dropouts(copied, seed=0)
     for one in (model, copied):
         assert [len(module._forward_hooks) for module in one.modules()] == [1, 0, 1]

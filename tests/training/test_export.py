@@ -109,7 +109,7 @@ def _refused(data: str, out: str) -> None:
             with pytest.raises(kind, match=said):
                 write_embeddings(rows, g, f"{out}/{folder}", **options)
 
-        refused(StorageError, "pass overwrite=True", papers, "old")
+        refused(StorageError, "give --overwrite .*overwrite=True", papers, "old")
         refused(StorageError, "something other than exported rows", papers, "foreign", overwrite=True)
         refused(StorageError, "is a file", papers, "foreign/letter.txt", overwrite=True)
         refused(ConfigError, "rows is a Tensor", papers if rank == 0 else papers[:])

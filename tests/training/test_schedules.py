@@ -153,6 +153,9 @@ def test_mean_and_spread_of_seeds(data: Path, tmp_path: Path) -> None:
         assert summary["std"][name] == pytest.approx(np.std(values, ddof=1))
     said = pyarrow.dataset.dataset(tmp_path / "said" / "seed-5").to_table()
     assert said.num_rows == NODES
+    (tmp_path / "said" / "_index.json").write_text("{}")  # as a run without --seeds leaves it
+    with pytest.raises(ConfigError, match=r"--seeds 3,5,8 must be left out, or .*said removed"):
+        TrainConfig(**options)
     shown = CliRunner().invoke(app, ["report", str(tmp_path)], env={"COLUMNS": "200"}).output
     assert "seed-5" in shown
     assert "mean ± std" in shown

@@ -61,9 +61,8 @@ def read_json(path: Path) -> object:
         # Python accepts NaN and lone surrogates, which cannot be written back.
         json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
     except OSError as error:
-        raise ConfigError(
-            f"{path.absolute()} cannot be read: {error.strerror}; name the description"
-        ) from None
+        remedy = "name the description, or give a folder of tables to `dglx partition`"
+        raise ConfigError(f"{path.absolute()} cannot be read: {error.strerror}; {remedy}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid JSON: {error}") from None
     return found

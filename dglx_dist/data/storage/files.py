@@ -182,7 +182,7 @@ def check_replaceable(
     if not folder.exists() or not any(folder.iterdir()):
         return
     if not overwrite:
-        remedy = "remove it yourself" if overwrite is None else "pass overwrite=True (--overwrite)"
+        remedy = "remove it yourself" if overwrite is None else "give --overwrite (in Python overwrite=True)"
         raise StorageError(f"{folder} exists already; choose another folder, or {remedy}")
     if not is_same(folder):
         raise StorageError(

@@ -284,7 +284,7 @@ def test_files_without_a_row_stand_among_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "value", "kind", "message"),
     [
-        ("edges.1.dest_id_col", "bee", DatasetError, "knows.csv: has no column 'bee'"),
+        ("edges.1.dest_id_col", "bee", DatasetError, "knows.csv: has no column 'bee' of the desc"),
         ("edges.0.features.0.feature_col", "cost", DatasetError, "buys.parquet: has no column 'cost'"),
         ("nodes.1.features.0.transform", {"name": "standard", "sum": "3"}, ConfigError,
          r"standard of the column 'price': key 'sum' is '3', expected a number"),
