@@ -4,7 +4,6 @@ from typing import Annotated
 
 import typer
 
-from dglx_dist import __version__
 from dglx_dist.cli.partition import ingest, partition
 from dglx_dist.cli.plan import plan
 from dglx_dist.cli.report import inspect, report
@@ -19,12 +18,6 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-
-
-def _show_version(asked: bool) -> None:
-    if asked:
-        typer.echo(f"dglx_dist {__version__}")
-        raise typer.Exit
 
 
 @app.callback(
@@ -48,7 +41,6 @@ def root(
     debug: Annotated[
         bool, typer.Option("--debug", help="Show tracebacks; goes anywhere in the line.")
     ] = False,
-    version: Annotated[bool, typer.Option("--version", help="Show it.", callback=_show_version)] = False,
 ) -> None:
     """Partition a graph, train a model on it with many processes, and report the cost."""
 

@@ -163,10 +163,9 @@ def read_table(path: Path) -> Any:
 
 def _with_written_ids(path: Path, table: Any) -> Any:
     """Return ``table`` with its ids as texts if one that was read as a number begins with 0, as 007 does."""
-    known = [name for name in _IDS if table.column_names.count(name) == 1]
-    columns = {name: table.column(name) for name in known}
+    columns = {name: table.column(name) for name in _IDS if table.column_names.count(name) == 1}
     names = [name for name, ids in columns.items() if pa.types.is_integer(ids.type) and not ids.null_count]
-    if not names or table.num_rows == 0:
+    if not names:
         return table
     types = dict.fromkeys(names, pa.large_string())
     options = pyarrow.csv.ConvertOptions(include_columns=names, column_types=types)

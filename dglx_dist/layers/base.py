@@ -130,8 +130,6 @@ class SplittableConv(nn.Module, ABC):
     """Whether only :meth:`apply_edges` uses the per-edge values, which then stay with the owner."""
     sums_sources: bool = False
     """Whether :meth:`forward`, unless the layer is split, reads sources by sums over in-edges only."""
-    in_either_order: bool = False
-    """Whether it projects rows before or after the sum over in-edges, as :func:`projects_first` says."""
     heads: int = 0
     """Attention heads, each with a logit per edge; 0: no attention."""
     allow_zero_in_degree: bool = True
@@ -334,7 +332,7 @@ def projected(given: StageInput, rows: Tensor, weight: Tensor, *, after_sum: boo
     """Return ``rows`` times the (F, H) ``weight`` if that is cheaper here than beyond the sum, else ``rows``.
 
     Called with the source rows before the sum over in-edges, and with its result after it. Parts may decide
-    differently: their sums are the same. Layers that call it are ``in_either_order``.
+    differently: their sums are the same.
     """
     block = given.block
     counts = block.num_src_nodes(), block.num_dst_nodes(), block.num_edges()

@@ -242,8 +242,6 @@ _POWER = {"both": -0.5, "left": -1.0, "right": -1.0}
 class GraphConvStages(SplittableConv):
     """``GraphConv`` by columns."""
 
-    in_either_order = True
-
     def __init__(self, conv: dglnn.GraphConv) -> None:
         super().__init__(conv)
         if conv.weight is None:
@@ -346,8 +344,6 @@ _SPLIT = ("mean", "gcn")
 @final
 class SageStages(SplittableConv):
     """``SAGEConv`` with aggregator mean or gcn, by columns."""
-
-    in_either_order = True
 
     def __init__(self, conv: dglnn.SAGEConv) -> None:
         super().__init__(conv)
@@ -460,8 +456,6 @@ class SgcStages(SplittableConv):
     edge counts ``w / sqrt(out-weight of its source * in-weight of its destination)``, with weights of 1 by
     default. Each further hop is a layer ``GraphConv(weight=False)``, since the linear map may come first.
     """
-
-    in_either_order = True
 
     def __init__(self, conv: dglnn.SGConv) -> None:
         super().__init__(conv)

@@ -286,7 +286,6 @@ class SymmetricConv(SplittableConv):
 
     edge_arguments = ()
     sums_sources = True
-    in_either_order = True
 
     def __init__(self, in_dim: int, out_dim: int, graph: DistGraph) -> None:
         super().__init__()

@@ -12,9 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-import dglx_dist
 from dglx_dist import options
-from dglx_dist.cli.app import app
 from dglx_dist.cli.common import command
 from dglx_dist.errors import ConfigError
 from dglx_dist.options import at_least, literals, option, path_option, whole_numbers
@@ -121,8 +119,3 @@ def test_a_value_out_of_range_names_its_option(words: tuple[str, str], said: str
 def test_no_two_options_of_a_command_have_the_same_flag(config: Any) -> None:
     flags = [options.flag_of(config, one.name) for one in fields(config) if one.metadata]
     assert len(flags) == len(set(flags))
-
-
-def test_the_version_is_shown() -> None:
-    found = CliRunner().invoke(app, ["--version"])
-    assert (found.exit_code, found.stdout) == (0, f"dglx_dist {dglx_dist.__version__}\n")

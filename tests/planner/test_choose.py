@@ -107,13 +107,14 @@ def test_sums_are_waited_for() -> None:
 
 def test_an_owner_more_is_a_block_more_in_each_step() -> None:
     """5 steps, each with a block of 1.5 ms of the other part; what is sent is handled on the one core too."""
-    as_rows = replace(SHAPE.inspected["push_pull"], in_either_order=False)
-    shape = replace(SHAPE, inspected={"push_pull": as_rows})
+    layers = (replace(SHAPE.layers[0], sums_sources=False), *SHAPE.layers[1:])
+    shape = replace(SHAPE, layers=layers)
     rows, columns = predict(ROWS, known()), predict(COLUMNS, known(shape=shape))
     handled = (rows.inter_server_bytes - columns.inter_server_bytes) * 0.75e-9
     assert columns.seconds.compute == pytest.approx(rows.seconds.compute + 5 * 1.5e-3 - handled)
     # 2500 edges of layer 1, 4 heads of 50 columns.
-    attends = replace(SHAPE, inspected={"push_pull": replace(as_rows, logit_width=4)})
+    first = replace(SHAPE.inspected["push_pull"], logit_width=4)
+    attends = replace(shape, inspected={"push_pull": first})
     without = columns.seconds.compute - columns.inter_server_bytes * 0.75e-9
     with_heads = predict(COLUMNS, known(shape=attends))
     more = with_heads.seconds.compute - with_heads.inter_server_bytes * 0.75e-9 - without

@@ -151,16 +151,12 @@ class LocalExchange:
 
 
 def _step(model: nn.Module, blocks: list[HaloBlock], rows: Tensor) -> None:
-    output = model(blocks, rows)
-    loss = sum(_loss(leaf) for leaf in tree_leaves(output) if torch.is_tensor(leaf) and leaf.requires_grad)
+    leaves = [one for one in tree_leaves(model(blocks, rows)) if torch.is_tensor(one) and one.requires_grad]
+    # Keeps as much memory as a cross-entropy.
+    losses = [one.log_softmax(-1).sum() if one.dim() > 1 else one.sum() for one in leaves]
     with record_function(_BACKWARD):
-        cast("Tensor", loss).backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
+        cast("Tensor", sum(losses)).backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
     model.zero_grad(set_to_none=True)
-
-
-def _loss(scores: Tensor) -> Tensor:
-    """Return a loss that keeps as much memory as a cross-entropy."""
-    return scores.log_softmax(-1).sum() if scores.dim() > 1 else scores.sum()
 
 
 def _recorded(model: nn.Module, blocks: list[HaloBlock], rows: Tensor) -> list[tuple[int, int, int]]:

@@ -54,8 +54,6 @@ class FirstLayer:
     """Of the split parameters, all parts together."""
     replicated_bytes: int
     """Of all others, as their gradients are sent: those of the owner side with a flag of one element each."""
-    in_either_order: bool
-    """Whether it projects rows before or after the sum over in-edges, whichever is cheaper."""
     known: bool
     """Whether the sums have just these widths and no values of edges are sent; False: they may differ."""
 
@@ -76,7 +74,6 @@ def inspect(model: nn.Module, features: int) -> FirstLayer:
         replicated_bytes=sum(
             (other.numel() + (id(other) not in unflagged)) * other.element_size() for other in others
         ),
-        in_either_order=stages.in_either_order,
         # Edge values are sent with the structure; a layer of the user may sum anything.
         known=type(model.get_submodule(name)) in CONVOLUTIONS and not stages.required_edges,
     )
@@ -219,7 +216,7 @@ def _sums_first(known: Measured, first: FirstLayer, size: int) -> tuple[Measured
     (sources, *_), (targets, *_), (edges, *_) = known.mini_batches.worked
     layer, *others = known.shape.layers
     early = projects_first(sources, targets, edges, layer.inputs // size, first.sum_width)
-    if early or not first.in_either_order or not layer.per_source:
+    if early or not layer.sums_sources or not layer.per_source:
         return known, 0.0
     late = replace(layer, summed=0, per_source=0, per_target=layer.per_source + layer.per_target)
     summed = edges * layer.inputs * _WIDE * known.rates.edge_column_s
