@@ -225,7 +225,7 @@ def warn_of_guesses(task: str, found: Mapping[str, float], g: DistGraph, ntype: 
     """Warn on rank 0 if the metrics ``found`` of the test targets are those of guesses. Collective."""
     name = "auc" if "test_auc" in found else "roc_auc"
     guess, is_poor = 0.5, found.get(f"test_{name}", 1.0) < 0.55
-    why = "that of guesses; train longer, or with another --loss (of links), --lr or --embeddings"
+    why = "that of guesses; train longer, or with another --lr or --embeddings, of links another --loss"
     if task == CLASSIFICATION and "test_accuracy" in found:
         guess = _majority(g, ntype, label)
         name, is_poor = "accuracy", found["test_accuracy"] <= guess
