@@ -51,7 +51,7 @@ def test_a_run_that_replaces_another_says_so_and_leaves_no_checkpoint_of_it(
     assert any((out / CHECKPOINTS).iterdir())
     assert json.loads((out / "config.json").read_text())["recompute"] == "exchange"
     before = sorted(path.name for path in out.rglob("*"))
-    said = r"model: resgcn -> sage, layers: 3 -> 2, fanouts: .* -> .*; give another folder, or overwrite=True"
+    said = r"model: resgcn -> sage, layers: 3 -> 2, fanouts: .* -> .*; give another folder, or .*--overwrite"
     with pytest.raises(ConfigError, match=said):
         train_dataset(TrainConfig(data=dataset, out=str(out), epochs=1))
     assert sorted(path.name for path in out.rglob("*")) == before
