@@ -501,8 +501,14 @@ class DistTensor(Shared):
         """Free the tensor; every rank must call it, and no rank may use it afterwards.
 
         Raises:
+            ConfigError: the tensor belongs to the dataset; nothing has changed.
             RemoteError: on all ranks, once, when a push with ``wait=False`` failed; the tensor still exists.
         """
+        if not self._column.writable:
+            raise ConfigError(
+                f"{self._name!r} is data of the dataset and cannot be removed from the graph; leave it where "
+                "it is (only columns that a sampler or a model names are read), or use its rows: t[:]"
+            )
         run_on_all_ranks(self.kvstore.session, self.kvstore.fence, RemoteError)
         barrier(self.kvstore.session, f"deleting {self._name!r}")
         self.kvstore.remove(self._key)
@@ -589,6 +595,24 @@ class DataView(MutableMapping[str, DistTensor]):
             del self._own[name]
         else:
             self[name].delete()
+
+    def pop(self, name: str, *default: Any) -> Any:
+        """Return all rows of ``name``, as DGL does, and delete it; ``default`` if there is none.
+
+        A tensor that was set under ``name`` on this rank is returned itself, as it lives on. ConfigError: the
+        tensor belongs to the dataset.
+        """
+        if name not in self and default:
+            return default[0]
+        tensor = self[name]
+        rows = tensor if name in self._own or not tensor._column.writable else tensor.to_local()
+        del self[name]
+        return rows
+
+    def popitem(self) -> tuple[str, Any]:
+        """Return a name and its rows, and delete it, as :meth:`pop`."""
+        name = next(iter(self))
+        return name, self.pop(name)
 
     def __iter__(self) -> Iterator[str]:
         names, prefix = self._policy.store.names(), self._prefix

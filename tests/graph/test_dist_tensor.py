@@ -181,6 +181,43 @@ def test_a_deleted_tensor_frees_its_name(graph: DistGraph) -> None:
     assert graph.new_tensor((NUM_NODES, 3), torch.float32, "h").shape == (NUM_NODES, 3)
 
 
+@pytest.mark.parametrize(
+    "remove",
+    [lambda data: data.pop("feat"), lambda data: data.popitem(), lambda data: data.__delitem__("feat")],
+)
+def test_refuses_to_remove_a_column_of_the_dataset(graph: DistGraph, remove: Any) -> None:
+    names = list(graph.ndata)
+    with pytest.raises(ConfigError, match="is data of the dataset and cannot be removed"):
+        remove(graph.ndata)
+    assert list(graph.ndata) == names
+    assert graph.ndata["feat"][:].shape == (NUM_NODES, 5)
+
+
+def test_pop_returns_rows_and_deletes(graph: DistGraph) -> None:
+    graph.new_tensor((NUM_NODES,), torch.float32, "h", init_func=ones)
+    assert torch.equal(graph.ndata.pop("h"), torch.ones(NUM_NODES))
+    assert "h" not in graph.ndata
+    assert graph.ndata.pop("h", None) is None
+    with pytest.raises(KeyError, match="no tensor 'h'"):
+        graph.ndata.pop("h")
+
+
+def test_reads_and_writes_by_uint8_masks_as_torch_does(graph: DistGraph) -> None:
+    mask = (torch.arange(NUM_NODES) % 3 == 1).to(torch.uint8)
+    plain = graph.ndata["feat"][:]
+    assert torch.equal(graph.ndata["feat"][mask], plain[mask.bool()])
+    tensor = graph.new_tensor((NUM_NODES,), torch.float32, "marked")
+    tensor[mask] = 1.0
+    assert torch.equal(tensor[:], mask.float())
+    assert torch.equal(graph.in_degrees(mask), graph.in_degrees()[mask.bool()])
+
+
+@pytest.mark.parametrize("index", [torch.tensor([3, 1], dtype=torch.uint8), np.ones(NUM_NODES, np.uint8)])
+def test_refuses_uint8_that_could_be_ids_or_a_mask(graph: DistGraph, index: Any) -> None:
+    with pytest.raises(IndexError, match="convert a mask to bool, or ids to int64"):
+        graph.ndata["feat"][index]
+
+
 def write_each_others_rows(g: DistGraph, session: Session) -> None:
     rank, world, every = g.rank(), session.topology.world_size, torch.arange(NUM_NODES)
     tensor = g.new_tensor((NUM_NODES, 2), torch.bfloat16, "h", init_func=ones)
