@@ -396,8 +396,14 @@ class HaloBatch:
             else:
                 exchanges.append(HaloExchange(g.session, layer, depth + 1, wire))
                 exchanges[-1].rows_on(device, copy)
-                etype, degrees = g.canonical_etypes[0], g.out_degrees
-                block = halo_block(layer, nodes, exchanges[-1], etype=etype, out_degrees=degrees)
+                block = halo_block(
+                    layer,
+                    nodes,
+                    exchanges[-1],
+                    etype=g.canonical_etypes[0],
+                    out_degrees=g.out_degrees,
+                    edge_order=g.orig_edge_ids,
+                )
                 self.blocks.append(place(block, device, copy=copy))
         first, last = self.blocks[0], self.blocks[-1]
         edges = {name: copy(rows) for name, rows in reader.edges(plan).items()}

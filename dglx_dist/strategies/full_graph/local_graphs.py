@@ -295,7 +295,14 @@ def local_graph(
     (layer,) = plan.layers
     exchange = HaloExchange(g.session, layer, 1, wire)
     etype = g.canonical_etypes[0]
-    block = halo_block(layer, torch.from_numpy(plan.nodes), exchange, etype=etype, out_degrees=g.out_degrees)
+    block = halo_block(
+        layer,
+        torch.from_numpy(plan.nodes),
+        exchange,
+        etype=etype,
+        out_degrees=g.out_degrees,
+        edge_order=g.orig_edge_ids,
+    )
     lg = LocalGraph(block)
     lg.edata.update(_rows(g, edge_keys, layer.edge_ids))
     memory = RowMemory()
