@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -487,6 +488,8 @@ def start_session(
     if _CURRENT or _LATER:
         asked = "" if _CURRENT else " (dgl.distributed.initialize() asked for it)"
         raise ConfigError(f"a session is open already{asked}; close it with dglx_dist.shutdown() or use it")
+    if topology is None:
+        _check_group(read_topology().world_size)
     settings = read_settings()
     limit_s = settings.timeout_s or timeout_s
     if not 0 < limit_s < float("inf"):
@@ -513,7 +516,18 @@ def current_session() -> Session:
         _LATER.pop()()
     if not _CURRENT:
         raise ConfigError("no session is open; call dglx_dist.init() or dgl.distributed.initialize() first")
+    _check_group(_CURRENT[-1].topology.world_size)
     return _CURRENT[-1]
+
+
+def _check_group(world_size: int) -> None:
+    """Raise ConfigError if torch.distributed has a process group of another size than the session."""
+    if dist.is_initialized() and dist.get_world_size() != world_size:
+        raise ConfigError(
+            f"the process group of torch.distributed has {dist.get_world_size()} ranks, but this session has "
+            f"{world_size}: each process would train alone. Start the ranks with torchrun --nproc-per-node "
+            f"{dist.get_world_size()} script.py in place of mp.spawn, and leave init_process_group out"
+        )
 
 
 def start_later(start: Callable[[], Session] | None) -> None:
@@ -524,6 +538,19 @@ def start_later(start: Callable[[], Session] | None) -> None:
 def session_or(start: Callable[[], Session]) -> Session:
     """Return the open or deferred session, else call ``start``, which is collective."""
     return current_session() if _CURRENT or _LATER else start()
+
+
+_LIBRARIES = {__name__.partition(".")[0], "dgl", "torch"}
+
+
+def warn_user(message: str) -> None:
+    """Warn on rank 0, at the line outside of this package, DGL and torch that led here."""
+    if _CURRENT and _CURRENT[-1].topology.rank:
+        return
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level - 1)
 
 
 def session_if_open() -> Session | None:

@@ -1,6 +1,5 @@
 """DGL's distributed loaders and sampling functions around ours."""
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dglx_dist.comm.session import current_session
+from dglx_dist.comm.session import current_session, warn_user
 from dglx_dist.compat.dist_graph import DistGraph, inner_graph, show_ids, without_empty_types
 from dglx_dist.compat.dist_tensor import DistTensor, inner_tensor, remember
 from dglx_dist.compat.partition_book import edge_ids, of_each_type, our_edges, shown_edges
@@ -243,8 +242,7 @@ def _edge_options(g: Any, inner: InnerDistGraph, given: Mapping[str, Any]) -> di
         reverse = None
     elif _is_identity(reverse):
         why = "reverse_eids says that each edge is its own reverse, so reverse edges are not excluded"
-        if inner.rank() == 0:
-            warnings.warn(f"{why}; dglx_dist.reverse_edge_ids(g.inner) finds them", stacklevel=4)
+        warn_user(f"{why}; dglx_dist.reverse_edge_ids(g.inner) finds them")
         exclude, reverse = "self", None
     etypes = given.get("reverse_etypes") if exclude == "reverse_types" else None
     negative = given.get("negative_sampler")

@@ -2,7 +2,6 @@
 
 import shutil
 import tempfile
-import warnings
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dglx_dist.comm.session import warn_user
 from dglx_dist.compat.dist_tensor import DistTensor, inner_tensor
 from dglx_dist.compat.partition_book import RangePartitionBook, edge_ids, edge_type, graph_of_book, node_type
 from dglx_dist.data.dgl_files import check_files, load_graphs, load_tensors
@@ -100,12 +100,12 @@ def partition_graph(  # noqa: PLR0913 - DGL's signature
     With ``return_mapping`` return original node and edge ids in the new order, by type if there are several.
     """
     if num_hops != 1:
-        warnings.warn(f"num_hops={num_hops}: parts get 1, and fetch farther ones on demand", stacklevel=2)
+        warn_user(f"num_hops={num_hops}: parts get 1, and fetch farther ones on demand")
     if unknown := sorted(kwargs.keys() - _OF_GRAPHBOLT):
         raise ConfigError(f"partition_graph has no argument {', '.join(unknown)}; leave it out")
     if use_graphbolt or kwargs:
         why = "not used: GraphBolt's files are not written. Nothing here needs them, but DGL's GraphBolt does"
-        warnings.warn(f"{', '.join(['use_graphbolt'] * use_graphbolt + [*kwargs])}: {why}", stacklevel=2)
+        warn_user(f"{', '.join(['use_graphbolt'] * use_graphbolt + [*kwargs])}: {why}")
     whole_number("num_parts", num_parts, least=1)
     whole_number("num_trainers_per_machine", num_trainers_per_machine, least=1)
     whole_number("seed", seed, least=0)
@@ -291,8 +291,7 @@ def _mask(marked: Any, g: DistGraph, count: int, what: object) -> Any:
     values = as_array(marked)
     if values.dtype.kind in "iu" and count > 1 and np.array_equal(np.sort(values), np.arange(count)):
         why = "all ids were given where a mask is expected; all rows are taken (DGL would leave out row 0)"
-        if g.rank() == 0:
-            warnings.warn(why, stacklevel=3)
+        warn_user(why)
         return np.ones(count, dtype=np.bool_)
     return values != 0
 

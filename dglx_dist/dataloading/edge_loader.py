@@ -96,7 +96,8 @@ def read_rule(
         return {}
     by_id = exclude == "reverse_id"
     reverse = _reverse_tables(g, reverse_eids) if by_id else _reverse_types(g, reverse_etypes)
-    missing = [etype for etype in _etypes_with_items(edges) if etype not in reverse]
+    # As in DGL, a type that reverse_etypes leaves out has no reverse edges to exclude.
+    missing = [etype for etype in _etypes_with_items(edges) if by_id and etype not in reverse]
     if missing:
         raise ConfigError(
             f"exclude={exclude!r} does not define the reverse of {missing[0]}, which has edges to train on; "
@@ -469,7 +470,8 @@ class DistEdgeDataLoader(StepLoader[EdgeType, EdgeBatch, EdgesBatch]):
             ids; or fixed ids. They are left out before drawing, so destinations keep their fan-out.
         reverse_eids: (E,) by edge id, in ids of ``g``, -1 for none: what :func:`reverse_edge_ids` returns; or
             a dict of it by edge type; or, if reverse edges are of other types, of dicts of it by these.
-        reverse_etypes: Edge type to the type of its reverse edges.
+        reverse_etypes: Edge type to the type of its reverse edges; of a type that is left out, only the
+            batch's own edges are excluded.
         negative_sampler: One of ``dglx_dist.negative``, DGL's ``Uniform`` or ``PerSourceUniform``, or a
             function of (g, the batch's ids) to (sources, destinations), called on the loader's threads.
         options: As for :class:`DataLoader`; ``batch_size`` counts the edges of all types together.

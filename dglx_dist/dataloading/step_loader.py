@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from dglx_dist.comm.collectives import gather_int64
 from dglx_dist.comm.devices import carried, check_device, device_of, open_copies
-from dglx_dist.comm.session import Session
+from dglx_dist.comm.session import Session, warn_user
 from dglx_dist.comm.trace import COMPUTE, LOADER, WAIT, Pass
 from dglx_dist.dataloading.feature_fetch import Ahead, Drawn, check_float, look_ahead
 from dglx_dist.dataloading.sampler_spec import refuse_by_name
@@ -184,7 +183,7 @@ def read_options(options: Mapping[str, Any]) -> LoaderOptions:
     for name in options:
         if name in _NEEDLESS:
             if options[name]:
-                warnings.warn(f"{name}={options[name]} has no effect: {_NEEDLESS[name]}", stacklevel=3)
+                warn_user(f"{name}={options[name]} has no effect: {_NEEDLESS[name]}")
         elif name not in known:
             raise ConfigError(
                 f"the loader has no option {name!r}{did_you_mean(name, known)} (known: {', '.join(known)})"
@@ -583,9 +582,8 @@ def _counts(items: Items[K], options: LoaderOptions, session: Session) -> tuple[
     local = [len(items), items.digest() if len(items) else 0]
     rows = gather_counts(local, int(options.batch_size), options.drop_last, session)
     if len(rows) > 1 and len(items) and bool((rows == rows[0]).all()):
-        warnings.warn(
+        warn_user(
             f"all {len(rows)} ranks were given the same {len(items)} indices, so each is used {len(rows)} "
-            "times an epoch; dx.node_split(mask) or dx.edge_split(mask) gives every rank its share",
-            stacklevel=4,
+            "times an epoch; dx.node_split(mask) or dx.edge_split(mask) gives every rank its share"
         )
     return tuple(rows[:, 0].tolist())

@@ -33,7 +33,7 @@ from dglx_dist.graph.dist_tensor import (
     TypedViews,
     unsupported,
 )
-from dglx_dist.graph.ids import Ids, as_ids, as_ids_or_all
+from dglx_dist.graph.ids import Ids, as_array, as_ids, as_ids_or_all
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.partition_book import PartitionBook, Placement, canonical_etype
 from dglx_dist.graph.row_kernels import read_from_disk
@@ -510,9 +510,20 @@ class DistGraph(Shared):
         policy = self._edge_policies[self._etype_or_only(etype, "orig_edge_ids(ids, etype)")]
         return self._hidden(policy, ORIGINAL_IDS, ids)
 
-    def new_ids(self, ids: Ids, ntype: str | None = None) -> Tensor:
-        """Return the (K,) int64 ids of nodes of the source: the inverse of :meth:`orig_ids`, read whole."""
+    def new_ids(
+        self, ids: Ids | Sequence[str], ntype: str | None = None, *, from_user_ids: bool = False
+    ) -> Tensor:
+        """Return the (K,) int64 ids of nodes: the inverse of :meth:`orig_ids`, which reads all ids.
+
+        Text, and with ``from_user_ids`` integers, are the user's own ids: the inverse of :meth:`user_ids`.
+
+        Raises:
+            IndexError: no node has such an id; the message has the first one.
+        """
         key = self._ntype_or_only(ntype, "new_ids(ids, ntype)")
+        names = np.asarray(ids) if isinstance(ids, np.ndarray | list | tuple) else as_array(ids)  # type: ignore[arg-type]
+        if names.dtype.kind in "UO" or (from_user_ids and self.dataset.manifest.user_ids.get(key)):
+            return self._nodes_of_user(names, key)
         asked = as_ids(ids, self.num_nodes(key), f"the nodes {key!r} of the source")
         return self._hidden(self._node_policies[key], ORIGINAL_IDS, slice(None)).argsort()[asked]
 
@@ -531,6 +542,16 @@ class DistGraph(Shared):
             text = np.concatenate([np.asarray(part.user_ids(key)) for part in parts])
             return text[as_ids(ids, policy.get_size(), policy.policy_str)]
         return self._hidden(policy, USER_IDS if kind else ORIGINAL_IDS, ids).numpy()
+
+    def _nodes_of_user(self, names: Array, ntype: str) -> Tensor:
+        known = self.user_ids(slice(None), ntype)
+        if known.dtype.kind == "U" or names.dtype.kind in "UO":
+            known, names = known.astype(str), names.astype(str)
+        order = known.argsort()
+        places = order[np.searchsorted(known, names, sorter=order).clip(max=len(order) - 1)]
+        if (unknown := known[places] != names).any():
+            raise IndexError(f"no node of type {ntype!r} has the id {names[unknown][0]!r}")
+        return torch.from_numpy(places)
 
     def rank(self) -> int:
         return self.session.topology.rank

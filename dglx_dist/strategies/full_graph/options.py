@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final, get_args
@@ -14,6 +13,7 @@ from dgl.dataloading import NeighborSampler
 from dglx_dist.comm.collectives import check_equal, run_on_all_ranks
 from dglx_dist.comm.devices import device_of
 from dglx_dist.comm.exchange import WireDtype
+from dglx_dist.comm.session import warn_user
 from dglx_dist.data.storage.files import read_size
 from dglx_dist.dataloading.feature_fetch import Columns, RowMemory
 from dglx_dist.dataloading.sampler_spec import Fanout, find_columns, read_sampler
@@ -250,10 +250,9 @@ def _warn_of_idle(strategy: str, fanouts: Sequence[Fanout], batch_size: Any) -> 
     if batch_size is not None:
         idle.append(f"batch_size={batch_size} (leave it out)")
     if idle:
-        warnings.warn(
+        warn_user(
             f"{strategy} takes all neighbours of all seeds, so there is no effect of {' and '.join(idle)}; "
-            "strategy='data_parallel' samples mini-batches",
-            stacklevel=5,
+            "strategy='data_parallel' samples mini-batches"
         )
 
 

@@ -7,7 +7,6 @@ import itertools
 import logging
 import math
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -31,7 +30,7 @@ from dglx_dist.comm.collectives import (
 )
 from dglx_dist.comm.ledger import CONTROL, WORKER, LedgerRow
 from dglx_dist.comm.rpc import Handler
-from dglx_dist.comm.session import Session, SessionField
+from dglx_dist.comm.session import Session, SessionField, warn_user
 from dglx_dist.comm.wire import payload_bytes
 from dglx_dist.data.json_fields import printable
 from dglx_dist.dataloading.sampler_spec import read_sampler
@@ -394,9 +393,8 @@ def _checked(g: DistGraph, indices: Ids, sampler: Any, options: Mapping[str, Any
             )
     if given:
         ignored = ", ".join(f"{name}={value!r}" for name, value in given.items())
-        warnings.warn(
-            f"{ignored}: without effect, because strategy 'lambda' takes all training nodes in every step",
-            stacklevel=2,
+        warn_user(
+            f"{ignored}: without effect, because strategy 'lambda' takes all training nodes in every step"
         )
     return read_items(indices, {ntype: g.num_nodes(ntype) for ntype in g.ntypes}, "node")
 
