@@ -540,7 +540,7 @@ def session_or(start: Callable[[], Session]) -> Session:
     return current_session() if _CURRENT or _LATER else start()
 
 
-_LIBRARIES = {__name__.partition(".")[0], "dgl", "torch"}
+_LIBRARIES = {__name__.partition(".")[0], "dgl", "torch", "_collections_abc"}
 
 
 def warn_user(message: str) -> None:
@@ -550,7 +550,7 @@ def warn_user(message: str) -> None:
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, stacklevel=level - 1)
+    warnings.warn(message, stacklevel=level)
 
 
 def session_if_open() -> Session | None:

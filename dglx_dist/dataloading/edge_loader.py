@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dglx_dist.comm.collectives import check_equal, gather_int64, run_on_all_ranks
 from dglx_dist.comm.devices import Copy
-from dglx_dist.dataloading.feature_fetch import EDGE_PHASE, Ahead, Drawn
+from dglx_dist.dataloading.feature_fetch import EDGE_PHASE, Ahead, Drawn, fetch_on_access
 from dglx_dist.dataloading.loader import excluded_edges, open_maker
 from dglx_dist.dataloading.minibatch import NOTHING_EXCLUDED, BatchMaker, Excluded, MiniBatch, NodeIds
 from dglx_dist.dataloading.negative import (
@@ -520,9 +520,11 @@ class DistEdgeDataLoader(StepLoader[EdgeType, EdgeBatch, EdgesBatch]):
             signature=f"exclude {signature}, negative_sampler={read.negative!r}",
         )
         super().__init__(g.session, read.items, read.options, maker)
+        self._g, self._columns_warned_of = g, set[str]()
 
     def _delivered(self, batch: EdgeBatch, share: StepShare) -> EdgesBatch:
         batch.arrived()
+        fetch_on_access(self._g, batch.blocks, self._columns_warned_of)
         blocks, nodes, graphs = batch.blocks, batch.input_nodes, batch.pairs
         # On each of them, since a model may get the blocks, a pair graph, or both.
         for stamped in (blocks[-1], *graphs):

@@ -11,21 +11,27 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Generic, TypeAlias, TypeVar, final
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, final
 
 import dgl
 import numpy as np
 import torch
+from dgl.frame import Column
 from dgl.heterograph import DGLBlock
 from torch import Tensor
 
 from dglx_dist.comm.devices import Copy
+from dglx_dist.comm.session import warn_user
 from dglx_dist.data.storage.columns import numpy_dtype
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.column import DeviceRows, LookAheadRows, PendingPull
+from dglx_dist.graph.dist_tensor import DataView
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.row_kernels import column_info, empty_rows, tensor_view, torch_dtype
 from dglx_dist.records import Array, ColumnInfo, EdgeType
+
+if TYPE_CHECKING:
+    from dglx_dist.graph.dist_graph import DistGraph
 
 EDGE_PHASE, LABEL_PHASE, FEATURE_PHASE = "edge_features", "labels", "features"
 """Phases of the byte ledger."""
@@ -332,6 +338,44 @@ def submit_columns(
 def _each(columns: Mapping[K, Mapping[str, str]]) -> Iterator[tuple[K, str, str]]:
     # Type, name in the frame, name in the store.
     return ((kind, name, key) for kind, names in columns.items() for name, key in names.items())
+
+
+@final
+class OnDemandColumns(dict[str, Any]):
+    """The columns of a frame of a block, which fetches a column of the graph on first access.
+
+    DGL's loader fetches what is not prefetched in the same way. It is slower, because training waits.
+    """
+
+    def __init__(self, columns: Mapping[str, Any], id_name: str, stored: DataView, warned: set[str]) -> None:
+        super().__init__(columns)
+        # Kept as they are now: scripts of DistDGL see other edge ids in the frame.
+        self._ids, self._id_name, self._stored, self._warned = columns.get(id_name), id_name, stored, warned
+
+    def __missing__(self, name: str) -> Any:
+        if name not in self._stored or self._ids is None:
+            known = sorted({*self, *self._stored} - {dgl.NID, dgl.EID})
+            raise KeyError(f"there is no column {name!r} (known: {', '.join(map(repr, known)) or 'none'})")
+        if name not in self._warned:
+            self._warned.add(name)
+            option = "prefetch_node_feats" if self._id_name == dgl.NID else "prefetch_edge_feats"
+            warn_user(
+                f"the column {name!r} is fetched when the batch reads it, and training waits for it; give "
+                f"the sampler {option}=[{name!r}] (labels: prefetch_labels) to have it fetched ahead"
+            )
+        rows = self._stored[name][self._ids.data]
+        self[name] = Column.create(rows.float() if rows.dtype in HALVES else rows)
+        return self[name]
+
+
+def fetch_on_access(g: DistGraph, blocks: Sequence[DGLBlock], warned: set[str]) -> None:
+    """Let the frames of ``blocks`` fetch missing columns; ``warned`` holds the names already warned of."""
+    for block in blocks:
+        types: Sequence[Any] = [*block.srctypes, *block.dsttypes]
+        for ntype, frame in zip(types, block._node_frames, strict=True):
+            frame._columns = OnDemandColumns(frame._columns, dgl.NID, g.nodes[ntype].data, warned)
+        for etype, frame in zip(block.canonical_etypes, block._edge_frames, strict=True):
+            frame._columns = OnDemandColumns(frame._columns, dgl.EID, g.edges[etype].data, warned)
 
 
 def edges_of(block: DGLBlock) -> dict[EdgeType, Array]:

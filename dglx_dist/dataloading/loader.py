@@ -11,7 +11,7 @@ from dgl.heterograph import DGLBlock
 
 from dglx_dist.comm.collectives import barrier, check_equal, gather_json, run_on_all_ranks
 from dglx_dist.comm.devices import device_of
-from dglx_dist.dataloading.feature_fetch import Columns, RowMemory
+from dglx_dist.dataloading.feature_fetch import Columns, RowMemory, fetch_on_access
 from dglx_dist.dataloading.kernels import Schema
 from dglx_dist.dataloading.minibatch import BatchMaker, KernelMaker, MiniBatch, NodeIds, SamplerMaker
 from dglx_dist.dataloading.sampler import BatchSource, Draws, RemoteSource, WholeSource, digest_of
@@ -216,7 +216,10 @@ class DataLoader(StepLoader[str, MiniBatch, Batch]):
         maker = open_maker(g, sampler, plan, read, seed_of(read, g.session))
         super().__init__(g.session, seeds, read, maker)
 
+        self._g, self._columns_warned_of = g, set[str]()
+
     def _delivered(self, batch: MiniBatch, share: StepShare) -> Batch:
         batch.arrived()
+        fetch_on_access(self._g, batch.blocks, self._columns_warned_of)
         batch.blocks[-1].step_share = share
         return batch.input_nodes, batch.output_nodes, batch.blocks

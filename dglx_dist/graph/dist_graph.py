@@ -550,7 +550,7 @@ class DistGraph(Shared):
         order = known.argsort()
         places = order[np.searchsorted(known, names, sorter=order).clip(max=len(order) - 1)]
         if (unknown := known[places] != names).any():
-            raise IndexError(f"no node of type {ntype!r} has the id {names[unknown][0]!r}")
+            raise IndexError(f"no node of type {ntype!r} has the id {names[unknown][0].item()!r}")
         return torch.from_numpy(places)
 
     def rank(self) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from dglx_dist.comm import rendezvous as rendezvous_module
 from dglx_dist.comm.collectives import barrier, gather_int64
@@ -43,6 +44,27 @@ def test_one_process_needs_no_launcher() -> None:
     assert not folder.exists()
     with pytest.raises(ConfigError, match="init"):
         current_session()
+
+
+def join_a_group_by_hand(store: Path) -> None:
+    rank = int(os.environ["RANK"])
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID"):
+        os.environ.pop(name, None)
+    alone = start_session()
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    message = (
+        "has 2 ranks, but this session has 1: each process would train alone. Start the ranks with torchrun"
+    )
+    with pytest.raises(ConfigError, match=message):
+        current_session()
+    alone.close()
+    with pytest.raises(ConfigError, match=message):
+        start_session()
+    dist.destroy_process_group()
+
+
+def test_refuses_a_process_group_of_another_size(tmp_path: Path) -> None:
+    run_ranks(join_a_group_by_hand, 2, args=(tmp_path / "store",))
 
 
 def test_there_is_one_at_a_time() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from itertools import chain
 from pathlib import Path
 
@@ -50,6 +52,24 @@ def test_every_seed_once_an_epoch_in_another_order_each(graph: DistGraph, num_th
     assert [len(seeds) for seeds in first] == [7] * 8 + [4]
     assert sorted(chain(*first)) == sorted(chain(*second)) == IDS.tolist()
     assert first != second
+
+
+def test_fetches_a_column_that_is_not_prefetched_on_first_access(graph: DistGraph) -> None:
+    loader = loader_of(graph, sampler=NeighborSampler([3, 4]))
+    with warnings.catch_warnings(record=True) as caught:
+        for (nodes, seeds, blocks), (*_, expected) in zip(loader, loader_of(graph), strict=True):
+            assert torch.equal(blocks[0].srcdata["feat"], graph.ndata["feat"][nodes])
+            assert blocks[0].srcdata["feat"].dtype == expected[0].srcdata["feat"].dtype
+            assert torch.equal(blocks[-1].dstdata["label"], graph.ndata["label"][seeds])
+    # Once for each column, at the line that reads it.
+    messages = [str(warning.message) for warning in caught]
+    assert [re.search(r"prefetch_node_feats=\['(\w+)'\]", message)[1] for message in messages] == [
+        "feat",
+        "label",
+    ]
+    assert {warning.filename for warning in caught} == {__file__}
+    with pytest.raises(KeyError, match=r"no column 'nope' \(known: .*'feat'"):
+        blocks[0].srcdata["nope"]
 
 
 def test_kept_batches_stay_as_they_were(graph: DistGraph) -> None:

@@ -52,6 +52,9 @@ def look(folder: Path, mode: Any) -> None:
         degrees = g.out_degrees(torch.arange(NUM_NODES))[new]
         assert degrees.tolist() == np.bincount(given_source, minlength=NUM_NODES).tolist()
         assert g.user_ids([0, 39]).tolist() == (1000 + old[[0, 39]]).tolist()
+        assert g.new_ids(g.user_ids([0, 39]), from_user_ids=True).tolist() == [0, 39]
+        with pytest.raises(IndexError, match="no node of type '_N' has the id 999"):
+            g.new_ids([1000, 999], from_user_ids=True)
         _, _, blocks = dgl.dataloading.NeighborSampler([2, 2]).sample(g, torch.tensor([1, 5, 30]))
         assert (blocks[-1].num_dst_nodes(), g.num_classes()) == (3, 4)
         shares = gather_json(old[node_split(g.ndata["train_mask"])].tolist(), session)
@@ -165,6 +168,9 @@ def look_at_types(folder: Path, mode: Any) -> None:
         assert g.in_degrees(etype="knows").tolist() == [0, 1]
         assert g.nodes["item"].data["price"][torch.tensor([2, 0])].tolist() == [7, 5]
         assert g.user_ids([1, 0], "user").tolist() == ["bob", "ann"]
+        assert g.new_ids(["bob", "ann"], "user").tolist() == [1, 0]
+        with pytest.raises(IndexError, match="no node of type 'user' has the id 'zoe'"):
+            g.new_ids(["ann", "zoe"], "user")
 
 
 @pytest.mark.parametrize("mode", MODES)
