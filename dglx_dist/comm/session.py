@@ -540,7 +540,7 @@ def session_or(start: Callable[[], Session]) -> Session:
     return current_session() if _CURRENT or _LATER else start()
 
 
-_LIBRARIES = {__name__.partition(".")[0], "dgl", "torch", "_collections_abc"}
+_LIBRARIES = {__name__.partition(".")[0], "dgl", "torch", "collections"}
 
 
 def warn_user(message: str) -> None:

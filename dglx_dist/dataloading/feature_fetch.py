@@ -347,35 +347,40 @@ class OnDemandColumns(dict[str, Any]):
     DGL's loader fetches what is not prefetched in the same way. It is slower, because training waits.
     """
 
-    def __init__(self, columns: Mapping[str, Any], id_name: str, stored: DataView, warned: set[str]) -> None:
+    def __init__(self, columns: Mapping[str, Any], stored: DataView, option: str, warned: set[str]) -> None:
         super().__init__(columns)
-        # Kept as they are now: scripts of DistDGL see other edge ids in the frame.
-        self._ids, self._id_name, self._stored, self._warned = columns.get(id_name), id_name, stored, warned
+        # Kept as they are now, because scripts of DistDGL see other edge ids in the frame.
+        self._ids = columns.get(_ID)
+        self._stored, self._option, self._warned = stored, option, warned
 
     def __missing__(self, name: str) -> Any:
         if name not in self._stored or self._ids is None:
-            known = sorted({*self, *self._stored} - {dgl.NID, dgl.EID})
+            known = sorted({*self, *self._stored} - {_ID})
             raise KeyError(f"there is no column {name!r} (known: {', '.join(map(repr, known)) or 'none'})")
         if name not in self._warned:
             self._warned.add(name)
-            option = "prefetch_node_feats" if self._id_name == dgl.NID else "prefetch_edge_feats"
             warn_user(
                 f"the column {name!r} is fetched when the batch reads it, and training waits for it; give "
-                f"the sampler {option}=[{name!r}] (labels: prefetch_labels) to have it fetched ahead"
+                f"the sampler {self._option}=[{name!r}] (labels: prefetch_labels) to have it fetched ahead"
             )
         rows = self._stored[name][self._ids.data]
         self[name] = Column.create(rows.float() if rows.dtype in HALVES else rows)
         return self[name]
 
 
+_ID = dgl.NID
+"""Name of the ids in frames; DGL has one for nodes and edges."""
+
+
 def fetch_on_access(g: DistGraph, blocks: Sequence[DGLBlock], warned: set[str]) -> None:
     """Let the frames of ``blocks`` fetch missing columns; ``warned`` holds the names already warned of."""
     for block in blocks:
-        types: Sequence[Any] = [*block.srctypes, *block.dsttypes]
-        for ntype, frame in zip(types, block._node_frames, strict=True):
-            frame._columns = OnDemandColumns(frame._columns, dgl.NID, g.nodes[ntype].data, warned)
+        for ntype, frame in zip([*block.srctypes, *block.dsttypes], block._node_frames, strict=True):
+            stored = g.nodes[ntype].data
+            frame._columns = OnDemandColumns(frame._columns, stored, "prefetch_node_feats", warned)
         for etype, frame in zip(block.canonical_etypes, block._edge_frames, strict=True):
-            frame._columns = OnDemandColumns(frame._columns, dgl.EID, g.edges[etype].data, warned)
+            stored = g.edges[etype].data
+            frame._columns = OnDemandColumns(frame._columns, stored, "prefetch_edge_feats", warned)
 
 
 def edges_of(block: DGLBlock) -> dict[EdgeType, Array]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, final
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast, final
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ from dglx_dist.graph.dist_tensor import (
     TypedViews,
     unsupported,
 )
-from dglx_dist.graph.ids import Ids, as_array, as_ids, as_ids_or_all
+from dglx_dist.graph.ids import Ids, as_ids, as_ids_or_all
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.partition_book import PartitionBook, Placement, canonical_etype
 from dglx_dist.graph.row_kernels import read_from_disk
@@ -521,10 +521,11 @@ class DistGraph(Shared):
             IndexError: no node has such an id; the message has the first one.
         """
         key = self._ntype_or_only(ntype, "new_ids(ids, ntype)")
-        names = np.asarray(ids) if isinstance(ids, np.ndarray | list | tuple) else as_array(ids)  # type: ignore[arg-type]
-        if names.dtype.kind in "UO" or (from_user_ids and self.dataset.manifest.user_ids.get(key)):
+        is_text = isinstance(ids, Sequence | np.ndarray) and np.asarray(ids).dtype.kind in "UO"
+        if is_text or (from_user_ids and self.dataset.manifest.user_ids.get(key)):
+            names = ids.cpu().numpy() if isinstance(ids, Tensor) else np.asarray(ids)
             return self._nodes_of_user(names, key)
-        asked = as_ids(ids, self.num_nodes(key), f"the nodes {key!r} of the source")
+        asked = as_ids(cast("Ids", ids), self.num_nodes(key), f"the nodes {key!r} of the source")
         return self._hidden(self._node_policies[key], ORIGINAL_IDS, slice(None)).argsort()[asked]
 
     def user_ids(self, ids: Ids, ntype: str | None = None) -> Array:

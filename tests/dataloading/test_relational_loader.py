@@ -40,12 +40,12 @@ def test_columns_of_every_type_arrive_with_their_rows(shop_graph: DistGraph) -> 
             assert torch.equal(blocks[-1].dstnodes[ntype].data[dgl.NID], output_nodes[ntype])
         labels = blocks[-1].dstnodes["item"].data["label"]
         assert torch.equal(labels, g.nodes["item"].data["label"][output_nodes["item"]])
-        assert "label" not in blocks[-1].dstnodes["user"].data
+        assert "label" not in list(blocks[-1].dstnodes["user"].data)
         for block in blocks:
             for etype in (KNOWS, LIKE):
                 data = block.edges[etype].data
                 assert torch.equal(data["weight"], g.edges[etype].data["weight"][data[dgl.EID]])
-            assert "weight" not in block.edges[BUYS].data
+            assert "weight" not in list(block.edges[BUYS].data)
         assert blocks[-1].step_share.num_local == sum(map(len, output_nodes.values()))
         seen.append({ntype: ids.tolist() for ntype, ids in output_nodes.items()})
     # Types in the graph's order, ids in the order given.
