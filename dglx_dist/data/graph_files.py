@@ -75,10 +75,11 @@ class NpzSource(DatasetSource):
     ``triple_split`` it is a knowledge graph whose edges carry the three masks. Features lie in
     ``features`` or as compressed rows in ``feat_indptr``, ``feat_indices``, ``feat_data``,
     ``feat_dim``, which stay compressed; ``num_classes`` may state the classes. Without ``num_nodes`` there
-    are as many nodes as ids or rows of features or labels, unless each edge has one. Any other array is a
-    node column when it has as many rows as there are nodes, else an edge column when it has as many as
-    there are edges, else it is ignored with a warning. A ``val_mask`` without any node counts as absent,
-    since official splits often have none. Pickled objects are never loaded.
+    are as many nodes as ids or rows of features or labels. Any other array is a node column if it has as many
+    rows as there are nodes, and an edge column if it has as many as there are edges. If both are equal, its
+    name must begin with ``node_`` or ``edge_``. With another number of rows it is ignored with a warning. A
+    ``val_mask`` without any node counts as absent, since official splits often have none. Pickled objects are
+    never loaded.
 
     The names of PyG (``edge_index``, ``x``, ``y``, ``edge_type``) are known too, and so is a square matrix of
     ``scipy.sparse.save_npz``, which is read at once: row u, column v is an edge from u to v, and its values
@@ -140,8 +141,11 @@ def _rename_pyg(arrays: Mapping[str, Array], where: str) -> Mapping[str, Array]:
     return {"src": index[0], "dst": index[1], **num_nodes, **others}
 
 
-def _read_matrix(path: Path) -> dict[str, Array]:
-    matrix = importlib.import_module("scipy.sparse").load_npz(path)
+_VALUES = "values of a matrix"
+"""Array that becomes the edge column ``weight``, also where there are as many nodes."""
+
+
+def _arrays_of_matrix(matrix: Any, path: Path) -> dict[str, Array]:
     if matrix.format in ("csr", "csc", "bsr"):
         # Compiled code follows its pointers.
         matrix.check_format(full_check=True)
@@ -152,7 +156,7 @@ def _read_matrix(path: Path) -> dict[str, Array]:
             "nodes write tables, docs/quickstart.md)"
         )
     arrays = {"src": matrix.row, "dst": matrix.col, "num_nodes": np.array(matrix.shape[0])}
-    return arrays | ({"weight": matrix.data} if (matrix.data != 1).any() else {})
+    return arrays | ({_VALUES: matrix.data} if (matrix.data != 1).any() else {})
 
 
 def _read(path: Path, workspace: Workspace | None) -> dict[str, Array]:
@@ -167,7 +171,7 @@ def _read(path: Path, workspace: Workspace | None) -> dict[str, Array]:
                         f"{path}: a matrix is read at once, in {readable_bytes(num_bytes)}; grant more "
                         "--memory, or save its rows and columns as src and dst"
                     )
-                return _read_matrix(path)
+                return _arrays_of_matrix(importlib.import_module("scipy.sparse").load_npz(path), path)
             if workspace is not None:
                 return _unpacked(path, workspace)
             found, pickled = {}, []
@@ -284,11 +288,23 @@ def _columns(
     for name, array in arrays.items():
         if name in _STRUCTURE:
             continue
-        rows, is_of_edges = len(array) if array.ndim else -1, name.startswith("edge_")
+        rows, is_of_edges = len(array) if array.ndim else -1, name == _VALUES or name.startswith("edge_")
+        is_of_nodes = name.startswith("node_") or name in _REQUIRED_LENGTH
+        is_counted = "num_nodes" in arrays or "num_entities" in arrays
+        if rows == num_edges == num_nodes and not (is_of_edges or is_of_nodes):
+            raise DatasetError(
+                f"{where}: array {name!r} has {rows} rows, and there are as many nodes as edges; call it "
+                f"'node_{name}' or 'edge_{name}'"
+            )
+        if rows == num_edges != num_nodes and is_of_nodes and not is_counted:
+            raise DatasetError(
+                f"{where}: array {name!r} has a row for each of the {rows} edges, and the largest id is "
+                f"{num_nodes - 1}; give num_nodes={rows} if it belongs to nodes, or call it 'edge_{name}'"
+            )
         if rows == num_nodes and not (is_of_edges and rows == num_edges):
             of_nodes[name] = array
         elif rows == num_edges:
-            of_edges[name] = array
+            of_edges["weight" if name == _VALUES else name] = array
         elif name in _REQUIRED_LENGTH:
             raise DatasetError(
                 f"{where}: array {name!r} has shape {array.shape}, which is neither one row for each of the "
@@ -514,10 +530,18 @@ class EdgeListSource(DatasetSource):
     Lines of three texts, or a text between two numbers, are a knowledge graph's head, relation and tail: ids
     stay texts, each relation is an edge type. A folder with ``train.txt``, ``valid.txt`` (``val``, ``dev``)
     and ``test.txt``, or ``.tsv``, is one with its split.
+
+    A text that begins with ``%%MatrixMarket`` (``.mtx``) is a square matrix: row u, column v, counted from 1,
+    is an edge from u - 1 to v - 1, in both directions if the matrix is symmetric.
     """
 
     def load(self) -> RawGraph:
         import pandas as pd
+
+        if (arrays := _read_matrix_market(self._path)) is not None:
+            return graph_of_arrays(
+                arrays, self._path.name.removesuffix(suffix_of(self._path)), str(self._path)
+            )
 
         if self._path.is_dir():
             files = self._files_of_splits()
@@ -527,6 +551,9 @@ class EdgeListSource(DatasetSource):
         where, name = str(self._path), self._path.name.removesuffix(suffix_of(self._path))
         read, lines, are_triples = _read_lines(self._path)
         line = lines[0]
+        _refuse_header(read, where, line)
+        for column in read.columns[: 3 if all(are_triples) else 2]:
+            _refuse_signs(read[column], where)
         if all(are_triples):
             return _graph_of_triples([(self._path, read, line)], [-1], name, where)
         if read.shape[1] < 2:
@@ -559,6 +586,60 @@ class EdgeListSource(DatasetSource):
                 )
             found[code] = path
         return found
+
+
+def _read_matrix_market(path: Path) -> dict[str, Array] | None:
+    """Return the arrays of a text in the format of MatrixMarket; None for another text."""
+    if path.is_dir():
+        return None
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            if not file.readline().removeprefix(b"\xef\xbb\xbf").lower().startswith(b"%%matrixmarket"):
+                return None
+            file.seek(0)
+            matrix = importlib.import_module("scipy.io").mmread(file)
+    except (ValueError, EOFError, OSError, zlib.error) as error:
+        raise DatasetError(f"{path}: not a readable list of edges or matrix, or cut off: {error}") from error
+    matrix = importlib.import_module("scipy.sparse").coo_array(matrix)
+    what = "a MatrixMarket matrix of shape %s with %d entries, as edges of nodes counted from 0"
+    _LOG.warning(f"%s: read as {what}", path, matrix.shape, matrix.nnz)
+    return _arrays_of_matrix(matrix, path)
+
+
+def _refuse_header(read: Any, where: str, line: str) -> None:
+    """Refuse a first line that has the numbers of nodes and edges, as those of METIS and other formats."""
+    if read.shape[1] < 2 or any(column.dtype.kind == "f" for _, column in read.iloc[:, :2].items()):
+        return
+    first = [int(text) if re.fullmatch(r"\d+", text := str(number)) else -1 for number in read.iloc[0, :3]]
+    num_rows = len(read) - 1
+    try:
+        largest = int(read.iloc[1:, :2].to_numpy(dtype=np.int64).max(initial=0))
+    except (ValueError, TypeError, OverflowError):
+        return
+    is_size = first[1] == num_rows or (len(first) == 3 and first[1] >= largest and first[2] == num_rows)
+    # METIS has a line for each node, and each edge twice.
+    is_metis = first[0] == num_rows and 2 * first[1] == num_rows * read.shape[1]
+    if num_rows and first[0] >= largest and (is_size or is_metis):
+        raise DatasetError(
+            f"{where}: the line {line} could be a header with the numbers of nodes and edges, as {num_rows} "
+            "lines follow; begin it with # if it is one, or move it behind the other lines if it is an edge "
+            "(a METIS file: write each edge on a line of its own)"
+        )
+
+
+_SIGNS = r"""^[(["'].|.[)\]"',;:]$|^(?:[-=~]*>|<[-=~]*|[-=]+|\u2192)$"""
+
+
+def _refuse_signs(ids: Any, where: str) -> None:
+    """Refuse ids with brackets, quotes or separators around them, and arrows in place of ids."""
+    if ids.dtype.kind in "iuf":
+        return
+    texts = ids.astype(str)
+    if (wrong := texts.str.contains(_SIGNS, regex=True)).any():
+        raise DatasetError(
+            f"{where}: {texts[wrong].iloc[0]!r} stands where an id is expected; write the ids of an edge "
+            "with a space, tab or comma between them, without brackets, quotes, arrows or other signs"
+        )
 
 
 def _read_lines(path: Path, is_triples: bool = False) -> tuple[Any, list[str], list[bool]]:

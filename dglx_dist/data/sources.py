@@ -382,12 +382,12 @@ _SOURCE_OF_SUFFIX = {
     **dict.fromkeys((".bin", ".dgl"), "dgl_binary"),
     **dict.fromkeys((".pt", ".pth"), "torch"),
     **dict.fromkeys((".graphml", ".gml", ".gexf", ".json"), "networkx"),
-    **dict.fromkeys((".txt", ".tsv", ".edgelist", ".edges"), "edge_list"),
+    **dict.fromkeys((".txt", ".tsv", ".edgelist", ".edges", ".mtx"), "edge_list"),
 }
 FORMATS = (
     "a `.npz` of arrays or of a SciPy matrix, a `.bin` of saved DGL graphs, a `.pt` of tensors (PyG), "
-    "NetworkX's `.graphml`, `.gml`, `.gexf` or `.json`, a `.txt` of edges (SNAP) or triples, these also with "
-    "`.gz`, a folder of CSV / Parquet tables, or of triples in train.txt, valid.txt and test.txt"
+    "NetworkX's `.graphml`, `.gml`, `.gexf` or `.json`, a `.txt` of edges (SNAP) or triples, a `.mtx`, these "
+    "also with `.gz`, a folder of CSV / Parquet tables, or of triples in train.txt, valid.txt and test.txt"
 )
 """What :func:`load_dataset` reads from a path."""
 

@@ -357,6 +357,53 @@ def test_blanks_quotes_and_na_in_a_list_of_edges(tmp_path: Path, text: str) -> N
     assert graph.total_edges == 2
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["(0, 1)\n(1, 2)\n", "[0, 1]\n", "0 -> 1\n1 -> 2\n", "0; 1\n", '"a" "b"\n', "a b\nb (c)\n", "a\t=>\tb\n"],
+)
+def test_refuses_ids_with_brackets_quotes_and_arrows(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.txt").write_text(text)
+    with pytest.raises(
+        DatasetError, match="stands where an id is expected; write the ids of an edge with a space"
+    ):
+        load_dataset(tmp_path / "a.txt")
+
+
+BODY = "1 2 0.5\n2 3 1.5\n3 1 2.5\n"
+
+
+@pytest.mark.parametrize("name", ["a.mtx", "a.txt", "a.edges.gz"])
+@pytest.mark.parametrize(
+    ("header", "body", "edges", "weights"),
+    [
+        ("coordinate real general", BODY, [[0, 1, 2], [1, 2, 0]], [0.5, 1.5, 2.5]),
+        ("coordinate pattern general", "1 2\n2 3\n3 1\n", [[0, 1, 2], [1, 2, 0]], None),
+        ("coordinate real symmetric", "2 1 0.5\n3 2 1.5\n3 3 2.5\n", None, [0.5, 0.5, 1.5, 1.5, 2.5]),
+    ],
+)
+def test_reads_matrix_market(
+    tmp_path: Path, name: str, header: str, body: str, edges: Any, weights: Any
+) -> None:
+    content = f"%%MatrixMarket matrix {header}\n% a comment\n3 3 3\n{body}".encode()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    graph = load_dataset(tmp_path / name)
+    assert graph.num_nodes == {NODE_TYPE: 3}
+    if edges is not None:
+        assert edges_of(graph) == edges
+    stored = graph.edge_data[EDGE_TYPE].get("weight")
+    assert (stored is None) == (weights is None)
+    assert stored is None or sorted(stored.tolist()) == weights
+
+
+@pytest.mark.parametrize("text", ["3 3\n0 1\n1 2\n2 0\n", "3 3\n2 3\n1 3\n1 2\n", "3 3 2\n1 2 7\n3 1 8\n"])
+def test_refuses_a_line_of_sizes_before_the_edges(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.txt").write_text(text)
+    with pytest.raises(DatasetError, match="could be a header with the numbers of nodes and edges"):
+        load_dataset(tmp_path / "a.txt")
+    (tmp_path / "b.txt").write_text("# " + text)
+    assert load_dataset(tmp_path / "b.txt").total_edges == text.count("\n") - 1
+
+
 def test_more_nodes_or_relations_than_can_be_are_refused(tmp_path: Path) -> None:
     for name, arrays, said in (
         ("count", {"src": [0], "dst": [1], "num_nodes": 2**50}, "there are 1125899906842624 nodes"),

@@ -11,6 +11,7 @@ from typing import Any
 import dgl
 import numpy as np
 import pytest
+import scipy.sparse
 import torch
 from torch import Tensor
 
@@ -357,8 +358,34 @@ def test_features_without_edges_tell_how_many_nodes_there_are(tmp_path: Path) ->
     none, features = np.empty(0, np.int64), np.ones((3, 2))
     with pytest.raises(DatasetError, match="the graph has 3 nodes and 0 edges; there must be at least one"):
         load_npz(tmp_path, {"src": none, "dst": none, "features": features})
-    graph = load_npz(tmp_path, {"src": np.array([0, 1, 0]), "dst": np.array([1, 0, 0]), "feat": features})
-    assert (graph.num_nodes, list(graph.edge_data[EDGE_TYPE])) == ({NODE_TYPE: 2}, ["feat"])
+    ends = {"src": np.array([0, 1, 0]), "dst": np.array([1, 0, 0])}
+    with pytest.raises(DatasetError, match="give num_nodes=3 if it belongs to nodes, or call it 'edge_feat'"):
+        load_npz(tmp_path, {**ends, "feat": features})
+    graph = load_npz(tmp_path, {**ends, "edge_feat": features})
+    assert (graph.num_nodes, list(graph.edge_data[EDGE_TYPE])) == ({NODE_TYPE: 2}, ["edge_feat"])
+
+
+RING = {"src": np.arange(6), "dst": (np.arange(6) + 1) % 6, "num_nodes": np.array(6)}
+
+
+def test_refuses_an_array_with_as_many_rows_as_nodes_and_edges(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match="call it 'node_weight' or 'edge_weight'"):
+        load_npz(tmp_path, {**RING, "weight": np.arange(6.0)})
+    graph = load_npz(
+        tmp_path, {**RING, "edge_weight": np.arange(6.0), "node_age": np.arange(6), "feat": np.eye(6)}
+    )
+    assert sorted(graph.edge_data[EDGE_TYPE]) == ["edge_weight"]
+    assert sorted(graph.node_data[NODE_TYPE]) == ["feat", "node_age"]
+
+
+def test_values_of_a_matrix_are_edge_weights_also_with_as_many_nodes(tmp_path: Path) -> None:
+    weights = np.arange(6) + 0.5
+    scipy.sparse.save_npz(
+        tmp_path / "m.npz", scipy.sparse.csr_matrix((weights, (RING["src"], RING["dst"])), shape=(6, 6))
+    )
+    graph = load_dataset(tmp_path / "m.npz")
+    assert graph.edge_data[EDGE_TYPE]["weight"].tolist() == weights.tolist()
+    assert not graph.node_data[NODE_TYPE]
 
 
 @pytest.mark.parametrize(("stored", "loaded"), [("u1", "i4"), ("u8", "i8"), (">i8", "i8"), (">i4", "i8")])
