@@ -1,5 +1,6 @@
 """Graphs in single files: ``.npz`` archives, tensors of torch, NetworkX's formats and lists of edges."""
 
+import codecs
 import gzip
 import importlib
 import io
@@ -437,7 +438,7 @@ class NetworkxSource(DatasetSource):
                     content = file.read(_LARGEST + 1)
             if len(content) > _LARGEST:
                 raise ValueError(f"it has more than {readable_bytes(_LARGEST)}; save its edges as a .txt")
-            graph = _read_networkx(content, kind.removesuffix(".gz"))
+            graph = _read_networkx(content.removeprefix(codecs.BOM_UTF8), kind.removesuffix(".gz"))
         # Each reader raises others where a file is damaged.
         except Exception as error:
             raise DatasetError(
@@ -466,17 +467,36 @@ def _read_networkx(content: bytes, kind: str) -> Any:
     if kind == ".json":
         found = json.loads(content)
         json.dumps(found, ensure_ascii=False).encode()  # fails for half characters, which UTF-8 cannot store
-        return networkx.node_link_graph(found, edges="links" if "links" in found else "edges")
+        graph = networkx.node_link_graph(found, edges="links" if "links" in found else "edges")
+        return _check_declared(graph, len({json.dumps(node.get("id")) for node in found["nodes"]}))
     # Entities that name each other grow without limit; UTF-16 has a zero in each character of it.
     if b"<!ENTITY" in content.replace(b"\0", b""):
         raise ValueError("it declares entities (<!ENTITY), which are never expanded")
     # Of .gml, names are labels, where there are some.
     has_labels = re.search(rb"node\s*\[[^\]]*?\blabel\s", content)
     more = {"label": "label" if has_labels else "id"} if kind == ".gml" else {}
-    graph = getattr(networkx, f"read_{kind[1:]}")(io.BytesIO(content), **more)
+    if kind == ".gml" and not re.search(rb"\bmultigraph\s", content):
+        content = re.sub(rb"\bgraph\s*\[", b"graph [ multigraph 1 ", content, count=1)
+    read = getattr(networkx, f"read_{kind[1:]}")
+    try:
+        graph = read(io.BytesIO(content), **more)
+    except networkx.NetworkXError as error:
+        if not has_labels or "label" not in str(error):
+            raise
+        _LOG.warning("nodes are named by id, because their labels are not one for each node: %s", error)
+        graph = read(io.BytesIO(content), label="id")
+    if kind != ".gml":
+        _check_declared(graph, len(re.findall(rb"<(?:\w+:)?node[\s>]", content)))
     for *_, data in chain(graph.nodes(data=True), graph.edges(data=True)) if kind == ".gexf" else ():
         data.pop(LABEL, None)
         data.pop("id", None)
+    return graph
+
+
+def _check_declared(graph: Any, num_declared: int) -> Any:
+    """Return ``graph``; ValueError if edges have ends beside the first ``num_declared`` nodes."""
+    if len(graph) > num_declared:
+        raise ValueError(f"an edge ends in {list(graph)[num_declared]!r}, which is none of the nodes")
     return graph
 
 
@@ -651,6 +671,8 @@ def _read_lines(path: Path, is_triples: bool = False) -> tuple[Any, list[str], l
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             lines = map(bytes.strip, file)
             for line in lines:
+                if not before:
+                    line = line.removeprefix(codecs.BOM_UTF8)
                 if line and not line.startswith((b"#", b"%")):
                     begin = [line, *filter(None, islice(lines, 1))]
                     break

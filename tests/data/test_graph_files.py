@@ -404,6 +404,53 @@ def test_refuses_a_line_of_sizes_before_the_edges(tmp_path: Path, text: str) -> 
     assert load_dataset(tmp_path / "b.txt").total_edges == text.count("\n") - 1
 
 
+def test_refuses_edges_to_unknown_nodes(tmp_path: Path) -> None:
+    graph = nx.path_graph(4)
+    for name, change in (
+        ("a.json", lambda text: text.replace('"target": 3', '"target": 9')),
+        ("a.graphml", lambda text: text.replace('target="3"', 'target="9"')),
+    ):
+        path = tmp_path / name
+        if name.endswith("json"):
+            path.write_text(json.dumps(nx.node_link_data(graph, edges="links")))
+        else:
+            nx.write_graphml(graph, path)
+        assert load_dataset(path).num_nodes == {NODE_TYPE: 4}
+        path.write_text(change(path.read_text()))
+        with pytest.raises(DatasetError, match=r"an edge ends in '?9'?, which is none of the nodes"):
+            load_dataset(path)
+
+
+GML_NODES = "".join(f' node [ id {number} label "b{number}" ]\n' for number in range(3))
+GML_EDGES = " edge [ source 0 target 1 ]\n edge [ source 0 target 1 ]\n edge [ source 1 target 2 ]\n"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "names"),
+    [
+        (GML_NODES, ["b0", "b1", "b2"]),
+        (GML_NODES.replace("b2", "b1"), None),
+        (GML_NODES.replace(' label "b1"', ""), None),
+    ],
+)
+def test_reads_gml_with_parallel_edges_and_labels_that_are_no_names(
+    tmp_path: Path, nodes: str, names: list[str] | None
+) -> None:
+    (tmp_path / "a.gml").write_text(f"graph [\n directed 1\n{nodes}{GML_EDGES}]\n")
+    graph = load_dataset(tmp_path / "a.gml")
+    assert (graph.num_nodes, graph.total_edges) == ({NODE_TYPE: 3}, 3)
+    assert names is None or graph.user_ids[NODE_TYPE].tolist() == names
+
+
+@pytest.mark.parametrize("comment", ["# source, target\n", "% sym\n", ""])
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
+def test_skips_a_byte_order_mark_before_a_comment(tmp_path: Path, comment: str, name: str) -> None:
+    content = b"\xef\xbb\xbf" + f"{comment}0 1\n1 2\n2 0\n".encode()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    graph = load_dataset(tmp_path / name)
+    assert (graph.num_nodes, graph.total_edges) == ({NODE_TYPE: 3}, 3)
+
+
 def test_more_nodes_or_relations_than_can_be_are_refused(tmp_path: Path) -> None:
     for name, arrays, said in (
         ("count", {"src": [0], "dst": [1], "num_nodes": 2**50}, "there are 1125899906842624 nodes"),
