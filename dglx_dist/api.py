@@ -524,7 +524,10 @@ def DataLoader(g: DistGraph, indices: Any, graph_sampler: Any, **options: Any) -
     strategy = strategy_of(inner.session)
     of_edges = isinstance(graph_sampler, dgl.dataloading.EdgePredictionSampler)
     make = strategy.edge_loader if of_edges else strategy.loader
-    return make(inner, indices, graph_sampler, **options)
+    loader: Any = make(inner, indices, graph_sampler, **options)
+    # Read by fit(), as the attribute of DGL's own loader.
+    loader.graph_sampler = graph_sampler
+    return loader
 
 
 def DistEdgeDataLoader(g: DistGraph, eids: Any, graph_sampler: Any, **options: Any) -> Any:
@@ -744,6 +747,9 @@ def fit(  # noqa: PLR0913 - all but two have defaults
         loader = _node_loader(g, config, fanouts, options)
         batches = {"fanouts": None if fanouts is None else list(fanouts), "batch_size": batch_size}
         config = replace(config, configuration={**batches, **config.configuration})
+    sampler = getattr(loader, "graph_sampler", None)
+    if sampler is not None and not config.edge_feats and config.own_task is None:
+        config = replace(config, edge_feats=getattr(sampler, "prefetch_edge_feats", ()) or ())
     wrapped = wrap(model, g)
     make: MakeOptimizer = make_optimizer or partial(torch.optim.Adam, lr=lr)
     optimizer = make(wrapped.parameters())
@@ -799,7 +805,10 @@ def _node_loader(
         feats = {name: [config.inputs.feature] for name in config.inputs.feature_widths}
     seeds, labels = {ntype: training_nodes(g, ntype)}, {ntype: [config.label]}
     sampler = dgl.dataloading.NeighborSampler(
-        list(fanouts), prefetch_node_feats=feats, prefetch_labels=labels
+        list(fanouts),
+        prefetch_node_feats=feats,
+        prefetch_labels=labels,
+        prefetch_edge_feats=config.edge_feats or None,
     )
     stored = {g.nodes[name].data[column].dtype for name, (column,) in feats.items()}
     if config.precision == BF16 and stored == {torch.bfloat16}:

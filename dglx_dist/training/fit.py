@@ -54,7 +54,7 @@ from dglx_dist.training.config import (
     rate_at,
     steps_between,
 )
-from dglx_dist.training.inference import check_evaluable, evaluate, labelled_type
+from dglx_dist.training.inference import EdgeNames, check_evaluable, evaluate, labelled_type
 from dglx_dist.training.models import Layered
 from dglx_dist.training.relational import EntityInputs
 from dglx_dist.training.tasks import LinkPrediction as LinkPrediction
@@ -212,6 +212,8 @@ class FitConfig(RunOptions):
     """Folder of checkpoints, shared by all ranks; None: none are saved."""
     feature: str = FEATURE
     label: str = LABEL
+    edge_feats: EdgeNames = ()
+    """Edge data of the blocks in training and evaluation; (): that of the loader, if one is given."""
     loss: LossFunction | None = None
     """None: that of the task; cross-entropy, binary cross-entropy or squared error."""
     ntype: str | None = None
@@ -775,7 +777,9 @@ class _Run:
     @property
     def _evaluate_options(self) -> dict[str, Any]:
         config = self._config
-        options = {name: getattr(config, name) for name in ("feature", "label", "num_layers", "ntype")}
+        options = {
+            name: getattr(config, name) for name in ("feature", "label", "num_layers", "ntype", "edge_feats")
+        }
         inputs = None if config.inputs is None else config.inputs.tensors
         options |= {"batch_size": config.eval_batch_size, "inputs": inputs, "task": config.task}
         return {**options, "metrics": config.metric}
