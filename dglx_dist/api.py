@@ -65,6 +65,7 @@ from dglx_dist.training.fit import (
     Callback,
     FitConfig,
     FitResult,
+    Scheduler,
     TrainingLoader,
     needs_own_loop,
     settled,
@@ -72,6 +73,7 @@ from dglx_dist.training.fit import (
 )
 from dglx_dist.training.inference import labelled_type
 from dglx_dist.training.metrics import mean_of_sums
+from dglx_dist.training.object_state import Stateful
 from dglx_dist.training.relational import EntityInputs
 from dglx_dist.training.tasks import read_task
 
@@ -671,6 +673,8 @@ def fit(  # noqa: PLR0913 - all but two have defaults
     loader: TrainingLoader | None = None,
     trace: str | Path | None = None,
     precision: str | None = None,
+    make_scheduler: Callable[[Any], Scheduler] | None = None,
+    state: Mapping[str, Stateful] | None = None,
     **loader_options: Any,
 ) -> tuple[WrappedModel, FitResult]:
     """Train ``model`` with the current strategy, which ``auto`` chooses here; every rank must call it.
@@ -698,6 +702,9 @@ def fit(  # noqa: PLR0913 - all but two have defaults
         trace: File for a trace of the first ``config.trace_steps`` steps of all ranks, as ``config.trace``;
             open it in Perfetto, or draw it with `dglx report FILE`.
         precision: As ``config.precision``: ``bf16`` trains under torch's autocast in bfloat16.
+        make_scheduler: Builds a scheduler of ``torch.optim.lr_scheduler`` from the optimizer; it is stepped
+            after each epoch, a ``ReduceLROnPlateau`` with the validation metric, and resumed.
+        state: More objects that checkpoints save, by name, as of :func:`save`.
         loader_options: More for :func:`DataLoader`.
 
     Returns:
@@ -753,7 +760,8 @@ def fit(  # noqa: PLR0913 - all but two have defaults
     wrapped = wrap(model, g)
     make: MakeOptimizer = make_optimizer or partial(torch.optim.Adam, lr=lr)
     optimizer = make(wrapped.parameters())
-    result = train(wrapped, loader, optimizer, g, config, callbacks=callbacks, sparse=sparse)
+    objects: dict[str, Any] = {"scheduler": make_scheduler and make_scheduler(optimizer), "state": state}
+    result = train(wrapped, loader, optimizer, g, config, callbacks=callbacks, sparse=sparse, **objects)
     if choice is not None and result.epochs:
         facts = facts_of(wrapped, g.session, result)
         choice = replace(choice, outcome=outcome_of(choice.epoch, result.epochs, facts))
