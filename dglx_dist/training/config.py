@@ -562,8 +562,11 @@ _NOT_TRAINED = (
     *("goes_on", "trace", "trace_steps", "tensorboard", "watch", "device", "structure", "data", "ranks"),
     *("servers", "timeout_s", "recompute", "seeds", "cache", "cache_alpha", "depth", "loader_threads"),
     *("verify", "out", "predictions", "scores", "save_embeddings", "model_file"),
+    "optimizer",
 )
 """Fields of TrainConfig that do not change what is trained: a run is resumed with other values.
+
+The kind and the settings of the optimizer are compared apart, as they are in its groups.
 
 The dataset counts by its content. Another number of ranks can resume too, but not with the same bits.
 """
