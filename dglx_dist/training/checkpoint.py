@@ -691,7 +691,8 @@ def load(
     epoch is rejected, because its steps have other seeds.
 
     Args:
-        folder: A checkpoint, or the folder of a run, whose newest one is loaded.
+        folder: A checkpoint, or a folder of checkpoints or a run folder of ``dglx train``, of which the
+            newest one is loaded.
         model: Wrapped or plain; loaded in place.
         optimizer: Of the same kind and over the same parameters as the saved one.
         loader: Set to the saved position.
@@ -838,8 +839,8 @@ def remove_all(folder: str | Path) -> None:
 
 
 def latest(folder: str | Path) -> Path:
-    """Return the newest complete checkpoint in ``folder``, or ``folder`` itself if it is one."""
-    found = _newest(Path(folder))
+    """Return the newest complete checkpoint of a folder or run folder, or ``folder`` itself if it is one."""
+    found = _newest(Path(folder)) or _newest(Path(folder) / "checkpoints")
     if found is None:
         raise CheckpointError(
             f"there is no complete checkpoint in {folder}; save one first, or start without resuming"

@@ -138,3 +138,10 @@ def test_each_rank_resumes_its_own_state(tmp_path: Path) -> None:
     state = {"mine": _Holder(None), "same": _Holder(None)}
     with start_session(), pytest.raises(CheckpointError, match="on 2 ranks of strategy"):
         checkpoint.load(tmp_path, model=model, optimizer=optimizer, state=state)
+
+
+def test_loads_the_newest_checkpoint_of_a_run_folder(tmp_path: Path) -> None:
+    model, _ = _build()
+    with start_session():
+        saved = checkpoint.save(tmp_path / "checkpoints", model=model, epoch=2)
+        assert checkpoint.load(tmp_path, model=model).path == saved
