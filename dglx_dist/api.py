@@ -65,6 +65,7 @@ from dglx_dist.training.fit import (
     Callback,
     FitConfig,
     FitResult,
+    Scheduler,
     TrainingLoader,
     needs_own_loop,
     settled,
@@ -72,6 +73,7 @@ from dglx_dist.training.fit import (
 )
 from dglx_dist.training.inference import labelled_type
 from dglx_dist.training.metrics import mean_of_sums
+from dglx_dist.training.object_state import Stateful
 from dglx_dist.training.relational import EntityInputs
 from dglx_dist.training.tasks import read_task
 
@@ -524,7 +526,10 @@ def DataLoader(g: DistGraph, indices: Any, graph_sampler: Any, **options: Any) -
     strategy = strategy_of(inner.session)
     of_edges = isinstance(graph_sampler, dgl.dataloading.EdgePredictionSampler)
     make = strategy.edge_loader if of_edges else strategy.loader
-    return make(inner, indices, graph_sampler, **options)
+    loader: Any = make(inner, indices, graph_sampler, **options)
+    # Read by fit(), as the attribute of DGL's own loader.
+    loader.graph_sampler = graph_sampler
+    return loader
 
 
 def DistEdgeDataLoader(g: DistGraph, eids: Any, graph_sampler: Any, **options: Any) -> Any:
@@ -668,6 +673,8 @@ def fit(  # noqa: PLR0913 - all but two have defaults
     loader: TrainingLoader | None = None,
     trace: str | Path | None = None,
     precision: str | None = None,
+    make_scheduler: Callable[[Any], Scheduler] | None = None,
+    state: Mapping[str, Stateful] | None = None,
     **loader_options: Any,
 ) -> tuple[WrappedModel, FitResult]:
     """Train ``model`` with the current strategy, which ``auto`` chooses here; every rank must call it.
@@ -695,6 +702,9 @@ def fit(  # noqa: PLR0913 - all but two have defaults
         trace: File for a trace of the first ``config.trace_steps`` steps of all ranks, as ``config.trace``;
             open it in Perfetto, or draw it with `dglx report FILE`.
         precision: As ``config.precision``: ``bf16`` trains under torch's autocast in bfloat16.
+        make_scheduler: Builds a scheduler of ``torch.optim.lr_scheduler`` from the optimizer; it is stepped
+            after each epoch, a ``ReduceLROnPlateau`` with the validation metric, and resumed.
+        state: More objects that checkpoints save, by name, as of :func:`save`.
         loader_options: More for :func:`DataLoader`.
 
     Returns:
@@ -744,10 +754,14 @@ def fit(  # noqa: PLR0913 - all but two have defaults
         loader = _node_loader(g, config, fanouts, options)
         batches = {"fanouts": None if fanouts is None else list(fanouts), "batch_size": batch_size}
         config = replace(config, configuration={**batches, **config.configuration})
+    sampler = getattr(loader, "graph_sampler", None)
+    if sampler is not None and not config.edge_feats and config.own_task is None:
+        config = replace(config, edge_feats=getattr(sampler, "prefetch_edge_feats", ()) or ())
     wrapped = wrap(model, g)
     make: MakeOptimizer = make_optimizer or partial(torch.optim.Adam, lr=lr)
     optimizer = make(wrapped.parameters())
-    result = train(wrapped, loader, optimizer, g, config, callbacks=callbacks, sparse=sparse)
+    objects: dict[str, Any] = {"scheduler": make_scheduler and make_scheduler(optimizer), "state": state}
+    result = train(wrapped, loader, optimizer, g, config, callbacks=callbacks, sparse=sparse, **objects)
     if choice is not None and result.epochs:
         facts = facts_of(wrapped, g.session, result)
         choice = replace(choice, outcome=outcome_of(choice.epoch, result.epochs, facts))
@@ -799,7 +813,10 @@ def _node_loader(
         feats = {name: [config.inputs.feature] for name in config.inputs.feature_widths}
     seeds, labels = {ntype: training_nodes(g, ntype)}, {ntype: [config.label]}
     sampler = dgl.dataloading.NeighborSampler(
-        list(fanouts), prefetch_node_feats=feats, prefetch_labels=labels
+        list(fanouts),
+        prefetch_node_feats=feats,
+        prefetch_labels=labels,
+        prefetch_edge_feats=config.edge_feats or None,
     )
     stored = {g.nodes[name].data[column].dtype for name, (column,) in feats.items()}
     if config.precision == BF16 and stored == {torch.bfloat16}:

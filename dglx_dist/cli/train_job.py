@@ -537,19 +537,27 @@ def _fit(
         loading |= {"fanouts": None if plan.model == NO_ENCODER else plan.fanouts, "inputs": inputs}
         loading |= {"batch_size": plan.batch_size or 512, "negatives": plan.negatives}
         loading = {"loader": link_loader(g, target.targets, **loading)}
+    settings: dict[str, Any] = {"lr": plan.lr, "weight_decay": plan.weight_decay}
+    settings |= {"momentum": plan.momentum} if plan.momentum else {}
     # Of --task link; the library takes a function.
     del options["loss"]
     return fit(
         module,
         g,
         config=FitConfig(**options, checkpoint_folder=folder),
-        make_optimizer=lambda parameters: torch.optim.Adam(
-            parameters, lr=plan.lr, weight_decay=plan.weight_decay
-        ),
+        make_optimizer=partial(_OPTIMIZERS[plan.optimizer], **settings),
         callbacks=[after_epoch],
         sparse=sparse,
         **loading,
     )
+
+
+_OPTIMIZERS = {
+    kind.__name__.lower(): kind
+    for kind in (
+        *(torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop),
+    )
+}
 
 
 def _cache_features(plan: TrainConfig, g: DistGraph, target: Target, policy: str) -> None:

@@ -20,7 +20,9 @@ from dglx_dist.dataloading.sampler_spec import (
     SamplePlan,
     all_weights,
     check_every_type_has,
+    edge_columns,
     find_columns,
+    names_by_type,
     read_sampler,
     shard_weights,
 )
@@ -96,14 +98,17 @@ def _source(g: DistGraph, draws: Draws, weights: str | None, op: str = "") -> Ba
     return RemoteSource(draws.schema, structures, op or _serve(g, weights, draws))
 
 
-def neighborhood_maker(g: DistGraph, num_layers: int, mask: str | None = None) -> BatchMaker:
-    """Return what makes blocks of all in-edges of ``num_layers`` hops, without columns.
+def neighborhood_maker(
+    g: DistGraph, num_layers: int, mask: str | None = None, edge_feats: Any = ()
+) -> BatchMaker:
+    """Return what makes blocks of all in-edges of ``num_layers`` hops, with the columns ``edge_feats``.
 
     With ``mask``, edge data, of those that it marks; that is collective.
     """
     fanouts = np.full((num_layers, len(g.canonical_etypes)), -1)
     draws = Draws(schema=_schema(g), fanouts=fanouts, replace=False, exclude={}, seed=0)
-    return KernelMaker(_source(g, draws, mask, "" if mask else "in_edges"), draws, g.kvstore, Columns())
+    columns = Columns(edges=edge_columns(g, names_by_type(edge_feats, "edge_feats"), "edge_feats"))
+    return KernelMaker(_source(g, draws, mask, "" if mask else "in_edges"), draws, g.kvstore, columns)
 
 
 def _whole(g: DistGraph, weights: str | None) -> list[Csc]:

@@ -356,7 +356,8 @@ class Strategy(ABC):
             ConfigError: the strategy trains on nodes only, unless this is overridden.
         """
         raise ConfigError(
-            f"{type(self).__name__} trains on nodes, not on batches of edges; use strategy='data_parallel'"
+            f"strategy {g.session.strategy!r} trains on nodes, not on batches of edges; use "
+            "strategy='data_parallel'"
         )
 
     @abstractmethod

@@ -44,6 +44,14 @@ from dglx_dist.graph.optim import SparseOptimizer
 from dglx_dist.graph.shared_memory import WriteOwn, index_shares, shared_partial_folder, write_share
 from dglx_dist.strategies.base import WrappedModel
 from dglx_dist.training.config import EVERY, Every, steps_between
+from dglx_dist.training.object_state import (
+    Stateful,
+    decode,
+    describe_objects,
+    prefix_of,
+    select_values,
+    split_objects,
+)
 from dglx_dist.training.optimizer_state import (
     check_optimizer,
     cut_optimizer,
@@ -169,7 +177,8 @@ def _check_state(path: Path, state: Any) -> None:
             "package that saved it, or start again without resuming"
         )
     numbers = [whole(state[name]) for name in ("world_size", "epoch", "step")]
-    wrong = [name for name in ("dataset", "extra") if not isinstance(state[name], dict)]
+    typed = {"objects": {}, **state}
+    wrong = [name for name in ("dataset", "extra", "objects") if not isinstance(typed[name], dict)]
     if wrong or len(state["loader"]) != numbers[0]:
         raise ValueError(f"{wrong[0] if wrong else 'loader'!r} has a wrong type or length")
     if state["crc32"] != _crc_of(state):
@@ -304,6 +313,7 @@ def save(  # noqa: PLR0913 - one for each thing that can be saved
     step: int = 0,
     extra: Mapping[str, object] | None = None,
     dataset: Mapping[str, object] | None = None,
+    state: Mapping[str, Stateful] | None = None,
 ) -> Path:
     """Write a checkpoint and return its folder. Collective.
 
@@ -319,14 +329,18 @@ def save(  # noqa: PLR0913 - one for each thing that can be saved
         step: Completed steps of that epoch.
         extra: The user's own JSON values.
         dataset: Facts that must be equal on load, JSON values only.
+        state: More objects with ``state_dict`` and ``load_state_dict``, by name: schedulers, further
+            optimizers, a GradScaler, averaged weights. Their states may differ between ranks.
 
     Raises:
-        CheckpointError: on all ranks, when model, optimizer, ``extra`` or ``dataset`` has a value that cannot
-            be saved, or writing failed on one.
+        CheckpointError: on all ranks, when model, optimizer, ``extra``, ``dataset`` or ``state`` has a value
+            that cannot be saved, or writing failed on one.
         PeerError: a rank is dead or silent.
     """
-    state = RunState(model=model, optimizer=optimizer, loader=loader, sparse=sparse, dataset=dataset or {})
-    return CheckpointWriter(folder, state).save(epoch=epoch, step=step, extra=extra or {}, wait=True)
+    saved = RunState(
+        model=model, optimizer=optimizer, loader=loader, sparse=sparse, dataset=dataset or {}, state=state
+    )
+    return CheckpointWriter(folder, saved).save(epoch=epoch, step=step, extra=extra or {}, wait=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,6 +352,7 @@ class RunState:
     loader: Positioned | None = None
     sparse: Sparse = None
     dataset: Mapping[str, object] = field(default_factory=dict)
+    state: Mapping[str, Stateful] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -425,17 +440,26 @@ class CheckpointWriter:
         # First: this completes the steps that a pipeline has in flight, which change the optimizer, too.
         of_model = model.state_dict()
 
-        def prepare() -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+        def prepare() -> tuple[dict[str, Tensor], dict[str, Any] | None, dict[str, Tensor], dict[str, Any]]:
             _check_json({"extra": facts["extra"], "dataset": dataset})
             _check_tensors(of_model)
-            return split_optimizer(optimizer, module) if optimizer is not None else ({}, None)
+            of_optimizer = split_optimizer(optimizer, module) if optimizer is not None else ({}, None)
+            return *of_optimizer, *split_objects(self._saved.state or {})
 
-        of_optimizer, plain = run_on_all_ranks(session, prepare, CheckpointError)
+        of_optimizer, plain, of_objects, values = run_on_all_ranks(session, prepare, CheckpointError)
+        digests = {
+            name: zlib.crc32(bytes_of(value.detach().cpu().contiguous()))
+            for name, value in of_objects.items()
+        }
+        objects = describe_objects(values, digests, session)
         if plain is not None:
             of_optimizer, plain = join_optimizer(model, of_optimizer, plain, session)
         tensors = {f"model/{name}": value for name, value in of_model.items()}
         tensors |= {f"optimizer/{name}": value for name, value in of_optimizer.items()}
-        own = _own_share(tensors, session)
+        of_objects = {
+            f"{prefix_of(objects, session.topology.rank)}{name}": value for name, value in of_objects.items()
+        }
+        own = _own_share(tensors | of_objects, session)
         own[f"random/{session.topology.rank}/cpu"] = torch.get_rng_state()
         if isinstance(model, WrappedModel):
             own |= {f"rank/{session.topology.rank}/{name}": rows for name, rows in model.rank_state().items()}
@@ -456,6 +480,7 @@ class CheckpointWriter:
                 "optimizer": plain,
                 "loader": gather_json(loader.state_dict() if loader is not None else None, session),
                 "dataset": dict(dataset),
+                "objects": objects,
             },
         )
         return snapshot, copies
@@ -560,6 +585,7 @@ class Checkpoints:
         loader: Its position is saved, and set when it resumes: the next iteration has the rest of its epoch.
         every: Epochs between checkpoints, or steps: ``"200steps"``.
         keep: Number of newest checkpoints that stay; None: all.
+        state: Schedulers and other objects by name, see :func:`save`.
 
     Raises:
         ConfigError: ``every`` is neither.
@@ -576,12 +602,15 @@ class Checkpoints:
         every: Every = 1,
         keep: int | None = None,
         sparse: Sparse = None,
+        state: Mapping[str, Stateful] | None = None,
     ) -> None:
         if not EVERY.holds(every):
             raise ConfigError(f"every={every!r} must be {EVERY.allowed}")
         self._loader = _BetweenEpochs(loader)
-        state = RunState(model=model, optimizer=optimizer, loader=self._loader, sparse=sparse)
-        self._writer, self._steps_of_epoch = CheckpointWriter(folder, state, keep), len(loader)
+        saved = RunState(
+            model=model, optimizer=optimizer, loader=self._loader, sparse=sparse, state=state or {}
+        )
+        self._writer, self._steps_of_epoch = CheckpointWriter(folder, saved, keep), len(loader)
         self._steps_between = max(1, steps_between(every, len(loader)))
         occupy(folder)
         self.epoch = 0
@@ -589,7 +618,7 @@ class Checkpoints:
         self.extra: dict[str, Any] = {}
         """The user's own JSON values: saved with each checkpoint, and loaded."""
         if read_extra(folder) is not None:
-            resumed = load(folder, **vars(state))
+            resumed = load(folder, **vars(saved))
             self.epoch, self.extra = resumed.epoch, dict(resumed.extra)
         self._folder, self._open = folder, ExitStack()
         self._stop_point = self._open.enter_context(current_session().stoppable())
@@ -653,6 +682,7 @@ def load(
     sparse: Sparse = None,
     dataset: Mapping[str, object] | None = None,
     random_state: bool = True,
+    state: Mapping[str, Stateful] | None = None,
 ) -> Resumed:
     """Resume from a checkpoint. Collective.
 
@@ -661,17 +691,21 @@ def load(
     epoch is rejected, because its steps have other seeds.
 
     Args:
-        folder: A checkpoint, or the folder of a run, whose newest one is loaded.
+        folder: A checkpoint, or a folder of checkpoints or a run folder of ``dglx train``, of which the
+            newest one is loaded.
         model: Wrapped or plain; loaded in place.
         optimizer: Of the same kind and over the same parameters as the saved one.
         loader: Set to the saved position.
         sparse: Of the same kind and over the same embeddings as the saved ones, in the same order.
         dataset: Facts to compare with the saved ones, where both exist.
         random_state: Whether to restore torch's generators.
+        state: Objects under the names that they were saved with. May be left out only where no optimizer is
+            loaded, as for predictions.
 
     Raises:
         CheckpointError: on all ranks, when there is no checkpoint, it is damaged, or it is of another model,
-            optimizer or dataset; the message names the first difference. Nothing has been changed then.
+            optimizer, dataset or ``state``; the message names the first difference. Nothing has been changed
+            then.
         PeerError: a rank is dead or silent.
     """
     session = current_session()
@@ -682,33 +716,39 @@ def load(
     of_model = model.state_dict()
     rank = session.topology.rank
 
-    def read() -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Any]]:
-        with _state_of(path) as state:
-            tensors = {name: _saved(path, name, entry) for name, entry in state["tensors"].items()}
+    def read() -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Any], dict[str, Any]]:
+        with _state_of(path) as contents:
+            tensors = {name: _saved(path, name, entry) for name, entry in contents["tensors"].items()}
             _check_model(path, tensors, of_model)
-            _check_run(path, state, tensors, session, dataset or {}, loader=loader, random_state=random_state)
+            positions: dict[str, Any] = {"loader": loader, "random_state": random_state}
+            _check_run(path, contents, tensors, session, dataset or {}, **positions)
             module, saved_tensors = _plain_module(model), _below("optimizer/", tensors)
-            check_optimizer(path, state["optimizer"], optimizer, module, saved_tensors)
+            check_optimizer(path, contents["optimizer"], optimizer, module, saved_tensors)
             with _storage_errors():
-                _check_sparse(path, state["sparse"], sparse)
+                _check_sparse(path, contents["sparse"], sparse)
             prefixes = ("model/", *(["optimizer/"] if optimizer is not None else []))
-            same_ranks = state["world_size"] == session.topology.world_size
+            same_ranks = contents["world_size"] == session.topology.world_size
             prefixes += (f"random/{rank}/",) if random_state and same_ranks else ()
             prefixes += (f"rank/{rank}/",) if same_ranks else ()
             wanted = {name: one.read(name) for name, one in tensors.items() if name.startswith(prefixes)}
+            is_resume = state is not None or optimizer is not None
+            objects = _read_objects(path, contents, tensors, state or {}) if is_resume else {}
             if optimizer is None:
-                return state, wanted, {}
+                return contents, wanted, {}, objects
             of_optimizer = cut_optimizer(model, _below("optimizer/", wanted))
-            return state, wanted, optimizer_state(optimizer, module, of_optimizer, state["optimizer"])
+            of_optimizer = optimizer_state(optimizer, module, of_optimizer, contents["optimizer"])
+            return contents, wanted, of_optimizer, objects
 
     # All that may fail on one rank precedes the first change.
-    state, wanted, of_optimizer = run_on_all_ranks(session, read, CheckpointError)
+    contents, wanted, of_optimizer, objects = run_on_all_ranks(session, read, CheckpointError)
     if loader is not None:
-        position = state["loader"][rank if state["world_size"] == session.topology.world_size else 0]
+        position = contents["loader"][rank if contents["world_size"] == session.topology.world_size else 0]
         run_on_all_ranks(session, lambda: loader.load_state_dict(position), CheckpointError)
     model.load_state_dict(_below("model/", wanted))
     if optimizer is not None:
         optimizer.load_state_dict(of_optimizer)
+    for name, values in objects.items():
+        (state or {})[name].load_state_dict(values)
     for number, rows in enumerate(optimizers_of(sparse)):
         rows.flush()
         with _storage_errors():
@@ -716,7 +756,21 @@ def load(
     if isinstance(model, WrappedModel):
         model.load_rank_state(_below(f"rank/{rank}/", wanted))
     _set_random(_below(f"random/{rank}/", wanted), session.device)
-    return Resumed(path=path, **{name: state[name] for name in ("epoch", "step", "world_size", "extra")})
+    return Resumed(path=path, **{name: contents[name] for name in ("epoch", "step", "world_size", "extra")})
+
+
+def _read_objects(
+    path: Path,
+    contents: Mapping[str, Any],
+    tensors: Mapping[str, SavedTensor],
+    objects: Mapping[str, Stateful],
+) -> dict[str, Any]:
+    """Return the saved states of ``objects`` by name; earlier versions saved none."""
+    session, entry = current_session(), contents.get("objects", {})
+    values = select_values(path, entry, objects, session)
+    prefix = prefix_of(entry, session.topology.rank)
+    saved = {name: tensor.read(name) for name, tensor in _below(prefix, tensors).items()} if objects else {}
+    return {name: decode(value["value"], saved) for name, value in values.items()}
 
 
 def _set_random(random: Mapping[str, Tensor], device: torch.device) -> None:
@@ -785,8 +839,8 @@ def remove_all(folder: str | Path) -> None:
 
 
 def latest(folder: str | Path) -> Path:
-    """Return the newest complete checkpoint in ``folder``, or ``folder`` itself if it is one."""
-    found = _newest(Path(folder))
+    """Return the newest complete checkpoint of a folder or run folder, or ``folder`` itself if it is one."""
+    found = _newest(Path(folder)) or _newest(Path(folder) / "checkpoints")
     if found is None:
         raise CheckpointError(
             f"there is no complete checkpoint in {folder}; save one first, or start without resuming"

@@ -191,6 +191,10 @@ class RunOptions:
         0, "Epochs at the start in which the learning rate rises from 0.", check=at_least(0)
     )
     """The rate changes with every step, and is the same after a resume."""
+    clip_norm: float | None = _of_optimizer(
+        None, "Clip the norm of all gradients to this number before each step.", check=ABOVE_ZERO
+    )
+    """The norm is that of the uncut model."""
     precision: str | None = _of_optimizer(
         None,
         "bf16: forward passes of training in bfloat16, by torch's autocast. Default: float32, or as before a "
@@ -423,8 +427,12 @@ class TrainConfig(RunOptions, ModelConfig):
         "(may stay at guesses).",
     )
     epochs: int = _of_optimizer(20, "Of the whole run.", check=at_least(1))
-    lr: float = _of_optimizer(0.01, "Learning rate of Adam.", check=ABOVE_ZERO)
-    weight_decay: float = _of_optimizer(0.0, "Of Adam.", check=at_least(0))
+    optimizer: Literal["adam", "adamw", "sgd", "adagrad", "rmsprop"] = _of_optimizer(
+        "adam", "Optimizer of torch, with its defaults; trainable rows (--embeddings) always have Adam."
+    )
+    lr: float = _of_optimizer(0.01, "Learning rate.", check=ABOVE_ZERO)
+    momentum: float = _of_optimizer(0.0, "Of sgd and rmsprop.", check=at_least(0))
+    weight_decay: float = _of_optimizer(0.0, "Of the optimizer.", check=at_least(0))
     cache: str | None = _of_loading(
         None,
         "Cache features of other servers: lookahead (used again soonest), vip (most needed by batches), "
@@ -508,6 +516,9 @@ class TrainConfig(RunOptions, ModelConfig):
         yield "recompute", has_no_use, remedy
         remedy = "left out with --strategy auto, which weighs caches itself (--option caches=false: none)"
         yield "cache", self.cache is not None and self.strategy == AUTO, remedy
+        has_momentum = self.optimizer in ("sgd", "rmsprop")
+        remedy = f"left out with --optimizer {self.optimizer}: it is of sgd and rmsprop"
+        yield "momentum", self.momentum > 0 and not has_momentum, remedy
         is_shallow = self.layers < 2 and self.task != LINK
         remedy = "left out with --layers 1, whose only layer gives the scores"
         yield "save-embeddings", self.save_embeddings is not None and is_shallow, remedy
@@ -551,8 +562,11 @@ _NOT_TRAINED = (
     *("goes_on", "trace", "trace_steps", "tensorboard", "watch", "device", "structure", "data", "ranks"),
     *("servers", "timeout_s", "recompute", "seeds", "cache", "cache_alpha", "depth", "loader_threads"),
     *("verify", "out", "predictions", "scores", "save_embeddings", "model_file"),
+    "optimizer",
 )
 """Fields of TrainConfig that do not change what is trained: a run is resumed with other values.
+
+The kind and the settings of the optimizer are compared apart, as they are in its groups.
 
 The dataset counts by its content. Another number of ranks can resume too, but not with the same bits.
 """

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dglx_dist.comm.collectives import broadcast_json, check_equal, gather_json, run_on_all_ranks
 from dglx_dist.comm.ledger import LedgerRow
@@ -54,8 +55,9 @@ from dglx_dist.training.config import (
     rate_at,
     steps_between,
 )
-from dglx_dist.training.inference import check_evaluable, evaluate, labelled_type
+from dglx_dist.training.inference import EdgeNames, check_evaluable, evaluate, labelled_type
 from dglx_dist.training.models import Layered
+from dglx_dist.training.object_state import Stateful
 from dglx_dist.training.relational import EntityInputs
 from dglx_dist.training.tasks import LinkPrediction as LinkPrediction
 from dglx_dist.training.tasks import (
@@ -102,6 +104,8 @@ class Step:
     """Learning rates of the optimizer's groups, then of ``sparse``, of which the schedule gives a part."""
     precision: str = FLOAT32
     """Of forward passes."""
+    clip_norm: float | None = None
+    """Maximum norm of the gradients of a step; None: they are not clipped."""
     schedule: RunOptions | None = None
     """Whose ``schedule`` and ``warmup`` set the learning rate; None: it is constant."""
 
@@ -177,6 +181,8 @@ def _train_step(step: Step, batch: Any, span: Callable[[str], AbstractContextMan
     with span("backward"):
         found.loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
     with span("step"):
+        if step.clip_norm is not None:
+            step.model.clip_grad_norm_(step.clip_norm)
         step.optimizer.step()
         for rows in step.sparse:
             rows.step()
@@ -195,6 +201,9 @@ Evaluate = Callable[[WrappedModel], Mapping[str, float]]
 under their names, as ``val_mrr``.
 """
 
+Scheduler: TypeAlias = LRScheduler | ReduceLROnPlateau
+_SCHEDULER = "scheduler"
+"""Name of the scheduler among the objects of a checkpoint."""
 _TRAIN, _VALIDATION, _TEST = SPLITS
 TRAINED_WITH, PRECISION = "strategy", "precision"
 """Keys in ``extra`` of a checkpoint: name and options of the strategy, and the cache that ``auto`` chose; the
@@ -212,6 +221,8 @@ class FitConfig(RunOptions):
     """Folder of checkpoints, shared by all ranks; None: none are saved."""
     feature: str = FEATURE
     label: str = LABEL
+    edge_feats: EdgeNames = ()
+    """Edge data of the blocks in training and evaluation; (): that of the loader, if one is given."""
     loss: LossFunction | None = None
     """None: that of the task; cross-entropy, binary cross-entropy or squared error."""
     ntype: str | None = None
@@ -287,7 +298,7 @@ class FitResult:
         return self.accuracy.get(_TEST)
 
 
-def train(
+def train(  # noqa: PLR0913 - all but four have defaults
     model: WrappedModel,
     loader: TrainingLoader,
     optimizer: torch.optim.Optimizer,
@@ -296,6 +307,8 @@ def train(
     *,
     callbacks: Sequence[Callback] = (),
     sparse: Sparse = None,
+    scheduler: Scheduler | None = None,
+    state: Mapping[str, Stateful] | None = None,
 ) -> FitResult:
     """Train ``model`` and evaluate it exactly. Collective.
 
@@ -312,6 +325,9 @@ def train(
         config: Epochs, evaluation, checkpoints; None: the defaults.
         callbacks: Called after each epoch with its record.
         sparse: Optimisers of embeddings, stepped and saved with ``optimizer``.
+        scheduler: Of ``optimizer``, stepped after each epoch; a ``ReduceLROnPlateau`` after each evaluation,
+            with the first metric of validation. Saved and resumed.
+        state: More objects that checkpoints save, as of :func:`dglx_dist.save`.
 
     Raises:
         ConfigError: the loader attaches no features or labels, or (before training) the model cannot be
@@ -333,7 +349,10 @@ def train(
     config = _with_task(config, g, model.module)
     check_loop(config, strategy_of(g.session).traits, g.session.strategy)
     facts = _facts(g, config, optimizer)
-    run = _Run(loader, g, config, _step_of(model, optimizer, sparse, config), facts)
+    check_scheduler(scheduler, strategy_of(g.session).traits, g.session.strategy)
+    _check_updates(config, model, scheduler, state or {}, optimizers_of(sparse))
+    objects = {**(state or {}), **({} if scheduler is None else {_SCHEDULER: scheduler})}
+    run = _Run(loader, g, config, _step_of(model, optimizer, sparse, config), facts, objects)
     run.resume()
     run.check_evaluation()
     enabled = config.show_progress and g.session.topology.rank == 0 and run.has_epochs
@@ -463,7 +482,7 @@ def _facts(g: DistGraph, config: FitConfig, optimizer: torch.optim.Optimizer) ->
         "precision": config.precision,
         "task": config.task if isinstance(config.task, str) else "own",
         # A schedule of more epochs has other rates from the first one on.
-        **{name: getattr(config, name) for name in ("class_weight", "schedule", "warmup")},
+        **{name: getattr(config, name) for name in ("class_weight", "schedule", "warmup", "clip_norm")},
         **({"epochs": config.epochs} if _is_scheduled(config) else {}),
         "optimizer": type(optimizer).__name__,
         **groups,
@@ -481,11 +500,20 @@ def needs_own_loop(config: RunOptions) -> str | None:
     plain = {
         "precision": (None, FLOAT32),
         "task": (AUTO_TASK, CLASSIFICATION),
-        **{"class_weight": ("none",), "schedule": ("constant",), "warmup": (0,)},
+        **{"clip_norm": (None,), "class_weight": ("none",), "schedule": ("constant",), "warmup": (0,)},
     }
     given = {name: getattr(config, name) for name in plain}
     asked = (name for name in plain if not callable(given[name]) and given[name] not in plain[name])
     return next((f"{name.replace('_', '-')} {given[name]}" for name in asked), None)
+
+
+def check_scheduler(scheduler: Scheduler | None, traits: Traits, strategy: str) -> None:
+    """Raise ConfigError if a strategy without a training loop in torch would have to call a scheduler."""
+    if scheduler is not None and not traits.own_loop:
+        raise ConfigError(
+            f"{type(scheduler).__name__}: strategy {strategy!r} trains at a constant rate on workers; leave "
+            "the scheduler out, or use strategy='data_parallel'"
+        )
 
 
 def check_loop(config: RunOptions, traits: Traits, strategy: str) -> None:
@@ -522,7 +550,13 @@ def _progress_of(
 
 class _Run:
     def __init__(
-        self, loader: TrainingLoader, g: DistGraph, config: FitConfig, step: Step, facts: Mapping[str, object]
+        self,
+        loader: TrainingLoader,
+        g: DistGraph,
+        config: FitConfig,
+        step: Step,
+        facts: Mapping[str, object],
+        objects: Mapping[str, Any],
     ) -> None:
         self._loader, self._g, self._config, self._step = loader, g, config, step
         self._facts = facts
@@ -534,7 +568,9 @@ class _Run:
             loader=loader,
             # Must be equal in the run that loads the checkpoint.
             dataset={"num_nodes": g.num_nodes(), "num_edges": g.num_edges()},
+            state=objects,
         )
+        self._scheduler = objects.get(_SCHEDULER)
         folder, every = config.checkpoint_folder, steps_between(config.checkpoint_every, len(loader))
         # Of checkpoints that are there for the best epoch alone, the others are of no use.
         keep = config.keep or (1 if config.patience and not every else None)
@@ -733,6 +769,8 @@ class _Run:
         if last or (config.eval_every and self._next % config.eval_every == 0):
             record = self._evaluate(record)
         last = last or self.result.stopped_early
+        if self._scheduler is not None and not isinstance(self._scheduler, ReduceLROnPlateau):
+            self._scheduler.step()
         self._session.stop_point.passed()
         # Else the checkpoint that a resumed run began with would stay its newest one.
         saves, every = self._steps_between or self._saved_at is not None, self._steps_between or math.inf
@@ -760,6 +798,8 @@ class _Run:
         if validation is None:
             self._check_patience()
             return record
+        if isinstance(self._scheduler, ReduceLROnPlateau):
+            self._scheduler.step(validation)
         best, sign = self.result.best_val_accuracy, -1 if self._deciding in LESS_IS_BETTER else 1
         was_nan = best is not None and math.isnan(best) and not math.isnan(validation)
         if best is None or was_nan or sign * validation > sign * best:
@@ -775,7 +815,9 @@ class _Run:
     @property
     def _evaluate_options(self) -> dict[str, Any]:
         config = self._config
-        options = {name: getattr(config, name) for name in ("feature", "label", "num_layers", "ntype")}
+        options = {
+            name: getattr(config, name) for name in ("feature", "label", "num_layers", "ntype", "edge_feats")
+        }
         inputs = None if config.inputs is None else config.inputs.tensors
         options |= {"batch_size": config.eval_batch_size, "inputs": inputs, "task": config.task}
         return {**options, "metrics": config.metric}
@@ -858,8 +900,47 @@ def _step_of(
         sparse=rows,
         rates=[*(group["lr"] for group in optimizer.param_groups), *(one.lr for one in rows)],
         precision=config.precision or FLOAT32,
+        clip_norm=config.clip_norm,
         schedule=config if _is_scheduled(config) else None,
     )
+
+
+def _check_updates(
+    config: FitConfig,
+    model: WrappedModel,
+    scheduler: Scheduler | None,
+    state: Mapping[str, Stateful],
+    sparse: Sequence[SparseOptimizer],
+) -> None:
+    """Raise ConfigError if the gradients cannot be clipped exactly, or the scheduler has no effect."""
+    if config.clip_norm is not None and (model.overlaps_steps or sparse):
+        what = (
+            "embeddings have gradients of their own" if sparse else "steps overlap (pipeline depth above 1)"
+        )
+        raise ConfigError(
+            f"clip_norm={config.clip_norm} would not be the norm of all gradients of a step, because {what}; "
+            "leave it out"
+        )
+    if _SCHEDULER in state:
+        raise ConfigError(
+            f"state has the name {_SCHEDULER!r}, which is that of scheduler=; give another name"
+        )
+    if scheduler is None:
+        return
+    if _is_scheduled(config):
+        raise ConfigError(
+            f"a {type(scheduler).__name__} and schedule={config.schedule!r} with warmup={config.warmup} both "
+            "set the learning rate; give one of them"
+        )
+    if isinstance(scheduler, ReduceLROnPlateau):
+        metric = config.metric[0] if config.metric else "accuracy"
+        mode = "min" if metric in LESS_IS_BETTER else "max"
+        if config.eval_every == 0:
+            raise ConfigError("ReduceLROnPlateau needs evaluations, but eval_every=0; set at least 1")
+        if config.evaluate is None and scheduler.mode != mode:
+            raise ConfigError(
+                f"ReduceLROnPlateau(mode={scheduler.mode!r}) gets {metric} of validation; use mode={mode!r}"
+            )
 
 
 def _is_scheduled(config: RunOptions) -> bool:

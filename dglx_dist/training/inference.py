@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from dglx_dist.comm.collectives import barrier, gather_json, run_on_all_ranks, sum_over_ranks
 from dglx_dist.dataloading.loader import neighborhood_maker
 from dglx_dist.dataloading.minibatch import BatchMaker
+from dglx_dist.dataloading.sampler_spec import edge_columns, names_by_type
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.row_kernels import torch_dtype
@@ -140,9 +141,12 @@ def nest(leaves: Mapping[Path, T]) -> Any:
 Inputs: TypeAlias = DistTensor | Mapping[str, DistTensor]
 """Rows of all nodes: of the only node type, or by node type."""
 
+EdgeNames: TypeAlias = Sequence[str] | Mapping[Any, Sequence[str]]
+"""Columns of edges: of the only edge type, or by edge type."""
+
 _NO_EDGE_DATA = (
-    "blocks of an exact evaluation have no edge columns; evaluate the model yourself, as with "
-    "FitConfig(evaluate=...)"
+    "blocks of an exact evaluation have the edge columns that edge_feats=[{name}] names, as an argument or "
+    "in FitConfig; else evaluate the model yourself, as with FitConfig(evaluate=...)"
 )
 
 _BATCH_DEGREE = 512
@@ -166,6 +170,7 @@ def layerwise_inference(  # noqa: PLR0913 - all but two have defaults
     between: Callable[[Tensor], Tensor] | None = None,
     ntypes: Sequence[str] | None = None,
     mask: str | None = None,
+    edge_feats: EdgeNames = (),
 ) -> Any:
     """Compute every layer once for every node, over all neighbours. Collective.
 
@@ -191,6 +196,8 @@ def layerwise_inference(  # noqa: PLR0913 - all but two have defaults
             outside its layers. Each result must then be a tensor.
         ntypes: Node types for which the last layer is computed; all by default.
         mask: Edge data of every edge type that marks the edges to take; None: all. Degrees are of all.
+        edge_feats: Names of edge data that the blocks get, or by edge type, as a sampler's
+            ``prefetch_edge_feats``.
 
     Returns:
         (N, C) in the model's dtype, rows by the ids of ``g``, or such tensors in the structure of the last
@@ -202,7 +209,7 @@ def layerwise_inference(  # noqa: PLR0913 - all but two have defaults
     """
     module = whole_of(model)
     passes = [_on_block(layer) for layer in layers_of(module, layers, between)]
-    return _infer(module, g, 1, passes, first_rows(g, feature, inputs), batch_size, ntypes, mask)
+    return _infer(module, g, 1, passes, first_rows(g, feature, inputs), batch_size, ntypes, mask, edge_feats)
 
 
 def _on_block(layer: InferenceLayer) -> _Pass:
@@ -218,6 +225,7 @@ def minibatch_inference(
     inputs: Inputs | None = None,
     batch_size: int = 1024,
     ntypes: Sequence[str] | None = None,
+    edge_feats: EdgeNames = (),
 ) -> Any:
     """Compute every node's results from its whole neighbourhood of ``num_layers`` hops. Collective.
 
@@ -227,10 +235,11 @@ def minibatch_inference(
     """
     _check_num_layers(num_layers)
     module = whole_of(model)
-    return _infer(module, g, num_layers, [module], first_rows(g, feature, inputs), batch_size, ntypes)
+    rows = first_rows(g, feature, inputs)
+    return _infer(module, g, num_layers, [module], rows, batch_size, ntypes, edge_feats=edge_feats)
 
 
-def _infer(
+def _infer(  # noqa: PLR0913 - of two functions with more
     module: nn.Module,
     g: DistGraph,
     num_layers: int,
@@ -239,12 +248,13 @@ def _infer(
     batch_size: int,
     ntypes: Sequence[str] | None,
     mask: str | None = None,
+    edge_feats: EdgeNames = (),
 ) -> Any:
     """Compute the passes one after the other for all nodes, the last for those of ``ntypes``. Collective.
 
     Each pass takes ``num_layers`` blocks.
     """
-    target, maker = float_of(module), neighborhood_maker(g, num_layers, mask)
+    target, maker = float_of(module), neighborhood_maker(g, num_layers, mask, edge_feats)
     with evaluating(module):
         for depth, one in enumerate(passes):
             # Later ones read what the one before has computed.
@@ -438,6 +448,7 @@ def evaluate(  # noqa: PLR0913 - all optional
     output: str | int | None = None,
     task: str = CLASSIFICATION,
     metrics: Sequence[str] = (),
+    edge_feats: EdgeNames = (),
 ) -> dict[str, float]:
     """Return the exact accuracy within each mask, equal on every rank. Collective.
 
@@ -451,7 +462,7 @@ def evaluate(  # noqa: PLR0913 - all optional
         num_layers: For a model without ``inference_layers()``: the number of blocks that it takes; each batch
             then computes its whole neighbourhood (:func:`minibatch_inference`).
         ntype: Type of the classified nodes; optional if only one type has ``label``.
-        feature, batch_size, inputs: As of :func:`layerwise_inference`.
+        feature, batch_size, inputs, edge_feats: As of :func:`layerwise_inference`.
         output: For a model with several outputs: key or position of the scores.
         task: ``classification``, or ``multilabel`` or ``regression``, which have no accuracy by mask.
         metrics: Some of those of the ``task``, as ``f1_macro``.
@@ -466,6 +477,7 @@ def evaluate(  # noqa: PLR0913 - all optional
     ntype = labelled_type(g, label) if ntype is None else ntype
     names = _names(g, masks, label, ntype, task)
     options: dict[str, Any] = {"feature": feature, "inputs": inputs, "batch_size": batch_size}
+    options["edge_feats"] = edge_feats
     if num_layers is None:
         results = layerwise_inference(model, g, **options, ntypes=[ntype])
     else:
@@ -493,6 +505,7 @@ def check_evaluable(model: nn.Module, g: DistGraph, options: Mapping[str, Any]) 
     _names(g, None, options["label"], options["ntype"], options["task"])
     metrics_of(options["task"], options["metrics"])
     first_rows(g, options["feature"], options["inputs"])
+    edge_columns(g, names_by_type(options["edge_feats"], "edge_feats"), "edge_feats")
     next(batches((0, 0), options["batch_size"]), None)
     if options["num_layers"] is None:
         layers_of(whole_of(model), None, None)

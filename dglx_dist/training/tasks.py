@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 LossFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """(B, C) scores and (B,) or (B, C) labels to the mean loss over the B rows; ignored if B is 0."""
+_FEW_CLASSES = 1000
+"""Number of classes that any graph may have, however small it is."""
 _ROWS_AT_ONCE = 1 << 16
 """Scores and labels of own nodes are read in pieces of this size."""
 
@@ -65,6 +67,14 @@ def read_task(g: DistGraph, ntype: str, label: str, wanted: str = AUTO_TASK) -> 
             f"the labels {label!r} number classes with names, which --task regression does not take; leave "
             "it out, or partition with numbers as labels"
         )
+    if found == CLASSIFICATION:
+        classes, nodes = g.dataset.manifest.num_classes.get(ntype, 0), g.num_nodes(ntype)
+        if classes > max(nodes, _FEW_CLASSES):
+            raise ConfigError(
+                f"the labels {label!r} reach {classes - 1}: {classes} classes of {nodes} nodes; "
+                "for numbers, such as prices, use --task regression (in Python task='regression'); for codes "
+                "of classes, partition with np.unique(labels, return_inverse=True)[1] as labels"
+            )
     return found, 0 if found == CLASSIFICATION else width
 
 

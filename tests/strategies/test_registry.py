@@ -1,3 +1,4 @@
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,5 +50,6 @@ def test_a_strategy_that_knows_nodes_only_says_so() -> None:
         def loader(self, g: Any, indices: Any, sampler: Any, **loader_options: Any) -> Any: ...
         def wrap(self, model: Any, g: Any, reduction: Any = "mean") -> Any: ...
 
-    with pytest.raises(ConfigError, match="NodesOnly trains on nodes, not on batches of edges"):
-        NodesOnly(None, {}).edge_loader(None, [], None)  # type: ignore[arg-type]
+    g = SimpleNamespace(session=SimpleNamespace(strategy="nodes_only"))
+    with pytest.raises(ConfigError, match="strategy 'nodes_only' trains on nodes, not on batches of edges"):
+        NodesOnly(None, {}).edge_loader(g, [], None)  # type: ignore[arg-type]
