@@ -174,6 +174,13 @@ class WrappedModel(nn.Module, ABC):
             _raise_for_devices(self.parameters(), (*args, *kwargs.values()), error)
             raise
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled, or copied where the strategy has no ``__deepcopy__``."""
+        raise ConfigError(
+            f"{type(self).__name__} is connected to the other ranks, so it cannot be pickled or copied here; "
+            "call model.state_dict() on all ranks and save that, or copy.deepcopy(model.whole())"
+        )
+
     def _inside(self) -> nn.Module | None:
         # None while it is made, copied or unpickled.
         modules = self.__dict__.get("_modules", {})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from typing import Any
 
 import dgl
@@ -80,3 +82,23 @@ def test_wrap_refuses_a_lazy_module_by_the_name_of_its_parameter() -> None:
         g = dx.distribute(plain_graph(), parts=1)
         with pytest.raises(ConfigError, match=r"'0.weight' is of a lazy module.*run one forward"):
             dx.wrap(nn.Sequential(nn.LazyLinear(3)), g)
+
+
+def copy_and_train() -> list[Any]:
+    with dx.init():
+        g = dx.distribute(plain_graph(), parts=2)
+        model = dx.wrap(Net(), g)
+        averaged = torch.optim.swa_utils.AveragedModel(model)
+        copied = copy.deepcopy(model)
+        before = model.state_dict()["conv.fc_neigh.weight"].clone()
+        assert train(copied, g) == ""
+        averaged.update_parameters(copied)
+        assert torch.equal(before, model.state_dict()["conv.fc_neigh.weight"])
+        with pytest.raises(ConfigError, match="save that"):
+            torch.save(model, io.BytesIO())
+        return [value.tolist() for value in copied.state_dict().values()]
+
+
+def test_a_copy_of_a_wrapped_model_trains_with_the_other_ranks() -> None:
+    first, second = run_ranks(copy_and_train, 2)
+    assert first == second
