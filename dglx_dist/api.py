@@ -15,6 +15,8 @@ import dgl
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parameter import is_lazy
 
 from dglx_dist.auto import (
     Training,
@@ -576,6 +578,19 @@ def wrap(model: nn.Module, g: DistGraph | ScriptGraph, reduction: Reduction = "m
         raise ConfigError(f"wrap takes a torch.nn.Module, not a {type(model).__name__}")
     if isinstance(model, WrappedModel):
         raise ConfigError("the model is wrapped already; call wrap once, with the module that you built")
+    # fully_shard() keeps the class of the module, and replaces its parameters.
+    sharded = any(type(parameter).__name__ == "DTensor" for parameter in model.parameters())
+    if sharded or isinstance(model, nn.parallel.DistributedDataParallel | FullyShardedDataParallel):
+        raise ConfigError(
+            f"wrap takes the module itself, not one that torch distributes ({type(model).__name__}); call "
+            "dx.wrap before, and without, DistributedDataParallel and FSDP"
+        )
+    lazy = next((name for name, p in model.named_parameters() if is_lazy(p)), None)
+    if lazy is not None:
+        raise ConfigError(
+            f"parameter {lazy!r} is of a lazy module and has no shape yet; run one forward pass of the model "
+            "on a batch (under torch.no_grad()) before dx.wrap, or give the layer its input size"
+        )
     inner = _distributed(g)
     wrapped = strategy_of(inner.session).wrap(model, inner, reduction)
     WRAPPED.set(inner.session, True)

@@ -140,6 +140,8 @@ class _Loader(_Epochs):
         # Models of strategies that work inside the layers expect the blocks unchanged.
         self._drops_empty_types = len(g.canonical_etypes) > 1 and not self._needs_wrap
         self._for_inference = not torch.is_grad_enabled()
+        # Scripts of DistDGL train with DistributedDataParallel.
+        inner.checks_training = False
 
     def __len__(self) -> int:
         if self._needs_wrap or not self._ends_early:

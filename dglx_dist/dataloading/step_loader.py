@@ -12,10 +12,13 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar
+from weakref import WeakSet
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dglx_dist.comm.collectives import gather_int64
 from dglx_dist.comm.devices import carried, check_device, device_of, open_copies
@@ -305,12 +308,37 @@ class LoaderTimes:
     """Waiting of the consumer."""
 
 
+WRAPPED_MODELS: WeakSet[nn.Module] = WeakSet()
+"""Models of this process that train together with the other ranks."""
+_CHECKED: WeakSet[Optimizer] = WeakSet()
+"""Optimizers that are known to train a wrapped model."""
+
+
+def refuse_unwrapped(optimizer: Optimizer, *_: object) -> None:
+    """Raise ConfigError if ``optimizer`` steps by gradients, and none is of a wrapped model."""
+    if optimizer in _CHECKED:
+        return
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+    if not stepped:
+        return
+    if stepped.isdisjoint(id(p) for model in WRAPPED_MODELS for p in model.parameters()):
+        raise ConfigError(
+            f"{type(optimizer).__name__} trains {len(stepped)} parameters that belong to no wrapped model, "
+            "so every rank would train its own model; call model = dx.wrap(model, g) with the module itself "
+            "(not DistributedDataParallel), then build the optimizer from model.parameters()"
+        )
+    _CHECKED.add(optimizer)
+
+
 class EpochLoader(ABC, Generic[B, T]):
     """Yields the batches of an epoch, made ahead on threads; each iteration is the next epoch.
 
     ``seed`` is that of all draws, ``depth`` the number of batches made ahead, ``num_threads`` that of batches
     made at a time; 0: in the consumer's thread.
     """
+
+    checks_training = True
+    """Whether an optimizer step on a model that is not wrapped is an error while batches are read."""
 
     def __init__(self, session: Session, *, seed: int, depth: int, num_threads: int) -> None:
         self._session = session
@@ -387,12 +415,16 @@ class EpochLoader(ABC, Generic[B, T]):
         self._started = True
         epoch, first = self._epoch, self._next_step
         began, waited_s = time.perf_counter(), self._waited_s
+        checks = self.checks_training and self._session.topology.world_size > 1
+        handle = register_optimizer_step_pre_hook(refuse_unwrapped) if checks else None
         try:
             with closing(self.made_ahead(epoch)) as batches:
                 stream = self.in_order(batches)
                 for step in self._steps():
                     yield self._next(step, stream)
         finally:
+            if handle is not None:
+                handle.remove()
             # A step after the loop does not belong to the last batch and must not get its weight.
             self._session.step_share = None
             self._end = None

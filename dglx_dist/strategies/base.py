@@ -17,6 +17,7 @@ from dglx_dist.comm.collectives import gather_int64
 from dglx_dist.comm.ledger import LedgerRow
 from dglx_dist.comm.session import Session, SessionField, start_session
 from dglx_dist.comm.topology import read_settings
+from dglx_dist.dataloading.step_loader import WRAPPED_MODELS
 from dglx_dist.errors import ConfigError, DglxError
 from dglx_dist.message_passing import correct_kernels
 from dglx_dist.records import FEATURE, LABEL, EpochRecord, StepShare
@@ -152,6 +153,7 @@ class WrappedModel(nn.Module, ABC):
     def __init__(self) -> None:
         super().__init__()
         correct_kernels()
+        WRAPPED_MODELS.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the user's module.
@@ -171,6 +173,13 @@ class WrappedModel(nn.Module, ABC):
             # Not .module: reading it may be collective, and other ranks may not fail.
             _raise_for_devices(self.parameters(), (*args, *kwargs.values()), error)
             raise
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled, or copied where the strategy has no ``__deepcopy__``."""
+        raise ConfigError(
+            f"{type(self).__name__} is connected to the other ranks, so it cannot be pickled or copied here; "
+            "call model.state_dict() on all ranks and save that, or copy.deepcopy(model.whole())"
+        )
 
     def _inside(self) -> nn.Module | None:
         # None while it is made, copied or unpickled.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import product
@@ -156,12 +157,16 @@ class ReplicatedModel(WrappedModel):
         check_same_model(model, session, f"bucket_bytes={bucket_bytes}", reduction)
         if check is not None:
             check(model)
+        broadcast_state(model, session)
+        self._attach(model, session, reduction, bucket_bytes)
+
+    def _attach(self, model: nn.Module, session: Session, reduction: Reduction, bucket_bytes: int) -> None:
         self.module = model
         self._session = session
         self._reduction: Reduction = reduction
+        self._bucket_bytes = bucket_bytes
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._trained = {id(parameter) for _, parameter in trained}
-        broadcast_state(model, session)
         self._exchange = GradientExchange(trained, session, bucket_bytes)
         self._buffer_means = BufferMeans(model, session, reduction)
         self._exchange.after = self._buffer_means.average
@@ -186,6 +191,15 @@ class DataParallelModel(ReplicatedModel):
     Floating-point buffers (running statistics) become their weighted mean over the ranks, like the
     gradients, after each backward; statistics of a batch itself stay local.
     """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DataParallelModel:
+        """Return a copy that trains with the other ranks by itself; sends nothing."""
+        copied = memo[id(self)] = DataParallelModel.__new__(DataParallelModel)
+        WrappedModel.__init__(copied)
+        module = copy.deepcopy(self.module, memo)
+        copied._attach(module, self._session, self._reduction, self._bucket_bytes)
+        copied.training = self.training
+        return copied
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the user's module; the step's share is read from the blocks among the arguments.

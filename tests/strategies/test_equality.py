@@ -205,6 +205,7 @@ def _wrong_rules(folder: str) -> dict[str, list[Any]]:
         2, prefetch_node_feats=["feat"], prefetch_labels=["label"]
     )
     loader = STRATEGIES.get("data_parallel")(session, {}).loader(g, mine, sampler, batch_size=len(ids))
+    loader.checks_training = False
     found = {}
     # A sum is so many times DDP's mean, and plain SGD takes either times its rate.
     for rule, times in {"mean of means": 1, "unweighted sum": world_size}.items():
