@@ -666,7 +666,7 @@ def _read_lines(path: Path, is_triples: bool = False) -> tuple[Any, list[str], l
     """Return the pandas table of ``path``, its first two lines, and whether each is, or seems, a triple."""
     import pandas as pd
 
-    before, begin = [], list[bytes]()
+    before, begin = list[bytes](), list[bytes]()
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             lines = map(bytes.strip, file)
