@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from dglx_dist.api import distribute as distribute
     from dglx_dist.api import distribute_dataset as distribute_dataset
     from dglx_dist.api import fit as fit
+    from dglx_dist.api import global_mean as global_mean
     from dglx_dist.api import init as init
     from dglx_dist.api import local_device as local_device
     from dglx_dist.api import original_ids as original_ids
@@ -60,8 +61,8 @@ dgl_import.install()
 
 _EXPORTS = {
     "api": "DataLoader DistEdgeDataLoader DistNodeDataLoader choose_strategy distribute distribute_dataset "
-    "fit init local_device original_ids partition_graph reduce_mean register_partitioner register_strategy "
-    "shutdown strategy_names wrap",
+    "fit global_mean init local_device original_ids partition_graph reduce_mean register_partitioner "
+    "register_strategy shutdown strategy_names wrap",
     "dataloading": "negative",
     "errors": "CheckpointError ConfigError DatasetError DglxError PeerError RemoteError Stopped StorageError "
     "UnknownNameError",

@@ -280,6 +280,8 @@ class Session:
     """Whether the process group ends with the session."""
     step_share: StepShare | None = field(default=None, init=False)
     """Set by the loader when it yields a batch."""
+    model_share: StepShare | None = field(default=None, init=False)
+    """The share by which the wrapped model called last weighs this rank's loss."""
     timeline: Timeline = field(default_factory=Timeline, init=False)
     """Off until started."""
     before_close: list[Callable[[], None]] = field(default_factory=list, init=False)

@@ -559,13 +559,18 @@ def unpacked(arguments: Iterable[object]) -> Iterator[Any]:
 
 
 def find_share(arguments: Iterable[object], session: Session) -> StepShare | None:
-    """Return the share stamped on the blocks among ``arguments``, else the session's, else None."""
+    """Return the share stamped on the blocks among ``arguments``, else the session's, else None.
+
+    It is kept as ``session.model_share``.
+    """
+    session.model_share = session.step_share
     for argument in arguments:
         last = argument[-1] if isinstance(argument, list | tuple) and argument else argument
         stamped = getattr(last, "step_share", None)
         if isinstance(stamped, StepShare):
-            return stamped
-    return session.step_share
+            session.model_share = stamped
+            break
+    return session.model_share
 
 
 def gradient_weight(share: StepShare | None, reduction: Reduction) -> float:

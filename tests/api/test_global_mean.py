@@ -1,0 +1,108 @@
+"""Losses over fewer terms than seeds: gradients of ranks are those of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import dgl
+import pytest
+import torch
+import torch.nn.functional as F
+from dgl.nn import SAGEConv
+from torch import Tensor, nn
+
+import dglx_dist as dx
+from tests.helpers.ranks import run_ranks
+
+NUM_NODES, CLASSES = 40, 3
+CLASS_WEIGHTS = torch.tensor([1.0, 5.0, 20.0], dtype=torch.float64)
+
+
+def plain_graph() -> dgl.DGLGraph:
+    random = torch.Generator().manual_seed(0)
+    ends = torch.randint(NUM_NODES, (2, 200), generator=random)
+    g = dgl.graph((ends[0], ends[1]), num_nodes=NUM_NODES)
+    g.ndata["feat"] = torch.rand(NUM_NODES, 5, generator=random, dtype=torch.float64)
+    g.ndata["label"] = torch.randint(CLASSES, (NUM_NODES,), generator=random)
+    g.ndata["train_mask"] = torch.arange(NUM_NODES) % 2 == 0
+    return g
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.convs = nn.ModuleList([SAGEConv(5, 8, "mean"), SAGEConv(8, CLASSES, "mean")]).double()
+
+    def forward(self, blocks: Any, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.convs[0](blocks[0], x))
+        return self.convs[1](blocks[1], hidden)
+
+
+def ignoring(scores: Tensor, ids: Tensor, labels: Tensor) -> tuple[Tensor, float]:
+    known = torch.where(ids > 9, labels, -100)  # most of one rank's, and none of the other's
+    return F.cross_entropy(scores, known, ignore_index=-100, reduction="sum"), float((known >= 0).sum())
+
+
+def ignoring_all_but_one(scores: Tensor, ids: Tensor, labels: Tensor) -> tuple[Tensor, float]:
+    known = torch.where(ids == 4, labels, -100)
+    return F.cross_entropy(scores, known, ignore_index=-100, reduction="sum"), float((known >= 0).sum())
+
+
+def weighing(scores: Tensor, ids: Tensor, labels: Tensor) -> tuple[Tensor, float]:
+    loss = F.cross_entropy(scores, labels, weight=CLASS_WEIGHTS, reduction="sum")
+    return loss, float(CLASS_WEIGHTS[labels].sum())
+
+
+def masking(scores: Tensor, ids: Tensor, labels: Tensor) -> tuple[Tensor, float]:
+    targets = torch.where(ids % 6 == 0, torch.nan, ids.double() / NUM_NODES)
+    known = ~targets.isnan()
+    return F.mse_loss(scores[known, 0], targets[known], reduction="sum"), float(known.sum())
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, float]]] = {
+    function.__name__: function for function in (ignoring, ignoring_all_but_one, weighing, masking)
+}
+
+
+def step_of_plain(name: str) -> tuple[float, dict[str, Tensor]]:
+    g, model = plain_graph(), Net()
+    block = dgl.to_block(g, g.nodes(), include_dst_in_src=True)
+    seeds = g.ndata["train_mask"].nonzero()[:, 0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    total, count = LOSSES[name](model([block, block], g.ndata["feat"])[seeds], seeds, g.ndata["label"][seeds])
+    (total / count).backward()
+    optimizer.step()
+    return float(total.detach() / count), model.state_dict()
+
+
+def furthest_from_plain(strategy: str) -> dict[str, float]:
+    with dx.init(strategy=strategy, seed=0):
+        g = dx.distribute(plain_graph(), parts=2)
+        sampler = dgl.dataloading.MultiLayerFullNeighborSampler(
+            2, prefetch_node_feats=["feat"], prefetch_labels=["label"]
+        )
+        seeds = dx.node_split(g.ndata["train_mask"])
+        loader = dx.DataLoader(g, seeds, sampler, batch_size=NUM_NODES)
+        differences = {}
+        for name, loss_of in LOSSES.items():
+            model = dx.wrap(Net(), g)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            for _, nodes, blocks in loader:
+                scores = model(blocks, blocks[0].srcdata["feat"])
+                loss = dx.global_mean(*loss_of(scores, g.orig_ids(nodes), blocks[-1].dstdata["label"]))
+                loss.backward()
+                optimizer.step()
+            value, expected = step_of_plain(name)
+            assert abs(float(loss.detach()) - value) < 1e-12
+            weights = model.state_dict()
+            differences[name] = max(float((weights[key] - expected[key]).abs().max()) for key in expected)
+        return differences
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("strategy", ["data_parallel", "push_pull", "full_graph"])
+def test_a_mean_over_fewer_terms_has_the_gradient_of_one_process(strategy: str, ranks: int) -> None:
+    for differences in run_ranks(furthest_from_plain, ranks, args=(strategy,)):
+        assert differences == pytest.approx(dict.fromkeys(LOSSES, 0.0), abs=1e-12)
