@@ -68,17 +68,16 @@ from dglx_dist.training.fit import (
     Callback,
     FitConfig,
     FitResult,
-    Scheduler,
     TrainingLoader,
-    needs_own_loop,
-    settled,
     train,
 )
 from dglx_dist.training.inference import labelled_type
 from dglx_dist.training.metrics import PHASE, mean_of_sums
 from dglx_dist.training.object_state import Stateful
 from dglx_dist.training.relational import EntityInputs
+from dglx_dist.training.resume import resolve_resume
 from dglx_dist.training.tasks import read_task
+from dglx_dist.training.update_checks import Scheduler, needs_own_loop
 
 if TYPE_CHECKING:
     from dglx_dist.planner.records import Choice
@@ -767,7 +766,7 @@ def fit(  # noqa: PLR0913 - all but two have defaults
     """
     given: dict[str, Any] = {"trace": trace, "precision": precision}
     config = replace(config or FitConfig(), **{k: value for k, value in given.items() if value is not None})
-    config = settled(config, config.checkpoint_folder, g.session)
+    config = resolve_resume(config, config.checkpoint_folder, g.session)
     if loader is not None and loader_options:
         raise ConfigError(
             f"{', '.join(loader_options)} cannot be changed in a given loader; make it with them"

@@ -145,7 +145,7 @@ def check_before_launch(config: TrainConfig) -> None:
     from dglx_dist.graph.partition_book import canonical_etype
     from dglx_dist.planner.workload import check_plannable
     from dglx_dist.strategies.base import AUTO, STRATEGIES, Strategy, resolve_strategy
-    from dglx_dist.training.fit import check_loop
+    from dglx_dist.training.update_checks import check_loop
 
     strategy = resolve_strategy(config.strategy, auto=True)
     is_auto = strategy == AUTO

@@ -69,10 +69,6 @@ from dglx_dist.training.fit import (
     FitConfig,
     FitResult,
     LinkPrediction,
-    check_loop,
-    check_same,
-    needs_own_loop,
-    settled,
 )
 from dglx_dist.training.inference import flatten, labelled_type, layerwise_inference
 from dglx_dist.training.link import (
@@ -87,8 +83,10 @@ from dglx_dist.training.link import (
 )
 from dglx_dist.training.models import DECODERS, ResGCN, build_model
 from dglx_dist.training.relational import HGT, RGCN, EntityInputs
+from dglx_dist.training.resume import check_same, resolve_resume
 from dglx_dist.training.tasks import as_probabilities, predicted, read_task
 from dglx_dist.training.tracing import check_trace, without_keys
+from dglx_dist.training.update_checks import check_loop, needs_own_loop
 
 CHECKPOINTS = "checkpoints"
 """Folder inside a run folder."""
@@ -301,7 +299,7 @@ def train_dataset(plan: TrainConfig) -> Trained:
     options: dict[str, Any] = dict(plan.strategy_options)
     joining: dict[str, Any] = {"timeout": plan.timeout_s, "seed": plan.seed, "device": plan.device}
     with init(plan.strategy, **joining, **options) as session:
-        plan = settled(plan, folder / CHECKPOINTS, session)
+        plan = resolve_resume(plan, folder / CHECKPOINTS, session)
         g = DistGraph(plan.data, structure=plan.structure, verify=plan.verify, session=session)
         plan, target, built, notes = _prepared(plan, g)
         module, inputs, _ = built

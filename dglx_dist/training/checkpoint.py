@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dglx_dist.comm.collectives import barrier, broadcast_json, gather_int64, gather_json, run_on_all_ranks
+from dglx_dist.comm.collectives import broadcast_json, gather_int64, gather_json, run_on_all_ranks
 from dglx_dist.comm.exchange import bytes_of
 from dglx_dist.comm.mailbox import OneSidedExchange
 from dglx_dist.comm.session import Session, SessionField, current_session
@@ -713,8 +713,7 @@ def load(
         session, lambda: str(latest(folder)) if session.topology.rank == 0 else "", CheckpointError
     )
     path = Path(str(broadcast_json(found, session)))
-    of_model = model.state_dict()
-    rank = session.topology.rank
+    rank, of_model = session.topology.rank, model.state_dict()
 
     def read() -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Any], dict[str, Any]]:
         with _state_of(path) as contents:
@@ -726,11 +725,8 @@ def load(
             check_optimizer(path, contents["optimizer"], optimizer, module, saved_tensors)
             with _storage_errors():
                 _check_sparse(path, contents["sparse"], sparse)
-            prefixes = ("model/", *(["optimizer/"] if optimizer is not None else []))
-            same_ranks = contents["world_size"] == session.topology.world_size
-            prefixes += (f"random/{rank}/",) if random_state and same_ranks else ()
-            prefixes += (f"rank/{rank}/",) if same_ranks else ()
-            wanted = {name: one.read(name) for name, one in tensors.items() if name.startswith(prefixes)}
+            prefixes = _prefixes_to_read(contents, session, optimizer is not None, random_state)
+            wanted = {name: saved.read(name) for name, saved in tensors.items() if name.startswith(prefixes)}
             is_resume = state is not None or optimizer is not None
             objects = _read_objects(path, contents, tensors, state or {}) if is_resume else {}
             if optimizer is None:
@@ -757,6 +753,16 @@ def load(
         model.load_rank_state(_below(f"rank/{rank}/", wanted))
     _set_random(_below(f"random/{rank}/", wanted), session.device)
     return Resumed(path=path, **{name: contents[name] for name in ("epoch", "step", "world_size", "extra")})
+
+
+def _prefixes_to_read(
+    contents: Mapping[str, Any], session: Session, has_optimizer: bool, random_state: bool
+) -> tuple[str, ...]:
+    """Return the prefixes of the names of tensors that this rank reads from a checkpoint."""
+    rank, is_of_ranks = session.topology.rank, contents["world_size"] == session.topology.world_size
+    optional = {"optimizer/": has_optimizer, f"random/{rank}/": random_state and is_of_ranks}
+    optional[f"rank/{rank}/"] = is_of_ranks
+    return ("model/", *(prefix for prefix, is_read in optional.items() if is_read))
 
 
 def _read_objects(
@@ -889,18 +895,3 @@ def _check_tensors(values: Mapping[str, object]) -> None:
 
 def _plain_module(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, WrappedModel) else model
-
-
-class BestWeights:
-    """A copy of the weights of the best epoch in memory, of a run without checkpoints; collective."""
-
-    def __init__(self, model: nn.Module, sparse: Sequence[SparseOptimizer]) -> None:
-        self._model, self._own = model, [rows for one in sparse for rows in one.own_rows]
-        self._weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-        self._rows = [rows.clone() for rows in self._own]
-
-    def load(self) -> None:
-        self._model.load_state_dict(self._weights)
-        for rows, kept in zip(self._own, self._rows, strict=True):
-            rows.copy_(kept)
-        barrier(current_session(), "taking the weights of the best epoch")

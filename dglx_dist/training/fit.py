@@ -9,19 +9,19 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from dglx_dist.comm.collectives import broadcast_json, check_equal, gather_json, run_on_all_ranks
+from dglx_dist.comm.collectives import barrier, check_equal, gather_json, run_on_all_ranks
 from dglx_dist.comm.ledger import LedgerRow
-from dglx_dist.comm.session import Session, agreement_facts
+from dglx_dist.comm.session import Session, agreement_facts, current_session
 from dglx_dist.comm.topology import read_launch
 from dglx_dist.comm.trace import COMPUTE
 from dglx_dist.dataloading.step_loader import LoaderTimes
@@ -34,7 +34,6 @@ from dglx_dist.strategies.base import (
     CACHE_CHOICE,
     EpochTrainer,
     Objective,
-    Traits,
     WrappedModel,
     float_of,
     strategy_of,
@@ -59,6 +58,14 @@ from dglx_dist.training.inference import EdgeNames, check_evaluable, evaluate, l
 from dglx_dist.training.models import Layered
 from dglx_dist.training.object_state import Stateful
 from dglx_dist.training.relational import EntityInputs
+from dglx_dist.training.resume import (
+    FACTS,
+    LAUNCH,
+    check_same,
+    find_differences,
+    resolve_resume,
+)
+from dglx_dist.training.resume import PRECISION as PRECISION
 from dglx_dist.training.tasks import LinkPrediction as LinkPrediction
 from dglx_dist.training.tasks import (
     LossFunction,
@@ -71,6 +78,14 @@ from dglx_dist.training.tasks import (
     warn_of_guesses,
 )
 from dglx_dist.training.tasks import NodeClassification as NodeClassification
+from dglx_dist.training.update_checks import (
+    SCHEDULER,
+    Scheduler,
+    check_loop,
+    check_scheduler,
+    check_updates,
+    is_scheduled,
+)
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -189,8 +204,6 @@ def _train_step(step: Step, batch: Any, span: Callable[[str], AbstractContextMan
     return found
 
 
-Options = TypeVar("Options", bound=RunOptions)
-
 Callback = Callable[[EpochRecord], None]
 """Called on every rank after each epoch, with the same record."""
 
@@ -201,16 +214,9 @@ Evaluate = Callable[[WrappedModel], Mapping[str, float]]
 under their names, as ``val_mrr``.
 """
 
-Scheduler: TypeAlias = LRScheduler | ReduceLROnPlateau
-_SCHEDULER = "scheduler"
-"""Name of the scheduler among the objects of a checkpoint."""
 _TRAIN, _VALIDATION, _TEST = SPLITS
-TRAINED_WITH, PRECISION = "strategy", "precision"
-"""Keys in ``extra`` of a checkpoint: name and options of the strategy, and the cache that ``auto`` chose; the
-precision of forward passes."""
-_FACTS, _LAUNCH = "configuration", "launch"
-"""More keys: what :func:`check_same` compares; the start of torchrun that saved it."""
-_SHOWN = 4  # settings that a message names
+TRAINED_WITH = "strategy"
+"""Key in ``extra`` of a checkpoint: name and options of the strategy, and the cache that ``auto`` chose."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,15 +349,22 @@ def train(  # noqa: PLR0913 - all but four have defaults
             "inside torch.autocast, the evaluation would not be exact, and what was trained be recorded as "
             "float32; end its block before, and give precision='bf16' instead"
         )
-    config = settled(config, config.checkpoint_folder, g.session)
+    config = resolve_resume(config, config.checkpoint_folder, g.session)
     of_groups = [{**group, "params": len(group["params"])} for group in optimizer.param_groups]
     check_equal(g.session, "the settings of the optimizer", of_groups)
     config = _with_task(config, g, model.module)
     check_loop(config, strategy_of(g.session).traits, g.session.strategy)
     facts = _facts(g, config, optimizer)
     check_scheduler(scheduler, strategy_of(g.session).traits, g.session.strategy)
-    _check_updates(config, model, scheduler, state or {}, optimizers_of(sparse))
-    objects = {**(state or {}), **({} if scheduler is None else {_SCHEDULER: scheduler})}
+    check_updates(
+        config,
+        model,
+        scheduler,
+        state or {},
+        optimizers_of(sparse),
+        has_own_evaluation=config.evaluate is not None,
+    )
+    objects = {**(state or {}), **({} if scheduler is None else {SCHEDULER: scheduler})}
     run = _Run(loader, g, config, _step_of(model, optimizer, sparse, config), facts, objects)
     run.resume()
     run.check_evaluation()
@@ -415,53 +428,6 @@ def _started(session: Session, config: FitConfig, *, is_over: bool) -> Iterator[
         yield
 
 
-def settled(config: Options, checkpoints: str | Path | None, session: Session) -> Options:
-    """Return ``config`` with what the checkpoints decide; collective.
-
-    ``resume`` and ``goes_on``, where there are some and ``overwrite`` does not replace them; a precision, as
-    given, else that of the checkpoint.
-
-    ConfigError: the ranks' settings differ. Called before anything else is collective, in which they would
-    wait for each other.
-    """
-    files = ("trace", "tensorboard")
-    shared = {one.name: getattr(config, one.name) for one in fields(RunOptions) if one.name not in files}
-    task = config.task if isinstance(config.task, str) else "own"
-    shared |= {"task": task, "checkpoints": checkpoints is not None}
-    check_equal(session, "the settings of training", shared)
-    launch, restarts = cast("list[Any]", broadcast_json(read_launch(), session))
-    if checkpoints is not None:
-        checkpoint.occupy(checkpoints)
-    extra = None
-    if checkpoints is not None and (restarts or not config.overwrite):
-        extra = checkpoint.read_extra(checkpoints)
-    # A restart is resumed from what it has saved itself, and only replaces what was there before.
-    if extra is not None and not config.resume and (not config.overwrite or extra.get(_LAUNCH) == launch):
-        config = replace(config, resume=True, overwrite=False, goes_on=True)
-    if config.precision is not None:
-        return config
-    is_half = config.resume and extra is not None and extra.get(PRECISION) == BF16
-    return replace(config, precision=BF16 if is_half else FLOAT32)
-
-
-def check_same(saved: Mapping[str, Any], facts: Mapping[str, object], where: object) -> None:
-    """Raise ConfigError unless checkpoints ``where``, with ``extra`` ``saved``, are of a run of ``facts``."""
-    if differ := _differences(saved, facts):
-        raise ConfigError(
-            f"{where} has checkpoints of another configuration ({differ}); give another folder, or "
-            "--overwrite (in Python overwrite=True), which begins anew and removes them"
-        )
-
-
-def _differences(saved: Mapping[str, Any], facts: Mapping[str, object]) -> str:
-    # What an earlier version did not save is not compared.
-    now = json.loads(json.dumps(facts))
-    before = {**now, **saved.get(_FACTS, {})}
-    differ = [name for name in now if json.dumps(before[name]) != json.dumps(now[name])]
-    more = f" and {len(differ) - _SHOWN} more" if len(differ) > _SHOWN else ""
-    return ", ".join(f"{name}: {before[name]} -> {now[name]}" for name in differ[:_SHOWN]) + more
-
-
 def _facts(g: DistGraph, config: FitConfig, optimizer: torch.optim.Optimizer) -> dict[str, object]:
     """Return what a run must have in common with the one that it resumes, JSON values."""
     session = g.session
@@ -483,7 +449,7 @@ def _facts(g: DistGraph, config: FitConfig, optimizer: torch.optim.Optimizer) ->
         "task": config.task if isinstance(config.task, str) else "own",
         # A schedule of more epochs has other rates from the first one on.
         **{name: getattr(config, name) for name in ("class_weight", "schedule", "warmup", "clip_norm")},
-        **({"epochs": config.epochs} if _is_scheduled(config) else {}),
+        **({"epochs": config.epochs} if is_scheduled(config) else {}),
         "optimizer": type(optimizer).__name__,
         **groups,
     }
@@ -493,36 +459,6 @@ def _plain(value: object) -> object:
     if isinstance(value, Tensor):
         return value.tolist()
     return value if isinstance(value, bool | int | float | str | None) else repr(value)
-
-
-def needs_own_loop(config: RunOptions) -> str | None:
-    """Return an option that only a training loop in torch has, as ``schedule cosine``, else None."""
-    plain = {
-        "precision": (None, FLOAT32),
-        "task": (AUTO_TASK, CLASSIFICATION),
-        **{"clip_norm": (None,), "class_weight": ("none",), "schedule": ("constant",), "warmup": (0,)},
-    }
-    given = {name: getattr(config, name) for name in plain}
-    asked = (name for name in plain if not callable(given[name]) and given[name] not in plain[name])
-    return next((f"{name.replace('_', '-')} {given[name]}" for name in asked), None)
-
-
-def check_scheduler(scheduler: Scheduler | None, traits: Traits, strategy: str) -> None:
-    """Raise ConfigError if a strategy without a training loop in torch would have to call a scheduler."""
-    if scheduler is not None and not traits.own_loop:
-        raise ConfigError(
-            f"{type(scheduler).__name__}: strategy {strategy!r} trains at a constant rate on workers; leave "
-            "the scheduler out, or use strategy='data_parallel'"
-        )
-
-
-def check_loop(config: RunOptions, traits: Traits, strategy: str) -> None:
-    """Raise ConfigError if a strategy that has no training loop in torch would have to change its steps."""
-    if not traits.own_loop and (option := needs_own_loop(config)):
-        raise ConfigError(
-            f"{option}: strategy {strategy!r} does not compute in torch but on workers, plain cross-entropy "
-            "at a constant rate, in the dtype of the weights; leave it out, or use strategy='data_parallel'"
-        )
 
 
 def epoch_line(record: EpochRecord) -> str:
@@ -570,7 +506,7 @@ class _Run:
             dataset={"num_nodes": g.num_nodes(), "num_edges": g.num_edges()},
             state=objects,
         )
-        self._scheduler = objects.get(_SCHEDULER)
+        self._scheduler = objects.get(SCHEDULER)
         folder, every = config.checkpoint_folder, steps_between(config.checkpoint_every, len(loader))
         # Of checkpoints that are there for the best epoch alone, the others are of no use.
         keep = config.keep or (1 if config.patience and not every else None)
@@ -582,7 +518,7 @@ class _Run:
         self._next, self._evaluations_since_best = 0, 0
         self._so_far: dict[str, float] = {}
         """Of the epoch ``_next``, before the loader's position."""
-        self._best: tuple[checkpoint.BestWeights, FitResult | _Saved] | None = None
+        self._best: tuple[_BestWeights, FitResult | _Saved] | None = None
         """Where no folder has them: weights of the best epoch, and its results."""
         self.sent = Counter[tracing.Pair]()
         """Bytes of this rank's ledger in training so far."""
@@ -604,7 +540,7 @@ class _Run:
             check_same(extra, self._facts, folder)
         resumed = checkpoint.load(folder, **vars(self._state))
         if self._session.topology.rank == 0:
-            differ = _differences(extra, self._facts)
+            differ = find_differences(extra, self._facts)
             kept = f" of another configuration ({differ}); the optimizer's settings are its own"
             log.warning("going on from %s%s", resumed.path, kept if differ else "")
         saved, self._saved_at = _Saved(resumed.extra), (resumed.epoch, resumed.step)
@@ -806,7 +742,7 @@ class _Run:
             self._evaluations_since_best = 0
             self.result = replace(self.result, best_epoch=record.epoch, best_val_accuracy=validation)
             if config.patience is not None and self._writer is None:
-                self._best = checkpoint.BestWeights(self._step.model, self._step.sparse), self.result
+                self._best = _BestWeights(self._step.model, self._step.sparse), self.result
         else:
             self._evaluations_since_best += 1
             self.result = replace(self.result, stopped_early=self._patience_is_over())
@@ -854,13 +790,28 @@ class _Run:
                 "so_far": gather_json(self._so_far, self._session) if step else [],
                 TRAINED_WITH: _trained_with(self._session),
                 PRECISION: self.result.precision,
-                _FACTS: self._facts,
-                _LAUNCH: read_launch()[0],
+                FACTS: self._facts,
+                LAUNCH: read_launch()[0],
             },
             wait=wait,
         )
         self._saved_at = (self._next, step)
         return time.perf_counter() - begin
+
+
+class _BestWeights:
+    """A copy of the weights of the best epoch in memory, of a run without checkpoints; collective."""
+
+    def __init__(self, model: nn.Module, sparse: Sequence[SparseOptimizer]) -> None:
+        self._model, self._own = model, [rows for one in sparse for rows in one.own_rows]
+        self._weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+        self._rows = [rows.clone() for rows in self._own]
+
+    def load(self) -> None:
+        self._model.load_state_dict(self._weights)
+        for rows, kept in zip(self._own, self._rows, strict=True):
+            rows.copy_(kept)
+        barrier(current_session(), "taking the weights of the best epoch")
 
 
 class _Saved:
@@ -901,50 +852,8 @@ def _step_of(
         rates=[*(group["lr"] for group in optimizer.param_groups), *(one.lr for one in rows)],
         precision=config.precision or FLOAT32,
         clip_norm=config.clip_norm,
-        schedule=config if _is_scheduled(config) else None,
+        schedule=config if is_scheduled(config) else None,
     )
-
-
-def _check_updates(
-    config: FitConfig,
-    model: WrappedModel,
-    scheduler: Scheduler | None,
-    state: Mapping[str, Stateful],
-    sparse: Sequence[SparseOptimizer],
-) -> None:
-    """Raise ConfigError if the gradients cannot be clipped exactly, or the scheduler has no effect."""
-    if config.clip_norm is not None and (model.overlaps_steps or sparse):
-        what = (
-            "embeddings have gradients of their own" if sparse else "steps overlap (pipeline depth above 1)"
-        )
-        raise ConfigError(
-            f"clip_norm={config.clip_norm} would not be the norm of all gradients of a step, because {what}; "
-            "leave it out"
-        )
-    if _SCHEDULER in state:
-        raise ConfigError(
-            f"state has the name {_SCHEDULER!r}, which is that of scheduler=; give another name"
-        )
-    if scheduler is None:
-        return
-    if _is_scheduled(config):
-        raise ConfigError(
-            f"a {type(scheduler).__name__} and schedule={config.schedule!r} with warmup={config.warmup} both "
-            "set the learning rate; give one of them"
-        )
-    if isinstance(scheduler, ReduceLROnPlateau):
-        metric = config.metric[0] if config.metric else "accuracy"
-        mode = "min" if metric in LESS_IS_BETTER else "max"
-        if config.eval_every == 0:
-            raise ConfigError("ReduceLROnPlateau needs evaluations, but eval_every=0; set at least 1")
-        if config.evaluate is None and scheduler.mode != mode:
-            raise ConfigError(
-                f"ReduceLROnPlateau(mode={scheduler.mode!r}) gets {metric} of validation; use mode={mode!r}"
-            )
-
-
-def _is_scheduled(config: RunOptions) -> bool:
-    return config.schedule != "constant" or config.warmup > 0
 
 
 def _objective_of(config: FitConfig, sparse: Sparse) -> Objective:
