@@ -355,8 +355,7 @@ class OnDemandColumns(dict[str, Any]):
 
     def __missing__(self, name: str) -> Any:
         if name not in self._stored or self._ids is None:
-            known = sorted({*self, *self._stored} - {_ID})
-            raise KeyError(f"there is no column {name!r} (known: {', '.join(map(repr, known)) or 'none'})")
+            raise KeyError(name)  # a wrapped model says what to write
         if name not in self._warned:
             self._warned.add(name)
             warn_user(

@@ -68,7 +68,7 @@ def test_fetches_a_column_that_is_not_prefetched_on_first_access(graph: DistGrap
         "label",
     ]
     assert {warning.filename for warning in caught} == {__file__}
-    with pytest.raises(KeyError, match=r"no column 'nope' \(known: .*'feat'"):
+    with pytest.raises(KeyError, match="nope"):
         blocks[0].srcdata["nope"]
 
 
