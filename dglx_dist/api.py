@@ -15,7 +15,6 @@ import dgl
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parameter import is_lazy
 
 from dglx_dist.auto import (
@@ -578,9 +577,10 @@ def wrap(model: nn.Module, g: DistGraph | ScriptGraph, reduction: Reduction = "m
         raise ConfigError(f"wrap takes a torch.nn.Module, not a {type(model).__name__}")
     if isinstance(model, WrappedModel):
         raise ConfigError("the model is wrapped already; call wrap once, with the module that you built")
-    # fully_shard() keeps the class of the module, and replaces its parameters.
+    # fully_shard() replaces the parameters. FSDP is told by its module, because importing it takes a second.
     sharded = any(type(parameter).__name__ == "DTensor" for parameter in model.parameters())
-    if sharded or isinstance(model, nn.parallel.DistributedDataParallel | FullyShardedDataParallel):
+    sharded |= any(kind.__module__.startswith("torch.distributed.fsdp") for kind in type(model).__mro__)
+    if sharded or isinstance(model, nn.parallel.DistributedDataParallel):
         raise ConfigError(
             f"wrap takes the module itself, not one that torch distributes ({type(model).__name__}); call "
             "dx.wrap before, and without, DistributedDataParallel and FSDP"
