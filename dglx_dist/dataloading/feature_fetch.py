@@ -25,7 +25,6 @@ from dglx_dist.comm.session import warn_user
 from dglx_dist.data.storage.columns import numpy_dtype
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.column import DeviceRows, LookAheadRows, PendingPull
-from dglx_dist.graph.dist_tensor import DataView
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.row_kernels import column_info, empty_rows, tensor_view, torch_dtype
 from dglx_dist.records import Array, ColumnInfo, EdgeType
@@ -347,22 +346,29 @@ class OnDemandColumns(dict[str, Any]):
     DGL's loader fetches what is not prefetched in the same way. It is slower, because training waits.
     """
 
-    def __init__(self, columns: Mapping[str, Any], stored: DataView, option: str, warned: set[str]) -> None:
+    def __init__(
+        self, columns: Mapping[str, Any], g: DistGraph, kind: str | EdgeType, warned: set[str]
+    ) -> None:
         super().__init__(columns)
         # Kept as they are now, because scripts of DistDGL see other edge ids in the frame.
         self._ids = columns.get(_ID)
-        self._stored, self._option, self._warned = stored, option, warned
+        self._g, self._kind, self._warned = g, kind, warned
 
     def __missing__(self, name: str) -> Any:
-        if name not in self._stored or self._ids is None:
+        kind = self._kind
+        if isinstance(kind, str):
+            stored, option = self._g.nodes[kind].data, "prefetch_node_feats"
+        else:
+            stored, option = self._g.edges[kind].data, "prefetch_edge_feats"
+        if name not in stored or self._ids is None:
             raise KeyError(name)  # a wrapped model says what to write
         if name not in self._warned:
             self._warned.add(name)
             warn_user(
                 f"the column {name!r} is fetched when the batch reads it, and training waits for it; give "
-                f"the sampler {self._option}=[{name!r}] (labels: prefetch_labels) to have it fetched ahead"
+                f"the sampler {option}=[{name!r}] (labels: prefetch_labels) to have it fetched ahead"
             )
-        rows = self._stored[name][self._ids.data]
+        rows = stored[name][self._ids.data]
         self[name] = Column.create(rows.float() if rows.dtype in HALVES else rows)
         return self[name]
 
@@ -374,12 +380,9 @@ _ID = dgl.NID
 def fetch_on_access(g: DistGraph, blocks: Sequence[DGLBlock], warned: set[str]) -> None:
     """Let the frames of ``blocks`` fetch missing columns; ``warned`` holds the names already warned of."""
     for block in blocks:
-        for ntype, frame in zip([*block.srctypes, *block.dsttypes], block._node_frames, strict=True):
-            stored = g.nodes[ntype].data
-            frame._columns = OnDemandColumns(frame._columns, stored, "prefetch_node_feats", warned)
-        for etype, frame in zip(block.canonical_etypes, block._edge_frames, strict=True):
-            stored = g.edges[etype].data
-            frame._columns = OnDemandColumns(frame._columns, stored, "prefetch_edge_feats", warned)
+        kinds = [*block.srctypes, *block.dsttypes, *block.canonical_etypes]
+        for kind, frame in zip(kinds, [*block._node_frames, *block._edge_frames], strict=True):
+            frame._columns = OnDemandColumns(frame._columns, g, kind, warned)
 
 
 def edges_of(block: DGLBlock) -> dict[EdgeType, Array]:
