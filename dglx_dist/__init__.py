@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from dglx_dist.graph.partition_book import PartitionBook as PartitionBook
     from dglx_dist.graph.split import edge_split as edge_split
     from dglx_dist.graph.split import node_split as node_split
+    from dglx_dist.layers import nn as nn
     from dglx_dist.strategies.full_graph.local_graphs import local_graph as local_graph
     from dglx_dist.training.checkpoint import checkpoints as checkpoints
     from dglx_dist.training.checkpoint import load as load
@@ -73,6 +74,7 @@ _EXPORTS = {
     "graph.embedding": "DistEmbedding",
     "graph.partition_book": "PartitionBook",
     "graph.split": "edge_split node_split",
+    "layers": "nn",
     "strategies.full_graph.local_graphs": "local_graph",
     "training.checkpoint": "checkpoints load save",
     "training.export": "write_embeddings",

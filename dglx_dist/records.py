@@ -145,6 +145,8 @@ class StepShare:
 
     num_local: int
     num_global: int
+    step_number: int | None = field(default=None, compare=False)
+    """The number of the step in the run, equal on all ranks; it keys dropout. None if it is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)

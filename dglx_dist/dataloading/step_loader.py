@@ -567,7 +567,8 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
         return make_moved
 
     def deliver(self, step: int, batch: B) -> T:
-        share = self._session.step_share = self._schedule.share(step)
+        share = replace(self._schedule.share(step), step_number=self._epoch * len(self) + step)
+        self._session.step_share = share
         return self._delivered(batch, share)
 
 

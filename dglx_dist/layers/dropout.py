@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -73,8 +74,8 @@ def deal_out_concatenated(widths: Sequence[int], parts: int) -> tuple[tuple[Colu
     return tuple(zip(*cuts, strict=True))
 
 
-INPUTS, ATTENTION, MODULES = 1 << 32, (1 << 32) + 1, 1 << 33
-"""Streams of draws: of a layer's inputs, of its attention, and the first one of the modules before it.
+INPUTS, ATTENTION, MODULES, LATER_MODULES = 1 << 32, (1 << 32) + 1, 1 << 33, 1 << 34
+"""Streams of draws: of a layer's inputs, of its attention, and the first one of modules before and behind it.
 
 They are above every hop of a sampler, whose draws use the same seed.
 """
@@ -190,7 +191,7 @@ def _bits(key: np.uint64, number: int) -> np.uint64:
 
 _MAX_PASSES = 4
 """Forward passes kept for a later backward."""
-_EDGE_DROPOUTS = ("attn_drop", "edge_drop")
+EDGE_DROPOUTS = ("attn_drop", "edge_drop")
 """Names in ``dgl.nn`` of dropouts that are applied to edge values."""
 
 
@@ -202,7 +203,7 @@ def install_node_dropouts(model: nn.Module, seed: int) -> NodeDropouts:
     ``torch.nn.functional.dropout`` remain torch's, with masks that depend on the rank.
 
     ``model`` is changed in place, and is no dropout itself. The caller announces every forward pass by
-    :meth:`NodeDropouts.begin` of what is returned.
+    :meth:`NodeDropouts.begin` of what is returned. A model without dropout stays as it is.
     """
     shared = NodeDropouts(seed)
     replacements: dict[nn.Module, NodeDropout] = {}
@@ -213,20 +214,24 @@ def install_node_dropouts(model: nn.Module, seed: int) -> NodeDropouts:
         if type(module) in (nn.Dropout, NodeDropout):
             parent, _, last = name.rpartition(".")
             if module not in replacements:
-                replacements[module] = NodeDropout(module, shared, edges=last in _EDGE_DROPOUTS)
+                number, edges = len(replacements), last in EDGE_DROPOUTS
+                replacements[module] = NodeDropout(module, shared, number=number, edges=edges)
             model.get_submodule(parent).register_module(last, replacements[module])
-    for module in model.modules():
-        # Scripted modules do not support these hooks.
-        if not isinstance(module, NodeDropout | torch.jit.ScriptModule):
-            shared.track(module)
+    if replacements:
+        shared.track(model)
     return shared
+
+
+def ids_of_pass(graph: Any) -> Tensor | None:
+    """Return the nodes that :meth:`NodeDropouts.begin` takes, for a pass that begins with ``graph``."""
+    return graph.srcdata.get(dgl.NID) if len(graph.srctypes) == 1 else None
 
 
 @dataclass(frozen=True, eq=False)
 class _Call:
     step: int
     number: int
-    nodes: Tensor
+    nodes: Tensor | None
     """Those of the pass."""
     graph: weakref.ref[Any] | None
     """The graph of its module, if any; a weak reference, because it holds features."""
@@ -246,48 +251,63 @@ class NodeDropouts:
     """Shared state of the dropouts of one model: the current pass, and the nodes or edges of their rows.
 
     Rows outside of a convolution belong to the first nodes of the pass, since a block's destinations come
-    first among its sources, from layer to layer. Within a module that is called with a graph or a block, rows
-    belong to its sources or edges.
+    first among its sources, from layer to layer (not in a pass over several node types). Within a module that
+    is called with a graph or a block, rows belong to its sources or edges.
 
     A layer that ``torch.utils.checkpoint`` recomputes gets the same masks. Its call is identified by the
     state of torch's generator, which checkpointing restores, unlike a call counter. So is its graph, since
     the module that was called with it may not be called again.
     """
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._current: tuple[int, Tensor] | None = None
+    def __init__(self, seed: int, first_stream: int = MODULES) -> None:
+        self._seed, self._first_stream = seed, first_stream
+        self._current: tuple[int, Tensor | None] | None = None
         """Step of the pass, and its nodes."""
-        self._num_calls: dict[int, int] = {}
-        """Of dropouts by step, the latest last."""
+        self._num_calls: dict[int, Counter[int]] = {}
+        """Of dropouts by step, the latest last; by module in passes over several node types."""
         self._calls: dict[int, _Call] = {}
         """State of torch's generator, as a draw from it, to the call in that state."""
-        self._entries: list[tuple[nn.Module, Any]] = []
-        """Modules being called, outermost first, each with its graph or None."""
+        self._entries: list[tuple[nn.Module, Any, tuple[Any, ...]]] = []
+        """Modules being called, outermost first, each with its graph and its pair of rows, if any."""
         self._hooks: list[RemovableHandle] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NodeDropouts:
         # A copied model begins passes of its own; until then its dropouts are torch's.
-        memo[id(self)] = copied = NodeDropouts(self._seed)
+        memo[id(self)] = copied = NodeDropouts(self._seed, self._first_stream)
         copied._hooks = copy.deepcopy(self._hooks, memo)
         return copied
 
-    def begin(self, number: int, nodes: Tensor) -> None:
-        """Start a forward pass of step ``number`` of the run; ``nodes`` are (n,) int64 distinct global ids.
+    def __reduce__(self) -> tuple[type[NodeDropouts], tuple[int, int]]:
+        # The hooks of pickled modules bring their own handles.
+        return NodeDropouts, (self._seed, self._first_stream)
+
+    def end(self) -> None:
+        """Let the dropouts be torch's until the next pass begins."""
+        self._current = None
+
+    def begin(self, number: int, nodes: Tensor | None) -> None:
+        """Start a forward pass of step ``number`` of the run.
+
+        ``nodes`` are (n,) int64 distinct global ids; None for a pass over several node types, in which
+        only modules that are called with a graph, and :func:`drop_rows`, know the nodes of their rows.
 
         Passes of one number continue its call count, so two passes over one batch drop different entries.
         """
-        self._num_calls[number] = self._num_calls.pop(number, 0)
+        self._num_calls[number] = self._num_calls.pop(number, Counter())
         self._current = number, nodes
         self._entries.clear()
         while len(self._num_calls) > _MAX_PASSES:
             del self._num_calls[next(iter(self._num_calls))]
             self._calls = {key: one for key, one in self._calls.items() if one.step in self._num_calls}
 
-    def track(self, module: nn.Module) -> None:
-        """Record the graph of ``module`` during its calls."""
-        self._hooks.append(module.register_forward_pre_hook(self._entered, with_kwargs=True))
-        self._hooks.append(module.register_forward_hook(self._left, with_kwargs=True, always_call=True))
+    def track(self, model: nn.Module) -> None:
+        """Record the graphs of the modules of ``model`` during their calls, if that is not done yet."""
+        for module in model.modules() if not self._hooks else ():
+            # Scripted modules do not support these hooks.
+            if not isinstance(module, nn.Dropout | torch.jit.ScriptModule):
+                self._hooks.append(module.register_forward_pre_hook(self._entered, with_kwargs=True))
+                hook = module.register_forward_hook(self._left, with_kwargs=True, always_call=True)
+                self._hooks.append(hook)
 
     def remove_hooks(self) -> None:
         """Stop tracking all modules."""
@@ -295,19 +315,25 @@ class NodeDropouts:
             hook.remove()
         self._hooks.clear()
 
-    def drop(self, x: Tensor, probability: float, *, edges: bool) -> Tensor | None:
+    @torch.compiler.disable
+    def drop(
+        self, x: Tensor, probability: float, *, module: int, edges: bool, nodes: Tensor | None = None
+    ) -> Tensor | None:
         """Return ``x`` with entries dropped; None if the nodes or edges of its rows are unknown.
 
         ``x`` has a row for each source, for each of the first sources, or for each edge: ``edges`` tells
-        whether rows belong to edges if there are as many of them as edges.
+        whether rows belong to edges if there are as many of them as edges. ``nodes`` are the keys of the rows
+        where the caller knows them, and ``module`` is the number of the dropout in the model.
 
         Raises:
             ConfigError: a layer is recomputed by a checkpoint that does not restore torch's generator.
         """
         if self._current is None or x.dim() == 0:
             return None
-        call, graph = self._call(*self._current)
-        keys = _edge_ids(graph, len(x)) if edges else None
+        call, graph = self._call(*self._current, module)
+        keys = _edge_ids(graph, len(x)) if edges else nodes
+        if keys is None and graph is not None:
+            keys = self._ids_of_pair(x)
         if keys is None:
             keys = _row_ids(graph, len(x), call.nodes)
         if keys is None:
@@ -316,15 +342,26 @@ class NodeDropouts:
         flat = x.reshape(len(x), math.prod(x.shape[1:]))
         runs = (Columns(first=0, last=flat.shape[1], width=flat.shape[1]),)
         draws = DropDraws(seed=self._seed, number=call.step, nodes=keys, runs=runs)
-        return drop_entries(flat, probability, draws, MODULES + call.number).reshape(x.shape)
+        return drop_entries(flat, probability, draws, self._first_stream + call.number).reshape(x.shape)
 
-    def _call(self, step: int, nodes: Tensor) -> tuple[_Call, Any]:
+    def ids_of_rows(self, x: Tensor) -> Tensor | None:
+        """Return the keys of the nodes of the rows of ``x`` in this pass, (n,) int64; None if unknown."""
+        if self._current is None:
+            return None
+        graph = self._graph()
+        keys = None if graph is None else self._ids_of_pair(x)
+        return _row_ids(graph, len(x), self._current[1]) if keys is None else keys
+
+    def _call(self, step: int, nodes: Tensor | None, module: int) -> tuple[_Call, Any]:
         state, graph = int(torch.randint(1 << 62, ()).item()), self._graph()
         if torch._C._current_graph_task_id() == -1:  # in forward
             reference = None if graph is None else weakref.ref(graph)
-            call = _Call(step=step, number=self._num_calls[step], nodes=nodes, graph=reference)
+            # A rank may skip the module of a relation without edges, so calls are counted by module there.
+            kind = 0 if nodes is not None else module + 1
+            number = (kind << 20) + self._num_calls[step][kind]
+            call = _Call(step=step, number=number, nodes=nodes, graph=reference)
             self._calls[state] = call
-            self._num_calls[step] += 1
+            self._num_calls[step][kind] += 1
             return call, graph
         if state in self._calls:
             call = self._calls[state]
@@ -337,12 +374,25 @@ class NodeDropouts:
 
     def _graph(self) -> Any:
         # That of the innermost module with one.
-        return next((graph for _, graph in reversed(self._entries) if graph is not None), None)
+        return next((graph for _, graph, _ in reversed(self._entries) if graph is not None), None)
 
+    def _ids_of_pair(self, x: Tensor) -> Tensor | None:
+        # Rows that a module was called with. As many sources as destinations may be others.
+        for _, graph, pair in reversed(self._entries):
+            if graph is not None and len(pair) == 2 and len(graph.srctypes) == len(graph.dsttypes) == 1:
+                data = (graph.srcdata, graph.dstdata)
+                return next(
+                    (side.get(dgl.NID) for side, rows in zip(data, pair, strict=True) if rows is x), None
+                )
+        return None
+
+    @torch.compiler.disable
     def _entered(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        graphs = (one for one in (*args, *kwargs.values()) if isinstance(one, dgl.DGLGraph))
-        self._entries.append((module, next(graphs, None)))
+        values = (*args, *kwargs.values())
+        graph = next((one for one in values if isinstance(one, dgl.DGLGraph)), None)
+        self._entries.append((module, graph, next((one for one in values if isinstance(one, tuple)), ())))
 
+    @torch.compiler.disable
     def _left(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> None:
         # An error may have left entries above it.
         while self._entries and self._entries.pop()[0] is not module:
@@ -353,12 +403,12 @@ class NodeDropouts:
 class NodeDropout(nn.Dropout):
     """Replacement for ``nn.Dropout``: keyed during a pass of the strategy, torch's own at any other time.
 
-    ``edges`` tells whether it is applied to edge values.
+    ``number`` is its number in the model, and ``edges`` tells whether it is applied to edge values.
     """
 
-    def __init__(self, dropout: nn.Dropout, shared: NodeDropouts, *, edges: bool) -> None:
+    def __init__(self, dropout: nn.Dropout, shared: NodeDropouts, *, number: int, edges: bool) -> None:
         super().__init__(dropout.p, dropout.inplace)
-        self.shared, self._edges = shared, edges
+        self.shared, self._number, self._edges = shared, number, edges
         self.train(dropout.training)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -367,17 +417,47 @@ class NodeDropout(nn.Dropout):
         Raises:
             ConfigError: see :meth:`NodeDropouts.drop`.
         """
+        return self.drop_rows(x, None)
+
+    def drop_rows(self, x: Tensor, nodes: Tensor | None) -> Tensor:
+        """Return :meth:`forward` of ``x``; ``nodes`` are the (n,) int64 keys of its rows where known."""
         if not self.training or self.p == 0:
             return x
-        dropped = self.shared.drop(x, self.p, edges=self._edges)
+        dropped = self.shared.drop(x, self.p, module=self._number, edges=self._edges, nodes=nodes)
         return super().forward(x) if dropped is None else dropped
 
 
-def _row_ids(graph: Any, count: int, nodes: Tensor) -> Tensor | None:
+def drop_rows(dropout: nn.Dropout, x: Tensor, nodes: Tensor | None) -> Tensor:
+    """Return ``dropout(x)``, keyed by ``nodes`` ((n,) int64 keys of the rows) during a pass of a strategy."""
+    return dropout.drop_rows(x, nodes) if isinstance(dropout, NodeDropout) else dropout(x)
+
+
+def keys_of_types(nodes: Any, ntypes: Sequence[str]) -> Tensor | None:
+    """Return the keys of ``nodes``, a block's view of nodes, type by type; None if it has no ids.
+
+    Nodes of different types have different keys.
+    """
+    ids = [nodes[ntype].data.get(dgl.NID) for ntype in ntypes]
+    if any(one is None for one in ids):
+        return None
+    return torch.cat([one * len(ids) + number for number, one in enumerate(ids)])
+
+
+def _ids_of_rows(graph: Any, count: int) -> Tensor | None:
+    if len(graph.srctypes) > 1 or len(graph.dsttypes) > 1:
+        return None
+    ids: Tensor | None = graph.srcdata.get(dgl.NID)
+    # Blocks that ready-made models merge know the ids of their destinations alone. Destinations of the
+    # sources' type are the first sources.
+    is_of_others = graph.srctypes != graph.dsttypes and count == graph.num_dst_nodes()
+    return graph.dstdata.get(dgl.NID) if ids is None or is_of_others else ids
+
+
+def _row_ids(graph: Any, count: int, nodes: Tensor | None) -> Tensor | None:
     if graph is not None:
         # The nodes of a graph made by the user are unknown.
-        nodes = graph.srcdata.get(dgl.NID, nodes[:0])
-    return nodes[:count] if count <= len(nodes) else None
+        nodes = _ids_of_rows(graph, count)
+    return nodes[:count] if nodes is not None and count <= len(nodes) else None
 
 
 def _edge_ids(graph: Any, count: int) -> Tensor | None:

@@ -28,7 +28,7 @@ from dglx_dist.comm.exchange import Incoming, Outgoing, row_exchanges
 from dglx_dist.comm.session import Session
 from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.errors import ConfigError
-from dglx_dist.layers.dropout import install_node_dropouts
+from dglx_dist.layers.dropout import ids_of_pass, install_node_dropouts
 from dglx_dist.layers.tracer import MODEL_ERRORS
 from dglx_dist.message_passing import place
 from dglx_dist.planner.workload import sizes_of
@@ -244,13 +244,12 @@ def time_batches(
     shape: ModelShape,
     batches: Sequence[Sequence[Any]],
     *,
-    drop_by_node: bool = False,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Trials:
     """Time steps of a copy of ``module``, on its device, on blocks of at least two sizes; data is not read.
 
-    The median counts of :func:`repeated` steps on each, after one on the new block. ``drop_by_node``: with
-    dropout as full-graph strategies have it, in place of torch's generator.
+    The median counts of :func:`repeated` steps on each, after one on the new block. Dropout is keyed by node,
+    as the strategies have it.
 
     Raises:
         ConfigError: there are no batches, or the model fails on them.
@@ -268,13 +267,12 @@ def time_batches(
             f"the model could not be copied for timing ({type(problem).__name__}: {problem}); remove what "
             "copy.deepcopy rejects"
         ) from problem
-    dropouts = install_node_dropouts(copied, 0) if drop_by_node else None
+    dropouts = install_node_dropouts(copied, 0)
     optimizer, device = torch.optim.Adam(copied.parameters(), lr=1e-9), float_of(module).device
     rows, seconds, fresh, spreads = [], [], [], []
     for number, batch in enumerate(batches):
         blocks = [place(block, device) for block in batch]
-        if dropouts is not None:
-            dropouts.begin(0, blocks[0].srcdata[dgl.NID])
+        dropouts.begin(0, ids_of_pass(blocks[0]))
         sizes = sizes_of(blocks)
         rows.append((1.0, *(float(term) for term in shape.work(*sizes))))
         step = partial(_step, copied, optimizer, blocks, shape, clock)
@@ -376,7 +374,7 @@ def time_on_plans(
 ) -> Trials | None:
     """Return :func:`time_batches` of ``neighborhoods``; None for a model that does not run on them."""
     try:
-        return time_batches(module, shape, neighborhoods, drop_by_node=True, clock=clock)
+        return time_batches(module, shape, neighborhoods, clock=clock)
     except ConfigError as problem:
         log.info("the model is timed on mini-batches alone: %s", problem)
         return None

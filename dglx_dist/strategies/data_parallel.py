@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, final
 
+import dgl
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,6 +19,9 @@ from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
 from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.cache import LOOK_AHEAD
+from dglx_dist.layers.dropout import NodeDropouts, ids_of_pass, install_node_dropouts
+from dglx_dist.layers.nn import install_batch_norms, warn_of_local_statistics
+from dglx_dist.records import StepShare
 from dglx_dist.strategies.base import (
     Reduction,
     Strategy,
@@ -26,6 +30,7 @@ from dglx_dist.strategies.base import (
     check_options,
     find_share,
     gradient_weight,
+    unpacked,
 )
 from dglx_dist.strategies.cost import (
     GRADIENTS,
@@ -189,8 +194,14 @@ class DataParallelModel(ReplicatedModel):
     ``reduction="sum"`` they would be added once per rank.
 
     Floating-point buffers (running statistics) become their weighted mean over the ranks, like the
-    gradients, after each backward; statistics of a batch itself stay local.
+    gradients, after each backward; statistics of a batch itself stay local, except in ``dx.nn.BatchNorm``.
     """
+
+    def _attach(self, model: nn.Module, session: Session, reduction: Reduction, bucket_bytes: int) -> None:
+        super()._attach(model, session, reduction, bucket_bytes)
+        self._dropouts = install_node_dropouts(model, session.seed)
+        self._statistics = install_batch_norms(model, session, self._dropouts)
+        warn_of_local_statistics(model, session)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataParallelModel:
         """Return a copy that trains with the other ranks by itself; sends nothing."""
@@ -208,15 +219,27 @@ class DataParallelModel(ReplicatedModel):
             ConfigError: in training, the step's number of targets is unknown; or a parameter was unfrozen
                 after wrapping.
         """
-        output = self.module(*args, **kwargs)
         if not torch.is_grad_enabled() or not self._trained:
-            return output
+            self._dropouts.end()
+            return self.module(*args, **kwargs)
         share = find_share((*args, *kwargs.values()), self._session)
         if share is None and self._reduction == "mean" and not self.training:
             # Evaluating without no_grad is harmless as long as nobody runs backward for training.
-            return output
+            return self.module(*args, **kwargs)
+        begin_dropouts(self._dropouts, share, unpacked((*args, *kwargs.values())))
+        weight = self._statistics.weight = gradient_weight(share, self._reduction)
+        output = self.module(*args, **kwargs)
         check_frozen(self.module, self._trained)
-        return self._exchange.mark(output, gradient_weight(share, self._reduction))
+        return self._exchange.mark(output, weight)
+
+
+def begin_dropouts(dropouts: NodeDropouts, share: StepShare | None, arguments: Iterable[object]) -> None:
+    """Key the dropouts of a pass by the step of ``share`` and the graph among ``arguments``, if known."""
+    graph = next((one for one in arguments if isinstance(one, dgl.DGLGraph)), None)
+    if graph is None or share is None or share.step_number is None:
+        dropouts.end()
+    else:
+        dropouts.begin(share.step_number, ids_of_pass(graph))
 
 
 def broadcast_state(model: nn.Module, session: Session) -> None:

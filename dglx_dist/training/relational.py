@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from dglx_dist.dataloading.feature_fetch import HALVES
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor
+from dglx_dist.layers.dropout import drop_rows, keys_of_types
 from dglx_dist.message_passing import create_block
 from dglx_dist.records import FEATURE, EdgeType
 from dglx_dist.training.models import Layered
@@ -298,7 +299,8 @@ class RGCN(RelationalModel):
         if self.norms:
             norms: Any = self.norms[depth]
             rows = torch.cat([norms[module_name(one)](x) for one, x in _by_type(rows, num_dst).items()])
-        return _by_type(self.dropout(torch.relu(rows)), num_dst)
+        keys = keys_of_types(block.dstnodes, wanted)
+        return _by_type(drop_rows(self.dropout, torch.relu(rows), keys), num_dst)
 
 
 def _edges_by_relation(
@@ -379,5 +381,8 @@ class HGT(RelationalModel):
         heads = [h[ntype][:count] for ntype, count in num_dst.items()]
         tails = [h[ntype][count:] for ntype, count in num_dst.items()]
         merged, node_type, edge_type = _merged(block, num_dst, self.etypes)
+        keys = keys_of_types(block.dstnodes, self.ntypes)
+        if keys is not None:
+            merged.dstdata[dgl.NID] = keys
         rows = self.convs[depth](merged, torch.cat([*heads, *tails]), node_type, edge_type)
         return _by_type(self.head(rows) if depth == self.num_layers - 1 else rows, num_dst)

@@ -73,7 +73,7 @@ def test_a_wrapped_model_keeps_its_dropouts_when_a_copy_is_timed() -> None:
     model, block = build_model("sage", 3, 4, 2, 1), dgl.to_block(dgl.graph(([0, 1], [0, 0])), [0])
     install_node_dropouts(model, 0)
     hooks = [len(module._forward_hooks) for module in model.modules()]
-    time_batches(model, shape_of_kind("sage", 3, 4, 2, 1), [[block]], drop_by_node=True)
+    time_batches(model, shape_of_kind("sage", 3, 4, 2, 1), [[block]])
     assert [len(module._forward_hooks) for module in model.modules()] == hooks
 
 

@@ -20,6 +20,7 @@ from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.convolutions import CONVOLUTIONS, sums_sources
 from dglx_dist.layers.dropout import install_node_dropouts
+from dglx_dist.layers.nn import install_batch_norms
 from dglx_dist.layers.tracer import GraphCall, named_arguments, read_call
 from dglx_dist.records import StepShare
 from dglx_dist.strategies.base import Reduction, find_share, gradient_weight, unpacked
@@ -145,7 +146,8 @@ def check_rows_stay_apart(model: nn.Module, features: int = 0) -> None:
         if isinstance(module, _BatchNorm):
             raise ConfigError(
                 f"{where}: its statistics would cover this rank's rows only, and rows that several ranks "
-                "hold would count twice; use torch.nn.LayerNorm, or strategy='data_parallel'"
+                "hold would count twice; call dx.nn.BatchNorm.convert(model) before dx.wrap, or use "
+                "torch.nn.LayerNorm"
             )
         # Compared by the defining module, because readouts have no common base class.
         if type(module).__module__ == glob.__name__:
@@ -194,6 +196,7 @@ class HaloModel(ReplicatedModel):
         install(model)
         self._stale = StaleHalos(session, options.stale_momentum) if options.staleness else None
         self._dropouts = install_node_dropouts(model, session.seed)
+        install_batch_norms(model, session, self._dropouts)
         self._rows = row_exchanges(session)
 
     def exchange_seconds(self, *, reset: bool = False) -> float:

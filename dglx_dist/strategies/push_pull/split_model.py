@@ -21,7 +21,17 @@ from dglx_dist.comm.session import Shared
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import SplittableConv, StageInput, cut_in_place
 from dglx_dist.layers.convolutions import Sync, stages_of
-from dglx_dist.layers.dropout import MODULES, Columns, DropDraws, deal_out_concatenated, drop_entries
+from dglx_dist.layers.dropout import (
+    EDGE_DROPOUTS,
+    LATER_MODULES,
+    MODULES,
+    Columns,
+    DropDraws,
+    NodeDropouts,
+    deal_out_concatenated,
+    drop_entries,
+)
+from dglx_dist.layers.nn import BatchNorm
 from dglx_dist.layers.tracer import convolutions_in
 from dglx_dist.strategies.push_pull.exchange import Group, GroupBatch, PartInput
 from dglx_dist.strategies.push_pull.feature_columns import ColumnStore
@@ -108,14 +118,20 @@ class InputProvenance(Shared):
     from it is not.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int) -> None:
         self.own: PartInput | None = None
         """The own part of the batch that the model computes; None outside of a batch."""
+        self.dropouts = NodeDropouts(seed, LATER_MODULES)
+        """Draws of dropouts of anything but the input."""
         self._known: list[tuple[Tensor, Origin]] = []
 
     def begin(self, group_batch: GroupBatch | None, part: int) -> None:
         """Forget the last batch; ``group_batch`` is the one that the model computes now, if any."""
         self.own, self._known = None if group_batch is None else group_batch.inputs[part], []
+        if self.own is None:
+            self.dropouts.end()
+        else:
+            self.dropouts.begin(self.own.number, self.own.nodes)
 
     def add(self, rows: Tensor, origin: Origin) -> None:
         """Record that ``rows`` of the own batch came from ``origin``; keeps them until the next batch."""
@@ -159,24 +175,34 @@ itself, and records the origin of the result. ``cut`` is parameter name to the d
 
 @final
 class ColumnDropout:
-    """``nn.Dropout``: keyed draws on the input, else torch's own. ``stream`` is one for each module."""
+    """``nn.Dropout`` with keyed draws.
+
+    ``number`` is that of the module in the model, and ``edges`` tells whether it is applied to edge values.
+    """
 
     cut: Mapping[str, int] = MappingProxyType({})
 
-    def __init__(self, dropout: nn.Dropout, provenance: InputProvenance, seed: int, stream: int) -> None:
-        self._dropout, self._provenance, self._seed, self._stream = dropout, provenance, seed, stream
+    def __init__(
+        self, dropout: nn.Dropout, provenance: InputProvenance, seed: int, *, number: int, edges: bool
+    ) -> None:
+        self._dropout, self._provenance, self._seed = dropout, provenance, seed
+        self._number, self._edges = number, edges
 
     def forward(self, x: Tensor) -> Tensor:
         dropout, own = self._dropout, self._provenance.own
-        origin = self._provenance.find(x) if dropout.training and own is not None else None
-        if origin is None or own is None or dropout.p == 0:
+        if own is None or not dropout.training or dropout.p == 0:
             return functional.dropout(x, dropout.p, dropout.training, dropout.inplace)
+        origin = self._provenance.find(x)
+        if origin is None:
+            draw = self._provenance.dropouts.drop
+            dropped = draw(x, dropout.p, module=self._number, edges=self._edges)
+            return functional.dropout(x, dropout.p) if dropped is None else dropped
         if dropout.inplace:
             raise ConfigError(
                 "nn.Dropout(inplace=True) would change the loader's features in place, of which batches in "
                 "flight have their own; use inplace=False"
             )
-        step = Dropped(probability=dropout.p, seed=self._seed, stream=self._stream)
+        step = Dropped(probability=dropout.p, seed=self._seed, stream=MODULES + self._number)
         dropped = step.apply(x, own, origin.runs)
         self._provenance.add(dropped, origin.then(step))
         return dropped
@@ -367,10 +393,9 @@ def find_input_modules(
 ) -> dict[nn.Module, InputModule]:
     """Return the modules that may work on the input, and what replaces their ``forward``; collective.
 
-    Dropout is replaced everywhere, as one ``nn.Dropout`` usually serves all layers; on anything but the input
-    it works as before. A norm over the layer's width, and an embedding of all nodes of that width, are cut; a
-    norm is taken for one of the input if it is registered before the first layer, or if no other parameter of
-    the model is that wide.
+    Dropout is replaced everywhere, as one ``nn.Dropout`` usually serves all layers. A norm over the layer's
+    width, and an embedding of all nodes of that width, are cut; a norm is taken for one of the input if it is
+    registered before the first layer, or if no other parameter of the model is that wide.
 
     ``runs`` are this part's columns. ``moments`` returns mean and variance of each node's concatenated
     features, (V,) float64; it is collective, and called only if there is a norm.
@@ -379,13 +404,13 @@ def find_input_modules(
         ConfigError: something before the first layer cannot work on columns; the message has the reason.
     """
     width = runs[0].width
-    for name, batch_norm in _of_kind(model, nn.BatchNorm1d):
+    for name, batch_norm in (*_of_kind(model, nn.BatchNorm1d), *_of_kind(model, BatchNorm)):
         if batch_norm.num_features == width and _is_before(model, batch_norm, first, width):
             raise ConfigError(
-                f"{name!r} is a BatchNorm1d of the {width} input columns: its mean and variance are over the "
-                "sources of each owner's batch, so one batch's rows would depend on who owns it, and its "
-                "running averages on the order of the batches. Use torch.nn.LayerNorm, or normalize the "
-                "features once before training, or use strategy='data_parallel'"
+                f"{name!r} is a {type(batch_norm).__name__} of the {width} input columns: its mean and "
+                "variance are over the sources of each owner's batch, so one batch's rows would depend on "
+                "who owns it, and its running averages on the order of the batches. Use torch.nn.LayerNorm, "
+                "or normalize the features once before training, or use strategy='data_parallel'"
             )
     embeddings = {
         name: one for name, one in embeddings_of_all_nodes(model, num_nodes) if one.embedding_dim == width
@@ -406,8 +431,11 @@ def find_input_modules(
     if norms:
         of_rows = moments()
         found |= {norm: ColumnLayerNorm(norm, provenance, runs, of_rows) for norm in norms.values()}
-    for number, (_, dropout) in enumerate(_of_kind(model, nn.Dropout)):
-        found[dropout] = ColumnDropout(dropout, provenance, seed, MODULES + number)
+    for number, (name, dropout) in enumerate(_of_kind(model, nn.Dropout)):
+        edges = name.rpartition(".")[2] in EDGE_DROPOUTS
+        found[dropout] = ColumnDropout(dropout, provenance, seed, number=number, edges=edges)
+    if found:
+        provenance.dropouts.track(model)
     # The stages of the first layer apply its own dropout.
     inside = set(first.modules())
     return {module: found[module] for module in model.modules() if module in found and module not in inside}
@@ -431,7 +459,7 @@ def _is_before(model: nn.Module, module: nn.Module, first: nn.Module, width: int
     modules, inside = list(model.modules()), set(first.modules())
     if module in inside or modules.index(module) < modules.index(first):
         return module not in inside
-    norms = (nn.LayerNorm, nn.BatchNorm1d)
+    norms = (nn.LayerNorm, nn.BatchNorm1d, BatchNorm)
     return not any(
         width in parameter.shape
         for other in modules
@@ -527,7 +555,7 @@ def split_model(
         ConfigError: no layer takes the input's columns and can be split, or a module before it cannot.
     """
     names, widths, (name, layer) = _find_input(model, store, num_nodes, sync)
-    first, provenance = model.get_submodule(name), InputProvenance()
+    first, provenance = model.get_submodule(name), InputProvenance(seed)
     runs = deal_out_concatenated(widths, group.size)
     own = runs[group.part]
     inputs = find_input_modules(model, first, provenance, own, store.moments, num_nodes=num_nodes, seed=seed)

@@ -19,6 +19,7 @@ from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
 from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import cut_out, join_parts
+from dglx_dist.layers.nn import install_batch_norms, warn_of_local_statistics
 from dglx_dist.records import FEATURE
 from dglx_dist.strategies.base import (
     Parts,
@@ -164,6 +165,8 @@ class PushPullModel(WrappedModel):
         self._trained = {id(p) for p in self.module.parameters() if p.requires_grad}
         self._pipeline = Pipeline(session, group, replicas, options, model, split, self._buffer_means)
         split.layer.run_parts = self._pipeline
+        self._statistics = install_batch_norms(model, session, split.provenance.dropouts)
+        warn_of_local_statistics(model, session)
         self._provenance, self._first = split.provenance, type(split.layer).__name__
         inside, cut = set(split.layer.modules()), {model.get_parameter(name) for name in split.cuts}
         self._whole_inputs = {
@@ -211,7 +214,7 @@ class PushPullModel(WrappedModel):
         check_frozen(self.module, self._trained)
         share = find_share((*args, *kwargs.values()), self._session)
         weight = gradient_weight(share, self._reduction)
-        self._pipeline.weight = weight
+        self._pipeline.weight = self._statistics.weight = weight
         return self._pipeline.exchange.mark(self._computed(args, kwargs), weight)
 
     def _computed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

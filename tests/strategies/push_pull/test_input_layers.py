@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import cut_in_place
-from dglx_dist.layers.dropout import Columns, deal_out_columns
+from dglx_dist.layers.dropout import LATER_MODULES, Columns, NodeDropouts, deal_out_columns
 from dglx_dist.strategies.push_pull.exchange import GroupBatch, PartInput
 from dglx_dist.strategies.push_pull.split_model import (
     ColumnEmbedding,
@@ -53,7 +53,7 @@ def begun(
     model: Any, parts: int = 1
 ) -> tuple[dict[str, Callable[[Tensor], Tensor]], Tensor, InputProvenance]:
     """Begin a batch on the first of ``parts``: what replaces modules, the features, and the origins."""
-    provenance, columns = InputProvenance(), deal_out_columns(F, parts)[0]
+    provenance, columns = InputProvenance(0), deal_out_columns(F, parts)[0]
     found = modules_of(model, model.conv, columns, provenance)
     for module, one in found.items():
         cut_in_place(module, one.cut, (columns,))
@@ -78,18 +78,18 @@ def test_norm_refuses_what_is_not_the_features() -> None:
         modules["norm"](x)
 
 
-def test_dropout_of_anything_else_is_torchs_and_in_place_is_refused() -> None:
+def test_dropout_of_anything_else_is_keyed_by_node_and_in_place_is_refused() -> None:
     dropout = nn.Dropout(0.5)
     modules, x, provenance = begun(Model(first=dropout, second=dropout, third=nn.Dropout(0.5)))
     first = modules["first"]
     assert modules["second"] == first, "one module of two names stays one"
     assert not torch.equal(first(x) == 0, modules["third"](x) == 0)
     hidden = torch.randn(4, F, dtype=torch.float64)
-    torch.manual_seed(3)
-    expected = nn.functional.dropout(hidden, 0.5)
-    torch.manual_seed(3)
-    assert torch.equal(first(hidden), expected)
-    assert provenance.find(expected) is None
+    draws = NodeDropouts(0, LATER_MODULES)
+    draws.begin(2, NODES)
+    dropped = first(hidden)
+    assert torch.equal(dropped, draws.drop(hidden, 0.5, module=0, edges=False))
+    assert provenance.find(dropped) is None
     dropout.eval()
     assert first(x) is x
     dropout.train()
@@ -101,7 +101,7 @@ def test_dropout_of_anything_else_is_torchs_and_in_place_is_refused() -> None:
 @pytest.mark.parametrize("optimizer", [torch.optim.SparseAdam, torch.optim.Adagrad, torch.optim.SGD])
 def test_optimizers_take_sparse_gradients_of_parts_without_columns(optimizer: Any) -> None:
     embedding, none = nn.Embedding(V, 2, sparse=True), (Columns(first=2, last=2, width=2),)
-    module = ColumnEmbedding(embedding, InputProvenance(), none)
+    module = ColumnEmbedding(embedding, InputProvenance(0), none)
     cut_in_place(embedding, module.cut, none)
     module.add_gradients([(NODES, torch.zeros(4, 0))])
     optimizer([embedding.weight], lr=0.1).step()
@@ -120,7 +120,7 @@ def test_embedding_refuses_other_ids_and_what_needs_whole_rows() -> None:
 
 def found_in(model: nn.Module, first: str = "conv") -> dict[str, str]:
     columns = Columns(first=0, last=F, width=F)
-    modules = modules_of(model, model.get_submodule(first), columns, InputProvenance())
+    modules = modules_of(model, model.get_submodule(first), columns, InputProvenance(0))
     return {name: type(modules[one]).__name__ for name, one in model.named_modules() if one in modules}
 
 

@@ -1,0 +1,166 @@
+"""Dropout of mini-batch strategies: the same entries on any number of ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import dgl
+import pytest
+import torch
+import torch.nn.functional as F
+from dgl.nn import GATConv, HeteroGraphConv, SAGEConv
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import dglx_dist as dx
+from dglx_dist.training.relational import HGT, RGCN
+from tests.helpers.ranks import run_ranks
+
+NUM_NODES, WIDTH, CLASSES = 40, 5, 3
+
+
+def graph_of_one_type() -> dgl.DGLGraph:
+    random = torch.Generator().manual_seed(0)
+    ends = torch.randint(NUM_NODES, (2, 200), generator=random)
+    g = dgl.add_self_loop(dgl.graph((ends[0], ends[1]), num_nodes=NUM_NODES))
+    g.ndata["feat"] = torch.rand(NUM_NODES, WIDTH, generator=random, dtype=torch.float64)
+    g.ndata["train_mask"] = torch.arange(NUM_NODES) % 2 == 0
+    return g
+
+
+def graph_of_two_types() -> dgl.DGLGraph:
+    random = torch.Generator().manual_seed(0)
+
+    def ends(sources: int, targets: int) -> tuple[Tensor, Tensor]:
+        picked = torch.rand(2, 60, generator=random)
+        return (picked[0] * sources).long(), (picked[1] * targets).long()
+
+    # One relation is so rare that most batches have none of its edges.
+    edges = {
+        ("a", "ab", "b"): ends(30, NUM_NODES),
+        ("b", "ba", "a"): ends(NUM_NODES, 30),
+        ("b", "rare", "b"): (torch.tensor([3]), torch.tensor([0])),
+        ("b", "bb", "b"): ends(NUM_NODES, NUM_NODES),
+    }
+    g = dgl.heterograph(edges, {"a": 30, "b": NUM_NODES})
+    for ntype in g.ntypes:
+        rows = torch.rand(g.num_nodes(ntype), WIDTH, generator=random, dtype=torch.float64)
+        g.nodes[ntype].data["feat"] = rows
+    g.nodes["b"].data["train_mask"] = torch.arange(NUM_NODES) % 2 == 0
+    return g
+
+
+class Sage(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+        self.convs = nn.ModuleList([SAGEConv(WIDTH, 8, "mean"), SAGEConv(8, CLASSES, "mean", feat_drop=0.3)])
+
+    def forward(self, blocks: Any, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.convs[0](blocks[0], self.dropout(x)))
+        return self.convs[1](blocks[1], self.dropout(hidden))
+
+
+class Gat(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(
+            GATConv(width, CLASSES, 2, feat_drop=0.3, attn_drop=0.4) for width in (WIDTH, 2 * CLASSES)
+        )
+
+    def forward(self, blocks: Any, x: Tensor) -> Tensor:
+        return self.convs[1](blocks[1], self.convs[0](blocks[0], x).flatten(1)).mean(1)
+
+
+class Recomputed(Sage):
+    def forward(self, blocks: Any, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.convs[0](blocks[0], self.dropout(x)))
+        return checkpoint(lambda h: self.convs[1](blocks[1], self.dropout(h)), hidden, use_reentrant=False)
+
+
+class Functional(Sage):
+    def forward(self, blocks: Any, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.convs[0](blocks[0], x))
+        return self.convs[1](blocks[1], F.dropout(hidden, 0.5, self.training))
+
+
+class Typed(nn.Module):
+    def __init__(self, g: Any) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(
+            HeteroGraphConv(
+                {etype: SAGEConv(width, out, "mean", feat_drop=0.3) for etype in ("ab", "ba", "bb", "rare")}
+            )
+            for width, out in ((WIDTH, 8), (8, CLASSES))
+        )
+
+    def forward(self, blocks: Any, x: dict[str, Tensor]) -> Tensor:
+        hidden = {ntype: torch.relu(rows) for ntype, rows in self.convs[0](blocks[0], x).items()}
+        return self.convs[1](blocks[1], hidden)["b"]
+
+
+class ReadyMade(nn.Module):
+    def __init__(self, g: Any, kind: type[nn.Module]) -> None:
+        super().__init__()
+        widths = dict.fromkeys(g.ntypes, WIDTH)
+        self.inner = kind(g, widths, 8, CLASSES, dropout=0.4, out_types=["b"])
+
+    def forward(self, blocks: Any, x: dict[str, Tensor]) -> Tensor:
+        return self.inner(blocks, x)["b"]
+
+
+ONE_TYPE = {"sage": Sage, "gat": Gat, "recomputed": Recomputed}
+TWO_TYPES = {
+    "typed": Typed,
+    "rgcn": lambda g: ReadyMade(g, RGCN),
+    "hgt": lambda g: ReadyMade(g, HGT),
+}
+
+
+def weights_after_two_steps(strategy: str, model_name: str, parts: int) -> dict[str, Any]:
+    is_typed = model_name in TWO_TYPES
+    with dx.init(strategy=strategy, seed=0):
+        g = dx.distribute(graph_of_two_types() if is_typed else graph_of_one_type(), parts=parts)
+        sampler = dgl.dataloading.NeighborSampler(
+            [3, 3], prefetch_node_feats={key: ["feat"] for key in g.ntypes} if is_typed else ["feat"]
+        )
+        ntype = "b" if is_typed else g.ntypes[0]
+        seeds: Any = dx.node_split(g.nodes[ntype].data["train_mask"], ntype=ntype)
+        # Two epochs of one step, which has the same seeds on any number of ranks.
+        loader = dx.DataLoader(g, {"b": seeds} if is_typed else seeds, sampler, batch_size=NUM_NODES)
+        torch.manual_seed(0)
+        one_type = {**ONE_TYPE, "functional": Functional}
+        model: Any = TWO_TYPES[model_name](g) if is_typed else one_type[model_name]()
+        model = dx.wrap(model.double(), g)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        # Whatever ranks drew before does not matter.
+        torch.manual_seed(g.session.topology.rank)
+        for _ in range(2):
+            for _, _, blocks in loader:
+                loss = (model(blocks, blocks[0].srcdata["feat"]) ** 2).mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        return {name: value.numpy().copy() for name, value in model.state_dict().items()}
+
+
+def distance(strategy: str, model_name: str) -> float:
+    first, *others = (
+        run_ranks(weights_after_two_steps, ranks, args=(strategy, model_name, 2))[0] for ranks in (1, 2)
+    )
+    return max(abs(first[name] - other[name]).max() for other in others for name in first)
+
+
+@pytest.mark.parametrize("model_name", ONE_TYPE)
+@pytest.mark.parametrize("strategy", ["data_parallel", "push_pull"])
+def test_two_ranks_drop_the_entries_of_one(strategy: str, model_name: str) -> None:
+    assert distance(strategy, model_name) < 1e-12
+
+
+@pytest.mark.parametrize("model_name", TWO_TYPES)
+def test_two_ranks_drop_the_entries_of_one_on_several_types(model_name: str) -> None:
+    assert distance("data_parallel", model_name) < 1e-12
+
+
+def test_functional_dropout_has_no_nodes_and_differs() -> None:
+    assert distance("data_parallel", "functional") > 1e-3
