@@ -44,6 +44,7 @@ from dglx_dist.data.storage.files import (
 from dglx_dist.data.storage.manifest import check_target, is_dgl_config, read_manifest
 from dglx_dist.data.storage.reader import open_dataset, verify_files
 from dglx_dist.data.storage.writer import FeatureDtype
+from dglx_dist.dataloading.own_order import GIVEN_COLUMNS, GivenColumns, check_order
 from dglx_dist.dataloading.step_loader import whole_number
 from dglx_dist.errors import ConfigError, DatasetError, PeerError, StorageError
 from dglx_dist.graph.dist_graph import DistGraph
@@ -294,7 +295,10 @@ def distribute(
     with _explained_timeout(session):
         location: Any = broadcast_json(run_on_all_ranks(session, located, ConfigError), session)
     where: dict[str, Any] = {argument: Path(path).expanduser() for argument, path in location.items()}
-    return DistGraph(**where, structure=structure, session=session)
+    g = DistGraph(**where, structure=structure, session=session)
+    if isinstance(graph, dgl.DGLGraph) and g.dataset.manifest.num_parts > 1:
+        GIVEN_COLUMNS.of(session)[g] = GivenColumns(graph)
+    return g
 
 
 @contextmanager
@@ -528,6 +532,7 @@ def DataLoader(g: DistGraph, indices: Any, graph_sampler: Any, **options: Any) -
     of_edges = isinstance(graph_sampler, dgl.dataloading.EdgePredictionSampler)
     make = strategy.edge_loader if of_edges else strategy.loader
     loader: Any = make(inner, indices, graph_sampler, **options)
+    check_order(inner, loader, indices, "edge" if of_edges else "node")
     # Read by fit(), as the attribute of DGL's own loader.
     loader.graph_sampler = graph_sampler
     return loader
@@ -551,7 +556,9 @@ def DistEdgeDataLoader(g: DistGraph, eids: Any, graph_sampler: Any, **options: A
             process only.
     """
     inner = _distributed(g)
-    return strategy_of(inner.session).edge_loader(inner, eids, graph_sampler, **options)
+    loader: Any = strategy_of(inner.session).edge_loader(inner, eids, graph_sampler, **options)
+    check_order(inner, loader, eids, "edge")
+    return loader
 
 
 DistNodeDataLoader = DataLoader

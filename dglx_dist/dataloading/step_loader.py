@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import islice
@@ -345,6 +345,8 @@ class EpochLoader(ABC, Generic[B, T]):
         self.seed, self.depth, self.num_threads = seed, depth, num_threads
         self._epoch, self._next_step, self._started = 0, 0, False
         self._end: int | None = None
+        self.watch: Callable[[Any], AbstractContextManager[Any]] = nullcontext
+        """Makes the context in which the first batch is used."""
         self._times, self._waited_s = LoaderTimes(), 0.0
         self._trace_number = 0 if session.trace is None else session.trace.new_loader()
 
@@ -421,7 +423,11 @@ class EpochLoader(ABC, Generic[B, T]):
             with closing(self.made_ahead(epoch)) as batches:
                 stream = self.in_order(batches)
                 for step in self._steps():
-                    yield self._next(step, stream)
+                    batch = self._next(step, stream)
+                    watch, self.watch = self.watch, nullcontext
+                    with watch(batch):
+                        yield batch
+                    del batch
         finally:
             if handle is not None:
                 handle.remove()

@@ -270,11 +270,13 @@ class NodeDropouts:
         self._entries: list[tuple[nn.Module, Any, tuple[Any, ...]]] = []
         """Modules being called, outermost first, each with its graph and its pair of rows, if any."""
         self._hooks: list[RemovableHandle] = []
+        self.in_use = False
+        """Whether a module asks for the nodes of its rows."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NodeDropouts:
         # A copied model begins passes of its own; until then its dropouts are torch's.
         memo[id(self)] = copied = NodeDropouts(self._seed, self._first_stream)
-        copied._hooks = copy.deepcopy(self._hooks, memo)
+        copied._hooks, copied.in_use = copy.deepcopy(self._hooks, memo), self.in_use
         return copied
 
     def __reduce__(self) -> tuple[type[NodeDropouts], tuple[int, int]]:
@@ -302,6 +304,7 @@ class NodeDropouts:
 
     def track(self, model: nn.Module) -> None:
         """Record the graphs of the modules of ``model`` during their calls, if that is not done yet."""
+        self.in_use = True
         for module in model.modules() if not self._hooks else ():
             # Scripted modules do not support these hooks.
             if not isinstance(module, nn.Dropout | torch.jit.ScriptModule):

@@ -220,7 +220,7 @@ class DataParallelModel(ReplicatedModel):
                 after wrapping.
         """
         if not torch.is_grad_enabled() or not self._trained:
-            self._dropouts.end()
+            begin_dropouts(self._dropouts, None, ())
             return self.module(*args, **kwargs)
         share = find_share((*args, *kwargs.values()), self._session)
         if share is None and self._reduction == "mean" and not self.training:
@@ -235,6 +235,8 @@ class DataParallelModel(ReplicatedModel):
 
 def begin_dropouts(dropouts: NodeDropouts, share: StepShare | None, arguments: Iterable[object]) -> None:
     """Key the dropouts of a pass by the step of ``share`` and the graph among ``arguments``, if known."""
+    if not dropouts.in_use:
+        return
     graph = next((one for one in arguments if isinstance(one, dgl.DGLGraph)), None)
     if graph is None or share is None or share.step_number is None:
         dropouts.end()

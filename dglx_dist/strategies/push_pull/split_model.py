@@ -128,10 +128,10 @@ class InputProvenance(Shared):
     def begin(self, group_batch: GroupBatch | None, part: int) -> None:
         """Forget the last batch; ``group_batch`` is the one that the model computes now, if any."""
         self.own, self._known = None if group_batch is None else group_batch.inputs[part], []
-        if self.own is None:
-            self.dropouts.end()
-        else:
+        if self.own is not None and self.dropouts.in_use:
             self.dropouts.begin(self.own.number, self.own.nodes)
+        elif self.dropouts.in_use:
+            self.dropouts.end()
 
     def add(self, rows: Tensor, origin: Origin) -> None:
         """Record that ``rows`` of the own batch came from ``origin``; keeps them until the next batch."""

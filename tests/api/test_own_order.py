@@ -1,0 +1,111 @@
+"""Ids and columns of before dx.distribute are refused where the partition has renumbered the graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import dgl
+import pytest
+import torch
+from torch import Tensor
+
+import dglx_dist as dx
+from tests.helpers.ranks import run_ranks
+
+NUM_NODES = 200
+
+
+def plain_graph() -> dgl.DGLGraph:
+    random = torch.Generator().manual_seed(0)
+    ends = torch.randint(NUM_NODES, (2, 700), generator=random)
+    g = dgl.graph((ends[0], ends[1]), num_nodes=NUM_NODES)
+    g.ndata["feat"] = torch.rand(NUM_NODES, 5, generator=random)
+    g.ndata["label"] = torch.randint(3, (NUM_NODES,), generator=random)
+    g.ndata["train_mask"] = torch.rand(NUM_NODES, generator=random) < 0.4
+    g.edata["train_mask"] = torch.rand(700, generator=random) < 0.2
+    return g
+
+
+def labels_of(habit: str, g: Any, plain: dgl.DGLGraph, nodes: Tensor, blocks: Any) -> Tensor:
+    labels = plain.ndata["label"]
+    if habit == "taken before":
+        return labels[nodes]
+    if habit == "converted":
+        return labels.float()[blocks[-1].dstdata[dgl.NID]]
+    if habit == "index_select":
+        return torch.index_select(labels, 0, nodes)
+    if habit == "features":
+        return plain.ndata["feat"][blocks[0].srcdata[dgl.NID]]
+    if habit == "own ids":
+        return labels[g.orig_ids(nodes)]
+    if habit == "another tensor":
+        return torch.arange(NUM_NODES)[nodes]
+    return g.ndata["label"][nodes]
+
+
+def outcomes(habits: tuple[str, ...], parts: int) -> dict[str, str]:
+    plain, found = plain_graph(), {}
+    with dx.init(seed=0):
+        g = dx.distribute(plain, parts=parts)
+        seeds = dx.node_split(g.ndata["train_mask"])
+        for habit in habits:
+            loader = dx.DataLoader(g, seeds, dgl.dataloading.NeighborSampler([3, 3]), batch_size=16)
+            try:
+                for _, nodes, blocks in loader:
+                    values = labels_of(habit, g, plain, nodes, blocks)
+                    if habit in ("own ids", "the distributed graph"):
+                        assert torch.equal(values, plain.ndata["label"][g.orig_ids(nodes)])
+                found[habit] = "passes"
+            except dx.ConfigError as error:
+                found[habit] = str(error)
+    return found
+
+
+WRONG = ("taken before", "converted", "index_select", "features")
+RIGHT = ("own ids", "another tensor", "the distributed graph")
+
+
+def test_columns_in_the_order_of_before_are_refused_and_others_are_not() -> None:
+    for of_rank in run_ranks(outcomes, 2, args=((*WRONG, *RIGHT), 2)):
+        for habit in WRONG:
+            name = "feat" if habit == "features" else "label"
+            assert f"{name!r}" in of_rank[habit]
+            assert "g.orig_ids" in of_rank[habit]
+        assert {of_rank[habit] for habit in RIGHT} == {"passes"}
+
+
+def test_one_part_keeps_the_order() -> None:
+    assert set(run_ranks(outcomes, 1, args=((*WRONG, *RIGHT), 1))[0].values()) == {"passes"}
+
+
+def seeds_outcomes() -> dict[str, str]:
+    plain, found = plain_graph(), {}
+    with dx.init(seed=0):
+        g = dx.distribute(plain, parts=2)
+        rank = g.session.topology.rank
+        nodes = plain.ndata["train_mask"].nonzero()[:, 0]
+        edges = plain.edata["train_mask"].nonzero()[:, 0]
+        node_sampler = dgl.dataloading.NeighborSampler([3])
+        edge_sampler = dgl.dataloading.as_edge_prediction_sampler(node_sampler)
+        cases = {
+            "nodes": (nodes[rank::2], node_sampler),
+            "edges": (edges[rank::2], edge_sampler),
+            "new nodes": (g.new_ids(nodes)[rank::2], node_sampler),
+            "split": (dx.node_split(g.ndata["train_mask"]), node_sampler),
+            "split edges": (dx.edge_split(g.edata["train_mask"]), edge_sampler),
+        }
+        for name, (ids, sampler) in cases.items():
+            try:
+                dx.DataLoader(g, ids, sampler, batch_size=16)
+                found[name] = "passes"
+            except dx.ConfigError as error:
+                found[name] = str(error)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ids_of_before_are_refused_as_seeds(ranks: int) -> None:
+    for of_rank in run_ranks(seeds_outcomes, ranks):
+        assert "'train_mask'" in of_rank.pop("nodes")
+        assert "dx.edge_split" in of_rank.pop("edges")
+        assert set(of_rank.values()) == {"passes"}
