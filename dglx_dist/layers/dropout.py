@@ -206,7 +206,7 @@ def install_node_dropouts(model: nn.Module, seed: int) -> NodeDropouts:
     :meth:`NodeDropouts.begin` of what is returned. A model without dropout stays as it is.
     """
     shared = NodeDropouts(seed)
-    replacements: dict[nn.Module, NodeDropout] = {}
+    replacements: dict[nn.Dropout, NodeDropout] = {}
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if isinstance(module, NodeDropout):
             module.shared.remove_hooks()
@@ -217,7 +217,8 @@ def install_node_dropouts(model: nn.Module, seed: int) -> NodeDropouts:
                 number, edges = len(replacements), last in EDGE_DROPOUTS
                 replacements[module] = NodeDropout(module, shared, number=number, edges=edges)
             model.get_submodule(parent).register_module(last, replacements[module])
-    if replacements:
+    # Many layers of DGL have a dropout of probability 0.
+    if any(dropout.p > 0 for dropout in replacements):
         shared.track(model)
     return shared
 
@@ -329,8 +330,14 @@ class NodeDropouts:
         where the caller knows them, and ``module`` is the number of the dropout in the model.
 
         Raises:
-            ConfigError: a layer is recomputed by a checkpoint that does not restore torch's generator.
+            ConfigError: a layer is recomputed by a checkpoint that does not restore torch's generator, or
+                every probability was 0 when the model was wrapped.
         """
+        if not self.in_use:
+            raise ConfigError(
+                f"a dropout has the probability {probability}, but it was 0 when the model was wrapped; set "
+                "it before dx.wrap"
+            )
         if self._current is None or x.dim() == 0:
             return None
         call, graph = self._call(*self._current, module)

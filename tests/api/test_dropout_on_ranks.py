@@ -164,3 +164,25 @@ def test_two_ranks_drop_the_entries_of_one_on_several_types(model_name: str) -> 
 
 def test_functional_dropout_has_no_nodes_and_differs() -> None:
     assert distance("data_parallel", "functional") > 1e-3
+
+
+def error_of_a_late_probability(strategy: str) -> str:
+    with dx.init(strategy=strategy, seed=0):
+        g = dx.distribute(graph_of_one_type(), parts=1)
+        sampler = dgl.dataloading.NeighborSampler([3, 3], prefetch_node_feats=["feat"])
+        loader = dx.DataLoader(g, dx.node_split(g.ndata["train_mask"]), sampler, batch_size=NUM_NODES)
+        model: Any = Sage()
+        for dropout in (model.dropout, model.convs[1].feat_drop):
+            dropout.p = 0.0
+        model = dx.wrap(model.double(), g)
+        _, _, blocks = next(iter(loader))
+        model(blocks, blocks[0].srcdata["feat"])
+        model.module.dropout.p = 0.5
+        with pytest.raises(dx.ConfigError) as caught:
+            model(blocks, blocks[0].srcdata["feat"])
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", ["data_parallel", "push_pull", "full_graph"])
+def test_a_probability_is_set_before_wrap(strategy: str) -> None:
+    assert "before dx.wrap" in run_ranks(error_of_a_late_probability, 1, args=(strategy,))[0]

@@ -431,10 +431,11 @@ def find_input_modules(
     if norms:
         of_rows = moments()
         found |= {norm: ColumnLayerNorm(norm, provenance, runs, of_rows) for norm in norms.values()}
-    for number, (name, dropout) in enumerate(_of_kind(model, nn.Dropout)):
+    dropouts = list(_of_kind(model, nn.Dropout))
+    for number, (name, dropout) in enumerate(dropouts):
         edges = name.rpartition(".")[2] in EDGE_DROPOUTS
         found[dropout] = ColumnDropout(dropout, provenance, seed, number=number, edges=edges)
-    if found:
+    if any(dropout.p > 0 for _, dropout in dropouts):
         provenance.dropouts.track(model)
     # The stages of the first layer apply its own dropout.
     inside = set(first.modules())

@@ -86,6 +86,7 @@ def test_dropout_of_anything_else_is_keyed_by_node_and_in_place_is_refused() -> 
     assert not torch.equal(first(x) == 0, modules["third"](x) == 0)
     hidden = torch.randn(4, F, dtype=torch.float64)
     draws = NodeDropouts(0, LATER_MODULES)
+    draws.track(nn.Identity())
     draws.begin(2, NODES)
     dropped = first(hidden)
     assert torch.equal(dropped, draws.drop(hidden, 0.5, module=0, edges=False))
