@@ -25,7 +25,7 @@ from typing import Any, TypeAlias, TypeVar, final
 
 import dgl
 import torch
-from dgl import DGLGraph, ndarray
+from dgl import DGLGraph, core, ndarray
 from dgl.backend.pytorch import sparse
 from dgl.base import ALL, is_all
 from dgl.frame import Column, Frame, LazyFeature
@@ -695,6 +695,7 @@ def _install_once() -> None:
 
 
 _DGL_CAST = sparse._cast_if_autocast_enabled
+_DGL_REDUCE = core.invoke_udf_reduce
 
 
 @functools.cache
@@ -706,9 +707,46 @@ def correct_kernels() -> None:
     - On a graph without edges, maxima and minima are zeros, whose gradient DGL gives to node 0 (an error if
       there is none); it is zero. A rank's block, or one relation of it, may have no edges where the whole
       graph has.
+    - A user-defined reduction, such as an LSTM, may depend on the order of a node's messages, and partitions
+      order edges anew. On blocks of :func:`note_edge_order` it is that of the source's list of edges.
     """
     sparse._cast_if_autocast_enabled = _cast_operands
     sparse.GSpMM = SimpleNamespace(apply=functools.partial(_spmm_of_edges, sparse.GSpMM.apply))
+    core.invoke_udf_reduce = _reduce_in_order
+
+
+def note_edge_order(block: DGLBlock, positions: Callable[..., Tensor]) -> None:
+    """Keep that ``positions(ids, etype)`` are those of the edges ``dgl.EID`` in the source's list of edges.
+
+    It is called when a user-defined reduction asks, and not collective. A copy of the ids loses it.
+    """
+    for etype, frame in zip(block.canonical_etypes, block._edge_frames, strict=True):
+        column = frame._columns.get(dgl.EID)
+        if column is not None:
+            column.data.positions = functools.partial(positions, etype=etype)
+
+
+class _Renumbered:
+    """A graph with other numbers of its edges, for the function that sorts them by number."""
+
+    def __init__(self, graph: Any, numbers: Tensor) -> None:
+        self._graph, self._numbers = graph, numbers
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._graph, name)
+
+    def in_edges(self, nodes: Any, form: str) -> Tensor:
+        return self._numbers[self._graph.in_edges(nodes, form=form).long()]
+
+
+def _reduce_in_order(graph: Any, function: Any, messages: Any, **options: Any) -> Any:
+    ids = graph.edata.get(dgl.EID)
+    positions = getattr(ids, "positions", None)
+    if positions is None:
+        return _DGL_REDUCE(graph, function, messages, **options)
+    order = positions(ids.cpu()).argsort(stable=True).to(ids.device)
+    sorted_messages = {name: rows[order] for name, rows in messages.items()}
+    return _DGL_REDUCE(_Renumbered(graph, order.argsort()), function, sorted_messages, **options)
 
 
 def _cast_operands(*operands: Any) -> Any:

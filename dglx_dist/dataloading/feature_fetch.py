@@ -27,6 +27,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.column import DeviceRows, LookAheadRows, PendingPull
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.row_kernels import column_info, empty_rows, tensor_view, torch_dtype
+from dglx_dist.message_passing import note_edge_order
 from dglx_dist.records import Array, ColumnInfo, EdgeType
 
 if TYPE_CHECKING:
@@ -380,6 +381,7 @@ _ID = dgl.NID
 def fetch_on_access(g: DistGraph, blocks: Sequence[DGLBlock], warned: set[str]) -> None:
     """Let the frames of ``blocks`` fetch missing columns; ``warned`` holds the names already warned of."""
     for block in blocks:
+        note_edge_order(block, g.orig_edge_ids)
         kinds = [*block.srctypes, *block.dsttypes, *block.canonical_etypes]
         for kind, frame in zip(kinds, [*block._node_frames, *block._edge_frames], strict=True):
             frame._columns = OnDemandColumns(frame._columns, g, kind, warned)

@@ -1,7 +1,7 @@
 """``node_split`` and ``edge_split``: division of selected rows over the ranks (DistDGL, two levels)."""
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from dglx_dist.graph.partition_book import PartitionBook, split_ids
 from dglx_dist.graph.row_kernels import check_ids
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, EdgeType
 
+T = TypeVar("T")
 Marked: TypeAlias = DistTensor | Tensor | Array | Sequence[Any]
 """A mask of one value per node (or edge), or ids that cannot be confused with one; see :func:`marked_ids`."""
 
@@ -36,6 +37,7 @@ def node_split(
     Args:
         nodes: Mask over all nodes of ``ntype`` or ids of some, see :func:`marked_ids`.
         partition_book: ``g.get_partition_book()``; None: the DistTensor's or the last opened graph's.
+        ntype: Type of the nodes; by default that of a column.
         rank: Whose share; None: this rank's.
         force_even: Shares differ by at most one over all ranks: the marked nodes are cut into runs of ids,
             one per server, so that a few may be another server's. Else each server divides its own nodes.
@@ -52,7 +54,8 @@ def node_split(
         IndexError: an id is out of range.
     """
     book = _book(nodes, partition_book)
-    return _split(nodes, book, book.node_bounds(ntype), rank, force_even, node_trainer_ids)
+    bounds = book.node_bounds(_type_of(nodes, "node", ntype, NODE_TYPE))
+    return _split(nodes, book, bounds, rank, force_even, node_trainer_ids)
 
 
 def edge_split(
@@ -65,7 +68,15 @@ def edge_split(
 ) -> Tensor:
     """Return a rank's share of the marked edges, as :func:`node_split`."""
     book = _book(edges, partition_book)
-    return _split(edges, book, book.edge_bounds(etype), rank, force_even, edge_trainer_ids)
+    bounds = book.edge_bounds(_type_of(edges, "edge", etype, EDGE_TYPE))
+    return _split(edges, book, bounds, rank, force_even, edge_trainer_ids)
+
+
+def _type_of(marked: Marked, kind: str, given: T, default: T) -> T:
+    """Return the type that a column belongs to, unless another one was ``given`` than the ``default``."""
+    if given == default and isinstance(marked, DistTensor) and marked.part_policy.kind == kind:
+        return cast("T", marked.part_policy.type_name)
+    return given
 
 
 def marked_ids(marked: Marked, count: int) -> Array:

@@ -21,7 +21,7 @@ from dglx_dist.dataloading.sampler_spec import edge_columns, names_by_type
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.row_kernels import torch_dtype
-from dglx_dist.message_passing import correct_kernels, place
+from dglx_dist.message_passing import correct_kernels, note_edge_order, place
 from dglx_dist.records import FEATURE, LABEL, SPLITS, Array
 from dglx_dist.strategies.base import WrappedModel, edge_data_named, float_of
 from dglx_dist.training.config import CLASSIFICATION, metrics_of
@@ -278,6 +278,8 @@ def _compute_of(
             path: tensor[sources[type_of(path, g)].data[dgl.NID]].to(*target) for path, tensor in rows.items()
         }
         made = [_with_degrees(block, g, target[0]) for block in blocks]
+        for block in made:
+            note_edge_order(block, g.orig_edge_ids)
         return _leaves_of(ntype, one(made, nest(h)), g, len(ids))
 
     return compute

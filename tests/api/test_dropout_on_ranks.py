@@ -125,7 +125,7 @@ def weights_after_two_steps(strategy: str, model_name: str, parts: int) -> dict[
             [3, 3], prefetch_node_feats={key: ["feat"] for key in g.ntypes} if is_typed else ["feat"]
         )
         ntype = "b" if is_typed else g.ntypes[0]
-        seeds: Any = dx.node_split(g.nodes[ntype].data["train_mask"], ntype=ntype)
+        seeds: Any = dx.node_split(g.nodes[ntype].data["train_mask"])
         # Two epochs of one step, which has the same seeds on any number of ranks.
         loader = dx.DataLoader(g, {"b": seeds} if is_typed else seeds, sampler, batch_size=NUM_NODES)
         torch.manual_seed(0)

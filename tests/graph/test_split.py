@@ -143,7 +143,8 @@ def split_in_rank(folder: str) -> None:
             mask[slice(first, last)] = marks[first:last]
         g.barrier()
         with pytest.raises(ConfigError, match="_E"):
-            edge_split(mask)
+            edge_split(marks)
+        assert torch.equal(edge_split(mask), edge_split(marks, book, etype=BUYS)), "a column knows its type"
         own = edge_split(mask, etype=BUYS, force_even=False)
         assert ((own >= first) & (own < last)).all()
         assert torch.equal(edge_split(mask, book, etype="buys"), edge_split(marks, book, etype=BUYS))

@@ -16,13 +16,12 @@ from dgl.function import BuiltinFunction
 from dgl.function.message import BinaryMessageFunction, CopyMessageFunction
 from dgl.heterograph import DGLBlock
 from dgl.heterograph_index import HeteroGraphIndex
-from dgl.udf import NodeBatch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from dglx_dist.dataloading.minibatch import build_block
 from dglx_dist.errors import ConfigError
-from dglx_dist.message_passing import TorchIndex, place
+from dglx_dist.message_passing import TorchIndex, note_edge_order, place
 from dglx_dist.records import EDGE_TYPE, EdgeType
 from dglx_dist.strategies.full_graph.halo_exchange import CoverExchange
 from dglx_dist.strategies.full_graph.halo_plan import HaloLayer
@@ -295,7 +294,6 @@ class HaloBlock(DGLBlock):
         layer: HaloLayer,
         exchange: Exchange,
         out_degrees: Callable[[Tensor], Tensor] | None,
-        edge_order: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         source, relation, destination = plain.canonical_etypes[0]
         types = [source], [destination]
@@ -307,8 +305,7 @@ class HaloBlock(DGLBlock):
         self.has_cover = exchange.cover is not None
         """Whether sums of own rows over the in-edges have an exchange of their own."""
         self._exchange, self._fetch_out_degrees, self._is_of_own_rows = exchange, out_degrees, False
-        self._sources, self._fetch_edge_order = self.srcdata[dgl.NID], edge_order
-        self._first_edges, self._order = torch.from_numpy(layer.indptr), list[Tensor]()
+        self._sources = self.srcdata[dgl.NID]
         # A list, shared by blocks of other layers on the same structure: the lookup reads every edge.
         self._degrees: list[Tensor] = []
 
@@ -410,34 +407,13 @@ class HaloBlock(DGLBlock):
             block = self._with_fetched_sources()
             # DGL's built-in reductions return zeros that stay connected to the sources in autograd.
             if self.num_edges() or isinstance(reduce_func, BuiltinFunction):
-                reduce = reduce_func
-                if not isinstance(reduce_func, BuiltinFunction) and self._fetch_edge_order is not None:
-                    reduce = functools.partial(self._reduce_in_order, reduce_func)
-                DGLBlock.update_all(block, message_func, reduce, apply_node_func, etype)
+                DGLBlock.update_all(block, message_func, reduce_func, apply_node_func, etype)
                 return
             columns = reduce_without_edges(block, message_func, reduce_func)
         if apply_node_func is not None:
             seen = {**self.dstdata, **columns}
             columns = invoke_node_udf(self, ALL, self.dsttypes[0], apply_node_func, ndata=seen)
         self._set_n_repr(1, ALL, columns)
-
-    def _reduce_in_order(self, reduce: Any, nodes: Any) -> Any:
-        """Call ``reduce`` with the messages of each node in the order of the source's list of edges.
-
-        A user-defined reduction, such as an LSTM, may depend on it, and parts order edges by new ids.
-        """
-        if not self._order:
-            assert self._fetch_edge_order is not None
-            self._order.append(self._fetch_edge_order(self.edata[dgl.EID].cpu()))
-        degree = next(iter(nodes.mailbox.values())).shape[1]
-        # DGL calls the nodes of a bucket by their ``dgl.NID``.
-        ids, asked = self.dstdata[dgl.NID].cpu(), nodes.nodes().cpu()
-        by_id = ids.argsort()
-        first = self._first_edges[by_id[torch.searchsorted(ids[by_id], asked)]].long()
-        order = self._order[0][first[:, None] + torch.arange(degree)].argsort(1)
-        rows = torch.arange(len(order))[:, None]
-        mailbox = {name: sent[rows, order] for name, sent in nodes.mailbox.items()}
-        return reduce(NodeBatch(self, nodes.nodes(), nodes.ntype, nodes.data, mailbox))
 
     def apply_edges(self, func: Any, edges: Any = ALL, etype: Any = None) -> None:
         DGLBlock.apply_edges(self._with_fetched_sources(), func, edges, etype)
@@ -479,15 +455,14 @@ def halo_block(
     *,
     etype: EdgeType = EDGE_TYPE,
     out_degrees: Callable[[Tensor], Tensor] | None = None,
-    edge_order: Callable[[Tensor], Tensor] | None = None,
+    edge_order: Callable[..., Tensor] | None = None,
 ) -> HaloBlock:
     """Build the block of ``layer``, on the CPU; sends nothing. ``local_var`` shares the structure.
 
     It has ``dgl.NID`` on both sides (of all sources) and ``dgl.EID`` on the edges. The first
     ``layer.own_rows`` of the (n,) int64 ``nodes`` are the global ids of the own rows. ``out_degrees`` maps
     (K,) int64 ids to (K,) out-degrees in the whole graph, on demand, not collective; None: those of the
-    block. ``edge_order`` maps (K,) int64 ids of edges to their positions in the source's list, on demand, not
-    collective; None: user-defined reductions get messages in the order of the block.
+    block. ``edge_order`` is given to :func:`~dglx_dist.message_passing.note_edge_order`.
     """
     own = nodes[: layer.own_rows]
     repeated = own[:1] if needs_repeated_row(layer) else own[:0]
@@ -495,7 +470,9 @@ def halo_block(
     plain = build_block(torch.from_numpy(layer.indptr), torch.from_numpy(layer.indices), len(sources), etype)
     plain.srcdata[dgl.NID], plain.dstdata[dgl.NID] = sources, sources[: plain.num_dst_nodes()]
     plain.edata[dgl.EID] = torch.from_numpy(layer.edge_ids)
-    return HaloBlock(plain, layer, exchange, out_degrees, edge_order)
+    if edge_order is not None:
+        note_edge_order(plain, edge_order)
+    return HaloBlock(plain, layer, exchange, out_degrees)
 
 
 def needs_repeated_row(layer: HaloLayer) -> bool:
