@@ -75,6 +75,12 @@ class PartitionCommand(PartitionOptions, PartitionPlan):
         Path("data/partitioned"), "Folder to write; must not hold anything yet.", metavar="DIR"
     )
     num_parts: int = option(2, "Number of parts; independent of ranks and servers.", flag="--parts")
+    id: str | None = option(
+        None,
+        "Column of tables with the ids of nodes, or several with commas, one a table; '': nodes are rows. "
+        "Without it usual names are known.",
+        metavar="COLUMN",
+    )
     source_options: Mapping[str, object] = named_values("Option of the dataset source; repeatable.")
 
 
@@ -117,13 +123,14 @@ def partition(config: PartitionCommand) -> None:
     plan = PartitionPlan(**common_fields(config, PartitionPlan) | {"options": options})
     out, trainers = config.out, plan.trainers_per_part
     check_target(out, plan.overwrite)
+    source_options = {**config.source_options, **({} if config.id is None else {"id": config.id})}
     # A wrong name is an error before minutes of loading.
     chosen = plan.partitioner
     with _started_ranks(config) as ranks:
         if plan.memory is not None:
             return_memory()
-        with open_work(config.data, out, plan, ranks, **config.source_options) as workspace:
-            graph = load_graph(config.data, workspace=workspace, **config.source_options)
+        with open_work(config.data, out, plan, ranks, **source_options) as workspace:
+            graph = load_graph(config.data, workspace=workspace, **source_options)
             tell: Callable[..., None] = write if ranks.is_first else lambda *_, **_style: None
             tell(
                 f"{graph.name}: {graph.total_nodes} nodes, {graph.total_edges} edges; "
