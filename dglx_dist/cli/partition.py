@@ -5,13 +5,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dglx_dist.cli.common import command, could_be_labels, training_command, write
 from dglx_dist.comm.topology import launched_by_torchrun, read_topology
 from dglx_dist.data.external_memory import Ranks
 from dglx_dist.data.ingest.config import IngestPlan, read_config
 from dglx_dist.data.partition.base import PartitionOptions, PartitionPlan
-from dglx_dist.data.sources import FORMATS
+from dglx_dist.data.sources import FORMATS, LINE_FORMATS
 from dglx_dist.errors import ConfigError
 from dglx_dist.options import common_fields, named_values, option
 from dglx_dist.records import FEATURE, LABEL, SPLITS
@@ -81,7 +82,21 @@ class PartitionCommand(PartitionOptions, PartitionPlan):
         "Without it usual names are known.",
         metavar="COLUMN",
     )
+    format: Any = option(
+        "dglx",
+        "dglx, or dgl: what DGL's own load_partition reads. Or how to read a text of edges: "
+        "triples, edges or interactions.",
+        kind=str,
+    )
     source_options: Mapping[str, object] = named_values("Option of the dataset source; repeatable.")
+
+    def __post_init__(self) -> None:
+        options = {"id": self.id, "format": self.format if self.format in LINE_FORMATS else None}
+        added = {name: value for name, value in options.items() if value is not None}
+        object.__setattr__(self, "source_options", {**self.source_options, **added})
+        if "format" in added:
+            object.__setattr__(self, "format", "dglx")
+        super().__post_init__()
 
 
 _LONGEST_WAIT_S = 6 * 3600.0
@@ -123,14 +138,13 @@ def partition(config: PartitionCommand) -> None:
     plan = PartitionPlan(**common_fields(config, PartitionPlan) | {"options": options})
     out, trainers = config.out, plan.trainers_per_part
     check_target(out, plan.overwrite)
-    source_options = {**config.source_options, **({} if config.id is None else {"id": config.id})}
     # A wrong name is an error before minutes of loading.
     chosen = plan.partitioner
     with _started_ranks(config) as ranks:
         if plan.memory is not None:
             return_memory()
-        with open_work(config.data, out, plan, ranks, **source_options) as workspace:
-            graph = load_graph(config.data, workspace=workspace, **source_options)
+        with open_work(config.data, out, plan, ranks, **config.source_options) as workspace:
+            graph = load_graph(config.data, workspace=workspace, **config.source_options)
             tell: Callable[..., None] = write if ranks.is_first else lambda *_, **_style: None
             tell(
                 f"{graph.name}: {graph.total_nodes} nodes, {graph.total_edges} edges; "

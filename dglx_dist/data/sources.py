@@ -382,7 +382,7 @@ _SOURCE_OF_SUFFIX = {
     **dict.fromkeys((".bin", ".dgl"), "dgl_binary"),
     **dict.fromkeys((".pt", ".pth"), "torch"),
     **dict.fromkeys((".graphml", ".gml", ".gexf", ".json"), "networkx"),
-    **dict.fromkeys((".txt", ".tsv", ".edgelist", ".edges", ".mtx"), "edge_list"),
+    **dict.fromkeys((".txt", ".tsv", ".edgelist", ".edges", ".mtx", ".dat", ".data", ".rating"), "edge_list"),
 }
 FORMATS = (
     "a `.npz` of arrays or of a SciPy matrix, a `.bin` of saved DGL graphs, a `.pt` of tensors (PyG), "
@@ -390,6 +390,8 @@ FORMATS = (
     "also with `.gz`, a folder of CSV / Parquet tables, or of triples in train.txt, valid.txt and test.txt"
 )
 """What :func:`load_dataset` reads from a path."""
+LINE_FORMATS = ("triples", "edges", "interactions")
+"""What lines of a text may be."""
 
 
 def suffix_of(path: Path) -> str:

@@ -219,6 +219,11 @@ def id_column(table: Any, name: str, where: str) -> Column:
     ids = column(table, name, where)
     if table.num_rows == 0:
         raise DatasetError(f"{where}: the table has no row, which would leave the graph empty")
+    if pa.types.is_floating(ids.values.type) and not ids.values.null_count:
+        numbers = as_numpy(ids.values)
+        # As numpy.savetxt and pandas write whole numbers.
+        if (np.abs(numbers) < 2**53).all() and (numbers % 1 == 0).all():
+            ids = replace(ids, values=pa.array(numbers.astype(np.int64)))
     ids.refuse_non_ids()
     return replace(ids, values=ids.as_int64() if ids.is_whole else ids.values.cast(pa.large_string()))
 
