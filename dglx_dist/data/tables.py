@@ -191,6 +191,8 @@ def column(table: Any, name: str, where: str) -> Column:
     combined = table.column(name).combine_chunks()
     # A column without chunks stays a ChunkedArray.
     whole = combined.combine_chunks() if isinstance(combined, pa.ChunkedArray) else combined
+    if pa.types.is_null(whole.type) and not len(whole):
+        whole = whole.cast(pa.float64())
     return Column(plain(whole), name, where)
 
 
@@ -217,8 +219,6 @@ def plain(values: Any) -> Any:
 def id_column(table: Any, name: str, where: str) -> Column:
     """Return the column ``name`` of ids as int64 or large_string without gaps."""
     ids = column(table, name, where)
-    if table.num_rows == 0:
-        raise DatasetError(f"{where}: the table has no row, which would leave the graph empty")
     if pa.types.is_floating(ids.values.type) and not ids.values.null_count:
         numbers = as_numpy(ids.values)
         # As numpy.savetxt and pandas write whole numbers.
@@ -477,7 +477,7 @@ def _ends_at(node_type: str, ends: Mapping[EdgeType, tuple[Column, Column]]) -> 
 
 
 def _ids_in_edges(node_type: str, ends: Sequence[Column]) -> Any:
-    found = [pc.unique(end.values) for end in ends]
+    found = [pc.unique(end.values) for end in ends if len(end.values)] or [ends[0].values]
     if len({str(values.type) for values in found}) > 1:
         raise DatasetError(
             f"{ends[0].where}: node type {node_type!r} has no table, and the edges name "
@@ -491,7 +491,9 @@ def _positions(end: Column, ids: Any, table: str | None) -> Array:
     """Return (E,) int32 or int64, the row in ``ids`` of each value of ``end``."""
     owner = f"among the ids of {table}" if table is not None else "a node"
     # In a table of text ids, the few of a table of edges may all look like numbers.
-    values = end.texts() if pa.types.is_large_string(ids.type) else end.values
+    values = end.texts() if pa.types.is_large_string(ids.type) or not len(end.values) else end.values
+    if not len(values):
+        values = values.cast(ids.type)
     if values.type != ids.type:
         raise end.error(f"holds texts, but those {owner} are whole numbers; write both alike")
     if _is_range(ids):

@@ -19,15 +19,12 @@ def check_raw_graph(graph: RawGraph, where: str) -> None:
     """Raise unless ids, columns, labels and splits of ``graph`` are consistent; ``where`` starts messages.
 
     Raises:
-        DatasetError: there is no node or edge; an id is out of range; a column has the wrong length; a
+        DatasetError: there is no node; an id is out of range; a column has the wrong length; a
             feature is NaN or infinite; a label is outside [-1, classes); splits overlap, are empty, or hold a
             node without label; a user id occurs twice.
     """
-    if graph.total_nodes == 0 or graph.total_edges == 0:
-        raise DatasetError(
-            f"{where}: the graph has {graph.total_nodes} nodes and {graph.total_edges} edges; "
-            f"there must be at least one of each"
-        )
+    if graph.total_nodes == 0:
+        raise DatasetError(f"{where}: the graph has no nodes; there must be at least one")
     masks = [(name, one) for columns in graph.edge_data.values() for name, one in columns.items()]
     selecting = {
         name for name, mask in masks if name in SPLITS and isinstance(mask, np.ndarray) and mask.any()

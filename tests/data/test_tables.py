@@ -154,7 +154,7 @@ WIDE = pa.array([0, 2**63], pa.uint64())
         ("id,split\n1,\n2,7\n", "1,2", r"column 'split', row 1: 7 is not a split"),
         ("id,x,x\n1,1,2\n", "1,1", r"nodes\.csv: has 2 columns 'x'; rename"),
         ("id\n1\n2\n", "1,2\n1,2,3", r"edges\.csv: not readable as a csv table"),
-        ("id\n1\n", "", r"edges\.csv: the table has no row"),
+        ("id\n", "", r"the graph has no nodes; there must be at least one"),
         ({"split": [[0], [1]]}, "0,1", "column 'split' holds list<.*> that is not text; write texts or numb"),
         ({"id": WIDE}, "0,1", r"nodes\.parquet: column 'id' has a number beyond 64 signed bits"),
         ({"id": [0, 1], "label": WIDE}, "0,1", r"nodes\.parquet: column 'label' has a number beyond"),
@@ -346,3 +346,23 @@ def test_numbers_nodes_by_row_where_the_option_says_so(tmp_path: Path) -> None:
     assert columns_of(graph)["rank"].tolist() == [2, 0, 1]
     with pytest.raises(DatasetError, match=r"none of --id is the column of ids \(it has rank\)"):
         load_dataset(tmp_path, id="uid")
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_reads_relations_and_types_without_rows(tmp_path: Path, kind: str) -> None:
+    nothing, ids = (
+        pa.array([], pa.string()),
+        {"id": pa.array([], pa.string()), "feat": pa.array([], pa.float32())},
+    )
+    is_csv = kind == "csv"
+    files: dict[str, Any] = {
+        f"nodes/c.{kind}": "id,feat,label,split\n" if is_csv else ids,
+        "nodes/a.csv": "id,feat\nx,1\ny,2\n",
+        "edges/a__r__b.csv": "src,dst\nx,0\ny,1\n",
+        f"edges/a__s__b.{kind}": "src,dst,w\n" if is_csv else {"src": nothing, "dst": nothing},
+        f"edges/c__t__d.{kind}": "src,dst\n" if is_csv else {"src": nothing, "dst": nothing},
+    }
+    graph = load_dataset(write(tmp_path, files))
+    assert graph.num_nodes == {"a": 2, "c": 0, "b": 2, "d": 0}
+    assert edges_of(graph, ("a", "r", "b")) == [[0, 1], [0, 1]]
+    assert edges_of(graph, ("a", "s", "b")) == edges_of(graph, ("c", "t", "d")) == [[], []]
