@@ -25,7 +25,7 @@ from dglx_dist.data.sources import (
     standard_columns,
 )
 from dglx_dist.data.storage.columns import id_dtype
-from dglx_dist.data.validate import check_columns, check_finite, check_unique, column_error
+from dglx_dist.data.validate import check_columns, check_finite, check_unique, column_error, warn_of_unknown
 from dglx_dist.errors import DatasetError
 from dglx_dist.records import EDGE_TYPE, FEATURE, LABEL, NODE_TYPE, Array, EdgeType, NodeColumn, RawGraph
 
@@ -386,6 +386,7 @@ def graph_of_tables(
         is_column = LABEL in table.column_names and LABEL in node_data[ntype]
         if is_column and (label := column(table, LABEL, where)).is_text:
             names[ntype] = _class_names(label).to_pylist()
+            warn_of_unknown(names[ntype], where, LABEL)
     # Sorted, since the order of a set of strings changes from run to run, and ids follow it.
     for ntype in sorted({ntype for etype in ends for ntype in (etype[0], etype[2])} - ids.keys()):
         ids[ntype] = _ids_in_edges(ntype, _ends_at(ntype, ends))

@@ -240,7 +240,7 @@ def test_a_number_that_columns_of_labels_skip_is_warned_of(
         (["1.5", "n.a.", "2", "3"], "column 'label', row 1: n.a. is no number, most are"),
         (
             [str(1000 + n % 6) for n in range(24)],
-            "has 1006 classes for 24 labelled nodes",
+            "the labels 1000 to 1005 are numbered as names of 6 classes; if they measure, write 1000.0",
         ),
         ([str(n) for n in range(24)], "has 24 classes for 24 labelled nodes"),
         ([str(n % 6) for n in range(24)], ""),
@@ -366,3 +366,14 @@ def test_reads_relations_and_types_without_rows(tmp_path: Path, kind: str) -> No
     assert graph.num_nodes == {"a": 2, "c": 0, "b": 2, "d": 0}
     assert edges_of(graph, ("a", "r", "b")) == [[0, 1], [0, 1]]
     assert edges_of(graph, ("a", "s", "b")) == edges_of(graph, ("c", "t", "d")) == [[], []]
+
+
+@pytest.mark.parametrize("text", ["unknown", "NA", "none", "?", "N/A"])
+def test_a_class_that_may_stand_for_no_label_is_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    nodes = f"id,label\n0,red\n1,{text}\n2,{text}\n3,\n"
+    graph = load_dataset(write(tmp_path, {"nodes.csv": nodes, "edges.csv": "src,dst\n0,1\n"}))
+    assert graph.num_classes == {NODE_TYPE: 2}
+    assert caplog.text.count(f"column 'label': '{text}' is a class of its own; leave it empty") == 1
+    assert len(caplog.records) == 1
