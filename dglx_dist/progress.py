@@ -1,11 +1,13 @@
 """Progress of long operations: a bar on terminals, elsewhere a line now and then."""
 
+import logging
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 from rich.console import Console, RenderableType
 from rich.progress import (
@@ -16,9 +18,39 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 Figures: TypeAlias = Callable[[float, float], Mapping[str, str]]
 """Maps units done and units per second to what a table shows, by column; called from another thread."""
+_CODES = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]")
+
+
+def visible(text: str) -> str:
+    """Return ``text`` with its control codes, line ends and marks of direction written as ``\\x1b``."""
+    return _CODES.sub(lambda code: code[0].encode("unicode_escape").decode(), text)
+
+
+def visible_lines(text: str) -> str:
+    """Return :func:`visible` lines of ``text``."""
+    return "\n".join(map(visible, text.split("\n")))
+
+
+class VisibleFormatter(logging.Formatter):
+    """Formatter of messages without control codes, which may stand in names of the user."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible_lines(super().format(record))
+
+
+@final
+class PlainConsole(Console):
+    """Console that shows texts as they are, also in cells of tables, and their control codes as escapes."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, markup=False, emoji=False, **options)
+
+    def render_str(self, text: str, **how: Any) -> Text:
+        return super().render_str(visible(text), **how)
 
 
 @dataclass(frozen=True)
@@ -50,13 +82,13 @@ def progress(
     if not enabled:
         yield Advance(_nothing, _nothing, _nothing)
         return
-    console = Console(stderr=True, soft_wrap=True, highlight=False, markup=False)
+    console = PlainConsole(stderr=True, soft_wrap=True)
     if not console.is_terminal:
         console.print(f"{description} ...")
         yield Advance(_lines(description, total, console.print), console.print, _nothing)
         return
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         TextColumn("{task.percentage:>3.0f} %"),
         TimeElapsedColumn(),
@@ -64,11 +96,11 @@ def progress(
     )
     with _Bar(*columns, console=console, transient=True, refresh_per_second=4) as bar:
         bar.figures = figures
-        task = bar.add_task(description, total=max(total, 1))
+        task = bar.add_task(visible(description), total=max(total, 1))
         yield Advance(
             lambda units: bar.advance(task, units),
             console.print,
-            lambda state: bar.update(task, description=f"{description} | {state}"),
+            lambda state: bar.update(task, description=visible(f"{description} | {state}")),
         )
 
 
@@ -104,8 +136,8 @@ def _lines(description: str, total: int, say: Callable[[str], None]) -> Callable
 
 
 def say(text: str, style: str = "") -> None:
-    """Print a line on standard error."""
-    Console(stderr=True, soft_wrap=True).print(text, style=style, highlight=False, markup=False)
+    """Print lines on standard error."""
+    PlainConsole(stderr=True, soft_wrap=True).print(Text(visible_lines(text)), style=style)
 
 
 def _nothing(_: object) -> None:

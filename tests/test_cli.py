@@ -249,6 +249,22 @@ def test_partition_names_the_command_that_works(
     )
 
 
+def test_partition_takes_the_column_of_ids(tmp_path: Path) -> None:
+    write(tmp_path, {"nodes.csv": "uid,feat_0\n2,1\n0,2\n1,3\n", "edges.csv": "src,dst\n0,1\n1,2\n"})
+    arguments = ["partition", str(tmp_path), "--parts", "1", "--out", str(tmp_path / "o")]
+    assert "looks like the ids that edges use; if it is, add --id uid" in refused(*arguments)
+    assert "3 nodes, 2 edges" in succeeded(*arguments, "--id", "uid")
+    assert "others: uid" in succeeded(*arguments, "--id", "", "--overwrite", "--option", "ignore=feat_0")
+
+
+def test_partition_takes_how_lines_are_read(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("0 1 2\n1 1 0\n")
+    arguments = ["partition", str(tmp_path / "a.txt"), "--parts", "1", "--out", str(tmp_path / "o")]
+    assert "say which: --format edges, triples or interactions" in refused(*arguments)
+    assert "a: 3 nodes, 2 edges" in succeeded(*arguments, "--format", "triples")
+    assert "format is 'nothing'; it is 'dglx' or 'dgl'" in refused(*arguments, "--format", "nothing")
+
+
 def test_a_regression_of_classes_is_warned_of(tmp_path: Path) -> None:
     nodes = "id,feat_0,label,split\n0,0,0,train\n1,1,1,val\n2,1,1,test\n"
     write(tmp_path, {"nodes.csv": nodes, "edges.csv": "src,dst\n0,1\n1,0\n"})

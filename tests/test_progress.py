@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import io
+import logging
 import re
 import time
 
 import pytest
+from rich.table import Table
 
-from dglx_dist.progress import progress
+from dglx_dist.cli.common import show, write
+from dglx_dist.progress import VisibleFormatter, progress, say, visible
+
+ODD = "[red]x[/red] [/] :smile: \x1b[31m \x07 \u202e \x9b \r $a$ \u00e4"
+SHOWN = r"[red]x[/red] [/] :smile: \x1b[31m \x07 \u202e \x9b \r $a$ " + "\u00e4"
+"""Text of a user that consoles would interpret, and what they show."""
 
 
 def test_a_line_stands_as_it_is_without_a_terminal_and_nothing_of_other_ranks(
@@ -19,6 +26,39 @@ def test_a_line_stands_as_it_is_without_a_terminal_and_nothing_of_other_ranks(
             advance(1)
             advance.say("part 0 " * 20 + "[done]")
     assert capfd.readouterr() == ("", "writing parts ...\n" + "part 0 " * 20 + "[done]\n")
+
+
+def test_text_of_the_user_is_shown_as_it_is(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = Table(ODD, "n", title=ODD)
+    table.add_row(ODD, "a\nb")
+    write(f"{ODD}\n")
+    show(table)
+    with progress(ODD, 1) as advance:
+        advance.say(ODD)
+    say(f"{ODD}\nnext line", "red")
+    printed, said = capfd.readouterr()
+    assert printed.startswith(f"{SHOWN}\\n\n")
+    assert printed.count(SHOWN) == 4
+    assert r"a\nb" in printed
+    assert said == f"{SHOWN} ...\n{SHOWN}\n{SHOWN}\nnext line\n"
+    record = logging.LogRecord("a", logging.WARNING, "", 0, "%s\nnext", (ODD,), None)
+    assert VisibleFormatter().format(record) == f"{SHOWN}\nnext"
+    screen = io.StringIO()
+    monkeypatch.setattr("sys.stderr", screen)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "200")
+    with progress(ODD, 1) as advance:
+        advance.show(ODD)
+    assert f"{SHOWN} | {SHOWN}" in screen.getvalue()
+
+
+@pytest.mark.parametrize(
+    "text", ["\u06cc\u200c\u0627", "\U0001f468\u200d\U0001f469", "gr\u00f6\u00dfe", "a b"]
+)
+def test_letters_of_any_script_are_no_codes(text: str) -> None:
+    assert visible(text) == text
 
 
 def test_a_line_stands_above_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """The command line ``dglx``."""
 
+import logging
 import sys
 from collections.abc import Callable
 from io import TextIOWrapper
@@ -7,6 +8,7 @@ from typing import Any
 
 from dglx_dist.cli.common import LAUNCHED, LAUNCHER, report_error
 from dglx_dist.errors import DglxError
+from dglx_dist.progress import VisibleFormatter
 
 __all__ = ["main", "run_command_line"]
 
@@ -32,6 +34,8 @@ def run_command_line(app: Callable[..., Any], program: str) -> None:
         if isinstance(stream, TextIOWrapper):
             # Names of files may hold what the locale cannot show.
             stream.reconfigure(errors="backslashreplace")
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(VisibleFormatter())
     try:
         app(arguments, prog_name=program)
     except DglxError as error:

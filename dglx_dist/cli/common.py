@@ -19,6 +19,7 @@ from rich.table import Table
 from dglx_dist.comm.topology import launched_by_torchrun, read_topology
 from dglx_dist.errors import ConfigError, DglxError
 from dglx_dist.options import Option, flag_of, options_of
+from dglx_dist.progress import PlainConsole
 from dglx_dist.progress import say as say
 from dglx_dist.records import FEATURE, LABEL, SPLITS, EdgeType, type_text
 
@@ -50,8 +51,8 @@ def report_error(error: Exception, *, debug: bool) -> None:
 
 
 def write(text: str, style: str = "") -> None:
-    """Write a line to standard output, brackets and colons as they are."""
-    Console(highlight=False, soft_wrap=True, markup=False, emoji=False).print(text, style=style)
+    """Write a line to standard output."""
+    PlainConsole(soft_wrap=True).print(text, style=style)
 
 
 def warn(text: str) -> None:
@@ -60,9 +61,9 @@ def warn(text: str) -> None:
 
 def show(table: Table | Callable[[int], Table]) -> None:
     """Print a table, or that of the width; at least 150 columns wide where the output is no terminal."""
-    console = Console(highlight=False, markup=False)
+    console = PlainConsole()
     if not console.is_terminal:
-        console = Console(highlight=False, markup=False, width=max(console.width, 150))
+        console = PlainConsole(width=max(console.width, 150))
     console.print(table if isinstance(table, Table) else table(console.width))
 
 

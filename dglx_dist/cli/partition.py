@@ -5,13 +5,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dglx_dist.cli.common import command, could_be_labels, training_command, write
 from dglx_dist.comm.topology import launched_by_torchrun, read_topology
 from dglx_dist.data.external_memory import Ranks
 from dglx_dist.data.ingest.config import IngestPlan, read_config
 from dglx_dist.data.partition.base import PartitionOptions, PartitionPlan
-from dglx_dist.data.sources import FORMATS
+from dglx_dist.data.sources import FORMATS, LINE_FORMATS
 from dglx_dist.errors import ConfigError
 from dglx_dist.options import common_fields, named_values, option
 from dglx_dist.records import FEATURE, LABEL, SPLITS
@@ -75,7 +76,27 @@ class PartitionCommand(PartitionOptions, PartitionPlan):
         Path("data/partitioned"), "Folder to write; must not hold anything yet.", metavar="DIR"
     )
     num_parts: int = option(2, "Number of parts; independent of ranks and servers.", flag="--parts")
+    id: str | None = option(
+        None,
+        "Column of tables with the ids of nodes, or several with commas, one a table; '': nodes are rows. "
+        "Without it usual names are known.",
+        metavar="COLUMN",
+    )
+    format: Any = option(
+        "dglx",
+        "dglx, or dgl: what DGL's own load_partition reads. Or how to read a text of edges: "
+        "triples, edges or interactions.",
+        kind=str,
+    )
     source_options: Mapping[str, object] = named_values("Option of the dataset source; repeatable.")
+
+    def __post_init__(self) -> None:
+        options = {"id": self.id, "format": self.format if self.format in LINE_FORMATS else None}
+        added = {name: value for name, value in options.items() if value is not None}
+        object.__setattr__(self, "source_options", {**self.source_options, **added})
+        if "format" in added:
+            object.__setattr__(self, "format", "dglx")
+        super().__post_init__()
 
 
 _LONGEST_WAIT_S = 6 * 3600.0

@@ -49,7 +49,8 @@ def plan(config: PlanConfig) -> None:
     if as_json:
         write(json.dumps(choice.to_json()))
         return
-    write(plan_head(choice))
+    for line in plan_head(choice).split("\n"):
+        write(line)
     show(plan_table(choice))
     for line in plan_lines(choice):
         write(line)

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 
 from dglx_dist.cli.common import check_picture, command, draw_or_warn, show, warn, write
 from dglx_dist.errors import ConfigError, DglxError, StorageError
 from dglx_dist.options import at_least, check_ranges, option
+from dglx_dist.progress import PlainConsole
 from dglx_dist.records import EDGE_TYPE, FEATURE, NODE_TYPE, type_text
 
 if TYPE_CHECKING:
@@ -79,10 +79,9 @@ def inspect(config: InspectCommand) -> None:
         check_picture(config.picture, "--picture", PICTURE)
     manifest, quality = dataset.manifest, dict(dataset.manifest.quality)
     sizes = part_bytes(manifest)
-    console = Console(highlight=False, markup=False)
     cut = f"{plural(manifest.num_parts, 'part')} by {manifest.method}"
-    console.print(f"{manifest.name}, cut into {cut}, seed {manifest.seed}")
-    console.print(summary_table(overview(manifest)))
+    write(f"{manifest.name}, cut into {cut}, seed {manifest.seed}")
+    PlainConsole().print(summary_table(overview(manifest)))
     per_part = part_columns(quality)
     shown: dict[str, Any] = {
         name: [value if isinstance(value, int) else f"{value:.4f}" for value in values]
@@ -161,7 +160,6 @@ def _show_closure(dataset: StoredDataset, picture: Path, config: InspectCommand)
     factors, foreign = found.factors.tolist(), found.foreign.max(axis=1).tolist()
     show(expansion_table(factors, foreign, feature_bytes(manifest), found.work.max(axis=1).tolist()))
     target = picture.with_name(f"{picture.stem}-closure.png")
-    console = Console(highlight=False, markup=False, soft_wrap=True)
     cut = manifest.quality.get("cut_edges")
     num_edges = cut if isinstance(cut, int) else sum(manifest.num_edges(one) for one in manifest.edge_types)
     if _CUT_EDGE_BYTES * num_edges <= machine_memory()[1]:
@@ -169,7 +167,7 @@ def _show_closure(dataset: StoredDataset, picture: Path, config: InspectCommand)
         text = f"for a layer of all nodes: {sources}; {rows} with aggregate=cover"
     else:
         text = f"are not counted: {num_edges} cut edges do not fit the memory"
-    console.print(f"rows between servers {text}")
+    write(f"rows between servers {text}")
     title = f"{manifest.name}, {len(factors[0])} servers"
     draw_or_warn(lambda: draw_expansion(factors, target, title=title), target, _ELSEWHERE)
 

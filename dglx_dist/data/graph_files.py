@@ -24,11 +24,13 @@ import pyarrow.compute as pc
 
 from dglx_dist.data.external_memory import Workspace, mapped, spill
 from dglx_dist.data.sources import (
+    LINE_FORMATS,
     OTHER_NAMES,
     DatasetSource,
     array_of_tensor,
     count_classes,
     masks_of_split,
+    refuse_unknown,
     standard_columns,
     suffix_of,
 )
@@ -534,6 +536,7 @@ _ENTRY = re.compile(r"'(?!(?:src|dst)')([^']+)': (?:(-?\d+(?:\.\d+)?(?:e[-+]\d+)
 """A name of a dictionary of NetworkX, and its value if that is a number."""
 _TEXT = re.compile(r""": ("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')""")
 """A value of such a dictionary that is a text, which may look like an entry."""
+INTERACTION = ("user", "interacts", "item")
 _CODE_OF_FILE = {"train": 0, "valid": 1, "val": 1, "dev": 1, "test": 2}
 
 
@@ -541,11 +544,15 @@ _CODE_OF_FILE = {"train": 0, "valid": 1, "val": 1, "dev": 1, "test": 2}
 class EdgeListSource(DatasetSource):
     """A text of one edge a line, as SNAP's ``.txt.gz``: two ids, then columns of numbers if any.
 
-    Between them are spaces, tabs or commas; ``#`` (or ``%`` where the text begins with it) starts a comment.
-    NetworkX's dictionary at the end of a line gives columns of numbers; other values of it are ignored.
-    Ids other than 0..N-1, or of text, are kept as the user's ids. One further column is ``weight``, more are
-    ``column2``, ``column3`` ... Edges are taken as they stand: ``--add-reverse-edges`` is for lists with each
-    edge once. Takes no options.
+    Between them are spaces, tabs, commas or ``::``; ``#`` (or ``%`` where the text begins with it) starts a
+    comment. NetworkX's dictionary at the end of a line gives columns of numbers; other values of it are
+    ignored. Ids other than 0..N-1, or of text, are kept as the user's ids. One further column is ``weight``,
+    more are ``column2``, ``column3`` ... Edges are taken as they stand: ``--add-reverse-edges`` is for lists
+    with each edge once.
+
+    The option ``format`` says what lines are: ``edges``, ``triples``, or ``interactions``, edges ("user",
+    "interacts", "item") between ids that are counted apart, in a folder a user and all its items a line.
+    Without it, three whole numbers, which may be each of these, are refused.
 
     Lines of three texts, or a text between two numbers, are a knowledge graph's head, relation and tail: ids
     stay texts, each relation is an edge type. A folder with ``train.txt``, ``valid.txt`` (``val``, ``dev``)
@@ -554,6 +561,13 @@ class EdgeListSource(DatasetSource):
     A text that begins with ``%%MatrixMarket`` (``.mtx``) is a square matrix: row u, column v, counted from 1,
     is an edge from u - 1 to v - 1, in both directions if the matrix is symmetric.
     """
+
+    def __init__(self, location: str, options: Mapping[str, object]) -> None:
+        refuse_unknown(options, ("format",), "edge_list")
+        super().__init__(location, {})
+        self._format = options.get("format")
+        if self._format not in (None, *LINE_FORMATS):
+            raise ConfigError(f"format is {self._format!r}; it is one of {', '.join(LINE_FORMATS)}")
 
     def load(self) -> RawGraph:
         import pandas as pd
@@ -565,11 +579,15 @@ class EdgeListSource(DatasetSource):
 
         if self._path.is_dir():
             files = self._files_of_splits()
+            if self._format == "interactions":
+                return _graph_of_item_lists(files, self._path.resolve().name)
             read_all = ((path, *_read_lines(path, is_triples=True)) for path in files.values())
             tables = ((path, read, lines[0]) for path, read, lines, _ in read_all)
             return _graph_of_triples(tables, list(files), self._path.resolve().name, str(self._path))
         where, name = str(self._path), self._path.name.removesuffix(suffix_of(self._path))
-        read, lines, are_triples = _read_lines(self._path)
+        read, lines, are_triples = _read_lines(
+            self._path, None if self._format is None else self._format == "triples"
+        )
         line = lines[0]
         _refuse_header(read, where, line)
         for column in read.columns[: 3 if all(are_triples) else 2]:
@@ -588,12 +606,15 @@ class EdgeListSource(DatasetSource):
             )
         numbered = {number: f"column{number}" for number in range(3, read.shape[1])}
         names = {0: "src", 1: "dst", 2: "column2" if numbered else "weight", **numbered}
+        if 2 in read:
+            _explain_columns(read, where, self._format, line)
         table = pa.Table.from_pandas(read.rename(columns=names))
         for end in ("src", "dst"):
             ids = id_column(table, end, where)
             if ids.is_whole:
                 ids.refuse(as_numpy(pc.less(ids.values, 0)), "is negative; ids are 0 or more", "node id ")
-        return graph_of_tables(name, {}, {EDGE_TYPE: (where, table)})
+        etype = INTERACTION if self._format == "interactions" else EDGE_TYPE
+        return graph_of_tables(name, {}, {etype: (where, table)})
 
     def _files_of_splits(self) -> dict[int, Path]:
         found: dict[int, Path] = {}
@@ -662,7 +683,50 @@ def _refuse_signs(ids: Any, where: str) -> None:
         )
 
 
-def _read_lines(path: Path, is_triples: bool = False) -> tuple[Any, list[str], list[bool]]:
+def _explain_columns(read: Any, where: str, line_format: object, line: str) -> None:
+    """Say how more than two columns of edges are read; DatasetError if they may be something else."""
+    columns = [read[number] for number in range(3)]
+    if line_format is None and "::" in line:
+        raise DatasetError(
+            f"{where}: lines such as {line} may be of MovieLens, which counts users and items apart; add "
+            "--format interactions if so, else --format edges"
+        )
+    is_alike = len({column.dtype for column in columns}) == 1 and columns[0].dtype.kind in "iuf"
+    is_whole = is_alike and all((column % 1 == 0).all() for column in columns)
+    is_other = is_whole and (columns[2].min() > max(columns[0].max(), columns[1].max()))
+    if line_format is None and 3 not in read and is_whole and not is_other and columns[2].nunique() > 1:
+        raise DatasetError(
+            f"{where}: three whole numbers, as {line}, may be an edge and a weight, head, relation and tail, "
+            "or user, item and rating; say which: --format edges, triples or interactions (in Python "
+            "load_dataset(path, format=...))"
+        )
+    names = "a weight" if 3 not in read else "column2, column3 and so on"
+    if line_format is None:
+        what = "columns 1 and 2 are read as the ends of edges, what follows as %s; --format triples or"
+        _LOG.warning(f"%s: {what} interactions reads them otherwise", where, names)
+
+
+def _graph_of_item_lists(files: Mapping[int, Path], name: str) -> RawGraph:
+    """Return the interactions of texts with a user and all its items in each line, as LightGCN's."""
+    rows: list[tuple[bytes, bytes, int]] = []
+    for code, path in files.items():
+        lines = [line.split() for line in path.read_bytes().splitlines()]
+        if len(widths := {len(line) for line in lines if line}) == 1 and max(widths) > 2:
+            raise DatasetError(
+                f"{path}: each line has {max(widths)} fields, of which some may be ratings or times; write a "
+                "user and an item in each line"
+            )
+        rows += [(line[0], item, code) for line in lines for item in line[1:]]
+    users, items, splits = zip(*rows, strict=True)
+    where, table = str(next(iter(files.values())).parent), {"split": pa.array(splits)}
+    for end, ids in (("src", users), ("dst", items)):
+        texts = pa.array([one.decode(errors="replace") for one in ids])
+        is_number = pc.all(pc.match_substring_regex(texts, r"^(0|[1-9]\d{0,17})$")).as_py()
+        table[end] = texts.cast(pa.int64()) if is_number else texts
+    return graph_of_tables(name, {}, {INTERACTION: (where, pa.table(table))})
+
+
+def _read_lines(path: Path, is_triples: bool | None = None) -> tuple[Any, list[str], list[bool]]:
     """Return the pandas table of ``path``, its first two lines, and whether each is, or seems, a triple."""
     import pandas as pd
 
@@ -689,10 +753,17 @@ def _read_lines(path: Path, is_triples: bool = False) -> tuple[Any, list[str], l
                 source, before = io.BytesIO(text.encode()), []
                 begin = [line.partition(b"{")[0].strip() for line in begin]
             first = begin[0] if begin else b""
+            if re.fullmatch(rb"[^\s,]+(::[^\s,]+)+", first):
+                source = io.BytesIO(file.read().replace(b"::", b"\t"))
             separator = "," if b"," in first else r"\s+"
             of_triples = "\t" if first.count(b"\t") == 2 else separator
-            are_triples = [is_triples or _is_triple(re.split(of_triples.encode(), line)) for line in begin]
-            is_triples |= bool(begin) and all(are_triples)
+            are_triples = [
+                _is_triple(re.split(of_triples.encode(), line.replace(b"::", b"\t")))
+                if is_triples is None
+                else is_triples
+                for line in begin
+            ]
+            is_triples = is_triples or (bool(begin) and all(are_triples))
             read = pd.read_csv(
                 source,
                 sep=of_triples if is_triples else separator,
@@ -708,10 +779,14 @@ def _read_lines(path: Path, is_triples: bool = False) -> tuple[Any, list[str], l
                 keep_default_na=False,
                 na_values=[""],
             )
-            for name, column in entries.items():
-                read[name] = column
+            read = read.assign(**entries)
     except (ValueError, EOFError, OSError, zlib.error) as error:
         problem = str(error).removeprefix("Error tokenizing data. C error: ")
+        if begin and begin[0].isdigit():
+            problem = f"line {begin[0].decode()} is a count, as OpenKE has it before lines of head, tail and "
+            problem += "relation; remove it, and put relations between head and tail (with --format triples)"
+        elif path.stem in _CODE_OF_FILE:
+            problem += "; if a line is a user and all its items, add --format interactions"
         raise DatasetError(f"{path}: not a readable list of edges, or cut off: {problem}") from error
     return read, [repr(line.decode(errors="replace")) for line in begin], are_triples
 
@@ -740,7 +815,10 @@ def _graph_of_triples(
     tables = []
     for path, table, line in read:
         if table.shape[1] != 3 or str(table.iloc[0, 1]).lower() in ("relation", "predicate"):
-            raise DatasetError(f"{path}: the line {line} is not head, relation and tail; remove a header")
+            raise DatasetError(
+                f"{path}: the line {line} is not head, relation and tail; remove a header, or add "
+                "--format interactions if it is a user and its items"
+            )
         table = table.apply(lambda column: column.str.rstrip())
         tables.append(table.set_axis(["head", "relation", "tail"], axis=1))
         for column in tables[-1]:

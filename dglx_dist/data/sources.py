@@ -21,7 +21,7 @@ import numpy as np
 from dglx_dist.data.dgl_files import check_files, load_graphs
 from dglx_dist.data.external_memory import Workspace
 from dglx_dist.data.storage.files import readable_bytes
-from dglx_dist.data.validate import check_raw_graph, column_error
+from dglx_dist.data.validate import FEW_CLASSES, check_raw_graph, column_error, number_codes
 from dglx_dist.errors import ConfigError, DatasetError, StorageError, UnknownNameError
 from dglx_dist.records import (
     EDGE_TYPE,
@@ -87,8 +87,8 @@ def standard_columns(
 ) -> dict[str, NodeColumn]:
     """Rename and cast columns: whole features to float32, labels to int64, splits to boolean.
 
-    Labels of floating point stay so unless all are NaN or whole, at least 0 and below 2**63: targets of a
-    regression, as uint64 beyond that are.
+    Labels of floating point stay so unless all are NaN or whole, at least 0 and, if none is NaN, below the
+    number of rows: targets of a regression, as uint64 of 2**63 and more are.
 
     ``features`` and ``feats`` become ``feat``, ``labels`` becomes ``label``, unless that name is taken.
     Without ``rename``, names and dtypes stay, except of splits and of labels that are class numbers or have
@@ -162,7 +162,8 @@ def _as_label(column: Array, where: str) -> Array:
         return column
     # Sources store labels with gaps as floating point, with NaN for missing ones.
     known = column[~np.isnan(column)]
-    if ((known != np.floor(known)) | (known < 0) | (known >= 2.0**63)).any():
+    largest = 2.0**63 if len(known) < len(column) else max(len(column), FEW_CLASSES)
+    if ((known != np.floor(known)) | (known < 0) | (known >= largest)).any():
         return column  # targets of a regression
     return np.nan_to_num(column, nan=-1.0).astype(np.int64)
 
@@ -382,7 +383,7 @@ _SOURCE_OF_SUFFIX = {
     **dict.fromkeys((".bin", ".dgl"), "dgl_binary"),
     **dict.fromkeys((".pt", ".pth"), "torch"),
     **dict.fromkeys((".graphml", ".gml", ".gexf", ".json"), "networkx"),
-    **dict.fromkeys((".txt", ".tsv", ".edgelist", ".edges", ".mtx"), "edge_list"),
+    **dict.fromkeys((".txt", ".tsv", ".edgelist", ".edges", ".mtx", ".dat", ".data", ".rating"), "edge_list"),
 }
 FORMATS = (
     "a `.npz` of arrays or of a SciPy matrix, a `.bin` of saved DGL graphs, a `.pt` of tensors (PyG), "
@@ -390,6 +391,8 @@ FORMATS = (
     "also with `.gz`, a folder of CSV / Parquet tables, or of triples in train.txt, valid.txt and test.txt"
 )
 """What :func:`load_dataset` reads from a path."""
+LINE_FORMATS = ("triples", "edges", "interactions")
+"""What lines of a text may be."""
 
 
 def suffix_of(path: Path) -> str:
@@ -423,7 +426,7 @@ def load_dataset(
     source.workspace = workspace
     if workspace is not None and not source.external:
         _check_fits(name, source.memory_per_byte, Path(location).expanduser(), workspace)
-    graph = source.load()
+    graph = number_codes(source.load(), str(spec))
     check_raw_graph(graph, where=str(spec))
     return graph
 

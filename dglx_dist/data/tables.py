@@ -25,7 +25,7 @@ from dglx_dist.data.sources import (
     standard_columns,
 )
 from dglx_dist.data.storage.columns import id_dtype
-from dglx_dist.data.validate import check_columns, check_finite, check_unique, column_error
+from dglx_dist.data.validate import check_columns, check_finite, check_unique, column_error, warn_of_unknown
 from dglx_dist.errors import DatasetError
 from dglx_dist.records import EDGE_TYPE, FEATURE, LABEL, NODE_TYPE, Array, EdgeType, NodeColumn, RawGraph
 
@@ -145,8 +145,11 @@ def open_arrow(path: Path) -> Any:
     return pa.OSFile(os.fsencode(path))
 
 
-def read_table(path: Path) -> Any:
-    """Return the table in ``path``, a ``.csv`` with a header line or a ``.parquet``, as a pyarrow.Table."""
+def read_table(path: Path, ids: Collection[str] = ()) -> Any:
+    """Return the table in ``path``, a ``.csv`` with a header line or a ``.parquet``, as a pyarrow.Table.
+
+    Integers of a CSV column of ids, by its name or one of ``ids``, are texts if one begins with 0.
+    """
     try:
         with open_arrow(path) as file:
             if path.suffix != ".csv":
@@ -156,14 +159,18 @@ def read_table(path: Path) -> Any:
         binary = [name for name, kind in columns if pa.types.is_binary(kind)]
         if binary:
             raise OSError(f"column {binary[0]!r} is not text in UTF-8; save it as that")
-        return _with_written_ids(path, table)
+        return _with_written_ids(path, table, ids)
     except (pa.ArrowInvalid, OSError, UnicodeDecodeError) as error:
         raise DatasetError(f"{path}: not readable as a {path.suffix[1:]} table: {error}") from error
 
 
-def _with_written_ids(path: Path, table: Any) -> Any:
+def _with_written_ids(path: Path, table: Any, ids: Collection[str]) -> Any:
     """Return ``table`` with its ids as texts if one that was read as a number begins with 0, as 007 does."""
-    columns = {name: table.column(name) for name in _IDS if table.column_names.count(name) == 1}
+    stems, known = path.stem.split("__"), table.column_names
+    ends = {key for keys in _KEYS_OF_EDGES for key in keys} | {*ids}
+    named = {name for name in known if {name, _plain_name(name)} & ends}
+    named |= {name for name in known for stem in stems if is_node_id(name, stem)}
+    columns = {name: table.column(name) for name in named if known.count(name) == 1}
     names = [name for name, ids in columns.items() if pa.types.is_integer(ids.type) and not ids.null_count]
     if not names:
         return table
@@ -184,6 +191,8 @@ def column(table: Any, name: str, where: str) -> Column:
     combined = table.column(name).combine_chunks()
     # A column without chunks stays a ChunkedArray.
     whole = combined.combine_chunks() if isinstance(combined, pa.ChunkedArray) else combined
+    if pa.types.is_null(whole.type) and not len(whole):
+        whole = whole.cast(pa.float64())
     return Column(plain(whole), name, where)
 
 
@@ -210,8 +219,11 @@ def plain(values: Any) -> Any:
 def id_column(table: Any, name: str, where: str) -> Column:
     """Return the column ``name`` of ids as int64 or large_string without gaps."""
     ids = column(table, name, where)
-    if table.num_rows == 0:
-        raise DatasetError(f"{where}: the table has no row, which would leave the graph empty")
+    if pa.types.is_floating(ids.values.type) and not ids.values.null_count:
+        numbers = as_numpy(ids.values)
+        # As numpy.savetxt and pandas write whole numbers.
+        if (np.abs(numbers) < 2**53).all() and (numbers % 1 == 0).all():
+            ids = replace(ids, values=pa.array(numbers.astype(np.int64)))
     ids.refuse_non_ids()
     return replace(ids, values=ids.as_int64() if ids.is_whole else ids.values.cast(pa.large_string()))
 
@@ -271,9 +283,34 @@ def _edge_type(path: Path) -> EdgeType:
     return pieces[0], pieces[1], pieces[2]
 
 
-_KEYS_OF_EDGES = (("src", "dst"), ("source", "destination"))
+_KEYS_OF_EDGES = (
+    *(("src", "dst"), ("source", "destination"), ("source", "target"), ("srcid", "dstid")),
+    *(("sourceid", "destinationid"), ("sourceid", "targetid"), ("startid", "endid")),
+)
+"""Names of :func:`_plain_name` of the two ends."""
 SPLIT, _ID = "split", "id"
-_IDS = (_ID, *_KEYS_OF_EDGES[0], *_KEYS_OF_EDGES[1])
+_ID_NAMES = {_ID, "ids", "node", "nodeid", "nodeids", "nodeidx", "nid", "vertex", "vertexid"}
+
+
+_OF_NEO4J = re.compile(r"[^:]*:(\w*ID)(\(.*\))?")
+
+
+def _plain_name(name: str) -> str:
+    """Return a column's name in lower case without signs and without Neo4j's name of a type."""
+    of_neo4j = _OF_NEO4J.fullmatch(name)
+    return re.sub(r"[\W_]", "", (of_neo4j[1] if of_neo4j else name).lower())
+
+
+def _names_of_type(ntype: str) -> tuple[str, str]:
+    owner = _plain_name(ntype).removesuffix("s")
+    return f"{owner}id", owner
+
+
+def is_node_id(name: str, ntype: str) -> bool:
+    """Return whether a column of a node table is by its name one of ids."""
+    return _plain_name(name) in {*_ID_NAMES, *_names_of_type(ntype)} - {LABEL, SPLIT, FEATURE}
+
+
 _SPLIT_CODES = {
     **{"train": 0, "val": 1, "valid": 1, "validation": 1, "test": 2, "": -1, "none": -1},
     **{"0": 0, "1": 1, "2": 2, "-1": -1},
@@ -293,20 +330,27 @@ class TablesSource(DatasetSource):
     ``dst`` the ids. Every other column is kept under its own name and must hold numbers. Ids other than
     0..N-1 in order are kept in ``user_ids``. Tables with other column names are for ``dglx ingest``.
 
-    Option ``ignore``: columns to leave out, separated by commas.
+    Usual names are known, too: of ids ``node_id``, ``nodeId``, ``nid``, ``_id``, ``:ID``, ``user_id`` of
+    the type ``user`` and others; of ends ``source`` and ``target``, ``src_id`` and ``dst_id``,
+    ``:START_ID`` and ``:END_ID``, or the ids of two types.
+
+    Options: ``ignore``, columns to leave out, separated by commas; ``id``, columns of ids, alike (a table
+    has the first of them that it has; "": nodes are rows).
     """
 
     def __init__(self, location: str, options: Mapping[str, object]) -> None:
-        refuse_unknown(options, ("ignore",), "tables")
+        refuse_unknown(options, ("ignore", "id"), "tables")
         self._ignored = set(filter(None, str(options.get("ignore", "")).split(",")))
+        self._ids = None if options.get("id") is None else str(options["id"]).split(",")
         folder = Path(location).expanduser()
         self._name = folder.resolve().name
         self._nodes, self._edges = find_tables(folder)
 
     def load(self) -> RawGraph:
-        nodes = {ntype: (str(path), read_table(path)) for ntype, path in self._nodes.items()}
+        asked = self._ids or ()
+        nodes = {ntype: (str(path), read_table(path, asked)) for ntype, path in self._nodes.items()}
         edges = {etype: (str(path), read_table(path)) for etype, path in self._edges.items()}
-        return graph_of_tables(self._name, nodes, edges, self._ignored)
+        return graph_of_tables(self._name, nodes, edges, self._ignored, self._ids)
 
 
 def graph_of_tables(
@@ -314,31 +358,42 @@ def graph_of_tables(
     nodes: Mapping[str, tuple[str, Any]],
     edges: Mapping[EdgeType, tuple[str, Any]],
     ignored: Collection[str] = (),
+    asked: Sequence[str] | None = None,
 ) -> RawGraph:
     """Return the graph of pyarrow tables with the columns of :class:`TablesSource`, but for ``ignored`` ones.
 
     Each comes with the name of its file, for messages. Types of nodes without a table are those of the edges.
+    The columns ``asked`` for have the ids of nodes; None: known by their names.
 
     Raises:
         DatasetError: a value is wrong; names file, column and row.
     """
-    ends = {etype: _ends(table, where) for etype, (where, table) in edges.items()}
+    ends = {etype: _ends(table, where, etype) for etype, (where, table) in edges.items()}
     ids: dict[str, Any] = {}
+    owners = {ntype: where for ntype, (where, _) in nodes.items()}
     node_data: dict[str, dict[str, NodeColumn]] = {}
     names: dict[str, list[str]] = {}
     for ntype, (where, table) in nodes.items():
-        ids[ntype] = _node_ids(table, where)
-        node_data[ntype] = _columns(table, where, {_ID, *ignored})
+        name_of_ids = _name_of_ids(table, ntype, where, ignored, asked)
+        if name_of_ids is None:
+            if asked is None:
+                _refuse_likely_ids(table, _ends_at(ntype, ends), where, ignored)
+            ids[ntype] = pa.array(np.arange(table.num_rows))
+            owners[ntype] += " (the numbers of its rows; if a column has the ids, name it: --id COLUMN)"
+        else:
+            ids[ntype] = _node_ids(table, name_of_ids, where)
+        node_data[ntype] = _columns(table, where, {_ID if name_of_ids is None else name_of_ids, *ignored})
         is_column = LABEL in table.column_names and LABEL in node_data[ntype]
         if is_column and (label := column(table, LABEL, where)).is_text:
             names[ntype] = _class_names(label).to_pylist()
+            warn_of_unknown(names[ntype], where, LABEL)
     # Sorted, since the order of a set of strings changes from run to run, and ids follow it.
     for ntype in sorted({ntype for etype in ends for ntype in (etype[0], etype[2])} - ids.keys()):
-        ids[ntype] = _ids_in_edges(ntype, ends)
+        ids[ntype] = _ids_in_edges(ntype, _ends_at(ntype, ends))
     positions, edge_data = {}, {}
     for etype, found in ends.items():
         first, second = (
-            _positions(end, ids[ntype], nodes[ntype][0] if ntype in nodes else None)
+            _positions(end, ids[ntype], owners.get(ntype))
             for end, ntype in zip(found, (etype[0], etype[2]), strict=True)
         )
         positions[etype] = (first, second)
@@ -356,17 +411,53 @@ def graph_of_tables(
     )
 
 
-def _node_ids(table: Any, where: str) -> Any:
-    if _ID not in table.column_names:
-        return pa.array(np.arange(table.num_rows))
-    ids = id_column(table, _ID, where).values
+def _name_of_ids(
+    table: Any, ntype: str, where: str, ignored: Collection[str], asked: Sequence[str] | None
+) -> str | None:
+    """Return the name of the column of ids, of ``asked`` ones or by its name; None: nodes are rows."""
+    if asked == [""]:
+        return None
+    names = [name for name in table.column_names if name not in ignored]
+    likely = [name for name in asked or () if name in names][:1] or [name for name in names if name == _ID]
+    likely = likely or [name for name in names if is_node_id(name, ntype)]
+    if len(likely) > 1 or (asked and not likely):
+        problem = f"both {likely[0]!r} and {likely[1]!r} could be" if likely else "none of --id is"
+        listed = ", ".join(table.column_names)
+        raise DatasetError(f"{where}: {problem} the column of ids (it has {listed}); choose by --id COLUMN")
+    return likely[0] if likely else None
+
+
+def _refuse_likely_ids(table: Any, ends: Sequence[Column], where: str, ignored: Collection[str]) -> None:
+    """Refuse a column that names each node once, and every end of edges, where nodes are to be rows."""
+    texts_of_ends = [pc.unique(end.values).cast(pa.large_string()) for end in ends]
+    used = pc.unique(pa.chunked_array(texts_of_ends, pa.large_string()))
+    known = re.compile(rf"({FEATURE}|{LABEL})(_?\d+)?|{SPLIT}")
+    for name in table.column_names if len(used) else ():
+        if name in ignored or known.fullmatch(name):
+            continue
+        ids = column(table, name, where)
+        if not (ids.is_text or ids.is_whole) or ids.values.null_count or _is_range(ids.values):
+            continue
+        texts = ids.texts()
+        if len(pc.unique(texts)) == len(texts) and pc.all(pc.is_in(used, value_set=texts)).as_py():
+            raise DatasetError(
+                f"{where}: no column has a usual name of ids, and {name!r} ({texts[0]}, ...) looks like the "
+                f"ids that edges use; if it is, add --id {name}, and if nodes are numbered by row, --id ''"
+            )
+
+
+def _node_ids(table: Any, name: str, where: str) -> Any:
+    ids = id_column(table, name, where).values
     if len(pc.unique(ids)) < len(ids):
-        check_unique(_user_ids(ids), _ID, where)
+        check_unique(_user_ids(ids), name, where)
     return ids
 
 
-def _ends(table: Any, where: str) -> tuple[Column, Column]:
-    names = next((names for names in _KEYS_OF_EDGES if set(names) <= set(table.column_names)), None)
+def _ends(table: Any, where: str, etype: EdgeType) -> tuple[Column, Column]:
+    known = {_plain_name(name): name for name in table.column_names} | {n: n for n in table.column_names}
+    pairs = zip(_names_of_type(etype[0]), _names_of_type(etype[2]), strict=True)
+    keys = [*_KEYS_OF_EDGES, *(pair for pair in pairs if pair[0] != pair[1])]
+    names = next(((known[src], known[dst]) for src, dst in keys if {src, dst} <= known.keys()), None)
     if names is None:
         check_names(table.column_names, (), where)
         raise DatasetError(
@@ -376,16 +467,21 @@ def _ends(table: Any, where: str) -> tuple[Column, Column]:
     return id_column(table, names[0], where), id_column(table, names[1], where)
 
 
-def _ids_in_edges(node_type: str, ends: Mapping[EdgeType, tuple[Column, Column]]) -> Any:
-    found = [
-        pc.unique(end.values)
+def _ends_at(node_type: str, ends: Mapping[EdgeType, tuple[Column, Column]]) -> list[Column]:
+    """Return the ends of edges that are nodes of a type."""
+    return [
+        end
         for etype, both in ends.items()
         for ntype, end in zip((etype[0], etype[2]), both, strict=True)
         if ntype == node_type
     ]
+
+
+def _ids_in_edges(node_type: str, ends: Sequence[Column]) -> Any:
+    found = [pc.unique(end.values) for end in ends if len(end.values)] or [ends[0].values]
     if len({str(values.type) for values in found}) > 1:
         raise DatasetError(
-            f"{next(iter(ends.values()))[0].where}: node type {node_type!r} has no table, and the edges name "
+            f"{ends[0].where}: node type {node_type!r} has no table, and the edges name "
             "its nodes by integers in one place and by strings in another; use one of them"
         )
     distinct = pc.unique(pa.chunked_array(found))
@@ -396,7 +492,9 @@ def _positions(end: Column, ids: Any, table: str | None) -> Array:
     """Return (E,) int32 or int64, the row in ``ids`` of each value of ``end``."""
     owner = f"among the ids of {table}" if table is not None else "a node"
     # In a table of text ids, the few of a table of edges may all look like numbers.
-    values = end.texts() if pa.types.is_large_string(ids.type) else end.values
+    values = end.texts() if pa.types.is_large_string(ids.type) or not len(end.values) else end.values
+    if not len(values):
+        values = values.cast(ids.type)
     if values.type != ids.type:
         raise end.error(f"holds texts, but those {owner} are whole numbers; write both alike")
     if _is_range(ids):
@@ -436,7 +534,7 @@ def _columns(table: Any, where: str, left_out: set[str]) -> dict[str, NodeColumn
             continue
         found = column(table, name, where)
         if found.is_text:
-            to_id = "" if _ID in table.column_names else ", or 'id' if it has the ids"
+            to_id = "" if _ID in table.column_names else f", or 'id' if it has the ids (--id {name})"
             hint = f"rename it to 'label' if it is to be learnt{to_id}"
             hint = hint if _ID in left_out else "save triples as a .tsv without a header"
             raise found.error(

@@ -1,7 +1,8 @@
 """Validation of raw graphs and assignments; errors name the column and the first wrong row."""
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -19,15 +20,12 @@ def check_raw_graph(graph: RawGraph, where: str) -> None:
     """Raise unless ids, columns, labels and splits of ``graph`` are consistent; ``where`` starts messages.
 
     Raises:
-        DatasetError: there is no node or edge; an id is out of range; a column has the wrong length; a
+        DatasetError: there is no node; an id is out of range; a column has the wrong length; a
             feature is NaN or infinite; a label is outside [-1, classes); splits overlap, are empty, or hold a
             node without label; a user id occurs twice.
     """
-    if graph.total_nodes == 0 or graph.total_edges == 0:
-        raise DatasetError(
-            f"{where}: the graph has {graph.total_nodes} nodes and {graph.total_edges} edges; "
-            f"there must be at least one of each"
-        )
+    if graph.total_nodes == 0:
+        raise DatasetError(f"{where}: the graph has no nodes; there must be at least one")
     masks = [(name, one) for columns in graph.edge_data.values() for name, one in columns.items()]
     selecting = {
         name for name, mask in masks if name in SPLITS and isinstance(mask, np.ndarray) and mask.any()
@@ -237,6 +235,47 @@ def _warn_of_classes(label: Array, num_classes: int, where: str) -> None:
     if num_classes > 20 and num_classes > min(len(known) / 2, 2 * len(np.unique(known))):
         of_nodes = f"has {num_classes} classes for {len(known)} labelled nodes, or most are empty"
         _LOG.warning("%s: column %r %s; train with --task regression if they measure", where, LABEL, of_nodes)
+
+
+_NO_LABEL = {"unknown", "unk", "na", "n/a", "nan", "none", "null", "nil", "missing", "?", "-"}
+
+
+def warn_of_unknown(names: Iterable[str], where: str, column: str) -> None:
+    """Log a warning that a name of a class seems to stand for no label."""
+    if likely := [name for name in names if name.strip().lower() in _NO_LABEL]:
+        message = "%s: column %r: %r is a class of its own; leave it empty in rows without a label"
+        _LOG.warning(message, where, column, likely[0])
+
+
+def number_codes(graph: RawGraph, where: str) -> RawGraph:
+    """Return ``graph`` with labels that are codes, larger than the number of nodes and repeated, numbered.
+
+    The codes are kept as the names of the classes.
+    """
+    for ntype, columns in graph.node_data.items():
+        label, num_classes = columns.get(LABEL), graph.num_classes.get(ntype, 0)
+        if num_classes <= max(graph.num_nodes[ntype], FEW_CLASSES) or not isinstance(label, np.ndarray):
+            continue
+        if label.ndim > 1 or label.dtype.kind not in "iu":
+            continue
+        codes, counts = np.unique(label[label >= 0], return_counts=True)
+        if _REPEATS * len(codes) <= counts.sum():
+            numbered = {**columns, LABEL: np.where(label < 0, -1, np.searchsorted(codes, label))}
+            message = (
+                "%s: the labels %d to %d are numbered as names of %d classes; if they measure, write %d.0"
+            )
+            _LOG.warning(message, where, codes[0], codes[-1], len(codes), codes[0])
+            graph = replace(
+                graph,
+                node_data={**graph.node_data, ntype: numbered},
+                num_classes={**graph.num_classes, ntype: len(codes)},
+                class_names={**graph.class_names, ntype: list(map(str, codes.tolist()))},
+            )
+    return graph
+
+
+FEW_CLASSES, _REPEATS = 20, 4
+"""Codes are numbered if they reach beyond so many classes and the nodes, and occur so often on average."""
 
 
 def _check_length(column: NodeColumn, num_rows: int, name: str, where: str) -> None:

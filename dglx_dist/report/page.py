@@ -5,12 +5,13 @@ import json
 import re
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
-from html import escape
+from html import escape as escape_markup
 from pathlib import Path
 from typing import Any, TypeAlias, final
 
 from dglx_dist.data.storage.files import readable_bytes, replaced_file
 from dglx_dist.errors import ConfigError
+from dglx_dist.progress import visible
 from dglx_dist.report.run_folder import Run, read_plan
 from dglx_dist.report.tables import COLORS, HIDDEN, INSIDE, OUTSIDE, PHASES, flat_cells, summarise
 
@@ -23,6 +24,11 @@ _COST = re.compile(r".*_s|seconds|num_samples|cache_.*|bytes_.*")
 _PLANNED = ("epoch_seconds", "bytes_outside", "bytes_inside", "memory_bytes")
 _BEGIN = """<!doctype html><html lang="en"><head><meta charset="utf-8">
 <meta name="generator" content="dglx report">"""
+
+
+def escape(text: str, quote: bool = True) -> str:
+    """Return ``text`` as HTML without tags and control codes."""
+    return escape_markup(visible(text), quote)
 
 
 def check_page(path: Path) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from dglx_dist.comm.trace import (
@@ -29,6 +30,7 @@ from dglx_dist.comm.trace import (
 from dglx_dist.data.storage.files import replaced_file
 from dglx_dist.errors import ConfigError
 from dglx_dist.planner.choose import Regions
+from dglx_dist.progress import visible, visible_lines
 from dglx_dist.records import EpochRecord
 from dglx_dist.report.tables import COLORS, HIDDEN, INSIDE, OUTSIDE, PHASES, readable_percent
 
@@ -112,7 +114,10 @@ def _picture(
     """Yield the axes of the panels, row by row; then replace ``path``, by suffix a PDF or SVG, else a PNG."""
     figure = Figure(figsize=size, layout="constrained")
     yield figure.subplots(*panels, squeeze=False).ravel()
-    figure.suptitle(title, fontsize=10)
+    figure.suptitle(visible(title), fontsize=10)
+    for text in figure.findobj(Text):
+        # Names of the user may have signs of formulas.
+        text.set(text=visible_lines(text.get_text()), parse_math=False)
     kind = Path(path).suffix[1:]
     # An interruption leaves an earlier picture intact.
     with replaced_file(Path(path)) as partial:

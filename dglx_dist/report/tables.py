@@ -8,9 +8,11 @@ from typing import Any
 
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
 from dglx_dist.data.storage.files import readable_bytes
 from dglx_dist.planner.records import Choice, Prediction
+from dglx_dist.progress import visible, visible_lines
 from dglx_dist.records import EpochRecord
 
 PHASES = (
@@ -55,7 +57,7 @@ def readable_score(value: float | None) -> str:
 def _table(names: Iterable[str], caption: str | None = None) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left")
     for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(Text(visible_lines(name)), justify="right", no_wrap=True)
     return table
 
 
@@ -116,7 +118,7 @@ def plan_head(choice: Choice) -> str:
     """Describe the graph, the training and the cluster of a plan."""
     graph, cluster = choice.graph, choice.cluster
     return (
-        f"{graph.name}: {readable_count(graph.nodes)} nodes, {readable_count(graph.edges)} edges, "
+        f"{visible(graph.name)}: {readable_count(graph.nodes)} nodes, {readable_count(graph.edges)} edges, "
         f"{graph.features} features, {readable_percent(graph.edge_cut)} of the edges between servers "
         f"({graph.method})\n"
         f"{choice.trained}\n"

@@ -372,10 +372,10 @@ def _for_all(g: DistGraph, compute: _Compute, batch_size: int, ntypes: Sequence[
     owned = {ntype: g.get_node_partition_policy(ntype).owned_range for ntype in ntypes}
     shares = {ntype: list(_batches_of(g, ntype, share, batch_size)) for ntype, share in owned.items()}
     # All ranks, even without nodes, must know the shapes of the results before allocation.
+    firsts = {ntype: share[0] if share else (0, 0) for ntype, share in shares.items()}
+    begun = [ntype for ntype, share in shares.items() if share or not g.num_nodes(ntype)]
     started = run_on_all_ranks(
-        g.session,
-        lambda: {ntype: compute(ntype, np.arange(*share[0])) for ntype, share in shares.items() if share},
-        ConfigError,
+        g.session, lambda: {ntype: compute(ntype, np.arange(*firsts[ntype])) for ntype in begun}, ConfigError
     )
     out = _new_rows(g, started)
 

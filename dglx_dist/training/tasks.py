@@ -65,7 +65,7 @@ def read_task(g: DistGraph, ntype: str, label: str, wanted: str = AUTO_TASK) -> 
     if found == REGRESSION and g.dataset.manifest.class_names.get(ntype):
         raise ConfigError(
             f"the labels {label!r} number classes with names, which --task regression does not take; leave "
-            "it out, or partition with numbers as labels"
+            "it out, or partition with numbers as labels, written with a decimal as 7.0"
         )
     if found == CLASSIFICATION:
         classes, nodes = g.dataset.manifest.num_classes.get(ntype, 0), g.num_nodes(ntype)

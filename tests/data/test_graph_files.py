@@ -279,7 +279,7 @@ def test_further_columns_of_a_list_are_kept(tmp_path: Path) -> None:
         ("a.graphml", "<graphml><graph>", "not a readable .graphml of NetworkX, or cut off"),
         ("a.gexf", "no", "not a readable .gexf of NetworkX"),
         ("a.json", '{"nodes": [{"id": 0}]}', "not a readable .json of NetworkX"),
-        ("a.json", '{"nodes": [{"id": 0}, {"id": "x"}], "links": []}', "has no row"),
+        ("a.json", '{"nodes": [], "links": []}', "the graph has no nodes"),
         ("a.json", '{"nodes": [{"id": 1}, {"id": "1"}], "links": [{"source": 1, "target": "1"}]}', "already"),
         ("a.json", '{"nodes": [{"id": "\\ud800"}], "edges": []}', "not a readable .json"),
         ("a.graphml", '<!DOCTYPE g [<!ENTITY a "aa">]><graphml>&a;</graphml>', "declares entities"),
@@ -590,3 +590,91 @@ def test_texts_as_ids_of_arrays_are_for_tables(tmp_path: Path, dtype: type) -> N
     np.savez(tmp_path / "a.npz", src=np.array(["x"], dtype), dst=np.array(["y"], dtype), num_nodes=2)
     with pytest.raises(DatasetError, match=r"texts as ids are for tables|text ids are for tables"):
         load_dataset(tmp_path / "a.npz")
+
+
+TRIPLES = "0 1 2\n1 1 0\n2 0 1\n"
+"""Lines of whole numbers that may be triples, weighted edges or ratings."""
+
+
+@pytest.mark.parametrize("between", [" ", "\t", ",", "::"])
+def test_refuses_three_whole_numbers_unless_the_format_is_given(tmp_path: Path, between: str) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text(TRIPLES.replace(" ", between))
+    with pytest.raises(DatasetError, match=r"a\.txt: .* '0.{1,2}1.{1,2}2'.*--format (edges|interactions)"):
+        load_dataset(path)
+    graph = load_dataset(path, format="edges")
+    assert edges_of(graph) == [[0, 1, 2], [1, 1, 0]]
+    assert graph.edge_data[EDGE_TYPE]["weight"].tolist() == [2, 0, 1]
+    graph = load_dataset(path, format="interactions")
+    assert graph.num_nodes == {"item": 2, "user": 3}
+    assert edges_of(graph, ("user", "interacts", "item")) == [[0, 1, 2], [1, 1, 0]]
+    assert graph.edge_data["user", "interacts", "item"]["weight"].tolist() == [2, 0, 1]
+    graph = load_dataset(path, format="triples")
+    assert graph.num_nodes == {NODE_TYPE: 3}
+    assert edges_of(graph, ("_N", "1", "_N")) == [[0, 1], [2, 0]]
+    assert edges_of(graph, ("_N", "0", "_N")) == [[2], [1]]
+    with pytest.raises(ConfigError, match=r"format is 'triple'; it is one of triples, edges, interactions"):
+        load_dataset(path, format="triple")
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("0 1 0.5\n1 2 2\n", "weight"),
+        ("0 1 1\n1 2 1\n", "weight"),
+        ("0 1 1380000000\n1 2 1380000001\n", "weight"),
+        ("u1 i1 5\nu2 i1 3\n", "weight"),
+        ("196 242 3 881250949\n186 302 4 891717742\n", "column2"),
+    ],
+)
+def test_says_once_how_columns_are_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str, name: str
+) -> None:
+    (tmp_path / "a.txt").write_text(text)
+    assert name in load_dataset(tmp_path / "a.txt").edge_data[EDGE_TYPE]
+    assert len(caplog.records) == 1
+    assert (
+        f"columns 1 and 2 are read as the ends of edges, what follows as {name[:2]}"
+        in caplog.text.replace("as a we", "as we")
+    )
+    assert "--format triples or interactions reads them otherwise" in caplog.text
+    caplog.clear()
+    load_dataset(tmp_path / "a.txt", format="edges")
+    (tmp_path / "a.txt").write_text("0 1\n1 2\n")
+    load_dataset(tmp_path / "a.txt")
+    assert not caplog.records
+
+
+def test_reads_ids_as_numpy_and_pandas_write_them(tmp_path: Path) -> None:
+    np.savetxt(tmp_path / "a.txt", [[10, 1], [1, 2]])
+    graph = load_dataset(tmp_path / "a.txt")
+    assert (graph.user_ids[NODE_TYPE].tolist(), edges_of(graph)) == ([1, 2, 10], [[2, 0], [0, 1]])
+    np.savetxt(tmp_path / "a.txt", [[0, 1, 2], [1, 1, 0]])
+    with pytest.raises(DatasetError, match="three whole numbers"):
+        load_dataset(tmp_path / "a.txt")
+    (tmp_path / "a.txt").write_text("0.0 9007199254740992.0\n")
+    with pytest.raises(DatasetError, match="'dst' must hold integer or string ids; it holds double"):
+        load_dataset(tmp_path / "a.txt")
+
+
+def test_a_count_before_triples_is_named(tmp_path: Path) -> None:
+    (tmp_path / "train2id.txt").write_text("2\n0 1 0\n1 2 0\n")
+    with pytest.raises(
+        DatasetError, match="line 2 is a count, as OpenKE has it before lines of head, tail and"
+    ):
+        load_dataset(tmp_path / "train2id.txt")
+
+
+def test_a_user_and_its_items_in_each_line_are_interactions(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text("0 1 2 3\n1 4\n2\n\n")
+    (tmp_path / "test.txt").write_text("0 4\n1 1 2\n")
+    with pytest.raises(DatasetError, match=r"if (it is|a line is) a user and (all )?its items"):
+        load_dataset(tmp_path)
+    graph = load_dataset(tmp_path, format="interactions")
+    etype = ("user", "interacts", "item")
+    assert (graph.num_nodes, graph.user_ids["item"].tolist()) == ({"item": 4, "user": 2}, [1, 2, 3, 4])
+    assert edges_of(graph, etype) == [[0, 1, 1, 0, 0, 0, 1], [3, 0, 1, 0, 1, 2, 3]]
+    assert graph.edge_data[etype]["test_mask"].tolist() == [True] * 3 + [False] * 4
+    (tmp_path / "train.txt").write_text("0 1 5\n1 4 3\n")
+    with pytest.raises(DatasetError, match=r"train\.txt: each line has 3 fields.* ratings or times"):
+        load_dataset(tmp_path, format="interactions")

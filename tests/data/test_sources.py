@@ -356,8 +356,8 @@ def test_what_is_no_graph_is_refused(tmp_path: Path) -> None:
 
 def test_features_without_edges_tell_how_many_nodes_there_are(tmp_path: Path) -> None:
     none, features = np.empty(0, np.int64), np.ones((3, 2))
-    with pytest.raises(DatasetError, match="the graph has 3 nodes and 0 edges; there must be at least one"):
-        load_npz(tmp_path, {"src": none, "dst": none, "features": features})
+    graph = load_npz(tmp_path, {"src": none, "dst": none, "features": features})
+    assert (graph.num_nodes, graph.total_edges) == ({NODE_TYPE: 3}, 0)
     ends = {"src": np.array([0, 1, 0]), "dst": np.array([1, 0, 0])}
     with pytest.raises(DatasetError, match="give num_nodes=3 if it belongs to nodes, or call it 'edge_feat'"):
         load_npz(tmp_path, {**ends, "feat": features})
@@ -499,3 +499,26 @@ def test_a_missing_package_is_named_with_the_command(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs the package ogb.*pip install 'dglx_dist\[ogb\]'"):
         load_dataset("ogb:ogbn-arxiv")
+
+
+@pytest.mark.parametrize("base", [0, 10**12])
+def test_codes_of_classes_are_numbered_and_kept_as_names(
+    tmp_path: Path, base: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    labels = np.array([*(base + np.array([7372, 2834] * 4)), -1])
+    graph = load_npz(
+        tmp_path, {"src": np.array([0]), "dst": np.array([1]), "num_nodes": np.array(9), "labels": labels}
+    )
+    assert graph.node_data[NODE_TYPE]["label"].tolist() == [1, 0] * 4 + [-1]
+    assert graph.class_names == {NODE_TYPE: [str(base + 2834), str(base + 7372)]}
+    assert graph.num_classes == {NODE_TYPE: 2}
+    assert caplog.text.count("are numbered as names of 2 classes; if they measure, write") == 1
+
+
+@pytest.mark.parametrize("labels", [np.arange(8) * 1000, np.array([0, 1] * 4), np.array([0, 1000] * 4) / 2.5])
+def test_measurements_and_small_classes_are_not_numbered(tmp_path: Path, labels: Array) -> None:
+    graph = load_npz(
+        tmp_path, {"src": np.array([0]), "dst": np.array([1]), "num_nodes": np.array(8), "labels": labels}
+    )
+    assert graph.node_data[NODE_TYPE]["label"].tolist() == labels.tolist()
+    assert not graph.class_names

@@ -154,7 +154,7 @@ WIDE = pa.array([0, 2**63], pa.uint64())
         ("id,split\n1,\n2,7\n", "1,2", r"column 'split', row 1: 7 is not a split"),
         ("id,x,x\n1,1,2\n", "1,1", r"nodes\.csv: has 2 columns 'x'; rename"),
         ("id\n1\n2\n", "1,2\n1,2,3", r"edges\.csv: not readable as a csv table"),
-        ("id\n1\n", "", r"edges\.csv: the table has no row"),
+        ("id\n", "", r"the graph has no nodes; there must be at least one"),
         ({"split": [[0], [1]]}, "0,1", "column 'split' holds list<.*> that is not text; write texts or numb"),
         ({"id": WIDE}, "0,1", r"nodes\.parquet: column 'id' has a number beyond 64 signed bits"),
         ({"id": [0, 1], "label": WIDE}, "0,1", r"nodes\.parquet: column 'label' has a number beyond"),
@@ -240,7 +240,7 @@ def test_a_number_that_columns_of_labels_skip_is_warned_of(
         (["1.5", "n.a.", "2", "3"], "column 'label', row 1: n.a. is no number, most are"),
         (
             [str(1000 + n % 6) for n in range(24)],
-            "has 1006 classes for 24 labelled nodes",
+            "the labels 1000 to 1005 are numbered as names of 6 classes; if they measure, write 1000.0",
         ),
         ([str(n) for n in range(24)], "has 24 classes for 24 labelled nodes"),
         ([str(n % 6) for n in range(24)], ""),
@@ -262,3 +262,118 @@ def test_a_column_of_texts_without_ids_names_the_columns(tmp_path: Path) -> None
         DatasetError, match=r"'paper' holds strings.*to 'label' if .* or 'id' if .*--option ignore=paper"
     ):
         load_dataset(folder)
+
+
+ROWS_OF_IDS = [[12, 2], [10, 0], [11, 1]]
+"""Ids and features, the rows out of order."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["node_id", "nodeId", "NodeID", "nid", "node", "ids", ":ID", "_id", "movieId:ID(Movie)", "Id", "my"],
+)
+@pytest.mark.parametrize("kind", ["csv", "parquet", "type"])
+def test_reads_ids_under_their_usual_names_or_the_one_of_the_option(
+    tmp_path: Path, name: str, kind: str
+) -> None:
+    text = "".join(f"{node},{feature}\n" for node, feature in ROWS_OF_IDS)
+    nodes: Any = f"{name},feat_0\n{text}"
+    if kind == "parquet":
+        nodes = {name: [node for node, _ in ROWS_OF_IDS], "feat_0": [feature for _, feature in ROWS_OF_IDS]}
+    suffix, ntype = ("csv", "user") if kind == "type" else (kind, NODE_TYPE)
+    stems = ("nodes/user", "edges/user__likes__user") if kind == "type" else ("nodes", "edges")
+    write(tmp_path, {f"{stems[0]}.{suffix}": nodes, f"{stems[1]}.csv": "src,dst\n10,11\n11,12\n"})
+    graph = load_dataset(tmp_path, **({"id": "other,my"} if name == "my" else {}))
+    assert graph.user_ids[ntype].tolist() == [12, 10, 11]
+    assert {key: value.tolist() for key, value in columns_of(graph, ntype).items()} == {
+        "feat": [[2], [0], [1]]
+    }
+    assert edges_of(graph, next(iter(graph.edges))) == [[1, 2], [2, 0]]
+
+
+def test_reads_ids_named_by_the_type_on_both_sides(tmp_path: Path) -> None:
+    files = {
+        "nodes/users.csv": "user_id,feat_0\n007,1\n7,2\n",
+        "nodes/item.parquet": {"itemId": ["b", "a"]},
+        "edges/users__buys__item.csv": "userId,ITEM_ID,price\n7,a,3\n007,b,4\n",
+    }
+    graph = load_dataset(write(tmp_path, files))
+    assert graph.user_ids["users"].tolist() == ["007", "7"]
+    assert edges_of(graph, ("users", "buys", "item")) == [[1, 0], [1, 0]]
+    assert graph.edge_data["users", "buys", "item"]["price"].tolist() == [3, 4]
+
+
+@pytest.mark.parametrize(
+    "names", ["Source,Target", "src_id,dst_id", ":START_ID,:END_ID(User)", "sourceId,targetId"]
+)
+def test_reads_ends_of_edges_under_their_usual_names(tmp_path: Path, names: str) -> None:
+    graph = load_dataset(write(tmp_path, {"edges.csv": f"{names},w\n007,7,1\n8,007,2\n"}))
+    assert graph.user_ids[NODE_TYPE].tolist() == ["007", "7", "8"]
+    assert edges_of(graph) == [[0, 2], [1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "edges", "message"),
+    [
+        (
+            "uid,feat_0\n2,1\n0,2\n1,3\n",
+            "0,1\n1,2",
+            r"'uid' \(2, \.\.\.\) looks like .* --id uid, .* --id ''",
+        ),
+        ("code,x\n1,1\n2,2\n3,3\n", "1,2", r"'code' \(1, \.\.\.\) looks like the ids that edges use"),
+        ("paper,x\nb,1\na,2\n", "a,b", r"'paper' \(b, \.\.\.\) looks like the ids"),
+        ("uid,x\n10,1\n11,2\n", "10,12", r"id 10 is not among .*nodes\.csv \(the numbers of its rows.* --id"),
+        (
+            "nid,node\n1,1\n2,0\n",
+            "1,2",
+            r"both 'nid' and 'node' could be .*it has nid, node.* choose by --id",
+        ),
+        ("node_id,x\n1,1\n1,2\n", "1,1", r"column 'node_id', row 1: node id 1 occurs already in row 0"),
+    ],
+)
+def test_refuses_to_number_by_row_where_a_column_has_the_ids(
+    tmp_path: Path, nodes: str, edges: str, message: str
+) -> None:
+    write(tmp_path, {"nodes.csv": nodes, "edges.csv": f"src,dst\n{edges}\n"})
+    with pytest.raises(DatasetError, match=message):
+        load_dataset(tmp_path)
+
+
+def test_numbers_nodes_by_row_where_the_option_says_so(tmp_path: Path) -> None:
+    write(tmp_path, {"nodes.csv": "rank\n2\n0\n1\n", "edges.csv": "src,dst\n0,1\n1,2\n"})
+    graph = load_dataset(tmp_path, id="")
+    assert not graph.user_ids
+    assert columns_of(graph)["rank"].tolist() == [2, 0, 1]
+    with pytest.raises(DatasetError, match=r"none of --id is the column of ids \(it has rank\)"):
+        load_dataset(tmp_path, id="uid")
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_reads_relations_and_types_without_rows(tmp_path: Path, kind: str) -> None:
+    nothing, ids = (
+        pa.array([], pa.string()),
+        {"id": pa.array([], pa.string()), "feat": pa.array([], pa.float32())},
+    )
+    is_csv = kind == "csv"
+    files: dict[str, Any] = {
+        f"nodes/c.{kind}": "id,feat,label,split\n" if is_csv else ids,
+        "nodes/a.csv": "id,feat\nx,1\ny,2\n",
+        "edges/a__r__b.csv": "src,dst\nx,0\ny,1\n",
+        f"edges/a__s__b.{kind}": "src,dst,w\n" if is_csv else {"src": nothing, "dst": nothing},
+        f"edges/c__t__d.{kind}": "src,dst\n" if is_csv else {"src": nothing, "dst": nothing},
+    }
+    graph = load_dataset(write(tmp_path, files))
+    assert graph.num_nodes == {"a": 2, "c": 0, "b": 2, "d": 0}
+    assert edges_of(graph, ("a", "r", "b")) == [[0, 1], [0, 1]]
+    assert edges_of(graph, ("a", "s", "b")) == edges_of(graph, ("c", "t", "d")) == [[], []]
+
+
+@pytest.mark.parametrize("text", ["unknown", "NA", "none", "?", "N/A"])
+def test_a_class_that_may_stand_for_no_label_is_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, text: str
+) -> None:
+    nodes = f"id,label\n0,red\n1,{text}\n2,{text}\n3,\n"
+    graph = load_dataset(write(tmp_path, {"nodes.csv": nodes, "edges.csv": "src,dst\n0,1\n"}))
+    assert graph.num_classes == {NODE_TYPE: 2}
+    assert caplog.text.count(f"column 'label': '{text}' is a class of its own; leave it empty") == 1
+    assert len(caplog.records) == 1

@@ -75,6 +75,7 @@ def row_of_two(*columns: int) -> SparseRows:
 def test_a_sound_graph_passes() -> None:
     check_raw_graph(graph_with(), WHERE)
     check_raw_graph(graph_with(feat=sparse()), WHERE)
+    check_raw_graph(with_edges(np.empty(0, np.int64), np.empty(0, np.int64)), WHERE)
     check_raw_graph(graph_with(feat=row_of_two(3, 2)), WHERE)  # a row may be out of order
 
 
@@ -108,7 +109,7 @@ LATE[66_000] = np.inf  # beyond the first piece that is looked at
         (with_edges(array(0, 1, -1), array(1, 2, 3)), "column 'src', row 2: node id -1"),
         (with_edges(array(0, 1), array(1, 2, 3)), "2 sources but 3 destinations"),
         (with_edges(array(0.0, 1.0), array(1, 2)), "column 'src' must hold one whole number a row"),
-        (with_edges(array(), array()), "the graph has 4 nodes and 0 edges"),
+        (RawGraph(name="a", num_nodes={NODE_TYPE: 0}, edges={}), "the graph has no nodes; there must be"),
         (with_user_ids(NODE_TYPE, "d", "b", "a", "b"), "'id', row 3: node id 'b' occurs already in row 1"),
         (with_user_ids(NODE_TYPE, 1, 2), r"column 'id' has shape \(2,\); it needs 4 rows"),
         (with_user_ids("user", 1, 2), "user ids of a node type that the graph lacks"),

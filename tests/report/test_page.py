@@ -118,6 +118,14 @@ def test_texts_of_a_run_are_only_texts(tmp_path: Path) -> None:
     assert "<" not in json.dumps(data_of(page)).replace("<br>", "")
 
 
+def test_codes_in_names_are_written_out(tmp_path: Path) -> None:
+    name = "a\u202eb\x1b[1m\n"
+    page = page_of({name: run_in(tmp_path, text=name)}, "PLOTLY")
+    assert r"a\u202eb\x1b[1m\n" in page
+    assert not set(page.partition("<header>")[2].partition("<script")[0]) & set("\u202e\x1b")
+    assert r"\u202eb\x1b" not in json.dumps(data_of(page)).replace(r"\\", "")
+
+
 def test_without_plotly_the_command_says_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

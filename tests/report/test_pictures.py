@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
+from matplotlib import rcParams
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
 from dglx_dist.comm.trace import Span, TraceFile, read_trace, write_trace
 from dglx_dist.errors import ConfigError
+from dglx_dist.progress import visible
 from dglx_dist.report.pictures import (
     COLORS,
     draw,
@@ -165,3 +168,11 @@ def test_batches_that_are_not_there_are_refused_and_nothing_is_written(
 def test_the_overlap_is_told_in_words() -> None:
     assert overlap_text(trace_of(batches(3))) == "100.0 % of the network's time beside compute"
     assert overlap_text(trace_of([])) == "nothing on the network"
+
+
+@pytest.mark.parametrize("title", ["$x^2$ <b>", "a $ b", r"$\frac{$ $", "x\x1b[31m\u202e"])
+def test_titles_are_no_formulas(tmp_path: Path, title: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(rcParams, "svg.fonttype", "none")
+    draw_parts({title: [1, 2]}, tmp_path / "a.svg", title=title)
+    texts = [one.text for one in ElementTree.parse(tmp_path / "a.svg").iter() if one.tag.endswith("text")]
+    assert texts.count(visible(title)) == 2

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import logging
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,9 +31,12 @@ from dglx_dist.data.ingest.tensors import DatasetOutput, Reorder, TypeRows
 from dglx_dist.data.storage.columns import IDS, edge_folder, id_dtype, node_folder, write_strings
 from dglx_dist.data.storage.files import named_failures, partial_folder, peak, read_size
 from dglx_dist.data.storage.manifest import Manifest, check_target, put_in_place, write_manifest
+from dglx_dist.data.tables import is_node_id
 from dglx_dist.errors import ConfigError
 from dglx_dist.progress import progress
 from dglx_dist.records import REVERSE, SPLITS, Array, ColumnInfo, EdgeType
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +55,10 @@ def _ingest_nodes(
 ) -> tuple[TypeRows, IdMap]:
     folder, column = node_folder(0, spec.kind), next(iter(spec.id_columns), None)
     rows = TypeRows(spec, folder, output)
+    names = [] if column else rows.table.names(spec.files.paths[0])
+    if likely := [name for name in names if is_node_id(name, spec.kind)]:
+        message = "nodes %r are numbered by row; if column %r has their ids, name it as node_id_col"
+        _LOG.warning(message, spec.kind, likely[0])
     id_bytes, is_range = 0, not is_text
     for piece in rows.scan(*spec.id_columns):
         if column is not None:

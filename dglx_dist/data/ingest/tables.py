@@ -87,12 +87,12 @@ class Table:
     def check(self, names: Sequence[str]) -> None:
         """Raise DatasetError unless every file is readable and has each of these columns once."""
         for path in self.files.paths:
-            check_names(self._names(path), names, str(path))
+            check_names(self.names(path), names, str(path))
 
     def has(self, name: str) -> bool:
-        return all(name in self._names(path) for path in self.files.paths)
+        return all(name in self.names(path) for path in self.files.paths)
 
-    def _names(self, path: Path) -> list[str]:
+    def names(self, path: Path) -> list[str]:
         is_csv = self.files.format == "csv"
         return _header(path, self.files.separator) if is_csv else list(_schema(path).names)
 

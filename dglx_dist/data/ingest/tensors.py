@@ -17,7 +17,7 @@ from dglx_dist.data.ingest.node_ids import IdMap
 from dglx_dist.data.ingest.tables import LINE_COLUMN, Piece, Table, numbers_of_text
 from dglx_dist.data.storage.columns import FileInfo, data_path, write_column
 from dglx_dist.data.tables import SPLIT, Column, as_numpy, first_true, split_codes
-from dglx_dist.data.validate import MAX_CLASSES, column_error
+from dglx_dist.data.validate import MAX_CLASSES, column_error, warn_of_unknown
 from dglx_dist.errors import ConfigError, DatasetError
 from dglx_dist.progress import Advance
 from dglx_dist.records import LABEL, SPLITS, Array, ColumnInfo
@@ -71,6 +71,7 @@ class Labels:
                 self._largest = len(names) - 1
                 self._class_names = pa.array(names, pa.large_string())
                 self.names = tuple(names)
+                warn_of_unknown(names, where, self.column)
         if self._largest < 0:
             raise column_error(where, self.column, "has no label in any row; leave labels out")
         if self._largest >= MAX_CLASSES:

@@ -166,6 +166,19 @@ def test_a_column_names_the_split_where_nothing_else_does(tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("budget")
+def test_warns_where_nodes_are_numbered_by_row_beside_a_column_of_ids(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes: dict[str, Any] = {"files": "n.csv", "node_id_col": None}
+    run(
+        tmp_path,
+        one_type("n", nodes, {"files": "e.csv"}),
+        {"n.csv": "Node_ID\n1\n0\n", "e.csv": "s,d\n1,0\n"},
+    )
+    assert "nodes 'n' are numbered by row; if column 'Node_ID' has their ids, name it" in caplog.text
+
+
+@pytest.mark.usefixtures("budget")
 def test_files_name_the_split(tmp_path: Path) -> None:
     description = describe()
     (label,) = description["nodes"][0]["labels"]

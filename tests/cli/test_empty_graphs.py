@@ -1,0 +1,52 @@
+"""Graphs without edges, and types without rows beside others, from their tables to a trained model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.data.raw_graphs import write
+from tests.test_cli import succeeded
+
+NUM_NODES = 12
+SPLIT = ["train", "val", "test"]
+ROWS = "".join(f"{n},{n % 2},{n / 9},{SPLIT[n // 4]}\n" for n in range(NUM_NODES))
+NODES = f"id,label,feat_0,split\n{ROWS}"
+RING = "".join(f"{n},{(n + 1) % NUM_NODES}\n" for n in range(NUM_NODES))
+
+
+def train(folder: Path, *options: str) -> str:
+    common = ["--epochs", "1", "--hidden", "4", "--out", str(folder / "run")]
+    return succeeded("train", str(folder / "parts"), *common, *options)
+
+
+@pytest.mark.parametrize(
+    ("more", "num_edges", "options"),
+    [
+        ([], 0, ["--model", "mlp", "--ranks", "2"]),
+        (["--add-self-loops"], NUM_NODES, ["--model", "gcn", "--ranks", "2", "--strategy", "full_graph"]),
+    ],
+)
+def test_trains_on_a_graph_without_edges(
+    tmp_path: Path, more: list[str], num_edges: int, options: list[str]
+) -> None:
+    write(tmp_path / "raw", {"nodes.csv": NODES, "edges.csv": "src,dst\n"})
+    said = succeeded("partition", str(tmp_path / "raw"), "--parts", "2", "--out", f"{tmp_path}/parts", *more)
+    assert "12 nodes, 0 edges" in said
+    assert f"({num_edges} stored)" in said
+    assert "test_accuracy" in train(tmp_path, *options)
+
+
+def test_trains_beside_types_without_rows(tmp_path: Path) -> None:
+    files = {
+        "nodes/user.csv": NODES,
+        "nodes/shop.csv": "id,feat_0\n",
+        "edges/user__knows__user.csv": f"src,dst\n{RING}",
+        "edges/user__blocks__user.csv": "src,dst,weight\n",
+        "edges/shop__serves__user.csv": "src,dst\n",
+    }
+    write(tmp_path / "raw", files)
+    said = succeeded("partition", str(tmp_path / "raw"), "--parts", "2", "--out", f"{tmp_path}/parts")
+    assert "12 nodes, 12 edges" in said
+    assert "test_accuracy" in train(tmp_path, "--model", "rgcn", "--ranks", "2")
