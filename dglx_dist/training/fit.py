@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from dglx_dist.comm.collectives import barrier, check_equal, gather_json, run_on_all_ranks
+from dglx_dist.comm.collectives import check_equal, gather_json, run_on_all_ranks
 from dglx_dist.comm.ledger import LedgerRow
-from dglx_dist.comm.session import Session, agreement_facts, current_session
+from dglx_dist.comm.session import Session, agreement_facts
 from dglx_dist.comm.topology import read_launch
 from dglx_dist.comm.trace import COMPUTE
 from dglx_dist.dataloading.step_loader import LoaderTimes
@@ -86,6 +86,7 @@ from dglx_dist.training.update_checks import (
     check_updates,
     is_scheduled,
 )
+from dglx_dist.training.weights import BEST_WEIGHTS, FINAL_WEIGHTS, BestWeights, WeightFiles
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -225,6 +226,9 @@ class FitConfig(RunOptions):
 
     checkpoint_folder: str | Path | None = None
     """Folder of checkpoints, shared by all ranks; None: none are saved."""
+    weights_folder: str | Path | None = None
+    """Folder for ``model.safetensors``, the weights of the best epoch by validation (without it of the last),
+    and ``final.safetensors``, those of the last; None: none are written."""
     feature: str = FEATURE
     label: str = LABEL
     edge_feats: EdgeNames = ()
@@ -368,6 +372,7 @@ def train(  # noqa: PLR0913 - all but four have defaults
     run = _Run(loader, g, config, _step_of(model, optimizer, sparse, config), facts, objects)
     run.resume()
     run.check_evaluation()
+    run.files.begin(run.result.best_epoch)
     enabled = config.show_progress and g.session.topology.rank == 0 and run.has_epochs
     with (
         tracing.scalars_writer(config.tensorboard, run.result.first_epoch, g.session) as write,
@@ -507,6 +512,7 @@ class _Run:
             state=objects,
         )
         self._scheduler = objects.get(SCHEDULER)
+        self.files = WeightFiles(config.weights_folder, step.model)
         folder, every = config.checkpoint_folder, steps_between(config.checkpoint_every, len(loader))
         # Of checkpoints that are there for the best epoch alone, the others are of no use.
         keep = config.keep or (1 if config.patience and not every else None)
@@ -518,7 +524,7 @@ class _Run:
         self._next, self._evaluations_since_best = 0, 0
         self._so_far: dict[str, float] = {}
         """Of the epoch ``_next``, before the loader's position."""
-        self._best: tuple[_BestWeights, FitResult | _Saved] | None = None
+        self._best: tuple[BestWeights, FitResult | _Saved] | None = None
         """Where no folder has them: weights of the best epoch, and its results."""
         self.sent = Counter[tracing.Pair]()
         """Bytes of this rank's ledger in training so far."""
@@ -538,7 +544,7 @@ class _Run:
             return
         if config.goes_on:
             check_same(extra, self._facts, folder)
-        resumed = checkpoint.load(folder, **vars(self._state))
+        resumed = checkpoint.load(folder, **vars(self._state), which="newest")
         if self._session.topology.rank == 0:
             differ = find_differences(extra, self._facts)
             kept = f" of another configuration ({differ}); the optimizer's settings are its own"
@@ -604,16 +610,18 @@ class _Run:
     def leave(self) -> None:
         """End training; save it if stopped, else go back to the best epoch if ``patience``; collective."""
         self._session.stop_point.close()
-        if self._config.patience is not None and not self.is_stopped:
-            self._load_best()
+        if not self.is_stopped:
+            self.files.write(FINAL_WEIGHTS, self._next - 1)
+            shown_epoch = self._next - 1 if self._config.patience is None else self._load_best()
+            self.files.complete(shown_epoch, self.result.best_epoch)
         step = int(self._loader.state_dict()["step"])
         if self.is_stopped and self._saved_at != (self._next, step):
             self._save(step, wait=True)
 
-    def _load_best(self) -> None:
+    def _load_best(self) -> int:
         epoch = self.result.best_epoch
         if epoch is None or epoch == self._next - 1:
-            return
+            return self._next - 1
         if self._writer is None:
             assert self._best is not None
             weights, scores = self._best
@@ -624,6 +632,7 @@ class _Run:
             found = checkpoint.load(self._path_of(epoch), model=model, sparse=rows, random_state=False)
             scores = _Saved(found.extra)
         self.result = replace(self.result, accuracy=scores.accuracy, metrics=scores.metrics)
+        return epoch
 
     def stopped(self) -> Stopped:
         found = Stopped(*(self._saved_at or (self._next, 0)), self._config.checkpoint_folder)
@@ -741,8 +750,9 @@ class _Run:
         if best is None or was_nan or sign * validation > sign * best:
             self._evaluations_since_best = 0
             self.result = replace(self.result, best_epoch=record.epoch, best_val_accuracy=validation)
+            self.files.write(BEST_WEIGHTS, record.epoch)
             if config.patience is not None and self._writer is None:
-                self._best = _BestWeights(self._step.model, self._step.sparse), self.result
+                self._best = BestWeights(self._step.model, self._step.sparse), self.result
         else:
             self._evaluations_since_best += 1
             self.result = replace(self.result, stopped_early=self._patience_is_over())
@@ -797,21 +807,6 @@ class _Run:
         )
         self._saved_at = (self._next, step)
         return time.perf_counter() - begin
-
-
-class _BestWeights:
-    """A copy of the weights of the best epoch in memory, of a run without checkpoints; collective."""
-
-    def __init__(self, model: nn.Module, sparse: Sequence[SparseOptimizer]) -> None:
-        self._model, self._own = model, [rows for one in sparse for rows in one.own_rows]
-        self._weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-        self._rows = [rows.clone() for rows in self._own]
-
-    def load(self) -> None:
-        self._model.load_state_dict(self._weights)
-        for rows, kept in zip(self._own, self._rows, strict=True):
-            rows.copy_(kept)
-        barrier(current_session(), "taking the weights of the best epoch")
 
 
 class _Saved:
