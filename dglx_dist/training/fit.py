@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dglx_dist.comm.collectives import check_equal, gather_json, run_on_all_ranks
 from dglx_dist.comm.ledger import LedgerRow
-from dglx_dist.comm.session import Session, agreement_facts
+from dglx_dist.comm.session import Session, agreement_facts, warn_user
 from dglx_dist.comm.topology import read_launch
 from dglx_dist.comm.trace import COMPUTE
 from dglx_dist.dataloading.step_loader import LoaderTimes
@@ -54,6 +54,7 @@ from dglx_dist.training.config import (
     rate_at,
     steps_between,
 )
+from dglx_dist.training.exact_mean import make_exact
 from dglx_dist.training.inference import EdgeNames, check_evaluable, evaluate, labelled_type
 from dglx_dist.training.models import Layered
 from dglx_dist.training.object_state import Stateful
@@ -61,6 +62,7 @@ from dglx_dist.training.relational import EntityInputs
 from dglx_dist.training.resume import (
     FACTS,
     LAUNCH,
+    Progress,
     check_same,
     find_differences,
     resolve_resume,
@@ -356,7 +358,7 @@ def train(  # noqa: PLR0913 - all but four have defaults
     config = resolve_resume(config, config.checkpoint_folder, g.session)
     of_groups = [{**group, "params": len(group["params"])} for group in optimizer.param_groups]
     check_equal(g.session, "the settings of the optimizer", of_groups)
-    config = _with_task(config, g, model.module)
+    config = _with_exact_loss(_with_task(config, g, model.module), g, is_own=config.loss is not None)
     check_loop(config, strategy_of(g.session).traits, g.session.strategy)
     facts = _facts(g, config, optimizer)
     check_scheduler(scheduler, strategy_of(g.session).traits, g.session.strategy)
@@ -423,6 +425,12 @@ def _with_task(config: FitConfig, g: DistGraph, module: nn.Module) -> FitConfig:
         module.standardise(mean.to(weights), weights)
     metric = config.metric if config.evaluate else metrics_of(task, config.metric)
     return replace(config, ntype=ntype, task=task, metric=metric, loss=config.loss or loss_of(task, weights))
+
+
+def _with_exact_loss(config: FitConfig, g: DistGraph, *, is_own: bool) -> FitConfig:
+    if config.own_task is not None or not strategy_of(g.session).traits.own_loop:
+        return config
+    return replace(config, loss=make_exact(config.loss, g, str(config.ntype), config.label, is_own=is_own))
 
 
 @contextmanager
@@ -524,7 +532,7 @@ class _Run:
         self._next, self._evaluations_since_best = 0, 0
         self._so_far: dict[str, float] = {}
         """Of the epoch ``_next``, before the loader's position."""
-        self._best: tuple[BestWeights, FitResult | _Saved] | None = None
+        self._best: tuple[BestWeights, FitResult | Progress] | None = None
         """Where no folder has them: weights of the best epoch, and its results."""
         self.sent = Counter[tracing.Pair]()
         """Bytes of this rank's ledger in training so far."""
@@ -532,6 +540,7 @@ class _Run:
         """Of regular checkpoints; 0: none."""
         self._saved_at: tuple[int, int] | None = None
         """Epoch and step of the newest checkpoint."""
+        self._is_warned = False
         self.first_step = 0
         """Of the first epoch."""
 
@@ -540,7 +549,7 @@ class _Run:
         if folder is not None and config.overwrite:
             checkpoint.remove_all(folder)
         # Checked before anything is loaded.
-        if not config.resume or folder is None or (extra := checkpoint.read_extra(folder, _Saved)) is None:
+        if not config.resume or folder is None or (extra := checkpoint.read_extra(folder, Progress)) is None:
             return
         if config.goes_on:
             check_same(extra, self._facts, folder)
@@ -549,7 +558,7 @@ class _Run:
             differ = find_differences(extra, self._facts)
             kept = f" of another configuration ({differ}); the optimizer's settings are its own"
             log.warning("going on from %s%s", resumed.path, kept if differ else "")
-        saved, self._saved_at = _Saved(resumed.extra), (resumed.epoch, resumed.step)
+        saved, self._saved_at = Progress(resumed.extra), (resumed.epoch, resumed.step)
         self._next, self._evaluations_since_best = resumed.epoch, saved.evaluations_since_best
         best = saved.best
         if not self._is_comparable(saved, folder):
@@ -570,7 +579,7 @@ class _Run:
         if not self.has_epochs and self._session.topology.rank == 0:
             log.warning("nothing to train: %d epochs are done", self._next)
 
-    def _is_comparable(self, saved: _Saved, folder: str | Path) -> bool:
+    def _is_comparable(self, saved: Progress, folder: str | Path) -> bool:
         """Whether the best epoch so far is by the same metric, and its weights are there. Collective."""
         if saved.best[0] is None:
             return True
@@ -578,8 +587,8 @@ class _Run:
         if saved.deciding not in (None, self._deciding):
             problem = f"by {saved.deciding}, and {self._deciding or 'the accuracy'} decides now"
         elif self._config.patience is not None:
-            extra = checkpoint.read_extra(self._path_of(saved.best[0]), _Saved)
-            if extra is None or str(_Saved(extra).best) != str(saved.best):
+            extra = checkpoint.read_extra(self._path_of(saved.best[0]), Progress)
+            if extra is None or str(Progress(extra).best) != str(saved.best):
                 problem = f"and {folder} does not have its weights"
         if problem and self._session.topology.rank == 0:
             log.warning("epoch %d was the best, %s: the best is now of later ones", saved.best[0], problem)
@@ -630,7 +639,7 @@ class _Run:
             self._writer.wait()
             model, rows = self._step.model, self._step.sparse
             found = checkpoint.load(self._path_of(epoch), model=model, sparse=rows, random_state=False)
-            scores = _Saved(found.extra)
+            scores = Progress(found.extra)
         self.result = replace(self.result, accuracy=scores.accuracy, metrics=scores.metrics)
         return epoch
 
@@ -658,6 +667,12 @@ class _Run:
         self._next += len(found)
         found[-1] = self._finish(found[-1])
         self.result.epochs.extend(found)
+        if any(math.isnan(record.loss) for record in found) and not self._is_warned:
+            self._is_warned = True
+            warn_user(
+                f"the training loss of epoch {found[-1].epoch} is NaN: look for seeds without a target, "
+                "features that are not finite, and a learning rate that is too large"
+            )
         if self._session.trace is not None:
             for record in found:
                 self._session.trace.note_epoch(record)
@@ -807,30 +822,6 @@ class _Run:
         )
         self._saved_at = (self._next, step)
         return time.perf_counter() - begin
-
-
-class _Saved:
-    """``extra`` of a checkpoint of :class:`_Run`; TypeError or ValueError: a value is none of ours."""
-
-    def __init__(self, extra: Mapping[str, Any]) -> None:
-        best = extra.get("best")
-        if best is not None and not (isinstance(best, list) and len(best) == 2):
-            raise ValueError(f"'best' is {best!r}")
-        self.best = (None, None) if best is None else (checkpoint.whole(best[0]), _number(best[1]))
-        self.evaluations_since_best = checkpoint.whole(extra.get("evaluations_since_best", 0))
-        self.accuracy = {name: _number(value) for name, value in extra.get("accuracy", {}).items()}
-        self.metrics = {name: _number(value) for name, value in extra.get("metrics", {}).items()}
-        self.deciding = extra.get("deciding")
-        self.so_far = [
-            {name: _number(value) for name, value in of_rank.items()} for of_rank in extra.get("so_far", [])
-        ]
-        """By rank: :class:`Figures` of the epoch that the checkpoint is inside of."""
-
-
-def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{value!r} is no number")
-    return value
 
 
 def _step_of(
