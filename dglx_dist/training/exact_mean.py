@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from dglx_dist.comm.collectives import gather_int64, run_on_all_ranks, sum_over_ranks
 from dglx_dist.comm.session import Session, current_session
+from dglx_dist.dataloading.target_gaps import IS_EXACT
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import LABEL
 from dglx_dist.strategies.base import Reduction, gradient_weight
@@ -59,6 +60,7 @@ def global_mean(total: Tensor, count: float | Tensor, reduction: Reduction = "me
 
 def _mean_of(total: Tensor, sums: Tensor, session: Session, reduction: Reduction = "mean") -> Tensor:
     """Return the mean of the ``sums`` of all ranks, with the gradient of this rank's ``total``."""
+    IS_EXACT.set(session, True)
     weight = gradient_weight(session.model_share, reduction)
     loss_sum, num_terms = sums.tolist()
     # A rank without seeds has the weight 0, and no terms.
