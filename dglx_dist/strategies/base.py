@@ -191,6 +191,11 @@ class WrappedModel(nn.Module, ABC):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name == "_ddp_params_and_buffers_to_ignore":  # DistributedDataParallel looks for it
+                raise ConfigError(
+                    "DistributedDataParallel around a wrapped model would average its gradients again; "
+                    "leave it out, as dx.wrap exchanges the gradients"
+                ) from None
             if name.startswith("_") or (inside := self._inside()) is None:
                 raise
         value = getattr(inside, name)

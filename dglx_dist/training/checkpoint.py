@@ -77,6 +77,7 @@ from dglx_dist.training.optimizer_state import (
     optimizer_state,
     split_optimizer,
 )
+from dglx_dist.training.replicas import check_replicas
 
 log = logging.getLogger(__name__)
 
@@ -392,6 +393,7 @@ class CheckpointWriter:
         module, loader, dataset = _plain_module(model), self._saved.loader, self._saved.dataset
         # First: this completes the steps that a pipeline has in flight, which change the optimizer, too.
         of_model = model.state_dict()
+        check_replicas({n: of_model[n] for n, _ in module.named_parameters() if n in of_model}, session)
 
         def prepare() -> tuple[dict[str, Tensor], dict[str, Any] | None, dict[str, Tensor], dict[str, Any]]:
             _check_json({"extra": facts["extra"], "dataset": dataset})

@@ -59,6 +59,7 @@ from dglx_dist.training.inference import EdgeNames, check_evaluable, evaluate, l
 from dglx_dist.training.models import Layered
 from dglx_dist.training.object_state import Stateful
 from dglx_dist.training.relational import EntityInputs
+from dglx_dist.training.replicas import check_replicas
 from dglx_dist.training.resume import (
     FACTS,
     LAUNCH,
@@ -665,6 +666,8 @@ class _Run:
             for _ in found:
                 after_step()
         self._next += len(found)
+        own = dict(self._step.model.module.named_parameters())
+        check_replicas({name: own[name] for name in self._step.model.parts.replicated}, self._session)
         found[-1] = self._finish(found[-1])
         self.result.epochs.extend(found)
         if any(math.isnan(record.loss) for record in found) and not self._is_warned:
