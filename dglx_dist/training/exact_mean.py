@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from inspect import signature
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from dglx_dist.comm.collectives import gather_int64, run_on_all_ranks, sum_over_ranks
-from dglx_dist.comm.session import Session, current_session
+from dglx_dist.comm.session import Session, SessionField, current_session
 from dglx_dist.dataloading.target_gaps import IS_EXACT
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import LABEL
@@ -30,6 +31,8 @@ _OF_NUMBERS = (
 )
 _MOST_MEANS = 8
 """Maximum number of means that one loss is made of."""
+NUM_TERMS: SessionField[deque[float]] = SessionField(lambda _: deque(maxlen=_MOST_MEANS))
+"""Numbers of terms of all ranks in the latest means."""
 _Replace: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -63,6 +66,7 @@ def _mean_of(total: Tensor, sums: Tensor, session: Session, reduction: Reduction
     IS_EXACT.set(session, True)
     weight = gradient_weight(session.model_share, reduction)
     loss_sum, num_terms = sums.tolist()
+    NUM_TERMS.of(session).append(num_terms)
     # A rank without seeds has the weight 0, and no terms.
     factor = 1 / (num_terms * weight) if num_terms and weight else 0.0
     scaled = total * factor

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dglx_dist.comm.collectives import check_equal, gather_json, run_on_all_ranks
 from dglx_dist.comm.ledger import LedgerRow
-from dglx_dist.comm.session import Session, agreement_facts, warn_user
+from dglx_dist.comm.session import Session, agreement_facts, current_session, warn_user
 from dglx_dist.comm.topology import read_launch
 from dglx_dist.comm.trace import COMPUTE
 from dglx_dist.dataloading.step_loader import LoaderTimes
@@ -39,6 +39,7 @@ from dglx_dist.strategies.base import (
     strategy_of,
 )
 from dglx_dist.training import checkpoint, tracing
+from dglx_dist.training.accumulate import Accumulation
 from dglx_dist.training.checkpoint import Positioned, Sparse, optimizers_of
 from dglx_dist.training.config import (
     AUTO_TASK,
@@ -81,6 +82,7 @@ from dglx_dist.training.tasks import (
     warn_of_guesses,
 )
 from dglx_dist.training.tasks import NodeClassification as NodeClassification
+from dglx_dist.training.tracing import epoch_line as epoch_line
 from dglx_dist.training.update_checks import (
     SCHEDULER,
     Scheduler,
@@ -123,6 +125,7 @@ class Step:
     """Learning rates of the optimizer's groups, then of ``sparse``, of which the schedule gives a part."""
     precision: str = FLOAT32
     """Of forward passes."""
+    accumulation: Accumulation
     clip_norm: float | None = None
     """Maximum norm of the gradients of a step; None: they are not clipped."""
     schedule: RunOptions | None = None
@@ -158,7 +161,8 @@ def train_pass(
         number = position["epoch"] * len(loader) + position["step"] - 1
         if step.schedule is not None:
             step.set_rates(rate_at(step.schedule, number, len(loader)))
-        found = _train_step(step, batch, partial(session.timeline.span, row=COMPUTE, batch=number))
+        place = position["step"], step.accumulation.end_of(position["step"], len(loader))
+        found = _train_step(step, batch, place, partial(session.timeline.span, row=COMPUTE, batch=number))
         if found.num_targets:
             # The mean over no targets is nan, which would spoil the total.
             steps.append((found.loss.detach(), found.num_correct, found.num_targets))
@@ -188,18 +192,28 @@ def train_pass(
     return {**before, "loss": loss, **sums}, rows
 
 
-def _train_step(step: Step, batch: Any, span: Callable[[str], AbstractContextManager[None]]) -> StepLoss:
+def _train_step(
+    step: Step, batch: Any, place: tuple[int, int], span: Callable[[str], AbstractContextManager[None]]
+) -> StepLoss:
+    """Train on a batch; ``place`` is its number, and that of the last one of the same optimizer step."""
     autocast: AbstractContextManager[Any] = nullcontext()
     if step.precision == BF16:
         autocast = torch.autocast(float_of(step.model).device.type, torch.bfloat16)
-    with span("forward"), autocast:
-        found = step.task(step.model, batch)
-    step.optimizer.zero_grad(set_to_none=True)
-    for rows in step.sparse:
-        rows.zero_grad()
-    with span("backward"):
-        found.loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
+    is_last = place[0] == place[1]
+    step.accumulation.begin()
+    with nullcontext() if is_last else step.model.no_sync():
+        with span("forward"), autocast:
+            found = step.task(step.model, batch)
+        if (place[0] - 1) % step.accumulation.number == 0:
+            step.optimizer.zero_grad(set_to_none=True)
+            for rows in step.sparse:
+                rows.zero_grad()
+        with span("backward"):
+            step.accumulation.weigh(found.loss).backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
+    if not is_last:
+        return found
     with span("step"):
+        step.accumulation.finish(step.model.parameters())
         if step.clip_norm is not None:
             step.model.clip_grad_norm_(step.clip_norm)
         step.optimizer.step()
@@ -219,6 +233,7 @@ under their names, as ``val_mrr``.
 """
 
 _TRAIN, _VALIDATION, _TEST = SPLITS
+_OF_STEPS = ("clip_norm", "accumulate")
 TRAINED_WITH = "strategy"
 """Key in ``extra`` of a checkpoint: name and options of the strategy, and the cache that ``auto`` chose."""
 
@@ -462,7 +477,10 @@ def _facts(g: DistGraph, config: FitConfig, optimizer: torch.optim.Optimizer) ->
         "precision": config.precision,
         "task": config.task if isinstance(config.task, str) else "own",
         # A schedule of more epochs has other rates from the first one on.
-        **{name: getattr(config, name) for name in ("class_weight", "schedule", "warmup", "clip_norm")},
+        **{
+            name: getattr(config, name)
+            for name in ("class_weight", "schedule", "warmup", "clip_norm", "accumulate")
+        },
         **({"epochs": config.epochs} if is_scheduled(config) else {}),
         "optimizer": type(optimizer).__name__,
         **groups,
@@ -473,15 +491,6 @@ def _plain(value: object) -> object:
     if isinstance(value, Tensor):
         return value.tolist()
     return value if isinstance(value, bool | int | float | str | None) else repr(value)
-
-
-def epoch_line(record: EpochRecord) -> str:
-    """Return ``epoch 3: loss 1.2345, val 84.1 %, 0.15 s``, without val if not evaluated."""
-    scores = [] if record.val_accuracy is None else [f"val {100 * record.val_accuracy:.1f} %"]
-    others = (one for one in record.metrics.items() if one[0].startswith("val_") and one[0] != "val_accuracy")
-    scores += [f"{name.replace('_', ' ', 1)} {value:.4f}" for name, value in others]
-    shown = "".join(f"{one}, " for one in scores)
-    return f"epoch {record.epoch}: loss {record.loss:.4f}, {shown}{record.seconds:.2f} s"
 
 
 def _progress_of(
@@ -688,7 +697,7 @@ class _Run:
         def after_each() -> None:
             after_step()
             if not overlaps and stop_point.passed():
-                self._loader.end_at(self._loader.state_dict()["step"])
+                self._end_at(self._loader.state_dict()["step"])
 
         while True:
             if self._steps_between:
@@ -696,7 +705,7 @@ class _Run:
                 due = (done // self._steps_between + 1) * self._steps_between
                 # A pass that ends there has no batches in flight or made ahead: bits and bytes are those of
                 # the run that resumes.
-                self._loader.end_at(due - self._next * len(self._loader))
+                self._end_at(due - self._next * len(self._loader))
             before = self._g.kvstore.cache_counts()
             found, rows = train_pass(self._step, self._loader, self._session, after_each, self._so_far)
             self._count(rows)
@@ -715,6 +724,10 @@ class _Run:
         record = tracing.over_ranks(gather_json(figures, self._session), self._next)
         has_classes = self._task == CLASSIFICATION or self._task not in METRICS_OF
         return record if has_classes else replace(record, train_accuracy=math.nan)
+
+    def _end_at(self, step: int) -> None:
+        # Checkpoints do not have gradients of batches before the step of the optimizer.
+        self._loader.end_at(self._step.accumulation.end_of(step, len(self._loader)))
 
     def _count(self, rows: Sequence[LedgerRow]) -> None:
         for row in rows:
@@ -840,6 +853,7 @@ def _step_of(
         sparse=rows,
         rates=[*(group["lr"] for group in optimizer.param_groups), *(one.lr for one in rows)],
         precision=config.precision or FLOAT32,
+        accumulation=Accumulation(config.accumulate, current_session()),
         clip_norm=config.clip_norm,
         schedule=config if is_scheduled(config) else None,
     )
