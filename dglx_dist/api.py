@@ -27,7 +27,7 @@ from dglx_dist.auto import (
     outcome_of,
     resolve,
 )
-from dglx_dist.comm.collectives import broadcast_json, run_on_all_ranks, sum_over_ranks
+from dglx_dist.comm.collectives import broadcast_json, run_on_all_ranks
 from dglx_dist.comm.session import Session, current_session, session_or
 from dglx_dist.compat.dist_graph import DistGraph as ScriptGraph
 from dglx_dist.compat.namespace import ScriptModel
@@ -58,7 +58,6 @@ from dglx_dist.strategies.base import (
     Reduction,
     WrappedModel,
     begin,
-    gradient_weight,
     resolve_strategy,
     strategy_of,
 )
@@ -72,7 +71,7 @@ from dglx_dist.training.fit import (
     train,
 )
 from dglx_dist.training.inference import labelled_type
-from dglx_dist.training.metrics import PHASE, mean_of_sums
+from dglx_dist.training.metrics import mean_of_sums
 from dglx_dist.training.object_state import Stateful
 from dglx_dist.training.relational import EntityInputs
 from dglx_dist.training.resume import resolve_resume
@@ -621,37 +620,6 @@ def reduce_mean(value: float | Tensor, count: int) -> float:
         The mean over the values of all ranks; NaN when there are none.
     """
     return mean_of_sums(float(value) * count if count else 0.0, count, current_session())
-
-
-def global_mean(total: Tensor, count: float | Tensor, reduction: Reduction = "mean") -> Tensor:
-    """Return the mean of a loss over ``count`` terms of all ranks; every rank must call it after its model.
-
-    The wrapped model weighs a rank's mean loss by its number of seeds. A loss that leaves out seeds
-    (``ignore_index``, unknown targets) or weighs them (class weights) is divided by another number. Its exact
-    gradient over all ranks comes from here: ``dx.global_mean(losses.sum(), number_of_terms)``.
-
-    Args:
-        total: () sum of the loss terms of this rank, 0 if it has none, connected to the model's output.
-        count: Number of terms of this rank, or the sum of their weights, at least 0.
-        reduction: As given to :func:`wrap`.
-
-    Returns:
-        () the mean over the terms of all ranks, equal on all of them; 0 if no rank has a term. Call
-        ``backward`` on it once.
-
-    Raises:
-        ConfigError: the number of seeds of this step is unknown, because no batch of a loader went through
-            the wrapped model.
-    """
-    session = current_session()
-    weight = gradient_weight(session.model_share, reduction)
-    sums = torch.tensor([float(total.detach()), float(count)], dtype=torch.float64)
-    loss_sum, num_terms = sum_over_ranks(sums, session, phase=PHASE).tolist()
-    # A rank without seeds has the weight 0, and no terms.
-    factor = 1 / (num_terms * weight) if num_terms and weight else 0.0
-    mean = loss_sum / num_terms if num_terms else 0.0
-    scaled = total * factor
-    return scaled + (mean - scaled.detach())
 
 
 def _distributed(g: object) -> DistGraph:

@@ -92,8 +92,9 @@ def train(config: TrainConfig) -> None:
 
     Under torchrun: `torchrun --nproc-per-node 4 -m dglx_dist.cli train data/demo --out runs/demo`
 
-    RUNDIR gets `summary.json`, `metrics.jsonl`, `config.json` and `picture.png`; `dglx report RUNDIR` shows
-    them again.
+    RUNDIR gets `summary.json`, `metrics.jsonl`, `config.json`, `picture.png` and the weights:
+    `model.safetensors` of the best epoch by validation, or of the last without validation, and
+    `final.safetensors` of the last. `dglx report RUNDIR` shows the results again.
     """
     ranks, servers = config.ranks, config.servers
     if launched_by_torchrun():
@@ -109,17 +110,20 @@ def train(config: TrainConfig) -> None:
     trained = train_seeds(config) if config.seeds else train_dataset(config)
     if trained.rank == 0:
         from dglx_dist.report.tables import epoch_table, spread_table, summary_table
+        from dglx_dist.training.weights import BEST_WEIGHTS, FINAL_WEIGHTS
 
+        folder = f"{config.out}/seed-N" if config.seeds else config.out
+        weights = f"weights of the best epoch: {folder}/{BEST_WEIGHTS}, of the last: {folder}/{FINAL_WEIGHTS}"
         outputs = {"predictions": config.predictions, "embeddings": config.save_embeddings}
         written = "".join(f", {name} to {folder}" for name, folder in outputs.items() if folder)
         if config.seeds:
             show(spread_table(trained.summary))
             again = f"dglx report {config.out}, of one seed: {config.out}/seed-{config.seeds[0]}"
-            write(f"written to {config.out}{written}; again: {again}")
+            write(f"written to {config.out}{written}; again: {again}; {weights}")
             return
         show(partial(epoch_table, trained.epochs))
         show(summary_table(trained.summary))
-        write(f"written to {config.out}{written}; again: dglx report {config.out}")
+        write(f"written to {config.out}{written}; again: dglx report {config.out}; {weights}")
 
 
 def check_launched(ranks: int | None, servers: int | None) -> None:

@@ -542,7 +542,7 @@ def _fit(
     return fit(
         module,
         g,
-        config=FitConfig(**options, checkpoint_folder=folder),
+        config=FitConfig(**options, checkpoint_folder=folder, weights_folder=plan.out),
         make_optimizer=partial(_OPTIMIZERS[plan.optimizer], **settings),
         callbacks=[after_epoch],
         sparse=sparse,

@@ -26,6 +26,7 @@ from dglx_dist.comm.session import Session, warn_user
 from dglx_dist.comm.trace import COMPUTE, LOADER, WAIT, Pass
 from dglx_dist.dataloading.feature_fetch import Ahead, Drawn, check_float, look_ahead
 from dglx_dist.dataloading.sampler_spec import refuse_by_name
+from dglx_dist.dataloading.target_gaps import warn_of_gaps
 from dglx_dist.errors import CheckpointError, ConfigError
 from dglx_dist.graph.ids import Ids
 from dglx_dist.graph.sampling import by_type
@@ -315,17 +316,18 @@ _CHECKED: WeakSet[Optimizer] = WeakSet()
 
 
 def refuse_unwrapped(optimizer: Optimizer, *_: object) -> None:
-    """Raise ConfigError if ``optimizer`` steps by gradients, and none is of a wrapped model."""
+    """Raise ConfigError if ``optimizer`` steps by gradients that are not all of a wrapped model."""
     if optimizer in _CHECKED:
         return
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
     if not stepped:
         return
-    if stepped.isdisjoint(id(p) for model in WRAPPED_MODELS for p in model.parameters()):
+    unwrapped = stepped.difference(id(p) for model in WRAPPED_MODELS for p in model.parameters())
+    if unwrapped:
         raise ConfigError(
-            f"{type(optimizer).__name__} trains {len(stepped)} parameters that belong to no wrapped model, "
-            "so every rank would train its own model; call model = dx.wrap(model, g) with the module itself "
-            "(not DistributedDataParallel), then build the optimizer from model.parameters()"
+            f"{type(optimizer).__name__} trains {len(unwrapped)} parameters that belong to no wrapped model, "
+            "so every rank would train its own; put them into one module and call model = dx.wrap(model, g) "
+            "with it (not DistributedDataParallel), then build the optimizer from model.parameters()"
         )
     _CHECKED.add(optimizer)
 
@@ -418,7 +420,13 @@ class EpochLoader(ABC, Generic[B, T]):
         epoch, first = self._epoch, self._next_step
         began, waited_s = time.perf_counter(), self._waited_s
         checks = self.checks_training and self._session.topology.world_size > 1
-        handle = register_optimizer_step_pre_hook(refuse_unwrapped) if checks else None
+        stepped: list[Optimizer] = []
+
+        def check(optimizer: Optimizer, *_: object) -> None:
+            refuse_unwrapped(optimizer)
+            stepped.append(optimizer)
+
+        handle = register_optimizer_step_pre_hook(check) if checks else None
         try:
             with closing(self.made_ahead(epoch)) as batches:
                 stream = self.in_order(batches)
@@ -427,6 +435,9 @@ class EpochLoader(ABC, Generic[B, T]):
                     watch, self.watch = self.watch, nullcontext
                     with watch(batch):
                         yield batch
+                    if stepped:
+                        warn_of_gaps(batch, stepped.pop(), step, self._session)
+                        stepped.clear()
                     del batch
         finally:
             if handle is not None:

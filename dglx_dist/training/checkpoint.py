@@ -10,7 +10,6 @@ import json
 import logging
 import math
 import os
-import re
 import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,6 +42,23 @@ from dglx_dist.errors import CheckpointError, ConfigError, DglxError, Stopped, S
 from dglx_dist.graph.optim import SparseOptimizer
 from dglx_dist.graph.shared_memory import WriteOwn, index_shares, shared_partial_folder, write_share
 from dglx_dist.strategies.base import WrappedModel
+from dglx_dist.training.checkpoint_folder import (
+    FOLDER_NAME,
+    NEWEST,
+    REMEDY,
+    VERSION,
+    Which,
+    choose,
+    find_newest,
+    key_of,
+    list_complete,
+    read_state,
+)
+from dglx_dist.training.checkpoint_folder import STATE_NAME as STATE_NAME
+from dglx_dist.training.checkpoint_folder import folder_name as folder_name
+from dglx_dist.training.checkpoint_folder import latest as latest
+from dglx_dist.training.checkpoint_folder import whole as whole
+from dglx_dist.training.checkpoint_folder import write_json as write_json
 from dglx_dist.training.config import EVERY, Every, steps_between
 from dglx_dist.training.object_state import (
     Stateful,
@@ -61,12 +77,9 @@ from dglx_dist.training.optimizer_state import (
     optimizer_state,
     split_optimizer,
 )
+from dglx_dist.training.replicas import check_replicas
 
 log = logging.getLogger(__name__)
-
-VERSION = 3
-STATE_NAME = "state.json"
-_REMEDY = "move its folder away, and the checkpoint before it is taken"
 
 
 @contextmanager
@@ -95,7 +108,7 @@ class SavedTensor:
             file.seek(self.first_byte)
             if file.readinto(raw) != len(raw) or zlib.crc32(raw) != self.crc32:
                 raise CheckpointError(
-                    f"{self.path} is damaged in {name!r} (byte {self.first_byte}); {_REMEDY}"
+                    f"{self.path} is damaged in {name!r} (byte {self.first_byte}); {REMEDY}"
                 )
         return tensor
 
@@ -128,63 +141,12 @@ def _saved(folder: Path, name: str, entry: Mapping[str, Any]) -> SavedTensor:
     if path.name != file:
         raise CheckpointError(f"{folder} refers to {file!r} outside of it; load another checkpoint")
     if not path.is_file():
-        raise CheckpointError(f"{path} is missing; {_REMEDY}")
+        raise CheckpointError(f"{path} is missing; {REMEDY}")
     if path.stat().st_size < first + num_bytes:
-        raise CheckpointError(f"{path} is damaged: it is shorter than {first + num_bytes} bytes; {_REMEDY}")
+        raise CheckpointError(f"{path} is damaged: it is shorter than {first + num_bytes} bytes; {REMEDY}")
     if num_bytes != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{name!r} has the shape {list(shape)} of {dtype} and {num_bytes} bytes")
     return SavedTensor(dtype=dtype, shape=shape, path=path, first_byte=first, crc32=whole(entry["crc32"]))
-
-
-def whole(value: object) -> int:
-    """Return ``value`` if it is a whole number of at least 0, else raise ValueError."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{value!r} is no whole number of at least 0")
-    return value
-
-
-def write_json(path: Path, value: Mapping[str, object]) -> None:
-    """Write JSON values with their CRC-32, since a changed digit is valid JSON, too."""
-    plain = json.loads(json.dumps(value))
-    path.write_text(json.dumps({**plain, "crc32": _crc_of(plain)}, indent=1), encoding="utf-8")
-
-
-def _crc_of(values: Mapping[str, object]) -> int:
-    return zlib.crc32(json.dumps({name: one for name, one in values.items() if name != "crc32"}).encode())
-
-
-@contextmanager
-def _state_of(folder: Path) -> Iterator[dict[str, Any]]:
-    """Read and check ``state.json``; errors of values in the block name the file, as CheckpointError."""
-    path = folder / STATE_NAME
-    try:
-        state = json.loads(read_small(path))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}; {_REMEDY}") from error
-    try:
-        _check_state(folder, state)
-        yield state
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as problem:
-        raise CheckpointError(
-            f"{path} is damaged ({type(problem).__name__}: {problem}); {_REMEDY}"
-        ) from problem
-
-
-def _check_state(path: Path, state: Any) -> None:
-    if state.get("version") != VERSION:
-        raise CheckpointError(
-            f"{path} has version {state.get('version')}, this package reads {VERSION}; load it with the "
-            "package that saved it, or start again without resuming"
-        )
-    numbers = [whole(state[name]) for name in ("world_size", "epoch", "step")]
-    typed = {"objects": {}, **state}
-    wrong = [name for name in ("dataset", "extra", "objects") if not isinstance(typed[name], dict)]
-    if wrong or len(state["loader"]) != numbers[0]:
-        raise ValueError(f"{wrong[0] if wrong else 'loader'!r} has a wrong type or length")
-    if state["crc32"] != _crc_of(state):
-        raise ValueError("its values have changed since they were written")
-    if (key := _key(path.name)) is not None and key[:2] != (state["epoch"], state["step"]):
-        raise ValueError(f"it is that of step {state['step']} of epoch {state['epoch']}")
 
 
 def _below(prefix: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -258,7 +220,7 @@ def _check_sparse(checkpoint: Path, indices: Sequence[int], sparse: Sparse) -> N
     for number, (optimizer, index) in enumerate(zip(optimizers, indices, strict=True)):
         folder = _sparse_folder(checkpoint, number)
         if _index_of(folder) != index:
-            raise CheckpointError(f"{folder} is damaged, or of another checkpoint; {_REMEDY}")
+            raise CheckpointError(f"{folder} is damaged, or of another checkpoint; {REMEDY}")
         optimizer.check_saved(folder)
 
 
@@ -267,19 +229,11 @@ def _index_of(folder: Path) -> int:
     try:
         return zlib.crc32(read_small(folder / INDEX))
     except OSError as error:
-        raise CheckpointError(f"cannot read {folder / INDEX}: {error}; {_REMEDY}") from error
+        raise CheckpointError(f"cannot read {folder / INDEX}: {error}; {REMEDY}") from error
 
 
 def _sparse_folder(checkpoint: Path, number: int) -> Path:
     return checkpoint / "sparse" / str(number)
-
-
-_FOLDER_NAME = re.compile(r"epoch-(\d+)-step-(\d+)(\.old(?:-[0-9a-f]{8}\.partial)?)?")
-
-
-def folder_name(epoch: int, step: int = 0) -> str:
-    """Return the name of the checkpoint after ``step`` steps of ``epoch``."""
-    return f"epoch-{epoch:06d}-step-{step:09d}"
 
 
 class Positioned(Protocol):
@@ -439,6 +393,7 @@ class CheckpointWriter:
         module, loader, dataset = _plain_module(model), self._saved.loader, self._saved.dataset
         # First: this completes the steps that a pipeline has in flight, which change the optimizer, too.
         of_model = model.state_dict()
+        check_replicas({n: of_model[n] for n, _ in module.named_parameters() if n in of_model}, session)
 
         def prepare() -> tuple[dict[str, Tensor], dict[str, Any] | None, dict[str, Tensor], dict[str, Any]]:
             _check_json({"extra": facts["extra"], "dataset": dataset})
@@ -618,7 +573,7 @@ class Checkpoints:
         self.extra: dict[str, Any] = {}
         """The user's own JSON values: saved with each checkpoint, and loaded."""
         if read_extra(folder) is not None:
-            resumed = load(folder, **vars(saved))
+            resumed = load(folder, **vars(saved), which=NEWEST)
             self.epoch, self.extra = resumed.epoch, dict(resumed.extra)
         self._folder, self._open = folder, ExitStack()
         self._stop_point = self._open.enter_context(current_session().stoppable())
@@ -650,7 +605,7 @@ checkpoints = Checkpoints
 
 
 def _remove_older(newest: Path, keep: int, spared: Path | None) -> None:
-    older = sorted(found for found in _complete(newest.parent) if found < (_key(newest.name), newest))
+    older = sorted(found for found in list_complete(newest.parent) if found < (key_of(newest.name), newest))
     for _, path in older[: max(0, len(older) + 1 - keep)]:
         try:
             if path != spared:
@@ -673,7 +628,7 @@ def _own_share(tensors: Mapping[str, Tensor], session: Session) -> dict[str, Ten
     }
 
 
-def load(
+def load(  # noqa: PLR0913 - one for each thing that can be loaded
     folder: str | Path,
     *,
     model: nn.Module,
@@ -683,6 +638,7 @@ def load(
     dataset: Mapping[str, object] | None = None,
     random_state: bool = True,
     state: Mapping[str, Stateful] | None = None,
+    which: Which | None = None,
 ) -> Resumed:
     """Resume from a checkpoint. Collective.
 
@@ -691,8 +647,8 @@ def load(
     epoch is rejected, because its steps have other seeds.
 
     Args:
-        folder: A checkpoint, or a folder of checkpoints or a run folder of ``dglx train``, of which the
-            newest one is loaded.
+        folder: A checkpoint, or a folder of checkpoints or a run folder of ``dglx train``. Rank 0 logs which
+            one of these is loaded.
         model: Wrapped or plain; loaded in place.
         optimizer: Of the same kind and over the same parameters as the saved one.
         loader: Set to the saved position.
@@ -701,6 +657,9 @@ def load(
         random_state: Whether to restore torch's generators.
         state: Objects under the names that they were saved with. May be left out only where no optimizer is
             loaded, as for predictions.
+        which: The checkpoint to load of several: ``best`` by validation, as ``dx.fit`` and ``dglx train``
+            record it, or ``newest``. None: the best where there is one; the newest with ``optimizer`` or
+            ``loader``, to go on with training.
 
     Raises:
         CheckpointError: on all ranks, when there is no checkpoint, it is damaged, or it is of another model,
@@ -709,14 +668,12 @@ def load(
         PeerError: a rank is dead or silent.
     """
     session = current_session()
-    found = run_on_all_ranks(
-        session, lambda: str(latest(folder)) if session.topology.rank == 0 else "", CheckpointError
-    )
-    path = Path(str(broadcast_json(found, session)))
+    is_resume = optimizer is not None or loader is not None
+    path = _choose_on_rank_0(folder, which or (NEWEST if is_resume else None), session, says=which != NEWEST)
     rank, of_model = session.topology.rank, model.state_dict()
 
     def read() -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Any], dict[str, Any]]:
-        with _state_of(path) as contents:
+        with read_state(path) as contents:
             tensors = {name: _saved(path, name, entry) for name, entry in contents["tensors"].items()}
             _check_model(path, tensors, of_model)
             positions: dict[str, Any] = {"loader": loader, "random_state": random_state}
@@ -727,8 +684,8 @@ def load(
                 _check_sparse(path, contents["sparse"], sparse)
             prefixes = _prefixes_to_read(contents, session, optimizer is not None, random_state)
             wanted = {name: saved.read(name) for name, saved in tensors.items() if name.startswith(prefixes)}
-            is_resume = state is not None or optimizer is not None
-            objects = _read_objects(path, contents, tensors, state or {}) if is_resume else {}
+            has_state = state is not None or optimizer is not None
+            objects = _read_objects(path, contents, tensors, state or {}) if has_state else {}
             if optimizer is None:
                 return contents, wanted, {}, objects
             of_optimizer = cut_optimizer(model, _below("optimizer/", wanted))
@@ -753,6 +710,17 @@ def load(
         model.load_rank_state(_below(f"rank/{rank}/", wanted))
     _set_random(_below(f"random/{rank}/", wanted), session.device)
     return Resumed(path=path, **{name: contents[name] for name in ("epoch", "step", "world_size", "extra")})
+
+
+def _choose_on_rank_0(folder: str | Path, which: Which | None, session: Session, *, says: bool) -> Path:
+    """Return the checkpoint that rank 0 chooses; collective."""
+    is_first = session.topology.rank == 0
+    path, why = run_on_all_ranks(
+        session, lambda: choose(folder, which) if is_first else (Path(), ""), CheckpointError
+    )
+    if why and says:
+        log.warning("loading %s, %s", path, why)
+    return Path(str(broadcast_json(str(path), session)))
 
 
 def _prefixes_to_read(
@@ -797,10 +765,10 @@ def read_extra(
     session = current_session()
 
     def read() -> dict[str, Any] | None:
-        path = _newest(Path(folder)) if session.topology.rank == 0 else None
+        path = find_newest(Path(folder)) if session.topology.rank == 0 else None
         if path is None:
             return None
-        with _state_of(path) as state:
+        with read_state(path) as state:
             if check is not None:
                 check(state["extra"])
             return dict(state["extra"])
@@ -834,7 +802,7 @@ def remove_all(folder: str | Path) -> None:
 
     def remove() -> None:
         for path in Path(folder).iterdir() if Path(folder).is_dir() else ():
-            if _FOLDER_NAME.fullmatch(path.name):
+            if FOLDER_NAME.fullmatch(path.name):
                 shutil.rmtree(path)
 
     session = current_session()
@@ -842,38 +810,6 @@ def remove_all(folder: str | Path) -> None:
         run_on_all_ranks(session, lambda: remove() if session.topology.rank == 0 else None)
     except OSError as error:
         raise CheckpointError(f"cannot remove the checkpoints in {folder}: {error}") from error
-
-
-def latest(folder: str | Path) -> Path:
-    """Return the newest complete checkpoint of a folder or run folder, or ``folder`` itself if it is one."""
-    found = _newest(Path(folder)) or _newest(Path(folder) / "checkpoints")
-    if found is None:
-        raise CheckpointError(
-            f"there is no complete checkpoint in {folder}; save one first, or start without resuming"
-        )
-    return found
-
-
-def _newest(folder: Path) -> Path | None:
-    if (folder / STATE_NAME).is_file():
-        return folder
-    complete = _complete(folder)
-    return max(complete)[1] if complete else None
-
-
-_Key: TypeAlias = tuple[int, int, bool]
-
-
-def _complete(folder: Path) -> list[tuple[_Key, Path]]:
-    found = folder.iterdir() if folder.is_dir() else ()
-    keys = [(_key(path.name), path) for path in found]
-    return [(key, path) for key, path in keys if key is not None and (path / STATE_NAME).is_file()]
-
-
-def _key(name: str) -> _Key | None:
-    """Return (epoch, step, whether it is not being replaced), which sort by age; None: no checkpoint."""
-    match = _FOLDER_NAME.fullmatch(name)
-    return None if match is None else (int(match[1]), int(match[2]), match[3] is None)
 
 
 def _check_json(values: Mapping[str, object]) -> None:

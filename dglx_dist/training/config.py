@@ -195,6 +195,10 @@ class RunOptions:
         None, "Clip the norm of all gradients to this number before each step.", check=ABOVE_ZERO
     )
     """The norm is that of the uncut model."""
+    accumulate: int = _of_optimizer(
+        1, "Batches of a step, whose gradients are added: it is the step on their union.", check=at_least(1)
+    )
+    """The last step of an epoch has the remaining batches."""
     precision: str | None = _of_optimizer(
         None,
         "bf16: forward passes of training in bfloat16, by torch's autocast. Default: float32, or as before a "

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from dglx_dist.comm.collectives import barrier, check_equal, gather_json, run_on_all_ranks
+from dglx_dist.comm.collectives import check_equal, gather_json, run_on_all_ranks
 from dglx_dist.comm.ledger import LedgerRow
-from dglx_dist.comm.session import Session, agreement_facts, current_session
+from dglx_dist.comm.session import Session, agreement_facts, current_session, warn_user
 from dglx_dist.comm.topology import read_launch
 from dglx_dist.comm.trace import COMPUTE
 from dglx_dist.dataloading.step_loader import LoaderTimes
@@ -39,6 +39,7 @@ from dglx_dist.strategies.base import (
     strategy_of,
 )
 from dglx_dist.training import checkpoint, tracing
+from dglx_dist.training.accumulate import Accumulation
 from dglx_dist.training.checkpoint import Positioned, Sparse, optimizers_of
 from dglx_dist.training.config import (
     AUTO_TASK,
@@ -54,13 +55,16 @@ from dglx_dist.training.config import (
     rate_at,
     steps_between,
 )
+from dglx_dist.training.exact_mean import make_exact
 from dglx_dist.training.inference import EdgeNames, check_evaluable, evaluate, labelled_type
 from dglx_dist.training.models import Layered
 from dglx_dist.training.object_state import Stateful
 from dglx_dist.training.relational import EntityInputs
+from dglx_dist.training.replicas import check_replicas
 from dglx_dist.training.resume import (
     FACTS,
     LAUNCH,
+    Progress,
     check_same,
     find_differences,
     resolve_resume,
@@ -78,6 +82,7 @@ from dglx_dist.training.tasks import (
     warn_of_guesses,
 )
 from dglx_dist.training.tasks import NodeClassification as NodeClassification
+from dglx_dist.training.tracing import epoch_line as epoch_line
 from dglx_dist.training.update_checks import (
     SCHEDULER,
     Scheduler,
@@ -86,6 +91,7 @@ from dglx_dist.training.update_checks import (
     check_updates,
     is_scheduled,
 )
+from dglx_dist.training.weights import BEST_WEIGHTS, FINAL_WEIGHTS, BestWeights, WeightFiles
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -119,6 +125,7 @@ class Step:
     """Learning rates of the optimizer's groups, then of ``sparse``, of which the schedule gives a part."""
     precision: str = FLOAT32
     """Of forward passes."""
+    accumulation: Accumulation
     clip_norm: float | None = None
     """Maximum norm of the gradients of a step; None: they are not clipped."""
     schedule: RunOptions | None = None
@@ -154,7 +161,8 @@ def train_pass(
         number = position["epoch"] * len(loader) + position["step"] - 1
         if step.schedule is not None:
             step.set_rates(rate_at(step.schedule, number, len(loader)))
-        found = _train_step(step, batch, partial(session.timeline.span, row=COMPUTE, batch=number))
+        place = position["step"], step.accumulation.end_of(position["step"], len(loader))
+        found = _train_step(step, batch, place, partial(session.timeline.span, row=COMPUTE, batch=number))
         if found.num_targets:
             # The mean over no targets is nan, which would spoil the total.
             steps.append((found.loss.detach(), found.num_correct, found.num_targets))
@@ -184,18 +192,28 @@ def train_pass(
     return {**before, "loss": loss, **sums}, rows
 
 
-def _train_step(step: Step, batch: Any, span: Callable[[str], AbstractContextManager[None]]) -> StepLoss:
+def _train_step(
+    step: Step, batch: Any, place: tuple[int, int], span: Callable[[str], AbstractContextManager[None]]
+) -> StepLoss:
+    """Train on a batch; ``place`` is its number, and that of the last one of the same optimizer step."""
     autocast: AbstractContextManager[Any] = nullcontext()
     if step.precision == BF16:
         autocast = torch.autocast(float_of(step.model).device.type, torch.bfloat16)
-    with span("forward"), autocast:
-        found = step.task(step.model, batch)
-    step.optimizer.zero_grad(set_to_none=True)
-    for rows in step.sparse:
-        rows.zero_grad()
-    with span("backward"):
-        found.loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
+    is_last = place[0] == place[1]
+    step.accumulation.begin()
+    with nullcontext() if is_last else step.model.no_sync():
+        with span("forward"), autocast:
+            found = step.task(step.model, batch)
+        if (place[0] - 1) % step.accumulation.number == 0:
+            step.optimizer.zero_grad(set_to_none=True)
+            for rows in step.sparse:
+                rows.zero_grad()
+        with span("backward"):
+            step.accumulation.weigh(found.loss).backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
+    if not is_last:
+        return found
     with span("step"):
+        step.accumulation.finish(step.model.parameters())
         if step.clip_norm is not None:
             step.model.clip_grad_norm_(step.clip_norm)
         step.optimizer.step()
@@ -215,6 +233,7 @@ under their names, as ``val_mrr``.
 """
 
 _TRAIN, _VALIDATION, _TEST = SPLITS
+_OF_STEPS = ("clip_norm", "accumulate")
 TRAINED_WITH = "strategy"
 """Key in ``extra`` of a checkpoint: name and options of the strategy, and the cache that ``auto`` chose."""
 
@@ -225,6 +244,9 @@ class FitConfig(RunOptions):
 
     checkpoint_folder: str | Path | None = None
     """Folder of checkpoints, shared by all ranks; None: none are saved."""
+    weights_folder: str | Path | None = None
+    """Folder for ``model.safetensors``, the weights of the best epoch by validation (without it of the last),
+    and ``final.safetensors``, those of the last; None: none are written."""
     feature: str = FEATURE
     label: str = LABEL
     edge_feats: EdgeNames = ()
@@ -352,7 +374,7 @@ def train(  # noqa: PLR0913 - all but four have defaults
     config = resolve_resume(config, config.checkpoint_folder, g.session)
     of_groups = [{**group, "params": len(group["params"])} for group in optimizer.param_groups]
     check_equal(g.session, "the settings of the optimizer", of_groups)
-    config = _with_task(config, g, model.module)
+    config = _with_exact_loss(_with_task(config, g, model.module), g, is_own=config.loss is not None)
     check_loop(config, strategy_of(g.session).traits, g.session.strategy)
     facts = _facts(g, config, optimizer)
     check_scheduler(scheduler, strategy_of(g.session).traits, g.session.strategy)
@@ -368,6 +390,7 @@ def train(  # noqa: PLR0913 - all but four have defaults
     run = _Run(loader, g, config, _step_of(model, optimizer, sparse, config), facts, objects)
     run.resume()
     run.check_evaluation()
+    run.files.begin(run.result.best_epoch)
     enabled = config.show_progress and g.session.topology.rank == 0 and run.has_epochs
     with (
         tracing.scalars_writer(config.tensorboard, run.result.first_epoch, g.session) as write,
@@ -420,6 +443,12 @@ def _with_task(config: FitConfig, g: DistGraph, module: nn.Module) -> FitConfig:
     return replace(config, ntype=ntype, task=task, metric=metric, loss=config.loss or loss_of(task, weights))
 
 
+def _with_exact_loss(config: FitConfig, g: DistGraph, *, is_own: bool) -> FitConfig:
+    if config.own_task is not None or not strategy_of(g.session).traits.own_loop:
+        return config
+    return replace(config, loss=make_exact(config.loss, g, str(config.ntype), config.label, is_own=is_own))
+
+
 @contextmanager
 def _started(session: Session, config: FitConfig, *, is_over: bool) -> Iterator[None]:
     # What rank 0 says after this, such as that training starts, is true of all ranks: they can be stopped.
@@ -448,7 +477,10 @@ def _facts(g: DistGraph, config: FitConfig, optimizer: torch.optim.Optimizer) ->
         "precision": config.precision,
         "task": config.task if isinstance(config.task, str) else "own",
         # A schedule of more epochs has other rates from the first one on.
-        **{name: getattr(config, name) for name in ("class_weight", "schedule", "warmup", "clip_norm")},
+        **{
+            name: getattr(config, name)
+            for name in ("class_weight", "schedule", "warmup", "clip_norm", "accumulate")
+        },
         **({"epochs": config.epochs} if is_scheduled(config) else {}),
         "optimizer": type(optimizer).__name__,
         **groups,
@@ -459,15 +491,6 @@ def _plain(value: object) -> object:
     if isinstance(value, Tensor):
         return value.tolist()
     return value if isinstance(value, bool | int | float | str | None) else repr(value)
-
-
-def epoch_line(record: EpochRecord) -> str:
-    """Return ``epoch 3: loss 1.2345, val 84.1 %, 0.15 s``, without val if not evaluated."""
-    scores = [] if record.val_accuracy is None else [f"val {100 * record.val_accuracy:.1f} %"]
-    others = (one for one in record.metrics.items() if one[0].startswith("val_") and one[0] != "val_accuracy")
-    scores += [f"{name.replace('_', ' ', 1)} {value:.4f}" for name, value in others]
-    shown = "".join(f"{one}, " for one in scores)
-    return f"epoch {record.epoch}: loss {record.loss:.4f}, {shown}{record.seconds:.2f} s"
 
 
 def _progress_of(
@@ -507,6 +530,7 @@ class _Run:
             state=objects,
         )
         self._scheduler = objects.get(SCHEDULER)
+        self.files = WeightFiles(config.weights_folder, step.model)
         folder, every = config.checkpoint_folder, steps_between(config.checkpoint_every, len(loader))
         # Of checkpoints that are there for the best epoch alone, the others are of no use.
         keep = config.keep or (1 if config.patience and not every else None)
@@ -518,7 +542,7 @@ class _Run:
         self._next, self._evaluations_since_best = 0, 0
         self._so_far: dict[str, float] = {}
         """Of the epoch ``_next``, before the loader's position."""
-        self._best: tuple[_BestWeights, FitResult | _Saved] | None = None
+        self._best: tuple[BestWeights, FitResult | Progress] | None = None
         """Where no folder has them: weights of the best epoch, and its results."""
         self.sent = Counter[tracing.Pair]()
         """Bytes of this rank's ledger in training so far."""
@@ -526,6 +550,7 @@ class _Run:
         """Of regular checkpoints; 0: none."""
         self._saved_at: tuple[int, int] | None = None
         """Epoch and step of the newest checkpoint."""
+        self._is_warned = False
         self.first_step = 0
         """Of the first epoch."""
 
@@ -534,16 +559,16 @@ class _Run:
         if folder is not None and config.overwrite:
             checkpoint.remove_all(folder)
         # Checked before anything is loaded.
-        if not config.resume or folder is None or (extra := checkpoint.read_extra(folder, _Saved)) is None:
+        if not config.resume or folder is None or (extra := checkpoint.read_extra(folder, Progress)) is None:
             return
         if config.goes_on:
             check_same(extra, self._facts, folder)
-        resumed = checkpoint.load(folder, **vars(self._state))
+        resumed = checkpoint.load(folder, **vars(self._state), which="newest")
         if self._session.topology.rank == 0:
             differ = find_differences(extra, self._facts)
             kept = f" of another configuration ({differ}); the optimizer's settings are its own"
             log.warning("going on from %s%s", resumed.path, kept if differ else "")
-        saved, self._saved_at = _Saved(resumed.extra), (resumed.epoch, resumed.step)
+        saved, self._saved_at = Progress(resumed.extra), (resumed.epoch, resumed.step)
         self._next, self._evaluations_since_best = resumed.epoch, saved.evaluations_since_best
         best = saved.best
         if not self._is_comparable(saved, folder):
@@ -564,7 +589,7 @@ class _Run:
         if not self.has_epochs and self._session.topology.rank == 0:
             log.warning("nothing to train: %d epochs are done", self._next)
 
-    def _is_comparable(self, saved: _Saved, folder: str | Path) -> bool:
+    def _is_comparable(self, saved: Progress, folder: str | Path) -> bool:
         """Whether the best epoch so far is by the same metric, and its weights are there. Collective."""
         if saved.best[0] is None:
             return True
@@ -572,8 +597,8 @@ class _Run:
         if saved.deciding not in (None, self._deciding):
             problem = f"by {saved.deciding}, and {self._deciding or 'the accuracy'} decides now"
         elif self._config.patience is not None:
-            extra = checkpoint.read_extra(self._path_of(saved.best[0]), _Saved)
-            if extra is None or str(_Saved(extra).best) != str(saved.best):
+            extra = checkpoint.read_extra(self._path_of(saved.best[0]), Progress)
+            if extra is None or str(Progress(extra).best) != str(saved.best):
                 problem = f"and {folder} does not have its weights"
         if problem and self._session.topology.rank == 0:
             log.warning("epoch %d was the best, %s: the best is now of later ones", saved.best[0], problem)
@@ -604,16 +629,18 @@ class _Run:
     def leave(self) -> None:
         """End training; save it if stopped, else go back to the best epoch if ``patience``; collective."""
         self._session.stop_point.close()
-        if self._config.patience is not None and not self.is_stopped:
-            self._load_best()
+        if not self.is_stopped:
+            self.files.write(FINAL_WEIGHTS, self._next - 1)
+            shown_epoch = self._next - 1 if self._config.patience is None else self._load_best()
+            self.files.complete(shown_epoch, self.result.best_epoch)
         step = int(self._loader.state_dict()["step"])
         if self.is_stopped and self._saved_at != (self._next, step):
             self._save(step, wait=True)
 
-    def _load_best(self) -> None:
+    def _load_best(self) -> int:
         epoch = self.result.best_epoch
         if epoch is None or epoch == self._next - 1:
-            return
+            return self._next - 1
         if self._writer is None:
             assert self._best is not None
             weights, scores = self._best
@@ -622,8 +649,9 @@ class _Run:
             self._writer.wait()
             model, rows = self._step.model, self._step.sparse
             found = checkpoint.load(self._path_of(epoch), model=model, sparse=rows, random_state=False)
-            scores = _Saved(found.extra)
+            scores = Progress(found.extra)
         self.result = replace(self.result, accuracy=scores.accuracy, metrics=scores.metrics)
+        return epoch
 
     def stopped(self) -> Stopped:
         found = Stopped(*(self._saved_at or (self._next, 0)), self._config.checkpoint_folder)
@@ -647,8 +675,16 @@ class _Run:
             for _ in found:
                 after_step()
         self._next += len(found)
+        own = dict(self._step.model.module.named_parameters())
+        check_replicas({name: own[name] for name in self._step.model.parts.replicated}, self._session)
         found[-1] = self._finish(found[-1])
         self.result.epochs.extend(found)
+        if any(math.isnan(record.loss) for record in found) and not self._is_warned:
+            self._is_warned = True
+            warn_user(
+                f"the training loss of epoch {found[-1].epoch} is NaN: look for seeds without a target, "
+                "features that are not finite, and a learning rate that is too large"
+            )
         if self._session.trace is not None:
             for record in found:
                 self._session.trace.note_epoch(record)
@@ -661,7 +697,7 @@ class _Run:
         def after_each() -> None:
             after_step()
             if not overlaps and stop_point.passed():
-                self._loader.end_at(self._loader.state_dict()["step"])
+                self._end_at(self._loader.state_dict()["step"])
 
         while True:
             if self._steps_between:
@@ -669,7 +705,7 @@ class _Run:
                 due = (done // self._steps_between + 1) * self._steps_between
                 # A pass that ends there has no batches in flight or made ahead: bits and bytes are those of
                 # the run that resumes.
-                self._loader.end_at(due - self._next * len(self._loader))
+                self._end_at(due - self._next * len(self._loader))
             before = self._g.kvstore.cache_counts()
             found, rows = train_pass(self._step, self._loader, self._session, after_each, self._so_far)
             self._count(rows)
@@ -688,6 +724,10 @@ class _Run:
         record = tracing.over_ranks(gather_json(figures, self._session), self._next)
         has_classes = self._task == CLASSIFICATION or self._task not in METRICS_OF
         return record if has_classes else replace(record, train_accuracy=math.nan)
+
+    def _end_at(self, step: int) -> None:
+        # Checkpoints do not have gradients of batches before the step of the optimizer.
+        self._loader.end_at(self._step.accumulation.end_of(step, len(self._loader)))
 
     def _count(self, rows: Sequence[LedgerRow]) -> None:
         for row in rows:
@@ -741,8 +781,9 @@ class _Run:
         if best is None or was_nan or sign * validation > sign * best:
             self._evaluations_since_best = 0
             self.result = replace(self.result, best_epoch=record.epoch, best_val_accuracy=validation)
+            self.files.write(BEST_WEIGHTS, record.epoch)
             if config.patience is not None and self._writer is None:
-                self._best = _BestWeights(self._step.model, self._step.sparse), self.result
+                self._best = BestWeights(self._step.model, self._step.sparse), self.result
         else:
             self._evaluations_since_best += 1
             self.result = replace(self.result, stopped_early=self._patience_is_over())
@@ -799,45 +840,6 @@ class _Run:
         return time.perf_counter() - begin
 
 
-class _BestWeights:
-    """A copy of the weights of the best epoch in memory, of a run without checkpoints; collective."""
-
-    def __init__(self, model: nn.Module, sparse: Sequence[SparseOptimizer]) -> None:
-        self._model, self._own = model, [rows for one in sparse for rows in one.own_rows]
-        self._weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-        self._rows = [rows.clone() for rows in self._own]
-
-    def load(self) -> None:
-        self._model.load_state_dict(self._weights)
-        for rows, kept in zip(self._own, self._rows, strict=True):
-            rows.copy_(kept)
-        barrier(current_session(), "taking the weights of the best epoch")
-
-
-class _Saved:
-    """``extra`` of a checkpoint of :class:`_Run`; TypeError or ValueError: a value is none of ours."""
-
-    def __init__(self, extra: Mapping[str, Any]) -> None:
-        best = extra.get("best")
-        if best is not None and not (isinstance(best, list) and len(best) == 2):
-            raise ValueError(f"'best' is {best!r}")
-        self.best = (None, None) if best is None else (checkpoint.whole(best[0]), _number(best[1]))
-        self.evaluations_since_best = checkpoint.whole(extra.get("evaluations_since_best", 0))
-        self.accuracy = {name: _number(value) for name, value in extra.get("accuracy", {}).items()}
-        self.metrics = {name: _number(value) for name, value in extra.get("metrics", {}).items()}
-        self.deciding = extra.get("deciding")
-        self.so_far = [
-            {name: _number(value) for name, value in of_rank.items()} for of_rank in extra.get("so_far", [])
-        ]
-        """By rank: :class:`Figures` of the epoch that the checkpoint is inside of."""
-
-
-def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{value!r} is no number")
-    return value
-
-
 def _step_of(
     model: WrappedModel, optimizer: torch.optim.Optimizer, sparse: Sparse, config: FitConfig
 ) -> Step:
@@ -851,6 +853,7 @@ def _step_of(
         sparse=rows,
         rates=[*(group["lr"] for group in optimizer.param_groups), *(one.lr for one in rows)],
         precision=config.precision or FLOAT32,
+        accumulation=Accumulation(config.accumulate, current_session()),
         clip_norm=config.clip_norm,
         schedule=config if is_scheduled(config) else None,
     )

@@ -26,6 +26,7 @@ from dglx_dist.records import FEATURE, LABEL, SPLITS, Array
 from dglx_dist.strategies.base import WrappedModel, edge_data_named, float_of
 from dglx_dist.training.config import CLASSIFICATION, metrics_of
 from dglx_dist.training.models import InferenceLayer
+from dglx_dist.training.replicas import check_replicas
 from dglx_dist.training.tasks import measure, own_pieces
 
 if TYPE_CHECKING:
@@ -254,6 +255,7 @@ def _infer(  # noqa: PLR0913 - of two functions with more
 
     Each pass takes ``num_layers`` blocks.
     """
+    check_replicas(dict(module.named_parameters()), g.session)
     target, maker = float_of(module), neighborhood_maker(g, num_layers, mask, edge_feats)
     with evaluating(module):
         for depth, one in enumerate(passes):

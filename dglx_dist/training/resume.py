@@ -67,3 +67,27 @@ def find_differences(saved: Mapping[str, Any], facts: Mapping[str, object]) -> s
     differ = [name for name in now if json.dumps(before[name]) != json.dumps(now[name])]
     more = f" and {len(differ) - _SHOWN} more" if len(differ) > _SHOWN else ""
     return ", ".join(f"{name}: {before[name]} -> {now[name]}" for name in differ[:_SHOWN]) + more
+
+
+class Progress:
+    """``extra`` of a checkpoint of ``dx.fit``; TypeError or ValueError: a value is none of ours."""
+
+    def __init__(self, extra: Mapping[str, Any]) -> None:
+        best = extra.get("best")
+        if best is not None and not (isinstance(best, list) and len(best) == 2):
+            raise ValueError(f"'best' is {best!r}")
+        self.best = (None, None) if best is None else (checkpoint.whole(best[0]), _number(best[1]))
+        self.evaluations_since_best = checkpoint.whole(extra.get("evaluations_since_best", 0))
+        self.accuracy = {name: _number(value) for name, value in extra.get("accuracy", {}).items()}
+        self.metrics = {name: _number(value) for name, value in extra.get("metrics", {}).items()}
+        self.deciding = extra.get("deciding")
+        self.so_far = [
+            {name: _number(value) for name, value in of_rank.items()} for of_rank in extra.get("so_far", [])
+        ]
+        """By rank: figures of the epoch that the checkpoint is inside of."""
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{value!r} is no number")
+    return value

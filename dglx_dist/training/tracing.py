@@ -248,3 +248,12 @@ def over_ranks(ranks: Sequence[Any], epoch: int) -> EpochRecord:
         cache_hits=sum(row.get("hits", 0) for row in ranks),
         cache_misses=sum(row.get("misses", 0) for row in ranks),
     )
+
+
+def epoch_line(record: EpochRecord) -> str:
+    """Return ``epoch 3: loss 1.2345, val 84.1 %, 0.15 s``, without val if not evaluated."""
+    scores = [] if record.val_accuracy is None else [f"val {100 * record.val_accuracy:.1f} %"]
+    others = (one for one in record.metrics.items() if one[0].startswith("val_") and one[0] != "val_accuracy")
+    scores += [f"{name.replace('_', ' ', 1)} {value:.4f}" for name, value in others]
+    shown = "".join(f"{one}, " for one in scores)
+    return f"epoch {record.epoch}: loss {record.loss:.4f}, {shown}{record.seconds:.2f} s"

@@ -23,7 +23,13 @@ def needs_own_loop(config: RunOptions) -> str | None:
     plain = {
         "precision": (None, FLOAT32),
         "task": (AUTO_TASK, CLASSIFICATION),
-        **{"clip_norm": (None,), "class_weight": ("none",), "schedule": ("constant",), "warmup": (0,)},
+        **{
+            "clip_norm": (None,),
+            "accumulate": (1,),
+            "class_weight": ("none",),
+            "schedule": ("constant",),
+            "warmup": (0,),
+        },
     }
     given = {name: getattr(config, name) for name in plain}
     asked = (name for name in plain if not callable(given[name]) and given[name] not in plain[name])
@@ -58,13 +64,14 @@ def check_updates(
     has_own_evaluation: bool,
 ) -> None:
     """Raise ConfigError if the gradients cannot be clipped exactly, or the scheduler has no effect."""
-    if config.clip_norm is not None and (model.overlaps_steps or sparse):
+    uses = {"clip_norm": config.clip_norm, "accumulate": config.accumulate if config.accumulate > 1 else None}
+    name = next((name for name, value in uses.items() if value is not None), None)
+    if name and (model.overlaps_steps or sparse):
         what = (
             "embeddings have gradients of their own" if sparse else "steps overlap (pipeline depth above 1)"
         )
         raise ConfigError(
-            f"clip_norm={config.clip_norm} would not be the norm of all gradients of a step, because {what}; "
-            "leave it out"
+            f"{name}={uses[name]} needs all gradients of a step at once, but {what}; leave it out"
         )
     if SCHEDULER in state:
         raise ConfigError(f"state has the name {SCHEDULER!r}, which is that of scheduler=; give another name")

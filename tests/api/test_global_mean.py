@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging.handlers
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -106,3 +108,57 @@ def furthest_from_plain(strategy: str) -> dict[str, float]:
 def test_a_mean_over_fewer_terms_has_the_gradient_of_one_process(strategy: str, ranks: int) -> None:
     for differences in run_ranks(furthest_from_plain, ranks, args=(strategy,)):
         assert differences == pytest.approx(dict.fromkeys(LOSSES, 0.0), abs=1e-12)
+
+
+def step_with_gaps(strategy: str, way: str) -> tuple[list[str], list[str]]:
+    plain = plain_graph()
+    ids = torch.arange(NUM_NODES)
+    plain.ndata["gaps"] = torch.where(ids % 6 == 0, -100, plain.ndata["label"])
+    plain.ndata["label"] = torch.where(ids % 2 == 1, torch.nan, ids + 0.5)
+    name = "gaps" if way in ("read", "global mean") else "label"
+    every = torch.ones(NUM_NODES, dtype=torch.bool)
+    is_read = way == "read" and strategy != "full_graph"
+    handler = logging.handlers.BufferingHandler(100)
+    logging.getLogger("dglx_dist.dataloading.target_gaps").addHandler(handler)
+    with dx.init(strategy=strategy, seed=0), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        g = dx.distribute(plain, parts=2)
+        sampler = dgl.dataloading.MultiLayerFullNeighborSampler(
+            2, prefetch_node_feats=["feat"], prefetch_labels=[] if is_read else [name]
+        )
+        ids = dx.node_split(every if way == "nan" else g.ndata["train_mask"], g.get_partition_book())
+        model = dx.wrap(Net(), g)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        sizes = {} if strategy == "full_graph" else {"batch_size": 4}
+        for _ in range(2):
+            for _, _, blocks in dx.DataLoader(g, ids, sampler, **sizes):
+                scores, labels = model(blocks, blocks[0].srcdata["feat"]), blocks[-1].dstdata[name]
+                if way == "nan":
+                    loss = F.mse_loss(scores[:, 0], labels)
+                elif way == "numbers":
+                    loss = F.mse_loss(scores[:, 0], labels, reduction="mean")
+                elif way == "global mean":
+                    loss = dx.global_mean(
+                        F.cross_entropy(scores, labels, reduction="sum"), (labels >= 0).sum()
+                    )
+                else:
+                    loss = F.cross_entropy(scores, labels)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        warned = [str(one.message) for one in caught if "global_mean" in str(one.message)]
+        assert all(one.filename == __file__ for one in caught if "global_mean" in str(one.message))
+        return warned, [record.getMessage() for record in handler.buffer]
+
+
+@pytest.mark.parametrize("strategy", ["data_parallel", "push_pull", "full_graph"])
+@pytest.mark.parametrize("way", ["read", "nan", "global mean", "numbers"])
+def test_warns_once_of_steps_over_seeds_without_targets(strategy: str, way: str) -> None:
+    (warned, logged), (not_warned, of_rank_1) = run_ranks(step_with_gaps, 2, args=(strategy, way))
+    assert (logged, not_warned) == ([], [])
+    if way in ("global mean", "numbers"):
+        assert (warned, of_rank_1) == ([], [])
+    else:
+        assert len(warned) == 1
+        assert "seeds have no target in" in warned[0]
+        assert len(of_rank_1) <= 1

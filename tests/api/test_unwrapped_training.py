@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Sequence
 from typing import Any
 
 import dgl
@@ -33,15 +34,16 @@ class Net(nn.Module):
         return self.conv(blocks[0], x)
 
 
-def train(model: nn.Module, g: Any) -> str:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def train(model: nn.Module, g: Any, more: Sequence[nn.Parameter] = ()) -> str:
+    optimizer = torch.optim.SGD([*model.parameters(), *more], lr=0.1)
     sampler = dgl.dataloading.MultiLayerFullNeighborSampler(
         1, prefetch_node_feats=["feat"], prefetch_labels=["label"]
     )
     try:
         for _, _, blocks in dx.DataLoader(g, dx.node_split(g.ndata["train_mask"]), sampler, batch_size=2):
             scores = model(blocks, blocks[0].srcdata["feat"])
-            nn.functional.cross_entropy(scores, blocks[-1].dstdata["label"]).backward()
+            loss = nn.functional.cross_entropy(scores, blocks[-1].dstdata["label"])
+            sum((temperature * loss for temperature in more), loss).backward()
             optimizer.step()
     except ConfigError as error:
         return str(error)
@@ -58,6 +60,7 @@ def train_in_ways() -> dict[str, str]:
             "wrapped": train(dx.wrap(Net(), g), g),
             "second": train(Net(), g),
         }
+        messages["mixed"] = train(dx.wrap(Net(), g), g, [nn.Parameter(torch.ones(()))])
         try:
             dx.wrap(nn.parallel.DistributedDataParallel(Net()), g)
         except ConfigError as error:

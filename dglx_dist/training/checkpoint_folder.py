@@ -1,0 +1,139 @@
+"""The folder of a run's checkpoints: their names, ``state.json``, and which of them is loaded."""
+
+import json
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from dglx_dist.data.storage.files import read_small
+from dglx_dist.errors import CheckpointError, ConfigError
+
+VERSION = 3
+STATE_NAME = "state.json"
+REMEDY = "move its folder away, and the checkpoint before it is taken"
+
+
+def whole(value: object) -> int:
+    """Return ``value`` if it is a whole number of at least 0, else raise ValueError."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{value!r} is no whole number of at least 0")
+    return value
+
+
+def write_json(path: Path, value: Mapping[str, object]) -> None:
+    """Write JSON values with their CRC-32, since a changed digit is valid JSON, too."""
+    plain = json.loads(json.dumps(value))
+    path.write_text(json.dumps({**plain, "crc32": _crc_of(plain)}, indent=1), encoding="utf-8")
+
+
+def _crc_of(values: Mapping[str, object]) -> int:
+    return zlib.crc32(json.dumps({name: one for name, one in values.items() if name != "crc32"}).encode())
+
+
+@contextmanager
+def read_state(folder: Path) -> Iterator[dict[str, Any]]:
+    """Read and check ``state.json``; errors of values in the block name the file, as CheckpointError."""
+    path = folder / STATE_NAME
+    try:
+        state = json.loads(read_small(path))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}; {REMEDY}") from error
+    try:
+        _check_state(folder, state)
+        yield state
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as problem:
+        raise CheckpointError(
+            f"{path} is damaged ({type(problem).__name__}: {problem}); {REMEDY}"
+        ) from problem
+
+
+def _check_state(path: Path, state: Any) -> None:
+    if state.get("version") != VERSION:
+        raise CheckpointError(
+            f"{path} has version {state.get('version')}, this package reads {VERSION}; load it with the "
+            "package that saved it, or start again without resuming"
+        )
+    numbers = [whole(state[name]) for name in ("world_size", "epoch", "step")]
+    typed = {"objects": {}, **state}
+    wrong = [name for name in ("dataset", "extra", "objects") if not isinstance(typed[name], dict)]
+    if wrong or len(state["loader"]) != numbers[0]:
+        raise ValueError(f"{wrong[0] if wrong else 'loader'!r} has a wrong type or length")
+    if state["crc32"] != _crc_of(state):
+        raise ValueError("its values have changed since they were written")
+    if (key := key_of(path.name)) is not None and key[:2] != (state["epoch"], state["step"]):
+        raise ValueError(f"it is that of step {state['step']} of epoch {state['epoch']}")
+
+
+FOLDER_NAME = re.compile(r"epoch-(\d+)-step-(\d+)(\.old(?:-[0-9a-f]{8}\.partial)?)?")
+
+
+def folder_name(epoch: int, step: int = 0) -> str:
+    """Return the name of the checkpoint after ``step`` steps of ``epoch``."""
+    return f"epoch-{epoch:06d}-step-{step:09d}"
+
+
+def latest(folder: str | Path) -> Path:
+    """Return the newest complete checkpoint of a folder or run folder, or ``folder`` itself if it is one."""
+    found = find_newest(Path(folder)) or find_newest(Path(folder) / "checkpoints")
+    if found is None:
+        raise CheckpointError(
+            f"there is no complete checkpoint in {folder}; save one first, or start without resuming"
+        )
+    return found
+
+
+BEST: Literal["best"] = "best"
+NEWEST: Literal["newest"] = "newest"
+Which: TypeAlias = Literal["best", "newest"]
+
+
+def choose(folder: str | Path, which: Which | None) -> tuple[Path, str]:
+    """Return a checkpoint as :func:`latest` does, or the best one, and why; "" if ``folder`` is one itself.
+
+    None: the best one, where the run has evaluated epochs and its checkpoint is still there.
+    """
+    if which not in (None, BEST, NEWEST):
+        raise ConfigError(f"which={which!r} must be 'best' or 'newest'")
+    newest = latest(folder)
+    if newest == Path(folder) or which == NEWEST:
+        return newest, "" if newest == Path(folder) else "the newest"
+    best = _best_epoch(newest)
+    path = newest.parent / folder_name(0 if best is None else best + 1)
+    if best is not None and (path / STATE_NAME).is_file() and _best_epoch(path) == best:
+        return path, f"the best by validation (the newest is {newest.name}; which='newest' takes it)"
+    why = "no epoch was evaluated" if best is None else f"the best, {path.name}, is not there"
+    if which == BEST:
+        raise CheckpointError(f"{newest.parent} has no best checkpoint: {why}; give which='newest'")
+    return newest, "the newest" if best is None else f"the newest, because {why}"
+
+
+def _best_epoch(checkpoint: Path) -> int | None:
+    """Return the best epoch so far of a run of ``dx.fit``; None: there is none, or it is of another loop."""
+    with read_state(checkpoint) as state:
+        extra = state["extra"]
+        return whole(extra["best"][0]) if "deciding" in extra and extra.get("best") else None
+
+
+def find_newest(folder: Path) -> Path | None:
+    if (folder / STATE_NAME).is_file():
+        return folder
+    complete = list_complete(folder)
+    return max(complete)[1] if complete else None
+
+
+Key: TypeAlias = tuple[int, int, bool]
+
+
+def list_complete(folder: Path) -> list[tuple[Key, Path]]:
+    found = folder.iterdir() if folder.is_dir() else ()
+    keys = [(key_of(path.name), path) for path in found]
+    return [(key, path) for key, path in keys if key is not None and (path / STATE_NAME).is_file()]
+
+
+def key_of(name: str) -> Key | None:
+    """Return (epoch, step, whether it is not being replaced), which sort by age; None: no checkpoint."""
+    match = FOLDER_NAME.fullmatch(name)
+    return None if match is None else (int(match[1]), int(match[2]), match[3] is None)

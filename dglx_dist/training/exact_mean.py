@@ -1,0 +1,157 @@
+"""Means of losses over the terms of all ranks, where these are fewer than the seeds or have weights."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from inspect import signature
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from dglx_dist.comm.collectives import gather_int64, run_on_all_ranks, sum_over_ranks
+from dglx_dist.comm.session import Session, SessionField, current_session
+from dglx_dist.dataloading.target_gaps import IS_EXACT
+from dglx_dist.errors import ConfigError
+from dglx_dist.records import LABEL
+from dglx_dist.strategies.base import Reduction, gradient_weight
+from dglx_dist.training.metrics import PHASE
+from dglx_dist.training.tasks import LossFunction, own_pieces
+
+if TYPE_CHECKING:
+    from dglx_dist.graph.dist_graph import DistGraph
+
+_OF_CLASSES = (F.cross_entropy, F.nll_loss)
+_OF_NUMBERS = (
+    *(F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss),
+    *(F.binary_cross_entropy, F.binary_cross_entropy_with_logits),
+)
+_MOST_MEANS = 8
+"""Maximum number of means that one loss is made of."""
+NUM_TERMS: SessionField[deque[float]] = SessionField(lambda _: deque(maxlen=_MOST_MEANS))
+"""Numbers of terms of all ranks in the latest means."""
+_Replace: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+
+
+def global_mean(total: Tensor, count: float | Tensor, reduction: Reduction = "mean") -> Tensor:
+    """Return the mean of a loss over ``count`` terms of all ranks; every rank must call it after its model.
+
+    The wrapped model weighs a rank's mean loss by its number of seeds. A loss that leaves out seeds
+    (``ignore_index``, unknown targets) or weighs them (class weights) is divided by another number. Its exact
+    gradient over all ranks comes from here: ``dx.global_mean(losses.sum(), number_of_terms)``.
+
+    Args:
+        total: () sum of the loss terms of this rank, 0 if it has none, connected to the model's output.
+        count: Number of terms of this rank, or the sum of their weights, at least 0.
+        reduction: As given to :func:`wrap`.
+
+    Returns:
+        () the mean over the terms of all ranks, equal on all of them; 0 if no rank has a term. Call
+        ``backward`` on it once.
+
+    Raises:
+        ConfigError: the number of seeds of this step is unknown, because no batch of a loader went through
+            the wrapped model.
+    """
+    session = current_session()
+    sums = torch.tensor([float(total.detach()), float(count)], dtype=torch.float64)
+    return _mean_of(total, sum_over_ranks(sums, session, phase=PHASE), session, reduction)
+
+
+def _mean_of(total: Tensor, sums: Tensor, session: Session, reduction: Reduction = "mean") -> Tensor:
+    """Return the mean of the ``sums`` of all ranks, with the gradient of this rank's ``total``."""
+    IS_EXACT.set(session, True)
+    weight = gradient_weight(session.model_share, reduction)
+    loss_sum, num_terms = sums.tolist()
+    NUM_TERMS.of(session).append(num_terms)
+    # A rank without seeds has the weight 0, and no terms.
+    factor = 1 / (num_terms * weight) if num_terms and weight else 0.0
+    scaled = total * factor
+    return scaled + ((loss_sum / num_terms if num_terms else 0.0) - scaled.detach())
+
+
+class _Means(TorchFunctionMode):
+    """Calls ``replace`` with the sum and the number of terms of each mean that a loss of torch computes."""
+
+    def __init__(self, replace: _Replace) -> None:
+        super().__init__()
+        self._replace = replace
+        self.sizes: list[int] = []
+        self.has_weights = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in (*_OF_CLASSES, *_OF_NUMBERS):
+            return func(*args, **(kwargs or {}))
+        call = signature(func).bind(*args, **(kwargs or {}))
+        call.apply_defaults()
+        given = call.arguments
+        if given["reduction"] != "mean" or given["size_average"] is not None or given["reduce"] is not None:
+            return func(*args, **(kwargs or {}))
+        terms = func(**{**given, "reduction": "none"})
+        count = torch.tensor(float(terms.numel()))
+        target, weight = given["target"], given.get("weight")
+        if func in _OF_CLASSES and not target.is_floating_point():
+            known = target[target != given["ignore_index"]]
+            count = torch.tensor(float(known.numel())) if weight is None else weight[known].sum()
+            self.has_weights |= weight is not None
+        self.sizes.append(terms.shape[0] if terms.numel() == count or weight is not None else -1)
+        return self._replace(terms.sum(), count)
+
+
+class ExactMean:
+    """A loss, of which every mean that torch computes in it is that over the terms of all ranks.
+
+    All ranks call it alike, after the wrapped model. Where each seed is one term, it is the loss itself.
+
+    Args:
+        has_gaps: Whether a label of any rank may be left out; else the first step shows whether terms are
+            weighed or left out.
+    """
+
+    def __init__(self, loss: LossFunction, session: Session, *, has_gaps: bool) -> None:
+        self._loss, self._session = loss, session
+        self._is_needed: bool | None = True if has_gaps else None
+
+    def __call__(self, scores: Tensor, labels: Tensor) -> Tensor:
+        if self._is_needed is False:
+            return self._loss(scores, labels)
+        sums: list[tuple[Tensor, Tensor]] = []
+
+        def note(total: Tensor, count: Tensor) -> Tensor:
+            sums.append((total, count))
+            return total / count
+
+        with torch.no_grad(), _Means(note) as means:
+            self._loss(scores.detach(), labels)
+        if len(sums) > _MOST_MEANS:
+            raise ConfigError(f"the loss has {len(sums)} means over terms; combine at most {_MOST_MEANS}")
+        if self._is_needed is None:
+            is_odd = means.has_weights or any(size != len(labels) for size in means.sizes)
+            self._is_needed = bool(gather_int64([is_odd], self._session).any())
+            return self(scores, labels)
+        local = torch.zeros(_MOST_MEANS, 2, dtype=torch.float64)
+        for place, pair in enumerate(sums):
+            local[place] = torch.stack([part.detach().double().cpu() for part in pair])
+        of_ranks = iter(sum_over_ranks(local, self._session, phase=PHASE))
+        with _Means(lambda total, _: _mean_of(total, next(of_ranks), self._session)):
+            return self._loss(scores, labels)
+
+
+def make_exact(
+    loss: LossFunction | None, g: DistGraph, ntype: str, label: str, *, is_own: bool
+) -> LossFunction | None:
+    """Return ``loss`` with exact means; the task's own one as it is, if all labels count; collective."""
+    data = g.nodes[ntype].data
+    if loss is None or label not in data or (label == LABEL and not is_own):
+        return loss
+
+    def count_gaps() -> int:
+        pieces = (data[label][rows] for rows in own_pieces(g, ntype))
+        return sum(int((rows.isnan() if rows.is_floating_point() else rows < 0).sum()) for rows in pieces)
+
+    # A node without a target may be among the seeds of later steps.
+    gaps = gather_int64([run_on_all_ranks(g.session, count_gaps)], g.session)
+    return ExactMean(loss, g.session, has_gaps=bool(gaps.any()))

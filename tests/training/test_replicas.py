@@ -1,0 +1,152 @@
+"""Ranks that train apart are found at the next evaluation, checkpoint or end of an epoch."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dglx_dist as dx
+from dglx_dist.comm.ledger import CONTROL
+from dglx_dist.errors import ConfigError
+from dglx_dist.training.fit import FitConfig
+from dglx_dist.training.inference import minibatch_inference
+from tests.helpers.ranks import run_ranks
+from tests.training.test_exact_mean import Layers, plain_graph
+
+import dgl  # isort: skip
+
+
+def step(way: str, model: Any, optimizer: Any, blocks: Any) -> None:
+    x, labels = blocks[0].srcdata["feat"], blocks[-1].dstdata["label"]
+    optimizer.zero_grad()
+    if way == "module":
+        F.cross_entropy(model.module(blocks, x), labels).backward()
+    elif way == "autograd":
+        used = list(model.parameters())
+        loss = F.cross_entropy(model.module(blocks, x), labels)
+        for parameter, gradient in zip(used, torch.autograd.grad(loss, used), strict=True):
+            parameter.grad = gradient
+    else:
+        loss = F.cross_entropy(model(blocks, x), labels)
+        loss.backward()
+        if way == "scheduler":
+            optimizer.param_groups[0]["lr"] = float(loss.detach())
+    optimizer.step()
+
+
+def evaluations(model: nn.Module, g: Any, folder: Path) -> dict[str, Any]:
+    return {
+        "evaluate": lambda: dx.evaluate(model, g, masks=["train_mask"]),
+        "inference": lambda: dx.layerwise_inference(model, g),
+        "batches": lambda: minibatch_inference(model, g, 2),
+        "save": lambda: dx.save(folder, model=model),
+    }
+
+
+def messages_of(strategy: str, way: str, folder: Path) -> dict[str, str]:
+    with dx.init(strategy=strategy, seed=0) as session:
+        g = dx.distribute(plain_graph(), parts=2)
+        sampler = dgl.dataloading.MultiLayerFullNeighborSampler(
+            2, prefetch_node_feats=["feat"], prefetch_labels=["label"]
+        )
+        sizes = {} if strategy == "full_graph" else {"batch_size": 20}
+        model = dx.wrap(Layers(), g)
+        if way == "reset":
+            torch.manual_seed(session.topology.rank)
+            for conv in model.module.convs:
+                conv.reset_parameters()
+        elif way == "rank 1":
+            model.module.convs[1].fc_self.bias.data += session.topology.rank
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        loader = dx.DataLoader(g, dx.node_split(g.ndata["train_mask"]), sampler, **sizes)
+        for _ in range(2):
+            for _, _, blocks in loader:
+                step(way, model, optimizer, blocks)
+        evaluated: nn.Module = model
+        if way == "second":
+            torch.manual_seed(session.topology.rank)
+            evaluated = nn.Module()
+            evaluated.convs = nn.ModuleList([dgl.nn.SAGEConv(5, 3, "mean")]).double()
+            evaluated.inference_layers = lambda: list(evaluated.convs)  # type: ignore[union-attr,operator]
+        messages = {}
+        before = session.ledger.snapshot()
+        for name, evaluate in evaluations(evaluated, g, folder).items():
+            if way == "second" and name == "batches":
+                continue
+            try:
+                evaluate()
+                messages[name] = ""
+            except ConfigError as error:
+                messages[name] = str(error)
+        if way == "none":
+            rows = session.ledger.since(before)
+            assert any(row.phase == CONTROL for row in rows)
+        return messages
+
+
+@pytest.mark.parametrize(
+    ("strategy", "way"),
+    [
+        *(("data_parallel", way) for way in ("module", "autograd", "scheduler", "second", "reset", "rank 1")),
+        *(("push_pull", way) for way in ("scheduler", "second", "rank 1")),
+        *(("full_graph", way) for way in ("scheduler", "second", "reset", "rank 1")),
+    ],
+)
+def test_ranks_that_train_apart_are_an_error_with_the_likely_causes(
+    strategy: str, way: str, tmp_path: Path
+) -> None:
+    first, second = run_ranks(messages_of, 2, args=(strategy, way, tmp_path))
+    assert first == second
+    for message in first.values():
+        assert "differs on ranks 1 from that on rank 0" in message
+        assert "model.module(...)" in message
+        assert "dx.reduce_mean" in message
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("strategy", ["data_parallel", "push_pull", "full_graph"])
+def test_ranks_that_train_together_pass(strategy: str, tmp_path: Path) -> None:
+    for messages in run_ranks(messages_of, 2, args=(strategy, "none", tmp_path)):
+        assert set(messages.values()) == {""}
+    shutil.rmtree(tmp_path)
+
+
+class Apart(Layers):
+    """A model that changes its weights by the rank, as a hook of the user may."""
+
+    def forward(self, blocks: Any, x: Tensor) -> Tensor:
+        if self.training:
+            self.convs[1].fc_self.bias.data += torch.distributed.get_rank()
+        return super().forward(blocks, x)
+
+
+def fit_apart(strategy: str) -> tuple[str, int]:
+    with dx.init(strategy=strategy, seed=0):
+        g = dx.distribute(plain_graph(), parts=2)
+        ended: list[int] = []
+        config = FitConfig(epochs=3, eval_every=0, show_progress=False, evaluate=lambda _: {})
+        with pytest.raises(ConfigError, match=r"convs.1.fc_self.bias' differs on ranks 1"):
+            dx.fit(Apart(), g, config=config, callbacks=[lambda record: ended.append(record.epoch)])
+        return strategy, len(ended)
+
+
+@pytest.mark.parametrize("strategy", ["data_parallel", "push_pull", "full_graph"])
+def test_fit_compares_the_weights_after_each_epoch(strategy: str) -> None:
+    assert run_ranks(fit_apart, 2, args=(strategy,)) == [(strategy, 0)] * 2
+
+
+def wrap_twice() -> None:
+    with dx.init():
+        model = dx.wrap(Layers(), dx.distribute(plain_graph(), parts=2))
+        with pytest.raises(ConfigError, match=r"leave it out, as dx.wrap exchanges"):
+            nn.parallel.DistributedDataParallel(model)
+
+
+def test_refuses_to_be_wrapped_by_torch() -> None:
+    run_ranks(wrap_twice, 2)

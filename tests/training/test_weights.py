@@ -1,0 +1,207 @@
+"""Which weights ``dx.load`` takes of a run, and the plain files of weights that a run leaves."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import dglx_dist as dx
+from dglx_dist.cli.app import app
+from dglx_dist.cli.train_job import train_dataset
+from dglx_dist.comm.exchange import bytes_of
+from dglx_dist.errors import CheckpointError, ConfigError
+from dglx_dist.report.run_folder import read_epochs
+from dglx_dist.training.checkpoint import folder_name
+from dglx_dist.training.config import TrainConfig
+from dglx_dist.training.fit import FitConfig
+from dglx_dist.training.models import build_model
+from dglx_dist.training.weights import write_safetensors
+from tests.helpers.ranks import run_ranks
+from tests.training.test_schedules import said_of
+from tests.training.test_tasks import EXACT, graph, labels, plan
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64}
+DTYPES["BOOL"] = torch.bool
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("weights")
+    for task in ("regression", "classification"):
+        g = graph()
+        g.ndata["label"] = labels(task)
+        dx.partition_graph(g, task, 2, folder, part_method="random")
+    return folder
+
+
+def read_weights(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Read as ``safetensors.torch.load_file`` reads."""
+    raw = path.read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    header, body, end = json.loads(raw[8 : 8 + size]), raw[8 + size :], 0
+    facts = header.pop("__metadata__")
+    state = {}
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        first, last = entry["data_offsets"]
+        assert first == end  # without holes
+        assert first % DTYPES[entry["dtype"]].itemsize == 0
+        end = last
+        state[name] = torch.zeros(entry["shape"], dtype=DTYPES[entry["dtype"]])
+        if last > first:
+            bytes_of(state[name])[:] = body[first:last]
+    assert end == len(body)
+    return state, facts
+
+
+def _train(values: dict[str, Any]) -> None:
+    train_dataset(TrainConfig(**values))
+
+
+def _predict(folder: str, run: str, how: dict[str, Any]) -> list[float]:
+    with dx.init("data_parallel"):
+        g = dx.DistGraph(folder)
+        model = build_model("sage", 8, 8, 1, dropout=0.0)
+        model.standardise(torch.zeros(1), torch.ones(1))
+        dx.load(run, model=model, **how)
+        rows = dx.layerwise_inference(model, g)
+        ids = torch.argsort(g.orig_ids(torch.arange(g.num_nodes())))
+        return [float(value) for value in rows[ids].reshape(-1)]
+
+
+@pytest.mark.parametrize("strategy", ["data_parallel", "push_pull"])
+def test_load_takes_the_best_epoch_of_a_run(strategy: str, data: Path, tmp_path: Path) -> None:
+    options = plan(data, "regression", tmp_path, strategy=strategy, epochs=40, lr=0.1, patience=3)
+    run_ranks(_train, 2, args=(options,))
+    said, where = said_of(tmp_path).tolist(), str(data / "regression")
+    for folder in (tmp_path, tmp_path / "checkpoints"):
+        (found,) = run_ranks(_predict, 1, args=(where, str(folder), {}))
+        assert found == said
+    (newest,) = run_ranks(_predict, 1, args=(where, str(tmp_path), {"which": "newest"}))
+    assert newest != said
+
+
+def test_load_says_which_checkpoint_it_takes(
+    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _train(plan(data, "regression", tmp_path, epochs=40, lr=0.1, patience=3))
+    best = json.loads((tmp_path / "summary.json").read_text())["best_epoch"]
+    newest, run = len(read_epochs(tmp_path)), str(tmp_path)
+    caplog.set_level(logging.WARNING)
+    with dx.init("data_parallel"):
+        model = build_model("sage", 8, 8, 1, dropout=0.0)
+        model.standardise(torch.zeros(1), torch.ones(1))
+        adam = torch.optim.Adam(model.parameters())
+        caplog.clear()
+        assert dx.load(run, model=model).epoch == best + 1
+        assert folder_name(best + 1) in caplog.messages[-1]
+        assert folder_name(newest) in caplog.messages[-1]
+        # To go on with training is another purpose.
+        assert dx.load(run, model=model, optimizer=adam).epoch == newest
+        assert f"{folder_name(newest)}, the newest" in caplog.messages[-1]
+        assert dx.load(run, model=model, optimizer=adam, which="best").epoch == best + 1
+        with pytest.raises(ConfigError, match="which='last'"):
+            dx.load(run, model=model, which="last")  # type: ignore[arg-type]
+        (tmp_path / "checkpoints" / folder_name(best + 1)).rename(tmp_path / "moved")
+        assert dx.load(run, model=model).epoch == newest
+        assert f"the best, {folder_name(best + 1)}, is not there" in caplog.messages[-1]
+        with pytest.raises(CheckpointError, match="which='newest'"):
+            dx.load(run, model=model, which="best")
+
+
+def test_values_of_the_users_own_loop_are_not_taken_for_a_best_epoch(tmp_path: Path) -> None:
+    with dx.init("data_parallel"):
+        model = torch.nn.Linear(2, 2)
+        for epoch in (1, 2):
+            dx.save(tmp_path, model=model, epoch=epoch, extra={"best": [0, 0.7]})
+        assert dx.load(tmp_path, model=model).epoch == 2
+
+
+@pytest.mark.parametrize("strategy", [*EXACT, "lambda"])
+def test_a_run_leaves_its_best_and_its_final_weights(strategy: str, data: Path, tmp_path: Path) -> None:
+    model = "gcn" if strategy == "lambda" else "sage"
+    options = plan(data, "classification", tmp_path, strategy=strategy, epochs=6, lr=0.3, model=model)
+    run_ranks(_train, 2, args=({**options, "checkpoint_every": 1},), ranks_per_server=1)
+    scores = [record.val_accuracy for record in read_epochs(tmp_path)]
+    best = max(range(6), key=lambda epoch: (scores[epoch], -epoch))
+    with dx.init("data_parallel"):
+        plain = build_model(model, 8, 8, 2, dropout=0.0, graph=dx.DistGraph(data / "classification"))
+        for name, epoch in (("model", best), ("final", 5)):
+            state, facts = read_weights(tmp_path / f"{name}.safetensors")
+            assert facts == {"format": "pt", "epoch": str(epoch)}
+            assert plain.load_state_dict(state)
+            dx.load(tmp_path / "checkpoints" / folder_name(epoch + 1), model=plain)
+            assert all(torch.equal(value, state[key]) for key, value in plain.state_dict().items())
+
+
+def test_the_last_line_of_a_run_says_where_its_weights_are(data: Path, tmp_path: Path) -> None:
+    run, command = tmp_path / "run", ["train", str(data / "classification"), "--epochs", "1", "--out"]
+    said = CliRunner().invoke(app, [*command, str(run)])
+    assert said.exit_code == 0
+    last = said.output.replace("\n", "").rpartition("written to")[2]
+    assert f"{run}/model.safetensors" in last
+    assert f"{run}/final.safetensors" in last
+    assert CliRunner().invoke(app, [*command, str(run), "--seeds", "0,1", "--overwrite"]).exit_code == 0
+    assert read_weights(run / "seed-1" / "model.safetensors")[1]["epoch"] == "0"
+
+
+def test_without_validation_the_model_is_that_of_the_last_epoch(data: Path, tmp_path: Path) -> None:
+    g = graph()
+    g.ndata["label"] = labels("classification")
+    del g.ndata["val_mask"]
+    dx.partition_graph(g, "plain", 1, tmp_path, part_method="random")
+    _train(plan(tmp_path, "plain", tmp_path / "run", epochs=2))
+    both = [read_weights(tmp_path / "run" / f"{name}.safetensors") for name in ("model", "final")]
+    assert [facts["epoch"] for _, facts in both] == ["1", "1"]
+    assert all(torch.equal(value, both[1][0][name]) for name, value in both[0][0].items())
+
+
+def test_a_resumed_run_keeps_the_best_weights_and_a_new_one_removes_them(data: Path, tmp_path: Path) -> None:
+    options = plan(data, "regression", tmp_path, epochs=2, lr=1e-12, checkpoint_every=1)
+    _train(options)
+    first = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])["metrics"]["val_mae"]
+    _train({**options, "epochs": 4})
+    _, facts = read_weights(tmp_path / "model.safetensors")
+    values = [record.metrics["val_mae"] for record in read_epochs(tmp_path)]
+    assert values[0] == first
+    assert int(facts["epoch"]) == int(np.argmin(values))
+    (tmp_path / "model.safetensors").write_bytes(b"of the run before")
+    _train({**options, "overwrite": True, "eval_every": 0})
+    assert read_weights(tmp_path / "model.safetensors")[1]["epoch"] == "1"
+
+
+def test_fit_writes_weights_where_it_is_told(data: Path, tmp_path: Path) -> None:
+    with dx.init("data_parallel"):
+        g = dx.DistGraph(data / "classification")
+        config = FitConfig(epochs=2, weights_folder=tmp_path / "new", show_progress=False)
+        wrapped, _ = dx.fit(build_model("sage", 8, 8, 2, dropout=0.0), g, config=config)
+        state, _ = read_weights(tmp_path / "new" / "final.safetensors")
+        assert all(torch.equal(value, state[name]) for name, value in wrapped.state_dict().items())
+
+
+def test_weights_of_all_dtypes_and_shapes_are_read_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {
+        "flag": torch.tensor([True, False, True]),
+        "half": torch.randn(3, 5).to(torch.bfloat16),
+        "count": torch.tensor(7),
+        "empty": torch.zeros(0, 4),
+        "columns": torch.randn(4, 6, dtype=torch.float64).t(),
+        "scale": torch.tensor(math.pi),
+    }
+    write_safetensors(state, tmp_path / "x", epoch=3)
+    found, facts = read_weights(tmp_path / "x")
+    assert facts["epoch"] == "3"
+    assert found.keys() == state.keys()
+    assert all(torch.equal(value, found[name]) for name, value in state.items())
+    write_safetensors({"odd": torch.zeros(2, dtype=torch.complex128)}, tmp_path / "y")
+    assert "'odd'" in caplog.messages[-1]
+    assert not (tmp_path / "y").exists()
