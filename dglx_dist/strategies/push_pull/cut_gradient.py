@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dglx_dist.comm.collectives import gather_rows
 from dglx_dist.comm.session import Session
@@ -58,6 +58,11 @@ class CutGradient(Tensor):
     ) -> Any:
         kwargs, name, first = kwargs or {}, func.__name__, args[0] if args else None
         with torch._C.DisableTorchFunctionSubclass():
+            if isinstance(first, cls) and (name.endswith("norm") or name in ("max", "amax")):
+                # Torch takes no norm of sparse gradients, and no maximum of parts without columns.
+                values = first.coalesce()._values() if first.is_sparse else first
+                empty = values.new_full((1,), 0.0 if name.endswith("norm") else -torch.inf)
+                args = (values if values.numel() else empty, *args[1:])
             result = func(*args, **kwargs)
             if name == "_amp_foreach_non_finite_check_and_unscale_":
                 # An infinity in the piece of one rank makes all ranks skip the step.
@@ -82,6 +87,13 @@ class CutGradient(Tensor):
 
     def _join_norms(self, norm: Tensor, order: float) -> Tensor:
         return torch.linalg.vector_norm(self._gather(norm), order)
+
+
+def mark_pieces(parameters: Iterable[nn.Parameter], session: Session, num_parts: int) -> None:
+    """Let the gradients of ``parameters``, which are cut over ``num_parts`` ranks, know the other parts."""
+    for parameter in parameters if num_parts > 1 else ():
+        if parameter.grad is not None:
+            parameter.grad = CutGradient.over(parameter.grad, session, num_parts)
 
 
 def _order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:

@@ -35,7 +35,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import PartialSums, SplittableConv, StageInput
 from dglx_dist.layers.dropout import DropDraws
 from dglx_dist.strategies.gradient_sync import PHASE, BufferMeans, GradientExchange
-from dglx_dist.strategies.push_pull.cut_gradient import CutGradient
+from dglx_dist.strategies.push_pull.cut_gradient import mark_pieces
 from dglx_dist.strategies.push_pull.exchange import (
     BACKWARD,
     FORWARD,
@@ -314,7 +314,7 @@ class PartSide:
         self._session, self._group, self._replicas = session, group, replicas
         self.parameters: dict[str, nn.Parameter] = {name: model.get_parameter(name) for name in split.stashed}
         places = {name: name.rpartition(".") for name in split.stashed}
-        self._pieces = [model.get_parameter(name) for name in split.cuts] if group.size > 1 else []
+        self._pieces = [model.get_parameter(name) for name in split.cuts]
         self._places = {name: (model.get_submodule(inner), last) for name, (inner, _, last) in places.items()}
         trained = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
         self._cut = [name for name in trained if name not in split.shared]
@@ -373,9 +373,7 @@ class PartSide:
             if len(self._group.replicas) > 1:
                 rows = self._of_all_replicas(rows, batch.sources)
             batch.origin.embedding.add_gradients(rows)
-        for piece in self._pieces:
-            if piece.grad is not None:
-                piece.grad = CutGradient.over(piece.grad, self._session, self._group.size)
+        mark_pieces(self._pieces, self._session, self._group.size)
 
     def _summed(
         self, batch: InFlightBatch, names: Sequence[str], all_reduce: Callable[[Tensor], Tensor]
