@@ -272,6 +272,16 @@ class WrappedModel(nn.Module, ABC):
         """
         return None
 
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Context for accumulation: backward of forward calls inside keeps the gradients on this rank.
+
+        As in DistributedDataParallel, the next backward of a call outside sends the sum of all, so that k
+        backwards send gradients once. An optimizer's step before that is a ConfigError. Activations are
+        exchanged in each call, and gradients in each backward where mini-batches overlap (push_pull with
+        ``weights="whole"``) or replicas of the first layer are summed.
+        """
+        return nullcontext()
+
     def join(self) -> AbstractContextManager[None]:
         """Context for a loop over a loader; does nothing, as loaders give all ranks equal steps."""
         return nullcontext()

@@ -5,6 +5,7 @@ A habit is a function of a model and its steps. It trains, and runs unchanged in
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -20,6 +21,8 @@ from dgl.nn import SAGEConv
 from torch import Tensor, nn
 
 import dglx_dist as dx
+from dglx_dist.errors import ConfigError
+from dglx_dist.strategies.base import WrappedModel
 from tests.helpers.ranks import run_ranks
 
 NUM_NODES, CLASSES, STEPS = 40, 3, 4
@@ -98,6 +101,37 @@ def clip_by_total_norm(parameters: list[nn.Parameter]) -> None:
     nn.utils.clip_grads_with_norm_(parameters, 0.01, total)
 
 
+def holding(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    return model.no_sync() if isinstance(model, WrappedModel) else contextlib.nullcontext()
+
+
+def accumulate(model: nn.Module, steps: Steps) -> None:
+    """Two steps of two backwards each, the first of them held; what is cleared after them is not sent."""
+    optimizer = sgd(model)
+    for number, step in enumerate(steps):
+        last = number % 2 == 1
+        with contextlib.nullcontext() if last else holding(model):
+            (step.loss(model) / 2).backward()
+        if last:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=number == 1)
+            with holding(model):
+                step.loss(model).backward()
+            optimizer.zero_grad(set_to_none=number == 1)
+
+
+def accumulate_beside_gradients_that_were_sent(model: nn.Module, steps: Steps) -> None:
+    optimizer = sgd(model)
+    for number, step in enumerate(steps):
+        with (
+            contextlib.nullcontext()
+            if number != 1 or not isinstance(model, WrappedModel)
+            else model.no_sync()
+        ):
+            step.loss(model).backward()
+    optimizer.step()
+
+
 def scale(model: nn.Module, steps: Steps) -> None:
     optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
     for step in steps:
@@ -138,6 +172,8 @@ HABITS: dict[str, Callable[[nn.Module, Steps], None]] = {
     "get_total_norm": functools.partial(clip_by, clip_by_total_norm),
     "clip by hand": functools.partial(clip_by, clip_by_hand),
     "GradScaler": scale,
+    "no_sync": accumulate,
+    "no_sync in between": accumulate_beside_gradients_that_were_sent,
 }
 OVERFLOWS = {"GradScaler": scale_until_it_fits}
 
@@ -156,15 +192,18 @@ def of_plain(habit: str, overflows: bool) -> dict[str, Tensor]:
     return model.state_dict()
 
 
+def loader_of(g: Any) -> Any:
+    sampler = dgl.dataloading.MultiLayerFullNeighborSampler(
+        2, prefetch_node_feats=["feat"], prefetch_labels=["label"]
+    )
+    return dx.DataLoader(g, dx.node_split(g.ndata["train_mask"]), sampler, batch_size=NUM_NODES)
+
+
 def of_ranks(strategy: str, overflows: bool) -> dict[str, Any]:
     """Return the largest difference of each habit's weights from those of plain DGL."""
     with dx.init(strategy=strategy, seed=0, timeout=30, **STRATEGIES[strategy]):
         g = dx.distribute(plain_graph(HUGE if overflows else 1.0), parts=2)
-        sampler = dgl.dataloading.MultiLayerFullNeighborSampler(
-            2, prefetch_node_feats=["feat"], prefetch_labels=["label"]
-        )
-        seeds = dx.node_split(g.ndata["train_mask"])
-        loader = dx.DataLoader(g, seeds, sampler, batch_size=NUM_NODES)
+        loader = loader_of(g)
 
         def steps() -> Steps:
             for _ in range(STEPS):
@@ -197,3 +236,41 @@ def test_habits_train_as_in_one_process(strategy: str, ranks: int) -> None:
 def test_all_ranks_skip_a_step_that_overflows_on_one(strategy: str) -> None:
     for differences in run_ranks(of_ranks, 2, args=(strategy, True)):
         assert differences == pytest.approx(dict.fromkeys(OVERFLOWS, 0.0), abs=1e-12)
+
+
+def gradient_bytes_of_accumulation(strategy: str) -> tuple[int, int, str]:
+    """Return the bytes of gradients of one backward and of three under no_sync(), and the error of a step."""
+    with dx.init(strategy=strategy, seed=0, timeout=30, **STRATEGIES[strategy]) as session:
+        g = dx.distribute(plain_graph(), parts=2)
+        model = dx.wrap(Net(), g)
+        optimizer, sent = sgd(model), []
+        for num_backwards in (1, 3):
+            before = session.ledger.snapshot()
+            for number in range(num_backwards):
+                held = number < num_backwards - 1
+                for _, _, blocks in loader_of(g):
+                    with model.no_sync() if held else contextlib.nullcontext():
+                        F.cross_entropy(call_model(blocks, model), blocks[-1].dstdata["label"]).backward()
+            moved = (row for row in session.ledger.since(before) if row.phase == "gradients")
+            sent.append(sum(row.num_bytes for row in moved))
+            if num_backwards == 1:
+                optimizer.step()
+            optimizer.zero_grad()
+        with model.no_sync():
+            for _, _, blocks in loader_of(g):
+                F.cross_entropy(call_model(blocks, model), blocks[-1].dstdata["label"]).backward()
+        try:
+            optimizer.step()
+        except ConfigError as error:
+            return sent[0], sent[1], str(error)
+        return sent[0], sent[1], ""
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_sync_sends_gradients_once_and_refuses_to_step_before(strategy: str) -> None:
+    for one_backward, three_backwards, message in run_ranks(
+        gradient_bytes_of_accumulation, 2, args=(strategy,)
+    ):
+        assert one_backward == three_backwards > 0
+        assert "SGD steps by the gradient of 'convs." in message
+        assert "outside of no_sync()" in message

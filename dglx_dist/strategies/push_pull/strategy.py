@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -192,6 +193,9 @@ class PushPullModel(WrappedModel):
 
     def exchange_seconds(self, *, reset: bool = False) -> float:
         return self._pipeline.exchange.seconds(reset=reset)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self._pipeline.exchange.hold()
 
     def drain(self) -> None:
         """Take every mini-batch in flight to its step; every rank must call it.
