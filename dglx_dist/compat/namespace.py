@@ -333,6 +333,6 @@ class ScriptModel(WrappedModel):
         return self.inner.exchange_seconds(reset=reset)
 
 
-_FORWARDED = "parts whole join_state cut_state clip_grad_norm_ state_dict load_state_dict"
+_FORWARDED = "parts whole join_state cut_state clip_grad_norm_ no_sync state_dict load_state_dict"
 for _name in _FORWARDED.split():
     setattr(ScriptModel, _name, Forward(WrappedModel, _name))

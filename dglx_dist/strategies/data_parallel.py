@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, final
@@ -178,6 +179,9 @@ class ReplicatedModel(WrappedModel):
 
     def exchange_seconds(self, *, reset: bool = False) -> float:
         return self._exchange.seconds(reset=reset)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self._exchange.hold()
 
     def note_buffers(self) -> None:
         self._buffer_means.note()

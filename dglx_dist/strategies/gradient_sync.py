@@ -7,12 +7,14 @@ gradients.
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Sequence
-from typing import Any, cast, final
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, cast, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dglx_dist.comm.collectives import count_all_reduce, peers_named, sum_over_ranks
@@ -65,6 +67,11 @@ class Bucket:
             torch.mul(gradient, weight, out=self.views[index])
             self._flags[self.indices.index(index)] = 1
             self._num_computed += 1
+
+    def add(self, index: int, gradient: Tensor) -> None:
+        """Add ``gradient``, which is weighted already, to what was put."""
+        self.views[index].add_(gradient)
+        self._flags[self.indices.index(index)] = 1
 
     def used(self) -> dict[int, bool]:
         """Return for each parameter whether any rank put a gradient."""
@@ -147,6 +154,18 @@ def replace_floats(output: Any, function: Callable[..., Sequence[Tensor]]) -> An
     return tree_unflatten(leaves, layout)
 
 
+class HeldGradient(NamedTuple):
+    """A sum over backwards under :meth:`GradientExchange.hold`, which the other ranks lack."""
+
+    local: Tensor
+    before: Tensor | None
+    """Sent earlier."""
+    shown: Tensor
+    """The sum of both, as ``.grad``."""
+    version: int
+    """Number of changes of ``shown`` when it was made."""
+
+
 class GradientExchange:
     """Sums the gradients of every ``backward`` that passes :meth:`mark` over all ranks.
 
@@ -177,8 +196,14 @@ class GradientExchange:
         """Write the sums of the backward so many calls ago to ``.grad``, so that they overlap compute."""
         self._pending: deque[tuple[list[Bucket], list[Any]]] = deque()
         """Buckets and sums under way of backwards that are over, the oldest first; empty without a delay."""
+        self._holding = self._holds = False
+        """Whether forward is under :meth:`hold`, and whether the running backward is of such calls."""
+        self._held: dict[int, HeldGradient] = {}
         for index, parameter in enumerate(self._parameters):
             _on_accumulation(parameter, self._hook_of(index))
+        alive = weakref.proxy(self)
+        handle = register_optimizer_step_pre_hook(lambda optimizer, *_: alive.refuse_held(optimizer))
+        weakref.finalize(self, handle.remove)
 
     def mark(self, output: Any, weight: float) -> Any:
         """Return (nested) ``output``, such that backward through any tensor in it exchanges with ``weight``.
@@ -186,17 +211,29 @@ class GradientExchange:
         Every rank whose peers run backward must run it too.
         """
 
+        # Sums of several backwards may be under way with a delay.
+        holds = self._holding and not self.delay and self._session.topology.world_size > 1
+
         def marked(*outputs: Tensor) -> tuple[Tensor, ...]:
             anchor = torch.zeros((), requires_grad=True, device=outputs[0].device)
             # The anchor's gradient is accumulated by backward() but not by torch.autograd.grad(), whose
             # results are not summed.
-            _on_accumulation(anchor, lambda _: self._begin(weight))
+            _on_accumulation(anchor, lambda _: self._begin(weight, holds))
             # A user's hook on a parameter that nothing depends on would be called with None.
             free = [parameter for parameter in self._parameters if not parameter._backward_hooks]
             found = _Mark.apply(anchor, len(outputs), *outputs, *free)  # type: ignore[no-untyped-call]  # torch leaves it bare
             return cast("tuple[Tensor, ...]", found)
 
         return replace_floats(output, marked)
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Keep gradients on this rank; the next backward of a forward call after the block sends them."""
+        before, self._holding = self._holding, True
+        try:
+            yield
+        finally:
+            self._holding = before
 
     def add_delayed(self) -> None:
         """Add the oldest pending sums, if any, to ``.grad``; every rank must call it."""
@@ -212,7 +249,7 @@ class GradientExchange:
             self.waited_s = 0.0
         return waited
 
-    def _begin(self, weight: float) -> None:
+    def _begin(self, weight: float, holds: bool) -> None:
         graph_task = torch._C._current_graph_task_id()
         if graph_task == self._graph_task:
             if weight != self._weight:
@@ -222,13 +259,14 @@ class GradientExchange:
                     "be weighted separately; call backward() once after each forward call, the gradients add "
                     "up in .grad"
                 )
+            self._holds &= holds
             return
         if self._graph_task != _IDLE:
             # An earlier backward raised half-way: its buckets are void, but sums into them may still run.
             self._in_flight = []
             self._layout = ()
-        self._graph_task, self._weight = graph_task, weight
-        self._before = [parameter.grad for parameter in self._parameters]
+        self._graph_task, self._weight, self._holds = graph_task, weight, holds
+        self._before = [self._sent_before(index) for index in range(len(self._parameters))]
         for parameter in self._parameters:
             parameter.grad = None
         layout = tuple((parameter.dtype, parameter.device) for parameter in self._parameters)
@@ -242,6 +280,32 @@ class GradientExchange:
         # Autograd drops the callback when the backward ends, also when it ends by an error.
         self._callback = weakref.ref(callback)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+    def _sent_before(self, index: int) -> Tensor | None:
+        """Return the gradient that all ranks have, and forget a held one that the user has cleared."""
+        gradient, held = self._parameters[index].grad, self._held.get(index)
+        if held is None:
+            return gradient
+        if gradient is held.shown and gradient._version == held.version:
+            return held.before
+        del self._held[index]
+        if gradient is not None and gradient.any():
+            raise ConfigError(
+                f"the gradient of {self._names[index]!r} was changed between a backward under no_sync() and "
+                "the one that sends it; clip or scale gradients after the last backward, outside of no_sync()"
+            )
+        return gradient
+
+    def refuse_held(self, optimizer: Optimizer) -> None:
+        """Raise ConfigError if ``optimizer`` steps by gradients that only this rank has."""
+        shown = {id(held.shown): self._names[index] for index, held in self._held.items()}
+        gradients = (id(p.grad) for group in optimizer.param_groups for p in group["params"])
+        if name := next((shown[one] for one in gradients if one in shown), None):
+            raise ConfigError(
+                f"{type(optimizer).__name__} steps by the gradient of {name!r}, which was computed under "
+                "no_sync() and is of this rank only; run the last forward and backward before each step() "
+                "outside of no_sync()"
+            )
 
     def _hook_of(self, index: int) -> Callable[[Tensor], None]:
         def accumulated(parameter: Tensor) -> None:
@@ -265,13 +329,15 @@ class GradientExchange:
                     "as the table; use dglx_dist.DistEmbedding with dglx_dist.optim, or sparse=False"
                 )
             self._bucket_of[index].put(index, gradient, self._weight)
+            if index in self._held:
+                self._bucket_of[index].add(index, self._held.pop(index).local)
             self._launch(incomplete=False)
 
         return accumulated
 
     def _launch(self, *, incomplete: bool) -> None:
         # In order, which is the same on every rank.
-        while len(self._in_flight) < len(self._buckets):
+        while not self._holds and len(self._in_flight) < len(self._buckets):
             bucket = self._buckets[len(self._in_flight)]
             if bucket.missing and not incomplete:
                 return
@@ -292,7 +358,23 @@ class GradientExchange:
             )
         return work
 
+    def _keep(self) -> None:
+        used = {index for bucket in self._buckets for index, computed in bucket.used().items() if computed}
+        for index, (parameter, before) in enumerate(zip(self._parameters, self._before, strict=True)):
+            parameter.grad = before
+            if index in used:
+                local = self._bucket_of[index].views[index].clone()
+                parameter.grad = shown = local if before is None else before + local
+                self._held[index] = HeldGradient(local, before, shown, shown._version)
+
     def _finish(self) -> None:
+        for index in [*self._held]:
+            self._bucket_of[index].add(index, self._held.pop(index).local)
+        if self._holds:
+            self._keep()
+            self.after(self._weight)
+            self._graph_task = _IDLE
+            return
         self._launch(incomplete=True)
         self._pending.append((self._buckets, self._in_flight))
         self._in_flight = []

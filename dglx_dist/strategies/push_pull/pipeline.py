@@ -35,6 +35,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import PartialSums, SplittableConv, StageInput
 from dglx_dist.layers.dropout import DropDraws
 from dglx_dist.strategies.gradient_sync import PHASE, BufferMeans, GradientExchange
+from dglx_dist.strategies.push_pull.cut_gradient import mark_pieces
 from dglx_dist.strategies.push_pull.exchange import (
     BACKWARD,
     FORWARD,
@@ -313,6 +314,7 @@ class PartSide:
         self._session, self._group, self._replicas = session, group, replicas
         self.parameters: dict[str, nn.Parameter] = {name: model.get_parameter(name) for name in split.stashed}
         places = {name: name.rpartition(".") for name in split.stashed}
+        self._pieces = [model.get_parameter(name) for name in split.cuts]
         self._places = {name: (model.get_submodule(inner), last) for name, (inner, _, last) in places.items()}
         trained = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
         self._cut = [name for name in trained if name not in split.shared]
@@ -371,6 +373,7 @@ class PartSide:
             if len(self._group.replicas) > 1:
                 rows = self._of_all_replicas(rows, batch.sources)
             batch.origin.embedding.add_gradients(rows)
+        mark_pieces(self._pieces, self._session, self._group.size)
 
     def _summed(
         self, batch: InFlightBatch, names: Sequence[str], all_reduce: Callable[[Tensor], Tensor]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from dglx_dist.comm.collectives import gather_int64, gather_rows
+from dglx_dist.comm.collectives import gather_int64
 from dglx_dist.comm.session import Session
 from dglx_dist.data.storage.files import read_size
 from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
@@ -35,6 +35,7 @@ from dglx_dist.strategies.base import (
 from dglx_dist.strategies.data_parallel import broadcast_state, check_same_model
 from dglx_dist.strategies.gradient_sync import BufferMeans, check_frozen
 from dglx_dist.strategies.push_pull import cost as costs
+from dglx_dist.strategies.push_pull.cut_gradient import mark_pieces
 from dglx_dist.strategies.push_pull.exchange import AsyncExchange, Group, GroupBatch, make_group
 from dglx_dist.strategies.push_pull.feature_columns import ColumnStore, open_columns
 from dglx_dist.strategies.push_pull.loader import open_loader
@@ -196,6 +197,9 @@ class PushPullModel(WrappedModel):
     def exchange_seconds(self, *, reset: bool = False) -> float:
         return self._pipeline.exchange.seconds(reset=reset)
 
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self._pipeline.exchange.hold()
+
     def drain(self) -> None:
         """Take every mini-batch in flight to its step; every rank must call it.
 
@@ -275,21 +279,12 @@ class PushPullModel(WrappedModel):
         """
         if not norm_type > 0:
             raise ConfigError(f"norm_type={norm_type} must be above 0, or inf for the largest gradient")
-        found = [(name, p.grad) for name, p in self.module.named_parameters() if p.grad is not None]
-        zero = torch.zeros((), dtype=torch.float64, device=next(self.module.parameters()).device)
-        local = _power([grad for name, grad in found if name in self._cuts], norm_type, zero)
-        shared = _power([grad for name, grad in found if name not in self._cuts], norm_type, zero)
-        # Every rank uses those of the first group, so that all get the same bits.
-        rows = gather_rows(torch.stack([local, shared]), self._session)[: self._group.size]
-        # In torch, where nan propagates.
-        joined = torch.cat([rows[:, 0], rows[0, 1:]])
-        norm = joined.max() if math.isinf(norm_type) else joined.sum().pow(1 / norm_type)
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        with torch.no_grad():
-            for _, grad in found:
-                grad.mul_(factor)
-        dtype = found[0][1].dtype if found else torch.get_default_dtype()
-        return norm.to(dtype)
+        mark_pieces(map(self.module.get_parameter, self._cuts), self._session, self._group.size)
+        # Not by torch's function, which takes no norm of sparse gradients beside those of pieces.
+        norms = [p.grad.norm(norm_type) for p in self.module.parameters() if p.grad is not None]
+        norm = torch.linalg.vector_norm(torch.stack(norms or [torch.zeros(())]), norm_type)
+        nn.utils.clip_grads_with_norm_(self.module.parameters(), max_norm, norm)
+        return norm
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         self.drain()
@@ -314,14 +309,3 @@ class PushPullModel(WrappedModel):
 
     def note_buffers(self) -> None:
         self._buffer_means.note()
-
-
-def _power(gradients: Iterable[Tensor], norm_type: float, zero: Tensor) -> Tensor:
-    found = [zero]
-    for gradient in gradients:
-        values = gradient.detach()
-        values = (values.coalesce().values() if values.is_sparse else values).abs().double()
-        if values.numel():
-            found.append(values.max() if math.isinf(norm_type) else values.pow(norm_type).sum())
-    powers = torch.stack(found)
-    return powers.max() if math.isinf(norm_type) else powers.sum()

@@ -1,0 +1,276 @@
+"""Habits of PyTorch's training loops: weights of 1 and 2 ranks are those of plain DGL in one process.
+
+A habit is a function of a model and its steps. It trains, and runs unchanged in one process and on ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import dgl
+import pytest
+import torch
+import torch.nn.functional as F
+from dgl.nn import SAGEConv
+from torch import Tensor, nn
+
+import dglx_dist as dx
+from dglx_dist.errors import ConfigError
+from dglx_dist.strategies.base import WrappedModel
+from tests.helpers.ranks import run_ranks
+
+NUM_NODES, CLASSES, STEPS = 40, 3, 4
+HUGE = 1e290
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "data_parallel": {},
+    "push_pull": {},
+    "full_graph": {},
+    "shared_preload": {"hops": 1},
+}
+
+
+def plain_graph(last_column: float = 1.0) -> dgl.DGLGraph:
+    random = torch.Generator().manual_seed(0)
+    ends = torch.randint(NUM_NODES, (2, 200), generator=random)
+    g = dgl.graph((ends[0], ends[1]), num_nodes=NUM_NODES)
+    g.ndata["feat"] = torch.rand(NUM_NODES, 5, generator=random, dtype=torch.float64)
+    g.ndata["feat"][:, -1] *= last_column
+    g.ndata["label"] = torch.randint(CLASSES, (NUM_NODES,), generator=random)
+    g.ndata["train_mask"] = torch.arange(NUM_NODES) % 3 == 0
+    return g
+
+
+class Net(nn.Module):
+    def __init__(self, overflows: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.convs = nn.ModuleList([SAGEConv(5, 8, "mean"), SAGEConv(8, CLASSES, "mean")]).double()
+        if overflows:
+            for weight in (self.convs[0].fc_neigh.weight, self.convs[0].fc_self.weight):
+                weight.data[:, -1] = 0.0
+
+    def forward(self, blocks: Any, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.convs[0](blocks[0], x))
+        return self.convs[1](blocks[1], hidden)
+
+
+@dataclass
+class Step:
+    """One batch of all training nodes; ``scores`` calls the model for their rows."""
+
+    scores: Callable[[nn.Module], Tensor]
+    labels: Tensor
+
+    def loss(self, model: nn.Module) -> Tensor:
+        return F.cross_entropy(self.scores(model), self.labels)
+
+
+Steps = Iterator[Step]
+
+
+def sgd(model: nn.Module, rate: float = 0.5) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+
+
+def clip_by(clip: Callable[[list[nn.Parameter]], object], model: nn.Module, steps: Steps) -> None:
+    optimizer = sgd(model)
+    for step in steps:
+        optimizer.zero_grad()
+        step.loss(model).backward()
+        clip(list(model.parameters()))
+        optimizer.step()
+
+
+def clip_by_hand(parameters: list[nn.Parameter]) -> None:
+    total = torch.stack([p.grad.detach().norm(2) for p in parameters if p.grad is not None]).norm(2)
+    squares = sum(float((p.grad.data**2).sum()) for p in parameters if p.grad is not None)
+    assert math.isclose(squares**0.5, float(total), rel_tol=1e-12)
+    for parameter in parameters:
+        parameter.grad.mul_(0.01 / total)
+
+
+def clip_by_total_norm(parameters: list[nn.Parameter]) -> None:
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    total = nn.utils.get_total_norm(gradients, 3.0, foreach=False)
+    nn.utils.clip_grads_with_norm_(parameters, 0.01, total)
+
+
+def holding(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    return model.no_sync() if isinstance(model, WrappedModel) else contextlib.nullcontext()
+
+
+def accumulate(model: nn.Module, steps: Steps) -> None:
+    """Two steps of two backwards each, the first of them held; what is cleared after them is not sent."""
+    optimizer = sgd(model)
+    for number, step in enumerate(steps):
+        last = number % 2 == 1
+        with contextlib.nullcontext() if last else holding(model):
+            (step.loss(model) / 2).backward()
+        if last:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=number == 1)
+            with holding(model):
+                step.loss(model).backward()
+            optimizer.zero_grad(set_to_none=number == 1)
+
+
+def accumulate_beside_gradients_that_were_sent(model: nn.Module, steps: Steps) -> None:
+    optimizer = sgd(model)
+    for number, step in enumerate(steps):
+        with (
+            contextlib.nullcontext()
+            if number != 1 or not isinstance(model, WrappedModel)
+            else model.no_sync()
+        ):
+            step.loss(model).backward()
+    optimizer.step()
+
+
+def scale(model: nn.Module, steps: Steps) -> None:
+    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+    for step in steps:
+        optimizer.zero_grad()
+        scaler.scale(step.loss(model)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 4.0 * 2 ** (STEPS // 2)
+
+
+def scale_until_it_fits(model: nn.Module, steps: Steps) -> None:
+    """Only the gradient of the last input column overflows, which push_pull has on the last rank."""
+    optimizer = sgd(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**80, backoff_factor=2.0**-70)
+    for step in itertools.islice(steps, 2):
+        optimizer.zero_grad()
+        scaler.scale(step.loss(model)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_value_(model.parameters(), 0.003)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 2.0**10
+    for _ in steps:
+        pass
+
+
+HABITS: dict[str, Callable[[nn.Module, Steps], None]] = {
+    "clip_grad_norm_": functools.partial(clip_by, lambda ps: nn.utils.clip_grad_norm_(ps, 0.01)),
+    "clip_grad_norm_ foreach": functools.partial(
+        clip_by, lambda ps: nn.utils.clip_grad_norm_(ps, 0.01, 1.0, foreach=True)
+    ),
+    "clip_grad_norm_ inf": functools.partial(
+        clip_by, lambda ps: nn.utils.clip_grad_norm_(ps, 0.01, math.inf)
+    ),
+    "clip_grad_value_": functools.partial(clip_by, lambda ps: nn.utils.clip_grad_value_(ps, 0.003)),
+    "get_total_norm": functools.partial(clip_by, clip_by_total_norm),
+    "clip by hand": functools.partial(clip_by, clip_by_hand),
+    "GradScaler": scale,
+    "no_sync": accumulate,
+    "no_sync in between": accumulate_beside_gradients_that_were_sent,
+}
+OVERFLOWS = {"GradScaler": scale_until_it_fits}
+
+
+@functools.cache
+def of_plain(habit: str, overflows: bool) -> dict[str, Tensor]:
+    g, model = plain_graph(HUGE if overflows else 1.0), Net(overflows)
+    seeds = g.ndata["train_mask"].nonzero()[:, 0]
+
+    def call(model: nn.Module) -> Tensor:
+        block = dgl.to_block(g, g.nodes(), include_dst_in_src=True)
+        scores: Tensor = model([block, block], g.ndata["feat"])[seeds]
+        return scores
+
+    (OVERFLOWS if overflows else HABITS)[habit](model, iter([Step(call, g.ndata["label"][seeds])] * STEPS))
+    return model.state_dict()
+
+
+def loader_of(g: Any) -> Any:
+    sampler = dgl.dataloading.MultiLayerFullNeighborSampler(
+        2, prefetch_node_feats=["feat"], prefetch_labels=["label"]
+    )
+    return dx.DataLoader(g, dx.node_split(g.ndata["train_mask"]), sampler, batch_size=NUM_NODES)
+
+
+def of_ranks(strategy: str, overflows: bool) -> dict[str, Any]:
+    """Return the largest difference of each habit's weights from those of plain DGL."""
+    with dx.init(strategy=strategy, seed=0, timeout=30, **STRATEGIES[strategy]):
+        g = dx.distribute(plain_graph(HUGE if overflows else 1.0), parts=2)
+        loader = loader_of(g)
+
+        def steps() -> Steps:
+            for _ in range(STEPS):
+                for _, _, blocks in loader:
+                    call = functools.partial(call_model, blocks)
+                    yield Step(call, blocks[-1].dstdata["label"])
+
+        differences: dict[str, Any] = {}
+        for name, habit in (OVERFLOWS if overflows else HABITS).items():
+            model = dx.wrap(Net(overflows), g)
+            habit(model, steps())
+            weights, expected = model.state_dict(), of_plain(name, overflows)
+            differences[name] = max(float((weights[key] - expected[key]).abs().max()) for key in expected)
+        return differences
+
+
+def call_model(blocks: Any, model: nn.Module) -> Tensor:
+    scores: Tensor = model(blocks, blocks[0].srcdata["feat"])
+    return scores
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_habits_train_as_in_one_process(strategy: str, ranks: int) -> None:
+    for differences in run_ranks(of_ranks, ranks, args=(strategy, False)):
+        assert differences == pytest.approx(dict.fromkeys(HABITS, 0.0), abs=1e-12)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_all_ranks_skip_a_step_that_overflows_on_one(strategy: str) -> None:
+    for differences in run_ranks(of_ranks, 2, args=(strategy, True)):
+        assert differences == pytest.approx(dict.fromkeys(OVERFLOWS, 0.0), abs=1e-12)
+
+
+def gradient_bytes_of_accumulation(strategy: str) -> tuple[int, int, str]:
+    """Return the bytes of gradients of one backward and of three under no_sync(), and the error of a step."""
+    with dx.init(strategy=strategy, seed=0, timeout=30, **STRATEGIES[strategy]) as session:
+        g = dx.distribute(plain_graph(), parts=2)
+        model = dx.wrap(Net(), g)
+        optimizer, sent = sgd(model), []
+        for num_backwards in (1, 3):
+            before = session.ledger.snapshot()
+            for number in range(num_backwards):
+                held = number < num_backwards - 1
+                for _, _, blocks in loader_of(g):
+                    with model.no_sync() if held else contextlib.nullcontext():
+                        F.cross_entropy(call_model(blocks, model), blocks[-1].dstdata["label"]).backward()
+            moved = (row for row in session.ledger.since(before) if row.phase == "gradients")
+            sent.append(sum(row.num_bytes for row in moved))
+            if num_backwards == 1:
+                optimizer.step()
+            optimizer.zero_grad()
+        with model.no_sync():
+            for _, _, blocks in loader_of(g):
+                F.cross_entropy(call_model(blocks, model), blocks[-1].dstdata["label"]).backward()
+        try:
+            optimizer.step()
+        except ConfigError as error:
+            return sent[0], sent[1], str(error)
+        return sent[0], sent[1], ""
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_no_sync_sends_gradients_once_and_refuses_to_step_before(strategy: str) -> None:
+    for one_backward, three_backwards, message in run_ranks(
+        gradient_bytes_of_accumulation, 2, args=(strategy,)
+    ):
+        assert one_backward == three_backwards > 0
+        assert "SGD steps by the gradient of 'convs." in message
+        assert "outside of no_sync()" in message
