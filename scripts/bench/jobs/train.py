@@ -24,6 +24,7 @@ from dglx_dist.data.storage.files import peak
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.split import node_split
 from dglx_dist.records import FEATURE, LABEL, NODE_TYPE, EpochRecord
+from dglx_dist.training.accumulate import Accumulation
 from dglx_dist.training.fit import NodeClassification, Step, TrainingLoader, train_pass
 from dglx_dist.training.inference import evaluate
 from dglx_dist.training.models import build_model
@@ -94,7 +95,12 @@ def _make(told: TrainParams, g: DistGraph) -> _Training:
     return _Training(
         g=g,
         loader=CountingLoader(loader, int(first), int(last)),
-        step=Step(model=wrapped, optimizer=optimizer, task=NodeClassification()),
+        step=Step(
+            model=wrapped,
+            optimizer=optimizer,
+            task=NodeClassification(),
+            accumulation=Accumulation(1, g.session),
+        ),
     )
 
 
