@@ -625,6 +625,8 @@ def moved_frame(frame: Frame, device: torch.device, move: Copy) -> Frame:
         lazy, is_ids = isinstance(column, LazyFeature), name in (dgl.NID, dgl.EID)
         copy = functools.partial(ids_to_device, device=device, copy=move) if is_ids else move
         moved._columns[name] = column.to(device) if lazy else Column.create(copy(column.data))
+        if is_ids and not lazy and (positions := getattr(column.data, "positions", None)):
+            moved._columns[name].data.positions = positions
     return moved
 
 
