@@ -533,6 +533,9 @@ def _columns(table: Any, where: str, left_out: set[str]) -> dict[str, NodeColumn
         if name in (LABEL, SPLIT):
             continue
         found = column(table, name, where)
+        if found.is_text and name == FEATURE:
+            shown = f"holds texts, such as {found.values[0].as_py()!r:.40}; write its numbers in columns"
+            raise found.error(f"{shown} feat_0, feat_1 ..., or lists of numbers in Parquet")
         if found.is_text:
             to_id = "" if _ID in table.column_names else f", or 'id' if it has the ids (--id {name})"
             hint = f"rename it to 'label' if it is to be learnt{to_id}"
