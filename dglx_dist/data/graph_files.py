@@ -620,8 +620,8 @@ class EdgeListSource(DatasetSource):
             )
         numbered = {number: f"column{number}" for number in range(3, read.shape[1])}
         names = {0: "src", 1: "dst", 2: "column2" if numbered else "weight", **numbered}
-        if 2 in read:
-            _explain_columns(read, where, self._format, line)
+        if 2 in read and self._format is None:
+            _explain_columns(read, where, line)
         table = pa.Table.from_pandas(read.rename(columns=names))
         for end in ("src", "dst"):
             ids = id_column(table, end, where)
@@ -647,8 +647,8 @@ def _read_metis(path: Path) -> dict[str, Array] | None:
     if suffix_of(path).removesuffix(".gz") != ".graph":
         return None
     arrays, weights = read_metis(path)
-    what = "read as METIS's format, with %d nodes, counted from 0, and each edge in both directions"
-    _LOG.warning(f"%s: {what}", path, arrays["num_nodes"])
+    message = "%s: read as METIS's format, with %d nodes, counted from 0, and each edge in both directions"
+    _LOG.warning(message, path, arrays["num_nodes"])
     return arrays if weights is None else arrays | {_VALUES: weights}
 
 
@@ -706,27 +706,25 @@ def _refuse_signs(ids: Any, where: str) -> None:
         )
 
 
-def _explain_columns(read: Any, where: str, line_format: object, line: str) -> None:
+def _explain_columns(read: Any, where: str, line: str) -> None:
     """Say how more than two columns of edges are read; DatasetError if they may be something else."""
     columns = [read[number] for number in range(3)]
-    if line_format is None and "::" in line:
-        raise DatasetError(
-            f"{where}: lines such as {line} may be of MovieLens, which counts users and items apart; add "
-            "--format interactions if so, else --format edges"
-        )
     is_alike = len({column.dtype for column in columns}) == 1 and columns[0].dtype.kind in "iuf"
-    is_whole = is_alike and all((column % 1 == 0).all() for column in columns)
-    is_other = is_whole and (columns[2].min() > max(columns[0].max(), columns[1].max()))
-    if line_format is None and 3 not in read and is_whole and not is_other and columns[2].nunique() > 1:
-        raise DatasetError(
-            f"{where}: three whole numbers, as {line}, may be an edge and a weight, head, relation and tail, "
-            "or user, item and rating; say which: --format edges, triples or interactions (in Python "
-            "load_dataset(path, format=...))"
-        )
-    names = "a weight" if 3 not in read else "column2, column3 and so on"
-    if line_format is None:
+    is_whole = 3 not in read and is_alike and all((column % 1 == 0).all() for column in columns)
+    # The same for each edge, or no id of a node, it is a weight or a time.
+    if is_whole and columns[2].nunique() > 1 and columns[2].min() <= max(columns[0].max(), columns[1].max()):
+        line = f"three whole numbers, as {line},"
+    elif "::" in line:  # as MovieLens writes ratings
+        line = f"lines as {line}"
+    else:
+        names = "column2, column3 and so on" if 3 in read else "a weight"
         what = "columns 1 and 2 are read as the ends of edges, what follows as %s; --format triples or"
         _LOG.warning(f"%s: {what} interactions reads them otherwise", where, names)
+        return
+    raise DatasetError(
+        f"{where}: {line} may be an edge and a weight, head, relation and tail, or user, item and rating; "
+        "say which: --format edges, triples or interactions (in Python load_dataset(path, format=...))"
+    )
 
 
 def _graph_of_item_lists(files: Mapping[int, Path], name: str) -> RawGraph:

@@ -32,33 +32,22 @@ def read_metis(path: Path) -> tuple[dict[str, Array], Array | None]:
     places = np.arange(len(numbers)) - np.repeat(np.cumsum(counts) - counts, counts)
     owners, step = np.repeat(np.arange(len(counts)), counts), 1 + has_weights
     is_end = (places >= first) & ((places - first) % step == 0)
-    ends = numbers[is_end]
-    wrong = [
-        (
-            len(counts) != num_nodes or any(lines[1 + num_nodes :]),
-            f"not one line for each of {num_nodes} nodes",
-        ),
-        (len(layout) > 3 or set(layout) - {"0", "1"}, f"the format {layout}, which is not of digits 0 and 1"),
-        (bool(((counts - first) % step).any() or (counts < first).any()), "a line without all its weights"),
-        (
-            bool(len(ends)) and (ends.min() < 1 or ends.max() > num_nodes),
-            "a neighbour outside 1 to the nodes",
-        ),
-        (len(ends) != 2 * num_edges, f"{len(ends)} neighbours, not each of {num_edges} edges from both ends"),
-        (is_one_way(owners[is_end], ends - 1), "an edge in the line of one of its ends only"),
-    ]
-    if problem := next((problem for is_wrong, problem in wrong if is_wrong), None):
-        raise DatasetError(
-            f"{path}: read as METIS's format, it has {problem}; correct it, or write its edges"
-        )
-    arrays = {"src": owners[is_end], "dst": ends - 1, "num_nodes": np.array(num_nodes)}
+    src, dst = owners[is_end], numbers[is_end] - 1
+    forward, backward = (np.stack(pair)[:, np.lexsort(pair)] for pair in ((src, dst), (dst, src)))
+    is_outside = bool(((dst < 0) | (dst >= num_nodes)).any())
+    problems = {
+        f"not one line for each of {num_nodes} nodes": len(counts) != num_nodes
+        or any(lines[1 + num_nodes :]),
+        f"the format {layout}, which is not of 0 and 1": len(layout) > 3 or not {*layout} <= {"0", "1"},
+        "a line without all its weights": ((counts - first) % step).any() or (counts < first).any(),
+        f"a neighbour outside 1..{num_nodes}": is_outside,
+        f"{len(dst)} neighbours, not each of {num_edges} edges from both ends": len(dst) != 2 * num_edges,
+        "an edge in the line of one of its ends only": not np.array_equal(forward, backward),
+    }
+    if problem := next((problem for problem, is_wrong in problems.items() if is_wrong), None):
+        raise DatasetError(f"{path}: read as METIS's format, it has {problem}; correct it, or write edges")
+    arrays = {"src": src, "dst": dst, "num_nodes": np.array(num_nodes)}
     if num_weights:
         weights = numbers[(places < first) & (places >= first - num_weights)].reshape(num_nodes, num_weights)
         arrays["node_weight"] = weights[:, 0] if num_weights == 1 else weights
     return arrays, numbers[(places >= first) & ~is_end] if has_weights else None
-
-
-def is_one_way(src: Array, dst: Array) -> bool:
-    """Return whether some edge has no opposite one."""
-    forward, backward = (np.stack(pair)[:, np.lexsort(pair)] for pair in ((src, dst), (dst, src)))
-    return not np.array_equal(forward, backward)
