@@ -50,6 +50,9 @@ def test_numbers_and_lists_of_numbers_become_arrays_or_are_refused(values: objec
         (["edges/a-b.csv"], "an edge type is SOURCE__RELATION__DESTINATION, not 'a-b'"),
         (["manifest.json"], "is a partitioned dataset"),
         (["edges.parquet"], r"edges\.parquet: not readable as a parquet table"),
+        (["edges.csv", "nodes.jsonl"], r"nodes\.jsonl: tables are \.csv or \.parquet; convert it"),
+        (["edges.csv", "nodes.csv.gz"], r"nodes\.csv\.gz: tables are \.csv or \.parquet; convert it"),
+        (["edges/a__r__b.csv", "nodes/a.tsv"], r"a\.tsv: tables are \.csv or \.parquet; convert it"),
     ],
 )
 def test_other_folders_are_refused(tmp_path: Path, names: list[str], message: str) -> None:
