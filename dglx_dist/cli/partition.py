@@ -91,11 +91,11 @@ class PartitionCommand(PartitionOptions, PartitionPlan):
     source_options: Mapping[str, object] = named_values("Option of the dataset source; repeatable.")
 
     def __post_init__(self) -> None:
-        options = {"id": self.id, "format": self.format if self.format in LINE_FORMATS else None}
-        added = {name: value for name, value in options.items() if value is not None}
-        object.__setattr__(self, "source_options", {**self.source_options, **added})
-        if "format" in added:
+        added = {} if self.id is None else {"id": self.id}
+        if self.format in LINE_FORMATS:
+            added["format"] = self.format
             object.__setattr__(self, "format", "dglx")
+        object.__setattr__(self, "source_options", {**self.source_options, **added})
         super().__post_init__()
 
 

@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dglx_dist.data.external_memory import Workspace, mapped, spill
+from dglx_dist.data.metis_text import read_metis
 from dglx_dist.data.sources import (
     LINE_FORMATS,
     OTHER_NAMES,
@@ -468,9 +469,11 @@ def _read_networkx(content: bytes, kind: str) -> Any:
     networkx = importlib.import_module("networkx")
     if kind == ".json":
         found = json.loads(content)
+        _check_node_link(found)
         json.dumps(found, ensure_ascii=False).encode()  # fails for half characters, which UTF-8 cannot store
         graph = networkx.node_link_graph(found, edges="links" if "links" in found else "edges")
-        return _check_declared(graph, len({json.dumps(node.get("id")) for node in found["nodes"]}))
+        ids = {json.dumps(node.get("id", [number])) for number, node in enumerate(found["nodes"])}
+        return _check_declared(graph, len(ids))
     # Entities that name each other grow without limit; UTF-16 has a zero in each character of it.
     if b"<!ENTITY" in content.replace(b"\0", b""):
         raise ValueError("it declares entities (<!ENTITY), which are never expanded")
@@ -493,6 +496,19 @@ def _read_networkx(content: bytes, kind: str) -> Any:
         data.pop(LABEL, None)
         data.pop("id", None)
     return graph
+
+
+def _check_node_link(found: Any) -> None:
+    """Raise ValueError unless the JSON value ``found`` has nodes and links as NetworkX and D3 write them."""
+    keys: Mapping[str, Any] = found if isinstance(found, dict) else {}
+    rows: Any = [keys.get("nodes"), keys.get("links", keys.get("edges"))]
+    is_sound = all(isinstance(one, list) and all(isinstance(row, dict) for row in one) for one in rows)
+    if not is_sound or not all({"source", "target"} <= link.keys() for link in rows[1]):
+        raise ValueError(
+            "it needs lists 'nodes' of objects with an id, and 'links' or 'edges' of objects with source and "
+            f"target (it has {', '.join(map(repr, keys)) or 'no keys'}); write networkx.node_link_data, or a "
+            "text of two ids a line"
+        )
 
 
 def _check_declared(graph: Any, num_declared: int) -> Any:
@@ -559,7 +575,8 @@ class EdgeListSource(DatasetSource):
     and ``test.txt``, or ``.tsv``, is one with its split.
 
     A text that begins with ``%%MatrixMarket`` (``.mtx``) is a square matrix: row u, column v, counted from 1,
-    is an edge from u - 1 to v - 1, in both directions if the matrix is symmetric.
+    is an edge from u - 1 to v - 1, in both directions if the matrix is symmetric. A ``.graph`` is in METIS's
+    format: its edges have both directions, and weights of nodes are ``node_weight``.
     """
 
     def __init__(self, location: str, options: Mapping[str, object]) -> None:
@@ -572,11 +589,9 @@ class EdgeListSource(DatasetSource):
     def load(self) -> RawGraph:
         import pandas as pd
 
-        if (arrays := _read_matrix_market(self._path)) is not None:
-            return graph_of_arrays(
-                arrays, self._path.name.removesuffix(suffix_of(self._path)), str(self._path)
-            )
-
+        where, name = str(self._path), self._path.name.removesuffix(suffix_of(self._path))
+        if (arrays := _read_metis(self._path) or _read_matrix_market(self._path)) is not None:
+            return graph_of_arrays(arrays, name, where)
         if self._path.is_dir():
             files = self._files_of_splits()
             if self._format == "interactions":
@@ -584,7 +599,6 @@ class EdgeListSource(DatasetSource):
             read_all = ((path, *_read_lines(path, is_triples=True)) for path in files.values())
             tables = ((path, read, lines[0]) for path, read, lines, _ in read_all)
             return _graph_of_triples(tables, list(files), self._path.resolve().name, str(self._path))
-        where, name = str(self._path), self._path.name.removesuffix(suffix_of(self._path))
         read, lines, are_triples = _read_lines(
             self._path, None if self._format is None else self._format == "triples"
         )
@@ -606,8 +620,8 @@ class EdgeListSource(DatasetSource):
             )
         numbered = {number: f"column{number}" for number in range(3, read.shape[1])}
         names = {0: "src", 1: "dst", 2: "column2" if numbered else "weight", **numbered}
-        if 2 in read:
-            _explain_columns(read, where, self._format, line)
+        if 2 in read and self._format is None:
+            _explain_columns(read, where, line)
         table = pa.Table.from_pandas(read.rename(columns=names))
         for end in ("src", "dst"):
             ids = id_column(table, end, where)
@@ -627,6 +641,15 @@ class EdgeListSource(DatasetSource):
                 )
             found[code] = path
         return found
+
+
+def _read_metis(path: Path) -> dict[str, Array] | None:
+    if suffix_of(path).removesuffix(".gz") != ".graph":
+        return None
+    arrays, weights = read_metis(path)
+    message = "%s: read as METIS's format, with %d nodes, counted from 0, and each edge in both directions"
+    _LOG.warning(message, path, arrays["num_nodes"])
+    return arrays if weights is None else arrays | {_VALUES: weights}
 
 
 def _read_matrix_market(path: Path) -> dict[str, Array] | None:
@@ -664,7 +687,7 @@ def _refuse_header(read: Any, where: str, line: str) -> None:
         raise DatasetError(
             f"{where}: the line {line} could be a header with the numbers of nodes and edges, as {num_rows} "
             "lines follow; begin it with # if it is one, or move it behind the other lines if it is an edge "
-            "(a METIS file: write each edge on a line of its own)"
+            "(a METIS file: rename it to end in .graph)"
         )
 
 
@@ -683,27 +706,25 @@ def _refuse_signs(ids: Any, where: str) -> None:
         )
 
 
-def _explain_columns(read: Any, where: str, line_format: object, line: str) -> None:
+def _explain_columns(read: Any, where: str, line: str) -> None:
     """Say how more than two columns of edges are read; DatasetError if they may be something else."""
     columns = [read[number] for number in range(3)]
-    if line_format is None and "::" in line:
-        raise DatasetError(
-            f"{where}: lines such as {line} may be of MovieLens, which counts users and items apart; add "
-            "--format interactions if so, else --format edges"
-        )
     is_alike = len({column.dtype for column in columns}) == 1 and columns[0].dtype.kind in "iuf"
-    is_whole = is_alike and all((column % 1 == 0).all() for column in columns)
-    is_other = is_whole and (columns[2].min() > max(columns[0].max(), columns[1].max()))
-    if line_format is None and 3 not in read and is_whole and not is_other and columns[2].nunique() > 1:
-        raise DatasetError(
-            f"{where}: three whole numbers, as {line}, may be an edge and a weight, head, relation and tail, "
-            "or user, item and rating; say which: --format edges, triples or interactions (in Python "
-            "load_dataset(path, format=...))"
-        )
-    names = "a weight" if 3 not in read else "column2, column3 and so on"
-    if line_format is None:
+    is_whole = 3 not in read and is_alike and all((column % 1 == 0).all() for column in columns)
+    # The same for each edge, or no id of a node, it is a weight or a time.
+    if is_whole and columns[2].nunique() > 1 and columns[2].min() <= max(columns[0].max(), columns[1].max()):
+        line = f"three whole numbers, as {line},"
+    elif "::" in line:  # as MovieLens writes ratings
+        line = f"lines as {line}"
+    else:
+        names = "column2, column3 and so on" if 3 in read else "a weight"
         what = "columns 1 and 2 are read as the ends of edges, what follows as %s; --format triples or"
         _LOG.warning(f"%s: {what} interactions reads them otherwise", where, names)
+        return
+    raise DatasetError(
+        f"{where}: {line} may be an edge and a weight, head, relation and tail, or user, item and rating; "
+        "say which: --format edges, triples or interactions (in Python load_dataset(path, format=...))"
+    )
 
 
 def _graph_of_item_lists(files: Mapping[int, Path], name: str) -> RawGraph:

@@ -31,6 +31,7 @@ from dglx_dist.records import EDGE_TYPE, FEATURE, LABEL, NODE_TYPE, Array, EdgeT
 
 _LOG = logging.getLogger(__name__)
 SUFFIXES = (".csv", ".parquet")
+_NOT_READ = {".tsv", ".json", ".jsonl", ".ndjson", ".gz", ".xlsx", ".feather", ".arrow", ".pq"}
 
 
 @dataclass(frozen=True)
@@ -256,6 +257,9 @@ def find_tables(folder: Path) -> tuple[dict[str, Path], dict[EdgeType, Path]]:
         )
     if (folder / "graph.json").is_file():
         _LOG.warning("%s is ignored: it is for `dglx ingest %s/graph.json`", folder / "graph.json", folder)
+    for path in sorted(path for pattern in ("nodes.*", "edges.*", "*/*") for path in folder.glob(pattern)):
+        if {path.stem.split(".")[0], path.parent.name} & {"nodes", "edges"} and path.suffix in _NOT_READ:
+            raise DatasetError(f"{path}: tables are .csv or .parquet; convert it, or move it elsewhere")
     single, nodes = _one_file(folder, "edges"), _one_file(folder, "nodes")
     if single is not None:
         return {} if nodes is None else {NODE_TYPE: nodes}, {EDGE_TYPE: single}
@@ -533,6 +537,9 @@ def _columns(table: Any, where: str, left_out: set[str]) -> dict[str, NodeColumn
         if name in (LABEL, SPLIT):
             continue
         found = column(table, name, where)
+        if found.is_text and name == FEATURE:
+            shown = f"holds texts, such as {found.values[0].as_py()!r:.40}; write its numbers in columns"
+            raise found.error(f"{shown} feat_0, feat_1 ..., or lists of numbers in Parquet")
         if found.is_text:
             to_id = "" if _ID in table.column_names else f", or 'id' if it has the ids (--id {name})"
             hint = f"rename it to 'label' if it is to be learnt{to_id}"

@@ -678,3 +678,114 @@ def test_a_user_and_its_items_in_each_line_are_interactions(tmp_path: Path) -> N
     (tmp_path / "train.txt").write_text("0 1 5\n1 4 3\n")
     with pytest.raises(DatasetError, match=r"train\.txt: each line has 3 fields.* ratings or times"):
         load_dataset(tmp_path, format="interactions")
+
+
+# The graph of METIS's manual: a square of seven nodes, with weights of edges and three of nodes.
+METIS_EDGES = [[1, 2], [1, 3], [1, 5], [2, 3], [2, 4], [3, 4], [3, 5], [4, 6], [4, 7], [5, 6], [6, 7]]
+
+
+def metis(head: str, *, weighted: bool = False, before: str = "") -> str:
+    ends = [*METIS_EDGES, *(pair[::-1] for pair in METIS_EDGES)]
+    lines = [
+        " ".join(
+            [before.format(node), *(f"{v} {u + v}" if weighted else f"{v}" for u, v in ends if u == node)]
+        )
+        for node in range(1, 9)
+    ]
+    return "% a comment\n" + "\n".join([head, *lines]) + "\n"
+
+
+@pytest.mark.parametrize("suffix", [".graph", ".graph.gz"])
+@pytest.mark.parametrize(
+    ("text", "node_weight", "is_weighted"),
+    [
+        (metis("8 11"), None, False),
+        (metis("8 11 0"), None, False),
+        (metis("8 11 1", weighted=True), None, True),
+        (metis("8 11 001", weighted=True), None, True),
+        (metis("8 11 10", before="{}"), list(range(1, 9)), False),
+        (metis("8 11 011 2", weighted=True, before="{0} 5"), [[n, 5] for n in range(1, 9)], True),
+        (metis("8 11 110", before="7 {0}"), list(range(1, 9)), False),
+    ],
+)
+def test_reads_metis(tmp_path: Path, suffix: str, text: str, node_weight: Any, is_weighted: bool) -> None:
+    path = tmp_path / f"a{suffix}"
+    path.write_bytes(gzip.compress(text.encode()) if suffix.endswith("gz") else text.encode())
+    graph = load_dataset(path)
+    assert (graph.name, graph.num_nodes, graph.total_edges) == ("a", {NODE_TYPE: 8}, 22)
+    expected = sorted([u - 1, v - 1] for pair in METIS_EDGES for u, v in (pair, pair[::-1]))
+    src, dst = edges_of(graph)
+    assert sorted(map(list, zip(src, dst, strict=True))) == expected
+    columns = {name: column.tolist() for name, column in columns_of(graph).items()}
+    assert columns == ({} if node_weight is None else {"node_weight": node_weight})
+    weights = graph.edge_data[EDGE_TYPE]
+    assert set(weights) == ({"weight"} if is_weighted else set())
+    if is_weighted:
+        assert weights["weight"].tolist() == [u + v + 2 for u, v in zip(src, dst, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("3 2\n2\n1 3\n", "not one line for each of 3 nodes"),
+        ("3 2\n2\n1 3\n2\n4\n", "not one line for each of 3 nodes"),
+        ("3 3\n2\n1 3\n2\n", "4 neighbours, not each of 3 edges from both ends"),
+        ("3 2\n2\n1 3\n4\n", r"a neighbour outside 1\.\.3"),
+        ("3 2\n2 3\n1 3\n\n", "an edge in the line of one of its ends only"),
+        ("3 2 1\n2 5\n1 5 3\n2 5\n", "a line without all its weights"),
+        ("3 2 7\n2\n1 3\n2\n", "the format 007"),
+        ("3 2\n2\n1 x\n2\n", "not a readable METIS graph"),
+        ("a b\n", "not a readable METIS graph"),
+    ],
+)
+def test_refuses_what_is_no_graph_of_metis(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "a.graph").write_text(text)
+    with pytest.raises(DatasetError, match=rf"a\.graph: .*{message}"):
+        load_dataset(tmp_path / "a.graph")
+
+
+def test_reads_ncol_and_names_the_way_to_read_pajek(tmp_path: Path) -> None:
+    (tmp_path / "a.ncol").write_text("ann bob 2.5\nbob cid 1\n")
+    graph = load_dataset(tmp_path / "a.ncol")
+    assert graph.user_ids[NODE_TYPE].tolist() == ["ann", "bob", "cid"]
+    assert graph.edge_data[EDGE_TYPE]["weight"].tolist() == [2.5, 1]
+    (tmp_path / "a.net").write_text('*Vertices 1\n1 "a"\n')
+    with pytest.raises(DatasetError, match=r"networkx\.write_graphml\(networkx\.read_pajek"):
+        load_dataset(tmp_path / "a.net")
+
+
+@pytest.mark.parametrize(
+    ("content", "ids", "edges"),
+    [
+        ({"nodes": [{"id": "b", "group": 1}, {"id": "a", "group": 2}],
+          "links": [{"source": "a", "target": "b", "value": 3}]}, ["b", "a"], [[0, 1], [1, 0]]),
+        ({"nodes": [{"name": "x"}, {"name": "y"}], "links": [{"source": 0, "target": 1}]},
+         None, [[0, 1], [1, 0]]),
+        ({"directed": True, "nodes": [{"id": 0}, {"id": 1}], "edges": [{"source": 1, "target": 0}]},
+         None, [[1], [0]]),
+    ],
+)  # fmt: skip
+def test_reads_nodes_and_links_of_other_tools(tmp_path: Path, content: Any, ids: Any, edges: Any) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    graph = load_dataset(tmp_path / "a.json")
+    assert edges_of(graph) == edges
+    assert graph.num_nodes == {NODE_TYPE: 2}
+    assert ids is None or graph.user_ids[NODE_TYPE].tolist() == ids
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"edges": [[0, 1]], "features": {}},
+        {"nodes": [{"id": 0}], "links": [{"from": 0, "to": 0}]},
+        {"nodes": [0, 1], "links": [{"source": 0, "target": 1}]},
+        {"elements": {"nodes": []}},
+        [[0, 1]],
+    ],
+)
+def test_refuses_json_that_is_no_list_of_nodes_and_links(tmp_path: Path, content: Any) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(content))
+    with pytest.raises(
+        DatasetError, match=r"it needs lists 'nodes' of objects with an id, and 'links' or 'edges'"
+    ):
+        load_dataset(tmp_path / "a.json")

@@ -50,6 +50,9 @@ def test_numbers_and_lists_of_numbers_become_arrays_or_are_refused(values: objec
         (["edges/a-b.csv"], "an edge type is SOURCE__RELATION__DESTINATION, not 'a-b'"),
         (["manifest.json"], "is a partitioned dataset"),
         (["edges.parquet"], r"edges\.parquet: not readable as a parquet table"),
+        (["edges.csv", "nodes.jsonl"], r"nodes\.jsonl: tables are \.csv or \.parquet; convert it"),
+        (["edges.csv", "nodes.csv.gz"], r"nodes\.csv\.gz: tables are \.csv or \.parquet; convert it"),
+        (["edges/a__r__b.csv", "nodes/a.tsv"], r"a\.tsv: tables are \.csv or \.parquet; convert it"),
     ],
 )
 def test_other_folders_are_refused(tmp_path: Path, names: list[str], message: str) -> None:
@@ -144,6 +147,7 @@ WIDE = pa.array([0, 2**63], pa.uint64())
         ("id,x\n1,1\n,2\n", "1,1", r"nodes\.csv: column 'id', row 1: is empty"),
         ("id,x\n1,1\n2,nan\n", "1,1", r"nodes\.csv: column 'x', row 1: is empty, or NaN, NA or null"),
         ("id\n1.5\n", "1,1", r"column 'id' must hold integer or string ids; it holds double"),
+        ('id,feat\n1,"0.1, 0.2"\n', "1,1", r"'feat' holds texts, such as '0\.1, 0\.2'; .* feat_0, feat_1"),
         ("id,city\n1,Rome\n", "1,1", r"nodes\.csv: column 'city' holds strings.*'label' if .*ignore=city"),
         ("id\n1\n", {"src": [1], "relation": ["is"], "dst": [1]}, r"'relation' holds.* triples as a \.tsv"),
         ("id\n1\n", {"head": [1], "relation": ["is"], "tail": [1]}, r"no columns src.* triples as a \.tsv"),

@@ -252,9 +252,9 @@ class TypeRows:
             yield piece
             self.num_rows += piece.num_rows
         where, spec = str(self.spec.files.paths[0]), self.spec
-        if not self.num_rows:
-            what = f"node {spec.kind!r}" if isinstance(spec.kind, str) else f"edge {spec.kind}"
-            raise DatasetError(f"{where}: the table has no row, so there is no {what}")
+        if not self.num_rows and (isinstance(spec.kind, str) or spec.features or spec.label):
+            remedy = "leave it, or its features and labels, out of the description"
+            raise DatasetError(f"{where}: the table of {spec.kind} has no row; {remedy}")
         release_memory()
         self.settings = self._features.finalize(where)
         if self.labels is not None:

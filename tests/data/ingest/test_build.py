@@ -179,6 +179,16 @@ def test_warns_where_nodes_are_numbered_by_row_beside_a_column_of_ids(
 
 
 @pytest.mark.usefixtures("budget")
+def test_reads_a_relation_without_rows(tmp_path: Path) -> None:
+    nodes: dict[str, Any] = {"files": "n.csv", "node_id_col": None}
+    run(tmp_path, one_type("n", nodes, {"files": "e.csv"}), {"n.csv": "x\n1\n0\n", "e.csv": "s,d\n"})
+    graph = load_graph(tmp_path / "out")
+    assert (graph.num_nodes, graph.total_edges) == ({"n": 2}, 0)
+    with pytest.raises(DatasetError, match=r"n\.csv: the table of n has no row; leave it, or its features"):
+        run(tmp_path, one_type("n", nodes, {"files": "e.csv"}), {"n.csv": "x\n"}, overwrite=True)
+
+
+@pytest.mark.usefixtures("budget")
 def test_files_name_the_split(tmp_path: Path) -> None:
     description = describe()
     (label,) = description["nodes"][0]["labels"]
