@@ -28,7 +28,7 @@ from dglx_dist.auto import (
     resolve,
 )
 from dglx_dist.comm.collectives import broadcast_json, run_on_all_ranks
-from dglx_dist.comm.session import Session, current_session, session_or
+from dglx_dist.comm.session import Session, current_session, session_or, show_briefly
 from dglx_dist.compat.dist_graph import DistGraph as ScriptGraph
 from dglx_dist.compat.namespace import ScriptModel
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
@@ -494,6 +494,7 @@ def init(
             of devices differ, a rank lacks ``device``, or a session is open already.
         PeerError: ranks are missing after ``timeout``; the message lists them.
     """
+    show_briefly()
     # Checked first: a wrong name must not cost a rendezvous.
     seed = whole_number("seed", seed, least=0)
     name = resolve_strategy(strategy, auto=True)

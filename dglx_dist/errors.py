@@ -1,8 +1,20 @@
 """Exceptions of dglx_dist."""
 
+from collections.abc import Iterable
+
 
 class DglxError(Exception):
     """Base of all deliberate errors; the message has value, name and remedy."""
+
+    is_shown_elsewhere = False
+    """Whether another rank shows it, where it is not caught."""
+
+
+def shorten_list(names: Iterable[object], most: int = 3) -> str:
+    """Return ``names`` with commas, as "a, b, c and 42 more" where there are many."""
+    shown = [str(name) for name in names]
+    more = f" and {len(shown) - most} more" if len(shown) > most + 1 else ""
+    return ", ".join(shown[:most] if more else shown) + more
 
 
 class ConfigError(DglxError, ValueError):

@@ -53,15 +53,18 @@ from dglx_dist.training.checkpoint import read_extra
 from dglx_dist.training.config import (
     AUTO_TASK,
     CLASSIFICATION,
+    KINDS,
     LINK,
     MULTILABEL,
     NO_ENCODER,
     OWN_ARGUMENTS,
     REGRESSION,
     RELATIONAL_KINDS,
+    WEIGHTED,
     TrainConfig,
     configuration_of,
     metrics_of,
+    takes,
 )
 from dglx_dist.training.export import check_target, write_edges, write_embeddings, write_relations
 from dglx_dist.training.fit import (
@@ -132,14 +135,18 @@ def build(plan: TrainConfig, g: DistGraph, ntype: str | None, width: int) -> Bui
         columns = plan.embeddings if inputs else g.nodes[g.ntypes[0]].data[FEATURE].shape[1]
         assert columns is not None  # checked
         if plan.model == "resgcn":
-            return ResGCN(columns, *sizes, recompute=plan.recompute), inputs, sparse
+            resgcn = ResGCN(columns, *sizes, recompute=plan.recompute)
+            resgcn.edge_weight = plan.edge_weight
+            return resgcn, inputs, sparse
         if plan.model_file is not None:
             given = dict(zip(OWN_ARGUMENTS, (columns, *sizes, plan.heads, g), strict=True))
             own = run_on_all_ranks(g.session, partial(_own_model, plan, given), ConfigError)
             check_equal(g.session, f"the content of --model-file {plan.model_file}", plan.model_sha256)
             return own, inputs, sparse
         between: dict[str, Any] = {"teleport": plan.teleport, **plan.between}
-        return build_model(plan.model, columns, *sizes, plan.heads, g, **between), inputs, sparse
+        made: Any = build_model(plan.model, columns, *sizes, plan.heads, g, **between)
+        made.edge_weight = plan.edge_weight
+        return made, inputs, sparse
     assert inputs is not None
     widths = inputs.feature_widths
     if plan.embeddings not in (None, plan.hidden):
@@ -168,6 +175,11 @@ def _own_model(plan: TrainConfig, given: Mapping[str, Any]) -> nn.Module:
             raise ConfigError(f"{name} returns {type(model).__name__}, not an nn.Module")
         sizes = range(2 * plan.layers + 2, 0, -2)
         blocks = [random_block(b, a, 3 * b, torch.Generator()) for a, b in pairwise(sizes)]
+        for block in blocks if plan.edge_weight else ():
+            column = given["graph"].edges[given["graph"].canonical_etypes[0]].data[plan.edge_weight]
+            block.edata[plan.edge_weight] = torch.ones(
+                block.num_edges(), *column.shape[1:], dtype=column.dtype
+            )
         with restored(model, training=False), torch.random.fork_rng(devices=[]), torch.no_grad():
             out = model(blocks, torch.zeros(sizes[0], given["in_dim"], dtype=float_of(model).dtype))
         found = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
@@ -270,6 +282,7 @@ def _write_outputs(
             inputs=None if inputs is None else inputs.tensors,
             layers=hidden if name == EMBEDDING else [*hidden, answers],
             ntypes=None if name == EMBEDDING else [target],
+            edge_feats=_edge_columns(plan),
         )
         tensors = list(flatten(rows).values())
         several = name == EMBEDDING and len(g.ntypes) > 1
@@ -350,6 +363,7 @@ def _prepared(plan: TrainConfig, g: DistGraph) -> tuple[TrainConfig, Target, Bui
     """Return the plan with task and metrics, its target, the model, notes for the summary; collective."""
     if plan.task != LINK:
         ntype = _check_trainable(plan, g)
+        _check_edge_weight(plan, g)
         task, width = read_task(g, ntype, LABEL, plan.task)
         plan = replace(plan, task=task, metric=metrics_of(task, plan.metric))
         return plan, ntype, build(plan, g, ntype, width or g.num_classes(ntype)), {}
@@ -473,6 +487,36 @@ def _check_inputs(plan: TrainConfig, g: DistGraph) -> None:
             raise ConfigError(f"{FEATURE!r} of {where} has shape {shape}; it must be (N, F)")
 
 
+def _edge_columns(plan: TrainConfig) -> tuple[str, ...]:
+    return () if plan.edge_weight is None else (plan.edge_weight,)
+
+
+def _check_edge_weight(plan: TrainConfig, g: DistGraph) -> None:
+    """Raise ConfigError unless the edges have the column; say once if one of the usual name is not used."""
+    where, name, etype = g.dataset.folder, plan.edge_weight, g.canonical_etypes[0]
+    shapes = {key: tuple(column.shape[1:]) for key, column in g.edges[etype].data.items()}
+    fitting = [key for key, shape in shapes.items() if shape in ((), (1,))]
+    if name is None:
+        unused = next((key for key in _USUAL_WEIGHTS if key in fitting), None)
+        if unused is not None and plan.model_file is None and g.session.topology.rank == 0:
+            models = ", ".join(kind for kind in KINDS if takes(kind, WEIGHTED))
+            say(f"edge column {unused!r} is not used; --edge-weight {unused} multiplies messages ({models})")
+        return
+    if name not in fitting:
+        raise ConfigError(
+            f"--edge-weight {name}: {where} has no edge column of that name with one number per edge (known: "
+            f"{', '.join(fitting) or 'none'}); give one of these, or partition a graph that has it"
+        )
+    if not strategy_of(g.session).traits.own_loop:
+        raise ConfigError(
+            f"--edge-weight {name}: the workers of strategy {g.session.strategy!r} do not read edge columns; "
+            "leave it out, or use --strategy data_parallel"
+        )
+
+
+_USUAL_WEIGHTS = ("weight", "weights", "edge_weight", "edge_weights", "w")
+
+
 def _check_cache(plan: TrainConfig, session: Session) -> None:
     traits = strategy_of(session).traits
     has_rows = traits.features == "rows" and traits.unit != "full_graph"
@@ -526,7 +570,7 @@ def _fit(
     loading: dict[str, Any] = {"depth": plan.depth, "num_threads": plan.loader_threads}
     loading = {name: value for name, value in loading.items() if value is not None}
     if isinstance(target, str):
-        options["ntype"] = target
+        options |= {"ntype": target, "edge_feats": _edge_columns(plan)}
         loading |= {"fanouts": plan.fanouts, "batch_size": plan.batch_size}
         options["num_layers"] = None if hasattr(module, "inference_layers") else plan.layers
     else:

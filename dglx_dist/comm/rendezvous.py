@@ -18,6 +18,7 @@ import socket
 import stat
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -324,6 +325,12 @@ class JobStore:
         with contextlib.suppress(RuntimeError):  # the store is gone, so no rank could read it
             if not self._failures.check([_FIRST_ERROR]):
                 self._failures.set(_FIRST_ERROR, json.dumps({"rank": self.rank, "text": text[:2000]}))
+
+    def claim_message(self, text: str) -> bool:
+        """Whether this rank is the first one that claims to show an error of this ``text``."""
+        with contextlib.suppress(RuntimeError):
+            return int(self.raw.add(f"shown/{zlib.crc32(text.encode())}", 1)) == 1
+        return True
 
     def report_end(self) -> None:
         """Tell the others that this rank ends early, so that they do not take it for a dead one."""

@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -24,6 +25,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from itertools import zip_longest
 from pathlib import Path
+from traceback import walk_tb
 from types import TracebackType
 from typing import Any, Generic, TypeVar, final
 
@@ -163,7 +165,41 @@ class FailureWatch:
     def _hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         self.failed = True
         self._store.report_failure(f"{kind.__name__}: {error}")
-        self._previous_hook(kind, error, trace)
+        mark_error(error, self._store)
+        if not (isinstance(error, DglxError) and error.is_shown_elsewhere):
+            self._previous_hook(kind, error, trace)
+
+
+_OF_RANK = re.compile(r"^rank \d+ on \S+: ")
+
+
+def mark_error(error: BaseException, store: JobStore) -> None:
+    """Note in an error whether another rank shows it, or its cause."""
+    if isinstance(error, DglxError) and not error.is_shown_elsewhere:
+        failure = store.first_failure() if isinstance(error, PeerError) else None
+        is_effect = failure is not None and failure[0] != store.rank and failure[1] in str(error)
+        is_first = is_effect or store.claim_message(_OF_RANK.sub("", str(error)))
+        error.is_shown_elsewhere = is_effect or not is_first
+
+
+def show_briefly() -> None:
+    """Have uncaught errors of this package shown by one line in processes of torchrun, not by tracebacks."""
+    if launched_by_torchrun() and sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _show
+
+
+def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not isinstance(error, DglxError):
+        sys.__excepthook__(kind, error, trace)
+        return
+    if error.is_shown_elsewhere:
+        return
+    where = ""
+    for frame, line in walk_tb(trace):
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in _LIBRARIES:
+            where = f"{frame.f_code.co_filename}:{line}: "
+    # With a process group, torch puts the rank in front.
+    sys.stderr.write(f"{where}{kind.__name__}: {error}\n")
 
 
 _PREFIX = "dglx-"
@@ -324,6 +360,7 @@ class Session:
     def fail(self, error: BaseException) -> None:
         if self.store is not None and not self._closed:
             self.store.report_failure(f"{type(error).__name__}: {error}")
+            mark_error(error, self.store)
 
     def close(self, *, failed: bool = False) -> None:
         """End the session. May be called twice.
@@ -487,6 +524,7 @@ def start_session(
             already.
         PeerError: ranks are missing after the time-out; the message lists them.
     """
+    show_briefly()
     if _CURRENT or _LATER:
         asked = "" if _CURRENT else " (dgl.distributed.initialize() asked for it)"
         raise ConfigError(f"a session is open already{asked}; close it with dglx_dist.shutdown() or use it")

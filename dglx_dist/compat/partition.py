@@ -112,6 +112,9 @@ def partition_graph(  # noqa: PLR0913 - DGL's signature
     # DGL overwrites the trainer ids of an earlier partition.
     raw, bfloat16 = raw_graph(g, graph_name, {TRAINER_ID} if num_trainers_per_machine > 1 else set())
     method = PARTITIONERS.resolve(part_method)
+    if method == "random" and (balance_edges or balance_ntypes is not None):
+        warn_user(f"balance_ntypes and balance_edges have no effect with part_method={part_method!r}")
+        balance_ntypes, balance_edges = None, False
     weighted, balance = _with_weights(raw, balance_ntypes)
     balance += (("etype",) if len(raw.edges) > 1 else ("degree",)) if balance_edges else ()
     if not balance and len(raw.num_nodes) > 1 and "balance" in PARTITIONERS.get(method).honours:

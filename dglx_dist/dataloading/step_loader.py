@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -14,6 +15,7 @@ from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakSet
 
+import dgl
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -22,11 +24,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dglx_dist.comm.collectives import gather_int64
 from dglx_dist.comm.devices import carried, check_device, device_of, open_copies
-from dglx_dist.comm.session import Session, warn_user
+from dglx_dist.comm.session import Session, SessionField, warn_user
 from dglx_dist.comm.trace import COMPUTE, LOADER, WAIT, Pass
 from dglx_dist.dataloading.feature_fetch import Ahead, Drawn, check_float, look_ahead
 from dglx_dist.dataloading.sampler_spec import refuse_by_name
-from dglx_dist.dataloading.target_gaps import warn_of_gaps
 from dglx_dist.errors import CheckpointError, ConfigError
 from dglx_dist.graph.ids import Ids
 from dglx_dist.graph.sampling import by_type
@@ -34,6 +35,8 @@ from dglx_dist.keyed_random import hash_ids, stream_key
 from dglx_dist.message_passing import in_torch
 from dglx_dist.records import Array, StepShare
 from dglx_dist.registry import did_you_mean
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -330,6 +333,41 @@ def refuse_unwrapped(optimizer: Optimizer, *_: object) -> None:
             "with it (not DistributedDataParallel), then build the optimizer from model.parameters()"
         )
     _CHECKED.add(optimizer)
+
+
+IS_EXACT: SessionField[bool] = SessionField(lambda _: False)
+"""Whether losses are means over all ranks, or the user has been warned that they are not."""
+_REMEDY = "the mean is exact over all ranks as dx.global_mean(sum of the losses, number of targets)"
+
+
+def warn_of_gaps(batch: Any, optimizer: torch.optim.Optimizer, number: int, session: Session) -> None:
+    """Warn once if a step was over seeds without targets, or its gradients are NaN.
+
+    Columns and gradients on a GPU are not looked at, as a step must not wait for it; and NaN in some steps.
+    """
+    blocks = batch[-1] if isinstance(batch, list | tuple) else None
+    last = blocks[-1] if isinstance(blocks, list | tuple) and blocks else None
+    if IS_EXACT.of(session) or last is None:
+        return
+    message = ""
+    columns = [(name, c) for t in last.dsttypes for name, c in last.dstnodes[t].data.items() if c.dim() == 1]
+    for name, column in columns:
+        if name == dgl.NID or column.device.type != "cpu":
+            continue
+        gaps = int((column.isnan() if column.is_floating_point() else column < 0).sum())
+        if gaps:
+            message = f"{gaps} of {len(column)} seeds have no target in {name!r} (NaN or below 0)"
+    gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
+    on_cpu = (one for one in gradients if one is not None and one.device.type == "cpu")
+    if not message and number & (number - 1) == 0 and any(bool(one.isnan().any()) for one in on_cpu):
+        message = "the gradients of a step are NaN, as of a mean over no targets on one rank"
+    if not message:
+        return
+    IS_EXACT.set(session, True)
+    if session.topology.rank == 0:
+        warn_user(f"{message}; {_REMEDY}")
+    else:
+        log.warning("rank %d: %s; %s", session.topology.rank, message, _REMEDY)
 
 
 class EpochLoader(ABC, Generic[B, T]):

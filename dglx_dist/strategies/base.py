@@ -18,7 +18,7 @@ from dglx_dist.comm.ledger import LedgerRow
 from dglx_dist.comm.session import Session, SessionField, start_session
 from dglx_dist.comm.topology import read_settings
 from dglx_dist.dataloading.step_loader import WRAPPED_MODELS
-from dglx_dist.errors import ConfigError, DglxError
+from dglx_dist.errors import ConfigError, DglxError, shorten_list
 from dglx_dist.message_passing import correct_kernels
 from dglx_dist.records import FEATURE, LABEL, EpochRecord, StepShare
 from dglx_dist.registry import AUTO as AUTO
@@ -455,7 +455,7 @@ def check_one_type(strategy: str, g: DistGraph) -> None:
     if len(g.ntypes) != 1 or len(g.canonical_etypes) != 1:
         raise ConfigError(
             f"{strategy} trains on graphs of one node and one edge type, but this graph has the node types "
-            f"{', '.join(g.ntypes)} and the edge types {', '.join(map(str, g.canonical_etypes))}; use "
+            f"{shorten_list(g.ntypes)} and the edge types {shorten_list(g.canonical_etypes)}; use "
             "strategy='data_parallel'"
         )
 

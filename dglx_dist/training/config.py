@@ -75,16 +75,17 @@ _MODELS = (
     "train on several types, rgcn or hgt."
 )
 _BETWEEN = ("norm", "residual", "jk")
+WEIGHTED = "edge_weight"
 KINDS: Mapping[str, tuple[str, ...]] = {
-    "sage": _BETWEEN,
-    "gcn": _BETWEEN,
-    "sgc": (),
-    "gat": (*_BETWEEN, "heads"),
+    "sage": (*_BETWEEN, WEIGHTED),
+    "gcn": (*_BETWEEN, WEIGHTED),
+    "sgc": (WEIGHTED,),
+    "gat": (*_BETWEEN, "heads", WEIGHTED),
     "mlp": _BETWEEN,
-    "resgcn": ("recompute",),
+    "resgcn": ("recompute", WEIGHTED),
     "gatv2": (*_BETWEEN, "heads"),
-    "gin": _BETWEEN,
-    "appnp": ("teleport",),
+    "gin": (*_BETWEEN, WEIGHTED),
+    "appnp": ("teleport", WEIGHTED),
     "rgcn": ("types", "norm", "residual"),
     "hgt": ("types", "heads"),
 }
@@ -397,6 +398,12 @@ class TrainConfig(RunOptions, ModelConfig):
         metavar="FILE.py:MODEL",
     )
     """Never read from a run or a checkpoint: a resumed run is given it again, and the same content."""
+    edge_weight: str | None = _of_model(
+        None,
+        "Edge column that multiplies messages, as edge_weight= of DGL's layers: of "
+        f"{', '.join(one for one in KINDS if takes(one, WEIGHTED))}. Your own model reads it from blocks.",
+        metavar="COLUMN",
+    )
     model_sha256: str = ""
     """Of that file, in hexadecimal."""
     embeddings: int | None = _of_model(
@@ -523,6 +530,14 @@ class TrainConfig(RunOptions, ModelConfig):
         has_momentum = self.optimizer in ("sgd", "rmsprop")
         remedy = f"left out with --optimizer {self.optimizer}: it is of sgd and rmsprop"
         yield "momentum", self.momentum > 0 and not has_momentum, remedy
+        no_use = {
+            f"--model {self.model}": self.model_file is None and not takes(self.model, WEIGHTED),
+            f"--task {self.task}": self.task == LINK,
+            f"--strategy {self.strategy}": self.strategy == AUTO,
+        }
+        for option_given, is_wrong in no_use.items():
+            remedy = f"left out with {option_given}, which does not read it"
+            yield "edge-weight", self.edge_weight is not None and is_wrong, remedy
         is_shallow = self.layers < 2 and self.task != LINK
         remedy = "left out with --layers 1, whose only layer gives the scores"
         yield "save-embeddings", self.save_embeddings is not None and is_shallow, remedy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import dgl
@@ -25,6 +25,7 @@ from dglx_dist.message_passing import correct_kernels, note_edge_order, place
 from dglx_dist.records import FEATURE, LABEL, SPLITS, Array
 from dglx_dist.strategies.base import WrappedModel, edge_data_named, float_of
 from dglx_dist.training.config import CLASSIFICATION, metrics_of
+from dglx_dist.training.layer_check import check_layers
 from dglx_dist.training.models import InferenceLayer
 from dglx_dist.training.replicas import check_replicas
 from dglx_dist.training.tasks import measure, own_pieces
@@ -209,8 +210,14 @@ def layerwise_inference(  # noqa: PLR0913 - all but two have defaults
             not return one row for each destination.
     """
     module = whole_of(model)
-    passes = [_on_block(layer) for layer in layers_of(module, layers, between)]
-    return _infer(module, g, 1, passes, first_rows(g, feature, inputs), batch_size, ntypes, mask, edge_feats)
+    steps, rows = layers_of(module, layers, between), first_rows(g, feature, inputs)
+    if layers is not None and list(rows) == [()] and len(rows[()].shape) == 2:
+        named: Any = names_by_type(edge_feats, "edge_feats")
+        data = g.edges[g.canonical_etypes[0]].data
+        names = chain(*named.values()) if isinstance(named, Mapping) else named
+        columns = {str(name): data[name] for name in names if name in data}
+        check_layers(module, layers_of(module, layers, None), steps, rows[()].shape[1], columns)
+    return _infer(module, g, 1, [_on_block(one) for one in steps], rows, batch_size, ntypes, mask, edge_feats)
 
 
 def _on_block(layer: InferenceLayer) -> _Pass:

@@ -34,7 +34,7 @@ from dglx_dist.layers.base import (
     sum_in_edges,
 )
 from dglx_dist.records import EdgeType
-from dglx_dist.training.config import STACKED, check_kind, takes
+from dglx_dist.training.config import STACKED, WEIGHTED, check_kind, takes
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -284,7 +284,6 @@ class SymmetricConv(SplittableConv):
     Blocks need ``dgl.NID`` on both sides. If the layer is split, the owner computes the norms.
     """
 
-    edge_arguments = ()
     sums_sources = True
 
     def __init__(self, in_dim: int, out_dim: int, graph: DistGraph) -> None:
@@ -322,7 +321,8 @@ class SymmetricConv(SplittableConv):
         return projected(given, given.x, self.conv.weight, after_sum=False)
 
     def gather(self, given: StageInput, transformed: Tensor, scattered: PartialSums) -> PartialSums:
-        total = sum_in_edges(given.block, transformed, given.edges[_NORM].to(transformed))
+        norm = given.edges[_NORM].to(transformed) * given.edges.get(WEIGHTED, 1.0)
+        total = sum_in_edges(given.block, transformed, norm)
         return (projected(given, total, self.conv.weight, after_sum=True),)
 
     def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
@@ -345,6 +345,8 @@ class Layered(nn.Module, ABC):
 
     num_layers: int
     target_scale: Tensor | None
+    edge_weight: str | None = None
+    """Edge data of the blocks that multiplies messages; None: they are not weighed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -398,6 +400,11 @@ class Layered(nn.Module, ABC):
             return {ntype: scaled(rows) for ntype, rows in scores.items()}
         return scaled(scores)
 
+    def _weights(self, block: Any, rows: Tensor) -> dict[str, Tensor]:
+        """Return the argument of DGL's layers for weights of edges, if there is one."""
+        name = self.edge_weight
+        return {} if name is None else {WEIGHTED: block.edata[name].to(rows).reshape(-1)}
+
     @abstractmethod
     def _layer(self, depth: int, block: Any, h: Any) -> Any:
         """Return the (num_dst, H) result of one layer on (num_src, F) rows."""
@@ -446,7 +453,7 @@ class ResGCN(Layered):
         return self.decoder(self._activated(h, depth + 1)) if depth == self.num_layers - 1 else h
 
     def _residual(self, depth: int, block: Any, all_rows: Callable[[Tensor], Tensor], h: Tensor) -> Tensor:
-        out = self.layers[depth](block, all_rows(self._activated(h, depth)))
+        out = self.layers[depth](block, all_rows(self._activated(h, depth)), **self._weights(block, h))
         return h[: block.num_dst_nodes()] + out
 
     def _activated(self, h: Tensor, depth: int) -> Tensor:
@@ -515,7 +522,8 @@ class Stack(Layered):
 
     def _layer(self, depth: int, block: Any, h: Any) -> Any:
         before = h if isinstance(h, tuple) else (h,)
-        out, num_dst = self.layers[depth](block, before[-1]), block.num_dst_nodes()
+        out = self.layers[depth](block, before[-1], **self._weights(block, before[-1]))
+        num_dst = block.num_dst_nodes()
         last = depth == self.num_layers - 1
         if out.dim() == 3:
             out = out.mean(1) if last and self.head is None else out.flatten(1)
@@ -554,7 +562,8 @@ class APPNP(Layered):
     def _layer(self, depth: int, block: Any, h: Any) -> Any:
         first, h = h if depth else [self.encoder(h)] * 2
         first = first[: block.num_dst_nodes()]
-        h = (1 - self.teleport) * self.layers[depth](block, h) + self.teleport * first
+        h = (1 - self.teleport) * self.layers[depth](block, h, **self._weights(block, h))
+        h = h + self.teleport * first
         return h if depth == self.num_layers - 1 else (first, h)
 
 

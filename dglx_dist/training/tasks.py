@@ -31,8 +31,8 @@ log = logging.getLogger(__name__)
 
 LossFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """(B, C) scores and (B,) or (B, C) labels to the mean loss over the B rows; ignored if B is 0."""
-_FEW_CLASSES = 1000
-"""Number of classes that any graph may have, however small it is."""
+_FEW_CLASSES, _CLASSES_OF_FEW = 1000, 100
+"""Number of classes that any graph may have, however small it is; and however few its training nodes are."""
 _ROWS_AT_ONCE = 1 << 16
 """Scores and labels of own nodes are read in pieces of this size."""
 
@@ -68,14 +68,26 @@ def read_task(g: DistGraph, ntype: str, label: str, wanted: str = AUTO_TASK) -> 
             "it out, or partition with numbers as labels, written with a decimal as 7.0"
         )
     if found == CLASSIFICATION:
-        classes, nodes = g.dataset.manifest.num_classes.get(ntype, 0), g.num_nodes(ntype)
-        if classes > max(nodes, _FEW_CLASSES):
-            raise ConfigError(
-                f"the labels {label!r} reach {classes - 1}: {classes} classes of {nodes} nodes; "
-                "for numbers, such as prices, use --task regression (in Python task='regression'); for codes "
-                "of classes, partition with np.unique(labels, return_inverse=True)[1] as labels"
-            )
+        _check_classes(g, ntype, label, asks=wanted == AUTO_TASK)
     return found, 0 if found == CLASSIFICATION else width
+
+
+def _check_classes(g: DistGraph, ntype: str, label: str, *, asks: bool) -> None:
+    """Raise ConfigError if there are too many classes: of nodes, or if the user did not name the task."""
+    manifest, few = g.dataset.manifest, _FEW_CLASSES
+    classes, number, of = manifest.num_classes.get(ntype, 0), g.num_nodes(ntype), "nodes"
+    asks = asks and _CLASSES_OF_FEW < classes <= max(number, few) and not manifest.class_names.get(ntype)
+    if asks and SPLITS[0] in g.nodes[ntype].data:
+        count = torch.tensor([len(_labels_of(g, ntype, label, SPLITS[0]))])
+        number, few = int(sum_over_ranks(count, g.session, phase=metrics.PHASE)), _CLASSES_OF_FEW
+        of = "training nodes"
+    if classes > max(number, few):
+        raise ConfigError(
+            f"the labels {label!r} reach {classes - 1}: {classes} classes of {number} {of}; "
+            "for numbers, such as prices, use --task regression (in Python task='regression'); for codes "
+            "of classes, partition with np.unique(labels, return_inverse=True)[1] as labels"
+            f"{', or give --task classification' if asks else ''}"
+        )
 
 
 def own_pieces(g: DistGraph, ntype: str) -> Iterator[slice]:

@@ -119,7 +119,7 @@ def step_with_gaps(strategy: str, way: str) -> tuple[list[str], list[str]]:
     every = torch.ones(NUM_NODES, dtype=torch.bool)
     is_read = way == "read" and strategy != "full_graph"
     handler = logging.handlers.BufferingHandler(100)
-    logging.getLogger("dglx_dist.dataloading.target_gaps").addHandler(handler)
+    logging.getLogger("dglx_dist.dataloading.step_loader").addHandler(handler)
     with dx.init(strategy=strategy, seed=0), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         g = dx.distribute(plain, parts=2)

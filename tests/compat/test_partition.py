@@ -147,7 +147,7 @@ def test_files_of_an_earlier_partition_are_replaced(tmp_path: Path) -> None:
         ({"seed": -1}, "seed=-1; give a whole number of at least 0"),
         ({"balance_ntypes": {"paper": torch.zeros(60)}}, r"has \['paper'\]; the node types are _N"),
         ({"balance_ntypes": torch.zeros(7)}, r"has shape \(7,\) for the 60 nodes of '_N'"),
-        ({"part_method": "random", "balance_edges": True}, "honours balance"),
+        ({"part_method": "hash", "balance_edges": True}, "honours balance"),
         ({"part_method": "nothing"}, "there is no partitioner 'nothing'"),
         ({"objtype": "both"}, "objective is both"),
     ],
@@ -156,3 +156,11 @@ def test_what_cannot_be_honoured_is_refused(tmp_path: Path, arguments: Any, reas
     given: dict[str, Any] = {"num_parts": 2, "out_path": tmp_path, **arguments}
     with pytest.raises(ConfigError, match=reason):
         partition_graph(paper_graph(), "mine", **given)
+
+
+def test_a_method_that_does_not_balance_is_accepted_with_a_warning_as_by_dgl(tmp_path: Path) -> None:
+    g = dgl.rand_graph(20, 60)
+    mask = torch.arange(20) % 2 == 0
+    with pytest.warns(UserWarning, match="no effect with part_method='random'"):
+        partition_graph(g, "g", 2, tmp_path, part_method="random", balance_ntypes=mask, balance_edges=True)
+    assert (tmp_path / "g.json").is_file()

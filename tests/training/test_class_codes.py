@@ -24,3 +24,17 @@ def test_refuses_more_classes_than_nodes(tmp_path: Path, base: int) -> None:
         with pytest.raises(ConfigError, match=f"{base + 7372}: .* of 4 nodes; .*--task regression"):
             read_task(g, "_N", "label")
         assert read_task(g, "_N", "label", "regression") == ("regression", 1)
+
+
+def test_refuses_more_classes_than_training_nodes_unless_asked_for(tmp_path: Path) -> None:
+    nodes = torch.arange(600)
+    graph = dgl.graph((nodes, (nodes + 1) % 600))
+    graph.ndata["feat"] = torch.rand(600, 2)
+    graph.ndata["label"] = nodes * 7 % 500  # whole-number prices
+    graph.ndata["train_mask"] = nodes % 2 == 0
+    with dx.init(timeout=30):
+        g = dx.distribute(graph, parts=2, cache=tmp_path)
+        with pytest.raises(ConfigError, match=r"500 classes of 300 training nodes; .*--task regression"):
+            read_task(g, "_N", "label")
+        assert read_task(g, "_N", "label", "classification") == ("classification", 0)
+        assert read_task(g, "_N", "label", "regression") == ("regression", 1)

@@ -1,0 +1,72 @@
+"""An error of the package in a script under torchrun is one line on one rank."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dglx_dist.errors import shorten_list
+
+START = "import os, torch, dgl, dglx_dist as dx\nrank = int(os.environ['RANK'])\n"
+GRAPH = "dgl.graph(([0, 1], [1, 0]))"
+
+
+def run(folder: Path, text: str) -> str:
+    script = folder / "script.py"
+    script.write_text(START + text)
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+    ]
+    done = subprocess.run(launch, cwd=folder, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 1, done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("dx.init(timeout=60)\ndx.wrap(3, None)", "ConfigError: wrap takes a torch.nn.Module, not a int"),
+        ("with dx.init(timeout=60):\n    dx.wrap(3, None)", "ConfigError: wrap takes a torch.nn.Module"),
+        (
+            "dx.init(timeout=20)\nif rank == 1:\n    dx.wrap(3, None)\ndx.reduce_mean(1.0, 1)",
+            "rank1.*ConfigError: wrap takes",
+        ),
+        (f"dx.distribute({GRAPH}, method='metos')", "no partitioner 'metos'"),
+    ],
+)
+def test_an_error_is_one_line_on_one_rank(tmp_path: Path, text: str, said: str) -> None:
+    shown = run(tmp_path, text)
+    lines = [line for line in shown.splitlines() if f"{tmp_path / 'script.py'}:" in line]
+    assert len(lines) == 1, shown
+    assert re.search(said, lines[0])
+    assert shown.count("Traceback") == 1  # that of torchrun itself
+
+
+def test_an_error_before_the_ranks_have_met_is_one_line_for_each(tmp_path: Path) -> None:
+    shown = run(tmp_path, "dx.init('data_paralel')")
+    lines = [line for line in shown.splitlines() if "UnknownNameError: " in line]
+    assert shown.count("Traceback") == 1
+    assert 1 <= len(lines) <= 2
+    assert "did you mean 'data_parallel'" in lines[0]
+
+
+def test_errors_of_the_user_keep_their_traceback(tmp_path: Path) -> None:
+    shown = run(tmp_path, "dx.init(timeout=60)\n1 / 0")
+    assert "ZeroDivisionError" in shown
+    assert "1 / 0" in shown
+    assert "Traceback" in shown
+
+
+def test_long_lists_are_cut() -> None:
+    assert shorten_list(range(45)) == "0, 1, 2 and 42 more"
+    assert shorten_list(["a", "b", "c", "d"]) == "a, b, c, d"
