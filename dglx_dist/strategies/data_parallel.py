@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import product
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Self, final
 
 import torch
 import torch.distributed as dist
@@ -172,6 +172,15 @@ class ReplicatedModel(WrappedModel):
         self._buffer_means = BufferMeans(model, session, reduction)
         self._exchange.after = self._buffer_means.average
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return a copy that trains with the other ranks by itself; every rank must make it."""
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        WrappedModel.__init__(copied)
+        module = copy.deepcopy(self.module, memo)
+        copied._attach(module, self._session, self._reduction, self._bucket_bytes)
+        copied.training = self.training
+        return copied
+
     def exchange_seconds(self, *, reset: bool = False) -> float:
         return self._exchange.seconds(reset=reset)
 
@@ -195,15 +204,6 @@ class DataParallelModel(ReplicatedModel):
     Floating-point buffers (running statistics) become their weighted mean over the ranks, like the
     gradients, after each backward; statistics of a batch itself stay local.
     """
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> DataParallelModel:
-        """Return a copy that trains with the other ranks by itself; sends nothing."""
-        copied = memo[id(self)] = DataParallelModel.__new__(DataParallelModel)
-        WrappedModel.__init__(copied)
-        module = copy.deepcopy(self.module, memo)
-        copied._attach(module, self._session, self._reduction, self._bucket_bytes)
-        copied.training = self.training
-        return copied
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the user's module; the step's share is read from the blocks among the arguments.

@@ -6,7 +6,9 @@ A habit is a function of a model and its steps. It trains, and runs unchanged in
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import io
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -132,6 +134,43 @@ def accumulate_beside_gradients_that_were_sent(model: nn.Module, steps: Steps) -
     optimizer.step()
 
 
+def train(model: nn.Module, steps: Steps) -> None:
+    optimizer = sgd(model)
+    for step in steps:
+        optimizer.zero_grad()
+        step.loss(model).backward()
+        optimizer.step()
+
+
+def average(model: nn.Module, steps: Steps) -> dict[str, Tensor]:
+    """Average the weights, and write both as checkpoints are written."""
+    averaged, optimizer = torch.optim.swa_utils.AveragedModel(model), sgd(model)
+    for step in steps:
+        optimizer.zero_grad()
+        step.loss(model).backward()
+        optimizer.step()
+        averaged.update_parameters(model)
+        with torch.no_grad():
+            assert step.scores(averaged).isfinite().all()
+    written = io.BytesIO()
+    torch.save({"model": model.state_dict(), "averaged": averaged.state_dict()}, written)
+    written.seek(0)
+    state = torch.load(written)
+    assert state["averaged"].pop("n_averaged") == STEPS
+    means = {name.removeprefix("module."): value for name, value in state["averaged"].items()}
+    return {**{f"averaged {name}": value for name, value in means.items()}, **state["model"]}
+
+
+def copy_and_train(model: nn.Module, steps: Steps) -> dict[str, Tensor]:
+    """Train for two steps, then a copy for two more; the model keeps its weights."""
+    train(model, itertools.islice(steps, 2))
+    copied = copy.deepcopy(model)
+    before = copy.deepcopy(model.state_dict())
+    train(copied, steps)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    return copied.state_dict()
+
+
 def scale(model: nn.Module, steps: Steps) -> None:
     optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
     for step in steps:
@@ -160,7 +199,7 @@ def scale_until_it_fits(model: nn.Module, steps: Steps) -> None:
         pass
 
 
-HABITS: dict[str, Callable[[nn.Module, Steps], None]] = {
+HABITS: dict[str, Callable[[nn.Module, Steps], dict[str, Tensor] | None]] = {
     "clip_grad_norm_": functools.partial(clip_by, lambda ps: nn.utils.clip_grad_norm_(ps, 0.01)),
     "clip_grad_norm_ foreach": functools.partial(
         clip_by, lambda ps: nn.utils.clip_grad_norm_(ps, 0.01, 1.0, foreach=True)
@@ -172,6 +211,8 @@ HABITS: dict[str, Callable[[nn.Module, Steps], None]] = {
     "get_total_norm": functools.partial(clip_by, clip_by_total_norm),
     "clip by hand": functools.partial(clip_by, clip_by_hand),
     "GradScaler": scale,
+    "deepcopy": copy_and_train,
+    "AveragedModel": average,
     "no_sync": accumulate,
     "no_sync in between": accumulate_beside_gradients_that_were_sent,
 }
@@ -188,8 +229,8 @@ def of_plain(habit: str, overflows: bool) -> dict[str, Tensor]:
         scores: Tensor = model([block, block], g.ndata["feat"])[seeds]
         return scores
 
-    (OVERFLOWS if overflows else HABITS)[habit](model, iter([Step(call, g.ndata["label"][seeds])] * STEPS))
-    return model.state_dict()
+    steps = iter([Step(call, g.ndata["label"][seeds])] * STEPS)
+    return (OVERFLOWS if overflows else HABITS)[habit](model, steps) or model.state_dict()
 
 
 def loader_of(g: Any) -> Any:
@@ -214,8 +255,7 @@ def of_ranks(strategy: str, overflows: bool) -> dict[str, Any]:
         differences: dict[str, Any] = {}
         for name, habit in (OVERFLOWS if overflows else HABITS).items():
             model = dx.wrap(Net(overflows), g)
-            habit(model, steps())
-            weights, expected = model.state_dict(), of_plain(name, overflows)
+            weights, expected = habit(model, steps()) or model.state_dict(), of_plain(name, overflows)
             differences[name] = max(float((weights[key] - expected[key]).abs().max()) for key in expected)
         return differences
 
