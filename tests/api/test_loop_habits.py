@@ -409,3 +409,39 @@ def test_no_sync_sends_gradients_once_and_refuses_to_step_before(strategy: str) 
         assert one_backward == three_backwards > 0
         assert "SGD steps by the gradient of 'convs." in message
         assert "outside of no_sync()" in message
+
+
+class Normalized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.norm = Net(), nn.BatchNorm1d(CLASSES).double()
+
+    def forward(self, blocks: Any, x: Tensor) -> Tensor:
+        scores: Tensor = self.norm(self.net(blocks, x))
+        return scores
+
+
+def train_with_sync_batch_norm(strategy: str) -> str:
+    with dx.init(strategy=strategy, seed=0, timeout=30, **STRATEGIES[strategy]):
+        g = dx.distribute(plain_graph(), parts=2)
+        try:
+            model = dx.wrap(nn.SyncBatchNorm.convert_sync_batchnorm(Normalized()), g)
+            for _, _, blocks in loader_of(g):
+                call_model(blocks, model)
+        except (ConfigError, ValueError) as error:
+            return str(error)
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        ("data_parallel", "SyncBatchNorm expected input tensor to be on GPU"),
+        ("push_pull", "SyncBatchNorm expected input tensor to be on GPU"),
+        ("full_graph", "'norm' is a SyncBatchNorm"),
+        ("shared_preload", "'norm' is a SyncBatchNorm"),
+    ],
+)
+def test_refuses_sync_batch_norm_on_the_cpu(strategy: str, message: str) -> None:
+    for error in run_ranks(train_with_sync_batch_norm, 2, args=(strategy,)):
+        assert message in error
