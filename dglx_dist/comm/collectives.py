@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dglx_dist.comm.ledger import CONTROL, ring_bytes
-from dglx_dist.comm.session import Session, raise_unless_equal
+from dglx_dist.comm.session import ALL_GATHER, Session, raise_unless_equal
 from dglx_dist.data.external_memory import Ranks
 from dglx_dist.errors import ConfigError, DglxError, PeerError, StorageError
 from dglx_dist.records import Array
@@ -66,7 +66,7 @@ def gather_rows(local: Tensor, session: Session) -> Tensor:
     if topology.world_size == 1:
         return local.unsqueeze(0)
     rows = [torch.empty_like(local) for _ in range(topology.world_size)]
-    with peers_named(session, "all-gather"):
+    with peers_named(session, ALL_GATHER):
         dist.all_gather(rows, local)
     size = local.numel() * local.element_size()
     session.ledger.add(CONTROL, 0, topology.rank, _next_rank(session), size * (topology.world_size - 1))
@@ -124,22 +124,22 @@ def broadcast_json(value: object, session: Session, source: int = 0) -> object:
 def barrier(session: Session, what: str) -> None:
     """Wait until every rank calls it; PeerError names missing or dead ranks. ``what`` is for messages."""
     if session.store is not None:
-        with _doing(session, what):
+        with doing(session, what):
             session.store.barrier(what, check=lambda missing: session.raise_for_dead(missing, what))
 
 
 @contextmanager
-def peers_named(session: Session, doing: str) -> Iterator[None]:
+def peers_named(session: Session, name: str) -> Iterator[None]:
     """Turn an error of torch.distributed inside the block into a PeerError that names the failed ranks."""
-    with _doing(session, doing):
+    with doing(session, name):
         try:
             yield
         except RuntimeError as error:
-            raise PeerError(f"{session.describe_failure(doing)} ({error})") from error
+            raise PeerError(f"{session.describe_failure(name)} ({error})") from error
 
 
 @contextmanager
-def _doing(session: Session, what: str) -> Iterator[None]:
+def doing(session: Session, what: str) -> Iterator[None]:
     """Set the status that this rank reports to others inside the block."""
     before, session.rpc.doing = session.rpc.doing, what[:_MAX_STATUS_CHARS]
     try:

@@ -28,7 +28,7 @@ from torch import Tensor
 from dglx_dist.comm.collectives import barrier, gather_json, peers_named
 from dglx_dist.comm.endpoints import open_streams
 from dglx_dist.comm.mailbox import Mailbox, OneSidedExchange
-from dglx_dist.comm.session import Session, SessionField
+from dglx_dist.comm.session import CALL_ALIKE, Session, SessionField
 from dglx_dist.comm.trace import NETWORK
 from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.keyed_random import half_word, item_key, stream_key
@@ -358,7 +358,7 @@ DEVICES: SessionField[DeviceExchange | None] = SessionField(open_devices)
 """The exchange for tensors on accelerators, made collectively; None: they are sent through host memory."""
 
 
-_ADVICE = "run the same layers on all ranks"
+_ADVICE = f"run the same layers on all ranks; {CALL_ALIKE}"
 _NUMBERS: SessionField[Iterator[int]] = SessionField(lambda _: count())
 _Arrived: TypeAlias = Mailbox[tuple[float, str, Array]]
 """Time of arrival, name and bytes of each message of one exchange."""
@@ -553,7 +553,7 @@ def _differs(rank: int, sent: str, expected: str) -> PeerError:
     return PeerError(
         f"rank {rank} sends {sent} where this rank expects {expected}: the ranks did not run the same layers "
         "in the same order, on rows of the same width and dtype; let no branch of the model depend on the "
-        "rank's data"
+        f"rank's data, and {CALL_ALIKE}"
     )
 
 

@@ -110,6 +110,15 @@ def _shown(value: object, beside: object) -> str:
 
 log = logging.getLogger(__name__)
 
+CALL_ALIKE = (
+    "every rank must call the model alike, in evaluation too, and model.state_dict(), model.whole() and "
+    "dx.save; move such calls out of `if rank == 0`"
+)
+"""The remedy where ranks that are alive wait for each other."""
+ALL_GATHER, NEXT_BATCH, _END = "all-gather", "the next batch", "the end of the session"
+"""Statuses of ranks whose training loop waits: for all ranks, for a loader's threads, and for all to end."""
+_APART_AFTER = 3
+"""Probes in a row in which ranks wait for each other until that is an error."""
 _PROBE_S = 5.0
 _PROBE_AT_END_S = 2.0
 _WITHOUT_LAUNCHER_S = 10.0
@@ -160,6 +169,7 @@ class FailureWatch:
                 + (f"waits at {at!r}" if at else "computes")
                 for rank, at in elsewhere.items()
             ]
+            parts += [CALL_ALIKE] if parts else []
         return f"{doing}: " + ("; ".join(parts) if parts else "no rank is known to have ended")
 
     def _hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -252,8 +262,6 @@ def if_alive(method: Callable[[], None]) -> Callable[[], None]:
     return call
 
 
-_END = "the end of the session"
-
 # The only module-level state of the package: user code calls dx.init() once and then names no session.
 # The package takes the session as an argument, or reads it from here by current_session().
 _CURRENT: list[Session] = []
@@ -328,7 +336,7 @@ class Session:
     def __post_init__(self) -> None:
         self._fields: dict[object, Any] = {}
         """By :class:`SessionField`."""
-        self._closed = False
+        self._closed, self._num_apart = False, 0
         self._scratch = Scratch(self.job, self.topology.server, self.scratch_in)
         self._watch: FailureWatch | None = None
         self.stop_point = StopPoint(self.rpc, self.topology.world_size)
@@ -483,15 +491,26 @@ class Session:
         try:
             store.barrier(_END, check=lambda missing: self.raise_for_dead(missing, _END))
         except (PeerError, RuntimeError) as error:
+            store.report_failure(f"{type(error).__name__}: {error}")
             log.warning("rank %d ends without the others: %s", self.topology.rank, error)
 
     def raise_for_dead(self, missing: list[int], what: str) -> None:
-        """Raise PeerError if one of the ranks ``missing`` at ``what`` does not answer."""
-        for rank in self.rpc.silent(missing, _PROBE_S):
+        """Raise PeerError if one of the ranks ``missing`` at ``what`` is silent, or waits for this rank."""
+        statuses = self.rpc.peer_status(missing, _PROBE_S)
+        for rank in [rank for rank, status in statuses.items() if status is None]:
             ended = self.store is not None and self.store.have_ended(rank)
             raise PeerError(
                 f"rank {rank} on {self.hosts[rank]} did not come to {what!r} and "
                 + ("has ended" if ended else "does not answer: it is probably dead; look at its output")
+            )
+        if threading.current_thread() is not threading.main_thread() and self.rpc.doing != NEXT_BATCH:
+            return
+        apart = next((rank for rank, status in statuses.items() if status in (ALL_GATHER, _END)), None)
+        self._num_apart = 0 if apart is None else self._num_apart + 1
+        if apart is not None and self._num_apart >= _APART_AFTER:
+            raise PeerError(
+                f"rank {apart} on {self.hosts[apart]} waits at {statuses[apart]!r}, and rank "
+                f"{self.topology.rank} at {what!r}: {CALL_ALIKE}"
             )
 
 

@@ -177,6 +177,15 @@ class ReplicatedModel(WrappedModel):
         self._buffer_means = BufferMeans(model, session, reduction)
         self._exchange.after = self._buffer_means.average
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return a copy that trains with the other ranks by itself; every rank must make it."""
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        WrappedModel.__init__(copied)
+        module = copy.deepcopy(self.module, memo)
+        copied._attach(module, self._session, self._reduction, self._bucket_bytes)
+        copied.training = self.training
+        return copied
+
     def exchange_seconds(self, *, reset: bool = False) -> float:
         return self._exchange.seconds(reset=reset)
 
@@ -206,15 +215,6 @@ class DataParallelModel(ReplicatedModel):
         self._dropouts = install_node_dropouts(model, session.seed)
         self._statistics = install_batch_norms(model, session, self._dropouts)
         warn_of_local_statistics(model, session)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> DataParallelModel:
-        """Return a copy that trains with the other ranks by itself; sends nothing."""
-        copied = memo[id(self)] = DataParallelModel.__new__(DataParallelModel)
-        WrappedModel.__init__(copied)
-        module = copy.deepcopy(self.module, memo)
-        copied._attach(module, self._session, self._reduction, self._bucket_bytes)
-        copied.training = self.training
-        return copied
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the user's module; the step's share is read from the blocks among the arguments.

@@ -6,7 +6,9 @@ A habit is a function of a model and its steps. It trains, and runs unchanged in
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import io
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -132,6 +134,43 @@ def accumulate_beside_gradients_that_were_sent(model: nn.Module, steps: Steps) -
     optimizer.step()
 
 
+def train(model: nn.Module, steps: Steps) -> None:
+    optimizer = sgd(model)
+    for step in steps:
+        optimizer.zero_grad()
+        step.loss(model).backward()
+        optimizer.step()
+
+
+def average(model: nn.Module, steps: Steps) -> dict[str, Tensor]:
+    """Average the weights, and write both as checkpoints are written."""
+    averaged, optimizer = torch.optim.swa_utils.AveragedModel(model), sgd(model)
+    for step in steps:
+        optimizer.zero_grad()
+        step.loss(model).backward()
+        optimizer.step()
+        averaged.update_parameters(model)
+        with torch.no_grad():
+            assert step.scores(averaged).isfinite().all()
+    written = io.BytesIO()
+    torch.save({"model": model.state_dict(), "averaged": averaged.state_dict()}, written)
+    written.seek(0)
+    state = torch.load(written)
+    assert state["averaged"].pop("n_averaged") == STEPS
+    means = {name.removeprefix("module."): value for name, value in state["averaged"].items()}
+    return {**{f"averaged {name}": value for name, value in means.items()}, **state["model"]}
+
+
+def copy_and_train(model: nn.Module, steps: Steps) -> dict[str, Tensor]:
+    """Train for two steps, then a copy for two more; the model keeps its weights."""
+    train(model, itertools.islice(steps, 2))
+    copied = copy.deepcopy(model)
+    before = copy.deepcopy(model.state_dict())
+    train(copied, steps)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    return copied.state_dict()
+
+
 def scale(model: nn.Module, steps: Steps) -> None:
     optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
     for step in steps:
@@ -160,7 +199,81 @@ def scale_until_it_fits(model: nn.Module, steps: Steps) -> None:
         pass
 
 
-HABITS: dict[str, Callable[[nn.Module, Steps], None]] = {
+def keep_zeros(model: nn.Module, steps: Steps) -> None:
+    optimizer = sgd(model)
+    for step in steps:
+        optimizer.zero_grad(set_to_none=False)
+        step.loss(model).backward()
+        optimizer.step()
+
+
+def step_by_two_optimizers(model: nn.Module, steps: Steps) -> None:
+    first, second = (list(conv.parameters()) for conv in inner(model).convs)
+    optimizers = [torch.optim.Adam(first, lr=0.01), torch.optim.SGD(second, lr=0.5)]
+    for step in steps:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        step.loss(model).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def step_by_groups(model: nn.Module, steps: Steps) -> None:
+    first, second = (list(conv.parameters()) for conv in inner(model).convs)
+    optimizer = torch.optim.AdamW([{"params": first, "lr": 0.1}, {"params": second, "weight_decay": 0.5}])
+    for step in steps:
+        optimizer.zero_grad()
+        step.loss(model).backward()
+        optimizer.step()
+
+
+def freeze(number: int, model: nn.Module, steps: Steps) -> None:
+    train(model, itertools.islice(steps, 2))
+    inner(model).convs[number].requires_grad_(False)
+    train(model, steps)
+
+
+def register_hooks(model: nn.Module, steps: Steps) -> None:
+    """Hooks that change what they see, and one on the model that counts its calls."""
+    calls: list[str] = []
+    last = inner(model).convs[1]
+    last.register_forward_hook(lambda module, args, output: output * 2)
+    last.register_full_backward_hook(lambda module, before, after: calls.append("backward"))
+    last.fc_self.weight.register_hook(lambda gradient: gradient * 3)
+    model.register_forward_pre_hook(lambda module, args: calls.append("before"))
+    model.register_forward_hook(lambda module, args, output: output / 3)
+    train(model, steps)
+    assert sorted(calls) == ["backward"] * STEPS + ["before"] * STEPS
+
+
+def search_by_closure(model: nn.Module, steps: Steps) -> None:
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+    for step in steps:
+
+        def closure(step: Step = step) -> Tensor:
+            optimizer.zero_grad()
+            loss = step.loss(model)
+            loss.backward()
+            return loss.detach()
+
+        optimizer.step(closure)
+
+
+def go_backward_twice(model: nn.Module, steps: Steps) -> None:
+    optimizer = sgd(model)
+    for step in steps:
+        optimizer.zero_grad()
+        loss = step.loss(model)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        optimizer.step()
+
+
+def inner(model: nn.Module) -> Any:
+    return model.module if isinstance(model, WrappedModel) else model
+
+
+HABITS: dict[str, Callable[[nn.Module, Steps], dict[str, Tensor] | None]] = {
     "clip_grad_norm_": functools.partial(clip_by, lambda ps: nn.utils.clip_grad_norm_(ps, 0.01)),
     "clip_grad_norm_ foreach": functools.partial(
         clip_by, lambda ps: nn.utils.clip_grad_norm_(ps, 0.01, 1.0, foreach=True)
@@ -172,8 +285,22 @@ HABITS: dict[str, Callable[[nn.Module, Steps], None]] = {
     "get_total_norm": functools.partial(clip_by, clip_by_total_norm),
     "clip by hand": functools.partial(clip_by, clip_by_hand),
     "GradScaler": scale,
+    "zero_grad(set_to_none=False)": keep_zeros,
+    "two optimizers": step_by_two_optimizers,
+    "parameter groups": step_by_groups,
+    "freezing the first layer": functools.partial(freeze, 0),
+    "freezing the last layer": functools.partial(freeze, 1),
+    "hooks": register_hooks,
+    "LBFGS": search_by_closure,
+    "retain_graph": go_backward_twice,
+    "deepcopy": copy_and_train,
+    "AveragedModel": average,
     "no_sync": accumulate,
     "no_sync in between": accumulate_beside_gradients_that_were_sent,
+}
+REFUSALS = {
+    ("push_pull", "LBFGS"): "LBFGS looks at whole parameters",
+    ("push_pull", "retain_graph"): "call the model once for each backward",
 }
 OVERFLOWS = {"GradScaler": scale_until_it_fits}
 
@@ -188,8 +315,8 @@ def of_plain(habit: str, overflows: bool) -> dict[str, Tensor]:
         scores: Tensor = model([block, block], g.ndata["feat"])[seeds]
         return scores
 
-    (OVERFLOWS if overflows else HABITS)[habit](model, iter([Step(call, g.ndata["label"][seeds])] * STEPS))
-    return model.state_dict()
+    steps = iter([Step(call, g.ndata["label"][seeds])] * STEPS)
+    return (OVERFLOWS if overflows else HABITS)[habit](model, steps) or model.state_dict()
 
 
 def loader_of(g: Any) -> Any:
@@ -214,8 +341,12 @@ def of_ranks(strategy: str, overflows: bool) -> dict[str, Any]:
         differences: dict[str, Any] = {}
         for name, habit in (OVERFLOWS if overflows else HABITS).items():
             model = dx.wrap(Net(overflows), g)
-            habit(model, steps())
-            weights, expected = model.state_dict(), of_plain(name, overflows)
+            try:
+                weights = habit(model, steps()) or model.state_dict()
+            except ConfigError as error:
+                differences[name] = str(error)
+                continue
+            expected = of_plain(name, overflows)
             differences[name] = max(float((weights[key] - expected[key]).abs().max()) for key in expected)
         return differences
 
@@ -229,6 +360,10 @@ def call_model(blocks: Any, model: nn.Module) -> Tensor:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_habits_train_as_in_one_process(strategy: str, ranks: int) -> None:
     for differences in run_ranks(of_ranks, ranks, args=(strategy, False)):
+        for (refusing, habit), message in REFUSALS.items():
+            if refusing == strategy:
+                assert message in str(differences[habit])
+                differences[habit] = 0.0
         assert differences == pytest.approx(dict.fromkeys(HABITS, 0.0), abs=1e-12)
 
 
@@ -274,3 +409,39 @@ def test_no_sync_sends_gradients_once_and_refuses_to_step_before(strategy: str) 
         assert one_backward == three_backwards > 0
         assert "SGD steps by the gradient of 'convs." in message
         assert "outside of no_sync()" in message
+
+
+class Normalized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.norm = Net(), nn.BatchNorm1d(CLASSES).double()
+
+    def forward(self, blocks: Any, x: Tensor) -> Tensor:
+        scores: Tensor = self.norm(self.net(blocks, x))
+        return scores
+
+
+def train_with_sync_batch_norm(strategy: str) -> str:
+    with dx.init(strategy=strategy, seed=0, timeout=30, **STRATEGIES[strategy]):
+        g = dx.distribute(plain_graph(), parts=2)
+        try:
+            model = dx.wrap(nn.SyncBatchNorm.convert_sync_batchnorm(Normalized()), g)
+            for _, _, blocks in loader_of(g):
+                call_model(blocks, model)
+        except (ConfigError, ValueError) as error:
+            return str(error)
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        ("data_parallel", "SyncBatchNorm expected input tensor to be on GPU"),
+        ("push_pull", "SyncBatchNorm expected input tensor to be on GPU"),
+        ("full_graph", "'norm' is a SyncBatchNorm"),
+        ("shared_preload", "'norm' is a SyncBatchNorm"),
+    ],
+)
+def test_refuses_sync_batch_norm_on_the_cpu(strategy: str, message: str) -> None:
+    for error in run_ranks(train_with_sync_batch_norm, 2, args=(strategy,)):
+        assert message in error

@@ -193,11 +193,20 @@ class HaloModel(ReplicatedModel):
     ) -> None:
         size, check = options.bucket_bytes, check_rows_stay_apart
         super().__init__(model, session, reduction=reduction, bucket_bytes=size, check=check)
-        install(model)
+        self._connect(options)
+
+    def _connect(self, options: FullGraphOptions) -> None:
+        session, self._options = self._session, options
+        install(self.module)
         self._stale = StaleHalos(session, options.stale_momentum) if options.staleness else None
-        self._dropouts = install_node_dropouts(model, session.seed)
-        install_batch_norms(model, session, self._dropouts)
+        self._dropouts = install_node_dropouts(self.module, session.seed)
+        install_batch_norms(self.module, session, self._dropouts)
         self._rows = row_exchanges(session)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = super().__deepcopy__(memo)
+        copied._connect(self._options)
+        return copied
 
     def exchange_seconds(self, *, reset: bool = False) -> float:
         return super().exchange_seconds(reset=reset) + self._rows.seconds(reset=reset)

@@ -20,12 +20,13 @@ import dgl
 import torch
 from dgl.dataloading import EdgePredictionSampler
 from dgl.heterograph import DGLBlock
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
-from dglx_dist.comm.collectives import check_equal, gather_json, run_on_all_ranks
+from dglx_dist.comm.collectives import check_equal, doing, gather_json, run_on_all_ranks
 from dglx_dist.comm.devices import Copy, carried, ids_to_device
 from dglx_dist.comm.mailbox import OneSidedExchange
-from dglx_dist.comm.session import SessionField
+from dglx_dist.comm.session import NEXT_BATCH, SessionField
 from dglx_dist.comm.trace import LOADER
 from dglx_dist.dataloading.feature_fetch import RowMemory
 from dglx_dist.dataloading.minibatch import build_block
@@ -34,6 +35,7 @@ from dglx_dist.dataloading.step_loader import EpochLoader, Items, StepLoader
 from dglx_dist.errors import ConfigError
 from dglx_dist.message_passing import place
 from dglx_dist.records import Array, EdgeType, StepShare
+from dglx_dist.strategies.base import unpacked
 from dglx_dist.strategies.push_pull.exchange import STRUCTURE, Group, GroupBatch, PartInput
 from dglx_dist.strategies.push_pull.feature_columns import ColumnStore, open_columns
 from dglx_dist.strategies.push_pull.options import PushPullOptions
@@ -182,8 +184,13 @@ class PushPullLoader(EpochLoader[_Made, Any]):
     def __iter__(self) -> Iterator[Any]:
         self._iteration = iteration = self._iteration + 1
         stream = cast("Generator[Any, None, None]", super().__iter__())
+        hook = None if self._has_model() else register_module_forward_pre_hook(self._refuse_unwrapped)
         try:
-            for batch in stream:
+            while True:
+                with doing(self._session, NEXT_BATCH):
+                    batch = next(stream, None)
+                if batch is None:
+                    break
                 group_batch: GroupBatch = batch[-1][0].push_pull
                 yield batch
                 # Or a user who keeps one batch would keep all that follow.
@@ -192,9 +199,21 @@ class PushPullLoader(EpochLoader[_Made, Any]):
             # First, or the loader would wait for threads that wait for the other ranks.
             self._pushes.mailbox.begin(iteration + 1)
             stream.close()
+            if hook is not None:
+                hook.remove()
         for pipeline in [reference() for reference in PIPELINES.of(self._session)]:
             if pipeline is not None:
                 pipeline.drain()
+
+    def _has_model(self) -> bool:
+        return self._group.size == 1 or any(pipeline() for pipeline in PIPELINES.of(self._session))
+
+    def _refuse_unwrapped(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        if any(hasattr(one, "push_pull") for one in unpacked(arguments)) and not self._has_model():
+            raise ConfigError(
+                f"{type(module).__name__} was called on a batch of push_pull, which has this rank's share of "
+                "the feature columns only; call model = dx.wrap(model, g) before the loop"
+            )
 
     def batches_of(self, epoch: int) -> Callable[[int], _Made]:
         make_inner, iteration = self._inner.made_of(epoch, self._steps()), self._iteration

@@ -151,7 +151,7 @@ class PushPullModel(WrappedModel):
         reduction: Reduction,
     ) -> None:
         super().__init__()
-        session = g.session
+        session, self._wrapped_with = g.session, (g, store, group, options)
         check_same_model(model, session, str(options), reduction)
         broadcast_state(model, session)
         self._session, self._reduction, self._group = session, reduction, group
@@ -193,6 +193,11 @@ class PushPullModel(WrappedModel):
     @property
     def overlaps_steps(self) -> bool:
         return self._depth > 1
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PushPullModel:
+        """Return a copy that trains with the other ranks by itself; every rank must make it."""
+        copied = memo[id(self)] = PushPullModel(self.whole(), *self._wrapped_with, reduction=self._reduction)
+        return copied.train(self.training)
 
     def exchange_seconds(self, *, reset: bool = False) -> float:
         return self._pipeline.exchange.seconds(reset=reset)

@@ -1,0 +1,65 @@
+"""torch.compile in and around the wrapped model trains as without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import dglx_dist as dx
+from tests.api.test_loop_habits import STRATEGIES, Net, call_model, loader_of, plain_graph
+from tests.helpers.ranks import run_ranks
+
+WAYS: dict[str, Callable[[Any, str], nn.Module]] = {
+    "in wrap": lambda g, backend: dx.wrap(torch.compile(Scored(), backend=backend), g),
+    "around wrap": lambda g, backend: torch.compile(dx.wrap(Scored(), g), backend=backend),
+}
+
+
+class Scored(nn.Module):
+    """Layers that are compiled after layers that are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+        self.head = nn.Sequential(nn.LayerNorm(3), nn.GELU(), nn.Linear(3, 3)).double()
+
+    def forward(self, blocks: Any, x: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.net(blocks, x)).sin()
+        return scores
+
+
+def train(g: Any, model: nn.Module) -> dict[str, Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    loader = loader_of(g)
+    for _ in range(2):
+        for _, _, blocks in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(call_model(blocks, model), blocks[-1].dstdata["label"]).backward()
+            optimizer.step()
+    return {name.replace("_orig_mod.", ""): value.clone() for name, value in model.state_dict().items()}
+
+
+def furthest_from_eager(strategy: str, backend: str) -> dict[str, float]:
+    with dx.init(strategy=strategy, seed=0, timeout=60, **STRATEGIES[strategy]):
+        g = dx.distribute(plain_graph(), parts=2)
+        expected, differences = train(g, dx.wrap(Scored(), g)), {}
+        for name, build in WAYS.items():
+            torch._dynamo.reset()
+            counters.clear()
+            weights = train(g, build(g, backend))
+            assert counters["frames"]["ok"] > 0, name
+            differences[name] = max(float((weights[key] - expected[key]).abs().max()) for key in expected)
+        return differences
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_trains_a_compiled_model_as_without_compilation(strategy: str, backend: str) -> None:
+    for differences in run_ranks(furthest_from_eager, 2, args=(strategy, backend)):
+        assert differences == pytest.approx(dict.fromkeys(WAYS, 0.0), abs=1e-12)
