@@ -29,7 +29,7 @@ ALONE: dict[str, Callable[[Any, Any, Any], object]] = {
 
 
 def call_on_rank_0(strategy: str, what: str, epochs: int) -> None:
-    with dx.init(strategy=strategy, seed=0, timeout=200, **STRATEGIES[strategy]) as session:
+    with dx.init(strategy=strategy, seed=0, timeout=20, **STRATEGIES[strategy]) as session:
         g = dx.distribute(plain_graph(), parts=2)
         model = dx.wrap(Net(), g)
         loader, validation = loader_of(g), loader_of(g)
