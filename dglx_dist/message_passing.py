@@ -725,7 +725,17 @@ def note_edge_order(block: DGLBlock, positions: Callable[..., Tensor]) -> None:
     for etype, frame in zip(block.canonical_etypes, block._edge_frames, strict=True):
         column = frame._columns.get(dgl.EID)
         if column is not None:
-            column.data.positions = functools.partial(positions, etype=etype)
+            column.data.positions = _Positions(functools.partial(positions, etype=etype))
+
+
+class _Positions:
+    """Positions of edges on demand; a copy, and what is saved, has none."""
+
+    def __init__(self, find: Callable[[Tensor], Tensor]) -> None:
+        self.find = find
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
 
 
 class _Renumbered:
@@ -746,7 +756,7 @@ def _reduce_in_order(graph: Any, function: Any, messages: Any, **options: Any) -
     positions = getattr(ids, "positions", None)
     if positions is None:
         return _DGL_REDUCE(graph, function, messages, **options)
-    order = positions(ids.cpu()).argsort(stable=True).to(ids.device)
+    order = positions.find(ids.cpu()).argsort(stable=True).to(ids.device)
     sorted_messages = {name: rows[order] for name, rows in messages.items()}
     return _DGL_REDUCE(_Renumbered(graph, order.argsort()), function, sorted_messages, **options)
 

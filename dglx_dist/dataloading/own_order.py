@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from itertools import count
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import dgl
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dglx_dist.comm.collectives import run_on_all_ranks
 from dglx_dist.comm.session import SessionField
@@ -22,14 +21,17 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.sampling import by_type
 from dglx_dist.records import Array
 
-_INDEXING = (torch.Tensor.__getitem__, torch.Tensor.index_select, torch.index_select)
+_INDEXING = (
+    *(torch.Tensor.__getitem__, torch.Tensor.index_select, torch.index_select),
+    *(torch.Tensor.take, torch.take, torch.nn.functional.embedding),
+)
 _UNLIKELY = math.log(1e-6)
 
 
 class GivenColumns:
     """The columns of the graph that a script gave to ``dx.distribute``, in the order of its ids.
 
-    Columns of one value for each node are kept alive, others only as long as the script does.
+    Columns of one value for each node, such as labels, are kept alive, others as long as the script does.
     """
 
     def __init__(self, graph: dgl.DGLGraph) -> None:
@@ -39,7 +41,8 @@ class GivenColumns:
         for kind, frame in zip((*graph.ntypes, *graph.canonical_etypes), frames, strict=True):
             columns = {name: frame[name] for name in frame}
             self._columns[kind] = {name: weakref.ref(values) for name, values in columns.items()}
-            self._kept += [values for values in columns.values() if values.dim() == 1]
+            if isinstance(kind, str):
+                self._kept += [values for values in columns.values() if values.dim() == 1]
 
     def check_seeds(self, g: DistGraph, seeds: Mapping[Any, Array]) -> None:
         """Raise ConfigError if ``seeds``, ids by type, are those of a mask by the script's numbering."""
@@ -61,76 +64,89 @@ class GivenColumns:
                     )
 
     def name_of(self, values: Tensor) -> str | None:
-        """Return the name of the given column that has these ``values``, if any."""
+        """Return the name of the given column that is ``values``, or has the same ones, if any."""
         for columns in self._columns.values():
             for name, column in columns.items():
                 known = column()
-                if known is not None and known.shape == values.shape:
-                    is_same = known.data_ptr() == values.data_ptr()
-                    if is_same or bool((values.detach().to(known.device, known.dtype) == known).all()):
-                        return name
+                if known is None or len(values.shape) == 0 or known.shape[0] != values.shape[0]:
+                    continue
+                if known.data_ptr() == values.data_ptr() or _are_equal(known, values):
+                    return name
         return None
 
-    def watch(self, batch: Any) -> AbstractContextManager[Any]:
-        """Return a context in which a given column must not be indexed by the ids of ``batch``."""
-        ids: list[Tensor] = []
-        for leaf in tree_leaves(batch):
-            graphs = [leaf] if isinstance(leaf, dgl.DGLGraph) else []
-            ids += [leaf] if torch.is_tensor(leaf) else []
-            ids += [x for graph in graphs for x in (*_ids_in(graph.srcdata), *_ids_in(graph.dstdata))]
-        ids = [one for one in ids if one.dtype == torch.int64 and one.numel()]
-        return _Watch(self, ids) if ids else nullcontext()
+    def mark(self, batch: Any) -> Any:
+        """Return ``batch``, a tuple, with ids that raise ConfigError where they index a given column."""
+        nodes = [tree_map_only(Tensor, self._marked, part) for part in batch[:-1]]
+        return (*nodes, batch[-1])
+
+    def _marked(self, ids: Tensor) -> Tensor:
+        marked = ids.as_subclass(_BatchIds)
+        marked.given = self
+        return marked
+
+
+class _BatchIds(Tensor):
+    """Ids of a batch, plain for everything but a look whether a given column is indexed by them."""
+
+    given: GivenColumns | None = None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        given = next((leaf.given for leaf in leaves if isinstance(leaf, cls)), None)
+        name = None
+        if given is not None and func in _INDEXING:
+            names = (given.name_of(leaf) for leaf in leaves if not isinstance(leaf, cls))
+            name = next((name for name in names if name is not None), None)
+        if name is not None:
+            raise ConfigError(
+                f"the column {name!r} of the graph before dx.distribute was indexed by ids of the batch, but "
+                "the partition has renumbered them, so these are the values of others; write "
+                f"g.ndata[{name!r}][ids] with the distributed graph, or column[g.orig_ids(ids)]"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch leaves it bare
+
+
+def _are_equal(known: Tensor, values: Tensor) -> bool:
+    """Whether both have the same values, which are neither all the same nor the rows' own numbers."""
+    flat = values.detach().reshape(len(values), -1).to(known.device, known.dtype)
+    column = known.reshape(len(known), -1)
+    if column.shape != flat.shape or known.dtype == torch.bool or not bool((flat == column).all()):
+        return False
+    numbers = torch.arange(len(column), device=column.device).unsqueeze(1)
+    return not bool((column == column[:1]).all()) and not bool((column == numbers).all())
 
 
 GIVEN_COLUMNS: SessionField[WeakKeyDictionary[DistGraph, GivenColumns]] = SessionField(
     lambda _: WeakKeyDictionary()
 )
 """Of the graphs whose nodes are renumbered."""
+_LOADERS: SessionField[Iterator[int]] = SessionField(lambda _: count())
+"""Numbers of the loaders that a script makes, in the same order on all ranks."""
 
 
 def check_order(g: DistGraph, loader: Any, seeds: Any, what: Literal["node", "edge"]) -> None:
-    """Check the ``seeds`` of ``loader``, and let it check what its first batch indexes; collective.
+    """Number ``loader``, check its ``seeds``, and let it check what its first batch indexes; collective.
 
     Raises:
         ConfigError: they are the ids of a mask before ``dx.distribute``; on all ranks.
     """
-    given = GIVEN_COLUMNS.of(g.session).get(g)
-    if given is None:
+    loader.first_number = next(_LOADERS.of(g.session)) << 32
+    if g.dataset.manifest.num_parts == 1:
         return
+    given = GIVEN_COLUMNS.of(g.session).get(g)
 
     def check() -> None:
+        if given is None:  # as on ranks that gave no graph
+            return
         counts = {kind: g.num_nodes(kind) for kind in g.ntypes}
         counts_of_edges = {kind: g.num_edges(kind) for kind in g.canonical_etypes}
         given.check_seeds(g, by_type(seeds, counts if what == "node" else counts_of_edges, what))
 
     run_on_all_ranks(g.session, check, ConfigError)
-    loader.watch = given.watch
-
-
-def _ids_in(data: Any) -> Iterable[Tensor]:
-    ids = data.get(dgl.NID, ())
-    return ids.values() if isinstance(ids, Mapping) else [ids] if torch.is_tensor(ids) else []
-
-
-class _Watch(TorchFunctionMode):
-    def __init__(self, given: GivenColumns, ids: list[Tensor]) -> None:
-        super().__init__()
-        self._given, self._ids = given, ids
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _INDEXING and len(args) > 1 and any(self._is_of_batch(one) for one in args[1:]):
-            name = self._given.name_of(args[0])
-            if name is not None:
-                raise ConfigError(
-                    f"the column {name!r} of the graph before dx.distribute was indexed by ids of the batch, "
-                    "but the partition has renumbered them, so these are the values of others; write "
-                    f"g.ndata[{name!r}][ids] with the distributed graph (g.edata for edges), or "
-                    "column[g.orig_ids(ids)]"
-                )
-        return func(*args, **(kwargs or {}))
-
-    def _is_of_batch(self, index: Any) -> bool:
-        def is_same(ids: Tensor) -> bool:
-            return index.data_ptr() == ids.data_ptr() or torch.equal(index.cpu(), ids.cpu())
-
-        return torch.is_tensor(index) and any(index.shape == ids.shape and is_same(ids) for ids in self._ids)
+    if given is not None:
+        loader.mark = given.mark

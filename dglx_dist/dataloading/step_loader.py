@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import islice
@@ -385,8 +385,10 @@ class EpochLoader(ABC, Generic[B, T]):
         self.seed, self.depth, self.num_threads = seed, depth, num_threads
         self._epoch, self._next_step, self._started = 0, 0, False
         self._end: int | None = None
-        self.watch: Callable[[Any], AbstractContextManager[Any]] = nullcontext
-        """Makes the context in which the first batch is used."""
+        self.first_number = 0
+        """Number of the first step, which keys dropout; others for a loader that is made anew each epoch."""
+        self.mark: Callable[[Any], Any] | None = None
+        """Marks the ids of the first batch."""
         self._times, self._waited_s = LoaderTimes(), 0.0
         self._trace_number = 0 if session.trace is None else session.trace.new_loader()
 
@@ -470,9 +472,9 @@ class EpochLoader(ABC, Generic[B, T]):
                 stream = self.in_order(batches)
                 for step in self._steps():
                     batch = self._next(step, stream)
-                    watch, self.watch = self.watch, nullcontext
-                    with watch(batch):
-                        yield batch
+                    if self.mark is not None:
+                        batch, self.mark = self.mark(batch), None
+                    yield batch
                     if stepped:
                         warn_of_gaps(batch, stepped.pop(), step, self._session)
                         stepped.clear()
@@ -622,7 +624,9 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
         return make_moved
 
     def deliver(self, step: int, batch: B) -> T:
-        share = replace(self._schedule.share(step), step_number=self._epoch * len(self) + step)
+        share = replace(
+            self._schedule.share(step), step_number=self.first_number + self._epoch * len(self) + step
+        )
         self._session.step_share = share
         return self._delivered(batch, share)
 

@@ -10,10 +10,10 @@ import copy
 import math
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, final
+from typing import Any, cast, final
 
 import dgl
 import numpy as np
@@ -21,6 +21,7 @@ import torch
 from dgl.heterograph import DGLBlock
 from numba import njit
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from dglx_dist.comm.devices import is_on_host
@@ -196,9 +197,9 @@ EDGE_DROPOUTS = ("attn_drop", "edge_drop")
 
 
 def install_node_dropouts(model: nn.Module, seed: int) -> NodeDropouts:
-    """Replace every ``nn.Dropout`` in ``model`` by a :class:`NodeDropout`; not collective.
+    """Make every ``nn.Dropout`` in ``model`` a :class:`NodeDropout`; not collective.
 
-    Earlier :class:`NodeDropout` modules are replaced too, without their state. Names of parameters and
+    Earlier :class:`NodeDropout` modules lose their state. Names of parameters and
     buffers do not change. Subclasses, ``nn.AlphaDropout`` and the like, and calls of
     ``torch.nn.functional.dropout`` remain torch's, with masks that depend on the rank.
 
@@ -206,21 +207,27 @@ def install_node_dropouts(model: nn.Module, seed: int) -> NodeDropouts:
     :meth:`NodeDropouts.begin` of what is returned. A model without dropout stays as it is.
     """
     shared = NodeDropouts(seed)
-    replacements: dict[nn.Dropout, NodeDropout] = {}
-    for name, module in list(model.named_modules(remove_duplicate=False)):
+    shared.is_installed = True
+    dropouts: list[NodeDropout] = []
+    for name, module in model.named_modules():
         if isinstance(module, NodeDropout):
             module.shared.remove_hooks()
         # Exact types: a subclass does something else.
         if type(module) in (nn.Dropout, NodeDropout):
-            parent, _, last = name.rpartition(".")
-            if module not in replacements:
-                number, edges = len(replacements), last in EDGE_DROPOUTS
-                replacements[module] = NodeDropout(module, shared, number=number, edges=edges)
-            model.get_submodule(parent).register_module(last, replacements[module])
+            # The same object, with the user's hooks, and known to schedules of its probability.
+            module.__class__ = NodeDropout
+            dropout = cast("NodeDropout", module)
+            dropout.connect(shared, number=len(dropouts), edges=name.rpartition(".")[2] in EDGE_DROPOUTS)
+            dropouts.append(dropout)
     # Many layers of DGL have a dropout of probability 0.
-    if any(dropout.p > 0 for dropout in replacements):
+    if any(dropout.p > 0 for dropout in dropouts):
         shared.track(model)
     return shared
+
+
+def has_rows(graph: Any) -> bool:
+    """Whether layers pass messages along ``graph``: it is a block, or all of a rank's nodes."""
+    return bool(graph.is_block) or hasattr(graph, "step_number")
 
 
 def ids_of_pass(graph: Any) -> Tensor | None:
@@ -264,6 +271,7 @@ class NodeDropouts:
         self._seed, self._first_stream = seed, first_stream
         self._current: tuple[int, Tensor | None] | None = None
         """Step of the pass, and its nodes."""
+        self._counts: set[int] = set()
         self._num_calls: dict[int, Counter[int]] = {}
         """Of dropouts by step, the latest last; by module in passes over several node types."""
         self._calls: dict[int, _Call] = {}
@@ -271,8 +279,8 @@ class NodeDropouts:
         self._entries: list[tuple[nn.Module, Any, tuple[Any, ...]]] = []
         """Modules being called, outermost first, each with its graph and its pair of rows, if any."""
         self._hooks: list[RemovableHandle] = []
-        self.in_use = False
-        """Whether a module asks for the nodes of its rows."""
+        self.in_use = self.is_installed = False
+        """Whether a module asks for the nodes of its rows, and whether the model is wrapped."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NodeDropouts:
         # A copied model begins passes of its own; until then its dropouts are torch's.
@@ -288,6 +296,12 @@ class NodeDropouts:
         """Let the dropouts be torch's until the next pass begins."""
         self._current = None
 
+    def limit(self, arguments: Iterable[Any]) -> None:
+        """Take only rows for nodes of which a block among ``arguments`` has as many, in this pass."""
+        leaves = [leaf for leaf in tree_leaves(list(arguments)) if isinstance(leaf, dgl.DGLGraph)]
+        blocks = [leaf for leaf in leaves if has_rows(leaf)]
+        self._counts = {n for one in blocks for n in (one.num_src_nodes(), one.num_dst_nodes())}
+
     def begin(self, number: int, nodes: Tensor | None) -> None:
         """Start a forward pass of step ``number`` of the run.
 
@@ -298,6 +312,7 @@ class NodeDropouts:
         """
         self._num_calls[number] = self._num_calls.pop(number, Counter())
         self._current = number, nodes
+        self._counts = set()
         self._entries.clear()
         while len(self._num_calls) > _MAX_PASSES:
             del self._num_calls[next(iter(self._num_calls))]
@@ -333,7 +348,7 @@ class NodeDropouts:
             ConfigError: a layer is recomputed by a checkpoint that does not restore torch's generator, or
                 every probability was 0 when the model was wrapped.
         """
-        if not self.in_use:
+        if self.is_installed and not self.in_use:
             raise ConfigError(
                 f"a dropout has the probability {probability}, but it was 0 when the model was wrapped; set "
                 "it before dx.wrap"
@@ -345,7 +360,7 @@ class NodeDropouts:
         if keys is None and graph is not None:
             keys = self._ids_of_pair(x)
         if keys is None:
-            keys = _row_ids(graph, len(x), call.nodes)
+            keys = self._row_ids(graph, len(x), call.nodes)
         if keys is None:
             return None
         # Without rows, -1 would be ambiguous.
@@ -360,7 +375,15 @@ class NodeDropouts:
             return None
         graph = self._graph()
         keys = None if graph is None else self._ids_of_pair(x)
-        return _row_ids(graph, len(x), self._current[1]) if keys is None else keys
+        return self._row_ids(graph, len(x), self._current[1]) if keys is None else keys
+
+    def _row_ids(self, graph: Any, count: int, nodes: Tensor | None) -> Tensor | None:
+        if graph is not None:
+            # The nodes of a graph made by the user are unknown.
+            nodes = _ids_of_rows(graph, count)
+        elif self._counts and count not in self._counts:
+            return None
+        return nodes[:count] if nodes is not None and count <= len(nodes) else None
 
     def _call(self, step: int, nodes: Tensor | None, module: int) -> tuple[_Call, Any]:
         state, graph = int(torch.randint(1 << 62, ()).item()), self._graph()
@@ -399,7 +422,11 @@ class NodeDropouts:
     @torch.compiler.disable
     def _entered(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         values = (*args, *kwargs.values())
-        graph = next((one for one in values if isinstance(one, dgl.DGLGraph)), None)
+        graphs = [leaf for leaf in tree_leaves(values) if isinstance(leaf, dgl.DGLGraph)]
+        # Beside blocks, a graph of pairs has other rows than those of the layers.
+        needs_rows = any(map(has_rows, graphs))
+        own = [one for one in values if isinstance(one, dgl.DGLGraph) and has_rows(one) >= needs_rows]
+        graph = next(iter(own), None)
         self._entries.append((module, graph, next((one for one in values if isinstance(one, tuple)), ())))
 
     @torch.compiler.disable
@@ -416,10 +443,11 @@ class NodeDropout(nn.Dropout):
     ``number`` is its number in the model, and ``edges`` tells whether it is applied to edge values.
     """
 
-    def __init__(self, dropout: nn.Dropout, shared: NodeDropouts, *, number: int, edges: bool) -> None:
-        super().__init__(dropout.p, dropout.inplace)
+    shared: NodeDropouts
+
+    def connect(self, shared: NodeDropouts, *, number: int, edges: bool) -> None:
+        """Take the draws of ``shared``."""
         self.shared, self._number, self._edges = shared, number, edges
-        self.train(dropout.training)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x`` ((n, ...)) with entries dropped while training.
@@ -434,7 +462,9 @@ class NodeDropout(nn.Dropout):
         if not self.training or self.p == 0:
             return x
         dropped = self.shared.drop(x, self.p, module=self._number, edges=self._edges, nodes=nodes)
-        return super().forward(x) if dropped is None else dropped
+        if dropped is None:
+            return super().forward(x)
+        return x.copy_(dropped) if self.inplace else dropped
 
 
 def drop_rows(dropout: nn.Dropout, x: Tensor, nodes: Tensor | None) -> Tensor:
@@ -456,18 +486,13 @@ def keys_of_types(nodes: Any, ntypes: Sequence[str]) -> Tensor | None:
 def _ids_of_rows(graph: Any, count: int) -> Tensor | None:
     if len(graph.srctypes) > 1 or len(graph.dsttypes) > 1:
         return None
+    if not has_rows(graph) and count != graph.num_nodes():
+        return None
     ids: Tensor | None = graph.srcdata.get(dgl.NID)
     # Blocks that ready-made models merge know the ids of their destinations alone. Destinations of the
     # sources' type are the first sources.
     is_of_others = graph.srctypes != graph.dsttypes and count == graph.num_dst_nodes()
     return graph.dstdata.get(dgl.NID) if ids is None or is_of_others else ids
-
-
-def _row_ids(graph: Any, count: int, nodes: Tensor | None) -> Tensor | None:
-    if graph is not None:
-        # The nodes of a graph made by the user are unknown.
-        nodes = _ids_of_rows(graph, count)
-    return nodes[:count] if nodes is not None and count <= len(nodes) else None
 
 
 def _edge_ids(graph: Any, count: int) -> Tensor | None:

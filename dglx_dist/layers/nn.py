@@ -116,16 +116,19 @@ class BatchNorm(nn.Module):
 
         Parameters and buffers are kept; so call it before the optimizer is built or after.
         """
-        if type(model) is nn.BatchNorm1d and model.track_running_stats:
-            converted = cls(model.num_features, model.eps, model.momentum, affine=model.affine)
-            converted.weight, converted.bias = model.weight, model.bias
-            converted._buffers.update(model._buffers)
-            return converted.train(model.training)
-        for name, child in list(model.named_children()):
-            replaced = cls.convert(child)
-            if replaced is not child:
-                model.register_module(name, replaced)
-        return model
+        converted = {one: cls._of(one) for one in model.modules() if _can_convert(one)}
+        for module in list(model.modules()):
+            for name, child in module._modules.items():
+                if child in converted:
+                    module.register_module(name, converted[child])
+        return converted.get(model, model)
+
+    @classmethod
+    def _of(cls, norm: Any) -> BatchNorm:
+        converted = cls(norm.num_features, norm.eps, norm.momentum, affine=norm.affine)
+        converted.weight, converted.bias = norm.weight, norm.bias
+        converted._buffers.update(norm._buffers)
+        return converted.train(norm.training)
 
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
@@ -179,6 +182,11 @@ class _Normalize(torch.autograd.Function):
         return (found / (ctx.weight or 1.0)).to(ctx.dtype), None, None, None
 
 
+def _can_convert(module: nn.Module | None) -> bool:
+    # Of exactly this class: a subclass does something else.
+    return type(module) is nn.BatchNorm1d and module.track_running_stats
+
+
 def install_batch_norms(model: nn.Module, session: Session, rows: NodeDropouts) -> StatisticsExchange:
     """Let every :class:`BatchNorm` of ``model`` compute over all ranks; ``rows`` knows the nodes."""
     exchange = StatisticsExchange(session, rows)
@@ -192,10 +200,15 @@ def install_batch_norms(model: nn.Module, session: Session, rows: NodeDropouts) 
 
 def warn_of_local_statistics(model: nn.Module, session: Session) -> None:
     """Warn if a batch norm of ``model`` takes its mean and variance over this rank's rows alone."""
-    local = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
-    if local and session.topology.world_size > 1:
-        warn_user(
-            f"the batch norm {local[0]!r} takes its mean and variance over the rows of each rank, so "
-            "training differs from that of one process; call dx.nn.BatchNorm.convert(model) before dx.wrap, "
-            "which takes them over all ranks"
-        )
+    local = {name: one for name, one in model.named_modules() if isinstance(one, _BatchNorm)}
+    if not local or session.topology.world_size == 1:
+        return
+    name = next((name for name, one in local.items() if _can_convert(one)), None)
+    remedy = "use dx.nn.BatchNorm, or nn.LayerNorm"
+    if name is not None:
+        remedy = "call dx.nn.BatchNorm.convert(model) before dx.wrap, which takes them over all ranks"
+    warn_user(
+        f"the batch norm {name or next(iter(local))!r} takes its mean and variance over the rows of each "
+        "rank, or counts a node once for each rank that computes it, so training differs from that of one "
+        f"process; {remedy}"
+    )

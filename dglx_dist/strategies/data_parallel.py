@@ -20,7 +20,7 @@ from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
 from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.cache import LOOK_AHEAD
-from dglx_dist.layers.dropout import NodeDropouts, ids_of_pass, install_node_dropouts
+from dglx_dist.layers.dropout import NodeDropouts, has_rows, ids_of_pass, install_node_dropouts
 from dglx_dist.layers.nn import install_batch_norms, warn_of_local_statistics
 from dglx_dist.records import StepShare
 from dglx_dist.strategies.base import (
@@ -241,11 +241,12 @@ def begin_dropouts(dropouts: NodeDropouts, share: StepShare | None, arguments: I
     """Key the dropouts of a pass by the step of ``share`` and the graph among ``arguments``, if known."""
     if not dropouts.in_use:
         return
-    graph = next((one for one in arguments if isinstance(one, dgl.DGLGraph)), None)
-    if graph is None or share is None or share.step_number is None:
+    blocks = [one for one in arguments if isinstance(one, dgl.DGLGraph) and has_rows(one)]
+    if not blocks or share is None or share.step_number is None:
         dropouts.end()
     else:
-        dropouts.begin(share.step_number, ids_of_pass(graph))
+        dropouts.begin(share.step_number, ids_of_pass(blocks[0]))
+        dropouts.limit(blocks)
 
 
 def broadcast_state(model: nn.Module, session: Session) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import dgl
@@ -186,3 +187,92 @@ def error_of_a_late_probability(strategy: str) -> str:
 @pytest.mark.parametrize("strategy", ["data_parallel", "push_pull", "full_graph"])
 def test_a_probability_is_set_before_wrap(strategy: str) -> None:
     assert "before dx.wrap" in run_ranks(error_of_a_late_probability, 1, args=(strategy,))[0]
+
+
+class Counted(nn.Module):
+    """Keeps the entries that its dropout kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout, self.conv, self.kept = nn.Dropout(0.5), SAGEConv(WIDTH, CLASSES, "mean"), []
+
+    def forward(self, blocks: Any, x: Tensor) -> Tensor:
+        dropped = self.dropout(torch.ones_like(x))
+        self.kept.append((dropped != 0).clone())
+        return self.conv(blocks[-1], x * dropped)
+
+
+def masks_of_epochs(anew: bool) -> list[Any]:
+    with dx.init(seed=0):
+        g = dx.distribute(graph_of_one_type(), parts=1)
+        sampler = dgl.dataloading.MultiLayerFullNeighborSampler(1, prefetch_node_feats=["feat"])
+        inner = Counted().double()
+        held, hooked = inner.dropout, []
+        hook = held.register_forward_hook(lambda *_: hooked.append(1))
+        model = dx.wrap(inner, g)
+        loader: Any = None
+        for _ in range(3):
+            if anew or loader is None:
+                seeds = dx.node_split(g.ndata["train_mask"])
+                loader = dx.DataLoader(g, seeds, sampler, batch_size=3, shuffle=False)
+            for _, _, blocks in loader:
+                model(blocks, blocks[0].srcdata["feat"]).sum().backward()
+        assert len(hooked) == len(inner.kept), "hooks of the user stay"
+        hook.remove()
+        held.p = 0.0
+        model(blocks, blocks[0].srcdata["feat"])
+        assert bool(inner.kept.pop().all()), "the user's own reference sets the probability"
+        held.p, kept = 0.5, list(inner.kept)
+        copied = pickle.loads(pickle.dumps(inner)).train()
+        assert copied(blocks, blocks[0].srcdata["feat"]) is not None
+        return [one.numpy() for one in kept]
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_masks_differ_in_each_step_and_epoch_and_drop_their_share(anew: bool) -> None:
+    kept = run_ranks(masks_of_epochs, 1, args=(anew,))[0]
+    steps = len(kept) // 3
+    assert abs(sum(one.sum() for one in kept) / sum(one.size for one in kept) - 0.5) < 0.05
+    for step in range(steps):
+        first, second, third = (kept[epoch * steps + step] for epoch in range(3))
+        assert first.shape != second.shape or (first != second).any()
+        assert second.shape != third.shape or (second != third).any()
+
+
+class Linked(Sage):
+    """Scores pairs of nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.score = dx.nn.BatchNorm(8), nn.Linear(CLASSES, 1)
+
+    def forward(self, pairs: Any, blocks: Any, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.norm(self.convs[0](blocks[0], self.dropout(x))))
+        rows = self.convs[1](blocks[1], self.dropout(hidden))
+        u, v = pairs.edges()
+        return self.score(rows[u] * rows[v])
+
+
+def weights_after_links() -> dict[str, Any]:
+    with dx.init(seed=0):
+        g = dx.distribute(graph_of_one_type(), parts=2)
+        sampler = dgl.dataloading.NeighborSampler([3, 3], prefetch_node_feats=["feat"])
+        edges = dx.edge_split(torch.arange(g.num_edges()) % 9 == 0, g.get_partition_book())
+        loader = dx.DistEdgeDataLoader(
+            g, edges, dgl.dataloading.as_edge_prediction_sampler(sampler), batch_size=NUM_NODES
+        )
+        torch.manual_seed(0)
+        model: Any = dx.wrap(Linked().double(), g)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for _ in range(2):
+            for _, pairs, blocks in loader:
+                loss = (model(pairs, blocks, blocks[0].srcdata["feat"]) ** 2).mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        return {name: value.numpy().copy() for name, value in model.state_dict().items()}
+
+
+def test_two_ranks_drop_and_normalize_rows_of_nodes_as_one_in_models_of_pairs() -> None:
+    one, two = (run_ranks(weights_after_links, ranks)[0] for ranks in (1, 2))
+    assert max(abs(one[name] - two[name]).max() for name in one) < 1e-10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import dgl
@@ -22,20 +23,23 @@ def plain_graph() -> dgl.DGLGraph:
     g.ndata["feat"] = torch.rand(NUM_NODES, 5, generator=random)
     g.ndata["label"] = torch.randint(3, (NUM_NODES,), generator=random)
     g.ndata["train_mask"] = torch.rand(NUM_NODES, generator=random) < 0.4
+    g.ndata["number"], g.ndata["one"] = torch.arange(NUM_NODES), torch.ones(NUM_NODES)
     g.edata["train_mask"] = torch.rand(700, generator=random) < 0.2
     return g
 
 
-def labels_of(habit: str, g: Any, plain: dgl.DGLGraph, nodes: Tensor, blocks: Any) -> Tensor:
+def labels_of(habit: str, g: Any, plain: dgl.DGLGraph, inputs: Tensor, nodes: Tensor) -> Tensor:
     labels = plain.ndata["label"]
     if habit == "taken before":
         return labels[nodes]
     if habit == "converted":
-        return labels.float()[blocks[-1].dstdata[dgl.NID]]
+        return labels.float().unsqueeze(1)[nodes, 0]
     if habit == "index_select":
         return torch.index_select(labels, 0, nodes)
     if habit == "features":
-        return plain.ndata["feat"][blocks[0].srcdata[dgl.NID]]
+        return torch.nn.functional.embedding(inputs, plain.ndata["feat"])
+    if habit == "a constant":
+        return torch.ones(NUM_NODES)[nodes]
     if habit == "own ids":
         return labels[g.orig_ids(nodes)]
     if habit == "another tensor":
@@ -45,14 +49,16 @@ def labels_of(habit: str, g: Any, plain: dgl.DGLGraph, nodes: Tensor, blocks: An
 
 def outcomes(habits: tuple[str, ...], parts: int) -> dict[str, str]:
     plain, found = plain_graph(), {}
-    with dx.init(seed=0):
+    with dx.init(seed=0) as session:
+        dx.distribute(plain if session.topology.rank == 0 else None, parts=parts)
         g = dx.distribute(plain, parts=parts)
         seeds = dx.node_split(g.ndata["train_mask"])
         for habit in habits:
             loader = dx.DataLoader(g, seeds, dgl.dataloading.NeighborSampler([3, 3]), batch_size=16)
             try:
-                for _, nodes, blocks in loader:
-                    values = labels_of(habit, g, plain, nodes, blocks)
+                for inputs, nodes, blocks in loader:
+                    values = labels_of(habit, g, plain, inputs, nodes)
+                    assert type(pickle.loads(pickle.dumps((nodes, blocks[0].edata[dgl.EID])))[0]) is Tensor
                     if habit in ("own ids", "the distributed graph"):
                         assert torch.equal(values, plain.ndata["label"][g.orig_ids(nodes)])
                 found[habit] = "passes"
@@ -62,7 +68,7 @@ def outcomes(habits: tuple[str, ...], parts: int) -> dict[str, str]:
 
 
 WRONG = ("taken before", "converted", "index_select", "features")
-RIGHT = ("own ids", "another tensor", "the distributed graph")
+RIGHT = ("own ids", "a constant", "another tensor", "the distributed graph")
 
 
 def test_columns_in_the_order_of_before_are_refused_and_others_are_not() -> None:

@@ -486,6 +486,6 @@ class FullGraphLoader(EpochLoader[HaloBatch, Batch]):
         # A kept batch is delivered again, without the columns that a model sets.
         blocks = [block.local_var() for block in batch.blocks]
         for block in blocks:
-            block.step_number = self._epoch * len(self) + step
+            block.step_number = self.first_number + self._epoch * len(self) + step
         blocks[-1].step_share = self._source.share(step, batch.plan)
         return batch.input_nodes, blocks[-1].dstdata[dgl.NID], blocks

@@ -334,7 +334,8 @@ class PushPullLoader(EpochLoader[_Made, Any]):
     def _input_of(self, owner: OwnerBlock, number: int) -> PartInput:
         store = self._store
         columns = {name: store.rows(name, owner.nodes, self._memory) for name in store.names}
-        return PartInput(block=owner.block, nodes=owner.nodes, columns=columns, number=number)
+        keyed = self.first_number + number
+        return PartInput(block=owner.block, nodes=owner.nodes, columns=columns, number=keyed)
 
     def in_order(self, batches: Iterator[_Made]) -> Iterator[_Made]:
         delivered = map(self._delivered, batches)

@@ -432,6 +432,7 @@ def find_input_modules(
         of_rows = moments()
         found |= {norm: ColumnLayerNorm(norm, provenance, runs, of_rows) for norm in norms.values()}
     dropouts = list(_of_kind(model, nn.Dropout))
+    provenance.dropouts.is_installed = True
     for number, (name, dropout) in enumerate(dropouts):
         edges = name.rpartition(".")[2] in EDGE_DROPOUTS
         found[dropout] = ColumnDropout(dropout, provenance, seed, number=number, edges=edges)

@@ -216,6 +216,8 @@ class PushPullModel(WrappedModel):
         """Call the user's module on blocks of the strategy's loader; on others ConfigError."""
         found = (getattr(one, "push_pull", None) for one in unpacked((*args, *kwargs.values())))
         self._pipeline.begin(next((one for one in found if isinstance(one, GroupBatch)), None))
+        if self._provenance.dropouts.in_use:
+            self._provenance.dropouts.limit((*args, *kwargs.values()))
         if not torch.is_grad_enabled():
             output = self._computed(args, kwargs)
             self._pipeline.resume()
