@@ -352,6 +352,25 @@ def test_numbers_nodes_by_row_where_the_option_says_so(tmp_path: Path) -> None:
         load_dataset(tmp_path, id="uid")
 
 
+def test_numbers_only_tables_without_ids_by_row_where_the_option_ends_in_a_comma(tmp_path: Path) -> None:
+    files = {
+        "nodes/user.csv": "key,feat_0\n12,0\n10,1\n",
+        "nodes/item.csv": ",feat_0\n5,3\n4,4\n",  # the first column has no name
+        "edges/user__buys__item.csv": "src,dst\n10,0\n12,1\n",
+    }
+    write(tmp_path, files)
+    with pytest.raises(DatasetError, match=r"item\.csv: none of --id is .*--id 'key,' numbers nodes by row"):
+        load_dataset(tmp_path, id="key")
+    with pytest.raises(DatasetError, match="no table of nodes has the column 'kye' of --id"):
+        load_dataset(tmp_path, id="kye,")
+    graph = load_dataset(tmp_path, id="key,")
+    assert {ntype: ids.tolist() for ntype, ids in graph.user_ids.items()} == {"user": [12, 10]}
+    assert edges_of(graph, ("user", "buys", "item")) == [[1, 0], [0, 1]]
+    # Usual names are known, too.
+    (tmp_path / "nodes" / "item.csv").write_text("id,feat_0\n1,3\n0,4\n")
+    assert load_dataset(tmp_path, id="key,").user_ids["item"].tolist() == [1, 0]
+
+
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
 def test_reads_relations_and_types_without_rows(tmp_path: Path, kind: str) -> None:
     nothing, ids = (
