@@ -474,6 +474,10 @@ def _ends(table: Any, where: str, etype: EdgeType) -> tuple[Column, Column]:
             f"{where}: has no columns src and dst (it has {', '.join(table.column_names)}); rename them, "
             "name them in a description for dglx ingest, or save triples as a .tsv without a header"
         )
+    for name in names if names != _KEYS_OF_EDGES[0] else ():
+        alike = [key for key in table.column_names if key != name and _plain_name(key) == _plain_name(name)]
+        if alike:
+            raise DatasetError(f"{where}: {name!r} or {alike[0]!r} may be an end of edges; rename one")
     return id_column(table, names[0], where), id_column(table, names[1], where)
 
 

@@ -136,6 +136,24 @@ WIDE = pa.array([0, 2**63], pa.uint64())
 
 
 @pytest.mark.parametrize(
+    ("edges", "message"),
+    [
+        ("src_id,dst_id,srcId\n0,1,5\n", "'srcId' or 'src_id' may be an end of edges"),
+        ("Source,source,target\n0,1,5\n", "'source' or 'Source' may be an end of edges"),
+        (":START_ID(A),:END_ID(B),:END_ID(C)\n0,1,5\n", r"':END_ID\(C\)' or ':END_ID\(B\)' may be"),
+    ],
+)
+def test_refuses_two_columns_that_could_be_the_same_end(tmp_path: Path, edges: str, message: str) -> None:
+    with pytest.raises(DatasetError, match=message):
+        load_dataset(write(tmp_path, {"edges.csv": edges}))
+
+
+def test_takes_src_and_dst_beside_columns_with_similar_names(tmp_path: Path) -> None:
+    graph = load_dataset(write(tmp_path, {"edges.csv": "src,dst,SRC\n0,1,5\n"}))
+    assert edges_of(graph) == [[0], [1]]
+
+
+@pytest.mark.parametrize(
     ("nodes", "edges", "message"),
     [
         ("id\na\nb\na\n", "a,b", r"nodes\.csv: column 'id', row 2: .*'a' occurs already in row 0"),
