@@ -731,15 +731,19 @@ def _graph_of_item_lists(files: Mapping[int, Path], name: str) -> RawGraph:
     """Return the interactions of texts with a user and all its items in each line, as LightGCN's."""
     rows: list[tuple[bytes, bytes, int]] = []
     for code, path in files.items():
-        lines = [line.split() for line in path.read_bytes().splitlines()]
+        content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+        lines = [line.split() for line in content.splitlines() if not line.lstrip().startswith((b"#", b"%"))]
         if len(widths := {len(line) for line in lines if line}) == 1 and max(widths) > 2:
             raise DatasetError(
                 f"{path}: each line has {max(widths)} fields, of which some may be ratings or times; write a "
                 "user and an item in each line"
             )
         rows += [(line[0], item, code) for line in lines for item in line[1:]]
+    where = str(next(iter(files.values())).parent)
+    if not rows:
+        raise DatasetError(f"{where}: no line of its texts has a user and an item; write both in each line")
     users, items, splits = zip(*rows, strict=True)
-    where, table = str(next(iter(files.values())).parent), {"split": pa.array(splits)}
+    table = {"split": pa.array(splits)}
     for end, ids in (("src", users), ("dst", items)):
         texts = pa.array([one.decode(errors="replace") for one in ids])
         is_number = pc.all(pc.match_substring_regex(texts, r"^(0|[1-9]\d{0,17})$")).as_py()

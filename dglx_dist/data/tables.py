@@ -339,7 +339,7 @@ class TablesSource(DatasetSource):
     ``:START_ID`` and ``:END_ID``, or the ids of two types.
 
     Options: ``ignore``, columns to leave out, separated by commas; ``id``, columns of ids, alike (a table
-    has the first of them that it has; "": nodes are rows).
+    has the first of them that it has; "": nodes are rows, in "key," those of tables without ids).
     """
 
     def __init__(self, location: str, options: Mapping[str, object]) -> None:
@@ -351,8 +351,11 @@ class TablesSource(DatasetSource):
         self._nodes, self._edges = find_tables(folder)
 
     def load(self) -> RawGraph:
-        asked = self._ids or ()
+        asked = set(self._ids or ()) - {""}
         nodes = {ntype: (str(path), read_table(path, asked)) for ntype, path in self._nodes.items()}
+        unknown = asked.difference(*(table.column_names for _, table in nodes.values()))
+        if unknown and "" in (self._ids or ()):
+            raise DatasetError(f"{self._name}: no table of nodes has the column {min(unknown)!r} of --id")
         edges = {etype: (str(path), read_table(path)) for etype, path in self._edges.items()}
         return graph_of_tables(self._name, nodes, edges, self._ignored, self._ids)
 
@@ -421,13 +424,16 @@ def _name_of_ids(
     """Return the name of the column of ids, of ``asked`` ones or by its name; None: nodes are rows."""
     if asked == [""]:
         return None
-    names = [name for name in table.column_names if name not in ignored]
+    names = [name for name in table.column_names if name and name not in ignored]
     likely = [name for name in asked or () if name in names][:1] or [name for name in names if name == _ID]
     likely = likely or [name for name in names if is_node_id(name, ntype)]
-    if len(likely) > 1 or (asked and not likely):
+    if len(likely) > 1 or (asked and not likely and "" not in asked):
         problem = f"both {likely[0]!r} and {likely[1]!r} could be" if likely else "none of --id is"
-        listed = ", ".join(table.column_names)
-        raise DatasetError(f"{where}: {problem} the column of ids (it has {listed}); choose by --id COLUMN")
+        remedy = "" if likely else f" (--id '{','.join(asked or ())},' numbers nodes by row where none is)"
+        raise DatasetError(
+            f"{where}: {problem} the column of ids (it has {', '.join(table.column_names)}); choose by "
+            f"--id COLUMN{remedy}"
+        )
     return likely[0] if likely else None
 
 
@@ -468,6 +474,10 @@ def _ends(table: Any, where: str, etype: EdgeType) -> tuple[Column, Column]:
             f"{where}: has no columns src and dst (it has {', '.join(table.column_names)}); rename them, "
             "name them in a description for dglx ingest, or save triples as a .tsv without a header"
         )
+    for name in names if names != _KEYS_OF_EDGES[0] else ():
+        alike = [key for key in table.column_names if key != name and _plain_name(key) == _plain_name(name)]
+        if alike:
+            raise DatasetError(f"{where}: {name!r} or {alike[0]!r} may be an end of edges; rename one")
     return id_column(table, names[0], where), id_column(table, names[1], where)
 
 

@@ -680,6 +680,21 @@ def test_a_user_and_its_items_in_each_line_are_interactions(tmp_path: Path) -> N
         load_dataset(tmp_path, format="interactions")
 
 
+def test_reads_interactions_without_comments_and_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_bytes(b"\xef\xbb\xbf# user items\n 7 1 2\n8 2\n% end\n")
+    (tmp_path / "test.txt").write_bytes(b"\xef\xbb\xbf7 3\n")
+    graph = load_dataset(tmp_path, format="interactions")
+    assert graph.user_ids["user"].tolist() == [7, 8]
+    assert graph.user_ids["item"].tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("text", ["", "0\n1\n", "# user items\n"])
+def test_refuses_interactions_without_items(tmp_path: Path, text: str) -> None:
+    (tmp_path / "train.txt").write_text(text)
+    with pytest.raises(DatasetError, match="no line of its texts has a user and an item"):
+        load_dataset(tmp_path, format="interactions")
+
+
 # The graph of METIS's manual: a square of seven nodes, with weights of edges and three of nodes.
 METIS_EDGES = [[1, 2], [1, 3], [1, 5], [2, 3], [2, 4], [3, 4], [3, 5], [4, 6], [4, 7], [5, 6], [6, 7]]
 

@@ -136,6 +136,24 @@ WIDE = pa.array([0, 2**63], pa.uint64())
 
 
 @pytest.mark.parametrize(
+    ("edges", "message"),
+    [
+        ("src_id,dst_id,srcId\n0,1,5\n", "'srcId' or 'src_id' may be an end of edges"),
+        ("Source,source,target\n0,1,5\n", "'source' or 'Source' may be an end of edges"),
+        (":START_ID(A),:END_ID(B),:END_ID(C)\n0,1,5\n", r"':END_ID\(C\)' or ':END_ID\(B\)' may be"),
+    ],
+)
+def test_refuses_two_columns_that_could_be_the_same_end(tmp_path: Path, edges: str, message: str) -> None:
+    with pytest.raises(DatasetError, match=message):
+        load_dataset(write(tmp_path, {"edges.csv": edges}))
+
+
+def test_takes_src_and_dst_beside_columns_with_similar_names(tmp_path: Path) -> None:
+    graph = load_dataset(write(tmp_path, {"edges.csv": "src,dst,SRC\n0,1,5\n"}))
+    assert edges_of(graph) == [[0], [1]]
+
+
+@pytest.mark.parametrize(
     ("nodes", "edges", "message"),
     [
         ("id\na\nb\na\n", "a,b", r"nodes\.csv: column 'id', row 2: .*'a' occurs already in row 0"),
@@ -350,6 +368,25 @@ def test_numbers_nodes_by_row_where_the_option_says_so(tmp_path: Path) -> None:
     assert columns_of(graph)["rank"].tolist() == [2, 0, 1]
     with pytest.raises(DatasetError, match=r"none of --id is the column of ids \(it has rank\)"):
         load_dataset(tmp_path, id="uid")
+
+
+def test_numbers_only_tables_without_ids_by_row_where_the_option_ends_in_a_comma(tmp_path: Path) -> None:
+    files = {
+        "nodes/user.csv": "key,feat_0\n12,0\n10,1\n",
+        "nodes/item.csv": ",feat_0\n5,3\n4,4\n",  # the first column has no name
+        "edges/user__buys__item.csv": "src,dst\n10,0\n12,1\n",
+    }
+    write(tmp_path, files)
+    with pytest.raises(DatasetError, match=r"item\.csv: none of --id is .*--id 'key,' numbers nodes by row"):
+        load_dataset(tmp_path, id="key")
+    with pytest.raises(DatasetError, match="no table of nodes has the column 'kye' of --id"):
+        load_dataset(tmp_path, id="kye,")
+    graph = load_dataset(tmp_path, id="key,")
+    assert {ntype: ids.tolist() for ntype, ids in graph.user_ids.items()} == {"user": [12, 10]}
+    assert edges_of(graph, ("user", "buys", "item")) == [[1, 0], [0, 1]]
+    # Usual names are known, too.
+    (tmp_path / "nodes" / "item.csv").write_text("id,feat_0\n1,3\n0,4\n")
+    assert load_dataset(tmp_path, id="key,").user_ids["item"].tolist() == [1, 0]
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])

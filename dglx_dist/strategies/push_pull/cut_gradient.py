@@ -56,20 +56,20 @@ class CutGradient(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs, name, first = kwargs or {}, func.__name__, args[0] if args else None
+        kwargs, name = kwargs or {}, func.__name__
+        first: Any = args[0] if args else None
         with torch._C.DisableTorchFunctionSubclass():
             if isinstance(first, cls) and (name.endswith("norm") or name in ("max", "amax")):
-                # Torch takes no norm of sparse gradients, and no maximum of parts without columns.
-                values = first.coalesce()._values() if first.is_sparse else first
-                empty = values.new_full((1,), 0.0 if name.endswith("norm") else -torch.inf)
-                args = (values if values.numel() else empty, *args[1:])
+                args = (_values_of(first, 0.0 if name.endswith("norm") else -torch.inf), *args[1:])
+            elif name == "_foreach_norm":
+                args = ([_values_of(one, 0.0) if isinstance(one, cls) else one for one in first], *args[1:])
             result = func(*args, **kwargs)
             if name == "_amp_foreach_non_finite_check_and_unscale_":
                 # An infinity in the piece of one rank makes all ranks skip the step.
                 piece = next(one for one in args[0] if isinstance(one, cls))
                 args[1].copy_(gather_rows(args[1], piece._session).amax(0))
             elif name == "_foreach_norm":
-                pairs = zip(args[0], result, strict=True)
+                pairs = zip(first, result, strict=True)
                 order = _order(args, kwargs)
                 return [one._join_norms(norm, order) if isinstance(one, cls) else norm for one, norm in pairs]
             elif isinstance(first, cls) and type(result) is Tensor:
@@ -94,6 +94,12 @@ def mark_pieces(parameters: Iterable[nn.Parameter], session: Session, num_parts:
     for parameter in parameters if num_parts > 1 else ():
         if parameter.grad is not None:
             parameter.grad = CutGradient.over(parameter.grad, session, num_parts)
+
+
+def _values_of(piece: Tensor, fill: float) -> Tensor:
+    """Return what torch takes a norm or maximum of: not sparse, and ``fill`` for a part without columns."""
+    values = piece.coalesce()._values() if piece.is_sparse else piece
+    return values if values.numel() else values.new_full((1,), fill)
 
 
 def _order(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:

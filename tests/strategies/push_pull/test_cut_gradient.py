@@ -26,6 +26,10 @@ def check_pieces(columns: tuple[int, ...]) -> None:
         for order in (1.0, 2.0, 3.5, math.inf):
             assert_equal(piece.norm(order), uncut.norm(order))
             assert_equal(torch.linalg.vector_norm(piece.detach(), order), uncut.norm(order))
+            dense = nn.Parameter(torch.zeros_like(own))
+            dense.grad = CutGradient.over(own.clone(), session, len(columns))
+            assert_equal(nn.utils.clip_grad_norm_([dense], 0.5, order, foreach=True), uncut.norm(order))
+            assert_equal(torch._foreach_norm([piece, uncut], ord=order)[1], uncut.norm(order))
         assert_equal(torch.norm(piece.data), uncut.norm())
         assert_equal((piece**2).sum(), (uncut**2).sum())
         assert_equal(piece.max(), uncut.max())
@@ -55,6 +59,6 @@ def assert_equal(value: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(torch.as_tensor(value), expected, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("columns", [(3, 2), (2, 0)])
+@pytest.mark.parametrize("columns", [(3, 2), (2, 0), (1, 1, 0)])
 def test_norms_and_infinities_of_pieces_are_those_of_the_uncut_gradient(columns: tuple[int, ...]) -> None:
-    run_ranks(check_pieces, 2, args=(columns,))
+    run_ranks(check_pieces, len(columns), args=(columns,))
