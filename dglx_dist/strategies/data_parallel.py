@@ -231,10 +231,11 @@ class DataParallelModel(ReplicatedModel):
             # Evaluating without no_grad is harmless as long as nobody runs backward for training.
             return self.module(*args, **kwargs)
         begin_dropouts(self._dropouts, share, unpacked((*args, *kwargs.values())))
-        weight = self._statistics.weight = gradient_weight(share, self._reduction)
+        if share is not None:
+            self._statistics.weight = gradient_weight(share, self._reduction)
         output = self.module(*args, **kwargs)
         check_frozen(self.module, self._trained)
-        return self._exchange.mark(output, weight)
+        return self._exchange.mark(output, gradient_weight(share, self._reduction))
 
 
 def begin_dropouts(dropouts: NodeDropouts, share: StepShare | None, arguments: Iterable[object]) -> None:
