@@ -358,8 +358,9 @@ def warn_of_gaps(batch: Any, optimizer: torch.optim.Optimizer, number: int, sess
         if gaps:
             message = f"{gaps} of {len(column)} seeds have no target in {name!r} (NaN or below 0)"
     gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
-    on_cpu = (one for one in gradients if one is not None and one.device.type == "cpu")
-    if not message and number & (number - 1) == 0 and any(bool(one.isnan().any()) for one in on_cpu):
+    # As plain tensors: ranks come here or not, and methods of a gradient's own class may be collective.
+    on_cpu = (Tensor._make_subclass(Tensor, g) for g in gradients if g is not None and g.device.type == "cpu")
+    if not message and number & (number - 1) == 0 and any(bool(piece.isnan().any()) for piece in on_cpu):
         message = "the gradients of a step are NaN, as of a mean over no targets on one rank"
     if not message:
         return

@@ -114,8 +114,9 @@ def step_with_gaps(strategy: str, way: str) -> tuple[list[str], list[str]]:
     plain = plain_graph()
     ids = torch.arange(NUM_NODES)
     plain.ndata["gaps"] = torch.where(ids % 6 == 0, -100, plain.ndata["label"])
+    plain.ndata["one gap"] = torch.where(ids == 0, -1, plain.ndata["label"])
     plain.ndata["label"] = torch.where(ids % 2 == 1, torch.nan, ids + 0.5)
-    name = "gaps" if way in ("read", "global mean") else "label"
+    name = {"read": "gaps", "global mean": "gaps", "one rank": "one gap"}.get(way, "label")
     every = torch.ones(NUM_NODES, dtype=torch.bool)
     is_read = way == "read" and strategy != "full_graph"
     handler = logging.handlers.BufferingHandler(100)
@@ -142,7 +143,7 @@ def step_with_gaps(strategy: str, way: str) -> tuple[list[str], list[str]]:
                         F.cross_entropy(scores, labels, reduction="sum"), (labels >= 0).sum()
                     )
                 else:
-                    loss = F.cross_entropy(scores, labels)
+                    loss = F.cross_entropy(scores, labels, ignore_index=-1 if way == "one rank" else -100)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
@@ -162,3 +163,10 @@ def test_warns_once_of_steps_over_seeds_without_targets(strategy: str, way: str)
         assert len(warned) == 1
         assert "seeds have no target in" in warned[0]
         assert len(of_rank_1) <= 1
+
+
+@pytest.mark.parametrize("strategy", ["data_parallel", "push_pull", "full_graph"])
+def test_warns_where_seeds_of_one_rank_only_have_no_target(strategy: str) -> None:
+    (warned, _), (_, logged) = run_ranks(step_with_gaps, 2, args=(strategy, "one rank"))
+    (message,) = warned + logged
+    assert "seeds have no target in 'one gap'" in message
