@@ -340,26 +340,37 @@ IS_EXACT: SessionField[bool] = SessionField(lambda _: False)
 _REMEDY = "the mean is exact over all ranks as dx.global_mean(sum of the losses, number of targets)"
 
 
+def _count_gaps(column: Tensor) -> int:
+    """Return how many values say that there is no target: NaN, or -1 and -100 beside classes."""
+    if column.dtype.is_floating_point or column.dtype.is_complex:
+        return int(column.isnan().sum())
+    gaps = (column < 0) & ((column == -1) | (column == -100))
+    # Targets of -1 and 1 are two classes, and columns with other values below 0 have numbers.
+    has_classes = ((column >= 0) | gaps).all() & ((column != -1) & (column != 1)).any()
+    return int((gaps & has_classes).sum())
+
+
 def warn_of_gaps(batch: Any, optimizer: torch.optim.Optimizer, number: int, session: Session) -> None:
     """Warn once if a step was over seeds without targets, or its gradients are NaN.
 
-    Columns and gradients on a GPU are not looked at, as a step must not wait for it; and NaN in some steps.
+    Gradients, and columns on a GPU, are looked at in steps 0, 1, 2, 4, 8 and so on, to seldom wait for it.
     """
     blocks = batch[-1] if isinstance(batch, list | tuple) else None
     last = blocks[-1] if isinstance(blocks, list | tuple) and blocks else None
     if IS_EXACT.of(session) or last is None:
         return
-    message = ""
+    message, is_looked_at = "", number & (number - 1) == 0
     columns = [(name, c) for t in last.dsttypes for name, c in last.dstnodes[t].data.items() if c.dim() == 1]
     for name, column in columns:
-        if name == dgl.NID or column.device.type != "cpu":
+        if name == dgl.NID or not (is_looked_at or column.device.type == "cpu"):
             continue
-        gaps = int((column.isnan() if column.is_floating_point() else column < 0).sum())
+        gaps = _count_gaps(column)
         if gaps:
-            message = f"{gaps} of {len(column)} seeds have no target in {name!r} (NaN or below 0)"
+            message = f"{gaps} of {len(column)} seeds have no target in {name!r} (NaN, -1 or -100)"
     gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
-    on_cpu = (one for one in gradients if one is not None and one.device.type == "cpu")
-    if not message and number & (number - 1) == 0 and any(bool(one.isnan().any()) for one in on_cpu):
+    # As plain tensors: ranks come here or not, and methods of a gradient's own class may be collective.
+    pieces = (Tensor._make_subclass(Tensor, g) for g in gradients if g is not None)
+    if not message and is_looked_at and any(bool(piece.isnan().any()) for piece in pieces):
         message = "the gradients of a step are NaN, as of a mean over no targets on one rank"
     if not message:
         return

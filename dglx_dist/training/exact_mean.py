@@ -88,15 +88,21 @@ class _Means(TorchFunctionMode):
         call = signature(func).bind(*args, **(kwargs or {}))
         call.apply_defaults()
         given = call.arguments
-        if given["reduction"] != "mean" or given["size_average"] is not None or given["reduce"] is not None:
+        is_legacy = given.get("size_average") is not None or given.get("reduce") is not None
+        if given["reduction"] != "mean" or is_legacy:
             return func(*args, **(kwargs or {}))
         terms = func(**{**given, "reduction": "none"})
+        if terms.dim() == 0:
+            return func(**given)  # A penalty, say, is no mean over targets.
         count = torch.tensor(float(terms.numel()))
         target, weight = given["target"], given.get("weight")
         if func in _OF_CLASSES and not target.is_floating_point():
             known = target[target != given["ignore_index"]]
             count = torch.tensor(float(known.numel())) if weight is None else weight[known].sum()
             self.has_weights |= weight is not None
+        elif func in (F.mse_loss, F.l1_loss) and weight is not None:
+            # Torch divides other losses of numbers by the number of terms, with weights too.
+            count, self.has_weights = weight.sum(), True
         self.sizes.append(terms.shape[0] if terms.numel() == count or weight is not None else -1)
         return self._replace(terms.sum(), count)
 

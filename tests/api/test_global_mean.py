@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging.handlers
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import dgl
@@ -15,6 +16,8 @@ from dgl.nn import SAGEConv
 from torch import Tensor, nn
 
 import dglx_dist as dx
+from dglx_dist.comm.session import current_session
+from dglx_dist.dataloading.step_loader import warn_of_gaps
 from tests.helpers.ranks import run_ranks
 
 NUM_NODES, CLASSES = 40, 3
@@ -114,8 +117,9 @@ def step_with_gaps(strategy: str, way: str) -> tuple[list[str], list[str]]:
     plain = plain_graph()
     ids = torch.arange(NUM_NODES)
     plain.ndata["gaps"] = torch.where(ids % 6 == 0, -100, plain.ndata["label"])
+    plain.ndata["one gap"] = torch.where(ids == 0, -1, plain.ndata["label"] % 2 * 2)
     plain.ndata["label"] = torch.where(ids % 2 == 1, torch.nan, ids + 0.5)
-    name = "gaps" if way in ("read", "global mean") else "label"
+    name = {"read": "gaps", "global mean": "gaps", "one rank": "one gap"}.get(way, "label")
     every = torch.ones(NUM_NODES, dtype=torch.bool)
     is_read = way == "read" and strategy != "full_graph"
     handler = logging.handlers.BufferingHandler(100)
@@ -142,7 +146,7 @@ def step_with_gaps(strategy: str, way: str) -> tuple[list[str], list[str]]:
                         F.cross_entropy(scores, labels, reduction="sum"), (labels >= 0).sum()
                     )
                 else:
-                    loss = F.cross_entropy(scores, labels)
+                    loss = F.cross_entropy(scores, labels, ignore_index=-1 if way == "one rank" else -100)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
@@ -162,3 +166,60 @@ def test_warns_once_of_steps_over_seeds_without_targets(strategy: str, way: str)
         assert len(warned) == 1
         assert "seeds have no target in" in warned[0]
         assert len(of_rank_1) <= 1
+
+
+@pytest.mark.parametrize("strategy", ["data_parallel", "push_pull", "full_graph"])
+def test_warns_where_seeds_of_one_rank_only_have_no_target(strategy: str) -> None:
+    (warned, _), (_, logged) = run_ranks(step_with_gaps, 2, args=(strategy, "one rank"))
+    (message,) = warned + logged
+    assert "seeds have no target in 'one gap'" in message
+
+
+class OnGpu(Tensor):
+    """A tensor that says that it is on a GPU, on machines without one."""
+
+    device = torch.device("cuda")
+
+
+def messages_of(column: Tensor, step: int = 3, gradient: Tensor | None = None) -> list[str]:
+    weight = nn.Parameter(torch.zeros(1))
+    weight.grad = gradient
+    # A block of DGL refuses a tensor that says that it is elsewhere.
+    last = SimpleNamespace(dsttypes=["_N"], dstnodes={"_N": SimpleNamespace(data={"y": column})})
+    with dx.init(strategy="data_parallel"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_gaps((None, None, [last]), torch.optim.SGD([weight]), step, current_session())
+        return [str(warning.message) for warning in caught if "global_mean" in str(warning.message)]
+
+
+@pytest.mark.parametrize(
+    ("values", "gaps"),
+    [
+        ([-1, 1, 1, -1], 0),
+        ([-1, -1], 0),
+        ([-3, -1, 0, 7], 0),
+        ([-100, -50, 20], 0),
+        ([0, 1, 2], 0),
+        ([-1, 0, 1], 1),
+        ([-1, 4, -1], 2),
+        ([-100, 1, -1], 2),
+        ([-100, -100], 2),
+        ([float("nan"), -1.0], 1),
+        ([complex(float("nan"), 1), 1j], 1),
+        ([False, True], 0),
+    ],
+)
+def test_takes_numbers_below_0_for_targets_unless_they_mean_none(values: list[Any], gaps: int) -> None:
+    expected = [f"{gaps} of {len(values)} seeds have no target in 'y'"] if gaps else []
+    assert [message.split(" (")[0] for message in messages_of(torch.tensor(values))] == expected
+
+
+def test_reads_no_gaps_into_large_unsigned_numbers() -> None:
+    assert messages_of(torch.tensor([255, 156, 3], dtype=torch.uint8)) == []
+
+
+@pytest.mark.parametrize(("step", "is_looked_at"), [(0, True), (1, True), (3, False), (4, True), (7, False)])
+def test_looks_at_tensors_on_a_gpu_in_few_steps(step: int, is_looked_at: bool) -> None:
+    classes, nan = torch.tensor([0, 1]), torch.tensor([torch.nan])
+    assert len(messages_of(torch.tensor([-1, 3]).as_subclass(OnGpu), step)) == is_looked_at
+    assert len(messages_of(classes, step, nan.as_subclass(OnGpu))) == is_looked_at

@@ -41,6 +41,15 @@ def per_row(scores: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(scores, labels, reduction="none", label_smoothing=0.1).mean()
 
 
+def weigh(function: Callable[..., Tensor], scores: Tensor, labels: Tensor) -> Tensor:
+    column = scores[:, 0].sigmoid()
+    return function(column, labels.double() / 4, weight=CLASS_WEIGHTS[labels])
+
+
+def penalize(scores: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(scores, labels) + F.l1_loss(scores.mean(), scores.new_tensor(-99.0))
+
+
 LOSSES: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
     "module": ("gaps", nn.CrossEntropyLoss()),
     "weights": ("label", nn.CrossEntropyLoss(CLASS_WEIGHTS)),
@@ -51,6 +60,12 @@ LOSSES: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
     "nll": ("label", log_likelihood),
     "masked": ("gaps", masked_classes),
     "rows": ("label", per_row),
+    "huber": ("label", lambda scores, labels: nn.HuberLoss(delta=0.1)(scores[:, 0], labels.double())),
+    "weighed huber": ("label", partial(weigh, partial(F.huber_loss, delta=0.1))),
+    "weighed squares": ("label", partial(weigh, F.mse_loss)),
+    "weighed bce": ("label", partial(weigh, F.binary_cross_entropy)),
+    "penalty": ("label", penalize),
+    "penalty beside gaps": ("gaps", penalize),
 }
 
 
