@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -12,6 +13,7 @@ from weakref import WeakKeyDictionary
 import dgl
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -112,6 +114,18 @@ def _ids_in(data: Any) -> Iterable[Tensor]:
     return ids.values() if isinstance(ids, Mapping) else [ids] if torch.is_tensor(ids) else []
 
 
+def complete_call(func: Any, kwargs: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the keyword arguments of a call, for ``__torch_function__`` of a mode to call first.
+
+    Torch's ``l1_loss`` does not tell a mode of its ``weight``, and would compute without it.
+    """
+    if func is not F.l1_loss:
+        return kwargs or {}
+    # The frames above are those of __torch_function__, handle_torch_function and l1_loss.
+    weight = sys._getframe(3).f_locals.get("weight")
+    return {**(kwargs or {}), **({} if weight is None else {"weight": weight})}
+
+
 class _Watch(TorchFunctionMode):
     def __init__(self, given: GivenColumns, ids: list[Tensor]) -> None:
         super().__init__()
@@ -127,7 +141,7 @@ class _Watch(TorchFunctionMode):
                     f"g.ndata[{name!r}][ids] with the distributed graph (g.edata for edges), or "
                     "column[g.orig_ids(ids)]"
                 )
-        return func(*args, **(kwargs or {}))
+        return func(*args, **complete_call(func, kwargs))
 
     def _is_of_batch(self, index: Any) -> bool:
         def is_same(ids: Tensor) -> bool:

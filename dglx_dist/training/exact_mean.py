@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from dglx_dist.comm.collectives import gather_int64, run_on_all_ranks, sum_over_ranks
 from dglx_dist.comm.session import Session, SessionField, current_session
+from dglx_dist.dataloading.own_order import complete_call
 from dglx_dist.dataloading.step_loader import IS_EXACT
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import LABEL
@@ -85,12 +86,12 @@ class _Means(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in (*_OF_CLASSES, *_OF_NUMBERS):
             return func(*args, **(kwargs or {}))
-        call = signature(func).bind(*args, **(kwargs or {}))
+        call = signature(func).bind(*args, **complete_call(func, kwargs))
         call.apply_defaults()
         given = call.arguments
         is_legacy = given.get("size_average") is not None or given.get("reduce") is not None
         if given["reduction"] != "mean" or is_legacy:
-            return func(*args, **(kwargs or {}))
+            return func(**given)
         terms = func(**{**given, "reduction": "none"})
         if terms.dim() == 0:
             return func(**given)  # A penalty, say, is no mean over targets.
