@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable
 from inspect import signature
@@ -73,6 +74,18 @@ def _mean_of(total: Tensor, sums: Tensor, session: Session, reduction: Reduction
     return scaled + ((loss_sum / num_terms if num_terms else 0.0) - scaled.detach())
 
 
+def _complete(func: Any, kwargs: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the keyword arguments of a call, for ``__torch_function__`` of a mode to call first.
+
+    Torch's ``l1_loss`` does not tell a mode of its ``weight``, and would compute without it.
+    """
+    if func is not F.l1_loss:
+        return kwargs or {}
+    # The frames above are those of __torch_function__, handle_torch_function and l1_loss.
+    weight = sys._getframe(3).f_locals.get("weight")
+    return {**(kwargs or {}), **({} if weight is None else {"weight": weight})}
+
+
 class _Means(TorchFunctionMode):
     """Calls ``replace`` with the sum and the number of terms of each mean that a loss of torch computes."""
 
@@ -85,12 +98,12 @@ class _Means(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in (*_OF_CLASSES, *_OF_NUMBERS):
             return func(*args, **(kwargs or {}))
-        call = signature(func).bind(*args, **(kwargs or {}))
+        call = signature(func).bind(*args, **_complete(func, kwargs))
         call.apply_defaults()
         given = call.arguments
         is_legacy = given.get("size_average") is not None or given.get("reduce") is not None
         if given["reduction"] != "mean" or is_legacy:
-            return func(*args, **(kwargs or {}))
+            return func(**given)
         terms = func(**{**given, "reduction": "none"})
         if terms.dim() == 0:
             return func(**given)  # A penalty, say, is no mean over targets.

@@ -8,6 +8,7 @@ from typing import Any
 import dgl
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import dglx_dist as dx
@@ -115,3 +116,25 @@ def test_ids_of_before_are_refused_as_seeds(ranks: int) -> None:
         assert "'train_mask'" in of_rank.pop("nodes")
         assert "dx.edge_split" in of_rank.pop("edges")
         assert set(of_rank.values()) == {"passes"}
+
+
+def losses_of_first_batch() -> list[tuple[float, float]]:
+    plain, losses = plain_graph(), []
+    with dx.init(seed=0):
+        g = dx.distribute(plain, parts=2)
+        seeds = dx.node_split(g.ndata["train_mask"])
+        for _, nodes, _ in dx.DataLoader(g, seeds, dgl.dataloading.NeighborSampler([3, 3]), batch_size=16):
+            scores, weight = torch.linspace(0, 1, len(nodes)), torch.arange(len(nodes)) + 1.0
+            for name in ("l1_loss", "mse_loss", "huber_loss"):
+                loss = getattr(F, name)
+                terms = loss(scores, 1 - scores**2, reduction="none") * weight
+                losses.append(
+                    (float(loss(scores, 1 - scores**2, reduction="sum", weight=weight)), float(terms.sum()))
+                )
+            break
+    return losses
+
+
+def test_losses_of_the_first_batch_keep_their_weights() -> None:
+    for losses in run_ranks(losses_of_first_batch, 2):
+        assert [loss for loss, _ in losses] == pytest.approx([expected for _, expected in losses])

@@ -63,6 +63,8 @@ LOSSES: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
     "huber": ("label", lambda scores, labels: nn.HuberLoss(delta=0.1)(scores[:, 0], labels.double())),
     "weighed huber": ("label", partial(weigh, partial(F.huber_loss, delta=0.1))),
     "weighed squares": ("label", partial(weigh, F.mse_loss)),
+    "weighed distances": ("label", partial(weigh, F.l1_loss)),
+    "distances per row": ("label", lambda s, y: weigh(partial(F.l1_loss, reduction="none"), s, y).mean()),
     "weighed bce": ("label", partial(weigh, F.binary_cross_entropy)),
     "penalty": ("label", penalize),
     "penalty beside gaps": ("gaps", penalize),
