@@ -218,8 +218,9 @@ def test_reads_no_gaps_into_large_unsigned_numbers() -> None:
     assert messages_of(torch.tensor([255, 156, 3], dtype=torch.uint8)) == []
 
 
-@pytest.mark.parametrize(("step", "is_looked_at"), [(0, True), (1, True), (3, False), (4, True), (7, False)])
-def test_looks_at_tensors_on_a_gpu_in_few_steps(step: int, is_looked_at: bool) -> None:
+@pytest.mark.parametrize("step", [0, 1, 3, 4])
+def test_a_step_does_not_wait_for_a_gpu_to_look_at_it(step: int) -> None:
     classes, nan = torch.tensor([0, 1]), torch.tensor([torch.nan])
-    assert len(messages_of(torch.tensor([-1, 3]).as_subclass(OnGpu), step)) == is_looked_at
-    assert len(messages_of(classes, step, nan.as_subclass(OnGpu))) == is_looked_at
+    assert messages_of(torch.tensor([-1, 3]).as_subclass(OnGpu), step) == []
+    assert messages_of(classes, step, nan.as_subclass(OnGpu)) == []
+    assert len(messages_of(classes, step, nan)) == (step != 3)

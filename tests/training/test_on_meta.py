@@ -28,6 +28,7 @@ from dglx_dist.records import NODE_TYPE
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.cost import Draws, trace_of_widths
 from dglx_dist.training import relational
+from dglx_dist.training.accumulate import Accumulation
 from dglx_dist.training.fit import LinkPrediction, NodeClassification, Step, _train_step
 from dglx_dist.training.inference import _compute_of, _on_block, first_rows
 from dglx_dist.training.models import SymmetricConv, build_model
@@ -62,8 +63,13 @@ def test_a_step_reads_no_value(dataset: str, of_edges: bool) -> None:
         if of_edges:
             sampler = as_edge_prediction_sampler(sampler, negative_sampler=dx.negative.PerSourceUniform(2))
         loader = dx.DataLoader(g, torch.arange(40), sampler, batch_size=20)
-        step = Step(model=model, optimizer=torch.optim.Adam(model.parameters()), task=task)
-        found = [_train_step(step, batch, lambda _: nullcontext()) for batch in loader]
+        step = Step(
+            model=model,
+            optimizer=torch.optim.Adam(model.parameters()),
+            task=task,
+            accumulation=Accumulation(1, g.session),
+        )
+        found = [_train_step(step, batch, (1, 1), lambda _: nullcontext()) for batch in loader]
         assert [one.num_targets for one in found] == [20, 20]
         for one in found:
             assert one.loss.is_meta

@@ -138,7 +138,7 @@ CASES: Mapping[str, tuple[Case, str]] = {
     ),
     "batch norm": (
         beside(norm=nn.BatchNorm1d(equality.CLASSES).double()),
-        "'norm' is a BatchNorm1d.*twice; use torch.nn.LayerNorm",
+        "'norm' is a BatchNorm1d.*dx.nn.BatchNorm.convert.*torch.nn.LayerNorm",
     ),
     "pooling": (
         beside(pool=dgl.nn.AvgPooling()),
