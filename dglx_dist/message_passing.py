@@ -729,10 +729,17 @@ def note_edge_order(block: DGLBlock, positions: Callable[..., Tensor]) -> None:
 
 
 class _Positions:
-    """Positions of edges on demand; a copy, and what is saved, has none."""
+    """Positions of edges, read once on demand; a copy, and what is saved, has none."""
 
     def __init__(self, find: Callable[[Tensor], Tensor]) -> None:
-        self.find = find
+        self._find = find
+        self._order: Tensor | None = None
+
+    def order_of(self, ids: Tensor) -> Tensor:
+        """Return the (E,) numbers of the edges ``ids`` in the order of the source's list."""
+        if self._order is None:
+            self._order = self._find(ids.cpu()).argsort(stable=True)
+        return self._order.to(ids.device)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
@@ -756,7 +763,7 @@ def _reduce_in_order(graph: Any, function: Any, messages: Any, **options: Any) -
     positions = getattr(ids, "positions", None)
     if positions is None:
         return _DGL_REDUCE(graph, function, messages, **options)
-    order = positions.find(ids.cpu()).argsort(stable=True).to(ids.device)
+    order = positions.order_of(ids)
     sorted_messages = {name: rows[order] for name, rows in messages.items()}
     return _DGL_REDUCE(_Renumbered(graph, order.argsort()), function, sorted_messages, **options)
 

@@ -28,19 +28,26 @@ T = TypeVar("T")
 
 
 def sum_over_ranks(
-    tensor: Tensor, session: Session, *, phase: str, layer: int = 0, in_place: bool = False
+    tensor: Tensor,
+    session: Session,
+    *,
+    phase: str,
+    layer: int = 0,
+    in_place: bool = False,
+    group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Sum ``tensor``, of equal shape and dtype on all ranks; every rank gets the same bits, without gradient.
 
     Counted as a ring all-reduce, 2 (W - 1) / W of its bytes per rank, to the next rank. ``in_place``:
-    overwrite ``tensor``, which must be contiguous. Raises PeerError when a rank is dead or silent.
+    overwrite ``tensor``, which must be contiguous. ``group``: a process group of all ranks; None: the default
+    one. Raises PeerError when a rank is dead or silent.
     """
     total = tensor.detach() if in_place else tensor.detach().clone(memory_format=torch.contiguous_format)
     topology = session.topology
     if topology.world_size == 1 or total.numel() == 0:
         return total
     with peers_named(session, f"all-reduce ({phase})"):
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=group)
     count_all_reduce(session, phase, total.numel() * total.element_size(), layer)
     return total
 
@@ -60,16 +67,21 @@ def gather_int64(values: Sequence[int] | Array, session: Session) -> Array:
     return gather_rows(torch.from_numpy(local), session).numpy()
 
 
-def gather_rows(local: Tensor, session: Session) -> Tensor:
-    """Return (W, ...) on the device of ``local``, row r from rank r; all have one shape and dtype."""
+def gather_rows(
+    local: Tensor, session: Session, *, phase: str = CONTROL, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Return (W, ...) on the device of ``local``, row r from rank r; all have one shape and dtype.
+
+    ``group``: as of :func:`sum_over_ranks`.
+    """
     topology = session.topology
     if topology.world_size == 1:
         return local.unsqueeze(0)
     rows = [torch.empty_like(local) for _ in range(topology.world_size)]
-    with peers_named(session, ALL_GATHER):
-        dist.all_gather(rows, local)
+    with peers_named(session, ALL_GATHER if phase == CONTROL else f"{ALL_GATHER} ({phase})"):
+        dist.all_gather(rows, local, group=group)
     size = local.numel() * local.element_size()
-    session.ledger.add(CONTROL, 0, topology.rank, _next_rank(session), size * (topology.world_size - 1))
+    session.ledger.add(phase, 0, topology.rank, _next_rank(session), size * (topology.world_size - 1))
     return torch.stack(rows)
 
 

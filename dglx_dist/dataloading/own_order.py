@@ -143,9 +143,10 @@ def check_order(g: DistGraph, loader: Any, seeds: Any, what: Literal["node", "ed
     def check() -> None:
         if given is None:  # as on ranks that gave no graph
             return
-        counts = {kind: g.num_nodes(kind) for kind in g.ntypes}
-        counts_of_edges = {kind: g.num_edges(kind) for kind in g.canonical_etypes}
-        given.check_seeds(g, by_type(seeds, counts if what == "node" else counts_of_edges, what))
+        counts: dict[Any, int] = {kind: g.num_nodes(kind) for kind in g.ntypes}
+        if what == "edge":
+            counts = {kind: g.num_edges(kind) for kind in g.canonical_etypes}
+        given.check_seeds(g, by_type(seeds, counts, what))
 
     run_on_all_ranks(g.session, check, ConfigError)
     if given is not None:

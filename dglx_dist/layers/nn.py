@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from dglx_dist.comm.collectives import count_all_reduce, peers_named
+from dglx_dist.comm.collectives import gather_rows, peers_named, sum_over_ranks
 from dglx_dist.comm.session import Session, SessionField, warn_user
 from dglx_dist.layers.dropout import NodeDropouts
 
@@ -19,12 +19,15 @@ PHASE = "batch_norm"
 """Phase of the ledger for sums of statistics, and for the ids of the nodes that they cover."""
 
 
-def _open_group(session: Session) -> Any:
+def _open_group(session: Session) -> dist.ProcessGroup | None:
+    if session.topology.world_size == 1:
+        return None
     with peers_named(session, "the group of batch norms"):
-        return dist.new_group(timeout=timedelta(seconds=session.timeout_s))
+        made: dist.ProcessGroup = dist.new_group(timeout=timedelta(seconds=session.timeout_s))
+        return made
 
 
-_GROUP: SessionField[Any] = SessionField(_open_group)
+_GROUP: SessionField[dist.ProcessGroup | None] = SessionField(_open_group)
 """A process group of their own, because sums of gradients may be under way in the other one."""
 
 
@@ -46,11 +49,8 @@ class StatisticsExchange:
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum of ``values`` over the ranks, in place; every rank must call it."""
-        if self._session.topology.world_size > 1:
-            with peers_named(self._session, "the statistics of a batch norm"):
-                dist.all_reduce(values, group=_GROUP.of(self._session))
-            count_all_reduce(self._session, PHASE, values.nbytes)
-        return values
+        group = _GROUP.of(self._session)
+        return sum_over_ranks(values, self._session, phase=PHASE, in_place=True, group=group)
 
     def shares(self, x: Tensor) -> Tensor:
         """Return for each row of ``x`` one over the number of ranks with that node, (n, 1) float64.
@@ -61,9 +61,8 @@ class StatisticsExchange:
         if self._session.topology.world_size == 1:
             return ones
         ids = self._rows.ids_of_rows(x)
-        sizes = [
-            int(size) for size in self._gather(torch.tensor([-1 if ids is None else len(ids)]).to(x.device))
-        ]
+        count = torch.tensor([-1 if ids is None else len(ids)]).to(x.device)
+        sizes: list[int] = self._gather(count)[:, 0].tolist()
         if ids is None or min(sizes) < 0:
             return ones
         padded = functional.pad(ids, (0, max(sizes) - len(ids)))
@@ -71,15 +70,8 @@ class StatisticsExchange:
         distinct, counts = torch.unique(everywhere, return_counts=True)
         return ones / counts[torch.searchsorted(distinct, ids)].unsqueeze(1)
 
-    def _gather(self, values: Tensor) -> list[Tensor]:
-        topology = self._session.topology
-        gathered = [torch.empty_like(values) for _ in range(topology.world_size)]
-        with peers_named(self._session, "the nodes of a batch norm"):
-            dist.all_gather(gathered, values, group=_GROUP.of(self._session))
-        next_rank = (topology.rank + 1) % topology.world_size
-        sent = values.nbytes * (topology.world_size - 1)
-        self._session.ledger.add(PHASE, 0, topology.rank, next_rank, sent)
-        return gathered
+    def _gather(self, values: Tensor) -> Tensor:
+        return gather_rows(values, self._session, phase=PHASE, group=_GROUP.of(self._session))
 
 
 @final
