@@ -78,8 +78,8 @@ class PartitionCommand(PartitionOptions, PartitionPlan):
     num_parts: int = option(2, "Number of parts; independent of ranks and servers.", flag="--parts")
     id: str | None = option(
         None,
-        "Column of tables with the ids of nodes, or several with commas, one a table; '': nodes are rows; "
-        "'COLUMN,': those of tables without ids are. Without it usual names are known.",
+        "Name of the column of ids in tables of nodes; several, with commas, where tables differ. '' numbers "
+        "all nodes by row, and 'COLUMN,' those of tables without the column. Usual names are known.",
         metavar="COLUMN",
     )
     format: Any = option(

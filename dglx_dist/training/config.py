@@ -197,7 +197,9 @@ class RunOptions:
     )
     """The norm is that of the uncut model."""
     accumulate: int = _of_optimizer(
-        1, "Batches of a step, whose gradients are added: it is the step on their union.", check=at_least(1)
+        1,
+        "Number of batches whose gradients are added before a step, which is that on their union.",
+        check=at_least(1),
     )
     """The last step of an epoch has the remaining batches."""
     precision: str | None = _of_optimizer(
@@ -442,7 +444,7 @@ class TrainConfig(RunOptions, ModelConfig):
         "adam", "Optimizer of torch, with its defaults; trainable rows (--embeddings) always have Adam."
     )
     lr: float = _of_optimizer(0.01, "Learning rate.", check=ABOVE_ZERO)
-    momentum: float = _of_optimizer(0.0, "Of sgd and rmsprop.", check=at_least(0))
+    momentum: float = _of_optimizer(0.0, "Momentum of the optimizers sgd and rmsprop.", check=at_least(0))
     weight_decay: float = _of_optimizer(0.0, "Of the optimizer.", check=at_least(0))
     cache: str | None = _of_loading(
         None,
