@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-from dglx_dist.cli.common import check_picture, command, draw_or_warn, libraries_on_stderr, say, show, write
+from dglx_dist.cli.common import command, libraries_on_stderr, say, show, write
 from dglx_dist.comm.topology import launched_by_torchrun
 from dglx_dist.errors import ConfigError
 from dglx_dist.options import flag_of
 from dglx_dist.training.config import PlanConfig
-
-if TYPE_CHECKING:
-    from dglx_dist.planner.choose import Regions
-    from dglx_dist.planner.records import Choice
 
 _FIGURES_OPTIONS = ("features", "classes", "train_share", "partitioner", "edge_cut", "degree_spread", "speed")
 _DATA_OPTIONS = ("dry_batches", "seed", "device")
@@ -38,14 +32,10 @@ def plan(config: PlanConfig) -> None:
     from dglx_dist.report.tables import plan_head, plan_lines, plan_table
 
     _check_no_unused_options(config)
-    picture, as_json = config.picture, config.as_json
+    as_json = config.as_json
     notify = None if as_json else lambda text: say(f"counting: {text}", "dim")
-    if picture is not None:
-        check_picture(picture, "--map", "map.png")
     with libraries_on_stderr():
-        choice, regions = make_plan(config, notify)
-    if picture is not None and regions is not None:
-        _draw(config, choice, regions, picture, quiet=as_json)
+        choice = make_plan(config, notify)
     if as_json:
         write(json.dumps(choice.to_json()))
         return
@@ -75,22 +65,3 @@ def _check_no_unused_options(config: PlanConfig) -> None:
             if name in config.given:
                 flag = flag_of(PlanConfig, name)
                 raise ConfigError(f"{flag} {message.format(flag)}")
-
-
-def _draw(config: PlanConfig, choice: Choice, regions: Regions, picture: Path, *, quiet: bool) -> None:
-    from dglx_dist.cli.plan_job import constraints_of
-    from dglx_dist.report.pictures import draw_regions
-
-    ranks = f"{config.servers} x {config.per_server} ranks"
-    unit = {"mini_batch": " of mini-batches", "full_graph": " of whole graphs"}.get(
-        constraints_of(config).unit, ""
-    )
-    title = f"{choice.graph.name}, {config.model} of {config.layers} layers, {ranks}: the fastest epoch{unit}"
-    here = config.hidden, choice.cluster.external_bytes_per_s
-    # A warning only: the plan, which took a while, is still shown.
-    draw_or_warn(
-        lambda: draw_regions(regions, picture, title=title, here=here),
-        picture,
-        remedy="; say where with --map FILE.png",
-        quiet=quiet,
-    )

@@ -1,11 +1,10 @@
 """Plans of ``dglx plan``: the fastest strategy for ready-made models on real or hypothetical servers."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -17,7 +16,7 @@ from dglx_dist.data.storage.files import machine_memory
 from dglx_dist.data.storage.manifest import read_manifest
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.planner.choose import Regions, choose, enumerate_candidates, find_regions, works_of
+from dglx_dist.planner.choose import choose, enumerate_candidates, works_of
 from dglx_dist.planner.measure import PROGRAM_BYTES, MeasureConfig, measure
 from dglx_dist.planner.model_shape import shape_of_module
 from dglx_dist.planner.profile import assumed_rates
@@ -36,7 +35,7 @@ from dglx_dist.strategies.cost import (
     PlanContext,
     trace_of_widths,
 )
-from dglx_dist.training.config import PlanConfig, takes
+from dglx_dist.training.config import PlanConfig
 from dglx_dist.training.models import build_model
 
 Notify = Callable[[str], None]
@@ -53,9 +52,6 @@ _EPOCH = 1
 _METIS_CUT, _METIS_FLOOR = 0.35, 0.05
 """METIS's cut relative to a random partition's, on graphs with communities; and the least cut as a fraction
 of all edges. For graphs without a dataset only."""
-MAP_WIDTHS = (8, 16, 32, 64, 128, 256)
-MAP_BITS_PER_S, MAP_STEPS = (0.05e9, 50e9), 31
-"""Range of the bandwidths of a map, and their number."""
 
 
 def constraints_of(plan: PlanConfig) -> ChoiceOptions:
@@ -68,16 +64,13 @@ def _draws_of(plan: PlanConfig) -> Draws | None:
     return draws_of(plan, plan.layers, plan.fanouts, plan.batch_size, epoch=_EPOCH)
 
 
-def make_plan(plan: PlanConfig, notify: Notify | None = None) -> tuple[Choice, Regions | None]:
+def make_plan(plan: PlanConfig, notify: Notify | None = None) -> Choice:
     """Predict every way to train, and choose one; one process calls it. ``notify`` gets each next step.
-
-    For a ``picture``, return the winners at other hidden widths and bandwidths, too.
 
     ConfigError: the dataset lacks what training needs, or parts for the servers. StorageError: it is damaged.
     """
     known, candidates = measured(plan, notify)
-    regions = None if plan.picture is None else _regions(plan, known, candidates)
-    return choose(candidates, known, constraints_of(plan)), regions
+    return choose(candidates, known, constraints_of(plan))
 
 
 def measured(plan: PlanConfig, notify: Notify | None = None) -> tuple[Measured, tuple[Candidate, ...]]:
@@ -263,15 +256,3 @@ def _built(
     with torch.random.fork_rng(devices=[]):
         module = build_model(plan.model, *sizes, heads=plan.heads, graph=g, **plan.between)
     return module, shape_of_module(module, features, classes, plan.layers, kind=plan.model, hidden=hidden)
-
-
-def _regions(plan: PlanConfig, known: Measured, candidates: Sequence[Candidate]) -> Regions:
-    # Batches and plans are the same at every width, and rates are taken from plan.hidden.
-    graph, heads = known.graph, plan.heads if takes(plan.model, "heads") else 1
-    # Widths are multiples of the attention heads.
-    widths = {plan.hidden, *(-(-hidden // heads) * heads for hidden in MAP_WIDTHS)}
-    shapes = {plan.hidden: known.shape}
-    for hidden in widths - {plan.hidden}:
-        _, shapes[hidden] = _built(plan, graph.features, hidden, graph.classes)
-    rates = [_PAYLOAD / 8 * bits for bits in np.geomspace(*MAP_BITS_PER_S, MAP_STEPS)]
-    return find_regions(known, candidates, constraints_of(plan), shapes, [float(rate) for rate in rates])

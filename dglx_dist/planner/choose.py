@@ -1,9 +1,8 @@
 """Candidates of all strategies, their predictions, and the choice of the fastest, with reasons. No I/O."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
-from typing import Any
 
 import numpy as np
 
@@ -15,10 +14,8 @@ from dglx_dist.strategies.cost import (
     Candidate,
     Cost,
     Measured,
-    ModelShape,
     PlanContext,
     Work,
-    trace_of_widths,
 )
 
 _NEAR = 1.05
@@ -263,65 +260,3 @@ def _compared(other: Prediction, taken: Prediction, constraints: ChoiceOptions) 
     # What takes less than a tenth of the longest explains nothing.
     why = [f"it {what} ({_seconds(by)})" for what, by in slower.items() if by > longest / 10 > 0]
     return f"{other.candidate.name} takes {ratio:.2f} x as long" + (f": {', '.join(why)}" if why else "")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Regions:
-    """Winners on a grid of hidden widths and bandwidths."""
-
-    hidden: tuple[int, ...]
-    """(H,) ascending."""
-    bytes_per_s: tuple[float, ...]
-    """(B,) ascending, payload per second of a server's card."""
-    winners: tuple[tuple[str, ...], ...]
-    """(H, B) names of candidates; "" where none fits."""
-    gains: tuple[tuple[float, ...], ...]
-    """(H, B) seconds of the usual candidate divided by the winner's; 1 where the usual one does not fit."""
-    usual: str
-    """Name of the usual candidate: the first that is allowed."""
-
-
-def find_regions(
-    known: Measured,
-    candidates: Iterable[Candidate],
-    constraints: ChoiceOptions,
-    shapes: Mapping[int, ModelShape],
-    bytes_per_s: Sequence[float],
-) -> Regions:
-    """Return the winner at every hidden width of ``shapes`` and every bandwidth.
-
-    Rates of work are those measured at one width; batches and plans are the same at all. ``shapes`` maps
-    widths to models.
-    """
-    compared = tuple(candidates)
-    usual = next((one.name for one in compared if constraints.unit in ("any", one.unit)), "")
-    hidden = tuple(sorted(shapes))
-    choices = [
-        [choose(compared, _at_point(known, shapes[width], rate), constraints) for rate in bytes_per_s]
-        for width in hidden
-    ]
-    return Regions(
-        hidden=hidden,
-        bytes_per_s=tuple(bytes_per_s),
-        winners=tuple(
-            tuple("" if one.taken is None else one.taken.candidate.name for one in row) for row in choices
-        ),
-        gains=tuple(tuple(_gain(one, usual, constraints) for one in row) for row in choices),
-        usual=usual,
-    )
-
-
-def _gain(found: Choice, usual: str, constraints: ChoiceOptions) -> float:
-    base = next((one for one in found.predictions if one.candidate.name == usual), None)
-    if found.taken is None or base is None or not base.feasible:
-        return 1.0
-    return _ratio(base, found.taken, constraints)
-
-
-def _at_point(known: Measured, shape: ModelShape, bytes_per_s: float) -> Measured:
-    cluster = replace(known.cluster, external_bytes_per_s=bytes_per_s)
-    changed: dict[str, Any] = {"shape": shape, "cluster": cluster}
-    if shape.hidden != known.shape.hidden:
-        # Allocations of a step were traced at the other width.
-        changed |= dict.fromkeys(("of_batches", "of_graphs"), trace_of_widths(shape))
-    return replace(known, **changed)

@@ -1,4 +1,4 @@
-"""Pictures as PNG files: epochs, parts, expansion, plan regions, and schedules from traces."""
+"""Pictures as PNG files: epochs, parts, expansion, and schedules from traces."""
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -7,12 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from matplotlib.colors import BoundaryNorm, ListedColormap
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 from matplotlib.text import Text
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import MaxNLocator
 
 from dglx_dist.comm.trace import (
     COMPUTE,
@@ -29,7 +26,6 @@ from dglx_dist.comm.trace import (
 )
 from dglx_dist.data.storage.files import replaced_file
 from dglx_dist.errors import ConfigError
-from dglx_dist.planner.choose import Regions
 from dglx_dist.progress import visible, visible_lines
 from dglx_dist.records import EpochRecord
 from dglx_dist.report.tables import COLORS, HIDDEN, INSIDE, OUTSIDE, PHASES, readable_percent
@@ -239,51 +235,6 @@ def _draw_box(
 def has_intervals(trace: TraceFile) -> bool:
     """Whether the trace is of a strategy that trains in intervals."""
     return any(span.row == GRAPH_SERVER for rank in trace.ranks for span in rank.spans)
-
-
-REGION_COLORS = (
-    *("#9ecae1", "#fdae6b", "#a1d99b", "#bcbddc", "#fc9272"),
-    *("#d9d9d9", "#fdd0a2", "#c7e9c0", "#f7b6d2", "#ffe08a"),
-)
-_NOTHING = "nothing fits"
-_GAINS = (1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
-
-
-def draw_regions(regions: Regions, path: str | Path, *, title: str, here: tuple[int, float]) -> None:
-    """Draw the regions into a PNG file, with lines of equal gain over the usual strategy.
-
-    A star shows ``here``, the hidden width and bytes per second of the plan.
-    """
-    names = sorted({name for row in regions.winners for name in row})
-    grid = np.array([[names.index(name) for name in row] for row in regions.winners])
-    bits = [8 * rate / 1e9 for rate in regions.bytes_per_s]
-    colors = [REGION_COLORS[place % len(REGION_COLORS)] for place in range(len(names))]
-    norm = BoundaryNorm(np.arange(len(names) + 1) - 0.5, len(names)) if len(names) > 1 else None
-    with _picture(path, (9, 5.5), title) as (axes,):
-        axes.pcolormesh(bits, regions.hidden, grid, cmap=ListedColormap(colors), norm=norm, shading="nearest")
-        _draw_gains(axes, bits, regions)
-        axes.plot([8 * here[1] / 1e9], [here[0]], "*", markersize=14, color="#222222")
-        axes.set(xscale="log", xlabel="Gbit/s of payload between servers", ylabel="hidden width")
-        axes.set_yscale("log", base=2)
-        axes.set_yticks(list(regions.hidden), [str(width) for width in regions.hidden])
-        # Plain numbers, as on the command line, instead of powers.
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.yaxis.set_minor_formatter(NullFormatter())
-        patches = [
-            Patch(color=color, label=name or _NOTHING) for color, name in zip(colors, names, strict=True)
-        ]
-        place = {"loc": "upper left", "bbox_to_anchor": (0, -0.13), "ncols": 2}
-        axes.legend(handles=patches, fontsize=8, frameon=False, **place)
-
-
-def _draw_gains(axes: Any, bits: Sequence[float], regions: Regions) -> None:
-    gains = np.array(regions.gains)
-    levels = [level for level in _GAINS if gains.min() < level < gains.max()]
-    if min(gains.shape) < 2 or not levels:
-        return
-    lines = axes.contour(bits, regions.hidden, gains, levels=levels, colors="#444444", linewidths=0.8)
-    axes.clabel(lines, fmt=lambda level: f"{level:g} x {regions.usual}", fontsize=7)
 
 
 SHORT = {

@@ -665,12 +665,6 @@ class PlanConfig(ChoiceOptions, ModelConfig):
         4.0, "Mean square of the in-degrees over their squared mean.", check=between(1, _MOST_NODES)
     )
     seed: int = option(0, "Of the planned run.", check=at_least(0))
-    picture: Path | None = option(
-        None,
-        "Draw the fastest strategy at other hidden widths and bandwidths.",
-        flag="--map",
-        metavar="FILE.png",
-    )
     as_json: bool = option(False, "Write JSON and nothing else.", flag="--json")
     given: frozenset[str] = frozenset()
     """Fields whose options stood on the command line."""

@@ -1,11 +1,10 @@
-"""``dglx plan``: the table, JSON, the map, and the likeliest mistakes."""
+"""``dglx plan``: the table, JSON, and the likeliest mistakes."""
 
 from __future__ import annotations
 
 import ctypes
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,12 +28,10 @@ def refused(*arguments: str) -> str:
     return str(shown.exception)
 
 
-def test_a_dataset_has_a_table_a_choice_and_a_map(dataset: str, tmp_path: Path) -> None:
-    picture = tmp_path / "maps" / "map.png"
+def test_a_dataset_has_a_table_and_a_choice(dataset: str) -> None:
     told = (dataset, "--hidden", "8", "--fanout", "3,2", "--batch-size", "20", "--servers", "2")
-    shown = plan(*told, "--bandwidth-external", "100mbit", "--map", str(picture))
+    shown = plan(*told, "--bandwidth-external", "100mbit")
     assert shown.exit_code == 0, shown.output
-    assert picture.read_bytes().startswith(b"\x89PNG")
     for part in ("data_parallel", "push_pull", "full_graph", "cooperative", "chosen: ", "assumed:", "exact"):
         assert part in shown.output
     assert shown.output.count("->") == 1
@@ -112,12 +109,3 @@ def test_options_without_effect_are_refused(dataset: str) -> None:
     assert "there is no partitioner 'rnadom'; did you mean 'random'?" in refused(
         *FIGURES, "--partitioner", "rnadom"
     )
-
-
-def test_a_map_that_cannot_be_written_is_refused_before_anything_is_counted(
-    dataset: str, tmp_path: Path
-) -> None:
-    (tmp_path / "file").touch()
-    missing = str(tmp_path / "no-dataset")
-    assert "cannot be written" in refused("--data", missing, "--map", str(tmp_path / "file" / "map.png"))
-    assert "is a folder" in refused("--data", missing, "--map", str(tmp_path))

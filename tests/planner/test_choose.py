@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dglx_dist.planner.choose import choose, enumerate_candidates, find_regions, predict, works_of
+from dglx_dist.planner.choose import choose, enumerate_candidates, predict, works_of
 from dglx_dist.planner.profile import assumed_rates
 from dglx_dist.planner.records import ChoiceOptions
 from dglx_dist.strategies.cost import CacheHits, Candidate, PlanContext, ring_split
@@ -321,30 +321,6 @@ def test_candidates_follow_the_servers() -> None:
         one.unit == "mini_batch"
         for one in enumerate_candidates(PlanContext(ranks=4, servers=2, num_layers=9, steps=0))
     )
-
-
-def test_regions_turn_with_the_network() -> None:
-    """Where links are slow push-pull wins, where they are free who computes least does."""
-    found = find_regions(
-        known(), (ROWS, COLUMNS), ChoiceOptions(), {8: replace(SHAPE, hidden=8), 16: SHAPE}, [1e4, 1e12]
-    )
-    assert found.hidden == (8, 16)
-    assert found.usual == "data_parallel"
-    assert [row[0] for row in found.winners] == ["push_pull structure=push"] * 2
-    assert all(gain >= 1.0 for row in found.gains for gain in row)
-
-
-def test_a_wide_model_does_not_fit_where_a_narrow_one_does() -> None:
-    """What was rehearsed at a width of 16 tells nothing of one of 1000: 7 MB, and 4 of weights."""
-    slim = known()
-    nothing = replace(slim.of_batches, row_bytes=0 * slim.of_batches.row_bytes)
-    small = replace(CLUSTER, memory_bytes=predict(ROWS, slim).memory_bytes + 6_500_000)
-    shapes = {16: SHAPE, 1000: shape_of_kind("sage", 100, 1000, 10, 2)}
-    rehearsed = known(cluster=small, of_batches=nothing)
-    found = find_regions(rehearsed, (ROWS, COLUMNS), ChoiceOptions(), shapes, [1e4, 1e12])
-    assert found.winners[1] == ("", "")
-    assert found.gains[1] == (1.0, 1.0)
-    assert "" not in found.winners[0]
 
 
 @pytest.mark.parametrize("candidate", [WHOLE, COLUMNS, WORKERS], ids=lambda one: one.name)

@@ -36,7 +36,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 def choice(data: str) -> Choice:
     # What else the process holds that plans is not what ranks will hold.
     held = bytearray(b"x" * (1 << 30))
-    choice, _ = make_plan(PlanConfig(data=data, hidden=HIDDEN, servers=2, batch_size=512, unit="any"))
+    choice = make_plan(PlanConfig(data=data, hidden=HIDDEN, servers=2, batch_size=512, unit="any"))
     assert len(held) == 1 << 30
     return choice
 

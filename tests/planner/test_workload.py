@@ -108,9 +108,9 @@ def test_figures_alone_come_near_what_is_counted(tmp_path: Path) -> None:
     )
     partition_to_disk(raw, tmp_path / "graph", PartitionPlan(num_parts=2, method="random"))
     common = {"hidden": 8, "fanouts": (5, 5), "batch_size": 100, "servers": 2, "unit": "any"}
-    counted, _ = make_plan(PlanConfig(data=str(tmp_path / "graph"), dry_batches=0, **common))  # type: ignore[arg-type]
+    counted = make_plan(PlanConfig(data=str(tmp_path / "graph"), dry_batches=0, **common))  # type: ignore[arg-type]
     graph = counted.graph
-    told, _ = make_plan(
+    told = make_plan(
         PlanConfig(
             nodes=graph.nodes,
             edges=graph.edges,
@@ -160,5 +160,5 @@ def test_plans_that_the_memory_cannot_hold_are_estimated(
     said = "plans of whole graphs are too large to be counted"
     for free, expected in ((100 * raw.total_edges, False), (100 * raw.total_edges - 1, True)):
         monkeypatch.setattr(cost, "machine_memory", lambda free=free: (free, free))
-        choice, _ = make_plan(plan)
+        choice = make_plan(plan)
         assert any(said in one for one in choice.assumptions) is expected
