@@ -402,8 +402,8 @@ class _AppendLate(torch.autograd.Function):
 class LateRows:
     """What one exchange received in the epoch before, in host memory, and what is in transit since then."""
 
-    def __init__(self, exchange: CallExchange, momentum: float) -> None:
-        self._exchange, self._momentum = exchange, momentum
+    def __init__(self, exchange: CallExchange) -> None:
+        self._exchange = exchange
         self._out, self._in = ReusableBuffer(), ReusableBuffer()
         self._wait: Wait | None = None
         self.rows: Tensor | None = None
@@ -415,17 +415,8 @@ class LateRows:
         wait, self._wait = self._wait, None
         if wait is not None:
             wait()
-            new = self._target.to(self._kept(self._target.dtype))
-            if self._momentum and new.is_floating_point():
-                mean = new if self.rows is None else torch.lerp(self.rows, new, 1.0 - self._momentum)
-                # Or an overflow would stay in the mean for ever.
-                new = torch.where(mean.isfinite(), mean, new)
-            self.rows = new
+            self.rows = self._target
         self.rows = self.rows if keep else None
-
-    def _kept(self, dtype: torch.dtype) -> torch.dtype:
-        # A mean in 16 bits would lose small changes.
-        return torch.float32 if self._momentum and dtype in HALVES else dtype
 
     def swap(self, sent: Iterable[Tensor], halo: HaloExchange, phase: str, like: Tensor) -> Tensor:
         """Send ``sent``, and return the (k, ...) rows of the epoch before; of this one if there are none.
@@ -437,14 +428,13 @@ class LateRows:
             raise ConfigError(f"{name} ran twice; with staleness=1 add up losses and call backward once")
         _, due = halo.counts(phase)
         self.arrive(keep=self._peers in (None, due))
-        # Without momentum they lie where the next ones will be put, when they are waited for.
+        # They lie where the next ones will be put, when they are waited for.
         self.is_used, self._peers = True, due
         out, self._target = (
             memory.take((sum(count for _, count in counts), *like.shape[1:]), like.dtype)
             for memory, counts in zip((self._out, self._in), halo.counts(phase), strict=True)
         )
-        known = self._target.shape, self._kept(like.dtype)
-        if self.rows is not None and (self.rows.shape, self.rows.dtype) != known:
+        if self.rows is not None and (self.rows.shape, self.rows.dtype) != (self._target.shape, like.dtype):
             self.rows = None  # of another model or precision: this exchange is exact
         outgoing, incoming = halo.messages(out, self._target, phase)
         for message, rows in zip(outgoing, sent, strict=True):
@@ -452,7 +442,7 @@ class LateRows:
         self._wait = self._exchange.post(outgoing, incoming, name, phase=phase, layer=halo.number)
         if self.rows is None:
             self.arrive()
-        return cast("Tensor", self.rows).to(like.dtype)
+        return cast("Tensor", self.rows)
 
 
 _MOST_PASSES = 100
@@ -463,14 +453,13 @@ _MOST_PASSES = 100
 class StaleHalos:
     """Halo rows and their gradients that a model uses one epoch late; construction is collective.
 
-    The first epoch is exact. With ``momentum`` m, what is used is m times what was used before plus 1 - m
-    times what has arrived.
+    The first epoch is exact.
     """
 
-    def __init__(self, session: Session, momentum: float) -> None:
+    def __init__(self, session: Session) -> None:
         self._exchanges = row_exchanges(session)
         exchange = self._exchanges.late = self._exchanges.late or CallExchange(session)
-        self._late = defaultdict[str, LateRows](lambda: LateRows(exchange, momentum))
+        self._late = defaultdict[str, LateRows](lambda: LateRows(exchange))
         self._epoch, self._passes, self._calls = -1, 0, Counter[int]()
 
     @contextmanager

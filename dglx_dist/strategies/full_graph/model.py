@@ -198,7 +198,7 @@ class HaloModel(ReplicatedModel):
     def _connect(self, options: FullGraphOptions) -> None:
         session, self._options = self._session, options
         install(self.module)
-        self._stale = StaleHalos(session, options.stale_momentum) if options.staleness else None
+        self._stale = StaleHalos(session) if options.staleness else None
         self._dropouts = install_node_dropouts(self.module, session.seed)
         install_batch_norms(self.module, session, self._dropouts)
         self._rows = row_exchanges(session)

@@ -41,7 +41,7 @@ Aggregate: TypeAlias = Literal["sources", "cover"]
 
 COMMON = ("use_pp", "bucket_bytes", "wire_dtype")
 """Options of every full-graph strategy."""
-EXCHANGING = (*COMMON, "aggregate", "staleness", "stale_momentum")
+EXCHANGING = (*COMMON, "aggregate", "staleness")
 """Options of full_graph."""
 PRELOADING = (
     *(*COMMON, "aggregate", "hops", "split"),
@@ -78,9 +78,6 @@ class FullGraphOptions:
         "partial sums (cover).",
     )
     staleness: int = option(0, "Epochs that halo rows and their gradients are late.", check=between(0, 1))
-    stale_momentum: float = option(
-        0.0, "Of a moving average over epochs of late rows; 0.95 in PipeGCN.", check=between(0, 0.999)
-    )
     wire_dtype: WireDtype = option(
         "same",
         "What activations and their gradients are sent as: the same, or fewer bits, rounded at random "
@@ -115,8 +112,6 @@ class FullGraphOptions:
     def __post_init__(self) -> None:
         check_ranges(self, "option {name}={value!r}")
         check_split(self.split)
-        if self.stale_momentum and not self.staleness:
-            raise ConfigError(f"option stale_momentum={self.stale_momentum} needs option staleness=1")
         if self.staleness and self.wire_dtype != "same":
             raise ConfigError(
                 f"options staleness=1 and wire_dtype={self.wire_dtype!r}: late rows are sent in their own "

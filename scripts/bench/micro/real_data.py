@@ -93,7 +93,6 @@ COMPARED: Mapping[str, tuple[float, tuple[str, ...], Mapping[str, Setting]]] = {
         {
             "exact": Setting(strategy=("full_graph",)),
             "staleness=1": Setting(strategy=("full_graph", *_STALE)),
-            "momentum 0.95": Setting(strategy=("full_graph", *_STALE, "--option", "stale_momentum=0.95")),
         },
     ),
     "wire_dtype": (

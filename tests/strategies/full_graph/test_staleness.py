@@ -31,7 +31,7 @@ from tests.strategies import equality
 from tests.strategies.full_graph import runs
 from tests.strategies.full_graph.test_halo_exchange import layer_of
 
-EPOCHS, TOLERANCE, MOMENTUM = 4, 1e-10, 0.7
+EPOCHS, TOLERANCE = 4, 1e-10
 STALE = {"staleness": 1}
 
 
@@ -71,7 +71,7 @@ Epoch = tuple[Any, list[Any]]
 """Scores of the (n,) nodes of the rank that are trained, and gradients."""
 
 
-def simulated(kind: str, owner: Tensor, momentum: float, epochs: int = EPOCHS) -> list[Epoch]:
+def simulated(kind: str, owner: Tensor, epochs: int = EPOCHS) -> list[Epoch]:
     """One process: each rank's edges read own rows of now and others' rows of the epoch before."""
     graph, model = equality.plain_graph(), Deep(kind)
     source, target = graph.edges()
@@ -83,9 +83,6 @@ def simulated(kind: str, owner: Tensor, momentum: float, epochs: int = EPOCHS) -
     late: dict[int, Tensor] = {}
     late_gradients: dict[int, Tensor] = {}
     found = []
-
-    def averaged(known: dict[int, Tensor], depth: int, arrived: Tensor) -> None:
-        known[depth] = momentum * known[depth] + (1 - momentum) * arrived if depth in known else arrived
 
     for epoch in range(epochs):
         h, halos, rows = graph.ndata["feat"], {}, {}
@@ -103,8 +100,7 @@ def simulated(kind: str, owner: Tensor, momentum: float, epochs: int = EPOCHS) -
         found.append((h.detach().numpy(), [p.grad.numpy().copy() for p in model.parameters()]))
         for depth, halo in halos.items():
             assert halo.grad is not None
-            averaged(late, depth, rows[depth])
-            averaged(late_gradients, depth, halo.grad)
+            late[depth], late_gradients[depth] = rows[depth], halo.grad
         optimizer.step()
     assert ranks > 1
     return found
@@ -155,11 +151,11 @@ def on_rank(folder: str, options: dict[str, Any], kind: str) -> dict[str, Any]:
     return found
 
 
-def check_simulated(results: list[Any], kind: str, momentum: float = 0.0) -> list[Epoch]:
+def check_simulated(results: list[Any], kind: str) -> list[Epoch]:
     owner = torch.empty(equality.NUM_NODES, dtype=torch.int64)
     for rank, result in enumerate(results):
         owner[result["owned"]] = rank
-    expected = simulated(kind, owner, momentum)
+    expected = simulated(kind, owner)
     for result in results:
         for (scores, gradients), (all_scores, all_gradients) in zip(result["epochs"], expected, strict=True):
             np.testing.assert_allclose(scores, all_scores[result["seeds"]], rtol=0, atol=TOLERANCE)
@@ -173,17 +169,15 @@ def check_simulated(results: list[Any], kind: str, momentum: float = 0.0) -> lis
     [
         (2, "sage", {}),
         (3, "gat", {"use_pp": False}),
-        (3, "gcn", {"stale_momentum": MOMENTUM}),
-        (3, "gcn", {"aggregate": "cover", "stale_momentum": MOMENTUM}),
+        (3, "gcn", {"aggregate": "cover"}),
     ],
 )
 def test_values_and_bytes_are_those_of_a_simulation(
     folder: Path, ranks: int, kind: str, options: dict[str, Any]
 ) -> None:
     results = run_ranks(on_rank, ranks, args=(str(folder), options | STALE, kind), ranks_per_server=1)
-    check_simulated(results, kind, options.get("stale_momentum", 0.0))
-    exact_options = {name: value for name, value in options.items() if name != "stale_momentum"}
-    exact = run_ranks(on_rank, ranks, args=(str(folder), exact_options, kind), ranks_per_server=1)
+    check_simulated(results, kind)
+    exact = run_ranks(on_rank, ranks, args=(str(folder), options, kind), ranks_per_server=1)
     for result, other in zip(results, exact, strict=True):
         np.testing.assert_array_equal(result["epochs"][0][0], other["epochs"][0][0])
         assert np.abs(result["epochs"][-1][0] - other["epochs"][-1][0]).max() > 1e-6
@@ -213,15 +207,11 @@ def resumed(folder: str, saved: str, options: dict[str, Any], epochs: int) -> li
     return found
 
 
-@pytest.mark.parametrize("momentum", [0.0, MOMENTUM])
-def test_a_resumed_run_has_the_bits_of_one_without_an_end(
-    folder: Path, tmp_path: Path, momentum: float
-) -> None:
-    options = STALE | {"stale_momentum": momentum}
+def test_a_resumed_run_has_the_bits_of_one_without_an_end(folder: Path, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
-    whole = run_ranks(resumed, 3, args=(str(folder), str(first), options, 6), ranks_per_server=1)
+    whole = run_ranks(resumed, 3, args=(str(folder), str(first), STALE, 6), ranks_per_server=1)
     for epochs in (4, 6):
-        found = run_ranks(resumed, 3, args=(str(folder), str(second), options, epochs), ranks_per_server=1)
+        found = run_ranks(resumed, 3, args=(str(folder), str(second), STALE, epochs), ranks_per_server=1)
     for one, other in zip(found, whole, strict=True):
         assert len(one) == 2
         for (scores, gradients), (all_scores, all_gradients) in zip(one, other[4:], strict=True):
@@ -324,19 +314,18 @@ def odd_passes(folder: str) -> dict[str, Any]:
             ResGCN(equality.WIDTH, 6, equality.CLASSES, 3, dropout=0, recompute=recompute).double(), g
         )
         found[recompute] = runs.trained(deep, deep, runs.batches_of(loader), epochs=3)
-    options = STALE | {"stale_momentum": MOMENTUM}
-    smooth = STRATEGIES.get("full_graph")(session, options).wrap(Deep("sage"), g)
+    late = STRATEGIES.get("full_graph")(session, STALE).wrap(Deep("sage"), g)
     for factor in (1.0, np.inf, *[1.0] * 8):
         for blocks, x, labels in runs.batches_of(loader)():
-            smooth.zero_grad()
-            loss = F.cross_entropy(smooth(blocks, x * factor), labels)
+            late.zero_grad()
+            loss = F.cross_entropy(late(blocks, x * factor), labels)
             loss.backward()
-            end_epoch(smooth)
-    found["after an overflow"] = [loss.item(), *(p.grad.sum().item() for p in smooth.parameters())]
+            end_epoch(late)
+    found["after an overflow"] = [loss.item(), *(p.grad.sum().item() for p in late.parameters())]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(halo_exchange, "_MOST_PASSES", 3)
         with pytest.raises(ConfigError, match="3 forward passes without a change of the weights"):
-            train_by_data(smooth, runs.batches_of(loader))
+            train_by_data(late, runs.batches_of(loader))
     g.barrier()
     session.close()
     return found
@@ -383,8 +372,6 @@ def test_a_local_graph_trains_what_blocks_train(folder: Path) -> None:
     ("strategy", "options", "message"),
     [
         ("full_graph", {"staleness": 2}, "staleness=2.*from 0 to 1"),
-        ("full_graph", {"staleness": 1, "stale_momentum": 1.0}, "stale_momentum=1.0.*from 0 to 0.999"),
-        ("full_graph", {"stale_momentum": 0.5}, "needs option staleness=1"),
         ("full_graph", {"staleness": 1, "wire_dtype": "int8"}, "sent in their own type"),
         ("shared_preload", {"staleness": 1}, "has no option 'staleness'"),
     ],
@@ -394,11 +381,11 @@ def test_what_has_no_meaning_is_refused(strategy: str, options: dict[str, Any], 
         STRATEGIES.get(strategy).read_options(options)
 
 
-def means(momentum: float) -> dict[str, Any]:
+def on_another_plan() -> dict[int, float]:
     session = start_session(timeout_s=60)
     rank = session.topology.rank
     needs = {(0, 1): [0], (1, 0): [1]}
-    halo, stale = HaloExchange(session, layer_of(rank, [2, 2], needs), 2), StaleHalos(session, momentum)
+    halo, stale = HaloExchange(session, layer_of(rank, [2, 2], needs), 2), StaleHalos(session)
 
     def epoch(number: int, value: float) -> float:
         h = torch.full((2, 1), value, dtype=torch.bfloat16, requires_grad=True)
@@ -408,7 +395,7 @@ def means(momentum: float) -> dict[str, Any]:
         assert rows.dtype == torch.bfloat16
         return rows[-1].item()
 
-    seen = [epoch(number, 1.0 if number == 0 else 2.0) for number in range(201)]
+    assert [epoch(number, 1.0 + number) for number in range(3)] == [1.0, 1.0, 2.0]
     state = stale.state()
     again = {}
     for change in (0, 1):
@@ -416,16 +403,11 @@ def means(momentum: float) -> dict[str, Any]:
         stale.load({name + "0" * change: rows.clone() for name, rows in state.items()})
         again[change] = epoch(300 + change, 8.0)
     session.close()
-    return {"seen": seen, "again": again}
+    return again
 
 
-def test_means_are_wide_and_belong_to_their_rows() -> None:
-    """Steps of (2 - mean) / 500 are lost where the mean has 8 bits; rows of another plan are not used."""
-    for found in run_ranks(means, 2, args=(0.998,), ranks_per_server=1):
-        assert found["seen"][0] == 1.0
-        assert found["seen"][-1] == pytest.approx(2 - 0.998**199, abs=0.01)
-        assert found["again"][0] == pytest.approx(2 - 0.998**200, abs=0.01)
-        assert found["again"][1] == 8.0
+def test_rows_of_another_plan_are_not_used() -> None:
+    assert run_ranks(on_another_plan, 2, ranks_per_server=1) == [{0: 3.0, 1: 8.0}] * 2
 
 
 def test_a_rank_of_other_layers_is_named() -> None:
