@@ -11,17 +11,15 @@ from torch import nn
 from dglx_dist.api import init
 from dglx_dist.auto import batch_assumptions, draws_of
 from dglx_dist.comm.devices import device_memory, num_gpus
-from dglx_dist.data.partition.base import PARTITIONERS
 from dglx_dist.data.storage.files import machine_memory
 from dglx_dist.data.storage.manifest import read_manifest
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.planner.choose import choose, enumerate_candidates, works_of
-from dglx_dist.planner.measure import PROGRAM_BYTES, MeasureConfig, measure
+from dglx_dist.planner.choose import choose
+from dglx_dist.planner.measure import MeasureConfig, measure
 from dglx_dist.planner.model_shape import shape_of_module
-from dglx_dist.planner.profile import assumed_rates
 from dglx_dist.planner.records import Choice, ChoiceOptions, Rate
-from dglx_dist.planner.workload import EXPECTED, check_plannable, expected_batches
+from dglx_dist.planner.workload import check_plannable
 from dglx_dist.records import FEATURE
 from dglx_dist.report.tables import plural
 from dglx_dist.strategies.base import DEFAULT_STRATEGY
@@ -29,11 +27,8 @@ from dglx_dist.strategies.cost import (
     Candidate,
     Cluster,
     Draws,
-    GraphStats,
     Measured,
     ModelShape,
-    PlanContext,
-    trace_of_widths,
 )
 from dglx_dist.training.config import PlanConfig
 from dglx_dist.training.models import build_model
@@ -49,9 +44,6 @@ _LATENCY_MS = 0.5
 _DEFAULT_RATE = "1gbit"
 _EPOCH = 1
 """The counted epoch: the first one warms caches."""
-_METIS_CUT, _METIS_FLOOR = 0.35, 0.05
-"""METIS's cut relative to a random partition's, on graphs with communities; and the least cut as a fraction
-of all edges. For graphs without a dataset only."""
 
 
 def constraints_of(plan: PlanConfig) -> ChoiceOptions:
@@ -74,82 +66,9 @@ def make_plan(plan: PlanConfig, notify: Notify | None = None) -> Choice:
 
 
 def measured(plan: PlanConfig, notify: Notify | None = None) -> tuple[Measured, tuple[Candidate, ...]]:
-    return _from_figures(plan) if plan.data is None else _from_dataset(plan, plan.data, notify)
-
-
-def _from_figures(plan: PlanConfig) -> tuple[Measured, tuple[Candidate, ...]]:
-    graph, cluster = _stats_of(plan), cluster_of(plan)
-    _, shape = _built(plan, graph.features, plan.hidden, graph.classes)
-    trace = trace_of_widths(shape)
-    partitioned = _is_partitioned(plan, graph.structure_bytes)
-    draws, batches = _draws_of(plan), None
-    if draws is not None:
-        batches = expected_batches(
-            graph, cluster, draws, gradient_bytes=shape.gradient_bytes, partitioned=partitioned
-        )
-    steps = 0 if batches is None else batches.steps
-    context = PlanContext(
-        ranks=cluster.ranks, servers=plan.servers, num_layers=plan.layers, steps=steps, caches=()
-    )
-    # Caches, and what LABOR saves, depend on the very edges.
-    candidates = enumerate_candidates(context)
-    known = Measured(
-        graph=graph,
-        shape=shape,
-        cluster=cluster,
-        rates=assumed_rates(speed=plan.speed, on_gpu=plan.device_memory_bytes is not None),
-        program_bytes=PROGRAM_BYTES,
-        of_batches=trace,
-        of_graphs=trace,
-        batches=batches,
-        works={work: work.estimate(graph, cluster, plan.layers) for work in works_of(candidates)},
-        structure_partitioned=partitioned,
-        epoch=_EPOCH,
-        assumptions=(
-            *EXPECTED,
-            f"{100 * graph.edge_cut:.1f}% of the edges are between servers ({graph.method}) (--edge-cut)",
-            f"the squares of in-degrees are {graph.degree_spread:g} times what equal ones have "
-            "(--degree-spread)",
-            f"a rank computes as fast as {plural(plan.speed, 'core')} of a server (--speed, not measured)"
-            + (
-                "; one core draws its batches, which reach its GPU at 12 GB/s"
-                if cluster.device_memory_bytes
-                else ""
-            ),
-            f"the structure of the graph is {'partitioned' if partitioned else 'on every server'}",
-            *batch_assumptions(plan.unit, plan.layers, plan.fanouts),
-        ),
-        draws=draws,
-    )
-    return known, candidates
-
-
-def _stats_of(plan: PlanConfig) -> GraphStats:
-    assert plan.nodes is not None
-    assert plan.edges is not None
-    cut = random = (plan.servers - 1) / plan.servers
-    if not PARTITIONERS.get(plan.partitioner).scatters:
-        cut = max(_METIS_CUT * random, _METIS_FLOOR * (plan.servers > 1))
-    if plan.edge_cut is not None and plan.servers > 1:
-        cut = plan.edge_cut
-    return GraphStats(
-        name="told by figures",
-        nodes=int(plan.nodes),
-        edges=int(plan.edges),
-        features=plan.features,
-        feature_bytes=4 * plan.features,
-        classes=plan.classes,
-        train_nodes=max(int(plan.train_share * plan.nodes), 1),
-        edge_cut=cut,
-        method=plan.partitioner,
-        degree_spread=plan.degree_spread,
-        counted=False,
-    )
-
-
-def _from_dataset(
-    plan: PlanConfig, folder: str, notify: Notify | None
-) -> tuple[Measured, tuple[Candidate, ...]]:
+    """Count and measure for ``plan``, as :func:`make_plan` does, and return the candidates."""
+    folder = plan.data
+    assert folder is not None, "a PlanConfig has a dataset"
     check_plannable(read_manifest(Path(folder)), folder)
     cluster = cluster_of(plan)
     threads, here = torch.get_num_threads(), len(os.sched_getaffinity(0))
@@ -170,7 +89,7 @@ def _with_gpus(plan: PlanConfig, cluster: Cluster, device: torch.device) -> Clus
         if plan.device_memory_bytes is not None:
             raise ConfigError(
                 "--device-memory is of GPUs, but the model is timed on the CPU here; leave it out, or plan "
-                "by figures of the graph (--nodes, --edges, --speed)"
+                "on a machine with a GPU"
             )
         return cluster
     limit = plan.device_memory_bytes

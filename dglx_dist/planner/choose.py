@@ -83,8 +83,8 @@ def predict(candidate: Candidate, known: Measured) -> Prediction:
 def _uncounted(candidate: Candidate, known: Measured) -> str:
     if candidate.unit == "mini_batch" and known.batches is None:
         return "no mini-batches were requested"
-    if not known.works.keys() >= set(candidate.works):
-        return "its plans were not counted"
+    if any(known.works.get(work) is None for work in candidate.works):
+        return "its plans are too large to be counted before training; name the strategy to train with it"
     if candidate.cache is not None and known.cache_of(candidate) is None:
         return "its cache was not counted"
     return ""

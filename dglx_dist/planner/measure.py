@@ -30,7 +30,7 @@ from dglx_dist.planner.profile import (
     time_bytes,
     time_on_plans,
 )
-from dglx_dist.planner.workload import EXPECTED, count_batches, row_sizes, stats_of_dataset, stats_of_manifest
+from dglx_dist.planner.workload import count_batches, row_sizes, stats_of_dataset, stats_of_manifest
 from dglx_dist.records import EDGE_TYPE, Array
 from dglx_dist.strategies.base import float_of
 from dglx_dist.strategies.cost import (
@@ -129,14 +129,9 @@ def measure(
         # Timed alone: ranks that share a core take turns.
         slower = 1.0 / config.cluster.cores
         rates, plan_rates = rates.slowed(slower), plan_rates and plan_rates.slowed(slower)
-    assumptions = config.assumptions
     for work in works:
         notify(work.describe(run.num_layers))
         run.works[work] = work.count(run)
-        if run.works[work] is None:
-            run.works[work] = work.estimate(run.graph, config.cluster, run.num_layers)
-            said = f"plans of whole graphs are too large to be counted: {EXPECTED[0]}"
-            assumptions = tuple(dict.fromkeys((*assumptions, said)))
     programs = [int(str(one)) for one in gather_json(config.program_bytes, g.session)]
     known = Measured(
         graph=run.graph,
@@ -151,7 +146,7 @@ def measure(
         structure_partitioned=config.partitioned,
         epoch=config.epoch,
         plan_rates=plan_rates,
-        assumptions=assumptions,
+        assumptions=config.assumptions,
         draws=config.draws,
         labor=labor,
         spread=spread,

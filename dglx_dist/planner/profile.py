@@ -10,7 +10,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -197,33 +197,10 @@ def busy_cores(count: int) -> Iterator[None]:
             one.join()
 
 
-_COPY_BYTE_S = 1 / 12e9
-"""To a GPU on PCIe 3.0 with 16 lanes, or on half of PCIe 4.0, from pinned memory."""
 _LAYER_S, _USUAL = 2.5e-3, (0.7e-9, 0.025e-9)
 """Of a layer, to sum a column of an edge, and of a multiply-add, on a current core."""
 _TRUST = 0.1
 """Weight of the usual proportions of a step, relative to a trial's seconds."""
-
-
-def assumed_rates(*, speed: float = 1.0, on_gpu: bool = False) -> Rates:
-    """Return the rates of ``speed`` cores of a current server; an accelerator is worth about 50.
-
-    With ``on_gpu`` only the model computes at that speed: one core draws batches, and rows cross PCIe.
-    """
-    one = Rates(
-        step_s=2 * _LAYER_S,
-        edge_column_s=_USUAL[0],
-        multiply_add_s=_USUAL[1],
-        sample_edge_s=30e-9,
-        gather_byte_s=0.3e-9,
-        fresh_edge_s=20e-9,
-        check_byte_s=0.25e-9,
-    )
-    fast = one.slowed(1.0 / speed)
-    if not on_gpu:
-        return fast
-    of_host = {name: getattr(one, name) for name in ("sample_edge_s", "gather_byte_s", "check_byte_s")}
-    return replace(fast, **of_host, copy_byte_s=_COPY_BYTE_S)
 
 
 class Trials(NamedTuple):

@@ -1,4 +1,4 @@
-"""Bytes and work of an epoch of mini-batches, counted or expected; statistics of graphs.
+"""Bytes and work of an epoch of mini-batches, counted; statistics of graphs.
 
 Counts are of the draws of training, which are keyed by seed, epoch and global id, so one process can make the
 batches of every rank, and the bytes that follow from them are exactly those of the run.
@@ -44,7 +44,6 @@ from dglx_dist.strategies.cost import (
     ID_BYTES,
     BatchWork,
     CacheHits,
-    Cluster,
     Draws,
     GraphStats,
     PlannedRun,
@@ -409,26 +408,20 @@ def stats_of_dataset(dataset: StoredDataset, servers: int) -> GraphStats:
     ntype, etype = manifest.node_types[0], manifest.edge_types[0]
     placement = Placement(manifest.num_parts, topology_of(servers, 1))
     bounds = placement.server_offsets(manifest.node_offsets[ntype])
-    cut, squares, train = 0, 0.0, 0
+    cut = train = 0
     for number in range(manifest.num_parts):
         part, server = dataset.part(number), int(placement.server_of_part[number])
         indices = part.indices(etype)
         for at in range(0, len(indices), _EDGES_AT_ONCE):
             some = indices[at : at + _EDGES_AT_ONCE]
             cut += int(np.count_nonzero((some < bounds[server]) | (some >= bounds[server + 1])))
-        degrees = np.diff(part.indptr(etype)).astype(np.float64)
-        squares += float(degrees @ degrees)
         train += int(np.count_nonzero(part.node_data(ntype, TRAIN_MASK)))
-    nodes, edges = manifest.num_nodes(ntype), manifest.num_edges(etype)
-    return replace(
-        stats_of_manifest(manifest, servers, train),
-        edge_cut=cut / max(edges, 1),
-        degree_spread=squares * nodes / max(edges, 1) ** 2,
-    )
+    edge_cut = cut / max(manifest.num_edges(etype), 1)
+    return replace(stats_of_manifest(manifest, servers, train), edge_cut=edge_cut)
 
 
 def stats_of_manifest(manifest: Manifest, servers: int, train_nodes: int) -> GraphStats:
-    """Return the statistics of a dataset without reading it; the spread of degrees is the default."""
+    """Return the statistics of a dataset without reading it."""
     ntype, etype = manifest.node_types[0], manifest.edge_types[0]
     info = manifest.node_columns[ntype][FEATURE]
     cut, parts = float(str(manifest.quality.get("edge_cut", 0.0))), manifest.num_parts
@@ -462,75 +455,3 @@ def check_plannable(manifest: Manifest, where: str) -> None:
                 f"{where} has no node data {name!r} (known: {', '.join(columns) or 'none'}); partition a "
                 "graph that has it"
             )
-
-
-EXPECTED = (
-    "batches and closures are expected from the number of nodes and edges and the spread of degrees, as if "
-    "neighbours were drawn independently; communities make them smaller",
-    "partitions are even in nodes, edges and training nodes",
-)
-"""Assumptions of :func:`expected_batches`."""
-
-
-def expected_batches(
-    graph: GraphStats, cluster: Cluster, draws: Draws, *, gradient_bytes: int, partitioned: bool
-) -> BatchWork:
-    """Estimate an epoch on a graph known by figures; ``partitioned``: servers ask each other for in-edges."""
-    seeds = graph.train_nodes / cluster.ranks
-    steps = max(math.ceil(seeds / draws.batch_size), 1)
-    layers, remote = _expected_batch(graph, cluster, min(draws.batch_size, seeds), draws.fanouts)
-    sources, targets, edges = zip(*layers, strict=True)
-    every = cluster.ranks * steps
-    sampling_bytes = every * remote * (ID_BYTES * sum(targets) + EDGE_BYTES * sum(edges))
-    total = Survey(
-        steps=steps,
-        input_rows=round(every * sources[0]),
-        remote_rows=round(every * sources[0] * remote),
-        edges=round(every * sum(edges)),
-        seeds_per_rank=[round(seeds)] * cluster.ranks,
-        feature_bytes=round((ID_BYTES + graph.feature_bytes) * every * sources[0] * remote),
-        sampling_bytes=round(sampling_bytes) if partitioned and cluster.servers > 1 else 0,
-        label_bytes=0,
-        gradient_bytes=2 * (cluster.ranks - 1) * gradient_bytes * steps,
-        first_targets=round(every * targets[0]),
-        first_edges=round(every * edges[0]),
-    )
-    return BatchWork(
-        survey=total,
-        worked=(_rounded(sources, steps), _rounded(targets, steps), _rounded(edges, steps)),
-        largest=(_rounded(sources, 1), _rounded(targets, 1), _rounded(edges, 1)),
-        card_share=1.0 / cluster.servers,
-        counted=False,
-    )
-
-
-def _expected_batch(
-    graph: GraphStats, cluster: Cluster, seeds: float, fanouts: Sequence[int]
-) -> tuple[list[tuple[float, float, float]], float]:
-    layers: list[tuple[float, float, float]] = []
-    rows, remote, reached = seeds, 0.0, 0.0
-    for hop, fanout in enumerate(reversed(fanouts)):
-        # A node that is reached along an edge has more edges than average.
-        degree = graph.mean_degree * (1.0 if hop == 0 else graph.degree_spread)
-        each = degree if fanout < 0 else fanout * (1.0 - math.exp(-degree / max(fanout, 1)))
-        drawn = rows * each
-        found = graph.distinct(drawn, graph.nodes)
-        new = min(found, graph.nodes - rows)
-        remote += new * _remote_share(graph, cluster, hop + 1)
-        reached += new
-        sources = min(rows + new, graph.nodes)
-        layers.insert(0, (sources, rows, drawn))
-        rows = sources
-    return layers, remote / max(reached + seeds, 1.0)
-
-
-def _remote_share(graph: GraphStats, cluster: Cluster, hops: int) -> float:
-    # The fraction of nodes ``hops`` hops away that another server owns: cut after cut.
-    far = (cluster.servers - 1) / cluster.servers
-    if not far:
-        return 0.0
-    return far * (1.0 - (1.0 - min(graph.edge_cut / far, 1.0)) ** hops)
-
-
-def _rounded(values: Sequence[float], times: int) -> tuple[int, ...]:
-    return tuple(round(times * value) for value in values)

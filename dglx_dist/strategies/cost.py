@@ -6,7 +6,6 @@ memory of each (``Strategy.cost``) from what was counted and measured. The plann
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -109,13 +108,7 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphStats:
-    """Statistics of a graph of one node type and one edge type, and what follows from them.
-
-    A frontier with e drawn in-edges that lead to N nodes reaches about N' (1 - exp(-e / N')) distinct
-    sources, where N' is N divided by the root of the degrees' spread, because popular nodes are drawn
-    repeatedly. Shared neighbours within communities are ignored, so rows are rather over- than
-    underestimated.
-    """
+    """Statistics of a graph of one node type and one edge type."""
 
     name: str
     nodes: int
@@ -129,36 +122,11 @@ class GraphStats:
     edge_cut: float
     """Fraction of the edges between different servers: rho of an edge."""
     method: str
-    degree_spread: float = 2.0
-    """E[d^2] / E[d]^2 of the in-degrees; 1 where all are equal."""
-    counted: bool = True
-    """Whether the numbers come from a dataset; False: the user gave them."""
 
     @property
     def structure_bytes(self) -> int:
         """Of the in-edges of the whole graph, as they are mapped."""
         return 8 * self.nodes + (4 if self.nodes < 2**31 else 8) * self.edges
-
-    @property
-    def mean_degree(self) -> float:
-        return self.edges / max(self.nodes, 1)
-
-    def distinct(self, drawn: float, nodes: float) -> float:
-        """Return the expected distinct sources of ``drawn`` edges that lead to ``nodes`` nodes."""
-        popular = nodes / max(self.degree_spread, 1.0) ** 0.5
-        return popular * -math.expm1(-drawn / popular) if popular else 0.0
-
-    def border_rows(self, rows: float, cut: float, others: float) -> float:
-        """Return the expected distinct sources of ``rows`` among ``others``, whence ``cut`` of the edges."""
-        return self.distinct(rows * self.mean_degree * cut, others)
-
-    def cut_inside(self, cluster: Cluster) -> float:
-        """Return the expected fraction of edges between the ranks of one server."""
-        if cluster.ranks_per_server == 1:
-            return 0.0
-        far = max((cluster.servers - 1) / cluster.servers, 1e-9)
-        quality = min(self.edge_cut / far, 1.0) if cluster.servers > 1 else 0.35
-        return (1.0 - self.edge_cut) * quality * (cluster.ranks_per_server - 1) / cluster.ranks_per_server
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,10 +204,6 @@ class Work(ABC):
     @abstractmethod
     def count(self, run: PlannedRun) -> Any:
         """Return the counts of all ranks, or None if counting takes too long; collective."""
-
-    @abstractmethod
-    def estimate(self, graph: GraphStats, cluster: Cluster, num_layers: int) -> Any:
-        """Return the expected counts from statistics alone."""
 
     def trials(self, run: PlannedRun) -> Iterator[list[Any]]:
         """Yield the blocks of all layers for parts of the work, to time the model on; none by default."""

@@ -102,11 +102,8 @@ _of_loading = partial(option, panel="Loading")
 _of_run = partial(option, panel="Run folder, evaluation, checkpoints")
 _path_of_run = partial(path_option, panel="Run folder, evaluation, checkpoints")
 _of_servers = partial(option, panel="Servers")
-_of_graph = partial(option, panel="A graph without a dataset")
 _MAX_BITS_PER_S = 10**14
 """Above the limit of tc, for links between accelerators inside of a server."""
-_MOST_NODES, _MOST_EDGES, _MOST_COLUMNS = 10**15, 10**21, 10**6
-"""Larger values are typing errors."""
 _rate = partial(_of_servers, None, metavar="RATE", parse=in_option(partial(Rate.parse, most=_MAX_BITS_PER_S)))
 _size = partial(_of_servers, None, metavar="SIZE", parse=in_option(read_size))
 
@@ -617,9 +614,7 @@ def ranks_of_each(ranks: int, servers: int | None) -> int | None:
 class PlanConfig(ChoiceOptions, ModelConfig):
     """Options of ``dglx plan``: graph, model and servers; a wrong value is a ConfigError."""
 
-    folder: str | None = path_option(
-        None, "What `dglx partition` wrote; else --nodes and --edges.", flag="DIR", metavar="DIR"
-    )
+    folder: str | None = path_option(None, "What `dglx partition` wrote.", flag="DIR", metavar="DIR")
     data: str | None = path_option(None, "The same as an option.", metavar="DIR")
     """The dataset, however it was given."""
     servers: int = _of_servers(2, "How many.", check=at_least(1))
@@ -647,32 +642,12 @@ class PlanConfig(ChoiceOptions, ModelConfig):
     )
     here: bool = _of_servers(False, "All servers are this machine.")
     """As under ``dglx train --servers`` and scripts/netlab."""
-    speed: float = _of_graph(
-        1.0,
-        "Of a rank, relative to one core of a server; a GPU: 50. With --device-memory, of the model alone.",
-        check=ABOVE_ZERO,
-    )
-    nodes: float | None = _of_graph(None, "E.g. 1e9.", check=between(1, _MOST_NODES))
-    edges: float | None = _of_graph(None, "E.g. 2e10.", check=between(0, _MOST_EDGES))
-    features: int = _of_graph(100, "Columns.", check=between(1, _MOST_COLUMNS))
-    classes: int = _of_graph(50, "Of the labels.", check=between(1, _MOST_COLUMNS))
-    train_share: float = _of_graph(
-        0.1, "Share of training nodes.", check=Check(lambda value: 0 < value <= 1, "above 0 and at most 1")
-    )
-    partitioner: str = _of_graph("metis", "random, or metis and the like.")
-    edge_cut: float | None = _of_graph(None, "Share of edges between servers, if known.", check=between(0, 1))
-    degree_spread: float = _of_graph(
-        4.0, "Mean square of the in-degrees over their squared mean.", check=between(1, _MOST_NODES)
-    )
     seed: int = option(0, "Of the planned run.", check=at_least(0))
     as_json: bool = option(False, "Write JSON and nothing else.", flag="--json")
     given: frozenset[str] = frozenset()
     """Fields whose options stood on the command line."""
 
     def __post_init__(self) -> None:
-        # Imported here: it loads torch, and `dglx --help` stays quick.
-        from dglx_dist.data.partition.base import PARTITIONERS
-
         check_kind(self.model, MODEL_KINDS)
         super().__post_init__()
         if self.folder is not None:
@@ -681,17 +656,8 @@ class PlanConfig(ChoiceOptions, ModelConfig):
                     f"the dataset is {self.folder}, and --data is {self.data}; give one of them"
                 )
             object.__setattr__(self, "data", self.folder)
-        if (self.nodes is None) != (self.edges is None):
-            raise ConfigError(
-                "--nodes and --edges belong together; give both, or the folder DIR of a dataset"
-            )
-        if (self.data is None) == (self.nodes is None):
-            raise ConfigError(
-                "give either the folder DIR of a partitioned dataset, or the figures of a graph "
-                "(--nodes, --edges, --features)"
-            )
         if self.data is None:
-            PARTITIONERS.resolve(self.partitioner)
+            raise ConfigError("give the folder DIR of a partitioned dataset, which `dglx partition` wrote")
         each = self.per_server
         if self.ranks_per_server not in (None, each):
             raise ConfigError(

@@ -23,7 +23,7 @@ from dglx_dist.layers.dropout import install_node_dropouts
 from dglx_dist.layers.tracer import random_block
 from dglx_dist.planner import profile
 from dglx_dist.planner.model_shape import shape_of_module
-from dglx_dist.planner.profile import assumed_rates, fit_rates, repeated, time_batches
+from dglx_dist.planner.profile import fit_rates, repeated, time_batches
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.training.models import build_model
 from tests.planner.hand_made import shape_of_kind
@@ -40,11 +40,9 @@ def test_factors_are_found_again() -> None:
 
 def test_what_trials_do_not_tell_apart_is_parted_as_usual() -> None:
     """Twice the same work, that takes three times what it usually does."""
-    usual = assumed_rates()
-    parts = np.array([usual.step_s, usual.edge_column_s, usual.multiply_add_s])
+    parts = np.array([2 * profile._LAYER_S, *profile._USUAL])
     work = np.array([[1.0, 2e7, 4e8]] * 2)
     assert fit_rates(work, 3 * work @ parts) == pytest.approx((3 * parts).tolist())
-    assert assumed_rates(speed=50).edge_column_s == pytest.approx(usual.edge_column_s / 50)
 
 
 def test_a_new_block_takes_longer_by_its_edges() -> None:

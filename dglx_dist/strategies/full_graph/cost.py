@@ -1,6 +1,6 @@
 """Candidates of the full-graph strategies, the plans of an epoch in sizes, and its cost.
 
-See docs/strategies/shared_preload.md. Sizes are counted by one process or by all ranks, or estimated.
+See docs/strategies/shared_preload.md. Sizes are counted by one process or by all ranks.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ from dglx_dist.strategies.cost import (
     ALLOCATOR_OVERHEAD,
     ID_BYTES,
     Candidate,
-    Cluster,
     Cost,
-    GraphStats,
     LayerCounts,
     Measured,
     ModelShape,
@@ -97,7 +95,6 @@ class FullWork:
     external_rows: int
     """Feature rows preloaded from other servers, of all servers and steps."""
     steps: int = 1
-    counted: bool = True
     read_rows: int = 0
     """Feature rows of the busiest rank over all steps; cooperative batches read them in each epoch."""
     cover: FullWork | None = None
@@ -172,72 +169,6 @@ class FullGraphScheme(Work):
         if run.partition.structure.is_whole:
             server = run.partition.topology.server if run.in_job else 0
             yield from plan_trials(run.partition, run.seeds, run.num_layers, server)
-
-    def estimate(self, graph: GraphStats, cluster: Cluster, num_layers: int) -> FullWork:
-        """Return the expected work; cooperative batches count as parts of one step."""
-        hops, number = self.hops, self.cooperative_batches
-        own, share = graph.nodes / cluster.servers, 1.0 / cluster.ranks_per_server
-        needed = _needed(graph, num_layers)
-        if self.limit:
-            held = _expected_rows(graph, cluster, EAS_HOPS[self.limit], fanout=EAS_FANOUT)
-            reach = [held[-1]] * num_layers + [own]
-        else:
-            held = _expected_rows(graph, cluster, hops, fanout=None)
-            reach = [held[max(hops - at, 0)] for at in range(num_layers + 1)]
-        rows = [all_rows * part for all_rows, part in zip(reach, needed, strict=True)]
-        external = (reach[0] - own) * needed[0] if hops else 0.0
-        outside, inside = [], []
-        for layer, after in enumerate(rows[1:]):
-            crossing = graph.border_rows(after * share, graph.edge_cut, graph.nodes - own)
-            between = graph.border_rows(after * share, graph.cut_inside(cluster), reach[layer] * (1 - share))
-            outside.append(round(crossing * cluster.ranks) if layer >= hops else 0)
-            inside.append(round(between * cluster.ranks))
-        # On average as many as it receives.
-        sent = [(out + into) // cluster.ranks for out, into in zip(outside, inside, strict=True)]
-        sources = tuple(round(before * share) + halo for before, halo in zip(rows[:-1], sent, strict=True))
-        edges = tuple(round(graph.mean_degree * after * share) for after in rows[1:])
-        return FullWork(
-            largest=StepSizes(
-                rows=tuple(round(before * share / number) for before in rows),
-                sources=tuple(one // number for one in sources),
-                edges=tuple(one // number for one in edges),
-                sent=tuple(one // number for one in sent),
-            ),
-            worked=(sources, tuple(round(after * share) for after in rows[1:]), edges),
-            outside=tuple(outside),
-            inside=tuple(inside),
-            card_rows=tuple(one // cluster.servers for one in outside),
-            inside_rows=tuple(one // cluster.servers for one in inside),
-            external_rows=round(external * cluster.servers),
-            steps=number,
-            counted=False,
-            read_rows=round(rows[0] * share),
-        )
-
-
-def _needed(graph: GraphStats, num_layers: int) -> list[float]:
-    # The fraction of nodes that training depends on, by level, input features first.
-    found = [graph.train_nodes / graph.nodes]
-    for _ in range(num_layers):
-        reached = graph.distinct(found[0] * graph.edges, graph.nodes) / graph.nodes
-        found.insert(0, found[0] + reached * (1.0 - found[0]))
-    return found
-
-
-def _expected_rows(graph: GraphStats, cluster: Cluster, hops: int, *, fanout: int | None) -> list[float]:
-    # Rows within 0 to ``hops`` hops of a server's own nodes.
-    own = graph.nodes / cluster.servers
-    others, new, found = graph.nodes - own, own, [own]
-    # Cut edges of own nodes lead to other servers, and all edges of other nodes but those that lead here.
-    leaving = graph.edge_cut
-    for _ in range(hops):
-        crossing = graph.mean_degree * leaving
-        drawn = new * (crossing if fanout is None else min(crossing, fanout))
-        unmet = 1.0 - (found[-1] - own) / others if others else 0.0
-        new = graph.distinct(drawn, others) * unmet
-        found.append(found[-1] + new)
-        leaving = 1.0 - graph.edge_cut / max(cluster.servers - 1, 1)
-    return found
 
 
 def sizes_of(plan: RankPlan, world_size: int) -> Array:
@@ -455,7 +386,7 @@ def _traffic(known: Measured, work: FullWork, *, use_pp: bool, wire: WireDtype =
         inside,
         ring_split(known.shape.gradient_bytes, known.cluster.server_of_rank, work.steps),
         once=work.external_rows * (ID_BYTES + row) + halo,
-        exact=work.counted and one_planner and widths_known,
+        exact=one_planner and widths_known,
     )
 
 

@@ -21,9 +21,7 @@ from dglx_dist.strategies.base import Reduction, Strategy, Traits, WrappedModel
 from dglx_dist.strategies.cost import (
     ID_BYTES,
     Candidate,
-    Cluster,
     Cost,
-    GraphStats,
     Measured,
     PlanContext,
     PlannedRun,
@@ -65,19 +63,13 @@ class GhostPairs(Work):
     def describe(self, num_layers: int) -> str:
         return "pairs of border nodes"
 
-    def count(self, run: PlannedRun) -> Ghosts:
+    def count(self, run: PlannedRun) -> Ghosts | None:
         if run.in_job:
             # Only rows that training needs, mostly in the first layer; intervals compute every node.
             work = run.works[_EXCHANGING]
-            return Ghosts(outside=work.outside[0], inside=work.inside[0], counted=False)
+            return work and Ghosts(outside=work.outside[0], inside=work.inside[0], counted=False)
         shard = run.partition.structure.shards[0]
         return count_ghosts(shard.indptr, shard.indices, run.partition.bounds, run.partition.topology)
-
-    def estimate(self, graph: GraphStats, cluster: Cluster, num_layers: int) -> Ghosts:
-        rows, own = graph.nodes / cluster.ranks, graph.nodes / cluster.servers
-        outside = graph.border_rows(rows, graph.edge_cut, graph.nodes - own) * cluster.ranks
-        inside = graph.border_rows(rows, graph.cut_inside(cluster), own - rows) * cluster.ranks
-        return Ghosts(outside=round(outside), inside=round(inside), counted=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +79,7 @@ class Ghosts:
     outside: int
     inside: int
     counted: bool = True
-    """Whether over all nodes of the graph; False: estimated, or only of nodes that training needs."""
+    """Whether over all nodes of the graph; False: only of nodes that training needs."""
 
 
 _EDGES_AT_ONCE = 1 << 18
