@@ -26,8 +26,9 @@ from dglx_dist.data.sources import (
 )
 from dglx_dist.data.storage.columns import id_dtype
 from dglx_dist.data.validate import check_columns, check_finite, check_unique, column_error, warn_of_unknown
-from dglx_dist.errors import DatasetError
+from dglx_dist.errors import ConfigError, DatasetError
 from dglx_dist.records import EDGE_TYPE, FEATURE, LABEL, NODE_TYPE, Array, EdgeType, NodeColumn, RawGraph
+from dglx_dist.registry import did_you_mean
 
 _LOG = logging.getLogger(__name__)
 SUFFIXES = (".csv", ".parquet")
@@ -339,25 +340,49 @@ class TablesSource(DatasetSource):
     ``:START_ID`` and ``:END_ID``, or the ids of two types.
 
     Options: ``ignore``, columns to leave out, separated by commas; ``id``, columns of ids, alike (a table
-    has the first of them that it has; "": nodes are rows, in "key," those of tables without ids).
+    has the first of them that it has; "": nodes are rows, in "key," those of tables without ids). A column
+    ``id`` that is not the one of ids is left out.
     """
 
     def __init__(self, location: str, options: Mapping[str, object]) -> None:
         refuse_unknown(options, ("ignore", "id"), "tables")
-        self._ignored = set(filter(None, str(options.get("ignore", "")).split(",")))
-        self._ids = None if options.get("id") is None else str(options["id"]).split(",")
+        self._ignored = str(options.get("ignore", ""))
+        self._ids = None if options.get("id") is None else str(options["id"])
+        *names, last = (self._ids or "").split(",")
+        if last.isspace() or not all(map(str.strip, names)):
+            raise ConfigError(
+                f"--id {self._ids!r} has an empty name; name the columns of ids, or give --id '' to number "
+                "nodes by row"
+            )
         folder = Path(location).expanduser()
         self._name = folder.resolve().name
         self._nodes, self._edges = find_tables(folder)
 
     def load(self) -> RawGraph:
-        asked = set(self._ids or ()) - {""}
+        asked = {form for name in (self._ids or "").split(",") for form in (name, name.strip())}
         nodes = {ntype: (str(path), read_table(path, asked)) for ntype, path in self._nodes.items()}
-        unknown = asked.difference(*(table.column_names for _, table in nodes.values()))
-        if unknown and "" in (self._ids or ()):
-            raise DatasetError(f"{self._name}: no table of nodes has the column {min(unknown)!r} of --id")
         edges = {etype: (str(path), read_table(path)) for etype, path in self._edges.items()}
-        return graph_of_tables(self._name, nodes, edges, self._ignored, self._ids)
+        of_nodes, of_edges = (
+            list(dict.fromkeys(name for _, table in tables.values() for name in table.column_names))
+            for tables in (nodes, edges)
+        )
+        where = f"{self._name}: no table"
+        ignored = set(_choose_names(self._ignored, [*of_nodes, *of_edges], where, "ignore"))
+        known = [name for name in of_nodes if name not in ignored]
+        ids = None if self._ids is None else _choose_names(self._ids, known, f"{where} of nodes", "--id")
+        return graph_of_tables(self._name, nodes, edges, ignored, ids)
+
+
+def _choose_names(listed: str, known: Sequence[str], where: str, option: str) -> list[str]:
+    """Return the names that an option lists with commas; DatasetError if one is not among ``known``."""
+    names = [name if name in known else name.strip() for name in listed.split(",")]
+    for name in names:
+        if name and name not in known:
+            raise DatasetError(
+                f"{where} has the column {name!r} of {option}{did_you_mean(name, known)} (columns: "
+                f"{', '.join(known) or 'none'})"
+            )
+    return names
 
 
 def graph_of_tables(
@@ -389,7 +414,7 @@ def graph_of_tables(
             owners[ntype] += " (the numbers of its rows; if a column has the ids, name it: --id COLUMN)"
         else:
             ids[ntype] = _node_ids(table, name_of_ids, where)
-        node_data[ntype] = _columns(table, where, {_ID if name_of_ids is None else name_of_ids, *ignored})
+        node_data[ntype] = _columns(table, where, {_ID, name_of_ids or _ID, *ignored})
         is_column = LABEL in table.column_names and LABEL in node_data[ntype]
         if is_column and (label := column(table, LABEL, where)).is_text:
             names[ntype] = _class_names(label).to_pylist()
@@ -422,10 +447,14 @@ def _name_of_ids(
     table: Any, ntype: str, where: str, ignored: Collection[str], asked: Sequence[str] | None
 ) -> str | None:
     """Return the name of the column of ids, of ``asked`` ones or by its name; None: nodes are rows."""
+    names = [name for name in table.column_names if name and name not in ignored]
+    likely = [name for name in asked or () if name in names][:1]
+    if _ID in names and likely != [_ID] and (likely or asked == [""]):
+        used = repr(likely[0]) if likely else "the number of its row"
+        _LOG.warning("%s: the id of a node is %s, as --id says; the column 'id' is left out", where, used)
     if asked == [""]:
         return None
-    names = [name for name in table.column_names if name and name not in ignored]
-    likely = [name for name in asked or () if name in names][:1] or [name for name in names if name == _ID]
+    likely = likely or [name for name in names if name == _ID]
     likely = likely or [name for name in names if is_node_id(name, ntype)]
     if len(likely) > 1 or (asked and not likely and "" not in asked):
         problem = f"both {likely[0]!r} and {likely[1]!r} could be" if likely else "none of --id is"
