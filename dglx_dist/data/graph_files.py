@@ -587,26 +587,44 @@ class EdgeListSource(DatasetSource):
             raise ConfigError(f"format is {self._format!r}; it is one of {', '.join(LINE_FORMATS)}")
 
     def load(self) -> RawGraph:
+        if (arrays := _read_metis(self._path) or _read_matrix_market(self._path)) is None:
+            return self._load_folder() if self._path.is_dir() else self._load_lines()
+        if self._format is not None:
+            raise ConfigError(f"{self._path} says itself how it is read; leave out --format {self._format}")
+        return graph_of_arrays(arrays, self._path.name.removesuffix(suffix_of(self._path)), str(self._path))
+
+    def _load_folder(self) -> RawGraph:
+        files, name = self._files_of_splits(), self._path.resolve().name
+        if self._format == "interactions":
+            return _graph_of_item_lists(files, name)
+        if self._format == "edges":
+            raise ConfigError(
+                f"{self._path} is a folder of splits, of triples or interactions; give --format triples or "
+                "interactions, or one file of edges"
+            )
+        read_all = ((path, *_read_lines(path, is_triples=True)) for path in files.values())
+        tables = ((path, read, lines[0]) for path, read, lines, _ in read_all)
+        return _graph_of_triples(tables, list(files), name, str(self._path))
+
+    def _load_lines(self) -> RawGraph:
         import pandas as pd
 
         where, name = str(self._path), self._path.name.removesuffix(suffix_of(self._path))
-        if (arrays := _read_metis(self._path) or _read_matrix_market(self._path)) is not None:
-            return graph_of_arrays(arrays, name, where)
-        if self._path.is_dir():
-            files = self._files_of_splits()
-            if self._format == "interactions":
-                return _graph_of_item_lists(files, self._path.resolve().name)
-            read_all = ((path, *_read_lines(path, is_triples=True)) for path in files.values())
-            tables = ((path, read, lines[0]) for path, read, lines, _ in read_all)
-            return _graph_of_triples(tables, list(files), self._path.resolve().name, str(self._path))
         read, lines, are_triples = _read_lines(
             self._path, None if self._format is None else self._format == "triples"
         )
         line = lines[0]
         _refuse_header(read, where, line)
-        for column in read.columns[: 3 if all(are_triples) else 2]:
-            _refuse_signs(read[column], where)
+        # Names of relations are any texts, but a -> b is an edge.
+        signs = (_SIGNS, _ARROW, _SIGNS) if all(are_triples) and 2 in read else (_SIGNS, _SIGNS)
+        for column, refused in zip(read.columns, signs, strict=False):
+            _refuse_signs(read[column], where, refused)
         if all(are_triples):
+            if read.shape[1] == 2:
+                raise DatasetError(
+                    f"{where}: the line {line} has two columns, not head, relation and tail; give "
+                    "--format edges"
+                )
             return _graph_of_triples([(self._path, read, line)], [-1], name, where)
         if read.shape[1] < 2:
             raise DatasetError(f"{where}: the line {line} has not two ids")
@@ -640,13 +658,31 @@ class EdgeListSource(DatasetSource):
                     f"{self._path}: {found[code].name} and {path.name} are of the same split; remove one"
                 )
             found[code] = path
+        if not found:
+            raise DatasetError(f"{self._path} has neither train.txt, valid.txt nor test.txt; give a file")
         return found
+
+
+def _explain(error: Exception) -> str:
+    """Return what a failure to read lines means."""
+    if isinstance(error, UnicodeDecodeError):
+        return "a text that is not UTF-8; save it as that"
+    if isinstance(error, gzip.BadGzipFile):
+        return "its suffix is .gz, but gzip has not compressed it; remove the suffix"
+    if isinstance(error, (EOFError, zlib.error)):
+        return "its compressed content is damaged or incomplete; copy it again"
+    if type(error).__name__ == "EmptyDataError":
+        return "it has no line of two ids; write some"
+    return str(error).removeprefix("Error tokenizing data. C error: ")
 
 
 def _read_metis(path: Path) -> dict[str, Array] | None:
     if suffix_of(path).removesuffix(".gz") != ".graph":
         return None
-    arrays, weights = read_metis(path)
+    try:
+        arrays, weights = read_metis(path)
+    except (EOFError, OSError, zlib.error) as error:
+        raise DatasetError(f"{path}: not a readable METIS graph: {_explain(error)}") from error
     message = "%s: read as METIS's format, with %d nodes, counted from 0, and each edge in both directions"
     _LOG.warning(message, path, arrays["num_nodes"])
     return arrays if weights is None else arrays | {_VALUES: weights}
@@ -663,7 +699,7 @@ def _read_matrix_market(path: Path) -> dict[str, Array] | None:
             file.seek(0)
             matrix = importlib.import_module("scipy.io").mmread(file)
     except (ValueError, EOFError, OSError, zlib.error) as error:
-        raise DatasetError(f"{path}: not a readable list of edges or matrix, or cut off: {error}") from error
+        raise DatasetError(f"{path}: not a readable list of edges or matrix: {_explain(error)}") from error
     matrix = importlib.import_module("scipy.sparse").coo_array(matrix)
     what = "a MatrixMarket matrix of shape %s with %d entries, as edges of nodes counted from 0"
     _LOG.warning(f"%s: read as {what}", path, matrix.shape, matrix.nnz)
@@ -691,15 +727,17 @@ def _refuse_header(read: Any, where: str, line: str) -> None:
         )
 
 
-_SIGNS = r"""^[(["'].|.[)\]"',;:]$|^(?:[-=~]*>|<[-=~]*|[-=]+|\u2192)$"""
+_ARROW = r"^(?:[-=~]*>|<[-=~]*|[-=]+|\u2192)$"
+_SIGNS = rf"""{_ARROW}|^\([^)]*\)?$|^\[[^\]]*\]?$|^[^(]+\)$|^[^\[]+\]$|^["'].|.["',;:]$"""
+"""Arrows, and ids with quotes, separators, or brackets around them or at one end."""
 
 
-def _refuse_signs(ids: Any, where: str) -> None:
+def _refuse_signs(ids: Any, where: str, signs: str = _SIGNS) -> None:
     """Refuse ids with brackets, quotes or separators around them, and arrows in place of ids."""
     if ids.dtype.kind in "iuf":
         return
     texts = ids.astype(str)
-    if (wrong := texts.str.contains(_SIGNS, regex=True)).any():
+    if (wrong := texts.str.contains(signs, regex=True)).any():
         raise DatasetError(
             f"{where}: {texts[wrong].iloc[0]!r} stands where an id is expected; write the ids of an edge "
             "with a space, tab or comma between them, without brackets, quotes, arrows or other signs"
@@ -806,7 +844,7 @@ def _read_lines(path: Path, is_triples: bool | None = None) -> tuple[Any, list[s
             )
             read = read.assign(**entries)
     except (ValueError, EOFError, OSError, zlib.error) as error:
-        problem = str(error).removeprefix("Error tokenizing data. C error: ")
+        problem = _explain(error)
         if begin and begin[0].isdigit():
             problem = f"line {begin[0].decode()} is a count, as OpenKE has it before lines of head, tail and "
             problem += "relation; remove it, and put relations between head and tail (with --format triples)"

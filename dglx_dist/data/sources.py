@@ -175,7 +175,7 @@ def refuse_unknown(options: Mapping[str, object], known: Iterable[str], source: 
         if name not in allowed:
             raise ConfigError(
                 f"the dataset source {source!r} has no option {name!r}{did_you_mean(name, allowed)} "
-                f"(known: {', '.join(allowed) or 'none'})"
+                f"(known: {', '.join(allowed) or 'none: leave it out'})"
             )
 
 
@@ -460,6 +460,8 @@ def _source_and_location(spec: str) -> tuple[str, str]:
     path = Path(spec).expanduser()
     known = f"{FORMATS}, or NAME:WHERE with NAME one of {', '.join(DATASETS.names())}"
     if path.exists():
+        if path.is_file() and not path.stat().st_size:
+            raise DatasetError(f"{path} is empty; write the graph into it again, or remove it")
         source = _SOURCE_OF_SUFFIX.get(suffix_of(path).removesuffix(".gz"))
         if path.is_dir():
             source = "edge_list" if any(path.glob("train.t[xs][tv]")) else "tables"
