@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dglx_dist.data.external_memory import Workspace, mapped, spill
-from dglx_dist.data.metis_text import read_metis
+from dglx_dist.data.metis_text import EDGE_VALUES, read_metis
 from dglx_dist.data.sources import (
     LINE_FORMATS,
     OTHER_NAMES,
@@ -31,6 +31,7 @@ from dglx_dist.data.sources import (
     array_of_tensor,
     count_classes,
     masks_of_split,
+    open_text,
     refuse_unknown,
     standard_columns,
     suffix_of,
@@ -145,10 +146,6 @@ def _rename_pyg(arrays: Mapping[str, Array], where: str) -> Mapping[str, Array]:
     return {"src": index[0], "dst": index[1], **num_nodes, **others}
 
 
-_VALUES = "values of a matrix"
-"""Array that becomes the edge column ``weight``, also where there are as many nodes."""
-
-
 def _arrays_of_matrix(matrix: Any, path: Path) -> dict[str, Array]:
     if matrix.format in ("csr", "csc", "bsr"):
         # Compiled code follows its pointers.
@@ -160,7 +157,7 @@ def _arrays_of_matrix(matrix: Any, path: Path) -> dict[str, Array]:
             "nodes write tables, docs/quickstart.md)"
         )
     arrays = {"src": matrix.row, "dst": matrix.col, "num_nodes": np.array(matrix.shape[0])}
-    return arrays | ({_VALUES: matrix.data} if (matrix.data != 1).any() else {})
+    return arrays | ({EDGE_VALUES: matrix.data} if (matrix.data != 1).any() else {})
 
 
 def _read(path: Path, workspace: Workspace | None) -> dict[str, Array]:
@@ -292,7 +289,7 @@ def _columns(
     for name, array in arrays.items():
         if name in _STRUCTURE:
             continue
-        rows, is_of_edges = len(array) if array.ndim else -1, name == _VALUES or name.startswith("edge_")
+        rows, is_of_edges = len(array) if array.ndim else -1, name == EDGE_VALUES or name.startswith("edge_")
         is_of_nodes = name.startswith("node_") or name in _REQUIRED_LENGTH
         is_counted = "num_nodes" in arrays or "num_entities" in arrays
         if rows == num_edges == num_nodes and not (is_of_edges or is_of_nodes):
@@ -308,7 +305,7 @@ def _columns(
         if rows == num_nodes and not (is_of_edges and rows == num_edges):
             of_nodes[name] = array
         elif rows == num_edges:
-            of_edges["weight" if name == _VALUES else name] = array
+            of_edges["weight" if name == EDGE_VALUES else name] = array
         elif name in _REQUIRED_LENGTH:
             raise DatasetError(
                 f"{where}: array {name!r} has shape {array.shape}, which is neither one row for each of the "
@@ -587,8 +584,11 @@ class EdgeListSource(DatasetSource):
             raise ConfigError(f"format is {self._format!r}; it is one of {', '.join(LINE_FORMATS)}")
 
     def load(self) -> RawGraph:
-        if (arrays := _read_metis(self._path) or _read_matrix_market(self._path)) is None:
-            return self._load_folder() if self._path.is_dir() else self._load_lines()
+        if self._path.is_dir():
+            return self._load_folder()
+        is_metis = suffix_of(self._path).removesuffix(".gz") == ".graph"
+        if (arrays := (read_metis if is_metis else _read_matrix_market)(self._path)) is None:
+            return self._load_lines()
         if self._format is not None:
             raise ConfigError(f"{self._path} says itself how it is read; leave out --format {self._format}")
         return graph_of_arrays(arrays, self._path.name.removesuffix(suffix_of(self._path)), str(self._path))
@@ -663,43 +663,13 @@ class EdgeListSource(DatasetSource):
         return found
 
 
-def _explain(error: Exception) -> str:
-    """Return what a failure to read lines means."""
-    if isinstance(error, UnicodeDecodeError):
-        return "a text that is not UTF-8; save it as that"
-    if isinstance(error, gzip.BadGzipFile):
-        return "its suffix is .gz, but gzip has not compressed it; remove the suffix"
-    if isinstance(error, (EOFError, zlib.error)):
-        return "its compressed content is damaged or incomplete; copy it again"
-    if type(error).__name__ == "EmptyDataError":
-        return "it has no line of two ids; write some"
-    return str(error).removeprefix("Error tokenizing data. C error: ")
-
-
-def _read_metis(path: Path) -> dict[str, Array] | None:
-    if suffix_of(path).removesuffix(".gz") != ".graph":
-        return None
-    try:
-        arrays, weights = read_metis(path)
-    except (EOFError, OSError, zlib.error) as error:
-        raise DatasetError(f"{path}: not a readable METIS graph: {_explain(error)}") from error
-    message = "%s: read as METIS's format, with %d nodes, counted from 0, and each edge in both directions"
-    _LOG.warning(message, path, arrays["num_nodes"])
-    return arrays if weights is None else arrays | {_VALUES: weights}
-
-
 def _read_matrix_market(path: Path) -> dict[str, Array] | None:
     """Return the arrays of a text in the format of MatrixMarket; None for another text."""
-    if path.is_dir():
-        return None
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            if not file.readline().removeprefix(b"\xef\xbb\xbf").lower().startswith(b"%%matrixmarket"):
-                return None
-            file.seek(0)
-            matrix = importlib.import_module("scipy.io").mmread(file)
-    except (ValueError, EOFError, OSError, zlib.error) as error:
-        raise DatasetError(f"{path}: not a readable list of edges or matrix: {_explain(error)}") from error
+    with open_text(path, "list of edges or matrix, or cut off") as file:
+        if not file.readline().removeprefix(codecs.BOM_UTF8).lower().startswith(b"%%matrixmarket"):
+            return None
+        file.seek(0)
+        matrix = importlib.import_module("scipy.io").mmread(file)
     matrix = importlib.import_module("scipy.sparse").coo_array(matrix)
     what = "a MatrixMarket matrix of shape %s with %d entries, as edges of nodes counted from 0"
     _LOG.warning(f"%s: read as {what}", path, matrix.shape, matrix.nnz)
@@ -793,40 +763,41 @@ def _read_lines(path: Path, is_triples: bool | None = None) -> tuple[Any, list[s
     """Return the pandas table of ``path``, its first two lines, and whether each is, or seems, a triple."""
     import pandas as pd
 
-    before, begin = list[bytes](), list[bytes]()
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            lines = map(bytes.strip, file)
-            for line in lines:
-                if not before:
-                    line = line.removeprefix(codecs.BOM_UTF8)
-                if line and not line.startswith((b"#", b"%")):
-                    begin = [line, *filter(None, islice(lines, 1))]
-                    break
-                before.append(line)
-            file.seek(0)
-            source: Any = file
-            entries: dict[str, Any] = {}
-            if not is_triples and begin and re.search(rb"\s\{(['\"].*)?\}$", begin[0]):
-                content = file.read(_LARGEST + 1)
-                if len(content) > _LARGEST:
-                    most = readable_bytes(_LARGEST)
-                    raise ValueError(f"with dictionaries at most {most}; use write_edgelist(data=['weight'])")
-                text, entries = _without_entries(content.decode(), str(path))
-                source, before = io.BytesIO(text.encode()), []
-                begin = [line.partition(b"{")[0].strip() for line in begin]
-            first = begin[0] if begin else b""
-            if re.fullmatch(rb"[^\s,]+(::[^\s,]+)+", first):
-                source = io.BytesIO(file.read().replace(b"::", b"\t"))
-            separator = "," if b"," in first else r"\s+"
-            of_triples = "\t" if first.count(b"\t") == 2 else separator
-            are_triples = [
-                _is_triple(re.split(of_triples.encode(), line.replace(b"::", b"\t")))
-                if is_triples is None
-                else is_triples
-                for line in begin
-            ]
-            is_triples = is_triples or (bool(begin) and all(are_triples))
+    before, begin, entries = list[bytes](), list[bytes](), dict[str, Any]()
+    with open_text(path, "list of edges, or cut off") as file:
+        lines = map(bytes.strip, file)
+        for line in lines:
+            if not before:
+                line = line.removeprefix(codecs.BOM_UTF8)
+            if line and not line.startswith((b"#", b"%")):
+                begin = [line, *filter(None, islice(lines, 1))]
+                break
+            before.append(line)
+        if not begin:
+            raise ValueError("it has no line of two ids; write some")
+        file.seek(0)
+        source: Any = file
+        if not is_triples and re.search(rb"\s\{(['\"].*)?\}$", begin[0]):
+            content = file.read(_LARGEST + 1)
+            if len(content) > _LARGEST:
+                most = readable_bytes(_LARGEST)
+                raise ValueError(f"with dictionaries at most {most}; use write_edgelist(data=['weight'])")
+            text, entries = _without_entries(content.decode(), str(path))
+            source, before = io.BytesIO(text.encode()), []
+            begin = [line.partition(b"{")[0].strip() for line in begin]
+        first = begin[0]
+        if re.fullmatch(rb"[^\s,]+(::[^\s,]+)+", first):
+            source = io.BytesIO(file.read().replace(b"::", b"\t"))
+        separator = "," if b"," in first else r"\s+"
+        of_triples = "\t" if first.count(b"\t") == 2 else separator
+        are_triples = [
+            _is_triple(re.split(of_triples.encode(), line.replace(b"::", b"\t")))
+            if is_triples is None
+            else is_triples
+            for line in begin
+        ]
+        is_triples = all(are_triples)
+        try:
             read = pd.read_csv(
                 source,
                 sep=of_triples if is_triples else separator,
@@ -842,16 +813,17 @@ def _read_lines(path: Path, is_triples: bool | None = None) -> tuple[Any, list[s
                 keep_default_na=False,
                 na_values=[""],
             )
-            read = read.assign(**entries)
-    except (ValueError, EOFError, OSError, zlib.error) as error:
-        problem = _explain(error)
-        if begin and begin[0].isdigit():
-            problem = f"line {begin[0].decode()} is a count, as OpenKE has it before lines of head, tail and "
-            problem += "relation; remove it, and put relations between head and tail (with --format triples)"
-        elif path.stem in _CODE_OF_FILE:
-            problem += "; if a line is a user and all its items, add --format interactions"
-        raise DatasetError(f"{path}: not a readable list of edges, or cut off: {problem}") from error
-    return read, [repr(line.decode(errors="replace")) for line in begin], are_triples
+        except pd.errors.ParserError as error:
+            problem = str(error).removeprefix("Error tokenizing data. C error: ")
+            if first.isdigit():
+                problem = (
+                    f"line {first.decode()} is a count, as OpenKE has it before lines of head, tail and "
+                )
+                problem += "relation; remove it, and put relations between head and tail (--format triples)"
+            elif path.stem in _CODE_OF_FILE:
+                problem += "; if a line is a user and all its items, add --format interactions"
+            raise ValueError(problem) from error
+    return read.assign(**entries), [repr(line.decode(errors="replace")) for line in begin], are_triples
 
 
 def _without_entries(text: str, where: str) -> tuple[str, dict[str, Any]]:

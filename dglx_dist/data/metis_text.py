@@ -1,22 +1,30 @@
 """Graphs in METIS's text format: a line of sizes, then a line of neighbours for each node."""
 
-import gzip
+import logging
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from dglx_dist.data.sources import open_text
 from dglx_dist.errors import DatasetError
 from dglx_dist.records import Array
 
+_LOG = logging.getLogger(__name__)
 
-def read_metis(path: Path) -> tuple[dict[str, Array], Array | None]:
-    """Return ``src``, ``dst``, ``num_nodes`` and ``node_weight`` of a ``.graph``, and its weights of edges.
+
+EDGE_VALUES = "values of edges"
+"""Array that becomes the edge column ``weight``, also where there are as many nodes."""
+
+
+def read_metis(path: Path) -> dict[str, Array]:
+    """Return ``src``, ``dst``, ``num_nodes``, and ``node_weight`` and :data:`EDGE_VALUES` if there are any.
 
     DatasetError: the file is not what its first line says.
     """
-    content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    with open_text(path, "METIS graph, or cut off") as file:
+        content = file.read()
     rows = [(at, line.split()) for at, line in enumerate(content.splitlines(), 1)]
     rows = [(at, row) for at, row in rows if not row or not row[0].startswith(b"%")]
     # An empty line is a node without neighbours, but not before the sizes.
@@ -57,7 +65,11 @@ def read_metis(path: Path) -> tuple[dict[str, Array], Array | None]:
     if num_weights:
         weights = numbers[(places < first) & (places >= first - num_weights)].reshape(num_nodes, num_weights)
         arrays["node_weight"] = weights[:, 0] if num_weights == 1 else weights
-    return arrays, numbers[(places >= first) & ~is_end] if has_weights else None
+    if has_weights:
+        arrays[EDGE_VALUES] = numbers[(places >= first) & ~is_end]
+    message = "%s: read as METIS's format, with %d nodes, counted from 0, and each edge in both directions"
+    _LOG.warning(message, path, num_nodes)
+    return arrays
 
 
 def _read_numbers(rows: Sequence[tuple[int, list[bytes]]], path: Path) -> Array:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, final
+from typing import IO, TYPE_CHECKING, Any, ClassVar, cast, final
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from dglx_dist.data.dgl_files import check_files, load_graphs
 from dglx_dist.data.external_memory import Workspace
 from dglx_dist.data.storage.files import readable_bytes
 from dglx_dist.data.validate import FEW_CLASSES, check_raw_graph, column_error, number_codes
-from dglx_dist.errors import ConfigError, DatasetError, StorageError, UnknownNameError
+from dglx_dist.errors import ConfigError, DatasetError, DglxError, StorageError, UnknownNameError
 from dglx_dist.records import (
     EDGE_TYPE,
     FEATURE,
@@ -435,14 +435,33 @@ def load_dataset(
     return graph
 
 
+@contextmanager
+def open_text(path: Path, what: str) -> Iterator[IO[bytes]]:
+    """Open a file, decompressed if it ends in ``.gz``.
+
+    DatasetError: the file, or what the block reads in it, is no readable ``what``.
+    """
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            yield cast("IO[bytes]", file)
+    except DglxError:  # some are a ValueError
+        raise
+    except (ValueError, EOFError, OSError, zlib.error) as error:
+        problem = str(error)
+        if isinstance(error, UnicodeDecodeError):
+            problem = "a text that is not UTF-8; save it as that"
+        elif isinstance(error, gzip.BadGzipFile):
+            problem = "its suffix is .gz, but gzip has not compressed it; remove the suffix"
+        elif isinstance(error, (EOFError, zlib.error)):
+            problem = "its compressed content is damaged or incomplete; copy it again"
+        raise DatasetError(f"{path}: not a readable {what}: {problem}") from error
+
+
 def _num_bytes(path: Path) -> int:
     if path.suffix != ".gz":
         return path.stat().st_size
-    try:
-        with gzip.open(path) as file:
-            return sum(map(len, iter(partial(file.read, 1 << 20), b"")))
-    except (OSError, EOFError, zlib.error) as error:
-        raise DatasetError(f"{path}: damaged or cut off: {error}") from error
+    with open_text(path, "file") as file:
+        return sum(map(len, iter(partial(file.read, 1 << 20), b"")))
 
 
 def _check_fits(name: str, per_byte: int, path: Path, workspace: Workspace) -> None:
