@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import logging
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
@@ -84,17 +86,19 @@ class Column:
 
     def as_int64(self) -> Any:
         """Return integers as a pyarrow array of int64."""
-        try:
-            return self.values.cast(pa.int64())
-        except pa.ArrowInvalid as error:
-            raise self.error(f"has a number beyond 64 signed bits: {error}") from error
+        return self._cast(pa.int64(), "has a number beyond 64 signed bits; write texts")
 
     def texts(self) -> Any:
         """Return the values as a pyarrow array of large_string."""
+        return self._cast(
+            pa.large_string(), f"holds {self.values.type} that is not text; write texts or numbers"
+        )
+
+    def _cast(self, kind: Any, problem: str) -> Any:
         try:
-            return self.values.cast(pa.large_string())
+            return self.values.cast(kind)
         except pa.ArrowException as error:
-            raise self.error(f"holds {self.values.type} that is not text; write texts or numbers") from error
+            raise self.error(problem) from error
 
     def numbers(self) -> Array:
         """Return (K,) numbers or booleans, or (K, F) if its rows are lists.
@@ -142,9 +146,21 @@ def first_true(wrong: Any) -> int:
     return int(np.argmax(wrong)) if len(wrong) else 0
 
 
-def open_arrow(path: Path) -> Any:
-    """Return a file of Arrow's; given a path itself, Arrow refuses one that is not UTF-8."""
-    return pa.OSFile(os.fsencode(path))
+@contextmanager
+def open_table(path: Path, kind: str, longest: int = 1 << 20) -> Iterator[Any]:
+    """Open a table as a file of Arrow's, which reads rows of at most ``longest`` bytes.
+
+    DatasetError: the file, or what the block reads in it, is no table of this kind.
+    """
+    try:
+        # Given a path itself, Arrow refuses one that is not UTF-8.
+        with pa.OSFile(os.fsencode(path)) as file:
+            yield file
+    except (pa.ArrowException, csv.Error, OSError, UnicodeDecodeError) as error:
+        # Arrow's message for a row that does not end within a block.
+        is_long = "straddling" in str(error)
+        hint = f"; a quote is open, or a row has over {longest >> 10} KB: write Parquet" if is_long else ""
+        raise DatasetError(f"{path}: not readable as a {kind} table: {error}{hint}") from error
 
 
 def read_table(path: Path, ids: Collection[str] = ()) -> Any:
@@ -152,18 +168,14 @@ def read_table(path: Path, ids: Collection[str] = ()) -> Any:
 
     Integers of a CSV column of ids, by its name or one of ``ids``, are texts if one begins with 0.
     """
-    try:
-        with open_arrow(path) as file:
-            if path.suffix != ".csv":
-                return pyarrow.parquet.read_table(file)
-            table = pyarrow.csv.read_csv(file)
+    with open_table(path, path.suffix[1:]) as file:
+        if path.suffix != ".csv":
+            return pyarrow.parquet.read_table(file)
+        table = pyarrow.csv.read_csv(file)
         columns = zip(table.column_names, table.schema.types, strict=True)
-        binary = [name for name, kind in columns if pa.types.is_binary(kind)]
-        if binary:
+        if binary := [name for name, kind in columns if pa.types.is_binary(kind)]:
             raise OSError(f"column {binary[0]!r} is not text in UTF-8; save it as that")
         return _with_written_ids(path, table, ids)
-    except (pa.ArrowInvalid, OSError, UnicodeDecodeError) as error:
-        raise DatasetError(f"{path}: not readable as a {path.suffix[1:]} table: {error}") from error
 
 
 def _with_written_ids(path: Path, table: Any, ids: Collection[str]) -> Any:
@@ -178,7 +190,7 @@ def _with_written_ids(path: Path, table: Any, ids: Collection[str]) -> Any:
         return table
     types = dict.fromkeys(names, pa.large_string())
     options = pyarrow.csv.ConvertOptions(include_columns=names, column_types=types)
-    with open_arrow(path) as file:
+    with open_table(path, "csv") as file:
         texts = pyarrow.csv.read_csv(file, convert_options=options)
     starts = (pc.any(pc.match_substring_regex(ids, "^ *[-+]?0[0-9]")).as_py() for ids in texts.columns)
     for name in names if any(starts) else ():
