@@ -651,13 +651,13 @@ class EdgeListSource(DatasetSource):
     def _files_of_splits(self) -> dict[int, Path]:
         found: dict[int, Path] = {}
         for path in sorted(self._path.glob("*.t[xs][tv]")):
-            if (code := _CODE_OF_FILE.get(path.stem)) is None:
-                continue
+            code = _CODE_OF_FILE.get(path.stem, -1)
             if code in found:
                 raise DatasetError(
                     f"{self._path}: {found[code].name} and {path.name} are of the same split; remove one"
                 )
-            found[code] = path
+            if code >= 0:
+                found[code] = path
         if not found:
             raise DatasetError(f"{self._path} has neither train.txt, valid.txt nor test.txt; give a file")
         return found

@@ -49,13 +49,14 @@ def read_metis(path: Path) -> dict[str, Array]:
     src, dst = owners[is_end], numbers[is_end] - 1
     forward, backward = (np.stack(pair)[:, np.lexsort(pair)] for pair in ((src, dst), (dst, src)))
     outside = src[(dst < 0) | (dst >= num_nodes)]
-    short = np.flatnonzero(((counts - first) % step != 0) | (counts < first))
+    short = ((counts - first) % step != 0) | (counts < first)
+    lines = np.array([at for at, _ in of_nodes])
     is_short = len(counts) != num_nodes or any(row for _, row in rows[1 + num_nodes :])
     problems = {
         f"not one line for each of {num_nodes} nodes": is_short,
         f"the format {layout}, which is not of 0 and 1": len(layout) > 3 or not {*layout} <= {"0", "1"},
-        f"a line without all its weights (line {_line_of(of_nodes, short)})": len(short) > 0,
-        f"a neighbour outside 1..{num_nodes} (line {_line_of(of_nodes, outside)})": len(outside) > 0,
+        f"a line without all its weights (line {lines[short].max(initial=0)})": short.any(),
+        f"a neighbour outside 1..{num_nodes} (line {lines[outside].max(initial=0)})": len(outside) > 0,
         f"{len(dst)} neighbours, not each of {num_edges} edges from both ends": len(dst) != 2 * num_edges,
         "an edge in the line of one of its ends only": not np.array_equal(forward, backward),
     }
@@ -81,7 +82,3 @@ def _read_numbers(rows: Sequence[tuple[int, list[bytes]]], path: Path) -> Array:
         at, field = next(pair for pair in pairs if not re.fullmatch(r"[-+]?[0-9]{1,18}", pair[1]))
         problem = f"not a readable METIS graph: line {at}: {field!r:.40} is no whole number"
         raise DatasetError(f"{path}: {problem}; correct it, or write edges in a .txt") from None
-
-
-def _line_of(rows: Sequence[tuple[int, list[bytes]]], wrong: Array) -> int:
-    return rows[wrong[0]][0] if len(wrong) else 0

@@ -28,7 +28,7 @@ from dglx_dist.data.sources import (
 )
 from dglx_dist.data.storage.columns import id_dtype
 from dglx_dist.data.validate import check_columns, check_finite, check_unique, column_error, warn_of_unknown
-from dglx_dist.errors import ConfigError, DatasetError
+from dglx_dist.errors import DatasetError
 from dglx_dist.records import EDGE_TYPE, FEATURE, LABEL, NODE_TYPE, Array, EdgeType, NodeColumn, RawGraph
 from dglx_dist.registry import did_you_mean
 
@@ -360,12 +360,6 @@ class TablesSource(DatasetSource):
         refuse_unknown(options, ("ignore", "id"), "tables")
         self._ignored = str(options.get("ignore", ""))
         self._ids = None if options.get("id") is None else str(options["id"])
-        *names, last = (self._ids or "").split(",")
-        if last.isspace() or not all(map(str.strip, names)):
-            raise ConfigError(
-                f"--id {self._ids!r} has an empty name; name the columns of ids, or give --id '' to number "
-                "nodes by row"
-            )
         folder = Path(location).expanduser()
         self._name = folder.resolve().name
         self._nodes, self._edges = find_tables(folder)
@@ -380,16 +374,19 @@ class TablesSource(DatasetSource):
         )
         where = f"{self._name}: no table"
         ignored = set(_choose_names(self._ignored, [*of_nodes, *of_edges], where, "ignore"))
-        known = [name for name in of_nodes if name not in ignored]
+        known = [name for name in of_nodes if name and name not in ignored]
         ids = None if self._ids is None else _choose_names(self._ids, known, f"{where} of nodes", "--id")
         return graph_of_tables(self._name, nodes, edges, ignored, ids)
 
 
 def _choose_names(listed: str, known: Sequence[str], where: str, option: str) -> list[str]:
-    """Return the names that an option lists with commas; DatasetError if one is not among ``known``."""
+    """Return the names that an option lists with commas; only the last may be empty.
+
+    DatasetError: a name, also without blanks around it, is not among ``known``.
+    """
     names = [name if name in known else name.strip() for name in listed.split(",")]
-    for name in names:
-        if name and name not in known:
+    for name in [*filter(None, names), *names[:-1]]:
+        if name not in known:
             raise DatasetError(
                 f"{where} has the column {name!r} of {option}{did_you_mean(name, known)} (columns: "
                 f"{', '.join(known) or 'none'})"
@@ -539,8 +536,7 @@ def _ids_in_edges(node_type: str, ends: Sequence[Column]) -> Any:
             f"{ends[0].where}: node type {node_type!r} has no table, and the edges name "
             "its nodes by integers in one place and by strings in another; use one of them"
         )
-    distinct = pc.unique(pa.chunked_array(found))
-    return distinct.take(pc.sort_indices(distinct))
+    return _sort_distinct(pa.chunked_array(found))
 
 
 def _positions(end: Column, ids: Any, table: str | None) -> Array:
@@ -620,8 +616,12 @@ def _labels(labels: Column) -> Array:
 
 
 def _class_names(labels: Column) -> Any:
-    classes = pc.unique(pc.if_else(pc.equal(labels.values, ""), None, labels.values).drop_null())
-    return classes.take(pc.sort_indices(classes))
+    return _sort_distinct(labels.values.filter(pc.not_equal(pc.fill_null(labels.values, ""), "")))
+
+
+def _sort_distinct(values: Any) -> Any:
+    distinct = pc.unique(values)
+    return distinct.take(pc.sort_indices(distinct))
 
 
 def split_codes(split: Column) -> Array:
