@@ -32,7 +32,6 @@ from dglx_dist.data.sources import (
     count_classes,
     masks_of_split,
     open_text,
-    refuse_unknown,
     standard_columns,
     suffix_of,
 )
@@ -576,9 +575,10 @@ class EdgeListSource(DatasetSource):
     format: its edges have both directions, and weights of nodes are ``node_weight``.
     """
 
+    known_options = ("format",)
+
     def __init__(self, location: str, options: Mapping[str, object]) -> None:
-        refuse_unknown(options, ("format",), "edge_list")
-        super().__init__(location, {})
+        super().__init__(location, options)
         self._format = options.get("format")
         if self._format not in (None, *LINE_FORMATS):
             raise ConfigError(f"format is {self._format!r}; it is one of {', '.join(LINE_FORMATS)}")
@@ -620,11 +620,6 @@ class EdgeListSource(DatasetSource):
         for column, refused in zip(read.columns, signs, strict=False):
             _refuse_signs(read[column], where, refused)
         if all(are_triples):
-            if read.shape[1] == 2:
-                raise DatasetError(
-                    f"{where}: the line {line} has two columns, not head, relation and tail; give "
-                    "--format edges"
-                )
             return _graph_of_triples([(self._path, read, line)], [-1], name, where)
         if read.shape[1] < 2:
             raise DatasetError(f"{where}: the line {line} has not two ids")
@@ -850,9 +845,11 @@ def _graph_of_triples(
     tables = []
     for path, table, line in read:
         if table.shape[1] != 3 or str(table.iloc[0, 1]).lower() in ("relation", "predicate"):
+            is_edge = table.shape[1] == 2 and splits == [-1]  # in a folder, a user with one item
+            kind = "edges if it is an edge" if is_edge else "interactions if it is a user and its items"
             raise DatasetError(
                 f"{path}: the line {line} is not head, relation and tail; remove a header, or add "
-                "--format interactions if it is a user and its items"
+                f"--format {kind}"
             )
         table = table.apply(lambda column: column.str.rstrip())
         tables.append(table.set_axis(["head", "relation", "tail"], axis=1))

@@ -64,9 +64,11 @@ class DatasetSource(ABC):
     workspace: Workspace | None = None
     """Set before :meth:`load` where the memory is limited."""
 
+    known_options: ClassVar[tuple[str, ...]] = ()
+
     def __init__(self, location: str, options: Mapping[str, object]) -> None:
-        """Take the path of a file and no options; other sources override it."""
-        refuse_unknown(options, (), DATASETS.name_of(type(self)))
+        """Take a path and :attr:`known_options`; sources of something else override it."""
+        refuse_unknown(options, self.known_options, DATASETS.name_of(type(self)))
         self._path = Path(location).expanduser()
 
     @abstractmethod
@@ -293,9 +295,10 @@ class DglDataSource(DatasetSource):
 class DglBinarySource(DatasetSource):
     """A file that ``dgl.save_graphs`` wrote; options ``index`` and ``split`` as above."""
 
+    known_options = _OWN_OPTIONS
+
     def __init__(self, location: str, options: Mapping[str, object]) -> None:
-        refuse_unknown(options, _OWN_OPTIONS, "dgl_binary")
-        self._path = Path(location).expanduser()
+        super().__init__(location, options)
         self._index, self._split = (whole_number(options, name) for name in _OWN_OPTIONS)
 
     def load(self) -> RawGraph:

@@ -23,7 +23,6 @@ from dglx_dist.data.sources import (
     classes_of,
     count_classes,
     masks_of_split,
-    refuse_unknown,
     standard_columns,
 )
 from dglx_dist.data.storage.columns import id_dtype
@@ -356,13 +355,14 @@ class TablesSource(DatasetSource):
     ``id`` that is not the one of ids is left out.
     """
 
+    known_options = ("ignore", "id")
+
     def __init__(self, location: str, options: Mapping[str, object]) -> None:
-        refuse_unknown(options, ("ignore", "id"), "tables")
+        super().__init__(location, options)
         self._ignored = str(options.get("ignore", ""))
         self._ids = None if options.get("id") is None else str(options["id"])
-        folder = Path(location).expanduser()
-        self._name = folder.resolve().name
-        self._nodes, self._edges = find_tables(folder)
+        self._name = self._path.resolve().name
+        self._nodes, self._edges = find_tables(self._path)
 
     def load(self) -> RawGraph:
         asked = {form for name in (self._ids or "").split(",") for form in (name, name.strip())}

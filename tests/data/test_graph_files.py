@@ -813,7 +813,7 @@ def test_refuses_ends_of_triples_that_look_like_tuples_or_arrays(tmp_path: Path,
 
 def test_names_the_format_of_two_columns_that_are_no_triples(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("0 1\n1 2\n")
-    with pytest.raises(DatasetError, match=r"the line '0 1' has two columns, .* give --format edges"):
+    with pytest.raises(DatasetError, match=r"the line '0 1' is not .* --format edges if it is an edge"):
         load_dataset(tmp_path / "a.txt", format="triples")
 
 
