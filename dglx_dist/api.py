@@ -266,7 +266,7 @@ def distribute(
         structure: Whether each server maps the whole structure, see :class:`DistGraph`.
 
     Raises:
-        DatasetError: the graph is not sound; ConfigError on the ranks other than 0.
+        DatasetError: the graph is not sound.
         UnknownNameError: there is no such strategy.
         ConfigError: an argument cannot be honoured, or the session is open for another strategy.
         PeerError: ranks are missing after the time-out.

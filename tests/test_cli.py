@@ -262,7 +262,8 @@ def test_partition_takes_how_lines_are_read(tmp_path: Path) -> None:
     arguments = ["partition", str(tmp_path / "a.txt"), "--parts", "1", "--out", str(tmp_path / "o")]
     assert "say which: --format edges, triples or interactions" in refused(*arguments)
     assert "a: 3 nodes, 2 edges" in succeeded(*arguments, "--format", "triples")
-    assert "format is 'nothing'; it is 'dglx' or 'dgl'" in refused(*arguments, "--format", "nothing")
+    message = "format is 'nothing'; it is 'dglx' or 'dgl', or of a text of edges one of triples, edges, inter"
+    assert message in refused(*arguments, "--format", "nothing")
 
 
 def test_a_regression_of_classes_is_warned_of(tmp_path: Path) -> None:

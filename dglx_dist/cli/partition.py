@@ -95,6 +95,9 @@ class PartitionCommand(PartitionOptions, PartitionPlan):
         if self.format in LINE_FORMATS:
             added["format"] = self.format
             object.__setattr__(self, "format", "dglx")
+        elif self.format not in ("dglx", "dgl"):
+            lines = f"of a text of edges one of {', '.join(LINE_FORMATS)}"
+            raise ConfigError(f"format is {self.format!r}; it is 'dglx' or 'dgl', or {lines}")
         object.__setattr__(self, "source_options", {**self.source_options, **added})
         super().__post_init__()
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from dglx_dist.comm.ledger import CONTROL, ring_bytes
 from dglx_dist.comm.session import ALL_GATHER, Session, raise_unless_equal
 from dglx_dist.data.external_memory import Ranks
-from dglx_dist.errors import ConfigError, DglxError, PeerError, StorageError
+from dglx_dist.errors import ConfigError, DatasetError, DglxError, PeerError, StorageError
 from dglx_dist.records import Array
 
 _MAX_STATUS_CHARS = 100
@@ -243,7 +243,8 @@ def check_equal(
 def run_on_all_ranks(session: Session, action: Callable[[], T], error: type[DglxError] = StorageError) -> T:
     """Return what ``action``, which calls no collective, returns; when it raises on one rank, all raise.
 
-    Collective. The other ranks raise ``error`` with the failed rank and its message.
+    Collective. The other ranks raise ``error`` with the failed rank and its message, and DatasetError where
+    that rank does.
     """
     problem, result = "", None
     mine: Exception | None = None
@@ -254,11 +255,11 @@ def run_on_all_ranks(session: Session, action: Callable[[], T], error: type[Dglx
         meant = isinstance(caught, DglxError | IndexError) and str(caught)
         mine, problem = caught, str(caught) if meant else f"{type(caught).__name__}: {caught}"
     try:
-        problems = gather_json(problem, session)
+        problems: list[Any] = gather_json([problem, isinstance(mine, DatasetError)], session)
     finally:
         if mine is not None:
             raise mine
-    for rank, text in enumerate(problems):
+    for rank, (text, is_of_data) in enumerate(problems):
         if text:
-            raise error(f"rank {rank} on {session.hosts[rank]}: {text}")
+            raise (DatasetError if is_of_data else error)(f"rank {rank} on {session.hosts[rank]}: {text}")
     return result  # type: ignore[return-value]  # set, since nothing was raised

@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dglx_dist.data.external_memory import Workspace, mapped, spill
-from dglx_dist.data.metis_text import read_metis
+from dglx_dist.data.metis_text import EDGE_VALUES, read_metis
 from dglx_dist.data.sources import (
     LINE_FORMATS,
     OTHER_NAMES,
@@ -31,7 +31,7 @@ from dglx_dist.data.sources import (
     array_of_tensor,
     count_classes,
     masks_of_split,
-    refuse_unknown,
+    open_text,
     standard_columns,
     suffix_of,
 )
@@ -145,10 +145,6 @@ def _rename_pyg(arrays: Mapping[str, Array], where: str) -> Mapping[str, Array]:
     return {"src": index[0], "dst": index[1], **num_nodes, **others}
 
 
-_VALUES = "values of a matrix"
-"""Array that becomes the edge column ``weight``, also where there are as many nodes."""
-
-
 def _arrays_of_matrix(matrix: Any, path: Path) -> dict[str, Array]:
     if matrix.format in ("csr", "csc", "bsr"):
         # Compiled code follows its pointers.
@@ -160,7 +156,7 @@ def _arrays_of_matrix(matrix: Any, path: Path) -> dict[str, Array]:
             "nodes write tables, docs/quickstart.md)"
         )
     arrays = {"src": matrix.row, "dst": matrix.col, "num_nodes": np.array(matrix.shape[0])}
-    return arrays | ({_VALUES: matrix.data} if (matrix.data != 1).any() else {})
+    return arrays | ({EDGE_VALUES: matrix.data} if (matrix.data != 1).any() else {})
 
 
 def _read(path: Path, workspace: Workspace | None) -> dict[str, Array]:
@@ -292,7 +288,7 @@ def _columns(
     for name, array in arrays.items():
         if name in _STRUCTURE:
             continue
-        rows, is_of_edges = len(array) if array.ndim else -1, name == _VALUES or name.startswith("edge_")
+        rows, is_of_edges = len(array) if array.ndim else -1, name == EDGE_VALUES or name.startswith("edge_")
         is_of_nodes = name.startswith("node_") or name in _REQUIRED_LENGTH
         is_counted = "num_nodes" in arrays or "num_entities" in arrays
         if rows == num_edges == num_nodes and not (is_of_edges or is_of_nodes):
@@ -308,7 +304,7 @@ def _columns(
         if rows == num_nodes and not (is_of_edges and rows == num_edges):
             of_nodes[name] = array
         elif rows == num_edges:
-            of_edges["weight" if name == _VALUES else name] = array
+            of_edges["weight" if name == EDGE_VALUES else name] = array
         elif name in _REQUIRED_LENGTH:
             raise DatasetError(
                 f"{where}: array {name!r} has shape {array.shape}, which is neither one row for each of the "
@@ -579,33 +575,50 @@ class EdgeListSource(DatasetSource):
     format: its edges have both directions, and weights of nodes are ``node_weight``.
     """
 
+    known_options = ("format",)
+
     def __init__(self, location: str, options: Mapping[str, object]) -> None:
-        refuse_unknown(options, ("format",), "edge_list")
-        super().__init__(location, {})
+        super().__init__(location, options)
         self._format = options.get("format")
         if self._format not in (None, *LINE_FORMATS):
             raise ConfigError(f"format is {self._format!r}; it is one of {', '.join(LINE_FORMATS)}")
 
     def load(self) -> RawGraph:
+        if self._path.is_dir():
+            return self._load_folder()
+        is_metis = suffix_of(self._path).removesuffix(".gz") == ".graph"
+        if (arrays := (read_metis if is_metis else _read_matrix_market)(self._path)) is None:
+            return self._load_lines()
+        if self._format is not None:
+            raise ConfigError(f"{self._path} says itself how it is read; leave out --format {self._format}")
+        return graph_of_arrays(arrays, self._path.name.removesuffix(suffix_of(self._path)), str(self._path))
+
+    def _load_folder(self) -> RawGraph:
+        files, name = self._files_of_splits(), self._path.resolve().name
+        if self._format == "interactions":
+            return _graph_of_item_lists(files, name)
+        if self._format == "edges":
+            raise ConfigError(
+                f"{self._path} is a folder of splits, of triples or interactions; give --format triples or "
+                "interactions, or one file of edges"
+            )
+        read_all = ((path, *_read_lines(path, is_triples=True)) for path in files.values())
+        tables = ((path, read, lines[0]) for path, read, lines, _ in read_all)
+        return _graph_of_triples(tables, list(files), name, str(self._path))
+
+    def _load_lines(self) -> RawGraph:
         import pandas as pd
 
         where, name = str(self._path), self._path.name.removesuffix(suffix_of(self._path))
-        if (arrays := _read_metis(self._path) or _read_matrix_market(self._path)) is not None:
-            return graph_of_arrays(arrays, name, where)
-        if self._path.is_dir():
-            files = self._files_of_splits()
-            if self._format == "interactions":
-                return _graph_of_item_lists(files, self._path.resolve().name)
-            read_all = ((path, *_read_lines(path, is_triples=True)) for path in files.values())
-            tables = ((path, read, lines[0]) for path, read, lines, _ in read_all)
-            return _graph_of_triples(tables, list(files), self._path.resolve().name, str(self._path))
         read, lines, are_triples = _read_lines(
             self._path, None if self._format is None else self._format == "triples"
         )
         line = lines[0]
         _refuse_header(read, where, line)
-        for column in read.columns[: 3 if all(are_triples) else 2]:
-            _refuse_signs(read[column], where)
+        # Names of relations are any texts, but a -> b is an edge.
+        signs = (_SIGNS, _ARROW, _SIGNS) if all(are_triples) and 2 in read else (_SIGNS, _SIGNS)
+        for column, refused in zip(read.columns, signs, strict=False):
+            _refuse_signs(read[column], where, refused)
         if all(are_triples):
             return _graph_of_triples([(self._path, read, line)], [-1], name, where)
         if read.shape[1] < 2:
@@ -633,37 +646,25 @@ class EdgeListSource(DatasetSource):
     def _files_of_splits(self) -> dict[int, Path]:
         found: dict[int, Path] = {}
         for path in sorted(self._path.glob("*.t[xs][tv]")):
-            if (code := _CODE_OF_FILE.get(path.stem)) is None:
-                continue
+            code = _CODE_OF_FILE.get(path.stem, -1)
             if code in found:
                 raise DatasetError(
                     f"{self._path}: {found[code].name} and {path.name} are of the same split; remove one"
                 )
-            found[code] = path
+            if code >= 0:
+                found[code] = path
+        if not found:
+            raise DatasetError(f"{self._path} has neither train.txt, valid.txt nor test.txt; give a file")
         return found
-
-
-def _read_metis(path: Path) -> dict[str, Array] | None:
-    if suffix_of(path).removesuffix(".gz") != ".graph":
-        return None
-    arrays, weights = read_metis(path)
-    message = "%s: read as METIS's format, with %d nodes, counted from 0, and each edge in both directions"
-    _LOG.warning(message, path, arrays["num_nodes"])
-    return arrays if weights is None else arrays | {_VALUES: weights}
 
 
 def _read_matrix_market(path: Path) -> dict[str, Array] | None:
     """Return the arrays of a text in the format of MatrixMarket; None for another text."""
-    if path.is_dir():
-        return None
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            if not file.readline().removeprefix(b"\xef\xbb\xbf").lower().startswith(b"%%matrixmarket"):
-                return None
-            file.seek(0)
-            matrix = importlib.import_module("scipy.io").mmread(file)
-    except (ValueError, EOFError, OSError, zlib.error) as error:
-        raise DatasetError(f"{path}: not a readable list of edges or matrix, or cut off: {error}") from error
+    with open_text(path, "list of edges or matrix, or cut off") as file:
+        if not file.readline().removeprefix(codecs.BOM_UTF8).lower().startswith(b"%%matrixmarket"):
+            return None
+        file.seek(0)
+        matrix = importlib.import_module("scipy.io").mmread(file)
     matrix = importlib.import_module("scipy.sparse").coo_array(matrix)
     what = "a MatrixMarket matrix of shape %s with %d entries, as edges of nodes counted from 0"
     _LOG.warning(f"%s: read as {what}", path, matrix.shape, matrix.nnz)
@@ -691,15 +692,17 @@ def _refuse_header(read: Any, where: str, line: str) -> None:
         )
 
 
-_SIGNS = r"""^[(["'].|.[)\]"',;:]$|^(?:[-=~]*>|<[-=~]*|[-=]+|\u2192)$"""
+_ARROW = r"^(?:[-=~]*>|<[-=~]*|[-=]+|\u2192)$"
+_SIGNS = rf"""{_ARROW}|^\([^)]*\)?$|^\[[^\]]*\]?$|^[^(]+\)$|^[^\[]+\]$|^["'].|.["',;:]$"""
+"""Arrows, and ids with quotes, separators, or brackets around them or at one end."""
 
 
-def _refuse_signs(ids: Any, where: str) -> None:
+def _refuse_signs(ids: Any, where: str, signs: str = _SIGNS) -> None:
     """Refuse ids with brackets, quotes or separators around them, and arrows in place of ids."""
     if ids.dtype.kind in "iuf":
         return
     texts = ids.astype(str)
-    if (wrong := texts.str.contains(_SIGNS, regex=True)).any():
+    if (wrong := texts.str.contains(signs, regex=True)).any():
         raise DatasetError(
             f"{where}: {texts[wrong].iloc[0]!r} stands where an id is expected; write the ids of an edge "
             "with a space, tab or comma between them, without brackets, quotes, arrows or other signs"
@@ -755,40 +758,41 @@ def _read_lines(path: Path, is_triples: bool | None = None) -> tuple[Any, list[s
     """Return the pandas table of ``path``, its first two lines, and whether each is, or seems, a triple."""
     import pandas as pd
 
-    before, begin = list[bytes](), list[bytes]()
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            lines = map(bytes.strip, file)
-            for line in lines:
-                if not before:
-                    line = line.removeprefix(codecs.BOM_UTF8)
-                if line and not line.startswith((b"#", b"%")):
-                    begin = [line, *filter(None, islice(lines, 1))]
-                    break
-                before.append(line)
-            file.seek(0)
-            source: Any = file
-            entries: dict[str, Any] = {}
-            if not is_triples and begin and re.search(rb"\s\{(['\"].*)?\}$", begin[0]):
-                content = file.read(_LARGEST + 1)
-                if len(content) > _LARGEST:
-                    most = readable_bytes(_LARGEST)
-                    raise ValueError(f"with dictionaries at most {most}; use write_edgelist(data=['weight'])")
-                text, entries = _without_entries(content.decode(), str(path))
-                source, before = io.BytesIO(text.encode()), []
-                begin = [line.partition(b"{")[0].strip() for line in begin]
-            first = begin[0] if begin else b""
-            if re.fullmatch(rb"[^\s,]+(::[^\s,]+)+", first):
-                source = io.BytesIO(file.read().replace(b"::", b"\t"))
-            separator = "," if b"," in first else r"\s+"
-            of_triples = "\t" if first.count(b"\t") == 2 else separator
-            are_triples = [
-                _is_triple(re.split(of_triples.encode(), line.replace(b"::", b"\t")))
-                if is_triples is None
-                else is_triples
-                for line in begin
-            ]
-            is_triples = is_triples or (bool(begin) and all(are_triples))
+    before, begin, entries = list[bytes](), list[bytes](), dict[str, Any]()
+    with open_text(path, "list of edges, or cut off") as file:
+        lines = map(bytes.strip, file)
+        for line in lines:
+            if not before:
+                line = line.removeprefix(codecs.BOM_UTF8)
+            if line and not line.startswith((b"#", b"%")):
+                begin = [line, *filter(None, islice(lines, 1))]
+                break
+            before.append(line)
+        if not begin:
+            raise ValueError("it has no line of two ids; write some")
+        file.seek(0)
+        source: Any = file
+        if not is_triples and re.search(rb"\s\{(['\"].*)?\}$", begin[0]):
+            content = file.read(_LARGEST + 1)
+            if len(content) > _LARGEST:
+                most = readable_bytes(_LARGEST)
+                raise ValueError(f"with dictionaries at most {most}; use write_edgelist(data=['weight'])")
+            text, entries = _without_entries(content.decode(), str(path))
+            source, before = io.BytesIO(text.encode()), []
+            begin = [line.partition(b"{")[0].strip() for line in begin]
+        first = begin[0]
+        if re.fullmatch(rb"[^\s,]+(::[^\s,]+)+", first):
+            source = io.BytesIO(file.read().replace(b"::", b"\t"))
+        separator = "," if b"," in first else r"\s+"
+        of_triples = "\t" if first.count(b"\t") == 2 else separator
+        are_triples = [
+            _is_triple(re.split(of_triples.encode(), line.replace(b"::", b"\t")))
+            if is_triples is None
+            else is_triples
+            for line in begin
+        ]
+        is_triples = all(are_triples)
+        try:
             read = pd.read_csv(
                 source,
                 sep=of_triples if is_triples else separator,
@@ -804,16 +808,17 @@ def _read_lines(path: Path, is_triples: bool | None = None) -> tuple[Any, list[s
                 keep_default_na=False,
                 na_values=[""],
             )
-            read = read.assign(**entries)
-    except (ValueError, EOFError, OSError, zlib.error) as error:
-        problem = str(error).removeprefix("Error tokenizing data. C error: ")
-        if begin and begin[0].isdigit():
-            problem = f"line {begin[0].decode()} is a count, as OpenKE has it before lines of head, tail and "
-            problem += "relation; remove it, and put relations between head and tail (with --format triples)"
-        elif path.stem in _CODE_OF_FILE:
-            problem += "; if a line is a user and all its items, add --format interactions"
-        raise DatasetError(f"{path}: not a readable list of edges, or cut off: {problem}") from error
-    return read, [repr(line.decode(errors="replace")) for line in begin], are_triples
+        except pd.errors.ParserError as error:
+            problem = str(error).removeprefix("Error tokenizing data. C error: ")
+            if first.isdigit():
+                problem = (
+                    f"line {first.decode()} is a count, as OpenKE has it before lines of head, tail and "
+                )
+                problem += "relation; remove it, and put relations between head and tail (--format triples)"
+            elif path.stem in _CODE_OF_FILE:
+                problem += "; if a line is a user and all its items, add --format interactions"
+            raise ValueError(problem) from error
+    return read.assign(**entries), [repr(line.decode(errors="replace")) for line in begin], are_triples
 
 
 def _without_entries(text: str, where: str) -> tuple[str, dict[str, Any]]:
@@ -840,9 +845,11 @@ def _graph_of_triples(
     tables = []
     for path, table, line in read:
         if table.shape[1] != 3 or str(table.iloc[0, 1]).lower() in ("relation", "predicate"):
+            is_edge = table.shape[1] == 2 and splits == [-1]  # in a folder, a user with one item
+            kind = "edges if it is an edge" if is_edge else "interactions if it is a user and its items"
             raise DatasetError(
                 f"{path}: the line {line} is not head, relation and tail; remove a header, or add "
-                "--format interactions if it is a user and its items"
+                f"--format {kind}"
             )
         table = table.apply(lambda column: column.str.rstrip())
         tables.append(table.set_axis(["head", "relation", "tail"], axis=1))

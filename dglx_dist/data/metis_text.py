@@ -1,46 +1,62 @@
 """Graphs in METIS's text format: a line of sizes, then a line of neighbours for each node."""
 
-import gzip
-import zlib
+import logging
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from dglx_dist.data.sources import open_text
 from dglx_dist.errors import DatasetError
 from dglx_dist.records import Array
 
+_LOG = logging.getLogger(__name__)
 
-def read_metis(path: Path) -> tuple[dict[str, Array], Array | None]:
-    """Return ``src``, ``dst``, ``num_nodes`` and ``node_weight`` of a ``.graph``, and its weights of edges.
+
+EDGE_VALUES = "values of edges"
+"""Array that becomes the edge column ``weight``, also where there are as many nodes."""
+
+
+def read_metis(path: Path) -> dict[str, Array]:
+    """Return ``src``, ``dst``, ``num_nodes``, and ``node_weight`` and :data:`EDGE_VALUES` if there are any.
 
     DatasetError: the file is not what its first line says.
     """
-    try:
-        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        lines = [line.split() for line in content.splitlines() if not line.lstrip().startswith(b"%")]
-        # An empty line is a node without neighbours, but not before the sizes.
-        while lines and not lines[0]:
-            del lines[0]
-        num_nodes, num_edges, *more = [int(field) for field in lines[0]] if lines else (0, 0)
-        layout = f"{more[0] if more else 0:03d}"
-        num_weights = (more[1] if len(more) > 1 else 1) * (layout[-2] == "1")
-        has_weights, first = layout[-1] == "1", num_weights + (layout[-3] == "1")
-        counts = np.array([len(line) for line in lines[1 : 1 + num_nodes]], dtype=np.int64)
-        numbers = np.array([field for line in lines[1 : 1 + num_nodes] for field in line], dtype=np.int64)
-    except (ValueError, OverflowError, OSError, EOFError, zlib.error) as error:
-        raise DatasetError(f"{path}: not a readable METIS graph, or cut off: {error}") from error
+    with open_text(path, "METIS graph, or cut off") as file:
+        content = file.read()
+    rows = [(at, line.split()) for at, line in enumerate(content.splitlines(), 1)]
+    rows = [(at, row) for at, row in rows if not row or not row[0].startswith(b"%")]
+    # An empty line is a node without neighbours, but not before the sizes.
+    while rows and not rows[0][1]:
+        del rows[0]
+    line_of_sizes, sizes = rows[0][0] if rows else 1, _read_numbers(rows[:1], path)
+    if not 2 <= len(sizes) <= 4:
+        raise DatasetError(
+            f"{path}: not a readable METIS graph: line {line_of_sizes} has {len(sizes)} numbers; the first "
+            "line has the number of nodes and that of edges; correct it, or write edges in a .txt"
+        )
+    num_nodes, num_edges, *more = sizes.tolist()
+    layout = f"{more[0] if more else 0:03d}"
+    num_weights = (more[1] if len(more) > 1 else 1) * (layout[-2] == "1")
+    has_weights, first = layout[-1] == "1", num_weights + (layout[-3] == "1")
+    of_nodes = rows[1 : 1 + max(num_nodes, 0)]
+    counts = np.array([len(row) for _, row in of_nodes], dtype=np.int64)
+    numbers = _read_numbers(of_nodes, path)
     places = np.arange(len(numbers)) - np.repeat(np.cumsum(counts) - counts, counts)
     owners, step = np.repeat(np.arange(len(counts)), counts), 1 + has_weights
     is_end = (places >= first) & ((places - first) % step == 0)
     src, dst = owners[is_end], numbers[is_end] - 1
     forward, backward = (np.stack(pair)[:, np.lexsort(pair)] for pair in ((src, dst), (dst, src)))
-    is_outside = bool(((dst < 0) | (dst >= num_nodes)).any())
+    outside = src[(dst < 0) | (dst >= num_nodes)]
+    short = ((counts - first) % step != 0) | (counts < first)
+    lines = np.array([at for at, _ in of_nodes])
+    is_short = len(counts) != num_nodes or any(row for _, row in rows[1 + num_nodes :])
     problems = {
-        f"not one line for each of {num_nodes} nodes": len(counts) != num_nodes
-        or any(lines[1 + num_nodes :]),
+        f"not one line for each of {num_nodes} nodes": is_short,
         f"the format {layout}, which is not of 0 and 1": len(layout) > 3 or not {*layout} <= {"0", "1"},
-        "a line without all its weights": ((counts - first) % step).any() or (counts < first).any(),
-        f"a neighbour outside 1..{num_nodes}": is_outside,
+        f"a line without all its weights (line {lines[short].max(initial=0)})": short.any(),
+        f"a neighbour outside 1..{num_nodes} (line {lines[outside].max(initial=0)})": len(outside) > 0,
         f"{len(dst)} neighbours, not each of {num_edges} edges from both ends": len(dst) != 2 * num_edges,
         "an edge in the line of one of its ends only": not np.array_equal(forward, backward),
     }
@@ -50,4 +66,19 @@ def read_metis(path: Path) -> tuple[dict[str, Array], Array | None]:
     if num_weights:
         weights = numbers[(places < first) & (places >= first - num_weights)].reshape(num_nodes, num_weights)
         arrays["node_weight"] = weights[:, 0] if num_weights == 1 else weights
-    return arrays, numbers[(places >= first) & ~is_end] if has_weights else None
+    if has_weights:
+        arrays[EDGE_VALUES] = numbers[(places >= first) & ~is_end]
+    message = "%s: read as METIS's format, with %d nodes, counted from 0, and each edge in both directions"
+    _LOG.warning(message, path, num_nodes)
+    return arrays
+
+
+def _read_numbers(rows: Sequence[tuple[int, list[bytes]]], path: Path) -> Array:
+    """Return the numbers of lines one after the other; DatasetError for the first one that is none."""
+    try:
+        return np.array([field for _, row in rows for field in row], dtype=np.int64)
+    except (ValueError, OverflowError):
+        pairs = ((at, field.decode(errors="replace")) for at, row in rows for field in row)
+        at, field = next(pair for pair in pairs if not re.fullmatch(r"[-+]?[0-9]{1,18}", pair[1]))
+        problem = f"not a readable METIS graph: line {at}: {field!r:.40} is no whole number"
+        raise DatasetError(f"{path}: {problem}; correct it, or write edges in a .txt") from None

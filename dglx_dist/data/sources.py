@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, final
+from typing import IO, TYPE_CHECKING, Any, ClassVar, cast, final
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from dglx_dist.data.dgl_files import check_files, load_graphs
 from dglx_dist.data.external_memory import Workspace
 from dglx_dist.data.storage.files import readable_bytes
 from dglx_dist.data.validate import FEW_CLASSES, check_raw_graph, column_error, number_codes
-from dglx_dist.errors import ConfigError, DatasetError, StorageError, UnknownNameError
+from dglx_dist.errors import ConfigError, DatasetError, DglxError, StorageError, UnknownNameError
 from dglx_dist.records import (
     EDGE_TYPE,
     FEATURE,
@@ -64,9 +64,11 @@ class DatasetSource(ABC):
     workspace: Workspace | None = None
     """Set before :meth:`load` where the memory is limited."""
 
+    known_options: ClassVar[tuple[str, ...]] = ()
+
     def __init__(self, location: str, options: Mapping[str, object]) -> None:
-        """Take the path of a file and no options; other sources override it."""
-        refuse_unknown(options, (), DATASETS.name_of(type(self)))
+        """Take a path and :attr:`known_options`; sources of something else override it."""
+        refuse_unknown(options, self.known_options, DATASETS.name_of(type(self)))
         self._path = Path(location).expanduser()
 
     @abstractmethod
@@ -175,7 +177,7 @@ def refuse_unknown(options: Mapping[str, object], known: Iterable[str], source: 
         if name not in allowed:
             raise ConfigError(
                 f"the dataset source {source!r} has no option {name!r}{did_you_mean(name, allowed)} "
-                f"(known: {', '.join(allowed) or 'none'})"
+                f"(known: {', '.join(allowed) or 'none: leave it out'})"
             )
 
 
@@ -293,9 +295,10 @@ class DglDataSource(DatasetSource):
 class DglBinarySource(DatasetSource):
     """A file that ``dgl.save_graphs`` wrote; options ``index`` and ``split`` as above."""
 
+    known_options = _OWN_OPTIONS
+
     def __init__(self, location: str, options: Mapping[str, object]) -> None:
-        refuse_unknown(options, _OWN_OPTIONS, "dgl_binary")
-        self._path = Path(location).expanduser()
+        super().__init__(location, options)
         self._index, self._split = (whole_number(options, name) for name in _OWN_OPTIONS)
 
     def load(self) -> RawGraph:
@@ -435,14 +438,33 @@ def load_dataset(
     return graph
 
 
+@contextmanager
+def open_text(path: Path, what: str) -> Iterator[IO[bytes]]:
+    """Open a file, decompressed if it ends in ``.gz``.
+
+    DatasetError: the file, or what the block reads in it, is no readable ``what``.
+    """
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            yield cast("IO[bytes]", file)
+    except DglxError:  # some are a ValueError
+        raise
+    except (ValueError, EOFError, OSError, zlib.error) as error:
+        problem = str(error)
+        if isinstance(error, UnicodeDecodeError):
+            problem = "a text that is not UTF-8; save it as that"
+        elif isinstance(error, gzip.BadGzipFile):
+            problem = "its suffix is .gz, but gzip has not compressed it; remove the suffix"
+        elif isinstance(error, (EOFError, zlib.error)):
+            problem = "its compressed content is damaged or incomplete; copy it again"
+        raise DatasetError(f"{path}: not a readable {what}: {problem}") from error
+
+
 def _num_bytes(path: Path) -> int:
     if path.suffix != ".gz":
         return path.stat().st_size
-    try:
-        with gzip.open(path) as file:
-            return sum(map(len, iter(partial(file.read, 1 << 20), b"")))
-    except (OSError, EOFError, zlib.error) as error:
-        raise DatasetError(f"{path}: damaged or cut off: {error}") from error
+    with open_text(path, "file") as file:
+        return sum(map(len, iter(partial(file.read, 1 << 20), b"")))
 
 
 def _check_fits(name: str, per_byte: int, path: Path, workspace: Workspace) -> None:
@@ -460,6 +482,8 @@ def _source_and_location(spec: str) -> tuple[str, str]:
     path = Path(spec).expanduser()
     known = f"{FORMATS}, or NAME:WHERE with NAME one of {', '.join(DATASETS.names())}"
     if path.exists():
+        if path.is_file() and not path.stat().st_size:
+            raise DatasetError(f"{path} is empty; write the graph into it again, or remove it")
         source = _SOURCE_OF_SUFFIX.get(suffix_of(path).removesuffix(".gz"))
         if path.is_dir():
             source = "edge_list" if any(path.glob("train.t[xs][tv]")) else "tables"

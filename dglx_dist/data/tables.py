@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import logging
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
@@ -21,13 +23,13 @@ from dglx_dist.data.sources import (
     classes_of,
     count_classes,
     masks_of_split,
-    refuse_unknown,
     standard_columns,
 )
 from dglx_dist.data.storage.columns import id_dtype
 from dglx_dist.data.validate import check_columns, check_finite, check_unique, column_error, warn_of_unknown
 from dglx_dist.errors import DatasetError
 from dglx_dist.records import EDGE_TYPE, FEATURE, LABEL, NODE_TYPE, Array, EdgeType, NodeColumn, RawGraph
+from dglx_dist.registry import did_you_mean
 
 _LOG = logging.getLogger(__name__)
 SUFFIXES = (".csv", ".parquet")
@@ -83,17 +85,19 @@ class Column:
 
     def as_int64(self) -> Any:
         """Return integers as a pyarrow array of int64."""
-        try:
-            return self.values.cast(pa.int64())
-        except pa.ArrowInvalid as error:
-            raise self.error(f"has a number beyond 64 signed bits: {error}") from error
+        return self._cast(pa.int64(), "has a number beyond 64 signed bits; write texts")
 
     def texts(self) -> Any:
         """Return the values as a pyarrow array of large_string."""
+        return self._cast(
+            pa.large_string(), f"holds {self.values.type} that is not text; write texts or numbers"
+        )
+
+    def _cast(self, kind: Any, problem: str) -> Any:
         try:
-            return self.values.cast(pa.large_string())
+            return self.values.cast(kind)
         except pa.ArrowException as error:
-            raise self.error(f"holds {self.values.type} that is not text; write texts or numbers") from error
+            raise self.error(problem) from error
 
     def numbers(self) -> Array:
         """Return (K,) numbers or booleans, or (K, F) if its rows are lists.
@@ -141,9 +145,21 @@ def first_true(wrong: Any) -> int:
     return int(np.argmax(wrong)) if len(wrong) else 0
 
 
-def open_arrow(path: Path) -> Any:
-    """Return a file of Arrow's; given a path itself, Arrow refuses one that is not UTF-8."""
-    return pa.OSFile(os.fsencode(path))
+@contextmanager
+def open_table(path: Path, kind: str, longest: int = 1 << 20) -> Iterator[Any]:
+    """Open a table as a file of Arrow's, which reads rows of at most ``longest`` bytes.
+
+    DatasetError: the file, or what the block reads in it, is no table of this kind.
+    """
+    try:
+        # Given a path itself, Arrow refuses one that is not UTF-8.
+        with pa.OSFile(os.fsencode(path)) as file:
+            yield file
+    except (pa.ArrowException, csv.Error, OSError, UnicodeDecodeError) as error:
+        # Arrow's message for a row that does not end within a block.
+        is_long = "straddling" in str(error)
+        hint = f"; a quote is open, or a row has over {longest >> 10} KB: write Parquet" if is_long else ""
+        raise DatasetError(f"{path}: not readable as a {kind} table: {error}{hint}") from error
 
 
 def read_table(path: Path, ids: Collection[str] = ()) -> Any:
@@ -151,18 +167,14 @@ def read_table(path: Path, ids: Collection[str] = ()) -> Any:
 
     Integers of a CSV column of ids, by its name or one of ``ids``, are texts if one begins with 0.
     """
-    try:
-        with open_arrow(path) as file:
-            if path.suffix != ".csv":
-                return pyarrow.parquet.read_table(file)
-            table = pyarrow.csv.read_csv(file)
+    with open_table(path, path.suffix[1:]) as file:
+        if path.suffix != ".csv":
+            return pyarrow.parquet.read_table(file)
+        table = pyarrow.csv.read_csv(file)
         columns = zip(table.column_names, table.schema.types, strict=True)
-        binary = [name for name, kind in columns if pa.types.is_binary(kind)]
-        if binary:
+        if binary := [name for name, kind in columns if pa.types.is_binary(kind)]:
             raise OSError(f"column {binary[0]!r} is not text in UTF-8; save it as that")
         return _with_written_ids(path, table, ids)
-    except (pa.ArrowInvalid, OSError, UnicodeDecodeError) as error:
-        raise DatasetError(f"{path}: not readable as a {path.suffix[1:]} table: {error}") from error
 
 
 def _with_written_ids(path: Path, table: Any, ids: Collection[str]) -> Any:
@@ -177,7 +189,7 @@ def _with_written_ids(path: Path, table: Any, ids: Collection[str]) -> Any:
         return table
     types = dict.fromkeys(names, pa.large_string())
     options = pyarrow.csv.ConvertOptions(include_columns=names, column_types=types)
-    with open_arrow(path) as file:
+    with open_table(path, "csv") as file:
         texts = pyarrow.csv.read_csv(file, convert_options=options)
     starts = (pc.any(pc.match_substring_regex(ids, "^ *[-+]?0[0-9]")).as_py() for ids in texts.columns)
     for name in names if any(starts) else ():
@@ -339,25 +351,47 @@ class TablesSource(DatasetSource):
     ``:START_ID`` and ``:END_ID``, or the ids of two types.
 
     Options: ``ignore``, columns to leave out, separated by commas; ``id``, columns of ids, alike (a table
-    has the first of them that it has; "": nodes are rows, in "key," those of tables without ids).
+    has the first of them that it has; "": nodes are rows, in "key," those of tables without ids). A column
+    ``id`` that is not the one of ids is left out.
     """
 
+    known_options = ("ignore", "id")
+
     def __init__(self, location: str, options: Mapping[str, object]) -> None:
-        refuse_unknown(options, ("ignore", "id"), "tables")
-        self._ignored = set(filter(None, str(options.get("ignore", "")).split(",")))
-        self._ids = None if options.get("id") is None else str(options["id"]).split(",")
-        folder = Path(location).expanduser()
-        self._name = folder.resolve().name
-        self._nodes, self._edges = find_tables(folder)
+        super().__init__(location, options)
+        self._ignored = str(options.get("ignore", ""))
+        self._ids = None if options.get("id") is None else str(options["id"])
+        self._name = self._path.resolve().name
+        self._nodes, self._edges = find_tables(self._path)
 
     def load(self) -> RawGraph:
-        asked = set(self._ids or ()) - {""}
+        asked = {form for name in (self._ids or "").split(",") for form in (name, name.strip())}
         nodes = {ntype: (str(path), read_table(path, asked)) for ntype, path in self._nodes.items()}
-        unknown = asked.difference(*(table.column_names for _, table in nodes.values()))
-        if unknown and "" in (self._ids or ()):
-            raise DatasetError(f"{self._name}: no table of nodes has the column {min(unknown)!r} of --id")
         edges = {etype: (str(path), read_table(path)) for etype, path in self._edges.items()}
-        return graph_of_tables(self._name, nodes, edges, self._ignored, self._ids)
+        of_nodes, of_edges = (
+            list(dict.fromkeys(name for _, table in tables.values() for name in table.column_names))
+            for tables in (nodes, edges)
+        )
+        where = f"{self._name}: no table"
+        ignored = set(_choose_names(self._ignored, [*of_nodes, *of_edges], where, "ignore"))
+        known = [name for name in of_nodes if name and name not in ignored]
+        ids = None if self._ids is None else _choose_names(self._ids, known, f"{where} of nodes", "--id")
+        return graph_of_tables(self._name, nodes, edges, ignored, ids)
+
+
+def _choose_names(listed: str, known: Sequence[str], where: str, option: str) -> list[str]:
+    """Return the names that an option lists with commas; only the last may be empty.
+
+    DatasetError: a name, also without blanks around it, is not among ``known``.
+    """
+    names = [name if name in known else name.strip() for name in listed.split(",")]
+    for name in [*filter(None, names), *names[:-1]]:
+        if name not in known:
+            raise DatasetError(
+                f"{where} has the column {name!r} of {option}{did_you_mean(name, known)} (columns: "
+                f"{', '.join(known) or 'none'})"
+            )
+    return names
 
 
 def graph_of_tables(
@@ -389,7 +423,7 @@ def graph_of_tables(
             owners[ntype] += " (the numbers of its rows; if a column has the ids, name it: --id COLUMN)"
         else:
             ids[ntype] = _node_ids(table, name_of_ids, where)
-        node_data[ntype] = _columns(table, where, {_ID if name_of_ids is None else name_of_ids, *ignored})
+        node_data[ntype] = _columns(table, where, {_ID, name_of_ids or _ID, *ignored})
         is_column = LABEL in table.column_names and LABEL in node_data[ntype]
         if is_column and (label := column(table, LABEL, where)).is_text:
             names[ntype] = _class_names(label).to_pylist()
@@ -422,10 +456,14 @@ def _name_of_ids(
     table: Any, ntype: str, where: str, ignored: Collection[str], asked: Sequence[str] | None
 ) -> str | None:
     """Return the name of the column of ids, of ``asked`` ones or by its name; None: nodes are rows."""
+    names = [name for name in table.column_names if name and name not in ignored]
+    likely = [name for name in asked or () if name in names][:1]
+    if _ID in names and likely != [_ID] and (likely or asked == [""]):
+        used = repr(likely[0]) if likely else "the number of its row"
+        _LOG.warning("%s: the id of a node is %s, as --id says; the column 'id' is left out", where, used)
     if asked == [""]:
         return None
-    names = [name for name in table.column_names if name and name not in ignored]
-    likely = [name for name in asked or () if name in names][:1] or [name for name in names if name == _ID]
+    likely = likely or [name for name in names if name == _ID]
     likely = likely or [name for name in names if is_node_id(name, ntype)]
     if len(likely) > 1 or (asked and not likely and "" not in asked):
         problem = f"both {likely[0]!r} and {likely[1]!r} could be" if likely else "none of --id is"
@@ -498,8 +536,7 @@ def _ids_in_edges(node_type: str, ends: Sequence[Column]) -> Any:
             f"{ends[0].where}: node type {node_type!r} has no table, and the edges name "
             "its nodes by integers in one place and by strings in another; use one of them"
         )
-    distinct = pc.unique(pa.chunked_array(found))
-    return distinct.take(pc.sort_indices(distinct))
+    return _sort_distinct(pa.chunked_array(found))
 
 
 def _positions(end: Column, ids: Any, table: str | None) -> Array:
@@ -579,8 +616,12 @@ def _labels(labels: Column) -> Array:
 
 
 def _class_names(labels: Column) -> Any:
-    classes = pc.unique(pc.if_else(pc.equal(labels.values, ""), None, labels.values).drop_null())
-    return classes.take(pc.sort_indices(classes))
+    return _sort_distinct(labels.values.filter(pc.not_equal(pc.fill_null(labels.values, ""), "")))
+
+
+def _sort_distinct(values: Any) -> Any:
+    distinct = pc.unique(values)
+    return distinct.take(pc.sort_indices(distinct))
 
 
 def split_codes(split: Column) -> Array:

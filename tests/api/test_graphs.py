@@ -62,7 +62,7 @@ def test_all_ranks_get_rank_zeros_graph(world_size: int, tmp_path: Path) -> None
 
 def _distribute_nothing(folder: str) -> list[str]:
     with dx.init(timeout=20) as session:
-        with pytest.raises(dx.DglxError) as missing:
+        with pytest.raises(dx.DatasetError) as missing:
             dx.distribute("nowhere.npz", cache=folder)
         # A dataset that the other machine lacks: all go one way, and are told.
         os.chdir(folder if session.topology.rank == 0 else "/")

@@ -749,14 +749,96 @@ def test_reads_metis(tmp_path: Path, suffix: str, text: str, node_weight: Any, i
         ("3 2\n2 3\n1 3\n\n", "an edge in the line of one of its ends only"),
         ("3 2 1\n2 5\n1 5 3\n2 5\n", "a line without all its weights"),
         ("3 2 7\n2\n1 3\n2\n", "the format 007"),
-        ("3 2\n2\n1 x\n2\n", "not a readable METIS graph"),
-        ("a b\n", "not a readable METIS graph"),
+        ("% n\n3 2\n\n1 9\n2\n", r"a neighbour outside 1\.\.3 \(line 4\)"),
+        ("3 2 1\n2 5\n1 5 3\n2 5\n", r"a line without all its weights \(line 3\)"),
+        ("% n\n3 2\n2\n1 x\n2\n", "not a readable METIS graph: line 4: 'x' is no whole number; correct it"),
+        ("3 2\n2\n1 1.5\n2\n", "line 3: '1.5' is no whole number"),
+        ("3 2\n2\n1 99999999999999999999\n2\n", "line 3: '99999999999999999999' is no whole number"),
+        ("a b\n", "not a readable METIS graph: line 1: 'a' is no whole number"),
+        ("\n5\n", "not a readable METIS graph: line 2 has 1 numbers; the first line has the number"),
+        ("\n\n", "not a readable METIS graph: line 1 has 0 numbers"),
     ],
 )
 def test_refuses_what_is_no_graph_of_metis(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "a.graph").write_text(text)
     with pytest.raises(DatasetError, match=rf"a\.graph: .*{message}"):
         load_dataset(tmp_path / "a.graph")
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.graph", "a.mtx", "a.json", "a.gml", "a.npz", "a.pt", "a.bin"])
+def test_names_an_empty_file(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(DatasetError, match=rf"{name} is empty; write the graph into it again"):
+        load_dataset(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"# nothing\n\n", "it has no line of two ids; write some"),
+        ("a.txt", b"a b\nb \xff\n", "a text that is not UTF-8; save it as that"),
+        ("a.txt.gz", b"0 1\n", r"its suffix is \.gz, but gzip has not compressed it; remove the suffix"),
+        ("a.graph.gz", b"1 0\n", r"its suffix is \.gz, but gzip has not compressed it"),
+        ("a.mtx.gz", b"1 0\n", r"its suffix is \.gz, but gzip has not compressed it"),
+        (
+            "a.txt.gz",
+            gzip.compress(b"0 1\n")[:-6],
+            "its compressed content is damaged or incomplete; copy it",
+        ),
+        ("a.graph.gz", gzip.compress(b"1 0\n")[:-6], "its compressed content is damaged or incomplete"),
+    ],
+)
+def test_explains_why_a_text_cannot_be_read(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DatasetError, match=rf"{name}: not a readable .*{message}"):
+        load_dataset(tmp_path / name)
+
+
+@pytest.mark.parametrize("relation", ["[red]x[/red]", "(a)", '"likes"', "works at:", "'s"])
+def test_reads_relations_of_any_signs(tmp_path: Path, relation: str) -> None:
+    (tmp_path / "a.tsv").write_text(f"Paris (France)\t{relation}\t(R)-carvone\nb\tr\t[18F]FDG\n")
+    graph = load_dataset(tmp_path / "a.tsv")
+    assert {etype[1] for etype in graph.edges} == {relation, "r"}
+    assert graph.user_ids[NODE_TYPE].tolist() == ["(R)-carvone", "Paris (France)", "[18F]FDG", "b"]
+
+
+@pytest.mark.parametrize(
+    "text", ["(a\tr\tb)\n", "[a]\tr\tb\n", "a\t->\tb\n", "('a', 'b', 'c')\n", '"a"\tr\tb\n']
+)
+def test_refuses_ends_of_triples_that_look_like_tuples_or_arrays(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a.tsv").write_text(text)
+    with pytest.raises(DatasetError, match="stands where an id is expected"):
+        load_dataset(tmp_path / "a.tsv")
+
+
+def test_names_the_format_of_two_columns_that_are_no_triples(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("0 1\n1 2\n")
+    with pytest.raises(DatasetError, match=r"the line '0 1' is not .* --format edges if it is an edge"):
+        load_dataset(tmp_path / "a.txt", format="triples")
+
+
+@pytest.mark.parametrize("lines", ["triples", "edges", "interactions"])
+def test_refuses_a_format_of_lines_for_what_is_in_its_own_format(tmp_path: Path, lines: str) -> None:
+    matrix = "%%MatrixMarket matrix coordinate pattern general\n2 2 1\n1 2\n"
+    texts = {"a.graph": metis("8 11"), "a.mtx": matrix, "a.txt": matrix, "a.graph.gz": ""}
+    for name, text in texts.items():
+        path = tmp_path / name
+        path.write_bytes(gzip.compress(metis("8 11").encode()) if name.endswith("gz") else text.encode())
+        with pytest.raises(
+            ConfigError, match=rf"{name} says itself how it is read; leave out --format {lines}"
+        ):
+            load_dataset(path, format=lines)
+    nx.write_gml(networkx_graph(directed=True), tmp_path / "a.gml")
+    with pytest.raises(ConfigError, match=r"'networkx' has no option 'format' \(known: none: leave it out\)"):
+        load_dataset(tmp_path / "a.gml", format=lines)
+
+
+def test_refuses_the_format_edges_for_a_folder_of_splits(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match=r"has neither train\.txt, valid\.txt nor test\.txt"):
+        load_dataset(f"edge_list:{tmp_path}")
+    (tmp_path / "train.txt").write_text("a r b\n")
+    with pytest.raises(ConfigError, match="a folder of splits, of triples or interactions; give --format"):
+        load_dataset(tmp_path, format="edges")
 
 
 def test_reads_ncol_and_names_the_way_to_read_pajek(tmp_path: Path) -> None:

@@ -305,7 +305,7 @@ def test_reads_ids_under_their_usual_names_or_the_one_of_the_option(
     suffix, ntype = ("csv", "user") if kind == "type" else (kind, NODE_TYPE)
     stems = ("nodes/user", "edges/user__likes__user") if kind == "type" else ("nodes", "edges")
     write(tmp_path, {f"{stems[0]}.{suffix}": nodes, f"{stems[1]}.csv": "src,dst\n10,11\n11,12\n"})
-    graph = load_dataset(tmp_path, **({"id": "other,my"} if name == "my" else {}))
+    graph = load_dataset(tmp_path, **({"id": "my"} if name == "my" else {}))
     assert graph.user_ids[ntype].tolist() == [12, 10, 11]
     assert {key: value.tolist() for key, value in columns_of(graph, ntype).items()} == {
         "feat": [[2], [0], [1]]
@@ -366,8 +366,49 @@ def test_numbers_nodes_by_row_where_the_option_says_so(tmp_path: Path) -> None:
     graph = load_dataset(tmp_path, id="")
     assert not graph.user_ids
     assert columns_of(graph)["rank"].tolist() == [2, 0, 1]
-    with pytest.raises(DatasetError, match=r"none of --id is the column of ids \(it has rank\)"):
-        load_dataset(tmp_path, id="uid")
+
+
+@pytest.mark.parametrize("asked", ["uid", "uid,", "id,uid", "uid,id", "name,uid"])
+def test_refuses_an_asked_column_of_ids_that_no_table_has(tmp_path: Path, asked: str) -> None:
+    write(tmp_path, {"nodes.csv": "id,name\n1,3\n2,5\n", "edges.csv": "src,dst\n1,2\n"})
+    message = r"no table of nodes has the column 'uid' of --id.* \(columns: id, name\)"
+    with pytest.raises(DatasetError, match=message):
+        load_dataset(tmp_path, id=asked)
+    with pytest.raises(DatasetError, match=r"the column 'name' of --id \(columns: id\)"):
+        load_dataset(tmp_path, id="name", ignore="name")
+    with pytest.raises(DatasetError, match=r"no table has the column 'nam' of ignore; .*'name'.*src, dst"):
+        load_dataset(tmp_path, ignore="nam")
+    (tmp_path / "nodes.csv").unlink()
+    with pytest.raises(DatasetError, match=r"of --id.* \(columns: none\)"):
+        load_dataset(tmp_path, id=asked)
+
+
+@pytest.mark.parametrize("asked", [",", ",,", " ,", "key,,", "key, ,", ",key"])
+def test_refuses_blank_names_of_columns_of_ids(tmp_path: Path, asked: str) -> None:
+    # The first column has no name.
+    write(tmp_path, {"nodes.csv": ",id,key\n0,1,3\n1,2,5\n", "edges.csv": "src,dst\n1,2\n"})
+    with pytest.raises(DatasetError, match=r"no table of nodes has the column '' of --id .*id, key\)"):
+        load_dataset(tmp_path, id=asked)
+
+
+def test_strips_blanks_around_names_of_columns(tmp_path: Path) -> None:
+    write(tmp_path, {"nodes.csv": "key, age,note\n3,007,b\n5,8,a\n", "edges.csv": "src,dst\n3,5\n"})
+    assert load_dataset(tmp_path, id=" key, ", ignore=" note").user_ids[NODE_TYPE].tolist() == [3, 5]
+    with pytest.raises(DatasetError, match="is not among"):  # the header has a blank, too
+        load_dataset(tmp_path, id=" age", ignore="note")
+
+
+@pytest.mark.parametrize(("asked", "used"), [("a", "'a'"), ("", "the number of its row"), ("b,a", "'a'")])
+@pytest.mark.parametrize("kind", ["number", "text"])
+def test_says_what_becomes_of_the_column_id_beside_the_one_asked_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, asked: str, used: str, kind: str
+) -> None:
+    row = "x" if kind == "text" else "7"
+    files = {"nodes/n.csv": f"id,a\n{row},1\n{row}y,0\n".replace("7y", "8"), "nodes/m.csv": "id,b\n0,0\n"}
+    write(tmp_path, files | {"edges/n__r__n.csv": "src,dst\n0,1\n"})
+    graph = load_dataset(tmp_path, id=asked)
+    assert f"n.csv: the id of a node is {used}, as --id says; the column 'id' is left out" in caplog.text
+    assert "id" not in graph.node_data["n"]
 
 
 def test_numbers_only_tables_without_ids_by_row_where_the_option_ends_in_a_comma(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pyarrow.csv
 import pyarrow.parquet
 
 from dglx_dist.data.ingest.config import FileSet
-from dglx_dist.data.tables import Column, as_numpy, check_names, open_arrow, plain
+from dglx_dist.data.tables import Column, as_numpy, check_names, open_table, plain
 from dglx_dist.data.validate import check_finite
 from dglx_dist.errors import DatasetError
 from dglx_dist.records import Array
@@ -103,26 +103,14 @@ class Table:
         return all(pa.types.is_integer(_schema(path).field(name).type) for path in self.files.paths)
 
     def _read(self, path: Path, names: list[str]) -> Iterator[Any]:
-        try:
-            if self.files.format == "csv":
-                yield from self._read_csv(path, names)
-            elif self.files.format == "lines":
-                yield from _read_lines(path)
-            else:
-                yield from self._read_parquet(path, names)
-        except (pa.ArrowException, OSError) as error:
-            # Arrow's message for a row that does not end within a block.
-            longest = self._block_bytes() >> 10
-            is_long = self.files.format == "csv" and "straddling" in str(error)
-            hint = f"; a quote is open, or a row has over {longest} KB: write Parquet" if is_long else ""
-            raise DatasetError(
-                f"{path}: not readable as a {self.files.format} table: {error}{hint}"
-            ) from error
+        if self.files.format == "lines":
+            return _read_lines(path)
+        return (self._read_csv if self.files.format == "csv" else self._read_parquet)(path, names)
 
     def _read_parquet(self, path: Path, names: list[str]) -> Iterator[Any]:
         names = names or _schema(path).names[:1]
         with (
-            open_arrow(path) as source,
+            open_table(path, "parquet") as source,
             pyarrow.parquet.ParquetFile(source, buffer_size=1 << 16, pre_buffer=False) as file,
         ):
             for number in range(file.metadata.num_row_groups):
@@ -139,7 +127,7 @@ class Table:
     def _read_csv(self, path: Path, names: list[str]) -> Iterator[Any]:
         names = names or _header(path, self.files.separator)[:1]
         with (
-            open_arrow(path) as source,
+            open_table(path, "csv", self._block_bytes()) as source,
             pyarrow.csv.open_csv(
                 source,
                 read_options=pyarrow.csv.ReadOptions(use_threads=False, block_size=self._block_bytes()),
@@ -162,10 +150,10 @@ def _read_lines(path: Path) -> Iterator[Any]:
             ids = (_id_of_line(text, path, row) for row, text in enumerate(texts))
             while piece := list(islice(ids, _LINES)):
                 yield pa.record_batch([pa.array(piece, pa.large_string())], [LINE_COLUMN])
-    except UnicodeDecodeError:
+    except (OSError, UnicodeDecodeError) as error:
         raise DatasetError(
             f"{path}: holds no text with one id a line; for a table, give custom_split_filenames the column"
-        ) from None
+        ) from error
 
 
 def _id_of_line(text: str, path: Path, row: int) -> str:
@@ -210,19 +198,13 @@ def _schema(path: Path) -> Any:
 
 
 def _metadata(path: Path) -> Any:
-    try:
-        with open_arrow(path) as file:
-            return pyarrow.parquet.read_metadata(file)
-    except (pa.ArrowException, OSError) as error:
-        raise DatasetError(f"{path}: not readable as a parquet table: {error}") from error
+    with open_table(path, "parquet") as file:
+        return pyarrow.parquet.read_metadata(file)
 
 
 def _header(path: Path, separator: str) -> list[str]:
-    try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            return next(csv.reader(file, delimiter=separator), [])
-    except (UnicodeDecodeError, csv.Error, OSError) as error:
-        raise DatasetError(f"{path}: not readable as a csv table: {error}") from error
+    with open_table(path, "csv"), path.open(newline="", encoding="utf-8-sig") as file:
+        return next(csv.reader(file, delimiter=separator), [])
 
 
 _WHOLE = "^(0|-?[1-9][0-9]*)$"
