@@ -71,7 +71,6 @@ from dglx_dist.training.fit import (
     train,
 )
 from dglx_dist.training.inference import labelled_type
-from dglx_dist.training.metrics import mean_of_sums
 from dglx_dist.training.object_state import Stateful
 from dglx_dist.training.relational import EntityInputs
 from dglx_dist.training.resume import resolve_resume
@@ -608,19 +607,6 @@ def wrap(model: nn.Module, g: DistGraph | ScriptGraph, reduction: Reduction = "m
 def local_device() -> torch.device:
     """Return the device of this rank: its GPU where there is one, else the CPU."""
     return current_session().device
-
-
-def reduce_mean(value: float | Tensor, count: int) -> float:
-    """Return the mean over all ranks, weighted by ``count``; every rank must call it.
-
-    Args:
-        value: This rank's mean; ignored where ``count`` is 0.
-        count: Number of values in this rank's mean, at least 0.
-
-    Returns:
-        The mean over the values of all ranks; NaN when there are none.
-    """
-    return mean_of_sums(float(value) * count if count else 0.0, count, current_session())
 
 
 def _distributed(g: object) -> DistGraph:

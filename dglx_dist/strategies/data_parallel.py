@@ -18,6 +18,7 @@ from dglx_dist.comm.collectives import check_equal, peers_named
 from dglx_dist.comm.session import Session
 from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
 from dglx_dist.dataloading.loader import DataLoader
+from dglx_dist.dataloading.step_loader import WARNS_OF_GAPS
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.cache import LOOK_AHEAD
 from dglx_dist.layers.dropout import NodeDropouts, has_rows, ids_of_pass, install_node_dropouts
@@ -276,6 +277,8 @@ def check_same_model(
     """
     if reduction not in ("mean", "sum"):
         raise ConfigError(f"reduction={reduction!r} must be 'mean' or 'sum'")
+    if reduction == "sum":
+        WARNS_OF_GAPS.set(session, False)
     places = {one.device: name for name, one in (*model.named_parameters(), *model.named_buffers())}
     described = [
         f"reduction={reduction}, {settings}",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import deque
 from collections.abc import Callable
 from inspect import signature
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, SupportsFloat, TypeAlias
 
 import torch
 from torch import Tensor
@@ -55,11 +56,58 @@ def global_mean(total: Tensor, count: float | Tensor, reduction: Reduction = "me
 
     Raises:
         ConfigError: the number of seeds of this step is unknown, because no batch of a loader went through
-            the wrapped model.
+            the wrapped model; or a value is wrong on some rank, on all ranks.
     """
-    session = current_session()
-    sums = torch.tensor([float(total.detach()), float(count)], dtype=torch.float64)
-    return _mean_of(total, sum_over_ranks(sums, session, phase=PHASE), session, reduction)
+    session, problem = current_session(), _find_problem("count", count, least=0.0)
+    if not isinstance(total, Tensor) or total.dim() or not total.is_floating_point():
+        problem = f"total={_show(total)} must be the sum of this rank's losses, a tensor of shape ()"
+    if reduction not in ("mean", "sum"):
+        problem = f"reduction={reduction!r} must be 'mean' or 'sum', as in dx.wrap"
+    sums = _sum_terms(total if problem else float(total.detach()), count, problem, session)
+    return _mean_of(total, sums, session, reduction)
+
+
+def reduce_mean(value: float | Tensor, count: int) -> float:
+    """Return the mean over all ranks, weighted by ``count``; every rank must call it.
+
+    Args:
+        value: This rank's mean; ignored where ``count`` is 0.
+        count: Number of values in this rank's mean, at least 0.
+
+    Returns:
+        The mean over the values of all ranks; NaN when there are none.
+
+    Raises:
+        ConfigError: on all ranks, if a value of some rank is no number or its count is below 0.
+    """
+    problem = _find_problem("count", count, least=0.0) or _find_problem("value", value)
+    total = float(value) * float(count) if not problem and count else 0.0
+    total, count = _sum_terms(total, count, problem, current_session()).tolist()
+    return total / count if count else math.nan
+
+
+def _sum_terms(total: Any, count: Any, problem: str, session: Session) -> Tensor:
+    """Return both summed over the ranks, (2,) float64; raise ConfigError on all if one has a ``problem``."""
+    # Its NaN needs no message of its own.
+    values = [math.nan] * 2 if problem else [float(total), float(count)]
+    sums = sum_over_ranks(torch.tensor(values, dtype=torch.float64), session, phase=PHASE)
+    if sums[1].isnan():
+        raise ConfigError(problem or "a mean over all ranks failed on another rank, whose error says why")
+    return sums
+
+
+def _find_problem(name: str, value: Any, least: float | None = None) -> str:
+    """Return a sentence if ``value`` is not one number, finite and at least ``least`` if that is given."""
+    if not isinstance(value, SupportsFloat) or getattr(value, "shape", ()) not in ((), (1,)):
+        return f"{name}={_show(value)} must be one number"
+    if least is not None and not least <= float(value) < math.inf:
+        return f"{name}={_show(value)} must be the number of this rank's terms, finite and not below 0"
+    return ""
+
+
+def _show(value: Any) -> str:
+    is_array = isinstance(value, Tensor) and value.dim()
+    return f"<{tuple(value.shape)} tensor>" if is_array else repr(value)
 
 
 def _mean_of(total: Tensor, sums: Tensor, session: Session, reduction: Reduction = "mean") -> Tensor:
