@@ -210,7 +210,10 @@ class ExactMean:
 def make_exact(
     loss: LossFunction | None, g: DistGraph, ntype: str, label: str, *, is_own: bool
 ) -> LossFunction | None:
-    """Return ``loss`` with exact means; the task's own one as it is, if all labels count; collective."""
+    """Return ``loss`` with exact means; the task's own one as it is, if all labels count; collective.
+
+    The task's own cross-entropy leaves out nodes whose label is below 0, as :func:`evaluate` does.
+    """
     data = g.nodes[ntype].data
     if loss is None or label not in data or (label == LABEL and not is_own):
         return loss
@@ -220,5 +223,11 @@ def make_exact(
         return sum(int((rows.isnan() if rows.is_floating_point() else rows < 0).sum()) for rows in pieces)
 
     # A node without a target may be among the seeds of later steps.
-    gaps = gather_int64([run_on_all_ranks(g.session, count_gaps)], g.session)
-    return ExactMean(loss, g.session, has_gaps=bool(gaps.any()))
+    has_gaps = bool(gather_int64([run_on_all_ranks(g.session, count_gaps)], g.session).any())
+    if has_gaps and not is_own and loss is F.cross_entropy:
+        loss = _classify_known
+    return ExactMean(loss, g.session, has_gaps=has_gaps)
+
+
+def _classify_known(scores: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(scores, labels.clamp(min=-1), ignore_index=-1)
