@@ -49,6 +49,7 @@ from dglx_dist.dataloading.step_loader import whole_number
 from dglx_dist.errors import ConfigError, DatasetError, PeerError, StorageError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.split import node_split
+from dglx_dist.options import list_names
 from dglx_dist.prepare import PartitionPlan, content_key, partition_to_disk
 from dglx_dist.records import FEATURE, Array, RawGraph
 from dglx_dist.strategies.base import (
@@ -191,7 +192,7 @@ def partition_graph(  # noqa: PLR0913  # the signature is DGL's
     edges = (("etype",) if len(g.canonical_etypes) > 1 else ("degree",)) if balance_edges else ()
     weights = _type_weights(balance_ntypes)
     options = PartitionOptions(
-        balance=tuple(dict.fromkeys((*balance, *weights, *edges))),
+        balance=tuple(dict.fromkeys((*list_names(balance), *weights, *edges))),
         tolerance={} if tolerance is None else tolerance,
         target_weights=None if target_weights is None else tuple(target_weights),
         objective=objtype,
@@ -277,13 +278,13 @@ def distribute(
         if session.topology.rank != 0:
             return None
         if isinstance(graph, (str, PathLike)) and (found := _partitioned_as(Path(graph).expanduser())):
-            _refuse_partitioning(graph, parts=parts, method=method, balance=tuple(balance), seed=seed)
+            _refuse_partitioning(graph, parts=parts, method=method, balance=list_names(balance), seed=seed)
             return {found: str(graph)}
         plan = PartitionPlan(
             num_parts=session.topology.num_servers if parts is None else parts,
             method=method,
             seed=seed or 0,
-            options=PartitionOptions(balance=tuple(balance)),
+            options=PartitionOptions(balance=list_names(balance)),
         )
         # Scripts ask for columns by the names that they gave.
         raw = load_dataset(graph) if isinstance(graph, (str, PathLike)) else load_dataset(graph, rename=False)

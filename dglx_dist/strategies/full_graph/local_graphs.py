@@ -22,6 +22,7 @@ from dglx_dist.comm.collectives import check_equal, run_on_all_ranks
 from dglx_dist.dataloading.feature_fetch import RowMemory
 from dglx_dist.errors import ConfigError
 from dglx_dist.message_passing import moved_frame, place
+from dglx_dist.options import list_names
 from dglx_dist.records import Array, StepShare
 from dglx_dist.strategies.base import STRATEGIES, count_targets
 from dglx_dist.strategies.full_graph.halo_block import (
@@ -317,7 +318,7 @@ def local_graph(
 
 
 def _keys(view: DataView, names: Sequence[str], where: str) -> dict[str, str]:
-    known = list(view)
+    known, names = list(view), list_names(names)
     for name in names:
         if name not in known or name in (dgl.NID, dgl.EID):
             raise ConfigError(f"g.{where} has no column {name!r} (known: {', '.join(known) or 'none'})")
