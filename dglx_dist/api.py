@@ -45,7 +45,7 @@ from dglx_dist.data.storage.manifest import check_target, is_dgl_config, read_ma
 from dglx_dist.data.storage.reader import open_dataset, verify_files
 from dglx_dist.data.storage.writer import FeatureDtype
 from dglx_dist.dataloading.own_order import GIVEN_COLUMNS, GivenColumns, check_order
-from dglx_dist.dataloading.step_loader import whole_number
+from dglx_dist.dataloading.step_loader import number_steps, whole_number
 from dglx_dist.errors import ConfigError, DatasetError, PeerError, StorageError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.split import node_split
@@ -532,6 +532,7 @@ def DataLoader(g: DistGraph, indices: Any, graph_sampler: Any, **options: Any) -
     of_edges = isinstance(graph_sampler, dgl.dataloading.EdgePredictionSampler)
     make = strategy.edge_loader if of_edges else strategy.loader
     loader: Any = make(inner, indices, graph_sampler, **options)
+    number_steps(loader, inner.session)
     check_order(inner, loader, indices, "edge" if of_edges else "node")
     # Read by fit(), as the attribute of DGL's own loader.
     loader.graph_sampler = graph_sampler
@@ -557,6 +558,7 @@ def DistEdgeDataLoader(g: DistGraph, eids: Any, graph_sampler: Any, **options: A
     """
     inner = _distributed(g)
     loader: Any = strategy_of(inner.session).edge_loader(inner, eids, graph_sampler, **options)
+    number_steps(loader, inner.session)
     check_order(inner, loader, eids, "edge")
     return loader
 

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakSet
 
@@ -386,6 +386,15 @@ def warn_of_gaps(batch: Any, optimizer: torch.optim.Optimizer, number: int, sess
         warn_user(f"{message}; {_REMEDY}")
     else:
         log.warning("rank %d: %s; %s", rank, message, _REMEDY)
+
+
+_LOADERS: SessionField[Iterator[int]] = SessionField(lambda _: count())
+"""Numbers of the loaders that a script makes, in the same order on all ranks."""
+
+
+def number_steps(loader: Any, session: Session) -> None:
+    """Number the steps of ``loader`` apart from those of the loaders that the script made before."""
+    loader.first_number = next(_LOADERS.of(session)) << 32
 
 
 class EpochLoader(ABC, Generic[B, T]):
