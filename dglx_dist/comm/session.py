@@ -351,10 +351,9 @@ class Session:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be pickled or copied, with all that holds the session."""
         raise ConfigError(
-            "a graph of dx.distribute, its columns, loaders and embeddings are connected to the other ranks "
-            "of their session, so they cannot be pickled or copied; save rows as g.ndata[name][ids], weights "
-            "as model.state_dict() and positions as loader.state_dict(), and make the graph again in the "
-            "other process"
+            "a graph of dx.distribute, its columns, loaders and embeddings are connected to the other ranks, "
+            "so they cannot be pickled or copied; save rows as g.ndata[name][ids], weights as "
+            "model.state_dict(), positions as loader.state_dict(), and make the graph again by dx.distribute"
         )
 
     def adopt(self, strategy: str, options: Mapping[str, object]) -> None:

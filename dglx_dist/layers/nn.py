@@ -115,11 +115,10 @@ class BatchNorm(_NormBase):
         for norm in filter(_can_convert, norms.values()):
             norm.__class__ = cls
         if left := _torch_norms(model):
-            name, norm = next(iter(left.items()))
             warn_user(
                 f"BatchNorm.convert leaves the batch norms {shorten_list(left)} as they are, since it takes "
-                "BatchNorm1d and SyncBatchNorm with running statistics over all ranks, but "
-                f"{name!r} is {norm!r}; use nn.LayerNorm or nn.GroupNorm, whose results are exact"
+                "BatchNorm1d and SyncBatchNorm with running statistics over all ranks, not "
+                f"{next(iter(left.values()))!r}; use nn.LayerNorm or nn.GroupNorm, which are exact"
             )
         return model
 
@@ -203,20 +202,14 @@ def install_batch_norms(model: nn.Module, session: Session, rows: NodeDropouts) 
     Warn of a batch norm of torch, which takes its mean and variance over this rank's rows alone.
     """
     exchange, is_alone = StatisticsExchange(session, rows), session.topology.world_size == 1
-    norms = [module for module in model.modules() if isinstance(module, BatchNorm)]
-    for norm in norms:
+    for norm in [module for module in model.modules() if isinstance(module, BatchNorm)]:
         norm.exchange = None if is_alone else exchange
-    if norms and not is_alone:
-        rows.track(model)
-    local = {} if is_alone else _torch_norms(model)
-    name = next((name for name, norm in local.items() if _can_convert(norm)), None)
-    remedy = "use dx.nn.BatchNorm, or nn.LayerNorm"
-    if name is not None:
-        remedy = "call dx.nn.BatchNorm.convert(model) before dx.wrap, which takes them over all ranks"
-    if local:
+        if not is_alone:
+            rows.track(model)
+    if not is_alone and (local := _torch_norms(model)):
         warn_user(
-            f"the batch norm {name or next(iter(local))!r} takes its mean and variance over the rows of "
-            "each rank, or counts a node once for each rank that computes it, so training differs from that "
-            f"of one process; {remedy}"
+            f"the batch norms {shorten_list(local)} take mean and variance over the rows of each rank, or "
+            "count a node once for each rank that computes it, so training differs from that of one process; "
+            "call dx.nn.BatchNorm.convert(model) before dx.wrap, or use nn.LayerNorm"
         )
     return exchange

@@ -98,11 +98,10 @@ def _sum_terms(total: Any, count: Any, problem: str, session: Session) -> Tensor
 
 def _find_problem(name: str, value: Any, least: float | None = None) -> str:
     """Return a sentence if ``value`` is not one number, finite and at least ``least`` if that is given."""
-    if not isinstance(value, SupportsFloat) or getattr(value, "shape", ()) not in ((), (1,)):
-        return f"{name}={_show(value)} must be one number"
-    if least is not None and not least <= float(value) < math.inf:
-        return f"{name}={_show(value)} must be the number of this rank's terms, finite and not below 0"
-    return ""
+    is_number = isinstance(value, SupportsFloat) and torch.as_tensor(value).numel() == 1
+    if is_number and (least is None or least <= float(value) < math.inf):
+        return ""
+    return f"{name}={_show(value)} must be one number" + ("" if least is None else ", finite and at least 0")
 
 
 def _show(value: Any) -> str:
@@ -137,34 +136,32 @@ def _complete(func: Any, kwargs: dict[str, Any] | None) -> dict[str, Any]:
 class _Means(TorchFunctionMode):
     """Calls ``replace`` with the sum and the number of terms of each mean that a loss of torch computes."""
 
-    def __init__(self, replace: _Replace) -> None:
+    def __init__(self, replace: _Replace, num_seeds: int = 0) -> None:
         super().__init__()
-        self._replace = replace
-        self.sizes: list[int] = []
-        self.has_weights = False
+        self._replace, self._num_seeds = replace, num_seeds
+        self.is_odd = False
+        """Whether a mean has weights, or another number of rows than ``num_seeds``."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in (*_OF_CLASSES, *_OF_NUMBERS):
             return func(*args, **(kwargs or {}))
         call = signature(func).bind(*args, **_complete(func, kwargs))
         call.apply_defaults()
-        given = call.arguments
-        is_legacy = given.get("size_average") is not None or given.get("reduce") is not None
-        if given["reduction"] != "mean" or is_legacy:
-            return func(**given)
-        terms = func(**{**given, "reduction": "none"})
+        options = call.arguments
+        is_legacy = options.get("size_average") is not None or options.get("reduce") is not None
+        if options["reduction"] != "mean" or is_legacy:
+            return func(**options)
+        terms = func(**{**options, "reduction": "none"})
         if terms.dim() == 0:
-            return func(**given)  # A penalty, say, is no mean over targets.
-        count = torch.tensor(float(terms.numel()))
-        target, weight = given["target"], given.get("weight")
+            return func(**options)  # A penalty, say, is no mean over targets.
+        target, weight, known = options["target"], options.get("weight"), terms
         if func in _OF_CLASSES and not target.is_floating_point():
-            known = target[target != given["ignore_index"]]
-            count = torch.tensor(float(known.numel())) if weight is None else weight[known].sum()
-            self.has_weights |= weight is not None
-        elif func in (F.mse_loss, F.l1_loss) and weight is not None:
-            # Torch divides other losses of numbers by the number of terms, with weights too.
-            count, self.has_weights = weight.sum(), True
-        self.sizes.append(terms.shape[0] if terms.numel() == count or weight is not None else -1)
+            known = target[target != options["ignore_index"]]
+            weight = None if weight is None else weight[known]
+        elif func not in (F.mse_loss, F.l1_loss):
+            weight = None  # Torch divides such losses by the number of terms, with weights too.
+        self.is_odd |= weight is not None or known.numel() != terms.numel() or len(terms) != self._num_seeds
+        count = torch.tensor(float(known.numel())) if weight is None else weight.sum()
         return self._replace(terms.sum(), count)
 
 
@@ -185,23 +182,21 @@ class ExactMean:
     def __call__(self, scores: Tensor, labels: Tensor) -> Tensor:
         if self._is_needed is False:
             return self._loss(scores, labels)
-        sums: list[tuple[Tensor, Tensor]] = []
+        sums: list[list[float]] = []
 
         def note(total: Tensor, count: Tensor) -> Tensor:
-            sums.append((total, count))
+            sums.append([float(total), float(count)])
             return total / count
 
-        with torch.no_grad(), _Means(note) as means:
+        with torch.no_grad(), _Means(note, len(labels)) as means:
             self._loss(scores.detach(), labels)
         if len(sums) > _MOST_MEANS:
             raise ConfigError(f"the loss has {len(sums)} means over terms; combine at most {_MOST_MEANS}")
         if self._is_needed is None:
-            is_odd = means.has_weights or any(size != len(labels) for size in means.sizes)
-            self._is_needed = bool(gather_int64([is_odd], self._session).any())
+            self._is_needed = bool(gather_int64([means.is_odd], self._session).any())
             return self(scores, labels)
-        local = torch.zeros(_MOST_MEANS, 2, dtype=torch.float64)
-        for place, pair in enumerate(sums):
-            local[place] = torch.stack([part.detach().double().cpu() for part in pair])
+        # Of equal size on all ranks, some of which may compute fewer means.
+        local = torch.tensor([*sums, *[[0.0, 0.0]] * (_MOST_MEANS - len(sums))], dtype=torch.float64)
         of_ranks = iter(sum_over_ranks(local, self._session, phase=PHASE))
         with _Means(lambda total, _: _mean_of(total, next(of_ranks), self._session)):
             return self._loss(scores, labels)

@@ -13,16 +13,7 @@ from typing import ClassVar, Literal
 from dglx_dist.data.external_memory import Workspace
 from dglx_dist.data.storage.files import read_size, readable_bytes
 from dglx_dist.errors import ConfigError
-from dglx_dist.options import (
-    at_least,
-    by_name,
-    check_ranges,
-    fractions,
-    list_names,
-    names,
-    option,
-    tolerances,
-)
+from dglx_dist.options import at_least, by_name, check_ranges, fractions, names, option, tolerances
 from dglx_dist.records import Assignment, RawGraph
 from dglx_dist.registry import Registry
 
@@ -75,10 +66,14 @@ class PartitionOptions:
     """Of ``kaminpar``; with more than 1 results may not be reproducible."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "balance", list_names(self.balance))
+        if isinstance(self.balance, str):
+            raise ConfigError(
+                f"balance is the text {self.balance!r}; it must be a tuple of names: ({self.balance!r},)"
+            )
         for name in self.balance:
             if self.balance.count(name) > 1:
                 raise ConfigError(f"balance names {name!r} twice; name each constraint once")
+        object.__setattr__(self, "balance", tuple(self.balance))
         _check_tolerance(self.tolerance, self.constraints)
         check_ranges(self, "{name} is {value}; it")
         if self.target_weights is not None:
