@@ -158,7 +158,8 @@ def stand_ins(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None
 def restored(model: nn.Module, *, training: bool) -> Iterator[None]:
     """Set the mode inside the block; modes and running averages are as before after it."""
     modes = {module: module.training for module in model.modules()}
-    norms = [module for module in modes if isinstance(module, nn.modules.batchnorm._NormBase)]
+    # Evaluation does not change them, and a graph of autograd may hold them.
+    norms = [module for module in modes if training and isinstance(module, nn.modules.batchnorm._NormBase)]
     means = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
     model.train(training)
     try:

@@ -21,6 +21,7 @@ from dglx_dist.dataloading.sampler_spec import edge_columns, names_by_type
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.row_kernels import torch_dtype
+from dglx_dist.layers.tracer import restored
 from dglx_dist.message_passing import correct_kernels, note_edge_order, place
 from dglx_dist.options import list_names
 from dglx_dist.records import FEATURE, LABEL, SPLITS, Array
@@ -358,14 +359,8 @@ def type_of(path: Path, g: DistGraph) -> str:
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Set evaluation mode without gradients inside the block; restore each module's mode afterwards."""
     correct_kernels()
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.no_grad(), edge_data_named(_NO_EDGE_DATA):
-            yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
+    with restored(model, training=False), torch.no_grad(), edge_data_named(_NO_EDGE_DATA):
+        yield
 
 
 def _leaves_of(ntype: str, output: Any, g: DistGraph, count: int) -> dict[Path, Tensor]:
