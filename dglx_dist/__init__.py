@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from dglx_dist.api import local_device as local_device
     from dglx_dist.api import original_ids as original_ids
     from dglx_dist.api import partition_graph as partition_graph
-    from dglx_dist.api import reduce_mean as reduce_mean
     from dglx_dist.api import register_partitioner as register_partitioner
     from dglx_dist.api import register_strategy as register_strategy
     from dglx_dist.api import shutdown as shutdown
@@ -49,6 +48,7 @@ if TYPE_CHECKING:
     from dglx_dist.training.checkpoint import load as load
     from dglx_dist.training.checkpoint import save as save
     from dglx_dist.training.exact_mean import global_mean as global_mean
+    from dglx_dist.training.exact_mean import reduce_mean as reduce_mean
     from dglx_dist.training.export import write_embeddings as write_embeddings
     from dglx_dist.training.fit import FitConfig as FitConfig
     from dglx_dist.training.fit import FitResult as FitResult
@@ -62,7 +62,7 @@ dgl_import.install()
 
 _EXPORTS = {
     "api": "DataLoader DistEdgeDataLoader DistNodeDataLoader choose_strategy distribute distribute_dataset "
-    "fit init local_device original_ids partition_graph reduce_mean register_partitioner "
+    "fit init local_device original_ids partition_graph register_partitioner "
     "register_strategy shutdown strategy_names wrap",
     "dataloading": "negative",
     "errors": "CheckpointError ConfigError DatasetError DglxError PeerError RemoteError Stopped StorageError "
@@ -77,7 +77,7 @@ _EXPORTS = {
     "layers": "nn",
     "strategies.full_graph.local_graphs": "local_graph",
     "training.checkpoint": "checkpoints load save",
-    "training.exact_mean": "global_mean",
+    "training.exact_mean": "global_mean reduce_mean",
     "training.export": "write_embeddings",
     "training.fit": "FitConfig FitResult",
     "training.inference": "evaluate layerwise_inference",

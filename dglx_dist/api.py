@@ -45,10 +45,11 @@ from dglx_dist.data.storage.manifest import check_target, is_dgl_config, read_ma
 from dglx_dist.data.storage.reader import open_dataset, verify_files
 from dglx_dist.data.storage.writer import FeatureDtype
 from dglx_dist.dataloading.own_order import GIVEN_COLUMNS, GivenColumns, check_order
-from dglx_dist.dataloading.step_loader import whole_number
+from dglx_dist.dataloading.step_loader import number_steps, whole_number
 from dglx_dist.errors import ConfigError, DatasetError, PeerError, StorageError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.split import node_split
+from dglx_dist.options import list_names
 from dglx_dist.prepare import PartitionPlan, content_key, partition_to_disk
 from dglx_dist.records import FEATURE, Array, RawGraph
 from dglx_dist.strategies.base import (
@@ -71,7 +72,6 @@ from dglx_dist.training.fit import (
     train,
 )
 from dglx_dist.training.inference import labelled_type
-from dglx_dist.training.metrics import mean_of_sums
 from dglx_dist.training.object_state import Stateful
 from dglx_dist.training.relational import EntityInputs
 from dglx_dist.training.resume import resolve_resume
@@ -192,7 +192,7 @@ def partition_graph(  # noqa: PLR0913  # the signature is DGL's
     edges = (("etype",) if len(g.canonical_etypes) > 1 else ("degree",)) if balance_edges else ()
     weights = _type_weights(balance_ntypes)
     options = PartitionOptions(
-        balance=tuple(dict.fromkeys((*balance, *weights, *edges))),
+        balance=tuple(dict.fromkeys((*list_names(balance), *weights, *edges))),
         tolerance={} if tolerance is None else tolerance,
         target_weights=None if target_weights is None else tuple(target_weights),
         objective=objtype,
@@ -278,13 +278,13 @@ def distribute(
         if session.topology.rank != 0:
             return None
         if isinstance(graph, (str, PathLike)) and (found := _partitioned_as(Path(graph).expanduser())):
-            _refuse_partitioning(graph, parts=parts, method=method, balance=tuple(balance), seed=seed)
+            _refuse_partitioning(graph, parts=parts, method=method, balance=list_names(balance), seed=seed)
             return {found: str(graph)}
         plan = PartitionPlan(
             num_parts=session.topology.num_servers if parts is None else parts,
             method=method,
             seed=seed or 0,
-            options=PartitionOptions(balance=tuple(balance)),
+            options=PartitionOptions(balance=list_names(balance)),
         )
         # Scripts ask for columns by the names that they gave.
         raw = load_dataset(graph) if isinstance(graph, (str, PathLike)) else load_dataset(graph, rename=False)
@@ -532,6 +532,7 @@ def DataLoader(g: DistGraph, indices: Any, graph_sampler: Any, **options: Any) -
     of_edges = isinstance(graph_sampler, dgl.dataloading.EdgePredictionSampler)
     make = strategy.edge_loader if of_edges else strategy.loader
     loader: Any = make(inner, indices, graph_sampler, **options)
+    number_steps(loader, inner.session)
     check_order(inner, loader, indices, "edge" if of_edges else "node")
     # Read by fit(), as the attribute of DGL's own loader.
     loader.graph_sampler = graph_sampler
@@ -557,6 +558,7 @@ def DistEdgeDataLoader(g: DistGraph, eids: Any, graph_sampler: Any, **options: A
     """
     inner = _distributed(g)
     loader: Any = strategy_of(inner.session).edge_loader(inner, eids, graph_sampler, **options)
+    number_steps(loader, inner.session)
     check_order(inner, loader, eids, "edge")
     return loader
 
@@ -608,19 +610,6 @@ def wrap(model: nn.Module, g: DistGraph | ScriptGraph, reduction: Reduction = "m
 def local_device() -> torch.device:
     """Return the device of this rank: its GPU where there is one, else the CPU."""
     return current_session().device
-
-
-def reduce_mean(value: float | Tensor, count: int) -> float:
-    """Return the mean over all ranks, weighted by ``count``; every rank must call it.
-
-    Args:
-        value: This rank's mean; ignored where ``count`` is 0.
-        count: Number of values in this rank's mean, at least 0.
-
-    Returns:
-        The mean over the values of all ranks; NaN when there are none.
-    """
-    return mean_of_sums(float(value) * count if count else 0.0, count, current_session())
 
 
 def _distributed(g: object) -> DistGraph:

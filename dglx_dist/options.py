@@ -15,6 +15,13 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 from dglx_dist.errors import ConfigError
 
 T = TypeVar("T")
+
+
+def list_names(names: str | Iterable[str]) -> tuple[str, ...]:
+    """Return ``names``; a string is one name."""
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
 _KEY = "dglx_dist"
 """Key of an option in the metadata of its field."""
 

@@ -348,6 +348,14 @@ class Session:
         atexit.register(self._at_exit)
         os.register_at_fork(after_in_child=if_alive(self._leave_to_parent))
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled or copied, with all that holds the session."""
+        raise ConfigError(
+            "a graph of dx.distribute, its columns, loaders and embeddings are connected to the other ranks, "
+            "so they cannot be pickled or copied; save rows as g.ndata[name][ids], weights as "
+            "model.state_dict(), positions as loader.state_dict(), and make the graph again by dx.distribute"
+        )
+
     def adopt(self, strategy: str, options: Mapping[str, object]) -> None:
         """Continue under a chosen ``strategy``; every rank must call it before it makes a loader or model."""
         self.strategy, self.options = strategy, dict(options)

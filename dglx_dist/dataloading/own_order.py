@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from itertools import count
+from functools import partial
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -19,7 +18,6 @@ from dglx_dist.comm.session import SessionField
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.sampling import by_type
-from dglx_dist.records import Array
 
 _INDEXING = (
     *(torch.Tensor.__getitem__, torch.Tensor.index_select, torch.index_select),
@@ -35,18 +33,23 @@ class GivenColumns:
     """
 
     def __init__(self, graph: dgl.DGLGraph) -> None:
-        self._kept: list[Tensor] = []
-        self._columns: dict[Any, dict[str, Callable[[], Tensor | None]]] = {}
         frames: Any = (*graph._node_frames, *graph._edge_frames)
-        for kind, frame in zip((*graph.ntypes, *graph.canonical_etypes), frames, strict=True):
-            columns = {name: frame[name] for name in frame}
-            self._columns[kind] = {name: weakref.ref(values) for name, values in columns.items()}
-            if isinstance(kind, str):
-                self._kept += [values for values in columns.values() if values.dim() == 1]
+        columns = {
+            kind: {name: frame[name] for name in frame}
+            for kind, frame in zip((*graph.ntypes, *graph.canonical_etypes), frames, strict=True)
+        }
+        self._kept = [one for of_type in columns.values() for one in of_type.values() if one.dim() == 1]
+        self._columns = {
+            kind: {name: weakref.ref(values) for name, values in of_type.items()}
+            for kind, of_type in columns.items()
+        }
 
-    def check_seeds(self, g: DistGraph, seeds: Mapping[Any, Array]) -> None:
-        """Raise ConfigError if ``seeds``, ids by type, are those of a mask by the script's numbering."""
-        for kind, ids in seeds.items():
+    def check_seeds(self, g: DistGraph, seeds: Any, what: Literal["node", "edge"]) -> None:
+        """Raise ConfigError if ``seeds`` are the ids of a mask by the script's numbering."""
+        is_node = what == "node"
+        counts: dict[Any, int] = {kind: g.num_nodes(kind) for kind in g.ntypes if is_node}
+        counts |= {kind: g.num_edges(kind) for kind in g.canonical_etypes if not is_node}
+        for kind, ids in by_type(seeds, counts, what).items():
             for name, column in self._columns.get(kind, {}).items():
                 mask = column()
                 if mask is None or mask.dtype != torch.bool or mask.dim() != 1:
@@ -55,8 +58,7 @@ class GivenColumns:
                 # By chance, ids of another order would hardly all be in the mask.
                 if not 0 < share < 1 or len(ids) * math.log(share) > _UNLIKELY or not mask[ids].all():
                     continue
-                nodes, what = (g.nodes, "node") if isinstance(kind, str) else (g.edges, "edge")
-                if not nodes[kind].data[name][torch.from_numpy(ids)].all():
+                if not (g.nodes if is_node else g.edges)[kind].data[name][torch.from_numpy(ids)].all():
                     raise ConfigError(
                         f"the {len(ids)} {what}s to train on are those of the mask {name!r} by their ids "
                         f"before dx.distribute, which has renumbered the {what}s; take dx.{what}_split of "
@@ -65,14 +67,8 @@ class GivenColumns:
 
     def name_of(self, values: Tensor) -> str | None:
         """Return the name of the given column that is ``values``, or has the same ones, if any."""
-        for columns in self._columns.values():
-            for name, column in columns.items():
-                known = column()
-                if known is None or len(values.shape) == 0 or known.shape[0] != values.shape[0]:
-                    continue
-                if known.data_ptr() == values.data_ptr() or _are_equal(known, values):
-                    return name
-        return None
+        columns = ((name, ref()) for of_type in self._columns.values() for name, ref in of_type.items())
+        return next((name for name, column in columns if column is not None and _is(column, values)), None)
 
     def mark(self, batch: Any) -> Any:
         """Return ``batch``, a tuple, with ids that raise ConfigError where they index a given column."""
@@ -111,43 +107,36 @@ class _BatchIds(Tensor):
         return self.as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch leaves it bare
 
 
-def _are_equal(known: Tensor, values: Tensor) -> bool:
-    """Whether both have the same values, which are neither all the same nor the rows' own numbers."""
-    flat = values.detach().reshape(len(values), -1).to(known.device, known.dtype)
-    column = known.reshape(len(known), -1)
-    if column.shape != flat.shape or known.dtype == torch.bool or not bool((flat == column).all()):
+def _is(column: Tensor, values: Tensor) -> bool:
+    """Whether ``values`` are the ``column`` or equal, but neither all the same nor the rows' own numbers."""
+    if values.dim() == 0 or len(column) != len(values):
         return False
-    numbers = torch.arange(len(column), device=column.device).unsqueeze(1)
-    return not bool((column == column[:1]).all()) and not bool((column == numbers).all())
+    if column.data_ptr() == values.data_ptr():
+        return True
+    known = column.reshape(len(column), -1)
+    flat = values.detach().reshape(len(values), -1).to(known.device, known.dtype)
+    if known.shape != flat.shape or known.dtype == torch.bool or not bool((flat == known).all()):
+        return False
+    numbers = torch.arange(len(known), device=known.device).unsqueeze(1)
+    return not bool((known == known[:1]).all()) and not bool((known == numbers).all())
 
 
 GIVEN_COLUMNS: SessionField[WeakKeyDictionary[DistGraph, GivenColumns]] = SessionField(
     lambda _: WeakKeyDictionary()
 )
 """Of the graphs whose nodes are renumbered."""
-_LOADERS: SessionField[Iterator[int]] = SessionField(lambda _: count())
-"""Numbers of the loaders that a script makes, in the same order on all ranks."""
 
 
 def check_order(g: DistGraph, loader: Any, seeds: Any, what: Literal["node", "edge"]) -> None:
-    """Number ``loader``, check its ``seeds``, and let it check what its first batch indexes; collective.
+    """Check the ``seeds`` of ``loader``, and let it check what its first batch indexes; collective.
 
     Raises:
         ConfigError: they are the ids of a mask before ``dx.distribute``; on all ranks.
     """
-    loader.first_number = next(_LOADERS.of(g.session)) << 32
     if g.dataset.manifest.num_parts == 1:
         return
-    given = GIVEN_COLUMNS.of(g.session).get(g)
-
-    def check() -> None:
-        if given is None:  # as on ranks that gave no graph
-            return
-        counts: dict[Any, int] = {kind: g.num_nodes(kind) for kind in g.ntypes}
-        if what == "edge":
-            counts = {kind: g.num_edges(kind) for kind in g.canonical_etypes}
-        given.check_seeds(g, by_type(seeds, counts, what))
-
+    given = GIVEN_COLUMNS.of(g.session).get(g)  # None on ranks that gave no graph
+    check = (lambda: None) if given is None else partial(given.check_seeds, g, seeds, what)
     run_on_all_ranks(g.session, check, ConfigError)
     if given is not None:
         loader.mark = given.mark

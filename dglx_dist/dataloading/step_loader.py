@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakSet
 
@@ -336,7 +336,9 @@ def refuse_unwrapped(optimizer: Optimizer, *_: object) -> None:
 
 
 IS_EXACT: SessionField[bool] = SessionField(lambda _: False)
-"""Whether losses are means over all ranks, or the user has been warned that they are not."""
+"""Whether a loss since the last step is a mean over all ranks."""
+WARNS_OF_GAPS: SessionField[bool] = SessionField(lambda _: True)
+"""Whether seeds without targets change the weights of losses, and the user has not been warned yet."""
 _REMEDY = "the mean is exact over all ranks as dx.global_mean(sum of the losses, number of targets)"
 
 
@@ -357,7 +359,9 @@ def warn_of_gaps(batch: Any, optimizer: torch.optim.Optimizer, number: int, sess
     """
     blocks = batch[-1] if isinstance(batch, list | tuple) else None
     last = blocks[-1] if isinstance(blocks, list | tuple) and blocks else None
-    if IS_EXACT.of(session) or last is None:
+    is_exact, rank = IS_EXACT.of(session), session.topology.rank
+    IS_EXACT.set(session, False)
+    if is_exact or last is None or not WARNS_OF_GAPS.of(session):
         return
     message, is_looked_at = "", number & (number - 1) == 0
     columns = [(name, c) for t in last.dsttypes for name, c in last.dstnodes[t].data.items() if c.dim() == 1]
@@ -366,7 +370,10 @@ def warn_of_gaps(batch: Any, optimizer: torch.optim.Optimizer, number: int, sess
             continue
         gaps = _count_gaps(column)
         if gaps:
-            message = f"{gaps} of {len(column)} seeds have no target in {name!r} (NaN, -1 or -100)"
+            message = (
+                f"{gaps} of the {len(column)} seeds in this batch of rank {rank} have no target in {name!r} "
+                "(NaN, -1 or -100)"
+            )
     gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
     # As plain tensors: ranks come here or not, and methods of a gradient's own class may be collective.
     pieces = (Tensor._make_subclass(Tensor, g) for g in gradients if g is not None and g.device.type == "cpu")
@@ -374,11 +381,20 @@ def warn_of_gaps(batch: Any, optimizer: torch.optim.Optimizer, number: int, sess
         message = "the gradients of a step are NaN, as of a mean over no targets on one rank"
     if not message:
         return
-    IS_EXACT.set(session, True)
-    if session.topology.rank == 0:
+    WARNS_OF_GAPS.set(session, False)
+    if rank == 0:
         warn_user(f"{message}; {_REMEDY}")
     else:
-        log.warning("rank %d: %s; %s", session.topology.rank, message, _REMEDY)
+        log.warning("rank %d: %s; %s", rank, message, _REMEDY)
+
+
+_LOADERS: SessionField[Iterator[int]] = SessionField(lambda _: count())
+"""Numbers of the loaders that a script makes, in the same order on all ranks."""
+
+
+def number_steps(loader: Any, session: Session) -> None:
+    """Number the steps of ``loader`` apart from those of the loaders that the script made before."""
+    loader.first_number = next(_LOADERS.of(session)) << 32
 
 
 class EpochLoader(ABC, Generic[B, T]):

@@ -567,9 +567,9 @@ class DataView(MutableMapping[str, DistTensor]):
 
     def __getitem__(self, name: str) -> DistTensor:
         """Return the tensor called ``name``; KeyError, which lists those that exist, if there is none."""
-        if name in self._own:
+        if isinstance(name, str) and name in self._own:
             return self._own[name]
-        key = self._prefix + name
+        key = f"{self._prefix}{name}"
         if not self._policy.store.has(key):
             known = ", ".join(map(repr, self)) or "none"
             raise KeyError(f"{self._policy.policy_str} has no tensor {name!r} (known: {known})")

@@ -148,9 +148,8 @@ class GatV2Stages(SplittableConv):
         tied = "share_weights=True (one weight under two names)" if conv.share_weights else ""
         _check_attention(conv, tied if conv._in_src_feats == conv._in_dst_feats else _TWO_WIDTHS)
         self.heads, self._width = conv._num_heads, conv._out_feats
-        self.cut = {"fc_src.weight": 1, "fc_dst.weight": 1}
-        if self.res_fc is not None:
-            self.cut["res_fc.weight"] = 1
+        residual = {} if self.res_fc is None else {"res_fc.weight": 1}
+        self.cut = {"fc_src.weight": 1, "fc_dst.weight": 1, **residual}
 
     def transform(self, given: StageInput) -> Tensor:
         return self.drop_inputs(given, self.feat_drop.p)

@@ -225,9 +225,13 @@ def install_node_dropouts(model: nn.Module, seed: int) -> NodeDropouts:
     return shared
 
 
+class RankGraph:
+    """Base of graphs of all nodes of a rank, along which layers pass messages as along blocks."""
+
+
 def has_rows(graph: Any) -> bool:
     """Whether layers pass messages along ``graph``: it is a block, or all of a rank's nodes."""
-    return bool(graph.is_block) or hasattr(graph, "step_number")
+    return bool(graph.is_block) or isinstance(graph, RankGraph)
 
 
 def ids_of_pass(graph: Any) -> Tensor | None:

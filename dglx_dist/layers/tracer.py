@@ -106,8 +106,10 @@ class Call:
     """Position of the block with which a module around it was called."""
 
 
-def trace_calls(model: nn.Module, blocks: Sequence[Any], x: Tensor) -> list[Call]:
-    """Return the calls of modules with node rows in ``model(blocks, x)``, in the order of their ends.
+def trace_calls(
+    model: nn.Module, blocks: Sequence[Any], x: Tensor, run: Callable[..., object] | None = None
+) -> list[Call]:
+    """Return the calls of modules with node rows in ``model(blocks, x)``, or ``run``, in order of their ends.
 
     The model runs in evaluation mode and is not changed. Raises what it raises.
     """
@@ -133,7 +135,7 @@ def trace_calls(model: nn.Module, blocks: Sequence[Any], x: Tensor) -> list[Call
             stack.callback(module.register_forward_hook(leave, with_kwargs=True).remove)
         stack.enter_context(restored(model, training=False))
         stack.enter_context(torch.random.fork_rng(devices=[]))
-        model(blocks, x)
+        (run or model)(blocks, x)
     return calls
 
 
@@ -156,7 +158,8 @@ def stand_ins(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None
 def restored(model: nn.Module, *, training: bool) -> Iterator[None]:
     """Set the mode inside the block; modes and running averages are as before after it."""
     modes = {module: module.training for module in model.modules()}
-    norms = [module for module in modes if isinstance(module, nn.modules.batchnorm._NormBase)]
+    # Evaluation does not change them, and a graph of autograd may hold them.
+    norms = [module for module in modes if training and isinstance(module, nn.modules.batchnorm._NormBase)]
     means = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
     model.train(training)
     try:

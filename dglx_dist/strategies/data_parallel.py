@@ -18,10 +18,11 @@ from dglx_dist.comm.collectives import check_equal, peers_named
 from dglx_dist.comm.session import Session
 from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
 from dglx_dist.dataloading.loader import DataLoader
+from dglx_dist.dataloading.step_loader import WARNS_OF_GAPS
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.cache import LOOK_AHEAD
 from dglx_dist.layers.dropout import NodeDropouts, has_rows, ids_of_pass, install_node_dropouts
-from dglx_dist.layers.nn import install_batch_norms, warn_of_local_statistics
+from dglx_dist.layers.nn import install_batch_norms
 from dglx_dist.records import StepShare
 from dglx_dist.strategies.base import (
     Reduction,
@@ -214,7 +215,6 @@ class DataParallelModel(ReplicatedModel):
         super()._attach(model, session, reduction, bucket_bytes)
         self._dropouts = install_node_dropouts(model, session.seed)
         self._statistics = install_batch_norms(model, session, self._dropouts)
-        warn_of_local_statistics(model, session)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the user's module; the step's share is read from the blocks among the arguments.
@@ -277,6 +277,8 @@ def check_same_model(
     """
     if reduction not in ("mean", "sum"):
         raise ConfigError(f"reduction={reduction!r} must be 'mean' or 'sum'")
+    if reduction == "sum":
+        WARNS_OF_GAPS.set(session, False)
     places = {one.device: name for name, one in (*model.named_parameters(), *model.named_buffers())}
     described = [
         f"reduction={reduction}, {settings}",

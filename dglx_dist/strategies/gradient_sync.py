@@ -7,7 +7,7 @@ gradients.
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast, final
 
@@ -358,34 +358,27 @@ class GradientExchange:
             )
         return work
 
-    def _keep(self) -> None:
-        used = {index for bucket in self._buckets for index, computed in bucket.used().items() if computed}
-        for index, (parameter, before) in enumerate(zip(self._parameters, self._before, strict=True)):
-            parameter.grad = before
-            if index in used:
-                local = self._bucket_of[index].views[index].clone()
-                parameter.grad = shown = local if before is None else before + local
-                self._held[index] = HeldGradient(local, before, shown, shown._version)
-
     def _finish(self) -> None:
         for index in [*self._held]:
             self._bucket_of[index].add(index, self._held.pop(index).local)
         if self._holds:
-            self._keep()
-            self.after(self._weight)
-            self._graph_task = _IDLE
-            return
-        self._launch(incomplete=True)
-        self._pending.append((self._buckets, self._in_flight))
-        self._in_flight = []
-        if self.delay:
-            # The buckets of this round are in use until their sums have arrived.
-            self._layout = ()
-        sums = self._wait_oldest(self.delay)
+            sums = _sums_of(self._buckets)
+        else:
+            self._launch(incomplete=True)
+            self._pending.append((self._buckets, self._in_flight))
+            self._in_flight = []
+            if self.delay:
+                # The buckets of this round are in use until their sums have arrived.
+                self._layout = ()
+            sums = self._wait_oldest(self.delay)
         for index, (parameter, before) in enumerate(zip(self._parameters, self._before, strict=True)):
             total = sums.get(index)
             if total is None:
                 parameter.grad = before
+            elif self._holds:
+                local = total.clone()
+                parameter.grad = shown = local if before is None else before + local
+                self._held[index] = HeldGradient(local, before, shown, shown._version)
             elif before is not None:
                 parameter.grad = before.add_(total)
             elif parameter.grad is not None:
@@ -407,11 +400,11 @@ class GradientExchange:
                 if work is not None:
                     work.wait()
         self.waited_s += time.perf_counter() - started
-        return {
-            index: bucket.views[index] if used else None
-            for bucket in buckets
-            for index, used in bucket.used().items()
-        }
+        return _sums_of(buckets)
+
+
+def _sums_of(buckets: Iterable[Bucket]) -> dict[int, Tensor | None]:
+    return {n: bucket.views[n] if used else None for bucket in buckets for n, used in bucket.used().items()}
 
 
 class _Mark(torch.autograd.Function):

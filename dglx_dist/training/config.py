@@ -24,6 +24,7 @@ from dglx_dist.options import (
     check_ranges,
     check_values,
     in_option,
+    list_names,
     named_values,
     names,
     one_of,
@@ -60,14 +61,14 @@ _METRICS = tuple(dict.fromkeys(name for known in METRICS_OF.values() for name in
 
 def metrics_of(task: str, metrics: Sequence[str]) -> tuple[str, ...]:
     """Return ``metrics``, or the defaults of ``task`` if there are none; ConfigError: one is not of it."""
-    known = METRICS_OF.get(task, ())
+    known, metrics = METRICS_OF.get(task, ()), list_names(metrics)
     for name in metrics:
         if name not in known:
             raise ConfigError(
                 f"metric {name} is not one of {task}; take some of {', '.join(known)}, or another "
                 f"--task{did_you_mean(name, known)}"
             )
-    return tuple(metrics) or known[: {CLASSIFICATION: 1, LINK: 5}.get(task, 2)]
+    return metrics or known[: {CLASSIFICATION: 1, LINK: 5}.get(task, 2)]
 
 
 _MODELS = (
@@ -258,6 +259,8 @@ def rate_at(config: RunOptions, step: int, steps_of_epoch: int) -> float:
 
 def check_run(config: RunOptions) -> None:
     """Raise ConfigError unless the options agree."""
+    if isinstance(config.metric, str):
+        raise ConfigError(f"metric is the string {config.metric!r}; give a tuple: ({config.metric!r},)")
     if config.patience is not None and config.eval_every == 0:
         raise ConfigError(
             f"--early-stop {config.patience} counts evaluations, but --eval-every is 0; set at least 1"

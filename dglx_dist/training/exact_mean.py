@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import deque
 from collections.abc import Callable
 from inspect import signature
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, SupportsFloat, TypeAlias
 
 import torch
 from torch import Tensor
@@ -55,11 +56,57 @@ def global_mean(total: Tensor, count: float | Tensor, reduction: Reduction = "me
 
     Raises:
         ConfigError: the number of seeds of this step is unknown, because no batch of a loader went through
-            the wrapped model.
+            the wrapped model; or a value is wrong on some rank, on all ranks.
     """
-    session = current_session()
-    sums = torch.tensor([float(total.detach()), float(count)], dtype=torch.float64)
-    return _mean_of(total, sum_over_ranks(sums, session, phase=PHASE), session, reduction)
+    session, problem = current_session(), _find_problem("count", count, least=0.0)
+    if not isinstance(total, Tensor) or total.dim() or not total.is_floating_point():
+        problem = f"total={_show(total)} must be the sum of this rank's losses, a tensor of shape ()"
+    if reduction not in ("mean", "sum"):
+        problem = f"reduction={reduction!r} must be 'mean' or 'sum', as in dx.wrap"
+    sums = _sum_terms(total if problem else float(total.detach()), count, problem, session)
+    return _mean_of(total, sums, session, reduction)
+
+
+def reduce_mean(value: float | Tensor, count: int) -> float:
+    """Return the mean over all ranks, weighted by ``count``; every rank must call it.
+
+    Args:
+        value: This rank's mean; ignored where ``count`` is 0.
+        count: Number of values in this rank's mean, at least 0.
+
+    Returns:
+        The mean over the values of all ranks; NaN when there are none.
+
+    Raises:
+        ConfigError: on all ranks, if a value of some rank is no number or its count is below 0.
+    """
+    problem = _find_problem("count", count, least=0.0) or _find_problem("value", value)
+    total = float(value) * float(count) if not problem and count else 0.0
+    total, count = _sum_terms(total, count, problem, current_session()).tolist()
+    return total / count if count else math.nan
+
+
+def _sum_terms(total: Any, count: Any, problem: str, session: Session) -> Tensor:
+    """Return both summed over the ranks, (2,) float64; raise ConfigError on all if one has a ``problem``."""
+    # Its NaN needs no message of its own.
+    values = [math.nan] * 2 if problem else [float(total), float(count)]
+    sums = sum_over_ranks(torch.tensor(values, dtype=torch.float64), session, phase=PHASE)
+    if sums[1].isnan():
+        raise ConfigError(problem or "a mean over all ranks failed on another rank, whose error says why")
+    return sums
+
+
+def _find_problem(name: str, value: Any, least: float | None = None) -> str:
+    """Return a sentence if ``value`` is not one number, finite and at least ``least`` if that is given."""
+    is_number = isinstance(value, SupportsFloat) and torch.as_tensor(value).numel() == 1
+    if is_number and (least is None or least <= float(value) < math.inf):
+        return ""
+    return f"{name}={_show(value)} must be one number" + ("" if least is None else ", finite and at least 0")
+
+
+def _show(value: Any) -> str:
+    is_array = isinstance(value, Tensor) and value.dim()
+    return f"<{tuple(value.shape)} tensor>" if is_array else repr(value)
 
 
 def _mean_of(total: Tensor, sums: Tensor, session: Session, reduction: Reduction = "mean") -> Tensor:
@@ -89,34 +136,32 @@ def _complete(func: Any, kwargs: dict[str, Any] | None) -> dict[str, Any]:
 class _Means(TorchFunctionMode):
     """Calls ``replace`` with the sum and the number of terms of each mean that a loss of torch computes."""
 
-    def __init__(self, replace: _Replace) -> None:
+    def __init__(self, replace: _Replace, num_seeds: int = 0) -> None:
         super().__init__()
-        self._replace = replace
-        self.sizes: list[int] = []
-        self.has_weights = False
+        self._replace, self._num_seeds = replace, num_seeds
+        self.is_odd = False
+        """Whether a mean has weights, or another number of rows than ``num_seeds``."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in (*_OF_CLASSES, *_OF_NUMBERS):
             return func(*args, **(kwargs or {}))
         call = signature(func).bind(*args, **_complete(func, kwargs))
         call.apply_defaults()
-        given = call.arguments
-        is_legacy = given.get("size_average") is not None or given.get("reduce") is not None
-        if given["reduction"] != "mean" or is_legacy:
-            return func(**given)
-        terms = func(**{**given, "reduction": "none"})
+        options = call.arguments
+        is_legacy = options.get("size_average") is not None or options.get("reduce") is not None
+        if options["reduction"] != "mean" or is_legacy:
+            return func(**options)
+        terms = func(**{**options, "reduction": "none"})
         if terms.dim() == 0:
-            return func(**given)  # A penalty, say, is no mean over targets.
-        count = torch.tensor(float(terms.numel()))
-        target, weight = given["target"], given.get("weight")
+            return func(**options)  # A penalty, say, is no mean over targets.
+        target, weight, known = options["target"], options.get("weight"), terms
         if func in _OF_CLASSES and not target.is_floating_point():
-            known = target[target != given["ignore_index"]]
-            count = torch.tensor(float(known.numel())) if weight is None else weight[known].sum()
-            self.has_weights |= weight is not None
-        elif func in (F.mse_loss, F.l1_loss) and weight is not None:
-            # Torch divides other losses of numbers by the number of terms, with weights too.
-            count, self.has_weights = weight.sum(), True
-        self.sizes.append(terms.shape[0] if terms.numel() == count or weight is not None else -1)
+            known = target[target != options["ignore_index"]]
+            weight = None if weight is None else weight[known]
+        elif func not in (F.mse_loss, F.l1_loss):
+            weight = None  # Torch divides such losses by the number of terms, with weights too.
+        self.is_odd |= weight is not None or known.numel() != terms.numel() or len(terms) != self._num_seeds
+        count = torch.tensor(float(known.numel())) if weight is None else weight.sum()
         return self._replace(terms.sum(), count)
 
 
@@ -137,23 +182,21 @@ class ExactMean:
     def __call__(self, scores: Tensor, labels: Tensor) -> Tensor:
         if self._is_needed is False:
             return self._loss(scores, labels)
-        sums: list[tuple[Tensor, Tensor]] = []
+        sums: list[list[float]] = []
 
         def note(total: Tensor, count: Tensor) -> Tensor:
-            sums.append((total, count))
+            sums.append([float(total), float(count)])
             return total / count
 
-        with torch.no_grad(), _Means(note) as means:
+        with torch.no_grad(), _Means(note, len(labels)) as means:
             self._loss(scores.detach(), labels)
         if len(sums) > _MOST_MEANS:
             raise ConfigError(f"the loss has {len(sums)} means over terms; combine at most {_MOST_MEANS}")
         if self._is_needed is None:
-            is_odd = means.has_weights or any(size != len(labels) for size in means.sizes)
-            self._is_needed = bool(gather_int64([is_odd], self._session).any())
+            self._is_needed = bool(gather_int64([means.is_odd], self._session).any())
             return self(scores, labels)
-        local = torch.zeros(_MOST_MEANS, 2, dtype=torch.float64)
-        for place, pair in enumerate(sums):
-            local[place] = torch.stack([part.detach().double().cpu() for part in pair])
+        # Of equal size on all ranks, some of which may compute fewer means.
+        local = torch.tensor([*sums, *[[0.0, 0.0]] * (_MOST_MEANS - len(sums))], dtype=torch.float64)
         of_ranks = iter(sum_over_ranks(local, self._session, phase=PHASE))
         with _Means(lambda total, _: _mean_of(total, next(of_ranks), self._session)):
             return self._loss(scores, labels)
@@ -162,7 +205,10 @@ class ExactMean:
 def make_exact(
     loss: LossFunction | None, g: DistGraph, ntype: str, label: str, *, is_own: bool
 ) -> LossFunction | None:
-    """Return ``loss`` with exact means; the task's own one as it is, if all labels count; collective."""
+    """Return ``loss`` with exact means; the task's own one as it is, if all labels count; collective.
+
+    The task's own cross-entropy leaves out nodes whose label is below 0, as :func:`evaluate` does.
+    """
     data = g.nodes[ntype].data
     if loss is None or label not in data or (label == LABEL and not is_own):
         return loss
@@ -172,5 +218,11 @@ def make_exact(
         return sum(int((rows.isnan() if rows.is_floating_point() else rows < 0).sum()) for rows in pieces)
 
     # A node without a target may be among the seeds of later steps.
-    gaps = gather_int64([run_on_all_ranks(g.session, count_gaps)], g.session)
-    return ExactMean(loss, g.session, has_gaps=bool(gaps.any()))
+    has_gaps = bool(gather_int64([run_on_all_ranks(g.session, count_gaps)], g.session).any())
+    if has_gaps and not is_own and loss is F.cross_entropy:
+        loss = _classify_known
+    return ExactMean(loss, g.session, has_gaps=has_gaps)
+
+
+def _classify_known(scores: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(scores, labels.clamp(min=-1), ignore_index=-1)

@@ -21,7 +21,9 @@ from dglx_dist.dataloading.sampler_spec import edge_columns, names_by_type
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.row_kernels import torch_dtype
+from dglx_dist.layers.tracer import restored
 from dglx_dist.message_passing import correct_kernels, note_edge_order, place
+from dglx_dist.options import list_names
 from dglx_dist.records import FEATURE, LABEL, SPLITS, Array
 from dglx_dist.strategies.base import WrappedModel, edge_data_named, float_of
 from dglx_dist.training.config import CLASSIFICATION, metrics_of
@@ -268,7 +270,7 @@ def _infer(  # noqa: PLR0913 - of two functions with more
         for depth, one in enumerate(passes):
             # Later ones read what the one before has computed.
             compute = _compute_of(one, g, maker, rows, (target.device, target.dtype if depth == 0 else None))
-            out_types = g.ntypes if ntypes is None or depth < len(passes) - 1 else ntypes
+            out_types = g.ntypes if ntypes is None or depth < len(passes) - 1 else list_names(ntypes)
             computed = _for_all(g, compute, batch_size, out_types, f"pass {depth} over all nodes")
             if depth > 0:
                 for tensor in rows.values():
@@ -357,14 +359,8 @@ def type_of(path: Path, g: DistGraph) -> str:
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Set evaluation mode without gradients inside the block; restore each module's mode afterwards."""
     correct_kernels()
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.no_grad(), edge_data_named(_NO_EDGE_DATA):
-            yield
-    finally:
-        for module, training in modes.items():
-            module.training = training
+    with restored(model, training=False), torch.no_grad(), edge_data_named(_NO_EDGE_DATA):
+        yield
 
 
 def _leaves_of(ntype: str, output: Any, g: DistGraph, count: int) -> dict[Path, Tensor]:
@@ -468,7 +464,7 @@ def evaluate(  # noqa: PLR0913 - all optional
     Args:
         model: Wrapped or plain, equal on all ranks.
         g: The distributed graph.
-        masks: Names of boolean node data; by default the existing ones of train, val and test masks.
+        masks: Name or names of boolean node data; by default the existing ones of train, val and test masks.
         label: (N,) integer node data; rows below 0 have no label and do not count.
         num_layers: For a model without ``inference_layers()``: the number of blocks that it takes; each batch
             then computes its whole neighbourhood (:func:`minibatch_inference`).
@@ -487,6 +483,7 @@ def evaluate(  # noqa: PLR0913 - all optional
     """
     ntype = labelled_type(g, label) if ntype is None else ntype
     names = _names(g, masks, label, ntype, task)
+    metrics = metrics_of(task, metrics) if metrics else ()
     options: dict[str, Any] = {"feature": feature, "inputs": inputs, "batch_size": batch_size}
     options["edge_feats"] = edge_feats
     if num_layers is None:
@@ -531,11 +528,18 @@ def _check_num_layers(num_layers: int) -> None:
 
 def _names(g: DistGraph, masks: Sequence[str] | None, label: str, ntype: str, task: str) -> list[str]:
     data = g.nodes[ntype].data
-    names = list(masks) if masks is not None else [name for name in SPLITS if name in data]
+    if isinstance(masks, Tensor | DistTensor):
+        raise ConfigError("masks is a tensor; give names of columns of g.ndata, as ['val_mask']")
+    names = [name for name in SPLITS if name in data] if masks is None else [*list_names(masks)]
     for name in (label, *names):
         if name not in data:
             known = ", ".join(map(repr, data)) or "none"
             raise ConfigError(f"the nodes have no tensor {name!r} to evaluate with (known: {known})")
+    for name in names:
+        if data[name].dtype not in (torch.bool, torch.uint8) or data[name].ndim != 1:
+            raise ConfigError(
+                f"{name!r} is {data[name].dtype} of shape {data[name].shape}, but a mask has a bool per node"
+            )
     if task == CLASSIFICATION and (data[label].ndim != 1 or data[label].dtype.is_floating_point):
         raise ConfigError(
             f"{label!r} is {data[label].dtype} of shape {data[label].shape}, but accuracy needs one whole "

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -12,14 +11,14 @@ import dgl
 import torch
 from torch import Tensor, nn
 
-from dglx_dist.errors import ConfigError, DglxError
-from dglx_dist.layers.tracer import random_block, restored
+from dglx_dist.errors import ConfigError
+from dglx_dist.layers.tracer import MODEL_ERRORS, random_block, trace_calls
 from dglx_dist.strategies.base import float_of
 
 _TARGETS = 4
-_FAILURES = (
-    *(TypeError, LookupError, ValueError, AttributeError, RuntimeError, AssertionError),
-    *(DglxError, dgl.DGLError),
+_REMEDY = (
+    "give between= what forward() applies between its layers, as F.relu, or define inference_layers(), which "
+    "returns one callable (block, h) -> h per layer"
 )
 
 
@@ -39,6 +38,11 @@ def check_layers(
         width: Columns of the input.
         edges: Columns of edges by name, of which the batch gets random rows.
     """
+
+    def run_in_turn(blocks: Sequence[Any], h: Any) -> None:
+        for step, block in zip(steps, blocks, strict=True):
+            h = step(block, h)
+
     if not any(isinstance(layer, nn.Module) for layer in layers):
         return
     weight, generator = float_of(module), torch.Generator().manual_seed(0)
@@ -51,48 +55,39 @@ def check_layers(
             rows = torch.rand(one.num_edges(), *column.shape[1:], generator=generator)
             one.edata[name] = rows.to(column.dtype)
     rows = torch.randn(sizes[0], width, generator=generator).to(weight)
-    blocks, graph = [one.to(weight.device) for one in blocks], graph.to(weight.device)
-    for given, on_device in ((blocks, blocks), (graph, [graph] * len(steps))):
-        start = rows[: on_device[0].num_src_nodes()]
-        with torch.random.fork_rng(devices=[]), torch.no_grad(), restored(module, training=False):
-            in_forward, is_run = _inputs_of(layers, partial(module, given, start))
-            in_turn, _ = _inputs_of(layers, partial(_run, steps, on_device, start))
-        if not is_run:
+    graphs = [graph.to(weight.device)] * len(steps)
+    for forward, batch in (
+        (module, [block.to(weight.device) for block in blocks]),
+        (lambda graphs, h: module(graphs[0], h), graphs),
+    ):
+        start = rows[: batch[0].num_src_nodes()]
+        try:
+            in_forward = _find_rows(module, forward, batch, start)
+        except MODEL_ERRORS:
             continue
+        try:
+            in_turn = _find_rows(module, run_in_turn, batch, start)
+        except MODEL_ERRORS as error:
+            raise ConfigError(f"forward() runs, but not the layers in turn ({error}); {_REMEDY}") from error
         for depth, layer in enumerate(layers):
-            a, b = in_forward.get(id(layer), []), in_turn.get(id(layer), [])
+            a, b = in_forward[id(layer)], in_turn[id(layer)]
             if len(a) == len(b) == 1 and (a[0].shape != b[0].shape or not _is_close(a[0], b[0])):
                 raise ConfigError(
                     f"layer {depth} gets other rows in forward() than from the layers in turn, so the scores "
-                    "would be wrong; give between= what forward() applies between its layers, as F.relu, or "
-                    "define inference_layers(), which returns one callable (block, h) -> h per layer"
+                    f"would be wrong; {_REMEDY}"
                 )
         return
 
 
-def _run(steps: Sequence[Callable[[Any, Any], Any]], blocks: Sequence[Any], h: Any) -> None:
-    for step, block in zip(steps, blocks, strict=True):
-        h = step(block, h)
-
-
-def _inputs_of(layers: Sequence[Any], run: Callable[[], object]) -> tuple[dict[int, list[Tensor]], bool]:
-    """Return the rows that each layer gets in ``run``, by its identity; and whether it succeeds."""
-    inputs: dict[int, list[Tensor]] = {}
-
-    def note(layer: nn.Module, arguments: tuple[Any, ...]) -> None:
-        rows = arguments[1] if len(arguments) > 1 else None
-        rows = rows[0] if isinstance(rows, tuple) else rows
-        if isinstance(rows, Tensor):
-            inputs.setdefault(id(layer), []).append(rows)
-
-    with ExitStack() as stack:
-        for layer in {id(one): one for one in layers if isinstance(one, nn.Module)}.values():
-            stack.callback(layer.register_forward_pre_hook(note).remove)
-        try:
-            run()
-        except _FAILURES:
-            return inputs, False
-    return inputs, True
+def _find_rows(
+    module: nn.Module, run: Callable[..., object], blocks: Sequence[Any], rows: Tensor
+) -> Mapping[int, list[Tensor]]:
+    """Return the rows that each module gets in ``run``, by its identity; raise what it raises."""
+    rows_of: defaultdict[int, list[Tensor]] = defaultdict(list)
+    with torch.no_grad():
+        for call in trace_calls(module, blocks, rows, run):
+            rows_of[id(call.module)].append(call.rows)
+    return rows_of
 
 
 def _is_close(a: Tensor, b: Tensor) -> bool:

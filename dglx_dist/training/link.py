@@ -24,6 +24,7 @@ from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.partition_book import canonical_etype
 from dglx_dist.graph.split import edge_split
 from dglx_dist.keyed_random import hash_ids, splitmix64, stream_key
+from dglx_dist.options import list_names
 from dglx_dist.records import FEATURE, SPLITS, Array, EdgeType, type_text
 from dglx_dist.strategies.base import strategy_of
 from dglx_dist.training.config import LINK, metrics_of
@@ -305,7 +306,7 @@ class LinkEvaluation:
         feature: str = FEATURE,
     ) -> None:
         self.g, self.targets, self.inputs = g, targets, inputs
-        self.metrics, self.feature = metrics or metrics_of(LINK, ()), feature
+        self.metrics, self.feature = list_names(metrics) or metrics_of(LINK, ()), feature
         self._asked: dict[str, Asked] = {}
         self._true: KnownEdges | None = None
 

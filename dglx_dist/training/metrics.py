@@ -146,12 +146,7 @@ def _mean_error(predicted: Tensor, target: Tensor, power: int, session: Session)
 
 
 def _mean(values: Tensor, session: Session) -> float:
-    return mean_of_sums(float(values.sum()), values.numel(), session)
-
-
-def mean_of_sums(total: float, count: int, session: Session) -> float:
-    """Return the quotient of the sums of ``total`` and ``count`` over all ranks; nan without any."""
-    counted = torch.tensor([total, float(count)], dtype=torch.float64)
+    counted = torch.tensor([float(values.sum()), float(values.numel())], dtype=torch.float64)
     total, count = sum_over_ranks(counted, session, phase=PHASE).tolist()
     return total / count if count else math.nan
 

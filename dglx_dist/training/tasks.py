@@ -154,19 +154,15 @@ def class_weights(g: DistGraph, ntype: str, label: str, task: str) -> Tensor:
     """
     if task == REGRESSION:
         raise ConfigError("class weights are for classes, and the task is regression; leave them out")
-    data = g.nodes[ntype].data
     is_class = task == CLASSIFICATION
-    classes = g.num_classes(ntype) if is_class else int(data[label].shape[1])
+    classes = g.num_classes(ntype) if is_class else int(g.nodes[ntype].data[label].shape[1])
 
     def counted() -> Tensor:
-        counts = torch.zeros(classes + 1, dtype=torch.int64)
-        for rows in own_pieces(g, ntype):
-            labels = data[label][rows][data[SPLITS[0]][rows].bool()]
-            counts[-1] += len(labels)
-            if is_class and bool((labels < 0).any()):
-                raise ConfigError("a training node has no class (-1); leave it out of train_mask")
-            counts[:-1] += torch.bincount(labels, minlength=classes) if is_class else labels.sum(0).long()
-        return counts
+        labels = _labels_of(g, ntype, label, SPLITS[0])
+        if is_class and bool((labels < 0).any()):
+            raise ConfigError("a training node has no class (-1); leave it out of train_mask")
+        counts = torch.bincount(labels, minlength=classes) if is_class else labels.double().sum(0).long()
+        return torch.cat([counts, torch.tensor([len(labels)])])
 
     counted_here = run_on_all_ranks(g.session, counted, ConfigError)
     counts = sum_over_ranks(counted_here, g.session, phase=metrics.PHASE)

@@ -43,6 +43,102 @@ class Net(nn.Module):
         return self.norms[1](self.convs[1](blocks[-1], hidden))
 
 
+def test_converts_in_place_and_keeps_hooks() -> None:
+    model, calls = nn.Sequential(nn.Linear(4, 6), nn.SyncBatchNorm(6), nn.BatchNorm1d(6)), []
+    norms = list(model)[1:]
+    norms[0].register_forward_hook(lambda *_: calls.append(1))
+    assert dx.nn.BatchNorm.convert(model) is model
+    assert list(model)[1:] == norms
+    assert [type(norm) for norm in norms] == [dx.nn.BatchNorm] * 2
+    assert model(torch.rand(3, 4)).shape == (3, 6)  # SyncBatchNorm of torch needs a GPU
+    assert calls == [1]
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        nn.BatchNorm2d(3),
+        nn.BatchNorm3d(3),
+        nn.LazyBatchNorm1d(),
+        nn.BatchNorm1d(3, track_running_stats=False),
+        nn.SyncBatchNorm(3, process_group="some ranks"),
+    ],
+    ids=lambda norm: type(norm).__name__,
+)
+def test_warns_of_norms_that_it_does_not_convert(norm: nn.Module) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), norm)
+    with pytest.warns(UserWarning, match=rf"leaves the batch norms 1 as they are.*{type(norm).__name__}\("):
+        dx.nn.BatchNorm.convert(model)
+    assert type(model[0]) is dx.nn.BatchNorm
+    assert model[1] is norm
+    assert type(norm) is not dx.nn.BatchNorm
+
+
+@pytest.mark.parametrize("value", [None, nn.BatchNorm1d, [nn.BatchNorm1d(3)]])
+def test_refuses_to_convert_what_is_no_module(value: Any) -> None:
+    with pytest.raises(dx.ConfigError, match=r"convert takes a torch.nn.Module, not a (NoneType|type|list)"):
+        dx.nn.BatchNorm.convert(value)
+
+
+def conversion_after_wrap(strategy: str) -> list[str]:
+    errors = []
+    with dx.init(strategy=strategy, seed=0), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = Net()
+        g = dx.distribute(plain_graph(), parts=2)
+        wrapped = dx.wrap(module, g)
+        for model in (wrapped, module, module.norms):
+            with pytest.raises(dx.ConfigError) as refused:
+                dx.nn.BatchNorm.convert(model)
+            errors.append(str(refused.value))
+        copied = dx.nn.BatchNorm.convert(copy.deepcopy(module) if strategy == "data_parallel" else Net())
+        assert not any(isinstance(part, nn.BatchNorm1d) for part in copied.modules())
+        assert dx.nn.BatchNorm.convert(converted := dx.wrap(copied, g)) is converted
+    return errors
+
+
+@pytest.mark.parametrize("strategy", ["data_parallel", "push_pull"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_refuses_to_convert_a_wrapped_model(strategy: str, ranks: int) -> None:
+    for errors in run_ranks(conversion_after_wrap, ranks, args=(strategy,)):
+        assert len(errors) == 3
+        assert all("call model = dx.nn.BatchNorm.convert(model) before dx.wrap" in text for text in errors)
+
+
+def passes_of_rows(rows_of_ranks: list[int], shape: tuple[int, ...]) -> tuple[str, list[float]]:
+    with dx.init(strategy="data_parallel", seed=0) as session:
+        g = dx.distribute(plain_graph(), parts=2)
+        norm = dx.nn.BatchNorm(3)
+        norm.running_mean.fill_(2)
+        model = dx.wrap(norm, g)
+        session.step_share = dx.strategies.base.count_targets(1, session)
+        x = torch.ones(rows_of_ranks[session.topology.rank], *shape)
+        try:
+            model(x)
+        except ValueError as error:
+            return str(error), norm.running_mean.tolist()
+        return "", [*norm.running_mean.tolist(), *norm.running_var.tolist()]
+
+
+@pytest.mark.parametrize("rows_of_ranks", [[1], [0, 1], [1, 0]])
+def test_refuses_one_row_over_all_ranks(rows_of_ranks: list[int]) -> None:
+    for error, running_mean in run_ranks(passes_of_rows, len(rows_of_ranks), args=(rows_of_ranks, (3,))):
+        assert "more than 1" in error
+        assert running_mean == [2, 2, 2]
+
+
+def test_keeps_running_statistics_where_no_rank_has_a_row() -> None:
+    for rows_of_ranks in ([0], [0, 0]):
+        results = run_ranks(passes_of_rows, len(rows_of_ranks), args=(rows_of_ranks, (3,)))
+        assert results == [("", [2, 2, 2, 1, 1, 1])] * len(rows_of_ranks)
+
+
+@pytest.mark.parametrize("shape", [(4,), (3, 3), ()])
+def test_refuses_inputs_that_are_no_rows(shape: tuple[int, ...]) -> None:
+    for error, _ in run_ranks(passes_of_rows, 2, args=([2, 2], shape)):
+        assert "dx.nn.BatchNorm(3) takes rows of 3 columns" in error
+
+
 def trained_state(strategy: str, parts: int, is_converted: bool) -> dict[str, Any]:
     with dx.init(strategy=strategy, seed=0), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import dgl
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 import dglx_dist as dx
 from dglx_dist.comm.session import current_session
 from dglx_dist.dataloading.step_loader import warn_of_gaps
+from dglx_dist.strategies.base import count_targets
 from tests.helpers.ranks import run_ranks
 
 NUM_NODES, CLASSES = 40, 3
@@ -119,7 +121,7 @@ def step_with_gaps(strategy: str, way: str) -> tuple[list[str], list[str]]:
     plain.ndata["gaps"] = torch.where(ids % 6 == 0, -100, plain.ndata["label"])
     plain.ndata["one gap"] = torch.where(ids == 0, -1, plain.ndata["label"] % 2 * 2)
     plain.ndata["label"] = torch.where(ids % 2 == 1, torch.nan, ids + 0.5)
-    name = {"read": "gaps", "global mean": "gaps", "one rank": "one gap"}.get(way, "label")
+    name = {"nan": "label", "numbers": "label", "one rank": "one gap"}.get(way, "gaps")
     every = torch.ones(NUM_NODES, dtype=torch.bool)
     is_read = way == "read" and strategy != "full_graph"
     handler = logging.handlers.BufferingHandler(100)
@@ -131,17 +133,19 @@ def step_with_gaps(strategy: str, way: str) -> tuple[list[str], list[str]]:
             2, prefetch_node_feats=["feat"], prefetch_labels=[] if is_read else [name]
         )
         ids = dx.node_split(every if way == "nan" else g.ndata["train_mask"], g.get_partition_book())
-        model = dx.wrap(Net(), g)
+        model = dx.wrap(Net(), g, "sum" if way == "sum" else "mean")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         sizes = {} if strategy == "full_graph" else {"batch_size": 4}
-        for _ in range(2):
+        for epoch in range(2):
             for _, _, blocks in dx.DataLoader(g, ids, sampler, **sizes):
                 scores, labels = model(blocks, blocks[0].srcdata["feat"]), blocks[-1].dstdata[name]
                 if way == "nan":
                     loss = F.mse_loss(scores[:, 0], labels)
                 elif way == "numbers":
                     loss = F.mse_loss(scores[:, 0], labels, reduction="mean")
-                elif way == "global mean":
+                elif way == "sum":
+                    loss = F.cross_entropy(scores, labels, reduction="sum")
+                elif way == "global mean" or (way == "global mean, then not" and epoch == 0):
                     loss = dx.global_mean(
                         F.cross_entropy(scores, labels, reduction="sum"), (labels >= 0).sum()
                     )
@@ -156,15 +160,15 @@ def step_with_gaps(strategy: str, way: str) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.parametrize("strategy", ["data_parallel", "push_pull", "full_graph"])
-@pytest.mark.parametrize("way", ["read", "nan", "global mean", "numbers"])
+@pytest.mark.parametrize("way", ["read", "nan", "global mean", "global mean, then not", "sum", "numbers"])
 def test_warns_once_of_steps_over_seeds_without_targets(strategy: str, way: str) -> None:
     (warned, logged), (not_warned, of_rank_1) = run_ranks(step_with_gaps, 2, args=(strategy, way))
     assert (logged, not_warned) == ([], [])
-    if way in ("global mean", "numbers"):
+    if way in ("global mean", "sum", "numbers"):
         assert (warned, of_rank_1) == ([], [])
     else:
         assert len(warned) == 1
-        assert "seeds have no target in" in warned[0]
+        assert "seeds in this batch of rank 0 have no target in" in warned[0]
         assert len(of_rank_1) <= 1
 
 
@@ -172,7 +176,7 @@ def test_warns_once_of_steps_over_seeds_without_targets(strategy: str, way: str)
 def test_warns_where_seeds_of_one_rank_only_have_no_target(strategy: str) -> None:
     (warned, _), (_, logged) = run_ranks(step_with_gaps, 2, args=(strategy, "one rank"))
     (message,) = warned + logged
-    assert "seeds have no target in 'one gap'" in message
+    assert f"seeds in this batch of rank {int(not warned)} have no target in 'one gap'" in message
 
 
 class OnGpu(Tensor):
@@ -210,7 +214,9 @@ def messages_of(column: Tensor, step: int = 3, gradient: Tensor | None = None) -
     ],
 )
 def test_takes_numbers_below_0_for_targets_unless_they_mean_none(values: list[Any], gaps: int) -> None:
-    expected = [f"{gaps} of {len(values)} seeds have no target in 'y'"] if gaps else []
+    expected = (
+        [f"{gaps} of the {len(values)} seeds in this batch of rank 0 have no target in 'y'"] if gaps else []
+    )
     assert [message.split(" (")[0] for message in messages_of(torch.tensor(values))] == expected
 
 
@@ -224,3 +230,65 @@ def test_a_step_does_not_wait_for_a_gpu_to_look_at_it(step: int) -> None:
     assert messages_of(torch.tensor([-1, 3]).as_subclass(OnGpu), step) == []
     assert messages_of(classes, step, nan.as_subclass(OnGpu)) == []
     assert len(messages_of(classes, step, nan)) == (step != 3)
+
+
+def errors_of_wrong_values(case: int) -> str:
+    wrong: list[tuple[Any, Any, Any]] = [
+        (torch.tensor(1.0), -1, "mean"),
+        (torch.tensor(1.0), torch.tensor(torch.nan), "mean"),
+        (torch.tensor(1.0), float("inf"), "mean"),
+        (torch.tensor(1.0), torch.ones(3, dtype=torch.bool), "mean"),
+        (torch.tensor(1.0), "7", "mean"),
+        (torch.tensor(1.0), None, "mean"),
+        (torch.ones(3), 3, "mean"),
+        (1.0, 1, "mean"),
+        (torch.tensor(1), 1, "mean"),
+        (torch.tensor(1.0), 1, "none"),
+        (1.0, -2, None),
+        (torch.ones(3), 3, None),
+        (None, 1, None),
+        (1.0, float("nan"), None),
+    ]
+    with dx.init(strategy="data_parallel") as session:
+        total, count, reduction = wrong[case] if session.topology.rank == 0 else (torch.tensor(2.0), 3, "sum")
+        session.model_share = count_targets(1, session)
+        try:
+            if wrong[case][2] is None:
+                dx.reduce_mean(total, count)
+            else:
+                dx.global_mean(total, count, reduction)
+        except dx.ConfigError as error:
+            return str(error)
+    return ""
+
+
+WRONG_VALUES = (
+    *("count=-1 must be", "count=tensor(nan) must be", "count=inf must be", "count=<(3,) tensor> must be"),
+    *("count='7' must be", "count=None must be", "total=<(3,) tensor> must be", "total=1.0 must be"),
+    *("total=tensor(1) must be", "reduction='none' must be", "count=-2 must be"),
+    *("value=<(3,) tensor> must be", "value=None must be", "count=nan must be"),
+)
+
+
+@pytest.mark.parametrize("case", range(len(WRONG_VALUES)))
+def test_refuses_what_is_no_sum_and_no_count_on_all_ranks(case: int) -> None:
+    first, second = run_ranks(errors_of_wrong_values, 2, args=(case,))
+    assert first.startswith(WRONG_VALUES[case])
+    assert "on another rank, whose error says why" in second
+
+
+def test_takes_counts_of_any_kind_of_number() -> None:
+    with dx.init(strategy="data_parallel") as session:
+        session.model_share = count_targets(1, session)
+        for count in (
+            4,
+            4.0,
+            np.int64(4),
+            np.float32(4),
+            torch.tensor(4),
+            torch.tensor([4]),
+            torch.tensor(4.0),
+        ):
+            assert float(dx.global_mean(torch.tensor(2.0), count)) == 0.5
+            assert dx.reduce_mean(2.0, count) == 2.0
+        assert float(dx.global_mean(torch.tensor(0.0), 0)) == 0.0

@@ -138,3 +138,12 @@ def losses_of_first_batch() -> list[tuple[float, float]]:
 def test_losses_of_the_first_batch_keep_their_weights() -> None:
     for losses in run_ranks(losses_of_first_batch, 2):
         assert [loss for loss, _ in losses] == pytest.approx([expected for _, expected in losses])
+
+
+def test_loaders_number_their_steps_apart_from_each_other() -> None:
+    with dx.init(strategy="data_parallel", seed=0):
+        g = dx.distribute(plain_graph())
+        sampler = dgl.dataloading.NeighborSampler([3])
+        loaders: list[Any] = [dx.DataLoader(g, torch.arange(8), sampler) for _ in range(2)]
+        loaders.append(dx.DistEdgeDataLoader(g, torch.arange(8), sampler))
+        assert [loader.first_number for loader in loaders] == [0, 1 << 32, 2 << 32]

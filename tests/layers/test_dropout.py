@@ -24,6 +24,7 @@ from dglx_dist.layers.dropout import (
     deal_out_concatenated,
     drop_attention,
     drop_entries,
+    has_rows,
     install_node_dropouts,
     kept_entries,
 )
@@ -414,3 +415,11 @@ def test_a_graph_of_unknown_nodes_is_dropped_as_torch_does() -> None:
     torch.manual_seed(0)
     # A keyed mask would be another one, as that of the next call.
     assert torch.equal(first, conv(graph, torch.ones(RING, 3)))
+
+
+def test_a_graph_of_the_user_has_no_rows_of_layers_whatever_its_attributes() -> None:
+    graph = dgl.rand_graph(3, 4)
+    assert not has_rows(graph)
+    graph.step_number = 0
+    assert not has_rows(graph)
+    assert has_rows(dgl.to_block(graph))

@@ -21,7 +21,9 @@ from torch import Tensor
 from dglx_dist.comm.collectives import check_equal, run_on_all_ranks
 from dglx_dist.dataloading.feature_fetch import RowMemory
 from dglx_dist.errors import ConfigError
+from dglx_dist.layers.dropout import RankGraph
 from dglx_dist.message_passing import moved_frame, place
+from dglx_dist.options import list_names
 from dglx_dist.records import Array, StepShare
 from dglx_dist.strategies.base import STRATEGIES, count_targets
 from dglx_dist.strategies.full_graph.halo_block import (
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
 
 
 @final
-class LocalGraph(DGLGraph):
+class LocalGraph(RankGraph, DGLGraph):
     """This rank's nodes of a graph, as a homogeneous DGL graph for any ``dgl.nn`` module.
 
     Its nodes, the rows of ``ndata`` and the rows of all inputs and outputs of models are those of this rank;
@@ -317,7 +319,7 @@ def local_graph(
 
 
 def _keys(view: DataView, names: Sequence[str], where: str) -> dict[str, str]:
-    known = list(view)
+    known, names = list(view), list_names(names)
     for name in names:
         if name not in known or name in (dgl.NID, dgl.EID):
             raise ConfigError(f"g.{where} has no column {name!r} (known: {', '.join(known) or 'none'})")

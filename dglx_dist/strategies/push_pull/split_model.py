@@ -514,7 +514,7 @@ def uncut_copy(module: nn.Module, uncut: Mapping[str, Tensor]) -> nn.Module:
         memo[id(piece)] = nn.Parameter(whole, piece.requires_grad)
     try:
         found = copy.deepcopy(module, memo)
-    except TypeError as error:
+    except (TypeError, ConfigError) as error:
         raise ConfigError(
             f"{type(module).__name__} holds something that cannot be copied ({error}), and its uncut "
             "form is a copy; keep such things out of the model, or give their class a __deepcopy__"

@@ -19,7 +19,7 @@ from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
 from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import cut_out, join_parts
-from dglx_dist.layers.nn import install_batch_norms, warn_of_local_statistics
+from dglx_dist.layers.nn import install_batch_norms
 from dglx_dist.records import FEATURE
 from dglx_dist.strategies.base import (
     Parts,
@@ -167,7 +167,6 @@ class PushPullModel(WrappedModel):
         self._pipeline = Pipeline(session, group, replicas, options, model, split, self._buffer_means)
         split.layer.run_parts = self._pipeline
         self._statistics = install_batch_norms(model, session, split.provenance.dropouts)
-        warn_of_local_statistics(model, session)
         self._provenance, self._first = split.provenance, type(split.layer).__name__
         inside, cut = set(split.layer.modules()), {model.get_parameter(name) for name in split.cuts}
         self._whole_inputs = {
