@@ -25,10 +25,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dglx_dist.comm.collectives import broadcast_json, gather_int64, gather_json, run_on_all_ranks
+from dglx_dist.comm.collectives import (
+    broadcast_json,
+    check_equal,
+    gather_int64,
+    gather_json,
+    run_on_all_ranks,
+)
 from dglx_dist.comm.exchange import bytes_of
 from dglx_dist.comm.mailbox import OneSidedExchange
-from dglx_dist.comm.session import Session, SessionField, current_session
+from dglx_dist.comm.session import Session, SessionField, current_session, warn_user
 from dglx_dist.data.storage.files import (
     discard,
     hold_alone,
@@ -38,6 +44,7 @@ from dglx_dist.data.storage.files import (
     read_small,
 )
 from dglx_dist.data.storage.row_files import INDEX
+from dglx_dist.dataloading.step_loader import whole_number
 from dglx_dist.errors import CheckpointError, ConfigError, DglxError, Stopped, StorageError
 from dglx_dist.graph.optim import SparseOptimizer
 from dglx_dist.graph.shared_memory import WriteOwn, index_shares, shared_partial_folder, write_share
@@ -237,11 +244,32 @@ def _sparse_folder(checkpoint: Path, number: int) -> Path:
 
 
 class Positioned(Protocol):
-    """A loader with a number of steps in an epoch, and a position, JSON values only."""
+    """A loader with a number of steps in an epoch.
+
+    Its position has ``epoch`` and ``step``, the completed steps of it, and more JSON values.
+    """
 
     def __len__(self) -> int: ...
     def state_dict(self) -> Any: ...
     def load_state_dict(self, state: Any) -> None: ...
+
+
+@dataclass(frozen=True)
+class _BetweenEpochs:
+    """A loader that is before the next epoch as soon as it is after the last step of one."""
+
+    loader: Positioned
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def state_dict(self) -> Any:
+        position = self.loader.state_dict()
+        is_over = position["step"] == len(self.loader)
+        return position | {"epoch": position["epoch"] + 1, "step": 0} if is_over else position
+
+    def load_state_dict(self, state: Any) -> None:
+        self.loader.load_state_dict(state)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,8 +291,8 @@ def save(  # noqa: PLR0913 - one for each thing that can be saved
     optimizer: torch.optim.Optimizer | None = None,
     loader: Positioned | None = None,
     sparse: Sparse = None,
-    epoch: int = 0,
-    step: int = 0,
+    epoch: int | None = None,
+    step: int | None = None,
     extra: Mapping[str, object] | None = None,
     dataset: Mapping[str, object] | None = None,
     state: Mapping[str, Stateful] | None = None,
@@ -277,24 +305,52 @@ def save(  # noqa: PLR0913 - one for each thing that can be saved
         folder: The run's checkpoints, on a disk that all ranks share.
         model: Wrapped or plain.
         optimizer: Any of torch's, over the model's parameters.
-        loader: Its position is saved.
+        loader: Its position is saved, and names the checkpoint. After the last step of an epoch, that is the
+            begin of the next one.
         sparse: Optimiser of embeddings, which are saved with its state; or several.
-        epoch: Next epoch to run if ``step`` is 0, else the current one.
-        step: Completed steps of that epoch.
+        epoch: Next epoch to run if ``step`` is 0, else the current one. None: that of ``loader``, else 0.
+        step: Completed steps of that epoch. None: those of ``loader``, else 0.
         extra: The user's own JSON values.
         dataset: Facts that must be equal on load, JSON values only.
         state: More objects with ``state_dict`` and ``load_state_dict``, by name: schedulers, further
             optimizers, a GradScaler, averaged weights. Their states may differ between ranks.
 
     Raises:
+        ConfigError: on all ranks, when ``epoch`` or ``step`` is not as in ``loader`` or on another rank.
         CheckpointError: on all ranks, when model, optimizer, ``extra``, ``dataset`` or ``state`` has a value
             that cannot be saved, or writing failed on one.
         PeerError: a rank is dead or silent.
     """
+    session, between = current_session(), None if loader is None else _BetweenEpochs(loader)
+    position = run_on_all_ranks(session, lambda: _position_to_save(between, epoch, step), ConfigError)
+    check_equal(session, "epoch and step of a checkpoint", position)
+    final = Path(folder) / folder_name(**position)
+    if loader is None and epoch is None and (final / STATE_NAME).is_file():
+        warn_user(f"{final} is replaced: saves without epoch= have one name; give epoch= to keep both")
     saved = RunState(
-        model=model, optimizer=optimizer, loader=loader, sparse=sparse, dataset=dataset or {}, state=state
+        model=model, optimizer=optimizer, loader=between, sparse=sparse, dataset=dataset or {}, state=state
     )
-    return CheckpointWriter(folder, saved).save(epoch=epoch, step=step, extra=extra or {}, wait=True)
+    return CheckpointWriter(folder, saved).save(**position, extra=extra or {}, wait=True)
+
+
+def _position_to_save(between: _BetweenEpochs | None, epoch: int | None, step: int | None) -> dict[str, int]:
+    """Return the epoch and step of a checkpoint; ConfigError if they are not those of the loader."""
+    values = {"epoch": epoch, "step": step}
+    given = {name: whole_number(name, value, least=0) for name, value in values.items() if value is not None}
+    if between is None:
+        return {"epoch": 0, "step": 0, **given}
+    now = between.loader.state_dict()
+    if not isinstance(now, Mapping) or not values.keys() <= now.keys():
+        raise ConfigError(
+            f"the loader has a position {now!r} without epoch and step; its state_dict() needs both"
+        )
+    position = between.state_dict()
+    if not (given.items() <= position.items() or given.items() <= now.items()):
+        raise ConfigError(
+            f"{' and '.join(f'{name}={value}' for name, value in given.items())} would name the checkpoint, "
+            f"but its loader is at step {position['step']} of epoch {position['epoch']}; leave them out"
+        )
+    return {name: position[name] for name in values}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -503,24 +559,6 @@ class CheckpointWriter:
             publish_over(folder, final)
         if self._keep is not None:
             _remove_older(final, self._keep, self.spared)
-
-
-@dataclass(frozen=True)
-class _BetweenEpochs:
-    """A loader that is before the next epoch as soon as it is after the last step of one."""
-
-    loader: Positioned
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def state_dict(self) -> Any:
-        position = self.loader.state_dict()
-        is_over = position["step"] == len(self.loader)
-        return position | {"epoch": position["epoch"] + 1, "step": 0} if is_over else position
-
-    def load_state_dict(self, state: Any) -> None:
-        self.loader.load_state_dict(state)
 
 
 class Checkpoints:
