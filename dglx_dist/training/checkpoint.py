@@ -707,7 +707,8 @@ def load(  # noqa: PLR0913 - one for each thing that can be loaded
     """
     session = current_session()
     is_resume = optimizer is not None or loader is not None
-    path = _choose_on_rank_0(folder, which or (NEWEST if is_resume else None), session, says=which != NEWEST)
+    kind = NEWEST if which is None and is_resume else which
+    path = _choose_on_rank_0(folder, kind, session, says=which != NEWEST)
     rank, of_model = session.topology.rank, model.state_dict()
 
     def read() -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Any], dict[str, Any]]:

@@ -107,13 +107,28 @@ def test_load_says_which_checkpoint_it_takes(
         assert dx.load(run, model=model, optimizer=adam).epoch == newest
         assert f"{folder_name(newest)}, the newest" in caplog.messages[-1]
         assert dx.load(run, model=model, optimizer=adam, which="best").epoch == best + 1
-        with pytest.raises(ConfigError, match="which='last'"):
-            dx.load(run, model=model, which="last")  # type: ignore[arg-type]
+        for which in ("last", "", 0, False):
+            with pytest.raises(ConfigError, match=f"which={which!r}"):
+                dx.load(run, model=model, optimizer=adam, which=which)  # type: ignore[arg-type]
         (tmp_path / "checkpoints" / folder_name(best + 1)).rename(tmp_path / "moved")
         assert dx.load(run, model=model).epoch == newest
         assert f"the best, {folder_name(best + 1)}, is not there" in caplog.messages[-1]
         with pytest.raises(CheckpointError, match="which='newest'"):
             dx.load(run, model=model, which="best")
+
+
+def test_load_names_the_weights_of_a_run_without_checkpoints(data: Path, tmp_path: Path) -> None:
+    _train(plan(data, "classification", tmp_path / "run", epochs=1))
+    (tmp_path / "seeds" / "seed-1").mkdir(parents=True)
+    with dx.init("data_parallel"):
+        model = build_model("sage", 8, 8, 2, dropout=0.0)
+        with pytest.raises(CheckpointError, match="--checkpoint-every 1") as caught:
+            dx.load(tmp_path / "run", model=model)
+        assert f"load_file('{tmp_path}/run/model.safetensors')" in str(caught.value)
+        with pytest.raises(CheckpointError, match=r"such as .*seeds/seed-1$"):
+            dx.load(tmp_path / "seeds", model=model)
+        with pytest.raises(CheckpointError, match="save one first"):
+            dx.load(tmp_path, model=model)
 
 
 def test_values_of_the_users_own_loop_are_not_taken_for_a_best_epoch(tmp_path: Path) -> None:
