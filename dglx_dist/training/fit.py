@@ -385,6 +385,7 @@ def train(  # noqa: PLR0913 - all but four have defaults
         state or {},
         optimizers_of(sparse),
         has_own_evaluation=config.evaluate is not None,
+        steps_of_epoch=len(loader),
     )
     objects = {**(state or {}), **({} if scheduler is None else {SCHEDULER: scheduler})}
     run = _Run(loader, g, config, _step_of(model, optimizer, sparse, config), facts, objects)
