@@ -38,21 +38,19 @@ def needs_own_loop(config: RunOptions) -> str | None:
     return next((f"{name.replace('_', '-')} {given[name]}" for name in asked), None)
 
 
-def check_scheduler(scheduler: Scheduler | None, traits: Traits, strategy: str) -> None:
-    """Raise ConfigError if a strategy without a training loop in torch would have to call a scheduler."""
-    if scheduler is not None and not traits.own_loop:
-        raise ConfigError(
-            f"{type(scheduler).__name__}: strategy {strategy!r} trains at a constant rate on workers; leave "
-            "the scheduler out, or use strategy='data_parallel'"
-        )
-
-
-def check_loop(config: RunOptions, traits: Traits, strategy: str) -> None:
-    """Raise ConfigError if a strategy that has no training loop in torch would have to change its steps."""
-    if not traits.own_loop and (option := needs_own_loop(config)):
+def check_loop(config: RunOptions, traits: Traits, strategy: str, scheduler: object = None) -> None:
+    """Raise ConfigError if a strategy without a training loop in torch would have to change its steps."""
+    if traits.own_loop:
+        return
+    if option := needs_own_loop(config):
         raise ConfigError(
             f"{option}: strategy {strategy!r} does not compute in torch but on workers, plain cross-entropy "
             "at a constant rate, in the dtype of the weights; leave it out, or use strategy='data_parallel'"
+        )
+    if scheduler is not None:
+        raise ConfigError(
+            f"{type(scheduler).__name__}: strategy {strategy!r} trains at a constant rate on workers; leave "
+            "the scheduler out, or use strategy='data_parallel'"
         )
 
 
