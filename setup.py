@@ -53,6 +53,7 @@ setup(
         "pymetis>=2025.2.1",
         "kaminpar>=3.5",
         "psutil>=5.9",
+        "safetensors>=0.4.5",
         "rich>=13.8",
         "typer>=0.16",
         "matplotlib>=3.8",

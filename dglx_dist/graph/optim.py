@@ -259,11 +259,11 @@ class SparseOptimizer:
                 f"{folder} holds the embeddings {facts.get('embeddings')}, this optimiser has "
                 f"{self._facts()}; make them as they were, with name= and in the same order"
             )
-        steps, lr = facts.get("steps"), facts.get("lr")
-        if not isinstance(lr, int | float) or not isinstance(steps, list) or len(steps) != len(self.tables):
+        steps: Any = facts.get("steps")
+        lr = facts.get("lr")
+        are_counts = isinstance(steps, list) and all(isinstance(count, int) and count >= 0 for count in steps)
+        if not isinstance(lr, int | float) or not are_counts or len(steps) != len(self.tables):
             raise StorageError(f"{folder} is damaged: lr is {lr!r} and steps {steps!r}; use another copy")
-        if not all(isinstance(count, int) and count >= 0 for count in steps):
-            raise StorageError(f"{folder} is damaged: steps is {steps!r}; use another copy")
         for name, table, _ in self._tensors():
             check_rows(folder, index.tensor(name, folder), table.first, table.last)
 

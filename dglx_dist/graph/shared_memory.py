@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -154,11 +155,8 @@ def write_share(folder: Path, write_own: WriteOwn) -> list[dict[str, Any]]:
 
 def index_shares(folder: Path, lines_of_ranks: Sequence[Any], facts: Mapping[str, object]) -> None:
     """Write the index over what :func:`write_share` returned on all ranks; for one rank."""
-    files = [
-        RowFile(**{**line, "row_shape": tuple(line["row_shape"])})
-        for lines in lines_of_ranks
-        for line in lines
-    ]
+    lines = chain.from_iterable(lines_of_ranks)
+    files = [RowFile(**line | {"row_shape": tuple(line["row_shape"])}) for line in lines]
     with named_failures(folder):
         write_index(folder, files, facts)
 

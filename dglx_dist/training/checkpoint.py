@@ -25,10 +25,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dglx_dist.comm.collectives import broadcast_json, gather_int64, gather_json, run_on_all_ranks
+from dglx_dist.comm.collectives import (
+    broadcast_json,
+    check_equal,
+    gather_int64,
+    gather_json,
+    run_on_all_ranks,
+)
 from dglx_dist.comm.exchange import bytes_of
 from dglx_dist.comm.mailbox import OneSidedExchange
-from dglx_dist.comm.session import Session, SessionField, current_session
+from dglx_dist.comm.session import Session, SessionField, current_session, warn_user
 from dglx_dist.data.storage.files import (
     discard,
     hold_alone,
@@ -38,6 +44,7 @@ from dglx_dist.data.storage.files import (
     read_small,
 )
 from dglx_dist.data.storage.row_files import INDEX
+from dglx_dist.dataloading.step_loader import whole_number
 from dglx_dist.errors import CheckpointError, ConfigError, DglxError, Stopped, StorageError
 from dglx_dist.graph.optim import SparseOptimizer
 from dglx_dist.graph.shared_memory import WriteOwn, index_shares, shared_partial_folder, write_share
@@ -84,6 +91,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def _storage_errors() -> Iterator[None]:
+    """Raise a StorageError inside as CheckpointError."""
     try:
         yield
     except StorageError as error:
@@ -174,26 +182,26 @@ def _check_run(
     path: Path,
     state: Mapping[str, Any],
     tensors: Mapping[str, SavedTensor],
-    session: Session,
     dataset: Mapping[str, object],
     *,
     loader: object,
     random_state: bool,
 ) -> None:
+    topology = current_session().topology
     for name, value in dataset.items():
         if state["dataset"].get(name, value) != value:
             raise CheckpointError(
                 f"{path} was trained on a dataset with {name}={state['dataset'][name]!r}, but this one has "
                 f"{value!r}; use the same dataset"
             )
-    if loader is not None and state["world_size"] != session.topology.world_size and state["step"] != 0:
+    if loader is not None and state["world_size"] != topology.world_size and state["step"] != 0:
         raise CheckpointError(
             f"{path} is inside epoch {state['epoch']} of a run on {state['world_size']} ranks; load it on as "
             "many, or load one that was saved at the end of an epoch"
         )
     if loader is not None and state["loader"][0] is None:
         raise CheckpointError(f"{path} has no loader position; load it without ``loader``")
-    saved, current = tensors.get(f"random/{session.topology.rank}/cpu"), torch.get_rng_state()
+    saved, current = tensors.get(f"random/{topology.rank}/cpu"), torch.get_rng_state()
     if random_state and saved is not None and (saved.shape, saved.dtype) != (current.shape, current.dtype):
         raise CheckpointError(
             f"{path} has the random state of another torch; load it with random_state=False"
@@ -237,11 +245,21 @@ def _sparse_folder(checkpoint: Path, number: int) -> Path:
 
 
 class Positioned(Protocol):
-    """A loader with a number of steps in an epoch, and a position, JSON values only."""
+    """A loader with a number of steps in an epoch.
+
+    Its position has ``epoch`` and ``step``, the completed steps of it, and more JSON values.
+    """
 
     def __len__(self) -> int: ...
     def state_dict(self) -> Any: ...
     def load_state_dict(self, state: Any) -> None: ...
+
+
+def _position_of(loader: Positioned) -> Any:
+    """Return a loader's position; after the last step of an epoch it is the begin of the next one."""
+    position = loader.state_dict()
+    is_over = position["step"] == len(loader)
+    return position | {"epoch": position["epoch"] + 1, "step": 0} if is_over else position
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,8 +281,8 @@ def save(  # noqa: PLR0913 - one for each thing that can be saved
     optimizer: torch.optim.Optimizer | None = None,
     loader: Positioned | None = None,
     sparse: Sparse = None,
-    epoch: int = 0,
-    step: int = 0,
+    epoch: int | None = None,
+    step: int | None = None,
     extra: Mapping[str, object] | None = None,
     dataset: Mapping[str, object] | None = None,
     state: Mapping[str, Stateful] | None = None,
@@ -277,24 +295,52 @@ def save(  # noqa: PLR0913 - one for each thing that can be saved
         folder: The run's checkpoints, on a disk that all ranks share.
         model: Wrapped or plain.
         optimizer: Any of torch's, over the model's parameters.
-        loader: Its position is saved.
+        loader: Its position is saved, and names the checkpoint. After the last step of an epoch, that is the
+            begin of the next one.
         sparse: Optimiser of embeddings, which are saved with its state; or several.
-        epoch: Next epoch to run if ``step`` is 0, else the current one.
-        step: Completed steps of that epoch.
+        epoch: Next epoch to run if ``step`` is 0, else the current one. None: that of ``loader``, else 0.
+        step: Completed steps of that epoch. None: those of ``loader``, else 0.
         extra: The user's own JSON values.
         dataset: Facts that must be equal on load, JSON values only.
         state: More objects with ``state_dict`` and ``load_state_dict``, by name: schedulers, further
             optimizers, a GradScaler, averaged weights. Their states may differ between ranks.
 
     Raises:
+        ConfigError: on all ranks, when ``epoch`` or ``step`` is not as in ``loader`` or on another rank.
         CheckpointError: on all ranks, when model, optimizer, ``extra``, ``dataset`` or ``state`` has a value
             that cannot be saved, or writing failed on one.
         PeerError: a rank is dead or silent.
     """
+    session = current_session()
+    position = run_on_all_ranks(session, lambda: _position_to_save(loader, epoch, step), ConfigError)
+    check_equal(session, "epoch and step of a checkpoint", position)
+    final = Path(folder) / folder_name(**position)
+    if loader is None and epoch is None and (final / STATE_NAME).is_file():
+        warn_user(f"{final} is replaced: saves without epoch= have one name; give epoch= to keep both")
     saved = RunState(
         model=model, optimizer=optimizer, loader=loader, sparse=sparse, dataset=dataset or {}, state=state
     )
-    return CheckpointWriter(folder, saved).save(epoch=epoch, step=step, extra=extra or {}, wait=True)
+    return CheckpointWriter(folder, saved).save(**position, extra=extra or {}, wait=True)
+
+
+def _position_to_save(loader: Positioned | None, epoch: int | None, step: int | None) -> dict[str, int]:
+    """Return the epoch and step of a checkpoint; ConfigError if they are not those of the loader."""
+    values = {"epoch": epoch, "step": step}
+    given = {name: whole_number(name, value, least=0) for name, value in values.items() if value is not None}
+    if loader is None:
+        return {"epoch": 0, "step": 0, **given}
+    now = loader.state_dict()
+    if not isinstance(now, Mapping) or not values.keys() <= now.keys():
+        raise ConfigError(
+            f"the loader has a position {now!r} without epoch and step; its state_dict() needs both"
+        )
+    position = _position_of(loader)
+    if not (given.items() <= position.items() or given.items() <= now.items()):
+        raise ConfigError(
+            f"{' and '.join(f'{name}={value}' for name, value in given.items())} would name the checkpoint, "
+            f"but its loader is at step {position['step']} of epoch {position['epoch']}; leave them out"
+        )
+    return {name: position[name] for name in values}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,6 +390,7 @@ class CheckpointWriter:
         self.spared: Path | None = None
         """A checkpoint that stays, however many newer ones there are."""
 
+    @_storage_errors()
     def save(self, *, epoch: int, step: int, extra: Mapping[str, object], wait: bool = False) -> Path:
         """Save as :func:`save`; without ``wait`` it returns when all is copied. Collective.
 
@@ -351,12 +398,10 @@ class CheckpointWriter:
         rank, all ranks write at once.
         """
         self.wait()
-        session, stack = self._session, ExitStack()
-        final = self._folder / folder_name(epoch, step)
+        stack, final = ExitStack(), self._folder / folder_name(epoch, step)
         facts = {"version": VERSION, "epoch": epoch, "step": step, "extra": dict(extra)}
         snapshot, copied = self._snapshot(facts, wait=wait)
-        with _storage_errors():
-            folder = stack.enter_context(shared_partial_folder(session, final))
+        folder = stack.enter_context(shared_partial_folder(self._session, final))
         self._number += 1
         self._thread = Thread(
             target=self._write, args=(snapshot, folder, final, stack), name="dglx-checkpoint", daemon=True
@@ -396,17 +441,12 @@ class CheckpointWriter:
         check_replicas({n: of_model[n] for n, _ in module.named_parameters() if n in of_model}, session)
 
         def prepare() -> tuple[dict[str, Tensor], dict[str, Any] | None, dict[str, Tensor], dict[str, Any]]:
-            _check_json({"extra": facts["extra"], "dataset": dataset})
-            _check_tensors(of_model)
+            _check_values({"extra": facts["extra"], "dataset": dataset}, of_model)
             of_optimizer = split_optimizer(optimizer, module) if optimizer is not None else ({}, None)
             return *of_optimizer, *split_objects(self._saved.state or {})
 
         of_optimizer, plain, of_objects, values = run_on_all_ranks(session, prepare, CheckpointError)
-        digests = {
-            name: zlib.crc32(bytes_of(value.detach().cpu().contiguous()))
-            for name, value in of_objects.items()
-        }
-        objects = describe_objects(values, digests, session)
+        objects = describe_objects(values, of_objects, session)
         if plain is not None:
             of_optimizer, plain = join_optimizer(model, of_optimizer, plain, session)
         tensors = {f"model/{name}": value for name, value in of_model.items()}
@@ -433,7 +473,7 @@ class CheckpointWriter:
                 **facts,
                 "world_size": session.topology.world_size,
                 "optimizer": plain,
-                "loader": gather_json(loader.state_dict() if loader is not None else None, session),
+                "loader": gather_json(None if loader is None else _position_of(loader), session),
                 "dataset": dict(dataset),
                 "objects": objects,
             },
@@ -505,24 +545,6 @@ class CheckpointWriter:
             _remove_older(final, self._keep, self.spared)
 
 
-@dataclass(frozen=True)
-class _BetweenEpochs:
-    """A loader that is before the next epoch as soon as it is after the last step of one."""
-
-    loader: Positioned
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def state_dict(self) -> Any:
-        position = self.loader.state_dict()
-        is_over = position["step"] == len(self.loader)
-        return position | {"epoch": position["epoch"] + 1, "step": 0} if is_over else position
-
-    def load_state_dict(self, state: Any) -> None:
-        self.loader.load_state_dict(state)
-
-
 class Checkpoints:
     """Checkpoints of a loop of one's own: resumes from the newest in ``folder``, and saves while it trains.
 
@@ -561,10 +583,8 @@ class Checkpoints:
     ) -> None:
         if not EVERY.holds(every):
             raise ConfigError(f"every={every!r} must be {EVERY.allowed}")
-        self._loader = _BetweenEpochs(loader)
-        saved = RunState(
-            model=model, optimizer=optimizer, loader=self._loader, sparse=sparse, state=state or {}
-        )
+        self._loader = loader
+        saved = RunState(model=model, optimizer=optimizer, loader=loader, sparse=sparse, state=state or {})
         self._writer, self._steps_of_epoch = CheckpointWriter(folder, saved, keep), len(loader)
         self._steps_between = max(1, steps_between(every, len(loader)))
         occupy(folder)
@@ -591,7 +611,7 @@ class Checkpoints:
             CheckpointError: as of :func:`save`; also of the checkpoint before, which is written meanwhile.
             Stopped: a rank was told to end by SIGTERM, SIGUSR1 or Ctrl-C; a checkpoint of this step is saved.
         """
-        position = self._loader.state_dict()
+        position = _position_of(self._loader)
         epoch, step = int(position["epoch"]), int(position["step"])
         stops = self._stop_point.passed()
         if stops or (epoch * self._steps_of_epoch + step) % self._steps_between == 0:
@@ -628,6 +648,7 @@ def _own_share(tensors: Mapping[str, Tensor], session: Session) -> dict[str, Ten
     }
 
 
+@_storage_errors()
 def load(  # noqa: PLR0913 - one for each thing that can be loaded
     folder: str | Path,
     *,
@@ -667,29 +688,31 @@ def load(  # noqa: PLR0913 - one for each thing that can be loaded
             then.
         PeerError: a rank is dead or silent.
     """
-    session = current_session()
-    is_resume = optimizer is not None or loader is not None
-    path = _choose_on_rank_0(folder, which or (NEWEST if is_resume else None), session, says=which != NEWEST)
-    rank, of_model = session.topology.rank, model.state_dict()
+    kind = NEWEST if which is None and not (optimizer is None and loader is None) else which
+    session, module, of_model = current_session(), _plain_module(model), model.state_dict()
+    rank = session.topology.rank
+    first = run_on_all_ranks(session, lambda: choose(folder, kind) if rank == 0 else None, CheckpointError)
+    path = Path(str(broadcast_json(first and str(first[0]), session)))
+    if first is not None and first[1] and which != NEWEST:
+        log.warning("loading %s, %s", path, first[1])
 
-    def read() -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Any], dict[str, Any]]:
+    def read() -> tuple[dict[str, Any], dict[str, Tensor], Mapping[str, Any], dict[str, Any]]:
         with read_state(path) as contents:
             tensors = {name: _saved(path, name, entry) for name, entry in contents["tensors"].items()}
             _check_model(path, tensors, of_model)
-            positions: dict[str, Any] = {"loader": loader, "random_state": random_state}
-            _check_run(path, contents, tensors, session, dataset or {}, **positions)
-            module, saved_tensors = _plain_module(model), _below("optimizer/", tensors)
+            _check_run(path, contents, tensors, dataset or {}, loader=loader, random_state=random_state)
+            saved_tensors = _below("optimizer/", tensors)
             check_optimizer(path, contents["optimizer"], optimizer, module, saved_tensors)
-            with _storage_errors():
-                _check_sparse(path, contents["sparse"], sparse)
-            prefixes = _prefixes_to_read(contents, session, optimizer is not None, random_state)
+            _check_sparse(path, contents["sparse"], sparse)
+            is_alike = contents["world_size"] == session.topology.world_size
+            needs = {"model/": True, "optimizer/": optimizer is not None, f"rank/{rank}/": is_alike}
+            prefixes = tuple(filter(needs.get, needs)) + (f"random/{rank}/",) * (is_alike and random_state)
             wanted = {name: saved.read(name) for name, saved in tensors.items() if name.startswith(prefixes)}
-            has_state = state is not None or optimizer is not None
-            objects = _read_objects(path, contents, tensors, state or {}) if has_state else {}
-            if optimizer is None:
-                return contents, wanted, {}, objects
+            needs_state = state is not None or optimizer is not None
+            objects = _read_objects(path, contents, tensors, state or {}) if needs_state else {}
             of_optimizer = cut_optimizer(model, _below("optimizer/", wanted))
-            of_optimizer = optimizer_state(optimizer, module, of_optimizer, contents["optimizer"])
+            if optimizer is not None:
+                of_optimizer = optimizer_state(optimizer, module, of_optimizer, contents["optimizer"])
             return contents, wanted, of_optimizer, objects
 
     # All that may fail on one rank precedes the first change.
@@ -699,38 +722,14 @@ def load(  # noqa: PLR0913 - one for each thing that can be loaded
         run_on_all_ranks(session, lambda: loader.load_state_dict(position), CheckpointError)
     model.load_state_dict(_below("model/", wanted))
     if optimizer is not None:
-        optimizer.load_state_dict(of_optimizer)
+        optimizer.load_state_dict(dict(of_optimizer))
     for name, values in objects.items():
         (state or {})[name].load_state_dict(values)
     for number, rows in enumerate(optimizers_of(sparse)):
         rows.flush()
-        with _storage_errors():
-            rows.read_saved(_sparse_folder(path, number))
-    if isinstance(model, WrappedModel):
-        model.load_rank_state(_below(f"rank/{rank}/", wanted))
-    _set_random(_below(f"random/{rank}/", wanted), session.device)
+        rows.read_saved(_sparse_folder(path, number))
+    _load_rank_state(model, wanted, session)
     return Resumed(path=path, **{name: contents[name] for name in ("epoch", "step", "world_size", "extra")})
-
-
-def _choose_on_rank_0(folder: str | Path, which: Which | None, session: Session, *, says: bool) -> Path:
-    """Return the checkpoint that rank 0 chooses; collective."""
-    is_first = session.topology.rank == 0
-    path, why = run_on_all_ranks(
-        session, lambda: choose(folder, which) if is_first else (Path(), ""), CheckpointError
-    )
-    if why and says:
-        log.warning("loading %s, %s", path, why)
-    return Path(str(broadcast_json(str(path), session)))
-
-
-def _prefixes_to_read(
-    contents: Mapping[str, Any], session: Session, has_optimizer: bool, random_state: bool
-) -> tuple[str, ...]:
-    """Return the prefixes of the names of tensors that this rank reads from a checkpoint."""
-    rank, is_of_ranks = session.topology.rank, contents["world_size"] == session.topology.world_size
-    optional = {"optimizer/": has_optimizer, f"random/{rank}/": random_state and is_of_ranks}
-    optional[f"rank/{rank}/"] = is_of_ranks
-    return ("model/", *(prefix for prefix, is_read in optional.items() if is_read))
 
 
 def _read_objects(
@@ -747,7 +746,11 @@ def _read_objects(
     return {name: decode(value["value"], saved) for name, value in values.items()}
 
 
-def _set_random(random: Mapping[str, Tensor], device: torch.device) -> None:
+def _load_rank_state(model: nn.Module, tensors: Mapping[str, Tensor], session: Session) -> None:
+    rank, device = session.topology.rank, session.device
+    if isinstance(model, WrappedModel):
+        model.load_rank_state(_below(f"rank/{rank}/", tensors))
+    random = _below(f"random/{rank}/", tensors)
     if "cpu" in random:
         torch.set_rng_state(random["cpu"])
     # A checkpoint of GPUs may be resumed on CPUs, and the other way round.
@@ -756,7 +759,7 @@ def _set_random(random: Mapping[str, Tensor], device: torch.device) -> None:
 
 
 def read_extra(
-    folder: str | Path, check: Callable[[dict[str, Any]], object] | None = None
+    folder: str | Path, check: Callable[[dict[str, Any]], object] = dict
 ) -> Mapping[str, Any] | None:
     """Return ``extra`` of a run's newest checkpoint on rank 0's disk, None if there is none. Collective.
 
@@ -769,8 +772,7 @@ def read_extra(
         if path is None:
             return None
         with read_state(path) as state:
-            if check is not None:
-                check(state["extra"])
+            check(state["extra"])
             return dict(state["extra"])
 
     found = broadcast_json(run_on_all_ranks(session, read, CheckpointError), session)
@@ -799,29 +801,26 @@ def occupy(folder: str | Path) -> None:
 
 def remove_all(folder: str | Path) -> None:
     """Remove the checkpoints in ``folder``. Collective."""
+    session = current_session()
 
     def remove() -> None:
-        for path in Path(folder).iterdir() if Path(folder).is_dir() else ():
-            if FOLDER_NAME.fullmatch(path.name):
+        paths = Path(folder).glob("epoch-*") if session.topology.rank == 0 else ()
+        try:
+            for path in filter(lambda path: FOLDER_NAME.fullmatch(path.name), paths):
                 shutil.rmtree(path)
+        except OSError as error:
+            raise CheckpointError(f"cannot remove the checkpoints in {folder}: {error}") from error
 
-    session = current_session()
-    try:
-        run_on_all_ranks(session, lambda: remove() if session.topology.rank == 0 else None)
-    except OSError as error:
-        raise CheckpointError(f"cannot remove the checkpoints in {folder}: {error}") from error
+    run_on_all_ranks(session, remove, CheckpointError)
 
 
-def _check_json(values: Mapping[str, object]) -> None:
-    for name, value in values.items():
+def _check_values(plain: Mapping[str, object], of_model: Mapping[str, object]) -> None:
+    for name, value in plain.items():
         try:
             json.dumps(value)
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"{name} cannot be saved ({error}); give JSON values only") from error
-
-
-def _check_tensors(values: Mapping[str, object]) -> None:
-    for name, value in values.items():
+    for name, value in of_model.items():
         if not isinstance(value, Tensor):
             raise CheckpointError(
                 f"{name!r} of the model is of type {type(value).__name__}, not a tensor, and cannot be saved "

@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 from dglx_dist.data.storage.files import read_small
 from dglx_dist.errors import CheckpointError, ConfigError
+from dglx_dist.training.weights import BEST_WEIGHTS
 
 VERSION = 3
 STATE_NAME = "state.json"
@@ -77,12 +78,18 @@ def folder_name(epoch: int, step: int = 0) -> str:
 
 def latest(folder: str | Path) -> Path:
     """Return the newest complete checkpoint of a folder or run folder, or ``folder`` itself if it is one."""
-    found = find_newest(Path(folder)) or find_newest(Path(folder) / "checkpoints")
-    if found is None:
-        raise CheckpointError(
-            f"there is no complete checkpoint in {folder}; save one first, or start without resuming"
-        )
-    return found
+    newest = find_newest(Path(folder)) or find_newest(Path(folder) / "checkpoints")
+    if newest is None:
+        remedy = "save one first, or start without resuming"
+        if (weights := Path(folder) / BEST_WEIGHTS).is_file():
+            remedy = (
+                "train with --checkpoint-every 1, or read its weights into the plain module: "
+                f"module.load_state_dict(safetensors.torch.load_file({str(weights)!r}))"
+            )
+        elif seeds := sorted(map(str, Path(folder).glob("seed-*/"))):
+            remedy = f"it has runs of several seeds: give one of them, such as {seeds[0]}"
+        raise CheckpointError(f"there is no complete checkpoint in {folder}; {remedy}")
+    return newest
 
 
 BEST: Literal["best"] = "best"
@@ -96,7 +103,7 @@ def choose(folder: str | Path, which: Which | None) -> tuple[Path, str]:
     None: the best one, where the run has evaluated epochs and its checkpoint is still there.
     """
     if which not in (None, BEST, NEWEST):
-        raise ConfigError(f"which={which!r} must be 'best' or 'newest'")
+        raise ConfigError(f"which={which!r} must be 'best' or 'newest'; leave it out for the best there is")
     newest = latest(folder)
     if newest == Path(folder) or which == NEWEST:
         return newest, "" if newest == Path(folder) else "the newest"

@@ -8,7 +8,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -87,7 +87,6 @@ from dglx_dist.training.update_checks import (
     SCHEDULER,
     Scheduler,
     check_loop,
-    check_scheduler,
     check_updates,
     is_scheduled,
 )
@@ -102,10 +101,7 @@ log = logging.getLogger(__name__)
 
 
 class TrainingLoader(Positioned, Protocol):
-    """The loader interface of :func:`train_pass`.
-
-    Its position has ``epoch`` and ``step``, the completed steps of it.
-    """
+    """The loader interface of :func:`train_pass`."""
 
     def __iter__(self) -> Any: ...
     def end_at(self, step: int | None) -> None: ...
@@ -233,7 +229,7 @@ under their names, as ``val_mrr``.
 """
 
 _TRAIN, _VALIDATION, _TEST = SPLITS
-_OF_STEPS = ("clip_norm", "accumulate")
+_OF_UPDATES = ("class_weight", "schedule", "warmup", "clip_norm", "accumulate")
 TRAINED_WITH = "strategy"
 """Key in ``extra`` of a checkpoint: name and options of the strategy, and the cache that ``auto`` chose."""
 
@@ -375,9 +371,8 @@ def train(  # noqa: PLR0913 - all but four have defaults
     of_groups = [{**group, "params": len(group["params"])} for group in optimizer.param_groups]
     check_equal(g.session, "the settings of the optimizer", of_groups)
     config = _with_exact_loss(_with_task(config, g, model.module), g, is_own=config.loss is not None)
-    check_loop(config, strategy_of(g.session).traits, g.session.strategy)
+    check_loop(config, strategy_of(g.session).traits, g.session.strategy, scheduler)
     facts = _facts(g, config, optimizer)
-    check_scheduler(scheduler, strategy_of(g.session).traits, g.session.strategy)
     check_updates(
         config,
         model,
@@ -385,6 +380,7 @@ def train(  # noqa: PLR0913 - all but four have defaults
         state or {},
         optimizers_of(sparse),
         has_own_evaluation=config.evaluate is not None,
+        steps_of_epoch=len(loader),
     )
     objects = {**(state or {}), **({} if scheduler is None else {SCHEDULER: scheduler})}
     run = _Run(loader, g, config, _step_of(model, optimizer, sparse, config), facts, objects)
@@ -476,11 +472,8 @@ def _facts(g: DistGraph, config: FitConfig, optimizer: torch.optim.Optimizer) ->
         **{name: options[name] for name in ("strategy", "options", "seed")},
         "precision": config.precision,
         "task": config.task if isinstance(config.task, str) else "own",
+        **{name: getattr(config, name) for name in _OF_UPDATES},
         # A schedule of more epochs has other rates from the first one on.
-        **{
-            name: getattr(config, name)
-            for name in ("class_weight", "schedule", "warmup", "clip_norm", "accumulate")
-        },
         **({"epochs": config.epochs} if is_scheduled(config) else {}),
         "optimizer": type(optimizer).__name__,
         **groups,
@@ -883,10 +876,7 @@ def _closing(open_one: EpochTrainer | _Run | None) -> Iterator[None]:
 
 def _trained_with(session: Session) -> dict[str, object]:
     # Options for later runs, but none if they may have credentials or are not JSON.
-    options: dict[str, object] | None = dict(session.options)
-    try:
-        if json.loads(json.dumps(tracing.without_keys(session.options))) != options:
-            options = None
-    except (TypeError, ValueError):
-        options = None
-    return {"name": session.strategy, "options": options, "cache": CACHE_CHOICE.of(session)}
+    with suppress(TypeError, ValueError):
+        if (options := json.loads(json.dumps(tracing.without_keys(session.options)))) == session.options:
+            return {"name": session.strategy, "options": options, "cache": CACHE_CHOICE.of(session)}
+    return {"name": session.strategy, "options": None, "cache": CACHE_CHOICE.of(session)}

@@ -3,12 +3,14 @@
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
+from zlib import crc32
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dglx_dist.comm.collectives import gather_json
+from dglx_dist.comm.exchange import bytes_of
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import CheckpointError
 
@@ -66,8 +68,9 @@ def _encode(path: str, name: str, value: object, tensors: dict[str, Tensor]) -> 
     )
 
 
-def describe_objects(values: Mapping[str, Any], digests: Mapping[str, int], session: Session) -> Any:
+def describe_objects(values: Mapping[str, Any], tensors: Mapping[str, Tensor], session: Session) -> Any:
     """Return the entry of ``state.json``; ``per_rank`` where the ranks' states differ. Collective."""
+    digests = {name: crc32(bytes_of(value.detach().cpu().contiguous())) for name, value in tensors.items()}
     ranks: list[Any] = gather_json({"values": values, "digests": digests}, session)
     if any(rank != ranks[0] for rank in ranks):
         return {"per_rank": [rank["values"] for rank in ranks], "strategy": session.strategy}

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 from dglx_dist.comm.collectives import broadcast_json, check_equal
 from dglx_dist.comm.session import Session
 from dglx_dist.comm.topology import read_launch
-from dglx_dist.errors import ConfigError
+from dglx_dist.errors import ConfigError, shorten_list
 from dglx_dist.training import checkpoint
 from dglx_dist.training.config import BF16, FLOAT32, RunOptions
 
@@ -19,7 +19,6 @@ Options = TypeVar("Options", bound=RunOptions)
 FACTS, LAUNCH, PRECISION = "configuration", "launch", "precision"
 """Keys in ``extra`` of a checkpoint: the facts that :func:`check_same` compares, the start of torchrun that
 saved it, and the precision of forward passes."""
-_SHOWN = 4  # settings that a message names
 
 
 def resolve_resume(config: Options, checkpoints: str | Path | None, session: Session) -> Options:
@@ -37,11 +36,10 @@ def resolve_resume(config: Options, checkpoints: str | Path | None, session: Ses
     shared |= {"task": task, "checkpoints": checkpoints is not None}
     check_equal(session, "the settings of training", shared)
     launch, restarts = cast("list[Any]", broadcast_json(read_launch(), session))
+    extra = None
     if checkpoints is not None:
         checkpoint.occupy(checkpoints)
-    extra = None
-    if checkpoints is not None and (restarts or not config.overwrite):
-        extra = checkpoint.read_extra(checkpoints)
+        extra = checkpoint.read_extra(checkpoints) if restarts or not config.overwrite else None
     # A restart is resumed from what it has saved itself, and only replaces what was there before.
     if extra is not None and not config.resume and (not config.overwrite or extra.get(LAUNCH) == launch):
         config = replace(config, resume=True, overwrite=False, goes_on=True)
@@ -65,8 +63,7 @@ def find_differences(saved: Mapping[str, Any], facts: Mapping[str, object]) -> s
     now = json.loads(json.dumps(facts))
     before = {**now, **saved.get(FACTS, {})}
     differ = [name for name in now if json.dumps(before[name]) != json.dumps(now[name])]
-    more = f" and {len(differ) - _SHOWN} more" if len(differ) > _SHOWN else ""
-    return ", ".join(f"{name}: {before[name]} -> {now[name]}" for name in differ[:_SHOWN]) + more
+    return shorten_list((f"{name}: {before[name]} -> {now[name]}" for name in differ), most=4)
 
 
 class Progress:

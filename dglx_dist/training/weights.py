@@ -1,15 +1,14 @@
 """Weights of the best and of the last epoch: as plain files, and in memory of a run without checkpoints."""
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from dglx_dist.comm.collectives import barrier, broadcast_json, run_on_all_ranks
-from dglx_dist.comm.exchange import bytes_of
 from dglx_dist.comm.session import current_session
 from dglx_dist.data.storage.files import named_failures, replaced_file
 from dglx_dist.graph.optim import SparseOptimizer
@@ -18,33 +17,28 @@ log = logging.getLogger(__name__)
 
 BEST_WEIGHTS, FINAL_WEIGHTS = "model.safetensors", "final.safetensors"
 """Of the best epoch by validation, of the last one without validation; and of the last one."""
-_DTYPES = {
-    **{getattr(torch, f"float{bits}"): f"F{bits}" for bits in (16, 32, 64)},
-    **{getattr(torch, f"int{bits}"): f"I{bits}" for bits in (8, 16, 32, 64)},
-    **{torch.bfloat16: "BF16", torch.uint8: "U8", torch.bool: "BOOL"},
-}
 
 
 def write_safetensors(state: Mapping[str, Tensor], path: Path, **facts: object) -> None:
-    """Write a state dict in the format of the safetensors library, with texts about it; replaces ``path``."""
-    odd = next((name for name, value in state.items() if getattr(value, "dtype", None) not in _DTYPES), None)
-    if odd is not None:
-        log.warning("%s is not written: safetensors has no type for %r; use dx.save", path, odd)
+    """Write a state dict as a safetensors file, with texts about it; replaces ``path``.
+
+    Tied tensors are written under each of their names, so that a strict ``load_state_dict`` finds all.
+    """
+    tensors, storages = dict(state), set[int]()
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.layout == torch.strided:
+            tensor = value.detach().cpu().contiguous()
+            storage = tensor.untyped_storage().data_ptr()
+            tensors[name] = tensor.clone() if storage in storages else tensor
+            storages.add(storage)
+    try:
+        # Not its save_file, which makes files that only their owner can read.
+        raw = save(tensors, {"format": "pt"} | {key: str(fact) for key, fact in facts.items()})
+    except (KeyError, ValueError) as error:
+        log.warning("%s is not written: safetensors has no type for %s; use dx.save", path, error)
         return
-    # The largest types first, so that each tensor is aligned.
-    names = sorted(state, key=lambda name: -state[name].dtype.itemsize)
-    header: dict[str, object] = {"__metadata__": {"format": "pt"} | {k: str(v) for k, v in facts.items()}}
-    end = 0
-    for name in names:
-        begin, end = end, end + state[name].nbytes
-        entry = {"dtype": _DTYPES[state[name].dtype], "shape": list(state[name].shape)}
-        header[name] = entry | {"data_offsets": [begin, end]}
-    raw = json.dumps(header).encode()
-    raw += b" " * (-len(raw) % 8)
-    with named_failures(path), replaced_file(path) as partial, partial.open("wb") as file:
-        file.write(len(raw).to_bytes(8, "little") + raw)
-        for name in names:
-            file.write(bytes_of(state[name].detach().cpu().contiguous()))
+    with named_failures(path), replaced_file(path) as partial:
+        partial.write_bytes(raw)
 
 
 class WeightFiles:

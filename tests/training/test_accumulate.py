@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging.handlers
 import os
 import signal
 from functools import partial
@@ -126,3 +127,28 @@ def through_pipeline(strategy: str) -> str:
 def test_refuses_steps_that_overlap() -> None:
     assert all("accumulate=2 needs" in one for one in run_ranks(through_pipeline, 2, args=("push_pull",)))
     assert all("accumulate 2: strategy" in one for one in run_ranks(through_pipeline, 2, args=("lambda",)))
+
+
+def logged_without_effect(strategy: str, accumulate: int, **of_strategy: int) -> list[str]:
+    handler = logging.handlers.BufferingHandler(99)
+    logging.getLogger("dglx_dist").addHandler(handler)
+    with dx.init(strategy, **of_strategy):
+        g = dx.distribute(plain_graph(), parts=2)
+        config = FitConfig(epochs=1, accumulate=accumulate, eval_every=0, show_progress=False)
+        options = {} if strategy == "full_graph" else {"fanouts": [-1, -1], "batch_size": 20}
+        dx.fit(Layers(), g, config=config, **options)
+    messages = [record.getMessage() for record in handler.buffer]
+    return [message for message in messages if "has no effect" in message]
+
+
+@pytest.mark.parametrize("strategy", ["full_graph", "shared_preload", "cooperative", "push_pull"])
+def test_says_that_the_only_step_of_an_epoch_accumulates_nothing(strategy: str) -> None:
+    first, second = run_ranks(logged_without_effect, 2, args=(strategy, 3))
+    assert [message.partition(",")[0] for message in first] == ["accumulate=3 has no effect"]
+    assert not second
+    assert run_ranks(logged_without_effect, 2, args=(strategy, 1)) == [[], []]
+
+
+def test_says_nothing_of_several_steps() -> None:
+    logged = partial(logged_without_effect, batches=2)
+    assert run_ranks(logged, 2, args=("cooperative", 3)) == [[], []]

@@ -7,6 +7,7 @@ import math
 import os
 import resource
 import shutil
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from threading import Event
@@ -19,7 +20,7 @@ from torch import nn
 
 from dglx_dist.comm.session import start_session
 from dglx_dist.data.storage.files import hold_alone
-from dglx_dist.errors import CheckpointError, StorageError
+from dglx_dist.errors import CheckpointError, ConfigError, StorageError
 from dglx_dist.graph import optim
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.dist_tensor import owned_rows
@@ -27,18 +28,29 @@ from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.strategies.base import STRATEGIES, WrappedModel
 from dglx_dist.training import checkpoint
-from dglx_dist.training.checkpoint import CheckpointWriter, RunState
+from dglx_dist.training.checkpoint import CheckpointWriter, RunState, folder_name
 from tests.api.graphs import two_triangles
 from tests.graph import small
 from tests.helpers.ranks import run_ranks
 
 
 class Position:
+    def __init__(self, epoch: int = 0, step: int = 3, steps: int = 5) -> None:
+        self._position, self._steps = {"epoch": epoch, "step": step}, steps
+
+    def __len__(self) -> int:
+        return self._steps
+
     def state_dict(self) -> dict[str, int]:
-        return {"epoch": 0, "step": 3}
+        return self._position
 
     def load_state_dict(self, state: Any) -> None:
         raise CheckpointError("of another seed")
+
+
+class Unnumbered(Position):
+    def state_dict(self) -> dict[str, int]:
+        return {"batches": 3}
 
 
 def net(width: int = 3) -> nn.Module:
@@ -78,6 +90,57 @@ def test_what_fails_on_one_rank_fails_on_all_and_the_run_goes_on(tmp_path: Path)
     run_ranks(_fail_on_one_rank, 2, args=(str(tmp_path),))
 
 
+def test_names_a_checkpoint_by_the_position_of_its_loader(tmp_path: Path) -> None:
+    with start_session():
+        for loader, given in (
+            (Position(epoch=2, step=3), {}),
+            (Position(epoch=2, step=4), {"epoch": 2}),
+            # After the last step, in the body of the loop or behind it.
+            (Position(epoch=2, step=5), {}),
+            (Position(epoch=3, step=5), {"epoch": 3, "step": 5}),
+            (Position(epoch=4, step=5), {"epoch": 5}),
+            (Position(epoch=6, step=0), {"epoch": 6, "step": 0}),
+        ):
+            checkpoint.save(tmp_path, model=net(), loader=loader, **given)
+    names = [(2, 3), (2, 4), (3, 0), (4, 0), (5, 0), (6, 0)]
+    assert sorted(path.name for path in tmp_path.glob("epoch*")) == [folder_name(*name) for name in names]
+    state = json.loads((tmp_path / folder_name(3) / "state.json").read_text())
+    assert state["loader"] == [{"epoch": 3, "step": 0}]
+
+
+def _save_elsewhere(folder: str) -> None:
+    odd = start_session().topology.rank == 1
+    loader = Position(epoch=2, step=3)
+    for given, problem in (
+        ({"loader": loader, "epoch": 0}, "^epoch=0 would name .* step 3 of epoch 2; leave"),
+        ({"loader": loader, "epoch": 2, "step": 1}, "^epoch=2 and step=1 would"),
+        ({"loader": loader, "epoch": 2 + odd}, "epoch=3 would" if odd else "rank 1 .*epoch=3"),
+        ({"epoch": 2 + odd}, "epoch and step of a checkpoint"),
+        ({"epoch": -1}, "epoch=-1"),
+        ({"step": 1.5}, "step=1.5"),
+        ({"loader": Unnumbered()}, "position {'batches': 3} without epoch and step; its"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            checkpoint.save(folder, model=net(), **given)
+    assert not list(Path(folder).iterdir())
+
+
+def test_refuses_epochs_that_are_not_those_of_the_loader(tmp_path: Path) -> None:
+    run_ranks(_save_elsewhere, 2, args=(str(tmp_path),))
+
+
+def test_warns_when_a_save_without_epoch_replaces_one(tmp_path: Path) -> None:
+    with start_session(), warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        checkpoint.save(tmp_path, model=net())
+        checkpoint.save(tmp_path, model=net(), epoch=0)
+        assert not shown
+        path = checkpoint.save(tmp_path, model=net())
+    assert [str(warning.message).partition(";")[0] for warning in shown] == [
+        f"{path} is replaced: saves without epoch= have one name"
+    ]
+
+
 def made() -> tuple[nn.Module, torch.optim.Optimizer]:
     model = net()
     return model, torch.optim.Adam(model.parameters(), lr=0.05)
@@ -93,7 +156,7 @@ def saved(tmp_path: Path) -> Path:
     with start_session():
         dataset = {"nodes": 5}
         return checkpoint.save(
-            tmp_path, model=model, optimizer=optimizer, epoch=3, step=2, dataset=dataset, loader=Position()
+            tmp_path, model=model, optimizer=optimizer, dataset=dataset, loader=Position(epoch=3, step=2)
         )
 
 
@@ -481,7 +544,8 @@ def on_rank(data: str, folder: str, size: int, resume: bool) -> dict[str, Any]:
                 checkpoint.load(place, model=model, optimizer=optimizer)
             else:
                 step_alike(model, optimizer, range(SAVE_AT))
-                checkpoint.save(place, model=model, optimizer=optimizer, loader=Position(), step=SAVE_AT)
+                loader = Position(step=SAVE_AT, steps=STEPS)
+                checkpoint.save(place, model=model, optimizer=optimizer, loader=loader)
             step_alike(model, optimizer, range(SAVE_AT, STEPS))
             found[name] = {key: value.tolist() for key, value in model.state_dict().items()}
     return found

@@ -340,7 +340,8 @@ def test_what_a_checkpoint_says_of_the_run_is_checked(
         g = DistGraph(folder)
         loader, model = prepared(g, equality.model_of("sage", g), [-1, -1], batch_size=BATCH)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        checkpoint.save(tmp_path, model=model, optimizer=optimizer, loader=loader, epoch=1, extra=extra)
+        loader.set_epoch(1)
+        checkpoint.save(tmp_path, model=model, optimizer=optimizer, loader=loader, extra=extra)
         before = str(model.state_dict())
         with pytest.raises(CheckpointError, match=r"state\.json is damaged"):
             train(model, loader, optimizer, g, FitConfig(epochs=2, checkpoint_folder=tmp_path, resume=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -11,13 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
 from typer.testing import CliRunner
 
 import dglx_dist as dx
 from dglx_dist.cli.app import app
 from dglx_dist.cli.train_job import train_dataset
-from dglx_dist.comm.exchange import bytes_of
-from dglx_dist.errors import CheckpointError, ConfigError
+from dglx_dist.errors import CheckpointError, ConfigError, StorageError
 from dglx_dist.report.run_folder import read_epochs
 from dglx_dist.training.checkpoint import folder_name
 from dglx_dist.training.config import TrainConfig
@@ -27,9 +30,6 @@ from dglx_dist.training.weights import write_safetensors
 from tests.helpers.ranks import run_ranks
 from tests.training.test_schedules import said_of
 from tests.training.test_tasks import EXACT, graph, labels, plan
-
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "I64": torch.int64}
-DTYPES["BOOL"] = torch.bool
 
 
 @pytest.fixture(scope="module")
@@ -43,22 +43,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def read_weights(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Read as ``safetensors.torch.load_file`` reads."""
-    raw = path.read_bytes()
-    size = int.from_bytes(raw[:8], "little")
-    header, body, end = json.loads(raw[8 : 8 + size]), raw[8 + size :], 0
-    facts = header.pop("__metadata__")
-    state = {}
-    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        first, last = entry["data_offsets"]
-        assert first == end  # without holes
-        assert first % DTYPES[entry["dtype"]].itemsize == 0
-        end = last
-        state[name] = torch.zeros(entry["shape"], dtype=DTYPES[entry["dtype"]])
-        if last > first:
-            bytes_of(state[name])[:] = body[first:last]
-    assert end == len(body)
-    return state, facts
+    with safe_open(path, "pt") as file:
+        facts = file.metadata()
+    return load_file(path), facts
 
 
 def _train(values: dict[str, Any]) -> None:
@@ -107,13 +94,28 @@ def test_load_says_which_checkpoint_it_takes(
         assert dx.load(run, model=model, optimizer=adam).epoch == newest
         assert f"{folder_name(newest)}, the newest" in caplog.messages[-1]
         assert dx.load(run, model=model, optimizer=adam, which="best").epoch == best + 1
-        with pytest.raises(ConfigError, match="which='last'"):
-            dx.load(run, model=model, which="last")  # type: ignore[arg-type]
+        for which in ("last", "", 0, False):
+            with pytest.raises(ConfigError, match=f"which={which!r}"):
+                dx.load(run, model=model, optimizer=adam, which=which)  # type: ignore[arg-type]
         (tmp_path / "checkpoints" / folder_name(best + 1)).rename(tmp_path / "moved")
         assert dx.load(run, model=model).epoch == newest
         assert f"the best, {folder_name(best + 1)}, is not there" in caplog.messages[-1]
         with pytest.raises(CheckpointError, match="which='newest'"):
             dx.load(run, model=model, which="best")
+
+
+def test_load_names_the_weights_of_a_run_without_checkpoints(data: Path, tmp_path: Path) -> None:
+    _train(plan(data, "classification", tmp_path / "run", epochs=1))
+    (tmp_path / "seeds" / "seed-1").mkdir(parents=True)
+    with dx.init("data_parallel"):
+        model = build_model("sage", 8, 8, 2, dropout=0.0)
+        with pytest.raises(CheckpointError, match="--checkpoint-every 1") as caught:
+            dx.load(tmp_path / "run", model=model)
+        assert f"load_file('{tmp_path}/run/model.safetensors')" in str(caught.value)
+        with pytest.raises(CheckpointError, match=r"such as .*seeds/seed-1$"):
+            dx.load(tmp_path / "seeds", model=model)
+        with pytest.raises(CheckpointError, match="save one first"):
+            dx.load(tmp_path, model=model)
 
 
 def test_values_of_the_users_own_loop_are_not_taken_for_a_best_epoch(tmp_path: Path) -> None:
@@ -186,22 +188,72 @@ def test_fit_writes_weights_where_it_is_told(data: Path, tmp_path: Path) -> None
         assert all(torch.equal(value, state[name]) for name, value in wrapped.state_dict().items())
 
 
-def test_weights_of_all_dtypes_and_shapes_are_read_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_weights_of_all_dtypes_and_shapes_are_read_again(tmp_path: Path) -> None:
     state = {
         "flag": torch.tensor([True, False, True]),
         "half": torch.randn(3, 5).to(torch.bfloat16),
+        "sixteen": torch.randn(3).to(torch.float16),
         "count": torch.tensor(7),
+        "bytes": torch.arange(5, dtype=torch.uint8),
         "empty": torch.zeros(0, 4),
+        "also empty": torch.zeros(3, 0),
         "columns": torch.randn(4, 6, dtype=torch.float64).t(),
-        "scale": torch.tensor(math.pi),
+        "every second": torch.arange(10)[::2],
+        "scale": nn.Parameter(torch.tensor(math.pi)),
     }
     write_safetensors(state, tmp_path / "x", epoch=3)
-    found, facts = read_weights(tmp_path / "x")
-    assert facts["epoch"] == "3"
-    assert found.keys() == state.keys()
-    assert all(torch.equal(value, found[name]) for name, value in state.items())
-    write_safetensors({"odd": torch.zeros(2, dtype=torch.complex128)}, tmp_path / "y")
-    assert "'odd'" in caplog.messages[-1]
-    assert not (tmp_path / "y").exists()
+    tensors, facts = read_weights(tmp_path / "x")
+    assert facts == {"format": "pt", "epoch": "3"}
+    assert tensors.keys() == state.keys()
+    for name, value in state.items():
+        assert tensors[name].dtype == value.dtype
+        assert torch.equal(value, tensors[name])
+
+
+def test_tied_weights_are_read_under_each_name(tmp_path: Path) -> None:
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+        model[2].weight = model[0].weight
+        # One storage: the whole, and a piece of it.
+        model.register_buffer("rows", torch.arange(6.0).reshape(3, 2))
+        model.register_buffer("row", model.rows[1])
+        return model
+
+    model, loaded = build(), build()
+    write_safetensors(model.state_dict(), tmp_path / "x")
+    loaded.load_state_dict(load_file(tmp_path / "x"))
+    assert loaded[2].weight is loaded[0].weight
+    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "odd", [torch.zeros(2, dtype=torch.complex128), torch.eye(3).to_sparse(), {"of": "no tensor"}]
+)
+def test_says_what_safetensors_cannot_hold(
+    odd: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_safetensors({"fine": torch.ones(2), "odd": odd}, tmp_path / "y")
+    assert "use dx.save" in caplog.messages[-1]
+    assert not list(tmp_path.iterdir())
+
+
+def test_interrupted_writing_leaves_the_weights_of_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x"
+    write_safetensors({"a": torch.ones(2)}, path)
+    before = path.read_bytes()
+    (tmp_path / "plain").touch()
+    assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode
+    (tmp_path / "plain").unlink()
+    write = Path.write_bytes
+
+    def fail(file: Path, raw: bytes) -> int:
+        write(file, raw[:20])
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(Path, "write_bytes", fail)
+    with pytest.raises(StorageError, match=r"x cannot be written: .*no space left"):
+        write_safetensors({"a": torch.zeros(2)}, path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
