@@ -373,6 +373,56 @@ def test_all_ranks_skip_a_step_that_overflows_on_one(strategy: str) -> None:
         assert differences == pytest.approx(dict.fromkeys(OVERFLOWS, 0.0), abs=1e-12)
 
 
+def train_in(dtype: torch.dtype, model: nn.Module, batches: Callable[[], Iterator[Any]]) -> dict[str, Tensor]:
+    """Train a model whose weights have ``dtype``; the loss is in float32."""
+    optimizer = sgd(model)
+    for _ in range(STEPS):
+        for blocks, rows, labels in batches():
+            optimizer.zero_grad()
+            scores = model(blocks, rows.to(dtype))
+            F.cross_entropy(scores[: len(labels)].float(), labels).backward()
+            optimizer.step()
+    return {name: value.float() for name, value in model.state_dict().items()}
+
+
+def in_lower_precision(strategy: str) -> dict[str, Any]:
+    """Return weights of bfloat16, cast before and after dx.wrap, and what float16 raises."""
+    with dx.init(strategy=strategy, seed=0, timeout=30, **STRATEGIES[strategy]):
+        g = dx.distribute(plain_graph(), parts=2)
+
+        def batches() -> Iterator[Any]:
+            for _, _, blocks in loader_of(g):
+                yield blocks, blocks[0].srcdata["feat"], blocks[-1].dstdata["label"]
+
+        weights: dict[str, Any] = {
+            "before": train_in(torch.bfloat16, dx.wrap(Net().bfloat16(), g), batches),
+            "after": train_in(torch.bfloat16, dx.wrap(Net(), g).bfloat16(), batches),
+        }
+        try:
+            train_in(torch.float16, dx.wrap(Net().half(), g), batches)
+        except dgl.DGLError as error:
+            weights["half"] = str(error)
+        return weights
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_lower_precision_trains_to_its_rounding_and_half_is_refused_by_dgl_on_cpus(strategy: str) -> None:
+    g = plain_graph()
+    seeds = g.ndata["train_mask"].nonzero()[:, 0]
+    nodes = torch.cat([seeds, (~g.ndata["train_mask"]).nonzero()[:, 0]])
+    block = dgl.to_block(g, nodes, include_dst_in_src=True)
+    batch = [block, block], g.ndata["feat"][nodes], g.ndata["label"][seeds]
+    expected = train_in(torch.bfloat16, Net().bfloat16(), lambda: iter([batch]))
+    with pytest.raises(dgl.DGLError, match="can only be bfloat16"):
+        train_in(torch.float16, Net().half(), lambda: iter([batch]))
+    for ranks in (1, 2):
+        for weights in run_ranks(in_lower_precision, ranks, args=(strategy,)):
+            assert "can only be bfloat16" in weights["half"]
+            for when in ("before", "after"):
+                for name, value in expected.items():
+                    torch.testing.assert_close(weights[when][name], value, rtol=0, atol=2**-6)
+
+
 def gradient_bytes_of_accumulation(strategy: str) -> tuple[int, int, str]:
     """Return the bytes of gradients of one backward and of three under no_sync(), and the error of a step."""
     with dx.init(strategy=strategy, seed=0, timeout=30, **STRATEGIES[strategy]) as session:
