@@ -15,7 +15,6 @@ from itertools import count, islice
 from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakSet
 
-import dgl
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -335,59 +334,6 @@ def refuse_unwrapped(optimizer: Optimizer, *_: object) -> None:
     _CHECKED.add(optimizer)
 
 
-IS_EXACT: SessionField[bool] = SessionField(lambda _: False)
-"""Whether a loss since the last step is a mean over all ranks."""
-WARNS_OF_GAPS: SessionField[bool] = SessionField(lambda _: True)
-"""Whether seeds without targets change the weights of losses, and the user has not been warned yet."""
-_REMEDY = "the mean is exact over all ranks as dx.global_mean(sum of the losses, number of targets)"
-
-
-def _count_gaps(column: Tensor) -> int:
-    """Return how many values say that there is no target: NaN, or -1 and -100 beside classes."""
-    if column.dtype.is_floating_point or column.dtype.is_complex:
-        return int(column.isnan().sum())
-    gaps = (column < 0) & ((column == -1) | (column == -100))
-    # Targets of -1 and 1 are two classes, and columns with other values below 0 have numbers.
-    has_classes = ((column >= 0) | gaps).all() & ((column != -1) & (column != 1)).any()
-    return int((gaps & has_classes).sum())
-
-
-def warn_of_gaps(batch: Any, optimizer: torch.optim.Optimizer, number: int, session: Session) -> None:
-    """Warn once if a step was over seeds without targets, or its gradients are NaN.
-
-    Gradients are looked at in steps 0, 1, 2, 4, 8 and so on. What is on a GPU never is: steps wait for none.
-    """
-    blocks = batch[-1] if isinstance(batch, list | tuple) else None
-    last = blocks[-1] if isinstance(blocks, list | tuple) and blocks else None
-    is_exact, rank = IS_EXACT.of(session), session.topology.rank
-    IS_EXACT.set(session, False)
-    if is_exact or last is None or not WARNS_OF_GAPS.of(session):
-        return
-    message, is_looked_at = "", number & (number - 1) == 0
-    columns = [(name, c) for t in last.dsttypes for name, c in last.dstnodes[t].data.items() if c.dim() == 1]
-    for name, column in columns:
-        if name == dgl.NID or column.device.type != "cpu":
-            continue
-        gaps = _count_gaps(column)
-        if gaps:
-            message = (
-                f"{gaps} of the {len(column)} seeds in this batch of rank {rank} have no target in {name!r} "
-                "(NaN, -1 or -100)"
-            )
-    gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
-    # As plain tensors: ranks come here or not, and methods of a gradient's own class may be collective.
-    pieces = (Tensor._make_subclass(Tensor, g) for g in gradients if g is not None and g.device.type == "cpu")
-    if not message and is_looked_at and any(bool(piece.isnan().any()) for piece in pieces):
-        message = "the gradients of a step are NaN, as of a mean over no targets on one rank"
-    if not message:
-        return
-    WARNS_OF_GAPS.set(session, False)
-    if rank == 0:
-        warn_user(f"{message}; {_REMEDY}")
-    else:
-        log.warning("rank %d: %s; %s", rank, message, _REMEDY)
-
-
 _LOADERS: SessionField[Iterator[int]] = SessionField(lambda _: count())
 """Numbers of the loaders that a script makes, in the same order on all ranks."""
 
@@ -487,13 +433,7 @@ class EpochLoader(ABC, Generic[B, T]):
         epoch, first = self._epoch, self._next_step
         began, waited_s = time.perf_counter(), self._waited_s
         checks = self.checks_training and self._session.topology.world_size > 1
-        stepped: list[Optimizer] = []
-
-        def check(optimizer: Optimizer, *_: object) -> None:
-            refuse_unwrapped(optimizer)
-            stepped.append(optimizer)
-
-        handle = register_optimizer_step_pre_hook(check) if checks else None
+        handle = register_optimizer_step_pre_hook(refuse_unwrapped) if checks else None
         try:
             with closing(self.made_ahead(epoch)) as batches:
                 stream = self.in_order(batches)
@@ -502,9 +442,6 @@ class EpochLoader(ABC, Generic[B, T]):
                     if self.mark is not None:
                         batch, self.mark = self.mark(batch), None
                     yield batch
-                    if stepped:
-                        warn_of_gaps(batch, stepped.pop(), step, self._session)
-                        stepped.clear()
                     del batch
         finally:
             if handle is not None:

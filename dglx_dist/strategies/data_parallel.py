@@ -18,7 +18,6 @@ from dglx_dist.comm.collectives import check_equal, peers_named
 from dglx_dist.comm.session import Session
 from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
 from dglx_dist.dataloading.loader import DataLoader
-from dglx_dist.dataloading.step_loader import WARNS_OF_GAPS
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.cache import LOOK_AHEAD
 from dglx_dist.layers.dropout import NodeDropouts, has_rows, ids_of_pass, install_node_dropouts
@@ -47,7 +46,13 @@ from dglx_dist.strategies.cost import (
     ring_split,
     traffic_with_sums,
 )
-from dglx_dist.strategies.gradient_sync import BUCKET_BYTES, BufferMeans, GradientExchange, check_frozen
+from dglx_dist.strategies.gradient_sync import (
+    BUCKET_BYTES,
+    WARNS_OF_GAPS,
+    BufferMeans,
+    GradientExchange,
+    check_frozen,
+)
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph

@@ -4,6 +4,7 @@ Why not ``DistributedDataParallel``: see docs/design/decisions.md. Only backward
 gradients.
 """
 
+import logging
 import time
 import weakref
 from collections import deque
@@ -18,10 +19,12 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from dglx_dist.comm.collectives import count_all_reduce, peers_named, sum_over_ranks
-from dglx_dist.comm.session import Session
+from dglx_dist.comm.session import Session, SessionField, warn_user
 from dglx_dist.comm.trace import COMPUTE, NETWORK, WAIT
 from dglx_dist.errors import ConfigError
 from dglx_dist.strategies.base import Reduction
+
+log = logging.getLogger(__name__)
 
 BUCKET_BYTES = 4 * 2**20
 """Gradients that are sent together, by default."""
@@ -29,6 +32,14 @@ BUCKET_BYTES = 4 * 2**20
 PHASE = "gradients"
 
 _IDLE = -1
+
+IS_EXACT: SessionField[bool] = SessionField(lambda _: False)
+"""Whether a loss since the last forward pass is a mean over all ranks."""
+WARNS_OF_GAPS: SessionField[bool] = SessionField(lambda _: True)
+"""Whether seeds without targets change the weights of losses, and the user has not been warned yet."""
+_MODERATE = 10.0
+"""Largest score of a row that has a gradient in float32 under any loss with a part for it; of larger ones,
+the gradient of a loss may round to 0."""
 
 
 class Bucket:
@@ -222,6 +233,8 @@ class GradientExchange:
             # A user's hook on a parameter that nothing depends on would be called with None.
             free = [parameter for parameter in self._parameters if not parameter._backward_hooks]
             found = _Mark.apply(anchor, len(outputs), *outputs, *free)  # type: ignore[no-untyped-call]  # torch leaves it bare
+            if len(outputs) == 1:
+                watch_gaps(found[0], self._session)
             return cast("tuple[Tensor, ...]", found)
 
         return replace_floats(output, marked)
@@ -425,6 +438,40 @@ class _Mark(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return gradients[0].new_zeros(()), None, *gradients, *[None] * ctx.num_parameters
+
+
+def watch_gaps(scores: Tensor, session: Session) -> None:
+    """Warn once, in backward, if seeds of this step have no part in a loss that is the mean of a rank.
+
+    The gradient of their rows of ``scores`` is 0, or NaN as of a mean over no targets. What is on a GPU is
+    not looked at: steps wait for none.
+    """
+    IS_EXACT.set(session, False)
+    share, rank = session.model_share, session.topology.rank
+    num_seeds = 0 if share is None else share.num_local
+    if not num_seeds or scores.shape[:1] != (num_seeds,) or scores.element_size() < 4:
+        return
+    if session.topology.world_size == 1 or scores.device.type != "cpu" or not WARNS_OF_GAPS.of(session):
+        return
+    is_moderate = scores.detach().reshape(num_seeds, -1).abs().amax(1) <= _MODERATE
+
+    def look(gradient: Tensor) -> None:
+        rows = gradient.reshape(len(gradient), -1)
+        count = int((is_moderate & (rows == 0).all(1) | rows.isnan().any(1)).sum())
+        if not count or IS_EXACT.of(session) or not WARNS_OF_GAPS.of(session):
+            return
+        WARNS_OF_GAPS.set(session, False)
+        message = (
+            f"{count} of the {len(rows)} seeds in this batch of rank {rank} have no part in the loss (their "
+            "gradient is 0 or NaN, as without a target); the mean is exact over all ranks as "
+            "dx.global_mean(sum of the losses, number of targets)"
+        )
+        if rank == 0:
+            warn_user(message)
+        else:
+            log.warning("rank %d: %s", rank, message)
+
+    scores.register_hook(look)  # type: ignore[no-untyped-call]  # torch leaves it bare
 
 
 def _on_accumulation(leaf: Tensor, action: Callable[[Tensor], None]) -> None:

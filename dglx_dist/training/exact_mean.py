@@ -16,10 +16,10 @@ from torch.overrides import TorchFunctionMode
 
 from dglx_dist.comm.collectives import gather_int64, run_on_all_ranks, sum_over_ranks
 from dglx_dist.comm.session import Session, SessionField, current_session
-from dglx_dist.dataloading.step_loader import IS_EXACT
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import LABEL
 from dglx_dist.strategies.base import Reduction, gradient_weight
+from dglx_dist.strategies.gradient_sync import IS_EXACT
 from dglx_dist.training.metrics import PHASE
 from dglx_dist.training.tasks import LossFunction, own_pieces
 

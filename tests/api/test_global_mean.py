@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging.handlers
 import warnings
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import dgl
@@ -17,9 +16,10 @@ from dgl.nn import SAGEConv
 from torch import Tensor, nn
 
 import dglx_dist as dx
-from dglx_dist.comm.session import current_session
-from dglx_dist.dataloading.step_loader import warn_of_gaps
+from dglx_dist.comm.topology import Topology
+from dglx_dist.records import StepShare
 from dglx_dist.strategies.base import count_targets
+from dglx_dist.strategies.gradient_sync import watch_gaps
 from tests.helpers.ranks import run_ranks
 
 NUM_NODES, CLASSES = 40, 3
@@ -125,7 +125,7 @@ def step_with_gaps(strategy: str, way: str) -> tuple[list[str], list[str]]:
     every = torch.ones(NUM_NODES, dtype=torch.bool)
     is_read = way == "read" and strategy != "full_graph"
     handler = logging.handlers.BufferingHandler(100)
-    logging.getLogger("dglx_dist.dataloading.step_loader").addHandler(handler)
+    logging.getLogger("dglx_dist.strategies.gradient_sync").addHandler(handler)
     with dx.init(strategy=strategy, seed=0), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         g = dx.distribute(plain, parts=2)
@@ -168,7 +168,7 @@ def test_warns_once_of_steps_over_seeds_without_targets(strategy: str, way: str)
         assert (warned, of_rank_1) == ([], [])
     else:
         assert len(warned) == 1
-        assert "seeds in this batch of rank 0 have no target in" in warned[0]
+        assert "seeds in this batch of rank 0 have no part in the loss" in warned[0]
         assert len(of_rank_1) <= 1
 
 
@@ -176,7 +176,7 @@ def test_warns_once_of_steps_over_seeds_without_targets(strategy: str, way: str)
 def test_warns_where_seeds_of_one_rank_only_have_no_target(strategy: str) -> None:
     (warned, _), (_, logged) = run_ranks(step_with_gaps, 2, args=(strategy, "one rank"))
     (message,) = warned + logged
-    assert f"seeds in this batch of rank {int(not warned)} have no target in 'one gap'" in message
+    assert f"seeds in this batch of rank {int(not warned)} have no part in the loss" in message
 
 
 class OnGpu(Tensor):
@@ -185,51 +185,62 @@ class OnGpu(Tensor):
     device = torch.device("cuda")
 
 
-def messages_of(column: Tensor, step: int = 3, gradient: Tensor | None = None) -> list[str]:
-    weight = nn.Parameter(torch.zeros(1))
-    weight.grad = gradient
-    # A block of DGL refuses a tensor that says that it is elsewhere.
-    last = SimpleNamespace(dsttypes=["_N"], dstnodes={"_N": SimpleNamespace(data={"y": column})})
-    with dx.init(strategy="data_parallel"), warnings.catch_warnings(record=True) as caught:
+def messages_of(scores: Tensor, loss_of: Callable[[Tensor], Tensor]) -> list[str]:
+    """Return the warnings of a loss over two ranks' worth of seeds, all of this rank's in ``scores``."""
+    with dx.init(strategy="data_parallel") as session, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        warn_of_gaps((None, None, [last]), torch.optim.SGD([weight]), step, current_session())
+        session.topology = Topology(0, 2, (0, 0))
+        session.model_share = StepShare(num_local=3, num_global=6)
+        scores = scores.requires_grad_() * 1
+        watch_gaps(scores, session)
+        loss_of(scores.as_subclass(Tensor)).backward()
+        session.topology = Topology(0, 1, (0,))
         return [str(warning.message) for warning in caught if "global_mean" in str(warning.message)]
 
 
+def masked(scores: Tensor) -> Tensor:
+    return scores[1:].square().mean()
+
+
+def over_nothing(scores: Tensor) -> Tensor:
+    return F.cross_entropy(scores, torch.full((3,), -100))
+
+
 @pytest.mark.parametrize(
-    ("values", "gaps"),
+    ("loss_of", "seeds"),
     [
-        ([-1, 1, 1, -1], 0),
-        ([-1, -1], 0),
-        ([-3, -1, 0, 7], 0),
-        ([-100, -50, 20], 0),
-        ([0, 1, 2], 0),
-        ([-1, 0, 1], 1),
-        ([-1, 4, -1], 2),
-        ([-100, 1, -1], 2),
-        ([-100, -100], 2),
-        ([float("nan"), -1.0], 1),
-        ([complex(float("nan"), 1), 1j], 1),
-        ([False, True], 0),
+        (masked, 1),
+        (lambda scores: (scores - torch.tensor([[1.0], [torch.nan], [torch.nan]])).square().mean(), 3),
+        (lambda scores: (scores * torch.tensor([[1.0], [0.0], [0.0]])).sum(), 2),
+        (over_nothing, 3),
+        (torch.mean, 0),
+        (lambda scores: scores[:, 0].mean(), 0),
     ],
 )
-def test_takes_numbers_below_0_for_targets_unless_they_mean_none(values: list[Any], gaps: int) -> None:
-    expected = (
-        [f"{gaps} of the {len(values)} seeds in this batch of rank 0 have no target in 'y'"] if gaps else []
-    )
-    assert [message.split(" (")[0] for message in messages_of(torch.tensor(values))] == expected
+def test_counts_seeds_without_a_part_in_the_loss(loss_of: Callable[[Tensor], Tensor], seeds: int) -> None:
+    expected = [f"{seeds} of the 3 seeds in this batch of rank 0 have no part in the loss"] if seeds else []
+    assert [message.split(" (")[0] for message in messages_of(torch.ones(3, 2), loss_of)] == expected
 
 
-def test_reads_no_gaps_into_large_unsigned_numbers() -> None:
-    assert messages_of(torch.tensor([255, 156, 3], dtype=torch.uint8)) == []
+def test_takes_a_gradient_that_rounds_to_0_for_a_part_in_the_loss() -> None:
+    def saturated(scores: Tensor) -> Tensor:
+        return F.cross_entropy(scores, torch.tensor([0, 0, 1]))
+
+    assert messages_of(torch.tensor([[200.0, 0.0]] * 3), saturated) == []
 
 
-@pytest.mark.parametrize("step", [0, 1, 3, 4])
-def test_a_step_does_not_wait_for_a_gpu_to_look_at_it(step: int) -> None:
-    classes, nan = torch.tensor([0, 1]), torch.tensor([torch.nan])
-    assert messages_of(torch.tensor([-1, 3]).as_subclass(OnGpu), step) == []
-    assert messages_of(classes, step, nan.as_subclass(OnGpu)) == []
-    assert len(messages_of(classes, step, nan)) == (step != 3)
+@pytest.mark.parametrize(
+    "scores",
+    [
+        torch.ones(4, 2),
+        torch.ones(3, 2, dtype=torch.bfloat16),
+        torch.ones(3, 2).as_subclass(OnGpu),
+        torch.tensor(1.0),
+    ],
+)
+def test_looks_at_scores_of_seeds_on_cpus_alone(scores: Tensor) -> None:
+    """A step does not wait for a GPU, rows of something else are no seeds, and 16 bits round early."""
+    assert messages_of(scores, lambda one: one.sum() * 0) == []
 
 
 def errors_of_wrong_values(case: int) -> str:
