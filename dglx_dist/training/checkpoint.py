@@ -81,6 +81,7 @@ from dglx_dist.training.optimizer_state import (
     dtype_name,
     dtype_of,
     join_optimizer,
+    load_optimizer,
     optimizer_state,
     split_optimizer,
 )
@@ -722,7 +723,7 @@ def load(  # noqa: PLR0913 - one for each thing that can be loaded
         run_on_all_ranks(session, lambda: loader.load_state_dict(position), CheckpointError)
     model.load_state_dict(_below("model/", wanted))
     if optimizer is not None:
-        optimizer.load_state_dict(dict(of_optimizer))
+        load_optimizer(optimizer, dict(of_optimizer))
     for name, values in objects.items():
         (state or {})[name].load_state_dict(values)
     for number, rows in enumerate(optimizers_of(sparse)):

@@ -161,6 +161,17 @@ def optimizer_state(
     return {"state": state, "param_groups": groups}
 
 
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load ``state`` in its own dtypes; torch alone gives all values those of the parameters."""
+    optimizer.load_state_dict(state)
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    for position, parameter in enumerate(parameters):
+        own = optimizer.state[parameter]
+        for key, value in state["state"].get(position, {}).items():
+            if isinstance(value, Tensor) and own[key].dtype != value.dtype:
+                own[key] = value.to(own[key].device)
+
+
 def _check_group(
     optimizer: torch.optim.Optimizer, number: int, values: Mapping[str, Any], state: Mapping[int, Any]
 ) -> None:

@@ -160,6 +160,30 @@ def saved(tmp_path: Path) -> Path:
         )
 
 
+def test_continues_with_the_dtypes_of_an_optimizer_that_keeps_others_than_its_parameters(
+    tmp_path: Path,
+) -> None:
+    """NAdam multiplies its momentum in float32, also for parameters of float64."""
+    rows = torch.randn(6, 3, dtype=torch.float64)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model(rows).pow(2).mean().backward()
+        optimizer.step()
+
+    models = [net().eval() for _ in range(2)]
+    optimizers = [torch.optim.NAdam(model.parameters(), lr=0.1) for model in models]
+    with start_session():
+        for _ in range(2):
+            step(models[0], optimizers[0])
+        checkpoint.save(tmp_path, model=models[0], optimizer=optimizers[0], epoch=1)
+        checkpoint.load(tmp_path, model=models[1], optimizer=optimizers[1])
+        for model, optimizer in zip(models, optimizers, strict=True):
+            step(model, optimizer)
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_mismatches_name_the_first_difference(saved: Path, tmp_path: Path) -> None:
     model = net()
     with start_session():
