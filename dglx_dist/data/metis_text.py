@@ -68,7 +68,7 @@ def read_metis(path: Path) -> dict[str, Array]:
         arrays["node_weight"] = weights[:, 0] if num_weights == 1 else weights
     if has_weights:
         arrays[EDGE_VALUES] = numbers[(places >= first) & ~is_end]
-    message = "%s: read as METIS's format, with %d nodes, counted from 0, and each edge in both directions"
+    message = "%s: read as METIS's format, with %d nodes (from 0 in the dataset), and each edge both ways"
     _LOG.warning(message, path, num_nodes)
     return arrays
 
