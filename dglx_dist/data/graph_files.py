@@ -692,9 +692,12 @@ def _refuse_header(read: Any, where: str, line: str) -> None:
         )
 
 
-_ARROW = r"^(?:[-=~]*>|<[-=~]*|[-=]+|\u2192)$"
-_SIGNS = rf"""{_ARROW}|^\([^)]*\)?$|^\[[^\]]*\]?$|^[^(]+\)$|^[^\[]+\]$|^["'].|.["',;:]$"""
-"""Arrows, and ids with quotes, separators, or brackets around them or at one end."""
+_ARROW = r"^(?:[-=~]*>|<[-=~]*|[-=]+|\u2192)$|\t"
+"""An arrow in place of an id, or a tab in one."""
+_SIGNS = rf"""{_ARROW}|^[-=]+>|^["'].|.["',;:]$|^<.+>$|^\([^)]*\)$|^\[[^\]]*\]$|""" + "|".join(
+    rf"{begin}[^{end}]*$|^[^{begin}]*{end}" for begin, end in ((r"\(", r"\)"), (r"\[", r"\]"), (r"\{", r"\}"))
+)
+"""The same, and ids with quotes, separators or brackets around them, or with one bracket of a pair."""
 
 
 def _refuse_signs(ids: Any, where: str, signs: str = _SIGNS) -> None:

@@ -373,7 +373,7 @@ class TablesSource(DatasetSource):
             for tables in (nodes, edges)
         )
         where = f"{self._name}: no table"
-        ignored = set(_choose_names(self._ignored, [*of_nodes, *of_edges], where, "ignore"))
+        ignored = set(filter(None, _choose_names(self._ignored, [*of_nodes, *of_edges], where, "ignore")))
         known = [name for name in of_nodes if name and name not in ignored]
         ids = None if self._ids is None else _choose_names(self._ids, known, f"{where} of nodes", "--id")
         return graph_of_tables(self._name, nodes, edges, ignored, ids)

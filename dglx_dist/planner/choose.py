@@ -84,7 +84,7 @@ def _uncounted(candidate: Candidate, known: Measured) -> str:
     if candidate.unit == "mini_batch" and known.batches is None:
         return "no mini-batches were requested"
     if any(known.works.get(work) is None for work in candidate.works):
-        return "its plans are too large to be counted before training; name the strategy to train with it"
+        return "its plans are too large to be counted; name the strategy"
     if candidate.cache is not None and known.cache_of(candidate) is None:
         return "its cache was not counted"
     return ""

@@ -133,7 +133,7 @@ def plan_head(choice: Choice) -> str:
 def plan_lines(choice: Choice) -> Sequence[str]:
     """Describe the choice, its reasons and its assumptions, a line each."""
     taken = choice.taken
-    head = "nothing fits" if taken is None else f"chosen: {taken.candidate.name}"
+    head = "nothing can be chosen" if taken is None else f"chosen: {taken.candidate.name}"
     return [
         head,
         *(f"  - {line}" for line in choice.why),

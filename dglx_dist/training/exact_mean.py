@@ -80,7 +80,7 @@ def reduce_mean(value: float | Tensor, count: int) -> float:
     Raises:
         ConfigError: on all ranks, if a value of some rank is no number or its count is below 0.
     """
-    problem = _find_problem("count", count, least=0.0) or _find_problem("value", value)
+    problem = _find_problem("count", count, least=0.0) or (_find_problem("value", value) if count else "")
     total = float(value) * float(count) if not problem and count else 0.0
     total, count = _sum_terms(total, count, problem, current_session()).tolist()
     return total / count if count else math.nan
@@ -92,14 +92,17 @@ def _sum_terms(total: Any, count: Any, problem: str, session: Session) -> Tensor
     values = [math.nan] * 2 if problem else [float(total), float(count)]
     sums = sum_over_ranks(torch.tensor(values, dtype=torch.float64), session, phase=PHASE)
     if sums[1].isnan():
-        raise ConfigError(problem or "a mean over all ranks failed on another rank, whose error says why")
+        raise ConfigError(problem or "another rank has a wrong value for this mean; its own error says which")
     return sums
 
 
 def _find_problem(name: str, value: Any, least: float | None = None) -> str:
     """Return a sentence if ``value`` is not one number, finite and at least ``least`` if that is given."""
-    is_number = isinstance(value, SupportsFloat) and torch.as_tensor(value).numel() == 1
-    if is_number and (least is None or least <= float(value) < math.inf):
+    try:
+        number = float(value) if isinstance(value, SupportsFloat) else None
+    except (TypeError, ValueError, RuntimeError):
+        number = None
+    if number is not None and (least is None or least <= number < math.inf):
         return ""
     return f"{name}={_show(value)} must be one number" + ("" if least is None else ", finite and at least 0")
 

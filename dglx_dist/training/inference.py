@@ -538,7 +538,8 @@ def _names(g: DistGraph, masks: Sequence[str] | None, label: str, ntype: str, ta
     for name in names:
         if data[name].dtype not in (torch.bool, torch.uint8) or data[name].ndim != 1:
             raise ConfigError(
-                f"{name!r} is {data[name].dtype} of shape {data[name].shape}, but a mask has a bool per node"
+                f"{name!r} is {data[name].dtype} of shape {data[name].shape}, but a mask has a bool per "
+                "node; make it by column.bool() before dx.distribute"
             )
     if task == CLASSIFICATION and (data[label].ndim != 1 or data[label].dtype.is_floating_point):
         raise ConfigError(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dglx_dist.comm.collectives import run_on_all_ranks, sum_over_ranks
+from dglx_dist.comm.collectives import gather_int64, run_on_all_ranks, sum_over_ranks
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor
@@ -155,17 +155,20 @@ def class_weights(g: DistGraph, ntype: str, label: str, task: str) -> Tensor:
     if task == REGRESSION:
         raise ConfigError("class weights are for classes, and the task is regression; leave them out")
     is_class = task == CLASSIFICATION
-    classes = g.num_classes(ntype) if is_class else int(g.nodes[ntype].data[label].shape[1])
 
-    def counted() -> Tensor:
+    def read() -> Tensor:
         labels = _labels_of(g, ntype, label, SPLITS[0])
         if is_class and bool((labels < 0).any()):
             raise ConfigError("a training node has no class (-1); leave it out of train_mask")
-        counts = torch.bincount(labels, minlength=classes) if is_class else labels.double().sum(0).long()
-        return torch.cat([counts, torch.tensor([len(labels)])])
+        return labels
 
-    counted_here = run_on_all_ranks(g.session, counted, ConfigError)
-    counts = sum_over_ranks(counted_here, g.session, phase=metrics.PHASE)
+    labels = run_on_all_ranks(g.session, read, ConfigError)
+    # The dataset states the number of classes of its own column of labels alone.
+    largest = int(gather_int64([int(labels.max()) if is_class and len(labels) else 0], g.session).max())
+    classes = max(g.dataset.manifest.num_classes.get(ntype, 0), largest + 1)
+    counts = torch.bincount(labels, minlength=classes) if is_class else labels.double().sum(0).long()
+    counts = torch.cat([counts, torch.tensor([len(labels)])])
+    counts = sum_over_ranks(counts, g.session, phase=metrics.PHASE)
     ones, number = counts[:-1].float(), float(counts[-1])
     if is_class:
         return torch.where(ones > 0, number / (classes * ones), torch.tensor(0.0))

@@ -35,7 +35,7 @@ def write_safetensors(state: Mapping[str, Tensor], path: Path, **facts: object) 
         # Not its save_file, which makes files that only their owner can read.
         raw = save(tensors, {"format": "pt"} | {key: str(fact) for key, fact in facts.items()})
     except (KeyError, ValueError) as error:
-        log.warning("%s is not written: safetensors has no type for %s; use dx.save", path, error)
+        log.warning("%s is not written, as safetensors cannot hold it (%s); use dx.save", path, error)
         return
     with named_failures(path), replaced_file(path) as partial:
         partial.write_bytes(raw)

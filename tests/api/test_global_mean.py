@@ -259,6 +259,7 @@ def errors_of_wrong_values(case: int) -> str:
         (torch.ones(3), 3, None),
         (None, 1, None),
         (1.0, float("nan"), None),
+        (np.array("x"), 3, None),
     ]
     with dx.init(strategy="data_parallel") as session:
         total, count, reduction = wrong[case] if session.topology.rank == 0 else (torch.tensor(2.0), 3, "sum")
@@ -278,6 +279,7 @@ WRONG_VALUES = (
     *("count='7' must be", "count=None must be", "total=<(3,) tensor> must be", "total=1.0 must be"),
     *("total=tensor(1) must be", "reduction='none' must be", "count=-2 must be"),
     *("value=<(3,) tensor> must be", "value=None must be", "count=nan must be"),
+    "value=array('x', dtype='<U1') must be",
 )
 
 
@@ -285,7 +287,13 @@ WRONG_VALUES = (
 def test_refuses_what_is_no_sum_and_no_count_on_all_ranks(case: int) -> None:
     first, second = run_ranks(errors_of_wrong_values, 2, args=(case,))
     assert first.startswith(WRONG_VALUES[case])
-    assert "on another rank, whose error says why" in second
+    assert "another rank has a wrong value for this mean" in second
+
+
+def test_ignores_the_mean_of_no_values() -> None:
+    with dx.init(strategy="data_parallel"):
+        assert np.isnan(dx.reduce_mean(None, 0))
+        assert np.isnan(dx.reduce_mean(torch.zeros(0), 0))
 
 
 def test_takes_counts_of_any_kind_of_number() -> None:

@@ -359,7 +359,19 @@ def test_blanks_quotes_and_na_in_a_list_of_edges(tmp_path: Path, text: str) -> N
 
 @pytest.mark.parametrize(
     "text",
-    ["(0, 1)\n(1, 2)\n", "[0, 1]\n", "0 -> 1\n1 -> 2\n", "0; 1\n", '"a" "b"\n', "a b\nb (c)\n", "a\t=>\tb\n"],
+    [
+        *(
+            "(0, 1)\n(1, 2)\n",
+            "[0, 1]\n",
+            "0 -> 1\n1 -> 2\n",
+            "0; 1\n",
+            '"a" "b"\n',
+            "a b\nb (c)\n",
+            "a\t=>\tb\n",
+        ),
+        *("{0: [1, 2]}\n", "{0,1}\n{1,2}\n", "edge(a,b).\nedge(b,c).\n", "a ->b\n", "<a> <b>\n"),
+        *("[a](0\t1)[b]\n", "1,000\t2,000\n"),
+    ],
 )
 def test_refuses_ids_with_brackets_quotes_and_arrows(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.txt").write_text(text)

@@ -383,6 +383,13 @@ def test_refuses_an_asked_column_of_ids_that_no_table_has(tmp_path: Path, asked:
         load_dataset(tmp_path, id=asked)
 
 
+def test_refuses_to_number_by_row_where_a_column_without_a_name_looks_like_ids(tmp_path: Path) -> None:
+    """As pandas writes the index of a frame."""
+    write(tmp_path, {"nodes.csv": ",feat_0\n2,0.5\n0,0.1\n1,0.2\n", "edges.csv": "src,dst\n0,1\n1,2\n"})
+    with pytest.raises(DatasetError, match=r"looks like the ids that .*edges use"):
+        load_dataset(tmp_path)
+
+
 @pytest.mark.parametrize("asked", [",", ",,", " ,", "key,,", "key, ,", ",key"])
 def test_refuses_blank_names_of_columns_of_ids(tmp_path: Path, asked: str) -> None:
     # The first column has no name.

@@ -305,6 +305,25 @@ def test_balanced_classes(task: str, data: Path, tmp_path: Path) -> None:
     assert losses == pytest.approx(plain_losses(task, weights), rel=1e-5)
 
 
+def _weights_of_another_column(folder: str) -> list[float]:
+    """Of three classes, the last of which one rank has alone, where the column of labels has two."""
+    with dx.init("data_parallel") as session:
+        g = dx.DistGraph(folder)
+        mine = dx.node_split(g.ndata["train_mask"])
+        g.ndata["y"] = g.new_tensor((NODES,), torch.int64, "y")
+        g.ndata["y"][mine[:2]] = torch.tensor([1, 2 if session.topology.rank == 0 else 1])
+        g.barrier()
+        weights: list[float] = (1 / class_weights(g, "_N", "y", "classification")).tolist()
+        return weights
+
+
+def test_balances_the_classes_of_a_column_that_has_more_than_the_labels(data: Path) -> None:
+    number = int(graph().ndata["train_mask"].sum())
+    expected = [3 * count / number for count in (number - 4, 3, 1)]
+    for weights in run_ranks(_weights_of_another_column, 2, args=(str(data / "classification"),)):
+        assert weights == pytest.approx(expected)
+
+
 def _wrong_on_one_rank(folder: str) -> list[str]:
     """Errors that only rank 0's rows show, of labels -1 and of scores of another width."""
     with dx.init("data_parallel") as session:
