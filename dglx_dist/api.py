@@ -398,20 +398,12 @@ class DistDataset:
         """Classes of the labels; ConfigError if neither the dataset nor its labels have them."""
         return self._g.num_classes() if self._num_classes is None else self._num_classes
 
-    @property
-    def train_idx(self) -> Tensor:
-        """(n,) int64 ids of the nodes of ``train_mask`` that this rank works on, see :func:`node_split`."""
-        return self._share("train_mask")
-
-    @property
-    def val_idx(self) -> Tensor:
-        """(n,) int64, of ``val_mask``, as :attr:`train_idx`."""
-        return self._share("val_mask")
-
-    @property
-    def test_idx(self) -> Tensor:
-        """(n,) int64, of ``test_mask``, as :attr:`train_idx`."""
-        return self._share("test_mask")
+    train_idx = property(lambda self: self._share("train_mask"))
+    """(n,) int64 ids of the nodes of ``train_mask`` that this rank works on, see :func:`node_split`."""
+    val_idx = property(lambda self: self._share("val_mask"))
+    """(n,) int64, of ``val_mask``, as :attr:`train_idx`."""
+    test_idx = property(lambda self: self._share("test_mask"))
+    """(n,) int64, of ``test_mask``, as :attr:`train_idx`."""
 
     def __getattr__(self, name: str) -> NoReturn:
         # Attributes of the original dataset have old ids, or are unknown here.
@@ -739,14 +731,11 @@ def fit(  # noqa: PLR0913 - all but two have defaults
     choice = None
     if g.session.strategy == AUTO:
         _check_auto(config)
-        training = partial(
-            Training,
-            fanouts=fanouts,
-            batch_size=batch_size,
-            epochs=config.epochs,
-            own_loop=_needs_loop(g, config),
-        )
-        read = run_on_all_ranks(g.session, training, ConfigError)
+        # Strategies that compute steps themselves know plain classification. Collective.
+        task = read_task(g, labelled_type(g, config.label), config.label, str(config.task))[0]
+        own_loop = needs_own_loop(replace(config, task=task)) is not None
+        plan: dict[str, Any] = {"fanouts": fanouts, "batch_size": batch_size, "epochs": config.epochs}
+        read = run_on_all_ranks(g.session, partial(Training, own_loop=own_loop, **plan), ConfigError)
         _, choice = resolve(model, g, read, config.checkpoint_folder if config.resume else None)
         if default_batch_size(g.session.strategy) is None:
             # Steps on the whole graph: these options were for the mini-batches in the comparison.
@@ -779,23 +768,13 @@ def fit(  # noqa: PLR0913 - all but two have defaults
     return wrapped, replace(result, choice=choice)
 
 
-def _needs_loop(g: DistGraph, config: FitConfig) -> bool:
-    # Strategies that compute steps themselves know plain classification. Collective.
-    task = read_task(g, labelled_type(g, config.label), config.label, str(config.task))[0]
-    return needs_own_loop(replace(config, task=task)) is not None
-
-
 def _check_auto(config: FitConfig) -> None:
-    for name, is_supported in (
-        ("config.task", config.own_task is None),
-        ("config.inputs", config.inputs is None),
-        ("config.feature", config.feature == FEATURE),
-    ):
-        if not is_supported:
-            raise ConfigError(
-                f"strategy 'auto' supports node classification by {FEATURE!r}, not {name}; name a "
-                "strategy in dx.init"
-            )
+    given = {"task": config.own_task, "inputs": config.inputs, "feature": config.feature != FEATURE or None}
+    for name in (name for name, value in given.items() if value is not None):
+        raise ConfigError(
+            f"strategy 'auto' supports node classification by {FEATURE!r}, not config.{name}; name a "
+            "strategy in dx.init"
+        )
 
 
 def _check_inputs(g: DistGraph, inputs: EntityInputs | None) -> None:

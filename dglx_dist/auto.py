@@ -214,12 +214,9 @@ def _read_checkpointed(value: object, folder: str | Path | None) -> Candidate:
 
 
 def choose_in_job(model: nn.Module, g: DistGraph, training: Training) -> Choice:
-    """Choose the strategy that trains ``model`` on ``g`` fastest, and give it to the session; collective.
+    """Choose as :func:`dglx_dist.choose_strategy` does, and give the strategy to the session; collective.
 
-    Call it before the first loader is created and before ``model`` is wrapped. It counts some batches and
-    plans, times the model on them, and the links for two seconds; rank 0 prints the choice and its reason.
-    Returns all candidates with the predicted cost of an epoch, equal on every rank. ConfigError: the session
-    has a strategy, the graph has several types, or nothing fits.
+    Rank 0 prints the choice and its reason.
     """
     session = g.session
     if session.strategy != AUTO:

@@ -86,7 +86,6 @@ def exit_client() -> None:
 
 
 def client_barrier() -> None:
-    """Wait for all ranks."""
     barrier(current_session(), "client_barrier()")
 
 

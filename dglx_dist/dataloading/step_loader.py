@@ -26,7 +26,7 @@ from dglx_dist.comm.collectives import gather_int64
 from dglx_dist.comm.devices import carried, check_device, device_of, open_copies
 from dglx_dist.comm.session import Session, SessionField, warn_user
 from dglx_dist.comm.trace import COMPUTE, LOADER, WAIT, Pass
-from dglx_dist.dataloading.feature_fetch import Ahead, Drawn, check_float, look_ahead
+from dglx_dist.dataloading.feature_fetch import NOTHING_CLAIMED, Ahead, Drawn, check_float, look_ahead
 from dglx_dist.dataloading.sampler_spec import refuse_by_name
 from dglx_dist.errors import CheckpointError, ConfigError
 from dglx_dist.graph.ids import Ids
@@ -141,15 +141,14 @@ def read_items(given: Ids | Mapping[Any, Ids], counts: Mapping[K, int], what: st
     return Items(ids={key: found[key].copy() if key in found else none for key in counts})
 
 
+_MOVED = "batches are moved to device= by the loader"
 _NEEDLESS = {
     "use_uva": "features are read on the CPU, by the loader's threads; see g.cache_rows(device=)",
     "use_ddp": "pass each rank its own indices: dx.node_split(mask)",
     "num_workers": "batches are made on threads: see num_threads=",
-    "pin_memory": "batches are moved to device= by the loader",
     "persistent_workers": "there are no worker processes",
     "use_prefetch_thread": "batches are always made ahead, depth= of them",
-    "use_alternate_streams": "batches are moved to device= by the loader",
-    "pin_prefetcher": "batches are moved to device= by the loader",
+    **dict.fromkeys(("pin_memory", "use_alternate_streams", "pin_prefetcher"), _MOVED),
     "gpu_cache": "g.cache_rows(name, alpha=, device='cuda') keeps rows on the device",
 }
 
@@ -230,7 +229,6 @@ class Schedule:
 
     @classmethod
     def of(cls, counts: Sequence[int], batch_size: int, drop_last: bool, rank: int) -> Schedule:
-        """Return the schedule for ``counts`` seeds of the ranks."""
         used = tuple(count - count % batch_size if drop_last else count for count in counts)
         return cls(batch_size=batch_size, used=used, rank=rank)
 
@@ -285,7 +283,7 @@ class Maker(Protocol[K, B]):
 
     def claim(self) -> Ahead:
         """Claim where rows of its batches may be kept; nothing: batches need not be made in order."""
-        ...
+        return NOTHING_CLAIMED
 
     def offline(self) -> Maker[K, B]:
         """Return a maker of any rank's batches, without columns, that reads no structure of other servers.
@@ -297,7 +295,7 @@ class Maker(Protocol[K, B]):
 
     def sampling_signature(self) -> str:
         """Return a string that is equal on ranks that draw alike, "" if draws are not keyed."""
-        ...
+        return ""
 
 
 @dataclass(frozen=True, kw_only=True)

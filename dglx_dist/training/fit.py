@@ -346,8 +346,7 @@ def train(  # noqa: PLR0913 - all but four have defaults
             for ``config.task``.
         optimizer: Over the parameters of ``model``.
         g: The graph that the loader samples; evaluated on its masks.
-        config: Epochs, evaluation, checkpoints; None: the defaults.
-        callbacks: Called after each epoch with its record.
+        config, callbacks: As of :func:`dglx_dist.fit`.
         sparse: Optimisers of embeddings, stepped and saved with ``optimizer``.
         scheduler: Of ``optimizer``, stepped after each epoch; a ``ReduceLROnPlateau`` after each evaluation,
             with the first metric of validation. Saved and resumed.
