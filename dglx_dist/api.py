@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, cast, final
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, final
 
 import dgl
 import numpy as np
@@ -64,13 +64,7 @@ from dglx_dist.strategies.base import (
 )
 from dglx_dist.training.checkpoint import Sparse
 from dglx_dist.training.config import BF16
-from dglx_dist.training.fit import (
-    Callback,
-    FitConfig,
-    FitResult,
-    TrainingLoader,
-    train,
-)
+from dglx_dist.training.fit import Callback, FitConfig, FitResult, TrainingLoader, train
 from dglx_dist.training.inference import labelled_type
 from dglx_dist.training.object_state import Stateful
 from dglx_dist.training.relational import EntityInputs
@@ -292,7 +286,7 @@ def distribute(
 
     # Rank 0 decides: another machine may not see yet what is on its disk.
     with _explained_timeout(session):
-        location: Any = broadcast_json(run_on_all_ranks(session, located, ConfigError), session)
+        location = broadcast_json(run_on_all_ranks(session, located, ConfigError), session)
     where: dict[str, Any] = {argument: Path(path).expanduser() for argument, path in location.items()}
     g = DistGraph(**where, structure=structure, session=session)
     if isinstance(graph, dgl.DGLGraph) and g.dataset.manifest.num_parts > 1:
@@ -454,7 +448,7 @@ def distribute_dataset(dataset: dgl.data.DGLDataset, **options: Any) -> DistData
     num_classes = getattr(dataset, "num_classes", None)
     g = distribute(graph, **options)
     known = int(num_classes) if isinstance(num_classes, (int, np.integer)) else None
-    return DistDataset(g, cast("int | None", broadcast_json(known, g.session)))
+    return DistDataset(g, broadcast_json(known, g.session))
 
 
 def init(

@@ -305,7 +305,7 @@ def _cluster(session: Session, options: AutoOptions, device: torch.device) -> Cl
     cores = len(os.sched_getaffinity(0)) / ranks_of_host
     memory = read_size(options.memory) if options.memory else machine_memory()[0] // ranks_of_host
     on_device = device_memory(device) // session.ranks_of_device
-    resources: Sequence[Any] = gather_json([cores, memory, on_device], session)
+    resources = gather_json([cores, memory, on_device], session)
     return Cluster(
         servers=topology.num_servers,
         ranks_per_server=len(topology.ranks_of_server(0)),
@@ -313,9 +313,9 @@ def _cluster(session: Session, options: AutoOptions, device: torch.device) -> Cl
         internal_bytes_per_s=links.internal_bytes_per_s,
         latency_s=links.latency_s,
         link_spread=links.spread,
-        cores=min(float(one[0]) for one in resources),
-        memory_bytes=min(int(one[1]) for one in resources),
-        device_memory_bytes=min(int(one[2]) for one in resources),
+        cores=min(of_rank[0] for of_rank in resources),
+        memory_bytes=min(of_rank[1] for of_rank in resources),
+        device_memory_bytes=min(of_rank[2] for of_rank in resources),
     )
 
 
@@ -333,8 +333,7 @@ def plan_of_run(folder: Path, session: Session) -> dict[str, Any] | None:
             ) from error
         return value
 
-    plan = broadcast_json(run_on_all_ranks(session, read, StorageError), session)
-    return plan if isinstance(plan, dict) else None
+    return broadcast_json(run_on_all_ranks(session, read, StorageError), session)
 
 
 def outcome_of(counted: int, epochs: Sequence[EpochRecord], facts: Mapping[str, Any]) -> Outcome:
@@ -377,7 +376,7 @@ def facts_of(model: nn.Module, session: Session, result: FitResult) -> dict[str,
     device = float_of(model).device
     on_gpu = device.type == "cuda"
     held = torch.cuda.max_memory_reserved(device) if on_gpu else None
-    peaks: Sequence[Any] = gather_json([peak(), held], session)
+    peaks = gather_json([peak(), held], session)
     on_device = [of_rank for _, of_rank in peaks if of_rank is not None]
     accuracies = {"val_accuracy": result.val_accuracy, "test_accuracy": result.test_accuracy}
     return {

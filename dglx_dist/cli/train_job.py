@@ -67,12 +67,7 @@ from dglx_dist.training.config import (
     takes,
 )
 from dglx_dist.training.export import check_target, write_edges, write_embeddings, write_relations
-from dglx_dist.training.fit import (
-    Callback,
-    FitConfig,
-    FitResult,
-    LinkPrediction,
-)
+from dglx_dist.training.fit import Callback, FitConfig, FitResult, LinkPrediction
 from dglx_dist.training.inference import flatten, labelled_type, layerwise_inference
 from dglx_dist.training.link import (
     PAIR_LOSSES,

@@ -282,7 +282,7 @@ def cache_rows(g: OpenedGraph, request: CacheRequest) -> CachePlan:
     chooses, own = (True, (0, 0)) if device is not None else (topology.local_rank == 0, own)
     chosen = most_wanted(scores, own, budget) if chooses else NO_IDS
     has_rate = chooses and request.policy == "vip"
-    rate: object = expected_hit_rate(scores, own, chosen) if has_rate else None
+    rate = expected_hit_rate(scores, own, chosen) if has_rate else None
     cache: RowCache | DeviceRows
     # It is set also when no row has a score, so that all ranks agree on whether there is a cache.
     if device is not None:
@@ -299,7 +299,7 @@ def cache_rows(g: OpenedGraph, request: CacheRequest) -> CachePlan:
         policy=request.policy,
         rows=len(cache.rows),
         bytes=sum(one.nbytes for one in (cache.rows, *cache.table)),
-        expected_hit_rate=rate if isinstance(rate, float) else None,
+        expected_hit_rate=rate,
     )
     if chooses:
         log.info("%s caches %s: %s", who, column.name, plan)

@@ -426,7 +426,7 @@ class CheckpointWriter:
         problems = [text for text in gather_json(self._problem, self._session) if text]
         if problems:
             self._problem = ""
-            raise CheckpointError(str(problems[0]))
+            raise CheckpointError(problems[0])
 
     def abandon(self) -> None:
         """Give up a checkpoint that is being written, after a failure; waits for nobody."""
@@ -636,7 +636,7 @@ def _remove_older(newest: Path, keep: int, spared: Path | None) -> None:
 
 def _own_share(tensors: Mapping[str, Tensor], session: Session) -> dict[str, Tensor]:
     """Return the tensors that this rank writes of those that all ranks have. Collective."""
-    names: Any = gather_json(list(tensors), session)
+    names = gather_json(list(tensors), session)
     # A rank may lack the optimizer's state of a parameter that had no gradient there.
     holders: dict[str, list[int]] = {}
     for rank, name in ((rank, name) for rank, own in enumerate(names) for name in own):
@@ -692,7 +692,7 @@ def load(  # noqa: PLR0913 - one for each thing that can be loaded
     session, module, of_model = current_session(), _plain_module(model), model.state_dict()
     rank = session.topology.rank
     first = run_on_all_ranks(session, lambda: choose(folder, kind) if rank == 0 else None, CheckpointError)
-    path = Path(str(broadcast_json(first and str(first[0]), session)))
+    path = Path(broadcast_json(first and str(first[0]), session))
     if first is not None and first[1] and which != NEWEST:
         log.warning("loading %s, %s", path, first[1])
 
@@ -775,8 +775,7 @@ def read_extra(
             check(state["extra"])
             return dict(state["extra"])
 
-    found = broadcast_json(run_on_all_ranks(session, read, CheckpointError), session)
-    return found if isinstance(found, dict) else None
+    return broadcast_json(run_on_all_ranks(session, read, CheckpointError), session)
 
 
 _HELD: SessionField[set[Path]] = SessionField(lambda _session: set())
