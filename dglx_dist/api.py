@@ -45,11 +45,11 @@ from dglx_dist.data.storage.manifest import check_target, is_dgl_config, read_ma
 from dglx_dist.data.storage.reader import open_dataset, verify_files
 from dglx_dist.data.storage.writer import FeatureDtype
 from dglx_dist.dataloading.own_order import GIVEN_COLUMNS, GivenColumns, check_order
-from dglx_dist.dataloading.step_loader import number_steps, whole_number
+from dglx_dist.dataloading.step_loader import number_steps
 from dglx_dist.errors import ConfigError, DatasetError, PeerError, StorageError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.split import node_split
-from dglx_dist.options import list_names
+from dglx_dist.options import check_integer, list_names
 from dglx_dist.prepare import PartitionPlan, content_key, partition_to_disk
 from dglx_dist.records import FEATURE, Array, RawGraph
 from dglx_dist.strategies.base import (
@@ -482,7 +482,7 @@ def init(
     """
     show_briefly()
     # Checked first: a wrong name must not cost a rendezvous.
-    seed = whole_number("seed", seed, least=0)
+    seed = check_integer("seed", seed, least=0)
     name = resolve_strategy(strategy, auto=True)
     joining: dict[str, Any] = {"timeout_s": timeout, "seed": seed, "backend": backend, "device": device}
     session = begin(name, options, **joining, check=check_session_options)

@@ -14,11 +14,10 @@ from dglx_dist.comm.devices import device_memory
 from dglx_dist.comm.session import Session
 from dglx_dist.comm.topology import Topology
 from dglx_dist.data.storage.files import machine_memory, peak, read_size, resident
-from dglx_dist.dataloading.step_loader import whole_number
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.graph.cache import check_budget
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.options import check_ranges
+from dglx_dist.options import check_integer, check_ranges
 from dglx_dist.planner.choose import choosable, choose
 from dglx_dist.planner.measure import MeasureConfig, measure
 from dglx_dist.planner.model_shape import shape_of_module
@@ -94,11 +93,11 @@ class Training:
                     "first; -1: all"
                 )
             # As int: JSON does not take NumPy's.
-            read = [whole_number(f"fanouts[{at}]", one, least=-1) for at, one in enumerate(self.fanouts)]
+            read = [check_integer(f"fanouts[{at}]", one, least=-1) for at, one in enumerate(self.fanouts)]
             object.__setattr__(self, "fanouts", read)
         if self.batch_size is not None:
-            object.__setattr__(self, "batch_size", whole_number("batch_size", self.batch_size, least=1))
-        whole_number("epochs", self.epochs, least=1)
+            object.__setattr__(self, "batch_size", check_integer("batch_size", self.batch_size, least=1))
+        check_integer("epochs", self.epochs, least=1)
         if self.num_layers == 0:
             object.__setattr__(self, "num_layers", 2 if self.fanouts is None else len(self.fanouts))
 

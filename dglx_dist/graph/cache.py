@@ -34,6 +34,7 @@ from dglx_dist.graph.sampling import NO_IDS, by_type, fanout_by_type
 from dglx_dist.graph.shared_memory import shared_rows
 from dglx_dist.graph.split import node_split
 from dglx_dist.graph.structure import CSCShard, count_sources
+from dglx_dist.options import check_integer
 from dglx_dist.records import Array, ColumnInfo, EdgeType
 
 
@@ -251,8 +252,7 @@ class CacheRequest:
                 f"policy='vip' computes how often batches need each row: give {missing}= as for the loader, "
                 "or use policy='halo', which needs neither"
             )
-        if isinstance(self.batch_size, bool) or not isinstance(self.batch_size, int) or self.batch_size < 1:
-            raise ConfigError(f"batch_size={self.batch_size!r}; give a number of seeds of at least 1")
+        check_integer("batch_size", self.batch_size, least=1)
         if not len(self.fanouts):
             raise ConfigError("fanouts is empty; give one per layer, input-most first, e.g. [25, 10]")
 

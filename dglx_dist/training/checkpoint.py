@@ -44,10 +44,10 @@ from dglx_dist.data.storage.files import (
     read_small,
 )
 from dglx_dist.data.storage.row_files import INDEX
-from dglx_dist.dataloading.step_loader import whole_number
 from dglx_dist.errors import CheckpointError, ConfigError, DglxError, Stopped, StorageError
 from dglx_dist.graph.optim import SparseOptimizer
 from dglx_dist.graph.shared_memory import WriteOwn, index_shares, shared_partial_folder, write_share
+from dglx_dist.options import check_integer
 from dglx_dist.strategies.base import WrappedModel
 from dglx_dist.training.checkpoint_folder import (
     FOLDER_NAME,
@@ -326,7 +326,7 @@ def save(  # noqa: PLR0913 - one for each thing that can be saved
 def _position_to_save(loader: Positioned | None, epoch: int | None, step: int | None) -> dict[str, int]:
     """Return the epoch and step of a checkpoint; ConfigError if they are not those of the loader."""
     values = {"epoch": epoch, "step": step}
-    given = {name: whole_number(name, value, least=0) for name, value in values.items() if value is not None}
+    given = {name: check_integer(name, value, least=0) for name, value in values.items() if value is not None}
     if loader is None:
         return {"epoch": 0, "step": 0, **given}
     now = loader.state_dict()
