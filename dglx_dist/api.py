@@ -805,5 +805,4 @@ def _node_loader(
     stored = {g.nodes[name].data[column].dtype for name, (column,) in feats.items()}
     if config.precision == BF16 and stored == {torch.bfloat16}:
         options = {"feature_dtype": torch.bfloat16, **options}
-    loader: TrainingLoader = DataLoader(g, seeds, sampler, **options)
-    return loader
+    return DataLoader(g, seeds, sampler, **options)

@@ -285,8 +285,7 @@ class SessionField(Generic[V]):
     def of(self, session: Session) -> V:
         if self not in session._fields:
             session._fields[self] = self._make(session)
-        value: V = session._fields[self]
-        return value
+        return session._fields[self]
 
     def set(self, session: Session, value: V) -> None:
         session._fields[self] = value

@@ -637,8 +637,7 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
             with self._session.timeline.span("copy to the device", LOADER, epoch * len(self) + step):
                 found, arrive = carried(self.copies, self.device, partial(batch.moved, self.device))
             fetch_s = batch.fetch_s + time.perf_counter() - begin
-            moved: B = replace(found, arrive=arrive, fetch_s=fetch_s)
-            return moved
+            return replace(found, arrive=arrive, fetch_s=fetch_s)
 
         return make_moved
 
