@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, cast, final
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, final
 
 import dgl
 import numpy as np
@@ -45,11 +45,11 @@ from dglx_dist.data.storage.manifest import check_target, is_dgl_config, read_ma
 from dglx_dist.data.storage.reader import open_dataset, verify_files
 from dglx_dist.data.storage.writer import FeatureDtype
 from dglx_dist.dataloading.own_order import GIVEN_COLUMNS, GivenColumns, check_order
-from dglx_dist.dataloading.step_loader import number_steps, whole_number
+from dglx_dist.dataloading.step_loader import number_steps
 from dglx_dist.errors import ConfigError, DatasetError, PeerError, StorageError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.split import node_split
-from dglx_dist.options import list_names
+from dglx_dist.options import check_integer, list_names
 from dglx_dist.prepare import PartitionPlan, content_key, partition_to_disk
 from dglx_dist.records import FEATURE, Array, RawGraph
 from dglx_dist.strategies.base import (
@@ -64,13 +64,7 @@ from dglx_dist.strategies.base import (
 )
 from dglx_dist.training.checkpoint import Sparse
 from dglx_dist.training.config import BF16
-from dglx_dist.training.fit import (
-    Callback,
-    FitConfig,
-    FitResult,
-    TrainingLoader,
-    train,
-)
+from dglx_dist.training.fit import Callback, FitConfig, FitResult, TrainingLoader, train
 from dglx_dist.training.inference import labelled_type
 from dglx_dist.training.object_state import Stateful
 from dglx_dist.training.relational import EntityInputs
@@ -292,7 +286,7 @@ def distribute(
 
     # Rank 0 decides: another machine may not see yet what is on its disk.
     with _explained_timeout(session):
-        location: Any = broadcast_json(run_on_all_ranks(session, located, ConfigError), session)
+        location = broadcast_json(run_on_all_ranks(session, located, ConfigError), session)
     where: dict[str, Any] = {argument: Path(path).expanduser() for argument, path in location.items()}
     g = DistGraph(**where, structure=structure, session=session)
     if isinstance(graph, dgl.DGLGraph) and g.dataset.manifest.num_parts > 1:
@@ -398,20 +392,12 @@ class DistDataset:
         """Classes of the labels; ConfigError if neither the dataset nor its labels have them."""
         return self._g.num_classes() if self._num_classes is None else self._num_classes
 
-    @property
-    def train_idx(self) -> Tensor:
-        """(n,) int64 ids of the nodes of ``train_mask`` that this rank works on, see :func:`node_split`."""
-        return self._share("train_mask")
-
-    @property
-    def val_idx(self) -> Tensor:
-        """(n,) int64, of ``val_mask``, as :attr:`train_idx`."""
-        return self._share("val_mask")
-
-    @property
-    def test_idx(self) -> Tensor:
-        """(n,) int64, of ``test_mask``, as :attr:`train_idx`."""
-        return self._share("test_mask")
+    train_idx = property(lambda self: self._share("train_mask"))
+    """(n,) int64 ids of the nodes of ``train_mask`` that this rank works on, see :func:`node_split`."""
+    val_idx = property(lambda self: self._share("val_mask"))
+    """(n,) int64, of ``val_mask``, as :attr:`train_idx`."""
+    test_idx = property(lambda self: self._share("test_mask"))
+    """(n,) int64, of ``test_mask``, as :attr:`train_idx`."""
 
     def __getattr__(self, name: str) -> NoReturn:
         # Attributes of the original dataset have old ids, or are unknown here.
@@ -462,7 +448,7 @@ def distribute_dataset(dataset: dgl.data.DGLDataset, **options: Any) -> DistData
     num_classes = getattr(dataset, "num_classes", None)
     g = distribute(graph, **options)
     known = int(num_classes) if isinstance(num_classes, (int, np.integer)) else None
-    return DistDataset(g, cast("int | None", broadcast_json(known, g.session)))
+    return DistDataset(g, broadcast_json(known, g.session))
 
 
 def init(
@@ -496,7 +482,7 @@ def init(
     """
     show_briefly()
     # Checked first: a wrong name must not cost a rendezvous.
-    seed = whole_number("seed", seed, least=0)
+    seed = check_integer("seed", seed, least=0)
     name = resolve_strategy(strategy, auto=True)
     joining: dict[str, Any] = {"timeout_s": timeout, "seed": seed, "backend": backend, "device": device}
     session = begin(name, options, **joining, check=check_session_options)
@@ -739,14 +725,11 @@ def fit(  # noqa: PLR0913 - all but two have defaults
     choice = None
     if g.session.strategy == AUTO:
         _check_auto(config)
-        training = partial(
-            Training,
-            fanouts=fanouts,
-            batch_size=batch_size,
-            epochs=config.epochs,
-            own_loop=_needs_loop(g, config),
-        )
-        read = run_on_all_ranks(g.session, training, ConfigError)
+        # Strategies that compute steps themselves know plain classification. Collective.
+        task = read_task(g, labelled_type(g, config.label), config.label, str(config.task))[0]
+        own_loop = needs_own_loop(replace(config, task=task)) is not None
+        plan: dict[str, Any] = {"fanouts": fanouts, "batch_size": batch_size, "epochs": config.epochs}
+        read = run_on_all_ranks(g.session, partial(Training, own_loop=own_loop, **plan), ConfigError)
         _, choice = resolve(model, g, read, config.checkpoint_folder if config.resume else None)
         if default_batch_size(g.session.strategy) is None:
             # Steps on the whole graph: these options were for the mini-batches in the comparison.
@@ -779,23 +762,13 @@ def fit(  # noqa: PLR0913 - all but two have defaults
     return wrapped, replace(result, choice=choice)
 
 
-def _needs_loop(g: DistGraph, config: FitConfig) -> bool:
-    # Strategies that compute steps themselves know plain classification. Collective.
-    task = read_task(g, labelled_type(g, config.label), config.label, str(config.task))[0]
-    return needs_own_loop(replace(config, task=task)) is not None
-
-
 def _check_auto(config: FitConfig) -> None:
-    for name, is_supported in (
-        ("config.task", config.own_task is None),
-        ("config.inputs", config.inputs is None),
-        ("config.feature", config.feature == FEATURE),
-    ):
-        if not is_supported:
-            raise ConfigError(
-                f"strategy 'auto' supports node classification by {FEATURE!r}, not {name}; name a "
-                "strategy in dx.init"
-            )
+    given = {"task": config.own_task, "inputs": config.inputs, "feature": config.feature != FEATURE or None}
+    for name in (name for name, value in given.items() if value is not None):
+        raise ConfigError(
+            f"strategy 'auto' supports node classification by {FEATURE!r}, not config.{name}; name a "
+            "strategy in dx.init"
+        )
 
 
 def _check_inputs(g: DistGraph, inputs: EntityInputs | None) -> None:
@@ -832,5 +805,4 @@ def _node_loader(
     stored = {g.nodes[name].data[column].dtype for name, (column,) in feats.items()}
     if config.precision == BF16 and stored == {torch.bfloat16}:
         options = {"feature_dtype": torch.bfloat16, **options}
-    loader: TrainingLoader = DataLoader(g, seeds, sampler, **options)
-    return loader
+    return DataLoader(g, seeds, sampler, **options)

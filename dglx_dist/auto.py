@@ -14,11 +14,10 @@ from dglx_dist.comm.devices import device_memory
 from dglx_dist.comm.session import Session
 from dglx_dist.comm.topology import Topology
 from dglx_dist.data.storage.files import machine_memory, peak, read_size, resident
-from dglx_dist.dataloading.step_loader import whole_number
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.graph.cache import check_budget
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.options import check_ranges
+from dglx_dist.options import check_integer, check_ranges
 from dglx_dist.planner.choose import choosable, choose
 from dglx_dist.planner.measure import MeasureConfig, measure
 from dglx_dist.planner.model_shape import shape_of_module
@@ -94,11 +93,11 @@ class Training:
                     "first; -1: all"
                 )
             # As int: JSON does not take NumPy's.
-            read = [whole_number(f"fanouts[{at}]", one, least=-1) for at, one in enumerate(self.fanouts)]
+            read = [check_integer(f"fanouts[{at}]", one, least=-1) for at, one in enumerate(self.fanouts)]
             object.__setattr__(self, "fanouts", read)
         if self.batch_size is not None:
-            object.__setattr__(self, "batch_size", whole_number("batch_size", self.batch_size, least=1))
-        whole_number("epochs", self.epochs, least=1)
+            object.__setattr__(self, "batch_size", check_integer("batch_size", self.batch_size, least=1))
+        check_integer("epochs", self.epochs, least=1)
         if self.num_layers == 0:
             object.__setattr__(self, "num_layers", 2 if self.fanouts is None else len(self.fanouts))
 
@@ -214,12 +213,9 @@ def _read_checkpointed(value: object, folder: str | Path | None) -> Candidate:
 
 
 def choose_in_job(model: nn.Module, g: DistGraph, training: Training) -> Choice:
-    """Choose the strategy that trains ``model`` on ``g`` fastest, and give it to the session; collective.
+    """Choose as :func:`dglx_dist.choose_strategy` does, and give the strategy to the session; collective.
 
-    Call it before the first loader is created and before ``model`` is wrapped. It counts some batches and
-    plans, times the model on them, and the links for two seconds; rank 0 prints the choice and its reason.
-    Returns all candidates with the predicted cost of an epoch, equal on every rank. ConfigError: the session
-    has a strategy, the graph has several types, or nothing fits.
+    Rank 0 prints the choice and its reason.
     """
     session = g.session
     if session.strategy != AUTO:
@@ -308,7 +304,7 @@ def _cluster(session: Session, options: AutoOptions, device: torch.device) -> Cl
     cores = len(os.sched_getaffinity(0)) / ranks_of_host
     memory = read_size(options.memory) if options.memory else machine_memory()[0] // ranks_of_host
     on_device = device_memory(device) // session.ranks_of_device
-    resources: Sequence[Any] = gather_json([cores, memory, on_device], session)
+    resources = gather_json([cores, memory, on_device], session)
     return Cluster(
         servers=topology.num_servers,
         ranks_per_server=len(topology.ranks_of_server(0)),
@@ -316,9 +312,9 @@ def _cluster(session: Session, options: AutoOptions, device: torch.device) -> Cl
         internal_bytes_per_s=links.internal_bytes_per_s,
         latency_s=links.latency_s,
         link_spread=links.spread,
-        cores=min(float(one[0]) for one in resources),
-        memory_bytes=min(int(one[1]) for one in resources),
-        device_memory_bytes=min(int(one[2]) for one in resources),
+        cores=min(of_rank[0] for of_rank in resources),
+        memory_bytes=min(of_rank[1] for of_rank in resources),
+        device_memory_bytes=min(of_rank[2] for of_rank in resources),
     )
 
 
@@ -336,8 +332,7 @@ def plan_of_run(folder: Path, session: Session) -> dict[str, Any] | None:
             ) from error
         return value
 
-    plan = broadcast_json(run_on_all_ranks(session, read, StorageError), session)
-    return plan if isinstance(plan, dict) else None
+    return broadcast_json(run_on_all_ranks(session, read, StorageError), session)
 
 
 def outcome_of(counted: int, epochs: Sequence[EpochRecord], facts: Mapping[str, Any]) -> Outcome:
@@ -380,7 +375,7 @@ def facts_of(model: nn.Module, session: Session, result: FitResult) -> dict[str,
     device = float_of(model).device
     on_gpu = device.type == "cuda"
     held = torch.cuda.max_memory_reserved(device) if on_gpu else None
-    peaks: Sequence[Any] = gather_json([peak(), held], session)
+    peaks = gather_json([peak(), held], session)
     on_device = [of_rank for _, of_rank in peaks if of_rank is not None]
     accuracies = {"val_accuracy": result.val_accuracy, "test_accuracy": result.test_accuracy}
     return {

@@ -17,6 +17,13 @@ from dglx_dist.errors import ConfigError
 T = TypeVar("T")
 
 
+def check_integer(name: str, value: object, *, least: int) -> int:
+    """Return ``value`` as an int; raise ConfigError unless ``least <= value < 2**63``."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) < 1 << 63:
+        raise ConfigError(f"{name}={value!r}; give a whole number of at least {least} and below 2**63")
+    return int(value)
+
+
 def list_names(names: str | Iterable[str]) -> tuple[str, ...]:
     """Return ``names``; a string is one name."""
     return (names,) if isinstance(names, str) else tuple(names)

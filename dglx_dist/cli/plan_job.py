@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from dglx_dist.api import init
 from dglx_dist.auto import batch_assumptions, draws_of
@@ -23,13 +22,7 @@ from dglx_dist.planner.workload import check_plannable
 from dglx_dist.records import FEATURE
 from dglx_dist.report.tables import plural
 from dglx_dist.strategies.base import DEFAULT_STRATEGY
-from dglx_dist.strategies.cost import (
-    Candidate,
-    Cluster,
-    Draws,
-    Measured,
-    ModelShape,
-)
+from dglx_dist.strategies.cost import Candidate, Cluster, Draws, Measured
 from dglx_dist.training.config import PlanConfig
 from dglx_dist.training.models import build_model
 
@@ -104,7 +97,10 @@ def _measured_on(
     plan: PlanConfig, g: DistGraph, cluster: Cluster, notify: Notify | None
 ) -> tuple[Measured, tuple[Candidate, ...]]:
     features, classes = g.ndata[FEATURE].shape[1], g.num_classes(g.ntypes[0])
-    module, shape = _built(plan, features, plan.hidden, classes, g)
+    sizes = (features, plan.hidden, classes, plan.layers)
+    with torch.random.fork_rng(devices=[]):
+        module = build_model(plan.model, *sizes, heads=plan.heads, graph=g, **plan.between)
+    shape = shape_of_module(module, features, classes, plan.layers, kind=plan.model, hidden=plan.hidden)
     module.to(g.session.device)
     here, assumptions = len(os.sched_getaffinity(0)), []
     if cluster.cores > here:
@@ -166,12 +162,3 @@ def _is_partitioned(plan: PlanConfig, structure_bytes: int) -> bool:
     if plan.memory_bytes is not None:
         machine = plan.memory_bytes * plan.ranks_of_machine
     return plan.servers > 1 and structure_bytes > machine // 2
-
-
-def _built(
-    plan: PlanConfig, features: int, hidden: int, classes: int, g: DistGraph | None = None
-) -> tuple[nn.Module, ModelShape]:
-    sizes = (features, hidden, classes, plan.layers)
-    with torch.random.fork_rng(devices=[]):
-        module = build_model(plan.model, *sizes, heads=plan.heads, graph=g, **plan.between)
-    return module, shape_of_module(module, features, classes, plan.layers, kind=plan.model, hidden=hidden)

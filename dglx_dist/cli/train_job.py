@@ -67,12 +67,7 @@ from dglx_dist.training.config import (
     takes,
 )
 from dglx_dist.training.export import check_target, write_edges, write_embeddings, write_relations
-from dglx_dist.training.fit import (
-    Callback,
-    FitConfig,
-    FitResult,
-    LinkPrediction,
-)
+from dglx_dist.training.fit import Callback, FitConfig, FitResult, LinkPrediction
 from dglx_dist.training.inference import flatten, labelled_type, layerwise_inference
 from dglx_dist.training.link import (
     PAIR_LOSSES,
@@ -134,17 +129,17 @@ def build(plan: TrainConfig, g: DistGraph, ntype: str | None, width: int) -> Bui
     if plan.model not in RELATIONAL_KINDS:
         columns = plan.embeddings if inputs else g.nodes[g.ntypes[0]].data[FEATURE].shape[1]
         assert columns is not None  # checked
-        if plan.model == "resgcn":
-            resgcn = ResGCN(columns, *sizes, recompute=plan.recompute)
-            resgcn.edge_weight = plan.edge_weight
-            return resgcn, inputs, sparse
         if plan.model_file is not None:
             given = dict(zip(OWN_ARGUMENTS, (columns, *sizes, plan.heads, g), strict=True))
             own = run_on_all_ranks(g.session, partial(_own_model, plan, given), ConfigError)
             check_equal(g.session, f"the content of --model-file {plan.model_file}", plan.model_sha256)
             return own, inputs, sparse
-        between: dict[str, Any] = {"teleport": plan.teleport, **plan.between}
-        made: Any = build_model(plan.model, columns, *sizes, plan.heads, g, **between)
+        made: Any
+        if plan.model == "resgcn":
+            made = ResGCN(columns, *sizes, recompute=plan.recompute)
+        else:
+            between: dict[str, Any] = {"teleport": plan.teleport, **plan.between}
+            made = build_model(plan.model, columns, *sizes, plan.heads, g, **between)
         made.edge_weight = plan.edge_weight
         return made, inputs, sparse
     assert inputs is not None
@@ -153,8 +148,7 @@ def build(plan: TrainConfig, g: DistGraph, ntype: str | None, width: int) -> Bui
         widths |= {name: plan.embeddings for name in g.ntypes if name not in widths}
     options: dict[str, Any] = {"layers": plan.layers, "dropout": plan.dropout}
     options["out_types"] = None if ntype is None else [ntype]
-    of_kind = ("heads",) if plan.model == "hgt" else ("norm", "residual")
-    options |= {name: getattr(plan, name) for name in of_kind}
+    options |= {name: getattr(plan, name) for name in KINDS[plan.model] if name != "types"}
     relational: Any = HGT if plan.model == "hgt" else RGCN
     return relational(g, widths, plan.hidden, width, **options), inputs, sparse
 

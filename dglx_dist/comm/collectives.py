@@ -85,7 +85,7 @@ def gather_rows(
     return torch.stack(rows)
 
 
-def gather_json(value: object, session: Session) -> list[object]:
+def gather_json(value: object, session: Session) -> list[Any]:
     """Return the JSON values of all ranks, by rank; TypeError if ``value`` is none."""
     raw = np.frombuffer(json.dumps(value).encode(), np.uint8)
     return [json.loads(one.tobytes()) for one in gather_arrays(raw, session)]
@@ -115,7 +115,7 @@ class SessionRanks(Ranks):
         return gather_json(value, self._session)
 
 
-def broadcast_json(value: object, session: Session, source: int = 0) -> object:
+def broadcast_json(value: object, session: Session, source: int = 0) -> Any:
     """Return the JSON value of rank ``source``; the others' values are ignored."""
     topology = session.topology
     is_source = topology.rank == source
@@ -255,7 +255,7 @@ def run_on_all_ranks(session: Session, action: Callable[[], T], error: type[Dglx
         meant = isinstance(caught, DglxError | IndexError) and str(caught)
         mine, problem = caught, str(caught) if meant else f"{type(caught).__name__}: {caught}"
     try:
-        problems: list[Any] = gather_json([problem, isinstance(mine, DatasetError)], session)
+        problems = gather_json([problem, isinstance(mine, DatasetError)], session)
     finally:
         if mine is not None:
             raise mine

@@ -283,14 +283,11 @@ class SessionField(Generic[V]):
         self._make = make
 
     def of(self, session: Session) -> V:
-        """Return the value of ``session``."""
         if self not in session._fields:
             session._fields[self] = self._make(session)
-        value: V = session._fields[self]
-        return value
+        return session._fields[self]
 
     def set(self, session: Session, value: V) -> None:
-        """Set the value of ``session``."""
         session._fields[self] = value
 
 
@@ -548,8 +545,7 @@ def start_session(
         strategy: Name of the strategy; only stored.
         options: The strategy's options; only stored.
         timeout_s: How long a rank may be silent, here and in every collective; DGLX_TIMEOUT overrides it.
-        backend: Of the process group; None: gloo, and nccl beside it where every rank has a GPU to itself.
-        device: ``cpu``, ``cuda``, ``cuda:N``; ``auto``: DGLX_DEVICE, else a GPU where one can be used.
+        backend, device: As of :func:`dglx_dist.init`.
         topology: None: read from the environment.
 
     Raises:

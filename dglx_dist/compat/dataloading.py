@@ -15,12 +15,13 @@ from dglx_dist.comm.session import current_session, warn_user
 from dglx_dist.compat.dist_graph import DistGraph, inner_graph, show_ids, without_empty_types
 from dglx_dist.compat.dist_tensor import DistTensor, inner_tensor, remember
 from dglx_dist.compat.partition_book import edge_ids, of_each_type, our_edges, shown_edges
-from dglx_dist.dataloading.step_loader import Schedule, gather_counts, run_ahead, whole_number
+from dglx_dist.dataloading.step_loader import Schedule, gather_counts, run_ahead
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph as InnerDistGraph
 from dglx_dist.graph.dist_tensor import DistTensor as InnerTensor
 from dglx_dist.graph.ids import as_array
 from dglx_dist.graph.kvstore import KVStore
+from dglx_dist.options import check_integer
 from dglx_dist.strategies.base import WRAPPED, Strategy, strategy_of
 from dglx_dist.strategies.data_parallel import DataParallel
 
@@ -69,8 +70,8 @@ class DistDataLoader(_Epochs):
     ) -> None:
         self._session = current_session()
         self.dataset, self.shuffle, self.drop_last = dataset, bool(shuffle), bool(drop_last)
-        self.batch_size = whole_number("batch_size", batch_size, least=1)
-        self.queue_size = 0 if queue_size is None else whole_number("queue_size", queue_size, least=1)
+        self.batch_size = check_integer("batch_size", batch_size, least=1)
+        self.queue_size = 0 if queue_size is None else check_integer("queue_size", queue_size, least=1)
         self.collate_fn = collate_fn or list
         self._order = torch.arange(len(dataset))
         self._for_inference = not torch.is_grad_enabled()

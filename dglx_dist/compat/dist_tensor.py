@@ -6,7 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, TypeAlias, cast, final
+from typing import Any, TypeAlias, final
 from weakref import WeakSet
 
 import numpy as np
@@ -219,7 +219,7 @@ def _free_unused(store: KVStore, wanted: Sequence[str]) -> list[int]:
     unused = [key for key, of in users.items() if not of and store.has(key)]
     # The gather ends after every rank has entered it, so no rank still reads these rows.
     run_on_all_ranks(store.session, store.fence)
-    unused_by_rank = cast("list[list[str]]", gather_json(unused, store.session))
+    unused_by_rank = gather_json(unused, store.session)
     for key in sorted(set.intersection(*map(set, unused_by_rank))):
         store.remove(key)
         del users[key]
@@ -315,7 +315,6 @@ class DistTensor(Wrapper, of=InnerDistTensor):
         return repr(self.inner)
 
     def to_local(self) -> Tensor:
-        """Return all rows as one tensor."""
         return self._by_id(self.inner.to_local())
 
     @property

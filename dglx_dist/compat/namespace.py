@@ -19,9 +19,9 @@ from dglx_dist.compat import dataloading, optim, partition, partition_book
 from dglx_dist.compat.dist_graph import DistGraph, find_edges, inner_graph
 from dglx_dist.compat.dist_tensor import DistEmbedding, DistTensor, KVClient
 from dglx_dist.compat.wrappers import Forward
-from dglx_dist.dataloading.step_loader import whole_number
 from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.graph.dist_tensor import OPENED, opened_graph
+from dglx_dist.options import check_integer
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE
 from dglx_dist.strategies.base import WrappedModel, begin, resolve_strategy
 
@@ -54,7 +54,7 @@ def initialize(
     """
     if session_if_open() is not None:
         raise ConfigError("initialize was called before; call dgl.distributed.exit_client() between the two")
-    name, seed = resolve_strategy(strategy), whole_number("seed", seed, least=0)
+    name, seed = resolve_strategy(strategy), check_integer("seed", seed, least=0)
     launcher = read_settings().dgl_processes
     if launcher.get("DGL_ROLE", "client") != "client":
         remedy = "every rank serves its share; start the script with torchrun, not with DGL's launcher"
@@ -86,7 +86,6 @@ def exit_client() -> None:
 
 
 def client_barrier() -> None:
-    """Wait for all ranks."""
     barrier(current_session(), "client_barrier()")
 
 

@@ -20,13 +20,13 @@ from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
 from dglx_dist.data.partition.hierarchical import TRAINER_ID, assign_two_levels, with_trainer_ids
 from dglx_dist.data.sources import edges_of_dgl
 from dglx_dist.data.storage.dgl_format import ranges_by_type, read_part_config, write_dgl_format
-from dglx_dist.dataloading.step_loader import whole_number
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.ids import as_array
 from dglx_dist.graph.row_kernels import numpy_view
 from dglx_dist.graph.split import edge_split as split_edges
 from dglx_dist.graph.split import node_split as split_nodes
+from dglx_dist.options import check_integer
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, EdgeType, RawGraph
 
 
@@ -106,9 +106,9 @@ def partition_graph(  # noqa: PLR0913 - DGL's signature
     if use_graphbolt or kwargs:
         why = "not used: GraphBolt's files are not written. Nothing here needs them, but DGL's GraphBolt does"
         warn_user(f"{', '.join(['use_graphbolt'] * use_graphbolt + [*kwargs])}: {why}")
-    whole_number("num_parts", num_parts, least=1)
-    whole_number("num_trainers_per_machine", num_trainers_per_machine, least=1)
-    whole_number("seed", seed, least=0)
+    check_integer("num_parts", num_parts, least=1)
+    check_integer("num_trainers_per_machine", num_trainers_per_machine, least=1)
+    check_integer("seed", seed, least=0)
     # DGL overwrites the trainer ids of an earlier partition.
     raw, bfloat16 = raw_graph(g, graph_name, {TRAINER_ID} if num_trainers_per_machine > 1 else set())
     method = PARTITIONERS.resolve(part_method)

@@ -388,5 +388,4 @@ def fetch_on_access(g: DistGraph, blocks: Sequence[DGLBlock], warned: set[str]) 
 
 
 def edges_of(block: DGLBlock) -> dict[EdgeType, Array]:
-    """Return the edge ids of a block."""
     return {etype: block.edges[etype].data[dgl.EID].numpy() for etype in block.canonical_etypes}

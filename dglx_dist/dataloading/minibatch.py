@@ -24,7 +24,6 @@ from torch import Tensor
 
 from dglx_dist.comm.devices import Copy, ids_to_device
 from dglx_dist.dataloading.feature_fetch import (
-    NOTHING_CLAIMED,
     WINDOW_BYTES,
     Ahead,
     Columns,
@@ -210,17 +209,11 @@ class SamplerMaker(Maker[str, MiniBatch]):
             split=split,
         )
 
-    def claim(self) -> Ahead:
-        return NOTHING_CLAIMED
-
     def offline(self) -> NoReturn:
         raise ConfigError(
             "draws of the sampler's own code cannot be reproduced by another rank; use "
             "dgl.dataloading.NeighborSampler"
         )
-
-    def sampling_signature(self) -> str:
-        return ""
 
     def _sample(self, seeds: NodeIds, exclude: Excluded) -> Any:
         edges = {etype: torch.from_numpy(ids) for etype, ids in exclude.items() if len(ids)}

@@ -17,10 +17,10 @@ import torch
 from dgl.dataloading import negative_sampler as dgl_negative
 from numba import njit
 
-from dglx_dist.dataloading.step_loader import whole_number
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.ids import as_ids
 from dglx_dist.keyed_random import bounded, hash_ids, item_key, stream_key, unit
+from dglx_dist.options import check_integer
 from dglx_dist.records import Array, EdgeType
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class NegativeSampler(ABC):
     corrupt: Corrupt = "tail"
 
     def __post_init__(self) -> None:
-        whole_number("k", self.k, least=1)
+        check_integer("k", self.k, least=1)
         if self.corrupt not in _REPLACED:
             raise ConfigError(f"corrupt={self.corrupt!r}; choose 'tail', 'head' or 'both'")
 

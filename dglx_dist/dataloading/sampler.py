@@ -236,7 +236,7 @@ class RemoteSource:
         try:
             _check_seeds(request, nodes.counts)
             for hop in range(len(request.fanouts)):
-                frontiers = [self._frontier(nodes, node_type) for node_type in self._destination_types]
+                frontiers = [nodes.ids[nodes.starts[t] :][: nodes.counts[t]] for t in self._destination_types]
                 edges = self._draw(request, exclude, hop, frontiers)
                 table, nodes, local = self._number(table, nodes, edges)
                 parts += [
@@ -261,7 +261,8 @@ class RemoteSource:
         for relation, (structure, frontier) in enumerate(zip(self._structures, frontiers, strict=True)):
             fanout = int(request.fanouts[hop, relation])
             if fanout == 0 or not len(frontier):
-                pending.append(partial(_no_edges, len(frontier)))
+                starts = np.zeros(len(frontier) + 1, np.int64)
+                pending.append(partial(InEdges, indptr=starts, sources=NO_EDGES, edge_ids=NO_EDGES))
                 continue
             parameters = hop_parameters(fanout, int(request.streams[hop, relation]))
             excluded, layer = exclude.get(self._etypes[relation], NO_EDGES), len(request.fanouts) - hop
@@ -283,16 +284,8 @@ class RemoteSource:
         write_ids(nodes, self._offsets, done)
         return table, nodes, local
 
-    def _frontier(self, nodes: NumberedNodes, node_type: int) -> Array:
-        first = nodes.starts[node_type]
-        return nodes.ids[first : first + nodes.counts[node_type]]
-
 
 BatchSource: TypeAlias = WholeSource | RemoteSource
-
-
-def _no_edges(num_nodes: int) -> InEdges:
-    return InEdges(indptr=np.zeros(num_nodes + 1, np.int64), sources=NO_EDGES, edge_ids=NO_EDGES)
 
 
 def _taken(known: tuple[Array, InEdges], nodes: Array) -> InEdges:

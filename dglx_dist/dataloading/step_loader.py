@@ -25,13 +25,14 @@ from dglx_dist.comm.collectives import gather_int64
 from dglx_dist.comm.devices import carried, check_device, device_of, open_copies
 from dglx_dist.comm.session import Session, SessionField, warn_user
 from dglx_dist.comm.trace import COMPUTE, LOADER, WAIT, Pass
-from dglx_dist.dataloading.feature_fetch import Ahead, Drawn, check_float, look_ahead
+from dglx_dist.dataloading.feature_fetch import NOTHING_CLAIMED, Ahead, Drawn, check_float, look_ahead
 from dglx_dist.dataloading.sampler_spec import refuse_by_name
 from dglx_dist.errors import CheckpointError, ConfigError
 from dglx_dist.graph.ids import Ids
 from dglx_dist.graph.sampling import by_type
 from dglx_dist.keyed_random import hash_ids, stream_key
 from dglx_dist.message_passing import in_torch
+from dglx_dist.options import check_integer
 from dglx_dist.records import Array, StepShare
 from dglx_dist.registry import did_you_mean
 
@@ -140,15 +141,14 @@ def read_items(given: Ids | Mapping[Any, Ids], counts: Mapping[K, int], what: st
     return Items(ids={key: found[key].copy() if key in found else none for key in counts})
 
 
+_MOVED = "batches are moved to device= by the loader"
 _NEEDLESS = {
     "use_uva": "features are read on the CPU, by the loader's threads; see g.cache_rows(device=)",
     "use_ddp": "pass each rank its own indices: dx.node_split(mask)",
     "num_workers": "batches are made on threads: see num_threads=",
-    "pin_memory": "batches are moved to device= by the loader",
     "persistent_workers": "there are no worker processes",
     "use_prefetch_thread": "batches are always made ahead, depth= of them",
-    "use_alternate_streams": "batches are moved to device= by the loader",
-    "pin_prefetcher": "batches are moved to device= by the loader",
+    **dict.fromkeys(("pin_memory", "use_alternate_streams", "pin_prefetcher"), _MOVED),
     "gpu_cache": "g.cache_rows(name, alpha=, device='cuda') keeps rows on the device",
 }
 
@@ -195,23 +195,16 @@ def read_options(options: Mapping[str, Any]) -> LoaderOptions:
                 f"the loader has no option {name!r}{did_you_mean(name, known)} (known: {', '.join(known)})"
             )
     read = LoaderOptions(**{name: value for name, value in options.items() if name in known})
-    whole_number("batch_size", read.batch_size, least=1)
-    whole_number("depth", read.depth, least=1)
-    whole_number("num_threads", read.num_threads, least=0)
+    check_integer("batch_size", read.batch_size, least=1)
+    check_integer("depth", read.depth, least=1)
+    check_integer("num_threads", read.num_threads, least=0)
     if read.seed is not None:
-        whole_number("seed", read.seed, least=0)
+        check_integer("seed", read.seed, least=0)
     if read.device is not None:
         check_device(read.device)
     check_float(read.feature_dtype)
     # Threads beyond the depth would be idle.
     return replace(read, depth=max(read.depth, read.num_threads))
-
-
-def whole_number(name: str, value: object, *, least: int) -> int:
-    """Return ``value`` as an int; raise ConfigError unless ``least <= value < 2**63``."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not least <= value < 1 << 63:
-        raise ConfigError(f"{name}={value!r}; give a whole number of at least {least} and below 2**63")
-    return int(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,7 +222,6 @@ class Schedule:
 
     @classmethod
     def of(cls, counts: Sequence[int], batch_size: int, drop_last: bool, rank: int) -> Schedule:
-        """Return the schedule for ``counts`` seeds of the ranks."""
         used = tuple(count - count % batch_size if drop_last else count for count in counts)
         return cls(batch_size=batch_size, used=used, rank=rank)
 
@@ -284,7 +276,7 @@ class Maker(Protocol[K, B]):
 
     def claim(self) -> Ahead:
         """Claim where rows of its batches may be kept; nothing: batches need not be made in order."""
-        ...
+        return NOTHING_CLAIMED
 
     def offline(self) -> Maker[K, B]:
         """Return a maker of any rank's batches, without columns, that reads no structure of other servers.
@@ -296,7 +288,7 @@ class Maker(Protocol[K, B]):
 
     def sampling_signature(self) -> str:
         """Return a string that is equal on ranks that draw alike, "" if draws are not keyed."""
-        ...
+        return ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -395,7 +387,7 @@ class EpochLoader(ABC, Generic[B, T]):
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next one; if a position within it was loaded, that iteration is resumed."""
         if epoch != self._epoch or self._started:
-            self._epoch, self._next_step, self._started = whole_number("epoch", epoch, least=0), 0, False
+            self._epoch, self._next_step, self._started = check_integer("epoch", epoch, least=0), 0, False
 
     def state_dict(self) -> dict[str, int]:
         """Return the position as JSON values; within the loop's body, the current step counts as done."""
@@ -538,15 +530,14 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
         order = of_rank.order(shuffle=self._options.shuffle, seed=self.seed, epoch=epoch)
         return lambda step: of_rank.take(order[schedule.slice_of(step)])
 
-    def made_of(self, epoch: int, steps: Iterator[int]) -> Callable[[int], B]:
-        """Return :meth:`batches_of` in host memory, for ``steps``."""
-        return self._drawn(epoch, steps, Drawn.make)
-
-    def _drawn(self, epoch: int, steps: Iterator[int], finish: Callable[[Drawn[B]], R]) -> Callable[[int], R]:
+    def made_of(
+        self, epoch: int, steps: Iterator[int], finish: Callable[[Drawn[B]], Any] = Drawn.make
+    ) -> Callable[[int], Any]:
+        """Return :meth:`batches_of` in host memory, for ``steps``, or what ``finish`` makes of the draws."""
         items_of = self.seeds_of_step(epoch)
         maker = self._maker.of_steps(items_of, epoch, steps, min(1, self.num_threads))
 
-        def draw(step: int) -> R:
+        def draw(step: int) -> Any:
             with self._session.timeline.span("sample", LOADER, epoch * len(self) + step):
                 return finish(maker.draw(items_of(step), epoch, step=step))
 
@@ -555,19 +546,20 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
     def made_ahead(self, epoch: int) -> Generator[B, None, None]:
         # Claimed by an iteration that has begun, which releases the rows at its end.
         claimed = self._maker.claim()
+        if not claimed:
+            yield from super().made_ahead(epoch)
+            return
         try:
-            yield from self._looking_ahead(epoch, claimed) if claimed else super().made_ahead(epoch)
+            draw = self.made_of(epoch, self._steps(), lambda drawn: drawn)
+            draws = run_ahead(draw, self._steps(), depth=self.depth, num_threads=self.num_threads)
+            with closing(draws), closing(look_ahead(draws, claimed)) as fetched:
+                make = self._moved(epoch, lambda _step: next(fetched))
+                # One thread: each batch changes the rows that are kept for the next.
+                threads = min(1, self.num_threads)
+                yield from run_ahead(make, self._steps(), depth=self.depth, num_threads=threads)
         finally:
             for rows in claimed.values():
                 rows.release()
-
-    def _looking_ahead(self, epoch: int, claimed: Ahead) -> Generator[B, None, None]:
-        draw: Callable[[int], Drawn[B]] = self._drawn(epoch, self._steps(), lambda drawn: drawn)
-        draws = run_ahead(draw, self._steps(), depth=self.depth, num_threads=self.num_threads)
-        with closing(draws), closing(look_ahead(draws, claimed)) as fetched:
-            make = self._moved(epoch, lambda _step: next(fetched))
-            # One thread: each batch changes the rows that are kept for the next.
-            yield from run_ahead(make, self._steps(), depth=self.depth, num_threads=min(1, self.num_threads))
 
     def batches_of(self, epoch: int) -> Callable[[int], B]:
         return self._moved(epoch, self.made_of(epoch, self._steps()))
@@ -582,8 +574,7 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
             with self._session.timeline.span("copy to the device", LOADER, epoch * len(self) + step):
                 found, arrive = carried(self.copies, self.device, partial(batch.moved, self.device))
             fetch_s = batch.fetch_s + time.perf_counter() - begin
-            moved: B = replace(found, arrive=arrive, fetch_s=fetch_s)
-            return moved
+            return replace(found, arrive=arrive, fetch_s=fetch_s)
 
         return make_moved
 
@@ -601,7 +592,7 @@ def check_position(state: Mapping[str, int], seed: int, num_steps: int) -> None:
         raise CheckpointError(f"{state!r} is no position of a loader; pass the result of state_dict()")
     for name in ("epoch", "step", "seed"):
         try:
-            whole_number(name, state.get(name), least=0)
+            check_integer(name, state.get(name), least=0)
         except ConfigError as error:
             raise CheckpointError(f"this is no position of a loader: {error}") from None
     if state["seed"] != seed:
@@ -618,7 +609,7 @@ def check_position(state: Mapping[str, int], seed: int, num_steps: int) -> None:
 
 def seed_of(options: LoaderOptions, session: Session) -> int:
     """Return the seed of a loader's draws: the option's, else the session's."""
-    return session.seed if options.seed is None else whole_number("seed", options.seed, least=0)
+    return session.seed if options.seed is None else check_integer("seed", options.seed, least=0)
 
 
 def gather_counts(local: Sequence[int], batch_size: int, drop_last: bool, session: Session) -> Array:

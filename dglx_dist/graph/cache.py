@@ -34,6 +34,7 @@ from dglx_dist.graph.sampling import NO_IDS, by_type, fanout_by_type
 from dglx_dist.graph.shared_memory import shared_rows
 from dglx_dist.graph.split import node_split
 from dglx_dist.graph.structure import CSCShard, count_sources
+from dglx_dist.options import check_integer
 from dglx_dist.records import Array, ColumnInfo, EdgeType
 
 
@@ -251,8 +252,7 @@ class CacheRequest:
                 f"policy='vip' computes how often batches need each row: give {missing}= as for the loader, "
                 "or use policy='halo', which needs neither"
             )
-        if isinstance(self.batch_size, bool) or not isinstance(self.batch_size, int) or self.batch_size < 1:
-            raise ConfigError(f"batch_size={self.batch_size!r}; give a number of seeds of at least 1")
+        check_integer("batch_size", self.batch_size, least=1)
         if not len(self.fanouts):
             raise ConfigError("fanouts is empty; give one per layer, input-most first, e.g. [25, 10]")
 
@@ -282,7 +282,7 @@ def cache_rows(g: OpenedGraph, request: CacheRequest) -> CachePlan:
     chooses, own = (True, (0, 0)) if device is not None else (topology.local_rank == 0, own)
     chosen = most_wanted(scores, own, budget) if chooses else NO_IDS
     has_rate = chooses and request.policy == "vip"
-    rate: object = expected_hit_rate(scores, own, chosen) if has_rate else None
+    rate = expected_hit_rate(scores, own, chosen) if has_rate else None
     cache: RowCache | DeviceRows
     # It is set also when no row has a score, so that all ranks agree on whether there is a cache.
     if device is not None:
@@ -299,7 +299,7 @@ def cache_rows(g: OpenedGraph, request: CacheRequest) -> CachePlan:
         policy=request.policy,
         rows=len(cache.rows),
         bytes=sum(one.nbytes for one in (cache.rows, *cache.table)),
-        expected_hit_rate=rate if isinstance(rate, float) else None,
+        expected_hit_rate=rate,
     )
     if chooses:
         log.info("%s caches %s: %s", who, column.name, plan)

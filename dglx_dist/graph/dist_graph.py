@@ -235,7 +235,7 @@ class DistGraph(Shared):
         manifest = self.dataset.manifest
         self.placement = Placement(manifest.num_parts, self.session.topology)
         # Unique for each open graph, so that a run may have several.
-        label = str(broadcast_json(secrets.token_hex(4), self.session))
+        label = broadcast_json(secrets.token_hex(4), self.session)
         self.kvstore = KVStore(self.session, self.placement, label)
         merge, per_part = self.placement.server_offsets, manifest.parameters.get(TRAINERS_PER_PART)
         nodes = {ntype: merge(offsets) for ntype, offsets in manifest.node_offsets.items()}

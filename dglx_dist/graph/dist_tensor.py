@@ -298,7 +298,6 @@ class DistTensor(Shared):
 
     @property
     def kvstore_key(self) -> str:
-        """Its name in the KVStore."""
         return self._key
 
     @property
@@ -365,11 +364,7 @@ class DistTensor(Shared):
             accumulate: Add to the present rows; see :meth:`KVStore.push`.
             wait: Until every later read of any rank sees it. Else :meth:`fence` or ``g.barrier()`` waits.
 
-        Raises:
-            ConfigError: the tensor belongs to the dataset, or ``values`` does not fit.
-            IndexError: an id is out of range.
-            PeerError: an owner is dead or silent.
-            RemoteError: an owner cannot write.
+        Raises as :meth:`KVStore.push`; ConfigError also for ``values`` that do not fit.
         """
         ids = integer_ids(index, len(self), repr(self._name))
         try:

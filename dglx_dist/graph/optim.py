@@ -355,20 +355,12 @@ def _checked(params: Sequence[DistEmbedding]) -> tuple[DistEmbedding, ...]:
 class SparseSGD(SparseOptimizer):
     """``torch.optim.SGD`` without momentum, for embeddings.
 
-    ``mode``, ``staleness``, ``reduction`` and errors are explained at
-    :class:`~dglx_dist.graph.optim.SparseOptimizer`.
+    ``options`` are ``mode``, ``staleness`` and ``reduction`` of
+    :class:`~dglx_dist.graph.optim.SparseOptimizer`, which also explains errors.
     """
 
-    def __init__(
-        self,
-        params: Sequence[DistEmbedding],
-        lr: float,
-        *,
-        mode: Mode = "sync",
-        staleness: int = 1,
-        reduction: Reduction = "mean",
-    ) -> None:
-        super().__init__(params, lambda: sgd_rule(lr), mode, staleness, reduction)
+    def __init__(self, params: Sequence[DistEmbedding], lr: float, **options: Any) -> None:
+        super().__init__(params, lambda: sgd_rule(lr), **options)
 
 
 @final
@@ -379,16 +371,9 @@ class SparseAdagrad(SparseOptimizer):
     """
 
     def __init__(
-        self,
-        params: Sequence[DistEmbedding],
-        lr: float,
-        eps: float = 1e-10,
-        *,
-        mode: Mode = "sync",
-        staleness: int = 1,
-        reduction: Reduction = "mean",
+        self, params: Sequence[DistEmbedding], lr: float, eps: float = 1e-10, **options: Any
     ) -> None:
-        super().__init__(params, lambda: adagrad_rule(lr, eps), mode, staleness, reduction)
+        super().__init__(params, lambda: adagrad_rule(lr, eps), **options)
 
 
 @final
@@ -407,9 +392,6 @@ class SparseAdam(SparseOptimizer):
         lr: float,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        *,
-        mode: Mode = "sync",
-        staleness: int = 1,
-        reduction: Reduction = "mean",
+        **options: Any,
     ) -> None:
-        super().__init__(params, lambda: adam_rule(lr, betas, eps), mode, staleness, reduction)
+        super().__init__(params, lambda: adam_rule(lr, betas, eps), **options)

@@ -101,7 +101,7 @@ def shared_partial_folder(session: Session, target: Path) -> Iterator[Path]:
                 remove_abandoned(target.parent, below=False)
                 return str(stack.enter_context(partial_folder(target)))
 
-        partial = Path(str(broadcast_json(run_on_all_ranks(session, make), session)))
+        partial = Path(broadcast_json(run_on_all_ranks(session, make), session))
 
         def check() -> None:
             if not partial.is_dir():
@@ -182,7 +182,7 @@ def shared_rows(
     problems = [text for text in gather_json(problem, session) if text]
     if problems:
         path.unlink(missing_ok=True)
-        raise ConfigError(str(problems[0]))
+        raise ConfigError(problems[0])
     rows = _map(path, count, info)
     barrier(session, f"opening {file_name}")
     if session.topology.local_rank == 0:

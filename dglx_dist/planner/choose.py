@@ -10,13 +10,7 @@ from dglx_dist.data.storage.files import readable_bytes
 from dglx_dist.planner.records import Choice, ChoiceOptions, Prediction
 from dglx_dist.records import Array
 from dglx_dist.strategies.base import STRATEGIES
-from dglx_dist.strategies.cost import (
-    Candidate,
-    Cost,
-    Measured,
-    PlanContext,
-    Work,
-)
+from dglx_dist.strategies.cost import Candidate, Cost, Measured, PlanContext, Work
 
 _NEAR = 1.05
 """A prediction within this factor of the fastest is a tie, which the earlier, simpler candidate wins."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -132,13 +132,12 @@ def measure(
     for work in works:
         notify(work.describe(run.num_layers))
         run.works[work] = work.count(run)
-    programs = [int(str(one)) for one in gather_json(config.program_bytes, g.session)]
     known = Measured(
         graph=run.graph,
         shape=shape,
         cluster=config.cluster,
         rates=rates,
-        program_bytes=max(PROGRAM_BYTES, *programs),
+        program_bytes=max(PROGRAM_BYTES, *gather_json(config.program_bytes, g.session)),
         of_batches=_traced_memory(module, shape, with_halo=False),
         of_graphs=_traced_memory(module, shape, with_halo=True) if works else trace_of_widths(shape),
         batches=batches,
@@ -205,11 +204,10 @@ def _rates(
 ) -> tuple[Rates, Rates | None, float]:
     session, layers, spreads = run.g.session, run.num_layers, list[float]()
     byte_seconds = time_bytes(run.g, _owned(run), float_of(module).device, clock)
-    every: Sequence[Any] = gather_json(byte_seconds, session)
-    slowest = [float(max(of_ranks)) for of_ranks in zip(*every, strict=True)]
+    slowest = [float(max(of_ranks)) for of_ranks in zip(*gather_json(byte_seconds, session), strict=True)]
 
     def of_all(tried: Trials | None) -> Rates | None:
-        found: Sequence[Any] = gather_json(tried, session)
+        found = gather_json(tried, session)
         if any(one is None for one in found):
             return None
         ranks = [Trials(*one) for one in found]

@@ -168,7 +168,7 @@ def _time_swap(session: Session, neighbors: tuple[int, int] | None, num_bytes: i
 
 
 def _longest(session: Session, seconds: float) -> float:
-    return max(float(str(one)) for one in gather_json(seconds, session))
+    return max(map(float, gather_json(seconds, session)))
 
 
 _NUMBERS = 4_000_000

@@ -40,15 +40,7 @@ from dglx_dist.graph.row_kernels import plan_remote
 from dglx_dist.planner.model_shape import topology_of
 from dglx_dist.records import FEATURE, LABEL, Array, ColumnInfo
 from dglx_dist.strategies.base import DEFAULT_STRATEGY
-from dglx_dist.strategies.cost import (
-    ID_BYTES,
-    BatchWork,
-    CacheHits,
-    Draws,
-    GraphStats,
-    PlannedRun,
-    Survey,
-)
+from dglx_dist.strategies.cost import ID_BYTES, BatchWork, CacheHits, Draws, GraphStats, PlannedRun, Survey
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -326,7 +318,7 @@ def count_batches(
         found = [_count_cache(cache, place, [before, inputs], held, sizes.feature) for cache in caches]
         counts.append(replace(one, caches=list(map(asdict, found))))
     # Of the ranks of one process the minimum, because slower ones were disturbed.
-    gathered: Sequence[Any] = gather_json([[asdict(one) for one in counts], min(per_edge)], run.g.session)
+    gathered = gather_json([[asdict(one) for one in counts], min(per_edge)], run.g.session)
     ranks = [RankCount(**one) for counts_here, _ in gathered for one in counts_here]
     slowest = max(float(seconds) for _, seconds in gathered)
     return work_of_counts(ranks, partition.topology, sizes), slowest

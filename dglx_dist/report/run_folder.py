@@ -3,7 +3,8 @@
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ def start_run(
     candidates of ``auto``, None if the strategy was given. StorageError: the folder cannot be written.
     """
     target = Path(folder)
-    try:
+    with _writing(target, "choose another folder with --out"):
         target.mkdir(parents=True, exist_ok=True)
         if kept is not None:
             # Rewritten, so that later epochs are not appended to an incomplete line.
@@ -57,20 +58,13 @@ def start_run(
         if plan is not None:
             write_json(target / PLAN, plan)
         write_json(target / CONFIG, config)
-    except OSError as error:
-        raise StorageError(
-            f"cannot write the run to {target}: {error}; choose another folder with --out"
-        ) from error
     return target
 
 
 def append_epoch(folder: Path, record: EpochRecord) -> None:
     """Append ``record`` to ``metrics.jsonl``, so that a killed run keeps its epochs."""
-    try:
-        with (folder / METRICS).open("a", encoding="utf-8") as file:
-            file.write(_epoch_line(record))
-    except OSError as error:
-        raise _unwritable(folder, error) from error
+    with _writing(folder), (folder / METRICS).open("a", encoding="utf-8") as file:
+        file.write(_epoch_line(record))
 
 
 def write_run(
@@ -83,10 +77,8 @@ def write_run(
 ) -> None:
     """Write a finished run, each file atomically and the summary last; as :func:`start_run`. For one rank."""
     target = start_run(folder, config, epochs, plan=plan)
-    try:
+    with _writing(target):
         write_json(target / SUMMARY, summary)
-    except OSError as error:
-        raise _unwritable(target, error) from error
 
 
 def read_plan(folder: Path) -> dict[str, Any] | None:
@@ -124,8 +116,12 @@ def read_spread(folder: Path) -> dict[str, Any] | None:
     return _read_object(folder / SUMMARY)
 
 
-def _unwritable(folder: Path, error: OSError) -> StorageError:
-    return StorageError(f"cannot write the run to {folder}: {error}; free some space and repeat it")
+@contextmanager
+def _writing(folder: Path, remedy: str = "free some space and repeat it") -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"cannot write the run to {folder}: {error}; {remedy}") from error
 
 
 def _epoch_line(record: EpochRecord) -> str:

@@ -93,8 +93,9 @@ def plan_table(choice: Choice) -> Table:
 def _plan_cells(one: Prediction, *, chosen: bool, on_gpus: bool) -> tuple[str, ...]:
     only = f"only with {one.barred}" if one.barred else ""
     remark = one.why_not or "; ".join(filter(None, (only, one.note)))
+    kind = "exact" if one.candidate.exact else "estimate"
     if not one.seconds.total:
-        return ("", one.candidate.name, *[""] * (9 + on_gpus), _kind(one), remark)
+        return ("", one.candidate.name, *[""] * (9 + on_gpus), kind, remark)
     parts = attrgetter("total", "compute", "sampling", "outside", "inside", "all_reduce")(one.seconds)
     about = "" if one.bytes_exact else "~"
     return (
@@ -105,13 +106,9 @@ def _plan_cells(one: Prediction, *, chosen: bool, on_gpus: bool) -> tuple[str, .
         about + readable_bytes(one.intra_server_bytes),
         readable_bytes(one.memory_bytes - one.device_memory_bytes),
         *([readable_bytes(one.device_memory_bytes)] if on_gpus else []),
-        _kind(one),
+        kind,
         remark,
     )
-
-
-def _kind(one: Prediction) -> str:
-    return "exact" if one.candidate.exact else "estimate"
 
 
 def plan_head(choice: Choice) -> str:

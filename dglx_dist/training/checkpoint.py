@@ -44,10 +44,10 @@ from dglx_dist.data.storage.files import (
     read_small,
 )
 from dglx_dist.data.storage.row_files import INDEX
-from dglx_dist.dataloading.step_loader import whole_number
 from dglx_dist.errors import CheckpointError, ConfigError, DglxError, Stopped, StorageError
 from dglx_dist.graph.optim import SparseOptimizer
 from dglx_dist.graph.shared_memory import WriteOwn, index_shares, shared_partial_folder, write_share
+from dglx_dist.options import check_integer
 from dglx_dist.strategies.base import WrappedModel
 from dglx_dist.training.checkpoint_folder import (
     FOLDER_NAME,
@@ -327,7 +327,7 @@ def save(  # noqa: PLR0913 - one for each thing that can be saved
 def _position_to_save(loader: Positioned | None, epoch: int | None, step: int | None) -> dict[str, int]:
     """Return the epoch and step of a checkpoint; ConfigError if they are not those of the loader."""
     values = {"epoch": epoch, "step": step}
-    given = {name: whole_number(name, value, least=0) for name, value in values.items() if value is not None}
+    given = {name: check_integer(name, value, least=0) for name, value in values.items() if value is not None}
     if loader is None:
         return {"epoch": 0, "step": 0, **given}
     now = loader.state_dict()
@@ -427,7 +427,7 @@ class CheckpointWriter:
         problems = [text for text in gather_json(self._problem, self._session) if text]
         if problems:
             self._problem = ""
-            raise CheckpointError(str(problems[0]))
+            raise CheckpointError(problems[0])
 
     def abandon(self) -> None:
         """Give up a checkpoint that is being written, after a failure; waits for nobody."""
@@ -637,7 +637,7 @@ def _remove_older(newest: Path, keep: int, spared: Path | None) -> None:
 
 def _own_share(tensors: Mapping[str, Tensor], session: Session) -> dict[str, Tensor]:
     """Return the tensors that this rank writes of those that all ranks have. Collective."""
-    names: Any = gather_json(list(tensors), session)
+    names = gather_json(list(tensors), session)
     # A rank may lack the optimizer's state of a parameter that had no gradient there.
     holders: dict[str, list[int]] = {}
     for rank, name in ((rank, name) for rank, own in enumerate(names) for name in own):
@@ -693,7 +693,7 @@ def load(  # noqa: PLR0913 - one for each thing that can be loaded
     session, module, of_model = current_session(), _plain_module(model), model.state_dict()
     rank = session.topology.rank
     first = run_on_all_ranks(session, lambda: choose(folder, kind) if rank == 0 else None, CheckpointError)
-    path = Path(str(broadcast_json(first and str(first[0]), session)))
+    path = Path(broadcast_json(first and str(first[0]), session))
     if first is not None and first[1] and which != NEWEST:
         log.warning("loading %s, %s", path, first[1])
 
@@ -776,8 +776,7 @@ def read_extra(
             check(state["extra"])
             return dict(state["extra"])
 
-    found = broadcast_json(run_on_all_ranks(session, read, CheckpointError), session)
-    return found if isinstance(found, dict) else None
+    return broadcast_json(run_on_all_ranks(session, read, CheckpointError), session)
 
 
 _HELD: SessionField[set[Path]] = SessionField(lambda _session: set())

@@ -670,7 +670,6 @@ class PlanConfig(ChoiceOptions, ModelConfig):
 
     @property
     def per_server(self) -> int:
-        """Ranks on each server."""
         if self.ranks is None:
             return self.ranks_per_server or 1
         return ranks_of_each(self.ranks, self.servers) or 1

@@ -61,14 +61,7 @@ from dglx_dist.training.models import Layered
 from dglx_dist.training.object_state import Stateful
 from dglx_dist.training.relational import EntityInputs
 from dglx_dist.training.replicas import check_replicas
-from dglx_dist.training.resume import (
-    FACTS,
-    LAUNCH,
-    Progress,
-    check_same,
-    find_differences,
-    resolve_resume,
-)
+from dglx_dist.training.resume import FACTS, LAUNCH, Progress, check_same, find_differences, resolve_resume
 from dglx_dist.training.resume import PRECISION as PRECISION
 from dglx_dist.training.tasks import LinkPrediction as LinkPrediction
 from dglx_dist.training.tasks import (
@@ -83,13 +76,7 @@ from dglx_dist.training.tasks import (
 )
 from dglx_dist.training.tasks import NodeClassification as NodeClassification
 from dglx_dist.training.tracing import epoch_line as epoch_line
-from dglx_dist.training.update_checks import (
-    SCHEDULER,
-    Scheduler,
-    check_loop,
-    check_updates,
-    is_scheduled,
-)
+from dglx_dist.training.update_checks import SCHEDULER, Scheduler, check_loop, check_updates, is_scheduled
 from dglx_dist.training.weights import BEST_WEIGHTS, FINAL_WEIGHTS, BestWeights, WeightFiles
 
 if TYPE_CHECKING:
@@ -346,8 +333,7 @@ def train(  # noqa: PLR0913 - all but four have defaults
             for ``config.task``.
         optimizer: Over the parameters of ``model``.
         g: The graph that the loader samples; evaluated on its masks.
-        config: Epochs, evaluation, checkpoints; None: the defaults.
-        callbacks: Called after each epoch with its record.
+        config, callbacks: As of :func:`dglx_dist.fit`.
         sparse: Optimisers of embeddings, stepped and saved with ``optimizer``.
         scheduler: Of ``optimizer``, stepped after each epoch; a ``ReduceLROnPlateau`` after each evaluation,
             with the first metric of validation. Saved and resumed.
@@ -745,7 +731,7 @@ class _Run:
         saves, every = self._steps_between or self._saved_at is not None, self._steps_between or math.inf
         is_best = self._writer is not None and config.patience and self.result.best_epoch == record.epoch
         if is_best or (saves and (last or self._next * len(self._loader) % every == 0)):
-            pauses: Any = gather_json(self._save(wait=last), self._session)
+            pauses = gather_json(self._save(wait=last), self._session)
             record = replace(record, checkpoint_s=record.checkpoint_s + max(pauses))
         return record
 

@@ -413,7 +413,6 @@ def _new_rows(g: DistGraph, started: Mapping[str, Mapping[Path, Tensor]]) -> _Ro
     ]
     found: dict[Path, Any] = {}
     for specs in gather_json(local, g.session):
-        assert isinstance(specs, list)
         for path, *rest in specs:
             if found.setdefault(tuple(path), rest) != rest:
                 raise ConfigError(

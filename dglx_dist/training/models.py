@@ -457,8 +457,7 @@ class ResGCN(Layered):
         return h[: block.num_dst_nodes()] + out
 
     def _activated(self, h: Tensor, depth: int) -> Tensor:
-        out: Tensor = self.dropout(torch.relu(self.norms[depth](h)))
-        return out
+        return self.dropout(torch.relu(self.norms[depth](h)))
 
 
 def _halo_rows(block: Any, *, keep: bool) -> Callable[[Tensor], Tensor]:

@@ -71,7 +71,7 @@ def _encode(path: str, name: str, value: object, tensors: dict[str, Tensor]) -> 
 def describe_objects(values: Mapping[str, Any], tensors: Mapping[str, Tensor], session: Session) -> Any:
     """Return the entry of ``state.json``; ``per_rank`` where the ranks' states differ. Collective."""
     digests = {name: crc32(bytes_of(value.detach().cpu().contiguous())) for name, value in tensors.items()}
-    ranks: list[Any] = gather_json({"values": values, "digests": digests}, session)
+    ranks = gather_json({"values": values, "digests": digests}, session)
     if any(rank != ranks[0] for rank in ranks):
         return {"per_rank": [rank["values"] for rank in ranks], "strategy": session.strategy}
     return {"values": values}

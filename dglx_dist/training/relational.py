@@ -104,8 +104,7 @@ class EntityInputs:
         if ntype in self._embeddings:
             return self._embeddings[ntype](data[dgl.NID], block.device)
         if self.feature in data:
-            attached: Tensor = data[self.feature]
-            return attached
+            return data[self.feature]
         rows = self._g.nodes[ntype].data[self.feature][data[dgl.NID]]
         # As loaders do.
         return rows.float() if rows.dtype in HALVES else rows
@@ -207,8 +206,7 @@ class RelationalModel(Layered):
 
     def _projected(self, ntype: str, rows: Tensor) -> Tensor:
         if module_name(ntype) in self.project:
-            projected: Tensor = self.project[module_name(ntype)](rows)
-            return projected
+            return self.project[module_name(ntype)](rows)
         if rows.shape[1] != self.hidden:
             raise ConfigError(
                 f"rows of {ntype!r} are {rows.shape[1]} wide and have no projection; make the embedding "

@@ -2,7 +2,6 @@
 
 import zlib
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor
 
@@ -26,7 +25,7 @@ def check_replicas(weights: Mapping[str, Tensor], session: Session) -> None:
     ranks = gather_int64([zlib.crc32(repr(digests).encode())], session)[:, 0]
     if not (ranks != ranks[0]).any():
         return
-    of_ranks: list[Any] = gather_json(digests, session)
+    of_ranks = gather_json(digests, session)
     differ = [rank for rank, digest in enumerate(of_ranks) if digest != of_ranks[0]]
     name = next(n for n in {**digests, **of_ranks[differ[0]]} if len({one.get(n) for one in of_ranks}) > 1)
     message = f"{name!r} differs on ranks {', '.join(map(str, differ))} from that on rank 0"

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from dglx_dist.comm.collectives import broadcast_json, check_equal
 from dglx_dist.comm.session import Session
@@ -35,7 +35,7 @@ def resolve_resume(config: Options, checkpoints: str | Path | None, session: Ses
     task = config.task if isinstance(config.task, str) else "own"
     shared |= {"task": task, "checkpoints": checkpoints is not None}
     check_equal(session, "the settings of training", shared)
-    launch, restarts = cast("list[Any]", broadcast_json(read_launch(), session))
+    launch, restarts = broadcast_json(read_launch(), session)
     extra = None
     if checkpoints is not None:
         checkpoint.occupy(checkpoints)

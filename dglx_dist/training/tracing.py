@@ -99,7 +99,7 @@ def _gathered(own: RankSpans, session: Session) -> list[RankSpans]:
     ranks, sent = [], asdict(own)
     for source in range(session.topology.world_size):
         # One after the other: the spans of a rank may have megabytes.
-        one: Any = broadcast_json(sent, session, source)
+        one = broadcast_json(sent, session, source)
         if session.topology.rank == 0:
             ranks.append(RankSpans(**one | {"spans": tuple(Span(**span) for span in one["spans"])}))
     return ranks
@@ -133,7 +133,7 @@ def _trace(ranks: Sequence[RankSpans], steps: int, num_steps: int, session: Sess
 
 def traffic_of(sent: Counter[Pair], session: Session) -> dict[str, list[list[int]]]:
     """Sum bytes by (phase, source, destination): phase -> [source, destination, bytes]. Collective."""
-    ranks: Any = gather_json([[*key, num_bytes] for key, num_bytes in sent.items()], session)
+    ranks = gather_json([[*key, num_bytes] for key, num_bytes in sent.items()], session)
     total = Counter[Pair]()
     for phase, source, destination, num_bytes in chain.from_iterable(ranks):
         total[phase, source, destination] += num_bytes

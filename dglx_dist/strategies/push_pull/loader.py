@@ -272,7 +272,7 @@ class PushPullLoader(EpochLoader[_Made, Any]):
         costs, others = list(self._costs), self._group.size - 1
         costs = costs[_WARM_UP:] or costs
         seconds = [statistics.median(column) for column in zip(*costs, strict=True)]
-        measured = [one for one in cast("list[Any]", gather_json(seconds, self._session)) if one]
+        measured = [one for one in gather_json(seconds, self._session) if one]
         if not measured:
             return
         self._undecided = False
