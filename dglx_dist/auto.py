@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,8 @@ from dglx_dist.strategies.base import (
     CACHE_CHOICE,
     DEFAULT_STRATEGY,
     STRATEGIES,
-    check_options,
     float_of,
+    read_record,
     strategy_of,
 )
 from dglx_dist.strategies.cost import Candidate, Cluster, Draws
@@ -104,8 +104,7 @@ class Training:
 
 def read_auto_options(options: Mapping[str, object]) -> AutoOptions:
     """Return the options of ``auto``; ConfigError if one is unknown, of another type, or out of range."""
-    known = {one.name: type(one.default) for one in fields(AutoOptions)}
-    return AutoOptions(**check_options(AUTO, options, known))
+    return read_record(AUTO, AutoOptions, options)
 
 
 def check_session_options(session: Session) -> None:

@@ -110,6 +110,12 @@ def options_of(config: type) -> list[tuple[Field[Any], Option]]:
     return [(one, one.metadata[_KEY]) for one in fields(config) if _KEY in one.metadata]
 
 
+def types_in(config: Any) -> dict[str, type]:
+    """Return the types of the fields of a record: of ``int | None`` it is int, of words str."""
+    first = {name: (*get_args(hint), hint)[0] for name, hint in get_type_hints(config).items()}
+    return {name: kind if isinstance(kind, type) else str for name, kind in first.items()}
+
+
 def flag_of(config: type, name: str) -> str:
     """Return the spelling of the option of the field ``name``."""
     declared = next(declared for one, declared in options_of(config) if one.name == name)

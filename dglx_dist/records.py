@@ -167,19 +167,19 @@ class EpochRecord:
     seconds: float
     """Wall-clock time of training on the slowest rank, without evaluation."""
     num_samples: int
-    sample_s: float
+    sample_s: float = 0.0
     """Sampling neighbours and building blocks, on the loader's threads."""
-    fetch_s: float
+    fetch_s: float = 0.0
     """Reading feature and label rows, local and remote, on the loader's threads."""
-    wait_s: float
+    wait_s: float = 0.0
     """Training loop waiting for the loader."""
     compute_s: float
     """Forward, backward and optimizer, without exchange."""
-    exchange_s: float
+    exchange_s: float = 0.0
     """Exchanging gradients (or activations)."""
-    bytes_inside: int
+    bytes_inside: int = 0
     """Payload between ranks of one server."""
-    bytes_outside: int
+    bytes_outside: int = 0
     """Payload between servers."""
     cache_hits: int = 0
     """Rows of other servers found in a cache of remote rows."""

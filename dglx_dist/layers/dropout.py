@@ -361,11 +361,7 @@ class NodeDropouts:
             return None
         call, graph = self._call(*self._current, module)
         keys = _edge_ids(graph, len(x)) if edges else nodes
-        if keys is None and graph is not None:
-            keys = self._ids_of_pair(x)
-        if keys is None:
-            keys = self._row_ids(graph, len(x), call.nodes)
-        if keys is None:
+        if keys is None and (keys := self._row_ids(graph, x, call.nodes)) is None:
             return None
         # Without rows, -1 would be ambiguous.
         flat = x.reshape(len(x), math.prod(x.shape[1:]))
@@ -375,14 +371,13 @@ class NodeDropouts:
 
     def ids_of_rows(self, x: Tensor) -> Tensor | None:
         """Return the keys of the nodes of the rows of ``x`` in this pass, (n,) int64; None if unknown."""
-        if self._current is None:
-            return None
-        graph = self._graph()
-        keys = None if graph is None else self._ids_of_pair(x)
-        return self._row_ids(graph, len(x), self._current[1]) if keys is None else keys
+        return None if self._current is None else self._row_ids(self._graph(), x, self._current[1])
 
-    def _row_ids(self, graph: Any, count: int, nodes: Tensor | None) -> Tensor | None:
+    def _row_ids(self, graph: Any, x: Tensor, nodes: Tensor | None) -> Tensor | None:
+        count = len(x)
         if graph is not None:
+            if (keys := self._ids_of_pair(x)) is not None:
+                return keys
             # The nodes of a graph made by the user are unknown.
             nodes = _ids_of_rows(graph, count)
         elif self._counts and count not in self._counts:

@@ -308,10 +308,8 @@ def take_half(items: Sequence[Item], arrays: Sequence[Array], rows: int, half: i
         Per.BOUND: slice(nodes.start, nodes.stop + 1),
         Per.HALF: slice(None),
     }
-    found = [array[cut[item.per]] for item, array in zip(items, arrays, strict=True)]
-    return [
-        part - part[0] if item.per is Per.BOUND else part for item, part in zip(items, found, strict=True)
-    ]
+    pairs = [(item.per, array[cut[item.per]]) for item, array in zip(items, arrays, strict=True)]
+    return [part - part[0] if per is Per.BOUND else part for per, part in pairs]
 
 
 def check_payload(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from dglx_dist.comm.topology import read_settings
 from dglx_dist.dataloading.step_loader import WRAPPED_MODELS
 from dglx_dist.errors import ConfigError, DglxError, shorten_list
 from dglx_dist.message_passing import correct_kernels
+from dglx_dist.options import types_in
 from dglx_dist.records import FEATURE, LABEL, EpochRecord, StepShare
 from dglx_dist.registry import AUTO as AUTO
 from dglx_dist.registry import Registry, did_you_mean
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
 
+T = TypeVar("T")
 Reduction: TypeAlias = Literal["mean", "sum"]
 """The user's loss: the mean over this rank's own targets, or their sum."""
 
@@ -370,8 +372,8 @@ class Strategy(ABC):
         """
         return options
 
-    @abstractmethod
-    def __init__(self, session: Session, options: Mapping[str, object]) -> None: ...
+    def __init__(self, session: Session, options: Mapping[str, object]) -> None:
+        self._session, self._options = session, self.read_options(options)
 
     @abstractmethod
     def loader(self, g: DistGraph, indices: Tensor, sampler: Any, **loader_options: Any) -> Iterable[Any]:
@@ -461,6 +463,14 @@ def check_options(strategy: str, options: Mapping[str, object], known: Mapping[s
             )
         checked[name] = value
     return checked
+
+
+def read_record(
+    strategy: str, record: Callable[..., T], options: Mapping[str, object], names: Iterable[str] = ()
+) -> T:
+    """Return ``options`` as a ``record`` of the fields ``names``, without names all; ConfigError."""
+    kinds = types_in(record)
+    return record(**check_options(strategy, options, {name: kinds[name] for name in names or kinds}))
 
 
 def check_one_type(strategy: str, g: DistGraph) -> None:
@@ -590,13 +600,9 @@ def find_share(arguments: Iterable[object], session: Session) -> StepShare | Non
 
     It is kept as ``session.model_share``.
     """
-    session.model_share = session.step_share
-    for argument in arguments:
-        last = argument[-1] if isinstance(argument, list | tuple) and argument else argument
-        stamped = getattr(last, "step_share", None)
-        if isinstance(stamped, StepShare):
-            session.model_share = stamped
-            break
+    last = (one[-1] if isinstance(one, list | tuple) and one else one for one in arguments)
+    stamped = (getattr(one, "step_share", None) for one in last)
+    session.model_share = next((one for one in stamped if isinstance(one, StepShare)), session.step_share)
     return session.model_share
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any, final
 
@@ -22,15 +23,16 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.cache import LOOK_AHEAD
 from dglx_dist.layers.dropout import NodeDropouts, has_rows, ids_of_pass, install_node_dropouts
 from dglx_dist.layers.nn import install_batch_norms
+from dglx_dist.options import at_least, check_ranges, option
 from dglx_dist.records import StepShare
 from dglx_dist.strategies.base import (
     Reduction,
     Strategy,
     Traits,
     WrappedModel,
-    check_options,
     find_share,
     gradient_weight,
+    read_record,
     unpacked,
 )
 from dglx_dist.strategies.cost import (
@@ -59,10 +61,21 @@ if TYPE_CHECKING:
 
 
 @final
+@dataclass(frozen=True, kw_only=True)
+class DataParallelOptions:
+    """The strategy's options, checked."""
+
+    bucket_bytes: int = option(BUCKET_BYTES, "Gradients that are sent together.", check=at_least(1))
+
+    def __post_init__(self) -> None:
+        check_ranges(self, "option {name}={value!r}")
+
+
+@final
 class DataParallel(Strategy):
     """Every rank holds the whole model and trains on its own seeds; gradients are summed.
 
-    Options: ``bucket_bytes`` (int): gradients that are sent together, 4 MiB when not given.
+    Options: those of :class:`DataParallelOptions`.
     """
 
     traits = Traits(
@@ -71,18 +84,7 @@ class DataParallel(Strategy):
         complexity=0,
     )
 
-    def __init__(self, session: Session, options: Mapping[str, object]) -> None:
-        self._session = session
-        self._bucket_bytes = self.read_options(options)
-
-    @staticmethod
-    def read_options(options: Mapping[str, object]) -> int:
-        """Return the bytes of a bucket."""
-        checked = check_options("data_parallel", options, {"bucket_bytes": int})
-        bucket_bytes: int = checked.get("bucket_bytes", BUCKET_BYTES)
-        if bucket_bytes < 1:
-            raise ConfigError(f"option bucket_bytes={bucket_bytes} must be at least 1")
-        return bucket_bytes
+    read_options = staticmethod(partial(read_record, "data_parallel", DataParallelOptions))
 
     def loader(self, g: DistGraph, indices: Tensor, sampler: Any, **loader_options: Any) -> Iterable[Any]:
         return DataLoader(g, indices, sampler, **loader_options)
@@ -94,7 +96,7 @@ class DataParallel(Strategy):
         self, model: nn.Module, g: DistGraph | None = None, reduction: Reduction = "mean"
     ) -> WrappedModel:
         """Return ``model`` with exact gradients; collective, and raises as :func:`check_same_model`."""
-        return DataParallelModel(model, self._session, reduction=reduction, bucket_bytes=self._bucket_bytes)
+        return DataParallelModel(model, self._session, self._options, reduction=reduction)
 
     @staticmethod
     def candidates(context: PlanContext) -> Iterator[Candidate]:
@@ -153,42 +155,34 @@ def row_bytes(found: Survey) -> dict[str, int]:
 class ReplicatedModel(WrappedModel):
     """A model that every rank holds whole; its gradients, and the changes of its buffers, are summed.
 
-    ``check`` raises ConfigError for a model that cannot be trained; it must do so on all ranks alike.
+    ``options`` are those of its strategy, ``bucket_bytes`` among them.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        session: Session,
-        *,
-        reduction: Reduction,
-        bucket_bytes: int,
-        check: Callable[[nn.Module], None] | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, session: Session, options: Any, *, reduction: Reduction) -> None:
         super().__init__()
-        check_same_model(model, session, f"bucket_bytes={bucket_bytes}", reduction)
-        if check is not None:
-            check(model)
+        check_same_model(model, session, f"bucket_bytes={options.bucket_bytes}", reduction)
+        self._check(model)
         broadcast_state(model, session)
-        self._attach(model, session, reduction, bucket_bytes)
+        self._session, self._options, self._reduction = session, options, reduction
+        self._attach(model)
 
-    def _attach(self, model: nn.Module, session: Session, reduction: Reduction, bucket_bytes: int) -> None:
-        self.module = model
-        self._session = session
-        self._reduction: Reduction = reduction
-        self._bucket_bytes = bucket_bytes
+    def _check(self, model: nn.Module) -> None:
+        """Raise ConfigError, on all ranks alike, for a model that cannot be trained."""
+
+    def _attach(self, model: nn.Module) -> None:
+        self.module, session = model, self._session
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._trained = {id(parameter) for _, parameter in trained}
-        self._exchange = GradientExchange(trained, session, bucket_bytes)
-        self._buffer_means = BufferMeans(model, session, reduction)
+        self._exchange = GradientExchange(trained, session, self._options.bucket_bytes)
+        self._buffer_means = BufferMeans(model, session, self._reduction)
         self._exchange.after = self._buffer_means.average
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return a copy that trains with the other ranks by itself; every rank must make it."""
         copied = memo[id(self)] = type(self).__new__(type(self))
         WrappedModel.__init__(copied)
-        module = copy.deepcopy(self.module, memo)
-        copied._attach(module, self._session, self._reduction, self._bucket_bytes)
+        copied._session, copied._options, copied._reduction = self._session, self._options, self._reduction
+        copied._attach(copy.deepcopy(self.module, memo))
         copied.training = self.training
         return copied
 
@@ -216,10 +210,10 @@ class DataParallelModel(ReplicatedModel):
     gradients, after each backward; statistics of a batch itself stay local, except in ``dx.nn.BatchNorm``.
     """
 
-    def _attach(self, model: nn.Module, session: Session, reduction: Reduction, bucket_bytes: int) -> None:
-        super()._attach(model, session, reduction, bucket_bytes)
-        self._dropouts = install_node_dropouts(model, session.seed)
-        self._statistics = install_batch_norms(model, session, self._dropouts)
+    def _attach(self, model: nn.Module) -> None:
+        super()._attach(model)
+        self._dropouts = install_node_dropouts(model, self._session.seed)
+        self._statistics = install_batch_norms(model, self._session, self._dropouts)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the user's module; the step's share is read from the blocks among the arguments.

@@ -424,7 +424,7 @@ class AttentionProject(VertexStage):
         (matrix, left, right), residual, (h,) = weights[:3], weights[3:], inputs
         z = h @ matrix.T
         logits = z @ self._logit_weights(left, right)
-        outputs = (z, _part(logits, 0, self._heads), _part(logits, self._heads, None))
+        outputs = (z, *map(np.ascontiguousarray, np.split(logits, 2, axis=1)))
         if not self._has_residual:
             return Forward(outputs, (z,))
         r = h @ residual[0].T if self._projects_residual else h
@@ -464,7 +464,3 @@ class AttentionProject(VertexStage):
         gradients = (z.T @ d_logits).reshape(self._heads, self._width, 2, self._heads)
         head = np.arange(self._heads)
         return gradients[head, :, 0, head][None], gradients[head, :, 1, head][None]
-
-
-def _part(rows: Array, first: int, last: int | None) -> Array:
-    return np.ascontiguousarray(rows[:, first:last])

@@ -223,9 +223,7 @@ class PlanSource:
         if (epoch, step) != self._position:
             self._finish_epoch()
             self._position = (epoch, step)
-        self._begin(epoch, step)
-        if step + 1 < len(self):
-            self._begin(epoch, step + 1)
+        self._begin(epoch, range(step, min(step + 2, len(self))))
         self._position = (epoch, step + 1)
         return self._pending.pop((epoch, step)).result()
 
@@ -238,14 +236,14 @@ class PlanSource:
         self._finish_epoch()
         self._pool.shutdown(wait=True)
 
-    def _begin(self, epoch: int, step: int) -> None:
-        if (epoch, step) not in self._pending:
-            self._pending[epoch, step] = self._pool.submit(self._make, self._spec.key(epoch, step))
+    def _begin(self, epoch: int, steps: range) -> None:
+        for step in steps:
+            if (epoch, step) not in self._pending:
+                self._pending[epoch, step] = self._pool.submit(self._make, self._spec.key(epoch, step))
 
     def _finish_epoch(self) -> None:
         epoch, first = self._position
-        for step in range(first, len(self)):
-            self._begin(epoch, step)
+        self._begin(epoch, range(first, len(self)))
         self._position = (epoch, len(self))
         self._pending.clear()
 

@@ -16,14 +16,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from dglx_dist.comm.exchange import row_exchanges
-from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.convolutions import CONVOLUTIONS, sums_sources
 from dglx_dist.layers.dropout import install_node_dropouts
 from dglx_dist.layers.nn import install_batch_norms
 from dglx_dist.layers.tracer import GraphCall, named_arguments, read_call
 from dglx_dist.records import StepShare
-from dglx_dist.strategies.base import Reduction, find_share, gradient_weight, unpacked
+from dglx_dist.strategies.base import find_share, gradient_weight, unpacked
 from dglx_dist.strategies.data_parallel import ReplicatedModel
 from dglx_dist.strategies.full_graph.halo_block import (
     EmptyPartition,
@@ -33,7 +32,6 @@ from dglx_dist.strategies.full_graph.halo_block import (
 )
 from dglx_dist.strategies.full_graph.halo_exchange import StaleHalos
 from dglx_dist.strategies.full_graph.local_graphs import LocalGraph
-from dglx_dist.strategies.full_graph.options import FullGraphOptions
 from dglx_dist.strategies.gradient_sync import check_frozen, replace_floats
 
 _NO_BLOCKS = tuple(kind for kind, known in CONVOLUTIONS.items() if not known.on_blocks)
@@ -188,25 +186,17 @@ class HaloModel(ReplicatedModel):
     module mixes rows of nodes that are not neighbours, such as a batch norm; or as for data parallel models.
     """
 
-    def __init__(
-        self, model: nn.Module, session: Session, options: FullGraphOptions, *, reduction: Reduction
-    ) -> None:
-        size, check = options.bucket_bytes, check_rows_stay_apart
-        super().__init__(model, session, reduction=reduction, bucket_bytes=size, check=check)
-        self._connect(options)
+    def _check(self, model: nn.Module) -> None:
+        check_rows_stay_apart(model)
 
-    def _connect(self, options: FullGraphOptions) -> None:
-        session, self._options = self._session, options
-        install(self.module)
-        self._stale = StaleHalos(session) if options.staleness else None
-        self._dropouts = install_node_dropouts(self.module, session.seed)
-        install_batch_norms(self.module, session, self._dropouts)
+    def _attach(self, model: nn.Module) -> None:
+        super()._attach(model)
+        session = self._session
+        install(model)
+        self._stale = StaleHalos(session) if self._options.staleness else None
+        self._dropouts = install_node_dropouts(model, session.seed)
+        install_batch_norms(model, session, self._dropouts)
         self._rows = row_exchanges(session)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = super().__deepcopy__(memo)
-        copied._connect(self._options)
-        return copied
 
     def exchange_seconds(self, *, reset: bool = False) -> float:
         return super().exchange_seconds(reset=reset) + self._rows.seconds(reset=reset)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final, get_args
 
 import numpy as np
@@ -21,7 +21,7 @@ from dglx_dist.dataloading.step_loader import read_items, read_options, seed_of
 from dglx_dist.errors import ConfigError
 from dglx_dist.options import Check, at_least, between, check_ranges, one_of, option
 from dglx_dist.records import Array
-from dglx_dist.strategies.base import check_one_type, check_options
+from dglx_dist.strategies.base import check_one_type
 from dglx_dist.strategies.full_graph.expansion import (
     ALL,
     AUTO,
@@ -164,21 +164,6 @@ class FullGraphOptions:
                 f"{num_layers}, or leave it out to use all layers"
             )
         return num_layers if self.hops is None else self.hops
-
-
-def read_full_graph_options(
-    strategy: str, known: Sequence[str], options: Mapping[str, object]
-) -> FullGraphOptions:
-    """Check and return ``options``, of which a strategy takes the ``known``.
-
-    Raises:
-        ConfigError: an option is unknown, has another type, or has an invalid value.
-    """
-    types: dict[str, type] = {
-        one.name: int if one.default is None else type(one.default) for one in fields(FullGraphOptions)
-    } | {"external_policy": str}
-    checked = check_options(strategy, options, {name: types[name] for name in known})
-    return FullGraphOptions(**checked)
 
 
 _BATCHES_IN_USE = 2

@@ -11,10 +11,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 from torch import Tensor, nn
 
 from dglx_dist.comm.collectives import check_equal
-from dglx_dist.comm.session import Session, SessionField
+from dglx_dist.comm.session import SessionField
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.shared_memory import warn_of_edges
-from dglx_dist.strategies.base import Reduction, Strategy, Traits, WrappedModel, check_one_type
+from dglx_dist.strategies.base import (
+    Reduction,
+    Strategy,
+    Traits,
+    WrappedModel,
+    check_one_type,
+    read_record,
+)
 from dglx_dist.strategies.full_graph import cost as costs
 from dglx_dist.strategies.full_graph.loader import (
     Batch,
@@ -31,7 +38,6 @@ from dglx_dist.strategies.full_graph.options import (
     EXCHANGING,
     PRELOADING,
     FullGraphOptions,
-    read_full_graph_options,
     read_request,
 )
 
@@ -49,8 +55,7 @@ class _FullGraphStrategy(Strategy):
     inspect = staticmethod(check_rows_stay_apart)
     cost = staticmethod(costs.cost)
 
-    def __init__(self, session: Session, options: Mapping[str, object]) -> None:
-        self._options: FullGraphOptions = self.read_options(options)
+    _options: FullGraphOptions
 
     def loader(self, g: DistGraph, indices: Tensor, sampler: Any, **loader_options: Any) -> Iterable[Any]:
         """Return a :class:`FullGraphLoader`, or one that waits for a model; every rank must call it.
@@ -127,7 +132,7 @@ class FullGraph(_FullGraphStrategy):
 
     @staticmethod
     def read_options(options: Mapping[str, object]) -> FullGraphOptions:
-        return replace(read_full_graph_options(FullGraph.name, EXCHANGING, options), hops=0)
+        return replace(read_record(FullGraph.name, FullGraphOptions, options, EXCHANGING), hops=0)
 
     candidates = staticmethod(costs.exchanging_candidates)
 
@@ -146,7 +151,7 @@ class SharedPreload(_FullGraphStrategy):
         summary="features of the neighbourhood, once; activations of border nodes above it; all gradients",
         complexity=30,
     )
-    read_options = staticmethod(partial(read_full_graph_options, name, PRELOADING))
+    read_options = staticmethod(partial(read_record, name, FullGraphOptions, names=PRELOADING))
     candidates = staticmethod(costs.preloading_candidates)
 
 
@@ -166,7 +171,7 @@ class Cooperative(_FullGraphStrategy):
         summary="features of each batch's neighbourhood; activations inside a server; all gradients",
         complexity=40,
     )
-    read_options = staticmethod(partial(read_full_graph_options, name, COOPERATIVE))
+    read_options = staticmethod(partial(read_record, name, FullGraphOptions, names=COOPERATIVE))
     candidates = staticmethod(costs.cooperative_candidates)
 
 

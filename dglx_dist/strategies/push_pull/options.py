@@ -1,7 +1,7 @@
 """Options of push-pull."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import partial
 from typing import Literal, final
 
 from dglx_dist.comm.exchange import WireDtype
@@ -10,7 +10,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.layers.convolutions import Sync
 from dglx_dist.options import Check, at_least, check_ranges, option
 from dglx_dist.records import FEATURE
-from dglx_dist.strategies.base import check_options
+from dglx_dist.strategies.base import read_record
 from dglx_dist.strategies.gradient_sync import BUCKET_BYTES
 
 
@@ -63,7 +63,5 @@ class PushPullOptions:
         return max(self.depth - 2, 0)
 
 
-def read_push_pull_options(options: Mapping[str, object]) -> PushPullOptions:
-    """Return the checked options; ConfigError if one is unknown, mistyped or cannot be honoured."""
-    types = {field.name: type(field.default) for field in fields(PushPullOptions)}
-    return PushPullOptions(**check_options("push_pull", options, types))
+read_push_pull_options = partial(read_record, "push_pull", PushPullOptions)
+"""ConfigError if an option is unknown, mistyped or cannot be honoured."""

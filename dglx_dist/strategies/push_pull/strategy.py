@@ -70,26 +70,20 @@ class PushPull(Strategy):
     cost = staticmethod(costs.cost)
 
     def __init__(self, session: Session, options: Mapping[str, object]) -> None:
-        self._session = session
-        self._options = self.read_options(options)
+        super().__init__(session, options)
         if self._options.group_size:
             make_group(session, self._options.group_size)
 
     def loader(self, g: DistGraph, indices: Tensor, sampler: Any, **loader_options: Any) -> Iterable[Any]:
-        return self._open_loader(DataLoader, g, indices, sampler, loader_options)
+        found = self._opened(g)
+        return open_loader(DataLoader, g, indices, sampler, *found, self._options, loader_options)
 
     def edge_loader(self, g: DistGraph, eids: Any, sampler: Any, **loader_options: Any) -> Iterable[Any]:
-        return self._open_loader(DistEdgeDataLoader, g, eids, sampler, loader_options)
+        found = self._opened(g)
+        return open_loader(DistEdgeDataLoader, g, eids, sampler, *found, self._options, loader_options)
 
     def wrap(self, model: nn.Module, g: DistGraph, reduction: Reduction = "mean") -> WrappedModel:
-        store, group = self._opened(g)
-        return PushPullModel(model, g, store, group, self._options, reduction=reduction)
-
-    def _open_loader(
-        self, inner_class: Any, g: DistGraph, seeds: Any, sampler: Any, loader_options: Mapping[str, Any]
-    ) -> Iterable[Any]:
-        store, group = self._opened(g)
-        return open_loader(inner_class, g, seeds, sampler, store, group, self._options, loader_options)
+        return PushPullModel(model, g, *self._opened(g), self._options, reduction=reduction)
 
     def _opened(self, g: DistGraph) -> tuple[ColumnStore, Group]:
         check_one_type("push_pull", g)

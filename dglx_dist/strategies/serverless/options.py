@@ -1,7 +1,7 @@
 """Options of strategy ``lambda``, parsed and validated."""
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Literal, TypeAlias, final
 
@@ -10,7 +10,7 @@ from dglx_dist.options import Check, between, check_ranges, option
 from dglx_dist.registry import did_you_mean
 from dglx_dist.serverless.cost import DEFAULT_PRICES, PriceTable, prices
 from dglx_dist.serverless.executors.base import EXECUTORS
-from dglx_dist.strategies.base import check_options
+from dglx_dist.strategies.base import read_record
 
 Mode: TypeAlias = Literal["no_pipe", "pipe", "async"]
 Scheme: TypeAlias = Literal["keep", "xavier_uniform", "xavier_normal", "he_uniform", "he_normal"]
@@ -77,17 +77,17 @@ class LambdaOptions:
 
 def read_lambda_options(options: Mapping[str, object]) -> LambdaOptions:
     """Read all options: those of the strategy, and the executor's own."""
-    types = {one.name: type(one.default) for one in fields(LambdaOptions) if one.default is not MISSING}
-    own = {name: value for name, value in options.items() if name in types}
-    others = {name: value for name, value in options.items() if name not in types}
-    read = LambdaOptions(**check_options("lambda", own, types), executor_options=others)
+    names = [one.name for one in fields(LambdaOptions) if one.name != "executor_options"]
+    own = {name: value for name, value in options.items() if name in names}
+    others = {name: value for name, value in options.items() if name not in names}
+    read = replace(read_record("lambda", LambdaOptions, own, names), executor_options=others)
     read.price_table.server(read.server)
     known = EXECUTORS.get(read.executor).option_names
     for name in others:
         if name not in known:
             raise ConfigError(
-                f"strategy 'lambda' has no option {name!r}; its options are: {', '.join(sorted(types))}; "
+                f"strategy 'lambda' has no option {name!r}; its options are: {', '.join(sorted(names))}; "
                 f"with executor={read.executor!r} also {', '.join(known)}"
-                f"{did_you_mean(name, [*types, *known])}"
+                f"{did_you_mean(name, [*names, *known])}"
             )
     return read

@@ -210,16 +210,14 @@ class WorkerPool:
         # The executor may give notice before the controller exists.
         self._wake: Callable[[], None] = lambda: None
         with ExitStack() as undo:
-            executor = EXECUTORS.get(options.executor)(
-                ExecutorContext(
-                    # The session removes it, however the rank ends.
-                    folder=session.scratch,
-                    stages=stages_of(program.steps),
-                    handlers=handlers,
-                    notice=lambda: self._wake(),
-                ),
-                options.executor_options,
+            context = ExecutorContext(
+                # The session removes it, however the rank ends.
+                folder=session.scratch,
+                stages=stages_of(program.steps),
+                handlers=handlers,
+                notice=lambda: self._wake(),
             )
+            executor = EXECUTORS.get(options.executor)(context, options.executor_options)
             undo.callback(executor.close)
             check_reachable(own_host, paid=not executor.simulated)
             self.simulated = executor.simulated

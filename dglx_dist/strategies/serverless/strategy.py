@@ -200,7 +200,7 @@ class Lambda(Strategy):
     read_options = staticmethod(read_lambda_options)
 
     def __init__(self, session: Session, options: Mapping[str, object]) -> None:
-        self._options = self.read_options(options)
+        super().__init__(session, options)
         wanted, ranks = self._options.parameter_servers, session.topology.world_size
         if wanted > ranks:
             raise ConfigError(

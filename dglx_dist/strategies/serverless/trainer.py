@@ -183,13 +183,7 @@ class Engine:
                 val_accuracy=None,
                 seconds=float(seconds.max()),
                 num_samples=num_train,
-                sample_s=0.0,
-                fetch_s=0.0,
-                wait_s=0.0,
                 compute_s=float(seconds.max()),
-                exchange_s=0.0,
-                bytes_inside=0,
-                bytes_outside=0,
             )
             for epoch, (losses, correct, seconds) in enumerate(per_rank.transpose(1, 2, 0), first)
         ]
