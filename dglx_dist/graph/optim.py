@@ -355,12 +355,20 @@ def _checked(params: Sequence[DistEmbedding]) -> tuple[DistEmbedding, ...]:
 class SparseSGD(SparseOptimizer):
     """``torch.optim.SGD`` without momentum, for embeddings.
 
-    ``options`` are ``mode``, ``staleness`` and ``reduction`` of
-    :class:`~dglx_dist.graph.optim.SparseOptimizer`, which also explains errors.
+    ``mode``, ``staleness``, ``reduction`` and errors are explained at
+    :class:`~dglx_dist.graph.optim.SparseOptimizer`.
     """
 
-    def __init__(self, params: Sequence[DistEmbedding], lr: float, **options: Any) -> None:
-        super().__init__(params, lambda: sgd_rule(lr), **options)
+    def __init__(
+        self,
+        params: Sequence[DistEmbedding],
+        lr: float,
+        *,
+        mode: Mode = "sync",
+        staleness: int = 1,
+        reduction: Reduction = "mean",
+    ) -> None:
+        super().__init__(params, lambda: sgd_rule(lr), mode, staleness, reduction)
 
 
 @final
@@ -371,9 +379,16 @@ class SparseAdagrad(SparseOptimizer):
     """
 
     def __init__(
-        self, params: Sequence[DistEmbedding], lr: float, eps: float = 1e-10, **options: Any
+        self,
+        params: Sequence[DistEmbedding],
+        lr: float,
+        eps: float = 1e-10,
+        *,
+        mode: Mode = "sync",
+        staleness: int = 1,
+        reduction: Reduction = "mean",
     ) -> None:
-        super().__init__(params, lambda: adagrad_rule(lr, eps), **options)
+        super().__init__(params, lambda: adagrad_rule(lr, eps), mode, staleness, reduction)
 
 
 @final
@@ -392,6 +407,9 @@ class SparseAdam(SparseOptimizer):
         lr: float,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        **options: Any,
+        *,
+        mode: Mode = "sync",
+        staleness: int = 1,
+        reduction: Reduction = "mean",
     ) -> None:
-        super().__init__(params, lambda: adam_rule(lr, betas, eps), **options)
+        super().__init__(params, lambda: adam_rule(lr, betas, eps), mode, staleness, reduction)
