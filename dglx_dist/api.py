@@ -392,12 +392,20 @@ class DistDataset:
         """Classes of the labels; ConfigError if neither the dataset nor its labels have them."""
         return self._g.num_classes() if self._num_classes is None else self._num_classes
 
-    train_idx = property(lambda self: self._share("train_mask"))
-    """(n,) int64 ids of the nodes of ``train_mask`` that this rank works on, see :func:`node_split`."""
-    val_idx = property(lambda self: self._share("val_mask"))
-    """(n,) int64, of ``val_mask``, as :attr:`train_idx`."""
-    test_idx = property(lambda self: self._share("test_mask"))
-    """(n,) int64, of ``test_mask``, as :attr:`train_idx`."""
+    @property
+    def train_idx(self) -> Tensor:
+        """(n,) int64 ids of the nodes of ``train_mask`` that this rank works on, see :func:`node_split`."""
+        return self._share("train_mask")
+
+    @property
+    def val_idx(self) -> Tensor:
+        """(n,) int64, of ``val_mask``, as :attr:`train_idx`."""
+        return self._share("val_mask")
+
+    @property
+    def test_idx(self) -> Tensor:
+        """(n,) int64, of ``test_mask``, as :attr:`train_idx`."""
+        return self._share("test_mask")
 
     def __getattr__(self, name: str) -> NoReturn:
         # Attributes of the original dataset have old ids, or are unknown here.

@@ -315,6 +315,7 @@ class DistTensor(Wrapper, of=InnerDistTensor):
         return repr(self.inner)
 
     def to_local(self) -> Tensor:
+        """Return all rows as one tensor."""
         return self._by_id(self.inner.to_local())
 
     @property

@@ -86,6 +86,7 @@ def exit_client() -> None:
 
 
 def client_barrier() -> None:
+    """Wait for all ranks."""
     barrier(current_session(), "client_barrier()")
 
 

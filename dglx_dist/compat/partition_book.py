@@ -278,6 +278,7 @@ class PartitionPolicy(Wrapper, of=InnerPartitionPolicy):
         return self.inner.kind == "node"
 
     def get_data_name(self, name: str) -> str:
+        """Return the name of the tensor ``name`` in the KVStore."""
         return self.inner.key(name)
 
 

@@ -298,6 +298,7 @@ class DistTensor(Shared):
 
     @property
     def kvstore_key(self) -> str:
+        """Its name in the KVStore."""
         return self._key
 
     @property

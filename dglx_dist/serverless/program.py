@@ -180,7 +180,17 @@ class _Checker:
         if not _NAME.fullmatch(step.name) or step.name in self._names:
             raise ConfigError(f"the step name {step.name!r} is taken or is not 1 to 64 of A-Z a-z 0-9 _ . -")
         self._names.add(step.name)
-        getattr(self, f"_{_kind(step)}")(step)
+        match step:
+            case Gather():
+                self._gather(step)
+            case Vertex():
+                self._vertex(step)
+            case Scatter():
+                self._scatter(step)
+            case Edge():
+                self._edge(step)
+            case Drop():
+                self._drop(step)
 
     def _gather(self, step: Gather) -> None:
         width = self._width(step, step.source, self._nodes)
@@ -262,10 +272,6 @@ def _refuse(step: Step, reason: str) -> NoReturn:
     raise ConfigError(f"step {step.name!r} {reason}")
 
 
-def _kind(step: Step) -> str:
-    return type(step).__name__.lower()
-
-
 _STEPS: Mapping[str, Callable[..., Step]] = {kind.__name__.lower(): kind for kind in get_args(Step)}
 
 
@@ -308,7 +314,7 @@ class Program:
     def to_json(self) -> bytes:
         """Return the program as JSON; equal programs give equal bytes."""
         scalars = {name: getattr(self, name) for name in _SCALARS}
-        steps = [{"kind": _kind(step), **asdict(step)} for step in self.steps]
+        steps = [{"kind": type(step).__name__.lower(), **asdict(step)} for step in self.steps]
         return write_json({"version": _VERSION, "steps": steps, **scalars})
 
     @classmethod

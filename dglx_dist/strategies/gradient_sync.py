@@ -453,12 +453,17 @@ def watch_gaps(scores: Tensor, session: Session) -> None:
         return
     if session.topology.world_size == 1 or scores.device.type != "cpu" or not WARNS_OF_GAPS.of(session):
         return
-    is_moderate = scores.detach().reshape(num_seeds, -1).abs().amax(1) <= _MODERATE
+    values = scores.detach()
 
     def look(gradient: Tensor) -> None:
-        rows = gradient.reshape(len(gradient), -1)
-        count = int((is_moderate & (rows == 0).all(1) | rows.isnan().any(1)).sum())
-        if not count or IS_EXACT.of(session) or not WARNS_OF_GAPS.of(session):
+        if IS_EXACT.of(session) or not WARNS_OF_GAPS.of(session):
+            return
+        rows = gradient.reshape(num_seeds, -1)
+        is_zero, is_nan = (rows == 0).all(1), rows.isnan().any(1)
+        if is_zero.any():
+            is_zero &= values.reshape(num_seeds, -1).abs().amax(1) <= _MODERATE
+        count = int((is_zero | is_nan).sum())
+        if not count:
             return
         WARNS_OF_GAPS.set(session, False)
         message = (

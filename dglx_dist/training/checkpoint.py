@@ -760,7 +760,7 @@ def _load_rank_state(model: nn.Module, tensors: Mapping[str, Tensor], session: S
 
 
 def read_extra(
-    folder: str | Path, check: Callable[[dict[str, Any]], object] = dict
+    folder: str | Path, check: Callable[[dict[str, Any]], object] | None = None
 ) -> Mapping[str, Any] | None:
     """Return ``extra`` of a run's newest checkpoint on rank 0's disk, None if there is none. Collective.
 
@@ -773,7 +773,8 @@ def read_extra(
         if path is None:
             return None
         with read_state(path) as state:
-            check(state["extra"])
+            if check is not None:
+                check(state["extra"])
             return dict(state["extra"])
 
     return broadcast_json(run_on_all_ranks(session, read, CheckpointError), session)

@@ -8,7 +8,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -862,7 +862,10 @@ def _closing(open_one: EpochTrainer | _Run | None) -> Iterator[None]:
 
 def _trained_with(session: Session) -> dict[str, object]:
     # Options for later runs, but none if they may have credentials or are not JSON.
-    with suppress(TypeError, ValueError):
-        if (options := json.loads(json.dumps(tracing.without_keys(session.options)))) == session.options:
-            return {"name": session.strategy, "options": options, "cache": CACHE_CHOICE.of(session)}
-    return {"name": session.strategy, "options": None, "cache": CACHE_CHOICE.of(session)}
+    options: dict[str, object] | None = dict(session.options)
+    try:
+        if json.loads(json.dumps(tracing.without_keys(session.options))) != options:
+            options = None
+    except (TypeError, ValueError):
+        options = None
+    return {"name": session.strategy, "options": options, "cache": CACHE_CHOICE.of(session)}

@@ -230,10 +230,7 @@ class LinkModel(nn.Module):
 
     def __init__(self, encoder: nn.Module | None, decoder: Decoder, etypes: Sequence[EdgeType]) -> None:
         super().__init__()
-        for module in encoder.modules() if encoder else ():
-            whole = isinstance(module, dgl.nn.GraphConv) and module._norm in ("both", "left")
-            if not whole and not isinstance(module, SymmetricConv):
-                continue
+        if any(map(_has_whole_degrees, encoder.modules() if encoder else ())):
             raise ConfigError(
                 "the encoder (model gcn, or GraphConv with norm 'both' or 'left') divides by degrees of the "
                 "whole graph, which count validation and test edges; use --model sage, sgc or gat"
@@ -250,6 +247,11 @@ class LinkModel(nn.Module):
             by_type = {blocks[-1].dsttypes[0]: h} if isinstance(h, Tensor) else h
             rows = {ntype: h[: blocks[-1].num_dst_nodes(ntype)] for ntype, h in by_type.items()}
         return [pair_scores(self.decoder, graph, rows, self.etypes) + self.bias for graph in pair_graphs]
+
+
+def _has_whole_degrees(module: nn.Module) -> bool:
+    whole = isinstance(module, dgl.nn.GraphConv) and module._norm in ("both", "left")
+    return whole or isinstance(module, SymmetricConv)
 
 
 @contextmanager
