@@ -13,10 +13,10 @@ from dglx_dist.comm.collectives import broadcast_json, check_equal, gather_json,
 from dglx_dist.comm.devices import device_memory
 from dglx_dist.comm.session import Session
 from dglx_dist.comm.topology import Topology
-from dglx_dist.data.storage.files import machine_memory, peak, read_size, resident
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.graph.cache import check_budget
 from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.memory import machine_memory, peak, read_size, resident
 from dglx_dist.options import check_integer, check_ranges
 from dglx_dist.planner.choose import choosable, choose
 from dglx_dist.planner.measure import MeasureConfig, measure

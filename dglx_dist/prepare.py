@@ -26,7 +26,7 @@ from dglx_dist.data.partition.hierarchical import assign_two_levels, with_traine
 from dglx_dist.data.partition.one_pass import COLUMNS, FEATURES
 from dglx_dist.data.sources import load_dataset
 from dglx_dist.data.storage.columns import MANIFEST, safe_name
-from dglx_dist.data.storage.files import discard, read_size
+from dglx_dist.data.storage.files import discard
 from dglx_dist.data.storage.manifest import check_target, read_manifest
 from dglx_dist.data.storage.reader import graph_of, open_dataset
 from dglx_dist.data.storage.writer import (
@@ -35,6 +35,7 @@ from dglx_dist.data.storage.writer import (
     write_dataset,
 )
 from dglx_dist.errors import ConfigError, StorageError
+from dglx_dist.memory import read_size
 from dglx_dist.records import FEATURE, REVERSE, SPLITS, Array, Assignment, RawGraph, SparseRows
 
 if TYPE_CHECKING:

@@ -133,8 +133,8 @@ def partition(config: PartitionCommand) -> None:
 
     Example: `dglx partition ogb:ogbn-arxiv --parts 4 --method metis --balance train,degree --out data/arxiv`
     """
-    from dglx_dist.data.storage.files import return_memory
     from dglx_dist.data.storage.manifest import check_target
+    from dglx_dist.memory import return_memory
     from dglx_dist.prepare import load_graph, open_work, partition_to_disk
 
     options = PartitionOptions(**common_fields(config, PartitionOptions))

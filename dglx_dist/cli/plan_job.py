@@ -10,10 +10,10 @@ import torch
 from dglx_dist.api import init
 from dglx_dist.auto import batch_assumptions, draws_of
 from dglx_dist.comm.devices import device_memory, num_gpus
-from dglx_dist.data.storage.files import machine_memory
 from dglx_dist.data.storage.manifest import read_manifest
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.memory import machine_memory
 from dglx_dist.planner.choose import choose
 from dglx_dist.planner.measure import MeasureConfig, measure
 from dglx_dist.planner.model_shape import shape_of_module

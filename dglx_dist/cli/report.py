@@ -69,8 +69,8 @@ def inspect(config: InspectCommand) -> None:
 
     Examples: `dglx inspect data/demo --verify full`, `dglx inspect data/demo --closure --hops 3`
     """
-    from dglx_dist.data.storage.files import readable_bytes
     from dglx_dist.data.storage.reader import open_dataset
+    from dglx_dist.memory import readable_bytes
     from dglx_dist.report.pictures import draw_parts
     from dglx_dist.report.tables import parts_table, plural, summary_table
 
@@ -148,8 +148,8 @@ _CUT_EDGE_BYTES = 100
 
 
 def _show_closure(dataset: StoredDataset, picture: Path, config: InspectCommand) -> None:
-    from dglx_dist.data.storage.files import machine_memory
     from dglx_dist.graph.analysis import measure_expansion
+    from dglx_dist.memory import machine_memory
     from dglx_dist.report.pictures import draw_expansion
     from dglx_dist.report.tables import expansion_table
     from dglx_dist.strategies.full_graph.plan_builder import border_rows

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from dglx_dist.cli.common import command, warn, write
-from dglx_dist.data.storage.files import readable_bytes
 from dglx_dist.errors import ConfigError
+from dglx_dist.memory import readable_bytes
 from dglx_dist.options import option, pairs
 from dglx_dist.serverless.aws.clients import ARCHITECTURES, Deployment, Place
 

@@ -35,13 +35,13 @@ from dglx_dist.auto import (
 from dglx_dist.cli.common import could_be_labels, say, training_command
 from dglx_dist.comm.collectives import check_equal, run_on_all_ranks
 from dglx_dist.comm.session import Session
-from dglx_dist.data.storage.files import machine_memory
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.graph.cache import LOOK_AHEAD
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.graph.optim import SparseAdam, SparseOptimizer
 from dglx_dist.layers.tracer import random_block, restored
+from dglx_dist.memory import machine_memory
 from dglx_dist.options import common_fields
 from dglx_dist.planner.workload import check_plannable
 from dglx_dist.records import FEATURE, LABEL, SPLITS, EdgeType, EpochRecord

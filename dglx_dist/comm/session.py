@@ -51,8 +51,9 @@ from dglx_dist.comm.topology import (
     with_nodes,
 )
 from dglx_dist.comm.trace import Timeline, TraceWriter, open_trace
-from dglx_dist.data.storage.files import hold, keep_memory, locked
+from dglx_dist.data.storage.files import hold, locked
 from dglx_dist.errors import ConfigError, DglxError, PeerError, Stopped
+from dglx_dist.memory import keep_memory
 from dglx_dist.records import StepShare
 
 _OPTIONS_OF_MACHINE = frozenset({"memory", "threads"})

@@ -20,19 +20,16 @@ from dglx_dist.data.storage.files import (
     PARTIAL_SUFFIX,
     discard,
     locked,
-    machine_memory,
     named_failures,
     partial_folder,
     publish,
     read_small,
-    readable_bytes,
     remove_abandoned,
     remove_abandoned_of,
     replaced_file,
-    resident,
-    return_memory,
 )
 from dglx_dist.errors import ConfigError, DatasetError, PeerError, StorageError
+from dglx_dist.memory import machine_memory, readable_bytes, resident, return_memory
 from dglx_dist.progress import progress, say
 from dglx_dist.records import Array, ColumnInfo
 

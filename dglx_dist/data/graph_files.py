@@ -35,10 +35,11 @@ from dglx_dist.data.sources import (
     standard_columns,
     suffix_of,
 )
-from dglx_dist.data.storage.files import machine_memory, read_small, readable_bytes
+from dglx_dist.data.storage.files import read_small
 from dglx_dist.data.tables import as_numpy, graph_of_tables, id_column
 from dglx_dist.data.validate import check_ids, check_whole, first_repeat
 from dglx_dist.errors import ConfigError, DatasetError, DglxError
+from dglx_dist.memory import machine_memory, readable_bytes
 from dglx_dist.progress import progress
 from dglx_dist.records import (
     EDGE_TYPE,

@@ -20,9 +20,9 @@ import numpy as np
 
 from dglx_dist.data.dgl_files import check_files, load_graphs
 from dglx_dist.data.external_memory import Workspace
-from dglx_dist.data.storage.files import readable_bytes
 from dglx_dist.data.validate import FEW_CLASSES, check_raw_graph, column_error, number_codes
 from dglx_dist.errors import ConfigError, DatasetError, DglxError, StorageError, UnknownNameError
+from dglx_dist.memory import readable_bytes
 from dglx_dist.records import (
     EDGE_TYPE,
     FEATURE,

@@ -23,7 +23,6 @@ from dglx_dist.comm.collectives import (
 )
 from dglx_dist.comm.devices import device_of
 from dglx_dist.data.storage.columns import IDS
-from dglx_dist.data.storage.files import machine_memory
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.column import Column, DeviceRows, LookAheadRows, RowCache, check_cacheable
 from dglx_dist.graph.dist_tensor import OpenedGraph
@@ -34,6 +33,7 @@ from dglx_dist.graph.sampling import NO_IDS, by_type, fanout_by_type
 from dglx_dist.graph.shared_memory import shared_rows
 from dglx_dist.graph.split import node_split
 from dglx_dist.graph.structure import CSCShard, count_sources
+from dglx_dist.memory import machine_memory
 from dglx_dist.options import check_integer
 from dglx_dist.records import Array, ColumnInfo, EdgeType
 

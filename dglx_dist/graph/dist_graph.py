@@ -20,7 +20,6 @@ from dglx_dist.comm.session import Session, Shared, current_session
 from dglx_dist.data.partition.hierarchical import TRAINERS_PER_PART
 from dglx_dist.data.storage.columns import CACHE, IDS, MANIFEST
 from dglx_dist.data.storage.dgl_format import import_dgl_format
-from dglx_dist.data.storage.files import machine_memory
 from dglx_dist.data.storage.reader import StoredDataset, StoredPart, Verify, open_dataset, open_structure
 from dglx_dist.errors import ConfigError, RemoteError, StorageError
 from dglx_dist.graph.cache import CachePlan, CacheRequest, Fanouts, cache_rows
@@ -40,6 +39,7 @@ from dglx_dist.graph.row_kernels import read_from_disk
 from dglx_dist.graph.sampling import DrawRule, sampled_graph, serve_uniform
 from dglx_dist.graph.shared_memory import InitRows
 from dglx_dist.graph.structure import PartitionedStructure, ReplicatedStructure, Structure
+from dglx_dist.memory import machine_memory
 from dglx_dist.message_passing import in_torch, install, place
 from dglx_dist.records import Array, ColumnInfo, EdgeType
 

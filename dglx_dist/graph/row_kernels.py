@@ -19,8 +19,8 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from dglx_dist.data.storage.columns import DTYPES, numpy_dtype
-from dglx_dist.data.storage.files import machine_memory
 from dglx_dist.errors import ConfigError
+from dglx_dist.memory import machine_memory
 from dglx_dist.records import Array, ColumnInfo
 
 _TORCH: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}

@@ -18,16 +18,11 @@ from torch import Tensor
 from dglx_dist.comm.collectives import barrier, broadcast_json, gather_json, run_on_all_ranks
 from dglx_dist.comm.session import Session
 from dglx_dist.data.storage.columns import numpy_dtype
-from dglx_dist.data.storage.files import (
-    machine_memory,
-    named_failures,
-    partial_folder,
-    publish_over,
-    remove_abandoned,
-)
+from dglx_dist.data.storage.files import named_failures, partial_folder, publish_over, remove_abandoned
 from dglx_dist.data.storage.row_files import RowFile, check_replaceable, write_index
 from dglx_dist.errors import ConfigError, DglxError, StorageError
 from dglx_dist.graph.row_kernels import numpy_view, torch_dtype
+from dglx_dist.memory import machine_memory
 from dglx_dist.records import Array, ColumnInfo
 
 log = logging.getLogger(__name__)

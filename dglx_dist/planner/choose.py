@@ -6,7 +6,7 @@ from itertools import product
 
 import numpy as np
 
-from dglx_dist.data.storage.files import readable_bytes
+from dglx_dist.memory import readable_bytes
 from dglx_dist.planner.records import Choice, ChoiceOptions, Prediction
 from dglx_dist.records import Array
 from dglx_dist.strategies.base import STRATEGIES

@@ -9,8 +9,9 @@ from html import escape as escape_markup
 from pathlib import Path
 from typing import Any, TypeAlias, final
 
-from dglx_dist.data.storage.files import readable_bytes, replaced_file
+from dglx_dist.data.storage.files import replaced_file
 from dglx_dist.errors import ConfigError
+from dglx_dist.memory import readable_bytes
 from dglx_dist.progress import visible
 from dglx_dist.report.run_folder import Run, read_plan
 from dglx_dist.report.tables import COLORS, HIDDEN, INSIDE, OUTSIDE, PHASES, flat_cells, summarise

@@ -10,7 +10,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from dglx_dist.data.storage.files import readable_bytes
+from dglx_dist.memory import readable_bytes
 from dglx_dist.planner.records import Choice, Prediction
 from dglx_dist.progress import visible, visible_lines
 from dglx_dist.records import EpochRecord

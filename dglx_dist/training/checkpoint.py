@@ -35,18 +35,12 @@ from dglx_dist.comm.collectives import (
 from dglx_dist.comm.exchange import bytes_of
 from dglx_dist.comm.mailbox import OneSidedExchange
 from dglx_dist.comm.session import Session, SessionField, current_session, warn_user
-from dglx_dist.data.storage.files import (
-    discard,
-    hold_alone,
-    machine_memory,
-    named_failures,
-    publish_over,
-    read_small,
-)
+from dglx_dist.data.storage.files import discard, hold_alone, named_failures, publish_over, read_small
 from dglx_dist.data.storage.row_files import INDEX
 from dglx_dist.errors import CheckpointError, ConfigError, DglxError, Stopped, StorageError
 from dglx_dist.graph.optim import SparseOptimizer
 from dglx_dist.graph.shared_memory import WriteOwn, index_shares, shared_partial_folder, write_share
+from dglx_dist.memory import machine_memory
 from dglx_dist.options import check_integer
 from dglx_dist.strategies.base import WrappedModel
 from dglx_dist.training.checkpoint_folder import (

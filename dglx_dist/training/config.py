@@ -14,8 +14,8 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from dglx_dist.data.storage.files import read_size
 from dglx_dist.errors import ConfigError, UnknownNameError
+from dglx_dist.memory import read_size
 from dglx_dist.options import (
     ABOVE_ZERO,
     Check,

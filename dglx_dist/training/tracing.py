@@ -24,8 +24,8 @@ from dglx_dist.comm.trace import (
     shifted_by,
     write_trace,
 )
-from dglx_dist.data.storage.files import readable_bytes, resident
 from dglx_dist.errors import StorageError
+from dglx_dist.memory import readable_bytes, resident
 from dglx_dist.records import EpochRecord
 
 log = logging.getLogger(__name__)

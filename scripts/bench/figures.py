@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from dglx_dist.comm.ledger import CONTROL
-from dglx_dist.data.storage.files import readable_bytes
+from dglx_dist.memory import readable_bytes
 from dglx_dist.report.tables import readable_percent
 from scripts.bench.experiments.common import predicted_time
 from scripts.bench.records import (

@@ -22,8 +22,8 @@ from typing import Any
 
 import psutil
 
-from dglx_dist.data.storage.files import machine_memory
 from dglx_dist.data.synthetic import SyntheticConfig, write_streamed
+from dglx_dist.memory import machine_memory
 from scripts.bench.micro.timing import parser, table, timed, write_json
 
 SIZES = {

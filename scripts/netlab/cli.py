@@ -18,8 +18,8 @@ from rich.table import Table
 from dglx_dist.cli import run_command_line
 from dglx_dist.cli.common import command, say, show, warn, write
 from dglx_dist.cli.train import INTERRUPTED
-from dglx_dist.data.storage.files import readable_bytes
 from dglx_dist.errors import ConfigError
+from dglx_dist.memory import readable_bytes
 from dglx_dist.options import ABOVE_ZERO, at_least, check_ranges, in_option, option
 from dglx_dist.planner.records import Rate
 from dglx_dist.report.tables import plural, readable_seconds

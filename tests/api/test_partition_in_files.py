@@ -24,9 +24,10 @@ from dglx_dist.data.external_memory import LIBRARY_BYTES, Budget, Workspace, ope
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
 from dglx_dist.data.partition.one_pass import Hash
 from dglx_dist.data.storage import writer
-from dglx_dist.data.storage.files import _partial_name, machine_memory, read_size, readable_bytes, resident
+from dglx_dist.data.storage.files import _partial_name
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.errors import ConfigError, DatasetError, DglxError, StorageError
+from dglx_dist.memory import machine_memory, read_size, readable_bytes, resident
 from dglx_dist.prepare import PartitionPlan, load_graph, open_work, partition_to_disk
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph
 from tests.data.partition.graphs import communities
@@ -475,7 +476,7 @@ LIMITED = """
 import os, resource, sys, traceback
 from dglx_dist.cli.app import app
 from dglx_dist.data import external_memory
-from dglx_dist.data.storage.files import return_memory
+from dglx_dist.memory import return_memory
 from dglx_dist.data.storage import writer
 from dglx_dist.data.storage.files import resident
 

@@ -29,10 +29,11 @@ from dglx_dist.data.ingest.node_ids import IdMap
 from dglx_dist.data.ingest.tables import Table, ids_of
 from dglx_dist.data.ingest.tensors import DatasetOutput, Reorder, TypeRows
 from dglx_dist.data.storage.columns import IDS, edge_folder, id_dtype, node_folder, write_strings
-from dglx_dist.data.storage.files import named_failures, partial_folder, peak, read_size
+from dglx_dist.data.storage.files import named_failures, partial_folder
 from dglx_dist.data.storage.manifest import Manifest, check_target, put_in_place, write_manifest
 from dglx_dist.data.tables import is_node_id
 from dglx_dist.errors import ConfigError
+from dglx_dist.memory import peak, read_size
 from dglx_dist.progress import progress
 from dglx_dist.records import REVERSE, SPLITS, Array, ColumnInfo, EdgeType
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from dglx_dist.data.external_memory import Workspace
-from dglx_dist.data.storage.files import read_size, readable_bytes
 from dglx_dist.errors import ConfigError
+from dglx_dist.memory import read_size, readable_bytes
 from dglx_dist.options import at_least, by_name, check_ranges, fractions, names, option, tolerances
 from dglx_dist.records import Assignment, RawGraph
 from dglx_dist.registry import Registry

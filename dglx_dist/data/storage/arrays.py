@@ -34,13 +34,12 @@ from dglx_dist.data.storage.files import (
     locked,
     partial_folder,
     publish,
-    read_size,
     read_small,
-    readable_bytes,
     remove_abandoned,
     replace_folder,
 )
 from dglx_dist.errors import ConfigError, StorageError
+from dglx_dist.memory import read_size, readable_bytes
 from dglx_dist.records import Array
 
 STAMP = "stamp.json"

@@ -37,10 +37,11 @@ from dglx_dist.data.storage.columns import (
     write_column,
     write_strings,
 )
-from dglx_dist.data.storage.files import named_failures, readable_bytes, synchronise
+from dglx_dist.data.storage.files import named_failures, synchronise
 from dglx_dist.data.storage.manifest import Manifest, check_target, put_in_place, write_manifest
 from dglx_dist.data.validate import check_assignment, check_ids
 from dglx_dist.errors import ConfigError
+from dglx_dist.memory import readable_bytes
 from dglx_dist.progress import Advance, progress
 from dglx_dist.records import LABEL, Array, Assignment, ColumnInfo, EdgeType, NodeColumn, RawGraph, SparseRows
 from dglx_dist.registry import did_you_mean

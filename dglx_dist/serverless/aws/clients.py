@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, TypeAlias, final
 from urllib.parse import urlsplit
 
-from dglx_dist.data.storage.files import readable_bytes
 from dglx_dist.errors import ConfigError, DglxError, PeerError
+from dglx_dist.memory import readable_bytes
 from dglx_dist.options import option
 
 Client: TypeAlias = Any

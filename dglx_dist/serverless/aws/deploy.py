@@ -21,8 +21,8 @@ from dglx_dist.comm.ledger import Ledger
 from dglx_dist.comm.rendezvous import address_towards
 from dglx_dist.comm.rpc import Handler, Rpc
 from dglx_dist.comm.topology import Topology
-from dglx_dist.data.storage.files import readable_bytes
 from dglx_dist.errors import ConfigError, PeerError, RemoteError
+from dglx_dist.memory import readable_bytes
 from dglx_dist.records import Array
 from dglx_dist.serverless import worker as ops
 from dglx_dist.serverless.aws.clients import (

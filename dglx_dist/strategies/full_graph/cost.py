@@ -17,7 +17,7 @@ import torch
 from dglx_dist.comm.collectives import gather_int64
 from dglx_dist.comm.exchange import WireDtype, wire_bytes
 from dglx_dist.comm.topology import Topology
-from dglx_dist.data.storage.files import machine_memory
+from dglx_dist.memory import machine_memory
 from dglx_dist.records import Array
 from dglx_dist.strategies.cost import (
     ALLOCATOR_OVERHEAD,

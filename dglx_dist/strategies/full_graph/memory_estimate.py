@@ -23,10 +23,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils._pytree import tree_leaves
 
 from dglx_dist.comm.collectives import gather_int64, run_on_all_ranks
-from dglx_dist.data.storage.files import machine_memory, return_memory
 from dglx_dist.errors import ConfigError
 from dglx_dist.keyed_random import hash_ids, stream_key
 from dglx_dist.layers.dropout import install_node_dropouts
+from dglx_dist.memory import machine_memory, return_memory
 from dglx_dist.progress import progress
 from dglx_dist.records import Array, EdgeType
 from dglx_dist.strategies.cost import OPTIMIZER_COPIES, MemoryTrace

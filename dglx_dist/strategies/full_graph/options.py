@@ -14,11 +14,11 @@ from dglx_dist.comm.collectives import check_equal, run_on_all_ranks
 from dglx_dist.comm.devices import device_of
 from dglx_dist.comm.exchange import WireDtype
 from dglx_dist.comm.session import warn_user
-from dglx_dist.data.storage.files import read_size
 from dglx_dist.dataloading.feature_fetch import Columns, RowMemory
 from dglx_dist.dataloading.sampler_spec import Fanout, find_columns, read_sampler
 from dglx_dist.dataloading.step_loader import read_items, read_options, seed_of
 from dglx_dist.errors import ConfigError
+from dglx_dist.memory import read_size
 from dglx_dist.options import Check, at_least, between, check_ranges, one_of, option
 from dglx_dist.records import Array
 from dglx_dist.strategies.base import check_one_type

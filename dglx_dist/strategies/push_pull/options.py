@@ -5,9 +5,9 @@ from functools import partial
 from typing import Literal, final
 
 from dglx_dist.comm.exchange import WireDtype
-from dglx_dist.data.storage.files import read_size
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.convolutions import Sync
+from dglx_dist.memory import read_size
 from dglx_dist.options import Check, at_least, check_ranges, option
 from dglx_dist.records import FEATURE
 from dglx_dist.strategies.base import read_record

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 
 from dglx_dist.api import DataLoader, init, wrap
-from dglx_dist.data.storage.files import peak
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.split import node_split
+from dglx_dist.memory import peak
 from dglx_dist.records import FEATURE, NODE_TYPE, EpochRecord
 from dglx_dist.serverless.parameter_service import READ
 from dglx_dist.strategies.base import Objective

@@ -20,9 +20,9 @@ from dglx_dist.api import DataLoader, init, wrap
 from dglx_dist.comm.collectives import gather_int64, gather_json
 from dglx_dist.comm.ledger import LedgerRow
 from dglx_dist.comm.session import Session
-from dglx_dist.data.storage.files import peak
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.split import node_split
+from dglx_dist.memory import peak
 from dglx_dist.records import FEATURE, LABEL, NODE_TYPE, EpochRecord
 from dglx_dist.training.accumulate import Accumulation
 from dglx_dist.training.fit import NodeClassification, Step, TrainingLoader, train_pass

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dglx_dist.data.storage.files import peak
+from dglx_dist.memory import peak
 from scripts.bench.peers.workload import TOLD, Launch, Workload
 from scripts.json_records import read_record
 from scripts.netlab.servers import read_card

@@ -11,8 +11,8 @@ import pyarrow as pa
 import pytest
 
 from dglx_dist.data.external_memory import LIBRARY_BYTES, open_budget
-from dglx_dist.data.storage.files import peak, resident
 from dglx_dist.data.storage.reader import open_dataset
+from dglx_dist.memory import peak, resident
 from tests.data.ingest.shop import one_type
 from tests.data.raw_graphs import write
 

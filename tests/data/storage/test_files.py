@@ -4,34 +4,19 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import resource
 import shutil
 import signal
-import subprocess
-import sys
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
 from dglx_dist.data.storage import files as folders
 from dglx_dist.data.storage.arrays import ArrayFolder
-from dglx_dist.data.storage.files import (
-    hold,
-    machine_memory,
-    partial_folder,
-    peak,
-    read_size,
-    read_small,
-    readable_bytes,
-    remove_abandoned,
-    replace_folder,
-    resident,
-)
+from dglx_dist.data.storage.files import hold, partial_folder, read_small, remove_abandoned, replace_folder
 from dglx_dist.data.storage.reader import CSC, StoredDataset, open_dataset, open_structure
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.errors import ConfigError, StorageError
@@ -140,13 +125,6 @@ def test_what_others_remove_meanwhile_is_not_missed(tmp_path: Path, monkeypatch:
     remove_abandoned(tmp_path)
     assert not left.exists()
     assert not (tmp_path / "gone").exists()
-
-
-def test_a_small_process_does_not_inherit_the_peak_of_the_one_that_starts_it() -> None:
-    held = bytearray(b"x" * (300 << 20))
-    code = "from dglx_dist.data.storage.files import peak; print(peak())"
-    assert 1 << 20 < int(subprocess.check_output([sys.executable, "-c", code], timeout=60)) < len(held)
-    assert len(held) < resident() <= peak()
 
 
 def edges_of(structure: CSC, dataset: StoredDataset, etype: EdgeType) -> list[tuple[int, int]]:
@@ -268,14 +246,6 @@ def test_processes_may_race(tmp_path: Path) -> None:
     assert sorted(path.name for path in copy.iterdir()) == ["indices.npy", "indptr.npy", "stamp.json"]
 
 
-def test_bytes() -> None:
-    shown = [readable_bytes(number) for number in (0, 999, 1000, 1536, 999_600, 12_345_678_901)]
-    assert shown == ["0 B", "999 B", "1 KB", "1.54 KB", "1 MB", "12.3 GB"]
-    assert [read_size(readable_bytes(10**digits)) for digits in range(18)] == [
-        10**digits for digits in range(18)
-    ]
-
-
 @pytest.mark.parametrize("kind", ["missing", "folder", "pipe", "device", "large"])
 def test_only_a_small_regular_file_is_read(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "settings.json"
@@ -290,44 +260,3 @@ def test_only_a_small_regular_file_is_read(tmp_path: Path, kind: str) -> None:
         assert read_small(path, 5) == b"12345"
     with pytest.raises(OSError, match=r"settings\.json"):
         read_small(path, 4)
-
-
-@pytest.mark.parametrize(
-    ("own", "written"),
-    [
-        # Its own group, or one around it, or that of a container, whose path is not below what it sees.
-        ("0::/pod/job\n", {"pod/memory.max": "1000", "pod/memory.current": "600"}),
-        ("0::/far/away\n", {"memory.max": "1000", "memory.current": "600"}),
-        (
-            "3:cpu:/x\n4:memory:/job\n",
-            {
-                "memory/job/memory.limit_in_bytes": "1000",
-                "memory/job/memory.usage_in_bytes": "600",
-                "memory/memory.limit_in_bytes": str(2**63 - 4096),
-                "memory/x/memory.limit_in_bytes": "1",
-            },
-        ),
-    ],
-)
-def test_the_memory_of_a_control_group_counts(tmp_path: Path, own: str, written: dict[str, str]) -> None:
-    for name, value in written.items():
-        path = tmp_path / "groups" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{value}\n")
-        (path.parent / "memory.stat").write_text("inactive_file 100\ntotal_inactive_file 100\n")
-    (tmp_path / "own").write_text(own)
-    assert machine_memory(tmp_path / "groups", tmp_path / "own") == (1000, 500)
-    total, free = machine_memory(tmp_path / "none", tmp_path / "own")
-    assert 1000 < free <= total
-
-
-@pytest.mark.parametrize(("kind", "name"), [(resource.RLIMIT_AS, "vms"), (resource.RLIMIT_DATA, "data")])
-def test_the_limits_of_the_process_count(kind: int, name: str) -> None:
-    before, limit = resource.getrlimit(kind), getattr(psutil.Process().memory_info(), name) + (200 << 20)
-    resource.setrlimit(kind, (limit, before[1]))
-    try:
-        total, free = machine_memory()
-    finally:
-        resource.setrlimit(kind, before)
-    assert total <= limit
-    assert 150 << 20 < free < 210 << 20
