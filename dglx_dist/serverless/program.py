@@ -15,7 +15,7 @@ from dglx_dist.registry import did_you_mean
 from dglx_dist.serverless.stages.base import MAX_WIDTH, Config, Shapes, edge_stage, vertex_stage
 
 FEATURES = "x"
-"""Slot of the features; their ghost rows are fetched once, before the first epoch."""
+"""Slot of the features; their halo rows are fetched once, before the first epoch."""
 FIXED = "fixed:"
 """Prefix of names of constant edge values."""
 MAX_STEPS, MAX_SLOTS, MAX_WEIGHTS = 512, 16, 32
@@ -49,7 +49,7 @@ class Gather:
 
     name: _Name
     source: _Name
-    """Slot of nodes; own rows and ghosts are read."""
+    """Slot of nodes; own rows and halo rows are read."""
     output: Slot
     edges: _Name | None = None
     """Edge weights: ``fixed:<n>``, or the slot of an Edge step, per head; None: 1."""
@@ -74,7 +74,7 @@ class Vertex:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Scatter:
-    """Send boundary rows to the graph servers that have them as ghosts (SC)."""
+    """Send boundary rows to the graph servers that have them as halo nodes (SC)."""
 
     name: _Name
     slots: _Slots
@@ -89,7 +89,7 @@ class Edge:
     stage: _Name
     config: Config = field(hash=False)
     sources: _Name
-    """Slot of nodes; own rows and ghosts are read, at each edge's source."""
+    """Slot of nodes; own rows and halo rows are read, at each edge's source."""
     targets: _Name
     """Slot of nodes; own rows are read."""
     output: Slot
@@ -105,7 +105,7 @@ class Drop:
 
     name: _Name
     source: _Name
-    """Slot of nodes or of edges; of the features, ghosts are dropped too."""
+    """Slot of nodes or of edges; of the features, halo rows are dropped too."""
     output: Slot
     probability: Annotated[float, Within(0, 1)]
     call: Annotated[int, Within(0, MAX_STEPS)]
@@ -116,7 +116,7 @@ Step: TypeAlias = Gather | Vertex | Scatter | Edge | Drop
 
 
 def drops_features(step: Step) -> bool:
-    """True if ``step`` drops features: of all sources, ghosts too, so that no server sends them."""
+    """True if ``step`` drops features: of all sources, halo nodes too, so that no server sends them."""
     return isinstance(step, Drop) and step.source == FEATURES
 
 
@@ -170,7 +170,7 @@ class _Checker:
     def __init__(self, features: int) -> None:
         self._nodes = {FEATURES: features}
         self._edges: dict[str, int] = {}
-        self._with_ghosts = {FEATURES}
+        self._with_halo = {FEATURES}
         self._names: set[str] = set()
         self._weights: set[str] = set()
 
@@ -194,7 +194,7 @@ class _Checker:
 
     def _gather(self, step: Gather) -> None:
         width = self._width(step, step.source, self._nodes)
-        self._has_ghosts(step, step.source)
+        self._has_halo(step, step.source)
         if step.output.width != width:
             _refuse(step, f"makes {step.output.width} columns from {width}; a sum keeps the columns")
         if step.edges is not None and not _FIXED.fullmatch(step.edges):
@@ -221,15 +221,15 @@ class _Checker:
             _refuse(step, f"sends {len(step.slots)} slots; give 1 to {MAX_SLOTS}")
         for name in step.slots:
             self._width(step, name, self._nodes)
-            if name in self._with_ghosts:
+            if name in self._with_halo:
                 _refuse(step, f"sends {name!r} again; rows are sent once in an epoch, features never")
-            self._with_ghosts.add(name)
+            self._with_halo.add(name)
 
     def _edge(self, step: Edge) -> None:
         stage = edge_stage(step.stage, step.config)
         found = [self._width(step, name, self._nodes) for name in (step.sources, step.targets)]
         _equal(step, "slots", (stage.width,) * 3, [*found, step.output.width])
-        self._has_ghosts(step, step.sources)
+        self._has_halo(step, step.sources)
         self._make(step, (step.output,), self._edges)
 
     def _drop(self, step: Drop) -> None:
@@ -239,7 +239,7 @@ class _Checker:
         if not 0 <= step.probability <= 1:
             _refuse(step, f"drops with probability {step.probability}; give one from 0 to 1")
         if drops_features(step):
-            self._with_ghosts.add(step.output.name)
+            self._with_halo.add(step.output.name)
         self._make(step, (step.output,), among)
 
     def _width(self, step: Step, name: str, among: dict[str, int]) -> int:
@@ -248,8 +248,8 @@ class _Checker:
             _refuse(step, f"reads {name!r}, which no earlier step makes for {kind}{hint}")
         return among[name]
 
-    def _has_ghosts(self, step: Step, name: str) -> None:
-        if name not in self._with_ghosts:
+    def _has_halo(self, step: Step, name: str) -> None:
+        if name not in self._with_halo:
             _refuse(step, f"reads {name!r} over edges; put a Scatter of it before")
 
     def _make(self, step: Step, slots: Sequence[Slot], among: dict[str, int]) -> None:

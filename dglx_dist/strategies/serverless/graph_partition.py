@@ -1,4 +1,4 @@
-"""One graph server's part of a graph: local edges, ghosts, intervals, rows to send, features and labels."""
+"""One graph server's part of a graph: local edges, halo, intervals, rows to send, features and labels."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _MAX_LOCAL = 2**31 - 1
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LocalGraph:
-    """n own nodes with local ids 0 to n - 1, m ghosts with ids n to n + m - 1, and E edges into own nodes.
+    """n own nodes with local ids 0 to n - 1, m halo nodes with ids up to n + m - 1, E edges into own nodes.
 
-    A ghost is a node of another graph server with an edge into an own node. The ghosts of an owner are in
-    the order of their global ids, and so is the owner's list of them (:attr:`Part.boundary`): a position in
-    it names a row on both sides.
+    A halo node is a node of another graph server with an edge into an own node. The halo nodes of an owner
+    are in the order of their global ids, and so is the owner's list of them (:attr:`Part.boundary`): a
+    position in it names a row on both sides.
     """
 
     rank: int
@@ -45,10 +45,10 @@ class LocalGraph:
     """(n + 1,) int64."""
     sources: Array
     """(E,) int32 local ids."""
-    ghosts: Array
+    halo: Array
     """(m,) int64 global ids, ascending."""
-    ghost_starts: Array
-    """(W + 1,) int64: the ghosts of server r are ``ghosts[ghost_starts[r]:ghost_starts[r + 1]]``."""
+    halo_starts: Array
+    """(W + 1,) int64: the halo nodes of server r are ``halo[halo_starts[r]:halo_starts[r + 1]]``."""
     out_indptr: Array
     """(n + m + 1,) int64 of the same edges by source."""
     out_targets: Array
@@ -67,23 +67,23 @@ class LocalGraph:
         return len(self.indptr) - 1
 
     @property
-    def num_ghosts(self) -> int:
-        return len(self.ghosts)
+    def num_halo(self) -> int:
+        return len(self.halo)
 
     @property
     def num_local(self) -> int:
-        return self.num_own + self.num_ghosts
+        return self.num_own + self.num_halo
 
     @property
     def num_servers(self) -> int:
         return len(self.starts) - 1
 
-    def ghost_ids(self, owner: int) -> Array:
-        """Return the global ids of the ghosts that graph server ``owner`` owns; ascending."""
-        return self.ghosts[self.ghost_starts[owner] : self.ghost_starts[owner + 1]]
+    def halo_ids(self, owner: int) -> Array:
+        """Return the global ids of the halo nodes that graph server ``owner`` owns; ascending."""
+        return self.halo[self.halo_starts[owner] : self.halo_starts[owner + 1]]
 
     def own_positions(self, ids: Array, asker: int) -> Array:
-        """Return (k,) int32 local ids of the nodes with the ascending global ``ids``, ghosts of ``asker``."""
+        """Return (k,) int32 local ids of the halo nodes of ``asker`` with the ascending global ``ids``."""
         first, end = int(self.starts[self.rank]), int(self.starts[self.rank + 1])
         ascending = ids.dtype == np.int64 and ids.ndim == 1 and bool((np.diff(ids) > 0).all())
         if not ascending or (len(ids) and not first <= ids[0] <= ids[-1] < end):
@@ -105,26 +105,26 @@ def local_graph(
     first, end = int(bounds[rank]), int(bounds[rank + 1])
     wide = sources.astype(np.int64, copy=False)
     is_own = (wide >= first) & (wide < end)
-    ghosts = np.unique(wide[~is_own])
+    halo = np.unique(wide[~is_own])
     num_own = end - first
-    if num_own + len(ghosts) > _MAX_LOCAL:
+    if num_own + len(halo) > _MAX_LOCAL:
         raise ConfigError(
-            f"graph server {rank} has {num_own} nodes and {len(ghosts)} ghosts, above {_MAX_LOCAL}; use more "
-            "ranks"
+            f"graph server {rank} has {num_own} nodes and {len(halo)} halo nodes, above {_MAX_LOCAL}; "
+            "use more ranks"
         )
     local = np.empty(len(wide), dtype=np.int32)
     local[is_own] = wide[is_own] - first
-    local[~is_own] = num_own + np.searchsorted(ghosts, wide[~is_own])
+    local[~is_own] = num_own + np.searchsorted(halo, wide[~is_own])
     order = np.argsort(local, kind="stable")
-    counts = np.bincount(local, minlength=num_own + len(ghosts))
+    counts = np.bincount(local, minlength=num_own + len(halo))
     targets = np.repeat(np.arange(num_own, dtype=np.int32), np.diff(indptr))
     return LocalGraph(
         rank=rank,
         starts=bounds,
         indptr=np.ascontiguousarray(indptr, dtype=np.int64),
         sources=local,
-        ghosts=ghosts,
-        ghost_starts=np.searchsorted(ghosts, bounds),
+        halo=halo,
+        halo_starts=np.searchsorted(halo, bounds),
         out_indptr=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
         out_targets=targets[order],
         out_edges=order.astype(np.int64),
@@ -135,7 +135,7 @@ def local_graph(
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Part:
-    """n own nodes in k intervals, m ghosts, E in-edges, and the rows exchanged with W graph servers."""
+    """n own nodes in k intervals, m halo nodes, E in-edges, and the rows exchanged with W graph servers."""
 
     graph: LocalGraph
     bounds: Array
@@ -143,9 +143,9 @@ class Part:
     interval_sizes: Array
     """(W k,) nodes of each interval of all graph servers."""
     boundary: Sequence[Array]
-    """Per peer (b,) int32: own nodes that are ghosts of the peer, ascending; see :class:`LocalGraph`."""
+    """Per peer (b,) int32: own nodes in the halo of the peer, ascending; see :class:`LocalGraph`."""
     features: Array
-    """(n + m, F) of the program's dtype: own rows, then ghosts."""
+    """(n + m, F) of the program's dtype: own rows, then halo rows."""
     labels: Array
     """(n,) int32, -1 for nodes that are not trained on."""
     fixed: Mapping[str, Array]
@@ -158,18 +158,18 @@ class Part:
 
     @cached_property
     def returned(self) -> list[list[Array]]:
-        """Per peer and interval (g,) int32: positions, among this server's ghosts that are the peer's, of
+        """Per peer and interval (g,) int32: positions, among this server's halo nodes that are the peer's, of
         those whose gradients the interval sends back.
 
-        A ghost's gradient is sent by its home: the highest interval with an edge from it. In the order of the
-        layers and intervals, all others have computed their contributions by then.
+        A halo node's gradient is sent by its home: the highest interval with an edge from it. In the order of
+        the layers and intervals, all others have computed their contributions by then.
         """
         graph, found = self.graph, []
-        # Out-edges are in the order of their targets, so the last one of a ghost has the highest.
+        # Out-edges are in the order of their targets, so the last one of a halo node has the highest.
         highest = graph.out_targets[graph.out_indptr[graph.num_own + 1 :] - 1]
         home = np.searchsorted(self.bounds, highest, side="right") - 1
         for peer in range(graph.num_servers):
-            of_peer = home[graph.ghost_starts[peer] : graph.ghost_starts[peer + 1]]
+            of_peer = home[graph.halo_starts[peer] : graph.halo_starts[peer + 1]]
             order = np.argsort(of_peer, kind="stable").astype(np.int32)
             found.append(np.split(order, np.searchsorted(of_peer[order], np.arange(1, self.num_intervals))))
         return found
@@ -199,7 +199,7 @@ def cut_intervals(indptr: Array, sources: Array, num_intervals: int) -> Array:
 
     Args:
         indptr: (n + 1,) int64 of the in-edges.
-        sources: (E,) local ids; those of n and above are ghosts.
+        sources: (E,) local ids; those of n and above are halo nodes.
         num_intervals: k >= 1; some are empty where there are fewer nodes.
 
     Returns:
@@ -225,7 +225,7 @@ def cut_intervals(indptr: Array, sources: Array, num_intervals: int) -> Array:
 
 
 def crossing_edges(indptr: Array, sources: Array, bounds: Array) -> Array:
-    """Return (n,) int64: in-edges of each node whose source is in another interval, or a ghost."""
+    """Return (n,) int64: in-edges of each node whose source is in another interval, or a halo node."""
     num_nodes = len(indptr) - 1
     interval_of = np.repeat(np.arange(len(bounds) - 1, dtype=np.int32), np.diff(bounds))
     targets = np.repeat(np.arange(num_nodes), np.diff(indptr))
@@ -235,9 +235,9 @@ def crossing_edges(indptr: Array, sources: Array, bounds: Array) -> Array:
     return np.bincount(targets[crosses], minlength=num_nodes).astype(np.int64)
 
 
-GHOST_IDS = "lambda.ghost_ids"
+HALO_IDS = "lambda.ghost_ids"
 PRELOAD = "preload"
-"""Ledger phase: 8 bytes per ghost for the lists, 8 + s F per ghost of another server for features."""
+"""Ledger phase: 8 bytes per halo node for the lists, 8 + s F per halo node of another server for features."""
 
 
 def read_structure(g: DistGraph) -> LocalGraph:
@@ -252,18 +252,18 @@ def read_structure(g: DistGraph) -> LocalGraph:
 
 
 def exchange_boundaries(session: Session, graph: LocalGraph) -> list[Array]:
-    """Return, per peer, (b,) int32 own nodes that are its ghosts, ascending. Collective."""
-    exchange = OneSidedExchange(session, GHOST_IDS, "look at its output")
-    barrier(session, "listing the ghosts of all graph servers")
-    lists = {peer: [graph.ghost_ids(peer)] for peer in range(graph.num_servers)}
+    """Return, per peer, (b,) int32 own nodes that are its halo nodes, ascending. Collective."""
+    exchange = OneSidedExchange(session, HALO_IDS, "look at its output")
+    barrier(session, "listing the halo nodes of all graph servers")
+    lists = {peer: [graph.halo_ids(peer)] for peer in range(graph.num_servers)}
     exchange.post(0, "", lists, phase=PRELOAD)
-    found = exchange.mailbox.take(0, "", lists, "the list of its ghosts")
+    found = exchange.mailbox.take(0, "", lists, "the list of its halo nodes")
     return [graph.own_positions(ids, peer) for peer, (ids,) in found.items()]
 
 
 def read_features(g: DistGraph, graph: LocalGraph, name: str, dtype: str) -> Array:
-    """Return (n + m, F) features, the node data ``name``, of own nodes and ghosts."""
-    ids = np.concatenate([graph.own_ids, graph.ghosts])
+    """Return (n + m, F) features, the node data ``name``, of own nodes and halo nodes."""
+    ids = np.concatenate([graph.own_ids, graph.halo])
     rows = g.kvstore.pull(g.ndata[name].kvstore_key, ids, distinct=True, phase=PRELOAD)
     # torch converts, because NumPy has no bfloat16.
     return np.ascontiguousarray(rows.to(torch_dtype(dtype)).numpy())

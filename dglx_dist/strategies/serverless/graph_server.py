@@ -1,7 +1,7 @@
 """Graph server of strategy ``lambda``: rows of its part, and what each task of an interval does to them.
 
 It executes tasks (Dorylus, section 4); the scheduler decides their order and carries messages. Arrays of the
-kernels, for n own nodes, m ghosts, E edges into own nodes, K heads:
+kernels, for n own nodes, m halo nodes, E edges into own nodes, K heads:
 
 - ``indptr`` (n + 1,) int64, ``sources`` (E,) int32 local ids in [0, n + m): in-edges in CSC order, those of
   node v from ``indptr[v]`` to ``indptr[v + 1]``.
@@ -158,7 +158,7 @@ class TaskKind(Enum):
     DROP = "drop"
     """Drop entries of rows or of edge values."""
     SCATTER = "scatter"
-    """Send boundary rows to ghosts."""
+    """Send boundary rows to halo nodes."""
     WORK = "work"
     """Apply a stage forward, backward or fused."""
     LOSS = "loss"
@@ -166,7 +166,7 @@ class TaskKind(Enum):
     PUBLISH = "publish"
     """Publish the gradient of a gathered sum to its sources, and compute those of its edges."""
     SEND_BACK = "send_back"
-    """Send the gradients of ghosts to their owners."""
+    """Send the gradients of halo nodes to their owners."""
     DROP_GRADIENT = "drop_gradient"
     """Drop the same entries of the gradient."""
     COLLECT = "collect"
@@ -228,7 +228,7 @@ def epoch_schedule(program: Program, fused: bool) -> tuple[ScheduledTask, ...]:
 
 def _barrier_before(program: Program, index: int) -> Barrier:
     before = program.steps[index - 1] if index else None
-    # Ghosts may be read only after a Scatter, or once every interval has dropped its share of their features.
+    # Halo rows may be read only after a Scatter, or once every interval has dropped its share of features.
     if isinstance(before, Scatter):
         return Barrier.GLOBAL
     return Barrier.LOCAL if before is not None and drops_features(before) else Barrier.NONE
@@ -258,9 +258,9 @@ class _OpenTask(NamedTuple):
     submitted: dict[int, Sequence[Array]]
 
 
-GhostMessage: TypeAlias = tuple[int, list[Array]]
-"""A peer, and (r,) int32 positions in the ghost list, which both sides have in the same order, and (r, width)
-rows of each slot."""
+HaloMessage: TypeAlias = tuple[int, list[Array]]
+"""A peer, and (r,) int32 positions in the list of halo nodes, which both sides have in the same order, and
+(r, width) rows of each slot."""
 
 
 @final
@@ -278,8 +278,8 @@ class GraphServer:
         self.schedule = epoch_schedule(program, options.fusion)
         """The tasks of each epoch."""
         self._rows = {**part.fixed, FEATURES: part.features}
-        """The latest rows: slot of nodes -> (n, width), or (n + m, width) if ghosts have rows; slot of edges,
-        or name of fixed values -> (E, width). Only its interval writes an own row."""
+        """The latest rows: slot of nodes -> (n, width), or (n + m, width) with halo rows; slot of edges, or
+        name of fixed values -> (E, width). Only its interval writes an own row."""
         # No lock: in synchronous epochs barriers keep readers apart from writers. In asynchronous ones a row
         # may be read while it is written: then its columns are of two epochs, both within the bound.
         self._published: dict[tuple[str, int], Array] = {}
@@ -315,8 +315,8 @@ class GraphServer:
             )
             for slot in outputs_of(step):
                 length = len(graph.sources) if slot.name in program.edge_slots else graph.num_own
-                has_ghosts = slot.name in scattered or drops_features(step)
-                self._rows[slot.name] = self._zeros(graph.num_local if has_ghosts else length, slot.name)
+                has_halo = slot.name in scattered or drops_features(step)
+                self._rows[slot.name] = self._zeros(graph.num_local if has_halo else length, slot.name)
                 if {source, slot.name} <= program.trained:
                     self._published[source, index] = self._zeros(length, slot.name)
         for name in scattered & program.trained:
@@ -366,7 +366,7 @@ class GraphServer:
         work = self.works[task.step, task.direction]
         step = self.program.steps[task.step]
         if isinstance(step, Edge) and task.direction is Direction.FORWARD:
-            # Kept for backward, whose gradient must match the forward pass: ghost rows may change before it.
+            # Kept for backward, whose gradient must match the forward pass: halo rows may change before it.
             sources = self.part.graph.sources[self.part.edges_of(interval)]
             self._sources[interval][task.step] = self._rows[step.sources].take(sources, axis=0)
         saved = iter(self._saved[interval].pop(task.step, []))
@@ -433,12 +433,12 @@ class GraphServer:
         last = self._completed.get(key.interval)
         return last is not None and (key.epoch, self._order[key.step, key.direction]) <= last
 
-    def ghost_messages(self, interval: int, task: ScheduledTask) -> list[GhostMessage]:
+    def halo_messages(self, interval: int, task: ScheduledTask) -> list[HaloMessage]:
         """Return what a SCATTER or SEND_BACK task sends: one message per graph server that needs rows."""
         step = self.program.steps[task.step]
         assert isinstance(step, Scatter)
         if task.kind is TaskKind.SEND_BACK:
-            return list(self._ghost_gradients(interval, step))
+            return list(self._halo_gradients(interval, step))
         found = []
         for peer, some, nodes in self._boundary(interval):
             rows = [self._rows[name][nodes] for name in step.slots]
@@ -454,8 +454,8 @@ class GraphServer:
             )
         graph, back = self.part.graph, kind is TaskKind.SEND_BACK
         slots = self._trained(step) if back else step.slots
-        first = 0 if back else graph.num_own + int(graph.ghost_starts[peer])
-        size = len(self.part.boundary[peer]) if back else len(graph.ghost_ids(peer))
+        first = 0 if back else graph.num_own + int(graph.halo_starts[peer])
+        size = len(self.part.boundary[peer]) if back else len(graph.halo_ids(peer))
         positions = arrays[0] if arrays else np.empty(0)
         shapes = [(positions.size, self.program.slots[name].width) for name in slots]
         wanted = [((positions.size,), "int32"), *((shape, self.program.dtype) for shape in shapes)]
@@ -552,10 +552,10 @@ class GraphServer:
         where, ids = self._rows_of_slot(interval, step.source)
         output[where] = self._dropped(step, epoch, ids, source[where])
         if drops_features(step):
-            count, number = self.part.num_intervals, graph.num_ghosts
+            count, number = self.part.num_intervals, graph.num_halo
             share = slice(number * interval // count, number * (interval + 1) // count)
-            ghosts = slice(graph.num_own + share.start, graph.num_own + share.stop)
-            output[ghosts] = self._dropped(step, epoch, graph.ghosts[share], source[ghosts])
+            halo = slice(graph.num_own + share.start, graph.num_own + share.stop)
+            output[halo] = self._dropped(step, epoch, graph.halo[share], source[halo])
 
     def _rows_of_slot(self, interval: int, slot: str) -> tuple[slice, Array]:
         of_edges, graph = slot in self.program.edge_slots, self.part.graph
@@ -591,7 +591,7 @@ class GraphServer:
             self._statistics.setdefault(epoch, {})[interval] = statistics
 
     def _boundary(self, interval: int) -> Iterator[tuple[int, slice, Array]]:
-        """Yield each peer with ghosts in ``interval``, their positions in its list, and their local ids."""
+        """Yield each peer with halo in ``interval``, the positions in its list, and the local ids."""
         for peer, (nodes, bounds) in enumerate(
             zip(self.part.boundary, self.part.boundary_bounds, strict=True)
         ):
@@ -599,16 +599,16 @@ class GraphServer:
             if some.start < some.stop:
                 yield peer, some, nodes[some]
 
-    def _ghost_gradients(self, interval: int, step: Scatter) -> Iterator[GhostMessage]:
+    def _halo_gradients(self, interval: int, step: Scatter) -> Iterator[HaloMessage]:
         graph = self.part.graph
         for peer in range(graph.num_servers):
             positions = self.part.returned[peer][interval]
             if len(positions):
-                ghosts = positions + np.int32(graph.num_own + graph.ghost_starts[peer])
+                halo = positions + np.int32(graph.num_own + graph.halo_starts[peer])
                 rows = []
                 for name in self._trained(step):
                     rows.append(self._zeros(len(positions), name))
-                    self._pull_back(name, ghosts, rows[-1])
+                    self._pull_back(name, halo, rows[-1])
                 yield peer, [positions, *rows]
 
     def _pull_back(self, slot: str, nodes: Array, out: Array) -> None:

@@ -242,7 +242,7 @@ class StepsBuilder:
         self._names, self._taken = names, set[str]()
         self.output = Slot(FEATURES, features)
         """Of the layer before."""
-        self._with_ghosts = {FEATURES}
+        self._with_halo = {FEATURES}
         self._counts: dict[str, int] = {}
         self._num_drops = 0
 
@@ -266,7 +266,7 @@ class StepsBuilder:
             Drop(name=name, source=source.name, output=output, probability=probability, call=self._num_drops)
         )
         if source.name == FEATURES:
-            self._with_ghosts.add(output.name)
+            self._with_halo.add(output.name)
         self._num_drops += 1
         return output
 
@@ -349,10 +349,10 @@ class StepsBuilder:
         return sums.name
 
     def scatter(self, *slots: str) -> None:
-        """Send boundary rows of those slots that have no ghosts yet."""
-        new = tuple(slot for slot in slots if slot not in self._with_ghosts)
+        """Send boundary rows of those slots that have no halo nodes yet."""
+        new = tuple(slot for slot in slots if slot not in self._with_halo)
         if new:
-            self._with_ghosts.update(new)
+            self._with_halo.update(new)
             self.steps.append(Scatter(name=self._name("SC"), slots=new))
 
     def _weight(self, parameter: Tensor) -> str:

@@ -1,6 +1,6 @@
 """Schedule of one graph server (Dorylus, section 4): which interval may proceed, threads, messages, workers.
 
-The oldest work goes first. Graph servers exchange ghost rows, progress and accuracy by one-sided RPC.
+The oldest work goes first. Graph servers exchange halo rows, progress and accuracy by one-sided RPC.
 """
 
 import os
@@ -291,11 +291,11 @@ _SPANS = {
     TaskKind.COLLECT: "collect {}",
 }
 """Names of spans; of other tasks that of the step."""
-GHOSTS, GHOST_GRADIENTS = "lambda.ghosts", "lambda.ghost_gradients"
+HALO_ROWS, HALO_GRADIENTS = "lambda.ghosts", "lambda.ghost_gradients"
 """Operations named "step/sender"."""
 REACHED = "lambda.reached"
 """Named "position/sender"; with ``switch_at``, after a loss with the number of correct predictions."""
-EXCHANGED = {TaskKind.SCATTER: (GHOSTS, "ghosts"), TaskKind.SEND_BACK: (GHOST_GRADIENTS, "ghost_gradients")}
+EXCHANGED = {TaskKind.SCATTER: (HALO_ROWS, "ghosts"), TaskKind.SEND_BACK: (HALO_GRADIENTS, "ghost_gradients")}
 """Operation and ledger phase: |G| (4 + s d) bytes per Scatter, epoch and direction; the layer is the step."""
 _CHECK_INTERVAL_S, _JOIN_TIMEOUT_S = 0.5, 5.0
 _NETWORK_THREADS = 2
@@ -337,8 +337,8 @@ class ThreadScheduler:
         self._failure: BaseException | None = None
         self._stopping, self._progress_at = True, time.monotonic()
         self._handlers: dict[str, Handler] = {
-            GHOSTS: partial(self._receive_rows, TaskKind.SCATTER),
-            GHOST_GRADIENTS: partial(self._receive_rows, TaskKind.SEND_BACK),
+            HALO_ROWS: partial(self._receive_rows, TaskKind.SCATTER),
+            HALO_GRADIENTS: partial(self._receive_rows, TaskKind.SEND_BACK),
             REACHED: self._receive_position,
         }
         for op, handler in self._handlers.items():
@@ -516,7 +516,7 @@ class ThreadScheduler:
         name, submit = pair_name(task.step, self._server.rank), self._rpc.submit
         sent = [
             submit(peer, op, name, arrays, phase=phase, layer=task.step)
-            for peer, arrays in self._server.ghost_messages(interval, task)
+            for peer, arrays in self._server.halo_messages(interval, task)
         ]
         for pending in sent:
             pending.result()

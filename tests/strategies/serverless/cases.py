@@ -64,7 +64,7 @@ class Case:
             boundary=boundary,
             bounds=bounds[graph.rank],
             interval_sizes=np.concatenate([np.diff(one) for one in bounds]),
-            features=np.concatenate([self.x[first:end], self.x[graph.ghosts]]),
+            features=np.concatenate([self.x[first:end], self.x[graph.halo]]),
             labels=self.labels[first:end],
             fixed={name: values[edges] for name, values in self.fixed.items()},
         )
@@ -77,7 +77,7 @@ class Case:
 
 def boundaries_of(graphs: Sequence[LocalGraph]) -> list[list[Array]]:
     return [
-        [graph.own_positions(peer.ghost_ids(graph.rank), peer.rank) for peer in graphs] for graph in graphs
+        [graph.own_positions(peer.halo_ids(graph.rank), peer.rank) for peer in graphs] for graph in graphs
     ]
 
 

@@ -157,7 +157,7 @@ class SerialScheduler:
             self._waiting[number, interval] = server.key_of(interval, epoch, task)
             return
         if task.kind in EXCHANGED:
-            for peer, arrays in server.ghost_messages(interval, task):
+            for peer, arrays in server.halo_messages(interval, task):
                 self.servers[peer].receive(server.rank, task.kind, task.step, arrays)
         else:
             server.compute(interval, epoch, task)

@@ -61,7 +61,7 @@ def train(session: Session, name: str, mode: str, **options: Any) -> None:
 
 
 def check_bytes_read(session: Session, folder: str) -> None:
-    """The list of ghosts once, their features once, to the byte."""
+    """The list of halo nodes once, their features once, to the byte."""
     g = DistGraph(Path(folder) / "parts")
     before = session.ledger.snapshot()
     graph = read_structure(g)
@@ -69,8 +69,8 @@ def check_bytes_read(session: Session, folder: str) -> None:
     read_features(g, graph, "feat", "float64")
     barrier(session, "reading")
     own = sum(row.num_bytes for row in session.ledger.since(before) if row.phase == "preload")
-    sent, ghosts = gather_int64([own, graph.num_ghosts], session).sum(axis=0)
-    assert sent == ghosts * (8 + 8 + 8 * 7)
+    sent, halo = gather_int64([own, graph.num_halo], session).sum(axis=0)
+    assert sent == halo * (8 + 8 + 8 * 7)
     g.close()
 
 
@@ -84,8 +84,8 @@ def four_ranks(folder: str) -> None:
         moved = Counter[str]()
         for row in session.ledger.since(before):
             moved[row.phase] += row.num_bytes
-        ghosts = cases.case().graphs(cases.STARTS[4])[session.topology.rank].num_ghosts
-        told = gather_int64([moved["ghosts"], moved["ghost_gradients"], ghosts], session).sum(axis=0)
+        halo = cases.case().graphs(cases.STARTS[4])[session.topology.rank].num_halo
+        told = gather_int64([moved["ghosts"], moved["ghost_gradients"], halo], session).sum(axis=0)
         assert told[0] == told[1] == EPOCHS * told[2] * (4 + 8 * 4)
         train(session, "gat", "pipe", threads=2)
         train(session, "sage", "no_pipe")

@@ -1,4 +1,4 @@
-"""A graph server alone: intervals, ghosts, rows, and refused requests."""
+"""A graph server alone: intervals, halo, rows, and refused requests."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ STARTS = [0, 17, 40]
 
 def test_messages_that_are_not_what_a_scatter_sends_are_refused() -> None:
     (server, peer), _ = cases.servers(cases.gcn(), STARTS, 2)
-    ((_, good),) = peer.ghost_messages(1, peer.schedule[2])
+    ((_, good),) = peer.halo_messages(1, peer.schedule[2])
     assert good[1].shape == (len(good[0]), 4)
     server.receive(1, TaskKind.SCATTER, 2, good)
-    size = len(server.part.graph.ghost_ids(1))
+    size = len(server.part.graph.halo_ids(1))
     wrong = (
         [good[0]],
         [good[0].astype(np.int64), good[1]],
@@ -76,7 +76,7 @@ def test_lists_of_another_partition_are_refused() -> None:
 
 
 def test_edges_of_a_path_cross_where_it_is_cut() -> None:
-    """0 -> 1 -> 2 -> 3, and a ghost -> 0; cut between 1 and 2."""
+    """0 -> 1 -> 2 -> 3, and a halo node -> 0; cut between 1 and 2."""
     indptr, sources = np.array([0, 1, 2, 3, 4]), np.array([4, 0, 1, 2], np.int32)
     for bounds, crossing in (([0, 2, 4], [1, 0, 1, 0]), ([0, 4], [1, 0, 0, 0]), ([0, 0, 1, 4], [1, 1, 0, 0])):
         assert crossing_edges(indptr, sources, np.array(bounds)).tolist() == crossing
@@ -84,7 +84,7 @@ def test_edges_of_a_path_cross_where_it_is_cut() -> None:
 
 @pytest.mark.parametrize("intervals", [1, 3, 7, 100])
 def test_no_interval_has_more_than_twice_the_mean(intervals: int) -> None:
-    """Of nodes, and of edges: the first tenth of the nodes has nine tenths of the edges, all from ghosts."""
+    """Of nodes, and of edges: the first tenth of the nodes has nine tenths of the edges, all from halo."""
     counts = np.full(100, 1)
     counts[:10] = 81
     indptr = np.concatenate([[0], np.cumsum(counts)])

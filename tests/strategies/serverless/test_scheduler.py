@@ -66,7 +66,7 @@ def test_a_scatter_waits_for_all_intervals_of_all_graph_servers() -> None:
     one.record_position(1, 3)
     assert one.startable() == [0, 1]
     go(one, 0, 3)
-    # Gradients of ghosts: all own intervals first; gradients of own rows: all graph servers.
+    # Gradients of halo nodes: all own intervals first; gradients of own rows: all graph servers.
     assert one.task_of(0)[1].kind is TaskKind.SEND_BACK
     assert one.startable() == [1]
     with pytest.raises(ConfigError, match="graph server 4 is not one of the peers"):

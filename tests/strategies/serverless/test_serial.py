@@ -133,7 +133,7 @@ class Bounds:
             self.check_version(server, event, epoch)
 
     def value_of(self, reader: tuple[int, int], source: tuple[int, int]) -> int:
-        """Epoch of the rows of ``source`` that ``reader`` sees: ghosts are as old as the last message."""
+        """Epoch of the rows of ``source`` that ``reader`` sees: halo nodes are as old as the last message."""
         return (self.written if source[0] == reader[0] else self.seen)[source]
 
     def check_version(self, server: GraphServer, event: Event, epoch: int) -> None:
@@ -152,7 +152,7 @@ class Bounds:
 def sources_of(server: GraphServer, bounds: Sequence[np.ndarray]) -> list[set[tuple[int, int]]]:
     """Per interval: (graph server, interval) of the sources of its in-edges, by the servers' ``bounds``."""
     part, graph = server.part, server.part.graph
-    ids = np.concatenate([graph.own_ids, graph.ghosts])
+    ids = np.concatenate([graph.own_ids, graph.halo])
     found = []
     for interval in range(part.num_intervals):
         some = set()
