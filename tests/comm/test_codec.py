@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dglx_dist.comm.exchange import RowCodec, WireDtype, row_codec, wire_bytes
+from dglx_dist.comm.codec import RowCodec, WireDtype, row_codec, wire_bytes
 
 INTEGERS: list[WireDtype] = ["int8", "int4"]
 WIRES: list[WireDtype] = ["bfloat16", *INTEGERS]

@@ -14,8 +14,8 @@ from typing import Any, final
 import numpy as np
 import torch
 
+from dglx_dist.comm.codec import WireDtype, wire_bytes
 from dglx_dist.comm.collectives import gather_int64
-from dglx_dist.comm.exchange import WireDtype, wire_bytes
 from dglx_dist.comm.topology import Topology
 from dglx_dist.memory import machine_memory
 from dglx_dist.records import Array

@@ -21,17 +21,9 @@ from dgl import ops
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from dglx_dist.comm.codec import WireDtype, row_codec
 from dglx_dist.comm.devices import Copy, copied_to_host, host_memory, is_on_host
-from dglx_dist.comm.exchange import (
-    CallExchange,
-    Incoming,
-    Outgoing,
-    ReusableBuffer,
-    Wait,
-    WireDtype,
-    row_codec,
-    row_exchanges,
-)
+from dglx_dist.comm.exchange import CallExchange, Incoming, Outgoing, ReusableBuffer, Wait, row_exchanges
 from dglx_dist.comm.session import Session
 from dglx_dist.dataloading.feature_fetch import HALVES
 from dglx_dist.dataloading.minibatch import build_block

@@ -19,9 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dglx_dist.comm.codec import WireDtype
 from dglx_dist.comm.collectives import barrier, gather_arrays, gather_int64, gather_json
 from dglx_dist.comm.devices import Copy, carried, open_copies
-from dglx_dist.comm.exchange import WireDtype, row_exchanges
+from dglx_dist.comm.exchange import row_exchanges
 from dglx_dist.comm.trace import LOADER
 from dglx_dist.dataloading.feature_fetch import LABEL_PHASE, Columns
 from dglx_dist.dataloading.step_loader import EpochLoader

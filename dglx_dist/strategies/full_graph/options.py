@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from dgl.dataloading import NeighborSampler
 
+from dglx_dist.comm.codec import WireDtype
 from dglx_dist.comm.collectives import check_equal, run_on_all_ranks
 from dglx_dist.comm.devices import device_of
-from dglx_dist.comm.exchange import WireDtype
 from dglx_dist.comm.session import warn_user
 from dglx_dist.dataloading.feature_fetch import Columns, RowMemory
 from dglx_dist.dataloading.sampler_spec import Fanout, find_columns, read_sampler

@@ -15,8 +15,9 @@ import torch
 from dgl.heterograph import DGLBlock
 from torch import Tensor
 
+from dglx_dist.comm.codec import WireDtype, row_codec
 from dglx_dist.comm.devices import copied_to_host, host_memory, is_on_host
-from dglx_dist.comm.exchange import DEVICES, CallExchange, Exchange, Incoming, Outgoing, WireDtype, row_codec
+from dglx_dist.comm.exchange import DEVICES, CallExchange, Exchange, Incoming, Outgoing
 from dglx_dist.comm.session import Session
 from dglx_dist.dataloading.feature_fetch import HALVES
 from dglx_dist.errors import ConfigError

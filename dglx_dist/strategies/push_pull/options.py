@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, final
 
-from dglx_dist.comm.exchange import WireDtype
+from dglx_dist.comm.codec import WireDtype
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.convolutions import Sync
 from dglx_dist.memory import read_size

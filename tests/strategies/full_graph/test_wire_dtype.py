@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 import dglx_dist as dx
-from dglx_dist.comm.exchange import WireDtype, row_exchanges, wire_bytes
+from dglx_dist.comm.codec import WireDtype, wire_bytes
+from dglx_dist.comm.exchange import row_exchanges
 from dglx_dist.comm.session import Session, start_session
 from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.graph.dist_graph import DistGraph

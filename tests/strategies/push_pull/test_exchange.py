@@ -10,7 +10,8 @@ from unittest import mock
 
 import torch
 
-from dglx_dist.comm.exchange import DEVICES, DeviceExchange, WireDtype, wire_bytes
+from dglx_dist.comm.codec import WireDtype, wire_bytes
+from dglx_dist.comm.exchange import DEVICES, DeviceExchange
 from dglx_dist.comm.session import start_session
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.strategies.base import STRATEGIES

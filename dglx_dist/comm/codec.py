@@ -1,0 +1,119 @@
+"""Codes of rows on the wire: bfloat16, int8 and int4 in place of float32, with keyed rounding."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, final
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from dglx_dist.keyed_random import half_word, item_key, stream_key
+from dglx_dist.records import Array
+
+WireDtype: TypeAlias = Literal["same", "bfloat16", "int8", "int4"]
+
+_BITS = {"bfloat16": 16, "int8": 8, "int4": 4}
+
+_STREAMS = 1 << 34
+"""First stream of draws, above those of samplers and dropouts."""
+
+
+def wire_bytes(wire: WireDtype, width: int, itemsize: int) -> int:
+    """Return the bytes of a row of ``width`` floats of ``itemsize`` bytes; not more than as it is."""
+    bits = _BITS.get(wire, 8 * itemsize)
+    return min(-(-bits * width // 8) + (4 if bits < 16 else 0), width * itemsize)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class RowCodec:
+    """Encodes rows of ``row_shape`` floats in host memory.
+
+    As int8 or int4 a row is a scale, its largest absolute number as a float32, and codes of equal steps: from
+    minus that number to it, or from 0 in a row without negative numbers, whose scale is negative. Numbers are
+    rounded up or down by keyed draws whose mean is the number; zeros are exact. Errors are below a step,
+    1/127 or 1/7 of the largest; without negative numbers, 1/255 or 1/15. A row with a number that is not
+    finite becomes NaN. As bfloat16, numbers are rounded to the nearest.
+    """
+
+    bits: int
+    row_shape: tuple[int, ...]
+    row_bytes: int
+    stream: np.uint64
+    """Key of the draws."""
+
+    def empty(self, rows: Tensor) -> Tensor:
+        """Return (n, row_bytes) uint8 memory for the codes of (n, *row_shape) ``rows``."""
+        return torch.empty((len(rows), self.row_bytes), dtype=torch.uint8)
+
+    def encode(self, rows: Tensor, out: Tensor, first: int) -> None:
+        """Write the (n, *row_shape) ``rows`` of any float type to the (n, row_bytes) uint8 ``out``.
+
+        ``first`` is the number of the first one among all rows with this key.
+        """
+        floats = rows.reshape(len(rows), math.prod(self.row_shape)).to(torch.float32)
+        if self.bits == 16:
+            out.view(torch.bfloat16).copy_(floats)
+            return
+        largest = floats.abs().amax(1)
+        scales = torch.where((floats < 0).any(1), largest, -largest)
+        scales[~largest.isfinite()] = math.nan
+        out[:, :4] = scales.view(-1, 1).view(torch.uint8)
+        _encode(floats.numpy(), scales.numpy(), self.bits, self.stream, first, out[:, 4:].numpy())
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """Return the (n, *row_shape) bfloat16 or float32 rows of any (n, row_bytes) uint8 ``codes``."""
+        if self.bits == 16:
+            return codes.view(torch.bfloat16).view(-1, *self.row_shape)
+        rows = torch.empty(len(codes), math.prod(self.row_shape))
+        scales = codes[:, :4].reshape(-1).clone().view(torch.float32)
+        _decode(codes[:, 4:].numpy(), scales.numpy(), self.bits, rows.numpy())
+        return rows.view(-1, *self.row_shape)
+
+
+def row_codec(wire: WireDtype, rows: Tensor, keys: Sequence[int]) -> RowCodec | None:
+    """Return the codec of ``rows``, equal for ranks that give the same dtype and row shape.
+
+    ``keys`` are the seed, the step, and a number for everything else. None: the rows travel as they are,
+    because they are integers or would not be shorter.
+    """
+    shape, itemsize = tuple(rows.shape[1:]), rows.element_size()
+    row_bytes = wire_bytes(wire, math.prod(shape), itemsize)
+    if not rows.is_floating_point() or row_bytes == math.prod(shape) * itemsize:
+        return None
+    seed, step, number = keys
+    stream = stream_key(seed, step, _STREAMS + number)
+    return RowCodec(bits=_BITS[wire], row_shape=shape, row_bytes=row_bytes, stream=stream)
+
+
+@njit(cache=True, nogil=True)
+def _range(scale: float, bits: int) -> tuple[int, int]:
+    """Return the code of 0, and the steps from there to the largest number."""
+    zero = 0 if scale <= 0 else (1 << (bits - 1)) - 1
+    return zero, zero or (1 << bits) - 1
+
+
+@njit(cache=True, nogil=True)
+def _encode(rows: Array, scales: Array, bits: int, stream: np.uint64, first: int, out: Array) -> None:
+    out[:] = 0
+    for i in range(len(rows)):
+        largest, key = abs(np.float64(scales[i])), item_key(stream, first + i)
+        zero, steps = _range(scales[i], bits)
+        for j in range(rows.shape[1] if largest > 0 else 0):
+            # Draws are so far from 0 and 1 that rounding errors of the product do not leave the range.
+            draw = (np.float64(half_word(key, j)) + 0.5) * 2.0**-32
+            code = zero + math.floor(rows[i, j] * (steps / largest) + draw)
+            out[i, j * bits >> 3] |= np.uint8(code << (j * bits & 7))
+
+
+@njit(cache=True, nogil=True)
+def _decode(codes: Array, scales: Array, bits: int, rows: Array) -> None:
+    for i in range(len(codes)):
+        largest = abs(np.float64(scales[i]))
+        zero, steps = _range(scales[i], bits)
+        for j in range(rows.shape[1]):
+            code = np.int64(codes[i, j * bits >> 3]) >> (j * bits & 7) & ((1 << bits) - 1)
+            rows[i, j] = largest * (code - zero) / steps
