@@ -38,7 +38,7 @@ from dglx_dist.strategies.base import (
     strategy_of,
 )
 from dglx_dist.strategies.cost import Candidate, Cluster, Draws
-from dglx_dist.strategies.data_parallel import check_same_model
+from dglx_dist.strategies.replicated import check_same_model
 from dglx_dist.training import checkpoint
 from dglx_dist.training.fit import TRAINED_WITH, FitResult
 

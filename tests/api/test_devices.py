@@ -16,7 +16,7 @@ from dglx_dist.comm.session import start_session
 from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.strategies.base import STRATEGIES
-from dglx_dist.strategies.data_parallel import check_same_model
+from dglx_dist.strategies.replicated import check_same_model
 from dglx_dist.training import checkpoint
 from tests.helpers import refusal
 from tests.helpers.ranks import run_ranks

@@ -23,7 +23,6 @@ from dglx_dist.layers.nn import install_batch_norms
 from dglx_dist.layers.tracer import GraphCall, named_arguments, read_call
 from dglx_dist.records import StepShare
 from dglx_dist.strategies.base import find_share, gradient_weight, unpacked
-from dglx_dist.strategies.data_parallel import ReplicatedModel
 from dglx_dist.strategies.full_graph.halo_block import (
     EmptyPartition,
     HaloBlock,
@@ -32,7 +31,8 @@ from dglx_dist.strategies.full_graph.halo_block import (
 )
 from dglx_dist.strategies.full_graph.halo_exchange import StaleHalos
 from dglx_dist.strategies.full_graph.local_graphs import LocalGraph
-from dglx_dist.strategies.gradient_sync import check_frozen, replace_floats
+from dglx_dist.strategies.gradient_sync import replace_floats
+from dglx_dist.strategies.replicated import ReplicatedModel, check_frozen
 
 _NO_BLOCKS = tuple(kind for kind, known in CONVOLUTIONS.items() if not known.on_blocks)
 

@@ -34,7 +34,7 @@ from dglx_dist.comm.trace import COMPUTE, WAIT
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import PartialSums, SplittableConv, StageInput
 from dglx_dist.layers.dropout import DropDraws
-from dglx_dist.strategies.gradient_sync import PHASE, BufferMeans, GradientExchange
+from dglx_dist.strategies.gradient_sync import PHASE, GradientExchange
 from dglx_dist.strategies.push_pull.cut_gradient import mark_pieces
 from dglx_dist.strategies.push_pull.exchange import (
     BACKWARD,
@@ -50,6 +50,7 @@ from dglx_dist.strategies.push_pull.exchange import (
 )
 from dglx_dist.strategies.push_pull.options import PushPullOptions
 from dglx_dist.strategies.push_pull.split_model import InputSpec, Origin, SplitModel, read_input_spec
+from dglx_dist.strategies.replicated import BufferMeans
 
 PIPELINES: SessionField[list[weakref.ref[Pipeline]]] = SessionField(lambda _: [])
 """Pipelines that loaders drain at the end of an epoch."""

@@ -32,8 +32,6 @@ from dglx_dist.strategies.base import (
     gradient_weight,
     unpacked,
 )
-from dglx_dist.strategies.data_parallel import broadcast_state, check_same_model
-from dglx_dist.strategies.gradient_sync import BufferMeans, check_frozen
 from dglx_dist.strategies.push_pull import cost as costs
 from dglx_dist.strategies.push_pull.cut_gradient import mark_pieces
 from dglx_dist.strategies.push_pull.exchange import AsyncExchange, Group, GroupBatch, make_group
@@ -42,6 +40,7 @@ from dglx_dist.strategies.push_pull.loader import open_loader
 from dglx_dist.strategies.push_pull.options import PushPullOptions, read_push_pull_options
 from dglx_dist.strategies.push_pull.pipeline import Pipeline, Version, replicas_group
 from dglx_dist.strategies.push_pull.split_model import split_model, uncut_copy
+from dglx_dist.strategies.replicated import BufferMeans, broadcast_state, check_frozen, check_same_model
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph

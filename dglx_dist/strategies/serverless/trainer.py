@@ -48,7 +48,7 @@ from dglx_dist.serverless.stages.base import Backward, Forward
 from dglx_dist.serverless.tasks import TaskKey, kernels, parse_attempt, parse_half
 from dglx_dist.serverless.worker import GIVE, GRADIENTS, PROGRAM, PULL, WEIGHTS
 from dglx_dist.strategies.base import EpochTrainer, Objective, WrappedModel, check_one_type
-from dglx_dist.strategies.data_parallel import broadcast_state, check_same_model
+from dglx_dist.strategies.replicated import broadcast_state, check_same_model
 from dglx_dist.strategies.serverless.graph_partition import Part, open_part
 from dglx_dist.strategies.serverless.graph_server import GraphServer, SubmitResult
 from dglx_dist.strategies.serverless.model_to_program import Chain, chain_of, find_layers

@@ -1,0 +1,161 @@
+"""Models that every rank holds whole: equal at the start, gradients summed, buffers averaged."""
+
+import copy
+from collections.abc import Container
+from contextlib import AbstractContextManager
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dglx_dist.comm.collectives import check_equal, peers_named, sum_over_ranks
+from dglx_dist.comm.session import Session
+from dglx_dist.errors import ConfigError
+from dglx_dist.strategies.base import Reduction, WrappedModel
+from dglx_dist.strategies.gradient_sync import WARNS_OF_GAPS, GradientExchange
+
+
+class ReplicatedModel(WrappedModel):
+    """A model that every rank holds whole; its gradients, and the changes of its buffers, are summed.
+
+    ``options`` are those of its strategy, ``bucket_bytes`` among them.
+    """
+
+    def __init__(self, model: nn.Module, session: Session, options: Any, *, reduction: Reduction) -> None:
+        super().__init__()
+        check_same_model(model, session, f"bucket_bytes={options.bucket_bytes}", reduction)
+        self._check(model)
+        broadcast_state(model, session)
+        self._session, self._options, self._reduction = session, options, reduction
+        self._attach(model)
+
+    def _check(self, model: nn.Module) -> None:
+        """Raise ConfigError, on all ranks alike, for a model that cannot be trained."""
+
+    def _attach(self, model: nn.Module) -> None:
+        self.module, session = model, self._session
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self._trained = {id(parameter) for _, parameter in trained}
+        self._exchange = GradientExchange(trained, session, self._options.bucket_bytes)
+        self._buffer_means = BufferMeans(model, session, self._reduction)
+        self._exchange.after = self._buffer_means.average
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return a copy that trains with the other ranks by itself; every rank must make it."""
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        WrappedModel.__init__(copied)
+        copied._session, copied._options, copied._reduction = self._session, self._options, self._reduction
+        copied._attach(copy.deepcopy(self.module, memo))
+        copied.training = self.training
+        return copied
+
+    def exchange_seconds(self, *, reset: bool = False) -> float:
+        return self._exchange.seconds(reset=reset)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self._exchange.hold()
+
+    def note_buffers(self) -> None:
+        self._buffer_means.note()
+
+
+def broadcast_state(model: nn.Module, session: Session) -> None:
+    """Overwrite parameters and buffers with those of rank 0, in place; every rank must call it.
+
+    Counted as one copy from rank 0 to each other rank, phase ``weights``.
+    """
+    topology = session.topology
+    if topology.world_size == 1:
+        return
+    for tensor in (*model.parameters(), *model.buffers()):
+        values = tensor.detach().contiguous()
+        with peers_named(session, "the first weights"):
+            dist.broadcast(values, src=0)
+        tensor.detach().copy_(values)
+        for rank in range(1, topology.world_size) if topology.rank == 0 else ():
+            session.ledger.add("weights", 0, 0, rank, values.numel() * values.element_size())
+
+
+def check_same_model(
+    model: nn.Module, session: Session, settings: str = "", reduction: Reduction = "mean"
+) -> None:
+    """Raise ConfigError if the models of the ranks differ, or ``reduction`` is unknown; collective.
+
+    Compares names, shapes, dtypes, devices, frozen parameters, ``settings`` and ``reduction``. All of a model
+    must be on one device.
+    """
+    if reduction not in ("mean", "sum"):
+        raise ConfigError(f"reduction={reduction!r} must be 'mean' or 'sum'")
+    if reduction == "sum":
+        WARNS_OF_GAPS.set(session, False)
+    places = {one.device: name for name, one in (*model.named_parameters(), *model.named_buffers())}
+    described = [
+        f"reduction={reduction}, {settings}",
+        *(f"{name} {_kind(p)}{'' if p.requires_grad else ' frozen'}" for name, p in model.named_parameters()),
+        *(f"{name} {_kind(buffer)}" for name, buffer in model.named_buffers()),
+        # Their kinds may be equal. Last: a parameter's is more exact.
+        "all of it on one device"
+        if len(places) < 2
+        else f"parts on {len(places)} devices (wrap model.to(dx.local_device()))",
+    ]
+    remedy = "build the model from the same configuration on every rank"
+    check_equal(session, "the wrapped model", described, remedy)
+    # As many on all ranks by now, and of the same kinds, so that all raise.
+    if session.device.type != "meta" and torch.device("meta") in places:
+        raise ConfigError(
+            f"the model's {places[torch.device('meta')]!r} is on meta, where tensors have no values; before "
+            "it is wrapped, call model.to_empty(device=dx.local_device()), then initialise or load it"
+        )
+    if len(places) > 1:
+        parts = ", ".join(f"{name!r} on {device}" for device, name in places.items())
+        raise ConfigError(f"the model is on several devices ({parts}); wrap model.to(dx.local_device())")
+
+
+def _kind(tensor: Tensor) -> str:
+    # Ranks have different GPUs, but the same kind of device.
+    place = "" if tensor.device.type == "cpu" else f" on {tensor.device.type}"
+    return f"{tuple(tensor.shape)} {tensor.dtype}{place}".replace("torch.", "")
+
+
+def check_frozen(model: nn.Module, trained: Container[int]) -> None:
+    """Raise ConfigError if a parameter is trained whose id() is not in ``trained``."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in trained:
+            raise ConfigError(
+                f"parameter {name!r} was added or unfrozen after wrapping, so its gradient would stay "
+                "on this rank; wrap the model again after changing what is trained"
+            )
+
+
+@final
+class BufferMeans:
+    """Averages a model's floating-point buffers over the ranks, weighted like the gradients."""
+
+    def __init__(self, model: nn.Module, session: Session, reduction: Reduction) -> None:
+        self._model, self._session, self._reduction = model, session, reduction
+        self._before: list[Tensor] = []
+        self.note()
+
+    def note(self) -> None:
+        """Record the current values as equal on all ranks: after loading or moving the model."""
+        self._before = [buffer.detach().clone() for buffer in self._floats()]
+
+    def average(self, weight: float) -> None:
+        """Exchange the changes since the last call; every rank must call it.
+
+        ``weight`` is this rank's in a step whose loss is a mean.
+        """
+        # A model without buffers may get some in its first call, as caches of constants.
+        if self._session.topology.world_size == 1 or not self._before:
+            return
+        if self._reduction == "sum":
+            weight = 1.0 / self._session.topology.world_size
+        for buffer, before in zip(self._floats(), self._before, strict=True):
+            # The mean of the changes, not of the values: constants stay equal to the last bit.
+            change = (buffer - before) * weight if weight else torch.zeros_like(buffer)
+            before.add_(sum_over_ranks(change, self._session, phase="buffers", in_place=True))
+            buffer.copy_(before)
+
+    def _floats(self) -> list[Tensor]:
+        return [buffer for buffer in self._model.buffers() if buffer.is_floating_point()]
