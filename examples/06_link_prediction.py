@@ -18,8 +18,8 @@ from graph import make_graph
 from torch import nn
 
 import dglx_dist as dx
+from dglx_dist.training.link import DotProduct, edge_scores
 from dglx_dist.training.metrics import hits_at, mrr, rank_of_positive
-from dglx_dist.training.models import DotProduct, edge_scores
 
 NEGATIVES = 20
 

@@ -70,6 +70,7 @@ from dglx_dist.training.export import check_target, write_edges, write_embedding
 from dglx_dist.training.fit import Callback, FitConfig, FitResult, LinkPrediction
 from dglx_dist.training.inference import flatten, labelled_type, layerwise_inference
 from dglx_dist.training.link import (
+    DECODERS,
     PAIR_LOSSES,
     LinkEvaluation,
     LinkModel,
@@ -79,7 +80,7 @@ from dglx_dist.training.link import (
     rows_of,
     split_edges,
 )
-from dglx_dist.training.models import DECODERS, ResGCN, build_model
+from dglx_dist.training.models import ResGCN, build_model
 from dglx_dist.training.relational import HGT, RGCN, EntityInputs
 from dglx_dist.training.resume import check_same, resolve_resume
 from dglx_dist.training.tasks import as_probabilities, predicted, read_task

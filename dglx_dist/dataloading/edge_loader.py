@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import dgl
@@ -44,6 +45,11 @@ from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.ids import Ids, as_array, as_ids
 from dglx_dist.message_passing import place
 from dglx_dist.records import Array, EdgeType, StepShare
+
+if TYPE_CHECKING:
+    from dglx_dist.graph.dist_graph import DistGraph
+if TYPE_CHECKING:
+    from dglx_dist.graph.dist_graph import DistGraph
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -266,6 +272,23 @@ class MergedPairs:
 
     def moved(self, graph: dgl.DGLGraph, copy: Copy) -> MergedPairs:
         return replace(self, index=graph._graph, ends=copy(self.ends), relation=copy(self.relation))
+
+
+def merge_pairs(pair_graph: Any) -> MergedPairs:
+    """Return the merged edges of any graph; those of a loader's pair graph are ready."""
+    merged: MergedPairs | None = getattr(pair_graph, "merged_pairs", None)
+    if merged is not None and merged.index is pair_graph._graph:
+        return merged
+    # A graph of the user's own, or one that was moved or changed.
+    counts = map(pair_graph.num_nodes, pair_graph.ntypes)
+    first = dict(zip(pair_graph.ntypes, accumulate(counts, initial=0), strict=False))
+    etypes = tuple(pair_graph.canonical_etypes)
+    found = {etype: pair_graph.edges(etype=etype) for etype in etypes}
+    ends = [torch.stack([u + first[e[0]], v + first[e[2]]]).long() for e, (u, v) in found.items()]
+    sizes = tuple(one.shape[1] for one in ends)
+    relation = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).to(pair_graph.device)
+    index = pair_graph._graph
+    return MergedPairs(index=index, etypes=etypes, sizes=sizes, ends=torch.cat(ends, 1), relation=relation)
 
 
 _TYPE = 44

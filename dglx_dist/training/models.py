@@ -1,4 +1,4 @@
-"""Ready-made models on unchanged ``dgl.nn``, and decoders of edges.
+"""Ready-made models on unchanged ``dgl.nn``.
 
 A custom model gains exact layer-wise inference by one method: ``inference_layers()`` returns, first layer
 first, one callable per layer that maps ``(block, h)`` to the next ``h``, where ``h`` are (num_src, F) rows of
@@ -9,11 +9,10 @@ order, as in :class:`Stack`.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import dgl
@@ -23,7 +22,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dglx_dist.comm.devices import to_device
-from dglx_dist.dataloading.edge_loader import MergedPairs
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import (
     DeclaredStage,
@@ -33,231 +31,10 @@ from dglx_dist.layers.base import (
     projected,
     sum_in_edges,
 )
-from dglx_dist.records import EdgeType
 from dglx_dist.training.config import STACKED, WEIGHTED, check_kind, takes
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
-
-
-class Decoder(nn.Module, ABC):
-    """Scores of (subject, relation, object); relations are numbers, rows are d wide.
-
-    A decoder turns a known end and a relation into a query row, and compares that with rows of the other end:
-    by their dot product, unless it overrides :meth:`_matched` and :meth:`_compared`.
-    """
-
-    row_scale = 0.02
-    """Trainable rows that are scored start uniform in +- this: products of larger ones are noise to fit."""
-
-    @abstractmethod
-    def query(self, rows: Tensor, relation: Tensor, *, of_subjects: bool = False) -> Tensor:
-        """Return the (E, d) queries of (E, d) known rows under (E,) int64 relations.
-
-        ``rows`` are subjects, whose objects are asked for; objects with ``of_subjects``.
-        """
-
-    def forward(self, subject: Tensor, relation: Tensor, objects: Tensor) -> Tensor:
-        """Return the (E,) scores of (E, d) subjects and objects with (E,) int64 relations."""
-        return self._matched(self.query(subject, relation), objects)
-
-    def all_objects(self, subject: Tensor, relation: Tensor, candidates: Tensor) -> Tensor:
-        """Return the (B, C) scores of (B, d) subjects with (C, d) objects under (B,) int64 relations."""
-        return self._compared(self.query(subject, relation), candidates)
-
-    def all_subjects(self, objects: Tensor, relation: Tensor, candidates: Tensor) -> Tensor:
-        """Return the (B, C) scores of (B, d) objects with (C, d) subjects under (B,) int64 relations."""
-        return self._compared(self.query(objects, relation, of_subjects=True), candidates)
-
-    def _matched(self, query: Tensor, rows: Tensor) -> Tensor:
-        """Return the (E,) scores of (E, d) queries and rows, pair by pair."""
-        return (query * rows).sum(-1)
-
-    def _compared(self, query: Tensor, candidates: Tensor) -> Tensor:
-        """Return the (B, C) scores of (B, d) queries with (C, d) candidates."""
-        return query @ candidates.T
-
-
-@final
-class DotProduct(Decoder):
-    """``sum_i s_i o_i``, whatever the relation."""
-
-    def query(self, rows: Tensor, relation: Tensor, *, of_subjects: bool = False) -> Tensor:
-        return rows
-
-
-@final
-class DistMult(Decoder):
-    """``sum_i s_i r_i o_i`` with a row r per relation (Yang et al. 2015); the same in both directions."""
-
-    def __init__(self, num_relations: int, width: int) -> None:
-        super().__init__()
-        self.relations = nn.Parameter(torch.empty(num_relations, width))
-        nn.init.xavier_uniform_(self.relations)
-
-    def query(self, rows: Tensor, relation: Tensor, *, of_subjects: bool = False) -> Tensor:
-        return rows * self.relations.index_select(0, relation)
-
-
-@final
-class ComplEx(Decoder):
-    """``Re(sum_i s_i r_i conj(o_i))`` of complex rows (Trouillon et al. 2016).
-
-    The first half of a row are real parts, the second half imaginary ones. ConfigError: ``width`` is odd.
-    """
-
-    def __init__(self, num_relations: int, width: int) -> None:
-        super().__init__()
-        _check_halves("ComplEx", width)
-        self.relations = nn.Parameter(torch.empty(num_relations, width))
-        nn.init.xavier_uniform_(self.relations)
-
-    def query(self, rows: Tensor, relation: Tensor, *, of_subjects: bool = False) -> Tensor:
-        # Re(q conj(o)) is the dot product of (re, im); of subjects, q = conj(r) o.
-        real, imaginary = self.relations.index_select(0, relation).chunk(2, -1)
-        return _turned(rows, real, -imaginary if of_subjects else imaginary)
-
-
-@final
-class TransE(Decoder):
-    """``margin - |s + r - o|``, the sum of absolute values (Bordes et al. 2013).
-
-    Trainable rows and relations start within (margin + 2) / d, as in the code of RotatE's authors.
-    """
-
-    def __init__(self, num_relations: int, width: int, margin: float = 12.0) -> None:
-        super().__init__()
-        self.margin, self.row_scale = margin, (margin + 2) / width
-        self.relations = nn.Parameter(torch.empty(num_relations, width))
-        nn.init.uniform_(self.relations, -self.row_scale, self.row_scale)
-
-    def query(self, rows: Tensor, relation: Tensor, *, of_subjects: bool = False) -> Tensor:
-        translation = self.relations.index_select(0, relation)
-        return rows - translation if of_subjects else rows + translation
-
-    def _matched(self, query: Tensor, rows: Tensor) -> Tensor:
-        return self.margin - torch.linalg.vector_norm(query - rows, 1, -1)
-
-    def _compared(self, query: Tensor, candidates: Tensor) -> Tensor:
-        return self.margin - torch.cdist(query, candidates, 1)
-
-
-@final
-class RotatE(Decoder):
-    """``margin - sum_i |s_i exp(i theta_i) - o_i|`` of complex rows (Sun et al. 2019).
-
-    The first half of a row are real parts, the second half imaginary ones; a relation has d / 2 angles, at
-    first uniform in [-pi, pi). ConfigError: ``width`` is odd.
-    """
-
-    def __init__(self, num_relations: int, width: int, margin: float = 12.0) -> None:
-        super().__init__()
-        _check_halves("RotatE", width)
-        self.margin, self.row_scale = margin, 2 * (margin + 2) / width
-        self.angles = nn.Parameter(torch.empty(num_relations, width // 2).uniform_(-math.pi, math.pi))
-
-    def query(self, rows: Tensor, relation: Tensor, *, of_subjects: bool = False) -> Tensor:
-        angle = self.angles.index_select(0, relation)
-        # |s r - o| = |s - o conj(r)|, since |r| = 1.
-        return _turned(rows, angle.cos(), -angle.sin() if of_subjects else angle.sin())
-
-    def _matched(self, query: Tensor, rows: Tensor) -> Tensor:
-        # The gradient at 0 is 0, as that of torch's norm; sqrt would give nan.
-        moduli = torch.linalg.vector_norm(torch.stack((query - rows).chunk(2, -1)), 2, 0)
-        return self.margin - moduli.sum(-1)
-
-    def _compared(self, query: Tensor, candidates: Tensor) -> Tensor:
-        # In pieces: the differences of all pairs would be d times as large as the scores.
-        at_once = max(1, _MAX_DIFFERENCES // max(1, candidates.numel()))
-        pieces = [self._matched(some[:, None], candidates) for some in torch.split(query, at_once)]
-        return torch.cat(pieces) if pieces else query @ candidates.T
-
-
-_MAX_DIFFERENCES = 2**21
-"""Numbers held at once by :meth:`RotatE.all_objects`, beside the scores."""
-
-DECODERS: Mapping[str, Callable[[int, int], Decoder]] = {
-    "dot": lambda _num_relations, _width: DotProduct(),
-    "distmult": DistMult,
-    "transe": TransE,
-    "complex": ComplEx,
-    "rotate": RotatE,
-}
-"""Name to decoder, made from the number of relations and the width of rows."""
-
-
-def _check_halves(name: str, width: int) -> None:
-    if width % 2:
-        raise ConfigError(
-            f"{name} takes rows of real and imaginary halves, not of width {width}; make it even"
-        )
-
-
-def _turned(rows: Tensor, real: Tensor, imaginary: Tensor) -> Tensor:
-    """Return the complex product of (E, d) rows with (E, d / 2) numbers."""
-    a, b = rows.chunk(2, -1)
-    return torch.cat([a * real - b * imaginary, a * imaginary + b * real], -1)
-
-
-def edge_scores(
-    decoder: Decoder, pair_graph: Any, h: Mapping[str, Tensor] | Tensor, etypes: Sequence[EdgeType]
-) -> dict[EdgeType, Tensor]:
-    """Return {edge type: (E,) scores} of the edges of a pair graph; E may be 0. See :func:`pair_scores`."""
-    merged = merged_pairs(pair_graph)
-    scores = torch.split(pair_scores(decoder, pair_graph, h, etypes), [*merged.sizes])
-    return dict(zip(merged.etypes, scores, strict=True))
-
-
-def pair_scores(
-    decoder: Decoder, pair_graph: Any, h: Mapping[str, Tensor] | Tensor, etypes: Sequence[EdgeType]
-) -> Tensor:
-    """Return the (E,) scores of all edges of a pair graph, in the order of its edge types.
-
-    They are computed in one product, also without edges: such a rank must still take part in backward.
-
-    Args:
-        decoder: Scores the ends.
-        pair_graph: As an edge loader yields it, for positives or for negatives.
-        h: (num_nodes, d) rows of its nodes per node type, or a tensor when there is one node type.
-        etypes: Edge types in the decoder's order: ``g.canonical_etypes``.
-
-    Raises:
-        ConfigError: a type has fewer rows than nodes.
-    """
-    merged = merged_pairs(pair_graph)
-    if not isinstance(h, Tensor):
-        some, pieces = next(iter(h.values())), []
-        for ntype in pair_graph.ntypes:
-            n = pair_graph.num_nodes(ntype)
-            # A type without a target may have no rows; a model may return those of more nodes.
-            pieces.append(h[ntype][:n] if ntype in h else some.new_zeros(n, some.shape[1]))
-            if len(pieces[-1]) < n:
-                raise ConfigError(
-                    f"{len(pieces[-1])} rows for the {n} nodes of type {ntype!r} of the pair graph; give one "
-                    "per node, as the last block has destinations"
-                )
-        h = torch.cat(pieces)
-    numbers = {etype: number for number, etype in enumerate(etypes)}
-    number_of = torch.tensor([numbers[etype] for etype in merged.etypes], device=h.device)
-    subject, objects = (h.index_select(0, ends) for ends in merged.ends)
-    return decoder(subject, number_of[merged.relation], objects)
-
-
-def merged_pairs(pair_graph: Any) -> MergedPairs:
-    """Return the merged edges of any graph; those of a loader's pair graph are ready."""
-    merged: MergedPairs | None = getattr(pair_graph, "merged_pairs", None)
-    if merged is not None and merged.index is pair_graph._graph:
-        return merged
-    # A graph of the user's own, or one that was moved or changed.
-    counts = map(pair_graph.num_nodes, pair_graph.ntypes)
-    first = dict(zip(pair_graph.ntypes, accumulate(counts, initial=0), strict=False))
-    etypes = tuple(pair_graph.canonical_etypes)
-    found = {etype: pair_graph.edges(etype=etype) for etype in etypes}
-    ends = [torch.stack([u + first[e[0]], v + first[e[2]]]).long() for e, (u, v) in found.items()]
-    sizes = tuple(one.shape[1] for one in ends)
-    relation = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).to(pair_graph.device)
-    index = pair_graph._graph
-    return MergedPairs(index=index, etypes=etypes, sizes=sizes, ends=torch.cat(ends, 1), relation=relation)
 
 
 InferenceLayer: TypeAlias = Callable[[Any, Any], Any]

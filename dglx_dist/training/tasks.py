@@ -15,13 +15,13 @@ from torch.nn import functional as F
 
 from dglx_dist.comm.collectives import gather_int64, run_on_all_ranks, sum_over_ranks
 from dglx_dist.comm.session import Session
+from dglx_dist.dataloading.edge_loader import merge_pairs
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.records import FEATURE, LABEL, SPLITS
 from dglx_dist.strategies.base import WrappedModel, float_of
 from dglx_dist.training import metrics
 from dglx_dist.training.config import AUTO_TASK, CLASSIFICATION, LESS_IS_BETTER, MULTILABEL, REGRESSION
-from dglx_dist.training.models import merged_pairs
 from dglx_dist.training.relational import EntityInputs
 
 if TYPE_CHECKING:
@@ -349,7 +349,7 @@ class LinkPrediction:
 
 
 def _of_each_edge(negative: Tensor, pairs: Any, negative_pairs: Any) -> Tensor:
-    merged, sizes = merged_pairs(pairs), merged_pairs(negative_pairs).sizes
+    merged, sizes = merge_pairs(pairs), merge_pairs(negative_pairs).sizes
     edges = sum(merged.sizes)
     each = len(negative) // max(1, edges)
     for etype, few, many in zip(merged.etypes, merged.sizes, sizes, strict=True):

@@ -21,16 +21,21 @@ from dglx_dist.graph.partition_book import canonical_etype
 from dglx_dist.records import Assignment, RawGraph
 from dglx_dist.training.fit import FitConfig, LinkPrediction
 from dglx_dist.training.link import (
+    DECODERS,
+    ComplEx,
+    DotProduct,
     LinkEvaluation,
     LinkModel,
+    RotatE,
     bpr_loss,
+    edge_scores,
     link_loader,
     link_targets,
     rows_of,
     softmax_loss,
     split_edges,
 )
-from dglx_dist.training.models import DECODERS, ComplEx, DotProduct, RotatE, build_model, edge_scores
+from dglx_dist.training.models import build_model
 from dglx_dist.training.relational import RGCN, EntityInputs
 from tests.helpers.ranks import run_ranks
 
@@ -92,7 +97,7 @@ def test_decoders_are_their_formulas(name: str) -> None:
 def test_rotate_scores_pieces_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, rows, others = RotatE(R, D), torch.randn(5, D), torch.randn(4, D)
     whole = decoder.all_objects(rows, torch.tensor([0, 1, 2, 0, 1]), others)
-    monkeypatch.setattr("dglx_dist.training.models._MAX_DIFFERENCES", 2 * others.numel())
+    monkeypatch.setattr("dglx_dist.training.link._MAX_DIFFERENCES", 2 * others.numel())
     assert torch.equal(decoder.all_objects(rows, torch.tensor([0, 1, 2, 0, 1]), others), whole)
 
 

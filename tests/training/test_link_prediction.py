@@ -15,8 +15,8 @@ import dglx_dist as dx
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.records import Assignment, RawGraph
 from dglx_dist.training.fit import FitConfig, LinkPrediction
+from dglx_dist.training.link import DistMult, edge_scores
 from dglx_dist.training.metrics import KnownEdges, hits_at, mrr, rank_of_answer
-from dglx_dist.training.models import DistMult, edge_scores
 from dglx_dist.training.relational import EntityInputs
 from tests.helpers.ranks import run_ranks
 

@@ -19,15 +19,8 @@ from dglx_dist.layers.base import StageInput
 from dglx_dist.layers.dropout import deal_out_columns
 from dglx_dist.training.config import TrainConfig
 from dglx_dist.training.inference import layerwise_inference
-from dglx_dist.training.models import (
-    Decoder,
-    DistMult,
-    DotProduct,
-    ResGCN,
-    SymmetricConv,
-    build_model,
-    edge_scores,
-)
+from dglx_dist.training.link import Decoder, DistMult, DotProduct, edge_scores
+from dglx_dist.training.models import ResGCN, SymmetricConv, build_model
 from tests.layers.test_convolutions import part_of
 from tests.strategies import equality
 
