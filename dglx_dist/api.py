@@ -31,7 +31,8 @@ from dglx_dist.comm.collectives import broadcast_json, run_on_all_ranks
 from dglx_dist.comm.session import Session, current_session, session_or, show_briefly
 from dglx_dist.compat.dist_graph import DistGraph as ScriptGraph
 from dglx_dist.compat.namespace import ScriptModel
-from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
+from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions, PartitionPlan
+from dglx_dist.data.partition.prepare import content_key, partition_to_disk
 from dglx_dist.data.sources import load_dataset
 from dglx_dist.data.storage.columns import MANIFEST
 from dglx_dist.data.storage.files import (
@@ -50,7 +51,6 @@ from dglx_dist.errors import ConfigError, DatasetError, PeerError, StorageError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.split import node_split
 from dglx_dist.options import check_integer, list_names
-from dglx_dist.prepare import PartitionPlan, content_key, partition_to_disk
 from dglx_dist.records import FEATURE, Array, RawGraph
 from dglx_dist.strategies.base import (
     AUTO,
@@ -62,6 +62,7 @@ from dglx_dist.strategies.base import (
     resolve_strategy,
     strategy_of,
 )
+from dglx_dist.strategies.push_pull.feature_columns import write_slices
 from dglx_dist.training.checkpoint import Sparse
 from dglx_dist.training.config import BF16
 from dglx_dist.training.fit import Callback, FitConfig, FitResult, TrainingLoader, train
@@ -97,7 +98,7 @@ def partition_cached(graph: RawGraph, plan: PartitionPlan, cache: Path) -> Path:
         with named_failures(cache):
             made = stack.enter_context(partial_folder(folder)) / "dataset"
             remove_abandoned(folder.parent, below=False)
-        partition_to_disk(graph, made, plan)
+        partition_to_disk(graph, made, plan, write_columns=write_slices)
         with named_failures(cache):
             # Another run may have put an intact one there meanwhile, and trains on it.
             if not publish(made, folder) and _damage(folder):
@@ -203,7 +204,8 @@ def partition_graph(  # noqa: PLR0913  # the signature is DGL's
         feature_dtype=_by_name(feature_dtype),
     )
     folder = Path(out_path) if format == "dgl" else Path(out_path) / graph_name
-    partition_to_disk(load_dataset(g, name=graph_name), folder, plan, weights=weights)
+    graph = load_dataset(g, name=graph_name)
+    partition_to_disk(graph, folder, plan, weights=weights, write_columns=write_slices)
     return original_ids(folder) if return_mapping else None
 
 

@@ -192,7 +192,8 @@ def raw_graph() -> Any:
 
 
 def partition(folder: Path) -> None:
-    from dglx_dist.prepare import PartitionPlan, partition_to_disk
+    from dglx_dist.data.partition.base import PartitionPlan
+    from dglx_dist.data.partition.prepare import partition_to_disk
 
     partition_to_disk(raw_graph(), folder, PartitionPlan(num_parts=2, method="random"))
 
@@ -451,7 +452,7 @@ def read_source(name: str) -> Callable[[Path], str]:
     def read(folder: Path) -> str:
         from dglx_dist.data.ingest.config import IngestPlan, read_config
         from dglx_dist.data.ingest.graph import ingest
-        from dglx_dist.prepare import load_graph
+        from dglx_dist.data.partition.prepare import load_graph
 
         if name == "ingest":
             out = folder.with_name("ours")

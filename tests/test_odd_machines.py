@@ -15,11 +15,12 @@ import pytest
 
 import dglx_dist as dx
 from dglx_dist.cli.train_job import train_dataset
+from dglx_dist.data.partition.base import PartitionPlan
+from dglx_dist.data.partition.prepare import partition_to_disk
 from dglx_dist.data.sources import load_dataset
 from dglx_dist.data.storage.reader import open_dataset
 from dglx_dist.errors import StorageError
 from dglx_dist.keyed_random import mix
-from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.training.config import TrainConfig
 from tests.graph import small
 from tests.helpers import refusal

@@ -13,6 +13,7 @@ from dglx_dist.data.external_memory import Ranks
 from dglx_dist.data.ingest.config import IngestPlan, read_config
 from dglx_dist.data.partition.base import PartitionOptions, PartitionPlan
 from dglx_dist.data.sources import FORMATS, LINE_FORMATS
+from dglx_dist.data.storage.reader import StoredDataset
 from dglx_dist.errors import ConfigError
 from dglx_dist.options import common_fields, named_values, option
 from dglx_dist.records import FEATURE, LABEL, SPLITS
@@ -127,15 +128,22 @@ def _started_ranks(config: PartitionCommand) -> Iterator[Ranks]:
         yield SessionRanks(session)
 
 
+def _write_columns(dataset: StoredDataset, num_parts: int) -> None:
+    # Imports torch, which other partitioners do not need.
+    from dglx_dist.strategies.push_pull.feature_columns import write_slices
+
+    write_slices(dataset, num_parts)
+
+
 @command(PartitionCommand)
 def partition(config: PartitionCommand) -> None:
     """Partition a graph into a folder that every strategy trains on.
 
     Example: `dglx partition ogb:ogbn-arxiv --parts 4 --method metis --balance train,degree --out data/arxiv`
     """
+    from dglx_dist.data.partition.prepare import load_graph, open_work, partition_to_disk
     from dglx_dist.data.storage.manifest import check_target
     from dglx_dist.memory import return_memory
-    from dglx_dist.prepare import load_graph, open_work, partition_to_disk
 
     options = PartitionOptions(**common_fields(config, PartitionOptions))
     plan = PartitionPlan(**common_fields(config, PartitionPlan) | {"options": options})
@@ -166,7 +174,7 @@ def partition(config: PartitionCommand) -> None:
                     tell(f"note: there are no features (feat_0, feat_1 ... or {FEATURE!r}; others: {others})")
                 if LABEL in data and not data.keys() & {*SPLITS}:
                     tell(f"note: nodes {ntype!r} have labels, but no 'split', which `dglx train` needs")
-            quality = partition_to_disk(graph, out, plan, workspace=workspace)
+            quality = partition_to_disk(graph, out, plan, workspace=workspace, write_columns=_write_columns)
     tell(
         f"cut {quality.edge_cut:.1%} of the edges ({sum(quality.num_edges)} stored); "
         f"replication factor {quality.replication_factor:.2f}; "

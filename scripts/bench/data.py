@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import dglx_dist
+from dglx_dist.data.partition.base import PartitionPlan
+from dglx_dist.data.partition.prepare import partition_to_disk
 from dglx_dist.data.storage.columns import MANIFEST
 from dglx_dist.data.storage.reader import open_dataset
 from dglx_dist.data.synthetic import SyntheticConfig, generate
 from dglx_dist.errors import StorageError
-from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.progress import progress
 from dglx_dist.records import RawGraph
 from dglx_dist.strategies.cost import Survey
+from dglx_dist.strategies.push_pull.feature_columns import write_slices
 from scripts.bench.pool import do_alone
 from scripts.bench.records import Job
 from scripts.bench.simulate import ComputeCost
@@ -78,7 +80,7 @@ def _cost_path(folder: Path) -> Path:
 def _cut(raw: RawGraph, folder: Path, cut: PartitionPlan) -> None:
     begin = time.perf_counter()
     try:
-        partition_to_disk(raw, folder, cut)
+        partition_to_disk(raw, folder, cut, write_columns=write_slices)
         cost = {"seconds_to_cut_and_write": time.perf_counter() - begin}
         write_text(_cost_path(folder), json.dumps(cost))
     except StorageError:

@@ -17,12 +17,13 @@ from dglx_dist.api import DataLoader, choose_strategy, distribute, fit, init, wr
 from dglx_dist.auto import Training, check_equal_servers, facts_of, read_auto_options, resolve
 from dglx_dist.cli.train_job import train_dataset
 from dglx_dist.comm.topology import Topology
+from dglx_dist.data.partition.base import PartitionPlan
+from dglx_dist.data.partition.prepare import partition_to_disk
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.planner import measure
 from dglx_dist.planner.choose import enumerate_candidates
 from dglx_dist.planner.profile import PROBE_PHASE, probe
-from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.records import NODE_TYPE
 from dglx_dist.strategies.base import AUTO
 from dglx_dist.strategies.cost import Candidate, PlanContext

@@ -15,7 +15,8 @@ from dglx_dist.api import partition_cached
 from dglx_dist.cli.train_job import train_dataset
 from dglx_dist.comm.collectives import barrier
 from dglx_dist.comm.session import Session, start_session
-from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
+from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions, PartitionPlan
+from dglx_dist.data.partition.prepare import partition_to_disk
 from dglx_dist.data.storage.arrays import LIMITS, STAMP
 from dglx_dist.data.storage.columns import CACHE, MANIFEST
 from dglx_dist.data.storage.files import partial_folder
@@ -23,7 +24,6 @@ from dglx_dist.data.storage.reader import open_dataset
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.data.synthetic import SyntheticConfig, generate
 from dglx_dist.errors import StorageError
-from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.training.config import TrainConfig
 from tests.api.graphs import two_triangles
 from tests.data.storage.graphs import flip
@@ -97,7 +97,7 @@ def instead(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., None]], 
     return lambda cut: monkeypatch.setattr(cut_cache, "partition_to_disk", cut)
 
 
-def refuse(*_: object) -> None:
+def refuse(*_: object, **_options: object) -> None:
     raise StorageError("the disk is full")
 
 
@@ -138,8 +138,8 @@ def test_a_cut_with_a_flipped_bit_is_made_again(tmp_path: Path, caplog: pytest.L
 def test_of_two_runs_that_cut_at_once_the_first_counts(
     tmp_path: Path, instead: Callable[..., None], is_damaged: bool
 ) -> None:
-    def cut(*arguments: Any) -> None:
-        partition_to_disk(*arguments)
+    def cut(*arguments: Any, **options: Any) -> None:
+        partition_to_disk(*arguments, **options)
         # Meanwhile another run finishes the same cut, and maps its files.
         instead(partition_to_disk)
         others.append(partition_cached(two_triangles(), PLAN, tmp_path))
@@ -159,7 +159,7 @@ def test_of_two_runs_that_cut_at_once_the_first_counts(
 def test_an_error_of_the_cutting_is_not_blamed_on_the_cache(
     tmp_path: Path, instead: Callable[..., None], error: Exception
 ) -> None:
-    def cut(*_: object) -> None:
+    def cut(*_: object, **_options: object) -> None:
         raise error
 
     instead(cut)

@@ -21,14 +21,14 @@ import pytest
 
 from dglx_dist.data import external_memory
 from dglx_dist.data.external_memory import LIBRARY_BYTES, Budget, Workspace, open_budget, open_workspace
-from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
+from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions, PartitionPlan
 from dglx_dist.data.partition.one_pass import Hash
+from dglx_dist.data.partition.prepare import load_graph, open_work, partition_to_disk
 from dglx_dist.data.storage import writer
 from dglx_dist.data.storage.files import _partial_name
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.errors import ConfigError, DatasetError, DglxError, StorageError
 from dglx_dist.memory import machine_memory, read_size, readable_bytes, resident
-from dglx_dist.prepare import PartitionPlan, load_graph, open_work, partition_to_disk
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph
 from tests.data.partition.graphs import communities
 from tests.data.storage.graphs import RATES, random_heterogeneous, random_homogeneous
@@ -130,7 +130,7 @@ def test_every_method_gives_the_same_bytes_where_it_fits(method: str, tmp_path: 
 KILLED = """
 import os, signal, sys
 import kaminpar
-from dglx_dist import prepare
+from dglx_dist.data.partition import prepare
 from dglx_dist.cli import app, main
 from dglx_dist.data import external_memory
 from dglx_dist.data.partition import hierarchical, multilevel

@@ -15,10 +15,10 @@ import scipy.sparse as sp
 import torch
 
 from dglx_dist.data.partition.balance import PartitionQuality
-from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
+from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions, PartitionPlan
+from dglx_dist.data.partition.prepare import _edge_keys, content_key, partition_to_disk
 from dglx_dist.data.storage.reader import graph_of, open_dataset
 from dglx_dist.errors import ConfigError, DatasetError, StorageError
-from dglx_dist.prepare import PartitionPlan, _edge_keys, content_key, partition_to_disk
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, Assignment, NodeColumn, RawGraph, SparseRows
 from tests.api.graphs import DESTINATION, PAIRS, SOURCE, two_triangles
 

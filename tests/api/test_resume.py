@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from dglx_dist.api import fit, init
+from dglx_dist.data.partition.base import PartitionPlan
+from dglx_dist.data.partition.prepare import partition_to_disk
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.strategies.base import AUTO
 from dglx_dist.training.fit import FitConfig, FitResult
 from dglx_dist.training.models import build_model

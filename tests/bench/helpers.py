@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from dglx_dist.comm.topology import read_topology
+from dglx_dist.data.partition.base import PartitionPlan
 from dglx_dist.data.synthetic import SyntheticConfig
-from dglx_dist.prepare import PartitionPlan
 from dglx_dist.records import EpochRecord
 from dglx_dist.strategies.cost import Survey
 from scripts.bench.jobs.params import TrainParams, read_params

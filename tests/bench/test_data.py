@@ -1,12 +1,14 @@
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from dglx_dist.data.partition.base import PartitionPlan
+from dglx_dist.data.partition.prepare import partition_to_disk
 from dglx_dist.data.storage.columns import MANIFEST
 from dglx_dist.data.storage.reader import open_dataset
 from dglx_dist.errors import StorageError
-from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from scripts.bench import data
 from tests.bench.helpers import HALVES, SMALL
 
@@ -34,8 +36,8 @@ def test_a_dataset_that_was_cut_short_is_told(tmp_path: Path) -> None:
 
 
 def test_who_loses_the_race_takes_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def beaten(raw: object, folder: Path, cut: PartitionPlan) -> None:
-        partition_to_disk(raw, folder, cut)  # type: ignore[arg-type]
+    def beaten(raw: object, folder: Path, cut: PartitionPlan, **options: Any) -> None:
+        partition_to_disk(raw, folder, cut, **options)  # type: ignore[arg-type]
         raise StorageError("there already")
 
     monkeypatch.setattr(data, "partition_to_disk", beaten)

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from dglx_dist.data.partition.base import PartitionOptions
+from dglx_dist.data.partition.base import PartitionOptions, PartitionPlan
 from dglx_dist.data.storage.reader import open_dataset
 from dglx_dist.data.synthetic import SyntheticConfig
 from dglx_dist.errors import ConfigError
-from dglx_dist.prepare import PartitionPlan
 from scripts.bench.peers import launch
 from scripts.bench.peers.data import assignment_of, copy_of, launch_of
 from scripts.bench.peers.launch import run_once

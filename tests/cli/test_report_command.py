@@ -12,10 +12,11 @@ from dglx_dist.cli.app import app
 from dglx_dist.cli.common import draw_or_warn, show
 from dglx_dist.cli.report import InspectCommand, part_bytes, read_batches, report
 from dglx_dist.comm.trace import write_trace
+from dglx_dist.data.partition.base import PartitionPlan
+from dglx_dist.data.partition.prepare import partition_to_disk
 from dglx_dist.data.storage.manifest import read_manifest
 from dglx_dist.data.storage.reader import open_dataset
 from dglx_dist.errors import ConfigError, DglxError, StorageError
-from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.report.tables import summary_table
 from dglx_dist.strategies.full_graph.plan_builder import border_rows
 from tests.report.traces import span, trace_of

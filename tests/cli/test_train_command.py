@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from dglx_dist.cli.train import check_before_launch, check_launched, start_ranks
+from dglx_dist.data.partition.base import PartitionPlan
+from dglx_dist.data.partition.prepare import partition_to_disk
 from dglx_dist.errors import ConfigError, DglxError
 from dglx_dist.graph.cache import POLICIES
-from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE
 from dglx_dist.training.config import TrainConfig
 from tests.api.graphs import two_triangles

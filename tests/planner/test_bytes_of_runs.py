@@ -13,6 +13,8 @@ from dgl.dataloading import LaborSampler
 
 from dglx_dist.api import fit, init
 from dglx_dist.cli.plan_job import measured
+from dglx_dist.data.partition.base import PartitionPlan
+from dglx_dist.data.partition.prepare import partition_to_disk
 from dglx_dist.data.synthetic import SyntheticConfig, generate
 from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.graph.dist_graph import DistGraph
@@ -20,7 +22,6 @@ from dglx_dist.graph.split import node_split
 from dglx_dist.planner.choose import predict
 from dglx_dist.planner.model_shape import shape_of_module
 from dglx_dist.planner.records import Prediction
-from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.cost import CACHE_SIZES, ModelShape
 from dglx_dist.training.config import PlanConfig

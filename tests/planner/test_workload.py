@@ -10,13 +10,14 @@ import pytest
 
 from dglx_dist.api import init
 from dglx_dist.cli.plan_job import make_plan
+from dglx_dist.data.partition.base import PartitionPlan
+from dglx_dist.data.partition.prepare import partition_to_disk
 from dglx_dist.data.synthetic import SyntheticConfig, generate
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.planner.measure import MeasureConfig, measure
 from dglx_dist.planner.model_shape import shape_of_module, topology_of
 from dglx_dist.planner.workload import RankCount, RowSizes, work_of_counts
-from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.records import NODE_TYPE
 from dglx_dist.strategies.cost import BatchWork, CacheHits, Draws
 from dglx_dist.strategies.full_graph import cost

@@ -19,13 +19,14 @@ import torch
 from torch import nn
 
 from dglx_dist.comm.session import start_session
+from dglx_dist.data.partition.base import PartitionPlan
+from dglx_dist.data.partition.prepare import partition_to_disk
 from dglx_dist.data.storage.files import hold_alone
 from dglx_dist.errors import CheckpointError, ConfigError, StorageError
 from dglx_dist.graph import optim
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.dist_tensor import owned_rows
 from dglx_dist.graph.embedding import DistEmbedding
-from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.strategies.base import STRATEGIES, WrappedModel
 from dglx_dist.training import checkpoint
 from dglx_dist.training.checkpoint import CheckpointWriter, RunState, folder_name

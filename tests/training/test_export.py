@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import dglx_dist as dx
-from dglx_dist.data.partition.base import PartitionOptions
+from dglx_dist.data.partition.base import PartitionOptions, PartitionPlan
+from dglx_dist.data.partition.prepare import partition_to_disk
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.dist_tensor import DistTensor
-from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.records import RawGraph
 from dglx_dist.training import export
 from dglx_dist.training.export import write_embeddings

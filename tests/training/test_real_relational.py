@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from dglx_dist.cli.train_job import train_dataset
+from dglx_dist.data.partition.base import PartitionPlan
+from dglx_dist.data.partition.prepare import partition_to_disk
 from dglx_dist.data.sources import load_dataset
-from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.training.config import TrainConfig
 from tests.helpers.ranks import run_ranks
 

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 import dglx_dist as dx
+from dglx_dist.data.partition.base import PartitionPlan
+from dglx_dist.data.partition.prepare import partition_to_disk
 from dglx_dist.errors import ConfigError
-from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.training.relational import HGT, RGCN, EntityInputs, RelationalModel
 from tests.training import hetero
 

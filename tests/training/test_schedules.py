@@ -18,10 +18,11 @@ from typer.testing import CliRunner
 import dglx_dist as dx
 from dglx_dist.cli.app import app
 from dglx_dist.cli.train_job import train_dataset, train_seeds
+from dglx_dist.data.partition.base import PartitionPlan
+from dglx_dist.data.partition.prepare import partition_to_disk
 from dglx_dist.data.sources import load_dataset
 from dglx_dist.data.storage.reader import graph_of, open_dataset
 from dglx_dist.errors import ConfigError
-from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.report.run_folder import read_epochs
 from dglx_dist.report.tables import spread
 from dglx_dist.training.checkpoint import folder_name

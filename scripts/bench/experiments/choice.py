@@ -8,10 +8,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
+from dglx_dist.data.partition.base import PartitionPlan
 from dglx_dist.data.synthetic import SyntheticConfig
 from dglx_dist.errors import ConfigError
 from dglx_dist.planner.records import Rate
-from dglx_dist.prepare import PartitionPlan
 from scripts.bench import data
 from scripts.bench.experiments.common import builds, trained
 from scripts.bench.pool import do_alone

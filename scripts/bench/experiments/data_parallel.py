@@ -9,9 +9,8 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-from dglx_dist.data.partition.base import PartitionOptions
+from dglx_dist.data.partition.base import PartitionOptions, PartitionPlan
 from dglx_dist.planner.records import Rate
-from dglx_dist.prepare import PartitionPlan
 from dglx_dist.strategies.cost import Survey
 from scripts.bench import data
 from scripts.bench.data import calibrated, survey

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dglx_dist.data.partition.base import PartitionPlan
 from dglx_dist.data.synthetic import SyntheticConfig
 from dglx_dist.planner.records import Rate
-from dglx_dist.prepare import PartitionPlan
 from scripts.bench import data
 from scripts.bench.experiments.common import GIGABIT, builds, bytes_quotient, clustered, quotient, trained
 from scripts.bench.records import BenchPlan, ExperimentPlan, Line, MatchedPhi, Shape, Variant

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from dglx_dist.data.partition.base import PartitionPlan
 from dglx_dist.data.storage.reader import open_dataset, open_structure
 from dglx_dist.data.synthetic import SyntheticConfig
 from dglx_dist.graph.partition_book import Placement
 from dglx_dist.graph.structure import ReplicatedStructure
 from dglx_dist.planner.model_shape import shape_of_module, topology_of
 from dglx_dist.planner.records import Rate
-from dglx_dist.prepare import PartitionPlan
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE
 from dglx_dist.strategies.cost import ID_BYTES, ModelShape, PartitionContext, ring_split
 from dglx_dist.strategies.full_graph.cost import exchanged_bytes, full_work_of, sizes_of

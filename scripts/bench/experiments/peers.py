@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from dglx_dist.data.partition.base import PartitionOptions
+from dglx_dist.data.partition.base import PartitionOptions, PartitionPlan
 from dglx_dist.data.synthetic import SyntheticConfig
-from dglx_dist.prepare import PartitionPlan
 from scripts.bench import data
 from scripts.bench.experiments.common import GIGABIT, bytes_quotient
 from scripts.bench.peers.data import copy_of, launch_of, launched

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from dglx_dist.data.partition.base import PartitionPlan
 from dglx_dist.data.synthetic import SyntheticConfig
 from dglx_dist.planner.records import Rate
-from dglx_dist.prepare import PartitionPlan
 from dglx_dist.strategies.cost import Survey
 from dglx_dist.strategies.data_parallel import row_bytes
 from dglx_dist.strategies.push_pull.cost import column_bytes, structure_bytes

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from dglx_dist.data.partition.base import PartitionPlan
+from dglx_dist.data.partition.prepare import partition_to_disk
 from dglx_dist.data.sources import load_dataset
 from dglx_dist.data.storage.columns import MANIFEST
 from dglx_dist.data.storage.reader import open_dataset
 from dglx_dist.data.synthetic import SyntheticConfig
-from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.records import FEATURE, LABEL, NODE_TYPE, Array, NodeColumn, RawGraph, SparseRows
 from dglx_dist.serverless.cost import prices
 from dglx_dist.strategies.serverless.strategy import serverless_bytes

@@ -9,10 +9,10 @@ from typing import Any, cast
 
 import numpy as np
 
+from dglx_dist.data.partition.base import PartitionPlan
 from dglx_dist.data.storage.files import partial_folder
 from dglx_dist.data.storage.reader import StoredDataset, open_dataset
 from dglx_dist.data.synthetic import SyntheticConfig, generate
-from dglx_dist.prepare import PartitionPlan
 from dglx_dist.records import FEATURE, LABEL, NODE_TYPE, Assignment, RawGraph
 from scripts.bench import data
 from scripts.bench.experiments.common import of_job

@@ -15,11 +15,11 @@ from dglx_dist.data.ingest import graph as build
 from dglx_dist.data.ingest.config import IngestPlan, read_config
 from dglx_dist.data.ingest.graph import Ingested, ingest, write_description
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions
+from dglx_dist.data.partition.prepare import load_graph
 from dglx_dist.data.sources import load_dataset
 from dglx_dist.data.storage.reader import StoredPart, open_dataset
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.errors import ConfigError, DatasetError, StorageError
-from dglx_dist.prepare import load_graph
 from tests.data.ingest.shop import (
     BUYS,
     FIRST_USERS,

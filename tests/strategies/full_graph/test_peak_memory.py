@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 
 from dglx_dist.comm.session import start_session
+from dglx_dist.data.partition.base import PartitionPlan
+from dglx_dist.data.partition.prepare import partition_to_disk
 from dglx_dist.data.synthetic import SyntheticConfig, generate
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.memory import read_size
-from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.full_graph.memory_estimate import MemoryEstimate
 from dglx_dist.training.models import build_model

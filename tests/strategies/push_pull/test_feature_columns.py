@@ -16,6 +16,8 @@ import pytest
 import torch
 
 from dglx_dist.comm.session import Session, start_session
+from dglx_dist.data.partition.base import PartitionPlan
+from dglx_dist.data.partition.prepare import partition_to_disk
 from dglx_dist.data.storage.arrays import STAMP
 from dglx_dist.data.storage.reader import open_dataset
 from dglx_dist.data.storage.writer import write_dataset
@@ -23,7 +25,6 @@ from dglx_dist.dataloading.feature_fetch import RowMemory
 from dglx_dist.errors import ConfigError, RemoteError, StorageError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.layers.dropout import Columns, deal_out_columns
-from dglx_dist.prepare import PartitionPlan, partition_to_disk
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph, SparseRows
 from dglx_dist.strategies.push_pull import feature_columns
 from dglx_dist.strategies.push_pull.exchange import Group, make_group
@@ -234,7 +235,10 @@ def test_feature_partitioning_writes_the_columns_of_each_part(
     # Chunks of two rows: what is in memory at a time does not depend on how many there are.
     monkeypatch.setattr(feature_columns, "CHUNK_BYTES", 2 * 4 * width)
     partition_to_disk(
-        random_homogeneous(0, width=width), tmp_path / "d", PartitionPlan(num_parts=3, method="feature")
+        random_homogeneous(0, width=width),
+        tmp_path / "d",
+        PartitionPlan(num_parts=3, method="feature"),
+        write_columns=write_slices,
     )
     dataset = open_dataset(tmp_path / "d")
     whole = np.concatenate([dataset.part(part).node_data(NODE_TYPE, "feat") for part in range(3)])
@@ -248,9 +252,24 @@ def test_feature_partitioning_writes_the_columns_of_each_part(
 
 
 def test_other_partitions_have_no_columns(tmp_path: Path) -> None:
-    partition_to_disk(random_homogeneous(0), tmp_path / "d", PartitionPlan(num_parts=3, method="hash"))
-    partition_to_disk(random_homogeneous(0), tmp_path / "e", PartitionPlan(num_parts=1, method="feature"))
-    partition_to_disk(random_heterogeneous(0), tmp_path / "f", PartitionPlan(num_parts=2, method="feature"))
+    partition_to_disk(
+        random_homogeneous(0),
+        tmp_path / "d",
+        PartitionPlan(num_parts=3, method="hash"),
+        write_columns=write_slices,
+    )
+    partition_to_disk(
+        random_homogeneous(0),
+        tmp_path / "e",
+        PartitionPlan(num_parts=1, method="feature"),
+        write_columns=write_slices,
+    )
+    partition_to_disk(
+        random_heterogeneous(0),
+        tmp_path / "f",
+        PartitionPlan(num_parts=2, method="feature"),
+        write_columns=write_slices,
+    )
     assert not list(tmp_path.glob("*/cache/columns-*"))
 
 
@@ -259,7 +278,12 @@ def test_a_dataset_whose_columns_find_no_room_is_whole(
 ) -> None:
     usage = namedtuple("usage", ["free"])
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0))
-    partition_to_disk(random_homogeneous(0), tmp_path / "d", PartitionPlan(num_parts=2, method="feature"))
+    partition_to_disk(
+        random_homogeneous(0),
+        tmp_path / "d",
+        PartitionPlan(num_parts=2, method="feature"),
+        write_columns=write_slices,
+    )
     assert "the dataset is whole without them" in caplog.text
     dataset = open_dataset(tmp_path / "d", verify="full")
     assert not [path for path in (tmp_path / "d").rglob("*") if path.name.endswith((".partial", FILE))]
@@ -273,7 +297,9 @@ LOADED_NODES, WIDTH = 16_000, 6
 
 def write_large(folder: Path, method: str = "hash", num_parts: int = 4) -> Path:
     graph = random_homogeneous(0, num_nodes=LOADED_NODES, width=WIDTH)
-    partition_to_disk(graph, folder, PartitionPlan(num_parts=num_parts, method=method))
+    partition_to_disk(
+        graph, folder, PartitionPlan(num_parts=num_parts, method=method), write_columns=write_slices
+    )
     return folder
 
 

@@ -7,20 +7,19 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from dglx_dist.data.external_memory import Ranks, Workspace, concatenated, mapped, open_workspace, spill
 from dglx_dist.data.partition.balance import PartitionQuality, measure
-from dglx_dist.data.partition.base import PARTITIONERS
-from dglx_dist.data.partition.base import PartitionPlan as PartitionPlan
+from dglx_dist.data.partition.base import PARTITIONERS, PartitionPlan
 from dglx_dist.data.partition.graph_views import MASKS, constraint_columns, has_column, pieces
 from dglx_dist.data.partition.hierarchical import assign_two_levels, with_trainer_ids
 from dglx_dist.data.partition.one_pass import COLUMNS, FEATURES
@@ -28,7 +27,7 @@ from dglx_dist.data.sources import load_dataset
 from dglx_dist.data.storage.columns import MANIFEST, safe_name
 from dglx_dist.data.storage.files import discard
 from dglx_dist.data.storage.manifest import check_target, read_manifest
-from dglx_dist.data.storage.reader import graph_of, open_dataset
+from dglx_dist.data.storage.reader import StoredDataset, graph_of, open_dataset
 from dglx_dist.data.storage.writer import (
     check_ends,
     sorting_budget,
@@ -46,6 +45,9 @@ _MANY_CONSTRAINTS = 10
 """A warning is logged for more balance weights than this, since they increase the cut."""
 
 log = logging.getLogger(__name__)
+
+WriteColumns: TypeAlias = Callable[[StoredDataset, int], None]
+"""Writes files of the columns that each of so many ranks holds, into the folder of a dataset."""
 
 
 @contextmanager
@@ -129,19 +131,19 @@ def partition_to_disk(
     *,
     weights: Mapping[str, Array] | None = None,
     workspace: Workspace | None = None,
+    write_columns: WriteColumns | None = None,
 ) -> PartitionQuality:
     """Partition ``graph`` and write it atomically to ``folder``.
 
     One process calls it, or all ranks of ``workspace``.
-
-    If the partitioner wants features by column (``feature``), files of columns are written after the dataset;
-    a failure to write them is logged, and training then writes them.
 
     Args:
         weights: Name -> (N,) non-negative numbers for ``plan.options.balance``, which are not written; for
             graphs with one node type.
         workspace: Of :func:`open_work`, in which the graph was loaded; None: if ``plan.memory`` is limited,
             one whose key is the content of the graph.
+        write_columns: Called with the finished dataset if the partitioner stores features by column
+            (``feature``). Its StorageError is logged. Training writes the columns that are missing.
 
     Returns:
         The quality of the partition, which is also in the manifest.
@@ -154,7 +156,9 @@ def partition_to_disk(
     check_target(target, plan.overwrite)
     if plan.memory is not None and workspace is None:
         with _work(target, plan, [content_key(graph, plan), *sorted(weights or {})]) as opened:
-            return partition_to_disk(graph, target, plan, weights=weights, workspace=opened)
+            return partition_to_disk(
+                graph, target, plan, weights=weights, workspace=opened, write_columns=write_columns
+            )
     if workspace is not None:
         # Too little memory is an error before nodes are placed, which takes hours.
         sorting_budget(graph, workspace.budget)
@@ -190,19 +194,12 @@ def partition_to_disk(
             feature_dtype=plan.feature_dtype,
             workspace=workspace,
         )
-        if is_first and split.parts.parameters.get(FEATURES) == COLUMNS:
-            _write_columns(target, split.parts.num_parts)
+        if is_first and write_columns and split.parts.parameters.get(FEATURES) == COLUMNS:
+            try:
+                write_columns(open_dataset(target, verify="never"), split.parts.num_parts)
+            except StorageError as problem:
+                log.warning("%s", problem)
     return split.quality
-
-
-def _write_columns(folder: Path, num_parts: int) -> None:
-    # Imports torch.
-    from dglx_dist.strategies.push_pull.feature_columns import write_slices
-
-    try:
-        write_slices(open_dataset(folder, verify="never"), num_parts)
-    except StorageError as problem:
-        log.warning("%s", problem)
 
 
 @dataclass(frozen=True, kw_only=True)
