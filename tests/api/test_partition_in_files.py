@@ -476,9 +476,8 @@ LIMITED = """
 import os, resource, sys, traceback
 from dglx_dist.cli.app import app
 from dglx_dist.data import external_memory
-from dglx_dist.memory import return_memory
 from dglx_dist.data.storage import writer
-from dglx_dist.data.storage.files import resident
+from dglx_dist.memory import resident, return_memory
 
 small, data, out, extra, *methods = sys.argv[1:]
 
