@@ -1,6 +1,7 @@
 """What the house rules ask of every file and a machine can read: a rule for each test, with its offenders."""
 
 import ast
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from tests.helpers.sources import scripts, sources
@@ -92,6 +93,18 @@ def test_functions_stay_short() -> None:
 
 def test_nothing_global_is_rebound() -> None:
     assert offenders(rebound) == []
+
+
+def test_no_two_classes_share_a_name() -> None:
+    """Outside of compat, whose classes have the names of the classes that they stand in for."""
+    counts = Counter(
+        node.name
+        for source in sources()
+        if not source.name.startswith("compat")
+        for node in source.nodes
+        if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in counts.items() if count > 1] == []
 
 
 def parsed(text: str) -> list[ast.AST]:

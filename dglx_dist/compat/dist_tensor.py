@@ -23,7 +23,7 @@ from dglx_dist.compat.partition_book import (
     our_edges,
     shown_edges,
 )
-from dglx_dist.compat.wrappers import Forward, Wrapper
+from dglx_dist.compat.wrappers import InnerAttribute, Wrapper
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.dist_tensor import DistTensor as InnerDistTensor
@@ -239,7 +239,7 @@ class DistTensor(Wrapper, of=InnerDistTensor):
     """
 
     inner: InnerDistTensor
-    part_policy: Any = Forward(InnerDistTensor, "part_policy")
+    part_policy: Any = InnerAttribute(InnerDistTensor, "part_policy")
 
     def __init__(
         self,
@@ -382,7 +382,7 @@ class DistEmbedding(Wrapper, of=InnerDistEmbedding):
         """Return rows; an optimizer of ``dgl.distributed.optim`` takes their gradients."""
         return self.inner(our_edges(self.inner.kvstore, self.inner.part_policy.type_name, idx), device)
 
-    weight: Any = Forward(InnerDistEmbedding, "weight")
-    optm_state: Any = Forward(InnerDistEmbedding, "optm_state")
+    weight: Any = InnerAttribute(InnerDistEmbedding, "weight")
+    optm_state: Any = InnerAttribute(InnerDistEmbedding, "optm_state")
     """The optimizer's tensors; empty without an optimizer."""
     data_name = property(attrgetter("inner.weight.kvstore_key"))

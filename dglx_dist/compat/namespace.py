@@ -18,7 +18,7 @@ from dglx_dist.comm.topology import Topology, read_settings, read_topology
 from dglx_dist.compat import dataloading, optim, partition, partition_book
 from dglx_dist.compat.dist_graph import DistGraph, find_edges, inner_graph
 from dglx_dist.compat.dist_tensor import DistEmbedding, DistTensor, KVClient
-from dglx_dist.compat.wrappers import Forward
+from dglx_dist.compat.wrappers import InnerAttribute
 from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.graph.dist_tensor import OPENED, opened_graph
 from dglx_dist.options import check_integer
@@ -335,4 +335,4 @@ class ScriptModel(WrappedModel):
 
 _FORWARDED = "parts whole join_state cut_state clip_grad_norm_ no_sync state_dict load_state_dict"
 for _name in _FORWARDED.split():
-    setattr(ScriptModel, _name, Forward(WrappedModel, _name))
+    setattr(ScriptModel, _name, InnerAttribute(WrappedModel, _name))

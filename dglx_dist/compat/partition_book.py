@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dglx_dist.comm.devices import ids_to_device
 from dglx_dist.comm.session import SessionField, current_session
-from dglx_dist.compat.wrappers import Forward, Wrapper
+from dglx_dist.compat.wrappers import InnerAttribute, Wrapper
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.dist_tensor import PartitionPolicy as InnerPartitionPolicy
@@ -68,7 +68,7 @@ class RangePartitionBook(GraphPartitionBook, of=PartitionBook):
     def _refuse_homogeneous(self, *_: object, **__: object) -> NoReturn:
         raise ConfigError(f"these ids are homogeneous, and {self._unusual}; name a type")
 
-    partid: Any = Forward(PartitionBook, "partid")
+    partid: Any = InnerAttribute(PartitionBook, "partid")
     """The partition of this rank."""
 
     @property
@@ -87,8 +87,8 @@ class RangePartitionBook(GraphPartitionBook, of=PartitionBook):
     def _offsets(self, bounds: Iterable[Array]) -> list[int]:
         return [0, *np.cumsum([int(np.diff(one)[self.partid]) for one in bounds]).tolist()]
 
-    _num_nodes: Any = Forward(PartitionBook, "num_nodes")
-    _num_edges: Any = Forward(PartitionBook, "num_edges")
+    _num_nodes: Any = InnerAttribute(PartitionBook, "num_nodes")
+    _num_edges: Any = InnerAttribute(PartitionBook, "num_edges")
 
     def shared_memory(self, graph_name: str) -> None:
         raise ConfigError("every rank has the book, which is a few numbers; leave shared_memory() out")
@@ -269,9 +269,9 @@ class PartitionPolicy(Wrapper, of=InnerPartitionPolicy):
             store=cast("KVStore", None),
         )
 
-    type_name: Any = Forward(InnerPartitionPolicy, "type_name")
+    type_name: Any = InnerAttribute(InnerPartitionPolicy, "type_name")
     """The node type, or the edge type as a triple."""
-    partition_book: Any = Forward(InnerPartitionPolicy, "partition_book")
+    partition_book: Any = InnerAttribute(InnerPartitionPolicy, "partition_book")
 
     @property
     def is_node(self) -> bool:

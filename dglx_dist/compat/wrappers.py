@@ -15,7 +15,7 @@ W = TypeVar("W", bound="Wrapper")
 
 
 @final
-class Forward:
+class InnerAttribute:
     """The attribute ``name`` of a wrapper's ``inner`` object; objects of ours that it has become DGL's views.
 
     The wrapper's class shows that of ``owner``, the class of ``inner``, with its signature and docstring.
@@ -44,7 +44,7 @@ class Wrapper(Shared):
         Wrapper.views |= {} if of is object else {of: cls}
         for name in dir(of):
             if not (name.startswith("_") or hasattr(cls, name)):
-                setattr(cls, name, Forward(of, name))
+                setattr(cls, name, InnerAttribute(of, name))
 
     @classmethod
     def over(cls: type[W], inner: Any) -> W:

@@ -149,7 +149,7 @@ class BucketFiles:
 
 
 @final
-class Scatter:
+class ScatteredRows:
     """Random writes to rows on disk, in files of position ranges that fit into ``memory`` bytes.
 
     Rows that are never put have the value ``fill``.

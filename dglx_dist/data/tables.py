@@ -37,7 +37,7 @@ _NOT_READ = {".tsv", ".json", ".jsonl", ".ndjson", ".gz", ".xlsx", ".feather", "
 
 
 @dataclass(frozen=True)
-class Column:
+class TableColumn:
     """Rows of one column of a table; errors name file, column and row."""
 
     values: Any
@@ -60,7 +60,7 @@ class Column:
     def is_whole(self) -> bool:
         return bool(pa.types.is_integer(self.values.type))
 
-    def part(self, first: int, count: int) -> Column:
+    def part(self, first: int, count: int) -> TableColumn:
         """Return ``count`` values from value number ``first`` on."""
         return replace(self, values=self.values.slice(first, count), first_row=self.first_row + first)
 
@@ -198,7 +198,7 @@ def _with_written_ids(path: Path, table: Any, ids: Collection[str]) -> Any:
     return table
 
 
-def column(table: Any, name: str, where: str) -> Column:
+def column(table: Any, name: str, where: str) -> TableColumn:
     """Return the column ``name``; DatasetError if it is missing or not unique."""
     check_names(table.column_names, [name], where)
     combined = table.column(name).combine_chunks()
@@ -206,7 +206,7 @@ def column(table: Any, name: str, where: str) -> Column:
     whole = combined.combine_chunks() if isinstance(combined, pa.ChunkedArray) else combined
     if pa.types.is_null(whole.type) and not len(whole):
         whole = whole.cast(pa.float64())
-    return Column(plain(whole), name, where)
+    return TableColumn(plain(whole), name, where)
 
 
 def check_names(known: Sequence[str], names: Sequence[str], where: str) -> None:
@@ -229,7 +229,7 @@ def plain(values: Any) -> Any:
     return values.cast(pa.large_string()) if pa.types.is_string_view(values.type) else values
 
 
-def id_column(table: Any, name: str, where: str) -> Column:
+def id_column(table: Any, name: str, where: str) -> TableColumn:
     """Return the column ``name`` of ids as int64 or large_string without gaps."""
     ids = column(table, name, where)
     if pa.types.is_floating(ids.values.type) and not ids.values.null_count:
@@ -475,7 +475,7 @@ def _name_of_ids(
     return likely[0] if likely else None
 
 
-def _refuse_likely_ids(table: Any, ends: Sequence[Column], where: str, ignored: Collection[str]) -> None:
+def _refuse_likely_ids(table: Any, ends: Sequence[TableColumn], where: str, ignored: Collection[str]) -> None:
     """Refuse a column that names each node once, and every end of edges, where nodes are to be rows."""
     texts_of_ends = [pc.unique(end.values).cast(pa.large_string()) for end in ends]
     used = pc.unique(pa.chunked_array(texts_of_ends, pa.large_string()))
@@ -501,7 +501,7 @@ def _node_ids(table: Any, name: str, where: str) -> Any:
     return ids
 
 
-def _ends(table: Any, where: str, etype: EdgeType) -> tuple[Column, Column]:
+def _ends(table: Any, where: str, etype: EdgeType) -> tuple[TableColumn, TableColumn]:
     known = {_plain_name(name): name for name in table.column_names} | {n: n for n in table.column_names}
     pairs = zip(_names_of_type(etype[0]), _names_of_type(etype[2]), strict=True)
     keys = [*_KEYS_OF_EDGES, *(pair for pair in pairs if pair[0] != pair[1])]
@@ -519,7 +519,7 @@ def _ends(table: Any, where: str, etype: EdgeType) -> tuple[Column, Column]:
     return id_column(table, names[0], where), id_column(table, names[1], where)
 
 
-def _ends_at(node_type: str, ends: Mapping[EdgeType, tuple[Column, Column]]) -> list[Column]:
+def _ends_at(node_type: str, ends: Mapping[EdgeType, tuple[TableColumn, TableColumn]]) -> list[TableColumn]:
     """Return the ends of edges that are nodes of a type."""
     return [
         end
@@ -529,7 +529,7 @@ def _ends_at(node_type: str, ends: Mapping[EdgeType, tuple[Column, Column]]) -> 
     ]
 
 
-def _ids_in_edges(node_type: str, ends: Sequence[Column]) -> Any:
+def _ids_in_edges(node_type: str, ends: Sequence[TableColumn]) -> Any:
     found = [pc.unique(end.values) for end in ends if len(end.values)] or [ends[0].values]
     if len({str(values.type) for values in found}) > 1:
         raise DatasetError(
@@ -539,7 +539,7 @@ def _ids_in_edges(node_type: str, ends: Sequence[Column]) -> Any:
     return _sort_distinct(pa.chunked_array(found))
 
 
-def _positions(end: Column, ids: Any, table: str | None) -> Array:
+def _positions(end: TableColumn, ids: Any, table: str | None) -> Array:
     """Return (E,) int32 or int64, the row in ``ids`` of each value of ``end``."""
     owner = f"among the ids of {table}" if table is not None else "a node"
     # In a table of text ids, the few of a table of edges may all look like numbers.
@@ -601,7 +601,7 @@ def _columns(table: Any, where: str, left_out: set[str]) -> dict[str, NodeColumn
     return columns
 
 
-def _labels(labels: Column) -> Array:
+def _labels(labels: TableColumn) -> Array:
     if not labels.is_text:
         if pa.types.is_floating(labels.values.type):
             return as_numpy(labels.values)  # NaN where there is none
@@ -615,7 +615,7 @@ def _labels(labels: Column) -> Array:
     return as_numpy(pc.fill_null(codes, -1)).astype(np.int64)
 
 
-def _class_names(labels: Column) -> Any:
+def _class_names(labels: TableColumn) -> Any:
     return _sort_distinct(labels.values.filter(pc.not_equal(pc.fill_null(labels.values, ""), "")))
 
 
@@ -624,7 +624,7 @@ def _sort_distinct(values: Any) -> Any:
     return distinct.take(pc.sort_indices(distinct))
 
 
-def split_codes(split: Column) -> Array:
+def split_codes(split: TableColumn) -> Array:
     """Return (K,) int64, 0, 1 or 2 for train, val or test, and -1 for none; DatasetError for other values."""
     lower = pc.utf8_lower(pc.fill_null(split.texts(), ""))
     place = pc.index_in(lower, value_set=pa.array(list(_SPLIT_CODES), pa.large_string()))

@@ -16,7 +16,7 @@ from dglx_dist.keyed_random import Csc, Rule, count_hop, draw_by_source, draw_ho
 from dglx_dist.records import Array, EdgeType
 
 
-class Table(NamedTuple):
+class NodeTable(NamedTuple):
     """Relabelling table: node to its number within the batch."""
 
     slots: Array
@@ -28,7 +28,7 @@ class Table(NamedTuple):
 
 
 @njit(cache=True, nogil=True)
-def _slot_of(table: Table, node: int) -> np.uint64:
+def _slot_of(table: NodeTable, node: int) -> np.uint64:
     # The slot of the node, or the free slot where it belongs; hashed tables only.
     last = np.uint64(len(table.keys) - 1)
     word = np.uint64(node) * np.uint64(0x9E3779B97F4A7C15)
@@ -39,7 +39,7 @@ def _slot_of(table: Table, node: int) -> np.uint64:
 
 
 @njit(cache=True, nogil=True)
-def _number_direct(table: Table, sources: Array, nodes: Array, count: int, local: Array) -> np.int64:
+def _number_direct(table: NodeTable, sources: Array, nodes: Array, count: int, local: Array) -> np.int64:
     slots = table.slots
     base = np.uint32(table.base)
     # Unsigned positions, because with signed ones every access would first test for negative values.
@@ -58,7 +58,7 @@ def _number_direct(table: Table, sources: Array, nodes: Array, count: int, local
 
 
 @njit(cache=True, nogil=True)
-def _number_hashed(table: Table, sources: Array, nodes: Array, count: int, local: Array) -> int:
+def _number_hashed(table: NodeTable, sources: Array, nodes: Array, count: int, local: Array) -> int:
     base = np.uint32(table.base)
     for i in range(len(sources)):
         node = np.int64(sources[i])
@@ -73,7 +73,7 @@ def _number_hashed(table: Table, sources: Array, nodes: Array, count: int, local
 
 
 @njit(cache=True, nogil=True)
-def number(table: Table, sources: Array, nodes: Array, count: int, local: Array) -> int:
+def number(table: NodeTable, sources: Array, nodes: Array, count: int, local: Array) -> int:
     """Write the number of each of ``sources`` to ``local``; new nodes get the next free numbers.
 
     Args:
@@ -91,12 +91,12 @@ def number(table: Table, sources: Array, nodes: Array, count: int, local: Array)
 
 
 @njit(cache=True, nogil=True)
-def enlarged(table: Table, slots: int) -> Table:
+def enlarged(table: NodeTable, slots: int) -> NodeTable:
     """Return an empty hashed table with at least ``slots`` slots and the base of ``table``."""
     capacity = np.int64(len(table.keys))
     while capacity < slots:
         capacity *= 2
-    return Table(np.zeros(capacity, np.uint32), np.empty(capacity, np.int64), table.base)
+    return NodeTable(np.zeros(capacity, np.uint32), np.empty(capacity, np.int64), table.base)
 
 
 _CHUNK = 2048
@@ -320,7 +320,7 @@ def grown_nodes(nodes: NumberedNodes, more: Array) -> NumberedNodes:
 
 
 @njit(cache=True, nogil=True)
-def grown_table(table: Table, nodes: NumberedNodes, more: int) -> Table:
+def grown_table(table: NodeTable, nodes: NumberedNodes, more: int) -> NodeTable:
     """Return a table with space for ``more`` nodes, holding the numbers of ``nodes``."""
     needed = 2 * (nodes.counts.sum() + more)
     if len(table.keys) == 0 or len(table.keys) >= needed:
@@ -336,14 +336,16 @@ def grown_table(table: Table, nodes: NumberedNodes, more: int) -> Table:
 
 
 @njit(cache=True, nogil=True)
-def number_type(table: Table, nodes: NumberedNodes, node_type: int, keys: Array, local: Array) -> None:
+def number_type(table: NodeTable, nodes: NumberedNodes, node_type: int, keys: Array, local: Array) -> None:
     """Write the numbers of ``keys`` ((K,) int64, of one type) to ``local``; see :func:`number`."""
     segment = nodes.keys[nodes.starts[node_type] : nodes.starts[node_type + 1]]
     nodes.counts[node_type] = number(table, keys, segment, nodes.counts[node_type], local)
 
 
 @njit(cache=True, nogil=True)
-def number_seeds(table: Table, offsets: Array, seeds: Array, seed_ends: Array) -> tuple[Table, NumberedNodes]:
+def number_seeds(
+    table: NodeTable, offsets: Array, seeds: Array, seed_ends: Array
+) -> tuple[NodeTable, NumberedNodes]:
     """Number the seeds; fewer nodes than ``len(seeds)`` mean repeated seeds."""
     num_types = len(offsets) - 1
     nothing = np.empty(0, np.int64)
@@ -427,7 +429,7 @@ def draw_by_importance(
     Returns:
         (k,) int64 positions of the kept edges, and their weight / probability, which makes sums unbiased.
     """
-    table = enlarged(Table(np.empty(0, np.uint32), np.empty(1, np.int64), 1), 2 * len(sources))
+    table = enlarged(NodeTable(np.empty(0, np.uint32), np.empty(1, np.int64), 1), 2 * len(sources))
     local, count = np.zeros(len(sources), np.int64), 1
     if rounds != 0:
         count = number(table, sources, np.empty(len(sources) + 1, np.int64), 0, local)
@@ -536,7 +538,7 @@ def draw_first_hop(relations: Relations, request: SampleRequest) -> None:
 
 @njit(cache=True, nogil=True)
 def _number(
-    relations: Relations, table: Table, nodes: NumberedNodes, hop: _Hop, edges: Array, sources: Array
+    relations: Relations, table: NodeTable, nodes: NumberedNodes, hop: _Hop, edges: Array, sources: Array
 ) -> None:
     chunk = np.empty(_CHUNK, np.int64)
     for relation in range(len(hop.fanouts)):
@@ -550,8 +552,8 @@ def _number(
 
 @njit(cache=True, nogil=True)
 def sample_batch(
-    relations: Relations, request: SampleRequest, table: Table, by_source: bool | None
-) -> tuple[RawBatch, Table]:
+    relations: Relations, request: SampleRequest, table: NodeTable, by_source: bool | None
+) -> tuple[RawBatch, NodeTable]:
     """Sample all hops of a batch and number the nodes that appear, each type from 0.
 
     Args:
@@ -591,7 +593,7 @@ def sample_batch(
         write_ids(nodes, relations.offsets, sizes)
         copy_to(node_ends[hop_index + 1], nodes.counts)
     ids, starts = packed_ids(nodes)
-    used = Table(table.slots, table.keys, table.base + nodes.counts.max())
+    used = NodeTable(table.slots, table.keys, table.base + nodes.counts.max())
     edges = edge_ids[: edge_ends[-1]]
     return RawBatch(ids, starts, node_ends, indptr, sources, edges, edge_ends, weights), used
 
@@ -604,23 +606,23 @@ _LAST_BASE = 1 << 31
 
 
 @final
-class Workspace:
+class ThreadTable:
     """The relabelling table of one thread."""
 
     def __init__(self, num_nodes: int) -> None:
         direct = num_nodes <= _DIRECT_LIMIT
         slots = np.zeros(num_nodes if direct else _FIRST_SLOTS, np.uint32)
-        self._table = Table(slots, np.empty(0 if direct else _FIRST_SLOTS, np.int64), 1)
+        self._table = NodeTable(slots, np.empty(0 if direct else _FIRST_SLOTS, np.int64), 1)
 
     @property
-    def table(self) -> Table:
+    def table(self) -> NodeTable:
         """The table for the next batch; pass the kernel's one to :meth:`keep` afterwards."""
         # Numbers of a batch stay below 2**31, so the 32-bit entries cannot wrap within one.
         if self._table.base >= _LAST_BASE:
             self._table.slots[:] = 0
-            self._table = Table(self._table.slots, self._table.keys, 1)
+            self._table = NodeTable(self._table.slots, self._table.keys, 1)
         return self._table
 
-    def keep(self, table: Table) -> None:
+    def keep(self, table: NodeTable) -> None:
         """Keep the table that a kernel returned for the next batch."""
         self._table = table

@@ -14,7 +14,7 @@ from dglx_dist.comm.devices import device_of
 from dglx_dist.dataloading.feature_fetch import Columns, RowMemory, fetch_on_access
 from dglx_dist.dataloading.kernels import Schema
 from dglx_dist.dataloading.minibatch import BatchMaker, KernelMaker, MiniBatch, NodeIds, SamplerMaker
-from dglx_dist.dataloading.sampler import BatchSource, Draws, RemoteSource, WholeSource, digest_of
+from dglx_dist.dataloading.sampler import BatchSource, DrawSettings, RemoteSource, WholeSource, digest_of
 from dglx_dist.dataloading.sampler_spec import (
     Fanout,
     SamplePlan,
@@ -61,7 +61,7 @@ def open_maker(g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOpti
 
 def _local_plan(
     g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOptions, seed: int
-) -> tuple[Columns, Draws | None]:
+) -> tuple[Columns, DrawSettings | None]:
     # Not collective. No draws: the sampler runs its own code.
     device = device_of(options.device, g.session.device)
     memory = RowMemory(options.depth + _SPARE_BUFFERS, options.feature_dtype, device)
@@ -81,7 +81,7 @@ def _local_plan(
             "LaborSampler with prob= or importance_sampling= weighs all in-edges of a batch, and this "
             "server has only a part of the structure; open the graph with structure='replicated'"
         )
-    return columns, Draws(
+    return columns, DrawSettings(
         schema=_schema(g),
         fanouts=_fanouts(plan.fanouts, g.canonical_etypes),
         replace=plan.replace,
@@ -91,7 +91,7 @@ def _local_plan(
     )
 
 
-def _source(g: DistGraph, draws: Draws, weights: str | None, op: str = "") -> BatchSource:
+def _source(g: DistGraph, draws: DrawSettings, weights: str | None, op: str = "") -> BatchSource:
     structures = [g.structure(etype) for etype in draws.schema.etypes]
     if all(structure.is_whole for structure in structures):
         return WholeSource(draws.schema, _whole(g, weights))
@@ -106,7 +106,7 @@ def neighborhood_maker(
     With ``mask``, edge data, of those that it marks; that is collective.
     """
     fanouts = np.full((num_layers, len(g.canonical_etypes)), -1)
-    draws = Draws(schema=_schema(g), fanouts=fanouts, replace=False, exclude={}, seed=0)
+    draws = DrawSettings(schema=_schema(g), fanouts=fanouts, replace=False, exclude={}, seed=0)
     columns = Columns(edges=edge_columns(g, names_by_type(edge_feats, "edge_feats"), "edge_feats"))
     return KernelMaker(_source(g, draws, mask, "" if mask else "in_edges"), draws, g.kvstore, columns)
 
@@ -123,7 +123,7 @@ def _whole(g: DistGraph, weights: str | None) -> list[Csc]:
     )
 
 
-def _serve(g: DistGraph, weights: str | None, draws: Draws) -> str:
+def _serve(g: DistGraph, weights: str | None, draws: DrawSettings) -> str:
     """Register this loader's rule as an RPC operation on all servers; return its name. Collective.
 
     The name is a hash of all ranks' rules, so loaders with the same rule share an operation.

@@ -33,8 +33,8 @@ from dglx_dist.dataloading.feature_fetch import (
     edges_of,
     submit_columns,
 )
-from dglx_dist.dataloading.kernels import RawBatch, SampleRequest, Schema, Workspace
-from dglx_dist.dataloading.sampler import BatchSource, Draws, RemoteSource, WholeSource
+from dglx_dist.dataloading.kernels import RawBatch, SampleRequest, Schema, ThreadTable
+from dglx_dist.dataloading.sampler import BatchSource, DrawSettings, RemoteSource, WholeSource
 from dglx_dist.dataloading.step_loader import Maker, run_ahead
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.kvstore import KVStore
@@ -248,14 +248,14 @@ def drawn_bytes(nodes: int, offsets: int, edges: int) -> int:
 class KernelMaker:
     """The :class:`dglx_dist.dataloading.step_loader.Maker` of blocks around nodes by the compiled kernels."""
 
-    def __init__(self, source: BatchSource, draws: Draws, store: KVStore, columns: Columns) -> None:
+    def __init__(self, source: BatchSource, draws: DrawSettings, store: KVStore, columns: Columns) -> None:
         self._source, self._draws, self._store, self._columns = source, draws, store, columns
         self._source_of: Callable[[int], BatchSource] = lambda _step: source
         self._schema = draws.schema
         weighted = draws.by_source is not None and draws.by_source.unequal
         self._builder = BatchBlockBuilder(draws.schema, weighted)
         # One for each thread that makes a batch.
-        self._idle: queue.SimpleQueue[Workspace] = queue.SimpleQueue()
+        self._idle: queue.SimpleQueue[ThreadTable] = queue.SimpleQueue()
 
     def offline(self) -> KernelMaker:
         if not isinstance(self._source, WholeSource):
@@ -320,7 +320,7 @@ class KernelMaker:
         try:
             workspace = self._idle.get_nowait()
         except queue.Empty:
-            workspace = Workspace(sum(self._schema.num_nodes))
+            workspace = ThreadTable(sum(self._schema.num_nodes))
         try:
             batch = source.sample(request, exclude, workspace)
         finally:

@@ -17,12 +17,12 @@ from typing import Any, TypeAlias, final
 import numpy as np
 
 from dglx_dist.dataloading.kernels import (
+    NodeTable,
     NumberedNodes,
     RawBatch,
     SampleRequest,
     Schema,
-    Table,
-    Workspace,
+    ThreadTable,
     draw_first_hop,
     grown_nodes,
     grown_table,
@@ -63,7 +63,7 @@ class SourceDraws:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Draws:
+class DrawSettings:
     """How all batches of a loader are drawn."""
 
     schema: Schema
@@ -134,7 +134,7 @@ class WholeSource:
         self.relations = relations_of(schema, self._cscs)
 
     def sample(
-        self, request: SampleRequest, exclude: Mapping[EdgeType, Array], workspace: Workspace
+        self, request: SampleRequest, exclude: Mapping[EdgeType, Array], workspace: ThreadTable
     ) -> RawBatch:
         """Sample a batch; the draws depend only on ``request``, not on where the structure is.
 
@@ -160,8 +160,8 @@ def load_kernels(tell: Callable[[str], None]) -> None:
     schema = Schema(ntypes=("_N",), num_nodes=(1,), etypes=(("_N", "_E", "_N"),))
     one, rows = np.zeros(1, np.int64), np.array([0, 1])
     source = WholeSource(schema, [Csc(rows, one.astype(np.int32), np.empty(0, np.float32), 0, 0)])
-    draws = Draws(schema=schema, fanouts=np.ones((1, 1), np.int64), replace=False, exclude={}, seed=0)
-    request, table = draws.request({"_N": one}, 0, {}), Workspace(1).table
+    draws = DrawSettings(schema=schema, fanouts=np.ones((1, 1), np.int64), replace=False, exclude={}, seed=0)
+    request, table = draws.request({"_N": one}, 0, {}), ThreadTable(1).table
     if not any(Path(sample_batch.stats.cache_path).glob("kernels.sample_batch-*.nbi")):
         tell("compiling kernels, once after each installation; about 15 s ...")
         helper = os.fork()
@@ -173,7 +173,7 @@ def load_kernels(tell: Callable[[str], None]) -> None:
                 os._exit(0)  # what it has not saved is compiled here
         draw_first_hop(source.relations, request)
         os.waitpid(helper, 0)
-    source.sample(request, {}, Workspace(1))
+    source.sample(request, {}, ThreadTable(1))
     plan_remote(one, rows, 0)
 
 
@@ -229,7 +229,7 @@ class RemoteSource:
         return RemoteSource(self._schema, self._structures, self._op, known)
 
     def sample(
-        self, request: SampleRequest, exclude: Mapping[EdgeType, Array], workspace: Workspace
+        self, request: SampleRequest, exclude: Mapping[EdgeType, Array], workspace: ThreadTable
     ) -> RawBatch:
         table, nodes = number_seeds(workspace.table, self._offsets, request.seeds, request.seed_ends)
         node_ends, parts = [nodes.counts.copy()], []
@@ -270,8 +270,8 @@ class RemoteSource:
         return [draw() for draw in pending]
 
     def _number(
-        self, table: Table, nodes: NumberedNodes, edges: Sequence[InEdges]
-    ) -> tuple[Table, NumberedNodes, list[Array]]:
+        self, table: NodeTable, nodes: NumberedNodes, edges: Sequence[InEdges]
+    ) -> tuple[NodeTable, NumberedNodes, list[Array]]:
         more, done = np.zeros(len(nodes.counts), np.int64), nodes.counts.copy()
         np.add.at(more, self._source_types, [len(of_type.sources) for of_type in edges])
         nodes = grown_nodes(nodes, more)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.layers.dropout import Columns, DropDraws, drop_attention, drop_entries
+from dglx_dist.layers.dropout import ColumnRange, DropDraws, drop_attention, drop_entries
 
 PartialSums: TypeAlias = tuple[Tensor, ...]
 """Tensors whose sums over the parts a layer needs."""
@@ -350,7 +350,7 @@ def apply_to_edges(
         return out
 
 
-def cut_in_place(module: nn.Module, cut: Mapping[str, int], runs: Sequence[Columns]) -> None:
+def cut_in_place(module: nn.Module, cut: Mapping[str, int], runs: Sequence[ColumnRange]) -> None:
     """Replace the parameters ``cut`` (name to dimension) by leaves with their columns ``runs``."""
     for name, dimension in cut.items():
         whole = module.get_parameter(name)
@@ -359,12 +359,12 @@ def cut_in_place(module: nn.Module, cut: Mapping[str, int], runs: Sequence[Colum
         module.get_submodule(owner).register_parameter(last, piece)
 
 
-def cut_out(whole: Tensor, runs: Sequence[Columns], dimension: int) -> Tensor:
+def cut_out(whole: Tensor, runs: Sequence[ColumnRange], dimension: int) -> Tensor:
     """Return the concatenated ``runs`` of a tensor along ``dimension``."""
     return torch.cat([whole.narrow(dimension, run.first, len(run)) for run in runs], dim=dimension)
 
 
-def join_parts(pieces: Sequence[Tensor], runs: Sequence[Sequence[Columns]], dimension: int) -> Tensor:
+def join_parts(pieces: Sequence[Tensor], runs: Sequence[Sequence[ColumnRange]], dimension: int) -> Tensor:
     """Undo :func:`cut_out`: join pieces of which piece p has the columns ``runs[p]``."""
     placed = [
         (run.first, piece)

@@ -31,7 +31,7 @@ from dglx_dist.records import Array
 
 
 @dataclass(frozen=True, kw_only=True)
-class Columns:
+class ColumnRange:
     """The columns ``first:last``, possibly none, of a matrix with ``width`` columns."""
 
     first: int
@@ -47,7 +47,7 @@ class Columns:
         return slice(self.first, self.last)
 
 
-def deal_out_columns(width: int, parts: int) -> tuple[Columns, ...]:
+def deal_out_columns(width: int, parts: int) -> tuple[ColumnRange, ...]:
     """Cut ``width`` columns into ``parts`` runs; the first ``width % parts`` are one longer (P3).
 
     More parts than columns leave the last parts without any.
@@ -55,11 +55,12 @@ def deal_out_columns(width: int, parts: int) -> tuple[Columns, ...]:
     least, longer = divmod(width, parts)
     ends = [(part + 1) * least + min(part + 1, longer) for part in range(parts)]
     return tuple(
-        Columns(first=first, last=last, width=width) for first, last in zip([0, *ends], ends, strict=False)
+        ColumnRange(first=first, last=last, width=width)
+        for first, last in zip([0, *ends], ends, strict=False)
     )
 
 
-def deal_out_concatenated(widths: Sequence[int], parts: int) -> tuple[tuple[Columns, ...], ...]:
+def deal_out_concatenated(widths: Sequence[int], parts: int) -> tuple[tuple[ColumnRange, ...], ...]:
     """Cut each of several concatenated matrices of ``widths`` columns, as :func:`deal_out_columns`.
 
     Returns for each part its runs, one per matrix and possibly empty, as columns of the whole.
@@ -67,7 +68,7 @@ def deal_out_concatenated(widths: Sequence[int], parts: int) -> tuple[tuple[Colu
     total, starts = sum(widths), accumulate(widths, initial=0)
     cuts = [
         [
-            Columns(first=start + one.first, last=start + one.last, width=total)
+            ColumnRange(first=start + one.first, last=start + one.last, width=total)
             for one in deal_out_columns(width, parts)
         ]
         for start, width in zip(starts, widths, strict=False)
@@ -92,7 +93,7 @@ class DropDraws:
     """Number of the batch, equal on all ranks."""
     nodes: Tensor
     """(L0,) int64 global ids of the sources, the destinations first."""
-    runs: tuple[Columns, ...]
+    runs: tuple[ColumnRange, ...]
     """The columns of the uncut input that the part has, in order."""
 
 
@@ -131,7 +132,7 @@ def drop_attention(block: DGLBlock, attention: Tensor, probability: float, draws
 
 
 def kept_entries(
-    seed: int, number: int, stream: int, nodes: Tensor, runs: Sequence[Columns], probability: float
+    seed: int, number: int, stream: int, nodes: Tensor, runs: Sequence[ColumnRange], probability: float
 ) -> Tensor:
     """Return the (L0, F_p) bool mask of kept entries for the columns ``runs`` of ``nodes`` ((L0,) int64).
 
@@ -240,7 +241,7 @@ def ids_of_pass(graph: Any) -> Tensor | None:
 
 
 @dataclass(frozen=True, eq=False)
-class _Call:
+class _DropoutCall:
     step: int
     number: int
     nodes: Tensor | None
@@ -278,7 +279,7 @@ class NodeDropouts:
         self._counts: set[int] = set()
         self._num_calls: dict[int, Counter[int]] = {}
         """Of dropouts by step, the latest last; by module in passes over several node types."""
-        self._calls: dict[int, _Call] = {}
+        self._calls: dict[int, _DropoutCall] = {}
         """State of torch's generator, as a draw from it, to the call in that state."""
         self._entries: list[tuple[nn.Module, Any, tuple[Any, ...]]] = []
         """Modules being called, outermost first, each with its graph and its pair of rows, if any."""
@@ -365,7 +366,7 @@ class NodeDropouts:
             return None
         # Without rows, -1 would be ambiguous.
         flat = x.reshape(len(x), math.prod(x.shape[1:]))
-        runs = (Columns(first=0, last=flat.shape[1], width=flat.shape[1]),)
+        runs = (ColumnRange(first=0, last=flat.shape[1], width=flat.shape[1]),)
         draws = DropDraws(seed=self._seed, number=call.step, nodes=keys, runs=runs)
         return drop_entries(flat, probability, draws, self._first_stream + call.number).reshape(x.shape)
 
@@ -384,14 +385,14 @@ class NodeDropouts:
             return None
         return nodes[:count] if nodes is not None and count <= len(nodes) else None
 
-    def _call(self, step: int, nodes: Tensor | None, module: int) -> tuple[_Call, Any]:
+    def _call(self, step: int, nodes: Tensor | None, module: int) -> tuple[_DropoutCall, Any]:
         state, graph = int(torch.randint(1 << 62, ()).item()), self._graph()
         if torch._C._current_graph_task_id() == -1:  # in forward
             reference = None if graph is None else weakref.ref(graph)
             # A rank may skip the module of a relation without edges, so calls are counted by module there.
             kind = 0 if nodes is not None else module + 1
             number = (kind << 20) + self._num_calls[step][kind]
-            call = _Call(step=step, number=number, nodes=nodes, graph=reference)
+            call = _DropoutCall(step=step, number=number, nodes=nodes, graph=reference)
             self._calls[state] = call
             self._num_calls[step][kind] += 1
             return call, graph

@@ -112,15 +112,15 @@ class Drop:
     """Number of the dropout within a forward pass of the model."""
 
 
-Step: TypeAlias = Gather | Vertex | Scatter | Edge | Drop
+ProgramStep: TypeAlias = Gather | Vertex | Scatter | Edge | Drop
 
 
-def drops_features(step: Step) -> bool:
+def drops_features(step: ProgramStep) -> bool:
     """True if ``step`` drops features: of all sources, halo nodes too, so that no server sends them."""
     return isinstance(step, Drop) and step.source == FEATURES
 
 
-def inputs_of(step: Step) -> Iterator[str]:
+def inputs_of(step: ProgramStep) -> Iterator[str]:
     """Yield the slots that ``step`` reads; fixed edge values are not slots."""
     if isinstance(step, Gather):
         yield step.source
@@ -136,7 +136,7 @@ def inputs_of(step: Step) -> Iterator[str]:
         yield step.source
 
 
-def stage_names(step: Step) -> Iterator[str]:
+def stage_names(step: ProgramStep) -> Iterator[str]:
     """Yield the stages that ``step`` uses, those of a sequence included."""
     if isinstance(step, Vertex | Edge):
         yield step.stage
@@ -144,13 +144,13 @@ def stage_names(step: Step) -> Iterator[str]:
         yield from (part["stage"] for part in parts)
 
 
-def outputs_of(step: Step) -> tuple[Slot, ...]:
+def outputs_of(step: ProgramStep) -> tuple[Slot, ...]:
     if isinstance(step, Vertex):
         return step.outputs
     return () if isinstance(step, Scatter) else (step.output,)
 
 
-def check_steps(steps: Sequence[Step], features: int, classes: int) -> None:
+def check_steps(steps: Sequence[ProgramStep], features: int, classes: int) -> None:
     """Raise ConfigError, naming the step, unless ``steps`` can run in order and end with the classes."""
     if not 0 < len(steps) <= MAX_STEPS:
         raise ConfigError(f"the number of steps of a program is {len(steps)}; give 1 to {MAX_STEPS}")
@@ -174,8 +174,8 @@ class _Checker:
         self._names: set[str] = set()
         self._weights: set[str] = set()
 
-    def check(self, step: Step) -> None:
-        if not isinstance(step, Step):
+    def check(self, step: ProgramStep) -> None:
+        if not isinstance(step, ProgramStep):
             raise ConfigError(f"{step!r} is not a step; give Gather, Vertex, Scatter, Edge or Drop")
         if not _NAME.fullmatch(step.name) or step.name in self._names:
             raise ConfigError(f"the step name {step.name!r} is taken or is not 1 to 64 of A-Z a-z 0-9 _ . -")
@@ -242,17 +242,17 @@ class _Checker:
             self._with_halo.add(step.output.name)
         self._make(step, (step.output,), among)
 
-    def _width(self, step: Step, name: str, among: dict[str, int]) -> int:
+    def _width(self, step: ProgramStep, name: str, among: dict[str, int]) -> int:
         if name not in among:
             kind, hint = "nodes" if among is self._nodes else "edges", did_you_mean(name, among)
             _refuse(step, f"reads {name!r}, which no earlier step makes for {kind}{hint}")
         return among[name]
 
-    def _has_halo(self, step: Step, name: str) -> None:
+    def _has_halo(self, step: ProgramStep, name: str) -> None:
         if name not in self._with_halo:
             _refuse(step, f"reads {name!r} over edges; put a Scatter of it before")
 
-    def _make(self, step: Step, slots: Sequence[Slot], among: dict[str, int]) -> None:
+    def _make(self, step: ProgramStep, slots: Sequence[Slot], among: dict[str, int]) -> None:
         if not 0 < len(slots) <= MAX_SLOTS:
             _refuse(step, f"makes {len(slots)} slots; give 1 to {MAX_SLOTS}")
         for slot in slots:
@@ -263,19 +263,21 @@ class _Checker:
             among[slot.name] = slot.width
 
 
-def _equal(step: Step, what: str, wanted: Iterable[int], found: Iterable[int]) -> None:
+def _equal(step: ProgramStep, what: str, wanted: Iterable[int], found: Iterable[int]) -> None:
     if list(wanted) != list(found):
         _refuse(step, f"has {what} of {list(found)} columns, but its stage needs {list(wanted)}")
 
 
-def _refuse(step: Step, reason: str) -> NoReturn:
+def _refuse(step: ProgramStep, reason: str) -> NoReturn:
     raise ConfigError(f"step {step.name!r} {reason}")
 
 
-_STEPS: Mapping[str, Callable[..., Step]] = {kind.__name__.lower(): kind for kind in get_args(Step)}
+_STEPS: Mapping[str, Callable[..., ProgramStep]] = {
+    kind.__name__.lower(): kind for kind in get_args(ProgramStep)
+}
 
 
-def _read_step(fields: Fields) -> Step:
+def _read_step(fields: Fields) -> ProgramStep:
     kind = _STEPS[fields.choice("kind", tuple(_STEPS))]
     step = fields.record(kind, config=lambda name: fields.inner(name).given)
     fields.end()
@@ -287,7 +289,7 @@ def _read_step(fields: Fields) -> Step:
 class Program:
     """Steps of the forward pass of one epoch; the backward pass runs them in reverse."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[ProgramStep, ...]
     """The last step is a Vertex whose only output, (n, classes), goes into the loss."""
     features: int
     """Columns of the slot ``x``."""

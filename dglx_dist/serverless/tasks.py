@@ -389,7 +389,7 @@ class Computed(NamedTuple):
 
 
 @final
-class Work:
+class TaskComputation:
     """The computation of one kind of task, for any interval and epoch. Stateless and thread-safe."""
 
     def __init__(self, program: Program, step: int, direction: Direction, rematerialise: bool) -> None:

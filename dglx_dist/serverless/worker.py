@@ -29,8 +29,8 @@ from dglx_dist.serverless.tasks import (
     Direction,
     Secrets,
     Task,
+    TaskComputation,
     TaskKey,
-    Work,
     add_gradients,
     attempt_name,
     half_length,
@@ -286,7 +286,7 @@ class Worker:
         self._cold = True
         self._run_of_program: object = None
         self._program: Program
-        self._works: dict[tuple[int, Direction, bool], Work] = {}
+        self._works: dict[tuple[int, Direction, bool], TaskComputation] = {}
 
     def handle(self, event: object, context: object = None) -> dict[str, Json]:
         """Run the task of ``event`` (``Task.to_event``, or its parsed JSON); return ``WorkerAnswer.as_json``.
@@ -355,7 +355,7 @@ class Worker:
         self._hook(TaskPhase.END)
         return all(accepted)
 
-    def _work(self, task: Task, calls: _Calls) -> Work:
+    def _work(self, task: Task, calls: _Calls) -> TaskComputation:
         key, run = task.key, (task.program, task.secrets, task.key.run)
         # Fetched again for each run even if programs are equal: the call also reports the worker's kernels.
         if self._run_of_program != run:
@@ -369,7 +369,7 @@ class Worker:
         kind = (key.step, key.direction, task.rematerialise)
         if kind not in self._works:
             key.check(self._program)
-            self._works[kind] = Work(self._program, *kind)
+            self._works[kind] = TaskComputation(self._program, *kind)
         return self._works[kind]
 
 

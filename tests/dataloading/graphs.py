@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from dglx_dist.dataloading.kernels import RawBatch, Schema, Workspace
-from dglx_dist.dataloading.sampler import Draws, WholeSource
+from dglx_dist.dataloading.kernels import RawBatch, Schema, ThreadTable
+from dglx_dist.dataloading.sampler import DrawSettings, WholeSource
 from dglx_dist.keyed_random import Csc
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE
 
@@ -30,9 +30,9 @@ def random_csc(num_nodes: int, mean_degree: int, seed: int = 0, dtype: str = "in
     return csc_from([row.tolist() for row in rows], dtype=dtype)
 
 
-def draws_of(schema: Schema, fanouts: Sequence[int]) -> Draws:
+def draws_of(schema: Schema, fanouts: Sequence[int]) -> DrawSettings:
     hops = np.repeat(np.array(fanouts[::-1], np.int64)[:, None], len(schema.etypes), axis=1)
-    return Draws(schema=schema, fanouts=hops, replace=False, exclude={}, seed=3)
+    return DrawSettings(schema=schema, fanouts=hops, replace=False, exclude={}, seed=3)
 
 
 def sampled(
@@ -41,12 +41,12 @@ def sampled(
     fanouts: Sequence[int],
     *,
     epoch: int = 0,
-    workspace: Workspace | None = None,
+    workspace: ThreadTable | None = None,
 ) -> RawBatch:
     num_nodes = len(csc.indptr) - 1
     schema = Schema(ntypes=(NODE_TYPE,), num_nodes=(num_nodes,), etypes=(EDGE_TYPE,))
     request = draws_of(schema, fanouts).request({NODE_TYPE: np.asarray(seeds, np.int64)}, epoch, {})
-    return WholeSource(schema, [csc]).sample(request, {}, workspace or Workspace(num_nodes))
+    return WholeSource(schema, [csc]).sample(request, {}, workspace or ThreadTable(num_nodes))
 
 
 def edges_of_hop(batch: RawBatch, hop: int) -> list[tuple[int, int, int]]:

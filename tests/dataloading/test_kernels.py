@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from dglx_dist.dataloading.kernels import Schema, Table, Workspace, relations_of
+from dglx_dist.dataloading.kernels import NodeTable, Schema, ThreadTable, relations_of
 from dglx_dist.errors import ConfigError
 from dglx_dist.keyed_random import Csc
 from tests.dataloading.graphs import HASHED, csc_from, edges_of_hop, random_csc, sampled
@@ -58,12 +58,12 @@ def test_epochs_and_hops_draw_differently() -> None:
 def test_hashed_numbering_is_the_direct_one(fanouts: list[int]) -> None:
     csc = random_csc(500, 8)
     seeds = np.arange(0, 500, 11)
-    small = Workspace(HASHED)
+    small = ThreadTable(HASHED)
     # So small that it grows within the batch.
-    small.keep(Table(np.zeros(64, np.uint32), np.empty(64, np.int64), 1))
-    direct = sampled(csc, seeds, fanouts, workspace=Workspace(500))
+    small.keep(NodeTable(np.zeros(64, np.uint32), np.empty(64, np.int64), 1))
+    direct = sampled(csc, seeds, fanouts, workspace=ThreadTable(500))
     hashed = sampled(csc, seeds, fanouts, workspace=small)
-    assert Workspace(HASHED).table.slots.nbytes < 1 << 20
+    assert ThreadTable(HASHED).table.slots.nbytes < 1 << 20
     assert len(small.table.keys) >= 2 * len(hashed.nodes)
     for one, other in zip(direct, hashed, strict=True):
         assert one.tolist() == other.tolist()
@@ -74,7 +74,7 @@ CSC = random_csc(300, 5)
 
 @pytest.mark.parametrize("size", [300, HASHED])
 def test_a_used_workspace_samples_what_a_new_one_samples(size: int) -> None:
-    used = Workspace(size)
+    used = ThreadTable(size)
     for epoch in range(20):
         seeds = np.arange(epoch, 300, 17)
         again = sampled(CSC, seeds, [4, 4], epoch=epoch, workspace=used)
@@ -85,7 +85,7 @@ def test_a_used_workspace_samples_what_a_new_one_samples(size: int) -> None:
 
 @pytest.mark.parametrize("size", [300, HASHED])
 def test_numbers_that_would_overflow_start_again(size: int) -> None:
-    workspace = Workspace(size)
+    workspace = ThreadTable(size)
     expected = sampled(CSC, [1, 2, 3], [4], workspace=workspace)
     workspace.keep(workspace.table._replace(base=(1 << 31) - 2))
     for _ in range(3):
@@ -95,7 +95,7 @@ def test_numbers_that_would_overflow_start_again(size: int) -> None:
 
 
 def test_a_refused_batch_leaves_no_trace() -> None:
-    workspace = Workspace(300)
+    workspace = ThreadTable(300)
     with pytest.raises(ConfigError, match=r"node 7 more than once \(3 seeds, 2 distinct\)"):
         sampled(CSC, [7, 5, 7], [4], workspace=workspace)
     again = sampled(CSC, [5, 6, 7], [4], workspace=workspace)

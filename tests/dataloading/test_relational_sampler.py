@@ -10,7 +10,7 @@ import pytest
 import torch
 from numba import types
 
-from dglx_dist.dataloading.kernels import Schema, Table, Workspace, sample_batch
+from dglx_dist.dataloading.kernels import NodeTable, Schema, ThreadTable, sample_batch
 from dglx_dist.dataloading.minibatch import BatchBlockBuilder
 from dglx_dist.dataloading.sampler import RemoteSource, WholeSource, load_kernels
 from dglx_dist.errors import ConfigError
@@ -35,10 +35,10 @@ SEEDS = {"user": np.array([29, 3, 8]), "item": np.array([40, 4])}
 
 def blocks_of(schema, cscs, fanouts, seeds=SEEDS, size=1000):
     request = draws_of(schema, fanouts).request(seeds, 0, {})
-    workspace = Workspace(size)
+    workspace = ThreadTable(size)
     if size == HASHED:
         # So small that it grows within the batch.
-        workspace.keep(Table(np.zeros(16, np.uint32), np.empty(16, np.int64), 1))
+        workspace.keep(NodeTable(np.zeros(16, np.uint32), np.empty(16, np.int64), 1))
     batch = WholeSource(schema, cscs).sample(request, {}, workspace)
     return BatchBlockBuilder(schema).blocks(batch)
 
@@ -151,7 +151,7 @@ def test_in_every_hop_all_requests_leave_before_anything_is_drawn(size: int) -> 
     schema, cscs = typed_shop()
     events: list[tuple[str, int, tuple[str, str, str]]] = []
     structures = [Recording(etype, csc, events) for etype, csc in zip(schema.etypes, cscs, strict=True)]
-    source, workspace = RemoteSource(schema, structures, "draw"), Workspace(size)
+    source, workspace = RemoteSource(schema, structures, "draw"), ThreadTable(size)
     draws = draws_of(schema, [3, 2])
     # Numbers of a batch that is refused are not those of the next.
     with pytest.raises(ConfigError, match="node 3 more than once"):

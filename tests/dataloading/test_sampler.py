@@ -12,7 +12,7 @@ from dgl import nn as dgl_nn
 from dgl.dataloading import NeighborSampler
 
 from dglx_dist.comm.session import start_session
-from dglx_dist.dataloading.kernels import Workspace
+from dglx_dist.dataloading.kernels import ThreadTable
 from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.dataloading.minibatch import BatchBlockBuilder
 from dglx_dist.dataloading.sampler import WholeSource
@@ -27,7 +27,7 @@ TYPED_SEEDS = {"user": np.array([29, 3, 8]), "item": np.array([40, 4])}
 def typed_blocks(seeds):
     schema, cscs = typed_shop()
     request = draws_of(schema, [4, 3]).request(seeds, 0, {})
-    batch = WholeSource(schema, cscs).sample(request, {}, Workspace(80))
+    batch = WholeSource(schema, cscs).sample(request, {}, ThreadTable(80))
     return schema, *BatchBlockBuilder(schema).blocks(batch)
 
 

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import PartialSums, SplittableConv, StageInput, cut_in_place
 from dglx_dist.layers.convolutions import Sync, stages_of
-from dglx_dist.layers.dropout import Columns, deal_out_columns
+from dglx_dist.layers.dropout import ColumnRange, deal_out_columns
 
 WIDTHS, PARTS = (1, 3, 100, 101), (1, 2, 3, 4)
 H = 5
@@ -92,7 +92,7 @@ def edge_choices(name: str, weight: Tensor) -> list[dict[str, Tensor]]:
     return [{}] if name.startswith(NO_WEIGHTS) else [{}, {"edge_weight": weight}]
 
 
-def part_of(layer: SplittableConv, runs: Sequence[Columns]) -> SplittableConv:
+def part_of(layer: SplittableConv, runs: Sequence[ColumnRange]) -> SplittableConv:
     part = copy.deepcopy(layer)
     cut_in_place(part, layer.cut, runs)
     return part

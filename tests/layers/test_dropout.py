@@ -17,7 +17,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.layers import dropout
 from dglx_dist.layers.convolutions import Sync, stages_of
 from dglx_dist.layers.dropout import (
-    Columns,
+    ColumnRange,
     DropDraws,
     NodeDropout,
     deal_out_columns,
@@ -33,11 +33,11 @@ from tests.layers.test_convolutions import block_and_rows, close, part_of, run_p
 NODES = torch.randperm(10_000, generator=torch.Generator().manual_seed(0))[:400]
 
 
-def all_columns(width: int) -> tuple[Columns, ...]:
+def all_columns(width: int) -> tuple[ColumnRange, ...]:
     return deal_out_columns(width, 1)
 
 
-def mask(runs: tuple[Columns, ...], number: int = 3, **other: int) -> Tensor:
+def mask(runs: tuple[ColumnRange, ...], number: int = 3, **other: int) -> Tensor:
     return kept_entries(other.get("seed", 7), number, other.get("stream", 1 << 32), NODES, runs, 0.3)
 
 
@@ -70,7 +70,7 @@ def test_entries_are_kept_as_often_as_said_and_their_mean_stays() -> None:
             share = kept.double().mean(side)
             assert share.min() < 1 - probability < share.max()
     assert not drop_entries(x, 1.0, draws).any()
-    none = DropDraws(seed=0, number=0, nodes=NODES, runs=(Columns(first=4, last=4, width=4),))
+    none = DropDraws(seed=0, number=0, nodes=NODES, runs=(ColumnRange(first=4, last=4, width=4),))
     out = drop_entries(torch.ones(400, 0, dtype=torch.float16), 0.5, none)
     assert (out.shape, out.dtype) == ((400, 0), torch.float16)
 
@@ -92,7 +92,7 @@ def test_parts_drop_what_one_part_drops(conv: nn.Module, sync: Sync) -> None:
     staged = stages_of(conv.double(), sync)
     block, x, _ = block_and_rows(7)
 
-    def drops(columns: Columns) -> DropDraws:
+    def drops(columns: ColumnRange) -> DropDraws:
         return DropDraws(seed=1, number=2, nodes=NODES[: len(x)], runs=(columns,))
 
     found = []
@@ -145,7 +145,7 @@ def test_a_device_drops_the_same_entries(monkeypatch: pytest.MonkeyPatch) -> Non
     cases = [
         (NODES, deal_out_concatenated([5, 4], 2)[1]),
         (NODES[:0], all_columns(3)),
-        (NODES[:3], (Columns(first=4, last=4, width=4),)),
+        (NODES[:3], (ColumnRange(first=4, last=4, width=4),)),
     ]
     draws, ones = DropDraws(seed=0, number=0, nodes=NODES, runs=()), torch.ones(block.num_edges(), 3, 1)
 

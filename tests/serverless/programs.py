@@ -13,7 +13,7 @@ from torch import Tensor
 from dglx_dist.data.json_fields import Json
 from dglx_dist.records import Array
 from dglx_dist.serverless.parameter_server import ParameterServer
-from dglx_dist.serverless.program import Drop, Edge, Gather, Program, Scatter, Slot, Step, Vertex
+from dglx_dist.serverless.program import Drop, Edge, Gather, Program, ProgramStep, Scatter, Slot, Vertex
 from dglx_dist.serverless.stages.base import VertexStage
 
 RELU: Json = {"name": "relu"}
@@ -47,13 +47,13 @@ def ae(name: str, sources: str, targets: str, output: str) -> Edge:
 
 
 def made(
-    *steps: Step, features: int = 5, classes: int = 3, num_train: int = 6, dtype: str = "float64"
+    *steps: ProgramStep, features: int = 5, classes: int = 3, num_train: int = 6, dtype: str = "float64"
 ) -> Program:
     return Program(steps=steps, features=features, classes=classes, num_train=num_train, dtype=dtype)
 
 
 def gcn(widths: tuple[int, ...] = (5, 4, 3), num_train: int = 6) -> Program:
-    steps: list[Step] = []
+    steps: list[ProgramStep] = []
     for layer in range(1, len(widths)):
         wide, narrow, last = widths[layer - 1], widths[layer], layer == len(widths) - 1
         config: dict[str, Json] = {"in": wide, "out": narrow, "bias": True}

@@ -30,8 +30,8 @@ from dglx_dist.serverless.tasks import (
     Role,
     Secrets,
     Task,
+    TaskComputation,
     TaskKey,
-    Work,
     kernels,
     parse_attempt,
     parse_half,
@@ -96,8 +96,8 @@ class Bench:
             ops.GRADIENTS: self._take_gradients,
         }
 
-    def work(self, key: TaskKey) -> Work:
-        return Work(self.program, key.step, key.direction, self.rematerialise)
+    def work(self, key: TaskKey) -> TaskComputation:
+        return TaskComputation(self.program, key.step, key.direction, self.rematerialise)
 
     def task(self, key: TaskKey, *, streaming: bool = True, timeout_s: float = 20.0) -> Task:
         return Task(

@@ -14,7 +14,15 @@ import pytest
 
 from dglx_dist.errors import ConfigError, UnknownNameError
 from dglx_dist.records import Array
-from dglx_dist.serverless.program import MAX_PROGRAM_BYTES, Gather, Program, Scatter, Slot, Step, Vertex
+from dglx_dist.serverless.program import (
+    MAX_PROGRAM_BYTES,
+    Gather,
+    Program,
+    ProgramStep,
+    Scatter,
+    Slot,
+    Vertex,
+)
 from dglx_dist.serverless.stages.base import (
     Backward,
     Config,
@@ -25,7 +33,7 @@ from dglx_dist.serverless.stages.base import (
     VertexStage,
     register_stage,
 )
-from dglx_dist.serverless.tasks import Direction, Work
+from dglx_dist.serverless.tasks import Direction, TaskComputation
 from tests.helpers.schema import check_every_field
 
 from .programs import dropping, gat, gcn, sage
@@ -63,7 +71,7 @@ def changed(index: int, **fields: Any) -> Callable[[], Program]:
     return make
 
 
-def steps(*some: Step | str) -> Callable[[], Program]:
+def steps(*some: ProgramStep | str) -> Callable[[], Program]:
     return lambda: replace(gcn(), steps=some)  # type: ignore[arg-type]
 
 
@@ -199,7 +207,7 @@ def test_a_text_cannot_name_what_is_not_registered() -> None:
         Program.from_json(json.dumps(text))
 
 
-LAST_STEP = Work(gcn(), 4, Direction.FUSED, True)
+LAST_STEP = TaskComputation(gcn(), 4, Direction.FUSED, True)
 WEIGHTS = [np.zeros(shape) for shape in LAST_STEP.weights.values()]
 PULLED = [np.zeros((2, 4)), np.zeros(2, dtype=np.int32)]
 
@@ -279,5 +287,5 @@ def test_mistakes_of_a_users_own_stage_are_found(mistake: str, message: str) -> 
     program = replace(gcn(), steps=(*gcn().steps[:4], last))
     x, labels, weights = np.ones((2, 4)), np.zeros(2, dtype=np.int32), [np.ones((4, 3))]
     with pytest.raises(ValueError, match=message):
-        Work(program, 4, Direction.FUSED, True).half(weights, [x, labels], 2)
+        TaskComputation(program, 4, Direction.FUSED, True).half(weights, [x, labels], 2)
     assert (x.all(), weights[0].all()) == (True, True)

@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dglx_dist.data.ingest.config import FeatureSpec
-from dglx_dist.data.ingest.tables import Piece, Table, numbers_of_text
+from dglx_dist.data.ingest.tables import PiecewiseTable, TablePiece, numbers_of_text
 from dglx_dist.data.json_fields import Fields, Within
-from dglx_dist.data.tables import Column, as_numpy, first_true
+from dglx_dist.data.tables import TableColumn, as_numpy, first_true
 from dglx_dist.data.validate import column_error
 from dglx_dist.records import FEATURE, Array, ColumnInfo
 
@@ -34,7 +34,7 @@ class Transform(ABC):
         self.column = column
         self.settings = settings.given
 
-    def scan(self, rows: Column) -> None:  # noqa: B027  # most need not
+    def scan(self, rows: TableColumn) -> None:  # noqa: B027  # most need not
         """Update the statistics with some rows."""
 
     def finalize(self, where: str) -> Mapping[str, Any]:
@@ -42,7 +42,7 @@ class Transform(ABC):
         return self.settings
 
     @abstractmethod
-    def apply(self, rows: Column) -> Array:
+    def apply(self, rows: TableColumn) -> Array:
         """Return (K, width) transformed rows."""
 
 
@@ -82,7 +82,7 @@ class Unchanged(Transform):
         self._separator = settings.value("separator", _Text | None)
         self._width = settings.value("truncate_dim", Annotated[int, Within(1)] | None)
 
-    def apply(self, rows: Column) -> Array:
+    def apply(self, rows: TableColumn) -> Array:
         found = _matrix(rows, self._separator)
         if self._width is not None and found.shape[1] < self._width:
             raise rows.error(f"{found.shape[1]} numbers, but truncate_dim asks for {self._width}", 0)
@@ -104,14 +104,14 @@ class _Scaled(Transform):
             self._found[key] = np.array(settings.value(key, kind), np.float64, ndmin=1)
         self._missing = [key for key in self._reductions if key not in self._found]
 
-    def scan(self, rows: Column) -> None:
+    def scan(self, rows: TableColumn) -> None:
         matrix = self._matrix(rows)
         for key in self._missing if len(matrix) else ():
             reduce = self._reductions[key]
             found = reduce.reduce(matrix, axis=0, dtype=np.float64)
             self._found[key] = reduce(self._found[key], found) if key in self._found else found
 
-    def _matrix(self, rows: Column) -> Array:
+    def _matrix(self, rows: TableColumn) -> Array:
         matrix = _matrix(rows)
         for found in self._found.values() if len(matrix) else ():
             # A statistic of length 1 was given in the settings, for all positions.
@@ -143,7 +143,7 @@ class MaxMin(_Scaled):
             raise column_error(where, self.column, f"{problem}; max_min_norm would divide by 0: leave it out")
         return {**self.settings, "min_val": low.tolist(), "max_val": high.tolist()}
 
-    def apply(self, rows: Column) -> Array:
+    def apply(self, rows: TableColumn) -> Array:
         matrix = self._matrix(rows).astype(np.float64, copy=False)
         low, high = self._found["min_val"], self._found["max_val"]
         return np.clip((matrix - low) / (high - low), 0, 1).astype(np.float32)
@@ -164,7 +164,7 @@ class Standard(_Scaled):
             raise column_error(where, self.column, problem)
         return {**self.settings, "sum": total.tolist()}
 
-    def apply(self, rows: Column) -> Array:
+    def apply(self, rows: TableColumn) -> Array:
         return (self._matrix(rows) / self._found["sum"]).astype(np.float32)
 
 
@@ -183,7 +183,7 @@ class Categorical(Transform):
         if self._given and {*self._codes.values()} != {*range(len(self._codes))}:
             raise settings.wrong("mapping", "a number for each text, from 0 on without gaps")
 
-    def scan(self, rows: Column) -> None:
+    def scan(self, rows: TableColumn) -> None:
         if not self._given:
             why = "to_categorical makes a column of each; encode it otherwise"
             add_texts(self._seen, self._texts(rows)[1], rows, why)
@@ -195,7 +195,7 @@ class Categorical(Transform):
             raise column_error(where, self.column, "has no value to make a category of; leave it out")
         return {**self.settings, "mapping": dict(self._codes)}
 
-    def apply(self, rows: Column) -> Array:
+    def apply(self, rows: TableColumn) -> Array:
         row_of, texts = self._texts(rows)
         known = pa.array(list(self._codes), pa.large_string())
         numbers = np.array(list(self._codes.values()), np.int64)
@@ -205,7 +205,7 @@ class Categorical(Transform):
         out[row_of[is_known], numbers[codes[is_known]]] = 1
         return out
 
-    def _texts(self, rows: Column) -> tuple[Array, Any]:
+    def _texts(self, rows: TableColumn) -> tuple[Array, Any]:
         # (T,) row of each text, and the texts; empty texts are left out.
         kind = rows.values.type
         if pa.types.is_nested(kind):
@@ -220,7 +220,7 @@ class Categorical(Transform):
         return row_of[as_numpy(kept)], texts.filter(kept)
 
 
-def add_texts(seen: set[str], texts: Any, rows: Column, why: str) -> None:
+def add_texts(seen: set[str], texts: Any, rows: TableColumn, why: str) -> None:
     """Add the distinct ``texts`` of ``rows`` to ``seen``; DatasetError with ``why`` if these are too many."""
     seen.update(pc.unique(texts).to_pylist())
     if len(seen) > MAX_CATEGORIES:
@@ -228,7 +228,7 @@ def add_texts(seen: set[str], texts: Any, rows: Column, why: str) -> None:
         raise rows.error(f"has more than {MAX_CATEGORIES} different values up to row {last}; {why}")
 
 
-def _matrix(rows: Column, separator: str | None = None) -> Array:
+def _matrix(rows: TableColumn, separator: str | None = None) -> Array:
     found = numbers_of_text(rows, separator) if rows.is_text else rows.numbers()
     return found.reshape(len(found), -1) if found.ndim == 1 else found
 
@@ -249,7 +249,7 @@ class Features:
         self.scanned_columns = tuple(one.column for one in self._scanned)
         """Columns that must be scanned in full before they are transformed."""
 
-    def scan(self, piece: Piece) -> None:
+    def scan(self, piece: TablePiece) -> None:
         for one in self._scanned:
             one.scan(piece.columns[one.column])
 
@@ -257,7 +257,7 @@ class Features:
         """Return the settings of each feature, including statistics of the table ``where``."""
         return [join_settings([one.finalize(where) for one in transforms]) for transforms in self._of_spec]
 
-    def info(self, name: str, table: Table) -> ColumnInfo:
+    def info(self, name: str, table: PiecewiseTable) -> ColumnInfo:
         """Return dtype and row shape of one tensor, from the first row; there must be one.
 
         Without out_dtype floating-point numbers are float32, as models compute, and whole numbers stay. One
@@ -274,7 +274,7 @@ class Features:
         row_shape = () if width == 1 and name != FEATURE else (width,)
         return ColumnInfo(dtype=self._dtypes.get(name, usual), row_shape=row_shape)
 
-    def chunks(self, name: str, table: Table, info: ColumnInfo) -> Iterator[Array]:
+    def chunks(self, name: str, table: PiecewiseTable, info: ColumnInfo) -> Iterator[Array]:
         """Yield the rows of one tensor, (k, *row) of ``info``'s dtype."""
         transforms, width = self._tensors[name], max(1, int(np.prod(info.row_shape)))
         at_once = max(1, self._batch_bytes // (8 * width))
@@ -290,13 +290,13 @@ class Features:
                 yield stored.reshape(len(rows), *info.row_shape)
 
 
-def _rows(transforms: Sequence[Transform], piece: Piece, first: int, count: int) -> Array:
+def _rows(transforms: Sequence[Transform], piece: TablePiece, first: int, count: int) -> Array:
     return np.concatenate(
         [one.apply(piece.columns[one.column].part(first, count)) for one in transforms], axis=1
     )
 
 
-def _cast(rows: Array, info: ColumnInfo, columns: Column) -> Array:
+def _cast(rows: Array, info: ColumnInfo, columns: TableColumn) -> Array:
     if np.dtype(info.dtype).kind != "f":
         if not np.can_cast(rows.dtype, info.dtype, "safe"):
             raise columns.error(f"holds {rows.dtype}, and the first row {info.dtype}; give out_dtype", 0)

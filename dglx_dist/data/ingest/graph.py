@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from dglx_dist.data.external_memory import (
     Carried,
     EdgeStream,
-    Scatter,
+    ScatteredRows,
     SortedEdges,
     Spill,
     low_memory_allocators,
@@ -26,7 +26,7 @@ from dglx_dist.data.external_memory import (
 from dglx_dist.data.ingest.config import FeatureSpec, IngestConfig, IngestPlan, TypeSpec
 from dglx_dist.data.ingest.features import make_transforms
 from dglx_dist.data.ingest.node_ids import IdMap
-from dglx_dist.data.ingest.tables import Table, ids_of
+from dglx_dist.data.ingest.tables import PiecewiseTable, ids_of
 from dglx_dist.data.ingest.tensors import DatasetOutput, Reorder, TypeRows
 from dglx_dist.data.storage.columns import IDS, edge_folder, id_dtype, node_folder, write_strings
 from dglx_dist.data.storage.files import named_failures, partial_folder
@@ -84,7 +84,7 @@ def _ingest_nodes(
 
 
 def _write_ids(
-    known: IdMap, table: Table, column: str, path: str, id_bytes: int, output: DatasetOutput
+    known: IdMap, table: PiecewiseTable, column: str, path: str, id_bytes: int, output: DatasetOutput
 ) -> None:
     # Ids that are not 0..N-1 become a column, and are added to the map on the way.
     def added() -> Iterator[Any]:
@@ -159,14 +159,16 @@ def _edge_order(rows: Spill, output: DatasetOutput) -> Reorder:
     """Return a function that reorders table rows into the order of edges, whose table ``rows`` are given."""
     folder, memory = output.work / "forward" / "arrange", output.budget.bucket
     num_edges, numbers, first = rows.num_rows, count(), 0
-    scatter = Scatter(folder / "scatter", num_edges, np.int64, memory=memory)
+    scatter = ScatteredRows(folder / "scatter", num_edges, np.int64, memory=memory)
     for some in rows.chunks(memory // 64 + 1):
         scatter.put(some, np.arange(first, first + len(some)))
         first += len(some)
     positions = Spill(folder / "positions", np.int64, scatter.chunks())
 
     def reorder(chunks: Iterable[Array], info: ColumnInfo) -> Iterator[Array]:
-        moved = Scatter(folder / str(next(numbers)), num_edges, info.dtype, info.row_shape, memory=memory)
+        moved = ScatteredRows(
+            folder / str(next(numbers)), num_edges, info.dtype, info.row_shape, memory=memory
+        )
         with positions.path.open("rb") as file:
             for rows in chunks:
                 moved.put(np.fromfile(file, np.int64, len(rows)), rows)
@@ -245,10 +247,10 @@ def _check_tables(config: IngestConfig) -> None:
         columns = [*spec.id_columns, *(column for feature in spec.features for column in feature.columns)]
         if label is not None and label.column is not None:
             columns.append(label.column)
-        Table(spec.files, 1).check(columns)
+        PiecewiseTable(spec.files, 1).check(columns)
         if label is not None and label.id_column is not None:
             for files in label.files.values():
-                Table(files, 1).check([label.id_column])
+                PiecewiseTable(files, 1).check([label.id_column])
 
 
 def _reverse_types(config: IngestConfig) -> dict[EdgeType, EdgeType]:
@@ -273,7 +275,7 @@ def _text_types(config: IngestConfig) -> dict[str, bool]:
             used += [(edge.files, column) for ntype, column in ends if ntype == node.kind]
         # Row numbers are integers, also if a CSV file names them.
         is_text[node.kind] = bool(node.id_columns) and not all(
-            Table(files, 0).is_whole_number(column) for files, column in used
+            PiecewiseTable(files, 0).is_whole_number(column) for files, column in used
         )
     return is_text
 

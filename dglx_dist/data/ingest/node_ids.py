@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dglx_dist.data.external_memory import Scatter, Spill, release_memory, runs
-from dglx_dist.data.ingest.tables import Piece, Table, ids_of
+from dglx_dist.data.external_memory import ScatteredRows, Spill, release_memory, runs
+from dglx_dist.data.ingest.tables import PiecewiseTable, TablePiece, ids_of
 from dglx_dist.data.tables import as_numpy
 from dglx_dist.data.validate import column_error, first_repeat, repeated_id
 from dglx_dist.records import Array
@@ -37,7 +37,7 @@ class IdMap:
         self._folder, self._memory = folder, memory
         self._num_buckets = max(1, -(-((id_bytes or 0) + _TABLE_BYTES * num_nodes) // memory))
 
-    def read(self, table: Table, column: str) -> Iterator[tuple[Piece, Any]]:
+    def read(self, table: PiecewiseTable, column: str) -> Iterator[tuple[TablePiece, Any]]:
         """Yield the ids of a column as pyarrow arrays, with their pieces."""
         for piece in table.pieces([column]):
             yield piece, ids_of(piece.columns[column], is_text=self.is_text)
@@ -55,7 +55,7 @@ class IdMap:
             with (folder / str(number)).open("ab") as file, pa.ipc.new_stream(file, rows.schema) as stream:
                 stream.write_batch(rows[run])
 
-    def check_unique(self, table: Table, column: str) -> None:
+    def check_unique(self, table: PiecewiseTable, column: str) -> None:
         """Raise DatasetError naming both rows if an id occurs twice; called after all are added."""
         repeats = [one for number in range(self._num_buckets) for one in self._repeats(number)]
         if not repeats:
@@ -65,7 +65,7 @@ class IdMap:
         place = f"row {there}{'' if before == path else f' of {before}'}"
         raise column_error(str(path), column, repeated_id(name, place), here)
 
-    def find(self, table: Table, column: str, owner: str, folder: Path) -> Spill:
+    def find(self, table: PiecewiseTable, column: str, owner: str, folder: Path) -> Spill:
         """Return the (E,) int64 node numbers of the ids in a column, in their order.
 
         Raises:
@@ -87,7 +87,7 @@ class IdMap:
             else:
                 self.add(ids, piece.row, folder / "asked")
         if not self.is_range:
-            scatter = Scatter(folder / "rows", table.num_rows, np.int64, memory=self._memory)
+            scatter = ScatteredRows(folder / "rows", table.num_rows, np.int64, memory=self._memory)
             for number in range(self._num_buckets):
                 own, known = next(read_ids(self._folder / str(number), None), (None, None))
                 for rows, ids in read_ids(folder / "asked" / str(number), self._memory // 8):

@@ -15,7 +15,7 @@ import pyarrow.csv
 import pyarrow.parquet
 
 from dglx_dist.data.ingest.config import FileSet
-from dglx_dist.data.tables import Column, as_numpy, check_names, open_table, plain
+from dglx_dist.data.tables import TableColumn, as_numpy, check_names, open_table, plain
 from dglx_dist.data.validate import check_finite
 from dglx_dist.errors import DatasetError
 from dglx_dist.records import Array
@@ -33,17 +33,17 @@ _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class TablePiece:
     """Some rows of one file."""
 
     row: int
     """Number of the first row in the table."""
-    columns: dict[str, Column]
+    columns: dict[str, TableColumn]
     """By name; all columns of a CSV file are texts as written."""
     num_rows: int
 
 
-class Table:
+class PiecewiseTable:
     """The files of one node or edge type, read about ``batch_bytes`` at a time; :meth:`check` comes first."""
 
     def __init__(self, files: FileSet, batch_bytes: int) -> None:
@@ -56,7 +56,7 @@ class Table:
         """Valid after :meth:`count` or all :meth:`pieces`, as :meth:`locate`."""
         return self._ends[-1] if self._ends else 0
 
-    def pieces(self, names: Sequence[str]) -> Iterator[Piece]:
+    def pieces(self, names: Sequence[str]) -> Iterator[TablePiece]:
         """Yield the columns ``names`` of all rows in order; without names, pieces have a row count only."""
         row, ends = 0, []
         for path in self.files.paths:
@@ -65,9 +65,10 @@ class Table:
                 if not batch.num_rows:
                     continue
                 columns = {
-                    name: Column(plain(batch.column(name)), name, str(path), row - first) for name in names
+                    name: TableColumn(plain(batch.column(name)), name, str(path), row - first)
+                    for name in names
                 }
-                yield Piece(row=row, columns=columns, num_rows=batch.num_rows)
+                yield TablePiece(row=row, columns=columns, num_rows=batch.num_rows)
                 row += batch.num_rows
             ends.append(row)
         self._ends = ends
@@ -210,7 +211,7 @@ def _header(path: Path, separator: str) -> list[str]:
 _WHOLE = "^(0|-?[1-9][0-9]*)$"
 
 
-def numbers_of_text(column: Column, separator: str | None = None) -> Array:
+def numbers_of_text(column: TableColumn, separator: str | None = None) -> Array:
     """Return texts as (K,) float64, or as (K, F) where each holds F numbers between separators."""
     column.refuse_gaps()
     width, values = None, column.values
@@ -229,7 +230,7 @@ def numbers_of_text(column: Column, separator: str | None = None) -> Array:
     return numbers
 
 
-def ids_of(column: Column, *, is_text: bool) -> Any:
+def ids_of(column: TableColumn, *, is_text: bool) -> Any:
     """Return ids as a pyarrow large_string array, or int64 where ``is_text`` is False."""
     column.refuse_non_ids()
     if is_text:

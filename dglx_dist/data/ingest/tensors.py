@@ -10,13 +10,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dglx_dist.data.external_memory import Budget, Scatter, Spill, release_memory
+from dglx_dist.data.external_memory import Budget, ScatteredRows, Spill, release_memory
 from dglx_dist.data.ingest.config import DEFAULT_SPLIT, SPLIT_FILES, LabelSpec, TypeSpec
 from dglx_dist.data.ingest.features import Features, add_texts
 from dglx_dist.data.ingest.node_ids import IdMap
-from dglx_dist.data.ingest.tables import LINE_COLUMN, Piece, Table, numbers_of_text
+from dglx_dist.data.ingest.tables import LINE_COLUMN, PiecewiseTable, TablePiece, numbers_of_text
 from dglx_dist.data.storage.columns import FileInfo, data_path, write_column
-from dglx_dist.data.tables import SPLIT, Column, as_numpy, first_true, split_codes
+from dglx_dist.data.tables import SPLIT, TableColumn, as_numpy, first_true, split_codes
 from dglx_dist.data.validate import MAX_CLASSES, column_error, warn_of_unknown
 from dglx_dist.errors import ConfigError, DatasetError
 from dglx_dist.progress import Advance
@@ -44,7 +44,7 @@ class Labels:
         self._class_names: Any = None
         self._largest = -1
 
-    def scan(self, rows: Column) -> None:
+    def scan(self, rows: TableColumn) -> None:
         if self.is_regression:
             return
         if self._is_text not in (None, rows.is_text):
@@ -79,7 +79,7 @@ class Labels:
             raise column_error(where, self.column, f"{problem} or a task of regression?")
         self.num_classes = self._largest + 1
 
-    def codes(self, rows: Column) -> Array:
+    def codes(self, rows: TableColumn) -> Array:
         """Return (K,) labels of some rows."""
         if self.is_regression:
             if not rows.is_text:
@@ -100,14 +100,14 @@ class Labels:
         return as_numpy(pc.fill_null(numbers, -1)).astype(np.int64)
 
 
-def _floats(rows: Column) -> Array:
+def _floats(rows: TableColumn) -> Array:
     try:
         return as_numpy(rows.values.cast(pa.float64(), safe=False))
     except pa.ArrowException as error:
         raise rows.error(f"must hold labels, numbers or texts; it holds {rows.values.type}") from error
 
 
-def _whole(rows: Column) -> Array:
+def _whole(rows: TableColumn) -> Array:
     numbers = np.where(np.isnan(found := _floats(rows)), -1.0, found)
     odd = (numbers != np.floor(numbers)) | (numbers < -1) | np.isinf(numbers)
     remedy = "give whole numbers from 0 on (-1 or nothing: none), or make it a task of regression"
@@ -168,12 +168,12 @@ def _whole_shares(count: int, shares: Sequence[float]) -> list[int]:
 
 def read_split_codes(spec: LabelSpec, ids: IdMap, owner: str, folder: Path, memory: int) -> Iterator[Array]:
     """Yield the split codes of all nodes, in order, from the files of ``custom_split_filenames``."""
-    codes = Scatter(folder / "codes", ids.num_nodes, np.uint8, memory=memory, fill=NO_SPLIT)
+    codes = ScatteredRows(folder / "codes", ids.num_nodes, np.uint8, memory=memory, fill=NO_SPLIT)
     left, column = 0, spec.id_column or LINE_COLUMN
     for code, name in enumerate(SPLIT_FILES):
         if name not in spec.files:
             continue
-        nodes = ids.find(Table(spec.files[name], memory // 8), column, owner, folder / name)
+        nodes = ids.find(PiecewiseTable(spec.files[name], memory // 8), column, owner, folder / name)
         if not nodes.num_rows:
             raise DatasetError(f"{spec.files[name].paths[0]}: names no node; leave {name!r} out")
         for numbers in nodes.chunks(memory // 64 + 1):
@@ -226,7 +226,7 @@ class TypeRows:
 
     def __init__(self, spec: TypeSpec[Any], folder: str, output: DatasetOutput) -> None:
         self.spec, self._folder, self._output = spec, folder, output
-        self.table = Table(spec.files, output.budget.batch)
+        self.table = PiecewiseTable(spec.files, output.budget.batch)
         self.num_rows = 0
         self.columns: dict[str, ColumnInfo] = {}
         """Dtype and shape of the tensors, by name."""
@@ -238,7 +238,7 @@ class TypeRows:
             self.labels = Labels(spec.label.column, spec.label.task == "regression")
         self._at_once = output.budget.batch // 16
 
-    def scan(self, *others: str) -> Iterator[Piece]:
+    def scan(self, *others: str) -> Iterator[TablePiece]:
         """Find what must be known of all rows; yields the pieces, which have the columns ``others``, too."""
         names = [*self._features.scanned_columns, *others]
         if self.labels is not None:

@@ -47,8 +47,8 @@ from dglx_dist.serverless.tasks import (
     Direction,
     Secrets,
     Task,
+    TaskComputation,
     TaskKey,
-    Work,
     attempt_name,
     parse_half,
     take_half,
@@ -438,7 +438,7 @@ class _Trial:
             weights=("weight", "bias"),
         )
         self._program = Program(steps=(layer,), features=FEATURES_IN, classes=CLASSES, num_train=ROWS)
-        self._work = Work(self._program, 0, Direction.FUSED, True)
+        self._work = TaskComputation(self._program, 0, Direction.FUSED, True)
         rng = np.random.default_rng(0)
         self._weights = [rng.normal(size=shape).astype(np.float32) for shape in self._work.weights.values()]
         rows = rng.normal(size=(ROWS, FEATURES_IN)).astype(np.float32)

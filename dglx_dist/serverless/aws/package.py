@@ -15,7 +15,7 @@ import dglx_dist
 from dglx_dist.data.json_fields import write_json
 from dglx_dist.data.storage.files import replaced_file
 from dglx_dist.errors import ConfigError
-from dglx_dist.serverless.program import Step, stage_names
+from dglx_dist.serverless.program import ProgramStep, stage_names
 from dglx_dist.serverless.stages.base import STAGES
 from dglx_dist.serverless.worker import STAGES_FILE
 
@@ -91,7 +91,7 @@ def _is_needed(path: PurePosixPath) -> bool:
     return not _UNUSED_FOLDERS.intersection(path.parts) and not path.name.endswith(_UNUSED_ENDINGS)
 
 
-def stages_of(steps: Iterable[Step]) -> dict[str, str]:
+def stages_of(steps: Iterable[ProgramStep]) -> dict[str, str]:
     """Return the user's own stages in ``steps``: name to ``module:Class``."""
     names = sorted({name for step in steps for name in stage_names(step)})
     found = {name: STAGES.get(name) for name in names}

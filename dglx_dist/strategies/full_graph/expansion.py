@@ -19,7 +19,7 @@ from dglx_dist.errors import StorageError
 from dglx_dist.graph.structure import InEdges, Structure
 from dglx_dist.keyed_random import hash_ids, item_key, mix, stream_key
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, RawGraph
-from dglx_dist.strategies.full_graph.halo_plan import RowIndex
+from dglx_dist.strategies.full_graph.halo_plan import RowPositions
 
 PRELOAD_STRUCTURE = "preload_structure"
 """Ledger phase of fetched in-edges: 8 bytes per remote row, 24 per in-edge."""
@@ -342,7 +342,7 @@ def split_rows(closure: KHopNeighborhood, num_ranks: int, method: str, seed: int
         tolerance=TOLERANCE if {"balance", "tolerance"} <= plugin.honours else {},
     )
     num_ids = int(max(closure.nodes.max(initial=-1), closure.sources.max(initial=-1))) + 1
-    sources = RowIndex(closure.nodes, num_ids).places(closure.sources)
+    sources = RowPositions(closure.nodes, num_ids).places(closure.sources)
     assert not (sources < 0).any(), "a source is not a row: split_rows needs hops above 0"
     graph = RawGraph(
         name="closure",

@@ -254,7 +254,7 @@ def refuse_reversed(what: str) -> NoReturn:
     )
 
 
-class Exchange(Protocol):
+class RowExchange(Protocol):
     """Interface of ``HaloExchange`` that blocks use."""
 
     cover: CoverExchange | None
@@ -292,7 +292,7 @@ class HaloBlock(DGLBlock):
         self,
         plain: DGLBlock,
         layer: HaloLayer,
-        exchange: Exchange,
+        exchange: RowExchange,
         out_degrees: Callable[[Tensor], Tensor] | None,
     ) -> None:
         source, relation, destination = plain.canonical_etypes[0]
@@ -309,7 +309,7 @@ class HaloBlock(DGLBlock):
         # A list, shared by blocks of other layers on the same structure: the lookup reads every edge.
         self._degrees: list[Tensor] = []
 
-    def through(self, exchange: Exchange) -> HaloBlock:
+    def through(self, exchange: RowExchange) -> HaloBlock:
         """Return a :meth:`local_var` that uses ``exchange``, of a layer with equal structure."""
         block: HaloBlock = self.local_var()
         block._exchange = exchange
@@ -451,7 +451,7 @@ class HaloBlock(DGLBlock):
 def halo_block(
     layer: HaloLayer,
     nodes: Tensor,
-    exchange: Exchange,
+    exchange: RowExchange,
     *,
     etype: EdgeType = EDGE_TYPE,
     out_degrees: Callable[[Tensor], Tensor] | None = None,

@@ -257,7 +257,7 @@ def _offsets(counts: Array) -> Array:
 
 
 @final
-class RowIndex:
+class RowPositions:
     """Hash index from (n,) int64 distinct ids in [0, ``num_ids``) to their positions.
 
     Takes 4 bytes for each of ``num_ids`` ids, or 24 to 48 bytes per row if that is less.

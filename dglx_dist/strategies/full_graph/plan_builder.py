@@ -52,7 +52,7 @@ from dglx_dist.strategies.full_graph.halo_plan import (
     HaloLayer,
     PairCover,
     RankPlan,
-    RowIndex,
+    RowPositions,
     cover_of,
     covers_of,
     minimum_cover,
@@ -97,7 +97,7 @@ class PlanRequest:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class PlanStep:
     """Arrays that ranks exchange in the making of a plan; the answer is what each sent, by ascending rank."""
 
     name: str
@@ -109,11 +109,11 @@ class Step:
 
 
 T = TypeVar("T")
-Steps: TypeAlias = Generator[Step, dict[int, Any], T]
+PlanSteps: TypeAlias = Generator[PlanStep, dict[int, Any], T]
 """Yields steps, is sent their answers and returns a result."""
 
 
-def plan_steps(context: PartitionContext, request: PlanRequest) -> Steps[RankPlan]:
+def plan_steps(context: PartitionContext, request: PlanRequest) -> PlanSteps[RankPlan]:
     """Make the plan of the rank ``context.topology.rank``."""
     topology = context.topology
     seeds = yield from _seeds_of_server(context, request)
@@ -121,7 +121,7 @@ def plan_steps(context: PartitionContext, request: PlanRequest) -> Steps[RankPla
     shared: dict[int, KHopNeighborhood] = {}
     if topology.rank == members[0]:
         shared = dict.fromkeys(members, (yield from _rows_of_server(context, request, seeds)))
-    held: KHopNeighborhood = (yield Step(name=_SHARED, among=members, outgoing=shared))[members[0]]
+    held: KHopNeighborhood = (yield PlanStep(name=_SHARED, among=members, outgoing=shared))[members[0]]
     own = _own_rows(held, topology.rank)
     layers = yield from _read_layers(context, request.hops, own, held)
     layers = yield from _finish_layers(context, own, layers)
@@ -135,13 +135,13 @@ def plan_steps(context: PartitionContext, request: PlanRequest) -> Steps[RankPla
     )
 
 
-def _seeds_of_server(context: PartitionContext, request: PlanRequest) -> Steps[Array]:
+def _seeds_of_server(context: PartitionContext, request: PlanRequest) -> PlanSteps[Array]:
     """Send the seeds to the leaders that compute them; return those received (none unless a leader)."""
     topology = context.topology
     seeds = np.unique(as_ids(request.seeds, int(context.bounds[-1]), "the nodes"))
     ranks, pieces = range(topology.world_size), _by_leader(context, seeds)
     outgoing = {rank: [np.array([len(seeds)]), pieces.get(rank, NO_IDS)] for rank in ranks}
-    received = yield Step(name="seeds", among=ranks, outgoing=outgoing)
+    received = yield PlanStep(name="seeds", among=ranks, outgoing=outgoing)
     if not any(given for given, _ in received.values()):
         raise ConfigError(NO_SEEDS)
     return np.unique(np.concatenate([ids for _, ids in received.values()]))
@@ -161,7 +161,9 @@ def seeds_by_server(context: PartitionContext, seeds: Array) -> list[Array]:
     return np.split(seeds, np.searchsorted(seeds, context.bounds[1:-1]))
 
 
-def _rows_of_server(context: PartitionContext, request: PlanRequest, seeds: Array) -> Steps[KHopNeighborhood]:
+def _rows_of_server(
+    context: PartitionContext, request: PlanRequest, seeds: Array
+) -> PlanSteps[KHopNeighborhood]:
     """Return the rows that this server computes, each assigned to one of its ranks; on leaders.
 
     At level ``hops`` and above, a server computes its own nodes that any server reads, so servers exchange
@@ -184,7 +186,7 @@ def _rows_of_server(context: PartitionContext, request: PlanRequest, seeds: Arra
             wanted = met = np.union1d(met, read)
             if level >= request.hops:
                 outgoing = {rank: [ids] for rank, ids in _by_leader(context, read).items()}
-                received = yield Step(name=f"rows of level {level}", among=leaders, outgoing=outgoing)
+                received = yield PlanStep(name=f"rows of level {level}", among=leaders, outgoing=outgoing)
                 wanted = np.unique(np.concatenate([ids for (ids,) in received.values()]))
             levels.append(np.setdiff1d(wanted, known, assume_unique=True))
             known = np.union1d(known, levels[-1])
@@ -252,20 +254,20 @@ def _own_rows(held: KHopNeighborhood, rank: int) -> _RankRows:
 
 def _read_layers(
     context: PartitionContext, hops: int, own: _RankRows, held: KHopNeighborhood
-) -> Steps[list[HaloLayer]]:
+) -> PlanSteps[list[HaloLayer]]:
     """Return the L layers of a rank, input layer first, without ``send`` lists; equal ones are one object.
 
     Layers up to ``hops`` read only rows of the own server.
     """
     num_nodes, (first, last) = int(context.bounds[-1]), context.own_range(context.topology.server)
-    places = RowIndex(held.nodes, num_nodes).places(own.sources)
+    places = RowPositions(held.nodes, num_nodes).places(own.sources)
     in_server = np.where(places >= 0, held.holders[places], -1).astype(np.int64)
     anywhere, counts = in_server.copy(), own.counts
     if hops < len(counts) - 1:
         inside = (own.sources >= first) & (own.sources < last)
         outside = np.flatnonzero(~inside & own.read_by(hops + 1))
         anywhere[outside] = yield from _holders_of(context, hops, own.sources[outside], held)
-    place = RowIndex(own.nodes, num_nodes).places(own.sources)
+    place = RowPositions(own.nodes, num_nodes).places(own.sources)
     layers: list[HaloLayer] = []
     for layer in range(1, len(counts)):
         is_same = layer > 1 and layer != hops + 1 and counts[layer - 2] == counts[layer - 1] == counts[layer]
@@ -274,7 +276,7 @@ def _read_layers(
     return layers
 
 
-def _holders_of(context: PartitionContext, hops: int, ids: Array, held: KHopNeighborhood) -> Steps[Array]:
+def _holders_of(context: PartitionContext, hops: int, ids: Array, held: KHopNeighborhood) -> PlanSteps[Array]:
     topology = context.topology
     if hops == 0:
         return RowOwners(context.bounds, topology).rank_of(ids)
@@ -282,15 +284,15 @@ def _holders_of(context: PartitionContext, hops: int, ids: Array, held: KHopNeig
     serving = Placement(topology.num_servers, topology).serving_ranks
     requests = {rank: [NO_IDS] for rank in ranks}
     requests |= {rank: [piece] for rank, piece in zip(serving, pieces, strict=True)}
-    received = yield Step(name="requests for holders", among=ranks, outgoing=requests)
+    received = yield PlanStep(name="requests for holders", among=ranks, outgoing=requests)
     # The index costs as much as the server's rows, so it is built once for all requests.
-    index = RowIndex(held.nodes, int(context.bounds[-1]))
+    index = RowPositions(held.nodes, int(context.bounds[-1]))
     answers = {}
     for rank, (requested,) in received.items():
         places = index.places(requested)
         assert not (places < 0).any(), "another server requests rows that this one does not compute"
         answers[rank] = [held.holders[places].astype(np.int64)]
-    holders = yield Step(name="holders of rows", among=ranks, outgoing=answers)
+    holders = yield PlanStep(name="holders of rows", among=ranks, outgoing=answers)
     return np.concatenate([holders[rank][0] for rank in serving])
 
 
@@ -321,13 +323,13 @@ def _layer_of(own: _RankRows, layer: int, holders: Array, place: Array, rank: in
 
 def _finish_layers(
     context: PartitionContext, own: _RankRows, layers: Sequence[HaloLayer]
-) -> Steps[list[HaloLayer]]:
+) -> PlanSteps[list[HaloLayer]]:
     """Exchange halo requests, and return ``layers`` with their ``send`` lists.
 
     Sends [(L,) int64 row counts, -1 for the same rows as one layer before; int64 ids] to each rank: 8 bytes
     per layer, and 8 bytes per halo row of each layer that differs from the previous one.
     """
-    ranks, index = range(context.topology.world_size), RowIndex(own.nodes, int(context.bounds[-1]))
+    ranks, index = range(context.topology.world_size), RowPositions(own.nodes, int(context.bounds[-1]))
     is_same = [number > 0 and layer is layers[number - 1] for number, layer in enumerate(layers)]
     requests = {}
     for rank in ranks:
@@ -335,7 +337,7 @@ def _finish_layers(
         counts = [_SAME_AS_BEFORE if same else len(ids) for ids, same in zip(halos, is_same, strict=True)]
         ids = [NO_IDS, *(ids for ids, same in zip(halos, is_same, strict=True) if not same)]
         requests[rank] = [np.array(counts, np.int64), np.concatenate(ids)]
-    received = yield Step(name="requested rows", among=ranks, outgoing=requests)
+    received = yield PlanStep(name="requested rows", among=ranks, outgoing=requests)
     sent = {rank: _requested_rows(own, index, message) for rank, message in received.items()}
     finished: list[HaloLayer] = []
     for number, layer in enumerate(layers):
@@ -348,7 +350,7 @@ def _finish_layers(
     return finished
 
 
-def _requested_rows(own: _RankRows, index: RowIndex, message: Sequence[Array]) -> list[Array]:
+def _requested_rows(own: _RankRows, index: RowPositions, message: Sequence[Array]) -> list[Array]:
     """Return, for each of L layers, the (n,) int64 own rows of a request; equal ones are one object."""
     counts, ids = message
     rows, requested, first = index.places(ids), [NO_IDS], 0
@@ -363,7 +365,7 @@ def _requested_rows(own: _RankRows, index: RowIndex, message: Sequence[Array]) -
     return requested[1:]
 
 
-def _cover_layers(num_ranks: int, layers: Sequence[HaloLayer]) -> Steps[list[HaloLayer]]:
+def _cover_layers(num_ranks: int, layers: Sequence[HaloLayer]) -> PlanSteps[list[HaloLayer]]:
     """Return ``layers`` with covers; sends :meth:`PairCover.numbers` to each rank of a layer's halo."""
     is_new = [not number or layer is not layers[number - 1] for number, layer in enumerate(layers)]
     covers = [covers_of(layer) if new else {} for layer, new in zip(layers, is_new, strict=True)]
@@ -371,7 +373,7 @@ def _cover_layers(num_ranks: int, layers: Sequence[HaloLayer]) -> Steps[list[Hal
         rank: [pairs[rank].numbers() if rank in pairs else NO_IDS for pairs in covers]
         for rank in range(num_ranks)
     }
-    answers = yield Step(name="partial sums", among=range(num_ranks), outgoing=outgoing)
+    answers = yield PlanStep(name="partial sums", among=range(num_ranks), outgoing=outgoing)
     for rank, arrays in answers.items():
         if len(arrays) != len(layers):
             raise PeerError(
@@ -408,7 +410,7 @@ def plan_all(
         own = replace(request, seeds=seeds_of.get(rank, NO_IDS))
         running.append(plan_steps(replace(context, topology=context.of_rank(rank)), own))
     waiting = {rank: next(steps) for rank, steps in enumerate(running)}
-    sent: dict[str, dict[int, Step]] = defaultdict(dict)
+    sent: dict[str, dict[int, PlanStep]] = defaultdict(dict)
     plans: dict[int, RankPlan] = {}
     while waiting:
         for rank, step in waiting.items():
@@ -476,7 +478,7 @@ class PlanExchange:
         finally:
             self._current[0] = 0
 
-    def exchange(self, step: Step) -> dict[int, list[Array]]:
+    def exchange(self, step: PlanStep) -> dict[int, list[Array]]:
         """Send the arrays of ``step`` and return those of the other ranks, by ascending rank.
 
         Raises:
@@ -537,7 +539,7 @@ class Planner:
                     plan: RankPlan = finished.value
                     return plan
 
-    def _share(self, step: Step, job: int) -> dict[int, Any]:
+    def _share(self, step: PlanStep, job: int) -> dict[int, Any]:
         leader, held = min(step.among), step.outgoing.get(self._session.topology.rank)
         if len(step.among) > 1:
             folder = self._session.scratch / f"{self._label}-{job}"
@@ -545,7 +547,7 @@ class Planner:
                 write_held(folder, held)
             self._exchange.exchange(replace(step, outgoing={}))
             found = read_held(folder) if held is None else held
-            self._exchange.exchange(Step(name="rows read", among=step.among, outgoing={}))
+            self._exchange.exchange(PlanStep(name="rows read", among=step.among, outgoing={}))
             if held is not None:
                 shutil.rmtree(folder, ignore_errors=True)
             return {leader: found}

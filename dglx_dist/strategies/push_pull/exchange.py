@@ -22,7 +22,7 @@ from dglx_dist.comm.session import Session
 from dglx_dist.dataloading.feature_fetch import HALVES
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import cut_out
-from dglx_dist.layers.dropout import Columns
+from dglx_dist.layers.dropout import ColumnRange
 
 FORWARD, BACKWARD = "activations", "activation_gradients"
 """Ledger phases (forward pull, backward push)."""
@@ -198,7 +198,7 @@ def add_in_order(received: Received) -> Tensor:
 def share_edge_values(
     values: Mapping[str, Tensor],
     inputs: Sequence[PartInput],
-    by_column: Mapping[str, Sequence[Sequence[Columns]]],
+    by_column: Mapping[str, Sequence[Sequence[ColumnRange]]],
     group: Group,
     exchange: AsyncExchange,
 ) -> list[dict[str, Tensor]]:

@@ -42,7 +42,7 @@ from dglx_dist.graph.row_kernels import (
     tensor_view,
     torch_dtype,
 )
-from dglx_dist.layers.dropout import Columns, deal_out_columns
+from dglx_dist.layers.dropout import ColumnRange, deal_out_columns
 from dglx_dist.progress import progress
 from dglx_dist.records import LABEL, Array, ColumnInfo
 from dglx_dist.strategies.push_pull.exchange import Group
@@ -88,7 +88,7 @@ class ColumnSlice:
     name: str
     key: str = ""
     """The KVStore's name of the tensor."""
-    columns: Columns
+    columns: ColumnRange
     info: ColumnInfo
     """Stored dtype, and (F_p,)."""
     num_rows: int
@@ -140,7 +140,7 @@ class ColumnSlice:
         return self.read()
 
 
-def stored_slice(dataset: StoredDataset, ntype: str, name: str, columns: Columns) -> ColumnSlice:
+def stored_slice(dataset: StoredDataset, ntype: str, name: str, columns: ColumnRange) -> ColumnSlice:
     """Return ``columns`` of the node feature ``name`` with the place of their file."""
     path = f"{safe_name(ntype)}/{safe_name(name)}/{columns.first}-{columns.last}"
     dtype = dataset.manifest.node_columns[ntype][name].dtype

@@ -25,7 +25,7 @@ from dglx_dist.layers.dropout import (
     EDGE_DROPOUTS,
     LATER_MODULES,
     MODULES,
-    Columns,
+    ColumnRange,
     DropDraws,
     NodeDropouts,
     deal_out_concatenated,
@@ -54,7 +54,7 @@ class Converted:
 
     dtype: torch.dtype
 
-    def apply(self, rows: Tensor, owner: PartInput, runs: Sequence[Columns]) -> Tensor:
+    def apply(self, rows: Tensor, owner: PartInput, runs: Sequence[ColumnRange]) -> Tensor:
         return rows.to(self.dtype)
 
 
@@ -68,7 +68,7 @@ class Dropped:
     stream: int
     """Of the draws; one for each dropout module."""
 
-    def apply(self, rows: Tensor, owner: PartInput, runs: Sequence[Columns]) -> Tensor:
+    def apply(self, rows: Tensor, owner: PartInput, runs: Sequence[ColumnRange]) -> Tensor:
         draws = DropDraws(seed=self.seed, number=owner.number, nodes=owner.nodes, runs=tuple(runs))
         return drop_entries(rows, self.probability, draws, self.stream)
 
@@ -78,7 +78,7 @@ class Dropped:
 class Origin:
     """How a part computes its input rows of any owner; equal to another if that does the same."""
 
-    runs: tuple[Columns, ...]
+    runs: tuple[ColumnRange, ...]
     """The part's columns of the uncut input, in order; keys of dropout."""
     names: tuple[str, ...] = ()
     """Features of the loader, concatenated."""
@@ -220,7 +220,7 @@ class ColumnEmbedding:
     """
 
     def __init__(
-        self, embedding: nn.Embedding, provenance: InputProvenance, runs: tuple[Columns, ...]
+        self, embedding: nn.Embedding, provenance: InputProvenance, runs: tuple[ColumnRange, ...]
     ) -> None:
         self.cut = {"weight": 1}
         self._embedding, self._provenance, self._runs = embedding, provenance, runs
@@ -286,7 +286,7 @@ class ColumnLayerNorm:
         self,
         norm: nn.LayerNorm,
         provenance: InputProvenance,
-        runs: tuple[Columns, ...],
+        runs: tuple[ColumnRange, ...],
         moments: tuple[Tensor, Tensor],
     ) -> None:
         self.cut = {name: 0 for name, _ in norm.named_parameters(recurse=False)}
@@ -312,7 +312,7 @@ class ColumnLayerNorm:
         self._provenance.add(rows, origin.then(self))
         return rows
 
-    def apply(self, rows: Tensor, owner: PartInput, runs: Sequence[Columns]) -> Tensor:
+    def apply(self, rows: Tensor, owner: PartInput, runs: Sequence[ColumnRange]) -> Tensor:
         """Return the normalized features, with the module's current weights."""
         if self._moments[0].device != rows.device:
             self._moments = self._moments[0].to(rows.device), self._moments[1].to(rows.device)
@@ -385,7 +385,7 @@ def find_input_modules(
     model: nn.Module,
     first: nn.Module,
     provenance: InputProvenance,
-    runs: tuple[Columns, ...],
+    runs: tuple[ColumnRange, ...],
     moments: Callable[[], tuple[Tensor, Tensor]],
     *,
     num_nodes: int,
@@ -479,7 +479,7 @@ class Cut:
     """Of the uncut parameter."""
     dimension: int
     """Its dimension over the input columns."""
-    runs: tuple[tuple[Columns, ...], ...]
+    runs: tuple[tuple[ColumnRange, ...], ...]
     """(N_f,) by part: its columns, in the order in which its piece has them."""
 
     def piece_shape(self, part: int) -> tuple[int, ...]:
@@ -533,7 +533,7 @@ class SplitModel:
 
     layer: SplittableConv
     """The first layer, of this part."""
-    runs: tuple[tuple[Columns, ...], ...]
+    runs: tuple[tuple[ColumnRange, ...], ...]
     """(N_f,) by part: its columns of the input."""
     features: list[Origin]
     """The input rows that the loader provides: each feature, and the concatenation of all."""
@@ -587,7 +587,9 @@ def split_model(
 
 
 def _cuts(
-    model: nn.Module, dimensions: Mapping[nn.Module, Mapping[str, int]], runs: tuple[tuple[Columns, ...], ...]
+    model: nn.Module,
+    dimensions: Mapping[nn.Module, Mapping[str, int]],
+    runs: tuple[tuple[ColumnRange, ...], ...],
 ) -> dict[str, Cut]:
     known: dict[nn.Parameter, tuple[tuple[nn.Module, str], int]] = {}
     for module, cut in dimensions.items():

@@ -30,7 +30,7 @@ _MAX_LOCAL = 2**31 - 1
 
 @final
 @dataclass(frozen=True, kw_only=True, eq=False)
-class LocalGraph:
+class ServerGraph:
     """n own nodes with local ids 0 to n - 1, m halo nodes with ids up to n + m - 1, E edges into own nodes.
 
     A halo node is a node of another graph server with an edge into an own node. The halo nodes of an owner
@@ -96,8 +96,8 @@ class LocalGraph:
 
 def local_graph(
     rank: int, starts: Sequence[int] | Array, indptr: Array, sources: Array, first_edge: int = 0
-) -> LocalGraph:
-    """Return the local graph of ``rank`` from (E,) global ``sources``, the others as in :class:`LocalGraph`.
+) -> ServerGraph:
+    """Return the local graph of ``rank`` from (E,) global ``sources``, the others as in :class:`ServerGraph`.
 
     ConfigError if it is too large for int32 local ids.
     """
@@ -118,7 +118,7 @@ def local_graph(
     order = np.argsort(local, kind="stable")
     counts = np.bincount(local, minlength=num_own + len(halo))
     targets = np.repeat(np.arange(num_own, dtype=np.int32), np.diff(indptr))
-    return LocalGraph(
+    return ServerGraph(
         rank=rank,
         starts=bounds,
         indptr=np.ascontiguousarray(indptr, dtype=np.int64),
@@ -137,13 +137,13 @@ def local_graph(
 class Part:
     """n own nodes in k intervals, m halo nodes, E in-edges, and the rows exchanged with W graph servers."""
 
-    graph: LocalGraph
+    graph: ServerGraph
     bounds: Array
     """(k + 1,) int64 local ids: interval i has the nodes ``bounds[i]:bounds[i + 1]``."""
     interval_sizes: Array
     """(W k,) nodes of each interval of all graph servers."""
     boundary: Sequence[Array]
-    """Per peer (b,) int32: own nodes in the halo of the peer, ascending; see :class:`LocalGraph`."""
+    """Per peer (b,) int32: own nodes in the halo of the peer, ascending; see :class:`ServerGraph`."""
     features: Array
     """(n + m, F) of the program's dtype: own rows, then halo rows."""
     labels: Array
@@ -240,7 +240,7 @@ PRELOAD = "preload"
 """Ledger phase: 8 bytes per halo node for the lists, 8 + s F per halo node of another server for features."""
 
 
-def read_structure(g: DistGraph) -> LocalGraph:
+def read_structure(g: DistGraph) -> ServerGraph:
     """Return this rank's local graph; a server's nodes are split evenly over its ranks."""
     rank = g.session.topology.rank
     starts = RowOwners(g.get_node_partition_policy(g.ntypes[0]).bounds, g.session.topology).starts
@@ -251,7 +251,7 @@ def read_structure(g: DistGraph) -> LocalGraph:
     return local_graph(rank, starts, edges.indptr, edges.sources, first_edge)
 
 
-def exchange_boundaries(session: Session, graph: LocalGraph) -> list[Array]:
+def exchange_boundaries(session: Session, graph: ServerGraph) -> list[Array]:
     """Return, per peer, (b,) int32 own nodes that are its halo nodes, ascending. Collective."""
     exchange = OneSidedExchange(session, HALO_IDS, "look at its output")
     barrier(session, "listing the halo nodes of all graph servers")
@@ -261,7 +261,7 @@ def exchange_boundaries(session: Session, graph: LocalGraph) -> list[Array]:
     return [graph.own_positions(ids, peer) for peer, (ids,) in found.items()]
 
 
-def read_features(g: DistGraph, graph: LocalGraph, name: str, dtype: str) -> Array:
+def read_features(g: DistGraph, graph: ServerGraph, name: str, dtype: str) -> Array:
     """Return (n + m, F) features, the node data ``name``, of own nodes and halo nodes."""
     ids = np.concatenate([graph.own_ids, graph.halo])
     rows = g.kvstore.pull(g.ndata[name].kvstore_key, ids, distinct=True, phase=PRELOAD)

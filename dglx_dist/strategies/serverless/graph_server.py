@@ -26,7 +26,7 @@ from numba import njit
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.row_kernels import read_ahead
-from dglx_dist.layers.dropout import MODULES, Columns, kept_entries
+from dglx_dist.layers.dropout import MODULES, ColumnRange, kept_entries
 from dglx_dist.records import Array
 from dglx_dist.serverless.program import (
     FEATURES,
@@ -34,8 +34,8 @@ from dglx_dist.serverless.program import (
     Edge,
     Gather,
     Program,
+    ProgramStep,
     Scatter,
-    Step,
     Vertex,
     drops_features,
     inputs_of,
@@ -48,8 +48,8 @@ from dglx_dist.serverless.tasks import (
     Item,
     Per,
     Role,
+    TaskComputation,
     TaskKey,
-    Work,
     check_payload,
     half_length,
     take_half,
@@ -234,7 +234,7 @@ def _barrier_before(program: Program, index: int) -> Barrier:
     return Barrier.LOCAL if before is not None and drops_features(before) else Barrier.NONE
 
 
-def _has_gradient(program: Program, step: Step) -> bool:
+def _has_gradient(program: Program, step: ProgramStep) -> bool:
     # Whether a trained weight gets a gradient from the backward step.
     if isinstance(step, Vertex) and step.weights:
         return True
@@ -296,7 +296,9 @@ class GraphServer:
         self._statistics: dict[int, dict[int, Array]] = {}
         self._lock = threading.Lock()
         self.works = {
-            (task.step, task.direction): Work(program, task.step, task.direction, options.rematerialise)
+            (task.step, task.direction): TaskComputation(
+                program, task.step, task.direction, options.rematerialise
+            )
             for task in self.schedule
             if task.kind is TaskKind.WORK
         }
@@ -417,7 +419,7 @@ class GraphServer:
                 self._take(interval, key, item, halves)
         return SubmitResult.LAST
 
-    def _work_of(self, key: TaskKey) -> Work:
+    def _work_of(self, key: TaskKey) -> TaskComputation:
         key.check_run(self.run)
         first, end = self.part.first_interval, self.part.first_interval + self.part.num_intervals
         if not first <= key.interval < end:
@@ -564,7 +566,7 @@ class GraphServer:
         return where, np.arange(first + where.start, first + where.stop)
 
     def _dropped(self, step: Drop, epoch: int, ids: Array, rows: Array) -> Array:
-        columns = Columns(first=0, last=rows.shape[1], width=rows.shape[1])
+        columns = ColumnRange(first=0, last=rows.shape[1], width=rows.shape[1])
         stream, p = MODULES + step.call, step.probability
         kept = kept_entries(self._seed, epoch, stream, torch.from_numpy(ids), (columns,), p).numpy()
         return kept.astype(rows.dtype) * (1 / (1 - p) if p < 1 else 0.0) * rows

@@ -26,9 +26,9 @@ from dglx_dist.serverless.program import (
     Drop,
     Edge,
     Gather,
+    ProgramStep,
     Scatter,
     Slot,
-    Step,
     Vertex,
 )
 from dglx_dist.serverless.stages.base import VertexStage, vertex_stage
@@ -237,7 +237,7 @@ class StepsBuilder:
     """Builds the steps of a program, layer by layer; ``names`` by id() of the model's parameters."""
 
     def __init__(self, names: Mapping[int, str], features: int) -> None:
-        self.steps: list[Step] = []
+        self.steps: list[ProgramStep] = []
         self.factors: dict[str, EdgeFactor] = {}
         self._names, self._taken = names, set[str]()
         self.output = Slot(FEATURES, features)

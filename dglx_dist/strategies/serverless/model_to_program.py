@@ -122,7 +122,7 @@ def _check_parameters(model: nn.Module) -> None:
 
 
 @dataclass(kw_only=True)
-class _Call:
+class _LayerCall:
     layer: Layer
     rows: Tensor
     """(n, F) input."""
@@ -152,7 +152,7 @@ class _Trace:
         *,
         training: bool,
     ) -> None:
-        self.calls: list[_Call] = []
+        self.calls: list[_LayerCall] = []
         self.before: Sequence[str] = ()
         """Modules called before the first layer."""
         self._called: list[str] = []
@@ -239,7 +239,9 @@ class _Trace:
             result = (3 * torch.randn(shape, dtype=rows.dtype, generator=self._generator)).requires_grad_()
             self._end_call(rows)
             self.calls.append(
-                _Call(layer=layer, rows=rows, block=block, edge_column=column, result=result, then=result)
+                _LayerCall(
+                    layer=layer, rows=rows, block=block, edge_column=column, result=result, then=result
+                )
             )
             # A copy, because the model may modify it in place.
             out = result.clone()
@@ -327,7 +329,7 @@ def _check_order(layers: Sequence[Layer], seen: _Trace) -> None:
 
 
 def _function_of(
-    where: str, call: _Call, in_training: _Call, outside: Mapping[str, nn.Parameter]
+    where: str, call: _LayerCall, in_training: _LayerCall, outside: Mapping[str, nn.Parameter]
 ) -> RowFunction:
     function = find_function(call.result, call.then, call.layer.own_function)
     if function is None:

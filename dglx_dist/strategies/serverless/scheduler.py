@@ -43,7 +43,7 @@ from dglx_dist.strategies.serverless.options import LambdaOptions
 
 
 @final
-class Progress:
+class IntervalProgress:
     """Positions of the intervals of one graph server: epoch x tasks per epoch + task. Not thread-safe.
 
     With ``switch_at``, the correct predictions of an epoch, summed over the graph servers, set
@@ -317,7 +317,7 @@ class ThreadScheduler:
     """
 
     def __init__(
-        self, session: Session, server: GraphServer, progress: Progress, workers: WorkerPool
+        self, session: Session, server: GraphServer, progress: IntervalProgress, workers: WorkerPool
     ) -> None:
         self._server, self._progress, self._workers = server, progress, workers
         self._rpc, self._timeline = session.rpc, session.timeline

@@ -53,7 +53,7 @@ from dglx_dist.strategies.serverless.graph_partition import Part, open_part
 from dglx_dist.strategies.serverless.graph_server import GraphServer, SubmitResult
 from dglx_dist.strategies.serverless.model_to_program import Chain, chain_of, find_layers
 from dglx_dist.strategies.serverless.options import LambdaOptions, Scheme
-from dglx_dist.strategies.serverless.scheduler import Progress, ThreadScheduler, WorkerPool
+from dglx_dist.strategies.serverless.scheduler import IntervalProgress, ThreadScheduler, WorkerPool
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -99,7 +99,7 @@ class Engine:
     """Runs epochs on this rank together with all others. All methods but :meth:`abandon` are collective.
 
     ``weights``, to start from, are in the order of the program and, as ``update``, equal on all ranks; the
-    others are as in :class:`Progress`.
+    others are as in :class:`IntervalProgress`.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Engine:
         self._server = server = GraphServer(
             part, program, options, run=next(_RUN_NUMBERS.of(session)), seed=session.seed
         )
-        self.progress = Progress(
+        self.progress = IntervalProgress(
             program, options, part.num_intervals, self._peers, first_epoch, synchronous_from
         )
         self._updated_at = {first_epoch: time.perf_counter()}

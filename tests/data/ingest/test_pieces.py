@@ -16,9 +16,9 @@ from dglx_dist.data.external_memory import Budget, EdgeStream, Spill, sort_edges
 from dglx_dist.data.ingest.config import FeatureSpec, FileSet
 from dglx_dist.data.ingest.features import join_settings, make_transforms
 from dglx_dist.data.ingest.node_ids import IdMap
-from dglx_dist.data.ingest.tables import Table
+from dglx_dist.data.ingest.tables import PiecewiseTable
 from dglx_dist.data.ingest.tensors import NO_SPLIT, Labels, draw_split_codes
-from dglx_dist.data.tables import Column
+from dglx_dist.data.tables import TableColumn
 from dglx_dist.errors import ConfigError, DatasetError
 from dglx_dist.records import Array
 from tests.helpers import refusal
@@ -29,7 +29,7 @@ def test_what_repeats_in_a_table_is_read_a_few_rows_at_a_time(tmp_path: Path) ->
     names = pa.array(["a name that all have " * 50] * 5000)
     path = tmp_path / "n.parquet"
     pyarrow.parquet.write_table(pa.table({"x": rows, "name": names}), path, row_group_size=2000)
-    table = Table(FileSet(paths=(path,), format="parquet"), 1 << 16)
+    table = PiecewiseTable(FileSet(paths=(path,), format="parquet"), 1 << 16)
     for names_read in (["x"], ["name"], ["x", "name"]):
         pieces = list(table.pieces(names_read))
         assert sum(piece.num_rows for piece in pieces) == 5000
@@ -40,7 +40,7 @@ def test_what_repeats_in_a_table_is_read_a_few_rows_at_a_time(tmp_path: Path) ->
 def test_a_row_of_csv_that_does_not_end_is_told(tmp_path: Path) -> None:
     path = tmp_path / "n.csv"
     path.write_text('id\na\n"b\n' + "c\n" * 150_000)
-    table = Table(FileSet(paths=(path,), format="csv"), 1 << 16)
+    table = PiecewiseTable(FileSet(paths=(path,), format="csv"), 1 << 16)
     with pytest.raises(DatasetError, match=r"n.csv: .*; a quote is open, or a row has over 64 KB"):
         list(table.pieces(["id"]))
 
@@ -48,7 +48,7 @@ def test_a_row_of_csv_that_does_not_end_is_told(tmp_path: Path) -> None:
 def test_one_id_in_all_rows_is_found_without_holding_them(tmp_path: Path) -> None:
     path = tmp_path / "n.csv"
     path.write_text("id\n" + "same\n" * 40_000)
-    table = Table(FileSet(paths=(path,), format="csv"), 1 << 16)
+    table = PiecewiseTable(FileSet(paths=(path,), format="csv"), 1 << 16)
     ids = IdMap(tmp_path / "map", 40_000, is_text=True, id_bytes=4 * 40_000, memory=1 << 16)
     for piece in table.pieces(["id"]):
         ids.add(piece.columns["id"].values.cast(pa.large_string()), piece.row)
@@ -67,7 +67,7 @@ def test_the_first_of_the_unknown_ids_is_named(tmp_path: Path, memory: int) -> N
     ids = IdMap(tmp_path / "map", 40, is_text=False, id_bytes=100, memory=memory)
     ids.add(pa.array(range(0, 280, 7)), 0)
     (tmp_path / "lines").write_text("273\n7\n1\n\n14\n2\n")
-    lines = Table(FileSet(paths=(tmp_path / "lines",), format="lines"), 1 << 16)
+    lines = PiecewiseTable(FileSet(paths=(tmp_path / "lines",), format="lines"), 1 << 16)
     with pytest.raises(DatasetError, match=r"row 2: node id 1 is not among the ids of them \(.*: 2\)"):
         ids.find(lines, "id", "them", tmp_path / "asked")
 
@@ -143,7 +143,7 @@ def test_more_rows_than_can_be_drawn_are_told() -> None:
     ],
 )
 def test_labels_become_numbers_or_are_refused(values: list[object], expected: Any) -> None:
-    labels, rows = Labels("y", is_regression=False), Column(pa.array(values), "y", "t.csv", 10)
+    labels, rows = Labels("y", is_regression=False), TableColumn(pa.array(values), "y", "t.csv", 10)
 
     def scan() -> None:
         labels.scan(rows)
@@ -159,35 +159,35 @@ def test_labels_become_numbers_or_are_refused(values: list[object], expected: An
 
 def test_labels_of_two_kinds_are_refused() -> None:
     mixed = Labels("y", is_regression=False)
-    mixed.scan(Column(pa.array(["a"]), "y", "t.parquet"))
+    mixed.scan(TableColumn(pa.array(["a"]), "y", "t.parquet"))
     with pytest.raises(DatasetError, match="holds int64, and a file before it texts"):
-        mixed.scan(Column(pa.array([1]), "y", "u.parquet"))
+        mixed.scan(TableColumn(pa.array([1]), "y", "u.parquet"))
 
 
 @pytest.mark.parametrize(
     "values", [["1.5", " ", None, "2"], [1.5, None, float("nan"), 2.0], [1, None, None, 2]]
 )
 def test_a_regression_has_no_target_where_it_is_empty(values: list[Any]) -> None:
-    codes = Labels("y", is_regression=True).codes(Column(pa.array(values), "y", "t.csv"))
+    codes = Labels("y", is_regression=True).codes(TableColumn(pa.array(values), "y", "t.csv"))
     assert np.isnan(codes).tolist() == [False, True, True, False]
     assert (codes[0], codes[3]) == (values[0] if values[0] == 1 else 1.5, 2)
     with pytest.raises(DatasetError, match=r"t.csv: column 'y', row 1: 'x' is not a number; correct"):
-        Labels("y", is_regression=True).codes(Column(pa.array(["", "x"]), "y", "t.csv"))
+        Labels("y", is_regression=True).codes(TableColumn(pa.array(["", "x"]), "y", "t.csv"))
 
 
 @pytest.mark.parametrize("is_regression", [False, True])
 def test_labels_of_other_types_are_numbers_or_refused(is_regression: bool) -> None:
     labels = Labels("y", is_regression)
     for values in ([True, False, None], [Decimal("1.0"), Decimal(0), None]):
-        codes = labels.codes(Column(pa.array(values), "y", "t.parquet"))
+        codes = labels.codes(TableColumn(pa.array(values), "y", "t.parquet"))
         np.testing.assert_array_equal(codes, [1, 0, np.nan if is_regression else -1])
-    none = labels.codes(Column(pa.nulls(2), "y", "t.parquet"))
+    none = labels.codes(TableColumn(pa.nulls(2), "y", "t.parquet"))
     np.testing.assert_array_equal(none, [np.nan if is_regression else -1] * 2)
     for wrong in ([[1.0]], [date(2020, 1, 1)]):
         with pytest.raises(DatasetError, match=r"column 'y'.* must hold labels, numbers or texts; it holds"):
-            labels.codes(Column(pa.array(wrong), "y", "t.parquet"))
+            labels.codes(TableColumn(pa.array(wrong), "y", "t.parquet"))
     with pytest.raises(DatasetError, match="column 'y', row 1"):
-        labels.codes(Column(pa.array([1.0, float("inf")]), "y", "t.parquet"))
+        labels.codes(TableColumn(pa.array([1.0, float("inf")]), "y", "t.parquet"))
 
 
 def transformed(values: list[Any], name: str, **settings: Any) -> list[Any]:
@@ -195,9 +195,9 @@ def transformed(values: list[Any], name: str, **settings: Any) -> list[Any]:
     (one,) = make_transforms(FeatureSpec(columns=("x",), name="f", transform=name, settings=settings))
     array = pa.array(values)
     for first in (0, 2):
-        one.scan(Column(array.slice(first, 2), "x", "t.csv", first))
+        one.scan(TableColumn(array.slice(first, 2), "x", "t.csv", first))
     one.finalize("t.csv")
-    return [list(row) for row in one.apply(Column(array, "x", "t.csv")).tolist()]
+    return [list(row) for row in one.apply(TableColumn(array, "x", "t.csv")).tolist()]
 
 
 @pytest.mark.parametrize(
@@ -252,8 +252,11 @@ def test_what_was_found_for_each_column_is_read_again() -> None:
     spec = FeatureSpec(columns=("x", "y"), name="f", transform="standard", settings={})
     made = make_transforms(spec)
     for one, values in zip(made, ([1.0, 3.0], [2.0, 6.0]), strict=True):
-        one.scan(Column(pa.array(values), "x", "t.csv"))
+        one.scan(TableColumn(pa.array(values), "x", "t.csv"))
     settled = join_settings([one.finalize("t.csv") for one in made])
     assert settled == {"sum": [[4.0], [8.0]]}
     again = make_transforms(FeatureSpec(columns=("x", "y"), name="f", transform="standard", settings=settled))
-    assert [one.apply(Column(pa.array([2.0]), "x", "t.csv")).tolist() for one in again] == [[[0.5]], [[0.25]]]
+    assert [one.apply(TableColumn(pa.array([2.0]), "x", "t.csv")).tolist() for one in again] == [
+        [[0.5]],
+        [[0.25]],
+    ]

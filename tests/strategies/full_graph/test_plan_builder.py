@@ -27,7 +27,7 @@ from dglx_dist.strategies.full_graph.plan_builder import (
     PlanExchange,
     Planner,
     PlanRequest,
-    Step,
+    PlanStep,
     make_plans,
     plan_all,
     seeds_by_server,
@@ -231,15 +231,15 @@ def talk() -> str:
             # Longer than the time-out, but inside the job.
             time.sleep(5)
         outgoing = {0: [np.array([rank])], 1: [np.array([rank + 10])]}
-        got = exchange.exchange(Step(name="numbers", among=(0, 1), outgoing=outgoing))
+        got = exchange.exchange(PlanStep(name="numbers", among=(0, 1), outgoing=outgoing))
         assert [int(got[other][0][0]) for other in (0, 1)] == [rank * 10, rank * 10 + 1]
         # To itself a rank sends the array, not a copy.
         assert got[rank][0] is outgoing[rank][0]
-        assert exchange.exchange(Step(name="nothing", among=(0, 1), outgoing={})) == {0: [], 1: []}
+        assert exchange.exchange(PlanStep(name="nothing", among=(0, 1), outgoing={})) == {0: [], 1: []}
     message = ""
     if rank == 0:
         with pytest.raises(PeerError) as caught, exchange.job():
-            exchange.exchange(Step(name="alone", among=(0, 1), outgoing={}))
+            exchange.exchange(PlanStep(name="alone", among=(0, 1), outgoing={}))
         message = str(caught.value)
     else:
         while not exchange._mailbox._arrived:

@@ -24,7 +24,7 @@ from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.dataloading.feature_fetch import RowMemory
 from dglx_dist.errors import ConfigError, RemoteError, StorageError
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.layers.dropout import Columns, deal_out_columns
+from dglx_dist.layers.dropout import ColumnRange, deal_out_columns
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph, SparseRows
 from dglx_dist.strategies.push_pull import feature_columns
 from dglx_dist.strategies.push_pull.exchange import Group, make_group
@@ -399,7 +399,7 @@ def test_who_cannot_answer_is_named_and_leaves_nothing_behind(
     tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     g = DistGraph(write_large(tmp_path / "d"))
-    columns = Columns(first=0, last=WIDTH, width=WIDTH)
+    columns = ColumnRange(first=0, last=WIDTH, width=WIDTH)
     wanted = replace(stored_slice(g.dataset, NODE_TYPE, "feat", columns), key=g.ndata["feat"].kvstore_key)
 
     def broken(*_arguments: object) -> Any:

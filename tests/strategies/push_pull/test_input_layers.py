@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import cut_in_place
-from dglx_dist.layers.dropout import LATER_MODULES, Columns, NodeDropouts, deal_out_columns
+from dglx_dist.layers.dropout import LATER_MODULES, ColumnRange, NodeDropouts, deal_out_columns
 from dglx_dist.strategies.push_pull.exchange import GroupBatch, PartInput
 from dglx_dist.strategies.push_pull.split_model import (
     ColumnEmbedding,
@@ -41,7 +41,7 @@ class Model(nn.Module):
 
 
 def modules_of(
-    model: nn.Module, first: nn.Module, columns: Columns, provenance: InputProvenance
+    model: nn.Module, first: nn.Module, columns: ColumnRange, provenance: InputProvenance
 ) -> dict[nn.Module, InputModule]:
     def moments() -> tuple[Tensor, Tensor]:
         return torch.zeros(V), torch.ones(V)
@@ -101,7 +101,7 @@ def test_dropout_of_anything_else_is_keyed_by_node_and_in_place_is_refused() -> 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SparseAdam, torch.optim.Adagrad, torch.optim.SGD])
 def test_optimizers_take_sparse_gradients_of_parts_without_columns(optimizer: Any) -> None:
-    embedding, none = nn.Embedding(V, 2, sparse=True), (Columns(first=2, last=2, width=2),)
+    embedding, none = nn.Embedding(V, 2, sparse=True), (ColumnRange(first=2, last=2, width=2),)
     module = ColumnEmbedding(embedding, InputProvenance(0), none)
     cut_in_place(embedding, module.cut, none)
     module.add_gradients([(NODES, torch.zeros(4, 0))])
@@ -120,7 +120,7 @@ def test_embedding_refuses_other_ids_and_what_needs_whole_rows() -> None:
 
 
 def found_in(model: nn.Module, first: str = "conv") -> dict[str, str]:
-    columns = Columns(first=0, last=F, width=F)
+    columns = ColumnRange(first=0, last=F, width=F)
     modules = modules_of(model, model.get_submodule(first), columns, InputProvenance(0))
     return {name: type(modules[one]).__name__ for name, one in model.named_modules() if one in modules}
 

@@ -13,14 +13,14 @@ import torch
 from torch.nn.functional import cross_entropy, leaky_relu
 
 from dglx_dist.comm.session import Session
-from dglx_dist.layers.dropout import MODULES, Columns, DropDraws, drop_entries
+from dglx_dist.layers.dropout import MODULES, ColumnRange, DropDraws, drop_entries
 from dglx_dist.records import Array
 from dglx_dist.serverless.parameter_server import ParameterPlan, ParameterServer, Update, assign
 from dglx_dist.serverless.program import Drop, Edge, Gather, Program, Vertex
 from dglx_dist.serverless.stages.base import vertex_stage
 from dglx_dist.strategies.serverless.graph_partition import (
-    LocalGraph,
     Part,
+    ServerGraph,
     cut_intervals,
     exchange_boundaries,
     local_graph,
@@ -47,7 +47,7 @@ class Case:
     def num_nodes(self) -> int:
         return len(self.labels)
 
-    def graphs(self, starts: Sequence[int]) -> list[LocalGraph]:
+    def graphs(self, starts: Sequence[int]) -> list[ServerGraph]:
         found = []
         for rank, (first, end) in enumerate(itertools.pairwise(starts)):
             edges = slice(int(self.indptr[first]), int(self.indptr[end]))
@@ -55,7 +55,7 @@ class Case:
             found.append(local_graph(rank, starts, indptr, self.sources[edges], edges.start))
         return found
 
-    def part(self, graph: LocalGraph, boundary: Sequence[Array], intervals: int) -> Part:
+    def part(self, graph: ServerGraph, boundary: Sequence[Array], intervals: int) -> Part:
         first, end = graph.starts[graph.rank], graph.starts[graph.rank + 1]
         edges = slice(int(self.indptr[first]), int(self.indptr[end]))
         bounds = [cut_intervals(one.indptr, one.sources, intervals) for one in self.graphs(graph.starts)]
@@ -75,7 +75,7 @@ class Case:
         return [self.part(*one, intervals) for one in zip(graphs, boundaries, strict=True)]
 
 
-def boundaries_of(graphs: Sequence[LocalGraph]) -> list[list[Array]]:
+def boundaries_of(graphs: Sequence[ServerGraph]) -> list[list[Array]]:
     return [
         [graph.own_positions(peer.halo_ids(graph.rank), peer.rank) for peer in graphs] for graph in graphs
     ]
@@ -131,7 +131,7 @@ def plain_run(program: Program, weights: Mapping[str, Array], graph: Case, epoch
             rows[step.output.name] = torch.cat([one.softmax(0) for one in by_target])
         elif isinstance(step, Drop):
             source, width = rows[step.source], step.output.width
-            columns = Columns(first=0, last=width, width=width)
+            columns = ColumnRange(first=0, last=width, width=width)
             draws = DropDraws(seed=0, number=epoch, nodes=torch.arange(len(source)), runs=(columns,))
             rows[step.output.name] = drop_entries(source, step.probability, draws, MODULES + step.call)
         elif isinstance(step, Vertex):

@@ -15,7 +15,7 @@ from dglx_dist.serverless.parameter_server import ParameterServer
 from dglx_dist.serverless.stages.base import half_rows
 from dglx_dist.serverless.tasks import Computed, TaskKey, add_gradients
 from dglx_dist.strategies.serverless.graph_server import GraphServer, SubmitResult, TaskKind
-from dglx_dist.strategies.serverless.scheduler import EXCHANGED, Progress
+from dglx_dist.strategies.serverless.scheduler import EXCHANGED, IntervalProgress
 from tests.serverless.programs import exchange
 
 
@@ -84,7 +84,7 @@ class SerialScheduler:
         self.servers, self._parameters, self._choose = servers, parameters, choose
         ranks = [one.rank for one in servers]
         self.progress = [
-            Progress(
+            IntervalProgress(
                 one.program, one.options, one.part.num_intervals, [peer for peer in ranks if peer != one.rank]
             )
             for one in servers

@@ -11,7 +11,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.serverless.cost import prices
 from dglx_dist.strategies.serverless.graph_server import Barrier, TaskKind, epoch_schedule
 from dglx_dist.strategies.serverless.options import LambdaOptions, read_lambda_options
-from dglx_dist.strategies.serverless.scheduler import Progress
+from dglx_dist.strategies.serverless.scheduler import IntervalProgress
 from tests.helpers import wide
 from tests.serverless.programs import gat, gcn, sage
 
@@ -43,13 +43,13 @@ def test_schedules() -> None:
     assert words(gcn((5, 3))) == "GA1 gather; AV1 fb"
 
 
-def progress(policy: LambdaOptions, intervals: int = 2, peers: tuple[int, ...] = (1,)) -> Progress:
-    found = Progress(gcn(), policy, intervals, peers)
+def progress(policy: LambdaOptions, intervals: int = 2, peers: tuple[int, ...] = (1,)) -> IntervalProgress:
+    found = IntervalProgress(gcn(), policy, intervals, peers)
     found.end = 9
     return found
 
 
-def go(one: Progress, interval: int, num_tasks: int) -> None:
+def go(one: IntervalProgress, interval: int, num_tasks: int) -> None:
     for _ in range(num_tasks):
         one.start(interval)
         one.finish(interval)
@@ -97,7 +97,7 @@ def test_news_are_told_of_synchronous_epochs_only() -> None:
 
 def test_counts_may_come_in_any_order() -> None:
     options = LambdaOptions(mode="async", staleness=1, switch_at=0.55)
-    one = Progress(gcn(num_train=100), options, 2, (1,), first_epoch=3)
+    one = IntervalProgress(gcn(num_train=100), options, 2, (1,), first_epoch=3)
     # Epoch 5 may be begun while one of epoch 3 is under way; then it must be known what 3 came to.
     assert [one.is_known(epoch) for epoch in (3, 4, 5)] == [True, True, False]
     for server, epoch, correct in ((1, 4, 50), (0, 4, 5), (0, 3, 54)):

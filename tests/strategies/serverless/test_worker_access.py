@@ -15,7 +15,7 @@ from dglx_dist.errors import PeerError, RemoteError
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.partition_book import Placement
 from dglx_dist.records import Array
-from dglx_dist.serverless.tasks import Direction, TaskKey, Work, attempt_name, half_name
+from dglx_dist.serverless.tasks import Direction, TaskComputation, TaskKey, attempt_name, half_name
 from dglx_dist.serverless.worker import GIVE, GRADIENTS, PROGRAM, PULL, WEIGHTS, RemoteCaller
 from dglx_dist.strategies.serverless.scheduler import addresses_of
 from dglx_dist.strategies.serverless.trainer import Engine
@@ -135,7 +135,7 @@ class Attacker:
         for op in ("", "os:system", "lambda.exec", "__class__", "lambda.pull\x00"):
             self._attacker.is_refused(op, "r0.e0.s1.i0.f/0", match="no operation")
 
-    def _by_keys(self, key: TaskKey, work: Work) -> None:
+    def _by_keys(self, key: TaskKey, work: TaskComputation) -> None:
         """Intervals, steps and epochs that are not there, not yet, or no more."""
         attacker, end = self._attacker, f"s{key.step}.i{key.interval}.{key.direction.value}"
         no_interval = [f"s1.i{interval}" for interval in (cases.INTERVALS, 999_999_999)]
@@ -171,12 +171,12 @@ class Attacker:
         else:
             assert self._attacker.ask(GRADIENTS, name, gradients) == []  # dropped
 
-    def _by_rows(self, key: TaskKey, rows: int, work: Work) -> None:
+    def _by_rows(self, key: TaskKey, rows: int, work: TaskComputation) -> None:
         """Rows of the open task in every wrong form; none of them is taken."""
         for bad in _other_forms(_first_half(rows, work)):
             self._attacker.is_refused(GIVE, f"{key}/0/0", bad, match=rf"what came of {key} has")
 
-    def _by_other_runs(self, of_run: TaskKey, num_rows: int, work: Work) -> None:
+    def _by_other_runs(self, of_run: TaskKey, num_rows: int, work: TaskComputation) -> None:
         """A worker that was given up in an earlier run of this session, which began at the same epoch."""
         rows = _first_half(num_rows, work)
         gradients = [np.ones(shape) for shape in work.weights.values()]
@@ -188,7 +188,7 @@ class Attacker:
             self._attacker.is_refused(WEIGHTS, str(key), match=said)
             self._attacker.is_refused(GRADIENTS, str(key), gradients, match=said)
 
-    def _by_gradients(self, key: TaskKey, work: Work) -> None:
+    def _by_gradients(self, key: TaskKey, work: TaskComputation) -> None:
         gradients = [np.ones(shape) for shape in work.weights.values()]
         if key.direction is Direction.FORWARD:
             self._attacker.is_refused(GRADIENTS, str(key), gradients, match="goes forward")
@@ -197,7 +197,7 @@ class Attacker:
             self._attacker.is_refused(GRADIENTS, str(key), bad, match="gradients of interval")
 
 
-def _first_half(rows: int, work: Work) -> list[Array]:
+def _first_half(rows: int, work: TaskComputation) -> list[Array]:
     half = (rows + 1) // 2
     return [np.zeros((half, item.width) if item.width else (2,), item.dtype) for item in work.given]
 
