@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dglx_dist.comm.ledger import CONTROL, ring_bytes
-from dglx_dist.comm.session import ALL_GATHER, Session, raise_unless_equal
+from dglx_dist.comm.session import ALL_GATHER, Session, check_values_equal
 from dglx_dist.data.external_memory import Ranks
 from dglx_dist.errors import ConfigError, DatasetError, DglxError, PeerError, StorageError
 from dglx_dist.records import Array
@@ -237,7 +237,7 @@ def check_equal(
     plain = json.loads(
         json.dumps(value, default=lambda one: one.item() if hasattr(one, "item") else repr(one))
     )
-    raise_unless_equal(what, gather_json(plain, session), remedy, error)
+    check_values_equal(what, gather_json(plain, session), remedy, error)
 
 
 def run_on_all_ranks(session: Session, action: Callable[[], T], error: type[DglxError] = StorageError) -> T:

@@ -60,22 +60,23 @@ _OPTIONS_OF_MACHINE = frozenset({"memory", "threads"})
 """Options that may differ between machines."""
 
 
-def agreement_facts(strategy: str, options: Mapping[str, object], seed: int, curve: bool) -> dict[str, Any]:
-    """Return what must be equal on all ranks, for :func:`check_agreement`; no JSON value: by its type."""
+def shared_facts(strategy: str, options: Mapping[str, object], seed: int, curve: bool) -> dict[str, Any]:
+    """Return what must be equal on all ranks, for :func:`check_hellos`; no JSON value: by its type."""
     shared = {name: value for name, value in options.items() if name not in _OPTIONS_OF_MACHINE}
     comparable = json.loads(json.dumps(shared, default=lambda value: type(value).__name__))
     return {"strategy": strategy, "options": comparable, "seed": seed, "curve": curve}
 
 
-def check_agreement(facts: list[Any]) -> None:
+def check_hellos(facts: list[Any]) -> None:
+    """Raise ConfigError if a rank says hello with a problem, or with other facts than rank 0."""
     for problem in [one["no_trace"] for one in facts if one["no_trace"]]:
         raise ConfigError(problem)
     same = {"strategy": "give the same --strategy", "options": "give the strategy the same options"}
     for name, remedy in {**same, "seed": "give the same seed", "curve": "set DGLX_CURVE alike"}.items():
-        raise_unless_equal(f"the {name}", [one[name] for one in facts], f"{remedy} on all ranks")
+        check_values_equal(f"the {name}", [one[name] for one in facts], f"{remedy} on all ranks")
 
 
-def raise_unless_equal(
+def check_values_equal(
     what: str, values: Sequence[Any], remedy: str, error: type[DglxError] = ConfigError
 ) -> None:
     """Raise ``error`` with the first difference unless the ``values`` of all ranks, JSON, are equal."""
@@ -670,12 +671,12 @@ def _session_of_ranks(
     hello = {
         "host": socket.gethostname(),
         "node": rendezvous.node,
-        **agreement_facts(mine["strategy"], mine["options"], mine["seed"], settings.curve),
+        **shared_facts(mine["strategy"], mine["options"], mine["seed"], settings.curve),
         "no_trace": no_trace,
         "device": asdict(taken),
     }
     hellos: list[Any] = store.exchange("settings", hello)
-    check_agreement(hellos)
+    check_hellos(hellos)
     hosts = tuple(str(one["host"]) for one in hellos)
     devices = [RankDevice(**one["device"]) for one in hellos]
     backend = backend_of(devices, hosts, backend)

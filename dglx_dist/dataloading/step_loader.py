@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dglx_dist.comm.collectives import gather_int64
 from dglx_dist.comm.devices import carried, check_device, device_of, open_copies
-from dglx_dist.comm.session import Session, SessionField, warn_user
+from dglx_dist.comm.session import Session, SessionField, check_values_equal, warn_user
 from dglx_dist.comm.trace import COMPUTE, LOADER, WAIT, Pass
 from dglx_dist.dataloading.feature_fetch import NOTHING_CLAIMED, Ahead, Drawn, check_float, look_ahead
 from dglx_dist.dataloading.sampler_spec import refuse_by_name
@@ -615,12 +615,8 @@ def seed_of(options: LoaderOptions, session: Session) -> int:
 def gather_counts(local: Sequence[int], batch_size: int, drop_last: bool, session: Session) -> Array:
     """Return ``local`` of each rank, (W, n) int64; ConfigError if the other two differ. Collective."""
     rows = gather_int64([*local, batch_size, int(drop_last)], session)
-    for name, given in (("batch_size", rows[:, -2]), ("drop_last", rows[:, -1])):
-        if bool((given != given[0]).any()):
-            raise ConfigError(
-                f"the ranks have {name} {', '.join(map(str, given.tolist()))}; give all the same, so that "
-                "they have the same number of steps"
-            )
+    for at, name in ((-2, "batch_size"), (-1, "drop_last")):
+        check_values_equal(name, rows[:, at].tolist(), "give all the same, for the same number of steps")
     return rows[:, :-2]
 
 

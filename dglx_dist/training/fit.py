@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dglx_dist.comm.collectives import check_equal, gather_json, run_on_all_ranks
 from dglx_dist.comm.ledger import LedgerRow
-from dglx_dist.comm.session import Session, agreement_facts, current_session, warn_user
+from dglx_dist.comm.session import Session, current_session, shared_facts, warn_user
 from dglx_dist.comm.topology import read_launch
 from dglx_dist.comm.trace import COMPUTE
 from dglx_dist.dataloading.step_loader import LoaderTimes
@@ -442,7 +442,7 @@ def _started(session: Session, config: FitConfig, *, is_over: bool) -> Iterator[
 def _facts(g: DistGraph, config: FitConfig, optimizer: torch.optim.Optimizer) -> dict[str, object]:
     """Return what a run must have in common with the one that it resumes, JSON values."""
     session = g.session
-    options = agreement_facts(
+    options = shared_facts(
         session.strategy, tracing.without_keys(session.options), session.seed, curve=False
     )
     groups = {

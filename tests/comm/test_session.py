@@ -22,11 +22,11 @@ from dglx_dist.comm.collectives import barrier, gather_int64
 from dglx_dist.comm.rendezvous import interface_address, link_speed, listening_address
 from dglx_dist.comm.session import (
     Scratch,
-    agreement_facts,
-    check_agreement,
+    check_hellos,
+    check_values_equal,
     current_session,
     if_alive,
-    raise_unless_equal,
+    shared_facts,
     start_session,
 )
 from dglx_dist.comm.topology import Topology, endpoint_of, read_rendezvous
@@ -135,12 +135,12 @@ def test_work_under_way_is_finished_before_the_end_and_its_error_ends_the_sessio
 
 
 def told(strategy: str = "push_pull", seed: int = 0, curve: bool = False, **options: Any) -> dict[str, Any]:
-    return {"no_trace": "", **agreement_facts(strategy, options, seed, curve)}
+    return {"no_trace": "", **shared_facts(strategy, options, seed, curve)}
 
 
 def test_order_machines_and_objects_do_not_matter() -> None:
-    check_agreement([told(depth=2, order="x", memory="4GB"), told(order="x", depth=2, threads=3)])
-    check_agreement([told(make=object()), told(make=object())])
+    check_hellos([told(depth=2, order="x", memory="4GB"), told(order="x", depth=2, threads=3)])
+    check_hellos([told(make=object()), told(make=object())])
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_order_machines_and_objects_do_not_matter() -> None:
 )
 def test_ranks_that_differ_are_named(other: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        check_agreement([told(depth=2), told(depth=2), other])
+        check_hellos([told(depth=2), told(depth=2), other])
 
 
 def test_only_while_the_object_lives() -> None:
@@ -271,5 +271,5 @@ def test_the_speed_of_a_card_is_what_the_kernel_says(monkeypatch: pytest.MonkeyP
 )
 def test_the_first_difference_is_shown(values: list[Any], shown: str) -> None:
     with pytest.raises(ConfigError, match=f"^ranks disagree on it: {shown}; mend it$"):
-        raise_unless_equal("it", values, "mend it")
-    raise_unless_equal("it", [float("nan")] * 2, "mend it")
+        check_values_equal("it", values, "mend it")
+    check_values_equal("it", [float("nan")] * 2, "mend it")

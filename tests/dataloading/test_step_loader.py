@@ -191,9 +191,9 @@ def test_waiting_is_what_the_loop_stood_still(monkeypatch: pytest.MonkeyPatch) -
 def pace_in_rank() -> None:
     with start_session(timeout_s=60) as session:
         rank = session.topology.rank
-        with pytest.raises(ConfigError, match="the ranks have batch_size 2, 3; give all the same"):
+        with pytest.raises(ConfigError, match="batch_size: rank 0 has 2, rank 1 has 3; give all the same"):
             echoes(session, [rank], size=2 + rank)
-        with pytest.raises(ConfigError, match="the ranks have drop_last 0, 1"):
+        with pytest.raises(ConfigError, match="drop_last: rank 0 has 0, rank 1 has 1"):
             echoes(session, [rank], drop_last=rank == 1)
         assert len(echoes(session, [rank])) == 1
 
