@@ -17,7 +17,7 @@ from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.graph.cache import check_budget
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.memory import machine_memory, peak, read_size, resident
-from dglx_dist.options import check_integer, check_ranges
+from dglx_dist.options import check_integer, check_ranges, read_options
 from dglx_dist.planner.choose import choosable, choose
 from dglx_dist.planner.measure import MeasureConfig, measure
 from dglx_dist.planner.model_shape import shape_of_module
@@ -34,7 +34,6 @@ from dglx_dist.strategies.base import (
     DEFAULT_STRATEGY,
     STRATEGIES,
     float_of,
-    read_record,
     strategy_of,
 )
 from dglx_dist.strategies.cost import Candidate, Cluster, Draws
@@ -104,7 +103,7 @@ class Training:
 
 def read_auto_options(options: Mapping[str, object]) -> AutoOptions:
     """Return the options of ``auto``; ConfigError if one is unknown, of another type, or out of range."""
-    return read_record(AUTO, AutoOptions, options)
+    return read_options(f"strategy {AUTO!r}", AutoOptions, options)
 
 
 def check_session_options(session: Session) -> None:

@@ -1,6 +1,7 @@
 """Options as fields of frozen records: a record is declared once, with defaults, help texts and ranges.
 
 From it come commands and their help (:func:`dglx_dist.cli.common.command`), range checks and ``config.json``.
+:func:`read_options` makes a record of options that were given by name.
 """
 
 import math
@@ -13,13 +14,19 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from dglx_dist.errors import ConfigError
+from dglx_dist.registry import did_you_mean
 
 T = TypeVar("T")
 
 
-def check_integer(name: str, value: object, *, least: int) -> int:
+def is_integer(value: object) -> bool:
+    """Return whether ``value`` is an int, or one of NumPy, and fits 64 bits; a bool is none."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and -(1 << 63) <= int(value) < 1 << 63
+
+
+def check_integer(name: str, value: Any, *, least: int) -> int:
     """Return ``value`` as an int; raise ConfigError unless ``least <= value < 2**63``."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) < 1 << 63:
+    if not is_integer(value) or value < least:
         raise ConfigError(f"{name}={value!r}; give a whole number of at least {least} and below 2**63")
     return int(value)
 
@@ -116,6 +123,52 @@ def types_in(config: Any) -> dict[str, type]:
     return {name: kind if isinstance(kind, type) else str for name, kind in first.items()}
 
 
+def check_names(
+    owner: str, options: Iterable[str], known: Iterable[str], types: Mapping[str, type] | None = None
+) -> None:
+    """Raise ConfigError for the first of ``options`` that is not among the ``known`` ones of ``owner``.
+
+    The message has the nearest name, and all with their ``types``.
+    """
+    known = sorted(known)
+    for name in options:
+        if name not in known:
+            listed = [f"{key} ({types[key].__name__})" if types else key for key in known]
+            raise ConfigError(
+                f"{owner} has no option {name!r}{did_you_mean(name, known)} (its options: "
+                f"{', '.join(listed) or 'none: leave it out'})"
+            )
+
+
+def read_options(
+    owner: str, record: Callable[..., T], options: Mapping[str, object], names: Iterable[str] = ()
+) -> T:
+    """Return ``options`` as a ``record`` of the fields ``names``, without names all.
+
+    A whole number is converted where a text or a float is expected: the command line reads ``memory=1000`` as
+    one.
+
+    Raises:
+        ConfigError: ``owner`` has no such option, or a value has another type, or the record refuses it.
+    """
+    types = types_in(record)
+    types = {name: types[name] for name in names or types}
+    check_names(owner, options, types, types)
+    values = {name: _read_value(owner, name, value, types[name]) for name, value in options.items()}
+    return record(**values)
+
+
+def _read_value(owner: str, name: str, value: Any, kind: type) -> Any:
+    if kind in (str, float, int) and is_integer(value):
+        return kind(value)
+    # bool is a subclass of int, but a flag in place of a number is a mistake.
+    if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
+        raise ConfigError(
+            f"option {name}={value!r} of {owner} must be of type {kind.__name__}, not {type(value).__name__}"
+        )
+    return value
+
+
 def flag_of(config: type, name: str) -> str:
     """Return the spelling of the option of the field ``name``."""
     declared = next(declared for one, declared in options_of(config) if one.name == name)
@@ -129,8 +182,8 @@ def check_ranges(config: Any, spelled: str = "{flag} {value}") -> None:
         value, hint, check = getattr(config, one.name), hints[one.name], declared.check
         if value is None:
             continue
-        if hint in (int, int | None) and (isinstance(value, bool) or not isinstance(value, Integral)):
-            check = Check(lambda _: False, "a whole number")
+        if hint in (int, int | None) and not is_integer(value):
+            check = Check(lambda _: False, "a whole number below 2**63")
         elif check is None and get_origin(hint) is Literal:
             check = one_of(*get_args(hint))
         if check is not None and not check.holds(value):
@@ -158,7 +211,7 @@ def names(text: str, _flag: str = "") -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
-def whole_numbers(text: str, flag: str, like: str = "25,10 (-1: all)") -> tuple[int, ...]:
+def parse_integers(text: str, flag: str, like: str = "25,10 (-1: all)") -> tuple[int, ...]:
     """Read ``25,10`` as (25, 10); -1 is allowed and means all; ConfigError otherwise, as of all these."""
     words = names(text)
     if not words or not all(re.fullmatch(r"-1|[0-9]+", word) for word in words):
@@ -199,14 +252,15 @@ def pairs(words: Sequence[str], flag: str) -> dict[str, str]:
 
 def literals(words: Sequence[str], flag: str) -> dict[str, object]:
     """Read ["a=1", "b=0.5", "c=true", "d=x"] as {"a": 1, "b": 0.5, "c": True, "d": "x"}."""
-    return {name: _literal(value) for name, value in pairs(words, flag).items()}
+    return {name: parse_literal(value) for name, value in pairs(words, flag).items()}
 
 
 named_values = partial(option, dict, flag="--option", metavar="NAME=VALUE", kind=list[str], parse=literals)
 """As :func:`option`, for ``--option NAME=VALUE``, which may be repeated."""
 
 
-def _literal(text: str) -> object:
+def parse_literal(text: str) -> object:
+    """Return ``text`` as true or false, a number or itself."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     for kind in (int, float):

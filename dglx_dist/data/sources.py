@@ -10,7 +10,7 @@ import inspect
 import os
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from dglx_dist.data.external_memory import Workspace
 from dglx_dist.data.validate import FEW_CLASSES, check_raw_graph, column_error, number_codes
 from dglx_dist.errors import ConfigError, DatasetError, DglxError, StorageError, UnknownNameError
 from dglx_dist.memory import readable_bytes
+from dglx_dist.options import check_integer, check_names
 from dglx_dist.records import (
     EDGE_TYPE,
     FEATURE,
@@ -68,7 +69,7 @@ class DatasetSource(ABC):
 
     def __init__(self, location: str, options: Mapping[str, object]) -> None:
         """Take a path and :attr:`known_options`; sources of something else override it."""
-        refuse_unknown(options, self.known_options, DATASETS.name_of(type(self)))
+        check_names(f"the dataset source {DATASETS.name_of(type(self))!r}", options, self.known_options)
         self._path = Path(location).expanduser()
 
     @abstractmethod
@@ -170,28 +171,12 @@ def _as_label(column: Array, where: str) -> Array:
     return np.nan_to_num(column, nan=-1.0).astype(np.int64)
 
 
-def refuse_unknown(options: Mapping[str, object], known: Iterable[str], source: str) -> None:
-    """Raise ConfigError if ``options`` has a name that is not in ``known``; names the nearest one."""
-    allowed = sorted(known)
-    for name in options:
-        if name not in allowed:
-            raise ConfigError(
-                f"the dataset source {source!r} has no option {name!r}{did_you_mean(name, allowed)} "
-                f"(known: {', '.join(allowed) or 'none: leave it out'})"
-            )
-
-
-def whole_number(options: Mapping[str, object], name: str) -> int | None:
-    """Return the option ``name`` as an int >= 0, or None if it is not given."""
-    if options.get(name) is None:
-        return None
-    text = str(options[name])
-    if not text.isdecimal():
-        raise ConfigError(f"the option {name}={text!r} must be a whole number, 0 or more")
-    return int(text)
-
-
 _OWN_OPTIONS = ("index", "split")
+
+
+def _read_own_options(options: Mapping[str, object]) -> tuple[int | None, ...]:
+    values = [(name, options.get(name)) for name in _OWN_OPTIONS]
+    return tuple(None if value is None else check_integer(name, value, least=0) for name, value in values)
 
 
 def raw_graph_from_dgl(
@@ -266,11 +251,11 @@ class DglDataSource(DatasetSource):
     def __init__(self, location: str, options: Mapping[str, object]) -> None:
         self._name = location
         self._factory = _dataset_class(location)
-        self._index, self._split = (whole_number(options, name) for name in _OWN_OPTIONS)
+        self._index, self._split = _read_own_options(options)
         self._arguments = {key: value for key, value in options.items() if key not in _OWN_OPTIONS}
         parameters = inspect.signature(self._factory).parameters
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-            refuse_unknown(self._arguments, parameters, f"dgl:{location}")
+            check_names(f"the dataset source 'dgl:{location}'", self._arguments, parameters)
         if "verbose" in parameters:
             self._arguments.setdefault("verbose", False)
 
@@ -299,7 +284,7 @@ class DglBinarySource(DatasetSource):
 
     def __init__(self, location: str, options: Mapping[str, object]) -> None:
         super().__init__(location, options)
-        self._index, self._split = (whole_number(options, name) for name in _OWN_OPTIONS)
+        self._index, self._split = _read_own_options(options)
 
     def load(self) -> RawGraph:
         if not self._path.is_file():
@@ -518,7 +503,7 @@ class OgbSource(DatasetSource):
     """``ogb:ogbn-arxiv``; needs the package ogb. Option ``root``: folder of downloads."""
 
     def __init__(self, location: str, options: Mapping[str, object]) -> None:
-        refuse_unknown(options, ("root",), "ogb")
+        check_names("the dataset source 'ogb'", options, ("root",))
         if not location.startswith("ogbn-"):
             raise ConfigError(
                 f"ogb:{location} is not a node dataset; those that can be loaded start with ogbn-, "

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, final
 
@@ -14,7 +14,7 @@ import numpy as np
 from numba import njit
 
 from dglx_dist.data.external_memory import Spill
-from dglx_dist.data.sources import DatasetSource, refuse_unknown
+from dglx_dist.data.sources import DatasetSource
 from dglx_dist.data.storage.columns import (
     IDS,
     FileInfo,
@@ -30,6 +30,16 @@ from dglx_dist.data.storage.manifest import Manifest, check_target, put_in_place
 from dglx_dist.data.storage.reader import graph_of, open_dataset
 from dglx_dist.errors import ConfigError
 from dglx_dist.keyed_random import full_word, mix
+from dglx_dist.options import (
+    Check,
+    at_least,
+    between,
+    check_ranges,
+    option,
+    parse_literal,
+    read_options,
+    types_in,
+)
 from dglx_dist.progress import progress
 from dglx_dist.records import EDGE_TYPE, FEATURE, LABEL, NODE_TYPE, SPLITS, Array, ColumnInfo, RawGraph
 
@@ -190,45 +200,43 @@ def _directed(keys: Array, num_nodes: int) -> tuple[Array, Array]:
 _FEATURE_VALUES_AT_ONCE = 1 << 22
 
 
+_share = partial(option, check=between(0, 1))
+
+
 @dataclass(frozen=True, kw_only=True)
 class SyntheticConfig:
     """Settings of a synthetic graph."""
 
-    nodes: int = 20_000
+    nodes: int = option(20_000, "Number of nodes.", check=at_least(2))
     degree: float = 25.0
     """Mean in-degree; there are nodes x degree stored edges, each direction counted."""
-    classes: int = 10
-    features: int = 100
-    """Columns of ``feat``; 0 for none."""
-    homophily: float = 0.8
-    """Share of edges whose ends have the same class, before ``label_noise``."""
-    locality: float = 0.9
-    """Share of those same-class edges that stay within one community."""
-    exponent: float = 2.5
-    """Of the power law of the degrees, above 2; smaller values give larger hubs."""
+    classes: int = option(10, "Number of classes.", check=at_least(1))
+    features: int = option(100, "Columns of ``feat``; 0 for none.", check=at_least(0))
+    homophily: float = _share(0.8, "Share of edges whose ends have the same class, before ``label_noise``.")
+    locality: float = _share(0.9, "Share of those same-class edges that stay within one community.")
+    exponent: float = option(
+        2.5,
+        "Exponent of the power law of the degrees; smaller values give larger hubs.",
+        check=Check(lambda value: value > 2, "above 2, so that the mean degree exists"),
+    )
     communities: int = 0
     """A multiple of ``classes``; 0: grows with sqrt(nodes)."""
-    signal: float = 0.15
-    """Distance of a class's mean feature from zero per column; noise has standard deviation 1."""
-    label_noise: float = 0.05
-    """Share of nodes with a random label, so that no model is perfect."""
-    train_rate: float = 0.1
-    """Label rate: share of nodes that are training nodes."""
-    val_rate: float = 0.1
-    test_rate: float = 0.2
-    skew: float = 0.0
-    """Share of the training nodes that lie in one tenth of the communities; 0 spreads them evenly."""
-    seed: int = 0
+    signal: float = option(
+        0.15,
+        "Distance of a class's mean feature from zero per column; noise has standard deviation 1.",
+        check=at_least(0),
+    )
+    label_noise: float = _share(0.05, "Share of nodes with a random label, so that no model is perfect.")
+    train_rate: float = _share(0.1, "Label rate: share of nodes that are training nodes.")
+    val_rate: float = _share(0.1, "Share of nodes that are validation nodes.")
+    test_rate: float = _share(0.2, "Share of nodes that are test nodes.")
+    skew: float = _share(
+        0.0, "Share of the training nodes that lie in one tenth of the communities; 0 spreads them evenly."
+    )
+    seed: int = option(0, "Random seed.", check=at_least(0))
 
     def __post_init__(self) -> None:
-        self._require(self.nodes >= 2, "nodes", "2 or more")
-        self._require(self.classes >= 1, "classes", "1 or more")
-        self._require(self.features >= 0, "features", "0 or more")
-        self._require(self.exponent > 2, "exponent", "above 2, so that the mean degree exists")
-        self._require(self.signal >= 0, "signal", "0 or more")
-        self._require(self.seed >= 0, "seed", "0 or more")
-        for name in ("homophily", "locality", "label_noise", "skew", "train_rate", "val_rate", "test_rate"):
-            self._require(0 <= getattr(self, name) <= 1, name, "between 0 and 1")
+        check_ranges(self, "{name}={value!r} of the synthetic graph")
         if self.train_rate + self.val_rate + self.test_rate > 1 + 1e-9:
             raise ConfigError(
                 f"train_rate={self.train_rate}, val_rate={self.val_rate} and test_rate={self.test_rate} "
@@ -264,17 +272,17 @@ class SyntheticConfig:
 
 def parse_config(text: str, options: Mapping[str, object]) -> SyntheticConfig:
     """Parse ``nodes=20000,degree=25``; ``options`` override it."""
-    given: dict[str, object] = {}
+    numbers: dict[str, object] = {}
     for item in filter(None, text.split(",")):
         name, equals, value = item.partition("=")
         if not equals:
             raise ConfigError(f"{item!r} in synthetic:{text} is not of the form name=value")
-        given[name.strip()] = value.strip()
-    given.update(options)
-    fields = {field.name: type(field.default) for field in dataclasses.fields(SyntheticConfig)}
-    refuse_unknown(given, fields, "synthetic")
-    values = {name: _parsed(name, value, fields[name]) for name, value in given.items()}
-    return SyntheticConfig(**values)  # type: ignore[arg-type]  # parsed to the type of the default
+        numbers[name.strip()] = parse_literal(value.strip())
+    types, numbers = types_in(SyntheticConfig), numbers | {**options}
+    for name, number in numbers.items():
+        if isinstance(number, float) and number.is_integer() and types.get(name) is int:
+            numbers[name] = int(number)  # as 2e4
+    return read_options("the synthetic graph", SyntheticConfig, numbers)
 
 
 def generate(config: SyntheticConfig) -> RawGraph:
@@ -575,15 +583,3 @@ def _splits(config: SyntheticConfig, communities: Array) -> dict[str, Array]:
             masks[name] = np.zeros(config.nodes, np.bool_)
             masks[name][ids] = True
     return masks
-
-
-def _parsed(name: str, value: object, kind: type) -> object:
-    text = str(value)
-    with suppress(ValueError):
-        if kind is int and text.removeprefix("-").isdecimal():
-            return int(text)  # a float would round a seed of more than 53 bits
-        number = float(text.replace("_", ""))
-        if kind is float or number.is_integer():
-            return kind(number)
-    wanted = "a whole number" if kind is int else "a number"
-    raise ConfigError(f"{name}={text!r} of the synthetic graph must be {wanted}")

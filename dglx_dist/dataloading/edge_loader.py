@@ -36,7 +36,7 @@ from dglx_dist.dataloading.step_loader import (
     Maker,
     StepLoader,
     read_items,
-    read_options,
+    read_loader_options,
     seed_of,
 )
 from dglx_dist.errors import ConfigError
@@ -585,7 +585,7 @@ def _checked(
         rule = {name: getattr(sampler, name) for name in rule}
         sampler, negative, labels = sampler.sampler, sampler.negative_sampler, sampler.prefetch_labels
     read_sampler(sampler)
-    read = read_options(options)
+    read = read_loader_options(options)
     fixed = rule["exclude"]
     if fixed is not None and not isinstance(fixed, str) and not callable(fixed):
         read, rule = replace(read, exclude=fixed), {**rule, "exclude": None}

@@ -26,7 +26,13 @@ from dglx_dist.dataloading.sampler_spec import (
     read_sampler,
     shard_weights,
 )
-from dglx_dist.dataloading.step_loader import LoaderOptions, StepLoader, read_items, read_options, seed_of
+from dglx_dist.dataloading.step_loader import (
+    LoaderOptions,
+    StepLoader,
+    read_items,
+    read_loader_options,
+    seed_of,
+)
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.ids import Ids
 from dglx_dist.graph.sampling import by_type, csc_of, fanout_by_type, keyed_draw
@@ -215,7 +221,11 @@ class DataLoader(StepLoader[str, MiniBatch, Batch]):
         counts = {ntype: g.num_nodes(ntype) for ntype in g.ntypes}
         read, plan, seeds = run_on_all_ranks(
             g.session,
-            lambda: (read_options(options), read_sampler(sampler), read_items(indices, counts, "node")),
+            lambda: (
+                read_loader_options(options),
+                read_sampler(sampler),
+                read_items(indices, counts, "node"),
+            ),
             ConfigError,
         )
         maker = open_maker(g, sampler, plan, read, seed_of(read, g.session))

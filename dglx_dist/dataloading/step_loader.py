@@ -32,9 +32,8 @@ from dglx_dist.graph.ids import Ids
 from dglx_dist.graph.sampling import by_type
 from dglx_dist.keyed_random import hash_ids, stream_key
 from dglx_dist.message_passing import in_torch
-from dglx_dist.options import check_integer
+from dglx_dist.options import at_least, check_integer, check_names, check_ranges, option
 from dglx_dist.records import Array, StepShare
-from dglx_dist.registry import did_you_mean
 
 log = logging.getLogger(__name__)
 
@@ -157,18 +156,18 @@ _NEEDLESS = {
 class LoaderOptions:
     """How a loader makes its batches."""
 
-    batch_size: int = 1
-    """Items per rank and step."""
+    batch_size: int = option(1, "Items per rank and step.", check=at_least(1))
     shuffle: bool = False
     """Whether each epoch has its own order, keyed by seed, epoch, type and id."""
     drop_last: bool = False
     """Whether a rank leaves out its last batch when it is not full."""
-    seed: int | None = None
-    """Seed of order and draws; None: the session's."""
-    depth: int = 1
-    """Batches made ahead, at least ``num_threads``. Each costs its memory, also on the device."""
-    num_threads: int = 1
-    """Batches made at a time; 0: in the training loop itself."""
+    seed: int | None = option(None, "Seed of order and draws; None: the session's.", check=at_least(0))
+    depth: int = option(
+        1,
+        "Batches made ahead, at least ``num_threads``. Each costs its memory, also on the device.",
+        check=at_least(1),
+    )
+    num_threads: int = option(1, "Batches made at a time; 0: in the training loop itself.", check=at_least(0))
     device: torch.device | str | None = None
     """Device of the batches; None: the session's, whichever the model is on."""
     exclude: Tensor | Array | Mapping[Any, Tensor | Array] | None = None
@@ -178,28 +177,22 @@ class LoaderOptions:
     """Dtype of floating-point input and edge columns in blocks; None: float32 for columns stored as float16
     or bfloat16, else the stored dtype."""
 
+    def __post_init__(self) -> None:
+        check_ranges(self, "{name}={value!r}")
 
-def read_options(options: Mapping[str, Any]) -> LoaderOptions:
+
+def read_loader_options(options: Mapping[str, Any]) -> LoaderOptions:
     """Check the loader's options; warn about options of DGL's loader that have no effect.
 
     Raises:
         ConfigError: an option is unknown, or its value is unsupported.
     """
-    known = [field.name for field in fields(LoaderOptions)]
-    for name in options:
-        if name in _NEEDLESS:
-            if options[name]:
-                warn_user(f"{name}={options[name]} has no effect: {_NEEDLESS[name]}")
-        elif name not in known:
-            raise ConfigError(
-                f"the loader has no option {name!r}{did_you_mean(name, known)} (known: {', '.join(known)})"
-            )
-    read = LoaderOptions(**{name: value for name, value in options.items() if name in known})
-    check_integer("batch_size", read.batch_size, least=1)
-    check_integer("depth", read.depth, least=1)
-    check_integer("num_threads", read.num_threads, least=0)
-    if read.seed is not None:
-        check_integer("seed", read.seed, least=0)
+    for name, reason in _NEEDLESS.items():
+        if options.get(name):
+            warn_user(f"{name}={options[name]} has no effect: {reason}")
+    ours = {name: value for name, value in options.items() if name not in _NEEDLESS}
+    check_names("the loader", ours, (field.name for field in fields(LoaderOptions)))
+    read = LoaderOptions(**ours)
     if read.device is not None:
         check_device(read.device)
     check_float(read.feature_dtype)
@@ -609,7 +602,7 @@ def check_position(state: Mapping[str, int], seed: int, num_steps: int) -> None:
 
 def seed_of(options: LoaderOptions, session: Session) -> int:
     """Return the seed of a loader's draws: the option's, else the session's."""
-    return session.seed if options.seed is None else check_integer("seed", options.seed, least=0)
+    return session.seed if options.seed is None else int(options.seed)
 
 
 def gather_counts(local: Sequence[int], batch_size: int, drop_last: bool, session: Session) -> Array:

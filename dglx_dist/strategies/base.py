@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,17 +21,15 @@ from dglx_dist.comm.topology import read_settings
 from dglx_dist.dataloading.step_loader import WRAPPED_MODELS
 from dglx_dist.errors import ConfigError, DglxError, shorten_list
 from dglx_dist.message_passing import correct_kernels
-from dglx_dist.options import types_in
 from dglx_dist.records import FEATURE, LABEL, EpochRecord, StepShare
 from dglx_dist.registry import AUTO as AUTO
-from dglx_dist.registry import Registry, did_you_mean
+from dglx_dist.registry import Registry
 from dglx_dist.strategies.cost import Candidate, Cost, Measured, PlanContext, Unit
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
 
-T = TypeVar("T")
 Reduction: TypeAlias = Literal["mean", "sum"]
 """The user's loss: the mean over this rank's own targets, or their sum."""
 
@@ -438,39 +436,6 @@ class Strategy(ABC):
             known: Counts and rates. Bytes that follow from counts alone must be those of the ledger.
         """
         raise NotImplementedError(f"{candidate.strategy} has candidates, so it must define cost()")
-
-
-def check_options(strategy: str, options: Mapping[str, object], known: Mapping[str, type]) -> dict[str, Any]:
-    """Return the options; ConfigError unless each is in ``known``, names to types, and of its type.
-
-    A whole number is converted where a text or a float is expected: the command line reads ``memory=1000`` as
-    one.
-    """
-    checked: dict[str, Any] = {}
-    for name, value in options.items():
-        if name not in known:
-            listed = ", ".join(f"{key} ({kind.__name__})" for key, kind in sorted(known.items())) or "none"
-            hint = did_you_mean(name, known)
-            raise ConfigError(f"strategy {strategy!r} has no option {name!r}{hint} (its options: {listed})")
-        kind = known[name]
-        if kind in (str, float) and type(value) is int:
-            value = kind(value)
-        # bool is a subclass of int, but a flag in place of a number is a mistake.
-        if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
-            raise ConfigError(
-                f"option {name}={value!r} of strategy {strategy!r} must be of type {kind.__name__}, "
-                f"not {type(value).__name__}"
-            )
-        checked[name] = value
-    return checked
-
-
-def read_record(
-    strategy: str, record: Callable[..., T], options: Mapping[str, object], names: Iterable[str] = ()
-) -> T:
-    """Return ``options`` as a ``record`` of the fields ``names``, without names all; ConfigError."""
-    kinds = types_in(record)
-    return record(**check_options(strategy, options, {name: kinds[name] for name in names or kinds}))
 
 
 def check_one_type(strategy: str, g: DistGraph) -> None:

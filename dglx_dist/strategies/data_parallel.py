@@ -17,7 +17,7 @@ from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.graph.cache import LOOK_AHEAD
 from dglx_dist.layers.dropout import NodeDropouts, has_rows, ids_of_pass, install_node_dropouts
 from dglx_dist.layers.nn import install_batch_norms
-from dglx_dist.options import at_least, check_ranges, option
+from dglx_dist.options import at_least, check_ranges, option, read_options
 from dglx_dist.records import StepShare
 from dglx_dist.strategies.base import (
     Reduction,
@@ -26,7 +26,6 @@ from dglx_dist.strategies.base import (
     WrappedModel,
     find_share,
     gradient_weight,
-    read_record,
     unpacked,
 )
 from dglx_dist.strategies.cost import (
@@ -73,7 +72,7 @@ class DataParallel(Strategy):
         complexity=0,
     )
 
-    read_options = staticmethod(partial(read_record, "data_parallel", DataParallelOptions))
+    read_options = staticmethod(partial(read_options, "strategy 'data_parallel'", DataParallelOptions))
 
     def loader(self, g: DistGraph, indices: Tensor, sampler: Any, **loader_options: Any) -> Iterable[Any]:
         return DataLoader(g, indices, sampler, **loader_options)

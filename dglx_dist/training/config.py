@@ -29,8 +29,8 @@ from dglx_dist.options import (
     names,
     one_of,
     option,
+    parse_integers,
     path_option,
-    whole_numbers,
 )
 from dglx_dist.planner.records import ChoiceOptions, Rate
 from dglx_dist.registry import AUTO, did_you_mean
@@ -315,7 +315,7 @@ class ModelConfig:
         "other layer. Full-graph strategies use all neighbours.",
         flag="--fanout",
         metavar="K,K",
-        parse=whole_numbers,
+        parse=parse_integers,
     )
     """One for each layer; None: the strategy's own."""
     batch_size: int | None = _of_loading(
@@ -377,7 +377,7 @@ class TrainConfig(RunOptions, ModelConfig):
         "0,1,2.",
         metavar="N,N",
         kind=str,
-        parse=partial(whole_numbers, like="0,1,2"),
+        parse=partial(parse_integers, like="0,1,2"),
     )
     dropout: float = _of_model(
         0.5,

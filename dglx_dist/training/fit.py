@@ -442,9 +442,7 @@ def _started(session: Session, config: FitConfig, *, is_over: bool) -> Iterator[
 def _facts(g: DistGraph, config: FitConfig, optimizer: torch.optim.Optimizer) -> dict[str, object]:
     """Return what a run must have in common with the one that it resumes, JSON values."""
     session = g.session
-    options = shared_facts(
-        session.strategy, tracing.without_keys(session.options), session.seed, curve=False
-    )
+    options = shared_facts(session.strategy, tracing.without_keys(session.options), session.seed, curve=False)
     groups = {
         f"optimizer.{number}.{name}": _plain(value)
         for number, group in enumerate(optimizer.param_groups)

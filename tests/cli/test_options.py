@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from dglx_dist import options
 from dglx_dist.cli.common import command
 from dglx_dist.errors import ConfigError
-from dglx_dist.options import at_least, literals, option, path_option, whole_numbers
+from dglx_dist.options import at_least, literals, option, parse_integers, path_option
 from dglx_dist.training.config import PlanConfig, TrainConfig
 
 
@@ -24,8 +24,8 @@ from dglx_dist.training.config import PlanConfig, TrainConfig
     [
         (options.names, "train, degree", ("train", "degree")),
         (options.names, "", ()),
-        (whole_numbers, "25,10", (25, 10)),
-        (whole_numbers, "-1", (-1,)),
+        (parse_integers, "25,10", (25, 10)),
+        (parse_integers, "-1", (-1,)),
         (options.fractions, "1,1,2.5", (1.0, 1.0, 2.5)),
         (options.tolerances, "0.1", 0.1),
         (options.tolerances, "train=0.1,degree=0.02", {"train": 0.1, "degree": 0.02}),
@@ -42,8 +42,8 @@ def test_words_become_values(read: Callable[[Any, str], object], text: Any, valu
 @pytest.mark.parametrize(
     ("read", "text", "said"),
     [
-        *[(whole_numbers, text, "--flag '.*' must be") for text in ("", "a,b", "2.5", "-2")],
-        (partial(whole_numbers, like="0,1,2"), "0-2", "commas, like 0,1,2$"),
+        *[(parse_integers, text, "--flag '.*' must be") for text in ("", "a,b", "2.5", "-2")],
+        (partial(parse_integers, like="0,1,2"), "0-2", "commas, like 0,1,2$"),
         (options.fractions, "x", "--flag 'x'"),
         *[(options.tolerances, text, "--flag '.*' must be") for text in ("a lot", "train=x", "0.1,degree=2")],
         (options.pairs, ["depth"], "--flag 'depth' must be NAME=VALUE"),
@@ -59,7 +59,7 @@ def test_wrong_words_name_the_option(read: Callable[[Any, str], object], text: A
 class Cake:
     place: str = path_option(..., "Where.", metavar="DIR")
     num_layers: int = option(2, "How high.", check=at_least(1))
-    sizes: tuple[int, ...] | None = option(None, "How wide.", flag="--widths", parse=whole_numbers)
+    sizes: tuple[int, ...] | None = option(None, "How wide.", flag="--widths", parse=parse_integers)
     kind: str = option("round", "Shape.", panel="Form", check=options.one_of("round", "square", "long"))
     filling: Literal["jam", "cream"] = option("jam", "Inside.")
     extras: Mapping[str, object] = option(dict, "More.", flag="--extra", kind=list[str], parse=literals)

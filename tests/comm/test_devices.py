@@ -18,7 +18,7 @@ from dglx_dist.comm import devices
 from dglx_dist.comm.collectives import gather_json
 from dglx_dist.comm.devices import RankDevice, backend_of, check_device, describe, take_device
 from dglx_dist.comm.session import start_session
-from dglx_dist.dataloading.step_loader import read_options
+from dglx_dist.dataloading.step_loader import read_loader_options
 from dglx_dist.errors import ConfigError
 from tests.helpers import refusal
 from tests.helpers.ranks import start_ranks
@@ -107,7 +107,7 @@ def test_a_rank_takes_the_gpu_of_its_number_or_says_why_not(
         assert taken.name == (name or "cpu")
         assert taken.card == (f"card {name[-1]}" if name.startswith("cuda") else "")
         # The same is refused to a loader, which may have other devices than a session.
-        refused = refusal(lambda: read_options({"device": device}), ConfigError)
+        refused = refusal(lambda: read_loader_options({"device": device}), ConfigError)
         assert bool(refused) == (device == "auto" or (not name and device != "meta"))
     assert re.search(said, taken.problem or taken.why)
 

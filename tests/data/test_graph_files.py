@@ -845,7 +845,9 @@ def test_refuses_a_format_of_lines_for_what_is_in_its_own_format(tmp_path: Path,
         ):
             load_dataset(path, format=lines)
     nx.write_gml(networkx_graph(directed=True), tmp_path / "a.gml")
-    with pytest.raises(ConfigError, match=r"'networkx' has no option 'format' \(known: none: leave it out\)"):
+    with pytest.raises(
+        ConfigError, match=r"'networkx' has no option 'format' \(its options: none: leave it out\)"
+    ):
         load_dataset(tmp_path / "a.gml", format=lines)
 
 

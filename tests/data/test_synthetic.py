@@ -114,9 +114,9 @@ def test_columns_may_be_left_out_and_one_class_is_enough() -> None:
         ("", {"seed": 2**60 + 1}, SyntheticConfig(seed=2**60 + 1)),  # no float holds that number
         ("node=3", {}, "did you mean 'nodes'"),
         ("nodes", {}, "name=value"),
-        ("degree=many", {}, "must be a number"),
-        ("nodes=2.5", {}, "whole number"),
-        ("homophily=1.5", {}, "homophily=1.5 .* between 0 and 1"),
+        ("degree=many", {}, "degree='many' of the synthetic graph must be of type float"),
+        ("nodes=2.5", {}, "nodes=2.5 of the synthetic graph must be of type int"),
+        ("homophily=1.5", {}, "homophily=1.5 .* from 0 to 1"),
         ("exponent=2", {}, "above 2"),
         ("communities=15", {}, "a multiple of classes=10"),
         ("nodes=100,degree=25", {}, "degree=25.0 .* between 2 and 5"),

@@ -23,7 +23,7 @@ from dglx_dist.dataloading.step_loader import (
     Maker,
     StepLoader,
     read_items,
-    read_options,
+    read_loader_options,
     run_ahead,
 )
 from dglx_dist.errors import ConfigError
@@ -112,10 +112,10 @@ def test_ids_and_masks_by_type_are_read_and_copied() -> None:
 @pytest.mark.parametrize("name", ["use_uva", "use_ddp", "num_workers", "pin_memory", "persistent_workers"])
 def test_needless_options_of_dgl_are_warned_about_once_they_ask_for_something(name: str) -> None:
     with pytest.warns(UserWarning, match=f"{name}=True has no effect"):
-        read_options({name: True})
+        read_loader_options({name: True})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        read_options({name: False})
+        read_loader_options({name: False})
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,13 @@
+from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from dglx_dist.errors import ConfigError, UnknownNameError
-from dglx_dist.strategies.base import STRATEGIES, Strategy, check_options, resolve_strategy
+from dglx_dist.options import read_options
+from dglx_dist.strategies.base import STRATEGIES, Strategy, resolve_strategy
 from dglx_dist.strategies.data_parallel import DataParallel
 
 
@@ -31,17 +34,24 @@ def test_every_strategy_refuses_unknown_options(name: str) -> None:
         STRATEGIES.get(name)(None, {"no_such_option": 1})  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True, kw_only=True)
+class SomeOptions:
+    depth: int = 1
+    fast: bool = False
+    memory: str = ""
+
+
 def test_options_are_checked_by_type() -> None:
-    known = {"depth": int, "fast": bool}
-    check_options("s", {"depth": 3, "fast": True}, known)
+    read = partial(read_options, "strategy 's'", SomeOptions)
+    assert read({"depth": 3, "fast": True, "memory": 100}) == SomeOptions(depth=3, fast=True, memory="100")
     with pytest.raises(
         ConfigError, match=r"'dept'; did you mean 'depth'\? \(its options: depth \(int\), fast"
     ):
-        check_options("s", {"dept": 3}, known)
+        read({"dept": 3})
     with pytest.raises(ConfigError, match=r"depth='3'.*must be of type int, not str"):
-        check_options("s", {"depth": "3"}, known)
+        read({"depth": "3"})
     with pytest.raises(ConfigError, match="depth=True"):
-        check_options("s", {"depth": True}, known)
+        read({"depth": True})
 
 
 def test_a_strategy_that_knows_nodes_only_says_so() -> None:

@@ -16,7 +16,7 @@ from dglx_dist.comm.devices import device_of
 from dglx_dist.comm.session import warn_user
 from dglx_dist.dataloading.feature_fetch import Columns, RowMemory
 from dglx_dist.dataloading.sampler_spec import Fanout, find_columns, read_sampler
-from dglx_dist.dataloading.step_loader import read_items, read_options, seed_of
+from dglx_dist.dataloading.step_loader import read_items, read_loader_options, seed_of
 from dglx_dist.errors import ConfigError
 from dglx_dist.memory import read_size
 from dglx_dist.options import Check, at_least, between, check_ranges, one_of, option
@@ -240,7 +240,7 @@ def _read(
     strategy: str, g: DistGraph, indices: Any, sampler: Any, given: dict[str, Any]
 ) -> tuple[LoaderRequest, Sequence[Fanout]]:
     check_one_type(strategy, g)
-    options = read_options(given)
+    options = read_loader_options(given)
     if options.exclude is not None:
         raise ConfigError(
             f"exclude= removes edges from mini-batches, but {strategy} trains on the whole graph; partition "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, final
@@ -14,13 +14,13 @@ from dglx_dist.comm.collectives import check_equal
 from dglx_dist.comm.session import SessionField
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.shared_memory import warn_of_edges
+from dglx_dist.options import read_options
 from dglx_dist.strategies.base import (
     Reduction,
     Strategy,
     Traits,
     WrappedModel,
     check_one_type,
-    read_record,
 )
 from dglx_dist.strategies.full_graph import cost as costs
 from dglx_dist.strategies.full_graph.loader import (
@@ -43,6 +43,10 @@ from dglx_dist.strategies.full_graph.options import (
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
+
+
+def _read(strategy: str, options: Mapping[str, object], *, names: Sequence[str]) -> FullGraphOptions:
+    return read_options(f"strategy {strategy!r}", FullGraphOptions, options, names)
 
 
 class _FullGraphStrategy(Strategy):
@@ -132,7 +136,7 @@ class FullGraph(_FullGraphStrategy):
 
     @staticmethod
     def read_options(options: Mapping[str, object]) -> FullGraphOptions:
-        return replace(read_record(FullGraph.name, FullGraphOptions, options, EXCHANGING), hops=0)
+        return replace(_read(FullGraph.name, options, names=EXCHANGING), hops=0)
 
     candidates = staticmethod(costs.exchanging_candidates)
 
@@ -151,7 +155,7 @@ class SharedPreload(_FullGraphStrategy):
         summary="features of the neighbourhood, once; activations of border nodes above it; all gradients",
         complexity=30,
     )
-    read_options = staticmethod(partial(read_record, name, FullGraphOptions, names=PRELOADING))
+    read_options = staticmethod(partial(_read, name, names=PRELOADING))
     candidates = staticmethod(costs.preloading_candidates)
 
 
@@ -171,7 +175,7 @@ class Cooperative(_FullGraphStrategy):
         summary="features of each batch's neighbourhood; activations inside a server; all gradients",
         complexity=40,
     )
-    read_options = staticmethod(partial(read_record, name, FullGraphOptions, names=COOPERATIVE))
+    read_options = staticmethod(partial(_read, name, names=COOPERATIVE))
     candidates = staticmethod(costs.cooperative_candidates)
 
 

@@ -8,9 +8,8 @@ from dglx_dist.comm.codec import WireDtype
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.convolutions import Sync
 from dglx_dist.memory import read_size
-from dglx_dist.options import Check, at_least, check_ranges, option
+from dglx_dist.options import Check, at_least, check_ranges, option, read_options
 from dglx_dist.records import FEATURE
-from dglx_dist.strategies.base import read_record
 from dglx_dist.strategies.gradient_sync import BUCKET_BYTES
 
 
@@ -63,5 +62,5 @@ class PushPullOptions:
         return max(self.depth - 2, 0)
 
 
-read_push_pull_options = partial(read_record, "push_pull", PushPullOptions)
+read_push_pull_options = partial(read_options, "strategy 'push_pull'", PushPullOptions)
 """ConfigError if an option is unknown, mistyped or cannot be honoured."""

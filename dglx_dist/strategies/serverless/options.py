@@ -6,11 +6,9 @@ from functools import cached_property
 from typing import Literal, TypeAlias, final
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.options import Check, between, check_ranges, option
-from dglx_dist.registry import did_you_mean
+from dglx_dist.options import Check, between, check_names, check_ranges, option, read_options
 from dglx_dist.serverless.cost import DEFAULT_PRICES, PriceTable, prices
 from dglx_dist.serverless.executors.base import EXECUTORS
-from dglx_dist.strategies.base import read_record
 
 Mode: TypeAlias = Literal["no_pipe", "pipe", "async"]
 Scheme: TypeAlias = Literal["keep", "xavier_uniform", "xavier_normal", "he_uniform", "he_normal"]
@@ -80,14 +78,8 @@ def read_lambda_options(options: Mapping[str, object]) -> LambdaOptions:
     names = [one.name for one in fields(LambdaOptions) if one.name != "executor_options"]
     own = {name: value for name, value in options.items() if name in names}
     others = {name: value for name, value in options.items() if name not in names}
-    read = replace(read_record("lambda", LambdaOptions, own, names), executor_options=others)
+    read = replace(read_options("strategy 'lambda'", LambdaOptions, own, names), executor_options=others)
     read.price_table.server(read.server)
     known = EXECUTORS.get(read.executor).option_names
-    for name in others:
-        if name not in known:
-            raise ConfigError(
-                f"strategy 'lambda' has no option {name!r}; its options are: {', '.join(sorted(names))}; "
-                f"with executor={read.executor!r} also {', '.join(known)}"
-                f"{did_you_mean(name, [*names, *known])}"
-            )
+    check_names(f"strategy 'lambda' with executor={read.executor!r}", others, [*names, *known])
     return read

@@ -166,7 +166,7 @@ def test_a_price_table_is_read_once(tmp_path: Path) -> None:
         ({"parameter_servers": 0}, "parameter_servers=0 must be from 1"),
         ({"fusion": 1}, "must be of type bool"),
         ({"stalenes": 1}, "no option 'stalenes'.*did you mean 'staleness'"),
-        ({"executor": "inline", "memory_mb": 192}, "no option 'memory_mb'.*also latency_s"),
+        ({"executor": "inline", "memory_mb": 192}, "executor='inline' has no option 'memory_mb'.*latency_s"),
         ({"executor": "inlin"}, "did you mean 'inline'"),
         ({"prices": "awz"}, "no price table 'awz'"),
         ({"server": "c5.tiny"}, r"no server 'c5\.tiny'"),
