@@ -5,7 +5,7 @@ Public names are imported on first use, so that ``import dglx_dist`` and ``dglx 
 
 from typing import TYPE_CHECKING
 
-from dglx_dist import dgl_import
+from dglx_dist.internals import dgl_import
 
 if TYPE_CHECKING:
     from dglx_dist.api import DataLoader as DataLoader

@@ -19,9 +19,9 @@ from dgl.nn import pytorch as dglnn
 from dgl.nn.pytorch import conv
 from torch import Tensor, nn
 
-from dglx_dist import message_passing
 from dglx_dist.errors import ConfigError
-from dglx_dist.message_passing import TorchIndex, create_block, gather_mm, place, segment_mm
+from dglx_dist.internals import message_passing
+from dglx_dist.internals.message_passing import TorchIndex, create_block, gather_mm, place, segment_mm
 from tests.helpers.convolutions import CASES
 
 TOLERANCE = 1e-10

@@ -6,14 +6,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar, final
+from typing import Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from dglx_dist.errors import ConfigError
+from dglx_dist.internals.pytorch import Copy
 
 AUTO = "auto"
 """The request for a GPU where there is one that can be used, else the CPU."""
@@ -168,9 +168,6 @@ def device_memory(device: torch.device) -> int:
 
 T = TypeVar("T")
 
-Copy: TypeAlias = Callable[[Tensor], Tensor]
-"""A tensor in host memory to its copy on a device."""
-
 
 def device_of(given: torch.device | str | None, own: torch.device) -> torch.device:
     """Return the device that ``given`` names on a rank whose own is ``own``; None: that one.
@@ -277,34 +274,6 @@ def carried(
 
 def is_on_host(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
-
-
-def to_device(rows: Tensor, device: torch.device) -> Tensor:
-    """Return ``rows`` of host memory on ``device``, copied on the current stream; no GPU is waited for."""
-    if device.type == "cuda":
-        # torch keeps the page-locked copy until it is read.
-        return rows.pin_memory().to(device, non_blocking=True)
-    return rows.to(device)
-
-
-_SOURCES = WeakTensorKeyDictionary()
-"""Ids on a device to (the tensor of the host of which they are a copy, the versions of both then)."""
-
-
-def ids_to_device(ids: Tensor, device: torch.device, copy: Copy | None = None) -> Tensor:
-    """Return ``ids`` of the host on ``device``, where :func:`ids_on_host` knows them without waiting."""
-    moved = to_device(ids, device) if copy is None else copy(ids)
-    if ids.is_cpu and not (moved.is_cpu or moved.is_inference() or ids.is_inference()):
-        _SOURCES[moved] = ids, moved._version, ids._version
-    return moved
-
-
-def ids_on_host(ids: Tensor) -> Tensor:
-    """Return ``ids`` on the host; waits for their device, unless they are an unchanged copy from there."""
-    known = None if ids.is_cpu else _SOURCES.get(ids)  # type: ignore[no-untyped-call]  # torch leaves it bare
-    if known is not None and known[1:] == (ids._version, known[0]._version):
-        return known[0].detach()
-    return ids.detach().cpu()
 
 
 def to_host(rows: Tensor) -> tuple[Tensor, Callable[[], None] | None]:

@@ -26,13 +26,13 @@ from functools import partial
 from typing import final
 
 import psutil
-from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from dglx_dist.comm.auth import derived_key
 from dglx_dist.comm.topology import LOOPBACK_HOSTS, Rendezvous, Settings
 from dglx_dist.comm.wire import VERSION
 from dglx_dist.errors import ConfigError, PeerError
+from dglx_dist.internals.pytorch import TCPStore
 
 _CHECK_EVERY_S = 1.0
 """Period at which a waiting rank probes those it waits for."""

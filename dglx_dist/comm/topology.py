@@ -1,4 +1,4 @@
-"""Topology of ranks and servers, and launch settings; the only reader of the environment."""
+"""Topology of ranks and servers, and launch settings, which are read from the environment."""
 
 import json
 import os
@@ -243,17 +243,6 @@ def read_settings(variables: Mapping[str, str] = os.environ) -> Settings:
         dgl_processes={name: variables[name] for name in _DGL_VARIABLES if name in variables},
         trace=Path(variables["DGLX_TRACE"]) if variables.get("DGLX_TRACE") else None,
         scratch=Path(variables["DGLX_SCRATCH"]) if variables.get("DGLX_SCRATCH") else None,
-    )
-
-
-def read_message_passing() -> str | None:
-    """Read what DGLX_MESSAGE_PASSING has run DGL's operators; None: not set. ConfigError: it is invalid."""
-    value = os.environ.get("DGLX_MESSAGE_PASSING") or None
-    if value in (None, "torch", "dgl"):
-        return value
-    raise ConfigError(
-        f"DGLX_MESSAGE_PASSING={value!r} must be 'torch' (torch runs DGL's operators on every device) or "
-        "'dgl' (DGL's kernels do); where it is unset, torch runs them on all devices but the CPU"
     )
 
 

@@ -34,7 +34,7 @@ from dglx_dist.graph.dist_tensor import DataView as InnerDataView
 from dglx_dist.graph.dist_tensor import DistTensor as InnerTensor
 from dglx_dist.graph.dist_tensor import TypedViews
 from dglx_dist.graph.ids import Ids
-from dglx_dist.message_passing import TorchIndex
+from dglx_dist.internals.message_passing import TorchIndex
 from dglx_dist.records import EdgeType, IdRanges
 
 

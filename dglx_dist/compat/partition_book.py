@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dglx_dist.comm.devices import ids_to_device
 from dglx_dist.comm.session import SessionField, current_session
 from dglx_dist.compat.wrappers import InnerAttribute, Wrapper
 from dglx_dist.errors import ConfigError
@@ -21,6 +20,7 @@ from dglx_dist.graph.dist_tensor import opened_graph
 from dglx_dist.graph.ids import Ids, as_array, as_ids
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.partition_book import PartitionBook, canonical_etype
+from dglx_dist.internals.pytorch import ids_to_device
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, EdgeType, IdRanges, type_text
 
 K = TypeVar("K", str, EdgeType)

@@ -17,7 +17,6 @@ from dgl.heterograph import DGLBlock
 from torch import Tensor
 
 from dglx_dist.comm.collectives import check_equal, gather_int64, run_on_all_ranks
-from dglx_dist.comm.devices import Copy
 from dglx_dist.dataloading.feature_fetch import EDGE_PHASE, Ahead, Drawn, fetch_on_access
 from dglx_dist.dataloading.loader import excluded_edges, open_maker
 from dglx_dist.dataloading.minibatch import NOTHING_EXCLUDED, BatchMaker, Excluded, MiniBatch, NodeIds
@@ -43,7 +42,8 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.analysis import NO_REVERSE, reverse_edge_ids
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.ids import Ids, as_array, as_ids
-from dglx_dist.message_passing import place
+from dglx_dist.internals.message_passing import place
+from dglx_dist.internals.pytorch import Copy
 from dglx_dist.records import Array, EdgeType, StepShare
 
 if TYPE_CHECKING:

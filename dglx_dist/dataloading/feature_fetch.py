@@ -20,14 +20,14 @@ from dgl.frame import Column
 from dgl.heterograph import DGLBlock
 from torch import Tensor
 
-from dglx_dist.comm.devices import Copy
 from dglx_dist.comm.session import warn_user
 from dglx_dist.data.storage.columns import numpy_dtype
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.column import DeviceRows, LookAheadRows, PendingPull
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.row_kernels import column_info, empty_rows, tensor_view, torch_dtype
-from dglx_dist.message_passing import note_edge_order
+from dglx_dist.internals.message_passing import note_edge_order
+from dglx_dist.internals.pytorch import Copy
 from dglx_dist.records import Array, ColumnInfo, EdgeType
 
 if TYPE_CHECKING:

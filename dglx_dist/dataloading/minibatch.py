@@ -22,7 +22,6 @@ from dgl.heterograph import DGLBlock
 from dgl.heterograph_index import HeteroGraphIndex
 from torch import Tensor
 
-from dglx_dist.comm.devices import Copy, ids_to_device
 from dglx_dist.dataloading.feature_fetch import (
     WINDOW_BYTES,
     Ahead,
@@ -38,7 +37,8 @@ from dglx_dist.dataloading.sampler import BatchSource, DrawSettings, RemoteSourc
 from dglx_dist.dataloading.step_loader import Maker, run_ahead
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.kvstore import KVStore
-from dglx_dist.message_passing import place
+from dglx_dist.internals.message_passing import place
+from dglx_dist.internals.pytorch import Copy, ids_to_device
 from dglx_dist.records import EDGE_TYPE, Array, EdgeType
 
 if TYPE_CHECKING:

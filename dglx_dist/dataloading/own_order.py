@@ -11,13 +11,13 @@ from weakref import WeakKeyDictionary
 import dgl
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dglx_dist.comm.collectives import run_on_all_ranks
 from dglx_dist.comm.session import SessionField
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.sampling import by_type
+from dglx_dist.internals.pytorch import plain_tensors, tree_leaves, tree_map_only
 
 _INDEXING = (
     *(torch.Tensor.__getitem__, torch.Tensor.index_select, torch.index_select),
@@ -100,7 +100,7 @@ class _BatchIds(Tensor):
                 "the partition has renumbered them, so these are the values of others; write "
                 f"g.ndata[{name!r}][ids] with the distributed graph, or column[g.orig_ids(ids)]"
             )
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_tensors():
             return func(*args, **(kwargs or {}))
 
     def __reduce_ex__(self, protocol: Any) -> Any:

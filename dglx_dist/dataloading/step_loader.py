@@ -30,8 +30,8 @@ from dglx_dist.dataloading.sampler_spec import refuse_by_name
 from dglx_dist.errors import CheckpointError, ConfigError
 from dglx_dist.graph.ids import Ids
 from dglx_dist.graph.sampling import by_type
+from dglx_dist.internals.message_passing import in_torch
 from dglx_dist.keyed_random import hash_ids, stream_key
-from dglx_dist.message_passing import in_torch
 from dglx_dist.options import at_least, check_integer, check_names, check_ranges, option
 from dglx_dist.records import Array, StepShare
 

@@ -39,8 +39,8 @@ from dglx_dist.graph.row_kernels import read_from_disk
 from dglx_dist.graph.sampling import DrawRule, sampled_graph, serve_uniform
 from dglx_dist.graph.shared_memory import InitRows
 from dglx_dist.graph.structure import PartitionedStructure, ReplicatedStructure, Structure
+from dglx_dist.internals.message_passing import in_torch, install, place
 from dglx_dist.memory import machine_memory
-from dglx_dist.message_passing import in_torch, install, place
 from dglx_dist.records import Array, ColumnInfo, EdgeType
 
 if TYPE_CHECKING:

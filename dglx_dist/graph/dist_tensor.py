@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from dglx_dist.comm.collectives import barrier, check_equal, run_on_all_ranks
-from dglx_dist.comm.devices import to_device
 from dglx_dist.comm.session import Session, SessionField, Shared, current_session
 from dglx_dist.data.storage.columns import numpy_dtype
 from dglx_dist.data.storage.reader import StoredDataset
@@ -28,6 +27,7 @@ from dglx_dist.graph.partition_book import PartitionBook, RowOwners, split_ids
 from dglx_dist.graph.row_kernels import check_ids, column_info, numpy_view, tensor_view, torch_dtype
 from dglx_dist.graph.shared_memory import InitRows, save_folder, shared_rows
 from dglx_dist.graph.structure import Structure
+from dglx_dist.internals.pytorch import to_device
 from dglx_dist.records import Array, ColumnInfo, EdgeType, type_text
 
 K = TypeVar("K")

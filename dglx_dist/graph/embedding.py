@@ -11,7 +11,7 @@ from numba import njit
 from torch import Tensor
 
 from dglx_dist.comm.collectives import barrier, run_on_all_ranks
-from dglx_dist.comm.devices import to_device, to_host
+from dglx_dist.comm.devices import to_host
 from dglx_dist.comm.session import Shared
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor, OpenedGraph, PartitionPolicy, opened_graph, owned_rows
@@ -20,6 +20,7 @@ from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.row_kernels import number_distinct
 from dglx_dist.graph.shared_memory import InitRows, check_memory
 from dglx_dist.graph.sparse_gradient import RowGradient, summed
+from dglx_dist.internals.pytorch import to_device
 from dglx_dist.keyed_random import full_word, item_key
 from dglx_dist.records import Array, StepShare
 

@@ -6,8 +6,8 @@ from typing import TypeAlias
 import numpy as np
 from torch import Tensor
 
-from dglx_dist.comm.devices import ids_on_host
 from dglx_dist.graph.row_kernels import check_ids
+from dglx_dist.internals.pytorch import ids_on_host
 from dglx_dist.records import Array
 
 Ids: TypeAlias = Tensor | Array | Sequence[int] | int | slice

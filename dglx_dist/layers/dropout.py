@@ -21,11 +21,11 @@ import torch
 from dgl.heterograph import DGLBlock
 from numba import njit
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from dglx_dist.comm.devices import is_on_host
 from dglx_dist.errors import ConfigError
+from dglx_dist.internals.pytorch import NO_BACKWARD, current_backward, tree_leaves
 from dglx_dist.keyed_random import full_word, item_key, shifted, stream_key, words_on_device
 from dglx_dist.records import Array
 
@@ -387,7 +387,7 @@ class NodeDropouts:
 
     def _call(self, step: int, nodes: Tensor | None, module: int) -> tuple[_DropoutCall, Any]:
         state, graph = int(torch.randint(1 << 62, ()).item()), self._graph()
-        if torch._C._current_graph_task_id() == -1:  # in forward
+        if current_backward() == NO_BACKWARD:  # in forward
             reference = None if graph is None else weakref.ref(graph)
             # A rank may skip the module of a relation without edges, so calls are counted by module there.
             kind = 0 if nodes is not None else module + 1

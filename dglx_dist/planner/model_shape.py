@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from dglx_dist.comm.topology import Topology
 from dglx_dist.errors import ConfigError
+from dglx_dist.internals.message_passing import place
 from dglx_dist.layers.base import Declares, LayerWork, SplittableConv
 from dglx_dist.layers.convolutions import CONVOLUTIONS, stages_of, sums_sources
 from dglx_dist.layers.tracer import MODEL_ERRORS, convolutions_in, random_block, stand_ins, trace_calls
-from dglx_dist.message_passing import place
 from dglx_dist.strategies.base import STRATEGIES, float_of
 from dglx_dist.strategies.cost import ModelShape
 

@@ -28,9 +28,9 @@ from dglx_dist.comm.exchange import Incoming, Outgoing, row_exchanges
 from dglx_dist.comm.session import Session
 from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.errors import ConfigError
+from dglx_dist.internals.message_passing import place
 from dglx_dist.layers.dropout import ids_of_pass, install_node_dropouts
 from dglx_dist.layers.tracer import MODEL_ERRORS
-from dglx_dist.message_passing import place
 from dglx_dist.planner.workload import sizes_of
 from dglx_dist.records import FEATURE, Array
 from dglx_dist.strategies.base import float_of

@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import torch
@@ -20,7 +19,8 @@ from dglx_dist.comm.session import Session, SessionField, start_session
 from dglx_dist.comm.topology import read_settings
 from dglx_dist.dataloading.step_loader import WRAPPED_MODELS
 from dglx_dist.errors import ConfigError, DglxError, shorten_list
-from dglx_dist.message_passing import correct_kernels
+from dglx_dist.internals.message_passing import correct_kernels
+from dglx_dist.internals.pytorch import leave_to_python
 from dglx_dist.records import FEATURE, LABEL, EpochRecord, StepShare
 from dglx_dist.registry import AUTO as AUTO
 from dglx_dist.registry import Registry
@@ -138,16 +138,6 @@ def edge_data_named(advice: str = _PREFETCH) -> Iterator[None]:
         ) from error
 
 
-@cache
-def _leave_to_python() -> None:
-    """Keep torch.compile out of exchanges and DGL's layers, between which it compiles the user's module."""
-    # The user's first optimizer imports it as well, which takes a second.
-    from torch._dynamo import trace_rules
-
-    for package in ("dgl", "dglx_dist"):
-        trace_rules.add(package)
-
-
 class WrappedModel(nn.Module, ABC):
     """The user's model, wrapped by a strategy to train together with the other ranks.
 
@@ -164,7 +154,7 @@ class WrappedModel(nn.Module, ABC):
     def __init__(self) -> None:
         super().__init__()
         correct_kernels()
-        _leave_to_python()
+        leave_to_python()
         WRAPPED_MODELS.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

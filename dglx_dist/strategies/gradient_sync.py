@@ -15,13 +15,21 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.optim.optimizer import Optimizer
 
 from dglx_dist.comm.collectives import count_all_reduce, peers_named
 from dglx_dist.comm.session import Session, SessionField, warn_user
 from dglx_dist.comm.trace import COMPUTE, NETWORK, WAIT
 from dglx_dist.errors import ConfigError
+from dglx_dist.internals.pytorch import (
+    NO_BACKWARD,
+    call_after_backward,
+    current_backward,
+    has_gradient_hooks,
+    replace_floats,
+    version_of,
+    watch_steps,
+)
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +37,6 @@ BUCKET_BYTES = 4 * 2**20
 """Gradients that are sent together, by default."""
 
 PHASE = "gradients"
-
-_IDLE = -1
 
 IS_EXACT: SessionField[bool] = SessionField(lambda _: False)
 """Whether a loss since the last forward pass is a mean over all ranks."""
@@ -111,16 +117,6 @@ def make_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> list[
     return [Bucket(group, [parameters[index] for index in group]) for group in groups]
 
 
-def replace_floats(output: Any, function: Callable[..., Sequence[Tensor]]) -> Any:
-    """Return (nested) ``output`` with its floating-point tensors replaced by ``function`` of all of them."""
-    leaves, layout = tree_flatten(output)
-    places = [n for n, leaf in enumerate(leaves) if torch.is_tensor(leaf) and leaf.is_floating_point()]
-    replaced = function(*[leaves[place] for place in places]) if places else ()
-    for place, tensor in zip(places, replaced, strict=True):
-        leaves[place] = tensor
-    return tree_unflatten(leaves, layout)
-
-
 class HeldGradient(NamedTuple):
     """A sum over backwards under :meth:`GradientExchange.hold`, which the other ranks lack."""
 
@@ -129,7 +125,7 @@ class HeldGradient(NamedTuple):
     """Sent earlier."""
     shown: Tensor
     """The sum of both, as ``.grad``."""
-    version: int
+    version: int | None
     """Number of changes of ``shown`` when it was made."""
 
 
@@ -147,7 +143,7 @@ class GradientExchange:
         self._parameters = [parameter for _, parameter in parameters]
         self._session = session
         self._bucket_bytes = bucket_bytes
-        self._graph_task = _IDLE
+        self._graph_task = NO_BACKWARD
         self._weight = 1.0
         self._callback: weakref.ref[Callable[[], None]] | None = None
         self._before: list[Tensor | None] = []
@@ -168,9 +164,7 @@ class GradientExchange:
         self._held: dict[int, HeldGradient] = {}
         for index, parameter in enumerate(self._parameters):
             _on_accumulation(parameter, self._hook_of(index))
-        alive = weakref.proxy(self)
-        handle = register_optimizer_step_pre_hook(lambda optimizer, *_: alive.refuse_held(optimizer))
-        weakref.finalize(self, handle.remove)
+        watch_steps(GradientExchange.refuse_held, self)
 
     def mark(self, output: Any, weight: float) -> Any:
         """Return (nested) ``output``, such that backward through any tensor in it exchanges with ``weight``.
@@ -187,7 +181,7 @@ class GradientExchange:
             # results are not summed.
             _on_accumulation(anchor, lambda _: self._begin(weight, holds))
             # A user's hook on a parameter that nothing depends on would be called with None.
-            free = [parameter for parameter in self._parameters if not parameter._backward_hooks]
+            free = [parameter for parameter in self._parameters if not has_gradient_hooks(parameter)]
             found = _Mark.apply(anchor, len(outputs), *outputs, *free)  # type: ignore[no-untyped-call]  # torch leaves it bare
             if len(outputs) == 1:
                 watch_gaps(found[0], self._session)
@@ -219,7 +213,7 @@ class GradientExchange:
         return waited
 
     def _begin(self, weight: float, holds: bool) -> None:
-        graph_task = torch._C._current_graph_task_id()
+        graph_task = current_backward()
         if graph_task == self._graph_task:
             if weight != self._weight:
                 raise ConfigError(
@@ -230,7 +224,7 @@ class GradientExchange:
                 )
             self._holds &= holds
             return
-        if self._graph_task != _IDLE:
+        if self._graph_task != NO_BACKWARD:
             # An earlier backward raised half-way: its buckets are void, but sums into them may still run.
             self._in_flight = []
             self._layout = ()
@@ -248,14 +242,14 @@ class GradientExchange:
         callback = self._finish
         # Autograd drops the callback when the backward ends, also when it ends by an error.
         self._callback = weakref.ref(callback)
-        torch.autograd.Variable._execution_engine.queue_callback(callback)
+        call_after_backward(callback)
 
     def _sent_before(self, index: int) -> Tensor | None:
         """Return the gradient that all ranks have, and forget a held one that the user has cleared."""
         gradient, held = self._parameters[index].grad, self._held.get(index)
         if held is None:
             return gradient
-        if gradient is held.shown and gradient._version == held.version:
+        if gradient is held.shown and version_of(gradient) == held.version:
             return held.before
         del self._held[index]
         if gradient is not None and gradient.any():
@@ -278,9 +272,9 @@ class GradientExchange:
 
     def _hook_of(self, index: int) -> Callable[[Tensor], None]:
         def accumulated(parameter: Tensor) -> None:
-            if self._graph_task == _IDLE:
+            if self._graph_task == NO_BACKWARD:
                 return
-            if torch._C._current_graph_task_id() != self._graph_task:
+            if current_backward() != self._graph_task:
                 if self._callback is not None and self._callback() is not None:
                     raise ConfigError(
                         f"the gradient of {self._names[index]!r} was computed by a backward call inside the "
@@ -347,7 +341,7 @@ class GradientExchange:
             elif self._holds:
                 local = total.clone()
                 parameter.grad = shown = local if before is None else before + local
-                self._held[index] = HeldGradient(local, before, shown, shown._version)
+                self._held[index] = HeldGradient(local, before, shown, version_of(shown))
             elif before is not None:
                 parameter.grad = before.add_(total)
             elif parameter.grad is not None:
@@ -355,7 +349,7 @@ class GradientExchange:
             else:
                 parameter.grad = total.clone()
         self.after(self._weight)
-        self._graph_task = _IDLE
+        self._graph_task = NO_BACKWARD
         self._before = []
 
     def _wait_oldest(self, delay: int) -> dict[int, Tensor | None]:

@@ -21,8 +21,8 @@ from dglx_dist.dataloading.sampler_spec import edge_columns, names_by_type
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.row_kernels import torch_dtype
+from dglx_dist.internals.message_passing import correct_kernels, note_edge_order, place
 from dglx_dist.layers.tracer import restored
-from dglx_dist.message_passing import correct_kernels, note_edge_order, place
 from dglx_dist.options import list_names
 from dglx_dist.records import FEATURE, LABEL, SPLITS, Array
 from dglx_dist.strategies.base import WrappedModel, edge_data_named, float_of

@@ -21,8 +21,8 @@ from dgl.heterograph import DGLBlock
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dglx_dist.comm.devices import to_device
 from dglx_dist.errors import ConfigError
+from dglx_dist.internals.pytorch import to_device
 from dglx_dist.layers.base import (
     DeclaredStage,
     PartialSums,

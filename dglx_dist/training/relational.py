@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from dglx_dist.dataloading.feature_fetch import HALVES
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor
+from dglx_dist.internals.message_passing import create_block
 from dglx_dist.layers.dropout import drop_rows, keys_of_types
-from dglx_dist.message_passing import create_block
 from dglx_dist.records import FEATURE, EdgeType
 from dglx_dist.training.models import Layered
 

@@ -43,7 +43,8 @@ def test_files_are_those_that_a_worker_imports() -> None:
     files = worker_files(package_root())
     assert files == tuple(sorted(files))
     rooms = {"/".join(file.split("/")[:2]) for file in files if file.count("/") > 1}
-    assert rooms == {"dglx_dist/comm", "dglx_dist/data", "dglx_dist/serverless"}
+    assert rooms == {"dglx_dist/comm", "dglx_dist/data", "dglx_dist/internals", "dglx_dist/serverless"}
+    assert "dglx_dist/internals/pytorch.py" not in files
     assert {"dglx_dist/serverless/worker_process.py", "dglx_dist/serverless/stages/conv.py"} <= set(files)
     assert not {"dglx_dist/comm/session.py", "dglx_dist/serverless/aws/executor.py"} & set(files)
     for file in files:

@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dglx_dist import message_passing
 from dglx_dist.comm.session import Session, start_session
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.dist_tensor import DistTensor
+from dglx_dist.internals import message_passing
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph
 from dglx_dist.strategies.base import STRATEGIES, Objective, WrappedModel
 from dglx_dist.training.models import build_model

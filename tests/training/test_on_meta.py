@@ -13,12 +13,12 @@ from dgl.dataloading import NeighborSampler, as_edge_prediction_sampler
 from torch import nn
 
 import dglx_dist as dx
-from dglx_dist.comm.devices import ids_on_host, ids_to_device
 from dglx_dist.comm.session import start_session
 from dglx_dist.dataloading.loader import neighborhood_maker
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.message_passing import TorchIndex, place
+from dglx_dist.internals.message_passing import TorchIndex, place
+from dglx_dist.internals.pytorch import ids_on_host, ids_to_device
 from dglx_dist.planner import measure
 from dglx_dist.planner.choose import choose
 from dglx_dist.planner.measure import MeasureConfig

@@ -26,7 +26,7 @@ _UNUSED_ENDINGS = (".pyi", ".pyc", ".pxd", ".pyx", ".h", ".c", ".a", ".lib")
 _MAX_OUTPUT = 2000
 ENTRIES = (
     *("dglx_dist.serverless.aws.function", "dglx_dist.serverless.worker_process"),
-    "dglx_dist.dgl_import",  # the package's own __init__ imports it
+    "dglx_dist.internals.dgl_import",  # the package's own __init__ imports it
 )
 _STAGES = "dglx_dist/serverless/stages"
 """The registry names these modules in strings, so no import leads to them."""

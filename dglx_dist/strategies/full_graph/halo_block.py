@@ -17,15 +17,21 @@ from dgl.function.message import BinaryMessageFunction, CopyMessageFunction
 from dgl.heterograph import DGLBlock
 from dgl.heterograph_index import HeteroGraphIndex
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.overrides import TorchFunctionMode
 
 from dglx_dist.dataloading.minibatch import build_block
 from dglx_dist.errors import ConfigError
-from dglx_dist.message_passing import TorchIndex, note_edge_order, place
+from dglx_dist.internals.message_passing import TorchIndex, note_edge_order, place
+from dglx_dist.internals.pytorch import (
+    NO_BACKWARD,
+    current_backward,
+    current_function_mode,
+    plain_tensors,
+    replace_floats,
+)
 from dglx_dist.records import EDGE_TYPE, EdgeType
 from dglx_dist.strategies.full_graph.halo_exchange import CoverExchange
 from dglx_dist.strategies.full_graph.halo_plan import HaloLayer
-from dglx_dist.strategies.gradient_sync import replace_floats
 
 
 @final
@@ -113,7 +119,7 @@ class EmptyPartition(TorchFunctionMode):
 
     def __exit__(self, *error: Any) -> None:
         # Also leaves nested modes that an interrupt left on, because torch calls no hooks then.
-        while (mode := _current_mode()) is not self and isinstance(mode, EmptyPartition):
+        while (mode := current_function_mode()) is not self and isinstance(mode, EmptyPartition):
             mode.__exit__()
         super().__exit__(*(error or (None, None, None)))  # type: ignore[no-untyped-call]  # torch leaves it bare
 
@@ -129,13 +135,9 @@ class EmptyPartition(TorchFunctionMode):
     @staticmethod
     def turn_off(owner: object) -> None:
         """Turn off the innermost mode of this thread if ``owner`` turned it on."""
-        mode = _current_mode()
+        mode = current_function_mode()
         if isinstance(mode, EmptyPartition) and mode._owner is owner:
             mode.__exit__()
-
-
-def _current_mode() -> object:
-    return _get_current_function_mode()  # type: ignore[no-untyped-call]  # torch leaves it bare
 
 
 _RESHAPING: tuple[Callable[..., Any], ...] = (Tensor.view, Tensor.reshape, torch.reshape)
@@ -231,8 +233,7 @@ class _NotReversed:
     """A graph index with complete in-edges and incomplete out-edges."""
 
     def reverse(self) -> Any:
-        # -1: no backward pass is running, see torch.autograd.graph.
-        if torch._C._current_graph_task_id() == -1:
+        if current_backward() == NO_BACKWARD:
             refuse_reversed("this")
         return super().reverse()  # type: ignore[misc]  # a graph index follows in every subclass
 
@@ -462,7 +463,7 @@ def halo_block(
     It has ``dgl.NID`` on both sides (of all sources) and ``dgl.EID`` on the edges. The first
     ``layer.own_rows`` of the (n,) int64 ``nodes`` are the global ids of the own rows. ``out_degrees`` maps
     (K,) int64 ids to (K,) out-degrees in the whole graph, on demand, not collective; None: those of the
-    block. ``edge_order`` is given to :func:`~dglx_dist.message_passing.note_edge_order`.
+    block. ``edge_order`` is given to :func:`~dglx_dist.internals.message_passing.note_edge_order`.
     """
     own = nodes[: layer.own_rows]
     repeated = own[:1] if needs_repeated_row(layer) else own[:0]
@@ -503,5 +504,5 @@ class OwnCount(Tensor):
                 "the rows of ndata, and sum over the ranks with torch.distributed.all_reduce"
             )
         plain = [one.as_subclass(Tensor) if isinstance(one, OwnCount) else one for one in args]
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_tensors():
             return func(*plain, **(kwargs or {}))

@@ -22,13 +22,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dglx_dist.comm.codec import WireDtype, row_codec
-from dglx_dist.comm.devices import Copy, copied_to_host, host_memory, is_on_host
+from dglx_dist.comm.devices import copied_to_host, host_memory, is_on_host
 from dglx_dist.comm.exchange import CallExchange, Incoming, Outgoing, ReusableBuffer, Wait, row_exchanges
 from dglx_dist.comm.session import Session
 from dglx_dist.dataloading.feature_fetch import HALVES
 from dglx_dist.dataloading.minibatch import build_block
 from dglx_dist.errors import ConfigError
-from dglx_dist.message_passing import place
+from dglx_dist.internals.message_passing import place
+from dglx_dist.internals.pytorch import NO_BACKWARD, Copy, current_backward, version_of
 from dglx_dist.strategies.full_graph.halo_plan import Cover, HaloLayer
 
 PIECE_BYTES = 256 * 1024
@@ -162,7 +163,7 @@ class HaloExchange:
         if kept is None and stale is not None and torch.is_grad_enabled():
             return cast("Tensor", _AppendLate.apply(self, stale.of(self), h))  # type: ignore[no-untyped-call]  # torch leaves it bare
         # -1: no backward pass is running, see torch.autograd.graph.
-        if kept is None and self._exchanges.late is not None and torch._C._current_graph_task_id() != -1:
+        if kept is None and self._exchanges.late is not None and current_backward() != NO_BACKWARD:
             raise ConfigError(
                 f"layer {self.number} is computed again in backward, where its late halo rows (staleness=1) "
                 "are not at hand; use recompute='keep' or 'none'"
@@ -500,9 +501,3 @@ class StaleHalos:
 def _pieces_of(rows: Tensor, counts: Sequence[tuple[int, int]]) -> Iterator[tuple[int, Tensor]]:
     pieces = torch.split(rows, [count for _, count in counts])
     return zip((rank for rank, _ in counts), pieces, strict=True)
-
-
-def version_of(rows: Tensor) -> int | None:
-    """Return a number that changes with the content of ``rows``; None if torch has none."""
-    # Torch tracks no versions of tensors created in inference mode.
-    return None if rows.is_inference() else rows._version

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dglx_dist.comm.codec import WireDtype
 from dglx_dist.comm.collectives import barrier, gather_arrays, gather_int64, gather_json
-from dglx_dist.comm.devices import Copy, carried, open_copies
+from dglx_dist.comm.devices import carried, open_copies
 from dglx_dist.comm.exchange import row_exchanges
 from dglx_dist.comm.trace import LOADER
 from dglx_dist.dataloading.feature_fetch import LABEL_PHASE, Columns
@@ -29,8 +29,9 @@ from dglx_dist.dataloading.step_loader import EpochLoader
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.row_kernels import empty_rows
+from dglx_dist.internals.message_passing import in_torch, place
+from dglx_dist.internals.pytorch import Copy
 from dglx_dist.keyed_random import hash_ids, stream_key
-from dglx_dist.message_passing import in_torch, place
 from dglx_dist.records import Array, StepShare
 from dglx_dist.strategies.full_graph.expansion import (
     AUTO,

@@ -21,8 +21,9 @@ from torch import Tensor
 from dglx_dist.comm.collectives import check_equal, run_on_all_ranks
 from dglx_dist.dataloading.feature_fetch import RowMemory
 from dglx_dist.errors import ConfigError
+from dglx_dist.internals.message_passing import moved_frame, place
+from dglx_dist.internals.pytorch import version_of
 from dglx_dist.layers.dropout import RankGraph
-from dglx_dist.message_passing import moved_frame, place
 from dglx_dist.options import list_names
 from dglx_dist.records import Array, StepShare
 from dglx_dist.strategies.base import STRATEGIES, count_targets
@@ -33,7 +34,7 @@ from dglx_dist.strategies.full_graph.halo_block import (
     fetched_frame,
     halo_block,
 )
-from dglx_dist.strategies.full_graph.halo_exchange import HaloExchange, version_of
+from dglx_dist.strategies.full_graph.halo_exchange import HaloExchange
 from dglx_dist.strategies.full_graph.loader import PHASE
 from dglx_dist.strategies.full_graph.plan_builder import check_graph, make_plans
 

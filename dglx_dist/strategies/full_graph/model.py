@@ -12,11 +12,11 @@ from dgl.nn.pytorch.conv.graphconv import EdgeWeightNorm
 from dgl.nn.pytorch.conv.hgtconv import HGTConv
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from dglx_dist.comm.exchange import row_exchanges
 from dglx_dist.errors import ConfigError
+from dglx_dist.internals.pytorch import replace_floats, tree_leaves, version_of
 from dglx_dist.layers.convolutions import CONVOLUTIONS, sums_sources
 from dglx_dist.layers.dropout import install_node_dropouts
 from dglx_dist.layers.nn import install_batch_norms
@@ -31,7 +31,6 @@ from dglx_dist.strategies.full_graph.halo_block import (
 )
 from dglx_dist.strategies.full_graph.halo_exchange import StaleHalos
 from dglx_dist.strategies.full_graph.local_graphs import LocalGraph
-from dglx_dist.strategies.gradient_sync import replace_floats
 from dglx_dist.strategies.replicated import ReplicatedModel, check_frozen
 
 _NO_BLOCKS = tuple(kind for kind, known in CONVOLUTIONS.items() if not known.on_blocks)
@@ -223,7 +222,7 @@ class HaloModel(ReplicatedModel):
         stale: AbstractContextManager[None] = nullcontext()
         if self._stale is not None and self.training and torch.is_grad_enabled():
             # One epoch until the optimizer's step, on whatever batches.
-            stale = self._stale.active(sum(one._version for one in self.module.parameters()))
+            stale = self._stale.active(sum(version_of(one) or 0 for one in self.module.parameters()))
         has_targets = all(one.num_dst_nodes() for one in graphs)
         # Recomputation in backward must not stop early: the point at which a rank has all it needs may be
         # before an exchange on one rank and after it on another.

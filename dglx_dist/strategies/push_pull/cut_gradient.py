@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dglx_dist.comm.collectives import gather_rows
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
+from dglx_dist.internals.pytorch import plain_tensors, retype
 
 _OF_PIECE = frozenset(
     {"detach", "__get__", "coalesce", "_values", "abs", "pow", "square", "float", "double"}
@@ -42,15 +43,15 @@ class CutGradient(Tensor):
     @classmethod
     def over(cls, piece: Tensor, session: Session, num_parts: int) -> CutGradient:
         """Return this rank's ``piece``, in the same memory; the first ``num_parts`` ranks hold all pieces."""
-        gradient = Tensor._make_subclass(cls, piece)
+        gradient = retype(piece, cls)
         gradient._session, gradient._num_parts = session, num_parts
         return gradient
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return Tensor._make_subclass(Tensor, self).clone()
+        return retype(self, Tensor).clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return Tensor._make_subclass(Tensor, self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch leaves it bare
+        return retype(self, Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]  # torch leaves it bare
 
     @classmethod
     def __torch_function__(
@@ -58,7 +59,7 @@ class CutGradient(Tensor):
     ) -> Any:
         kwargs, name = kwargs or {}, func.__name__
         first: Any = args[0] if args else None
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_tensors():
             if isinstance(first, cls) and (name.endswith("norm") or name in ("max", "amax")):
                 args = (_values_of(first, 0.0 if name.endswith("norm") else -torch.inf), *args[1:])
             elif name == "_foreach_norm":

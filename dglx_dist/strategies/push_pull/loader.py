@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from dglx_dist.comm.collectives import check_equal, doing, gather_json, run_on_all_ranks
-from dglx_dist.comm.devices import Copy, carried, ids_to_device
+from dglx_dist.comm.devices import carried
 from dglx_dist.comm.mailbox import OneSidedExchange
 from dglx_dist.comm.session import NEXT_BATCH, SessionField
 from dglx_dist.comm.trace import LOADER
@@ -33,7 +33,8 @@ from dglx_dist.dataloading.minibatch import build_block
 from dglx_dist.dataloading.sampler_spec import read_sampler
 from dglx_dist.dataloading.step_loader import EpochLoader, Items, StepLoader
 from dglx_dist.errors import ConfigError
-from dglx_dist.message_passing import place
+from dglx_dist.internals.message_passing import place
+from dglx_dist.internals.pytorch import Copy, ids_to_device
 from dglx_dist.records import Array, EdgeType, StepShare
 from dglx_dist.strategies.base import unpacked
 from dglx_dist.strategies.push_pull.exchange import STRUCTURE, Group, GroupBatch, PartInput

@@ -23,8 +23,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import (
     Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
 )
 
 from dglx_dist.comm.collectives import check_equal, gather_int64, peers_named, sum_over_ranks
@@ -32,6 +30,7 @@ from dglx_dist.comm.ledger import ring_bytes
 from dglx_dist.comm.session import Session, SessionField, Shared
 from dglx_dist.comm.trace import COMPUTE, WAIT
 from dglx_dist.errors import ConfigError
+from dglx_dist.internals.pytorch import watch_steps
 from dglx_dist.layers.base import PartialSums, SplittableConv, StageInput
 from dglx_dist.layers.dropout import DropDraws
 from dglx_dist.strategies.gradient_sync import PHASE, GradientExchange
@@ -133,11 +132,7 @@ class VersionLog:
         self._stepped_without_part: set[int] = set()
         """Optimizers that have stepped since the part side's gradients wait."""
         self._warned = False
-        alive = weakref.proxy(self)
-        before = register_optimizer_step_pre_hook(lambda optimizer, *_: alive._before(optimizer))
-        after = register_optimizer_step_post_hook(lambda optimizer, *_: alive._after(optimizer))
-        weakref.finalize(self, before.remove)
-        weakref.finalize(self, after.remove)
+        watch_steps(VersionLog._before, self, after=VersionLog._after)
 
     @contextmanager
     def own_step(self) -> Iterator[None]:

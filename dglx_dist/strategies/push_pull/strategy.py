@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils._pytree import tree_leaves
 
 from dglx_dist.comm.collectives import gather_int64
 from dglx_dist.comm.session import Session
 from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
 from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.errors import ConfigError
+from dglx_dist.internals.pytorch import tree_leaves
 from dglx_dist.layers.base import cut_out, join_parts
 from dglx_dist.layers.nn import install_batch_norms
 from dglx_dist.memory import read_size

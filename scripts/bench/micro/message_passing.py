@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from dglx_dist.comm.devices import synchronize
 from dglx_dist.dataloading.minibatch import build_block
-from dglx_dist.message_passing import place
+from dglx_dist.internals.message_passing import place
 from scripts.bench.micro.timing import in_turn, parser, table, timed, write_json
 
 HEADS, WARM_UP = 4, 1

@@ -1,5 +1,7 @@
 """Imports of DGL without its GraphBolt, and of libraries that keep caches without a home folder.
 
+Tested on DGL 1.1.3 and 2.1.0.
+
 DGL 2.0 to 2.3 import GraphBolt with ``import dgl``, and its library is built for a few versions of torch.
 Nothing else in DGL's graphs, kernels, layers and single-machine loaders uses it, nor does this package:
 ``dgl.graphbolt`` is an empty module where it cannot be loaded.
@@ -72,7 +74,7 @@ def _try(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
 
 def _is_writable_package() -> bool:
     """Return whether Numba can cache beside each module of this package, as it does first."""
-    for folder, names, _ in os.walk(Path(__file__).parent):
+    for folder, names, _ in os.walk(Path(__file__).parents[1]):
         names[:] = [name for name in names if name != "__pycache__"]
         cache = Path(folder, "__pycache__")
         if not os.access(cache if cache.exists() else folder, os.W_OK):

@@ -1,0 +1,132 @@
+"""Private parts of PyTorch: the running backward pass, versions of tensors, optimizer hooks and the compiler.
+
+Tested on torch 2.4.0, 2.13.0 and 2.15.0.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import cache
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import TCPStore as TCPStore
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.overrides import _get_current_function_mode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map_only as tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
+
+Copy: TypeAlias = Callable[[Tensor], Tensor]
+"""A tensor in host memory to its copy on a device."""
+
+Kind = TypeVar("Kind", bound=Tensor)
+
+NO_BACKWARD = -1
+
+
+def current_backward() -> int:
+    """Return the number of the backward pass that runs on this thread, or ``NO_BACKWARD``."""
+    return torch._C._current_graph_task_id()
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` at the end of the running backward pass. An error of the pass drops it."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Return whether ``register_hook`` was called on ``parameter``."""
+    return bool(parameter._backward_hooks)
+
+
+def watch_steps(
+    before: Callable[[Any, Optimizer], None],
+    owner: object,
+    after: Callable[[Any, Optimizer], None] | None = None,
+) -> None:
+    """Call ``before(owner, optimizer)`` before each step of any optimizer, and ``after`` after it.
+
+    The hooks do not keep ``owner`` alive and end with it.
+    """
+    alive = weakref.proxy(owner)
+    handles = [register_optimizer_step_pre_hook(lambda optimizer, *_: before(alive, optimizer))]
+    if after is not None:
+        handles.append(register_optimizer_step_post_hook(lambda optimizer, *_: after(alive, optimizer)))
+    for handle in handles:
+        weakref.finalize(owner, handle.remove)
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """Return a number that changes with the content of ``tensor``; None if torch has none."""
+    # Torch tracks no versions of tensors created in inference mode.
+    return None if tensor.is_inference() else tensor._version
+
+
+def plain_tensors() -> AbstractContextManager[Any]:
+    """Return a context in which functions of torch treat subclasses of Tensor as plain tensors."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def retype(tensor: Tensor, kind: type[Kind]) -> Kind:
+    """Return a tensor of the subclass ``kind`` in the memory of ``tensor``, without its gradient."""
+    return Tensor._make_subclass(kind, tensor)
+
+
+def current_function_mode() -> object:
+    """Return the innermost active ``TorchFunctionMode`` of this thread."""
+    return _get_current_function_mode()  # type: ignore[no-untyped-call]  # torch leaves it bare
+
+
+def replace_floats(output: Any, function: Callable[..., Sequence[Tensor]]) -> Any:
+    """Return (nested) ``output`` with its floating-point tensors replaced by ``function`` of all of them."""
+    leaves, layout = tree_flatten(output)
+    places = [n for n, leaf in enumerate(leaves) if torch.is_tensor(leaf) and leaf.is_floating_point()]
+    replaced = function(*[leaves[place] for place in places]) if places else ()
+    for place, tensor in zip(places, replaced, strict=True):
+        leaves[place] = tensor
+    return tree_unflatten(leaves, layout)
+
+
+@cache
+def leave_to_python() -> None:
+    """Keep torch.compile out of exchanges and DGL's layers, between which it compiles the user's module."""
+    # The user's first optimizer imports it as well, which takes a second.
+    from torch._dynamo import trace_rules
+
+    for package in ("dgl", "dglx_dist"):
+        trace_rules.add(package)
+
+
+_SOURCES = WeakTensorKeyDictionary()
+"""Ids on a device to (the tensor of the host of which they are a copy, the versions of both then)."""
+
+
+def ids_to_device(ids: Tensor, device: torch.device, copy: Copy | None = None) -> Tensor:
+    """Return ``ids`` of the host on ``device``, where :func:`ids_on_host` knows them without waiting."""
+    moved = to_device(ids, device) if copy is None else copy(ids)
+    if ids.is_cpu and not (moved.is_cpu or moved.is_inference() or ids.is_inference()):
+        _SOURCES[moved] = ids, moved._version, ids._version
+    return moved
+
+
+def ids_on_host(ids: Tensor) -> Tensor:
+    """Return ``ids`` on the host; waits for their device, unless they are an unchanged copy from there."""
+    known = None if ids.is_cpu else _SOURCES.get(ids)  # type: ignore[no-untyped-call]  # torch leaves it bare
+    if known is not None and known[1:] == (ids._version, known[0]._version):
+        return known[0].detach()
+    return ids.detach().cpu()
+
+
+def to_device(rows: Tensor, device: torch.device) -> Tensor:
+    """Return ``rows`` of host memory on ``device``, copied on the current stream; no GPU is waited for."""
+    if device.type == "cuda":
+        # torch keeps the page-locked copy until it is read.
+        return rows.pin_memory().to(device, non_blocking=True)
+    return rows.to(device)
