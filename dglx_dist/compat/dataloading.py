@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dglx_dist.comm.session import current_session, warn_user
-from dglx_dist.compat.dist_graph import DistGraph, inner_graph, show_ids, without_empty_types
+from dglx_dist.compat.dist_graph import DistGraph, inner_graph, show_ids
 from dglx_dist.compat.dist_tensor import DistTensor, inner_tensor, remember
 from dglx_dist.compat.partition_book import edge_ids, of_each_type, our_edges, shown_edges
 from dglx_dist.dataloading.step_loader import Schedule, gather_counts, run_ahead
@@ -21,6 +21,7 @@ from dglx_dist.graph.dist_graph import DistGraph as InnerDistGraph
 from dglx_dist.graph.dist_tensor import DistTensor as InnerTensor
 from dglx_dist.graph.ids import as_array
 from dglx_dist.graph.kvstore import KVStore
+from dglx_dist.internals.graphs import without_empty_types
 from dglx_dist.options import check_integer
 from dglx_dist.strategies.base import WRAPPED, Strategy, strategy_of
 from dglx_dist.strategies.data_parallel import DataParallel

@@ -7,11 +7,6 @@ from typing import Any, cast, final
 
 import dgl
 import torch
-from dgl.frame import Scheme
-from dgl.graph_index import from_coo
-from dgl.heterograph import DGLBlock
-from dgl.heterograph_index import create_heterograph_from_relations
-from dgl.utils import toindex
 from torch import Tensor
 
 from dglx_dist.comm.topology import read_settings, read_topology
@@ -34,32 +29,8 @@ from dglx_dist.graph.dist_tensor import DataView as InnerDataView
 from dglx_dist.graph.dist_tensor import DistTensor as InnerTensor
 from dglx_dist.graph.dist_tensor import TypedViews
 from dglx_dist.graph.ids import Ids
-from dglx_dist.internals.message_passing import TorchIndex
+from dglx_dist.internals.graphs import Scheme, without_empty_types
 from dglx_dist.records import EdgeType, IdRanges
-
-
-def without_empty_types(graph: dgl.DGLGraph) -> dgl.DGLGraph:
-    """Return the graph or block without its empty edge types; unchanged if all are empty.
-
-    A model over several types then returns rows for the types of the seeds alone, as scripts expect. Node
-    types and the data of nodes and edges stay.
-    """
-    kept = [etype for etype in graph.canonical_etypes if graph.num_edges(etype)]
-    if len(kept) in (0, len(graph.canonical_etypes)):
-        return graph
-    index, numbers = graph._graph, [graph.get_etype_id(etype) for etype in kept]
-    sources, destinations = zip(*map(index.metagraph.find_edge, numbers), strict=True)
-    counts = [index.num_nodes(ntype) for ntype in range(index.number_of_ntypes())]
-    of_types = from_coo(len(counts), sources, destinations, True)
-    relations = [index.get_relation_graph(number) for number in numbers]
-    made = create_heterograph_from_relations(of_types, relations, toindex(counts, "int64"))
-    if isinstance(index, TorchIndex):
-        TorchIndex.around(made, tuple(index.relations[number] for number in numbers), index.device)
-    ntypes = (graph.srctypes, graph.dsttypes) if graph.is_block else graph.ntypes
-    names, frames = [name for _, name, _ in kept], [graph._edge_frames[number] for number in numbers]
-    reduced = (DGLBlock if graph.is_block else dgl.DGLGraph)(made, ntypes, names, graph._node_frames, frames)
-    reduced.step_share = getattr(graph, "step_share", None)
-    return reduced
 
 
 def show_ids(g: InnerDistGraph, graph: dgl.DGLGraph) -> dgl.DGLGraph:

@@ -42,6 +42,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.analysis import NO_REVERSE, reverse_edge_ids
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.ids import Ids, as_array, as_ids
+from dglx_dist.internals.graphs import structure_of
 from dglx_dist.internals.message_passing import place
 from dglx_dist.internals.pytorch import Copy
 from dglx_dist.records import Array, EdgeType, StepShare
@@ -260,7 +261,7 @@ class MergedPairs:
     """
 
     index: Any
-    """``_graph`` of the pair graph; DGL replaces it when it moves a graph or changes its edges."""
+    """Structure of the pair graph, which DGL replaces when it moves a graph or changes its edges."""
     etypes: tuple[EdgeType, ...]
     """Of the pair graph, R of them."""
     sizes: tuple[int, ...]
@@ -271,13 +272,13 @@ class MergedPairs:
     """(E,) int64 place of the type in ``etypes``."""
 
     def moved(self, graph: dgl.DGLGraph, copy: Copy) -> MergedPairs:
-        return replace(self, index=graph._graph, ends=copy(self.ends), relation=copy(self.relation))
+        return replace(self, index=structure_of(graph), ends=copy(self.ends), relation=copy(self.relation))
 
 
 def merge_pairs(pair_graph: Any) -> MergedPairs:
     """Return the merged edges of any graph; those of a loader's pair graph are ready."""
     merged: MergedPairs | None = getattr(pair_graph, "merged_pairs", None)
-    if merged is not None and merged.index is pair_graph._graph:
+    if merged is not None and merged.index is structure_of(pair_graph):
         return merged
     # A graph of the user's own, or one that was moved or changed.
     counts = map(pair_graph.num_nodes, pair_graph.ntypes)
@@ -287,7 +288,7 @@ def merge_pairs(pair_graph: Any) -> MergedPairs:
     ends = [torch.stack([u + first[e[0]], v + first[e[2]]]).long() for e, (u, v) in found.items()]
     sizes = tuple(one.shape[1] for one in ends)
     relation = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).to(pair_graph.device)
-    index = pair_graph._graph
+    index = structure_of(pair_graph)
     return MergedPairs(index=index, etypes=etypes, sizes=sizes, ends=torch.cat(ends, 1), relation=relation)
 
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, final
 import dgl
 import numpy as np
 import torch
-from dgl.frame import Column
 from dgl.heterograph import DGLBlock
 from torch import Tensor
 
@@ -26,6 +25,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.column import DeviceRows, LookAheadRows, PendingPull
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.row_kernels import column_info, empty_rows, tensor_view, torch_dtype
+from dglx_dist.internals.graphs import Column, frames_by_type, replace_columns
 from dglx_dist.internals.message_passing import note_edge_order
 from dglx_dist.internals.pytorch import Copy
 from dglx_dist.records import Array, ColumnInfo, EdgeType
@@ -382,9 +382,8 @@ def fetch_on_access(g: DistGraph, blocks: Sequence[DGLBlock], warned: set[str]) 
     """Let the frames of ``blocks`` fetch missing columns; ``warned`` holds the names already warned of."""
     for block in blocks:
         note_edge_order(block, g.orig_edge_ids)
-        kinds = [*block.srctypes, *block.dsttypes, *block.canonical_etypes]
-        for kind, frame in zip(kinds, [*block._node_frames, *block._edge_frames], strict=True):
-            frame._columns = OnDemandColumns(frame._columns, g, kind, warned)
+        for kind, frame in frames_by_type(block):
+            replace_columns(frame, partial(OnDemandColumns, g=g, kind=kind, warned=warned))
 
 
 def edges_of(block: DGLBlock) -> dict[EdgeType, Array]:

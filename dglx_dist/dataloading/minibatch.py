@@ -16,10 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar, final
 import dgl
 import numpy as np
 import torch
-from dgl import graph_index, heterograph_index, utils
-from dgl.frame import Frame
 from dgl.heterograph import DGLBlock
-from dgl.heterograph_index import HeteroGraphIndex
 from torch import Tensor
 
 from dglx_dist.dataloading.feature_fetch import (
@@ -37,36 +34,13 @@ from dglx_dist.dataloading.sampler import BatchSource, DrawSettings, RemoteSourc
 from dglx_dist.dataloading.step_loader import Maker, run_ahead
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.kvstore import KVStore
+from dglx_dist.internals.graphs import BlockTypes
 from dglx_dist.internals.message_passing import place
 from dglx_dist.internals.pytorch import Copy, ids_to_device
-from dglx_dist.records import EDGE_TYPE, Array, EdgeType
+from dglx_dist.records import Array, EdgeType
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
-
-
-def build_block(indptr: Tensor, sources: Tensor, num_src: int, etype: EdgeType = EDGE_TYPE) -> DGLBlock:
-    """Build a block of one edge type, without data, that shares the given arrays.
-
-    Args:
-        indptr: (D + 1,) int32 or int64, CSC offsets of the D >= 0 destinations, the first sources.
-        sources: (E,) of the dtype of ``indptr``, in [0, ``num_src``).
-    """
-    num_dst, (source, relation, destination) = len(indptr) - 1, etype
-    nodes = [Frame(num_rows=num_src), Frame(num_rows=num_dst)]
-    edges = [Frame(num_rows=len(sources))]
-    index = _bipartite(num_src, num_dst, indptr, sources)
-    return DGLBlock(index, ([source], [destination]), [relation], nodes, edges)
-
-
-def _bipartite(num_src: int, num_dst: int, indptr: Tensor, sources: Tensor) -> HeteroGraphIndex:
-    # Without explicit edge positions, DGL's SpMM kernels that read edge data reject the block.
-    # NumPy's range costs a third of torch's where batches are small.
-    dtype = np.int32 if indptr.dtype is torch.int32 else np.int64
-    positions = torch.from_numpy(np.arange(len(sources), dtype=dtype))
-    return heterograph_index.create_unitgraph_from_csr(
-        2, num_src, num_dst, indptr, sources, positions, ["coo", "csr", "csc"], transpose=True
-    )
 
 
 @final
@@ -79,12 +53,10 @@ class BatchBlockBuilder:
 
     def __init__(self, schema: Schema, edge_weights: bool = False) -> None:
         self._schema, self._weighted = schema, edge_weights
-        self._relations = [relation for _, relation, _ in schema.etypes]
+        relations = [relation for _, relation, _ in schema.etypes]
         self._sources = schema.source_types.tolist()
         self._destinations = schema.destination_types.tolist()
-        num_types = len(schema.ntypes)
-        targets = [num_types + node_type for node_type in self._destinations]
-        self._metagraph = graph_index.from_coo(2 * num_types, self._sources, targets, True)
+        self._types = BlockTypes(schema.ntypes, relations, self._sources, self._destinations)
 
     def blocks(self, batch: RawBatch) -> tuple[dict[str, Tensor], list[DGLBlock]]:
         """Return ({node type: input node ids}, blocks), the input-most first; they share its arrays."""
@@ -94,30 +66,20 @@ class BatchBlockBuilder:
         columns = {dgl.EID: edge_ids}
         if self._weighted:
             columns["edge_weights"] = torch.from_numpy(batch.edge_weights)
-        edge_ends, num_relations = batch.edge_ends.tolist(), len(self._relations)
+        edge_ends, num_relations = batch.edge_ends.tolist(), len(self._sources)
         blocks: list[DGLBlock] = []
         row = 0
         for hop, (num_dst_of, num_src_of) in enumerate(pairwise(batch.node_ends.tolist())):
-            indices, edges = [], []
+            edges, edge_columns = [], []
             ends = edge_ends[hop * num_relations : (hop + 1) * num_relations + 1]
             for relation, (first, last) in enumerate(pairwise(ends)):
                 num_src = num_src_of[self._sources[relation]]
                 num_dst = num_dst_of[self._destinations[relation]]
-                rows = indptr[row : row + num_dst + 1]
-                indices.append(_bipartite(num_src, num_dst, rows, sources[first:last]))
-                of_type = {name: rows[first:last] for name, rows in columns.items()}
-                edges.append(Frame(of_type, num_rows=last - first))
+                offsets = indptr[row : row + num_dst + 1]
+                edges.append((num_src, num_dst, offsets, sources[first:last]))
+                edge_columns.append({name: values[first:last] for name, values in columns.items()})
                 row += num_dst + 1
-            counts = utils.toindex(num_src_of + num_dst_of, "int64")
-            index = heterograph_index.create_heterograph_from_relations(self._metagraph, indices, counts)
-            frames = [
-                Frame({dgl.NID: ids[:count]}, num_rows=count)
-                for of_type in (num_src_of, num_dst_of)
-                for ids, count in zip(nodes, of_type, strict=True)
-            ]
-            # Copies, because DGL keeps the lists.
-            ntypes = list(self._schema.ntypes), list(self._schema.ntypes)
-            blocks.append(DGLBlock(index, ntypes, list(self._relations), frames, edges))
+            blocks.append(self._types.block(edges, edge_columns, nodes, (num_src_of, num_dst_of)))
         return dict(zip(self._schema.ntypes, nodes, strict=True)), blocks[::-1]
 
 

@@ -17,6 +17,7 @@ from dglx_dist.comm.session import SessionField
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.sampling import by_type
+from dglx_dist.internals.graphs import frames_by_type
 from dglx_dist.internals.pytorch import plain_tensors, tree_leaves, tree_map_only
 
 _INDEXING = (
@@ -33,11 +34,7 @@ class GivenColumns:
     """
 
     def __init__(self, graph: dgl.DGLGraph) -> None:
-        frames: Any = (*graph._node_frames, *graph._edge_frames)
-        columns = {
-            kind: {name: frame[name] for name in frame}
-            for kind, frame in zip((*graph.ntypes, *graph.canonical_etypes), frames, strict=True)
-        }
+        columns = {kind: {name: frame[name] for name in frame} for kind, frame in frames_by_type(graph)}
         self._kept = [one for of_type in columns.values() for one in of_type.values() if one.dim() == 1]
         self._columns = {
             kind: {name: weakref.ref(values) for name, values in of_type.items()}

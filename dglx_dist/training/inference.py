@@ -21,6 +21,7 @@ from dglx_dist.dataloading.sampler_spec import edge_columns, names_by_type
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.row_kernels import torch_dtype
+from dglx_dist.internals.graphs import parts_of
 from dglx_dist.internals.message_passing import correct_kernels, note_edge_order, place
 from dglx_dist.layers.tracer import restored
 from dglx_dist.options import list_names
@@ -37,10 +38,7 @@ if TYPE_CHECKING:
 
 
 def _with_degrees(block: Any, g: DistGraph, device: torch.device) -> Any:
-    # In the order of the frames; `srctypes` is sorted by name.
-    half = len(block._ntypes) // 2
-    types = (block._ntypes[:half], block._ntypes[half:])
-    whole = _FullBlock(block._graph, types, block.etypes, block._node_frames, block._edge_frames)
+    whole = _FullBlock(*parts_of(block))
     whole.graph, whole.on_host = g, block
     return place(whole, device)
 

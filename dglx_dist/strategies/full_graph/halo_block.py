@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol, final
+from typing import Any, Protocol, final
 
 import dgl
 import torch
-from dgl.base import ALL, is_all
-from dgl.core import invoke_node_udf
-from dgl.frame import Frame, LazyFeature, Scheme, infer_scheme
 from dgl.function import BuiltinFunction
 from dgl.function.message import BinaryMessageFunction, CopyMessageFunction
 from dgl.heterograph import DGLBlock
-from dgl.heterograph_index import HeteroGraphIndex
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from dglx_dist.dataloading.minibatch import build_block
 from dglx_dist.errors import ConfigError
-from dglx_dist.internals.message_passing import TorchIndex, note_edge_order, place
+from dglx_dist.internals.graphs import (
+    ALL,
+    InEdgesOnlyGraph,
+    OwnRowsColumn,
+    build_block,
+    fetched_frame,
+    invoke_node_udf,
+    is_all,
+    own_rows_of,
+    parts_of,
+    set_frame,
+)
+from dglx_dist.internals.message_passing import note_edge_order, place
 from dglx_dist.internals.pytorch import (
-    NO_BACKWARD,
-    current_backward,
     current_function_mode,
     plain_tensors,
     replace_floats,
@@ -32,72 +36,6 @@ from dglx_dist.internals.pytorch import (
 from dglx_dist.records import EDGE_TYPE, EdgeType
 from dglx_dist.strategies.full_graph.halo_exchange import CoverExchange
 from dglx_dist.strategies.full_graph.halo_plan import HaloLayer
-
-
-@final
-class OwnRowsColumn(LazyFeature):
-    """A column of this rank's (own rows, ...), fewer than the rows of its frame.
-
-    DGL checks the length of every column except placeholders such as this one.
-    """
-
-    def __init__(self, rows: Tensor) -> None:
-        super().__init__()
-        self._rows = rows
-
-    @property
-    def data(self) -> Tensor:
-        return self._rows
-
-    @property
-    def scheme(self) -> Scheme:
-        return infer_scheme(self._rows)
-
-    @property
-    def dtype(self) -> Any:
-        return self._rows.dtype
-
-    def to(self, *args: Any, **kwargs: Any) -> OwnRowsColumn:
-        return OwnRowsColumn(self._rows.to(*args, **kwargs))
-
-    astype = to
-
-    def subcolumn(self, rows: Tensor) -> Any:
-        """Raise ConfigError: some of ``rows`` may lie on another rank."""
-        raise ConfigError(
-            f"{len(rows)} rows were read from a column that has this rank's own {len(self._rows)} rows and "
-            "no halo; pass the column to a layer, or set it again (block.srcdata[name] = rows) to exchange it"
-        )
-
-
-@final
-class FetchedColumn(LazyFeature):
-    """A column that is computed when it is first read."""
-
-    def __init__(self, read: Callable[[], Tensor]) -> None:
-        super().__init__()
-        self._read = functools.cache(read)
-
-    @property
-    def data(self) -> Tensor:
-        return self._read()
-
-    def subcolumn(self, rows: Tensor) -> FetchedColumn:
-        return FetchedColumn(lambda: self.data.index_select(0, rows.long()))
-
-
-def fetched_frame(own: Frame, fetch: Callable[[str, Tensor], Tensor], num_sources: int) -> Frame:
-    """Return a source frame for message passing: columns of ``own``, completed by their halo on first read.
-
-    The columns that are read determine the exchanges and their order, so all ranks must read the same
-    columns. DGL's functions do, also on a rank without edges. ``fetch`` maps (name, stored rows) to
-    (sources, ...) and exchanges missing halo rows.
-    """
-
-    def column(name: str) -> FetchedColumn:
-        return FetchedColumn(lambda: fetch(name, own[name]))
-
-    return Frame({name: column(name) for name in own}, num_rows=num_sources)
 
 
 @final
@@ -172,7 +110,7 @@ def reduce_without_edges(block: Any, message: Any, reduce: Any) -> dict[str, Ten
         return _one_row(rows)
 
     imagined = _one_edge_block(block)
-    imagined._node_frames[0] = fetched_frame(block._node_frames[0], fetch, 1)
+    set_frame(imagined, fetched_frame(block.node_frames[0], fetch, 1))
     before = dict(imagined.dstdata.items())
     imagined.update_all(message, reduce)
     columns = {
@@ -213,48 +151,6 @@ class _TieGradient(torch.autograd.Function):
         return torch.zeros(ctx.shape, **ctx.options), *gradients
 
 
-@final
-class InEdgesOnly:
-    """Descriptor for ``_graph`` of a DGL graph whose index cannot be reversed in forward.
-
-    DGL reverses a graph to sum over the out-edges of a source, but this rank has only some of them: a softmax
-    over the edges of each source would be wrong. In backward DGL reverses the graph to propagate gradients to
-    this rank's copies of the sources; that is correct, because the exchange adds them up.
-    """
-
-    def __set__(self, graph: Any, index: HeteroGraphIndex) -> None:
-        # DGL makes a new index when a graph changes its device, formats or integer type. Without ``__get__``,
-        # Python reads the instance's own attribute.
-        index.__class__ = _InEdgesOnlyTorchIndex if isinstance(index, TorchIndex) else _InEdgesOnlyIndex
-        graph.__dict__["_graph"] = index
-
-
-class _NotReversed:
-    """A graph index with complete in-edges and incomplete out-edges."""
-
-    def reverse(self) -> Any:
-        if current_backward() == NO_BACKWARD:
-            refuse_reversed("this")
-        return super().reverse()  # type: ignore[misc]  # a graph index follows in every subclass
-
-
-class _InEdgesOnlyIndex(_NotReversed, HeteroGraphIndex):
-    pass
-
-
-class _InEdgesOnlyTorchIndex(_NotReversed, TorchIndex):
-    pass
-
-
-def refuse_reversed(what: str) -> NoReturn:
-    raise ConfigError(
-        f"{what} sums over the out-edges of each source, which lie on several ranks (dgl.reverse, "
-        "edge_softmax(norm_by='src'), and EdgeWeightNorm('both'), which SGConv, TAGConv, APPNPConv and "
-        "GCN2Conv call for edge weights); normalise the weights of the whole graph beforehand, load them as "
-        "an edge feature and pass them to GraphConv(norm='none'), or use EdgeWeightNorm('right')"
-    )
-
-
 class RowExchange(Protocol):
     """Interface of ``HaloExchange`` that blocks use."""
 
@@ -265,7 +161,7 @@ class RowExchange(Protocol):
 
 
 @final
-class HaloBlock(DGLBlock):
+class HaloBlock(InEdgesOnlyGraph, DGLBlock):
     """A block that completes (own rows, ...) tensors to the rows of all its sources.
 
     The rows of a model at a layer are the ``block.own_rows`` rows that this rank computed; the first
@@ -287,8 +183,6 @@ class HaloBlock(DGLBlock):
     Constructed by :func:`halo_block`.
     """
 
-    _graph = InEdgesOnly()
-
     def __init__(
         self,
         plain: DGLBlock,
@@ -296,9 +190,7 @@ class HaloBlock(DGLBlock):
         exchange: RowExchange,
         out_degrees: Callable[[Tensor], Tensor] | None,
     ) -> None:
-        source, relation, destination = plain.canonical_etypes[0]
-        types = [source], [destination]
-        super().__init__(plain._graph, types, [relation], plain._node_frames, plain._edge_frames)
+        super().__init__(*parts_of(plain))
         # DGL copies these to the graphs that it derives.
         self.own_rows, self.halo_rows = layer.own_rows, len(layer.halo_nodes)
         """Rows of the tensors that a model passes to this block, and those of other ranks behind them."""
@@ -379,7 +271,7 @@ class HaloBlock(DGLBlock):
         """
         if len(rows) != self.own_rows:
             raise ConfigError(f"{len(rows)} rows of {name!r} for a block of {self.own_rows} own rows")
-        self._node_frames[0][name] = OwnRowsColumn(rows)
+        self.node_frames[0][name] = OwnRowsColumn(rows)
 
     def set_all(self, name: str, rows: Tensor) -> None:
         """Set the column ``name`` of the sources to (own_rows + halo rows, ...) without an exchange."""
@@ -388,7 +280,7 @@ class HaloBlock(DGLBlock):
             raise ConfigError(f"{len(rows)} rows of {name!r} for a block of {wanted} own and halo rows")
         if self.repeats_first_row:
             rows = torch.cat([rows, rows[:1]])
-        super()._set_n_repr(0, ALL, {name: rows})
+        super().set_columns(0, ALL, {name: rows})
 
     def out_degrees(self, u: Any = ALL, etype: Any = None) -> Any:
         if self._fetch_out_degrees is None:
@@ -414,7 +306,7 @@ class HaloBlock(DGLBlock):
         if apply_node_func is not None:
             seen = {**self.dstdata, **columns}
             columns = invoke_node_udf(self, ALL, self.dsttypes[0], apply_node_func, ndata=seen)
-        self._set_n_repr(1, ALL, columns)
+        self.set_columns(1, ALL, columns)
 
     def apply_edges(self, func: Any, edges: Any = ALL, etype: Any = None) -> None:
         DGLBlock.apply_edges(self._with_fetched_sources(), func, edges, etype)
@@ -422,31 +314,30 @@ class HaloBlock(DGLBlock):
     def __getitem__(self, key: Any) -> Any:
         # There is one edge type, and a slice made by DGL would lack the halo.
         keys = key if isinstance(key, tuple) else (slice(None), key, slice(None))
-        if len(keys) != 3 or not self._find_etypes(keys):
+        if len(keys) != 3 or not self.has_etype(keys):
             raise ConfigError(f"edge type {key!r} is not {self.canonical_etypes[0]}, the block's only one")
         return self
 
     def _own_column(self, name: str) -> Tensor | None:
-        column = self._node_frames[0]._columns.get(name)
-        return column.data if isinstance(column, OwnRowsColumn) else None
+        return own_rows_of(self.node_frames[0], name)
 
     def _with_fetched_sources(self) -> HaloBlock:
-        own = self._node_frames[0]
-        if not any(isinstance(column, OwnRowsColumn) for column in own._columns.values()):
+        own = self.node_frames[0]
+        if all(own_rows_of(own, name) is None for name in own):
             return self
         block: HaloBlock = self.__copy__()
         sources = fetched_frame(own, lambda _, rows: self.all_rows(rows), self.num_src_nodes())
-        block._node_frames = [sources, self._node_frames[1]]
+        block.node_frames = [sources, self.node_frames[1]]
         return block
 
-    def _set_n_repr(self, ntid: int, u: Any, data: Any) -> None:
-        if ntid == 0 and is_all(u) and self._is_of_own_rows:
-            for name, rows in data.items():
-                self.set_own(name, rows)
+    def set_columns(self, side: int, rows: Any, data: Any) -> None:
+        if side == 0 and is_all(rows) and self._is_of_own_rows:
+            for name, own in data.items():
+                self.set_own(name, own)
             return
-        if ntid == 0 and is_all(u):
-            data = {name: self.all_rows(rows) for name, rows in data.items()}
-        super()._set_n_repr(ntid, u, data)
+        if side == 0 and is_all(rows):
+            data = {name: self.all_rows(own) for name, own in data.items()}
+        super().set_columns(side, rows, data)
 
 
 def halo_block(

@@ -26,8 +26,8 @@ from dglx_dist.comm.devices import copied_to_host, host_memory, is_on_host
 from dglx_dist.comm.exchange import CallExchange, Incoming, Outgoing, ReusableBuffer, Wait, row_exchanges
 from dglx_dist.comm.session import Session
 from dglx_dist.dataloading.feature_fetch import HALVES
-from dglx_dist.dataloading.minibatch import build_block
 from dglx_dist.errors import ConfigError
+from dglx_dist.internals.graphs import build_block
 from dglx_dist.internals.message_passing import place
 from dglx_dist.internals.pytorch import NO_BACKWARD, Copy, current_backward, version_of
 from dglx_dist.strategies.full_graph.halo_plan import Cover, HaloLayer

@@ -13,14 +13,12 @@ import dgl
 import numpy as np
 import torch
 from dgl import DGLGraph
-from dgl.base import ALL, is_all
-from dgl.frame import Frame
-from dgl.view import HeteroNodeView
 from torch import Tensor
 
 from dglx_dist.comm.collectives import check_equal, run_on_all_ranks
 from dglx_dist.dataloading.feature_fetch import RowMemory
 from dglx_dist.errors import ConfigError
+from dglx_dist.internals.graphs import ALL, Frame, InEdgesOnlyGraph, OwnNodes, fetched_frame, is_all, parts_of
 from dglx_dist.internals.message_passing import moved_frame, place
 from dglx_dist.internals.pytorch import version_of
 from dglx_dist.layers.dropout import RankGraph
@@ -29,9 +27,7 @@ from dglx_dist.records import Array, StepShare
 from dglx_dist.strategies.base import STRATEGIES, count_targets
 from dglx_dist.strategies.full_graph.halo_block import (
     HaloBlock,
-    InEdgesOnly,
     OwnCount,
-    fetched_frame,
     halo_block,
 )
 from dglx_dist.strategies.full_graph.halo_exchange import HaloExchange
@@ -44,7 +40,7 @@ if TYPE_CHECKING:
 
 
 @final
-class LocalGraph(RankGraph, DGLGraph):
+class LocalGraph(InEdgesOnlyGraph, RankGraph, DGLGraph):
     """This rank's nodes of a graph, as a homogeneous DGL graph for any ``dgl.nn`` module.
 
     Its nodes, the rows of ``ndata`` and the rows of all inputs and outputs of models are those of this rank;
@@ -65,14 +61,12 @@ class LocalGraph(RankGraph, DGLGraph):
         block: A block of one layer whose destinations are all own rows.
     """
 
-    _graph = InEdgesOnly()
-
     def __init__(self, block: HaloBlock) -> None:
         rows = block.num_dst_nodes()
         assert rows == block.own_rows, "a plan of one layer with every node as a seed"
-        (source, relation, _) = block.canonical_etypes[0]
+        structure, (ntypes, _), etypes, _, edge_frames = parts_of(block)
         frames = [Frame(dict(block.dstdata.items()), num_rows=rows)]
-        super().__init__(block._graph, [source], [relation], frames, [*block._edge_frames])
+        super().__init__(structure, ntypes, etypes, frames, [*edge_frames])
         self._block = block
         self._prefetched: tuple[_ExchangedColumn, ...] = ()
         self._exchanged: dict[str, _ExchangedColumn] = {}
@@ -102,7 +96,7 @@ class LocalGraph(RankGraph, DGLGraph):
 
     @property
     def nodes(self) -> Any:
-        return _OwnNodes(self, self.get_ntype_id)
+        return OwnNodes(self, self.get_ntype_id)
 
     srcnodes = dstnodes = nodes
 
@@ -137,10 +131,11 @@ class LocalGraph(RankGraph, DGLGraph):
         moved._block = self._block.to(device, **kwargs)
         if moved._block is self._block:
             return self
-        moved._graph, where = moved._block._graph, moved._block.device
+        moved.take_structure(moved._block)
+        where = moved._block.device
         move = partial(Tensor.to, device=where, **kwargs)
-        for frames in ("_node_frames", "_edge_frames"):
-            setattr(moved, frames, [moved_frame(one, where, move) for one in getattr(self, frames)])
+        moved.node_frames = [moved_frame(one, where, move) for one in self.node_frames]
+        moved.edge_frames = [moved_frame(one, where, move) for one in self.edge_frames]
         moved._exchanged, names = {}, list(self.ndata.keys())
         moved._prefetched = tuple(
             _ExchangedColumn(rows, version_of(rows), one.whole.to(device, **kwargs))
@@ -150,14 +145,14 @@ class LocalGraph(RankGraph, DGLGraph):
         return moved
 
     def _messages(self) -> HaloBlock:
-        (own,) = self._node_frames
+        (own,) = self.node_frames
         block: HaloBlock = self._block.__copy__()
-        block._node_frames = [fetched_frame(own, self._sources_of, self._block.num_src_nodes()), own]
-        block._edge_frames = self._edge_frames
+        block.node_frames = [fetched_frame(own, self._sources_of, self._block.num_src_nodes()), own]
+        block.edge_frames = self.edge_frames
         return block
 
     def _not_exchanged(self, name: str) -> Tensor | None:
-        rows = self._node_frames[0][name]
+        rows = self.node_frames[0][name]
         return None if self._found(name, rows) is not None else rows
 
     def _found(self, name: str, rows: Tensor) -> Tensor | None:
@@ -173,21 +168,21 @@ class LocalGraph(RankGraph, DGLGraph):
         self._exchanged[name] = _ExchangedColumn(rows, version_of(rows), whole)
         return whole
 
-    def _set_n_repr(self, ntid: int, u: Any, data: Any) -> None:
-        if not is_all(u):
-            self._node_frames[0].update_row(torch.as_tensor(u, device=self.device).long(), data)
+    def set_columns(self, side: int, rows: Any, data: Any) -> None:
+        if not is_all(rows):
+            self.node_frames[0].update_row(torch.as_tensor(rows, device=self.device).long(), data)
             return
-        for name, rows in data.items():
-            if len(rows) != self.num_nodes():
+        for name, own in data.items():
+            if len(own) != self.num_nodes():
                 raise ConfigError(
-                    f"{len(rows)} rows of {name!r} for a local graph of {self.num_nodes()} nodes; pass the "
+                    f"{len(own)} rows of {name!r} for a local graph of {self.num_nodes()} nodes; pass the "
                     "rows of this rank's nodes"
                 )
-        self._node_frames[0].update(data)
+        self.node_frames[0].update(data)
 
-    def _pop_n_repr(self, ntid: int, key: str) -> Any:
-        self._exchanged.pop(key, None)
-        return super()._pop_n_repr(ntid, key)
+    def pop_column(self, side: int, name: str) -> Any:
+        self._exchanged.pop(name, None)
+        return super().pop_column(side, name)
 
     def __getitem__(self, key: Any) -> Any:
         self._block[key]  # raises unless it is the only edge type
@@ -330,14 +325,6 @@ def _keys(view: DataView, names: Sequence[str], where: str) -> dict[str, str]:
 def _rows(g: DistGraph, keys: Mapping[str, str], ids: Array) -> dict[str, Tensor]:
     pulls = {name: g.kvstore.submit_pull(key, ids, distinct=True, phase=PHASE) for name, key in keys.items()}
     return {name: pull() for name, pull in pulls.items()}
-
-
-@final
-class _OwnNodes(HeteroNodeView):
-    __slots__ = ()
-
-    def __call__(self, ntype: str | None = None) -> Tensor:
-        return torch.arange(self._graph.num_nodes(), dtype=self._graph.idtype, device=self._graph.device)
 
 
 @final

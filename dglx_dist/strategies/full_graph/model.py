@@ -16,6 +16,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from dglx_dist.comm.exchange import row_exchanges
 from dglx_dist.errors import ConfigError
+from dglx_dist.internals.graphs import refuse_reversed
 from dglx_dist.internals.pytorch import replace_floats, tree_leaves, version_of
 from dglx_dist.layers.convolutions import CONVOLUTIONS, sums_sources
 from dglx_dist.layers.dropout import install_node_dropouts
@@ -23,12 +24,7 @@ from dglx_dist.layers.nn import install_batch_norms
 from dglx_dist.layers.tracer import GraphCall, named_arguments, read_call
 from dglx_dist.records import StepShare
 from dglx_dist.strategies.base import find_share, gradient_weight, unpacked
-from dglx_dist.strategies.full_graph.halo_block import (
-    EmptyPartition,
-    HaloBlock,
-    refuse_reversed,
-    tie_gradient,
-)
+from dglx_dist.strategies.full_graph.halo_block import EmptyPartition, HaloBlock, tie_gradient
 from dglx_dist.strategies.full_graph.halo_exchange import StaleHalos
 from dglx_dist.strategies.full_graph.local_graphs import LocalGraph
 from dglx_dist.strategies.replicated import ReplicatedModel, check_frozen

@@ -29,10 +29,10 @@ from dglx_dist.comm.mailbox import OneSidedExchange
 from dglx_dist.comm.session import NEXT_BATCH, SessionField
 from dglx_dist.comm.trace import LOADER
 from dglx_dist.dataloading.feature_fetch import RowMemory
-from dglx_dist.dataloading.minibatch import build_block
 from dglx_dist.dataloading.sampler_spec import read_sampler
 from dglx_dist.dataloading.step_loader import EpochLoader, Items, StepLoader
 from dglx_dist.errors import ConfigError
+from dglx_dist.internals.graphs import build_block
 from dglx_dist.internals.message_passing import place
 from dglx_dist.internals.pytorch import Copy, ids_to_device
 from dglx_dist.records import Array, EdgeType, StepShare

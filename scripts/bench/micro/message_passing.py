@@ -22,7 +22,7 @@ from dgl.nn import pytorch as dglnn
 from torch import Tensor, nn
 
 from dglx_dist.comm.devices import synchronize
-from dglx_dist.dataloading.minibatch import build_block
+from dglx_dist.internals.graphs import build_block
 from dglx_dist.internals.message_passing import place
 from scripts.bench.micro.timing import in_turn, parser, table, timed, write_json
 

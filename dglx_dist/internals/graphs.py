@@ -1,0 +1,339 @@
+"""DGL's graphs from inside: structures, frames of columns, and graphs that lack some of their out-edges.
+
+Tested on DGL 1.1.3 and 2.1.0.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, TypeAlias, final
+
+import dgl
+import numpy as np
+import torch
+from dgl import graph_index, heterograph_index, utils
+from dgl.base import ALL as ALL
+from dgl.base import is_all as is_all
+from dgl.core import invoke_node_udf as invoke_node_udf
+from dgl.frame import Column as Column
+from dgl.frame import Frame as Frame
+from dgl.frame import LazyFeature, infer_scheme
+from dgl.frame import Scheme as Scheme
+from dgl.heterograph import DGLBlock
+from dgl.heterograph_index import HeteroGraphIndex
+from dgl.view import HeteroNodeView
+from torch import Tensor
+
+from dglx_dist.errors import ConfigError
+from dglx_dist.internals.message_passing import TorchIndex
+from dglx_dist.internals.pytorch import NO_BACKWARD, current_backward
+from dglx_dist.records import EDGE_TYPE, EdgeType
+
+BlockParts: TypeAlias = tuple[Any, tuple[list[str], list[str]], list[str], list[Frame], list[Frame]]
+"""Structure, node types of both sides, names of edge types, frames of nodes and of edges."""
+
+
+def structure_of(graph: Any) -> Any:
+    """Return the structure of ``graph``. DGL replaces it when it moves a graph or changes its edges."""
+    return graph._graph
+
+
+def parts_of(block: DGLBlock) -> BlockParts:
+    """Return the arguments that make another block with the structure and columns of ``block``."""
+    # In the order of the frames; `srctypes` is sorted by name.
+    half = len(block._ntypes) // 2
+    types = block._ntypes[:half], block._ntypes[half:]
+    return block._graph, types, block.etypes, block._node_frames, block._edge_frames
+
+
+def frames_by_type(graph: Any) -> Iterator[tuple[str | EdgeType, Frame]]:
+    """Yield each node type, of a block on both sides, and each edge type with the columns of its rows."""
+    frames = (*graph._node_frames, *graph._edge_frames)
+    return zip((*graph._ntypes, *graph.canonical_etypes), frames, strict=True)
+
+
+def set_frame(block: Any, frame: Frame) -> None:
+    """Replace the columns of the first source type of ``block``."""
+    block._node_frames[0] = frame
+
+
+def replace_columns(frame: Frame, make: Callable[[Mapping[str, Any]], dict[str, Any]]) -> None:
+    """Let ``make`` of the stored columns by name hold the columns of ``frame``."""
+    frame._columns = make(frame._columns)
+
+
+def build_block(indptr: Tensor, sources: Tensor, num_src: int, etype: EdgeType = EDGE_TYPE) -> DGLBlock:
+    """Build a block of one edge type, without data, that shares the given arrays.
+
+    Args:
+        indptr: (D + 1,) int32 or int64, CSC offsets of the D >= 0 destinations, the first sources.
+        sources: (E,) of the dtype of ``indptr``, in [0, ``num_src``).
+    """
+    num_dst, (source, relation, destination) = len(indptr) - 1, etype
+    nodes = [Frame(num_rows=num_src), Frame(num_rows=num_dst)]
+    edges = [Frame(num_rows=len(sources))]
+    index = _bipartite(num_src, num_dst, indptr, sources)
+    return DGLBlock(index, ([source], [destination]), [relation], nodes, edges)
+
+
+def _bipartite(num_src: int, num_dst: int, indptr: Tensor, sources: Tensor) -> HeteroGraphIndex:
+    # Without explicit edge positions, DGL's SpMM kernels that read edge data reject the block.
+    # NumPy's range costs a third of torch's where batches are small.
+    dtype = np.int32 if indptr.dtype is torch.int32 else np.int64
+    positions = torch.from_numpy(np.arange(len(sources), dtype=dtype))
+    return heterograph_index.create_unitgraph_from_csr(
+        2, num_src, num_dst, indptr, sources, positions, ["coo", "csr", "csc"], transpose=True
+    )
+
+
+@final
+class BlockTypes:
+    """The types of blocks that have all node types on both sides. Thread-safe.
+
+    Args:
+        ntypes: Names of node types.
+        relations: Names of edge types.
+        sources, destinations: Places in ``ntypes`` of their ends.
+    """
+
+    def __init__(
+        self,
+        ntypes: Sequence[str],
+        relations: Sequence[str],
+        sources: Sequence[int],
+        destinations: Sequence[int],
+    ) -> None:
+        self._ntypes, self._relations = ntypes, relations
+        targets = [len(ntypes) + node_type for node_type in destinations]
+        self._metagraph = graph_index.from_coo(2 * len(ntypes), sources, targets, True)
+
+    def block(
+        self,
+        edges: Sequence[tuple[int, int, Tensor, Tensor]],
+        columns: Sequence[Mapping[str, Tensor]],
+        nodes: Sequence[Tensor],
+        counts: tuple[Sequence[int], Sequence[int]],
+    ) -> DGLBlock:
+        """Build a block.
+
+        Args:
+            edges: Of each edge type: numbers of sources and destinations, offsets and sources as in
+                :func:`build_block`.
+            columns: Of each edge type: columns of its edges.
+            nodes: Of each node type: global ids, the first of which are the sources and the destinations.
+            counts: Numbers of sources and of destinations of each node type.
+        """
+        indices = [_bipartite(*one) for one in edges]
+        edge_frames = [
+            Frame(of_type, num_rows=len(one[3])) for of_type, one in zip(columns, edges, strict=True)
+        ]
+        sizes = utils.toindex([*counts[0], *counts[1]], "int64")
+        index = heterograph_index.create_heterograph_from_relations(self._metagraph, indices, sizes)
+        frames = [
+            Frame({dgl.NID: ids[:count]}, num_rows=count)
+            for of_type in counts
+            for ids, count in zip(nodes, of_type, strict=True)
+        ]
+        # Copies, because DGL keeps the lists.
+        ntypes = list(self._ntypes), list(self._ntypes)
+        return DGLBlock(index, ntypes, list(self._relations), frames, edge_frames)
+
+
+def without_empty_types(graph: dgl.DGLGraph) -> dgl.DGLGraph:
+    """Return the graph or block without its empty edge types; unchanged if all are empty.
+
+    A model over several types then returns rows for the types of the seeds alone, as scripts expect. Node
+    types and the data of nodes and edges stay.
+    """
+    kept = [etype for etype in graph.canonical_etypes if graph.num_edges(etype)]
+    if len(kept) in (0, len(graph.canonical_etypes)):
+        return graph
+    index, numbers = graph._graph, [graph.get_etype_id(etype) for etype in kept]
+    sources, destinations = zip(*map(index.metagraph.find_edge, numbers), strict=True)
+    counts = [index.num_nodes(ntype) for ntype in range(index.number_of_ntypes())]
+    of_types = graph_index.from_coo(len(counts), sources, destinations, True)
+    relations = [index.get_relation_graph(number) for number in numbers]
+    made = heterograph_index.create_heterograph_from_relations(
+        of_types, relations, utils.toindex(counts, "int64")
+    )
+    if isinstance(index, TorchIndex):
+        TorchIndex.around(made, tuple(index.relations[number] for number in numbers), index.device)
+    ntypes = (graph.srctypes, graph.dsttypes) if graph.is_block else graph.ntypes
+    names, frames = [name for _, name, _ in kept], [graph._edge_frames[number] for number in numbers]
+    reduced = (DGLBlock if graph.is_block else dgl.DGLGraph)(made, ntypes, names, graph._node_frames, frames)
+    reduced.step_share = getattr(graph, "step_share", None)
+    return reduced
+
+
+@final
+class OwnRowsColumn(LazyFeature):
+    """A column of this rank's (own rows, ...), fewer than the rows of its frame.
+
+    DGL checks the length of every column except placeholders such as this one.
+    """
+
+    def __init__(self, rows: Tensor) -> None:
+        super().__init__()
+        self._rows = rows
+
+    @property
+    def data(self) -> Tensor:
+        return self._rows
+
+    @property
+    def scheme(self) -> Scheme:
+        return infer_scheme(self._rows)
+
+    @property
+    def dtype(self) -> Any:
+        return self._rows.dtype
+
+    def to(self, *args: Any, **kwargs: Any) -> OwnRowsColumn:
+        return OwnRowsColumn(self._rows.to(*args, **kwargs))
+
+    astype = to
+
+    def subcolumn(self, rows: Tensor) -> Any:
+        """Raise ConfigError: some of ``rows`` may lie on another rank."""
+        raise ConfigError(
+            f"{len(rows)} rows were read from a column that has this rank's own {len(self._rows)} rows and "
+            "no halo; pass the column to a layer, or set it again (block.srcdata[name] = rows) to exchange it"
+        )
+
+
+def own_rows_of(frame: Frame, name: str) -> Tensor | None:
+    """Return the rows of a column of own rows; None: it is another one, or missing."""
+    column = frame._columns.get(name)
+    return column.data if isinstance(column, OwnRowsColumn) else None
+
+
+@final
+class FetchedColumn(LazyFeature):
+    """A column that is computed when it is first read."""
+
+    def __init__(self, read: Callable[[], Tensor]) -> None:
+        super().__init__()
+        self._read = functools.cache(read)
+
+    @property
+    def data(self) -> Tensor:
+        return self._read()
+
+    def subcolumn(self, rows: Tensor) -> FetchedColumn:
+        return FetchedColumn(lambda: self.data.index_select(0, rows.long()))
+
+
+def fetched_frame(own: Frame, fetch: Callable[[str, Tensor], Tensor], num_sources: int) -> Frame:
+    """Return a source frame for message passing: columns of ``own``, completed by their halo on first read.
+
+    The columns that are read determine the exchanges and their order, so all ranks must read the same
+    columns. DGL's functions do, also on a rank without edges. ``fetch`` maps (name, stored rows) to
+    (sources, ...) and exchanges missing halo rows.
+    """
+
+    def column(name: str) -> FetchedColumn:
+        return FetchedColumn(lambda: fetch(name, own[name]))
+
+    return Frame({name: column(name) for name in own}, num_rows=num_sources)
+
+
+@final
+class InEdgesOnly:
+    """Descriptor for ``_graph`` of a DGL graph whose index cannot be reversed in forward.
+
+    DGL reverses a graph to sum over the out-edges of a source, but this rank has only some of them: a softmax
+    over the edges of each source would be wrong. In backward DGL reverses the graph to propagate gradients to
+    this rank's copies of the sources; that is correct, because the exchange adds them up.
+    """
+
+    def __set__(self, graph: Any, index: HeteroGraphIndex) -> None:
+        # DGL makes a new index when a graph changes its device, formats or integer type. Without ``__get__``,
+        # Python reads the instance's own attribute.
+        index.__class__ = _InEdgesOnlyTorchIndex if isinstance(index, TorchIndex) else _InEdgesOnlyIndex
+        graph.__dict__["_graph"] = index
+
+
+class _NotReversed:
+    """A graph index with complete in-edges and incomplete out-edges."""
+
+    def reverse(self) -> Any:
+        if current_backward() == NO_BACKWARD:
+            refuse_reversed("this")
+        return super().reverse()  # type: ignore[misc]  # a graph index follows in every subclass
+
+
+class _InEdgesOnlyIndex(_NotReversed, HeteroGraphIndex):
+    pass
+
+
+class _InEdgesOnlyTorchIndex(_NotReversed, TorchIndex):
+    pass
+
+
+def refuse_reversed(what: str) -> NoReturn:
+    raise ConfigError(
+        f"{what} sums over the out-edges of each source, which lie on several ranks (dgl.reverse, "
+        "edge_softmax(norm_by='src'), and EdgeWeightNorm('both'), which SGConv, TAGConv, APPNPConv and "
+        "GCN2Conv call for edge weights); normalise the weights of the whole graph beforehand, load them as "
+        "an edge feature and pass them to GraphConv(norm='none'), or use EdgeWeightNorm('right')"
+    )
+
+
+class InEdgesOnlyGraph:
+    """Base of a DGL graph with complete in-edges and incomplete out-edges.
+
+    DGL calls :meth:`set_columns` and :meth:`pop_column` for every change of its nodes' columns.
+    """
+
+    _graph = InEdgesOnly()
+
+    @property
+    def node_frames(self) -> list[Frame]:
+        """The columns of the nodes, of a block on both sides."""
+        return self._node_frames
+
+    @node_frames.setter
+    def node_frames(self, frames: list[Frame]) -> None:
+        self._node_frames = frames
+
+    @property
+    def edge_frames(self) -> list[Frame]:
+        """The columns of the edges."""
+        return self._edge_frames
+
+    @edge_frames.setter
+    def edge_frames(self, frames: list[Frame]) -> None:
+        self._edge_frames = frames
+
+    def set_columns(self, side: int, rows: Any, data: Any) -> None:
+        """Set the columns ``data`` of some or ``ALL`` rows of a side."""
+        super()._set_n_repr(side, rows, data)  # type: ignore[misc]  # a DGL graph follows in every subclass
+
+    def pop_column(self, side: int, name: str) -> Any:
+        """Remove a column and return its rows."""
+        return super()._pop_n_repr(side, name)  # type: ignore[misc]  # a DGL graph follows in every subclass
+
+    def has_etype(self, keys: Any) -> bool:
+        """Return whether an edge type matches a slice ``(source, name, destination)``."""
+        return bool(self._find_etypes(keys))  # type: ignore[attr-defined]  # a DGL graph follows
+
+    def take_structure(self, graph: Any) -> None:
+        """Use the structure of ``graph``."""
+        self._graph = graph._graph
+
+    def _set_n_repr(self, side: int, rows: Any, data: Any) -> None:
+        self.set_columns(side, rows, data)
+
+    def _pop_n_repr(self, side: int, name: str) -> Any:
+        return self.pop_column(side, name)
+
+
+@final
+class OwnNodes(HeteroNodeView):
+    """The view ``nodes`` of a graph that counts its own nodes."""
+
+    __slots__ = ()
+
+    def __call__(self, ntype: str | None = None) -> Tensor:
+        return torch.arange(self._graph.num_nodes(), dtype=self._graph.idtype, device=self._graph.device)
