@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from dglx_dist.training.exact_mean import global_mean as global_mean
     from dglx_dist.training.exact_mean import reduce_mean as reduce_mean
     from dglx_dist.training.export import write_embeddings as write_embeddings
-    from dglx_dist.training.fit import FitConfig as FitConfig
-    from dglx_dist.training.fit import FitResult as FitResult
+    from dglx_dist.training.fit_config import FitConfig as FitConfig
+    from dglx_dist.training.fit_config import FitResult as FitResult
     from dglx_dist.training.inference import evaluate as evaluate
     from dglx_dist.training.inference import layerwise_inference as layerwise_inference
 

@@ -65,13 +65,14 @@ from dglx_dist.strategies.base import (
 from dglx_dist.strategies.push_pull.feature_columns import write_slices
 from dglx_dist.training.checkpoint import Sparse
 from dglx_dist.training.config import BF16
-from dglx_dist.training.fit import Callback, FitConfig, FitResult, TrainingLoader, train
+from dglx_dist.training.fit import train
+from dglx_dist.training.fit_config import Callback, FitConfig, FitResult, Scheduler, needs_own_loop
 from dglx_dist.training.inference import labelled_type
 from dglx_dist.training.object_state import Stateful
 from dglx_dist.training.relational import EntityInputs
 from dglx_dist.training.resume import resolve_resume
+from dglx_dist.training.steps import TrainingLoader
 from dglx_dist.training.tasks import read_task
-from dglx_dist.training.update_checks import Scheduler, needs_own_loop
 
 if TYPE_CHECKING:
     from dglx_dist.planner.records import Choice

@@ -39,7 +39,8 @@ from dglx_dist.strategies.base import (
 from dglx_dist.strategies.cost import Candidate, Cluster, Draws
 from dglx_dist.strategies.replicated import check_same_model
 from dglx_dist.training import checkpoint
-from dglx_dist.training.fit import TRAINED_WITH, FitResult
+from dglx_dist.training.fit_config import FitResult
+from dglx_dist.training.resume import TRAINED_WITH
 
 _DEEP = 4
 """Layers from which on mini-batches are not considered without explicit fan-outs."""

@@ -110,7 +110,7 @@ def train(config: TrainConfig) -> None:
     trained = train_seeds(config) if config.seeds else train_dataset(config)
     if trained.rank == 0:
         from dglx_dist.report.tables import epoch_table, spread_table, summary_table
-        from dglx_dist.training.weights import BEST_WEIGHTS, FINAL_WEIGHTS
+        from dglx_dist.training.best_epoch import BEST_WEIGHTS, FINAL_WEIGHTS
 
         folder = f"{config.out}/seed-N" if config.seeds else config.out
         weights = f"weights of the best epoch: {folder}/{BEST_WEIGHTS}, of the last: {folder}/{FINAL_WEIGHTS}"
@@ -149,7 +149,7 @@ def check_before_launch(config: TrainConfig) -> None:
     from dglx_dist.graph.partition_book import canonical_etype
     from dglx_dist.planner.workload import check_plannable
     from dglx_dist.strategies.base import AUTO, STRATEGIES, Strategy, resolve_strategy
-    from dglx_dist.training.update_checks import check_loop
+    from dglx_dist.training.fit_config import check_loop
 
     strategy = resolve_strategy(config.strategy, auto=True)
     is_auto = strategy == AUTO

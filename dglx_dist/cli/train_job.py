@@ -67,7 +67,7 @@ from dglx_dist.training.config import (
     takes,
 )
 from dglx_dist.training.export import check_target, write_edges, write_embeddings, write_relations
-from dglx_dist.training.fit import Callback, FitConfig, FitResult, LinkPrediction
+from dglx_dist.training.fit_config import Callback, FitConfig, FitResult, check_loop, needs_own_loop
 from dglx_dist.training.inference import flatten, labelled_type, layerwise_inference
 from dglx_dist.training.link import (
     DECODERS,
@@ -83,9 +83,8 @@ from dglx_dist.training.link import (
 from dglx_dist.training.models import ResGCN, build_model
 from dglx_dist.training.relational import HGT, RGCN, EntityInputs
 from dglx_dist.training.resume import check_same, resolve_resume
-from dglx_dist.training.tasks import as_probabilities, predicted, read_task
+from dglx_dist.training.tasks import LinkPrediction, as_probabilities, predicted, read_task
 from dglx_dist.training.tracing import check_trace, without_keys
-from dglx_dist.training.update_checks import check_loop, needs_own_loop
 
 CHECKPOINTS = "checkpoints"
 """Folder inside a run folder."""

@@ -43,6 +43,7 @@ from dglx_dist.graph.shared_memory import WriteOwn, index_shares, shared_partial
 from dglx_dist.memory import machine_memory
 from dglx_dist.options import check_integer
 from dglx_dist.strategies.base import WrappedModel
+from dglx_dist.strategies.replicated import check_replicas
 from dglx_dist.training.checkpoint_folder import (
     FOLDER_NAME,
     NEWEST,
@@ -63,23 +64,20 @@ from dglx_dist.training.checkpoint_folder import write_json as write_json
 from dglx_dist.training.config import EVERY, Every, steps_between
 from dglx_dist.training.object_state import (
     Stateful,
-    decode,
-    describe_objects,
-    prefix_of,
-    select_values,
-    split_objects,
-)
-from dglx_dist.training.optimizer_state import (
     check_optimizer,
     cut_optimizer,
+    decode,
+    describe_objects,
     dtype_name,
     dtype_of,
     join_optimizer,
     load_optimizer,
     optimizer_state,
+    prefix_of,
+    select_values,
+    split_objects,
     split_optimizer,
 )
-from dglx_dist.training.replicas import check_replicas
 
 log = logging.getLogger(__name__)
 

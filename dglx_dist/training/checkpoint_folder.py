@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 from dglx_dist.data.storage.files import read_small
 from dglx_dist.errors import CheckpointError, ConfigError
-from dglx_dist.training.weights import BEST_WEIGHTS
+from dglx_dist.training.best_epoch import BEST_WEIGHTS
 
 VERSION = 3
 STATE_NAME = "state.json"

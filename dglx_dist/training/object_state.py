@@ -1,18 +1,22 @@
-"""State of schedulers and other objects with ``state_dict`` in a checkpoint: JSON values and tensors."""
+"""State of optimizers by names of parameters, and of other objects with ``state_dict``, in a checkpoint."""
 
+import inspect
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
+from itertools import chain, zip_longest
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 from zlib import crc32
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dglx_dist.comm.collectives import gather_json
 from dglx_dist.comm.exchange import bytes_of
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import CheckpointError
+from dglx_dist.strategies.base import WrappedModel
 
 _MAPPINGS = {kind.__name__: kind for kind in (dict, OrderedDict, Counter)}
 _SEQUENCES = {kind.__name__: kind for kind in (list, tuple, set)}
@@ -119,3 +123,228 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         pairs = {key: decode(item, tensors) for key, item in value["items"]}
         return _MAPPINGS[value["mapping"]](pairs)
     return _SEQUENCES[value["sequence"]](decode(item, tensors) for item in value["items"])
+
+
+_LARGEST = torch.finfo(torch.float32).max
+
+_DTYPES = {str(one): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+
+
+def dtype_of(name: object) -> torch.dtype:
+    found = _DTYPES.get(f"torch.{name}")
+    if found is None:
+        raise CheckpointError(f"the checkpoint has the dtype {name!r}, which this torch does not have")
+    return found
+
+
+def dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def check_optimizer(
+    path: Path,
+    saved: Mapping[str, Any] | None,
+    optimizer: torch.optim.Optimizer | None,
+    module: nn.Module,
+    tensors: Mapping[str, Any],
+) -> None:
+    if optimizer is None:
+        return
+    if saved is None:
+        raise CheckpointError(f"{path} has no optimizer; load it without one")
+    kind = type(optimizer).__name__
+    if kind != saved["kind"]:
+        raise CheckpointError(
+            f"the checkpoint's optimizer is {saved['kind']}, not {kind}; use the same, or load without one"
+        )
+    names = _names(optimizer, module)
+    current = [
+        sorted(names[position] for position in group["params"])
+        for group in optimizer.state_dict()["param_groups"]
+    ]
+    wanted = [sorted(group["params"]) for group in saved["groups"]]
+    if current != wanted:
+        wrong = next(at for at, (a, b) in enumerate(zip_longest(current, wanted)) if a != b)
+        raise CheckpointError(
+            f"parameter group {wrong} of the optimizer has other parameters than in the checkpoint; build it "
+            "from the same parameters"
+        )
+    unknown = {_name(tensor) for tensor in tensors}.union(saved["scalars"]) - set(chain.from_iterable(wanted))
+    if unknown:
+        raise ValueError(f"the optimizer has state of {min(unknown)!r}, which is no parameter")
+
+
+def join_optimizer(
+    model: nn.Module, tensors: Mapping[str, Tensor], plain: Mapping[str, Any], session: Session
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Join the ranks' results of :func:`split_optimizer` to those of the uncut model. Collective.
+
+    A rank without columns, whose piece never had a gradient, may lack a tensor; zeros take its place. Of
+    values that exist once per parameter, such as steps, those of the lowest rank count.
+    """
+    if not isinstance(model, WrappedModel) or not model.parts.local:
+        return dict(tensors), dict(plain)
+    local = set(model.parts.local)
+    pieces = {name: parameter for name, parameter in model.module.named_parameters() if name in local}
+    of_pieces = {path: value for path, value in tensors.items() if _name(path) in pieces}
+    scalars = {name: values for name, values in plain["scalars"].items() if name in pieces}
+    found = {}
+    for path, value in of_pieces.items():
+        # The values are only needed if they are not split like the parameter.
+        values = None if value.shape == pieces[_name(path)].shape else value.tolist()
+        found[path] = {"dtype": dtype_name(value), "values": values}
+    described: dict[str, Any] = {}
+    for of_rank in reversed(gather_json({"tensors": found, "scalars": scalars}, session)):
+        assert isinstance(of_rank, dict)
+        described |= of_rank["tensors"]
+        scalars |= of_rank["scalars"]
+    joined = {path: value for path, value in tensors.items() if path not in of_pieces}
+    # In the same order on every rank, since each join is collective.
+    for path in sorted(described):
+        dtype, values = dtype_of(described[path]["dtype"]), described[path]["values"]
+        if values is not None:
+            joined[path] = torch.tensor(values, dtype=dtype)
+            continue
+        piece = of_pieces.get(path)
+        if piece is None:
+            piece = torch.zeros_like(pieces[_name(path)], dtype=dtype, requires_grad=False)
+        joined[path] = model.join_state(_name(path), piece)
+    return joined, {**plain, "scalars": {**plain["scalars"], **scalars}}
+
+
+def cut_optimizer(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    if not isinstance(model, WrappedModel):
+        return dict(tensors)
+    return {path: model.cut_state(_name(path), value) for path, value in tensors.items()}
+
+
+def _name(path: str) -> str:
+    return path.rpartition("/")[0]
+
+
+_SCALARS = (int, float, bool, str, type(None))
+
+
+def split_optimizer(
+    optimizer: torch.optim.Optimizer, model: nn.Module
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    # Tensors by <parameter>/<key> and the rest as JSON values; ``model`` is the user's module, not wrapped.
+    names = _names(optimizer, model)
+    state = optimizer.state_dict()
+    tensors: dict[str, Tensor] = {}
+    scalars: dict[str, dict[str, Any]] = {}
+    for position, entries in state["state"].items():
+        scalars[names[position]] = {}
+        for key, value in entries.items():
+            if isinstance(value, Tensor):
+                tensors[f"{names[position]}/{key}"] = value
+            else:
+                scalars[names[position]][key] = _plain(f"{names[position]}/{key}", value)
+    groups = [
+        {key: _plain(key, value) for key, value in group.items() if key != "params"}
+        | {"params": [names[position] for position in group["params"]]}
+        for group in state["param_groups"]
+    ]
+    return tensors, {"groups": groups, "scalars": scalars, "kind": type(optimizer).__name__}
+
+
+def optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    plain: Mapping[str, Any],
+) -> dict[str, Any]:
+    # What the optimizer loads; undoes split_optimizer.
+    position_of = {name: position for position, name in _names(optimizer, model).items()}
+    state: dict[int, dict[str, Any]] = {
+        position_of[name]: {key: _from_plain(value) for key, value in scalars.items()}
+        for name, scalars in plain["scalars"].items()
+    }
+    for path, tensor in tensors.items():
+        name, _, key = path.rpartition("/")
+        state[position_of[name]][key] = tensor
+    groups = []
+    for group, own in zip(plain["groups"], optimizer.state_dict()["param_groups"], strict=True):
+        values = {key: _from_plain(value) for key, value in group.items() if key != "params"}
+        # Strategies may list parameters in another order: saved state goes by name, torch's by position.
+        groups.append(values | {"params": own["params"]})
+        _check_group(optimizer, len(groups) - 1, values, state)
+    return {"state": state, "param_groups": groups}
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load ``state`` in its own dtypes; torch alone gives all values those of the parameters."""
+    optimizer.load_state_dict(state)
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    for position, parameter in enumerate(parameters):
+        own = optimizer.state[parameter]
+        for key, value in state["state"].get(position, {}).items():
+            if isinstance(value, Tensor) and own[key].dtype != value.dtype:
+                own[key] = value.to(own[key].device)
+
+
+def _check_group(
+    optimizer: torch.optim.Optimizer, number: int, values: Mapping[str, Any], state: Mapping[int, Any]
+) -> None:
+    """Raise ValueError unless the optimizer can go on with these settings and states of a group."""
+    own, positions = optimizer.param_groups[number], optimizer.state_dict()["param_groups"][number]["params"]
+    for key, value in values.items():
+        kind = bool if isinstance(own.get(key), bool) else float | int | Tensor
+        if isinstance(own.get(key), bool | float) and not isinstance(value, kind):
+            raise ValueError(f"{key!r} of the optimizer is {value!r}")
+    if "lr" in own and not 0 <= float(values["lr"]) <= _LARGEST:
+        raise ValueError(f"'lr' of the optimizer is {values['lr']!r}")
+    if (
+        type(optimizer).__module__.split(".")[:2] != ["torch", "optim"]
+        or type(optimizer) is torch.optim.LBFGS
+    ):
+        return
+    # A step of small parameters, with the settings as arguments, which torch checks: in a group it does not.
+    small = {
+        one.dim(): torch.zeros((2,) * one.dim(), dtype=one.dtype, device=one.device) for one in own["params"]
+    }
+    for one in small.values():
+        ones = torch.ones_like(one)
+        one.grad = ones.to_sparse() if type(optimizer) is torch.optim.SparseAdam else ones
+    known = inspect.signature(type(optimizer)).parameters
+    try:
+        settings: Any = {name: value for name, value in values.items() if name in known}
+        tried = type(optimizer)(list(small.values()), **settings)
+        tried.step()
+    except Exception as error:
+        kind = type(optimizer).__name__
+        raise ValueError(f"{kind} does not take the saved settings: {error}") from error
+    for position, parameter in zip(positions, own["params"], strict=True):
+        saved = state.get(position) or {}
+        for key, like in tried.state[small[parameter.dim()]].items() if saved else ():
+            of_tried, shape = (getattr(one, "shape", None) for one in (like, saved[key]))
+            is_whole = of_tried == (2,) * parameter.dim()
+            if (of_tried is None) != (shape is None) or (is_whole and shape != parameter.shape):
+                raise ValueError(f"{key!r} of the optimizer's state has shape {shape}")
+
+
+def _names(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[int, str]:
+    named = {id(parameter): name for name, parameter in model.named_parameters()}
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    return {at: named.get(id(parameter), f"#{at}") for at, parameter in enumerate(parameters)}
+
+
+def _plain(name: str, value: object) -> Any:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return {"tensor": value.item(), "dtype": dtype_name(value)}
+    if isinstance(value, tuple | list) and all(isinstance(entry, _SCALARS) for entry in value):
+        return {"tuple": list(value)} if isinstance(value, tuple) else list(value)
+    if isinstance(value, _SCALARS):
+        return value
+    raise CheckpointError(
+        f"the optimizer has {name!r} of type {type(value).__name__}, which cannot be saved without running "
+        "code on load; save it yourself through ``extra``"
+    )
+
+
+def _from_plain(value: Any) -> Any:
+    if isinstance(value, dict) and "tuple" in value:
+        return tuple(value["tuple"])
+    if isinstance(value, dict) and "tensor" in value:
+        return torch.tensor(value["tensor"], dtype=dtype_of(value["dtype"]))
+    return value

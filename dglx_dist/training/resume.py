@@ -6,14 +6,22 @@ import json
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
 
 from dglx_dist.comm.collectives import broadcast_json, check_equal
-from dglx_dist.comm.session import Session
+from dglx_dist.comm.session import Session, shared_facts
 from dglx_dist.comm.topology import read_launch
 from dglx_dist.errors import ConfigError, shorten_list
-from dglx_dist.training import checkpoint
+from dglx_dist.strategies.base import CACHE_CHOICE
+from dglx_dist.training import checkpoint, tracing
 from dglx_dist.training.config import BF16, FLOAT32, RunOptions
+from dglx_dist.training.fit_config import FitConfig, is_scheduled
+
+if TYPE_CHECKING:
+    from dglx_dist.graph.dist_graph import DistGraph
 
 Options = TypeVar("Options", bound=RunOptions)
 FACTS, LAUNCH, PRECISION = "configuration", "launch", "precision"
@@ -88,3 +96,51 @@ def _number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{value!r} is no number")
     return value
+
+
+_OF_UPDATES = ("class_weight", "schedule", "warmup", "clip_norm", "accumulate")
+
+TRAINED_WITH = "strategy"
+"""Key in ``extra`` of a checkpoint: name and options of the strategy, and the cache that ``auto`` chose."""
+
+
+def describe_run(g: DistGraph, config: FitConfig, optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    """Return what a run must have in common with the one that it resumes, JSON values."""
+    session = g.session
+    options = shared_facts(session.strategy, tracing.without_keys(session.options), session.seed, curve=False)
+    groups = {
+        f"optimizer.{number}.{name}": _plain(value)
+        for number, group in enumerate(optimizer.param_groups)
+        for name, value in group.items()
+        if name != "params"
+    }
+    return {
+        "dataset": g.dataset.manifest.checksum,
+        **{name: getattr(config, name) for name in ("feature", "label", "ntype")},
+        **config.configuration,
+        **{name: options[name] for name in ("strategy", "options", "seed")},
+        "precision": config.precision,
+        "task": config.task if isinstance(config.task, str) else "own",
+        **{name: getattr(config, name) for name in _OF_UPDATES},
+        # A schedule of more epochs has other rates from the first one on.
+        **({"epochs": config.epochs} if is_scheduled(config) else {}),
+        "optimizer": type(optimizer).__name__,
+        **groups,
+    }
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Tensor):
+        return value.tolist()
+    return value if isinstance(value, bool | int | float | str | None) else repr(value)
+
+
+def describe_strategy(session: Session) -> dict[str, object]:
+    # Options for later runs, but none if they may have credentials or are not JSON.
+    options: dict[str, object] | None = dict(session.options)
+    try:
+        if json.loads(json.dumps(tracing.without_keys(session.options))) != options:
+            options = None
+    except (TypeError, ValueError):
+        options = None
+    return {"name": session.strategy, "options": options, "cache": CACHE_CHOICE.of(session)}

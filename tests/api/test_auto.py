@@ -29,8 +29,9 @@ from dglx_dist.strategies.base import AUTO
 from dglx_dist.strategies.cost import Candidate, PlanContext
 from dglx_dist.training import checkpoint
 from dglx_dist.training.config import TrainConfig
-from dglx_dist.training.fit import TRAINED_WITH, FitConfig, FitResult
+from dglx_dist.training.fit_config import FitConfig, FitResult
 from dglx_dist.training.models import build_model
+from dglx_dist.training.resume import TRAINED_WITH
 from tests.api.graphs import two_triangles
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality

@@ -7,7 +7,7 @@ import dgl
 import torch
 
 import dglx_dist as dx
-from dglx_dist.training.fit import FitConfig
+from dglx_dist.training.fit_config import FitConfig
 from dglx_dist.training.models import Stack
 from tests.api.graphs import as_dgl
 from tests.helpers.ranks import run_ranks

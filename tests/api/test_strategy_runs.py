@@ -15,7 +15,7 @@ import torch
 import dglx_dist as dx
 from dglx_dist.cli.train_job import train_dataset
 from dglx_dist.errors import CheckpointError, ConfigError
-from dglx_dist.training.fit import FitConfig
+from dglx_dist.training.fit_config import FitConfig
 from dglx_dist.training.models import build_model
 from dglx_dist.training.relational import EntityInputs
 from tests.api.graphs import plan_of, written

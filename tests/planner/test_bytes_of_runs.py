@@ -25,7 +25,7 @@ from dglx_dist.planner.records import Prediction
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.cost import CACHE_SIZES, ModelShape
 from dglx_dist.training.config import PlanConfig
-from dglx_dist.training.fit import FitConfig
+from dglx_dist.training.fit_config import FitConfig
 from dglx_dist.training.models import build_model
 from tests.helpers.ranks import run_ranks
 

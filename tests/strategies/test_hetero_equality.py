@@ -22,7 +22,8 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.strategies.base import STRATEGIES
-from dglx_dist.training.fit import FitConfig, train
+from dglx_dist.training.fit import train
+from dglx_dist.training.fit_config import FitConfig
 from dglx_dist.training.relational import RGCN, EntityInputs
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks

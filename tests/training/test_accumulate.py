@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import dglx_dist as dx
 from dglx_dist.errors import ConfigError, Stopped
 from dglx_dist.training.config import TrainConfig
-from dglx_dist.training.fit import FitConfig
+from dglx_dist.training.fit_config import FitConfig
 from tests.api.test_global_mean import CLASS_WEIGHTS, plain_graph
 from tests.helpers.ranks import run_ranks
 from tests.training.test_exact_mean import Layers, given_graph

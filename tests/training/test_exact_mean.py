@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dglx_dist as dx
-from dglx_dist.training.fit import FitConfig, FitResult
+from dglx_dist.training.fit_config import FitConfig, FitResult
 from tests.api.test_global_mean import CLASS_WEIGHTS, Net, plain_graph
 from tests.helpers.ranks import run_ranks
 

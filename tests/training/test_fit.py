@@ -27,9 +27,11 @@ from dglx_dist.records import Assignment
 from dglx_dist.strategies.base import STRATEGIES, edge_data_named
 from dglx_dist.strategies.serverless.trainer import LambdaTrainer
 from dglx_dist.training import checkpoint
-from dglx_dist.training.fit import FitConfig, FitResult, epoch_line, train
+from dglx_dist.training.fit import train
+from dglx_dist.training.fit_config import FitConfig, FitResult
 from dglx_dist.training.inference import evaluate
 from dglx_dist.training.models import build_model
+from dglx_dist.training.tracing import epoch_line
 from tests.helpers import refusal, wide
 from tests.helpers.ranks import run_ranks
 from tests.report.records import epoch

@@ -27,7 +27,7 @@ from dglx_dist.graph.row_kernels import request_rows
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph
 from dglx_dist.strategies.push_pull import feature_columns
 from dglx_dist.training import inference
-from dglx_dist.training.fit import FitConfig
+from dglx_dist.training.fit_config import FitConfig
 from dglx_dist.training.inference import layerwise_inference
 from dglx_dist.training.models import build_model
 from tests.helpers.ranks import run_ranks

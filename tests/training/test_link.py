@@ -19,7 +19,7 @@ from dglx_dist.dataloading.edge_loader import build_pairs
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.partition_book import canonical_etype
 from dglx_dist.records import Assignment, RawGraph
-from dglx_dist.training.fit import FitConfig, LinkPrediction
+from dglx_dist.training.fit_config import FitConfig
 from dglx_dist.training.link import (
     DECODERS,
     ComplEx,
@@ -37,6 +37,7 @@ from dglx_dist.training.link import (
 )
 from dglx_dist.training.models import build_model
 from dglx_dist.training.relational import RGCN, EntityInputs
+from dglx_dist.training.tasks import LinkPrediction
 from tests.helpers.ranks import run_ranks
 
 R, D = 3, 6

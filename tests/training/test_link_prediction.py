@@ -14,10 +14,11 @@ from torch import Tensor, nn
 import dglx_dist as dx
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.records import Assignment, RawGraph
-from dglx_dist.training.fit import FitConfig, LinkPrediction
+from dglx_dist.training.fit_config import FitConfig
 from dglx_dist.training.link import DistMult, edge_scores
 from dglx_dist.training.metrics import KnownEdges, hits_at, mrr, rank_of_answer
 from dglx_dist.training.relational import EntityInputs
+from dglx_dist.training.tasks import LinkPrediction
 from tests.helpers.ranks import run_ranks
 
 NUM_ENTITIES, NUM_CLUSTERS, NUM_RELATIONS, WIDTH = 48, 4, 3, 8

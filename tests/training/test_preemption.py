@@ -19,7 +19,7 @@ from dglx_dist.comm.session import current_session
 from dglx_dist.data.storage.manifest import read_manifest
 from dglx_dist.errors import ConfigError, Stopped
 from dglx_dist.training import checkpoint
-from dglx_dist.training.fit import FitConfig
+from dglx_dist.training.fit_config import FitConfig
 from dglx_dist.training.models import build_model
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import dglx_dist as dx
 from dglx_dist.comm.ledger import CONTROL
 from dglx_dist.errors import ConfigError
-from dglx_dist.training.fit import FitConfig
+from dglx_dist.training.fit_config import FitConfig
 from dglx_dist.training.inference import minibatch_inference
 from tests.helpers.ranks import run_ranks
 from tests.training.test_exact_mean import Layers, plain_graph

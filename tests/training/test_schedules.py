@@ -27,7 +27,7 @@ from dglx_dist.report.run_folder import read_epochs
 from dglx_dist.report.tables import spread
 from dglx_dist.training.checkpoint import folder_name
 from dglx_dist.training.config import RunOptions, TrainConfig, rate_at
-from dglx_dist.training.fit import FitConfig
+from dglx_dist.training.fit_config import FitConfig
 from dglx_dist.training.models import build_model
 from tests.helpers.ranks import run_ranks
 from tests.training.test_tasks import EXACT, NODES, graph, labels, plain_losses, plan

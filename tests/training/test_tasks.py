@@ -22,10 +22,10 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.report.run_folder import read_epochs
 from dglx_dist.training import metrics
 from dglx_dist.training.config import RunOptions, TrainConfig
+from dglx_dist.training.fit_config import needs_own_loop
 from dglx_dist.training.link import LinkEvaluation
 from dglx_dist.training.models import build_model
 from dglx_dist.training.tasks import class_weights, measure, moments, warn_of_guesses
-from dglx_dist.training.update_checks import needs_own_loop
 from tests.helpers.ranks import run_ranks
 
 NODES, LABELS = 60, 3
@@ -402,7 +402,7 @@ def test_an_area_under_the_curve_of_guesses_is_said(data: Path, caplog: pytest.L
 def test_early_stop_needs_validation_nodes(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dglx_dist.training.fit.train_pass", lambda *_: pytest.fail("trained"))
+    monkeypatch.setattr("dglx_dist.training.steps.train_pass", lambda *_: pytest.fail("trained"))
     folder = tmp_path / "data"
     raw = graph()
     raw.ndata["label"] = labels("classification")

@@ -20,7 +20,8 @@ from dglx_dist.comm.trace import COMPUTE, LOADER, NETWORK, RankSpans, read_trace
 from dglx_dist.errors import StorageError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.records import EpochRecord
-from dglx_dist.training.fit import FitConfig, train
+from dglx_dist.training.fit import train
+from dglx_dist.training.fit_config import FitConfig
 from dglx_dist.training.models import build_model
 from dglx_dist.training.tracing import live_figures, scalars_writer, without_keys
 from tests.helpers.ranks import run_ranks

@@ -24,10 +24,10 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.split import node_split
 from dglx_dist.memory import peak
 from dglx_dist.records import FEATURE, LABEL, NODE_TYPE, EpochRecord
-from dglx_dist.training.accumulate import Accumulation
-from dglx_dist.training.fit import NodeClassification, Step, TrainingLoader, train_pass
 from dglx_dist.training.inference import evaluate
 from dglx_dist.training.models import build_model
+from dglx_dist.training.steps import Accumulation, Step, TrainingLoader, train_pass
+from dglx_dist.training.tasks import NodeClassification
 from dglx_dist.training.tracing import over_ranks
 from scripts.bench.jobs.params import TrainParams, read_params
 from scripts.bench.simulate import SleepingModel

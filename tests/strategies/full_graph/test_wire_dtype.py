@@ -23,7 +23,7 @@ from dglx_dist.records import NODE_TYPE, Array
 from dglx_dist.strategies.full_graph.halo_exchange import HaloExchange
 from dglx_dist.strategies.full_graph.strategies import FullGraph
 from dglx_dist.training import fit as training
-from dglx_dist.training.fit import FitConfig
+from dglx_dist.training.fit_config import FitConfig
 from dglx_dist.training.models import build_model
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks

@@ -14,7 +14,7 @@ from torch import nn
 
 from dglx_dist.api import fit, init
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.training.fit import FitConfig
+from dglx_dist.training.fit_config import FitConfig
 from tests.helpers import wait_for_checkpoints
 from tests.helpers.ranks import run_ranks, start_ranks
 from tests.strategies import equality

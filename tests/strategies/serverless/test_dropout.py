@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dglx_dist as dx
-from dglx_dist.training.fit import FitConfig
+from dglx_dist.training.fit_config import FitConfig
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 

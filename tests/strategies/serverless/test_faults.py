@@ -17,7 +17,7 @@ from dglx_dist.records import EpochRecord
 from dglx_dist.serverless.tasks import Direction, TaskKey, kernels
 from dglx_dist.serverless.worker import TaskPhase
 from dglx_dist.serverless.worker_process import Fault
-from dglx_dist.training.fit import FitConfig, FitResult
+from dglx_dist.training.fit_config import FitConfig, FitResult
 from tests.helpers import wait_for_checkpoints
 from tests.helpers.ranks import start_ranks
 from tests.serverless.faults import strike

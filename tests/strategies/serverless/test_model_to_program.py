@@ -24,7 +24,7 @@ from dglx_dist.serverless.stages.base import STAGES, register_stage
 from dglx_dist.strategies.serverless.graph_partition import edge_values
 from dglx_dist.strategies.serverless.layer_kinds import FACTOR_OF_NORM, EdgeFactor
 from dglx_dist.strategies.serverless.model_to_program import chain_of, find_layers
-from dglx_dist.training.fit import FitConfig
+from dglx_dist.training.fit_config import FitConfig
 from dglx_dist.training.models import build_model
 from tests.strategies import equality
 from tests.strategies.serverless import cases

@@ -31,7 +31,7 @@ from dglx_dist.strategies.serverless.trainer import (
     write_back,
 )
 from dglx_dist.training import checkpoint
-from dglx_dist.training.fit import FitConfig
+from dglx_dist.training.fit_config import FitConfig
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
 

@@ -1,6 +1,7 @@
-"""Weights of the best and of the last epoch: as plain files, and in memory of a run without checkpoints."""
+"""The best epoch by validation: early stopping, and weights of that epoch in files and in memory."""
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -92,3 +93,38 @@ class BestWeights:
         for rows, kept in zip(self._own, self._rows, strict=True):
             rows.copy_(kept)
         barrier(current_session(), "taking the weights of the best epoch")
+
+
+class EarlyStopping:
+    """The best score of validation so far, and when there is nothing more to expect.
+
+    Args:
+        patience: Evaluations without a better score after which training stops; None: it does not.
+        less_is_better: Whether the best score is the smallest one.
+    """
+
+    def __init__(self, patience: int | None, less_is_better: bool) -> None:
+        self._patience, self._sign = patience, -1 if less_is_better else 1
+        self.epoch: int | None = None
+        """The best epoch; None before the first evaluation."""
+        self.score: float | None = None
+        """The score of that epoch."""
+        self.evaluations_since = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self._patience is not None and self.evaluations_since >= self._patience
+
+    def note(self, epoch: int, score: float) -> bool:
+        """Return whether ``score`` is the best so far; NaN is only before any number."""
+        best = self.score
+        was_nan = best is not None and math.isnan(best) and not math.isnan(score)
+        if best is None or was_nan or self._sign * score > self._sign * best:
+            self.epoch, self.score, self.evaluations_since = epoch, score, 0
+            return True
+        self.evaluations_since += 1
+        return False
+
+    def resume(self, best: tuple[int | None, float | None], evaluations_since: int) -> None:
+        """Go on from the best epoch and its score in a checkpoint."""
+        (self.epoch, self.score), self.evaluations_since = best, evaluations_since

@@ -1,0 +1,227 @@
+"""Configuration and result of ``train``, and checks that the strategy allows the updates asked for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from dglx_dist.comm.session import current_session
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph.optim import SparseOptimizer
+from dglx_dist.options import check_ranges
+from dglx_dist.records import FEATURE, LABEL, SPLITS, EpochRecord
+from dglx_dist.strategies.base import Traits, WrappedModel
+from dglx_dist.training.config import (
+    AUTO_TASK,
+    CLASSIFICATION,
+    FLOAT32,
+    LESS_IS_BETTER,
+    RunOptions,
+    check_run,
+)
+from dglx_dist.training.inference import EdgeNames
+from dglx_dist.training.object_state import Stateful
+from dglx_dist.training.relational import EntityInputs
+from dglx_dist.training.tasks import LossFunction, Task
+
+if TYPE_CHECKING:
+    from dglx_dist.planner.records import Choice
+
+Callback = Callable[[EpochRecord], None]
+"""Called on every rank after each epoch, with the same record."""
+
+Evaluate = Callable[[WrappedModel], Mapping[str, float]]
+"""The wrapped model to metrics by name, equal on all ranks. Collective.
+
+``val_mask`` and ``test_mask`` are accuracies, or another score of which more is better; others are recorded
+under their names, as ``val_mrr``.
+"""
+
+TRAIN, VALIDATION, TEST = SPLITS
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitConfig(RunOptions):
+    """Configuration of :func:`train`, beside the options that ``dglx train`` has too; wrong: ConfigError."""
+
+    checkpoint_folder: str | Path | None = None
+    """Folder of checkpoints, shared by all ranks; None: none are saved."""
+    weights_folder: str | Path | None = None
+    """Folder for ``model.safetensors``, the weights of the best epoch by validation (without it of the last),
+    and ``final.safetensors``, those of the last; None: none are written."""
+    feature: str = FEATURE
+    label: str = LABEL
+    edge_feats: EdgeNames = ()
+    """Edge data of the blocks in training and evaluation; (): that of the loader, if one is given."""
+    loss: LossFunction | None = None
+    """None: that of the task; cross-entropy, binary cross-entropy or squared error."""
+    ntype: str | None = None
+    """Type of the classified nodes; required if several node types have labels."""
+    inputs: EntityInputs | None = None
+    """Input rows by node type, from features and embeddings; None: ``feature`` of the only type."""
+    task: Task | str | None = AUTO_TASK
+    """``auto``, ``classification``, ``multilabel`` or ``regression``. Or a function, which replaces the node
+    task defined by the fields above; ``metric`` are then names of ``evaluate``."""
+    evaluate: Evaluate | None = None
+    """Replaces exact accuracy; a custom ``task`` is evaluated only by this."""
+    eval_batch_size: int = 4096
+    configuration: Mapping[str, object] = field(default_factory=dict)
+    """More facts, JSON values, that must be the same where a run is resumed from a checkpoint found."""
+    on_begin: Callable[[], None] | None = None
+    """Called on all ranks once the checkpoint is loaded, before the first step; not without epochs to do."""
+    num_layers: int | None = None
+    """For models without ``inference_layers()``: see :func:`dglx_dist.training.inference.evaluate`."""
+    show_progress: bool = True
+    """Progress bar of rank 0 on standard error."""
+
+    def __post_init__(self) -> None:
+        if self.task is None:
+            object.__setattr__(self, "task", AUTO_TASK)
+        check_ranges(self, "{name}={value}")
+        check_run(self)
+        if self.resume and self.checkpoint_folder is None:
+            raise ConfigError("resume needs checkpoint_folder; give the folder of the checkpoints")
+
+    @property
+    def own_task(self) -> Task | None:
+        """The function that replaces the node task."""
+        return None if isinstance(self.task, str) else self.task
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitResult:
+    """Result of :func:`train`, equal on every rank."""
+
+    epochs: list[EpochRecord] = field(default_factory=list)
+    """Epochs of this call, without those before a resume."""
+    accuracy: dict[str, float] = field(default_factory=dict)
+    """Mask to exact accuracy after the last epoch; of the best one, if there is ``patience``."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Exact metrics of the same epoch, as ``test_f1_micro``."""
+    task: str = "own"
+    """Of nodes; ``own``: a function of the user."""
+    best_epoch: int | None = None
+    """Epoch of the best first metric of validation; None without evaluation."""
+    best_val_accuracy: float | None = None
+    """That metric, whichever it is."""
+    first_epoch: int = 0
+    """Above 0 after a resume."""
+    stopped_early: bool = False
+    precision: str = FLOAT32
+    """Of forward passes."""
+    account: dict[str, object] = field(default_factory=dict)
+    """Cost of the run, as ``dollars`` with a ``label``; empty if nothing is paid by use."""
+    traffic: dict[str, list[list[int]]] = field(default_factory=dict)
+    """Payload of training in this call: phase -> [source rank, destination rank, bytes], where a rank -1 is a
+    worker. Its sum is that of ``bytes_inside`` and ``bytes_outside``; of an epoch begun earlier, the rest."""
+    choice: Choice | None = None
+    """Candidates of strategy ``auto``, with prediction and outcome; None: the strategy was given."""
+
+    @property
+    def val_accuracy(self) -> float | None:
+        """Validation accuracy, of the epoch of ``accuracy``."""
+        return self.accuracy.get(VALIDATION)
+
+    @property
+    def test_accuracy(self) -> float | None:
+        """Test accuracy, of the epoch of ``accuracy``."""
+        return self.accuracy.get(TEST)
+
+
+log = logging.getLogger(__name__)
+
+Scheduler: TypeAlias = LRScheduler | ReduceLROnPlateau
+
+SCHEDULER = "scheduler"
+"""Name of the scheduler among the objects of a checkpoint."""
+
+
+def needs_own_loop(config: RunOptions) -> str | None:
+    """Return an option that only a training loop in torch has, as ``schedule cosine``, else None."""
+    plain = {
+        "precision": (None, FLOAT32),
+        "task": (AUTO_TASK, CLASSIFICATION),
+        "clip_norm": (None,),
+        "accumulate": (1,),
+        "class_weight": ("none",),
+        "schedule": ("constant",),
+        "warmup": (0,),
+    }
+    given = {name: getattr(config, name) for name in plain}
+    asked = (name for name in plain if not callable(given[name]) and given[name] not in plain[name])
+    return next((f"{name.replace('_', '-')} {given[name]}" for name in asked), None)
+
+
+def check_loop(config: RunOptions, traits: Traits, strategy: str, scheduler: object = None) -> None:
+    """Raise ConfigError if a strategy without a training loop in torch would have to change its steps."""
+    if traits.own_loop:
+        return
+    if option := needs_own_loop(config):
+        raise ConfigError(
+            f"{option}: strategy {strategy!r} does not compute in torch but on workers, plain cross-entropy "
+            "at a constant rate, in the dtype of the weights; leave it out, or use strategy='data_parallel'"
+        )
+    if scheduler is not None:
+        raise ConfigError(
+            f"{type(scheduler).__name__}: strategy {strategy!r} trains at a constant rate on workers; leave "
+            "the scheduler out, or use strategy='data_parallel'"
+        )
+
+
+def check_updates(
+    config: RunOptions,
+    model: WrappedModel,
+    scheduler: Scheduler | None,
+    state: Mapping[str, Stateful],
+    sparse: Sequence[SparseOptimizer],
+    *,
+    has_own_evaluation: bool,
+    steps_of_epoch: int,
+) -> None:
+    """Raise ConfigError if the gradients cannot be clipped exactly, or the scheduler has no effect.
+
+    Logs a warning on rank 0 if batches have nothing to be accumulated with.
+    """
+    if config.accumulate > 1 and steps_of_epoch == 1 and current_session().topology.rank == 0:
+        log.warning(
+            "accumulate=%d has no effect, because an epoch has one step here (strategy %r); leave it out, or "
+            "use smaller batches where the strategy has any",
+            config.accumulate,
+            current_session().strategy,
+        )
+    uses = {"clip_norm": config.clip_norm, "accumulate": config.accumulate if config.accumulate > 1 else None}
+    name = next((name for name, value in uses.items() if value is not None), None)
+    if name and (model.overlaps_steps or sparse):
+        what = (
+            "embeddings have gradients of their own" if sparse else "steps overlap (pipeline depth above 1)"
+        )
+        raise ConfigError(
+            f"{name}={uses[name]} needs all gradients of a step at once, but {what}; leave it out"
+        )
+    if SCHEDULER in state:
+        raise ConfigError(f"state has the name {SCHEDULER!r}, which is that of scheduler=; give another name")
+    if scheduler is None:
+        return
+    if is_scheduled(config):
+        raise ConfigError(
+            f"a {type(scheduler).__name__} and schedule={config.schedule!r} with warmup={config.warmup} both "
+            "set the learning rate; give one of them"
+        )
+    if isinstance(scheduler, ReduceLROnPlateau):
+        metric = config.metric[0] if config.metric else "accuracy"
+        mode = "min" if metric in LESS_IS_BETTER else "max"
+        if config.eval_every == 0:
+            raise ConfigError("ReduceLROnPlateau needs evaluations, but eval_every=0; set at least 1")
+        if not has_own_evaluation and scheduler.mode != mode:
+            raise ConfigError(
+                f"ReduceLROnPlateau(mode={scheduler.mode!r}) gets {metric} of validation; use mode={mode!r}"
+            )
+
+
+def is_scheduled(config: RunOptions) -> bool:
+    return config.schedule != "constant" or config.warmup > 0

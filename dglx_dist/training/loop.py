@@ -1,0 +1,372 @@
+"""The epochs of a run: training, evaluation, early stopping, and checkpoints to resume from."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from dglx_dist.comm.collectives import gather_json
+from dglx_dist.comm.ledger import LedgerRow
+from dglx_dist.comm.session import Session, warn_user
+from dglx_dist.comm.topology import read_launch
+from dglx_dist.errors import ConfigError, Stopped
+from dglx_dist.records import EpochRecord
+from dglx_dist.strategies.base import EpochTrainer
+from dglx_dist.strategies.replicated import check_replicas
+from dglx_dist.training import checkpoint, tracing
+from dglx_dist.training.best_epoch import BEST_WEIGHTS, FINAL_WEIGHTS, BestWeights, EarlyStopping, WeightFiles
+from dglx_dist.training.config import CLASSIFICATION, LESS_IS_BETTER, METRICS_OF, steps_between
+from dglx_dist.training.fit_config import SCHEDULER, VALIDATION, FitConfig, FitResult
+from dglx_dist.training.inference import check_evaluable, evaluate
+from dglx_dist.training.resume import (
+    FACTS,
+    LAUNCH,
+    PRECISION,
+    TRAINED_WITH,
+    Progress,
+    check_same,
+    describe_strategy,
+    find_differences,
+)
+from dglx_dist.training.steps import Step, TrainingLoader, train_pass
+
+if TYPE_CHECKING:
+    from dglx_dist.graph.dist_graph import DistGraph
+
+
+log = logging.getLogger(__name__)
+
+
+class TrainingRun:
+    """A run of :func:`~dglx_dist.training.fit.train` between its first epoch and its last. Collective."""
+
+    def __init__(
+        self,
+        loader: TrainingLoader,
+        g: DistGraph,
+        config: FitConfig,
+        step: Step,
+        facts: Mapping[str, object],
+        objects: Mapping[str, Any],
+    ) -> None:
+        self._loader, self._g, self._config, self._step = loader, g, config, step
+        self._facts = facts
+        self._session: Session = g.session
+        self._state = checkpoint.RunState(
+            model=step.model,
+            optimizer=step.optimizer,
+            sparse=step.sparse,
+            loader=loader,
+            # Must be equal in the run that loads the checkpoint.
+            dataset={"num_nodes": g.num_nodes(), "num_edges": g.num_edges()},
+            state=objects,
+        )
+        self._scheduler = objects.get(SCHEDULER)
+        self.files = WeightFiles(config.weights_folder, step.model)
+        folder, every = config.checkpoint_folder, steps_between(config.checkpoint_every, len(loader))
+        # Of checkpoints that are there for the best epoch alone, the others are of no use.
+        keep = config.keep or (1 if config.patience and not every else None)
+        self._writer = None if folder is None else checkpoint.CheckpointWriter(folder, self._state, keep)
+        self._deciding = config.metric[0] if config.metric else ""
+        self._task = config.task if isinstance(config.task, str) else "own"
+        self.result = FitResult(precision=step.precision, task=self._task)
+        """Of the epochs so far."""
+        self._next = 0
+        self._stopping = EarlyStopping(config.patience, self._deciding in LESS_IS_BETTER)
+        self._so_far: dict[str, float] = {}
+        """Of the epoch ``_next``, before the loader's position."""
+        self._best: tuple[BestWeights, FitResult | Progress] | None = None
+        """Where no folder has them: weights of the best epoch, and its results."""
+        self.sent = Counter[tracing.Pair]()
+        """Bytes of this rank's ledger in training so far."""
+        self._steps_between = 0 if folder is None else every
+        """Of regular checkpoints; 0: none."""
+        self._saved_at: tuple[int, int] | None = None
+        """Epoch and step of the newest checkpoint."""
+        self._is_warned = False
+        self.first_step = 0
+        """Of the first epoch."""
+
+    def resume(self) -> None:
+        config, folder = self._config, self._config.checkpoint_folder
+        if folder is not None and config.overwrite:
+            checkpoint.remove_all(folder)
+        # Checked before anything is loaded.
+        if not config.resume or folder is None or (extra := checkpoint.read_extra(folder, Progress)) is None:
+            return
+        if config.goes_on:
+            check_same(extra, self._facts, folder)
+        resumed = checkpoint.load(folder, **vars(self._state), which="newest")
+        if self._session.topology.rank == 0:
+            differ = find_differences(extra, self._facts)
+            kept = f" of another configuration ({differ}); the optimizer's settings are its own"
+            log.warning("going on from %s%s", resumed.path, kept if differ else "")
+        saved, self._saved_at = Progress(resumed.extra), (resumed.epoch, resumed.step)
+        self._next = resumed.epoch
+        if self._is_comparable(saved, folder):
+            self._stopping.resume(saved.best, saved.evaluations_since_best)
+        self.first_step = resumed.step
+        if resumed.step:
+            self._so_far = saved.so_far[self._session.topology.rank]
+        self.result = FitResult(
+            accuracy=saved.accuracy,
+            metrics=saved.metrics,
+            task=self._task,
+            best_epoch=self._stopping.epoch,
+            best_val_accuracy=self._stopping.score,
+            first_epoch=resumed.epoch,
+            stopped_early=self._stopping.is_over,
+            precision=self._step.precision,
+        )
+        if not self.has_epochs and self._session.topology.rank == 0:
+            log.warning("nothing to train: %d epochs are done", self._next)
+
+    def _is_comparable(self, saved: Progress, folder: str | Path) -> bool:
+        """Whether the best epoch so far is by the same metric, and its weights are there. Collective."""
+        if saved.best[0] is None:
+            return True
+        problem = ""
+        if saved.deciding not in (None, self._deciding):
+            problem = f"by {saved.deciding}, and {self._deciding or 'the accuracy'} decides now"
+        elif self._config.patience is not None:
+            extra = checkpoint.read_extra(self._path_of(saved.best[0]), Progress)
+            if extra is None or str(Progress(extra).best) != str(saved.best):
+                problem = f"and {folder} does not have its weights"
+        if problem and self._session.topology.rank == 0:
+            log.warning("epoch %d was the best, %s: the best is now of later ones", saved.best[0], problem)
+        return not problem
+
+    def _path_of(self, epoch: int) -> Path:
+        assert self._config.checkpoint_folder is not None
+        return Path(self._config.checkpoint_folder) / checkpoint.folder_name(epoch + 1)
+
+    def check_evaluation(self) -> None:
+        if not self.has_epochs or self._config.evaluate is not None:
+            return
+        if is_node_task := self._config.own_task is None:
+            check_evaluable(self._step.model, self._g, self._evaluate_options)
+        if not is_node_task or VALIDATION not in self._g.nodes[str(self._config.ntype)].data:
+            self._check_patience()
+
+    def _check_patience(self) -> None:
+        if (patience := self._config.patience) is not None:
+            is_measured = self._config.own_task is None or self._config.evaluate is not None
+            remedy = "partition with a val_mask" if is_measured else "give evaluate="
+            raise ConfigError(f"--early-stop {patience} lacks validation targets; leave it out, or {remedy}")
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._config.checkpoint_folder is not None and self._session.stop_point.is_over
+
+    def leave(self) -> None:
+        """End training; save it if stopped, else go back to the best epoch if ``patience``; collective."""
+        self._session.stop_point.close()
+        if not self.is_stopped:
+            self.files.write(FINAL_WEIGHTS, self._next - 1)
+            shown_epoch = self._next - 1 if self._config.patience is None else self._load_best()
+            self.files.complete(shown_epoch, self.result.best_epoch)
+        step = int(self._loader.state_dict()["step"])
+        if self.is_stopped and self._saved_at != (self._next, step):
+            self._save(step, wait=True)
+
+    def _load_best(self) -> int:
+        epoch = self.result.best_epoch
+        if epoch is None or epoch == self._next - 1:
+            return self._next - 1
+        if self._writer is None:
+            assert self._best is not None
+            weights, scores = self._best
+            weights.load()
+        else:
+            self._writer.wait()
+            model, rows = self._step.model, self._step.sparse
+            found = checkpoint.load(self._path_of(epoch), model=model, sparse=rows, random_state=False)
+            scores = Progress(found.extra)
+        self.result = replace(self.result, accuracy=scores.accuracy, metrics=scores.metrics)
+        return epoch
+
+    def stopped(self) -> Stopped:
+        found = Stopped(*(self._saved_at or (self._next, 0)), self._config.checkpoint_folder)
+        if self._session.topology.rank == 0:
+            log.warning("%s", found)
+        return found
+
+    @property
+    def has_epochs(self) -> bool:
+        return self._next < self._config.epochs and not self.result.stopped_early
+
+    def advance(self, trainer: EpochTrainer | None, after_step: Callable[[], None]) -> Sequence[EpochRecord]:
+        """Train one epoch, or with a ``trainer`` those until the next stop; evaluate and save there."""
+        if trainer is None:
+            if (record := self._train_epoch(after_step)) is None:
+                return []
+            found = [record]
+        else:
+            found, rows = trainer.run(self._next, self._next_stop() - self._next)
+            self._count(rows)
+            for _ in found:
+                after_step()
+        self._next += len(found)
+        own = dict(self._step.model.module.named_parameters())
+        check_replicas({name: own[name] for name in self._step.model.parts.replicated}, self._session)
+        found[-1] = self._finish(found[-1])
+        self.result.epochs.extend(found)
+        if any(math.isnan(record.loss) for record in found) and not self._is_warned:
+            self._is_warned = True
+            warn_user(
+                f"the training loss of epoch {found[-1].epoch} is NaN: look for seeds without a target, "
+                "features that are not finite, and a learning rate that is too large"
+            )
+        if self._session.trace is not None:
+            for record in found:
+                self._session.trace.note_epoch(record)
+        return found
+
+    def _train_epoch(self, after_step: Callable[[], None]) -> EpochRecord | None:
+        """Train the rest of the next epoch, with its checkpoints on the way; None: stopped inside of it."""
+        stop_point, overlaps = self._session.stop_point, self._step.model.overlaps_steps
+
+        def after_each() -> None:
+            after_step()
+            if not overlaps and stop_point.passed():
+                self._end_at(self._loader.state_dict()["step"])
+
+        while True:
+            if self._steps_between:
+                done = self._next * len(self._loader) + self._loader.state_dict()["step"]
+                due = (done // self._steps_between + 1) * self._steps_between
+                # A pass that ends there has no batches in flight or made ahead: bits and bytes are those of
+                # the run that resumes.
+                self._end_at(due - self._next * len(self._loader))
+            before = self._g.kvstore.cache_counts()
+            found, rows = train_pass(self._step, self._loader, self._session, after_each, self._so_far)
+            self._count(rows)
+            counts = self._g.kvstore.cache_counts() - before
+            hits, misses = (self._so_far.get(name, 0) for name in ("hits", "misses"))
+            self._so_far |= {**found, "hits": hits + counts.hits, "misses": misses + counts.misses}
+            if overlaps:
+                stop_point.passed()
+            if not (step := self._loader.state_dict()["step"]):
+                break
+            if self.is_stopped:
+                return None
+            pause = self._save(step)
+            self._so_far = {**self._so_far, "checkpoint_s": self._so_far.get("checkpoint_s", 0) + pause}
+        figures, self._so_far = self._so_far, {}
+        record = tracing.over_ranks(gather_json(figures, self._session), self._next)
+        has_classes = self._task == CLASSIFICATION or self._task not in METRICS_OF
+        return record if has_classes else replace(record, train_accuracy=math.nan)
+
+    def _end_at(self, step: int) -> None:
+        # Checkpoints do not have gradients of batches before the step of the optimizer.
+        self._loader.end_at(self._step.accumulation.end_of(step, len(self._loader)))
+
+    def _count(self, rows: Sequence[LedgerRow]) -> None:
+        for row in rows:
+            self.sent[row.phase, row.source, row.destination] += row.num_bytes
+
+    def _next_stop(self) -> int:
+        # The loader of a trainer has one step an epoch.
+        config = self._config
+        every = [number for number in (config.eval_every, self._steps_between) if number]
+        return min([config.epochs, *((self._next // number + 1) * number for number in every)])
+
+    def _finish(self, record: EpochRecord) -> EpochRecord:
+        config = self._config
+        last = self._next == config.epochs
+        if last or (config.eval_every and self._next % config.eval_every == 0):
+            record = self._evaluate(record)
+        last = last or self.result.stopped_early
+        if self._scheduler is not None and not isinstance(self._scheduler, ReduceLROnPlateau):
+            self._scheduler.step()
+        self._session.stop_point.passed()
+        # Else the checkpoint that a resumed run began with would stay its newest one.
+        saves, every = self._steps_between or self._saved_at is not None, self._steps_between or math.inf
+        is_best = self._writer is not None and config.patience and self.result.best_epoch == record.epoch
+        if is_best or (saves and (last or self._next * len(self._loader) % every == 0)):
+            pauses = gather_json(self._save(wait=last), self._session)
+            record = replace(record, checkpoint_s=record.checkpoint_s + max(pauses))
+        return record
+
+    def _evaluate(self, record: EpochRecord) -> EpochRecord:
+        config = self._config
+        for rows in self._step.sparse:
+            # With an asynchronous optimizer, other ranks may still be writing rows.
+            rows.flush()
+        accuracy, metrics = self.result.accuracy, self.result.metrics
+        if config.evaluate is not None or config.own_task is None:
+            model, options = self._step.model, self._evaluate_options
+            found = config.evaluate(model) if config.evaluate else evaluate(model, self._g, **options)
+            metrics = {name: value for name, value in found.items() if not name.endswith("_mask")}
+            accuracy = {name: value for name, value in found.items() if name.endswith("_mask")}
+            of_validation = accuracy.get(VALIDATION, metrics.get("val_accuracy"))
+            record = replace(record, metrics=metrics, val_accuracy=of_validation)
+        self.result = replace(self.result, accuracy=accuracy, metrics=metrics)
+        validation = metrics.get(f"val_{self._deciding}", accuracy.get(VALIDATION))
+        if validation is None:
+            self._check_patience()
+            return record
+        if isinstance(self._scheduler, ReduceLROnPlateau):
+            self._scheduler.step(validation)
+        if self._stopping.note(record.epoch, validation):
+            self.result = replace(self.result, best_epoch=record.epoch, best_val_accuracy=validation)
+            self.files.write(BEST_WEIGHTS, record.epoch)
+            if config.patience is not None and self._writer is None:
+                self._best = BestWeights(self._step.model, self._step.sparse), self.result
+        else:
+            self.result = replace(self.result, stopped_early=self._stopping.is_over)
+        return record
+
+    @property
+    def _evaluate_options(self) -> dict[str, Any]:
+        config = self._config
+        options = {
+            name: getattr(config, name) for name in ("feature", "label", "num_layers", "ntype", "edge_feats")
+        }
+        inputs = None if config.inputs is None else config.inputs.tensors
+        options |= {"batch_size": config.eval_batch_size, "inputs": inputs, "task": config.task}
+        return {**options, "metrics": config.metric}
+
+    def close(self, *, failed: bool) -> None:
+        """Wait for the last checkpoint, unless training ``failed``: it may never be complete then."""
+        self._step.set_rates(1.0)
+        if self._writer is not None:
+            self._writer.abandon() if failed else self._writer.wait()
+
+    def _save(self, step: int = 0, *, wait: bool = False) -> float:
+        """Save after ``step`` steps of the next epoch, where the loader's pass has ended; collective.
+
+        Returns the seconds for which training stood still. With ``wait`` the checkpoint is then complete.
+        """
+        assert self._writer is not None
+        begin = time.perf_counter()
+        best = (self._stopping.epoch, self._stopping.score)
+        self._writer.wait()  # It reads what it spares.
+        self._writer.spared = None if best[0] is None or not self._config.patience else self._path_of(best[0])
+        self._writer.save(
+            epoch=self._next,
+            step=step,
+            extra={
+                "best": None if best[0] is None else best,
+                "deciding": self._deciding,
+                "evaluations_since_best": self._stopping.evaluations_since,
+                "accuracy": self.result.accuracy,
+                "metrics": self.result.metrics,
+                "so_far": gather_json(self._so_far, self._session) if step else [],
+                TRAINED_WITH: describe_strategy(self._session),
+                PRECISION: self.result.precision,
+                FACTS: self._facts,
+                LAUNCH: read_launch()[0],
+            },
+            wait=wait,
+        )
+        self._saved_at = (self._next, step)
+        return time.perf_counter() - begin
