@@ -53,18 +53,14 @@ from dglx_dist.training.checkpoint import read_extra
 from dglx_dist.training.config import (
     AUTO_TASK,
     CLASSIFICATION,
-    KINDS,
     LINK,
     MULTILABEL,
     NO_ENCODER,
     OWN_ARGUMENTS,
     REGRESSION,
-    RELATIONAL_KINDS,
-    WEIGHTED,
     TrainConfig,
     configuration_of,
     metrics_of,
-    takes,
 )
 from dglx_dist.training.export import check_target, write_edges, write_embeddings, write_relations
 from dglx_dist.training.fit_config import Callback, FitConfig, FitResult, check_loop, needs_own_loop
@@ -80,8 +76,9 @@ from dglx_dist.training.link import (
     rows_of,
     split_edges,
 )
-from dglx_dist.training.models import ResGCN, build_model
-from dglx_dist.training.relational import HGT, RGCN, EntityInputs
+from dglx_dist.training.model_kinds import KINDS, RELATIONAL_KINDS, WEIGHTED, list_kinds
+from dglx_dist.training.models import build_model
+from dglx_dist.training.relational import EntityInputs
 from dglx_dist.training.resume import check_same, resolve_resume
 from dglx_dist.training.tasks import LinkPrediction, as_probabilities, predicted, read_task
 from dglx_dist.training.tracing import check_trace, without_keys
@@ -131,15 +128,11 @@ def build(plan: TrainConfig, g: DistGraph, ntype: str | None, width: int) -> Bui
         assert columns is not None  # checked
         if plan.model_file is not None:
             given = dict(zip(OWN_ARGUMENTS, (columns, *sizes, plan.heads, g), strict=True))
-            own = run_on_all_ranks(g.session, partial(_own_model, plan, given), ConfigError)
+            module = run_on_all_ranks(g.session, partial(_own_model, plan, given), ConfigError)
             check_equal(g.session, f"the content of --model-file {plan.model_file}", plan.model_sha256)
-            return own, inputs, sparse
-        made: Any
-        if plan.model == "resgcn":
-            made = ResGCN(columns, *sizes, recompute=plan.recompute)
-        else:
-            between: dict[str, Any] = {"teleport": plan.teleport, **plan.between}
-            made = build_model(plan.model, columns, *sizes, plan.heads, g, **between)
+            return module, inputs, sparse
+        own: dict[str, Any] = {"teleport": plan.teleport, "recompute": plan.recompute, **plan.between}
+        made: Any = build_model(plan.model, columns, *sizes, plan.heads, g, **own)
         made.edge_weight = plan.edge_weight
         return made, inputs, sparse
     assert inputs is not None
@@ -148,9 +141,9 @@ def build(plan: TrainConfig, g: DistGraph, ntype: str | None, width: int) -> Bui
         widths |= {name: plan.embeddings for name in g.ntypes if name not in widths}
     options: dict[str, Any] = {"layers": plan.layers, "dropout": plan.dropout}
     options["out_types"] = None if ntype is None else [ntype]
-    options |= {name: getattr(plan, name) for name in KINDS[plan.model] if name != "types"}
-    relational: Any = HGT if plan.model == "hgt" else RGCN
-    return relational(g, widths, plan.hidden, width, **options), inputs, sparse
+    kind = KINDS[plan.model]
+    options |= {name: getattr(plan, name) for name in kind.options}
+    return kind.build(g, widths, plan.hidden, width, **options), inputs, sparse
 
 
 def _own_model(plan: TrainConfig, given: Mapping[str, Any]) -> nn.Module:
@@ -493,7 +486,7 @@ def _check_edge_weight(plan: TrainConfig, g: DistGraph) -> None:
     if name is None:
         unused = next((key for key in _USUAL_WEIGHTS if key in fitting), None)
         if unused is not None and plan.model_file is None and g.session.topology.rank == 0:
-            models = ", ".join(kind for kind in KINDS if takes(kind, WEIGHTED))
+            models = list_kinds(WEIGHTED)
             say(f"edge column {unused!r} is not used; --edge-weight {unused} multiplies messages ({models})")
         return
     if name not in fitting:

@@ -14,7 +14,7 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from dglx_dist.errors import ConfigError, UnknownNameError
+from dglx_dist.errors import ConfigError
 from dglx_dist.memory import read_size
 from dglx_dist.options import (
     ABOVE_ZERO,
@@ -34,6 +34,15 @@ from dglx_dist.options import (
 )
 from dglx_dist.planner.records import ChoiceOptions, Rate
 from dglx_dist.registry import AUTO, did_you_mean
+from dglx_dist.training.model_kinds import (
+    BETWEEN,
+    KINDS,
+    MODEL_KINDS,
+    WEIGHTED,
+    check_kind,
+    list_kinds,
+    takes,
+)
 
 FLOAT32, BF16 = PRECISIONS = "float32", "bf16"
 """Of forward passes in training; weights, gradients, optimizer and evaluation keep the model's dtype."""
@@ -75,25 +84,6 @@ _MODELS = (
     "sage, gcn, gat, gatv2, gin (sums, so give it all neighbours), mlp, sgc, appnp or resgcn (deep); to "
     "train on several types, rgcn or hgt."
 )
-_BETWEEN = ("norm", "residual", "jk")
-WEIGHTED = "edge_weight"
-KINDS: Mapping[str, tuple[str, ...]] = {
-    "sage": (*_BETWEEN, WEIGHTED),
-    "gcn": (*_BETWEEN, WEIGHTED),
-    "sgc": (WEIGHTED,),
-    "gat": (*_BETWEEN, "heads", WEIGHTED),
-    "mlp": _BETWEEN,
-    "resgcn": ("recompute", WEIGHTED),
-    "gatv2": (*_BETWEEN, "heads"),
-    "gin": (*_BETWEEN, WEIGHTED),
-    "appnp": ("teleport", WEIGHTED),
-    "rgcn": ("types", "norm", "residual"),
-    "hgt": ("types", "heads"),
-}
-"""Ready-made model to its options that not all have, and ``types``: for several node or edge types."""
-MODEL_KINDS = tuple(name for name, options in KINDS.items() if "types" not in options)
-RELATIONAL_KINDS = tuple(name for name in KINDS if name not in MODEL_KINDS)
-STACKED = ", ".join(name for name, options in KINDS.items() if "jk" in options)
 OWN_ARGUMENTS = ("in_dim", "hidden", "classes", "layers", "dropout", "heads", "graph")
 _of_task = partial(option, panel="Task")
 _of_model = partial(option, panel="Model")
@@ -137,19 +127,6 @@ EVERY = _is_every(1)
 
 def _every(text: str, _flag: str) -> Every:
     return int(text) if text.isdecimal() else text
-
-
-def takes(model: str, option: str) -> bool:
-    """Whether ``model`` has an ``option`` of :data:`KINDS`; one's own model has none."""
-    return option in KINDS.get(model, ())
-
-
-def check_kind(kind: str, known: Sequence[str] = MODEL_KINDS) -> None:
-    """Raise UnknownNameError, with the nearest name, unless ``kind`` is one of ``known``."""
-    if kind not in known:
-        raise UnknownNameError(
-            f"there is no model {kind!r}{did_you_mean(kind, known)} (known: {', '.join(known)})"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,7 +265,7 @@ class ModelConfig:
     heads: int = _of_model(4, "Attention heads of gat, gatv2 and hgt.")
     norm: str = _of_model(
         "none",
-        f"layer: LayerNorm between the layers of {STACKED} and rgcn.",
+        f"layer: LayerNorm between the layers of {list_kinds('jk')} and rgcn.",
         check=Check(
             ("none", "layer").__contains__, "none or layer; means of batch norm would depend on the ranks"
         ),
@@ -330,10 +307,10 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        lacks = [name for name in _BETWEEN if not takes(self.model, name)]
+        lacks = [name for name in BETWEEN if not takes(self.model, name)]
         if {self.between[name] for name in lacks} - {"none", False}:
             raise ConfigError(
-                f"--model {self.model} has no --{' and --'.join(lacks)}; {STACKED} have --norm, "
+                f"--model {self.model} has no --{' and --'.join(lacks)}; {list_kinds('jk')} have --norm, "
                 "--residual and --jk, rgcn all but --jk"
             )
         wrong = takes(self.model, "heads") and (self.heads < 1 or self.hidden % self.heads > 0)
@@ -351,7 +328,7 @@ class ModelConfig:
     @property
     def between(self) -> dict[str, Any]:
         """Arguments of ``build_model``."""
-        return {name: getattr(self, name) for name in _BETWEEN}
+        return {name: getattr(self, name) for name in BETWEEN}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -403,7 +380,7 @@ class TrainConfig(RunOptions, ModelConfig):
     edge_weight: str | None = _of_model(
         None,
         "Edge column that multiplies messages, as edge_weight= of DGL's layers: of "
-        f"{', '.join(one for one in KINDS if takes(one, WEIGHTED))}. Your own model reads it from blocks.",
+        f"{list_kinds(WEIGHTED)}. Your own model reads it from blocks.",
         metavar="COLUMN",
     )
     model_sha256: str = ""

@@ -31,7 +31,7 @@ from dglx_dist.layers.base import (
     projected,
     sum_in_edges,
 )
-from dglx_dist.training.config import STACKED, WEIGHTED, check_kind, takes
+from dglx_dist.training.model_kinds import KINDS, WEIGHTED, check_kind, list_kinds, takes
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -402,26 +402,17 @@ def build_model(  # noqa: PLR0913 - all but four have defaults
     """
     check_kind(kind)
     _check_sizes(f"model {kind!r}", in_dim, hidden, classes, layers, dropout)
-    if not takes(kind, "jk") and any(one not in ("none", False) for one in between.values()):
-        raise ConfigError(f"norm, residual and jk are of {STACKED}; leave them out")
-    if kind == "resgcn":
-        return ResGCN(in_dim, hidden, classes, layers, dropout)
-    if kind == "appnp":
-        return APPNP(in_dim, hidden, classes, layers, dropout, teleport)
+    asked = [name for name, value in between.items() if value not in ("none", False)]
+    if useless := [name for name in asked if not takes(kind, name)]:
+        raise ConfigError(
+            f"model {kind!r} takes no {' and no '.join(useless)}: norm, residual and jk are of "
+            f"{list_kinds('jk')}; leave them out"
+        )
     if takes(kind, "heads") and (heads < 1 or hidden % heads):
         raise ConfigError(f"heads={heads} must divide hidden={hidden}; choose another number of heads")
-    if kind == "sgc":
-        convs = [dgl.nn.GraphConv(in_dim, classes, **_MEAN), *_hops(classes, layers - 1)]
-        return Stack(convs, torch.nn.Identity(), dropout)
-    # With jumping knowledge, the last pair of widths is that of the linear map.
-    jumps = between.get("jk", "none") != "none"
-    widths = [in_dim, *[hidden] * (layers - 1 + jumps), classes]
-    pairs = list(pairwise(widths))[:layers]
-    convs = [
-        _conv(kind, a, b, heads, depth == len(widths) - 2, graph=graph) for depth, (a, b) in enumerate(pairs)
-    ]
-    activation = nn.functional.elu if takes(kind, "heads") else torch.relu
-    return Stack(convs, activation, dropout, widths=widths, **between)
+    own = {"heads": heads, "graph": graph, "teleport": teleport, **between}
+    taken = {name: value for name, value in own.items() if takes(kind, name)}
+    return KINDS[kind].build(in_dim, hidden, classes, layers, dropout, **taken)
 
 
 def _check_sizes(what: str, in_dim: int, hidden: int, classes: int, layers: int, dropout: float) -> None:
@@ -440,21 +431,63 @@ def _hops(width: int, count: int) -> list[nn.Module]:
     return [dgl.nn.GraphConv(width, width, weight=False, bias=False, **_MEAN) for _ in range(count)]
 
 
-def _conv(
-    kind: str, in_dim: int, out_dim: int, heads: int = 1, last: bool = False, *, graph: DistGraph | None
-) -> nn.Module:
-    if kind == "sage":
-        return dgl.nn.SAGEConv(in_dim, out_dim, "mean")
-    if kind == "gcn" and graph is not None:
-        return SymmetricConv(in_dim, out_dim, graph)
-    if kind == "gcn":
+Conv: TypeAlias = Callable[..., nn.Module]
+"""(columns of sources, columns of results, whether it is the last one; ``heads`` or ``graph``) to a layer."""
+
+
+def _stack(conv: Conv, activation: Callable[[Tensor], Tensor] = torch.relu) -> Callable[..., Stack]:
+    """Return a builder of stacks of the layers that ``conv`` makes."""
+
+    def build(
+        in_dim: int,
+        hidden: int,
+        classes: int,
+        layers: int,
+        dropout: float,
+        *,
+        norm: str = "none",
+        residual: bool = False,
+        jk: str = "none",
+        **of_conv: Any,
+    ) -> Stack:
+        # With jumping knowledge, the last pair of widths is that of the linear map.
+        widths = [in_dim, *[hidden] * (layers - 1 + (jk != "none")), classes]
+        pairs = list(pairwise(widths))
+        last = len(pairs) - 1
+        convs = [conv(*pair, depth == last, **of_conv) for depth, pair in enumerate(pairs[:layers])]
+        return Stack(convs, activation, dropout, widths=widths, norm=norm, residual=residual, jk=jk)
+
+    return build
+
+
+def _gcn(in_dim: int, out_dim: int, _last: bool, graph: DistGraph | None) -> nn.Module:
+    if graph is None:
         return dgl.nn.GraphConv(in_dim, out_dim, **_MEAN)
-    if takes(kind, "heads"):
-        width = out_dim if last else out_dim // heads
-        attention = dgl.nn.GATConv if kind == "gat" else dgl.nn.GATv2Conv
-        return attention(in_dim, width, heads, allow_zero_in_degree=True)
-    if kind == "gin":
-        # No batch norm: its means would be those of one rank's rows.
-        maps = nn.Sequential(nn.Linear(in_dim, out_dim), nn.ReLU(), nn.Linear(out_dim, out_dim))
-        return dgl.nn.GINConv(maps, "sum")
-    return OwnRows(in_dim, out_dim)
+    return SymmetricConv(in_dim, out_dim, graph)
+
+
+def _attention(layer: Callable[..., nn.Module]) -> Conv:
+    def conv(in_dim: int, out_dim: int, last: bool, heads: int) -> nn.Module:
+        return layer(in_dim, out_dim if last else out_dim // heads, heads, allow_zero_in_degree=True)
+
+    return conv
+
+
+def _gin(in_dim: int, out_dim: int, _last: bool) -> nn.Module:
+    # No batch norm: its means would be those of one rank's rows.
+    maps = nn.Sequential(nn.Linear(in_dim, out_dim), nn.ReLU(), nn.Linear(out_dim, out_dim))
+    return dgl.nn.GINConv(maps, "sum")
+
+
+build_sage = _stack(lambda in_dim, out_dim, _last: dgl.nn.SAGEConv(in_dim, out_dim, "mean"))
+build_gcn = _stack(_gcn)
+build_gat = _stack(_attention(dgl.nn.GATConv), nn.functional.elu)
+build_gatv2 = _stack(_attention(dgl.nn.GATv2Conv), nn.functional.elu)
+build_gin = _stack(_gin)
+build_mlp = _stack(lambda in_dim, out_dim, _last: OwnRows(in_dim, out_dim))
+
+
+def build_sgc(in_dim: int, _hidden: int, classes: int, layers: int, dropout: float) -> Stack:
+    """Return one linear map to the classes, then a mean per layer."""
+    convs = [dgl.nn.GraphConv(in_dim, classes, **_MEAN), *_hops(classes, layers - 1)]
+    return Stack(convs, torch.nn.Identity(), dropout)

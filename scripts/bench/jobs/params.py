@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from dglx_dist.errors import ConfigError
 from dglx_dist.options import ABOVE_ZERO, Check, at_least, check_ranges, option
 from dglx_dist.registry import did_you_mean
-from dglx_dist.training.config import MODEL_KINDS, check_kind
+from dglx_dist.training.model_kinds import check_kind
 from scripts.bench.simulate import ComputeCost
 from scripts.json_records import read_record
 
@@ -34,7 +34,7 @@ class ModelParams:
     """Evaluate after every epoch or, in intervals, on the test nodes at the end; outside all seconds."""
 
     def __post_init__(self) -> None:
-        check_kind(self.model, MODEL_KINDS)
+        check_kind(self.model)
         check_ranges(self, f"{{name}}={{value}} of a {self.what} job")
 
 

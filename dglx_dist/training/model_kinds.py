@@ -1,0 +1,72 @@
+"""Ready-made models: one record for each, with the options that it takes and what builds it.
+
+Imports no torch, so that ``dglx --help`` is fast.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, final
+
+from dglx_dist.errors import UnknownNameError
+from dglx_dist.registry import did_you_mean
+
+BETWEEN = ("norm", "residual", "jk")
+"""Options of what is between the layers of a stack."""
+WEIGHTED = "edge_weight"
+
+
+@final
+@dataclass(frozen=True)
+class ModelKind:
+    """One ready-made model."""
+
+    builder: str
+    """``module:name`` of a function or class of (in_dim, hidden, classes, layers, dropout), for several types
+    of (graph, feature_widths, hidden, classes); it takes :attr:`options` by name."""
+    options: tuple[str, ...]
+    """Options that not every model has; ``graph``: its degrees decide the norm."""
+    several_types: bool = False
+    """Whether it is for graphs of several node or edge types."""
+
+    def build(self, *arguments: Any, **options: Any) -> Any:
+        """Return the model, whose module is imported first."""
+        module, _, name = self.builder.partition(":")
+        return getattr(import_module(module), name)(*arguments, **options)
+
+
+KINDS: Mapping[str, ModelKind] = {
+    "sage": ModelKind("dglx_dist.training.models:build_sage", (*BETWEEN, WEIGHTED)),
+    "gcn": ModelKind("dglx_dist.training.models:build_gcn", (*BETWEEN, "graph", WEIGHTED)),
+    "sgc": ModelKind("dglx_dist.training.models:build_sgc", (WEIGHTED,)),
+    "gat": ModelKind("dglx_dist.training.models:build_gat", (*BETWEEN, "heads", WEIGHTED)),
+    "mlp": ModelKind("dglx_dist.training.models:build_mlp", BETWEEN),
+    "resgcn": ModelKind("dglx_dist.training.models:ResGCN", ("recompute", WEIGHTED)),
+    "gatv2": ModelKind("dglx_dist.training.models:build_gatv2", (*BETWEEN, "heads")),
+    "gin": ModelKind("dglx_dist.training.models:build_gin", (*BETWEEN, WEIGHTED)),
+    "appnp": ModelKind("dglx_dist.training.models:APPNP", ("teleport", WEIGHTED)),
+    "rgcn": ModelKind("dglx_dist.training.relational:RGCN", ("norm", "residual"), several_types=True),
+    "hgt": ModelKind("dglx_dist.training.relational:HGT", ("heads",), several_types=True),
+}
+"""The ready-made models by name."""
+MODEL_KINDS = tuple(name for name, kind in KINDS.items() if not kind.several_types)
+RELATIONAL_KINDS = tuple(name for name, kind in KINDS.items() if kind.several_types)
+
+
+def takes(model: str, option: str) -> bool:
+    """Return whether ``model`` has an ``option`` that not every model has; your own model has none."""
+    return model in KINDS and option in KINDS[model].options
+
+
+def list_kinds(option: str) -> str:
+    """Return the names of the models that take ``option``, for a text."""
+    return ", ".join(name for name in KINDS if takes(name, option))
+
+
+def check_kind(kind: str, known: Iterable[str] = MODEL_KINDS) -> None:
+    """Raise UnknownNameError, with the nearest name, unless ``kind`` is one of ``known``."""
+    known = tuple(known)
+    if kind not in known:
+        raise UnknownNameError(
+            f"there is no model {kind!r}{did_you_mean(kind, known)} (known: {', '.join(known)})"
+        )
