@@ -36,7 +36,8 @@ from dglx_dist.data.sources import (
     suffix_of,
 )
 from dglx_dist.data.storage.files import read_small
-from dglx_dist.data.tables import as_numpy, graph_of_tables, id_column
+from dglx_dist.data.table_graphs import graph_of_tables
+from dglx_dist.data.tables import as_numpy, id_column
 from dglx_dist.data.validate import check_ids, check_whole, first_repeat
 from dglx_dist.errors import ConfigError, DatasetError, DglxError
 from dglx_dist.memory import machine_memory, readable_bytes
@@ -639,7 +640,7 @@ class EdgeListSource(DatasetSource):
         table = pa.Table.from_pandas(read.rename(columns=names))
         for end in ("src", "dst"):
             ids = id_column(table, end, where)
-            if ids.is_whole:
+            if ids.is_integer:
                 ids.refuse(as_numpy(pc.less(ids.values, 0)), "is negative; ids are 0 or more", "node id ")
         etype = INTERACTION if self._format == "interactions" else EDGE_TYPE
         return graph_of_tables(name, {}, {etype: (where, table)})

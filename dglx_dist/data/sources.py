@@ -360,7 +360,7 @@ DATASETS: Registry[DatasetSource] = Registry(
         "dgl": "dglx_dist.data.sources:DglDataSource",
         "dgl_binary": "dglx_dist.data.sources:DglBinarySource",
         "ogb": "dglx_dist.data.sources:OgbSource",
-        "tables": "dglx_dist.data.tables:TablesSource",
+        "tables": "dglx_dist.data.table_graphs:TablesSource",
     },
     group="dglx_dist.datasets",
 )

@@ -1,16 +1,17 @@
-"""Columns of tables, and graphs in CSV or Parquet tables of nodes and edges with the user's own ids."""
+"""Columns of tables in CSV and Parquet files, which are read whole or a piece at a time."""
 
 from __future__ import annotations
 
 import csv
-import logging
+import json
 import os
-import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate, islice
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,22 +19,20 @@ import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet
 
-from dglx_dist.data.sources import (
-    DatasetSource,
-    classes_of,
-    count_classes,
-    masks_of_split,
-    standard_columns,
-)
-from dglx_dist.data.storage.columns import id_dtype
-from dglx_dist.data.validate import check_columns, check_finite, check_unique, column_error, warn_of_unknown
+from dglx_dist.data.validate import check_finite, column_error
 from dglx_dist.errors import DatasetError
-from dglx_dist.records import EDGE_TYPE, FEATURE, LABEL, NODE_TYPE, Array, EdgeType, NodeColumn, RawGraph
-from dglx_dist.registry import did_you_mean
+from dglx_dist.records import LABEL, Array
 
-_LOG = logging.getLogger(__name__)
-SUFFIXES = (".csv", ".parquet")
-_NOT_READ = {".tsv", ".json", ".jsonl", ".ndjson", ".gz", ".xlsx", ".feather", ".arrow", ".pq"}
+_MIN_ROW_BYTES = 32
+_MAX_ROWS = 1 << 16
+_MIN_BLOCK, _MAX_BLOCK = 1 << 16, 1 << 20
+_PROBED_ROWS = 1 << 8
+_LINES = 1 << 12
+LINE_COLUMN = "id"
+"""The only column of files with one text per line."""
+_TEXTS = "BYTE_ARRAY"
+_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "INT96": 8, "FLOAT": 4, "DOUBLE": 8}
+"""Parquet type -> bytes of one value in memory."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class TableColumn:
         return bool(pa.types.is_string(self.values.type) or pa.types.is_large_string(self.values.type))
 
     @property
-    def is_whole(self) -> bool:
+    def is_integer(self) -> bool:
         return bool(pa.types.is_integer(self.values.type))
 
     def part(self, first: int, count: int) -> TableColumn:
@@ -80,7 +79,7 @@ class TableColumn:
 
     def refuse_non_ids(self) -> None:
         self.refuse_gaps()
-        if not self.is_text and not self.is_whole:
+        if not self.is_text and not self.is_integer:
             raise self.error(f"must hold integer or string ids; it holds {self.values.type}")
 
     def as_int64(self) -> Any:
@@ -162,10 +161,10 @@ def open_table(path: Path, kind: str, longest: int = 1 << 20) -> Iterator[Any]:
         raise DatasetError(f"{path}: not readable as a {kind} table: {error}{hint}") from error
 
 
-def read_table(path: Path, ids: Collection[str] = ()) -> Any:
+def read_table(path: Path, is_id: Callable[[str], bool] = lambda _name: False) -> Any:
     """Return the table in ``path``, a ``.csv`` with a header line or a ``.parquet``, as a pyarrow.Table.
 
-    Integers of a CSV column of ids, by its name or one of ``ids``, are texts if one begins with 0.
+    Integers of a CSV column of ids, which ``is_id`` knows by its name, are texts if one begins with 0.
     """
     with open_table(path, path.suffix[1:]) as file:
         if path.suffix != ".csv":
@@ -174,16 +173,13 @@ def read_table(path: Path, ids: Collection[str] = ()) -> Any:
         columns = zip(table.column_names, table.schema.types, strict=True)
         if binary := [name for name, kind in columns if pa.types.is_binary(kind)]:
             raise OSError(f"column {binary[0]!r} is not text in UTF-8; save it as that")
-        return _with_written_ids(path, table, ids)
+        return _with_written_ids(path, table, is_id)
 
 
-def _with_written_ids(path: Path, table: Any, ids: Collection[str]) -> Any:
+def _with_written_ids(path: Path, table: Any, is_id: Callable[[str], bool]) -> Any:
     """Return ``table`` with its ids as texts if one that was read as a number begins with 0, as 007 does."""
-    stems, known = path.stem.split("__"), table.column_names
-    ends = {key for keys in _KEYS_OF_EDGES for key in keys} | {*ids}
-    named = {name for name in known if {name, _plain_name(name)} & ends}
-    named |= {name for name in known for stem in stems if is_node_id(name, stem)}
-    columns = {name: table.column(name) for name in named if known.count(name) == 1}
+    known = table.column_names
+    columns = {name: table.column(name) for name in known if known.count(name) == 1 and is_id(name)}
     names = [name for name, ids in columns.items() if pa.types.is_integer(ids.type) and not ids.null_count]
     if not names:
         return table
@@ -200,7 +196,7 @@ def _with_written_ids(path: Path, table: Any, ids: Collection[str]) -> Any:
 
 def column(table: Any, name: str, where: str) -> TableColumn:
     """Return the column ``name``; DatasetError if it is missing or not unique."""
-    check_names(table.column_names, [name], where)
+    check_column_names(table.column_names, [name], where)
     combined = table.column(name).combine_chunks()
     # A column without chunks stays a ChunkedArray.
     whole = combined.combine_chunks() if isinstance(combined, pa.ChunkedArray) else combined
@@ -209,7 +205,7 @@ def column(table: Any, name: str, where: str) -> TableColumn:
     return TableColumn(plain(whole), name, where)
 
 
-def check_names(known: Sequence[str], names: Sequence[str], where: str) -> None:
+def check_column_names(known: Sequence[str], names: Sequence[str], where: str) -> None:
     """Raise DatasetError unless each of ``names`` is one of the columns ``known``, once."""
     if len(known) == 1 and ";" in known[0]:
         remedy = "save it with commas, or name the separator in a description for dglx ingest"
@@ -238,404 +234,236 @@ def id_column(table: Any, name: str, where: str) -> TableColumn:
         if (np.abs(numbers) < 2**53).all() and (numbers % 1 == 0).all():
             ids = replace(ids, values=pa.array(numbers.astype(np.int64)))
     ids.refuse_non_ids()
-    return replace(ids, values=ids.as_int64() if ids.is_whole else ids.values.cast(pa.large_string()))
+    return replace(ids, values=ids.as_int64() if ids.is_integer else ids.values.cast(pa.large_string()))
 
 
-def _stacked(table: Any, names: Sequence[str], where: str) -> Array:
-    stacked = np.empty((table.num_rows, len(names)), dtype=np.float32)
-    for position, name in enumerate(names):
-        one = column(table, name, where)
-        values = one.numbers()
-        if values.ndim != 1:
-            raise one.error("holds lists; put all features into them, and call the column feat")
-        stacked[:, position] = values
-    return stacked
+@dataclass(frozen=True, kw_only=True)
+class FileSet:
+    """The files of one table, in the order of their rows."""
+
+    paths: tuple[Path, ...]
+    format: str
+    """``csv``, ``parquet``, or ``lines``: one text per line."""
+    separator: str = ","
 
 
-_CONVENTION = (
-    "nodes.csv (optional) and edges.csv, or nodes/TYPE.csv and edges/SOURCE__RELATION__DESTINATION.csv, "
-    "each .csv or .parquet"
-)
+@dataclass(frozen=True, kw_only=True)
+class TablePiece:
+    """Some rows of one file."""
+
+    row: int
+    """Number of the first row in the table."""
+    columns: dict[str, TableColumn]
+    """By name; all columns of a CSV file are texts as written."""
+    num_rows: int
 
 
-def find_tables(folder: Path) -> tuple[dict[str, Path], dict[EdgeType, Path]]:
-    """Return the tables of node types and of edge types; the nodes of other types are those of the edges."""
-    if not folder.is_dir():
-        raise DatasetError(f"there is no folder {folder.absolute()}; expected {_CONVENTION}")
-    if (folder / "manifest.json").is_file():
-        raise DatasetError(
-            f"{folder} is a partitioned dataset (it has a manifest.json), not a raw graph; train on it "
-            f"directly, or partition the graph that it was made from"
-        )
-    if (folder / "graph.json").is_file():
-        _LOG.warning("%s is ignored: it is for `dglx ingest %s/graph.json`", folder / "graph.json", folder)
-    for path in sorted(path for pattern in ("nodes.*", "edges.*", "*/*") for path in folder.glob(pattern)):
-        if {path.stem.split(".")[0], path.parent.name} & {"nodes", "edges"} and path.suffix in _NOT_READ:
-            raise DatasetError(f"{path}: tables are .csv or .parquet; convert it, or move it elsewhere")
-    single, nodes = _one_file(folder, "edges"), _one_file(folder, "nodes")
-    if single is not None:
-        return {} if nodes is None else {NODE_TYPE: nodes}, {EDGE_TYPE: single}
-    of_edges = {_edge_type(path): path for path in _tables(folder / "edges")}
-    if not of_edges:
-        raise DatasetError(f"{folder.absolute()} has no table of edges; expected {_CONVENTION}")
-    return {path.stem: path for path in _tables(folder / "nodes")}, of_edges
+class PiecewiseTable:
+    """The files of one node or edge type, read about ``batch_bytes`` at a time; :meth:`check` comes first."""
 
+    def __init__(self, files: FileSet, batch_bytes: int) -> None:
+        self.files = files
+        self._batch_bytes = batch_bytes
+        self._ends: list[int] = []
 
-def _tables(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("*") if path.suffix in SUFFIXES)
+    @property
+    def num_rows(self) -> int:
+        """Valid after :meth:`count` or all :meth:`pieces`, as :meth:`locate`."""
+        return self._ends[-1] if self._ends else 0
 
+    def pieces(self, names: Sequence[str]) -> Iterator[TablePiece]:
+        """Yield the columns ``names`` of all rows in order; without names, pieces have a row count only."""
+        row, ends = 0, []
+        for path in self.files.paths:
+            first = row
+            for batch in self._read(path, list(dict.fromkeys(names))):
+                if not batch.num_rows:
+                    continue
+                columns = {
+                    name: TableColumn(plain(batch.column(name)), name, str(path), row - first)
+                    for name in names
+                }
+                yield TablePiece(row=row, columns=columns, num_rows=batch.num_rows)
+                row += batch.num_rows
+            ends.append(row)
+        self._ends = ends
 
-def _one_file(folder: Path, stem: str) -> Path | None:
-    found = [folder / f"{stem}{suffix}" for suffix in SUFFIXES if (folder / f"{stem}{suffix}").is_file()]
-    if len(found) > 1:
-        raise DatasetError(f"{folder} has both {found[0].name} and {found[1].name}; remove one")
-    return found[0] if found else None
+    def count(self) -> int:
+        """Return the number of rows; reads CSV files in full."""
+        if self.files.format == "csv":
+            return sum(piece.num_rows for piece in self.pieces([]))
+        self._ends = list(accumulate(_metadata(path).num_rows for path in self.files.paths))
+        return self.num_rows
 
+    def locate(self, row: int) -> tuple[Path, int]:
+        """Return the file of a row and its number there."""
+        at = bisect_right(self._ends, row)
+        return self.files.paths[at], row - (self._ends[at - 1] if at else 0)
 
-def _edge_type(path: Path) -> EdgeType:
-    pieces = path.stem.split("__")
-    if len(pieces) != 3 or not all(pieces):
-        raise DatasetError(f"{path}: an edge type is SOURCE__RELATION__DESTINATION, not {path.stem!r}")
-    return pieces[0], pieces[1], pieces[2]
+    def check(self, names: Sequence[str]) -> None:
+        """Raise DatasetError unless every file is readable and has each of these columns once."""
+        for path in self.files.paths:
+            check_column_names(self.names(path), names, str(path))
 
+    def has(self, name: str) -> bool:
+        return all(name in self.names(path) for path in self.files.paths)
 
-_KEYS_OF_EDGES = (
-    *(("src", "dst"), ("source", "destination"), ("source", "target"), ("srcid", "dstid")),
-    *(("sourceid", "destinationid"), ("sourceid", "targetid"), ("startid", "endid")),
-)
-"""Names of :func:`_plain_name` of the two ends."""
-SPLIT, _ID = "split", "id"
-_ID_NAMES = {_ID, "ids", "node", "nodeid", "nodeids", "nodeidx", "nid", "vertex", "vertexid"}
+    def names(self, path: Path) -> list[str]:
+        is_csv = self.files.format == "csv"
+        return _header(path, self.files.separator) if is_csv else list(_schema(path).names)
 
+    def is_integer(self, name: str) -> bool:
+        """Whether every file holds ``name`` as whole numbers; CSV columns are texts."""
+        if self.files.format == "csv":
+            return False
+        return all(pa.types.is_integer(_schema(path).field(name).type) for path in self.files.paths)
 
-_OF_NEO4J = re.compile(r"[^:]*:(\w*ID)(\(.*\))?")
+    def _read(self, path: Path, names: list[str]) -> Iterator[Any]:
+        if self.files.format == "lines":
+            return _read_lines(path)
+        return (self._read_csv if self.files.format == "csv" else self._read_parquet)(path, names)
 
-
-def _plain_name(name: str) -> str:
-    """Return a column's name in lower case without signs and without Neo4j's name of a type."""
-    of_neo4j = _OF_NEO4J.fullmatch(name)
-    return re.sub(r"[\W_]", "", (of_neo4j[1] if of_neo4j else name).lower())
-
-
-def _names_of_type(ntype: str) -> tuple[str, str]:
-    owner = _plain_name(ntype).removesuffix("s")
-    return f"{owner}id", owner
-
-
-def is_node_id(name: str, ntype: str) -> bool:
-    """Return whether a column of a node table is by its name one of ids."""
-    return _plain_name(name) in {*_ID_NAMES, *_names_of_type(ntype)} - {LABEL, SPLIT, FEATURE}
-
-
-_SPLIT_CODES = {
-    **{"train": 0, "val": 1, "valid": 1, "validation": 1, "test": 2, "": -1, "none": -1},
-    **{"0": 0, "1": 1, "2": 2, "-1": -1},
-}
-
-
-@final
-class TablesSource(DatasetSource):
-    """A folder of tables.
-
-    By convention: ``nodes.csv`` (may be absent: the nodes are then those of the edges) and
-    ``edges.csv``; for several types ``nodes/TYPE.csv`` and
-    ``edges/SOURCE__RELATION__DESTINATION.csv``; each may be ``.parquet``. In node tables, ``id`` holds
-    integer or string ids (absent: the row number; 007 is not 7), ``label`` numbers or strings (empty: none;
-    strings are numbered in alphabetical order) or ``label_0``, ``label_1`` ... several numbers, ``split``
-    train, val or test, ``feat`` lists or ``feat_0``, ``feat_1`` ... the features; in edge tables ``src`` and
-    ``dst`` the ids. Every other column is kept under its own name and must hold numbers. Ids other than
-    0..N-1 in order are kept in ``user_ids``. Tables with other column names are for ``dglx ingest``.
-
-    Usual names are known, too: of ids ``node_id``, ``nodeId``, ``nid``, ``_id``, ``:ID``, ``user_id`` of
-    the type ``user`` and others; of ends ``source`` and ``target``, ``src_id`` and ``dst_id``,
-    ``:START_ID`` and ``:END_ID``, or the ids of two types.
-
-    Options: ``ignore``, columns to leave out, separated by commas; ``id``, columns of ids, alike (a table
-    has the first of them that it has; "": nodes are rows, in "key," those of tables without ids). A column
-    ``id`` that is not the one of ids is left out.
-    """
-
-    known_options = ("ignore", "id")
-
-    def __init__(self, location: str, options: Mapping[str, object]) -> None:
-        super().__init__(location, options)
-        self._ignored = str(options.get("ignore", ""))
-        self._ids = None if options.get("id") is None else str(options["id"])
-        self._name = self._path.resolve().name
-        self._nodes, self._edges = find_tables(self._path)
-
-    def load(self) -> RawGraph:
-        asked = {form for name in (self._ids or "").split(",") for form in (name, name.strip())}
-        nodes = {ntype: (str(path), read_table(path, asked)) for ntype, path in self._nodes.items()}
-        edges = {etype: (str(path), read_table(path)) for etype, path in self._edges.items()}
-        of_nodes, of_edges = (
-            list(dict.fromkeys(name for _, table in tables.values() for name in table.column_names))
-            for tables in (nodes, edges)
-        )
-        where = f"{self._name}: no table"
-        ignored = set(filter(None, _choose_names(self._ignored, [*of_nodes, *of_edges], where, "ignore")))
-        known = [name for name in of_nodes if name and name not in ignored]
-        ids = None if self._ids is None else _choose_names(self._ids, known, f"{where} of nodes", "--id")
-        return graph_of_tables(self._name, nodes, edges, ignored, ids)
-
-
-def _choose_names(listed: str, known: Sequence[str], where: str, option: str) -> list[str]:
-    """Return the names that an option lists with commas; only the last may be empty.
-
-    DatasetError: a name, also without blanks around it, is not among ``known``.
-    """
-    names = [name if name in known else name.strip() for name in listed.split(",")]
-    for name in [*filter(None, names), *names[:-1]]:
-        if name not in known:
-            raise DatasetError(
-                f"{where} has the column {name!r} of {option}{did_you_mean(name, known)} (columns: "
-                f"{', '.join(known) or 'none'})"
-            )
-    return names
-
-
-def graph_of_tables(
-    name: str,
-    nodes: Mapping[str, tuple[str, Any]],
-    edges: Mapping[EdgeType, tuple[str, Any]],
-    ignored: Collection[str] = (),
-    asked: Sequence[str] | None = None,
-) -> RawGraph:
-    """Return the graph of pyarrow tables with the columns of :class:`TablesSource`, but for ``ignored`` ones.
-
-    Each comes with the name of its file, for messages. Types of nodes without a table are those of the edges.
-    The columns ``asked`` for have the ids of nodes; None: known by their names.
-
-    Raises:
-        DatasetError: a value is wrong; names file, column and row.
-    """
-    ends = {etype: _ends(table, where, etype) for etype, (where, table) in edges.items()}
-    ids: dict[str, Any] = {}
-    owners = {ntype: where for ntype, (where, _) in nodes.items()}
-    node_data: dict[str, dict[str, NodeColumn]] = {}
-    names: dict[str, list[str]] = {}
-    for ntype, (where, table) in nodes.items():
-        name_of_ids = _name_of_ids(table, ntype, where, ignored, asked)
-        if name_of_ids is None:
-            if asked is None:
-                _refuse_likely_ids(table, _ends_at(ntype, ends), where, ignored)
-            ids[ntype] = pa.array(np.arange(table.num_rows))
-            owners[ntype] += " (the numbers of its rows; if a column has the ids, name it: --id COLUMN)"
-        else:
-            ids[ntype] = _node_ids(table, name_of_ids, where)
-        node_data[ntype] = _columns(table, where, {_ID, name_of_ids or _ID, *ignored})
-        is_column = LABEL in table.column_names and LABEL in node_data[ntype]
-        if is_column and (label := column(table, LABEL, where)).is_text:
-            names[ntype] = _class_names(label).to_pylist()
-            warn_of_unknown(names[ntype], where, LABEL)
-    # Sorted, since the order of a set of strings changes from run to run, and ids follow it.
-    for ntype in sorted({ntype for etype in ends for ntype in (etype[0], etype[2])} - ids.keys()):
-        ids[ntype] = _ids_in_edges(ntype, _ends_at(ntype, ends))
-    positions, edge_data = {}, {}
-    for etype, found in ends.items():
-        first, second = (
-            _positions(end, ids[ntype], owners.get(ntype))
-            for end, ntype in zip(found, (etype[0], etype[2]), strict=True)
-        )
-        positions[etype] = (first, second)
-        data = _columns(edges[etype][1], edges[etype][0], {*(end.name for end in found), *ignored})
-        edge_data[etype] = {key: value for key, value in data.items() if isinstance(value, np.ndarray)}
-    return RawGraph(
-        name=name,
-        num_nodes={ntype: len(values) for ntype, values in ids.items()},
-        edges=positions,
-        node_data=node_data,
-        edge_data=edge_data,
-        num_classes=classes_of(node_data),
-        class_names=names,
-        user_ids={ntype: _user_ids(values) for ntype, values in ids.items() if not _is_range(values)},
-    )
-
-
-def _name_of_ids(
-    table: Any, ntype: str, where: str, ignored: Collection[str], asked: Sequence[str] | None
-) -> str | None:
-    """Return the name of the column of ids, of ``asked`` ones or by its name; None: nodes are rows."""
-    names = [name for name in table.column_names if name and name not in ignored]
-    likely = [name for name in asked or () if name in names][:1]
-    if _ID in names and likely != [_ID] and (likely or asked == [""]):
-        used = repr(likely[0]) if likely else "the number of its row"
-        _LOG.warning("%s: the id of a node is %s, as --id says; the column 'id' is left out", where, used)
-    if asked == [""]:
-        return None
-    likely = likely or [name for name in names if name == _ID]
-    likely = likely or [name for name in names if is_node_id(name, ntype)]
-    if len(likely) > 1 or (asked and not likely and "" not in asked):
-        problem = f"both {likely[0]!r} and {likely[1]!r} could be" if likely else "none of --id is"
-        remedy = "" if likely else f" (--id '{','.join(asked or ())},' numbers nodes by row where none is)"
-        raise DatasetError(
-            f"{where}: {problem} the column of ids (it has {', '.join(table.column_names)}); choose by "
-            f"--id COLUMN{remedy}"
-        )
-    return likely[0] if likely else None
-
-
-def _refuse_likely_ids(table: Any, ends: Sequence[TableColumn], where: str, ignored: Collection[str]) -> None:
-    """Refuse a column that names each node once, and every end of edges, where nodes are to be rows."""
-    texts_of_ends = [pc.unique(end.values).cast(pa.large_string()) for end in ends]
-    used = pc.unique(pa.chunked_array(texts_of_ends, pa.large_string()))
-    known = re.compile(rf"({FEATURE}|{LABEL})(_?\d+)?|{SPLIT}")
-    for name in table.column_names if len(used) else ():
-        if name in ignored or known.fullmatch(name):
-            continue
-        ids = column(table, name, where)
-        if not (ids.is_text or ids.is_whole) or ids.values.null_count or _is_range(ids.values):
-            continue
-        texts = ids.texts()
-        if len(pc.unique(texts)) == len(texts) and pc.all(pc.is_in(used, value_set=texts)).as_py():
-            raise DatasetError(
-                f"{where}: no column has a usual name of ids, and {name!r} ({texts[0]}, ...) looks like the "
-                f"ids that edges use; if it is, add --id {name}, and if nodes are numbered by row, --id ''"
-            )
-
-
-def _node_ids(table: Any, name: str, where: str) -> Any:
-    ids = id_column(table, name, where).values
-    if len(pc.unique(ids)) < len(ids):
-        check_unique(_user_ids(ids), name, where)
-    return ids
-
-
-def _ends(table: Any, where: str, etype: EdgeType) -> tuple[TableColumn, TableColumn]:
-    known = {_plain_name(name): name for name in table.column_names} | {n: n for n in table.column_names}
-    pairs = zip(_names_of_type(etype[0]), _names_of_type(etype[2]), strict=True)
-    keys = [*_KEYS_OF_EDGES, *(pair for pair in pairs if pair[0] != pair[1])]
-    names = next(((known[src], known[dst]) for src, dst in keys if {src, dst} <= known.keys()), None)
-    if names is None:
-        check_names(table.column_names, (), where)
-        raise DatasetError(
-            f"{where}: has no columns src and dst (it has {', '.join(table.column_names)}); rename them, "
-            "name them in a description for dglx ingest, or save triples as a .tsv without a header"
-        )
-    for name in names if names != _KEYS_OF_EDGES[0] else ():
-        alike = [key for key in table.column_names if key != name and _plain_name(key) == _plain_name(name)]
-        if alike:
-            raise DatasetError(f"{where}: {name!r} or {alike[0]!r} may be an end of edges; rename one")
-    return id_column(table, names[0], where), id_column(table, names[1], where)
-
-
-def _ends_at(node_type: str, ends: Mapping[EdgeType, tuple[TableColumn, TableColumn]]) -> list[TableColumn]:
-    """Return the ends of edges that are nodes of a type."""
-    return [
-        end
-        for etype, both in ends.items()
-        for ntype, end in zip((etype[0], etype[2]), both, strict=True)
-        if ntype == node_type
-    ]
-
-
-def _ids_in_edges(node_type: str, ends: Sequence[TableColumn]) -> Any:
-    found = [pc.unique(end.values) for end in ends if len(end.values)] or [ends[0].values]
-    if len({str(values.type) for values in found}) > 1:
-        raise DatasetError(
-            f"{ends[0].where}: node type {node_type!r} has no table, and the edges name "
-            "its nodes by integers in one place and by strings in another; use one of them"
-        )
-    return _sort_distinct(pa.chunked_array(found))
-
-
-def _positions(end: TableColumn, ids: Any, table: str | None) -> Array:
-    """Return (E,) int32 or int64, the row in ``ids`` of each value of ``end``."""
-    owner = f"among the ids of {table}" if table is not None else "a node"
-    # In a table of text ids, the few of a table of edges may all look like numbers.
-    values = end.texts() if pa.types.is_large_string(ids.type) or not len(end.values) else end.values
-    if not len(values):
-        values = values.cast(ids.type)
-    if values.type != ids.type:
-        raise end.error(f"holds texts, but those {owner} are whole numbers; write both alike")
-    if _is_range(ids):
-        numbers = as_numpy(values)
-        unknown = (numbers < 0) | (numbers >= len(ids))
-        positions = numbers.astype(id_dtype(len(ids)))
-    else:
-        found = pc.index_in(values, value_set=ids)
-        unknown, positions = as_numpy(pc.is_null(found)), as_numpy(pc.fill_null(found, -1))
-    count = f"(rows of {end.name!r} with unknown ids: {int(unknown.sum())})"
-    end.refuse(unknown, f"is not {owner} {count}", "node id ")
-    return positions
-
-
-def _columns(table: Any, where: str, left_out: set[str]) -> dict[str, NodeColumn]:
-    columns: dict[str, NodeColumn] = {}
-    names = [name for name in table.column_names if name not in left_out]
-    if LABEL in names:
-        columns[LABEL] = _labels(column(table, LABEL, where))
-    if SPLIT in names:
-        masks = masks_of_split(split_codes(column(table, SPLIT, where)))
-        columns.update({name: mask for name, mask in masks.items() if mask.any()})
-    for stem in sorted({FEATURE, LABEL} - {*names}):
-        numbered = {name: int(n[1]) for name in names if (n := re.fullmatch(rf"{stem}_?(\d+)", name))}
-        if numbered:
-            in_order = sorted(numbered, key=numbered.__getitem__)
-            first = numbered[in_order[0]]
-            if [numbered[name] for name in in_order] != [*range(first, first + len(in_order))]:
-                shown = ", ".join(in_order[:4]) + (" ..." if len(in_order) > 4 else "")
-                _LOG.warning(
-                    "%s: columns %s are taken as %d, but skip or repeat a number", where, shown, len(in_order)
+    def _read_parquet(self, path: Path, names: list[str]) -> Iterator[Any]:
+        names = names or _schema(path).names[:1]
+        with (
+            open_table(path, "parquet") as source,
+            pyarrow.parquet.ParquetFile(source, buffer_size=1 << 16, pre_buffer=False) as file,
+        ):
+            for number in range(file.metadata.num_row_groups):
+                row_bytes = max(_row_bytes(file, number, names), _MIN_ROW_BYTES)
+                rows = min(max(self._batch_bytes // row_bytes, 1), _MAX_ROWS)
+                yield from file.iter_batches(
+                    batch_size=rows, row_groups=[number], columns=names, use_threads=False
                 )
-            columns[stem] = _stacked(table, in_order, where)
-            names = [name for name in names if name not in numbered]
-    for name in names:
-        if name in (LABEL, SPLIT):
-            continue
-        found = column(table, name, where)
-        if found.is_text and name == FEATURE:
-            shown = f"holds texts, such as {found.values[0].as_py()!r:.40}; write its numbers in columns"
-            raise found.error(f"{shown} feat_0, feat_1 ..., or lists of numbers in Parquet")
-        if found.is_text:
-            to_id = "" if _ID in table.column_names else f", or 'id' if it has the ids (--id {name})"
-            hint = f"rename it to 'label' if it is to be learnt{to_id}"
-            hint = hint if _ID in left_out else "save triples as a .tsv without a header"
-            raise found.error(
-                f"holds strings, which no model can use; {hint}, encode it as numbers, or leave it out (in a "
-                f"folder of tables: --option ignore={name})"
-            )
-        columns[name] = found.numbers()
-    columns = standard_columns(columns, where)
-    check_columns(columns, table.num_rows, count_classes(columns), where)
-    return columns
+
+    def _block_bytes(self) -> int:
+        # Arrow reads 32 blocks ahead.
+        return min(max(self._batch_bytes // 4, _MIN_BLOCK), _MAX_BLOCK)
+
+    def _read_csv(self, path: Path, names: list[str]) -> Iterator[Any]:
+        names = names or _header(path, self.files.separator)[:1]
+        with (
+            open_table(path, "csv", self._block_bytes()) as source,
+            pyarrow.csv.open_csv(
+                source,
+                read_options=pyarrow.csv.ReadOptions(use_threads=False, block_size=self._block_bytes()),
+                parse_options=pyarrow.csv.ParseOptions(
+                    delimiter=self.files.separator, newlines_in_values=True
+                ),
+                convert_options=pyarrow.csv.ConvertOptions(
+                    include_columns=names, column_types=dict.fromkeys(names, pa.string())
+                ),
+            ) as reader,
+        ):
+            yield from reader
 
 
-def _labels(labels: TableColumn) -> Array:
-    if not labels.is_text:
-        if pa.types.is_floating(labels.values.type):
-            return as_numpy(labels.values)  # NaN where there is none
-        return as_numpy(pc.fill_null(labels.as_int64(), -1)) if labels.is_whole else labels.numbers()
-    known = pc.if_else(pc.equal(labels.values, ""), None, labels.values)
-    odd = pc.invert(pc.match_substring_regex(known, r"^\s*[-+]?[\d.]+([eE][-+]?\d+)?\s*$"))
-    if 0 < (pc.sum(odd).as_py() or 0) < len(known.drop_null()) / 2:
-        at = first_true(pc.fill_null(odd, False))
-        _LOG.warning("%s", labels.error(f"{known[at]!s:.40} is no number, most are: all are class names", at))
-    codes = pc.index_in(known, value_set=_class_names(labels), skip_nulls=True)
-    return as_numpy(pc.fill_null(codes, -1)).astype(np.int64)
+def _read_lines(path: Path) -> Iterator[Any]:
+    # Empty lines are no rows.
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            texts = (text.strip() for text in file if text.strip())
+            ids = (_id_of_line(text, path, row) for row, text in enumerate(texts))
+            while piece := list(islice(ids, _LINES)):
+                yield pa.record_batch([pa.array(piece, pa.large_string())], [LINE_COLUMN])
+    except (OSError, UnicodeDecodeError) as error:
+        raise DatasetError(
+            f"{path}: holds no text with one id a line; for a table, give custom_split_filenames the column"
+        ) from error
 
 
-def _class_names(labels: TableColumn) -> Any:
-    return _sort_distinct(labels.values.filter(pc.not_equal(pc.fill_null(labels.values, ""), "")))
+def _id_of_line(text: str, path: Path, row: int) -> str:
+    if text[0] not in '"[{':
+        return text
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, str):
+        raise DatasetError(f"{path}: row {row}: {text[:60]!r} is not a node id; write one id a line")
+    return value
 
 
-def _sort_distinct(values: Any) -> Any:
-    distinct = pc.unique(values)
-    return distinct.take(pc.sort_indices(distinct))
+def _row_bytes(file: Any, number: int, names: Sequence[str]) -> int:
+    """Return the approximate bytes of a row of a row group in memory.
+
+    The file stores repeated values once, so the size in memory follows from the number of values; for texts
+    with a dictionary, a few rows are read as a sample.
+    """
+    group = file.metadata.row_group(number)
+    total, texts = 0, []
+    for i in range(group.num_columns):
+        column = group.column(i)
+        if any(f"{column.path_in_schema}.".startswith(f"{name}.") for name in names):
+            width = _WIDTHS.get(column.physical_type, file.schema.column(i).length)
+            total += max(column.total_uncompressed_size, column.num_values * width)
+            if column.physical_type == _TEXTS and column.has_dictionary_page:
+                texts.append(column.path_in_schema)
+    probe = 0
+    if texts and group.num_rows:
+        rows = file.iter_batches(
+            batch_size=_PROBED_ROWS, row_groups=[number], columns=texts, use_threads=False
+        )
+        first = next(rows)
+        probe = sum(plain(column).nbytes for column in first.columns) // first.num_rows
+    return int(total // max(group.num_rows, 1)) + probe
 
 
-def split_codes(split: TableColumn) -> Array:
-    """Return (K,) int64, 0, 1 or 2 for train, val or test, and -1 for none; DatasetError for other values."""
-    lower = pc.utf8_lower(pc.fill_null(split.texts(), ""))
-    place = pc.index_in(lower, value_set=pa.array(list(_SPLIT_CODES), pa.large_string()))
-    remedy = "write train, val or test (or 0, 1, 2), and nothing (or -1) where there is none"
-    split.refuse(as_numpy(pc.is_null(place)), f"is not a split; {remedy}")
-    return np.array(list(_SPLIT_CODES.values()))[as_numpy(place)]
+def _schema(path: Path) -> Any:
+    return _metadata(path).schema.to_arrow_schema()
 
 
-def _is_range(ids: Any) -> bool:
-    return bool(pa.types.is_integer(ids.type)) and np.array_equal(as_numpy(ids), np.arange(len(ids)))
+def _metadata(path: Path) -> Any:
+    with open_table(path, "parquet") as file:
+        return pyarrow.parquet.read_metadata(file)
 
 
-def _user_ids(ids: Any) -> Array:
-    return as_numpy(ids).astype(np.int64 if pa.types.is_integer(ids.type) else np.str_)
+def _header(path: Path, separator: str) -> list[str]:
+    with open_table(path, "csv"), path.open(newline="", encoding="utf-8-sig") as file:
+        return next(csv.reader(file, delimiter=separator), [])
+
+
+_WHOLE = "^(0|-?[1-9][0-9]*)$"
+
+
+def numbers_of_text(column: TableColumn, separator: str | None = None) -> Array:
+    """Return texts as (K,) float64, or as (K, F) where each holds F numbers between separators."""
+    column.refuse_gaps()
+    width, values = None, column.values
+    if separator is not None:
+        lists = pc.split_pattern(values, separator)
+        width, values = column.list_width(lists), lists.flatten()
+    trimmed = pc.utf8_trim_whitespace(values)
+    try:
+        numbers = as_numpy(trimmed.cast(pa.float64()))
+    except pa.ArrowInvalid:
+        at = _first_non_number(trimmed)
+        problem = "is not a number; correct the table (to_categorical encodes features that are texts)"
+        raise column.error(f"{values[at].as_py()!r} {problem}", at // (width or 1)) from None
+    numbers = numbers if width is None else numbers.reshape(-1, width)
+    check_finite(numbers, column.name, column.where, column.first_row)
+    return numbers
+
+
+def ids_of(column: TableColumn, *, is_text: bool) -> Any:
+    """Return ids as a pyarrow large_string array, or int64 where ``is_text`` is False."""
+    column.refuse_non_ids()
+    if is_text:
+        texts = column.values.cast(pa.large_string())
+        column.refuse(as_numpy(pc.equal(texts, "")), "is empty", "node id ")
+        return texts
+    if column.is_text:
+        # Arrow also parses 0x10 and 007, which would be other ids when written back.
+        odd = ~as_numpy(pc.match_substring_regex(column.values, _WHOLE))
+        rows = "their row numbers where they have no node_id_col"
+        column.refuse(odd, f"is not a whole number, as those of its nodes are ({rows})", "node id ")
+    return column.as_int64()
+
+
+def _first_non_number(texts: Any) -> int:
+    for row, text in enumerate(texts.to_pylist()):
+        try:
+            pa.scalar(text).cast(pa.float64())
+        except pa.ArrowInvalid:
+            return row
+    raise AssertionError("every text is a number by itself")

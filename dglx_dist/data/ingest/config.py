@@ -14,6 +14,7 @@ from typing import Annotated, Any, Generic, TypeAlias, TypeVar
 
 from dglx_dist.data.json_fields import Fields, Within
 from dglx_dist.data.storage.files import read_small
+from dglx_dist.data.tables import FileSet
 from dglx_dist.errors import ConfigError
 from dglx_dist.options import option
 from dglx_dist.records import LABEL, SPLITS, EdgeType
@@ -77,16 +78,6 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 K = TypeVar("K", str, EdgeType)
 FORMATS = ("csv", "parquet")
-
-
-@dataclass(frozen=True, kw_only=True)
-class FileSet:
-    """The files of one table, in the order of their rows."""
-
-    paths: tuple[Path, ...]
-    format: str
-    """One of :data:`FORMATS`, or ``lines``: one text per line."""
-    separator: str = ","
 
 
 def read_files(entry: Fields) -> FileSet:

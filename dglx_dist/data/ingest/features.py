@@ -10,9 +10,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dglx_dist.data.ingest.config import FeatureSpec
-from dglx_dist.data.ingest.tables import PiecewiseTable, TablePiece, numbers_of_text
 from dglx_dist.data.json_fields import Fields, Within
-from dglx_dist.data.tables import TableColumn, as_numpy, first_true
+from dglx_dist.data.tables import (
+    PiecewiseTable,
+    TableColumn,
+    TablePiece,
+    as_numpy,
+    first_true,
+    numbers_of_text,
+)
 from dglx_dist.data.validate import column_error
 from dglx_dist.records import FEATURE, Array, ColumnInfo
 

@@ -26,12 +26,12 @@ from dglx_dist.data.external_memory import (
 from dglx_dist.data.ingest.config import FeatureSpec, IngestConfig, IngestPlan, TypeSpec
 from dglx_dist.data.ingest.features import make_transforms
 from dglx_dist.data.ingest.node_ids import IdMap
-from dglx_dist.data.ingest.tables import PiecewiseTable, ids_of
 from dglx_dist.data.ingest.tensors import DatasetOutput, Reorder, TypeRows
 from dglx_dist.data.storage.columns import IDS, edge_folder, id_dtype, node_folder, write_strings
 from dglx_dist.data.storage.files import named_failures, partial_folder
 from dglx_dist.data.storage.manifest import Manifest, check_target, put_in_place, write_manifest
-from dglx_dist.data.tables import is_node_id
+from dglx_dist.data.table_graphs import is_node_id
+from dglx_dist.data.tables import PiecewiseTable, ids_of
 from dglx_dist.errors import ConfigError
 from dglx_dist.memory import peak, read_size
 from dglx_dist.progress import progress
@@ -275,7 +275,7 @@ def _text_types(config: IngestConfig) -> dict[str, bool]:
             used += [(edge.files, column) for ntype, column in ends if ntype == node.kind]
         # Row numbers are integers, also if a CSV file names them.
         is_text[node.kind] = bool(node.id_columns) and not all(
-            PiecewiseTable(files, 0).is_whole_number(column) for files, column in used
+            PiecewiseTable(files, 0).is_integer(column) for files, column in used
         )
     return is_text
 

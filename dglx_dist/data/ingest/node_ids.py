@@ -9,8 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from dglx_dist.data.external_memory import ScatteredRows, Spill, release_memory, runs
-from dglx_dist.data.ingest.tables import PiecewiseTable, TablePiece, ids_of
-from dglx_dist.data.tables import as_numpy
+from dglx_dist.data.tables import PiecewiseTable, TablePiece, as_numpy, ids_of
 from dglx_dist.data.validate import column_error, first_repeat, repeated_id
 from dglx_dist.records import Array
 

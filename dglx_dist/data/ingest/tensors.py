@@ -14,9 +14,17 @@ from dglx_dist.data.external_memory import Budget, ScatteredRows, Spill, release
 from dglx_dist.data.ingest.config import DEFAULT_SPLIT, SPLIT_FILES, LabelSpec, TypeSpec
 from dglx_dist.data.ingest.features import Features, add_texts
 from dglx_dist.data.ingest.node_ids import IdMap
-from dglx_dist.data.ingest.tables import LINE_COLUMN, PiecewiseTable, TablePiece, numbers_of_text
 from dglx_dist.data.storage.columns import FileInfo, data_path, write_column
-from dglx_dist.data.tables import SPLIT, TableColumn, as_numpy, first_true, split_codes
+from dglx_dist.data.table_graphs import SPLIT, split_codes
+from dglx_dist.data.tables import (
+    LINE_COLUMN,
+    PiecewiseTable,
+    TableColumn,
+    TablePiece,
+    as_numpy,
+    first_true,
+    numbers_of_text,
+)
 from dglx_dist.data.validate import MAX_CLASSES, column_error, warn_of_unknown
 from dglx_dist.errors import ConfigError, DatasetError
 from dglx_dist.progress import Advance
