@@ -285,14 +285,14 @@ def read_trace(path: str | Path) -> TraceFile:
     events = fields.inners("traceEvents")
     spans: dict[int, list[Span]] = {}
     for event in (one for one in events if one.text("ph") == "X"):
-        spans.setdefault(event.whole("pid", 0), []).append(_span(event))
+        spans.setdefault(event.integer("pid", 0), []).append(_span(event))
     ranks = tuple(
         RankSpans(
-            rank=(rank := one.whole("rank", 0)),
+            rank=(rank := one.integer("rank", 0)),
             host=one.text("host"),
             spans=tuple(sorted(spans.get(rank, ()), key=lambda span: span.begin_s)),
             clock_error_s=one.number("clock_error_us", 0, _MAX_US) / 1e6,
-            dropped=one.whole("dropped", 0),
+            dropped=one.integer("dropped", 0),
         )
         for one in facts.inners("ranks")
     )
@@ -360,7 +360,7 @@ def assign_tracks(spans: Iterable[Span], *, nested: bool = True) -> list[list[Sp
 def _span(event: Fields) -> Span:
     begin, duration = event.number("ts", 0, _MAX_US), event.number("dur", 0, _MAX_US)
     args = event.inner("args")
-    numbers = {name: args.whole(name) if name in args.given else None for name in _NUMBERS}
+    numbers = {name: args.integer(name) if name in args.given else None for name in _NUMBERS}
     name, row = event.text("name"), event.text("cat")
     return Span(name=name, row=row, begin_s=begin / 1e6, end_s=(begin + duration) / 1e6, **numbers)
 

@@ -221,12 +221,12 @@ def _replace_files(out: Path, write: Callable[[Path], Path]) -> Path:
 def _mapping(config: Path, num_parts: int) -> tuple[Ids, Ids]:
     types = read_part_config(config.absolute())
 
-    def whole(name: str, key: str) -> Tensor:
+    def join_parts(name: str, key: str) -> Tensor:
         files = [types.file(part, "part_graph").with_name(name) for part in range(num_parts)]
         return torch.cat([load_tensors(file)[key] for file in files])
 
-    nodes = {ntype: whole("orig_nids.dgl", ntype) for ntype in types.ntypes}
-    edges = {etype: whole("orig_eids.dgl", ":".join(etype)) for etype in types.etypes}
+    nodes = {ntype: join_parts("orig_nids.dgl", ntype) for ntype in types.ntypes}
+    edges = {etype: join_parts("orig_eids.dgl", ":".join(etype)) for etype in types.etypes}
     if len(nodes) == len(edges) == 1:
         return next(iter(nodes.values())), next(iter(edges.values()))
     return nodes, edges

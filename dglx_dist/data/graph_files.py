@@ -38,7 +38,7 @@ from dglx_dist.data.sources import (
 from dglx_dist.data.storage.files import read_small
 from dglx_dist.data.table_graphs import graph_of_tables
 from dglx_dist.data.tables import as_numpy, id_column
-from dglx_dist.data.validate import check_ids, check_whole, first_repeat
+from dglx_dist.data.validate import check_ids, check_integers, first_repeat
 from dglx_dist.errors import ConfigError, DatasetError, DglxError
 from dglx_dist.memory import machine_memory, readable_bytes
 from dglx_dist.progress import progress
@@ -368,7 +368,7 @@ def _by_relation(
 
 def _ids(array: Array, name: str, where: str) -> Array:
     # Compiled loops need the machine's byte order.
-    check_whole(array, name, where)
+    check_integers(array, name, where)
     if array.dtype in (np.int32, np.int64):
         return array
     return array.astype(np.int32 if array.itemsize < 4 else np.int64)

@@ -125,7 +125,7 @@ class Fields:
         """Return ``read(name)``, or ``default`` if the field is missing or null."""
         return read(name) if self.has(name) else default
 
-    def whole(self, name: str, low: float = -math.inf, high: float = math.inf) -> int:
+    def integer(self, name: str, low: float = -math.inf, high: float = math.inf) -> int:
         """Return an integer in [``low``, ``high``]."""
         value = self._get(name)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
@@ -228,7 +228,7 @@ class Fields:
             return kind(self.choice(name, [one.value for one in kind]))
         if kind is bool:
             return self.flag(name)
-        read: Any = {int: self.whole, float: self.number, str: self.text}[kind]
+        read: Any = {int: self.integer, float: self.number, str: self.text}[kind]
         return read(name, *bounds)
 
     def _inner(self, name: str, value: object, *, hidden: bool = False) -> Fields:

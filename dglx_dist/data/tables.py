@@ -199,10 +199,10 @@ def column(table: Any, name: str, where: str) -> TableColumn:
     check_column_names(table.column_names, [name], where)
     combined = table.column(name).combine_chunks()
     # A column without chunks stays a ChunkedArray.
-    whole = combined.combine_chunks() if isinstance(combined, pa.ChunkedArray) else combined
-    if pa.types.is_null(whole.type) and not len(whole):
-        whole = whole.cast(pa.float64())
-    return TableColumn(plain(whole), name, where)
+    values = combined.combine_chunks() if isinstance(combined, pa.ChunkedArray) else combined
+    if pa.types.is_null(values.type) and not len(values):
+        values = values.cast(pa.float64())
+    return TableColumn(plain(values), name, where)
 
 
 def check_column_names(known: Sequence[str], names: Sequence[str], where: str) -> None:

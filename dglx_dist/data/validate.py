@@ -88,13 +88,13 @@ def column_error(where: str, column: str, problem: str, row: int | None = None) 
 
 def check_ids(ids: Array, end: int, column: str, where: str, what: str = "node id") -> None:
     """Raise DatasetError unless ``ids`` are (K,) integers in [0, end); ``what`` names one in messages."""
-    check_whole(ids, column, where)
+    check_integers(ids, column, where)
     if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= end):
         row = _first((ids < 0) | (ids >= end))
         raise column_error(where, column, f"{what} {ids[row]} is outside 0..{end - 1}", row)
 
 
-def check_whole(values: Array, column: str, where: str) -> None:
+def check_integers(values: Array, column: str, where: str) -> None:
     """Raise DatasetError unless ``values`` are (K,) integers."""
     if values.ndim != 1 or values.dtype.kind not in "iu":
         found = f"it is {values.dtype} of shape {values.shape}"

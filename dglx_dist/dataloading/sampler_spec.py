@@ -14,6 +14,7 @@ from dglx_dist.dataloading.sampler import SourceDraws
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.row_kernels import numpy_view
 from dglx_dist.graph.structure import Structure
+from dglx_dist.options import is_integer
 from dglx_dist.records import Array, ColumnInfo, EdgeType
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def _is_stock(sampler: BlockSampler) -> bool:
 
 def _source_draws(sampler: LaborSampler) -> SourceDraws:
     rounds = sampler.importance_sampling
-    if isinstance(rounds, bool) or not isinstance(rounds, (int, np.integer)):
+    if not is_integer(rounds):
         raise ConfigError(
             f"importance_sampling={rounds!r}; give a number of rounds, 0 for none, or -1 until they converge"
         )
@@ -166,8 +167,7 @@ def _fanouts(fanouts: object) -> tuple[Fanout, ...]:
 
 
 def _number(fanout: Any, where: str) -> int:
-    whole = isinstance(fanout, (int, np.integer)) and not isinstance(fanout, bool)
-    if not whole or not -1 <= fanout < 1 << 63:
+    if not is_integer(fanout) or fanout < -1:
         raise ConfigError(f"{where} is {fanout!r}; give a number of in-edges, 0 or more, or -1 for all")
     return int(fanout)
 

@@ -95,7 +95,7 @@ def marked_ids(marked: Marked, count: int) -> Array:
     """
     if isinstance(marked, DistTensor) and marked.dtype == torch.bool and marked.shape == (count,):
         return marked.kvstore.nonzero(marked.kvstore_key)
-    values = _whole(marked)
+    values = _values_of(marked)
     if values.ndim != 1:
         raise ConfigError(f"the marked rows have shape {values.shape}; give a mask or ids of one dimension")
     if values.dtype == np.bool_:
@@ -133,7 +133,7 @@ def _split(
     count, world_size = int(bounds[-1]), topology.world_size
     ids, preferred = marked_ids(marked, count), None
     if trainer_ids is not None:
-        trainers = _whole(trainer_ids)
+        trainers = _values_of(trainer_ids)
         if trainers.shape != (count,) or trainers.dtype.kind not in "iu":
             raise ConfigError(
                 f"the trainer ids are {trainers.dtype} of shape {trainers.shape}; give one integer "
@@ -152,7 +152,7 @@ def _split(
     return torch.from_numpy(split_ids(ids, bounds, topology, force_even=force_even, trainer_of=preferred))
 
 
-def _whole(given: Marked) -> Array:
+def _values_of(given: Marked) -> Array:
     return as_array(given.to_local() if isinstance(given, DistTensor) else given)
 
 

@@ -117,7 +117,7 @@ class SplittableConv(nn.Module, ABC):
     cut: Mapping[str, int]
     """Parameter name to the dimension that runs over the input columns."""
     shared: tuple[str, ...] = ()
-    """Parameters that stages before *sync* use whole; their gradients are summed over the parts."""
+    """Parameters that stages before *sync* use uncut; their gradients are summed over the parts."""
     run_parts: RunParts | None = None
     """Runs the stages up to *sync* on all parts; None: there is only one."""
     edge_arguments: tuple[str, ...] = ("edge_weight",)
@@ -353,15 +353,15 @@ def apply_to_edges(
 def cut_in_place(module: nn.Module, cut: Mapping[str, int], runs: Sequence[ColumnRange]) -> None:
     """Replace the parameters ``cut`` (name to dimension) by leaves with their columns ``runs``."""
     for name, dimension in cut.items():
-        whole = module.get_parameter(name)
+        uncut = module.get_parameter(name)
         owner, _, last = name.rpartition(".")
-        piece = nn.Parameter(cut_out(whole.detach(), runs, dimension), requires_grad=whole.requires_grad)
+        piece = nn.Parameter(cut_out(uncut.detach(), runs, dimension), requires_grad=uncut.requires_grad)
         module.get_submodule(owner).register_parameter(last, piece)
 
 
-def cut_out(whole: Tensor, runs: Sequence[ColumnRange], dimension: int) -> Tensor:
+def cut_out(uncut: Tensor, runs: Sequence[ColumnRange], dimension: int) -> Tensor:
     """Return the concatenated ``runs`` of a tensor along ``dimension``."""
-    return torch.cat([whole.narrow(dimension, run.first, len(run)) for run in runs], dim=dimension)
+    return torch.cat([uncut.narrow(dimension, run.first, len(run)) for run in runs], dim=dimension)
 
 
 def join_parts(pieces: Sequence[Tensor], runs: Sequence[Sequence[ColumnRange]], dimension: int) -> Tensor:

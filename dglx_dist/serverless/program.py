@@ -303,7 +303,7 @@ class Program:
     def __post_init__(self) -> None:
         fields = Fields(vars(self), "a program")
         for name, most in (("features", MAX_WIDTH), ("classes", MAX_WIDTH), ("num_train", MAX_TRAIN)):
-            fields.whole(name, 1, most)
+            fields.integer(name, 1, most)
         fields.choice("dtype", DTYPES)
         fields.choice("loss", LOSSES)
         check_steps(self.steps, self.features, self.classes)
@@ -328,7 +328,7 @@ class Program:
             UnknownNameError: a stage is not registered in this process.
         """
         fields = Fields.parse(text, "a program", MAX_PROGRAM_BYTES)
-        fields.whole("version", _VERSION, _VERSION)
+        fields.integer("version", _VERSION, _VERSION)
         steps = tuple(map(_read_step, fields.inners("steps", 0, MAX_STEPS)))
         scalars: dict[str, Any] = {name: fields.any(name) for name in _SCALARS}
         fields.end()

@@ -200,7 +200,7 @@ class Task:
         """Read the result of :meth:`to_event`, as text or parsed JSON; ConfigError if it is invalid."""
         given = read_json(event, MAX_EVENT_BYTES, "a task") if isinstance(event, bytes | str) else event
         fields = Fields(given, "a task")
-        fields.whole("version", _VERSION, _VERSION)
+        fields.integer("version", _VERSION, _VERSION)
         task = fields.record(cls, key=lambda name: TaskKey.parse(fields.text(name, 1, 64)))
         fields.end()
         if not _DIGEST.fullmatch(task.program):
@@ -430,7 +430,7 @@ class TaskComputation:
             self._check_weights(found.gradients, "returned gradients")
         return found
 
-    def whole(self, weights: Sequence[Array], arrays: Sequence[Array], rows: int) -> Computed:
+    def compute_halves(self, weights: Sequence[Array], arrays: Sequence[Array], rows: int) -> Computed:
         """Compute a task of ``rows`` rows as a worker does: the rows of one half, then those of the other."""
         first, second = (
             self.half(weights, take_half(self.pulled, arrays, rows, half), half_length(rows, half))

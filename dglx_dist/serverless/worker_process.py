@@ -186,8 +186,8 @@ def _read(source: BinaryIO, lines: queue.SimpleQueue[bytes]) -> NoReturn:
         piece = os.read(source.fileno(), 1 << 16)
         if not piece or len(buffered) > _LONGEST_LINE:
             break
-        *whole, buffered = (buffered + piece).split(b"\n")
-        for line in whole:
+        *lines_read, buffered = (buffered + piece).split(b"\n")
+        for line in lines_read:
             lines.put(line)
     os._exit(0)
 

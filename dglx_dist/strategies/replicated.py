@@ -1,4 +1,4 @@
-"""Models that every rank holds whole: equal at the start, gradients summed, buffers averaged."""
+"""Models that are replicated on every rank: equal at the start, gradients summed, buffers averaged."""
 
 import copy
 import zlib
@@ -26,7 +26,7 @@ from dglx_dist.strategies.gradient_sync import WARNS_OF_GAPS, GradientExchange
 
 
 class ReplicatedModel(WrappedModel):
-    """A model that every rank holds whole; its gradients, and the changes of its buffers, are summed.
+    """A model that is replicated on every rank; its gradients, and the changes of its buffers, are summed.
 
     ``options`` are those of its strategy, ``bucket_bytes`` among them.
     """

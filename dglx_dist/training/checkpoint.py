@@ -54,12 +54,12 @@ from dglx_dist.training.checkpoint_folder import (
     find_newest,
     key_of,
     list_complete,
+    read_count,
     read_state,
 )
 from dglx_dist.training.checkpoint_folder import STATE_NAME as STATE_NAME
 from dglx_dist.training.checkpoint_folder import folder_name as folder_name
 from dglx_dist.training.checkpoint_folder import latest as latest
-from dglx_dist.training.checkpoint_folder import whole as whole
 from dglx_dist.training.checkpoint_folder import write_json as write_json
 from dglx_dist.training.config import EVERY, Every, steps_between
 from dglx_dist.training.object_state import (
@@ -137,8 +137,8 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> dict[str, dict[s
 def _saved(folder: Path, name: str, entry: Mapping[str, Any]) -> SavedTensor:
     """Check an entry of ``state.json``. Nothing is allocated, since an untrusted one may have any size."""
     file, dtype = entry["file"], dtype_of(entry["dtype"])
-    shape = tuple(whole(size) for size in entry["shape"])
-    path, first, num_bytes = folder / file, whole(entry["first_byte"]), whole(entry["num_bytes"])
+    shape = tuple(read_count(size) for size in entry["shape"])
+    path, first, num_bytes = folder / file, read_count(entry["first_byte"]), read_count(entry["num_bytes"])
     if path.name != file:
         raise CheckpointError(f"{folder} refers to {file!r} outside of it; load another checkpoint")
     if not path.is_file():
@@ -147,7 +147,9 @@ def _saved(folder: Path, name: str, entry: Mapping[str, Any]) -> SavedTensor:
         raise CheckpointError(f"{path} is damaged: it is shorter than {first + num_bytes} bytes; {REMEDY}")
     if num_bytes != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"{name!r} has the shape {list(shape)} of {dtype} and {num_bytes} bytes")
-    return SavedTensor(dtype=dtype, shape=shape, path=path, first_byte=first, crc32=whole(entry["crc32"]))
+    return SavedTensor(
+        dtype=dtype, shape=shape, path=path, first_byte=first, crc32=read_count(entry["crc32"])
+    )
 
 
 def _below(prefix: str, tensors: Mapping[str, Any]) -> dict[str, Any]:

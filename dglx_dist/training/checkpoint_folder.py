@@ -17,7 +17,7 @@ STATE_NAME = "state.json"
 REMEDY = "move its folder away, and the checkpoint before it is taken"
 
 
-def whole(value: object) -> int:
+def read_count(value: object) -> int:
     """Return ``value`` if it is a whole number of at least 0, else raise ValueError."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ValueError(f"{value!r} is no whole number of at least 0")
@@ -57,7 +57,7 @@ def _check_state(path: Path, state: Any) -> None:
             f"{path} has version {state.get('version')}, this package reads {VERSION}; load it with the "
             "package that saved it, or start again without resuming"
         )
-    numbers = [whole(state[name]) for name in ("world_size", "epoch", "step")]
+    numbers = [read_count(state[name]) for name in ("world_size", "epoch", "step")]
     typed = {"objects": {}, **state}
     wrong = [name for name in ("dataset", "extra", "objects") if not isinstance(typed[name], dict)]
     if wrong or len(state["loader"]) != numbers[0]:
@@ -121,7 +121,7 @@ def _best_epoch(checkpoint: Path) -> int | None:
     """Return the best epoch so far of a run of ``dx.fit``; None: there is none, or it is of another loop."""
     with read_state(checkpoint) as state:
         extra = state["extra"]
-        return whole(extra["best"][0]) if "deciding" in extra and extra.get("best") else None
+        return read_count(extra["best"][0]) if "deciding" in extra and extra.get("best") else None
 
 
 def find_newest(folder: Path) -> Path | None:

@@ -438,7 +438,7 @@ class LinkModel(nn.Module):
 
     def __init__(self, encoder: nn.Module | None, decoder: Decoder, etypes: Sequence[EdgeType]) -> None:
         super().__init__()
-        if any(map(_has_whole_degrees, encoder.modules() if encoder else ())):
+        if any(map(_uses_graph_degrees, encoder.modules() if encoder else ())):
             raise ConfigError(
                 "the encoder (model gcn, or GraphConv with norm 'both' or 'left') divides by degrees of the "
                 "whole graph, which count validation and test edges; use --model sage, sgc or gat"
@@ -457,9 +457,9 @@ class LinkModel(nn.Module):
         return [pair_scores(self.decoder, graph, rows, self.etypes) + self.bias for graph in pair_graphs]
 
 
-def _has_whole_degrees(module: nn.Module) -> bool:
-    whole = isinstance(module, dgl.nn.GraphConv) and module._norm in ("both", "left")
-    return whole or isinstance(module, SymmetricConv)
+def _uses_graph_degrees(module: nn.Module) -> bool:
+    is_normed = isinstance(module, dgl.nn.GraphConv) and module._norm in ("both", "left")
+    return is_normed or isinstance(module, SymmetricConv)
 
 
 @contextmanager

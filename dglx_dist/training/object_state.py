@@ -318,8 +318,8 @@ def _check_group(
         saved = state.get(position) or {}
         for key, like in tried.state[small[parameter.dim()]].items() if saved else ():
             of_tried, shape = (getattr(one, "shape", None) for one in (like, saved[key]))
-            is_whole = of_tried == (2,) * parameter.dim()
-            if (of_tried is None) != (shape is None) or (is_whole and shape != parameter.shape):
+            is_like_parameter = of_tried == (2,) * parameter.dim()
+            if (of_tried is None) != (shape is None) or (is_like_parameter and shape != parameter.shape):
                 raise ValueError(f"{key!r} of the optimizer's state has shape {shape}")
 
 

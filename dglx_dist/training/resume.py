@@ -17,6 +17,7 @@ from dglx_dist.comm.topology import read_launch
 from dglx_dist.errors import ConfigError, shorten_list
 from dglx_dist.strategies.base import CACHE_CHOICE
 from dglx_dist.training import checkpoint, tracing
+from dglx_dist.training.checkpoint_folder import read_count
 from dglx_dist.training.config import BF16, FLOAT32, RunOptions
 from dglx_dist.training.fit_config import FitConfig, is_scheduled
 
@@ -81,8 +82,8 @@ class Progress:
         best = extra.get("best")
         if best is not None and not (isinstance(best, list) and len(best) == 2):
             raise ValueError(f"'best' is {best!r}")
-        self.best = (None, None) if best is None else (checkpoint.whole(best[0]), _number(best[1]))
-        self.evaluations_since_best = checkpoint.whole(extra.get("evaluations_since_best", 0))
+        self.best = (None, None) if best is None else (read_count(best[0]), _number(best[1]))
+        self.evaluations_since_best = read_count(extra.get("evaluations_since_best", 0))
         self.accuracy = {name: _number(value) for name, value in extra.get("accuracy", {}).items()}
         self.metrics = {name: _number(value) for name, value in extra.get("metrics", {}).items()}
         self.deciding = extra.get("deciding")

@@ -120,7 +120,7 @@ class Bench:
 
     def check(self, key: TaskKey) -> None:
         work = self.work(key)
-        wanted = work.whole(
+        wanted = work.compute_halves(
             [self.weights[name] for name in work.weights], self.arrays(key), self.task(key).rows
         )
         halves = self.given[key]

@@ -65,7 +65,7 @@ class Labels:
             known = rows.values.filter(pc.not_equal(pc.fill_null(rows.values, ""), ""))
             add_texts(self._texts, known, rows, "is it a name, or a task of regression?")
         else:
-            self._largest = max(self._largest, int(_whole(rows).max(initial=-1)))
+            self._largest = max(self._largest, int(_read_integers(rows).max(initial=-1)))
 
     def finalize(self, where: str) -> None:
         """Count the classes, after all rows of the table ``where`` are scanned."""
@@ -99,7 +99,7 @@ class Labels:
             numbers = numbers_of_text(replace(rows, values=pc.if_else(empty, "0", texts)))
             return np.where(as_numpy(empty), np.nan, numbers).astype(np.float32)
         if not rows.is_text:
-            return _whole(rows)
+            return _read_integers(rows)
         known = pc.if_else(pc.equal(rows.values, ""), None, rows.values).cast(pa.large_string())
         if self._class_names is None:
             numbers = known.cast(pa.float64())
@@ -115,7 +115,7 @@ def _floats(rows: TableColumn) -> Array:
         raise rows.error(f"must hold labels, numbers or texts; it holds {rows.values.type}") from error
 
 
-def _whole(rows: TableColumn) -> Array:
+def _read_integers(rows: TableColumn) -> Array:
     numbers = np.where(np.isnan(found := _floats(rows)), -1.0, found)
     odd = (numbers != np.floor(numbers)) | (numbers < -1) | np.isinf(numbers)
     remedy = "give whole numbers from 0 on (-1 or nothing: none), or make it a task of regression"
@@ -145,8 +145,8 @@ def draw_split_codes(
             f"split_pct of {num_labelled} labelled rows: fewer than {_MAX_DRAWN} can be drawn; name "
             "nodes in custom_split_filenames, or leave the labels out and split when training"
         )
-    whole = _whole_shares(num_labelled, shares)
-    left = np.array([*whole, num_labelled - sum(whole)], np.int64)
+    sizes = _count_shares(num_labelled, shares)
+    left = np.array([*sizes, num_labelled - sum(sizes)], np.int64)
     random, ready = np.random.Generator(np.random.PCG64(seed)), np.empty(0, np.uint8)
     for piece in has_label:
         wanted = int(piece.sum())
@@ -162,16 +162,16 @@ def draw_split_codes(
         yield codes
 
 
-def _whole_shares(count: int, shares: Sequence[float]) -> list[int]:
+def _count_shares(count: int, shares: Sequence[float]) -> list[int]:
     # Rounded down; if the shares sum to 1, the remaining rows go to the largest remainders.
     exact = [count * share for share in shares]
     # In floating point, 0.8 x 1000 may be slightly below 800.
-    whole = [int(one + 1e-6) for one in exact]
+    counts = [int(one + 1e-6) for one in exact]
     if sum(shares) > 1 - 1e-9:
-        by_rest = sorted(range(len(shares)), key=lambda i: whole[i] - exact[i])
-        for i in by_rest[: count - sum(whole)]:
-            whole[i] += 1
-    return whole
+        by_rest = sorted(range(len(shares)), key=lambda i: counts[i] - exact[i])
+        for i in by_rest[: count - sum(counts)]:
+            counts[i] += 1
+    return counts
 
 
 def read_split_codes(spec: LabelSpec, ids: IdMap, owner: str, folder: Path, memory: int) -> Iterator[Array]:

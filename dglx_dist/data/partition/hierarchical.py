@@ -47,7 +47,7 @@ class Hierarchical(Partitioner):
         if inner in ("hierarchical", "file"):
             raise ConfigError(f"hierarchical cannot use {inner!r} at its two levels; use metis or kaminpar")
         plugin = PARTITIONERS.get(inner)
-        whole, options = _with_whole_weights(graph, _inner_options(self.options, plugin.honours))
+        weighted, options = _with_weight_columns(graph, _inner_options(self.options, plugin.honours))
         shares = weights.shares.reshape(servers, workers)
 
         def split(graph: RawGraph, shares: Array, workspace: Workspace | None) -> Assignment:
@@ -56,7 +56,7 @@ class Hierarchical(Partitioner):
             return plugin(given).within(workspace, graph).assign(graph, len(shares), seed)
 
         def split_servers() -> Array:
-            return from_assignment(whole, split(whole, shares.sum(axis=1), self._within("servers")))
+            return from_assignment(weighted, split(weighted, shares.sum(axis=1), self._within("servers")))
 
         # Kept, since a method may place otherwise in another memory, and the edges of a server are stages.
         work = self.workspace
@@ -65,7 +65,7 @@ class Hierarchical(Partitioner):
         for server in range(servers):
             local_nodes = np.flatnonzero(first == server)
             inside = self._within(f"server{server}")
-            piece = induced_graph(whole, local_nodes, options.constraints, inside)
+            piece = induced_graph(weighted, local_nodes, options.constraints, inside)
             second = split(piece, shares[server], inside)
             part_of_node[local_nodes] = server * workers + from_assignment(piece, second)
         promised = weights if second.parameters.get("tolerance") else None
@@ -112,7 +112,7 @@ def _inner_options(options: PartitionOptions, honours: frozenset[str]) -> Partit
     return replace(inner, tolerance=tolerance)
 
 
-def _with_whole_weights(graph: RawGraph, options: PartitionOptions) -> tuple[RawGraph, PartitionOptions]:
+def _with_weight_columns(graph: RawGraph, options: PartitionOptions) -> tuple[RawGraph, PartitionOptions]:
     # Weights that count edges become node columns, since a piece of the graph lacks the edges from outside.
     names = {constraint: [constraint] for constraint in options.constraints}
     added: dict[str, Array] = {}

@@ -382,7 +382,7 @@ def _read_limits(path: Path) -> tuple[int | None, float]:
     try:
         limits = Fields.parse(read_small(path), path.name)
         max_bytes = read_size(limits.text("max_size")) if limits.has("max_size") else None
-        days = limits.whole("max_age_days", 0) if limits.has("max_age_days") else 30
+        days = limits.integer("max_age_days", 0) if limits.has("max_age_days") else 30
         limits.end()
     except (OSError, ConfigError) as problem:
         raise StorageError(f"{path} cannot be used ({problem}); mend or remove it") from problem

@@ -120,7 +120,7 @@ def read_part_config(path: Path) -> PartConfig:
     except OSError as problem:
         raise StorageError(f"{path} cannot be read ({problem.strerror})") from problem
     top = Fields.parse(raw, str(path), error=StorageError)
-    num_parts = top.whole("num_parts", 1)
+    num_parts = top.integer("num_parts", 1)
     ntypes, etypes = _numbered(top, "ntypes", NODE_TYPE), _numbered(top, "etypes", ":".join(EDGE_TYPE))
     return PartConfig(
         path=path,
@@ -139,8 +139,8 @@ def _numbered(top: Fields, key: str, default: str) -> list[str]:
     if not top.has(key):
         return [default]
     numbers = top.inner(key)
-    names = sorted(numbers.given, key=numbers.whole)
-    if [numbers.whole(name) for name in names] != list(range(len(names))):
+    names = sorted(numbers.given, key=numbers.integer)
+    if [numbers.integer(name) for name in names] != list(range(len(names))):
         raise top.wrong(key, "the numbers 0, 1, 2, ...")
     return names
 

@@ -180,13 +180,13 @@ def from_json(value: object, where: str) -> Manifest:
     """
     top = Fields(value, where, error=StorageError)
     _check_format(top)
-    num_parts = top.whole("num_parts", 1)
+    num_parts = top.integer("num_parts", 1)
     node_offsets, node_columns, num_classes, user_ids = {}, {}, {}, {}
     for item in top.inners("node_types", 1):
         ntype = item.text("name")
         node_offsets[ntype], node_columns[ntype] = _offsets(item, num_parts), _columns(item.inner("columns"))
         if item.any("num_classes") is not None:
-            num_classes[ntype] = item.whole("num_classes", 0)
+            num_classes[ntype] = item.integer("num_classes", 0)
         if (kind := item.choice("user_ids", ("int64", "string", None))) is not None:
             user_ids[ntype] = kind
         item.end()
@@ -208,7 +208,7 @@ def from_json(value: object, where: str) -> Manifest:
         num_classes=num_classes,
         user_ids=user_ids,
         method=top.text("method"),
-        seed=top.whole("seed"),
+        seed=top.integer("seed"),
         parameters=top.inner("parameters").given,
         quality=top.inner("quality").given,
         files=files,
@@ -294,7 +294,7 @@ def _check_format(top: Fields) -> None:
     name = top.text("format")
     if name != FORMAT:
         raise StorageError(f"{top.where}: key 'format' is {name!r}, expected {FORMAT!r}")
-    version = top.whole("version", 1)
+    version = top.integer("version", 1)
     if version > VERSION:
         raise StorageError(
             f"{top.where} is of format version {version}, and this program reads up to version {VERSION}; "
@@ -325,7 +325,7 @@ def _columns_to_json(columns: Mapping[str, ColumnInfo]) -> dict[str, object]:
 
 
 def _file(item: Fields) -> FileInfo:
-    info = FileInfo(num_bytes=item.whole("bytes", 0), checksum=item.text("crc32"))
+    info = FileInfo(num_bytes=item.integer("bytes", 0), checksum=item.text("crc32"))
     item.end()
     return info
 

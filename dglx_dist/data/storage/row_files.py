@@ -137,7 +137,7 @@ def read_index(folder: Path) -> RowIndex:
         body = {name: value for name, value in top.given.items() if name != "checksum"}
         if top.text("checksum") != f"{checksum_of(body):08x}":
             raise top.failure("its checksum differs")
-        version, facts = top.whole("version"), top.inner("facts").given
+        version, facts = top.integer("version"), top.inner("facts").given
         files = top.value("files", tuple[RowFile, ...])
         if any(Path(file.path).name != file.path for file in files):
             raise top.failure("it names files outside the folder")

@@ -292,7 +292,7 @@ class EdgeStage(Stage):
 
 
 def read_width(fields: Fields, name: str) -> int:
-    return fields.whole(name, 1, MAX_WIDTH)
+    return fields.integer(name, 1, MAX_WIDTH)
 
 
 def half_rows(rows: int, half: int) -> slice:

@@ -287,7 +287,7 @@ class AttentionEdges(EdgeStage):
 
     def __init__(self, config: Config) -> None:
         fields = Fields(config, "stage attention_edges")
-        self._heads = fields.whole("heads", 1, MAX_HEADS)
+        self._heads = fields.integer("heads", 1, MAX_HEADS)
         self._leaky = leaky_relu(fields.number("slope", -1e6, 1e6))
         fields.end()
 
@@ -341,7 +341,7 @@ class AttentionFinish(VertexStage):
 
     def __init__(self, config: Config) -> None:
         fields = Fields(config, "stage attention_finish")
-        self._num_heads, width = fields.whole("heads", 1, MAX_HEADS), read_width(fields, "width")
+        self._num_heads, width = fields.integer("heads", 1, MAX_HEADS), read_width(fields, "width")
         self._width, columns = width, self._num_heads * width
         self._bias, self._residual = fields.flag("bias"), fields.maybe("residual", fields.flag, False)
         self._mean = fields.choice("merge", ("flatten", "mean")) == "mean"
@@ -400,7 +400,7 @@ class AttentionProject(VertexStage):
 
     def __init__(self, config: Config) -> None:
         fields = Fields(config, "stage attention_project")
-        num_in, self._heads = read_width(fields, "in"), fields.whole("heads", 1, MAX_HEADS)
+        num_in, self._heads = read_width(fields, "in"), fields.integer("heads", 1, MAX_HEADS)
         self._width = read_width(fields, "width")
         self._columns = columns = self._heads * self._width
         kind = fields.maybe("residual", lambda name: fields.choice(name, _RESIDUALS), "none")

@@ -260,9 +260,9 @@ class HaloBlock(InEdgesOnlyGraph, DGLBlock):
                 f"sources and {self.num_dst_nodes()} destinations; pass a layer the uncut output of the "
                 "previous layer (h[:block.num_dst_nodes()] is for the destinations)"
             )
-        whole = self._exchange.exchange(h, None if kept is None else kept[: self.halo_rows])
+        rows = self._exchange.exchange(h, None if kept is None else kept[: self.halo_rows])
         # Its gradient is zero: the repeated source has no edge.
-        return torch.cat([whole, h[:1].detach()]) if self.repeats_first_row else whole
+        return torch.cat([rows, h[:1].detach()]) if self.repeats_first_row else rows
 
     def set_own(self, name: str, rows: Tensor) -> None:
         """Set the (own_rows, ...) column ``name`` of the sources without an exchange.

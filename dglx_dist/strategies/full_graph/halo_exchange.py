@@ -285,9 +285,9 @@ class CoverExchange:
     Ranks sum for each other what is fewer rows that way. Gradients take the same way back.
     """
 
-    def __init__(self, session: Session, cover: Cover, whole: HaloExchange) -> None:
-        num_edges = whole.num_edges
-        self._rows = HaloExchange(session, cover.layer, whole.number, whole.wire)
+    def __init__(self, session: Session, cover: Cover, uncovered: HaloExchange) -> None:
+        num_edges = uncovered.num_edges
+        self._rows = HaloExchange(session, cover.layer, uncovered.number, uncovered.wire)
         edges = HaloLayer(
             own_rows=num_edges,
             targets=0,
@@ -298,11 +298,11 @@ class CoverExchange:
             receive=cover.receive_edges,
             send=cover.send_edges,
         )
-        self._edges = HaloExchange(session, edges, whole.number)
+        self._edges = HaloExchange(session, edges, uncovered.number)
         numbers = torch.from_numpy(np.where(cover.layer.edge_ids < 0, num_edges, cover.layer.edge_ids))
         partial, total = (
             build_block(torch.from_numpy(one.indptr), torch.from_numpy(one.indices), num_sources)
-            for one, num_sources in ((cover, whole.own_rows), (cover.layer, cover.layer.num_sources))
+            for one, num_sources in ((cover, uncovered.own_rows), (cover.layer, cover.layer.num_sources))
         )
         self._graphs = {torch.device("cpu"): (partial, total, numbers)}
         self._weights: dict[str, tuple[Tensor, int | None, Tensor]] = {}

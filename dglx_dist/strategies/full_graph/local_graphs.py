@@ -79,8 +79,8 @@ class LocalGraph(InEdgesOnlyGraph, RankGraph, DGLGraph):
         """Use the (n_halo, ...) ``halo`` for the column ``name`` as long as its values are unchanged."""
         own = self.ndata[name]
         self._block.set_all(name, torch.cat([own, halo]))
-        whole = self._block.srcdata.pop(name)
-        self._prefetched = (*self._prefetched, _ExchangedColumn(own, version_of(own), whole))
+        sources = self._block.srcdata.pop(name)
+        self._prefetched = (*self._prefetched, _ExchangedColumn(own, version_of(own), sources))
 
     def in_degrees(self, v: Any = ALL, etype: Any = None) -> Any:
         return self._block.in_degrees(v)
@@ -138,7 +138,7 @@ class LocalGraph(InEdgesOnlyGraph, RankGraph, DGLGraph):
         moved.edge_frames = [moved_frame(one, where, move) for one in self.edge_frames]
         moved._exchanged, names = {}, list(self.ndata.keys())
         moved._prefetched = tuple(
-            _ExchangedColumn(rows, version_of(rows), one.whole.to(device, **kwargs))
+            _ExchangedColumn(rows, version_of(rows), one.sources.to(device, **kwargs))
             for one in self._prefetched
             for rows in [moved.ndata[name] for name in names if self.ndata[name] is one.own]
         )
@@ -158,15 +158,15 @@ class LocalGraph(InEdgesOnlyGraph, RankGraph, DGLGraph):
     def _found(self, name: str, rows: Tensor) -> Tensor | None:
         before = self._exchanged.get(name)
         kept = self._prefetched if before is None else (*self._prefetched, before)
-        return next((one.whole for one in kept if one.is_of(rows)), None)
+        return next((one.sources for one in kept if one.is_of(rows)), None)
 
     def _sources_of(self, name: str, rows: Tensor) -> Tensor:
         found = self._found(name, rows)
         if found is not None:
             return found
-        whole = self._block.all_rows(rows)
-        self._exchanged[name] = _ExchangedColumn(rows, version_of(rows), whole)
-        return whole
+        sources = self._block.all_rows(rows)
+        self._exchanged[name] = _ExchangedColumn(rows, version_of(rows), sources)
+        return sources
 
     def set_columns(self, side: int, rows: Any, data: Any) -> None:
         if not is_all(rows):
@@ -333,7 +333,7 @@ class _ExchangedColumn:
     own: Tensor
     version: int | None
     """None if changes are not tracked."""
-    whole: Tensor
+    sources: Tensor
 
     def is_of(self, rows: Tensor) -> bool:
         """Return whether ``rows`` have the same values and the same role in autograd."""
@@ -346,5 +346,5 @@ class _ExchangedColumn:
             and version_of(rows) == self.version is not None
             # Two tensors with shared memory may have separate gradients.
             and (rows is self.own or not with_gradient)
-            and with_gradient == self.whole.requires_grad
+            and with_gradient == self.sources.requires_grad
         )

@@ -74,8 +74,8 @@ def _exchange_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
             args = tuple(block if one is place.graph else one for one in args)
             kwargs = {name: block if one is place.graph else one for name, one in kwargs.items()}
     elif place is not None and len(place.sources) == place.graph.own_rows:
-        whole = place.graph.all_rows(place.sources)
-        given = whole if torch.is_tensor(place.rows) else (whole, place.rows[1])
+        sources = place.graph.all_rows(place.sources)
+        given = sources if torch.is_tensor(place.rows) else (sources, place.rows[1])
         args, kwargs = _replace_argument(args, kwargs, place.key, given)
         for key, name, value in named_arguments(module.forward, args, kwargs):
             if name == "ntype" and isinstance(module, HGTConv) and len(value) == place.graph.own_rows:

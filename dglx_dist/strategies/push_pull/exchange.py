@@ -209,15 +209,15 @@ def share_edge_values(
     another width; ranks have agreed on shapes, so all raise it.
     """
     by_owner: list[dict[str, Tensor]] = [{} for _ in inputs]
-    for name, whole in values.items():
+    for name, uncut in values.items():
         cuts = by_column.get(name)
         width = sum(len(run) for runs in cuts or () for run in runs)
-        if cuts is not None and whole.shape[1:] != (width,):
+        if cuts is not None and uncut.shape[1:] != (width,):
             raise ConfigError(
-                f"the first layer's {name!r} has shape {list(whole.shape)}, and each part gets its own "
+                f"the first layer's {name!r} has shape {list(uncut.shape)}, and each part gets its own "
                 f"columns of it: give one value for each of the {width} input columns, or use data_parallel"
             )
-        pieces = [whole] * group.size if cuts is None else [cut_out(whole, one, 1) for one in cuts]
+        pieces = [uncut] * group.size if cuts is None else [cut_out(uncut, one, 1) for one in cuts]
         own = pieces[group.part]
         like = [own.new_empty((one.block.num_edges(), *own.shape[1:])) for one in inputs]
         # Other parts number the edges by their position in the CSC.

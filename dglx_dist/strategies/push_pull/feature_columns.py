@@ -132,11 +132,11 @@ class ColumnSlice:
     def local(self, store: KVStore) -> Array | None:
         """Return the rows if this rank has them: no values, those of a single part, or a file."""
         column = store.column(self.key)
-        whole = [shard.rows for shard in column.shards if len(shard.rows) == self.num_rows]
+        uncut = [shard.rows for shard in column.shards if len(shard.rows) == self.num_rows]
         if self.is_loaded or not self.num_rows or not len(self.columns):
             return self.rows if self.is_loaded else np.empty(self.shape, self.dtype)
-        if whole and len(self.columns) == self.columns.width and not column.writable:
-            return whole[0]
+        if uncut and len(self.columns) == self.columns.width and not column.writable:
+            return uncut[0]
         return self.read()
 
 

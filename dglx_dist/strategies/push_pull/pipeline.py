@@ -465,8 +465,8 @@ class Pipeline(Shared):
         self.exchange = GradientExchange(trained, session, options.bucket_bytes)
         self._activations = AsyncExchange(session, group, options.wire_dtype)
         self._depth, self._delay, self._looks_ahead = options.depth, options.delay, options.depth > 1
-        self._whole = options.weights == "whole" and self._looks_ahead
-        self.exchange.delay = options.delay if self._whole else 0
+        self._one_version = options.weights == "whole" and self._looks_ahead
+        self.exchange.delay = options.delay if self._one_version else 0
         self.exchange.after = self._after_backward
         by_rows = [module.get_parameter(name) for name in split.cuts if name not in split.stashed]
         self.log = VersionLog([*part.parameters.values(), *by_rows], owner.parameters)
@@ -611,7 +611,7 @@ class Pipeline(Shared):
                 origin=spec.origin,
                 leaves=self._part.leaves(copied=self._looks_ahead and torch.is_grad_enabled()),
                 read=dict(self.log.steps),
-                values=self._owner.copies() if self._whole and torch.is_grad_enabled() else None,
+                values=self._owner.copies() if self._one_version and torch.is_grad_enabled() else None,
             )
             by_column = dict.fromkeys(layer.edges_by_column, self._split.runs)
             edges = share_edge_values(
@@ -645,18 +645,18 @@ class Pipeline(Shared):
         # A frozen side is never stepped.
         if batch.of_sources or any(leaf.requires_grad for leaf in batch.leaves.values()):
             self.log.waiting.append((batch.number, "M", batch.read["M"]))
-        if self._whole:
+        if self._one_version:
             self.log.waiting.append((batch.number, "D", batch.read["D"]))
 
     def _after_backward(self, weight: float) -> None:
         # Not where the gradients are computed: every rank sums them after those of the owner side.
         self._owner.restore()
         self._buffers.average(weight)
-        waiting: tuple[Side, ...] = ("M", "D") if self._whole else ("M",)
+        waiting: tuple[Side, ...] = ("M", "D") if self._one_version else ("M",)
         self.log.held_back = waiting if self._pushed and not self._ready else ()
         while self._ready:
             self._add(self._ready.pop(0))
-        if self._current is not None and not self._whole:
+        if self._current is not None and not self._one_version:
             self.log.waiting.append((self._current.number, "D", self.log.steps["D"]))
         self._current = None
 

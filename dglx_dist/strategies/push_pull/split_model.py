@@ -509,9 +509,9 @@ def uncut_copy(module: nn.Module, uncut: Mapping[str, Tensor]) -> nn.Module:
     }
     # Not part of the uncut module: they hold the last batch and the moments of all rows.
     memo |= {id(inner.forward): False for inner in module.modules() if _OWN_FORWARD in vars(inner)}
-    for name, whole in uncut.items():
+    for name, parameter in uncut.items():
         piece = module.get_parameter(name)
-        memo[id(piece)] = nn.Parameter(whole, piece.requires_grad)
+        memo[id(piece)] = nn.Parameter(parameter, piece.requires_grad)
     try:
         found = copy.deepcopy(module, memo)
     except (TypeError, ConfigError) as error:
@@ -543,7 +543,7 @@ class SplitModel:
     stashed: tuple[str, ...]
     """Parameters before the sum of which every batch in flight has its own leaves."""
     shared: tuple[str, ...]
-    """The stashed ones that every part holds whole."""
+    """The stashed ones that every part holds uncut."""
 
 
 def split_model(

@@ -162,7 +162,7 @@ class PushPullModel(WrappedModel):
         self._statistics = install_batch_norms(model, session, split.provenance.dropouts)
         self._provenance, self._first = split.provenance, type(split.layer).__name__
         inside, cut = set(split.layer.modules()), {model.get_parameter(name) for name in split.cuts}
-        self._whole_inputs = {
+        self._uncut_inputs = {
             id(one): name
             for name, one in model.named_modules()
             if one not in inside and (owned := set(one.parameters())) and owned.isdisjoint(cut)
@@ -231,7 +231,7 @@ class PushPullModel(WrappedModel):
             handle.remove()
 
     def _check_input(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        name = self._whole_inputs.get(id(module))
+        name = self._uncut_inputs.get(id(module))
         if name is None:
             return
         tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]

@@ -113,7 +113,7 @@ def test_a_raw_graph_is_to_be_partitioned_first(tmp_path: Path) -> None:
 def test_the_path_leads_into_lists_and_objects() -> None:
     inner = Fields({"a": [{"b": {"c": "x" * 100}}]}, "file").inners("a")[0].inner("b")
     with pytest.raises(ConfigError, match=r"^file: key 'a\[0\]\.b\.c' is 'x+\.\.\.x+', expected a whole"):
-        inner.whole("c")
+        inner.integer("c")
     with pytest.raises(ConfigError, match=r"'a\[0\]\.b\.d' is missing"):
         inner.text("d")
     with pytest.raises(ConfigError, match=r"'a\[0\]\.b\.c' is not supported"):
@@ -124,6 +124,6 @@ def test_the_path_leads_into_lists_and_objects() -> None:
 def test_one_is_not_true(value: object) -> None:
     """Python takes 1, True and 1.0 for equal; a manifest does not."""
     with pytest.raises(ConfigError, match="whole number"):
-        Fields({"a": value}, "file").whole("a")
+        Fields({"a": value}, "file").integer("a")
     with pytest.raises(ConfigError, match="one of 1"):
         Fields({"a": value}, "file").choice("a", (1,))

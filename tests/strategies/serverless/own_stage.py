@@ -16,7 +16,7 @@ class Gate(VertexStage):
 
     def __init__(self, config: Config) -> None:
         fields = Fields(config, "stage gate")
-        wide, self._out = fields.whole("in", 1, 1000), fields.whole("out", 1, 1000)
+        wide, self._out = fields.integer("in", 1, 1000), fields.integer("out", 1, 1000)
         fields.end()
         self.shapes = StageShapes({"weight": (wide, self._out)}, (wide, wide), (self._out,))
 
