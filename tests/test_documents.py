@@ -80,6 +80,17 @@ def test_every_named_file_is_there() -> None:
     assert [one for one in sorted(named) if not any(path.endswith(f"/{one[1]}") for path in files)] == []
 
 
+def test_every_phase_of_the_ledger_is_there() -> None:
+    page = (ROOT / "docs" / "design" / "contracts.md").read_text()
+    table = page[page.index("| phase | bytes |") :].split("\n\n")[0]
+    phases = [
+        name for line in table.splitlines()[2:] for name in re.findall(r"`([\w.]+)`", line.split("|")[1])
+    ]
+    constants = {n.value for s in sources() for n in s.nodes if isinstance(n, ast.Constant)}
+    assert len(phases) > 25
+    assert [name for name in phases if name not in constants and f"lambda.{name}" not in constants] == []
+
+
 def option_rows(page: str) -> dict[str, str]:
     """Return the default by option, as the page's tables have it."""
     rows: dict[str, str] = {}
