@@ -68,10 +68,10 @@ from dglx_dist.training.config import BF16
 from dglx_dist.training.fit import train
 from dglx_dist.training.fit_config import Callback, FitConfig, FitResult, Scheduler, needs_own_loop
 from dglx_dist.training.inference import labelled_type
+from dglx_dist.training.loop import TrainingLoader
 from dglx_dist.training.object_state import Stateful
 from dglx_dist.training.relational import EntityInputs
 from dglx_dist.training.resume import resolve_resume
-from dglx_dist.training.steps import TrainingLoader
 from dglx_dist.training.tasks import read_task
 
 if TYPE_CHECKING:

@@ -34,11 +34,10 @@ from dglx_dist.training.fit_config import (
     is_scheduled,
 )
 from dglx_dist.training.inference import labelled_type
-from dglx_dist.training.loop import TrainingRun
+from dglx_dist.training.loop import Accumulation, Step, TrainingLoader, TrainingRun
 from dglx_dist.training.models import Layered
 from dglx_dist.training.object_state import Stateful
 from dglx_dist.training.resume import describe_run, resolve_resume
-from dglx_dist.training.steps import Accumulation, Step, TrainingLoader
 from dglx_dist.training.tasks import (
     NodeClassification,
     class_weights,

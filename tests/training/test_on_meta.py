@@ -29,9 +29,9 @@ from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.cost import Draws, trace_of_widths
 from dglx_dist.training import relational
 from dglx_dist.training.inference import _compute_of, _on_block, first_rows
+from dglx_dist.training.loop import Accumulation, Step, _train_step
 from dglx_dist.training.models import SymmetricConv, build_model
 from dglx_dist.training.relational import HGT, RGCN
-from dglx_dist.training.steps import Accumulation, Step, _train_step
 from dglx_dist.training.tasks import LinkPrediction, NodeClassification
 from tests.planner.hand_made import CLUSTER
 from tests.strategies import equality

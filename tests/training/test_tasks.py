@@ -402,7 +402,7 @@ def test_an_area_under_the_curve_of_guesses_is_said(data: Path, caplog: pytest.L
 def test_early_stop_needs_validation_nodes(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dglx_dist.training.steps.train_pass", lambda *_: pytest.fail("trained"))
+    monkeypatch.setattr("dglx_dist.training.loop.train_pass", lambda *_: pytest.fail("trained"))
     folder = tmp_path / "data"
     raw = graph()
     raw.ndata["label"] = labels("classification")

@@ -25,8 +25,8 @@ from dglx_dist.graph.split import node_split
 from dglx_dist.memory import peak
 from dglx_dist.records import FEATURE, LABEL, NODE_TYPE, EpochRecord
 from dglx_dist.training.inference import evaluate
+from dglx_dist.training.loop import Accumulation, Step, TrainingLoader, train_pass
 from dglx_dist.training.models import build_model
-from dglx_dist.training.steps import Accumulation, Step, TrainingLoader, train_pass
 from dglx_dist.training.tasks import NodeClassification
 from dglx_dist.training.tracing import over_ranks
 from scripts.bench.jobs.params import TrainParams, read_params
