@@ -45,8 +45,7 @@ from dglx_dist.data.storage.files import (
 from dglx_dist.data.storage.manifest import check_target, is_dgl_config, read_manifest
 from dglx_dist.data.storage.reader import open_dataset, verify_files
 from dglx_dist.data.storage.writer import FeatureDtype
-from dglx_dist.dataloading.own_order import GIVEN_COLUMNS, GivenColumns, check_order
-from dglx_dist.dataloading.step_loader import number_steps
+from dglx_dist.dataloading.own_order import GivenColumns, check_order
 from dglx_dist.errors import ConfigError, DatasetError, PeerError, StorageError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.split import node_split
@@ -55,10 +54,10 @@ from dglx_dist.records import FEATURE, Array, RawGraph
 from dglx_dist.strategies.base import (
     AUTO,
     STRATEGIES,
-    WRAPPED,
     Reduction,
     WrappedModel,
     begin,
+    open_strategy,
     resolve_strategy,
     strategy_of,
 )
@@ -293,7 +292,7 @@ def distribute(
     where: dict[str, Any] = {argument: Path(path).expanduser() for argument, path in location.items()}
     g = DistGraph(**where, structure=structure, session=session)
     if isinstance(graph, dgl.DGLGraph) and g.dataset.manifest.num_parts > 1:
-        GIVEN_COLUMNS.of(session)[g] = GivenColumns(graph)
+        g.given_columns = GivenColumns(graph)
     return g
 
 
@@ -525,11 +524,10 @@ def DataLoader(g: DistGraph, indices: Any, graph_sampler: Any, **options: Any) -
         ConfigError: an option or sampler that cannot be honoured, or ``g`` is in this process only.
     """
     inner = _distributed(g)
-    strategy = strategy_of(inner.session)
+    opened = open_strategy(inner)
     of_edges = isinstance(graph_sampler, dgl.dataloading.EdgePredictionSampler)
-    make = strategy.edge_loader if of_edges else strategy.loader
-    loader: Any = make(inner, indices, graph_sampler, **options)
-    number_steps(loader, inner.session)
+    loader = (opened.edge_loader if of_edges else opened.loader)(indices, graph_sampler, **options)
+    _number_steps(loader, inner.session)
     check_order(inner, loader, indices, "edge" if of_edges else "node")
     # Read by fit(), as the attribute of DGL's own loader.
     loader.graph_sampler = graph_sampler
@@ -554,10 +552,15 @@ def DistEdgeDataLoader(g: DistGraph, eids: Any, graph_sampler: Any, **options: A
             process only.
     """
     inner = _distributed(g)
-    loader: Any = strategy_of(inner.session).edge_loader(inner, eids, graph_sampler, **options)
-    number_steps(loader, inner.session)
+    loader = open_strategy(inner).edge_loader(eids, graph_sampler, **options)
+    _number_steps(loader, inner.session)
     check_order(inner, loader, eids, "edge")
     return loader
+
+
+def _number_steps(loader: Any, session: Session) -> None:
+    """Number the steps of ``loader`` apart from those of the loaders that the script made before."""
+    loader.first_number = session.next_number("loader") << 32
 
 
 DistNodeDataLoader = DataLoader
@@ -598,8 +601,8 @@ def wrap(model: nn.Module, g: DistGraph | ScriptGraph, reduction: Reduction = "m
             "on a batch (under torch.no_grad()) before dx.wrap, or give the layer its input size"
         )
     inner = _distributed(g)
-    wrapped = strategy_of(inner.session).wrap(model, inner, reduction)
-    WRAPPED.set(inner.session, True)
+    wrapped = open_strategy(inner).wrap(model, reduction)
+    inner.session.has_wrapped_model = True
     # Scripts of DistDGL evaluate model.module with their own code.
     return ScriptModel(wrapped) if g is not inner and wrapped.parts.local else wrapped
 

@@ -148,16 +148,16 @@ def check_before_launch(config: TrainConfig) -> None:
     from dglx_dist.data.storage.manifest import read_manifest
     from dglx_dist.graph.partition_book import canonical_etype
     from dglx_dist.planner.workload import check_plannable
-    from dglx_dist.strategies.base import AUTO, STRATEGIES, Strategy, resolve_strategy
+    from dglx_dist.strategies.base import AUTO, STRATEGIES, resolve_strategy
     from dglx_dist.training.fit_config import check_loop
 
     strategy = resolve_strategy(config.strategy, auto=True)
     is_auto = strategy == AUTO
     read_options = read_auto_options if is_auto else STRATEGIES.get(strategy).read_options
     read_options({**read_settings().options, **config.strategy_options})
-    if config.task == LINK and STRATEGIES.get(strategy).edge_loader is Strategy.edge_loader:
+    if config.task == LINK and not STRATEGIES.get(strategy).traits.on_edges:
         known = STRATEGIES.names()
-        others = [one for one in known if STRATEGIES.get(one).edge_loader is not Strategy.edge_loader]
+        others = [one for one in known if STRATEGIES.get(one).traits.on_edges]
         raise ConfigError(
             f"--task link needs batches of edges, which strategy {strategy!r} does not have; use "
             f"--strategy {' or '.join(others)}"

@@ -16,7 +16,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from itertools import count
 from typing import Any, TypeAlias, final
 
 import numpy as np
@@ -253,7 +252,6 @@ DEVICES: SessionField[DeviceExchange | None] = SessionField(open_devices)
 
 
 _ADVICE = f"run the same layers on all ranks; {CALL_ALIKE}"
-_NUMBERS: SessionField[Iterator[int]] = SessionField(lambda _: count())
 _Arrived: TypeAlias = Mailbox[tuple[float, str, Array]]
 """Time of arrival, name and bytes of each message of one exchange."""
 
@@ -317,7 +315,7 @@ class CallExchange(Exchange):
 
     def __init__(self, session: Session, span: str = "") -> None:
         super().__init__(session)
-        op, self._span = f"exchange-{next(_NUMBERS.of(session))}", span
+        op, self._span = f"exchange-{session.next_number('exchange')}", span
         self._inbox = _Inbox(session)
         inbox = self._inbox
         self._calls = OneSidedExchange(

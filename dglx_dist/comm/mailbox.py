@@ -155,7 +155,8 @@ class OneSidedExchange:
 
         # Not a method, which would keep the owner of the exchange alive as long as the session.
         session.rpc.register(op, receive)
-        weakref.finalize(self, session.rpc.unregister, op)
+        self.close = weakref.finalize(self, session.rpc.unregister, op)
+        """Stops receiving. May be called twice."""
 
     def submit(
         self,

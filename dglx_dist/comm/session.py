@@ -19,11 +19,12 @@ import threading
 import time
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from itertools import zip_longest
+from itertools import count, zip_longest
 from pathlib import Path
 from traceback import walk_tb
 from types import TracebackType
@@ -333,6 +334,11 @@ class Session:
     """Called next by :meth:`close`, also after a failure, to release resources; must not wait."""
 
     def __post_init__(self) -> None:
+        self.has_wrapped_model = False
+        """Whether ``dx.wrap`` was called, hence all ranks take steps together."""
+        self.is_loss_exact = False
+        """Whether a loss since the last forward pass is a mean over all ranks."""
+        self._numbers: defaultdict[str, Iterator[int]] = defaultdict(count)
         self._fields: dict[object, Any] = {}
         """By :class:`SessionField`."""
         self._closed, self._num_apart = False, 0
@@ -358,6 +364,10 @@ class Session:
     def adopt(self, strategy: str, options: Mapping[str, object]) -> None:
         """Continue under a chosen ``strategy``; every rank must call it before it makes a loader or model."""
         self.strategy, self.options = strategy, dict(options)
+
+    def next_number(self, kind: str) -> int:
+        """Return 0, then 1 and so on for each ``kind``: the same on all ranks, if they call alike."""
+        return next(self._numbers[kind])
 
     @property
     def scratch(self) -> Path:
@@ -387,7 +397,7 @@ class Session:
         if self._closed:
             return
         try:
-            for action in () if failed else self.before_close:
+            for action in () if failed else [*self.before_close]:
                 action()
         except DglxError as error:
             self.fail(error)

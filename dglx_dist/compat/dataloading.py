@@ -23,7 +23,7 @@ from dglx_dist.graph.ids import as_array
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.internals.graphs import without_empty_types
 from dglx_dist.options import check_integer
-from dglx_dist.strategies.base import WRAPPED, Strategy, strategy_of
+from dglx_dist.strategies.base import OpenedStrategy, open_strategy
 from dglx_dist.strategies.data_parallel import DataParallel
 
 
@@ -113,7 +113,7 @@ class DistDataLoader(_Epochs):
 
     def _schedule(self) -> Schedule:
         """Return the items of each step; the first call after a model was wrapped is collective."""
-        if self._for_inference or not WRAPPED.of(self._session):
+        if self._for_inference or not self._session.has_wrapped_model:
             return self._own
         if self._common is None:
             counts = gather_counts([len(self.dataset)], self.batch_size, self.drop_last, self._session)
@@ -134,13 +134,13 @@ class _Loader(_Epochs):
     Iterating raises ConfigError if the strategy works inside the model's layers, and no model was wrapped.
     """
 
-    def __init__(self, g: InnerDistGraph, strategy: Strategy, inner: Any, options: Mapping[str, Any]) -> None:
-        self._g, self._inner = g, inner
+    def __init__(self, opened: OpenedStrategy, inner: Any, options: Mapping[str, Any]) -> None:
+        self._g, self._inner = opened.g, inner
         self._batch_size = int(options.get("batch_size", 1))
-        traits = strategy.traits
+        traits = opened.strategy.traits
         self._needs_wrap = traits.unit != "mini_batch" or traits.features != "rows"
         # Models of strategies that work inside the layers expect the blocks unchanged.
-        self._drops_empty_types = len(g.canonical_etypes) > 1 and not self._needs_wrap
+        self._drops_empty_types = len(self._g.canonical_etypes) > 1 and not self._needs_wrap
         self._for_inference = not torch.is_grad_enabled()
         # Scripts of DistDGL train with DistributedDataParallel.
         inner.checks_training = False
@@ -154,14 +154,14 @@ class _Loader(_Epochs):
     @property
     def _ends_early(self) -> bool:
         """Whether this rank stops when its items are used up; a wrapped model needs it in every step."""
-        return self._for_inference or not WRAPPED.of(self._g.session)
+        return self._for_inference or not self._g.session.has_wrapped_model
 
     def set_epoch(self, epoch: int) -> None:
         """Make ``epoch`` the next one; each has its own order and samples."""
         self._inner.set_epoch(epoch)
 
     def _batches(self) -> Iterator[Any]:
-        if self._needs_wrap and not WRAPPED.of(self._g.session):
+        if self._needs_wrap and not self._g.session.has_wrapped_model:
             remedy = "put model = dglx_dist.wrap(model, g) in the place of DistributedDataParallel, or use"
             name = self._g.session.strategy
             raise ConfigError(f"strategy {name!r} works inside the model: {remedy} strategy data_parallel")
@@ -198,9 +198,8 @@ class DistNodeDataLoader(_Loader):
     def __init__(
         self, g: DistGraph, nids: Any, graph_sampler: Any, device: Any = None, **kwargs: Any
     ) -> None:
-        inner, options = inner_graph(g), _options(kwargs, device)
-        strategy = _strategy(inner)
-        super().__init__(inner, strategy, strategy.loader(inner, nids, graph_sampler, **options), options)
+        opened, options = _open(inner_graph(g)), _options(kwargs, device)
+        super().__init__(opened, opened.loader(nids, graph_sampler, **options), options)
 
 
 @final
@@ -221,15 +220,14 @@ class DistEdgeDataLoader(_Loader):
         if sampling is not None and inner_graph(sampling) is not inner:
             why = "blocks are sampled from that of the edges"
             raise ConfigError(f"g_sampling is another graph, but {why}; leave it out")
-        options, strategy = {**_options(kwargs, device), **_edge_options(g, inner, kwargs)}, _strategy(inner)
+        options, opened = {**_options(kwargs, device), **_edge_options(g, inner, kwargs)}, _open(inner)
         ours = of_each_type(our_edges, inner, eids)
-        loader = strategy.edge_loader(inner, ours, graph_sampler, **options)
-        super().__init__(inner, strategy, loader, options)
+        super().__init__(opened, opened.edge_loader(ours, graph_sampler, **options), options)
 
 
-def _strategy(g: InnerDistGraph) -> Strategy:
-    """Return the session's strategy; data_parallel under ``torch.no_grad()``, whose blocks suit any model."""
-    return strategy_of(g.session) if torch.is_grad_enabled() else DataParallel(g.session, {})
+def _open(g: InnerDistGraph) -> OpenedStrategy:
+    """Open the session's strategy; data_parallel under ``torch.no_grad()``, whose blocks suit any model."""
+    return open_strategy(g) if torch.is_grad_enabled() else DataParallel(g.session, {}).open(g)
 
 
 def _options(given: Mapping[str, Any], device: Any) -> dict[str, Any]:

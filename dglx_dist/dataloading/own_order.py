@@ -6,14 +6,12 @@ import math
 import weakref
 from functools import partial
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 import dgl
 import torch
 from torch import Tensor
 
 from dglx_dist.comm.collectives import run_on_all_ranks
-from dglx_dist.comm.session import SessionField
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.sampling import by_type
@@ -118,12 +116,6 @@ def _is(column: Tensor, values: Tensor) -> bool:
     return not bool((known == known[:1]).all()) and not bool((known == numbers).all())
 
 
-GIVEN_COLUMNS: SessionField[WeakKeyDictionary[DistGraph, GivenColumns]] = SessionField(
-    lambda _: WeakKeyDictionary()
-)
-"""Of the graphs whose nodes are renumbered."""
-
-
 def check_order(g: DistGraph, loader: Any, seeds: Any, what: Literal["node", "edge"]) -> None:
     """Check the ``seeds`` of ``loader``, and let it check what its first batch indexes; collective.
 
@@ -132,7 +124,7 @@ def check_order(g: DistGraph, loader: Any, seeds: Any, what: Literal["node", "ed
     """
     if g.dataset.manifest.num_parts == 1:
         return
-    given = GIVEN_COLUMNS.of(g.session).get(g)  # None on ranks that gave no graph
+    given: GivenColumns | None = g.given_columns  # None on ranks that gave no graph
     check = (lambda: None) if given is None else partial(given.check_seeds, g, seeds, what)
     run_on_all_ranks(g.session, check, ConfigError)
     if given is not None:

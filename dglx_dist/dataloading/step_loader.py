@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from itertools import count, islice
+from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakSet
 
@@ -23,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dglx_dist.comm.collectives import gather_int64
 from dglx_dist.comm.devices import carried, check_device, device_of, open_copies
-from dglx_dist.comm.session import Session, SessionField, check_values_equal, warn_user
+from dglx_dist.comm.session import Session, check_values_equal, warn_user
 from dglx_dist.comm.trace import COMPUTE, LOADER, WAIT, Pass
 from dglx_dist.dataloading.feature_fetch import NOTHING_CLAIMED, Ahead, Drawn, check_float, look_ahead
 from dglx_dist.dataloading.sampler_spec import refuse_by_name
@@ -319,15 +320,6 @@ def refuse_unwrapped(optimizer: Optimizer, *_: object) -> None:
     _CHECKED.add(optimizer)
 
 
-_LOADERS: SessionField[Iterator[int]] = SessionField(lambda _: count())
-"""Numbers of the loaders that a script makes, in the same order on all ranks."""
-
-
-def number_steps(loader: Any, session: Session) -> None:
-    """Number the steps of ``loader`` apart from those of the loaders that the script made before."""
-    loader.first_number = next(_LOADERS.of(session)) << 32
-
-
 class EpochLoader(ABC, Generic[B, T]):
     """Yields the batches of an epoch, made ahead on threads; each iteration is the next epoch.
 
@@ -348,6 +340,7 @@ class EpochLoader(ABC, Generic[B, T]):
         self.mark: Callable[[Any], Any] | None = None
         """Marks the ids of the first batch."""
         self._times, self._waited_s = LoaderTimes(), 0.0
+        self._running: weakref.ref[Generator[T, None, None]] | None = None
         self._trace_number = 0 if session.trace is None else session.trace.new_loader()
 
     @abstractmethod
@@ -410,8 +403,19 @@ class EpochLoader(ABC, Generic[B, T]):
             self._times = LoaderTimes()
         return times
 
+    def close(self) -> None:
+        """End the iteration, if one is running, with its threads."""
+        running = None if self._running is None else self._running()
+        if running is not None:
+            running.close()
+
     def __iter__(self) -> Iterator[T]:
         """Yield the rest of the current epoch. An iteration that is left early counts as an epoch."""
+        running = self._iterate()
+        self._running = weakref.ref(running)
+        return running
+
+    def _iterate(self) -> Generator[T, None, None]:
         if self._started:
             self._epoch, self._next_step = self._epoch + 1, 0
         self._started = True

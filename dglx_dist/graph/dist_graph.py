@@ -258,6 +258,8 @@ class DistGraph(Shared):
         self._draws = count()
         self.on_close: list[Callable[[], None]] = []
         """Called by :meth:`close`, when no rank uses the graph any more, to release what depends on it."""
+        self.given_columns: Any = None
+        """The columns of the graph that a script gave to ``dx.distribute``, where nodes are renumbered."""
         OPENED.set(self.session, self)
         barrier(self.session, f"opening {self.name}")
 
@@ -566,7 +568,7 @@ class DistGraph(Shared):
         """Stop serving this graph, once its own writes are done; collective."""
         run_on_all_ranks(self.session, self.kvstore.fence, RemoteError)
         barrier(self.session, f"closing {self.name}")
-        for action in self.on_close:
+        for action in [*self.on_close]:  # some remove themselves
             action()
         self.kvstore.close()
         for structure in self._structures.values():

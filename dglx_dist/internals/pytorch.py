@@ -50,17 +50,21 @@ def watch_steps(
     before: Callable[[Any, Optimizer], None],
     owner: object,
     after: Callable[[Any, Optimizer], None] | None = None,
-) -> None:
+) -> Callable[[], object]:
     """Call ``before(owner, optimizer)`` before each step of any optimizer, and ``after`` after it.
 
-    The hooks do not keep ``owner`` alive and end with it.
+    The hooks do not keep ``owner`` alive. They end with it, or when the result is called.
     """
     alive = weakref.proxy(owner)
     handles = [register_optimizer_step_pre_hook(lambda optimizer, *_: before(alive, optimizer))]
     if after is not None:
         handles.append(register_optimizer_step_post_hook(lambda optimizer, *_: after(alive, optimizer)))
-    for handle in handles:
-        weakref.finalize(owner, handle.remove)
+
+    def end() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return weakref.finalize(owner, end)
 
 
 def version_of(tensor: Tensor) -> int | None:

@@ -7,7 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeVar, final
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +16,9 @@ from torch.optim import Optimizer
 
 from dglx_dist.comm.collectives import gather_int64
 from dglx_dist.comm.ledger import LedgerRow
-from dglx_dist.comm.session import Session, SessionField, start_session
+from dglx_dist.comm.session import Session, SessionField, if_alive, start_session
 from dglx_dist.comm.topology import read_settings
-from dglx_dist.dataloading.step_loader import WRAPPED_MODELS
+from dglx_dist.dataloading.step_loader import WRAPPED_MODELS, EpochLoader
 from dglx_dist.errors import ConfigError, DglxError, shorten_list
 from dglx_dist.internals.message_passing import correct_kernels
 from dglx_dist.internals.pytorch import leave_to_python
@@ -30,11 +31,10 @@ if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
 
+T = TypeVar("T")
 Reduction: TypeAlias = Literal["mean", "sum"]
 """The user's loss: the mean over this rank's own targets, or their sum."""
 
-WRAPPED: SessionField[bool] = SessionField(lambda _: False)
-"""Whether a model is wrapped, hence all ranks take steps together."""
 CACHE_CHOICE: SessionField[dict[str, object] | None] = SessionField(lambda _: None)
 """Policy and alpha of the row cache that ``strategy="auto"`` has filled."""
 
@@ -51,6 +51,8 @@ class Traits:
     """The network traffic, in one line."""
     own_loop: bool = True
     """Whether a user's loop can take the steps; False: only an :class:`EpochTrainer` can."""
+    on_edges: bool = False
+    """Whether it trains on batches of edges, too."""
     on_gpus: bool = True
     """Whether it trains models on GPUs."""
     complexity: int = 100
@@ -315,6 +317,10 @@ class WrappedModel(nn.Module, ABC):
     def note_buffers(self) -> None:
         """Called when buffers have changed on all ranks alike: after loading or moving the model."""
 
+    def close(self) -> None:
+        """Release what connects the model to the other ranks; it is not called any more."""
+        WRAPPED_MODELS.discard(self)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # Called by .to(), .double() and the like.
         result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch leaves it bare
@@ -340,10 +346,7 @@ def float_of(model: nn.Module) -> Tensor:
 
 
 class Strategy(ABC):
-    """One placement of a model's stages over the ranks.
-
-    A new instance is created whenever one is needed: state belongs in what it returns, or in a
-    ``SessionField``.
+    """One placement of a model's stages over the ranks: its options, checked for one session.
 
     Raises:
         ConfigError: an option is unknown or has a value that is not supported.
@@ -361,40 +364,19 @@ class Strategy(ABC):
         return options
 
     def __init__(self, session: Session, options: Mapping[str, object]) -> None:
-        self._session, self._options = session, self.read_options(options)
+        self.session, self.options = session, self.read_options(options)
+
+    def is_same(self, strategy: Strategy) -> bool:
+        return type(self) is type(strategy) and bool(self.options == strategy.options)
 
     @abstractmethod
-    def loader(self, g: DistGraph, indices: Tensor, sampler: Any, **loader_options: Any) -> Iterable[Any]:
-        """Return an iterable of ``(input_nodes, output_nodes, blocks)``; every rank must call it.
+    def open(self, g: DistGraph) -> OpenedStrategy:
+        """Return what makes loaders and models for ``g``; every rank must call it.
 
-        Args:
-            indices: (K,) int64, this rank's seeds; may be empty.
-            sampler: A sampler of ``dgl.dataloading``.
-        """
-
-    def edge_loader(self, g: DistGraph, eids: Any, sampler: Any, **loader_options: Any) -> Iterable[Any]:
-        """Return an iterable of ``(input_nodes, pair_graph, [negative_pair_graph,] blocks)``; collective.
-
-        ``eids`` are this rank's edges, ids or a dict of them by edge type; may be empty. All else is as for
-        :meth:`loader` and ``dglx_dist.DistEdgeDataLoader``.
+        Several may be open for one graph, of this strategy or of others: they share nothing.
 
         Raises:
-            ConfigError: the strategy trains on nodes only, unless this is overridden.
-        """
-        raise ConfigError(
-            f"strategy {g.session.strategy!r} trains on nodes, not on batches of edges; use "
-            "strategy='data_parallel'"
-        )
-
-    @abstractmethod
-    def wrap(self, model: nn.Module, g: DistGraph, reduction: Reduction = "mean") -> WrappedModel:
-        """Return ``model``, wrapped to train with the other ranks; every rank must call it.
-
-        Args:
-            model: The user's model; all ranks build the same one, rank 0's weights win.
-
-        Raises:
-            ConfigError: the strategy cannot train this model exactly.
+            ConfigError: the strategy does not train on this graph.
         """
 
     # What a planner asks; a strategy names the functions of its cost module, as ``cost = staticmethod(...)``.
@@ -426,6 +408,90 @@ class Strategy(ABC):
             known: Counts and rates. Bytes that follow from counts alone must be those of the ledger.
         """
         raise NotImplementedError(f"{candidate.strategy} has candidates, so it must define cost()")
+
+
+class OpenedStrategy(ABC):
+    """A strategy on one graph. It makes loaders and models, and holds all that they share."""
+
+    def __init__(self, strategy: Strategy, g: DistGraph) -> None:
+        self.strategy, self.g, self.session, self.options = strategy, g, g.session, strategy.options
+        self.on_close: list[Callable[[], None]] = []
+        """Called by :meth:`close` on all ranks alike, the last one first."""
+        self.is_closed = False
+        self._share = g.session.model_share
+        g.on_close.append(self.close)
+
+    @abstractmethod
+    def make_loader(self, indices: Tensor, sampler: Any, **loader_options: Any) -> Iterable[Any]:
+        """Return the iterable of :meth:`loader`."""
+
+    def make_edge_loader(self, eids: Any, sampler: Any, **loader_options: Any) -> Iterable[Any]:
+        """Return the iterable of :meth:`edge_loader`, for a strategy with ``traits.on_edges``."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def make_model(self, model: nn.Module, reduction: Reduction) -> WrappedModel:
+        """Return the model of :meth:`wrap`."""
+
+    @final
+    def loader(self, indices: Tensor, sampler: Any, **loader_options: Any) -> Any:
+        """Return an iterable of ``(input_nodes, output_nodes, blocks)``; every rank must call it.
+
+        Args:
+            indices: (K,) int64, this rank's seeds; may be empty.
+            sampler: A sampler of ``dgl.dataloading``.
+        """
+        return self._keep(self.make_loader(indices, sampler, **loader_options))
+
+    @final
+    def edge_loader(self, eids: Any, sampler: Any, **loader_options: Any) -> Any:
+        """Return an iterable of ``(input_nodes, pair_graph, [negative_pair_graph,] blocks)``; collective.
+
+        ``eids`` are this rank's edges, ids or a dict of them by edge type; may be empty. All else is as for
+        :meth:`loader` and ``dglx_dist.DistEdgeDataLoader``.
+
+        Raises:
+            ConfigError: the strategy trains on nodes only.
+        """
+        if not self.strategy.traits.on_edges:
+            raise ConfigError(
+                f"strategy {self.session.strategy!r} trains on nodes, not on batches of edges; use "
+                "strategy='data_parallel'"
+            )
+        return self._keep(self.make_edge_loader(eids, sampler, **loader_options))
+
+    @final
+    def wrap(self, model: nn.Module, reduction: Reduction = "mean") -> WrappedModel:
+        """Return ``model``, wrapped to train with the other ranks; every rank must call it.
+
+        Args:
+            model: The user's model; all ranks build the same one, rank 0's weights win.
+
+        Raises:
+            ConfigError: the strategy cannot train this model exactly.
+        """
+        return self._keep(self.make_model(model, reduction))
+
+    def _keep(self, user: T) -> T:
+        # Weakly: what the user drops is gone, also while the graph is open.
+        if isinstance(user, EpochLoader | WrappedModel):
+            self.on_close.append(if_alive(user.close))
+        return user
+
+    @final
+    def close(self) -> None:
+        """Release the loaders and models, and all that they share; every rank must call it.
+
+        Afterwards the session is as it was before. ``g.close()`` calls it, too; a second call does nothing.
+        """
+        if self.is_closed:
+            return
+        self.is_closed = True
+        while self.on_close:
+            self.on_close.pop()()
+        self.session.model_share = self._share
+        if self.close in self.g.on_close:
+            self.g.on_close.remove(self.close)
 
 
 def check_one_type(strategy: str, g: DistGraph) -> None:
@@ -463,6 +529,25 @@ STRATEGIES: Registry[Strategy] = Registry(
     },
     group="dglx_dist.strategies",
 )
+
+
+_OPENED: SessionField[WeakValueDictionary[str, OpenedStrategy]] = SessionField(
+    lambda _: WeakValueDictionary()
+)
+"""The session's strategy on each of its graphs, by the label of the graph's store."""
+
+
+def open_strategy(g: DistGraph) -> OpenedStrategy:
+    """Return the session's strategy on ``g``, the same object at each call; every rank must call it.
+
+    Raises:
+        ConfigError: as :func:`strategy_of`, or the strategy does not train on this graph.
+    """
+    strategy, opened = strategy_of(g.session), _OPENED.of(g.session)
+    known = opened.get(g.kvstore.label)
+    if known is None or known.is_closed or not known.strategy.is_same(strategy):
+        known = opened[g.kvstore.label] = strategy.open(g)
+    return known
 
 
 def strategy_of(session: Session) -> Strategy:

@@ -20,10 +20,10 @@ from dglx_dist.layers.nn import install_batch_norms
 from dglx_dist.options import at_least, check_ranges, option, read_options
 from dglx_dist.records import StepShare
 from dglx_dist.strategies.base import (
+    OpenedStrategy,
     Reduction,
     Strategy,
     Traits,
-    WrappedModel,
     find_share,
     gradient_weight,
     unpacked,
@@ -60,6 +60,20 @@ class DataParallelOptions:
 
 
 @final
+class OpenedDataParallel(OpenedStrategy):
+    """Data parallel training on one graph."""
+
+    def make_loader(self, indices: Tensor, sampler: Any, **loader_options: Any) -> DataLoader:
+        return DataLoader(self.g, indices, sampler, **loader_options)
+
+    def make_edge_loader(self, eids: Any, sampler: Any, **loader_options: Any) -> DistEdgeDataLoader:
+        return DistEdgeDataLoader(self.g, eids, sampler, **loader_options)
+
+    def make_model(self, model: nn.Module, reduction: Reduction) -> DataParallelModel:
+        return DataParallelModel(model, self.session, self.options, reduction=reduction)
+
+
+@final
 class DataParallel(Strategy):
     """Every rank holds the whole model and trains on its own seeds; gradients are summed.
 
@@ -69,22 +83,14 @@ class DataParallel(Strategy):
     traits = Traits(
         unit="mini_batch",
         summary="feature rows of remote input nodes, on demand; all gradients",
+        on_edges=True,
         complexity=0,
     )
 
     read_options = staticmethod(partial(read_options, "strategy 'data_parallel'", DataParallelOptions))
 
-    def loader(self, g: DistGraph, indices: Tensor, sampler: Any, **loader_options: Any) -> Iterable[Any]:
-        return DataLoader(g, indices, sampler, **loader_options)
-
-    def edge_loader(self, g: DistGraph, eids: Any, sampler: Any, **loader_options: Any) -> Iterable[Any]:
-        return DistEdgeDataLoader(g, eids, sampler, **loader_options)
-
-    def wrap(
-        self, model: nn.Module, g: DistGraph | None = None, reduction: Reduction = "mean"
-    ) -> WrappedModel:
-        """Return ``model`` with exact gradients; collective, and raises as :func:`check_same_model`."""
-        return DataParallelModel(model, self._session, self._options, reduction=reduction)
+    def open(self, g: DistGraph) -> OpenedDataParallel:
+        return OpenedDataParallel(self, g)
 
     @staticmethod
     def candidates(context: PlanContext) -> Iterator[Candidate]:

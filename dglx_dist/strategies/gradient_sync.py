@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from dglx_dist.comm.collectives import count_all_reduce, peers_named
-from dglx_dist.comm.session import Session, SessionField, warn_user
+from dglx_dist.comm.session import Session, warn_user
 from dglx_dist.comm.trace import COMPUTE, NETWORK, WAIT
 from dglx_dist.errors import ConfigError
 from dglx_dist.internals.pytorch import (
@@ -38,10 +38,6 @@ BUCKET_BYTES = 4 * 2**20
 
 PHASE = "gradients"
 
-IS_EXACT: SessionField[bool] = SessionField(lambda _: False)
-"""Whether a loss since the last forward pass is a mean over all ranks."""
-WARNS_OF_GAPS: SessionField[bool] = SessionField(lambda _: True)
-"""Whether seeds without targets change the weights of losses, and the user has not been warned yet."""
 _MODERATE = 10.0
 """Largest score of a row that has a gradient in float32 under any loss with a part for it; of larger ones,
 the gradient of a loss may round to 0."""
@@ -162,9 +158,13 @@ class GradientExchange:
         self._holding = self._holds = False
         """Whether forward is under :meth:`hold`, and whether the running backward is of such calls."""
         self._held: dict[int, HeldGradient] = {}
-        for index, parameter in enumerate(self._parameters):
+        self._hooks = [
             _on_accumulation(parameter, self._hook_of(index))
-        watch_steps(GradientExchange.refuse_held, self)
+            for index, parameter in enumerate(self._parameters)
+        ]
+        self._unwatch = watch_steps(GradientExchange.refuse_held, self)
+        self.warns_of_gaps = True
+        """Whether seeds without targets change the loss, and the user has not been warned yet."""
 
     def mark(self, output: Any, weight: float) -> Any:
         """Return (nested) ``output``, such that backward through any tensor in it exchanges with ``weight``.
@@ -184,10 +184,19 @@ class GradientExchange:
             free = [parameter for parameter in self._parameters if not has_gradient_hooks(parameter)]
             found = _Mark.apply(anchor, len(outputs), *outputs, *free)  # type: ignore[no-untyped-call]  # torch leaves it bare
             if len(outputs) == 1:
-                watch_gaps(found[0], self._session)
+                self.watch_gaps(found[0])
             return cast("tuple[Tensor, ...]", found)
 
         return replace_floats(output, marked)
+
+    def close(self) -> None:
+        """Leave the parameters and the optimizers alone, and free the buckets."""
+        self._unwatch()
+        for hook in self._hooks:
+            hook.remove()
+        self._buckets, self._bucket_of, self._layout = [], {}, ()
+        self._in_flight.clear()
+        self._pending.clear()
 
     @contextmanager
     def hold(self) -> Iterator[None]:
@@ -211,6 +220,45 @@ class GradientExchange:
         if reset:
             self.waited_s = 0.0
         return waited
+
+    def watch_gaps(self, scores: Tensor) -> None:
+        """Warn once, in backward, if seeds of this step have no part in a loss that is the mean of a rank.
+
+        The gradient of their rows of ``scores`` is 0, or NaN as of a mean over no targets. What is on a GPU
+        is not looked at: steps wait for none.
+        """
+        session = self._session
+        session.is_loss_exact = False
+        share, rank = session.model_share, session.topology.rank
+        num_seeds = 0 if share is None else share.num_local
+        if not num_seeds or scores.shape[:1] != (num_seeds,) or scores.element_size() < 4:
+            return
+        if session.topology.world_size == 1 or scores.device.type != "cpu" or not self.warns_of_gaps:
+            return
+        values = scores.detach()
+
+        def look(gradient: Tensor) -> None:
+            if session.is_loss_exact or not self.warns_of_gaps:
+                return
+            rows = gradient.reshape(num_seeds, -1)
+            is_zero, is_nan = (rows == 0).all(1), rows.isnan().any(1)
+            if is_zero.any():
+                is_zero &= values.reshape(num_seeds, -1).abs().amax(1) <= _MODERATE
+            count = int((is_zero | is_nan).sum())
+            if not count:
+                return
+            self.warns_of_gaps = False
+            message = (
+                f"{count} of the {len(rows)} seeds in this batch of rank {rank} have no part in the loss "
+                "(their gradient is 0 or NaN, as without a target); the mean is exact over all ranks as "
+                "dx.global_mean(sum of the losses, number of targets)"
+            )
+            if rank == 0:
+                warn_user(message)
+            else:
+                log.warning("rank %d: %s", rank, message)
+
+        scores.register_hook(look)  # type: ignore[no-untyped-call]  # torch leaves it bare
 
     def _begin(self, weight: float, holds: bool) -> None:
         graph_task = current_backward()
@@ -390,44 +438,5 @@ class _Mark(torch.autograd.Function):
         return gradients[0].new_zeros(()), None, *gradients, *[None] * ctx.num_parameters
 
 
-def watch_gaps(scores: Tensor, session: Session) -> None:
-    """Warn once, in backward, if seeds of this step have no part in a loss that is the mean of a rank.
-
-    The gradient of their rows of ``scores`` is 0, or NaN as of a mean over no targets. What is on a GPU is
-    not looked at: steps wait for none.
-    """
-    IS_EXACT.set(session, False)
-    share, rank = session.model_share, session.topology.rank
-    num_seeds = 0 if share is None else share.num_local
-    if not num_seeds or scores.shape[:1] != (num_seeds,) or scores.element_size() < 4:
-        return
-    if session.topology.world_size == 1 or scores.device.type != "cpu" or not WARNS_OF_GAPS.of(session):
-        return
-    values = scores.detach()
-
-    def look(gradient: Tensor) -> None:
-        if IS_EXACT.of(session) or not WARNS_OF_GAPS.of(session):
-            return
-        rows = gradient.reshape(num_seeds, -1)
-        is_zero, is_nan = (rows == 0).all(1), rows.isnan().any(1)
-        if is_zero.any():
-            is_zero &= values.reshape(num_seeds, -1).abs().amax(1) <= _MODERATE
-        count = int((is_zero | is_nan).sum())
-        if not count:
-            return
-        WARNS_OF_GAPS.set(session, False)
-        message = (
-            f"{count} of the {len(rows)} seeds in this batch of rank {rank} have no part in the loss (their "
-            "gradient is 0 or NaN, as without a target); the mean is exact over all ranks as "
-            "dx.global_mean(sum of the losses, number of targets)"
-        )
-        if rank == 0:
-            warn_user(message)
-        else:
-            log.warning("rank %d: %s", rank, message)
-
-    scores.register_hook(look)  # type: ignore[no-untyped-call]  # torch leaves it bare
-
-
-def _on_accumulation(leaf: Tensor, action: Callable[[Tensor], None]) -> None:
-    leaf.register_post_accumulate_grad_hook(action)  # type: ignore[no-untyped-call]  # torch leaves it bare
+def _on_accumulation(leaf: Tensor, action: Callable[[Tensor], None]) -> Any:
+    return leaf.register_post_accumulate_grad_hook(action)  # type: ignore[no-untyped-call]  # torch leaves it bare

@@ -22,7 +22,7 @@ from dglx_dist.comm.exchange import bytes_of
 from dglx_dist.comm.session import Session, warn_user
 from dglx_dist.errors import ConfigError
 from dglx_dist.strategies.base import Reduction, WrappedModel
-from dglx_dist.strategies.gradient_sync import WARNS_OF_GAPS, GradientExchange
+from dglx_dist.strategies.gradient_sync import GradientExchange
 
 
 class ReplicatedModel(WrappedModel):
@@ -47,6 +47,7 @@ class ReplicatedModel(WrappedModel):
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._trained = {id(parameter) for _, parameter in trained}
         self._exchange = GradientExchange(trained, session, self._options.bucket_bytes)
+        self._exchange.warns_of_gaps = self._reduction == "mean"
         self._buffer_means = BufferMeans(model, session, self._reduction)
         self._exchange.after = self._buffer_means.average
 
@@ -67,6 +68,10 @@ class ReplicatedModel(WrappedModel):
 
     def note_buffers(self) -> None:
         self._buffer_means.note()
+
+    def close(self) -> None:
+        super().close()
+        self._exchange.close()
 
 
 def broadcast_state(model: nn.Module, session: Session) -> None:
@@ -96,8 +101,6 @@ def check_same_model(
     """
     if reduction not in ("mean", "sum"):
         raise ConfigError(f"reduction={reduction!r} must be 'mean' or 'sum'")
-    if reduction == "sum":
-        WARNS_OF_GAPS.set(session, False)
     places = {one.device: name for name, one in (*model.named_parameters(), *model.named_buffers())}
     described = [
         f"reduction={reduction}, {settings}",

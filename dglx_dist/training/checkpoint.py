@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, count
+from itertools import chain
 from pathlib import Path
 from threading import Thread
 from typing import Any, Protocol, TypeAlias
@@ -359,7 +359,6 @@ class _Snapshot:
     state: Mapping[str, object]
 
 
-_WRITERS: SessionField[Iterator[int]] = SessionField(lambda _session: count())
 _WRITTEN = "written"
 
 
@@ -376,7 +375,7 @@ class CheckpointWriter:
 
     def __init__(self, folder: str | Path, state: RunState, keep: int | None = None) -> None:
         self._session, self._folder, self._saved, self._keep = current_session(), Path(folder), state, keep
-        op = f"checkpoints-{next(_WRITERS.of(self._session))}"
+        op = f"checkpoints-{self._session.next_number('checkpoints')}"
         self._reports = OneSidedExchange(self._session, op, "start again from the checkpoint before")
         self._buffers: dict[str, Tensor] = {}
         """Kept for the next copy, since new memory is slow to fill."""

@@ -19,7 +19,6 @@ from dglx_dist.comm.session import Session, SessionField, current_session
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import LABEL
 from dglx_dist.strategies.base import Reduction, gradient_weight
-from dglx_dist.strategies.gradient_sync import IS_EXACT
 from dglx_dist.training.metrics import PHASE
 from dglx_dist.training.tasks import LossFunction, own_pieces
 
@@ -114,7 +113,7 @@ def _show(value: Any) -> str:
 
 def _mean_of(total: Tensor, sums: Tensor, session: Session, reduction: Reduction = "mean") -> Tensor:
     """Return the mean of the ``sums`` of all ranks, with the gradient of this rank's ``total``."""
-    IS_EXACT.set(session, True)
+    session.is_loss_exact = True
     weight = gradient_weight(session.model_share, reduction)
     loss_sum, num_terms = sums.tolist()
     NUM_TERMS.of(session).append(num_terms)

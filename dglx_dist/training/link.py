@@ -28,7 +28,7 @@ from dglx_dist.graph.split import edge_split
 from dglx_dist.keyed_random import hash_ids, splitmix64, stream_key
 from dglx_dist.options import list_names
 from dglx_dist.records import FEATURE, SPLITS, Array, EdgeType, type_text
-from dglx_dist.strategies.base import strategy_of
+from dglx_dist.strategies.base import open_strategy
 from dglx_dist.training.config import LINK, metrics_of
 from dglx_dist.training.inference import batches, evaluating, layerwise_inference, whole_of
 from dglx_dist.training.metrics import (
@@ -710,5 +710,5 @@ def link_loader(
             for etype in targets
         }
         options |= {"exclude": "reverse_id", "reverse_eids": tables}
-    loader = strategy_of(g.session).edge_loader
-    return loader(g, eids, sampler, batch_size=batch_size, shuffle=True, **options)
+    loader = open_strategy(g).edge_loader
+    return loader(eids, sampler, batch_size=batch_size, shuffle=True, **options)

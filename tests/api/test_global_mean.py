@@ -19,7 +19,7 @@ import dglx_dist as dx
 from dglx_dist.comm.topology import Topology
 from dglx_dist.records import StepShare
 from dglx_dist.strategies.base import count_targets
-from dglx_dist.strategies.gradient_sync import watch_gaps
+from dglx_dist.strategies.gradient_sync import GradientExchange
 from tests.helpers.ranks import run_ranks
 
 NUM_NODES, CLASSES = 40, 3
@@ -192,7 +192,7 @@ def messages_of(scores: Tensor, loss_of: Callable[[Tensor], Tensor]) -> list[str
         session.topology = Topology(0, 2, (0, 0))
         session.model_share = StepShare(num_local=3, num_global=6)
         scores = scores.requires_grad_() * 1
-        watch_gaps(scores, session)
+        GradientExchange([], session, 1).watch_gaps(scores)
         loss_of(scores.as_subclass(Tensor)).backward()
         session.topology = Topology(0, 1, (0,))
         return [str(warning.message) for warning in caught if "global_mean" in str(warning.message)]

@@ -119,7 +119,7 @@ def train_tasks(
     ids = g.edata["train_mask"][:].nonzero()[:, 0]
     ids = ids[g.orig_edge_ids(ids).argsort()]
     mine = cut(ids, SHARES, session.topology.rank, session.topology.world_size)
-    strategy = STRATEGIES.get(strategy_name)(session, options)
+    strategy = STRATEGIES.get(strategy_name)(session, options).open(g)
     results = {}
     for task in only:
         exclude = TASKS[task]
@@ -130,8 +130,8 @@ def train_tasks(
             negative_sampler=negative.Uniform(NEGATIVES) if task.startswith("links") else None,
             prefetch_labels=["label"],
         )
-        loader = strategy.edge_loader(g, mine, sampler, batch_size=BATCH, shuffle=True, seed=9)
-        results[task] = train(task, strategy.wrap(first_net(), g), loader, g)
+        loader = strategy.edge_loader(mine, sampler, batch_size=BATCH, shuffle=True, seed=9)
+        results[task] = train(task, strategy.wrap(first_net()), loader, g)
     return results
 
 

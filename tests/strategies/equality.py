@@ -274,7 +274,7 @@ def on_ranks(folder: str, columns: list[Column]) -> dict[str, Any]:
         options = dict(column.options)
         if "parameter_servers" in options:
             options["parameter_servers"] = min(options["parameter_servers"], topology.world_size)
-        strategy = STRATEGIES.get(column.strategy)(session, options)
+        strategy = STRATEGIES.get(column.strategy)(session, options).open(g)
         os.environ["DGLX_MESSAGE_PASSING"] = "torch" if column.in_torch else ""
         calls = _count_calls("spmm")
         for share in shares_of(column, topology.world_size):
@@ -284,7 +284,7 @@ def on_ranks(folder: str, columns: list[Column]) -> dict[str, Any]:
                 if loader is None or not column.keeps_loader:
                     loader = _loader(strategy, g, mine, len(train_ids))
                 device = "cpu" if column.strategy == "lambda" else session.device
-                model = strategy.wrap(model_of(kind, g).to(device), g)
+                model = strategy.wrap(model_of(kind, g).to(device))
                 train(model, loader, column.steps)
                 weights = [p.detach().cpu().numpy().copy() for p in model.whole().parameters()]
                 results[f"{column}/{kind}/{share}"] = weights
@@ -315,8 +315,8 @@ def _loader(strategy: Any, g: DistGraph, mine: Tensor, batch_size: int) -> Any:
     sampler = dgl.dataloading.MultiLayerFullNeighborSampler(
         2, prefetch_node_feats=["feat"], prefetch_labels=["label"]
     )
-    options = {} if strategy.traits.unit == "full_graph" else {"batch_size": batch_size}
-    return strategy.loader(g, mine, sampler, **options)
+    options = {} if strategy.strategy.traits.unit == "full_graph" else {"batch_size": batch_size}
+    return strategy.loader(mine, sampler, **options)
 
 
 def train(model: WrappedModel, loader: Any, epochs: int) -> None:

@@ -101,13 +101,13 @@ def on_ranks(folder: str) -> dict[str, Any]:
     ids = equality.new_ids_of_training(g)
     mine = equality.cut(ids, equality.SHARES["uneven"], rank, world_size)
     for way in WAYS:
-        strategy = STRATEGIES.get(way.strategy)(session, way.options)
+        strategy = STRATEGIES.get(way.strategy)(session, way.options).open(g)
         loader = equality._loader(strategy, g, mine, len(ids))
         for kind in way.layers:
             moved: dict[bool, Counter[str]] = {}
             loops: list[list[Any]] = []
             for bf16, around in ((False, False), (True, True), (True, False)):
-                model = strategy.wrap(Net(kind), g)
+                model = strategy.wrap(Net(kind))
                 before = session.ledger.snapshot()
                 batches = (
                     (blocks, blocks[0].srcdata["feat"], blocks[-1].dstdata["label"], slice(None))

@@ -148,7 +148,8 @@ MEAN_CASES: dict[str, Callable[..., None]] = {
 
 def wrap(session: Session, model: nn.Module, **options: Any) -> nn.Module:
     reduction = options.pop("reduction", "mean")
-    return STRATEGIES.get("data_parallel")(session, options).wrap(model, None, reduction)  # type: ignore[arg-type]
+    g: Any = SimpleNamespace(session=session, on_close=[])
+    return STRATEGIES.get("data_parallel")(session, options).open(g).wrap(model, reduction)
 
 
 def _all_cases(cut: tuple[int, ...]) -> dict[str, Any]:

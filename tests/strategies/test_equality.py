@@ -166,9 +166,9 @@ def _many_steps(folder: str, fanouts: list[int]) -> list[Any]:
     sampler = dgl.dataloading.NeighborSampler(
         fanouts, prefetch_node_feats=["feat"], prefetch_labels=["label"]
     )
-    strategy = STRATEGIES.get("data_parallel")(session, {})
-    loader = strategy.loader(g, mine, sampler, batch_size=size)
-    model = strategy.wrap(equality.model_of("sage", g).to(session.device), g)
+    strategy = STRATEGIES.get("data_parallel")(session, {}).open(g)
+    loader = strategy.loader(mine, sampler, batch_size=size)
+    model = strategy.wrap(equality.model_of("sage", g).to(session.device))
     equality.train(model, loader, 1)
     return [p.detach().cpu().numpy().copy() for p in model.parameters()]
 
@@ -204,7 +204,7 @@ def _wrong_rules(folder: str) -> dict[str, list[Any]]:
     sampler = dgl.dataloading.MultiLayerFullNeighborSampler(
         2, prefetch_node_feats=["feat"], prefetch_labels=["label"]
     )
-    loader = STRATEGIES.get("data_parallel")(session, {}).loader(g, mine, sampler, batch_size=len(ids))
+    loader = STRATEGIES.get("data_parallel")(session, {}).open(g).loader(mine, sampler, batch_size=len(ids))
     loader.checks_training = False
     found = {}
     # A sum is so many times DDP's mean, and plain SGD takes either times its rate.

@@ -90,11 +90,11 @@ def _train(folder: str, share: str) -> dict[str, Any]:
         )
         authors = DistEmbedding(40, HIDDEN, f"rows-{case}", part_policy=policy, dtype=torch.float64)
         _fill(authors.weight, g)
-        strategy = STRATEGIES.get("data_parallel")(session, {})
-        loader = strategy.loader(g, {"paper": mine}, sampler, batch_size=len(ids))
+        strategy = STRATEGIES.get("data_parallel")(session, {}).open(g)
+        loader = strategy.loader({"paper": mine}, sampler, batch_size=len(ids))
         inputs = EntityInputs(g, embeddings={"author": authors})
         assert inputs.feature_widths == hetero.WIDTHS
-        model = strategy.wrap(model_of(g, case), g)
+        model = strategy.wrap(model_of(g, case))
         optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
         sparse = optim.SparseSGD([authors], lr=RATE)
         if case == "bases":

@@ -34,10 +34,10 @@ def weights_after(name: str, g: DistGraph, device: torch.device | None = None) -
     session, topology = g.session, g.session.topology
     mine = cut(new_ids_of_training(g), SHARES["uneven"], topology.rank, topology.world_size)
     sampler = MultiLayerFullNeighborSampler(2, prefetch_node_feats=["feat"], prefetch_labels=["label"])
-    strategy = STRATEGIES.get(name)(session, CASES[name])
-    sizes = {} if strategy.traits.unit == "full_graph" else {"batch_size": 20}
-    loader = strategy.loader(g, mine, sampler, device=device, **sizes)
-    model = strategy.wrap(model_of("sage", g).to(device), g)
+    strategy = STRATEGIES.get(name)(session, CASES[name]).open(g)
+    sizes = {} if strategy.strategy.traits.unit == "full_graph" else {"batch_size": 20}
+    loader = strategy.loader(mine, sampler, device=device, **sizes)
+    model = strategy.wrap(model_of("sage", g).to(device))
     loop(model, loader, torch.optim.SGD(model.parameters(), lr=0.1), 2)
     return [parameter.detach().cpu().clone() for parameter in model.whole().parameters()]
 

@@ -88,15 +88,15 @@ class Model(nn.Module):
 def trained_on(device: str, g: DistGraph, column: Column, kind: str) -> tuple[list[Any], Counter[Any]]:
     """Train two epochs; return shapes, dtypes and devices of all that a step makes, and the bytes moved."""
     session, rank = g.session, g.session.topology.rank
-    strategy = STRATEGIES.get(column.strategy)(session, dict(column.options))
+    strategy = STRATEGIES.get(column.strategy)(session, dict(column.options)).open(g)
     # No batch is empty: a rank without a gradient reads from the device whether others have it.
     ids = equality.new_ids_of_training(g)[: 2 * BATCH * 2]
     mine = ids[rank :: session.topology.world_size]
-    sizes = {} if strategy.traits.unit == "full_graph" else {"batch_size": BATCH, "shuffle": True}
+    sizes = {} if strategy.strategy.traits.unit == "full_graph" else {"batch_size": BATCH, "shuffle": True}
     before, seen = session.ledger.snapshot(), list[Any]()
-    loader = strategy.loader(g, mine, runs.sampler(), device=device, seed=5, **sizes)
+    loader = strategy.loader(mine, runs.sampler(), device=device, seed=5, **sizes)
     torch.manual_seed(11)
-    model = strategy.wrap(Model(kind).to(device, torch.float64), g)
+    model = strategy.wrap(Model(kind).to(device, torch.float64))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for _ in range(EPOCHS):
         for input_nodes, output_nodes, blocks in loader:

@@ -7,7 +7,7 @@ import pytest
 
 from dglx_dist.errors import ConfigError, UnknownNameError
 from dglx_dist.options import read_options
-from dglx_dist.strategies.base import STRATEGIES, Strategy, resolve_strategy
+from dglx_dist.strategies.base import STRATEGIES, OpenedStrategy, Traits, resolve_strategy
 from dglx_dist.strategies.data_parallel import DataParallel
 
 
@@ -55,11 +55,13 @@ def test_options_are_checked_by_type() -> None:
 
 
 def test_a_strategy_that_knows_nodes_only_says_so() -> None:
-    class NodesOnly(Strategy):
-        def __init__(self, session: Any, options: Any) -> None: ...
-        def loader(self, g: Any, indices: Any, sampler: Any, **loader_options: Any) -> Any: ...
-        def wrap(self, model: Any, g: Any, reduction: Any = "mean") -> Any: ...
+    class NodesOnly(OpenedStrategy):
+        def make_loader(self, indices: Any, sampler: Any, **loader_options: Any) -> Any: ...
+        def make_model(self, model: Any, reduction: Any) -> Any: ...
 
-    g = SimpleNamespace(session=SimpleNamespace(strategy="nodes_only"))
+    session = SimpleNamespace(strategy="nodes_only", model_share=None)
+    g: Any = SimpleNamespace(session=session, on_close=[])
+    traits = Traits(unit="mini_batch", summary="")
+    opened = NodesOnly(SimpleNamespace(traits=traits, options={}), g)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="strategy 'nodes_only' trains on nodes, not on batches of edges"):
-        NodesOnly(None, {}).edge_loader(g, [], None)  # type: ignore[arg-type]
+        opened.edge_loader([], None)

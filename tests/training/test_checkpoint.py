@@ -560,7 +560,7 @@ def on_rank(data: str, folder: str, size: int, resume: bool) -> dict[str, Any]:
         for name, make in OPTIMIZERS.items():
             model = convolution()
             if size:
-                model = STRATEGIES.get("push_pull")(session, {"group_size": size}).wrap(model, g)
+                model = STRATEGIES.get("push_pull")(session, {"group_size": size}).open(g).wrap(model)
             optimizer = make(model.parameters())
             place = f"{folder}/{name}"
             if resume:

@@ -45,11 +45,11 @@ def prepared(
     g: DistGraph, model: torch.nn.Module, fanouts: list[int], ids: Any = None, **options: Any
 ) -> tuple[Any, Any]:
     """A loader of data_parallel, over all training nodes unless ``ids`` are given, and the wrapped model."""
-    strategy = STRATEGIES.get("data_parallel")(g.session, {})
+    strategy = STRATEGIES.get("data_parallel")(g.session, {}).open(g)
     told = {"prefetch_node_feats": ["feat"], "prefetch_labels": ["label"]}
     nodes = equality.new_ids_of_training(g) if ids is None else ids
-    loader = strategy.loader(g, nodes, dgl.dataloading.NeighborSampler(fanouts, **told), **options)
-    return loader, strategy.wrap(model, g)
+    loader = strategy.loader(nodes, dgl.dataloading.NeighborSampler(fanouts, **told), **options)
+    return loader, strategy.wrap(model)
 
 
 def _fit(g: DistGraph, dropout: float = 0.5, **config: Any) -> tuple[FitResult, list[Any]]:

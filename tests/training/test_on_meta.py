@@ -123,7 +123,7 @@ def test_a_model_without_values_is_refused(dataset: str, strategy: str) -> None:
     with start_session(strategy=strategy):
         g, model = DistGraph(dataset), build_model("sage", *SIZES).to(META)
         with pytest.raises(ConfigError, match="on meta"):
-            STRATEGIES.get(strategy)(g.session, {}).wrap(model, g)
+            STRATEGIES.get(strategy)(g.session, {}).open(g).wrap(model)
 
 
 def test_the_structure_of_a_local_graph_is_copied_once(dataset: str, monkeypatch: pytest.MonkeyPatch) -> None:

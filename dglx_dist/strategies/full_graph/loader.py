@@ -5,9 +5,7 @@ See docs/strategies/shared_preload.md; an epoch has one plan, or those of severa
 
 from __future__ import annotations
 
-import threading
 import time
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -20,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dglx_dist.comm.codec import WireDtype
-from dglx_dist.comm.collectives import barrier, gather_arrays, gather_int64, gather_json
+from dglx_dist.comm.collectives import gather_arrays, gather_int64, gather_json
 from dglx_dist.comm.devices import carried, open_copies
 from dglx_dist.comm.exchange import row_exchanges
 from dglx_dist.comm.trace import LOADER
@@ -208,8 +206,6 @@ class PlanSource:
         else:
             # All samples have the same seeds in total, though distributed differently over the ranks.
             self._sizes = gather_int64([self.plan(0, 0).seeds], g.session).sum(axis=0)
-        if len(self) > 1:
-            _close_on_all_ranks(g, self)
 
     def __len__(self) -> int:
         """Steps of an epoch, equal on all ranks."""
@@ -265,24 +261,6 @@ class PlanSource:
             # The same object again, so that the loader keeps its features.
             self._held = {key: plan}
         return plan
-
-
-def _close_on_all_ranks(g: DistGraph, source: PlanSource) -> None:
-    """Close ``source`` with the graph or session, after a barrier: until then this rank answers others."""
-    # Weak, so that the graph does not keep the data of a deleted loader alive.
-    known, left, session = weakref.ref(source), threading.Event(), g.session
-
-    def leave() -> None:
-        if left.is_set():
-            return
-        left.set()
-        found = known()
-        if found is not None:
-            found.close()
-        barrier(session, "the last plan of cooperative batches")
-
-    g.on_close.append(leave)
-    session.before_close.append(leave)
 
 
 def _open_cache(g: DistGraph, seeds: ServerSeeds, spec: PlanSpec) -> PlanCache:

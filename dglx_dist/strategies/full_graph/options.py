@@ -18,7 +18,6 @@ from dglx_dist.dataloading.feature_fetch import Columns, RowMemory
 from dglx_dist.dataloading.sampler_spec import Fanout, find_columns, read_sampler
 from dglx_dist.dataloading.step_loader import read_items, read_loader_options, seed_of
 from dglx_dist.errors import ConfigError
-from dglx_dist.memory import read_size
 from dglx_dist.options import Check, at_least, between, check_ranges, one_of, option
 from dglx_dist.records import Array
 from dglx_dist.strategies.base import check_one_type
@@ -50,7 +49,7 @@ PRELOADING = (
 """Options of shared_preload."""
 COOPERATIVE = (
     *(name for name in PRELOADING if name not in ("hops", "aggregate")),
-    *("external_inner", "batches", "memory", "composition", "keep"),
+    *("external_inner", "batches", "composition", "keep"),
 )
 
 _FANOUT = Check(
@@ -97,11 +96,7 @@ class FullGraphOptions:
     )
     resample_every: int = option(0, "Epochs between selections; 0: never.", check=at_least(0))
     external_inner: Inner = option("server", "What the expansion starts from.")
-    batches: int | None = option(
-        None, "R: cooperative batches per epoch; None: 1, or as few as memory allows.", check=at_least(1)
-    )
-    memory: str = ""
-    """Limit of a rank for training, as "4GB"; empty: none."""
+    batches: int = option(1, "R: cooperative batches per epoch.", check=at_least(1))
     composition: Composition = option("random", "Which seeds are in one batch.")
     keep: Keep = option(
         "disk",
@@ -117,13 +112,6 @@ class FullGraphOptions:
                 f"options staleness=1 and wire_dtype={self.wire_dtype!r}: late rows are sent in their own "
                 "type; leave one of the two out"
             )
-        if self.memory and self.batches:
-            raise ConfigError(
-                f"options batches={self.batches} and memory={self.memory}: give the number of cooperative "
-                "batches per epoch, or the memory limit of a rank ('4GB'), and not both"
-            )
-        if self.memory and not self.memory_bytes:
-            raise ConfigError(f"option memory={self.memory!r} must be above 0, as '4GB'")
         if self.external_fanout is None and self.external_hops:
             raise ConfigError(
                 f"external_hops={self.external_hops} without external_fanout does not say how many external "
@@ -139,10 +127,6 @@ class FullGraphOptions:
                 f"option hops={self.hops} means that layers above exchange rows with other servers, but with "
                 f"external_hops={self.eas.hops} none does; leave one of them out"
             )
-
-    @property
-    def memory_bytes(self) -> int:
-        return read_size(self.memory) if self.memory else 0
 
     @property
     def eas(self) -> EasOptions | None:

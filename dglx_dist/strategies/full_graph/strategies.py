@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from torch import Tensor, nn
 
-from dglx_dist.comm.collectives import check_equal
-from dglx_dist.comm.session import SessionField
-from dglx_dist.errors import ConfigError
+from dglx_dist.comm.collectives import barrier, check_equal
 from dglx_dist.graph.shared_memory import warn_of_edges
 from dglx_dist.options import read_options
 from dglx_dist.strategies.base import (
+    OpenedStrategy,
     Reduction,
     Strategy,
     Traits,
-    WrappedModel,
     check_one_type,
 )
 from dglx_dist.strategies.full_graph import cost as costs
 from dglx_dist.strategies.full_graph.loader import (
-    Batch,
     FullGraphLoader,
     PlanMaker,
     PlanSource,
     PlanSpec,
     gather_seeds,
 )
-from dglx_dist.strategies.full_graph.memory_estimate import MemoryEstimate, choose_batches
 from dglx_dist.strategies.full_graph.model import HaloModel, check_rows_stay_apart
 from dglx_dist.strategies.full_graph.options import (
     COOPERATIVE,
@@ -59,65 +55,76 @@ class _FullGraphStrategy(Strategy):
     inspect = staticmethod(check_rows_stay_apart)
     cost = staticmethod(costs.cost)
 
-    _options: FullGraphOptions
+    options: FullGraphOptions
 
-    def loader(self, g: DistGraph, indices: Tensor, sampler: Any, **loader_options: Any) -> Iterable[Any]:
-        """Return a :class:`FullGraphLoader`, or one that waits for a model; every rank must call it.
+    def open(self, g: DistGraph) -> OpenedFullGraph:
+        return OpenedFullGraph(self, g)
 
-        With option ``memory`` it is made for the model wrapped before it, unless that one has a loader. Then
-        its length is unknown until the next model is wrapped. The rank or server that owns a seed computes
-        it. The sampler gives the number of layers and the columns to prefetch; a batch size has no effect.
+
+@final
+class OpenedFullGraph(OpenedStrategy):
+    """Full-graph training on one graph."""
+
+    strategy: _FullGraphStrategy
+    options: FullGraphOptions
+
+    def make_loader(self, indices: Tensor, sampler: Any, **loader_options: Any) -> FullGraphLoader:
+        """Return the loader; every rank must call it.
+
+        The rank or server that owns a seed computes it. The sampler gives the number of layers and the
+        columns to prefetch; a batch size has no effect.
 
         Raises:
             ConfigError: on all ranks: an argument or option is not supported; see :func:`read_request`.
             PeerError: a rank did not take part.
         """
-        options = self._options
-        check_equal(g.session, f"an option of {self.name}", asdict(options))
-        request = read_request(self.name, g, indices, sampler, loader_options)
+        g, options, strategy = self.g, self.options, self.strategy
+        check_equal(g.session, f"an option of {strategy.name}", asdict(options))
+        request = read_request(strategy.name, g, indices, sampler, loader_options)
         request = replace(request, wire=options.wire_dtype)
-        warn_of_edges(g.session, g.edge_bounds, self.edge_bytes)
-        maker = PlanMaker(g, gather_seeds(g, request.seeds) if self.gathers_seeds else request.seeds)
+        warn_of_edges(g.session, g.edge_bounds, strategy.edge_bytes)
+        maker = PlanMaker(g, gather_seeds(g, request.seeds) if strategy.gathers_seeds else request.seeds)
         spec = PlanSpec(
             num_layers=request.num_layers,
             hops=options.hops_of(request.num_layers),
-            num_batches=options.batches or 1,
+            num_batches=options.batches,
             composition=options.composition,
             eas=options.eas,
             seed=request.seed,
             split=options.split,
             cover=options.aggregate == "cover",
         )
+        source = PlanSource(g, maker, spec, keep=options.keep == "disk")
+        if len(source) > 1:
+            close_with(self, source)
+        return FullGraphLoader(g, source, request, use_pp=options.use_pp)
 
-        def opened(spec: PlanSpec) -> FullGraphLoader:
-            source = PlanSource(g, maker, spec, keep=options.keep == "disk")
-            return FullGraphLoader(g, source, request, use_pp=options.use_pp)
-
-        if not options.memory:
-            return opened(spec)
-
-        def opened_for(model: nn.Module) -> tuple[FullGraphLoader, MemoryEstimate]:
-            number, estimate = choose_batches(g, maker, spec, request, options.memory_bytes, model)
-            return opened(replace(spec, num_batches=number)), estimate
-
-        state = _STATE.of(g.session)
-        loader = DeferredLoader(opened_for, lambda: state.model())
-        state.settle_or_defer(loader)
-        return loader
-
-    def wrap(self, model: nn.Module, g: DistGraph, reduction: Reduction = "mean") -> WrappedModel:
+    def make_model(self, model: nn.Module, reduction: Reduction) -> HaloModel:
         """Return ``model`` with layers that exchange rows; every rank must call it.
 
-        Settles deferred loaders of the session.
-
         Raises:
-            ConfigError: the model mixes rows, as a batch norm does; the graph has several types; even the
-                smallest cooperative batches exceed option ``memory``; or as for data_parallel.
+            ConfigError: the model mixes rows, as a batch norm does; the graph has several types; or as for
+                data_parallel.
         """
-        check_one_type(self.name, g)
-        wrapped = HaloModel(model, g.session, self._options, reduction=reduction)
-        _STATE.of(g.session).set_model(wrapped)
-        return wrapped
+        check_one_type(self.strategy.name, self.g)
+        return HaloModel(model, self.session, self.options, reduction=reduction)
+
+
+def close_with(opened: OpenedStrategy, source: PlanSource) -> None:
+    """Close ``source`` with the strategy or session, after a barrier: until then this rank answers others."""
+    # Weak, so that the graph does not keep the data of a deleted loader alive.
+    known, session = weakref.ref(source), opened.session
+
+    def leave() -> None:
+        session.before_close.remove(leave)
+        if leave in opened.on_close:
+            opened.on_close.remove(leave)
+        if (found := known()) is not None:
+            found.close()
+        barrier(session, "the last plan of cooperative batches")
+
+    opened.on_close.append(leave)
+    session.before_close.append(leave)
 
 
 @final
@@ -177,77 +184,3 @@ class Cooperative(_FullGraphStrategy):
     )
     read_options = staticmethod(partial(_read, name, names=COOPERATIVE))
     candidates = staticmethod(costs.cooperative_candidates)
-
-
-@final
-class DeferredLoader:
-    """A :class:`FullGraphLoader` whose number of steps depends on the memory of a model.
-
-    It is usable once it has a model: the next one that is wrapped, or the ``earlier`` one, the same on all
-    ranks, if iteration begins first. ``opened`` opens the loader for a model and returns its memory estimate;
-    collective.
-    """
-
-    def __init__(
-        self,
-        opened: Callable[[nn.Module], tuple[FullGraphLoader, MemoryEstimate]],
-        earlier: Callable[[], HaloModel | None],
-    ) -> None:
-        self._opened, self._earlier = opened, earlier
-        self._loader: FullGraphLoader | None = None
-        self.memory: MemoryEstimate | None = None
-        """Estimate of the largest cooperative batch on this rank; None without a model."""
-
-    def settle(self, model: nn.Module) -> None:
-        """Open the loader for the user's ``model``, unless it is open; every rank must call it."""
-        if self._loader is None:
-            self._loader, self.memory = self._opened(model)
-
-    def __len__(self) -> int:
-        return len(self._settled)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or not hasattr(FullGraphLoader, name):
-            raise AttributeError(name)
-        return getattr(self._settled, name)
-
-    def __iter__(self) -> Iterator[Batch]:
-        if (wrapped := self._earlier()) is not None:
-            self.settle(wrapped.module)
-        return iter(self._settled)
-
-    @property
-    def _settled(self) -> FullGraphLoader:
-        if self._loader is None:
-            raise ConfigError(
-                "the number of cooperative batches that fit into option memory depends on the model; call "
-                "dx.wrap(model, g) before using the loader, or give batches=R instead of memory"
-            )
-        return self._loader
-
-
-@final
-class _State:
-    def __init__(self) -> None:
-        self.model: Callable[[], HaloModel | None] = lambda: None
-        """The last one, while it lives."""
-        self._is_new = False
-        """Whether the model was wrapped after all existing loaders."""
-        self._deferred: list[DeferredLoader] = []
-
-    def settle_or_defer(self, loader: DeferredLoader) -> None:
-        # Scripts that compare models make each loader while the last model lives.
-        wrapped, self._is_new = self.model() if self._is_new else None, False
-        if wrapped is None:
-            self._deferred.append(loader)
-        else:
-            loader.settle(wrapped.module)
-
-    def set_model(self, wrapped: HaloModel) -> None:
-        self.model, deferred, self._deferred = weakref.ref(wrapped), self._deferred, []
-        self._is_new = not deferred
-        for loader in deferred:
-            loader.settle(wrapped.module)
-
-
-_STATE: SessionField[_State] = SessionField(lambda _: _State())

@@ -24,7 +24,7 @@ from dglx_dist.comm.collectives import (
     sum_over_ranks,
 )
 from dglx_dist.comm.rpc import Pending
-from dglx_dist.comm.session import Session, SessionField
+from dglx_dist.comm.session import Session
 from dglx_dist.data.storage.arrays import ArrayFolder
 from dglx_dist.data.storage.columns import numpy_dtype, safe_name
 from dglx_dist.data.storage.reader import StoredDataset
@@ -66,10 +66,6 @@ IN_FLIGHT = 4
 
 CHUNK_VALUES = 1 << 20
 """Values that are converted to float64 at a time."""
-
-_Opened: TypeAlias = "dict[tuple[str, tuple[int, ...], tuple[str, ...]], ColumnStore]"
-OPENED: SessionField[_Opened] = SessionField(lambda _: {})
-"""The open columns, by label of the KVStore, members of the group and features."""
 
 Moments: TypeAlias = tuple[Tensor, Tensor]
 """(mean, biased variance), (V,) float64 each."""
@@ -207,7 +203,7 @@ def load_columns(store: KVStore, wanted: Sequence[ColumnSlice], session: Session
 
     A rank that has them in a file loads nothing, but serves the others. Of all ranks on a machine that need
     the same columns one loads; the others map its file, or load too where no file could be made. Raises as
-    :func:`open_columns`.
+    :meth:`ColumnStores.open`.
     """
     for is_last_turn in (False, True):
         local = run_on_all_ranks(session, lambda: [one.local(store) for one in wanted])
@@ -308,7 +304,7 @@ def _serve_columns(store: KVStore, key: str, arrays: Sequence[Array]) -> Sequenc
 
 @final
 class ColumnStore:
-    """This rank's columns of some features, for all nodes. Made by :func:`open_columns`."""
+    """This rank's columns of some features, for all nodes. Made by :class:`ColumnStores`."""
 
     def __init__(self, slices: Sequence[ColumnSlice], group: Group, session: Session) -> None:
         self.slices = {one.name: one for one in slices}
@@ -380,7 +376,7 @@ class ColumnStore:
         return self._moments
 
     def close(self) -> None:
-        """Release the columns; ``g.close()`` calls it."""
+        """Release the columns."""
         self.slices.clear()
 
     def _slice(self, name: str) -> ColumnSlice:
@@ -392,35 +388,39 @@ class ColumnStore:
         return self.slices[name]
 
 
-def open_columns(g: DistGraph, names: Sequence[str], group: Group, *, cache: bool = True) -> ColumnStore:
-    """Return this rank's columns of features of one node type; every rank must call it, for the same ones.
+@final
+class ColumnStores:
+    """The columns of one graph that this rank holds in ``group``; all ranks open and close alike.
 
     Columns that are not in a file yet move once, under the phase ``columns``: the own columns of the rows of
     other servers, and 32 bytes per request of 4 MiB. They are streamed into a file beside the dataset, which
     is mapped, or into memory without ``cache``, for tensors that the program made, and where no file can be
     made, which rank 0 logs. Later openings with the same number of parts, also of other jobs, move nothing.
-    Until ``g.close()`` the same object is returned for the same request.
-
-    Raises:
-        ConfigError: on all ranks: a name is of no matrix, or ranks request different columns.
-        RemoteError: a rank that holds rows could not read them; StorageError on those that did not ask it.
-        PeerError: a rank is dead or did not take part within the time-out.
     """
-    opened, label = OPENED.of(g.session), g.kvstore.label
-    key = (label, group.members, tuple(names))
-    if key not in opened:
+
+    def __init__(self, g: DistGraph, group: Group, *, cache: bool = True) -> None:
+        self._g, self._group, self._cache = g, group, cache
+        self._opened: dict[tuple[str, ...], ColumnStore] = {}
+
+    def open(self, names: Sequence[str]) -> ColumnStore:
+        """Return the columns of features of one node type; collective, and the same object at each call.
+
+        Raises:
+            ConfigError: on all ranks: a name is of no matrix, or ranks request different columns.
+            RemoteError: a rank that holds rows could not read them; StorageError on those that did not
+                ask it.
+            PeerError: a rank is dead or did not take part within the time-out.
+        """
+        g, group, key = self._g, self._group, tuple(names)
+        if key in self._opened:
+            return self._opened[key]
         wanted = run_on_all_ranks(
-            g.session, lambda: [_column_slice(g, name, group, cache) for name in names], ConfigError
+            g.session, lambda: [_column_slice(g, name, group, self._cache) for name in names], ConfigError
         )
-        request = {"features": list(names), "parts": group.size, "cache": cache}
+        request = {"features": list(names), "parts": group.size, "cache": self._cache}
         check_equal(g.session, "the request for columns", request, "every rank must ask for the same")
         # Stores that have a feature in common share its slice.
-        there = {
-            one.name: one
-            for (of_label, members, _), store in opened.items()
-            for one in store.slices.values()
-            if (of_label, members) == key[:2]
-        }
+        there = {name: one for store in self._opened.values() for name, one in store.slices.items()}
         missing = [one for one in wanted if one.name not in there]
         load_columns(g.kvstore, missing, g.session)
         problem = next((one.problem for one in missing if one.problem), "")
@@ -432,15 +432,13 @@ def open_columns(g: DistGraph, names: Sequence[str], group: Group, *, cache: boo
                 g.session.topology.world_size,
                 problems[0],
             )
-        if not any(of_label == label for of_label, _, _ in opened):
-            g.on_close.append(partial(_forget, opened, label))
-        opened[key] = ColumnStore([there.get(one.name, one) for one in wanted], group, g.session)
-    return opened[key]
+        self._opened[key] = ColumnStore([there.get(one.name, one) for one in wanted], group, g.session)
+        return self._opened[key]
 
-
-def _forget(opened: _Opened, label: str) -> None:
-    for key in [key for key in opened if key[0] == label]:
-        opened.pop(key).close()
+    def close(self) -> None:
+        """Release all columns."""
+        while self._opened:
+            self._opened.popitem()[1].close()
 
 
 def _column_slice(g: DistGraph, name: str, group: Group, cache: bool) -> ColumnSlice:

@@ -6,7 +6,6 @@ Every part needs the layer-1 block of every owner of its group: owners push them
 from __future__ import annotations
 
 import copy
-import itertools
 import logging
 import statistics
 import time
@@ -26,7 +25,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from dglx_dist.comm.collectives import check_equal, doing, gather_json, run_on_all_ranks
 from dglx_dist.comm.devices import carried
 from dglx_dist.comm.mailbox import OneSidedExchange
-from dglx_dist.comm.session import NEXT_BATCH, SessionField
+from dglx_dist.comm.session import NEXT_BATCH
 from dglx_dist.comm.trace import LOADER
 from dglx_dist.dataloading.feature_fetch import RowMemory
 from dglx_dist.dataloading.sampler_spec import read_sampler
@@ -38,13 +37,11 @@ from dglx_dist.internals.pytorch import Copy, ids_to_device
 from dglx_dist.records import Array, EdgeType, StepShare
 from dglx_dist.strategies.base import unpacked
 from dglx_dist.strategies.push_pull.exchange import STRUCTURE, Group, GroupBatch, PartInput
-from dglx_dist.strategies.push_pull.feature_columns import ColumnStore, open_columns
+from dglx_dist.strategies.push_pull.feature_columns import ColumnStore
 from dglx_dist.strategies.push_pull.options import PushPullOptions
-from dglx_dist.strategies.push_pull.pipeline import PIPELINES
+from dglx_dist.strategies.push_pull.pipeline import Pipeline
 
 if TYPE_CHECKING:
-    from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
-    from dglx_dist.dataloading.loader import DataLoader
     from dglx_dist.graph.dist_graph import DistGraph
 
 SEEDS = "seeds"
@@ -59,8 +56,6 @@ _WARM_UP = 2
 
 _EXTRA_BATCHES = 5
 """Batches that may be alive beside those made ahead: in flight, looked at, and held by the training loop."""
-
-_LOADER_NUMBERS: SessionField[Iterator[int]] = SessionField(lambda _: itertools.count())
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +126,8 @@ class PushPullLoader(EpochLoader[_Made, Any]):
     ``blocks[0].srcdata`` has this rank's columns, (L0, F_p), under the name of each feature. Construction is
     collective, and all ranks must iterate alike; structure moves from the loader's threads without a
     collective. With structure="auto" the second iteration begins with a collective choice of what is cheaper.
-    At the normal end of an epoch the pipelines of the session are drained, which is collective.
+    At the normal end of an epoch ``pipelines`` are drained, those of the models wrapped for this loader's
+    batches, which is collective.
 
     ``inner`` is a loader of nodes or edges of one type, which fetches no row of the features.
 
@@ -148,17 +144,18 @@ class PushPullLoader(EpochLoader[_Made, Any]):
         store: ColumnStore,
         group: Group,
         options: PushPullOptions,
+        pipelines: Sequence[weakref.ref[Pipeline]] = (),
         feature_dtype: torch.dtype | None = None,
     ) -> None:
         session, (self._etype,) = g.session, g.canonical_etypes
-        self._inner, self._store, self._group = inner, store, group
+        self._inner, self._store, self._group, self._pipelines = inner, store, group, pipelines
         self._memory = RowMemory((inner.depth + _EXTRA_BATCHES) * group.size, feature_dtype, inner.device)
         self._looks_ahead = options.depth > 1
         columns = [g.kvstore.column(g.ndata[name].kvstore_key) for name in store.names]
         if any(one.cache or one.on_device or (one.ahead and g.structure().is_whole) for one in columns):
             log.warning("push_pull fetches no features; policy='lookahead' is for partitioned structure")
         # The ranks' loaders share a name, as all construct theirs in the same order.
-        self._label = f"push_pull.{next(_LOADER_NUMBERS.of(session))}"
+        self._label = f"push_pull.{session.next_number('push_pull')}"
         self._wide = g.num_nodes() >= SMALL_NODES
         self._costs: deque[tuple[float, float]] = deque(maxlen=_MEASURED)
         """Seconds of one batch each: this rank's sampling, and fetching the others' blocks."""
@@ -202,12 +199,18 @@ class PushPullLoader(EpochLoader[_Made, Any]):
             stream.close()
             if hook is not None:
                 hook.remove()
-        for pipeline in [reference() for reference in PIPELINES.of(self._session)]:
+        for pipeline in [reference() for reference in self._pipelines]:
             if pipeline is not None:
                 pipeline.drain()
 
+    def close(self) -> None:
+        # First, or the threads would wait for other ranks.
+        self._pushes.mailbox.begin(self._iteration + 1)
+        super().close()
+        self._pushes.close()
+
     def _has_model(self) -> bool:
-        return self._group.size == 1 or any(pipeline() for pipeline in PIPELINES.of(self._session))
+        return self._group.size == 1 or any(pipeline() for pipeline in self._pipelines)
 
     def _refuse_unwrapped(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         if any(hasattr(one, "push_pull") for one in unpacked(arguments)) and not self._has_model():
@@ -390,37 +393,14 @@ class PushPullLoader(EpochLoader[_Made, Any]):
         return replace(batch, arrive=arrive), inputs
 
 
-def open_loader(
-    inner_class: type[DataLoader] | type[DistEdgeDataLoader],
-    g: DistGraph,
-    seeds: Any,
-    sampler: Any,
-    store: ColumnStore,
-    group: Group,
-    options: PushPullOptions,
-    loader_options: Mapping[str, Any],
-) -> PushPullLoader:
-    """Return a loader like ``inner_class`` for push-pull; collective.
+def split_prefetch(g: DistGraph, sampler: Any, names: tuple[str, ...]) -> tuple[Any, tuple[str, ...]]:
+    """Return ``sampler`` without the matrices of node features, and ``names`` with those: all are columns.
 
-    Matrices that ``sampler`` prefetches for the input come as columns, too, beside the features of ``store``.
-
-    Raises:
-        ConfigError: as :class:`PushPullLoader`; several types; or as ``inner_class``.
+    ConfigError: it gives blocks edge weights.
     """
-    without, names = run_on_all_ranks(
-        g.session, lambda: _split_prefetch(g, sampler, store.names), ConfigError
-    )
-    inner = inner_class(g, seeds, without, **loader_options)
-    if store.names != names:
-        store = open_columns(g, names, group, cache=options.cache_columns)
-    # The inner loader has checked the dtype.
-    return PushPullLoader(inner, g, store, group, options, loader_options.get("feature_dtype"))
-
-
-def _split_prefetch(g: DistGraph, sampler: Any, names: tuple[str, ...]) -> tuple[Any, tuple[str, ...]]:
     if isinstance(sampler, EdgePredictionSampler):
         outer = copy.copy(sampler)
-        outer.sampler, names = _split_prefetch(g, sampler.sampler, names)
+        outer.sampler, names = split_prefetch(g, sampler.sampler, names)
         return outer, names
     plan = read_sampler(sampler)
     if plan.has_edge_weights:

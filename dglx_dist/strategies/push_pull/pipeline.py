@@ -27,7 +27,7 @@ from torch.optim.optimizer import (
 
 from dglx_dist.comm.collectives import check_equal, gather_int64, peers_named, sum_over_ranks
 from dglx_dist.comm.ledger import ring_bytes
-from dglx_dist.comm.session import Session, SessionField, Shared
+from dglx_dist.comm.session import Session, Shared
 from dglx_dist.comm.trace import COMPUTE, WAIT
 from dglx_dist.errors import ConfigError
 from dglx_dist.internals.pytorch import watch_steps
@@ -50,9 +50,6 @@ from dglx_dist.strategies.push_pull.exchange import (
 from dglx_dist.strategies.push_pull.options import PushPullOptions
 from dglx_dist.strategies.push_pull.split_model import InputSpec, Origin, SplitModel, read_input_spec
 from dglx_dist.strategies.replicated import BufferMeans
-
-PIPELINES: SessionField[list[weakref.ref[Pipeline]]] = SessionField(lambda _: [])
-"""Pipelines that loaders drain at the end of an epoch."""
 
 Side: TypeAlias = Literal["M", "D"]
 """P3's names: the part side (layer 1 up to the sum) and the owner side (everything after it)."""
@@ -132,7 +129,8 @@ class VersionLog:
         self._stepped_without_part: set[int] = set()
         """Optimizers that have stepped since the part side's gradients wait."""
         self._warned = False
-        watch_steps(VersionLog._before, self, after=VersionLog._after)
+        self.close = watch_steps(VersionLog._before, self, after=VersionLog._after)
+        """Leaves the optimizers alone."""
 
     @contextmanager
     def own_step(self) -> Iterator[None]:
@@ -482,7 +480,6 @@ class Pipeline(Shared):
         self._current: InFlightBatch | None = None
         self._last_called: Callable[[], GroupBatch | None] = lambda: None
         """The batch that the model was called on last; a weak reference."""
-        PIPELINES.of(session).append(weakref.ref(self))
         self.weight = 1.0
         """Of this rank's gradient in the step; set before each forward call."""
 
@@ -560,6 +557,14 @@ class Pipeline(Shared):
             with self.log.own_step():
                 self.exchange.add_delayed()
                 self._add(self._backward_part(self._pushed.pop(0)))
+
+    def close(self) -> None:
+        """Forget all batches, and leave the optimizers alone."""
+        self._owner.restore()
+        self._begun = self._current = None
+        self._pushed, self._ready = [], []
+        self.log.close()
+        self.exchange.close()
 
     def complete(self, batch: InFlightBatch | None, gradients: Sequence[Tensor]) -> None:
         """Push the gradients of the sums, and run the part's backward of the batches that are due.

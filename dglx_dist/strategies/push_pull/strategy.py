@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from dglx_dist.comm.collectives import gather_int64
+from dglx_dist.comm.collectives import gather_int64, run_on_all_ranks
 from dglx_dist.comm.session import Session
 from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
 from dglx_dist.dataloading.loader import DataLoader
@@ -22,6 +24,7 @@ from dglx_dist.layers.nn import install_batch_norms
 from dglx_dist.memory import read_size
 from dglx_dist.records import FEATURE
 from dglx_dist.strategies.base import (
+    OpenedStrategy,
     Parts,
     Reduction,
     Strategy,
@@ -34,10 +37,10 @@ from dglx_dist.strategies.base import (
 )
 from dglx_dist.strategies.push_pull import cost as costs
 from dglx_dist.strategies.push_pull.cut_gradient import mark_pieces
-from dglx_dist.strategies.push_pull.exchange import AsyncExchange, Group, GroupBatch, make_group
-from dglx_dist.strategies.push_pull.feature_columns import ColumnStore, open_columns
-from dglx_dist.strategies.push_pull.loader import open_loader
-from dglx_dist.strategies.push_pull.options import PushPullOptions, read_push_pull_options
+from dglx_dist.strategies.push_pull.exchange import AsyncExchange, GroupBatch, make_group
+from dglx_dist.strategies.push_pull.feature_columns import ColumnStore, ColumnStores
+from dglx_dist.strategies.push_pull.loader import PushPullLoader, split_prefetch
+from dglx_dist.strategies.push_pull.options import read_push_pull_options
 from dglx_dist.strategies.push_pull.pipeline import Pipeline, Version, replicas_group
 from dglx_dist.strategies.push_pull.split_model import split_model, uncut_copy
 from dglx_dist.strategies.replicated import BufferMeans, broadcast_state, check_frozen, check_same_model
@@ -59,6 +62,7 @@ class PushPull(Strategy):
     traits = Traits(
         unit="mini_batch",
         features="columns",
+        on_edges=True,
         summary="partial activations of layer 1 and their gradients; structure of layer 1; other gradients",
         complexity=10,
     )
@@ -70,30 +74,74 @@ class PushPull(Strategy):
 
     def __init__(self, session: Session, options: Mapping[str, object]) -> None:
         super().__init__(session, options)
-        if self._options.group_size:
-            make_group(session, self._options.group_size)
+        if self.options.group_size:
+            make_group(session, self.options.group_size)
 
-    def loader(self, g: DistGraph, indices: Tensor, sampler: Any, **loader_options: Any) -> Iterable[Any]:
-        found = self._opened(g)
-        return open_loader(DataLoader, g, indices, sampler, *found, self._options, loader_options)
+    def open(self, g: DistGraph) -> OpenedPushPull:
+        return OpenedPushPull(self, g)
 
-    def edge_loader(self, g: DistGraph, eids: Any, sampler: Any, **loader_options: Any) -> Iterable[Any]:
-        found = self._opened(g)
-        return open_loader(DistEdgeDataLoader, g, eids, sampler, *found, self._options, loader_options)
 
-    def wrap(self, model: nn.Module, g: DistGraph, reduction: Reduction = "mean") -> WrappedModel:
-        return PushPullModel(model, g, *self._opened(g), self._options, reduction=reduction)
+@final
+class OpenedPushPull(OpenedStrategy):
+    """The columns of a graph's features, and the pipelines of the models that train on them."""
 
-    def _opened(self, g: DistGraph) -> tuple[ColumnStore, Group]:
+    def __init__(self, strategy: PushPull, g: DistGraph) -> None:
         check_one_type("push_pull", g)
-        names = self._features(g)
-        group = make_group(self._session, self._options.group_size or self._chosen_size(g, names))
-        if not names:
-            return ColumnStore([], group, self._session), group
-        return open_columns(g, names, group, cache=self._options.cache_columns), group
+        super().__init__(strategy, g)
+        self._names = self._features()
+        self.group = make_group(self.session, self.options.group_size or self._chosen_size())
+        self._columns = ColumnStores(g, self.group, cache=self.options.cache_columns)
+        self.pipelines: list[weakref.ref[Pipeline]] = []
+        """Pipelines that the loaders drain at the end of an epoch."""
+        self._replicas: dist.ProcessGroup | None = None
+        self.on_close += [self._columns.close, self._leave_replicas]
 
-    def _features(self, g: DistGraph) -> tuple[str, ...]:
-        names = self._options.names
+    def replicas(self) -> dist.ProcessGroup | None:
+        """Return the process group of the ranks with the same columns, None without others; collective."""
+        self._replicas = self._replicas or replicas_group(self.session, self.group)
+        return self._replicas
+
+    def _leave_replicas(self) -> None:
+        if self._replicas is not None and dist.is_initialized():
+            dist.destroy_process_group(self._replicas)
+
+    @property
+    def columns(self) -> ColumnStore:
+        """The columns of the option ``features``; opening them is collective."""
+        return self._open_columns(self._names)
+
+    def _open_columns(self, names: Sequence[str]) -> ColumnStore:
+        return self._columns.open(names) if names else ColumnStore([], self.group, self.session)
+
+    def make_loader(self, indices: Tensor, sampler: Any, **loader_options: Any) -> PushPullLoader:
+        return self._make_loader(DataLoader, indices, sampler, loader_options)
+
+    def make_edge_loader(self, eids: Any, sampler: Any, **loader_options: Any) -> PushPullLoader:
+        return self._make_loader(DistEdgeDataLoader, eids, sampler, loader_options)
+
+    def _make_loader(
+        self,
+        inner_class: type[DataLoader] | type[DistEdgeDataLoader],
+        seeds: Any,
+        sampler: Any,
+        loader_options: Mapping[str, Any],
+    ) -> PushPullLoader:
+        """Return a loader like ``inner_class``; matrices that ``sampler`` prefetches come as columns, too."""
+        store = self.columns
+        without, names = run_on_all_ranks(
+            self.session, lambda: split_prefetch(self.g, sampler, self._names), ConfigError
+        )
+        inner = inner_class(self.g, seeds, without, **loader_options)
+        if names != self._names:
+            store = self._open_columns(names)
+        dtype = loader_options.get("feature_dtype")  # the inner loader has checked it
+        return PushPullLoader(inner, self.g, store, self.group, self.options, self.pipelines, dtype)
+
+    def make_model(self, model: nn.Module, reduction: Reduction) -> PushPullModel:
+        return PushPullModel(model, self, reduction)
+
+    def _features(self) -> tuple[str, ...]:
+        g, names = self.g, self.options.names
         missing = [name for name in names if name not in g.ndata]
         if missing == [FEATURE] and names == (FEATURE,):
             # The default: the input may be an embedding.
@@ -103,14 +151,14 @@ class PushPull(Strategy):
             raise ConfigError(f"option features: the nodes have no {missing[0]!r} (known: {known})")
         return names
 
-    def _chosen_size(self, g: DistGraph, names: tuple[str, ...]) -> int:
+    def _chosen_size(self) -> int:
         """Return the fewest ranks that hold the features with ``memory`` each (P3, 3.5)."""
-        world_size = self._session.topology.world_size
-        if not self._options.memory or not names:
+        world_size, data, names = self.session.topology.world_size, self.g.ndata, self._names
+        if not self.options.memory or not names:
             # The size of an embedding is not known before there is a model.
             return world_size
-        num_bytes = sum(int(np.prod(g.ndata[name].shape)) * g.ndata[name].dtype.itemsize for name in names)
-        memory_bytes = read_size(self._options.memory)
+        num_bytes = sum(int(np.prod(data[name].shape)) * data[name].dtype.itemsize for name in names)
+        memory_bytes = read_size(self.options.memory)
         for size in range(1, world_size + 1):
             if world_size % size == 0 and -(-num_bytes // size) <= memory_bytes:
                 return size
@@ -133,31 +181,25 @@ class PushPullModel(WrappedModel):
             models.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        g: DistGraph,
-        store: ColumnStore,
-        group: Group,
-        options: PushPullOptions,
-        *,
-        reduction: Reduction,
-    ) -> None:
+    def __init__(self, model: nn.Module, opened: OpenedPushPull, reduction: Reduction) -> None:
         super().__init__()
-        session, self._wrapped_with = g.session, (g, store, group, options)
+        store, session, group, options = opened.columns, opened.session, opened.group, opened.options
+        self._opened = opened
         check_same_model(model, session, str(options), reduction)
         broadcast_state(model, session)
         self._session, self._reduction, self._group = session, reduction, group
         # Before the cut: where another rank fails meanwhile, the user's model stays whole.
-        replicas = replicas_group(session, group)
+        replicas = opened.replicas()
         split = split_model(
-            model, store, group, num_nodes=g.num_nodes(), seed=session.seed, sync=options.sync
+            model, store, group, num_nodes=opened.g.num_nodes(), seed=session.seed, sync=options.sync
         )
         self.module, self._cuts, self._depth = model, split.cuts, options.depth
         self._exchange = AsyncExchange(session, group)
         self._buffer_means = BufferMeans(self.module, session, reduction)
         self._trained = {id(p) for p in self.module.parameters() if p.requires_grad}
         self._pipeline = Pipeline(session, group, replicas, options, model, split, self._buffer_means)
+        self._pipeline.exchange.warns_of_gaps = reduction == "mean"
+        opened.pipelines.append(weakref.ref(self._pipeline))
         split.layer.run_parts = self._pipeline
         self._statistics = install_batch_norms(model, session, split.provenance.dropouts)
         self._provenance, self._first = split.provenance, type(split.layer).__name__
@@ -188,7 +230,7 @@ class PushPullModel(WrappedModel):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PushPullModel:
         """Return a copy that trains with the other ranks by itself; every rank must make it."""
-        copied = memo[id(self)] = PushPullModel(self.whole(), *self._wrapped_with, reduction=self._reduction)
+        copied = memo[id(self)] = PushPullModel(self.whole(), self._opened, self._reduction)
         return copied.train(self.training)
 
     def exchange_seconds(self, *, reset: bool = False) -> float:
@@ -308,3 +350,7 @@ class PushPullModel(WrappedModel):
 
     def note_buffers(self) -> None:
         self._buffer_means.note()
+
+    def close(self) -> None:
+        super().close()
+        self._pipeline.close()

@@ -17,7 +17,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.partition_book import RowOwners
 from dglx_dist.graph.shared_memory import warn_of_edges
 from dglx_dist.records import Array
-from dglx_dist.strategies.base import Reduction, Strategy, Traits, WrappedModel
+from dglx_dist.strategies.base import OpenedStrategy, Reduction, Strategy, Traits, WrappedModel
 from dglx_dist.strategies.cost import (
     ID_BYTES,
     Candidate,
@@ -183,6 +183,27 @@ def _traffic(known: Measured, ghosts: Ghosts, read: int) -> Traffic:
 
 
 @final
+class OpenedLambda(OpenedStrategy):
+    """Serverless training on one graph."""
+
+    def make_loader(self, indices: Tensor, sampler: Any, **loader_options: Any) -> Any:
+        from dglx_dist.strategies.serverless.trainer import IntervalLoader
+
+        warn_of_edges(self.session, self.g.edge_bounds, _EDGE_BYTES)
+        return IntervalLoader(self.g, indices, sampler, loader_options)
+
+    def make_model(self, model: nn.Module, reduction: Reduction) -> WrappedModel:
+        from dglx_dist.strategies.serverless.trainer import LambdaModel
+
+        if reduction != "mean":
+            raise ConfigError(
+                f"reduction={reduction!r}: strategy 'lambda' trains the mean loss over all training nodes; "
+                "leave it out, and divide the learning rate instead"
+            )
+        return LambdaModel(model, self.g, self.options)
+
+
+@final
 class Lambda(Strategy):
     """Graph servers on all ranks; an executor runs the tensor work on stateless workers.
 
@@ -201,28 +222,15 @@ class Lambda(Strategy):
 
     def __init__(self, session: Session, options: Mapping[str, object]) -> None:
         super().__init__(session, options)
-        wanted, ranks = self._options.parameter_servers, session.topology.world_size
+        wanted, ranks = self.options.parameter_servers, session.topology.world_size
         if wanted > ranks:
             raise ConfigError(
                 f"option parameter_servers={wanted}, but there are {ranks} ranks; give at most as many, or "
                 "start more ranks"
             )
 
-    def loader(self, g: DistGraph, indices: Tensor, sampler: Any, **loader_options: Any) -> Any:
-        from dglx_dist.strategies.serverless.trainer import IntervalLoader
-
-        warn_of_edges(g.session, g.edge_bounds, _EDGE_BYTES)
-        return IntervalLoader(g, indices, sampler, loader_options)
-
-    def wrap(self, model: nn.Module, g: DistGraph, reduction: Reduction = "mean") -> WrappedModel:
-        from dglx_dist.strategies.serverless.trainer import LambdaModel
-
-        if reduction != "mean":
-            raise ConfigError(
-                f"reduction={reduction!r}: strategy 'lambda' trains the mean loss over all training nodes; "
-                "leave it out, and divide the learning rate instead"
-            )
-        return LambdaModel(model, g, self._options)
+    def open(self, g: DistGraph) -> OpenedLambda:
+        return OpenedLambda(self, g)
 
     @staticmethod
     def inspect(model: nn.Module, features: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import logging
 import math
 import time
@@ -30,7 +29,7 @@ from dglx_dist.comm.collectives import (
 )
 from dglx_dist.comm.ledger import CONTROL, WORKER, LedgerRow
 from dglx_dist.comm.rpc import Handler
-from dglx_dist.comm.session import Session, SessionField, warn_user
+from dglx_dist.comm.session import Session, warn_user
 from dglx_dist.comm.wire import payload_bytes
 from dglx_dist.data.json_fields import printable
 from dglx_dist.dataloading.sampler_spec import read_sampler
@@ -91,9 +90,6 @@ _MOST_KERNELS, _LONGEST_KERNELS = 16, 400
 _PEER_CHECK_S = 5.0
 
 
-_RUN_NUMBERS: SessionField[Iterator[int]] = SessionField(lambda _: itertools.count(1))
-
-
 @final
 class Engine:
     """Runs epochs on this rank together with all others. All methods but :meth:`abandon` are collective.
@@ -123,7 +119,7 @@ class Engine:
             first_epoch=first_epoch,
         )
         self._server = server = GraphServer(
-            part, program, options, run=next(_RUN_NUMBERS.of(session)), seed=session.seed
+            part, program, options, run=1 + session.next_number("run of lambda"), seed=session.seed
         )
         self.progress = IntervalProgress(
             program, options, part.num_intervals, self._peers, first_epoch, synchronous_from

@@ -36,8 +36,8 @@ def my_share(g: DistGraph) -> Tensor:
 def made(
     g: DistGraph, name: str, options: Mapping[str, Any] | None = None, num_layers: int = 2, **more: Any
 ) -> tuple[Any, Any]:
-    strategy: Any = STRATEGIES.get(name)(g.session, options or {})
-    return strategy, strategy.loader(g, my_share(g), sampler(num_layers), **more)
+    strategy: Any = STRATEGIES.get(name)(g.session, options or {}).open(g)
+    return strategy, strategy.loader(my_share(g), sampler(num_layers), **more)
 
 
 def mean_loss(model: Any, blocks: Any, x: Tensor, labels: Tensor) -> None:

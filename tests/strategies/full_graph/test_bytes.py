@@ -50,7 +50,7 @@ class Notes:
 def train(g: DistGraph, name: str, options: dict[str, Any]) -> Notes:
     module, before = runs.first_model("sage"), g.session.ledger.snapshot()
     strategy, loader = runs.made(g, name, options)
-    model = strategy.wrap(module, g)
+    model = strategy.wrap(module)
     moved = [runs.moved_since(g.session, before)]
     for _ in range(EPOCHS):
         before = g.session.ledger.snapshot()

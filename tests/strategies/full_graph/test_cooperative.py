@@ -30,7 +30,7 @@ def two_epochs(g: DistGraph, options: dict[str, Any]) -> dict[str, Any]:
     session = g.session
     before = session.ledger.snapshot()
     strategy, loader = runs.made(g, "cooperative", options)
-    wrapped = strategy.wrap(runs.first_model("sage"), g)
+    wrapped = strategy.wrap(runs.first_model("sage"))
     seeds, gradients, rows, counts = [], [], [], []
     moved: list[Counter[str]] = []
     for _ in range(2):
@@ -194,7 +194,7 @@ def test_plans_of_another_seed_are_not_found_and_a_closed_graph_is_let_go(folder
     for seed in (0, 0, 1):
         with start_session(seed=seed):
             g = DistGraph(folder)
-            _, loader = runs.made(g, "cooperative", {"batches": 3}, seed=5)
+            loader = runs.made(g, "cooperative", {"batches": 3}, seed=5)[1]
             kept.append(loader._source._cache.folder.path)
             g.close()
             graph = weakref.ref(g)
@@ -202,46 +202,6 @@ def test_plans_of_another_seed_are_not_found_and_a_closed_graph_is_let_go(folder
             gc.collect()
             assert graph() is None
     assert kept[0] == kept[1] != kept[2]
-
-
-def with_memory(folder: str, sizes: list[str], wrap_first: bool) -> list[int]:
-    session = start_session(timeout_s=60)
-    g = DistGraph(folder)
-    lengths = []
-    for size in sizes:
-        strategy: Any = STRATEGIES.get("cooperative")(session, {"memory": size, "keep": "rebuild"})
-        model = runs.first_model("sage")
-        if wrap_first:
-            wrapped = strategy.wrap(model, g)
-            loader = strategy.loader(g, runs.my_share(g), runs.sampler())
-        else:
-            loader = strategy.loader(g, runs.my_share(g), runs.sampler())
-            with pytest.raises(ConfigError, match=r"dx.wrap\(model, g\) before"):
-                len(loader)
-            wrapped = strategy.wrap(model, g)
-        for _, _, blocks in loader:
-            scores = wrapped(blocks, blocks[0].srcdata["feat"])
-            F.cross_entropy(scores, blocks[-1].dstdata["label"]).backward()
-        lengths.append(len(loader))
-    # A second loader of a model, which is open once it is iterated over.
-    assert len(list(strategy.loader(g, runs.my_share(g), runs.sampler()))) == lengths[-1]
-    strategy = STRATEGIES.get("cooperative")(session, {"memory": "1000"})
-    strategy.loader(g, runs.my_share(g), runs.sampler())
-    with pytest.raises(ConfigError, match="do not hold even one"):
-        strategy.wrap(runs.first_model("sage"), g)
-    g.close()
-    return lengths
-
-
-@pytest.mark.parametrize("wrap_first", [False, True])
-def test_less_memory_more_batches(folder: Path, wrap_first: bool) -> None:
-    results = run_ranks(
-        with_memory, 2, args=(str(folder), ["1GB", "225KB", "164KB"], wrap_first), ranks_per_server=2
-    )
-    assert results[0] == results[1]
-    one, some, more = results[0]
-    assert one == 1
-    assert 1 < some < more
 
 
 def test_the_next_batch_is_loaded_meanwhile_and_too_many_are_refused(folder: Path) -> None:
@@ -268,17 +228,16 @@ def test_the_next_batch_is_loaded_meanwhile_and_too_many_are_refused(folder: Pat
                 6,
                 "batches=1000 cooperative batches, but the servers have 6 seeds; give 1 to 6",
             ),
-            ({"memory": "1GB"}, 0, "no rank was given a node"),
+            ({}, 0, "no rank was given a node"),
         ):
-            strategy: Any = STRATEGIES.get("cooperative")(session, options)
+            strategy: Any = STRATEGIES.get("cooperative")(session, options).open(g)
             with pytest.raises(ConfigError, match=words):
-                strategy.loader(g, torch.arange(seeds), runs.sampler())
+                strategy.loader(torch.arange(seeds), runs.sampler())
 
 
-def test_options_of_memory_and_of_expansion_aware_sampling() -> None:
+def test_options_of_expansion_aware_sampling() -> None:
     read = STRATEGIES.get("cooperative").read_options
-    assert (read({}).batches, read({}).eas) == (None, None)
-    assert [read({"memory": size}).memory_bytes for size in ("1MB", 5000)] == [10**6, 5000]
+    assert (read({}).batches, read({}).eas) == (1, None)
     for options, eas in (
         ({"external_fanout": 3, "external_inner": "batch"}, EasOptions(hops=1, fanout=3, inner="batch")),
         ({"external_hops": 0}, EasOptions(hops=0)),

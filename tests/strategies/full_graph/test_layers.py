@@ -140,9 +140,9 @@ def on_rank(folder: str) -> dict[str, Any]:
             dx.local_graph(g, use_pp=g.rank() > 0)
         whole, lg = whole_graph_of(g), dx.local_graph(g, edge_columns=["w"])
         assert torch.equal(lg.edata["w"], g.edata["w"][lg.edata[dgl.EID]])
-        strategy: Any = STRATEGIES.get("full_graph")(session, {})
+        strategy: Any = STRATEGIES.get("full_graph")(session, {}).open(g)
         twice, lg.step_share = (
-            strategy.wrap(dgl.nn.SAGEConv(4, 4, "mean"), g),
+            strategy.wrap(dgl.nn.SAGEConv(4, 4, "mean")),
             count_targets(1 + g.rank(), session),
         )
         hidden = twice(lg, lg.ndata["x"])

@@ -43,9 +43,9 @@ def on_rank(folder: str) -> dict[str, Any]:
         check_positions(g)
         # Ranks that name the same seeds, or none, train on each once.
         everyone = equality.new_ids_of_training(g)
-        full_graph = STRATEGIES.get("full_graph")(session, {})
+        full_graph = STRATEGIES.get("full_graph")(session, {}).open(g)
         for seeds in (everyone, everyone if session.topology.rank == 0 else everyone[:0]):
-            ((_, _, blocks),) = full_graph.loader(g, seeds, runs.sampler())
+            ((_, _, blocks),) = full_graph.loader(seeds, runs.sampler())
             share = blocks[-1].step_share
             assert (share.num_local, share.num_global) == found["full"]["targets"]
         g.barrier()
@@ -129,7 +129,7 @@ def preload_on_rank(folder: str, strategy: str) -> int:
         sampler = dgl.dataloading.MultiLayerFullNeighborSampler(3, prefetch_edge_feats=["weight"])
         seeds = torch.from_numpy(np.flatnonzero(g.ndata["train_mask"][:].numpy()))
         mine = seeds[topology.rank :: topology.world_size]
-        loader = STRATEGIES.get(strategy)(session, {}).loader(g, mine, sampler)
+        loader = STRATEGIES.get(strategy)(session, {}).open(g).loader(mine, sampler)
         ((_, _, blocks),) = loader
         weights = g.edata["weight"]
         for block in blocks:
@@ -163,7 +163,7 @@ def epochs_of(folder: str) -> list[dict[str, Any]]:
     start_session(timeout_s=60)
     g = DistGraph(folder, structure="partitioned")
     strategy, loader = runs.made(g, "shared_preload", OPTIONS)
-    model = strategy.wrap(runs.first_model("sage"), g)
+    model = strategy.wrap(runs.first_model("sage"))
     found = []
     for epoch in EPOCHS:
         loader.set_epoch(epoch)

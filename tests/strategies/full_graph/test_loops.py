@@ -69,11 +69,11 @@ STEPS: dict[str, tuple[runs.Step, str, str]] = {
 
 
 def on_local_graph(g: DistGraph, step: runs.Step, kind: str, reduction: str = "mean") -> list[Any]:
-    strategy: Any = STRATEGIES.get("full_graph")(g.session, {})
+    strategy: Any = STRATEGIES.get("full_graph")(g.session, {}).open(g)
     lg, module = dx.local_graph(g), runs.first_model(kind)
     mask = lg.ndata["train_mask"]
     batch = [lg, lg], lg.ndata["feat"], lg.ndata["label"][mask]
-    model = runs.OfTargets(strategy.wrap(module, g, reduction), mask)
+    model = runs.OfTargets(strategy.wrap(module, reduction), mask)
     return runs.trained(module, model, lambda: [batch], step, epochs=EPOCHS)
 
 
@@ -84,7 +84,7 @@ def trained(
         return on_local_graph(g, step, kind, reduction)
     (strategy, loader), module = runs.made(g, *WAYS[way]), runs.first_model(kind)
     return runs.trained(
-        module, strategy.wrap(module, g, reduction), runs.batches_of(loader), step, epochs=EPOCHS
+        module, strategy.wrap(module, reduction), runs.batches_of(loader), step, epochs=EPOCHS
     )
 
 
@@ -92,7 +92,7 @@ def trained_in_two(g: DistGraph, way: str) -> list[Any]:
     """Two wrapped models, one on the rows that the other one returns."""
     strategy, loader = runs.made(g, *WAYS[way])
     module: Any = runs.first_model("sage")
-    body, head = (strategy.wrap(conv, g) for conv in module.convs)
+    body, head = (strategy.wrap(conv) for conv in module.convs)
 
     def both(blocks: Any, x: Tensor) -> Any:
         return head(blocks[1], torch.relu(body(blocks[0], x)))
@@ -121,7 +121,7 @@ def with_embedding(g: DistGraph, way: str) -> list[Any]:
             yield blocks, embedding(inputs), blocks[-1].dstdata["label"]
             sparse.step()
 
-    weights = runs.trained(module, strategy.wrap(module, g), batches, epochs=EPOCHS)
+    weights = runs.trained(module, strategy.wrap(module), batches, epochs=EPOCHS)
     g.barrier()
     by_original = torch.empty(size, dtype=torch.float64)
     by_original[g.orig_ids(everyone)] = embedding.weight[everyone]
@@ -151,7 +151,7 @@ def rows_and_gradients(g: DistGraph, way: str) -> dict[str, Any]:
     hidden: list[Tensor] = []
     module.convs[0].register_forward_hook(lambda _, __, out: hidden.append(out.detach()))
     x = blocks[0].srcdata["feat"].clone().requires_grad_()
-    runs.mean_loss(strategy.wrap(module, g), blocks, x, blocks[-1].dstdata["label"])
+    runs.mean_loss(strategy.wrap(module), blocks, x, blocks[-1].dstdata["label"])
     assert x.grad is not None
     return {
         "sources": g.orig_ids(blocks[0].srcdata[dgl.NID]).numpy(),

@@ -97,7 +97,7 @@ def on_ranks(folder: str) -> dict[str, Any]:
     for way, (name, options) in WAYS.items():
         for kind, (module, layers) in models(way).items():
             strategy, loader = runs.made(g, name, options, layers)
-            model = strategy.wrap(module, g)
+            model = strategy.wrap(module)
             # Functional draws of torch differ between ranks, and must not matter.
             torch.manual_seed(topology.rank)
             before = session.ledger.snapshot()

@@ -62,22 +62,22 @@ refused = partial(refusal, kind=ConfigError)
 
 def loads(make: Callable[[], Any] = runs.sampler, seeds: Tensor | None = None, **options: Any) -> Case:
     return lambda strategy, g: strategy.loader(
-        g, runs.my_share(g) if seeds is None else seeds, make(), **options
+        runs.my_share(g) if seeds is None else seeds, make(), **options
     )
 
 
 def beside(**module: nn.Module) -> Case:
-    return lambda strategy, g: strategy.wrap(nn.ModuleDict({"inner": runs.first_model("sage"), **module}), g)
+    return lambda strategy, g: strategy.wrap(nn.ModuleDict({"inner": runs.first_model("sage"), **module}))
 
 
 def blocks_of(strategy: Any, g: DistGraph) -> Any:
-    ((_, _, blocks),) = strategy.loader(g, runs.my_share(g), runs.sampler())
+    ((_, _, blocks),) = strategy.loader(runs.my_share(g), runs.sampler())
     return blocks
 
 
 def on_plain_blocks(strategy: Any, g: DistGraph) -> None:
     """Without gradients they are allowed."""
-    model = strategy.wrap(runs.first_model("sage"), g)
+    model = strategy.wrap(runs.first_model("sage"))
     plain = [dgl.to_block(dgl.rand_graph(6, 12), torch.arange(6))] * 2
     x = torch.ones(6, equality.WIDTH, dtype=torch.float64)
     with torch.no_grad():
@@ -89,12 +89,12 @@ def too_few_layers(strategy: Any, g: DistGraph) -> None:
     blocks = blocks_of(strategy, g)
     conv = dgl.nn.SAGEConv(equality.WIDTH, equality.CLASSES, "mean").double()
     shallow = Called(conv, lambda conv, blocks, x: conv(blocks[0], x))
-    strategy.wrap(shallow, g)(blocks, blocks[0].srcdata["feat"])
+    strategy.wrap(shallow)(blocks, blocks[0].srcdata["feat"])
 
 
 def on_cut_rows(strategy: Any, g: DistGraph) -> None:
     """A correct loop still runs before."""
-    blocks, model = blocks_of(strategy, g), strategy.wrap(runs.first_model("sage"), g)
+    blocks, model = blocks_of(strategy, g), strategy.wrap(runs.first_model("sage"))
     x = blocks[0].srcdata["feat"]
     model(blocks, x).sum().backward()
     model(blocks, x[: blocks[0].own_rows // 2])
@@ -123,17 +123,15 @@ CASES: Mapping[str, tuple[Case, str]] = {
     "a seed twice": (loads(seeds=torch.tensor([3, 3])), "node 3 more than once"),
     "no seed anywhere": (loads(seeds=torch.empty(0, dtype=torch.int64)), "at least one"),
     "layers": (
-        lambda strategy, g: strategy.loader(g, runs.my_share(g), runs.sampler(2 + g.rank())),
+        lambda strategy, g: strategy.loader(runs.my_share(g), runs.sampler(2 + g.rank())),
         "disagree on a loader: rank 0 has 2 layers.*rank 1 has 3 layers",
     ),
     "on one rank": (
-        lambda strategy, g: strategy.loader(g, torch.tensor([3, 3][g.rank() :]), runs.sampler()),
+        lambda strategy, g: strategy.loader(torch.tensor([3, 3][g.rank() :]), runs.sampler()),
         "node 3 more than once",
     ),
     "edge loader": (
-        lambda strategy, g: strategy.edge_loader(
-            g, torch.arange(3), as_edge_prediction_sampler(runs.sampler())
-        ),
+        lambda strategy, g: strategy.edge_loader(torch.arange(3), as_edge_prediction_sampler(runs.sampler())),
         "trains on nodes, not on batches of edges",
     ),
     "batch norm": (
@@ -145,7 +143,7 @@ CASES: Mapping[str, tuple[Case, str]] = {
         "'pool' is a AvgPooling, which reads all nodes.*layerwise_in",
     ),
     "reduction": (
-        lambda strategy, g: strategy.wrap(runs.first_model("sage"), g, "max"),
+        lambda strategy, g: strategy.wrap(runs.first_model("sage"), "max"),
         "reduction='max' must be 'mean' or 'sum'",
     ),
     "shallow": (too_few_layers, "rows for .* seeds, as if it had fewer layers than the 2 bl"),
@@ -162,8 +160,6 @@ OPTIONS: Sequence[tuple[str, dict[str, Any], str]] = (
     ("shared_preload", {"hops": 1, "external_fanout": 15}, "hops=1.*leave one of them out"),
     ("shared_preload", {"split": "mitis"}, "no partitioner 'mitis'; did you mean 'metis'"),
     ("cooperative", {"batches": 0}, "batches=0"),
-    ("cooperative", {"batches": 2, "memory": "1GB"}, "and not both"),
-    ("cooperative", {"memory": "much"}, "'much' is not a size in bytes"),
     ("cooperative", {"composition": "any"}, "composition='any' must be random, ordered or shuffled"),
     ("cooperative", {"keep": "tape"}, "keep='tape'"),
     ("cooperative", {"external_hops": 1, "external_policy": "degree"}, "external_hops=1 without external_f"),
@@ -184,13 +180,13 @@ def on_rank(folder: str) -> dict[str, str]:
         g = DistGraph(folder)
         found: dict[str, str] = {}
         for name in STRATEGY_NAMES:
-            strategy: Any = STRATEGIES.get(name)(session, {})
+            strategy: Any = STRATEGIES.get(name)(session, {}).open(g)
             for case, (work, _) in CASES.items():
                 found[f"{name}/{case}"] = refused(lambda: work(strategy, g))  # noqa: B023
         found["local graph"] = refused(lambda: local_graph(g))
-        too_many: Any = STRATEGIES.get("shared_preload")(session, {"hops": 3})
+        too_many: Any = STRATEGIES.get("shared_preload")(session, {"hops": 3}).open(g)
         found["hops"] = refused(lambda: loads()(too_many, g))
-        differing: Any = STRATEGIES.get("full_graph")(session, {"use_pp": bool(g.rank())})
+        differing: Any = STRATEGIES.get("full_graph")(session, {"use_pp": bool(g.rank())}).open(g)
         found["differing"] = refused(lambda: loads()(differing, g))
         g.barrier()
         return found
@@ -223,10 +219,9 @@ def two_on_rank(folder: str) -> list[str]:
         g = DistGraph(folder)
         messages = []
         for name in (*STRATEGY_NAMES, "push_pull"):
-            strategy: Any = STRATEGIES.get(name)(session, {})
-            messages.append(refused(lambda: strategy.wrap(runs.first_model("sage"), g)))  # noqa: B023
-            seeds = {"user": torch.arange(2)}
-            messages.append(refused(lambda: strategy.loader(g, seeds, runs.sampler())))  # noqa: B023
+            strategy, seeds = STRATEGIES.get(name)(session, {}), {"user": torch.arange(2)}
+            messages.append(refused(lambda: strategy.open(g).wrap(runs.first_model("sage"))))  # noqa: B023
+            messages.append(refused(lambda: strategy.open(g).loader(seeds, runs.sampler())))  # noqa: B023
         return [*messages, refused(lambda: local_graph(g))]
 
 
@@ -239,7 +234,7 @@ def test_graphs_of_several_types_are_refused(folders: tuple[str, str]) -> None:
 def warned_on_rank(folder: str) -> list[str]:
     with start_session(timeout_s=30) as session:
         g = DistGraph(folder)
-        strategy: Any = STRATEGIES.get("full_graph")(session, {})
+        strategy: Any = STRATEGIES.get("full_graph")(session, {}).open(g)
         texts = []
         for sampler, more in (
             (NeighborSampler([25, 10], prefetch_node_feats=["feat"]), {"batch_size": 5, "shuffle": True}),
@@ -248,7 +243,7 @@ def warned_on_rank(folder: str) -> list[str]:
         ):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                strategy.loader(g, runs.my_share(g), sampler, **more)
+                strategy.loader(runs.my_share(g), sampler, **more)
             texts.append("; ".join(str(one.message) for one in caught if "full_graph" in str(one.message)))
         return texts
 

@@ -110,7 +110,7 @@ def begun(folder: str, options: dict[str, Any], kind: str) -> tuple[Any, ...]:
     session = start_session(strategy="full_graph", options=options, timeout_s=60)
     g = DistGraph(folder)
     strategy, loader = runs.made(g, "full_graph", options, num_layers=3)
-    model = strategy.wrap(Deep(kind), g)
+    model = strategy.wrap(Deep(kind))
     return session, g, loader, model, torch.optim.SGD(model.parameters(), lr=equality.RATE)
 
 
@@ -310,11 +310,13 @@ def odd_passes(folder: str) -> dict[str, Any]:
         model.module.forward = whole
     for recompute in ("none", "keep"):
         torch.manual_seed(0)
-        deep = STRATEGIES.get("full_graph")(session, STALE).wrap(
-            ResGCN(equality.WIDTH, 6, equality.CLASSES, 3, dropout=0, recompute=recompute).double(), g
+        deep = (
+            STRATEGIES.get("full_graph")(session, STALE)
+            .open(g)
+            .wrap(ResGCN(equality.WIDTH, 6, equality.CLASSES, 3, dropout=0, recompute=recompute).double())
         )
         found[recompute] = runs.trained(deep, deep, runs.batches_of(loader), epochs=3)
-    late = STRATEGIES.get("full_graph")(session, STALE).wrap(Deep("sage"), g)
+    late = STRATEGIES.get("full_graph")(session, STALE).open(g).wrap(Deep("sage"))
     for factor in (1.0, np.inf, *[1.0] * 8):
         for blocks, x, labels in runs.batches_of(loader)():
             late.zero_grad()
@@ -346,7 +348,7 @@ def on_a_local_graph(folder: str, options: dict[str, Any]) -> list[Any]:
     with start_session(strategy="full_graph", options=options, timeout_s=60) as session:
         g = DistGraph(folder)
         lg = dx.local_graph(g)
-        model = STRATEGIES.get("full_graph")(session, options).wrap(Deep("gcn"), g)
+        model = STRATEGIES.get("full_graph")(session, options).open(g).wrap(Deep("gcn"))
         optimizer = torch.optim.SGD(model.parameters(), lr=equality.RATE)
         mask = lg.ndata["train_mask"].bool()
         for _ in range(EPOCHS):

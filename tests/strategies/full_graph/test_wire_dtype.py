@@ -143,7 +143,7 @@ class Notes:
 def train(g: DistGraph, name: str, options: dict[str, Any]) -> Notes:
     module, moved = runs.first_model("sage"), []
     strategy, loader = runs.made(g, name, options)
-    model = strategy.wrap(module, g)
+    model = strategy.wrap(module)
     for _ in range(EPOCHS):
         before = g.session.ledger.snapshot()
         weights = runs.trained(module, model, runs.batches_of(loader), epochs=1)
@@ -157,7 +157,7 @@ def fitted(g: DistGraph, epochs: int, **config: Any) -> list[Any]:
     for parameter in module.parameters():
         torch.nn.init.uniform_(parameter, -1, 1)
     strategy, loader = runs.made(g, "full_graph", {"wire_dtype": "int4"})
-    model = strategy.wrap(module, g)
+    model = strategy.wrap(module)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     training.train(model, loader, optimizer, g, FitConfig(epochs=epochs, eval_every=0, **config))
     return [p.detach().numpy().copy() for p in module.parameters()]

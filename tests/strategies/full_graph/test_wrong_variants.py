@@ -28,19 +28,19 @@ Wrap = Callable[[DistGraph, Any, nn.Module], Any]
 
 
 def right(g: DistGraph, strategy: Any, model: nn.Module) -> Any:
-    return strategy.wrap(model, g)
+    return strategy.wrap(model)
 
 
 def mean_of_means(g: DistGraph, strategy: Any, model: nn.Module) -> Any:
     """What torch's own DDP does."""
-    wrapped = strategy.wrap(model, g, "sum")
+    wrapped = strategy.wrap(model, "sum")
     return lambda blocks, x: _scaled(wrapped(blocks, x), 1 / g.session.topology.world_size)
 
 
 def weighed_at_parameters(g: DistGraph, strategy: Any, model: nn.Module) -> Any:
     """The halo's gradients then count as those of a rank that has other targets."""
     install(model)
-    return STRATEGIES.get("data_parallel")(g.session, {}).wrap(model, g)
+    return STRATEGIES.get("data_parallel")(g.session, {}).open(g).wrap(model)
 
 
 def without_adjoint(g: DistGraph, strategy: Any, model: nn.Module) -> Any:
@@ -48,7 +48,7 @@ def without_adjoint(g: DistGraph, strategy: Any, model: nn.Module) -> Any:
     module: Any = model
     for conv in module.convs:
         conv.register_forward_pre_hook(_detach_halo)
-    return strategy.wrap(model, g)
+    return strategy.wrap(model)
 
 
 def _scaled(scores: Tensor, factor: float) -> Tensor:
@@ -90,8 +90,8 @@ def counting_replicas(g: DistGraph) -> list[Any]:
     assert plans.share(0, plans.plan(0, 0)).num_global > int(is_training.sum())
     request = read_request("full_graph", g, seeds, runs.sampler(), {})
     loader = FullGraphLoader(g, plans, request, use_pp=True)
-    strategy: Any = STRATEGIES.get("full_graph")(g.session, {})
-    return steps_on(loader, runs.first_model("sage"), lambda model: strategy.wrap(model, g))
+    strategy: Any = STRATEGIES.get("full_graph")(g.session, {}).open(g)
+    return steps_on(loader, runs.first_model("sage"), lambda model: strategy.wrap(model))
 
 
 def on_rank(folder: str) -> dict[str, list[Any]]:

@@ -90,11 +90,11 @@ def train(g: DistGraph, run: Run) -> Notes:
     rank, world_size = session.topology.rank, session.topology.world_size
     ids = equality.new_ids_of_training(g)[: BATCH * STEPS]
     mine = equality.cut(ids, SHARES[run.share], rank, world_size)
-    strategy = STRATEGIES.get(run.strategy)(session, run.options)
+    strategy = STRATEGIES.get(run.strategy)(session, run.options).open(g)
     # The largest share is STEPS batches, so that all ranks have at most that many.
     largest = max(len(equality.cut(ids, SHARES[run.share], r, world_size)) for r in range(world_size))
-    loader = strategy.loader(g, mine, sampler(), batch_size=-(-largest // STEPS), shuffle=True, seed=5)
-    model: Any = strategy.wrap(first_model(run.kind), g)
+    loader = strategy.loader(mine, sampler(), batch_size=-(-largest // STEPS), shuffle=True, seed=5)
+    model: Any = strategy.wrap(first_model(run.kind))
     optimizer = OPTIMIZERS[run.optimizer](model.parameters())
     before = session.ledger.snapshot()
     for _ in range(EPOCHS):

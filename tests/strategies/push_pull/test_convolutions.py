@@ -38,7 +38,7 @@ def there_and_back(g: DistGraph, name: str, folder: Path) -> list[list[str]]:
 
     def wrapped(strategy: str, seed: int) -> Any:
         options = {"sync": "inputs"} if name in BY_ROWS and strategy == "push_pull" else {}
-        return STRATEGIES.get(strategy)(g.session, options).wrap(first_of(name, seed), g)
+        return STRATEGIES.get(strategy)(g.session, options).open(g).wrap(first_of(name, seed))
 
     wanted = first_of(name, 1).state_dict()
     checkpoint.save(folder / "rows", model=wrapped("data_parallel", 1))

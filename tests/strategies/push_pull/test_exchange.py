@@ -97,7 +97,9 @@ def test_activations_in_fewer_bits_are_close_and_repeat(folder: Path) -> None:
 
 
 def chosen_size(g: DistGraph, memory: str) -> int:
-    model: Any = STRATEGIES.get("push_pull")(g.session, {"memory": memory}).wrap(runs.first_model("sage"), g)
+    model: Any = (
+        STRATEGIES.get("push_pull")(g.session, {"memory": memory}).open(g).wrap(runs.first_model("sage"))
+    )
     size: int = model._group.size
     return size
 

@@ -6,6 +6,7 @@ import resource
 import shutil
 import tracemalloc
 from collections import namedtuple
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,11 @@ from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph, Sparse
 from dglx_dist.strategies.push_pull import feature_columns
 from dglx_dist.strategies.push_pull.exchange import Group, make_group
 from dglx_dist.strategies.push_pull.feature_columns import (
-    OPENED,
     PHASE,
     VALUES,
     ColumnStore,
+    ColumnStores,
     load_columns,
-    open_columns,
     stored_slice,
     write_slices,
 )
@@ -97,6 +97,18 @@ def received(session: Session, before: Any) -> int:
     assert asked % 32 == 0
     assert asked <= 32 * NUM_PARTS * len(NAMES)
     return sum(row.num_bytes for row in rows if row.destination == mine)
+
+
+STORES: dict[tuple[str, Group], ColumnStores] = {}
+
+
+def open_columns(g: DistGraph, names: Sequence[str], group: Group, *, cache: bool = True) -> ColumnStore:
+    """Open columns of a graph and a group, until the graph is closed."""
+    key = g.kvstore.label, group
+    if key not in STORES:
+        STORES[key] = ColumnStores(g, group, cache=cache)
+        g.on_close.append(STORES[key].close)
+    return STORES[key].open(names)
 
 
 def rows_elsewhere(g: DistGraph, name: str = "one") -> int:
@@ -362,7 +374,7 @@ def full_disk(session: Session, ready: Path) -> None:
     check(g, store)
     assert not list(ready.rglob("*.partial"))
     g.close()
-    assert not OPENED.of(session)
+    assert not store.slices
 
 
 def test_ranks_help_each_other_whatever_their_files_are(tmp_path: Path) -> None:

@@ -23,26 +23,22 @@ from dgl.dataloading import LaborSampler, NeighborSampler, as_edge_prediction_sa
 from dglx_dist.comm.session import Session, start_session
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.dataloading import minibatch, negative
-from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
 from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.analysis import reverse_edge_ids
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.layers.dropout import deal_out_columns
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment
+from dglx_dist.strategies.base import STRATEGIES, OpenedStrategy
 from dglx_dist.strategies.push_pull import loader as push_pull_loader
 from dglx_dist.strategies.push_pull.exchange import Group, GroupBatch, PartInput, make_group
-from dglx_dist.strategies.push_pull.feature_columns import ColumnStore, open_columns
 from dglx_dist.strategies.push_pull.loader import (
     OwnerBlock,
     PushPullLoader,
     _check_block,
-    open_loader,
     pack_block,
     unpack_block,
 )
-from dglx_dist.strategies.push_pull.options import PushPullOptions
-from dglx_dist.strategies.push_pull.pipeline import PIPELINES
 from tests.helpers.ranks import run_ranks, start_ranks
 from tests.strategies import edge_equality, equality
 
@@ -81,22 +77,25 @@ def sampler_of(**prefetch: Any) -> NeighborSampler:
 
 def nodes_of(g: DistGraph, sampler: Any = None, group: Group | None = None, **given: Any) -> PushPullLoader:
     """A loader of nodes; what is no option of the strategy is one of the loader."""
-    return _loader_of(DataLoader, g, share_of(g, NUM_NODES), sampler, group, given)
+    opened, loader_options = opened_for(g, group, given)
+    loader: PushPullLoader = opened.loader(share_of(g, NUM_NODES), sampler or sampler_of(), **loader_options)
+    return loader
 
 
 def edges_of(g: DistGraph, **given: Any) -> PushPullLoader:
-    return _loader_of(DistEdgeDataLoader, g, share_of(g, NUM_EDGES)[::4], None, None, given)
+    opened, loader_options = opened_for(g, None, given)
+    loader: PushPullLoader = opened.edge_loader(share_of(g, NUM_EDGES)[::4], sampler_of(), **loader_options)
+    return loader
 
 
-def _loader_of(
-    inner: Any, g: DistGraph, seeds: Any, sampler: Any, group: Group | None, given: Mapping[str, Any]
-) -> PushPullLoader:
+def opened_for(
+    g: DistGraph, group: Group | None, given: Mapping[str, Any]
+) -> tuple[OpenedStrategy, dict[str, Any]]:
     loader_options: dict[str, Any] = {"batch_size": 32, **given}
     structure, depth = (loader_options.pop(name, None) for name in ("structure", "depth_of_pipeline"))
-    options = PushPullOptions(structure=structure or "push", depth=depth or 1)
-    ours = group or make_group(g.session, g.session.topology.world_size)
-    store = open_columns(g, ["feat"], ours)
-    return open_loader(inner, g, seeds, sampler or sampler_of(), store, ours, options, loader_options)
+    options = {"structure": structure or "push", "depth": depth or 1}
+    options["group_size"] = g.session.topology.world_size if group is None else group.size
+    return STRATEGIES.get("push_pull")(g.session, options).open(g), loader_options
 
 
 Seen = tuple[int, list[int], list[int], list[int], str]
@@ -251,7 +250,7 @@ def on_four(folder: str) -> None:
             nodes_of(g, structure="resample")
         pushed = nodes_of(g, group=group, depth_of_pipeline=2, depth=2, num_threads=2)
         pipeline = Pipeline()
-        PIPELINES.set(session, [ref(pipeline), ref(Pipeline())])
+        pushed._pipelines[:] = [ref(pipeline), ref(Pipeline())]  # type: ignore[index]
         check_batches(session, pushed, DataLoader(g, share_of(g, NUM_NODES), sampler_of(), batch_size=32))
         assert pipeline.drained == 1
         check_positions(pushed)
@@ -415,11 +414,8 @@ def test_prefetched_matrices_come_as_columns_and_vectors_as_rows(graph: DistGrap
 
 def test_edge_prediction_samplers_bring_columns_too(graph: DistGraph) -> None:
     sampler = as_edge_prediction_sampler(sampler_of(), negative_sampler=negative.Uniform(1))
-    group = make_group(graph.session, 1)
-    none, options = ColumnStore([], group, graph.session), PushPullOptions()
-    edges = torch.arange(20)
-    loader = open_loader(DistEdgeDataLoader, graph, edges, sampler, none, group, options, {"batch_size": 5})
-    batches = list(loader)
+    opened = STRATEGIES.get("push_pull")(graph.session, {"features": "small"}).open(graph)
+    batches = list(opened.edge_loader(torch.arange(20), sampler, batch_size=5))
     assert len(batches) == 4
     for nodes, positive, negatives, blocks in batches:
         assert positive.num_edges() == negatives.num_edges() == 5

@@ -44,13 +44,13 @@ class Trained:
         topology = g.session.topology
         ids = equality.new_ids_of_training(g)[: runs.BATCH * runs.STEPS]
         mine = equality.cut(ids, runs.SHARES["even"], topology.rank, topology.world_size)
-        made = STRATEGIES.get(strategy)(g.session, options)
+        made = STRATEGIES.get(strategy)(g.session, options).open(g)
         size = -(-len(ids) // topology.world_size // runs.STEPS)
-        self.loader = made.loader(g, mine, sampler or runs.sampler(), batch_size=size)
+        self.loader = made.loader(mine, sampler or runs.sampler(), batch_size=size)
         model = runs.first_model("sage")
         for name in frozen:
             model.get_parameter(name).requires_grad_(False)
-        self.model: Any = made.wrap(model, g)
+        self.model: Any = made.wrap(model)
         self.optimizers = [self.sgd([p for p in self.model.parameters() if p.requires_grad])]
 
     @staticmethod

@@ -213,15 +213,17 @@ def train(
     sampler = dgl.dataloading.MultiLayerFullNeighborSampler(
         2, prefetch_node_feats=list(case.features), prefetch_labels=["label"]
     )
-    ours = STRATEGIES.get(strategy)(session, {**case.options, **options} if strategy == "push_pull" else {})
-    loader = ours.loader(g, seeds, sampler, batch_size=40)
+    ours = STRATEGIES.get(strategy)(
+        session, {**case.options, **options} if strategy == "push_pull" else {}
+    ).open(g)
+    loader = ours.loader(seeds, sampler, batch_size=40)
     torch.manual_seed(1)
     net: Any = case.make().to(case.dtype)
     if strategy == "data_parallel" and net.rows is not None:
         # Data parallel training has no sparse gradients.
         net.rows.sparse = False
     values = getattr(getattr(net, "first", None), "edges_by_column", ())
-    model: Any = ours.wrap(net, g, reduction=case.reduction)
+    model: Any = ours.wrap(net, reduction=case.reduction)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE if case.reduction == "mean" else RATE / 100)
     before, pushed, model_parts = session.ledger.snapshot(), 0, case.options.get("group_size", world_size)
     for _ in range(EPOCHS):
@@ -265,7 +267,7 @@ def on_rank(folder: str) -> dict[str, Any]:
         with pytest.raises(dx.ConfigError, match=TIED):
             train(g, Case(lambda: Tied("weight")), "push_pull")
         with pytest.raises(dx.ConfigError, match=r"'feat' is torch.int64.*store it as float32"):
-            STRATEGIES.get("push_pull")(session, {}).wrap(dgl.nn.SAGEConv(5, 7, "mean"), graphs["whole"])
+            STRATEGIES.get("push_pull")(session, {}).open(graphs["whole"]).wrap(dgl.nn.SAGEConv(5, 7, "mean"))
         with pytest.raises(dx.ConfigError, match=rf"'shift' has shape .*each of the {WIDTH} input columns"):
             train(g, Case(lambda: Net(Narrow)), "push_pull")
         bonds, task = DistGraph(f"{folder}/bonds"), "links reverse_id"

@@ -135,14 +135,14 @@ def one_step(
 ) -> str:
     """Return what a user's script would end with; nothing where it does not."""
     try:
-        strategy = STRATEGIES.get("push_pull")(g.session, options)
+        strategy = STRATEGIES.get("push_pull")(g.session, options).open(g)
         topology = g.session.topology
         mine = equality.cut(
             equality.new_ids_of_training(g), runs.SHARES["uneven"], topology.rank, topology.world_size
         )
-        loader = strategy.loader(g, mine, runs.sampler(), batch_size=60)
+        loader = strategy.loader(mine, runs.sampler(), batch_size=60)
         torch.manual_seed(0)
-        model: Any = strategy.wrap(make().double(), g)
+        model: Any = strategy.wrap(make().double())
         steps = optimizer(model.parameters(), lr=0.1)
         for _, _, blocks in loader:
             loss: Any = sum(runs.loss_of(model, blocks) for _ in range(calls))
@@ -161,7 +161,7 @@ def on_rank(folder: str) -> list[str]:
         model = Net().double()
         gone = mock.patch.object(pipeline.dist, "new_group", side_effect=RuntimeError("gone"))
         with gone, pytest.raises(PeerError):
-            STRATEGIES.get("push_pull")(g.session, {"group_size": 1}).wrap(model, g)
+            STRATEGIES.get("push_pull")(g.session, {"group_size": 1}).open(g).wrap(model)
         assert model.first.fc_neigh.weight.shape == (HIDDEN, WIDTH)
         assert not any("forward" in vars(module) for module in model.modules())
         found = [one_step(g, make, options, **how) for make, options, how, _ in CASES]

@@ -65,9 +65,17 @@ def store_of(session: Session, size: int) -> ColumnStore:
 
 
 def wrapped(net: nn.Module, session: Session, size: int) -> PushPullModel:
-    graph: Any = SimpleNamespace(session=session, num_nodes=lambda: NODES)
-    group, options = make_group(session, size), PushPullOptions()
-    return PushPullModel(net, graph, store_of(session, size), group, options, reduction="mean")
+    graph = SimpleNamespace(session=session, num_nodes=lambda: NODES)
+    opened: Any = SimpleNamespace(
+        g=graph,
+        session=session,
+        group=make_group(session, size),
+        options=PushPullOptions(),
+        columns=store_of(session, size),
+        pipelines=[],
+        replicas=lambda: None,
+    )
+    return PushPullModel(net, opened, "mean")
 
 
 def split(session: Session, size: int) -> tuple[Any, PushPullModel, dict[str, Tensor]]:
