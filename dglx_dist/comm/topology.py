@@ -363,8 +363,8 @@ _RANK_DEFAULTS = {
     # which is later than the first imports. A MALLOC_TOP_PAD_ would add 0.5 GB to a rank and no speed.
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(16 << 30),
-    # Otherwise torch's profiler, with which option memory of cooperative traces a model, reports its start
-    # and stop on each rank; no lower level silences that.
+    # Otherwise torch's profiler, with which strategy auto traces a model, reports its start and stop on
+    # each rank; no lower level silences that.
     "KINETO_LOG_LEVEL": "99",
     # Otherwise each rank whose launcher was killed adds a C++ stack of torch's store to its own message.
     "TORCH_CPP_LOG_LEVEL": "ERROR",
