@@ -233,6 +233,7 @@ def a_step_goes_through_few_modules(g: DistGraph) -> None:
         sampler = dgl.dataloading.NeighborSampler(
             [5, 5], prefetch_node_feats=["feat"], prefetch_labels=["label"]
         )
+        gc.collect()  # models of the loops before still watch every optimizer
         trained, called = Trained(g, strategy, sampler=sampler), set[str]()
 
         def note(frame: Any, event: str, _: object, called: set[str] = called) -> None:
