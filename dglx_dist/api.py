@@ -17,16 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from dglx_dist.auto import (
-    Training,
-    check_session_options,
-    choose_in_job,
-    default_batch_size,
-    default_fanouts,
-    facts_of,
-    outcome_of,
-    resolve,
-)
 from dglx_dist.comm.collectives import broadcast_json, run_on_all_ranks
 from dglx_dist.comm.session import Session, current_session, session_or, show_briefly
 from dglx_dist.compat.dist_graph import DistGraph as ScriptGraph
@@ -50,7 +40,19 @@ from dglx_dist.errors import ConfigError, DatasetError, PeerError, StorageError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.split import node_split
 from dglx_dist.options import check_integer, list_names
+from dglx_dist.planner.auto import (
+    Training,
+    check_session_options,
+    choose_in_job,
+    default_batch_size,
+    default_fanouts,
+    resolve,
+)
 from dglx_dist.records import FEATURE, Array, RawGraph
+from dglx_dist.report.outcome import (
+    facts_of,
+    outcome_of,
+)
 from dglx_dist.strategies.base import (
     AUTO,
     STRATEGIES,

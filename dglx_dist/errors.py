@@ -1,5 +1,6 @@
 """Exceptions of dglx_dist."""
 
+import re
 from collections.abc import Iterable
 
 
@@ -15,6 +16,11 @@ def shorten_list(names: Iterable[object], most: int = 3) -> str:
     shown = [str(name) for name in names]
     more = f" and {len(shown) - most} more" if len(shown) > most + 1 else ""
     return ", ".join(shown[:most] if more else shown) + more
+
+
+def first_sentence(error: BaseException) -> str:
+    """Return the message of ``error`` without the reasons and the remedy that follow."""
+    return re.split(r"[;:] ", str(error), maxsplit=1)[0]
 
 
 class ConfigError(DglxError, ValueError):

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from dglx_dist.comm.codec import wire_bytes
-from dglx_dist.strategies.cost import Survey
+from dglx_dist.planner.costs.base import Survey
+from dglx_dist.planner.costs.push_pull import FirstLayer, column_bytes
+from dglx_dist.planner.costs.serverless import serverless_bytes
 from dglx_dist.strategies.full_graph.options import COOPERATIVE, EXCHANGING, PRELOADING, FullGraphOptions
-from dglx_dist.strategies.push_pull.cost import FirstLayer, column_bytes
 from dglx_dist.strategies.push_pull.options import PushPullOptions
 from dglx_dist.strategies.serverless.options import LambdaOptions
-from dglx_dist.strategies.serverless.strategy import serverless_bytes
 from tests.helpers.sources import ROOT, sources
 
 STRATEGIES = ROOT / "docs" / "strategies"

@@ -8,22 +8,23 @@ from dglx_dist.cli.common import command, libraries_on_stderr, say, show, write
 from dglx_dist.comm.topology import launched_by_torchrun
 from dglx_dist.errors import ConfigError
 from dglx_dist.options import flag_of
-from dglx_dist.training.config import PlanConfig
+from dglx_dist.planner.config import PlanConfig
 
 _BATCH_OPTIONS = ("fanouts", "batch_size")
 
 
 @command(PlanConfig)
 def plan(config: PlanConfig) -> None:
-    """Predict time, traffic and memory of an epoch under every strategy, and choose one.
+    """Report bytes, memory and computing of an epoch under every strategy, and choose one.
 
     For example: `dglx plan data/demo --hidden 16 --servers 2 --ranks 4 --bandwidth-external 1gbit`
 
     Nothing is trained: one process counts batches and plans of all ranks, and times the model on a few of
-    them. `dglx train --strategy auto` does this and trains.
+    them. Seconds are those of computing here, and bytes divided by the given bandwidth. `dglx train
+    --strategy auto` times real steps of every strategy, and trains.
     """
     from dglx_dist.cli.plan_job import make_plan
-    from dglx_dist.report.tables import plan_head, plan_lines, plan_table
+    from dglx_dist.report.tables import plan_head, plan_table
 
     _check_no_unused_options(config)
     as_json = config.as_json
@@ -36,7 +37,7 @@ def plan(config: PlanConfig) -> None:
     for line in plan_head(choice).split("\n"):
         write(line)
     show(plan_table(choice))
-    for line in plan_lines(choice):
+    for line in choice.lines():
         write(line)
 
 

@@ -8,22 +8,22 @@ from pathlib import Path
 import torch
 
 from dglx_dist.api import init
-from dglx_dist.auto import batch_assumptions, draws_of
 from dglx_dist.comm.devices import device_memory, num_gpus
 from dglx_dist.data.storage.manifest import read_manifest
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.memory import machine_memory
+from dglx_dist.planner.auto import batch_assumptions, draws_of
 from dglx_dist.planner.choose import choose
-from dglx_dist.planner.measure import MeasureConfig, measure
+from dglx_dist.planner.config import PlanConfig
+from dglx_dist.planner.costs.base import Counted
+from dglx_dist.planner.measure import CountConfig, count, predict_and_time
 from dglx_dist.planner.model_shape import shape_of_module
-from dglx_dist.planner.records import Choice, ChoiceOptions, Rate
+from dglx_dist.planner.records import Choice, ChoiceOptions, Cluster, Draws, Prediction, Rate
 from dglx_dist.planner.workload import check_plannable
 from dglx_dist.records import FEATURE
 from dglx_dist.report.tables import plural
 from dglx_dist.strategies.base import DEFAULT_STRATEGY
-from dglx_dist.strategies.cost import Candidate, Cluster, Draws, Measured
-from dglx_dist.training.config import PlanConfig
 from dglx_dist.training.models import build_model
 
 Notify = Callable[[str], None]
@@ -32,8 +32,6 @@ _PAYLOAD = 0.94
 """Share of a link's rate; the rest are headers and acknowledgements."""
 _LOOPBACK_BYTES_PER_S = 1.2e9
 """Rate of sockets between the processes of a server."""
-_LATENCY_MS = 0.5
-"""Of a message from rank to rank."""
 _DEFAULT_RATE = "1gbit"
 _EPOCH = 1
 """The counted epoch: the first one warms caches."""
@@ -50,16 +48,18 @@ def _draws_of(plan: PlanConfig) -> Draws | None:
 
 
 def make_plan(plan: PlanConfig, notify: Notify | None = None) -> Choice:
-    """Predict every way to train, and choose one; one process calls it. ``notify`` gets each next step.
+    """Count and time every way to train, and choose one; one process calls it.
+
+    ``notify`` gets each next step.
 
     ConfigError: the dataset lacks what training needs, or parts for the servers. StorageError: it is damaged.
     """
-    known, candidates = measured(plan, notify)
-    return choose(candidates, known, constraints_of(plan))
+    counted, predictions = measure(plan, notify)
+    return choose(predictions, counted, constraints_of(plan))
 
 
-def measured(plan: PlanConfig, notify: Notify | None = None) -> tuple[Measured, tuple[Candidate, ...]]:
-    """Count and measure for ``plan``, as :func:`make_plan` does, and return the candidates."""
+def measure(plan: PlanConfig, notify: Notify | None = None) -> tuple[Counted, list[Prediction]]:
+    """Count and time for ``plan``, as :func:`make_plan` does, and return all candidates' costs."""
     folder = plan.data
     assert folder is not None, "a PlanConfig has a dataset"
     check_plannable(read_manifest(Path(folder)), folder)
@@ -70,11 +70,11 @@ def measured(plan: PlanConfig, notify: Notify | None = None) -> tuple[Measured, 
         with init(DEFAULT_STRATEGY, seed=plan.seed, device=plan.device) as session:
             cluster = _with_gpus(plan, cluster, session.device)
             g = DistGraph(folder, structure="replicated", session=session)
-            known, candidates = _measured_on(plan, g, cluster, notify)
+            result = _measure_on(plan, g, cluster, notify)
             g.close()
     finally:
         torch.set_num_threads(threads)
-    return known, candidates
+    return result
 
 
 def _with_gpus(plan: PlanConfig, cluster: Cluster, device: torch.device) -> Cluster:
@@ -93,9 +93,9 @@ def _with_gpus(plan: PlanConfig, cluster: Cluster, device: torch.device) -> Clus
     return replace(cluster, device_memory_bytes=limit, assumptions=(*cluster.assumptions, said))
 
 
-def _measured_on(
+def _measure_on(
     plan: PlanConfig, g: DistGraph, cluster: Cluster, notify: Notify | None
-) -> tuple[Measured, tuple[Candidate, ...]]:
+) -> tuple[Counted, list[Prediction]]:
     features, classes = g.ndata[FEATURE].shape[1], g.num_classes(g.ntypes[0])
     sizes = (features, plan.hidden, classes, plan.layers)
     with torch.random.fork_rng(devices=[]):
@@ -106,17 +106,18 @@ def _measured_on(
     if cluster.cores > here:
         cores = plural(cluster.cores, "core")
         assumptions = [f"a rank of {cores} computes as fast as the {here} here, on which it was timed"]
-    requested = MeasureConfig(
+    requested = CountConfig(
         cluster=cluster,
         draws=_draws_of(plan),
         labor=plan.allow_estimators,
         partitioned=_is_partitioned(plan, 8 * g.num_nodes() + 4 * g.num_edges()),
         epoch=_EPOCH,
-        # Ranks that compute on the machine of each, at most one per core.
-        other_ranks=max(min(plan.ranks_of_machine, here) - 1, 0),
         assumptions=(*batch_assumptions(plan.unit, plan.layers, plan.fanouts), *assumptions),
     )
-    return measure(g, module, shape, requested, notify)
+    counted, candidates = count(g, shape, requested, notify)
+    if notify is not None:
+        notify("the model on some batches and plans")
+    return counted, predict_and_time(g, module, counted, candidates)
 
 
 def cluster_of(plan: PlanConfig) -> Cluster:
@@ -125,8 +126,6 @@ def cluster_of(plan: PlanConfig) -> Cluster:
     rate = plan.external or Rate.parse(_DEFAULT_RATE)
     if plan.external is None and plan.servers > 1:
         assumptions.append(f"{rate} between servers (--bandwidth-external)")
-    if plan.latency_ms is None and plan.servers > 1:
-        assumptions.append(f"{_LATENCY_MS:g} ms for a message between servers (--latency-ms)")
     inside = _LOOPBACK_BYTES_PER_S if plan.internal is None else _PAYLOAD * plan.internal.bits_per_s / 8
     if plan.internal is None and plan.per_server > 1:
         assumptions.append(f"{inside / 1e9:g} GB/s between the ranks of a server (--bandwidth-internal)")
@@ -145,11 +144,9 @@ def cluster_of(plan: PlanConfig) -> Cluster:
         ranks_per_server=plan.per_server,
         external_bytes_per_s=_PAYLOAD * rate.bits_per_s / 8,
         internal_bytes_per_s=inside,
-        latency_s=(_LATENCY_MS if plan.latency_ms is None else plan.latency_ms) / 1e3,
         cores=cores,
         memory_bytes=memory,
         device_memory_bytes=plan.device_memory_bytes or 0,
-        burst_bytes=rate.burst_bytes() if plan.here else 0,
         assumptions=tuple(assumptions),
     )
 

@@ -143,10 +143,10 @@ def check_launched(ranks: int | None, servers: int | None) -> None:
 
 def check_before_launch(config: TrainConfig) -> None:
     """Check options and device (ConfigError) and the dataset (StorageError) before a process is started."""
-    from dglx_dist.auto import read_auto_options
     from dglx_dist.comm.devices import check_request
     from dglx_dist.data.storage.manifest import read_manifest
     from dglx_dist.graph.partition_book import canonical_etype
+    from dglx_dist.planner.auto import read_auto_options
     from dglx_dist.planner.workload import check_plannable
     from dglx_dist.strategies.base import AUTO, STRATEGIES, resolve_strategy
     from dglx_dist.training.fit_config import check_loop

@@ -68,6 +68,11 @@ class Ledger:
         with self._lock:
             return dict(self._bytes)
 
+    def restore(self, snapshot: Snapshot) -> None:
+        """Forget all counts since ``snapshot``."""
+        with self._lock:
+            self._bytes = dict(snapshot)
+
     def since(self, snapshot: Snapshot, *, control: bool = True) -> list[LedgerRow]:
         """Counts added after ``snapshot``, sorted, without unchanged ones, and CONTROL if ``control``."""
         now = self.snapshot()

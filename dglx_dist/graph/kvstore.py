@@ -4,6 +4,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import count, pairwise
@@ -280,6 +281,18 @@ class KVStore:
             counted = [[0] * 4, *(column.counts for column in asked)]
             local, hits, misses, on_device = np.sum(counted, axis=0).tolist()
         return CacheCounts(local=local, hits=hits, misses=misses, on_device=on_device)
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Leave out of :meth:`cache_counts` the rows that this rank requests within the context."""
+        with self._counts_lock:
+            before = {name: [*column.counts] for name, column in self._columns.items()}
+        try:
+            yield
+        finally:
+            with self._counts_lock:
+                for name, counts in before.items():
+                    self._columns[name].counts[:] = counts
 
     @property
     def has_cache(self) -> bool:

@@ -36,8 +36,8 @@ class StageInput:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerWork:
-    """Widths of a layer, and the work of its forward pass."""
+class LayerWidths:
+    """Columns of a layer's rows."""
 
     inputs: int
     """Columns of a source's row, which ranks exchange before the layer."""
@@ -45,10 +45,6 @@ class LayerWork:
     """Columns of its result, of all heads."""
     summed: int
     """Columns that are summed along an edge."""
-    per_source: int
-    """Multiply-adds for each input row."""
-    per_target: int
-    """Multiply-adds for each output row."""
     sums_sources: bool = False
     """Whether it reads its sources by a sum or mean over in-edges only, of :attr:`summed` columns."""
 
@@ -159,18 +155,16 @@ class SplittableConv(nn.Module, ABC):
         """Columns of all results of :meth:`gather` together; by default those of the first weight's."""
         return self.get_parameter(next(iter(self.cut))).numel() // self.width
 
-    def work(self) -> LayerWork:
-        """Return the work of the uncut layer, whose first weight in :attr:`cut` projects the sources."""
-        first, *others = (self.get_parameter(name).numel() for name in self.cut)
-        columns, outputs = self.width, first // self.width
+    def widths(self) -> LayerWidths:
+        """Return the columns of the uncut layer, whose first weight in :attr:`cut` projects the sources."""
+        columns = self.width
+        outputs = self.get_parameter(next(iter(self.cut))).numel() // columns
         # Logits need projected rows; the logits, the softmax and the weighted sum each process every edge.
         early = self.heads > 0 or columns > outputs
-        return LayerWork(
+        return LayerWidths(
             inputs=columns,
             outputs=outputs,
             summed=(outputs if early else columns) + 6 * self.heads,
-            per_source=first if early else 0,
-            per_target=sum(others) + (0 if early else first),
         )
 
     def own_edges(self, block: DGLBlock) -> dict[str, Tensor]:

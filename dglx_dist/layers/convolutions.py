@@ -27,7 +27,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import (
     Around,
     DeclaredStage,
-    LayerWork,
+    LayerWidths,
     PartialSums,
     SplittableConv,
     StageInput,
@@ -203,15 +203,13 @@ class GinStages(SplittableConv):
     def sum_width(self) -> int:
         return int(1 + self.eps.requires_grad) * self._first[0].out_features
 
-    def work(self) -> LayerWork:
-        """Return the work of ``GINConv``, which sums inputs before all products."""
+    def widths(self) -> LayerWidths:
+        """Return the columns of ``GINConv``, which sums inputs before all products."""
         linears = [one for one in self.apply_func.modules() if isinstance(one, nn.Linear)]
-        return LayerWork(
+        return LayerWidths(
             inputs=self.width,
             outputs=linears[-1].out_features,
             summed=self.width,
-            per_source=0,
-            per_target=sum(one.weight.numel() for one in linears),
         )
 
     def transform(self, given: StageInput) -> Tensor:
@@ -293,15 +291,12 @@ class RelationalStages(SplittableConv):
     def sum_width(self) -> int:
         return (1 + (self.self_loop and self.layer_norm)) * int(self.linear_r.W.shape[2])
 
-    def work(self) -> LayerWork:
-        """Return the work; the products, one for each edge, count as one for each source, a lower bound."""
+    def widths(self) -> LayerWidths:
         columns, width = self.linear_r.W.shape[1:]
-        return LayerWork(
+        return LayerWidths(
             inputs=columns,
             outputs=width,
             summed=width,
-            per_source=columns * width,
-            per_target=columns * width if self.self_loop else 0,
         )
 
     def gather(self, given: StageInput, transformed: Tensor, scattered: PartialSums) -> PartialSums:
@@ -391,13 +386,11 @@ class PoolStages(SplittableConv):
         super().__init__(conv)
         self.cut = {"fc_pool.weight": 1, "fc_self.weight": 1}
 
-    def work(self) -> LayerWork:
-        return LayerWork(
+    def widths(self) -> LayerWidths:
+        return LayerWidths(
             inputs=self.width,
             outputs=self.fc_neigh.out_features,
             summed=self.fc_pool.out_features,
-            per_source=self.fc_pool.weight.numel(),
-            per_target=self.fc_self.weight.numel() + self.fc_neigh.weight.numel(),
         )
 
     def transform(self, given: StageInput) -> Tensor:

@@ -1,192 +1,177 @@
-"""Candidates of all strategies, their predictions, and the choice of the fastest, with reasons. No I/O."""
+"""Candidates of all strategies, their bytes and memory, and the choice with its reasons. No I/O."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
-
-import numpy as np
 
 from dglx_dist.memory import readable_bytes
+from dglx_dist.planner.costs.base import COSTS, Cost, Counted, Work
 from dglx_dist.planner.records import Choice, ChoiceOptions, Prediction
-from dglx_dist.records import Array
 from dglx_dist.strategies.base import STRATEGIES
-from dglx_dist.strategies.cost import Candidate, Cost, Measured, PlanContext, Work
+from dglx_dist.strategies.candidate import Candidate, CandidateContext
 
-_NEAR = 1.05
-"""A prediction within this factor of the fastest is a tie, which the earlier, simpler candidate wins."""
-_CERTAIN = 0.05
-"""Relative half-width of an interval up to which a rate counts as known."""
+NEAR = 1.03
+"""A candidate within this factor of the fastest is a tie, which the earlier, simpler candidate wins."""
 
 
-def enumerate_candidates(context: PlanContext) -> tuple[Candidate, ...]:
+def enumerate_candidates(context: CandidateContext) -> tuple[Candidate, ...]:
     """Return the candidates of all strategies: mini-batches first, the simplest first."""
-    found: list[tuple[bool, int, Candidate]] = []
+    ordered: list[tuple[bool, int, Candidate]] = []
     for name in STRATEGIES.names():
         strategy = STRATEGIES.get(name)
-        for one in strategy.candidates(context):
-            place = one.unit != "mini_batch", strategy.traits.complexity
-            found.append((*place, replace(one, strategy=name)))
-    return tuple(one for *_, one in sorted(found, key=lambda entry: entry[:2]))
+        for candidate in strategy.candidates(context):
+            place = candidate.unit != "mini_batch", strategy.traits.complexity
+            ordered.append((*place, replace(candidate, strategy=name)))
+    return tuple(candidate for *_, candidate in sorted(ordered, key=lambda entry: entry[:2]))
 
 
-def works_of(candidates: Iterable[Candidate]) -> tuple[Work, ...]:
+def has_costs(candidate: Candidate) -> bool:
+    """Return whether the strategy of ``candidate`` has a cost model."""
+    return candidate.strategy in COSTS.names()
+
+
+def list_works(candidates: Iterable[Candidate], context: CandidateContext) -> tuple[Work, ...]:
     """Return what is to be counted for ``candidates``, each once."""
-    return tuple(dict.fromkeys(work for one in candidates for work in one.works))
+    costs = (COSTS.get(one.strategy).works(one, context) for one in candidates if has_costs(one))
+    return tuple(dict.fromkeys(work for works in costs for work in works))
 
 
 def choosable() -> Mapping[str, frozenset[str]]:
     """Return every strategy that may be chosen, with its option names."""
-    found: dict[str, frozenset[str]] = {}
-    for one in enumerate_candidates(PlanContext(ranks=4, servers=2, num_layers=3, steps=3)):
-        found[one.strategy] = found.get(one.strategy, frozenset()) | one.options.keys()
-    return found
+    names: dict[str, frozenset[str]] = {}
+    for candidate in enumerate_candidates(CandidateContext(ranks=4, servers=2, num_layers=3, steps=3)):
+        names[candidate.strategy] = names.get(candidate.strategy, frozenset()) | candidate.options.keys()
+    return names
 
 
-def predict(candidate: Candidate, known: Measured) -> Prediction:
-    """Return the predicted epoch of ``candidate``; if it is not feasible, the reason and zeros."""
-    cluster, strategy = known.cluster, STRATEGIES.get(candidate.strategy)
-    why_not = known.shape.refused.get(candidate.strategy) or _uncounted(candidate, known)
+def predict(candidate: Candidate, counted: Counted) -> Prediction:
+    """Return bytes and memory of an epoch of ``candidate``. If it is not feasible, the reason and zeros."""
+    cluster, strategy = counted.cluster, STRATEGIES.get(candidate.strategy)
+    why_not = counted.shape.refused.get(candidate.strategy) or _find_uncounted(candidate, counted)
     if cluster.device_memory_bytes and not strategy.traits.on_gpus:
         why_not = "computes on CPUs only"
-    found = Cost() if why_not else strategy.cost(candidate, known)
-    why_not = why_not or found.why_not
-    on_device = found.memory - found.on_host if cluster.device_memory_bytes else 0
-    needed = found.memory - on_device - found.shared + found.shared // cluster.ranks_per_server
-    if not why_not and needed > cluster.memory_bytes:
-        why_not = f"needs {needed / 1e9:.1f} GB a rank, of {cluster.memory_bytes / 1e9:.1f}"
-    elif not why_not and on_device > cluster.device_memory_bytes:
-        limit = cluster.device_memory_bytes
-        why_not = f"needs {on_device / 1e9:.1f} GB a rank on its GPU, of {limit / 1e9:.1f}"
-    notes = [found.note] if found.note else []
+    if why_not or not has_costs(candidate):
+        cost = Cost()
+    else:
+        cost = COSTS.get(candidate.strategy).cost(candidate, counted)
+    notes = [cost.note] if cost.note else []
     if candidate.epochs_factor != 1.0:
         notes.append(f"about {candidate.epochs_factor:g} x the epochs")
+    on_device = cost.memory - cost.on_host if cluster.device_memory_bytes else 0
     return Prediction(
         candidate=candidate,
-        seconds=found.seconds,
-        outside=found.traffic.outside,
-        inside=found.traffic.inside,
-        bytes_exact=found.traffic.exact,
-        once_bytes=found.traffic.once,
-        memory_bytes=found.memory,
+        network_s=cost.traffic.seconds(cluster),
+        outside=cost.traffic.outside,
+        inside=cost.traffic.inside,
+        bytes_exact=cost.traffic.exact,
+        once_bytes=cost.traffic.once,
+        memory_bytes=cost.memory,
         device_memory_bytes=on_device,
-        why_not=why_not,
+        why_not=why_not or cost.why_not or _find_shortage(cost, on_device, counted),
         note="; ".join(notes),
     )
 
 
-def _uncounted(candidate: Candidate, known: Measured) -> str:
-    if candidate.unit == "mini_batch" and known.batches is None:
+def _find_shortage(cost: Cost, on_device: int, counted: Counted) -> str:
+    cluster = counted.cluster
+    needed = cost.memory - on_device - cost.shared + cost.shared // cluster.ranks_per_server
+    if needed > cluster.memory_bytes:
+        return f"needs {needed / 1e9:.1f} GB a rank, of {cluster.memory_bytes / 1e9:.1f}"
+    if on_device > cluster.device_memory_bytes:
+        limit = cluster.device_memory_bytes
+        return f"needs {on_device / 1e9:.1f} GB a rank on its GPU, of {limit / 1e9:.1f}"
+    return ""
+
+
+def _find_uncounted(candidate: Candidate, counted: Counted) -> str:
+    if candidate.unit == "mini_batch" and counted.batches is None:
         return "no mini-batches were requested"
-    if any(known.works.get(work) is None for work in candidate.works):
+    if any(counted.works.get(work) is None for work in list_works([candidate], counted.context)):
         return "its plans are too large to be counted; name the strategy"
-    if candidate.cache is not None and known.cache_of(candidate) is None:
+    if candidate.cache is not None and counted.cache_of(candidate) is None:
         return "its cache was not counted"
     return ""
 
 
-def choose(candidates: Iterable[Candidate], known: Measured, constraints: ChoiceOptions) -> Choice:
-    """Predict every candidate and choose the fastest one that is allowed and feasible."""
-    predictions = [replace(predict(one, known), barred=_barred(one, constraints)) for one in candidates]
-    allowed = [one for one in predictions if one.feasible and not one.barred]
-    others = ([predict(one.candidate, corner) for one in allowed] for corner in _interval_corners(known))
-    seconds = np.array([[constraints.worth(one) for one in found] for found in (allowed, *others)])
-    # How many times as long as the fastest each one takes.
-    ratios = seconds / np.maximum(seconds.min(axis=1, keepdims=True, initial=np.inf), 1e-12)
-    most = ratios.max(axis=0)
-    at = next((at for at, one in enumerate(most) if one <= _NEAR * most.min()), None)
-    taken = None if at is None else allowed[at]
-    ranked = sorted(predictions, key=lambda one: (not one.feasible, bool(one.barred), constraints.worth(one)))
-    assumptions = [*known.cluster.assumptions, *known.assumptions]
+def find_bar(candidate: Candidate, constraints: ChoiceOptions) -> str:
+    """Return what would allow ``candidate``, such as an option. Empty: it is allowed."""
+    if candidate.labor:
+        return "LaborSampler(fanouts) passed to dx.DataLoader"
+    unit = f"--unit {candidate.unit}" if constraints.unit not in ("any", candidate.unit) else ""
+    is_allowed = candidate.exact or constraints.allow_estimators
+    return " ".join(option for option in (unit, "" if is_allowed else "--allow-estimators") if option)
+
+
+def choose(
+    predictions: Iterable[Prediction],
+    counted: Counted,
+    constraints: ChoiceOptions,
+    *,
+    finalists: Collection[str] | None = None,
+) -> Choice:
+    """Choose the fastest prediction that is allowed and feasible.
+
+    ``finalists`` are the names of the candidates among which trials did not decide. None: there were none.
+    """
+    every = [replace(one, barred=find_bar(one.candidate, constraints)) for one in predictions]
+    allowed = [one for one in every if one.feasible and not one.barred]
+    ranked = sorted(every, key=lambda one: (not one.feasible, bool(one.barred), constraints.worth(one)))
+    finalist = [one for one in allowed if finalists is None or one.candidate.name in finalists]
+    picked = _pick(finalist, constraints)
+    assumptions = [*counted.cluster.assumptions, *counted.assumptions]
     if constraints.unit == "any":
         assumptions.append(
             f"{constraints.full_graph_epochs:g} epochs of whole graphs, a step each, "
             "are worth one of mini-batches"
         )
     return Choice(
-        graph=known.graph,
-        trained=known.trained,
-        cluster=known.cluster,
+        graph=counted.graph,
+        trained=counted.trained,
+        cluster=counted.cluster,
         predictions=tuple(ranked),
-        picked=-1 if taken is None else ranked.index(taken),
-        why=(
-            *_reasons(taken, allowed, predictions, constraints),
-            *_uncertainty(known, taken, ratios, allowed),
-        ),
+        picked=-1 if picked is None else ranked.index(picked),
+        why=tuple(_explain(picked, finalist, every, constraints)),
         assumptions=tuple(assumptions),
-        epoch=known.epoch,
+        epoch=counted.epoch,
     )
 
 
-def _interval_corners(known: Measured) -> list[Measured]:
-    """Return what else ``known`` may be: both ends of the intervals of links, and of computing on
-    mini-batches and on whole graphs, which are timed apart; nothing if they are narrow.
-    """
-    found, cluster = list[Measured](), known.cluster
-    if max(known.spread, cluster.link_spread) <= _CERTAIN:
-        return found
-    ends = [[1 - min(width, 0.9), 1 + width] for width in (known.spread, known.spread, cluster.link_spread)]
-    for batches, graphs, faster in product(*ends):
-        links = replace(
-            cluster,
-            external_bytes_per_s=faster * cluster.external_bytes_per_s,
-            internal_bytes_per_s=faster * cluster.internal_bytes_per_s,
-        )
-        plans = (known.plan_rates or known.rates).slowed(graphs)
-        found.append(replace(known, cluster=links, rates=known.rates.slowed(batches), plan_rates=plans))
-    return found
+def _pick(allowed: Sequence[Prediction], constraints: ChoiceOptions) -> Prediction | None:
+    fastest = min(allowed, key=constraints.worth, default=None)
+    if fastest is None:
+        return None
+    limit = NEAR * constraints.worth(fastest)
+    return next(one for one in allowed if constraints.worth(one) <= limit)
 
 
-def _uncertainty(
-    known: Measured, taken: Prediction | None, ratios: Array, allowed: Sequence[Prediction]
-) -> list[str]:
-    """Return a sentence if another candidate may be faster within the intervals of what was timed."""
-    of_taken = ratios[:, [one is taken for one in allowed]]
-    if taken is None or of_taken.max() <= _NEAR:
-        return []
-    fastest = {int(one) for one in ratios.argmin(axis=1)}
-    return [
-        f"uncertain: repeated steps differ by +-{100 * known.spread:.0f} % and rounds of the links by "
-        f"+-{100 * known.cluster.link_spread:.0f} %; within that "
-        f"{' or '.join(allowed[at].candidate.name for at in sorted(fastest))} is the fastest, and this one "
-        f"takes {of_taken.min():.2f} to {of_taken.max():.2f} x as long"
-    ]
-
-
-def _barred(candidate: Candidate, constraints: ChoiceOptions) -> str:
-    # What would allow the candidate; empty: it is allowed.
-    if candidate.labor:
-        return "LaborSampler(fanouts) passed to dx.DataLoader"
-    wanted = f"--unit {candidate.unit}" if constraints.unit not in ("any", candidate.unit) else ""
-    allowed = candidate.exact or constraints.allow_estimators
-    return " ".join(one for one in (wanted, "" if allowed else "--allow-estimators") if one)
-
-
-def _reasons(
-    taken: Prediction | None,
-    allowed: Sequence[Prediction],
+def _explain(
+    picked: Prediction | None,
+    finalists: Sequence[Prediction],
     every: Sequence[Prediction],
     constraints: ChoiceOptions,
 ) -> list[str]:
-    if taken is None:
-        return [_nearest([one for one in every if not one.barred])]
-    reasons = [_biggest(taken)]
-    fastest = min(allowed, key=constraints.worth)
-    if fastest is not taken and constraints.worth(taken) <= _NEAR * constraints.worth(fastest):
+    if picked is None:
+        return [_find_nearest([one for one in every if not one.barred])]
+    reasons = [_describe(picked)]
+    fastest = min(finalists, key=constraints.worth)
+    if fastest is not picked:
         reasons.append(
-            f"{fastest.candidate.name} takes {_ratio(fastest, taken, constraints):.2f} x as long, "
-            f"but of candidates within {100 * (_NEAR - 1):.0f} % of the fastest the simplest is taken"
+            f"{fastest.candidate.name} takes {_ratio(fastest, picked, constraints):.2f} x as long, "
+            f"but of candidates within {100 * (NEAR - 1):.0f} % of the fastest the simplest is taken"
         )
-    strategy = taken.candidate.strategy
+    strategy = picked.candidate.strategy
+    allowed = [one for one in every if one.feasible and not one.barred and one.epoch_seconds]
     others = [one for one in allowed if one != fastest and one.candidate.strategy != strategy]
     others.sort(key=constraints.worth)
-    reasons += [_compared(one, taken, constraints) for one in others[:2]]
+    reasons += [_compare(one, picked, constraints) for one in others[:2]]
     better = [
         one
         for one in every
-        if one.feasible and one.barred and one.candidate.unit == taken.candidate.unit
-        if constraints.worth(one) < constraints.worth(taken)
+        if one.feasible and one.barred and one.candidate.unit == picked.candidate.unit and one.epoch_seconds
+        if constraints.worth(one) < constraints.worth(picked)
     ]
-    if better:
+    if better and picked.trial is None:
         other = min(better, key=constraints.worth)
         reasons.append(
             f"{other.candidate.name} would take {_seconds(other.epoch_seconds)}, but is another estimator, "
@@ -198,7 +183,7 @@ def _reasons(
     return reasons
 
 
-def _nearest(allowed: Sequence[Prediction]) -> str:
+def _find_nearest(allowed: Sequence[Prediction]) -> str:
     large = [one for one in allowed if one.memory_bytes]
     if large:
         one = min(large, key=lambda one: one.memory_bytes)
@@ -211,22 +196,17 @@ def _nearest(allowed: Sequence[Prediction]) -> str:
     return f"no requested strategy can train this ({refused or 'there is none'}); try --unit any"
 
 
-def _ratio(one: Prediction, taken: Prediction, constraints: ChoiceOptions) -> float:
-    return constraints.worth(one) / max(constraints.worth(taken), 1e-12)
+def _ratio(one: Prediction, picked: Prediction, constraints: ChoiceOptions) -> float:
+    return constraints.worth(one) / max(constraints.worth(picked), 1e-12)
 
 
-def _biggest(one: Prediction) -> str:
-    parts = {
-        "computing": one.seconds.compute,
-        "drawing batches": one.seconds.sampling,
-        "the network between servers": one.seconds.outside,
-        "exchange inside of servers": one.seconds.inside,
-        "sums of gradients": one.seconds.all_reduce,
-    }
-    name = max(parts, key=lambda key: parts[key])
+def _describe(one: Prediction) -> str:
+    moved = f"moves {readable_bytes(one.inter_server_bytes)} between servers"
+    if one.trial is not None:
+        return f"{one.candidate.name} took {_seconds(one.epoch_seconds)} an epoch here, and {moved}"
     return (
-        f"{one.candidate.name} takes {_seconds(one.epoch_seconds)} an epoch, most of it {name} "
-        f"({_seconds(parts[name])}), and moves {readable_bytes(one.inter_server_bytes)} between servers"
+        f"{one.candidate.name} computes {_seconds(one.compute_s)} an epoch, as measured here, and {moved}, "
+        f"{_seconds(one.network_s)} at the given bandwidth"
     )
 
 
@@ -235,22 +215,11 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:.0f} s"
 
 
-def _compared(other: Prediction, taken: Prediction, constraints: ChoiceOptions) -> str:
-    ratio = _ratio(other, taken, constraints)
-    if other.candidate.unit != taken.candidate.unit:
-        # Their epochs are different work, so their bytes and seconds are not comparable.
+def _compare(other: Prediction, picked: Prediction, constraints: ChoiceOptions) -> str:
+    ratio = _ratio(other, picked, constraints)
+    if other.candidate.unit != picked.candidate.unit:
+        # Their epochs are different work, so their bytes are not comparable.
         return f"{other.candidate.name} takes {ratio:.2f} x as long to learn as much"
-    more = other.inter_server_bytes - taken.inter_server_bytes
-    slower = {
-        f"moves {readable_bytes(more)} more between servers" if more > 0 else "waits longer for servers": (
-            other.seconds.outside - taken.seconds.outside
-        ),
-        "computes longer": other.seconds.compute - taken.seconds.compute,
-        "draws longer": other.seconds.sampling - taken.seconds.sampling,
-        "exchanges longer within servers": other.seconds.inside - taken.seconds.inside,
-        "sums gradients longer": other.seconds.all_reduce - taken.seconds.all_reduce,
-    }
-    longest = max(slower.values())
-    # What takes less than a tenth of the longest explains nothing.
-    why = [f"it {what} ({_seconds(by)})" for what, by in slower.items() if by > longest / 10 > 0]
-    return f"{other.candidate.name} takes {ratio:.2f} x as long" + (f": {', '.join(why)}" if why else "")
+    more = other.inter_server_bytes - picked.inter_server_bytes
+    moved = f", and moves {readable_bytes(more)} more between servers" if more > 0 else ""
+    return f"{other.candidate.name} takes {ratio:.2f} x as long{moved}"

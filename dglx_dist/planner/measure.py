@@ -1,69 +1,56 @@
-"""Counting of an epoch and timing of the model: in one process for a planned run, or in a running job."""
+"""Counting of an epoch by one process or by the ranks of a job, and timing of the model in one process."""
 
 from __future__ import annotations
 
+import copy
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import dgl
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
-from dglx_dist.comm.collectives import check_equal, gather_json, run_on_all_ranks
-from dglx_dist.comm.topology import silence_profiler
+from dglx_dist.comm.collectives import check_equal, gather_json
+from dglx_dist.comm.devices import synchronize
+from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.cache import TRAIN_MASK
 from dglx_dist.graph.partition_book import Placement
 from dglx_dist.graph.split import marked_ids
-from dglx_dist.planner.choose import enumerate_candidates, works_of
+from dglx_dist.internals.message_passing import place
+from dglx_dist.layers.dropout import ids_of_pass, install_node_dropouts
+from dglx_dist.layers.tracer import MODEL_ERRORS
+from dglx_dist.planner.choose import enumerate_candidates, list_works, predict
+from dglx_dist.planner.costs.base import Counted, PlannedRun
 from dglx_dist.planner.model_shape import topology_of
-from dglx_dist.planner.profile import (
-    Trials,
-    batch_trials,
-    busy_cores,
-    log,
-    measured_rates,
-    time_batches,
-    time_bytes,
-    time_on_plans,
-)
+from dglx_dist.planner.records import Cluster, Draws, ModelShape, Prediction
 from dglx_dist.planner.workload import count_batches, row_sizes, stats_of_dataset, stats_of_manifest
-from dglx_dist.records import EDGE_TYPE, Array
+from dglx_dist.records import Array
 from dglx_dist.strategies.base import float_of
-from dglx_dist.strategies.cost import (
-    CACHE_SIZES,
-    Candidate,
-    Cluster,
-    Draws,
-    Measured,
-    MemoryTrace,
-    ModelShape,
-    PartitionContext,
-    PlanContext,
-    PlannedRun,
-    Rates,
-    Work,
-    trace_of_widths,
-)
-from dglx_dist.strategies.full_graph.memory_estimate import trace_memory
+from dglx_dist.strategies.candidate import CACHE_SIZES, Candidate, CandidateContext
+from dglx_dist.strategies.full_graph.plan_builder import PartitionContext
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
 PROGRAM_BYTES = 690 * 10**6
-"""Of a rank that has imported everything, compiled its kernels and evaluated once (torch 2.13, Linux)."""
+"""Memory of a rank that has imported everything and evaluated once (torch 2.13, Linux)."""
+_REPETITIONS = 3
+_TIMED_BATCHES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasureConfig:
-    """What to count and measure."""
+class CountConfig:
+    """What to count."""
 
     cluster: Cluster
     draws: Draws | None
-    """Mini-batches; None: not requested."""
+    """Mini-batches. None: they were not requested."""
     is_offered: Callable[[Candidate], bool] = lambda _: True
     """Which candidates are counted."""
     labor: bool = False
@@ -73,31 +60,23 @@ class MeasureConfig:
     partitioned: bool = False
     """Whether servers will ask each other for in-edges."""
     in_job: bool = False
-    """Whether the ranks of the session are those of the cluster and count together; False: this process
+    """Whether the ranks of the session are those of the cluster and count together. False: this process
     counts for all of them."""
     program_bytes: int = PROGRAM_BYTES
-    """Memory of a rank before it opens a graph; larger if this process is a rank and uses more."""
-    other_ranks: int = 0
-    """Ranks that compute on the same machine at the same time and share its memory."""
+    """Memory of a rank before it opens a graph. Larger if this process is a rank and uses more."""
     epoch: int = 1
     assumptions: tuple[str, ...] = ()
 
 
-def measure(
-    g: DistGraph,
-    module: nn.Module,
-    shape: ModelShape,
-    config: MeasureConfig,
-    notify: Callable[[str], None] | None = None,
-) -> tuple[Measured, tuple[Candidate, ...]]:
-    """Count and measure, and return the candidates; in a job collective, and all ranks get the same.
+def count(
+    g: DistGraph, shape: ModelShape, config: CountConfig, notify: Callable[[str], None] | None = None
+) -> tuple[Counted, tuple[Candidate, ...]]:
+    """Count an epoch and return the candidates; in a job collective, and all ranks get the same.
 
-    Outside of a job the session of ``g`` has one rank, and it has the whole graph's structure. ``module`` is
-    called as ``module(blocks, features)``, and not changed.
+    Outside of a job the session of ``g`` has one rank, and it has the whole graph's structure.
 
     Raises:
-        ConfigError: the graph lacks data, has fewer parts than servers, the model fails on it, or the ranks
-            know other candidates.
+        ConfigError: the graph lacks data, has fewer parts than servers, or the ranks know other candidates.
         PeerError: a rank is dead or silent.
     """
     notify = notify or (lambda _: None)
@@ -108,55 +87,43 @@ def measure(
             f"node data {TRAIN_MASK!r} of {g.dataset.folder} marks no node: there is nothing to plan for; "
             "partition a graph with training nodes"
         )
-    candidates = _candidates(run, config)
-    works = works_of(candidates)
-    # One clock on all ranks: their rates are put together.
-    alone = torch.get_num_threads() == 1 and float_of(module).device.type == "cpu"
-    clock = time.thread_time if all(gather_json(alone, g.session)) else time.perf_counter
-    batches, per_edge, labor = None, 0.0, None
+    context = _context_of(run, config)
+    candidates = tuple(one for one in enumerate_candidates(context) if config.is_offered(one))
+    # Each rank has its own registry, and counting is collective.
+    offered = [f"{one.name} {list_works([one], context)}" for one in candidates]
+    check_equal(run.g.session, "a candidate of strategy", offered, "load the same plugins on every rank")
+    batches = labor = None
     if config.draws is not None:
         notify("batches of all ranks")
         sizes = row_sizes(g, shape.gradient_bytes, partitioned=config.partitioned)
         caches = tuple(dict.fromkeys((one.cache, one.cache_alpha) for one in candidates if one.cache))
-        batches, per_edge = count_batches(run, config.draws, caches, sizes, clock)
+        batches = count_batches(run, config.draws, caches, sizes)
         if any(one.labor for one in candidates):
-            drawn, edge_s = count_batches(run, replace(config.draws, labor=True), (), sizes, clock)
-            labor = drawn, edge_s / per_edge
-    notify("the model on some batches")
-    with busy_cores(config.other_ranks):
-        rates, plan_rates, spread = _rates(run, module, shape, works, config.draws, per_edge, clock)
-    if config.cluster.cores < 1 and (clock is time.thread_time or not config.in_job):
-        # Timed alone: ranks that share a core take turns.
-        slower = 1.0 / config.cluster.cores
-        rates, plan_rates = rates.slowed(slower), plan_rates and plan_rates.slowed(slower)
-    for work in works:
+            labor = count_batches(run, replace(config.draws, labor=True), (), sizes)
+    for work in list_works((one for one in candidates if one.strategy not in shape.refused), context):
         notify(work.describe(run.num_layers))
         run.works[work] = work.count(run)
-    known = Measured(
+    counted = Counted(
         graph=run.graph,
         shape=shape,
         cluster=config.cluster,
-        rates=rates,
+        context=context,
         program_bytes=max(PROGRAM_BYTES, *gather_json(config.program_bytes, g.session)),
-        of_batches=_traced_memory(module, shape, with_halo=False),
-        of_graphs=_traced_memory(module, shape, with_halo=True) if works else trace_of_widths(shape),
         batches=batches,
         works=run.works,
         structure_partitioned=config.partitioned,
         epoch=config.epoch,
-        plan_rates=plan_rates,
         assumptions=config.assumptions,
         draws=config.draws,
         labor=labor,
-        spread=spread,
     )
-    return known, candidates
+    return counted, candidates
 
 
-def _candidates(run: PlannedRun, config: MeasureConfig) -> tuple[Candidate, ...]:
+def _context_of(run: PlannedRun, config: CountConfig) -> CandidateContext:
     cluster, draws = config.cluster, config.draws
     seeds_per_rank = -(-len(run.seeds) // cluster.ranks)
-    context = PlanContext(
+    return CandidateContext(
         ranks=cluster.ranks,
         servers=cluster.servers,
         num_layers=run.num_layers,
@@ -164,14 +131,9 @@ def _candidates(run: PlannedRun, config: MeasureConfig) -> tuple[Candidate, ...]
         caches=CACHE_SIZES if config.caches and not config.partitioned else (),
         labor=config.labor,
     )
-    found = tuple(one for one in enumerate_candidates(context) if config.is_offered(one))
-    # Each rank has its own registry; measuring is collective.
-    offered = [f"{one.name} {one.works}" for one in found]
-    check_equal(run.g.session, "a candidate of strategy", offered, "load the same plugins on every rank")
-    return found
 
 
-def _run_of(g: DistGraph, num_layers: int, config: MeasureConfig) -> PlannedRun:
+def _run_of(g: DistGraph, num_layers: int, config: CountConfig) -> PlannedRun:
     manifest, cluster = g.dataset.manifest, config.cluster
     topology = g.session.topology if config.in_job else topology_of(cluster.servers, cluster.ranks_per_server)
     bounds = Placement(manifest.num_parts, topology).server_offsets(
@@ -193,60 +155,99 @@ def _run_of(g: DistGraph, num_layers: int, config: MeasureConfig) -> PlannedRun:
     )
 
 
-def _rates(
-    run: PlannedRun,
-    module: nn.Module,
-    shape: ModelShape,
-    works: Sequence[Work],
-    draws: Draws | None,
-    per_edge: float,
-    clock: Callable[[], float],
-) -> tuple[Rates, Rates | None, float]:
-    session, layers, spreads = run.g.session, run.num_layers, list[float]()
-    byte_seconds = time_bytes(run.g, _owned(run), float_of(module).device, clock)
-    slowest = [float(max(of_ranks)) for of_ranks in zip(*gather_json(byte_seconds, session), strict=True)]
+def predict_and_time(
+    g: DistGraph, model: nn.Module, counted: Counted, candidates: Sequence[Candidate]
+) -> list[Prediction]:
+    """Return the costs of an epoch of each candidate, with the seconds that its steps compute here.
 
-    def of_all(tried: Trials | None) -> Rates | None:
-        found = gather_json(tried, session)
-        if any(one is None for one in found):
-            return None
-        ranks = [Trials(*one) for one in found]
-        spreads.append(max(one.spread for one in ranks))
-        return measured_rates(ranks, slowest, per_edge, layers)
-
-    trials = next((found for work in works if (found := list(work.trials(run)))), [])
-    plan_rates = of_all(time_on_plans(module, shape, trials, clock)) if trials else None
-    if draws is None and plan_rates is not None:
-        return plan_rates, plan_rates, max(spreads)
-    whole = plan_rates is None and bool(works)
-    batches = list(batch_trials(run.g, run.seeds, draws, layers, whole=whole))
-    timed = partial(time_batches, module, shape, batches, clock=clock)
-    # A model that fails on one rank alone must not leave the others waiting.
-    rates = of_all(run_on_all_ranks(session, timed, ConfigError))
-    assert rates is not None
-    return rates, plan_rates, max(spreads)
+    The steps of mini-batches are timed on some drawn batches, those of whole graphs on the plan of the rank
+    with the largest step. Ranks with less than a core each take turns, so their steps take longer.
+    """
+    predictions = [predict(candidate, counted) for candidate in candidates]
+    features = counted.shape.features
+    slower = 1.0 / min(counted.cluster.cores, 1.0)
+    of_batches = _time_mini_batches(g, model, counted) * slower
+    of_works: dict[object, float] = {}
+    timed = []
+    for one in predictions:
+        seconds = of_batches if one.feasible else 0.0
+        work = next(iter(list_works([one.candidate], counted.context)), None)
+        if work is not None and one.feasible:
+            if work not in of_works:
+                step = work.blocks(counted.works[work])
+                of_works[work] = (
+                    0.0 if step is None else step[1] * time_step(model, step[0], features) * slower
+                )
+            seconds = of_works[work]
+        timed.append(replace(one, compute_s=seconds))
+    return timed
 
 
-def _owned(run: PlannedRun) -> Array:
-    if not run.in_job:
-        return run.seeds
-    first, last = run.partition.own_range(run.partition.topology.server)
-    own = run.seeds[(run.seeds >= first) & (run.seeds < last)]
-    return own if len(own) else np.array([first])
+def _time_mini_batches(g: DistGraph, model: nn.Module, counted: Counted) -> float:
+    if counted.draws is None:
+        return 0.0
+    draws, seeds = counted.draws, marked_ids(g.ndata[TRAIN_MASK], g.num_nodes())
+    size = min(draws.batch_size, -(-len(seeds) // counted.cluster.ranks))
+    steps = [
+        time_step(model, sample_blocks(g, seeds[number:], size, draws.fanouts), counted.shape.features)
+        for number in range(min(_TIMED_BATCHES, len(seeds)))
+    ]
+    return statistics.median(steps) * counted.mini_batches.steps
 
 
-def _traced_memory(module: nn.Module, shape: ModelShape, *, with_halo: bool) -> MemoryTrace:
-    row = torch.zeros(1, shape.features, dtype=float_of(module).dtype)
-    silence_profiler()
-    try:
-        return trace_memory(
-            module,
-            len(shape.layers),
-            row,
-            with_halo=with_halo,
-            etype=EDGE_TYPE,
-            out_degrees=lambda ids: torch.ones(len(ids), dtype=torch.int64),
+def sample_blocks(g: DistGraph, seeds: Array, size: int, fanouts: Sequence[int]) -> list[Any]:
+    """Return the blocks of one batch of ``size`` of the (K,) ``seeds``, from all over the graph."""
+    chosen = seeds[np.unique(np.linspace(0, len(seeds) - 1, min(size, len(seeds))).astype(np.int64))]
+    sampler = dgl.dataloading.NeighborSampler(list(fanouts))
+    loader = DataLoader(g, chosen, sampler, batch_size=len(chosen), num_threads=0, device="cpu")
+    ((_, _, blocks),) = list(loader)
+    return list(blocks)
+
+
+def time_step(model: nn.Module, blocks: Sequence[Any], features: int) -> float:
+    """Return the seconds of a training step of a copy of ``model`` on ``blocks``, on its device.
+
+    The rows of the input have ``features`` columns.
+
+    The median of three steps after one that is not timed. Dropout is keyed by node, as under the strategies.
+
+    Raises:
+        ConfigError: the model fails on the blocks.
+    """
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(
+            f"the {type(model).__name__} has no parameters to train; there is nothing to choose"
         )
-    except ConfigError as problem:
-        log.info("memory is estimated from widths: %s", problem)
-        return trace_of_widths(shape)
+    like = float_of(model)
+    placed = [place(block, like.device) for block in blocks]
+    try:
+        copied = copy.deepcopy(model).train()
+        dropouts = install_node_dropouts(copied, 0)
+        dropouts.begin(0, ids_of_pass(placed[0]))
+        optimizer = torch.optim.Adam(copied.parameters(), lr=1e-9)
+        rows = like.new_ones(placed[0].num_src_nodes(), features)
+        seconds = []
+        for _ in range(1 + _REPETITIONS):
+            synchronize(like.device)
+            begin = time.perf_counter()
+            take_step(copied, optimizer, placed, rows)
+            synchronize(like.device)
+            seconds.append(time.perf_counter() - begin)
+    except MODEL_ERRORS as problem:
+        raise ConfigError(
+            f"the model could not be timed on a batch ({type(problem).__name__}: {problem}); it "
+            f"is called as model(blocks, features) with {len(blocks)} blocks, one for each fan-out, and must "
+            "return a row of scores for each target"
+        ) from problem
+    return statistics.median(seconds[1:])
+
+
+def take_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, blocks: Sequence[Any], rows: Tensor
+) -> None:
+    """Train ``model`` for a step on (N, F) ``rows``, with labels that are all 0."""
+    scores = model(blocks, rows)
+    loss = cross_entropy(scores, scores.new_zeros(len(scores), dtype=torch.int64))
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
+    optimizer.step()

@@ -1,6 +1,5 @@
 """Size and work of a model: widths, products, parameters and exchanged rows of each layer."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from dglx_dist.comm.topology import Topology
-from dglx_dist.errors import ConfigError
+from dglx_dist.errors import ConfigError, first_sentence
 from dglx_dist.internals.message_passing import place
-from dglx_dist.layers.base import Declares, LayerWork, SplittableConv
+from dglx_dist.layers.base import Declares, LayerWidths, SplittableConv
 from dglx_dist.layers.convolutions import CONVOLUTIONS, stages_of, sums_sources
 from dglx_dist.layers.tracer import MODEL_ERRORS, convolutions_in, random_block, stand_ins, trace_calls
+from dglx_dist.planner.costs.base import COSTS
+from dglx_dist.planner.records import ModelShape
 from dglx_dist.strategies.base import STRATEGIES, float_of
-from dglx_dist.strategies.cost import ModelShape
 
 
 def topology_of(servers: int, ranks_per_server: int) -> Topology:
@@ -78,17 +78,17 @@ def _kind_of(module: nn.Module) -> str:
     return "" if known is None else known.like
 
 
-def _work_of(module: nn.Module, inputs: int, outputs: int) -> LayerWork:
+def _widths_of(module: nn.Module, inputs: int, outputs: int) -> LayerWidths:
     try:
-        found = replace(stages_of(module, "inputs").work(), outputs=outputs)
+        found = replace(stages_of(module, "inputs").widths(), outputs=outputs)
     except ConfigError:
         uses_edges = not isinstance(module, Declares) or module.vertex_stage().around is not None
         summed = min(inputs, outputs) if uses_edges else 0
-        found = LayerWork(inputs=inputs, outputs=outputs, summed=summed, per_source=0, per_target=0)
+        found = LayerWidths(inputs=inputs, outputs=outputs, summed=summed)
     return replace(found, sums_sources=sums_sources(module))
 
 
-def _traced(module: nn.Module, features: int, num_layers: int) -> tuple[tuple[LayerWork, ...], bool]:
+def _traced(module: nn.Module, features: int, num_layers: int) -> tuple[tuple[LayerWidths, ...], bool]:
     """Return the layers as ``module`` calls them, and whether what comes before the first one is trained.
 
     Raises:
@@ -105,22 +105,12 @@ def _traced(module: nn.Module, features: int, num_layers: int) -> tuple[tuple[La
     x = torch.randn(sizes[0], features, generator=generator).to(like)
     # Layers that read the distributed graph would ask other ranks.
     reading = [one for one in module.modules() if isinstance(one, SplittableConv)]
-    with stand_ins({one: partial(_zeros, one.work().outputs) for one in reading}):
+    with stand_ins({one: partial(_zeros, one.widths().outputs) for one in reading}):
         calls = trace_calls(module, blocks, x)
     layers = [one for one in calls if one.block is not None and one.inside is None]
     if [one.block for one in layers] != list(range(num_layers)):
         raise ValueError(f"{len(layers)} calls with {num_layers} blocks")
-    shapes = [_work_of(one.module, one.rows.shape[1], one.result[0].numel()) for one in layers]
-    counted = {n for n, one in enumerate(shapes) if one.per_source or one.per_target}
-    for one in calls:
-        if type(one.module) is nn.Linear and one.inside not in counted and len(one.rows) in sizes:
-            level, products = sizes.index(len(one.rows)), one.module.weight.numel()
-            before = shapes[max(level - 1, 0)]
-            shapes[max(level - 1, 0)] = (
-                replace(before, per_target=before.per_target + products)
-                if level
-                else replace(before, per_source=before.per_source + products)
-            )
+    shapes = [_widths_of(one.module, one.rows.shape[1], one.result[0].numel()) for one in layers]
     return tuple(shapes), layers[0].rows.requires_grad
 
 
@@ -131,37 +121,34 @@ def _zeros(outputs: int, block: Any, x: Any, *_edges: Any) -> Tensor:
 
 def _registered(
     known: Sequence[nn.Module], features: int, hidden: int, classes: int, num_layers: int
-) -> tuple[LayerWork, ...]:
+) -> tuple[LayerWidths, ...]:
     """Return the layers that a model has registered, if it is that many; otherwise those of GraphSAGE."""
     try:
         found = tuple(
-            replace(stages_of(one, "inputs").work(), sums_sources=sums_sources(one)) for one in known
+            replace(stages_of(one, "inputs").widths(), sums_sources=sums_sources(one)) for one in known
         )
     except ConfigError:
         found = ()
     if len(found) == num_layers:
         return found
-    # A product with the own row, and one with the sum, before it if that makes rows narrower.
+    # Sums are of projected rows where these are narrower.
     return tuple(
-        LayerWork(
+        LayerWidths(
             inputs=a,
             outputs=b,
             summed=min(a, b),
-            per_source=a * b if a > b else 0,
-            per_target=a * b if a > b else 2 * a * b,
         )
         for a, b in pairwise([features, *[hidden or _USUAL_WIDTH] * (num_layers - 1), classes])
     )
 
 
 def _inspected(module: nn.Module, features: int) -> tuple[dict[str, Any], dict[str, str]]:
-    found, refused = {}, {}
-    for name in STRATEGIES.names():
+    inspected, refused = {}, {}
+    for name in sorted({*STRATEGIES.names()} & {*COSTS.names()}):
         try:
-            found[name] = STRATEGIES.get(name).inspect(module, features)
+            inspected[name] = COSTS.get(name).inspect(module, features)
         except ConfigError as error:
-            # Without the reasons and the remedy that follow.
-            refused[name] = re.split(r"[;:] ", str(error), maxsplit=1)[0]
+            refused[name] = first_sentence(error)
         except MODEL_ERRORS as error:
             refused[name] = f"its inspection of the model failed: {type(error).__name__}: {error}"
-    return found, refused
+    return inspected, refused

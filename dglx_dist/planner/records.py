@@ -1,16 +1,22 @@
-"""Rates of links, options of a choice, predictions, and the choice. Frozen and JSON-serialisable."""
+"""Records of the planner: cluster, graph, model, options of a choice, predictions, and the choice.
+
+All are frozen. A choice can be written as JSON.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, astuple, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.options import ABOVE_ZERO, at_least, option
-from dglx_dist.strategies.cost import Candidate, Cluster, GraphStats, Seconds
+from dglx_dist.strategies.candidate import Candidate
+
+if TYPE_CHECKING:
+    from dglx_dist.layers.base import LayerWidths
 
 _of_choice = partial(option, panel="Choice")
 _UNITS = {"gbit": 10**9, "mbit": 10**6, "kbit": 10**3, "bit": 1}
@@ -76,6 +82,107 @@ class Rate:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Servers of a run: configured, probed or assumed; see :attr:`assumptions`."""
+
+    servers: int
+    ranks_per_server: int
+    external_bytes_per_s: float
+    """Payload that a server's card sends, and as much that it receives."""
+    internal_bytes_per_s: float
+    """Payload between the ranks of a server, in total."""
+    cores: float
+    """Per rank; may be fractional."""
+    memory_bytes: int
+    device_memory_bytes: int = 0
+    """Of a rank on its GPU; 0: ranks compute on CPUs."""
+    assumptions: tuple[str, ...] = ()
+    """What was neither configured nor measured, a sentence each."""
+
+    @property
+    def ranks(self) -> int:
+        return self.servers * self.ranks_per_server
+
+    @property
+    def server_of_rank(self) -> tuple[int, ...]:
+        """(W,) server of each rank: consecutive ranks share a server."""
+        return tuple(rank // self.ranks_per_server for rank in range(self.ranks))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphStats:
+    """Statistics of a graph of one node type and one edge type."""
+
+    name: str
+    nodes: int
+    edges: int
+    features: int
+    """F, columns."""
+    feature_bytes: int
+    """Of one node's features, as they are stored."""
+    classes: int
+    train_nodes: int
+    edge_cut: float
+    """Fraction of the edges between different servers: rho of an edge."""
+    method: str
+
+    @property
+    def structure_bytes(self) -> int:
+        """Of the in-edges of the whole graph, as they are mapped."""
+        return 8 * self.nodes + (4 if self.nodes < 2**31 else 8) * self.edges
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Sizes of all layers, input-most first, and of the parameters."""
+
+    kind: str
+    layers: tuple[LayerWidths, ...]
+    features: int
+    hidden: int
+    classes: int
+    parameters: int
+    """Number of scalars in all of them."""
+    tensors: int
+    inspected: Mapping[str, Any] = field(default_factory=dict)
+    """Strategy to the result of ``CostModel.inspect``."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Strategy to the reason why it cannot train the model."""
+    first_learns: bool = False
+    """Whether the input of layer 1 has a gradient, as after an encoder."""
+    itemsize: int = 4
+    guessed: bool = False
+    """Whether the layers are those of the most similar ready-made model."""
+
+    @property
+    def words(self) -> str:
+        return f"{self.kind} of {len(self.layers)} layers, hidden width {self.hidden}"
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Sent in each step: every gradient, and a flag of one element for each tensor."""
+        return (self.parameters + self.tensors) * self.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draws:
+    """Parameters of the counted mini-batches."""
+
+    fanouts: tuple[int, ...]
+    """Input-most first; -1: all."""
+    batch_size: int
+    """Seeds per rank and step."""
+    epoch: int = 1
+    force_even: bool = True
+    most_seeds: int | None = None
+    """Per rank; others are left out."""
+    most_batches: int | None = None
+    """Per rank; None: all of the epoch."""
+    labor: bool = False
+    """Whether by LABOR-0."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ChoiceOptions:
     """Which candidates may be chosen: options of ``dglx plan``, and of strategy ``auto``."""
 
@@ -91,33 +198,56 @@ class ChoiceOptions:
     )
 
     def worth(self, one: Prediction) -> float:
-        """Return the seconds to compare: of as many epochs as are worth an exact one of mini-batches."""
-        whole = one.candidate.unit == "full_graph" and self.unit == "any"
-        return one.epoch_seconds * one.candidate.epochs_factor * (self.full_graph_epochs if whole else 1.0)
+        """Return the seconds to compare, of as many epochs as are worth an exact one of mini-batches."""
+        return one.epoch_seconds * self.weight(one.candidate)
+
+    def weight(self, candidate: Candidate) -> float:
+        """Return how many epochs of ``candidate`` are worth an exact one of mini-batches."""
+        of_graphs = candidate.unit == "full_graph" and self.unit == "any"
+        return candidate.epochs_factor * (self.full_graph_epochs if of_graphs else 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """Seconds of an epoch of a candidate, measured in the running job."""
+
+    seconds: float
+    """Median of the turns, in which all candidates alternated."""
+    low: float
+    """Fastest turn."""
+    high: float
+    """Slowest turn."""
+    steps: int
+    """Number of timed steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Predicted epoch of a candidate."""
+    """Costs of an epoch of a candidate: counted bytes, a memory formula, and measured seconds."""
 
     candidate: Candidate
-    seconds: Seconds
-    outside: Mapping[str, int]
+    compute_s: float = 0.0
+    """Seconds of the model's steps, measured in one process. 0 in a running job, which times whole steps."""
+    network_s: float = 0.0
+    """Bytes of an epoch divided by the bandwidth of the links."""
+    trial: Trial | None = None
+    """Measurement in a running job. None: the candidate was not tried."""
+    outside: Mapping[str, int] = field(default_factory=dict)
     """Payload between servers in one epoch, by ledger phase, of all ranks."""
-    inside: Mapping[str, int]
-    """The same within servers."""
-    bytes_exact: bool
-    """Whether bytes are counted exactly, for ``Choice.epoch``; False: estimated."""
-    once_bytes: int
+    inside: Mapping[str, int] = field(default_factory=dict)
+    """Payload within servers in one epoch."""
+    bytes_exact: bool = False
+    """Whether bytes are counted exactly, for ``Choice.epoch``. False: they are estimated."""
+    once_bytes: int = 0
     """Bytes between servers before the first epoch: preloaded features and structure, columns, caches."""
-    memory_bytes: int
-    """Peak memory of one rank, including the program, of the host and of its GPU together."""
+    memory_bytes: int = 0
+    """Peak memory of one rank, including the program, of the host and of its GPU together. 0: unknown."""
     device_memory_bytes: int = 0
-    """Part of it on the GPU; 0 where ranks compute on CPUs."""
+    """Part of it on the GPU. 0 where ranks compute on CPUs."""
     why_not: str = ""
-    """Why it is not feasible; empty: it is."""
+    """Reason why the candidate is not feasible. Empty: it is."""
     barred: str = ""
-    """What would allow it, an option or another sampler; empty: it is allowed."""
+    """What would allow the candidate, an option or another sampler. Empty: it is allowed."""
     note: str = ""
 
     @property
@@ -134,7 +264,8 @@ class Prediction:
 
     @property
     def epoch_seconds(self) -> float:
-        return self.seconds.total
+        """Measured seconds of an epoch. Without a trial: computing here, and the bytes on the wire."""
+        return self.compute_s + self.network_s if self.trial is None else self.trial.seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,19 +289,31 @@ class Choice:
     """Description of model and mini-batches."""
     cluster: Cluster
     predictions: tuple[Prediction, ...]
-    """Fastest first among those that may be chosen; then those not requested; then infeasible ones."""
+    """Fastest first among those that may be chosen, then those not requested, then infeasible ones."""
     picked: int
-    """Index of the chosen prediction; -1: none is feasible."""
+    """Index of the chosen prediction. -1: none is feasible."""
     why: tuple[str, ...]
     """Reasons, a sentence each."""
     assumptions: tuple[str, ...]
     """Assumptions behind the numbers that were neither counted nor measured."""
     epoch: int
+    took_s: float = 0.0
+    """Seconds that the choice took."""
     outcome: Outcome | None = None
 
     @property
     def taken(self) -> Prediction | None:
         return None if self.picked < 0 else self.predictions[self.picked]
+
+    def lines(self) -> Sequence[str]:
+        """Describe the choice, its reasons and its assumptions, a line each."""
+        head = "nothing can be chosen" if self.taken is None else f"chosen: {self.taken.candidate.name}"
+        return [
+            head,
+            *(f"  - {line}" for line in self.why),
+            *(["assumed:"] if self.assumptions else []),
+            *(f"  - {line}" for line in self.assumptions),
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON values, including derived ones."""
@@ -180,8 +323,5 @@ class Choice:
             written["epoch_seconds"] = one.epoch_seconds
             written["bytes_outside"] = one.inter_server_bytes
             written["bytes_inside"] = one.intra_server_bytes
-            works = one.candidate.works
-            del written["candidate"]["works"]
-            written["candidate"]["way"] = astuple(works[0]) if works else None
         value["chosen"] = None if self.taken is None else self.taken.candidate.name
         return value

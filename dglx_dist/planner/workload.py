@@ -7,7 +7,6 @@ batches of every rank, and the bytes that follow from them are exactly those of 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -37,10 +36,11 @@ from dglx_dist.graph.cache import (
 from dglx_dist.graph.column import LookAheadRows
 from dglx_dist.graph.partition_book import Placement, split_ids
 from dglx_dist.graph.row_kernels import plan_remote
+from dglx_dist.planner.costs.base import ID_BYTES, BatchWork, CacheHits, PlannedRun, Survey
 from dglx_dist.planner.model_shape import topology_of
+from dglx_dist.planner.records import Draws, GraphStats
 from dglx_dist.records import FEATURE, LABEL, Array, ColumnInfo
 from dglx_dist.strategies.base import DEFAULT_STRATEGY
-from dglx_dist.strategies.cost import ID_BYTES, BatchWork, CacheHits, Draws, GraphStats, PlannedRun, Survey
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -61,8 +61,8 @@ class RankCount:
     steps: int
     """Batches that its loader yields, counted or not: in a job as many on all ranks."""
     counted: int
-    remote_rows: list[int]
-    """(S,) input rows by the server that owns them; 0 for its own."""
+    remote_rows: int
+    """Input rows that other servers own."""
     remote_seeds: int
     """Targets of the last layer whose labels another server has."""
     sources: list[int]
@@ -79,8 +79,6 @@ class RankCount:
     """(3, L) sources, targets and edges of the batch with most input rows."""
     caches: list[dict[str, Any]] = field(default_factory=list)
     """The :class:`CacheHits` of this rank, of each counted cache."""
-    draw_s: float = 0.0
-    """Seconds of drawing the counted batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +110,6 @@ def count_rank(
     place: tuple[Topology, Array],
     *,
     inputs_of: list[Inputs] | None = None,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> RankCount:
     """Make the batches of one rank and count them; the session of ``g`` may have one rank. Collective.
 
@@ -126,22 +123,18 @@ def count_rank(
     sampler = kind(list(draws.fanouts))
     options: dict[str, Any] = {"shuffle": True, "num_threads": 0, "device": "cpu"}
     loader = DataLoader(g, own_seeds, sampler, batch_size=draws.batch_size, **options)
-    # Untimed: the first draw compiles kernels and reads the structure from disk.
-    next(iter(loader), None)
     own = int(bounds[topology.server]), int(bounds[topology.server + 1])
     layers, steps = len(draws.fanouts), range(len(loader))[: draws.most_batches]
     sizes, largest = np.zeros((3, layers), np.int64), np.zeros((3, layers), np.int64)
-    owners, remote_seeds, requested, returned = np.zeros(len(bounds) - 1, np.int64), 0, 0, 0
-    make, draw_s = loader.made_of(draws.epoch, iter(steps)), 0.0
+    remote_rows = remote_seeds = requested = returned = 0
+    make = loader.made_of(draws.epoch, iter(steps))
     for step in steps:
-        begin = clock()
         batch = make(step)
-        draw_s += clock() - begin
         inputs, targets, blocks = batch.input_nodes, batch.output_nodes, batch.blocks
         assert isinstance(inputs, Tensor)
         assert isinstance(targets, Tensor)
         remote = inputs.numpy()[_outside(inputs.numpy(), own)]
-        owners += np.bincount(np.searchsorted(bounds, remote, side="right") - 1, minlength=len(owners))
+        remote_rows += len(remote)
         remote_seeds += int(_outside(targets.numpy(), own).sum())
         found = np.array(sizes_of(blocks))
         if inputs_of is not None:
@@ -157,7 +150,7 @@ def count_rank(
         seeds=len(own_seeds),
         steps=len(loader),
         counted=len(steps),
-        remote_rows=owners.tolist(),
+        remote_rows=remote_rows,
         remote_seeds=remote_seeds,
         sources=sizes[0].tolist(),
         targets=sizes[1].tolist(),
@@ -165,7 +158,6 @@ def count_rank(
         requested=requested,
         returned=returned,
         largest=largest.tolist(),
-        draw_s=draw_s,
     )
 
 
@@ -219,7 +211,7 @@ def sizes_of(blocks: Sequence[Any]) -> tuple[list[int], list[int], list[int]]:
 def summed(ranks: Sequence[RankCount], sizes: RowSizes, *, ranks_per_server: int = 1) -> Survey:
     """Return the sum over the (W,) ranks."""
     steps, world_size = max(one.steps for one in ranks), len(ranks)
-    remote = sum(sum(one.remote_rows) for one in ranks)
+    remote = sum(one.remote_rows for one in ranks)
     sampling = sum(ID_BYTES * one.requested + EDGE_BYTES * one.returned for one in ranks)
     of_a_label = 0 if sizes.label is None else ID_BYTES + sizes.label
     return Survey(
@@ -240,13 +232,10 @@ def summed(ranks: Sequence[RankCount], sizes: RowSizes, *, ranks_per_server: int
 def work_of_counts(ranks: Sequence[RankCount], topology: Topology, sizes: RowSizes) -> BatchWork:
     """Return the work of the ranks' counts, scaled to the epoch if only part of it was counted."""
     scaled = [_scaled_to_epoch(one) for one in ranks]
-    busiest = max(scaled, key=lambda one: sum(one.edges))
     largest = max(scaled, key=lambda one: one.largest[0][0]).largest
     return BatchWork(
         survey=summed(scaled, sizes, ranks_per_server=len(topology.ranks_of_server(0))),
-        worked=(tuple(busiest.sources), tuple(busiest.targets), tuple(busiest.edges)),
         largest=(tuple(largest[0]), tuple(largest[1]), tuple(largest[2])),
-        card_share=_card_share(scaled, topology),
         caches=tuple(map(_joined, zip(*(one.caches for one in scaled), strict=True))),
         counted=all(one.counted >= one.steps for one in ranks),
     )
@@ -258,16 +247,6 @@ def _joined(cache: Sequence[Mapping[str, Any]]) -> CacheHits:
     return CacheHits(**{**cache[0], **sums, **most})
 
 
-def _card_share(ranks: Sequence[RankCount], topology: Topology) -> float:
-    pairs: Array = np.zeros((topology.num_servers, topology.num_servers))
-    for rank, one in enumerate(ranks):
-        pairs[topology.server_of_rank[rank]] += one.remote_rows
-    total = float(pairs.sum())
-    if not total:
-        return 1.0 / topology.num_servers
-    return float(max(pairs.sum(axis=0).max(), pairs.sum(axis=1).max())) / total
-
-
 def _scaled_to_epoch(one: RankCount) -> RankCount:
     if one.counted >= one.steps or not one.counted:
         return one
@@ -277,7 +256,7 @@ def _scaled_to_epoch(one: RankCount) -> RankCount:
     def scaled(value: Any) -> Any:
         return [round(factor * each) for each in value] if isinstance(value, list) else round(factor * value)
 
-    unscaled = ("seeds", "steps", "counted", "largest", "caches", "draw_s")
+    unscaled = ("seeds", "steps", "counted", "largest", "caches")
     values = {name: value if name in unscaled else scaled(value) for name, value in vars(one).items()}
     values["caches"] = [{**cache, "hits": scaled(cache["hits"])} for cache in one.caches]
     return RankCount(**values)
@@ -292,36 +271,29 @@ def count_batches(
     draws: Draws,
     caches: Sequence[tuple[str, float]],
     sizes: RowSizes,
-    clock: Callable[[], float] = time.perf_counter,
-) -> tuple[BatchWork, float]:
+) -> BatchWork:
     """Count an epoch of mini-batches, and the hits of caches of several policies and sizes; collective.
 
     A cache that looks ahead begins with rows of the epoch before, if all batches are counted.
-
-    Returns:
-        The work, and the seconds of drawing one edge on the slowest process.
     """
     partition = run.partition
     edges = run.g.num_edges() * len(draws.fanouts) * partition.topology.world_size
     counted = (LOOK_AHEAD, "vip") if run.in_job or edges <= _MOST_EDGES else (LOOK_AHEAD,)
     caches = [one for one in caches if one[0] in counted]
     held = _cached_rows(run, draws, [alpha for policy, alpha in caches if policy == "vip"])
-    counts, per_edge = [], []
+    counts = []
     for rank in run.ranks_here:
         place, inputs = (partition.of_rank(rank), partition.bounds), list[Inputs]()
-        one = count_rank(run.g, draws, run.seeds, place, inputs_of=inputs if caches else None, clock=clock)
-        per_edge.append(one.draw_s / max(sum(one.edges), 1))
+        one = count_rank(run.g, draws, run.seeds, place, inputs_of=inputs if caches else None)
         before: list[Inputs] = []
         # Collective: what decides is equal on all ranks.
         if draws.epoch and one.counted >= one.steps and any(policy == LOOK_AHEAD for policy, _ in caches):
             count_rank(run.g, replace(draws, epoch=draws.epoch - 1), run.seeds, place, inputs_of=before)
         found = [_count_cache(cache, place, [before, inputs], held, sizes.feature) for cache in caches]
         counts.append(replace(one, caches=list(map(asdict, found))))
-    # Of the ranks of one process the minimum, because slower ones were disturbed.
-    gathered = gather_json([[asdict(one) for one in counts], min(per_edge)], run.g.session)
-    ranks = [RankCount(**one) for counts_here, _ in gathered for one in counts_here]
-    slowest = max(float(seconds) for _, seconds in gathered)
-    return work_of_counts(ranks, partition.topology, sizes), slowest
+    gathered = gather_json([asdict(one) for one in counts], run.g.session)
+    ranks = [RankCount(**one) for counts_here in gathered for one in counts_here]
+    return work_of_counts(ranks, partition.topology, sizes)
 
 
 def _count_cache(

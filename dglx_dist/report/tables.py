@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from operator import attrgetter
 from statistics import fmean, median, stdev
 from typing import Any
 
@@ -62,22 +61,29 @@ def _table(names: Iterable[str], caption: str | None = None) -> Table:
 
 
 _PLAN_COLUMNS = (
-    "", "strategy, options", "s", "compute", "draw", "outside", "inside", "sums", "bytes out", "bytes in",
-    "memory", "GPU", "steps", "",
+    "", "strategy, options", "s", "from", "to", "compute", "network", "bytes out", "bytes in", "memory",
+    "GPU", "steps", "",
 )  # fmt: skip
+_OF_TRIALS, _OF_PLANS = ("from", "to"), ("compute", "network")
 _PLAN_LEGEND = (
-    "s: seconds of an epoch, then its parts: computing, drawing batches, waiting for rows of other servers "
-    "and of ranks of the same one, sums of gradients. Then payload of an epoch between servers and inside of "
-    "them, ~: expected, else counted; and the peak memory of a rank, beside that on its GPU. exact: same "
+    "s: seconds of an epoch. {seconds}. Then payload of an epoch between servers and inside of them, ~: "
+    "expected, else counted; and the peak memory of a rank, beside that on its GPU. exact: same "
     "weights as one process on the same batches. group_size: N_f of P3; hops: k, external_hops: m, "
     "batches: R of GraNNDis; staleness: S of Dorylus; cache: policy and alpha"
 )
+_SECONDS_OF_TRIALS = "Median of the timed turns, and the fastest and slowest one"
+_SECONDS_OF_PLANS = "Computing, timed in one process here, and bytes divided by the bandwidth of the links"
 
 
 def plan_table(choice: Choice) -> Table:
     """Return one row per candidate in the order of ``choice``, with the chosen one marked."""
-    on_gpus = bool(choice.cluster.device_memory_bytes)
-    table = _table([one for one in _PLAN_COLUMNS if on_gpus or one != "GPU"], _PLAN_LEGEND)
+    is_tried = any(one.trial for one in choice.predictions)
+    hidden = {*(_OF_PLANS if is_tried else _OF_TRIALS)}
+    if not choice.cluster.device_memory_bytes:
+        hidden.add("GPU")
+    seconds = _SECONDS_OF_TRIALS if is_tried else _SECONDS_OF_PLANS
+    names = [name for name in _PLAN_COLUMNS if name not in hidden]
+    table = _table(names, _PLAN_LEGEND.format(seconds=seconds))
     for column, wraps in ((1, True), (-2, False), (-1, True)):
         table.columns[column].justify, table.columns[column].no_wrap = "left", not wraps
     for row, one in enumerate(choice.predictions):
@@ -85,30 +91,37 @@ def plan_table(choice: Choice) -> Table:
         style = "bold" if row == choice.picked else ("" if eligible else "dim")
         following = choice.predictions[row + 1 : row + 2]
         last = eligible and any(other.barred or not other.feasible for other in following)
-        cells = _plan_cells(one, chosen=row == choice.picked, on_gpus=on_gpus)
-        table.add_row(*cells, style=style, end_section=last)
+        cells = zip(_PLAN_COLUMNS, _plan_cells(one, chosen=row == choice.picked), strict=True)
+        table.add_row(*(cell for name, cell in cells if name not in hidden), style=style, end_section=last)
     return table
 
 
-def _plan_cells(one: Prediction, *, chosen: bool, on_gpus: bool) -> tuple[str, ...]:
+def _plan_cells(one: Prediction, *, chosen: bool) -> tuple[str, ...]:
     only = f"only with {one.barred}" if one.barred else ""
     remark = one.why_not or "; ".join(filter(None, (only, one.note)))
     kind = "exact" if one.candidate.exact else "estimate"
-    if not one.seconds.total:
-        return ("", one.candidate.name, *[""] * (9 + on_gpus), kind, remark)
-    parts = attrgetter("total", "compute", "sampling", "outside", "inside", "all_reduce")(one.seconds)
     about = "" if one.bytes_exact else "~"
-    return (
-        "->" if chosen else "",
-        one.candidate.name,
-        *map(readable_seconds, parts),
-        about + readable_bytes(one.inter_server_bytes),
-        about + readable_bytes(one.intra_server_bytes),
-        readable_bytes(one.memory_bytes - one.device_memory_bytes),
-        *([readable_bytes(one.device_memory_bytes)] if on_gpus else []),
-        kind,
-        remark,
+    trial = one.trial
+    numbers = (
+        [""] * 5
+        if not one.epoch_seconds
+        else [
+            readable_seconds(one.epoch_seconds),
+            *(["", ""] if trial is None else map(readable_seconds, (trial.low, trial.high))),
+            *map(readable_seconds, (one.compute_s, one.network_s)),
+        ]
     )
+    sizes = (
+        [""] * 4
+        if not one.memory_bytes
+        else [
+            about + readable_bytes(one.inter_server_bytes),
+            about + readable_bytes(one.intra_server_bytes),
+            readable_bytes(one.memory_bytes - one.device_memory_bytes),
+            readable_bytes(one.device_memory_bytes),
+        ]
+    )
+    return ("->" if chosen else "", one.candidate.name, *numbers, *sizes, kind, remark)
 
 
 def plan_head(choice: Choice) -> str:
@@ -125,18 +138,6 @@ def plan_head(choice: Choice) -> str:
         f"{plural(cluster.cores, 'core')} and {readable_bytes(cluster.memory_bytes)} a rank"
         + (f", {readable_bytes(cluster.device_memory_bytes)} on its GPU" * bool(cluster.device_memory_bytes))
     )
-
-
-def plan_lines(choice: Choice) -> Sequence[str]:
-    """Describe the choice, its reasons and its assumptions, a line each."""
-    taken = choice.taken
-    head = "nothing can be chosen" if taken is None else f"chosen: {taken.candidate.name}"
-    return [
-        head,
-        *(f"  - {line}" for line in choice.why),
-        *(["assumed:"] if choice.assumptions else []),
-        *(f"  - {line}" for line in choice.assumptions),
-    ]
 
 
 def summarise(facts: Mapping[str, object], epochs: Sequence[EpochRecord]) -> dict[str, object]:

@@ -25,7 +25,7 @@ from dglx_dist.internals.pytorch import leave_to_python
 from dglx_dist.records import FEATURE, LABEL, EpochRecord, StepShare
 from dglx_dist.registry import AUTO as AUTO
 from dglx_dist.registry import Registry
-from dglx_dist.strategies.cost import Candidate, Cost, Measured, PlanContext, Unit
+from dglx_dist.strategies.candidate import Candidate, CandidateContext, Unit
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -379,35 +379,15 @@ class Strategy(ABC):
             ConfigError: the strategy does not train on this graph.
         """
 
-    # What a planner asks; a strategy names the functions of its cost module, as ``cost = staticmethod(...)``.
-
-    @staticmethod
-    def inspect(model: nn.Module, features: int) -> Any:
-        """Return what :meth:`cost` needs of a model with ``features`` input columns; None unless overridden.
-
-        Raises:
-            ConfigError: the strategy cannot train it, as far as that is known without a step.
-        """
-        return None
-
-    @staticmethod
-    def candidates(context: PlanContext) -> Iterator[Candidate]:
-        """Yield what ``dglx plan`` and ``auto`` compare, the simplest first; nothing unless overridden.
+    @classmethod
+    def candidates(cls, context: CandidateContext) -> Iterator[Candidate]:
+        """Yield what ``dglx plan`` and ``auto`` compare, the simplest first; by default without options.
 
         Options must be those of the constructor. A candidate's name in tables and in checkpoints is made of
         the registered name and its options.
         """
-        return iter(())
-
-    @staticmethod
-    def cost(candidate: Candidate, known: Measured) -> Cost:
-        """Return the predicted cost of an epoch of one of :meth:`candidates`, without I/O.
-
-        Args:
-            candidate: Its mini-batches, its cache and its works are counted in ``known``.
-            known: Counts and rates. Bytes that follow from counts alone must be those of the ledger.
-        """
-        raise NotImplementedError(f"{candidate.strategy} has candidates, so it must define cost()")
+        if context.steps or cls.traits.unit == "full_graph":
+            yield Candidate(unit=cls.traits.unit)
 
 
 class OpenedStrategy(ABC):

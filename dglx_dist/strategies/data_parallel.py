@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any, final
@@ -28,19 +28,7 @@ from dglx_dist.strategies.base import (
     gradient_weight,
     unpacked,
 )
-from dglx_dist.strategies.cost import (
-    GRADIENTS,
-    ID_BYTES,
-    CacheHits,
-    Candidate,
-    Cost,
-    Measured,
-    PlanContext,
-    Survey,
-    present,
-    ring_split,
-    traffic_with_sums,
-)
+from dglx_dist.strategies.candidate import Candidate, CandidateContext
 from dglx_dist.strategies.gradient_sync import BUCKET_BYTES
 from dglx_dist.strategies.replicated import ReplicatedModel, check_frozen
 
@@ -92,8 +80,8 @@ class DataParallel(Strategy):
     def open(self, g: DistGraph) -> OpenedDataParallel:
         return OpenedDataParallel(self, g)
 
-    @staticmethod
-    def candidates(context: PlanContext) -> Iterator[Candidate]:
+    @classmethod
+    def candidates(cls, context: CandidateContext) -> Iterator[Candidate]:
         if context.steps:
             yield Candidate(unit="mini_batch")
             sizes = context.caches if context.servers > 1 else ()
@@ -101,49 +89,6 @@ class DataParallel(Strategy):
                 yield Candidate(unit="mini_batch", cache=policy, cache_alpha=alpha)
             if context.labor:
                 yield Candidate(unit="mini_batch", labor=True, exact=False)
-
-    @staticmethod
-    def cost(candidate: Candidate, known: Measured) -> Cost:
-        if candidate.labor and known.labor is not None:
-            batches, factor = known.labor
-            rates = replace(known.rates, sample_edge_s=factor * known.rates.sample_edge_s)
-            known = replace(known, batches=batches, rates=rates)
-        work, cache = known.mini_batches, known.cache_of(candidate) or CacheHits(policy="", alpha=0.0)
-        row = ID_BYTES + known.graph.feature_bytes
-        missed = work.survey.feature_bytes - cache.hits * row
-        phases = row_bytes(replace(work.survey, feature_bytes=missed))
-        sums = ring_split(known.shape.gradient_bytes, known.cluster.server_of_rank, work.steps)
-        traffic = traffic_with_sums(phases, {}, sums, once=cache.once_rows * row, exact=work.counted)
-        pulled_bytes = sum(count for name, count in traffic.outside.items() if name != GRADIENTS)
-        pulled = pulled_bytes * work.card_share / known.cluster.external_bytes_per_s
-        if pulled_bytes:
-            layers = len(known.shape.layers) if known.structure_partitioned else 0
-            pulled += known.cluster.latencies(_ROUNDS_OF_PULL * (1 + layers) * work.steps)
-        seconds = known.batch_seconds(
-            traffic, compute=known.compute_seconds(), sampling=known.sampling_seconds(), pulled=pulled
-        )
-        shared = cache.server_bytes + known.own_features
-        return Cost(
-            seconds=seconds,
-            traffic=traffic,
-            memory=known.batch_memory(held=shared + cache.rank_bytes),
-            shared=shared + known.structure,
-            on_host=known.program_bytes + shared + cache.rank_bytes + known.structure,
-        )
-
-
-_ROUNDS_OF_PULL = 2
-"""Sequential messages: request and reply."""
-
-
-def row_bytes(found: Survey) -> dict[str, int]:
-    """Return the bytes by ledger phase, over all ranks; empty phases are left out."""
-    return present(
-        features=found.feature_bytes,
-        sampling=found.sampling_bytes,
-        labels=found.label_bytes,
-        gradients=found.gradient_bytes,
-    )
 
 
 @final

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Any, TypeAlias
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -28,9 +28,6 @@ from dglx_dist.training.inference import EdgeNames
 from dglx_dist.training.object_state import Stateful
 from dglx_dist.training.relational import EntityInputs
 from dglx_dist.training.tasks import LossFunction, Task
-
-if TYPE_CHECKING:
-    from dglx_dist.planner.records import Choice
 
 Callback = Callable[[EpochRecord], None]
 """Called on every rank after each epoch, with the same record."""
@@ -119,8 +116,8 @@ class FitResult:
     traffic: dict[str, list[list[int]]] = field(default_factory=dict)
     """Payload of training in this call: phase -> [source rank, destination rank, bytes], where a rank -1 is a
     worker. Its sum is that of ``bytes_inside`` and ``bytes_outside``; of an epoch begun earlier, the rest."""
-    choice: Choice | None = None
-    """Candidates of strategy ``auto``, with prediction and outcome; None: the strategy was given."""
+    choice: Any = None
+    """The ``planner.records.Choice`` of strategy ``auto``, with outcome. None: the strategy was given."""
 
     @property
     def val_accuracy(self) -> float | None:

@@ -308,7 +308,7 @@ class NodeClassification:
 
     def __call__(self, model: WrappedModel, batch: Any) -> StepLoss:
         blocks = batch[2]
-        scores = model(blocks, _input_rows(model, blocks[0], self.feature, self.inputs))
+        scores = model(blocks, input_rows(model, blocks[0], self.feature, self.inputs))
         if isinstance(scores, dict):
             scores = scores[self.ntype or blocks[-1].dsttypes[0]]
         labels = blocks[-1].dstnodes[self.ntype or blocks[-1].dsttypes[0]].data[self.label]
@@ -337,7 +337,7 @@ class LinkPrediction:
 
     def __call__(self, model: WrappedModel, batch: Any) -> StepLoss:
         _, pairs, negative_pairs, blocks = batch
-        rows = _input_rows(model, blocks[0], self.feature, self.inputs)
+        rows = input_rows(model, blocks[0], self.feature, self.inputs)
         positive, negative = model(blocks, rows, pairs, negative_pairs)
         if self.pair_loss is not None:
             negative = _of_each_edge(negative, pairs, negative_pairs)
@@ -362,7 +362,7 @@ def _of_each_edge(negative: Tensor, pairs: Any, negative_pairs: Any) -> Tensor:
     return negative.view(edges, each)
 
 
-def _input_rows(model: nn.Module, block: Any, feature: str, inputs: EntityInputs | None) -> Any:
+def input_rows(model: nn.Module, block: Any, feature: str, inputs: EntityInputs | None) -> Any:
     weight = float_of(model)
 
     def converted(rows: Tensor) -> Tensor:

@@ -17,9 +17,9 @@ from dglx_dist.data.storage.columns import MANIFEST
 from dglx_dist.data.storage.reader import open_dataset
 from dglx_dist.data.synthetic import SyntheticConfig, generate
 from dglx_dist.errors import StorageError
+from dglx_dist.planner.costs.base import Survey
 from dglx_dist.progress import progress
 from dglx_dist.records import RawGraph
-from dglx_dist.strategies.cost import Survey
 from dglx_dist.strategies.push_pull.feature_columns import write_slices
 from scripts.bench.pool import do_alone
 from scripts.bench.records import Job

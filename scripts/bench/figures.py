@@ -23,7 +23,6 @@ from scripts.bench.records import (
     KAPPA,
     PREDICTED_BYTES,
     PREDICTED_ONCE,
-    PREDICTED_SECONDS,
     Cell,
     Experiment,
     MatchedPhi,
@@ -50,7 +49,7 @@ def figures_of(experiment: Experiment, outcome: Outcome) -> dict[str, Any]:
     verdict = judge_experiment(experiment, outcome)
     variants = () if outcome.plan is None else outcome.plan.variants
     shown = {} if outcome.plan is None else outcome.plan.facts
-    tables = (PREDICTED_BYTES, PREDICTED_ONCE, PREDICTED_SECONDS, COUNTED_BYTES)
+    tables = (PREDICTED_BYTES, PREDICTED_ONCE, COUNTED_BYTES)
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -327,7 +326,7 @@ def judge_experiment(experiment: Experiment, outcome: Outcome | None) -> Verdict
     is_near, words = nearness(outcome)
     if words:
         near: Word = "reproduced" if is_near else "not reproduced"
-        why = f"{words}, of at most {100 * ERROR:.0f} % and none"
+        why = words
         verdicts.append(("predictions", Verdict(word=near, why=why)))
     return _together(verdicts)
 
@@ -430,10 +429,6 @@ def once_rows(outcome: Outcome) -> list[Row]:
     return rows
 
 
-ERROR = 0.25
-"""The aim: error of predicted seconds in the median."""
-
-
 def cells_of(outcome: Outcome) -> tuple[Cell, ...]:
     """Return the cells of the experiment; none where it has no choice to judge."""
     ratios = () if outcome.plan is None else outcome.plan.ratios
@@ -441,29 +436,23 @@ def cells_of(outcome: Outcome) -> tuple[Cell, ...]:
 
 
 def nearness(outcome: Outcome) -> tuple[bool, str]:
-    """Return whether predictions came as near as was aimed at, and the figures; "": nothing was predicted."""
-    predicted, took = outcome.fact(PREDICTED_SECONDS), medians(outcome)
-    errors = [abs(predicted[name] / took[name] - 1.0) for name in predicted if took.get(name)]
-    if not errors:
-        return True, ""
+    """Return whether ways moved the bytes that were counted, and the figures; "": nothing was counted."""
     counted = outcome.fact(COUNTED_BYTES)
     moved = {
         one.variant: one.epochs[0].bytes_outside + one.epochs[0].bytes_inside
         for one in outcome.measurements
         if one.epochs and one.variant in counted
     }
-    differ, error = sum(count != counted[name] for name, count in moved.items()), median(errors)
-    return error <= ERROR and not differ, (
-        f"predicted seconds of {len(errors)} ways are {100 * error:.0f} % off in the median; of "
-        f"{len(moved)} whose bytes were predicted exactly, {differ} moved others"
-    )
+    if not moved:
+        return True, ""
+    differ = sum(count != counted[name] for name, count in moved.items())
+    return not differ, f"of {len(moved)} ways whose bytes were counted beforehand, {differ} moved others"
 
 
 def cell_rows(outcome: Outcome) -> list[Row]:
     """Return the choice in each cell beside the fastest of its ways; nothing where there are no cells."""
-    predicted, took = outcome.fact(PREDICTED_SECONDS), medians(outcome)
-    rows = []
-    for cell in cells_of(outcome) if nearness(outcome)[1] else ():
+    took, rows = medians(outcome), []
+    for cell in cells_of(outcome):
         known = [name for name in cell.ways if name in took]
         if cell.chosen not in known:
             continue
@@ -473,7 +462,6 @@ def cell_rows(outcome: Outcome) -> list[Row]:
             {
                 "cell": cell.name,
                 "chosen": way[cell.chosen],
-                "s predicted": f"{predicted[cell.chosen]:.3g}",
                 "s measured": f"{took[cell.chosen]:.3g}",
                 "faster": "" if best == cell.chosen else f"{way[best]} {took[best]:.3g}",
                 "regret": f"{took[cell.chosen] / took[best]:.2f}",

@@ -20,7 +20,6 @@ PREDICTED_BYTES = "predicted bytes of an epoch"
 """Bytes between servers by phase of the ledger."""
 PREDICTED_ONCE = "predicted bytes of preloading"
 """Bytes of features between servers that a variant moves once."""
-PREDICTED_SECONDS = "predicted seconds of an epoch"
 COUNTED_BYTES = "predicted bytes of the first measured epoch"
 """Between servers and inside of them, of variants that were counted to the byte."""
 

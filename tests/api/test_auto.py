@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from dglx_dist.api import DataLoader, choose_strategy, distribute, fit, init, wrap
-from dglx_dist.auto import Training, check_equal_servers, facts_of, read_auto_options, resolve
 from dglx_dist.cli.train_job import train_dataset
 from dglx_dist.comm.topology import Topology
 from dglx_dist.data.partition.base import PartitionPlan
@@ -22,11 +21,13 @@ from dglx_dist.data.partition.prepare import partition_to_disk
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.planner import measure
+from dglx_dist.planner.auto import Training, check_equal_servers, read_auto_options, resolve
 from dglx_dist.planner.choose import enumerate_candidates
-from dglx_dist.planner.profile import PROBE_PHASE, probe
+from dglx_dist.planner.links import PROBE_PHASE, probe
 from dglx_dist.records import NODE_TYPE
+from dglx_dist.report.outcome import facts_of
 from dglx_dist.strategies.base import AUTO
-from dglx_dist.strategies.cost import Candidate, PlanContext
+from dglx_dist.strategies.candidate import Candidate, CandidateContext
 from dglx_dist.training import checkpoint
 from dglx_dist.training.config import TrainConfig
 from dglx_dist.training.fit_config import FitConfig, FitResult
@@ -54,7 +55,7 @@ def out_of_luck(*_: Any) -> None:
     raise RuntimeError("out of luck")
 
 
-def offered(context: PlanContext, *, fewer: int) -> list[Candidate]:
+def offered(context: CandidateContext, *, fewer: int) -> list[Candidate]:
     return list(enumerate_candidates(context))[fewer:]
 
 
@@ -112,7 +113,7 @@ def choose_and_train(data: str, out: str) -> dict[str, Any]:
         "named": [one.loss for one in named.epochs],
         "by_fit": [by_fit, result.choice.taken.candidate.strategy, result.choice.outcome.epoch],
         "probed": probed,
-        "links": [links.external_bytes_per_s, links.internal_bytes_per_s, links.latency_s],
+        "links": [links.external_bytes_per_s, links.internal_bytes_per_s],
         "plan": taken,
         "strategy": one["strategy"],
         "cache": one["cache"],
@@ -188,7 +189,6 @@ def test_a_graph_needs_training_nodes_and_no_labels(tmp_path: Path) -> None:
     # The sampler of a loop is not chosen for it.
     assert not any(one.candidate.labor for one in choice.predictions)
     assert choice.trained == "gcn of 2 layers, hidden width 4; mini-batches of 1 a rank, fan-outs 2,2"
-    assert any("on a few rows: gcn of 2 layers" in line for line in choice.assumptions)
 
 
 def test_options_of_auto() -> None:
@@ -240,8 +240,8 @@ def test_one_process_has_a_choice_too(dataset: str, tmp_path: Path) -> None:
         whole = plan_of(dataset, tmp_path / "whole", epochs=1, strategy_options={"unit": "full_graph"})
         assert train_dataset(whole).summary["strategy"] == "full_graph"
     taken, *_, workers = json.loads((tmp_path / "whole" / "plan.json").read_text())["predictions"]
-    assert (taken["name"], taken["candidate"]["way"]) == ("full_graph", [0, "", 1])
-    assert (workers["name"], workers["feasible"]) == ("lambda", True)
+    assert (taken["name"], taken["candidate"]["unit"]) == ("full_graph", "full_graph")
+    assert (workers["name"], workers["feasible"], workers["trial"]["steps"] > 0) == ("lambda", True, True)
     with pytest.raises(ConfigError, match="--cache vip must be left out with --strategy auto"):
         plan_of(dataset, tmp_path / "alone", cache="vip")
 

@@ -10,8 +10,8 @@ from typing import Any
 from dglx_dist.comm.topology import read_topology
 from dglx_dist.data.partition.base import PartitionPlan
 from dglx_dist.data.synthetic import SyntheticConfig
+from dglx_dist.planner.costs.base import Survey
 from dglx_dist.records import EpochRecord
-from dglx_dist.strategies.cost import Survey
 from scripts.bench.jobs.params import TrainParams, read_params
 from scripts.bench.peers.launch import KIND as PROGRAM
 from scripts.bench.records import (

@@ -29,7 +29,6 @@ from scripts.bench.jobs.params import TrainParams, read_params
 from scripts.bench.records import (
     COUNTED_BYTES,
     PREDICTED_BYTES,
-    PREDICTED_SECONDS,
     BenchPlan,
     Cell,
     ExperimentPlan,
@@ -182,7 +181,7 @@ CELLS = tuple(Cell(name=one, chosen=f"{one}: a", ways=(f"{one}: a", f"{one}: b")
 SECONDS = {"1: a": 1.0, "1: b": 2.0, "2: a": 1.2, "2: b": 1.0, "3: a": 1.6, "3: b": 1.0}
 
 
-def judged(of: str, high: float, *, off: float = 1.1, counted: int = 2) -> Outcome:
+def judged(of: str, high: float, *, counted: int = 2) -> Outcome:
     """The chosen ways take 1, 1.2 and 1.6 of the fastest, 50 MB an epoch each."""
     given = outcome()
     chosen = ("1: a", "1: a")
@@ -192,10 +191,7 @@ def judged(of: str, high: float, *, off: float = 1.1, counted: int = 2) -> Outco
         given.plan,
         variants=tuple(replace(variant(name), rate=None) for name in SECONDS),
         ratios=(regret,),
-        facts={
-            PREDICTED_SECONDS: {name: off * value for name, value in SECONDS.items()},
-            COUNTED_BYTES: dict(list(counts.items())[:counted]),
-        },
+        facts={COUNTED_BYTES: dict(list(counts.items())[:counted])},
     )
     found = tuple(one for name, value in SECONDS.items() for one in measurements(name, [value, value]))
     network = {name: {"kind": "namespaces", "external": "1gbit"} for name in SECONDS}
@@ -203,16 +199,13 @@ def judged(of: str, high: float, *, off: float = 1.1, counted: int = 2) -> Outco
 
 
 def test_regret_is_of_all_cells_and_predictions_are_judged_beside_it() -> None:
-    """Seconds are 10 % off; of two ways whose bytes were counted one moved others, then none."""
+    """Of two ways whose bytes were counted one moved others, then none."""
     whole = judged("median", 1.15)
     without = replace(whole, measurements=tuple(one for one in whole.measurements if one.variant != "2: b"))
     assert judge(ratio_figures(whole)[0]).word == "not reproduced"
     assert judge(ratio_figures(without)[0]).why.startswith("a cell could not")
     assert judge_experiment(EXPERIMENT, judged("median", 1.25)).word == "partly reproduced"
     assert judge_experiment(EXPERIMENT, judged("median", 1.25, counted=1)).word == "reproduced"
-    far = judge_experiment(EXPERIMENT, judged("median", 1.25, off=1.3, counted=1))
-    assert far.word == "partly reproduced"
-    assert "30 % off" in far.why
 
 
 @pytest.mark.wide
@@ -228,12 +221,13 @@ def test_a_grid_is_planned_by_real_dry_runs(tmp_path: Path) -> None:
     ]
     assert all(cell.chosen in cell.ways for cell in cells)
     assert {one.job.params["strategy"] for one in plan.variants} == {
-        "data_parallel", "push_pull", "full_graph", "shared_preload", "cooperative",
+        "auto", "data_parallel", "push_pull", "full_graph", "shared_preload", "cooperative",
     }  # fmt: skip
     for one in plan.variants:
         told = read_params(TrainParams, {**one.job.params, **one.job.warm})
+        if told.strategy == "auto":
+            continue
         assert (told.strategy in ("data_parallel", "push_pull")) == (list(told.fanouts) == [10, 25])
-        assert plan.facts[PREDICTED_SECONDS][one.name] > 0
         assert plan.facts[COUNTED_BYTES][one.name] > 0
     # At another bandwidth the same is done.
     assert len(differing(plan.variants)) == len(plan.variants) / 2

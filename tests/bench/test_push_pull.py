@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from dglx_dist.planner.costs.base import Survey
 from dglx_dist.planner.records import Rate
 from dglx_dist.strategies.base import STRATEGIES
-from dglx_dist.strategies.cost import Survey
 from scripts.bench.experiments import push_pull
 from scripts.bench.experiments.push_pull import STOCK, Case, Size
 from scripts.bench.jobs import train

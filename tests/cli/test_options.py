@@ -16,7 +16,8 @@ from dglx_dist import options
 from dglx_dist.cli.common import command
 from dglx_dist.errors import ConfigError
 from dglx_dist.options import at_least, literals, option, parse_integers, path_option
-from dglx_dist.training.config import PlanConfig, TrainConfig
+from dglx_dist.planner.config import PlanConfig
+from dglx_dist.training.config import TrainConfig
 
 
 @pytest.mark.parametrize(

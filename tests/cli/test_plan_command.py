@@ -68,7 +68,7 @@ def test_mistakes_are_named(dataset: str) -> None:
     assert "--memory: 'much' is not a size in bytes" in refused("--data", dataset, "--memory", "much")
     assert "timed on the CPU" in refused(dataset, "--device-memory", "80GB")
     assert "device='cuda:9'" in refused(dataset, "--device", "cuda:9")
-    assert "--latency-ms -1.0 must be" in refused("--data", dataset, "--latency-ms", "-1")
+    assert "--cores 0.0 must be" in refused("--data", dataset, "--cores", "0")
     told = refused("--data", dataset, "--model", "gat", "--heads", "0")
     assert "--heads 0 must be a divisor of --hidden 64" in told
     assert "--seed -1" in refused("--data", dataset, "--seed", "-1")

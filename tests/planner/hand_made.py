@@ -5,20 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from dglx_dist.planner.costs.base import BatchWork, Counted, Survey
+from dglx_dist.planner.costs.full_graph import FullGraphScheme, FullWork, StepSizes
+from dglx_dist.planner.costs.serverless import GhostPairs, Ghosts
 from dglx_dist.planner.model_shape import shape_of_module
-from dglx_dist.strategies.cost import (
-    BatchWork,
-    Cluster,
-    GraphStats,
-    Measured,
-    ModelShape,
-    Rates,
-    Survey,
-    trace_of_widths,
-)
-from dglx_dist.strategies.full_graph.cost import FullGraphScheme, FullWork
-from dglx_dist.strategies.full_graph.memory_estimate import StepSizes
-from dglx_dist.strategies.serverless.strategy import GhostPairs, Ghosts
+from dglx_dist.planner.records import Cluster, GraphStats, ModelShape
+from dglx_dist.strategies.candidate import CandidateContext
 from dglx_dist.training.models import build_model
 
 GRAPH = GraphStats(
@@ -26,7 +18,7 @@ GRAPH = GraphStats(
     edge_cut=0.5, method="random",
 )  # fmt: skip
 CLUSTER = Cluster(
-    servers=2, ranks_per_server=1, external_bytes_per_s=1e6, internal_bytes_per_s=1e9, latency_s=0.0,
+    servers=2, ranks_per_server=1, external_bytes_per_s=1e6, internal_bytes_per_s=1e9,
     cores=1.0, memory_bytes=10**9,
 )  # fmt: skip
 SURVEY = Survey(
@@ -35,20 +27,14 @@ SURVEY = Survey(
 )  # fmt: skip
 BATCHES = BatchWork(
     survey=SURVEY,
-    worked=((2000, 250), (250, 50), (2500, 2000)),
     largest=((400, 50), (50, 10), (500, 400)),
-    card_share=0.5,
 )
 WHOLE = FullWork(
     largest=StepSizes(rows=(500, 500, 50), sources=(700, 600), edges=(5000, 500), sent=(0, 0)),
-    worked=((700, 600), (500, 50), (5000, 500)),
     outside=(400, 200),
     inside=(0, 0),
-    card_rows=(200, 100),
-    inside_rows=(0, 0),
     external_rows=0,
 )
-RATES = Rates(step_s=0.0, edge_column_s=1e-8, multiply_add_s=0.0, sample_edge_s=0.0, gather_byte_s=0.0)
 
 
 def shape_of_kind(kind: str, features: int, hidden: int, classes: int, layers: int) -> ModelShape:
@@ -59,23 +45,20 @@ def shape_of_kind(kind: str, features: int, hidden: int, classes: int, layers: i
 SHAPE = shape_of_kind("sage", 100, 16, 10, 2)
 
 
-def known(**changed: Any) -> Measured:
-    trace = trace_of_widths(SHAPE)
+def counted(**changed: Any) -> Counted:
     fields: dict[str, Any] = {
         "graph": GRAPH,
         "shape": SHAPE,
         "cluster": CLUSTER,
-        "rates": RATES,
+        "context": CandidateContext(ranks=2, servers=2, num_layers=2, steps=5),
         "program_bytes": 10**8,
-        "of_batches": trace,
-        "of_graphs": trace,
         "batches": BATCHES,
         "works": {
             FullGraphScheme(0): WHOLE,
-            FullGraphScheme(2): replace(WHOLE, card_rows=(0, 0), outside=(0, 0)),
+            FullGraphScheme(2): replace(WHOLE, outside=(0, 0)),
             GhostPairs(): Ghosts(outside=400, inside=0),
         },
         "structure_partitioned": False,
         "epoch": 1,
     }
-    return Measured(**{**fields, **changed})
+    return Counted(**{**fields, **changed})

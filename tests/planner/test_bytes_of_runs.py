@@ -12,7 +12,7 @@ import pytest
 from dgl.dataloading import LaborSampler
 
 from dglx_dist.api import fit, init
-from dglx_dist.cli.plan_job import measured
+from dglx_dist.cli.plan_job import measure
 from dglx_dist.data.partition.base import PartitionPlan
 from dglx_dist.data.partition.prepare import partition_to_disk
 from dglx_dist.data.synthetic import SyntheticConfig, generate
@@ -20,11 +20,11 @@ from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.split import node_split
 from dglx_dist.planner.choose import predict
+from dglx_dist.planner.config import PlanConfig
 from dglx_dist.planner.model_shape import shape_of_module
-from dglx_dist.planner.records import Prediction
+from dglx_dist.planner.records import ModelShape, Prediction
 from dglx_dist.strategies.base import STRATEGIES
-from dglx_dist.strategies.cost import CACHE_SIZES, ModelShape
-from dglx_dist.training.config import PlanConfig
+from dglx_dist.strategies.candidate import CACHE_SIZES
 from dglx_dist.training.fit_config import FitConfig
 from dglx_dist.training.models import build_model
 from tests.helpers.ranks import run_ranks
@@ -55,7 +55,7 @@ def shape_on(data: str, kind: str) -> ModelShape:
 
 def predict_each(data: str) -> tuple[list[Prediction], list[Prediction]]:
     """Every way to train a GraphSAGE, by workers a GCN as well, on the same batches and plans."""
-    known, candidates = measured(
+    counted, predictions = measure(
         PlanConfig(
             data=data,
             hidden=HIDDEN,
@@ -68,10 +68,10 @@ def predict_each(data: str) -> tuple[list[Prediction], list[Prediction]]:
         )
     )
     shape = shape_on(data, "gcn")
-    (chain,) = (one for one in candidates if one.name == "lambda")
-    by_workers = [predict(chain, replace(known, shape=shape)), predict(chain, known)]
-    others = [one for one in candidates if STRATEGIES.get(one.strategy).traits.own_loop]
-    return [predict(one, known) for one in others], by_workers
+    (chain,) = (one for one in predictions if one.candidate.name == "lambda")
+    by_workers = [predict(chain.candidate, replace(counted, shape=shape)), chain]
+    others = [one for one in predictions if STRATEGIES.get(one.candidate.strategy).traits.own_loop]
+    return others, by_workers
 
 
 def train_each(data: str, cases: list[dict[str, Any]]) -> list[dict[str, dict[str, int]]]:
@@ -178,11 +178,11 @@ def test_records_of_workers_have_the_bytes_of_the_plan(tmp_path: Path, servers: 
     plan = PlanConfig(
         data=data, hidden=HIDDEN, servers=servers, ranks_per_server=2, dry_batches=0, unit="full_graph"
     )
-    known, candidates = measured(plan)
-    (workers,) = (one for one in candidates if one.name == "lambda")
+    counted, predictions = measure(plan)
+    (workers,) = (one.candidate for one in predictions if one.candidate.name == "lambda")
     (found, *_) = run_ranks(epochs_of_workers, ranks, args=(data,), ranks_per_server=2)
     for kind, moved in found.items():
-        one = predict(workers, replace(known, shape=shape_on(data, kind)))
+        one = predict(workers, replace(counted, shape=shape_on(data, kind)))
         assert one.bytes_exact
         assert moved == (one.inter_server_bytes, sum(one.inside.values()))
         assert one.inside["weights_read"] > 0
@@ -205,7 +205,7 @@ def feature_bytes(data: str) -> int:
 
 def test_plans_count_the_batches_of_labor_where_estimators_are_allowed(data: str) -> None:
     def planned(allow_estimators: bool) -> dict[str, Prediction]:
-        known, candidates = measured(
+        _, predictions = measure(
             PlanConfig(
                 data=data,
                 fanouts=FANOUTS,
@@ -216,7 +216,7 @@ def test_plans_count_the_batches_of_labor_where_estimators_are_allowed(data: str
                 allow_estimators=allow_estimators,
             )
         )
-        return {one.name: predict(one, known) for one in candidates}
+        return {one.candidate.name: one for one in predictions}
 
     name = "data_parallel sampler=labor"
     assert name not in planned(False)

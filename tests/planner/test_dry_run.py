@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,40 +12,29 @@ from torch import nn
 
 from dglx_dist.comm.session import start_session
 from dglx_dist.data.storage.reader import open_dataset, open_structure
+from dglx_dist.errors import ConfigError
+from dglx_dist.planner.costs.full_graph import FullGraphScheme, StepSizes, blocks_of, full_work_of
+from dglx_dist.planner.measure import time_step
 from dglx_dist.planner.model_shape import topology_of
-from dglx_dist.planner.profile import busy_cores, time_on_plans
 from dglx_dist.planner.workload import sizes_of, stats_of_dataset
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE
-from dglx_dist.strategies.full_graph.cost import (
-    FullGraphScheme,
-    full_work_of,
-    plan_trials,
-)
-from dglx_dist.strategies.full_graph.memory_estimate import StepSizes
 from dglx_dist.strategies.full_graph.plan_builder import plan_all, seeds_by_server
 from dglx_dist.training.models import build_model
-from tests.planner.hand_made import shape_of_kind
 from tests.strategies.full_graph.plan_cases import NUM_NODES, plain_context
 
 LAYERS = 3
 
 
-def test_trials_are_the_neighbourhoods_of_a_server() -> None:
-    """The largest is what the server's ranks compute together, and the model runs on it by itself."""
+def test_blocks_of_a_plan_are_as_large_as_it_is_and_the_model_runs_on_them() -> None:
     where, seeds = plain_context(2, 1), np.arange(3, NUM_NODES, 11)
-    plan = plan_all(where, seeds_by_server(where, seeds), LAYERS, LAYERS)[1]
-    *smaller, whole = plan_trials(where, seeds, LAYERS, server=1)
-    sizes = [[one.num_sources, one.targets, len(one.indices)] for one in plan.layers]
+    plan = plan_all(where, seeds_by_server(where, seeds), LAYERS, 1)[1]
+    sizes = [[layer.num_sources, layer.targets, len(layer.indices)] for layer in plan.layers]
     sources, targets, edges = zip(*sizes, strict=True)
-    assert sizes_of(whole) == ([*sources], [*targets], [*edges])
-    assert [len(blocks) for blocks in smaller] == [LAYERS] * 2
-    assert smaller[0][0].num_edges() < whole[0].num_edges()
-    shape, model = shape_of_kind("sage", 6, 4, 3, LAYERS), build_model("sage", 6, 4, 3, LAYERS)
-    with busy_cores(1):
-        found = time_on_plans(model, shape, [*smaller, whole], time.thread_time)
-    assert found is not None
-    assert found.work[2] == (1.0, *shape.work(sources, targets, edges))
-    assert time_on_plans(nn.Linear(6, 3), shape, [whole], time.thread_time) is None
+    blocks = blocks_of(plan)
+    assert sizes_of(blocks) == ([*sources], [*targets], [*edges])
+    assert time_step(build_model("sage", 6, 4, 3, LAYERS), blocks, 6) > 0
+    with pytest.raises(ConfigError, match="no parameters to train"):
+        time_step(nn.Identity(), blocks, 6)
 
 
 def test_the_cut_is_that_of_the_servers(folder: Path) -> None:
@@ -73,7 +61,7 @@ def test_more_cooperative_batches_than_seeds_are_counted() -> None:
     assert work.steps == 2, "the servers have 2 seeds and 1"
 
 
-def test_steps_are_summed_and_the_busiest_found() -> None:
+def test_steps_are_summed_and_the_largest_is_kept() -> None:
     """Two ranks, two steps of one layer; rank 1 has more edges, and server 0 sends what server 1 receives."""
 
     def sizes(edges: int, received: list[int]) -> list[int]:
@@ -81,7 +69,6 @@ def test_steps_are_summed_and_the_busiest_found() -> None:
 
     steps = [[sizes(1, [0, 0]), sizes(4, [2, 0])], [sizes(2, [0, 1]), sizes(6, [7, 0])]]
     work = full_work_of(np.array(steps), topology_of(2, 1))
-    assert work.worked == ((30,), (10,), (10,))
     assert work.largest == StepSizes(rows=(10, 5), sources=(16,), edges=(6,), sent=(7,))
-    assert (work.outside, work.card_rows) == ((10,), (9,))
+    assert (work.outside, work.inside) == ((10,), (0,))
     assert (work.external_rows, work.steps) == (12, 2)

@@ -18,8 +18,8 @@ from dglx_dist.comm.topology import inherited_environment
 from dglx_dist.data.partition.base import PartitionPlan
 from dglx_dist.data.partition.prepare import partition_to_disk
 from dglx_dist.data.synthetic import SyntheticConfig, generate
+from dglx_dist.planner.config import PlanConfig
 from dglx_dist.planner.records import Choice
-from dglx_dist.training.config import PlanConfig
 
 HIDDEN = 64
 

@@ -15,13 +15,14 @@ from dglx_dist.data.partition.prepare import partition_to_disk
 from dglx_dist.data.synthetic import SyntheticConfig, generate
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.planner.measure import MeasureConfig, measure
+from dglx_dist.planner.config import PlanConfig
+from dglx_dist.planner.costs import full_graph
+from dglx_dist.planner.costs.base import BatchWork, CacheHits
+from dglx_dist.planner.measure import CountConfig, count
 from dglx_dist.planner.model_shape import shape_of_module, topology_of
+from dglx_dist.planner.records import Draws
 from dglx_dist.planner.workload import RankCount, RowSizes, work_of_counts
 from dglx_dist.records import NODE_TYPE
-from dglx_dist.strategies.cost import BatchWork, CacheHits, Draws
-from dglx_dist.strategies.full_graph import cost
-from dglx_dist.training.config import PlanConfig
 from dglx_dist.training.models import build_model
 from tests.helpers.ranks import run_ranks
 from tests.planner.hand_made import CLUSTER
@@ -31,7 +32,7 @@ BUSY = RankCount(
     seeds=45,
     steps=5,
     counted=2,
-    remote_rows=[0, 60],
+    remote_rows=60,
     remote_seeds=4,
     sources=[200, 60],
     targets=[60, 20],
@@ -51,7 +52,6 @@ def test_some_batches_stand_for_as_many_seeds_as_there_are() -> None:
     assert found.survey.remote_rows == 60 * 45 / 20
     assert found.survey.feature_bytes == 48 * 135
     assert found.survey.label_bytes == 16 * 9
-    assert found.worked == ((450, 135), (135, 45), (900, 225))
     assert found.largest == ((110, 30), (30, 10), (210, 55))
     without = work_of_counts([BUSY, IDLE], topology_of(2, 1), replace(SIZES, label=None))
     assert without.survey.label_bytes == 0
@@ -74,9 +74,9 @@ def measure_some(data: str) -> BatchWork:
         model = build_model("sage", 4, 4, 2)
         shape = shape_of_module(model, 4, 2)
         draws = Draws(fanouts=(2, 2), batch_size=4, most_batches=2)
-        known, _ = measure(g, model, shape, MeasureConfig(cluster=CLUSTER, draws=draws, in_job=True))
+        counted, _ = count(g, shape, CountConfig(cluster=CLUSTER, draws=draws, in_job=True))
         g.close()
-    return known.mini_batches
+    return counted.mini_batches
 
 
 def test_ranks_count_the_same_epochs_if_only_one_has_seeds_left(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_plans_that_the_memory_cannot_hold_are_no_choice(
     partition_to_disk(raw, tmp_path / "data", PartitionPlan(num_parts=2, method="hash"))
     plan = PlanConfig(data=str(tmp_path / "data"), servers=2, layers=2, hidden=4, unit="full_graph")
     for free, expected in ((100 * raw.total_edges, False), (100 * raw.total_edges - 1, True)):
-        monkeypatch.setattr(cost, "machine_memory", lambda free=free: (free, free))
+        monkeypatch.setattr(full_graph, "machine_memory", lambda free=free: (free, free))
         predictions = make_plan(plan).predictions
         (whole,) = (one for one in predictions if one.candidate.name == "full_graph")
         assert whole.feasible is not expected

@@ -21,12 +21,10 @@ from dglx_dist.internals.message_passing import TorchIndex, place
 from dglx_dist.internals.pytorch import ids_on_host, ids_to_device
 from dglx_dist.planner import measure
 from dglx_dist.planner.choose import choose
-from dglx_dist.planner.measure import MeasureConfig
 from dglx_dist.planner.model_shape import shape_of_module
-from dglx_dist.planner.records import ChoiceOptions
+from dglx_dist.planner.records import ChoiceOptions, Draws
 from dglx_dist.records import NODE_TYPE
 from dglx_dist.strategies.base import STRATEGIES
-from dglx_dist.strategies.cost import Draws, trace_of_widths
 from dglx_dist.training import relational
 from dglx_dist.training.inference import _compute_of, _on_block, first_rows
 from dglx_dist.training.loop import Accumulation, Step, _train_step
@@ -155,17 +153,18 @@ def test_relations_are_merged_without_reading_them(kind: Any, monkeypatch: pytes
     }
 
 
-def test_the_planner_measures_where_the_model_is(dataset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_planner_measures_where_the_model_is(dataset: str) -> None:
     """Batches are counted on the CPU; steps on them and on plans of whole graphs are timed on the device."""
-    # Allocations are traced on a copy on the CPU, which has no values here.
-    monkeypatch.setattr(measure, "_traced_memory", lambda _, shape, with_halo: trace_of_widths(shape))
     draws = Draws(fanouts=(3, 3), batch_size=20, epoch=1, most_batches=2)
     with start_session() as session:
         session.device = META
         g = DistGraph(dataset, structure="replicated")
         model = build_model("sage", *SIZES).to(META)
         shape = shape_of_module(model, equality.WIDTH, equality.CLASSES, 2, kind="sage")
-        known, candidates = measure.measure(g, model, shape, MeasureConfig(cluster=CLUSTER, draws=draws))
-    assert known.plan_rates is not None
-    assert min(known.rates.step_s, known.plan_rates.step_s) > 0
-    assert choose(candidates, known, ChoiceOptions(unit="any")).taken is not None
+        config = measure.CountConfig(cluster=CLUSTER, draws=draws)
+        counted, candidates = measure.count(g, shape, config)
+        predictions = measure.predict_and_time(g, model, counted, candidates)
+    feasible = [one for one in predictions if one.feasible]
+    assert {one.candidate.unit for one in feasible} == {"mini_batch", "full_graph"}
+    assert all(one.compute_s > 0 for one in feasible)
+    assert choose(predictions, counted, ChoiceOptions(unit="any")).taken is not None

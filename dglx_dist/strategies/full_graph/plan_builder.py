@@ -32,11 +32,10 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.ids import Ids, as_ids
 from dglx_dist.graph.partition_book import Placement, RowOwners
 from dglx_dist.graph.row_kernels import number_distinct
-from dglx_dist.graph.structure import InEdges
+from dglx_dist.graph.structure import InEdges, Structure
 from dglx_dist.progress import progress
 from dglx_dist.records import Array
 from dglx_dist.strategies.base import check_one_type
-from dglx_dist.strategies.cost import PartitionContext
 from dglx_dist.strategies.full_graph.expansion import (
     AUTO,
     KHopNeighborhood,
@@ -67,6 +66,25 @@ MIN_NODES_FOR_PROGRESS = 1 << 17
 """Rank 0 shows a progress bar for graphs of at least this size."""
 _SHARED, _SAME_AS_BEFORE = "rows of the server", -1
 NO_SEEDS = "no rank was given a node to compute; give the loader at least one"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionContext:
+    """Graph, partition and ranks that all counts of a run share."""
+
+    structure: Structure
+    bounds: Array
+    """(S + 1,) int64 first node of each server."""
+    topology: Topology
+    """Of this rank in a job, else of any rank of the run."""
+    seed: int
+
+    def own_range(self, server: int) -> tuple[int, int]:
+        """Return the first node of ``server`` and the one after its last."""
+        return int(self.bounds[server]), int(self.bounds[server + 1])
+
+    def of_rank(self, rank: int) -> Topology:
+        return Topology(rank, self.topology.world_size, self.topology.server_of_rank)
 
 
 @final

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, final
@@ -20,7 +20,7 @@ from dglx_dist.strategies.base import (
     Traits,
     check_one_type,
 )
-from dglx_dist.strategies.full_graph import cost as costs
+from dglx_dist.strategies.candidate import Candidate, CandidateContext
 from dglx_dist.strategies.full_graph.loader import (
     FullGraphLoader,
     PlanMaker,
@@ -28,7 +28,7 @@ from dglx_dist.strategies.full_graph.loader import (
     PlanSpec,
     gather_seeds,
 )
-from dglx_dist.strategies.full_graph.model import HaloModel, check_rows_stay_apart
+from dglx_dist.strategies.full_graph.model import HaloModel
 from dglx_dist.strategies.full_graph.options import (
     COOPERATIVE,
     EXCHANGING,
@@ -45,15 +45,24 @@ def _read(strategy: str, options: Mapping[str, object], *, names: Sequence[str])
     return read_options(f"strategy {strategy!r}", FullGraphOptions, options, names)
 
 
+_EXTERNAL_HOPS, _EXTERNAL_FANOUT = (1, 2), 15
+"""Limits of expansion-aware sampling to compare, and the paper's fan-out."""
+_BATCH_COUNTS = (2, 8, 32)
+"""Numbers of cooperative batches to compare, for graphs that do not fit the memory at once."""
+_MOST_BATCHES = 16
+
+
+def _with_covers(**options: Any) -> Iterator[Candidate]:
+    yield Candidate(unit="full_graph", options=options)
+    yield Candidate(unit="full_graph", options={**options, "aggregate": "cover"})
+
+
 class _FullGraphStrategy(Strategy):
     name: ClassVar[str]
     gathers_seeds: ClassVar[bool] = False
     """Whether a server composes its steps from its seeds, in place of one step of all seeds."""
     edge_bytes: ClassVar[int]
     """Memory of a machine for each edge of its servers, measured with two layers on one server."""
-
-    inspect = staticmethod(check_rows_stay_apart)
-    cost = staticmethod(costs.cost)
 
     options: FullGraphOptions
 
@@ -145,7 +154,13 @@ class FullGraph(_FullGraphStrategy):
     def read_options(options: Mapping[str, object]) -> FullGraphOptions:
         return replace(_read(FullGraph.name, options, names=EXCHANGING), hops=0)
 
-    candidates = staticmethod(costs.exchanging_candidates)
+    @classmethod
+    def candidates(cls, context: CandidateContext) -> Iterator[Candidate]:
+        """Yield it, also with covers, with halo rows in 8 bits, and with those of the epoch before."""
+        yield from _with_covers() if context.ranks > 1 else [Candidate(unit="full_graph")]
+        if context.servers > 1:
+            yield Candidate(unit="full_graph", options={"wire_dtype": "int8"}, exact=False)
+            yield Candidate(unit="full_graph", options={"staleness": 1}, exact=False)
 
 
 @final
@@ -163,7 +178,20 @@ class SharedPreload(_FullGraphStrategy):
         complexity=30,
     )
     read_options = staticmethod(partial(_read, name, names=PRELOADING))
-    candidates = staticmethod(costs.preloading_candidates)
+
+    @classmethod
+    def candidates(cls, context: CandidateContext) -> Iterator[Candidate]:
+        """Yield it with some layers preloaded, with all, and with limits of the external neighbourhood."""
+        if context.servers == 1:
+            return
+        num_layers = context.num_layers
+        for hops in sorted({1, num_layers - 1} - {0, num_layers}):
+            yield from _with_covers(hops=hops)
+        # Ranks that have their server to themselves exchange nothing.
+        yield from _with_covers() if context.ranks > context.servers else [Candidate(unit="full_graph")]
+        for hops in _EXTERNAL_HOPS:
+            options = {"external_hops": hops, "external_fanout": _EXTERNAL_FANOUT}
+            yield Candidate(unit="full_graph", options=options, exact=False)
 
 
 @final
@@ -183,4 +211,16 @@ class Cooperative(_FullGraphStrategy):
         complexity=40,
     )
     read_options = staticmethod(partial(_read, name, names=COOPERATIVE))
-    candidates = staticmethod(costs.cooperative_candidates)
+
+    @classmethod
+    def candidates(cls, context: CandidateContext) -> Iterator[Candidate]:
+        """Yield it with as many batches as mini-batches, and with other numbers."""
+        if context.servers == 1:
+            return
+        # With as many, an epoch has as many updates. With too many, the neighbourhoods do not fit. With
+        # fewer, the epoch would be a different one.
+        alike = max(context.steps, 2) if 0 < context.steps <= _MOST_BATCHES else 0
+        if alike:
+            yield Candidate(unit="mini_batch", options={"batches": alike})
+        for number in sorted({*_BATCH_COUNTS} - {alike}):
+            yield Candidate(unit="full_graph", options={"batches": number})

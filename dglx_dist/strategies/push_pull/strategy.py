@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
@@ -35,7 +36,7 @@ from dglx_dist.strategies.base import (
     gradient_weight,
     unpacked,
 )
-from dglx_dist.strategies.push_pull import cost as costs
+from dglx_dist.strategies.candidate import Candidate, CandidateContext
 from dglx_dist.strategies.push_pull.cut_gradient import mark_pieces
 from dglx_dist.strategies.push_pull.exchange import AsyncExchange, GroupBatch, make_group
 from dglx_dist.strategies.push_pull.feature_columns import ColumnStore, ColumnStores
@@ -68,9 +69,6 @@ class PushPull(Strategy):
     )
 
     read_options = staticmethod(read_push_pull_options)
-    inspect = staticmethod(costs.inspect)
-    candidates = staticmethod(costs.candidates)
-    cost = staticmethod(costs.cost)
 
     def __init__(self, session: Session, options: Mapping[str, object]) -> None:
         super().__init__(session, options)
@@ -79,6 +77,21 @@ class PushPull(Strategy):
 
     def open(self, g: DistGraph) -> OpenedPushPull:
         return OpenedPushPull(self, g)
+
+    @classmethod
+    def candidates(cls, context: CandidateContext) -> Iterator[Candidate]:
+        """Yield both ways to share structure, group sizes, and pipelines with late weights."""
+        if context.ranks == 1 or not context.steps:
+            return
+        make = partial(Candidate, unit="mini_batch")
+        yield make(options={"structure": "push"})
+        yield make(options={"structure": "resample"})
+        # One rank with all columns, the ranks of a server, half of all ranks.
+        for size in sorted({1, context.ranks // context.servers, context.ranks // 2}):
+            if context.ranks % size == 0 and size < context.ranks:
+                yield make(options={"structure": "push", "group_size": size})
+        for late in ({"depth": 3}, {"depth": 3, "weights": "split"}):
+            yield make(options={"structure": "push", **late}, exact=False)
 
 
 @final

@@ -10,8 +10,8 @@ from statistics import fmean
 from typing import Any
 
 from dglx_dist.data.partition.base import PartitionOptions, PartitionPlan
+from dglx_dist.planner.costs.base import Survey
 from dglx_dist.planner.records import Rate
-from dglx_dist.strategies.cost import Survey
 from scripts.bench import data
 from scripts.bench.data import calibrated, survey
 from scripts.bench.experiments.common import GIGABIT, clustered, predicted_time, trained

@@ -14,13 +14,13 @@ from dglx_dist.data.storage.reader import open_dataset, open_structure
 from dglx_dist.data.synthetic import SyntheticConfig
 from dglx_dist.graph.partition_book import Placement
 from dglx_dist.graph.structure import ReplicatedStructure
+from dglx_dist.planner.costs.base import ID_BYTES, ring_split
+from dglx_dist.planner.costs.full_graph import exchanged_bytes, full_work_of, sizes_of
 from dglx_dist.planner.model_shape import shape_of_module, topology_of
-from dglx_dist.planner.records import Rate
+from dglx_dist.planner.records import ModelShape, Rate
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE
-from dglx_dist.strategies.cost import ID_BYTES, ModelShape, PartitionContext, ring_split
-from dglx_dist.strategies.full_graph.cost import exchanged_bytes, full_work_of, sizes_of
 from dglx_dist.strategies.full_graph.expansion import EasOptions, compose, eas_rule
-from dglx_dist.strategies.full_graph.plan_builder import plan_all, seeds_by_server
+from dglx_dist.strategies.full_graph.plan_builder import PartitionContext, plan_all, seeds_by_server
 from scripts.bench import data
 from scripts.bench.experiments.common import GIGABIT, builds, clustered, predicted_time, quotient, trained
 from scripts.bench.peers.data import launch_of, launched

@@ -13,10 +13,10 @@ from typing import Any, TypeAlias
 
 from dglx_dist.data.partition.base import PartitionPlan
 from dglx_dist.data.synthetic import SyntheticConfig
+from dglx_dist.planner.costs.base import Survey
+from dglx_dist.planner.costs.data_parallel import row_bytes
+from dglx_dist.planner.costs.push_pull import column_bytes, structure_bytes
 from dglx_dist.planner.records import Rate
-from dglx_dist.strategies.cost import Survey
-from dglx_dist.strategies.data_parallel import row_bytes
-from dglx_dist.strategies.push_pull.cost import column_bytes, structure_bytes
 from scripts.bench import data
 from scripts.bench.data import survey
 from scripts.bench.experiments.common import GIGABIT, builds, bytes_quotient, clustered, quotient, trained
@@ -367,7 +367,7 @@ def _phases(case: Case, found: Survey) -> dict[str, int]:
     if case.strategy != "push_pull":
         return row_bytes(found)
     # Only here: models need DGL, which takes seconds to import, also where experiments are only listed.
-    from dglx_dist.strategies.push_pull.cost import inspect
+    from dglx_dist.planner.costs.push_pull import inspect
     from dglx_dist.training.models import build_model
 
     classes = SyntheticConfig().classes

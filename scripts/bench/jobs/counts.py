@@ -7,18 +7,19 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from dglx_dist.api import DataLoader, init
-from dglx_dist.cli.plan_job import cluster_of, constraints_of, measured
+from dglx_dist.cli.plan_job import cluster_of, constraints_of, measure
 from dglx_dist.comm.topology import Topology
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.partition_book import Placement
 from dglx_dist.graph.split import marked_ids, node_split
-from dglx_dist.planner.choose import choose
-from dglx_dist.planner.records import Choice, Rate
+from dglx_dist.planner.choose import predict
+from dglx_dist.planner.config import PlanConfig
+from dglx_dist.planner.costs.base import Survey
+from dglx_dist.planner.records import Draws, Prediction, Rate
 from dglx_dist.planner.workload import count_rank, row_sizes, summed
 from dglx_dist.records import NODE_TYPE
 from dglx_dist.strategies.base import STRATEGIES
-from dglx_dist.strategies.cost import Candidate, Draws, Survey
-from dglx_dist.training.config import PlanConfig
+from dglx_dist.strategies.candidate import Candidate
 from scripts.bench.jobs.params import TrainParams, read_params
 from scripts.bench.jobs.train import model_of, sampler_of
 from scripts.bench.simulate import calibrate
@@ -80,21 +81,23 @@ def _survey(params: Mapping[str, Any], context: JobContext) -> Survey:
 
 
 def plan(params: Mapping[str, Any], _context: JobContext) -> dict[str, Any]:
-    """Return by name and rate: ``chosen``, and ``ways``, what each that fits is and is predicted to take."""
-    return {name: _choices(one) for name, one in params.items()}
+    """Return by name and rate the ways to train that fit: options, exact bytes, and seconds to expect."""
+    return {name: _list_ways(one) for name, one in params.items()}
 
 
-def _choices(told: Mapping[str, Any]) -> dict[str, Any]:
-    fanouts = told["plan"].get("fanouts")
-    asked = PlanConfig(**told["plan"] | {"fanouts": fanouts and tuple(fanouts)})
-    known, candidates = measured(asked)
-    constraints = constraints_of(asked)
-    compared = [one for one in candidates if _is_compared(one, constraints.unit)]
-    found = {}
-    for rate in told["rates"]:
+def _list_ways(params: Mapping[str, Any]) -> dict[str, Any]:
+    fanouts = params["plan"].get("fanouts")
+    asked = PlanConfig(**params["plan"] | {"fanouts": fanouts and tuple(fanouts)})
+    counted, predictions = measure(asked)
+    unit = constraints_of(asked).unit
+    compared = [one for one in predictions if one.feasible and _is_compared(one.candidate, unit)]
+    ways = {}
+    for rate in params["rates"]:
         cluster = cluster_of(replace(asked, external=Rate.parse(rate)))
-        found[rate] = _in_json(choose(compared, replace(known, cluster=cluster), constraints))
-    return found
+        of_rate = replace(counted, cluster=cluster)
+        costs = [replace(predict(one.candidate, of_rate), compute_s=one.compute_s) for one in compared]
+        ways[rate] = {one.candidate.name: _in_json(one) for one in costs}
+    return ways
 
 
 def _is_compared(one: Candidate, unit: str) -> bool:
@@ -103,18 +106,11 @@ def _is_compared(one: Candidate, unit: str) -> bool:
     return one.exact and one.unit == unit and own_loop and one.cache is None
 
 
-def _in_json(choice: Choice) -> dict[str, Any]:
+def _in_json(one: Prediction) -> dict[str, Any]:
     return {
-        "chosen": None if choice.taken is None else choice.taken.candidate.name,
-        "ways": {
-            one.candidate.name: {
-                "strategy": one.candidate.strategy,
-                "options": dict(one.candidate.options),
-                "whole": bool(one.candidate.works),
-                "seconds": one.epoch_seconds,
-                "bytes": one.inter_server_bytes + one.intra_server_bytes if one.bytes_exact else None,
-            }
-            for one in choice.predictions
-            if one.feasible
-        },
+        "strategy": one.candidate.strategy,
+        "options": dict(one.candidate.options),
+        "whole": STRATEGIES.get(one.candidate.strategy).traits.unit == "full_graph",
+        "seconds": one.epoch_seconds,
+        "bytes": one.inter_server_bytes + one.intra_server_bytes if one.bytes_exact else None,
     }

@@ -16,7 +16,7 @@ import dgl
 import torch
 from torch import nn
 
-from dglx_dist.api import DataLoader, init, wrap
+from dglx_dist.api import DataLoader, choose_strategy, init, wrap
 from dglx_dist.comm.collectives import gather_int64, gather_json
 from dglx_dist.comm.ledger import LedgerRow
 from dglx_dist.comm.session import Session
@@ -24,6 +24,7 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.split import node_split
 from dglx_dist.memory import peak
 from dglx_dist.records import FEATURE, LABEL, NODE_TYPE, EpochRecord
+from dglx_dist.registry import AUTO
 from dglx_dist.training.inference import evaluate
 from dglx_dist.training.loop import Accumulation, Step, TrainingLoader, train_pass
 from dglx_dist.training.models import build_model
@@ -46,9 +47,18 @@ def run(params: Mapping[str, Any], context: JobContext) -> dict[str, Any]:
     timeout_s, began = min(_LONGEST_WAIT_S, context.timeout_s), time.perf_counter()
     with init(told.strategy, timeout=timeout_s, seed=told.seed, **dict(told.options)) as session:
         g = DistGraph(told.data, structure=told.structure, session=session)
+        if told.strategy == AUTO:
+            _choose(told, g)
         report = _measured(_make(told, g), told, context, began)
         g.close()
         return report
+
+
+def _choose(told: TrainParams, g: DistGraph) -> None:
+    """Let the ranks choose a strategy for the mini-batches, or whole graphs, that ``told`` asks for."""
+    whole = told.options.get("unit") == "full_graph"
+    batches: dict[str, Any] = {} if whole else {"fanouts": told.fanouts, "batch_size": told.batch_size}
+    choose_strategy(model_of(told, g).to(g.session.device), g, **batches)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,8 @@ from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.graph.structure import ReplicatedStructure
 from dglx_dist.planner.model_shape import topology_of
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, Assignment, RawGraph
-from dglx_dist.strategies.cost import PartitionContext
 from dglx_dist.strategies.full_graph.halo_plan import RankPlan
+from dglx_dist.strategies.full_graph.plan_builder import PartitionContext
 
 NUM_NODES, NUM_PARTS = 240, 4
 

@@ -23,7 +23,6 @@ from dglx_dist.errors import PeerError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.planner.model_shape import topology_of
 from dglx_dist.records import NODE_TYPE, Array
-from dglx_dist.strategies.cost import PartitionContext
 from dglx_dist.strategies.full_graph.halo_exchange import BACKWARD, FORWARD, ONCE
 from dglx_dist.strategies.full_graph.halo_plan import (
     HaloLayer,
@@ -33,7 +32,7 @@ from dglx_dist.strategies.full_graph.halo_plan import (
     read_plan,
     write_plan,
 )
-from dglx_dist.strategies.full_graph.plan_builder import border_rows, make_plans, plan_all
+from dglx_dist.strategies.full_graph.plan_builder import PartitionContext, border_rows, make_plans, plan_all
 from dglx_dist.training.models import SymmetricConv
 from tests.helpers.ranks import run_ranks
 from tests.strategies.full_graph import plan_cases

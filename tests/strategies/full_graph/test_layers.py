@@ -22,6 +22,7 @@ from dglx_dist.comm.session import start_session
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.planner.costs.full_graph import LocalExchange
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph
 from dglx_dist.strategies.base import STRATEGIES, count_targets
 from dglx_dist.strategies.full_graph.halo_block import (
@@ -33,7 +34,6 @@ from dglx_dist.strategies.full_graph.halo_block import (
 from dglx_dist.strategies.full_graph.halo_exchange import HaloExchange
 from dglx_dist.strategies.full_graph.halo_plan import HaloLayer, RankPlan
 from dglx_dist.strategies.full_graph.local_graphs import LocalGraph
-from dglx_dist.strategies.full_graph.memory_estimate import LocalExchange
 from dglx_dist.strategies.full_graph.model import install
 from dglx_dist.strategies.full_graph.plan_builder import make_plans
 from tests.helpers.ranks import run_ranks

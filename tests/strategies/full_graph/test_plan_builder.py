@@ -20,10 +20,10 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.partition_book import RowOwners
 from dglx_dist.planner.model_shape import topology_of
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, Assignment, RawGraph
-from dglx_dist.strategies.cost import PartitionContext
 from dglx_dist.strategies.full_graph import plan_builder
 from dglx_dist.strategies.full_graph.expansion import EasOptions, eas_rule
 from dglx_dist.strategies.full_graph.plan_builder import (
+    PartitionContext,
     PlanExchange,
     Planner,
     PlanRequest,

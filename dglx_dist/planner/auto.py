@@ -1,8 +1,10 @@
-"""``strategy="auto"``: its options, the measurement in the running job, and the choice."""
+"""``strategy="auto"``: its options, the trials in the running job, and the choice."""
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +15,22 @@ from dglx_dist.comm.collectives import broadcast_json, check_equal, gather_json,
 from dglx_dist.comm.devices import device_memory
 from dglx_dist.comm.session import Session
 from dglx_dist.comm.topology import Topology
-from dglx_dist.errors import ConfigError, StorageError
-from dglx_dist.graph.cache import check_budget
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph.cache import TRAIN_MASK, check_budget
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.memory import machine_memory, peak, read_size, resident
+from dglx_dist.graph.split import marked_ids
+from dglx_dist.memory import machine_memory, read_size, resident
 from dglx_dist.options import check_integer, check_ranges, read_options
-from dglx_dist.planner.choose import choosable, choose
-from dglx_dist.planner.measure import MeasureConfig, measure
+from dglx_dist.planner.choose import choosable, choose, find_bar, predict
+from dglx_dist.planner.costs.base import Counted
+from dglx_dist.planner.links import probe
+from dglx_dist.planner.measure import CountConfig, count, sample_blocks, time_step
 from dglx_dist.planner.model_shape import shape_of_module
-from dglx_dist.planner.profile import probe
-from dglx_dist.planner.records import Choice, ChoiceOptions, Outcome
+from dglx_dist.planner.records import Choice, ChoiceOptions, Cluster, Draws
+from dglx_dist.planner.trials import TrialConfig, fill_cache, run_trials
 from dglx_dist.planner.workload import check_plannable
 from dglx_dist.progress import progress
-from dglx_dist.records import FEATURE, EpochRecord
-from dglx_dist.report.run_folder import PLAN, read_plan
-from dglx_dist.report.tables import plan_lines, summarise
+from dglx_dist.records import FEATURE
 from dglx_dist.strategies.base import (
     AUTO,
     CACHE_CHOICE,
@@ -36,15 +39,14 @@ from dglx_dist.strategies.base import (
     float_of,
     strategy_of,
 )
-from dglx_dist.strategies.cost import Candidate, Cluster, Draws
+from dglx_dist.strategies.candidate import Candidate
 from dglx_dist.strategies.replicated import check_same_model
 from dglx_dist.training import checkpoint
-from dglx_dist.training.fit_config import FitResult
 from dglx_dist.training.resume import TRAINED_WITH
 
 _DEEP = 4
 """Layers from which on mini-batches are not considered without explicit fan-outs."""
-_TRACED = "layers sum, multiply and exchange as in a call of the model on a few rows"
+_CHECKED_SEEDS = 64
 _NO_BATCHES = (
     f"mini-batches of {_DEEP} layers and more are not considered unless fan-outs are given, so ways to train "
     "on whole graphs are compared (--fanout, --unit)"
@@ -175,19 +177,12 @@ def resolve(
     if found.cache is not None:
         fanouts = training.fanouts or default_fanouts(DEFAULT_STRATEGY, training.num_layers)
         batch_size = training.batch_size or default_batch_size(DEFAULT_STRATEGY)
-        _fill_cache(g, found.cache, found.cache_alpha, fanouts, batch_size)
+        fill_cache(g, found, fanouts, batch_size)
+        CACHE_CHOICE.set(g.session, {"policy": found.cache, "alpha": found.cache_alpha})
     with progress("choosing a strategy", 1, enabled=g.session.topology.rank == 0) as advance:
         advance(1)
         advance.say(f"resuming with {found.name}, the strategy of the checkpoint")
     return found, None
-
-
-def _fill_cache(
-    g: DistGraph, policy: str, alpha: float, fanouts: Sequence[int], batch_size: int | None
-) -> None:
-    how: dict[str, Any] = {"fanouts": list(fanouts), "batch_size": batch_size} if policy == "vip" else {}
-    g.cache_rows(FEATURE, alpha=alpha, policy=policy, **how)
-    CACHE_CHOICE.set(g.session, {"policy": policy, "alpha": alpha})
 
 
 def _read_checkpointed(value: object, folder: str | Path | None) -> Candidate:
@@ -233,7 +228,7 @@ def choose_in_job(model: nn.Module, g: DistGraph, training: Training) -> Choice:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             choice, draws = _choose(model, g, training, options, advance.show)
         advance(1)
-        for line in plan_lines(choice):
+        for line in choice.lines():
             advance.say(line)
     taken = choice.taken
     if taken is None:
@@ -241,29 +236,32 @@ def choose_in_job(model: nn.Module, g: DistGraph, training: Training) -> Choice:
     candidate = taken.candidate
     session.adopt(candidate.strategy, candidate.options)
     if candidate.cache is not None and draws is not None:
-        _fill_cache(g, candidate.cache, candidate.cache_alpha, draws.fanouts, draws.batch_size)
+        fill_cache(g, candidate, draws.fanouts, draws.batch_size)
+        CACHE_CHOICE.set(session, {"policy": candidate.cache, "alpha": candidate.cache_alpha})
     return choice
 
 
 def _choose(
     model: nn.Module, g: DistGraph, training: Training, options: AutoOptions, notify: Callable[[str], None]
 ) -> tuple[Choice, Draws | None]:
+    begin = time.perf_counter()
     # A user's loop may have targets that are no labels; the width of the last layer is then unknown.
     features, classes = g.ndata[FEATURE].shape[1], g.dataset.manifest.num_classes.get(g.ntypes[0], 1)
     given: dict[str, Any] = {"kind": training.kind or "", "hidden": training.hidden or 0}
     given["guessed"] = training.kind is None
     shape = shape_of_module(model, features, classes, training.num_layers, **given)
     notify("probing the links")
+    sent = g.session.ledger.snapshot()
     cluster = _cluster(g.session, options, float_of(model).device)
     layers, epoch = len(shape.layers), min(1, training.epochs - 1)
     draws = draws_of(options, layers, training.fanouts, training.batch_size, epoch=epoch)
-    wanted = options if draws is not None else replace(options, unit="full_graph")
+    constraints = options if draws is not None else replace(options, unit="full_graph")
 
     def is_offered(one: Candidate) -> bool:
         own_loop = not training.own_loop or STRATEGIES.get(one.strategy).traits.own_loop
-        return own_loop and (one.exact or wanted.allow_estimators) and wanted.unit in ("any", one.unit)
+        return own_loop and not find_bar(one, constraints)
 
-    requested = MeasureConfig(
+    requested = CountConfig(
         cluster=cluster,
         draws=draws,
         is_offered=is_offered,
@@ -272,17 +270,37 @@ def _choose(
         in_job=True,
         program_bytes=resident(),
         epoch=epoch,
-        assumptions=(
-            *batch_assumptions(options.unit, layers, training.fanouts),
-            *([f"{_TRACED}: {shape.words}"] if shape.guessed else []),
-        ),
+        assumptions=batch_assumptions(options.unit, layers, training.fanouts),
     )
-    known, candidates = measure(g, model, shape, requested, lambda text: notify(f"counting: {text}"))
-    choice = choose(candidates, known, wanted)
-    # Rounding could make ranks pick differently: the pick of rank 0 counts.
-    name = broadcast_json("" if choice.taken is None else choice.taken.candidate.name, g.session)
-    names = [one.candidate.name for one in choice.predictions]
-    return replace(choice, picked=names.index(str(name)) if name else -1), draws
+    counted, candidates = count(g, shape, requested, lambda text: notify(f"counting: {text}"))
+    _check_model(model, g, counted)
+    race = TrialConfig(
+        g=g,
+        model=model,
+        num_layers=layers,
+        draws=draws,
+        epochs=training.epochs,
+        constraints=constraints,
+        memory_bytes=cluster.memory_bytes,
+        base_bytes=counted.fixed + counted.structure + counted.own_features,
+    )
+    predictions = [predict(candidate, counted) for candidate in candidates]
+    predictions, finalists = run_trials(predictions, race, begin, notify)
+    g.session.ledger.restore(sent)
+    choice = choose(predictions, counted, constraints, finalists=finalists)
+    choice = replace(choice, took_s=time.perf_counter() - begin)
+    # Clocks differ: the choice of rank 0 counts.
+    picked, took_s = broadcast_json([choice.picked, choice.took_s], g.session)
+    return replace(choice, picked=picked, took_s=took_s), draws
+
+
+def _check_model(model: nn.Module, g: DistGraph, counted: Counted) -> None:
+    """Raise ConfigError on all ranks if the model fails on a few nodes of this graph on one of them."""
+    layers = len(counted.shape.layers)
+    fanouts = (2,) * layers if counted.draws is None else counted.draws.fanouts
+    blocks = sample_blocks(g, marked_ids(g.ndata[TRAIN_MASK], g.num_nodes()), _CHECKED_SEEDS, fanouts)
+    step = partial(time_step, model, blocks, counted.shape.features)
+    run_on_all_ranks(g.session, step, ConfigError)
 
 
 def check_equal_servers(topology: Topology) -> None:
@@ -309,86 +327,7 @@ def _cluster(session: Session, options: AutoOptions, device: torch.device) -> Cl
         ranks_per_server=len(topology.ranks_of_server(0)),
         external_bytes_per_s=links.external_bytes_per_s,
         internal_bytes_per_s=links.internal_bytes_per_s,
-        latency_s=links.latency_s,
-        link_spread=links.spread,
         cores=min(of_rank[0] for of_rank in resources),
         memory_bytes=min(of_rank[1] for of_rank in resources),
         device_memory_bytes=min(of_rank[2] for of_rank in resources),
     )
-
-
-def plan_of_run(folder: Path, session: Session) -> dict[str, Any] | None:
-    """Return ``plan.json`` of the run in ``folder`` on rank 0; None: its strategy was named. Collective."""
-
-    def read() -> dict[str, Any] | None:
-        value = read_plan(folder) if session.topology.rank == 0 else None
-        try:
-            if value is not None:
-                plan_summary(value)
-        except (KeyError, IndexError, TypeError) as error:
-            raise StorageError(
-                f"{folder / PLAN} is damaged ({type(error).__name__}: {error}); delete it, and resume again"
-            ) from error
-        return value
-
-    return broadcast_json(run_on_all_ranks(session, read, StorageError), session)
-
-
-def outcome_of(counted: int, epochs: Sequence[EpochRecord], facts: Mapping[str, Any]) -> Outcome:
-    """Return the measured cost: bytes of epoch ``counted``, else of the last; the rest of the whole run."""
-    record = next((one for one in epochs if one.epoch == counted), epochs[-1])
-    seconds = summarise(facts, epochs)["epoch_seconds"]
-    return Outcome(
-        epoch=record.epoch,
-        epoch_seconds=float(str(seconds)),
-        bytes_outside=record.bytes_outside,
-        bytes_inside=record.bytes_inside,
-        peak_memory_bytes=facts["peak_memory_bytes"],
-    )
-
-
-def plan_summary(value: Mapping[str, Any]) -> dict[str, object]:
-    """Return the entry of ``summary.json`` for ``Choice.to_json()``: prediction, and outcome if any."""
-    taken, outcome = value["predictions"][value["picked"]], value["outcome"]
-    found: dict[str, object] = {
-        "chosen": taken["name"],
-        "why": "; ".join(value["why"]),
-        "predicted_epoch_seconds": taken["epoch_seconds"],
-        "predicted_bytes_outside": taken["bytes_outside"],
-        "predicted_bytes_inside": taken["bytes_inside"],
-        "predicted_peak_memory_bytes": taken["memory_bytes"],
-        "bytes_are_counted": taken["bytes_exact"],
-    }
-    if outcome is None:
-        return found
-    for name in ("epoch_seconds", "bytes_outside", "bytes_inside", "peak_memory_bytes"):
-        found[name] = outcome[name]
-    found["of_epoch"] = outcome["epoch"]
-    if outcome["epoch_seconds"] > 0:
-        found["predicted_by_measured"] = taken["epoch_seconds"] / outcome["epoch_seconds"]
-    return found
-
-
-def facts_of(model: nn.Module, session: Session, result: FitResult) -> dict[str, Any]:
-    """Return strategy, ranks, exact accuracies, the model's device, most memory of any rank; collective."""
-    device = float_of(model).device
-    on_gpu = device.type == "cuda"
-    held = torch.cuda.max_memory_reserved(device) if on_gpu else None
-    peaks = gather_json([peak(), held], session)
-    on_device = [of_rank for _, of_rank in peaks if of_rank is not None]
-    accuracies = {"val_accuracy": result.val_accuracy, "test_accuracy": result.test_accuracy}
-    return {
-        "strategy": session.strategy,
-        "precision": result.precision,
-        "ranks": session.topology.world_size,
-        "servers": session.topology.num_servers,
-        "task": result.task,
-        **(accuracies if result.accuracy else {}),
-        **result.metrics,
-        **({} if result.best_epoch is None else {"best_epoch": result.best_epoch}),
-        **({"stopped_early": True} if result.stopped_early else {}),
-        "peak_memory_bytes": max(in_all for in_all, _ in peaks),
-        "rank_memory_bytes": [in_all for in_all, _ in peaks],
-        "device": f"cuda ({torch.cuda.get_device_name(device)})" if on_gpu else str(device),
-        "peak_device_memory_bytes": max(on_device, default=None),
-    }

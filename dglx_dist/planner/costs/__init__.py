@@ -1,0 +1,1 @@
+"""Bytes and memory of an epoch under each strategy, one module per strategy."""

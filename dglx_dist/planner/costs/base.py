@@ -1,0 +1,342 @@
+"""Costs of an epoch without seconds: counts, byte formulas and memory formulas that cost models share.
+
+A cost model belongs to one strategy. It says what has to be counted for a candidate, and returns the bytes
+and the memory that follow from the counts.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from torch import nn
+
+from dglx_dist.comm.ledger import ring_bytes
+from dglx_dist.planner.records import Cluster, Draws, GraphStats, ModelShape
+from dglx_dist.records import Array
+from dglx_dist.registry import Registry
+from dglx_dist.strategies.candidate import Candidate, CandidateContext
+
+if TYPE_CHECKING:
+    from dglx_dist.graph.dist_graph import DistGraph
+    from dglx_dist.strategies.full_graph.plan_builder import PartitionContext
+
+GRADIENTS = "gradients"
+"""Ledger phase of summed gradients."""
+ID_BYTES = 8
+OPTIMIZER_COPIES = 2
+"""Adam keeps two tensors of the size of the parameters."""
+_BATCHES_AHEAD = 1
+ALLOCATOR_OVERHEAD = 1.3
+"""Memory that is held, relative to memory in use: each thread keeps what it freed for the next step."""
+_BLOCK_EDGE_BYTES, _BLOCK_ROW_BYTES = 28, 24
+"""Bytes of a sampled block per edge and per row: ids, positions and the formats for message passing."""
+
+
+@dataclass(frozen=True)
+class Work(ABC):
+    """Work of an epoch, beside mini-batches, that is counted once for all candidates that need it.
+
+    Subclasses are frozen dataclasses of JSON values.
+    """
+
+    @abstractmethod
+    def describe(self, num_layers: int) -> str:
+        """Return what is counted, for progress."""
+
+    @abstractmethod
+    def count(self, run: PlannedRun) -> Any:
+        """Return the counts of all ranks, or None if counting takes too long; collective."""
+
+    def blocks(self, counts: Any) -> tuple[list[Any], int] | None:
+        """Return the blocks of a step of the busiest rank, and the steps of an epoch. None by default."""
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun:
+    """A run that is counted: by its own ranks together, or by one process alone."""
+
+    g: DistGraph
+    partition: PartitionContext
+    seeds: Array
+    """(K,) ascending int64 training nodes, of all servers."""
+    graph: GraphStats
+    cluster: Cluster
+    num_layers: int
+    in_job: bool
+    """Whether the ranks of the run count together, each its own; False: this process counts for all."""
+    works: dict[Work, Any] = field(default_factory=dict)
+    """Results so far."""
+
+    @property
+    def ranks_here(self) -> Sequence[int]:
+        """Ranks that this process counts for."""
+        topology = self.partition.topology
+        return [topology.rank] if self.in_job else range(topology.world_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Survey:
+    """Totals of an epoch of mini-batches over all ranks."""
+
+    steps: int
+    """Of every rank: as many as the rank with most seeds needs."""
+    input_rows: int
+    remote_rows: int
+    """Of these, rows of another server."""
+    edges: int
+    seeds_per_rank: list[int]
+    feature_bytes: int
+    """(8 + F s) for each remote row."""
+    sampling_bytes: int
+    """8 for each remote node asked for in-edges, 24 for each returned edge; 0 with the whole structure."""
+    label_bytes: int
+    gradient_bytes: int
+    """2 (W - 1) (|theta| s + a flag of s bytes for each parameter tensor) for each step."""
+    first_targets: int = 0
+    """D1: destinations of the layer-1 blocks; their sources, L0, are ``input_rows``."""
+    first_edges: int = 0
+
+    @property
+    def ranks(self) -> int:
+        return len(self.seeds_per_rank)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheHits:
+    """Hits and cost of a cache of remote rows."""
+
+    policy: str
+    alpha: float
+    """Its size as a fraction of the server's own nodes."""
+    hits: int = 0
+    """Remote rows of an epoch found in a cache, of all ranks."""
+    once_rows: int = 0
+    """Fetched before the first epoch, by all ranks."""
+    server_bytes: int = 0
+    """That the ranks of a server share."""
+    rank_bytes: int = 0
+    """Of each rank: with the tables and the drawn batches of one that looks ahead."""
+
+
+LayerCounts: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""(L,) sources, targets and edges of each layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchWork:
+    """Work of one epoch of mini-batches."""
+
+    survey: Survey
+    largest: LayerCounts
+    """Of the largest batch."""
+    caches: tuple[CacheHits, ...] = ()
+    counted: bool = True
+    """Whether every batch of the epoch was counted."""
+
+    @property
+    def steps(self) -> int:
+        return self.survey.steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counted:
+    """Statistics and counts of one graph, model and cluster."""
+
+    graph: GraphStats
+    shape: ModelShape
+    cluster: Cluster
+    program_bytes: int
+    """Memory of a rank without a graph and a model."""
+    context: CandidateContext
+    batches: BatchWork | None
+    """None: mini-batches were not requested."""
+    works: Mapping[Work, Any]
+    structure_partitioned: bool
+    """Whether servers ask each other for in-edges."""
+    epoch: int
+    assumptions: tuple[str, ...] = ()
+    draws: Draws | None = None
+    labor: BatchWork | None = None
+    """LABOR's batches. None: they were not counted."""
+
+    @property
+    def trained(self) -> str:
+        if self.draws is None:
+            return self.shape.words
+        fanouts = ",".join(map(str, self.draws.fanouts))
+        return f"{self.shape.words}; mini-batches of {self.draws.batch_size} a rank, fan-outs {fanouts}"
+
+    @property
+    def mini_batches(self) -> BatchWork:
+        """The counted mini-batches, which candidates of that unit always have."""
+        assert self.batches is not None, "candidates of mini-batches need counted batches"
+        return self.batches
+
+    @property
+    def fixed(self) -> int:
+        """Bytes of the program and the model."""
+        return self.program_bytes + self.parameter_bytes
+
+    @property
+    def parameter_bytes(self) -> int:
+        return self.shape.parameters * self.shape.itemsize
+
+    @property
+    def structure(self) -> int:
+        """Bytes of the in-edges that a rank maps."""
+        return self.graph.structure_bytes // (self.cluster.servers if self.structure_partitioned else 1)
+
+    @property
+    def own_features(self) -> int:
+        """Bytes of the feature rows of a server, which its ranks share."""
+        return -(-self.graph.nodes // self.cluster.servers) * self.graph.feature_bytes
+
+    def activations(self, targets: Sequence[int], sources: Sequence[int]) -> list[int]:
+        """Return (L,) bytes that forward keeps for backward, of (L,) rows that leave and enter a layer.
+
+        A layer keeps its sums, three tensors of the width of its result for each target, and one for each
+        source.
+        """
+        return [
+            self.shape.itemsize * (t * (layer.summed + 3 * layer.outputs) + s * layer.outputs)
+            for layer, t, s in zip(self.shape.layers, targets, sources, strict=True)
+        ]
+
+    def backward_bytes(self, activations: Sequence[int]) -> int:
+        """Return the bytes of gradients: of the parameters, and of the rows of the largest layer."""
+        return self.parameter_bytes + 2 * max(activations)
+
+    def batch_memory(self, *, held: int, owners: int = 1, in_flight: int = 1) -> int:
+        """Return the peak of a rank that trains on mini-batches.
+
+        Args:
+            held: Bytes of features that are mapped or kept.
+            owners: Ranks whose layer-1 blocks belong to a batch (push-pull's N_f). Each brings its part of
+                the columns. Together they are as many as of one row.
+            in_flight: Batches that are trained at a time.
+        """
+        sources, targets, edges = self.mini_batches.largest
+        inputs = sources[0] * self.shape.features * self.shape.itemsize
+        blocks = _BLOCK_EDGE_BYTES * sum(edges) + _BLOCK_ROW_BYTES * sum(sources)
+        blocks += (owners - 1) * (_BLOCK_EDGE_BYTES * edges[0] + _BLOCK_ROW_BYTES * sources[0])
+        activations = self.activations(targets, sources)
+        step = sum(activations) + self.backward_bytes(activations)
+        ahead = (_BATCHES_AHEAD + 1 + in_flight) * (inputs + blocks)
+        kept = self.fixed + OPTIMIZER_COPIES * self.parameter_bytes + held + self.structure
+        return kept + round(ALLOCATOR_OVERHEAD * (step + ahead))
+
+    def cache_of(self, candidate: Candidate) -> CacheHits | None:
+        """Return the counted cache of ``candidate``. None: it has none, or it was not counted."""
+        caches = () if self.batches is None or candidate.cache is None else self.batches.caches
+        key = candidate.cache, candidate.cache_alpha
+        return next((cache for cache in caches if (cache.policy, cache.alpha) == key), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Bytes of one epoch by ledger phase, of all ranks."""
+
+    outside: Mapping[str, int] = field(default_factory=dict)
+    inside: Mapping[str, int] = field(default_factory=dict)
+    once: int = 0
+    """Bytes between servers before the first epoch."""
+    exact: bool = True
+
+    def seconds(self, cluster: Cluster) -> float:
+        """Return the bytes of an epoch divided by the bandwidths, which every server has to itself."""
+        outside = sum(self.outside.values()) / cluster.external_bytes_per_s
+        inside = sum(self.inside.values()) / cluster.internal_bytes_per_s
+        return (outside + inside) / cluster.servers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Bytes and memory of an epoch of a candidate."""
+
+    traffic: Traffic = Traffic(exact=False)
+    memory: int = 0
+    """Peak bytes of a rank, including the program. 0: unknown."""
+    shared: int = 0
+    """Part of it that the ranks of a server map together."""
+    on_host: int = 0
+    """Part of it that is in the host's memory where ranks compute on GPUs. Other memory is on the GPU."""
+    note: str = ""
+    """A remark for tables."""
+    why_not: str = ""
+    """Reason why the candidate is not feasible. Empty: it is."""
+
+
+class CostModel(ABC):
+    """Bytes and memory of the candidates of one strategy."""
+
+    @staticmethod
+    def inspect(model: nn.Module, features: int) -> Any:
+        """Return what :meth:`cost` needs of a model with ``features`` input columns, for ``shape.inspected``.
+
+        Raises:
+            ConfigError: the strategy cannot train the model, as far as that is known without a step.
+        """
+        return None
+
+    @staticmethod
+    def works(candidate: Candidate, context: CandidateContext) -> tuple[Work, ...]:
+        """Return what is to be counted for ``candidate`` beside mini-batches."""
+        return ()
+
+    @staticmethod
+    @abstractmethod
+    def cost(candidate: Candidate, counted: Counted) -> Cost:
+        """Return the cost of an epoch of ``candidate`` without I/O.
+
+        Bytes that follow from counts alone must be those of the ledger.
+        """
+
+
+COSTS: Registry[CostModel] = Registry(
+    "cost model",
+    CostModel,  # type: ignore[type-abstract]  # the registry only asks for subclasses of it
+    builtin={
+        "cooperative": "dglx_dist.planner.costs.full_graph:FullGraphCosts",
+        "data_parallel": "dglx_dist.planner.costs.data_parallel:DataParallelCosts",
+        "full_graph": "dglx_dist.planner.costs.full_graph:FullGraphCosts",
+        "lambda": "dglx_dist.planner.costs.serverless:LambdaCosts",
+        "push_pull": "dglx_dist.planner.costs.push_pull:PushPullCosts",
+        "shared_preload": "dglx_dist.planner.costs.full_graph:FullGraphCosts",
+    },
+    group="dglx_dist.costs",
+)
+"""Cost models by the name of their strategy. A strategy without one is tried without knowing its bytes."""
+
+
+def present(**phases: int) -> dict[str, int]:
+    """Return the phases that have bytes, by name."""
+    return {name: count for name, count in sorted(phases.items()) if count}
+
+
+def traffic_with_sums(
+    outside: Mapping[str, int],
+    inside: Mapping[str, int],
+    sums: tuple[int, int],
+    *,
+    once: int = 0,
+    exact: bool,
+) -> Traffic:
+    """Return the traffic of rows, and of (outside, inside) bytes of summed gradients."""
+    return Traffic(
+        outside=present(**{**outside, GRADIENTS: sums[0]}),
+        inside=present(**{**inside, GRADIENTS: sums[1]}),
+        once=once,
+        exact=exact,
+    )
+
+
+def ring_split(num_bytes: int, server_of: Sequence[int], steps: int) -> tuple[int, int]:
+    """Return the bytes (between servers, within) of ``steps`` ring all-reduces by ranks on (W,) servers."""
+    ranks = len(server_of)
+    far = [rank for rank, server in enumerate(server_of) if server != server_of[(rank + 1) % ranks]]
+    outside = steps * sum(ring_bytes(num_bytes, ranks, rank) for rank in far)
+    return outside, steps * 2 * (ranks - 1) * num_bytes - outside

@@ -1,0 +1,369 @@
+"""Bytes and memory of full_graph, shared_preload and cooperative, from the plans of an epoch.
+
+See docs/strategies/shared_preload.md. Plans are counted by one process or by all ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from dglx_dist.comm.codec import WireDtype, wire_bytes
+from dglx_dist.comm.collectives import gather_int64
+from dglx_dist.comm.topology import Topology
+from dglx_dist.memory import machine_memory
+from dglx_dist.planner.costs.base import (
+    ALLOCATOR_OVERHEAD,
+    ID_BYTES,
+    OPTIMIZER_COPIES,
+    Cost,
+    CostModel,
+    Counted,
+    PlannedRun,
+    Traffic,
+    Work,
+    present,
+    ring_split,
+    traffic_with_sums,
+)
+from dglx_dist.planner.records import ModelShape
+from dglx_dist.records import Array
+from dglx_dist.strategies.base import STRATEGIES
+from dglx_dist.strategies.candidate import Candidate, CandidateContext
+from dglx_dist.strategies.full_graph.expansion import EasOptions, compose, eas_rule
+from dglx_dist.strategies.full_graph.halo_block import HaloBlock, halo_block
+from dglx_dist.strategies.full_graph.halo_exchange import CoverExchange
+from dglx_dist.strategies.full_graph.halo_plan import NO_IDS, RankPlan
+from dglx_dist.strategies.full_graph.model import check_rows_stay_apart
+from dglx_dist.strategies.full_graph.options import FullGraphOptions
+from dglx_dist.strategies.full_graph.plan_builder import Planner, PlanRequest, plan_all, seeds_by_server
+
+_MOST_EDGES = 200_000_000
+"""Largest plans to build, over layers and cooperative batches: about a second for each million edges."""
+_PLAN_BYTES = 100
+"""Memory of building the plans of all ranks, by edge of the graph: 95 were measured with two layers."""
+_COVER_BYTES = 40
+"""Memory of building covers, by edge of the graph: 27 were measured with two layers on 4 servers."""
+
+
+@final
+@dataclass(frozen=True)
+class StepSizes:
+    """Rows and edges of a step on one rank."""
+
+    rows: tuple[int, ...]
+    """(L + 1,) of the levels, features first."""
+    sources: tuple[int, ...]
+    """(L,)."""
+    edges: tuple[int, ...]
+    """(L,)."""
+    sent: tuple[int, ...]
+    """(L,) rows that other ranks receive."""
+
+
+def step_sizes(plan: RankPlan) -> StepSizes:
+    layers = plan.layers
+    return StepSizes(
+        rows=(layers[0].own_rows, *(layer.targets for layer in layers)),
+        sources=tuple(layer.num_sources for layer in layers),
+        edges=tuple(len(layer.indices) for layer in layers),
+        sent=tuple(sum(len(rows) for _, rows in layer.send) for layer in layers),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullWork:
+    """Work of one full-graph epoch."""
+
+    largest: StepSizes
+    """Sizes of the largest step of any rank."""
+    outside: tuple[int, ...]
+    """(L,) pairs of a node and a rank that reads its row as input of a layer, input-most first, without
+    computing it: a rank of another server computes the node (B_ext). Of all ranks and steps."""
+    inside: tuple[int, ...]
+    """(L,) pairs whose row another rank of the same server computes."""
+    external_rows: int
+    """Feature rows preloaded from other servers, of all servers and steps."""
+    steps: int = 1
+    cover: FullWork | None = None
+    """The same where layers above the first exchange the rows of covers. None: they were not counted."""
+    plan: RankPlan | None = None
+    """Plan of the largest step of any rank. None: another process has it."""
+
+
+@final
+@dataclass(frozen=True)
+class FullGraphScheme(Work):
+    """How a whole graph is trained on."""
+
+    hops: int
+    """Layers that a server computes without rows of other servers."""
+    eas: EasOptions | None = None
+    """Limit of the external neighbourhood. None: there is none."""
+    cooperative_batches: int = 1
+
+    def describe(self, num_layers: int) -> str:
+        number = self.cooperative_batches
+        batches = f" in {number} cooperative batches" if number > 1 else ""
+        sampled = ", sampled" if self.eas else ""
+        return f"plans of {self.hops} of {num_layers} layers preloaded{sampled}{batches}"
+
+    def count(self, run: PlannedRun) -> FullWork | None:
+        if run.graph.edges * run.num_layers * self.cooperative_batches > _MOST_EDGES:
+            return None
+        # In a job all ranks must count or none, and each has its own memory.
+        free = machine_memory()[1] if not run.in_job else sys.maxsize
+        if run.graph.edges * _PLAN_BYTES > free:
+            return None
+        covers = self.cooperative_batches == 1 and not self.eas
+        covers &= run.graph.edges * (_PLAN_BYTES + _COVER_BYTES) <= free
+        partition, number = run.partition, self.cooperative_batches
+        pieces = [
+            [own] if number == 1 else compose(own, number, "random", seed=partition.seed)
+            for own in seeds_by_server(partition, run.seeds)
+        ]
+        # A server may have fewer seeds than there are batches.
+        steps = [step for step in zip(*pieces, strict=True) if any(map(len, step))]
+        topology, make = partition.topology, self._maker(run, covers)
+        largest = _LargestPlan()
+
+        def count_plan(plan: RankPlan) -> list[Array]:
+            largest.see(plan)
+            variants = [plan, with_covers(plan)] if covers else [plan]
+            return [sizes_of(variant, topology.world_size) for variant in variants]
+
+        sizes = np.array([[count_plan(plan) for plan in make([*step])] for step in steps])
+        # (processes, R, ranks of a process, variants, K) to (variants, R, W, K)
+        gathered = gather_int64(sizes, run.g.session).reshape(-1, *sizes.shape).transpose(3, 1, 0, 2, 4)
+        ordered = gathered.reshape(len(gathered), len(steps), topology.world_size, -1)
+        plain, *others = (full_work_of(variant, topology) for variant in ordered)
+        plan = None if run.in_job else largest.plan
+        return replace(plain, cover=others[0] if covers else None, plan=plan)
+
+    def _maker(self, run: PlannedRun, covers: bool) -> Callable[[list[Array]], list[RankPlan]]:
+        topology = run.partition.topology
+        eas = self.eas and eas_rule(self.eas, seed=run.partition.seed)
+        options: dict[str, Any] = {"hops": self.hops, "eas": eas, "cover": covers}
+        options["num_layers"] = run.num_layers
+        if not run.in_job:
+            return lambda seeds: plan_all(run.partition, seeds, **options)
+        planner = Planner(run.g)
+
+        def make(seeds: list[Array]) -> list[RankPlan]:
+            # One rank of a server gives the seeds of all of it.
+            own = seeds[topology.server] if topology.local_rank == 0 else NO_IDS
+            return [planner.plan(PlanRequest(seeds=own, show_progress=False, **options))]
+
+        return make
+
+    def blocks(self, counts: FullWork) -> tuple[list[Any], int] | None:
+        return None if counts.plan is None else (blocks_of(counts.plan), counts.steps)
+
+
+class _LargestPlan:
+    def __init__(self) -> None:
+        self.plan: RankPlan | None = None
+        self._size = -1
+
+    def see(self, plan: RankPlan) -> None:
+        size = sum(len(layer.indices) + layer.targets for layer in plan.layers) + plan.layers[0].own_rows
+        if size > self._size:
+            self.plan, self._size = plan, size
+
+
+def sizes_of(plan: RankPlan, world_size: int) -> Array:
+    """Return the (K,) int64 sizes of a plan, as :func:`full_work_of` reads them.
+
+    The fields of :func:`step_sizes`, feature rows that the server fetches from others, and (L, W) halo rows
+    by the rank that holds them.
+    """
+    received = np.zeros((len(plan.layers), world_size), np.int64)
+    for row, layer in zip(received, plan.layers, strict=True):
+        for rank, count in layer.receive:
+            row[rank] = count
+    return np.concatenate([*vars(step_sizes(plan)).values(), [plan.external_nodes], received.reshape(-1)])
+
+
+def with_covers(plan: RankPlan) -> RankPlan:
+    """Return ``plan`` in the sizes of its covers; layer 1 keeps its rows, as with ``use_pp``."""
+    first, *above = plan.layers
+    covers = [one.cover for one in above if one.cover is not None]
+    assert len(covers) == len(above), "the plan was made without covers"
+    layers = (replace(one.layer, indices=np.concatenate([one.layer.indices, one.indices])) for one in covers)
+    return replace(plan, layers=(first, *layers))
+
+
+def full_work_of(sizes: Array, topology: Topology) -> FullWork:
+    """Return the work of an epoch from the (R, W, K) int64 :func:`sizes_of` the plans of its steps."""
+    world_size, num_servers = topology.world_size, topology.num_servers
+    layers = (sizes.shape[2] - 2) // (4 + world_size)
+    ends = np.cumsum([layers + 1, layers, layers, layers, 1])
+    *step_fields, external, received = np.split(sizes, ends, axis=2)
+    rows, _, edges, _ = step_fields
+    step, rank = divmod(int((edges.sum(axis=2) + rows.sum(axis=2)).argmax()), world_size)
+    leaders = [topology.ranks_of_server(server)[0] for server in range(num_servers)]
+    server = np.array(topology.server_of_rank)
+    is_same = server[:, None] == server
+    # (receiving rank, layer, sending rank) rows.
+    halo = received.sum(axis=0).reshape(world_size, layers, world_size)
+
+    def numbers(counts: Array) -> tuple[int, ...]:
+        return tuple(counts.tolist())
+
+    return FullWork(
+        largest=StepSizes(*(numbers(field[step, rank]) for field in step_fields)),
+        outside=numbers((halo * ~is_same[:, None]).sum(axis=(0, 2))),
+        inside=numbers((halo * is_same[:, None]).sum(axis=(0, 2))),
+        external_rows=int(external[:, leaders].sum()),
+        steps=len(sizes),
+    )
+
+
+@final
+class LocalExchange:
+    """Replacement of an exchange with the same allocations, which sends nothing."""
+
+    def __init__(self, num_halo: int) -> None:
+        self.num_halo = num_halo
+        self.cover: CoverExchange | None = None
+
+    def exchange(self, h: Tensor, kept: Tensor | None = None) -> Tensor:
+        # Allocates all rows forward, and the own ones backward, as the exchange does.
+        return functional.pad(h, [0, 0] * (h.dim() - 1) + [0, self.num_halo]) if self.num_halo else h
+
+
+def blocks_of(plan: RankPlan) -> list[HaloBlock]:
+    """Return the blocks of all layers of ``plan``, which compute without the other ranks."""
+    nodes, blocks = torch.from_numpy(plan.nodes), list[HaloBlock]()
+    for depth, layer in enumerate(plan.layers):
+        is_same = depth and layer is plan.layers[depth - 1]
+        exchange = LocalExchange(len(layer.halo_nodes))
+        blocks.append(blocks[-1].local_var() if is_same else halo_block(layer, nodes, exchange))
+    return blocks
+
+
+@final
+class FullGraphCosts(CostModel):
+    """Border rows of every layer, what is preloaded before the first epoch, and sums of all gradients."""
+
+    inspect = staticmethod(check_rows_stay_apart)
+
+    @staticmethod
+    def works(candidate: Candidate, context: CandidateContext) -> tuple[Work, ...]:
+        options = _options_of(candidate)
+        return (FullGraphScheme(options.hops_of(context.num_layers), options.eas, options.batches),)
+
+    @staticmethod
+    def cost(candidate: Candidate, counted: Counted) -> Cost:
+        options = _options_of(candidate)
+        work: FullWork = counted.works[FullGraphCosts.works(candidate, counted.context)[0]]
+        if options.aggregate == "cover":
+            return _cost_of_covers(counted, work)
+        # Of several batches, none keeps the features of its halo.
+        use_pp = work.steps == 1
+        traffic = _traffic(counted, work, use_pp=use_pp, wire=options.wire_dtype)
+        memory = full_graph_memory(counted, work, ahead=0 if work.steps == 1 else 1)
+        if options.staleness:
+            # The rows of an epoch, sent and received, in buffers and in transit.
+            pairs = tuple(map(sum, zip(work.outside, work.inside, strict=True)))
+            moved = exchanged_bytes(pairs, counted.shape, use_pp=use_pp)
+            memory += 4 * sum(moved.values()) // counted.cluster.ranks
+        return _cost(counted, traffic, memory)
+
+
+def _options_of(candidate: Candidate) -> FullGraphOptions:
+    options: FullGraphOptions = STRATEGIES.get(candidate.strategy).read_options(candidate.options)
+    return options
+
+
+def _cost(counted: Counted, traffic: Traffic, memory: int) -> Cost:
+    own = counted.own_features
+    return Cost(traffic=traffic, memory=memory, shared=own, on_host=counted.program_bytes + own)
+
+
+def _cost_of_covers(counted: Counted, sources: FullWork) -> Cost:
+    first, *above = counted.shape.layers
+    if not above or not all(layer.sums_sources for layer in above):
+        return Cost(why_not="a layer reads its sources by more than a sum or mean")
+    if (work := sources.cover) is None:
+        return Cost(why_not="its covers were not counted: the graph is too large")
+    # Products are applied to own rows, before the exchange where that makes rows narrower.
+    narrowed = (first, *(replace(layer, inputs=layer.summed) for layer in above))
+    counted = replace(counted, shape=replace(counted.shape, layers=narrowed))
+    # The blocks of source rows are kept beside those of the covers.
+    blocks = sum(_structure_of(sources.largest))
+    memory = full_graph_memory(counted, work) + round(ALLOCATOR_OVERHEAD * blocks)
+    return _cost(counted, _traffic(counted, work, use_pp=True), memory)
+
+
+def full_graph_memory(counted: Counted, work: FullWork, *, ahead: int = 0) -> int:
+    """Return the peak of a rank that trains on whole graphs; ``ahead``: batches loaded in advance."""
+    shape, sizes = counted.shape, work.largest
+    loaded = sizes.rows[0] * shape.features * shape.itemsize + sum(_structure_of(sizes))
+    activations = counted.activations(sizes.rows[1:], sizes.sources)
+    step = (1 + ahead) * loaded + sum(activations) + counted.backward_bytes(activations)
+    sent = [rows * layer.inputs for rows, layer in zip(sizes.sent, shape.layers, strict=True)]
+    # The buffers of sent rows, and of the gradients that come back.
+    held = OPTIMIZER_COPIES * counted.parameter_bytes + 2 * max(sent) * shape.itemsize
+    return counted.fixed + counted.own_features + held + round(ALLOCATOR_OVERHEAD * step)
+
+
+def _structure_of(sizes: StepSizes) -> list[int]:
+    """Return (L,) bytes of the blocks and plans of the layers. A layer like the one before shares its own."""
+    layers = [*zip(sizes.edges, sizes.sources, sizes.rows[1:], sizes.sent, strict=True)]
+    return [
+        0 if layers[:number][-1:] == [layer] else _structure_bytes(*layer)
+        for number, layer in enumerate(layers)
+    ]
+
+
+def _structure_bytes(edges: int, sources: int, targets: int, sent: int) -> int:
+    """Return the bytes of a layer's plan and block, 8 for each of these numbers.
+
+    Per edge: source and id, position with half as much spare capacity, and in source order, which backward
+    reads, target and position. Per source: offset and id. Per target, and per sent row: offset.
+    """
+    return (8 * 2 + 12 + 8 * 2) * edges + 16 * sources + 8 * (targets + sent)
+
+
+def exchanged_bytes(
+    pairs: Sequence[int], shape: ModelShape, *, use_pp: bool, wire: WireDtype = "same"
+) -> dict[str, int]:
+    """Return the bytes of an epoch by ledger phase, for (L,) ``pairs`` outside or inside of servers.
+
+    ``halo`` is b_0 B_1 + b_1 B_2 + ..., b_l the bytes of d_l numbers as ``wire`` sends them, without its
+    first term where layer-1 rows are cached (``use_pp``); ``halo_gradients`` the same without the terms of
+    rows that have no gradient. Empty phases are left out.
+    """
+    first, *above = (
+        wire_bytes(wire, layer.inputs, shape.itemsize) * count
+        for layer, count in zip(shape.layers, pairs, strict=True)
+    )
+    first = 0 if use_pp else first
+    return present(halo=sum(above) + first, halo_gradients=sum(above) + (first if shape.first_learns else 0))
+
+
+def _traffic(counted: Counted, work: FullWork, *, use_pp: bool, wire: WireDtype = "same") -> Traffic:
+    row = counted.graph.feature_bytes
+    outside, inside = (
+        exchanged_bytes(pairs, counted.shape, use_pp=use_pp, wire=wire)
+        for pairs in (work.outside, work.inside)
+    )
+    halo = work.outside[0] * row if use_pp else 0
+    one_planner = work.steps == 1 or counted.cluster.ranks_per_server == 1
+    # The width of exchanged rows is unknown for a guessed shape.
+    widths_known = not counted.shape.guessed or not (outside or inside)
+    return traffic_with_sums(
+        outside,
+        inside,
+        ring_split(counted.shape.gradient_bytes, counted.cluster.server_of_rank, work.steps),
+        once=work.external_rows * (ID_BYTES + row) + halo,
+        exact=one_planner and widths_known,
+    )

@@ -1,0 +1,187 @@
+"""Bytes and memory of lambda: graph servers, and stateless workers (docs/strategies/lambda.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+from torch import nn
+
+from dglx_dist.comm.topology import Topology
+from dglx_dist.graph.partition_book import RowOwners
+from dglx_dist.planner.costs.base import (
+    ID_BYTES,
+    Cost,
+    CostModel,
+    Counted,
+    PlannedRun,
+    Traffic,
+    Work,
+    traffic_with_sums,
+)
+from dglx_dist.planner.costs.full_graph import FullGraphScheme, full_graph_memory
+from dglx_dist.records import Array
+from dglx_dist.strategies.candidate import Candidate, CandidateContext
+from dglx_dist.strategies.serverless.options import LambdaOptions
+
+_SHORT_ID_BYTES, _LABEL_BYTES, _STATISTICS_BYTES = 4, 4, 2 * 2 * 8
+"""Bytes of an id, of a label, and of loss and correct predictions. A label is sent as a number where the
+paper sends one-hot rows. The statistics are two float64 for each half of a fused task."""
+_GHOSTS = ("ghosts", "ghost_gradients")
+_EXCHANGING = FullGraphScheme(0)
+
+
+@final
+@dataclass(frozen=True)
+class GhostPairs(Work):
+    """Pairs of a node and another rank that reads it, which intervals exchange."""
+
+    def describe(self, num_layers: int) -> str:
+        return "pairs of border nodes"
+
+    def count(self, run: PlannedRun) -> Ghosts | None:
+        if run.in_job:
+            # Only rows that training needs, mostly in the first layer; intervals compute every node.
+            work = run.works[_EXCHANGING]
+            return work and Ghosts(outside=work.outside[0], inside=work.inside[0], counted=False)
+        shard = run.partition.structure.shards[0]
+        return count_ghosts(shard.indptr, shard.indices, run.partition.bounds, run.partition.topology)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ghosts:
+    """Counts of :class:`GhostPairs`."""
+
+    outside: int
+    inside: int
+    counted: bool = True
+    """Whether over all nodes of the graph; False: only of nodes that training needs."""
+
+
+_EDGES_AT_ONCE = 1 << 18
+
+
+def count_ghosts(indptr: Array, indices: Array, bounds: Array, topology: Topology) -> Ghosts:
+    """Count the pairs over all in-edges ((N + 1,) ``indptr``, (E,) ``indices``), rank by rank."""
+    starts = RowOwners(bounds, topology).starts
+    outside = inside = 0
+    for rank in range(topology.world_size):
+        first, last = int(starts[rank]), int(starts[rank + 1])
+        server = topology.server_of_rank[rank]
+        seen, edges = np.zeros(int(bounds[-1]), np.bool_), indices[int(indptr[first]) : int(indptr[last])]
+        for at in range(0, len(edges), _EDGES_AT_ONCE):
+            seen[edges[at : at + _EDGES_AT_ONCE]] = True
+        sources = np.flatnonzero(seen)
+        away = np.count_nonzero((sources < bounds[server]) | (sources >= bounds[server + 1]))
+        own = np.count_nonzero((sources >= first) & (sources < last))
+        outside += int(away)
+        inside += int(len(sources) - away - own)
+    return Ghosts(outside=outside, inside=inside)
+
+
+def serverless_bytes(
+    *,
+    widths: Sequence[int],
+    nodes: int,
+    ghosts: int,
+    intervals: int,
+    fusion: bool = True,
+    rematerialise: bool = True,
+    own_rows: bool = False,
+    itemsize: int = 4,
+) -> dict[str, int]:
+    """Return the bytes of an epoch by ledger phase, over all ranks, with one parameter server.
+
+    For convolutions that map sums, i = d_{l-1} columns, as GCN's, or with ``own_rows`` a sum beside the own
+    row, i = 2 d_{l-1}, as GraphSAGE's. Streaming changes none of them. For each layer l of L, with n nodes,
+    |G| pairs of a node and another graph server that reads it, s bytes a number, K intervals::
+
+        ghosts            |G| (4 + s d_l)               l < L, and as much back
+        AV l              n i s down                    n d_l s up, twice that without rematerialisation
+        fused AV L        n (i s + 4) down              n i s up, not for L = 1; 32 K of loss and count
+        gradAV l          n (i + d_l) s down            n i s up, not for l = 1; n d_l s more down
+                                                        without rematerialisation
+        weights           K |W_l| s for each task down, once back
+
+    ``widths`` are d_0 to d_L: features, hidden widths, classes.
+    """
+    hidden = sum(widths[1:-1])
+    boundary = ghosts * (_SHORT_ID_BYTES * (len(widths) - 2) + itemsize * hidden)
+    down = up = weights_down = weights_up = 0
+    last = len(widths) - 1
+    for layer in range(1, last + 1):
+        wide, narrow = (1 + own_rows) * widths[layer - 1], widths[layer]
+        weights = intervals * (wide + 1) * narrow * itemsize
+        back = 0 if layer == 1 else nodes * wide * itemsize
+        weights_up += weights
+        if layer == last and fusion:
+            down += nodes * (wide * itemsize + _LABEL_BYTES)
+            up += back + intervals * _STATISTICS_BYTES
+            weights_down += weights
+            continue
+        saved = 0 if rematerialise else nodes * narrow * itemsize
+        rows = nodes * itemsize
+        down += rows * wide + rows * (wide + narrow) + saved
+        up += rows * narrow + saved + back
+        weights_down += 2 * weights
+    return {
+        "ghost_gradients": boundary,
+        "ghosts": boundary,
+        "lambda_down": down,
+        "lambda_up": up,
+        "weights_down": weights_down,
+        "weights_up": weights_up,
+    }
+
+
+def _traffic(counted: Counted, ghosts: Ghosts, read: int) -> Traffic:
+    cluster, shape, total = counted.cluster, counted.shape, ghosts.outside + ghosts.inside
+    own_rows = shape.kind == "sage"
+    phases = serverless_bytes(
+        widths=(shape.features, *(layer.outputs for layer in shape.layers)),
+        nodes=counted.graph.nodes,
+        ghosts=total,
+        intervals=LambdaOptions().intervals * cluster.ranks,
+        own_rows=own_rows,
+    )
+    # By all ranks but the one that has the weights, where the pipeline is emptied.
+    phases["weights_read"] = read * (cluster.ranks - 1)
+    inside = {name: phases[name] * ghosts.inside // max(total, 1) for name in _GHOSTS}
+    inside["weights_read"] = read * (cluster.ranks_per_server - 1)
+    outside = {name: count - inside.get(name, 0) for name, count in phases.items()}
+    once = ghosts.outside * (2 * ID_BYTES + counted.graph.feature_bytes)
+    # Norms between the layers have weights that are not counted.
+    known_weights = shape.kind in ("gcn", "sage") and shape.tensors == (2 + own_rows) * len(shape.layers)
+    is_exact = ghosts.counted and known_weights and not shape.guessed
+    return traffic_with_sums(outside, inside, (0, 0), once=once, exact=is_exact)
+
+
+@final
+class LambdaCosts(CostModel):
+    """Border rows between graph servers, and rows and weights to and from workers on the same servers."""
+
+    @staticmethod
+    def inspect(model: nn.Module, features: int) -> int:
+        # Recognising layers imports the workers' code, which other strategies do without.
+        from dglx_dist.serverless.parameter_service import bytes_of_read
+        from dglx_dist.strategies.serverless.model_to_program import chain_of
+
+        program = chain_of(model).program
+        return bytes_of_read(program.weight_shapes, program.dtype)
+
+    @staticmethod
+    def works(candidate: Candidate, context: CandidateContext) -> tuple[Work, ...]:
+        return _EXCHANGING, GhostPairs()
+
+    @staticmethod
+    def cost(candidate: Candidate, counted: Counted) -> Cost:
+        traffic = _traffic(
+            counted, counted.works[GhostPairs()], counted.shape.inspected.get(candidate.strategy, 0)
+        )
+        # Every epoch in flight keeps its activations.
+        in_flight = 1 + 0.5 * (int(candidate.options.get("staleness", -1)) + 1)
+        kept = full_graph_memory(counted, counted.works[_EXCHANGING]) - counted.fixed
+        memory = counted.fixed + round(kept * in_flight)
+        return Cost(traffic=traffic, memory=memory, note="workers on the same servers")

@@ -1,0 +1,397 @@
+"""Timed trials of candidates in a running job: real steps in turns, and the slower half is dropped."""
+
+from __future__ import annotations
+
+import copy
+import math
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any, final
+
+import dgl
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from dglx_dist.comm.collectives import barrier, gather_json
+from dglx_dist.comm.devices import synchronize
+from dglx_dist.data.storage.arrays import ArrayCache
+from dglx_dist.errors import ConfigError, first_sentence
+from dglx_dist.graph.cache import TRAIN_MASK
+from dglx_dist.graph.column import Column
+from dglx_dist.graph.split import node_split
+from dglx_dist.planner.measure import take_step
+from dglx_dist.planner.records import ChoiceOptions, Draws, Prediction, Trial
+from dglx_dist.records import FEATURE, LABEL
+from dglx_dist.strategies.base import STRATEGIES, Objective, OpenedStrategy, float_of
+from dglx_dist.strategies.candidate import Candidate
+from dglx_dist.training.tasks import input_rows
+
+if TYPE_CHECKING:
+    from dglx_dist.graph.dist_graph import DistGraph
+
+LEAST_S, MOST_SHARE = 20.0, 0.02
+"""The trials end after so many seconds, or after this share of the training, whichever is more."""
+_TURN_S, _LEAST_STEPS, _WARM_STEPS = 0.1, 3, 2
+"""Duration and steps of a first turn at least, and steps before a turn that begins within an epoch."""
+_TURNS_OF_ROUND, _MOST_ROUNDS = 2, 5
+_REFUSALS = (ConfigError, MemoryError, torch.OutOfMemoryError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialConfig:
+    """The training that trials take steps of."""
+
+    g: DistGraph
+    model: nn.Module
+    """The user's model. Each trial trains a copy."""
+    num_layers: int
+    draws: Draws | None
+    """Mini-batches. None: there are none."""
+    epochs: int
+    constraints: ChoiceOptions
+    memory_bytes: int
+    """Memory of a rank, for all candidates that are open at a time."""
+    base_bytes: int
+    """Part of it that every candidate needs once: the program, the structure and the features."""
+
+
+@final
+@dataclass(kw_only=True)
+class _Contestant:
+    place: int
+    """Position among the predictions."""
+    run: CandidateRun
+    seconds: list[float] = field(default_factory=list)
+    """Seconds of an epoch by turn."""
+    steps: int = 0
+
+    @property
+    def steps_of_turn(self) -> int:
+        """Steps that last long enough, the same on all ranks."""
+        return max(_LEAST_STEPS, math.ceil(_TURN_S * self.run.num_steps / self.seconds[0]))
+
+    @property
+    def trial(self) -> Trial:
+        return Trial(
+            seconds=statistics.median(self.seconds),
+            low=min(self.seconds),
+            high=max(self.seconds),
+            steps=self.steps,
+        )
+
+
+def run_trials(
+    predictions: Sequence[Prediction],
+    config: TrialConfig,
+    begin: float,
+    notify: Callable[[str], None] = lambda _: None,
+) -> tuple[list[Prediction], list[str]]:
+    """Time the candidates of ``predictions``, the simplest first, and return them with their trials.
+
+    Collective. ``begin`` is the time at which the choice began. The job is afterwards as it was before:
+    weights, random state, ledger, caches and files.
+
+    Returns:
+        The predictions with trials, or with reasons why they were not tried, and the names of the candidates
+        that were left at the end.
+
+    Raises:
+        PeerError: a rank ended or stayed silent in a trial.
+    """
+    with _unchanged(config.g), ExitStack() as stack:
+        race = _Race([*predictions], config, begin, notify, stack)
+        race.open_all()
+        race.halve()
+        return race.predictions, [race.predictions[one.place].candidate.name for one in race.running]
+
+
+@final
+class _Race:
+    def __init__(
+        self,
+        predictions: list[Prediction],
+        config: TrialConfig,
+        begin: float,
+        notify: Callable[[str], None],
+        stack: ExitStack,
+    ) -> None:
+        self.predictions, self._config, self._begin = predictions, config, begin
+        self._notify, self._stack = notify, stack
+        self._session = config.g.session
+        self.running: list[_Contestant] = []
+        self._elapsed = 0.0
+
+    def open_all(self) -> None:
+        """Open every candidate and give it a first turn, those with the fewest bytes first."""
+        order = sorted(range(len(self.predictions)), key=self._expected_s)
+        for place in order:
+            one = self.predictions[place]
+            if not one.feasible:
+                continue
+            if reason := self._find_obstacle(one):
+                self.predictions[place] = replace(one, why_not=reason)
+                continue
+            self._make_room(one)
+            self._notify(f"trying {one.candidate.name}")
+            problem = self._open(place)
+            if problem:
+                self.predictions[place] = replace(one, why_not=problem)
+
+    def halve(self) -> None:
+        """Let the candidates alternate, and drop the slower half, until one is left or time is over."""
+        longest = 1
+        for number in range(_MOST_ROUNDS):
+            if len(self.running) < 2 or self._is_over():
+                break
+            self._notify(f"round {number + 1}: {len(self.running)} candidates")
+            for contestant in self.running * _TURNS_OF_ROUND:
+                if self._is_over():
+                    break
+                self._take_turn(contestant, longest * contestant.steps_of_turn)
+            self._drop_slower()
+            longest *= 2
+        for contestant in self.running:
+            self._note(contestant)
+
+    def _drop_slower(self) -> None:
+        ordered = sorted(self.running, key=self._worth)
+        for contestant in ordered[-(-len(ordered) // 2) :]:
+            self._drop(contestant)
+
+    def _drop(self, contestant: _Contestant) -> None:
+        self._note(contestant)
+        contestant.run.close()
+        self.running.remove(contestant)
+
+    def _worth(self, contestant: _Contestant) -> float:
+        candidate = self.predictions[contestant.place].candidate
+        return contestant.trial.seconds * self._config.constraints.weight(candidate)
+
+    def _note(self, contestant: _Contestant) -> None:
+        place = contestant.place
+        self.predictions[place] = replace(self.predictions[place], trial=contestant.trial)
+
+    def _expected_s(self, place: int) -> float:
+        return self.predictions[place].network_s
+
+    def _best_s(self) -> float:
+        return min(map(self._worth, self.running), default=math.inf)
+
+    def _is_over(self) -> bool:
+        share = MOST_SHARE * self._config.epochs * self._best_s()
+        return self.running != [] and self._elapsed > max(LEAST_S, share)
+
+    def _find_obstacle(self, one: Prediction) -> str:
+        best = self._best_s()
+        worth = one.network_s * self._config.constraints.weight(one.candidate)
+        if worth > best:
+            return f"its bytes alone take {one.network_s:.3g} s, longer than the fastest measured epoch"
+        return "not tried: the choice has taken its time" if self._is_over() else ""
+
+    def _make_room(self, one: Prediction) -> None:
+        # What every candidate needs is there once.
+        config = self._config
+        free = config.memory_bytes - config.base_bytes
+
+        def needed() -> int:
+            candidates = (one, *(self.predictions[each.place] for each in self.running))
+            return sum(max(each.memory_bytes - config.base_bytes, 0) for each in candidates)
+
+        while self.running and needed() > free:
+            self._drop(max(self.running, key=self._worth))
+
+    def _open(self, place: int) -> str:
+        """Open a candidate and time its first turn; return the reason if a rank refuses it."""
+        opened: list[CandidateRun] = []
+
+        def begin() -> tuple[float, int]:
+            opened.append(CandidateRun(self.predictions[place].candidate, self._config))
+            self._stack.callback(opened[0].close)
+            return opened[0].take_turn(_LEAST_STEPS)
+
+        seconds, steps, problem = self._on_all_ranks(begin)
+        if not problem:
+            self.running.append(_Contestant(place=place, run=opened[0], seconds=[seconds], steps=steps))
+        elif opened:
+            opened[0].close()
+        return problem
+
+    def _take_turn(self, contestant: _Contestant, steps: int) -> None:
+        seconds, taken, problem = self._on_all_ranks(lambda: contestant.run.take_turn(steps))
+        if problem:
+            name = self.predictions[contestant.place].candidate.name
+            raise ConfigError(
+                f"the trial of {name} failed after some steps: {problem}; name another strategy"
+            )
+        contestant.seconds.append(seconds)
+        contestant.steps += taken
+
+    def _on_all_ranks(self, turn: Callable[[], tuple[float, int]]) -> tuple[float, int, str]:
+        """Return the seconds of the slowest rank, the steps, and the reason if a rank refuses them."""
+        seconds, steps, problem = 0.0, 0, ""
+        try:
+            seconds, steps = turn()
+        except _REFUSALS as error:
+            problem = first_sentence(error) or type(error).__name__
+        elapsed = time.perf_counter() - self._begin
+        of_ranks = gather_json([seconds, steps, problem, elapsed], self._session)
+        # The clock of rank 0 decides on all ranks when time is over.
+        self._elapsed = float(of_ranks[0][3])
+        problem = next((str(of_rank[2]) for of_rank in of_ranks if of_rank[2]), "")
+        return max(float(of_rank[0]) for of_rank in of_ranks), int(of_ranks[0][1]), problem
+
+
+@final
+class CandidateRun:
+    """A candidate that is open in the job, with a copy of the model, a loader and a cache of its own.
+
+    Every rank must make it, use it and close it. ConfigError: the strategy refuses the model or the graph.
+    """
+
+    def __init__(self, candidate: Candidate, config: TrialConfig) -> None:
+        self._g, self._device = config.g, float_of(config.model).device
+        strategy = STRATEGIES.get(candidate.strategy)
+        self._cache = None if candidate.cache is None else self._fill_cache(candidate, config.draws)
+        with ExitStack() as stack:
+            opened = strategy(self._g.session, candidate.options).open(self._g)
+            stack.callback(opened.close)
+            self._loader = _open_loader(opened, candidate, config)
+            self._model = opened.wrap(copy.deepcopy(config.model).train())
+            self._optimizer = torch.optim.Adam(self._model.parameters(), lr=1e-9)
+            self._trainer, self._epochs = None, 0
+            if not strategy.traits.own_loop:
+                objective = Objective(loss=cross_entropy)
+                self._trainer = self._model.trainer(self._loader, self._optimizer, objective)
+                assert self._trainer is not None, (
+                    "strategies without a loop of the user's train by themselves"
+                )
+                stack.callback(self._trainer.close)
+            # Memory is allocated, kernels are compiled, and files are read for the first time.
+            with self._cache_in_use():
+                self._take_epochs(1) if self._trainer or len(self._loader) == 1 else self._take_steps(1)
+            self._stack = stack.pop_all()
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of an epoch."""
+        return len(self._loader)
+
+    def close(self) -> None:
+        """Release everything. A second call does nothing."""
+        self._stack.close()
+        self._cache = None
+
+    def take_turn(self, steps: int) -> tuple[float, int]:
+        """Return the seconds of an epoch by ``steps`` steps or whole epochs, and the timed steps."""
+        num_steps = self.num_steps
+        with self._cache_in_use():
+            if self._trainer is not None or num_steps <= steps:
+                epochs = -(-steps // num_steps)
+                seconds = self._time(lambda: self._take_epochs(epochs)) / epochs
+                steps = epochs * num_steps
+            else:
+                steps = min(steps, num_steps - _WARM_STEPS)
+                batches = iter(self._loader)
+                self._train_on(islice(batches, _WARM_STEPS))
+                seconds = self._time(lambda: self._train_on(islice(batches, steps))) / steps * num_steps
+        return seconds, steps
+
+    def _time(self, action: Callable[[], None]) -> float:
+        synchronize(self._device)
+        barrier(self._g.session, "a trial")
+        begin = time.perf_counter()
+        action()
+        synchronize(self._device)
+        return time.perf_counter() - begin
+
+    def _take_epochs(self, number: int) -> None:
+        if self._trainer is not None:
+            self._trainer.run(self._epochs, number)
+            self._epochs += number
+            return
+        for _ in range(number):
+            self._train_on(self._loader)
+
+    def _take_steps(self, number: int) -> None:
+        self._train_on(islice(iter(self._loader), number))
+
+    def _train_on(self, batches: Iterable[Any]) -> None:
+        for batch in batches:
+            blocks = batch[-1]
+            rows = input_rows(self._model, blocks[0], FEATURE, None)
+            take_step(self._model, self._optimizer, blocks, rows)
+
+    def _fill_cache(self, candidate: Candidate, draws: Draws | None) -> tuple[Any, Any]:
+        assert draws is not None, "caches are of mini-batches"
+        fill_cache(self._g, candidate, draws.fanouts, draws.batch_size)
+        column = self._find_column()
+        self._g.kvstore.set_cache(column.name, None)
+        return column.cache, column.ahead
+
+    def _find_column(self) -> Column:
+        key = self._g.get_node_partition_policy(self._g.ntypes[0]).key(FEATURE)
+        return self._g.kvstore.column(key)
+
+    @contextmanager
+    def _cache_in_use(self) -> Iterator[None]:
+        # The columns are those of all candidates, whose turns alternate.
+        if self._cache is None:
+            yield
+            return
+        store, name = self._g.kvstore, self._find_column().name
+        store.set_cache(name, *self._cache)
+        try:
+            yield
+        finally:
+            store.set_cache(name, None)
+
+
+def fill_cache(g: DistGraph, candidate: Candidate, fanouts: Sequence[int], batch_size: int | None) -> None:
+    """Fill the cache that ``candidate`` names for batches of a neighbour sampler; every rank must call it."""
+    assert candidate.cache is not None
+    options: dict[str, Any] = {}
+    if candidate.cache == "vip":
+        options = {"fanouts": list(fanouts), "batch_size": batch_size}
+    g.cache_rows(FEATURE, alpha=candidate.cache_alpha, policy=candidate.cache, **options)
+
+
+def _open_loader(opened: OpenedStrategy, candidate: Candidate, config: TrialConfig) -> Any:
+    g, draws = config.g, config.draws
+    takes_all = draws is None or STRATEGIES.get(candidate.strategy).traits.unit == "full_graph"
+    fanouts = [-1] * config.num_layers if draws is None or takes_all else list(draws.fanouts)
+    labels = [LABEL] if LABEL in g.ndata else None
+    sampler = dgl.dataloading.NeighborSampler(fanouts, prefetch_node_feats=[FEATURE], prefetch_labels=labels)
+    options: dict[str, Any] = {}
+    if draws is not None and not takes_all:
+        options |= {"batch_size": draws.batch_size, "shuffle": True}
+    if (device := float_of(config.model).device) != g.session.device:
+        options["device"] = device
+    return opened.loader(node_split(g.ndata[TRAIN_MASK], g.get_partition_book()), sampler, **options)
+
+
+@contextmanager
+def _unchanged(g: DistGraph) -> Iterator[None]:
+    """Leave random state, ledger, counters and files as they are before; every rank must call it.
+
+    What strategies store beside the dataset goes to the scratch folder of the session.
+    """
+    session, cache = g.session, g.dataset.cache
+    sent, trace = session.ledger.snapshot(), session.trace
+    folder = session.scratch / "trials"
+    g.dataset.cache = ArrayCache(folder, g.dataset.manifest.checksum, trusted=True)
+    session.trace = None
+    try:
+        with g.kvstore.uncounted():
+            yield
+    finally:
+        g.dataset.cache, session.trace = cache, trace
+        session.ledger.restore(sent)
+        barrier(session, "the end of the trials")
+        if session.topology.local_rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)

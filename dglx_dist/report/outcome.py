@@ -1,0 +1,96 @@
+"""Costs of a finished run beside what was predicted for it: entries of ``summary.json``."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dglx_dist.comm.collectives import broadcast_json, gather_json, run_on_all_ranks
+from dglx_dist.comm.session import Session
+from dglx_dist.errors import StorageError
+from dglx_dist.memory import peak
+from dglx_dist.planner.records import Outcome
+from dglx_dist.records import EpochRecord
+from dglx_dist.report.run_folder import PLAN, read_plan
+from dglx_dist.report.tables import summarise
+from dglx_dist.strategies.base import float_of
+from dglx_dist.training.fit_config import FitResult
+
+
+def plan_of_run(folder: Path, session: Session) -> dict[str, Any] | None:
+    """Return ``plan.json`` of the run in ``folder`` on rank 0; None: its strategy was named. Collective."""
+
+    def read() -> dict[str, Any] | None:
+        value = read_plan(folder) if session.topology.rank == 0 else None
+        try:
+            if value is not None:
+                plan_summary(value)
+        except (KeyError, IndexError, TypeError) as error:
+            raise StorageError(
+                f"{folder / PLAN} is damaged ({type(error).__name__}: {error}); delete it, and resume again"
+            ) from error
+        return value
+
+    return broadcast_json(run_on_all_ranks(session, read, StorageError), session)
+
+
+def outcome_of(counted: int, epochs: Sequence[EpochRecord], facts: Mapping[str, Any]) -> Outcome:
+    """Return the measured cost: bytes of epoch ``counted``, else of the last; the rest of the whole run."""
+    record = next((one for one in epochs if one.epoch == counted), epochs[-1])
+    seconds = summarise(facts, epochs)["epoch_seconds"]
+    return Outcome(
+        epoch=record.epoch,
+        epoch_seconds=float(str(seconds)),
+        bytes_outside=record.bytes_outside,
+        bytes_inside=record.bytes_inside,
+        peak_memory_bytes=facts["peak_memory_bytes"],
+    )
+
+
+def plan_summary(value: Mapping[str, Any]) -> dict[str, object]:
+    """Return the entry of ``summary.json`` for ``Choice.to_json()``: prediction, and outcome if any."""
+    taken, outcome = value["predictions"][value["picked"]], value["outcome"]
+    found: dict[str, object] = {
+        "chosen": taken["name"],
+        "why": "; ".join(value["why"]),
+        "predicted_epoch_seconds": taken["epoch_seconds"],
+        "predicted_bytes_outside": taken["bytes_outside"],
+        "predicted_bytes_inside": taken["bytes_inside"],
+        "predicted_peak_memory_bytes": taken["memory_bytes"],
+        "bytes_are_counted": taken["bytes_exact"],
+    }
+    if outcome is None:
+        return found
+    for name in ("epoch_seconds", "bytes_outside", "bytes_inside", "peak_memory_bytes"):
+        found[name] = outcome[name]
+    found["of_epoch"] = outcome["epoch"]
+    if outcome["epoch_seconds"] > 0:
+        found["predicted_by_measured"] = taken["epoch_seconds"] / outcome["epoch_seconds"]
+    return found
+
+
+def facts_of(model: nn.Module, session: Session, result: FitResult) -> dict[str, Any]:
+    """Return strategy, ranks, exact accuracies, the model's device, most memory of any rank; collective."""
+    device = float_of(model).device
+    on_gpu = device.type == "cuda"
+    held = torch.cuda.max_memory_reserved(device) if on_gpu else None
+    peaks = gather_json([peak(), held], session)
+    on_device = [of_rank for _, of_rank in peaks if of_rank is not None]
+    accuracies = {"val_accuracy": result.val_accuracy, "test_accuracy": result.test_accuracy}
+    return {
+        "strategy": session.strategy,
+        "precision": result.precision,
+        "ranks": session.topology.world_size,
+        "servers": session.topology.num_servers,
+        "task": result.task,
+        **(accuracies if result.accuracy else {}),
+        **result.metrics,
+        **({} if result.best_epoch is None else {"best_epoch": result.best_epoch}),
+        **({"stopped_early": True} if result.stopped_early else {}),
+        "peak_memory_bytes": max(in_all for in_all, _ in peaks),
+        "rank_memory_bytes": [in_all for in_all, _ in peaks],
+        "device": f"cuda ({torch.cuda.get_device_name(device)})" if on_gpu else str(device),
+        "peak_device_memory_bytes": max(on_device, default=None),
+    }

@@ -1,0 +1,160 @@
+"""Trials leave the job as it was: a run that ``auto`` chose is the run of the strategy by its name."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from dglx_dist.api import choose_strategy, fit, init
+from dglx_dist.comm.ledger import CONTROL, LedgerRow
+from dglx_dist.comm.session import Session
+from dglx_dist.data.partition.base import PartitionPlan
+from dglx_dist.data.partition.prepare import partition_to_disk
+from dglx_dist.data.synthetic import SyntheticConfig, generate
+from dglx_dist.errors import ConfigError
+from dglx_dist.graph.cache import PHASE_ROW_CACHE
+from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.planner import choose, trials
+from dglx_dist.strategies.base import AUTO, STRATEGIES
+from dglx_dist.strategies.push_pull.strategy import OpenedPushPull
+from dglx_dist.training.fit_config import FitConfig
+from dglx_dist.training.models import build_model
+from tests.helpers.ranks import RankError, run_ranks
+
+FEATURES, CLASSES, FANOUTS, BATCH = 12, 3, (3, 3), 40
+CHOSEN = (
+    *("data_parallel", "data_parallel cache=vip:0.5", "push_pull structure=push", "full_graph"),
+    "cooperative batches=2",
+)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("tried") / "graph"
+    graph = generate(SyntheticConfig(nodes=600, degree=6, features=FEATURES, classes=CLASSES, train_rate=0.3))
+    partition_to_disk(graph, folder, PartitionPlan(num_parts=2, method="metis"))
+    return str(folder)
+
+
+def model_of() -> nn.Module:
+    torch.manual_seed(3)
+    return build_model("sage", FEATURES, 8, CLASSES, 2, dropout=0.5)
+
+
+def files_of(data: str) -> list[tuple[str, int]]:
+    return sorted((str(path), path.stat().st_size) for path in Path(data).rglob("*") if path.is_file())
+
+
+def sent_by(session: Session) -> list[LedgerRow]:
+    """Return what was sent, but for what ranks agree by, and seeds and rows of the cache that was chosen."""
+    return [row for row in session.ledger.rows() if row.phase not in (CONTROL, PHASE_ROW_CACHE, "masks")]
+
+
+def train(data: str, name: str, *, chosen: bool) -> dict[str, Any]:
+    """Train with the candidate ``name``, which ``auto`` has chosen or which is named."""
+    strategy, *options = name.split()
+    given: dict[str, Any] = dict(option.split("=") for option in options)
+    cache = given.pop("cache", None)
+    given = {key: int(value) if value.isdigit() else value for key, value in given.items()}
+    whole = STRATEGIES.get(strategy).traits.unit == "full_graph"
+    model, state = model_of(), {}
+    with init(AUTO, unit="any", seed=5) if chosen else init(strategy, seed=5, **given) as session:
+        g = DistGraph(data, session=session)
+        batches: dict[str, Any] = {"fanouts": FANOUTS, "batch_size": BATCH}
+        if chosen:
+            before = [sent_by(session), torch.get_rng_state().tolist(), files_of(data)]
+            weights = [parameter.detach().clone() for parameter in model.parameters()]
+
+            def pick(finalists: Any, _: Any) -> Any:
+                return next(one for one in finalists if one.candidate.name == name)
+
+            with (
+                mock.patch.object(choose, "_pick", pick),
+                mock.patch.object(trials._Race, "_drop_slower"),
+                mock.patch.object(trials, "_MOST_ROUNDS", 1),
+            ):
+                choice = choose_strategy(model, g, epochs=2, **batches)
+            state["tried"] = [one.candidate.name for one in choice.predictions if one.trial]
+            after = [sent_by(session), torch.get_rng_state().tolist(), files_of(data)]
+            state["changed"] = [(a, b) for a, b in zip(before, after, strict=True) if a != b]
+            state["weights kept"] = all(map(torch.equal, weights, model.parameters()))
+        elif cache is not None:
+            policy, alpha = cache.split(":")
+            g.cache_rows("feat", alpha=float(alpha), policy=policy, fanouts=list(FANOUTS), batch_size=BATCH)
+        _, result = fit(
+            model,
+            g,
+            config=FitConfig(epochs=2),
+            fanouts=None if whole else FANOUTS,
+            batch_size=None if whole else BATCH,
+        )
+        g.close()
+        sent = [row for row in session.ledger.rows() if row.phase != CONTROL]
+        trained = [parameter.tolist() for parameter in model.parameters()]
+    losses = [one.loss for one in result.epochs]
+    return state | {"run": [losses, trained, result.accuracy, sent]}
+
+
+def train_twice(folders: list[str], name: str) -> list[dict[str, Any]]:
+    """Train on two copies of a dataset, because runs store beside it what later ones read."""
+    return [train(folder, name, chosen=chosen) for folder, chosen in zip(folders, (True, False), strict=True)]
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_a_run_after_trials_has_the_bits_and_bytes_of_the_named_run(
+    data: str, tmp_path: Path, name: str
+) -> None:
+    folders = [str(shutil.copytree(data, tmp_path / copy)) for copy in ("chosen", "named")]
+    for chosen, named in run_ranks(train_twice, 2, args=(folders, name), ranks_per_server=1, timeout_s=200):
+        assert set(CHOSEN) <= set(chosen["tried"])
+        assert chosen["changed"] == []
+        assert chosen["weights kept"]
+        assert chosen["run"] == named["run"]
+
+
+def refuse(*_: Any) -> None:
+    raise ConfigError("the sums of layer 1 are too wide; take fewer heads")
+
+
+def run_out(*_: Any) -> None:
+    raise torch.OutOfMemoryError("out of memory: 2 GB are missing")
+
+
+def choose_beside(data: str, failure: str) -> dict[str, str]:
+    with init(AUTO, seed=5) as session:
+        g = DistGraph(data, session=session)
+        action: Any = {"refuse": refuse, "run out": run_out}.get(failure)
+        if failure == "die":
+            action = (lambda *_: os._exit(9)) if session.topology.rank == 1 else OpenedPushPull.make_model
+        with mock.patch.object(OpenedPushPull, "make_model", action):
+            choice = choose_strategy(model_of(), g, fanouts=FANOUTS, batch_size=BATCH, epochs=2)
+        assert choice.taken is not None
+        assert choice.taken.candidate.strategy != "push_pull"
+        fit(model_of(), g, config=FitConfig(epochs=1), fanouts=FANOUTS, batch_size=BATCH)
+        g.close()
+    return {one.candidate.name: one.why_not for one in choice.predictions}
+
+
+@pytest.mark.parametrize(
+    ("failure", "reason"),
+    [
+        ("refuse", "the sums of layer 1 are too wide"),
+        ("run out", "out of memory"),
+    ],
+)
+def test_a_candidate_that_a_strategy_refuses_is_no_choice(data: str, failure: str, reason: str) -> None:
+    for reasons in run_ranks(choose_beside, 2, args=(data, failure), ranks_per_server=1, timeout_s=100):
+        assert reasons["push_pull structure=push"] == reason
+        assert reasons["data_parallel"] == ""
+
+
+def test_a_rank_that_dies_in_a_trial_ends_the_job_and_is_named(data: str) -> None:
+    with pytest.raises(RankError, match="rank 1"):
+        run_ranks(choose_beside, 2, args=(data, "die"), ranks_per_server=1, timeout_s=100)
