@@ -308,6 +308,8 @@ class Choice:
     def lines(self) -> Sequence[str]:
         """Describe the choice, its reasons and its assumptions, a line each."""
         head = "nothing can be chosen" if self.taken is None else f"chosen: {self.taken.candidate.name}"
+        if self.took_s:
+            head += f" ({self.took_s:.1f} s)"
         return [
             head,
             *(f"  - {line}" for line in self.why),

@@ -21,11 +21,11 @@ from torch.nn.functional import cross_entropy
 from dglx_dist.comm.collectives import barrier, gather_json
 from dglx_dist.comm.devices import synchronize
 from dglx_dist.data.storage.arrays import ArrayCache
-from dglx_dist.errors import ConfigError, first_sentence
+from dglx_dist.errors import ConfigError, PeerError, first_sentence
 from dglx_dist.graph.cache import TRAIN_MASK
 from dglx_dist.graph.column import Column
 from dglx_dist.graph.split import node_split
-from dglx_dist.planner.measure import take_step
+from dglx_dist.planner.measure import make_optimizer, take_step
 from dglx_dist.planner.records import ChoiceOptions, Draws, Prediction, Trial
 from dglx_dist.records import FEATURE, LABEL
 from dglx_dist.strategies.base import STRATEGIES, Objective, OpenedStrategy, float_of
@@ -106,8 +106,13 @@ def run_trials(
     """
     with _unchanged(config.g), ExitStack() as stack:
         race = _Race([*predictions], config, begin, notify, stack)
-        race.open_all()
-        race.halve()
+        try:
+            race.open_all()
+            race.halve()
+        except PeerError:
+            # Closing what is open would wait for the rank that has ended.
+            stack.pop_all()
+            raise
         return race.predictions, [race.predictions[one.place].candidate.name for one in race.running]
 
 
@@ -263,14 +268,12 @@ class CandidateRun:
             stack.callback(opened.close)
             self._loader = _open_loader(opened, candidate, config)
             self._model = opened.wrap(copy.deepcopy(config.model).train())
-            self._optimizer = torch.optim.Adam(self._model.parameters(), lr=1e-9)
+            self._optimizer = make_optimizer(self._model)
             self._trainer, self._epochs = None, 0
             if not strategy.traits.own_loop:
                 objective = Objective(loss=cross_entropy)
                 self._trainer = self._model.trainer(self._loader, self._optimizer, objective)
-                assert self._trainer is not None, (
-                    "strategies without a loop of the user's train by themselves"
-                )
+                assert self._trainer is not None, "a strategy that takes no steps of a loop has a trainer"
                 stack.callback(self._trainer.close)
             # Memory is allocated, kernels are compiled, and files are read for the first time.
             with self._cache_in_use():
@@ -329,9 +332,10 @@ class CandidateRun:
 
     def _fill_cache(self, candidate: Candidate, draws: Draws | None) -> tuple[Any, Any]:
         assert draws is not None, "caches are of mini-batches"
+        before = self._find_column()
         fill_cache(self._g, candidate, draws.fanouts, draws.batch_size)
         column = self._find_column()
-        self._g.kvstore.set_cache(column.name, None)
+        self._g.kvstore.set_cache(before.name, before.cache, before.ahead)
         return column.cache, column.ahead
 
     def _find_column(self) -> Column:
@@ -344,12 +348,12 @@ class CandidateRun:
         if self._cache is None:
             yield
             return
-        store, name = self._g.kvstore, self._find_column().name
-        store.set_cache(name, *self._cache)
+        store, before = self._g.kvstore, self._find_column()
+        store.set_cache(before.name, *self._cache)
         try:
             yield
         finally:
-            store.set_cache(name, None)
+            store.set_cache(before.name, before.cache, before.ahead)
 
 
 def fill_cache(g: DistGraph, candidate: Candidate, fanouts: Sequence[int], batch_size: int | None) -> None:
@@ -392,6 +396,6 @@ def _unchanged(g: DistGraph) -> Iterator[None]:
     finally:
         g.dataset.cache, session.trace = cache, trace
         session.ledger.restore(sent)
-        barrier(session, "the end of the trials")
-        if session.topology.local_rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+    barrier(session, "the end of the trials")
+    if session.topology.local_rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)

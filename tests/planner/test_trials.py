@@ -21,7 +21,8 @@ from dglx_dist.data.synthetic import SyntheticConfig, generate
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.cache import PHASE_ROW_CACHE
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.planner import choose, trials
+from dglx_dist.planner import auto, choose, trials
+from dglx_dist.planner.links import Links
 from dglx_dist.strategies.base import AUTO, STRATEGIES
 from dglx_dist.strategies.push_pull.strategy import OpenedPushPull
 from dglx_dist.training.fit_config import FitConfig
@@ -158,3 +159,33 @@ def test_a_candidate_that_a_strategy_refuses_is_no_choice(data: str, failure: st
 def test_a_rank_that_dies_in_a_trial_ends_the_job_and_is_named(data: str) -> None:
     with pytest.raises(RankError, match="rank 1"):
         run_ranks(choose_beside, 2, args=(data, "die"), ranks_per_server=1, timeout_s=100)
+
+
+def choose_in_no_time(data: str) -> list[dict[str, str]]:
+    reasons = []
+    with init(AUTO, seed=5) as session:
+        g = DistGraph(data, session=session)
+        g.cache_rows("feat", alpha=0.3, policy="degree")
+        cached = g.kvstore.has_cache
+        # One candidate is tried, however little time there is.
+        limits = {"LEAST_S": 0.0, "MOST_SHARE": 0.0}
+        with mock.patch.multiple(trials, **limits):
+            choice = choose_strategy(model_of(), g, fanouts=FANOUTS, batch_size=BATCH, epochs=2)
+        reasons.append({one.candidate.name: one.why_not for one in choice.predictions})
+        assert g.kvstore.has_cache == cached
+        g.close()
+    slow = Links(external_bytes_per_s=1e3, internal_bytes_per_s=1e3)
+    with init(AUTO, seed=5) as session, mock.patch.object(auto, "probe", return_value=slow):
+        g = DistGraph(data, session=session)
+        choice = choose_strategy(model_of(), g, fanouts=FANOUTS, batch_size=BATCH, epochs=2)
+        reasons.append({one.candidate.name: one.why_not for one in choice.predictions})
+        g.close()
+    return reasons
+
+
+def test_candidates_that_time_or_bytes_rule_out_are_not_tried(data: str) -> None:
+    for late, slow in run_ranks(choose_in_no_time, 2, args=(data,), ranks_per_server=1, timeout_s=100):
+        assert sorted(set(late.values())) == ["", "not tried: the choice has taken its time"]
+        assert list(late.values()).count("") == 1
+        assert any(reason.startswith("its bytes alone take") for reason in slow.values())
+        assert "" in slow.values()
