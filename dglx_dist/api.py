@@ -49,12 +49,9 @@ from dglx_dist.planner.auto import (
     resolve,
 )
 from dglx_dist.records import FEATURE, Array, RawGraph
-from dglx_dist.report.outcome import (
-    facts_of,
-    outcome_of,
-)
+from dglx_dist.registry import AUTO
+from dglx_dist.report.outcome import facts_of, outcome_of
 from dglx_dist.strategies.base import (
-    AUTO,
     STRATEGIES,
     Reduction,
     WrappedModel,

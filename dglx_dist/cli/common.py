@@ -19,8 +19,7 @@ from rich.table import Table
 from dglx_dist.comm.topology import launched_by_torchrun, read_topology
 from dglx_dist.errors import ConfigError, DglxError
 from dglx_dist.options import Option, flag_of, options_of
-from dglx_dist.progress import PlainConsole
-from dglx_dist.progress import say as say
+from dglx_dist.progress import PlainConsole, say
 from dglx_dist.records import FEATURE, LABEL, SPLITS, EdgeType, type_text
 
 C = TypeVar("C")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 
-from dglx_dist.cli.common import command, libraries_on_stderr, say, show, write
+from dglx_dist.cli.common import command, libraries_on_stderr, show, write
 from dglx_dist.comm.topology import launched_by_torchrun
 from dglx_dist.errors import ConfigError
 from dglx_dist.options import flag_of
 from dglx_dist.planner.config import PlanConfig
+from dglx_dist.progress import say
 
 _BATCH_OPTIONS = ("fanouts", "batch_size")
 

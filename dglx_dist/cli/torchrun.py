@@ -45,7 +45,6 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from dglx_dist.cli.common import say
 from dglx_dist.comm.devices import is_built_for_gpus
 from dglx_dist.comm.rendezvous import serve_store
 from dglx_dist.comm.stopping import SAME_KEY_S, end_process, end_with_parent
@@ -53,6 +52,7 @@ from dglx_dist.comm.topology import be_parent, be_rank, read_settings
 from dglx_dist.data.storage.files import replaced_file
 from dglx_dist.dataloading.sampler import load_kernels
 from dglx_dist.errors import Stopped
+from dglx_dist.progress import say
 
 _AGENT_WAITS_S = 30
 """Of torchrun's agent, for ranks to end after one has failed; then it kills them."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import typer
 
-from dglx_dist.cli.common import LAUNCHED, LAUNCHER, command, say, show, write
+from dglx_dist.cli.common import LAUNCHED, LAUNCHER, command, show, write
 from dglx_dist.comm.topology import (
     be_parent,
     launched_by_torchrun,
@@ -20,6 +20,7 @@ from dglx_dist.comm.topology import (
     with_secret,
 )
 from dglx_dist.errors import ConfigError
+from dglx_dist.progress import say
 from dglx_dist.report.tables import plural
 from dglx_dist.training.config import LINK, TrainConfig, ranks_of_each
 
@@ -148,7 +149,8 @@ def check_before_launch(config: TrainConfig) -> None:
     from dglx_dist.graph.partition_book import canonical_etype
     from dglx_dist.planner.auto import read_auto_options
     from dglx_dist.planner.workload import check_plannable
-    from dglx_dist.strategies.base import AUTO, STRATEGIES, resolve_strategy
+    from dglx_dist.registry import AUTO
+    from dglx_dist.strategies.base import STRATEGIES, resolve_strategy
     from dglx_dist.training.fit_config import check_loop
 
     strategy = resolve_strategy(config.strategy, auto=True)

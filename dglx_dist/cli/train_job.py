@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import dglx_dist
 from dglx_dist.api import fit, init, training_nodes
-from dglx_dist.cli.common import could_be_labels, say, training_command
+from dglx_dist.cli.common import could_be_labels, training_command
 from dglx_dist.comm.collectives import check_equal, run_on_all_ranks
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError, StorageError
@@ -33,24 +33,16 @@ from dglx_dist.graph.optim import SparseAdam, SparseOptimizer
 from dglx_dist.layers.tracer import random_block, restored
 from dglx_dist.memory import machine_memory
 from dglx_dist.options import common_fields
-from dglx_dist.planner.auto import (
-    Training,
-    default_batch_size,
-    default_fanouts,
-    resolve,
-)
+from dglx_dist.planner.auto import Training, default_batch_size, default_fanouts, resolve
 from dglx_dist.planner.workload import check_plannable
+from dglx_dist.progress import say
 from dglx_dist.records import FEATURE, LABEL, SPLITS, EdgeType, EpochRecord
+from dglx_dist.registry import AUTO
 from dglx_dist.report import run_folder
-from dglx_dist.report.outcome import (
-    facts_of,
-    outcome_of,
-    plan_of_run,
-    plan_summary,
-)
+from dglx_dist.report.outcome import facts_of, outcome_of, plan_of_run, plan_summary
 from dglx_dist.report.run_folder import PICTURE, SUMMARY, append_epoch, read_epochs, start_run, write_run
 from dglx_dist.report.tables import plural, run_title, spread, summarise
-from dglx_dist.strategies.base import AUTO, WrappedModel, float_of, strategy_of
+from dglx_dist.strategies.base import WrappedModel, float_of, strategy_of
 from dglx_dist.training.checkpoint import read_extra
 from dglx_dist.training.config import (
     AUTO_TASK,

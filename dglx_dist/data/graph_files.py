@@ -718,9 +718,9 @@ def _explain_columns(read: Any, where: str, line: str) -> None:
     """Say how more than two columns of edges are read; DatasetError if they may be something else."""
     columns = [read[number] for number in range(3)]
     is_alike = len({column.dtype for column in columns}) == 1 and columns[0].dtype.kind in "iuf"
-    is_whole = 3 not in read and is_alike and all((column % 1 == 0).all() for column in columns)
+    integral = 3 not in read and is_alike and all((column % 1 == 0).all() for column in columns)
     # The same for each edge, or no id of a node, it is a weight or a time.
-    if is_whole and columns[2].nunique() > 1 and columns[2].min() <= max(columns[0].max(), columns[1].max()):
+    if integral and columns[2].nunique() > 1 and columns[2].min() <= max(columns[0].max(), columns[1].max()):
         line = f"three whole numbers, as {line},"
     elif "::" in line:  # as MovieLens writes ratings
         line = f"lines as {line}"

@@ -12,13 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from dglx_dist.data.sources import (
-    DatasetSource,
-    classes_of,
-    count_classes,
-    masks_of_split,
-    standard_columns,
-)
+from dglx_dist.data.sources import DatasetSource, classes_of, count_classes, masks_of_split, standard_columns
 from dglx_dist.data.storage.columns import id_dtype
 from dglx_dist.data.tables import (
     TableColumn,

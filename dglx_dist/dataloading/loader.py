@@ -14,7 +14,7 @@ from dglx_dist.comm.devices import device_of
 from dglx_dist.dataloading.feature_fetch import Columns, RowMemory, fetch_on_access
 from dglx_dist.dataloading.kernels import Schema
 from dglx_dist.dataloading.minibatch import BatchMaker, KernelMaker, MiniBatch, NodeIds, SamplerMaker
-from dglx_dist.dataloading.sampler import BatchSource, DrawSettings, RemoteSource, WholeSource, digest_of
+from dglx_dist.dataloading.sampler import BatchSource, DrawSettings, LocalSource, RemoteSource, digest_of
 from dglx_dist.dataloading.sampler_spec import (
     Fanout,
     SamplePlan,
@@ -81,8 +81,8 @@ def _local_plan(
         return columns, None
     if plan.weights is not None:
         check_every_type_has(g, plan.weights)
-    is_whole = all(g.structure(etype).is_whole for etype in g.canonical_etypes)
-    if plan.has_edge_weights and not is_whole:
+    is_replicated = all(g.structure(etype).is_replicated for etype in g.canonical_etypes)
+    if plan.has_edge_weights and not is_replicated:
         raise ConfigError(
             "LaborSampler with prob= or importance_sampling= weighs all in-edges of a batch, and this "
             "server has only a part of the structure; open the graph with structure='replicated'"
@@ -99,8 +99,8 @@ def _local_plan(
 
 def _source(g: DistGraph, draws: DrawSettings, weights: str | None, op: str = "") -> BatchSource:
     structures = [g.structure(etype) for etype in draws.schema.etypes]
-    if all(structure.is_whole for structure in structures):
-        return WholeSource(draws.schema, _whole(g, weights))
+    if all(structure.is_replicated for structure in structures):
+        return LocalSource(draws.schema, _read_structures(g, weights))
     return RemoteSource(draws.schema, structures, op or _serve(g, weights, draws))
 
 
@@ -117,7 +117,7 @@ def neighborhood_maker(
     return KernelMaker(_source(g, draws, mask, "" if mask else "in_edges"), draws, g.kvstore, columns)
 
 
-def _whole(g: DistGraph, weights: str | None) -> list[Csc]:
+def _read_structures(g: DistGraph, weights: str | None) -> list[Csc]:
     """Return the structure of every edge type, with its weights. Collective if ``weights`` is given."""
     shards = {etype: g.structure(etype).shards[0] for etype in g.canonical_etypes}
     if weights is None:

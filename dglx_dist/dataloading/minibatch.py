@@ -30,7 +30,7 @@ from dglx_dist.dataloading.feature_fetch import (
     submit_columns,
 )
 from dglx_dist.dataloading.kernels import RawBatch, SampleRequest, Schema, ThreadTable
-from dglx_dist.dataloading.sampler import BatchSource, DrawSettings, RemoteSource, WholeSource
+from dglx_dist.dataloading.sampler import BatchSource, DrawSettings, LocalSource, RemoteSource
 from dglx_dist.dataloading.step_loader import Maker, run_ahead
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.kvstore import KVStore
@@ -220,7 +220,7 @@ class KernelMaker:
         self._idle: queue.SimpleQueue[ThreadTable] = queue.SimpleQueue()
 
     def offline(self) -> KernelMaker:
-        if not isinstance(self._source, WholeSource):
+        if not isinstance(self._source, LocalSource):
             raise ConfigError(
                 "this server has only a part of the graph's structure; open the graph with "
                 "structure='replicated'"
@@ -237,7 +237,7 @@ class KernelMaker:
         self, seeds_of: Callable[[int], Seeds], epoch: int, steps: Iterator[int], num_threads: int
     ) -> KernelMaker:
         source, lock, most = self._source, threading.Lock(), 1
-        if isinstance(source, WholeSource) or not self._store.looks_ahead:
+        if isinstance(source, LocalSource) or not self._store.looks_ahead:
             return self
         held: dict[int, RemoteSource] = {}
 

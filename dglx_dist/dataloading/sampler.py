@@ -125,7 +125,7 @@ def digest_of(arrays: Iterable[tuple[EdgeType, Array]]) -> str:
 
 
 @final
-class WholeSource:
+class LocalSource:
     """Samples from the whole structure in one compiled call. Thread-safe."""
 
     def __init__(self, schema: Schema, cscs: Sequence[Csc]) -> None:
@@ -159,7 +159,7 @@ def load_kernels(tell: Callable[[str], None]) -> None:
     """
     schema = Schema(ntypes=("_N",), num_nodes=(1,), etypes=(("_N", "_E", "_N"),))
     one, rows = np.zeros(1, np.int64), np.array([0, 1])
-    source = WholeSource(schema, [Csc(rows, one.astype(np.int32), np.empty(0, np.float32), 0, 0)])
+    source = LocalSource(schema, [Csc(rows, one.astype(np.int32), np.empty(0, np.float32), 0, 0)])
     draws = DrawSettings(schema=schema, fanouts=np.ones((1, 1), np.int64), replace=False, exclude={}, seed=0)
     request, table = draws.request({"_N": one}, 0, {}), ThreadTable(1).table
     if not any(Path(sample_batch.stats.cache_path).glob("kernels.sample_batch-*.nbi")):
@@ -285,7 +285,7 @@ class RemoteSource:
         return table, nodes, local
 
 
-BatchSource: TypeAlias = WholeSource | RemoteSource
+BatchSource: TypeAlias = LocalSource | RemoteSource
 
 
 def _taken(known: tuple[Array, InEdges], nodes: Array) -> InEdges:

@@ -355,7 +355,7 @@ def _degree_scores(g: OpenedGraph, request: CacheRequest, _file_name: str) -> Ar
     is_leader, total = g.session.topology.local_rank == 0, np.zeros(0, np.int64)
     for etype in _from(g, request.ntype):
         structure = g.structure(etype)
-        if structure.is_whole:
+        if structure.is_replicated:
             chooses = is_leader or request.device is not None
             counts = count_sources(structure.shards, structure.num_sources) if chooses else total
         else:
@@ -398,7 +398,7 @@ def vip_scores(g: OpenedGraph, request: CacheRequest, file_name: str) -> Array:
 
 def _access_of_rank(g: OpenedGraph, request: CacheRequest) -> Array:
     structures = {etype: g.structure(etype) for etype in g.canonical_etypes}
-    if not all(structure.is_whole for structure in structures.values()):
+    if not all(structure.is_replicated for structure in structures.values()):
         raise ConfigError(
             "policy='vip' needs all edges, and this server holds only its own; use "
             "policy='degree' or 'halo', or open the graph with structure='replicated'"

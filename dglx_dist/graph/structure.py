@@ -183,7 +183,7 @@ class Structure:
 
     num_destinations: int
     num_edges: int
-    is_whole: bool
+    is_replicated: bool
     """Whether every edge is in :attr:`shards`, which then has one element."""
 
     def __init__(self, etype: EdgeType, num_sources: int, shards: tuple[CSCShard, ...]) -> None:
@@ -312,7 +312,7 @@ class Structure:
 class ReplicatedStructure(Structure):
     """The whole structure in this server's memory: positions are edge ids, and nothing is sent."""
 
-    is_whole = True
+    is_replicated = True
 
     def __init__(self, etype: EdgeType, num_sources: int, indptr: Array, indices: Array) -> None:
         shard = CSCShard(indptr=indptr, indices=indices, first_node=0, first_edge=0)
@@ -329,7 +329,7 @@ class PartitionedStructure(Structure):
     ``label`` distinguishes the structures of one run and is the same on all ranks.
     """
 
-    is_whole = False
+    is_replicated = False
 
     def __init__(
         self,

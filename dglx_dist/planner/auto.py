@@ -31,14 +31,8 @@ from dglx_dist.planner.trials import TrialConfig, fill_cache, run_trials
 from dglx_dist.planner.workload import check_plannable
 from dglx_dist.progress import progress
 from dglx_dist.records import FEATURE
-from dglx_dist.strategies.base import (
-    AUTO,
-    CACHE_CHOICE,
-    DEFAULT_STRATEGY,
-    STRATEGIES,
-    float_of,
-    strategy_of,
-)
+from dglx_dist.registry import AUTO
+from dglx_dist.strategies.base import CACHE_CHOICE, DEFAULT_STRATEGY, STRATEGIES, float_of, strategy_of
 from dglx_dist.strategies.candidate import Candidate
 from dglx_dist.strategies.replicated import check_same_model
 from dglx_dist.training import checkpoint
@@ -266,7 +260,7 @@ def _choose(
         draws=draws,
         is_offered=is_offered,
         caches=options.caches,
-        partitioned=not g.structure().is_whole and cluster.servers > 1,
+        partitioned=not g.structure().is_replicated and cluster.servers > 1,
         in_job=True,
         program_bytes=resident(),
         epoch=epoch,

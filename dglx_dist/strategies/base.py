@@ -23,8 +23,7 @@ from dglx_dist.errors import ConfigError, DglxError, shorten_list
 from dglx_dist.internals.message_passing import correct_kernels
 from dglx_dist.internals.pytorch import leave_to_python
 from dglx_dist.records import FEATURE, LABEL, EpochRecord, StepShare
-from dglx_dist.registry import AUTO as AUTO
-from dglx_dist.registry import Registry
+from dglx_dist.registry import AUTO, Registry
 from dglx_dist.strategies.candidate import Candidate, CandidateContext, Unit
 
 if TYPE_CHECKING:

@@ -31,14 +31,7 @@ from dglx_dist.options import (
     path_option,
 )
 from dglx_dist.registry import AUTO, did_you_mean
-from dglx_dist.training.model_kinds import (
-    BETWEEN,
-    KINDS,
-    WEIGHTED,
-    check_kind,
-    list_kinds,
-    takes,
-)
+from dglx_dist.training.model_kinds import BETWEEN, KINDS, WEIGHTED, check_kind, list_kinds, takes
 
 FLOAT32, BF16 = PRECISIONS = "float32", "bf16"
 """Of forward passes in training; weights, gradients, optimizer and evaluation keep the model's dtype."""

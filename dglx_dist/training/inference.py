@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 
 
 def _with_degrees(block: Any, g: DistGraph, device: torch.device) -> Any:
-    whole = _FullBlock(*parts_of(block))
-    whole.graph, whole.on_host = g, block
-    return place(whole, device)
+    full = _FullBlock(*parts_of(block))
+    full.graph, full.on_host = g, block
+    return place(full, device)
 
 
 class _FullBlock(DGLBlock):

@@ -11,10 +11,11 @@ import typer
 from rich.table import Table
 
 from dglx_dist.cli import run_command_line
-from dglx_dist.cli.common import say, show, warn
+from dglx_dist.cli.common import show, warn
 from dglx_dist.cli.train import INTERRUPTED
 from dglx_dist.errors import ConfigError
 from dglx_dist.options import names
+from dglx_dist.progress import say
 
 if TYPE_CHECKING:
     from scripts.bench.records import BenchPlan, Experiment, Outcome

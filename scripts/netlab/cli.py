@@ -16,12 +16,13 @@ from rich import box
 from rich.table import Table
 
 from dglx_dist.cli import run_command_line
-from dglx_dist.cli.common import command, say, show, warn, write
+from dglx_dist.cli.common import command, show, warn, write
 from dglx_dist.cli.train import INTERRUPTED
 from dglx_dist.errors import ConfigError
 from dglx_dist.memory import readable_bytes
 from dglx_dist.options import ABOVE_ZERO, at_least, check_ranges, in_option, option
 from dglx_dist.planner.records import Rate
+from dglx_dist.progress import say
 from dglx_dist.report.tables import plural, readable_seconds
 from scripts.netlab import calibrate as calibration
 from scripts.netlab import labs, state

@@ -25,8 +25,8 @@ from dglx_dist.planner.auto import Training, check_equal_servers, read_auto_opti
 from dglx_dist.planner.choose import enumerate_candidates
 from dglx_dist.planner.links import PROBE_PHASE, probe
 from dglx_dist.records import NODE_TYPE
+from dglx_dist.registry import AUTO
 from dglx_dist.report.outcome import facts_of
-from dglx_dist.strategies.base import AUTO
 from dglx_dist.strategies.candidate import Candidate, CandidateContext
 from dglx_dist.training import checkpoint
 from dglx_dist.training.config import TrainConfig

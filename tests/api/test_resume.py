@@ -8,7 +8,7 @@ from dglx_dist.api import fit, init
 from dglx_dist.data.partition.base import PartitionPlan
 from dglx_dist.data.partition.prepare import partition_to_disk
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.strategies.base import AUTO
+from dglx_dist.registry import AUTO
 from dglx_dist.training.fit_config import FitConfig, FitResult
 from dglx_dist.training.models import build_model
 from tests.strategies import equality

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dglx_dist.dataloading.kernels import RawBatch, Schema, ThreadTable
-from dglx_dist.dataloading.sampler import DrawSettings, WholeSource
+from dglx_dist.dataloading.sampler import DrawSettings, LocalSource
 from dglx_dist.keyed_random import Csc
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE
 
@@ -46,7 +46,7 @@ def sampled(
     num_nodes = len(csc.indptr) - 1
     schema = Schema(ntypes=(NODE_TYPE,), num_nodes=(num_nodes,), etypes=(EDGE_TYPE,))
     request = draws_of(schema, fanouts).request({NODE_TYPE: np.asarray(seeds, np.int64)}, epoch, {})
-    return WholeSource(schema, [csc]).sample(request, {}, workspace or ThreadTable(num_nodes))
+    return LocalSource(schema, [csc]).sample(request, {}, workspace or ThreadTable(num_nodes))
 
 
 def edges_of_hop(batch: RawBatch, hop: int) -> list[tuple[int, int, int]]:

@@ -12,7 +12,7 @@ import torch
 
 from dglx_dist.dataloading.feature_fetch import Columns
 from dglx_dist.dataloading.minibatch import BatchBlockBuilder, BatchMaker, KernelMaker
-from dglx_dist.dataloading.sampler import WholeSource
+from dglx_dist.dataloading.sampler import LocalSource
 from dglx_dist.dataloading.step_loader import run_ahead
 from dglx_dist.records import ColumnInfo
 from tests.dataloading.graphs import draws_of
@@ -48,7 +48,7 @@ class FakeStore:
 def typed(note: Callable[[str, str], None]) -> BatchMaker:
     schema, cscs = typed_shop()
     draws = draws_of(schema, [2, 3])
-    return KernelMaker(WholeSource(schema, cscs), draws, FakeStore(note), TYPED)
+    return KernelMaker(LocalSource(schema, cscs), draws, FakeStore(note), TYPED)
 
 
 SEEDS = {"user": np.array([4, 8]), "item": np.array([2])}

@@ -16,7 +16,7 @@ from dglx_dist.comm.session import start_session
 from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
 from dglx_dist.dataloading.kernels import Schema, ThreadTable, draw_by_importance
 from dglx_dist.dataloading.loader import DataLoader
-from dglx_dist.dataloading.sampler import DrawSettings, SourceDraws, WholeSource
+from dglx_dist.dataloading.sampler import DrawSettings, LocalSource, SourceDraws
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.keyed_random import Rule, draw_edges, hash_ids
 from tests.dataloading.graphs import csc_from, random_csc
@@ -162,7 +162,7 @@ def batches_of(csc, by_source: SourceDraws | None, steps: int = 1, fanouts=(4, 4
         seed=3,
         by_source=by_source,
     )
-    source, workspace = WholeSource(schema, [csc]), ThreadTable(num_nodes)
+    source, workspace = LocalSource(schema, [csc]), ThreadTable(num_nodes)
     order = np.random.default_rng(0).permutation(num_nodes)
     return [
         source.sample(

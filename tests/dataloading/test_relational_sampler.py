@@ -12,7 +12,7 @@ from numba import types
 
 from dglx_dist.dataloading.kernels import NodeTable, Schema, ThreadTable, sample_batch
 from dglx_dist.dataloading.minibatch import BatchBlockBuilder
-from dglx_dist.dataloading.sampler import RemoteSource, WholeSource, load_kernels
+from dglx_dist.dataloading.sampler import LocalSource, RemoteSource, load_kernels
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.sampling import keyed_draw
 from dglx_dist.graph.structure import NO_EDGES, CSCShard
@@ -39,7 +39,7 @@ def blocks_of(schema, cscs, fanouts, seeds=SEEDS, size=1000):
     if size == HASHED:
         # So small that it grows within the batch.
         workspace.keep(NodeTable(np.zeros(16, np.uint32), np.empty(16, np.int64), 1))
-    batch = WholeSource(schema, cscs).sample(request, {}, workspace)
+    batch = LocalSource(schema, cscs).sample(request, {}, workspace)
     return BatchBlockBuilder(schema).blocks(batch)
 
 
@@ -162,6 +162,6 @@ def test_in_every_hop_all_requests_leave_before_anything_is_drawn(size: int) -> 
         kinds = [kind for kind, at, _ in events if at == layer]
         assert kinds == ["ask"] * 6 + ["draw"] * 6
     assert [layer for _, layer, _ in events] == sorted((layer for _, layer, _ in events), reverse=True)
-    again, expected = (one.sample(request, {}, workspace) for one in (source, WholeSource(schema, cscs)))
+    again, expected = (one.sample(request, {}, workspace) for one in (source, LocalSource(schema, cscs)))
     for one, two, other in zip(batch, again, expected, strict=True):
         assert one.tolist() == two.tolist() == other.tolist()

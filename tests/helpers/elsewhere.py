@@ -11,10 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 from torch.utils._pytree import tree_leaves, tree_map
 
 try:
-    from torch.utils.backend_registration import (
-        _DummyBackendModule,
-        _setup_privateuseone_for_python_backend,
-    )
+    from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 except ImportError:
     # Skips the file of tests that imports this one.
     pytest.skip(f"torch {torch.__version__} has no devices written in Python", allow_module_level=True)

@@ -23,7 +23,8 @@ from dglx_dist.graph.cache import PHASE_ROW_CACHE
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.planner import auto, choose, trials
 from dglx_dist.planner.links import Links
-from dglx_dist.strategies.base import AUTO, STRATEGIES
+from dglx_dist.registry import AUTO
+from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.push_pull.strategy import OpenedPushPull
 from dglx_dist.training.fit_config import FitConfig
 from dglx_dist.training.models import build_model

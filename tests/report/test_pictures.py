@@ -13,15 +13,8 @@ from matplotlib.image import imread
 from dglx_dist.comm.trace import Span, TraceFile, read_trace, write_trace
 from dglx_dist.errors import ConfigError
 from dglx_dist.progress import visible
-from dglx_dist.report.pictures import (
-    COLORS,
-    draw,
-    draw_parts,
-    draw_trace,
-    has_intervals,
-    overlap,
-    overlap_text,
-)
+from dglx_dist.report.pictures import draw, draw_parts, draw_trace, has_intervals, overlap, overlap_text
+from dglx_dist.report.tables import COLORS
 from tests.report.records import epoch
 from tests.report.traces import span, trace_of
 

@@ -29,7 +29,8 @@ from dglx_dist.graph.dist_tensor import owned_rows
 from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.strategies.base import STRATEGIES, WrappedModel
 from dglx_dist.training import checkpoint
-from dglx_dist.training.checkpoint import CheckpointWriter, RunState, folder_name
+from dglx_dist.training.checkpoint import CheckpointWriter, RunState
+from dglx_dist.training.checkpoint_folder import folder_name
 from tests.api.graphs import two_triangles
 from tests.graph import small
 from tests.helpers.ranks import run_ranks

@@ -25,7 +25,7 @@ from dglx_dist.data.storage.reader import graph_of, open_dataset
 from dglx_dist.errors import ConfigError
 from dglx_dist.report.run_folder import read_epochs
 from dglx_dist.report.tables import spread
-from dglx_dist.training.checkpoint import folder_name
+from dglx_dist.training.checkpoint_folder import folder_name
 from dglx_dist.training.config import RunOptions, TrainConfig, rate_at
 from dglx_dist.training.fit_config import FitConfig
 from dglx_dist.training.models import build_model

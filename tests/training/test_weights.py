@@ -23,7 +23,7 @@ from dglx_dist.cli.train_job import train_dataset
 from dglx_dist.errors import CheckpointError, ConfigError, StorageError
 from dglx_dist.report.run_folder import read_epochs
 from dglx_dist.training.best_epoch import write_safetensors
-from dglx_dist.training.checkpoint import folder_name
+from dglx_dist.training.checkpoint_folder import folder_name
 from dglx_dist.training.config import TrainConfig
 from dglx_dist.training.fit_config import FitConfig
 from dglx_dist.training.models import build_model

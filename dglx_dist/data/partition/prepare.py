@@ -28,11 +28,7 @@ from dglx_dist.data.storage.columns import MANIFEST, safe_name
 from dglx_dist.data.storage.files import discard
 from dglx_dist.data.storage.manifest import check_target, read_manifest
 from dglx_dist.data.storage.reader import StoredDataset, graph_of, open_dataset
-from dglx_dist.data.storage.writer import (
-    check_ends,
-    sorting_budget,
-    write_dataset,
-)
+from dglx_dist.data.storage.writer import check_ends, sorting_budget, write_dataset
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.memory import read_size
 from dglx_dist.records import FEATURE, REVERSE, SPLITS, Array, Assignment, RawGraph, SparseRows

@@ -28,11 +28,7 @@ from dglx_dist.internals.graphs import (
     set_frame,
 )
 from dglx_dist.internals.message_passing import note_edge_order, place
-from dglx_dist.internals.pytorch import (
-    current_function_mode,
-    plain_tensors,
-    replace_floats,
-)
+from dglx_dist.internals.pytorch import current_function_mode, plain_tensors, replace_floats
 from dglx_dist.records import EDGE_TYPE, EdgeType
 from dglx_dist.strategies.full_graph.halo_exchange import CoverExchange
 from dglx_dist.strategies.full_graph.halo_plan import HaloLayer

@@ -25,11 +25,7 @@ from dglx_dist.layers.dropout import RankGraph
 from dglx_dist.options import list_names
 from dglx_dist.records import Array, StepShare
 from dglx_dist.strategies.base import STRATEGIES, count_targets
-from dglx_dist.strategies.full_graph.halo_block import (
-    HaloBlock,
-    OwnCount,
-    halo_block,
-)
+from dglx_dist.strategies.full_graph.halo_block import HaloBlock, OwnCount, halo_block
 from dglx_dist.strategies.full_graph.halo_exchange import HaloExchange
 from dglx_dist.strategies.full_graph.loader import PHASE
 from dglx_dist.strategies.full_graph.plan_builder import check_graph, make_plans

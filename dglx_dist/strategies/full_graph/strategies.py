@@ -13,13 +13,7 @@ from torch import Tensor, nn
 from dglx_dist.comm.collectives import barrier, check_equal
 from dglx_dist.graph.shared_memory import warn_of_edges
 from dglx_dist.options import read_options
-from dglx_dist.strategies.base import (
-    OpenedStrategy,
-    Reduction,
-    Strategy,
-    Traits,
-    check_one_type,
-)
+from dglx_dist.strategies.base import OpenedStrategy, Reduction, Strategy, Traits, check_one_type
 from dglx_dist.strategies.candidate import Candidate, CandidateContext
 from dglx_dist.strategies.full_graph.loader import (
     FullGraphLoader,

@@ -152,7 +152,7 @@ class PushPullLoader(EpochLoader[_Made, Any]):
         self._memory = RowMemory((inner.depth + _EXTRA_BATCHES) * group.size, feature_dtype, inner.device)
         self._looks_ahead = options.depth > 1
         columns = [g.kvstore.column(g.ndata[name].kvstore_key) for name in store.names]
-        if any(one.cache or one.on_device or (one.ahead and g.structure().is_whole) for one in columns):
+        if any(one.cache or one.on_device or (one.ahead and g.structure().is_replicated) for one in columns):
             log.warning("push_pull fetches no features; policy='lookahead' is for partitioned structure")
         # The ranks' loaders share a name, as all construct theirs in the same order.
         self._label = f"push_pull.{session.next_number('push_pull')}"

@@ -21,9 +21,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, cast, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.optimizer import (
-    Optimizer,
-)
+from torch.optim.optimizer import Optimizer
 
 from dglx_dist.comm.collectives import check_equal, gather_int64, peers_named, sum_over_ranks
 from dglx_dist.comm.ledger import ring_bytes

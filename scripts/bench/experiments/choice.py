@@ -19,16 +19,7 @@ from dglx_dist.registry import AUTO
 from scripts.bench import data
 from scripts.bench.experiments.common import builds, trained
 from scripts.bench.pool import do_alone
-from scripts.bench.records import (
-    COUNTED_BYTES,
-    BenchPlan,
-    Cell,
-    ExperimentPlan,
-    Job,
-    Ratio,
-    Shape,
-    Variant,
-)
+from scripts.bench.records import COUNTED_BYTES, BenchPlan, Cell, ExperimentPlan, Job, Ratio, Shape, Variant
 
 SHAPE = Shape(servers=2, ranks_per_server=1)
 MEDIAN, WORST = 1.03, 1.25

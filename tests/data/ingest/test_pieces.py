@@ -13,11 +13,11 @@ import pyarrow.parquet
 import pytest
 
 from dglx_dist.data.external_memory import Budget, EdgeStream, Spill, sort_edges
-from dglx_dist.data.ingest.config import FeatureSpec, FileSet
+from dglx_dist.data.ingest.config import FeatureSpec
 from dglx_dist.data.ingest.features import join_settings, make_transforms
 from dglx_dist.data.ingest.node_ids import IdMap
 from dglx_dist.data.ingest.tensors import NO_SPLIT, Labels, draw_split_codes
-from dglx_dist.data.tables import PiecewiseTable, TableColumn
+from dglx_dist.data.tables import FileSet, PiecewiseTable, TableColumn
 from dglx_dist.errors import ConfigError, DatasetError
 from dglx_dist.records import Array
 from tests.helpers import refusal

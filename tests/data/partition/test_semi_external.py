@@ -14,12 +14,7 @@ from dglx_dist.data.external_memory import Budget, Ranks, Workspace, mapped
 from dglx_dist.data.partition import semi_external
 from dglx_dist.data.partition.balance import measure
 from dglx_dist.data.partition.base import PARTITIONERS, Partitioner, PartitionOptions
-from dglx_dist.data.partition.graph_views import (
-    SymmetricGraph,
-    balance_weights,
-    induced_graph,
-    symmetrise,
-)
+from dglx_dist.data.partition.graph_views import SymmetricGraph, balance_weights, induced_graph, symmetrise
 from dglx_dist.data.partition.one_pass import stream
 from dglx_dist.data.sources import load_dataset
 from dglx_dist.errors import ConfigError, PeerError

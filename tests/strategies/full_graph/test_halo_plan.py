@@ -15,12 +15,7 @@ from dglx_dist.comm.topology import Topology
 from dglx_dist.data.storage.arrays import ArrayCache, ArrayWriter
 from dglx_dist.graph.column import Column
 from dglx_dist.graph.row_kernels import column_info
-from dglx_dist.strategies.full_graph.halo_plan import (
-    HaloLayer,
-    PlanCache,
-    RankPlan,
-    RowPositions,
-)
+from dglx_dist.strategies.full_graph.halo_plan import HaloLayer, PlanCache, RankPlan, RowPositions
 
 
 @pytest.mark.parametrize("num_ids", [10, 1 << 40])
