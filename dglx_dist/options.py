@@ -180,7 +180,7 @@ def check_ranges(config: Any, spelled: str = "{flag} {value}") -> None:
     hints = get_type_hints(type(config))
     for one, declared in options_of(type(config)):
         value, hint, check = getattr(config, one.name), hints[one.name], declared.check
-        if value is None:
+        if value is None and hint is not int:
             continue
         if hint in (int, int | None) and not is_integer(value):
             check = Check(lambda _: False, "a whole number below 2**63")

@@ -118,6 +118,14 @@ def test_needless_options_of_dgl_are_warned_about_once_they_ask_for_something(na
         read_loader_options({name: False})
 
 
+@pytest.mark.parametrize("value", [0, -1, 2.5, True, None, "3", 1 << 63])
+def test_sizes_are_whole_numbers(value: object) -> None:
+    for name in ("batch_size", "depth"):
+        with pytest.raises(ConfigError, match=f"{name}={value!r} must be"):
+            read_loader_options({name: value})
+    assert read_loader_options({"batch_size": np.int64(3), "seed": np.int32(5)}).batch_size == 3
+
+
 @dataclass(frozen=True)
 class Echo:
     rows: list[int]
