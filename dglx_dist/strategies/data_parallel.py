@@ -29,8 +29,8 @@ from dglx_dist.strategies.base import (
     unpacked,
 )
 from dglx_dist.strategies.candidate import Candidate, CandidateContext
-from dglx_dist.strategies.gradient_sync import BUCKET_BYTES
-from dglx_dist.strategies.replicated import ReplicatedModel, check_frozen
+from dglx_dist.strategies.gradient_sync import BUCKET_BYTES, check_frozen
+from dglx_dist.strategies.replicated import ReplicatedModel
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph

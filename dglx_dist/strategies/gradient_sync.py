@@ -1,4 +1,4 @@
-"""Summing the gradients of replicated parameters over the ranks while backward still runs.
+"""Sums of the gradients of replicated parameters over the ranks while backward still runs, and buffer means.
 
 Why not ``DistributedDataParallel``: see docs/design/decisions.md. Only backward communicates, and only new
 gradients.
@@ -8,16 +8,20 @@ import logging
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from dglx_dist.comm.collectives import count_all_reduce, peers_named
+from dglx_dist.comm.collectives import (
+    count_all_reduce,
+    peers_named,
+    sum_over_ranks,
+)
 from dglx_dist.comm.session import Session, warn_user
 from dglx_dist.comm.trace import COMPUTE, NETWORK, WAIT
 from dglx_dist.errors import ConfigError
@@ -30,6 +34,7 @@ from dglx_dist.internals.pytorch import (
     version_of,
     watch_steps,
 )
+from dglx_dist.strategies.base import Reduction
 
 log = logging.getLogger(__name__)
 
@@ -440,3 +445,46 @@ class _Mark(torch.autograd.Function):
 
 def _on_accumulation(leaf: Tensor, action: Callable[[Tensor], None]) -> Any:
     return leaf.register_post_accumulate_grad_hook(action)  # type: ignore[no-untyped-call]  # torch leaves it bare
+
+
+def check_frozen(model: nn.Module, trained: Container[int]) -> None:
+    """Raise ConfigError if a parameter is trained whose id() is not in ``trained``."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in trained:
+            raise ConfigError(
+                f"parameter {name!r} was added or unfrozen after wrapping, so its gradient would stay "
+                "on this rank; wrap the model again after changing what is trained"
+            )
+
+
+@final
+class BufferMeans:
+    """Averages a model's floating-point buffers over the ranks, weighted like the gradients."""
+
+    def __init__(self, model: nn.Module, session: Session, reduction: Reduction) -> None:
+        self._model, self._session, self._reduction = model, session, reduction
+        self._before: list[Tensor] = []
+        self.note()
+
+    def note(self) -> None:
+        """Record the current values as equal on all ranks: after loading or moving the model."""
+        self._before = [buffer.detach().clone() for buffer in self._floats()]
+
+    def average(self, weight: float) -> None:
+        """Exchange the changes since the last call; every rank must call it.
+
+        ``weight`` is this rank's in a step whose loss is a mean.
+        """
+        # A model without buffers may get some in its first call, as caches of constants.
+        if self._session.topology.world_size == 1 or not self._before:
+            return
+        if self._reduction == "sum":
+            weight = 1.0 / self._session.topology.world_size
+        for buffer, before in zip(self._floats(), self._before, strict=True):
+            # The mean of the changes, not of the values: constants stay equal to the last bit.
+            change = (buffer - before) * weight if weight else torch.zeros_like(buffer)
+            before.add_(sum_over_ranks(change, self._session, phase="buffers", in_place=True))
+            buffer.copy_(before)
+
+    def _floats(self) -> list[Tensor]:
+        return [buffer for buffer in self._model.buffers() if buffer.is_floating_point()]

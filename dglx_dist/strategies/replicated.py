@@ -2,9 +2,9 @@
 
 import copy
 import zlib
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any, final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,13 +16,12 @@ from dglx_dist.comm.collectives import (
     gather_json,
     gather_rows,
     peers_named,
-    sum_over_ranks,
 )
 from dglx_dist.comm.exchange import bytes_of
 from dglx_dist.comm.session import Session, warn_user
 from dglx_dist.errors import ConfigError
 from dglx_dist.strategies.base import Reduction, WrappedModel
-from dglx_dist.strategies.gradient_sync import GradientExchange
+from dglx_dist.strategies.gradient_sync import BufferMeans, GradientExchange
 
 
 class ReplicatedModel(WrappedModel):
@@ -128,49 +127,6 @@ def _kind(tensor: Tensor) -> str:
     # Ranks have different GPUs, but the same kind of device.
     place = "" if tensor.device.type == "cpu" else f" on {tensor.device.type}"
     return f"{tuple(tensor.shape)} {tensor.dtype}{place}".replace("torch.", "")
-
-
-def check_frozen(model: nn.Module, trained: Container[int]) -> None:
-    """Raise ConfigError if a parameter is trained whose id() is not in ``trained``."""
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and id(parameter) not in trained:
-            raise ConfigError(
-                f"parameter {name!r} was added or unfrozen after wrapping, so its gradient would stay "
-                "on this rank; wrap the model again after changing what is trained"
-            )
-
-
-@final
-class BufferMeans:
-    """Averages a model's floating-point buffers over the ranks, weighted like the gradients."""
-
-    def __init__(self, model: nn.Module, session: Session, reduction: Reduction) -> None:
-        self._model, self._session, self._reduction = model, session, reduction
-        self._before: list[Tensor] = []
-        self.note()
-
-    def note(self) -> None:
-        """Record the current values as equal on all ranks: after loading or moving the model."""
-        self._before = [buffer.detach().clone() for buffer in self._floats()]
-
-    def average(self, weight: float) -> None:
-        """Exchange the changes since the last call; every rank must call it.
-
-        ``weight`` is this rank's in a step whose loss is a mean.
-        """
-        # A model without buffers may get some in its first call, as caches of constants.
-        if self._session.topology.world_size == 1 or not self._before:
-            return
-        if self._reduction == "sum":
-            weight = 1.0 / self._session.topology.world_size
-        for buffer, before in zip(self._floats(), self._before, strict=True):
-            # The mean of the changes, not of the values: constants stay equal to the last bit.
-            change = (buffer - before) * weight if weight else torch.zeros_like(buffer)
-            before.add_(sum_over_ranks(change, self._session, phase="buffers", in_place=True))
-            buffer.copy_(before)
-
-    def _floats(self) -> list[Tensor]:
-        return [buffer for buffer in self._model.buffers() if buffer.is_floating_point()]
 
 
 _CAUSES = (

@@ -27,7 +27,8 @@ from dglx_dist.strategies.base import find_share, gradient_weight, unpacked
 from dglx_dist.strategies.full_graph.halo_block import EmptyPartition, HaloBlock, tie_gradient
 from dglx_dist.strategies.full_graph.halo_exchange import StaleHalos
 from dglx_dist.strategies.full_graph.local_graphs import LocalGraph
-from dglx_dist.strategies.replicated import ReplicatedModel, check_frozen
+from dglx_dist.strategies.gradient_sync import check_frozen
+from dglx_dist.strategies.replicated import ReplicatedModel
 
 _NO_BLOCKS = tuple(kind for kind, known in CONVOLUTIONS.items() if not known.on_blocks)
 

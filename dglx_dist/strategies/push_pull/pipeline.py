@@ -31,8 +31,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.internals.pytorch import watch_steps
 from dglx_dist.layers.base import PartialSums, SplittableConv, StageInput
 from dglx_dist.layers.dropout import DropDraws
-from dglx_dist.strategies.gradient_sync import PHASE, GradientExchange
-from dglx_dist.strategies.push_pull.cut_gradient import mark_pieces
+from dglx_dist.strategies.gradient_sync import PHASE, BufferMeans, GradientExchange
 from dglx_dist.strategies.push_pull.exchange import (
     BACKWARD,
     FORWARD,
@@ -42,12 +41,12 @@ from dglx_dist.strategies.push_pull.exchange import (
     PartInput,
     Transfer,
     add_in_order,
+    mark_pieces,
     share_edge_values,
     sum_over_parts,
 )
 from dglx_dist.strategies.push_pull.options import PushPullOptions
 from dglx_dist.strategies.push_pull.split_model import InputSpec, Origin, SplitModel, read_input_spec
-from dglx_dist.strategies.replicated import BufferMeans
 
 Side: TypeAlias = Literal["M", "D"]
 """P3's names: the part side (layer 1 up to the sum) and the owner side (everything after it)."""

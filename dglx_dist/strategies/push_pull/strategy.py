@@ -37,14 +37,14 @@ from dglx_dist.strategies.base import (
     unpacked,
 )
 from dglx_dist.strategies.candidate import Candidate, CandidateContext
-from dglx_dist.strategies.push_pull.cut_gradient import mark_pieces
-from dglx_dist.strategies.push_pull.exchange import AsyncExchange, GroupBatch, make_group
+from dglx_dist.strategies.gradient_sync import BufferMeans, check_frozen
+from dglx_dist.strategies.push_pull.exchange import AsyncExchange, GroupBatch, make_group, mark_pieces
 from dglx_dist.strategies.push_pull.feature_columns import ColumnStore, ColumnStores
 from dglx_dist.strategies.push_pull.loader import PushPullLoader, split_prefetch
 from dglx_dist.strategies.push_pull.options import read_push_pull_options
 from dglx_dist.strategies.push_pull.pipeline import Pipeline, Version, replicas_group
 from dglx_dist.strategies.push_pull.split_model import split_model, uncut_copy
-from dglx_dist.strategies.replicated import BufferMeans, broadcast_state, check_frozen, check_same_model
+from dglx_dist.strategies.replicated import broadcast_state, check_same_model
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dglx_dist.comm.session import start_session
 from dglx_dist.errors import ConfigError
-from dglx_dist.strategies.push_pull.cut_gradient import CutGradient
+from dglx_dist.strategies.push_pull.exchange import CutGradient
 from tests.helpers.ranks import run_ranks
 
 
