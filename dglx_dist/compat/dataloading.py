@@ -19,8 +19,8 @@ from dglx_dist.dataloading.step_loader import Schedule, gather_counts, run_ahead
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph as InnerDistGraph
 from dglx_dist.graph.dist_tensor import DistTensor as InnerTensor
-from dglx_dist.graph.ids import as_array
 from dglx_dist.graph.kvstore import KVStore
+from dglx_dist.graph.partition_book import as_array
 from dglx_dist.internals.graphs import without_empty_types
 from dglx_dist.options import check_integer
 from dglx_dist.strategies.base import OpenedStrategy, open_strategy

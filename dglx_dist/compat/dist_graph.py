@@ -28,7 +28,7 @@ from dglx_dist.graph.dist_graph import DistGraph as InnerDistGraph
 from dglx_dist.graph.dist_tensor import DataView as InnerDataView
 from dglx_dist.graph.dist_tensor import DistTensor as InnerTensor
 from dglx_dist.graph.dist_tensor import TypedViews
-from dglx_dist.graph.ids import Ids
+from dglx_dist.graph.partition_book import Ids
 from dglx_dist.internals.graphs import Scheme, without_empty_types
 from dglx_dist.records import EdgeType, IdRanges
 

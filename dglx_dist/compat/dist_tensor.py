@@ -30,8 +30,8 @@ from dglx_dist.graph.dist_tensor import DistTensor as InnerDistTensor
 from dglx_dist.graph.dist_tensor import PartitionPolicy as InnerPolicy
 from dglx_dist.graph.dist_tensor import opened_graph
 from dglx_dist.graph.embedding import DistEmbedding as InnerDistEmbedding
-from dglx_dist.graph.ids import Ids, as_array
 from dglx_dist.graph.kvstore import KVStore
+from dglx_dist.graph.partition_book import Ids, as_array
 from dglx_dist.graph.shared_memory import InitRows
 from dglx_dist.records import Array
 

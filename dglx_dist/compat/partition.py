@@ -22,7 +22,7 @@ from dglx_dist.data.sources import edges_of_dgl
 from dglx_dist.data.storage.dgl_format import ranges_by_type, read_part_config, write_dgl_format
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.graph.ids import as_array
+from dglx_dist.graph.partition_book import as_array
 from dglx_dist.graph.row_kernels import numpy_view
 from dglx_dist.graph.split import edge_split as split_edges
 from dglx_dist.graph.split import node_split as split_nodes

@@ -17,9 +17,8 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.dist_tensor import PartitionPolicy as InnerPartitionPolicy
 from dglx_dist.graph.dist_tensor import opened_graph
-from dglx_dist.graph.ids import Ids, as_array, as_ids
 from dglx_dist.graph.kvstore import KVStore
-from dglx_dist.graph.partition_book import PartitionBook, canonical_etype
+from dglx_dist.graph.partition_book import Ids, PartitionBook, as_array, as_ids, canonical_etype
 from dglx_dist.internals.pytorch import ids_to_device
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, EdgeType, IdRanges, type_text
 

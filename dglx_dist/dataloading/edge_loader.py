@@ -41,7 +41,7 @@ from dglx_dist.dataloading.step_loader import (
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.analysis import NO_REVERSE, reverse_edge_ids
 from dglx_dist.graph.dist_tensor import DistTensor
-from dglx_dist.graph.ids import Ids, as_array, as_ids
+from dglx_dist.graph.partition_book import Ids, as_array, as_ids
 from dglx_dist.internals.graphs import structure_of
 from dglx_dist.internals.message_passing import place
 from dglx_dist.internals.pytorch import Copy

@@ -34,7 +34,7 @@ from dglx_dist.dataloading.step_loader import (
     seed_of,
 )
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.ids import Ids
+from dglx_dist.graph.partition_book import Ids
 from dglx_dist.graph.sampling import by_type, csc_of, fanout_by_type, keyed_draw
 from dglx_dist.graph.structure import NO_EDGES
 from dglx_dist.keyed_random import Csc, Rule

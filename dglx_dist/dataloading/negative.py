@@ -18,7 +18,7 @@ from dgl.dataloading import negative_sampler as dgl_negative
 from numba import njit
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.ids import as_ids
+from dglx_dist.graph.partition_book import as_ids
 from dglx_dist.keyed_random import bounded, hash_ids, item_key, stream_key, unit
 from dglx_dist.options import check_integer
 from dglx_dist.records import Array, EdgeType

@@ -29,7 +29,7 @@ from dglx_dist.comm.trace import COMPUTE, LOADER, WAIT, Pass
 from dglx_dist.dataloading.feature_fetch import NOTHING_CLAIMED, Ahead, Drawn, check_float, look_ahead
 from dglx_dist.dataloading.sampler_spec import refuse_by_name
 from dglx_dist.errors import CheckpointError, ConfigError
-from dglx_dist.graph.ids import Ids
+from dglx_dist.graph.partition_book import Ids
 from dglx_dist.graph.sampling import by_type
 from dglx_dist.internals.message_passing import in_torch
 from dglx_dist.keyed_random import hash_ids, stream_key

@@ -26,8 +26,8 @@ from dglx_dist.data.storage.columns import IDS
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.column import Column, DeviceRows, LookAheadRows, RowCache, check_cacheable
 from dglx_dist.graph.dist_tensor import OpenedGraph
-from dglx_dist.graph.ids import Ids
 from dglx_dist.graph.kvstore import KVStore
+from dglx_dist.graph.partition_book import Ids
 from dglx_dist.graph.row_kernels import SlotTable, fill_table, table_sizes
 from dglx_dist.graph.sampling import NO_IDS, by_type, fanout_by_type
 from dglx_dist.graph.shared_memory import shared_rows

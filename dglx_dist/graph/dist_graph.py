@@ -32,9 +32,15 @@ from dglx_dist.graph.dist_tensor import (
     TypedViews,
     unsupported,
 )
-from dglx_dist.graph.ids import Ids, as_ids, as_ids_or_all
 from dglx_dist.graph.kvstore import KVStore
-from dglx_dist.graph.partition_book import PartitionBook, Placement, canonical_etype
+from dglx_dist.graph.partition_book import (
+    Ids,
+    PartitionBook,
+    Placement,
+    as_ids,
+    as_ids_or_all,
+    canonical_etype,
+)
 from dglx_dist.graph.row_kernels import read_from_disk
 from dglx_dist.graph.sampling import DrawRule, sampled_graph, serve_uniform
 from dglx_dist.graph.shared_memory import InitRows

@@ -21,9 +21,16 @@ from dglx_dist.data.storage.reader import StoredDataset
 from dglx_dist.data.storage.row_files import RowFile, SavedRows, check_rows, read_index, read_rows, write_rows
 from dglx_dist.errors import ConfigError, RemoteError, StorageError
 from dglx_dist.graph.column import Column, Shard
-from dglx_dist.graph.ids import Ids, as_array, as_ids, integer_ids
 from dglx_dist.graph.kvstore import KVStore
-from dglx_dist.graph.partition_book import PartitionBook, RowOwners, split_ids
+from dglx_dist.graph.partition_book import (
+    Ids,
+    PartitionBook,
+    RowOwners,
+    as_array,
+    as_ids,
+    integer_ids,
+    split_ids,
+)
 from dglx_dist.graph.row_kernels import check_ids, column_info, numpy_view, tensor_view, torch_dtype
 from dglx_dist.graph.shared_memory import InitRows, save_folder, shared_rows
 from dglx_dist.graph.structure import Structure

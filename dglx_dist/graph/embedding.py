@@ -15,8 +15,8 @@ from dglx_dist.comm.devices import to_host
 from dglx_dist.comm.session import Shared
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor, OpenedGraph, PartitionPolicy, opened_graph, owned_rows
-from dglx_dist.graph.ids import Ids, as_ids
 from dglx_dist.graph.kvstore import KVStore
+from dglx_dist.graph.partition_book import Ids, as_ids
 from dglx_dist.graph.row_kernels import number_distinct
 from dglx_dist.graph.shared_memory import InitRows, check_memory
 from dglx_dist.graph.sparse_gradient import RowGradient, summed

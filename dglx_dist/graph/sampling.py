@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import OpenedGraph
-from dglx_dist.graph.ids import Ids, as_ids
+from dglx_dist.graph.partition_book import Ids, as_ids
 from dglx_dist.graph.structure import NO_EDGES, CSCShard, Draw, InEdges, Structure
 from dglx_dist.keyed_random import Csc, Rule, draw_among, draw_edges, merged
 from dglx_dist.records import Array, EdgeType

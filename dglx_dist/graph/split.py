@@ -12,8 +12,7 @@ from dglx_dist.comm.topology import Topology
 from dglx_dist.data.partition.hierarchical import TRAINER_ID
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor, opened_graph
-from dglx_dist.graph.ids import as_array
-from dglx_dist.graph.partition_book import PartitionBook, split_ids
+from dglx_dist.graph.partition_book import PartitionBook, as_array, split_ids
 from dglx_dist.graph.row_kernels import check_ids
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, EdgeType
 

@@ -29,8 +29,7 @@ from dglx_dist.comm.topology import Topology
 from dglx_dist.data.storage.reader import StoredDataset
 from dglx_dist.errors import ConfigError, PeerError, RemoteError
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.graph.ids import Ids, as_ids
-from dglx_dist.graph.partition_book import Placement, RowOwners
+from dglx_dist.graph.partition_book import Ids, Placement, RowOwners, as_ids
 from dglx_dist.graph.row_kernels import number_distinct
 from dglx_dist.graph.structure import InEdges, Structure
 from dglx_dist.progress import progress

@@ -36,7 +36,7 @@ from dglx_dist.dataloading.sampler_spec import read_sampler
 from dglx_dist.dataloading.step_loader import Items, LoaderTimes, read_items
 from dglx_dist.errors import CheckpointError, ConfigError, PeerError
 from dglx_dist.graph.dist_tensor import DistTensor
-from dglx_dist.graph.ids import Ids
+from dglx_dist.graph.partition_book import Ids
 from dglx_dist.records import Array, EpochRecord
 from dglx_dist.serverless.aws.package import check_imports, stages_of
 from dglx_dist.serverless.cost import Bill, Counts, bill, dollars
