@@ -229,7 +229,7 @@ def what_a_loader_lent_goes_with_the_loader(g: DistGraph) -> None:
 def a_step_goes_through_few_modules(g: DistGraph) -> None:
     """Modules of the package whose functions any thread calls in an epoch of sampled batches."""
     package = str(Path(dglx_dist.__file__).parent)
-    for strategy, most in {"data_parallel": 22, "push_pull": 35}.items():
+    for strategy, most in {"data_parallel": 21, "push_pull": 32}.items():
         sampler = dgl.dataloading.NeighborSampler(
             [5, 5], prefetch_node_feats=["feat"], prefetch_labels=["label"]
         )
