@@ -17,11 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from dglx_dist.comm.collectives import (
-    count_all_reduce,
-    peers_named,
-    sum_over_ranks,
-)
+from dglx_dist.comm.collectives import count_all_reduce, peers_named, sum_over_ranks
 from dglx_dist.comm.session import Session, warn_user
 from dglx_dist.comm.trace import COMPUTE, NETWORK, WAIT
 from dglx_dist.errors import ConfigError

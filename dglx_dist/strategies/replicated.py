@@ -10,13 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dglx_dist.comm.collectives import (
-    check_equal,
-    gather_int64,
-    gather_json,
-    gather_rows,
-    peers_named,
-)
+from dglx_dist.comm.collectives import check_equal, gather_int64, gather_json, gather_rows, peers_named
 from dglx_dist.comm.exchange import bytes_of
 from dglx_dist.comm.session import Session, warn_user
 from dglx_dist.errors import ConfigError
