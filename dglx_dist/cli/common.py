@@ -66,8 +66,8 @@ def show(table: Table | Callable[[int], Table]) -> None:
     console.print(table if isinstance(table, Table) else table(console.width))
 
 
-def draw_or_warn(draw: Callable[[], object], target: Path, remedy: str = "", *, quiet: bool = False) -> None:
-    """Call ``draw``, which writes ``target``, and print its path unless ``quiet``; warn if it cannot be done.
+def draw_or_warn(draw: Callable[[], object], target: Path, remedy: str = "") -> None:
+    """Call ``draw``, which writes ``target``, and print its path; warn if it cannot be done.
 
     ``remedy`` ends the warning, e.g. ``; say where with --picture FILE``.
     """
@@ -77,8 +77,7 @@ def draw_or_warn(draw: Callable[[], object], target: Path, remedy: str = "", *, 
     except OSError as error:
         warn(f"the picture could not be written to {target}: {error.strerror}{remedy}")
     else:
-        if not quiet:
-            write(f"picture: {target}")
+        write(f"picture: {target}")
 
 
 def check_picture(picture: Path, option: str, example: str) -> None:

@@ -189,13 +189,14 @@ def read_rendezvous(variables: Mapping[str, str] = os.environ) -> Rendezvous:
     )
 
 
-def read_launch(variables: Mapping[str, str] = os.environ) -> tuple[str, int]:
+def read_launch() -> tuple[str, int]:
     """Return a name of this start of torchrun and its number of restarts; ("", 0) without torchrun.
 
     On several machines it is the job's id, which the user may give again: it must not name one machine's
     launcher, since rank 0 may move.
     """
     # FOLDER/JOB_RANDOM/attempt_1/0/error.json: the name with random letters is the same after a restart.
+    variables = os.environ
     parents = Path(variables.get("TORCHELASTIC_ERROR_FILE", "")).parents
     attempt = _integer(variables, "TORCHELASTIC_RESTART_COUNT", minimum=0, default=0)
     if _integer(variables, "GROUP_WORLD_SIZE", minimum=1, default=1) > 1:
@@ -203,9 +204,9 @@ def read_launch(variables: Mapping[str, str] = os.environ) -> tuple[str, int]:
     return (parents[2].name, attempt) if len(parents) > 2 else ("", attempt)
 
 
-def started_by_agent(variables: Mapping[str, str] = os.environ) -> bool:
+def started_by_agent() -> bool:
     """Whether torchrun is the parent of this process, or of what started it."""
-    return "TORCHELASTIC_RUN_ID" in variables
+    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def be_parent() -> None:
@@ -263,11 +264,6 @@ def with_secret(environment: Mapping[str, str]) -> dict[str, str]:
     if environment.get("DGLX_SECRET") or environment.get("DGLX_SECRET_FILE"):
         return dict(environment)
     return {**environment, "DGLX_SECRET": secrets.token_hex(32)}
-
-
-def silence_profiler() -> None:
-    """Silence messages of torch's profiler on standard error, unless the user set the variable."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
 def inherited_environment() -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from dglx_dist.errors import CheckpointError, ConfigError
+from dglx_dist.errors import CheckpointError, ConfigError, shorten_list
 from dglx_dist.records import Array
 from dglx_dist.serverless.program import Program
 from dglx_dist.serverless.stages.base import Shapes
@@ -389,7 +389,7 @@ class ParameterServer:
         with self._lock:
             sums = self._sums.get(self.updates) or self._no_sums()
             return "; ".join(
-                f"epoch {self.updates}, step {step}: gradients of intervals {_abbreviated(one.missing)}"
+                f"epoch {self.updates}, step {step}: gradients of intervals {shorten_list(one.missing, 8)}"
                 for step, one in sums.items()
                 if one.missing
             )
@@ -435,8 +435,3 @@ def _digest(arrays: Sequence[Array]) -> bytes:
     for array in arrays:
         digest.update(np.ascontiguousarray(array).reshape(-1).data)
     return digest.digest()
-
-
-def _abbreviated(intervals: Sequence[int], limit: int = 8) -> str:
-    text = ", ".join(str(interval) for interval in intervals[:limit])
-    return text if len(intervals) <= limit else f"{text} and {len(intervals) - limit} more"

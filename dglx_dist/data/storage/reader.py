@@ -32,7 +32,7 @@ from dglx_dist.data.storage.columns import (
 )
 from dglx_dist.data.storage.files import PARTIAL_SUFFIX, read_small, replaced_file
 from dglx_dist.data.storage.manifest import Manifest, StoredArray, part_arrays, read_manifest
-from dglx_dist.errors import ConfigError, DatasetError, StorageError
+from dglx_dist.errors import ConfigError, DatasetError, StorageError, shorten_list
 from dglx_dist.progress import progress
 from dglx_dist.records import Array, EdgeType, RawGraph
 
@@ -201,9 +201,8 @@ class StoredDataset:
         if part not in self._parts:
             missing = self._missing(part)
             if missing:
-                shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
                 raise StorageError(
-                    f"part {part} of {self.folder} is not on this machine: {shown} missing; "
+                    f"part {part} of {self.folder} is not on this machine: {shorten_list(missing)} missing; "
                     f"copy the folder part{part} here"
                 )
             self._parts[part] = StoredPart(self.folder, self.manifest, part)

@@ -58,7 +58,7 @@ class Lambda(Strategy):
 
     traits = Traits(
         unit="full_graph",
-        summary="features of ghosts once; boundary rows and their gradients; rows and weights to workers",
+        summary="features of halo nodes once; boundary rows and their gradients; rows and weights to workers",
         own_loop=False,
         on_gpus=False,
         complexity=50,
