@@ -355,13 +355,10 @@ def _parsed(variables: Mapping[str, str], name: str, parse: Callable[[str], T | 
 
 _RANK_DEFAULTS = {
     # Otherwise every large tensor is mapped, page-faulted in and returned to the system at every step,
-    # which costs up to a third of a training step on CPUs. allocator.keep_memory() does the same from within,
+    # which costs up to a third of a training step on CPUs. memory.keep_memory() does the same from within,
     # which is later than the first imports. A MALLOC_TOP_PAD_ would add 0.5 GB to a rank and no speed.
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(16 << 30),
-    # Otherwise torch's profiler, with which strategy auto traces a model, reports its start and stop on
-    # each rank; no lower level silences that.
-    "KINETO_LOG_LEVEL": "99",
     # Otherwise each rank whose launcher was killed adds a C++ stack of torch's store to its own message.
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
@@ -372,9 +369,9 @@ def rank_environment(
 ) -> dict[str, str]:
     """Return the whole environment for ``num_ranks`` ranks on this machine; ConfigError for numbers below 1.
 
-    Sets glibc's allocator to keep its memory and the threads of each rank to its share of the cores, and
-    silences torch's profiler; keeps the user's own settings. ``environment`` is extended (None: this
-    process's own), ``ranks_per_server`` taken from it if None.
+    Sets glibc's allocator to keep its memory and the threads of each rank to its share of the cores; keeps
+    the user's own settings. ``environment`` is extended (None: this process's own), ``ranks_per_server``
+    taken from it if None.
     """
     if num_ranks < 1 or (ranks_per_server is not None and ranks_per_server < 1):
         raise ConfigError(f"{num_ranks} ranks, {ranks_per_server} per server: both must be at least 1")

@@ -424,8 +424,8 @@ class NetworkxSource(DatasetSource):
     """A file of NetworkX of at most 256 MiB, ``.graphml``, ``.gml``, ``.gexf``, ``.json``, also with ``.gz``.
 
     Edges of an undirected graph are stored in both directions; the second one has no mask. Attributes mean
-    what columns of tables do (:class:`dglx_dist.data.tables.TablesSource`); texts, those that some lack, and
-    the labels and ids that each ``.gexf`` has for display, are ignored. Takes no options.
+    what columns of tables do (``TablesSource``); texts, those that some lack, and the labels and ids that
+    each ``.gexf`` has for display, are ignored. Takes no options.
     """
 
     memory_per_byte = 20

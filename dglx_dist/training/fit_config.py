@@ -44,7 +44,7 @@ TRAIN, VALIDATION, TEST = SPLITS
 
 @dataclass(frozen=True, kw_only=True)
 class FitConfig(RunOptions):
-    """Configuration of :func:`train`, beside the options that ``dglx train`` has too; wrong: ConfigError."""
+    """Configuration of ``fit.train``, beside the options that ``dglx train`` has too; wrong: ConfigError."""
 
     checkpoint_folder: str | Path | None = None
     """Folder of checkpoints, shared by all ranks; None: none are saved."""
@@ -92,7 +92,7 @@ class FitConfig(RunOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class FitResult:
-    """Result of :func:`train`, equal on every rank."""
+    """Result of ``fit.train``, equal on every rank."""
 
     epochs: list[EpochRecord] = field(default_factory=list)
     """Epochs of this call, without those before a resume."""
