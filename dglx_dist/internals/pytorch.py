@@ -12,6 +12,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore as TCPStore
+from torch.nn.modules import batchnorm
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -27,6 +28,9 @@ Copy: TypeAlias = Callable[[Tensor], Tensor]
 """A tensor in host memory to its copy on a device."""
 
 Kind = TypeVar("Kind", bound=Tensor)
+
+AnyBatchNorm: TypeAlias = batchnorm._BatchNorm
+NormWithStatistics: TypeAlias = batchnorm._NormBase
 
 NO_BACKWARD = -1
 

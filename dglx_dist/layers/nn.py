@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from dglx_dist.comm.collectives import gather_rows, peers_named, sum_over_ranks
 from dglx_dist.comm.session import Session, SessionField, warn_user
 from dglx_dist.dataloading.step_loader import WRAPPED_MODELS
 from dglx_dist.errors import ConfigError, shorten_list
+from dglx_dist.internals.pytorch import AnyBatchNorm, NormWithStatistics
 from dglx_dist.layers.dropout import NodeDropouts
 
 PHASE = "batch_norm"
@@ -73,7 +73,7 @@ class StatisticsExchange:
 
 
 @final
-class BatchNorm(_NormBase):
+class BatchNorm(NormWithStatistics):
     """``nn.BatchNorm1d`` over the rows of all ranks in training, as one process would compute it.
 
     A node that several ranks compute counts once where the wrapped model knows the nodes of the rows: in
@@ -187,7 +187,7 @@ class _Normalize(torch.autograd.Function):
 
 
 def _torch_norms(model: nn.Module) -> dict[str, nn.Module]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, _BatchNorm)}
+    return {name: module for name, module in model.named_modules() if isinstance(module, AnyBatchNorm)}
 
 
 def _can_convert(norm: Any) -> bool:

@@ -11,13 +11,12 @@ from dgl.nn.pytorch import glob
 from dgl.nn.pytorch.conv.graphconv import EdgeWeightNorm
 from dgl.nn.pytorch.conv.hgtconv import HGTConv
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from dglx_dist.comm.exchange import row_exchanges
 from dglx_dist.errors import ConfigError
 from dglx_dist.internals.graphs import refuse_reversed
-from dglx_dist.internals.pytorch import replace_floats, tree_leaves, version_of
+from dglx_dist.internals.pytorch import AnyBatchNorm, replace_floats, tree_leaves, version_of
 from dglx_dist.layers.convolutions import CONVOLUTIONS, sums_sources
 from dglx_dist.layers.dropout import install_node_dropouts
 from dglx_dist.layers.nn import install_batch_norms
@@ -137,7 +136,7 @@ def check_rows_stay_apart(model: nn.Module, features: int = 0) -> None:
         where = (
             f"{name!r} is a {type(module).__name__}" if name else f"the model is a {type(module).__name__}"
         )
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, AnyBatchNorm):
             raise ConfigError(
                 f"{where}: its statistics would cover this rank's rows only, and rows that several ranks "
                 "hold would count twice; call dx.nn.BatchNorm.convert(model) before dx.wrap, or use "

@@ -343,7 +343,7 @@ def mark_pieces(parameters: Iterable[nn.Parameter], session: Session, num_parts:
 
 def _values_of(piece: Tensor, fill: float) -> Tensor:
     """Return what torch takes a norm or maximum of: not sparse, and ``fill`` for a part without columns."""
-    values = piece.coalesce()._values() if piece.is_sparse else piece
+    values = piece.coalesce().values() if piece.is_sparse else piece
     return values if values.numel() else values.new_full((1,), fill)
 
 

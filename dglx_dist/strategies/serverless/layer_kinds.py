@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from dglx_dist.data.json_fields import Json
 from dglx_dist.errors import ConfigError
+from dglx_dist.internals.pytorch import AnyBatchNorm
 from dglx_dist.layers.base import DeclaredStage, Declares
 from dglx_dist.layers.convolutions import CONVOLUTIONS
 from dglx_dist.layers.dropout import NodeDropout
@@ -600,7 +601,7 @@ def layer_of(name: str, module: nn.Module) -> Layer | None:
                 "nn.Dropout only; use it, set the probability to 0, or use strategy='data_parallel'"
             )
         return DropoutLayer(name, module)
-    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+    if isinstance(module, AnyBatchNorm):
         raise ConfigError(
             f"{name!r}, {kind.__name__}, takes means over all nodes, and workers know the rows of one "
             "interval; use nn.LayerNorm, or strategy='data_parallel'"
