@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeAlias, final
@@ -17,9 +18,9 @@ from dgl.heterograph import DGLBlock
 from torch import Tensor
 
 from dglx_dist.comm.collectives import check_equal, gather_int64, run_on_all_ranks
-from dglx_dist.dataloading.feature_fetch import EDGE_PHASE, Ahead, Drawn, fetch_on_access
+from dglx_dist.dataloading.feature_fetch import EDGE_PHASE
 from dglx_dist.dataloading.loader import excluded_edges, open_maker
-from dglx_dist.dataloading.minibatch import NOTHING_EXCLUDED, BatchMaker, Excluded, MiniBatch, NodeIds
+from dglx_dist.dataloading.minibatch import NOTHING_EXCLUDED, Excluded, MiniBatch, NodeIds, NodeMaker
 from dglx_dist.dataloading.negative import (
     DrawAll,
     NegativeSampler,
@@ -40,6 +41,7 @@ from dglx_dist.dataloading.step_loader import (
 )
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.analysis import NO_REVERSE, reverse_edge_ids
+from dglx_dist.graph.column import PendingPull
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.partition_book import Ids, as_array, as_ids
 from dglx_dist.internals.graphs import structure_of
@@ -362,28 +364,31 @@ def _graph(
     return graph
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class EdgeBatch(MiniBatch):
     """One batch of an edge loader: the pairs, and the blocks around their nodes."""
 
+    edges: Edges
     pairs: list[dgl.DGLGraph]
     """The batch's edges over the destinations of the last block, in their order; then negative pairs over the
     same nodes, if there is a negative sampler."""
+    pulls: Sequence[tuple[EdgeType, str, PendingPull]] = ()
+    """Requested columns of the edges: type, name in the frame, what waits for the rows."""
 
-    def moved(self, device: torch.device, copy: Copy) -> EdgeBatch:
-        pairs = [place(graph, device, copy=copy) for graph in self.pairs]
-        for graph, before in zip(pairs, self.pairs, strict=True):
+    def move(self, device: torch.device, copy: Copy) -> None:
+        pairs, self.pairs = self.pairs, [place(graph, device, copy=copy) for graph in self.pairs]
+        for graph, before in zip(self.pairs, pairs, strict=True):
             graph.merged_pairs = before.merged_pairs.moved(graph, copy)
-        return replace(super().moved(device, copy), pairs=pairs)
+        super().move(device, copy)
 
 
 @final
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class EdgeMaker(Maker[EdgeType, EdgeBatch]):
-    """Makes the batches of one edge loader. Thread-safe."""
+    """The stages of batches of edges. Those of the blocks are of ``blocks``."""
 
     g: DistGraph
-    blocks: BatchMaker
+    blocks: NodeMaker
     seed: int
     exclude: Exclude
     negative: DrawAll | None
@@ -405,36 +410,46 @@ class EdgeMaker(Maker[EdgeType, EdgeBatch]):
     def sampling_signature(self) -> str:
         return f"{self.blocks.sampling_signature()}, {self.signature}"
 
-    def claim(self) -> Ahead:
-        return self.blocks.claim()
+    def claim(self) -> None:
+        self.blocks = copy(self.blocks)
+        self.blocks.claim()
+        self.claimed = self.blocks.claimed
 
-    def draw(self, edges: Mapping[EdgeType, Array], epoch: int, *, step: int) -> Drawn[EdgeBatch]:
+    def close(self) -> None:
+        self.blocks.close()
+
+    def sample_items(self, edges: Mapping[EdgeType, Array], epoch: int, *, step: int) -> EdgeBatch:
         begin = time.perf_counter()
         seeds, pairs = self._pairs(edges, epoch)
-        exclude = self.exclude(edges)
+        batch, exclude = EdgeBatch(seeds=seeds, edges=edges, pairs=pairs), self.exclude(edges)
         paired_s = time.perf_counter() - begin
-        drawn = self.blocks.draw(seeds, epoch, exclude, step=step)
+        self.blocks.sample_blocks(batch, epoch, exclude, step=step)
+        batch.sample_s += paired_s
+        return batch
 
-        def submit(claimed: Ahead) -> Callable[[], EdgeBatch]:
-            pulls = [
-                (etype, name, self.g.kvstore.submit_pull(key, edges[etype], phase=EDGE_PHASE))
-                for etype, columns in self.columns.items()
-                for name, key in columns.items()
-            ]
-            make = drawn.submit(claimed)
+    def fetch(self, batch: EdgeBatch) -> None:
+        batch.pulls = [
+            (etype, name, self.g.kvstore.submit_pull(key, batch.edges[etype], phase=EDGE_PHASE))
+            for etype, columns in self.columns.items()
+            for name, key in columns.items()
+        ]
+        self.blocks.fetch(batch)
 
-            def finish() -> EdgeBatch:
-                batch = make()
-                begin = time.perf_counter()
-                for etype, name, pull in pulls:
-                    pairs[0].edges[etype].data[name] = pull()
-                fetch_s = batch.fetch_s + time.perf_counter() - begin
-                timed = replace(batch, sample_s=paired_s + batch.sample_s, fetch_s=fetch_s)
-                return EdgeBatch(**vars(timed), pairs=pairs)
+    def build(self, batch: EdgeBatch) -> None:
+        self.blocks.build(batch)
+        begin = time.perf_counter()
+        for etype, name, pull in batch.pulls:
+            batch.pairs[0].edges[etype].data[name] = pull()
+        batch.pulls = ()
+        batch.fetch_s += time.perf_counter() - begin
 
-            return finish
-
-        return Drawn(inputs=drawn.inputs, num_bytes=drawn.num_bytes, submit=submit)
+    def deliver(self, batch: EdgeBatch, share: StepShare) -> EdgesBatch:
+        self.blocks.finish(batch, share)
+        # On each of them, since a model may get the blocks, a pair graph, or both.
+        for graph in batch.pairs:
+            graph.step_share = share
+        nodes, blocks, pairs = batch.input_nodes, batch.blocks, batch.pairs
+        return (nodes, pairs[0], blocks) if len(pairs) == 1 else (nodes, pairs[0], pairs[1], blocks)
 
     def _pairs(
         self, edges: Mapping[EdgeType, Array], epoch: int
@@ -544,18 +559,6 @@ class DistEdgeDataLoader(StepLoader[EdgeType, EdgeBatch, EdgesBatch]):
             signature=f"exclude {signature}, negative_sampler={read.negative!r}",
         )
         super().__init__(g.session, read.items, read.options, maker)
-        self._g, self._columns_warned_of = g, set[str]()
-
-    def _delivered(self, batch: EdgeBatch, share: StepShare) -> EdgesBatch:
-        batch.arrived()
-        fetch_on_access(self._g, batch.blocks, self._columns_warned_of)
-        blocks, nodes, graphs = batch.blocks, batch.input_nodes, batch.pairs
-        # On each of them, since a model may get the blocks, a pair graph, or both.
-        for stamped in (blocks[-1], *graphs):
-            stamped.step_share = share
-        if len(graphs) == 1:
-            return nodes, graphs[0], blocks
-        return nodes, graphs[0], graphs[1], blocks
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, final
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, final
 
 import dgl
 import numpy as np
@@ -180,35 +180,35 @@ class Columns:
         return rows if rows is not None and rows.rows.device == self.memory.device else None
 
 
-B = TypeVar("B")
 WINDOW_BYTES = 256 << 20
-"""Of drawn batches that wait to be requested; a loader looks no further ahead beyond it."""
+"""Maximum size of sampled batches that wait to be requested; beyond it a loader looks no further ahead."""
 MOST_REQUESTED = 4
 """Batches ahead of the delivered one whose rows are requested."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Drawn(Generic[B]):
-    """A batch without its columns."""
+class Sampled(Protocol):
+    """A batch whose columns are not requested yet, as :func:`look_ahead` reads it."""
 
-    inputs: Mapping[str, Array]
-    """The (n,) int64 distinct input nodes by column."""
-    num_bytes: int
-    submit: Callable[[Ahead], Callable[[], B]]
-    """Requests the columns; returns what waits for them and makes the batch."""
+    @property
+    def inputs(self) -> Mapping[str, Array]:
+        """The (n,) int64 distinct input nodes by column."""
 
-    def make(self) -> B:
-        return self.submit(NOTHING_CLAIMED)()
+    @property
+    def num_bytes(self) -> int: ...
 
 
-def look_ahead(draws: Iterator[Drawn[B]], claimed: Ahead) -> Generator[B, None, None]:
-    """Yield the batches of ``draws`` in order, with the rows of the next ones requested.
+S = TypeVar("S", bound=Sampled)
 
-    Draws as many batches ahead as are needed to know which rows to keep, as long as they take at most
+
+def look_ahead(samples: Iterator[S], claimed: Ahead, fetch: Callable[[S], None]) -> Generator[S, None, None]:
+    """Yield the batches of ``samples`` in order, with the rows of the next ones requested by ``fetch``.
+
+    Samples as many batches ahead as are needed to know which rows to keep, as long as they take at most
     :data:`WINDOW_BYTES`. Requests one batch ahead, and up to :data:`MOST_REQUESTED` whose rows take less than
-    two messages. The error of a draw is raised in its turn.
+    two messages. The consumer waits for the rows of a batch before it asks for the next one. The error of a
+    sample is raised in its turn.
     """
-    window: deque[Drawn[B]] = deque()
+    window: deque[S] = deque()
     num_bytes, failed = 0, None
 
     def announce_more() -> bool:
@@ -216,30 +216,32 @@ def look_ahead(draws: Iterator[Drawn[B]], claimed: Ahead) -> Generator[B, None, 
         if failed is not None or (window and num_bytes >= WINDOW_BYTES):
             return False
         try:
-            drawn = next(draws, None)
-            if drawn is None:
+            batch = next(samples, None)
+            if batch is None:
                 return False
             for key, rows in claimed.items():
-                rows.announce(drawn.inputs[key])
-        except Exception as error:  # noqa: BLE001 - the batches drawn before it come first
+                rows.announce(batch.inputs[key])
+        except Exception as error:  # noqa: BLE001 - the batches sampled before it come first
             failed = error
             return False
-        window.append(drawn)
-        num_bytes += drawn.num_bytes
+        window.append(batch)
+        num_bytes += batch.num_bytes
         return True
 
     for rows in claimed.values():
         rows.announce_more = announce_more
-    requested: deque[Callable[[], B]] = deque()
+    requested: deque[S] = deque()
     while window or announce_more():
         num_bytes -= window[0].num_bytes
-        requested.append(window.popleft().submit(claimed))
+        # Without a name: it would keep the batch after the consumer has let it go.
+        requested.append(window.popleft())
+        fetch(requested[-1])
         while len(requested) > MOST_REQUESTED or (
             len(requested) > 1 and any(rows.is_busy for rows in claimed.values())
         ):
-            yield requested.popleft()()
-    for finish in requested:
-        yield finish()
+            yield requested.popleft()
+    while requested:
+        yield requested.popleft()
     if failed is not None:
         raise failed
 

@@ -11,9 +11,9 @@ from dgl.heterograph import DGLBlock
 
 from dglx_dist.comm.collectives import barrier, check_equal, gather_json, run_on_all_ranks
 from dglx_dist.comm.devices import device_of
-from dglx_dist.dataloading.feature_fetch import Columns, RowMemory, fetch_on_access
+from dglx_dist.dataloading.feature_fetch import Columns, RowMemory
 from dglx_dist.dataloading.kernels import Schema
-from dglx_dist.dataloading.minibatch import BatchMaker, KernelMaker, MiniBatch, NodeIds, SamplerMaker
+from dglx_dist.dataloading.minibatch import KernelMaker, MiniBatch, NodeIds, NodeMaker, SamplerMaker
 from dglx_dist.dataloading.sampler import BatchSource, DrawSettings, LocalSource, RemoteSource, digest_of
 from dglx_dist.dataloading.sampler_spec import (
     Fanout,
@@ -38,7 +38,7 @@ from dglx_dist.graph.partition_book import Ids
 from dglx_dist.graph.sampling import by_type, csc_of, fanout_by_type, keyed_draw
 from dglx_dist.graph.structure import NO_EDGES
 from dglx_dist.keyed_random import Csc, Rule
-from dglx_dist.records import Array, EdgeType, StepShare
+from dglx_dist.records import Array, EdgeType
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -48,7 +48,7 @@ _SPARE_BUFFERS = 2
 """Batches alive beside those made ahead: one in the training loop, one in its backward pass."""
 
 
-def open_maker(g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOptions, seed: int) -> BatchMaker:
+def open_maker(g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOptions, seed: int) -> NodeMaker:
     """Return the maker of a loader's batches. Collective.
 
     Raises:
@@ -62,7 +62,7 @@ def open_maker(g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOpti
     check_equal(g.session, "the sampler", f"fanouts={plan.fanouts}, {rule}")
     if draws is None:
         return SamplerMaker(sampler, g, columns)
-    return KernelMaker(_source(g, draws, plan.weights), draws, g.kvstore, columns)
+    return KernelMaker(_source(g, draws, plan.weights), draws, g, columns)
 
 
 def _local_plan(
@@ -106,7 +106,7 @@ def _source(g: DistGraph, draws: DrawSettings, weights: str | None, op: str = ""
 
 def neighborhood_maker(
     g: DistGraph, num_layers: int, mask: str | None = None, edge_feats: Any = ()
-) -> BatchMaker:
+) -> NodeMaker:
     """Return what makes blocks of all in-edges of ``num_layers`` hops, with the columns ``edge_feats``.
 
     With ``mask``, edge data, of those that it marks; that is collective.
@@ -114,7 +114,7 @@ def neighborhood_maker(
     fanouts = np.full((num_layers, len(g.canonical_etypes)), -1)
     draws = DrawSettings(schema=_schema(g), fanouts=fanouts, replace=False, exclude={}, seed=0)
     columns = Columns(edges=edge_columns(g, names_by_type(edge_feats, "edge_feats"), "edge_feats"))
-    return KernelMaker(_source(g, draws, mask, "" if mask else "in_edges"), draws, g.kvstore, columns)
+    return KernelMaker(_source(g, draws, mask, "" if mask else "in_edges"), draws, g, columns)
 
 
 def _read_structures(g: DistGraph, weights: str | None) -> list[Csc]:
@@ -230,11 +230,3 @@ class DataLoader(StepLoader[str, MiniBatch, Batch]):
         )
         maker = open_maker(g, sampler, plan, read, seed_of(read, g.session))
         super().__init__(g.session, seeds, read, maker)
-
-        self._g, self._columns_warned_of = g, set[str]()
-
-    def _delivered(self, batch: MiniBatch, share: StepShare) -> Batch:
-        batch.arrived()
-        fetch_on_access(self._g, batch.blocks, self._columns_warned_of)
-        batch.blocks[-1].step_share = share
-        return batch.input_nodes, batch.output_nodes, batch.blocks

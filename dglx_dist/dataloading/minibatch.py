@@ -5,13 +5,13 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar, final
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast, final
 
 import dgl
 import numpy as np
@@ -21,23 +21,21 @@ from torch import Tensor
 
 from dglx_dist.dataloading.feature_fetch import (
     WINDOW_BYTES,
-    Ahead,
     Columns,
-    Drawn,
     EdgesOfBlock,
     SplitColumn,
     edges_of,
+    fetch_on_access,
     submit_columns,
 )
 from dglx_dist.dataloading.kernels import RawBatch, SampleRequest, Schema, ThreadTable
 from dglx_dist.dataloading.sampler import BatchSource, DrawSettings, LocalSource, RemoteSource
-from dglx_dist.dataloading.step_loader import Maker, run_ahead
+from dglx_dist.dataloading.step_loader import Maker, StepLoader, run_ahead
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.internals.graphs import BlockTypes
 from dglx_dist.internals.message_passing import place
 from dglx_dist.internals.pytorch import Copy, ids_to_device
-from dglx_dist.records import Array, EdgeType
+from dglx_dist.records import Array, EdgeType, StepShare
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -94,40 +92,46 @@ NodeIds: TypeAlias = Tensor | dict[str, Tensor]
 
 NOTHING_EXCLUDED: Excluded = MappingProxyType({})
 
-M = TypeVar("M", bound="MiniBatch")
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class MiniBatch:
-    """One batch, and the time it took."""
+    """One batch on its way through the stages of a loader, and the time it took."""
 
-    input_nodes: NodeIds
+    seeds: Seeds
+    raw: RawBatch | None = None
+    """What the kernels drew, until the blocks are built."""
+    sources: Mapping[str, Array] = field(default_factory=dict)
+    """(n,) int64 distinct input nodes by type, where the kernels drew them."""
+    inputs: Mapping[str, Array] = field(default_factory=dict)
+    """The same by column."""
+    num_bytes: int = 0
+    """Memory that the batch takes until its rows are requested."""
+    pulled: Callable[[Sequence[DGLBlock]], Sequence[SplitColumn]] | None = None
+    """Waits for the requested columns, see :func:`submit_columns`."""
+    input_nodes: NodeIds = field(init=False)
     """The sources of the first block."""
-    output_nodes: NodeIds
+    output_nodes: NodeIds = field(init=False)
     """The seeds."""
-    blocks: list[DGLBlock]
+    blocks: list[DGLBlock] = field(init=False)
     """Layer 1 first."""
-    sample_s: float
+    sample_s: float = 0.0
     """Seconds of sampling and building blocks; includes features if one call does both."""
-    fetch_s: float
+    fetch_s: float = 0.0
     """Seconds of fetching columns."""
     split: Sequence[SplitColumn] = ()
     """Columns that are set when the batch is delivered."""
     arrive: Callable[[], None] | None = None
     """Lets the consumer's stream wait for copies to a device."""
 
-    def moved(self: M, device: torch.device, copy: Copy) -> M:
-        """Return the batch on ``device``; :meth:`arrived` sets the rest there."""
+    def move(self, device: torch.device, copy: Copy) -> None:
+        """Begin to copy the batch to ``device``; :meth:`finish` sets the rest there."""
         copied = partial(ids_to_device, device=device, copy=copy)
-        return replace(
-            self,
-            input_nodes=_moved_nodes(self.input_nodes, copied),
-            output_nodes=_moved_nodes(self.output_nodes, copied),
-            blocks=[place(block, device, copy=copy) for block in self.blocks],
-            split=[column.moved(copy) for column in self.split],
-        )
+        self.input_nodes = _moved_nodes(self.input_nodes, copied)
+        self.output_nodes = _moved_nodes(self.output_nodes, copied)
+        self.blocks = [place(block, device, copy=copy) for block in self.blocks]
+        self.split = [column.moved(copy) for column in self.split]
 
-    def arrived(self) -> None:
+    def finish(self) -> None:
         """Let the current stream wait for the copies, and set the columns that are partly cached there."""
         if self.arrive is not None:
             self.arrive()
@@ -139,37 +143,66 @@ def _moved_nodes(nodes: NodeIds, copy: Copy) -> NodeIds:
     return copy(nodes) if isinstance(nodes, Tensor) else {ntype: copy(ids) for ntype, ids in nodes.items()}
 
 
+class NodeMaker(Maker[str, MiniBatch]):
+    """The stages of batches of nodes."""
+
+    def __init__(self, g: DistGraph, columns: Columns) -> None:
+        self._g, self._columns = g, columns
+        self._warned: set[str] = set()
+
+    def close(self) -> None:
+        for rows in self.claimed.values():
+            rows.release()
+
+    @abstractmethod
+    def offline(self) -> NodeMaker: ...
+
+    @abstractmethod
+    def sample_blocks(self, batch: MiniBatch, epoch: int, exclude: Excluded, *, step: int) -> None:
+        """Sample what is around the seeds of ``batch``, without the edges to ``exclude``."""
+
+    def sample_items(
+        self, seeds: Seeds, epoch: int, exclude: Excluded = NOTHING_EXCLUDED, *, step: int
+    ) -> MiniBatch:
+        batch = MiniBatch(seeds=seeds)
+        self.sample_blocks(batch, epoch, exclude, step=step)
+        return batch
+
+    def deliver(self, batch: MiniBatch, share: StepShare) -> Any:
+        self.finish(batch, share)
+        return batch.input_nodes, batch.output_nodes, batch.blocks
+
+    def finish(self, batch: MiniBatch, share: StepShare) -> None:
+        """Complete the blocks on the consumer's thread, and stamp them with ``share``."""
+        batch.finish()
+        fetch_on_access(self._g, batch.blocks, self._warned)
+        batch.blocks[-1].step_share = share
+
+
 @final
-class SamplerMaker(Maker[str, MiniBatch]):
-    """The maker of blocks around nodes by a sampler's own code."""
+class SamplerMaker(NodeMaker):
+    """The stages of blocks around nodes by a sampler's own code."""
 
     def __init__(self, sampler: Any, g: DistGraph, columns: Columns) -> None:
-        self._sampler, self._g, self._columns = sampler, g, columns
+        super().__init__(g, columns)
+        self._sampler = sampler
 
-    def draw(
-        self, seeds: Seeds, epoch: int, exclude: Excluded = NOTHING_EXCLUDED, *, step: int
-    ) -> Drawn[MiniBatch]:
-        # Drawn when it is made: nothing is announced.
-        return Drawn(inputs={}, num_bytes=0, submit=lambda _claimed: partial(self._make, seeds, exclude))
-
-    def _make(self, seeds: Seeds, exclude: Excluded) -> MiniBatch:
+    def sample_blocks(self, batch: MiniBatch, epoch: int, exclude: Excluded, *, step: int) -> None:
         begin = time.perf_counter()
-        input_nodes, output_nodes, blocks = self._sample(_node_ids(seeds, self._g.ntypes), exclude)
-        sampled = time.perf_counter()
-        edges = [edges_of(block) for block in blocks] if self._columns.edges else []
-        inputs, targets = self._arrays(input_nodes), self._arrays(output_nodes)
+        found = self._sample(_node_ids(batch.seeds, self._g.ntypes), exclude)
+        batch.input_nodes, batch.output_nodes, batch.blocks = found
+        batch.sample_s = time.perf_counter() - begin
+
+    def fetch(self, batch: MiniBatch) -> None:
+        begin = time.perf_counter()
+        edges = [edges_of(block) for block in batch.blocks] if self._columns.edges else []
+        inputs, targets = self._arrays(batch.input_nodes), self._arrays(batch.output_nodes)
         # Nodes of a user's sampler may be repeated.
-        finish = submit_columns(self._g.kvstore, self._columns, inputs, targets, edges, distinct=False)
-        split = finish(blocks)
-        end = time.perf_counter()
-        return MiniBatch(
-            input_nodes=input_nodes,
-            output_nodes=output_nodes,
-            blocks=blocks,
-            sample_s=sampled - begin,
-            fetch_s=end - sampled,
-            split=split,
-        )
+        batch.pulled = submit_columns(self._g.kvstore, self._columns, inputs, targets, edges, distinct=False)
+        batch.fetch_s = time.perf_counter() - begin
+
+    def build(self, batch: MiniBatch) -> None:
+        wait_for_columns(batch)
 
     def offline(self) -> NoReturn:
         raise ConfigError(
@@ -191,6 +224,14 @@ class SamplerMaker(Maker[str, MiniBatch]):
         return {ntype: ids.numpy() for ntype, ids in nodes.items()}
 
 
+def wait_for_columns(batch: MiniBatch) -> None:
+    """Set the requested columns on the blocks of ``batch``."""
+    begin = time.perf_counter()
+    assert batch.pulled is not None
+    batch.split, batch.pulled = batch.pulled(batch.blocks), None
+    batch.fetch_s += time.perf_counter() - begin
+
+
 def ids_by_type(nodes: dict[str, Tensor]) -> NodeIds:
     """Return ids as DGL's loaders yield them: without a dict if there is one node type."""
     return next(iter(nodes.values())) if len(nodes) == 1 else nodes
@@ -207,11 +248,12 @@ def drawn_bytes(nodes: int, offsets: int, edges: int) -> int:
 
 
 @final
-class KernelMaker:
-    """The :class:`dglx_dist.dataloading.step_loader.Maker` of blocks around nodes by the compiled kernels."""
+class KernelMaker(NodeMaker):
+    """The stages of blocks around nodes by the compiled kernels."""
 
-    def __init__(self, source: BatchSource, draws: DrawSettings, store: KVStore, columns: Columns) -> None:
-        self._source, self._draws, self._store, self._columns = source, draws, store, columns
+    def __init__(self, source: BatchSource, draws: DrawSettings, g: DistGraph, columns: Columns) -> None:
+        super().__init__(g, columns)
+        self._source, self._draws = source, draws
         self._source_of: Callable[[int], BatchSource] = lambda _step: source
         self._schema = draws.schema
         weighted = draws.by_source is not None and draws.by_source.unequal
@@ -225,26 +267,33 @@ class KernelMaker:
                 "this server has only a part of the graph's structure; open the graph with "
                 "structure='replicated'"
             )
-        return KernelMaker(self._source, self._draws, self._store, Columns())
+        return KernelMaker(self._source, self._draws, self._g, Columns())
 
     def sampling_signature(self) -> str:
         return self._draws.signature()
 
-    def claim(self) -> Ahead:
-        return self._columns.claim(self._store)
-
-    def of_steps(
-        self, seeds_of: Callable[[int], Seeds], epoch: int, steps: Iterator[int], num_threads: int
+    def begin(
+        self, loader: StepLoader[str, MiniBatch, Any], epoch: int, steps: Callable[[], Iterator[int]]
     ) -> KernelMaker:
-        source, lock, most = self._source, threading.Lock(), 1
-        if isinstance(source, LocalSource) or not self._store.looks_ahead:
-            return self
+        begun = cast("KernelMaker", super().begin(loader, epoch, steps))
+        if isinstance(self._source, RemoteSource) and self._g.kvstore.looks_ahead:
+            begun._source_of = begun._draw_jointly(self._source, steps())
+        return begun
+
+    def claim(self) -> None:
+        self.claimed = self._columns.claim(self._g.kvstore)
+
+    def _draw_jointly(self, source: RemoteSource, steps: Iterator[int]) -> Callable[[int], RemoteSource]:
+        """Return the source of each step, which has drawn several batches at a time."""
+        lock, most = threading.Lock(), 1
+        # Without a reference to the maker, with which the thread of draws shall end.
+        request, items_of, epoch = self._draws.request, self.items_of, self.epoch
         held: dict[int, RemoteSource] = {}
 
         def groups() -> Iterator[dict[int, SampleRequest]]:
             group: dict[int, SampleRequest] = {}
             for step in steps:
-                new = self._draws.request(seeds_of(step), epoch, NOTHING_EXCLUDED, step)
+                new = request(items_of(step), epoch, NOTHING_EXCLUDED, step)
                 if len(group) >= most or any((one.streams != new.streams).any() for one in group.values()):
                     yield group
                     group = {}
@@ -260,7 +309,7 @@ class KernelMaker:
             return dict.fromkeys(group, joint)
 
         # The next ones are drawn meanwhile, on a thread that ends with the maker.
-        drawn = run_ahead(draw, groups(), depth=1, num_threads=num_threads)
+        drawn = run_ahead(draw, groups(), depth=1, num_threads=min(1, self.loader.num_threads))
 
         def source_of(step: int) -> RemoteSource:
             with lock:
@@ -269,57 +318,46 @@ class KernelMaker:
                 # After an error, or where the end has moved, a batch is drawn by itself.
                 return held.pop(step, source)
 
-        maker = copy(self)
-        maker._source_of = source_of
-        return maker
+        return source_of
 
-    def draw(
-        self, seeds: Seeds, epoch: int, exclude: Excluded = NOTHING_EXCLUDED, *, step: int
-    ) -> Drawn[MiniBatch]:
+    def sample_blocks(self, batch: MiniBatch, epoch: int, exclude: Excluded, *, step: int) -> None:
         begin = time.perf_counter()
-        request = self._draws.request(seeds, epoch, exclude, step)
+        request = self._draws.request(batch.seeds, epoch, exclude, step)
         source = self._source_of(step)
         try:
-            workspace = self._idle.get_nowait()
+            table = self._idle.get_nowait()
         except queue.Empty:
-            workspace = ThreadTable(sum(self._schema.num_nodes))
+            table = ThreadTable(sum(self._schema.num_nodes))
         try:
-            batch = source.sample(request, exclude, workspace)
+            raw = batch.raw = source.sample(request, exclude, table)
         finally:
-            self._idle.put(workspace)
-        inputs = {
-            ntype: batch.nodes[batch.node_starts[number] : batch.node_starts[number + 1]]
+            self._idle.put(table)
+        batch.sources = {
+            ntype: raw.nodes[raw.node_starts[number] : raw.node_starts[number + 1]]
             for number, ntype in enumerate(self._schema.ntypes)
         }
-        return Drawn(
-            inputs=self._columns.announced(inputs),
-            num_bytes=drawn_bytes(len(batch.nodes), len(batch.indptr), len(batch.sources)),
-            submit=partial(self._submit, batch, seeds, inputs, time.perf_counter() - begin),
+        batch.inputs = self._columns.announced(batch.sources)
+        batch.num_bytes = drawn_bytes(len(raw.nodes), len(raw.indptr), len(raw.sources))
+        batch.sample_s = time.perf_counter() - begin
+
+    def fetch(self, batch: MiniBatch) -> None:
+        begin, store, raw = time.perf_counter(), self._g.kvstore, batch.raw
+        assert raw is not None
+        edges = self._edges(raw) if self._columns.edges else []
+        batch.pulled = submit_columns(
+            store, self._columns, batch.sources, batch.seeds, edges, claimed=self.claimed
         )
+        batch.fetch_s = time.perf_counter() - begin
 
-    def _submit(
-        self, batch: RawBatch, seeds: Seeds, inputs: Mapping[str, Array], sample_s: float, claimed: Ahead
-    ) -> Callable[[], MiniBatch]:
+    def build(self, batch: MiniBatch) -> None:
         begin = time.perf_counter()
-        edges = self._edges(batch) if self._columns.edges else []
-        pulled = submit_columns(self._store, self._columns, inputs, seeds, edges, claimed=claimed)
-        submit_s = time.perf_counter() - begin
-
-        def finish() -> MiniBatch:
-            building = time.perf_counter()
-            nodes, blocks = self._builder.blocks(batch)
-            built = time.perf_counter()
-            split = pulled(blocks)
-            return MiniBatch(
-                input_nodes=ids_by_type(nodes),
-                output_nodes=_node_ids(seeds, self._schema.ntypes),
-                blocks=blocks,
-                sample_s=sample_s + (built - building),
-                fetch_s=submit_s + time.perf_counter() - built,
-                split=split,
-            )
-
-        return finish
+        raw, batch.raw = batch.raw, None
+        assert raw is not None
+        nodes, batch.blocks = self._builder.blocks(raw)
+        batch.input_nodes = ids_by_type(nodes)
+        batch.output_nodes = _node_ids(batch.seeds, self._schema.ntypes)
+        batch.sample_s += time.perf_counter() - begin
+        wait_for_columns(batch)
 
     def _edges(self, batch: RawBatch) -> Sequence[EdgesOfBlock]:
         ends, num_relations = batch.edge_ends, len(self._schema.etypes)
@@ -330,6 +368,3 @@ class KernelMaker:
             }
             for first in range(0, len(ends) - 1, num_relations)
         ][::-1]
-
-
-BatchMaker: TypeAlias = SamplerMaker | KernelMaker

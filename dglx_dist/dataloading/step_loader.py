@@ -9,11 +9,12 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
+from copy import copy
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import islice
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 from weakref import WeakSet
 
 import numpy as np
@@ -26,7 +27,7 @@ from dglx_dist.comm.collectives import gather_int64
 from dglx_dist.comm.devices import carried, check_device, device_of, open_copies
 from dglx_dist.comm.session import Session, check_values_equal, warn_user
 from dglx_dist.comm.trace import COMPUTE, LOADER, WAIT, Pass
-from dglx_dist.dataloading.feature_fetch import NOTHING_CLAIMED, Ahead, Drawn, check_float, look_ahead
+from dglx_dist.dataloading.feature_fetch import NOTHING_CLAIMED, Ahead, check_float, look_ahead
 from dglx_dist.dataloading.sampler_spec import refuse_by_name
 from dglx_dist.errors import CheckpointError, ConfigError
 from dglx_dist.graph.partition_book import Ids
@@ -250,35 +251,106 @@ class Timed(Protocol):
 B = TypeVar("B", bound=Timed)
 
 
-class Maker(Protocol[K, B]):
-    """Makes the batches of one loader. Thread-safe."""
+class Stages(ABC, Generic[B]):
+    """The stages that each batch of an epoch goes through before its turn. Thread-safe.
 
-    def draw(self, items: Mapping[K, Any], epoch: int, *, step: int) -> Drawn[B]:
-        """Sample the batch of ``items``: type to (n,) int64 distinct ids, n may be 0.
+    A batch is a record: :meth:`sample` makes it, and the other stages fill it in. ``loader`` and ``epoch``
+    say whose batches they are.
+    """
+
+    loader: EpochLoader[B, Any]
+    epoch: int
+    claimed: Ahead = NOTHING_CLAIMED
+    """Where rows of the batches are kept. If it is not empty, batches are fetched in their order."""
+
+    @abstractmethod
+    def sample(self, step: int) -> B:
+        """Return the batch of ``step``, sampled.
 
         Raises:
             ConfigError: a node is repeated, or a function of the user returned an unusable value.
             PeerError: another rank is dead or silent.
         """
-        ...
 
-    def of_steps(
-        self, items_of: Callable[[int], Mapping[K, Any]], epoch: int, steps: Iterator[int], num_threads: int
+    def fetch(self, batch: B) -> None:
+        """Request what the batch reads from other ranks."""
+
+    def build(self, batch: B) -> None:
+        """Build the batch in host memory, and wait for what was requested."""
+
+    def move(self, batch: B, step: int) -> None:
+        """Begin to copy the batch to the device of the loader."""
+
+    def complete(self, batch: B) -> B:
+        """Return the sampled ``batch``, fetched and built."""
+        self.fetch(batch)
+        self.build(batch)
+        return batch
+
+    def make(self, step: int) -> B:
+        """Return the batch of ``step`` in host memory."""
+        return self.complete(self.sample(step))
+
+    def fail(self, error: BaseException) -> None:
+        """Let the stages of other batches end, after the ``error`` of one."""
+
+    def close(self) -> None:
+        """Release what the stages hold, at the end of the iteration."""
+
+    def span(self, name: str, step: int) -> AbstractContextManager[None]:
+        """Record the time of the block as a span of the batch of ``step``."""
+        return self.loader.span(name, self.epoch, step)
+
+
+class Maker(Stages[B], Generic[K, B]):
+    """The stages of a loader of items. The object of the loader makes a copy of itself for each epoch."""
+
+    items_of: Callable[[int], Mapping[K, Any]]
+
+    loader: StepLoader[K, B, Any]
+
+    def begin(
+        self, loader: StepLoader[K, B, Any], epoch: int, steps: Callable[[], Iterator[int]]
     ) -> Maker[K, B]:
-        """Return a maker of the batches of ``steps``, once each, that may draw several jointly."""
-        return self
+        """Return the stages of ``steps`` of ``epoch``."""
+        begun = copy(self)
+        begun.loader, begun.epoch, begun.items_of = loader, epoch, loader.items_of_epoch(epoch)
+        return begun
 
-    def claim(self) -> Ahead:
-        """Claim where rows of its batches may be kept; nothing: batches need not be made in order."""
-        return NOTHING_CLAIMED
+    @abstractmethod
+    def sample_items(self, items: Mapping[K, Any], epoch: int, *, step: int) -> B:
+        """Sample the batch of ``items``: type to (n,) int64 distinct ids, n may be 0."""
 
+    def sample(self, step: int) -> B:
+        return self.sample_items(self.items_of(step), self.epoch, step=step)
+
+    def make(self, step: int) -> B:
+        with self.span("sample", step):
+            return super().make(step)
+
+    def claim(self) -> None:
+        """Claim where to keep rows of the batches, which are then fetched in their order."""
+
+    def move(self, batch: B, step: int) -> None:
+        loader, record = self.loader, cast("Any", batch)
+        if not loader.moves_batches:
+            return
+        begin = time.perf_counter()
+        with self.span("copy to the device", step):
+            _, record.arrive = carried(loader.copies, loader.device, partial(record.move, loader.device))
+        record.fetch_s += time.perf_counter() - begin
+
+    @abstractmethod
+    def deliver(self, batch: B, share: StepShare) -> Any:
+        """Return the batch for the consumer, on its thread, stamped with ``share``."""
+
+    @abstractmethod
     def offline(self) -> Maker[K, B]:
         """Return a maker of any rank's batches, without columns, that reads no structure of other servers.
 
         Raises:
             ConfigError: the draws need another server, or depend on more than seed, epoch, step and ids.
         """
-        ...
 
     def sampling_signature(self) -> str:
         """Return a string that is equal on ranks that draw alike, "" if draws are not keyed."""
@@ -348,18 +420,16 @@ class EpochLoader(ABC, Generic[B, T]):
         """Steps of an epoch, the same on every rank."""
 
     @abstractmethod
-    def batches_of(self, epoch: int) -> Callable[[int], B]:
-        """Return the function of step to batch in ``epoch``; it is called on several threads."""
+    def open_stages(self, epoch: int, steps: Callable[[], Iterator[int]]) -> Stages[B]:
+        """Return the stages of the batches of ``steps`` of ``epoch``; called as an iteration begins."""
 
     @abstractmethod
     def deliver(self, step: int, batch: B) -> T:
         """Return the batch for the consumer, on its device, and set the session's share of the step."""
 
-    def made_ahead(self, epoch: int) -> Generator[B, None, None]:
-        """Return the batches of the rest of ``epoch``, made ahead."""
-        return run_ahead(
-            self.batches_of(epoch), self._steps(), depth=self.depth, num_threads=self.num_threads
-        )
+    def span(self, name: str, epoch: int, step: int) -> AbstractContextManager[None]:
+        """Record the time of the block, on a thread of the loader, as a span of a batch."""
+        return self._session.timeline.span(name, LOADER, epoch * len(self) + step)
 
     def in_order(self, batches: Iterator[B]) -> Iterator[B]:
         """Return the made batches as they are delivered; a loader may look at the next one here."""
@@ -424,7 +494,7 @@ class EpochLoader(ABC, Generic[B, T]):
         checks = self.checks_training and self._session.topology.world_size > 1
         handle = register_optimizer_step_pre_hook(refuse_unwrapped) if checks else None
         try:
-            with closing(self.made_ahead(epoch)) as batches:
+            with closing(self._prefetch(epoch)) as batches:
                 stream = self.in_order(batches)
                 for step in self._steps():
                     batch = self._next(step, stream)
@@ -446,6 +516,42 @@ class EpochLoader(ABC, Generic[B, T]):
             done = Pass(loader=self._trace_number, steps=len(self), seconds=seconds, wait_s=wait_s)
             self._session.trace.note_pass(done)
         self._epoch, self._next_step = epoch + 1, 0
+
+    def _prefetch(self, epoch: int) -> Generator[B, None, None]:
+        """Yield the batches of the rest of ``epoch``, which go through all stages ahead of the consumer."""
+        stages = self.open_stages(epoch, self._steps)
+
+        def sample(step: int) -> B:
+            with stages.span("sample", step):
+                return stages.sample(step)
+
+        def make(step: int) -> B:
+            try:
+                batch = stages.make(step)
+                stages.move(batch, step)
+            except BaseException as error:
+                stages.fail(error)
+                raise
+            return batch
+
+        try:
+            depth, num_threads = self.depth, self.num_threads
+            if not stages.claimed:
+                yield from run_ahead(make, self._steps(), depth=depth, num_threads=num_threads)
+                return
+            samples: Any = run_ahead(sample, self._steps(), depth=depth, num_threads=num_threads)
+            with closing(samples), closing(look_ahead(samples, stages.claimed, stages.fetch)) as fetched:
+
+                def finish(step: int) -> B:
+                    batch = next(fetched)
+                    stages.build(batch)
+                    stages.move(batch, step)
+                    return batch
+
+                # One thread: each batch changes the rows that are kept for the next.
+                yield from run_ahead(finish, self._steps(), depth=depth, num_threads=min(1, num_threads))
+        finally:
+            stages.close()
 
     def _steps(self) -> Iterator[int]:
         # Read at each step, since the training loop may end its pass early.
@@ -494,10 +600,6 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
         seed = seed_of(options, session)
         super().__init__(session, seed=seed, depth=options.depth, num_threads=options.num_threads)
 
-    @abstractmethod
-    def _delivered(self, batch: B, share: StepShare) -> T:
-        """Return the batch for the consumer, on its device and stamped with ``share``."""
-
     def __len__(self) -> int:
         return self._schedule.num_steps
 
@@ -510,7 +612,7 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
     def offline(self) -> Callable[[Mapping[K, Any], int, int], B]:
         """Return (items, epoch, step) to that batch of any rank; see :meth:`Maker.offline`. Thread-safe."""
         maker = self._maker.offline()
-        return lambda items, epoch, step: maker.draw(items, epoch, step=step).make()
+        return lambda items, epoch, step: maker.complete(maker.sample_items(items, epoch, step=step))
 
     def sampling_signature(self) -> str:
         """Return a string that is equal on ranks that draw alike."""
@@ -518,7 +620,7 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
         order = f"batch_size={one.batch_size}, shuffle={bool(one.shuffle)}, drop_last={bool(one.drop_last)}"
         return f"seed={self.seed}, {order}, {self._maker.sampling_signature()}"
 
-    def seeds_of_step(
+    def items_of_epoch(
         self, epoch: int, items: Items[K] | None = None, rank: int | None = None
     ) -> Callable[[int], dict[K, Any]]:
         """Return a function of step to the items of a rank, by default this one."""
@@ -527,60 +629,21 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
         order = of_rank.order(shuffle=self._options.shuffle, seed=self.seed, epoch=epoch)
         return lambda step: of_rank.take(order[schedule.slice_of(step)])
 
-    def made_of(
-        self, epoch: int, steps: Iterator[int], finish: Callable[[Drawn[B]], Any] = Drawn.make
-    ) -> Callable[[int], Any]:
-        """Return :meth:`batches_of` in host memory, for ``steps``, or what ``finish`` makes of the draws."""
-        items_of = self.seeds_of_step(epoch)
-        maker = self._maker.of_steps(items_of, epoch, steps, min(1, self.num_threads))
-
-        def draw(step: int) -> Any:
-            with self._session.timeline.span("sample", LOADER, epoch * len(self) + step):
-                return finish(maker.draw(items_of(step), epoch, step=step))
-
-        return draw
-
-    def made_ahead(self, epoch: int) -> Generator[B, None, None]:
-        # Claimed by an iteration that has begun, which releases the rows at its end.
-        claimed = self._maker.claim()
-        if not claimed:
-            yield from super().made_ahead(epoch)
-            return
-        try:
-            draw = self.made_of(epoch, self._steps(), lambda drawn: drawn)
-            draws = run_ahead(draw, self._steps(), depth=self.depth, num_threads=self.num_threads)
-            with closing(draws), closing(look_ahead(draws, claimed)) as fetched:
-                make = self._moved(epoch, lambda _step: next(fetched))
-                # One thread: each batch changes the rows that are kept for the next.
-                threads = min(1, self.num_threads)
-                yield from run_ahead(make, self._steps(), depth=self.depth, num_threads=threads)
-        finally:
-            for rows in claimed.values():
-                rows.release()
-
-    def batches_of(self, epoch: int) -> Callable[[int], B]:
-        return self._moved(epoch, self.made_of(epoch, self._steps()))
-
-    def _moved(self, epoch: int, make: Callable[[int], B]) -> Callable[[int], B]:
-        if not self.moves_batches:
-            return make
-
-        def make_moved(step: int) -> B:
-            batch: Any = make(step)
-            begin = time.perf_counter()
-            with self._session.timeline.span("copy to the device", LOADER, epoch * len(self) + step):
-                found, arrive = carried(self.copies, self.device, partial(batch.moved, self.device))
-            fetch_s = batch.fetch_s + time.perf_counter() - begin
-            return replace(found, arrive=arrive, fetch_s=fetch_s)
-
-        return make_moved
+    def open_stages(
+        self, epoch: int, steps: Callable[[], Iterator[int]], *, claims: bool = True
+    ) -> Maker[K, B]:
+        stages = self._maker.begin(self, epoch, steps)
+        if claims:
+            stages.claim()
+        return stages
 
     def deliver(self, step: int, batch: B) -> T:
         share = replace(
             self._schedule.share(step), step_number=self.first_number + self._epoch * len(self) + step
         )
         self._session.step_share = share
-        return self._delivered(batch, share)
+        delivered: T = self._maker.deliver(batch, share)
+        return delivered
 
 
 def check_position(state: Mapping[str, int], seed: int, num_steps: int) -> None:

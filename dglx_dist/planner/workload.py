@@ -7,7 +7,7 @@ batches of every rank, and the bytes that follow from them are exactly those of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -20,7 +20,7 @@ from dglx_dist.comm.topology import Topology
 from dglx_dist.data.storage.columns import numpy_dtype
 from dglx_dist.data.storage.manifest import Manifest
 from dglx_dist.data.storage.reader import StoredDataset
-from dglx_dist.dataloading.feature_fetch import Ahead, Drawn, look_ahead
+from dglx_dist.dataloading.feature_fetch import look_ahead
 from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.dataloading.minibatch import drawn_bytes
 from dglx_dist.errors import ConfigError
@@ -127,9 +127,9 @@ def count_rank(
     layers, steps = len(draws.fanouts), range(len(loader))[: draws.most_batches]
     sizes, largest = np.zeros((3, layers), np.int64), np.zeros((3, layers), np.int64)
     remote_rows = remote_seeds = requested = returned = 0
-    make = loader.made_of(draws.epoch, iter(steps))
+    stages = loader.open_stages(draws.epoch, lambda: iter(steps), claims=False)
     for step in steps:
-        batch = make(step)
+        batch = stages.make(step)
         inputs, targets, blocks = batch.input_nodes, batch.output_nodes, batch.blocks
         assert isinstance(inputs, Tensor)
         assert isinstance(targets, Tensor)
@@ -174,25 +174,32 @@ def rows_ahead(
     rows = LookAheadRows(count, ColumnInfo(dtype="uint8", row_shape=(0,)), own, num_rows)
     waiting, beside, hits = 0, 0, 0
 
-    def drawn(ids: Array, num_bytes: int) -> Drawn[int]:
+    def announce(epoch: Sequence[Inputs]) -> Iterator[_Announced]:
         nonlocal waiting
-        waiting += num_bytes
+        for ids, num_bytes in epoch:
+            waiting += num_bytes
+            yield _Announced(inputs={FEATURE: ids}, num_bytes=num_bytes)
 
-        def submit(_: Ahead) -> Callable[[], int]:
-            nonlocal waiting, beside
-            plan = plan_remote(ids, bounds, server, rows.table, distinct=True)
-            keep = rows.admit(plan)
-            beside, waiting = max(beside, waiting + rows.num_bytes), waiting - num_bytes
-            keep(rows.rows)
-            return lambda: len(plan.hit_places)
-
-        return Drawn(inputs={FEATURE: ids}, num_bytes=num_bytes, submit=submit)
+    def fetch(batch: _Announced) -> None:
+        nonlocal waiting, beside
+        plan = plan_remote(batch.inputs[FEATURE], bounds, server, rows.table, distinct=True)
+        keep = rows.admit(plan)
+        beside, waiting = max(beside, waiting + rows.num_bytes), waiting - batch.num_bytes
+        keep(rows.rows)
+        batch.hits = len(plan.hit_places)
 
     for epoch in epochs:
         rows.claim()
-        hits = sum(look_ahead((drawn(*one) for one in epoch), {FEATURE: rows}))
+        hits = sum(batch.hits for batch in look_ahead(announce(epoch), {FEATURE: rows}, fetch))
         rows.release()
     return hits, count * row_bytes + beside
+
+
+@dataclass(kw_only=True)
+class _Announced:
+    inputs: Mapping[str, Array]
+    num_bytes: int
+    hits: int = 0
 
 
 def _outside(nodes: Any, own: tuple[int, int]) -> Any:

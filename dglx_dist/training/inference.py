@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dglx_dist.comm.collectives import barrier, gather_json, run_on_all_ranks, sum_over_ranks
 from dglx_dist.dataloading.loader import neighborhood_maker
-from dglx_dist.dataloading.minibatch import BatchMaker
+from dglx_dist.dataloading.minibatch import NodeMaker
 from dglx_dist.dataloading.sampler_spec import edge_columns, names_by_type
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor
@@ -278,10 +278,10 @@ def _infer(  # noqa: PLR0913 - of two functions with more
 
 
 def _compute_of(
-    one: _Pass, g: DistGraph, maker: BatchMaker, rows: _Rows, target: tuple[torch.device, torch.dtype | None]
+    one: _Pass, g: DistGraph, maker: NodeMaker, rows: _Rows, target: tuple[torch.device, torch.dtype | None]
 ) -> _Compute:
     def compute(ntype: str, ids: Array) -> dict[Path, Tensor]:
-        blocks = maker.draw({ntype: ids}, 0, step=0).make().blocks
+        blocks = maker.complete(maker.sample_items({ntype: ids}, 0, step=0)).blocks
         sources = blocks[0].srcnodes
         h = {
             path: tensor[sources[type_of(path, g)].data[dgl.NID]].to(*target) for path, tensor in rows.items()

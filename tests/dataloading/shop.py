@@ -129,7 +129,7 @@ def shop_in_rank(
         maker = open_maker(g, sampler, read_sampler(sampler), LoaderOptions(), seed=5)
         all_edges = {etype: np.arange(0, g.num_edges(etype), 2) for etype in g.canonical_etypes}
         seeds = {"user": np.arange(g.num_nodes("user"))}
-        without = maker.draw(seeds, 0, all_edges if exclude else {}, step=0).make()
+        without = maker.complete(maker.sample_items(seeds, 0, all_edges if exclude else {}, step=0))
         parity = {
             int(edge) % 2 for block in without.blocks for etype in g.canonical_etypes
             for edge in block.edges[etype].data[dgl.EID]

@@ -356,7 +356,8 @@ def test_no_edges_ask_for_no_negatives(g: DistGraph) -> None:
     options = dict.fromkeys(("exclude", "negative_sampler"), lambda *_: pytest.fail("called for no edges"))
     loader = loader_of(g, **options)
     # As of a rank that has run out of edges.
-    assert [pairs.num_edges() for pairs in loader.batches_of(0)(len(loader)).pairs] == [0, 0]
+    batch = loader.open_stages(0, lambda: iter(())).make(len(loader))
+    assert [pairs.num_edges() for pairs in batch.pairs] == [0, 0]
 
 
 def excluded(g: DistGraph, edges: dict[Any, list[int]], **options: Any) -> dict[Any, list[int]]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dglx_dist.dataloading.feature_fetch import Columns
-from dglx_dist.dataloading.minibatch import BatchBlockBuilder, BatchMaker, KernelMaker
+from dglx_dist.dataloading.minibatch import BatchBlockBuilder, KernelMaker, MiniBatch, NodeMaker
 from dglx_dist.dataloading.sampler import LocalSource
 from dglx_dist.dataloading.step_loader import run_ahead
 from dglx_dist.records import ColumnInfo
@@ -45,10 +45,14 @@ class FakeStore:
         return pulled
 
 
-def typed(note: Callable[[str, str], None]) -> BatchMaker:
+def typed(note: Callable[[str, str], None]) -> NodeMaker:
     schema, cscs = typed_shop()
     draws = draws_of(schema, [2, 3])
-    return KernelMaker(LocalSource(schema, cscs), draws, FakeStore(note), TYPED)
+    return KernelMaker(LocalSource(schema, cscs), draws, SimpleNamespace(kvstore=FakeStore(note)), TYPED)
+
+
+def make(maker: NodeMaker, epoch: int = 0) -> MiniBatch:
+    return maker.complete(maker.sample_items(SEEDS, epoch, step=0))
 
 
 SEEDS = {"user": np.array([4, 8]), "item": np.array([2])}
@@ -65,7 +69,7 @@ def test_all_requests_of_a_batch_leave_before_blocks_are_built_and_before_any_wa
         return blocks(self, batch)
 
     monkeypatch.setattr(BatchBlockBuilder, "blocks", build)
-    maker.draw(SEEDS, 0, step=0).make()
+    make(maker)
     assert events == ["ask"] * 7 + ["build"] + ["wait"] * 7
 
 
@@ -85,5 +89,5 @@ def test_while_one_batch_waits_for_rows_the_next_is_sampled() -> None:
             assert second_asks.wait(30)
 
     maker = typed(note)
-    batches = run_ahead(lambda step: maker.draw(SEEDS, step, step=0).make(), range(2), depth=2, num_threads=2)
+    batches = run_ahead(lambda step: make(maker, step), range(2), depth=2, num_threads=2)
     assert len(list(batches)) == 2

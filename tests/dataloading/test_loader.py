@@ -192,9 +192,13 @@ def opened(g: DistGraph, sampler: NeighborSampler, **options):
     return open_maker(g, sampler, read_sampler(sampler), LoaderOptions(**options), seed=0)
 
 
+def made(maker, seeds):
+    return maker.complete(maker.sample_items(seeds, 0, step=0))
+
+
 def test_a_batch_without_seeds_has_columns_without_rows(graph: DistGraph) -> None:
     sampler = NeighborSampler([2, 2], prefetch_node_feats=["feat"], prefetch_labels=["label"])
-    batch = opened(graph, sampler).draw({}, 0, step=0).make()
+    batch = made(opened(graph, sampler), {})
     assert batch.blocks[0].srcdata["feat"].shape == (0, 3)
     assert batch.blocks[-1].dstdata["label"].shape == (0,)
     assert len(batch.input_nodes) == len(batch.output_nodes) == 0
@@ -238,7 +242,7 @@ def open_again_and_again(folder: Path) -> tuple[list[int], list[bool]]:
             if rank == 0:
                 likely[edges[edges % 2 == kept]] = 1.0
             g.barrier()
-            batch = opened(g, NeighborSampler([2], prob="likely")).draw(all_nodes, 0, step=0).make()
+            batch = made(opened(g, NeighborSampler([2], prob="likely")), all_nodes)
             right.append(bool((batch.blocks[0].edata[dgl.EID] % 2 == kept).all()))
             counts.append(len(served))
             g.barrier()

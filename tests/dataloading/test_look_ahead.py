@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from dglx_dist.comm.collectives import barrier
 from dglx_dist.comm.session import start_session
 from dglx_dist.dataloading import feature_fetch
 from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
-from dglx_dist.dataloading.feature_fetch import Drawn
 from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.graph import cache as cache_module
@@ -159,14 +158,17 @@ def test_the_same_batches_for_the_least_bytes(
     run_ranks(looked_ahead, ranks, args=(shops[ranks // per_server], structure), ranks_per_server=per_server)
 
 
-def draws_of(batches: Sequence[Sequence[int]], rows: LookAheadRows) -> Iterator[Drawn[int]]:
-    def submit(step: int, ids: Array, _claimed: Any) -> Callable[[], int]:
-        rows.admit(plan_remote(ids, np.array([0, 0, 10]), 0, rows.table, distinct=True))
-        return lambda: step
+@dataclass
+class Sample:
+    step: int
+    inputs: dict[str, Array]
+    num_bytes: int = 8
 
+
+def samples_of(batches: Sequence[Sequence[int]]) -> Iterator[Sample]:
     for step, ids in enumerate(map(np.array, batches)):
-        yield Drawn(inputs={"feat": ids}, num_bytes=8, submit=partial(submit, step, ids))
-    raise ValueError("the draw of the step after")
+        yield Sample(step, {"feat": ids})
+    raise ValueError("the sample of the step after")
 
 
 @pytest.mark.parametrize(
@@ -180,9 +182,13 @@ def test_the_error_of_a_draw_is_raised_in_its_turn(
     rows = LookAheadRows(1, ColumnInfo(dtype="int64", row_shape=()), (0, 0), 10)
     assert rows.claim()
     found: list[int] = []
-    steps = feature_fetch.look_ahead(draws_of(batches, rows), {"feat": rows})
+
+    def fetch(batch: Sample) -> None:
+        ids = batch.inputs["feat"]
+        rows.admit(plan_remote(ids, np.array([0, 0, 10]), 0, rows.table, distinct=True))
+
     with pytest.raises(error):
-        found.extend(steps)
+        found.extend(one.step for one in feature_fetch.look_ahead(samples_of(batches), {"feat": rows}, fetch))
     assert found == [0, 1, 2]
 
 

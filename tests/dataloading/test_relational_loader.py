@@ -108,7 +108,9 @@ def test_a_samplers_own_code_draws_the_same_full_neighbourhood(shop_graph: DistG
     seeds = {ntype: ids.numpy() for ntype, ids in SEEDS.items()}
     for given in (seeds, {}):
         for exclude in ({}, {LIKE: np.arange(0, shop_graph.num_edges(LIKE), 2)}):
-            ours, own = (maker.draw(given, 0, exclude, step=0).make() for maker in (mine, theirs))
+            ours, own = (
+                maker.complete(maker.sample_items(given, 0, exclude, step=0)) for maker in (mine, theirs)
+            )
             for one, other in zip(ours.blocks, own.blocks, strict=True):
                 for etype in shop_graph.canonical_etypes:
                     assert edges_in(one, etype) == edges_in(other, etype)

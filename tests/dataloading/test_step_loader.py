@@ -8,15 +8,13 @@ import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Self, final
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 import pytest
 
 from dglx_dist.comm.session import Session, start_session
-from dglx_dist.dataloading.feature_fetch import Drawn
 from dglx_dist.dataloading.step_loader import (
     Items,
     LoaderOptions,
@@ -135,32 +133,26 @@ class Echo:
 
 
 class EchoMaker(Maker[str, Echo]):
-    def draw(self, items: Mapping[str, Any], epoch: int, *, step: int) -> Drawn[Echo]:
-        return Drawn(inputs={}, num_bytes=0, submit=lambda _: partial(self.make, items, epoch))
+    def __init__(self, session: Session) -> None:
+        self.session = session
 
-    def make(self, items: Mapping[str, Any], epoch: int) -> Echo:
+    def sample_items(self, items: Mapping[str, Any], epoch: int, *, step: int) -> Echo:
         return Echo([int(row) for ids in items.values() for row in ids], epoch)
 
-    def claim(self) -> Mapping[str, Any]:
-        return {}
+    def deliver(self, batch: Echo, share: StepShare) -> tuple[list[int], int, StepShare]:
+        assert self.session.step_share is share
+        return batch.rows, batch.epoch, share
 
     def offline(self) -> Self:
         return self
 
-    def sampling_signature(self) -> str:
-        return ""
 
-
-@final
-class Echoes(StepLoader[str, Echo, tuple[list[int], int, StepShare]]):
-    def _delivered(self, batch: Echo, share: StepShare) -> tuple[list[int], int, StepShare]:
-        assert self._session.step_share is share
-        return batch.rows, batch.epoch, share
+Echoes: TypeAlias = StepLoader[str, Echo, tuple[list[int], int, StepShare]]
 
 
 def echoes(session: Session, ids: list[int], size: int = 2, **pace: Any) -> Echoes:
     items = Items(ids={"a": np.array(ids[:3], np.int64), "b": np.array(ids[3:], np.int64)})
-    return Echoes(session, items, LoaderOptions(seed=7, batch_size=size, **pace), EchoMaker())
+    return StepLoader(session, items, LoaderOptions(seed=7, batch_size=size, **pace), EchoMaker(session))
 
 
 def test_steps_in_the_order_given() -> None:
@@ -181,16 +173,17 @@ def test_waiting_is_what_the_loop_stood_still(monkeypatch: pytest.MonkeyPatch) -
     """Making a batch takes 3 seconds and using it 10: without threads the loop waits 3 for each."""
     now = 0.0
 
-    def make(self: EchoMaker, items: dict[str, Any], epoch: int) -> Echo:
+    def sample_items(self: EchoMaker, items: dict[str, Any], epoch: int, *, step: int) -> Echo:
         nonlocal now
         now += 3
         return Echo([], epoch)
 
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    monkeypatch.setattr(EchoMaker, "make", make)
+    monkeypatch.setattr(EchoMaker, "sample_items", sample_items)
     with start_session() as session:
         items = Items(ids={"a": np.arange(5)})
-        loader = Echoes(session, items, LoaderOptions(batch_size=2, num_threads=0), EchoMaker())
+        maker = EchoMaker(session)
+        loader: Echoes = StepLoader(session, items, LoaderOptions(batch_size=2, num_threads=0), maker)
         for _ in loader:
             now += 10
         assert loader.times().wait_s == 3 * 3

@@ -6,7 +6,7 @@ See docs/strategies/shared_preload.md; an epoch has one plan, or those of severa
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
@@ -23,7 +23,7 @@ from dglx_dist.comm.devices import carried, open_copies
 from dglx_dist.comm.exchange import row_exchanges
 from dglx_dist.comm.trace import LOADER
 from dglx_dist.dataloading.feature_fetch import LABEL_PHASE, Columns
-from dglx_dist.dataloading.step_loader import EpochLoader
+from dglx_dist.dataloading.step_loader import EpochLoader, Stages
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.row_kernels import empty_rows
@@ -430,15 +430,15 @@ class FullGraphLoader(EpochLoader[HaloBatch, Batch]):
         row_exchanges(self._session)
         if self._keeps:
             # Its seconds are none of an epoch.
-            self._load(0, 0).fetch_s = 0.0
+            self.load(0, 0).fetch_s = 0.0
 
     def __len__(self) -> int:
         return len(self._source)
 
-    def batches_of(self, epoch: int) -> Callable[[int], HaloBatch]:
-        return lambda step: self._load(epoch, step)
+    def open_stages(self, epoch: int, steps: Callable[[], Iterator[int]]) -> HaloStages:
+        return HaloStages(self, epoch)
 
-    def _load(self, epoch: int, step: int) -> HaloBatch:
+    def load(self, epoch: int, step: int) -> HaloBatch:
         with self._session.timeline.span("plan", LOADER, epoch * len(self) + step):
             plan = self._source.plan(epoch, step)
             if self._kept is not None and self._kept.plan is plan:
@@ -467,3 +467,15 @@ class FullGraphLoader(EpochLoader[HaloBatch, Batch]):
             block.step_number = self.first_number + self._epoch * len(self) + step
         blocks[-1].step_share = self._source.share(step, batch.plan)
         return batch.input_nodes, blocks[-1].dstdata[dgl.NID], blocks
+
+
+@final
+class HaloStages(Stages[HaloBatch]):
+    """The stages of full-graph training: a plan is followed by its blocks and rows in one step."""
+
+    def __init__(self, loader: FullGraphLoader, epoch: int) -> None:
+        self.loader, self.epoch = loader, epoch
+        self._load = loader.load
+
+    def sample(self, step: int) -> HaloBatch:
+        return self._load(self.epoch, step)

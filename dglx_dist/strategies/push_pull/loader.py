@@ -12,7 +12,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast, final
 
 import dgl
@@ -26,10 +26,9 @@ from dglx_dist.comm.collectives import check_equal, doing, gather_json, run_on_a
 from dglx_dist.comm.devices import carried
 from dglx_dist.comm.mailbox import OneSidedExchange
 from dglx_dist.comm.session import NEXT_BATCH
-from dglx_dist.comm.trace import LOADER
 from dglx_dist.dataloading.feature_fetch import RowMemory
 from dglx_dist.dataloading.sampler_spec import read_sampler
-from dglx_dist.dataloading.step_loader import EpochLoader, Items, StepLoader
+from dglx_dist.dataloading.step_loader import EpochLoader, Items, Maker, Stages, StepLoader
 from dglx_dist.errors import ConfigError
 from dglx_dist.internals.graphs import build_block
 from dglx_dist.internals.message_passing import place
@@ -109,18 +108,24 @@ def _check_block(arrays: Sequence[Array]) -> None:
 
 
 @dataclass(kw_only=True, eq=False)
-class _Made:
-    """A batch of the inner loader; as the user gets it, with its share, once the consumer's thread has it."""
+class GroupedBatch:
+    """A batch of the inner loader on its way through the stages, and that of every owner."""
 
     batch: Any
-    group_batch: GroupBatch
+    """Of the inner loader; as the user gets it, once the consumer's thread has it."""
+    own: OwnerBlock
+    number: int
+    """Steps since the loader's first epoch."""
     sample_s: float
     fetch_s: float
+    others: OwnerBlocks = field(default_factory=dict)
+    group_batch: GroupBatch = field(init=False)
     share: StepShare | None = None
+    """Set once the consumer's thread has the batch."""
 
 
 @final
-class PushPullLoader(EpochLoader[_Made, Any]):
+class PushPullLoader(EpochLoader[GroupedBatch, Any]):
     """Yields the batches of ``inner``, with ``blocks[0].push_pull`` set to the batch as all parts see it.
 
     ``blocks[0].srcdata`` has this rank's columns, (L0, F_p), under the name of each feature. Construction is
@@ -219,43 +224,22 @@ class PushPullLoader(EpochLoader[_Made, Any]):
                 "the feature columns only; call model = dx.wrap(model, g) before the loop"
             )
 
-    def batches_of(self, epoch: int) -> Callable[[int], _Made]:
-        make_inner, iteration = self._inner.made_of(epoch, self._steps()), self._iteration
-        if self._undecided and iteration > 0:
+    def open_stages(self, epoch: int, steps: Callable[[], Iterator[int]]) -> GroupStages:
+        inner = self._inner.open_stages(epoch, steps, claims=False)
+        if self._undecided and self._iteration > 0:
             self._decide()
-        self._pushes.mailbox.begin(iteration)
-        resampled = None if self._resampled is None else self._resampled(epoch)
-        group, timeline = self._group, self._session.timeline
+        self._pushes.mailbox.begin(self._iteration)
+        resample = None if self._resampled is None else self._resampled(epoch)
+        return GroupStages(self, epoch, inner, resample, self._iteration)
 
-        def make(step: int) -> _Made:
-            number = epoch * len(self) + step
-            try:
-                batch = make_inner(step)
-                begin = time.perf_counter()
-                own = OwnerBlock(batch.blocks[0], batch.input_nodes.to(torch.int64))
-                with timeline.span("push structure", LOADER, number):
-                    others = (
-                        resampled(step)
-                        if resampled is not None
-                        else self._pushed(iteration, epoch, step, own, batch.sample_s)
-                    )
-                with timeline.span("gather columns", LOADER, number):
-                    blocks = {group.part: own, **others}
-                    inputs = tuple(self._input_of(blocks[part], number) for part in range(group.size))
-                if self._inner.moves_batches:
-                    with timeline.span("copy to the device", LOADER, number):
-                        batch, inputs = self._moved(batch, inputs)
-            except BaseException as error:
-                # Other threads of this loader wait for ranks that now wait for this one.
-                self._pushes.mailbox.begin(iteration + 1, error)
-                raise
-            fetch_s = batch.fetch_s + time.perf_counter() - begin
-            made = GroupBatch(number, inputs)
-            return _Made(batch=batch, group_batch=made, sample_s=batch.sample_s, fetch_s=fetch_s)
+    def end(self, iteration: int, error: BaseException) -> None:
+        """Let threads stop waiting, in ``iteration``, for ranks that now wait for this one."""
+        self._pushes.mailbox.begin(iteration + 1, error)
 
-        return make
-
-    def _pushed(self, iteration: int, epoch: int, step: int, own: OwnerBlock, sample_s: float) -> OwnerBlocks:
+    def exchange_blocks(self, made: GroupedBatch, iteration: int) -> OwnerBlocks:
+        """Push the own block to the other owners, and return theirs."""
+        epoch, step = divmod(made.number, len(self))
+        own = made.own
         began = time.perf_counter()
         ranks = [rank for _, rank in self._group.others]
         sent = dict.fromkeys(ranks, pack_block(own, wide=self._wide))
@@ -269,7 +253,7 @@ class PushPullLoader(EpochLoader[_Made, Any]):
         }
         if self._undecided:
             # Without waiting for ranks that were late.
-            self._costs.append((sample_s, (pushed - began) + (time.perf_counter() - arrived)))
+            self._costs.append((made.sample_s, (pushed - began) + (time.perf_counter() - arrived)))
         return blocks
 
     def _decide(self) -> None:
@@ -323,7 +307,7 @@ class PushPullLoader(EpochLoader[_Made, Any]):
 
         def of_epoch(epoch: int) -> Callable[[int], OwnerBlocks]:
             # The seeds of an epoch are sorted once, not for every batch.
-            seeds = {part: loader.seeds_of_step(epoch, items[rank], rank) for part, rank in group.others}
+            seeds = {part: loader.items_of_epoch(epoch, items[rank], rank) for part, rank in group.others}
 
             def sampled(items: Mapping[Any, Array], step: int) -> OwnerBlock:
                 batch = sample(items, epoch, step)
@@ -335,13 +319,21 @@ class PushPullLoader(EpochLoader[_Made, Any]):
 
         return of_epoch
 
-    def _input_of(self, owner: OwnerBlock, number: int) -> PartInput:
-        store = self._store
-        columns = {name: store.rows(name, owner.nodes, self._memory) for name in store.names}
-        keyed = self.first_number + number
-        return PartInput(block=owner.block, nodes=owner.nodes, columns=columns, number=keyed)
+    def gather_inputs(self, made: GroupedBatch) -> tuple[PartInput, ...]:
+        """Return the batches of all owners with this part's columns."""
+        store, keyed = self._store, self.first_number + made.number
+        blocks = {self._group.part: made.own, **made.others}
+        return tuple(
+            PartInput(
+                block=owner.block,
+                nodes=owner.nodes,
+                columns={name: store.rows(name, owner.nodes, self._memory) for name in store.names},
+                number=keyed,
+            )
+            for _, owner in sorted(blocks.items())
+        )
 
-    def in_order(self, batches: Iterator[_Made]) -> Iterator[_Made]:
+    def in_order(self, batches: Iterator[GroupedBatch]) -> Iterator[GroupedBatch]:
         delivered = map(self._delivered, batches)
         if not self._looks_ahead:
             yield from delivered
@@ -353,11 +345,11 @@ class PushPullLoader(EpochLoader[_Made, Any]):
             yield made
             made = following
 
-    def deliver(self, step: int, batch: _Made) -> Any:
+    def deliver(self, step: int, batch: GroupedBatch) -> Any:
         self._session.step_share = batch.share
         return batch.batch
 
-    def _delivered(self, made: _Made) -> _Made:
+    def _delivered(self, made: GroupedBatch) -> GroupedBatch:
         group_batch, part = made.group_batch, self._group.part
         made.batch = self._inner.deliver(group_batch.number % len(self), made.batch)
         made.share, block = self._session.step_share, made.batch[-1][0]
@@ -374,23 +366,80 @@ class PushPullLoader(EpochLoader[_Made, Any]):
         block.push_pull = group_batch
         return made
 
-    def _moved(self, batch: Any, inputs: tuple[PartInput, ...]) -> tuple[Any, tuple[PartInput, ...]]:
-        """Return both on the loader's device, but for the own block of ``inputs``: it will be the user's."""
-        own, device = self._group.part, self._inner.device
+    def move(self, made: GroupedBatch) -> None:
+        """Begin to copy the batch to the device, without the own block: that will be the user's."""
+        own, device, group_batch = self._group.part, self._inner.device, made.group_batch
 
-        def move(copy: Copy) -> tuple[Any, tuple[PartInput, ...]]:
-            return batch.moved(device, copy), tuple(
+        def move(copy: Copy) -> None:
+            made.batch.move(device, copy)
+            group_batch.inputs = tuple(
                 replace(
                     one,
                     block=one.block if part == own else place(one.block, device, copy=copy),
                     nodes=one.nodes if part == own else ids_to_device(one.nodes, device, copy),
                     columns={name: copy(rows) for name, rows in one.columns.items()},
                 )
-                for part, one in enumerate(inputs)
+                for part, one in enumerate(group_batch.inputs)
             )
 
-        (batch, inputs), arrive = carried(self._inner.copies, device, move)
-        return replace(batch, arrive=arrive), inputs
+        _, made.batch.arrive = carried(self._inner.copies, device, move)
+
+    @property
+    def moves_batches(self) -> bool:
+        return self._inner.moves_batches
+
+
+@final
+class GroupStages(Stages[GroupedBatch]):
+    """The stages of a batch of all owners: the own one, the blocks of the others, and the columns of all."""
+
+    loader: PushPullLoader
+
+    def __init__(
+        self,
+        loader: PushPullLoader,
+        epoch: int,
+        inner: Maker[Any, Any],
+        resample: Callable[[int], OwnerBlocks] | None,
+        iteration: int,
+    ) -> None:
+        self.loader, self.epoch, self._inner = loader, epoch, inner
+        self._resample, self._iteration = resample, iteration
+
+    def sample(self, step: int) -> GroupedBatch:
+        batch = self._inner.make(step)
+        own = OwnerBlock(batch.blocks[0], batch.input_nodes.to(torch.int64))
+        number = self.epoch * len(self.loader) + step
+        return GroupedBatch(
+            batch=batch, own=own, number=number, sample_s=batch.sample_s, fetch_s=batch.fetch_s
+        )
+
+    def fetch(self, made: GroupedBatch) -> None:
+        begin, step = time.perf_counter(), made.number % len(self.loader)
+        with self.span("push structure", step):
+            made.others = (
+                self.loader.exchange_blocks(made, self._iteration)
+                if self._resample is None
+                else self._resample(step)
+            )
+        made.fetch_s += time.perf_counter() - begin
+
+    def build(self, made: GroupedBatch) -> None:
+        begin = time.perf_counter()
+        with self.span("gather columns", made.number % len(self.loader)):
+            made.group_batch = GroupBatch(made.number, self.loader.gather_inputs(made))
+        made.fetch_s += time.perf_counter() - begin
+
+    def move(self, made: GroupedBatch, step: int) -> None:
+        if not self.loader.moves_batches:
+            return
+        begin = time.perf_counter()
+        with self.span("copy to the device", step):
+            self.loader.move(made)
+        made.fetch_s += time.perf_counter() - begin
+
+    def fail(self, error: BaseException) -> None:
+        self.loader.end(self._iteration, error)
 
 
 def split_prefetch(g: DistGraph, sampler: Any, names: tuple[str, ...]) -> tuple[Any, tuple[str, ...]]:
