@@ -9,7 +9,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias, final
@@ -62,6 +62,10 @@ class SourceDraws:
         return keys[hops[:, None], source_types]
 
 
+_keys_of_epoch = lru_cache(64)(relation_keys)
+"""The same for all batches of an epoch."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DrawSettings:
     """How all batches of a loader are drawn."""
@@ -99,7 +103,7 @@ class DrawSettings:
             ]
             edges, edge_ends = np.concatenate(lists), _ends(lists)
         if self.by_source is None:
-            streams = relation_keys(self.seed, epoch, num_hops, num_relations)
+            streams = _keys_of_epoch(self.seed, epoch, num_hops, num_relations)
         else:
             streams = self.by_source.streams(self.seed, epoch, step, num_hops, self.schema.source_types)
         return SampleRequest(

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from copy import copy
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -427,9 +427,10 @@ class EpochLoader(ABC, Generic[B, T]):
     def deliver(self, step: int, batch: B) -> T:
         """Return the batch for the consumer, on its device, and set the session's share of the step."""
 
-    def span(self, name: str, epoch: int, step: int) -> AbstractContextManager[None]:
-        """Record the time of the block, on a thread of the loader, as a span of a batch."""
-        return self._session.timeline.span(name, LOADER, epoch * len(self) + step)
+    def span(self, name: str, epoch: int, step: int, row: str = LOADER) -> AbstractContextManager[None]:
+        """Record the time of the block as a span of a batch, if a trace is on."""
+        timeline = self._session.timeline
+        return timeline.span(name, row, epoch * len(self) + step) if timeline.on else nullcontext()
 
     def in_order(self, batches: Iterator[B]) -> Iterator[B]:
         """Return the made batches as they are delivered; a loader may look at the next one here."""
@@ -562,7 +563,7 @@ class EpochLoader(ABC, Generic[B, T]):
 
     def _next(self, step: int, batches: Iterator[B]) -> T:
         begin = time.perf_counter()
-        with self._session.timeline.span(f"{WAIT} for a batch", COMPUTE, self._epoch * len(self) + step):
+        with self.span(f"{WAIT} for a batch", self._epoch, step, row=COMPUTE):
             batch = next(batches)
         sample_s, fetch_s = batch.sample_s, batch.fetch_s
         delivered = self.deliver(step, batch)

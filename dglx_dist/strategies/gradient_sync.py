@@ -9,7 +9,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, cast, final
 
 import torch
@@ -406,7 +406,8 @@ class GradientExchange:
         if len(self._pending) <= delay:
             return {}
         (buckets, works), started = self._pending.popleft(), time.perf_counter()
-        waiting = self._session.timeline.span(f"{WAIT} for the all-reduce", COMPUTE)
+        timeline = self._session.timeline
+        waiting = timeline.span(f"{WAIT} for the all-reduce", COMPUTE) if timeline.on else nullcontext()
         with peers_named(self._session, "the sum of gradients"), waiting:
             for work in works:
                 if work is not None:
