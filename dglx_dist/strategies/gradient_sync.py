@@ -320,32 +320,40 @@ class GradientExchange:
             )
 
     def _hook_of(self, index: int) -> Callable[[Tensor], None]:
+        # Weakly: Python's garbage collector does not see what torch's hooks of a parameter refer to.
+        alive = weakref.ref(self)
+
         def accumulated(parameter: Tensor) -> None:
-            if self._graph_task == NO_BACKWARD:
-                return
-            if current_backward() != self._graph_task:
-                if self._callback is not None and self._callback() is not None:
-                    raise ConfigError(
-                        f"the gradient of {self._names[index]!r} was computed by a backward call inside the "
-                        "backward call of the loss (re-entrant checkpointing does that), so it would not be "
-                        "summed; use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
-                    )
-                return
-            gradient = parameter.grad
-            if gradient is None:
-                # Called because of the mark only: nothing on this rank depends on the parameter.
-                return
-            if gradient.layout != torch.strided:
-                raise ConfigError(
-                    f"the gradient of {self._names[index]!r} is sparse, and a dense sum would be as large "
-                    "as the table; use dglx_dist.DistEmbedding with dglx_dist.optim, or sparse=False"
-                )
-            self._bucket_of[index].put(index, gradient, self._weight)
-            if index in self._held:
-                self._bucket_of[index].add(index, self._held.pop(index).local)
-            self._launch(incomplete=False)
+            exchange = alive()
+            if exchange is not None:
+                exchange._add_gradient(index, parameter)
 
         return accumulated
+
+    def _add_gradient(self, index: int, parameter: Tensor) -> None:
+        if self._graph_task == NO_BACKWARD:
+            return
+        if current_backward() != self._graph_task:
+            if self._callback is not None and self._callback() is not None:
+                raise ConfigError(
+                    f"the gradient of {self._names[index]!r} was computed by a backward call inside the "
+                    "backward call of the loss (re-entrant checkpointing does that), so it would not be "
+                    "summed; use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+                )
+            return
+        gradient = parameter.grad
+        if gradient is None:
+            # Called because of the mark only: nothing on this rank depends on the parameter.
+            return
+        if gradient.layout != torch.strided:
+            raise ConfigError(
+                f"the gradient of {self._names[index]!r} is sparse, and a dense sum would be as large "
+                "as the table; use dglx_dist.DistEmbedding with dglx_dist.optim, or sparse=False"
+            )
+        self._bucket_of[index].put(index, gradient, self._weight)
+        if index in self._held:
+            self._bucket_of[index].add(index, self._held.pop(index).local)
+        self._launch(incomplete=False)
 
     def _launch(self, *, incomplete: bool) -> None:
         # In order, which is the same on every rank.

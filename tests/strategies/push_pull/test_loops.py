@@ -226,6 +226,16 @@ def what_a_loader_lent_goes_with_the_loader(g: DistGraph) -> None:
     assert not stays
 
 
+def a_model_goes_with_its_parameters(g: DistGraph) -> None:
+    for strategy, options in (("data_parallel", {}), ("push_pull", {}), ("push_pull", {"depth": 3})):
+        trained = Trained(g, strategy, **options)
+        trained.epoch()
+        held = [weakref.ref(trained.model._exchange), *map(weakref.ref, trained.model.parameters())]
+        del trained
+        gc.collect()
+        assert not any(one() is not None for one in held), (strategy, options)
+
+
 def a_step_goes_through_few_modules(g: DistGraph) -> None:
     """Modules of the package whose functions any thread calls while two steps of an epoch are taken."""
     package = str(Path(dglx_dist.__file__).parent)
@@ -254,7 +264,6 @@ def a_step_goes_through_few_modules(g: DistGraph) -> None:
         threading.setprofile(None)
         assert {"dataloading/step_loader.py", "strategies/gradient_sync.py"} <= called
         called.discard("comm/auth.py")  # at the first message of a connection, in whichever step that is
-        called.discard("strategies/push_pull/pipeline.py" if strategy == "data_parallel" else "")
         assert len(called) <= most, sorted(called)
 
 
@@ -268,6 +277,7 @@ LOOPS = (
     what_was_begun_or_kept_by_the_user_does_not_pile_up,
     a_batch_is_gone_as_soon_as_nobody_uses_it,
     what_a_loader_lent_goes_with_the_loader,
+    a_model_goes_with_its_parameters,
     a_step_goes_through_few_modules,
 )
 
