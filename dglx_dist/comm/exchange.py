@@ -233,7 +233,8 @@ class DeviceExchange(Exchange):
                 message.num_arrived = message.rows.nbytes
             for _ in work:
                 pass
-            self.session.timeline.add(name, NETWORK, begin, time.perf_counter(), batch)
+            if self.session.timeline.on:
+                self.session.timeline.add(name, NETWORK, begin, time.perf_counter(), batch)
 
         return finish
 
@@ -348,9 +349,10 @@ class CallExchange(Exchange):
                 pass
             for call in sent:
                 call.result(call.age_s + self.session.timeout_s)
-            # Rows of a rank that is ahead arrived before this one posted.
-            end = max([begin, *(at for at, _, _ in arrived.values())])
-            self.session.timeline.add(self._span or name, NETWORK, begin, end, batch)
+            if self.session.timeline.on:
+                # Rows of a rank that is ahead arrived before this one posted.
+                end = max([begin, *(at for at, _, _ in arrived.values())])
+                self.session.timeline.add(self._span or name, NETWORK, begin, end, batch)
 
         return finish
 

@@ -13,7 +13,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple, TypeAlias, cast, final
@@ -606,7 +606,7 @@ class Pipeline(Shared):
     def _start(
         self, layer: SplittableConv, group_batch: GroupBatch, spec: InputSpec, own_edges: Mapping[str, Tensor]
     ) -> InFlightBatch:
-        with self._session.timeline.span("forward M", COMPUTE, group_batch.number):
+        with self._span("forward M", group_batch.number):
             batch = InFlightBatch(
                 number=group_batch.number,
                 inputs=group_batch.inputs,
@@ -638,7 +638,7 @@ class Pipeline(Shared):
     def _backward_part(self, batch: InFlightBatch) -> InFlightBatch:
         for push in batch.pushes:
             self._timed(push, f"{WAIT} for the push", batch.number)
-        with self._session.timeline.span("backward M", COMPUTE, batch.number):
+        with self._span("backward M", batch.number):
             self._part.compute(batch)
         return batch
 
@@ -662,9 +662,13 @@ class Pipeline(Shared):
             self.log.waiting.append((self._current.number, "D", self.log.steps["D"]))
         self._current = None
 
+    def _span(self, name: str, number: int) -> AbstractContextManager[None]:
+        timeline = self._session.timeline
+        return timeline.span(name, COMPUTE, number) if timeline.on else nullcontext()
+
     def _timed(self, wait: Any, name: str, number: int) -> Any:
         begun = time.perf_counter()
-        with self._session.timeline.span(name, COMPUTE, number):
+        with self._span(name, number):
             found = wait()
         self.exchange.waited_s += time.perf_counter() - begun
         return found
