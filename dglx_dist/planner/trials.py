@@ -25,6 +25,7 @@ from dglx_dist.errors import ConfigError, PeerError, first_sentence
 from dglx_dist.graph.cache import TRAIN_MASK
 from dglx_dist.graph.column import Column
 from dglx_dist.graph.split import node_split
+from dglx_dist.planner.choose import NEAR
 from dglx_dist.planner.measure import make_optimizer, take_step
 from dglx_dist.planner.records import ChoiceOptions, Draws, Prediction, Trial
 from dglx_dist.records import FEATURE, LABEL
@@ -39,7 +40,7 @@ LEAST_S, MOST_SHARE = 20.0, 0.02
 """The trials end after so many seconds, or after this share of the training, whichever is more."""
 _TURN_S, _LEAST_STEPS, _WARM_STEPS = 0.1, 3, 2
 """Duration and steps of a first turn at least, and steps before a turn that begins within an epoch."""
-_TURNS_OF_ROUND, _MOST_ROUNDS = 2, 5
+_TURNS_OF_ROUND, _MOST_ROUNDS = 2, 4
 _REFUSALS = (ConfigError, MemoryError, torch.OutOfMemoryError)
 
 
@@ -149,10 +150,10 @@ class _Race:
                 self.predictions[place] = replace(one, why_not=problem)
 
     def halve(self) -> None:
-        """Let the candidates alternate, and drop the slower half, until one is left or time is over."""
+        """Let the candidates alternate, and drop the slower half, until those that are left are equal."""
         longest = 1
         for number in range(_MOST_ROUNDS):
-            if len(self.running) < 2 or self._is_over():
+            if self._are_equal() or self._is_over():
                 break
             self._notify(f"round {number + 1}: {len(self.running)} candidates")
             for contestant in self.running * _TURNS_OF_ROUND:
@@ -166,17 +167,27 @@ class _Race:
 
     def _drop_slower(self) -> None:
         ordered = sorted(self.running, key=self._worth)
-        for contestant in ordered[-(-len(ordered) // 2) :]:
-            self._drop(contestant)
+        half, best = -(-len(ordered) // 2), ordered[0].trial.high * self._weight(ordered[0])
+        for place, contestant in enumerate(ordered):
+            is_slower = contestant.trial.low * self._weight(contestant) > best
+            if place >= half or is_slower:
+                self._drop(contestant)
+
+    def _are_equal(self) -> bool:
+        worths = [self._worth(contestant) for contestant in self.running]
+        is_timed = all(len(contestant.seconds) > _TURNS_OF_ROUND for contestant in self.running)
+        return len(worths) < 2 or (is_timed and max(worths) <= NEAR * min(worths))
 
     def _drop(self, contestant: _Contestant) -> None:
         self._note(contestant)
         contestant.run.close()
         self.running.remove(contestant)
 
+    def _weight(self, contestant: _Contestant) -> float:
+        return self._config.constraints.weight(self.predictions[contestant.place].candidate)
+
     def _worth(self, contestant: _Contestant) -> float:
-        candidate = self.predictions[contestant.place].candidate
-        return contestant.trial.seconds * self._config.constraints.weight(candidate)
+        return contestant.trial.seconds * self._weight(contestant)
 
     def _note(self, contestant: _Contestant) -> None:
         place = contestant.place
