@@ -34,7 +34,7 @@ REVERSE = "-rev"
 """Suffix of reverse relations, as in GraphStorm."""
 
 FEATURE, LABEL = "feat", "label"
-SPLITS = ("train_mask", "val_mask", "test_mask")
+SPLITS = TRAIN, VALIDATION, TEST = ("train_mask", "val_mask", "test_mask")
 
 
 @dataclass(frozen=True, kw_only=True)

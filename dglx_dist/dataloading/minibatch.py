@@ -68,16 +68,16 @@ class BatchBlockBuilder:
         blocks: list[DGLBlock] = []
         row = 0
         for hop, (num_dst_of, num_src_of) in enumerate(pairwise(batch.node_ends.tolist())):
-            edges, edge_columns = [], []
+            edges = []
             ends = edge_ends[hop * num_relations : (hop + 1) * num_relations + 1]
             for relation, (first, last) in enumerate(pairwise(ends)):
                 num_src = num_src_of[self._sources[relation]]
                 num_dst = num_dst_of[self._destinations[relation]]
                 offsets = indptr[row : row + num_dst + 1]
-                edges.append((num_src, num_dst, offsets, sources[first:last]))
-                edge_columns.append({name: values[first:last] for name, values in columns.items()})
+                of_type = {name: values[first:last] for name, values in columns.items()}
+                edges.append((num_src, num_dst, offsets, sources[first:last], of_type))
                 row += num_dst + 1
-            blocks.append(self._types.block(edges, edge_columns, nodes, (num_src_of, num_dst_of)))
+            blocks.append(self._types.block(edges, nodes, (num_src_of, num_dst_of)))
         return dict(zip(self._schema.ntypes, nodes, strict=True)), blocks[::-1]
 
 

@@ -89,20 +89,13 @@ def _bipartite(num_src: int, num_dst: int, indptr: Tensor, sources: Tensor) -> H
 
 @final
 class BlockTypes:
-    """The types of blocks that have all node types on both sides. Thread-safe.
+    """Types of blocks that have all node types on both sides. Thread-safe.
 
-    Args:
-        ntypes: Names of node types.
-        relations: Names of edge types.
-        sources, destinations: Places in ``ntypes`` of their ends.
+    ``sources`` and ``destinations`` are the places in ``ntypes`` of the ends of each of the ``relations``.
     """
 
     def __init__(
-        self,
-        ntypes: Sequence[str],
-        relations: Sequence[str],
-        sources: Sequence[int],
-        destinations: Sequence[int],
+        self, ntypes: Sequence[str], relations: Sequence[str], sources: list[int], destinations: list[int]
     ) -> None:
         self._ntypes, self._relations = ntypes, relations
         targets = [len(ntypes) + node_type for node_type in destinations]
@@ -110,24 +103,20 @@ class BlockTypes:
 
     def block(
         self,
-        edges: Sequence[tuple[int, int, Tensor, Tensor]],
-        columns: Sequence[Mapping[str, Tensor]],
+        edges: Sequence[tuple[int, int, Tensor, Tensor, Mapping[str, Tensor]]],
         nodes: Sequence[Tensor],
-        counts: tuple[Sequence[int], Sequence[int]],
+        counts: tuple[list[int], list[int]],
     ) -> DGLBlock:
         """Build a block.
 
         Args:
             edges: Of each edge type: numbers of sources and destinations, offsets and sources as in
-                :func:`build_block`.
-            columns: Of each edge type: columns of its edges.
-            nodes: Of each node type: global ids, the first of which are the sources and the destinations.
+                :func:`build_block`, and columns.
+            nodes: Of each node type: global ids. The first ones are sources, the first of them destinations.
             counts: Numbers of sources and of destinations of each node type.
         """
-        indices = [_bipartite(*one) for one in edges]
-        edge_frames = [
-            Frame(of_type, num_rows=len(one[3])) for of_type, one in zip(columns, edges, strict=True)
-        ]
+        indices = [_bipartite(n, m, offsets, sources) for n, m, offsets, sources, _ in edges]
+        edge_frames = [Frame(columns, num_rows=len(sources)) for *_, sources, columns in edges]
         sizes = utils.toindex([*counts[0], *counts[1]], "int64")
         index = heterograph_index.create_heterograph_from_relations(self._metagraph, indices, sizes)
         frames = [

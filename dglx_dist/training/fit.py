@@ -16,6 +16,7 @@ from dglx_dist.comm.session import Session, current_session
 from dglx_dist.errors import ConfigError
 from dglx_dist.options import common_fields
 from dglx_dist.progress import Advance, progress
+from dglx_dist.records import TEST, TRAIN
 from dglx_dist.strategies.base import EpochTrainer, Objective, WrappedModel, float_of, strategy_of
 from dglx_dist.training import tracing
 from dglx_dist.training.checkpoint import Sparse, optimizers_of
@@ -23,8 +24,6 @@ from dglx_dist.training.config import FLOAT32, REGRESSION, metrics_of
 from dglx_dist.training.exact_mean import make_exact
 from dglx_dist.training.fit_config import (
     SCHEDULER,
-    TEST,
-    TRAIN,
     Callback,
     FitConfig,
     FitResult,

@@ -14,7 +14,7 @@ from dglx_dist.comm.session import current_session
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.optim import SparseOptimizer
 from dglx_dist.options import check_ranges
-from dglx_dist.records import FEATURE, LABEL, SPLITS, EpochRecord
+from dglx_dist.records import FEATURE, LABEL, TEST, VALIDATION, EpochRecord
 from dglx_dist.strategies.base import Traits, WrappedModel
 from dglx_dist.training.config import (
     AUTO_TASK,
@@ -38,8 +38,6 @@ Evaluate = Callable[[WrappedModel], Mapping[str, float]]
 ``val_mask`` and ``test_mask`` are accuracies, or another score of which more is better; others are recorded
 under their names, as ``val_mrr``.
 """
-
-TRAIN, VALIDATION, TEST = SPLITS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ from dglx_dist.graph.partition_book import canonical_etype
 from dglx_dist.graph.split import edge_split
 from dglx_dist.keyed_random import hash_ids, splitmix64, stream_key
 from dglx_dist.options import list_names
-from dglx_dist.records import FEATURE, SPLITS, Array, EdgeType, type_text
+from dglx_dist.records import FEATURE, SPLITS, TEST, TRAIN, VALIDATION, Array, EdgeType, type_text
 from dglx_dist.strategies.base import open_strategy
 from dglx_dist.training.config import LINK, metrics_of
 from dglx_dist.training.inference import batches, evaluating, layerwise_inference, whole_of
@@ -69,7 +69,6 @@ def softmax_loss(positive: Tensor, negative: Tensor) -> Tensor:
 PAIR_LOSSES: Mapping[str, PairLoss | None] = {"bce": None, "bpr": bpr_loss, "softmax": softmax_loss}
 """Name to the ``pair_loss`` of :class:`dglx_dist.training.tasks.LinkPrediction`."""
 
-TRAIN, VALIDATION, TEST = SPLITS
 _SHARES = (0.8, 0.9)
 """Training edges end at the first, validation edges at the second."""
 _MADE: WeakKeyDictionary[DistGraph, set[EdgeType]] = WeakKeyDictionary()

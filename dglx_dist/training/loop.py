@@ -25,7 +25,7 @@ from dglx_dist.comm.trace import COMPUTE
 from dglx_dist.dataloading.step_loader import LoaderTimes
 from dglx_dist.errors import ConfigError, Stopped
 from dglx_dist.graph.optim import SparseOptimizer
-from dglx_dist.records import EpochRecord
+from dglx_dist.records import VALIDATION, EpochRecord
 from dglx_dist.strategies.base import EpochTrainer, WrappedModel, float_of
 from dglx_dist.strategies.replicated import check_replicas
 from dglx_dist.training import checkpoint, tracing
@@ -42,7 +42,7 @@ from dglx_dist.training.config import (
     steps_between,
 )
 from dglx_dist.training.exact_mean import NUM_TERMS
-from dglx_dist.training.fit_config import SCHEDULER, VALIDATION, FitConfig, FitResult
+from dglx_dist.training.fit_config import SCHEDULER, FitConfig, FitResult
 from dglx_dist.training.inference import check_evaluable, evaluate
 from dglx_dist.training.resume import (
     FACTS,
