@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -51,7 +52,10 @@ FAULTS = {
 
 def own(dataset: str, out: Path, text: str, name: str = "Model", **changes: Any) -> Any:
     file = out.parent / "my_model.py"
-    file.write_text(text)
+    # Every rank writes it, and none may read what another has begun to write.
+    begun = file.with_suffix(f".{os.getpid()}")
+    begun.write_text(text)
+    begun.replace(file)
     return plan_of(dataset, out, model_file=f"{file}:{name}", fanouts=(-1, -1), epochs=2, **changes)
 
 
