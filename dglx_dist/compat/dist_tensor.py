@@ -1,4 +1,4 @@
-"""DGL's ``DistTensor``, ``DistEmbedding`` and ``KVClient`` around ours."""
+"""DGL's ``DistTensor``, ``DistEmbedding`` with its optimizers, and ``KVClient`` around ours."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ from dglx_dist.graph.dist_tensor import PartitionPolicy as InnerPolicy
 from dglx_dist.graph.dist_tensor import opened_graph
 from dglx_dist.graph.embedding import DistEmbedding as InnerDistEmbedding
 from dglx_dist.graph.kvstore import KVStore
+from dglx_dist.graph.optim import SparseOptimizer
 from dglx_dist.graph.partition_book import Ids, as_array
 from dglx_dist.graph.shared_memory import InitRows
+from dglx_dist.graph.sparse_update import UpdateRule, adagrad_rule, adam_rule
 from dglx_dist.records import Array
 
 _Rows: TypeAlias = Mapping[tuple[KVStore, str], Callable[[], Any]]
@@ -386,3 +388,39 @@ class DistEmbedding(Wrapper, of=InnerDistEmbedding):
     optm_state: Any = InnerAttribute(InnerDistEmbedding, "optm_state")
     """The optimizer's tensors; empty without an optimizer."""
     data_name = property(attrgetter("inner.weight.kvstore_key"))
+
+
+class _Optimizer(SparseOptimizer):
+    """A sparse optimizer with DGL's arguments.
+
+    :meth:`save` writes embeddings and state to a folder on a shared disk, where DGL writes one pickle per
+    rank, with the state alone; every rank must call it, and :meth:`load`, on any number of ranks.
+    """
+
+    def __init__(self, params: Sequence[DistEmbedding], rule: Callable[[], UpdateRule]) -> None:
+        inner: Any = [param.inner if isinstance(param, DistEmbedding) else param for param in params]
+        super().__init__(inner, rule)
+
+
+@final
+class SparseAdagrad(_Optimizer):
+    """Adagrad on the rows used in a step; see ``dglx_dist.optim.SparseAdagrad``."""
+
+    def __init__(self, params: Sequence[DistEmbedding], lr: float, eps: float = 1e-10) -> None:
+        super().__init__(params, lambda: adagrad_rule(lr, eps))
+
+
+@final
+class SparseAdam(_Optimizer):
+    """Adam on the rows used in a step, with one step count per embedding; ``eps`` as in DGL."""
+
+    saved_as = "AdamAsDgl"  # states of dglx_dist.optim.SparseAdam, which has another eps, must not load here
+
+    def __init__(
+        self,
+        params: Sequence[DistEmbedding],
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+    ) -> None:
+        super().__init__(params, lambda: adam_rule(lr, betas, eps, corrected=True))

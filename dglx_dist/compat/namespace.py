@@ -5,7 +5,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, final
 
 import dgl
@@ -15,9 +15,9 @@ from torch import nn
 from dglx_dist.comm.collectives import barrier
 from dglx_dist.comm.session import current_session, session_if_open, start_later
 from dglx_dist.comm.topology import Topology, read_settings, read_topology
-from dglx_dist.compat import dataloading, optim, partition, partition_book
+from dglx_dist.compat import dataloading, partition, partition_book
 from dglx_dist.compat.dist_graph import DistGraph, find_edges, inner_graph
-from dglx_dist.compat.dist_tensor import DistEmbedding, DistTensor, KVClient
+from dglx_dist.compat.dist_tensor import DistEmbedding, DistTensor, KVClient, SparseAdagrad, SparseAdam
 from dglx_dist.compat.wrappers import InnerAttribute
 from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.graph.dist_tensor import OPENED, opened_graph
@@ -156,10 +156,11 @@ _REPLACEMENTS: tuple[Any, ...] = (
     *(partition_book.GraphPartitionBook, partition_book.RangePartitionBook, partition_book.PartitionPolicy),
     *(partition_book.NodePartitionPolicy, partition_book.EdgePartitionPolicy),
 )
+_OPTIMIZERS = {one.__name__: one for one in (SparseAdagrad, SparseAdam)}
 SUPPORTED: Mapping[str, Any] = {
     **{one.__name__: one for one in _REPLACEMENTS},
     "DistConnectError": PeerError,
-    "optim": optim,
+    "optim": SimpleNamespace(**_OPTIMIZERS),
 }
 """Supported name to its replacement."""
 
@@ -229,7 +230,6 @@ def _replacements(submodule: ModuleType) -> dict[str, Any]:
 
 
 NAME = "dgl.distributed"
-_OPTIMIZERS = {name: getattr(optim, name) for name in optim.__all__}
 _MARK = "__dglx_dist__"
 
 

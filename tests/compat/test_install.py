@@ -23,7 +23,7 @@ import dgl.distributed.nn
 assert dgl.dataloading.dataloader.DistGraph is dgl.dataloading.DistGraph is DistGraph
 assert dgl.dataloading.DistDataLoader is dgl.distributed.DistDataLoader is not plain
 assert found is inner is DistGraph and later is dgl.dataloading.DistNodeDataLoader is DistNodeDataLoader
-assert SparseAdam.__module__ == "dglx_dist.compat.optim"
+assert SparseAdam.__module__ == "dglx_dist.compat.dist_tensor"
 assert dgl.distributed.nn.DistEmbedding is dgl.distributed.DistEmbedding
 assert dgl.distributed.graph_partition_book.RangePartitionBook is RangePartitionBook
 # What submodules alone have asks this run, or is refused.
