@@ -48,10 +48,10 @@ def _refusals(folder: str) -> list[str]:
     session.device = torch.device("meta")
     found = []
     for name in STRATEGIES.names():
-        wrap = STRATEGIES.get(name)(session, {}).wrap
-        found.append(refusal(lambda wrap=wrap: wrap(half_on("meta", g), g), ConfigError))  # type: ignore[misc]
+        wrap = STRATEGIES.get(name)(session, {}).open(g).wrap
+        found.append(refusal(lambda wrap=wrap: wrap(half_on("meta", g)), ConfigError))  # type: ignore[misc]
         one = half_on("meta" if odd else "cpu", g)
-        found.append(refusal(lambda wrap=wrap, one=one: wrap(one, g), ConfigError))  # type: ignore[misc]
+        found.append(refusal(lambda wrap=wrap, one=one: wrap(one), ConfigError))  # type: ignore[misc]
     spread = on_gpus([0, int(odd)])
     return [*found, refusal(lambda: check_same_model(spread, session), ConfigError)]
 
