@@ -109,7 +109,6 @@ def _measure_on(
     requested = CountConfig(
         cluster=cluster,
         draws=_draws_of(plan),
-        labor=plan.allow_estimators,
         partitioned=_is_partitioned(plan, 8 * g.num_nodes() + 4 * g.num_edges()),
         epoch=_EPOCH,
         assumptions=(*batch_assumptions(plan.unit, plan.layers, plan.fanouts), *assumptions),

@@ -23,8 +23,7 @@ from dglx_dist.memory import machine_memory, read_size, resident
 from dglx_dist.options import check_integer, check_ranges, read_options
 from dglx_dist.planner.choose import choosable, choose, find_bar, predict
 from dglx_dist.planner.costs.base import Counted
-from dglx_dist.planner.links import probe
-from dglx_dist.planner.measure import CountConfig, count, sample_blocks, time_step
+from dglx_dist.planner.measure import CountConfig, count, probe, sample_blocks, time_step
 from dglx_dist.planner.model_shape import shape_of_module
 from dglx_dist.planner.records import Choice, ChoiceOptions, Cluster, Draws
 from dglx_dist.planner.trials import TrialConfig, fill_cache, run_trials

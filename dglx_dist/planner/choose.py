@@ -96,8 +96,6 @@ def _find_uncounted(candidate: Candidate, counted: Counted) -> str:
 
 def find_bar(candidate: Candidate, constraints: ChoiceOptions) -> str:
     """Return what would allow ``candidate``, such as an option. Empty: it is allowed."""
-    if candidate.labor:
-        return "LaborSampler(fanouts) passed to dx.DataLoader"
     unit = f"--unit {candidate.unit}" if constraints.unit not in ("any", candidate.unit) else ""
     is_allowed = candidate.exact or constraints.allow_estimators
     return " ".join(option for option in (unit, "" if is_allowed else "--allow-estimators") if option)

@@ -22,18 +22,6 @@ _of_choice = partial(option, panel="Choice")
 _UNITS = {"gbit": 10**9, "mbit": 10**6, "kbit": 10**3, "bit": 1}
 _LEAST_RATE, _MOST_RATE = 8_000, 10**12
 """tc rejects rates above what the kernel counts, with an unhelpful message."""
-_USUAL_BURST_BYTES = 256 * 1024
-_USUAL_S = 20e-3
-"""A rate at which the usual bucket would last longer gets a smaller one, so that short rates hold too."""
-_BUNDLE_BYTES = 72 * 1024
-"""A virtual card sends segments in bundles of up to 64 KiB plus headers; a smaller bucket splits them."""
-_TORN_BITS_PER_S = 50_000_000
-"""Below this rate one bundle lasts more than 12 ms, which would be free after each pause of a short epoch. It
-is split, and each segment has its own headers."""
-_TORN_S = 5e-3
-_LEAST_BURST_BYTES = 16 * 1024
-_LATE_S = 2e-3
-"""The kernel may refill a bucket this late; buckets of fast links must last as long."""
 
 
 @dataclass(frozen=True, order=True)
@@ -60,19 +48,6 @@ class Rate:
                 "e.g. 100mbit"
             )
         return cls(int(bits))
-
-    def burst_bytes(self, *, may_tear: bool = True) -> int:
-        """Return the bytes that an emulated card at this rate sends at once after a pause.
-
-        Args:
-            may_tear: Whether packets of the device are small. A packet larger than the bucket, as on a
-                loopback device, would never leave.
-        """
-        bytes_per_s = self.bits_per_s / 8
-        if may_tear and self.bits_per_s < _TORN_BITS_PER_S:
-            return max(round(bytes_per_s * _TORN_S), _LEAST_BURST_BYTES)
-        usual = min(max(round(bytes_per_s * _USUAL_S), _BUNDLE_BYTES), _USUAL_BURST_BYTES)
-        return max(usual, round(bytes_per_s * _LATE_S))
 
     def __str__(self) -> str:
         for unit, size in _UNITS.items():
@@ -178,8 +153,6 @@ class Draws:
     """Per rank; others are left out."""
     most_batches: int | None = None
     """Per rank; None: all of the epoch."""
-    labor: bool = False
-    """Whether by LABOR-0."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -119,8 +119,7 @@ def count_rank(
     """
     topology, bounds = place
     own_seeds = split_ids(seeds, bounds, topology, force_even=draws.force_even)[: draws.most_seeds]
-    kind = dgl.dataloading.LaborSampler if draws.labor else dgl.dataloading.NeighborSampler
-    sampler = kind(list(draws.fanouts))
+    sampler = dgl.dataloading.NeighborSampler(list(draws.fanouts))
     options: dict[str, Any] = {"shuffle": True, "num_threads": 0, "device": "cpu"}
     loader = DataLoader(g, own_seeds, sampler, batch_size=draws.batch_size, **options)
     own = int(bounds[topology.server]), int(bounds[topology.server + 1])

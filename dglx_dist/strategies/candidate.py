@@ -23,8 +23,6 @@ class CandidateContext:
     steps: int
     """Steps of an epoch of mini-batches. 0: there are no mini-batches."""
     caches: tuple[float, ...] = CACHE_SIZES
-    labor: bool = False
-    """Whether batches of a ``LaborSampler`` are a candidate. Only counts tell what it saves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +37,6 @@ class Candidate:
     """Policy of the cache of remote rows. None: no cache."""
     cache_alpha: float = 0.0
     """Size of the cache as a fraction of the server's own nodes."""
-    labor: bool = False
-    """Whether batches are drawn by a ``LaborSampler`` of the same fan-outs, which only the user can pass."""
     exact: bool = True
     """Whether steps give the weights of one process on the same batches. False: another estimator."""
     epochs_factor: float = 1.0
@@ -51,4 +47,4 @@ class Candidate:
         """Name in tables: the strategy and its options."""
         options = [f"{name}={value}" for name, value in self.options.items()]
         cached = [f"cache={self.cache}:{self.cache_alpha:g}"] if self.cache else []
-        return " ".join([self.strategy, *options, *["sampler=labor"] * self.labor, *cached])
+        return " ".join([self.strategy, *options, *cached])

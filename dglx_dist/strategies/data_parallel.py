@@ -87,8 +87,6 @@ class DataParallel(Strategy):
             sizes = context.caches if context.servers > 1 else ()
             for policy, alpha in product(("vip", LOOK_AHEAD), sizes):
                 yield Candidate(unit="mini_batch", cache=policy, cache_alpha=alpha)
-            if context.labor:
-                yield Candidate(unit="mini_batch", labor=True, exact=False)
 
 
 @final

@@ -175,6 +175,18 @@ CARD = "eth0"
 LOOPBACK = "lo"
 BRIDGE = "bridge"
 _COMMAND_TIMEOUT_S = 30.0
+_USUAL_BURST_BYTES = 256 * 1024
+_USUAL_S = 20e-3
+"""A rate at which the usual bucket would last longer gets a smaller one, so that short rates hold too."""
+_BUNDLE_BYTES = 72 * 1024
+"""A virtual card sends segments in bundles of up to 64 KiB plus headers; a smaller bucket splits them."""
+_TORN_BITS_PER_S = 50_000_000
+"""Below this rate one bundle lasts more than 12 ms, which would be free after each pause of a short epoch. It
+is split, and each segment has its own headers."""
+_TORN_S = 5e-3
+_LEAST_BURST_BYTES = 16 * 1024
+_LATE_S = 2e-3
+"""The kernel may refill a bucket this late; buckets of fast links must last as long."""
 _LATENCY = "50ms"
 
 
@@ -213,9 +225,22 @@ def limit_command(device: str, rate: Rate | None) -> list[str]:
     """
     held = ["noqueue"]
     if rate is not None:
-        burst = rate.burst_bytes(may_tear=device != LOOPBACK)
+        burst = _burst_bytes(rate, may_tear=device != LOOPBACK)
         held = ["tbf", "rate", f"{rate.bits_per_s}bit", "burst", str(burst), "latency", _LATENCY]
     return ["tc", "qdisc", "replace", "dev", device, "root", *held]
+
+
+def _burst_bytes(rate: Rate, *, may_tear: bool) -> int:
+    """Return the bytes that a card at this rate sends at once after a pause.
+
+    ``may_tear``: whether packets of the device are small. A packet larger than the bucket, as on a loopback
+    device, would never leave.
+    """
+    bytes_per_s = rate.bits_per_s / 8
+    if may_tear and rate.bits_per_s < _TORN_BITS_PER_S:
+        return max(round(bytes_per_s * _TORN_S), _LEAST_BURST_BYTES)
+    usual = min(max(round(bytes_per_s * _USUAL_S), _BUNDLE_BYTES), _USUAL_BURST_BYTES)
+    return max(usual, round(bytes_per_s * _LATE_S))
 
 
 def read_card(device: str, *, pid: int | None = None) -> Card:

@@ -23,7 +23,7 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.planner import measure
 from dglx_dist.planner.auto import Training, check_equal_servers, read_auto_options, resolve
 from dglx_dist.planner.choose import enumerate_candidates
-from dglx_dist.planner.links import PROBE_PHASE, probe
+from dglx_dist.planner.measure import PROBE_PHASE, probe
 from dglx_dist.records import NODE_TYPE
 from dglx_dist.registry import AUTO
 from dglx_dist.report.outcome import facts_of
@@ -186,8 +186,6 @@ def test_a_graph_needs_training_nodes_and_no_labels(tmp_path: Path) -> None:
         choice = choose_strategy(model, g, fanouts=[2, 2], batch_size=1)
         g.close()
     assert choice.taken.candidate.name == "data_parallel"
-    # The sampler of a loop is not chosen for it.
-    assert not any(one.candidate.labor for one in choice.predictions)
     assert choice.trained == "gcn of 2 layers, hidden width 4; mini-batches of 1 a rank, fan-outs 2,2"
 
 

@@ -9,16 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dgl.dataloading import LaborSampler
 
 from dglx_dist.api import fit, init
 from dglx_dist.cli.plan_job import measure
 from dglx_dist.data.partition.base import PartitionPlan
 from dglx_dist.data.partition.prepare import partition_to_disk
 from dglx_dist.data.synthetic import SyntheticConfig, generate
-from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.graph.split import node_split
 from dglx_dist.planner.choose import predict
 from dglx_dist.planner.config import PlanConfig
 from dglx_dist.planner.model_shape import shape_of_module
@@ -186,43 +183,3 @@ def test_records_of_workers_have_the_bytes_of_the_plan(tmp_path: Path, servers: 
         assert one.bytes_exact
         assert moved == (one.inter_server_bytes, sum(one.inside.values()))
         assert one.inside["weights_read"] > 0
-
-
-def feature_bytes(data: str) -> int:
-    """That this rank's loader of LABOR's batches fetches in its second epoch."""
-    with init("data_parallel", seed=0) as session:
-        g = DistGraph(data, session=session)
-        seeds = node_split(g.ndata["train_mask"], g.get_partition_book())
-        sampler = LaborSampler(list(FANOUTS), prefetch_node_feats=["feat"])
-        loader = DataLoader(g, seeds, sampler, batch_size=BATCH, shuffle=True)
-        loader.set_epoch(1)
-        begin = session.ledger.snapshot()
-        for _ in loader:
-            pass
-        g.barrier()
-        return sum(row.num_bytes for row in session.ledger.since(begin) if row.phase == "features")
-
-
-def test_plans_count_the_batches_of_labor_where_estimators_are_allowed(data: str) -> None:
-    def planned(allow_estimators: bool) -> dict[str, Prediction]:
-        _, predictions = measure(
-            PlanConfig(
-                data=data,
-                fanouts=FANOUTS,
-                batch_size=BATCH,
-                servers=2,
-                ranks_per_server=1,
-                dry_batches=0,
-                allow_estimators=allow_estimators,
-            )
-        )
-        return {one.candidate.name: one for one in predictions}
-
-    name = "data_parallel sampler=labor"
-    assert name not in planned(False)
-    found = planned(True)
-    one = found[name]
-    assert not one.candidate.exact
-    assert one.outside["features"] == sum(run_ranks(feature_bytes, 2, args=(data,), ranks_per_server=1))
-    assert one.outside["features"] < found["data_parallel"].outside["features"]
-    assert one.outside["gradients"] == found["data_parallel"].outside["gradients"]

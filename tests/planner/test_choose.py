@@ -133,21 +133,6 @@ def test_measured_seconds_decide_where_there_are_trials() -> None:
     assert late.taken.candidate == COLUMNS
 
 
-def test_another_sampler_is_ranked_and_never_taken() -> None:
-    """LABOR fetches no row here, so it is faster; but the sampler is the user's."""
-    drawn = replace(hand_made.BATCHES, survey=replace(hand_made.SURVEY, feature_bytes=0))
-    labor, known = replace(ROWS, labor=True, exact=False), counted(labor=drawn)
-    predictions = [replace(predict(one, known), compute_s=0.1) for one in (ROWS, labor)]
-    choice = choose(predictions, known, ChoiceOptions(allow_estimators=True))
-    assert choice.taken.candidate == ROWS
-    barred = choice.predictions[1]
-    assert (barred.candidate, barred.barred) == (labor, "LaborSampler(fanouts) passed to dx.DataLoader")
-    assert 0 < barred.epoch_seconds < choice.taken.epoch_seconds
-    assert choice.why[-1].endswith(
-        "is another estimator, only with LaborSampler(fanouts) passed to dx.DataLoader"
-    )
-
-
 @pytest.mark.parametrize(("seconds", "expected"), [(0.98, ROWS), (0.9, COLUMNS)])
 def test_a_tie_goes_to_the_simpler(seconds: float, expected: Candidate) -> None:
     choice = choose([tried(ROWS, 1.0), tried(COLUMNS, seconds)], counted(), ChoiceOptions())

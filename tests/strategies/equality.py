@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -337,6 +338,15 @@ def loop(model: nn.Module, loader: Any, optimizer: torch.optim.Optimizer, epochs
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+
+
+def forget_kept_batches(g: DistGraph) -> None:
+    """Remove the cooperative batches that earlier runs kept beside the dataset; collective."""
+    g.barrier()
+    if g.session.topology.rank == 0:
+        for kept in filter(Path.is_dir, Path(g.dataset.folder).glob("cache/cobatches-*/*")):
+            shutil.rmtree(kept)
+    g.barrier()
 
 
 def moved_since(session: Session, before: Any) -> Counter[str]:

@@ -23,7 +23,7 @@ from tests.strategies.equality import SHARES, cut, loop, model_of, new_ids_of_tr
 CASES: dict[str, dict[str, Any]] = {
     "data_parallel": {},
     "push_pull": {"depth": 2},
-    "cooperative": {"batches": 3, "keep": "rebuild"},
+    "cooperative": {"batches": 3},
     "full_graph": {},
     "shared_preload": {},
 }

@@ -29,41 +29,17 @@ from tests.strategies.push_pull import runs
 
 META, EPOCHS, BATCH = torch.device("meta"), 2, 30
 DROPPED, TRAINED = "gat, dropped", "sage, trained"
-PUSHED = ("structure", "push")
-"""Else the time that it takes decides."""
-
 COLUMNS = [
     Column("data_parallel", models=(*MODELS, TRAINED)),
-    Column("push_pull", (PUSHED,), models=(*MODELS, DROPPED, TRAINED)),
-    Column(
-        "push_pull",
-        (
-            PUSHED,
-            ("depth", 2),
-        ),
-        models=("sage", DROPPED),
-    ),
-    Column("push_pull", (PUSHED, ("depth", 3), ("weights", "split")), models=("gat",)),
-    Column(
-        "push_pull",
-        (
-            PUSHED,
-            ("group_size", 1),
-        ),
-        models=("sage", TRAINED),
-    ),
-    Column(
-        "push_pull",
-        (
-            PUSHED,
-            ("sync", "inputs"),
-        ),
-        models=("gat",),
-    ),
+    Column("push_pull", models=(*MODELS, DROPPED, TRAINED)),
+    Column("push_pull", (("depth", 2),), models=("sage", DROPPED)),
+    Column("push_pull", (("depth", 3), ("weights", "split")), models=("gat",)),
+    Column("push_pull", (("group_size", 1),), models=("sage", TRAINED)),
+    Column("push_pull", (("sync", "inputs"),), models=("gat",)),
     Column("full_graph", models=(*MODELS, DROPPED)),
     Column("full_graph", (("use_pp", False),), models=("gat",)),
     Column("shared_preload", (("hops", 1),), models=("gcn_symmetric",)),
-    Column("cooperative", (("batches", 2), ("keep", "rebuild")), models=(DROPPED,)),
+    Column("cooperative", (("batches", 2),), models=(DROPPED,)),
 ]
 
 
@@ -93,6 +69,7 @@ def trained_on(device: str, g: DistGraph, column: Column, kind: str) -> tuple[li
     ids = equality.new_ids_of_training(g)[: 2 * BATCH * 2]
     mine = ids[rank :: session.topology.world_size]
     sizes = {} if strategy.strategy.traits.unit == "full_graph" else {"batch_size": BATCH, "shuffle": True}
+    equality.forget_kept_batches(g)
     before, seen = session.ledger.snapshot(), list[Any]()
     loader = strategy.loader(mine, runs.sampler(), device=device, seed=5, **sizes)
     torch.manual_seed(11)

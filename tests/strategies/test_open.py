@@ -33,7 +33,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "columns, replicas": ("push_pull", {"group_size": 1}),
     "whole": ("full_graph", {}),
     "preloaded": ("shared_preload", {}),
-    "in batches": ("cooperative", {"batches": 4, "keep": "rebuild"}),
+    "in batches": ("cooperative", {"batches": 4}),
 }
 
 
@@ -97,6 +97,7 @@ def left_by(session: Session) -> dict[str, Any]:
 def train(g: DistGraph, name: str, options: dict[str, Any]) -> tuple[list[Any], dict[str, int]]:
     """Train two epochs by the public functions; return the weights, and what was sent of each phase."""
     g.session.adopt(name, options)
+    equality.forget_kept_batches(g)
     before = g.session.ledger.snapshot()
     seeds, sampler, sizes = arguments(g, name)
     loader, model = dx.DataLoader(g, seeds, sampler, **sizes), dx.wrap(Net().double(), g)

@@ -126,9 +126,6 @@ class Partitioner(ABC):
     max_constraints: ClassVar[int | None] = 1
     """Maximum number of balance weights; None: any number."""
 
-    scatters: ClassVar[bool] = False
-    """Whether neighbours are placed independently, so that (P - 1) / P of all edges are cut."""
-
     external: ClassVar[bool] = False
     """Whether :attr:`workspace` is used, so that a graph may be larger than the memory granted."""
 

@@ -53,7 +53,6 @@ def cut_ranges(weights: Array, shares: Array) -> Array:
 
 
 class _ByHash(Partitioner):
-    scatters = True
     external = True
     _parameters: ClassVar[dict[str, str]] = {}
 
@@ -140,7 +139,6 @@ class Random(Partitioner):
 
     honours = frozenset({"target_weights"})
     external = True
-    scatters = True
 
     def assign(self, graph: RawGraph, num_parts: int, seed: int) -> Assignment:
         weights = balance_weights(graph, self.options, num_parts, self.max_constraints)

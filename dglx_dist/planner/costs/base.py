@@ -160,8 +160,6 @@ class Counted:
     epoch: int
     assumptions: tuple[str, ...] = ()
     draws: Draws | None = None
-    labor: BatchWork | None = None
-    """LABOR's batches. None: they were not counted."""
 
     @property
     def trained(self) -> str:

@@ -25,8 +25,6 @@ class DataParallelCosts(CostModel):
 
     @staticmethod
     def cost(candidate: Candidate, counted: Counted) -> Cost:
-        if candidate.labor and counted.labor is not None:
-            counted = replace(counted, batches=counted.labor)
         work, cache = counted.mini_batches, counted.cache_of(candidate) or CacheHits(policy="", alpha=0.0)
         row = ID_BYTES + counted.graph.feature_bytes
         missed = work.survey.feature_bytes - cache.hits * row

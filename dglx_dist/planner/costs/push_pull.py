@@ -78,7 +78,7 @@ class PushPullCosts(CostModel):
         first: FirstLayer = counted.shape.inspected[candidate.strategy]
         size = int(candidate.options.get("group_size", counted.cluster.ranks))
         depth = int(candidate.options.get("depth", 1))
-        pushed = candidate.options.get("structure") == "push"
+        pushed = candidate.options.get("structure", "push") == "push"
         columns = counted.graph.nodes * counted.graph.feature_bytes // size
         held = columns + counted.own_features
         late_sums = (depth - 1) * 4 * work.largest[1][0] * counted.shape.layers[0].outputs

@@ -85,9 +85,8 @@ def only_from(edges: InEdges, allowed: Array) -> InEdges:
     return InEdges(indptr=before[edges.indptr], sources=edges.sources[kept], edge_ids=edges.edge_ids[kept])
 
 
-Composition: TypeAlias = Literal["random", "ordered", "shuffled"]
-"""``random``: random seeds, the same in all epochs; ``ordered``: neighbouring seeds, the same in all epochs;
-``shuffled``: random seeds, new in each epoch."""
+Composition: TypeAlias = Literal["random", "ordered"]
+"""``random``: random seeds; ``ordered``: neighbouring seeds. All epochs have the same batches."""
 
 _COMPOSITION_STREAM = (1 << 20) + (1 << 10)
 """Random stream of the composition; disjoint from those of samplers and external nodes."""
@@ -99,20 +98,18 @@ def compose(
     composition: Composition,
     *,
     seed: int,
-    draw: int = 0,
     clusters: Array | None = None,
 ) -> tuple[Array, ...]:
     """Split the (n,) int64 ascending distinct seeds of this server into cooperative batches, each ascending.
 
-    Deterministic on every rank of the server: random numbers are keyed by (seed, draw, node). Sizes differ by
-    at most 1; with more batches than seeds, some are empty. ``draw`` is equal for epochs with equal batches.
-    ``clusters``, (n,) int64, are for ``ordered``, which groups seeds by cluster; None: by id, which groups
-    the ids of one part of the dataset.
+    Deterministic on every rank of the server: random numbers are keyed by (seed, node). Sizes differ by at
+    most 1; with more batches than seeds, some are empty. ``clusters``, (n,) int64, are for ``ordered``, which
+    groups seeds by cluster; None: by id, which groups the ids of one part of the dataset.
     """
     if composition == "ordered":
         order = np.arange(len(seeds)) if clusters is None else np.argsort(clusters, kind="stable")
     else:
-        order = np.argsort(hash_ids(seeds, stream_key(seed, draw, _COMPOSITION_STREAM)), kind="stable")
+        order = np.argsort(hash_ids(seeds, stream_key(seed, 0, _COMPOSITION_STREAM)), kind="stable")
     return tuple(np.sort(piece) for piece in np.array_split(seeds[order], num_batches))
 
 
@@ -198,14 +195,14 @@ def choose_external(
     return chosen[:total]
 
 
-EasPolicy: TypeAlias = Literal["uniform_external", "degree", "shadow"]
+EasPolicy: TypeAlias = Literal["uniform_external", "degree"]
 Inner: TypeAlias = Literal["server", "batch"]
 
 ALL = -1
 """The fan-out that selects every external in-neighbour."""
 
 _EAS_STREAM = 1 << 20
-"""Random stream of the selection, disjoint from those of samplers; the rounds of ``shadow`` follow it."""
+"""Random stream of the selection, disjoint from those of samplers."""
 
 
 @final
@@ -219,47 +216,40 @@ class EasOptions:
     """k: external in-neighbours selected per node and round; -1: all."""
     policy: EasPolicy = "uniform_external"
     """``uniform_external``: k random external in-neighbours; ``degree``: those with the most in-edges from
-    outside the server; ``shadow``: k random in-neighbours of all selected nodes, so inner ones use up the
-    fan-out (the authors' code)."""
-    resample_every: int = 0
-    """Epochs between new selections; 0: select once, as in the paper."""
+    outside the server."""
     inner: Inner = "server"
     """Start of the expansion: all nodes of the server, or the seeds of a cooperative batch."""
 
-    def draw(self, epoch: int) -> int:
-        """Return the number of the selection that ``epoch`` uses."""
-        return epoch // self.resample_every if self.resample_every else 0
 
-
-def eas_rule(options: EasOptions, *, seed: int, draw: int = 0) -> Selection:
+def eas_rule(options: EasOptions, *, seed: int) -> Selection:
     """Return the :data:`Selection` of plans; it selects once per server unless ``inner`` is "batch"."""
     chosen: dict[tuple[int, int], Array] = {}
 
     def nodes_of(structure: Structure, own: tuple[int, int], seeds: Array) -> Array:
         if options.inner == "batch":
-            return select_external(structure, own, seeds, options, seed=seed, draw=draw)
+            return select_external(structure, own, seeds, options, seed=seed)
         if own not in chosen:
             inner = np.arange(*own)
-            chosen[own] = select_external(structure, own, inner, options, seed=seed, draw=draw)
+            chosen[own] = select_external(structure, own, inner, options, seed=seed)
         return chosen[own]
 
     return nodes_of
 
 
 def select_external(
-    structure: Structure, own: tuple[int, int], inner: Array, options: EasOptions, *, seed: int, draw: int = 0
+    structure: Structure, own: tuple[int, int], inner: Array, options: EasOptions, *, seed: int
 ) -> Array:
     """Return the (s,) int64 ascending nodes Sel to which the (n,) int64 ascending ``inner`` expand.
 
     ``own`` is the half-open node range of the server. See docs/strategies/shared_preload.md,
     "Expansion-aware sampling". The result does not depend on the rank: random numbers are keyed by (seed,
-    draw, node). For one seed, Sel grows with m, and with k for m up to 2 (beyond that, a larger k may reach a
+    node). For one seed, Sel grows with m, and with k for m up to 2 (beyond that, a larger k may reach a
     node earlier, when fewer of its neighbours are selected).
 
     Sends, per round, 8 bytes for each frontier node of another server and receives 24 for each of its
     in-edges; ``degree`` also sends and receives 8 bytes for each external candidate.
     """
-    shadow, selected, frontier = options.policy == "shadow", inner, inner
+    selected, frontier = inner, inner
     outside = None if options.inner == "batch" else own
 
     def scores(sources: Array, taken: Array) -> Array:
@@ -271,21 +261,21 @@ def select_external(
         values[candidates] = structure.in_degrees(distinct[candidates], outside)
         return values[place_of]
 
-    for number in range(options.hops):
-        # A node is in one frontier only, and its choice must not depend on the round, so that selections of
-        # several m and k contain each other. Under shadow it chooses in each round.
-        stream = stream_key(seed, draw, _EAS_STREAM + (number if shadow else 0))
-        taken = np.empty(0, np.int64) if shadow else selected
+    # A node is in one frontier only, and its choice must not depend on the round, so that selections of
+    # several m and k contain each other.
+    stream = stream_key(seed, 0, _EAS_STREAM)
+    for _ in range(options.hops):
         found = [np.empty(0, np.int64)]
         for nodes, edges in in_edges_of(structure, frontier):
-            score = scores(edges.sources, taken)
-            picked = choose_external(edges.indptr, edges.sources, nodes, taken, score, options.fanout, stream)
+            score = scores(edges.sources, selected)
+            picked = choose_external(
+                edges.indptr, edges.sources, nodes, selected, score, options.fanout, stream
+            )
             found.append(np.unique(picked))
         new = np.setdiff1d(np.concatenate(found), selected)
         if not len(new):
             break
-        selected = np.union1d(selected, new)
-        frontier = selected if shadow else new
+        selected, frontier = np.union1d(selected, new), new
     return selected
 
 
@@ -310,8 +300,6 @@ def read_held(folder: Path) -> KHopNeighborhood:
     return KHopNeighborhood(**{path.stem: map_array(path, "r") for path in folder.iterdir()})
 
 
-AUTO = "auto"
-
 MAX_GROUPS = 4
 """Groups of layers that are balanced separately; METIS rarely satisfies more constraints."""
 
@@ -319,28 +307,17 @@ TOLERANCE = 0.1
 """Allowed relative imbalance of the work of a group."""
 
 
-def check_split(method: str) -> str:
-    """Return the partitioner name of ``method``: METIS for ``auto``; UnknownNameError if there is none."""
-    return PARTITIONERS.resolve("metis" if method == AUTO else method)
-
-
-def split_rows(closure: KHopNeighborhood, num_ranks: int, method: str, seed: int) -> Array:
+def split_rows(closure: KHopNeighborhood, num_ranks: int, seed: int) -> Array:
     """Return the (n,) int32 rank, in [0, G), of every row of a server; a rank may get none. Not collective.
 
-    Ranks wait for each other at every layer. So a partitioner with several weights balances each group of
-    layers; one with a single weight balances the sum over the layers. All sources must be rows: hops above 0.
-    ConfigError: the partitioner is not installed, or does not support it.
+    Ranks wait for each other at every layer, so METIS balances each group of layers. All sources must be
+    rows: hops above 0.
     """
     num_rows = len(closure.nodes)
     if num_ranks == 1 or num_rows == 0:
         return np.zeros(num_rows, dtype=np.int32)
-    plugin, weights = PARTITIONERS.get(check_split(method)), work_of_groups(closure)
-    if plugin.max_constraints is not None:
-        weights = {"work": np.sum([*weights.values()], axis=0)}
-    options = PartitionOptions(
-        balance=tuple(weights) if "balance" in plugin.honours else (),
-        tolerance=TOLERANCE if {"balance", "tolerance"} <= plugin.honours else {},
-    )
+    weights = work_of_groups(closure)
+    options = PartitionOptions(balance=tuple(weights), tolerance=TOLERANCE)
     num_ids = int(max(closure.nodes.max(initial=-1), closure.sources.max(initial=-1))) + 1
     sources = RowPositions(closure.nodes, num_ids).places(closure.sources)
     assert not (sources < 0).any(), "a source is not a row: split_rows needs hops above 0"
@@ -350,7 +327,7 @@ def split_rows(closure: KHopNeighborhood, num_ranks: int, method: str, seed: int
         edges={EDGE_TYPE: (sources, np.repeat(np.arange(len(closure.indptr) - 1), np.diff(closure.indptr)))},
         node_data={NODE_TYPE: weights},
     )
-    return plugin(options).assign(graph, num_ranks, seed).part_of[NODE_TYPE]
+    return PARTITIONERS.get("metis")(options).assign(graph, num_ranks, seed).part_of[NODE_TYPE]
 
 
 def work_of_groups(closure: KHopNeighborhood) -> dict[str, Array]:

@@ -32,7 +32,6 @@ from dglx_dist.internals.pytorch import Copy
 from dglx_dist.keyed_random import hash_ids, stream_key
 from dglx_dist.records import Array, StepShare
 from dglx_dist.strategies.full_graph.expansion import (
-    AUTO,
     Composition,
     EasOptions,
     cluster_seeds,
@@ -51,9 +50,6 @@ if TYPE_CHECKING:
 
 PHASE = ONCE
 """Ledger phase of features and edge values, which are fetched once."""
-
-_Key: TypeAlias = tuple[int, int, int]
-"""(draw of the composition, draw of the external nodes, step): equal keys, equal plans."""
 
 
 @final
@@ -106,18 +102,8 @@ class PlanSpec:
     """None: the full neighbourhood."""
     seed: int = 0
     """Of the composition and of the external nodes."""
-    split: str = AUTO
-    """Partitioner that splits the rows of a server among its ranks."""
     cover: bool = False
     """Whether sums over in-edges have an exchange of their own."""
-
-    @property
-    def is_fixed(self) -> bool:
-        return self.composition != "shuffled" and (self.eas is None or not self.eas.resample_every)
-
-    def key(self, epoch: int, step: int) -> _Key:
-        composed = epoch if self.composition == "shuffled" else 0
-        return composed, self.eas.draw(epoch) if self.eas else 0, step
 
 
 @final
@@ -131,36 +117,34 @@ class PlanMaker:
         self.seeds = seeds
         self._planner = Planner(g)
         self._is_leader = g.session.topology.local_rank == 0
-        # Of the last draw only. External nodes of a server are selected once for all of its batches.
+        # External nodes of a server are selected once for all of its batches.
         self._composed, self._selection = lru_cache(1)(partial(_compose, g, seeds)), lru_cache(1)(eas_rule)
 
-    def make(self, spec: PlanSpec, key: _Key) -> RankPlan:
-        """Return this rank's plan; all ranks must call it, each from one thread at a time."""
-        composition_draw, eas_draw, step = key
+    def make(self, spec: PlanSpec, step: int) -> RankPlan:
+        """Return this rank's plan of the step; all ranks must call it, each from one thread at a time."""
         seeds = self.seeds
         if isinstance(seeds, ServerSeeds):
             # Only the leader of a server passes its seeds.
-            seeds = self._composed(spec, composition_draw)[step] if self._is_leader else NO_IDS
+            seeds = self._composed(spec)[step] if self._is_leader else NO_IDS
         return self._planner.plan(
             PlanRequest(
                 seeds=seeds,
                 num_layers=spec.num_layers,
                 hops=spec.hops,
-                eas=None if spec.eas is None else self._selection(spec.eas, seed=spec.seed, draw=eas_draw),
-                split=spec.split,
+                eas=None if spec.eas is None else self._selection(spec.eas, seed=spec.seed),
                 cover=spec.cover,
                 show_progress=not isinstance(self.seeds, ServerSeeds),
             )
         )
 
 
-def _compose(g: DistGraph, seeds: ServerSeeds | Array, spec: PlanSpec, draw: int) -> tuple[Array, ...]:
+def _compose(g: DistGraph, seeds: ServerSeeds | Array, spec: PlanSpec) -> tuple[Array, ...]:
     assert isinstance(seeds, ServerSeeds)
     own, server, clusters = seeds.own, g.session.topology.server, None
     if spec.composition == "ordered":
         nodes = np.arange(*g.get_node_partition_policy(g.ntypes[0]).bounds[server : server + 2])
         clusters = cluster_seeds(g.structure(), nodes, own, spec.num_batches, seed=spec.seed)
-    return compose(own, spec.num_batches, spec.composition, seed=spec.seed, draw=draw, clusters=clusters)
+    return compose(own, spec.num_batches, spec.composition, seed=spec.seed, clusters=clusters)
 
 
 @final
@@ -168,20 +152,20 @@ class PlanSource:
     """The plans of this rank; of several, made on a thread one step ahead. Every rank must construct it.
 
     All ranks have the same number of steps and request them in the same order; requests use no collectives,
-    so a loader thread can make them while the model trains. Plans that are equal in all epochs are made once,
-    and cooperative batches are stored on disk if ``keep`` is set, with their fetched rows if there are
-    several.
+    so a loader thread can make them while the model trains. All epochs have the same plans, which are made
+    once. Those of cooperative batches are stored on disk, with their fetched rows if there are several.
 
     Raises:
         ConfigError: there are more batches than the largest server has seeds.
         PeerError: a rank did not take part.
     """
 
-    def __init__(self, g: DistGraph, maker: PlanMaker, spec: PlanSpec, *, keep: bool = False) -> None:
+    def __init__(self, g: DistGraph, maker: PlanMaker, spec: PlanSpec) -> None:
         self._maker, self._spec = maker, spec
         self._cache: PlanCache | None = None
         self._on_disk: set[int] = set()
-        self._held: dict[_Key, RankPlan] = {}
+        self._held: dict[int, RankPlan] = {}
+        """By step: a plan that is not on disk, and that of a single batch."""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="dglx-plans")
         self._pending: dict[tuple[int, int], Future[RankPlan]] = {}
         self._position = (0, spec.num_batches)
@@ -196,13 +180,12 @@ class PlanSource:
                     f"{', '.join(map(str, counts))} seeds; give 1 to {max(counts)}"
                 )
             self._sizes = maker.seeds.sizes(spec.num_batches)
-            if keep and spec.is_fixed:
-                self._cache = _open_cache(g, maker.seeds, spec)
-                # Ranks make plans together: one that a rank lacks on disk is made again by all ranks.
-                local = [step for step in range(spec.num_batches) if self._cache.holds(step)]
-                every: Sequence[Any] = gather_json(local, g.session)
-                self._on_disk = set.intersection(*map(set, every))
-                self.row_cache = self._cache if len(self) > 1 else None
+            self._cache = _open_cache(g, maker.seeds, spec)
+            # Ranks make plans together: one that a rank lacks on disk is made again by all ranks.
+            local = [step for step in range(spec.num_batches) if self._cache.holds(step)]
+            every: Sequence[Any] = gather_json(local, g.session)
+            self._on_disk = set.intersection(*map(set, every))
+            self.row_cache = self._cache if len(self) > 1 else None
         else:
             # All samples have the same seeds in total, though distributed differently over the ranks.
             self._sizes = gather_int64([self.plan(0, 0).seeds], g.session).sum(axis=0)
@@ -212,10 +195,10 @@ class PlanSource:
         return self._spec.num_batches
 
     def plan(self, epoch: int, step: int) -> RankPlan:
-        """Return the plan of a step; of a single batch the same object again if it is unchanged."""
+        """Return the plan of a step; of a single batch the same object again."""
         if len(self) == 1:
             # Here, where Ctrl-C ends it: nothing is made ahead.
-            return self._make(self._spec.key(epoch, step))
+            return self._make(step)
         # An epoch that is left early is still planned to its end: the look-ahead of loaders depends on
         # timing, but all ranks must make the same plans.
         if (epoch, step) != self._position:
@@ -237,7 +220,7 @@ class PlanSource:
     def _begin(self, epoch: int, steps: range) -> None:
         for step in steps:
             if (epoch, step) not in self._pending:
-                self._pending[epoch, step] = self._pool.submit(self._make, self._spec.key(epoch, step))
+                self._pending[epoch, step] = self._pool.submit(self._make, step)
 
     def _finish_epoch(self) -> None:
         epoch, first = self._position
@@ -245,21 +228,20 @@ class PlanSource:
         self._position = (epoch, len(self))
         self._pending.clear()
 
-    def _make(self, key: _Key) -> RankPlan:
-        if key in self._held:
-            return self._held[key]
-        step = key[-1]
+    def _make(self, step: int) -> RankPlan:
+        if step in self._held:
+            return self._held[step]
         if self._cache is not None and step in self._on_disk:
             plan = self._cache.read(step)
         else:
-            plan = self._maker.make(self._spec, key)
-            if self._cache is not None:
+            plan = self._maker.make(self._spec, step)
+            if self._cache is not None and self._cache.write(step, plan):
                 self._on_disk.add(step)
-                if not self._cache.write(step, plan):
-                    self._held[key] = plan
+            else:
+                self._held[step] = plan
         if len(self) == 1:
             # The same object again, so that the loader keeps its features.
-            self._held = {key: plan}
+            self._held[step] = plan
         return plan
 
 
@@ -440,11 +422,9 @@ class FullGraphLoader(EpochLoader[HaloBatch, Batch]):
 
     def load(self, epoch: int, step: int) -> HaloBatch:
         with self._session.timeline.span("plan", LOADER, epoch * len(self) + step):
-            plan = self._source.plan(epoch, step)
-            if self._kept is not None and self._kept.plan is plan:
+            if self._kept is not None:
                 return self._kept
-            # Freed first, or two batches would be held while the next one is read.
-            self._kept = None
+            plan = self._source.plan(epoch, step)
             filled = self._keeps and self._use_pp
             device, wire = self._request.device, self._request.wire
             make = partial(HaloBatch, self._g, plan, self._reader, filled=filled, device=device, wire=wire)

@@ -21,35 +21,23 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.options import Check, at_least, between, check_ranges, one_of, option
 from dglx_dist.records import Array
 from dglx_dist.strategies.base import check_one_type
-from dglx_dist.strategies.full_graph.expansion import (
-    ALL,
-    AUTO,
-    Composition,
-    EasOptions,
-    EasPolicy,
-    Inner,
-    check_split,
-)
+from dglx_dist.strategies.full_graph.expansion import ALL, Composition, EasOptions, EasPolicy, Inner
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
 
-Keep: TypeAlias = Literal["disk", "rebuild"]
 Aggregate: TypeAlias = Literal["sources", "cover"]
 
 COMMON = ("use_pp", "bucket_bytes", "wire_dtype")
 """Options of every full-graph strategy."""
 EXCHANGING = (*COMMON, "aggregate", "staleness")
 """Options of full_graph."""
-PRELOADING = (
-    *(*COMMON, "aggregate", "hops", "split"),
-    *("external_hops", "external_fanout", "external_policy", "resample_every"),
-)
+PRELOADING = (*COMMON, "aggregate", "hops", "external_hops", "external_fanout", "external_policy")
 """Options of shared_preload."""
 COOPERATIVE = (
     *(name for name in PRELOADING if name not in ("hops", "aggregate")),
-    *("external_inner", "batches", "composition", "keep"),
+    *("external_inner", "batches", "composition"),
 )
 
 _FANOUT = Check(
@@ -82,8 +70,6 @@ class FullGraphOptions:
         "What activations and their gradients are sent as: the same, or fewer bits, rounded at random "
         "without bias, which does not train exactly.",
     )
-    split: str = AUTO
-    """Partitioner that splits the rows of a server among its ranks."""
     hops: int | None = option(
         None,
         "k: layers, from the first one on, that a server computes alone; 0: full_graph, None: all.",
@@ -94,19 +80,12 @@ class FullGraphOptions:
     external_policy: EasPolicy | None = option(
         None, "How external nodes are chosen.", check=one_of(*get_args(EasPolicy))
     )
-    resample_every: int = option(0, "Epochs between selections; 0: never.", check=at_least(0))
     external_inner: Inner = option("server", "What the expansion starts from.")
     batches: int = option(1, "R: cooperative batches per epoch.", check=at_least(1))
     composition: Composition = option("random", "Which seeds are in one batch.")
-    keep: Keep = option(
-        "disk",
-        "Whether plans and fetched rows are stored beside the dataset, or made and fetched again in each "
-        "epoch. No effect if epochs have different batches.",
-    )
 
     def __post_init__(self) -> None:
         check_ranges(self, "option {name}={value!r}")
-        check_split(self.split)
         if self.staleness and self.wire_dtype != "same":
             raise ConfigError(
                 f"options staleness=1 and wire_dtype={self.wire_dtype!r}: late rows are sent in their own "
@@ -117,10 +96,10 @@ class FullGraphOptions:
                 f"external_hops={self.external_hops} without external_fanout does not say how many external "
                 "neighbours a node may take; give external_fanout=15 (the paper's value) or -1 for all"
             )
-        if self.eas is None and (self.resample_every or self.external_inner != "server"):
+        if self.eas is None and self.external_inner != "server":
             raise ConfigError(
-                f"options resample_every={self.resample_every} and external_inner={self.external_inner!r} "
-                "belong to expansion-aware sampling; give external_hops=1 and external_fanout=15 with them"
+                f"option external_inner={self.external_inner!r} belongs to expansion-aware sampling; give "
+                "external_hops=1 and external_fanout=15 with it"
             )
         if self.eas is not None and self.hops is not None:
             raise ConfigError(
@@ -137,7 +116,6 @@ class FullGraphOptions:
             hops=1 if self.external_hops is None else self.external_hops,
             fanout=15 if self.external_fanout is None else self.external_fanout,
             policy=self.external_policy or "uniform_external",
-            resample_every=self.resample_every,
             inner=self.external_inner,
         )
 

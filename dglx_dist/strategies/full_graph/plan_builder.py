@@ -36,7 +36,6 @@ from dglx_dist.progress import progress
 from dglx_dist.records import Array
 from dglx_dist.strategies.base import check_one_type
 from dglx_dist.strategies.full_graph.expansion import (
-    AUTO,
     KHopNeighborhood,
     Selection,
     in_edges_of,
@@ -99,9 +98,6 @@ class PlanRequest:
     """k in 0..L: number of layers that a server computes alone; 0: full_graph, L: no rows cross servers."""
     eas: Selection | None = None
     """Selects the nodes that a server may use (expansion-aware sampling); needs hops == L. None: all."""
-    split: str = AUTO
-    """Partitioner that splits the rows of a server among its ranks; ``auto``: METIS. Unused with hops 0,
-    where a rank computes the rows that it owns."""
     cover: bool = False
     """Whether sums over in-edges have an exchange of their own, see :class:`Cover`."""
     show_progress: bool = True
@@ -220,7 +216,7 @@ def _rows_of_server(
             holders = RowOwners(context.bounds, topology).rank_of(rows.nodes)
         else:
             members = topology.ranks_of_server(topology.server)
-            holders = members[0] + split_rows(rows, len(members), request.split, context.seed)
+            holders = members[0] + split_rows(rows, len(members), context.seed)
         advance(1)
     return replace(rows, holders=holders.astype(np.int32))
 

@@ -94,10 +94,9 @@ class OpenedFullGraph(OpenedStrategy):
             composition=options.composition,
             eas=options.eas,
             seed=request.seed,
-            split=options.split,
             cover=options.aggregate == "cover",
         )
-        source = PlanSource(g, maker, spec, keep=options.keep == "disk")
+        source = PlanSource(g, maker, spec)
         if len(source) > 1:
             close_with(self, source)
         return FullGraphLoader(g, source, request, use_pp=options.use_pp)

@@ -394,12 +394,12 @@ class ColumnStores:
 
     Columns that are not in a file yet move once, under the phase ``columns``: the own columns of the rows of
     other servers, and 32 bytes per request of 4 MiB. They are streamed into a file beside the dataset, which
-    is mapped, or into memory without ``cache``, for tensors that the program made, and where no file can be
-    made, which rank 0 logs. Later openings with the same number of parts, also of other jobs, move nothing.
+    is mapped, or into memory for tensors that the program made, and where no file can be made, which rank 0
+    logs. Later openings with the same number of parts, also of other jobs, move nothing.
     """
 
-    def __init__(self, g: DistGraph, group: Group, *, cache: bool = True) -> None:
-        self._g, self._group, self._cache = g, group, cache
+    def __init__(self, g: DistGraph, group: Group) -> None:
+        self._g, self._group = g, group
         self._opened: dict[tuple[str, ...], ColumnStore] = {}
 
     def open(self, names: Sequence[str]) -> ColumnStore:
@@ -415,9 +415,9 @@ class ColumnStores:
         if key in self._opened:
             return self._opened[key]
         wanted = run_on_all_ranks(
-            g.session, lambda: [_column_slice(g, name, group, self._cache) for name in names], ConfigError
+            g.session, lambda: [_column_slice(g, name, group) for name in names], ConfigError
         )
-        request = {"features": list(names), "parts": group.size, "cache": self._cache}
+        request = {"features": list(names), "parts": group.size}
         check_equal(g.session, "the request for columns", request, "every rank must ask for the same")
         # Stores that have a feature in common share its slice.
         there = {name: one for store in self._opened.values() for name, one in store.slices.items()}
@@ -441,7 +441,7 @@ class ColumnStores:
             self._opened.popitem()[1].close()
 
 
-def _column_slice(g: DistGraph, name: str, group: Group, cache: bool) -> ColumnSlice:
+def _column_slice(g: DistGraph, name: str, group: Group) -> ColumnSlice:
     key = g.ndata[name].kvstore_key
     column = g.kvstore.column(key)
     shape = column.info.row_shape
@@ -454,13 +454,12 @@ def _column_slice(g: DistGraph, name: str, group: Group, cache: bool) -> ColumnS
         raise ConfigError(f"{name!r} is computed by a handler when it is read; write it to a tensor first")
     columns = deal_out_columns(shape[0], group.size)[group.part]
     hosts = g.session.hosts
-    kept = cache and not column.writable
     return ColumnSlice(
         name=name,
         key=key,
         columns=columns,
         info=ColumnInfo(dtype=column.info.dtype, row_shape=(len(columns),)),
         num_rows=column.num_rows,
-        folder=stored_slice(g.dataset, g.ntypes[0], name, columns).folder if kept else None,
+        folder=None if column.writable else stored_slice(g.dataset, g.ntypes[0], name, columns).folder,
         is_leader=all(hosts[rank] != hosts[group.rank] for rank in group.replicas if rank < group.rank),
     )

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import copy
 import logging
-import statistics
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast, final
@@ -22,7 +20,7 @@ from dgl.heterograph import DGLBlock
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from dglx_dist.comm.collectives import check_equal, doing, gather_json, run_on_all_ranks
+from dglx_dist.comm.collectives import check_equal, doing, run_on_all_ranks
 from dglx_dist.comm.devices import carried
 from dglx_dist.comm.mailbox import OneSidedExchange
 from dglx_dist.comm.session import NEXT_BATCH
@@ -48,10 +46,6 @@ SEEDS = "seeds"
 
 SMALL_NODES = 1 << 31
 """Ids of graphs with fewer nodes fit into 4 bytes."""
-
-_MEASURED = 1000
-_WARM_UP = 2
-"""Batches that are not measured where there are more: compiled code is loaded, connections are made."""
 
 _EXTRA_BATCHES = 5
 """Batches that may be alive beside those made ahead: in flight, looked at, and held by the training loop."""
@@ -130,9 +124,8 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
 
     ``blocks[0].srcdata`` has this rank's columns, (L0, F_p), under the name of each feature. Construction is
     collective, and all ranks must iterate alike; structure moves from the loader's threads without a
-    collective. With structure="auto" the second iteration begins with a collective choice of what is cheaper.
-    At the normal end of an epoch ``pipelines`` are drained, those of the models wrapped for this loader's
-    batches, which is collective.
+    collective. At the normal end of an epoch ``pipelines`` are drained, those of the models wrapped for this
+    loader's batches, which is collective.
 
     ``inner`` is a loader of nodes or edges of one type, which fetches no row of the features.
 
@@ -162,9 +155,6 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
         # The ranks' loaders share a name, as all construct theirs in the same order.
         self._label = f"push_pull.{session.next_number('push_pull')}"
         self._wide = g.num_nodes() >= SMALL_NODES
-        self._costs: deque[tuple[float, float]] = deque(maxlen=_MEASURED)
-        """Seconds of one batch each: this rank's sampling, and fetching the others' blocks."""
-        self._undecided = options.structure == "auto" and group.size > 1
         advice = "every rank must iterate over the loader alike"
         self._pushes = OneSidedExchange(session, f"{self._label}.structure", advice, _check_block)
         self._resampled: Callable[[int], Callable[[int], OwnerBlocks]] | None = None
@@ -226,8 +216,6 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
 
     def open_stages(self, epoch: int, steps: Callable[[], Iterator[int]]) -> GroupStages:
         inner = self._inner.open_stages(epoch, steps, claims=False)
-        if self._undecided and self._iteration > 0:
-            self._decide()
         self._pushes.mailbox.begin(self._iteration)
         resample = None if self._resampled is None else self._resampled(epoch)
         return GroupStages(self, epoch, inner, resample, self._iteration)
@@ -240,49 +228,15 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
         """Push the own block to the other owners, and return theirs."""
         epoch, step = divmod(made.number, len(self))
         own = made.own
-        began = time.perf_counter()
         ranks = [rank for _, rank in self._group.others]
         sent = dict.fromkeys(ranks, pack_block(own, wide=self._wide))
         self._pushes.post(iteration, str(step), sent, phase=STRUCTURE, layer=1)
-        pushed = time.perf_counter()
         what = f"the structure of step {step} of epoch {epoch}"
         received = self._pushes.mailbox.take(iteration, str(step), ranks, what)
-        arrived, idtype = time.perf_counter(), own.block.idtype
-        blocks = {
-            part: unpack_block(received[rank], self._etype, idtype) for part, rank in self._group.others
+        return {
+            part: unpack_block(received[rank], self._etype, own.block.idtype)
+            for part, rank in self._group.others
         }
-        if self._undecided:
-            # Without waiting for ranks that were late.
-            self._costs.append((made.sample_s, (pushed - began) + (time.perf_counter() - arrived)))
-        return blocks
-
-    def _decide(self) -> None:
-        costs, others = list(self._costs), self._group.size - 1
-        costs = costs[_WARM_UP:] or costs
-        seconds = [statistics.median(column) for column in zip(*costs, strict=True)]
-        measured = [one for one in gather_json(seconds, self._session) if one]
-        if not measured:
-            return
-        self._undecided = False
-        self._costs.clear()
-        # The slowest rank counts, as all wait for it.
-        sample_s, push_s = (max(column) for column in zip(*measured, strict=True))
-        resample_s = sample_s * others
-        reason = "costs less"
-        if resample_s < push_s:
-            try:
-                self._resampled = self._open_resampling()
-            except ConfigError as error:
-                reason = f"resampling is not possible: {error}"
-        if self._session.topology.rank == 0:
-            log.info(
-                "push_pull structure: %s (%s); per batch: sampling for %d other owners %.4f s, push %.4f s",
-                "push" if self._resampled is None else "resample",
-                reason,
-                others,
-                resample_s,
-                push_s,
-            )
 
     def _open_resampling(self) -> Callable[[int], Callable[[int], OwnerBlocks]]:
         """Return a function of epoch to one of step that samples what the other owners sample. Collective.

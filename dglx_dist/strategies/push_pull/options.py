@@ -33,13 +33,12 @@ class PushPullOptions:
     )
     memory: str = ""
     """Bytes of features that a rank may hold, as "4GB"."""
-    structure: Literal["auto", "push", "resample"] = option(
-        "auto", "How parts get the blocks of other owners."
+    structure: Literal["push", "resample"] = option(
+        "push", "How parts get the blocks of other owners: from their owners, or by sampling them again."
     )
     sync: Sync = option("columns", "What is summed over the parts.")
     features: str = FEATURE
     """Names, comma-separated, in the order in which the model concatenates them."""
-    cache_columns: bool = True
     wire_dtype: WireDtype = option("same", "What partial activations and their gradients are sent as.")
     bucket_bytes: int = option(BUCKET_BYTES, "Gradients that are sent together.", check=at_least(1))
 

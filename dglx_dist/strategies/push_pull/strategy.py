@@ -103,7 +103,7 @@ class OpenedPushPull(OpenedStrategy):
         super().__init__(strategy, g)
         self._names = self._features()
         self.group = make_group(self.session, self.options.group_size or self._chosen_size())
-        self._columns = ColumnStores(g, self.group, cache=self.options.cache_columns)
+        self._columns = ColumnStores(g, self.group)
         self.pipelines: list[weakref.ref[Pipeline]] = []
         """Pipelines that the loaders drain at the end of an epoch."""
         self._replicas: dist.ProcessGroup | None = None

@@ -67,10 +67,9 @@ def epochs_of(folder: str, cases: list[dict[str, Any]]) -> dict[str, Any]:
 
 CASES: list[dict[str, Any]] = [
     {"batches": 3},
-    {"batches": 3, "composition": "ordered", "keep": "rebuild"},
-    {"batches": 3, "composition": "shuffled"},
+    {"batches": 3, "composition": "ordered"},
     {"batches": 4, "external_hops": 1, "external_fanout": 2, "external_inner": "batch"},
-    {"batches": 2, "external_hops": 1, "external_fanout": 2, "resample_every": 1},
+    {"batches": 2, "external_hops": 1, "external_fanout": 2},
 ]
 
 
@@ -114,7 +113,7 @@ def test_gradients_of_an_epoch_add_up_to_the_whole_graphs(epochs: list[dict[str,
         model([graph, graph], graph.ndata["feat"])[targets], graph.ndata["label"][targets]
     ).backward()
     whole = [p.grad.numpy() for p in model.parameters()]
-    for number in range(3):
+    for number in range(2):
         for result in epochs:
             found = result["epochs"][number]
             for epoch in range(2):
@@ -151,22 +150,17 @@ def test_compositions_are_what_they_say(epochs: list[dict[str, Any]]) -> None:
         random, ordered = [result["epochs"][n]["seeds"] for n in range(2)]
         assert [sorted(one) for one in random[0]] == [sorted(one) for one in random[1]]
         assert [sorted(one) for one in ordered[0]] == [sorted(one) for one in ordered[1]]
-    assert any(
-        sorted(result["epochs"][2]["seeds"][0][0]) != sorted(result["epochs"][2]["seeds"][1][0])
-        for result in epochs
-    )
 
 
 def test_what_is_kept_moves_in_the_first_epoch_alone(epochs: list[dict[str, Any]]) -> None:
-    """3.8 (7): 0 bytes of features from the second epoch on; made again or anew, they come again."""
-    for number, is_kept in enumerate((True, False, False, True, False)):
+    """3.8 (7): 0 bytes of features from the second epoch on."""
+    for number in range(len(CASES)):
         for phase in ("preload_structure", "preload"):
             first, second = (
                 sum(result["epochs"][number]["moved"][epoch][phase] for result in epochs) for epoch in (0, 1)
             )
             assert first > 0
-            assert (second == 0) == is_kept
-            assert number != 1 or phase != "preload" or first == second
+            assert second == 0
 
 
 def second_run(folder: str) -> dict[str, Any]:
@@ -206,7 +200,7 @@ def test_plans_of_another_seed_are_not_found_and_a_closed_graph_is_let_go(folder
 
 def test_the_next_batch_is_loaded_meanwhile_and_too_many_are_refused(folder: Path) -> None:
     with start_session() as session, contextlib.closing(DistGraph(folder)) as g:
-        _, loader = runs.made(g, "cooperative", {"batches": 4, "keep": "rebuild"})
+        _, loader = runs.made(g, "cooperative", {"batches": 4})
         read, original = threading.Semaphore(0), loader._reader.targets
 
         def counted(*args: Any) -> Any:

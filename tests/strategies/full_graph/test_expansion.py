@@ -64,20 +64,13 @@ def random_closure(num_rows: int = 400, counts: tuple[int, ...] = (400, 300, 200
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_the_work_of_each_layer_is_balanced(num_ranks: int) -> None:
-    """Or the sum of the layers, by a partitioner of one weight."""
     closure = random_closure()
-    groups = [*work_of_groups(closure).values()]
-    for method, balanced in (
-        ("auto", groups),
-        *((name, [sum(groups)]) for name in ("contiguous", "kaminpar")),
-    ):
-        rank_of = split_rows(closure, num_ranks, method, seed=1)
-        assert rank_of.dtype == np.int32
-        assert np.array_equal(rank_of, split_rows(closure, num_ranks, method, seed=1))
-        for weights in balanced:
-            loads = np.bincount(rank_of, weights=weights, minlength=num_ranks)
-            assert loads.max() <= loads.mean() * (1 + TOLERANCE) + weights.max()
-    assert set(split_rows(closure, num_ranks, "random", seed=1).tolist()) == {*range(num_ranks)}
+    rank_of = split_rows(closure, num_ranks, seed=1)
+    assert rank_of.dtype == np.int32
+    assert np.array_equal(rank_of, split_rows(closure, num_ranks, seed=1))
+    for weights in work_of_groups(closure).values():
+        loads = np.bincount(rank_of, weights=weights, minlength=num_ranks)
+        assert loads.max() <= loads.mean() * (1 + TOLERANCE) + weights.max()
 
 
 def test_groups_of_layers_add_up_to_the_work() -> None:
@@ -90,11 +83,11 @@ def test_groups_of_layers_add_up_to_the_work() -> None:
 
 
 def test_few_rows_no_rows_and_no_edges() -> None:
-    assert split_rows(random_closure(0, (0, 0)), 2, "auto", seed=0).tolist() == []
-    assert split_rows(random_closure(), 1, "auto", seed=0).max() == 0
-    assert sorted(split_rows(random_closure(2, (2, 1)), 3, "auto", seed=0).tolist()) == [0, 1]
+    assert split_rows(random_closure(0, (0, 0)), 2, seed=0).tolist() == []
+    assert split_rows(random_closure(), 1, seed=0).max() == 0
+    assert sorted(split_rows(random_closure(2, (2, 1)), 3, seed=0).tolist()) == [0, 1]
     alone = replace(random_closure(4, (4, 4)), indptr=np.zeros(5, np.int64), sources=NONE, edge_ids=NONE)
-    assert np.bincount(split_rows(alone, 2, "auto", seed=0)).tolist() == [2, 2]
+    assert np.bincount(split_rows(alone, 2, seed=0)).tolist() == [2, 2]
 
 
 def test_shared_memory_without_room_is_told_and_left_clean(tmp_path: Path) -> None:
@@ -164,12 +157,11 @@ def test_rounds_by_the_definition(chosen_by: dict[tuple[EasPolicy, int, int], se
                 assert found == read - selected
             else:
                 assert len(found) <= fanout * len(frontier)
-            for node in frontier if fanout > 0 and policy != "shadow" else ():
+            for node in frontier if fanout > 0 else ():
                 candidates = whole.in_neighbours({node}) - selected
                 # Others may have chosen more of them; of its own choice none is missing.
                 assert len(candidates & found) >= min(fanout, len(candidates))
-            selected = selected | found
-            frontier = selected if policy == "shadow" else found
+            selected, frontier = selected | found, found
         assert nodes == selected
         # Selections contain each other.
         assert nodes <= chosen_by.get((policy, hops + 1, fanout), nodes)
@@ -194,15 +186,15 @@ def test_degree_prefers_nodes_that_read_much_from_outside(
         assert not candidates or any(scores[one] == best for one in taken)
 
 
-def test_other_draws_and_batches(chosen_by: dict[tuple[EasPolicy, int, int], set[int]]) -> None:
+def test_other_seeds_and_batches(chosen_by: dict[tuple[EasPolicy, int, int], set[int]]) -> None:
     context = plain_context(3, 1)
     own, whole = context.own_range(SERVER), whole_of(context)
 
-    def rule(options: EasOptions, draw: int = 0) -> set[int]:
-        return set(eas_rule(options, seed=3, draw=draw)(context.structure, own, np.arange(*own)[:4]).tolist())
+    def rule(options: EasOptions, seed: int = 3) -> set[int]:
+        return set(eas_rule(options, seed=seed)(context.structure, own, np.arange(*own)[:4]).tolist())
 
     options, chosen = EasOptions(hops=3, fanout=1), chosen_by["uniform_external", 3, 1]
     assert rule(options) == chosen
-    assert any(rule(options, draw) != chosen for draw in range(1, 9))
+    assert any(rule(options, seed) != chosen for seed in range(4, 12))
     seeds = set(range(own[0], own[0] + 4))
     assert rule(EasOptions(inner="batch")) == seeds | whole.in_neighbours(seeds)

@@ -25,7 +25,6 @@ _ARENA_MAX = -8
 """Of <malloc.h>."""
 LAYERS, FEATURES, HIDDEN = 3, 64, 128
 BATCHES = 8
-ORDERED = {"composition": "ordered", "keep": "rebuild"}
 
 
 @pytest.fixture(scope="module")
@@ -89,22 +88,20 @@ def _steps_within(folder: str, strategy_name: str, options: dict[str, Any], limi
     return steps
 
 
-def limited(folders: list[str]) -> tuple[str, int]:
+def limited(folders: list[str], strategy_name: str, options: dict[str, Any]) -> tuple[str, int]:
     # A heap for each thread reserves 64 MB of addresses that are never used.
     assert ctypes.CDLL(None).mallopt(_ARENA_MAX, 1) == 1
-    limit = 160 * 2**20
     # Everything that is loaded and compiled once.
-    _steps_within(folders[0], "cooperative", {**ORDERED, "batches": BATCHES}, 0)
-    steps = _steps_within(folders[1], "cooperative", {**ORDERED, "batches": BATCHES}, limit)
+    _steps_within(folders[0], strategy_name, options, 0)
     try:
-        _steps_within(folders[1], "full_graph", {}, limit)
+        return "", _steps_within(folders[1], strategy_name, options, 160 * 2**20)
     except (RuntimeError, MemoryError) as error:
-        return f"{type(error).__name__}: {error}", steps
-    return "", steps
+        return f"{type(error).__name__}: {error}", 0
 
 
 def test_what_full_graph_cannot_hold_trains_in_batches(folders: list[str]) -> None:
     """RLIMIT_AS holds both to 160 MiB more than they begin with; full_graph needs over 200."""
-    ((failure, steps),) = run_ranks(limited, 1, args=(folders,))
+    ((failure, _),) = run_ranks(limited, 1, args=(folders, "full_graph", {}))
     assert "allocate memory" in failure or "MemoryError" in failure
-    assert steps == BATCHES
+    in_batches = {"batches": BATCHES, "composition": "ordered"}
+    assert run_ranks(limited, 1, args=(folders, "cooperative", in_batches)) == [("", BATCHES)]

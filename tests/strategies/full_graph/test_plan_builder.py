@@ -98,7 +98,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "half": {"hops": 3, "eas": half_of_the_graph},
     **{
         policy: {"hops": 3, "eas": eas_rule(EasOptions(hops=2, fanout=1, policy=policy), seed=3)}  # type: ignore[arg-type]
-        for policy in ("uniform_external", "degree", "shadow")
+        for policy in ("uniform_external", "degree")
     },
 }
 

@@ -6,7 +6,8 @@ import resource
 import shutil
 import tracemalloc
 from collections import namedtuple
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from dglx_dist.strategies.push_pull.exchange import Group, make_group
 from dglx_dist.strategies.push_pull.feature_columns import (
     PHASE,
     VALUES,
+    ColumnSlice,
     ColumnStore,
     ColumnStores,
     load_columns,
@@ -102,13 +104,24 @@ def received(session: Session, before: Any) -> int:
 STORES: dict[tuple[str, Group], ColumnStores] = {}
 
 
-def open_columns(g: DistGraph, names: Sequence[str], group: Group, *, cache: bool = True) -> ColumnStore:
+def open_columns(g: DistGraph, names: Sequence[str], group: Group) -> ColumnStore:
     """Open columns of a graph and a group, until the graph is closed."""
     key = g.kvstore.label, group
     if key not in STORES:
-        STORES[key] = ColumnStores(g, group, cache=cache)
+        STORES[key] = ColumnStores(g, group)
         g.on_close.append(STORES[key].close)
     return STORES[key].open(names)
+
+
+@contextmanager
+def without_files() -> Iterator[None]:
+    """Keep columns in memory, as those of tensors that the program made."""
+
+    def slice_in_memory(*args: Any) -> ColumnSlice:
+        return replace(stored_slice(*args), folder=None)
+
+    with mock.patch.object(feature_columns, "stored_slice", slice_in_memory):
+        yield
 
 
 def rows_elsewhere(g: DistGraph, name: str = "one") -> int:
@@ -151,7 +164,8 @@ def everything(folder: str, size: int) -> None:
         for cache, found in ((False, False), (True, False), (True, True)):
             g = DistGraph(folder)
             before = session.ledger.snapshot()
-            store = open_columns(g, NAMES, group, cache=cache)
+            with nullcontext() if cache else without_files():
+                store = open_columns(g, NAMES, group)
             row_bytes = {
                 name: len(store.slices[name].columns) * g.ndata[name].dtype.itemsize for name in NAMES
             }
@@ -398,7 +412,8 @@ def test_a_kept_copy_needs_no_more_memory_than_some_messages(
     for cache in (True, False):
         g = DistGraph(tmp_path / "d")
         tracemalloc.start()
-        store = open_columns(g, ["feat"], group, cache=cache)
+        with nullcontext() if cache else without_files():
+            store = open_columns(g, ["feat"], group)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         beside = peak - (0 if cache else num_bytes)
