@@ -10,7 +10,6 @@ from unittest import mock
 
 import pytest
 import torch
-from dglx_dist.planner.links import Links
 from torch import nn
 
 from dglx_dist.api import choose_strategy, fit, init
@@ -23,6 +22,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.cache import PHASE_ROW_CACHE
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.planner import auto, choose, trials
+from dglx_dist.planner.measure import Links
 from dglx_dist.registry import AUTO
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.push_pull.strategy import OpenedPushPull
