@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -395,10 +396,11 @@ class OpenedStrategy(ABC):
     def __init__(self, strategy: Strategy, g: DistGraph) -> None:
         self.strategy, self.g, self.session, self.options = strategy, g, g.session, strategy.options
         self.on_close: list[Callable[[], None]] = []
-        """Called by :meth:`close` on all ranks alike, the last one first."""
+        """Called on all ranks alike when the graph or this is closed, the last one first."""
         self.is_closed = False
         self._share = g.session.model_share
-        g.on_close.append(self.close)
+        self._models: list[weakref.ref[WrappedModel]] = []
+        g.on_close.append(self._release)
 
     @abstractmethod
     def make_loader(self, indices: Tensor, sampler: Any, **loader_options: Any) -> Iterable[Any]:
@@ -420,7 +422,7 @@ class OpenedStrategy(ABC):
             indices: (K,) int64, this rank's seeds; may be empty.
             sampler: A sampler of ``dgl.dataloading``.
         """
-        return self._keep(self.make_loader(indices, sampler, **loader_options))
+        return self._keep_loader(self.make_loader(indices, sampler, **loader_options))
 
     @final
     def edge_loader(self, eids: Any, sampler: Any, **loader_options: Any) -> Any:
@@ -437,7 +439,7 @@ class OpenedStrategy(ABC):
                 f"strategy {self.session.strategy!r} trains on nodes, not on batches of edges; use "
                 "strategy='data_parallel'"
             )
-        return self._keep(self.make_edge_loader(eids, sampler, **loader_options))
+        return self._keep_loader(self.make_edge_loader(eids, sampler, **loader_options))
 
     @final
     def wrap(self, model: nn.Module, reduction: Reduction = "mean") -> WrappedModel:
@@ -449,28 +451,37 @@ class OpenedStrategy(ABC):
         Raises:
             ConfigError: the strategy cannot train this model exactly.
         """
-        return self._keep(self.make_model(model, reduction))
+        wrapped = self.make_model(model, reduction)
+        self._models.append(weakref.ref(wrapped))
+        return wrapped
 
-    def _keep(self, user: T) -> T:
+    def _keep_loader(self, loader: T) -> T:
         # Weakly: what the user drops is gone, also while the graph is open.
-        if isinstance(user, EpochLoader | WrappedModel):
-            self.on_close.append(if_alive(user.close))
-        return user
+        if isinstance(loader, EpochLoader):
+            self.on_close.append(if_alive(loader.close))
+        return loader
 
     @final
     def close(self) -> None:
         """Release the loaders and models, and all that they share; every rank must call it.
 
-        Afterwards the session is as it was before. ``g.close()`` calls it, too; a second call does nothing.
+        Afterwards the session is as it was before, and the models cannot be trained any more. A second call
+        does nothing. ``g.close()`` does the same but for the models, which may go on with another graph.
         """
-        if self.is_closed:
-            return
+        for model in [reference() for reference in self._models]:
+            if model is not None:
+                model.close()
+        self._models.clear()
+        if not self.is_closed:
+            self.session.model_share = self._share
+        self._release()
+
+    def _release(self) -> None:
         self.is_closed = True
         while self.on_close:
             self.on_close.pop()()
-        self.session.model_share = self._share
-        if self.close in self.g.on_close:
-            self.g.on_close.remove(self.close)
+        if self._release in self.g.on_close:
+            self.g.on_close.remove(self._release)
 
 
 def check_one_type(strategy: str, g: DistGraph) -> None:

@@ -164,14 +164,20 @@ class GradientExchange:
             for index, parameter in enumerate(self._parameters)
         ]
         self._unwatch = watch_steps(GradientExchange.refuse_held, self)
+        self._is_closed = False
         self.warns_of_gaps = True
         """Whether seeds without targets change the loss, and the user has not been warned yet."""
 
     def mark(self, output: Any, weight: float) -> Any:
         """Return (nested) ``output``, such that backward through any tensor in it exchanges with ``weight``.
 
-        Every rank whose peers run backward must run it too.
+        Every rank whose peers run backward must run it too. ConfigError: the exchange is closed.
         """
+        if self._is_closed:
+            raise ConfigError(
+                "the strategy that wrapped this model was closed, so its gradients would stay on this rank; "
+                "wrap the model again"
+            )
 
         # Sums of several backwards may be under way with a delay.
         holds = self._holding and not self.delay and self._session.topology.world_size > 1
@@ -192,6 +198,7 @@ class GradientExchange:
 
     def close(self) -> None:
         """Leave the parameters and the optimizers alone, and free the buckets."""
+        self._is_closed = True
         self._unwatch()
         for hook in self._hooks:
             hook.remove()

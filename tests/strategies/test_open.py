@@ -174,6 +174,22 @@ def test_the_session_has_one_strategy_for_each_graph(folder: Path) -> None:
         beside.close()
 
 
+def test_models_of_a_closed_strategy_are_not_trained(folder: Path) -> None:
+    with start_session() as session:
+        g = DistGraph(folder)
+        seeds, sampler, sizes = arguments(g, "data_parallel")
+        loader, model = dx.DataLoader(g, seeds, sampler, **sizes), dx.wrap(Net().double(), g)
+        descent, blocks = torch.optim.Adam(model.parameters()), next(iter(loader))[-1]
+        g.close()
+        step(model, blocks, descent)  # on rows of a graph that was closed meanwhile
+        g = DistGraph(folder)
+        opened = STRATEGIES.get("data_parallel")(session, {}).open(g)
+        model = opened.wrap(Net().double())
+        opened.close()
+        with pytest.raises(ConfigError, match="was closed, so its gradients would stay on this rank"):
+            step(model, blocks, descent)
+
+
 def test_a_closed_loader_ends_its_iteration(folder: Path) -> None:
     with start_session() as session:
         g = DistGraph(folder)
