@@ -421,11 +421,11 @@ _LARGEST = 1 << 28
 
 @final
 class NetworkxSource(DatasetSource):
-    """A file of NetworkX of at most 256 MiB, ``.graphml``, ``.gml``, ``.gexf``, ``.json``, also with ``.gz``.
+    """A file of NetworkX of at most 256 MiB, ``.graphml``, ``.gml``, ``.json``, also with ``.gz``.
 
     Edges of an undirected graph are stored in both directions; the second one has no mask. Attributes mean
-    what columns of tables do (``TablesSource``); texts, those that some lack, and the labels and ids that
-    each ``.gexf`` has for display, are ignored. Takes no options.
+    what columns of tables do (``TablesSource``); texts, and those that some lack, are
+    ignored. Takes no options.
     """
 
     memory_per_byte = 20
@@ -490,9 +490,6 @@ def _read_networkx(content: bytes, kind: str) -> Any:
         graph = read(io.BytesIO(content), label="id")
     if kind != ".gml":
         _check_declared(graph, len(re.findall(rb"<(?:\w+:)?node[\s>]", content)))
-    for *_, data in chain(graph.nodes(data=True), graph.edges(data=True)) if kind == ".gexf" else ():
-        data.pop(LABEL, None)
-        data.pop("id", None)
     return graph
 
 

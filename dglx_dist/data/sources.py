@@ -370,7 +370,7 @@ _SOURCE_OF_SUFFIX = {
     ".npz": "npz",
     **dict.fromkeys((".bin", ".dgl"), "dgl_binary"),
     **dict.fromkeys((".pt", ".pth"), "torch"),
-    **dict.fromkeys((".graphml", ".gml", ".gexf", ".json"), "networkx"),
+    **dict.fromkeys((".graphml", ".gml", ".json"), "networkx"),
     **dict.fromkeys(
         (".txt", ".tsv", ".edgelist", ".edges", ".ncol", ".dat", ".data", ".rating"), "edge_list"
     ),
@@ -378,7 +378,7 @@ _SOURCE_OF_SUFFIX = {
 }
 FORMATS = (
     "a `.npz` of arrays or of a SciPy matrix, a `.bin` of saved DGL graphs, a `.pt` of tensors (PyG), "
-    "NetworkX's `.graphml`, `.gml`, `.gexf` or `.json`, a `.txt` of edges (SNAP) or triples, a `.mtx`, "
+    "NetworkX's `.graphml`, `.gml` or `.json`, a `.txt` of edges (SNAP) or triples, a `.mtx`, "
     "METIS's `.graph`, these also with `.gz`, a folder of CSV / Parquet tables, or of triples in train.txt, "
     "valid.txt and test.txt"
 )
@@ -473,8 +473,9 @@ def _source_and_location(spec: str) -> tuple[str, str]:
         if path.is_dir():
             source = "edge_list" if any(path.glob("train.t[xs][tv]")) else "tables"
         if source is None:
-            if path.suffix in (".net", ".paj"):
-                known = "Pajek's, so write networkx.write_graphml(networkx.read_pajek(FILE), 'a.graphml')"
+            if path.suffix in (".net", ".paj", ".gexf"):
+                kind = "gexf" if path.suffix == ".gexf" else "pajek"
+                known = f"GraphML, so write networkx.write_graphml(networkx.read_{kind}(FILE), 'a.graphml')"
             raise DatasetError(
                 f"{path}: the suffix {path.suffix!r} belongs to no dataset source; expected {known} (a lone "
                 "table goes into a folder as edges.csv or edges.parquet)"

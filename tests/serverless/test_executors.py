@@ -202,7 +202,6 @@ def test_unknown_options_and_late_events_are_refused() -> None:
         ({"url": "https://example.org/f", "headers": dict.fromkeys(map(str, range(33)), "1")}, "0 to 32"),
         ({"url": "https://example.org/f", "headers": ["a"]}, "expected an object"),
         ({"url": "https://example.org/f", "faults": {}}, "'faults' is not supported"),
-        ({"url": "https://example.org/f", "certificates": "/nowhere.pem"}, "give a PEM file"),
     ],
 )
 def test_options_of_http_are_checked(options: dict[str, object], message: str) -> None:
@@ -261,15 +260,15 @@ def test_closing_waits_for_no_service() -> None:
         assert [thread.name for thread in threading.enumerate() if thread.name == "dglx-worker"] == []
 
 
-def test_certificates_are_verified(tmp_path: Path) -> None:
+def test_certificates_are_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     certificate = self_signed(tmp_path)
     bench = Bench(gcn(), ROWS)
     key = keys_of(bench.program)[0]
     with served(bench), functions_service(certificate=certificate) as (url, _):
         (lost,) = posted(bench, url=url)
         assert "CERTIFICATE_VERIFY_FAILED" in lost.reason
-        options = {"url": url, "certificates": str(certificate)}
-        with EXECUTORS.get("http")(ExecutorContext(), options) as executor:
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        with EXECUTORS.get("http")(ExecutorContext(), {"url": url}) as executor:
             executor.invoke(bench.task(key).to_event())
             assert bench.wait_for(executor, [key]) == []
     bench.check(key)

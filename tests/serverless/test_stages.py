@@ -13,7 +13,7 @@ from torch.nn import functional
 from dglx_dist.data.json_fields import Json
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array
-from dglx_dist.serverless.stages.base import STAGES, Config, edge_stage, erf, register_stage, vertex_stage
+from dglx_dist.serverless.stages.base import STAGES, Config, edge_stage, register_stage, vertex_stage
 
 from .programs import TorchStage, sequence
 
@@ -25,8 +25,6 @@ ACTIVATIONS: dict[str, tuple[Mapping[str, Json], Callable[[Tensor], Tensor]]] = 
     "elu": ({"name": "elu", "alpha": 1.3}, lambda z: functional.elu(z, 1.3)),
     "tanh": ({"name": "tanh"}, torch.tanh),
     "sigmoid": ({"name": "sigmoid"}, torch.sigmoid),
-    "gelu": ({"name": "gelu"}, functional.gelu),
-    "gelu_tanh": ({"name": "gelu_tanh"}, lambda z: functional.gelu(z, approximate="tanh")),
 }
 RELU, ELU = {"name": "relu"}, {"name": "elu", "alpha": 1.0}
 DENSE = {"in": 4, "out": 3, "bias": True}
@@ -113,15 +111,6 @@ def test_small_values_of_a_sigmoid_are_right_to_the_last_digits() -> None:
     for dtype, tolerance in (("float64", 1e-14), ("float32", 1e-6)):
         (h,), _ = vertex_stage("dense", config).forward([np.eye(6, dtype=dtype)], [z.astype(dtype)])
         np.testing.assert_allclose(h, torch.tensor(z.astype(dtype)).sigmoid(), rtol=tolerance, atol=0)
-
-
-def test_erf_is_torchs_everywhere() -> None:
-    x = np.concatenate([np.linspace(-7, 7, 20011), [np.inf, -np.inf, 0.0, 1e-300]])
-    np.testing.assert_allclose(erf(x), torch.erf(torch.tensor(x)).numpy(), rtol=0, atol=4e-16)
-    assert np.isnan(erf(np.array([np.nan]))).all()
-    np.testing.assert_allclose(
-        erf(x.astype("float32")), torch.erf(torch.tensor(x).float()), rtol=0, atol=2e-7
-    )
 
 
 INDPTR = np.array([0, 0, 3, 4, 4, 9, 9])

@@ -28,7 +28,7 @@ HANDLER = "dglx_dist.serverless.aws.function.handler"
 TAG = "dglx_dist"
 """Marks resources created by dglx; others are never changed or removed."""
 MAX_DIRECT_BYTES = 50 * 1024 * 1024
-"""A larger package is uploaded by S3."""
+"""Largest package that AWS accepts in a request."""
 MEMORY_MB, MAX_TIMEOUT_S = (128, 10_240), 900
 EVENT_AGE_S = 60
 """An event that waits longer is dropped: by then the controller has sent another attempt."""
@@ -151,7 +151,6 @@ class Deployment:
     security_groups: tuple[str, ...] = _several(
         "What it may reach; may be given several times.", "--security-group"
     )
-    bucket: str | None = option(None, "S3 bucket for a package above 50 MB.")
     architecture: str = option("x86_64", "Processor of the function: x86_64 or arm64.")
     place: Place = field(default_factory=Place)
 
@@ -171,10 +170,10 @@ class Deployment:
             )
         if self.architecture not in ARCHITECTURES:
             raise ConfigError(f"architecture {self.architecture!r}; give one of {', '.join(ARCHITECTURES)}")
-        if self.bucket is None and self.package.stat().st_size > MAX_DIRECT_BYTES:
+        if self.package.stat().st_size > MAX_DIRECT_BYTES:
             size, most = map(readable_bytes, (self.package.stat().st_size, MAX_DIRECT_BYTES))
             raise ConfigError(
-                f"{self.package} has {size} and AWS accepts {most} directly; give an S3 bucket with --bucket"
+                f"{self.package} has {size} and AWS accepts {most}; package fewer stages of your own"
             )
 
 

@@ -29,7 +29,6 @@ from dglx_dist.serverless.aws.clients import (
     ARCHITECTURES,
     EVENT_AGE_S,
     HANDLER,
-    MAX_DIRECT_BYTES,
     MAX_TIMEOUT_S,
     TAG,
     Client,
@@ -123,14 +122,13 @@ def deploy(wanted: Deployment, change: Changes) -> None:
     size = readable_bytes(len(package))
     if found is None:
         subnets = f", VPC subnets {' '.join(wanted.subnets)}" if wanted.subnets else ""
-        code = _uploaded(wanted, package, change)
         change(
             f"create the function {name}: memory {wanted.memory_mb} MB, time-out {wanted.timeout_s} s, "
             f"runtime {runtime}, package {size}{subnets}",
             _create_function,
             client=client,
             FunctionName=name,
-            Code=code,
+            Code={"ZipFile": package},
             PackageType="Zip",
             Architectures=architecture,
             Description="Workers of dglx_dist: tensor tasks of graph training",
@@ -147,9 +145,8 @@ def deploy(wanted: Deployment, change: Changes) -> None:
             _wait(client, name, change, "updated")
         digest = base64.b64encode(hashlib.sha256(package).digest()).decode()
         if now["CodeSha256"] != digest or now.get("Architectures", ["x86_64"]) != architecture:
-            given = {**_uploaded(wanted, package, change), "Architectures": architecture}
-            update = client.update_function_code
-            change(f"update the code of {name} ({size})", update, FunctionName=name, **given)
+            given = {"FunctionName": name, "ZipFile": package, "Architectures": architecture}
+            change(f"update the code of {name} ({size})", client.update_function_code, **given)
             _wait(client, name, change, "updated")
         current = {**now, "VpcConfig": _vpc(now.get("VpcConfig") or {})}
         changed = {key: value for key, value in settings.items() if current.get(key) != value}
@@ -170,7 +167,7 @@ def deploy(wanted: Deployment, change: Changes) -> None:
 def remove(name: str, place: Place, change: Changes) -> None:
     """Delete the function ``name``, the role created for it, and its log.
 
-    A role given by the user, and packages in S3, stay. Errors as in :func:`deploy`.
+    A role given by the user stays. Errors as in :func:`deploy`.
     """
     check_name(name)
     client, iam, logs = (place.client(service) for service in ("lambda", "iam", "logs"))
@@ -269,18 +266,6 @@ def _own_function(client: Client, name: str) -> Found | None:
 def _vpc(given: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
     # Sorted for comparison: AWS returns them in any order.
     return {key: sorted(given.get(key) or []) for key in ("SubnetIds", "SecurityGroupIds")}
-
-
-def _uploaded(wanted: Deployment, package: bytes, change: Changes) -> dict[str, Any]:
-    if len(package) <= MAX_DIRECT_BYTES:
-        return {"ZipFile": package}
-    where = {
-        "Bucket": wanted.bucket,
-        "Key": f"dglx/{wanted.name}-{hashlib.sha256(package).hexdigest()[:16]}.zip",
-    }
-    put = wanted.place.client("s3").put_object
-    change(f"upload the package to s3://{where['Bucket']}/{where['Key']}", put, **where, Body=package)
-    return {f"S3{name}": value for name, value in where.items()}
 
 
 def _create_function(client: Client, **given: object) -> None:

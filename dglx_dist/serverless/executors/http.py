@@ -45,8 +45,6 @@ class HttpOptions:
     """How long an answer may take."""
     insecure: bool = False
     """Whether plain http to other machines is allowed."""
-    certificates: _Text | None = None
-    """PEM file of trusted certificates; None: the system's."""
 
 
 @final
@@ -54,7 +52,8 @@ class HttpExecutor(PoolExecutor):
     """Posts events to one URL over persistent connections, one per worker. Options: :class:`HttpOptions`.
 
     The service answers 200 with a ``WorkerAnswer``, or 202 or 204 if it only accepts the event; then nothing
-    is billed here. Any other answer is a lost attempt. Certificates are verified. An event contains the
+    is billed here. Any other answer is a lost attempt. Certificates are verified by those of the system, or
+    of ``SSL_CERT_FILE``. An event contains the
     workers' secret, so plain http is limited to this machine. Workers that the service has started continue
     after :meth:`close` until they are rejected.
     """
@@ -70,7 +69,8 @@ class HttpExecutor(PoolExecutor):
                     f"executor 'http' cannot send the header {name[:80]!r}; names are of A-Z a-z 0-9 and "
                     "!#$%&'*+.^_`|~-, values of ASCII"
                 )
-        trust = None if url.scheme == "http" else _trust(given.certificates)
+        # Read once, and not for each worker.
+        trust = None if url.scheme == "http" else ssl.create_default_context()
         super().__init__(lambda: _Connection(url, given, trust), context.notice, memory_mb=given.memory_mb)
 
 
@@ -154,15 +154,6 @@ def _checked_url(options: HttpOptions) -> SplitResult:
             "https://, or insecure=true on a trusted network"
         )
     return url
-
-
-def _trust(certificates: str | None) -> ssl.SSLContext:
-    try:
-        return ssl.create_default_context(cafile=certificates)
-    except OSError as error:  # includes ssl.SSLError
-        raise ConfigError(
-            f"executor 'http' cannot read certificates={certificates!r}: {error}; give a PEM file"
-        ) from None
 
 
 def _is_local(host: str) -> bool:

@@ -7,7 +7,6 @@ and may return views of them.
 """
 
 import importlib
-import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -20,62 +19,10 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.records import Array
 from dglx_dist.registry import Registry
 
-_BLOCK = 1 << 14
-"""Elements per block, so that intermediate results stay in the cache."""
-_PER_UNIT, _LIMIT, _TERMS = 16, 6, 9
-"""Table points per unit; |x| beyond which erf is 1 in float64; terms of the series after the first."""
-_INNER, _CUBIC = math.sqrt(2.0 / math.pi), 0.044715
-"""GELU's tanh form: z/2 (1 + tanh(_INNER (z + _CUBIC z^3)))."""
 _LARGE = 1e6
 MAX_WIDTH = 1 << 20
 """Most columns of a row."""
 _PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
-
-
-def erf(x: Array) -> Array:
-    """Return erf of every element, to 3e-16 in float64; NaN gives NaN.
-
-    The Taylor series around the nearest table point, at most 1/32 away, needs nine terms.
-    """
-    series = _ERF_TABLE.astype(x.dtype, copy=False)
-    flat = x.reshape(-1)
-    out = np.empty_like(flat)
-    for first in range(0, len(flat), _BLOCK):
-        out[first : first + _BLOCK] = _erf_of_block(flat[first : first + _BLOCK], series)
-    return out.reshape(x.shape)
-
-
-def _erf_of_block(x: Array, series: Array) -> Array:
-    inside = np.clip(x, -_LIMIT, _LIMIT)
-    nearest = np.rint(inside * _PER_UNIT)
-    np.subtract(inside, nearest / _PER_UNIT, out=inside)
-    # A NaN has no table index. Any index will do, because its distance is NaN and so is the result.
-    with np.errstate(invalid="ignore"):
-        index = nearest.astype(np.intp)
-    index += _LIMIT * _PER_UNIT
-    out = series[_TERMS].take(index, mode="clip")
-    for term in range(_TERMS - 1, -1, -1):
-        out *= inside
-        out += series[term].take(index, mode="clip")
-    return out
-
-
-def _erf_table() -> Array:
-    # (terms + 1, points): coefficients of erf's Taylor series at every point.
-    # erf' = 2/sqrt(pi) exp(-x^2) gives erf'' = -2x erf'. With f = erf', the coefficients of f therefore
-    # satisfy (k + 1) f[k + 1] = -2 (x f[k] + f[k - 1]).
-    points = np.arange(-_LIMIT * _PER_UNIT, _LIMIT * _PER_UNIT + 1) / _PER_UNIT
-    derivative = [2 / math.sqrt(math.pi) * np.exp(-points * points)]
-    derivative.append(-2 * points * derivative[0])
-    for k in range(1, _TERMS - 1):
-        derivative.append(-2 * (points * derivative[k] + derivative[k - 1]) / (k + 1))
-    first = np.array([math.erf(point) for point in points.tolist()])
-    table = np.stack([first, *(derivative[k] / (k + 1) for k in range(_TERMS))])
-    table.flags.writeable = False
-    return table
-
-
-_ERF_TABLE = _erf_table()
 
 
 class Activation(NamedTuple):
@@ -126,32 +73,11 @@ def _pull_back_sigmoid(z: Array, gradient: Array) -> Array:
     return out * (1 - out) * gradient
 
 
-def _tanh_of_gelu(z: Array) -> Array:
-    return np.tanh((z * z * _CUBIC + 1) * z * _INNER)
-
-
-def _pull_back_gelu_tanh(z: Array, gradient: Array) -> Array:
-    tanh = _tanh_of_gelu(z)
-    inner = (z * z * (3 * _CUBIC * _INNER) + _INNER) * z
-    return (inner * (1 - tanh * tanh) + tanh + 1) * 0.5 * gradient
-
-
-def _normal_distribution(z: Array) -> Array:
-    return (erf(z * math.sqrt(0.5)) + 1) * 0.5
-
-
-def _pull_back_gelu(z: Array, gradient: Array) -> Array:
-    density = np.exp(z * z * -0.5)
-    return (density * z * (1 / math.sqrt(2 * math.pi)) + _normal_distribution(z)) * gradient
-
-
 _PLAIN = {
     "identity": Activation(lambda z: z, lambda z, gradient: gradient),
     "relu": Activation(lambda z: np.maximum(z, 0), lambda z, gradient: np.multiply(gradient, z > 0)),
     "tanh": Activation(np.tanh, _pull_back_tanh),
     "sigmoid": Activation(_sigmoid, _pull_back_sigmoid),
-    "gelu": Activation(lambda z: _normal_distribution(z) * z, _pull_back_gelu),
-    "gelu_tanh": Activation(lambda z: (_tanh_of_gelu(z) + 1) * z * 0.5, _pull_back_gelu_tanh),
 }
 _WITH_PARAMETER = {"leaky_relu": ("slope", leaky_relu), "elu": ("alpha", _elu)}
 ACTIVATIONS = (*_PLAIN, *_WITH_PARAMETER)

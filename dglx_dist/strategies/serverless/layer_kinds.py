@@ -46,15 +46,13 @@ Merge: TypeAlias = Literal["none", "flatten", "mean"]
 Activation: TypeAlias = Mapping[str, Any]
 """An elementwise function as stages take it: ``{"name": "leaky_relu", "slope": 0.2}``."""
 IDENTITY: Activation = {"name": "identity"}
-KNOWN = "identity, relu, leaky_relu, elu, tanh, sigmoid, gelu, each alone; heads flattened or averaged"
+KNOWN = "identity, relu, leaky_relu, elu, tanh, sigmoid, each alone; heads flattened or averaged"
 
 _FUNCTIONS: Mapping[str, Callable[..., Tensor]] = {
     "identity": lambda z: z,
     "relu": torch.relu,
     "tanh": torch.tanh,
     "sigmoid": torch.sigmoid,
-    "gelu": functional.gelu,
-    "gelu_tanh": lambda z: functional.gelu(z, approximate="tanh"),
     "leaky_relu": functional.leaky_relu,
     "elu": functional.elu,
 }

@@ -112,7 +112,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
             conv("right", 4, 4),
             nn.Linear(4, CLASSES),
         ],
-        [nn.LeakyReLU(0.2), nn.ELU(0.7), F.gelu, lambda h: F.gelu(h, approximate="tanh"), same],
+        [nn.LeakyReLU(0.2), nn.ELU(0.7), torch.sigmoid, torch.tanh, same],
     ),
     "in_place": lambda: Seq([conv("sage", WIDTH, 4), nn.Linear(4, CLASSES)], [torch.relu_, torch.tanh]),
     "heads": lambda: Seq(
