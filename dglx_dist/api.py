@@ -108,7 +108,7 @@ def partition_cached(graph: RawGraph, plan: PartitionPlan, cache: Path) -> Path:
 def _damage(folder: Path) -> str:
     try:
         # "full" costs little here: the key of the folder has read every byte of the graph, too. Not opened:
-        # that cleans the cache, and a wrong file of limits there is no damage of the dataset.
+        # that cleans the cache.
         verify_files(folder, read_manifest(folder), "full")
     except (DatasetError, StorageError) as problem:
         return str(problem)

@@ -411,35 +411,6 @@ class PoolStages(SplittableConv):
 
 
 @final
-class EdgeConvStages(SplittableConv):
-    """``EdgeConv`` by rows: theta and phi are summed over the parts, the owner takes the largest message."""
-
-    edge_arguments = ()
-
-    def __init__(self, conv: dglnn.EdgeConv) -> None:
-        super().__init__(conv)
-        self.cut = {"theta.weight": 1, "phi.weight": 1}
-
-    def gather(self, given: StageInput, transformed: Tensor, scattered: PartialSums) -> PartialSums:
-        """Return the shares of theta for the sources (L0, H) and of phi for the destinations (D1, H)."""
-        own = transformed[: given.block.num_dst_nodes()]
-        rows = functional.linear(transformed, self.theta.weight)
-        return rows, functional.linear(own, self.phi.weight)
-
-    def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
-        # The largest of theta (x_v - x_u) + phi x_v over in-edges.
-        self.check_in_edges(block)
-        rows, own = gathered
-        targets = _plus(_plus(rows[: block.num_dst_nodes()] + own, self.theta.bias), self.phi.bias)
-        messages = apply_to_edges(block, fn.v_sub_u, rows, targets)
-        messages = self.bn(messages) if self.batch_norm else messages
-        with block.local_scope():
-            block.edata["message"] = messages
-            block.update_all(fn.copy_e("message", "m"), fn.max("m", "out"))
-            return block.dstdata["out"]
-
-
-@final
 class SgcStages(SplittableConv):
     """``SGConv`` with k=1, by columns.
 
@@ -566,7 +537,6 @@ CONVOLUTIONS: Mapping[type[nn.Module], Convolution] = MappingProxyType(
             like="gat",
         ),
         dglnn.EdgeConv: Convolution(
-            rows=EdgeConvStages,
             against="it takes the largest of its messages, and the largest of sums is no sum of the largest",
         ),
         dglnn.PNAConv: Convolution(against=_SPREAD, on_blocks=False),

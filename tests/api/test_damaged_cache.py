@@ -17,7 +17,7 @@ from dglx_dist.comm.collectives import barrier
 from dglx_dist.comm.session import Session, start_session
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions, PartitionPlan
 from dglx_dist.data.partition.prepare import partition_to_disk
-from dglx_dist.data.storage.arrays import LIMITS, STAMP
+from dglx_dist.data.storage.arrays import STAMP
 from dglx_dist.data.storage.columns import CACHE, MANIFEST
 from dglx_dist.data.storage.files import partial_folder
 from dglx_dist.data.storage.reader import open_dataset
@@ -101,18 +101,12 @@ def refuse(*_: object, **_options: object) -> None:
     raise StorageError("the disk is full")
 
 
-def test_what_is_there_is_not_cut_again_whatever_the_limits_of_its_cache(
-    tmp_path: Path, instead: Callable[..., None]
-) -> None:
+def test_what_is_there_is_not_cut_again(tmp_path: Path, instead: Callable[..., None]) -> None:
     folder = partition_cached(two_triangles(), PLAN, tmp_path)
-    (folder / CACHE).mkdir(exist_ok=True)
-    (folder / CACHE / LIMITS).write_text('{"max_sise": "1GB"}')
     whole = contents(folder)
     instead(refuse)
     assert partition_cached(two_triangles(), PLAN, tmp_path) == folder
     assert contents(folder) == whole
-    with pytest.raises(StorageError, match="max_sise"):
-        open_dataset(folder)
 
 
 def contents(folder: Path) -> dict[Path, bytes]:

@@ -60,11 +60,9 @@ BY_ROWS: dict[str, Make] = {
     "gat-rows-residual": lambda f: GATConv(f, H, 3, residual=True),
     "gatv2": lambda f: GATv2Conv(f, H, 2, activation=torch.tanh),
     "gatv2-residual": lambda f: GATv2Conv(f, H, 3, residual=True, bias=False),
-    "edge": lambda f: EdgeConv(f, H),
-    "edge-batch-norm": lambda f: EdgeConv(f, H, batch_norm=True),
 }
 """Of ``sync="inputs"``."""
-NO_WEIGHTS = ("gatv2", "edge")
+NO_WEIGHTS = ("gatv2",)
 
 
 def block_and_rows(width: int) -> tuple[dgl.DGLGraph, Tensor, Tensor]:
@@ -175,6 +173,7 @@ def close(found: Tensor | None, expected: Tensor | None) -> None:
         ("columns", SGConv(4, 3, norm=nn.LayerNorm(4)), "normalizes whole rows"),
         ("columns", SGConv(4, 3, cached=True), "caches the first batch's result"),
         ("columns", EdgeConv(4, 3), "EdgeConv cannot be cut .* largest"),
+        ("inputs", EdgeConv(4, 3), "EdgeConv cannot be cut .* largest"),
         ("columns", PNAConv(4, 3, ["max"], ["identity"], 1.0), "PNAConv cannot be cut .* largest"),
         ("columns", DotGatConv(4, 3, 1), "DotGatConv cannot be cut .* whole rows"),
         ("columns", nn.Linear(3, 3), "Linear cannot be cut .* its stages are not defined"),
@@ -208,7 +207,7 @@ def test_relations_that_are_not_passed_are_named() -> None:
 def test_rows_of_sources_are_what_parts_send() -> None:
     """(L0, width) of each, where a layer that splits sends (D1, H)."""
     block, x, _ = block_and_rows(7)
-    for name, widths in (("pool", [7, H]), ("gatv2", [2 * H, 2 * H]), ("edge", [H, H])):
+    for name, widths in (("pool", [7, H]), ("gatv2", [2 * H, 2 * H])):
         _, staged = made(name, 7)
         rows, own = staged.sync(StageInput(block=block, x=x, edges={}))
         assert [rows.shape, own.shape] == [

@@ -26,7 +26,6 @@ from typing import Any, Literal, final
 
 import numpy as np
 
-from dglx_dist.data.json_fields import Fields
 from dglx_dist.data.storage.columns import FileInfo, checksum
 from dglx_dist.data.storage.files import (
     PARTIAL_SUFFIX,
@@ -38,15 +37,12 @@ from dglx_dist.data.storage.files import (
     remove_abandoned,
     replace_folder,
 )
-from dglx_dist.errors import ConfigError, StorageError
-from dglx_dist.memory import read_size, readable_bytes
+from dglx_dist.errors import StorageError
+from dglx_dist.memory import readable_bytes
 from dglx_dist.records import Array
 
 STAMP = "stamp.json"
 """Checksums of the other files of an array folder, and the facts of its writer."""
-
-LIMITS = "limits.json"
-"""The user's limits of a cache."""
 
 CANNOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a folder without permission or space, where a run goes on without the cache."""
@@ -291,26 +287,20 @@ class ArrayCache:
         Evicted are those last opened 30 days before the most recent one, and as many as take more than a
         quarter of the disk space that would be free without a cache: first those of other contents, then the
         least recently opened ones. What was opened within a day of the most recent one stays, however large,
-        since the next run needs it; a warning says so. ``limits.json`` in the folder may set
-        ``max_age_days``, and ``max_size`` such as ``"64GB"``.
-
-        Raises:
-            StorageError: ``limits.json`` is damaged.
+        since the next run needs it; a warning says so.
         """
         if not self._folder.is_dir():
             return
         remove_abandoned(self._folder)
-        max_bytes, max_age_s = _read_limits(self._folder / LIMITS)
         entries = sorted(_entries(self._folder), key=lambda one: (self._is_of_content(one), one.used_s))
         total = sum(entry.num_bytes for entry in entries)
         # Not the time now: the entries of a dataset that rested for months may be used next.
         last_s = max((entry.used_s for entry in entries), default=0.0)
-        if max_bytes is None:
-            max_bytes = (total + shutil.disk_usage(self._folder).free) // _SHARE_OF_DISK
+        max_bytes = (total + shutil.disk_usage(self._folder).free) // _SHARE_OF_DISK
         for entry in entries:
             age_s = last_s - entry.used_s
             is_too_much = total > max_bytes and (age_s > _RECENT_S or not self._is_of_content(entry))
-            if (is_too_much or age_s > max_age_s or not entry.num_bytes) and _evict(entry.path):
+            if (is_too_much or age_s > _MAX_AGE_S or not entry.num_bytes) and _evict(entry.path):
                 total -= entry.num_bytes
                 if entry.num_bytes:
                     size, days = readable_bytes(entry.num_bytes), age_s / 86400
@@ -318,11 +308,10 @@ class ArrayCache:
         if total > max_bytes:
             size, limit = readable_bytes(total), readable_bytes(max_bytes)
             _LOG.warning(
-                "%s takes %s, more than its limit of %s, and is in use; make room, or raise max_size in %s",
+                "%s takes %s, more than a quarter of the free disk (%s), and is in use; make room",
                 self._folder,
                 size,
                 limit,
-                LIMITS,
             )
 
     def _is_of_content(self, entry: _Entry) -> bool:
@@ -373,17 +362,3 @@ def _lock_of(path: Path) -> Path:
 def _release(locks: Mapping[Path, int]) -> None:
     for lock in locks.values():
         os.close(lock)
-
-
-def _read_limits(path: Path) -> tuple[int | None, float]:
-    # (bytes, or None for a share of the disk; seconds)
-    if not path.exists():
-        return None, _MAX_AGE_S
-    try:
-        limits = Fields.parse(read_small(path), path.name)
-        max_bytes = read_size(limits.text("max_size")) if limits.has("max_size") else None
-        days = limits.integer("max_age_days", 0) if limits.has("max_age_days") else 30
-        limits.end()
-    except (OSError, ConfigError) as problem:
-        raise StorageError(f"{path} cannot be used ({problem}); mend or remove it") from problem
-    return max_bytes, 86400.0 * days

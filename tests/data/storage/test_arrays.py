@@ -21,15 +21,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dglx_dist.data.storage.arrays import (
-    LIMITS,
-    STAMP,
-    ArrayCache,
-    ArrayFolder,
-    ArrayWriter,
-    checksum_of,
-    map_array,
-)
+from dglx_dist.data.storage import arrays
+from dglx_dist.data.storage.arrays import STAMP, ArrayCache, ArrayFolder, ArrayWriter, checksum_of, map_array
 from dglx_dist.data.storage.reader import open_dataset
 from dglx_dist.errors import StorageError
 from tests.data.storage.graphs import ODD_ONES_OUT, TWO_TRIANGLES, flip, flipped_bits, store
@@ -229,41 +222,39 @@ def kept(cache: Path) -> list[str]:
     return sorted(path.name for path in (cache / "columns-abc").iterdir() if path.suffix != ".lock")
 
 
+def leave_free(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    usage = namedtuple("usage", ["free"])
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(num_bytes))
+
+
 AGES, TWO = {"days": 3, "now": 0, "month": 31}, {"old": 3, "new": 1}
 
 
 @pytest.mark.parametrize(
-    ("limits", "free", "ages", "expected"),
+    ("free", "ages", "expected"),
     [
-        ("{}", None, AGES, ["days", "now"]),
-        ("{}", None, {"a": 300, "b": 310, "c": 331}, ["a", "b"]),  # of a dataset that rested
-        ("{}", None, {"ahead": -700, "days": 3, "now": 0}, ["ahead", "days", "now"]),  # by another clock
-        ('{"max_age_days": 40}', None, AGES, ["days", "month", "now"]),
-        ('{"max_age_days": 2}', None, AGES, ["now"]),
-        ('{"max_size": "20KB"}', None, AGES, ["days", "now"]),
-        ('{"max_size": "10KB", "max_age_days": 99}', None, AGES, ["now"]),
-        ('{"max_size": "1"}', None, AGES, []),
-        # Without limits a quarter of the disk is used.
-        ("", 60_000, TWO, ["new", "old"]),
-        ("", 20_000, TWO, ["new"]),
+        (None, AGES, ["days", "now"]),
+        (None, {"a": 300, "b": 310, "c": 331}, ["a", "b"]),  # of a dataset that rested
+        (None, {"ahead": -700, "days": 3, "now": 0}, ["ahead", "days", "now"]),  # by another clock
+        (70_000, AGES, ["days", "now"]),
+        (20_000, AGES, ["now"]),
+        (0, {"now": 0}, []),
+        (60_000, TWO, ["new", "old"]),
+        (20_000, TWO, ["new"]),
     ],
 )
 def test_entries_are_evicted_by_age_and_size(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    limits: str,
     free: int | None,
     ages: dict[str, int],
     expected: list[str],
 ) -> None:
     for name, days_ago in ages.items():
         used(tmp_path, name, days_ago)
-    if limits:
-        (tmp_path / LIMITS).write_text(limits)
     if free is not None:
-        usage = namedtuple("usage", ["free"])
-        monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(free))
+        leave_free(monkeypatch, free)
     with caplog.at_level(logging.INFO):
         ArrayCache(tmp_path, "def").clean()
     assert kept(tmp_path) == expected
@@ -272,19 +263,19 @@ def test_entries_are_evicted_by_age_and_size(
 
 
 def test_what_the_latest_runs_used_is_not_evicted_for_its_size(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / LIMITS).write_text('{"max_size": "9KB"}')
     for name, days_ago in (("old", 9), ("recent", 7.5), ("last", 7)):
         used(tmp_path, name, days_ago)
     other = used(tmp_path, "other", 7)
+    leave_free(monkeypatch, 0)
     (tmp_path / "columns-old").mkdir()
     for name in ("other", "other.lock"):
         other.with_name(name).rename(tmp_path / "columns-old" / name)
     ArrayCache(tmp_path, "abc").clean()
     assert kept(tmp_path) == ["last", "recent"]
     assert not list((tmp_path / "columns-old").iterdir())
-    assert "more than its limit" in caplog.text
+    assert "more than a quarter of the free disk" in caplog.text
 
 
 def test_entries_without_a_lock_are_evicted_too(tmp_path: Path) -> None:
@@ -303,21 +294,12 @@ def test_an_entry_counts_as_evicted_when_it_is_renamed(
     def refuse(*_: object) -> None:
         raise PermissionError
 
-    (tmp_path / LIMITS).write_text('{"max_size": "9KB"}')
+    leave_free(monkeypatch, 20_000)
     for name, days_ago in (("old", 9), ("new", 1)):
         used(tmp_path, name, days_ago)
     monkeypatch.setattr(Path, "unlink", refuse)
     ArrayCache(tmp_path, "def").clean()
     assert kept(tmp_path) == ["new"]
-
-
-@pytest.mark.parametrize(
-    "text", ["[", "[]", '{"max_size": "much"}', '{"max_age_days": -1}', '{"size": "1GB"}']
-)
-def test_wrong_limits_are_an_error(tmp_path: Path, text: str) -> None:
-    (tmp_path / LIMITS).write_text(text)
-    with pytest.raises(StorageError, match=r"limits\.json"):
-        ArrayCache(tmp_path, "abc").clean()
 
 
 def hold_until_told(folder: Path, ready: Any, end: Any) -> None:
@@ -327,9 +309,9 @@ def hold_until_told(folder: Path, ready: Any, end: Any) -> None:
     end.wait(60)
 
 
-def test_what_a_live_process_uses_is_not_evicted(tmp_path: Path) -> None:
-    (tmp_path / LIMITS).write_text('{"max_size": "1", "max_age_days": 0}')
+def test_what_a_live_process_uses_is_not_evicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = used(tmp_path, "mine", 99)
+    leave_free(monkeypatch, 0)
     context = multiprocessing.get_context("fork")
     ready, end = context.Event(), context.Event()
     other = context.Process(target=hold_until_told, args=(tmp_path, ready, end))
@@ -360,8 +342,8 @@ def open_and_write(folder: Path) -> None:
         del cache
 
 
-def test_processes_that_evict_and_write_at_once(tmp_path: Path) -> None:
-    (tmp_path / LIMITS).write_text('{"max_size": "1"}')
+def test_processes_that_evict_and_write_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrays, "_SHARE_OF_DISK", 1 << 60)
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=open_and_write, args=(tmp_path,)) for _ in range(3)]
     for process in processes:

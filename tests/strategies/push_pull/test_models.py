@@ -155,7 +155,6 @@ CASES: Mapping[str, Case] = {
     "sparse embedding of replicas": Case(lambda: Net(sparse=True), options={"group_size": 1}),
     "pool": by_rows(lambda width: dgl.nn.SAGEConv(width, HIDDEN, "pool")),
     "gatv2": by_rows(lambda width: dgl.nn.GATv2Conv(width, HIDDEN // 2, 2, **ZERO)),
-    "edge": by_rows(lambda width: dgl.nn.EdgeConv(width, HIDDEN, **ZERO)),
     "values of edges by column": Case(lambda: Net(Shifted)),
     **{f"tied {kind}": Case(lambda kind=kind: Tied(kind)) for kind in ("activation", "bias", "two names")},
 }
