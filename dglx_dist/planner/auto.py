@@ -18,6 +18,7 @@ from dglx_dist.comm.topology import Topology
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.cache import TRAIN_MASK, check_budget
 from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.graph.split import marked_ids
 from dglx_dist.memory import machine_memory, read_size, resident
 from dglx_dist.options import check_integer, check_ranges, read_options
@@ -26,7 +27,7 @@ from dglx_dist.planner.costs.base import Counted
 from dglx_dist.planner.measure import CountConfig, count, probe, sample_blocks, time_step
 from dglx_dist.planner.model_shape import shape_of_module
 from dglx_dist.planner.records import Choice, ChoiceOptions, Cluster, Draws
-from dglx_dist.planner.trials import TrialConfig, fill_cache, run_trials
+from dglx_dist.planner.trials import TrialConfig, fill_cache, leave_unchanged, run_trials
 from dglx_dist.planner.workload import check_plannable
 from dglx_dist.progress import progress
 from dglx_dist.records import FEATURE
@@ -215,10 +216,9 @@ def choose_in_job(model: nn.Module, g: DistGraph, training: Training) -> Choice:
     check_equal(session, "an option", {**asdict(training), **asdict(options)}, remedy)
     check_same_model(model, session)
     check_plannable(g.dataset.manifest, str(g.dataset.folder))
+    _check_inputs(model, g)
     with progress("choosing a strategy", 1, enabled=session.topology.rank == 0) as advance:
-        # Training must draw the same random numbers as if the strategy had been named.
-        device = float_of(model).device
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with leave_unchanged(g, float_of(model).device):
             choice, draws = _choose(model, g, training, options, advance.show)
         advance(1)
         for line in choice.lines():
@@ -244,7 +244,6 @@ def _choose(
     given["guessed"] = training.kind is None
     shape = shape_of_module(model, features, classes, training.num_layers, **given)
     notify("probing the links")
-    sent = g.session.ledger.snapshot()
     cluster = _cluster(g.session, options, float_of(model).device)
     layers, epoch = len(shape.layers), min(1, training.epochs - 1)
     draws = draws_of(options, layers, training.fanouts, training.batch_size, epoch=epoch)
@@ -278,20 +277,35 @@ def _choose(
         base_bytes=counted.fixed + counted.structure + counted.own_features,
     )
     predictions = [predict(candidate, counted) for candidate in candidates]
-    predictions, finalists = run_trials(predictions, race, begin, notify)
-    g.session.ledger.restore(sent)
+    predictions, finalists = run_trials(predictions, race, notify)
     choice = choose(predictions, counted, constraints, finalists=finalists)
-    choice = replace(choice, took_s=time.perf_counter() - begin)
-    # Clocks differ: the choice of rank 0 counts.
-    picked, took_s = broadcast_json([choice.picked, choice.took_s], g.session)
-    return replace(choice, picked=picked, took_s=took_s), draws
+    # Clocks differ, and the choice is the same on every rank.
+    took_s = broadcast_json(time.perf_counter() - begin, g.session)
+    return replace(choice, took_s=float(took_s)), draws
+
+
+def _check_inputs(model: nn.Module, g: DistGraph) -> None:
+    columns = g.ndata[FEATURE].shape[1:]
+    if len(columns) != 1:
+        raise ConfigError(
+            f"node data {FEATURE!r} has rows of shape {tuple(columns)}, and strategy {AUTO!r} tries models "
+            "of one row of columns per node; name a strategy"
+        )
+    parts = (part for module in model.modules() for part in vars(module).values())
+    if any(isinstance(part, DistEmbedding) for part in parts):
+        raise ConfigError(
+            f"the model holds a DistEmbedding, whose rows the trials of strategy {AUTO!r} would train; name "
+            "a strategy"
+        )
 
 
 def _check_model(model: nn.Module, g: DistGraph, counted: Counted) -> None:
     """Raise ConfigError on all ranks if the model fails on a few nodes of this graph on one of them."""
-    layers = len(counted.shape.layers)
+    layers, topology = len(counted.shape.layers), g.session.topology
     fanouts = (2,) * layers if counted.draws is None else counted.draws.fanouts
-    blocks = sample_blocks(g, marked_ids(g.ndata[TRAIN_MASK], g.num_nodes()), _CHECKED_SEEDS, fanouts)
+    seeds = marked_ids(g.ndata[TRAIN_MASK], g.num_nodes())
+    own = seeds[topology.rank :: topology.world_size]
+    blocks = sample_blocks(g, own if len(own) else seeds[:1], _CHECKED_SEEDS, fanouts)
     step = partial(time_step, model, blocks, counted.shape.features)
     run_on_all_ranks(g.session, step, ConfigError)
 

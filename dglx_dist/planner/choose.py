@@ -113,8 +113,8 @@ def choose(
     ``finalists`` are the names of the candidates among which trials did not decide. None: there were none.
     """
     every = [replace(one, barred=find_bar(one.candidate, constraints)) for one in predictions]
-    allowed = [one for one in every if one.feasible and not one.barred]
-    ranked = sorted(every, key=lambda one: (not one.feasible, bool(one.barred), constraints.worth(one)))
+    allowed = [one for one in every if one.feasible and not one.barred and not one.not_tried]
+    ranked = sorted(every, key=lambda one: (*_rank(one), constraints.worth(one)))
     finalist = [one for one in allowed if finalists is None or one.candidate.name in finalists]
     picked = _pick(finalist, constraints)
     assumptions = [*counted.cluster.assumptions, *counted.assumptions]
@@ -133,6 +133,10 @@ def choose(
         assumptions=tuple(assumptions),
         epoch=counted.epoch,
     )
+
+
+def _rank(one: Prediction) -> tuple[bool, bool, bool]:
+    return not one.feasible, bool(one.barred), bool(one.not_tried)
 
 
 def _pick(allowed: Sequence[Prediction], constraints: ChoiceOptions) -> Prediction | None:
@@ -159,7 +163,7 @@ def _explain(
             f"but of candidates within {100 * (NEAR - 1):.0f} % of the fastest the simplest is taken"
         )
     strategy = picked.candidate.strategy
-    allowed = [one for one in every if one.feasible and not one.barred and one.epoch_seconds]
+    allowed = [one for one in every if not any(_rank(one)) and one.epoch_seconds]
     others = [one for one in allowed if one != fastest and one.candidate.strategy != strategy]
     others.sort(key=constraints.worth)
     reasons += [_compare(one, picked, constraints) for one in others[:2]]
@@ -182,7 +186,7 @@ def _explain(
 
 
 def _find_nearest(allowed: Sequence[Prediction]) -> str:
-    large = [one for one in allowed if one.memory_bytes]
+    large = [one for one in allowed if one.memory_bytes and one.why_not]
     if large:
         one = min(large, key=lambda one: one.memory_bytes)
         return (

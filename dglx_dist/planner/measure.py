@@ -27,7 +27,7 @@ from dglx_dist.graph.split import marked_ids
 from dglx_dist.internals.message_passing import place
 from dglx_dist.layers.dropout import ids_of_pass, install_node_dropouts
 from dglx_dist.layers.tracer import MODEL_ERRORS
-from dglx_dist.planner.choose import enumerate_candidates, list_works, predict
+from dglx_dist.planner.choose import enumerate_candidates, has_costs, list_works, predict
 from dglx_dist.planner.costs.base import Counted, PlannedRun
 from dglx_dist.planner.model_shape import topology_of
 from dglx_dist.planner.records import Cluster, Draws, ModelShape, Prediction
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 PROGRAM_BYTES = 690 * 10**6
 """Memory of a rank that has imported everything and evaluated once (torch 2.13, Linux)."""
+_WITHOUT_COSTS = "it has no cost model: its bytes are known in a running job only, under strategy auto"
 _REPETITIONS = 3
 _TIMED_BATCHES = 3
 _FIRST_BYTES, _MOST_BYTES = 32 * 1024, 64 * 2**20
@@ -173,6 +174,9 @@ def predict_and_time(
     of_works: dict[object, float] = {}
     timed = []
     for one in predictions:
+        if one.feasible and not has_costs(one.candidate):
+            timed.append(replace(one, why_not=_WITHOUT_COSTS))
+            continue
         seconds = of_batches if one.feasible else 0.0
         work = next(iter(list_works([one.candidate], counted.context)), None)
         if work is not None and one.feasible:
@@ -255,9 +259,12 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 def take_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, blocks: Sequence[Any], rows: Tensor
 ) -> None:
-    """Train ``model`` for a step on (N, F) ``rows``, with labels that are all 0."""
+    """Train ``model`` for a step on (N, F) ``rows``, with classes or values that are all 0."""
     scores = model(blocks, rows)
-    loss = cross_entropy(scores, scores.new_zeros(len(scores), dtype=torch.int64))
+    if scores.dim() == 2:
+        loss = cross_entropy(scores, scores.new_zeros(len(scores), dtype=torch.int64))
+    else:
+        loss = scores.square().mean()
     optimizer.zero_grad(set_to_none=True)
     loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
     optimizer.step()

@@ -219,6 +219,8 @@ class Prediction:
     """Part of it on the GPU. 0 where ranks compute on CPUs."""
     why_not: str = ""
     """Reason why the candidate is not feasible. Empty: it is."""
+    not_tried: str = ""
+    """Reason why a running job did not try the candidate. Empty: it was tried, or there were no trials."""
     barred: str = ""
     """What would allow the candidate, an option or another sampler. Empty: it is allowed."""
     note: str = ""

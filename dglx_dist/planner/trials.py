@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import dgl
@@ -18,10 +19,12 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from dglx_dist.comm.collectives import barrier, gather_json
+from dglx_dist.comm.collectives import barrier, broadcast_json, gather_json
 from dglx_dist.comm.devices import synchronize
 from dglx_dist.data.storage.arrays import ArrayCache
-from dglx_dist.errors import ConfigError, PeerError, first_sentence
+from dglx_dist.data.storage.columns import CACHE
+from dglx_dist.data.storage.files import partial_name
+from dglx_dist.errors import ConfigError, first_sentence
 from dglx_dist.graph.cache import TRAIN_MASK
 from dglx_dist.graph.column import Column
 from dglx_dist.graph.split import node_split
@@ -29,6 +32,7 @@ from dglx_dist.planner.choose import NEAR
 from dglx_dist.planner.measure import make_optimizer, take_step
 from dglx_dist.planner.records import ChoiceOptions, Draws, Prediction, Trial
 from dglx_dist.records import FEATURE, LABEL
+from dglx_dist.registry import AUTO
 from dglx_dist.strategies.base import STRATEGIES, Objective, OpenedStrategy, float_of
 from dglx_dist.strategies.candidate import Candidate
 from dglx_dist.training.tasks import input_rows
@@ -36,12 +40,13 @@ from dglx_dist.training.tasks import input_rows
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
-LEAST_S, MOST_SHARE = 20.0, 0.02
+LEAST_S, MOST_SHARE = 15.0, 0.02
 """The trials end after so many seconds, or after this share of the training, whichever is more."""
 _TURN_S, _LEAST_STEPS, _WARM_STEPS = 0.1, 3, 2
 """Duration and steps of a first turn at least, and steps before a turn that begins within an epoch."""
 _TURNS_OF_ROUND, _MOST_ROUNDS = 2, 4
-_REFUSALS = (ConfigError, MemoryError, torch.OutOfMemoryError)
+_LEAST_TRIED = 2
+"""Candidates that are tried however long that takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,42 +84,38 @@ class _Contestant:
 
     @property
     def trial(self) -> Trial:
+        # The first turn is a short one, just after the candidate was opened.
+        seconds = self.seconds[1:] or self.seconds
         return Trial(
-            seconds=statistics.median(self.seconds),
-            low=min(self.seconds),
-            high=max(self.seconds),
-            steps=self.steps,
+            seconds=statistics.median(seconds), low=min(seconds), high=max(seconds), steps=self.steps
         )
 
 
 def run_trials(
-    predictions: Sequence[Prediction],
-    config: TrialConfig,
-    begin: float,
-    notify: Callable[[str], None] = lambda _: None,
+    predictions: Sequence[Prediction], config: TrialConfig, notify: Callable[[str], None] = lambda _: None
 ) -> tuple[list[Prediction], list[str]]:
     """Time the candidates of ``predictions``, the simplest first, and return them with their trials.
 
-    Collective. ``begin`` is the time at which the choice began. The job is afterwards as it was before:
-    weights, random state, ledger, caches and files.
+    Collective. Call it within :func:`leave_unchanged`.
 
     Returns:
         The predictions with trials, or with reasons why they were not tried, and the names of the candidates
-        that were left at the end.
+        among which the trials did not decide.
 
     Raises:
+        ConfigError: a candidate failed on this rank alone, as where memory is short.
         PeerError: a rank ended or stayed silent in a trial.
     """
-    with _unchanged(config.g), ExitStack() as stack:
-        race = _Race([*predictions], config, begin, notify, stack)
+    with ExitStack() as stack:
+        race = _Race([*predictions], config, notify, stack)
         try:
             race.open_all()
             race.halve()
-        except PeerError:
-            # Closing what is open would wait for the rank that has ended.
+        except BaseException:
+            # Closing what is open would wait for ranks that have failed.
             stack.pop_all()
             raise
-        return race.predictions, [race.predictions[one.place].candidate.name for one in race.running]
+        return race.predictions, [race.predictions[place].candidate.name for place in race.finalists]
 
 
 @final
@@ -123,30 +124,33 @@ class _Race:
         self,
         predictions: list[Prediction],
         config: TrialConfig,
-        begin: float,
         notify: Callable[[str], None],
         stack: ExitStack,
     ) -> None:
-        self.predictions, self._config, self._begin = predictions, config, begin
+        self.predictions, self._config, self._begin = predictions, config, time.perf_counter()
         self._notify, self._stack = notify, stack
         self._session = config.g.session
         self.running: list[_Contestant] = []
-        self._elapsed = 0.0
+        self._closed_for_memory: list[int] = []
+        self._elapsed, self._num_opened = 0.0, 0
+
+    @property
+    def finalists(self) -> list[int]:
+        """Places of the candidates that no turn has shown to be slower."""
+        return [*(one.place for one in self.running), *self._closed_for_memory]
 
     def open_all(self) -> None:
-        """Open every candidate and give it a first turn, those with the fewest bytes first."""
-        order = sorted(range(len(self.predictions)), key=self._expected_s)
-        for place in order:
+        """Open every candidate and give it a first turn: the simplest, then those with the fewest bytes."""
+        first, *others = [place for place, one in enumerate(self.predictions) if one.feasible] or [-1]
+        others.sort(key=lambda place: self.predictions[place].network_s)
+        for place in [first, *others] if first >= 0 else ():
             one = self.predictions[place]
-            if not one.feasible:
-                continue
             if reason := self._find_obstacle(one):
-                self.predictions[place] = replace(one, why_not=reason)
+                self.predictions[place] = replace(one, not_tried=reason)
                 continue
             self._make_room(one)
             self._notify(f"trying {one.candidate.name}")
-            problem = self._open(place)
-            if problem:
+            if problem := self._open(place):
                 self.predictions[place] = replace(one, why_not=problem)
 
     def halve(self) -> None:
@@ -157,8 +161,8 @@ class _Race:
                 break
             self._notify(f"round {number + 1}: {len(self.running)} candidates")
             for contestant in self.running * _TURNS_OF_ROUND:
-                if self._is_over():
-                    break
+                if self._is_over() or contestant not in self.running:
+                    continue
                 self._take_turn(contestant, longest * contestant.steps_of_turn)
             self._drop_slower()
             longest *= 2
@@ -167,10 +171,12 @@ class _Race:
 
     def _drop_slower(self) -> None:
         ordered = sorted(self.running, key=self._worth)
-        half, best = -(-len(ordered) // 2), ordered[0].trial.high * self._weight(ordered[0])
+        half, best = -(-len(ordered) // 2), ordered[0]
+        high, limit = best.trial.high * self._weight(best), NEAR * self._worth(best)
         for place, contestant in enumerate(ordered):
-            is_slower = contestant.trial.low * self._weight(contestant) > best
-            if place >= half or is_slower:
+            is_slower = contestant.trial.low * self._weight(contestant) > high
+            # Of candidates that are about equal the simplest is taken, so they stay.
+            if is_slower or (place >= half and self._worth(contestant) > limit):
                 self._drop(contestant)
 
     def _are_equal(self) -> bool:
@@ -193,34 +199,34 @@ class _Race:
         place = contestant.place
         self.predictions[place] = replace(self.predictions[place], trial=contestant.trial)
 
-    def _expected_s(self, place: int) -> float:
-        return self.predictions[place].network_s
-
-    def _best_s(self) -> float:
-        return min(map(self._worth, self.running), default=math.inf)
-
     def _is_over(self) -> bool:
-        share = MOST_SHARE * self._config.epochs * self._best_s()
-        return self.running != [] and self._elapsed > max(LEAST_S, share)
+        # One candidate alone is no choice.
+        if self._num_opened < _LEAST_TRIED:
+            return False
+        fastest = min((contestant.trial.seconds for contestant in self.running), default=0.0)
+        return self._elapsed > max(LEAST_S, MOST_SHARE * self._config.epochs * fastest)
 
     def _find_obstacle(self, one: Prediction) -> str:
-        best = self._best_s()
-        worth = one.network_s * self._config.constraints.weight(one.candidate)
-        if worth > best:
-            return f"its bytes alone take {one.network_s:.3g} s, longer than the fastest measured epoch"
-        return "not tried: the choice has taken its time" if self._is_over() else ""
+        best = min(map(self._worth, self.running), default=math.inf)
+        # Between accelerators rows do not take the links that were measured.
+        is_bound = one.bytes_exact and self._config.g.session.device.type == "cpu"
+        if is_bound and one.network_s * self._config.constraints.weight(one.candidate) > best:
+            return f"its bytes alone take {one.network_s:.3g} s, longer than the fastest candidate"
+        return "the choice has taken its time" if self._is_over() else ""
 
     def _make_room(self, one: Prediction) -> None:
         # What every candidate needs is there once.
         config = self._config
         free = config.memory_bytes - config.base_bytes
 
-        def needed() -> int:
+        def sum_needs() -> int:
             candidates = (one, *(self.predictions[each.place] for each in self.running))
             return sum(max(each.memory_bytes - config.base_bytes, 0) for each in candidates)
 
-        while self.running and needed() > free:
-            self._drop(max(self.running, key=self._worth))
+        while self.running and sum_needs() > free:
+            slowest = max(self.running, key=self._worth)
+            self._drop(slowest)
+            self._closed_for_memory.append(slowest.place)
 
     def _open(self, place: int) -> str:
         """Open a candidate and time its first turn; return the reason if a rank refuses it."""
@@ -231,7 +237,8 @@ class _Race:
             self._stack.callback(opened[0].close)
             return opened[0].take_turn(_LEAST_STEPS)
 
-        seconds, steps, problem = self._on_all_ranks(begin)
+        seconds, steps, problem = self._on_all_ranks(place, begin)
+        self._num_opened += 1
         if not problem:
             self.running.append(_Contestant(place=place, run=opened[0], seconds=[seconds], steps=steps))
         elif opened:
@@ -239,22 +246,30 @@ class _Race:
         return problem
 
     def _take_turn(self, contestant: _Contestant, steps: int) -> None:
-        seconds, taken, problem = self._on_all_ranks(lambda: contestant.run.take_turn(steps))
+        place = contestant.place
+        seconds, taken, problem = self._on_all_ranks(place, lambda: contestant.run.take_turn(steps))
         if problem:
-            name = self.predictions[contestant.place].candidate.name
-            raise ConfigError(
-                f"the trial of {name} failed after some steps: {problem}; name another strategy"
-            )
+            self._drop(contestant)
+            self.predictions[place] = replace(self.predictions[place], why_not=problem)
+            return
         contestant.seconds.append(seconds)
         contestant.steps += taken
 
-    def _on_all_ranks(self, turn: Callable[[], tuple[float, int]]) -> tuple[float, int, str]:
-        """Return the seconds of the slowest rank, the steps, and the reason if a rank refuses them."""
+    def _on_all_ranks(self, place: int, turn: Callable[[], tuple[float, int]]) -> tuple[float, int, str]:
+        """Return the seconds of the slowest rank, the steps, and the reason if the strategy refuses them."""
         seconds, steps, problem = 0.0, 0, ""
         try:
             seconds, steps = turn()
-        except _REFUSALS as error:
-            problem = first_sentence(error) or type(error).__name__
+        except ConfigError as error:
+            # Strategies raise it on all ranks alike.
+            problem = first_sentence(error)
+        except (MemoryError, RuntimeError) as error:
+            # Other ranks may be in an exchange with this one, so that the job ends here.
+            name = self.predictions[place].candidate.name
+            raise ConfigError(
+                f"the trial of {name} failed: {type(error).__name__}: {error}; name a strategy in place of "
+                f"{AUTO!r}, or leave candidates out by its option memory"
+            ) from error
         elapsed = time.perf_counter() - self._begin
         of_ranks = gather_json([seconds, steps, problem, elapsed], self._session)
         # The clock of rank 0 decides on all ranks when time is over.
@@ -391,22 +406,26 @@ def _open_loader(opened: OpenedStrategy, candidate: Candidate, config: TrialConf
 
 
 @contextmanager
-def _unchanged(g: DistGraph) -> Iterator[None]:
-    """Leave random state, ledger, counters and files as they are before; every rank must call it.
+def leave_unchanged(g: DistGraph, device: torch.device) -> Iterator[None]:
+    """Leave random state, ledger, counters and files as they are before; every rank must enter it.
 
-    What strategies store beside the dataset goes to the scratch folder of the session.
+    Training draws the same random numbers as if no trial had happened. What strategies store beside the
+    dataset goes to a folder of its own there, which is removed.
     """
     session, cache = g.session, g.dataset.cache
     sent, trace = session.ledger.snapshot(), session.trace
-    folder = session.scratch / "trials"
+    shares = session.step_share, session.model_share
+    folder = Path(str(broadcast_json(str(partial_name(g.dataset.folder / CACHE / "trials")), session)))
     g.dataset.cache = ArrayCache(folder, g.dataset.manifest.checksum, trusted=True)
     session.trace = None
     try:
-        with g.kvstore.uncounted():
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), g.kvstore.uncounted():
             yield
     finally:
         g.dataset.cache, session.trace = cache, trace
+        session.step_share, session.model_share = shares
         session.ledger.restore(sent)
     barrier(session, "the end of the trials")
-    if session.topology.local_rank == 0:
+    if session.is_first_on_machine:
         shutil.rmtree(folder, ignore_errors=True)
+    barrier(session, "their files")

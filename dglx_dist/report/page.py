@@ -181,21 +181,24 @@ def _traffic(figures: _Figures, name: str, summary: Values) -> str:
 
 def _plan(figures: _Figures, name: str, plan: Values) -> str:
     named = {f"{number}. {one['name']}": one for number, one in enumerate(plan["predictions"], 1)}
-    fast = [(place, one["seconds"]) for place, one in named.items() if one["feasible"]][:12]
-    places, bars = [_label(place, 28) for place, _ in fast], []
-    for part, color in zip(("compute", "sampling", "outside", "inside", "all_reduce"), COLORS, strict=False):
-        bar = _bar(part.replace("_", "-"), [seconds[part] for _, seconds in fast], [], color)
-        bars.append(bar | {"orientation": "h", "y": places})
+    timed = {place: one for place, one in named.items() if one["feasible"] and one["epoch_seconds"]}
+    seconds = [one["epoch_seconds"] for one in timed.values()][:12]
+    places = [_label(place, 28) for place in timed][:12]
+    bars = [_bar("epoch", seconds, [], COLORS[0]) | {"orientation": "h", "y": places}]
     rows = {}
     for place, one in named.items():
-        remark = "chosen" if one["name"] == plan["chosen"] else one["why_not"] or one["barred"] or one["note"]
+        remark = (
+            "chosen"
+            if one["name"] == plan["chosen"]
+            else one["why_not"] or one["not_tried"] or one["barred"] or one["note"]
+        )
         rows[place] = flat_cells({key: one[key] for key in _PLANNED} | {"remark": remark})
     outcome = flat_cells(plan["outcome"] or {})
     reasons = [*plan["why"], *(f"measured {key}: {text}" for key, (_, text) in outcome.items())]
     listed = "".join(f"<li>{escape(str(one))}</li>" for one in (*reasons, *plan["assumptions"]))
-    layout = _axes("s", barmode="stack")
+    layout = _axes("s")
     layout["yaxis"]["autorange"] = "reversed"
-    drawn = figures.place("predicted seconds of an epoch", bars, layout)
+    drawn = figures.place("seconds of an epoch of each candidate", bars, layout)
     return _section(f"{name}: why {plan['chosen']}", f"<ul>{listed}</ul>{drawn}{_table('candidate', rows)}")
 
 

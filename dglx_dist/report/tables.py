@@ -98,7 +98,7 @@ def plan_table(choice: Choice) -> Table:
 
 def _plan_cells(one: Prediction, *, chosen: bool) -> tuple[str, ...]:
     only = f"only with {one.barred}" if one.barred else ""
-    remark = one.why_not or "; ".join(filter(None, (only, one.note)))
+    remark = one.why_not or "; ".join(filter(None, (one.not_tried, only, one.note)))
     kind = "exact" if one.candidate.exact else "estimate"
     about = "" if one.bytes_exact else "~"
     trial = one.trial

@@ -25,7 +25,7 @@ from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions, Partit
 from dglx_dist.data.partition.one_pass import Hash
 from dglx_dist.data.partition.prepare import load_graph, open_work, partition_to_disk
 from dglx_dist.data.storage import writer
-from dglx_dist.data.storage.files import _partial_name
+from dglx_dist.data.storage.files import partial_name
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.errors import ConfigError, DatasetError, DglxError, StorageError
 from dglx_dist.memory import machine_memory, read_size, readable_bytes, resident
@@ -629,7 +629,7 @@ def test_what_a_killed_removal_has_left_is_removed(tmp_path: Path) -> None:
     data = one_part(random_homogeneous(0), tmp_path / "data")
     ended = subprocess.Popen(["true"])
     ended.wait()
-    left = _partial_name(tmp_path / "out.work")
+    left = partial_name(tmp_path / "out.work")
     left = left.with_name(left.name.replace(f"-{os.getpid()}-", f"-{ended.pid}-"))
     (left / "owners").mkdir(parents=True)
     partition(data, tmp_path / "out", memory=PLENTY)

@@ -73,7 +73,7 @@ def test_network_seconds_are_bytes_by_bandwidth() -> None:
     one = predict(COLUMNS, counted())
     assert one.network_s == pytest.approx(one.inter_server_bytes / 2e6)
     traffic = Traffic(outside={"halo": 4_000_000}, inside={"halo": 2_000_000_000})
-    assert traffic.seconds(CLUSTER) == pytest.approx(2.0 + 1.0)
+    assert traffic.seconds(CLUSTER) == pytest.approx(2.0)
 
 
 COVERS = replace(WHOLE, options={"aggregate": "cover"})

@@ -21,6 +21,7 @@ from dglx_dist.data.synthetic import SyntheticConfig, generate
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.cache import PHASE_ROW_CACHE
 from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.planner import auto, choose, trials
 from dglx_dist.planner.measure import Links
 from dglx_dist.registry import AUTO
@@ -71,7 +72,8 @@ def train(data: str, name: str, *, chosen: bool) -> dict[str, Any]:
         g = DistGraph(data, session=session)
         batches: dict[str, Any] = {"fanouts": FANOUTS, "batch_size": BATCH}
         if chosen:
-            before = [sent_by(session), torch.get_rng_state().tolist(), files_of(data)]
+            shares = session.step_share, session.model_share
+            before = [sent_by(session), torch.get_rng_state().tolist(), files_of(data), shares]
             weights = [parameter.detach().clone() for parameter in model.parameters()]
 
             def pick(finalists: Any, _: Any) -> Any:
@@ -84,7 +86,8 @@ def train(data: str, name: str, *, chosen: bool) -> dict[str, Any]:
             ):
                 choice = choose_strategy(model, g, epochs=2, **batches)
             state["tried"] = [one.candidate.name for one in choice.predictions if one.trial]
-            after = [sent_by(session), torch.get_rng_state().tolist(), files_of(data)]
+            shares = session.step_share, session.model_share
+            after = [sent_by(session), torch.get_rng_state().tolist(), files_of(data), shares]
             state["changed"] = [(a, b) for a, b in zip(before, after, strict=True) if a != b]
             state["weights kept"] = all(map(torch.equal, weights, model.parameters()))
         elif cache is not None:
@@ -132,9 +135,10 @@ def run_out(*_: Any) -> None:
 def choose_beside(data: str, failure: str) -> dict[str, str]:
     with init(AUTO, seed=5) as session:
         g = DistGraph(data, session=session)
-        action: Any = {"refuse": refuse, "run out": run_out}.get(failure)
-        if failure == "die":
-            action = (lambda *_: os._exit(9)) if session.topology.rank == 1 else OpenedPushPull.make_model
+        make: Any = OpenedPushPull.make_model
+        failing: Any = {"refuse": refuse, "run out": run_out, "die": lambda *_: os._exit(9)}[failure]
+        # All ranks refuse a model alike. Memory runs out, and processes end, on one.
+        action = failing if failure == "refuse" or session.topology.rank == 1 else make
         with mock.patch.object(OpenedPushPull, "make_model", action):
             choice = choose_strategy(model_of(), g, fanouts=FANOUTS, batch_size=BATCH, epochs=2)
         assert choice.taken is not None
@@ -144,22 +148,24 @@ def choose_beside(data: str, failure: str) -> dict[str, str]:
     return {one.candidate.name: one.why_not for one in choice.predictions}
 
 
-@pytest.mark.parametrize(
-    ("failure", "reason"),
-    [
-        ("refuse", "the sums of layer 1 are too wide"),
-        ("run out", "out of memory"),
-    ],
-)
-def test_a_candidate_that_a_strategy_refuses_is_no_choice(data: str, failure: str, reason: str) -> None:
-    for reasons in run_ranks(choose_beside, 2, args=(data, failure), ranks_per_server=1, timeout_s=100):
-        assert reasons["push_pull structure=push"] == reason
+def test_a_candidate_that_a_strategy_refuses_is_no_choice(data: str) -> None:
+    for reasons in run_ranks(choose_beside, 2, args=(data, "refuse"), ranks_per_server=1, timeout_s=100):
+        assert reasons["push_pull structure=push"] == "the sums of layer 1 are too wide"
         assert reasons["data_parallel"] == ""
 
 
-def test_a_rank_that_dies_in_a_trial_ends_the_job_and_is_named(data: str) -> None:
-    with pytest.raises(RankError, match="rank 1"):
-        run_ranks(choose_beside, 2, args=(data, "die"), ranks_per_server=1, timeout_s=100)
+@pytest.mark.parametrize(
+    ("failure", "message"),
+    [
+        ("run out", "rank 1 .*the trial of push_pull .* failed: OutOfMemoryError: out of memory"),
+        ("die", "rank 1"),
+    ],
+)
+def test_a_trial_that_fails_on_one_rank_ends_the_job_with_its_reason(
+    data: str, failure: str, message: str
+) -> None:
+    with pytest.raises(RankError, match=message):
+        run_ranks(choose_beside, 2, args=(data, failure), ranks_per_server=1, timeout_s=100)
 
 
 def choose_in_no_time(data: str) -> list[dict[str, str]]:
@@ -168,25 +174,66 @@ def choose_in_no_time(data: str) -> list[dict[str, str]]:
         g = DistGraph(data, session=session)
         g.cache_rows("feat", alpha=0.3, policy="degree")
         cached = g.kvstore.has_cache
-        # One candidate is tried, however little time there is.
+        # The simplest and another one are tried, however little time there is.
         limits = {"LEAST_S": 0.0, "MOST_SHARE": 0.0}
         with mock.patch.multiple(trials, **limits):
             choice = choose_strategy(model_of(), g, fanouts=FANOUTS, batch_size=BATCH, epochs=2)
-        reasons.append({one.candidate.name: one.why_not for one in choice.predictions})
+        reasons.append({one.candidate.name: one.not_tried for one in choice.predictions})
         assert g.kvstore.has_cache == cached
         g.close()
     slow = Links(external_bytes_per_s=1e3, internal_bytes_per_s=1e3)
     with init(AUTO, seed=5) as session, mock.patch.object(auto, "probe", return_value=slow):
         g = DistGraph(data, session=session)
         choice = choose_strategy(model_of(), g, fanouts=FANOUTS, batch_size=BATCH, epochs=2)
-        reasons.append({one.candidate.name: one.why_not for one in choice.predictions})
+        reasons.append({one.candidate.name: one.not_tried for one in choice.predictions})
         g.close()
     return reasons
 
 
 def test_candidates_that_time_or_bytes_rule_out_are_not_tried(data: str) -> None:
     for late, slow in run_ranks(choose_in_no_time, 2, args=(data,), ranks_per_server=1, timeout_s=100):
-        assert sorted(set(late.values())) == ["", "not tried: the choice has taken its time"]
-        assert list(late.values()).count("") == 1
+        assert sorted(set(late.values())) == ["", "the choice has taken its time"]
+        assert list(late.values()).count("") == 2
+        assert late["data_parallel"] == ""
         assert any(reason.startswith("its bytes alone take") for reason in slow.values())
         assert "" in slow.values()
+
+
+def choose_with_memory_for_one(data: str) -> list[str]:
+    with init(AUTO, seed=5) as session:
+        g = DistGraph(data, session=session)
+        # Every candidate closes those before it, which stay finalists.
+        with mock.patch.object(trials._Race, "_make_room", close_all):
+            choice = choose_strategy(model_of(), g, fanouts=FANOUTS, batch_size=BATCH, epochs=2)
+        g.close()
+    seconds = {one.candidate.name: one.epoch_seconds for one in choice.predictions if one.trial}
+    assert choice.taken is not None
+    return [
+        choice.taken.candidate.name,
+        *(name for name in seconds if seconds[name] == min(seconds.values())),
+    ]
+
+
+def close_all(race: Any, _: Any) -> None:
+    for contestant in [*race.running]:
+        race._drop(contestant)
+        race._closed_for_memory.append(contestant.place)
+
+
+def test_candidates_that_were_closed_for_memory_may_be_chosen(data: str) -> None:
+    (first, second) = run_ranks(
+        choose_with_memory_for_one, 2, args=(data,), ranks_per_server=1, timeout_s=100
+    )
+    assert first == second
+    chosen, fastest = first
+    assert chosen.split()[0] == fastest.split()[0] or chosen == "data_parallel"
+
+
+def test_models_that_trials_would_change_are_refused(data: str) -> None:
+    with init(AUTO) as session:
+        g = DistGraph(data, session=session)
+        model = model_of()
+        model.rows = DistEmbedding(g.num_nodes(), 4, graph=g)
+        with pytest.raises(ConfigError, match=r"holds a DistEmbedding.*name a strategy"):
+            choose_strategy(model, g, fanouts=FANOUTS, batch_size=BATCH)
+        g.close()

@@ -30,8 +30,7 @@ PLAN = {
     "predictions": [
         {
             "name": name, "epoch_seconds": seconds, "bytes_outside": 10, "bytes_inside": 0, "memory_bytes": 9,
-            "feasible": not why_not, "why_not": why_not, "barred": "", "note": "",
-            "seconds": dict.fromkeys(("compute", "sampling", "outside", "inside", "all_reduce"), seconds / 5),
+            "feasible": not why_not, "why_not": why_not, "not_tried": "", "barred": "", "note": "",
         }
         for name, seconds, why_not in (("data_parallel", 1.5, ""), (HOSTILE, 2.5, ""), ("lambda", 0, HOSTILE))
     ],
@@ -65,7 +64,7 @@ def test_curves_cost_bytes_memory_and_the_plan_are_figures(tmp_path: Path) -> No
     assert [*figures] == [
         "loss", "accuracy", "samples per second", "one: seconds of an epoch", "one: payload of an epoch",
         "one: bytes between ranks in training since the last start", "peak memory of each rank",
-        "predicted seconds of an epoch",
+        "seconds of an epoch of each candidate",
     ]  # fmt: skip
     assert figures["loss"]["data"][0]["y"] == [2.0 / (1 + one) for one in range(6)]
     assert [one["name"] for one in figures["accuracy"]["data"]] == ["train", "val"]

@@ -37,12 +37,12 @@ def partial_folder(target: Path) -> Iterator[Path]:
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     remove_abandoned_of(target)
-    folder = _partial_name(target)
+    folder = partial_name(target)
     folder.mkdir()
     try:
         yield folder
     finally:
-        left = _partial_name(target)
+        left = partial_name(target)
         with suppress(OSError):  # it has been renamed by the caller
             folder.rename(left)  # at once, for other ranks that fill it
         shutil.rmtree(left, ignore_errors=True)
@@ -54,7 +54,7 @@ def replaced_file(target: Path) -> Iterator[Path]:
 
     An error leaves ``target`` as it was.
     """
-    partial = _partial_name(target)
+    partial = partial_name(target)
     try:
         yield partial
         synchronise(partial)
@@ -103,7 +103,8 @@ def remove_abandoned(folder: Path, *, below: bool = True) -> None:
             return
 
 
-def _partial_name(target: Path) -> Path:
+def partial_name(target: Path) -> Path:
+    """Return a name beside ``target`` for what this process makes, to be removed if the process ends."""
     maker = f"{_host()}-{os.getpid()}-{secrets.token_hex(4)}"
     return target.with_name(f"{target.name}.{maker}{PARTIAL_SUFFIX}")
 
@@ -214,7 +215,7 @@ def replace_folder(folder: Path, target: Path) -> None:
 
 def discard(folder: Path) -> None:
     """Remove ``folder``; what an interruption leaves of it counts as abandoned."""
-    partial = _partial_name(folder)
+    partial = partial_name(folder)
     folder.rename(partial)
     shutil.rmtree(partial)
 

@@ -245,10 +245,13 @@ class Traffic:
     exact: bool = True
 
     def seconds(self, cluster: Cluster) -> float:
-        """Return the bytes of an epoch divided by the bandwidths, which every server has to itself."""
+        """Return the bytes of an epoch divided by the bandwidth of the slower links, outside or inside.
+
+        Every server has its links to itself.
+        """
         outside = sum(self.outside.values()) / cluster.external_bytes_per_s
         inside = sum(self.inside.values()) / cluster.internal_bytes_per_s
-        return (outside + inside) / cluster.servers
+        return max(outside, inside) / cluster.servers
 
 
 @dataclass(frozen=True, kw_only=True)
