@@ -419,11 +419,6 @@ class CacheCounts:
     on_device: int = 0
     """Of any server, in the cache on the device; counted above, too."""
 
-    @property
-    def hit_rate(self) -> float | None:
-        """Hits among the rows of other servers; None when there were none."""
-        return self.hits / (self.hits + self.misses) if self.hits + self.misses else None
-
     def __sub__(self, other: CacheCounts) -> CacheCounts:
         return CacheCounts(**{name: count - getattr(other, name) for name, count in vars(self).items()})
 
