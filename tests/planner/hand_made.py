@@ -7,7 +7,7 @@ from typing import Any
 
 from dglx_dist.planner.costs.base import BatchWork, Counted, Survey
 from dglx_dist.planner.costs.full_graph import FullGraphScheme, FullWork, StepSizes
-from dglx_dist.planner.costs.serverless import GhostPairs, Ghosts
+from dglx_dist.planner.costs.serverless import HaloCounts, HaloPairs
 from dglx_dist.planner.model_shape import shape_of_module
 from dglx_dist.planner.records import Cluster, GraphStats, ModelShape
 from dglx_dist.strategies.candidate import CandidateContext
@@ -56,7 +56,7 @@ def counted(**changed: Any) -> Counted:
         "works": {
             FullGraphScheme(0): WHOLE,
             FullGraphScheme(2): replace(WHOLE, outside=(0, 0)),
-            GhostPairs(): Ghosts(outside=400, inside=0),
+            HaloPairs(): HaloCounts(outside=400, inside=0),
         },
         "structure_partitioned": False,
         "epoch": 1,

@@ -35,24 +35,24 @@ _EXCHANGING = FullGraphScheme(0)
 
 @final
 @dataclass(frozen=True)
-class GhostPairs(Work):
+class HaloPairs(Work):
     """Pairs of a node and another rank that reads it, which intervals exchange."""
 
     def describe(self, num_layers: int) -> str:
         return "pairs of border nodes"
 
-    def count(self, run: PlannedRun) -> Ghosts | None:
+    def count(self, run: PlannedRun) -> HaloCounts | None:
         if run.in_job:
             # Only rows that training needs, mostly in the first layer; intervals compute every node.
             work = run.works[_EXCHANGING]
-            return work and Ghosts(outside=work.outside[0], inside=work.inside[0], counted=False)
+            return work and HaloCounts(outside=work.outside[0], inside=work.inside[0], counted=False)
         shard = run.partition.structure.shards[0]
-        return count_ghosts(shard.indptr, shard.indices, run.partition.bounds, run.partition.topology)
+        return count_halo_pairs(shard.indptr, shard.indices, run.partition.bounds, run.partition.topology)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ghosts:
-    """Counts of :class:`GhostPairs`."""
+class HaloCounts:
+    """Counts of :class:`HaloPairs`."""
 
     outside: int
     inside: int
@@ -63,7 +63,7 @@ class Ghosts:
 _EDGES_AT_ONCE = 1 << 18
 
 
-def count_ghosts(indptr: Array, indices: Array, bounds: Array, topology: Topology) -> Ghosts:
+def count_halo_pairs(indptr: Array, indices: Array, bounds: Array, topology: Topology) -> HaloCounts:
     """Count the pairs over all in-edges ((N + 1,) ``indptr``, (E,) ``indices``), rank by rank."""
     starts = RowOwners(bounds, topology).starts
     outside = inside = 0
@@ -78,7 +78,7 @@ def count_ghosts(indptr: Array, indices: Array, bounds: Array, topology: Topolog
         own = np.count_nonzero((sources >= first) & (sources < last))
         outside += int(away)
         inside += int(len(sources) - away - own)
-    return Ghosts(outside=outside, inside=inside)
+    return HaloCounts(outside=outside, inside=inside)
 
 
 def serverless_bytes(
@@ -136,7 +136,7 @@ def serverless_bytes(
     }
 
 
-def _traffic(counted: Counted, ghosts: Ghosts, read: int) -> Traffic:
+def _traffic(counted: Counted, ghosts: HaloCounts, read: int) -> Traffic:
     cluster, shape, total = counted.cluster, counted.shape, ghosts.outside + ghosts.inside
     own_rows = shape.kind == "sage"
     phases = serverless_bytes(
@@ -173,12 +173,12 @@ class LambdaCosts(CostModel):
 
     @staticmethod
     def works(candidate: Candidate, context: CandidateContext) -> tuple[Work, ...]:
-        return _EXCHANGING, GhostPairs()
+        return _EXCHANGING, HaloPairs()
 
     @staticmethod
     def cost(candidate: Candidate, counted: Counted) -> Cost:
         traffic = _traffic(
-            counted, counted.works[GhostPairs()], counted.shape.inspected.get(candidate.strategy, 0)
+            counted, counted.works[HaloPairs()], counted.shape.inspected.get(candidate.strategy, 0)
         )
         # Every epoch in flight keeps its activations.
         in_flight = 1 + 0.5 * (int(candidate.options.get("staleness", -1)) + 1)
