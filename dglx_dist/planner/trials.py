@@ -44,7 +44,10 @@ LEAST_S, MOST_SHARE = 15.0, 0.02
 """The trials end after so many seconds, or after this share of the training, whichever is more."""
 _TURN_S, _LEAST_STEPS, _WARM_STEPS = 0.1, 3, 2
 """Duration and steps of a first turn at least, and steps before a turn that begins within an epoch."""
-_TURNS_OF_ROUND, _MOST_ROUNDS = 2, 4
+_TURNS_OF_ROUND, _MOST_ROUNDS = 3, 4
+_CLEARLY = 1.2
+"""A candidate whose fastest turn is slower by this factor is dropped at once. Short epochs of the same run
+differ by a tenth."""
 _LEAST_TRIED = 2
 """Candidates that are tried however long that takes."""
 
@@ -172,7 +175,8 @@ class _Race:
     def _drop_slower(self) -> None:
         ordered = sorted(self.running, key=self._worth)
         half, best = -(-len(ordered) // 2), ordered[0]
-        high, limit = best.trial.high * self._weight(best), NEAR * self._worth(best)
+        high = _CLEARLY * best.trial.high * self._weight(best)
+        limit = NEAR * self._worth(best)
         for place, contestant in enumerate(ordered):
             is_slower = contestant.trial.low * self._weight(contestant) > high
             # Of candidates that are about equal the simplest is taken, so they stay.
