@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
 LEAST_S, MOST_SHARE = 15.0, 0.02
-"""The trials end after so many seconds, or after this share of the training, whichever is more."""
+"""Candidates are opened for so many seconds, or for this share of the training, whichever is more. The rounds
+take as long again."""
 _TURN_S, _LEAST_STEPS, _WARM_STEPS = 0.1, 3, 2
 """Duration and steps of a first turn at least, and steps before a turn that begins within an epoch."""
 _TURNS_OF_ROUND, _MOST_ROUNDS = 3, 4
@@ -83,7 +84,7 @@ class _Contestant:
     @property
     def steps_of_turn(self) -> int:
         """Steps that last long enough, the same on all ranks."""
-        return max(_LEAST_STEPS, math.ceil(_TURN_S * self.run.num_steps / self.seconds[0]))
+        return max(_WARM_STEPS, math.ceil(_TURN_S * self.run.num_steps / self.seconds[0]))
 
     @property
     def trial(self) -> Trial:
@@ -158,13 +159,15 @@ class _Race:
 
     def halve(self) -> None:
         """Let the candidates alternate, and drop the slower half, until those that are left are equal."""
-        longest = 1
+        # Opening read files and allocated memory, so that first turns tell little.
+        longest, self._begin, self._elapsed = 1, time.perf_counter(), 0.0
         for number in range(_MOST_ROUNDS):
             if self._are_equal() or self._is_over():
                 break
             self._notify(f"round {number + 1}: {len(self.running)} candidates")
             for contestant in self.running * _TURNS_OF_ROUND:
-                if self._is_over() or contestant not in self.running:
+                is_late = self._is_over() and len(contestant.seconds) > 1
+                if is_late or contestant not in self.running:
                     continue
                 self._take_turn(contestant, longest * contestant.steps_of_turn)
             self._drop_slower()
