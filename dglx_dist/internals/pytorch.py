@@ -22,6 +22,7 @@ from torch.overrides import _get_current_function_mode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 Copy: TypeAlias = Callable[[Tensor], Tensor]
@@ -57,18 +58,37 @@ def watch_steps(
 ) -> Callable[[], object]:
     """Call ``before(owner, optimizer)`` before each step of any optimizer, and ``after`` after it.
 
-    The hooks do not keep ``owner`` alive. They end with it, or when the result is called.
+    The hooks do not keep ``owner`` alive. They do nothing without it, and end when the result is called.
     """
-    alive = weakref.proxy(owner)
-    handles = [register_optimizer_step_pre_hook(lambda optimizer, *_: before(alive, optimizer))]
+    remove_hooks_without_owner()
+    alive = weakref.ref(owner)
+
+    def call(function: Callable[[Any, Optimizer], None], optimizer: Optimizer) -> None:
+        known = alive()
+        if known is not None:
+            function(known, optimizer)
+
+    handles = [register_optimizer_step_pre_hook(lambda optimizer, *_: call(before, optimizer))]
     if after is not None:
-        handles.append(register_optimizer_step_post_hook(lambda optimizer, *_: after(alive, optimizer)))
+        handles.append(register_optimizer_step_post_hook(lambda optimizer, *_: call(after, optimizer)))
+    at_end = weakref.finalize(owner, _WITHOUT_OWNER.extend, handles)
 
     def end() -> None:
+        at_end.detach()
         for handle in handles:
             handle.remove()
 
-    return weakref.finalize(owner, end)
+    return end
+
+
+def remove_hooks_without_owner() -> None:
+    """Remove the hooks of :func:`watch_steps` whose owner is gone; not within a step of an optimizer."""
+    while _WITHOUT_OWNER:
+        _WITHOUT_OWNER.pop().remove()
+
+
+_WITHOUT_OWNER: list[RemovableHandle] = []
+"""Hooks whose owner is gone. They are removed later, since torch may go over its hooks while it is freed."""
 
 
 def version_of(tensor: Tensor) -> int | None:

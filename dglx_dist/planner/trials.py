@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
 import dgl
@@ -422,7 +421,8 @@ def leave_unchanged(g: DistGraph, device: torch.device) -> Iterator[None]:
     session, cache = g.session, g.dataset.cache
     sent, trace = session.ledger.snapshot(), session.trace
     shares = session.step_share, session.model_share
-    folder = Path(str(broadcast_json(str(partial_name(g.dataset.folder / CACHE / "trials")), session)))
+    beside = g.dataset.folder / CACHE
+    folder = beside / str(broadcast_json(partial_name(beside / "trials").name, session))
     g.dataset.cache = ArrayCache(folder, g.dataset.manifest.checksum, trusted=True)
     session.trace = None
     try:

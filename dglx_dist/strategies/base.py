@@ -22,7 +22,7 @@ from dglx_dist.comm.topology import read_settings
 from dglx_dist.dataloading.step_loader import WRAPPED_MODELS, EpochLoader
 from dglx_dist.errors import ConfigError, DglxError, shorten_list
 from dglx_dist.internals.message_passing import correct_kernels
-from dglx_dist.internals.pytorch import leave_to_python
+from dglx_dist.internals.pytorch import leave_to_python, remove_hooks_without_owner
 from dglx_dist.records import FEATURE, LABEL, EpochRecord, StepShare
 from dglx_dist.registry import AUTO, Registry
 from dglx_dist.strategies.candidate import Candidate, CandidateContext, Unit
@@ -480,6 +480,7 @@ class OpenedStrategy(ABC):
         self.is_closed = True
         while self.on_close:
             self.on_close.pop()()
+        remove_hooks_without_owner()
         if self._release in self.g.on_close:
             self.g.on_close.remove(self._release)
 

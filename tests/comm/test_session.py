@@ -52,6 +52,8 @@ def join_a_group_by_hand(store: Path) -> None:
         os.environ.pop(name, None)
     alone = start_session()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    # A rank that is ready first must not end while the other one connects to it.
+    dist.barrier()
     message = (
         "has 2 ranks, but this session has 1: each process would train alone. Start the ranks with torchrun"
     )
@@ -60,6 +62,7 @@ def join_a_group_by_hand(store: Path) -> None:
     alone.close()
     with pytest.raises(ConfigError, match=message):
         start_session()
+    dist.barrier()
     dist.destroy_process_group()
 
 

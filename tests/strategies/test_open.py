@@ -22,6 +22,7 @@ from dglx_dist.comm.session import Session, start_session
 from dglx_dist.dataloading.step_loader import WRAPPED_MODELS
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
+from dglx_dist.internals.pytorch import remove_hooks_without_owner
 from dglx_dist.strategies.base import STRATEGIES, open_strategy
 from tests.helpers.ranks import run_ranks
 from tests.strategies import equality
@@ -82,6 +83,7 @@ def try_out(g: DistGraph, name: str, options: dict[str, Any]) -> list[weakref.re
 
 
 def left_by(session: Session) -> dict[str, Any]:
+    remove_hooks_without_owner()
     return {
         "threads": Counter(one.name for one in threading.enumerate()),
         "operations": sorted(session.rpc._handlers),

@@ -155,7 +155,10 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
         # The ranks' loaders share a name, as all construct theirs in the same order.
         self._label = f"push_pull.{session.next_number('push_pull')}"
         self._wide = g.num_nodes() >= SMALL_NODES
-        advice = "every rank must iterate over the loader alike"
+        advice = (
+            "every rank must iterate over the loader alike, in evaluation too; move such calls out of `if "
+            "rank == 0`"
+        )
         self._pushes = OneSidedExchange(session, f"{self._label}.structure", advice, _check_block)
         self._resampled: Callable[[int], Callable[[int], OwnerBlocks]] | None = None
         super().__init__(session, seed=inner.seed, depth=inner.depth, num_threads=inner.num_threads)
