@@ -171,12 +171,16 @@ def resolve(
     if found.cache is not None:
         fanouts = training.fanouts or default_fanouts(DEFAULT_STRATEGY, training.num_layers)
         batch_size = training.batch_size or default_batch_size(DEFAULT_STRATEGY)
-        fill_cache(g, found, fanouts, batch_size)
-        CACHE_CHOICE.set(g.session, {"policy": found.cache, "alpha": found.cache_alpha})
+        _use_cache(g, found, fanouts, batch_size)
     with progress("choosing a strategy", 1, enabled=g.session.topology.rank == 0) as advance:
         advance(1)
         advance.say(f"resuming with {found.name}, the strategy of the checkpoint")
     return found, None
+
+
+def _use_cache(g: DistGraph, candidate: Candidate, fanouts: Sequence[int], batch_size: int | None) -> None:
+    fill_cache(g, candidate, fanouts, batch_size)
+    CACHE_CHOICE.set(g.session, {"policy": candidate.cache, "alpha": candidate.cache_alpha})
 
 
 def _read_checkpointed(value: object, folder: str | Path | None) -> Candidate:
@@ -229,8 +233,7 @@ def choose_in_job(model: nn.Module, g: DistGraph, training: Training) -> Choice:
     candidate = taken.candidate
     session.adopt(candidate.strategy, candidate.options)
     if candidate.cache is not None and draws is not None:
-        fill_cache(g, candidate, draws.fanouts, draws.batch_size)
-        CACHE_CHOICE.set(session, {"policy": candidate.cache, "alpha": candidate.cache_alpha})
+        _use_cache(g, candidate, draws.fanouts, draws.batch_size)
     return choice
 
 

@@ -176,6 +176,8 @@ class _Race:
 
     def _drop_slower(self) -> None:
         ordered = sorted(self.running, key=self._worth)
+        if not ordered:  # strategies have refused all of them in this round
+            return
         half, best = -(-len(ordered) // 2), ordered[0]
         high = _CLEARLY * best.trial.high * self._weight(best)
         limit = NEAR * self._worth(best)
