@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from dglx_dist.comm.collectives import broadcast_json, run_on_all_ranks
-from dglx_dist.comm.session import Session, current_session, session_or, show_briefly
+from dglx_dist.comm.session import Session, current_session, get_session_or_start, show_briefly
 from dglx_dist.compat.dist_graph import DistGraph as ScriptGraph
 from dglx_dist.compat.namespace import ScriptModel
 from dglx_dist.data.partition.base import PARTITIONERS, PartitionOptions, PartitionPlan
@@ -35,7 +35,7 @@ from dglx_dist.data.storage.files import (
 from dglx_dist.data.storage.manifest import check_target, is_dgl_config, read_manifest
 from dglx_dist.data.storage.reader import open_dataset, verify_files
 from dglx_dist.data.storage.writer import FeatureDtype
-from dglx_dist.dataloading.own_order import GivenColumns, check_order
+from dglx_dist.dataloading.own_order import UserColumns, check_order
 from dglx_dist.errors import ConfigError, DatasetError, PeerError, StorageError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.split import node_split
@@ -291,7 +291,7 @@ def distribute(
     where: dict[str, Any] = {argument: Path(path).expanduser() for argument, path in location.items()}
     g = DistGraph(**where, structure=structure, session=session)
     if isinstance(graph, dgl.DGLGraph) and g.dataset.manifest.num_parts > 1:
-        g.given_columns = GivenColumns(graph)
+        g.user_columns = UserColumns(graph)
     return g
 
 
@@ -310,7 +310,7 @@ def _explained_timeout(session: Session) -> Iterator[None]:
 
 
 def _session_for(strategy: str | None) -> Session:
-    session = session_or(
+    session = get_session_or_start(
         lambda: begin(resolve_strategy(strategy, auto=True), {}, check=check_session_options)
     )
     if strategy is not None and session.strategy != resolve_strategy(strategy, auto=True):

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from dglx_dist.comm.session import session_if_open
+from dglx_dist.comm.session import get_open_session
 from dglx_dist.comm.topology import read_settings, tell_settings
 from dglx_dist.errors import ConfigError
 from dglx_dist.options import literals
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> None:
     try:
         runpy.run_path(parsed.script, run_name="__main__")
     except BaseException as error:
-        session = session_if_open()
+        session = get_open_session()
         if session is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)):
             # The other ranks would wait for this one.
             session.fail(error)

@@ -553,11 +553,14 @@ def test_half_precision_is_summed_in_single(dtype: torch.dtype) -> None:
 
 
 def test_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert message_passing.in_torch("cpu")
+    assert message_passing.is_on_torch_path("cpu")
     monkeypatch.setenv("DGLX_MESSAGE_PASSING", "dgl")
-    assert not message_passing.in_torch("cuda:1")
+    assert not message_passing.is_on_torch_path("cuda:1")
     monkeypatch.delenv("DGLX_MESSAGE_PASSING")
-    assert (message_passing.in_torch("cpu"), message_passing.in_torch("meta")) == (False, True)
+    assert (message_passing.is_on_torch_path("cpu"), message_passing.is_on_torch_path("meta")) == (
+        False,
+        True,
+    )
     monkeypatch.setenv("DGLX_MESSAGE_PASSING", "cuda")
     with pytest.raises(ConfigError, match=r"DGLX_MESSAGE_PASSING='cuda' must be 'torch' .* or 'dgl'"):
         place(GRAPHS["graph"](), "cpu")

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from dglx_dist.comm.topology import launched_by_torchrun, read_topology
+from dglx_dist.comm.topology import is_launched_by_torchrun, read_topology
 from dglx_dist.errors import ConfigError, DglxError
 from dglx_dist.options import Option, flag_of, options_of
 from dglx_dist.progress import PlainConsole, say
@@ -33,7 +33,7 @@ def report_error(error: Exception, *, debug: bool) -> None:
 
     A rank also leaves its message where torchrun collects it; the launcher of ``dglx train`` shows the first.
     """
-    if launched_by_torchrun():
+    if is_launched_by_torchrun():
         # Imported here: it loads torch, which torchrun's ranks have loaded anyway.
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -41,7 +41,7 @@ def report_error(error: Exception, *, debug: bool) -> None:
     if debug:
         Console(stderr=True, soft_wrap=True).print_exception()
     elif LAUNCHED not in sys.argv:
-        rank = f"rank {read_topology().rank}: " if launched_by_torchrun() else ""
+        rank = f"rank {read_topology().rank}: " if is_launched_by_torchrun() else ""
         kind, more = "error", ""
         if not isinstance(error, DglxError):
             kind = f"unexpected {type(error).__name__}"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dglx_dist.cli.common import command, could_be_labels, training_command, write
-from dglx_dist.comm.topology import launched_by_torchrun, read_topology
+from dglx_dist.comm.topology import is_launched_by_torchrun, read_topology
 from dglx_dist.data.external_memory import Ranks
 from dglx_dist.data.ingest.config import IngestPlan, read_config
 from dglx_dist.data.partition.base import PartitionOptions, PartitionPlan
@@ -109,7 +109,7 @@ _LONGEST_WAIT_S = 6 * 3600.0
 
 @contextmanager
 def _started_ranks(config: PartitionCommand) -> Iterator[Ranks]:
-    if not launched_by_torchrun() or read_topology().world_size == 1:
+    if not is_launched_by_torchrun() or read_topology().world_size == 1:
         yield Ranks()
         return
     if config.memory is None:

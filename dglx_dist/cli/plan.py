@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from dglx_dist.cli.common import command, libraries_on_stderr, show, write
-from dglx_dist.comm.topology import launched_by_torchrun
+from dglx_dist.comm.topology import is_launched_by_torchrun
 from dglx_dist.errors import ConfigError
 from dglx_dist.options import flag_of
 from dglx_dist.planner.config import PlanConfig
@@ -43,7 +43,7 @@ def plan(config: PlanConfig) -> None:
 
 
 def _check_no_unused_options(config: PlanConfig) -> None:
-    if launched_by_torchrun():
+    if is_launched_by_torchrun():
         raise ConfigError("dglx plan is one process, and torchrun has started this one; leave torchrun out")
     unit = config.unit
     no_effect = {

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from dglx_dist.api import init
-from dglx_dist.comm.devices import device_memory, num_gpus
+from dglx_dist.comm.devices import count_gpus, get_device_memory
 from dglx_dist.data.storage.manifest import read_manifest
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
@@ -88,7 +88,7 @@ def _with_gpus(plan: PlanConfig, cluster: Cluster, device: torch.device) -> Clus
     limit = plan.device_memory_bytes
     if limit is not None:
         return replace(cluster, device_memory_bytes=limit)
-    limit = device_memory(device) // -(-plan.ranks_of_machine // num_gpus())
+    limit = get_device_memory(device) // -(-plan.ranks_of_machine // count_gpus())
     said = f"{limit / 1e9:.1f} GB of GPU memory a rank: as here (--device-memory)"
     return replace(cluster, device_memory_bytes=limit, assumptions=(*cluster.assumptions, said))
 

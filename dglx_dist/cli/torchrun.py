@@ -48,7 +48,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from dglx_dist.comm.devices import is_built_for_gpus
 from dglx_dist.comm.rendezvous import serve_store
 from dglx_dist.comm.stopping import SAME_KEY_S, end_process, end_with_parent
-from dglx_dist.comm.topology import be_parent, be_rank, read_settings
+from dglx_dist.comm.topology import mark_as_parent, read_settings, set_rank_variables
 from dglx_dist.data.storage.files import replaced_file
 from dglx_dist.dataloading.sampler import load_kernels
 from dglx_dist.errors import Stopped
@@ -79,7 +79,7 @@ def launch(arguments: Sequence[str], file: Path | None = None) -> int | None:
     Returns None in ranks that are forks of this process, with RANK etc. and their ``sys.argv``. A failure is
     written to ``file`` (None: shown).
     """
-    be_parent()
+    mark_as_parent()
     parsed = run.parse_args(arguments)  # type: ignore[no-untyped-call]  # torch leaves it bare
     ranks = _fork(run.determine_local_world_size(parsed.nproc_per_node)) if _can_fork(parsed) else []
     gc.enable()
@@ -177,7 +177,7 @@ class _ForkedRank:
             environment = pipe.read()
         if not environment:
             end_process(signal.SIGTERM)  # the launcher has ended
-        be_rank(json.loads(environment))
+        set_rank_variables(json.loads(environment))
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it is a file
 
     def start(self, environment: Mapping[str, str]) -> _ForkedRank:

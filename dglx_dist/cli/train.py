@@ -12,12 +12,12 @@ import typer
 
 from dglx_dist.cli.common import LAUNCHED, LAUNCHER, command, show, write
 from dglx_dist.comm.topology import (
-    be_parent,
-    launched_by_torchrun,
-    rank_environment,
+    add_secret,
+    build_rank_environment,
+    is_launched_by_torchrun,
+    mark_as_parent,
     read_settings,
     read_topology,
-    with_secret,
 )
 from dglx_dist.errors import ConfigError
 from dglx_dist.progress import say
@@ -37,8 +37,8 @@ def start_ranks(arguments: Sequence[str], *, ranks: int, servers: int | None) ->
     that ended the launcher. Unless it is 0, a message has been shown. ConfigError: uneven servers, or no
     ranks.
     """
-    be_parent()
-    environment = with_secret(rank_environment(ranks, ranks_per_server=ranks_of_each(ranks, servers)))
+    mark_as_parent()
+    environment = add_secret(build_rank_environment(ranks, ranks_per_server=ranks_of_each(ranks, servers)))
     command = [sys.executable, "-m", "dglx_dist.cli", LAUNCHER, *arguments]
     process, told = subprocess.Popen(command, env=environment), set[int]()
 
@@ -98,7 +98,7 @@ def train(config: TrainConfig) -> None:
     `final.safetensors` of the last. `dglx report RUNDIR` shows the results again.
     """
     ranks, servers = config.ranks, config.servers
-    if launched_by_torchrun():
+    if is_launched_by_torchrun():
         check_launched(ranks, servers)
     elif LAUNCHER in sys.argv:
         be_launcher(config, [one for one in sys.argv[1:] if one != LAUNCHER])

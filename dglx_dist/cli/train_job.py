@@ -30,7 +30,7 @@ from dglx_dist.graph.cache import LOOK_AHEAD
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.graph.optim import SparseAdam, SparseOptimizer
-from dglx_dist.layers.tracer import random_block, restored
+from dglx_dist.layers.tracer import preserve_state, random_block
 from dglx_dist.memory import machine_memory
 from dglx_dist.options import common_fields
 from dglx_dist.planner.auto import Training, default_batch_size, default_fanouts, resolve
@@ -161,7 +161,7 @@ def _own_model(plan: TrainConfig, given: Mapping[str, Any]) -> nn.Module:
             block.edata[plan.edge_weight] = torch.ones(
                 block.num_edges(), *column.shape[1:], dtype=column.dtype
             )
-        with restored(model, training=False), torch.random.fork_rng(devices=[]), torch.no_grad():
+        with preserve_state(model, training=False), torch.random.fork_rng(devices=[]), torch.no_grad():
             out = model(blocks, torch.zeros(sizes[0], given["in_dim"], dtype=float_of(model).dtype))
         found = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
         if found != (2, given["classes"]):

@@ -1,6 +1,6 @@
 """Authentication: keys derived from the job's secret, connections of one-sided calls.
 
-Each use has a key of its own (:func:`derived_key`), so the secret itself is sent nowhere. Without Curve a
+Each use has a key of its own (:func:`derive_key`), so the secret itself is sent nowhere. Without Curve a
 connection presents a nonce and its HMAC, which the server accepts once: who records a handshake cannot repeat
 it. ZeroMQ carries both in its PLAIN mechanism, since it reads no message of a connection before that is
 accepted. The server proves that it knows the key in its first answer, and until then no answer counts. This
@@ -40,7 +40,7 @@ _FEW = 0.25
 log = logging.getLogger(__name__)
 
 
-def derived_key(secret: bytes, *purpose: object) -> bytes:
+def derive_key(secret: bytes, *purpose: object) -> bytes:
     """Return the key, ASCII, for one ``purpose`` (JSON values); it reveals nothing of ``secret``."""
     return hmac.digest(secret, json.dumps(purpose).encode(), "sha256").hex().encode()
 
@@ -79,7 +79,7 @@ class Credentials:
 
     def proof(self, role: str, server: int, nonce: bytes) -> bytes:
         """Return what only who knows the key can answer to ``nonce``; ``role``: "calls" or "serves"."""
-        return derived_key(self.secret, role, server, nonce.hex())
+        return derive_key(self.secret, role, server, nonce.hex())
 
 
 @final

@@ -46,7 +46,7 @@ def sum_over_ranks(
     topology = session.topology
     if topology.world_size == 1 or total.numel() == 0:
         return total
-    with peers_named(session, f"all-reduce ({phase})"):
+    with report_failed_peers(session, f"all-reduce ({phase})"):
         dist.all_reduce(total, group=group)
     count_all_reduce(session, phase, total.numel() * total.element_size(), layer)
     return total
@@ -78,7 +78,7 @@ def gather_rows(
     if topology.world_size == 1:
         return local.unsqueeze(0)
     rows = [torch.empty_like(local) for _ in range(topology.world_size)]
-    with peers_named(session, ALL_GATHER if phase == CONTROL else f"{ALL_GATHER} ({phase})"):
+    with report_failed_peers(session, ALL_GATHER if phase == CONTROL else f"{ALL_GATHER} ({phase})"):
         dist.all_gather(rows, local, group=group)
     size = local.numel() * local.element_size()
     session.ledger.add(phase, 0, topology.rank, _next_rank(session), size * (topology.world_size - 1))
@@ -126,7 +126,7 @@ def broadcast_json(value: object, session: Session, source: int = 0) -> Any:
     buffer = torch.empty(size, dtype=torch.uint8)
     if is_source:
         buffer = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
-    with peers_named(session, "broadcast"):
+    with report_failed_peers(session, "broadcast"):
         dist.broadcast(buffer, source)
     for rank in range(topology.world_size) if is_source else ():
         session.ledger.add(CONTROL, 0, source, rank, size)
@@ -136,14 +136,14 @@ def broadcast_json(value: object, session: Session, source: int = 0) -> Any:
 def barrier(session: Session, what: str) -> None:
     """Wait until every rank calls it; PeerError names missing or dead ranks. ``what`` is for messages."""
     if session.store is not None:
-        with doing(session, what):
+        with report_status(session, what):
             session.store.barrier(what, check=lambda missing: session.raise_for_dead(missing, what))
 
 
 @contextmanager
-def peers_named(session: Session, name: str) -> Iterator[None]:
+def report_failed_peers(session: Session, name: str) -> Iterator[None]:
     """Turn an error of torch.distributed inside the block into a PeerError that names the failed ranks."""
-    with doing(session, name):
+    with report_status(session, name):
         try:
             yield
         except RuntimeError as error:
@@ -151,13 +151,13 @@ def peers_named(session: Session, name: str) -> Iterator[None]:
 
 
 @contextmanager
-def doing(session: Session, what: str) -> Iterator[None]:
+def report_status(session: Session, what: str) -> Iterator[None]:
     """Set the status that this rank reports to others inside the block."""
-    before, session.rpc.doing = session.rpc.doing, what[:_MAX_STATUS_CHARS]
+    before, session.rpc.status = session.rpc.status, what[:_MAX_STATUS_CHARS]
     try:
         yield
     finally:
-        session.rpc.doing = before
+        session.rpc.status = before
 
 
 def _next_rank(session: Session) -> int:

@@ -21,7 +21,7 @@ _REMEDY = "take device='cpu', or 'auto' for a GPU only where there is one"
 _NCCL = "cpu:gloo,cuda:nccl"
 
 
-def num_gpus() -> int:
+def count_gpus() -> int:
     """Return how many GPUs torch finds in this process."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
@@ -38,8 +38,8 @@ def is_built_for_gpus() -> bool:
     return bool(torch.version.cuda or torch.version.hip)
 
 
-def no_gpu() -> str:
-    """Return why :func:`num_gpus` is 0."""
+def explain_missing_gpu() -> str:
+    """Return why :func:`count_gpus` is 0."""
     why = "finds no GPU with a driver here" if is_built_for_gpus() else "is built without CUDA"
     return f"torch {torch.__version__} {why}"
 
@@ -54,9 +54,9 @@ def check_device(device: object, name: str = "device") -> torch.device:
         ) from error
     if found.type != "cuda":
         return found
-    count = num_gpus()
+    count = count_gpus()
     if not count:
-        raise ConfigError(f"{name}={str(device)!r}, but {no_gpu()}; {_REMEDY}")
+        raise ConfigError(f"{name}={str(device)!r}, but {explain_missing_gpu()}; {_REMEDY}")
     if (found.index or 0) >= count:
         known = ", ".join(f"cuda:{number}" for number in range(count))
         raise ConfigError(f"{name}={str(device)!r}, but this machine has {known}; take one of them")
@@ -101,8 +101,8 @@ def take_device(device: object, local_rank: int, variable: str | None = None) ->
         return RankDevice(problem=str(error))
     if wanted is not None and wanted.type == "cpu":
         return RankDevice()
-    if not (count := num_gpus()):
-        return RankDevice(why=no_gpu())
+    if not (count := count_gpus()):
+        return RankDevice(why=explain_missing_gpu())
     number = local_rank % count if wanted is None or wanted.index is None else wanted.index
     try:
         return RankDevice(name=f"cuda:{number}", card=use_gpu(number))
@@ -114,7 +114,7 @@ def take_device(device: object, local_rank: int, variable: str | None = None) ->
     return RankDevice(problem=f"{name}={str(asked)!r}: {unusable}; see nvidia-smi, or {_REMEDY}")
 
 
-def backend_of(ranks: Sequence[RankDevice], hosts: Sequence[str], backend: str | None) -> str:
+def choose_backend(ranks: Sequence[RankDevice], hosts: Sequence[str], backend: str | None) -> str:
     """Return the backend for the (W,) devices of all ranks; ``backend`` is the user's.
 
     ConfigError: a rank has not the device that it should have, only some have a GPU, or NCCL is asked for
@@ -161,7 +161,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def device_memory(device: torch.device) -> int:
+def get_device_memory(device: torch.device) -> int:
     """Return the bytes of the GPU's memory; 0 on the CPU."""
     return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0
 
@@ -169,7 +169,7 @@ def device_memory(device: torch.device) -> int:
 T = TypeVar("T")
 
 
-def device_of(given: torch.device | str | None, own: torch.device) -> torch.device:
+def resolve_device(given: torch.device | str | None, own: torch.device) -> torch.device:
     """Return the device that ``given`` names on a rank whose own is ``own``; None: that one.
 
     ConfigError: it is no device, or this machine does not have it.
@@ -196,7 +196,7 @@ class Streams:
         """Make the stream of copies, and its device, the current ones of this thread."""
         return torch.cuda.stream(self._stream)
 
-    def pinned(self, tensor: Tensor) -> Tensor:
+    def pin(self, tensor: Tensor) -> Tensor:
         """Return ``tensor`` in page-locked memory: itself if it lies there."""
         return tensor.pin_memory()
 
@@ -227,7 +227,7 @@ class CopyStream:
         self._in_flight: deque[tuple[Any, list[Tensor]]] = deque()
         """The sources of copies, kept until these are done: their memory may be used again afterwards."""
 
-    def carry(self, move: Callable[[Copy], T]) -> tuple[T, Callable[[], None]]:
+    def copy_async(self, move: Callable[[Copy], T]) -> tuple[T, Callable[[], None]]:
         """Return what ``move`` makes with a function that copies tensors, and what its consumer must call.
 
         The consumer calls that once, on its own thread and stream, before it uses the copies.
@@ -236,7 +236,7 @@ class CopyStream:
         copies: list[Tensor] = []
 
         def copy(tensor: Tensor) -> Tensor:
-            sources.append(self._streams.pinned(tensor))
+            sources.append(self._streams.pin(tensor))
             copies.append(self._streams.copy(sources[-1]))
             return copies[-1]
 
@@ -260,16 +260,16 @@ class CopyStream:
             self._in_flight.append((done, sources))
 
 
-def open_copies(device: torch.device) -> CopyStream | None:
+def open_copy_stream(device: torch.device) -> CopyStream | None:
     """Return what copies the batches of one loader to ``device``; None: no streams are used for it."""
     return CopyStream(Streams(device)) if device.type == "cuda" else None
 
 
-def carried(
+def copy_async(
     copies: CopyStream | None, device: torch.device, move: Callable[[Copy], T]
 ) -> tuple[T, Callable[[], None] | None]:
-    """:meth:`CopyStream.carry`, or without ``copies`` at once: then there is nothing to call."""
-    return (move(lambda tensor: tensor.to(device)), None) if copies is None else copies.carry(move)
+    """:meth:`CopyStream.copy_async`, or without ``copies`` at once: then there is nothing to call."""
+    return (move(lambda tensor: tensor.to(device)), None) if copies is None else copies.copy_async(move)
 
 
 def is_on_host(tensor: Tensor) -> bool:
@@ -280,12 +280,12 @@ def to_host(rows: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
     """Return ``rows`` contiguous in host memory, and what waits until they have arrived; None: they have."""
     if rows.device.type != "cuda":
         return rows.contiguous().cpu(), None
-    host = host_memory(rows.shape, rows)
+    host = allocate_host_memory(rows.shape, rows)
     host.copy_(rows, non_blocking=True)
     return host, torch.cuda.current_stream(rows.device).record_event().synchronize
 
 
-def copied_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+def copy_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return contiguous tensors in host memory. All copies begin before the first one is waited for."""
     copies = [to_host(one) for one in tensors]
     for _, arrive in copies:
@@ -294,7 +294,7 @@ def copied_to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [copy for copy, _ in copies]
 
 
-def host_memory(shape: Sequence[int], like: Tensor) -> Tensor:
+def allocate_host_memory(shape: Sequence[int], like: Tensor) -> Tensor:
     """Return new host memory of the dtype of ``like``, page-locked if that is on a GPU.
 
     Torch lends page-locked memory again once copies from it are done.

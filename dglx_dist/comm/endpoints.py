@@ -24,10 +24,10 @@ from typing import final
 
 import numpy as np
 
-from dglx_dist.comm.auth import Credentials, derived_key
+from dglx_dist.comm.auth import Credentials, derive_key
 from dglx_dist.comm.collectives import barrier
 from dglx_dist.comm.ledger import CONTROL
-from dglx_dist.comm.rendezvous import interface_address
+from dglx_dist.comm.rendezvous import find_interface_address
 from dglx_dist.comm.rpc import PeerAddress, open_endpoints
 from dglx_dist.comm.session import Session, SessionField
 from dglx_dist.comm.topology import read_settings
@@ -86,7 +86,7 @@ def open_streams(session: Session) -> dict[int, socket.socket]:
 
 def _key(session: Session, listens: int, connects: int) -> bytes:
     assert session.store is not None
-    return derived_key(session.store.key, "stream", listens, connects)
+    return derive_key(session.store.key, "stream", listens, connects)
 
 
 def _connect(session: Session, peer: int) -> socket.socket:
@@ -193,11 +193,11 @@ def open_client_access(session: Session, interface: str = "") -> ClientAccess:
     A session of one rank listens on ``interface`` (ConfigError if there is none; "": clients are on this
     machine), several ranks where they listen to each other.
     """
-    kept = _CLIENT_ACCESS.of(session)
+    kept = _CLIENT_ACCESS.get(session)
     if kept is not None:
         return kept
     address = session.rpc.address or (
-        interface_address(interface, "option interface") if interface else "127.0.0.1"
+        find_interface_address(interface, "option interface") if interface else "127.0.0.1"
     )
     credentials, addresses = open_endpoints(
         (lambda _, value: [value]) if session.store is None else session.store.exchange,

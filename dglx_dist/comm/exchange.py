@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dglx_dist.comm.codec import RowCodec
-from dglx_dist.comm.collectives import barrier, gather_json, peers_named
+from dglx_dist.comm.collectives import barrier, gather_json, report_failed_peers
 from dglx_dist.comm.endpoints import open_streams
 from dglx_dist.comm.mailbox import Mailbox, OneSidedExchange
 from dglx_dist.comm.session import CALL_ALIKE, Session, SessionField
@@ -57,7 +57,7 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
+def view_bytes(tensor: Tensor) -> memoryview:
     """View a contiguous CPU tensor without gradient as its bytes, writable; no copy."""
     return _flat(tensor).numpy().data
 
@@ -149,7 +149,7 @@ class Exchange(ABC):
         def wait(meanwhile: Iterable[bool] = ()) -> list[Tensor]:
             started = time.perf_counter()
             try:
-                with peers_named(self.session, name):
+                with report_failed_peers(self.session, name):
                     finish(iter(meanwhile) if codec is None else _decoded(codec, codes, due, iter(meanwhile)))
             finally:
                 self.waited_s += time.perf_counter() - started
@@ -207,7 +207,7 @@ class DeviceExchange(Exchange):
     def __init__(self, session: Session, device: torch.device) -> None:
         super().__init__(session)
         self._in_use = threading.Lock()
-        with peers_named(session, "opening of connections between accelerators"):
+        with report_failed_peers(session, "opening of connections between accelerators"):
             # Of its own: between the sums of gradients, a message has no place that is equal on all ranks.
             self._group = dist.new_group(timeout=timedelta(seconds=session.timeout_s))
             # All ranks must create the communicator together; later not all of them have messages.
@@ -217,7 +217,7 @@ class DeviceExchange(Exchange):
         self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], name: str, batch: int | None
     ) -> Callable[[Iterator[bool]], None]:
         begin = time.perf_counter()
-        with peers_named(self.session, name), self._in_use:
+        with report_failed_peers(self.session, name), self._in_use:
             _fill(outgoing)
             ops = [dist.P2POp(dist.isend, _flat(one.rows), one.rank, self._group) for one in outgoing]
             ops += [dist.P2POp(dist.irecv, _flat(one.rows), one.rank, self._group) for one in incoming]
@@ -385,7 +385,7 @@ def send_message(connection: socket.socket, header: bytes, message: Outgoing) ->
         following, flags = next(pieces, None), 0
         if following is None:
             return
-        unsent = bytes_of(following)
+        unsent = view_bytes(following)
 
 
 def receive_message(connection: socket.socket, expected: bytes, message: Incoming) -> Iterator[None]:
@@ -401,7 +401,7 @@ def receive_message(connection: socket.socket, expected: bytes, message: Incomin
         if read == _HEADER.size:
             _check_same(bytes(header), expected, message.rank)
         yield
-    rows = bytes_of(message.rows)
+    rows = view_bytes(message.rows)
     while True:
         at = message.num_arrived
         message.num_arrived += _receive_into(connection, rows[at : at + _RECEIVE_BYTES])
@@ -561,7 +561,7 @@ class StreamExchange(Exchange):
         except PeerError:
             raise
         except OSError as error:
-            # peers_named reports the rank that died or failed first.
+            # report_failed_peers reports the rank that died or failed first.
             raise RuntimeError(f"the connection to {self._named(rank)} broke: {error}") from error
 
     def _named(self, rank: int) -> str:
@@ -576,7 +576,7 @@ class RowExchanges:
         mine = session.rpc.credentials
         encrypted = mine is not None and mine.secret_key is not None
         self.streams = CallExchange(session) if encrypted else StreamExchange(session)
-        self.devices = DEVICES.of(session)
+        self.devices = DEVICES.get(session)
         self.sent, self.received = ReusableBuffer(), ReusableBuffer()
         """Host memory of the current exchange."""
         self.late: CallExchange | None = None
@@ -595,6 +595,6 @@ class RowExchanges:
         return spent
 
 
-row_exchanges = SessionField(RowExchanges).of
+row_exchanges = SessionField(RowExchanges).get
 """Returns the exchanges of a session; the first call opens connections and is collective. PeerError: a rank
 is dead or did not connect within the time-out; it is named."""

@@ -76,14 +76,14 @@ class Ledger:
     def since(self, snapshot: Snapshot, *, control: bool = True) -> list[LedgerRow]:
         """Counts added after ``snapshot``, sorted, without unchanged ones, and CONTROL if ``control``."""
         now = self.snapshot()
-        same_server = self._topology.same_server
+        is_same_server = self._topology.is_same_server
         return [
             LedgerRow(
                 phase=phase,
                 layer=layer,
                 source=source,
                 destination=destination,
-                inside=WORKER not in (source, destination) and same_server(source, destination),
+                inside=WORKER not in (source, destination) and is_same_server(source, destination),
                 num_bytes=added,
             )
             for (phase, layer, source, destination), total in sorted(now.items())

@@ -28,7 +28,7 @@ from typing import final
 import psutil
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from dglx_dist.comm.auth import derived_key
+from dglx_dist.comm.auth import derive_key
 from dglx_dist.comm.topology import LOOPBACK_HOSTS, Rendezvous, Settings
 from dglx_dist.comm.wire import VERSION
 from dglx_dist.errors import ConfigError, PeerError
@@ -211,10 +211,10 @@ class SealedStore(Store):
 
     def renewed(self, *facts: object) -> SealedStore:
         """Return the store with a secret made from this one's and ``facts`` (JSON)."""
-        return SealedStore(self.inner, derived_key(self._secret, *facts))
+        return SealedStore(self.inner, derive_key(self._secret, *facts))
 
     def _seal(self, key: str, value: bytes) -> bytes:
-        return hmac.digest(derived_key(self._secret, "value", key), value, "sha256")
+        return hmac.digest(derive_key(self._secret, "value", key), value, "sha256")
 
     def _opened(self, key: str, found: bytes) -> bytes:
         value = found[_SEAL_BYTES:]
@@ -269,13 +269,13 @@ class JobStore:
         self._meet(secret)
 
     def _meet(self, secret: bytes) -> None:
-        self.raw = self._failures = SealedStore(self.raw, derived_key(secret, "store", VERSION))
+        self.raw = self._failures = SealedStore(self.raw, derive_key(secret, "store", VERSION))
         mine = secrets.token_hex(_SEAL_BYTES)
         nonces = self.exchange("start", mine)
         # What another session wrote would open here, too, but then no two ranks get the same key.
         nonces[self.rank] = mine
         self.raw = self.raw.renewed(nonces)
-        self.key = derived_key(secret, "session", nonces)
+        self.key = derive_key(secret, "session", nonces)
 
     def exchange(self, what: str, value: object) -> list[object]:
         """Send ``value`` (JSON) to every rank and return all of them by rank; each rank must call it once."""
@@ -424,22 +424,24 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
-def listening_address(rendezvous: Rendezvous) -> str:
+def choose_listening_address(rendezvous: Rendezvous) -> str:
     """Return the numeric local address of the interface that ``GLOO_SOCKET_IFNAME`` or the rendezvous picks.
 
     ConfigError: there is no such interface, or only loopback although there are several machines.
     """
     if rendezvous.interface:
-        return interface_address(rendezvous.interface)
+        return find_interface_address(rendezvous.interface)
     remedy = "use a name or address that every machine resolves, or set GLOO_SOCKET_IFNAME"
-    address = address_towards(rendezvous.host, rendezvous.port, f"MASTER_ADDR={rendezvous.host!r}", remedy)
+    address = find_address_towards(
+        rendezvous.host, rendezvous.port, f"MASTER_ADDR={rendezvous.host!r}", remedy
+    )
     if rendezvous.num_nodes > 1 and ipaddress.ip_address(address).is_loopback:
         # The rendezvous runs on this machine and its name is loopback here; others use a real address.
         address = _own_outer_address()
     return address
 
 
-def interface_address(name: str, said_by: str = "GLOO_SOCKET_IFNAME") -> str:
+def find_interface_address(name: str, said_by: str = "GLOO_SOCKET_IFNAME") -> str:
     """Return the IPv4 address of the interface ``name``, or else its IPv6 address.
 
     ConfigError: it does not exist or has no address; the message names ``said_by``, the user's setting.
@@ -454,7 +456,7 @@ def interface_address(name: str, said_by: str = "GLOO_SOCKET_IFNAME") -> str:
     raise ConfigError(f"{said_by}={name!r} has no address; choose an interface that is up")
 
 
-def link_speed(address: str) -> float | None:
+def read_link_speed(address: str) -> float | None:
     """Return the bytes per second of the network card with the numeric local ``address``.
 
     None where the kernel does not know, as for loopback and many virtual cards.
@@ -466,7 +468,7 @@ def link_speed(address: str) -> float | None:
     return None
 
 
-def address_towards(host: str | None, port: int, said: str, remedy: str) -> str:
+def find_address_towards(host: str | None, port: int, said: str, remedy: str) -> str:
     """Return the numeric local address by which this machine reaches ``host``; messages call it ``said``."""
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]

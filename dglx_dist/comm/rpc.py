@@ -20,9 +20,9 @@ from typing import Any, TypeAlias, final
 import numpy as np
 import zmq
 
-from dglx_dist.comm.auth import Credentials, DescriptorWatch, ZapAuthenticator, derived_key
+from dglx_dist.comm.auth import Credentials, DescriptorWatch, ZapAuthenticator, derive_key
 from dglx_dist.comm.ledger import CONTROL, Ledger
-from dglx_dist.comm.topology import endpoint_of
+from dglx_dist.comm.topology import format_endpoint
 from dglx_dist.comm.wire import (
     FRAME_BYTES,
     Buffers,
@@ -84,8 +84,8 @@ class Server:
         self._waker.setsockopt(zmq.SNDTIMEO, 0)
         self._waker.connect(_WAKE_ENDPOINT)
         self._waker_lock = threading.Lock()
-        port = self._router.bind_to_random_port(endpoint_of(address, 0).rsplit(":", 1)[0])
-        self.endpoint = endpoint_of(address, port)
+        port = self._router.bind_to_random_port(format_endpoint(address, 0).rsplit(":", 1)[0])
+        self.endpoint = format_endpoint(address, port)
         self._replies: deque[tuple[bytes, Buffers]] = deque()
         self._closing = threading.Event()
         self._seconds_of: dict[str, float] = {}
@@ -260,7 +260,7 @@ def open_endpoints(
     client = zmq.curve_keypair() if encrypted and for_clients else server
     purpose = "clients" if for_clients else "ranks"
     offers = gather(f"keys of {purpose}", [key and key.decode() for key in (server[0], client[0])])
-    key_of_calls = derived_key(secret, purpose)
+    key_of_calls = derive_key(secret, purpose)
     accepted = frozenset(key.encode() for _, key in offers if key)
     presented, served = (
         Credentials(secret=key_of_calls, public_key=public, secret_key=hidden, accepted_keys=accepted)
@@ -514,11 +514,11 @@ class Rpc:
 
     def __init__(self, rank: int, ledger: Ledger, timeout_s: float) -> None:
         self.rank, self.timeout_s, self.ledger = rank, timeout_s, ledger
-        self.doing = ""
+        self.status = ""
         """The collective that this rank waits in, reported to other ranks on request; "" for none."""
         self._handlers: dict[str, Handler] = {
             _PING: lambda _name, _arrays: [
-                np.frombuffer(self.doing.encode()[:_MAX_STATUS_BYTES], dtype=np.uint8)
+                np.frombuffer(self.status.encode()[:_MAX_STATUS_BYTES], dtype=np.uint8)
             ]
         }
         self._client_handlers: dict[str, Handler] = {}

@@ -34,22 +34,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from dglx_dist.comm.auth import derived_key
-from dglx_dist.comm.devices import AUTO, RankDevice, backend_of, describe, is_built_for_gpus, take_device
+from dglx_dist.comm.auth import derive_key
+from dglx_dist.comm.devices import AUTO, RankDevice, choose_backend, describe, is_built_for_gpus, take_device
 from dglx_dist.comm.ledger import Ledger
-from dglx_dist.comm.rendezvous import JobStore, listening_address, open_store
+from dglx_dist.comm.rendezvous import JobStore, choose_listening_address, open_store
 from dglx_dist.comm.rpc import Rpc, open_endpoints
 from dglx_dist.comm.stopping import SAME_KEY_S, SignalPipe, StopPoint, end_process, end_with_parent
 from dglx_dist.comm.topology import (
     Settings,
     Topology,
+    assign_servers,
     bind_alike,
-    launched_by_torchrun,
+    is_launched_by_torchrun,
+    is_started_by_agent,
     read_rendezvous,
     read_settings,
     read_topology,
-    started_by_agent,
-    with_nodes,
 )
 from dglx_dist.comm.trace import Timeline, TraceWriter, open_trace
 from dglx_dist.data.storage.files import hold, locked
@@ -61,7 +61,9 @@ _OPTIONS_OF_MACHINE = frozenset({"memory", "threads"})
 """Options that may differ between machines."""
 
 
-def shared_facts(strategy: str, options: Mapping[str, object], seed: int, curve: bool) -> dict[str, Any]:
+def collect_shared_facts(
+    strategy: str, options: Mapping[str, object], seed: int, curve: bool
+) -> dict[str, Any]:
     """Return what must be equal on all ranks, for :func:`check_hellos`; no JSON value: by its type."""
     shared = {name: value for name, value in options.items() if name not in _OPTIONS_OF_MACHINE}
     comparable = json.loads(json.dumps(shared, default=lambda value: type(value).__name__))
@@ -159,7 +161,7 @@ class FailureWatch:
             failure, parts = None, [str(error)]
         silent = [] if self._store.have_ended(own) else [rank for rank, at in statuses.items() if at is None]
         ended = [rank for rank in silent if self._store.have_ended(rank)]
-        elsewhere = {rank: at for rank, at in statuses.items() if at is not None and at != self._rpc.doing}
+        elsewhere = {rank: at for rank, at in statuses.items() if at is not None and at != self._rpc.status}
         if failure is not None:
             parts.append(f"rank {failure[0]} failed first: {failure[1]}")
         if dead := [f"rank {rank} on {self._hosts[rank]}" for rank in silent if rank not in ended]:
@@ -197,7 +199,7 @@ def mark_error(error: BaseException, store: JobStore) -> None:
 
 def show_briefly() -> None:
     """Have uncaught errors of this package shown by one line in processes of torchrun, not by tracebacks."""
-    if launched_by_torchrun() and sys.excepthook is sys.__excepthook__:
+    if is_launched_by_torchrun() and sys.excepthook is sys.__excepthook__:
         sys.excepthook = _show
 
 
@@ -285,7 +287,7 @@ class SessionField(Generic[V]):
     def __init__(self, make: Callable[[Session], V]) -> None:
         self._make = make
 
-    def of(self, session: Session) -> V:
+    def get(self, session: Session) -> V:
         if self not in session._fields:
             session._fields[self] = self._make(session)
         return session._fields[self]
@@ -407,7 +409,7 @@ class Session:
         atexit.unregister(self._at_exit)
         for release in self.on_close:
             release()
-        self.rpc.doing = _END
+        self.rpc.status = _END
         if self.trace is not None:
             self.trace.write(self.job, self.topology, self.ledger, failed=failed)
         if self.store is not None:
@@ -520,7 +522,7 @@ class Session:
                 f"rank {rank} on {self.hosts[rank]} did not come to {what!r} and "
                 + ("has ended" if ended else "does not answer: it is probably dead; look at its output")
             )
-        if threading.current_thread() is not threading.main_thread() and self.rpc.doing != NEXT_BATCH:
+        if threading.current_thread() is not threading.main_thread() and self.rpc.status != NEXT_BATCH:
             return
         apart = next((rank for rank, status in statuses.items() if status in (ALL_GATHER, _END)), None)
         self._num_apart = 0 if apart is None else self._num_apart + 1
@@ -576,9 +578,9 @@ def start_session(
     if not 0 < limit_s < float("inf"):
         raise ConfigError(f"timeout_s={limit_s} must be a number of seconds above 0")
     found = topology or read_topology()
-    if started_by_agent():
+    if is_started_by_agent():
         end_with_parent()
-    if launched_by_torchrun() and not settings.allocator_set:
+    if is_launched_by_torchrun() and not settings.allocator_set:
         keep_memory()
     mine = {"strategy": strategy, "options": dict(options or {}), "timeout_s": limit_s, "seed": seed}
     mine["scratch_in"] = settings.scratch
@@ -616,7 +618,7 @@ def start_later(start: Callable[[], Session] | None) -> None:
     _LATER[:] = [] if start is None else [start]
 
 
-def session_or(start: Callable[[], Session]) -> Session:
+def get_session_or_start(start: Callable[[], Session]) -> Session:
     """Return the open or deferred session, else call ``start``, which is collective."""
     return current_session() if _CURRENT or _LATER else start()
 
@@ -634,7 +636,7 @@ def warn_user(message: str) -> None:
     warnings.warn(message, stacklevel=level)
 
 
-def session_if_open() -> Session | None:
+def get_open_session() -> Session | None:
     return _CURRENT[-1] if _CURRENT else None
 
 
@@ -642,7 +644,7 @@ def _session_of_one_rank(
     topology: Topology, settings: Settings, mine: Mapping[str, Any], device: object
 ) -> Session:
     ledger, hosts, taken = Ledger(topology), (socket.gethostname(),), take_device(device, 0, settings.device)
-    _say_devices([taken], hosts, backend_of([taken], hosts, None))
+    _say_devices([taken], hosts, choose_backend([taken], hosts, None))
     return Session(
         **mine,
         topology=topology,
@@ -668,7 +670,7 @@ def _session_of_ranks(
 
     ``request`` is the device and the backend.
     """
-    if not launched_by_torchrun():
+    if not is_launched_by_torchrun():
         raise ConfigError(f"{topology.world_size} ranks need torchrun's environment; start with torchrun")
     timeout_s, rendezvous = float(mine["timeout_s"]), read_rendezvous()
     bind_alike(rendezvous)
@@ -681,7 +683,7 @@ def _session_of_ranks(
     hello = {
         "host": socket.gethostname(),
         "node": rendezvous.node,
-        **shared_facts(mine["strategy"], mine["options"], mine["seed"], settings.curve),
+        **collect_shared_facts(mine["strategy"], mine["options"], mine["seed"], settings.curve),
         "no_trace": no_trace,
         "device": asdict(taken),
     }
@@ -689,14 +691,14 @@ def _session_of_ranks(
     check_hellos(hellos)
     hosts = tuple(str(one["host"]) for one in hellos)
     devices = [RankDevice(**one["device"]) for one in hellos]
-    backend = backend_of(devices, hosts, backend)
+    backend = choose_backend(devices, hosts, backend)
     if correct_nodes:
-        topology = with_nodes(topology, tuple(one["node"] for one in hellos))
+        topology = assign_servers(topology, tuple(one["node"] for one in hellos))
     ledger = Ledger(topology)
     rpc = Rpc(topology.rank, ledger, timeout_s)
     with ExitStack() as undo:
         undo.callback(rpc.close)
-        address = listening_address(rendezvous)
+        address = choose_listening_address(rendezvous)
         _, addresses = open_endpoints(
             store.exchange,
             hosts,
@@ -723,7 +725,7 @@ def _session_of_ranks(
         hosts=hosts,
         device=torch.device(taken.name),
         ranks_of_device=sum(one.card == taken.card for one in devices) if taken.card else 1,
-        job=derived_key(store.key, "name of the job").decode()[:16],
+        job=derive_key(store.key, "name of the job").decode()[:16],
         trace=trace,
         store=store,
         owns_group=owns_group,

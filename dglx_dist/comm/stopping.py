@@ -146,7 +146,7 @@ class StopPoint:
             # Training that failed may have ended elsewhere on another rank.
             self._passed = 0
 
-    def passed(self) -> bool:
+    def should_stop(self) -> bool:
         """Pass a point; return whether all ranks stop here."""
         # In this order: a rank that is not held here is counted with this point.
         self._passed += 1

@@ -63,7 +63,7 @@ class Topology:
     def ranks_of_server(self, server: int) -> tuple[int, ...]:
         return tuple(rank for rank, other in enumerate(self.server_of_rank) if other == server)
 
-    def same_server(self, a: int, b: int) -> bool:
+    def is_same_server(self, a: int, b: int) -> bool:
         """Whether ranks ``a`` and ``b`` share memory."""
         return self.server_of_rank[a] == self.server_of_rank[b]
 
@@ -126,27 +126,27 @@ class Settings:
     """DGLX_SCRATCH: folder on a disk for the rows that ranks share; default: memory."""
 
 
-def launched_by_torchrun(variables: Mapping[str, str] = os.environ) -> bool:
+def is_launched_by_torchrun(variables: Mapping[str, str] = os.environ) -> bool:
     return "RANK" in variables and "WORLD_SIZE" in variables
 
 
 def read_topology(variables: Mapping[str, str] = os.environ) -> Topology:
     """Read this process's topology; without torchrun it is the only rank. ConfigError names a wrong variable.
 
-    Assumes equally many ranks per machine; :func:`with_nodes` corrects that when the ranks know each other.
+    Assumes the same number of ranks on every machine. :func:`assign_servers` corrects that later.
     ``DGLX_RANKS_PER_SERVER`` cuts each machine into virtual servers of that many ranks, the last of which may
     be smaller.
     """
-    if not launched_by_torchrun(variables):
+    if not is_launched_by_torchrun(variables):
         return Topology(0, 1, (0,))
     world_size = _integer(variables, "WORLD_SIZE", minimum=1)
     rank = _integer(variables, "RANK", minimum=0, below=world_size)
     per_node = _integer(variables, "LOCAL_WORLD_SIZE", minimum=1, default=world_size)
     node_of_rank = tuple(other // per_node for other in range(world_size))
-    return with_nodes(Topology(rank, world_size, (0,) * world_size), node_of_rank, variables)
+    return assign_servers(Topology(rank, world_size, (0,) * world_size), node_of_rank, variables)
 
 
-def with_nodes(
+def assign_servers(
     topology: Topology, node_of_rank: tuple[int, ...], variables: Mapping[str, str] = os.environ
 ) -> Topology:
     """Return ``topology`` with servers made from the real machine of each rank ((W,), contiguous)."""
@@ -160,7 +160,7 @@ def with_nodes(
 
 
 def read_rendezvous(variables: Mapping[str, str] = os.environ) -> Rendezvous:
-    """Read the rendezvous; only meaningful when :func:`launched_by_torchrun`. ConfigError as above."""
+    """Read the rendezvous; only meaningful when :func:`is_launched_by_torchrun`. ConfigError as above."""
     if "MASTER_ADDR" not in variables:
         raise ConfigError(
             "RANK and WORLD_SIZE are set but MASTER_ADDR is not; start the script with torchrun, "
@@ -204,12 +204,12 @@ def read_launch() -> tuple[str, int]:
     return (parents[2].name, attempt) if len(parents) > 2 else ("", attempt)
 
 
-def started_by_agent() -> bool:
+def is_started_by_agent() -> bool:
     """Whether torchrun is the parent of this process, or of what started it."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def be_parent() -> None:
+def mark_as_parent() -> None:
     """Tell the processes that this one starts whose they are; see :func:`take_parent`."""
     os.environ[_PARENT] = str(os.getpid())
 
@@ -259,14 +259,14 @@ def bind_alike(rendezvous: Rendezvous) -> None:
             os.environ.setdefault(variable, _LOOPBACK)
 
 
-def with_secret(environment: Mapping[str, str]) -> dict[str, str]:
+def add_secret(environment: Mapping[str, str]) -> dict[str, str]:
     """Return ``environment`` with a secret for the ranks of a new job, unless it has one."""
     if environment.get("DGLX_SECRET") or environment.get("DGLX_SECRET_FILE"):
         return dict(environment)
     return {**environment, "DGLX_SECRET": secrets.token_hex(32)}
 
 
-def inherited_environment() -> dict[str, str]:
+def copy_environment() -> dict[str, str]:
     return dict(os.environ)
 
 
@@ -364,7 +364,7 @@ _RANK_DEFAULTS = {
 }
 
 
-def rank_environment(
+def build_rank_environment(
     num_ranks: int, *, ranks_per_server: int | None = None, environment: Mapping[str, str] | None = None
 ) -> dict[str, str]:
     """Return the whole environment for ``num_ranks`` ranks on this machine; ConfigError for numbers below 1.
@@ -375,7 +375,7 @@ def rank_environment(
     """
     if num_ranks < 1 or (ranks_per_server is not None and ranks_per_server < 1):
         raise ConfigError(f"{num_ranks} ranks, {ranks_per_server} per server: both must be at least 1")
-    start = inherited_environment() if environment is None else dict(environment)
+    start = copy_environment() if environment is None else dict(environment)
     threads = max(len(os.sched_getaffinity(0)) // num_ranks, 1)
     found = {**_RANK_DEFAULTS, "OMP_NUM_THREADS": str(threads), **start}
     if ranks_per_server is not None:
@@ -383,11 +383,11 @@ def rank_environment(
     return found
 
 
-def be_rank(variables: Mapping[str, str]) -> None:
+def set_rank_variables(variables: Mapping[str, str]) -> None:
     """Add what torchrun sets for a rank to the environment of this process, a fork of the launcher."""
     os.environ.update(variables)
 
 
-def endpoint_of(address: str, port: int | str) -> str:
+def format_endpoint(address: str, port: int | str) -> str:
     """Return a TCP address in ZeroMQ's form."""
     return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"

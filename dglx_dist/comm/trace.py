@@ -365,6 +365,6 @@ def _span(event: Fields) -> Span:
     return Span(name=name, row=row, begin_s=begin / 1e6, end_s=(begin + duration) / 1e6, **numbers)
 
 
-def shifted_by(spans: Iterable[Span], offset_s: float) -> tuple[Span, ...]:
+def shift_spans(spans: Iterable[Span], offset_s: float) -> tuple[Span, ...]:
     shifted = [replace(one, begin_s=one.begin_s + offset_s, end_s=one.end_s + offset_s) for one in spans]
     return tuple(sorted(shifted, key=lambda one: one.begin_s))

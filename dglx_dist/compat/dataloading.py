@@ -21,7 +21,7 @@ from dglx_dist.graph.dist_graph import DistGraph as InnerDistGraph
 from dglx_dist.graph.dist_tensor import DistTensor as InnerTensor
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.partition_book import as_array
-from dglx_dist.internals.graphs import without_empty_types
+from dglx_dist.internals.graphs import remove_empty_types
 from dglx_dist.options import check_integer
 from dglx_dist.strategies.base import OpenedStrategy, open_strategy
 from dglx_dist.strategies.data_parallel import DataParallel
@@ -77,7 +77,7 @@ class DistDataLoader(_Epochs):
         self._order = torch.arange(len(dataset))
         self._for_inference = not torch.is_grad_enabled()
         # Of this rank, and of all once they iterate together.
-        self._own = Schedule.of([len(dataset)], self.batch_size, self.drop_last, rank=0)
+        self._own = Schedule.from_counts([len(dataset)], self.batch_size, self.drop_last, rank=0)
         self._common: Schedule | None = None
 
     @property
@@ -98,7 +98,7 @@ class DistDataLoader(_Epochs):
         weight = self._session.topology.world_size if schedule is self._own else 1
 
         def make(step: int) -> Any:
-            chosen = order[schedule.slice_of(step)].tolist()
+            chosen = order[schedule.slice_seeds(step)].tolist()
             return self.collate_fn([_item(self.dataset[at]) for at in chosen])
 
         steps = range(schedule.num_steps)
@@ -118,7 +118,7 @@ class DistDataLoader(_Epochs):
         if self._common is None:
             counts = gather_counts([len(self.dataset)], self.batch_size, self.drop_last, self._session)
             made = counts[:, 0].tolist(), self.batch_size, self.drop_last, self._session.topology.rank
-            self._common = Schedule.of(*made)
+            self._common = Schedule.from_counts(*made)
         return self._common
 
 
@@ -148,7 +148,7 @@ class _Loader(_Epochs):
     def __len__(self) -> int:
         if self._needs_wrap or not self._ends_early:
             return len(self._inner)
-        num_local, _ = self._inner.num_targets_of_epoch
+        num_local, _ = self._inner.num_epoch_targets
         return -(-num_local // self._batch_size)
 
     @property
@@ -171,7 +171,7 @@ class _Loader(_Epochs):
             if share is not None and share.num_local == 0 and self._ends_early:
                 return
             if self._drops_empty_types:
-                blocks = [without_empty_types(block) for block in blocks]
+                blocks = [remove_empty_types(block) for block in blocks]
             remember(self._g, batch[0], blocks)
             for graph in (*batch[1:-1], *blocks):
                 if isinstance(graph, dgl.DGLGraph):
@@ -307,7 +307,7 @@ def sample_neighbors(
         exclude_edges, replace = None, exclude_edges
     inner, options = inner_graph(g), (edge_dir, prob, exclude_edges, replace)
     view = g if isinstance(g, DistGraph) else inner
-    return without_empty_types(view.sample_neighbors(_by_type(inner, nodes), fanout, *options))
+    return remove_empty_types(view.sample_neighbors(_by_type(inner, nodes), fanout, *options))
 
 
 def sample_etype_neighbors(  # noqa: PLR0913 - DGL's signature

@@ -29,7 +29,7 @@ from dglx_dist.graph.dist_tensor import DataView as InnerDataView
 from dglx_dist.graph.dist_tensor import DistTensor as InnerTensor
 from dglx_dist.graph.dist_tensor import TypedViews
 from dglx_dist.graph.partition_book import Ids
-from dglx_dist.internals.graphs import Scheme, without_empty_types
+from dglx_dist.internals.graphs import Scheme, remove_empty_types
 from dglx_dist.records import EdgeType, IdRanges
 
 
@@ -178,7 +178,7 @@ class DistGraph(Wrapper, of=InnerDistGraph):
             exclude_edges = of_each_type(our_edges, self.inner, exclude_edges)
         options = (edge_dir, prob, exclude_edges, replace, etype_sorted, output_device)
         drawn = self.inner.sample_neighbors(seed_nodes, fanout, *options)
-        return show_ids(self.inner, without_empty_types(drawn))
+        return show_ids(self.inner, remove_empty_types(drawn))
 
     def find_edges(self, edges: Ids, etype: str | EdgeType | None = None) -> tuple[Tensor, Tensor]:
         kind = self.to_canonical_etype(etype)

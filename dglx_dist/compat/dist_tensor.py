@@ -28,7 +28,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.dist_tensor import DistTensor as InnerDistTensor
 from dglx_dist.graph.dist_tensor import PartitionPolicy as InnerPolicy
-from dglx_dist.graph.dist_tensor import opened_graph
+from dglx_dist.graph.dist_tensor import get_opened_graph
 from dglx_dist.graph.embedding import DistEmbedding as InnerDistEmbedding
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.optim import SparseOptimizer
@@ -56,7 +56,7 @@ def attached_rows(tensor: InnerDistTensor, index: object) -> Tensor | None:
 
     Where features are cut by column these are this rank's columns, which the wrapped model takes.
     """
-    input_nodes, rows = _BATCH.of(tensor.kvstore.session)
+    input_nodes, rows = _BATCH.get(tensor.kvstore.session)
     key = tensor.kvstore, tensor.kvstore_key
     return rows[key]() if index is not None and index is input_nodes() and key in rows else None
 
@@ -179,7 +179,7 @@ class KVClient(Wrapper, of=KVStore):
             raise ConfigError(f"{name!r} is not laid out by nodes or edges of a type; use its own tensor")
         kind, type_name, short = shown.split("~", 2)
         policy = self.all_possible_part_policy[f"{kind}~{type_name}"]
-        return InnerDistTensor.existing(policy.inner, short, key)
+        return InnerDistTensor.from_existing(policy.inner, short, key)
 
 
 @final
@@ -205,7 +205,7 @@ _USERS: SessionField[dict[str, dict[str, WeakSet[object]]]] = SessionField(lambd
 def users_of(store: KVStore) -> dict[str, WeakSet[object]]:
     """Return who refers to each tensor of ``store`` on this rank that is freed once nobody does, by key."""
     # By label of the store: two graphs may have tensors of the same name.
-    return _USERS.of(store.session).setdefault(store.label, {})
+    return _USERS.get(store.session).setdefault(store.label, {})
 
 
 def use(tensor: InnerDistTensor, user: object) -> None:
@@ -257,7 +257,7 @@ class DistTensor(Wrapper, of=InnerDistTensor):
         if name is None and persistent:
             raise ConfigError("a tensor without a name cannot be persistent; give it a name")
         policy = inner_policy(part_policy)
-        store = opened_graph().kvstore if policy is None else policy.store
+        store = get_opened_graph().kvstore if policy is None else policy.store
         taken = [key for key in store.names() if name is not None and key.endswith(f"~{name}")]
         # Decided by the arguments and the store, which are alike on all ranks.
         holders = []
@@ -266,7 +266,7 @@ class DistTensor(Wrapper, of=InnerDistTensor):
         known = set(store.names())
         if taken and name is not None:
             # The state of an optimizer, and what else the graph does not show.
-            place = policy or opened_graph().policy_of_length(next(iter(shape)))
+            place = policy or get_opened_graph().find_policy_of_length(next(iter(shape)))
             is_gdata = is_gdata and (place.key(name) in known or place.hidden_key(name) not in known)
         try:
             first = init_func and _by_our_ids(init_func, policy, shape)
@@ -348,7 +348,7 @@ def inner_tensor(value: object) -> object:
 
 def _by_our_ids(init: InitRows, policy: InnerPolicy | None, shape: Sequence[int]) -> InitRows:
     def rows(local_shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        place, made = policy or opened_graph().policy_of_length(shape[0]), init(local_shape, dtype)
+        place, made = policy or get_opened_graph().find_policy_of_length(shape[0]), init(local_shape, dtype)
         ids = edge_ids(place.store, place.type_name)
         return made if ids is None else made[torch.from_numpy(ids.source.copy())]
 
@@ -375,7 +375,7 @@ class DistEmbedding(Wrapper, of=InnerDistEmbedding):
         part_policy: PartitionPolicy | None = None,
     ) -> None:
         policy = inner_policy(part_policy)
-        graph = opened_graph() if policy is None else graph_of_store(policy.store)
+        graph = get_opened_graph() if policy is None else graph_of_store(policy.store)
         init = init_func or (lambda shape, dtype: torch.zeros(shape, dtype=dtype))
         init = _by_our_ids(init, policy, (num_embeddings,))
         self.inner = InnerDistEmbedding(num_embeddings, embedding_dim, name, init, policy, graph=graph)

@@ -13,14 +13,14 @@ import dgl.dataloading
 from torch import nn
 
 from dglx_dist.comm.collectives import barrier
-from dglx_dist.comm.session import current_session, session_if_open, start_later
+from dglx_dist.comm.session import current_session, get_open_session, start_later
 from dglx_dist.comm.topology import Topology, read_settings, read_topology
 from dglx_dist.compat import dataloading, partition, partition_book
 from dglx_dist.compat.dist_graph import DistGraph, find_edges, inner_graph
 from dglx_dist.compat.dist_tensor import DistEmbedding, DistTensor, KVClient, SparseAdagrad, SparseAdam
 from dglx_dist.compat.wrappers import InnerAttribute
 from dglx_dist.errors import ConfigError, PeerError
-from dglx_dist.graph.dist_tensor import OPENED, opened_graph
+from dglx_dist.graph.dist_tensor import OPENED, get_opened_graph
 from dglx_dist.options import check_integer
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE
 from dglx_dist.strategies.base import WrappedModel, begin, resolve_strategy
@@ -52,7 +52,7 @@ def initialize(
     dglx_dist.run``, else ``data_parallel``; ``timeout``: seconds that a rank may be silent before the others
     raise an error that names it; ``options``: of the strategy.
     """
-    if session_if_open() is not None:
+    if get_open_session() is not None:
         raise ConfigError("initialize was called before; call dgl.distributed.exit_client() between the two")
     name, seed = resolve_strategy(strategy), check_integer("seed", seed, least=0)
     launcher = read_settings().dgl_processes
@@ -81,7 +81,7 @@ def initialize(
 def exit_client() -> None:
     """Close the session, on all ranks or none; ``initialize`` may then be called again."""
     start_later(None)
-    if (session := session_if_open()) is not None:
+    if (session := get_open_session()) is not None:
         session.close()
 
 
@@ -120,7 +120,7 @@ def refused(name: str, reason: str) -> type[Any]:
 
 
 def _topology() -> Topology:
-    return read_topology() if (session := session_if_open()) is None else session.topology
+    return read_topology() if (session := get_open_session()) is None else session.topology
 
 
 _REASONS: Mapping[str, str] = {
@@ -187,8 +187,8 @@ _PROCESS_MODULES = ("role", "rpc", "rpc_client", "rpc_server", "dist_context", "
 
 def get_kvstore() -> KVClient | None:
     """Return the store of the graph opened last; None if there is none, as in DGL."""
-    opened = session_if_open()
-    return None if opened is None or OPENED.of(opened) is None else KVClient.over(opened_graph().kvstore)
+    opened = get_open_session()
+    return None if opened is None or OPENED.get(opened) is None else KVClient.over(get_opened_graph().kvstore)
 
 
 SUPPORTED_SUBMODULES: Mapping[str, Mapping[str, Any]] = {
@@ -200,7 +200,7 @@ SUPPORTED_SUBMODULES: Mapping[str, Mapping[str, Any]] = {
     },
     "rpc": {"get_num_server": get_num_machines, "get_num_server_per_machine": lambda: 1},
     "dist_context": {
-        "is_initialized": lambda: session_if_open() is not None,
+        "is_initialized": lambda: get_open_session() is not None,
         "get_sampler_pool": lambda: (None, 0),
     },
     "kvstore": {"get_kvstore": get_kvstore},

@@ -23,7 +23,7 @@ from dglx_dist.data.storage.dgl_format import ranges_by_type, read_part_config, 
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.partition_book import as_array
-from dglx_dist.graph.row_kernels import numpy_view
+from dglx_dist.graph.row_kernels import view_as_numpy
 from dglx_dist.graph.split import edge_split as split_edges
 from dglx_dist.graph.split import node_split as split_nodes
 from dglx_dist.options import check_integer
@@ -46,7 +46,7 @@ def raw_graph(
     def columns(owner: str | EdgeType, data: Any) -> dict[str, Array]:
         bfloat16.extend((owner, key) for key, rows in data.items() if rows.dtype == torch.bfloat16)
         kept = {key: rows.detach().cpu().contiguous() for key, rows in data.items() if key not in dropped}
-        return {key: numpy_view(rows) for key, rows in kept.items()}
+        return {key: view_as_numpy(rows) for key, rows in kept.items()}
 
     raw = RawGraph(
         name=name,

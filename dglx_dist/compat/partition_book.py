@@ -16,7 +16,7 @@ from dglx_dist.compat.wrappers import InnerAttribute, Wrapper
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.dist_tensor import PartitionPolicy as InnerPartitionPolicy
-from dglx_dist.graph.dist_tensor import opened_graph
+from dglx_dist.graph.dist_tensor import get_opened_graph
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.partition_book import Ids, PartitionBook, as_array, as_ids, canonical_etype
 from dglx_dist.internals.pytorch import ids_to_device
@@ -144,14 +144,14 @@ _GRAPHS: SessionField[list[DistGraph]] = SessionField(lambda _: [])
 
 def remember_graph(g: DistGraph) -> None:
     """Register ``g`` as open, until it is closed or the session ends."""
-    graphs = _GRAPHS.of(g.session)
+    graphs = _GRAPHS.get(g.session)
     graphs.append(g)
     g.on_close.append(lambda: graphs.remove(g))
     if g.dataset.manifest.num_parts == 1:
         for etype in g.canonical_etypes:
             source = np.asarray(g.dataset.part(0).original_edge_ids(etype))
             if (source[1:] < source[:-1]).any():
-                _EDGE_IDS.of(g.session)[g.kvstore.label, etype] = EdgeIds(source)
+                _EDGE_IDS.get(g.session)[g.kvstore.label, etype] = EdgeIds(source)
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ _EDGE_IDS: SessionField[dict[tuple[str, object], EdgeIds]] = SessionField(lambda
 
 def edge_ids(store: KVStore, etype: object) -> EdgeIds | None:
     """Return the ids of the edges of a type in the graph of ``store``; None where ours are DGL's."""
-    return _EDGE_IDS.of(store.session).get((store.label, etype))
+    return _EDGE_IDS.get(store.session).get((store.label, etype))
 
 
 def our_edges(store: KVStore, etype: object, ids: Ids) -> Ids:
@@ -234,8 +234,8 @@ def edge_type(g: DistGraph, etype: str | EdgeType) -> str | EdgeType:
 
 
 def _open_graphs() -> Sequence[DistGraph]:
-    last = cast("DistGraph", opened_graph())
-    return [*(g for g in _GRAPHS.of(current_session()) if g is not last), last]
+    last = cast("DistGraph", get_opened_graph())
+    return [*(g for g in _GRAPHS.get(current_session()) if g is not last), last]
 
 
 def _rows(book: PartitionBook) -> dict[str | EdgeType, int]:

@@ -18,10 +18,10 @@ from dglx_dist.data.sources import DatasetSource
 from dglx_dist.data.storage.columns import (
     IDS,
     FileInfo,
-    column_info,
     data_path,
     edge_folder,
     id_dtype,
+    make_column_info,
     node_folder,
     write_column,
 )
@@ -363,7 +363,7 @@ def write_streamed(config: SyntheticConfig, folder: Path, *, feature_dtype: str 
             rows = (piece.astype(feature_dtype) for piece in _features(config, true_classes))
             write_data(FEATURE, ColumnInfo(dtype=feature_dtype, row_shape=(config.features,)), rows)
         for name, values in {LABEL: _labels(config, true_classes), **_splits(config, communities)}.items():
-            write_data(name, column_info(values, name), [values])
+            write_data(name, make_column_info(values, name), [values])
         manifest = Manifest(
             name="synthetic",
             num_parts=1,

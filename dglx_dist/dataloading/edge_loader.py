@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dglx_dist.comm.collectives import check_equal, gather_int64, run_on_all_ranks
 from dglx_dist.dataloading.feature_fetch import EDGE_PHASE
-from dglx_dist.dataloading.loader import excluded_edges, open_maker
+from dglx_dist.dataloading.loader import open_maker, read_excluded_edges
 from dglx_dist.dataloading.minibatch import NOTHING_EXCLUDED, Excluded, MiniBatch, NodeIds, NodeMaker
 from dglx_dist.dataloading.negative import (
     DrawAll,
@@ -29,7 +29,7 @@ from dglx_dist.dataloading.negative import (
     open_negative,
     read_negative,
 )
-from dglx_dist.dataloading.sampler_spec import edge_columns, names_by_type, read_sampler
+from dglx_dist.dataloading.sampler_spec import find_edge_columns, read_column_names, read_sampler
 from dglx_dist.dataloading.step_loader import (
     Items,
     LoaderOptions,
@@ -37,14 +37,14 @@ from dglx_dist.dataloading.step_loader import (
     StepLoader,
     read_items,
     read_loader_options,
-    seed_of,
+    resolve_seed,
 )
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.analysis import NO_REVERSE, reverse_edge_ids
 from dglx_dist.graph.column import PendingPull
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.partition_book import Ids, as_array, as_ids
-from dglx_dist.internals.graphs import structure_of
+from dglx_dist.internals.graphs import get_structure
 from dglx_dist.internals.message_passing import place
 from dglx_dist.internals.pytorch import Copy
 from dglx_dist.records import Array, EdgeType, StepShare
@@ -185,7 +185,7 @@ def _call_exclude(g: DistGraph, exclude: Callable[[Any], Any], edges: Edges) -> 
     if not given:
         return NOTHING_EXCLUDED
     answer = exclude(given if len(g.canonical_etypes) > 1 else next(iter(given.values())))
-    return excluded_edges(g, answer)
+    return read_excluded_edges(g, answer)
 
 
 def _reverse_types(g: DistGraph, given: Any) -> Reverse:
@@ -273,14 +273,14 @@ class MergedPairs:
     relation: Tensor
     """(E,) int64 place of the type in ``etypes``."""
 
-    def moved(self, graph: dgl.DGLGraph, copy: Copy) -> MergedPairs:
-        return replace(self, index=structure_of(graph), ends=copy(self.ends), relation=copy(self.relation))
+    def move(self, graph: dgl.DGLGraph, copy: Copy) -> MergedPairs:
+        return replace(self, index=get_structure(graph), ends=copy(self.ends), relation=copy(self.relation))
 
 
 def merge_pairs(pair_graph: Any) -> MergedPairs:
     """Return the merged edges of any graph; those of a loader's pair graph are ready."""
     merged: MergedPairs | None = getattr(pair_graph, "merged_pairs", None)
-    if merged is not None and merged.index is structure_of(pair_graph):
+    if merged is not None and merged.index is get_structure(pair_graph):
         return merged
     # A graph of the user's own, or one that was moved or changed.
     counts = map(pair_graph.num_nodes, pair_graph.ntypes)
@@ -290,7 +290,7 @@ def merge_pairs(pair_graph: Any) -> MergedPairs:
     ends = [torch.stack([u + first[e[0]], v + first[e[2]]]).long() for e, (u, v) in found.items()]
     sizes = tuple(one.shape[1] for one in ends)
     relation = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).to(pair_graph.device)
-    index = structure_of(pair_graph)
+    index = get_structure(pair_graph)
     return MergedPairs(index=index, etypes=etypes, sizes=sizes, ends=torch.cat(ends, 1), relation=relation)
 
 
@@ -378,7 +378,7 @@ class EdgeBatch(MiniBatch):
     def move(self, device: torch.device, copy: Copy) -> None:
         pairs, self.pairs = self.pairs, [place(graph, device, copy=copy) for graph in self.pairs]
         for graph, before in zip(self.pairs, pairs, strict=True):
-            graph.merged_pairs = before.merged_pairs.moved(graph, copy)
+            graph.merged_pairs = before.merged_pairs.move(graph, copy)
         super().move(device, copy)
 
 
@@ -543,7 +543,7 @@ class DistEdgeDataLoader(StepLoader[EdgeType, EdgeBatch, EdgesBatch]):
         types = {etype: [*tables] for etype, tables in read.reverse.items() if None in tables.values()}
         signature = f"{mode}, reverse_etypes={types}" if types else mode
         check_equal(g.session, "exclude=", signature)
-        seed = seed_of(read.options, g.session)
+        seed = resolve_seed(read.options, g.session)
         maker = EdgeMaker(
             g=g,
             blocks=open_maker(g, read.sampler, read_sampler(read.sampler), read.options, seed),
@@ -601,7 +601,7 @@ def _checked(
         negative=read_negative(negative),
         items=items,
         options=read,
-        columns=edge_columns(g, names_by_type(labels, "prefetch_labels"), "prefetch_labels"),
+        columns=find_edge_columns(g, read_column_names(labels, "prefetch_labels"), "prefetch_labels"),
     )
 
 

@@ -24,7 +24,7 @@ from dglx_dist.data.storage.columns import numpy_dtype
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.column import DeviceRows, LookAheadRows, PendingPull
 from dglx_dist.graph.kvstore import KVStore
-from dglx_dist.graph.row_kernels import column_info, empty_rows, tensor_view, torch_dtype
+from dglx_dist.graph.row_kernels import allocate_rows, make_column_info, torch_dtype, view_as_tensor
 from dglx_dist.internals.graphs import Column, frames_by_type, replace_columns
 from dglx_dist.internals.message_passing import note_edge_order
 from dglx_dist.internals.pytorch import Copy
@@ -80,7 +80,7 @@ class RowMemory:
         """
         width = math.prod(info.row_shape)
         if count == 0 or width == 0:
-            return empty_rows(count, info)
+            return allocate_rows(count, info)
         with self._lock:
             kept = self._kept.setdefault((key, info), [])
             counts = _references(kept)
@@ -94,7 +94,7 @@ class RowMemory:
                     kept[longest] = array
                 elif len(kept) < self._num_batches:
                     kept.append(array)
-        return tensor_view(array[:count].reshape(count, *info.row_shape), info)
+        return view_as_tensor(array[:count].reshape(count, *info.row_shape), info)
 
     def _new(self, shape: tuple[int, int], info: ColumnInfo) -> Array:
         if self.device.type != "cuda":
@@ -103,18 +103,18 @@ class RowMemory:
         dtype = torch.int16 if info.dtype == "bfloat16" else torch_dtype(info.dtype)
         return torch.empty(shape, dtype=dtype, pin_memory=torch.cuda.is_available()).numpy()
 
-    def target(self, dtype: torch.dtype) -> torch.dtype:
+    def get_output_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the output dtype for a column of ``dtype``."""
         if dtype not in FLOATS:
             return dtype
         return self._dtype or (torch.float32 if dtype in HALVES else dtype)
 
-    def converted(self, rows: Tensor) -> Tensor:
+    def convert(self, rows: Tensor) -> Tensor:
         """Return (K, *row) ``rows`` in the output dtype; ``rows`` itself if it has that dtype."""
-        dtype = self.target(rows.dtype)
+        dtype = self.get_output_dtype(rows.dtype)
         if dtype == rows.dtype:
             return rows
-        return self.rows("", len(rows), column_info(dtype, tuple(rows.shape[1:]))).copy_(rows)
+        return self.rows("", len(rows), make_column_info(dtype, tuple(rows.shape[1:]))).copy_(rows)
 
 
 def _references(arrays: Sequence[Array]) -> list[int]:
@@ -156,14 +156,14 @@ class Columns:
     memory: RowMemory = field(default_factory=RowMemory)
     """Memory for the rows of inputs, and for those of inputs and edges that are converted."""
 
-    def announced(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
+    def group_inputs(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Return the input nodes by column in the store, of which ``inputs`` are those by type."""
         return {key: inputs.get(ntype, NO_ROWS) for ntype, _, key in _each(self.inputs)}
 
     def claim(self, store: KVStore) -> Ahead:
         """Claim the look-ahead rows of the inputs that no other loader has; by column."""
         claimed = {}
-        for key in self.announced({}):
+        for key in self.group_inputs({}):
             ahead = store.column(key).ahead
             # Rows of which some are on the batches' device are split there.
             if ahead is None or self.on_device(store, key) is not None:
@@ -255,16 +255,16 @@ class SplitColumn:
     name: str
     cached: DeviceRows
     parts: Sequence[Tensor]
-    """The arguments of :meth:`DeviceRows.joined`."""
+    """The arguments of :meth:`DeviceRows.join_rows`."""
     dtype: torch.dtype
     """Of the column in the block."""
 
-    def moved(self, copy: Copy) -> SplitColumn:
+    def move(self, copy: Copy) -> SplitColumn:
         return replace(self, parts=[copy(part) for part in self.parts])
 
     def attach(self, blocks: Sequence[DGLBlock]) -> None:
         """Set the column, on the current stream."""
-        rows = self.cached.joined(*self.parts)
+        rows = self.cached.join_rows(*self.parts)
         blocks[0].srcnodes[self.ntype].data[self.name] = rows.to(self.dtype)
 
 
@@ -321,7 +321,7 @@ def submit_columns(
 
     def finish(built: Sequence[DGLBlock]) -> Sequence[SplitColumn]:
         for number, side, kind, name, pull in pending:
-            rows = pull() if side == "dstnodes" else columns.memory.converted(pull())
+            rows = pull() if side == "dstnodes" else columns.memory.convert(pull())
             getattr(built[number], side)[kind].data[name] = rows
         return [
             SplitColumn(
@@ -329,7 +329,7 @@ def submit_columns(
                 name=name,
                 cached=cached,
                 parts=[*map(torch.from_numpy, places), pull()],
-                dtype=columns.memory.target(cached.rows.dtype),
+                dtype=columns.memory.get_output_dtype(cached.rows.dtype),
             )
             for ntype, name, cached, places, pull in split
         ]
@@ -388,5 +388,5 @@ def fetch_on_access(g: DistGraph, blocks: Sequence[DGLBlock], warned: set[str]) 
             replace_columns(frame, partial(OnDemandColumns, g=g, kind=kind, warned=warned))
 
 
-def edges_of(block: DGLBlock) -> dict[EdgeType, Array]:
+def get_edge_ids(block: DGLBlock) -> dict[EdgeType, Array]:
     return {etype: block.edges[etype].data[dgl.EID].numpy() for etype in block.canonical_etypes}

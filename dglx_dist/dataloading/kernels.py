@@ -77,7 +77,7 @@ def number(table: NodeTable, sources: Array, nodes: Array, count: int, local: Ar
     """Write the number of each of ``sources`` to ``local``; new nodes get the next free numbers.
 
     Args:
-        table: If hashed, with at least twice as many slots as distinct nodes; see :func:`grown_table`.
+        table: If hashed, with at least twice as many slots as distinct nodes; see :func:`grow_table`.
         sources: (K,) global ids.
         nodes: (count + K + 1,) global ids by number; the first ``count`` are set.
         local: (K,) output.
@@ -91,7 +91,7 @@ def number(table: NodeTable, sources: Array, nodes: Array, count: int, local: Ar
 
 
 @njit(cache=True, nogil=True)
-def enlarged(table: NodeTable, slots: int) -> NodeTable:
+def make_larger_table(table: NodeTable, slots: int) -> NodeTable:
     """Return an empty hashed table with at least ``slots`` slots and the base of ``table``."""
     capacity = np.int64(len(table.keys))
     while capacity < slots:
@@ -110,7 +110,7 @@ def copy_to(out: Array, values: Array) -> None:
 
 
 @njit(cache=True, nogil=True)
-def longer(array: Array, used: int, length: int) -> Array:
+def grow_array(array: Array, used: int, length: int) -> Array:
     """Return an array of ``length`` that begins with ``array[:used]``."""
     out = np.empty(length, array.dtype)
     copy_to(out, array[:used])
@@ -167,7 +167,7 @@ class Relations(NamedTuple):
     """(R,) bool."""
 
 
-def relations_of(schema: Schema, cscs: Sequence[Csc]) -> Relations:
+def make_relations(schema: Schema, cscs: Sequence[Csc]) -> Relations:
     """Return the record of ``cscs``, one whole structure per edge type; the caller keeps ``cscs`` alive."""
     return Relations(
         schema.offsets,
@@ -200,7 +200,7 @@ def _pointer(_context: Any, address: Any) -> Any:
 
 
 @njit(cache=True, nogil=True)
-def csc_at(relations: Relations, number: int) -> Csc:
+def read_csc(relations: Relations, number: int) -> Csc:
     """Return edge type ``number`` as the draw kernels read it, without indices, which they do not use."""
     rows = np.int64(relations.num_destinations[number])
     indptr = carray(_pointer(relations.indptr[number]), rows + 1, dtype=np.int64)
@@ -304,7 +304,7 @@ class _Hop(NamedTuple):
 
 
 @njit(cache=True, nogil=True)
-def grown_nodes(nodes: NumberedNodes, more: Array) -> NumberedNodes:
+def grow_nodes(nodes: NumberedNodes, more: Array) -> NumberedNodes:
     """Return a copy with space for ``more`` ((T,) int64) nodes of each type."""
     num_types = len(nodes.counts)
     starts = np.zeros(num_types + 1, np.int64)
@@ -320,12 +320,12 @@ def grown_nodes(nodes: NumberedNodes, more: Array) -> NumberedNodes:
 
 
 @njit(cache=True, nogil=True)
-def grown_table(table: NodeTable, nodes: NumberedNodes, more: int) -> NodeTable:
+def grow_table(table: NodeTable, nodes: NumberedNodes, more: int) -> NodeTable:
     """Return a table with space for ``more`` nodes, holding the numbers of ``nodes``."""
     needed = 2 * (nodes.counts.sum() + more)
     if len(table.keys) == 0 or len(table.keys) >= needed:
         return table
-    table = enlarged(table, needed)
+    table = make_larger_table(table, needed)
     for node_type in range(len(nodes.counts)):
         keys = nodes.keys[nodes.starts[node_type] :]
         for i in range(nodes.counts[node_type]):
@@ -350,8 +350,8 @@ def number_seeds(
     num_types = len(offsets) - 1
     nothing = np.empty(0, np.int64)
     empty = NumberedNodes(nothing, nothing, np.zeros(num_types + 1, np.int64), np.zeros(num_types, np.int64))
-    nodes = grown_nodes(empty, seed_ends[1:] - seed_ends[:-1])
-    table = grown_table(table, nodes, len(seeds))
+    nodes = grow_nodes(empty, seed_ends[1:] - seed_ends[:-1])
+    table = grow_table(table, nodes, len(seeds))
     local = np.empty(len(seeds), np.int64)
     for node_type in range(num_types):
         first, last = seed_ends[node_type], seed_ends[node_type + 1]
@@ -370,7 +370,7 @@ def write_ids(nodes: NumberedNodes, offsets: Array, done: Array) -> None:
 
 
 @njit(cache=True, nogil=True)
-def packed_ids(nodes: NumberedNodes) -> tuple[Array, Array]:
+def pack_ids(nodes: NumberedNodes) -> tuple[Array, Array]:
     """Return (ids, (T + 1,) starts), type by type without gaps."""
     starts = np.zeros(len(nodes.counts) + 1, np.int64)
     for node_type in range(len(nodes.counts)):
@@ -429,7 +429,7 @@ def draw_by_importance(
     Returns:
         (k,) int64 positions of the kept edges, and their weight / probability, which makes sums unbiased.
     """
-    table = enlarged(NodeTable(np.empty(0, np.uint32), np.empty(1, np.int64), 1), 2 * len(sources))
+    table = make_larger_table(NodeTable(np.empty(0, np.uint32), np.empty(1, np.int64), 1), 2 * len(sources))
     local, count = np.zeros(len(sources), np.int64), 1
     if rounds != 0:
         count = number(table, sources, np.empty(len(sources) + 1, np.int64), 0, local)
@@ -470,7 +470,7 @@ def _by_importance(
     relations: Relations, request: SampleRequest, hop: _Hop, relation: int, frontier: Array, rows: Array
 ) -> tuple[Array, Array]:
     # Returns edges and their weights, of mean 1 for each destination.
-    csc, fanout, stream = csc_at(relations, relation), hop.fanouts[relation], hop.streams[relation]
+    csc, fanout, stream = read_csc(relations, relation), hop.fanouts[relation], hop.streams[relation]
     rule, num_rows = _rule(request, relation), len(frontier)
     indptr, starts = np.empty(num_rows + 1, np.int64), np.empty(num_rows, np.int64)
     largest = count_hop(csc, frontier, -1, rule, indptr, starts)
@@ -501,7 +501,7 @@ def _draw(
         node_type, first = relations.destination_types[relation], hop.ends[relation]
         frontier = nodes.ids[nodes.starts[node_type] :][: hop.sizes[node_type]]
         rows = hop.indptr[row : row + len(frontier) + 1]
-        csc, fanout, stream = csc_at(relations, relation), hop.fanouts[relation], hop.streams[relation]
+        csc, fanout, stream = read_csc(relations, relation), hop.fanouts[relation], hop.streams[relation]
         rule = _rule(request, relation)
         if fanout == 0:
             rows[:] = 0
@@ -511,7 +511,7 @@ def _draw(
             last = first + rows[len(frontier)]
             if last > len(edges):
                 # Spare ones for later edge types, or each would copy all edges of the batch.
-                edges = longer(edges, first, last if relation == len(hop.fanouts) - 1 else 2 * last)
+                edges = grow_array(edges, first, last if relation == len(hop.fanouts) - 1 else 2 * last)
             draw_hop(csc, frontier, stream, fanout < 0, rule, (rows, starts, largest), edges[first:last])
         elif request.rounds != 0 or len(csc.weights) > 0:
             more, new_weights = _by_importance(relations, request, hop, relation, frontier, rows)
@@ -578,21 +578,21 @@ def sample_batch(
         sizes = node_ends[hop_index]
         begin, row_end = hop_index * num_relations, len(indptr)
         new_rows = sizes[relations.destination_types].sum() + num_relations
-        indptr = longer(indptr, row_end, row_end + new_rows)
+        indptr = grow_array(indptr, row_end, row_end + new_rows)
         ends = edge_ends[begin : begin + num_relations + 1]
         hop = _Hop(request.fanouts[hop_index], request.streams[hop_index], sizes, indptr[row_end:], ends)
         edge_ids, weights = _draw(relations, request, nodes, hop, (edge_ids, weights), by_source)
         first, last = ends[0], ends[num_relations]
-        sources = longer(sources, first, last)
+        sources = grow_array(sources, first, last)
         more = np.zeros(len(sizes), np.int64)
         for relation in range(num_relations):
             more[relations.source_types[relation]] += hop.ends[relation + 1] - hop.ends[relation]
-        nodes = grown_nodes(nodes, more)
-        table = grown_table(table, nodes, last - first)
+        nodes = grow_nodes(nodes, more)
+        table = grow_table(table, nodes, last - first)
         _number(relations, table, nodes, hop, edge_ids, sources)
         write_ids(nodes, relations.offsets, sizes)
         copy_to(node_ends[hop_index + 1], nodes.counts)
-    ids, starts = packed_ids(nodes)
+    ids, starts = pack_ids(nodes)
     used = NodeTable(table.slots, table.keys, table.base + nodes.counts.max())
     edges = edge_ids[: edge_ends[-1]]
     return RawBatch(ids, starts, node_ends, indptr, sources, edges, edge_ends, weights), used

@@ -10,32 +10,32 @@ import numpy as np
 from dgl.heterograph import DGLBlock
 
 from dglx_dist.comm.collectives import barrier, check_equal, gather_json, run_on_all_ranks
-from dglx_dist.comm.devices import device_of
+from dglx_dist.comm.devices import resolve_device
 from dglx_dist.dataloading.feature_fetch import Columns, RowMemory
 from dglx_dist.dataloading.kernels import Schema
 from dglx_dist.dataloading.minibatch import KernelMaker, MiniBatch, NodeIds, NodeMaker, SamplerMaker
-from dglx_dist.dataloading.sampler import BatchSource, DrawSettings, LocalSource, RemoteSource, digest_of
+from dglx_dist.dataloading.sampler import BatchSource, DrawSettings, LocalSource, RemoteSource, compute_digest
 from dglx_dist.dataloading.sampler_spec import (
     Fanout,
     SamplePlan,
-    all_weights,
     check_every_type_has,
-    edge_columns,
     find_columns,
-    names_by_type,
+    find_edge_columns,
+    read_all_weights,
+    read_column_names,
     read_sampler,
-    shard_weights,
+    read_shard_weights,
 )
 from dglx_dist.dataloading.step_loader import (
     LoaderOptions,
     StepLoader,
     read_items,
     read_loader_options,
-    seed_of,
+    resolve_seed,
 )
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.partition_book import Ids
-from dglx_dist.graph.sampling import by_type, csc_of, fanout_by_type, keyed_draw
+from dglx_dist.graph.sampling import group_by_type, make_csc, make_keyed_draw, read_fanouts
 from dglx_dist.graph.structure import NO_EDGES
 from dglx_dist.keyed_random import Csc, Rule
 from dglx_dist.records import Array, EdgeType
@@ -69,7 +69,7 @@ def _local_plan(
     g: DistGraph, sampler: Any, plan: SamplePlan, options: LoaderOptions, seed: int
 ) -> tuple[Columns, DrawSettings | None]:
     # Not collective. No draws: the sampler runs its own code.
-    device = device_of(options.device, g.session.device)
+    device = resolve_device(options.device, g.session.device)
     memory = RowMemory(options.depth + _SPARE_BUFFERS, options.feature_dtype, device)
     columns = find_columns(g, plan, memory)
     if plan.fanouts is None:
@@ -91,7 +91,7 @@ def _local_plan(
         schema=_schema(g),
         fanouts=_fanouts(plan.fanouts, g.canonical_etypes),
         replace=plan.replace,
-        exclude=excluded_edges(g, options.exclude),
+        exclude=read_excluded_edges(g, options.exclude),
         seed=seed,
         by_source=plan.by_source,
     )
@@ -104,7 +104,7 @@ def _source(g: DistGraph, draws: DrawSettings, weights: str | None, op: str = ""
     return RemoteSource(draws.schema, structures, op or _serve(g, weights, draws))
 
 
-def neighborhood_maker(
+def open_neighborhood_maker(
     g: DistGraph, num_layers: int, mask: str | None = None, edge_feats: Any = ()
 ) -> NodeMaker:
     """Return what makes blocks of all in-edges of ``num_layers`` hops, with the columns ``edge_feats``.
@@ -113,7 +113,7 @@ def neighborhood_maker(
     """
     fanouts = np.full((num_layers, len(g.canonical_etypes)), -1)
     draws = DrawSettings(schema=_schema(g), fanouts=fanouts, replace=False, exclude={}, seed=0)
-    columns = Columns(edges=edge_columns(g, names_by_type(edge_feats, "edge_feats"), "edge_feats"))
+    columns = Columns(edges=find_edge_columns(g, read_column_names(edge_feats, "edge_feats"), "edge_feats"))
     return KernelMaker(_source(g, draws, mask, "" if mask else "in_edges"), draws, g, columns)
 
 
@@ -121,10 +121,10 @@ def _read_structures(g: DistGraph, weights: str | None) -> list[Csc]:
     """Return the structure of every edge type, with its weights. Collective if ``weights`` is given."""
     shards = {etype: g.structure(etype).shards[0] for etype in g.canonical_etypes}
     if weights is None:
-        return [csc_of(shard) for shard in shards.values()]
+        return [make_csc(shard) for shard in shards.values()]
     return run_on_all_ranks(
         g.session,
-        lambda: [csc_of(shard, all_weights(g, etype, weights)) for etype, shard in shards.items()],
+        lambda: [make_csc(shard, read_all_weights(g, etype, weights)) for etype, shard in shards.items()],
         ConfigError,
     )
 
@@ -138,7 +138,9 @@ def _serve(g: DistGraph, weights: str | None, draws: DrawSettings) -> str:
     if weights is not None:
         by_shard = run_on_all_ranks(
             g.session,
-            lambda: {etype: shard_weights(g, g.structure(etype), weights) for etype in g.canonical_etypes},
+            lambda: {
+                etype: read_shard_weights(g, g.structure(etype), weights) for etype in g.canonical_etypes
+            },
             ConfigError,
         )
     excluded = {etype: draws.exclude.get(etype, NO_EDGES) for etype in g.canonical_etypes}
@@ -146,12 +148,12 @@ def _serve(g: DistGraph, weights: str | None, draws: DrawSettings) -> str:
     contents = [*excluded.items()]
     for etype, weights_of in by_shard.items():
         contents += [(etype, weights_of[first]) for first in sorted(weights_of)]
-    own = [bool(draws.replace), draws.by_source is not None, digest_of(contents)]
+    own = [bool(draws.replace), draws.by_source is not None, compute_digest(contents)]
     op = f"sample.{hashlib.sha256(str(gather_json(own, g.session)).encode()).hexdigest()}"
     for etype, ids in excluded.items():
         if not g.structure(etype).serves(op):
             rule = Rule(draws.replace, ids, draws.by_source is not None)
-            g.structure(etype).serve(op, keyed_draw(rule, by_shard.get(etype, {})))
+            g.structure(etype).serve(op, make_keyed_draw(rule, by_shard.get(etype, {})))
     # The first rank to return may send requests at once.
     barrier(g.session, "opening a loader")
     return op
@@ -176,17 +178,19 @@ def _fanouts(fanouts: Sequence[Fanout], etypes: Sequence[EdgeType]) -> Array:
                     f"fanouts[{layer}] names {len(etypes) - len(missing)} of {len(etypes)} edge types; "
                     f"missing: {', '.join(map(str, missing))} (use 0 to draw none of a type)"
                 )
-        by_etype = fanout_by_type(fanout, etypes)
+        by_etype = read_fanouts(fanout, etypes)
         rows.append([by_etype[etype] for etype in etypes])
     return np.array(rows[::-1], np.int64)
 
 
-def excluded_edges(g: DistGraph, exclude: Any) -> dict[EdgeType, Array]:
+def read_excluded_edges(g: DistGraph, exclude: Any) -> dict[EdgeType, Array]:
     """Return edge type -> (X,) int64 ascending distinct ids; ``exclude``: None, ids, or a dict of ids."""
     if exclude is None:
         return {}
     counts = {etype: g.num_edges(etype) for etype in g.canonical_etypes}
-    return {etype: np.unique(ids) for etype, ids in by_type(exclude, counts, "edge").items() if len(ids)}
+    return {
+        etype: np.unique(ids) for etype, ids in group_by_type(exclude, counts, "edge").items() if len(ids)
+    }
 
 
 Batch: TypeAlias = tuple[NodeIds, NodeIds, list[DGLBlock]]
@@ -228,5 +232,5 @@ class DataLoader(StepLoader[str, MiniBatch, Batch]):
             ),
             ConfigError,
         )
-        maker = open_maker(g, sampler, plan, read, seed_of(read, g.session))
+        maker = open_maker(g, sampler, plan, read, resolve_seed(read, g.session))
         super().__init__(g.session, seeds, read, maker)

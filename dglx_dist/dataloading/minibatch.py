@@ -24,8 +24,8 @@ from dglx_dist.dataloading.feature_fetch import (
     Columns,
     EdgesOfBlock,
     SplitColumn,
-    edges_of,
     fetch_on_access,
+    get_edge_ids,
     submit_columns,
 )
 from dglx_dist.dataloading.kernels import RawBatch, SampleRequest, Schema, ThreadTable
@@ -129,7 +129,7 @@ class MiniBatch:
         self.input_nodes = _moved_nodes(self.input_nodes, copied)
         self.output_nodes = _moved_nodes(self.output_nodes, copied)
         self.blocks = [place(block, device, copy=copy) for block in self.blocks]
-        self.split = [column.moved(copy) for column in self.split]
+        self.split = [column.move(copy) for column in self.split]
 
     def finish(self) -> None:
         """Let the current stream wait for the copies, and set the columns that are partly cached there."""
@@ -195,7 +195,7 @@ class SamplerMaker(NodeMaker):
 
     def fetch(self, batch: MiniBatch) -> None:
         begin = time.perf_counter()
-        edges = [edges_of(block) for block in batch.blocks] if self._columns.edges else []
+        edges = [get_edge_ids(block) for block in batch.blocks] if self._columns.edges else []
         inputs, targets = self._arrays(batch.input_nodes), self._arrays(batch.output_nodes)
         # Nodes of a user's sampler may be repeated.
         batch.pulled = submit_columns(self._g.kvstore, self._columns, inputs, targets, edges, distinct=False)
@@ -232,17 +232,17 @@ def wait_for_columns(batch: MiniBatch) -> None:
     batch.fetch_s += time.perf_counter() - begin
 
 
-def ids_by_type(nodes: dict[str, Tensor]) -> NodeIds:
+def unwrap_single_type(nodes: dict[str, Tensor]) -> NodeIds:
     """Return ids as DGL's loaders yield them: without a dict if there is one node type."""
     return next(iter(nodes.values())) if len(nodes) == 1 else nodes
 
 
 def _node_ids(seeds: Seeds, ntypes: Sequence[str]) -> NodeIds:
     nothing = np.empty(0, np.int64)
-    return ids_by_type({ntype: torch.from_numpy(seeds.get(ntype, nothing)) for ntype in ntypes})
+    return unwrap_single_type({ntype: torch.from_numpy(seeds.get(ntype, nothing)) for ntype in ntypes})
 
 
-def drawn_bytes(nodes: int, offsets: int, edges: int) -> int:
+def count_batch_bytes(nodes: int, offsets: int, edges: int) -> int:
     """Return the bytes of a drawn batch that waits for its rows; an edge has a source and an id."""
     return 8 * (nodes + offsets + 2 * edges)
 
@@ -287,13 +287,13 @@ class KernelMaker(NodeMaker):
         """Return the source of each step, which has drawn several batches at a time."""
         lock, most = threading.Lock(), 1
         # Without a reference to the maker, with which the thread of draws shall end.
-        request, items_of, epoch = self._draws.request, self.items_of, self.epoch
+        request, get_items, epoch = self._draws.request, self.get_items, self.epoch
         held: dict[int, RemoteSource] = {}
 
         def groups() -> Iterator[dict[int, SampleRequest]]:
             group: dict[int, SampleRequest] = {}
             for step in steps:
-                new = request(items_of(step), epoch, NOTHING_EXCLUDED, step)
+                new = request(get_items(step), epoch, NOTHING_EXCLUDED, step)
                 if len(group) >= most or any((one.streams != new.streams).any() for one in group.values()):
                     yield group
                     group = {}
@@ -303,9 +303,9 @@ class KernelMaker(NodeMaker):
 
         def draw(group: Mapping[int, SampleRequest]) -> dict[int, RemoteSource]:
             nonlocal most
-            joint = source.drawn_jointly([*group.values()])
+            joint = source.draw_jointly([*group.values()])
             num_edges = sum(len(edges.sources) for hop in joint.known for _, edges in hop)
-            most = max(1, int(len(group) * min(4, WINDOW_BYTES / 4 / drawn_bytes(0, 1, num_edges))))
+            most = max(1, int(len(group) * min(4, WINDOW_BYTES / 4 / count_batch_bytes(0, 1, num_edges))))
             return dict.fromkeys(group, joint)
 
         # The next ones are drawn meanwhile, on a thread that ends with the maker.
@@ -336,8 +336,8 @@ class KernelMaker(NodeMaker):
             ntype: raw.nodes[raw.node_starts[number] : raw.node_starts[number + 1]]
             for number, ntype in enumerate(self._schema.ntypes)
         }
-        batch.inputs = self._columns.announced(batch.sources)
-        batch.num_bytes = drawn_bytes(len(raw.nodes), len(raw.indptr), len(raw.sources))
+        batch.inputs = self._columns.group_inputs(batch.sources)
+        batch.num_bytes = count_batch_bytes(len(raw.nodes), len(raw.indptr), len(raw.sources))
         batch.sample_s = time.perf_counter() - begin
 
     def fetch(self, batch: MiniBatch) -> None:
@@ -354,7 +354,7 @@ class KernelMaker(NodeMaker):
         raw, batch.raw = batch.raw, None
         assert raw is not None
         nodes, batch.blocks = self._builder.blocks(raw)
-        batch.input_nodes = ids_by_type(nodes)
+        batch.input_nodes = unwrap_single_type(nodes)
         batch.output_nodes = _node_ids(batch.seeds, self._schema.ntypes)
         batch.sample_s += time.perf_counter() - begin
         wait_for_columns(batch)

@@ -14,7 +14,7 @@ from torch import Tensor
 from dglx_dist.comm.collectives import run_on_all_ranks
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.graph.sampling import by_type
+from dglx_dist.graph.sampling import group_by_type
 from dglx_dist.internals.graphs import frames_by_type
 from dglx_dist.internals.pytorch import plain_tensors, tree_leaves, tree_map_only
 
@@ -25,7 +25,7 @@ _INDEXING = (
 _UNLIKELY = math.log(1e-6)
 
 
-class GivenColumns:
+class UserColumns:
     """The columns of the graph that a script gave to ``dx.distribute``, in the order of its ids.
 
     Columns of one value for each node, such as labels, are kept alive, others as long as the script does.
@@ -44,7 +44,7 @@ class GivenColumns:
         is_node = what == "node"
         counts: dict[Any, int] = {kind: g.num_nodes(kind) for kind in g.ntypes if is_node}
         counts |= {kind: g.num_edges(kind) for kind in g.canonical_etypes if not is_node}
-        for kind, ids in by_type(seeds, counts, what).items():
+        for kind, ids in group_by_type(seeds, counts, what).items():
             for name, column in self._columns.get(kind, {}).items():
                 mask = column()
                 if mask is None or mask.dtype != torch.bool or mask.dim() != 1:
@@ -79,7 +79,7 @@ class GivenColumns:
 class _BatchIds(Tensor):
     """Ids of a batch, plain for everything but a look whether a given column is indexed by them."""
 
-    given: GivenColumns | None = None
+    given: UserColumns | None = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -124,7 +124,7 @@ def check_order(g: DistGraph, loader: Any, seeds: Any, what: Literal["node", "ed
     """
     if g.dataset.manifest.num_parts == 1:
         return
-    given: GivenColumns | None = g.given_columns  # None on ranks that gave no graph
+    given: UserColumns | None = g.user_columns  # None on ranks that gave no graph
     check = (lambda: None) if given is None else partial(given.check_seeds, g, seeds, what)
     run_on_all_ranks(g.session, check, ConfigError)
     if given is not None:

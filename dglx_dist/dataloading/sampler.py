@@ -24,18 +24,18 @@ from dglx_dist.dataloading.kernels import (
     Schema,
     ThreadTable,
     draw_first_hop,
-    grown_nodes,
-    grown_table,
+    grow_nodes,
+    grow_table,
+    make_relations,
     number_seeds,
     number_type,
-    packed_ids,
-    relations_of,
+    pack_ids,
     sample_batch,
     write_ids,
 )
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.row_kernels import plan_remote
-from dglx_dist.graph.sampling import hop_parameters
+from dglx_dist.graph.sampling import pack_hop_parameters
 from dglx_dist.graph.structure import NO_EDGES, CSCShard, InEdges, Structure, all_in_edges
 from dglx_dist.keyed_random import Csc, merged, relation_keys, stream_key
 from dglx_dist.records import Array, EdgeType
@@ -82,7 +82,7 @@ class DrawSettings:
 
     def signature(self) -> str:
         """Return the fields but types, with a digest of the excluded edges."""
-        excluded = digest_of(self.exclude.items())[:16]
+        excluded = compute_digest(self.exclude.items())[:16]
         return (
             f"fanouts={self.fanouts.tolist()}, replace={self.replace}, exclude={excluded}, "
             f"seed={self.seed}, by_source={self.by_source}"
@@ -119,7 +119,7 @@ class DrawSettings:
         )
 
 
-def digest_of(arrays: Iterable[tuple[EdgeType, Array]]) -> str:
+def compute_digest(arrays: Iterable[tuple[EdgeType, Array]]) -> str:
     """Return a hash of the content of arrays of edges, in their order."""
     digest = hashlib.sha256()
     for etype, values in arrays:
@@ -135,7 +135,7 @@ class LocalSource:
     def __init__(self, schema: Schema, cscs: Sequence[Csc]) -> None:
         # Keeps the arrays alive: the record has only their addresses.
         self._cscs = tuple(cscs)
-        self.relations = relations_of(schema, self._cscs)
+        self.relations = make_relations(schema, self._cscs)
 
     def sample(
         self, request: SampleRequest, exclude: Mapping[EdgeType, Array], workspace: ThreadTable
@@ -202,7 +202,7 @@ class RemoteSource:
 
     For every hop and edge type it sends 8 bytes per remote destination and receives 24 per edge drawn there;
     each request also has 8 bytes per edge of the type that the batch excludes there. All ranks serve ``op``
-    with ``graph.sampling.keyed_draw``, by the rule of the requests without what single batches exclude.
+    with ``graph.sampling.make_keyed_draw``, by the rule of the requests without what single batches exclude.
     Thread-safe. Nothing is requested of what is ``known``: [hop][edge type], (ascending destinations, their
     in-edges).
     """
@@ -216,7 +216,7 @@ class RemoteSource:
         self._source_types = schema.source_types.tolist()
         self._destination_types = schema.destination_types.tolist()
 
-    def drawn_jointly(self, requests: Sequence[SampleRequest]) -> RemoteSource:
+    def draw_jointly(self, requests: Sequence[SampleRequest]) -> RemoteSource:
         """Draw each destination of ``requests``, which differ in seeds alone, once; return their source."""
         by_type = zip(*(np.split(one.seeds, one.seed_ends[1:-1]) for one in requests), strict=True)
         nodes = [np.unique(np.concatenate(seeds)) for seeds in by_type]
@@ -251,7 +251,7 @@ class RemoteSource:
         finally:
             # Also after an error, or the next batch would see the numbers assigned so far.
             workspace.keep(table._replace(base=table.base + int(nodes.counts.max())))
-        ids, starts = packed_ids(nodes)
+        ids, starts = pack_ids(nodes)
         edge_ends, no_weights = _ends([edge_ids for _, _, edge_ids in parts]), np.empty(0, np.float32)
         indptr, sources, edge_ids = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
         return RawBatch(ids, starts, np.array(node_ends), indptr, sources, edge_ids, edge_ends, no_weights)
@@ -268,7 +268,7 @@ class RemoteSource:
                 starts = np.zeros(len(frontier) + 1, np.int64)
                 pending.append(partial(InEdges, indptr=starts, sources=NO_EDGES, edge_ids=NO_EDGES))
                 continue
-            parameters = hop_parameters(fanout, int(request.streams[hop, relation]))
+            parameters = pack_hop_parameters(fanout, int(request.streams[hop, relation]))
             excluded, layer = exclude.get(self._etypes[relation], NO_EDGES), len(request.fanouts) - hop
             pending.append(structure.submit(self._op, frontier, parameters, exclude=excluded, layer=layer))
         return [draw() for draw in pending]
@@ -278,8 +278,8 @@ class RemoteSource:
     ) -> tuple[NodeTable, NumberedNodes, list[Array]]:
         more, done = np.zeros(len(nodes.counts), np.int64), nodes.counts.copy()
         np.add.at(more, self._source_types, [len(of_type.sources) for of_type in edges])
-        nodes = grown_nodes(nodes, more)
-        table = grown_table(table, nodes, int(more.sum()))
+        nodes = grow_nodes(nodes, more)
+        table = grow_table(table, nodes, int(more.sum()))
         local = [np.empty(len(of_type.sources), np.int64) for of_type in edges]
         for relation, of_type in enumerate(edges):
             node_type = self._source_types[relation]

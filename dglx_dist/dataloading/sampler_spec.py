@@ -12,7 +12,7 @@ from dgl.dataloading import BlockSampler, EdgePredictionSampler, LaborSampler, N
 from dglx_dist.dataloading.feature_fetch import Columns, RowMemory
 from dglx_dist.dataloading.sampler import SourceDraws
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.row_kernels import numpy_view
+from dglx_dist.graph.row_kernels import view_as_numpy
 from dglx_dist.graph.structure import Structure
 from dglx_dist.options import is_integer
 from dglx_dist.records import Array, ColumnInfo, EdgeType
@@ -107,9 +107,9 @@ def read_sampler(sampler: object) -> SamplePlan:
         raise ConfigError(f"{type(sampler).__qualname__} does not make blocks for a node loader; {_WORKS}")
     plan = SamplePlan(
         fanouts=None,
-        node_feats=names_by_type(sampler.prefetch_node_feats, "prefetch_node_feats"),
-        labels=names_by_type(sampler.prefetch_labels, "prefetch_labels"),
-        edge_feats=names_by_type(sampler.prefetch_edge_feats, "prefetch_edge_feats"),
+        node_feats=read_column_names(sampler.prefetch_node_feats, "prefetch_node_feats"),
+        labels=read_column_names(sampler.prefetch_labels, "prefetch_labels"),
+        edge_feats=read_column_names(sampler.prefetch_edge_feats, "prefetch_edge_feats"),
     )
     if not _is_stock(sampler):
         if isinstance(sampler, LaborSampler):
@@ -172,7 +172,7 @@ def _number(fanout: Any, where: str) -> int:
     return int(fanout)
 
 
-def names_by_type(given: object, option: str) -> Names:
+def read_column_names(given: object, option: str) -> Names:
     """Check the columns that a sampler prefetches; ConfigError unless they are lists of names."""
     if not given:
         return ()
@@ -200,18 +200,18 @@ def find_columns(g: DistGraph, plan: SamplePlan, memory: RowMemory) -> Columns:
     return Columns(
         inputs=_node_columns(g, plan.node_feats, "prefetch_node_feats"),
         targets=_node_columns(g, plan.labels, "prefetch_labels"),
-        edges=edge_columns(g, plan.edge_feats, "prefetch_edge_feats"),
+        edges=find_edge_columns(g, plan.edge_feats, "prefetch_edge_feats"),
         memory=memory,
     )
 
 
-def edge_columns(g: DistGraph, names: Names, option: str) -> dict[EdgeType, dict[str, str]]:
+def find_edge_columns(g: DistGraph, names: Names, option: str) -> dict[EdgeType, dict[str, str]]:
     """Return edge type to name to store key; ConfigError lists the existing columns."""
     by_type = _by_type(names, g.canonical_etypes, g.to_canonical_etype, option)
-    return {etype: edge_keys(g, etype, listed, option) for etype, listed in by_type.items()}
+    return {etype: find_edge_keys(g, etype, listed, option) for etype, listed in by_type.items()}
 
 
-def edge_keys(g: DistGraph, etype: EdgeType, names: Sequence[str], option: str) -> dict[str, str]:
+def find_edge_keys(g: DistGraph, etype: EdgeType, names: Sequence[str], option: str) -> dict[str, str]:
     """Return the store keys of the edge columns ``names``; ConfigError lists the existing ones."""
     where = "g.edata" if len(g.canonical_etypes) == 1 else f"g.edges[{etype}].data"
     return _keys(g.edges[etype].data, names, option, where)
@@ -252,23 +252,23 @@ def _by_type(
     return {types[0]: names}
 
 
-def all_weights(g: DistGraph, etype: EdgeType, name: str) -> Array:
+def read_all_weights(g: DistGraph, etype: EdgeType, name: str) -> Array:
     """Return the (E,) float32 weights of all edges of a type, in this rank's memory.
 
     Raises:
         ConfigError: the column does not exist, or is not one finite number of at least 0 per edge.
     """
-    key = edge_keys(g, etype, [name], "prob")[name]
+    key = find_edge_keys(g, etype, [name], "prob")[name]
     column = g.kvstore.column(key)
     if len(column.shards) == 1 and len(column.shards[0].rows) == g.num_edges(etype):
         return _checked(column.shards[0].rows, column.info, name, 0)
     rows = g.kvstore.pull(key, np.arange(g.num_edges(etype)), phase="structure")
-    return _checked(numpy_view(rows), column.info, name, 0)
+    return _checked(view_as_numpy(rows), column.info, name, 0)
 
 
-def shard_weights(g: DistGraph, structure: Structure, name: str) -> dict[int, Array]:
-    """As :func:`all_weights`, for this server's shards: {first node: (E,) float32 weights of its edges}."""
-    key = edge_keys(g, structure.etype, [name], "prob")[name]
+def read_shard_weights(g: DistGraph, structure: Structure, name: str) -> dict[int, Array]:
+    """Return the (E,) float32 edge weights of each shard of this server, by the first node of the shard."""
+    key = find_edge_keys(g, structure.etype, [name], "prob")[name]
     column = g.kvstore.column(key)
     by_edge = {one.first: _checked(one.rows, column.info, name, one.first) for one in column.shards}
     return {shard.first_node: by_edge[shard.first_edge] for shard in structure.shards if len(shard.indices)}

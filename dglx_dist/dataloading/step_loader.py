@@ -24,15 +24,15 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dglx_dist.comm.collectives import gather_int64
-from dglx_dist.comm.devices import carried, check_device, device_of, open_copies
+from dglx_dist.comm.devices import check_device, copy_async, open_copy_stream, resolve_device
 from dglx_dist.comm.session import Session, check_values_equal, warn_user
 from dglx_dist.comm.trace import COMPUTE, LOADER, WAIT, Pass
 from dglx_dist.dataloading.feature_fetch import NOTHING_CLAIMED, Ahead, check_float, look_ahead
 from dglx_dist.dataloading.sampler_spec import refuse_by_name
 from dglx_dist.errors import CheckpointError, ConfigError
 from dglx_dist.graph.partition_book import Ids
-from dglx_dist.graph.sampling import by_type
-from dglx_dist.internals.message_passing import in_torch
+from dglx_dist.graph.sampling import group_by_type
+from dglx_dist.internals.message_passing import is_on_torch_path
 from dglx_dist.keyed_random import hash_ids, stream_key
 from dglx_dist.options import at_least, check_integer, check_names, check_ranges, option
 from dglx_dist.records import Array, StepShare
@@ -129,7 +129,7 @@ def read_items(given: Ids | Mapping[Any, Ids], counts: Mapping[K, int], what: st
         IndexError: an id is out of range.
     """
     refuse_by_name(given)
-    found = by_type(given, counts, what)
+    found = group_by_type(given, counts, what)
     for key, ids in found.items():
         distinct, times = np.unique(ids, return_counts=True)
         if len(distinct) != len(ids):
@@ -216,7 +216,7 @@ class Schedule:
     rank: int
 
     @classmethod
-    def of(cls, counts: Sequence[int], batch_size: int, drop_last: bool, rank: int) -> Schedule:
+    def from_counts(cls, counts: Sequence[int], batch_size: int, drop_last: bool, rank: int) -> Schedule:
         used = tuple(count - count % batch_size if drop_last else count for count in counts)
         return cls(batch_size=batch_size, used=used, rank=rank)
 
@@ -225,7 +225,7 @@ class Schedule:
         """Steps of an epoch, the same on every rank."""
         return -(-max(self.used) // self.batch_size)
 
-    def slice_of(self, step: int) -> slice:
+    def slice_seeds(self, step: int) -> slice:
         """Return the slice of this rank's seeds, in the order of the epoch, for ``step``; may be empty."""
         first = step * self.batch_size
         return slice(first, first + self._size(self.used[self.rank], step))
@@ -305,7 +305,7 @@ class Stages(ABC, Generic[B]):
 class Maker(Stages[B], Generic[K, B]):
     """The stages of a loader of items. The object of the loader makes a copy of itself for each epoch."""
 
-    items_of: Callable[[int], Mapping[K, Any]]
+    get_items: Callable[[int], Mapping[K, Any]]
 
     loader: StepLoader[K, B, Any]
 
@@ -314,7 +314,7 @@ class Maker(Stages[B], Generic[K, B]):
     ) -> Maker[K, B]:
         """Return the stages of ``steps`` of ``epoch``."""
         begun = copy(self)
-        begun.loader, begun.epoch, begun.items_of = loader, epoch, loader.items_of_epoch(epoch)
+        begun.loader, begun.epoch, begun.get_items = loader, epoch, loader.order_items(epoch)
         return begun
 
     @abstractmethod
@@ -322,7 +322,7 @@ class Maker(Stages[B], Generic[K, B]):
         """Sample the batch of ``items``: type to (n,) int64 distinct ids, n may be 0."""
 
     def sample(self, step: int) -> B:
-        return self.sample_items(self.items_of(step), self.epoch, step=step)
+        return self.sample_items(self.get_items(step), self.epoch, step=step)
 
     def make(self, step: int) -> B:
         with self.span("sample", step):
@@ -337,7 +337,7 @@ class Maker(Stages[B], Generic[K, B]):
             return
         begin = time.perf_counter()
         with self.span("copy to the device", step):
-            _, record.arrive = carried(loader.copies, loader.device, partial(record.move, loader.device))
+            _, record.arrive = copy_async(loader.copies, loader.device, partial(record.move, loader.device))
         record.fetch_s += time.perf_counter() - begin
 
     @abstractmethod
@@ -591,21 +591,21 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
 
     def __init__(self, session: Session, items: Items[K], options: LoaderOptions, maker: Maker[K, B]) -> None:
         self.items, self._options, self._maker = items, options, maker
-        self.device = device_of(options.device, session.device)
+        self.device = resolve_device(options.device, session.device)
         # DGL's own graphs on a GPU do not tell which tensors a copy fills: they are moved at once.
-        self.copies = open_copies(self.device) if in_torch(self.device) else None
-        self.moves_batches = self.device.type != "cpu" or in_torch(self.device)
+        self.copies = open_copy_stream(self.device) if is_on_torch_path(self.device) else None
+        self.moves_batches = self.device.type != "cpu" or is_on_torch_path(self.device)
         """Whether batches are not as their maker leaves them: on another device, or on the torch path."""
         counts, size = _counts(items, options, session), int(options.batch_size)
-        self._schedule = Schedule.of(counts, size, options.drop_last, session.topology.rank)
-        seed = seed_of(options, session)
+        self._schedule = Schedule.from_counts(counts, size, options.drop_last, session.topology.rank)
+        seed = resolve_seed(options, session)
         super().__init__(session, seed=seed, depth=options.depth, num_threads=options.num_threads)
 
     def __len__(self) -> int:
         return self._schedule.num_steps
 
     @property
-    def num_targets_of_epoch(self) -> tuple[int, int]:
+    def num_epoch_targets(self) -> tuple[int, int]:
         """Targets of an epoch: (of this rank, of all ranks)."""
         used = self._schedule.used
         return used[self._schedule.rank], sum(used)
@@ -621,14 +621,14 @@ class StepLoader(EpochLoader[B, T], Generic[K, B, T]):
         order = f"batch_size={one.batch_size}, shuffle={bool(one.shuffle)}, drop_last={bool(one.drop_last)}"
         return f"seed={self.seed}, {order}, {self._maker.sampling_signature()}"
 
-    def items_of_epoch(
+    def order_items(
         self, epoch: int, items: Items[K] | None = None, rank: int | None = None
     ) -> Callable[[int], dict[K, Any]]:
         """Return a function of step to the items of a rank, by default this one."""
         of_rank = self.items if items is None else items
         schedule = self._schedule if rank is None else replace(self._schedule, rank=rank)
         order = of_rank.order(shuffle=self._options.shuffle, seed=self.seed, epoch=epoch)
-        return lambda step: of_rank.take(order[schedule.slice_of(step)])
+        return lambda step: of_rank.take(order[schedule.slice_seeds(step)])
 
     def open_stages(
         self, epoch: int, steps: Callable[[], Iterator[int]], *, claims: bool = True
@@ -668,7 +668,7 @@ def check_position(state: Mapping[str, int], seed: int, num_steps: int) -> None:
         )
 
 
-def seed_of(options: LoaderOptions, session: Session) -> int:
+def resolve_seed(options: LoaderOptions, session: Session) -> int:
     """Return the seed of a loader's draws: the option's, else the session's."""
     return session.seed if options.seed is None else int(options.seed)
 

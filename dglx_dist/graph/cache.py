@@ -21,16 +21,16 @@ from dglx_dist.comm.collectives import (
     run_on_all_ranks,
     sum_over_ranks,
 )
-from dglx_dist.comm.devices import device_of
+from dglx_dist.comm.devices import resolve_device
 from dglx_dist.data.storage.columns import IDS
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.column import Column, DeviceRows, LookAheadRows, RowCache, check_cacheable
 from dglx_dist.graph.dist_tensor import OpenedGraph
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.partition_book import Ids
-from dglx_dist.graph.row_kernels import SlotTable, fill_table, table_sizes
-from dglx_dist.graph.sampling import NO_IDS, by_type, fanout_by_type
-from dglx_dist.graph.shared_memory import shared_rows
+from dglx_dist.graph.row_kernels import SlotTable, compute_table_sizes, fill_table
+from dglx_dist.graph.sampling import NO_IDS, group_by_type, read_fanouts
+from dglx_dist.graph.shared_memory import map_shared_rows
 from dglx_dist.graph.split import node_split
 from dglx_dist.graph.structure import CSCShard, count_sources
 from dglx_dist.memory import machine_memory
@@ -38,7 +38,7 @@ from dglx_dist.options import check_integer
 from dglx_dist.records import Array, ColumnInfo, EdgeType
 
 
-def access_probability(
+def compute_access_probability(
     shards: Mapping[EdgeType, CSCShard],
     num_nodes: Mapping[str, int],
     seeds: Mapping[str, Array],
@@ -97,7 +97,7 @@ class _Frontier(NamedTuple):
     """Probability of having joined earlier, with one given in-edge not drawn so far; updated by the hop."""
 
 
-def most_wanted(scores: Array, own: tuple[int, int], budget: int) -> Array:
+def select_top_rows(scores: Array, own: tuple[int, int], budget: int) -> Array:
     """Return the (C,) int64 ids of the at most ``budget`` rows with the highest of (N,) scores, ascending.
 
     Rows of score 0 and those of the local server, ``own`` = (first, end), are left out; of equal scores the
@@ -114,7 +114,7 @@ def most_wanted(scores: Array, own: tuple[int, int], budget: int) -> Array:
     return np.sort(np.concatenate([above, equal])).astype(np.int64)
 
 
-def expected_hit_rate(scores: Array, own: tuple[int, int], cached: Array) -> float | None:
+def compute_hit_rate(scores: Array, own: tuple[int, int], cached: Array) -> float | None:
     """Return the share of ``cached`` rows in the remote scores; None when all of these are 0."""
     remote = float(scores[: own[0]].sum() + scores[own[1] :].sum())
     return float(scores[cached].sum()) / remote if remote > 0 else None
@@ -168,7 +168,7 @@ def fill_cache(store: KVStore, column: Column, file_name: str, ids: Array) -> Ro
     session = store.session
     leader = session.topology.ranks_of_server(session.topology.server)[0]
     count = int(gather_int64([len(ids)], session)[leader, 0])
-    num_slots, num_keys = table_sizes(count, column.num_rows) if count else (0, 0)
+    num_slots, num_keys = compute_table_sizes(count, column.num_rows) if count else (0, 0)
     pull = partial(store.pull, column.name, ids, distinct=True, phase=PHASE_ROW_CACHE)
 
     def filled(shape: tuple[int, ...], _dtype: torch.dtype) -> Tensor:
@@ -176,10 +176,10 @@ def fill_cache(store: KVStore, column: Column, file_name: str, ids: Array) -> Ro
         fill_table(SlotTable(slots, keys), ids)
         return torch.from_numpy(slots)
 
-    rows = shared_rows(session, f"{file_name}.rows", count, column.info, lambda *_: pull())
-    keys = shared_rows(session, f"{file_name}.keys", num_keys, IDS)
+    rows = map_shared_rows(session, f"{file_name}.rows", count, column.info, lambda *_: pull())
+    keys = map_shared_rows(session, f"{file_name}.keys", num_keys, IDS)
     of_slots = ColumnInfo(dtype="int32", row_shape=())
-    slots = shared_rows(session, f"{file_name}.slots", num_slots, of_slots, filled)
+    slots = map_shared_rows(session, f"{file_name}.slots", num_slots, of_slots, filled)
     return RowCache(table=SlotTable(slots, keys), rows=rows)
 
 
@@ -190,7 +190,7 @@ def device_rows(store: KVStore, column: Column, ids: Array, device: torch.device
         ConfigError: on all ranks, when the rows of one do not fit.
     """
     session = store.session
-    num_slots, num_keys = table_sizes(len(ids), column.num_rows) if len(ids) else (0, 0)
+    num_slots, num_keys = compute_table_sizes(len(ids), column.num_rows) if len(ids) else (0, 0)
     table = SlotTable(np.empty(num_slots, np.int32), np.empty(num_keys, np.int64))
     fill_table(table, ids)
     rows = run_on_all_ranks(
@@ -280,9 +280,9 @@ def cache_rows(g: OpenedGraph, request: CacheRequest) -> CachePlan:
     scores = _SCORES[request.policy](g, request, f"scores-{number}")
     # Rows of the local server are worth a place on a device.
     chooses, own = (True, (0, 0)) if device is not None else (topology.local_rank == 0, own)
-    chosen = most_wanted(scores, own, budget) if chooses else NO_IDS
+    chosen = select_top_rows(scores, own, budget) if chooses else NO_IDS
     has_rate = chooses and request.policy == "vip"
-    rate = expected_hit_rate(scores, own, chosen) if has_rate else None
+    rate = compute_hit_rate(scores, own, chosen) if has_rate else None
     cache: RowCache | DeviceRows
     # It is set also when no row has a score, so that all ranks agree on whether there is a cache.
     if device is not None:
@@ -306,7 +306,7 @@ def cache_rows(g: OpenedGraph, request: CacheRequest) -> CachePlan:
     return plan
 
 
-def rows_of_rank(alpha: float, own: tuple[int, int], num_rows: int, num_ranks: int) -> int:
+def count_rows_of_rank(alpha: float, own: tuple[int, int], num_rows: int, num_ranks: int) -> int:
     """Return the most remote rows that each rank of the server of rows ``own`` keeps with ``lookahead``."""
     num_own = own[1] - own[0]
     return min(int(alpha * num_own) // num_ranks, num_rows - num_own)
@@ -316,7 +316,7 @@ def _look_ahead(store: KVStore, column: Column, alpha: float, own: tuple[int, in
     topology, server = store.session.topology, store.session.topology.server
     ranks = [len(topology.ranks_of_server(number)) for number in range(topology.num_servers)]
     counts = [
-        rows_of_rank(alpha, of_server, column.num_rows, num)
+        count_rows_of_rank(alpha, of_server, column.num_rows, num)
         for of_server, num in zip(pairwise(column.bounds.tolist()), ranks, strict=True)
     ]
     count = counts[server]
@@ -347,7 +347,7 @@ def _column_of(g: OpenedGraph, request: CacheRequest) -> tuple[Column, torch.dev
         )
     column = policy.store.column(policy.key(request.name))
     check_cacheable(column)
-    return column, None if request.device is None else device_of(request.device, g.session.device)
+    return column, None if request.device is None else resolve_device(request.device, g.session.device)
 
 
 def _degree_scores(g: OpenedGraph, request: CacheRequest, _file_name: str) -> Array:
@@ -378,7 +378,7 @@ def _halo_scores(g: OpenedGraph, request: CacheRequest, _file_name: str) -> Arra
     return total
 
 
-def vip_scores(g: OpenedGraph, request: CacheRequest, file_name: str) -> Array:
+def compute_vip_scores(g: OpenedGraph, request: CacheRequest, file_name: str) -> Array:
     """Return how many of the server's ranks need each row per step, on average; in memory that they share.
 
     For a cache on a device, the need of this rank alone.
@@ -387,7 +387,7 @@ def vip_scores(g: OpenedGraph, request: CacheRequest, file_name: str) -> Array:
     if request.device is not None:
         return local
     info = ColumnInfo(dtype="float64", row_shape=())
-    total = shared_rows(g.session, file_name, len(local), info)
+    total = map_shared_rows(g.session, file_name, len(local), info)
     topology = g.session.topology
     for turn in range(max(len(topology.ranks_of_server(s)) for s in range(topology.num_servers))):
         if topology.local_rank == turn:
@@ -405,11 +405,11 @@ def _access_of_rank(g: OpenedGraph, request: CacheRequest) -> Array:
         )
     assert request.fanouts is not None
     assert request.batch_size is not None
-    fanouts = [fanout_by_type(fanout, g.canonical_etypes) for fanout in request.fanouts]
+    fanouts = [read_fanouts(fanout, g.canonical_etypes) for fanout in request.fanouts]
     wrong = [size for layer in fanouts for size in layer.values() if size < -1]
     if wrong:
         raise ConfigError(f"fanouts={request.fanouts}; {wrong[0]} must be 0 or more, or -1 for all")
-    return access_probability(
+    return compute_access_probability(
         {etype: structure.shards[0] for etype, structure in structures.items()},
         {ntype: g.num_nodes(ntype) for ntype in g.ntypes},
         _seeds(g, request),
@@ -422,7 +422,9 @@ def _seeds(g: OpenedGraph, request: CacheRequest) -> dict[str, Array]:
     counts = {ntype: g.num_nodes(ntype) for ntype in g.ntypes}
     if request.seeds is not None:
         try:
-            return {ntype: np.unique(ids) for ntype, ids in by_type(request.seeds, counts, "node").items()}
+            return {
+                ntype: np.unique(ids) for ntype, ids in group_by_type(request.seeds, counts, "node").items()
+            }
         except IndexError as error:
             # A DglxError, so that the other ranks receive it.
             raise ConfigError(f"seeds: {error}") from error
@@ -438,7 +440,7 @@ def _from(g: OpenedGraph, ntype: str) -> list[EdgeType]:
 
 
 _SCORES: Mapping[str, Callable[[OpenedGraph, CacheRequest, str], Array]] = {
-    "vip": vip_scores,
+    "vip": compute_vip_scores,
     "degree": _degree_scores,
     "halo": _halo_scores,
 }

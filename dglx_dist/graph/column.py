@@ -24,14 +24,14 @@ from dglx_dist.graph.row_kernels import (
     SlotTable,
     check_answer,
     check_ids,
+    find_place,
     gather_rows,
     move_rows,
-    numpy_view,
-    place_of,
     request_rows,
     scatter_rows,
-    tensor_view,
     torch_dtype,
+    view_as_numpy,
+    view_as_tensor,
 )
 from dglx_dist.records import Array, ColumnInfo
 
@@ -81,7 +81,7 @@ class DeviceRows:
     rows: Tensor
     """(C, *row) in the column's dtype; slot s is row s."""
 
-    def joined(self, hits: Tensor, slots: Tensor, missing: Tensor, rows: Tensor) -> Tensor:
+    def join_rows(self, hits: Tensor, slots: Tensor, missing: Tensor, rows: Tensor) -> Tensor:
         """Return cached ``slots`` at the positions ``hits`` and ``rows`` at ``missing``, all on the device.
 
         (h,) and (m,) int64 positions are together 0 to h + m - 1; (m, *row) ``rows`` have the column's dtype.
@@ -371,14 +371,14 @@ class Column:
         here = np.flatnonzero((ids >= shard.first) & (ids < shard.first + len(shard.rows)))
         if not len(here):
             return
-        values = handler(tensor_view(shard.rows, self.info), torch.from_numpy(ids[here] - shard.first))
+        values = handler(view_as_tensor(shard.rows, self.info), torch.from_numpy(ids[here] - shard.first))
         shape, dtype = (len(here), *self.info.row_shape), torch_dtype(self.info.dtype)
         if tuple(values.shape) != shape or values.dtype != dtype:
             raise ConfigError(
                 f"the pull handler of {self.name!r} returned {values.dtype} of shape {tuple(values.shape)}; "
                 f"it must be {dtype} of shape {shape}"
             )
-        out[here] = numpy_view(values.detach().contiguous())
+        out[here] = view_as_numpy(values.detach().contiguous())
 
     def is_nonzero(self) -> Iterator[Array]:
         """Yield (n, *row) bool for each shard: which values are not 0."""
@@ -439,7 +439,7 @@ def _new_table(least: int) -> SlotTable:
 @njit(cache=True, nogil=True)
 def _move_entries(table: SlotTable, last: Array, places: Array, to: SlotTable, to_last: Array) -> None:
     for place in places:
-        at = place_of(to.keys, table.keys[place])
+        at = find_place(to.keys, table.keys[place])
         to.keys[at], to.slots[at], to_last[at] = table.keys[place], table.slots[place], last[place]
 
 
@@ -459,7 +459,7 @@ def _announce(
     """
     mask, new = len(following) - 1, 0
     for k in range(len(ids)):
-        number, at = places[0] + k, place_of(table.keys, ids[k])
+        number, at = places[0] + k, find_place(table.keys, ids[k])
         following[number & mask] = _NEVER
         if len(table.keys) > 0 and table.keys[at] < 0:
             table.keys[at] = ids[k]
@@ -515,9 +515,9 @@ def _replace(
             stay -= next_use[slot] == limit
             slot += 1
         if held[slot] >= 0:
-            table.slots[place_of(table.keys, held[slot])] = -1
+            table.slots[find_place(table.keys, held[slot])] = -1
         held[slot], next_use[slot] = ids[k], uses[k]
-        table.slots[place_of(table.keys, ids[k])] = slot
+        table.slots[find_place(table.keys, ids[k])] = slot
         taken[count], slots[count] = k, slot
         count += 1
         slot += 1

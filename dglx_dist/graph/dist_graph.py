@@ -30,7 +30,7 @@ from dglx_dist.graph.dist_tensor import (
     DistTensor,
     PartitionPolicy,
     TypedViews,
-    unsupported,
+    make_unsupported,
 )
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.partition_book import (
@@ -42,10 +42,10 @@ from dglx_dist.graph.partition_book import (
     canonical_etype,
 )
 from dglx_dist.graph.row_kernels import read_from_disk
-from dglx_dist.graph.sampling import DrawRule, sampled_graph, serve_uniform
+from dglx_dist.graph.sampling import DrawRule, build_sampled_graph, serve_uniform
 from dglx_dist.graph.shared_memory import InitRows
 from dglx_dist.graph.structure import PartitionedStructure, ReplicatedStructure, Structure
-from dglx_dist.internals.message_passing import in_torch, install, place
+from dglx_dist.internals.message_passing import install, is_on_torch_path, place
 from dglx_dist.memory import machine_memory
 from dglx_dist.records import Array, ColumnInfo, EdgeType
 
@@ -74,7 +74,7 @@ def open_together(folder: Path, session: Session, verify: Verify) -> StoredDatas
     return dataset
 
 
-def imported(part_config: Path, session: Session) -> Path:
+def import_if_changed(part_config: Path, session: Session) -> Path:
     """Return the folder of our dataset beside DGL's files, imported now if these have changed. Collective."""
     folder = part_config.absolute().with_suffix(".dglx")
 
@@ -84,7 +84,7 @@ def imported(part_config: Path, session: Session) -> Path:
                 f"{part_config} does not exist; give the JSON file that DGL's partition_graph wrote"
             )
 
-    def import_if_changed() -> None:
+    def import_files() -> None:
         found, kept = _stamps(part_config), folder / _IMPORTED
         # Not whether they are newer: clocks of machines differ.
         if not (folder / MANIFEST).exists() or not kept.exists() or kept.read_text() != found:
@@ -96,8 +96,8 @@ def imported(part_config: Path, session: Session) -> Path:
     # On all ranks, or one that does not see the file would wait for the others.
     run_on_all_ranks(session, check)
     # Rank 0 goes first: on a shared file system the other machines then find the result.
-    run_on_all_ranks(session, lambda: import_if_changed() if session.topology.rank == 0 else None)
-    run_on_all_ranks(session, lambda: import_if_changed() if session.is_first_on_machine else None)
+    run_on_all_ranks(session, lambda: import_files() if session.topology.rank == 0 else None)
+    run_on_all_ranks(session, lambda: import_files() if session.is_first_on_machine else None)
     return folder
 
 
@@ -234,9 +234,9 @@ class DistGraph(Shared):
                 "give DistGraph either the folder of a partitioned dataset or part_config=, DGL's JSON file"
             )
         self.session = session or current_session()
-        if in_torch(self.session.device):
+        if is_on_torch_path(self.session.device):
             install()  # for blocks that a script moves by itself
-        path = Path(folder) if folder is not None else imported(Path(str(part_config)), self.session)
+        path = Path(folder) if folder is not None else import_if_changed(Path(str(part_config)), self.session)
         self.dataset: StoredDataset = open_together(path, self.session, verify)
         manifest = self.dataset.manifest
         self.placement = Placement(manifest.num_parts, self.session.topology)
@@ -264,13 +264,13 @@ class DistGraph(Shared):
         self._draws = count()
         self.on_close: list[Callable[[], None]] = []
         """Called by :meth:`close`, when no rank uses the graph any more, to release what depends on it."""
-        self.given_columns: Any = None
+        self.user_columns: Any = None
         """The columns of the graph that a script gave to ``dx.distribute``, where nodes are renumbered."""
         OPENED.set(self.session, self)
         barrier(self.session, f"opening {self.name}")
 
     if not TYPE_CHECKING:
-        __getattr__ = unsupported("a distributed graph", GRAPH_REMEDY)
+        __getattr__ = make_unsupported("a distributed graph", GRAPH_REMEDY)
 
     @property
     def name(self) -> str:
@@ -382,7 +382,7 @@ class DistGraph(Shared):
             kind="own", type_name=name, bounds=bounds, partition_book=self._book, store=self.kvstore
         )
 
-    def policy_of_length(self, num_rows: int) -> PartitionPolicy:
+    def find_policy_of_length(self, num_rows: int) -> PartitionPolicy:
         """Return the policy of the only node or edge type with ``num_rows``; ConfigError otherwise."""
         policies = [*self._node_policies.values(), *self._edge_policies.values()]
         found = [policy for policy in policies if policy.get_size() == num_rows]
@@ -501,7 +501,7 @@ class DistGraph(Shared):
             )
         call = np.random.SeedSequence([self.session.seed, self.rank(), next(self._draws)])
         rule = DrawRule(replace=bool(replace), prob=prob, seed=int(call.generate_state(1, np.uint64)[0]) >> 1)
-        graph = sampled_graph(self, seed_nodes, fanout, exclude_edges, rule)
+        graph = build_sampled_graph(self, seed_nodes, fanout, exclude_edges, rule)
         return graph if output_device is None else place(graph, output_device)
 
     def local_nodes(self, ntype: str | None = None) -> Tensor:
@@ -579,7 +579,7 @@ class DistGraph(Shared):
         self.kvstore.close()
         for structure in self._structures.values():
             structure.close()
-        if OPENED.of(self.session) is self:
+        if OPENED.get(self.session) is self:
             OPENED.set(self.session, None)
 
     def _known_ntype(self, ntype: str) -> str:

@@ -31,8 +31,14 @@ from dglx_dist.graph.partition_book import (
     integer_ids,
     split_ids,
 )
-from dglx_dist.graph.row_kernels import check_ids, column_info, numpy_view, tensor_view, torch_dtype
-from dglx_dist.graph.shared_memory import InitRows, save_folder, shared_rows
+from dglx_dist.graph.row_kernels import (
+    check_ids,
+    make_column_info,
+    torch_dtype,
+    view_as_numpy,
+    view_as_tensor,
+)
+from dglx_dist.graph.shared_memory import InitRows, map_shared_rows, save_folder
 from dglx_dist.graph.structure import Structure
 from dglx_dist.internals.pytorch import to_device
 from dglx_dist.records import Array, ColumnInfo, EdgeType, type_text
@@ -51,7 +57,7 @@ TENSOR_REMEDY = (
 )
 
 
-def unsupported(what: str, remedy: str) -> Callable[[Any, str], NoReturn]:
+def make_unsupported(what: str, remedy: str) -> Callable[[Any, str], NoReturn]:
     """Return a ``__getattr__`` that raises AttributeError with a ``remedy`` for every name."""
 
     def refuse(_: Any, name: str) -> NoReturn:
@@ -127,13 +133,13 @@ def _place_of(
         raise ConfigError(f"shape is {shape!r}; give whole numbers, such as (g.num_nodes(), 16)") from None
     if not sizes or min(sizes) < 0:
         raise ConfigError(f"shape is {sizes}; give the number of rows first, and no size below 0")
-    policy = place if isinstance(place, PartitionPolicy) else place.policy_of_length(sizes[0])
+    policy = place if isinstance(place, PartitionPolicy) else place.find_policy_of_length(sizes[0])
     if sizes[0] != policy.get_size():
         raise ConfigError(
             f"a tensor of {sizes[0]} rows does not go with {policy.policy_str}, of which there are "
             f"{policy.get_size()}"
         )
-    return policy, column_info(dtype, sizes[1:])
+    return policy, make_column_info(dtype, sizes[1:])
 
 
 def _create(policy: PartitionPolicy, key: str, info: ColumnInfo, init: InitRows | None) -> None:
@@ -146,7 +152,7 @@ def _create(policy: PartitionPolicy, key: str, info: ColumnInfo, init: InitRows 
     }
     check_equal(store.session, "a tensor", facts, "create it alike on all ranks")
     file_name = f"{store.label}-tensor-{store.next_number()}"
-    rows = shared_rows(store.session, file_name, policy.get_part_size(), info, init)
+    rows = map_shared_rows(store.session, file_name, policy.get_part_size(), info, init)
     shard = Shard(first=int(policy.bounds[policy.part_id]), rows=rows)
     store.add_column(Column(name=key, info=info, bounds=policy.bounds, shards=(shard,), writable=True))
     barrier(store.session, f"creating {key}")
@@ -226,7 +232,7 @@ class DistTensor(Shared):
         graph: OpenedGraph | None = None,
     ) -> None:
         policy = part_policy if isinstance(part_policy, PartitionPolicy) else None
-        store = policy.store if policy is not None else (graph or opened_graph()).kvstore
+        store = policy.store if policy is not None else (graph or get_opened_graph()).kvstore
         # Numbered before anything can fail on one rank alone.
         self._name = f"unnamed-{store.next_number()}" if name is None else name
         self.persistent = persistent
@@ -237,7 +243,7 @@ class DistTensor(Shared):
                 raise ConfigError(
                     f"part_policy is {part_policy!r}; give what g.get_node_partition_policy gives"
                 )
-            found, info = _place_of(shape, dtype, policy or graph or opened_graph())
+            found, info = _place_of(shape, dtype, policy or graph or get_opened_graph())
             return found, info, found.key(self._name) if is_gdata else found.hidden_key(self._name)
 
         # Attaching is not collective.
@@ -251,7 +257,7 @@ class DistTensor(Shared):
             _create(self.part_policy, self._key, info, init_func)
 
     @classmethod
-    def existing(cls, policy: PartitionPolicy, name: str, key: str) -> DistTensor:
+    def from_existing(cls, policy: PartitionPolicy, name: str, key: str) -> DistTensor:
         """Return the tensor that ``policy``'s store has under ``key``."""
         found = cls.__new__(cls)
         found.part_policy, found._name, found._key = policy, name, key
@@ -259,7 +265,7 @@ class DistTensor(Shared):
         return found
 
     if not TYPE_CHECKING:
-        __getattr__ = unsupported("a DistTensor", TENSOR_REMEDY)
+        __getattr__ = make_unsupported("a DistTensor", TENSOR_REMEDY)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         """Return all rows; without this method NumPy would read them one by one."""
@@ -386,7 +392,7 @@ class DistTensor(Shared):
             raise ConfigError(
                 f"{self._name!r} takes values of shape {shape} here, not {tuple(given.shape)}"
             ) from None
-        rows = numpy_view(given.contiguous())
+        rows = view_as_numpy(given.contiguous())
         self.kvstore.push(self._key, ids, rows, accumulate=accumulate, wait=wait)
 
     def fence(self, timeout_s: float | None = None) -> None:
@@ -409,7 +415,7 @@ class DistTensor(Shared):
             )
         joined = DistTensor(self.shape, self.dtype, part_policy=self.part_policy)
         ids = np.arange(*self.part_policy.owned_range)
-        self.kvstore.write_local(joined.kvstore_key, ids, numpy_view((self[ids] | other[ids]).cpu()))
+        self.kvstore.write_local(joined.kvstore_key, ids, view_as_numpy((self[ids] | other[ids]).cpu()))
         barrier(self.kvstore.session, f"joining {self.name!r} and {other.name!r}")
         return joined
 
@@ -474,7 +480,7 @@ class DistTensor(Shared):
             return source, saved
 
         source, saved = run_on_all_ranks(session, check)
-        rows = numpy_view(owned_rows(self))
+        rows = view_as_numpy(view_owned_rows(self))
         run_on_all_ranks(session, lambda: read_rows(source, saved, first, last, rows))
         barrier(session, f"loading {self._key}")
 
@@ -493,7 +499,7 @@ class DistTensor(Shared):
         """Return the local server's rows, (n, *row); of a tensor in memory, the memory its ranks share."""
         column = self._column
         if column.writable:
-            return tensor_view(column.shards[0].rows, column.info)
+            return view_as_tensor(column.shards[0].rows, column.info)
         first, last = self.local_range
         return self[first:last]
 
@@ -554,7 +560,7 @@ class DistTensor(Shared):
         return self.part_policy.store.column(self._key)
 
 
-def owned_rows(tensor: DistTensor) -> Tensor:
+def view_owned_rows(tensor: DistTensor) -> Tensor:
     """Return the rows that this rank owns of a tensor in memory, as memory that its server's ranks share."""
     (first, last), start = tensor.part_policy.owned_range, tensor.local_range[0]
     return tensor.local_rows()[first - start : last - start]
@@ -576,7 +582,7 @@ class DataView(MutableMapping[str, DistTensor]):
         if not self._policy.store.has(key):
             known = ", ".join(map(repr, self)) or "none"
             raise KeyError(f"{self._policy.policy_str} has no tensor {name!r} (known: {known})")
-        return DistTensor.existing(self._policy, name, key)
+        return DistTensor.from_existing(self._policy, name, key)
 
     def __setitem__(self, name: str, value: DistTensor) -> None:
         """Name an existing tensor on this rank; call it on every rank that will look it up."""
@@ -684,12 +690,12 @@ class OpenedGraph(Protocol):
     def get_partition_book(self) -> PartitionBook: ...
     def get_node_partition_policy(self, ntype: str) -> PartitionPolicy: ...
     def get_edge_partition_policy(self, etype: str | EdgeType) -> PartitionPolicy: ...
-    def policy_of_length(self, num_rows: int) -> PartitionPolicy: ...
+    def find_policy_of_length(self, num_rows: int) -> PartitionPolicy: ...
 
 
-def opened_graph() -> OpenedGraph:
+def get_opened_graph() -> OpenedGraph:
     """Return the graph opened last in the current session; ConfigError when none is open."""
-    found = OPENED.of(current_session())
+    found = OPENED.get(current_session())
     if found is None:
         raise ConfigError("no graph is open; open a DistGraph first")
     return found

@@ -14,12 +14,18 @@ from dglx_dist.comm.collectives import barrier, run_on_all_ranks
 from dglx_dist.comm.devices import to_host
 from dglx_dist.comm.session import Shared
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.dist_tensor import DistTensor, OpenedGraph, PartitionPolicy, opened_graph, owned_rows
+from dglx_dist.graph.dist_tensor import (
+    DistTensor,
+    OpenedGraph,
+    PartitionPolicy,
+    get_opened_graph,
+    view_owned_rows,
+)
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.partition_book import Ids, as_ids
 from dglx_dist.graph.row_kernels import number_distinct
 from dglx_dist.graph.shared_memory import InitRows, check_memory
-from dglx_dist.graph.sparse_gradient import RowGradient, summed
+from dglx_dist.graph.sparse_gradient import RowGradient, sum_weighted
 from dglx_dist.internals.pytorch import to_device
 from dglx_dist.keyed_random import full_word, item_key
 from dglx_dist.records import Array, StepShare
@@ -110,7 +116,7 @@ class DistEmbedding(Shared):
         graph: OpenedGraph | None = None,
         scale: float = 1.0,
     ) -> None:
-        store = part_policy.store if part_policy is not None else (graph or opened_graph()).kvstore
+        store = part_policy.store if part_policy is not None else (graph or get_opened_graph()).kvstore
 
         def checked() -> PartitionPolicy:
             if dtype not in _COMPUTE_DTYPE:
@@ -118,13 +124,13 @@ class DistEmbedding(Shared):
                 raise ConfigError(f"a DistEmbedding cannot train {dtype} rows; use one of {known}")
             if not isinstance(embedding_dim, int) or embedding_dim < 1:
                 raise ConfigError(f"embedding_dim is {embedding_dim!r}; give a whole number of at least 1")
-            return part_policy or (graph or opened_graph()).policy_of_length(num_embeddings)
+            return part_policy or (graph or get_opened_graph()).find_policy_of_length(num_embeddings)
 
         if any(key.endswith(f"~{name}") for key in store.names()):
             policy = checked()  # attaching is not collective
         else:
             policy = run_on_all_ranks(store.session, checked, ConfigError)
-        opened = graph or opened_graph()
+        opened = graph or get_opened_graph()
         self.dataset = opened.dataset.manifest.checksum if opened.kvstore is policy.store else ""
         """Checksum of the dataset that numbers the rows; "" when its graph is closed."""
         attaches, shape = name is not None and store.has(policy.key(name)), (num_embeddings, embedding_dim)
@@ -138,7 +144,7 @@ class DistEmbedding(Shared):
         if not attaches and init_func is None:
             # Each rank those of the rows it owns, without a second copy.
             first, seed = policy.owned_range[0], store.session.seed
-            fill_uniform(owned_rows(self.weight), first, seed, self.weight.name, scale)
+            fill_uniform(view_owned_rows(self.weight), first, seed, self.weight.name, scale)
             barrier(store.session, f"first values of {self.weight.name!r}")
         self._gradients: list[RowGradient] = []
         self._num_kept_rows = 0
@@ -195,9 +201,9 @@ class DistEmbedding(Shared):
         if not torch.is_grad_enabled():
             return self._pull(index, target)
         places = None
-        distinct, place_of = number_distinct(index)
+        distinct, find_place = number_distinct(index)
         if len(distinct) < len(index):
-            places = to_device(torch.from_numpy(place_of), target)
+            places = to_device(torch.from_numpy(find_place), target)
         leaf = self._pull(distinct, target, distinct=True).requires_grad_()
         record = self._recorder(distinct, self.kvstore.session.step_share)
         leaf.register_post_accumulate_grad_hook(record)  # type: ignore[no-untyped-call]  # untyped in torch
@@ -249,7 +255,7 @@ def _wait_for(gradients: list[RowGradient]) -> None:
 def _summed_by_share(gradients: list[RowGradient]) -> list[RowGradient]:
     kept = []
     for share in dict.fromkeys(gradient.share for gradient in gradients):
-        total = summed([(gradient, 1.0) for gradient in gradients if gradient.share == share])
+        total = sum_weighted([(gradient, 1.0) for gradient in gradients if gradient.share == share])
         assert total is not None
         kept.append(RowGradient(ids=total.ids, rows=total.rows, share=share))
     return kept

@@ -37,18 +37,18 @@ from dglx_dist.graph.row_kernels import (
     NO_SLOTS,
     RemotePlan,
     add_rows,
+    allocate_rows,
     check_summable,
-    empty_rows,
-    first_outside,
+    find_first_outside,
     move_rows,
-    numpy_view,
     plan_remote,
     split_cached,
     spread_rows,
     sum_repeated,
     take_rows,
-    tensor_view,
     torch_dtype,
+    view_as_numpy,
+    view_as_tensor,
 )
 from dglx_dist.records import Array, ColumnInfo
 
@@ -221,9 +221,9 @@ class KVStore:
             column.counts[2] += len(plan.positions)
 
         def pulled() -> Tensor:
-            made = out if isinstance(out, Tensor) else out() if out else empty_rows(len(ids), column.info)
+            made = out if isinstance(out, Tensor) else out() if out else allocate_rows(len(ids), column.info)
             _check_out(made, len(ids), column)
-            rows = numpy_view(made)
+            rows = view_as_numpy(made)
             column.read(ids, rows)
             if cache is not None:
                 move_rows(cache.rows, plan.hit_slots, rows, plan.hit_places)
@@ -283,7 +283,7 @@ class KVStore:
         return CacheCounts(local=local, hits=hits, misses=misses, on_device=on_device)
 
     @contextmanager
-    def uncounted(self) -> Iterator[None]:
+    def pause_counting(self) -> Iterator[None]:
         """Leave out of :meth:`cache_counts` the rows that this rank requests within the context."""
         with self._counts_lock:
             before = {name: [*column.counts] for name, column in self._columns.items()}
@@ -447,7 +447,7 @@ class KVStore:
         return column
 
     def _check_range(self, column: Column, ids: Array, first: int, last: int) -> None:
-        bad = first_outside(ids - first, last - first)
+        bad = find_first_outside(ids - first, last - first)
         if bad >= 0:
             raise IndexError(
                 f"server {self._server}, rank {self._rank} has the rows {first} to {last - 1} of "
@@ -565,10 +565,10 @@ class KVStore:
         (shard,) = column.shards  # of a writable tensor there is one
         with column.lock:
             column.on_push(
-                tensor_view(shard.rows, column.info),
+                view_as_tensor(shard.rows, column.info),
                 torch.from_numpy(ids - shard.first),
                 # A copy, since the arrays of a message are read-only and a handler may write.
-                tensor_view(rows.copy(), column.info),
+                view_as_tensor(rows.copy(), column.info),
             )
         return []
 

@@ -15,9 +15,9 @@ from dglx_dist.comm.collectives import barrier, check_equal, gather_int64, run_o
 from dglx_dist.comm.session import Session, current_session
 from dglx_dist.data.storage.row_files import RowFile, check_rows, read_index, read_rows, write_rows
 from dglx_dist.errors import ConfigError, DglxError, StorageError
-from dglx_dist.graph.dist_tensor import DistTensor, owned_rows
+from dglx_dist.graph.dist_tensor import DistTensor, view_owned_rows
 from dglx_dist.graph.embedding import DistEmbedding
-from dglx_dist.graph.row_kernels import column_info, numpy_view
+from dglx_dist.graph.row_kernels import make_column_info, view_as_numpy
 from dglx_dist.graph.shared_memory import WriteOwn, check_memory, save_folder
 from dglx_dist.graph.sparse_gradient import Reduction, RowSum, weighted_sum
 from dglx_dist.graph.sparse_update import (
@@ -28,7 +28,7 @@ from dglx_dist.graph.sparse_update import (
     UpdateRule,
     adagrad_rule,
     adam_rule,
-    at_least_0,
+    check_at_least_0,
     sgd_rule,
 )
 
@@ -103,7 +103,7 @@ class SparseOptimizer:
 
     @lr.setter
     def lr(self, lr: float) -> None:
-        self._rule.lr = float(at_least_0("lr", lr))
+        self._rule.lr = float(check_at_least_0("lr", lr))
 
     @property
     def settings(self) -> Mapping[str, float]:
@@ -212,7 +212,7 @@ class SparseOptimizer:
     @property
     def own_rows(self) -> list[torch.Tensor]:
         """The rows that this rank saves, of embeddings and states, in memory that its server shares."""
-        return [owned_rows(tensor) for _, _, tensor in self._tensors()]
+        return [view_owned_rows(tensor) for _, _, tensor in self._tensors()]
 
     def rows_to_save(
         self, copied: Callable[[str, torch.Tensor], torch.Tensor] = lambda _name, rows: rows
@@ -223,13 +223,19 @@ class SparseOptimizer:
         """
         self.flush()
         rows = [
-            (name, table.first, column_info(tensor.dtype, tensor.shape[1:]), copied(name, owned_rows(tensor)))
+            (
+                name,
+                table.first,
+                make_column_info(tensor.dtype, tensor.shape[1:]),
+                copied(name, view_owned_rows(tensor)),
+            )
             for name, table, tensor in self._tensors()
         ]
 
         def write_own(folder: Path) -> list[RowFile]:
             return [
-                write_rows(folder, name, first, numpy_view(own), info=info) for name, first, info, own in rows
+                write_rows(folder, name, first, view_as_numpy(own), info=info)
+                for name, first, info, own in rows
             ]
 
         # After the copies: in mode "async" a rank that went on would change the others' rows. Steps differ
@@ -276,7 +282,7 @@ class SparseOptimizer:
         def read_own() -> Mapping[str, object]:
             index = read_index(folder)
             for name, table, tensor in self._tensors():
-                rows = numpy_view(owned_rows(tensor))
+                rows = view_as_numpy(view_owned_rows(tensor))
                 read_rows(folder, index.tensor(name, folder), table.first, table.last, rows)
             return index.facts
 

@@ -48,7 +48,7 @@ class RowOwners:
             starts += [first + (last - first) * local // ranks for local in range(ranks)]
         return np.array([*starts, self._bounds[-1]], dtype=np.int64)
 
-    def rank_of(self, ids: Array) -> Array:
+    def find_rank(self, ids: Array) -> Array:
         """Return the (K,) int64 owner rank of each of the (K,) int64 ``ids``, which must be rows."""
         # From the right: of ranks that start at the same row, only the last owns any.
         return np.searchsorted(self.starts, ids, side="right") - 1

@@ -34,25 +34,25 @@ def torch_dtype(name: str) -> torch.dtype:
     return _TORCH[name]
 
 
-def column_info(dtype: torch.dtype | str, row_shape: tuple[int, ...]) -> ColumnInfo:
+def make_column_info(dtype: torch.dtype | str, row_shape: tuple[int, ...]) -> ColumnInfo:
     """Describe a column of ``dtype``, torch's or a name; ConfigError when no column can have it."""
     name = str(dtype).removeprefix("torch.")
     torch_dtype(name)
     return ColumnInfo(dtype=name, row_shape=row_shape)
 
 
-def empty_rows(count: int, info: ColumnInfo) -> Tensor:
+def allocate_rows(count: int, info: ColumnInfo) -> Tensor:
     return torch.empty((count, *info.row_shape), dtype=torch_dtype(info.dtype))
 
 
-def numpy_view(rows: Tensor) -> Array:
+def view_as_numpy(rows: Tensor) -> Array:
     """View a contiguous CPU tensor as an array, bfloat16 as uint16."""
     if rows.dtype == torch.bfloat16:
         return rows.view(torch.int16).numpy().view(numpy_dtype("bfloat16"))
     return rows.numpy()
 
 
-def tensor_view(rows: Array, info: ColumnInfo) -> Tensor:
+def view_as_tensor(rows: Array, info: ColumnInfo) -> Tensor:
     """View a column's array as a tensor of the column's dtype."""
     if info.dtype == "bfloat16":
         return torch.from_numpy(rows.view("int16")).view(torch.bfloat16)
@@ -94,7 +94,7 @@ _AHEAD = 8
 """Rows between the prefetched one and the copied one: rows lie anywhere in memory."""
 
 
-def as_words(source: Array, out: Array) -> tuple[Array, Array]:
+def view_as_words(source: Array, out: Array) -> tuple[Array, Array]:
     """View C-contiguous (n, *row) arrays, not empty and with rows of one size, as (n, words) of one width."""
     row_bytes = source.nbytes // len(source)
     # The lowest bit that is set in any of these: the widest word that divides all of them.
@@ -113,7 +113,7 @@ def gather_rows(source: Array, first: int, ids: Array, out: Array) -> None:
     ``source`` (n, *row) and ``out`` (K, *row) have one dtype and are C-contiguous; (K,) int64 ``ids``.
     """
     if len(ids) and source.size:
-        source_words, out_words = as_words(source, out)
+        source_words, out_words = view_as_words(source, out)
         _gather(source_words, first, ids, out_words)
 
 
@@ -137,7 +137,7 @@ def scatter_rows(rows: Array, target: Array, first: int, ids: Array) -> None:
 def move_rows(source: Array, rows: Array, out: Array, places: Array) -> None:
     """Copy ``source[rows[k]]`` to ``out[places[k]]`` for (k,) int64 ``rows`` and ``places``."""
     if len(rows) and source.size:
-        source_words, out_words = as_words(source, out)
+        source_words, out_words = view_as_words(source, out)
         _move(source_words, rows, out_words, places)
 
 
@@ -233,7 +233,7 @@ def _move(source: Array, rows: Array, out: Array, places: Array) -> None:
 
 
 @njit(cache=True, nogil=True)
-def first_outside(ids: Array, count: int) -> int:
+def find_first_outside(ids: Array, count: int) -> int:
     """Return the position of the first of the (K,) int64 ``ids`` outside [0, ``count``), or -1."""
     num_bad = 0
     # No early exit in the first loop: it then runs on vector registers.
@@ -249,7 +249,7 @@ def first_outside(ids: Array, count: int) -> int:
 
 def check_ids(ids: Array, count: int, what: str) -> None:
     """Raise IndexError unless each of the (K,) int64 ``ids`` is in [0, ``count``)."""
-    bad = first_outside(ids, count)
+    bad = find_first_outside(ids, count)
     if bad >= 0:
         raise IndexError(f"id {ids[bad]} at position {bad} is outside {what}, whose ids are 0 to {count - 1}")
 
@@ -272,7 +272,7 @@ class SlotTable(NamedTuple):
 NO_SLOTS = SlotTable(np.empty(0, np.int32), np.empty(0, np.int64))
 
 
-def table_sizes(count: int, num_ids: int, direct_limit: int = DIRECT_LIMIT) -> tuple[int, int]:
+def compute_table_sizes(count: int, num_ids: int, direct_limit: int = DIRECT_LIMIT) -> tuple[int, int]:
     """Return the lengths of ``slots`` and ``keys`` for ``count`` cached of ``num_ids`` ids.
 
     A hash table is at most half full: 24 to 48 bytes per cached row. A direct table takes 4 bytes per id and
@@ -285,7 +285,7 @@ def table_sizes(count: int, num_ids: int, direct_limit: int = DIRECT_LIMIT) -> t
 
 
 def fill_table(table: SlotTable, ids: Array) -> None:
-    """Assign the slots 0 to C - 1 to (C,) int64 distinct ``ids``; sizes are from :func:`table_sizes`."""
+    """Assign the slots 0 to C - 1 to (C,) int64 distinct ``ids``. Sizes: :func:`compute_table_sizes`."""
     table.slots[:] = -1
     if len(table.keys) == 0:
         table.slots[ids] = np.arange(len(ids), dtype=np.int32)
@@ -295,15 +295,15 @@ def fill_table(table: SlotTable, ids: Array) -> None:
 
 
 @njit(cache=True, nogil=True)
-def slot_of(table: SlotTable, key: int) -> int:
+def find_slot(table: SlotTable, key: int) -> int:
     """Return the slot of the id ``key``, or -1."""
     if len(table.slots) == 0:
         return -1
-    return int(table.slots[place_of(table.keys, key)])
+    return int(table.slots[find_place(table.keys, key)])
 
 
 @njit(cache=True, nogil=True)
-def place_of(keys: Array, key: int) -> np.uint64:
+def find_place(keys: Array, key: int) -> np.uint64:
     """Return the place of the id ``key`` in a table, or the free one where it belongs."""
     if len(keys) == 0:
         return np.uint64(key)
@@ -318,7 +318,7 @@ def place_of(keys: Array, key: int) -> np.uint64:
 @njit(cache=True, nogil=True)
 def _insert(table: SlotTable, ids: Array) -> None:
     for slot in range(len(ids)):
-        at = place_of(table.keys, ids[slot])
+        at = find_place(table.keys, ids[slot])
         table.keys[at] = ids[slot]
         table.slots[at] = slot
 
@@ -368,8 +368,8 @@ def plan_remote(
 
 def number_distinct(ids: Array) -> tuple[Array, Array]:
     """Return the distinct (K,) int64 ``ids`` in order of appearance, and the (K,) int64 index of each."""
-    place_of = np.empty(len(ids), np.int64)
-    return _distinct(ids, np.arange(len(ids)), place_of), place_of
+    find_place = np.empty(len(ids), np.int64)
+    return _distinct(ids, np.arange(len(ids)), find_place), find_place
 
 
 @njit(cache=True, nogil=True)
@@ -413,7 +413,7 @@ def split_cached(ids: Array, low: int, high: int, cached: SlotTable) -> tuple[Ar
     for position in range(ids.shape[0]):
         key = ids[position]
         if key < low or key >= high:
-            slot = slot_of(cached, key)
+            slot = find_slot(cached, key)
             if slot >= 0:
                 hit_places[hits] = position
                 hit_slots[hits] = slot
@@ -511,14 +511,14 @@ def add_rows(target: Array, first: int, ids: Array, rows: Array, info: ColumnInf
 
 
 def _widened(rows: Array, info: ColumnInfo) -> Array:
-    return tensor_view(rows, info).float().numpy() if info.dtype in HALF else rows
+    return view_as_tensor(rows, info).float().numpy() if info.dtype in HALF else rows
 
 
 def _rounded(sums: Array, info: ColumnInfo) -> Array:
     if info.dtype not in HALF:
         return sums
     wide = ColumnInfo(dtype="float32", row_shape=info.row_shape)
-    return numpy_view(tensor_view(sums, wide).to(torch_dtype(info.dtype)))
+    return view_as_numpy(view_as_tensor(sums, wide).to(torch_dtype(info.dtype)))
 
 
 @njit(cache=True, nogil=True)

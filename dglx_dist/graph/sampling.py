@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     import dgl
 
 
-def csc_of(shard: CSCShard, weights: Array | None = None) -> Csc:
+def make_csc(shard: CSCShard, weights: Array | None = None) -> Csc:
     """Return a shard as the kernels read it; ``weights`` are (E,) float32 of its edges."""
     weights = np.empty(0, np.float32) if weights is None else weights
     return Csc(shard.indptr, shard.indices, weights, shard.first_node, shard.first_edge)
 
 
-def hop_parameters(fanout: int, stream: int) -> str:
-    """Return the parameters of :func:`keyed_draw`: in-edges of a node (-1: all), and the key of the draws."""
+def pack_hop_parameters(fanout: int, stream: int) -> str:
+    """Return the JSON parameters of :func:`make_keyed_draw`. A fan-out of -1 draws all in-edges."""
     return json.dumps({"fanout": fanout, "stream": stream})
 
 
-def keyed_draw(rule: Rule, weights: Mapping[int, Array]) -> Draw:
-    """Return the function by which a server draws in-edges; its parameters are :func:`hop_parameters`.
+def make_keyed_draw(rule: Rule, weights: Mapping[int, Array]) -> Draw:
+    """Return the function by which a server draws in-edges; its parameters are :func:`pack_hop_parameters`.
 
     A request adds the edges that its batch excludes to ``rule``. ``weights`` are the (E,) float32 edge
     weights by first node of a shard, empty for uniform draws.
@@ -42,7 +42,7 @@ def keyed_draw(rule: Rule, weights: Mapping[int, Array]) -> Draw:
 
     def draw(shard: CSCShard, nodes: Array, parameters: str, exclude: Array) -> InEdges:
         hop = json.loads(parameters)
-        csc = csc_of(shard, weights.get(shard.first_node))
+        csc = make_csc(shard, weights.get(shard.first_node))
         fanout, stream = int(hop["fanout"]), np.uint64(hop["stream"])
         batch_rule = rule._replace(exclude=merged(rule.exclude, exclude))
         indptr, sources, edge_ids = draw_edges(csc, nodes, fanout, stream, batch_rule)
@@ -61,7 +61,7 @@ _UNIFORM = {False: "draw_uniform", True: "draw_uniform_with_replacement"}
 def serve_uniform(structure: Structure) -> None:
     """Let :func:`draw_in_edges` ask ``structure`` for uniform draws; on all ranks."""
     for is_replaced, op in _UNIFORM.items():
-        structure.serve(op, keyed_draw(Rule(is_replaced, NO_EDGES), {}))
+        structure.serve(op, make_keyed_draw(Rule(is_replaced, NO_EDGES), {}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ def draw_in_edges(
     draws itself, in proportion to the weights; 0 is never drawn.
     """
     if rule.prob is None and not len(exclude):
-        return structure.ask(_UNIFORM[rule.replace], nodes, hop_parameters(fanout, rule.seed))
+        return structure.ask(_UNIFORM[rule.replace], nodes, pack_hop_parameters(fanout, rule.seed))
     edges = structure.ask("in_edges", nodes)
     weights = np.ones(len(edges.edge_ids))
     if rule.prob is not None:
@@ -95,7 +95,7 @@ def draw_in_edges(
     return InEdges(indptr=indptr, sources=edges.sources[chosen], edge_ids=edges.edge_ids[chosen])
 
 
-def sampled_graph(
+def build_sampled_graph(
     g: OpenedGraph,
     seed_nodes: Ids | Mapping[str, Ids],
     fanout: int | Mapping[Any, int],
@@ -107,9 +107,9 @@ def sampled_graph(
 
     counts = {ntype: g.num_nodes(ntype) for ntype in g.ntypes}
     edge_counts = {etype: g.num_edges(etype) for etype in g.canonical_etypes}
-    seeds = by_type(seed_nodes, counts, "node")
-    fanouts = fanout_by_type(fanout, g.canonical_etypes)
-    excluded = {} if exclude_edges is None else by_type(exclude_edges, edge_counts, "edge")
+    seeds = group_by_type(seed_nodes, counts, "node")
+    fanouts = read_fanouts(fanout, g.canonical_etypes)
+    excluded = {} if exclude_edges is None else group_by_type(exclude_edges, edge_counts, "edge")
     ends, edge_ids = {}, {}
     for etype in g.canonical_etypes:
         nodes, exclude = seeds.get(etype[2], NO_IDS), excluded.get(etype, NO_IDS)
@@ -123,7 +123,7 @@ def sampled_graph(
     return graph
 
 
-def by_type(given: Ids | Mapping[Any, Ids], counts: Mapping[K, int], what: str) -> dict[K, Array]:
+def group_by_type(given: Ids | Mapping[Any, Ids], counts: Mapping[K, int], what: str) -> dict[K, Array]:
     """Return the (K,) int64 ids per type of ``given``, plain ids of the only type, or a dict of them by type.
 
     ``counts`` has the number of ids of every type; ``what`` is "node" or "edge". An edge type may be named by
@@ -142,7 +142,7 @@ def by_type(given: Ids | Mapping[Any, Ids], counts: Mapping[K, int], what: str) 
     return {keys[key]: as_ids(ids, counts[keys[key]], f"the {what}s {key!r}") for key, ids in given.items()}
 
 
-def fanout_by_type(fanout: int | Mapping[Any, int], etypes: Collection[EdgeType]) -> dict[EdgeType, int]:
+def read_fanouts(fanout: int | Mapping[Any, int], etypes: Collection[EdgeType]) -> dict[EdgeType, int]:
     """Return the fan-out of every edge type; one number stands for all, a dict must name every one."""
     if not isinstance(fanout, Mapping):
         return dict.fromkeys(etypes, int(fanout))

@@ -21,7 +21,7 @@ from dglx_dist.data.storage.columns import numpy_dtype
 from dglx_dist.data.storage.files import named_failures, partial_folder, publish_over, remove_abandoned
 from dglx_dist.data.storage.row_files import RowFile, check_replaceable, write_index
 from dglx_dist.errors import ConfigError, DglxError, StorageError
-from dglx_dist.graph.row_kernels import numpy_view, torch_dtype
+from dglx_dist.graph.row_kernels import torch_dtype, view_as_numpy
 from dglx_dist.memory import machine_memory
 from dglx_dist.records import Array, ColumnInfo
 
@@ -49,7 +49,7 @@ def check_memory(session: Session, bounds: Array, row_bytes: int, what: str, rem
     run_on_all_ranks(session, check, ConfigError)
 
 
-def warn_of_edges(session: Session, edge_bounds: Iterable[Array], edge_bytes: int) -> None:
+def warn_about_edges(session: Session, edge_bounds: Iterable[Array], edge_bytes: int) -> None:
     """Log a warning if the edges of this machine's servers need more memory than is free; not collective.
 
     A strategy that holds edges calls it before it reads any. For each edge type, server s has the edges
@@ -78,7 +78,7 @@ def _rows_here(session: Session, bounds: Array) -> tuple[str, int]:
 
 
 @contextmanager
-def shared_partial_folder(session: Session, target: Path) -> Iterator[Path]:
+def open_partial_folder(session: Session, target: Path) -> Iterator[Path]:
     """Yield an empty folder beside ``target`` for all ranks to fill and rank 0 to rename; collective.
 
     It is removed if it is left, and so is what killed runs left beside ``target``.
@@ -133,7 +133,7 @@ def save_folder(session: Session, target: Path, write_own: WriteOwn, facts: Mapp
             publish_over(partial, target)
 
     run_on_all_ranks(session, lambda: check_replaceable(target) if is_first else None)
-    with shared_partial_folder(session, target) as partial:
+    with open_partial_folder(session, target) as partial:
         lines = gather_json(run_on_all_ranks(session, lambda: write_share(partial, write_own)), session)
         run_on_all_ranks(session, lambda: finish(lines) if is_first else None)
 
@@ -160,7 +160,7 @@ InitRows: TypeAlias = Callable[[tuple[int, ...], torch.dtype], Tensor]
 """(shape of the local server's rows, dtype) to their first values; called on one rank of each server."""
 
 
-def shared_rows(
+def map_shared_rows(
     session: Session, file_name: str, count: int, info: ColumnInfo, init: InitRows | None = None
 ) -> Array:
     """Return writable rows that the ranks of the local server share; collective.
@@ -215,7 +215,7 @@ def _first_values(init: InitRows, rows: Array, info: ColumnInfo) -> Array:
         raise ConfigError(
             f"init_func returned {values.dtype} of shape {tuple(values.shape)} for {dtype} of shape {shape}"
         )
-    return numpy_view(values.detach().contiguous())
+    return view_as_numpy(values.detach().contiguous())
 
 
 def _map(path: Path, count: int, info: ColumnInfo) -> Array:

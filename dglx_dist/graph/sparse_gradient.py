@@ -32,10 +32,10 @@ class RowSum(NamedTuple):
         """Return the same with one row for each id, in order, and weight 1."""
         rows = np.empty((len(self.ids), self.rows.shape[1]), dtype=self.rows.dtype)
         _add(self, np.arange(len(self.ids)), rows, 0)
-        return one_row_each(self.ids, rows)
+        return merge_repeated(self.ids, rows)
 
 
-def one_row_each(ids: Array, rows: Array, weight: float = 1.0) -> RowSum:
+def merge_repeated(ids: Array, rows: Array, weight: float = 1.0) -> RowSum:
     return RowSum(ids, rows, np.arange(len(ids)), weight)
 
 
@@ -49,7 +49,7 @@ def sum_rows(gradients: Sequence[RowSum]) -> RowSum:
     for one in gradients:
         used = _add(one, slots[first : first + len(one.ids)], rows, used)
         first += len(one.ids)
-    return one_row_each(ids, rows)
+    return merge_repeated(ids, rows)
 
 
 @njit(cache=True, nogil=True)
@@ -155,7 +155,7 @@ class RowGradient:
     """Waits until ``rows`` have arrived from a device; None: they have."""
 
 
-def weight_of(share: StepShare | None, reduction: Reduction, world_size: int) -> float:
+def compute_weight(share: StepShare | None, reduction: Reduction, world_size: int) -> float:
     """Return the factor of a rank's gradient in the sum over ranks.
 
     n_local / n_global for a mean, 1 for a sum; 0 on a rank without targets, whatever its loss is (the
@@ -179,17 +179,17 @@ def weight_of(share: StepShare | None, reduction: Reduction, world_size: int) ->
 def weighted_sum(gradients: Sequence[RowGradient], reduction: Reduction, world_size: int) -> RowSum | None:
     """Return this rank's contribution to the gradient of a step; None where no weight is above 0.
 
-    ``gradients`` are in the order of the backward passes; raises as :func:`weight_of`.
+    ``gradients`` are in the order of the backward passes; raises as :func:`compute_weight`.
     """
-    weighted = [(gradient, weight_of(gradient.share, reduction, world_size)) for gradient in gradients]
+    weighted = [(gradient, compute_weight(gradient.share, reduction, world_size)) for gradient in gradients]
     # Left out, not multiplied: the mean over no targets is not a number.
-    return summed([(gradient, weight) for gradient, weight in weighted if weight > 0.0])
+    return sum_weighted([(gradient, weight) for gradient, weight in weighted if weight > 0.0])
 
 
-def summed(weighted: Sequence[tuple[RowGradient, float]]) -> RowSum | None:
+def sum_weighted(weighted: Sequence[tuple[RowGradient, float]]) -> RowSum | None:
     """Return the sum of gradient times weight in this order, each row once; None for none.
 
     A single gradient shares its rows with the result.
     """
-    given = [one_row_each(gradient.ids, gradient.rows, weight) for gradient, weight in weighted]
+    given = [merge_repeated(gradient.ids, gradient.rows, weight) for gradient, weight in weighted]
     return sum_rows(given) if given else None

@@ -11,18 +11,18 @@ from typing import NamedTuple, final
 import numpy as np
 import torch
 
-from dglx_dist.comm.collectives import barrier, gather_int64, peers_named
+from dglx_dist.comm.collectives import barrier, gather_int64, report_failed_peers
 from dglx_dist.comm.mailbox import Mailbox
 from dglx_dist.comm.rpc import Pending
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.dist_tensor import DistTensor, owned_rows
+from dglx_dist.graph.dist_tensor import DistTensor, view_owned_rows
 from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.graph.partition_book import RowOwners
-from dglx_dist.graph.row_kernels import group_by_range, numpy_view
+from dglx_dist.graph.row_kernels import group_by_range, view_as_numpy
 from dglx_dist.graph.sparse_gradient import (
     RowSum,
-    one_row_each,
+    merge_repeated,
     sum_rows,
     update_adagrad,
     update_adam,
@@ -47,7 +47,7 @@ class UpdateRule:
         settings: Mapping[str, float],
         state_names: tuple[str, ...] = (),
     ) -> None:
-        self.lr = float(at_least_0("lr", lr))
+        self.lr = float(check_at_least_0("lr", lr))
         self.settings, self.state_names = settings, state_names
         self._kernel, self._constants = kernel, constants
 
@@ -66,7 +66,7 @@ def sgd_rule(lr: float) -> UpdateRule:
 
 def adagrad_rule(lr: float, eps: float) -> UpdateRule:
     """``s += g^2; w -= lr g / (sqrt(s) + eps)``; ConfigError for an invalid ``eps``."""
-    settings = {"eps": at_least_0("eps", eps)}
+    settings = {"eps": check_at_least_0("eps", eps)}
     return UpdateRule(lr, update_adagrad, lambda rate, _: (rate, eps), settings, ("sum",))
 
 
@@ -87,12 +87,12 @@ def adam_rule(lr: float, betas: tuple[float, float], eps: float, *, corrected: b
         small = eps * correction if corrected else eps
         return rate * correction / (1.0 - beta1**step), 1.0 - beta1, 1.0 - beta2, small
 
-    settings = {"beta1": beta1, "beta2": beta2, "eps": at_least_0("eps", eps)}
+    settings = {"beta1": beta1, "beta2": beta2, "eps": check_at_least_0("eps", eps)}
     names = ("mem", "power") if corrected else ("mean", "square")
     return UpdateRule(lr, update_adam, constants, settings, names)
 
 
-def at_least_0(name: str, value: float) -> float:
+def check_at_least_0(name: str, value: float) -> float:
     if not 0.0 <= value < math.inf:
         raise ConfigError(f"{name}={value} must be a number, at least 0")
     return value
@@ -111,11 +111,11 @@ class OwnedRows:
         """Updates of the parameter so far, also those without a row of this rank."""
         self.lock = embedding.kvstore.column(embedding.weight.kvstore_key).lock
         """Held while rows are updated, also by other optimisers of these rows and by pushes that add."""
-        self._rows = owned_rows(embedding.weight)
-        self._state_rows = tuple(numpy_view(owned_rows(state)) for state in states)
+        self._rows = view_owned_rows(embedding.weight)
+        self._state_rows = tuple(view_as_numpy(view_owned_rows(state)) for state in states)
         self._dtype = np.dtype(str(embedding.compute_dtype).removeprefix("torch."))
         nothing = np.empty((0, embedding.embedding_dim), self._dtype)
-        self.no_rows = one_row_each(np.empty(0, np.int64), nothing)
+        self.no_rows = merge_repeated(np.empty(0, np.int64), nothing)
         """The gradient of a rank that touched no row."""
 
     def check(self, gradient: RowSum) -> None:
@@ -143,7 +143,7 @@ class OwnedRows:
     def _update(self, gradient: RowSum) -> None:
         rows, wide, touched = self._rows, self.embedding.compute_dtype, gradient.ids
         if rows.dtype == wide:
-            self.rule.update(numpy_view(rows), touched, self._state_rows, gradient, self.steps)
+            self.rule.update(view_as_numpy(rows), touched, self._state_rows, gradient, self.steps)
             return
         index = torch.from_numpy(touched)
         weight = rows[index].to(wide).numpy()
@@ -235,7 +235,7 @@ class SparseExchange:
 
     def _step_together(self, sent: list[Pending], problem: str) -> None:
         topology, what = self._session.topology, f"step {self._step} of {self._op}"
-        with peers_named(self._session, what):
+        with report_failed_peers(self._session, what):
             received = self._mailbox.take(self._step, None, range(topology.world_size), what)
         for call in sent:
             call.result()
@@ -262,7 +262,7 @@ class SparseExchange:
         self._lag_sum += len(self._in_flight)
 
     def _finish_oldest(self) -> None:
-        with peers_named(self._session, f"pushes of {self._op}"):
+        with report_failed_peers(self._session, f"pushes of {self._op}"):
             for call in self._in_flight.popleft():
                 call.result()
 
@@ -296,7 +296,7 @@ class SparseExchange:
                 f"rank {sender} sent gradients of {len(used)} embeddings in {len(arrays)} arrays to an "
                 f"optimiser of {len(self._tables)}; build the optimisers alike on all ranks"
             )
-        gradients = tuple(map(one_row_each, arrays[::2], arrays[1::2]))
+        gradients = tuple(map(merge_repeated, arrays[::2], arrays[1::2]))
         for table, gradient in zip(self._tables, gradients, strict=not problem):
             table.check(gradient)
         marks = [mark == "1" for mark in used]

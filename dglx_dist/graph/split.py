@@ -11,14 +11,14 @@ from dglx_dist.comm.session import current_session
 from dglx_dist.comm.topology import Topology
 from dglx_dist.data.partition.hierarchical import TRAINER_ID
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.dist_tensor import DistTensor, opened_graph
+from dglx_dist.graph.dist_tensor import DistTensor, get_opened_graph
 from dglx_dist.graph.partition_book import PartitionBook, as_array, split_ids
 from dglx_dist.graph.row_kernels import check_ids
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, EdgeType
 
 T = TypeVar("T")
 Marked: TypeAlias = DistTensor | Tensor | Array | Sequence[Any]
-"""A mask of one value per node (or edge), or ids that cannot be confused with one; see :func:`marked_ids`."""
+"""A mask with one value per node (or edge), or ids; see :func:`read_marked_ids`."""
 
 
 def node_split(
@@ -34,7 +34,7 @@ def node_split(
     Not collective; the same arguments give the same result on every rank.
 
     Args:
-        nodes: Mask over all nodes of ``ntype`` or ids of some, see :func:`marked_ids`.
+        nodes: Mask over all nodes of ``ntype`` or ids of some, see :func:`read_marked_ids`.
         partition_book: ``g.get_partition_book()``; None: the DistTensor's or the last opened graph's.
         ntype: Type of the nodes; by default that of a column.
         rank: Whose share; None: this rank's.
@@ -78,7 +78,7 @@ def _type_of(marked: Marked, kind: str, given: T, default: T) -> T:
     return given
 
 
-def marked_ids(marked: Marked, count: int) -> Array:
+def read_marked_ids(marked: Marked, count: int) -> Array:
     """Return the ids that a mask or a list of ids marks, ascending.
 
     DGL takes any argument for a mask, so that a list of ids silently marks the wrong rows. Here
@@ -130,7 +130,7 @@ def _split(
     if rank is not None:
         topology = Topology(rank, topology.world_size, topology.server_of_rank)
     count, world_size = int(bounds[-1]), topology.world_size
-    ids, preferred = marked_ids(marked, count), None
+    ids, preferred = read_marked_ids(marked, count), None
     if trainer_ids is not None:
         trainers = _values_of(trainer_ids)
         if trainers.shape != (count,) or trainers.dtype.kind not in "iu":
@@ -160,4 +160,4 @@ def _book(marked: Marked, book: PartitionBook | None) -> PartitionBook:
         return book
     if isinstance(marked, DistTensor):
         return marked.part_policy.partition_book
-    return opened_graph().get_partition_book()
+    return get_opened_graph().get_partition_book()

@@ -13,7 +13,7 @@ from dglx_dist.comm.session import Session
 from dglx_dist.data.storage.reader import StoredDataset
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.partition_book import Placement
-from dglx_dist.graph.row_kernels import first_outside, plan_remote, spread_rows
+from dglx_dist.graph.row_kernels import find_first_outside, plan_remote, spread_rows
 from dglx_dist.records import Array, EdgeType
 
 
@@ -107,7 +107,7 @@ def from_wire(
         raise ValueError(f"the answer must have three (e,) int64 arrays of one length, not {kinds}")
     first, last = int(edge_range[0]), int(edge_range[1])
     for what, ids, start, stop in (("source", sources, 0, num_sources), ("edge", edge_ids, first, last)):
-        if (at := first_outside(ids - start, stop - start)) >= 0:
+        if (at := find_first_outside(ids - start, stop - start)) >= 0:
             raise ValueError(f"the answer has the {what} {ids[at]}; they are {start} to {stop - 1}")
     indptr = np.empty(len(nodes) + 1, dtype=np.int64)
     if _runs(nodes, destinations, indptr) != len(destinations):

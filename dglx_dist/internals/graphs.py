@@ -34,12 +34,12 @@ BlockParts: TypeAlias = tuple[Any, tuple[list[str], list[str]], list[str], list[
 """Structure, node types of both sides, names of edge types, frames of nodes and of edges."""
 
 
-def structure_of(graph: Any) -> Any:
+def get_structure(graph: Any) -> Any:
     """Return the structure of ``graph``. DGL replaces it when it moves a graph or changes its edges."""
     return graph._graph
 
 
-def parts_of(block: DGLBlock) -> BlockParts:
+def get_block_parts(block: DGLBlock) -> BlockParts:
     """Return the arguments that make another block with the structure and columns of ``block``."""
     # In the order of the frames; `srctypes` is sorted by name.
     half = len(block._ntypes) // 2
@@ -129,7 +129,7 @@ class BlockTypes:
         return DGLBlock(index, ntypes, list(self._relations), frames, edge_frames)
 
 
-def without_empty_types(graph: dgl.DGLGraph) -> dgl.DGLGraph:
+def remove_empty_types(graph: dgl.DGLGraph) -> dgl.DGLGraph:
     """Return the graph or block without its empty edge types; unchanged if all are empty.
 
     A model over several types then returns rows for the types of the seeds alone, as scripts expect. Node
@@ -147,7 +147,7 @@ def without_empty_types(graph: dgl.DGLGraph) -> dgl.DGLGraph:
         of_types, relations, utils.toindex(counts, "int64")
     )
     if isinstance(index, TorchIndex):
-        TorchIndex.around(made, tuple(index.relations[number] for number in numbers), index.device)
+        TorchIndex.from_relations(made, tuple(index.relations[number] for number in numbers), index.device)
     ntypes = (graph.srctypes, graph.dsttypes) if graph.is_block else graph.ntypes
     names, frames = [name for _, name, _ in kept], [graph._edge_frames[number] for number in numbers]
     reduced = (DGLBlock if graph.is_block else dgl.DGLGraph)(made, ntypes, names, graph._node_frames, frames)
@@ -191,7 +191,7 @@ class OwnRowsColumn(LazyFeature):
         )
 
 
-def own_rows_of(frame: Frame, name: str) -> Tensor | None:
+def get_own_rows(frame: Frame, name: str) -> Tensor | None:
     """Return the rows of a column of own rows; None: it is another one, or missing."""
     column = frame._columns.get(name)
     return column.data if isinstance(column, OwnRowsColumn) else None

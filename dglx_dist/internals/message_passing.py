@@ -54,7 +54,7 @@ _BLOCK_ROWS = 64
 """Rows that are multiplied by one matrix at a time in :func:`grouped_product`."""
 
 
-def in_torch(device: torch.device | str) -> bool:
+def is_on_torch_path(device: torch.device | str) -> bool:
     """Whether graphs on ``device`` take the torch path: all but the CPU, unless DGLX_MESSAGE_PASSING decides.
 
     Raises:
@@ -78,7 +78,7 @@ def _read_choice() -> str | None:
 def place(graph: Graph, device: torch.device | str, *, copy: Copy | None = None) -> Graph:
     """Return ``graph`` on ``device``: structure, node and edge columns; itself if it lies there already.
 
-    Where :func:`in_torch`, its operators run in torch, else it is DGL's own ``graph.to(device)``. Structure
+    Operators run in torch if :func:`is_on_torch_path`, else this is ``graph.to(device)`` of DGL. Structure
     keeps its integer type; what operators need beyond it is computed on the device when first needed.
 
     Args:
@@ -91,7 +91,7 @@ def place(graph: Graph, device: torch.device | str, *, copy: Copy | None = None)
         ConfigError: DGLX_MESSAGE_PASSING has an invalid value.
     """
     device = torch.device(device)
-    if not in_torch(device):
+    if not is_on_torch_path(device):
         return graph.to(device)
     install()
     return graph.to(device) if copy is None else graph.to(device, copy=copy)
@@ -102,7 +102,7 @@ def create_block(form: str, first: Tensor, sources: Tensor, *, num_src: int, num
 
     ``form`` "coo": ``first`` are the (E,) destinations; "csc": their (D + 1,) offsets.
     """
-    if not in_torch(first.device):
+    if not is_on_torch_path(first.device):
         data = (sources, first) if form == "coo" else ("csc", (first, sources, sources[:0]))
         return dgl.create_block(data, num_src_nodes=num_src, num_dst_nodes=num_dst)
     install()
@@ -111,7 +111,7 @@ def create_block(form: str, first: Tensor, sources: Tensor, *, num_src: int, num
     edges = Relation(Segments(num_src, count, ends=sources), Segments(num_dst, count, **given))
     nothing = sources.new_zeros(0, device="cpu")
     block = dgl.create_block((nothing, nothing), num_src_nodes=num_src, num_dst_nodes=num_dst)
-    block._graph = TorchIndex.around(block._graph, (edges,), first.device)
+    block._graph = TorchIndex.from_relations(block._graph, (edges,), first.device)
     block._edge_frames = [Frame(num_rows=count)]
     return block
 
@@ -364,7 +364,7 @@ def messages(relation: Relation, op: str, lhs: Rows, rhs: Rows, targets: str) ->
     return both.sum(-1, keepdim=True) if op == "dot" and rank > 1 else both
 
 
-def heads_of(lhs: Tensor, rhs: Tensor) -> int:
+def count_heads(lhs: Tensor, rhs: Tensor) -> int:
     """Weights that an edge of ``rhs`` has for a row of ``lhs``; 0: they vary along the last dimension."""
     if math.prod(rhs.shape[1:]) == 1 and rhs.dim() <= lhs.dim():
         return 1
@@ -376,7 +376,7 @@ def heads_of(lhs: Tensor, rhs: Tensor) -> int:
 def spmm(relation: Relation, op: str, how: str, lhs: Rows, rhs: Rows) -> Tensor:
     """Reduce the messages that sources and edges send to each destination; (D, ...)."""
     weights = rhs if op == "mul" else None
-    heads = int(op == "copy_lhs") if lhs is None or weights is None else heads_of(lhs, weights)
+    heads = int(op == "copy_lhs") if lhs is None or weights is None else count_heads(lhs, weights)
     if lhs is None or how != "sum" or not heads:
         return reduce_edges(messages(relation, op, lhs, rhs, "ue"), relation.by_dst, how)
     dtype = lhs.dtype if weights is None else torch.promote_types(lhs.dtype, weights.dtype)
@@ -516,22 +516,26 @@ class TorchIndex(HeteroGraphIndex):
     device: torch.device
 
     @classmethod
-    def of(cls, index: HeteroGraphIndex, device: torch.device, move: Copy) -> TorchIndex:
+    def from_index(cls, index: HeteroGraphIndex, device: torch.device, move: Copy) -> TorchIndex:
         etypes = range(index.number_of_etypes())
-        return cls.around(cpu_index(index), tuple(_relation(index, etype, move) for etype in etypes), device)
+        return cls.from_relations(
+            cpu_index(index), tuple(_relation(index, etype, move) for etype in etypes), device
+        )
 
     @classmethod
-    def around(cls, index: Any, relations: tuple[Relation, ...], device: torch.device) -> TorchIndex:
+    def from_relations(cls, index: Any, relations: tuple[Relation, ...], device: torch.device) -> TorchIndex:
         index.__class__ = cls
         index.relations, index.device = relations, device
         return index
 
     def get_relation_graph(self, etype: int) -> TorchIndex:
         one = super().get_relation_graph(etype)
-        return self.around(one, (self.relations[etype],), self.device)
+        return self.from_relations(one, (self.relations[etype],), self.device)
 
     def reverse(self) -> TorchIndex:
-        return self.around(super().reverse(), tuple(one.reverse for one in self.relations), self.device)
+        return self.from_relations(
+            super().reverse(), tuple(one.reverse for one in self.relations), self.device
+        )
 
     def num_edges(self, etype: int) -> int:
         return self.relations[etype].by_dst.num_edges
@@ -613,14 +617,14 @@ def _to(graph: Any, device: torch.device | str | None, *, copy: Copy | None = No
     if device is None:
         return graph
     index, target = graph._graph, torch.empty(0, device=device).device  # with its number
-    torch_path, was_torch = in_torch(target), isinstance(index, TorchIndex)
+    torch_path, was_torch = is_on_torch_path(target), isinstance(index, TorchIndex)
     if not torch_path and not was_torch:
         return _DGL_TO(graph, device, **options)
     if graph.device == target and torch_path == was_torch:
         return graph
     move = copy or (lambda tensor: tensor.to(target, **options))
     moved = copying.copy(graph)
-    moved._graph = TorchIndex.of(index, target, move) if torch_path else cpu_index(index)
+    moved._graph = TorchIndex.from_index(index, target, move) if torch_path else cpu_index(index)
     moved._node_frames = [moved_frame(frame, target, move) for frame in graph._node_frames]
     moved._edge_frames = [moved_frame(frame, target, move) for frame in graph._edge_frames]
     for name in ("_batch_num_nodes", "_batch_num_edges"):
@@ -678,7 +682,7 @@ def _dispatched(name: str) -> SimpleNamespace:
         if name in _OF_INDEX:
             is_ours = isinstance(args[0], TorchIndex)
         else:
-            is_ours = in_torch(next(one.device for one in args if isinstance(one, Tensor)))
+            is_ours = is_on_torch_path(next(one.device for one in args if isinstance(one, Tensor)))
         return (ours if is_ours else stock.apply)(*args)
 
     return SimpleNamespace(apply=apply)
@@ -688,7 +692,7 @@ _INSTALLING = threading.Lock()
 
 
 def install() -> None:
-    """Make DGL's operators and ``graph.to(device)`` take the torch path where :func:`in_torch` says so.
+    """Make DGL's operators and ``graph.to(device)`` take the torch path.
 
     :func:`place` does it. Idempotent; any thread may call it.
     """

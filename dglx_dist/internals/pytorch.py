@@ -91,7 +91,7 @@ _WITHOUT_OWNER: list[RemovableHandle] = []
 """Hooks whose owner is gone. They are removed later, since torch may go over its hooks while it is freed."""
 
 
-def version_of(tensor: Tensor) -> int | None:
+def get_version(tensor: Tensor) -> int | None:
     """Return a number that changes with the content of ``tensor``; None if torch has none."""
     # Torch tracks no versions of tensors created in inference mode.
     return None if tensor.is_inference() else tensor._version

@@ -322,7 +322,7 @@ def projects_first(sources: int, targets: int, edges: int, columns: int, width: 
     return first < last
 
 
-def projected(given: StageInput, rows: Tensor, weight: Tensor, *, after_sum: bool) -> Tensor:
+def project_rows(given: StageInput, rows: Tensor, weight: Tensor, *, after_sum: bool) -> Tensor:
     """Return ``rows`` times the (F, H) ``weight`` if that is cheaper here than beyond the sum, else ``rows``.
 
     Called with the source rows before the sum over in-edges, and with its result after it. Parts may decide

@@ -34,7 +34,7 @@ from dglx_dist.layers.base import (
     apply_to_edges,
     max_in_edges,
     mean_in_edges,
-    projected,
+    project_rows,
     sum_in_edges,
 )
 
@@ -253,12 +253,12 @@ class GraphConvStages(SplittableConv):
         if self._norm in ("left", "both"):
             degrees = given.block.out_degrees().to(rows).clamp(min=1)
             rows = rows * degrees.pow(_POWER[self._norm]).unsqueeze(-1)
-        return projected(given, rows, self.weight, after_sum=False)
+        return project_rows(given, rows, self.weight, after_sum=False)
 
     def gather(self, given: StageInput, transformed: Tensor, scattered: PartialSums) -> PartialSums:
         self.check_in_edges(given.block)
         total = sum_in_edges(given.block, transformed, given.edges.get("edge_weight"))
-        return (projected(given, total, self.weight, after_sum=True),)
+        return (project_rows(given, total, self.weight, after_sum=True),)
 
     def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
         (out,) = gathered
@@ -356,7 +356,9 @@ class SageStages(SplittableConv):
     def transform(self, given: StageInput) -> tuple[Tensor, Tensor]:
         """Return the source rows, projected if that is cheaper now, and the destinations' inputs."""
         x = self.drop_inputs(given, self.feat_drop.p)
-        return projected(given, x, self.fc_neigh.weight.T, after_sum=False), x[: given.block.num_dst_nodes()]
+        return project_rows(given, x, self.fc_neigh.weight.T, after_sum=False), x[
+            : given.block.num_dst_nodes()
+        ]
 
     def gather(
         self, given: StageInput, transformed: tuple[Tensor, Tensor], scattered: PartialSums
@@ -364,11 +366,11 @@ class SageStages(SplittableConv):
         block, weight, (rows, own) = given.block, given.edges.get("edge_weight"), transformed
         matrix = self.fc_neigh.weight.T
         if self._aggregator == "mean":
-            around = projected(given, mean_in_edges(block, rows, weight), matrix, after_sum=True)
+            around = project_rows(given, mean_in_edges(block, rows, weight), matrix, after_sum=True)
             return (around + functional.linear(own, self.fc_self.weight),)
         total = sum_in_edges(block, rows, weight) + rows[: block.num_dst_nodes()]
         total = total / (block.in_degrees().to(total).unsqueeze(-1) + 1)
-        return (projected(given, total, matrix, after_sum=True),)
+        return (project_rows(given, total, matrix, after_sum=True),)
 
     def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
         (out,) = gathered
@@ -442,7 +444,7 @@ class SgcStages(SplittableConv):
             block = given.block
             degrees = block.out_degrees() if block.is_block else block.in_degrees()
             rows = rows * degrees.to(rows).clamp(min=1).rsqrt().unsqueeze(-1)
-        return projected(given, rows, self.fc.weight.T, after_sum=False)
+        return project_rows(given, rows, self.fc.weight.T, after_sum=False)
 
     def gather(self, given: StageInput, transformed: Tensor, scattered: PartialSums) -> PartialSums:
         self.check_in_edges(given.block)
@@ -452,7 +454,7 @@ class SgcStages(SplittableConv):
         else:
             degrees = given.block.in_degrees().to(transformed).clamp(min=1)
             total = sum_in_edges(given.block, transformed) * degrees.rsqrt().unsqueeze(-1)
-        return (projected(given, total, self.fc.weight.T, after_sum=True),)
+        return (project_rows(given, total, self.fc.weight.T, after_sum=True),)
 
     def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
         return _plus(gathered[0], self.fc.bias)
@@ -578,7 +580,7 @@ def sums_sources(module: nn.Module) -> bool:
     return type(module) is dglnn.GraphConv or getattr(module, "sums_sources", False) is True
 
 
-def stages_of(module: nn.Module, sync: Sync = "columns") -> SplittableConv:
+def make_stages(module: nn.Module, sync: Sync = "columns") -> SplittableConv:
     """Return ``module`` as stages; its parameters are shared, not copied.
 
     With ``sync="inputs"`` also layers that only begin with a linear map of each source row can be split.

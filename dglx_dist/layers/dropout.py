@@ -102,7 +102,7 @@ def drop_entries(x: Tensor, probability: float, draws: DropDraws, stream: int = 
 
     The runs of ``draws`` have F_p columns together; streams draw independently of each other.
     """
-    kept = kept_entries(draws.seed, draws.number, stream, draws.nodes, draws.runs, probability)
+    kept = draw_kept_entries(draws.seed, draws.number, stream, draws.nodes, draws.runs, probability)
     return x * _scaled(kept, probability, x)
 
 
@@ -131,7 +131,7 @@ def drop_attention(block: DGLBlock, attention: Tensor, probability: float, draws
     return attention * scaled.unsqueeze(-1)
 
 
-def kept_entries(
+def draw_kept_entries(
     seed: int, number: int, stream: int, nodes: Tensor, runs: Sequence[ColumnRange], probability: float
 ) -> Tensor:
     """Return the (L0, F_p) bool mask of kept entries for the columns ``runs`` of ``nodes`` ((L0,) int64).
@@ -235,7 +235,7 @@ def has_rows(graph: Any) -> bool:
     return bool(graph.is_block) or isinstance(graph, RankGraph)
 
 
-def ids_of_pass(graph: Any) -> Tensor | None:
+def find_pass_ids(graph: Any) -> Tensor | None:
     """Return the nodes that :meth:`NodeDropouts.begin` takes, for a pass that begins with ``graph``."""
     return graph.srcdata.get(dgl.NID) if len(graph.srctypes) == 1 else None
 
@@ -472,7 +472,7 @@ def drop_rows(dropout: nn.Dropout, x: Tensor, nodes: Tensor | None) -> Tensor:
     return dropout.drop_rows(x, nodes) if isinstance(dropout, NodeDropout) else dropout(x)
 
 
-def keys_of_types(nodes: Any, ntypes: Sequence[str]) -> Tensor | None:
+def make_type_keys(nodes: Any, ntypes: Sequence[str]) -> Tensor | None:
     """Return the keys of ``nodes``, a block's view of nodes, type by type; None if it has no ids.
 
     Nodes of different types have different keys.

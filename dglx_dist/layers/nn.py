@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dglx_dist.comm.collectives import gather_rows, peers_named, sum_over_ranks
+from dglx_dist.comm.collectives import gather_rows, report_failed_peers, sum_over_ranks
 from dglx_dist.comm.session import Session, SessionField, warn_user
 from dglx_dist.dataloading.step_loader import WRAPPED_MODELS
 from dglx_dist.errors import ConfigError, shorten_list
@@ -22,7 +22,7 @@ PHASE = "batch_norm"
 
 
 def _open_group(session: Session) -> dist.ProcessGroup:
-    with peers_named(session, "the group of batch norms"):
+    with report_failed_peers(session, "the group of batch norms"):
         made: dist.ProcessGroup = dist.new_group(timeout=timedelta(seconds=session.timeout_s))
         return made
 
@@ -49,7 +49,7 @@ class StatisticsExchange:
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum of ``values`` over the ranks, in place; every rank must call it."""
-        group = _GROUP.of(self._session)
+        group = _GROUP.get(self._session)
         return sum_over_ranks(values, self._session, phase=PHASE, in_place=True, group=group)
 
     def shares(self, x: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class StatisticsExchange:
         return ones / counts[torch.searchsorted(distinct, ids)].unsqueeze(1)
 
     def _gather(self, values: Tensor) -> Tensor:
-        return gather_rows(values, self._session, phase=PHASE, group=_GROUP.of(self._session))
+        return gather_rows(values, self._session, phase=PHASE, group=_GROUP.get(self._session))
 
 
 @final

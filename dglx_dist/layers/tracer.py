@@ -27,7 +27,7 @@ MODEL_ERRORS = (
 _OF_EDGES = ("efeat", "efeats", "e", "w")
 
 
-def convolutions_in(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def find_convolutions(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules of DGL and the splittable ones, by name, in the order of their registration."""
     for name, module in model.named_modules():
         if isinstance(module, SplittableConv) or type(module).__module__.startswith("dgl."):
@@ -133,14 +133,14 @@ def trace_calls(
         for module in model.modules():
             stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(leave, with_kwargs=True).remove)
-        stack.enter_context(restored(model, training=False))
+        stack.enter_context(preserve_state(model, training=False))
         stack.enter_context(torch.random.fork_rng(devices=[]))
         (run or model)(blocks, x)
     return calls
 
 
 @contextmanager
-def stand_ins(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+def replace_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
     """Replace ``forward`` of modules inside the block."""
     kept = {module: module.__dict__.get("forward") for module in forwards}
     try:
@@ -155,7 +155,7 @@ def stand_ins(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None
 
 
 @contextmanager
-def restored(model: nn.Module, *, training: bool) -> Iterator[None]:
+def preserve_state(model: nn.Module, *, training: bool) -> Iterator[None]:
     """Set the mode inside the block; modes and running averages are as before after it."""
     modes = {module: module.training for module in model.modules()}
     # Evaluation does not change them, and a graph of autograd may hold them.

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from dglx_dist.comm.collectives import broadcast_json, check_equal, gather_json, run_on_all_ranks
-from dglx_dist.comm.devices import device_memory
+from dglx_dist.comm.devices import get_device_memory
 from dglx_dist.comm.session import Session
 from dglx_dist.comm.topology import Topology
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.cache import TRAIN_MASK, check_budget
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.embedding import DistEmbedding
-from dglx_dist.graph.split import marked_ids
+from dglx_dist.graph.split import read_marked_ids
 from dglx_dist.memory import machine_memory, read_size, resident
 from dglx_dist.options import check_integer, check_ranges, read_options
 from dglx_dist.planner.choose import choosable, choose, find_bar, predict
@@ -306,7 +306,7 @@ def _check_model(model: nn.Module, g: DistGraph, counted: Counted) -> None:
     """Raise ConfigError on all ranks if the model fails on a few nodes of this graph on one of them."""
     layers, topology = len(counted.shape.layers), g.session.topology
     fanouts = (2,) * layers if counted.draws is None else counted.draws.fanouts
-    seeds = marked_ids(g.ndata[TRAIN_MASK], g.num_nodes())
+    seeds = read_marked_ids(g.ndata[TRAIN_MASK], g.num_nodes())
     own = seeds[topology.rank :: topology.world_size]
     blocks = sample_blocks(g, own if len(own) else seeds[:1], _CHECKED_SEEDS, fanouts)
     step = partial(time_step, model, blocks, counted.shape.features)
@@ -330,7 +330,7 @@ def _cluster(session: Session, options: AutoOptions, device: torch.device) -> Cl
     ranks_of_host = session.hosts.count(session.hosts[topology.rank])
     cores = len(os.sched_getaffinity(0)) / ranks_of_host
     memory = read_size(options.memory) if options.memory else machine_memory()[0] // ranks_of_host
-    on_device = device_memory(device) // session.ranks_of_device
+    on_device = get_device_memory(device) // session.ranks_of_device
     resources = gather_json([cores, memory, on_device], session)
     return Cluster(
         servers=topology.num_servers,

@@ -23,9 +23,9 @@ from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.cache import TRAIN_MASK
 from dglx_dist.graph.partition_book import Placement
-from dglx_dist.graph.split import marked_ids
+from dglx_dist.graph.split import read_marked_ids
 from dglx_dist.internals.message_passing import place
-from dglx_dist.layers.dropout import ids_of_pass, install_node_dropouts
+from dglx_dist.layers.dropout import find_pass_ids, install_node_dropouts
 from dglx_dist.layers.tracer import MODEL_ERRORS
 from dglx_dist.planner.choose import enumerate_candidates, has_costs, list_works, predict
 from dglx_dist.planner.costs.base import Counted, PlannedRun
@@ -143,7 +143,7 @@ def _run_of(g: DistGraph, num_layers: int, config: CountConfig) -> PlannedRun:
     bounds = Placement(manifest.num_parts, topology).server_offsets(
         manifest.node_offsets[manifest.node_types[0]]
     )
-    seeds = marked_ids(g.ndata[TRAIN_MASK], g.num_nodes())
+    seeds = read_marked_ids(g.ndata[TRAIN_MASK], g.num_nodes())
     return PlannedRun(
         g=g,
         partition=PartitionContext(
@@ -193,7 +193,7 @@ def predict_and_time(
 def _time_mini_batches(g: DistGraph, model: nn.Module, counted: Counted) -> float:
     if counted.draws is None:
         return 0.0
-    draws, seeds = counted.draws, marked_ids(g.ndata[TRAIN_MASK], g.num_nodes())
+    draws, seeds = counted.draws, read_marked_ids(g.ndata[TRAIN_MASK], g.num_nodes())
     size = min(draws.batch_size, -(-len(seeds) // counted.cluster.ranks))
     steps = [
         time_step(model, sample_blocks(g, seeds[number:], size, draws.fanouts), counted.shape.features)
@@ -230,7 +230,7 @@ def time_step(model: nn.Module, blocks: Sequence[Any], features: int) -> float:
     try:
         copied = copy.deepcopy(model).train()
         dropouts = install_node_dropouts(copied, 0)
-        dropouts.begin(0, ids_of_pass(placed[0]))
+        dropouts.begin(0, find_pass_ids(placed[0]))
         optimizer = make_optimizer(copied)
         rows = like.new_ones(placed[0].num_src_nodes(), features)
         seconds = []

@@ -14,8 +14,14 @@ from dglx_dist.comm.topology import Topology
 from dglx_dist.errors import ConfigError, first_sentence
 from dglx_dist.internals.message_passing import place
 from dglx_dist.layers.base import Declares, LayerWidths, SplittableConv
-from dglx_dist.layers.convolutions import CONVOLUTIONS, stages_of, sums_sources
-from dglx_dist.layers.tracer import MODEL_ERRORS, convolutions_in, random_block, stand_ins, trace_calls
+from dglx_dist.layers.convolutions import CONVOLUTIONS, make_stages, sums_sources
+from dglx_dist.layers.tracer import (
+    MODEL_ERRORS,
+    find_convolutions,
+    random_block,
+    replace_forwards,
+    trace_calls,
+)
 from dglx_dist.planner.costs.base import COSTS
 from dglx_dist.planner.records import ModelShape
 from dglx_dist.strategies.base import STRATEGIES, float_of
@@ -44,7 +50,7 @@ def shape_of_module(
     the number of its convolutions, or 2, and kind and width of the first one. ``guessed``: it is not a
     ready-made one.
     """
-    known = [one for _, one in convolutions_in(module) if _kind_of(one)]
+    known = [one for _, one in find_convolutions(module) if _kind_of(one)]
     num_layers = num_layers or len(known) or 2
     try:
         layers, first_learns = _traced(module, features, num_layers)
@@ -80,7 +86,7 @@ def _kind_of(module: nn.Module) -> str:
 
 def _widths_of(module: nn.Module, inputs: int, outputs: int) -> LayerWidths:
     try:
-        found = replace(stages_of(module, "inputs").widths(), outputs=outputs)
+        found = replace(make_stages(module, "inputs").widths(), outputs=outputs)
     except ConfigError:
         uses_edges = not isinstance(module, Declares) or module.vertex_stage().around is not None
         summed = min(inputs, outputs) if uses_edges else 0
@@ -105,7 +111,7 @@ def _traced(module: nn.Module, features: int, num_layers: int) -> tuple[tuple[La
     x = torch.randn(sizes[0], features, generator=generator).to(like)
     # Layers that read the distributed graph would ask other ranks.
     reading = [one for one in module.modules() if isinstance(one, SplittableConv)]
-    with stand_ins({one: partial(_zeros, one.widths().outputs) for one in reading}):
+    with replace_forwards({one: partial(_zeros, one.widths().outputs) for one in reading}):
         calls = trace_calls(module, blocks, x)
     layers = [one for one in calls if one.block is not None and one.inside is None]
     if [one.block for one in layers] != list(range(num_layers)):
@@ -125,7 +131,7 @@ def _registered(
     """Return the layers that a model has registered, if it is that many; otherwise those of GraphSAGE."""
     try:
         found = tuple(
-            replace(stages_of(one, "inputs").widths(), sums_sources=sums_sources(one)) for one in known
+            replace(make_stages(one, "inputs").widths(), sums_sources=sums_sources(one)) for one in known
         )
     except ConfigError:
         found = ()

@@ -428,7 +428,7 @@ def leave_unchanged(g: DistGraph, device: torch.device) -> Iterator[None]:
     g.dataset.cache = ArrayCache(folder, g.dataset.manifest.checksum, trusted=True)
     session.trace = None
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), g.kvstore.uncounted():
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), g.kvstore.pause_counting():
             yield
     finally:
         g.dataset.cache, session.trace = cache, trace

@@ -22,16 +22,16 @@ from dglx_dist.data.storage.manifest import Manifest
 from dglx_dist.data.storage.reader import StoredDataset
 from dglx_dist.dataloading.feature_fetch import look_ahead
 from dglx_dist.dataloading.loader import DataLoader
-from dglx_dist.dataloading.minibatch import drawn_bytes
+from dglx_dist.dataloading.minibatch import count_batch_bytes
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.cache import (
     LOOK_AHEAD,
     TRAIN_MASK,
     CacheRequest,
-    access_probability,
-    most_wanted,
-    rows_of_rank,
-    vip_scores,
+    compute_access_probability,
+    compute_vip_scores,
+    count_rows_of_rank,
+    select_top_rows,
 )
 from dglx_dist.graph.column import LookAheadRows
 from dglx_dist.graph.partition_book import Placement, split_ids
@@ -138,7 +138,7 @@ def count_rank(
         found = np.array(sizes_of(blocks))
         if inputs_of is not None:
             offsets, edges = int(found[1].sum()) + layers, int(found[2].sum())
-            inputs_of.append((remote, drawn_bytes(len(inputs), offsets, edges)))
+            inputs_of.append((remote, count_batch_bytes(len(inputs), offsets, edges)))
         sizes += found
         largest = max(largest, found, key=lambda one: int(one[0, 0]))
         for block in blocks:
@@ -169,7 +169,7 @@ def rows_ahead(
     """
     (topology, bounds), server = place, place[0].server
     own, num_rows = (int(bounds[server]), int(bounds[server + 1])), int(bounds[-1])
-    count = rows_of_rank(alpha, own, num_rows, len(topology.ranks_of_server(server)))
+    count = count_rows_of_rank(alpha, own, num_rows, len(topology.ranks_of_server(server)))
     rows = LookAheadRows(count, ColumnInfo(dtype="uint8", row_shape=(0,)), own, num_rows)
     waiting, beside, hits = 0, 0, 0
 
@@ -333,7 +333,7 @@ def _cached_rows(run: PlannedRun, draws: Draws, alphas: Sequence[float]) -> dict
         own = run.partition.own_range(server)
         for alpha in alphas:
             found[server, alpha] = mask = np.zeros(g.num_nodes(), np.bool_)
-            mask[most_wanted(scores, own, int(alpha * (own[1] - own[0])))] = True
+            mask[select_top_rows(scores, own, int(alpha * (own[1] - own[0])))] = True
     return found
 
 
@@ -348,7 +348,7 @@ def _scores_in_job(g: DistGraph, draws: Draws) -> Array:
         fanouts=list(draws.fanouts),
         batch_size=draws.batch_size,
     )
-    return vip_scores(g, request, f"scores-{g.kvstore.next_number()}")
+    return compute_vip_scores(g, request, f"scores-{g.kvstore.next_number()}")
 
 
 def _scores_alone(run: PlannedRun, draws: Draws, server: int) -> Array:
@@ -359,7 +359,7 @@ def _scores_alone(run: PlannedRun, draws: Draws, server: int) -> Array:
     for rank in partition.topology.ranks_of_server(server):
         seeds = split_ids(run.seeds, partition.bounds, partition.of_rank(rank), force_even=draws.force_even)
         own = {ntype: seeds[: draws.most_seeds]}
-        total += access_probability(shards, counts, own, fanouts, draws.batch_size)[ntype]
+        total += compute_access_probability(shards, counts, own, fanouts, draws.batch_size)[ntype]
     return total
 
 

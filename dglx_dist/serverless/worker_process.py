@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, BinaryIO, NoReturn, final
 
-from dglx_dist.comm.topology import endpoint_of
+from dglx_dist.comm.topology import format_endpoint
 from dglx_dist.data.json_fields import Fields, Within, read_json, read_record, write_json
 from dglx_dist.serverless.tasks import MAX_EVENT_BYTES
 from dglx_dist.serverless.worker import RemoteCaller, TaskPhase, Worker, register_packaged_stages
@@ -95,7 +95,7 @@ class Relay:
         """Return the local endpoint that forwards to ``remote`` (``tcp://HOST:PORT``)."""
         if remote not in self._endpoints:
             listener = socket.create_server(("127.0.0.1", 0))
-            self._endpoints[remote] = endpoint_of("127.0.0.1", listener.getsockname()[1])
+            self._endpoints[remote] = format_endpoint("127.0.0.1", listener.getsockname()[1])
             _start(self._accept, listener, remote)
         return self._endpoints[remote]
 

@@ -534,7 +534,7 @@ def open_strategy(g: DistGraph) -> OpenedStrategy:
     Raises:
         ConfigError: as :func:`strategy_of`, or the strategy does not train on this graph.
     """
-    strategy, opened = strategy_of(g.session), _OPENED.of(g.session)
+    strategy, opened = strategy_of(g.session), _OPENED.get(g.session)
     known = opened.get(g.kvstore.label)
     if known is None or known.is_closed or not known.strategy.is_same(strategy):
         known = opened[g.kvstore.label] = strategy.open(g)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
 from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.graph.cache import LOOK_AHEAD
-from dglx_dist.layers.dropout import NodeDropouts, has_rows, ids_of_pass, install_node_dropouts
+from dglx_dist.layers.dropout import NodeDropouts, find_pass_ids, has_rows, install_node_dropouts
 from dglx_dist.layers.nn import install_batch_norms
 from dglx_dist.options import at_least, check_ranges, option, read_options
 from dglx_dist.records import StepShare
@@ -138,5 +138,5 @@ def begin_dropouts(dropouts: NodeDropouts, share: StepShare | None, arguments: I
     if not blocks or share is None or share.step_number is None:
         dropouts.end()
     else:
-        dropouts.begin(share.step_number, ids_of_pass(blocks[0]))
+        dropouts.begin(share.step_number, find_pass_ids(blocks[0]))
         dropouts.limit(blocks)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from dglx_dist.comm.collectives import count_all_reduce, peers_named, sum_over_ranks
+from dglx_dist.comm.collectives import count_all_reduce, report_failed_peers, sum_over_ranks
 from dglx_dist.comm.session import Session, warn_user
 from dglx_dist.comm.trace import COMPUTE, NETWORK, WAIT
 from dglx_dist.errors import ConfigError
@@ -25,9 +25,9 @@ from dglx_dist.internals.pytorch import (
     NO_BACKWARD,
     call_after_backward,
     current_backward,
+    get_version,
     has_gradient_hooks,
     replace_floats,
-    version_of,
     watch_steps,
 )
 from dglx_dist.strategies.base import Reduction
@@ -305,7 +305,7 @@ class GradientExchange:
         gradient, held = self._parameters[index].grad, self._held.get(index)
         if held is None:
             return gradient
-        if gradient is held.shown and version_of(gradient) == held.version:
+        if gradient is held.shown and get_version(gradient) == held.version:
             return held.before
         del self._held[index]
         if gradient is not None and gradient.any():
@@ -376,7 +376,7 @@ class GradientExchange:
             return None
         count_all_reduce(self._session, PHASE, bucket.flat.nbytes)
         begin = time.perf_counter()
-        with peers_named(self._session, "the sum of gradients"):
+        with report_failed_peers(self._session, "the sum of gradients"):
             work = dist.all_reduce(bucket.flat, async_op=True)
         if self._session.timeline.on:
             add = self._session.timeline.add
@@ -405,7 +405,7 @@ class GradientExchange:
             elif self._holds:
                 local = total.clone()
                 parameter.grad = shown = local if before is None else before + local
-                self._held[index] = HeldGradient(local, before, shown, version_of(shown))
+                self._held[index] = HeldGradient(local, before, shown, get_version(shown))
             elif before is not None:
                 parameter.grad = before.add_(total)
             elif parameter.grad is not None:
@@ -423,7 +423,7 @@ class GradientExchange:
         (buckets, works), started = self._pending.popleft(), time.perf_counter()
         timeline = self._session.timeline
         waiting = timeline.span(f"{WAIT} for the all-reduce", COMPUTE) if timeline.on else nullcontext()
-        with peers_named(self._session, "the sum of gradients"), waiting:
+        with report_failed_peers(self._session, "the sum of gradients"), waiting:
             for work in works:
                 if work is not None:
                     work.wait()

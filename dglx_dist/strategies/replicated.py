@@ -10,8 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dglx_dist.comm.collectives import check_equal, gather_int64, gather_json, gather_rows, peers_named
-from dglx_dist.comm.exchange import bytes_of
+from dglx_dist.comm.collectives import (
+    check_equal,
+    gather_int64,
+    gather_json,
+    gather_rows,
+    report_failed_peers,
+)
+from dglx_dist.comm.exchange import view_bytes
 from dglx_dist.comm.session import Session, warn_user
 from dglx_dist.errors import ConfigError
 from dglx_dist.strategies.base import Reduction, WrappedModel
@@ -77,7 +83,7 @@ def broadcast_state(model: nn.Module, session: Session) -> None:
         return
     for tensor in (*model.parameters(), *model.buffers()):
         values = tensor.detach().contiguous()
-        with peers_named(session, "the first weights"):
+        with report_failed_peers(session, "the first weights"):
             dist.broadcast(values, src=0)
         tensor.detach().copy_(values)
         for rank in range(1, topology.world_size) if topology.rank == 0 else ():
@@ -134,7 +140,7 @@ def check_replicas(weights: Mapping[str, Tensor], session: Session) -> None:
     """Raise ConfigError on all ranks unless their uncut ``weights`` are equal to the bit; collective."""
     if session.topology.world_size == 1:
         return
-    digests = {name: zlib.crc32(bytes_of(t.detach().cpu().contiguous())) for name, t in weights.items()}
+    digests = {name: zlib.crc32(view_bytes(t.detach().cpu().contiguous())) for name, t in weights.items()}
     ranks = gather_int64([zlib.crc32(repr(digests).encode())], session)[:, 0]
     if not (ranks != ranks[0]).any():
         return

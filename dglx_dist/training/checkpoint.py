@@ -32,14 +32,14 @@ from dglx_dist.comm.collectives import (
     gather_json,
     run_on_all_ranks,
 )
-from dglx_dist.comm.exchange import bytes_of
+from dglx_dist.comm.exchange import view_bytes
 from dglx_dist.comm.mailbox import OneSidedExchange
 from dglx_dist.comm.session import Session, SessionField, current_session, warn_user
 from dglx_dist.data.storage.files import discard, hold_alone, named_failures, publish_over, read_small
 from dglx_dist.data.storage.row_files import INDEX
 from dglx_dist.errors import CheckpointError, ConfigError, DglxError, Stopped, StorageError
 from dglx_dist.graph.optim import SparseOptimizer
-from dglx_dist.graph.shared_memory import WriteOwn, index_shares, shared_partial_folder, write_share
+from dglx_dist.graph.shared_memory import WriteOwn, index_shares, open_partial_folder, write_share
 from dglx_dist.memory import machine_memory
 from dglx_dist.options import check_integer
 from dglx_dist.strategies.base import WrappedModel
@@ -104,7 +104,7 @@ class SavedTensor:
     def read(self, name: str) -> Tensor:
         """Read the tensor; raise CheckpointError if its file is too short or its bytes have changed."""
         tensor = torch.empty(self.shape, dtype=self.dtype)
-        raw = bytes_of(tensor)
+        raw = view_bytes(tensor)
         with self.path.open("rb") as file:
             file.seek(self.first_byte)
             if file.readinto(raw) != len(raw) or zlib.crc32(raw) != self.crc32:
@@ -119,7 +119,7 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> dict[str, dict[s
     entries = {}
     with path.open("wb") as file:
         for name, tensor in tensors.items():
-            raw = bytes_of(tensor.detach().cpu().contiguous())
+            raw = view_bytes(tensor.detach().cpu().contiguous())
             entries[name] = {
                 "dtype": dtype_name(tensor),
                 "shape": list(tensor.shape),
@@ -395,7 +395,7 @@ class CheckpointWriter:
         stack, final = ExitStack(), self._folder / folder_name(epoch, step)
         facts = {"version": VERSION, "epoch": epoch, "step": step, "extra": dict(extra)}
         snapshot, copied = self._snapshot(facts, wait=wait)
-        folder = stack.enter_context(shared_partial_folder(self._session, final))
+        folder = stack.enter_context(open_partial_folder(self._session, final))
         self._number += 1
         self._thread = Thread(
             target=self._write, args=(snapshot, folder, final, stack), name="dglx-checkpoint", daemon=True
@@ -607,7 +607,7 @@ class Checkpoints:
         """
         position = _position_of(self._loader)
         epoch, step = int(position["epoch"]), int(position["step"])
-        stops = self._stop_point.passed()
+        stops = self._stop_point.should_stop()
         if stops or (epoch * self._steps_of_epoch + step) % self._steps_between == 0:
             self._writer.save(epoch=epoch, step=step, extra=self.extra, wait=stops)
         if stops:
@@ -782,7 +782,7 @@ def occupy(folder: str | Path) -> None:
     StorageError: another one does, and has not ended within half the time-out.
     """
     session, target = current_session(), Path(folder).absolute()
-    lock, held = target.with_name(f".{target.name}.lock"), _HELD.of(session)
+    lock, held = target.with_name(f".{target.name}.lock"), _HELD.get(session)
 
     def take() -> None:
         if session.topology.rank == 0 and lock not in held:

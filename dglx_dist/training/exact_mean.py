@@ -116,7 +116,7 @@ def _mean_of(total: Tensor, sums: Tensor, session: Session, reduction: Reduction
     session.is_loss_exact = True
     weight = gradient_weight(session.model_share, reduction)
     loss_sum, num_terms = sums.tolist()
-    NUM_TERMS.of(session).append(num_terms)
+    NUM_TERMS.get(session).append(num_terms)
     # A rank without seeds has the weight 0, and no terms.
     factor = 1 / (num_terms * weight) if num_terms and weight else 0.0
     scaled = total * factor

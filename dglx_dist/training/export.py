@@ -21,7 +21,7 @@ from dglx_dist.data.storage.columns import safe_name
 from dglx_dist.data.storage.files import check_replaceable, named_failures, place_folder, replaced_file
 from dglx_dist.errors import ConfigError, StorageError
 from dglx_dist.graph.dist_tensor import DistTensor
-from dglx_dist.graph.shared_memory import shared_partial_folder
+from dglx_dist.graph.shared_memory import open_partial_folder
 from dglx_dist.records import Array
 from dglx_dist.training.config import EXPORT_INDEX
 
@@ -152,7 +152,7 @@ def _write_folder(
         return target
 
     target = run_on_all_ranks(session, checked)
-    with shared_partial_folder(session, target) as partial:
+    with open_partial_folder(session, target) as partial:
         files = gather_json(run_on_all_ranks(session, lambda: write_share(partial)), session)
         run_on_all_ranks(session, lambda: _finish(partial, target, files, overwrite) if is_first else None)
 

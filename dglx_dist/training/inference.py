@@ -16,15 +16,15 @@ from dgl.heterograph import DGLBlock
 from torch import Tensor, nn
 
 from dglx_dist.comm.collectives import barrier, gather_json, run_on_all_ranks, sum_over_ranks
-from dglx_dist.dataloading.loader import neighborhood_maker
+from dglx_dist.dataloading.loader import open_neighborhood_maker
 from dglx_dist.dataloading.minibatch import NodeMaker
-from dglx_dist.dataloading.sampler_spec import edge_columns, names_by_type
+from dglx_dist.dataloading.sampler_spec import find_edge_columns, read_column_names
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.graph.row_kernels import torch_dtype
-from dglx_dist.internals.graphs import parts_of
+from dglx_dist.internals.graphs import get_block_parts
 from dglx_dist.internals.message_passing import correct_kernels, note_edge_order, place
-from dglx_dist.layers.tracer import MODEL_ERRORS, random_block, restored, trace_calls
+from dglx_dist.layers.tracer import MODEL_ERRORS, preserve_state, random_block, trace_calls
 from dglx_dist.options import list_names
 from dglx_dist.records import FEATURE, LABEL, SPLITS, Array
 from dglx_dist.strategies.base import WrappedModel, edge_data_named, float_of
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def _with_degrees(block: Any, g: DistGraph, device: torch.device) -> Any:
-    full = _FullBlock(*parts_of(block))
+    full = _FullBlock(*get_block_parts(block))
     full.graph, full.on_host = g, block
     return place(full, device)
 
@@ -212,7 +212,7 @@ def layerwise_inference(  # noqa: PLR0913 - all but two have defaults
     module = whole_of(model)
     steps, rows = layers_of(module, layers, between), first_rows(g, feature, inputs)
     if layers is not None and list(rows) == [()] and len(rows[()].shape) == 2:
-        named: Any = names_by_type(edge_feats, "edge_feats")
+        named: Any = read_column_names(edge_feats, "edge_feats")
         data = g.edges[g.canonical_etypes[0]].data
         names = chain(*named.values()) if isinstance(named, Mapping) else named
         columns = {str(name): data[name] for name in names if name in data}
@@ -263,7 +263,7 @@ def _infer(  # noqa: PLR0913 - of two functions with more
     Each pass takes ``num_layers`` blocks.
     """
     check_replicas(dict(module.named_parameters()), g.session)
-    target, maker = float_of(module), neighborhood_maker(g, num_layers, mask, edge_feats)
+    target, maker = float_of(module), open_neighborhood_maker(g, num_layers, mask, edge_feats)
     with evaluating(module):
         for depth, one in enumerate(passes):
             # Later ones read what the one before has computed.
@@ -357,7 +357,7 @@ def type_of(path: Path, g: DistGraph) -> str:
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Set evaluation mode without gradients inside the block; restore each module's mode afterwards."""
     correct_kernels()
-    with restored(model, training=False), torch.no_grad(), edge_data_named(_NO_EDGE_DATA):
+    with preserve_state(model, training=False), torch.no_grad(), edge_data_named(_NO_EDGE_DATA):
         yield
 
 
@@ -510,7 +510,7 @@ def check_evaluable(model: nn.Module, g: DistGraph, options: Mapping[str, Any]) 
     _names(g, None, options["label"], options["ntype"], options["task"])
     metrics_of(options["task"], options["metrics"])
     first_rows(g, options["feature"], options["inputs"])
-    edge_columns(g, names_by_type(options["edge_feats"], "edge_feats"), "edge_feats")
+    find_edge_columns(g, read_column_names(options["edge_feats"], "edge_feats"), "edge_feats")
     next(batches((0, 0), options["batch_size"]), None)
     if options["num_layers"] is None:
         layers_of(whole_of(model), None, None)

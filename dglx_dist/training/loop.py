@@ -254,7 +254,7 @@ class TrainingRun:
 
         def after_each() -> None:
             after_step()
-            if not overlaps and stop_point.passed():
+            if not overlaps and stop_point.should_stop():
                 self._end_at(self._loader.state_dict()["step"])
 
         while True:
@@ -271,7 +271,7 @@ class TrainingRun:
             hits, misses = (self._so_far.get(name, 0) for name in ("hits", "misses"))
             self._so_far |= {**found, "hits": hits + counts.hits, "misses": misses + counts.misses}
             if overlaps:
-                stop_point.passed()
+                stop_point.should_stop()
             if not (step := self._loader.state_dict()["step"]):
                 break
             if self.is_stopped:
@@ -305,7 +305,7 @@ class TrainingRun:
         last = last or self.result.stopped_early
         if self._scheduler is not None and not isinstance(self._scheduler, ReduceLROnPlateau):
             self._scheduler.step()
-        self._session.stop_point.passed()
+        self._session.stop_point.should_stop()
         # Else the checkpoint that a resumed run began with would stay its newest one.
         saves, every = self._steps_between or self._saved_at is not None, self._steps_between or math.inf
         is_best = self._writer is not None and config.patience and self.result.best_epoch == record.epoch
@@ -520,13 +520,13 @@ class Accumulation:
 
     def begin(self) -> None:
         """Forget the terms of the batch before."""
-        NUM_TERMS.of(self._session).clear()
+        NUM_TERMS.get(self._session).clear()
 
     def weigh(self, loss: Tensor) -> Tensor:
         """Return the loss of a batch times its number of terms."""
         if self.number == 1:
             return loss
-        share, counts = self._session.model_share, set(NUM_TERMS.of(self._session))
+        share, counts = self._session.model_share, set(NUM_TERMS.get(self._session))
         if len(counts) > 1 or share is None:
             raise ConfigError(
                 f"accumulate={self.number} needs a loss that is one mean over a known number of terms, but "

@@ -28,7 +28,7 @@ from dglx_dist.layers.base import (
     PartialSums,
     SplittableConv,
     StageInput,
-    projected,
+    project_rows,
     sum_in_edges,
 )
 from dglx_dist.training.model_kinds import KINDS, WEIGHTED, check_kind, list_kinds, takes
@@ -95,12 +95,12 @@ class SymmetricConv(SplittableConv):
         return self.apply_nodes(block, (total if first else total @ weight,))
 
     def transform(self, given: StageInput) -> Tensor:
-        return projected(given, given.x, self.conv.weight, after_sum=False)
+        return project_rows(given, given.x, self.conv.weight, after_sum=False)
 
     def gather(self, given: StageInput, transformed: Tensor, scattered: PartialSums) -> PartialSums:
         norm = given.edges[_NORM].to(transformed) * given.edges.get(WEIGHTED, 1.0)
         total = sum_in_edges(given.block, transformed, norm)
-        return (projected(given, total, self.conv.weight, after_sum=True),)
+        return (project_rows(given, total, self.conv.weight, after_sum=True),)
 
     def apply_nodes(self, block: DGLBlock, gathered: PartialSums) -> Tensor:
         return gathered[0] + self.conv.bias

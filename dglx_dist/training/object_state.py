@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dglx_dist.comm.collectives import gather_json
-from dglx_dist.comm.exchange import bytes_of
+from dglx_dist.comm.exchange import view_bytes
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import CheckpointError
 from dglx_dist.strategies.base import WrappedModel
@@ -74,7 +74,7 @@ def _encode(path: str, name: str, value: object, tensors: dict[str, Tensor]) -> 
 
 def describe_objects(values: Mapping[str, Any], tensors: Mapping[str, Tensor], session: Session) -> Any:
     """Return the entry of ``state.json``; ``per_rank`` where the ranks' states differ. Collective."""
-    digests = {name: crc32(bytes_of(value.detach().cpu().contiguous())) for name, value in tensors.items()}
+    digests = {name: crc32(view_bytes(value.detach().cpu().contiguous())) for name, value in tensors.items()}
     ranks = gather_json({"values": values, "digests": digests}, session)
     if any(rank != ranks[0] for rank in ranks):
         return {"per_rank": [rank["values"] for rank in ranks], "strategy": session.strategy}

@@ -21,7 +21,7 @@ from dglx_dist.dataloading.feature_fetch import HALVES
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import DistTensor
 from dglx_dist.internals.message_passing import create_block
-from dglx_dist.layers.dropout import drop_rows, keys_of_types
+from dglx_dist.layers.dropout import drop_rows, make_type_keys
 from dglx_dist.records import FEATURE, EdgeType
 from dglx_dist.training.models import Layered
 
@@ -297,7 +297,7 @@ class RGCN(RelationalModel):
         if self.norms:
             norms: Any = self.norms[depth]
             rows = torch.cat([norms[module_name(one)](x) for one, x in _by_type(rows, num_dst).items()])
-        keys = keys_of_types(block.dstnodes, wanted)
+        keys = make_type_keys(block.dstnodes, wanted)
         return _by_type(drop_rows(self.dropout, torch.relu(rows), keys), num_dst)
 
 
@@ -379,7 +379,7 @@ class HGT(RelationalModel):
         heads = [h[ntype][:count] for ntype, count in num_dst.items()]
         tails = [h[ntype][count:] for ntype, count in num_dst.items()]
         merged, node_type, edge_type = _merged(block, num_dst, self.etypes)
-        keys = keys_of_types(block.dstnodes, self.ntypes)
+        keys = make_type_keys(block.dstnodes, self.ntypes)
         if keys is not None:
             merged.dstdata[dgl.NID] = keys
         rows = self.convs[depth](merged, torch.cat([*heads, *tails]), node_type, edge_type)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dglx_dist.comm.collectives import broadcast_json, check_equal
-from dglx_dist.comm.session import Session, shared_facts
+from dglx_dist.comm.session import Session, collect_shared_facts
 from dglx_dist.comm.topology import read_launch
 from dglx_dist.errors import ConfigError, shorten_list
 from dglx_dist.strategies.base import CACHE_CHOICE
@@ -108,7 +108,9 @@ TRAINED_WITH = "strategy"
 def describe_run(g: DistGraph, config: FitConfig, optimizer: torch.optim.Optimizer) -> dict[str, object]:
     """Return what a run must have in common with the one that it resumes, JSON values."""
     session = g.session
-    options = shared_facts(session.strategy, tracing.without_keys(session.options), session.seed, curve=False)
+    options = collect_shared_facts(
+        session.strategy, tracing.without_keys(session.options), session.seed, curve=False
+    )
     groups = {
         f"optimizer.{number}.{name}": _plain(value)
         for number, group in enumerate(optimizer.param_groups)
@@ -144,4 +146,4 @@ def describe_strategy(session: Session) -> dict[str, object]:
             options = None
     except (TypeError, ValueError):
         options = None
-    return {"name": session.strategy, "options": options, "cache": CACHE_CHOICE.of(session)}
+    return {"name": session.strategy, "options": options, "cache": CACHE_CHOICE.get(session)}

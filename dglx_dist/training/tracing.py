@@ -21,7 +21,7 @@ from dglx_dist.comm.trace import (
     TraceFile,
     check_replaceable,
     remove_trace,
-    shifted_by,
+    shift_spans,
     write_trace,
 )
 from dglx_dist.errors import StorageError
@@ -88,7 +88,7 @@ def _spans_of(session: Session, clock: Clock) -> RankSpans:
     return RankSpans(
         rank=rank,
         host=session.hosts[rank],
-        spans=shifted_by(tuple(timeline.spans), clock.offset_s),
+        spans=shift_spans(tuple(timeline.spans), clock.offset_s),
         clock_error_s=clock.error_s,
         dropped=timeline.dropped,
     )

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any, TextIO
 
 from dglx_dist.cli.common import LAUNCHED
-from dglx_dist.comm.topology import inherited_environment, rank_environment
+from dglx_dist.comm.topology import build_rank_environment, copy_environment
 from dglx_dist.errors import ConfigError, PeerError
 from scripts.netlab import guard
 from scripts.netlab.base import Card, Lab, LabError, Server
@@ -411,7 +411,7 @@ def run(lab: Lab, command: Sequence[str], *, timeout_s: float | None = None, **h
 
 def server_environment(server: Server, ranks: int) -> dict[str, str]:
     """Return the whole environment of the launcher and the ``ranks`` ranks on ``server``."""
-    inherited = inherited_environment()
+    inherited = copy_environment()
     if inherited.get("DGLX_RANKS_PER_SERVER"):
         raise ConfigError(
             f"DGLX_RANKS_PER_SERVER={inherited['DGLX_RANKS_PER_SERVER']!r} would cut the lab's servers "
@@ -425,7 +425,7 @@ def server_environment(server: Server, ranks: int) -> dict[str, str]:
         # A rank's lines would otherwise come in large pieces, and not at all when it is killed.
         "PYTHONUNBUFFERED": "1",
         **quiet,
-        **rank_environment(ranks, environment={"OMP_NUM_THREADS": str(threads), **inherited}),
+        **build_rank_environment(ranks, environment={"OMP_NUM_THREADS": str(threads), **inherited}),
         "GLOO_SOCKET_IFNAME": card,
         "NCCL_SOCKET_IFNAME": card,
         # What a failed rank leaves its neighbours for an orderly end; seconds.

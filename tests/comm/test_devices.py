@@ -1,6 +1,6 @@
 """Which device each rank takes and by which backend they exchange; what is refused on all ranks alike.
 
-GPUs are stood in for by ``num_gpus`` and ``use_gpu``: everything above them is what runs.
+GPUs are stood in for by ``count_gpus`` and ``use_gpu``: everything above them is what runs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from dglx_dist.comm import devices
 from dglx_dist.comm.collectives import gather_json
-from dglx_dist.comm.devices import RankDevice, backend_of, check_device, describe, take_device
+from dglx_dist.comm.devices import RankDevice, check_device, choose_backend, describe, take_device
 from dglx_dist.comm.session import start_session
 from dglx_dist.dataloading.step_loader import read_loader_options
 from dglx_dist.errors import ConfigError
@@ -57,10 +57,10 @@ def test_nccl_where_every_rank_has_a_gpu_to_itself(
     ranks: list[RankDevice], hosts: str, backend: str, line: str
 ) -> None:
     with mock.patch.object(devices.dist, "is_nccl_available", return_value=True):
-        assert backend_of(ranks, list(hosts), None) == backend
+        assert choose_backend(ranks, list(hosts), None) == backend
         assert describe(ranks, list(hosts), backend) == line
     with mock.patch.object(devices.dist, "is_nccl_available", return_value=False):
-        assert backend_of(ranks, list(hosts), None) == "gloo"
+        assert choose_backend(ranks, list(hosts), None) == "gloo"
 
 
 @pytest.mark.parametrize(
@@ -76,8 +76,8 @@ def test_ranks_that_cannot_train_together_are_named(
     ranks: list[RankDevice], backend: str | None, said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        backend_of(ranks, ["a", "b"], backend)
-    assert backend_of(gpus("a0", "a1"), ["a", "a"], "nccl") == "nccl"
+        choose_backend(ranks, ["a", "b"], backend)
+    assert choose_backend(gpus("a0", "a1"), ["a", "a"], "nccl") == "nccl"
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_rank_takes_the_gpu_of_its_number_or_says_why_not(
     device: Any, count: int, name: str, said: str
 ) -> None:
     with (
-        mock.patch.object(devices, "num_gpus", return_value=count),
+        mock.patch.object(devices, "count_gpus", return_value=count),
         mock.patch.object(devices, "use_gpu", side_effect=lambda number: f"card {number}"),
     ):
         taken = take_device(device, local_rank=3)
@@ -115,7 +115,7 @@ def test_a_rank_takes_the_gpu_of_its_number_or_says_why_not(
 def test_a_gpu_that_cannot_compute_is_left_alone_or_an_error() -> None:
     """As with a driver or a card that torch's kernels are not made for."""
     with (
-        mock.patch.object(devices, "num_gpus", return_value=1),
+        mock.patch.object(devices, "count_gpus", return_value=1),
         mock.patch.object(devices, "use_gpu", side_effect=RuntimeError("no kernel image\nand more")),
     ):
         assert take_device("auto", 0) == RankDevice(why="cuda:0 cannot be used (no kernel image)")
@@ -132,7 +132,7 @@ def _starting(device: str, counts: list[int]) -> list[Any]:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("dglx_dist.comm.session").addHandler(handler)
     with (
-        mock.patch.object(devices, "num_gpus", return_value=counts[int(os.environ["RANK"])]),
+        mock.patch.object(devices, "count_gpus", return_value=counts[int(os.environ["RANK"])]),
         mock.patch.object(devices, "use_gpu", side_effect=lambda number: f"card {number}"),
         start_session(device=device, timeout_s=20) as session,
     ):

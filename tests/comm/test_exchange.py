@@ -22,11 +22,11 @@ from dglx_dist.comm.exchange import (
     Incoming,
     Outgoing,
     ReusableBuffer,
-    bytes_of,
     message_header,
     open_devices,
     receive_message,
     send_message,
+    view_bytes,
 )
 from dglx_dist.comm.session import start_session
 from dglx_dist.errors import PeerError
@@ -50,11 +50,11 @@ def test_memory_is_kept_and_grows_only() -> None:
 def test_bytes_are_a_view() -> None:
     for dtype in (torch.float16, torch.bfloat16, torch.int64, torch.bool):
         tensor = torch.zeros(2, 3, dtype=dtype)
-        view = bytes_of(tensor)
+        view = view_bytes(tensor)
         assert len(view) == 6 * dtype.itemsize
         view[0] = 1
         assert tensor.view(torch.uint8).reshape(-1)[0] == 1
-    assert len(bytes_of(torch.zeros(0, 3))) == 0
+    assert len(view_bytes(torch.zeros(0, 3))) == 0
 
 
 @pytest.mark.parametrize(

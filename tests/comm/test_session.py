@@ -19,17 +19,17 @@ import torch.distributed as dist
 
 from dglx_dist.comm import rendezvous as rendezvous_module
 from dglx_dist.comm.collectives import barrier, gather_int64
-from dglx_dist.comm.rendezvous import interface_address, link_speed, listening_address
+from dglx_dist.comm.rendezvous import choose_listening_address, find_interface_address, read_link_speed
 from dglx_dist.comm.session import (
     Scratch,
     check_hellos,
     check_values_equal,
+    collect_shared_facts,
     current_session,
     if_alive,
-    shared_facts,
     start_session,
 )
-from dglx_dist.comm.topology import Topology, endpoint_of, read_rendezvous
+from dglx_dist.comm.topology import Topology, format_endpoint, read_rendezvous
 from dglx_dist.errors import ConfigError, RemoteError
 from dglx_dist.graph import shared_memory
 from tests.helpers.ranks import run_ranks, start_ranks
@@ -138,7 +138,7 @@ def test_work_under_way_is_finished_before_the_end_and_its_error_ends_the_sessio
 
 
 def told(strategy: str = "push_pull", seed: int = 0, curve: bool = False, **options: Any) -> dict[str, Any]:
-    return {"no_trace": "", **shared_facts(strategy, options, seed, curve)}
+    return {"no_trace": "", **collect_shared_facts(strategy, options, seed, curve)}
 
 
 def test_order_machines_and_objects_do_not_matter() -> None:
@@ -244,23 +244,23 @@ def rendezvous(**variables: str) -> object:
 
 
 def test_the_address_of_the_interface_or_towards_the_rendezvous_is_taken() -> None:
-    assert interface_address("lo") == "127.0.0.1"
+    assert find_interface_address("lo") == "127.0.0.1"
     for variables in ({"GLOO_SOCKET_IFNAME": "lo"}, {}, {"MASTER_ADDR": "localhost"}):
-        assert listening_address(rendezvous(**variables)) in ("127.0.0.1", "::1")
+        assert choose_listening_address(rendezvous(**variables)) in ("127.0.0.1", "::1")
     with pytest.raises(ConfigError, match=r"GLOO_SOCKET_IFNAME='nope0'.*there are: .*lo"):
-        listening_address(rendezvous(GLOO_SOCKET_IFNAME="nope0"))
+        choose_listening_address(rendezvous(GLOO_SOCKET_IFNAME="nope0"))
     with pytest.raises(ConfigError, match=r"MASTER_ADDR='no\.such\.host\.invalid'"):
-        listening_address(rendezvous(MASTER_ADDR="no.such.host.invalid"))
-    assert endpoint_of("10.0.0.1", 7) == "tcp://10.0.0.1:7"
-    assert endpoint_of("fe80::1", 7) == "tcp://[fe80::1]:7"
+        choose_listening_address(rendezvous(MASTER_ADDR="no.such.host.invalid"))
+    assert format_endpoint("10.0.0.1", 7) == "tcp://10.0.0.1:7"
+    assert format_endpoint("fe80::1", 7) == "tcp://[fe80::1]:7"
 
 
 def test_the_speed_of_a_card_is_what_the_kernel_says(monkeypatch: pytest.MonkeyPatch) -> None:
     for megabits, speed in ((10000, 1.25e9), (0, None)):
         card = SimpleNamespace(speed=megabits)
         monkeypatch.setattr(rendezvous_module.psutil, "net_if_stats", lambda card=card: {"lo": card})
-        assert link_speed("127.0.0.1") == speed
-    assert link_speed("192.0.2.1") is None
+        assert read_link_speed("127.0.0.1") == speed
+    assert read_link_speed("192.0.2.1") is None
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def stop_again_and_again() -> list[list[int]]:
             if number == 0:
                 # Training that failed on the ranks at different points, and is tried again.
                 for _ in range(30 * rank):
-                    stop.passed()
+                    stop.should_stop()
                 stop.close(failed=True)
                 barrier(session, "failed")
                 stop.open()
@@ -43,7 +43,7 @@ def stop_again_and_again() -> list[list[int]]:
                 if point == at:
                     asking.start()
                 time.sleep(float(own.uniform(0, 0.002)))
-                if stop.passed():
+                if stop.should_stop():
                     break
             stop.close()
             found.append(gather_int64([stop._passed - before, stop.is_over], session).ravel().tolist())
@@ -56,7 +56,7 @@ def stop_again_and_again() -> list[list[int]]:
         asked = stop.ask() if rank == 2 else False
         barrier(session, "asked")
         assert not asked
-        assert not stop.passed()
+        assert not stop.should_stop()
         stop.close()
     return found
 
@@ -67,7 +67,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the backg
 from dglx_dist.comm.session import start_session
 with start_session() as session, session.stoppable() as stop:
     os.kill(os.getpid(), signal.SIGINT)
-    while not stop.passed():
+    while not stop.should_stop():
         time.sleep(0.01)
     stop.close()
     time.sleep(SAME_KEY_S + 0.2)  # saves
@@ -82,7 +82,7 @@ from dglx_dist.comm import session as module
 with module.start_session() as session:
     with session.stoppable() as stop:
         os.kill(os.getpid(), signal.SIGTERM)
-        while not stop.passed():
+        while not stop.should_stop():
             pass
     session._on_signal(signal.SIGTERM)  # a launcher's copy
     print("goes on", flush=True)

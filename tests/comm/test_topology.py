@@ -11,13 +11,13 @@ import pytest
 from dglx_dist.comm.topology import (
     Settings,
     Topology,
+    assign_servers,
     bind_alike,
-    launched_by_torchrun,
-    rank_environment,
+    build_rank_environment,
+    is_launched_by_torchrun,
     read_rendezvous,
     read_settings,
     read_topology,
-    with_nodes,
 )
 from dglx_dist.errors import ConfigError
 
@@ -49,14 +49,14 @@ def test_servers(world_size: int, more: dict[str, int], servers: tuple[int, ...]
     assert topology.server == servers[-1]
     members = topology.ranks_of_server(topology.server)
     assert members[topology.local_rank] == world_size - 1
-    assert all(topology.same_server(world_size - 1, rank) for rank in members)
+    assert all(topology.is_same_server(world_size - 1, rank) for rank in members)
 
 
 def test_machines_of_different_size_are_put_right_and_without_torchrun_it_is_one_process() -> None:
-    assert not launched_by_torchrun({})
+    assert not is_launched_by_torchrun({})
     assert read_topology({}) == Topology(0, 1, (0,))
     guessed = read_topology(launched(0, 3, LOCAL_WORLD_SIZE=2))
-    assert with_nodes(guessed, (0, 1, 1), {}).server_of_rank == (0, 1, 1)
+    assert assign_servers(guessed, (0, 1, 1), {}).server_of_rank == (0, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -127,13 +127,13 @@ def test_gloo_and_nccl_follow_the_ranks_to_loopback_unless_the_user_set_them(
 
 
 def test_cores_are_shared_memory_is_kept_and_what_the_user_set_stays() -> None:
-    found = rank_environment(1, environment={"HOME": "/h"})
+    found = build_rank_environment(1, environment={"HOME": "/h"})
     assert (found["OMP_NUM_THREADS"], found["HOME"]) == (str(len(os.sched_getaffinity(0))), "/h")
     assert found["MALLOC_MMAP_MAX_"] == "0"
-    assert rank_environment(10_000, environment={})["OMP_NUM_THREADS"] == "1"
+    assert build_rank_environment(10_000, environment={})["OMP_NUM_THREADS"] == "1"
     given = {"OMP_NUM_THREADS": "7", "MALLOC_MMAP_MAX_": "5"}
-    found = rank_environment(2, environment=given)
+    found = build_rank_environment(2, environment=given)
     assert {name: found[name] for name in given} == given
     assert "DGLX_RANKS_PER_SERVER" not in found
     with pytest.raises(ConfigError, match="at least 1"):
-        rank_environment(0)
+        build_rank_environment(0)

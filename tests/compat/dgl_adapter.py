@@ -90,7 +90,7 @@ def _rank(variables: dict[str, str], pickled: bytes) -> None:
         target(*args)
         dgl.distributed.exit_client()
     except BaseException as error:
-        if session.session_if_open() is not None:
+        if session.get_open_session() is not None:
             session.current_session().fail(error)
             session.current_session().close(failed=True)
         raise

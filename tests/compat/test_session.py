@@ -17,7 +17,7 @@ from dgl.data.utils import save_tensors
 
 import dglx_dist as dx
 from dglx_dist.api import init
-from dglx_dist.comm.session import current_session, session_if_open, start_later
+from dglx_dist.comm.session import current_session, get_open_session, start_later
 from dglx_dist.compat import namespace as session
 from dglx_dist.compat.dataloading import DistDataLoader, DistEdgeDataLoader, DistNodeDataLoader
 from dglx_dist.compat.dist_graph import DistGraph
@@ -43,7 +43,7 @@ def g(stock_parts: Mapping[str, Path]) -> DistGraph:
 
 def test_nothing_is_opened_before_it_is_needed() -> None:
     session.initialize(strategy="dp", seed=3)
-    assert session_if_open() is None
+    assert get_open_session() is None
     assert not torch.distributed.is_initialized()
     assert (session.get_rank(), session.get_num_client(), session.get_num_machines()) == (0, 1, 1)
     assert (current_session().strategy, current_session().seed) == ("data_parallel", 3)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dglx_dist import negative
-from dglx_dist.comm.devices import CopyStream, open_copies
+from dglx_dist.comm.devices import CopyStream, open_copy_stream
 from dglx_dist.dataloading import step_loader
 from dglx_dist.dataloading.edge_loader import DistEdgeDataLoader
 from dglx_dist.dataloading.loader import DataLoader
@@ -85,7 +85,7 @@ LOADERS = [("graph", nodes_of), ("graph", edges_of), ("shop_graph", typed)]
 def late(monkeypatch: pytest.MonkeyPatch) -> LateStreams:
     streams = LateStreams()
     monkeypatch.setenv("DGLX_MESSAGE_PASSING", "torch")
-    monkeypatch.setattr(step_loader, "open_copies", lambda _device: CopyStream(streams))
+    monkeypatch.setattr(step_loader, "open_copy_stream", lambda _device: CopyStream(streams))
     return streams
 
 
@@ -136,13 +136,13 @@ def test_memory_that_is_given_up_before_its_copy_is_done_is_noticed(
     copies, found = CopyStream(LateStreams()), []
     for number in range(3):
         rows = torch.full((3,), number)
-        found.append(copies.carry(lambda copy, rows=rows: copy(rows)))
+        found.append(copies.copy_async(lambda copy, rows=rows: copy(rows)))
     del rows
     # Two batches later, as if every event were reached at once.
     assert found[1][1]() is None
     assert found[1][0].tolist() == [1] * 3
     monkeypatch.setattr(LateEvent, "query", lambda _: True)
-    copies.carry(lambda copy: copy(torch.zeros(1)))
+    copies.copy_async(lambda copy: copy(torch.zeros(1)))
     with pytest.raises(AssertionError, match="freed before its copy was done"):
         found[2][1]()
 
@@ -234,10 +234,10 @@ def test_on_cuda_the_consumers_stream_waits_and_the_copies_outlive_its_work(
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: Noted("copies", calls))
     monkeypatch.setattr(torch.cuda, "stream", current)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Noted("compute", calls))
-    copies = open_copies(torch.device("cuda", 1))
+    copies = open_copy_stream(torch.device("cuda", 1))
     assert copies is not None
     rows: Any = Noted("rows", calls)
-    _, arrive = copies.carry(lambda copy: copy(rows))
+    _, arrive = copies.copy_async(lambda copy: copy(rows))
     arrive()
     assert calls == [
         "use copies",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from dglx_dist.dataloading.kernels import NodeTable, Schema, ThreadTable, relations_of
+from dglx_dist.dataloading.kernels import NodeTable, Schema, ThreadTable, make_relations
 from dglx_dist.errors import ConfigError
 from dglx_dist.keyed_random import Csc
 from tests.dataloading.graphs import HASHED, csc_from, edges_of_hop, random_csc, sampled
@@ -106,4 +106,4 @@ def test_memory_of_another_layout_is_not_read_by_address() -> None:
     schema = Schema(ntypes=("a",), num_nodes=(2,), etypes=(("a", "x", "a"),))
     every_other = np.array([0, 9, 1, 9])[::2]
     with pytest.raises(AssertionError):
-        relations_of(schema, [Csc(np.array([0, 1, 2]), every_other, np.empty(0, np.float32), 0, 0)])
+        make_relations(schema, [Csc(np.array([0, 1, 2]), every_other, np.empty(0, np.float32), 0, 0)])

@@ -14,7 +14,7 @@ from dglx_dist.dataloading.kernels import NodeTable, Schema, ThreadTable, sample
 from dglx_dist.dataloading.minibatch import BatchBlockBuilder
 from dglx_dist.dataloading.sampler import LocalSource, RemoteSource, load_kernels
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.sampling import keyed_draw
+from dglx_dist.graph.sampling import make_keyed_draw
 from dglx_dist.graph.structure import NO_EDGES, CSCShard
 from dglx_dist.keyed_random import Rule
 from tests.dataloading.graphs import HASHED, draws_of, random_csc
@@ -141,7 +141,7 @@ class Recording:
 
         def drawn():
             self._events.append(("draw", layer, self._name))
-            return keyed_draw(Rule(False, NO_EDGES), {})(self._whole, nodes, parameters, exclude)
+            return make_keyed_draw(Rule(False, NO_EDGES), {})(self._whole, nodes, parameters, exclude)
 
         return drawn
 

@@ -68,16 +68,16 @@ VALUES = torch.tensor([[1.0, -0.5], [65504.0, 0.0], [2.0**-14, 3.0]])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.bool, torch.uint8])
 def test_what_is_no_half_stays_the_same_memory(dtype: torch.dtype) -> None:
     rows = VALUES.to(dtype)
-    assert RowMemory().converted(rows) is rows
+    assert RowMemory().convert(rows) is rows
 
 
 @pytest.mark.parametrize("wanted", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_a_type_that_was_asked_for(stored: torch.dtype, wanted: torch.dtype) -> None:
     for rows in (VALUES, *map(torch.ones, ((0, 2), 3, (2, 3, 4), (3, 0)))):
-        assert torch.equal(RowMemory(dtype=wanted).converted(rows.to(stored)), rows.to(stored).to(wanted))
+        assert torch.equal(RowMemory(dtype=wanted).convert(rows.to(stored)), rows.to(stored).to(wanted))
     labels = torch.tensor([3, 4])
-    assert RowMemory(dtype=wanted).converted(labels) is labels
+    assert RowMemory(dtype=wanted).convert(labels) is labels
 
 
 @pytest.mark.parametrize("wrong", ["float16", torch.int32, torch.complex64, 16])

@@ -9,7 +9,12 @@ import torch
 from dgl import dataloading as dl
 
 from dglx_dist.dataloading.sampler import SourceDraws
-from dglx_dist.dataloading.sampler_spec import all_weights, check_every_type_has, read_sampler, shard_weights
+from dglx_dist.dataloading.sampler_spec import (
+    check_every_type_has,
+    read_all_weights,
+    read_sampler,
+    read_shard_weights,
+)
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.dist_tensor import DistTensor
@@ -122,8 +127,8 @@ def test_weights_in_half_precision_have_their_values(graph: DistGraph) -> None:
     policy = graph.get_edge_partition_policy(etype)
     half = DistTensor((len(halves),), torch.bfloat16, "half", part_policy=policy)
     half[torch.arange(len(halves))] = halves.bfloat16()
-    assert all_weights(graph, etype, "half").tolist() == halves.tolist()
-    (shard,) = shard_weights(graph, graph.structure(etype), "half").values()
+    assert read_all_weights(graph, etype, "half").tolist() == halves.tolist()
+    (shard,) = read_shard_weights(graph, graph.structure(etype), "half").values()
     assert shard.tolist() == halves.tolist()
 
 

@@ -166,7 +166,7 @@ def test_steps_in_the_order_given() -> None:
         assert loader.times().sample_s == 0
         full = echoes(session, [5, 6, 7, 1, 2], drop_last=True)
         assert [rows for rows, _, _ in full] == [[5, 6], [7, 1]]
-        assert full.num_targets_of_epoch == (4, 4)
+        assert full.num_epoch_targets == (4, 4)
 
 
 def test_waiting_is_what_the_loop_stood_still(monkeypatch: pytest.MonkeyPatch) -> None:

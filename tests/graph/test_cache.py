@@ -17,7 +17,7 @@ from dglx_dist.comm.session import start_session
 from dglx_dist.comm.topology import Topology
 from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.errors import ConfigError, DglxError
-from dglx_dist.graph.cache import most_wanted
+from dglx_dist.graph.cache import select_top_rows
 from dglx_dist.graph.column import DeviceRows
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.kvstore import KVStore
@@ -202,11 +202,11 @@ def test_any_column_of_any_split_is_put_together(dtype: torch.dtype, row: tuple[
             assert set(asked[hits]) <= set(kept)
             assert not set(asked[missing]) & set(kept)
             places = [torch.from_numpy(one) for one in (hits, slots, missing)]
-            found = cached.joined(*places, rows[asked[missing]])
+            found = cached.join_rows(*places, rows[asked[missing]])
             assert found.dtype == dtype
             assert torch.equal(found, rows[asked])
             there = DeviceRows(table=table, rows=cached.rows.to("meta"))
-            shape = there.joined(*(one.to("meta") for one in places), rows[asked[missing]].to("meta"))
+            shape = there.join_rows(*(one.to("meta") for one in places), rows[asked[missing]].to("meta"))
             assert (shape.device.type, shape.shape, shape.dtype) == ("meta", found.shape, dtype)
 
 
@@ -239,7 +239,7 @@ def chosen_by(folder: Path) -> None:
         inside = (new_of[destination] >= first) & (new_of[destination] < end)
         halo = np.bincount(new_of[source[inside]], minlength=NUM_NODES)
         budget = int(0.3 * (end - first))
-        assert found == [most_wanted(scores, (first, end), budget).tolist() for scores in (degrees, halo)]
+        assert found == [select_top_rows(scores, (first, end), budget).tolist() for scores in (degrees, halo)]
         with pytest.raises(ConfigError, match="same arguments on all ranks"):
             g.cache_rows("feat", alpha=0.25 * (1 + g.rank()), policy="degree")
         g.close()

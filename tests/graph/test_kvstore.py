@@ -24,8 +24,15 @@ from dglx_dist.graph import partition_book as row_requests
 from dglx_dist.graph.column import Column, RowCache, Shard
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.partition_book import Placement, RowOwners
-from dglx_dist.graph.row_kernels import NO_SLOTS, SlotTable, fill_table, numpy_view, slot_of, table_sizes
-from dglx_dist.graph.shared_memory import shared_rows
+from dglx_dist.graph.row_kernels import (
+    NO_SLOTS,
+    SlotTable,
+    compute_table_sizes,
+    fill_table,
+    find_slot,
+    view_as_numpy,
+)
+from dglx_dist.graph.shared_memory import map_shared_rows
 from dglx_dist.records import Array, ColumnInfo
 from tests.helpers import wide
 from tests.helpers.ranks import run_ranks, start_ranks
@@ -216,7 +223,7 @@ def test_who_pushes_too_much_waits_for_room(
 
 
 def pulled(ids: Array, num_ids: int, direct_limit: int = 1 << 20) -> SlotTable:
-    num_slots, num_keys = table_sizes(len(ids), num_ids, direct_limit)
+    num_slots, num_keys = compute_table_sizes(len(ids), num_ids, direct_limit)
     made = SlotTable(np.empty(num_slots, np.int32), np.empty(num_keys, np.int64))
     fill_table(made, ids)
     return made
@@ -228,17 +235,17 @@ def test_every_cached_id_has_its_slot_and_no_other_has_one(direct_limit: int) ->
     ids = np.sort(random.permutation(100_000)[:700])
     made = pulled(ids, 100_000, direct_limit)
     assert (len(made.keys) == 0) == (direct_limit > 0)
-    assert [slot_of(made, int(key)) for key in ids] == list(range(700))
+    assert [find_slot(made, int(key)) for key in ids] == list(range(700))
     others = np.setdiff1d(random.integers(0, 100_000, 2000), ids)
-    assert {slot_of(made, int(key)) for key in others} == {-1}
-    assert slot_of(NO_SLOTS, 5) == -1
+    assert {find_slot(made, int(key)) for key in others} == {-1}
+    assert find_slot(NO_SLOTS, 5) == -1
 
 
 def test_a_large_graph_is_hashed_where_that_is_smaller() -> None:
-    assert table_sizes(1000, 1 << 20) == (1 << 20, 0)
-    assert table_sizes(1000, 1 << 30) == (2048, 2048)
+    assert compute_table_sizes(1000, 1 << 20) == (1 << 20, 0)
+    assert compute_table_sizes(1000, 1 << 30) == (2048, 2048)
     # 12 bytes x 2**28 would be more than 4 bytes x 2**27 ids.
-    assert table_sizes(1 << 26, 1 << 27) == (1 << 27, 0)
+    assert compute_table_sizes(1 << 26, 1 << 27) == (1 << 27, 0)
 
 
 def pull_with_private_cache() -> None:
@@ -279,7 +286,7 @@ def open_to_push(session: Session) -> KVStore:
     first, last = int(bounds[server]), int(bounds[server + 1])
     for name, (dtype, shape) in KINDS.items():
         info = ColumnInfo(dtype=dtype, row_shape=shape)
-        rows = shared_rows(session, f"rows-{name}", last - first, info)
+        rows = map_shared_rows(session, f"rows-{name}", last - first, info)
         column = Column(
             name=name, info=info, bounds=bounds, shards=(Shard(first=first, rows=rows),), writable=True
         )
@@ -305,11 +312,11 @@ def add_together() -> None:
         owners = RowOwners(store.placement.server_offsets(OFFSETS), topology)
         for name in KINDS:
             ids, rows = pushed(topology.rank, name)
-            values = numpy_view(rows)
+            values = view_as_numpy(rows)
             before = session.ledger.snapshot()
             store.push(name, ids, values, accumulate=True)
             sent = session.ledger.since(before)
-            owner = owners.rank_of(np.unique(ids))
+            owner = owners.find_rank(np.unique(ids))
             servers = np.array(topology.server_of_rank)[owner]
             row_bytes = 8 + values[0].nbytes
             away, near = servers != topology.server, (servers == topology.server) & (owner != topology.rank)
@@ -398,7 +405,7 @@ def use_handlers() -> None:
         barrier(session, "overwriting")
         assert store.pull("i", np.arange(NUM_ROWS)).abs().sum() == 0
         owners = RowOwners(store.placement.server_offsets(OFFSETS), topology)
-        owning = len(np.unique(owners.rank_of(np.array([3, 15, 30]))))
+        owning = len(np.unique(owners.find_rank(np.array([3, 15, 30]))))
         assert gather_int64([len(calls)], session).sum() == owning * topology.world_size
 
 

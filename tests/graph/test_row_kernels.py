@@ -16,15 +16,15 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph import row_kernels
 from dglx_dist.graph.row_kernels import (
     add_rows,
-    as_words,
     check_summable,
     gather_rows,
-    numpy_view,
     plan_remote,
     scatter_rows,
     spread_rows,
     sum_repeated,
-    tensor_view,
+    view_as_numpy,
+    view_as_tensor,
+    view_as_words,
 )
 from dglx_dist.records import Array, ColumnInfo
 
@@ -47,7 +47,7 @@ def test_half_precision_is_summed_in_float32_and_rounded_once(dtype: str) -> Non
     # One unit of a row of 1024 at a time would be lost in bfloat16, and 0.25 in float16.
     info, torch_dtype = ColumnInfo(dtype=dtype, row_shape=()), getattr(torch, dtype)
     rows = torch.cat([torch.tensor([1024.0]), torch.full((64,), 0.25)]).to(torch_dtype)
-    sums = tensor_view(sum_repeated(numpy_view(rows), plan_of([5] * 65), info), info)
+    sums = view_as_tensor(sum_repeated(view_as_numpy(rows), plan_of([5] * 65), info), info)
     assert sums.tolist() == [1040.0]
 
 
@@ -56,7 +56,7 @@ def test_adding_touches_only_the_rows_that_are_named_and_here(dtype: str) -> Non
     info = ColumnInfo(dtype=dtype, row_shape=(2,))
     target = torch.arange(6).reshape(3, 2).to(getattr(torch, dtype))
     rows = torch.tensor([[10, 20], [30, 40], [50, 60]]).to(getattr(torch, dtype))
-    add_rows(numpy_view(target), 7, np.array([9, 6, 7]), numpy_view(rows), info)
+    add_rows(view_as_numpy(target), 7, np.array([9, 6, 7]), view_as_numpy(rows), info)
     assert target.tolist() == [[50, 61], [2, 3], [14, 25]]
 
 
@@ -102,7 +102,7 @@ def test_a_buffer_off_the_word_boundary_is_read_in_smaller_words() -> None:
     raw = np.arange(1 + 3 * 8, dtype=np.uint8)[1:]
     source = raw.view(np.uint64)
     out = np.zeros(2, dtype=np.uint64)
-    assert as_words(source, out)[0].dtype == np.uint8
+    assert view_as_words(source, out)[0].dtype == np.uint8
     gather_rows(source, 0, np.array([2, 0]), out)
     assert out.tobytes() == raw[16:24].tobytes() + raw[:8].tobytes()
 

@@ -14,7 +14,7 @@ from dglx_dist.comm.session import Session, start_session
 from dglx_dist.data.storage.row_files import RowFile, read_index, read_rows, write_rows
 from dglx_dist.errors import DglxError, StorageError
 from dglx_dist.graph import shared_memory
-from dglx_dist.graph.shared_memory import save_folder, shared_partial_folder
+from dglx_dist.graph.shared_memory import open_partial_folder, save_folder
 from tests.helpers import refusal, wide
 from tests.helpers.ranks import run_ranks, start_ranks
 
@@ -124,7 +124,7 @@ def test_a_folder_that_a_rank_does_not_see_is_named(
     monkeypatch.setattr(shared_memory, "broadcast_json", lambda *_: str(tmp_path / "of another machine"))
     with (
         pytest.raises(StorageError, match="choose one that all machines share"),
-        shared_partial_folder(alone, tmp_path / "rows"),
+        open_partial_folder(alone, tmp_path / "rows"),
     ):
         pass
     assert os.listdir(tmp_path) == []

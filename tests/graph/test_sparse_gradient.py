@@ -20,7 +20,7 @@ from dglx_dist.graph import optim
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.graph.partition_book import RowOwners
-from dglx_dist.graph.sparse_gradient import weight_of
+from dglx_dist.graph.sparse_gradient import compute_weight
 from dglx_dist.records import StepShare
 from tests.graph.small import NUM_NODES, zeros
 from tests.graph.sparse_cases import DIM
@@ -33,9 +33,9 @@ WHOLE = StepShare(num_local=1, num_global=1)
 
 
 def test_a_mean_weighs_as_much_as_its_targets_and_a_sum_one() -> None:
-    assert (weight_of(QUARTER, "mean", 2), weight_of(QUARTER, "sum", 2)) == (0.25, 1.0)
-    assert (weight_of(NONE, "mean", 2), weight_of(NONE, "sum", 2)) == (0.0, 0.0)
-    assert (weight_of(None, "mean", 1), weight_of(None, "sum", 2)) == (1.0, 1.0)
+    assert (compute_weight(QUARTER, "mean", 2), compute_weight(QUARTER, "sum", 2)) == (0.25, 1.0)
+    assert (compute_weight(NONE, "mean", 2), compute_weight(NONE, "sum", 2)) == (0.0, 0.0)
+    assert (compute_weight(None, "mean", 1), compute_weight(None, "sum", 2)) == (1.0, 1.0)
 
 
 def test_another_number_of_embeddings_is_refused(graph: DistGraph) -> None:
@@ -64,8 +64,8 @@ def count_bytes(folder: Path) -> None:
             sent[row.destination] += row.num_bytes * (row.phase == "sparse_gradients")
         owners = RowOwners(one.part_policy.bounds, session.topology)
         distinct = np.unique(torch.cat([ids, ids + 1]).numpy())
-        rows = np.bincount(owners.rank_of(distinct), minlength=world)
-        short_rows = np.bincount(owners.rank_of(np.unique(ids.numpy())), minlength=world) * (rank == 0)
+        rows = np.bincount(owners.find_rank(distinct), minlength=world)
+        short_rows = np.bincount(owners.find_rank(np.unique(ids.numpy())), minlength=world) * (rank == 0)
         wanted = rows * (8 + DIM * 8) + short_rows * (8 + 5 * 4)
         wanted[rank] = 0
         assert sent.tolist() == wanted.tolist()

@@ -16,7 +16,7 @@ from dglx_dist.comm.topology import Topology
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.partition_book import split_ids
-from dglx_dist.graph.split import edge_split, marked_ids, node_split
+from dglx_dist.graph.split import edge_split, node_split, read_marked_ids
 from tests.dataloading import bonds
 from tests.dataloading.bonds import BUYING, BUYS, KNOWING, KNOWS
 from tests.helpers import wide
@@ -98,7 +98,7 @@ def test_even_comes_before_preferred() -> None:
     ],
 )
 def test_masks_and_ids(marked: object, expected: list[int]) -> None:
-    assert marked_ids(marked, 4).tolist() == expected  # type: ignore[arg-type]
+    assert read_marked_ids(marked, 4).tolist() == expected  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_masks_and_ids(marked: object, expected: list[int]) -> None:
 )
 def test_what_is_neither_or_both_is_refused(marked: object, count: int, message: str) -> None:
     with pytest.raises((ConfigError, IndexError), match=message):
-        marked_ids(marked, count)  # type: ignore[arg-type]
+        read_marked_ids(marked, count)  # type: ignore[arg-type]
 
 
 def test_trainer_ids_of_another_length_are_refused(graph: DistGraph) -> None:

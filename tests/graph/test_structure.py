@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dglx_dist.graph.cache import access_probability, expected_hit_rate, most_wanted
+from dglx_dist.graph.cache import compute_access_probability, expected_hit_rate, select_top_rows
 from dglx_dist.graph.structure import CSCShard, all_in_edges, from_wire, to_wire
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array
 
@@ -19,7 +19,9 @@ def vip(shard: CSCShard, seeds: list[int], fanouts: list[int], batch_size: int) 
     count = len(shard.indptr) - 1
     hops = [{EDGE_TYPE: fanout} for fanout in fanouts]
     seeds_of = {NODE_TYPE: np.array(seeds, np.int64)}
-    return access_probability({EDGE_TYPE: shard}, {NODE_TYPE: count}, seeds_of, hops, batch_size)[NODE_TYPE]
+    return compute_access_probability({EDGE_TYPE: shard}, {NODE_TYPE: count}, seeds_of, hops, batch_size)[
+        NODE_TYPE
+    ]
 
 
 @pytest.mark.parametrize(
@@ -53,7 +55,7 @@ def test_several_types() -> None:
         employs: CSCShard(indptr=np.array([0, 0, 1]), indices=np.array([0]), first_node=0, first_edge=0),
     }
     hops = [{writes: 0, cites: 0, employs: 3}, {writes: 1, cites: 1, employs: 0}]
-    found = access_probability(shards, {"a": 2, "p": 2, "i": 1}, {"p": np.array([0])}, hops, 1)
+    found = compute_access_probability(shards, {"a": 2, "p": 2, "i": 1}, {"p": np.array([0])}, hops, 1)
     assert found["p"].tolist() == pytest.approx([1, 1])
     assert found["a"].tolist() == pytest.approx([0.5, 0.5])
     assert found["i"].tolist() == pytest.approx([0.5])
@@ -97,7 +99,7 @@ def test_the_most_wanted_of_others() -> None:
         ((0, 7), 3, []),
         ((1, 2), 0, []),
     ):
-        assert most_wanted(scores, own, budget).tolist() == ids
+        assert select_top_rows(scores, own, budget).tolist() == ids
     assert expected_hit_rate(scores, (1, 2), np.array([0, 6])) == pytest.approx(12 / 18)
     assert expected_hit_rate(scores, (0, 7), np.array([], np.int64)) is None
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import PartialSums, SplittableConv, StageInput, cut_in_place
-from dglx_dist.layers.convolutions import Sync, stages_of
+from dglx_dist.layers.convolutions import Sync, make_stages
 from dglx_dist.layers.dropout import ColumnRange, deal_out_columns
 
 WIDTHS, PARTS = (1, 3, 100, 101), (1, 2, 3, 4)
@@ -80,7 +80,7 @@ def made(name: str, width: int) -> tuple[nn.Module, SplittableConv]:
     conv = (CONVS | BY_ROWS)[name](width).double()
     for parameter in conv.parameters():
         nn.init.uniform_(parameter, -1, 1)  # zeros of a bias would hide a bias added twice
-    return conv, stages_of(conv, "inputs" if name in BY_ROWS else "columns")
+    return conv, make_stages(conv, "inputs" if name in BY_ROWS else "columns")
 
 
 def edge_choices(name: str, weight: Tensor) -> list[dict[str, Tensor]]:
@@ -189,11 +189,11 @@ def close(found: Tensor | None, expected: Tensor | None) -> None:
 def test_what_cannot_be_split_is_refused_with_the_reason(sync: Sync, module: nn.Module, message: str) -> None:
     """And says so where rows would do."""
     with pytest.raises(ConfigError, match=message) as caught:
-        stages_of(module, sync)
+        make_stages(module, sync)
     assert "data_parallel" in str(caught.value)
     by_rows = False
     with suppress(ConfigError):
-        by_rows = stages_of(module, "inputs").width == 4
+        by_rows = make_stages(module, "inputs").width == 4
     assert ("sync='inputs'" in str(caught.value)) == by_rows
 
 
@@ -226,7 +226,7 @@ def test_one_hop_of_sgc_is_dgls_on_a_whole_graph(out: int, weighted: bool) -> No
     edges = (torch.rand(28, generator=generator, dtype=torch.float64) + 0.1,) if weighted else ()
     conv = SGConv(5, out).double()
     nn.init.uniform_(conv.fc.bias)
-    staged = stages_of(conv)
+    staged = make_stages(conv)
     expected = conv(graph, x, *edges)
     close(staged(graph, x, *edges), expected)
     parts = [part_of(staged, [columns]) for columns in deal_out_columns(5, 3)]
@@ -242,7 +242,7 @@ def test_one_hop_of_sgc_on_a_block_weighs_as_dgls_norm_of_edges_does() -> None:
     """DGL's own SGConv runs on no block; its EdgeWeightNorm does."""
     block, x, weight = block_and_rows(7)
     conv = SGConv(7, 4).double()
-    staged = stages_of(conv)
+    staged = make_stages(conv)
     with pytest.raises((dgl.DGLError, RuntimeError, AssertionError)):
         conv(block, x)
     plain = GraphConv(7, 4, norm="none", bias=False).double()

@@ -15,18 +15,18 @@ from torch.utils.checkpoint import checkpoint
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers import dropout
-from dglx_dist.layers.convolutions import Sync, stages_of
+from dglx_dist.layers.convolutions import Sync, make_stages
 from dglx_dist.layers.dropout import (
     ColumnRange,
     DropDraws,
     NodeDropout,
     deal_out_columns,
     deal_out_concatenated,
+    draw_kept_entries,
     drop_attention,
     drop_entries,
     has_rows,
     install_node_dropouts,
-    kept_entries,
 )
 from tests.layers.test_convolutions import block_and_rows, close, part_of, run_parts, summed_gradient
 
@@ -38,7 +38,7 @@ def all_columns(width: int) -> tuple[ColumnRange, ...]:
 
 
 def mask(runs: tuple[ColumnRange, ...], number: int = 3, **other: int) -> Tensor:
-    return kept_entries(other.get("seed", 7), number, other.get("stream", 1 << 32), NODES, runs, 0.3)
+    return draw_kept_entries(other.get("seed", 7), number, other.get("stream", 1 << 32), NODES, runs, 0.3)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4])
@@ -89,7 +89,7 @@ def test_entries_are_kept_as_often_as_said_and_their_mean_stays() -> None:
 )
 def test_parts_drop_what_one_part_drops(conv: nn.Module, sync: Sync) -> None:
     """Outputs and gradients of the parts, attention dropped too, are those of one part with all columns."""
-    staged = stages_of(conv.double(), sync)
+    staged = make_stages(conv.double(), sync)
     block, x, _ = block_and_rows(7)
 
     def drops(columns: ColumnRange) -> DropDraws:
@@ -112,7 +112,7 @@ def test_parts_drop_what_one_part_drops(conv: nn.Module, sync: Sync) -> None:
 def test_alone_a_layer_drops_as_torch_does() -> None:
     block, x, _ = block_and_rows(7)
     for conv in (SAGEConv(7, 5, "mean", feat_drop=0.4), GATConv(7, 5, 2, feat_drop=0.4, attn_drop=0.3)):
-        staged = stages_of(conv.double())
+        staged = make_stages(conv.double())
         torch.manual_seed(5)
         expected = conv(block, x)
         torch.manual_seed(5)
@@ -121,7 +121,7 @@ def test_alone_a_layer_drops_as_torch_does() -> None:
 
 def test_without_draws_a_part_among_others_refuses_to_drop() -> None:
     block, x, _ = block_and_rows(7)
-    staged = stages_of(SAGEConv(7, 5, "mean", feat_drop=0.4).double())
+    staged = make_stages(SAGEConv(7, 5, "mean", feat_drop=0.4).double())
     staged.run_parts = lambda layer, given: layer.gather(given, layer.transform(given), ())
     with pytest.raises(ConfigError, match=r"drops with probability 0\.4 .*data_parallel"):
         staged(block, x)
@@ -150,11 +150,11 @@ def test_a_device_drops_the_same_entries(monkeypatch: pytest.MonkeyPatch) -> Non
     draws, ones = DropDraws(seed=0, number=0, nodes=NODES, runs=()), torch.ones(block.num_edges(), 3, 1)
 
     def drawn() -> list[Tensor]:
-        entries = [kept_entries(7, 3, 1 << 32, nodes, runs, 0.3) for nodes, runs in cases]
+        entries = [draw_kept_entries(7, 3, 1 << 32, nodes, runs, 0.3) for nodes, runs in cases]
         return [
             *entries,
             drop_attention(block, ones, 0.4, draws),
-            kept_entries(7, 3, 1, NODES, all_columns(3), 1.0),
+            draw_kept_entries(7, 3, 1, NODES, all_columns(3), 1.0),
         ]
 
     expected = drawn()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dglx_dist.cli.plan_job import make_plan
-from dglx_dist.comm.topology import inherited_environment
+from dglx_dist.comm.topology import copy_environment
 from dglx_dist.data.partition.base import PartitionPlan
 from dglx_dist.data.partition.prepare import partition_to_disk
 from dglx_dist.data.synthetic import SyntheticConfig, generate
@@ -46,7 +46,7 @@ def peak_of(data: str, out: Path, strategy: str, *options: str) -> int:
     command = ["--standalone", "--nproc-per-node", "2", "-m", "dglx_dist.cli", "train", data]
     command += ["--strategy", strategy, *options]
     command += ["--hidden", str(HIDDEN), "--epochs", "1", "--eval-every", "0", "--out", str(out)]
-    environment = inherited_environment() | {"OMP_NUM_THREADS": "1", "DGLX_RANKS_PER_SERVER": "1"}
+    environment = copy_environment() | {"OMP_NUM_THREADS": "1", "DGLX_RANKS_PER_SERVER": "1"}
     subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *command], env=environment, check=True, timeout=200
     )

@@ -11,7 +11,7 @@ from torch import nn
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import StageInput
-from dglx_dist.layers.convolutions import stages_of
+from dglx_dist.layers.convolutions import make_stages
 from dglx_dist.layers.tracer import random_block
 from dglx_dist.planner.costs.base import COSTS
 from dglx_dist.planner.measure import time_step
@@ -109,7 +109,7 @@ def test_layers_with_more_than_one_product_have_one_width(model: One, expected: 
 def test_columns_that_push_pull_sums_are_those_of_a_call(conv: nn.Module, width: int, known: bool) -> None:
     block = random_block(4, 7, 20, torch.Generator().manual_seed(0))
     edges = {"etypes": RELATION.expand(block.num_edges())} if "Rel" in type(conv).__name__ else {}
-    stages = stages_of(conv)
+    stages = make_stages(conv)
     sums = stages.sync(StageInput(block=block, x=torch.ones(7, 8), edges=edges))
     assert stages.sum_width == width == sum(one.shape[1] for one in sums)
     first = COSTS.get("push_pull").inspect(Loops(conv), 8)

@@ -62,12 +62,12 @@ class Column:
     keeps_loader: bool = False
     """Whether all models are trained from one loader."""
     name: str = ""
-    in_torch: bool = False
+    is_on_torch_path: bool = False
     """Whether torch runs DGL's operators: DGLX_MESSAGE_PASSING=torch."""
 
     def __str__(self) -> str:
         named = [self.strategy, *(f"{key}={value}" for key, value in self.options)]
-        return (self.name or "-".join(named)) + " in torch" * self.in_torch
+        return (self.name or "-".join(named)) + " in torch" * self.is_on_torch_path
 
 
 def raw_graph() -> RawGraph:
@@ -276,7 +276,7 @@ def on_ranks(folder: str, columns: list[Column]) -> dict[str, Any]:
         if "parameter_servers" in options:
             options["parameter_servers"] = min(options["parameter_servers"], topology.world_size)
         strategy = STRATEGIES.get(column.strategy)(session, options).open(g)
-        os.environ["DGLX_MESSAGE_PASSING"] = "torch" if column.in_torch else ""
+        os.environ["DGLX_MESSAGE_PASSING"] = "torch" if column.is_on_torch_path else ""
         calls = _count_calls("spmm")
         for share in shares_of(column, topology.world_size):
             mine = cut(train_ids, SHARES[share], topology.rank, topology.world_size)
@@ -290,8 +290,8 @@ def on_ranks(folder: str, columns: list[Column]) -> dict[str, Any]:
                 weights = [p.detach().cpu().numpy().copy() for p in model.whole().parameters()]
                 results[f"{column}/{kind}/{share}"] = weights
         # The graph servers of lambda sum by kernels of their own.
-        in_torch = column.in_torch or session.device.type != "cpu"
-        assert bool(calls) == (in_torch and column.strategy != "lambda")
+        is_on_torch_path = column.is_on_torch_path or session.device.type != "cpu"
+        assert bool(calls) == (is_on_torch_path and column.strategy != "lambda")
     return results
 
 

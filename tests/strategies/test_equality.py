@@ -85,7 +85,7 @@ COLUMNS += [
 ]
 
 IN_TORCH = [
-    replace(column, in_torch=True, models=("sage", "gat"), shares=column.shares[-1:])
+    replace(column, is_on_torch_path=True, models=("sage", "gat"), shares=column.shares[-1:])
     for column in COLUMNS
     if not column.name.startswith("stacks")
 ]

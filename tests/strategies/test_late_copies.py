@@ -49,7 +49,7 @@ def trained(folder: str) -> None:
             expected, late = weights_after(name, g), LateStreams()
             with pytest.MonkeyPatch.context() as patch:
                 for module in (step_loader, full_graph_loader):
-                    patch.setattr(module, "open_copies", lambda _, late=late: CopyStream(late))
+                    patch.setattr(module, "open_copy_stream", lambda _, late=late: CopyStream(late))
                 assert all(map(torch.equal, weights_after(name, g), expected)), name
             done = {
                 what: [thread for did, thread in late.log if did == what]

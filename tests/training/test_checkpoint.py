@@ -25,7 +25,7 @@ from dglx_dist.data.storage.files import hold_alone
 from dglx_dist.errors import CheckpointError, ConfigError, StorageError
 from dglx_dist.graph import optim
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.graph.dist_tensor import owned_rows
+from dglx_dist.graph.dist_tensor import view_owned_rows
 from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.strategies.base import STRATEGIES, WrappedModel
 from dglx_dist.training import checkpoint
@@ -392,7 +392,7 @@ def _write_while_training_goes_on(data: str, folder: str) -> None:
         g.barrier()
         return str([model.state_dict(), rows.weight.to_local()])
 
-    before, same_rows = values(), owned_rows(rows.weight)
+    before, same_rows = values(), view_owned_rows(rows.weight)
     for epoch in (1, 2, 3):
         may_write.clear()
         writer.save(epoch=epoch, step=0, extra={})

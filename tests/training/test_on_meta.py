@@ -14,7 +14,7 @@ from torch import nn
 
 import dglx_dist as dx
 from dglx_dist.comm.session import start_session
-from dglx_dist.dataloading.loader import neighborhood_maker
+from dglx_dist.dataloading.loader import open_neighborhood_maker
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.internals.message_passing import TorchIndex, place
@@ -90,7 +90,7 @@ def test_layers_of_an_evaluation_stay_on_the_device_of_the_model(dataset: str, k
         if kind != "degrees":
             layer = equality.model_of(kind, g).float().to(META).inference_layers()[0]  # type: ignore[operator]
         rows, target = first_rows(g, "feat", None), (META, torch.float32)
-        compute = _compute_of(_on_block(layer), g, neighborhood_maker(g, 1), rows, target)
+        compute = _compute_of(_on_block(layer), g, open_neighborhood_maker(g, 1), rows, target)
         (out,) = compute(NODE_TYPE, np.arange(9)).values()
         assert out.is_meta
         assert len(out) == 9

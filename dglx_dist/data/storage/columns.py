@@ -60,7 +60,7 @@ def numpy_dtype(dtype: str) -> np.dtype[np.generic]:
     return np.dtype("uint16" if dtype == "bfloat16" else dtype)
 
 
-def column_info(array: Array, what: str) -> ColumnInfo:
+def make_column_info(array: Array, what: str) -> ColumnInfo:
     """Return the dtype and row shape of an array (N, *row); ConfigError if the dtype cannot be stored."""
     if array.dtype.name not in DTYPES:
         raise ConfigError(

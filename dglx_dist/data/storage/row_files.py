@@ -18,7 +18,7 @@ from dglx_dist.data.storage.columns import (
     DTYPES,
     FileInfo,
     check_file,
-    column_info,
+    make_column_info,
     read_column,
     safe_name,
     write_column,
@@ -106,7 +106,7 @@ def write_rows(
         ConfigError: values of this dtype cannot be stored.
         OSError: the file cannot be written.
     """
-    info = info or column_info(rows, name)
+    info = info or make_column_info(rows, name)
     path = f"{safe_name(name)}.{first}-{first + len(rows)}{SUFFIX}"
     written = FileInfo(num_bytes=0, checksum="")
     if len(rows):  # two writers may have an empty range at the same row

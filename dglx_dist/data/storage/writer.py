@@ -27,10 +27,10 @@ from dglx_dist.data.external_memory import (
 from dglx_dist.data.storage.columns import (
     IDS,
     FileInfo,
-    column_info,
     data_path,
     edge_folder,
     id_dtype,
+    make_column_info,
     node_folder,
     numpy_dtype,
     text_buffers,
@@ -260,7 +260,7 @@ def relabel_on_disk(
         destinations=pieces(lambda first, last: destinations.old_to_new[dst[first:last]]),
         carried=[
             Carried(of_ids, pieces(np.arange) if ids is None else rows(ids)),
-            *(Carried(column_info(column, name), rows(column)) for name, column in columns.items()),
+            *(Carried(make_column_info(column, name), rows(column)) for name, column in columns.items()),
         ],
         num_sources=len(sources.new_to_old),
         num_destinations=len(destinations.new_to_old),
@@ -490,7 +490,7 @@ class _PartWriter:
         else:
             order, data = on_disk
             ids = order.new_to_old
-        nodes, of_sources = orders[destination].offsets, column_info(order.indices, "sources")
+        nodes, of_sources = orders[destination].offsets, make_column_info(order.indices, "sources")
         for part in range(self._num_parts):
             self._part = part
             folder, in_order = edge_folder(part, etype), range(*order.offsets[part : part + 2].tolist())
@@ -577,9 +577,9 @@ def _checked_info(column: NodeColumn, num_rows: int, what: str, is_bfloat16: boo
     if not column.shape or column.shape[0] != num_rows:
         raise ConfigError(f"{what} has shape {column.shape}, but there are {num_rows} rows to describe")
     if isinstance(column, SparseRows):
-        info = ColumnInfo(dtype=column_info(column.values, what).dtype, row_shape=(column.num_columns,))
+        info = ColumnInfo(dtype=make_column_info(column.values, what).dtype, row_shape=(column.num_columns,))
     else:
-        info = column_info(column, what)
+        info = make_column_info(column, what)
     if not is_bfloat16:
         return info
     if info.dtype != "uint16":

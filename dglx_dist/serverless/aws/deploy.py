@@ -18,7 +18,7 @@ import numpy as np
 
 from dglx_dist.comm.auth import Credentials
 from dglx_dist.comm.ledger import Ledger
-from dglx_dist.comm.rendezvous import address_towards
+from dglx_dist.comm.rendezvous import find_address_towards
 from dglx_dist.comm.rpc import Handler, Rpc
 from dglx_dist.comm.topology import Topology
 from dglx_dist.errors import ConfigError, PeerError, RemoteError
@@ -389,7 +389,7 @@ def try_function(
     # The invocation is synchronous, so the client waits for the longest time-out of a function.
     client = place.client("lambda", timeout_s=MAX_TIMEOUT_S + 10)
     url, secret = urlsplit(client.meta.endpoint_url), secrets.token_hex(32)
-    address = address or address_towards(
+    address = address or find_address_towards(
         url.hostname, url.port or 443, f"AWS at {url.hostname}", "give --address"
     )
     try:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NoReturn, final
 
-from dglx_dist.comm.topology import inherited_environment
+from dglx_dist.comm.topology import copy_environment
 from dglx_dist.data.json_fields import Json, read_record, write_json
 from dglx_dist.errors import ConfigError, PeerError
 from dglx_dist.options import common_fields
@@ -84,7 +84,7 @@ def make_tree(folder: Path, stages: Mapping[str, str]) -> None:
 
 def arithmetic_variables() -> dict[str, str]:
     """Return the environment variables of this process that affect the bits of a result."""
-    return {name: value for name, value in inherited_environment().items() if name in _DECIDES_BITS}
+    return {name: value for name, value in copy_environment().items() if name in _DECIDES_BITS}
 
 
 @final

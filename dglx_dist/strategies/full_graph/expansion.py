@@ -255,11 +255,11 @@ def select_external(
     def scores(sources: Array, taken: Array) -> Array:
         if options.policy != "degree" or options.fanout == ALL:
             return np.empty(0, np.int64)
-        distinct, place_of = np.unique(sources, return_inverse=True)
+        distinct, find_place = np.unique(sources, return_inverse=True)
         candidates = ~np.isin(distinct, taken, assume_unique=True)
         values = np.zeros(len(distinct), np.int64)
         values[candidates] = structure.in_degrees(distinct[candidates], outside)
-        return values[place_of]
+        return values[find_place]
 
     # A node is in one frontier only, and its choice must not depend on the round, so that selections of
     # several m and k contain each other.

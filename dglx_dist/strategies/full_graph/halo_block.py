@@ -21,10 +21,10 @@ from dglx_dist.internals.graphs import (
     OwnRowsColumn,
     build_block,
     fetched_frame,
+    get_block_parts,
+    get_own_rows,
     invoke_node_udf,
     is_all,
-    own_rows_of,
-    parts_of,
     set_frame,
 )
 from dglx_dist.internals.message_passing import note_edge_order, place
@@ -186,7 +186,7 @@ class HaloBlock(InEdgesOnlyGraph, DGLBlock):
         exchange: RowExchange,
         out_degrees: Callable[[Tensor], Tensor] | None,
     ) -> None:
-        super().__init__(*parts_of(plain))
+        super().__init__(*get_block_parts(plain))
         # DGL copies these to the graphs that it derives.
         self.own_rows, self.halo_rows = layer.own_rows, len(layer.halo_nodes)
         """Rows of the tensors that a model passes to this block, and those of other ranks behind them."""
@@ -315,11 +315,11 @@ class HaloBlock(InEdgesOnlyGraph, DGLBlock):
         return self
 
     def _own_column(self, name: str) -> Tensor | None:
-        return own_rows_of(self.node_frames[0], name)
+        return get_own_rows(self.node_frames[0], name)
 
     def _with_fetched_sources(self) -> HaloBlock:
         own = self.node_frames[0]
-        if all(own_rows_of(own, name) is None for name in own):
+        if all(get_own_rows(own, name) is None for name in own):
             return self
         block: HaloBlock = self.__copy__()
         sources = fetched_frame(own, lambda _, rows: self.all_rows(rows), self.num_src_nodes())

@@ -22,14 +22,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dglx_dist.comm.codec import WireDtype, row_codec
-from dglx_dist.comm.devices import copied_to_host, host_memory, is_on_host
+from dglx_dist.comm.devices import allocate_host_memory, copy_to_host, is_on_host
 from dglx_dist.comm.exchange import CallExchange, Incoming, Outgoing, ReusableBuffer, Wait, row_exchanges
 from dglx_dist.comm.session import Session
 from dglx_dist.dataloading.feature_fetch import HALVES
 from dglx_dist.errors import ConfigError
 from dglx_dist.internals.graphs import build_block
 from dglx_dist.internals.message_passing import place
-from dglx_dist.internals.pytorch import NO_BACKWARD, Copy, current_backward, version_of
+from dglx_dist.internals.pytorch import NO_BACKWARD, Copy, current_backward, get_version
 from dglx_dist.strategies.full_graph.halo_plan import Cover, HaloLayer
 
 PIECE_BYTES = 256 * 1024
@@ -200,7 +200,7 @@ class HaloExchange:
         own, halo = gradient[: self.own_rows], gradient[self.own_rows :]
         wider = torch.float32 if gradient.dtype in HALVES else gradient.dtype
         total = torch.empty(own.shape, dtype=wider, device=gradient.device)
-        sent = halo.contiguous() if self._is_readable(halo) else copied_to_host([halo])[0]
+        sent = halo.contiguous() if self._is_readable(halo) else copy_to_host([halo])[0]
         received = self._memory(self._exchanges.received, self._num_sent, gradient)
         outgoing, incoming = self.messages(sent, received, BACKWARD)
         adding = added(total, self.rows_on(total.device), incoming)
@@ -209,7 +209,7 @@ class HaloExchange:
 
     def _receive(self, h: Tensor, halo: Tensor, phase: str, own: Tensor | None = None) -> None:
         readable, rows_to = self._is_readable(h), self.rows_on(h.device)
-        target = halo if readable else host_memory(halo.shape, halo)
+        target = halo if readable else allocate_host_memory(halo.shape, halo)
         if readable:
             sent = self._memory(self._exchanges.sent, self._num_sent, h)
             outgoing, incoming = self.messages(sent, target, phase)
@@ -217,7 +217,7 @@ class HaloExchange:
                 message.pieces = gathered(h, rows, message.rows)
         else:
             rows = torch.cat([h[:0], *(h.index_select(0, rows) for rows in rows_to)])
-            outgoing, incoming = self.messages(copied_to_host([rows])[0], target, phase)
+            outgoing, incoming = self.messages(copy_to_host([rows])[0], target, phase)
         self._swap(outgoing, incoming, phase, () if own is None else copied(h, own))
         if not readable:
             halo.copy_(target, non_blocking=True)
@@ -255,7 +255,7 @@ class HaloExchange:
         shape = (num_rows, *like.shape[1:])
         if is_on_host(like):
             return buffer.take(shape, like.dtype)
-        return like.new_empty(shape) if self._is_direct(like) else host_memory(shape, like)
+        return like.new_empty(shape) if self._is_direct(like) else allocate_host_memory(shape, like)
 
     def rows_on(self, device: torch.device, copy: Copy | None = None) -> list[Tensor]:
         """Return the own rows sent to each peer; copied to a device once, by ``copy`` if that is given."""
@@ -338,12 +338,12 @@ class CoverExchange:
     def _remote(self, name: str, weights: Tensor) -> Tensor | None:
         # Ranks must agree, also those without edges: by objects, not by addresses.
         known, version, remote = self._weights.get(name, (None, 0, weights))
-        if known is weights and version == version_of(weights) is not None:
+        if known is weights and version == get_version(weights) is not None:
             return remote
         if weights.requires_grad or not torch.is_grad_enabled():
             return None
         remote = self._edges.fetch(weights, phase=ONCE)
-        self._weights[name] = weights, version_of(weights), remote
+        self._weights[name] = weights, get_version(weights), remote
         return remote
 
     def _on(self, device: torch.device) -> tuple[Any, Any, Tensor]:

@@ -21,7 +21,14 @@ from dglx_dist.comm.topology import Topology
 from dglx_dist.data.storage.arrays import ArrayCache, ArrayFolder
 from dglx_dist.errors import PeerError
 from dglx_dist.graph.column import Column
-from dglx_dist.graph.row_kernels import SlotTable, fill_table, numpy_view, slot_of, table_sizes, tensor_view
+from dglx_dist.graph.row_kernels import (
+    SlotTable,
+    compute_table_sizes,
+    fill_table,
+    find_slot,
+    view_as_numpy,
+    view_as_tensor,
+)
 from dglx_dist.records import Array
 
 Received: TypeAlias = tuple[tuple[int, int], ...]
@@ -264,7 +271,7 @@ class RowPositions:
     """
 
     def __init__(self, ids: Array, num_ids: int) -> None:
-        num_slots, num_keys = table_sizes(len(ids), num_ids, direct_limit=0)
+        num_slots, num_keys = compute_table_sizes(len(ids), num_ids, direct_limit=0)
         self._table = SlotTable(np.empty(num_slots, np.int32), np.empty(num_keys, np.int64))
         self._num_ids = num_ids
         fill_table(self._table, ids)
@@ -280,7 +287,7 @@ class RowPositions:
 def _places(table: SlotTable, num_ids: int, ids: Array, places: Array) -> None:
     for k in range(len(ids)):
         # Other ranks send ids: outside of the range they would be read beside the table.
-        places[k] = slot_of(table, ids[k]) if 0 <= ids[k] < num_ids else -1
+        places[k] = find_slot(table, ids[k]) if 0 <= ids[k] < num_ids else -1
 
 
 VERSION = 6
@@ -374,11 +381,14 @@ class PlanCache:
         The checksum is verified, so the rows are in the page cache when they are used.
         """
         found = self._folder_of_rows(column, ids).find(mode="c")
-        return tensor_view(found[1][ROWS], column.info) if found is not None else None
+        return view_as_tensor(found[1][ROWS], column.info) if found is not None else None
 
     def write_rows(self, column: Column, ids: Array, rows: Tensor) -> bool:
         """Store ``rows`` (K, *row) in the stored dtype; return whether they were written."""
-        arrays, what = {ROWS: np.ascontiguousarray(numpy_view(rows))}, f"the fetched rows of {column.name!r}"
+        arrays, what = (
+            {ROWS: np.ascontiguousarray(view_as_numpy(rows))},
+            f"the fetched rows of {column.name!r}",
+        )
         self._can_write = self._can_write and self._folder_of_rows(column, ids).keep(arrays, {}, what)
         return self._can_write
 

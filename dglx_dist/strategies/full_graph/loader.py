@@ -19,15 +19,15 @@ from torch import Tensor
 
 from dglx_dist.comm.codec import WireDtype
 from dglx_dist.comm.collectives import gather_arrays, gather_int64, gather_json
-from dglx_dist.comm.devices import carried, open_copies
+from dglx_dist.comm.devices import copy_async, open_copy_stream
 from dglx_dist.comm.exchange import row_exchanges
 from dglx_dist.comm.trace import LOADER
 from dglx_dist.dataloading.feature_fetch import LABEL_PHASE, Columns
 from dglx_dist.dataloading.step_loader import EpochLoader, Stages
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.kvstore import KVStore
-from dglx_dist.graph.row_kernels import empty_rows
-from dglx_dist.internals.message_passing import in_torch, place
+from dglx_dist.graph.row_kernels import allocate_rows
+from dglx_dist.internals.message_passing import is_on_torch_path, place
 from dglx_dist.internals.pytorch import Copy
 from dglx_dist.keyed_random import hash_ids, stream_key
 from dglx_dist.records import Array, StepShare
@@ -283,7 +283,7 @@ class ColumnReader:
         found = {}
         for name, key in keys.items():
             # Both are read in place: features are most of the memory of a rank.
-            rows = empty_rows(plan.layers[0].num_sources, self._store.column(key).info)
+            rows = allocate_rows(plan.layers[0].num_sources, self._store.column(key).info)
             own = rows[: len(plan.nodes)]
             self._store.pull(key, plan.nodes, out=own, distinct=True, phase=PHASE)
             fetch(own, rows[len(plan.nodes) :])
@@ -316,7 +316,7 @@ class ColumnReader:
         return found
 
     def _converted(self, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: self._columns.memory.converted(values) for name, values in rows.items()}
+        return {name: self._columns.memory.convert(values) for name, values in rows.items()}
 
 
 def _only(by_type: Mapping[Any, Mapping[str, str]]) -> Mapping[str, str]:
@@ -404,7 +404,7 @@ class FullGraphLoader(EpochLoader[HaloBatch, Batch]):
         self._kept: HaloBatch | None = None
         device = request.device
         # A kept batch is copied once: page-locked memory for all features would be kept, too.
-        self._copies = open_copies(device) if in_torch(device) and not self._keeps else None
+        self._copies = open_copy_stream(device) if is_on_torch_path(device) and not self._keeps else None
         # A kept batch may need an exchange, which must run on the thread of the loop.
         num_threads = 0 if self._keeps else 1
         super().__init__(g.session, seed=request.seed, depth=request.depth, num_threads=num_threads)
@@ -428,7 +428,7 @@ class FullGraphLoader(EpochLoader[HaloBatch, Batch]):
             filled = self._keeps and self._use_pp
             device, wire = self._request.device, self._request.wire
             make = partial(HaloBatch, self._g, plan, self._reader, filled=filled, device=device, wire=wire)
-            batch, arrive = carried(self._copies, device, make)
+            batch, arrive = copy_async(self._copies, device, make)
             batch.arrive = arrive
         if self._keeps:
             self._kept = batch

@@ -18,9 +18,17 @@ from torch import Tensor
 from dglx_dist.comm.collectives import check_equal, run_on_all_ranks
 from dglx_dist.dataloading.feature_fetch import RowMemory
 from dglx_dist.errors import ConfigError
-from dglx_dist.internals.graphs import ALL, Frame, InEdgesOnlyGraph, OwnNodes, fetched_frame, is_all, parts_of
+from dglx_dist.internals.graphs import (
+    ALL,
+    Frame,
+    InEdgesOnlyGraph,
+    OwnNodes,
+    fetched_frame,
+    get_block_parts,
+    is_all,
+)
 from dglx_dist.internals.message_passing import moved_frame, place
-from dglx_dist.internals.pytorch import version_of
+from dglx_dist.internals.pytorch import get_version
 from dglx_dist.layers.dropout import RankGraph
 from dglx_dist.options import list_names
 from dglx_dist.records import Array, StepShare
@@ -60,7 +68,7 @@ class LocalGraph(InEdgesOnlyGraph, RankGraph, DGLGraph):
     def __init__(self, block: HaloBlock) -> None:
         rows = block.num_dst_nodes()
         assert rows == block.own_rows, "a plan of one layer with every node as a seed"
-        structure, (ntypes, _), etypes, _, edge_frames = parts_of(block)
+        structure, (ntypes, _), etypes, _, edge_frames = get_block_parts(block)
         frames = [Frame(dict(block.dstdata.items()), num_rows=rows)]
         super().__init__(structure, ntypes, etypes, frames, [*edge_frames])
         self._block = block
@@ -76,7 +84,7 @@ class LocalGraph(InEdgesOnlyGraph, RankGraph, DGLGraph):
         own = self.ndata[name]
         self._block.set_all(name, torch.cat([own, halo]))
         sources = self._block.srcdata.pop(name)
-        self._prefetched = (*self._prefetched, _ExchangedColumn(own, version_of(own), sources))
+        self._prefetched = (*self._prefetched, _ExchangedColumn(own, get_version(own), sources))
 
     def in_degrees(self, v: Any = ALL, etype: Any = None) -> Any:
         return self._block.in_degrees(v)
@@ -134,7 +142,7 @@ class LocalGraph(InEdgesOnlyGraph, RankGraph, DGLGraph):
         moved.edge_frames = [moved_frame(one, where, move) for one in self.edge_frames]
         moved._exchanged, names = {}, list(self.ndata.keys())
         moved._prefetched = tuple(
-            _ExchangedColumn(rows, version_of(rows), one.sources.to(device, **kwargs))
+            _ExchangedColumn(rows, get_version(rows), one.sources.to(device, **kwargs))
             for one in self._prefetched
             for rows in [moved.ndata[name] for name in names if self.ndata[name] is one.own]
         )
@@ -161,7 +169,7 @@ class LocalGraph(InEdgesOnlyGraph, RankGraph, DGLGraph):
         if found is not None:
             return found
         sources = self._block.all_rows(rows)
-        self._exchanged[name] = _ExchangedColumn(rows, version_of(rows), sources)
+        self._exchanged[name] = _ExchangedColumn(rows, get_version(rows), sources)
         return sources
 
     def set_columns(self, side: int, rows: Any, data: Any) -> None:
@@ -279,8 +287,8 @@ def local_graph(
         names = list(g.ndata) if columns is None else columns
         return _keys(g.ndata, names, "ndata"), _keys(g.edata, edge_columns, "edata")
 
-    node_keys, edge_keys = run_on_all_ranks(g.session, checked, ConfigError)
-    given = {"columns": [*node_keys], "edge_columns": [*edge_keys], "targets": targets, "use_pp": use_pp}
+    node_keys, find_edge_keys = run_on_all_ranks(g.session, checked, ConfigError)
+    given = {"columns": [*node_keys], "edge_columns": [*find_edge_keys], "targets": targets, "use_pp": use_pp}
     cover = g.session.options.get("aggregate") == "cover"
     wire: Any = g.session.options.get("wire_dtype", "same")
     check_equal(g.session, "a local graph", {**given, "cover": cover, "wire_dtype": wire})
@@ -298,13 +306,13 @@ def local_graph(
         edge_order=g.orig_edge_ids,
     )
     lg = LocalGraph(block)
-    lg.edata.update(_rows(g, edge_keys, layer.edge_ids))
+    lg.edata.update(_rows(g, find_edge_keys, layer.edge_ids))
     memory = RowMemory()
     for name, rows in _rows(g, node_keys, plan.nodes).items():
-        lg.ndata[name] = memory.converted(rows)
+        lg.ndata[name] = memory.convert(rows)
         if use_pp and rows.is_floating_point() and rows.dim() > 1:
             # Sent in the stored type, which may be half as wide as the compute type.
-            lg.keep_halo(name, memory.converted(exchange.fetch(rows, phase=PHASE)))
+            lg.keep_halo(name, memory.convert(exchange.fetch(rows, phase=PHASE)))
     if targets is not None and targets in lg.ndata:
         lg.step_share = count_targets(int(lg.ndata[targets].sum()), g.session)
     return place(lg, g.session.device)
@@ -339,7 +347,7 @@ class _ExchangedColumn:
             same
             and rows.dtype == self.own.dtype
             and rows.stride() == self.own.stride()
-            and version_of(rows) == self.version is not None
+            and get_version(rows) == self.version is not None
             # Two tensors with shared memory may have separate gradients.
             and (rows is self.own or not with_gradient)
             and with_gradient == self.sources.requires_grad

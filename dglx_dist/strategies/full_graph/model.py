@@ -16,7 +16,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from dglx_dist.comm.exchange import row_exchanges
 from dglx_dist.errors import ConfigError
 from dglx_dist.internals.graphs import refuse_reversed
-from dglx_dist.internals.pytorch import AnyBatchNorm, replace_floats, tree_leaves, version_of
+from dglx_dist.internals.pytorch import AnyBatchNorm, get_version, replace_floats, tree_leaves
 from dglx_dist.layers.convolutions import CONVOLUTIONS, sums_sources
 from dglx_dist.layers.dropout import install_node_dropouts
 from dglx_dist.layers.nn import install_batch_norms
@@ -218,7 +218,7 @@ class HaloModel(ReplicatedModel):
         stale: AbstractContextManager[None] = nullcontext()
         if self._stale is not None and self.training and torch.is_grad_enabled():
             # One epoch until the optimizer's step, on whatever batches.
-            stale = self._stale.active(sum(version_of(one) or 0 for one in self.module.parameters()))
+            stale = self._stale.active(sum(get_version(one) or 0 for one in self.module.parameters()))
         has_targets = all(one.num_dst_nodes() for one in graphs)
         # Recomputation in backward must not stop early: the point at which a rank has all it needs may be
         # before an exchange on one rank and after it on another.

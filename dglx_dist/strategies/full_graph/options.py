@@ -12,11 +12,11 @@ from dgl.dataloading import NeighborSampler
 
 from dglx_dist.comm.codec import WireDtype
 from dglx_dist.comm.collectives import check_equal, run_on_all_ranks
-from dglx_dist.comm.devices import device_of
+from dglx_dist.comm.devices import resolve_device
 from dglx_dist.comm.session import warn_user
 from dglx_dist.dataloading.feature_fetch import Columns, RowMemory
 from dglx_dist.dataloading.sampler_spec import Fanout, find_columns, read_sampler
-from dglx_dist.dataloading.step_loader import read_items, read_loader_options, seed_of
+from dglx_dist.dataloading.step_loader import read_items, read_loader_options, resolve_seed
 from dglx_dist.errors import ConfigError
 from dglx_dist.options import Check, at_least, between, check_ranges, one_of, option
 from dglx_dist.records import Array
@@ -223,8 +223,8 @@ def _read(
         seeds=np.asarray(ids, np.int64),
         num_layers=len(plan.fanouts),
         columns=find_columns(g, plan, RowMemory(options.depth + _BATCHES_IN_USE, options.feature_dtype)),
-        seed=seed_of(options, g.session),
+        seed=resolve_seed(options, g.session),
         depth=options.depth,
-        device=device_of(options.device, g.session.device),
+        device=resolve_device(options.device, g.session.device),
     )
     return request, plan.fanouts

@@ -213,7 +213,7 @@ def _rows_of_server(
             edge_ids=np.concatenate([NO_IDS, *(some.edge_ids for some in edges)]),
         )
         if request.hops == 0:
-            holders = RowOwners(context.bounds, topology).rank_of(rows.nodes)
+            holders = RowOwners(context.bounds, topology).find_rank(rows.nodes)
         else:
             members = topology.ranks_of_server(topology.server)
             holders = members[0] + split_rows(rows, len(members), context.seed)
@@ -292,7 +292,7 @@ def _read_layers(
 def _holders_of(context: PartitionContext, hops: int, ids: Array, held: KHopNeighborhood) -> PlanSteps[Array]:
     topology = context.topology
     if hops == 0:
-        return RowOwners(context.bounds, topology).rank_of(ids)
+        return RowOwners(context.bounds, topology).find_rank(ids)
     ranks, pieces = range(topology.world_size), seeds_by_server(context, ids)
     serving = Placement(topology.num_servers, topology).serving_ranks
     requests = {rank: [NO_IDS] for rank in ranks}

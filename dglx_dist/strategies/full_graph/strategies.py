@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 from torch import Tensor, nn
 
 from dglx_dist.comm.collectives import barrier, check_equal
-from dglx_dist.graph.shared_memory import warn_of_edges
+from dglx_dist.graph.shared_memory import warn_about_edges
 from dglx_dist.options import read_options
 from dglx_dist.strategies.base import OpenedStrategy, Reduction, Strategy, Traits, check_one_type
 from dglx_dist.strategies.candidate import Candidate, CandidateContext
@@ -85,7 +85,7 @@ class OpenedFullGraph(OpenedStrategy):
         check_equal(g.session, f"an option of {strategy.name}", asdict(options))
         request = read_request(strategy.name, g, indices, sampler, loader_options)
         request = replace(request, wire=options.wire_dtype)
-        warn_of_edges(g.session, g.edge_bounds, strategy.edge_bytes)
+        warn_about_edges(g.session, g.edge_bounds, strategy.edge_bytes)
         maker = PlanMaker(g, gather_seeds(g, request.seeds) if strategy.gathers_seeds else request.seeds)
         spec = PlanSpec(
             num_layers=request.num_layers,

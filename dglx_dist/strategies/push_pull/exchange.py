@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dglx_dist.comm.codec import WireDtype, row_codec
 from dglx_dist.comm.collectives import gather_rows
-from dglx_dist.comm.devices import copied_to_host, host_memory, is_on_host
+from dglx_dist.comm.devices import allocate_host_memory, copy_to_host, is_on_host
 from dglx_dist.comm.exchange import DEVICES, CallExchange, Exchange, Incoming, Outgoing
 from dglx_dist.comm.session import Session
 from dglx_dist.dataloading.feature_fetch import HALVES
@@ -126,7 +126,7 @@ class AsyncExchange:
     """
 
     def __init__(self, session: Session, group: Group, wire: WireDtype = "same") -> None:
-        self._group, self._devices, self._wire = group, DEVICES.of(session), wire
+        self._group, self._devices, self._wire = group, DEVICES.get(session), wire
         # Pulls and pushes may overtake each other on the wire.
         self._pulls = CallExchange(session, "pull")
         self._pushes = CallExchange(session, "push gradient")
@@ -169,8 +169,8 @@ class AsyncExchange:
         if self._devices is not None and codec is None and not is_on_host(own):
             exchange = self._devices
         elif not is_on_host(own):
-            rows = dict(zip(rows, copied_to_host([*rows.values()]), strict=True))
-            received = {part: host_memory(like[part].shape, like[part]) for part, _ in others}
+            rows = dict(zip(rows, copy_to_host([*rows.values()]), strict=True))
+            received = {part: allocate_host_memory(like[part].shape, like[part]) for part, _ in others}
         outgoing = [Outgoing(rank=rank, rows=rows[id(sent[part])]) for part, rank in others]
         incoming = [Incoming(rank=rank, rows=received[part]) for part, rank in others]
         name = phase if batch is None else f"{phase} of batch {batch}"

@@ -35,12 +35,12 @@ from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.partition_book import rows_per_message
 from dglx_dist.graph.row_kernels import (
     check_ids,
-    numpy_view,
     read_from_disk,
     request_rows,
     take_rows,
-    tensor_view,
     torch_dtype,
+    view_as_numpy,
+    view_as_tensor,
 )
 from dglx_dist.layers.dropout import ColumnRange, deal_out_columns
 from dglx_dist.progress import progress
@@ -344,8 +344,8 @@ class ColumnStore:
         found = memory.rows(name, len(ids), one.info)
         if one.on_disk:
             request_rows(one.rows, 0, ids)
-        take_rows(one.rows, ids, numpy_view(found))
-        return memory.converted(found)
+        take_rows(one.rows, ids, view_as_numpy(found))
+        return memory.convert(found)
 
     def moments(self) -> Moments:
         """Return mean and variance of each node's row of all columns, of all features and parts.
@@ -367,7 +367,7 @@ class ColumnStore:
                     step = max(1, CHUNK_VALUES // max(1, len(one.columns)))
                     for first in range(0, num_rows, step):
                         chunk = slice(first, min(first + step, num_rows))
-                        values = tensor_view(one.rows[chunk].copy(), one.info).to(torch.float64)
+                        values = view_as_tensor(one.rows[chunk].copy(), one.info).to(torch.float64)
                         sums[chunk] += function(values, chunk).sum(1)
                 return sum_over_ranks(sums, self._session, phase=PHASE, in_place=True).div_(width)
 

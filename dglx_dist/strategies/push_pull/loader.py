@@ -20,8 +20,8 @@ from dgl.heterograph import DGLBlock
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from dglx_dist.comm.collectives import check_equal, doing, run_on_all_ranks
-from dglx_dist.comm.devices import carried
+from dglx_dist.comm.collectives import check_equal, report_status, run_on_all_ranks
+from dglx_dist.comm.devices import copy_async
 from dglx_dist.comm.mailbox import OneSidedExchange
 from dglx_dist.comm.session import NEXT_BATCH
 from dglx_dist.dataloading.feature_fetch import RowMemory
@@ -183,7 +183,7 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
         hook = None if self._has_model() else register_module_forward_pre_hook(self._refuse_unwrapped)
         try:
             while True:
-                with doing(self._session, NEXT_BATCH):
+                with report_status(self._session, NEXT_BATCH):
                     batch = next(stream, None)
                 if batch is None:
                     break
@@ -264,7 +264,7 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
 
         def of_epoch(epoch: int) -> Callable[[int], OwnerBlocks]:
             # The seeds of an epoch are sorted once, not for every batch.
-            seeds = {part: loader.items_of_epoch(epoch, items[rank], rank) for part, rank in group.others}
+            seeds = {part: loader.order_items(epoch, items[rank], rank) for part, rank in group.others}
 
             def sampled(items: Mapping[Any, Array], step: int) -> OwnerBlock:
                 batch = sample(items, epoch, step)
@@ -339,7 +339,7 @@ class PushPullLoader(EpochLoader[GroupedBatch, Any]):
                 for part, one in enumerate(group_batch.inputs)
             )
 
-        _, made.batch.arrive = carried(self._inner.copies, device, move)
+        _, made.batch.arrive = copy_async(self._inner.copies, device, move)
 
     @property
     def moves_batches(self) -> bool:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from dglx_dist.comm.collectives import check_equal, gather_int64, peers_named, sum_over_ranks
+from dglx_dist.comm.collectives import check_equal, gather_int64, report_failed_peers, sum_over_ranks
 from dglx_dist.comm.ledger import ring_bytes
 from dglx_dist.comm.session import Session, Shared
 from dglx_dist.comm.trace import COMPUTE, WAIT
@@ -389,7 +389,7 @@ class PartSide:
     def _over_replicas(self, flat: Tensor) -> Tensor:
         rank, ring = self._group.rank, self._group.replicas
         place = ring.index(rank)
-        with peers_named(self._session, "the sum of gradients over replicas"):
+        with report_failed_peers(self._session, "the sum of gradients over replicas"):
             dist.all_reduce(flat, group=self._replicas)
         sent = ring_bytes(flat.nbytes, len(ring), place)
         self._session.ledger.add(PHASE, 1, rank, ring[(place + 1) % len(ring)], sent)
@@ -421,7 +421,7 @@ def replicas_group(session: Session, group: Group) -> dist.ProcessGroup | None:
     if len(group.replicas) == 1:
         return None
     limit = timedelta(seconds=session.timeout_s)
-    with peers_named(session, "groups of replicas"):
+    with report_failed_peers(session, "groups of replicas"):
         # Every rank must make every group, in the same order.
         made = [
             dist.new_group(list(range(part, session.topology.world_size, group.size)), timeout=limit)

@@ -20,7 +20,7 @@ from torch.nn import functional
 from dglx_dist.comm.session import Shared
 from dglx_dist.errors import ConfigError
 from dglx_dist.layers.base import SplittableConv, StageInput, cut_in_place
-from dglx_dist.layers.convolutions import Sync, stages_of
+from dglx_dist.layers.convolutions import Sync, make_stages
 from dglx_dist.layers.dropout import (
     EDGE_DROPOUTS,
     LATER_MODULES,
@@ -32,7 +32,7 @@ from dglx_dist.layers.dropout import (
     drop_entries,
 )
 from dglx_dist.layers.nn import BatchNorm
-from dglx_dist.layers.tracer import convolutions_in
+from dglx_dist.layers.tracer import find_convolutions
 from dglx_dist.strategies.push_pull.exchange import Group, GroupBatch, PartInput
 from dglx_dist.strategies.push_pull.feature_columns import ColumnStore
 
@@ -626,9 +626,9 @@ def find_first_layer(model: nn.Module, width: int, sync: Sync) -> tuple[str, Spl
         ConfigError: there is none, or it cannot be split; the message has the reason.
     """
     reasons = []
-    for name, module in convolutions_in(model):
+    for name, module in find_convolutions(model):
         try:
-            found = stages_of(module, sync)
+            found = make_stages(module, sync)
             computed = found.cut.keys() - dict(found.named_parameters(remove_duplicate=False)).keys()
             if computed:
                 raise ConfigError(

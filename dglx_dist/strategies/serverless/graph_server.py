@@ -26,7 +26,7 @@ from numba import njit
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.row_kernels import read_ahead
-from dglx_dist.layers.dropout import MODULES, ColumnRange, kept_entries
+from dglx_dist.layers.dropout import MODULES, ColumnRange, draw_kept_entries
 from dglx_dist.records import Array
 from dglx_dist.serverless.program import (
     FEATURES,
@@ -568,7 +568,7 @@ class GraphServer:
     def _dropped(self, step: Drop, epoch: int, ids: Array, rows: Array) -> Array:
         columns = ColumnRange(first=0, last=rows.shape[1], width=rows.shape[1])
         stream, p = MODULES + step.call, step.probability
-        kept = kept_entries(self._seed, epoch, stream, torch.from_numpy(ids), (columns,), p).numpy()
+        kept = draw_kept_entries(self._seed, epoch, stream, torch.from_numpy(ids), (columns,), p).numpy()
         return kept.astype(rows.dtype) * (1 / (1 - p) if p < 1 else 0.0) * rows
 
     def _collect(self, interval: int, step: Scatter) -> None:

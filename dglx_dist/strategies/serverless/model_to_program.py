@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.layers.tracer import MODEL_ERRORS, random_block, restored, stand_ins
+from dglx_dist.layers.tracer import MODEL_ERRORS, preserve_state, random_block, replace_forwards
 from dglx_dist.serverless.program import Program
 from dglx_dist.strategies.serverless.layer_kinds import (
     KNOWN,
@@ -161,7 +161,7 @@ class _Trace:
         self._blocks = [self._block(dtype, edge_columns) for layer in layers if layer.takes_block]
         self.x = torch.randn(NUM_NODES, width, dtype=dtype, generator=self._generator)
         with (
-            restored(model, training=training),
+            preserve_state(model, training=training),
             torch.random.fork_rng(devices=[]),
             self._replaced(model, layers),
         ):
@@ -210,7 +210,7 @@ class _Trace:
                 if id(module) not in inside and not any(module.children()):
                     note = partial(self._called.append, f"{type(module).__name__} {name!r}")
                     stack.callback(module.register_forward_pre_hook(lambda *_, note=note: note()).remove)
-            stack.enter_context(stand_ins({layer.module: self._stand_in(layer) for layer in layers}))
+            stack.enter_context(replace_forwards({layer.module: self._stand_in(layer) for layer in layers}))
             yield
 
     def _end_call(self, then: Tensor) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from dglx_dist.comm.endpoints import ClientAccess, open_client_access
 from dglx_dist.comm.ledger import CONTROL
-from dglx_dist.comm.rendezvous import link_speed
+from dglx_dist.comm.rendezvous import read_link_speed
 from dglx_dist.comm.rpc import Handler
 from dglx_dist.comm.session import Session
 from dglx_dist.comm.trace import GRAPH_SERVER, NETWORK, WAIT, WORKER, Span, Timeline
@@ -225,7 +225,7 @@ class WorkerPool:
             self.controller = Controller(
                 executor,
                 ControllerOptions(
-                    most=most_workers(options.intervals, link_speed(own_host)),
+                    most=most_workers(options.intervals, read_link_speed(own_host)),
                     workers=options.workers or None,
                     batch=options.batch,
                     retries=options.retries,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError
-from dglx_dist.graph.shared_memory import warn_of_edges
+from dglx_dist.graph.shared_memory import warn_about_edges
 from dglx_dist.strategies.base import OpenedStrategy, Reduction, Strategy, Traits, WrappedModel
 from dglx_dist.strategies.candidate import Candidate, CandidateContext
 from dglx_dist.strategies.serverless.options import read_lambda_options
@@ -35,7 +35,7 @@ class OpenedLambda(OpenedStrategy):
     def make_loader(self, indices: Tensor, sampler: Any, **loader_options: Any) -> Any:
         from dglx_dist.strategies.serverless.trainer import IntervalLoader
 
-        warn_of_edges(self.session, self.g.edge_bounds, _EDGE_BYTES)
+        warn_about_edges(self.session, self.g.edge_bounds, _EDGE_BYTES)
         return IntervalLoader(self.g, indices, sampler, loader_options)
 
     def make_model(self, model: nn.Module, reduction: Reduction) -> WrappedModel:

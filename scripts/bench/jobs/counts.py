@@ -11,7 +11,7 @@ from dglx_dist.cli.plan_job import cluster_of, constraints_of, measure
 from dglx_dist.comm.topology import Topology
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.partition_book import Placement
-from dglx_dist.graph.split import marked_ids, node_split
+from dglx_dist.graph.split import node_split, read_marked_ids
 from dglx_dist.planner.choose import predict
 from dglx_dist.planner.config import PlanConfig
 from dglx_dist.planner.costs.base import Survey
@@ -66,7 +66,7 @@ def _survey(params: Mapping[str, Any], context: JobContext) -> Survey:
         manifest = g.dataset.manifest
         ranks = [Topology(rank, servers, tuple(range(servers))) for rank in range(servers)]
         bounds = Placement(manifest.num_parts, ranks[0]).server_offsets(manifest.node_offsets[NODE_TYPE])
-        seeds = marked_ids(g.ndata["train_mask"], g.num_nodes())
+        seeds = read_marked_ids(g.ndata["train_mask"], g.num_nodes())
         found = summed(
             [count_rank(g, draws, seeds, (topology, bounds)) for topology in ranks],
             # With each tensor goes a flag of one element, that somebody has its gradient.

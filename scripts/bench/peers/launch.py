@@ -15,7 +15,7 @@ from typing import Any, final
 
 import psutil
 
-from dglx_dist.comm.topology import inherited_environment, rank_environment
+from dglx_dist.comm.topology import build_rank_environment, copy_environment
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import EpochRecord
 from scripts.bench.peers.workload import TOLD, TRAINERS, Launch
@@ -185,8 +185,8 @@ def run_once(
 
 
 def _environment(launch: Launch) -> dict[str, str | None]:
-    inherited = {name: None for name in inherited_environment() if name.startswith(_PEER_VARIABLES)}
-    kept = rank_environment(1, environment={})
+    inherited = {name: None for name in copy_environment() if name.startswith(_PEER_VARIABLES)}
+    kept = build_rank_environment(1, environment={})
     tuned = launch.allocator == "tuned"
     allocator = {name: value if tuned else None for name, value in kept.items() if name.startswith("MALLOC_")}
     return {

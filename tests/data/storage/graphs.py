@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dglx_dist.data.storage.columns import column_info, read_column, write_column
+from dglx_dist.data.storage.columns import make_column_info, read_column, write_column
 from dglx_dist.data.storage.manifest import read_manifest, write_manifest
 from dglx_dist.data.storage.reader import StoredDataset, StoredPart, open_dataset
 from dglx_dist.data.storage.writer import write_dataset
@@ -94,7 +94,7 @@ def put_value(folder: Path, path: str, at: int, value: int) -> None:
     values = read_column(folder / path, path).copy()
     values[at] = value
     (folder / path).unlink()
-    written = write_column(folder / path, column_info(values, path), len(values), [values])
+    written = write_column(folder / path, make_column_info(values, path), len(values), [values])
     manifest = read_manifest(folder)
     write_manifest(replace(manifest, files={**manifest.files, path: written}), folder)
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dglx_dist.data.storage.columns import (
     DTYPES,
     checksum,
-    column_info,
+    make_column_info,
     numpy_dtype,
     read_column,
     read_strings,
@@ -49,7 +49,7 @@ def test_the_file_is_plain_arrow(tmp_path: Path) -> None:
 
 def test_a_dtype_that_cannot_be_stored_is_named() -> None:
     with pytest.raises(ConfigError, match="w has dtype complex64"):
-        column_info(np.zeros(3, np.complex64), "w")
+        make_column_info(np.zeros(3, np.complex64), "w")
 
 
 def test_chunks_that_do_not_add_up_are_our_bug(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from dglx_dist.comm.topology import Topology
 from dglx_dist.data.storage.arrays import ArrayCache, ArrayWriter
 from dglx_dist.graph.column import Column
-from dglx_dist.graph.row_kernels import column_info
+from dglx_dist.graph.row_kernels import make_column_info
 from dglx_dist.strategies.full_graph.halo_plan import HaloLayer, PlanCache, RankPlan, RowPositions
 
 
@@ -105,7 +105,11 @@ IDS = np.array([5, 2, 40])
 def column(dtype: torch.dtype = torch.float32, name: str = "feat", writable: bool = False) -> Column:
     """Rows of two numbers; server 0 owns 0..9, server 1 the others."""
     return Column(
-        name=name, info=column_info(dtype, (2,)), bounds=np.array([0, 10, 100]), shards=(), writable=writable
+        name=name,
+        info=make_column_info(dtype, (2,)),
+        bounds=np.array([0, 10, 100]),
+        shards=(),
+        writable=writable,
     )
 
 

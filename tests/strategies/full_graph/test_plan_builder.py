@@ -62,7 +62,7 @@ def test_plans_are_those_of_the_definition(servers: int, per_server: int, num_la
             check_plans(plans, whole, whole.needed(set(seeds.tolist()), num_layers, hops))
             for rank, plan in enumerate(plans):
                 assert hops or not plan.external_nodes
-                assert hops or (owners.rank_of(plan.nodes) == rank).all()
+                assert hops or (owners.find_rank(plan.nodes) == rank).all()
 
 
 def test_layers_that_are_alike_are_one_object() -> None:

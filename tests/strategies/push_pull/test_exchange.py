@@ -40,10 +40,10 @@ def with_size(run: Run, size: int) -> Run:
 def on_accelerators(g: DistGraph, name: str, size: int, *, each_has_one: bool) -> Notes:
     """What rows on accelerators take: each rank's own, or one that they share. Gloo and the CPU stand in."""
     direct = DeviceExchange(g.session, torch.device("cpu")) if each_has_one else None
-    before = DEVICES.of(g.session)
+    before = DEVICES.get(g.session)
     with (
         mock.patch.object(exchange, "is_on_host", return_value=False),
-        mock.patch.object(exchange, "copied_to_host", wraps=exchange.copied_to_host) as copied,
+        mock.patch.object(exchange, "copy_to_host", wraps=exchange.copy_to_host) as copied,
     ):
         DEVICES.set(g.session, direct)
         notes = runs.train(g, with_size(RUNS[name], size))
