@@ -50,7 +50,7 @@ from dglx_dist.planner.auto import (
 )
 from dglx_dist.records import FEATURE, Array, RawGraph
 from dglx_dist.registry import AUTO
-from dglx_dist.report.outcome import facts_of, outcome_of
+from dglx_dist.report.outcome import build_outcome, collect_facts
 from dglx_dist.strategies.base import (
     STRATEGIES,
     Reduction,
@@ -65,7 +65,7 @@ from dglx_dist.training.checkpoint import Sparse
 from dglx_dist.training.config import BF16
 from dglx_dist.training.fit import train
 from dglx_dist.training.fit_config import Callback, FitConfig, FitResult, Scheduler, needs_own_loop
-from dglx_dist.training.inference import labelled_type
+from dglx_dist.training.inference import find_labelled_type
 from dglx_dist.training.loop import TrainingLoader
 from dglx_dist.training.object_state import Stateful
 from dglx_dist.training.relational import EntityInputs
@@ -741,7 +741,7 @@ def fit(  # noqa: PLR0913 - all but two have defaults
     if g.session.strategy == AUTO:
         _check_auto(config)
         # Strategies that compute steps themselves know plain classification. Collective.
-        task = read_task(g, labelled_type(g, config.label), config.label, str(config.task))[0]
+        task = read_task(g, find_labelled_type(g, config.label), config.label, str(config.task))[0]
         own_loop = needs_own_loop(replace(config, task=task)) is not None
         plan: dict[str, Any] = {"fanouts": fanouts, "batch_size": batch_size, "epochs": config.epochs}
         read = run_on_all_ranks(g.session, partial(Training, own_loop=own_loop, **plan), ConfigError)
@@ -772,8 +772,8 @@ def fit(  # noqa: PLR0913 - all but two have defaults
     objects: dict[str, Any] = {"scheduler": make_scheduler and make_scheduler(optimizer), "state": state}
     result = train(wrapped, loader, optimizer, g, config, callbacks=callbacks, sparse=sparse, **objects)
     if choice is not None and result.epochs:
-        facts = facts_of(wrapped, g.session, result)
-        choice = replace(choice, outcome=outcome_of(choice.epoch, result.epochs, facts))
+        facts = collect_facts(wrapped, g.session, result)
+        choice = replace(choice, outcome=build_outcome(choice.epoch, result.epochs, facts))
     return wrapped, replace(result, choice=choice)
 
 
@@ -806,7 +806,7 @@ def training_nodes(g: DistGraph, ntype: str) -> Tensor:
 def _node_loader(
     g: DistGraph, config: FitConfig, fanouts: Sequence[int], options: Mapping[str, Any]
 ) -> TrainingLoader:
-    ntype = labelled_type(g, config.label) if config.ntype is None else config.ntype
+    ntype = find_labelled_type(g, config.label) if config.ntype is None else config.ntype
     feats = {ntype: [config.feature]}
     if config.inputs is not None:
         feats = {name: [config.inputs.feature] for name in config.inputs.feature_widths}

@@ -81,7 +81,7 @@ def half_word(key: np.uint64, number: int) -> np.uint64:
 
 
 @njit(cache=True, nogil=True)
-def bounded(key: np.uint64, number: int, bound: int) -> tuple[np.int64, int]:
+def draw_below(key: np.uint64, number: int, bound: int) -> tuple[np.int64, int]:
     """Return (a draw uniform in [0, bound), the number of the next draw); ``bound`` is in [1, 2**32).
 
     Lemire's multiply and shift; draws that would make some values more likely are rejected.
@@ -97,7 +97,7 @@ def bounded(key: np.uint64, number: int, bound: int) -> tuple[np.int64, int]:
 
 
 @njit(cache=True, nogil=True)
-def unit(key: np.uint64, number: int) -> float:
+def draw_unit(key: np.uint64, number: int) -> float:
     """Return a draw uniform in the open interval (0, 1), the ``number``-th of ``key``."""
     return (np.float64(full_word(key, number) >> np.uint64(11)) + 0.5) * _TO_UNIT
 
@@ -124,11 +124,11 @@ def _mix_on_device(words: Tensor) -> Tensor:
     # int64 wraps around, so sums and products have the bits of unsigned ones.
     words = words + _as_int64(_GOLDEN)
     for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
-        words = (words ^ shifted(words, shift)) * _as_int64(factor)
-    return words ^ shifted(words, 31)
+        words = (words ^ shift_right(words, shift)) * _as_int64(factor)
+    return words ^ shift_right(words, 31)
 
 
-def shifted(words: Tensor, count: int) -> Tensor:
+def shift_right(words: Tensor, count: int) -> Tensor:
     """Return the 64 bits of int64 ``words`` shifted right by ``count``; torch's own repeats the sign."""
     return (words >> count) & ((1 << (64 - count)) - 1)
 
@@ -163,7 +163,7 @@ class Rule(NamedTuple):
     """Whether :func:`draw_by_source` draws; then weights and ``replace`` are not read."""
 
 
-def merged(always: Array, once: Array) -> Array:
+def merge_ids(always: Array, once: Array) -> Array:
     """Return the union of two arrays of ascending distinct ids ((X,) int64)."""
     if not len(once):
         return always
@@ -254,7 +254,7 @@ def _distinct_small(key: np.uint64, degree: int, out: Array) -> None:
     count = len(out)
     for i in range(count):
         last = degree - count + i
-        chosen, number = bounded(key, number, last + 1)
+        chosen, number = draw_below(key, number, last + 1)
         if (taken >> np.uint64(chosen)) & np.uint64(1):
             chosen = last
         taken |= np.uint64(1) << np.uint64(chosen)
@@ -268,7 +268,7 @@ def _distinct_large(key: np.uint64, degree: int, out: Array, bits: Array) -> Non
     count = len(out)
     for i in range(count):
         last = degree - count + i
-        chosen, number = bounded(key, number, last + 1)
+        chosen, number = draw_below(key, number, last + 1)
         if (bits[chosen >> 6] >> np.uint64(chosen & 63)) & np.uint64(1):
             chosen = last
         bits[chosen >> 6] |= np.uint64(1) << np.uint64(chosen & 63)
@@ -285,7 +285,7 @@ def _lightest(csc: Csc, stream: np.uint64, among: Array, out: Array, ages: Array
     """
     count = 0
     for position in among:
-        draw = unit(item_key(stream, position + csc.first_edge), 0)
+        draw = draw_unit(item_key(stream, position + csc.first_edge), 0)
         age = -math.log(draw) / csc.weights[position]
         if count == len(out):
             if age >= ages[count - 1]:
@@ -309,7 +309,7 @@ def _weighted_repeats(csc: Csc, key: np.uint64, among: Array, out: Array, sums: 
         total += csc.weights[among[i]]
         sums[i] = total
     for i in range(len(out)):
-        slot = np.searchsorted(sums[: len(among)], unit(key, i) * total, side="right")
+        slot = np.searchsorted(sums[: len(among)], draw_unit(key, i) * total, side="right")
         out[i] = among[min(slot, len(among) - 1)]
 
 
@@ -337,7 +337,7 @@ def _draw_uniform(key: np.uint64, degree: int, replace: bool, out: Array, bits: 
     if replace:
         number = 0
         for i in range(len(out)):
-            out[i], number = bounded(key, number, degree)
+            out[i], number = draw_below(key, number, degree)
     elif degree <= 64:
         _distinct_small(key, degree, out)
     else:

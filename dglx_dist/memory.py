@@ -15,12 +15,12 @@ from dglx_dist.errors import ConfigError
 _LOG = logging.getLogger(__name__)
 
 
-def resident() -> int:
+def resident_bytes() -> int:
     """Return the resident bytes of this process, shared pages included."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
-def peak() -> int:
+def peak_bytes() -> int:
     """Return the peak resident bytes of this process since its program started, shared pages included.
 
     Not from ``getrusage``, whose peak includes the process that started this one.
@@ -106,7 +106,7 @@ def _set_allocator(*settings: tuple[int, int]) -> bool:
 
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
-"""As :func:`readable_bytes` writes them."""
+"""As :func:`format_bytes` writes them."""
 
 
 def read_size(text: str) -> int:
@@ -122,7 +122,7 @@ def read_size(text: str) -> int:
     return size
 
 
-def readable_bytes(num_bytes: float) -> str:
+def format_bytes(num_bytes: float) -> str:
     """Format a number of bytes with three digits and a decimal unit: 1536 -> ``1.54 KB``."""
     value, units = float(num_bytes), ["PB", "TB", "GB", "MB", "KB", "B"]
     while abs(value) >= 999.5 and len(units) > 1:  # 999.5 would be written as 1e+03

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from dglx_dist.errors import ConfigError
-from dglx_dist.registry import did_you_mean
+from dglx_dist.registry import suggest_name
 
 T = TypeVar("T")
 
@@ -112,7 +112,7 @@ path_option = partial(option, kind=Path, parse=lambda value, _flag: str(value))
 """As :func:`option`, for a path in a field of type ``str``."""
 
 
-def options_of(config: type) -> list[tuple[Field[Any], Option]]:
+def list_options(config: type) -> list[tuple[Field[Any], Option]]:
     """Return the fields of a record that are options."""
     return [(one, one.metadata[_KEY]) for one in fields(config) if _KEY in one.metadata]
 
@@ -135,7 +135,7 @@ def check_names(
         if name not in known:
             listed = [f"{key} ({types[key].__name__})" if types else key for key in known]
             raise ConfigError(
-                f"{owner} has no option {name!r}{did_you_mean(name, known)} (its options: "
+                f"{owner} has no option {name!r}{suggest_name(name, known)} (its options: "
                 f"{', '.join(listed) or 'none: leave it out'})"
             )
 
@@ -169,16 +169,16 @@ def _read_value(owner: str, name: str, value: Any, kind: type) -> Any:
     return value
 
 
-def flag_of(config: type, name: str) -> str:
+def find_flag(config: type, name: str) -> str:
     """Return the spelling of the option of the field ``name``."""
-    declared = next(declared for one, declared in options_of(config) if one.name == name)
+    declared = next(declared for one, declared in list_options(config) if one.name == name)
     return declared.flag or "--" + name.replace("_", "-")
 
 
 def check_ranges(config: Any, spelled: str = "{flag} {value}") -> None:
     """Raise ConfigError, with the option as ``spelled``, for the first option that is out of its range."""
     hints = get_type_hints(type(config))
-    for one, declared in options_of(type(config)):
+    for one, declared in list_options(type(config)):
         value, hint, check = getattr(config, one.name), hints[one.name], declared.check
         if value is None and hint is not int:
             continue
@@ -187,7 +187,7 @@ def check_ranges(config: Any, spelled: str = "{flag} {value}") -> None:
         elif check is None and get_origin(hint) is Literal:
             check = one_of(*get_args(hint))
         if check is not None and not check.holds(value):
-            where = spelled.format(flag=flag_of(type(config), one.name), name=one.name, value=value)
+            where = spelled.format(flag=find_flag(type(config), one.name), name=one.name, value=value)
             raise ConfigError(f"{where} must be {check.allowed}")
 
 
@@ -200,48 +200,48 @@ def check_values(config: object, checks: Iterable[tuple[str, bool, str]]) -> Non
             raise ConfigError(f"--{name}{'' if given is True else f' {shown}'} must be {allowed}")
 
 
-def common_fields(source: object, target: type) -> dict[str, Any]:
+def select_common_fields(source: object, target: type) -> dict[str, Any]:
     """Return the values of ``source``, a record, for the fields that the record class ``target`` has too."""
     known = {one.name for one in fields(target)}
     return {one.name: getattr(source, one.name) for one in fields(source) if one.name in known}  # type: ignore[arg-type]  # a record
 
 
-def names(text: str, _flag: str = "") -> tuple[str, ...]:
+def parse_names(text: str, _flag: str = "") -> tuple[str, ...]:
     """Read ``train,degree`` as ("train", "degree")."""
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def parse_integers(text: str, flag: str, like: str = "25,10 (-1: all)") -> tuple[int, ...]:
     """Read ``25,10`` as (25, 10); -1 is allowed and means all; ConfigError otherwise, as of all these."""
-    words = names(text)
+    words = parse_names(text)
     if not words or not all(re.fullmatch(r"-1|[0-9]+", word) for word in words):
         raise ConfigError(f"{flag} {text!r} must be whole numbers with commas, like {like}")
     return tuple(map(int, words))
 
 
-def fractions(text: str, flag: str) -> tuple[float, ...]:
+def parse_fractions(text: str, flag: str) -> tuple[float, ...]:
     """Read ``1,1,2`` as (1.0, 1.0, 2.0)."""
     try:
-        return tuple(float(word) for word in names(text))
+        return tuple(float(word) for word in parse_names(text))
     except ValueError:
         raise ConfigError(f"{flag} {text!r} must be numbers with commas, like 1,1,2") from None
 
 
-def tolerances(text: str, flag: str) -> float | dict[str, float]:
+def parse_tolerances(text: str, flag: str) -> float | dict[str, float]:
     """Read ``0.05`` as 0.05 for all, ``train=0.1,degree=0.02`` as one for each; nothing is {}."""
-    found = by_name(text, flag) or {}
+    found = parse_by_name(text, flag) or {}
     try:
         return float(found) if isinstance(found, str) else {name: float(found[name]) for name in found}
     except ValueError:
         raise ConfigError(f"{flag} {text!r} must be like 0.05 or train=0.1,degree=0.02") from None
 
 
-def by_name(text: str, flag: str) -> str | dict[str, str]:
+def parse_by_name(text: str, flag: str) -> str | dict[str, str]:
     """Read ``float16`` as one value for all, ``feat=float16,x=bfloat16`` as one for each."""
-    return pairs(names(text), flag) if "=" in text else text
+    return parse_pairs(parse_names(text), flag) if "=" in text else text
 
 
-def pairs(words: Sequence[str], flag: str) -> dict[str, str]:
+def parse_pairs(words: Sequence[str], flag: str) -> dict[str, str]:
     """Read ["a=1", "b=x"] as {"a": "1", "b": "x"}."""
     for word in words:
         if "=" not in word:
@@ -250,12 +250,14 @@ def pairs(words: Sequence[str], flag: str) -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in split}
 
 
-def literals(words: Sequence[str], flag: str) -> dict[str, object]:
+def parse_literals(words: Sequence[str], flag: str) -> dict[str, object]:
     """Read ["a=1", "b=0.5", "c=true", "d=x"] as {"a": 1, "b": 0.5, "c": True, "d": "x"}."""
-    return {name: parse_literal(value) for name, value in pairs(words, flag).items()}
+    return {name: parse_literal(value) for name, value in parse_pairs(words, flag).items()}
 
 
-named_values = partial(option, dict, flag="--option", metavar="NAME=VALUE", kind=list[str], parse=literals)
+named_values = partial(
+    option, dict, flag="--option", metavar="NAME=VALUE", kind=list[str], parse=parse_literals
+)
 """As :func:`option`, for ``--option NAME=VALUE``, which may be repeated."""
 
 
@@ -271,7 +273,7 @@ def parse_literal(text: str) -> object:
     return text
 
 
-def in_option(parse: Callable[[str], T]) -> Callable[[str, str], T]:
+def prefix_errors(parse: Callable[[str], T]) -> Callable[[str, str], T]:
     """Return ``parse`` for :func:`option`: the text of its ConfigError begins with the flag."""
 
     def read(text: str, flag: str) -> T:

@@ -24,7 +24,7 @@ def visible(text: str) -> str:
     return _CODES.sub(lambda code: code[0].encode("unicode_escape").decode(), text)
 
 
-def visible_lines(text: str) -> str:
+def escape_lines(text: str) -> str:
     """Return :func:`visible` lines of ``text``."""
     return "\n".join(map(visible, text.split("\n")))
 
@@ -33,7 +33,7 @@ class VisibleFormatter(logging.Formatter):
     """Formatter of messages without control codes, which may stand in names of the user."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return visible_lines(super().format(record))
+        return escape_lines(super().format(record))
 
 
 @final
@@ -131,7 +131,7 @@ def _lines(description: str, total: int, say: Callable[[str], None]) -> Callable
 
 def say(text: str, style: str = "") -> None:
     """Print lines on standard error."""
-    PlainConsole(stderr=True, soft_wrap=True).print(Text(visible_lines(text)), style=style)
+    PlainConsole(stderr=True, soft_wrap=True).print(Text(escape_lines(text)), style=style)
 
 
 def _nothing(_: object) -> None:

@@ -25,7 +25,7 @@ EDGE_TYPE: EdgeType = ("_N", "_E", "_N")
 """DGL's name of the only edge type of a homogeneous graph."""
 
 
-def type_text(kind: str | EdgeType) -> str:
+def format_type(kind: str | EdgeType) -> str:
     """Return a node type as it is, an edge type as ``source:relation:destination``."""
     return kind if isinstance(kind, str) else ":".join(kind)
 
@@ -225,7 +225,7 @@ class IdRanges:
     """(T, P) int64."""
 
     @staticmethod
-    def of_offsets(offsets: Sequence[Array]) -> IdRanges:
+    def from_offsets(offsets: Sequence[Array]) -> IdRanges:
         """Return the ranges for T arrays (P + 1,) of per-type offsets."""
         counts = np.stack([np.diff(one) for one in offsets]).astype(np.int64)
         flat = np.concatenate([[0], np.cumsum(counts.T.ravel())])[:-1]

@@ -18,7 +18,7 @@ AUTO = "auto"
 """In place of a strategy's name: the planner chooses by graph, model and network (``planner/``)."""
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def suggest_name(name: str, known: Iterable[str]) -> str:
     """Return ``; did you mean 'NEAREST'?`` to append to a message, or "" if no known name is near."""
     by_lower = {one.lower(): one for one in known}
     near = [by_lower[one] for one in difflib.get_close_matches(name.lower(), by_lower, n=1)]
@@ -76,7 +76,7 @@ class Registry(Generic[T]):
         if resolved in known:
             return resolved
         accepted = sorted({*known, *also})
-        hint = did_you_mean(name, [*accepted, *self._aliases])
+        hint = suggest_name(name, [*accepted, *self._aliases])
         aliases = f"; aliases: {', '.join(sorted(self._aliases))}" if self._aliases else ""
         raise UnknownNameError(
             f"there is no {self._kind} {name!r}{hint} (known: {', '.join(accepted)}{aliases})"

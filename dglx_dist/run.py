@@ -9,7 +9,7 @@ from pathlib import Path
 from dglx_dist.comm.session import get_open_session
 from dglx_dist.comm.topology import read_settings, tell_settings
 from dglx_dist.errors import ConfigError
-from dglx_dist.options import literals
+from dglx_dist.options import parse_literals
 from dglx_dist.strategies.base import resolve_strategy
 
 
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> None:
     script = Path(parsed.script)
     if not script.is_file():
         raise ConfigError(f"there is no script {parsed.script!r}; give the path of a Python file")
-    options = {**read_settings().options, **literals(parsed.option, "--option")}
+    options = {**read_settings().options, **parse_literals(parsed.option, "--option")}
     tell_settings(resolve_strategy(parsed.strategy), options)
     # Imported here: DGL reads the environment when it is imported.
     from dglx_dist.compat import install

@@ -3,12 +3,12 @@ import pytest
 import torch
 
 from dglx_dist.keyed_random import (
-    bounded,
+    draw_below,
     full_word,
     hash_ids,
     item_key,
     relation_keys,
-    shifted,
+    shift_right,
     splitmix64,
     stream_key,
     words_on_device,
@@ -38,7 +38,7 @@ def test_bounded_throws_away_what_would_be_unfair() -> None:
     for bound in (3 << 30, 1 << 31):
         number = 0
         for _ in range(4000):
-            _, number = bounded(np.uint64(11), number, bound)
+            _, number = draw_below(np.uint64(11), number, bound)
         ends[bound] = number
     assert ends[1 << 31] == 4000
     assert 5100 < ends[3 << 30] < 5600  # 4000 / 0.75 = 5333, standard deviation 42
@@ -49,7 +49,7 @@ def test_bounded_is_uniform_and_moves_on(bound: int, chi2: float) -> None:
     """The critical values are those of p = 1e-3."""
     draws, number = np.zeros(bound), 0
     for step in range(1000 * bound):
-        value, number = bounded(np.uint64(3), number, bound)
+        value, number = draw_below(np.uint64(3), number, bound)
         assert number > step
         draws[value] += 1
     assert ((draws - 1000) ** 2 / 1000).sum() < chi2
@@ -71,7 +71,7 @@ def test_a_device_has_the_same_words() -> None:
         words = np.array([[full_word(key, number) for number in numbers] for key in keys], np.uint64)
         found = words_on_device(stream, torch.tensor(ids), torch.tensor(numbers))
         assert found.numpy().view(np.uint64).tolist() == words.tolist()
-        assert shifted(found, 32).tolist() == (words >> np.uint64(32)).tolist()
+        assert shift_right(found, 32).tolist() == (words >> np.uint64(32)).tolist()
         assert (found < 0).any()
 
 

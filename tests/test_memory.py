@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dglx_dist.memory import machine_memory, peak, read_size, readable_bytes, resident
+from dglx_dist.memory import format_bytes, machine_memory, peak_bytes, read_size, resident_bytes
 
 # Prints the MB that 128 MB leave behind, then the pages that the system hands out for 64 MB
 # after more than that has been used and freed.
@@ -19,17 +19,17 @@ import resource, sys, torch
 from pathlib import Path
 from dglx_dist.memory import keep_memory, return_memory
 
-def resident():
+def resident_bytes():
     return next(int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines()
                 if line.startswith("VmRSS")) // 1024
 
 assert sys.argv[1] == "default" or keep_memory()
 assert sys.argv[1] != "returned" or return_memory()
-before = resident()
+before = resident_bytes()
 tensors = [torch.ones(2_000_000) for _ in range(16)]
 last = torch.ones(100)
 del tensors
-print(resident() - before)
+print(resident_bytes() - before)
 for floats in (20_000_000, 20_000_000, 16_000_000):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     torch.ones(floats)
@@ -55,15 +55,15 @@ def test_memory_is_kept_for_the_next_tensor_or_returned() -> None:
 
 def test_a_small_process_does_not_inherit_the_peak_of_the_one_that_starts_it() -> None:
     held = bytearray(b"x" * (300 << 20))
-    code = "from dglx_dist.memory import peak; print(peak())"
+    code = "from dglx_dist.memory import peak_bytes; print(peak_bytes())"
     assert 1 << 20 < int(subprocess.check_output([sys.executable, "-c", code], timeout=60)) < len(held)
-    assert len(held) < resident() <= peak()
+    assert len(held) < resident_bytes() <= peak_bytes()
 
 
 def test_bytes() -> None:
-    shown = [readable_bytes(number) for number in (0, 999, 1000, 1536, 999_600, 12_345_678_901)]
+    shown = [format_bytes(number) for number in (0, 999, 1000, 1536, 999_600, 12_345_678_901)]
     assert shown == ["0 B", "999 B", "1 KB", "1.54 KB", "1 MB", "12.3 GB"]
-    assert [read_size(readable_bytes(10**digits)) for digits in range(18)] == [
+    assert [read_size(format_bytes(10**digits)) for digits in range(18)] == [
         10**digits for digits in range(18)
     ]
 

@@ -18,9 +18,9 @@ from rich.table import Table
 
 from dglx_dist.comm.topology import is_launched_by_torchrun, read_topology
 from dglx_dist.errors import ConfigError, DglxError
-from dglx_dist.options import Option, flag_of, options_of
+from dglx_dist.options import Option, find_flag, list_options
 from dglx_dist.progress import PlainConsole, say
-from dglx_dist.records import FEATURE, LABEL, SPLITS, EdgeType, type_text
+from dglx_dist.records import FEATURE, LABEL, SPLITS, EdgeType, format_type
 
 C = TypeVar("C")
 
@@ -104,9 +104,9 @@ def command(config: type[C]) -> Callable[[Callable[[C], None]], Callable[..., No
         def call(context: typer.Context, **values: Any) -> None:
             parsed: dict[str, Any] = {}
             # The record has the defaults of the options that are None.
-            for one, declared in options_of(config):
+            for one, declared in list_options(config):
                 if (value := values[one.name]) is not None:
-                    parse, flag = declared.parse, flag_of(config, one.name)
+                    parse, flag = declared.parse, find_flag(config, one.name)
                     parsed[one.name] = value if parse is None else parse(value, flag)
             if "given" in hints:
                 sources = {name: context.get_parameter_source(name) for name in values}
@@ -117,8 +117,8 @@ def command(config: type[C]) -> Callable[[Callable[[C], None]], Callable[..., No
         hints = get_type_hints(config)
         parameters = [inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)]
         parameters += [
-            _parameter(one, declared, hints[one.name], flag_of(config, one.name))
-            for one, declared in options_of(config)
+            _parameter(one, declared, hints[one.name], find_flag(config, one.name))
+            for one, declared in list_options(config)
         ]
         call.__name__, call.__doc__ = run.__name__, run.__doc__
         call.__annotations__ = {one.name: one.annotation for one in parameters}
@@ -141,7 +141,7 @@ def _parameter(one: Field[Any], declared: Option, hint: Any, flag: str) -> inspe
     )
 
 
-def could_be_labels(of_nodes: Mapping[str, Mapping[str, Any]]) -> str:
+def can_be_labels(of_nodes: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the names of the columns of one number per node, with commas."""
     found = [name for columns in of_nodes.values() for name, one in columns.items() if len(one.shape) == 1]
     return ", ".join(name for name in found if not name.endswith(("_mask", "_id")))
@@ -154,7 +154,7 @@ def training_command(
     labelled = [columns for columns in of_nodes.values() if LABEL in columns]
     if len(labelled) > 1 or any(SPLITS[0] not in columns for columns in labelled):
         return ""
-    targets = [type_text(etype) for etype in etypes]
+    targets = [format_type(etype) for etype in etypes]
     is_several = max(len(of_nodes), len(targets)) > 1
     rows = "" if all(FEATURE in columns for columns in of_nodes.values()) else " --embeddings 64"
     if labelled:

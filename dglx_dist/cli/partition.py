@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dglx_dist.cli.common import command, could_be_labels, training_command, write
+from dglx_dist.cli.common import can_be_labels, command, training_command, write
 from dglx_dist.comm.topology import is_launched_by_torchrun, read_topology
 from dglx_dist.data.external_memory import Ranks
 from dglx_dist.data.ingest.config import IngestPlan, read_config
@@ -15,7 +15,7 @@ from dglx_dist.data.partition.base import PartitionOptions, PartitionPlan
 from dglx_dist.data.sources import FORMATS, LINE_FORMATS
 from dglx_dist.data.storage.reader import StoredDataset
 from dglx_dist.errors import ConfigError
-from dglx_dist.options import common_fields, named_values, option
+from dglx_dist.options import named_values, option, select_common_fields
 from dglx_dist.records import FEATURE, LABEL, SPLITS
 from dglx_dist.report.tables import plural
 
@@ -145,8 +145,8 @@ def partition(config: PartitionCommand) -> None:
     from dglx_dist.data.storage.manifest import check_target
     from dglx_dist.memory import return_memory
 
-    options = PartitionOptions(**common_fields(config, PartitionOptions))
-    plan = PartitionPlan(**common_fields(config, PartitionPlan) | {"options": options})
+    options = PartitionOptions(**select_common_fields(config, PartitionOptions))
+    plan = PartitionPlan(**select_common_fields(config, PartitionPlan) | {"options": options})
     out, trainers = config.out, plan.trainers_per_part
     check_target(out, plan.overwrite)
     # A wrong name is an error before minutes of loading.
@@ -164,7 +164,7 @@ def partition(config: PartitionCommand) -> None:
             )
             of_nodes = {ntype: graph.node_data.get(ntype, {}) for ntype in graph.num_nodes}
             if not any(LABEL in data for data in of_nodes.values()):
-                could = could_be_labels(of_nodes)
+                could = can_be_labels(of_nodes)
                 could = could and f"; to learn one of {could}, rename it to that"
                 tell(f"note: there are no labels (column {LABEL!r}){could}")
             for ntype, data in of_nodes.items():

@@ -7,7 +7,7 @@ import json
 from dglx_dist.cli.common import command, libraries_on_stderr, show, write
 from dglx_dist.comm.topology import is_launched_by_torchrun
 from dglx_dist.errors import ConfigError
-from dglx_dist.options import flag_of
+from dglx_dist.options import find_flag
 from dglx_dist.planner.config import PlanConfig
 from dglx_dist.progress import say
 
@@ -25,7 +25,7 @@ def plan(config: PlanConfig) -> None:
     --strategy auto` times real steps of every strategy, and trains.
     """
     from dglx_dist.cli.plan_job import make_plan
-    from dglx_dist.report.tables import plan_head, plan_table
+    from dglx_dist.report.tables import build_plan_table, format_plan_head
 
     _check_no_unused_options(config)
     as_json = config.as_json
@@ -35,9 +35,9 @@ def plan(config: PlanConfig) -> None:
     if as_json:
         write(json.dumps(choice.to_json()))
         return
-    for line in plan_head(choice).split("\n"):
+    for line in format_plan_head(choice).split("\n"):
         write(line)
-    show(plan_table(choice))
+    show(build_plan_table(choice))
     for line in choice.lines():
         write(line)
 
@@ -57,4 +57,4 @@ def _check_no_unused_options(config: PlanConfig) -> None:
     for message, names in no_effect.items():
         for name in names:
             if name in config.given:
-                raise ConfigError(f"{flag_of(PlanConfig, name)} {message}")
+                raise ConfigError(f"{find_flag(PlanConfig, name)} {message}")

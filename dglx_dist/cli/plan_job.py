@@ -13,12 +13,12 @@ from dglx_dist.data.storage.manifest import read_manifest
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.memory import machine_memory
-from dglx_dist.planner.auto import batch_assumptions, draws_of
+from dglx_dist.planner.auto import batch_assumptions, plan_draws
 from dglx_dist.planner.choose import choose
 from dglx_dist.planner.config import PlanConfig
 from dglx_dist.planner.costs.base import Counted
 from dglx_dist.planner.measure import CountConfig, count, predict_and_time
-from dglx_dist.planner.model_shape import shape_of_module
+from dglx_dist.planner.model_shape import infer_shape
 from dglx_dist.planner.records import Choice, ChoiceOptions, Cluster, Draws, Prediction, Rate
 from dglx_dist.planner.workload import check_plannable
 from dglx_dist.records import FEATURE
@@ -37,14 +37,14 @@ _EPOCH = 1
 """The counted epoch: the first one warms caches."""
 
 
-def constraints_of(plan: PlanConfig) -> ChoiceOptions:
+def read_constraints(plan: PlanConfig) -> ChoiceOptions:
     """Return the constraints of the choice: whole graphs where there are no mini-batches."""
     only_whole = plan.unit == "mini_batch" and _draws_of(plan) is None
     return replace(plan, unit="full_graph") if only_whole else plan
 
 
 def _draws_of(plan: PlanConfig) -> Draws | None:
-    return draws_of(plan, plan.layers, plan.fanouts, plan.batch_size, epoch=_EPOCH)
+    return plan_draws(plan, plan.layers, plan.fanouts, plan.batch_size, epoch=_EPOCH)
 
 
 def make_plan(plan: PlanConfig, notify: Notify | None = None) -> Choice:
@@ -55,7 +55,7 @@ def make_plan(plan: PlanConfig, notify: Notify | None = None) -> Choice:
     ConfigError: the dataset lacks what training needs, or parts for the servers. StorageError: it is damaged.
     """
     counted, predictions = measure(plan, notify)
-    return choose(predictions, counted, constraints_of(plan))
+    return choose(predictions, counted, read_constraints(plan))
 
 
 def measure(plan: PlanConfig, notify: Notify | None = None) -> tuple[Counted, list[Prediction]]:
@@ -63,7 +63,7 @@ def measure(plan: PlanConfig, notify: Notify | None = None) -> tuple[Counted, li
     folder = plan.data
     assert folder is not None, "a PlanConfig has a dataset"
     check_plannable(read_manifest(Path(folder)), folder)
-    cluster = cluster_of(plan)
+    cluster = build_cluster(plan)
     threads, here = torch.get_num_threads(), len(os.sched_getaffinity(0))
     torch.set_num_threads(min(max(int(cluster.cores), 1), here))
     try:
@@ -100,7 +100,7 @@ def _measure_on(
     sizes = (features, plan.hidden, classes, plan.layers)
     with torch.random.fork_rng(devices=[]):
         module = build_model(plan.model, *sizes, heads=plan.heads, graph=g, **plan.between)
-    shape = shape_of_module(module, features, classes, plan.layers, kind=plan.model, hidden=plan.hidden)
+    shape = infer_shape(module, features, classes, plan.layers, kind=plan.model, hidden=plan.hidden)
     module.to(g.session.device)
     here, assumptions = len(os.sched_getaffinity(0)), []
     if cluster.cores > here:
@@ -119,7 +119,7 @@ def _measure_on(
     return counted, predict_and_time(g, module, counted, candidates)
 
 
-def cluster_of(plan: PlanConfig) -> Cluster:
+def build_cluster(plan: PlanConfig) -> Cluster:
     """Return the servers of the plan; defaults are listed as assumptions."""
     assumptions = []
     rate = plan.external or Rate.parse(_DEFAULT_RATE)

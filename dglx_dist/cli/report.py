@@ -17,7 +17,7 @@ from dglx_dist.cli.common import check_picture, command, draw_or_warn, show, war
 from dglx_dist.errors import ConfigError, DglxError, StorageError
 from dglx_dist.options import at_least, check_ranges, option
 from dglx_dist.progress import PlainConsole
-from dglx_dist.records import EDGE_TYPE, FEATURE, NODE_TYPE, type_text
+from dglx_dist.records import EDGE_TYPE, FEATURE, NODE_TYPE, format_type
 
 if TYPE_CHECKING:
     from dglx_dist.data.storage.manifest import Manifest
@@ -70,9 +70,9 @@ def inspect(config: InspectCommand) -> None:
     Examples: `dglx inspect data/demo --verify full`, `dglx inspect data/demo --closure --hops 3`
     """
     from dglx_dist.data.storage.reader import open_dataset
-    from dglx_dist.memory import readable_bytes
+    from dglx_dist.memory import format_bytes
     from dglx_dist.report.pictures import draw_parts
-    from dglx_dist.report.tables import parts_table, plural, summary_table
+    from dglx_dist.report.tables import build_parts_table, build_summary_table, plural
 
     dataset = open_dataset(config.folder, verify=config.verify)
     if config.picture is not None:
@@ -81,14 +81,14 @@ def inspect(config: InspectCommand) -> None:
     sizes = part_bytes(manifest)
     cut = f"{plural(manifest.num_parts, 'part')} by {manifest.method}"
     write(f"{manifest.name}, cut into {cut}, seed {manifest.seed}")
-    PlainConsole().print(summary_table(overview(manifest)))
+    PlainConsole().print(build_summary_table(overview(manifest)))
     per_part = part_columns(quality)
     shown: dict[str, Any] = {
         name: [value if isinstance(value, int) else f"{value:.4f}" for value in values]
         for name, values in per_part.items()
     }
-    shown["on disk"] = [readable_bytes(size) for size in sizes]
-    show(parts_table(shown))
+    shown["on disk"] = [format_bytes(size) for size in sizes]
+    show(build_parts_table(shown))
     target = config.picture or config.folder / "cache" / PICTURE
     if config.closure:
         _show_closure(dataset, target, config)
@@ -104,7 +104,7 @@ def overview(manifest: Manifest) -> dict[str, object]:
         name = "nodes" if ntype == NODE_TYPE else f"nodes {ntype}"
         found[name] = f"{manifest.num_nodes(ntype)}: {_tensors(columns)}"
     for etype, columns in manifest.edge_columns.items():
-        name = "edges" if etype == EDGE_TYPE else f"edges {type_text(etype)}"
+        name = "edges" if etype == EDGE_TYPE else f"edges {format_type(etype)}"
         found[name] = f"{manifest.num_edges(etype)}: {_tensors(columns)}"
     for name in ("edge_cut", "replication_factor"):
         if isinstance(value := quality.get(name), float):
@@ -151,14 +151,14 @@ def _show_closure(dataset: StoredDataset, picture: Path, config: InspectCommand)
     from dglx_dist.graph.analysis import measure_expansion
     from dglx_dist.memory import machine_memory
     from dglx_dist.report.pictures import draw_expansion
-    from dglx_dist.report.tables import expansion_table
+    from dglx_dist.report.tables import build_expansion_table
     from dglx_dist.strategies.full_graph.plan_builder import border_rows
 
     manifest = dataset.manifest
     hops = HOPS if config.hops is None else config.hops
     found = measure_expansion(dataset, config.servers or manifest.num_parts, hops)
     factors, foreign = found.factors.tolist(), found.foreign.max(axis=1).tolist()
-    show(expansion_table(factors, foreign, feature_bytes(manifest), found.work.max(axis=1).tolist()))
+    show(build_expansion_table(factors, foreign, feature_bytes(manifest), found.work.max(axis=1).tolist()))
     target = picture.with_name(f"{picture.stem}-closure.png")
     cut = manifest.quality.get("cut_edges")
     num_edges = cut if isinstance(cut, int) else sum(manifest.num_edges(one) for one in manifest.edge_types)
@@ -221,7 +221,12 @@ def report(
         check_page(html)
     from dglx_dist.report.pictures import draw
     from dglx_dist.report.run_folder import PICTURE, read_run, read_spread
-    from dglx_dist.report.tables import epoch_table, run_title, spread_table, summary_table
+    from dglx_dist.report.tables import (
+        build_epoch_table,
+        build_spread_table,
+        build_summary_table,
+        format_run_title,
+    )
 
     spreads = dict[Path, Mapping[str, Any]]()
     for one in folders:
@@ -233,15 +238,15 @@ def report(
         return
     with _damage_named(folder):
         if folder in spreads:
-            show(spread_table(spreads[folder]))
+            show(build_spread_table(spreads[folder]))
             return
         run = runs[0] if runs else read_run(folder)
-        show(partial(epoch_table, run.epochs))
+        show(partial(build_epoch_table, run.epochs))
         if run.summary is None:
             warn(_how_to_resume(folder, run.config))
             return
-        show(summary_table(run.summary))
-        title = run_title(run.summary, run.config)
+        show(build_summary_table(run.summary))
+        title = format_run_title(run.summary, run.config)
         draw_or_warn(lambda: draw(run.epochs, folder / PICTURE, title=title), folder / PICTURE)
 
 
@@ -249,9 +254,9 @@ def _report_runs(
     folders: Sequence[Path], spreads: Mapping[Path, Mapping[str, Any]], html: Path | None
 ) -> list[Run]:
     """Print the figures of runs, and of each seed in ``spreads``, side by side, and write their page."""
-    from dglx_dist.report.page import page_of, write_page
+    from dglx_dist.report.page import render_page, write_page
     from dglx_dist.report.run_folder import read_run
-    from dglx_dist.report.tables import runs_table, spread_cells, summarise
+    from dglx_dist.report.tables import build_runs_table, spread_cells, summarise
 
     places, means = list[Path](), dict[str, Mapping[str, tuple[object, str]]]()
     for folder in folders:
@@ -270,9 +275,9 @@ def _report_runs(
             run = runs[shown] = read_run(folder)
             summaries[shown] = run.summary or summarise({}, run.epochs)
             # Of each alone, so that the message names the damaged one.
-            _ = runs_table({shown: summaries[shown]}) if html is None else page_of({shown: run}, "")
+            _ = build_runs_table({shown: summaries[shown]}) if html is None else render_page({shown: run}, "")
     if len(runs) > 1:
-        show(runs_table(summaries))
+        show(build_runs_table(summaries))
     if html is not None:
         write_page(runs, html, means)
         write(f"page: {html}")

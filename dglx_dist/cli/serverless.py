@@ -8,8 +8,8 @@ import typer
 
 from dglx_dist.cli.common import command, warn, write
 from dglx_dist.errors import ConfigError
-from dglx_dist.memory import readable_bytes
-from dglx_dist.options import option, pairs
+from dglx_dist.memory import format_bytes
+from dglx_dist.options import option, parse_pairs
 from dglx_dist.serverless.aws.clients import ARCHITECTURES, Deployment, Place
 
 lambda_app = typer.Typer(
@@ -87,9 +87,9 @@ def package(
         if python is not None:
             wheels = Path(folder)
             download_wheels(wheels, python=python, architecture=ARCHITECTURES[architecture or "x86_64"])
-        write_zip(target, pairs(stage or [], "--stage"), wheels=wheels)
+        write_zip(target, parse_pairs(stage or [], "--stage"), wheels=wheels)
     written = target.read_bytes()
-    write(f"{target}: {readable_bytes(len(written))}, SHA-256 {sha256(written).hexdigest()[:16]}")
+    write(f"{target}: {format_bytes(len(written))}, SHA-256 {sha256(written).hexdigest()[:16]}")
     if lacks := what_aws_lacks(target):
         warn(f"AWS cannot run it: {lacks}")
 

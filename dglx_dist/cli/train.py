@@ -22,7 +22,7 @@ from dglx_dist.comm.topology import (
 from dglx_dist.errors import ConfigError
 from dglx_dist.progress import say
 from dglx_dist.report.tables import plural
-from dglx_dist.training.config import LINK, TrainConfig, ranks_of_each
+from dglx_dist.training.config import LINK, TrainConfig, count_ranks_per_server
 
 INTERRUPTED = 128 + signal.SIGINT
 _TOLD = (INTERRUPTED, 128 + signal.SIGTERM, 128 + signal.SIGUSR1)
@@ -38,7 +38,9 @@ def start_ranks(arguments: Sequence[str], *, ranks: int, servers: int | None) ->
     ranks.
     """
     mark_as_parent()
-    environment = add_secret(build_rank_environment(ranks, ranks_per_server=ranks_of_each(ranks, servers)))
+    environment = add_secret(
+        build_rank_environment(ranks, ranks_per_server=count_ranks_per_server(ranks, servers))
+    )
     command = [sys.executable, "-m", "dglx_dist.cli", LAUNCHER, *arguments]
     process, told = subprocess.Popen(command, env=environment), set[int]()
 
@@ -66,7 +68,7 @@ def start_ranks(arguments: Sequence[str], *, ranks: int, servers: int | None) ->
     return code
 
 
-def be_launcher(config: TrainConfig, arguments: Sequence[str]) -> None:
+def become_launcher(config: TrainConfig, arguments: Sequence[str]) -> None:
     """Check ``config``, fork the ranks of ``dglx ARGUMENTS`` and wait for them; returns in the ranks only.
 
     Ends this process otherwise. ConfigError and StorageError as of :func:`check_before_launch`.
@@ -101,7 +103,7 @@ def train(config: TrainConfig) -> None:
     if is_launched_by_torchrun():
         check_launched(ranks, servers)
     elif LAUNCHER in sys.argv:
-        be_launcher(config, [one for one in sys.argv[1:] if one != LAUNCHER])
+        become_launcher(config, [one for one in sys.argv[1:] if one != LAUNCHER])
     elif ranks is not None:
         raise typer.Exit(start_ranks(sys.argv[1:], ranks=ranks, servers=servers))
     elif servers not in (None, 1):
@@ -110,7 +112,7 @@ def train(config: TrainConfig) -> None:
 
     trained = train_seeds(config) if config.seeds else train_dataset(config)
     if trained.rank == 0:
-        from dglx_dist.report.tables import epoch_table, spread_table, summary_table
+        from dglx_dist.report.tables import build_epoch_table, build_spread_table, build_summary_table
         from dglx_dist.training.best_epoch import BEST_WEIGHTS, FINAL_WEIGHTS
 
         folder = f"{config.out}/seed-N" if config.seeds else config.out
@@ -118,12 +120,12 @@ def train(config: TrainConfig) -> None:
         outputs = {"predictions": config.predictions, "embeddings": config.save_embeddings}
         written = "".join(f", {name} to {folder}" for name, folder in outputs.items() if folder)
         if config.seeds:
-            show(spread_table(trained.summary))
+            show(build_spread_table(trained.summary))
             again = f"dglx report {config.out}, of one seed: {config.out}/seed-{config.seeds[0]}"
             write(f"written to {config.out}{written}; again: {again}; {weights}")
             return
-        show(partial(epoch_table, trained.epochs))
-        show(summary_table(trained.summary))
+        show(partial(build_epoch_table, trained.epochs))
+        show(build_summary_table(trained.summary))
         write(f"written to {config.out}{written}; again: dglx report {config.out}; {weights}")
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import dglx_dist
 from dglx_dist.api import fit, init, training_nodes
-from dglx_dist.cli.common import could_be_labels, training_command
+from dglx_dist.cli.common import can_be_labels, training_command
 from dglx_dist.comm.collectives import check_equal, run_on_all_ranks
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import ConfigError, StorageError
@@ -32,16 +32,16 @@ from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.graph.optim import SparseAdam, SparseOptimizer
 from dglx_dist.layers.tracer import preserve_state, random_block
 from dglx_dist.memory import machine_memory
-from dglx_dist.options import common_fields
+from dglx_dist.options import select_common_fields
 from dglx_dist.planner.auto import Training, default_batch_size, default_fanouts, resolve
 from dglx_dist.planner.workload import check_plannable
 from dglx_dist.progress import say
 from dglx_dist.records import FEATURE, LABEL, SPLITS, EdgeType, EpochRecord
 from dglx_dist.registry import AUTO
 from dglx_dist.report import run_folder
-from dglx_dist.report.outcome import facts_of, outcome_of, plan_of_run, plan_summary
+from dglx_dist.report.outcome import build_outcome, collect_facts, plan_summary, read_run_plan
 from dglx_dist.report.run_folder import PICTURE, SUMMARY, append_epoch, read_epochs, start_run, write_run
-from dglx_dist.report.tables import plural, run_title, spread, summarise
+from dglx_dist.report.tables import format_run_title, plural, spread, summarise
 from dglx_dist.strategies.base import WrappedModel, float_of, strategy_of
 from dglx_dist.training.checkpoint import read_extra
 from dglx_dist.training.config import (
@@ -53,12 +53,12 @@ from dglx_dist.training.config import (
     OWN_ARGUMENTS,
     REGRESSION,
     TrainConfig,
-    configuration_of,
-    metrics_of,
+    collect_configuration,
+    list_metrics,
 )
 from dglx_dist.training.export import check_target, write_edges, write_embeddings, write_relations
 from dglx_dist.training.fit_config import Callback, FitConfig, FitResult, check_loop, needs_own_loop
-from dglx_dist.training.inference import flatten, labelled_type, layerwise_inference
+from dglx_dist.training.inference import find_labelled_type, flatten, layerwise_inference
 from dglx_dist.training.link import (
     DECODERS,
     PAIR_LOSSES,
@@ -74,8 +74,8 @@ from dglx_dist.training.model_kinds import KINDS, RELATIONAL_KINDS, WEIGHTED, li
 from dglx_dist.training.models import build_model
 from dglx_dist.training.relational import EntityInputs
 from dglx_dist.training.resume import check_same, resolve_resume
-from dglx_dist.training.tasks import LinkPrediction, as_probabilities, predicted, read_task
-from dglx_dist.training.tracing import check_trace, without_keys
+from dglx_dist.training.tasks import LinkPrediction, predicted, read_task, to_probabilities
+from dglx_dist.training.tracing import check_trace, remove_keys
 
 CHECKPOINTS = "checkpoints"
 """Folder inside a run folder."""
@@ -94,9 +94,11 @@ def _resolve_auto(
         return plan, None
     folder = Path(plan.out)
     own_loop, kind = needs_own_loop(plan) is not None, None if plan.model_file else plan.model
-    training = Training(num_layers=plan.layers, kind=kind, own_loop=own_loop, **common_fields(plan, Training))
+    training = Training(
+        num_layers=plan.layers, kind=kind, own_loop=own_loop, **select_common_fields(plan, Training)
+    )
     taken, chosen = resolve(module, g, training, folder / CHECKPOINTS if plan.resume else None)
-    choice = plan_of_run(folder, g.session) if chosen is None else chosen.to_json()
+    choice = read_run_plan(folder, g.session) if chosen is None else chosen.to_json()
     plan = replace(plan, strategy=taken.strategy, strategy_options=dict(taken.options))
     if taken.cache is not None:
         plan = replace(plan, cache=taken.cache, cache_alpha=taken.cache_alpha)
@@ -246,7 +248,7 @@ def _write_outputs(
 
     def of_scores(scores: Tensor) -> tuple[Tensor, ...]:
         answers = predicted(plan.task, scores)
-        return (answers, as_probabilities(plan.task, scores)) if plan.scores else (answers,)
+        return (answers, to_probabilities(plan.task, scores)) if plan.scores else (answers,)
 
     def answers(block: Any, h: Any) -> Any:
         scores = last(block, h)
@@ -299,12 +301,12 @@ def train_dataset(plan: TrainConfig) -> Trained:
         module, inputs, _ = built
         module.to(session.device)
         plan, choice = _resolve_auto(plan, g, module)
-        plan = with_defaults(plan)
+        plan = fill_defaults(plan)
         _check_cache(plan, session)
         check_loop(plan, strategy_of(session).traits, session.strategy)
         _check_outputs(plan, session)
         writes = session.topology.rank == 0
-        config = run_config(plan, g, session)
+        config = build_run_config(plan, g, session)
         facts = _configuration(plan, g, folder)
         before = read_epochs(folder) if plan.resume else None
 
@@ -312,7 +314,7 @@ def train_dataset(plan: TrainConfig) -> Trained:
             # Once the checkpoint is loaded: one that is damaged must not cost the results of the run.
             if writes:
                 start_run(folder, config, before, plan=choice)
-                say(f"learning {what_is_learnt(plan, g, target)}")
+                say(f"learning {describe_target(plan, g, target)}")
                 if plan.task == REGRESSION and g.dataset.manifest.num_classes.get(str(target)) == 2:
                     say("warning: all labels are 0 or 1; as classes, leave --task out", style="yellow")
 
@@ -320,10 +322,10 @@ def train_dataset(plan: TrainConfig) -> Trained:
         wrapped, result = _fit(plan, g, target, built, facts, start, append)
         epochs = (*(e for e in before or () if e.epoch < result.first_epoch), *result.epochs)
         # Without patience the figures are those of the last epoch.
-        costs = facts_of(wrapped, session, result if plan.patience else replace(result, best_epoch=None))
+        costs = collect_facts(wrapped, session, result if plan.patience else replace(result, best_epoch=None))
         summary = summarise(costs, epochs) | {"traffic": result.traffic} | notes
         if choice is not None:
-            choice["outcome"] = asdict(outcome_of(choice["epoch"], epochs, costs))
+            choice["outcome"] = asdict(build_outcome(choice["epoch"], epochs, costs))
             summary[AUTO] = plan_summary(choice)
         if result.account:
             shown = {name: value for name, value in result.account.items() if name != "text"}
@@ -331,7 +333,7 @@ def train_dataset(plan: TrainConfig) -> Trained:
             summary["account"] = {"epochs": len(result.epochs), **shown}
         if writes and (result.epochs or not (folder / SUMMARY).is_file()):
             write_run(folder, config, epochs, summary, plan=choice)
-            _draw(epochs, folder, run_title(summary, config))
+            _draw(epochs, folder, format_run_title(summary, config))
         _write_outputs(plan, wrapped, inputs, g, target)
         return Trained(rank=session.topology.rank, epochs=epochs, summary=summary)
 
@@ -346,7 +348,7 @@ def _prepared(plan: TrainConfig, g: DistGraph) -> tuple[TrainConfig, Target, Bui
         ntype = _check_trainable(plan, g)
         _check_edge_weight(plan, g)
         task, width = read_task(g, ntype, LABEL, plan.task)
-        plan = replace(plan, task=task, metric=metrics_of(task, plan.metric))
+        plan = replace(plan, task=task, metric=list_metrics(task, plan.metric))
         return plan, ntype, build(plan, g, ntype, width or g.num_classes(ntype)), {}
     if plan.model != NO_ENCODER:
         _check_inputs(plan, g)
@@ -365,11 +367,11 @@ def _prepared(plan: TrainConfig, g: DistGraph) -> tuple[TrainConfig, Target, Bui
         "target": ",".join(relation for _, relation, _ in targets),
         "edge_split": "80 / 10 / 10, keyed by the ends" if made else "masks of the dataset",
     }
-    plan, built = replace(plan, metric=metrics_of(LINK, plan.metric)), _build_link(plan, g, targets)
+    plan, built = replace(plan, metric=list_metrics(LINK, plan.metric)), _build_link(plan, g, targets)
     return plan, LinkEvaluation(g=g, targets=targets, inputs=built[1], metrics=plan.metric), built, notes
 
 
-def what_is_learnt(plan: TrainConfig, g: DistGraph, target: Target) -> str:
+def describe_target(plan: TrainConfig, g: DistGraph, target: Target) -> str:
     """Return the task with its size, as ``classification, 7 classes``."""
     if not isinstance(target, str):
         names = ", ".join(relation for _, relation, _ in target.targets[:3])
@@ -400,15 +402,15 @@ def train_seeds(plan: TrainConfig) -> Trained:
 
 def _configuration(plan: TrainConfig, g: DistGraph, folder: Path) -> dict[str, object]:
     """Return what a resumed run must have in common; ConfigError if it differs. Collective."""
-    facts = configuration_of(plan, g.dataset.manifest.checksum)
-    facts["strategy_options"] = without_keys(plan.strategy_options)
+    facts = collect_configuration(plan, g.dataset.manifest.checksum)
+    facts["strategy_options"] = remove_keys(plan.strategy_options)
     saved = read_extra(folder / CHECKPOINTS) if plan.goes_on else None
     if saved is not None:
         check_same(saved, facts, folder)
     return facts
 
 
-def with_defaults(plan: TrainConfig) -> TrainConfig:
+def fill_defaults(plan: TrainConfig) -> TrainConfig:
     """Return ``plan`` with the defaults of its strategy for batches and loader."""
     fanouts = default_fanouts(plan.strategy, plan.layers) if plan.fanouts is None else plan.fanouts
     batch_size = default_batch_size(plan.strategy)
@@ -426,11 +428,11 @@ def _check_trainable(plan: TrainConfig, g: DistGraph) -> str:
     """Check that ``g`` has the types and data that the model needs; return the node type to classify."""
     if plan.strategy == AUTO:
         check_plannable(g.dataset.manifest, plan.data)
-    ntype, of_nodes = labelled_type(g), {name: g.nodes[name].data for name in g.ntypes}
+    ntype, of_nodes = find_labelled_type(g), {name: g.nodes[name].data for name in g.ntypes}
     data = of_nodes[ntype]
     lacks = f"{g.dataset.folder} has no node data {{!r}} (known: {', '.join(data) or 'none'}); "
     if LABEL not in data:
-        others = could_be_labels(of_nodes)
+        others = can_be_labels(of_nodes)
         remedy = f"rename one of {others} to {LABEL!r} in nodes.csv or the .npz, and partition again"
         remedy = remedy if others else "partition a graph that has it (docs/quickstart.md names the columns)"
         if plan.task == AUTO_TASK:
@@ -508,12 +510,12 @@ def _check_cache(plan: TrainConfig, session: Session) -> None:
         )
 
 
-def run_config(plan: TrainConfig, g: DistGraph, session: Session) -> dict[str, object]:
+def build_run_config(plan: TrainConfig, g: DistGraph, session: Session) -> dict[str, object]:
     """Return the content of ``config.json``: effective options without secrets, ranks, graph, versions."""
     return {
         **asdict(plan),
         "strategy": session.strategy,
-        "strategy_options": without_keys(plan.strategy_options),
+        "strategy_options": remove_keys(plan.strategy_options),
         "timeout_s": session.timeout_s,
         "ranks": session.topology.world_size,
         "servers": session.topology.num_servers,
@@ -546,7 +548,7 @@ def _fit(
     # A cache that auto chose is filled already.
     if plan.cache is not None and not g.kvstore.has_cache:
         _cache_features(plan, g, target, plan.cache)
-    folder, options = Path(plan.out) / CHECKPOINTS, common_fields(plan, FitConfig)
+    folder, options = Path(plan.out) / CHECKPOINTS, select_common_fields(plan, FitConfig)
     options |= {"inputs": inputs, "configuration": facts, "on_begin": begin}
     loading: dict[str, Any] = {"depth": plan.depth, "num_threads": plan.loader_threads}
     loading = {name: value for name, value in loading.items() if value is not None}

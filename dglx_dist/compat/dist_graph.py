@@ -107,8 +107,8 @@ class DistGraph(Wrapper, of=InnerDistGraph):
         ``dgl.ETYPE``.
         """
         book = self.inner.get_partition_book()
-        nodes = IdRanges.of_offsets([*map(book.node_bounds, book.ntypes)])
-        edges = IdRanges.of_offsets([*map(book.edge_bounds, book.canonical_etypes)])
+        nodes = IdRanges.from_offsets([*map(book.node_bounds, book.ntypes)])
+        edges = IdRanges.from_offsets([*map(book.edge_bounds, book.canonical_etypes)])
         ends = find_edges(self, torch.arange(*edges.part_range(book.partid)))
         return part_structure(nodes, edges, book.partid, (ends[0].numpy(), ends[1].numpy()))
 

@@ -20,7 +20,7 @@ from dglx_dist.graph.dist_tensor import get_opened_graph
 from dglx_dist.graph.kvstore import KVStore
 from dglx_dist.graph.partition_book import Ids, PartitionBook, as_array, as_ids, canonical_etype
 from dglx_dist.internals.pytorch import ids_to_device
-from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, EdgeType, IdRanges, type_text
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, EdgeType, IdRanges, format_type
 
 K = TypeVar("K", str, EdgeType)
 
@@ -132,7 +132,7 @@ def _bounds(ranges: Mapping[K, Any], kinds: Mapping[K, int], num_parts: int) -> 
             raise ConfigError(f"{what}; give ({num_parts}, 2) ranges")
         bounds[key] = np.concatenate([[0], np.cumsum(np.diff(given[key]))])
     for (key, found), starts in zip(
-        given.items(), IdRanges.of_offsets([*bounds.values()]).starts, strict=True
+        given.items(), IdRanges.from_offsets([*bounds.values()]).starts, strict=True
     ):
         if (found[:, 0] != starts)[found[:, 1] > found[:, 0]].any():
             return bounds, f"the map of {key!r} is {found.tolist()}, which is not in order of the types"
@@ -257,7 +257,7 @@ class PartitionPolicy(Wrapper, of=InnerPartitionPolicy):
         if kind not in ("node", "edge"):
             raise ConfigError(f"policy_str is {policy_str!r}; it must begin with 'node' or 'edge'")
         book = partition_book.inner
-        is_node, etype = kind == "node", name or type_text(EDGE_TYPE)
+        is_node, etype = kind == "node", name or format_type(EDGE_TYPE)
         known: Any = name or NODE_TYPE if is_node else canonical_etype(etype, book.canonical_etypes)
         self.inner = InnerPartitionPolicy(
             kind=cast("Any", kind),
@@ -294,7 +294,7 @@ class EdgePartitionPolicy(PartitionPolicy):
     """The policy of the edges of a type, given as a triple."""
 
     def __init__(self, partition_book: RangePartitionBook, etype: EdgeType = EDGE_TYPE) -> None:
-        super().__init__(f"edge~{type_text(etype)}", partition_book)
+        super().__init__(f"edge~{format_type(etype)}", partition_book)
 
 
 def inner_policy(policy: PartitionPolicy | InnerPartitionPolicy | None) -> InnerPartitionPolicy | None:

@@ -29,7 +29,7 @@ from dglx_dist.data.storage.files import (
     replaced_file,
 )
 from dglx_dist.errors import ConfigError, DatasetError, PeerError, StorageError
-from dglx_dist.memory import machine_memory, readable_bytes, resident, return_memory
+from dglx_dist.memory import format_bytes, machine_memory, resident_bytes, return_memory
 from dglx_dist.progress import progress, say
 from dglx_dist.records import Array, ColumnInfo
 
@@ -80,9 +80,9 @@ def open_budget(limit: int) -> Budget:
     """
     most, _ = machine_memory()
     if limit > most:
-        say(f"--memory {readable_bytes(limit)} is more than there is here; {readable_bytes(most)} are used")
+        say(f"--memory {format_bytes(limit)} is more than there is here; {format_bytes(most)} are used")
         limit = most
-    used = resident() + LIBRARY_BYTES
+    used = resident_bytes() + LIBRARY_BYTES
     budget = Budget(work=limit - used, held=used)
     if budget.work < MIN_WORK_BYTES:
         raise ConfigError(
@@ -482,7 +482,7 @@ class Workspace:
         if not self.holds(num_bytes + least):
             needed = num_bytes + least
             raise ConfigError(
-                f"{what} takes {readable_bytes(needed)} of memory at least; {self.budget.remedy(needed)}"
+                f"{what} takes {format_bytes(needed)} of memory at least; {self.budget.remedy(needed)}"
             )
         return self.budget.work - num_bytes
 

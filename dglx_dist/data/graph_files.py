@@ -40,7 +40,7 @@ from dglx_dist.data.table_graphs import graph_of_tables
 from dglx_dist.data.tables import as_numpy, id_column
 from dglx_dist.data.validate import check_ids, check_integers, first_repeat
 from dglx_dist.errors import ConfigError, DatasetError, DglxError
-from dglx_dist.memory import machine_memory, readable_bytes
+from dglx_dist.memory import format_bytes, machine_memory
 from dglx_dist.progress import progress
 from dglx_dist.records import (
     EDGE_TYPE,
@@ -170,7 +170,7 @@ def _read(path: Path, workspace: Workspace | None) -> dict[str, Array]:
                 num_bytes = 4 * sum(member.file_size for member in stored.zip.infolist())
                 if workspace is not None and not workspace.holds(num_bytes):
                     raise ConfigError(
-                        f"{path}: a matrix is read at once, in {readable_bytes(num_bytes)}; grant more "
+                        f"{path}: a matrix is read at once, in {format_bytes(num_bytes)}; grant more "
                         "--memory, or save its rows and columns as src and dst"
                     )
                 return _arrays_of_matrix(importlib.import_module("scipy.sparse").load_npz(path), path)
@@ -219,7 +219,7 @@ def _unpacked(path: Path, workspace: Workspace) -> dict[str, Array]:
         if not workspace.holds(sum(larger.values())):
             raise ConfigError(
                 f"{path}: {', '.join(sorted(larger))} are converted in memory, and take up to "
-                f"{readable_bytes(sum(larger.values()))}; store them as int32, int64 or float32, make a "
+                f"{format_bytes(sum(larger.values()))}; store them as int32, int64 or float32, make a "
                 "dataset by dglx ingest, or grant more --memory"
             )
 
@@ -276,7 +276,7 @@ def _num_nodes(arrays: Mapping[str, Array], source_ids: Array, destination_ids: 
     if 8 * found > machine_memory()[0]:
         raise DatasetError(
             f"{where}: there are {found} nodes by num_nodes or the largest id, and one number for each takes "
-            f"{readable_bytes(8 * found)}, more than this machine has; number them from 0 without gaps"
+            f"{format_bytes(8 * found)}, more than this machine has; number them from 0 without gaps"
         )
     return found
 
@@ -438,7 +438,7 @@ class NetworkxSource(DatasetSource):
                 with gzip.open(io.BytesIO(content)) as file:
                     content = file.read(_LARGEST + 1)
             if len(content) > _LARGEST:
-                raise ValueError(f"it has more than {readable_bytes(_LARGEST)}; save its edges as a .txt")
+                raise ValueError(f"it has more than {format_bytes(_LARGEST)}; save its edges as a .txt")
             graph = _read_networkx(content.removeprefix(codecs.BOM_UTF8), kind.removesuffix(".gz"))
         # Each reader raises others where a file is damaged.
         except Exception as error:
@@ -777,7 +777,7 @@ def _read_lines(path: Path, is_triples: bool | None = None) -> tuple[Any, list[s
         if not is_triples and re.search(rb"\s\{(['\"].*)?\}$", begin[0]):
             content = file.read(_LARGEST + 1)
             if len(content) > _LARGEST:
-                most = readable_bytes(_LARGEST)
+                most = format_bytes(_LARGEST)
                 raise ValueError(f"with dictionaries at most {most}; use write_edgelist(data=['weight'])")
             text, entries = _without_entries(content.decode(), str(path))
             source, before = io.BytesIO(text.encode()), []

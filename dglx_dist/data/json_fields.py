@@ -15,7 +15,7 @@ from enum import Enum
 from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar, Union, cast, final, get_args, get_origin
 
 from dglx_dist.errors import ConfigError, DglxError
-from dglx_dist.registry import did_you_mean
+from dglx_dist.registry import suggest_name
 
 Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"] | None
 T = TypeVar("T")
@@ -87,7 +87,7 @@ class Fields:
         """Return this object; raise the error if it has another field than the ``known``."""
         for name in self.given:
             if name not in known:
-                hint = f"{did_you_mean(name[:80], known)} (supported: {', '.join(known)})"
+                hint = f"{suggest_name(name[:80], known)} (supported: {', '.join(known)})"
                 raise self._error(f"{self.where}: key {self._path(name)!r} is not supported{hint}")
         return self
 
@@ -166,7 +166,7 @@ class Fields:
             if value == one and type(value) is type(one):
                 return one
         known = [one for one in choices if isinstance(one, str)]
-        hint = did_you_mean(value[:80], known) if isinstance(value, str) else ""
+        hint = suggest_name(value[:80], known) if isinstance(value, str) else ""
         raise self.wrong(name, f"one of {', '.join(map(repr, choices))}{hint}")
 
     def items(self, name: str, least: int = 0, most: float = math.inf) -> Fields:

@@ -22,7 +22,7 @@ from dglx_dist.data.dgl_files import check_files, load_graphs
 from dglx_dist.data.external_memory import Workspace
 from dglx_dist.data.validate import FEW_CLASSES, check_raw_graph, column_error, number_codes
 from dglx_dist.errors import ConfigError, DatasetError, DglxError, StorageError, UnknownNameError
-from dglx_dist.memory import readable_bytes
+from dglx_dist.memory import format_bytes
 from dglx_dist.options import check_integer, check_names
 from dglx_dist.records import (
     EDGE_TYPE,
@@ -36,7 +36,7 @@ from dglx_dist.records import (
     RawGraph,
     SparseRows,
 )
-from dglx_dist.registry import Registry, did_you_mean
+from dglx_dist.registry import Registry, suggest_name
 
 # dgl and torch are imported only where they are used: other sources, and ingesting within a memory limit,
 # do without their 250 MB.
@@ -312,7 +312,7 @@ def _dataset_class(name: str) -> Any:
     if name in known:
         return getattr(dgl.data, name)
     raise UnknownNameError(
-        f"dgl.data has no dataset {name!r}{did_you_mean(name, known)} (write e.g. dgl:CoraGraphDataset)"
+        f"dgl.data has no dataset {name!r}{suggest_name(name, known)} (write e.g. dgl:CoraGraphDataset)"
     )
 
 
@@ -458,7 +458,7 @@ def _check_fits(name: str, per_byte: int, path: Path, workspace: Workspace) -> N
     if needed > workspace.budget.work:
         remedy = "first `dglx ingest` them (docs/ingest.md)" if path.is_dir() else "give an uncompressed .npz"
         raise ConfigError(
-            f"{path} would take about {readable_bytes(needed)} of memory, as {name} reads it at once; "
+            f"{path} would take about {format_bytes(needed)} of memory, as {name} reads it at once; "
             f"{remedy}, or grant more --memory"
         )
 

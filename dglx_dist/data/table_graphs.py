@@ -26,7 +26,7 @@ from dglx_dist.data.tables import (
 from dglx_dist.data.validate import check_columns, check_unique, warn_of_unknown
 from dglx_dist.errors import DatasetError
 from dglx_dist.records import EDGE_TYPE, FEATURE, LABEL, NODE_TYPE, Array, EdgeType, NodeColumn, RawGraph
-from dglx_dist.registry import did_you_mean
+from dglx_dist.registry import suggest_name
 
 _LOG = logging.getLogger(__name__)
 SUFFIXES = (".csv", ".parquet")
@@ -191,7 +191,7 @@ def _choose_names(listed: str, known: Sequence[str], where: str, option: str) ->
     for name in [*filter(None, names), *names[:-1]]:
         if name not in known:
             raise DatasetError(
-                f"{where} has the column {name!r} of {option}{did_you_mean(name, known)} (columns: "
+                f"{where} has the column {name!r} of {option}{suggest_name(name, known)} (columns: "
                 f"{', '.join(known) or 'none'})"
             )
     return names

@@ -19,7 +19,7 @@ from numba import njit
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.partition_book import as_ids
-from dglx_dist.keyed_random import bounded, hash_ids, item_key, stream_key, unit
+from dglx_dist.keyed_random import draw_below, draw_unit, hash_ids, item_key, stream_key
 from dglx_dist.options import check_integer
 from dglx_dist.records import Array, EdgeType
 
@@ -199,7 +199,7 @@ def _uniform(ids: Array, stream: np.uint64, k: int, bound: int) -> Array:
         key = item_key(stream, ids[i])
         number = 0
         for j in range(k):
-            out[i, j], number = bounded(key, number, bound)
+            out[i, j], number = draw_below(key, number, bound)
     return out
 
 
@@ -210,7 +210,7 @@ def _weighted(ids: Array, stream: np.uint64, k: int, sums: Array) -> Array:
     for i in range(len(ids)):
         key = item_key(stream, ids[i])
         for j in range(k):
-            slot = np.searchsorted(sums, unit(key, j) * sums[-1], side="right")
+            slot = np.searchsorted(sums, draw_unit(key, j) * sums[-1], side="right")
             # A product that rounds up to the total lies behind the last node that has an edge.
             out[i, j] = slot if slot < len(sums) else np.searchsorted(sums, sums[-1], side="left")
     return out

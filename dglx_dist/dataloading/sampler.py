@@ -37,7 +37,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.row_kernels import plan_remote
 from dglx_dist.graph.sampling import pack_hop_parameters
 from dglx_dist.graph.structure import NO_EDGES, CSCShard, InEdges, Structure, all_in_edges
-from dglx_dist.keyed_random import Csc, merged, relation_keys, stream_key
+from dglx_dist.keyed_random import Csc, merge_ids, relation_keys, stream_key
 from dglx_dist.records import Array, EdgeType
 
 
@@ -98,7 +98,7 @@ class DrawSettings:
         edges, edge_ends = nothing, np.zeros(num_relations + 1, np.int64)
         if exclude or self.exclude:
             lists = [
-                merged(self.exclude.get(etype, nothing), exclude.get(etype, nothing))
+                merge_ids(self.exclude.get(etype, nothing), exclude.get(etype, nothing))
                 for etype in self.schema.etypes
             ]
             edges, edge_ends = np.concatenate(lists), _ends(lists)

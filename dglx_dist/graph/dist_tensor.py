@@ -41,7 +41,7 @@ from dglx_dist.graph.row_kernels import (
 from dglx_dist.graph.shared_memory import InitRows, map_shared_rows, save_folder
 from dglx_dist.graph.structure import Structure
 from dglx_dist.internals.pytorch import to_device
-from dglx_dist.records import Array, ColumnInfo, EdgeType, type_text
+from dglx_dist.records import Array, ColumnInfo, EdgeType, format_type
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -84,7 +84,7 @@ class PartitionPolicy:
     @cached_property
     def policy_str(self) -> str:
         """``node~<type>`` or ``edge~<source>:<relation>:<destination>``, as in DGL; ``own~<name>``."""
-        return f"{self.kind}~{type_text(self.type_name)}"
+        return f"{self.kind}~{format_type(self.type_name)}"
 
     @property
     def part_id(self) -> int:

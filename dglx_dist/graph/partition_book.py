@@ -16,7 +16,7 @@ from dglx_dist.comm.wire import FRAME_BYTES
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.row_kernels import check_ids
 from dglx_dist.internals.pytorch import ids_on_host
-from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, EdgeType, IdRanges, type_text
+from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, EdgeType, IdRanges, format_type
 
 
 @final
@@ -170,10 +170,10 @@ class PartitionBook:
 def canonical_etype(etype: str | EdgeType | None, known: Sequence[EdgeType]) -> EdgeType:
     """Return the triple of ``etype``: one, a relation, ``source:relation:destination``; None: the only."""
     found = [triple for triple in known if etype is None or etype in (triple, triple[1])]
-    found = found or [triple for triple in known if type_text(triple) == etype]
+    found = found or [triple for triple in known if format_type(triple) == etype]
     if len(found) == 1:
         return found[0]
-    listed = ", ".join(map(type_text, known))
+    listed = ", ".join(map(format_type, known))
     if etype is None:
         raise ConfigError(f"the graph has the edge types {listed}; say which with etype=")
     problem = "several edge types have the relation" if found else "there is no edge type"
@@ -186,7 +186,7 @@ class _Ranges(Generic[K]):
         self.types = tuple(bounds)
         self._bounds = {key: np.asarray(value, dtype=np.int64) for key, value in bounds.items()}
         self.num_partitions = len(next(iter(self._bounds.values()))) - 1
-        self._ids = IdRanges.of_offsets([*self._bounds.values()])
+        self._ids = IdRanges.from_offsets([*self._bounds.values()])
 
     def bounds(self, key: K) -> Array:
         if key not in self._bounds:

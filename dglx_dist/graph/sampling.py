@@ -15,7 +15,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_tensor import OpenedGraph
 from dglx_dist.graph.partition_book import Ids, as_ids
 from dglx_dist.graph.structure import NO_EDGES, CSCShard, Draw, InEdges, Structure
-from dglx_dist.keyed_random import Csc, Rule, draw_among, draw_edges, merged
+from dglx_dist.keyed_random import Csc, Rule, draw_among, draw_edges, merge_ids
 from dglx_dist.records import Array, EdgeType
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def make_keyed_draw(rule: Rule, weights: Mapping[int, Array]) -> Draw:
         hop = json.loads(parameters)
         csc = make_csc(shard, weights.get(shard.first_node))
         fanout, stream = int(hop["fanout"]), np.uint64(hop["stream"])
-        batch_rule = rule._replace(exclude=merged(rule.exclude, exclude))
+        batch_rule = rule._replace(exclude=merge_ids(rule.exclude, exclude))
         indptr, sources, edge_ids = draw_edges(csc, nodes, fanout, stream, batch_rule)
         return InEdges(indptr=indptr, sources=sources, edge_ids=edge_ids)
 

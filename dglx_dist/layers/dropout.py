@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from dglx_dist.comm.devices import is_on_host
 from dglx_dist.errors import ConfigError
 from dglx_dist.internals.pytorch import NO_BACKWARD, current_backward, tree_leaves
-from dglx_dist.keyed_random import full_word, item_key, shifted, stream_key, words_on_device
+from dglx_dist.keyed_random import full_word, item_key, shift_right, stream_key, words_on_device
 from dglx_dist.records import Array
 
 
@@ -152,7 +152,7 @@ _WORDS_AT_ONCE = 1 << 22
 
 
 def _kept_on_device(stream: np.uint64, nodes: Tensor, numbers: Tensor, threshold: np.uint64) -> Tensor:
-    return shifted(words_on_device(stream, nodes, numbers), 32) >= int(threshold)
+    return shift_right(words_on_device(stream, nodes, numbers), 32) >= int(threshold)
 
 
 def _threshold(probability: float) -> np.uint64:

@@ -20,12 +20,12 @@ from dglx_dist.graph.cache import TRAIN_MASK, check_budget
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.graph.split import read_marked_ids
-from dglx_dist.memory import machine_memory, read_size, resident
+from dglx_dist.memory import machine_memory, read_size, resident_bytes
 from dglx_dist.options import check_integer, check_ranges, read_options
-from dglx_dist.planner.choose import choosable, choose, find_bar, predict
+from dglx_dist.planner.choose import choose, find_bar, list_choosable, predict
 from dglx_dist.planner.costs.base import Counted
 from dglx_dist.planner.measure import CountConfig, count, probe, sample_blocks, time_step
-from dglx_dist.planner.model_shape import shape_of_module
+from dglx_dist.planner.model_shape import infer_shape
 from dglx_dist.planner.records import Choice, ChoiceOptions, Cluster, Draws
 from dglx_dist.planner.trials import TrialConfig, fill_cache, leave_unchanged, run_trials
 from dglx_dist.planner.workload import check_plannable
@@ -120,7 +120,7 @@ def batch_assumptions(unit: str, num_layers: int, fanouts: Sequence[int] | None)
     return (_NO_BATCHES,) if _is_deep(unit, num_layers, fanouts) else ()
 
 
-def draws_of(
+def plan_draws(
     choice: ChoiceOptions,
     num_layers: int,
     fanouts: Sequence[int] | None,
@@ -190,7 +190,7 @@ def _read_checkpointed(value: object, folder: str | Path | None) -> Candidate:
     """
     values: Mapping[str, Any] = value if isinstance(value, dict) else {}
     name, options, cache = values.get("name"), values.get("options"), values.get("cache")
-    known = choosable().get(str(name))
+    known = list_choosable().get(str(name))
     if known is None or not isinstance(options, dict) or not options.keys() <= known:
         raise ConfigError(
             f"the checkpoint in {folder} was not trained with a strategy and options that 'auto' chooses "
@@ -245,11 +245,11 @@ def _choose(
     features, classes = g.ndata[FEATURE].shape[1], g.dataset.manifest.num_classes.get(g.ntypes[0], 1)
     given: dict[str, Any] = {"kind": training.kind or "", "hidden": training.hidden or 0}
     given["guessed"] = training.kind is None
-    shape = shape_of_module(model, features, classes, training.num_layers, **given)
+    shape = infer_shape(model, features, classes, training.num_layers, **given)
     notify("probing the links")
     cluster = _cluster(g.session, options, float_of(model).device)
     layers, epoch = len(shape.layers), min(1, training.epochs - 1)
-    draws = draws_of(options, layers, training.fanouts, training.batch_size, epoch=epoch)
+    draws = plan_draws(options, layers, training.fanouts, training.batch_size, epoch=epoch)
     constraints = options if draws is not None else replace(options, unit="full_graph")
 
     def is_offered(one: Candidate) -> bool:
@@ -263,7 +263,7 @@ def _choose(
         caches=options.caches,
         partitioned=not g.structure().is_replicated and cluster.servers > 1,
         in_job=True,
-        program_bytes=resident(),
+        program_bytes=resident_bytes(),
         epoch=epoch,
         assumptions=batch_assumptions(options.unit, layers, training.fanouts),
     )

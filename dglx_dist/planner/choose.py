@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from dglx_dist.memory import readable_bytes
+from dglx_dist.memory import format_bytes
 from dglx_dist.planner.costs.base import COSTS, Cost, Counted, Work
 from dglx_dist.planner.records import Choice, ChoiceOptions, Prediction
 from dglx_dist.strategies.base import STRATEGIES
@@ -37,7 +37,7 @@ def list_works(candidates: Iterable[Candidate], context: CandidateContext) -> tu
     return tuple(dict.fromkeys(work for works in costs for work in works))
 
 
-def choosable() -> Mapping[str, frozenset[str]]:
+def list_choosable() -> Mapping[str, frozenset[str]]:
     """Return every strategy that may be chosen, with its option names."""
     names: dict[str, frozenset[str]] = {}
     for candidate in enumerate_candidates(CandidateContext(ranks=4, servers=2, num_layers=3, steps=3)):
@@ -203,7 +203,7 @@ def _ratio(one: Prediction, picked: Prediction, constraints: ChoiceOptions) -> f
 
 
 def _describe(one: Prediction) -> str:
-    moved = f"moves {readable_bytes(one.inter_server_bytes)} between servers"
+    moved = f"moves {format_bytes(one.inter_server_bytes)} between servers"
     if one.trial is not None:
         return f"{one.candidate.name} took {_seconds(one.epoch_seconds)} an epoch here, and {moved}"
     return (
@@ -223,5 +223,5 @@ def _compare(other: Prediction, picked: Prediction, constraints: ChoiceOptions) 
         # Their epochs are different work, so their bytes are not comparable.
         return f"{other.candidate.name} takes {ratio:.2f} x as long to learn as much"
     more = other.inter_server_bytes - picked.inter_server_bytes
-    moved = f", and moves {readable_bytes(more)} more between servers" if more > 0 else ""
+    moved = f", and moves {format_bytes(more)} more between servers" if more > 0 else ""
     return f"{other.candidate.name} takes {ratio:.2f} x as long{moved}"

@@ -5,16 +5,18 @@ from functools import partial
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.memory import read_size
-from dglx_dist.options import ABOVE_ZERO, at_least, in_option, option, path_option
+from dglx_dist.options import ABOVE_ZERO, at_least, option, path_option, prefix_errors
 from dglx_dist.planner.records import ChoiceOptions, Rate
-from dglx_dist.training.config import ModelConfig, ranks_of_each
+from dglx_dist.training.config import ModelConfig, count_ranks_per_server
 from dglx_dist.training.model_kinds import MODEL_KINDS, check_kind
 
 _of_servers = partial(option, panel="Servers")
 _MAX_BITS_PER_S = 10**14
 """Above the limit of tc, for links between accelerators inside of a server."""
-_rate = partial(_of_servers, None, metavar="RATE", parse=in_option(partial(Rate.parse, most=_MAX_BITS_PER_S)))
-_size = partial(_of_servers, None, metavar="SIZE", parse=in_option(read_size))
+_rate = partial(
+    _of_servers, None, metavar="RATE", parse=prefix_errors(partial(Rate.parse, most=_MAX_BITS_PER_S))
+)
+_size = partial(_of_servers, None, metavar="SIZE", parse=prefix_errors(read_size))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +75,7 @@ class PlanConfig(ChoiceOptions, ModelConfig):
     def per_server(self) -> int:
         if self.ranks is None:
             return self.ranks_per_server or 1
-        return ranks_of_each(self.ranks, self.servers) or 1
+        return count_ranks_per_server(self.ranks, self.servers) or 1
 
     @property
     def ranks_of_machine(self) -> int:

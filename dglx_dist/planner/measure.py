@@ -29,9 +29,9 @@ from dglx_dist.layers.dropout import find_pass_ids, install_node_dropouts
 from dglx_dist.layers.tracer import MODEL_ERRORS
 from dglx_dist.planner.choose import enumerate_candidates, has_costs, list_works, predict
 from dglx_dist.planner.costs.base import Counted, PlannedRun
-from dglx_dist.planner.model_shape import topology_of
+from dglx_dist.planner.model_shape import build_topology
 from dglx_dist.planner.records import Cluster, Draws, ModelShape, Prediction
-from dglx_dist.planner.workload import count_batches, row_sizes, stats_of_dataset, stats_of_manifest
+from dglx_dist.planner.workload import count_batches, estimate_graph_stats, read_graph_stats, read_row_sizes
 from dglx_dist.records import Array
 from dglx_dist.strategies.base import float_of
 from dglx_dist.strategies.candidate import CACHE_SIZES, Candidate, CandidateContext
@@ -103,7 +103,7 @@ def count(
     batches = None
     if config.draws is not None:
         notify("batches of all ranks")
-        sizes = row_sizes(g, shape.gradient_bytes, partitioned=config.partitioned)
+        sizes = read_row_sizes(g, shape.gradient_bytes, partitioned=config.partitioned)
         caches = tuple(dict.fromkeys((one.cache, one.cache_alpha) for one in candidates if one.cache))
         batches = count_batches(run, config.draws, caches, sizes)
     for work in list_works((one for one in candidates if one.strategy not in shape.refused), context):
@@ -139,7 +139,9 @@ def _context_of(run: PlannedRun, config: CountConfig) -> CandidateContext:
 
 def _run_of(g: DistGraph, num_layers: int, config: CountConfig) -> PlannedRun:
     manifest, cluster = g.dataset.manifest, config.cluster
-    topology = g.session.topology if config.in_job else topology_of(cluster.servers, cluster.ranks_per_server)
+    topology = (
+        g.session.topology if config.in_job else build_topology(cluster.servers, cluster.ranks_per_server)
+    )
     bounds = Placement(manifest.num_parts, topology).server_offsets(
         manifest.node_offsets[manifest.node_types[0]]
     )
@@ -150,9 +152,9 @@ def _run_of(g: DistGraph, num_layers: int, config: CountConfig) -> PlannedRun:
             structure=g.structure(), bounds=bounds, topology=topology, seed=g.session.seed
         ),
         seeds=seeds,
-        graph=stats_of_manifest(manifest, cluster.servers, len(seeds))
+        graph=estimate_graph_stats(manifest, cluster.servers, len(seeds))
         if config.in_job
-        else stats_of_dataset(g.dataset, cluster.servers),
+        else read_graph_stats(g.dataset, cluster.servers),
         cluster=cluster,
         num_layers=num_layers,
         in_job=config.in_job,

@@ -27,13 +27,13 @@ from dglx_dist.planner.records import ModelShape
 from dglx_dist.strategies.base import STRATEGIES, float_of
 
 
-def topology_of(servers: int, ranks_per_server: int) -> Topology:
+def build_topology(servers: int, ranks_per_server: int) -> Topology:
     return Topology(
         0, servers * ranks_per_server, tuple(np.repeat(range(servers), ranks_per_server).tolist())
     )
 
 
-def shape_of_module(
+def infer_shape(
     module: nn.Module,
     features: int,
     classes: int,

@@ -34,7 +34,7 @@ from dglx_dist.records import FEATURE, LABEL
 from dglx_dist.registry import AUTO
 from dglx_dist.strategies.base import STRATEGIES, Objective, OpenedStrategy, float_of
 from dglx_dist.strategies.candidate import Candidate
-from dglx_dist.training.tasks import input_rows
+from dglx_dist.training.tasks import gather_input_rows
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -361,7 +361,7 @@ class CandidateRun:
     def _train_on(self, batches: Iterable[Any]) -> None:
         for batch in batches:
             blocks = batch[-1]
-            rows = input_rows(self._model, blocks[0], FEATURE, None)
+            rows = gather_input_rows(self._model, blocks[0], FEATURE, None)
             take_step(self._model, self._optimizer, blocks, rows)
 
     def _fill_cache(self, candidate: Candidate, draws: Draws | None) -> tuple[Any, Any]:

@@ -37,7 +37,7 @@ from dglx_dist.graph.column import LookAheadRows
 from dglx_dist.graph.partition_book import Placement, split_ids
 from dglx_dist.graph.row_kernels import plan_remote
 from dglx_dist.planner.costs.base import ID_BYTES, BatchWork, CacheHits, PlannedRun, Survey
-from dglx_dist.planner.model_shape import topology_of
+from dglx_dist.planner.model_shape import build_topology
 from dglx_dist.planner.records import Draws, GraphStats
 from dglx_dist.records import FEATURE, LABEL, Array, ColumnInfo
 from dglx_dist.strategies.base import DEFAULT_STRATEGY
@@ -94,7 +94,7 @@ class RowSizes:
     """Whether servers ask each other for in-edges."""
 
 
-def row_sizes(g: DistGraph, gradients: int, *, partitioned: bool) -> RowSizes:
+def read_row_sizes(g: DistGraph, gradients: int, *, partitioned: bool) -> RowSizes:
     def of(name: str) -> int:
         column = g.ndata[name]
         return math.prod(column.shape[1:]) * column.dtype.itemsize
@@ -160,7 +160,7 @@ def count_rank(
     )
 
 
-def rows_ahead(
+def simulate_look_ahead(
     epochs: Sequence[Sequence[Inputs]], alpha: float, place: tuple[Topology, Array], row_bytes: int
 ) -> tuple[int, int]:
     """Return (hits in the last of the epochs, bytes) of a rank's look-ahead cache of size ``alpha``.
@@ -235,7 +235,7 @@ def summed(ranks: Sequence[RankCount], sizes: RowSizes, *, ranks_per_server: int
     )
 
 
-def work_of_counts(ranks: Sequence[RankCount], topology: Topology, sizes: RowSizes) -> BatchWork:
+def combine_counts(ranks: Sequence[RankCount], topology: Topology, sizes: RowSizes) -> BatchWork:
     """Return the work of the ranks' counts, scaled to the epoch if only part of it was counted."""
     scaled = [_scaled_to_epoch(one) for one in ranks]
     largest = max(scaled, key=lambda one: one.largest[0][0]).largest
@@ -299,7 +299,7 @@ def count_batches(
         counts.append(replace(one, caches=list(map(asdict, found))))
     gathered = gather_json([asdict(one) for one in counts], run.g.session)
     ranks = [RankCount(**one) for counts_here in gathered for one in counts_here]
-    return work_of_counts(ranks, partition.topology, sizes)
+    return combine_counts(ranks, partition.topology, sizes)
 
 
 def _count_cache(
@@ -311,7 +311,7 @@ def _count_cache(
 ) -> CacheHits:
     (policy, alpha), (topology, _) = cache, place
     if policy == LOOK_AHEAD:
-        hits, rank_bytes = rows_ahead(epochs, alpha, place, row_bytes)
+        hits, rank_bytes = simulate_look_ahead(epochs, alpha, place, row_bytes)
         return CacheHits(policy=policy, alpha=alpha, hits=hits, rank_bytes=rank_bytes)
     mask = held[topology.server, alpha]
     rows = int(mask.sum())
@@ -366,7 +366,7 @@ def _scores_alone(run: PlannedRun, draws: Draws, server: int) -> Array:
 _EDGES_AT_ONCE = 1 << 20
 
 
-def stats_of_dataset(dataset: StoredDataset, servers: int) -> GraphStats:
+def read_graph_stats(dataset: StoredDataset, servers: int) -> GraphStats:
     """Return the statistics of a dataset on ``servers`` servers; reads all its edges once.
 
     Raises:
@@ -376,7 +376,7 @@ def stats_of_dataset(dataset: StoredDataset, servers: int) -> GraphStats:
     manifest = dataset.manifest
     check_plannable(manifest, str(dataset.folder))
     ntype, etype = manifest.node_types[0], manifest.edge_types[0]
-    placement = Placement(manifest.num_parts, topology_of(servers, 1))
+    placement = Placement(manifest.num_parts, build_topology(servers, 1))
     bounds = placement.server_offsets(manifest.node_offsets[ntype])
     cut = train = 0
     for number in range(manifest.num_parts):
@@ -387,10 +387,10 @@ def stats_of_dataset(dataset: StoredDataset, servers: int) -> GraphStats:
             cut += int(np.count_nonzero((some < bounds[server]) | (some >= bounds[server + 1])))
         train += int(np.count_nonzero(part.node_data(ntype, TRAIN_MASK)))
     edge_cut = cut / max(manifest.num_edges(etype), 1)
-    return replace(stats_of_manifest(manifest, servers, train), edge_cut=edge_cut)
+    return replace(estimate_graph_stats(manifest, servers, train), edge_cut=edge_cut)
 
 
-def stats_of_manifest(manifest: Manifest, servers: int, train_nodes: int) -> GraphStats:
+def estimate_graph_stats(manifest: Manifest, servers: int, train_nodes: int) -> GraphStats:
     """Return the statistics of a dataset without reading it."""
     ntype, etype = manifest.node_types[0], manifest.edge_types[0]
     info = manifest.node_columns[ntype][FEATURE]

@@ -10,7 +10,7 @@ from torch import nn
 from dglx_dist.comm.collectives import broadcast_json, gather_json, run_on_all_ranks
 from dglx_dist.comm.session import Session
 from dglx_dist.errors import StorageError
-from dglx_dist.memory import peak
+from dglx_dist.memory import peak_bytes
 from dglx_dist.planner.records import Outcome
 from dglx_dist.records import EpochRecord
 from dglx_dist.report.run_folder import PLAN, read_plan
@@ -19,7 +19,7 @@ from dglx_dist.strategies.base import float_of
 from dglx_dist.training.fit_config import FitResult
 
 
-def plan_of_run(folder: Path, session: Session) -> dict[str, Any] | None:
+def read_run_plan(folder: Path, session: Session) -> dict[str, Any] | None:
     """Return ``plan.json`` of the run in ``folder`` on rank 0; None: its strategy was named. Collective."""
 
     def read() -> dict[str, Any] | None:
@@ -36,7 +36,7 @@ def plan_of_run(folder: Path, session: Session) -> dict[str, Any] | None:
     return broadcast_json(run_on_all_ranks(session, read, StorageError), session)
 
 
-def outcome_of(counted: int, epochs: Sequence[EpochRecord], facts: Mapping[str, Any]) -> Outcome:
+def build_outcome(counted: int, epochs: Sequence[EpochRecord], facts: Mapping[str, Any]) -> Outcome:
     """Return the measured cost: bytes of epoch ``counted``, else of the last; the rest of the whole run."""
     record = next((one for one in epochs if one.epoch == counted), epochs[-1])
     seconds = summarise(facts, epochs)["epoch_seconds"]
@@ -71,12 +71,12 @@ def plan_summary(value: Mapping[str, Any]) -> dict[str, object]:
     return found
 
 
-def facts_of(model: nn.Module, session: Session, result: FitResult) -> dict[str, Any]:
+def collect_facts(model: nn.Module, session: Session, result: FitResult) -> dict[str, Any]:
     """Return strategy, ranks, exact accuracies, the model's device, most memory of any rank; collective."""
     device = float_of(model).device
     on_gpu = device.type == "cuda"
     held = torch.cuda.max_memory_reserved(device) if on_gpu else None
-    peaks = gather_json([peak(), held], session)
+    peaks = gather_json([peak_bytes(), held], session)
     on_device = [of_rank for _, of_rank in peaks if of_rank is not None]
     accuracies = {"val_accuracy": result.val_accuracy, "test_accuracy": result.test_accuracy}
     return {

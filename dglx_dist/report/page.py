@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, final
 
 from dglx_dist.data.storage.files import replaced_file
 from dglx_dist.errors import ConfigError
-from dglx_dist.memory import readable_bytes
+from dglx_dist.memory import format_bytes
 from dglx_dist.progress import visible
 from dglx_dist.report.run_folder import Run, read_plan
 from dglx_dist.report.tables import COLORS, HIDDEN, INSIDE, OUTSIDE, PHASES, flat_cells, summarise
@@ -59,12 +59,12 @@ def write_page(runs: Mapping[str, Run], path: Path, means: Mapping[str, Cells] |
         raise ConfigError(
             f"--html {path} needs Plotly: `pip install 'dglx_dist[report]'`, or leave it out for tables alone"
         ) from error
-    text = page_of(runs, get_plotlyjs(), means)
+    text = render_page(runs, get_plotlyjs(), means)
     with replaced_file(path) as partial:
         partial.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
-def page_of(runs: Mapping[str, Run], plotly: str, means: Mapping[str, Cells] | None = None) -> str:
+def render_page(runs: Mapping[str, Run], plotly: str, means: Mapping[str, Cells] | None = None) -> str:
     """Return the page; ``plotly`` is the text of plotly.js. Only that and the page's own script can run."""
     figures, title = _Figures(), escape(", ".join(runs))
     summaries = {name: run.summary or summarise({}, run.epochs) for name, run in runs.items()}
@@ -168,8 +168,8 @@ def _traffic(figures: _Figures, name: str, summary: Values) -> str:
         for source, destination, num_bytes in rows:
             row, column = ranks.index(source), ranks.index(destination)
             sums[row][column] = (sums[row][column] or 0) + num_bytes
-            parts[row][column] += f"<br>{_label(phase)}: {readable_bytes(num_bytes)}"
-    texts = [["" if one is None else readable_bytes(one) for one in row] for row in sums]
+            parts[row][column] += f"<br>{_label(phase)}: {format_bytes(num_bytes)}"
+    texts = [["" if one is None else format_bytes(one) for one in row] for row in sums]
     trace = {"type": "heatmap", "x": labels, "y": labels, "xgap": 2, "ygap": 2, "zmin": 0, "showscale": False}
     trace |= {"colorscale": [[0, "#e4eefb"], [1, "#2b5c9e"]], "texttemplate": "%{text}" * (len(ranks) <= 12)}
     trace |= {"z": sums, "text": texts, "hovertext": parts, "hoverinfo": "text"}

@@ -26,9 +26,9 @@ from dglx_dist.comm.trace import (
 )
 from dglx_dist.data.storage.files import replaced_file
 from dglx_dist.errors import ConfigError
-from dglx_dist.progress import visible, visible_lines
+from dglx_dist.progress import escape_lines, visible
 from dglx_dist.records import EpochRecord
-from dglx_dist.report.tables import COLORS, HIDDEN, INSIDE, OUTSIDE, PHASES, readable_percent
+from dglx_dist.report.tables import COLORS, HIDDEN, INSIDE, OUTSIDE, PHASES, format_percent
 
 
 def overlap(trace: TraceFile, row: str = NETWORK) -> float | None:
@@ -113,7 +113,7 @@ def _picture(
     figure.suptitle(visible(title), fontsize=10)
     for text in figure.findobj(Text):
         # Names of the user may have signs of formulas.
-        text.set(text=visible_lines(text.get_text()), parse_math=False)
+        text.set(text=escape_lines(text.get_text()), parse_math=False)
     kind = Path(path).suffix[1:]
     # An interruption leaves an earlier picture intact.
     with replaced_file(Path(path)) as partial:
@@ -316,7 +316,7 @@ def overlap_text(trace: TraceFile) -> str:
     if has_intervals(trace):
         row, nothing, beside = WORKER, "no task of a worker", "the workers' time beside graph servers"
     fraction = overlap(trace, row)
-    return nothing if fraction is None else f"{readable_percent(fraction)} of {beside}"
+    return nothing if fraction is None else f"{format_percent(fraction)} of {beside}"
 
 
 def _longest_part(span: Span, later: Sequence[Span]) -> Span:

@@ -9,9 +9,9 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from dglx_dist.memory import readable_bytes
+from dglx_dist.memory import format_bytes
 from dglx_dist.planner.records import Choice, Prediction
-from dglx_dist.progress import visible, visible_lines
+from dglx_dist.progress import escape_lines, visible
 from dglx_dist.records import EpochRecord
 
 PHASES = (
@@ -27,7 +27,7 @@ COLORS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da
 """Run, batch or interval i has colour i modulo their number."""
 
 
-def readable_count(count: float) -> str:
+def format_count(count: float) -> str:
     """Format a count with a space between thousands: 12345.6 -> ``12 346``."""
     return f"{count:,.0f}".replace(",", " ")
 
@@ -38,17 +38,17 @@ def plural(count: object, noun: str) -> str:
     return f"{shown} {noun}" if count == 1 else f"{shown} {noun}{'es' if noun.endswith('s') else 's'}"
 
 
-def readable_seconds(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """Format seconds: 0.0123 -> ``0.012``, 75.3 -> ``75.3``."""
     return f"{seconds:.3f}" if abs(seconds) < 10 else f"{seconds:.1f}"
 
 
-def readable_percent(fraction: float | None) -> str:
+def format_percent(fraction: float | None) -> str:
     """Format a fraction as a percentage: 0.8123 -> ``81.2 %``, None -> ``""``."""
     return "" if fraction is None else f"{100 * fraction:.1f} %"
 
 
-def readable_score(value: float | None) -> str:
+def format_score(value: float | None) -> str:
     """Format a metric: 0.81234 -> ``0.8123``, None -> ``""``."""
     return "" if value is None else f"{value:.4g}" if abs(value) >= 10 else f"{value:.4f}"
 
@@ -56,7 +56,7 @@ def readable_score(value: float | None) -> str:
 def _table(names: Iterable[str], caption: str | None = None) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left")
     for name in names:
-        table.add_column(Text(visible_lines(name)), justify="right", no_wrap=True)
+        table.add_column(Text(escape_lines(name)), justify="right", no_wrap=True)
     return table
 
 
@@ -75,7 +75,7 @@ _SECONDS_OF_TRIALS = "Median of the timed turns, and the fastest and slowest one
 _SECONDS_OF_PLANS = "Computing, timed in one process here, and bytes divided by the bandwidth of the links"
 
 
-def plan_table(choice: Choice) -> Table:
+def build_plan_table(choice: Choice) -> Table:
     """Return one row per candidate in the order of ``choice``, with the chosen one marked."""
     is_tried = any(one.trial for one in choice.predictions)
     hidden = {*(_OF_PLANS if is_tried else _OF_TRIALS)}
@@ -106,37 +106,37 @@ def _plan_cells(one: Prediction, *, chosen: bool) -> tuple[str, ...]:
         [""] * 5
         if not one.epoch_seconds
         else [
-            readable_seconds(one.epoch_seconds),
-            *(["", ""] if trial is None else map(readable_seconds, (trial.low, trial.high))),
-            *map(readable_seconds, (one.compute_s, one.network_s)),
+            format_seconds(one.epoch_seconds),
+            *(["", ""] if trial is None else map(format_seconds, (trial.low, trial.high))),
+            *map(format_seconds, (one.compute_s, one.network_s)),
         ]
     )
     sizes = (
         [""] * 4
         if not one.memory_bytes
         else [
-            about + readable_bytes(one.inter_server_bytes),
-            about + readable_bytes(one.intra_server_bytes),
-            readable_bytes(one.memory_bytes - one.device_memory_bytes),
-            readable_bytes(one.device_memory_bytes),
+            about + format_bytes(one.inter_server_bytes),
+            about + format_bytes(one.intra_server_bytes),
+            format_bytes(one.memory_bytes - one.device_memory_bytes),
+            format_bytes(one.device_memory_bytes),
         ]
     )
     return ("->" if chosen else "", one.candidate.name, *numbers, *sizes, kind, remark)
 
 
-def plan_head(choice: Choice) -> str:
+def format_plan_head(choice: Choice) -> str:
     """Describe the graph, the training and the cluster of a plan."""
     graph, cluster = choice.graph, choice.cluster
     return (
-        f"{visible(graph.name)}: {readable_count(graph.nodes)} nodes, {readable_count(graph.edges)} edges, "
-        f"{graph.features} features, {readable_percent(graph.edge_cut)} of the edges between servers "
+        f"{visible(graph.name)}: {format_count(graph.nodes)} nodes, {format_count(graph.edges)} edges, "
+        f"{graph.features} features, {format_percent(graph.edge_cut)} of the edges between servers "
         f"({graph.method})\n"
         f"{choice.trained}\n"
         f"{plural(cluster.servers, 'server')} x {plural(cluster.ranks_per_server, 'rank')}, "
-        f"{readable_bytes(cluster.external_bytes_per_s)}/s outside, "
-        f"{readable_bytes(cluster.internal_bytes_per_s)}/s inside, "
-        f"{plural(cluster.cores, 'core')} and {readable_bytes(cluster.memory_bytes)} a rank"
-        + (f", {readable_bytes(cluster.device_memory_bytes)} on its GPU" * bool(cluster.device_memory_bytes))
+        f"{format_bytes(cluster.external_bytes_per_s)}/s outside, "
+        f"{format_bytes(cluster.internal_bytes_per_s)}/s inside, "
+        f"{plural(cluster.cores, 'core')} and {format_bytes(cluster.memory_bytes)} a rank"
+        + (f", {format_bytes(cluster.device_memory_bytes)} on its GPU" * bool(cluster.device_memory_bytes))
     )
 
 
@@ -163,7 +163,7 @@ def summarise(facts: Mapping[str, object], epochs: Sequence[EpochRecord]) -> dic
     }
 
 
-def run_title(summary: Mapping[str, object], config: Mapping[str, object]) -> str:
+def format_run_title(summary: Mapping[str, object], config: Mapping[str, object]) -> str:
     """Return the heading of a run's picture."""
     facts = {**config, **summary}
     return (
@@ -183,7 +183,7 @@ _EPOCH_COLUMNS = (
 )  # fmt: skip
 
 
-def epoch_table(epochs: Iterable[EpochRecord], width: int = 1000) -> Table:
+def build_epoch_table(epochs: Iterable[EpochRecord], width: int = 1000) -> Table:
     """Return one row per epoch: loss, metrics, seconds, samples/s, the phases in seconds, and bytes.
 
     Costs that are all 0 are left out, and as many of the last ones as ``width`` characters have no room for.
@@ -198,19 +198,17 @@ def epoch_table(epochs: Iterable[EpochRecord], width: int = 1000) -> Table:
     epochs = list(epochs)
     scores: dict[str, list[str]] = {}
     if any(not math.isnan(record.train_accuracy) for record in epochs):
-        scores["train"] = [readable_percent(record.train_accuracy) for record in epochs]
+        scores["train"] = [format_percent(record.train_accuracy) for record in epochs]
     if any(record.val_accuracy is not None for record in epochs):
-        scores["val"] = [readable_percent(record.val_accuracy) for record in epochs]
+        scores["val"] = [format_percent(record.val_accuracy) for record in epochs]
     for name in dict.fromkeys(name for record in epochs for name in record.metrics):
         if name.startswith("val_") and name != "val_accuracy":
             # On two lines: link prediction has five of them.
-            scores[name.replace("_", "\n", 1)] = [
-                readable_score(record.metrics.get(name)) for record in epochs
-            ]
+            scores[name.replace("_", "\n", 1)] = [format_score(record.metrics.get(name)) for record in epochs]
     costs = dict(zip(_EPOCH_COLUMNS, map(list, zip(*map(_epoch_cells, epochs), strict=True)), strict=False))
     if any(record.cache_hit_rate is not None for record in epochs):
-        costs["hits"] = [readable_percent(record.cache_hit_rate) for record in epochs]
-    costs["saving"] = [readable_seconds(record.checkpoint_s) for record in epochs]
+        costs["hits"] = [format_percent(record.cache_hit_rate) for record in epochs]
+    costs["saving"] = [format_seconds(record.checkpoint_s) for record in epochs]
     before = {
         "epoch": [str(record.epoch) for record in epochs],
         "loss": [f"{record.loss:.4f}" for record in epochs],
@@ -242,15 +240,15 @@ _EPOCH_LEGEND = (
 def _epoch_cells(record: EpochRecord) -> tuple[str, ...]:
     phases = (record.sample_s, record.fetch_s, record.wait_s, record.compute_s, record.exchange_s)
     return (
-        readable_seconds(record.seconds),
-        readable_count(record.samples_per_second),
-        *(readable_seconds(seconds) for seconds in phases),
-        readable_bytes(record.bytes_inside),
-        readable_bytes(record.bytes_outside),
+        format_seconds(record.seconds),
+        format_count(record.samples_per_second),
+        *(format_seconds(seconds) for seconds in phases),
+        format_bytes(record.bytes_inside),
+        format_bytes(record.bytes_outside),
     )
 
 
-def summary_table(summary: Mapping[str, object]) -> Table:
+def build_summary_table(summary: Mapping[str, object]) -> Table:
     """Return the figures of ``summary.json``, one per row, nested ones as ``outer.inner``."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
@@ -277,7 +275,7 @@ def spread(summaries: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
     return {"runs": metrics, "mean": means, "std": deviations}
 
 
-def spread_table(summary: Mapping[str, Any]) -> Table:
+def build_spread_table(summary: Mapping[str, Any]) -> Table:
     """Return one row per run of :func:`spread`, then their mean and standard deviation."""
     cells = spread_cells(summary)
     table = _table(("run", *cells))
@@ -295,7 +293,7 @@ def spread_cells(summary: Mapping[str, Any]) -> dict[str, tuple[object, str]]:
     }
 
 
-def runs_table(summaries: Mapping[str, Mapping[str, object]]) -> Table:
+def build_runs_table(summaries: Mapping[str, Mapping[str, object]]) -> Table:
     """Return the figures of several runs side by side: one per row, a column per name of a run."""
     table = Table("", *summaries, box=box.SIMPLE_HEAD, pad_edge=False)
     columns = [flat_cells(summary) for summary in summaries.values()]
@@ -323,17 +321,17 @@ def _cell(value: object, *names: str) -> str:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return str(value)
     if any(name.endswith(("accuracy", "hit_rate")) for name in names):
-        return readable_percent(value)
+        return format_percent(value)
     if any(name.startswith(("val_", "test_")) for name in names):
-        return readable_score(value)
+        return format_score(value)
     if any("bytes" in name for name in names):
-        return readable_bytes(value)
+        return format_bytes(value)
     if any(name.endswith("seconds") for name in names):
-        return f"{readable_seconds(value)} s"
-    return readable_count(value) if abs(value) >= 100 else f"{value:g}"
+        return f"{format_seconds(value)} s"
+    return format_count(value) if abs(value) >= 100 else f"{value:g}"
 
 
-def parts_table(columns: Mapping[str, Sequence[object]]) -> Table:
+def build_parts_table(columns: Mapping[str, Sequence[object]]) -> Table:
     """Return one row per part with the given columns of one value per part."""
     table = _table(["part", *columns])
     for part, values in enumerate(zip(*columns.values(), strict=True)):
@@ -341,7 +339,7 @@ def parts_table(columns: Mapping[str, Sequence[object]]) -> Table:
     return table
 
 
-def expansion_table(
+def build_expansion_table(
     factors: Sequence[Sequence[float]], foreign: Sequence[int], row_bytes: int, work: Sequence[float]
 ) -> Table:
     """Return one row per hop: nodes held by each server relative to its own, and the largest cost.
@@ -361,8 +359,8 @@ def expansion_table(
         table.add_row(
             str(hop),
             *(f"{factor:.2f}" for factor in shown),
-            readable_count(nodes),
-            readable_bytes(nodes * row_bytes),
+            format_count(nodes),
+            format_bytes(nodes * row_bytes),
             f"{times:.2f}",
         )
     return table

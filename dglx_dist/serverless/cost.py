@@ -13,7 +13,7 @@ from typing import Annotated, TypeAlias, final
 
 from dglx_dist.data.json_fields import Within, read_json, read_record
 from dglx_dist.errors import ConfigError
-from dglx_dist.registry import did_you_mean
+from dglx_dist.registry import suggest_name
 
 DEFAULT_PRICES = "aws"
 MAX_FILE_BYTES = 1 << 20
@@ -49,7 +49,7 @@ class PriceTable:
         """Return the dollars per hour of ``kind``; ConfigError if the table lacks it."""
         if kind not in self.per_server_hour:
             known = ", ".join(sorted(self.per_server_hour))
-            hint = did_you_mean(kind, self.per_server_hour)
+            hint = suggest_name(kind, self.per_server_hour)
             raise ConfigError(f"the price table {self.name!r} has no server {kind!r}{hint} (known: {known})")
         return self.per_server_hour[kind]
 
@@ -66,7 +66,7 @@ def prices(name: str = DEFAULT_PRICES) -> PriceTable:
     path = Path(name)
     if not path.is_file():
         raise ConfigError(
-            f"there is no price table {name!r}{did_you_mean(name, known)} (known: {', '.join(known)}); "
+            f"there is no price table {name!r}{suggest_name(name, known)} (known: {', '.join(known)}); "
             "or give the path of a JSON file like the output of `dglx lambda prices`"
         )
     with path.open("rb") as file:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn, TypeAlias, final, get_args
 
 from dglx_dist.data.json_fields import Fields, Within, write_json
 from dglx_dist.errors import ConfigError
-from dglx_dist.registry import did_you_mean
+from dglx_dist.registry import suggest_name
 from dglx_dist.serverless.stages.base import MAX_WIDTH, Config, Shapes, edge_stage, vertex_stage
 
 FEATURES = "x"
@@ -244,7 +244,7 @@ class _Checker:
 
     def _width(self, step: ProgramStep, name: str, among: dict[str, int]) -> int:
         if name not in among:
-            kind, hint = "nodes" if among is self._nodes else "edges", did_you_mean(name, among)
+            kind, hint = "nodes" if among is self._nodes else "edges", suggest_name(name, among)
             _refuse(step, f"reads {name!r}, which no earlier step makes for {kind}{hint}")
         return among[name]
 

@@ -207,14 +207,14 @@ Sparse: TypeAlias = SparseOptimizer | Sequence[SparseOptimizer] | None
 """One optimiser of embeddings, several in a fixed order, or none."""
 
 
-def optimizers_of(sparse: Sparse) -> Sequence[SparseOptimizer]:
+def list_optimizers(sparse: Sparse) -> Sequence[SparseOptimizer]:
     if sparse is None:
         return ()
     return (sparse,) if isinstance(sparse, SparseOptimizer) else tuple(sparse)
 
 
 def _check_sparse(checkpoint: Path, indices: Sequence[int], sparse: Sparse) -> None:
-    optimizers, saved = optimizers_of(sparse), len(indices)
+    optimizers, saved = list_optimizers(sparse), len(indices)
     if len(optimizers) != saved:
         raise CheckpointError(
             f"{checkpoint} has {saved} optimisers of embeddings, but sparse= has {len(optimizers)}; pass "
@@ -454,7 +454,7 @@ class CheckpointWriter:
             own |= {f"rank/{session.topology.rank}/{name}": rows for name, rows in model.rank_state().items()}
         if session.device.type == "cuda":
             own[f"random/{session.topology.rank}/cuda"] = torch.cuda.get_rng_state(session.device)
-        sparse = optimizers_of(self._saved.sparse)
+        sparse = list_optimizers(self._saved.sparse)
         copies = not wait and self._has_memory(
             [*own.values(), *chain.from_iterable(s.own_rows for s in sparse)]
         )
@@ -719,7 +719,7 @@ def load(  # noqa: PLR0913 - one for each thing that can be loaded
         load_optimizer(optimizer, dict(of_optimizer))
     for name, values in objects.items():
         (state or {})[name].load_state_dict(values)
-    for number, rows in enumerate(optimizers_of(sparse)):
+    for number, rows in enumerate(list_optimizers(sparse)):
         rows.flush()
         rows.read_saved(_sparse_folder(path, number))
     _load_rank_state(model, wanted, session)

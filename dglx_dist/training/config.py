@@ -24,13 +24,13 @@ from dglx_dist.options import (
     check_values,
     list_names,
     named_values,
-    names,
     one_of,
     option,
     parse_integers,
+    parse_names,
     path_option,
 )
-from dglx_dist.registry import AUTO, did_you_mean
+from dglx_dist.registry import AUTO, suggest_name
 from dglx_dist.training.model_kinds import BETWEEN, KINDS, WEIGHTED, check_kind, list_kinds, takes
 
 FLOAT32, BF16 = PRECISIONS = "float32", "bf16"
@@ -57,14 +57,14 @@ DECODER_NAMES = ("dot", "distmult", "transe", "complex", "rotate")
 _METRICS = tuple(dict.fromkeys(name for known in METRICS_OF.values() for name in known))
 
 
-def metrics_of(task: str, metrics: Sequence[str]) -> tuple[str, ...]:
+def list_metrics(task: str, metrics: Sequence[str]) -> tuple[str, ...]:
     """Return ``metrics``, or the defaults of ``task`` if there are none; ConfigError: one is not of it."""
     known, metrics = METRICS_OF.get(task, ()), list_names(metrics)
     for name in metrics:
         if name not in known:
             raise ConfigError(
                 f"metric {name} is not one of {task}; take some of {', '.join(known)}, or another "
-                f"--task{did_you_mean(name, known)}"
+                f"--task{suggest_name(name, known)}"
             )
     return metrics or known[: {CLASSIFICATION: 1, LINK: 5}.get(task, 2)]
 
@@ -135,7 +135,7 @@ class RunOptions:
         "accuracy of several labels counts rows without an error.",
         metavar="NAME,NAME",
         kind=str,
-        parse=names,
+        parse=parse_names,
     )
     class_weight: Literal["none", "balanced"] = _of_task(
         "none", "balanced: a class counts in the loss by the inverse of its share of the training nodes."
@@ -382,7 +382,7 @@ class TrainConfig(RunOptions, ModelConfig):
         "graph of one node type; without those named as the reverse of another (NAME-rev).",
         metavar="NAME,NAME",
         kind=str,
-        parse=names,
+        parse=parse_names,
     )
     decoder: str | None = _of_link(
         None,
@@ -459,7 +459,7 @@ class TrainConfig(RunOptions, ModelConfig):
         else:
             check_kind(self.model, (*KINDS, NO_ENCODER))
         if self.task != AUTO_TASK:
-            metrics_of(self.task, self.metric)
+            list_metrics(self.task, self.metric)
         for name in _INIT_ARGUMENTS:
             if name in self.strategy_options:
                 raise ConfigError(f"--option {name} is no option of a strategy; see `dglx train --help`")
@@ -512,7 +512,7 @@ class TrainConfig(RunOptions, ModelConfig):
         taken = next((one for one in written if self.seeds and (one / EXPORT_INDEX).is_file()), None)
         yield "seeds", bool(taken), f"left out, or {taken} removed: its files would stay beside seed-N"
         unknown = next((one for one in self.metric if one not in _METRICS), "")
-        yield "metric", unknown != "", f"some of {', '.join(_METRICS)}{did_you_mean(unknown, _METRICS)}"
+        yield "metric", unknown != "", f"some of {', '.join(_METRICS)}{suggest_name(unknown, _METRICS)}"
         is_wrong = min(self.seeds, default=0) < 0 or len(set(self.seeds)) < len(self.seeds)
         yield "seeds", is_wrong, "different numbers of at least 0"
         yield "seed", bool(self.seed and self.seeds), "left out with --seeds"
@@ -555,13 +555,13 @@ The dataset counts by its content. Another number of ranks can resume too, but n
 """
 
 
-def configuration_of(plan: TrainConfig, dataset: str) -> dict[str, object]:
+def collect_configuration(plan: TrainConfig, dataset: str) -> dict[str, object]:
     """Return what must be the same in a resumed run, JSON values; ``dataset`` names the content."""
     shared = {one.name: getattr(plan, one.name) for one in fields(plan) if one.name not in _NOT_TRAINED}
     return {"dataset": dataset, **shared}
 
 
-def ranks_of_each(ranks: int, servers: int | None) -> int | None:
+def count_ranks_per_server(ranks: int, servers: int | None) -> int | None:
     """Return the number of ranks on each server, None without a number of servers; ConfigError if uneven."""
     if ranks < 1:
         raise ConfigError(f"--ranks {ranks} must be at least 1")

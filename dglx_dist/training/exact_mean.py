@@ -20,7 +20,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.records import LABEL
 from dglx_dist.strategies.base import Reduction, gradient_weight
 from dglx_dist.training.metrics import PHASE
-from dglx_dist.training.tasks import LossFunction, own_pieces
+from dglx_dist.training.tasks import LossFunction, split_owned_rows
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -216,7 +216,7 @@ def make_exact(
         return loss
 
     def count_gaps() -> int:
-        pieces = (data[label][rows] for rows in own_pieces(g, ntype))
+        pieces = (data[label][rows] for rows in split_owned_rows(g, ntype))
         return sum(int((rows.isnan() if rows.is_floating_point() else rows < 0).sum()) for rows in pieces)
 
     # A node without a target may be among the seeds of later steps.

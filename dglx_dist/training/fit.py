@@ -14,13 +14,13 @@ from torch.nn.functional import cross_entropy
 from dglx_dist.comm.collectives import check_equal, run_on_all_ranks
 from dglx_dist.comm.session import Session, current_session
 from dglx_dist.errors import ConfigError
-from dglx_dist.options import common_fields
+from dglx_dist.options import select_common_fields
 from dglx_dist.progress import Advance, progress
 from dglx_dist.records import TEST, TRAIN
 from dglx_dist.strategies.base import EpochTrainer, Objective, WrappedModel, float_of, strategy_of
 from dglx_dist.training import tracing
-from dglx_dist.training.checkpoint import Sparse, optimizers_of
-from dglx_dist.training.config import FLOAT32, REGRESSION, metrics_of
+from dglx_dist.training.checkpoint import Sparse, list_optimizers
+from dglx_dist.training.config import FLOAT32, REGRESSION, list_metrics
 from dglx_dist.training.exact_mean import make_exact
 from dglx_dist.training.fit_config import (
     SCHEDULER,
@@ -32,15 +32,15 @@ from dglx_dist.training.fit_config import (
     check_updates,
     is_scheduled,
 )
-from dglx_dist.training.inference import labelled_type
+from dglx_dist.training.inference import find_labelled_type
 from dglx_dist.training.loop import Accumulation, Step, TrainingLoader, TrainingRun
 from dglx_dist.training.models import Layered
 from dglx_dist.training.object_state import Stateful
 from dglx_dist.training.resume import describe_run, resolve_resume
 from dglx_dist.training.tasks import (
     NodeClassification,
+    choose_loss,
     class_weights,
-    loss_of,
     moments,
     read_task,
     warn_of_guesses,
@@ -105,7 +105,7 @@ def train(  # noqa: PLR0913 - all but four have defaults
         model,
         scheduler,
         state or {},
-        optimizers_of(sparse),
+        list_optimizers(sparse),
         has_own_evaluation=config.evaluate is not None,
         steps_of_epoch=len(loader),
     )
@@ -116,7 +116,7 @@ def train(  # noqa: PLR0913 - all but four have defaults
     run.files.begin(run.result.best_epoch)
     enabled = config.show_progress and g.session.topology.rank == 0 and run.has_epochs
     with (
-        tracing.scalars_writer(config.tensorboard, run.result.first_epoch, g.session) as write,
+        tracing.open_scalars_writer(config.tensorboard, run.result.first_epoch, g.session) as write,
         _started(g.session, config, is_over=not run.has_epochs),
         tracing.recording(config.trace, config.trace_steps, g.session) as count_step,
         _progress_of(run, loader, config, g.session, enabled=enabled) as advance,
@@ -143,14 +143,14 @@ def train(  # noqa: PLR0913 - all but four have defaults
         raise run.stopped()
     of_test = {"test_accuracy": run.result.accuracy[TEST]} if TEST in run.result.accuracy else {}
     warn_of_guesses(run.result.task, run.result.metrics | of_test, g, str(config.ntype), config.label)
-    return replace(run.result, account=account, traffic=tracing.traffic_of(run.sent, g.session))
+    return replace(run.result, account=account, traffic=tracing.list_traffic(run.sent, g.session))
 
 
 def _with_task(config: FitConfig, g: DistGraph, module: nn.Module) -> FitConfig:
     """Return ``config`` with task, loss, metrics, node type; standardise a regression's model. Collective."""
     if not isinstance(config.task, str):
         return config
-    ntype = labelled_type(g, config.label) if config.ntype is None else config.ntype
+    ntype = find_labelled_type(g, config.label) if config.ntype is None else config.ntype
     if config.class_weight != "none" and config.loss is not None:
         raise ConfigError("class_weight is for the task's own loss; leave loss or class_weight out")
     if config.loss is not None and config.evaluate is not None:
@@ -162,8 +162,10 @@ def _with_task(config: FitConfig, g: DistGraph, module: nn.Module) -> FitConfig:
         mean, deviation = moments(g, ntype, config.label, TRAIN)
         weights = torch.where(deviation > 0, deviation, 1.0).to(float_of(module).device)
         module.standardise(mean.to(weights), weights)
-    metric = config.metric if config.evaluate else metrics_of(task, config.metric)
-    return replace(config, ntype=ntype, task=task, metric=metric, loss=config.loss or loss_of(task, weights))
+    metric = config.metric if config.evaluate else list_metrics(task, config.metric)
+    return replace(
+        config, ntype=ntype, task=task, metric=metric, loss=config.loss or choose_loss(task, weights)
+    )
 
 
 def _with_exact_loss(config: FitConfig, g: DistGraph, *, is_own: bool) -> FitConfig:
@@ -189,7 +191,7 @@ def _progress_of(
 
     def figures(num_done: float, speed: float) -> dict[str, str]:
         step = done + int(num_done)
-        return tracing.live_figures(step, total, len(loader), speed, run.result.epochs, session)
+        return tracing.format_live_figures(step, total, len(loader), speed, run.result.epochs, session)
 
     return progress(title, total - done, enabled=enabled, figures=figures if config.watch else None)
 
@@ -197,9 +199,9 @@ def _progress_of(
 def _step_of(
     model: WrappedModel, optimizer: torch.optim.Optimizer, sparse: Sparse, config: FitConfig
 ) -> Step:
-    options = common_fields(config, NodeClassification) | {"loss": config.loss or cross_entropy}
+    options = select_common_fields(config, NodeClassification) | {"loss": config.loss or cross_entropy}
     task = config.own_task or NodeClassification(**options)
-    rows = optimizers_of(sparse)
+    rows = list_optimizers(sparse)
     return Step(
         model=model,
         optimizer=optimizer,

@@ -29,9 +29,9 @@ from dglx_dist.options import list_names
 from dglx_dist.records import FEATURE, LABEL, SPLITS, Array
 from dglx_dist.strategies.base import WrappedModel, edge_data_named, float_of
 from dglx_dist.strategies.replicated import check_replicas
-from dglx_dist.training.config import CLASSIFICATION, metrics_of
+from dglx_dist.training.config import CLASSIFICATION, list_metrics
 from dglx_dist.training.models import InferenceLayer
-from dglx_dist.training.tasks import measure, own_pieces
+from dglx_dist.training.tasks import measure, split_owned_rows
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -478,9 +478,9 @@ def evaluate(  # noqa: PLR0913 - all optional
         ConfigError: the model does not define its layers and ``num_layers`` is not given; the nodes have no
             such ``label`` or mask; or type or output is ambiguous.
     """
-    ntype = labelled_type(g, label) if ntype is None else ntype
+    ntype = find_labelled_type(g, label) if ntype is None else ntype
     names = _names(g, masks, label, ntype, task)
-    metrics = metrics_of(task, metrics) if metrics else ()
+    metrics = list_metrics(task, metrics) if metrics else ()
     options: dict[str, Any] = {"feature": feature, "inputs": inputs, "batch_size": batch_size}
     options["edge_feats"] = edge_feats
     if num_layers is None:
@@ -508,7 +508,7 @@ def evaluate(  # noqa: PLR0913 - all optional
 def check_evaluable(model: nn.Module, g: DistGraph, options: Mapping[str, Any]) -> None:
     """Check ``options``, all of a call of :func:`evaluate`, without computing. Collective."""
     _names(g, None, options["label"], options["ntype"], options["task"])
-    metrics_of(options["task"], options["metrics"])
+    list_metrics(options["task"], options["metrics"])
     first_rows(g, options["feature"], options["inputs"])
     find_edge_columns(g, read_column_names(options["edge_feats"], "edge_feats"), "edge_feats")
     next(batches((0, 0), options["batch_size"]), None)
@@ -546,7 +546,7 @@ def _names(g: DistGraph, masks: Sequence[str] | None, label: str, ntype: str, ta
     return names
 
 
-def labelled_type(g: DistGraph, label: str = LABEL) -> str:
+def find_labelled_type(g: DistGraph, label: str = LABEL) -> str:
     """Return the only node type, or the only one that has ``label``, or the first if none has."""
     labelled = [ntype for ntype in g.ntypes if label in g.nodes[ntype].data]
     if len(g.ntypes) == 1 or not labelled:
@@ -561,7 +561,7 @@ def _accuracy(
 ) -> dict[str, float]:
     counts = torch.zeros(len(names), 2, dtype=torch.int64)
     data = g.nodes[ntype].data
-    for rows in own_pieces(g, ntype):
+    for rows in split_owned_rows(g, ntype):
         labels = data[label][rows]
         correct = scores[rows].argmax(1) == labels
         for row, name in enumerate(names):

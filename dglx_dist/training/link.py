@@ -27,9 +27,9 @@ from dglx_dist.graph.partition_book import canonical_etype
 from dglx_dist.graph.split import edge_split
 from dglx_dist.keyed_random import hash_ids, splitmix64, stream_key
 from dglx_dist.options import list_names
-from dglx_dist.records import FEATURE, SPLITS, TEST, TRAIN, VALIDATION, Array, EdgeType, type_text
+from dglx_dist.records import FEATURE, SPLITS, TEST, TRAIN, VALIDATION, Array, EdgeType, format_type
 from dglx_dist.strategies.base import open_strategy
-from dglx_dist.training.config import LINK, metrics_of
+from dglx_dist.training.config import LINK, list_metrics
 from dglx_dist.training.inference import batches, evaluating, layerwise_inference, whole_of
 from dglx_dist.training.metrics import (
     AfterRanking,
@@ -105,7 +105,7 @@ def reverse_types(g: DistGraph, targets: Sequence[EdgeType]) -> dict[EdgeType, l
                 if 2 * matched > min(g.num_edges(etype), g.num_edges(back)):
                     found[etype].append(back)
                 elif matched and g.session.topology.rank == 0:
-                    names = map(type_text, (back, etype))
+                    names = map(format_type, (back, etype))
                     log.warning("%d edges of %s reverse some of %s: too few to leave out", matched, *names)
     return found
 
@@ -513,7 +513,7 @@ class LinkEvaluation:
         feature: str = FEATURE,
     ) -> None:
         self.g, self.targets, self.inputs = g, targets, inputs
-        self.metrics, self.feature = list_names(metrics) or metrics_of(LINK, ()), feature
+        self.metrics, self.feature = list_names(metrics) or list_metrics(LINK, ()), feature
         self._asked: dict[str, Asked] = {}
         self._true: KnownEdges | None = None
 

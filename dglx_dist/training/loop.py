@@ -279,7 +279,7 @@ class TrainingRun:
             pause = self._save(step)
             self._so_far = {**self._so_far, "checkpoint_s": self._so_far.get("checkpoint_s", 0) + pause}
         figures, self._so_far = self._so_far, {}
-        record = tracing.over_ranks(gather_json(figures, self._session), self._next)
+        record = tracing.gather_figures(gather_json(figures, self._session), self._next)
         has_classes = self._task == CLASSIFICATION or self._task not in METRICS_OF
         return record if has_classes else replace(record, train_accuracy=math.nan)
 

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any, final
 
 from dglx_dist.errors import UnknownNameError
-from dglx_dist.registry import did_you_mean
+from dglx_dist.registry import suggest_name
 
 BETWEEN = ("norm", "residual", "jk")
 """Options of what is between the layers of a stack."""
@@ -68,5 +68,5 @@ def check_kind(kind: str, known: Iterable[str] = MODEL_KINDS) -> None:
     known = tuple(known)
     if kind not in known:
         raise UnknownNameError(
-            f"there is no model {kind!r}{did_you_mean(kind, known)} (known: {', '.join(known)})"
+            f"there is no model {kind!r}{suggest_name(kind, known)} (known: {', '.join(known)})"
         )

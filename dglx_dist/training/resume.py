@@ -109,7 +109,7 @@ def describe_run(g: DistGraph, config: FitConfig, optimizer: torch.optim.Optimiz
     """Return what a run must have in common with the one that it resumes, JSON values."""
     session = g.session
     options = collect_shared_facts(
-        session.strategy, tracing.without_keys(session.options), session.seed, curve=False
+        session.strategy, tracing.remove_keys(session.options), session.seed, curve=False
     )
     groups = {
         f"optimizer.{number}.{name}": _plain(value)
@@ -142,7 +142,7 @@ def describe_strategy(session: Session) -> dict[str, object]:
     # Options for later runs, but none if they may have credentials or are not JSON.
     options: dict[str, object] | None = dict(session.options)
     try:
-        if json.loads(json.dumps(tracing.without_keys(session.options))) != options:
+        if json.loads(json.dumps(tracing.remove_keys(session.options))) != options:
             options = None
     except (TypeError, ValueError):
         options = None

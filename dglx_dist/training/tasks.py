@@ -90,7 +90,7 @@ def _check_classes(g: DistGraph, ntype: str, label: str, *, asks: bool) -> None:
         )
 
 
-def own_pieces(g: DistGraph, ntype: str) -> Iterator[slice]:
+def split_owned_rows(g: DistGraph, ntype: str) -> Iterator[slice]:
     """Yield the rows of this rank's nodes, piece by piece."""
     first, last = g.get_node_partition_policy(ntype).owned_range
     for begin in range(first, last, _ROWS_AT_ONCE):
@@ -99,14 +99,14 @@ def own_pieces(g: DistGraph, ntype: str) -> Iterator[slice]:
 
 def _is_binary(column: DistTensor, g: DistGraph, ntype: str) -> bool:
     def odd() -> int:
-        pieces = (column[rows] for rows in own_pieces(g, ntype))
+        pieces = (column[rows] for rows in split_owned_rows(g, ntype))
         return sum(int(((rows != 0) & (rows != 1)).sum()) for rows in pieces)
 
     count = torch.tensor([run_on_all_ranks(g.session, odd)])
     return int(sum_over_ranks(count, g.session, phase=metrics.PHASE)) == 0
 
 
-def loss_of(task: str, weights: Tensor | None = None) -> LossFunction:
+def choose_loss(task: str, weights: Tensor | None = None) -> LossFunction:
     """Return the loss; a mean with the ``weights`` of :func:`class_weights` divides by the number of rows.
 
     So it is the mean over the ranks' means, which it is not divided by the sum of the weights. Those of a
@@ -189,7 +189,7 @@ def moments(g: DistGraph, ntype: str, label: str, mask: str) -> tuple[Tensor, Te
     return mean, torch.where(deviation > torch.finfo(torch.float32).eps * mean.abs(), deviation, 0.0)
 
 
-def as_probabilities(task: str, scores: Tensor) -> Tensor:
+def to_probabilities(task: str, scores: Tensor) -> Tensor:
     """Return the probabilities of (B, C) scores of classes or of several labels; other scores as they are."""
     if task == CLASSIFICATION:
         return scores.softmax(1)
@@ -213,7 +213,7 @@ def measure(
     if task != CLASSIFICATION:
         _check_columns(data[label], scores)  # on all ranks; some may have no rows
     pieces = [(scores[none], data[label][none])]
-    for rows in own_pieces(g, ntype):
+    for rows in split_owned_rows(g, ntype):
         labels, inside = data[label][rows], data[mask][rows].bool()
         if task == CLASSIFICATION:
             inside = inside & (labels >= 0)
@@ -233,7 +233,7 @@ def _measured(name: str, scores: Tensor, labels: Tensor, session: Session, task:
     if name in ("f1_micro", "f1_macro"):
         average: Literal["micro", "macro"] = "micro" if name == "f1_micro" else "macro"
         return metrics.f1(said, labels, classes, session, average=average)
-    probable, truth = as_probabilities(task, scores.double()), labels
+    probable, truth = to_probabilities(task, scores.double()), labels
     if task == CLASSIFICATION:
         truth = (labels[:, None] == torch.arange(classes)).long()
         # Of two classes, the second one is the positive; the first would count the same pairs again.
@@ -263,7 +263,7 @@ def warn_of_guesses(task: str, found: Mapping[str, float], g: DistGraph, ntype: 
 
 
 def _labels_of(g: DistGraph, ntype: str, label: str, mask: str) -> Tensor:
-    data, pieces = g.nodes[ntype].data, (slice(0, 0), *own_pieces(g, ntype))
+    data, pieces = g.nodes[ntype].data, (slice(0, 0), *split_owned_rows(g, ntype))
     return torch.cat([data[label][rows][data[mask][rows].bool()] for rows in pieces])
 
 
@@ -308,7 +308,7 @@ class NodeClassification:
 
     def __call__(self, model: WrappedModel, batch: Any) -> StepLoss:
         blocks = batch[2]
-        scores = model(blocks, input_rows(model, blocks[0], self.feature, self.inputs))
+        scores = model(blocks, gather_input_rows(model, blocks[0], self.feature, self.inputs))
         if isinstance(scores, dict):
             scores = scores[self.ntype or blocks[-1].dsttypes[0]]
         labels = blocks[-1].dstnodes[self.ntype or blocks[-1].dsttypes[0]].data[self.label]
@@ -337,7 +337,7 @@ class LinkPrediction:
 
     def __call__(self, model: WrappedModel, batch: Any) -> StepLoss:
         _, pairs, negative_pairs, blocks = batch
-        rows = input_rows(model, blocks[0], self.feature, self.inputs)
+        rows = gather_input_rows(model, blocks[0], self.feature, self.inputs)
         positive, negative = model(blocks, rows, pairs, negative_pairs)
         if self.pair_loss is not None:
             negative = _of_each_edge(negative, pairs, negative_pairs)
@@ -362,7 +362,7 @@ def _of_each_edge(negative: Tensor, pairs: Any, negative_pairs: Any) -> Tensor:
     return negative.view(edges, each)
 
 
-def input_rows(model: nn.Module, block: Any, feature: str, inputs: EntityInputs | None) -> Any:
+def gather_input_rows(model: nn.Module, block: Any, feature: str, inputs: EntityInputs | None) -> Any:
     weight = float_of(model)
 
     def converted(rows: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from dglx_dist.comm.trace import (
     write_trace,
 )
 from dglx_dist.errors import StorageError
-from dglx_dist.memory import readable_bytes, resident
+from dglx_dist.memory import format_bytes, resident_bytes
 from dglx_dist.records import EpochRecord
 
 log = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ def _write_own(path: Path, trace: TraceFile, session: Session) -> None:
 def _trace(ranks: Sequence[RankSpans], steps: int, num_steps: int, session: Session) -> TraceFile:
     facts = {
         "strategy": session.strategy,
-        "options": without_keys(session.options),
+        "options": remove_keys(session.options),
         "seed": session.seed,
         "ranks": session.topology.world_size,
         "servers": session.topology.num_servers,
@@ -131,7 +131,7 @@ def _trace(ranks: Sequence[RankSpans], steps: int, num_steps: int, session: Sess
     return TraceFile(ranks=tuple(ranks), facts=facts)
 
 
-def traffic_of(sent: Counter[Pair], session: Session) -> dict[str, list[list[int]]]:
+def list_traffic(sent: Counter[Pair], session: Session) -> dict[str, list[list[int]]]:
     """Sum bytes by (phase, source, destination): phase -> [source, destination, bytes]. Collective."""
     ranks = gather_json([[*key, num_bytes] for key, num_bytes in sent.items()], session)
     total = Counter[Pair]()
@@ -144,7 +144,7 @@ def traffic_of(sent: Counter[Pair], session: Session) -> dict[str, list[list[int
 
 
 @contextmanager
-def scalars_writer(
+def open_scalars_writer(
     folder: str | Path | None, epoch: int, session: Session
 ) -> Iterator[Callable[[EpochRecord], None]]:
     """Yield a callback that writes figures for TensorBoard, in place of earlier ones from ``epoch`` on.
@@ -187,7 +187,7 @@ def scalars_writer(
                 writer.close()
 
 
-def live_figures(
+def format_live_figures(
     step: int, total: int, of_epoch: int, speed: float, epochs: Sequence[EpochRecord], session: Session
 ) -> dict[str, str]:
     """Return a run's figures on rank 0, at a ``step`` of ``total``, with ``speed`` steps a second."""
@@ -197,12 +197,12 @@ def live_figures(
         "steps/s": f"{speed:.3g}",
         "samples/s": f"{speed * epochs[-1].num_samples / of_epoch:.0f}" if epochs else "-",
         "time left": str(timedelta(seconds=round((total - step) / speed))) if speed else "-",
-        "memory (rank 0)": readable_bytes(resident()),
-        "bytes (rank 0)": readable_bytes(session.ledger.total()),
+        "memory (rank 0)": format_bytes(resident_bytes()),
+        "bytes (rank 0)": format_bytes(session.ledger.total()),
     }
 
 
-def without_keys(options: Mapping[str, object]) -> dict[str, object]:
+def remove_keys(options: Mapping[str, object]) -> dict[str, object]:
     """Return options without values that may be credentials: mappings as names, URLs as host and path.
 
     Headers and URLs of a functions endpoint may have keys, and traces are shared.
@@ -219,7 +219,7 @@ def _without_keys(value: object) -> object:
     return value
 
 
-def over_ranks(ranks: Sequence[Any], epoch: int) -> EpochRecord:
+def gather_figures(ranks: Sequence[Any], epoch: int) -> EpochRecord:
     """Sum counts and bytes; take the slowest rank's seconds, and phases as means over the ``ranks``.
 
     Ranks in lock-step wait and exchange at different times, so the sum of the longest phases would exceed the

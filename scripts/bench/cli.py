@@ -14,7 +14,7 @@ from dglx_dist.cli import run_command_line
 from dglx_dist.cli.common import show, warn
 from dglx_dist.cli.train import INTERRUPTED
 from dglx_dist.errors import ConfigError
-from dglx_dist.options import names
+from dglx_dist.options import parse_names
 from dglx_dist.progress import say
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def choose(suite: str, only: Sequence[str]) -> list[Experiment]:
     from scripts.bench import suites
 
     of_suite = suites.suite(suite)
-    asked = [name for words in only for name in names(words)]
+    asked = [name for words in only for name in parse_names(words)]
     found = [suites.find(name) for name in asked] if asked else of_suite
     return list({one.id: one for one in found}.values())
 

@@ -15,8 +15,8 @@ from typing import Any, Literal
 import numpy as np
 
 from dglx_dist.comm.ledger import CONTROL
-from dglx_dist.memory import readable_bytes
-from dglx_dist.report.tables import readable_percent
+from dglx_dist.memory import format_bytes
+from dglx_dist.report.tables import format_percent
 from scripts.bench.experiments.common import predicted_time
 from scripts.bench.records import (
     COUNTED_BYTES,
@@ -496,7 +496,7 @@ def accuracy_in_words(outcome: Outcome) -> str:
         return ""
     marks = {one.name: " simulated" if one.simulated else "" for one in outcome.plan.variants}
     each = (f"{name} {value:.3g} s{marks[name]}" for name, value in times[1].items())
-    reached = readable_percent(times[0])
+    reached = format_percent(times[0])
     return f"Time to a validation accuracy of {reached}, which all reach: {', '.join(each)}."
 
 
@@ -540,7 +540,7 @@ def flat(values: Mapping[str, Any]) -> str:
     named = []
     for name, value in values.items():
         is_size = name.endswith("_bytes") and isinstance(value, int)
-        words, shown = name.replace("_", " "), readable_bytes(value) if is_size else _plain(value)
+        words, shown = name.replace("_", " "), format_bytes(value) if is_size else _plain(value)
         named.append(f"{words.removesuffix(' bytes') if is_size else words} {shown}")
     return "; ".join(named)
 

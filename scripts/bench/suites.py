@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import Any, TypeAlias, cast, get_args
 
 from dglx_dist.errors import UnknownNameError
-from dglx_dist.registry import did_you_mean
+from dglx_dist.registry import suggest_name
 from dglx_dist.strategies.base import STRATEGIES
 from scripts.bench.notes import read_notes
 from scripts.bench.records import BenchPlan, Claim, Experiment, ExperimentPlan, Suite
@@ -68,7 +68,7 @@ def suite(name: str) -> list[Experiment]:
     known = get_args(Suite)
     if name not in known:
         raise UnknownNameError(
-            f"there is no suite {name!r}{did_you_mean(name, known)} (known: {', '.join(known)})"
+            f"there is no suite {name!r}{suggest_name(name, known)} (known: {', '.join(known)})"
         )
     return [one for one in everything() if name in one.suites]
 
@@ -78,7 +78,7 @@ def find(name: str) -> Experiment:
     known = {one.id: one for one in everything()}
     if name.upper() not in known:
         raise UnknownNameError(
-            f"there is no experiment {name!r}{did_you_mean(name.upper(), known)}; "
+            f"there is no experiment {name!r}{suggest_name(name.upper(), known)}; "
             f"`python scripts/bench --list` shows all {len(known)}"
         )
     return known[name.upper()]

@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 from dglx_dist.comm.session import current_session
 from dglx_dist.comm.topology import read_topology
 from dglx_dist.errors import ConfigError, UnknownNameError
-from dglx_dist.registry import did_you_mean
+from dglx_dist.registry import suggest_name
 from scripts.bench.records import Job
 from scripts.netlab.servers import read_card
 from scripts.out_files import write_text
@@ -96,7 +96,7 @@ KINDS: Mapping[str, str] = {
 def find_job(kind: str) -> JobFunction:
     """Return the function behind ``kind``, importing its module now; UnknownNameError: there is none."""
     if kind not in KINDS:
-        hint = did_you_mean(kind, KINDS)
+        hint = suggest_name(kind, KINDS)
         raise UnknownNameError(f"there is no kind of job {kind!r}{hint} (known: {', '.join(KINDS)})")
     module, _, name = KINDS[kind].partition(":")
     function: JobFunction = getattr(importlib.import_module(f"scripts.bench.jobs.{module}"), name)

@@ -19,11 +19,11 @@ from dglx_dist.cli import run_command_line
 from dglx_dist.cli.common import command, show, warn, write
 from dglx_dist.cli.train import INTERRUPTED
 from dglx_dist.errors import ConfigError
-from dglx_dist.memory import readable_bytes
-from dglx_dist.options import ABOVE_ZERO, at_least, check_ranges, in_option, option
+from dglx_dist.memory import format_bytes
+from dglx_dist.options import ABOVE_ZERO, at_least, check_ranges, option, prefix_errors
 from dglx_dist.planner.records import Rate
 from dglx_dist.progress import say
-from dglx_dist.report.tables import plural, readable_seconds
+from dglx_dist.report.tables import format_seconds, plural
 from scripts.netlab import calibrate as calibration
 from scripts.netlab import labs, state
 from scripts.netlab.base import Card, LabSpec, label
@@ -37,7 +37,7 @@ from scripts.out_files import scratch_folder
 PROGRAM = "python scripts/netlab"
 
 _emulated = partial(option, panel="What is emulated")
-_rate = partial(_emulated, None, parse=in_option(Rate.parse), metavar="RATE")
+_rate = partial(_emulated, None, parse=prefix_errors(Rate.parse), metavar="RATE")
 _external = partial(
     _rate, "Most that each server sends, and most that it receives, e.g. 100mbit. Default: not limited."
 )
@@ -231,11 +231,11 @@ def _report(outcome: LabOutcome, out: Path | None) -> None:
 def outcome_table(outcome: LabOutcome) -> Table:
     """Return one row per server: what its card and the ranks' ledger counted, and whether both agree."""
     epoch = outcome.epoch_seconds
-    took = f"{readable_seconds(outcome.run.seconds)} s"
+    took = f"{format_seconds(outcome.run.seconds)} s"
     if epoch is not None:
         several = len(outcome.trace.epoch_seconds()) > 1
         which = "per epoch after the first" if several else "for the only epoch"
-        took += f", {readable_seconds(epoch)} s {which}"
+        took += f", {format_seconds(epoch)} s {which}"
     counted = bool(outcome.trace.sessions)
     table = Table(
         box=box.SIMPLE_HEAD,
@@ -266,7 +266,7 @@ _NO_LEDGER = "there is no ledger: COMMAND opened no session of dglx_dist, or its
 
 
 def _both(card: Card) -> tuple[str, str]:
-    return readable_bytes(card.sent), readable_bytes(card.received)
+    return format_bytes(card.sent), format_bytes(card.received)
 
 
 @app.command(no_args_is_help=True, context_settings=_OF_COMMAND)
@@ -313,10 +313,10 @@ def tries_table(found: Calibration) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("rate", "seconds per epoch", "phi", ""):
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
-    table.add_row("not limited", readable_seconds(found.seconds_free), "", "")
+    table.add_row("not limited", format_seconds(found.seconds_free), "", "")
     for one in found.tries:
         chosen = "use this" if one.rate == found.rate else ""
-        table.add_row(str(one.rate), readable_seconds(one.seconds), f"{one.phi:.3f}", chosen)
+        table.add_row(str(one.rate), format_seconds(one.seconds), f"{one.phi:.3f}", chosen)
     return table
 
 

@@ -26,7 +26,7 @@ from dglx_dist.planner.choose import enumerate_candidates
 from dglx_dist.planner.measure import PROBE_PHASE, probe
 from dglx_dist.records import NODE_TYPE
 from dglx_dist.registry import AUTO
-from dglx_dist.report.outcome import facts_of
+from dglx_dist.report.outcome import collect_facts
 from dglx_dist.strategies.candidate import Candidate, CandidateContext
 from dglx_dist.training import checkpoint
 from dglx_dist.training.config import TrainConfig
@@ -151,9 +151,9 @@ def test_the_device_is_that_of_the_model_not_of_the_session(dataset: str) -> Non
         g = DistGraph(dataset, session=session)
         session.device = torch.device("cuda", 0)
         choice = choose_strategy(model, g, fanouts=(3, 2), batch_size=20)
-        told = [facts_of(model, session, FitResult())]
+        told = [collect_facts(model, session, FitResult())]
         session.device = torch.device("cpu")
-        told.append(facts_of(model.to("meta"), session, FitResult()))
+        told.append(collect_facts(model.to("meta"), session, FitResult()))
         g.close()
     assert choice.cluster.device_memory_bytes == 0
     assert [one["device"] for one in told] == ["cpu", "meta"]

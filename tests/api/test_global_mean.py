@@ -93,12 +93,12 @@ def furthest_from_plain(strategy: str) -> dict[str, float]:
         seeds = dx.node_split(g.ndata["train_mask"])
         loader = dx.DataLoader(g, seeds, sampler, batch_size=NUM_NODES)
         differences = {}
-        for name, loss_of in LOSSES.items():
+        for name, choose_loss in LOSSES.items():
             model = dx.wrap(Net(), g)
             optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
             for _, nodes, blocks in loader:
                 scores = model(blocks, blocks[0].srcdata["feat"])
-                loss = dx.global_mean(*loss_of(scores, g.orig_ids(nodes), blocks[-1].dstdata["label"]))
+                loss = dx.global_mean(*choose_loss(scores, g.orig_ids(nodes), blocks[-1].dstdata["label"]))
                 loss.backward()
                 optimizer.step()
             value, expected = step_of_plain(name)
@@ -185,7 +185,7 @@ class OnGpu(Tensor):
     device = torch.device("cuda")
 
 
-def messages_of(scores: Tensor, loss_of: Callable[[Tensor], Tensor]) -> list[str]:
+def messages_of(scores: Tensor, choose_loss: Callable[[Tensor], Tensor]) -> list[str]:
     """Return the warnings of a loss over two ranks' worth of seeds, all of this rank's in ``scores``."""
     with dx.init(strategy="data_parallel") as session, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -193,7 +193,7 @@ def messages_of(scores: Tensor, loss_of: Callable[[Tensor], Tensor]) -> list[str
         session.model_share = StepShare(num_local=3, num_global=6)
         scores = scores.requires_grad_() * 1
         GradientExchange([], session, 1).watch_gaps(scores)
-        loss_of(scores.as_subclass(Tensor)).backward()
+        choose_loss(scores.as_subclass(Tensor)).backward()
         session.topology = Topology(0, 1, (0,))
         return [str(warning.message) for warning in caught if "global_mean" in str(warning.message)]
 
@@ -207,7 +207,7 @@ def over_nothing(scores: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("loss_of", "seeds"),
+    ("choose_loss", "seeds"),
     [
         (masked, 1),
         (lambda scores: (scores - torch.tensor([[1.0], [torch.nan], [torch.nan]])).square().mean(), 3),
@@ -217,9 +217,9 @@ def over_nothing(scores: Tensor) -> Tensor:
         (lambda scores: scores[:, 0].mean(), 0),
     ],
 )
-def test_counts_seeds_without_a_part_in_the_loss(loss_of: Callable[[Tensor], Tensor], seeds: int) -> None:
+def test_counts_seeds_without_a_part_in_the_loss(choose_loss: Callable[[Tensor], Tensor], seeds: int) -> None:
     expected = [f"{seeds} of the 3 seeds in this batch of rank 0 have no part in the loss"] if seeds else []
-    assert [message.split(" (")[0] for message in messages_of(torch.ones(3, 2), loss_of)] == expected
+    assert [message.split(" (")[0] for message in messages_of(torch.ones(3, 2), choose_loss)] == expected
 
 
 def test_takes_a_gradient_that_rounds_to_0_for_a_part_in_the_loss() -> None:

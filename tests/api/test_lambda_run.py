@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dglx_dist.api import init
-from dglx_dist.cli.train_job import run_config, train_dataset, with_defaults
+from dglx_dist.cli.train_job import build_run_config, fill_defaults, train_dataset
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.training.config import TrainConfig
@@ -67,7 +67,7 @@ def test_the_run_folder_holds_no_key(dataset: str, tmp_path: Path) -> None:
     options = {"executor": "http", "url": "https://a.host/f?code=k3y", "headers": {"Authorization": "k3y"}}
     plan = plan_of(dataset, tmp_path, strategy_options=options)
     with init(plan.strategy, **options) as session:
-        told = run_config(plan, DistGraph(dataset, session=session), session)
+        told = build_run_config(plan, DistGraph(dataset, session=session), session)
     assert "k3y" not in json.dumps(told)
     assert told["strategy_options"]["url"] == "https://a.host/f"  # type: ignore[index]
 
@@ -79,6 +79,6 @@ def test_a_batch_size_is_told_to_be_without_effect(dataset: str, tmp_path: Path)
 
 def test_mini_batches_have_their_usual_values() -> None:
     plan = TrainConfig(data="d", out="o", layers=3, fanouts=None, batch_size=7)
-    filled = with_defaults(plan)
+    filled = fill_defaults(plan)
     assert (filled.fanouts, filled.batch_size) == ((25, 10, 10), 7)
     assert (filled.depth, filled.loader_threads) == (1, 1)

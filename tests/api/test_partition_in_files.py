@@ -28,7 +28,7 @@ from dglx_dist.data.storage import writer
 from dglx_dist.data.storage.files import partial_name
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.errors import ConfigError, DatasetError, DglxError, StorageError
-from dglx_dist.memory import machine_memory, read_size, readable_bytes, resident
+from dglx_dist.memory import format_bytes, machine_memory, read_size, resident_bytes
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Assignment, RawGraph
 from tests.data.partition.graphs import communities
 from tests.data.storage.graphs import RATES, random_heterogeneous, random_homogeneous
@@ -462,7 +462,7 @@ def test_a_scratch_in_memory_is_told(
 def test_no_more_than_the_machine_has_is_used(capsys: pytest.CaptureFixture[str]) -> None:
     budget, (most, _) = open_budget(10**16), machine_memory()
     assert 0 < budget.work < most
-    said = f"--memory 10 PB is more than there is here; {readable_bytes(most)} are used\n"
+    said = f"--memory 10 PB is more than there is here; {format_bytes(most)} are used\n"
     assert capsys.readouterr().err == said
 
 
@@ -477,7 +477,7 @@ import os, resource, sys, traceback
 from dglx_dist.cli.app import app
 from dglx_dist.data import external_memory
 from dglx_dist.data.storage import writer
-from dglx_dist.memory import resident, return_memory
+from dglx_dist.memory import resident_bytes, return_memory
 
 small, data, out, extra, *methods = sys.argv[1:]
 
@@ -504,7 +504,7 @@ def limited(method, name, *memory):
         return os.waitpid(child, 0)[1]
     held = next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmData"))
     resource.setrlimit(resource.RLIMIT_DATA, (held + int(extra),) * 2)
-    granted = resident() + external_memory.LIBRARY_BYTES + int(extra)
+    granted = resident_bytes() + external_memory.LIBRARY_BYTES + int(extra)
     try:
         partition(data, method, name, *memory, *[str(granted) for _ in memory])
         os._exit(0)
@@ -608,8 +608,8 @@ def test_ids_of_a_given_graph_are_checked_before_compiled_code_uses_them(tmp_pat
 def test_what_a_refusal_asks_for_suffices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The arrays of nodes, then the edges of one node: each refusal is followed, and the last one is enough.
     # What this process has stays the same: libraries and freed memory are not the plan's to foresee.
-    num_nodes, hub, held = 700_000, np.zeros(1_000_000, np.int32), resident()
-    monkeypatch.setattr(external_memory, "resident", lambda: held)
+    num_nodes, hub, held = 700_000, np.zeros(1_000_000, np.int32), resident_bytes()
+    monkeypatch.setattr(external_memory, "resident_bytes", lambda: held)
     graph = RawGraph(name="g", num_nodes={NODE_TYPE: num_nodes}, edges={EDGE_TYPE: (hub, hub)})
     memory, refusals = f"{(held + LIBRARY_BYTES + (25 << 20)) // 10**6}MB", []
     while len(refusals) < 5:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from dglx_dist import options
 from dglx_dist.cli.common import command
 from dglx_dist.errors import ConfigError
-from dglx_dist.options import at_least, literals, option, parse_integers, path_option
+from dglx_dist.options import at_least, option, parse_integers, parse_literals, path_option
 from dglx_dist.planner.config import PlanConfig
 from dglx_dist.training.config import TrainConfig
 
@@ -27,13 +27,13 @@ from dglx_dist.training.config import TrainConfig
         (options.names, "", ()),
         (parse_integers, "25,10", (25, 10)),
         (parse_integers, "-1", (-1,)),
-        (options.fractions, "1,1,2.5", (1.0, 1.0, 2.5)),
-        (options.tolerances, "0.1", 0.1),
-        (options.tolerances, "train=0.1,degree=0.02", {"train": 0.1, "degree": 0.02}),
-        (options.tolerances, "", {}),
-        (options.by_name, "float16", "float16"),
-        (options.by_name, "feat=float16, x=bfloat16", {"feat": "float16", "x": "bfloat16"}),
-        (literals, ["a=1", "b=0.5", "c=true", "d=x=y"], {"a": 1, "b": 0.5, "c": True, "d": "x=y"}),
+        (options.parse_fractions, "1,1,2.5", (1.0, 1.0, 2.5)),
+        (options.parse_tolerances, "0.1", 0.1),
+        (options.parse_tolerances, "train=0.1,degree=0.02", {"train": 0.1, "degree": 0.02}),
+        (options.parse_tolerances, "", {}),
+        (options.parse_by_name, "float16", "float16"),
+        (options.parse_by_name, "feat=float16, x=bfloat16", {"feat": "float16", "x": "bfloat16"}),
+        (parse_literals, ["a=1", "b=0.5", "c=true", "d=x=y"], {"a": 1, "b": 0.5, "c": True, "d": "x=y"}),
     ],
 )
 def test_words_become_values(read: Callable[[Any, str], object], text: Any, value: object) -> None:
@@ -45,10 +45,13 @@ def test_words_become_values(read: Callable[[Any, str], object], text: Any, valu
     [
         *[(parse_integers, text, "--flag '.*' must be") for text in ("", "a,b", "2.5", "-2")],
         (partial(parse_integers, like="0,1,2"), "0-2", "commas, like 0,1,2$"),
-        (options.fractions, "x", "--flag 'x'"),
-        *[(options.tolerances, text, "--flag '.*' must be") for text in ("a lot", "train=x", "0.1,degree=2")],
-        (options.pairs, ["depth"], "--flag 'depth' must be NAME=VALUE"),
-        (options.by_name, "feat=float16,float16", "--flag 'float16' must be NAME=VALUE"),
+        (options.parse_fractions, "x", "--flag 'x'"),
+        *[
+            (options.parse_tolerances, text, "--flag '.*' must be")
+            for text in ("a lot", "train=x", "0.1,degree=2")
+        ],
+        (options.parse_pairs, ["depth"], "--flag 'depth' must be NAME=VALUE"),
+        (options.parse_by_name, "feat=float16,float16", "--flag 'float16' must be NAME=VALUE"),
     ],
 )
 def test_wrong_words_name_the_option(read: Callable[[Any, str], object], text: Any, said: str) -> None:
@@ -63,7 +66,7 @@ class Cake:
     sizes: tuple[int, ...] | None = option(None, "How wide.", flag="--widths", parse=parse_integers)
     kind: str = option("round", "Shape.", panel="Form", check=options.one_of("round", "square", "long"))
     filling: Literal["jam", "cream"] = option("jam", "Inside.")
-    extras: Mapping[str, object] = option(dict, "More.", flag="--extra", kind=list[str], parse=literals)
+    extras: Mapping[str, object] = option(dict, "More.", flag="--extra", kind=list[str], parse=parse_literals)
     photo: str | None = path_option(None, "A picture.", metavar="FILE")
     iced: bool = option(False, "With icing.")
     given: frozenset[str] = frozenset()
@@ -118,5 +121,5 @@ def test_a_value_out_of_range_names_its_option(words: tuple[str, str], said: str
 
 @pytest.mark.parametrize("config", [TrainConfig, PlanConfig])
 def test_no_two_options_of_a_command_have_the_same_flag(config: Any) -> None:
-    flags = [options.flag_of(config, one.name) for one in fields(config) if one.metadata]
+    flags = [options.find_flag(config, one.name) for one in fields(config) if one.metadata]
     assert len(flags) == len(set(flags))

@@ -17,7 +17,7 @@ from dglx_dist.data.partition.prepare import partition_to_disk
 from dglx_dist.data.storage.manifest import read_manifest
 from dglx_dist.data.storage.reader import open_dataset
 from dglx_dist.errors import ConfigError, DglxError, StorageError
-from dglx_dist.report.tables import summary_table
+from dglx_dist.report.tables import build_summary_table
 from dglx_dist.strategies.full_graph.plan_builder import border_rows
 from tests.report.traces import span, trace_of
 from tests.training import hetero
@@ -75,7 +75,7 @@ def test_inspect_shows_and_draws_it(folder: Path) -> None:
 
 def test_brackets_of_a_folder_or_a_column_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     draw_or_warn(lambda: None, Path("runs/[/red]/picture.png"))
-    show(summary_table({"nodes": "3: [bold] float32[5]"}))
+    show(build_summary_table({"nodes": "3: [bold] float32[5]"}))
     shown = capsys.readouterr().out
     assert "runs/[/red]/picture.png" in shown
     assert "[bold] float32[5]" in shown

@@ -21,7 +21,7 @@ from dglx_dist.graph.partition_book import canonical_etype
 from dglx_dist.records import EDGE_TYPE, Assignment, RawGraph
 from dglx_dist.report.run_folder import read_epochs
 from dglx_dist.training import link
-from dglx_dist.training.config import LINK, TrainConfig, metrics_of
+from dglx_dist.training.config import LINK, TrainConfig, list_metrics
 from tests.helpers.ranks import run_ranks
 
 USERS, ITEMS = 24, 12
@@ -116,7 +116,7 @@ def test_rows_of_links_learn_in_few_epochs(
     assert f"is {how} better than 0.5, that of guesses; train longer, or with another --lr or" in warning
 
 
-METRICS = [f"{split}_{metric}" for split in ("val", "test") for metric in metrics_of(LINK, ())]
+METRICS = [f"{split}_{metric}" for split in ("val", "test") for metric in list_metrics(LINK, ())]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -30,7 +30,7 @@ def random_csc(num_nodes: int, mean_degree: int, seed: int = 0, dtype: str = "in
     return csc_from([row.tolist() for row in rows], dtype=dtype)
 
 
-def draws_of(schema: Schema, fanouts: Sequence[int]) -> DrawSettings:
+def plan_draws(schema: Schema, fanouts: Sequence[int]) -> DrawSettings:
     hops = np.repeat(np.array(fanouts[::-1], np.int64)[:, None], len(schema.etypes), axis=1)
     return DrawSettings(schema=schema, fanouts=hops, replace=False, exclude={}, seed=3)
 
@@ -45,7 +45,7 @@ def sampled(
 ) -> RawBatch:
     num_nodes = len(csc.indptr) - 1
     schema = Schema(ntypes=(NODE_TYPE,), num_nodes=(num_nodes,), etypes=(EDGE_TYPE,))
-    request = draws_of(schema, fanouts).request({NODE_TYPE: np.asarray(seeds, np.int64)}, epoch, {})
+    request = plan_draws(schema, fanouts).request({NODE_TYPE: np.asarray(seeds, np.int64)}, epoch, {})
     return LocalSource(schema, [csc]).sample(request, {}, workspace or ThreadTable(num_nodes))
 
 

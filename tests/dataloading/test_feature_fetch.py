@@ -15,7 +15,7 @@ from dglx_dist.dataloading.minibatch import BatchBlockBuilder, KernelMaker, Mini
 from dglx_dist.dataloading.sampler import LocalSource
 from dglx_dist.dataloading.step_loader import run_ahead
 from dglx_dist.records import ColumnInfo
-from tests.dataloading.graphs import draws_of
+from tests.dataloading.graphs import plan_draws
 from tests.dataloading.shop import KNOWS, LIKE, typed_shop
 
 TYPED = Columns(
@@ -47,7 +47,7 @@ class FakeStore:
 
 def typed(note: Callable[[str, str], None]) -> NodeMaker:
     schema, cscs = typed_shop()
-    draws = draws_of(schema, [2, 3])
+    draws = plan_draws(schema, [2, 3])
     return KernelMaker(LocalSource(schema, cscs), draws, SimpleNamespace(kvstore=FakeStore(note)), TYPED)
 
 

@@ -17,7 +17,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.graph.sampling import make_keyed_draw
 from dglx_dist.graph.structure import NO_EDGES, CSCShard
 from dglx_dist.keyed_random import Rule
-from tests.dataloading.graphs import HASHED, draws_of, random_csc
+from tests.dataloading.graphs import HASHED, plan_draws, random_csc
 from tests.dataloading.shop import (
     LIKE,
     SETTINGS,
@@ -34,7 +34,7 @@ SEEDS = {"user": np.array([29, 3, 8]), "item": np.array([40, 4])}
 
 
 def blocks_of(schema, cscs, fanouts, seeds=SEEDS, size=1000):
-    request = draws_of(schema, fanouts).request(seeds, 0, {})
+    request = plan_draws(schema, fanouts).request(seeds, 0, {})
     workspace = ThreadTable(size)
     if size == HASHED:
         # So small that it grows within the batch.
@@ -152,7 +152,7 @@ def test_in_every_hop_all_requests_leave_before_anything_is_drawn(size: int) -> 
     events: list[tuple[str, int, tuple[str, str, str]]] = []
     structures = [Recording(etype, csc, events) for etype, csc in zip(schema.etypes, cscs, strict=True)]
     source, workspace = RemoteSource(schema, structures, "draw"), ThreadTable(size)
-    draws = draws_of(schema, [3, 2])
+    draws = plan_draws(schema, [3, 2])
     # Numbers of a batch that is refused are not those of the next.
     with pytest.raises(ConfigError, match="node 3 more than once"):
         source.sample(draws.request({"item": np.array([4, 3, 3])}, 0, {}), {}, workspace)

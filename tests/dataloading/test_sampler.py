@@ -17,7 +17,7 @@ from dglx_dist.dataloading.loader import DataLoader
 from dglx_dist.dataloading.minibatch import BatchBlockBuilder
 from dglx_dist.dataloading.sampler import LocalSource
 from dglx_dist.graph.dist_graph import DistGraph
-from tests.dataloading.graphs import draws_of
+from tests.dataloading.graphs import plan_draws
 from tests.dataloading.shop import typed_shop
 from tests.helpers.ranks import run_ranks
 
@@ -26,7 +26,7 @@ TYPED_SEEDS = {"user": np.array([29, 3, 8]), "item": np.array([40, 4])}
 
 def typed_blocks(seeds):
     schema, cscs = typed_shop()
-    request = draws_of(schema, [4, 3]).request(seeds, 0, {})
+    request = plan_draws(schema, [4, 3]).request(seeds, 0, {})
     batch = LocalSource(schema, cscs).sample(request, {}, ThreadTable(80))
     return schema, *BatchBlockBuilder(schema).blocks(batch)
 

@@ -41,7 +41,7 @@ def predict(embed: Sequence[Callable[[Tensor], Tensor]], ids: Tensor) -> Tensor:
     return first(ids) * second((ids + 1) % 30) + 0.5 * first((ids * 7) % 30)
 
 
-def loss_of(embed: Sequence[Callable[[Tensor], Tensor]], ids: Tensor, step: int) -> Tensor:
+def choose_loss(embed: Sequence[Callable[[Tensor], Tensor]], ids: Tensor, step: int) -> Tensor:
     """Mean over the ids; of none it is nan, as a user's would be."""
     return ((predict(embed, ids) - targets(ids, step)) ** 2).sum(1).mean()
 
@@ -77,7 +77,7 @@ def train(g: DistGraph, embed: Sequence[DistEmbedding], optimizer: Any, steps: r
         sizes = [len(batch(step, rank, topology.world_size)) for rank in range(topology.world_size)]
         ids = batch(step, topology.rank, topology.world_size)
         g.session.step_share = StepShare(num_local=len(ids), num_global=sum(sizes))
-        loss = loss_of(embed, ids, step)
+        loss = choose_loss(embed, ids, step)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -89,6 +89,6 @@ def expected(kind: str, first_values: Sequence[Tensor], world: int, steps: int =
     for step in range(steps):
         ids = torch.cat([batch(step, rank, world) for rank in range(world)])
         optimizer.zero_grad()
-        loss_of(embed, ids, step).backward()
+        choose_loss(embed, ids, step).backward()
         optimizer.step()
     return [module.weight.detach() for module in embed]

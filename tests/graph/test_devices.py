@@ -10,7 +10,7 @@ from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.embedding import DistEmbedding
 from dglx_dist.graph.split import node_split
 from tests.graph.small import NUM_NODES, zeros
-from tests.graph.sparse_cases import KINDS, STEPS, batch, embeddings, loss_of, make_optimizer, train
+from tests.graph.sparse_cases import KINDS, STEPS, batch, choose_loss, embeddings, make_optimizer, train
 from tests.helpers.elsewhere import DEVICE, Elsewhere
 
 
@@ -24,7 +24,7 @@ def test_embeddings_train_on_a_device_to_the_same_bits(graph: DistGraph, kind: s
     with Elsewhere():
         for step in range(STEPS):
             ids = batch(step, 0, 1).to(DEVICE)
-            loss = loss_of(there, ids, step)
+            loss = choose_loss(there, ids, step)
             assert loss.device == DEVICE
             loss.backward()
             optimizer.step()

@@ -8,7 +8,7 @@ from typing import Any
 from dglx_dist.planner.costs.base import BatchWork, Counted, Survey
 from dglx_dist.planner.costs.full_graph import FullGraphScheme, FullWork, StepSizes
 from dglx_dist.planner.costs.serverless import HaloCounts, HaloPairs
-from dglx_dist.planner.model_shape import shape_of_module
+from dglx_dist.planner.model_shape import infer_shape
 from dglx_dist.planner.records import Cluster, GraphStats, ModelShape
 from dglx_dist.strategies.candidate import CandidateContext
 from dglx_dist.training.models import build_model
@@ -39,7 +39,7 @@ WHOLE = FullWork(
 
 def shape_of_kind(kind: str, features: int, hidden: int, classes: int, layers: int) -> ModelShape:
     model = build_model(kind, features, hidden, classes, layers, 0.0)
-    return shape_of_module(model, features, classes, layers, kind=kind, hidden=hidden)
+    return infer_shape(model, features, classes, layers, kind=kind, hidden=hidden)
 
 
 SHAPE = shape_of_kind("sage", 100, 16, 10, 2)

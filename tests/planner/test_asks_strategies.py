@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import get_args
 
 from dglx_dist.planner.auto import AutoOptions
-from dglx_dist.planner.choose import choosable
+from dglx_dist.planner.choose import list_choosable
 from dglx_dist.planner.config import PlanConfig
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.candidate import Unit
@@ -20,7 +20,7 @@ from tests.helpers.sources import Source, source_of, sources
 
 def option_names() -> set[str]:
     """Names of strategies' options, but those that ``auto`` or ``dglx plan`` have too."""
-    found = {*COOPERATIVE, *PRELOADING, *(name for names in choosable().values() for name in names)}
+    found = {*COOPERATIVE, *PRELOADING, *(name for names in list_choosable().values() for name in names)}
     found |= {one.name for options in (PushPullOptions, LambdaOptions) for one in fields(options)}
     return found - {one.name for options in (AutoOptions, PlanConfig) for one in fields(options)}
 

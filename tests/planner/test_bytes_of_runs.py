@@ -18,7 +18,7 @@ from dglx_dist.data.synthetic import SyntheticConfig, generate
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.planner.choose import predict
 from dglx_dist.planner.config import PlanConfig
-from dglx_dist.planner.model_shape import shape_of_module
+from dglx_dist.planner.model_shape import infer_shape
 from dglx_dist.planner.records import ModelShape, Prediction
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.candidate import CACHE_SIZES
@@ -45,7 +45,7 @@ def shape_on(data: str, kind: str) -> ModelShape:
     with init("data_parallel", seed=0) as session:
         g = DistGraph(data, session=session)
         model = build_model(kind, *sizes, 0.0, graph=g)
-        shape = shape_of_module(model, FEATURES, CLASSES, len(FANOUTS), kind=kind, hidden=HIDDEN)
+        shape = infer_shape(model, FEATURES, CLASSES, len(FANOUTS), kind=kind, hidden=HIDDEN)
         g.close()
     return shape
 

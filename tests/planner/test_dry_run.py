@@ -13,10 +13,10 @@ from torch import nn
 from dglx_dist.comm.session import start_session
 from dglx_dist.data.storage.reader import open_dataset, open_structure
 from dglx_dist.errors import ConfigError
-from dglx_dist.planner.costs.full_graph import FullGraphScheme, StepSizes, blocks_of, full_work_of
+from dglx_dist.planner.costs.full_graph import FullGraphScheme, StepSizes, blocks_of, decode_work
 from dglx_dist.planner.measure import time_step
-from dglx_dist.planner.model_shape import topology_of
-from dglx_dist.planner.workload import sizes_of, stats_of_dataset
+from dglx_dist.planner.model_shape import build_topology
+from dglx_dist.planner.workload import read_graph_stats, sizes_of
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE
 from dglx_dist.strategies.full_graph.plan_builder import plan_all, seeds_by_server
 from dglx_dist.training.models import build_model
@@ -43,8 +43,8 @@ def test_the_cut_is_that_of_the_servers(folder: Path) -> None:
     # The first two of four parts are those of server 0.
     targets = np.repeat(np.arange(len(csc.indptr) - 1), np.diff(csc.indptr))
     crossing = np.count_nonzero((targets < offsets[2]) != (csc.indices < offsets[2]))
-    assert stats_of_dataset(dataset, 2).edge_cut == pytest.approx(crossing / len(csc.indices))
-    assert stats_of_dataset(dataset, 1).edge_cut == 0.0
+    assert read_graph_stats(dataset, 2).edge_cut == pytest.approx(crossing / len(csc.indices))
+    assert read_graph_stats(dataset, 1).edge_cut == 0.0
 
 
 def test_more_cooperative_batches_than_seeds_are_counted() -> None:
@@ -68,7 +68,7 @@ def test_steps_are_summed_and_the_largest_is_kept() -> None:
         return [10, 5, 10 + edges, edges, edges + 1, 3, *received]
 
     steps = [[sizes(1, [0, 0]), sizes(4, [2, 0])], [sizes(2, [0, 1]), sizes(6, [7, 0])]]
-    work = full_work_of(np.array(steps), topology_of(2, 1))
+    work = decode_work(np.array(steps), build_topology(2, 1))
     assert work.largest == StepSizes(rows=(10, 5), sources=(16,), edges=(6,), sent=(7,))
     assert (work.outside, work.inside) == ((10,), (0,))
     assert (work.external_rows, work.steps) == (12, 2)

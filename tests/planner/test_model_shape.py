@@ -15,7 +15,7 @@ from dglx_dist.layers.convolutions import make_stages
 from dglx_dist.layers.tracer import random_block
 from dglx_dist.planner.costs.base import COSTS
 from dglx_dist.planner.measure import time_step
-from dglx_dist.planner.model_shape import shape_of_module
+from dglx_dist.planner.model_shape import infer_shape
 from dglx_dist.training.models import build_model
 from tests.planner.hand_made import shape_of_kind
 
@@ -87,12 +87,12 @@ RELATIONAL = dgl.nn.RelGraphConv(100, 16, 5, "basis", 4)
     ],
 )
 def test_layers_with_more_than_one_product_have_one_width(model: One, expected: tuple[int, ...]) -> None:
-    found = shape_of_module(model, 100, 16, 1)
+    found = infer_shape(model, 100, 16, 1)
     (layer,) = found.layers
     assert (layer.inputs, layer.outputs, layer.summed) == expected
     assert found.hidden == 16
     # The same where the model cannot be called.
-    assert shape_of_module(Loops(model.conv), 100, 16, 1).layers == (layer,)
+    assert infer_shape(Loops(model.conv), 100, 16, 1).layers == (layer,)
 
 
 @pytest.mark.parametrize(
@@ -128,18 +128,18 @@ class Loops(nn.Module):
 
 def test_layers_of_a_model_that_cannot_be_called_are_those_that_it_has() -> None:
     two = Loops(dgl.nn.GraphConv(100, 16), dgl.nn.SAGEConv(16, 10, "mean"))
-    found = shape_of_module(two, 100, 10)
+    found = infer_shape(two, 100, 10)
     assert [(one.inputs, one.outputs) for one in found.layers] == [(100, 16), (16, 10)]
     assert found.kind == "gcn"
-    three = shape_of_module(two, 100, 10, 3, hidden=8)
+    three = infer_shape(two, 100, 10, 3, hidden=8)
     assert [(one.inputs, one.outputs) for one in three.layers] == [(100, 8), (8, 8), (8, 10)]
 
 
 def test_a_module_tells_what_refuses_it() -> None:
-    plain = shape_of_module(build_model("gcn", 100, 16, 10, 2, 0.5), 100, 10, 2)
+    plain = infer_shape(build_model("gcn", 100, 16, 10, 2, 0.5), 100, 10, 2)
     assert plain.refused == {}
     mixing = torch.nn.Sequential(torch.nn.BatchNorm1d(100), torch.nn.Linear(100, 10))
-    found = shape_of_module(mixing, 100, 10, 1)
+    found = infer_shape(mixing, 100, 10, 1)
     assert found.refused["full_graph"] == "'0' is a BatchNorm1d"
     assert found.refused["lambda"].startswith("'0', BatchNorm1d, takes means over all nodes")
     assert "push_pull" in found.refused
@@ -152,6 +152,6 @@ def test_an_error_in_a_strategys_inspection_refuses_that_strategy_alone(
         raise KeyError("no such layer")
 
     monkeypatch.setattr(COSTS.get("lambda"), "inspect", fails)
-    found = shape_of_module(build_model("gcn", 100, 16, 10, 2), 100, 10)
+    found = infer_shape(build_model("gcn", 100, 16, 10, 2), 100, 10)
     assert found.refused == {"lambda": "its inspection of the model failed: KeyError: 'no such layer'"}
     assert "full_graph" in found.inspected

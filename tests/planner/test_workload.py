@@ -19,9 +19,9 @@ from dglx_dist.planner.config import PlanConfig
 from dglx_dist.planner.costs import full_graph
 from dglx_dist.planner.costs.base import BatchWork, CacheHits
 from dglx_dist.planner.measure import CountConfig, count
-from dglx_dist.planner.model_shape import shape_of_module, topology_of
+from dglx_dist.planner.model_shape import build_topology, infer_shape
 from dglx_dist.planner.records import Draws
-from dglx_dist.planner.workload import RankCount, RowSizes, work_of_counts
+from dglx_dist.planner.workload import RankCount, RowSizes, combine_counts
 from dglx_dist.records import NODE_TYPE
 from dglx_dist.training.models import build_model
 from tests.helpers.ranks import run_ranks
@@ -46,14 +46,14 @@ IDLE = RankCount(**{name: (0 * np.array(value)).tolist() for name, value in vars
 
 def test_some_batches_stand_for_as_many_seeds_as_there_are() -> None:
     """2 of 5 batches have 20 of the 45 seeds, for the last batch has 5; a rank without seeds adds nothing."""
-    found = work_of_counts([BUSY, IDLE], topology_of(2, 1), SIZES)
+    found = combine_counts([BUSY, IDLE], build_topology(2, 1), SIZES)
     assert not found.counted
     assert found.steps == 5
     assert found.survey.remote_rows == 60 * 45 / 20
     assert found.survey.feature_bytes == 48 * 135
     assert found.survey.label_bytes == 16 * 9
     assert found.largest == ((110, 30), (30, 10), (210, 55))
-    without = work_of_counts([BUSY, IDLE], topology_of(2, 1), replace(SIZES, label=None))
+    without = combine_counts([BUSY, IDLE], build_topology(2, 1), replace(SIZES, label=None))
     assert without.survey.label_bytes == 0
 
 
@@ -64,7 +64,7 @@ def test_hits_of_ranks_are_summed_and_a_cache_is_as_large_as_the_largest() -> No
         replace(BUSY, caches=[{**cache, "hits": 40, "once_rows": 7, "server_bytes": 70, "rank_bytes": 1}]),
         replace(IDLE, caches=[{**cache, "hits": 0, "once_rows": 5, "server_bytes": 50, "rank_bytes": 3}]),
     ]
-    found = work_of_counts(ranks, topology_of(2, 1), SIZES).caches
+    found = combine_counts(ranks, build_topology(2, 1), SIZES).caches
     assert found == (CacheHits(**cache, hits=90, once_rows=12, server_bytes=70, rank_bytes=3),)  # type: ignore[arg-type]
 
 
@@ -72,7 +72,7 @@ def measure_some(data: str) -> BatchWork:
     with init(seed=0) as session:
         g = DistGraph(data, session=session)
         model = build_model("sage", 4, 4, 2)
-        shape = shape_of_module(model, 4, 2)
+        shape = infer_shape(model, 4, 2)
         draws = Draws(fanouts=(2, 2), batch_size=4, most_batches=2)
         counted, _ = count(g, shape, CountConfig(cluster=CLUSTER, draws=draws, in_job=True))
         g.close()

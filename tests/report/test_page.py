@@ -18,7 +18,7 @@ from dglx_dist.cli.app import app
 from dglx_dist.errors import ConfigError
 from dglx_dist.records import EpochRecord
 from dglx_dist.report import run_folder
-from dglx_dist.report.page import page_of, write_page
+from dglx_dist.report.page import render_page, write_page
 from dglx_dist.report.run_folder import Run, read_run, write_json, write_run
 from dglx_dist.report.tables import flat_cells, spread, summarise
 from tests.helpers.browser import BROWSER, MISSING, open_page
@@ -59,7 +59,7 @@ def titles(page: str) -> list[str]:
 
 
 def test_curves_cost_bytes_memory_and_the_plan_are_figures(tmp_path: Path) -> None:
-    page = page_of({"one": run_in(tmp_path)}, "PLOTLY")
+    page = render_page({"one": run_in(tmp_path)}, "PLOTLY")
     figures = dict(zip(titles(page), data_of(page), strict=True))
     assert [*figures] == [
         "loss", "accuracy", "samples per second", "one: seconds of an epoch", "one: payload of an epoch",
@@ -78,7 +78,7 @@ def test_curves_cost_bytes_memory_and_the_plan_are_figures(tmp_path: Path) -> No
 
 def test_several_runs_share_curves_and_what_differs_is_marked(tmp_path: Path) -> None:
     runs = {name: run_in(tmp_path / name, number) for number, name in enumerate(("a", "b"))}
-    page = page_of(runs, "PLOTLY")
+    page = render_page(runs, "PLOTLY")
     loss = data_of(page)[0]["data"]
     assert [one["name"] for one in loss] == ["a", "b"]
     marked = re.findall('<tr class="marked"><th>(.*?)</th>', page)
@@ -93,7 +93,7 @@ class Measured(EpochRecord):
 def test_any_metric_of_an_epoch_is_a_curve_by_split(tmp_path: Path) -> None:
     scores = {"val_accuracy": 0.5, "val_f1_micro": 0.25, "test_f1_micro": 0.125, "val_mae": math.nan}
     epochs = tuple(Measured(**asdict(epoch(one)), scores=scores) for one in range(3))
-    page = page_of({"run": replace(run_in(tmp_path), epochs=epochs)}, "PLOTLY")
+    page = render_page({"run": replace(run_in(tmp_path), epochs=epochs)}, "PLOTLY")
     drawn = dict(zip(titles(page), data_of(page), strict=True))
     assert [*drawn][:4] == ["loss", "accuracy", "f1 micro", "samples per second"]
     curves = drawn["f1 micro"]["data"]
@@ -109,7 +109,7 @@ def test_runs_of_one_name_have_their_paths(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_texts_of_a_run_are_only_texts(tmp_path: Path) -> None:
-    page = page_of({HOSTILE: run_in(tmp_path, text=HOSTILE)}, "PLOTLY")
+    page = render_page({HOSTILE: run_in(tmp_path, text=HOSTILE)}, "PLOTLY")
     assert "<img" not in page
     assert page.count("<script") == 3
     assert "<script>window" not in page
@@ -119,7 +119,7 @@ def test_texts_of_a_run_are_only_texts(tmp_path: Path) -> None:
 
 def test_codes_in_names_are_written_out(tmp_path: Path) -> None:
     name = "a\u202eb\x1b[1m\n"
-    page = page_of({name: run_in(tmp_path, text=name)}, "PLOTLY")
+    page = render_page({name: run_in(tmp_path, text=name)}, "PLOTLY")
     assert r"a\u202eb\x1b[1m\n" in page
     assert not set(page.partition("<header>")[2].partition("<script")[0]) & set("\u202e\x1b")
     assert r"\u202eb\x1b" not in json.dumps(data_of(page)).replace(r"\\", "")
@@ -136,17 +136,17 @@ def test_without_plotly_the_command_says_how_to_get_it(
 def test_an_unfinished_run_says_so(tmp_path: Path) -> None:
     run_in(tmp_path)
     (tmp_path / "summary.json").unlink()
-    page = page_of({"run": read_run(tmp_path)}, "PLOTLY")
+    page = render_page({"run": read_run(tmp_path)}, "PLOTLY")
     assert "did not finish" in page
     assert "loss" in titles(page)
     assert not any("memory" in one for one in titles(page))
     one = {"run": read_run(tmp_path), "other": run_in(tmp_path / "other")}
-    assert re.search('<th>run</th>.*?<td data-value="">-</td>', page_of(one, "PLOTLY"))
+    assert re.search('<th>run</th>.*?<td data-value="">-</td>', render_page(one, "PLOTLY"))
 
 
 def test_labels_are_cut_in_their_middle(tmp_path: Path) -> None:
     runs = {f"{'x' * 60}-seed{seed}": run_in(tmp_path / str(seed)) for seed in (1, 2)}
-    names = [one["name"] for one in data_of(page_of(runs, "PLOTLY"))[0]["data"]]
+    names = [one["name"] for one in data_of(render_page(runs, "PLOTLY"))[0]["data"]]
     assert [(name[-6:], len(name)) for name in names] == [("-seed1", 36), ("-seed2", 36)]
 
 

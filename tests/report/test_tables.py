@@ -8,7 +8,7 @@ from dataclasses import replace
 from rich.console import Console
 from rich.table import Table
 
-from dglx_dist.report.tables import epoch_table, run_title, summarise, summary_table
+from dglx_dist.report.tables import build_epoch_table, build_summary_table, format_run_title, summarise
 from tests.report.records import epoch
 
 FACTS = {"strategy": "data_parallel", "ranks": 2, "servers": 1, "peak_memory_bytes": 7}
@@ -30,7 +30,7 @@ def test_the_first_epoch_counts_in_no_figure() -> None:
 def test_the_title_counts_ranks_and_servers() -> None:
     config = {"graph": "drawn", "model": "sage"}
     summary = {"strategy": "data_parallel", "ranks": 2, "servers": 1}
-    assert run_title(summary, config) == "drawn: sage by data_parallel, 2 ranks on 1 server"
+    assert format_run_title(summary, config) == "drawn: sage by data_parallel, 2 ranks on 1 server"
 
 
 def test_the_hit_rate_is_over_all_rows_of_the_epochs_that_count() -> None:
@@ -41,7 +41,7 @@ def test_the_hit_rate_is_over_all_rows_of_the_epochs_that_count() -> None:
     saved = [replace(one, checkpoint_s=0.25) for one in epochs]
     assert summarise(FACTS, saved)["checkpoint_seconds"] == 0.75
     assert "checkpoint_seconds" not in summarise(FACTS, epochs)
-    assert "0.250" in text(epoch_table(saved))
+    assert "0.250" in text(build_epoch_table(saved))
 
 
 def text(table: Table) -> str:
@@ -51,18 +51,20 @@ def text(table: Table) -> str:
 
 
 def test_an_epoch_is_one_line_with_its_figures() -> None:
-    (line,) = [line for line in text(epoch_table([epoch(3)])).splitlines() if line.lstrip().startswith("3 ")]
+    (line,) = [
+        line for line in text(build_epoch_table([epoch(3)])).splitlines() if line.lstrip().startswith("3 ")
+    ]
     cells = line.split()
     assert cells[:2] == ["3", "1.0000"]
     assert "50.0" in cells
     assert line.rstrip().endswith("30 B")
     assert "3 KB" in line
-    assert text(epoch_table([epoch(0, val=None)])).count("%") == 1
+    assert text(build_epoch_table([epoch(0, val=None)])).count("%") == 1
 
 
 def test_summary_spells_units_out() -> None:
     shown = text(
-        summary_table(
+        build_summary_table(
             {
                 "test_accuracy": 0.8125,
                 "cache_hit_rate": 0.25,
@@ -79,20 +81,20 @@ def test_summary_spells_units_out() -> None:
 
 
 def test_the_hit_rate_is_shown_only_where_there_was_a_cache() -> None:
-    shown = text(epoch_table([epoch(0), replace(epoch(1), cache_hits=3, cache_misses=1)]))
+    shown = text(build_epoch_table([epoch(0), replace(epoch(1), cache_hits=3, cache_misses=1)]))
     assert ("hits" in shown, "75.0 %" in shown) == (True, True)
-    assert "hits" not in text(epoch_table([epoch(0)]))
+    assert "hits" not in text(build_epoch_table([epoch(0)]))
 
 
 def test_a_narrow_table_keeps_metrics_and_says_what_it_leaves_out() -> None:
     buffer = io.StringIO()
     wide = {f"val_{name}": 0.25 for name in ("mrr", "hits@1", "hits@3", "hits@10", "auc")}
     epochs = [replace(epoch(number, val=None), metrics=wide, checkpoint_s=0.5) for number in range(3)]
-    Console(file=buffer, width=80).print(epoch_table(epochs, 80))
+    Console(file=buffer, width=80).print(build_epoch_table(epochs, 80))
     shown = buffer.getvalue()
     assert "…" not in shown
     assert shown.count("0.2500") == 15
     assert " ".join(shown.split()).endswith("saving")
-    assert "no room for" not in text(epoch_table(epochs))
+    assert "no room for" not in text(build_epoch_table(epochs))
     free = [replace(one, checkpoint_s=0.0) for one in epochs]
-    assert len(epoch_table(epochs).columns) == len(epoch_table(free).columns) + 1
+    assert len(build_epoch_table(epochs).columns) == len(build_epoch_table(free).columns) + 1

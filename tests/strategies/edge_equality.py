@@ -89,7 +89,7 @@ def first_net() -> Net:
     return Net().double()
 
 
-def loss_of(task: str, outputs: list[Tensor], labels: Tensor) -> Tensor:
+def choose_loss(task: str, outputs: list[Tensor], labels: Tensor) -> Tensor:
     """The mean that a user writes: over positive and negative pairs, or over edges."""
     if task.startswith("classes"):
         return F.cross_entropy(outputs[1], labels)
@@ -142,7 +142,7 @@ def train(task: str, model: WrappedModel, loader: Any, g: DistGraph) -> dict[str
         for _, *graphs, blocks in loader:
             labels = graphs[0].edata["label"]
             outputs = model(graphs, blocks, blocks[0].srcdata["feat"])
-            loss = loss_of(task, outputs, labels)
+            loss = choose_loss(task, outputs, labels)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -188,7 +188,7 @@ def one_process(
             pairs = [dgl.graph(tuple(map(torch.from_numpy, ends)), num_nodes=NUM_NODES)
                      for ends in (part.positive, part.negative)]  # fmt: skip
             outputs = model(pairs, [graph, graph], features)
-            loss = loss_of(task, outputs, all_labels[part.edges])
+            loss = choose_loss(task, outputs, all_labels[part.edges])
             (loss * (1 / working if mean_of_means else len(part.edges) / total)).backward()
             losses[-1].append(float(loss))
         optimizer.step()

@@ -31,14 +31,14 @@ LOSSES: dict[str, tuple[str, Any]] = {
 
 def plain_weights(name: str, clip: float | None) -> dict[str, Tensor]:
     g, model = given_graph(), Layers()
-    label, loss_of = LOSSES[name]
+    label, choose_loss = LOSSES[name]
     block = dgl.to_block(g, g.nodes(), include_dst_in_src=True)
     seeds = g.ndata["train_mask"].nonzero()[:, 0]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for _ in range(2):
         scores = model([block, block], g.ndata["feat"])[seeds]
         optimizer.zero_grad()
-        (loss_of or F.cross_entropy)(scores, g.ndata[label][seeds]).backward()
+        (choose_loss or F.cross_entropy)(scores, g.ndata[label][seeds]).backward()
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()

@@ -92,12 +92,12 @@ class Layers(Net):
 
 def plain_weights(name: str) -> tuple[float, dict[str, Tensor]]:
     g, model = given_scores() if name == "scores" else given_graph(), Layers()
-    label, loss_of = LOSSES.get(name, ("label", masked_mean))
+    label, choose_loss = LOSSES.get(name, ("label", masked_mean))
     block = dgl.to_block(g, g.nodes(), include_dst_in_src=True)
     seeds = g.nodes() if name == "scores" else g.ndata["train_mask"].nonzero()[:, 0]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for _ in range(STEPS):
-        loss = loss_of(model([block, block], g.ndata["feat"])[seeds], g.ndata[label][seeds])
+        loss = choose_loss(model([block, block], g.ndata["feat"])[seeds], g.ndata[label][seeds])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -21,7 +21,7 @@ from dglx_dist.internals.message_passing import TorchIndex, place
 from dglx_dist.internals.pytorch import ids_on_host, ids_to_device
 from dglx_dist.planner import measure
 from dglx_dist.planner.choose import choose
-from dglx_dist.planner.model_shape import shape_of_module
+from dglx_dist.planner.model_shape import infer_shape
 from dglx_dist.planner.records import ChoiceOptions, Draws
 from dglx_dist.records import NODE_TYPE
 from dglx_dist.strategies.base import STRATEGIES
@@ -160,7 +160,7 @@ def test_the_planner_measures_where_the_model_is(dataset: str) -> None:
         session.device = META
         g = DistGraph(dataset, structure="replicated")
         model = build_model("sage", *SIZES).to(META)
-        shape = shape_of_module(model, equality.WIDTH, equality.CLASSES, 2, kind="sage")
+        shape = infer_shape(model, equality.WIDTH, equality.CLASSES, 2, kind="sage")
         config = measure.CountConfig(cluster=CLUSTER, draws=draws)
         counted, candidates = measure.count(g, shape, config)
         predictions = measure.predict_and_time(g, model, counted, candidates)

@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional as F
 
 import dglx_dist as dx
-from dglx_dist.cli.train_job import train_dataset, what_is_learnt
+from dglx_dist.cli.train_job import describe_target, train_dataset
 from dglx_dist.comm.session import start_session
 from dglx_dist.errors import ConfigError
 from dglx_dist.report.run_folder import read_epochs
@@ -265,11 +265,11 @@ def test_equal_targets_have_no_deviation(tmp_path: Path) -> None:
 def test_the_task_of_a_run_is_said(task: str, said: str, data: Path, tmp_path: Path) -> None:
     with dx.init("data_parallel"):
         config = TrainConfig(**{**plan(data, task, tmp_path), "task": task})
-        assert what_is_learnt(config, dx.DistGraph(data / task), "_N") == said
+        assert describe_target(config, dx.DistGraph(data / task), "_N") == said
         g, links = dx.DistGraph(data / task), [("_N", name, "_N") for name in ("a", "b", "c", "d")]
         one, four = (LinkEvaluation(g=g, targets=targets) for targets in (links[:1], links))
-        assert what_is_learnt(config, g, one).endswith("on a, decoder dot")
-        assert what_is_learnt(config, g, four).endswith("4 edge types, decoder distmult")
+        assert describe_target(config, g, one).endswith("on a, decoder dot")
+        assert describe_target(config, g, four).endswith("4 edge types, decoder distmult")
 
 
 def test_strategies_that_compute_the_loss_themselves_say_so(data: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from dglx_dist.records import EpochRecord
 from dglx_dist.training.fit import train
 from dglx_dist.training.fit_config import FitConfig
 from dglx_dist.training.models import build_model
-from dglx_dist.training.tracing import live_figures, scalars_writer, without_keys
+from dglx_dist.training.tracing import format_live_figures, open_scalars_writer, remove_keys
 from tests.helpers.ranks import run_ranks
 from tests.report.records import epoch
 from tests.report.traces import span, trace_of
@@ -190,15 +190,15 @@ def test_ranks_that_fail_leave_what_they_have(traced: Traced) -> None:
 
 def test_a_trace_tells_no_key_of_an_endpoint() -> None:
     options = {"url": "https://me:word@host:8443/run?code=key#key", "headers": {"x-key": "key"}, "workers": 4}
-    told = without_keys(options)
+    told = remove_keys(options)
     assert told == {"url": "https://host:8443/run", "headers": ["x-key"], "workers": 4}
 
 
 def test_live_figures_have_speed_memory_and_bytes() -> None:
     with start_session() as session:
         session.ledger.add("features", 0, 0, WORKER, 3000)
-        found = live_figures(13, 153, 4, 2.0, [epoch(2)], session)
-        first = live_figures(0, 153, 4, 0.0, [], session)
+        found = format_live_figures(13, 153, 4, 2.0, [epoch(2)], session)
+        first = format_live_figures(0, 153, 4, 0.0, [], session)
     assert re.fullmatch(r"[\d.]+ [MG]B", found.pop("memory (rank 0)"))
     # 100 samples in the four steps of an epoch.
     expected = ("3", "1/4", "2", "50", "0:01:10", "3 KB")
@@ -214,7 +214,7 @@ def test_a_full_disk_ends_figures_for_tensorboard_and_not_the_run(
 ) -> None:
     pytest.importorskip("tensorboard")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with start_session() as session, scalars_writer(tmp_path, 0, session) as write:
+    with start_session() as session, open_scalars_writer(tmp_path, 0, session) as write:
         write(epoch(0))
         (events,) = tmp_path.iterdir()
         size = events.stat().st_size

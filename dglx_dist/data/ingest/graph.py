@@ -33,7 +33,7 @@ from dglx_dist.data.storage.manifest import Manifest, check_target, put_in_place
 from dglx_dist.data.table_graphs import is_node_id
 from dglx_dist.data.tables import PiecewiseTable, ids_of
 from dglx_dist.errors import ConfigError
-from dglx_dist.memory import peak, read_size
+from dglx_dist.memory import peak_bytes, read_size
 from dglx_dist.progress import progress
 from dglx_dist.records import REVERSE, SPLITS, Array, ColumnInfo, EdgeType
 
@@ -226,7 +226,7 @@ def ingest(config: IngestConfig, plan: IngestPlan) -> Ingested:
         manifest = _manifest(plan, reverse, output, nodes, ids, edges, description)
         manifest = write_manifest(manifest, partial)
         put_in_place(partial, out, plan.overwrite)
-    return Ingested(manifest=manifest, description=description, peak_bytes=peak())
+    return Ingested(manifest=manifest, description=description, peak_bytes=peak_bytes())
 
 
 def write_description(ingested: Ingested, path: Path) -> None:

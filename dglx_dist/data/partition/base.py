@@ -12,8 +12,16 @@ from typing import ClassVar, Literal
 
 from dglx_dist.data.external_memory import Workspace
 from dglx_dist.errors import ConfigError
-from dglx_dist.memory import read_size, readable_bytes
-from dglx_dist.options import at_least, by_name, check_ranges, fractions, names, option, tolerances
+from dglx_dist.memory import format_bytes, read_size
+from dglx_dist.options import (
+    at_least,
+    check_ranges,
+    option,
+    parse_by_name,
+    parse_fractions,
+    parse_names,
+    parse_tolerances,
+)
 from dglx_dist.records import Assignment, RawGraph
 from dglx_dist.registry import Registry
 
@@ -33,7 +41,7 @@ class PartitionOptions:
         tuple,
         "Weights to balance: nodes, degree, train, val, test, ntype, etype, a column.",
         metavar="A,B",
-        parse=names,
+        parse=parse_names,
     )
     """``degree``: in-degree; ``ntype``: each node type; ``etype``: in-edges of each edge type; or a node
     column of non-negative numbers."""
@@ -41,11 +49,11 @@ class PartitionOptions:
         dict,
         "Allowed excess of the heaviest part: 0.05, or train=0.1,degree=0.02.",
         metavar="T",
-        parse=tolerances,
+        parse=parse_tolerances,
     )
     """Over its share, 0.05 = 5 %; one value, or by constraint."""
     target_weights: tuple[float, ...] | None = option(
-        None, "Share of each part, for unequal machines: 1,1,2.", metavar="W,W", parse=fractions
+        None, "Share of each part, for unequal machines: 1,1,2.", metavar="W,W", parse=parse_fractions
     )
     """(P,) positive relative shares of the parts. None: equal."""
     objective: Literal["cut", "vol"] = option("cut", "Minimise cut edges (cut) or communicated nodes (vol).")
@@ -157,7 +165,7 @@ class Partitioner(ABC):
             others = [name for name in PARTITIONERS.names() if PARTITIONERS.get(name).external]
             raise ConfigError(
                 f"{type(self).__name__} works in memory only, where {graph.total_edges} edges take about "
-                f"{readable_bytes(num_bytes)}; grant more --memory, or choose {', '.join(others)}"
+                f"{format_bytes(num_bytes)}; grant more --memory, or choose {', '.join(others)}"
             )
         self.workspace = workspace
         return self
@@ -227,7 +235,7 @@ class PartitionPlan:
         None,
         "Store features as float16, bfloat16 or float32: all of them, or feat=float16,x=bfloat16.",
         metavar="TYPE",
-        parse=by_name,
+        parse=parse_by_name,
     )
     memory: str | None = option(
         None, "Memory of each process, e.g. 4GB; what does not fit is worked on in files.", metavar="SIZE"

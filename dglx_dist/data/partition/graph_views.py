@@ -17,7 +17,7 @@ from dglx_dist.data.storage.columns import id_dtype
 from dglx_dist.errors import ConfigError
 from dglx_dist.progress import progress
 from dglx_dist.records import Array, Assignment, EdgeType, NodeColumn, RawGraph, SparseRows
-from dglx_dist.registry import did_you_mean
+from dglx_dist.registry import suggest_name
 
 MASKS = {"train": "train_mask", "val": "val_mask", "test": "test_mask"}
 COUNT_EDGES = ("degree", "etype")
@@ -169,7 +169,7 @@ def has_column(graph: RawGraph, column: str) -> bool:
 def _data_column(graph: RawGraph, constraint: str, column: str) -> Array:
     if not has_column(graph, column):
         existing = sorted({name for columns in graph.node_data.values() for name in columns})
-        hint = did_you_mean(constraint, ["nodes", "degree", "ntype", "etype", *MASKS, *existing])
+        hint = suggest_name(constraint, ["nodes", "degree", "ntype", "etype", *MASKS, *existing])
         raise ConfigError(
             f"cannot balance {constraint!r}: {graph.name} has no node column {column!r}{hint} (node columns: "
             f"{', '.join(existing) or 'none'}; besides these: nodes, degree, ntype, etype)"

@@ -38,7 +38,7 @@ from dglx_dist.data.storage.files import (
     replace_folder,
 )
 from dglx_dist.errors import StorageError
-from dglx_dist.memory import readable_bytes
+from dglx_dist.memory import format_bytes
 from dglx_dist.records import Array
 
 STAMP = "stamp.json"
@@ -303,10 +303,10 @@ class ArrayCache:
             if (is_too_much or age_s > _MAX_AGE_S or not entry.num_bytes) and _evict(entry.path):
                 total -= entry.num_bytes
                 if entry.num_bytes:
-                    size, days = readable_bytes(entry.num_bytes), age_s / 86400
+                    size, days = format_bytes(entry.num_bytes), age_s / 86400
                     _LOG.info("%s (%s, unused for %.1f days) was evicted", entry.path, size, days)
         if total > max_bytes:
-            size, limit = readable_bytes(total), readable_bytes(max_bytes)
+            size, limit = format_bytes(total), format_bytes(max_bytes)
             _LOG.warning(
                 "%s takes %s, more than a quarter of the free disk (%s), and is in use; make room",
                 self._folder,

@@ -44,7 +44,7 @@ from dglx_dist.records import (
     IdRanges,
     NodeColumn,
     RawGraph,
-    type_text,
+    format_type,
 )
 
 _LOG = logging.getLogger(__name__)
@@ -173,7 +173,7 @@ def _id_ranges(top: Fields, key: str, names: Sequence[str], num_parts: int) -> I
         raise top.wrong(key, expected)
     counts = array[..., 1] - array[..., 0]
     offsets = np.pad(np.cumsum(counts, axis=1), ((0, 0), (1, 0)))
-    ranges = IdRanges.of_offsets(list(offsets))
+    ranges = IdRanges.from_offsets(list(offsets))
     if (counts < 0).any() or not np.array_equal(ranges.starts, array[..., 0]):
         raise top.wrong(key, expected)
     return ranges
@@ -241,7 +241,7 @@ class _Collected:
             self._ends[kind][:, typed[chosen]] = sources[chosen], destinations[chosen]
 
     def _add_columns(self, data: dict[K, dict[str, Array]], path: Path, ranges: IdRanges, ids: Array) -> None:
-        owners = {type_text(one): one for one in data}
+        owners = {format_type(one): one for one in data}
         kinds, typed = ranges.to_typed(ids)
         for key, tensor in load_tensors(path).items():
             # Keys are type/column; old files leave out the only type.
@@ -391,8 +391,8 @@ class _DglWriter:
         self._edges: dict[EdgeType, EdgeOrder] = {
             etype: relabel_edges(graph, etype, nodes[etype[0]], nodes[etype[2]]) for etype in graph.edges
         }
-        self._node_ranges = IdRanges.of_offsets([order.offsets for order in nodes.values()])
-        self._edge_ranges = IdRanges.of_offsets([order.offsets for order in self._edges.values()])
+        self._node_ranges = IdRanges.from_offsets([order.offsets for order in nodes.values()])
+        self._edge_ranges = IdRanges.from_offsets([order.offsets for order in self._edges.values()])
         self._renumbers = max(len(order.offsets) for order in nodes.values()) > 2
 
     def write_part(self, part: int, folder: Path) -> None:
@@ -499,7 +499,7 @@ def _check_names(graph: RawGraph) -> None:
     for name in graph.num_nodes:
         if ":" in name or "/" in name:
             raise ConfigError(f"DGL's files cannot hold the type name {name!r}, which has a ':' or a '/'")
-    if changed := [etype[1] for etype in graph.edges if _name(etype) != type_text(etype)]:
+    if changed := [etype[1] for etype in graph.edges if _name(etype) != format_type(etype)]:
         some = f"{len(changed)}, such as {', '.join(changed[:3])}"
         _LOG.warning("relations are %%-encoded, as '/' and ':' separate DGL's names: %s", some)
 
@@ -508,4 +508,4 @@ def _name(kind: str | EdgeType) -> str:
     if isinstance(kind, str):
         return kind
     relation = re.sub("[%/:]", lambda found: f"%{ord(found[0]):02X}", kind[1])
-    return type_text((kind[0], relation, kind[2]))
+    return format_type((kind[0], relation, kind[2]))

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from dglx_dist.errors import DglxError, StorageError
-from dglx_dist.memory import readable_bytes
+from dglx_dist.memory import format_bytes
 
 PARTIAL_SUFFIX = ".partial"
 """Suffix of files and folders that are being written."""
@@ -73,7 +73,7 @@ def read_small(path: Path, most: int = 1 << 28) -> bytes:
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "it is no regular file", str(path))
         if status.st_size > most:
-            raise OSError(errno.EFBIG, f"it has more than {readable_bytes(most)}", str(path))
+            raise OSError(errno.EFBIG, f"it has more than {format_bytes(most)}", str(path))
         # Not read(most): a buffer of that size would be allocated first.
         return file.read(status.st_size)
 

@@ -41,10 +41,10 @@ from dglx_dist.data.storage.files import named_failures, synchronise
 from dglx_dist.data.storage.manifest import Manifest, check_target, put_in_place, write_manifest
 from dglx_dist.data.validate import check_assignment, check_ids
 from dglx_dist.errors import ConfigError
-from dglx_dist.memory import readable_bytes
+from dglx_dist.memory import format_bytes
 from dglx_dist.progress import Advance, progress
 from dglx_dist.records import LABEL, Array, Assignment, ColumnInfo, EdgeType, NodeColumn, RawGraph, SparseRows
-from dglx_dist.registry import did_you_mean
+from dglx_dist.registry import suggest_name
 
 FeatureDtype: TypeAlias = str | Mapping[str, str]
 """``float16``, ``bfloat16`` or ``float32`` for all feature columns, or by column name."""
@@ -94,7 +94,7 @@ def _check_names(graph: RawGraph, feature_dtype: Mapping[str, str]) -> None:
         if name not in dtypes:
             raise ConfigError(
                 f"feature_dtype names {name!r}, which {graph.name} does not have"
-                f"{did_you_mean(name, dtypes)} (columns: {', '.join(sorted(dtypes)) or 'none'})"
+                f"{suggest_name(name, dtypes)} (columns: {', '.join(sorted(dtypes)) or 'none'})"
             )
         if dtypes[name].kind != "f":
             raise ConfigError(
@@ -296,7 +296,7 @@ def sorting_budget(graph: RawGraph, budget: Budget) -> Budget:
     for_nodes = _NODE_BYTES * graph.total_nodes
     if budget.work < for_nodes + MIN_WORK_BYTES:
         raise ConfigError(
-            f"{graph.total_nodes} nodes take {readable_bytes(for_nodes)} of memory, which --memory has not; "
+            f"{graph.total_nodes} nodes take {format_bytes(for_nodes)} of memory, which --memory has not; "
             f"{budget.remedy(for_nodes + MIN_WORK_BYTES)}"
         )
     return budget.beside(for_nodes)

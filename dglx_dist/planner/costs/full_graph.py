@@ -143,7 +143,7 @@ class FullGraphScheme(Work):
         # (processes, R, ranks of a process, variants, K) to (variants, R, W, K)
         gathered = gather_int64(sizes, run.g.session).reshape(-1, *sizes.shape).transpose(3, 1, 0, 2, 4)
         ordered = gathered.reshape(len(gathered), len(steps), topology.world_size, -1)
-        plain, *others = (full_work_of(variant, topology) for variant in ordered)
+        plain, *others = (decode_work(variant, topology) for variant in ordered)
         plan = None if run.in_job else largest.plan
         return replace(plain, cover=others[0] if covers else None, plan=plan)
 
@@ -179,7 +179,7 @@ class _LargestPlan:
 
 
 def sizes_of(plan: RankPlan, world_size: int) -> Array:
-    """Return the (K,) int64 sizes of a plan, as :func:`full_work_of` reads them.
+    """Return the (K,) int64 sizes of a plan, as :func:`decode_work` reads them.
 
     The fields of :func:`step_sizes`, feature rows that the server fetches from others, and (L, W) halo rows
     by the rank that holds them.
@@ -200,7 +200,7 @@ def with_covers(plan: RankPlan) -> RankPlan:
     return replace(plan, layers=(first, *layers))
 
 
-def full_work_of(sizes: Array, topology: Topology) -> FullWork:
+def decode_work(sizes: Array, topology: Topology) -> FullWork:
     """Return the work of an epoch from the (R, W, K) int64 :func:`sizes_of` the plans of its steps."""
     world_size, num_servers = topology.world_size, topology.num_servers
     layers = (sizes.shape[2] - 2) // (4 + world_size)
@@ -269,11 +269,11 @@ class FullGraphCosts(CostModel):
         # Of several batches, none keeps the features of its halo.
         use_pp = work.steps == 1
         traffic = _traffic(counted, work, use_pp=use_pp, wire=options.wire_dtype)
-        memory = full_graph_memory(counted, work, ahead=0 if work.steps == 1 else 1)
+        memory = estimate_memory(counted, work, ahead=0 if work.steps == 1 else 1)
         if options.staleness:
             # The rows of an epoch, sent and received, in buffers and in transit.
             pairs = tuple(map(sum, zip(work.outside, work.inside, strict=True)))
-            moved = exchanged_bytes(pairs, counted.shape, use_pp=use_pp)
+            moved = count_exchanged_bytes(pairs, counted.shape, use_pp=use_pp)
             memory += 4 * sum(moved.values()) // counted.cluster.ranks
         return _cost(counted, traffic, memory)
 
@@ -299,11 +299,11 @@ def _cost_of_covers(counted: Counted, sources: FullWork) -> Cost:
     counted = replace(counted, shape=replace(counted.shape, layers=narrowed))
     # The blocks of source rows are kept beside those of the covers.
     blocks = sum(_structure_of(sources.largest))
-    memory = full_graph_memory(counted, work) + round(ALLOCATOR_OVERHEAD * blocks)
+    memory = estimate_memory(counted, work) + round(ALLOCATOR_OVERHEAD * blocks)
     return _cost(counted, _traffic(counted, work, use_pp=True), memory)
 
 
-def full_graph_memory(counted: Counted, work: FullWork, *, ahead: int = 0) -> int:
+def estimate_memory(counted: Counted, work: FullWork, *, ahead: int = 0) -> int:
     """Return the peak of a rank that trains on whole graphs; ``ahead``: batches loaded in advance."""
     shape, sizes = counted.shape, work.largest
     loaded = sizes.rows[0] * shape.features * shape.itemsize + sum(_structure_of(sizes))
@@ -333,7 +333,7 @@ def _structure_bytes(edges: int, sources: int, targets: int, sent: int) -> int:
     return (8 * 2 + 12 + 8 * 2) * edges + 16 * sources + 8 * (targets + sent)
 
 
-def exchanged_bytes(
+def count_exchanged_bytes(
     pairs: Sequence[int], shape: ModelShape, *, use_pp: bool, wire: WireDtype = "same"
 ) -> dict[str, int]:
     """Return the bytes of an epoch by ledger phase, for (L,) ``pairs`` outside or inside of servers.
@@ -353,7 +353,7 @@ def exchanged_bytes(
 def _traffic(counted: Counted, work: FullWork, *, use_pp: bool, wire: WireDtype = "same") -> Traffic:
     row = counted.graph.feature_bytes
     outside, inside = (
-        exchanged_bytes(pairs, counted.shape, use_pp=use_pp, wire=wire)
+        count_exchanged_bytes(pairs, counted.shape, use_pp=use_pp, wire=wire)
         for pairs in (work.outside, work.inside)
     )
     halo = work.outside[0] * row if use_pp else 0

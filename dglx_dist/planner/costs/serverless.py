@@ -21,7 +21,7 @@ from dglx_dist.planner.costs.base import (
     Work,
     traffic_with_sums,
 )
-from dglx_dist.planner.costs.full_graph import FullGraphScheme, full_graph_memory
+from dglx_dist.planner.costs.full_graph import FullGraphScheme, estimate_memory
 from dglx_dist.records import Array
 from dglx_dist.strategies.candidate import Candidate, CandidateContext
 from dglx_dist.strategies.serverless.options import LambdaOptions
@@ -182,6 +182,6 @@ class LambdaCosts(CostModel):
         )
         # Every epoch in flight keeps its activations.
         in_flight = 1 + 0.5 * (int(candidate.options.get("staleness", -1)) + 1)
-        kept = full_graph_memory(counted, counted.works[_EXCHANGING]) - counted.fixed
+        kept = estimate_memory(counted, counted.works[_EXCHANGING]) - counted.fixed
         memory = counted.fixed + round(kept * in_flight)
         return Cost(traffic=traffic, memory=memory, note="workers on the same servers")

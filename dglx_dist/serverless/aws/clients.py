@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, final
 from urllib.parse import urlsplit
 
 from dglx_dist.errors import ConfigError, DglxError, PeerError
-from dglx_dist.memory import readable_bytes
+from dglx_dist.memory import format_bytes
 from dglx_dist.options import option
 
 Client: TypeAlias = Any
@@ -171,7 +171,7 @@ class Deployment:
         if self.architecture not in ARCHITECTURES:
             raise ConfigError(f"architecture {self.architecture!r}; give one of {', '.join(ARCHITECTURES)}")
         if self.package.stat().st_size > MAX_DIRECT_BYTES:
-            size, most = map(readable_bytes, (self.package.stat().st_size, MAX_DIRECT_BYTES))
+            size, most = map(format_bytes, (self.package.stat().st_size, MAX_DIRECT_BYTES))
             raise ConfigError(
                 f"{self.package} has {size} and AWS accepts {most}; package fewer stages of your own"
             )

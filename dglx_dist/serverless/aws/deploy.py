@@ -22,7 +22,7 @@ from dglx_dist.comm.rendezvous import find_address_towards
 from dglx_dist.comm.rpc import Handler, Rpc
 from dglx_dist.comm.topology import Topology
 from dglx_dist.errors import ConfigError, PeerError, RemoteError
-from dglx_dist.memory import readable_bytes
+from dglx_dist.memory import format_bytes
 from dglx_dist.records import Array
 from dglx_dist.serverless import worker as ops
 from dglx_dist.serverless.aws.clients import (
@@ -119,7 +119,7 @@ def deploy(wanted: Deployment, change: Changes) -> None:
         "VpcConfig": _vpc({"SubnetIds": wanted.subnets, "SecurityGroupIds": wanted.security_groups}),
     }
     architecture = [wanted.architecture]
-    size = readable_bytes(len(package))
+    size = format_bytes(len(package))
     if found is None:
         subnets = f", VPC subnets {' '.join(wanted.subnets)}" if wanted.subnets else ""
         change(

@@ -15,7 +15,7 @@ from typing import IO, NoReturn, final
 from dglx_dist.comm.topology import copy_environment
 from dglx_dist.data.json_fields import Json, read_record, write_json
 from dglx_dist.errors import ConfigError, PeerError
-from dglx_dist.options import common_fields
+from dglx_dist.options import select_common_fields
 from dglx_dist.serverless.aws.package import (
     LIBRARIES,
     library_folder,
@@ -108,7 +108,7 @@ class LocalExecutor(PoolExecutor):
 
     def __init__(self, context: ExecutorContext, options: Mapping[str, object]) -> None:
         given = read_record(LocalOptions, options, "executor 'local'", defaults=True)
-        setup = common_fields(given, Setup)
+        setup = select_common_fields(given, Setup)
         self._tree = Path(tempfile.mkdtemp(prefix="dglx-workers-", dir=context.folder))
         try:
             make_tree(self._tree, context.stages)

@@ -15,8 +15,8 @@ from dglx_dist.data.synthetic import SyntheticConfig
 from dglx_dist.graph.partition_book import Placement
 from dglx_dist.graph.structure import ReplicatedStructure
 from dglx_dist.planner.costs.base import ID_BYTES, ring_split
-from dglx_dist.planner.costs.full_graph import exchanged_bytes, full_work_of, sizes_of
-from dglx_dist.planner.model_shape import shape_of_module, topology_of
+from dglx_dist.planner.costs.full_graph import count_exchanged_bytes, decode_work, sizes_of
+from dglx_dist.planner.model_shape import build_topology, infer_shape
 from dglx_dist.planner.records import ModelShape, Rate
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE
 from dglx_dist.strategies.full_graph.expansion import EasOptions, compose, eas_rule
@@ -268,7 +268,11 @@ def count_setting(plan: BenchPlan, size: Size, setting: Setting) -> Counted:
     config = _graph_of(plan, size, setting)
     cut = PartitionPlan(num_parts=SERVERS, method=setting.cut)
     folder = data.prepare(config, {setting.cut: cut}, plan.work)[setting.cut]
-    dataset, topology, shape = open_dataset(folder), topology_of(SERVERS, RANKS_PER_SERVER), _shape(setting)
+    dataset, topology, shape = (
+        open_dataset(folder),
+        build_topology(SERVERS, RANKS_PER_SERVER),
+        _shape(setting),
+    )
     manifest, csc = dataset.manifest, open_structure(dataset, EDGE_TYPE)
     bounds = Placement(manifest.num_parts, topology).server_offsets(manifest.node_offsets[NODE_TYPE])
     structure = ReplicatedStructure(EDGE_TYPE, int(bounds[-1]), csc.indptr, csc.indices)
@@ -287,7 +291,7 @@ def count_setting(plan: BenchPlan, size: Size, setting: Setting) -> Counted:
     }
     ranks = [topology.ranks_of_server(server) for server in range(SERVERS)]
     work = {
-        name: full_work_of(
+        name: decode_work(
             np.array([[sizes_of(one, topology.world_size) for one in step] for step in made]), topology
         )
         for name, made in steps.items()
@@ -295,7 +299,7 @@ def count_setting(plan: BenchPlan, size: Size, setting: Setting) -> Counted:
     pairs, row = work[BASE].outside, setting.features * shape.itemsize
     gradients, _ = ring_split(shape.gradient_bytes, topology.server_of_rank, 1)
     sums = {"gradients": gradients}
-    plain, kept = (exchanged_bytes(pairs, shape, use_pp=use_pp) for use_pp in (False, True))
+    plain, kept = (count_exchanged_bytes(pairs, shape, use_pp=use_pp) for use_pp in (False, True))
     return Counted(
         folder=folder,
         pairs=pairs,
@@ -334,7 +338,7 @@ def _shape(setting: Setting) -> ModelShape:
     from dglx_dist.training.models import build_model
 
     model = build_model(setting.model, setting.features, setting.hidden, _CLASSES, setting.layers, 0.0)
-    return shape_of_module(model, setting.features, _CLASSES, setting.layers, kind=setting.model)
+    return infer_shape(model, setting.features, _CLASSES, setting.layers, kind=setting.model)
 
 
 def _variant(

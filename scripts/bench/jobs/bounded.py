@@ -18,7 +18,7 @@ from dglx_dist.api import DataLoader, init, wrap
 from dglx_dist.errors import ConfigError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.split import node_split
-from dglx_dist.memory import peak
+from dglx_dist.memory import peak_bytes
 from dglx_dist.records import FEATURE, NODE_TYPE, EpochRecord
 from dglx_dist.serverless.parameter_service import READ
 from dglx_dist.strategies.base import Objective
@@ -39,7 +39,7 @@ def run(params: Mapping[str, Any], context: JobContext) -> dict[str, Any]:
     timeout_s = min(_LONGEST_WAIT_S, context.timeout_s)
     with init(told.strategy, timeout=timeout_s, seed=told.seed, **dict(told.options)) as session:
         g = DistGraph(told.data, structure="partitioned", session=session)
-        report = _trained(g, told) | {"peak_bytes": peak()}
+        report = _trained(g, told) | {"peak_bytes": peak_bytes()}
         g.close()
         return report
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from dglx_dist.api import DataLoader, init
-from dglx_dist.cli.plan_job import cluster_of, constraints_of, measure
+from dglx_dist.cli.plan_job import build_cluster, measure, read_constraints
 from dglx_dist.comm.topology import Topology
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.partition_book import Placement
@@ -16,7 +16,7 @@ from dglx_dist.planner.choose import predict
 from dglx_dist.planner.config import PlanConfig
 from dglx_dist.planner.costs.base import Survey
 from dglx_dist.planner.records import Draws, Prediction, Rate
-from dglx_dist.planner.workload import count_rank, row_sizes, summed
+from dglx_dist.planner.workload import count_rank, read_row_sizes, summed
 from dglx_dist.records import NODE_TYPE
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.candidate import Candidate
@@ -70,7 +70,7 @@ def _survey(params: Mapping[str, Any], context: JobContext) -> Survey:
         found = summed(
             [count_rank(g, draws, seeds, (topology, bounds)) for topology in ranks],
             # With each tensor goes a flag of one element, that somebody has its gradient.
-            row_sizes(
+            read_row_sizes(
                 g,
                 sum((one.numel() + 1) * one.element_size() for one in model_of(told, g).parameters()),
                 partitioned=told.structure == "partitioned",
@@ -89,11 +89,11 @@ def _list_ways(params: Mapping[str, Any]) -> dict[str, Any]:
     fanouts = params["plan"].get("fanouts")
     asked = PlanConfig(**params["plan"] | {"fanouts": fanouts and tuple(fanouts)})
     counted, predictions = measure(asked)
-    unit = constraints_of(asked).unit
+    unit = read_constraints(asked).unit
     compared = [one for one in predictions if one.feasible and _is_compared(one.candidate, unit)]
     ways = {}
     for rate in params["rates"]:
-        cluster = cluster_of(replace(asked, external=Rate.parse(rate)))
+        cluster = build_cluster(replace(asked, external=Rate.parse(rate)))
         of_rate = replace(counted, cluster=cluster)
         costs = [replace(predict(one.candidate, of_rate), compute_s=one.compute_s) for one in compared]
         ways[rate] = {one.candidate.name: _in_json(one) for one in costs}

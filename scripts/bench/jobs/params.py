@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from dglx_dist.errors import ConfigError
 from dglx_dist.options import ABOVE_ZERO, Check, at_least, check_ranges, option
-from dglx_dist.registry import did_you_mean
+from dglx_dist.registry import suggest_name
 from dglx_dist.training.model_kinds import check_kind
 from scripts.bench.simulate import ComputeCost
 from scripts.json_records import read_record
@@ -118,7 +118,7 @@ def read_params(kind: type[Params], params: Mapping[str, Any]) -> Params:
     known = [one.name for one in fields(kind)]
     for name in params:
         if name not in known:
-            hint = did_you_mean(name, known)
+            hint = suggest_name(name, known)
             raise ConfigError(
                 f"a {kind.what} job has no parameter {name!r}{hint} (known: {', '.join(known)})"
             )

@@ -22,14 +22,14 @@ from dglx_dist.comm.ledger import LedgerRow
 from dglx_dist.comm.session import Session
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.split import node_split
-from dglx_dist.memory import peak
+from dglx_dist.memory import peak_bytes
 from dglx_dist.records import FEATURE, LABEL, NODE_TYPE, EpochRecord
 from dglx_dist.registry import AUTO
 from dglx_dist.training.inference import evaluate
 from dglx_dist.training.loop import Accumulation, Step, TrainingLoader, train_pass
 from dglx_dist.training.models import build_model
 from dglx_dist.training.tasks import NodeClassification
-from dglx_dist.training.tracing import over_ranks
+from dglx_dist.training.tracing import gather_figures
 from scripts.bench.jobs.params import TrainParams, read_params
 from scripts.bench.simulate import SleepingModel
 from scripts.bench.worker import JobContext
@@ -138,7 +138,7 @@ def _measured(training: _Training, told: TrainParams, context: JobContext, began
         "epochs": [asdict(record) for record in records],
         # What evaluation sends is not of the epochs.
         "bytes_outside_wire": None if told.accuracy else _sent_by_cards(card, context, session),
-        "peak_bytes": peak(),
+        "peak_bytes": peak_bytes(),
         "accuracy": curve,
         "extra": {
             **_facts(training, session),
@@ -166,7 +166,7 @@ def _epoch(training: _Training, told: TrainParams, epoch: int) -> EpochRecord:
     training.g.barrier()
     loader, session = cast("TrainingLoader", training.loader), training.g.session
     figures, _ = train_pass(training.step, loader, session, lambda: None, {})
-    record = over_ranks(gather_json(figures, session), epoch)
+    record = gather_figures(gather_json(figures, session), epoch)
     if told.simulated is None:
         return record
     return replace(record, loss=math.nan, train_accuracy=math.nan)

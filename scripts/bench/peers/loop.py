@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dglx_dist.memory import peak
+from dglx_dist.memory import peak_bytes
 from scripts.bench.peers.workload import TOLD, Launch, Workload
 from scripts.json_records import read_record
 from scripts.netlab.servers import read_card
@@ -142,7 +142,7 @@ def train(trainer: Trainer, told: Told) -> None:
         if (found := trainer.validate(number)) is not None:
             measured["validation"] = found
         epochs.append(measured)
-    report = {"epochs": epochs, "peak_bytes": peak()}
+    report = {"epochs": epochs, "peak_bytes": peak_bytes()}
     write_text(Path(told.out) / f"rank-{dist.get_rank()}.json", json.dumps(report))
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from dglx_dist.data.external_memory import LIBRARY_BYTES, open_budget
 from dglx_dist.data.storage.reader import open_dataset
-from dglx_dist.memory import peak, resident
+from dglx_dist.memory import peak_bytes, resident_bytes
 from tests.data.ingest.shop import one_type
 from tests.data.raw_graphs import write
 
@@ -47,5 +47,5 @@ def test_tables_larger_than_the_limit_stay_within_it(tmp_path: Path) -> None:
 
 
 def test_memory_is_what_the_system_says() -> None:
-    assert 10 << 20 < resident() <= peak()
-    assert 10 << 20 < open_budget(resident() + LIBRARY_BYTES + (64 << 20)).work <= 64 << 20
+    assert 10 << 20 < resident_bytes() <= peak_bytes()
+    assert 10 << 20 < open_budget(resident_bytes() + LIBRARY_BYTES + (64 << 20)).work <= 64 << 20

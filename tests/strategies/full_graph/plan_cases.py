@@ -10,7 +10,7 @@ import numpy as np
 from dglx_dist.comm.topology import Topology
 from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.graph.structure import ReplicatedStructure
-from dglx_dist.planner.model_shape import topology_of
+from dglx_dist.planner.model_shape import build_topology
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, Assignment, RawGraph
 from dglx_dist.strategies.full_graph.halo_plan import RankPlan
 from dglx_dist.strategies.full_graph.plan_builder import PartitionContext
@@ -63,7 +63,7 @@ def plain_context(servers: int, per_server: int) -> PartitionContext:
     return PartitionContext(
         structure=structure_of(NUM_NODES, *raw_graph().edges[EDGE_TYPE]),
         bounds=np.array([0, *[96, 168, 216][: servers - 1], NUM_NODES]),
-        topology=topology_of(servers, per_server),
+        topology=build_topology(servers, per_server),
         seed=4,
     )
 

@@ -21,7 +21,7 @@ from dglx_dist.data.storage.arrays import ArrayCache
 from dglx_dist.data.storage.reader import open_dataset
 from dglx_dist.errors import PeerError
 from dglx_dist.graph.dist_graph import DistGraph
-from dglx_dist.planner.model_shape import topology_of
+from dglx_dist.planner.model_shape import build_topology
 from dglx_dist.records import NODE_TYPE, Array
 from dglx_dist.strategies.full_graph.halo_exchange import BACKWARD, FORWARD, ONCE
 from dglx_dist.strategies.full_graph.halo_plan import (
@@ -259,7 +259,7 @@ def test_half_of_the_rows_of_a_power_law_graph_cut_at_random() -> None:
     ends = random.permutation(num_nodes)[random.choice(num_nodes, (2, 5 * num_nodes), p=share / share.sum())]
     bounds = np.arange(0, num_nodes + 1, num_nodes // 4)
     structure = plan_cases.structure_of(num_nodes, np.concatenate(ends), np.concatenate(ends[::-1]))
-    context = PartitionContext(structure=structure, bounds=bounds, topology=topology_of(4, 1), seed=0)
+    context = PartitionContext(structure=structure, bounds=bounds, topology=build_topology(4, 1), seed=0)
     made = plan_all(context, np.split(np.arange(num_nodes), bounds[1:-1]), 1, 0, cover=True)
     layers: list[Any] = [plan.layers[0] for plan in made]
     halo = sum(count for layer in layers for _, count in layer.receive)

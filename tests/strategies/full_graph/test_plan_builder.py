@@ -18,7 +18,7 @@ from dglx_dist.data.storage.writer import write_dataset
 from dglx_dist.errors import ConfigError, DglxError, PeerError
 from dglx_dist.graph.dist_graph import DistGraph
 from dglx_dist.graph.partition_book import RowOwners
-from dglx_dist.planner.model_shape import topology_of
+from dglx_dist.planner.model_shape import build_topology
 from dglx_dist.records import EDGE_TYPE, NODE_TYPE, Array, Assignment, RawGraph
 from dglx_dist.strategies.full_graph import plan_builder
 from dglx_dist.strategies.full_graph.expansion import EasOptions, eas_rule
@@ -140,7 +140,7 @@ def test_ranks_make_the_plans_of_one_process(
     context = PartitionContext(
         structure=structure_of(NUM_NODES, *results[0]["edges"]),
         bounds=results[0]["bounds"],
-        topology=topology_of(ranks // per_server, per_server),
+        topology=build_topology(ranks // per_server, per_server),
         seed=0,
     )
     whole, topology = whole_of(context), context.topology

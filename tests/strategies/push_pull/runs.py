@@ -100,7 +100,7 @@ def train(g: DistGraph, run: Run) -> Notes:
     for _ in range(EPOCHS):
         for _, targets, blocks in loader:
             optimizer.zero_grad(set_to_none=run.set_to_none)
-            losses = [loss_of(model, blocks) for _ in range(run.calls)]
+            losses = [choose_loss(model, blocks) for _ in range(run.calls)]
             torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
             if len(notes.targets) in run.peeks:
                 _ = model.state_dict()
@@ -133,7 +133,7 @@ def left_over(model: Any) -> dict[str, int]:
     }
 
 
-def loss_of(model: nn.Module, blocks: Any) -> Tensor:
+def choose_loss(model: nn.Module, blocks: Any) -> Tensor:
     return F.cross_entropy(model(blocks, blocks[0].srcdata["feat"]), blocks[-1].dstdata["label"])
 
 
@@ -148,9 +148,9 @@ def plain_loss(targets: Sequence[Sequence[int]]) -> Callable[[nn.Module, int], T
 
 
 def simulate(
-    run: Run, log: Sequence[Version], model: nn.Module, loss_of: Callable[[nn.Module, int], Tensor]
+    run: Run, log: Sequence[Version], model: nn.Module, choose_loss: Callable[[nn.Module, int], Tensor]
 ) -> list[Any]:
-    found = delayed_sgd(model, PART_NAMES[run.kind], log, loss_of, OPTIMIZERS[run.optimizer])
+    found = delayed_sgd(model, PART_NAMES[run.kind], log, choose_loss, OPTIMIZERS[run.optimizer])
     return [found[name].numpy() for name, _ in first_model(run.kind).named_parameters()]
 
 
@@ -166,7 +166,11 @@ MakeOptimizer = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]
 
 
 def delayed_sgd(
-    model: nn.Module, part_names: Sequence[str], log: Sequence[Version], loss_of: LossOf, make: MakeOptimizer
+    model: nn.Module,
+    part_names: Sequence[str],
+    log: Sequence[Version],
+    choose_loss: LossOf,
+    make: MakeOptimizer,
 ) -> dict[str, Tensor]:
     """Train ``model`` as ``log`` tells and return its weights.
 
@@ -177,7 +181,7 @@ def delayed_sgd(
         model: With the first weights; both sides' gradients come from one backward through it.
         part_names: Parameters of the side M; all others are D's.
         log: Every batch once on each side, in the order of the steps.
-        loss_of: The loss.
+        choose_loss: The loss.
         make: Each side gets an optimizer of its own.
     """
     named = dict(model.named_parameters())
@@ -196,7 +200,7 @@ def delayed_sgd(
             for name, value in history[side][reads[side][batch]].items():
                 named[name].data = value.clone()
         model.zero_grad()
-        loss_of(model, batch).backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
+        choose_loss(model, batch).backward()  # type: ignore[no-untyped-call]  # torch leaves it bare
         return {n: None if p.grad is None else p.grad.clone() for n, p in named.items()}
 
     steps: dict[tuple[Side, int], list[int]] = {}

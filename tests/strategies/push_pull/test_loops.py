@@ -58,11 +58,11 @@ class Trained:
         return torch.optim.SGD(parameters, lr=equality.RATE, **options)
 
     def loss(self, blocks: list[Any]) -> Tensor:
-        return runs.loss_of(self.model, blocks)
+        return runs.choose_loss(self.model, blocks)
 
-    def epoch(self, loss_of: Callable[[list[Any]], Tensor] | None = None, stop_after: int = 99) -> None:
+    def epoch(self, choose_loss: Callable[[list[Any]], Tensor] | None = None, stop_after: int = 99) -> None:
         for step, (_, _, blocks) in enumerate(self.loader):
-            loss = (loss_of or self.loss)(blocks)
+            loss = (choose_loss or self.loss)(blocks)
             for one in self.optimizers:
                 one.zero_grad()
             loss.backward()
@@ -118,14 +118,14 @@ def several_optimizers_all_step_when_the_pipeline_drains(g: DistGraph) -> None:
 def a_look_before_backward_changes_nothing(g: DistGraph) -> None:
     plain, looked = Trained(g, depth=2), Trained(g, depth=2)
 
-    def loss_of(blocks: list[Any]) -> Tensor:
+    def choose_loss(blocks: list[Any]) -> Tensor:
         loss = looked.loss(blocks)
         with torch.no_grad():
             looked.loss(blocks)
         return loss
 
     plain.epoch()
-    looked.epoch(loss_of)
+    looked.epoch(choose_loss)
     assert all(map(np.array_equal, plain.weights(), looked.weights()))
 
 
@@ -165,14 +165,14 @@ def what_was_begun_or_kept_by_the_user_does_not_pile_up(g: DistGraph) -> None:
         batches.append(weakref.ref(batch))
         complete(batch, gradients)
 
-    def loss_of(blocks: list[Any]) -> Tensor:
+    def choose_loss(blocks: list[Any]) -> Tensor:
         losses.append(trained.loss(blocks))
         return losses[-1]
 
     pipeline.complete = noted
     for _ in range(4):
-        trained.epoch(loss_of, stop_after=2)
-    trained.epoch(loss_of)
+        trained.epoch(choose_loss, stop_after=2)
+    trained.epoch(choose_loss)
     assert not any(one() is not None for one in batches)
     assert len(batches) == 4 * 2 + runs.STEPS
     assert not any(runs.left_over(trained.model).values())
@@ -192,7 +192,7 @@ def a_batch_is_gone_as_soon_as_nobody_uses_it(g: DistGraph) -> None:
     for strategy, options in (("data_parallel", {}), *(("push_pull", one) for one in push_pull)):
         trained, seen, batches = Trained(g, strategy, **options), [], []
 
-        def loss_of(
+        def choose_loss(
             blocks: list[Any],
             trained: Trained = trained,
             seen: list[Any] = seen,
@@ -204,7 +204,7 @@ def a_batch_is_gone_as_soon_as_nobody_uses_it(g: DistGraph) -> None:
 
         gc.collect()
         gc.disable()
-        trained.epoch(loss_of)
+        trained.epoch(choose_loss)
         held, known = (sum(one() is not None for one in found) for found in (seen, batches))
         gc.enable()
         assert len(seen) >= 2 * runs.STEPS
@@ -246,7 +246,7 @@ def a_step_goes_through_few_modules(g: DistGraph) -> None:
         gc.collect()  # models of the loops before still watch every optimizer
         trained, called, steps = Trained(g, strategy, sampler=sampler), set[str](), list[int]()
 
-        def loss_of(blocks: list[Any], trained: Trained = trained, steps: list[int] = steps) -> Tensor:
+        def choose_loss(blocks: list[Any], trained: Trained = trained, steps: list[int] = steps) -> Tensor:
             steps.append(len(blocks))
             return trained.loss(blocks)
 
@@ -259,7 +259,7 @@ def a_step_goes_through_few_modules(g: DistGraph) -> None:
         trained.epoch()
         threading.setprofile(note)
         sys.setprofile(note)
-        trained.epoch(loss_of)
+        trained.epoch(choose_loss)
         sys.setprofile(None)
         threading.setprofile(None)
         assert {"dataloading/step_loader.py", "strategies/gradient_sync.py"} <= called

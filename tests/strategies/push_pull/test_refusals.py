@@ -145,7 +145,7 @@ def one_step(
         model: Any = strategy.wrap(make().double())
         steps = optimizer(model.parameters(), lr=0.1)
         for _, _, blocks in loader:
-            loss: Any = sum(runs.loss_of(model, blocks) for _ in range(calls))
+            loss: Any = sum(runs.choose_loss(model, blocks) for _ in range(calls))
             loss.backward(retain_graph=twice)
             if twice:
                 loss.backward()
