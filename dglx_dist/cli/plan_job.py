@@ -16,7 +16,7 @@ from dglx_dist.memory import machine_memory
 from dglx_dist.planner.auto import batch_assumptions, plan_draws
 from dglx_dist.planner.choose import choose
 from dglx_dist.planner.config import PlanConfig
-from dglx_dist.planner.costs.base import Counted
+from dglx_dist.planner.costs.base import EpochCounts
 from dglx_dist.planner.measure import CountConfig, count, predict_and_time
 from dglx_dist.planner.model_shape import infer_shape
 from dglx_dist.planner.records import Choice, ChoiceOptions, Cluster, Draws, Prediction, Rate
@@ -54,11 +54,11 @@ def make_plan(plan: PlanConfig, notify: Notify | None = None) -> Choice:
 
     ConfigError: the dataset lacks what training needs, or parts for the servers. StorageError: it is damaged.
     """
-    counted, predictions = measure(plan, notify)
-    return choose(predictions, counted, read_constraints(plan))
+    counts, predictions = measure(plan, notify)
+    return choose(predictions, counts, read_constraints(plan))
 
 
-def measure(plan: PlanConfig, notify: Notify | None = None) -> tuple[Counted, list[Prediction]]:
+def measure(plan: PlanConfig, notify: Notify | None = None) -> tuple[EpochCounts, list[Prediction]]:
     """Count and time for ``plan``, as :func:`make_plan` does, and return all candidates' costs."""
     folder = plan.data
     assert folder is not None, "a PlanConfig has a dataset"
@@ -95,7 +95,7 @@ def _with_gpus(plan: PlanConfig, cluster: Cluster, device: torch.device) -> Clus
 
 def _measure_on(
     plan: PlanConfig, g: DistGraph, cluster: Cluster, notify: Notify | None
-) -> tuple[Counted, list[Prediction]]:
+) -> tuple[EpochCounts, list[Prediction]]:
     features, classes = g.ndata[FEATURE].shape[1], g.num_classes(g.ntypes[0])
     sizes = (features, plan.hidden, classes, plan.layers)
     with torch.random.fork_rng(devices=[]):
@@ -113,10 +113,10 @@ def _measure_on(
         epoch=_EPOCH,
         assumptions=(*batch_assumptions(plan.unit, plan.layers, plan.fanouts), *assumptions),
     )
-    counted, candidates = count(g, shape, requested, notify)
+    counts, candidates = count(g, shape, requested, notify)
     if notify is not None:
         notify("the model on some batches and plans")
-    return counted, predict_and_time(g, module, counted, candidates)
+    return counts, predict_and_time(g, module, counts, candidates)
 
 
 def build_cluster(plan: PlanConfig) -> Cluster:

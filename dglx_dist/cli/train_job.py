@@ -64,18 +64,18 @@ from dglx_dist.training.link import (
     PAIR_LOSSES,
     LinkEvaluation,
     LinkModel,
+    compute_rows,
+    count_marked,
     link_loader,
     link_targets,
-    num_marked,
-    rows_of,
     split_edges,
 )
 from dglx_dist.training.model_kinds import KINDS, RELATIONAL_KINDS, WEIGHTED, list_kinds
 from dglx_dist.training.models import build_model
 from dglx_dist.training.relational import EntityInputs
 from dglx_dist.training.resume import check_same, resolve_resume
-from dglx_dist.training.tasks import LinkPrediction, predicted, read_task, to_probabilities
-from dglx_dist.training.tracing import check_trace, remove_keys
+from dglx_dist.training.tasks import LinkPrediction, read_task, to_predictions, to_probabilities
+from dglx_dist.training.tracing import check_trace, hide_credentials
 
 CHECKPOINTS = "checkpoints"
 """Folder inside a run folder."""
@@ -235,7 +235,7 @@ def _write_outputs(
     if not any(folder for _, folder in outputs):
         return
     if not isinstance(target, str):
-        with rows_of(wrapped, g, inputs) as rows:
+        with compute_rows(wrapped, g, inputs) as rows:
             if plan.save_embeddings is not None:
                 shown = rows if len(rows) > 1 else rows[g.ntypes[0]]
                 write_embeddings(shown, g, plan.save_embeddings, name=EMBEDDING, overwrite=True)
@@ -247,7 +247,7 @@ def _write_outputs(
     *hidden, last = module.inference_layers()  # type: ignore[operator]  # all models of build() have it
 
     def of_scores(scores: Tensor) -> tuple[Tensor, ...]:
-        answers = predicted(plan.task, scores)
+        answers = to_predictions(plan.task, scores)
         return (answers, to_probabilities(plan.task, scores)) if plan.scores else (answers,)
 
     def answers(block: Any, h: Any) -> Any:
@@ -356,7 +356,7 @@ def _prepared(plan: TrainConfig, g: DistGraph) -> tuple[TrainConfig, Target, Bui
     if not sum(map(g.num_edges, targets)):
         raise ConfigError(f"{g.dataset.folder} has no edges of {targets[0]}; name others with --target")
     made = split_edges(g, targets)
-    if plan.predictions and not num_marked(g, targets, SPLITS[2]):
+    if plan.predictions and not count_marked(g, targets, SPLITS[2]):
         raise ConfigError(
             f"--predictions {plan.predictions} ranks test edges, and {g.dataset.folder} has none of "
             f"{', '.join(relation for _, relation, _ in targets[:3])}; mark some with test_mask, name others "
@@ -403,7 +403,7 @@ def train_seeds(plan: TrainConfig) -> Trained:
 def _configuration(plan: TrainConfig, g: DistGraph, folder: Path) -> dict[str, object]:
     """Return what a resumed run must have in common; ConfigError if it differs. Collective."""
     facts = collect_configuration(plan, g.dataset.manifest.checksum)
-    facts["strategy_options"] = remove_keys(plan.strategy_options)
+    facts["strategy_options"] = hide_credentials(plan.strategy_options)
     saved = read_extra(folder / CHECKPOINTS) if plan.goes_on else None
     if saved is not None:
         check_same(saved, facts, folder)
@@ -515,7 +515,7 @@ def build_run_config(plan: TrainConfig, g: DistGraph, session: Session) -> dict[
     return {
         **asdict(plan),
         "strategy": session.strategy,
-        "strategy_options": remove_keys(plan.strategy_options),
+        "strategy_options": hide_credentials(plan.strategy_options),
         "timeout_s": session.timeout_s,
         "ranks": session.topology.world_size,
         "servers": session.topology.num_servers,

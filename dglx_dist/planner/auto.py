@@ -23,7 +23,7 @@ from dglx_dist.graph.split import read_marked_ids
 from dglx_dist.memory import machine_memory, read_size, resident_bytes
 from dglx_dist.options import check_integer, check_ranges, read_options
 from dglx_dist.planner.choose import choose, find_bar, list_choosable, predict
-from dglx_dist.planner.costs.base import Counted
+from dglx_dist.planner.costs.base import EpochCounts
 from dglx_dist.planner.measure import CountConfig, count, probe, sample_blocks, time_step
 from dglx_dist.planner.model_shape import infer_shape
 from dglx_dist.planner.records import Choice, ChoiceOptions, Cluster, Draws
@@ -227,7 +227,7 @@ def choose_in_job(model: nn.Module, g: DistGraph, training: Training) -> Choice:
         advance(1)
         for line in choice.lines():
             advance.say(line)
-    taken = choice.taken
+    taken = choice.chosen_prediction
     if taken is None:
         raise ConfigError(f"{choice.why[0]}, under auto the option memory=")
     candidate = taken.candidate
@@ -244,7 +244,7 @@ def _choose(
     # A user's loop may have targets that are no labels; the width of the last layer is then unknown.
     features, classes = g.ndata[FEATURE].shape[1], g.dataset.manifest.num_classes.get(g.ntypes[0], 1)
     given: dict[str, Any] = {"kind": training.kind or "", "hidden": training.hidden or 0}
-    given["guessed"] = training.kind is None
+    given["is_guessed"] = training.kind is None
     shape = infer_shape(model, features, classes, training.num_layers, **given)
     notify("probing the links")
     cluster = _cluster(g.session, options, float_of(model).device)
@@ -267,8 +267,8 @@ def _choose(
         epoch=epoch,
         assumptions=batch_assumptions(options.unit, layers, training.fanouts),
     )
-    counted, candidates = count(g, shape, requested, lambda text: notify(f"counting: {text}"))
-    _check_model(model, g, counted)
+    counts, candidates = count(g, shape, requested, lambda text: notify(f"counting: {text}"))
+    _check_model(model, g, counts)
     race = TrialConfig(
         g=g,
         model=model,
@@ -277,11 +277,11 @@ def _choose(
         epochs=training.epochs,
         constraints=constraints,
         memory_bytes=cluster.memory_bytes,
-        base_bytes=counted.fixed + counted.structure + counted.own_features,
+        base_bytes=counts.fixed_bytes + counts.structure_bytes + counts.own_feature_bytes,
     )
-    predictions = [predict(candidate, counted) for candidate in candidates]
+    predictions = [predict(candidate, counts) for candidate in candidates]
     predictions, finalists = run_trials(predictions, race, notify)
-    choice = choose(predictions, counted, constraints, finalists=finalists)
+    choice = choose(predictions, counts, constraints, finalists=finalists)
     # Clocks differ, and the choice is the same on every rank.
     took_s = broadcast_json(time.perf_counter() - begin, g.session)
     return replace(choice, took_s=float(took_s)), draws
@@ -302,14 +302,14 @@ def _check_inputs(model: nn.Module, g: DistGraph) -> None:
         )
 
 
-def _check_model(model: nn.Module, g: DistGraph, counted: Counted) -> None:
+def _check_model(model: nn.Module, g: DistGraph, counts: EpochCounts) -> None:
     """Raise ConfigError on all ranks if the model fails on a few nodes of this graph on one of them."""
-    layers, topology = len(counted.shape.layers), g.session.topology
-    fanouts = (2,) * layers if counted.draws is None else counted.draws.fanouts
+    layers, topology = len(counts.shape.layers), g.session.topology
+    fanouts = (2,) * layers if counts.draws is None else counts.draws.fanouts
     seeds = read_marked_ids(g.ndata[TRAIN_MASK], g.num_nodes())
     own = seeds[topology.rank :: topology.world_size]
     blocks = sample_blocks(g, own if len(own) else seeds[:1], _CHECKED_SEEDS, fanouts)
-    step = partial(time_step, model, blocks, counted.shape.features)
+    step = partial(time_step, model, blocks, counts.shape.features)
     run_on_all_ranks(g.session, step, ConfigError)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from dglx_dist.memory import format_bytes
-from dglx_dist.planner.costs.base import COSTS, Cost, Counted, Work
+from dglx_dist.planner.costs.base import COSTS, Cost, EpochCounts, Work
 from dglx_dist.planner.records import Choice, ChoiceOptions, Prediction
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.strategies.candidate import Candidate, CandidateContext
@@ -45,16 +45,16 @@ def list_choosable() -> Mapping[str, frozenset[str]]:
     return names
 
 
-def predict(candidate: Candidate, counted: Counted) -> Prediction:
+def predict(candidate: Candidate, counts: EpochCounts) -> Prediction:
     """Return bytes and memory of an epoch of ``candidate``. If it is not feasible, the reason and zeros."""
-    cluster, strategy = counted.cluster, STRATEGIES.get(candidate.strategy)
-    why_not = counted.shape.refused.get(candidate.strategy) or _find_uncounted(candidate, counted)
+    cluster, strategy = counts.cluster, STRATEGIES.get(candidate.strategy)
+    why_not = counts.shape.refusals.get(candidate.strategy) or _find_uncounted(candidate, counts)
     if cluster.device_memory_bytes and not strategy.traits.on_gpus:
         why_not = "computes on CPUs only"
     if why_not or not has_costs(candidate):
         cost = Cost()
     else:
-        cost = COSTS.get(candidate.strategy).cost(candidate, counted)
+        cost = COSTS.get(candidate.strategy).cost(candidate, counts)
     notes = [cost.note] if cost.note else []
     if candidate.epochs_factor != 1.0:
         notes.append(f"about {candidate.epochs_factor:g} x the epochs")
@@ -68,13 +68,13 @@ def predict(candidate: Candidate, counted: Counted) -> Prediction:
         once_bytes=cost.traffic.once,
         memory_bytes=cost.memory,
         device_memory_bytes=on_device,
-        why_not=why_not or cost.why_not or _find_shortage(cost, on_device, counted),
+        why_not=why_not or cost.why_not or _find_shortage(cost, on_device, counts),
         note="; ".join(notes),
     )
 
 
-def _find_shortage(cost: Cost, on_device: int, counted: Counted) -> str:
-    cluster = counted.cluster
+def _find_shortage(cost: Cost, on_device: int, counts: EpochCounts) -> str:
+    cluster = counts.cluster
     needed = cost.memory - on_device - cost.shared + cost.shared // cluster.ranks_per_server
     if needed > cluster.memory_bytes:
         return f"needs {needed / 1e9:.1f} GB a rank, of {cluster.memory_bytes / 1e9:.1f}"
@@ -84,12 +84,12 @@ def _find_shortage(cost: Cost, on_device: int, counted: Counted) -> str:
     return ""
 
 
-def _find_uncounted(candidate: Candidate, counted: Counted) -> str:
-    if candidate.unit == "mini_batch" and counted.batches is None:
+def _find_uncounted(candidate: Candidate, counts: EpochCounts) -> str:
+    if candidate.unit == "mini_batch" and counts.batches is None:
         return "no mini-batches were requested"
-    if any(counted.works.get(work) is None for work in list_works([candidate], counted.context)):
+    if any(counts.works.get(work) is None for work in list_works([candidate], counts.context)):
         return "its plans are too large to be counted; name the strategy"
-    if candidate.cache is not None and counted.cache_of(candidate) is None:
+    if candidate.cache is not None and counts.find_cache(candidate) is None:
         return "its cache was not counted"
     return ""
 
@@ -103,7 +103,7 @@ def find_bar(candidate: Candidate, constraints: ChoiceOptions) -> str:
 
 def choose(
     predictions: Iterable[Prediction],
-    counted: Counted,
+    counts: EpochCounts,
     constraints: ChoiceOptions,
     *,
     finalists: Collection[str] | None = None,
@@ -114,24 +114,24 @@ def choose(
     """
     every = [replace(one, barred=find_bar(one.candidate, constraints)) for one in predictions]
     allowed = [one for one in every if one.feasible and not one.barred and not one.not_tried]
-    ranked = sorted(every, key=lambda one: (*_rank(one), constraints.worth(one)))
+    ranked = sorted(every, key=lambda one: (*_rank(one), constraints.comparable_seconds(one)))
     finalist = [one for one in allowed if finalists is None or one.candidate.name in finalists]
     picked = _pick(finalist, constraints)
-    assumptions = [*counted.cluster.assumptions, *counted.assumptions]
+    assumptions = [*counts.cluster.assumptions, *counts.assumptions]
     if constraints.unit == "any":
         assumptions.append(
             f"{constraints.full_graph_epochs:g} epochs of whole graphs, a step each, "
             "are worth one of mini-batches"
         )
     return Choice(
-        graph=counted.graph,
-        trained=counted.trained,
-        cluster=counted.cluster,
+        graph=counts.graph,
+        trained=counts.description,
+        cluster=counts.cluster,
         predictions=tuple(ranked),
         picked=-1 if picked is None else ranked.index(picked),
         why=tuple(_explain(picked, finalist, every, constraints)),
         assumptions=tuple(assumptions),
-        epoch=counted.epoch,
+        epoch=counts.epoch,
     )
 
 
@@ -140,11 +140,11 @@ def _rank(one: Prediction) -> tuple[bool, bool, bool]:
 
 
 def _pick(allowed: Sequence[Prediction], constraints: ChoiceOptions) -> Prediction | None:
-    fastest = min(allowed, key=constraints.worth, default=None)
+    fastest = min(allowed, key=constraints.comparable_seconds, default=None)
     if fastest is None:
         return None
-    limit = NEAR * constraints.worth(fastest)
-    return next(one for one in allowed if constraints.worth(one) <= limit)
+    limit = NEAR * constraints.comparable_seconds(fastest)
+    return next(one for one in allowed if constraints.comparable_seconds(one) <= limit)
 
 
 def _explain(
@@ -156,7 +156,7 @@ def _explain(
     if picked is None:
         return [_find_nearest([one for one in every if not one.barred])]
     reasons = [_describe(picked)]
-    fastest = min(finalists, key=constraints.worth)
+    fastest = min(finalists, key=constraints.comparable_seconds)
     if fastest is not picked:
         reasons.append(
             f"{fastest.candidate.name} takes {_ratio(fastest, picked, constraints):.2f} x as long, "
@@ -165,16 +165,16 @@ def _explain(
     strategy = picked.candidate.strategy
     allowed = [one for one in every if not any(_rank(one)) and one.epoch_seconds]
     others = [one for one in allowed if one != fastest and one.candidate.strategy != strategy]
-    others.sort(key=constraints.worth)
+    others.sort(key=constraints.comparable_seconds)
     reasons += [_compare(one, picked, constraints) for one in others[:2]]
     better = [
         one
         for one in every
         if one.feasible and one.barred and one.candidate.unit == picked.candidate.unit and one.epoch_seconds
-        if constraints.worth(one) < constraints.worth(picked)
+        if constraints.comparable_seconds(one) < constraints.comparable_seconds(picked)
     ]
     if better and picked.trial is None:
-        other = min(better, key=constraints.worth)
+        other = min(better, key=constraints.comparable_seconds)
         reasons.append(
             f"{other.candidate.name} would take {_seconds(other.epoch_seconds)}, but is another estimator, "
             f"only with {other.barred}"
@@ -199,7 +199,7 @@ def _find_nearest(allowed: Sequence[Prediction]) -> str:
 
 
 def _ratio(one: Prediction, picked: Prediction, constraints: ChoiceOptions) -> float:
-    return constraints.worth(one) / max(constraints.worth(picked), 1e-12)
+    return constraints.comparable_seconds(one) / max(constraints.comparable_seconds(picked), 1e-12)
 
 
 def _describe(one: Prediction) -> str:

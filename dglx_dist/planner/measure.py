@@ -28,7 +28,7 @@ from dglx_dist.internals.message_passing import place
 from dglx_dist.layers.dropout import find_pass_ids, install_node_dropouts
 from dglx_dist.layers.tracer import MODEL_ERRORS
 from dglx_dist.planner.choose import enumerate_candidates, has_costs, list_works, predict
-from dglx_dist.planner.costs.base import Counted, PlannedRun
+from dglx_dist.planner.costs.base import EpochCounts, PlannedRun
 from dglx_dist.planner.model_shape import build_topology
 from dglx_dist.planner.records import Cluster, Draws, ModelShape, Prediction
 from dglx_dist.planner.workload import count_batches, estimate_graph_stats, read_graph_stats, read_row_sizes
@@ -78,7 +78,7 @@ class CountConfig:
 
 def count(
     g: DistGraph, shape: ModelShape, config: CountConfig, notify: Callable[[str], None] | None = None
-) -> tuple[Counted, tuple[Candidate, ...]]:
+) -> tuple[EpochCounts, tuple[Candidate, ...]]:
     """Count an epoch and return the candidates; in a job collective, and all ranks get the same.
 
     Outside of a job the session of ``g`` has one rank, and it has the whole graph's structure.
@@ -89,13 +89,13 @@ def count(
     """
     notify = notify or (lambda _: None)
     notify("figures of the graph")
-    run = _run_of(g, len(shape.layers), config)
+    run = _plan_run(g, len(shape.layers), config)
     if not len(run.seeds):
         raise ConfigError(
             f"node data {TRAIN_MASK!r} of {g.dataset.folder} marks no node: there is nothing to plan for; "
             "partition a graph with training nodes"
         )
-    context = _context_of(run, config)
+    context = _make_context(run, config)
     candidates = tuple(one for one in enumerate_candidates(context) if config.is_offered(one))
     # Each rank has its own registry, and counting is collective.
     offered = [f"{one.name} {list_works([one], context)}" for one in candidates]
@@ -106,10 +106,10 @@ def count(
         sizes = read_row_sizes(g, shape.gradient_bytes, partitioned=config.partitioned)
         caches = tuple(dict.fromkeys((one.cache, one.cache_alpha) for one in candidates if one.cache))
         batches = count_batches(run, config.draws, caches, sizes)
-    for work in list_works((one for one in candidates if one.strategy not in shape.refused), context):
+    for work in list_works((one for one in candidates if one.strategy not in shape.refusals), context):
         notify(work.describe(run.num_layers))
         run.works[work] = work.count(run)
-    counted = Counted(
+    counts = EpochCounts(
         graph=run.graph,
         shape=shape,
         cluster=config.cluster,
@@ -122,10 +122,10 @@ def count(
         assumptions=config.assumptions,
         draws=config.draws,
     )
-    return counted, candidates
+    return counts, candidates
 
 
-def _context_of(run: PlannedRun, config: CountConfig) -> CandidateContext:
+def _make_context(run: PlannedRun, config: CountConfig) -> CandidateContext:
     cluster, draws = config.cluster, config.draws
     seeds_per_rank = -(-len(run.seeds) // cluster.ranks)
     return CandidateContext(
@@ -137,7 +137,7 @@ def _context_of(run: PlannedRun, config: CountConfig) -> CandidateContext:
     )
 
 
-def _run_of(g: DistGraph, num_layers: int, config: CountConfig) -> PlannedRun:
+def _plan_run(g: DistGraph, num_layers: int, config: CountConfig) -> PlannedRun:
     manifest, cluster = g.dataset.manifest, config.cluster
     topology = (
         g.session.topology if config.in_job else build_topology(cluster.servers, cluster.ranks_per_server)
@@ -162,17 +162,17 @@ def _run_of(g: DistGraph, num_layers: int, config: CountConfig) -> PlannedRun:
 
 
 def predict_and_time(
-    g: DistGraph, model: nn.Module, counted: Counted, candidates: Sequence[Candidate]
+    g: DistGraph, model: nn.Module, counts: EpochCounts, candidates: Sequence[Candidate]
 ) -> list[Prediction]:
     """Return the costs of an epoch of each candidate, with the seconds that its steps compute here.
 
     The steps of mini-batches are timed on some drawn batches, those of whole graphs on the plan of the rank
     with the largest step. Ranks with less than a core each take turns, so their steps take longer.
     """
-    predictions = [predict(candidate, counted) for candidate in candidates]
-    features = counted.shape.features
-    slower = 1.0 / min(counted.cluster.cores, 1.0)
-    of_batches = _time_mini_batches(g, model, counted) * slower
+    predictions = [predict(candidate, counts) for candidate in candidates]
+    features = counts.shape.features
+    slower = 1.0 / min(counts.cluster.cores, 1.0)
+    of_batches = _time_mini_batches(g, model, counts) * slower
     of_works: dict[object, float] = {}
     timed = []
     for one in predictions:
@@ -180,10 +180,10 @@ def predict_and_time(
             timed.append(replace(one, why_not=_WITHOUT_COSTS))
             continue
         seconds = of_batches if one.feasible else 0.0
-        work = next(iter(list_works([one.candidate], counted.context)), None)
+        work = next(iter(list_works([one.candidate], counts.context)), None)
         if work is not None and one.feasible:
             if work not in of_works:
-                step = work.blocks(counted.works[work])
+                step = work.blocks(counts.works[work])
                 of_works[work] = (
                     0.0 if step is None else step[1] * time_step(model, step[0], features) * slower
                 )
@@ -192,16 +192,16 @@ def predict_and_time(
     return timed
 
 
-def _time_mini_batches(g: DistGraph, model: nn.Module, counted: Counted) -> float:
-    if counted.draws is None:
+def _time_mini_batches(g: DistGraph, model: nn.Module, counts: EpochCounts) -> float:
+    if counts.draws is None:
         return 0.0
-    draws, seeds = counted.draws, read_marked_ids(g.ndata[TRAIN_MASK], g.num_nodes())
-    size = min(draws.batch_size, -(-len(seeds) // counted.cluster.ranks))
+    draws, seeds = counts.draws, read_marked_ids(g.ndata[TRAIN_MASK], g.num_nodes())
+    size = min(draws.batch_size, -(-len(seeds) // counts.cluster.ranks))
     steps = [
-        time_step(model, sample_blocks(g, seeds[number:], size, draws.fanouts), counted.shape.features)
+        time_step(model, sample_blocks(g, seeds[number:], size, draws.fanouts), counts.shape.features)
         for number in range(min(_TIMED_BATCHES, len(seeds)))
     ]
-    return statistics.median(steps) * counted.mini_batches.steps
+    return statistics.median(steps) * counts.mini_batches.steps
 
 
 def sample_blocks(g: DistGraph, seeds: Array, size: int, fanouts: Sequence[int]) -> list[Any]:

@@ -41,7 +41,7 @@ def infer_shape(
     *,
     kind: str = "",
     hidden: int = 0,
-    guessed: bool = False,
+    is_guessed: bool = False,
 ) -> ModelShape:
     """Return the shape of a model, traced in a call as ``module(blocks, x)``; it does not change.
 
@@ -50,16 +50,16 @@ def infer_shape(
     the number of its convolutions, or 2, and kind and width of the first one. ``guessed``: it is not a
     ready-made one.
     """
-    known = [one for _, one in find_convolutions(module) if _kind_of(one)]
+    known = [one for _, one in find_convolutions(module) if _find_kind(one)]
     num_layers = num_layers or len(known) or 2
     try:
-        layers, first_learns = _traced(module, features, num_layers)
+        layers, first_learns = _trace_layers(module, features, num_layers)
     except MODEL_ERRORS:
-        layers, first_learns = _registered(known, features, hidden, classes, num_layers), False
-    inspected, refused = _inspected(module, features)
+        layers, first_learns = _list_registered(known, features, hidden, classes, num_layers), False
+    inspected, refused = _inspect(module, features)
     parameters = [one for one in module.parameters() if one.requires_grad]
     return ModelShape(
-        kind=kind or (_kind_of(known[0]) if known else "mlp" if not layers[0].summed else "sage"),
+        kind=kind or (_find_kind(known[0]) if known else "mlp" if not layers[0].summed else "sage"),
         layers=layers,
         features=features,
         hidden=hidden or layers[0].outputs,
@@ -67,24 +67,24 @@ def infer_shape(
         parameters=sum(one.numel() for one in parameters),
         tensors=len(parameters),
         inspected=inspected,
-        refused=refused,
+        refusals=refused,
         first_learns=first_learns,
         itemsize=parameters[0].element_size() if parameters else 4,
-        guessed=guessed,
+        is_is_guessed=is_guessed,
     )
 
 
 _USUAL_WIDTH = 64
 
 
-def _kind_of(module: nn.Module) -> str:
+def _find_kind(module: nn.Module) -> str:
     if isinstance(module, SplittableConv):
         return "gcn"
     known = CONVOLUTIONS.get(type(module))
     return "" if known is None else known.like
 
 
-def _widths_of(module: nn.Module, inputs: int, outputs: int) -> LayerWidths:
+def _find_widths(module: nn.Module, inputs: int, outputs: int) -> LayerWidths:
     try:
         found = replace(make_stages(module, "inputs").widths(), outputs=outputs)
     except ConfigError:
@@ -94,7 +94,7 @@ def _widths_of(module: nn.Module, inputs: int, outputs: int) -> LayerWidths:
     return replace(found, sums_sources=sums_sources(module))
 
 
-def _traced(module: nn.Module, features: int, num_layers: int) -> tuple[tuple[LayerWidths, ...], bool]:
+def _trace_layers(module: nn.Module, features: int, num_layers: int) -> tuple[tuple[LayerWidths, ...], bool]:
     """Return the layers as ``module`` calls them, and whether what comes before the first one is trained.
 
     Raises:
@@ -116,7 +116,7 @@ def _traced(module: nn.Module, features: int, num_layers: int) -> tuple[tuple[La
     layers = [one for one in calls if one.block is not None and one.inside is None]
     if [one.block for one in layers] != list(range(num_layers)):
         raise ValueError(f"{len(layers)} calls with {num_layers} blocks")
-    shapes = [_widths_of(one.module, one.rows.shape[1], one.result[0].numel()) for one in layers]
+    shapes = [_find_widths(one.module, one.rows.shape[1], one.result[0].numel()) for one in layers]
     return tuple(shapes), layers[0].rows.requires_grad
 
 
@@ -125,7 +125,7 @@ def _zeros(outputs: int, block: Any, x: Any, *_edges: Any) -> Tensor:
     return rows.new_zeros(block.num_dst_nodes(), outputs)
 
 
-def _registered(
+def _list_registered(
     known: Sequence[nn.Module], features: int, hidden: int, classes: int, num_layers: int
 ) -> tuple[LayerWidths, ...]:
     """Return the layers that a model has registered, if it is that many; otherwise those of GraphSAGE."""
@@ -148,7 +148,7 @@ def _registered(
     )
 
 
-def _inspected(module: nn.Module, features: int) -> tuple[dict[str, Any], dict[str, str]]:
+def _inspect(module: nn.Module, features: int) -> tuple[dict[str, Any], dict[str, str]]:
     inspected, refused = {}, {}
     for name in sorted({*STRATEGIES.names()} & {*COSTS.names()}):
         try:

@@ -121,16 +121,16 @@ class ModelShape:
     tensors: int
     inspected: Mapping[str, Any] = field(default_factory=dict)
     """Strategy to the result of ``CostModel.inspect``."""
-    refused: Mapping[str, str] = field(default_factory=dict)
+    refusals: Mapping[str, str] = field(default_factory=dict)
     """Strategy to the reason why it cannot train the model."""
     first_learns: bool = False
     """Whether the input of layer 1 has a gradient, as after an encoder."""
     itemsize: int = 4
-    guessed: bool = False
+    is_guessed: bool = False
     """Whether the layers are those of the most similar ready-made model."""
 
     @property
-    def words(self) -> str:
+    def summary(self) -> str:
         return f"{self.kind} of {len(self.layers)} layers, hidden width {self.hidden}"
 
     @property
@@ -167,10 +167,10 @@ class ChoiceOptions:
     )
     allow_estimators: bool = _of_choice(False, "Also choose among strategies that do not train exactly.")
     dry_batches: int = option(
-        20, "Counted batches of each rank; 0: all of an epoch, exactly.", check=at_least(0)
+        20, "EpochCounts batches of each rank; 0: all of an epoch, exactly.", check=at_least(0)
     )
 
-    def worth(self, one: Prediction) -> float:
+    def comparable_seconds(self, one: Prediction) -> float:
         """Return the seconds to compare, of as many epochs as are worth an exact one of mini-batches."""
         return one.epoch_seconds * self.weight(one.candidate)
 
@@ -277,12 +277,16 @@ class Choice:
     outcome: Outcome | None = None
 
     @property
-    def taken(self) -> Prediction | None:
+    def chosen_prediction(self) -> Prediction | None:
         return None if self.picked < 0 else self.predictions[self.picked]
 
     def lines(self) -> Sequence[str]:
         """Describe the choice, its reasons and its assumptions, a line each."""
-        head = "nothing can be chosen" if self.taken is None else f"chosen: {self.taken.candidate.name}"
+        head = (
+            "nothing can be chosen"
+            if self.chosen_prediction is None
+            else f"chosen: {self.chosen_prediction.candidate.name}"
+        )
         if self.took_s:
             head += f" ({self.took_s:.1f} s)"
         return [
@@ -300,5 +304,5 @@ class Choice:
             written["epoch_seconds"] = one.epoch_seconds
             written["bytes_outside"] = one.inter_server_bytes
             written["bytes_inside"] = one.intra_server_bytes
-        value["chosen"] = None if self.taken is None else self.taken.candidate.name
+        value["chosen"] = None if self.chosen_prediction is None else self.chosen_prediction.candidate.name
         return value

@@ -60,7 +60,7 @@ class RankCount:
     seeds: int
     steps: int
     """Batches that its loader yields, counted or not: in a job as many on all ranks."""
-    counted: int
+    counted_steps: int
     remote_rows: int
     """Input rows that other servers own."""
     remote_seeds: int
@@ -148,7 +148,7 @@ def count_rank(
     return RankCount(
         seeds=len(own_seeds),
         steps=len(loader),
-        counted=len(steps),
+        counted_steps=len(steps),
         remote_rows=remote_rows,
         remote_seeds=remote_seeds,
         sources=sizes[0].tolist(),
@@ -237,13 +237,13 @@ def summed(ranks: Sequence[RankCount], sizes: RowSizes, *, ranks_per_server: int
 
 def combine_counts(ranks: Sequence[RankCount], topology: Topology, sizes: RowSizes) -> BatchWork:
     """Return the work of the ranks' counts, scaled to the epoch if only part of it was counted."""
-    scaled = [_scaled_to_epoch(one) for one in ranks]
+    scaled = [_scale_to_epoch(one) for one in ranks]
     largest = max(scaled, key=lambda one: one.largest[0][0]).largest
     return BatchWork(
         survey=summed(scaled, sizes, ranks_per_server=len(topology.ranks_of_server(0))),
         largest=(tuple(largest[0]), tuple(largest[1]), tuple(largest[2])),
         caches=tuple(map(_joined, zip(*(one.caches for one in scaled), strict=True))),
-        counted=all(one.counted >= one.steps for one in ranks),
+        is_complete=all(one.counted_steps >= one.steps for one in ranks),
     )
 
 
@@ -253,8 +253,8 @@ def _joined(cache: Sequence[Mapping[str, Any]]) -> CacheHits:
     return CacheHits(**{**cache[0], **sums, **most})
 
 
-def _scaled_to_epoch(one: RankCount) -> RankCount:
-    if one.counted >= one.steps or not one.counted:
+def _scale_to_epoch(one: RankCount) -> RankCount:
+    if one.counted_steps >= one.steps or not one.counted_steps:
         return one
     # By targets rather than batches, because the last batch of an epoch may be smaller.
     factor = one.seeds / max(one.targets[-1], 1)
@@ -262,7 +262,7 @@ def _scaled_to_epoch(one: RankCount) -> RankCount:
     def scaled(value: Any) -> Any:
         return [round(factor * each) for each in value] if isinstance(value, list) else round(factor * value)
 
-    unscaled = ("seeds", "steps", "counted", "largest", "caches")
+    unscaled = ("seeds", "steps", "counted_steps", "largest", "caches")
     values = {name: value if name in unscaled else scaled(value) for name, value in vars(one).items()}
     values["caches"] = [{**cache, "hits": scaled(cache["hits"])} for cache in one.caches]
     return RankCount(**values)
@@ -293,7 +293,11 @@ def count_batches(
         one = count_rank(run.g, draws, run.seeds, place, inputs_of=inputs if caches else None)
         before: list[Inputs] = []
         # Collective: what decides is equal on all ranks.
-        if draws.epoch and one.counted >= one.steps and any(policy == LOOK_AHEAD for policy, _ in caches):
+        if (
+            draws.epoch
+            and one.counted_steps >= one.steps
+            and any(policy == LOOK_AHEAD for policy, _ in caches)
+        ):
             count_rank(run.g, replace(draws, epoch=draws.epoch - 1), run.seeds, place, inputs_of=before)
         found = [_count_cache(cache, place, [before, inputs], held, sizes.feature) for cache in caches]
         counts.append(replace(one, caches=list(map(asdict, found))))

@@ -52,28 +52,28 @@ from dglx_dist.training.checkpoint_folder import (
     Which,
     choose,
     find_newest,
-    key_of,
     list_complete,
+    parse_key,
     read_count,
     read_state,
 )
 from dglx_dist.training.checkpoint_folder import STATE_NAME as STATE_NAME
+from dglx_dist.training.checkpoint_folder import find_latest as find_latest
 from dglx_dist.training.checkpoint_folder import folder_name as folder_name
-from dglx_dist.training.checkpoint_folder import latest as latest
 from dglx_dist.training.checkpoint_folder import write_json as write_json
-from dglx_dist.training.config import EVERY, Every, steps_between
+from dglx_dist.training.config import EVERY, Every, count_steps_between
 from dglx_dist.training.object_state import (
     Stateful,
     check_optimizer,
     cut_optimizer,
     decode,
     describe_objects,
-    dtype_name,
-    dtype_of,
+    find_prefix,
+    format_dtype,
     join_optimizer,
     load_optimizer,
     optimizer_state,
-    prefix_of,
+    parse_dtype,
     select_values,
     split_objects,
     split_optimizer,
@@ -121,7 +121,7 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> dict[str, dict[s
         for name, tensor in tensors.items():
             raw = view_bytes(tensor.detach().cpu().contiguous())
             entries[name] = {
-                "dtype": dtype_name(tensor),
+                "dtype": format_dtype(tensor),
                 "shape": list(tensor.shape),
                 "file": path.name,
                 "first_byte": file.tell(),
@@ -134,9 +134,9 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> dict[str, dict[s
     return entries
 
 
-def _saved(folder: Path, name: str, entry: Mapping[str, Any]) -> SavedTensor:
+def _read_entry(folder: Path, name: str, entry: Mapping[str, Any]) -> SavedTensor:
     """Check an entry of ``state.json``. Nothing is allocated, since an untrusted one may have any size."""
-    file, dtype = entry["file"], dtype_of(entry["dtype"])
+    file, dtype = entry["file"], parse_dtype(entry["dtype"])
     shape = tuple(read_count(size) for size in entry["shape"])
     path, first, num_bytes = folder / file, read_count(entry["first_byte"]), read_count(entry["num_bytes"])
     if path.name != file:
@@ -152,12 +152,12 @@ def _saved(folder: Path, name: str, entry: Mapping[str, Any]) -> SavedTensor:
     )
 
 
-def _below(prefix: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
+def _select_prefix(prefix: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
 def _check_model(path: Path, saved_tensors: Mapping[str, SavedTensor], model: Mapping[str, Tensor]) -> None:
-    saved_model = _below("model/", saved_tensors)
+    saved_model = _select_prefix("model/", saved_tensors)
     for name in dict.fromkeys([*model, *saved_model]):
         tensor, saved = model.get(name), saved_model.get(name)
         if tensor is None or saved is None:
@@ -222,12 +222,12 @@ def _check_sparse(checkpoint: Path, indices: Sequence[int], sparse: Sparse) -> N
         )
     for number, (optimizer, index) in enumerate(zip(optimizers, indices, strict=True)):
         folder = _sparse_folder(checkpoint, number)
-        if _index_of(folder) != index:
+        if _checksum_index(folder) != index:
             raise CheckpointError(f"{folder} is damaged, or of another checkpoint; {REMEDY}")
         optimizer.check_saved(folder)
 
 
-def _index_of(folder: Path) -> int:
+def _checksum_index(folder: Path) -> int:
     """Return the CRC-32 of the index of saved rows, which has those of their files."""
     try:
         return zlib.crc32(read_small(folder / INDEX))
@@ -239,7 +239,7 @@ def _sparse_folder(checkpoint: Path, number: int) -> Path:
     return checkpoint / "sparse" / str(number)
 
 
-class Positioned(Protocol):
+class ResumableLoader(Protocol):
     """A loader with a number of steps in an epoch.
 
     Its position has ``epoch`` and ``step``, the completed steps of it, and more JSON values.
@@ -250,7 +250,7 @@ class Positioned(Protocol):
     def load_state_dict(self, state: Any) -> None: ...
 
 
-def _position_of(loader: Positioned) -> Any:
+def _find_next_position(loader: ResumableLoader) -> Any:
     """Return a loader's position; after the last step of an epoch it is the begin of the next one."""
     position = loader.state_dict()
     is_over = position["step"] == len(loader)
@@ -258,7 +258,7 @@ def _position_of(loader: Positioned) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Resumed:
+class LoadedCheckpoint:
     """The position of a loaded checkpoint."""
 
     path: Path
@@ -274,7 +274,7 @@ def save(  # noqa: PLR0913 - one for each thing that can be saved
     *,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
-    loader: Positioned | None = None,
+    loader: ResumableLoader | None = None,
     sparse: Sparse = None,
     epoch: int | None = None,
     step: int | None = None,
@@ -318,7 +318,7 @@ def save(  # noqa: PLR0913 - one for each thing that can be saved
     return CheckpointWriter(folder, saved).save(**position, extra=extra or {}, wait=True)
 
 
-def _position_to_save(loader: Positioned | None, epoch: int | None, step: int | None) -> dict[str, int]:
+def _position_to_save(loader: ResumableLoader | None, epoch: int | None, step: int | None) -> dict[str, int]:
     """Return the epoch and step of a checkpoint; ConfigError if they are not those of the loader."""
     values = {"epoch": epoch, "step": step}
     given = {name: check_integer(name, value, least=0) for name, value in values.items() if value is not None}
@@ -329,7 +329,7 @@ def _position_to_save(loader: Positioned | None, epoch: int | None, step: int | 
         raise ConfigError(
             f"the loader has a position {now!r} without epoch and step; its state_dict() needs both"
         )
-    position = _position_of(loader)
+    position = _find_next_position(loader)
     if not (given.items() <= position.items() or given.items() <= now.items()):
         raise ConfigError(
             f"{' and '.join(f'{name}={value}' for name, value in given.items())} would name the checkpoint, "
@@ -344,7 +344,7 @@ class RunState:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | None = None
-    loader: Positioned | None = None
+    loader: ResumableLoader | None = None
     sparse: Sparse = None
     dataset: Mapping[str, object] = field(default_factory=dict)
     state: Mapping[str, Stateful] | None = None
@@ -374,14 +374,14 @@ class CheckpointWriter:
     """
 
     def __init__(self, folder: str | Path, state: RunState, keep: int | None = None) -> None:
-        self._session, self._folder, self._saved, self._keep = current_session(), Path(folder), state, keep
+        self._session, self._folder, self._run, self._keep = current_session(), Path(folder), state, keep
         op = f"checkpoints-{self._session.next_number('checkpoints')}"
         self._reports = OneSidedExchange(self._session, op, "start again from the checkpoint before")
         self._buffers: dict[str, Tensor] = {}
         """Kept for the next copy, since new memory is slow to fill."""
         self._thread: Thread | None = None
         self._number, self._problem = 0, ""
-        self.spared: Path | None = None
+        self.protected: Path | None = None
         """A checkpoint that stays, however many newer ones there are."""
 
     @_storage_errors()
@@ -428,8 +428,8 @@ class CheckpointWriter:
 
     def _snapshot(self, facts: Mapping[str, object], *, wait: bool) -> tuple[_Snapshot, bool]:
         """Return this rank's share, and whether it is a copy. Collective."""
-        session, model, optimizer = self._session, self._saved.model, self._saved.optimizer
-        module, loader, dataset = _plain_module(model), self._saved.loader, self._saved.dataset
+        session, model, optimizer = self._session, self._run.model, self._run.optimizer
+        module, loader, dataset = _plain_module(model), self._run.loader, self._run.dataset
         # First: this completes the steps that a pipeline has in flight, which change the optimizer, too.
         of_model = model.state_dict()
         check_replicas({n: of_model[n] for n, _ in module.named_parameters() if n in of_model}, session)
@@ -437,7 +437,7 @@ class CheckpointWriter:
         def prepare() -> tuple[dict[str, Tensor], dict[str, Any] | None, dict[str, Tensor], dict[str, Any]]:
             _check_values({"extra": facts["extra"], "dataset": dataset}, of_model)
             of_optimizer = split_optimizer(optimizer, module) if optimizer is not None else ({}, None)
-            return *of_optimizer, *split_objects(self._saved.state or {})
+            return *of_optimizer, *split_objects(self._run.state or {})
 
         of_optimizer, plain, of_objects, values = run_on_all_ranks(session, prepare, CheckpointError)
         objects = describe_objects(values, of_objects, session)
@@ -446,7 +446,8 @@ class CheckpointWriter:
         tensors = {f"model/{name}": value for name, value in of_model.items()}
         tensors |= {f"optimizer/{name}": value for name, value in of_optimizer.items()}
         of_objects = {
-            f"{prefix_of(objects, session.topology.rank)}{name}": value for name, value in of_objects.items()
+            f"{find_prefix(objects, session.topology.rank)}{name}": value
+            for name, value in of_objects.items()
         }
         own = _own_share(tensors | of_objects, session)
         own[f"random/{session.topology.rank}/cpu"] = torch.get_rng_state()
@@ -454,11 +455,11 @@ class CheckpointWriter:
             own |= {f"rank/{session.topology.rank}/{name}": rows for name, rows in model.rank_state().items()}
         if session.device.type == "cuda":
             own[f"random/{session.topology.rank}/cuda"] = torch.cuda.get_rng_state(session.device)
-        sparse = list_optimizers(self._saved.sparse)
+        sparse = list_optimizers(self._run.sparse)
         copies = not wait and self._has_memory(
             [*own.values(), *chain.from_iterable(s.own_rows for s in sparse)]
         )
-        copied = self._copied if copies else lambda _place, _name, tensor: tensor
+        copied = self._copy_to_buffer if copies else lambda _place, _name, tensor: tensor
         rows = [one.rows_to_save(partial(copied, f"sparse/{place}")) for place, one in enumerate(sparse)]
         snapshot = _Snapshot(
             own={name: copied("", name, tensor) for name, tensor in own.items()},
@@ -467,7 +468,7 @@ class CheckpointWriter:
                 **facts,
                 "world_size": session.topology.world_size,
                 "optimizer": plain,
-                "loader": gather_json(None if loader is None else _position_of(loader), session),
+                "loader": gather_json(None if loader is None else _find_next_position(loader), session),
                 "dataset": dict(dataset),
                 "objects": objects,
             },
@@ -483,7 +484,7 @@ class CheckpointWriter:
         enough = needed * on_host < machine_memory()[1]
         return bool(gather_int64([enough], session).all())
 
-    def _copied(self, place: str, name: str, tensor: Tensor) -> Tensor:
+    def _copy_to_buffer(self, place: str, name: str, tensor: Tensor) -> Tensor:
         buffer = self._buffers.get(name := f"{place}/{name}")
         if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
             buffer = self._buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -494,7 +495,7 @@ class CheckpointWriter:
         session, rank = self._session, self._session.topology.rank
         try:
             with stack:
-                report = self._written(snapshot, folder, final)
+                report = self._write_own_files(snapshot, folder, final)
                 if rank > 0:
                     raw = np.frombuffer(json.dumps(report).encode(), np.uint8)
                     self._reports.post(self._number, _WRITTEN, {0: [raw]}, phase=None)
@@ -507,7 +508,7 @@ class CheckpointWriter:
         except Exception as error:  # noqa: BLE001 - the training loop raises it, on all ranks
             self._problem = str(error) if isinstance(error, DglxError) else f"{type(error).__name__}: {error}"
 
-    def _written(self, snapshot: _Snapshot, folder: Path, final: Path) -> dict[str, Any]:
+    def _write_own_files(self, snapshot: _Snapshot, folder: Path, final: Path) -> dict[str, Any]:
         rank = self._session.topology.rank
         try:
             with named_failures(final):
@@ -530,13 +531,13 @@ class CheckpointWriter:
         for number, (_, facts) in enumerate(snapshot.rows):
             index_shares(_sparse_folder(folder, number), [one["rows"][number] for one in reports], facts)
         tensors = dict(chain.from_iterable(one["tensors"].items() for one in reports))
-        indices = [_index_of(_sparse_folder(folder, number)) for number in range(len(snapshot.rows))]
+        indices = [_checksum_index(_sparse_folder(folder, number)) for number in range(len(snapshot.rows))]
         with named_failures(final):
             state = {**snapshot.state, "sparse": indices, "tensors": tensors}
             write_json(folder / STATE_NAME, state)
             publish_over(folder, final)
         if self._keep is not None:
-            _remove_older(final, self._keep, self.spared)
+            _remove_older(final, self._keep, self.protected)
 
 
 class Checkpoints:
@@ -568,7 +569,7 @@ class Checkpoints:
         folder: str | Path,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        loader: Positioned,
+        loader: ResumableLoader,
         *,
         every: Every = 1,
         keep: int | None = None,
@@ -580,8 +581,8 @@ class Checkpoints:
         self._loader = loader
         saved = RunState(model=model, optimizer=optimizer, loader=loader, sparse=sparse, state=state or {})
         self._writer, self._steps_of_epoch = CheckpointWriter(folder, saved, keep), len(loader)
-        self._steps_between = max(1, steps_between(every, len(loader)))
-        occupy(folder)
+        self._steps_between = max(1, count_steps_between(every, len(loader)))
+        lock_folder(folder)
         self.epoch = 0
         """First epoch of the loop; above 0, or inside of it, if a checkpoint was loaded."""
         self.extra: dict[str, Any] = {}
@@ -605,7 +606,7 @@ class Checkpoints:
             CheckpointError: as of :func:`save`; also of the checkpoint before, which is written meanwhile.
             Stopped: a rank was told to end by SIGTERM, SIGUSR1 or Ctrl-C; a checkpoint of this step is saved.
         """
-        position = _position_of(self._loader)
+        position = _find_next_position(self._loader)
         epoch, step = int(position["epoch"]), int(position["step"])
         stops = self._stop_point.should_stop()
         if stops or (epoch * self._steps_of_epoch + step) % self._steps_between == 0:
@@ -619,7 +620,9 @@ checkpoints = Checkpoints
 
 
 def _remove_older(newest: Path, keep: int, spared: Path | None) -> None:
-    older = sorted(found for found in list_complete(newest.parent) if found < (key_of(newest.name), newest))
+    older = sorted(
+        found for found in list_complete(newest.parent) if found < (parse_key(newest.name), newest)
+    )
     for _, path in older[: max(0, len(older) + 1 - keep)]:
         try:
             if path != spared:
@@ -648,13 +651,13 @@ def load(  # noqa: PLR0913 - one for each thing that can be loaded
     *,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
-    loader: Positioned | None = None,
+    loader: ResumableLoader | None = None,
     sparse: Sparse = None,
     dataset: Mapping[str, object] | None = None,
     random_state: bool = True,
     state: Mapping[str, Stateful] | None = None,
     which: Which | None = None,
-) -> Resumed:
+) -> LoadedCheckpoint:
     """Resume from a checkpoint. Collective.
 
     Any number of ranks may load it. With as many as saved it, the resumed run is bit-equal to one that was
@@ -692,10 +695,10 @@ def load(  # noqa: PLR0913 - one for each thing that can be loaded
 
     def read() -> tuple[dict[str, Any], dict[str, Tensor], Mapping[str, Any], dict[str, Any]]:
         with read_state(path) as contents:
-            tensors = {name: _saved(path, name, entry) for name, entry in contents["tensors"].items()}
+            tensors = {name: _read_entry(path, name, entry) for name, entry in contents["tensors"].items()}
             _check_model(path, tensors, of_model)
             _check_run(path, contents, tensors, dataset or {}, loader=loader, random_state=random_state)
-            saved_tensors = _below("optimizer/", tensors)
+            saved_tensors = _select_prefix("optimizer/", tensors)
             check_optimizer(path, contents["optimizer"], optimizer, module, saved_tensors)
             _check_sparse(path, contents["sparse"], sparse)
             is_alike = contents["world_size"] == session.topology.world_size
@@ -704,7 +707,7 @@ def load(  # noqa: PLR0913 - one for each thing that can be loaded
             wanted = {name: saved.read(name) for name, saved in tensors.items() if name.startswith(prefixes)}
             needs_state = state is not None or optimizer is not None
             objects = _read_objects(path, contents, tensors, state or {}) if needs_state else {}
-            of_optimizer = cut_optimizer(model, _below("optimizer/", wanted))
+            of_optimizer = cut_optimizer(model, _select_prefix("optimizer/", wanted))
             if optimizer is not None:
                 of_optimizer = optimizer_state(optimizer, module, of_optimizer, contents["optimizer"])
             return contents, wanted, of_optimizer, objects
@@ -714,7 +717,7 @@ def load(  # noqa: PLR0913 - one for each thing that can be loaded
     if loader is not None:
         position = contents["loader"][rank if contents["world_size"] == session.topology.world_size else 0]
         run_on_all_ranks(session, lambda: loader.load_state_dict(position), CheckpointError)
-    model.load_state_dict(_below("model/", wanted))
+    model.load_state_dict(_select_prefix("model/", wanted))
     if optimizer is not None:
         load_optimizer(optimizer, dict(of_optimizer))
     for name, values in objects.items():
@@ -723,7 +726,9 @@ def load(  # noqa: PLR0913 - one for each thing that can be loaded
         rows.flush()
         rows.read_saved(_sparse_folder(path, number))
     _load_rank_state(model, wanted, session)
-    return Resumed(path=path, **{name: contents[name] for name in ("epoch", "step", "world_size", "extra")})
+    return LoadedCheckpoint(
+        path=path, **{name: contents[name] for name in ("epoch", "step", "world_size", "extra")}
+    )
 
 
 def _read_objects(
@@ -735,16 +740,20 @@ def _read_objects(
     """Return the saved states of ``objects`` by name; earlier versions saved none."""
     session, entry = current_session(), contents.get("objects", {})
     values = select_values(path, entry, objects, session)
-    prefix = prefix_of(entry, session.topology.rank)
-    saved = {name: tensor.read(name) for name, tensor in _below(prefix, tensors).items()} if objects else {}
+    prefix = find_prefix(entry, session.topology.rank)
+    saved = (
+        {name: tensor.read(name) for name, tensor in _select_prefix(prefix, tensors).items()}
+        if objects
+        else {}
+    )
     return {name: decode(value["value"], saved) for name, value in values.items()}
 
 
 def _load_rank_state(model: nn.Module, tensors: Mapping[str, Tensor], session: Session) -> None:
     rank, device = session.topology.rank, session.device
     if isinstance(model, WrappedModel):
-        model.load_rank_state(_below(f"rank/{rank}/", tensors))
-    random = _below(f"random/{rank}/", tensors)
+        model.load_rank_state(_select_prefix(f"rank/{rank}/", tensors))
+    random = _select_prefix(f"random/{rank}/", tensors)
     if "cpu" in random:
         torch.set_rng_state(random["cpu"])
     # A checkpoint of GPUs may be resumed on CPUs, and the other way round.
@@ -776,7 +785,7 @@ def read_extra(
 _HELD: SessionField[set[Path]] = SessionField(lambda _session: set())
 
 
-def occupy(folder: str | Path) -> None:
+def lock_folder(folder: str | Path) -> None:
     """Keep other jobs from saving to ``folder`` until the session ends. Collective.
 
     StorageError: another one does, and has not ended within half the time-out.

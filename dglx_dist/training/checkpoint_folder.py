@@ -27,10 +27,10 @@ def read_count(value: object) -> int:
 def write_json(path: Path, value: Mapping[str, object]) -> None:
     """Write JSON values with their CRC-32, since a changed digit is valid JSON, too."""
     plain = json.loads(json.dumps(value))
-    path.write_text(json.dumps({**plain, "crc32": _crc_of(plain)}, indent=1), encoding="utf-8")
+    path.write_text(json.dumps({**plain, "crc32": _compute_crc(plain)}, indent=1), encoding="utf-8")
 
 
-def _crc_of(values: Mapping[str, object]) -> int:
+def _compute_crc(values: Mapping[str, object]) -> int:
     return zlib.crc32(json.dumps({name: one for name, one in values.items() if name != "crc32"}).encode())
 
 
@@ -62,9 +62,9 @@ def _check_state(path: Path, state: Any) -> None:
     wrong = [name for name in ("dataset", "extra", "objects") if not isinstance(typed[name], dict)]
     if wrong or len(state["loader"]) != numbers[0]:
         raise ValueError(f"{wrong[0] if wrong else 'loader'!r} has a wrong type or length")
-    if state["crc32"] != _crc_of(state):
+    if state["crc32"] != _compute_crc(state):
         raise ValueError("its values have changed since they were written")
-    if (key := key_of(path.name)) is not None and key[:2] != (state["epoch"], state["step"]):
+    if (key := parse_key(path.name)) is not None and key[:2] != (state["epoch"], state["step"]):
         raise ValueError(f"it is that of step {state['step']} of epoch {state['epoch']}")
 
 
@@ -76,7 +76,7 @@ def folder_name(epoch: int, step: int = 0) -> str:
     return f"epoch-{epoch:06d}-step-{step:09d}"
 
 
-def latest(folder: str | Path) -> Path:
+def find_latest(folder: str | Path) -> Path:
     """Return the newest complete checkpoint of a folder or run folder, or ``folder`` itself if it is one."""
     newest = find_newest(Path(folder)) or find_newest(Path(folder) / "checkpoints")
     if newest is None:
@@ -98,13 +98,14 @@ Which: TypeAlias = Literal["best", "newest"]
 
 
 def choose(folder: str | Path, which: Which | None) -> tuple[Path, str]:
-    """Return a checkpoint as :func:`latest` does, or the best one, and why; "" if ``folder`` is one itself.
+    """Return the newest or the best checkpoint in ``folder``, and a text that says why it was chosen.
 
-    None: the best one, where the run has evaluated epochs and its checkpoint is still there.
+    With ``which=None`` it is the best one, if the run has evaluated epochs and that checkpoint still exists.
+    The text is empty if ``folder`` is a checkpoint itself.
     """
     if which not in (None, BEST, NEWEST):
         raise ConfigError(f"which={which!r} must be 'best' or 'newest'; leave it out for the best there is")
-    newest = latest(folder)
+    newest = find_latest(folder)
     if newest == Path(folder) or which == NEWEST:
         return newest, "" if newest == Path(folder) else "the newest"
     best = _best_epoch(newest)
@@ -136,11 +137,11 @@ Key: TypeAlias = tuple[int, int, bool]
 
 def list_complete(folder: Path) -> list[tuple[Key, Path]]:
     found = folder.iterdir() if folder.is_dir() else ()
-    keys = [(key_of(path.name), path) for path in found]
+    keys = [(parse_key(path.name), path) for path in found]
     return [(key, path) for key, path in keys if key is not None and (path / STATE_NAME).is_file()]
 
 
-def key_of(name: str) -> Key | None:
+def parse_key(name: str) -> Key | None:
     """Return (epoch, step, whether it is not being replaced), which sort by age; None: no checkpoint."""
     match = FOLDER_NAME.fullmatch(name)
     return None if match is None else (int(match[1]), int(match[2]), match[3] is None)

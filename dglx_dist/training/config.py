@@ -31,7 +31,7 @@ from dglx_dist.options import (
     path_option,
 )
 from dglx_dist.registry import AUTO, suggest_name
-from dglx_dist.training.model_kinds import BETWEEN, KINDS, WEIGHTED, check_kind, list_kinds, takes
+from dglx_dist.training.model_kinds import KINDS, LAYER_OPTIONS, WEIGHTED, check_kind, has_option, list_kinds
 
 FLOAT32, BF16 = PRECISIONS = "float32", "bf16"
 """Of forward passes in training; weights, gradients, optimizer and evaluation keep the model's dtype."""
@@ -89,7 +89,7 @@ Every: TypeAlias = int | str
 _EVERY = re.compile(r"([0-9]{1,12})( ?steps?)?")
 
 
-def steps_between(every: Every, steps_of_epoch: int) -> int:
+def count_steps_between(every: Every, steps_of_epoch: int) -> int:
     """Return the steps between checkpoints; ValueError unless ``every`` is an :data:`Every`; 0: none."""
     match = None if isinstance(every, bool) else _EVERY.fullmatch(str(every))
     if match is None:
@@ -97,17 +97,17 @@ def steps_between(every: Every, steps_of_epoch: int) -> int:
     return int(match[1]) * (1 if match[2] else steps_of_epoch)
 
 
-def _is_every(least: int) -> Check:
+def _check_every_from(least: int) -> Check:
     def holds(every: Any) -> bool:
         try:
-            return steps_between(every, 1) >= max(least, isinstance(every, str))
+            return count_steps_between(every, 1) >= max(least, isinstance(every, str))
         except ValueError:
             return False
 
     return Check(holds, f"a number of epochs, at least {least}, or of steps, like 200steps")
 
 
-EVERY = _is_every(1)
+EVERY = _check_every_from(1)
 
 
 def _every(text: str, _flag: str) -> Every:
@@ -179,7 +179,11 @@ class RunOptions:
     )
     """None: never, and results are those of the last epoch."""
     checkpoint_every: Every = _of_run(
-        1, "Epochs between checkpoints, or steps: 200steps.", check=_is_every(0), kind=str, parse=_every
+        1,
+        "Epochs between checkpoints, or steps: 200steps.",
+        check=_check_every_from(0),
+        kind=str,
+        parse=_every,
     )
     """The last epoch is saved too. 0: saved only when training is told to end."""
     keep: int | None = _of_run(
@@ -206,7 +210,7 @@ class RunOptions:
     """Below the progress bar; without a terminal, lines as always."""
 
 
-def rate_at(config: RunOptions, step: int, steps_of_epoch: int) -> float:
+def compute_rate_factor(config: RunOptions, step: int, steps_of_epoch: int) -> float:
     """Return the factor of the learning rate in a step, counted from the first of the run."""
     rising, steps = config.warmup * steps_of_epoch, config.epochs * steps_of_epoch
     if step < rising:
@@ -292,14 +296,14 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_ranges(self)
-        lacks = [name for name in BETWEEN if not takes(self.model, name)]
+        lacks = [name for name in LAYER_OPTIONS if not has_option(self.model, name)]
         if {self.between[name] for name in lacks} - {"none", False}:
             raise ConfigError(
                 f"--model {self.model} has no --{' and --'.join(lacks)}; {list_kinds('jk')} have --norm, "
                 "--residual and --jk, rgcn all but --jk"
             )
-        wrong = takes(self.model, "heads") and (self.heads < 1 or self.hidden % self.heads > 0)
-        useless = not takes(self.model, "teleport") and self.teleport != type(self).teleport
+        wrong = has_option(self.model, "heads") and (self.heads < 1 or self.hidden % self.heads > 0)
+        useless = not has_option(self.model, "teleport") and self.teleport != type(self).teleport
         of_appnp = ("teleport", useless, f"left out with --model {self.model}: it is of appnp")
         least = 3 if self.model == "rgcn" else 2  # rgcn adds none in its last layer either
         residual = ("residual", self.residual and self.layers < least, f"with --layers {least} or more")
@@ -313,7 +317,7 @@ class ModelConfig:
     @property
     def between(self) -> dict[str, Any]:
         """Arguments of ``build_model``."""
-        return {name: getattr(self, name) for name in BETWEEN}
+        return {name: getattr(self, name) for name in LAYER_OPTIONS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -433,7 +437,7 @@ class TrainConfig(RunOptions, ModelConfig):
         0,
         "Epochs between checkpoints in RUNDIR/checkpoints, or steps: 200steps; 0: one is saved only when the "
         "run is told to end, or with --early-stop.",
-        check=_is_every(0),
+        check=_check_every_from(0),
         kind=str,
         parse=_every,
     )
@@ -486,7 +490,7 @@ class TrainConfig(RunOptions, ModelConfig):
         object.__setattr__(self, "model_sha256", self.model_sha256 or found)
 
     def _checks(self) -> Iterator[tuple[str, bool, str]]:
-        has_no_use = self.recompute != "none" and not takes(self.model, "recompute")
+        has_no_use = self.recompute != "none" and not has_option(self.model, "recompute")
         remedy = f"left out with --model {self.model}: only layers of resgcn are computed again"
         yield "recompute", has_no_use, remedy
         remedy = "left out with --strategy auto, which weighs caches itself (--option caches=false: none)"
@@ -495,7 +499,7 @@ class TrainConfig(RunOptions, ModelConfig):
         remedy = f"left out with --optimizer {self.optimizer}: it is of sgd and rmsprop"
         yield "momentum", self.momentum > 0 and not has_momentum, remedy
         no_use = {
-            f"--model {self.model}": self.model_file is None and not takes(self.model, WEIGHTED),
+            f"--model {self.model}": self.model_file is None and not has_option(self.model, WEIGHTED),
             f"--task {self.task}": self.task == LINK,
             f"--strategy {self.strategy}": self.strategy == AUTO,
         }

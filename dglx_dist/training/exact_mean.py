@@ -63,7 +63,7 @@ def global_mean(total: Tensor, count: float | Tensor, reduction: Reduction = "me
     if reduction not in ("mean", "sum"):
         problem = f"reduction={reduction!r} must be 'mean' or 'sum', as in dx.wrap"
     sums = _sum_terms(total if problem else float(total.detach()), count, problem, session)
-    return _mean_of(total, sums, session, reduction)
+    return _divide_sums(total, sums, session, reduction)
 
 
 def reduce_mean(value: float | Tensor, count: int) -> float:
@@ -111,7 +111,7 @@ def _show(value: Any) -> str:
     return f"<{tuple(value.shape)} tensor>" if is_array else repr(value)
 
 
-def _mean_of(total: Tensor, sums: Tensor, session: Session, reduction: Reduction = "mean") -> Tensor:
+def _divide_sums(total: Tensor, sums: Tensor, session: Session, reduction: Reduction = "mean") -> Tensor:
     """Return the mean of the ``sums`` of all ranks, with the gradient of this rank's ``total``."""
     session.is_loss_exact = True
     weight = gradient_weight(session.model_share, reduction)
@@ -123,7 +123,7 @@ def _mean_of(total: Tensor, sums: Tensor, session: Session, reduction: Reduction
     return scaled + ((loss_sum / num_terms if num_terms else 0.0) - scaled.detach())
 
 
-def _complete(func: Any, kwargs: dict[str, Any] | None) -> dict[str, Any]:
+def _complete_arguments(func: Any, kwargs: dict[str, Any] | None) -> dict[str, Any]:
     """Return the keyword arguments of a call, for ``__torch_function__`` of a mode to call first.
 
     Torch's ``l1_loss`` does not tell a mode of its ``weight``, and would compute without it.
@@ -147,7 +147,7 @@ class _Means(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in (*_OF_CLASSES, *_OF_NUMBERS):
             return func(*args, **(kwargs or {}))
-        call = signature(func).bind(*args, **_complete(func, kwargs))
+        call = signature(func).bind(*args, **_complete_arguments(func, kwargs))
         call.apply_defaults()
         options = call.arguments
         is_legacy = options.get("size_average") is not None or options.get("reduce") is not None
@@ -200,7 +200,7 @@ class ExactMean:
         # Of equal size on all ranks, some of which may compute fewer means.
         local = torch.tensor([*sums, *[[0.0, 0.0]] * (_MOST_MEANS - len(sums))], dtype=torch.float64)
         of_ranks = iter(sum_over_ranks(local, self._session, phase=PHASE))
-        with _Means(lambda total, _: _mean_of(total, next(of_ranks), self._session)):
+        with _Means(lambda total, _: _divide_sums(total, next(of_ranks), self._session)):
             return self._loss(scores, labels)
 
 

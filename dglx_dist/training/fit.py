@@ -40,8 +40,8 @@ from dglx_dist.training.resume import describe_run, resolve_resume
 from dglx_dist.training.tasks import (
     NodeClassification,
     choose_loss,
-    class_weights,
-    moments,
+    compute_class_weights,
+    compute_moments,
     read_task,
     warn_of_guesses,
 )
@@ -97,7 +97,7 @@ def train(  # noqa: PLR0913 - all but four have defaults
     config = resolve_resume(config, config.checkpoint_folder, g.session)
     of_groups = [{**group, "params": len(group["params"])} for group in optimizer.param_groups]
     check_equal(g.session, "the settings of the optimizer", of_groups)
-    config = _with_exact_loss(_with_task(config, g, model.module), g, is_own=config.loss is not None)
+    config = _use_exact_loss(_resolve_task(config, g, model.module), g, is_own=config.loss is not None)
     check_loop(config, strategy_of(g.session).traits, g.session.strategy, scheduler)
     facts = describe_run(g, config, optimizer)
     check_updates(
@@ -110,16 +110,16 @@ def train(  # noqa: PLR0913 - all but four have defaults
         steps_of_epoch=len(loader),
     )
     objects = {**(state or {}), **({} if scheduler is None else {SCHEDULER: scheduler})}
-    run = TrainingRun(loader, g, config, _step_of(model, optimizer, sparse, config), facts, objects)
+    run = TrainingRun(loader, g, config, _make_step(model, optimizer, sparse, config), facts, objects)
     run.resume()
     run.check_evaluation()
     run.files.begin(run.result.best_epoch)
     enabled = config.show_progress and g.session.topology.rank == 0 and run.has_epochs
     with (
         tracing.open_scalars_writer(config.tensorboard, run.result.first_epoch, g.session) as write,
-        _started(g.session, config, is_over=not run.has_epochs),
-        tracing.recording(config.trace, config.trace_steps, g.session) as count_step,
-        _progress_of(run, loader, config, g.session, enabled=enabled) as advance,
+        _begin_run(g.session, config, is_over=not run.has_epochs),
+        tracing.record_steps(config.trace, config.trace_steps, g.session) as count_step,
+        _show_progress(run, loader, config, g.session, enabled=enabled) as advance,
     ):
 
         def after_step() -> None:
@@ -127,26 +127,26 @@ def train(  # noqa: PLR0913 - all but four have defaults
             advance(1)
 
         show = advance.show if enabled else None
-        trainer = model.trainer(loader, optimizer, _objective_of(config, sparse), show)
+        trainer = model.trainer(loader, optimizer, _make_objective(config, sparse), show)
         with _closing(run):
             with _closing(trainer):
                 while run.has_epochs and not run.is_stopped:
                     for record in run.advance(trainer, after_step):
                         for callback in (write, *callbacks):
                             callback(record)
-                        advance.say(tracing.epoch_line(record))
+                        advance.say(tracing.format_epoch(record))
             run.leave()
         account = {} if trainer is None else trainer.account()
         if account:
             advance.say(f"cost {account['text']}")
     if run.is_stopped:
-        raise run.stopped()
+        raise run.make_stop_error()
     of_test = {"test_accuracy": run.result.accuracy[TEST]} if TEST in run.result.accuracy else {}
     warn_of_guesses(run.result.task, run.result.metrics | of_test, g, str(config.ntype), config.label)
     return replace(run.result, account=account, traffic=tracing.list_traffic(run.sent, g.session))
 
 
-def _with_task(config: FitConfig, g: DistGraph, module: nn.Module) -> FitConfig:
+def _resolve_task(config: FitConfig, g: DistGraph, module: nn.Module) -> FitConfig:
     """Return ``config`` with task, loss, metrics, node type; standardise a regression's model. Collective."""
     if not isinstance(config.task, str):
         return config
@@ -156,10 +156,10 @@ def _with_task(config: FitConfig, g: DistGraph, module: nn.Module) -> FitConfig:
     if config.loss is not None and config.evaluate is not None:
         return replace(config, ntype=ntype)  # They take any labels.
     task, _ = read_task(g, ntype, config.label, config.task)
-    weights = None if config.class_weight == "none" else class_weights(g, ntype, config.label, task)
+    weights = None if config.class_weight == "none" else compute_class_weights(g, ntype, config.label, task)
     has_targets = {config.label, TRAIN} <= g.nodes[ntype].data.keys()
     if task == REGRESSION and has_targets and config.loss is None and isinstance(module, Layered):
-        mean, deviation = moments(g, ntype, config.label, TRAIN)
+        mean, deviation = compute_moments(g, ntype, config.label, TRAIN)
         weights = torch.where(deviation > 0, deviation, 1.0).to(float_of(module).device)
         module.standardise(mean.to(weights), weights)
     metric = config.metric if config.evaluate else list_metrics(task, config.metric)
@@ -168,21 +168,21 @@ def _with_task(config: FitConfig, g: DistGraph, module: nn.Module) -> FitConfig:
     )
 
 
-def _with_exact_loss(config: FitConfig, g: DistGraph, *, is_own: bool) -> FitConfig:
+def _use_exact_loss(config: FitConfig, g: DistGraph, *, is_own: bool) -> FitConfig:
     if config.own_task is not None or not strategy_of(g.session).traits.own_loop:
         return config
     return replace(config, loss=make_exact(config.loss, g, str(config.ntype), config.label, is_own=is_own))
 
 
 @contextmanager
-def _started(session: Session, config: FitConfig, *, is_over: bool) -> Iterator[None]:
+def _begin_run(session: Session, config: FitConfig, *, is_over: bool) -> Iterator[None]:
     # What rank 0 says after this, such as that training starts, is true of all ranks: they can be stopped.
     with nullcontext() if config.checkpoint_folder is None else session.stoppable():
         run_on_all_ranks(session, (lambda: None) if is_over or not config.on_begin else config.on_begin)
         yield
 
 
-def _progress_of(
+def _show_progress(
     run: TrainingRun, loader: TrainingLoader, config: FitConfig, session: Session, *, enabled: bool
 ) -> AbstractContextManager[Advance]:
     first, end = run.result.first_epoch, config.epochs
@@ -196,7 +196,7 @@ def _progress_of(
     return progress(title, total - done, enabled=enabled, figures=figures if config.watch else None)
 
 
-def _step_of(
+def _make_step(
     model: WrappedModel, optimizer: torch.optim.Optimizer, sparse: Sparse, config: FitConfig
 ) -> Step:
     options = select_common_fields(config, NodeClassification) | {"loss": config.loss or cross_entropy}
@@ -215,7 +215,7 @@ def _step_of(
     )
 
 
-def _objective_of(config: FitConfig, sparse: Sparse) -> Objective:
+def _make_objective(config: FitConfig, sparse: Sparse) -> Objective:
     beside = {"config.task": config.own_task, "config.inputs": config.inputs, "sparse": sparse}
     return Objective(
         loss=(config.loss or cross_entropy) if config.own_task is None else None,

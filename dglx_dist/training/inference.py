@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
 
 
-def _with_degrees(block: Any, g: DistGraph, device: torch.device) -> Any:
+def _place_with_degrees(block: Any, g: DistGraph, device: torch.device) -> Any:
     full = _FullBlock(*get_block_parts(block))
     full.graph, full.on_host = g, block
     return place(full, device)
@@ -69,7 +69,7 @@ class _FullBlock(DGLBlock):
         return self.graph.out_degrees(ids, etype).to(self.device)
 
 
-def layers_of(
+def list_layers(
     module: nn.Module,
     layers: Sequence[InferenceLayer] | str | None,
     between: Callable[[Tensor], Tensor] | None,
@@ -209,18 +209,20 @@ def layerwise_inference(  # noqa: PLR0913 - all but two have defaults
         ConfigError: on all ranks: the model does not define its layers, a type has no input, or a layer does
             not return one row for each destination.
     """
-    module = whole_of(model)
-    steps, rows = layers_of(module, layers, between), first_rows(g, feature, inputs)
+    module = gather_module(model)
+    steps, rows = list_layers(module, layers, between), read_first_rows(g, feature, inputs)
     if layers is not None and list(rows) == [()] and len(rows[()].shape) == 2:
         named: Any = read_column_names(edge_feats, "edge_feats")
         data = g.edges[g.canonical_etypes[0]].data
         names = chain(*named.values()) if isinstance(named, Mapping) else named
         columns = {str(name): data[name] for name in names if name in data}
-        check_layers(module, layers_of(module, layers, None), steps, rows[()].shape[1], columns)
-    return _infer(module, g, 1, [_on_block(one) for one in steps], rows, batch_size, ntypes, mask, edge_feats)
+        check_layers(module, list_layers(module, layers, None), steps, rows[()].shape[1], columns)
+    return _infer(
+        module, g, 1, [_make_pass(one) for one in steps], rows, batch_size, ntypes, mask, edge_feats
+    )
 
 
-def _on_block(layer: InferenceLayer) -> _Pass:
+def _make_pass(layer: InferenceLayer) -> _Pass:
     return lambda blocks, h: layer(blocks[0], h)
 
 
@@ -242,8 +244,8 @@ def minibatch_inference(
     and errors, if the model defines its layers.
     """
     _check_num_layers(num_layers)
-    module = whole_of(model)
-    rows = first_rows(g, feature, inputs)
+    module = gather_module(model)
+    rows = read_first_rows(g, feature, inputs)
     return _infer(module, g, num_layers, [module], rows, batch_size, ntypes, edge_feats=edge_feats)
 
 
@@ -267,9 +269,11 @@ def _infer(  # noqa: PLR0913 - of two functions with more
     with evaluating(module):
         for depth, one in enumerate(passes):
             # Later ones read what the one before has computed.
-            compute = _compute_of(one, g, maker, rows, (target.device, target.dtype if depth == 0 else None))
+            compute = _make_compute(
+                one, g, maker, rows, (target.device, target.dtype if depth == 0 else None)
+            )
             out_types = g.ntypes if ntypes is None or depth < len(passes) - 1 else list_names(ntypes)
-            computed = _for_all(g, compute, batch_size, out_types, f"pass {depth} over all nodes")
+            computed = _compute_all(g, compute, batch_size, out_types, f"pass {depth} over all nodes")
             if depth > 0:
                 for tensor in rows.values():
                     tensor.delete()
@@ -277,24 +281,25 @@ def _infer(  # noqa: PLR0913 - of two functions with more
     return nest(rows)
 
 
-def _compute_of(
+def _make_compute(
     one: _Pass, g: DistGraph, maker: NodeMaker, rows: _Rows, target: tuple[torch.device, torch.dtype | None]
 ) -> _Compute:
     def compute(ntype: str, ids: Array) -> dict[Path, Tensor]:
         blocks = maker.complete(maker.sample_items({ntype: ids}, 0, step=0)).blocks
         sources = blocks[0].srcnodes
         h = {
-            path: tensor[sources[type_of(path, g)].data[dgl.NID]].to(*target) for path, tensor in rows.items()
+            path: tensor[sources[find_type(path, g)].data[dgl.NID]].to(*target)
+            for path, tensor in rows.items()
         }
-        made = [_with_degrees(block, g, target[0]) for block in blocks]
+        made = [_place_with_degrees(block, g, target[0]) for block in blocks]
         for block in made:
             note_edge_order(block, g.orig_edge_ids)
-        return _leaves_of(ntype, one(made, nest(h)), g, len(ids))
+        return _select_leaves(ntype, one(made, nest(h)), g, len(ids))
 
     return compute
 
 
-def batches(share: tuple[int, int], batch_size: int) -> Iterator[tuple[int, int]]:
+def split_range(share: tuple[int, int], batch_size: int) -> Iterator[tuple[int, int]]:
     """Cut ``first <= id < last`` into pieces of at most ``batch_size``."""
     if batch_size < 1:
         raise ConfigError(f"batch_size={batch_size} must be at least 1")
@@ -303,33 +308,33 @@ def batches(share: tuple[int, int], batch_size: int) -> Iterator[tuple[int, int]
         yield start, min(start + batch_size, last)
 
 
-def _batches_of(
+def _split_nodes(
     g: DistGraph, ntype: str, share: tuple[int, int], batch_size: int
 ) -> Iterator[tuple[int, int]]:
     """Cut a rank's ``share`` of the nodes as :func:`batches`, and where a batch has too many in-edges."""
     structures = [g.structure(etype) for etype in g.canonical_etypes if etype[2] == ntype]
     most = _BATCH_DEGREE * batch_size
-    for first, last in batches(share, batch_size):
+    for first, last in split_range(share, batch_size):
         ids = np.arange(first, last)
         edges = np.cumsum(sum((one.in_degrees(ids) for one in structures), np.zeros(len(ids), np.int64)))
         starts = first + np.flatnonzero(np.diff(np.maximum(edges - 1, 0) // most, prepend=-1))
         yield from pairwise([*starts.tolist(), last])
 
 
-def whole_of(model: nn.Module) -> nn.Module:
+def gather_module(model: nn.Module) -> nn.Module:
     """Return the user's module with uncut weights. Collective."""
     return model.whole() if isinstance(model, WrappedModel) else model
 
 
-def first_rows(g: DistGraph, feature: str, inputs: Inputs | None) -> dict[Path, DistTensor]:
+def read_first_rows(g: DistGraph, feature: str, inputs: Inputs | None) -> dict[Path, DistTensor]:
     """Return the inputs of the first layer by path; see :func:`layerwise_inference`."""
     if inputs is None and len(g.ntypes) == 1:
-        return {(): _feature_of(g, g.ntypes[0], feature)}
+        return {(): _read_feature(g, g.ntypes[0], feature)}
     if inputs is None:
-        return {(ntype,): _feature_of(g, ntype, feature) for ntype in g.ntypes}
+        return {(ntype,): _read_feature(g, ntype, feature) for ntype in g.ntypes}
     found: _Rows = flatten(inputs)
     for path, tensor in found.items():
-        ntype = type_of(path, g)
+        ntype = find_type(path, g)
         if path and path[0] != ntype:
             raise ConfigError(f"inputs has the unknown node type {path[0]!r} (known: {', '.join(g.ntypes)})")
         if len(tensor) != g.num_nodes(ntype):
@@ -339,7 +344,7 @@ def first_rows(g: DistGraph, feature: str, inputs: Inputs | None) -> dict[Path, 
     return found
 
 
-def type_of(path: Path, g: DistGraph) -> str:
+def find_type(path: Path, g: DistGraph) -> str:
     """Return the node type of the rows at ``path``; raise ConfigError if it is ambiguous."""
     for key in path:
         if key in g.ntypes:
@@ -361,8 +366,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _leaves_of(ntype: str, output: Any, g: DistGraph, count: int) -> dict[Path, Tensor]:
-    leaves = {path: leaf for path, leaf in flatten(output).items() if type_of(path, g) == ntype}
+def _select_leaves(ntype: str, output: Any, g: DistGraph, count: int) -> dict[Path, Tensor]:
+    leaves = {path: leaf for path, leaf in flatten(output).items() if find_type(path, g) == ntype}
     for path, leaf in leaves.items():
         if not isinstance(leaf, Tensor) or not leaf.dim() or len(leaf) != count:
             kind = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
@@ -371,20 +376,20 @@ def _leaves_of(ntype: str, output: Any, g: DistGraph, count: int) -> dict[Path, 
     return leaves
 
 
-def _for_all(g: DistGraph, compute: _Compute, batch_size: int, ntypes: Sequence[str], what: str) -> _Rows:
+def _compute_all(g: DistGraph, compute: _Compute, batch_size: int, ntypes: Sequence[str], what: str) -> _Rows:
     owned = {ntype: g.get_node_partition_policy(ntype).owned_range for ntype in ntypes}
-    shares = {ntype: list(_batches_of(g, ntype, share, batch_size)) for ntype, share in owned.items()}
+    shares = {ntype: list(_split_nodes(g, ntype, share, batch_size)) for ntype, share in owned.items()}
     # All ranks, even without nodes, must know the shapes of the results before allocation.
     firsts = {ntype: share[0] if share else (0, 0) for ntype, share in shares.items()}
     begun = [ntype for ntype, share in shares.items() if share or not g.num_nodes(ntype)]
     started = run_on_all_ranks(
         g.session, lambda: {ntype: compute(ntype, np.arange(*firsts[ntype])) for ntype in begun}, ConfigError
     )
-    out = _new_rows(g, started)
+    out = _allocate_rows(g, started)
 
     def fill() -> None:
         for ntype, share in shares.items():
-            expected = {path for path in out if type_of(path, g) == ntype}
+            expected = {path for path in out if find_type(path, g) == ntype}
             for number, (first, last) in enumerate(share):
                 found = started.pop(ntype) if number == 0 else compute(ntype, np.arange(first, last))
                 if set(found) != expected:
@@ -403,7 +408,7 @@ def _for_all(g: DistGraph, compute: _Compute, batch_size: int, ntypes: Sequence[
     return out
 
 
-def _new_rows(g: DistGraph, started: Mapping[str, Mapping[Path, Tensor]]) -> _Rows:
+def _allocate_rows(g: DistGraph, started: Mapping[str, Mapping[Path, Tensor]]) -> _Rows:
     local = [
         [list(path), ntype, list(leaf.shape[1:]), str(leaf.dtype).removeprefix("torch.")]
         for ntype, leaves in started.items()
@@ -427,7 +432,7 @@ def _new_rows(g: DistGraph, started: Mapping[str, Mapping[Path, Tensor]]) -> _Ro
     return made
 
 
-def _feature_of(g: DistGraph, ntype: str, feature: str) -> DistTensor:
+def _read_feature(g: DistGraph, ntype: str, feature: str) -> DistTensor:
     data = g.nodes[ntype].data
     if feature not in data:
         known = ", ".join(map(repr, data)) or "none"
@@ -509,11 +514,11 @@ def check_evaluable(model: nn.Module, g: DistGraph, options: Mapping[str, Any]) 
     """Check ``options``, all of a call of :func:`evaluate`, without computing. Collective."""
     _names(g, None, options["label"], options["ntype"], options["task"])
     list_metrics(options["task"], options["metrics"])
-    first_rows(g, options["feature"], options["inputs"])
+    read_first_rows(g, options["feature"], options["inputs"])
     find_edge_columns(g, read_column_names(options["edge_feats"], "edge_feats"), "edge_feats")
-    next(batches((0, 0), options["batch_size"]), None)
+    next(split_range((0, 0), options["batch_size"]), None)
     if options["num_layers"] is None:
-        layers_of(whole_of(model), None, None)
+        list_layers(gather_module(model), None, None)
     else:
         _check_num_layers(options["num_layers"])
 

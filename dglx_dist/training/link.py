@@ -30,7 +30,7 @@ from dglx_dist.options import list_names
 from dglx_dist.records import FEATURE, SPLITS, TEST, TRAIN, VALIDATION, Array, EdgeType, format_type
 from dglx_dist.strategies.base import open_strategy
 from dglx_dist.training.config import LINK, list_metrics
-from dglx_dist.training.inference import batches, evaluating, layerwise_inference, whole_of
+from dglx_dist.training.inference import evaluating, gather_module, layerwise_inference, split_range
 from dglx_dist.training.metrics import (
     AfterRanking,
     KnownEdges,
@@ -84,7 +84,7 @@ def _has_name_of_reverse(back: EdgeType, etype: EdgeType) -> bool:
     return swapped and any(form.format(etype[1]) == back[1] for form in _REVERSED)
 
 
-def reverse_types(g: DistGraph, targets: Sequence[EdgeType]) -> dict[EdgeType, list[EdgeType]]:
+def find_reverse_types(g: DistGraph, targets: Sequence[EdgeType]) -> dict[EdgeType, list[EdgeType]]:
     """Return the types of the reverse edges of each target, whatever their names. Collective.
 
     A type between the swapped node types is one if its name says so, such as ``NAME-rev``, or if most edges
@@ -134,10 +134,11 @@ def link_targets(g: DistGraph, names: Sequence[str] = ()) -> list[EdgeType]:
 def split_edges(g: DistGraph, targets: Sequence[EdgeType]) -> bool:
     """Give the ``targets`` edge masks of training, validation and test, unless they have them. Collective.
 
-    The split is 80 / 10 / 10, keyed by the original ids of the two ends of an edge: it is the same for any
-    number of parts and ranks, and all edges between two nodes of one type, in both directions, are on one
-    side, also edges of the types of :func:`reverse_types`. With masks of the dataset, reverse edges without a
-    mask have that of their target. Every other edge type gets a ``train_mask`` of ones.
+    The split is 80 / 10 / 10. It is keyed by the original ids of the two ends of an edge, so it does not
+    depend on the number of parts and ranks. All edges between two nodes of one type, in both directions, are
+    on one side. This includes edges of the types of :func:`find_reverse_types`. If the dataset has masks,
+    reverse edges without a mask get the mask of their target. Every other edge type gets a ``train_mask`` of
+    ones.
 
     Returns:
         Whether masks were made, now or by an earlier call; False: those of the dataset.
@@ -159,14 +160,14 @@ def split_edges(g: DistGraph, targets: Sequence[EdgeType]) -> bool:
     for etype in without:
         for place, name in enumerate(SPLITS):
             _add_mask(g, etype, name, partial(_is_on_side, g, etype, place))
-    if not num_marked(g, targets, TRAIN):
+    if not count_marked(g, targets, TRAIN):
         raise ConfigError(
             f"no edge of {', '.join(etype[1] for etype in targets[:3])} in {g.dataset.folder} is marked by "
             f"{TRAIN!r}; mark some, or name other edge types with --target"
         )
     _MADE.setdefault(g, set()).update(without)
     made = _MADE[g].issuperset(targets)
-    reverse = {back: etype for etype, found in reverse_types(g, targets).items() for back in found}
+    reverse = {back: etype for etype, found in find_reverse_types(g, targets).items() for back in found}
     for etype in g.canonical_etypes:
         if TRAIN in g.edges[etype].data:
             continue
@@ -175,11 +176,11 @@ def split_edges(g: DistGraph, targets: Sequence[EdgeType]) -> bool:
         elif made:
             _add_mask(g, etype, TRAIN, partial(_is_on_side, g, etype, 0))
         else:
-            _add_mask(g, etype, TRAIN, _mask_of_reverse(g, etype, reverse[etype]))
+            _add_mask(g, etype, TRAIN, _read_reverse_mask(g, etype, reverse[etype]))
     return made
 
 
-def num_marked(g: DistGraph, targets: Sequence[EdgeType], mask: str) -> int:
+def count_marked(g: DistGraph, targets: Sequence[EdgeType], mask: str) -> int:
     """Return the number of edges of the ``targets`` that a mask marks, on all ranks together. Collective."""
     book, columns = g.get_partition_book(), [(g.edges[etype].data, etype) for etype in targets]
     marked = sum(len(edge_split(data[mask], book, etype)) for data, etype in columns if mask in data)
@@ -206,7 +207,7 @@ def _is_on_side(g: DistGraph, etype: EdgeType, side: int, ids: Array) -> Array:
     return np.asarray(np.searchsorted(_SHARES, words / 2.0**64, side="right") == side)
 
 
-def _mask_of_reverse(g: DistGraph, etype: EdgeType, target: EdgeType) -> Callable[[Array], Array]:
+def _read_reverse_mask(g: DistGraph, etype: EdgeType, target: EdgeType) -> Callable[[Array], Array]:
     table, mask = reverse_edge_ids(g, etype, reverse_etype=target), g.edges[target].data[TRAIN]
 
     def mask_of(ids: Array) -> Array:
@@ -223,7 +224,7 @@ class Decoder(nn.Module, ABC):
     """Scores of (subject, relation, object); relations are numbers, rows are d wide.
 
     A decoder turns a known end and a relation into a query row, and compares that with rows of the other end:
-    by their dot product, unless it overrides :meth:`_matched` and :meth:`_compared`.
+    by their dot product, unless it overrides :meth:`_score_pairs` and :meth:`_score_candidates`.
     """
 
     row_scale = 0.02
@@ -238,21 +239,21 @@ class Decoder(nn.Module, ABC):
 
     def forward(self, subject: Tensor, relation: Tensor, objects: Tensor) -> Tensor:
         """Return the (E,) scores of (E, d) subjects and objects with (E,) int64 relations."""
-        return self._matched(self.query(subject, relation), objects)
+        return self._score_pairs(self.query(subject, relation), objects)
 
     def all_objects(self, subject: Tensor, relation: Tensor, candidates: Tensor) -> Tensor:
         """Return the (B, C) scores of (B, d) subjects with (C, d) objects under (B,) int64 relations."""
-        return self._compared(self.query(subject, relation), candidates)
+        return self._score_candidates(self.query(subject, relation), candidates)
 
     def all_subjects(self, objects: Tensor, relation: Tensor, candidates: Tensor) -> Tensor:
         """Return the (B, C) scores of (B, d) objects with (C, d) subjects under (B,) int64 relations."""
-        return self._compared(self.query(objects, relation, of_subjects=True), candidates)
+        return self._score_candidates(self.query(objects, relation, of_subjects=True), candidates)
 
-    def _matched(self, query: Tensor, rows: Tensor) -> Tensor:
+    def _score_pairs(self, query: Tensor, rows: Tensor) -> Tensor:
         """Return the (E,) scores of (E, d) queries and rows, pair by pair."""
         return (query * rows).sum(-1)
 
-    def _compared(self, query: Tensor, candidates: Tensor) -> Tensor:
+    def _score_candidates(self, query: Tensor, candidates: Tensor) -> Tensor:
         """Return the (B, C) scores of (B, d) queries with (C, d) candidates."""
         return query @ candidates.T
 
@@ -294,7 +295,7 @@ class ComplEx(Decoder):
     def query(self, rows: Tensor, relation: Tensor, *, of_subjects: bool = False) -> Tensor:
         # Re(q conj(o)) is the dot product of (re, im); of subjects, q = conj(r) o.
         real, imaginary = self.relations.index_select(0, relation).chunk(2, -1)
-        return _turned(rows, real, -imaginary if of_subjects else imaginary)
+        return _multiply_complex(rows, real, -imaginary if of_subjects else imaginary)
 
 
 @final
@@ -314,10 +315,10 @@ class TransE(Decoder):
         translation = self.relations.index_select(0, relation)
         return rows - translation if of_subjects else rows + translation
 
-    def _matched(self, query: Tensor, rows: Tensor) -> Tensor:
+    def _score_pairs(self, query: Tensor, rows: Tensor) -> Tensor:
         return self.margin - torch.linalg.vector_norm(query - rows, 1, -1)
 
-    def _compared(self, query: Tensor, candidates: Tensor) -> Tensor:
+    def _score_candidates(self, query: Tensor, candidates: Tensor) -> Tensor:
         return self.margin - torch.cdist(query, candidates, 1)
 
 
@@ -338,17 +339,17 @@ class RotatE(Decoder):
     def query(self, rows: Tensor, relation: Tensor, *, of_subjects: bool = False) -> Tensor:
         angle = self.angles.index_select(0, relation)
         # |s r - o| = |s - o conj(r)|, since |r| = 1.
-        return _turned(rows, angle.cos(), -angle.sin() if of_subjects else angle.sin())
+        return _multiply_complex(rows, angle.cos(), -angle.sin() if of_subjects else angle.sin())
 
-    def _matched(self, query: Tensor, rows: Tensor) -> Tensor:
+    def _score_pairs(self, query: Tensor, rows: Tensor) -> Tensor:
         # The gradient at 0 is 0, as that of torch's norm; sqrt would give nan.
         moduli = torch.linalg.vector_norm(torch.stack((query - rows).chunk(2, -1)), 2, 0)
         return self.margin - moduli.sum(-1)
 
-    def _compared(self, query: Tensor, candidates: Tensor) -> Tensor:
+    def _score_candidates(self, query: Tensor, candidates: Tensor) -> Tensor:
         # In pieces: the differences of all pairs would be d times as large as the scores.
         at_once = max(1, _MAX_DIFFERENCES // max(1, candidates.numel()))
-        pieces = [self._matched(some[:, None], candidates) for some in torch.split(query, at_once)]
+        pieces = [self._score_pairs(some[:, None], candidates) for some in torch.split(query, at_once)]
         return torch.cat(pieces) if pieces else query @ candidates.T
 
 
@@ -372,7 +373,7 @@ def _check_halves(name: str, width: int) -> None:
         )
 
 
-def _turned(rows: Tensor, real: Tensor, imaginary: Tensor) -> Tensor:
+def _multiply_complex(rows: Tensor, real: Tensor, imaginary: Tensor) -> Tensor:
     """Return the complex product of (E, d) rows with (E, d / 2) numbers."""
     a, b = rows.chunk(2, -1)
     return torch.cat([a * real - b * imaginary, a * imaginary + b * real], -1)
@@ -381,13 +382,13 @@ def _turned(rows: Tensor, real: Tensor, imaginary: Tensor) -> Tensor:
 def edge_scores(
     decoder: Decoder, pair_graph: Any, h: Mapping[str, Tensor] | Tensor, etypes: Sequence[EdgeType]
 ) -> dict[EdgeType, Tensor]:
-    """Return {edge type: (E,) scores} of the edges of a pair graph; E may be 0. See :func:`pair_scores`."""
+    """Return {edge type: (E,) scores} of the edges of a pair graph; E may be 0. See :func:`score_pairs`."""
     merged = merge_pairs(pair_graph)
-    scores = torch.split(pair_scores(decoder, pair_graph, h, etypes), [*merged.sizes])
+    scores = torch.split(score_pairs(decoder, pair_graph, h, etypes), [*merged.sizes])
     return dict(zip(merged.etypes, scores, strict=True))
 
 
-def pair_scores(
+def score_pairs(
     decoder: Decoder, pair_graph: Any, h: Mapping[str, Tensor] | Tensor, etypes: Sequence[EdgeType]
 ) -> Tensor:
     """Return the (E,) scores of all edges of a pair graph, in the order of its edge types.
@@ -447,13 +448,13 @@ class LinkModel(nn.Module):
         self.bias = nn.Parameter(torch.zeros(()))
 
     def forward(self, blocks: Any, h: Any, *pair_graphs: Any) -> list[Tensor]:
-        """Return the (E,) scores of each pair graph as :func:`pair_scores` orders them."""
+        """Return the (E,) scores of each pair graph as :func:`score_pairs` orders them."""
         if self.encoder is not None:
             rows = self.encoder(blocks, h)
         else:
             by_type = {blocks[-1].dsttypes[0]: h} if isinstance(h, Tensor) else h
             rows = {ntype: h[: blocks[-1].num_dst_nodes(ntype)] for ntype, h in by_type.items()}
-        return [pair_scores(self.decoder, graph, rows, self.etypes) + self.bias for graph in pair_graphs]
+        return [score_pairs(self.decoder, graph, rows, self.etypes) + self.bias for graph in pair_graphs]
 
 
 def _uses_graph_degrees(module: nn.Module) -> bool:
@@ -462,14 +463,14 @@ def _uses_graph_degrees(module: nn.Module) -> bool:
 
 
 @contextmanager
-def rows_of(
+def compute_rows(
     model: nn.Module, g: DistGraph, inputs: EntityInputs | None, feature: str = FEATURE
 ) -> Iterator[dict[str, DistTensor]]:
     """Yield the (N, d) rows of every node type that a :class:`LinkModel` scores. Collective.
 
     Those that an encoder makes, along edges of ``train_mask``, are deleted at the end.
     """
-    module: Any = whole_of(model)
+    module: Any = gather_module(model)
     made: Any = None if inputs is None else inputs.tensors
     if module.encoder is not None:
         made = layerwise_inference(module.encoder, g, feature=feature, inputs=made, mask=TRAIN)
@@ -479,7 +480,7 @@ def rows_of(
         tensor.delete()
 
 
-Asked: TypeAlias = dict[tuple[str, str], Array]
+SplitEdges: TypeAlias = dict[tuple[str, str], Array]
 """Node types of the ends to this rank's edges of a split: (4, Q) int64 place of the type in
 ``g.canonical_etypes``, source, destination, and a random destination."""
 RankedEdges: TypeAlias = Mapping[tuple[str, str], Mapping[str, Tensor]]
@@ -514,7 +515,7 @@ class LinkEvaluation:
     ) -> None:
         self.g, self.targets, self.inputs = g, targets, inputs
         self.metrics, self.feature = list_names(metrics) or list_metrics(LINK, ()), feature
-        self._asked: dict[str, Asked] = {}
+        self._edges_by_split: dict[str, SplitEdges] = {}
         self._true: KnownEdges | None = None
 
     def __call__(self, model: nn.Module) -> dict[str, float]:
@@ -525,14 +526,14 @@ class LinkEvaluation:
         """
         module, rows = self._read(model)
         found: dict[str, float] = {}
-        for name, of_split in self._asked.items():
+        for name, of_split in self._edges_by_split.items():
             with evaluating(module):
-                scores = self._evaluated(module.decoder, rows, of_split)
+                scores = self._measure_split(module.decoder, rows, of_split)
             found |= {f"{name.removesuffix('_mask')}_{key}": value for key, value in scores.items()}
         return found
 
     def test_edges(self, model: nn.Module, stored: Mapping[str, DistTensor] | None = None) -> RankedEdges:
-        """Rank this rank's test edges, by the ``stored`` rows of :func:`rows_of` if given. Collective.
+        """Rank this rank's test edges, by the ``stored`` rows of :func:`compute_rows` if given. Collective.
 
         Returns:
             By pairs of types, those of all ranks: (Q,) int64 ``relation`` (place in ``g.canonical_etypes``),
@@ -547,7 +548,7 @@ class LinkEvaluation:
         module, rows = self._read(model, stored)
 
         def ranked() -> RankedEdges:
-            asked = self._asked.get(TEST, {}).items()
+            asked = self._edges_by_split.get(TEST, {}).items()
             return {ntypes: self._best(module.decoder, rows, ntypes, edges) for ntypes, edges in asked}
 
         with evaluating(module):
@@ -581,15 +582,19 @@ class LinkEvaluation:
             asked = {name: self._share(name) for name in (VALIDATION, TEST)}
             sizes = [sum(edges.shape[1] for edges in one.values()) for one in asked.values()]
             of_all = gather_int64(sizes, self.g.session).sum(axis=0)
-            self._asked = {name: asked[name] for name, size in zip(asked, of_all, strict=True) if size}
-            self._true = self._true_edges(self._asked.values())
-        module: Any = whole_of(model)
+            self._edges_by_split = {
+                name: asked[name] for name, size in zip(asked, of_all, strict=True) if size
+            }
+            self._true = self._true_edges(self._edges_by_split.values())
+        module: Any = gather_module(model)
         ntypes = {ntype for etype in self.targets for ntype in (etype[0], etype[2])}
-        made = rows_of(module, self.g, self.inputs, self.feature) if stored is None else nullcontext(stored)
+        made = (
+            compute_rows(module, self.g, self.inputs, self.feature) if stored is None else nullcontext(stored)
+        )
         with made as rows:
             return module, {ntype: rows[ntype][:].to(module.bias) for ntype in ntypes}
 
-    def _share(self, split: str) -> Asked:
+    def _share(self, split: str) -> SplitEdges:
         g, found = self.g, dict[tuple[str, str], list[Array]]()
         for number, etype in enumerate(g.canonical_etypes):
             if etype in self.targets and split in g.edges[etype].data:
@@ -607,26 +612,28 @@ class LinkEvaluation:
         both = [[u, relation, v], [v, relation + len(self.g.canonical_etypes), u]]
         return [np.stack(one) for one in both[: 1 + (ntypes[0] == ntypes[1])]]
 
-    def _true_edges(self, asked: Iterable[Asked]) -> KnownEdges:
+    def _true_edges(self, asked: Iterable[SplitEdges]) -> KnownEdges:
         """Return the answers of all ranks' queries. Collective."""
         g, width, nothing = self.g, max(map(self.g.num_nodes, self.g.ntypes)), np.empty((3, 0), np.int64)
 
-        def keys_of(queries: Array) -> Array:
+        def make_keys(queries: Array) -> Array:
             return np.asarray(queries[1] * width + queries[0])
 
         queries = [query for one in asked for item in one.items() for query in self._queries(*item)]
-        keys = np.unique(keys_of(np.concatenate([nothing, *queries], 1)))
+        keys = np.unique(make_keys(np.concatenate([nothing, *queries], 1)))
         wanted, kept = np.unique(np.concatenate(gather_arrays(keys, g.session))), [nothing]
         for number, etype in enumerate(g.canonical_etypes):
             edges = g.get_edge_partition_policy(etype).owned_range if etype in self.targets else (0, 0)
-            for first, last in batches(edges, _EDGES_AT_ONCE):
+            for first, last in split_range(edges, _EDGES_AT_ONCE):
                 u, v = (ends.numpy() for ends in g.find_edges(np.arange(first, last), etype))
                 for query in self._queries((etype[0], etype[2]), np.stack([np.full_like(u, number), u, v])):
-                    kept.append(query[:, np.isin(keys_of(query), wanted)])
+                    kept.append(query[:, np.isin(make_keys(query), wanted)])
         edges_of_all = np.concatenate(gather_arrays(np.concatenate(kept, 1).T.copy(), g.session))
         return KnownEdges(*torch.from_numpy(edges_of_all.T.copy()))
 
-    def _evaluated(self, decoder: Decoder, rows: Mapping[str, Tensor], asked: Asked) -> dict[str, float]:
+    def _measure_split(
+        self, decoder: Decoder, rows: Mapping[str, Tensor], asked: SplitEdges
+    ) -> dict[str, float]:
         def scored() -> tuple[Tensor, Tensor]:
             ranks, scores = [torch.empty(0)], [torch.empty(2, 0)]
             for ntypes, edges in asked.items():
@@ -684,11 +691,15 @@ def link_loader(
 ) -> Any:
     """Return the loader of training edges and their negatives. Collective.
 
-    Messages run along edges of ``train_mask`` (:func:`split_edges`), without those of the batch, their
-    opposite edges of the same type and those of :func:`reverse_types`; without any if ``fanouts`` is None,
-    for a model without encoder. ``negatives`` are of each edge and replaced end: the destination, and the
-    source too if both ends of all targets are of one type. ``inputs`` as of the training, ``options`` of
-    :class:`DistEdgeDataLoader`.
+    Messages run along edges of ``train_mask`` (:func:`split_edges`). Edges of the batch, their opposite edges
+    of the same type and those of :func:`find_reverse_types` are left out.
+
+    Args:
+        fanouts: Neighbours per layer. None: no messages, for a model without encoder.
+        negatives: Number of negatives per edge and replaced end. The destination is replaced, and the source
+            too if both ends of all targets are of one type.
+        inputs: Input rows of the training.
+        options: Options of :class:`DistEdgeDataLoader`.
     """
     book = g.get_partition_book()
     eids = {etype: edge_split(g.edges[etype].data[TRAIN], book, etype) for etype in targets}
@@ -700,7 +711,7 @@ def link_loader(
         types = g.ntypes if inputs is None else inputs.feature_widths
         columns = {ntype: [FEATURE if inputs is None else inputs.feature] for ntype in types}
         sampler = dgl.dataloading.NeighborSampler(list(fanouts), mask=TRAIN, prefetch_node_feats=columns)
-        backs = reverse_types(g, targets)
+        backs = find_reverse_types(g, targets)
         tables = {
             etype: {
                 back: reverse_edge_ids(g, etype, reverse_etype=back)

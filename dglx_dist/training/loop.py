@@ -30,7 +30,7 @@ from dglx_dist.strategies.base import EpochTrainer, WrappedModel, float_of
 from dglx_dist.strategies.replicated import check_replicas
 from dglx_dist.training import checkpoint, tracing
 from dglx_dist.training.best_epoch import BEST_WEIGHTS, FINAL_WEIGHTS, BestWeights, EarlyStopping, WeightFiles
-from dglx_dist.training.checkpoint import Positioned
+from dglx_dist.training.checkpoint import ResumableLoader
 from dglx_dist.training.config import (
     BF16,
     CLASSIFICATION,
@@ -38,8 +38,8 @@ from dglx_dist.training.config import (
     LESS_IS_BETTER,
     METRICS_OF,
     RunOptions,
-    rate_at,
-    steps_between,
+    compute_rate_factor,
+    count_steps_between,
 )
 from dglx_dist.training.exact_mean import NUM_TERMS
 from dglx_dist.training.fit_config import SCHEDULER, FitConfig, FitResult
@@ -89,7 +89,7 @@ class TrainingRun:
         )
         self._scheduler = objects.get(SCHEDULER)
         self.files = WeightFiles(config.weights_folder, step.model)
-        folder, every = config.checkpoint_folder, steps_between(config.checkpoint_every, len(loader))
+        folder, every = config.checkpoint_folder, count_steps_between(config.checkpoint_every, len(loader))
         # Of checkpoints that are there for the best epoch alone, the others are of no use.
         keep = config.keep or (1 if config.patience and not every else None)
         self._writer = None if folder is None else checkpoint.CheckpointWriter(folder, self._state, keep)
@@ -155,14 +155,14 @@ class TrainingRun:
         if saved.deciding not in (None, self._deciding):
             problem = f"by {saved.deciding}, and {self._deciding or 'the accuracy'} decides now"
         elif self._config.patience is not None:
-            extra = checkpoint.read_extra(self._path_of(saved.best[0]), Progress)
+            extra = checkpoint.read_extra(self._checkpoint_path(saved.best[0]), Progress)
             if extra is None or str(Progress(extra).best) != str(saved.best):
                 problem = f"and {folder} does not have its weights"
         if problem and self._session.topology.rank == 0:
             log.warning("epoch %d was the best, %s: the best is now of later ones", saved.best[0], problem)
         return not problem
 
-    def _path_of(self, epoch: int) -> Path:
+    def _checkpoint_path(self, epoch: int) -> Path:
         assert self._config.checkpoint_folder is not None
         return Path(self._config.checkpoint_folder) / checkpoint.folder_name(epoch + 1)
 
@@ -206,12 +206,14 @@ class TrainingRun:
         else:
             self._writer.wait()
             model, rows = self._step.model, self._step.sparse
-            found = checkpoint.load(self._path_of(epoch), model=model, sparse=rows, random_state=False)
+            found = checkpoint.load(
+                self._checkpoint_path(epoch), model=model, sparse=rows, random_state=False
+            )
             scores = Progress(found.extra)
         self.result = replace(self.result, accuracy=scores.accuracy, metrics=scores.metrics)
         return epoch
 
-    def stopped(self) -> Stopped:
+    def make_stop_error(self) -> Stopped:
         found = Stopped(*(self._saved_at or (self._next, 0)), self._config.checkpoint_folder)
         if self._session.topology.rank == 0:
             log.warning("%s", found)
@@ -229,7 +231,7 @@ class TrainingRun:
             found = [record]
         else:
             found, rows = trainer.run(self._next, self._next_stop() - self._next)
-            self._count(rows)
+            self._count_bytes(rows)
             for _ in found:
                 after_step()
         self._next += len(found)
@@ -255,7 +257,7 @@ class TrainingRun:
         def after_each() -> None:
             after_step()
             if not overlaps and stop_point.should_stop():
-                self._end_at(self._loader.state_dict()["step"])
+                self._end_pass_at(self._loader.state_dict()["step"])
 
         while True:
             if self._steps_between:
@@ -263,10 +265,10 @@ class TrainingRun:
                 due = (done // self._steps_between + 1) * self._steps_between
                 # A pass that ends there has no batches in flight or made ahead: bits and bytes are those of
                 # the run that resumes.
-                self._end_at(due - self._next * len(self._loader))
+                self._end_pass_at(due - self._next * len(self._loader))
             before = self._g.kvstore.cache_counts()
             found, rows = train_pass(self._step, self._loader, self._session, after_each, self._so_far)
-            self._count(rows)
+            self._count_bytes(rows)
             counts = self._g.kvstore.cache_counts() - before
             hits, misses = (self._so_far.get(name, 0) for name in ("hits", "misses"))
             self._so_far |= {**found, "hits": hits + counts.hits, "misses": misses + counts.misses}
@@ -283,11 +285,11 @@ class TrainingRun:
         has_classes = self._task == CLASSIFICATION or self._task not in METRICS_OF
         return record if has_classes else replace(record, train_accuracy=math.nan)
 
-    def _end_at(self, step: int) -> None:
+    def _end_pass_at(self, step: int) -> None:
         # Checkpoints do not have gradients of batches before the step of the optimizer.
-        self._loader.end_at(self._step.accumulation.end_of(step, len(self._loader)))
+        self._loader.end_at(self._step.accumulation.find_last_step(step, len(self._loader)))
 
-    def _count(self, rows: Sequence[LedgerRow]) -> None:
+    def _count_bytes(self, rows: Sequence[LedgerRow]) -> None:
         for row in rows:
             self.sent[row.phase, row.source, row.destination] += row.num_bytes
 
@@ -368,7 +370,9 @@ class TrainingRun:
         begin = time.perf_counter()
         best = (self._stopping.epoch, self._stopping.score)
         self._writer.wait()  # It reads what it spares.
-        self._writer.spared = None if best[0] is None or not self._config.patience else self._path_of(best[0])
+        self._writer.protected = (
+            None if best[0] is None or not self._config.patience else self._checkpoint_path(best[0])
+        )
         self._writer.save(
             epoch=self._next,
             step=step,
@@ -390,7 +394,7 @@ class TrainingRun:
         return time.perf_counter() - begin
 
 
-class TrainingLoader(Positioned, Protocol):
+class TrainingLoader(ResumableLoader, Protocol):
     """The loader interface of :func:`train_pass`."""
 
     def __iter__(self) -> Any: ...
@@ -446,8 +450,8 @@ def train_pass(
         position = loader.state_dict()
         number = position["epoch"] * len(loader) + position["step"] - 1
         if step.schedule is not None:
-            step.set_rates(rate_at(step.schedule, number, len(loader)))
-        place = position["step"], step.accumulation.end_of(position["step"], len(loader))
+            step.set_rates(compute_rate_factor(step.schedule, number, len(loader)))
+        place = position["step"], step.accumulation.find_last_step(position["step"], len(loader))
         found = _train_step(step, batch, place, partial(session.timeline.span, row=COMPUTE, batch=number))
         if found.num_targets:
             # The mean over no targets is nan, which would spoil the total.
@@ -514,7 +518,7 @@ class Accumulation:
     def __init__(self, number: int, session: Session) -> None:
         self.number, self._session, self._sum = number, session, 0.0
 
-    def end_of(self, step: int, steps_of_epoch: int) -> int:
+    def find_last_step(self, step: int, steps_of_epoch: int) -> int:
         """Return the steps of the epoch after which the gradients of ``step`` are complete."""
         return min(-(-step // self.number) * self.number, steps_of_epoch)
 

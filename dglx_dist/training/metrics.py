@@ -110,14 +110,16 @@ def _mean_of_columns(
 
 
 def _average_precision(score: Tensor, positive: Tensor, session: Session) -> float:
-    of_positives, of_negatives = (_gathered(score[of_kind], session) for of_kind in (positive, ~positive))
+    of_positives, of_negatives = (
+        _gather_sorted(score[of_kind], session) for of_kind in (positive, ~positive)
+    )
     hits = len(of_positives) - torch.searchsorted(of_positives, of_positives)
     misses = len(of_negatives) - torch.searchsorted(of_negatives, of_positives)
     return float((hits.double() / (hits + misses)).mean()) if len(hits) else math.nan
 
 
 def _roc_auc(score: Tensor, positive: Tensor, session: Session) -> float:
-    ordered = _gathered(score[~positive], session)
+    ordered = _gather_sorted(score[~positive], session)
     local = score[positive].double().cpu()
     below = torch.searchsorted(ordered, local, right=False).sum()
     below_or_equal = torch.searchsorted(ordered, local, right=True).sum()
@@ -162,7 +164,7 @@ def _check_scores(score: Tensor, label: Tensor) -> None:
     _check_pair(score, label, "labels")
 
 
-def _gathered(values: Tensor, session: Session) -> Tensor:
+def _gather_sorted(values: Tensor, session: Session) -> Tensor:
     """Return the values of all ranks in ascending order, float64."""
     return torch.from_numpy(np.sort(np.concatenate(gather_arrays(values.double().cpu().numpy(), session))))
 
@@ -214,7 +216,7 @@ class KnownEdges:
         """Number of distinct edges."""
         return len(self._keys)
 
-    def answers(self, subject: Tensor, relation: Tensor) -> tuple[Tensor, Tensor]:
+    def find_answers(self, subject: Tensor, relation: Tensor) -> tuple[Tensor, Tensor]:
         """Return (row, answer), (M,) int64 each: all known answers of (b,) ``subject`` and ``relation``."""
         subjects, relations = _ids(subject, "subject"), _ids(relation, "relation")
         keys = relations * self._num_subjects + subjects
@@ -243,7 +245,7 @@ def rank_of_positive(positive: Tensor, others: Tensor) -> Tensor:
             "(B, K)"
         )
     _refuse_nan(positive, others)
-    return _ranks(positive, others)
+    return _compute_ranks(positive, others)
 
 
 def rank_of_answer(
@@ -279,9 +281,9 @@ def rank_of_answer(
         rows = slice(first, first + at_once)
         with torch.no_grad():
             scores = score_all(subject[rows], relation[rows])
-        hidden = None if known is None else known.answers(subject[rows], relation[rows])
+        hidden = None if known is None else known.find_answers(subject[rows], relation[rows])
         positive, others = _without_known(scores.detach(), answer[rows], hidden)
-        out[rows] = _ranks(positive, others).cpu()
+        out[rows] = _compute_ranks(positive, others).cpu()
         if after is not None:
             after(positive, others)
         # The number of candidates is known after the first query.
@@ -330,7 +332,7 @@ def _without_known(
     return positive, scores
 
 
-def _ranks(positive: Tensor, others: Tensor) -> Tensor:
+def _compute_ranks(positive: Tensor, others: Tensor) -> Tensor:
     above = (others > positive[:, None]).sum(1)
     equal = (others == positive[:, None]).sum(1)
     return 1.0 + above.to(torch.float64) + 0.5 * equal.to(torch.float64)

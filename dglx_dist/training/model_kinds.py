@@ -11,7 +11,7 @@ from typing import Any, final
 from dglx_dist.errors import UnknownNameError
 from dglx_dist.registry import suggest_name
 
-BETWEEN = ("norm", "residual", "jk")
+LAYER_OPTIONS = ("norm", "residual", "jk")
 """Options of what is between the layers of a stack."""
 WEIGHTED = "edge_weight"
 
@@ -36,14 +36,14 @@ class ModelKind:
 
 
 KINDS: Mapping[str, ModelKind] = {
-    "sage": ModelKind("dglx_dist.training.models:build_sage", (*BETWEEN, WEIGHTED)),
-    "gcn": ModelKind("dglx_dist.training.models:build_gcn", (*BETWEEN, "graph", WEIGHTED)),
+    "sage": ModelKind("dglx_dist.training.models:build_sage", (*LAYER_OPTIONS, WEIGHTED)),
+    "gcn": ModelKind("dglx_dist.training.models:build_gcn", (*LAYER_OPTIONS, "graph", WEIGHTED)),
     "sgc": ModelKind("dglx_dist.training.models:build_sgc", (WEIGHTED,)),
-    "gat": ModelKind("dglx_dist.training.models:build_gat", (*BETWEEN, "heads", WEIGHTED)),
-    "mlp": ModelKind("dglx_dist.training.models:build_mlp", BETWEEN),
+    "gat": ModelKind("dglx_dist.training.models:build_gat", (*LAYER_OPTIONS, "heads", WEIGHTED)),
+    "mlp": ModelKind("dglx_dist.training.models:build_mlp", LAYER_OPTIONS),
     "resgcn": ModelKind("dglx_dist.training.models:ResGCN", ("recompute", WEIGHTED)),
-    "gatv2": ModelKind("dglx_dist.training.models:build_gatv2", (*BETWEEN, "heads")),
-    "gin": ModelKind("dglx_dist.training.models:build_gin", (*BETWEEN, WEIGHTED)),
+    "gatv2": ModelKind("dglx_dist.training.models:build_gatv2", (*LAYER_OPTIONS, "heads")),
+    "gin": ModelKind("dglx_dist.training.models:build_gin", (*LAYER_OPTIONS, WEIGHTED)),
     "appnp": ModelKind("dglx_dist.training.models:APPNP", ("teleport", WEIGHTED)),
     "rgcn": ModelKind("dglx_dist.training.relational:RGCN", ("norm", "residual"), several_types=True),
     "hgt": ModelKind("dglx_dist.training.relational:HGT", ("heads",), several_types=True),
@@ -53,14 +53,14 @@ MODEL_KINDS = tuple(name for name, kind in KINDS.items() if not kind.several_typ
 RELATIONAL_KINDS = tuple(name for name, kind in KINDS.items() if kind.several_types)
 
 
-def takes(model: str, option: str) -> bool:
+def has_option(model: str, option: str) -> bool:
     """Return whether ``model`` has an ``option`` that not every model has; your own model has none."""
     return model in KINDS and option in KINDS[model].options
 
 
 def list_kinds(option: str) -> str:
     """Return the names of the models that take ``option``, for a text."""
-    return ", ".join(name for name in KINDS if takes(name, option))
+    return ", ".join(name for name in KINDS if has_option(name, option))
 
 
 def check_kind(kind: str, known: Iterable[str] = MODEL_KINDS) -> None:

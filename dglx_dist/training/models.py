@@ -31,7 +31,7 @@ from dglx_dist.layers.base import (
     project_rows,
     sum_in_edges,
 )
-from dglx_dist.training.model_kinds import KINDS, WEIGHTED, check_kind, list_kinds, takes
+from dglx_dist.training.model_kinds import KINDS, WEIGHTED, check_kind, has_option, list_kinds
 
 if TYPE_CHECKING:
     from dglx_dist.graph.dist_graph import DistGraph
@@ -70,11 +70,11 @@ class SymmetricConv(SplittableConv):
         self._graph = graph
 
     def own_edges(self, block: DGLBlock) -> dict[str, Tensor]:
-        of_sources, of_targets = self._factors(block, block.num_src_nodes())
+        of_sources, of_targets = self._compute_norm_factors(block, block.num_src_nodes())
         source, destination = (ends.long() for ends in block.edges())
         return {_NORM: of_targets[destination] * of_sources[source]}
 
-    def _factors(self, block: DGLBlock, num_sources: int) -> tuple[Tensor, Tensor]:
+    def _compute_norm_factors(self, block: DGLBlock, num_sources: int) -> tuple[Tensor, Tensor]:
         # Of the norm: (num_sources,) of the first sources, and (D1,).
         g, weight = self._graph, self.conv.weight
         degrees = g.in_degrees(block.dstdata[dgl.NID]), g.out_degrees(block.srcdata[dgl.NID])
@@ -86,7 +86,7 @@ class SymmetricConv(SplittableConv):
             return super().forward(block, x, *edges, **named)
         # A strategy that exchanges sums passes own rows only.
         rows, weight = self._sources(block, x), self.conv.weight
-        of_sources, of_targets = self._factors(block, len(rows))
+        of_sources, of_targets = self._compute_norm_factors(block, len(rows))
         rows = rows * of_sources.to(rows).unsqueeze(-1)
         # By widths alone: all ranks must send as many columns.
         first = weight.shape[0] > weight.shape[1]
@@ -159,9 +159,9 @@ class Layered(nn.Module, ABC):
     def inference_layers(self) -> list[InferenceLayer]:
         """Return one ``(block, h) -> h`` per layer, first layer first."""
         *layers, last = (partial(self._layer, depth) for depth in range(self.num_layers))
-        return [*layers, last if self.target_scale is None else partial(self._in_unit, last)]
+        return [*layers, last if self.target_scale is None else partial(self._rescale_result, last)]
 
-    def _in_unit(self, last: InferenceLayer, block: Any, h: Any) -> Any:
+    def _rescale_result(self, last: InferenceLayer, block: Any, h: Any) -> Any:
         assert self.target_scale is not None
         mean, deviation = self.target_scale.view(torch.float64)
 
@@ -227,13 +227,13 @@ class ResGCN(Layered):
             h = residual(h)
         else:
             h = checkpoint(residual, h, use_reentrant=False)
-        return self.decoder(self._activated(h, depth + 1)) if depth == self.num_layers - 1 else h
+        return self.decoder(self._activate(h, depth + 1)) if depth == self.num_layers - 1 else h
 
     def _residual(self, depth: int, block: Any, all_rows: Callable[[Tensor], Tensor], h: Tensor) -> Tensor:
-        out = self.layers[depth](block, all_rows(self._activated(h, depth)), **self._weights(block, h))
+        out = self.layers[depth](block, all_rows(self._activate(h, depth)), **self._weights(block, h))
         return h[: block.num_dst_nodes()] + out
 
-    def _activated(self, h: Tensor, depth: int) -> Tensor:
+    def _activate(self, h: Tensor, depth: int) -> Tensor:
         return self.dropout(torch.relu(self.norms[depth](h)))
 
 
@@ -332,7 +332,7 @@ class APPNP(Layered):
         self.encoder = nn.Sequential(
             nn.Linear(in_dim, hidden), nn.ReLU(), nn.Dropout(dropout), nn.Linear(hidden, classes)
         )
-        self.layers, self.num_layers = nn.ModuleList(_hops(classes, layers)), layers
+        self.layers, self.num_layers = nn.ModuleList(_make_hops(classes, layers)), layers
         self.teleport = teleport
 
     def _layer(self, depth: int, block: Any, h: Any) -> Any:
@@ -403,15 +403,15 @@ def build_model(  # noqa: PLR0913 - all but four have defaults
     check_kind(kind)
     _check_sizes(f"model {kind!r}", in_dim, hidden, classes, layers, dropout)
     asked = [name for name, value in between.items() if value not in ("none", False)]
-    if useless := [name for name in asked if not takes(kind, name)]:
+    if useless := [name for name in asked if not has_option(kind, name)]:
         raise ConfigError(
             f"model {kind!r} takes no {' and no '.join(useless)}: norm, residual and jk are of "
             f"{list_kinds('jk')}; leave them out"
         )
-    if takes(kind, "heads") and (heads < 1 or hidden % heads):
+    if has_option(kind, "heads") and (heads < 1 or hidden % heads):
         raise ConfigError(f"heads={heads} must divide hidden={hidden}; choose another number of heads")
     own = {"heads": heads, "graph": graph, "teleport": teleport, **between}
-    taken = {name: value for name, value in own.items() if takes(kind, name)}
+    taken = {name: value for name, value in own.items() if has_option(kind, name)}
     return KINDS[kind].build(in_dim, hidden, classes, layers, dropout, **taken)
 
 
@@ -427,7 +427,7 @@ def _check_sizes(what: str, in_dim: int, hidden: int, classes: int, layers: int,
 _MEAN = {"norm": "right", "allow_zero_in_degree": True}
 
 
-def _hops(width: int, count: int) -> list[nn.Module]:
+def _make_hops(width: int, count: int) -> list[nn.Module]:
     return [dgl.nn.GraphConv(width, width, weight=False, bias=False, **_MEAN) for _ in range(count)]
 
 
@@ -466,7 +466,7 @@ def _gcn(in_dim: int, out_dim: int, _last: bool, graph: DistGraph | None) -> nn.
     return SymmetricConv(in_dim, out_dim, graph)
 
 
-def _attention(layer: Callable[..., nn.Module]) -> Conv:
+def _make_attention(layer: Callable[..., nn.Module]) -> Conv:
     def conv(in_dim: int, out_dim: int, last: bool, heads: int) -> nn.Module:
         return layer(in_dim, out_dim if last else out_dim // heads, heads, allow_zero_in_degree=True)
 
@@ -481,13 +481,13 @@ def _gin(in_dim: int, out_dim: int, _last: bool) -> nn.Module:
 
 build_sage = _stack(lambda in_dim, out_dim, _last: dgl.nn.SAGEConv(in_dim, out_dim, "mean"))
 build_gcn = _stack(_gcn)
-build_gat = _stack(_attention(dgl.nn.GATConv), nn.functional.elu)
-build_gatv2 = _stack(_attention(dgl.nn.GATv2Conv), nn.functional.elu)
+build_gat = _stack(_make_attention(dgl.nn.GATConv), nn.functional.elu)
+build_gatv2 = _stack(_make_attention(dgl.nn.GATv2Conv), nn.functional.elu)
 build_gin = _stack(_gin)
 build_mlp = _stack(lambda in_dim, out_dim, _last: OwnRows(in_dim, out_dim))
 
 
 def build_sgc(in_dim: int, _hidden: int, classes: int, layers: int, dropout: float) -> Stack:
     """Return one linear map to the classes, then a mean per layer."""
-    convs = [dgl.nn.GraphConv(in_dim, classes, **_MEAN), *_hops(classes, layers - 1)]
+    convs = [dgl.nn.GraphConv(in_dim, classes, **_MEAN), *_make_hops(classes, layers - 1)]
     return Stack(convs, torch.nn.Identity(), dropout)

@@ -81,7 +81,7 @@ def describe_objects(values: Mapping[str, Any], tensors: Mapping[str, Tensor], s
     return {"values": values}
 
 
-def prefix_of(entry: Mapping[str, Any], rank: int) -> str:
+def find_prefix(entry: Mapping[str, Any], rank: int) -> str:
     """Return the prefix of the tensors that a rank reads."""
     return f"objects/{rank}/" if "per_rank" in entry else "objects/"
 
@@ -130,14 +130,14 @@ _LARGEST = torch.finfo(torch.float32).max
 _DTYPES = {str(one): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
 
 
-def dtype_of(name: object) -> torch.dtype:
+def parse_dtype(name: object) -> torch.dtype:
     found = _DTYPES.get(f"torch.{name}")
     if found is None:
         raise CheckpointError(f"the checkpoint has the dtype {name!r}, which this torch does not have")
     return found
 
 
-def dtype_name(tensor: Tensor) -> str:
+def format_dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
@@ -169,7 +169,9 @@ def check_optimizer(
             f"parameter group {wrong} of the optimizer has other parameters than in the checkpoint; build it "
             "from the same parameters"
         )
-    unknown = {_name(tensor) for tensor in tensors}.union(saved["scalars"]) - set(chain.from_iterable(wanted))
+    unknown = {_parameter_name(tensor) for tensor in tensors}.union(saved["scalars"]) - set(
+        chain.from_iterable(wanted)
+    )
     if unknown:
         raise ValueError(f"the optimizer has state of {min(unknown)!r}, which is no parameter")
 
@@ -186,13 +188,13 @@ def join_optimizer(
         return dict(tensors), dict(plain)
     local = set(model.parts.local)
     pieces = {name: parameter for name, parameter in model.module.named_parameters() if name in local}
-    of_pieces = {path: value for path, value in tensors.items() if _name(path) in pieces}
+    of_pieces = {path: value for path, value in tensors.items() if _parameter_name(path) in pieces}
     scalars = {name: values for name, values in plain["scalars"].items() if name in pieces}
     found = {}
     for path, value in of_pieces.items():
         # The values are only needed if they are not split like the parameter.
-        values = None if value.shape == pieces[_name(path)].shape else value.tolist()
-        found[path] = {"dtype": dtype_name(value), "values": values}
+        values = None if value.shape == pieces[_parameter_name(path)].shape else value.tolist()
+        found[path] = {"dtype": format_dtype(value), "values": values}
     described: dict[str, Any] = {}
     for of_rank in reversed(gather_json({"tensors": found, "scalars": scalars}, session)):
         assert isinstance(of_rank, dict)
@@ -201,24 +203,24 @@ def join_optimizer(
     joined = {path: value for path, value in tensors.items() if path not in of_pieces}
     # In the same order on every rank, since each join is collective.
     for path in sorted(described):
-        dtype, values = dtype_of(described[path]["dtype"]), described[path]["values"]
+        dtype, values = parse_dtype(described[path]["dtype"]), described[path]["values"]
         if values is not None:
             joined[path] = torch.tensor(values, dtype=dtype)
             continue
         piece = of_pieces.get(path)
         if piece is None:
-            piece = torch.zeros_like(pieces[_name(path)], dtype=dtype, requires_grad=False)
-        joined[path] = model.join_state(_name(path), piece)
+            piece = torch.zeros_like(pieces[_parameter_name(path)], dtype=dtype, requires_grad=False)
+        joined[path] = model.join_state(_parameter_name(path), piece)
     return joined, {**plain, "scalars": {**plain["scalars"], **scalars}}
 
 
 def cut_optimizer(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if not isinstance(model, WrappedModel):
         return dict(tensors)
-    return {path: model.cut_state(_name(path), value) for path, value in tensors.items()}
+    return {path: model.cut_state(_parameter_name(path), value) for path, value in tensors.items()}
 
 
-def _name(path: str) -> str:
+def _parameter_name(path: str) -> str:
     return path.rpartition("/")[0]
 
 
@@ -331,7 +333,7 @@ def _names(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[int, str]
 
 def _plain(name: str, value: object) -> Any:
     if isinstance(value, Tensor) and value.numel() == 1:
-        return {"tensor": value.item(), "dtype": dtype_name(value)}
+        return {"tensor": value.item(), "dtype": format_dtype(value)}
     if isinstance(value, tuple | list) and all(isinstance(entry, _SCALARS) for entry in value):
         return {"tuple": list(value)} if isinstance(value, tuple) else list(value)
     if isinstance(value, _SCALARS):
@@ -346,5 +348,5 @@ def _from_plain(value: Any) -> Any:
     if isinstance(value, dict) and "tuple" in value:
         return tuple(value["tuple"])
     if isinstance(value, dict) and "tensor" in value:
-        return torch.tensor(value["tensor"], dtype=dtype_of(value["dtype"]))
+        return torch.tensor(value["tensor"], dtype=parse_dtype(value["dtype"]))
     return value

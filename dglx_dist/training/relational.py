@@ -110,15 +110,17 @@ class EntityInputs:
         return rows.float() if rows.dtype in HALVES else rows
 
 
-def _merged(block: Any, num_dst: Mapping[str, int], etypes: Sequence[EdgeType]) -> tuple[Any, Tensor, Tensor]:
+def _merge_types(
+    block: Any, num_dst: Mapping[str, int], etypes: Sequence[EdgeType]
+) -> tuple[Any, Tensor, Tensor]:
     """Merge a block to one node and one edge type; sources begin with the destinations, type by type.
 
     Returns it, the (num_src,) int64 position of the sources in the node types, and the (E,) int64 position of
     the edges in the edge types.
     """
     num_rest = {ntype: block.num_src_nodes(ntype) - count for ntype, count in num_dst.items()}
-    first_dst = _starts(num_dst, 0)
-    first_rest = _starts(num_rest, sum(num_dst.values()))
+    first_dst = _accumulate_starts(num_dst, 0)
+    first_rest = _accumulate_starts(num_rest, sum(num_dst.values()))
     sources, destinations, kinds = [], [], []
     for number, (source, relation, destination) in enumerate(etypes):
         u, v = (ends.long() for ends in block.edges(etype=(source, relation, destination)))
@@ -134,18 +136,18 @@ def _merged(block: Any, num_dst: Mapping[str, int], etypes: Sequence[EdgeType]) 
     return merged, torch.cat([*kinds_of]), torch.cat(kinds)
 
 
-def _by_type(rows: Tensor, num_dst: Mapping[str, int]) -> dict[str, Tensor]:
+def _split_by_type(rows: Tensor, num_dst: Mapping[str, int]) -> dict[str, Tensor]:
     return dict(zip(num_dst, torch.split(rows, list(num_dst.values())), strict=True))
 
 
-def _starts(counts: Mapping[str, int], first: int) -> dict[str, int]:
+def _accumulate_starts(counts: Mapping[str, int], first: int) -> dict[str, int]:
     return dict(zip(counts, accumulate(counts.values(), initial=first), strict=False))
 
 
 Rows: TypeAlias = dict[str, Tensor]
 
 
-def module_name(kind: str | EdgeType) -> str:
+def make_module_name(kind: str | EdgeType) -> str:
     """Return a module name for a type, without dots and unlike any attribute of ModuleDict."""
     name = str(kind).replace("%", "%25").replace(".", "%2E")
     return f"%{name}" if hasattr(nn.ModuleDict(), name) else name
@@ -188,25 +190,25 @@ class RelationalModel(Layered):
         self.hidden, self.num_layers = hidden, layers
         self.out_types = self.ntypes if out_types is None else tuple(out_types)
         self.project = nn.ModuleDict(
-            {module_name(ntype): nn.Linear(width, hidden) for ntype, width in feature_widths.items()}
+            {make_module_name(ntype): nn.Linear(width, hidden) for ntype, width in feature_widths.items()}
         )
 
     @abstractmethod
-    def layer(self, depth: int, block: Any, h: Rows) -> Rows:
+    def apply_layer(self, depth: int, block: Any, h: Rows) -> Rows:
         """Map (num_src, hidden) rows of every type to (num_dst, ...) rows of the destinations."""
 
     def _layer(self, depth: int, block: Any, h: Rows | Tensor) -> Rows | Tensor:
         rows = {self.ntypes[0]: h} if isinstance(h, Tensor) else dict(h)
         if depth == 0:
-            rows = {ntype: self._projected(ntype, of_type) for ntype, of_type in rows.items()}
-        rows = self.layer(depth, block, rows)
+            rows = {ntype: self._project(ntype, of_type) for ntype, of_type in rows.items()}
+        rows = self.apply_layer(depth, block, rows)
         if depth == self.num_layers - 1:
             rows = {ntype: of_type for ntype, of_type in rows.items() if ntype in self.out_types}
         return rows[self.ntypes[0]] if isinstance(h, Tensor) else rows
 
-    def _projected(self, ntype: str, rows: Tensor) -> Tensor:
-        if module_name(ntype) in self.project:
-            return self.project[module_name(ntype)](rows)
+    def _project(self, ntype: str, rows: Tensor) -> Tensor:
+        if make_module_name(ntype) in self.project:
+            return self.project[make_module_name(ntype)](rows)
         if rows.shape[1] != self.hidden:
             raise ConfigError(
                 f"rows of {ntype!r} are {rows.shape[1]} wide and have no projection; make the embedding "
@@ -267,22 +269,22 @@ class RGCN(RelationalModel):
                     nn.init.xavier_uniform_(weight)
                 self.weights.append(nn.Parameter(weights))
             self.own.append(
-                nn.ModuleDict({module_name(ntype): nn.Linear(into, out) for ntype in self.ntypes})
+                nn.ModuleDict({make_module_name(ntype): nn.Linear(into, out) for ntype in self.ntypes})
             )
             if num_bases is not None:
                 self.bases.append(WeightBasis((into, out), num_bases, len(relations)))
         self.dropout, self._residual = nn.Dropout(dropout), residual
         self.norms = nn.ModuleList(
-            nn.ModuleDict({module_name(ntype): nn.LayerNorm(hidden) for ntype in self.ntypes})
+            nn.ModuleDict({make_module_name(ntype): nn.LayerNorm(hidden) for ntype in self.ntypes})
             for _ in range((layers - 1) * (norm == "layer"))
         )
 
-    def layer(self, depth: int, block: Any, h: Rows) -> Rows:
+    def apply_layer(self, depth: int, block: Any, h: Rows) -> Rows:
         is_last = depth == self.num_layers - 1
         own: Any = self.own[depth]
         wanted = [ntype for ntype in self.ntypes if ntype in self.out_types or not is_last]
         num_dst = {ntype: block.num_dst_nodes(ntype) for ntype in wanted}
-        rows = torch.cat([own[module_name(ntype)](h[ntype][:count]) for ntype, count in num_dst.items()])
+        rows = torch.cat([own[make_module_name(ntype)](h[ntype][:count]) for ntype, count in num_dst.items()])
         found = _edges_by_relation(block, self.ntypes, self.etypes, num_dst)
         if found is not None:
             merged, sizes, targets = found
@@ -291,14 +293,16 @@ class RGCN(RelationalModel):
             parts = zip(torch.split(means, list(sizes.values())), sizes, strict=True)
             rows = rows.index_add(0, targets, torch.cat([part @ weight[k] for part, k in parts]))
         if is_last:
-            return _by_type(rows, num_dst)
+            return _split_by_type(rows, num_dst)
         if self._residual and depth:
             rows = rows + torch.cat([h[ntype][:count] for ntype, count in num_dst.items()])
         if self.norms:
             norms: Any = self.norms[depth]
-            rows = torch.cat([norms[module_name(one)](x) for one, x in _by_type(rows, num_dst).items()])
+            rows = torch.cat(
+                [norms[make_module_name(one)](x) for one, x in _split_by_type(rows, num_dst).items()]
+            )
         keys = make_type_keys(block.dstnodes, wanted)
-        return _by_type(drop_rows(self.dropout, torch.relu(rows), keys), num_dst)
+        return _split_by_type(drop_rows(self.dropout, torch.relu(rows), keys), num_dst)
 
 
 def _edges_by_relation(
@@ -312,14 +316,14 @@ def _edges_by_relation(
     """
     # One product for all relations; with one each, every relation would touch all sources and destinations.
     num_src = {ntype: block.num_src_nodes(ntype) for ntype in ntypes}
-    first_src, first_dst = _starts(num_src, 0), _starts(num_dst, 0)
+    first_src, first_dst = _accumulate_starts(num_src, 0), _accumulate_starts(num_dst, 0)
     sources, degrees, targets, sizes = [], [], [], {}
     for number, etype in enumerate(etypes):
         if etype[2] not in num_dst or not block.num_edges(etype):
             continue
         indptr, indices, _ = block.adj_tensors("csc", etype)
         degree = indptr.diff()
-        pairs = _with_edges(degree)
+        pairs = _find_destinations(degree)
         sizes[number] = len(pairs)
         sources.append(indices + first_src[etype[0]])
         degrees.append(degree[pairs])
@@ -332,7 +336,7 @@ def _edges_by_relation(
     return merged, sizes, torch.cat(targets)
 
 
-def _with_edges(degree: Tensor) -> Tensor:
+def _find_destinations(degree: Tensor) -> Tensor:
     """Return the destinations with edges; off the CPU all, since counting them would wait for the device."""
     if degree.is_cpu:
         return degree.nonzero(as_tuple=True)[0]
@@ -372,15 +376,15 @@ class HGT(RelationalModel):
         )
         self.head = nn.Linear(hidden, out_dim)
 
-    def layer(self, depth: int, block: Any, h: Rows) -> Rows:
+    def apply_layer(self, depth: int, block: Any, h: Rows) -> Rows:
         if depth == 0:
             h = {ntype: F.gelu(rows) for ntype, rows in h.items()}
         num_dst = {ntype: block.num_dst_nodes(ntype) for ntype in self.ntypes}
         heads = [h[ntype][:count] for ntype, count in num_dst.items()]
         tails = [h[ntype][count:] for ntype, count in num_dst.items()]
-        merged, node_type, edge_type = _merged(block, num_dst, self.etypes)
+        merged, node_type, edge_type = _merge_types(block, num_dst, self.etypes)
         keys = make_type_keys(block.dstnodes, self.ntypes)
         if keys is not None:
             merged.dstdata[dgl.NID] = keys
         rows = self.convs[depth](merged, torch.cat([*heads, *tails]), node_type, edge_type)
-        return _by_type(self.head(rows) if depth == self.num_layers - 1 else rows, num_dst)
+        return _split_by_type(self.head(rows) if depth == self.num_layers - 1 else rows, num_dst)

@@ -47,7 +47,7 @@ def resolve_resume(config: Options, checkpoints: str | Path | None, session: Ses
     launch, restarts = broadcast_json(read_launch(), session)
     extra = None
     if checkpoints is not None:
-        checkpoint.occupy(checkpoints)
+        checkpoint.lock_folder(checkpoints)
         extra = checkpoint.read_extra(checkpoints) if restarts or not config.overwrite else None
     # A restart is resumed from what it has saved itself, and only replaces what was there before.
     if extra is not None and not config.resume and (not config.overwrite or extra.get(LAUNCH) == launch):
@@ -109,7 +109,7 @@ def describe_run(g: DistGraph, config: FitConfig, optimizer: torch.optim.Optimiz
     """Return what a run must have in common with the one that it resumes, JSON values."""
     session = g.session
     options = collect_shared_facts(
-        session.strategy, tracing.remove_keys(session.options), session.seed, curve=False
+        session.strategy, tracing.hide_credentials(session.options), session.seed, curve=False
     )
     groups = {
         f"optimizer.{number}.{name}": _plain(value)
@@ -142,7 +142,7 @@ def describe_strategy(session: Session) -> dict[str, object]:
     # Options for later runs, but none if they may have credentials or are not JSON.
     options: dict[str, object] | None = dict(session.options)
     try:
-        if json.loads(json.dumps(tracing.remove_keys(session.options))) != options:
+        if json.loads(json.dumps(tracing.hide_credentials(session.options))) != options:
             options = None
     except (TypeError, ValueError):
         options = None

@@ -107,18 +107,22 @@ def _is_binary(column: DistTensor, g: DistGraph, ntype: str) -> bool:
 
 
 def choose_loss(task: str, weights: Tensor | None = None) -> LossFunction:
-    """Return the loss; a mean with the ``weights`` of :func:`class_weights` divides by the number of rows.
+    """Return the loss function of ``task``.
 
-    So it is the mean over the ranks' means, which it is not divided by the sum of the weights. Those of a
-    regression are (K,) standard deviations, in units of which the error is squared.
+    A weighted loss is divided by the number of rows, not by the sum of the weights. Otherwise the mean over
+    the ranks' means would not be the mean over all rows.
+
+    Args:
+        weights: Result of :func:`compute_class_weights`. For a regression, (K,) standard deviations that the
+            error is divided by.
     """
     if task == CLASSIFICATION:
         return F.cross_entropy if weights is None else partial(_weighted, weights)
-    return partial(_squared_error if task == REGRESSION else _binary, weights)
+    return partial(_squared_error if task == REGRESSION else _binary_loss, weights)
 
 
 def _squared_error(deviation: Tensor | None, scores: Tensor, labels: Tensor) -> Tensor:
-    error = scores - _like(labels, scores)
+    error = scores - _match_scores(labels, scores)
     return (error if deviation is None else error / deviation.to(error)).square().mean()
 
 
@@ -130,22 +134,22 @@ def _check_columns(labels: Tensor | DistTensor, scores: Tensor | DistTensor) -> 
         )
 
 
-def _like(labels: Tensor, scores: Tensor) -> Tensor:
+def _match_scores(labels: Tensor, scores: Tensor) -> Tensor:
     _check_columns(labels, scores)
     # Autocast computes these losses in float32.
     return labels.to(torch.float32 if scores.dtype == torch.bfloat16 else scores.dtype).reshape(scores.shape)
 
 
-def _binary(weights: Tensor | None, scores: Tensor, labels: Tensor) -> Tensor:
+def _binary_loss(weights: Tensor | None, scores: Tensor, labels: Tensor) -> Tensor:
     weights = None if weights is None else weights.to(scores)
-    return F.binary_cross_entropy_with_logits(scores, _like(labels, scores), pos_weight=weights)
+    return F.binary_cross_entropy_with_logits(scores, _match_scores(labels, scores), pos_weight=weights)
 
 
 def _weighted(weights: Tensor, scores: Tensor, labels: Tensor) -> Tensor:
     return (F.cross_entropy(scores, labels, reduction="none") * weights.to(scores.device)[labels]).mean()
 
 
-def class_weights(g: DistGraph, ntype: str, label: str, task: str) -> Tensor:
+def compute_class_weights(g: DistGraph, ntype: str, label: str, task: str) -> Tensor:
     """Return the ``balanced`` weights of the classes, (C,) float32. Collective.
 
     Of classification, n / (C * n_c) with n_c training nodes of class c out of n, 0 for a class without any;
@@ -175,7 +179,7 @@ def class_weights(g: DistGraph, ntype: str, label: str, task: str) -> Tensor:
     return torch.where((ones > 0) & (ones < number), (number - ones) / ones, torch.tensor(1.0))
 
 
-def moments(g: DistGraph, ntype: str, label: str, mask: str) -> tuple[Tensor, Tensor]:
+def compute_moments(g: DistGraph, ntype: str, label: str, mask: str) -> tuple[Tensor, Tensor]:
     """Return the (K,) float64 means and standard deviations of the columns of the targets in ``mask``.
 
     Collective. The deviation of targets that are equal in float32, or of none, is 0.
@@ -196,7 +200,7 @@ def to_probabilities(task: str, scores: Tensor) -> Tensor:
     return scores.sigmoid() if task == MULTILABEL else scores
 
 
-def predicted(task: str, scores: Tensor) -> Tensor:
+def to_predictions(task: str, scores: Tensor) -> Tensor:
     """Return the answers of (B, C) scores: (B,) int64 classes, (B, C) bool, or the numbers of regression."""
     if task == CLASSIFICATION:
         return scores.argmax(1)
@@ -219,14 +223,14 @@ def measure(
             inside = inside & (labels >= 0)
         pieces.append((scores[rows][inside], labels[inside]))
     of_mask, truth = (torch.cat(list(column)) for column in zip(*pieces, strict=True))
-    return {name: _measured(name, of_mask, truth, g.session, task) for name in wanted}
+    return {name: _compute_metric(name, of_mask, truth, g.session, task) for name in wanted}
 
 
-def _measured(name: str, scores: Tensor, labels: Tensor, session: Session, task: str) -> float:
+def _compute_metric(name: str, scores: Tensor, labels: Tensor, session: Session, task: str) -> float:
     if task == REGRESSION:
         metric = metrics.mae if name == "mae" else metrics.rmse
-        return metric(scores, _like(labels, scores), session)
-    said, classes = predicted(task, scores), scores.shape[1]
+        return metric(scores, _match_scores(labels, scores), session)
+    said, classes = to_predictions(task, scores), scores.shape[1]
     if name == "accuracy":
         right = (said == labels.bool()).all(1).long()
         return metrics.accuracy(right, torch.ones_like(right), session)
@@ -248,12 +252,12 @@ def warn_of_guesses(task: str, found: Mapping[str, float], g: DistGraph, ntype: 
     guess, is_poor = 0.5, found.get(f"test_{name}", 1.0) < 0.55
     why = "that of guesses; train longer, or with another --lr or --embeddings, of links another --loss"
     if task == CLASSIFICATION and "test_accuracy" in found:
-        guess = _majority(g, ntype, label)
+        guess = _majority_share(g, ntype, label)
         name, is_poor = "accuracy", found["test_accuracy"] <= guess
         why = "the share of the largest class; see --metric f1_macro, --class-weight balanced"
         why = "as all test targets are of one class" if guess == 1 else why
     elif task == REGRESSION and "test_rmse" in found:
-        guess = float(moments(g, ntype, label, SPLITS[2])[1].square().mean().sqrt())
+        guess = float(compute_moments(g, ntype, label, SPLITS[2])[1].square().mean().sqrt())
         name, is_poor = "rmse", found["test_rmse"] > 0.9 * guess > 0
         why = "the standard deviation of the labels; train longer, or with another --lr"
     if is_poor and g.session.topology.rank == 0:
@@ -267,7 +271,7 @@ def _labels_of(g: DistGraph, ntype: str, label: str, mask: str) -> Tensor:
     return torch.cat([data[label][rows][data[mask][rows].bool()] for rows in pieces])
 
 
-def _majority(g: DistGraph, ntype: str, label: str) -> float:
+def _majority_share(g: DistGraph, ntype: str, label: str) -> float:
     """Return the share of the largest class among the test targets, -1 without classes. Collective."""
     if not (classes := g.dataset.manifest.num_classes.get(ntype, 0)):
         return -1.0
@@ -340,7 +344,7 @@ class LinkPrediction:
         rows = gather_input_rows(model, blocks[0], self.feature, self.inputs)
         positive, negative = model(blocks, rows, pairs, negative_pairs)
         if self.pair_loss is not None:
-            negative = _of_each_edge(negative, pairs, negative_pairs)
+            negative = _group_negatives(negative, pairs, negative_pairs)
             loss, correct = self.pair_loss(positive, negative), (positive[:, None] > negative).all(1)
         else:
             truth = torch.cat([torch.ones_like(positive), torch.zeros_like(negative)])
@@ -348,7 +352,7 @@ class LinkPrediction:
         return StepLoss(loss=loss, num_targets=len(positive), num_correct=correct.sum())
 
 
-def _of_each_edge(negative: Tensor, pairs: Any, negative_pairs: Any) -> Tensor:
+def _group_negatives(negative: Tensor, pairs: Any, negative_pairs: Any) -> Tensor:
     merged, sizes = merge_pairs(pairs), merge_pairs(negative_pairs).sizes
     edges = sum(merged.sizes)
     each = len(negative) // max(1, edges)

@@ -39,17 +39,17 @@ def check_trace(path: Path, session: Session) -> None:
     run_on_all_ranks(session, lambda: check_replaceable(path) if session.topology.rank == 0 else None)
 
 
-def path_of_rank(path: Path, rank: int) -> Path:
+def rank_path(path: Path, rank: int) -> Path:
     """Return the path of the trace of one ``rank`` after a failure: ``trace.rank-2.json``."""
     return path.with_name(f"{path.stem}.rank-{rank}{path.suffix}")
 
 
 @contextmanager
-def recording(file: str | Path | None, num_steps: int, session: Session) -> Iterator[Callable[[], None]]:
+def record_steps(file: str | Path | None, num_steps: int, session: Session) -> Iterator[Callable[[], None]]:
     """Record the first steps of the block, and write the trace at its end. Collective.
 
     Rank 0 writes it, replacing an earlier one; after a failure each rank writes its own part on its own
-    machine, see :func:`path_of_rank`.
+    machine, see :func:`rank_path`.
 
     Yields a function to call after each step. Nothing is recorded without ``file``, or while another
     recording is active. StorageError: the trace cannot be written; before the block if possible.
@@ -60,7 +60,7 @@ def recording(file: str | Path | None, num_steps: int, session: Session) -> Iter
     path, timeline, steps = Path(file).absolute(), session.timeline, 0
     check_trace(path, session)
     # The trace of an earlier run that failed would mislead beside the new one.
-    run_on_all_ranks(session, lambda: remove_trace(path_of_rank(path, session.topology.rank)))
+    run_on_all_ranks(session, lambda: remove_trace(rank_path(path, session.topology.rank)))
 
     def step() -> None:
         nonlocal steps
@@ -73,17 +73,17 @@ def recording(file: str | Path | None, num_steps: int, session: Session) -> Iter
     try:
         yield step
         timeline.on = False
-        ranks = _gathered(_spans_of(session, clock), session)
+        ranks = _gather_spans(_collect_spans(session, clock), session)
     except BaseException:
         timeline.on = False
-        _write_own(path, _trace([_spans_of(session, clock)], steps, num_steps, session), session)
+        _write_own(path, _build_trace([_collect_spans(session, clock)], steps, num_steps, session), session)
         raise
     run_on_all_ranks(
-        session, lambda: write_trace(path, _trace(ranks, steps, num_steps, session)) if ranks else None
+        session, lambda: write_trace(path, _build_trace(ranks, steps, num_steps, session)) if ranks else None
     )
 
 
-def _spans_of(session: Session, clock: Clock) -> RankSpans:
+def _collect_spans(session: Session, clock: Clock) -> RankSpans:
     rank, timeline = session.topology.rank, session.timeline
     return RankSpans(
         rank=rank,
@@ -94,7 +94,7 @@ def _spans_of(session: Session, clock: Clock) -> RankSpans:
     )
 
 
-def _gathered(own: RankSpans, session: Session) -> list[RankSpans]:
+def _gather_spans(own: RankSpans, session: Session) -> list[RankSpans]:
     """Return the spans of all ranks on rank 0, none on the others. Collective."""
     ranks, sent = [], asdict(own)
     for source in range(session.topology.world_size):
@@ -107,7 +107,7 @@ def _gathered(own: RankSpans, session: Session) -> list[RankSpans]:
 
 def _write_own(path: Path, trace: TraceFile, session: Session) -> None:
     # A failure is only logged, so that it does not hide the error that ended training.
-    path = path_of_rank(path, session.topology.rank)
+    path = rank_path(path, session.topology.rank)
     try:
         check_replaceable(path)
         write_trace(path, trace)
@@ -117,10 +117,10 @@ def _write_own(path: Path, trace: TraceFile, session: Session) -> None:
         log.warning("training failed; the trace of this rank is in %s", path)
 
 
-def _trace(ranks: Sequence[RankSpans], steps: int, num_steps: int, session: Session) -> TraceFile:
+def _build_trace(ranks: Sequence[RankSpans], steps: int, num_steps: int, session: Session) -> TraceFile:
     facts = {
         "strategy": session.strategy,
-        "options": remove_keys(session.options),
+        "options": hide_credentials(session.options),
         "seed": session.seed,
         "ranks": session.topology.world_size,
         "servers": session.topology.num_servers,
@@ -202,15 +202,15 @@ def format_live_figures(
     }
 
 
-def remove_keys(options: Mapping[str, object]) -> dict[str, object]:
+def hide_credentials(options: Mapping[str, object]) -> dict[str, object]:
     """Return options without values that may be credentials: mappings as names, URLs as host and path.
 
     Headers and URLs of a functions endpoint may have keys, and traces are shared.
     """
-    return {name: _without_keys(value) for name, value in options.items()}
+    return {name: _hide_credentials(value) for name, value in options.items()}
 
 
-def _without_keys(value: object) -> object:
+def _hide_credentials(value: object) -> object:
     if isinstance(value, Mapping):
         return sorted(map(str, value))
     if isinstance(value, str) and "://" in value:
@@ -250,7 +250,7 @@ def gather_figures(ranks: Sequence[Any], epoch: int) -> EpochRecord:
     )
 
 
-def epoch_line(record: EpochRecord) -> str:
+def format_epoch(record: EpochRecord) -> str:
     """Return ``epoch 3: loss 1.2345, val 84.1 %, 0.15 s``, without val if not evaluated."""
     scores = [] if record.val_accuracy is None else [f"val {100 * record.val_accuracy:.1f} %"]
     others = (one for one in record.metrics.items() if one[0].startswith("val_") and one[0] != "val_accuracy")

@@ -111,7 +111,7 @@ def choose_and_train(data: str, out: str) -> dict[str, Any]:
         "summary": dict(chosen.summary),
         "losses": [one.loss for one in chosen.epochs],
         "named": [one.loss for one in named.epochs],
-        "by_fit": [by_fit, result.choice.taken.candidate.strategy, result.choice.outcome.epoch],
+        "by_fit": [by_fit, result.choice.chosen_prediction.candidate.strategy, result.choice.outcome.epoch],
         "probed": probed,
         "links": [links.external_bytes_per_s, links.internal_bytes_per_s],
         "plan": taken,
@@ -185,7 +185,7 @@ def test_a_graph_needs_training_nodes_and_no_labels(tmp_path: Path) -> None:
         g = DistGraph(tmp_path / "some", session=session)
         choice = choose_strategy(model, g, fanouts=[2, 2], batch_size=1)
         g.close()
-    assert choice.taken.candidate.name == "data_parallel"
+    assert choice.chosen_prediction.candidate.name == "data_parallel"
     assert choice.trained == "gcn of 2 layers, hidden width 4; mini-batches of 1 a rank, fan-outs 2,2"
 
 
@@ -225,7 +225,7 @@ def test_what_is_distributed_under_auto_is_chosen_for_once(dataset: str) -> None
         with pytest.raises(ConfigError, match=r"call dx\.choose_strategy"):
             wrap(model, g)
         choice = choose_strategy(model, g, fanouts=(3, 2), batch_size=20)
-        assert g.session.strategy == choice.taken.candidate.strategy == "data_parallel"
+        assert g.session.strategy == choice.chosen_prediction.candidate.strategy == "data_parallel"
         wrap(model, g)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from dglx_dist.planner.costs.base import BatchWork, Counted, Survey
+from dglx_dist.planner.costs.base import BatchWork, EpochCounts, Survey
 from dglx_dist.planner.costs.full_graph import FullGraphScheme, FullWork, StepSizes
 from dglx_dist.planner.costs.serverless import HaloCounts, HaloPairs
 from dglx_dist.planner.model_shape import infer_shape
@@ -45,7 +45,7 @@ def shape_of_kind(kind: str, features: int, hidden: int, classes: int, layers: i
 SHAPE = shape_of_kind("sage", 100, 16, 10, 2)
 
 
-def counted(**changed: Any) -> Counted:
+def make_counts(**changed: Any) -> EpochCounts:
     fields: dict[str, Any] = {
         "graph": GRAPH,
         "shape": SHAPE,
@@ -61,4 +61,4 @@ def counted(**changed: Any) -> Counted:
         "structure_partitioned": False,
         "epoch": 1,
     }
-    return Counted(**{**fields, **changed})
+    return EpochCounts(**{**fields, **changed})

@@ -52,7 +52,7 @@ def shape_on(data: str, kind: str) -> ModelShape:
 
 def predict_each(data: str) -> tuple[list[Prediction], list[Prediction]]:
     """Every way to train a GraphSAGE, by workers a GCN as well, on the same batches and plans."""
-    counted, predictions = measure(
+    counts, predictions = measure(
         PlanConfig(
             data=data,
             hidden=HIDDEN,
@@ -66,7 +66,7 @@ def predict_each(data: str) -> tuple[list[Prediction], list[Prediction]]:
     )
     shape = shape_on(data, "gcn")
     (chain,) = (one for one in predictions if one.candidate.name == "lambda")
-    by_workers = [predict(chain.candidate, replace(counted, shape=shape)), chain]
+    by_workers = [predict(chain.candidate, replace(counts, shape=shape)), chain]
     others = [one for one in predictions if STRATEGIES.get(one.candidate.strategy).traits.own_loop]
     return others, by_workers
 
@@ -175,11 +175,11 @@ def test_records_of_workers_have_the_bytes_of_the_plan(tmp_path: Path, servers: 
     plan = PlanConfig(
         data=data, hidden=HIDDEN, servers=servers, ranks_per_server=2, dry_batches=0, unit="full_graph"
     )
-    counted, predictions = measure(plan)
+    counts, predictions = measure(plan)
     (workers,) = (one.candidate for one in predictions if one.candidate.name == "lambda")
     (found, *_) = run_ranks(epochs_of_workers, ranks, args=(data,), ranks_per_server=2)
     for kind, moved in found.items():
-        one = predict(workers, replace(counted, shape=shape_on(data, kind)))
+        one = predict(workers, replace(counts, shape=shape_on(data, kind)))
         assert one.bytes_exact
         assert moved == (one.inter_server_bytes, sum(one.inside.values()))
         assert one.inside["weights_read"] > 0

@@ -12,7 +12,7 @@ from dglx_dist.planner.costs.full_graph import FullGraphScheme
 from dglx_dist.planner.records import ChoiceOptions, Prediction, Trial
 from dglx_dist.strategies.candidate import Candidate, CandidateContext
 from tests.planner import hand_made
-from tests.planner.hand_made import CLUSTER, SHAPE, counted, shape_of_kind
+from tests.planner.hand_made import CLUSTER, SHAPE, make_counts, shape_of_kind
 
 ROWS = Candidate(strategy="data_parallel", unit="mini_batch")
 COLUMNS = Candidate(strategy="push_pull", unit="mini_batch", options={"structure": "push"})
@@ -35,18 +35,18 @@ PROGRAM, STRUCTURE, OWN_FEATURES = 10**8, hand_made.GRAPH.structure_bytes, 500 *
 )
 def test_memory_of_gpus_is_a_limit_of_its_own(candidate: Candidate, mapped: int) -> None:
     """On the GPU is what is not the program, the features, the columns or the structure as it is mapped."""
-    whole = predict(candidate, counted())
+    whole = predict(candidate, make_counts())
     on_gpu = whole.memory_bytes - mapped
     for host, gpu, said in ((0, 1, ""), (-1, 1, "GB a rank, of 0"), (0, 0, "GB a rank on its GPU, of 0.0")):
         limits = {"memory_bytes": mapped + host, "device_memory_bytes": max(on_gpu - 1 + gpu, 1)}
-        found = predict(candidate, counted(cluster=replace(CLUSTER, **limits)))
+        found = predict(candidate, make_counts(cluster=replace(CLUSTER, **limits)))
         assert (found.memory_bytes, found.device_memory_bytes) == (whole.memory_bytes, on_gpu)
         assert (said in found.why_not) if said else found.feasible
     assert whole.device_memory_bytes == 0
 
 
 def test_what_computes_on_cpus_is_no_choice_for_gpus() -> None:
-    on_gpus = counted(cluster=replace(CLUSTER, device_memory_bytes=10**12))
+    on_gpus = make_counts(cluster=replace(CLUSTER, device_memory_bytes=10**12))
     assert predict(WORKERS, on_gpus).why_not == "computes on CPUs only"
 
 
@@ -54,7 +54,7 @@ def test_a_cache_saves_its_hits_and_takes_memory() -> None:
     """600 of 2000 remote rows of 400 bytes are hits; 100 are fetched before the first epoch, or none."""
     ahead = CacheHits(policy="lookahead", alpha=0.1, hits=600, rank_bytes=25_000)
     scored = CacheHits(policy="vip", alpha=0.1, hits=600, once_rows=100, server_bytes=20_200)
-    measured = counted(batches=replace(hand_made.BATCHES, caches=(scored, ahead)))
+    measured = make_counts(batches=replace(hand_made.BATCHES, caches=(scored, ahead)))
     plain, vip, looking = (
         predict(replace(ROWS, cache=policy, cache_alpha=0.1 if policy else 0.0), measured)
         for policy in (None, "vip", "lookahead")
@@ -70,7 +70,7 @@ def test_a_cache_saves_its_hits_and_takes_memory() -> None:
 
 def test_network_seconds_are_bytes_by_bandwidth() -> None:
     """Each server has 1 MB/s outside and 1 GB/s inside to itself."""
-    one = predict(COLUMNS, counted())
+    one = predict(COLUMNS, make_counts())
     assert one.network_s == pytest.approx(one.inter_server_bytes / 2e6)
     traffic = Traffic(outside={"halo": 4_000_000}, inside={"halo": 2_000_000_000})
     assert traffic.seconds(CLUSTER) == pytest.approx(2.0)
@@ -82,7 +82,7 @@ COVERS = replace(WHOLE, options={"aggregate": "cover"})
 def test_covers_move_sums_of_fewer_rows() -> None:
     """Layer 2: 50 rows, not 200, and 10 columns, as 16 are projected first."""
     cover = replace(hand_made.WHOLE, outside=(400, 50))
-    known = counted(works={FullGraphScheme(0): replace(hand_made.WHOLE, cover=cover)})
+    known = make_counts(works={FullGraphScheme(0): replace(hand_made.WHOLE, cover=cover)})
     plain, covered = predict(WHOLE, known), predict(COVERS, known)
     for one, rows, columns in ((plain, 200, 16), (covered, 50, 10)):
         assert {one.outside[phase] for phase in ("halo", "halo_gradients")} == {rows * columns * 4}
@@ -93,50 +93,53 @@ def test_covers_move_sums_of_fewer_rows() -> None:
     for candidate in (COVERS, WHOLE):
         attends = replace(known, shape=shape_of_kind("gat", 100, 16, 10, 2))
         assert predict(candidate, attends).feasible is (candidate is WHOLE)
-        assert predict(candidate, counted()).feasible is (candidate is WHOLE)
+        assert predict(candidate, make_counts()).feasible is (candidate is WHOLE)
 
 
 def timed(candidate: Candidate, compute_s: float) -> Prediction:
-    return replace(predict(candidate, counted()), compute_s=compute_s)
+    return replace(predict(candidate, make_counts()), compute_s=compute_s)
 
 
 def tried(candidate: Candidate, seconds: float) -> Prediction:
     trial = Trial(seconds=seconds, low=0.9 * seconds, high=1.1 * seconds, steps=6)
-    return replace(predict(candidate, counted()), trial=trial)
+    return replace(predict(candidate, make_counts()), trial=trial)
 
 
 def test_the_fastest_that_is_exact_and_fits_is_taken() -> None:
     every = [timed(one, 0.1) for one in (ROWS, COLUMNS, LATE, WHOLE, PRELOADED)]
-    choice = choose(every, counted(), ChoiceOptions())
-    assert choice.taken.candidate == COLUMNS
+    choice = choose(every, make_counts(), ChoiceOptions())
+    assert choice.chosen_prediction.candidate == COLUMNS
     assert any("data_parallel takes" in line and "more between servers" in line for line in choice.why)
     # What was asked for is above what would be faster, and that says what it takes to have it.
     assert [one.barred for one in choice.predictions[:2]] == ["", ""]
     assert choice.picked == 0
     barred = {one.candidate.name: one.barred for one in choice.predictions}
     assert (barred[LATE.name], barred[WHOLE.name]) == ("--allow-estimators", "--unit full_graph")
-    assert choose(every, counted(), ChoiceOptions(unit="full_graph")).taken.candidate == PRELOADED
+    assert (
+        choose(every, make_counts(), ChoiceOptions(unit="full_graph")).chosen_prediction.candidate
+        == PRELOADED
+    )
     # A million times the epochs, and it is no longer worth it.
-    many = choose(every, counted(), ChoiceOptions(unit="any", full_graph_epochs=1e6))
-    assert many.taken.candidate.unit == "mini_batch"
+    many = choose(every, make_counts(), ChoiceOptions(unit="any", full_graph_epochs=1e6))
+    assert many.chosen_prediction.candidate.unit == "mini_batch"
     assert any("1e+06 epochs of whole graphs" in line for line in many.assumptions)
 
 
 def test_measured_seconds_decide_where_there_are_trials() -> None:
     """Columns move fewer bytes, but take longer here."""
     every = [tried(ROWS, 1.0), tried(COLUMNS, 1.2)]
-    choice = choose(every, counted(), ChoiceOptions(), finalists=[ROWS.name, COLUMNS.name])
-    assert choice.taken.candidate == ROWS
+    choice = choose(every, make_counts(), ChoiceOptions(), finalists=[ROWS.name, COLUMNS.name])
+    assert choice.chosen_prediction.candidate == ROWS
     assert "took 1 s an epoch here" in choice.why[0]
     # A candidate that was dropped in an earlier round is not taken, whatever its few steps took.
-    late = choose(every, counted(), ChoiceOptions(), finalists=[COLUMNS.name])
-    assert late.taken.candidate == COLUMNS
+    late = choose(every, make_counts(), ChoiceOptions(), finalists=[COLUMNS.name])
+    assert late.chosen_prediction.candidate == COLUMNS
 
 
 @pytest.mark.parametrize(("seconds", "expected"), [(0.98, ROWS), (0.9, COLUMNS)])
 def test_a_tie_goes_to_the_simpler(seconds: float, expected: Candidate) -> None:
-    choice = choose([tried(ROWS, 1.0), tried(COLUMNS, seconds)], counted(), ChoiceOptions())
-    assert choice.taken.candidate == expected
+    choice = choose([tried(ROWS, 1.0), tried(COLUMNS, seconds)], make_counts(), ChoiceOptions())
+    assert choice.chosen_prediction.candidate == expected
     assert any("simplest is taken" in line for line in choice.why) is (expected is ROWS)
 
 
@@ -144,21 +147,24 @@ def test_a_strategy_without_a_cost_model_is_feasible_and_its_bytes_are_unknown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delitem(COSTS._paths, "push_pull")
-    one = predict(COLUMNS, counted())
+    one = predict(COLUMNS, make_counts())
     assert (one.feasible, one.outside, one.bytes_exact, one.memory_bytes) == (True, {}, False, 0)
 
 
 def test_what_does_not_fit_says_so() -> None:
     small = replace(CLUSTER, memory_bytes=1000)
-    limited = counted(cluster=small)
+    limited = make_counts(cluster=small)
     found = choose([predict(one, limited) for one in (ROWS, COLUMNS)], limited, ChoiceOptions())
-    assert found.taken is None
+    assert found.chosen_prediction is None
     assert found.picked == -1
     assert all("GB a rank" in one.why_not for one in found.predictions)
     assert "nearest is" in found.why[0]
     assert "--memory" in found.why[0]
     uncounted = Candidate(strategy="shared_preload", unit="full_graph", options={"hops": 1})
-    assert predict(uncounted, counted()).why_not == "its plans are too large to be counted; name the strategy"
+    assert (
+        predict(uncounted, make_counts()).why_not
+        == "its plans are too large to be counted; name the strategy"
+    )
 
 
 def test_gradients_go_around_a_ring() -> None:
@@ -189,15 +195,15 @@ def test_candidates_follow_the_servers() -> None:
 
 @pytest.mark.parametrize("candidate", [WHOLE, COLUMNS, WORKERS], ids=lambda one: one.name)
 def test_what_a_model_cannot_be_is_no_choice(candidate: Candidate) -> None:
-    assert predict(candidate, counted()).feasible
-    refused = counted(shape=replace(SHAPE, refused={candidate.strategy: "'norm' is a BatchNorm1d"}))
+    assert predict(candidate, make_counts()).feasible
+    refused = make_counts(shape=replace(SHAPE, refusals={candidate.strategy: "'norm' is a BatchNorm1d"}))
     found = predict(candidate, refused)
     assert (found.why_not, found.epoch_seconds) == ("'norm' is a BatchNorm1d", 0.0)
     assert predict(ROWS, refused).feasible
 
 
 def test_bytes_of_a_model_that_is_guessed_are_expected_where_its_layers_exchange() -> None:
-    guessed = counted(shape=replace(SHAPE, guessed=True))
+    guessed = make_counts(shape=replace(SHAPE, is_guessed=True))
     assert not predict(WHOLE, guessed).bytes_exact
     assert predict(PRELOADED, guessed).bytes_exact
     assert predict(ROWS, guessed).bytes_exact

@@ -141,8 +141,8 @@ def choose_beside(data: str, failure: str) -> dict[str, str]:
         action = failing if failure == "refuse" or session.topology.rank == 1 else make
         with mock.patch.object(OpenedPushPull, "make_model", action):
             choice = choose_strategy(model_of(), g, fanouts=FANOUTS, batch_size=BATCH, epochs=2)
-        assert choice.taken is not None
-        assert choice.taken.candidate.strategy != "push_pull"
+        assert choice.chosen_prediction is not None
+        assert choice.chosen_prediction.candidate.strategy != "push_pull"
         fit(model_of(), g, config=FitConfig(epochs=1), fanouts=FANOUTS, batch_size=BATCH)
         g.close()
     return {one.candidate.name: one.why_not for one in choice.predictions}
@@ -207,9 +207,9 @@ def choose_with_memory_for_one(data: str) -> list[str]:
             choice = choose_strategy(model_of(), g, fanouts=FANOUTS, batch_size=BATCH, epochs=2)
         g.close()
     seconds = {one.candidate.name: one.epoch_seconds for one in choice.predictions if one.trial}
-    assert choice.taken is not None
+    assert choice.chosen_prediction is not None
     return [
-        choice.taken.candidate.name,
+        choice.chosen_prediction.candidate.name,
         *(name for name in seconds if seconds[name] == min(seconds.values())),
     ]
 

@@ -31,7 +31,7 @@ SIZES = RowSizes(feature=40, label=8, gradients=100, partitioned=False)
 BUSY = RankCount(
     seeds=45,
     steps=5,
-    counted=2,
+    counted_steps=2,
     remote_rows=60,
     remote_seeds=4,
     sources=[200, 60],
@@ -47,7 +47,7 @@ IDLE = RankCount(**{name: (0 * np.array(value)).tolist() for name, value in vars
 def test_some_batches_stand_for_as_many_seeds_as_there_are() -> None:
     """2 of 5 batches have 20 of the 45 seeds, for the last batch has 5; a rank without seeds adds nothing."""
     found = combine_counts([BUSY, IDLE], build_topology(2, 1), SIZES)
-    assert not found.counted
+    assert not found.is_complete
     assert found.steps == 5
     assert found.survey.remote_rows == 60 * 45 / 20
     assert found.survey.feature_bytes == 48 * 135
@@ -74,9 +74,9 @@ def measure_some(data: str) -> BatchWork:
         model = build_model("sage", 4, 4, 2)
         shape = infer_shape(model, 4, 2)
         draws = Draws(fanouts=(2, 2), batch_size=4, most_batches=2)
-        counted, _ = count(g, shape, CountConfig(cluster=CLUSTER, draws=draws, in_job=True))
+        counts, _ = count(g, shape, CountConfig(cluster=CLUSTER, draws=draws, in_job=True))
         g.close()
-    return counted.mini_batches
+    return counts.mini_batches
 
 
 def test_ranks_count_the_same_epochs_if_only_one_has_seeds_left(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_ranks_count_the_same_epochs_if_only_one_has_seeds_left(tmp_path: Path) 
         measure_some, 2, args=(str(tmp_path / "data"),), ranks_per_server=1, timeout_s=60
     )
     assert first == second
-    assert (sorted(first.survey.seeds_per_rank), first.steps, first.counted) == ([8, 9], 3, False)
+    assert (sorted(first.survey.seeds_per_rank), first.steps, first.is_complete) == ([8, 9], 3, False)
     assert {one.policy for one in first.caches} == {"vip", "lookahead"}
 
 

@@ -464,10 +464,10 @@ def test_one_job_at_a_time_saves_to_a_folder(tmp_path: Path) -> None:
     lock = hold_alone(tmp_path / ".run.lock", 0.0)
     with start_session(timeout_s=1.0):
         with pytest.raises(StorageError, match=r"another job uses .*\.run\.lock"):
-            checkpoint.occupy(tmp_path / "run")
+            checkpoint.lock_folder(tmp_path / "run")
         os.close(lock)
         for _ in range(2):
-            checkpoint.occupy(tmp_path / "run")
+            checkpoint.lock_folder(tmp_path / "run")
         with pytest.raises(StorageError, match="another job"):
             hold_alone(tmp_path / ".run.lock", 0.0)
     os.close(hold_alone(tmp_path / ".run.lock", 0.0))

@@ -31,7 +31,7 @@ from dglx_dist.training.fit import train
 from dglx_dist.training.fit_config import FitConfig, FitResult
 from dglx_dist.training.inference import evaluate
 from dglx_dist.training.models import build_model
-from dglx_dist.training.tracing import epoch_line
+from dglx_dist.training.tracing import format_epoch
 from tests.helpers import refusal, wide
 from tests.helpers.ranks import run_ranks
 from tests.report.records import epoch
@@ -447,5 +447,5 @@ def test_late_rows_of_all_optimisers_arrive_before_evaluation(folder: Path) -> N
 
 
 def test_an_epoch_in_one_line() -> None:
-    assert epoch_line(epoch(3, seconds=0.15, val=0.841)) == "epoch 3: loss 1.0000, val 84.1 %, 0.15 s"
-    assert epoch_line(epoch(3, val=None)) == "epoch 3: loss 1.0000, 2.00 s"
+    assert format_epoch(epoch(3, seconds=0.15, val=0.841)) == "epoch 3: loss 1.0000, val 84.1 %, 0.15 s"
+    assert format_epoch(epoch(3, val=None)) == "epoch 3: loss 1.0000, 2.00 s"

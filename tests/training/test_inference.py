@@ -21,12 +21,12 @@ from dglx_dist.records import SPLITS
 from dglx_dist.training import tasks
 from dglx_dist.training.inference import (
     evaluate,
-    first_rows,
     flatten,
-    layers_of,
     layerwise_inference,
+    list_layers,
     minibatch_inference,
     nest,
+    read_first_rows,
 )
 from dglx_dist.training.relational import HGT, RGCN
 from tests.helpers import wide
@@ -192,7 +192,7 @@ def test_one_type_and_a_pair_of_results(folder: Path) -> None:
         )
         assert torch.equal(equality.in_original_order(other, g), 2 * graph.ndata["feat"])
         with pytest.raises(ConfigError, match="unknown node type 'user'"):
-            first_rows(g, "feat", {"user": other})
+            read_first_rows(g, "feat", {"user": other})
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_who_tells_no_layers_is_asked_for_them(layers: Any, message: str) -> Non
     model = nn.Module()
     model.norms = nn.ModuleList()
     with pytest.raises(ConfigError, match=message):
-        layers_of(model, layers, None)
+        list_layers(model, layers, None)
 
 
 def test_what_cannot_be_nested_again_is_refused() -> None:

@@ -28,10 +28,10 @@ from dglx_dist.training.link import (
     LinkModel,
     RotatE,
     bpr_loss,
+    compute_rows,
     edge_scores,
     link_loader,
     link_targets,
-    rows_of,
     softmax_loss,
     split_edges,
 )
@@ -428,7 +428,7 @@ def encoded(folder: str, kind: str) -> Any:
             build_model("sage", D, 8, 8, 2) if kind == "sage" else RGCN(g, inputs.feature_widths, 8, 8)
         )
         model = LinkModel(encoder, DotProduct(), g.canonical_etypes).eval()
-        with rows_of(model, g, inputs) as found:
+        with compute_rows(model, g, inputs) as found:
             rows = {ntype: one[:][g.new_ids(torch.arange(30), ntype)] for ntype, one in found.items()}
         drop = {}
         for etype in g.canonical_etypes:

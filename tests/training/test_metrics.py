@@ -118,7 +118,7 @@ def test_ranks_by_hand() -> None:
 def test_known_answers_are_found() -> None:
     known = KnownEdges(*EDGES)
     assert len(known) == 4
-    rows, answers = known.answers(torch.tensor([4, 0, 3, 0, 5, 9]), torch.tensor([0, 0, 0, 1, 0, 0]))
+    rows, answers = known.find_answers(torch.tensor([4, 0, 3, 0, 5, 9]), torch.tensor([0, 0, 0, 1, 0, 0]))
     assert rows.tolist() == [0, 1, 1, 3]
     assert answers.tolist() == [0, 1, 3, 2]
     none = torch.zeros(0, dtype=torch.int64)

@@ -26,7 +26,7 @@ from dglx_dist.planner.records import ChoiceOptions, Draws
 from dglx_dist.records import NODE_TYPE
 from dglx_dist.strategies.base import STRATEGIES
 from dglx_dist.training import relational
-from dglx_dist.training.inference import _compute_of, _on_block, first_rows
+from dglx_dist.training.inference import _make_compute, _make_pass, read_first_rows
 from dglx_dist.training.loop import Accumulation, Step, _train_step
 from dglx_dist.training.models import SymmetricConv, build_model
 from dglx_dist.training.relational import HGT, RGCN
@@ -89,8 +89,8 @@ def test_layers_of_an_evaluation_stay_on_the_device_of_the_model(dataset: str, k
         layer: Any = with_degrees
         if kind != "degrees":
             layer = equality.model_of(kind, g).float().to(META).inference_layers()[0]  # type: ignore[operator]
-        rows, target = first_rows(g, "feat", None), (META, torch.float32)
-        compute = _compute_of(_on_block(layer), g, open_neighborhood_maker(g, 1), rows, target)
+        rows, target = read_first_rows(g, "feat", None), (META, torch.float32)
+        compute = _make_compute(_make_pass(layer), g, open_neighborhood_maker(g, 1), rows, target)
         (out,) = compute(NODE_TYPE, np.arange(9)).values()
         assert out.is_meta
         assert len(out) == 9
@@ -144,7 +144,7 @@ def test_relations_are_merged_without_reading_them(kind: Any, monkeypatch: pytes
     x = {ntype: torch.randn(block.num_src_nodes(ntype), width) for ntype, width in widths.items()}
     plain = model([block], x)
     # Off the CPU, R-GCN has a row of each relation for every destination: zeros where it has no edges.
-    monkeypatch.setattr(relational, "_with_edges", lambda degree: torch.arange(len(degree)))
+    monkeypatch.setattr(relational, "_find_destinations", lambda degree: torch.arange(len(degree)))
     assert all(torch.allclose(rows, plain[ntype], atol=1e-6) for ntype, rows in model([block], x).items())
     monkeypatch.undo()
     on_meta = model.to(META)([place(block, META)], {ntype: rows.to(META) for ntype, rows in x.items()})
@@ -162,9 +162,9 @@ def test_the_planner_measures_where_the_model_is(dataset: str) -> None:
         model = build_model("sage", *SIZES).to(META)
         shape = infer_shape(model, equality.WIDTH, equality.CLASSES, 2, kind="sage")
         config = measure.CountConfig(cluster=CLUSTER, draws=draws)
-        counted, candidates = measure.count(g, shape, config)
-        predictions = measure.predict_and_time(g, model, counted, candidates)
+        counts, candidates = measure.count(g, shape, config)
+        predictions = measure.predict_and_time(g, model, counts, candidates)
     feasible = [one for one in predictions if one.feasible]
     assert {one.candidate.unit for one in feasible} == {"mini_batch", "full_graph"}
     assert all(one.compute_s > 0 for one in feasible)
-    assert choose(predictions, counted, ChoiceOptions(unit="any")).taken is not None
+    assert choose(predictions, counts, ChoiceOptions(unit="any")).taken is not None

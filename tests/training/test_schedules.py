@@ -26,7 +26,7 @@ from dglx_dist.errors import ConfigError
 from dglx_dist.report.run_folder import read_epochs
 from dglx_dist.report.tables import spread
 from dglx_dist.training.checkpoint_folder import folder_name
-from dglx_dist.training.config import RunOptions, TrainConfig, rate_at
+from dglx_dist.training.config import RunOptions, TrainConfig, compute_rate_factor
 from dglx_dist.training.fit_config import FitConfig
 from dglx_dist.training.models import build_model
 from tests.helpers.ranks import run_ranks
@@ -43,9 +43,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_rates() -> None:
     steps = RunOptions(epochs=8, schedule="step")
-    assert [rate_at(steps, step, 1) for step in range(8)] == [1, 1, 1, 1, 0.1, 0.1, 0.01, 0.01]
+    assert [compute_rate_factor(steps, step, 1) for step in range(8)] == [1, 1, 1, 1, 0.1, 0.1, 0.01, 0.01]
     cosine = RunOptions(epochs=6, schedule="cosine", warmup=2)
-    found = [rate_at(cosine, step, 2) for step in range(12)]
+    found = [compute_rate_factor(cosine, step, 2) for step in range(12)]
     assert found[:4] == [0.25, 0.5, 0.75, 1.0]
     assert found[4:] == pytest.approx([(1 + math.cos(math.pi * k / 8)) / 2 for k in range(8)])
     with pytest.raises(ConfigError, match="a warmup of 3 epochs leaves none of 3"):

@@ -25,7 +25,7 @@ from dglx_dist.training.config import RunOptions, TrainConfig
 from dglx_dist.training.fit_config import needs_own_loop
 from dglx_dist.training.link import LinkEvaluation
 from dglx_dist.training.models import build_model
-from dglx_dist.training.tasks import class_weights, measure, moments, warn_of_guesses
+from dglx_dist.training.tasks import compute_class_weights, compute_moments, measure, warn_of_guesses
 from tests.helpers.ranks import run_ranks
 
 NODES, LABELS = 60, 3
@@ -222,7 +222,7 @@ def _fitted_far(folder: str) -> tuple[list[float], float, float]:
 
         config = dx.FitConfig(epochs=2, evaluate=error, metric=("error",), show_progress=False)
         model, found = dx.fit(build_model("sage", 8, 8, 1, dropout=0.0), g, config=config)
-        mean, deviation = moments(g, "_N", "label", "train_mask")
+        mean, deviation = compute_moments(g, "_N", "label", "train_mask")
         again = dx.evaluate(model, g, task="regression", metrics=["mae"])["val_mae"]
         return [float(mean), float(deviation)], found.metrics["val_error"], again
 
@@ -250,7 +250,7 @@ def test_equal_targets_have_no_deviation(tmp_path: Path) -> None:
     g.ndata["label"] = torch.full((NODES, 2), 1e6 + 1 / 3, dtype=torch.float64)
     dx.partition_graph(g, "equal", 1, tmp_path)
     with dx.init("data_parallel"):
-        _, deviation = moments(dx.DistGraph(tmp_path / "equal"), "_N", "label", "train_mask")
+        _, deviation = compute_moments(dx.DistGraph(tmp_path / "equal"), "_N", "label", "train_mask")
         assert deviation.tolist() == [0.0, 0.0]
 
 
@@ -313,7 +313,7 @@ def _weights_of_another_column(folder: str) -> list[float]:
         g.ndata["y"] = g.new_tensor((NODES,), torch.int64, "y")
         g.ndata["y"][mine[:2]] = torch.tensor([1, 2 if session.topology.rank == 0 else 1])
         g.barrier()
-        weights: list[float] = (1 / class_weights(g, "_N", "y", "classification")).tolist()
+        weights: list[float] = (1 / compute_class_weights(g, "_N", "y", "classification")).tolist()
         return weights
 
 
@@ -334,7 +334,7 @@ def _wrong_on_one_rank(folder: str) -> list[str]:
             g.ndata["broken"][mine[:1]] = torch.tensor([-1])
         scores = dx.DistTensor((NODES, 2), torch.float32, "scores")
         for wrong in (
-            lambda: class_weights(g, "_N", "broken", "classification"),
+            lambda: compute_class_weights(g, "_N", "broken", "classification"),
             lambda: measure(scores, g, "_N", "label", "val_mask", "regression", ["mae"]),
         ):
             with pytest.raises(ConfigError) as error:

@@ -23,7 +23,7 @@ from dglx_dist.records import EpochRecord
 from dglx_dist.training.fit import train
 from dglx_dist.training.fit_config import FitConfig
 from dglx_dist.training.models import build_model
-from dglx_dist.training.tracing import format_live_figures, open_scalars_writer, remove_keys
+from dglx_dist.training.tracing import format_live_figures, hide_credentials, open_scalars_writer
 from tests.helpers.ranks import run_ranks
 from tests.report.records import epoch
 from tests.report.traces import span, trace_of
@@ -190,7 +190,7 @@ def test_ranks_that_fail_leave_what_they_have(traced: Traced) -> None:
 
 def test_a_trace_tells_no_key_of_an_endpoint() -> None:
     options = {"url": "https://me:word@host:8443/run?code=key#key", "headers": {"x-key": "key"}, "workers": 4}
-    told = remove_keys(options)
+    told = hide_credentials(options)
     assert told == {"url": "https://host:8443/run", "headers": ["x-key"], "workers": 4}
 
 

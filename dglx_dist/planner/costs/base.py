@@ -134,7 +134,7 @@ class BatchWork:
     largest: LayerCounts
     """Of the largest batch."""
     caches: tuple[CacheHits, ...] = ()
-    counted: bool = True
+    is_complete: bool = True
     """Whether every batch of the epoch was counted."""
 
     @property
@@ -143,7 +143,7 @@ class BatchWork:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Counted:
+class EpochCounts:
     """Statistics and counts of one graph, model and cluster."""
 
     graph: GraphStats
@@ -162,11 +162,11 @@ class Counted:
     draws: Draws | None = None
 
     @property
-    def trained(self) -> str:
+    def description(self) -> str:
         if self.draws is None:
-            return self.shape.words
+            return self.shape.summary
         fanouts = ",".join(map(str, self.draws.fanouts))
-        return f"{self.shape.words}; mini-batches of {self.draws.batch_size} a rank, fan-outs {fanouts}"
+        return f"{self.shape.summary}; mini-batches of {self.draws.batch_size} a rank, fan-outs {fanouts}"
 
     @property
     def mini_batches(self) -> BatchWork:
@@ -175,7 +175,7 @@ class Counted:
         return self.batches
 
     @property
-    def fixed(self) -> int:
+    def fixed_bytes(self) -> int:
         """Bytes of the program and the model."""
         return self.program_bytes + self.parameter_bytes
 
@@ -184,12 +184,12 @@ class Counted:
         return self.shape.parameters * self.shape.itemsize
 
     @property
-    def structure(self) -> int:
+    def structure_bytes(self) -> int:
         """Bytes of the in-edges that a rank maps."""
         return self.graph.structure_bytes // (self.cluster.servers if self.structure_partitioned else 1)
 
     @property
-    def own_features(self) -> int:
+    def own_feature_bytes(self) -> int:
         """Bytes of the feature rows of a server, which its ranks share."""
         return -(-self.graph.nodes // self.cluster.servers) * self.graph.feature_bytes
 
@@ -224,10 +224,10 @@ class Counted:
         activations = self.activations(targets, sources)
         step = sum(activations) + self.backward_bytes(activations)
         ahead = (_BATCHES_AHEAD + 1 + in_flight) * (inputs + blocks)
-        kept = self.fixed + OPTIMIZER_COPIES * self.parameter_bytes + held + self.structure
+        kept = self.fixed_bytes + OPTIMIZER_COPIES * self.parameter_bytes + held + self.structure_bytes
         return kept + round(ALLOCATOR_OVERHEAD * (step + ahead))
 
-    def cache_of(self, candidate: Candidate) -> CacheHits | None:
+    def find_cache(self, candidate: Candidate) -> CacheHits | None:
         """Return the counted cache of ``candidate``. None: it has none, or it was not counted."""
         caches = () if self.batches is None or candidate.cache is None else self.batches.caches
         key = candidate.cache, candidate.cache_alpha
@@ -290,7 +290,7 @@ class CostModel(ABC):
 
     @staticmethod
     @abstractmethod
-    def cost(candidate: Candidate, counted: Counted) -> Cost:
+    def cost(candidate: Candidate, counts: EpochCounts) -> Cost:
         """Return the cost of an epoch of ``candidate`` without I/O.
 
         Bytes that follow from counts alone must be those of the ledger.
@@ -318,7 +318,7 @@ def present(**phases: int) -> dict[str, int]:
     return {name: count for name, count in sorted(phases.items()) if count}
 
 
-def traffic_with_sums(
+def build_traffic(
     outside: Mapping[str, int],
     inside: Mapping[str, int],
     sums: tuple[int, int],

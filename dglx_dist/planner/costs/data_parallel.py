@@ -10,11 +10,11 @@ from dglx_dist.planner.costs.base import (
     CacheHits,
     Cost,
     CostModel,
-    Counted,
+    EpochCounts,
     Survey,
+    build_traffic,
     present,
     ring_split,
-    traffic_with_sums,
 )
 from dglx_dist.strategies.candidate import Candidate
 
@@ -24,18 +24,18 @@ class DataParallelCosts(CostModel):
     """Rows of remote input nodes, less those that a cache holds, and sums of all gradients."""
 
     @staticmethod
-    def cost(candidate: Candidate, counted: Counted) -> Cost:
-        work, cache = counted.mini_batches, counted.cache_of(candidate) or CacheHits(policy="", alpha=0.0)
-        row = ID_BYTES + counted.graph.feature_bytes
+    def cost(candidate: Candidate, counts: EpochCounts) -> Cost:
+        work, cache = counts.mini_batches, counts.find_cache(candidate) or CacheHits(policy="", alpha=0.0)
+        row = ID_BYTES + counts.graph.feature_bytes
         missed = work.survey.feature_bytes - cache.hits * row
         phases = row_bytes(replace(work.survey, feature_bytes=missed))
-        sums = ring_split(counted.shape.gradient_bytes, counted.cluster.server_of_rank, work.steps)
-        shared = cache.server_bytes + counted.own_features
+        sums = ring_split(counts.shape.gradient_bytes, counts.cluster.server_of_rank, work.steps)
+        shared = cache.server_bytes + counts.own_feature_bytes
         return Cost(
-            traffic=traffic_with_sums(phases, {}, sums, once=cache.once_rows * row, exact=work.counted),
-            memory=counted.batch_memory(held=shared + cache.rank_bytes),
-            shared=shared + counted.structure,
-            on_host=counted.program_bytes + shared + cache.rank_bytes + counted.structure,
+            traffic=build_traffic(phases, {}, sums, once=cache.once_rows * row, exact=work.is_complete),
+            memory=counts.batch_memory(held=shared + cache.rank_bytes),
+            shared=shared + counts.structure_bytes,
+            on_host=counts.program_bytes + shared + cache.rank_bytes + counts.structure_bytes,
         )
 
 

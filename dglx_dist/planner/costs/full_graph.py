@@ -25,13 +25,13 @@ from dglx_dist.planner.costs.base import (
     OPTIMIZER_COPIES,
     Cost,
     CostModel,
-    Counted,
+    EpochCounts,
     PlannedRun,
     Traffic,
     Work,
+    build_traffic,
     present,
     ring_split,
-    traffic_with_sums,
 )
 from dglx_dist.planner.records import ModelShape
 from dglx_dist.records import Array
@@ -68,7 +68,7 @@ class StepSizes:
     """(L,) rows that other ranks receive."""
 
 
-def step_sizes(plan: RankPlan) -> StepSizes:
+def read_step_sizes(plan: RankPlan) -> StepSizes:
     layers = plan.layers
     return StepSizes(
         rows=(layers[0].own_rows, *(layer.targets for layer in layers)),
@@ -136,7 +136,7 @@ class FullGraphScheme(Work):
 
         def count_plan(plan: RankPlan) -> list[Array]:
             largest.see(plan)
-            variants = [plan, with_covers(plan)] if covers else [plan]
+            variants = [plan, use_covers(plan)] if covers else [plan]
             return [sizes_of(variant, topology.world_size) for variant in variants]
 
         sizes = np.array([[count_plan(plan) for plan in make([*step])] for step in steps])
@@ -181,17 +181,19 @@ class _LargestPlan:
 def sizes_of(plan: RankPlan, world_size: int) -> Array:
     """Return the (K,) int64 sizes of a plan, as :func:`decode_work` reads them.
 
-    The fields of :func:`step_sizes`, feature rows that the server fetches from others, and (L, W) halo rows
-    by the rank that holds them.
+    They are the fields of :func:`read_step_sizes`, the number of feature rows that the server fetches from
+    others, and (L, W) numbers of halo rows by the rank that holds them.
     """
     received = np.zeros((len(plan.layers), world_size), np.int64)
     for row, layer in zip(received, plan.layers, strict=True):
         for rank, count in layer.receive:
             row[rank] = count
-    return np.concatenate([*vars(step_sizes(plan)).values(), [plan.external_nodes], received.reshape(-1)])
+    return np.concatenate(
+        [*vars(read_step_sizes(plan)).values(), [plan.external_nodes], received.reshape(-1)]
+    )
 
 
-def with_covers(plan: RankPlan) -> RankPlan:
+def use_covers(plan: RankPlan) -> RankPlan:
     """Return ``plan`` in the sizes of its covers; layer 1 keeps its rows, as with ``use_pp``."""
     first, *above = plan.layers
     covers = [one.cover for one in above if one.cover is not None]
@@ -257,62 +259,62 @@ class FullGraphCosts(CostModel):
 
     @staticmethod
     def works(candidate: Candidate, context: CandidateContext) -> tuple[Work, ...]:
-        options = _options_of(candidate)
+        options = _read_options(candidate)
         return (FullGraphScheme(options.hops_of(context.num_layers), options.eas, options.batches),)
 
     @staticmethod
-    def cost(candidate: Candidate, counted: Counted) -> Cost:
-        options = _options_of(candidate)
-        work: FullWork = counted.works[FullGraphCosts.works(candidate, counted.context)[0]]
+    def cost(candidate: Candidate, counts: EpochCounts) -> Cost:
+        options = _read_options(candidate)
+        work: FullWork = counts.works[FullGraphCosts.works(candidate, counts.context)[0]]
         if options.aggregate == "cover":
-            return _cost_of_covers(counted, work)
+            return _cost_of_covers(counts, work)
         # Of several batches, none keeps the features of its halo.
         use_pp = work.steps == 1
-        traffic = _traffic(counted, work, use_pp=use_pp, wire=options.wire_dtype)
-        memory = estimate_memory(counted, work, ahead=0 if work.steps == 1 else 1)
+        traffic = _traffic(counts, work, use_pp=use_pp, wire=options.wire_dtype)
+        memory = estimate_memory(counts, work, ahead=0 if work.steps == 1 else 1)
         if options.staleness:
             # The rows of an epoch, sent and received, in buffers and in transit.
             pairs = tuple(map(sum, zip(work.outside, work.inside, strict=True)))
-            moved = count_exchanged_bytes(pairs, counted.shape, use_pp=use_pp)
-            memory += 4 * sum(moved.values()) // counted.cluster.ranks
-        return _cost(counted, traffic, memory)
+            moved = count_exchanged_bytes(pairs, counts.shape, use_pp=use_pp)
+            memory += 4 * sum(moved.values()) // counts.cluster.ranks
+        return _cost(counts, traffic, memory)
 
 
-def _options_of(candidate: Candidate) -> FullGraphOptions:
+def _read_options(candidate: Candidate) -> FullGraphOptions:
     options: FullGraphOptions = STRATEGIES.get(candidate.strategy).read_options(candidate.options)
     return options
 
 
-def _cost(counted: Counted, traffic: Traffic, memory: int) -> Cost:
-    own = counted.own_features
-    return Cost(traffic=traffic, memory=memory, shared=own, on_host=counted.program_bytes + own)
+def _cost(counts: EpochCounts, traffic: Traffic, memory: int) -> Cost:
+    own = counts.own_feature_bytes
+    return Cost(traffic=traffic, memory=memory, shared=own, on_host=counts.program_bytes + own)
 
 
-def _cost_of_covers(counted: Counted, sources: FullWork) -> Cost:
-    first, *above = counted.shape.layers
+def _cost_of_covers(counts: EpochCounts, sources: FullWork) -> Cost:
+    first, *above = counts.shape.layers
     if not above or not all(layer.sums_sources for layer in above):
         return Cost(why_not="a layer reads its sources by more than a sum or mean")
     if (work := sources.cover) is None:
         return Cost(why_not="its covers were not counted: the graph is too large")
     # Products are applied to own rows, before the exchange where that makes rows narrower.
     narrowed = (first, *(replace(layer, inputs=layer.summed) for layer in above))
-    counted = replace(counted, shape=replace(counted.shape, layers=narrowed))
+    counts = replace(counts, shape=replace(counts.shape, layers=narrowed))
     # The blocks of source rows are kept beside those of the covers.
     blocks = sum(_structure_of(sources.largest))
-    memory = estimate_memory(counted, work) + round(ALLOCATOR_OVERHEAD * blocks)
-    return _cost(counted, _traffic(counted, work, use_pp=True), memory)
+    memory = estimate_memory(counts, work) + round(ALLOCATOR_OVERHEAD * blocks)
+    return _cost(counts, _traffic(counts, work, use_pp=True), memory)
 
 
-def estimate_memory(counted: Counted, work: FullWork, *, ahead: int = 0) -> int:
+def estimate_memory(counts: EpochCounts, work: FullWork, *, ahead: int = 0) -> int:
     """Return the peak of a rank that trains on whole graphs; ``ahead``: batches loaded in advance."""
-    shape, sizes = counted.shape, work.largest
+    shape, sizes = counts.shape, work.largest
     loaded = sizes.rows[0] * shape.features * shape.itemsize + sum(_structure_of(sizes))
-    activations = counted.activations(sizes.rows[1:], sizes.sources)
-    step = (1 + ahead) * loaded + sum(activations) + counted.backward_bytes(activations)
+    activations = counts.activations(sizes.rows[1:], sizes.sources)
+    step = (1 + ahead) * loaded + sum(activations) + counts.backward_bytes(activations)
     sent = [rows * layer.inputs for rows, layer in zip(sizes.sent, shape.layers, strict=True)]
     # The buffers of sent rows, and of the gradients that come back.
-    held = OPTIMIZER_COPIES * counted.parameter_bytes + 2 * max(sent) * shape.itemsize
-    return counted.fixed + counted.own_features + held + round(ALLOCATOR_OVERHEAD * step)
+    held = OPTIMIZER_COPIES * counts.parameter_bytes + 2 * max(sent) * shape.itemsize
+    return counts.fixed_bytes + counts.own_feature_bytes + held + round(ALLOCATOR_OVERHEAD * step)
 
 
 def _structure_of(sizes: StepSizes) -> list[int]:
@@ -350,20 +352,20 @@ def count_exchanged_bytes(
     return present(halo=sum(above) + first, halo_gradients=sum(above) + (first if shape.first_learns else 0))
 
 
-def _traffic(counted: Counted, work: FullWork, *, use_pp: bool, wire: WireDtype = "same") -> Traffic:
-    row = counted.graph.feature_bytes
+def _traffic(counts: EpochCounts, work: FullWork, *, use_pp: bool, wire: WireDtype = "same") -> Traffic:
+    row = counts.graph.feature_bytes
     outside, inside = (
-        count_exchanged_bytes(pairs, counted.shape, use_pp=use_pp, wire=wire)
+        count_exchanged_bytes(pairs, counts.shape, use_pp=use_pp, wire=wire)
         for pairs in (work.outside, work.inside)
     )
     halo = work.outside[0] * row if use_pp else 0
-    one_planner = work.steps == 1 or counted.cluster.ranks_per_server == 1
+    one_planner = work.steps == 1 or counts.cluster.ranks_per_server == 1
     # The width of exchanged rows is unknown for a guessed shape.
-    widths_known = not counted.shape.guessed or not (outside or inside)
-    return traffic_with_sums(
+    widths_known = not counts.shape.is_guessed or not (outside or inside)
+    return build_traffic(
         outside,
         inside,
-        ring_split(counted.shape.gradient_bytes, counted.cluster.server_of_rank, work.steps),
+        ring_split(counts.shape.gradient_bytes, counts.cluster.server_of_rank, work.steps),
         once=work.external_rows * (ID_BYTES + row) + halo,
         exact=one_planner and widths_known,
     )

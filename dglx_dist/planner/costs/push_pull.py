@@ -12,12 +12,12 @@ from dglx_dist.layers.convolutions import CONVOLUTIONS
 from dglx_dist.planner.costs.base import (
     Cost,
     CostModel,
-    Counted,
+    EpochCounts,
     Survey,
     Traffic,
+    build_traffic,
     present,
     ring_split,
-    traffic_with_sums,
 )
 from dglx_dist.strategies.candidate import Candidate
 from dglx_dist.strategies.push_pull.exchange import BACKWARD, FORWARD
@@ -73,20 +73,20 @@ class PushPullCosts(CostModel):
     inspect = staticmethod(inspect)
 
     @staticmethod
-    def cost(candidate: Candidate, counted: Counted) -> Cost:
-        work = counted.mini_batches
-        first: FirstLayer = counted.shape.inspected[candidate.strategy]
-        size = int(candidate.options.get("group_size", counted.cluster.ranks))
+    def cost(candidate: Candidate, counts: EpochCounts) -> Cost:
+        work = counts.mini_batches
+        first: FirstLayer = counts.shape.inspected[candidate.strategy]
+        size = int(candidate.options.get("group_size", counts.cluster.ranks))
         depth = int(candidate.options.get("depth", 1))
         pushed = candidate.options.get("structure", "push") == "push"
-        columns = counted.graph.nodes * counted.graph.feature_bytes // size
-        held = columns + counted.own_features
-        late_sums = (depth - 1) * 4 * work.largest[1][0] * counted.shape.layers[0].outputs
+        columns = counts.graph.nodes * counts.graph.feature_bytes // size
+        held = columns + counts.own_feature_bytes
+        late_sums = (depth - 1) * 4 * work.largest[1][0] * counts.shape.layers[0].outputs
         return Cost(
-            traffic=_traffic(counted, first, size, pushed=pushed),
-            memory=counted.batch_memory(held=held, owners=size, in_flight=depth) + late_sums,
-            shared=counted.own_features + counted.structure,
-            on_host=counted.program_bytes + held + counted.structure,
+            traffic=_traffic(counts, first, size, pushed=pushed),
+            memory=counts.batch_memory(held=held, owners=size, in_flight=depth) + late_sums,
+            shared=counts.own_feature_bytes + counts.structure_bytes,
+            on_host=counts.program_bytes + held + counts.structure_bytes,
         )
 
 
@@ -103,7 +103,7 @@ def column_bytes(found: Survey, first: FirstLayer, *, group_size: int, pushed: b
     Depth and versions of weights change none of it.
 
     Args:
-        found: Counted on the same cut, seeds and fan-outs, one rank per server.
+        found: EpochCounts on the same cut, seeds and fan-outs, one rank per server.
         group_size: Parts that together hold all columns; a divisor of the ranks, or 0: all of them.
         pushed: Whether owners send the structure of their first blocks.
     """
@@ -128,8 +128,8 @@ def structure_bytes(found: Survey) -> int:
     return _SHORT_ID_BYTES * (found.first_targets + batches + found.first_edges + found.input_rows)
 
 
-def _traffic(counted: Counted, first: FirstLayer, size: int, *, pushed: bool) -> Traffic:
-    cluster, work = counted.cluster, counted.mini_batches
+def _traffic(counts: EpochCounts, first: FirstLayer, size: int, *, pushed: bool) -> Traffic:
+    cluster, work = counts.cluster, counts.mini_batches
     phases = column_bytes(work.survey, first, group_size=size, pushed=pushed)
     in_group = {name: phases.get(name, 0) for name in ("structure", *_SUMS)}
     # Ordered pairs of different ranks of a group, and those on different servers.
@@ -145,13 +145,13 @@ def _traffic(counted: Counted, first: FirstLayer, size: int, *, pushed: bool) ->
         far = sum(server != server_of[(rank + size) % cluster.ranks] for rank, server in enumerate(server_of))
         outside = every * far // cluster.ranks
         sums = sums[0] + outside, sums[1] + every - outside
-    moved = counted.graph.nodes * (cluster.servers - 1) // cluster.servers * counted.graph.feature_bytes
+    moved = counts.graph.nodes * (cluster.servers - 1) // cluster.servers * counts.graph.feature_bytes
     aligned = size % cluster.ranks_per_server == 0 or cluster.ranks_per_server % size == 0
-    return traffic_with_sums(
+    return build_traffic(
         {**phases, **crossing},
         inside,
         sums,
         once=cluster.ranks * moved // size,
         # A model of the user's own may give its first layer values of edges.
-        exact=work.counted and aligned and first.known and not counted.shape.guessed,
+        exact=work.is_complete and aligned and first.known and not counts.shape.is_guessed,
     )

@@ -15,11 +15,11 @@ from dglx_dist.planner.costs.base import (
     ID_BYTES,
     Cost,
     CostModel,
-    Counted,
+    EpochCounts,
     PlannedRun,
     Traffic,
     Work,
-    traffic_with_sums,
+    build_traffic,
 )
 from dglx_dist.planner.costs.full_graph import FullGraphScheme, estimate_memory
 from dglx_dist.records import Array
@@ -45,7 +45,7 @@ class HaloPairs(Work):
         if run.in_job:
             # Only rows that training needs, mostly in the first layer; intervals compute every node.
             work = run.works[_EXCHANGING]
-            return work and HaloCounts(outside=work.outside[0], inside=work.inside[0], counted=False)
+            return work and HaloCounts(outside=work.outside[0], inside=work.inside[0], is_complete=False)
         shard = run.partition.structure.shards[0]
         return count_halo_pairs(shard.indptr, shard.indices, run.partition.bounds, run.partition.topology)
 
@@ -56,7 +56,7 @@ class HaloCounts:
 
     outside: int
     inside: int
-    counted: bool = True
+    is_complete: bool = True
     """Whether over all nodes of the graph; False: only of nodes that training needs."""
 
 
@@ -136,12 +136,12 @@ def serverless_bytes(
     }
 
 
-def _traffic(counted: Counted, ghosts: HaloCounts, read: int) -> Traffic:
-    cluster, shape, total = counted.cluster, counted.shape, ghosts.outside + ghosts.inside
+def _traffic(counts: EpochCounts, ghosts: HaloCounts, read: int) -> Traffic:
+    cluster, shape, total = counts.cluster, counts.shape, ghosts.outside + ghosts.inside
     own_rows = shape.kind == "sage"
     phases = serverless_bytes(
         widths=(shape.features, *(layer.outputs for layer in shape.layers)),
-        nodes=counted.graph.nodes,
+        nodes=counts.graph.nodes,
         ghosts=total,
         intervals=LambdaOptions().intervals * cluster.ranks,
         own_rows=own_rows,
@@ -151,11 +151,11 @@ def _traffic(counted: Counted, ghosts: HaloCounts, read: int) -> Traffic:
     inside = {name: phases[name] * ghosts.inside // max(total, 1) for name in _GHOSTS}
     inside["weights_read"] = read * (cluster.ranks_per_server - 1)
     outside = {name: count - inside.get(name, 0) for name, count in phases.items()}
-    once = ghosts.outside * (2 * ID_BYTES + counted.graph.feature_bytes)
+    once = ghosts.outside * (2 * ID_BYTES + counts.graph.feature_bytes)
     # Norms between the layers have weights that are not counted.
     known_weights = shape.kind in ("gcn", "sage") and shape.tensors == (2 + own_rows) * len(shape.layers)
-    is_exact = ghosts.counted and known_weights and not shape.guessed
-    return traffic_with_sums(outside, inside, (0, 0), once=once, exact=is_exact)
+    is_exact = ghosts.is_complete and known_weights and not shape.is_guessed
+    return build_traffic(outside, inside, (0, 0), once=once, exact=is_exact)
 
 
 @final
@@ -176,12 +176,12 @@ class LambdaCosts(CostModel):
         return _EXCHANGING, HaloPairs()
 
     @staticmethod
-    def cost(candidate: Candidate, counted: Counted) -> Cost:
+    def cost(candidate: Candidate, counts: EpochCounts) -> Cost:
         traffic = _traffic(
-            counted, counted.works[HaloPairs()], counted.shape.inspected.get(candidate.strategy, 0)
+            counts, counts.works[HaloPairs()], counts.shape.inspected.get(candidate.strategy, 0)
         )
         # Every epoch in flight keeps its activations.
         in_flight = 1 + 0.5 * (int(candidate.options.get("staleness", -1)) + 1)
-        kept = estimate_memory(counted, counted.works[_EXCHANGING]) - counted.fixed
-        memory = counted.fixed + round(kept * in_flight)
+        kept = estimate_memory(counts, counts.works[_EXCHANGING]) - counts.fixed_bytes
+        memory = counts.fixed_bytes + round(kept * in_flight)
         return Cost(traffic=traffic, memory=memory, note="workers on the same servers")
