@@ -70,7 +70,7 @@ def infer_shape(
         refusals=refused,
         first_learns=first_learns,
         itemsize=parameters[0].element_size() if parameters else 4,
-        is_is_guessed=is_guessed,
+        is_guessed=is_guessed,
     )
 
 
