@@ -23,8 +23,8 @@ from dglx_dist.training.config import TrainConfig
 @pytest.mark.parametrize(
     ("read", "text", "value"),
     [
-        (options.names, "train, degree", ("train", "degree")),
-        (options.names, "", ()),
+        (options.parse_names, "train, degree", ("train", "degree")),
+        (options.parse_names, "", ()),
         (parse_integers, "25,10", (25, 10)),
         (parse_integers, "-1", (-1,)),
         (options.parse_fractions, "1,1,2.5", (1.0, 1.0, 2.5)),

@@ -58,7 +58,7 @@ def test_layers_are_read_from_a_call_of_the_model(kind: str) -> None:
     read = [(o.inputs, o.outputs, o.summed) for o in found.layers]
     assert read == PARTS[kind]
     assert found.first_learns == (kind == "resgcn")
-    assert ("push_pull" in found.refused) == (kind in ("mlp", "resgcn"))
+    assert ("push_pull" in found.refusals) == (kind in ("mlp", "resgcn"))
 
 
 class One(nn.Module):
@@ -137,12 +137,12 @@ def test_layers_of_a_model_that_cannot_be_called_are_those_that_it_has() -> None
 
 def test_a_module_tells_what_refuses_it() -> None:
     plain = infer_shape(build_model("gcn", 100, 16, 10, 2, 0.5), 100, 10, 2)
-    assert plain.refused == {}
+    assert plain.refusals == {}
     mixing = torch.nn.Sequential(torch.nn.BatchNorm1d(100), torch.nn.Linear(100, 10))
     found = infer_shape(mixing, 100, 10, 1)
-    assert found.refused["full_graph"] == "'0' is a BatchNorm1d"
-    assert found.refused["lambda"].startswith("'0', BatchNorm1d, takes means over all nodes")
-    assert "push_pull" in found.refused
+    assert found.refusals["full_graph"] == "'0' is a BatchNorm1d"
+    assert found.refusals["lambda"].startswith("'0', BatchNorm1d, takes means over all nodes")
+    assert "push_pull" in found.refusals
 
 
 def test_an_error_in_a_strategys_inspection_refuses_that_strategy_alone(
@@ -153,5 +153,5 @@ def test_an_error_in_a_strategys_inspection_refuses_that_strategy_alone(
 
     monkeypatch.setattr(COSTS.get("lambda"), "inspect", fails)
     found = infer_shape(build_model("gcn", 100, 16, 10, 2), 100, 10)
-    assert found.refused == {"lambda": "its inspection of the model failed: KeyError: 'no such layer'"}
+    assert found.refusals == {"lambda": "its inspection of the model failed: KeyError: 'no such layer'"}
     assert "full_graph" in found.inspected
